@@ -1,0 +1,50 @@
+# Every target sets up what it needs: `make` on a fresh machine installs the package and runs the demo.
+#
+#     make demo ARGS="--seed 1"     passes arguments on
+#     make test PYTHON=python3.12   sets up with another interpreter
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DELETE_ON_ERROR:
+.PHONY: demo test lint format board bench clean help
+
+demo: $(READY)  ## run the demo (the default)
+	$(BIN)/python -m experiments.demo $(ARGS)
+
+test: $(READY)  ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)  ## check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)  ## sort imports, fix what is safe to fix, format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+board: $(READY)  ## open TensorBoard on runs/
+	$(BIN)/tensorboard --logdir runs $(ARGS)
+
+bench: $(READY)  ## run the benchmark
+	$(BIN)/python -m experiments.benchmark $(ARGS)
+
+clean:  ## remove the environment, caches and build leftovers; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find torch_occ experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# Written last, so that an interrupted installation is taken up again.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "PYTHON=$(PYTHON) is missing or older than 3.11, which torch_occ needs. Name another one: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
+	@touch $@

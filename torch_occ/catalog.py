@@ -1,0 +1,169 @@
+"""The built-in regularizers, as data.
+
+Each is a table of weighted elementary terms (argument, function, weight); the torch functions below and the compiled kernels read
+the same table, so a formula stands in one place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from torch_occ.marginals import ARGUMENTS, Argument
+from torch_occ.mdp import LayeredMDP
+from torch_occ.regularizers import Regularizer, SeparableRegularizer, align
+from torch_occ.schedules import InverseSqrt
+
+
+@dataclass(frozen=True)
+class Power:
+    """x^p."""
+
+    p: Tensor | float
+
+    def __call__(self, x: Tensor, event_dims: int) -> Tensor:
+        if isinstance(self.p, float):
+            return x.sqrt() if self.p == 0.5 else x**self.p
+        return x ** align(self.p, event_dims)
+
+
+@dataclass(frozen=True)
+class XLogX:
+    """x log x."""
+
+    def __call__(self, x: Tensor, event_dims: int) -> Tensor:
+        return x * x.log()
+
+
+@dataclass(frozen=True)
+class NegativeLog:
+    """-log x."""
+
+    def __call__(self, x: Tensor, event_dims: int) -> Tensor:
+        return -x.log()
+
+
+@dataclass(frozen=True)
+class Term:
+    """weight * function(argument), summed over states or pairs."""
+
+    argument: Argument
+    function: Power | XLogX | NegativeLog
+    weight: Tensor | float
+
+
+class TabularRegularizer(SeparableRegularizer):
+    """A separable regularizer given by its table of terms."""
+
+    def table(self) -> tuple[Term, ...]:
+        raise NotImplementedError
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        used = {term.argument for term in self.table()}
+        return tuple(name for name in ARGUMENTS if name in used)
+
+    def pair(self, x: Tensor) -> Tensor:
+        return self._sum("pair", x)
+
+    def rest(self, x: Tensor) -> Tensor:
+        return self._sum("rest", x)
+
+    def state(self, x: Tensor) -> Tensor:
+        return self._sum("state", x)
+
+    def complement(self, x: Tensor) -> Tensor:
+        return self._sum("complement", x)
+
+    def _sum(self, argument: Argument, x: Tensor) -> Tensor:
+        event_dims = 1 if argument == "state" else 2
+        total = None
+        for term in self.table():
+            if term.argument == argument:
+                weight = align(term.weight, event_dims) if isinstance(term.weight, Tensor) else term.weight
+                value = weight * term.function(x, event_dims)
+                total = value if total is None else total + value
+        return torch.zeros_like(x) if total is None else total
+
+
+class Tsallis(TabularRegularizer):
+    """- sum q(s,a)^power with 0 < power < 1; the 1/2-Tsallis entropy by default (Audibert and Bubeck; Zimmert and Seldin)."""
+
+    arg_constraints: ClassVar = {"power": constraints.interval(1e-3, 1 - 1e-3)}
+    power: Tensor
+
+    def __init__(self, power: Tensor | float = 0.5) -> None:
+        super().__init__(power=power)
+
+    def table(self) -> tuple[Term, ...]:
+        return (Term("pair", Power(self.power), -1.0),)
+
+
+class HybridTsallis(TabularRegularizer):
+    """phi_H(q) = - sum ( sqrt(q(s,a)) + alpha sqrt(q(s) - q(s,a)) ), `eq:hybrid`."""
+
+    arg_constraints: ClassVar = {"alpha": constraints.nonnegative}
+    alpha: Tensor
+
+    def __init__(self, alpha: Tensor | float) -> None:
+        super().__init__(alpha=alpha)
+
+    def table(self) -> tuple[Term, ...]:
+        return (Term("pair", Power(0.5), -1.0), Term("rest", Power(0.5), -self.alpha))
+
+
+class HybridComplement(TabularRegularizer):
+    """- sum ( sqrt(q(s,a)) + alpha sqrt(1 - q(s,a)) ), the regularizer of Zimmert, Luo and Wei (2019) at alpha = 1."""
+
+    arg_constraints: ClassVar = {"alpha": constraints.nonnegative}
+    alpha: Tensor
+
+    def __init__(self, alpha: Tensor | float = 1.0) -> None:
+        super().__init__(alpha=alpha)
+
+    def table(self) -> tuple[Term, ...]:
+        return (Term("pair", Power(0.5), -1.0), Term("complement", Power(0.5), -self.alpha))
+
+
+class Shannon(TabularRegularizer):
+    """sum q(s,a) log q(s,a), the regularizer of O-REPS (Zimin and Neu, 2013)."""
+
+    def table(self) -> tuple[Term, ...]:
+        return (Term("pair", XLogX(), 1.0),)
+
+
+class ConditionalEntropy(TabularRegularizer):
+    """sum q(s,a) log( q(s,a) / q(s) ), whose minimizer is the softmax policy of soft value iteration."""
+
+    def table(self) -> tuple[Term, ...]:
+        return (Term("pair", XLogX(), 1.0), Term("state", XLogX(), -1.0))
+
+
+class LogBarrier(TabularRegularizer):
+    """phi_L(q) = - beta sum log q(s,a), `eq:log-barrier`."""
+
+    arg_constraints: ClassVar = {"beta": constraints.nonnegative}
+    beta: Tensor
+
+    def __init__(self, beta: Tensor | float = 1.0) -> None:
+        super().__init__(beta=beta)
+
+    def table(self) -> tuple[Term, ...]:
+        return (Term("pair", NegativeLog(), self.beta),)
+
+
+def jin_luo(
+    mdp: LayeredMDP, alpha: Tensor | float | None = None, beta: Tensor | float | None = None, gamma: Tensor | float | None = None
+) -> Regularizer:
+    """psi_t = phi_H / eta_t + phi_L with eta_t = gamma / sqrt(t); by default the constants of `thm:main`.
+
+    alpha = 1 / sqrt(A), beta = 64 L, gamma = 1.
+    """
+    alpha = mdp.num_actions**-0.5 if alpha is None else alpha
+    beta = 64.0 * mdp.horizon if beta is None else beta
+    gamma = 1.0 if gamma is None else gamma
+    return HybridTsallis(alpha) / InverseSqrt(gamma) + LogBarrier(beta)

@@ -1,0 +1,224 @@
+"""The linear algebra of one Newton step: solve
+
+    H dq = x + E' v,        E dq = r
+
+for the step dq `(*batch, S, A)` and the multipliers v `(*batch, S)`, with H block-diagonal over states.
+
+**One state.** Its bordered inverse holds all that the rest of the MDP needs to know of it:
+
+    [ H_s  1 ]^-1     [ R_s    p_s    ]
+    [ 1'   0 ]     =  [ p_s'  -kappa_s ]
+
+R answers "how do the actions share what is left when q(s) must not move" (R >= 0, R 1 = 0), p "how is a change of q(s) divided" (sum p = 1, a
+signed policy), kappa >= 0 "what does a change of q(s) cost". For separable terms, with D = d + w and a = sum 1/D,
+
+    R x = (x - (sum x/D) / a) / D,     p = (e/a + w) / D,     kappa = c + sum w d / D + e^2 / a,     e = 1 - sum w/D,
+
+at O(A), and nothing cancels once e is summed around its dominant action. H_s itself need not be invertible: a regularizer that does
+not feel q(s), such as the conditional entropy, has kappa = 0.
+
+**All states.** With B = (I - P_p)^-1, two sweeps through the layers, Q = P' R P, the covariance of the next state under R, and
+du the change of q(s), eliminating actions leaves
+
+    kappa du = p'x + (I - P_p) v,        (I - P_p)' du = r + P'R x - Q v.
+
+So M = I + K^(1/2) B' Q B K^(1/2) is all that remains to be factored: symmetric, every eigenvalue at least 1, and in practice at most a few dozen
+whatever the scale of q. Small MDPs form it. Larger ones run through the layers as a Kalman filter does: Y_k is the
+covariance that reaches layer k, and kappa the information it meets there,
+
+    Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torch_occ.hessians import Blocks, Full, Hessian, Separable
+from torch_occ.mdp import LayeredMDP
+from torch_occ.occupancy import DenseFlow, Flow, LayeredFlow
+
+
+class Factorization(Protocol):
+    """Factor once, solve many times."""
+
+    def solve(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """(dq, v) for right-hand sides x `(*batch, S, A)` and r `(*batch, S)`."""
+        ...
+
+
+def factorize(hessian: Hessian, flow: Flow) -> Factorization:
+    """The cheapest factorization for this structure."""
+    if isinstance(hessian, Full):
+        return FullFactorization(hessian, flow.mdp)
+    states = SeparableStates(hessian) if isinstance(hessian, Separable) else GeneralStates(hessian)
+    return DenseFactorization(states, flow) if isinstance(flow, DenseFlow) else LayeredFactorization(states, flow)
+
+
+# -- one state ------------------------------------------------------------------------------------------------------------
+
+
+class SeparableStates:
+    """(R, p, kappa) of every state from d, w, c, at O(A)."""
+
+    def __init__(self, hessian: Separable) -> None:
+        d, w, actions = hessian.d, hessian.w, hessian.actions
+        inverse = (1 / (d + w)).masked_fill(~actions, 0.0)
+        share = w * inverse
+        # e = 1 - sum w/D cancels when one action dominates its state; there 1 - w/D is d/D.
+        dominant = share.masked_fill(~actions, -1.0).argmax(-1, keepdim=True)
+        e = (-share).scatter(-1, dominant, (d * inverse).gather(-1, dominant)).sum(-1)
+        self.inverse = inverse  # (*batch, S, A)
+        self.total = inverse.sum(-1)  # (*batch, S)
+        self.p = (e / self.total).unsqueeze(-1) * inverse + share  # (*batch, S, A)
+        self.kappa = (hessian.c + (share * d).sum(-1) + e * e / self.total).clamp(min=0)  # (*batch, S)
+
+    def respond(self, x: Tensor) -> Tensor:
+        """R x."""
+        return (x - ((self.inverse * x).sum(-1) / self.total).unsqueeze(-1)) * self.inverse
+
+    def covariance(self, kernel: Tensor, layer: slice = slice(None)) -> Tensor:
+        """P' R P for transitions `(*batch, S_k, A, S')` out of a layer, `(*batch, S', S')`."""
+        weight = self.inverse[..., layer, :].unsqueeze(-1)
+        mean = (weight * kernel).sum(-2, keepdim=True) / self.total[..., layer, None, None]
+        deviation = ((kernel - mean) * weight.sqrt()).flatten(-3, -2)
+        return deviation.mT @ deviation
+
+
+class GeneralStates:
+    """(R, p, kappa) of every state from its matrix, by inverting the bordered matrix."""
+
+    def __init__(self, hessian: Blocks) -> None:
+        actions = hessian.actions
+        present = actions.to(hessian.blocks.dtype)
+        # Scale the diagonal to one, and the border to length one, before a general-purpose inverse sees them.
+        scale = torch.where(actions, hessian.curvature, 1.0).rsqrt()
+        length = (scale * present).norm(dim=-1, keepdim=True)
+        border = (scale * present / length).unsqueeze(-1)
+        core = scale.unsqueeze(-1) * hessian.blocks * scale.unsqueeze(-2) + torch.diag_embed(1 - present)
+        bordered = torch.cat([torch.cat([core, border], -1), torch.nn.functional.pad(border.mT, (0, 1))], -2)
+        inverse = torch.linalg.inv_ex(bordered).inverse
+        pairs = actions.unsqueeze(-1) & actions.unsqueeze(-2)
+        self.R = torch.where(pairs, scale.unsqueeze(-1) * inverse[..., :-1, :-1] * scale.unsqueeze(-2), 0.0)
+        self.p = inverse[..., :-1, -1] * scale * present / length
+        self.kappa = (-inverse[..., -1, -1] / length.squeeze(-1) ** 2).clamp(min=0)
+
+    def respond(self, x: Tensor) -> Tensor:
+        return (self.R @ x.unsqueeze(-1)).squeeze(-1)
+
+    def covariance(self, kernel: Tensor, layer: slice = slice(None)) -> Tensor:
+        return kernel.flatten(-3, -2).mT @ (self.R[..., layer, :, :] @ kernel).flatten(-3, -2)
+
+
+States = SeparableStates | GeneralStates
+
+
+# -- all states -----------------------------------------------------------------------------------------------------------
+
+
+class DenseFactorization:
+    """Cholesky of M, formed as one S x S matrix."""
+
+    def __init__(self, states: States, flow: DenseFlow) -> None:
+        self.states, self.flow = states, flow
+        identity = torch.eye(flow.mdp.num_states, dtype=states.p.dtype, device=states.p.device)
+        self.B = torch.linalg.solve_triangular(flow.one_step(states.p), identity, upper=True, unitriangular=True)
+        self.Q = states.covariance(flow.kernel)
+        self.root = states.kappa.sqrt()
+        reach = self.B * self.root.unsqueeze(-2)
+        self.cholesky = torch.linalg.cholesky_ex(identity + reach.mT @ self.Q @ reach).L
+
+    def solve(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        states, flow = self.states, self.flow
+        mean = (states.p * x).sum(-1)
+        arrived = r + flow.inflow(states.respond(x)) + _apply(self.Q, _apply(self.B, mean))
+        free = self.root * _apply(self.B.mT, arrived)  # K^(1/2) du if q(s) could change for nothing
+        held = torch.cholesky_solve(free.unsqueeze(-1), self.cholesky).squeeze(-1)
+        v = _apply(self.B, self.root * held - mean)
+        within = states.respond(x - flow.lookahead(v))
+        du = _apply(self.B.mT, r + flow.inflow(within))
+        return states.p * du.unsqueeze(-1) + within, v
+
+
+class LayeredFactorization:
+    """The same M factored layer by layer; never more than one layer's square at a time."""
+
+    def __init__(self, states: States, flow: LayeredFlow) -> None:
+        self.states, self.flow = states, flow
+        sizes = flow.mdp.layer_slices
+        self.kappas = flow.mdp.split(states.kappa, -1)
+        self.means = flow.mdp.split(states.p, -2)
+        self.steps: list[Tensor] = []  # P_p of layer k, (*batch, S_k, S_{k+1})
+        self.gains: list[Tensor] = []  # Yhat_k, (*batch, S_k, S_k)
+        Y = states.p.new_zeros(sizes[0].stop, sizes[0].stop)
+        for k in range(flow.mdp.horizon):
+            if k:
+                kernel, policy = flow.kernels[k - 1], self.means[k - 1]
+                self.steps.append((policy.unsqueeze(-2) @ kernel).squeeze(-2))
+                carried = self.steps[-1].mT @ self.gains[-1] @ self.steps[-1]
+                Y = states.covariance(kernel, sizes[k - 1]) + carried
+            self.gains.append(_filter(Y, self.kappas[k]))
+
+    def solve(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        states, flow, split = self.states, self.flow, self.flow.mdp.split
+        means = split((states.p * x).sum(-1), -1)
+        arrivals = split(r + flow.inflow(states.respond(x)), -1)
+        pull = []  # what layer k alone would make of v_k
+        m = arrivals[0]
+        for k, (kappa, gain, mean) in enumerate(zip(self.kappas, self.gains, means, strict=True)):
+            pull.append(kappa * m - mean)
+            if k + 1 < len(means):
+                m = arrivals[k + 1] + _apply(self.steps[k].mT, m - _apply(gain, pull[k]))
+        values: list[Tensor] = []
+        for k in reversed(range(len(means))):
+            y = pull[k] + _apply(self.steps[k], values[0]) if values else pull[k]
+            values.insert(0, y - self.kappas[k] * _apply(self.gains[k], y))
+        v = torch.cat(values, -1)
+        within = states.respond(x - flow.lookahead(v))
+        du = flow.forward(states.p, r + flow.inflow(within))
+        return states.p * du.unsqueeze(-1) + within, v
+
+
+class FullFactorization:
+    """LU of the whole system, for Hessians without structure."""
+
+    def __init__(self, hessian: Full, mdp: LayeredMDP) -> None:
+        exists = mdp.actions.flatten()
+        # Scale pairs by their curvature and constraints to length one.
+        curvature = torch.where(mdp.actions, hessian.curvature, 1.0).flatten(-2)
+        self.pair_scale = torch.where(exists, curvature.rsqrt(), 0.0)
+        outflow = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device).unsqueeze(-2)
+        E = (outflow - mdp.joint_transitions).flatten(-3, -2).mT * self.pair_scale.unsqueeze(-2)  # (*batch, S, S*A)
+        self.state_scale = E.norm(dim=-1).reciprocal()
+        E = E * self.state_scale.unsqueeze(-1)
+        H = self.pair_scale.unsqueeze(-1) * hessian.matrix * self.pair_scale.unsqueeze(-2)
+        H = H + torch.diag(1.0 - exists.to(H.dtype))
+        batch = torch.broadcast_shapes(E.shape[:-2], H.shape[:-2])
+        E, H = E.expand(*batch, *E.shape[-2:]), H.expand(*batch, *H.shape[-2:])
+        system = torch.cat([torch.cat([H, -E.mT], -1), torch.nn.functional.pad(E, (0, mdp.num_states))], -2)
+        self.lu, self.pivots, _ = torch.linalg.lu_factor_ex(system)
+        self.pairs = tuple(mdp.actions.shape)
+
+    def solve(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = (self.pair_scale * x.flatten(-2), self.state_scale * r)
+        batch = torch.broadcast_shapes(*(part.shape[:-1] for part in scaled))
+        rhs = torch.cat([part.expand(*batch, part.shape[-1]) for part in scaled], -1)
+        solution = torch.linalg.lu_solve(self.lu, self.pivots, rhs.unsqueeze(-1)).squeeze(-1)
+        dq, v = solution.split([self.pair_scale.shape[-1], self.state_scale.shape[-1]], -1)
+        return (self.pair_scale * dq).unflatten(-1, self.pairs), self.state_scale * v
+
+
+def _apply(matrix: Tensor, x: Tensor) -> Tensor:
+    return (matrix @ x.unsqueeze(-1)).squeeze(-1)
+
+
+def _filter(Y: Tensor, kappa: Tensor) -> Tensor:
+    """(Y^-1 + K)^-1 for Y >= 0 and K = diag(kappa) >= 0, neither of which need be invertible."""
+    root = kappa.sqrt()
+    half = root.unsqueeze(-1) * Y  # K^(1/2) Y
+    identity = torch.eye(Y.shape[-1], dtype=Y.dtype, device=Y.device)
+    L = torch.linalg.cholesky_ex(identity + half * root.unsqueeze(-2)).L
+    explained = torch.linalg.solve_triangular(L, half, upper=False)
+    return Y - explained.mT @ explained

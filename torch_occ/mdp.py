@@ -1,0 +1,376 @@
+"""The layered MDP: states in layers, known transitions, and nothing else.
+
+The paper's model (`sec:probform`): layers S_0, ..., S_L, transitions only from one layer to the next, and a single
+terminal state s_L. Two generalizations cost nothing and are allowed throughout: the first layer may have several states with an
+initial distribution, and every state may have its own set of actions.
+
+Non-terminal states are numbered in layer order, so that every quantity of the package is one `(*batch, S, A)` tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_occ.unroll import ABSORBING, unroll
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LayeredMDP:
+    """A finite episodic MDP with known transitions, validated and immutable.
+
+    Args:
+        transitions: one tensor a layer k = 0..L-1, `P_k[s, a, s'] = P(s' | s, a)` of shape `(*batch, S_k, A, S_{k+1})`; the last
+            one leads to the single terminal state, so its shape is `(*batch, S_{L-1}, A, 1)`. They may require gradients.
+        actions: boolean mask `(S, A)` of the actions that each state has; all of them by default. What `transitions` says
+            about a masked pair is ignored.
+        initial: distribution `(*batch, S_0)` over the first layer; may be left out when that layer has one state.
+        origin: for an unrolled MDP, the state of the original MDP behind each state `(S,)`, or `ABSORBING`.
+    """
+
+    transitions: tuple[Tensor, ...]
+    actions: Tensor
+    initial: Tensor
+    origin: Tensor
+
+    def __init__(
+        self,
+        transitions: Sequence[Tensor],
+        *,
+        actions: Tensor | None = None,
+        initial: Tensor | None = None,
+        origin: Tensor | None = None,
+    ) -> None:
+        tensors = _check_shapes(transitions)
+        num_states, num_actions = sum(p.shape[-3] for p in tensors), tensors[0].shape[-2]
+        like = tensors[0]
+        if initial is None:
+            if like.shape[-3] != 1:
+                raise ValueError(
+                    f"initial: layer 0 has {like.shape[-3]} states, so a distribution of shape ({like.shape[-3]},) over them is needed"
+                )
+            initial = like.new_ones(1)
+        if actions is None:
+            actions = torch.ones(num_states, num_actions, dtype=torch.bool, device=like.device)
+        if origin is None:
+            origin = torch.arange(num_states, device=like.device)
+        _set(self, actions=actions.clone(), initial=initial.clone(), origin=origin.clone(), transitions=tensors)
+        _check_actions(self)
+        _set(self, transitions=tuple(_mask_rows(p, a) for p, a in zip(tensors, self.split(self.actions, -2), strict=True)))
+        _check_probabilities(self)
+
+    # -- sizes ------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def horizon(self) -> int:
+        """L, the number of decisions in an episode."""
+        return len(self.transitions)
+
+    @cached_property
+    def layer_sizes(self) -> tuple[int, ...]:
+        """|S_0|, ..., |S_{L-1}|."""
+        return tuple(p.shape[-3] for p in self.transitions)
+
+    @cached_property
+    def layer_slices(self) -> tuple[slice, ...]:
+        """Where each layer's states stand among all states."""
+        ends = tuple(accumulate(self.layer_sizes))
+        return tuple(slice(end - size, end) for end, size in zip(ends, self.layer_sizes, strict=True))
+
+    @cached_property
+    def num_states(self) -> int:
+        """S, the number of non-terminal states."""
+        return sum(self.layer_sizes)
+
+    @cached_property
+    def num_actions(self) -> int:
+        """A, the largest number of actions that a state can have."""
+        return self.transitions[0].shape[-2]
+
+    @cached_property
+    def num_pairs(self) -> int:
+        """The number of state-action pairs that exist."""
+        return int(self.actions.sum())
+
+    @cached_property
+    def layer(self) -> Tensor:
+        """k(s) of every state, `(S,)`."""
+        sizes = torch.tensor(self.layer_sizes, device=self.device)
+        return torch.repeat_interleave(torch.arange(self.horizon, device=self.device), sizes)
+
+    @cached_property
+    def missing(self) -> dict[str, Tensor | None]:
+        """Where the arguments of `torch_occ.marginals` do not exist, as masks; None where all do."""
+        in_state = self.actions.sum(-1)
+        in_layer = torch.cat([count.sum().expand_as(count) for count in self.split(in_state, -1)])
+        absent = ~self.actions
+        masks = {
+            "pair": absent,
+            "rest": absent | (in_state == 1).unsqueeze(-1),
+            "state": torch.zeros_like(in_state, dtype=torch.bool),
+            "complement": absent | (in_layer == 1).unsqueeze(-1),
+        }
+        return {name: mask if bool(mask.any()) else None for name, mask in masks.items()}
+
+    @cached_property
+    def action_groups(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """States by their number n of actions: for each n, the states `(G,)` and their actions `(G, n)`."""
+        counts = self.actions.sum(-1)
+        groups = []
+        for n in counts.unique().tolist():
+            states = (counts == n).nonzero().squeeze(-1)
+            groups.append((states, self.actions[states].nonzero()[:, 1].reshape(-1, n)))
+        return tuple(groups)
+
+    @cached_property
+    def batch_shape(self) -> torch.Size:
+        """Leading dimensions of the transitions: a batch of MDPs of one layout."""
+        shapes = [p.shape[:-3] for p in self.transitions]
+        return torch.broadcast_shapes(self.initial.shape[:-1], *shapes)
+
+    @cached_property
+    def joint_transitions(self) -> Tensor:
+        """All layers in one tensor `(*batch, S, A, S)`: P(s' | s, a) over the non-terminal states, zero elsewhere."""
+        rows = []
+        for k, (kernel, here) in enumerate(zip(self.transitions, self.layer_slices, strict=True)):
+            to_terminal = k == self.horizon - 1
+            kernel = torch.zeros_like(kernel[..., :0]) if to_terminal else kernel
+            kernel = torch.nn.functional.pad(kernel, (here.stop, self.num_states - here.stop - kernel.shape[-1]))
+            rows.append(kernel.expand(*self.batch_shape, *kernel.shape[-3:]))
+        return torch.cat(rows, -3)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.transitions[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.transitions[0].device
+
+    def split(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """Cut a tensor with a state dimension into its layers."""
+        return x.split(self.layer_sizes, dim)
+
+    def locate(self, state: int) -> str:
+        """`layer k, state i` for error messages; i counts within the layer."""
+        k = int(self.layer[state])
+        return f"layer {k}, state {state - self.layer_slices[k].start}"
+
+    def __repr__(self) -> str:
+        batch = f", batch={tuple(self.batch_shape)}" if self.batch_shape else ""
+        return (
+            f"LayeredMDP(horizon={self.horizon}, layers={list(self.layer_sizes)}, num_actions={self.num_actions}, "
+            f"num_pairs={self.num_pairs}{batch})"
+        )
+
+    # -- derived models ---------------------------------------------------------------------------------------------------
+
+    def with_transitions(self, transitions: Sequence[Tensor], initial: Tensor | None = None) -> LayeredMDP:
+        """The same layout with other probabilities, not validated: for use inside `torch.func` transforms."""
+        other = replace_fields(self, transitions=tuple(transitions))
+        return other if initial is None else replace_fields(other, initial=initial)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LayeredMDP:
+        """The same model on another device or in another floating-point type."""
+        return replace_fields(
+            self,
+            transitions=tuple(p.to(device, dtype) for p in self.transitions),
+            initial=self.initial.to(device, dtype),
+            actions=self.actions.to(device),
+            origin=self.origin.to(device),
+        )
+
+    @cached_property
+    def reachable(self) -> Tensor:
+        """Which states some policy reaches, `(S,)`; in a batch, in every element."""
+        flags = [_everywhere(self.initial > 0, 1)]
+        for transition in self.transitions[:-1]:
+            possible = _everywhere((transition > 0).any(-2), 2)  # (S_k, S_{k+1})
+            flags.append((possible & flags[-1].unsqueeze(-1)).any(0))
+        return torch.cat(flags)
+
+    def prune(self) -> LayeredMDP:
+        """The MDP without the states that no policy reaches. `origin` tells which states were kept."""
+        if bool(self.reachable.all()):
+            return self
+        keep = self.split(self.reachable, 0)
+        kept_next = (*keep[1:], keep[0].new_ones(1))
+        return LayeredMDP(
+            [p[..., here, :, :][..., there] for p, here, there in zip(self.transitions, keep, kept_next, strict=True)],
+            actions=self.actions[self.reachable],
+            initial=self.initial[..., keep[0]],
+            origin=self.origin[self.reachable],
+        )
+
+    def lift(self, table: Tensor) -> Tensor:
+        """A table `(*batch, original S, A)` of the original MDP on the states of this one; zero in the absorbing end."""
+        lifted = table.index_select(-2, self.origin.clamp(min=0))
+        return torch.where((self.origin == ABSORBING).unsqueeze(-1), 0.0, lifted)
+
+    # -- constructors -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def random(
+        cls,
+        horizon: int,
+        width: int,
+        num_actions: int,
+        *,
+        seed: int = 0,
+        concentration: float = 1.0,
+        dtype: torch.dtype = torch.float64,
+    ) -> LayeredMDP:
+        """One start state, then layers of `width` states; rows of P drawn from a symmetric Dirichlet.
+
+        `concentration` 1 is uniform on the simplex; towards 0 the transitions become nearly deterministic.
+        """
+        for name, number in (("horizon", horizon), ("width", width), ("num_actions", num_actions)):
+            if number < 1:
+                raise ValueError(f"{name}: expected at least 1, got {number}")
+        if not concentration > 0:
+            raise ValueError(f"concentration: expected a positive number, got {concentration}")
+        generator = torch.Generator().manual_seed(seed)
+        sizes = [1] + [width] * (horizon - 1)
+        transitions = []
+        for size, next_size in zip(sizes, [*sizes[1:], 1], strict=True):
+            shape = (size, num_actions, next_size)
+            transitions.append(_dirichlet(shape, concentration, generator).to(dtype))
+        return cls(transitions)
+
+    @classmethod
+    def from_tables(
+        cls,
+        transition: Tensor,
+        horizon: int,
+        initial: Tensor | int = 0,
+        *,
+        terminal: Sequence[int] = (),
+        actions: Tensor | None = None,
+    ) -> LayeredMDP:
+        """Unroll an ordinary finite MDP for `horizon` steps.
+
+        Layer k holds the states that can be occupied after k steps. A terminal state ends the episode: it becomes an absorbing
+        end of one action, which waits until the horizon. States that no policy reaches at a step are not created.
+        `mdp.origin` maps every layered state back, and `mdp.lift(loss)` turns a loss table `(S, A)` into a layered one.
+
+        Args:
+            transition: `(S, A, S)`. Rows of terminal states are ignored.
+            initial: a distribution `(S,)` or the index of the start state.
+            terminal: indices of terminal states.
+            actions: boolean mask `(S, A)` of available actions; all by default.
+        """
+        return cls(**unroll(transition, horizon, initial, tuple(terminal), actions))
+
+
+def replace_fields(mdp: LayeredMDP, **fields: Any) -> LayeredMDP:
+    """A copy with other fields that skips validation, for changes which cannot break it."""
+    other = object.__new__(LayeredMDP)
+    names = ("transitions", "actions", "initial", "origin")
+    _set(other, **({name: getattr(mdp, name) for name in names} | fields))
+    return other
+
+
+def _set(mdp: LayeredMDP, **fields: Any) -> None:
+    for name, value in fields.items():
+        object.__setattr__(mdp, name, value)
+
+
+def _everywhere(flags: Tensor, event_dims: int) -> Tensor:
+    return flags.reshape(-1, *flags.shape[flags.dim() - event_dims :]).all(0)
+
+
+def _mask_rows(transition: Tensor, actions: Tensor) -> Tensor:
+    return torch.where(actions.unsqueeze(-1), transition, 0.0)
+
+
+def _dirichlet(shape: tuple[int, ...], concentration: float, generator: torch.Generator) -> Tensor:
+    """Symmetric Dirichlet rows from an explicit generator, in log space so that small concentrations do not underflow.
+
+    Gamma(c) = Gamma(c + 1) * U^(1/c); the first factor stays away from zero.
+    """
+    shape_plus_one = torch.full(shape, concentration + 1.0, dtype=torch.float64)
+    log_gamma = torch._standard_gamma(shape_plus_one, generator=generator).log()
+    uniform = torch.rand(shape, dtype=torch.float64, generator=generator).clamp(min=2.0**-60)
+    return (log_gamma + uniform.log() / concentration).softmax(-1)
+
+
+# -- validation -----------------------------------------------------------------------------------------------------------
+
+
+def _check_shapes(transitions: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    tensors = tuple(transitions)
+    if not tensors:
+        raise ValueError("transitions: expected one tensor a layer, got none")
+    first = tensors[0]
+    for k, p in enumerate(tensors):
+        if not isinstance(p, Tensor) or not p.is_floating_point():
+            kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
+            raise ValueError(f"transitions[{k}]: expected a floating-point tensor, got {kind}")
+        if p.dtype != first.dtype or p.device != first.device:
+            raise ValueError(
+                f"transitions[{k}]: is {p.dtype} on {p.device}, while transitions[0] is {first.dtype} on {first.device}; use one of both"
+            )
+        if p.dim() < 3 or p.shape[-2] != first.shape[-2] or 0 in p.shape:
+            raise ValueError(
+                f"transitions[{k}]: expected shape (*batch, {'S_' + str(k)}, {first.shape[-2] if k else 'A'}, S_{k + 1}), got {tuple(p.shape)}"
+            )
+        if k and p.shape[-3] != tensors[k - 1].shape[-1]:
+            raise ValueError(
+                f"transitions[{k}]: layer {k} has {p.shape[-3]} states, but transitions[{k - 1}] leads to {tensors[k - 1].shape[-1]}"
+            )
+    if tensors[-1].shape[-1] != 1:
+        raise ValueError(
+            f"transitions[{len(tensors) - 1}]: the last layer must lead to the single terminal state, "
+            f"shape (*batch, {tensors[-1].shape[-3]}, {first.shape[-2]}, 1), got {tuple(tensors[-1].shape)}"
+        )
+    return tensors
+
+
+def _check_actions(mdp: LayeredMDP) -> None:
+    expected = (mdp.num_states, mdp.num_actions)
+    if mdp.actions.dtype != torch.bool or tuple(mdp.actions.shape) != expected:
+        raise ValueError(f"actions: expected a boolean mask of shape {expected}, got {mdp.actions.dtype} of shape {tuple(mdp.actions.shape)}")
+    if mdp.actions.device != mdp.device:
+        raise ValueError(f"actions: is on {mdp.actions.device}, while the transitions are on {mdp.device}")
+    empty = (~mdp.actions.any(-1)).nonzero()
+    if len(empty):
+        raise ValueError(f"actions: {mdp.locate(int(empty[0]))} has no action; give every state at least one")
+    if tuple(mdp.origin.shape) != (mdp.num_states,):
+        raise ValueError(f"origin: expected shape ({mdp.num_states},), got {tuple(mdp.origin.shape)}")
+
+
+def _check_probabilities(mdp: LayeredMDP) -> None:
+    """Every row is a distribution. A row's sum may be off by rounding only."""
+    tolerance = 1e-9 if mdp.dtype == torch.float64 else 1e-5
+    if mdp.initial.dtype != mdp.dtype or mdp.initial.device != mdp.device or mdp.initial.shape[-1:] != (mdp.layer_sizes[0],):
+        raise ValueError(
+            f"initial: expected a {mdp.dtype} tensor on {mdp.device} of shape ({mdp.layer_sizes[0]},), "
+            f"got {mdp.initial.dtype} on {mdp.initial.device} of shape {tuple(mdp.initial.shape)}"
+        )
+    _check_rows(mdp.initial, torch.ones((), dtype=torch.bool, device=mdp.device), tolerance, lambda index: ("initial", ""))
+    for k, (p, actions) in enumerate(zip(mdp.transitions, mdp.split(mdp.actions, -2), strict=True)):
+        _check_rows(p, actions, tolerance, lambda index, k=k: (f"transitions[{k}]", f"layer {k}, state {index[-2]}, action {index[-1]}: "))
+
+
+def _check_rows(rows: Tensor, exists: Tensor, tolerance: float, place: Any) -> None:
+    rows = rows.detach()
+
+    def fail(index: Tensor, event_dims: int, text: str, value: Tensor) -> None:
+        *lead, _ = index.tolist() if event_dims else [*index.tolist(), None]
+        argument, where = place(lead)
+        batch = f"batch element {tuple(lead[:-2])}, " if where and len(lead) > 2 else ""
+        raise ValueError(f"{argument}: {batch}{where}{text.format(value=float(value), last=int(index[-1]) if len(index) else 0)}")
+
+    bad = (~rows.isfinite() | (rows < 0)).nonzero()
+    if len(bad):
+        fail(bad[0], 1, "the probability of next state {last} is {value}; expected a number in [0, 1]", rows[tuple(bad[0])])
+    total = rows.sum(-1)
+    wrong = (((total - 1).abs() > tolerance) & exists).nonzero()
+    if len(wrong):
+        fail(wrong[0], 0, "the probabilities sum to {value:.12g}; expected 1", total[tuple(wrong[0])])
