@@ -59,13 +59,17 @@ class Term:
 class TabularRegularizer(SeparableRegularizer):
     """A separable regularizer given by its table of terms."""
 
+    def __init__(self, **parameters: Tensor | float) -> None:
+        super().__init__(**parameters)
+        used = {term.argument for term in self.table()}
+        self._arguments = tuple(name for name in ARGUMENTS if name in used)
+
     def table(self) -> tuple[Term, ...]:
         raise NotImplementedError
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        used = {term.argument for term in self.table()}
-        return tuple(name for name in ARGUMENTS if name in used)
+        return self._arguments
 
     def pair(self, x: Tensor) -> Tensor:
         return self._sum("pair", x)

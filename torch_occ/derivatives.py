@@ -33,6 +33,10 @@ class Evaluator:
     def under_vmap(self, batched: Sequence[bool]) -> Evaluator:
         return Evaluator(self.regularizer, (tuple(batched), *self.vmapped))
 
+    def validate(self, parameters: Sequence[Tensor]) -> None:
+        """Raise a ValueError that names a parameter outside its domain."""
+        self.regularizer.validate(dict(zip(self.names, parameters, strict=True)))
+
     def bind(self, parameters: Sequence[Tensor]) -> Callable[[Inputs, Tensor], Values]:
         """(inputs, t) -> values at these parameters."""
         own = tuple(self.regularizer.parameters())

@@ -81,4 +81,3 @@ class Full:
 
 
 Hessian = Separable | Blocks | Full
-

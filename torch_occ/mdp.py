@@ -9,7 +9,7 @@ Non-terminal states are numbered in layer order, so that every quantity of the p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -178,12 +178,16 @@ class LayeredMDP:
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LayeredMDP:
         """The same model on another device or in another floating-point type."""
+        return self.map_tensors(lambda x: x.to(device, dtype if x.is_floating_point() else None))
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> LayeredMDP:
+        """The same model with every tensor converted, as `nn.Module._apply` does it."""
         return replace_fields(
             self,
-            transitions=tuple(p.to(device, dtype) for p in self.transitions),
-            initial=self.initial.to(device, dtype),
-            actions=self.actions.to(device),
-            origin=self.origin.to(device),
+            transitions=tuple(function(p) for p in self.transitions),
+            initial=function(self.initial),
+            actions=function(self.actions),
+            origin=function(self.origin),
         )
 
     @cached_property
@@ -335,7 +339,9 @@ def _check_shapes(transitions: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _check_actions(mdp: LayeredMDP) -> None:
     expected = (mdp.num_states, mdp.num_actions)
     if mdp.actions.dtype != torch.bool or tuple(mdp.actions.shape) != expected:
-        raise ValueError(f"actions: expected a boolean mask of shape {expected}, got {mdp.actions.dtype} of shape {tuple(mdp.actions.shape)}")
+        raise ValueError(
+            f"actions: expected a boolean mask of shape {expected}, got {mdp.actions.dtype} of shape {tuple(mdp.actions.shape)}"
+        )
     if mdp.actions.device != mdp.device:
         raise ValueError(f"actions: is on {mdp.actions.device}, while the transitions are on {mdp.device}")
     empty = (~mdp.actions.any(-1)).nonzero()

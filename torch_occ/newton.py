@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torch_occ.derivatives import Derivatives
 from torch_occ.kkt import factorize
-from torch_occ.marginals import change
+from torch_occ.marginals import change, keep
 from torch_occ.occupancy import Flow, flow_adjoint, flow_residual, flow_source, optimal_policy, policy_of
 
 
@@ -87,63 +87,100 @@ class Solution:
 
 
 def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, start: Tensor, options: Options) -> Solution:
-    """Minimize from `start`, the occupancy of some interior policy. All elements of the batch advance together, each at its own pace."""
+    """Minimize from `start`, the occupancy of some interior policy. All elements of the batch advance together, each at its own pace.
+
+    Args:
+        derive: q -> gradient and Hessian of psi_t there.
+        loss: `(*batch, S, A)`; its batch shape is the whole one.
+        start: broadcasts against the loss.
+    """
     mdp, eps = flow.mdp, torch.finfo(loss.dtype).eps
-    tolerance = eps ** (2 / 3) if options.tolerance is None else options.tolerance
+    smallest = torch.finfo(loss.dtype).tiny / eps
     plan = optimal_policy(mdp, loss)
-    source, no_inflow = flow_source(mdp), torch.zeros_like(plan.value)
+    source, nothing = flow_source(mdp), torch.zeros_like(plan.value)
 
     def retract(q: Tensor) -> Tensor:
         policy = policy_of(mdp, q)
         return flow.forward(policy, source).unsqueeze(-1) * policy
 
     q = retract(start.expand_as(plan.gaps))
-    batch = q.shape[:-2]
-    status = torch.full(batch, Status.MAX_STEPS, device=q.device)
-    steps = torch.zeros_like(status)
-    decrement = torch.full(batch, torch.inf, dtype=q.dtype, device=q.device)
-    value, last = torch.zeros_like(plan.value), _Step.none(q)
-    best, patience = decrement, torch.full_like(status, 6)
-    active = torch.ones(batch, dtype=torch.bool, device=q.device)
     psi = derive(q)
+    status = torch.full(q.shape[:-2], Status.MAX_STEPS, device=q.device)
+    running = torch.ones_like(status, dtype=torch.bool)
+    steps, patience = torch.zeros_like(status), torch.full_like(status, _PATIENCE)
+    decrement = torch.full_like(status, torch.inf, dtype=q.dtype)
+    value, best = nothing, decrement
 
     for _ in range(options.max_steps):
         downhill = -(psi.gradient + plan.gaps)
-        dq, v = factorize(psi.hessian, flow).solve(downhill, no_inflow)
+        dq, v = factorize(psi.hessian, flow).solve(downhill, nothing)
         squared = _dot(downhill, dq)
-        fall, moved = _relative_change(mdp, psi, q, dq)
-        step = _Step(q, dq, torch.where(fall <= 0.5, 1.0, 1 / (1 + fall)), squared)
-        # Where the last step overshot, take it back and go a quarter as far. Close to the solution the test would only see rounding.
-        overshot = (-_dot(downhill, last.direction) > 0.9 * last.squared) & (last.moved > 1e-3)
-        step = step.unless(overshot, last.shortened())
-        trial = retract(step.origin + _broadcast(step.length, 2) * step.direction)
+        fall, moved = _relative_change(flow, psi, q, dq)
+        finite = moved.isfinite() & v.isfinite().all(-1)
+        status = torch.where(running & ~finite, Status.NOT_FINITE, status)
+        running = running & finite
 
-        usable = dq.isfinite().all(-1).all(-1) & v.isfinite().all(-1)
-        alive = (trial > 0).logical_or(~mdp.actions).all(-1).all(-1)
-        status = torch.where(active & ~usable, Status.NOT_FINITE, status)
-        status = torch.where(active & usable & ~alive, Status.UNDERFLOW, status)
-        advance = active & usable & alive
-        q = torch.where(_broadcast(advance, 2), trial, q)
-        value = torch.where(_broadcast(advance, 1), v, value)
-        decrement = torch.where(advance, squared.clamp(min=0).sqrt(), decrement)
-        steps = steps + advance
+        length = torch.where(fall <= 0.5, 1.0, 1 / (1 + fall))
+        for _ in range(_BACKTRACKS):
+            trial = retract(q + _over(length, 2) * dq)
+            alive = ((trial > smallest) | ~mdp.actions).all(-1).all(-1)
+            trial = torch.where(_over(running & alive, 2), trial, q)
+            psi = derive(trial)
+            # Close to the solution the slope is all rounding, and the step is safe anyway.
+            overshot = running & (moved > 1e-3) & (_dot(psi.gradient + plan.gaps, dq) > 0.9 * squared)
+            if not bool(overshot.any()):
+                break
+            length = torch.where(overshot, length / 4, length)
 
-        done = advance & (moved <= eps**0.5) & ~overshot
-        improved = (moved < 0.5 * best) | (fall > 0.5) | overshot
-        best, patience = torch.minimum(best, moved), torch.where(improved, 6, patience - 1)
-        stalled = advance & ~done & (patience == 0)
-        status = torch.where(done, Status.CONVERGED, torch.where(stalled, Status.STALLED, status))
-        active = advance & ~done & ~stalled
-        last = step
-        psi = derive(q)
-        if not bool(active.any()):
+        status = torch.where(running & ~alive, Status.UNDERFLOW, status)
+        running = running & alive
+        q, value = trial, torch.where(_over(running, 1), v, value)
+        decrement = torch.where(running, squared.clamp(min=0).sqrt(), decrement)
+        steps = steps + running
+
+        patience = torch.where((moved < 0.5 * best) | (moved > 0.1), _PATIENCE, patience - 1)
+        best = torch.minimum(best, moved)
+        ended = running & ((moved <= eps**0.5) | (patience == 0))
+        status = torch.where(ended, Status.STALLED, status)  # until certified below
+        running = running & ~ended
+        if not bool(running.any()):
             break
 
-    dual = psi.gradient + plan.gaps - flow_adjoint(mdp, value)
-    scale = torch.where(mdp.actions, q * psi.hessian.curvature, torch.inf)
-    dual_residual = (dual / scale).abs().amax((-2, -1))
+    dual_residual = _dual_residual(flow, psi, plan.gaps, q, value)
     flow_error = (flow_residual(mdp, q) / q.sum(-1)).abs().amax(-1)
+    tolerance = eps ** (2 / 3) if options.tolerance is None else options.tolerance
     certified = (dual_residual <= tolerance) & (flow_error <= tolerance)
-    ended = (status == Status.CONVERGED) | (status == Status.STALLED)
-    status = torch.where(ended, torch.where(certified, Status.CONVERGED, Status.STALLED), status)
+    status = torch.where((status == Status.STALLED) & certified, Status.CONVERGED, status)
     return Solution(q, value + plan.value, status, steps, decrement, flow_error, dual_residual)
+
+
+#: How often a step is shortened to a quarter; after that, the next Newton step starts from where it led.
+_BACKTRACKS = 30
+
+#: Newton steps without halving the relative change before the iteration is called stalled.
+_PATIENCE = 6
+
+
+def _relative_change(flow: Flow, psi: Derivatives, q: Tensor, dq: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest relative fall of any argument of psi along dq, and the largest relative change of any pair; `(*batch,)` each."""
+    relative = dq / keep("pair", flow.mdp, q, 1.0)
+    fall = -relative.amin((-2, -1))
+    for name, x in psi.scalars.items():
+        if name != "pair":
+            falls = -change(name, flow.mdp, dq) / x
+            fall = torch.maximum(fall, falls.amax(-1) if name == "state" else falls.amax((-2, -1)))
+    return fall, relative.abs().amax((-2, -1))
+
+
+def _dual_residual(flow: Flow, psi: Derivatives, loss: Tensor, q: Tensor, value: Tensor) -> Tensor:
+    residual = psi.gradient + loss - flow_adjoint(flow.mdp, value)
+    return (residual / keep("pair", flow.mdp, q * psi.hessian.curvature, torch.inf)).abs().amax((-2, -1))
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    return (x * y).sum((-2, -1))
+
+
+def _over(x: Tensor, event_dims: int) -> Tensor:
+    """`(*batch,)` ready to meet `(*batch, *event)`."""
+    return x[(..., *(None,) * event_dims)]

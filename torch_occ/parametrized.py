@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -25,12 +26,17 @@ class Parametrized(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor.detach().to(dtype, copy=True)))
         self.validate()
 
-    def validate(self) -> None:
-        """Raise a ValueError that names the first parameter outside its domain."""
-        for module in self.modules():
+    def validate(self, parameters: Mapping[str, Tensor] | None = None) -> None:
+        """Raise a ValueError that names the first parameter outside its domain.
+
+        Args:
+            parameters: values by their name in `named_parameters`, to check instead of the module's own.
+        """
+        for path, module in self.named_modules():
             if isinstance(module, Parametrized):
                 for name, constraint in module.arg_constraints.items():
-                    _check(type(module).__name__, name, getattr(module, name).detach(), constraint)
+                    value = getattr(module, name) if parameters is None else parameters[f"{path}.{name}" if path else name]
+                    _check(type(module).__name__, name, value.detach(), constraint)
 
 
 def _check(owner: str, name: str, value: Tensor, constraint: constraints.Constraint) -> None:

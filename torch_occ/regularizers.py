@@ -51,13 +51,7 @@ class Regularizer(Parametrized):
         """psi_t(q), `(*batch,)`. The mdp tells which pairs exist and how states form layers; without it, q is one layer."""
         mdp = _single_layer(q) if mdp is None else mdp
         t = torch.as_tensor(t, dtype=q.dtype, device=q.device)
-        values = self.evaluate(*self.read(mdp, q), t)
-        total = q.new_zeros(())
-        for name, value in values.scalars.items():
-            total = total + keep(name, mdp, value, 0.0).sum(-1 if name == "state" else (-2, -1))
-        for value in values.per_state:
-            total = total + value.sum(-1)
-        return sum(values.joint, total)
+        return total(mdp, self.evaluate(*self.read(mdp, q), t))
 
     def read(self, mdp: LayeredMDP, q: Tensor) -> Inputs:
         """What the levels in use need of q."""
@@ -191,6 +185,14 @@ class Scaled(Regularizer):
 
     def leaves(self) -> Iterator[Regularizer]:
         return self.regularizer.leaves()
+
+
+def total(mdp: LayeredMDP, values: Values) -> Tensor:
+    """The sum of all parts, `(*batch,)`."""
+    parts = [keep(name, mdp, value, 0.0).sum(-1 if name == "state" else (-2, -1)) for name, value in values.scalars.items()]
+    parts += [value.sum(-1) for value in values.per_state]
+    parts += values.joint
+    return sum(parts[1:], parts[0])
 
 
 def _accumulate(total: list[Tensor], values: list[Tensor]) -> None:

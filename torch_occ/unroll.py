@@ -11,9 +11,7 @@ from torch import Tensor
 ABSORBING = -1
 
 
-def unroll(
-    transition: Tensor, horizon: int, initial: Tensor | int, terminal: tuple[int, ...], actions: Tensor | None
-) -> dict[str, Any]:
+def unroll(transition: Tensor, horizon: int, initial: Tensor | int, terminal: tuple[int, ...], actions: Tensor | None) -> dict[str, Any]:
     """The arguments of `LayeredMDP` for `horizon` steps of a finite MDP; see `LayeredMDP.from_tables`."""
     if transition.dim() != 3 or transition.shape[0] != transition.shape[2]:
         raise ValueError(f"transition: expected shape (S, A, S), got {tuple(transition.shape)}")

@@ -1,0 +1,169 @@
+"""The FTRL step as a torch module.
+
+q_t = argmin over q in Omega of <q, cumulative_loss> + psi_t(q)        (`alg:main_alg`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from torch_occ.derivatives import Evaluator
+from torch_occ.implicit import Bound, ImplicitSolution, Setting, Stationarity
+from torch_occ.mdp import LayeredMDP
+from torch_occ.newton import Options, Solution, Status
+from torch_occ.occupancy import interior_point
+from torch_occ.regularizers import Regularizer
+
+
+class SolveError(RuntimeError):
+    """A step that could not be certified. `solution` holds what was found."""
+
+    def __init__(self, message: str, solution: Solution) -> None:
+        super().__init__(message)
+        self.solution = solution
+
+
+class FTRLStep(nn.Module):
+    """The occupancy-measure FTRL step, differentiable in the loss, t, the regularizer's parameters and the MDP's probabilities.
+
+    Args:
+        mdp: every state must be reachable; see `LayeredMDP.prune`.
+        regularizer: psi_t, for example `jin_luo(mdp)`.
+        tolerance: the largest dual residual, a relative error of q, that counts as solved; eps^(2/3) by default.
+        max_steps: Newton steps allowed.
+
+    Example:
+        >>> mdp = LayeredMDP.random(horizon=3, width=3, num_actions=3)
+        >>> step = FTRLStep(mdp, jin_luo(mdp))
+        >>> q = step(torch.rand(mdp.num_states, mdp.num_actions, dtype=torch.float64), t=100)
+    """
+
+    def __init__(self, mdp: LayeredMDP, regularizer: Regularizer, *, tolerance: float | None = None, max_steps: int = 200) -> None:
+        super().__init__()
+        _check_reachable(mdp)
+        self.mdp, self.regularizer = mdp, regularizer
+        self.options = Options(tolerance, max_steps)
+        self.evaluator = Evaluator(regularizer)
+
+    def forward(
+        self, cumulative_loss: Tensor, t: Tensor | float = 1.0, *, warm_start: Tensor | None = None, mdp: LayeredMDP | None = None
+    ) -> Tensor:
+        """q_t, `(*batch, S, A)`. Raises `SolveError` if an element cannot be certified. The arguments are those of `solve`."""
+        return self.solve(cumulative_loss, t, warm_start=warm_start, mdp=mdp).q
+
+    def solve(
+        self,
+        cumulative_loss: Tensor,
+        t: Tensor | float = 1.0,
+        *,
+        warm_start: Tensor | None = None,
+        mdp: LayeredMDP | None = None,
+        check: bool = True,
+    ) -> Solution:
+        """The step with its certificate.
+
+        Args:
+            cumulative_loss: `(*batch, S, A)`. Values on masked pairs are ignored.
+            t: the episode, at least 1: a number, or a tensor that broadcasts against `batch`.
+            warm_start: an occupancy measure to start from, positive on every pair; for example the last q.
+            mdp: the same layout with other probabilities (`mdp.with_transitions`), to differentiate in them.
+            check: raise `SolveError` when an element fails. With False, look at `solution.status`; the derivatives of failed elements are NaN.
+        """
+        model = self.mdp if mdp is None else mdp
+        _check_like("cumulative_loss", cumulative_loss, model)
+        t = torch.as_tensor(t, dtype=model.dtype, device=model.device)
+        start = interior_point(model) if warm_start is None else warm_start
+        if warm_start is not None:
+            _check_like("warm_start", warm_start, model)
+        for name, parameter in self.regularizer.named_parameters():
+            if parameter.dtype != model.dtype or parameter.device != model.device:
+                raise ValueError(
+                    f"regularizer: {name} is {parameter.dtype} on {parameter.device}, the MDP {model.dtype} on {model.device}; "
+                    "use step.to(...) for both"
+                )
+
+        probabilities = mdp is not None or any(p.requires_grad for p in (model.initial, *model.transitions))
+        setting = Setting(model, self.evaluator, probabilities)
+        rank = max(cumulative_loss.dim() - 2, t.dim(), start.dim() - 2, len(model.batch_shape))
+        tensors = [_rank(t, rank, 0), *self.regularizer.parameters()]
+        if probabilities:
+            tensors += [_rank(model.initial, rank, 1), *(_rank(p, rank, 3) for p in model.transitions)]
+        equation = Stationarity(setting, self.options, _check_values, _raiser(check))
+        outputs = ImplicitSolution.apply(equation, _rank(-cumulative_loss, rank, 2), _rank(start.detach(), rank, 2), *tensors)
+        return Solution(*outputs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Self:
+        """Moves the MDP together with the parameters."""
+        super()._apply(fn, *args)
+        self.mdp = self.mdp.map_tensors(fn)
+        return self
+
+
+def _rank(x: Tensor, rank: int, event_dims: int) -> Tensor:
+    """x with leading ones up to a batch rank."""
+    return x[(None,) * (rank + event_dims - x.dim())] if x.dim() < rank + event_dims else x
+
+
+# -- input ----------------------------------------------------------------------------------------------------------------
+
+
+def _check_reachable(mdp: LayeredMDP) -> None:
+    unreachable = (~mdp.reachable).nonzero()
+    if len(unreachable):
+        raise ValueError(
+            f"mdp: {len(unreachable)} states cannot be reached, the first is {mdp.locate(int(unreachable[0]))}; "
+            "Omega has no interior there. Remove them with mdp.prune()"
+        )
+
+
+def _check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
+    expected = (mdp.num_states, mdp.num_actions)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor of shape (*batch, {expected[0]}, {expected[1]}), got {type(x).__name__}")
+    if tuple(x.shape[-2:]) != expected:
+        raise ValueError(f"{name}: expected shape (*batch, {expected[0]}, {expected[1]}), got {tuple(x.shape)}")
+    if x.dtype != mdp.dtype or x.device != mdp.device:
+        raise ValueError(f"{name}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; convert one of them")
+
+
+def _check_values(bound: Bound, x: Tensor, start: Tensor) -> None:
+    """Runs on plain tensors, inside every transform."""
+    mdp = bound.mdp
+    bound.evaluator.validate(bound.parameters)
+    wrong = (~x.isfinite() & mdp.actions).nonzero()
+    if len(wrong):
+        raise ValueError(f"cumulative_loss: {_place(mdp, wrong[0])} is {-float(x[tuple(wrong[0])])}; expected a finite number")
+    wrong = (~((start > 0) & start.isfinite()) & mdp.actions).nonzero()
+    if len(wrong):
+        raise ValueError(f"warm_start: {_place(mdp, wrong[0])} is {float(start[tuple(wrong[0])])}; expected a positive occupancy")
+    early = (~((bound.t >= 1) & bound.t.isfinite())).nonzero()
+    if len(early):
+        raise ValueError(f"t: expected an episode of at least 1, got {float(bound.t[tuple(early[0])])}")
+
+
+def _place(mdp: LayeredMDP, index: Tensor) -> str:
+    *batch, state, action = index.tolist()
+    element = f"batch element {tuple(batch)}, " if batch else ""
+    return f"{element}{mdp.locate(state)}, action {action}"
+
+
+def _raiser(check: bool) -> Callable[[Solution], None]:
+    def report(solution: Solution) -> None:
+        failed = (solution.status != Status.CONVERGED).nonzero()
+        if check and len(failed):
+            lines = []
+            for index in failed[:5]:
+                status = Status(int(solution.status[tuple(index)]))
+                element = f"batch element {tuple(index.tolist())}" if len(index) else "the step"
+                lines.append(
+                    f"{element}: {status.name} after {int(solution.steps[tuple(index)])} Newton steps, "
+                    f"dual residual {float(solution.dual_residual[tuple(index)]):.1e}: {status.advice}"
+                )
+            more = f"\n... and {len(failed) - 5} more" if len(failed) > 5 else ""
+            raise SolveError("the FTRL step was not solved; check=False returns statuses instead\n" + "\n".join(lines) + more, solution)
+
+    return report
