@@ -182,7 +182,8 @@ def test_gradients_agree_with_accurate_cvxpylayers(regularizer: str) -> None:
 def test_a_batch_equals_its_elements() -> None:
     mdp = masked()
     layer = CvxpyLayer(mdp, jin_luo(mdp, beta=1.0))
-    loss, t = torch.stack([random_loss(mdp, seed=0), random_loss(mdp, seed=1)]), torch.tensor([3.0, 50.0], dtype=torch.float64)
+    t = torch.tensor([3.0, 1e6], dtype=torch.float64)
+    loss = torch.stack([random_loss(mdp, 3.0, seed=0), random_loss(mdp, 1e3, seed=1)])
     solo = torch.stack([layer(one, when) for one, when in zip(loss, t, strict=True)])
     torch.testing.assert_close(layer(loss, t), solo, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(FTRLStep(mdp, layer.regularizer)(loss, t), solo, rtol=1e-5, atol=1e-7)
@@ -240,6 +241,19 @@ def test_a_corrupted_torch_occ_is_named(paper: tuple[LayeredMDP, Regularizer, Te
     c = torch.arange(1, 22, dtype=torch.float64).cos().view(7, 3)
     assert judge(equations_of(*paper), c, [corrupt(ours, what), *accurate]).wrong == {"torch_occ": [what]}
     assert judge(equations_of(*paper), c, [corrupt(ours, what), corrupt(accurate[0], what)]).wrong.keys() >= {"torch_occ"}
+
+
+def test_not_a_number_is_no_excuse(paper: tuple[LayeredMDP, Regularizer, Tensor, float], comparison: Comparison) -> None:
+    ours, _, accurate, _ = comparison.answers
+    broken = replace(ours, q=torch.nan * ours.q, gradients={**ours.gradients, "loss": torch.nan * ours.q})
+    found = judge(equations_of(*paper), torch.arange(1, 22, dtype=torch.float64).cos().view(7, 3), [broken, accurate])
+    assert found.wrong == {"torch_occ": ["q", "loss"]}
+
+
+def test_a_single_policy_leaves_nothing_to_differentiate() -> None:
+    mdp = LayeredMDP.random(3, 2, 1)
+    found = compare(mdp, LogBarrier(), random_loss(mdp), settings=[])
+    assert found.answers[0].errors["loss"] < 1e-3
 
 
 def test_negative_occupancies_and_zero_gradients_have_plain_residuals(paper: tuple[LayeredMDP, Regularizer, Tensor, float]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_occ.hessians import Blocks, Full, Hessian, Separable
+from torch_occ.hessians import Blocks, Full, Hessian, Separable, combine
 from torch_occ.marginals import Argument, keep, pull_back
 from torch_occ.mdp import LayeredMDP
 from torch_occ.regularizers import Inputs, Regularizer, Values
@@ -88,8 +88,7 @@ def derivatives(
             levels.append(_of_joint(mdp, inputs.joint[0], values.joint[0]))
     gradient, hessian = levels[0]
     for more, coarser in levels[1:]:
-        assert not isinstance(coarser, Separable)
-        gradient, hessian = gradient + more, coarser + hessian
+        gradient, hessian = gradient + more, combine(coarser, hessian)
     return Derivatives({name: x.detach() for name, x in inputs.scalars.items()}, gradient, hessian)
 
 

@@ -71,7 +71,8 @@ class FTRLStep(nn.Module):
             t: the episode, at least 1: a number, or a tensor that broadcasts against `batch`.
             warm_start: an occupancy measure to start from, positive on every pair; for example the last q.
             mdp: the same layout with other probabilities (`mdp.with_transitions`), to differentiate in them.
-            check: raise `SolveError` when an element fails. With False, look at `solution.status`; the derivatives of failed elements are NaN.
+            check: raise `SolveError` when an element fails. With False, look at `solution.status`; derivatives of failed elements
+                are NaN.
         """
         model = self.mdp if mdp is None else mdp
         _check_like("cumulative_loss", cumulative_loss, model)

@@ -5,7 +5,7 @@
     Blocks      one A x A matrix a state
     Full        one matrix over all pairs
 
-A coarser one plus a finer one stays at the coarser level. Entries of masked pairs are zero.
+`combine` adds two of them at the coarser level. Entries of masked pairs are zero.
 """
 
 from __future__ import annotations
@@ -46,9 +46,6 @@ class Blocks:
     blocks: Tensor
     actions: Tensor
 
-    def __add__(self, other: Separable | Blocks) -> Blocks:
-        return Blocks(self.blocks + other.to_blocks().blocks, self.actions)
-
     @property
     def curvature(self) -> Tensor:
         return self.blocks.diagonal(dim1=-2, dim2=-1)
@@ -69,9 +66,6 @@ class Full:
     matrix: Tensor
     actions: Tensor
 
-    def __add__(self, other: Hessian) -> Full:
-        return Full(self.matrix + other.to_full().matrix, self.actions)
-
     def to_full(self) -> Full:
         return self
 
@@ -81,3 +75,12 @@ class Full:
 
 
 Hessian = Separable | Blocks | Full
+
+
+def combine(first: Hessian, second: Hessian) -> Hessian:
+    """The sum, at the coarser of the two levels."""
+    if isinstance(first, Full) or isinstance(second, Full):
+        return Full(first.to_full().matrix + second.to_full().matrix, first.actions)
+    if isinstance(first, Blocks) or isinstance(second, Blocks):
+        return Blocks(first.to_blocks().blocks + second.to_blocks().blocks, first.actions)
+    return Separable(first.d + second.d, first.w + second.w, first.c + second.c, first.actions)

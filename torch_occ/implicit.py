@@ -1,11 +1,13 @@
 """Differentiating through a solution without differentiating through the solver.
 
-An equation `operator(z; arguments) = rhs` has a solution z = (q, v) with a known Jacobian K at z. The implicit function theorem gives
+An equation `operator(z; arguments) = rhs` has a solution z = (q, v) and a Jacobian K there. The implicit function theorem gives
 
-    forward:   K dz = d rhs - d operator,        reverse:   K' lambda = z_bar,    rhs_bar = lambda,    arguments_bar = - (d operator)' lambda.
+    forward:    K dz = d rhs - d operator
+    reverse:    K' lambda = z_bar,    rhs_bar = lambda,    arguments_bar = - (d operator)' lambda
 
-Solving with K is itself such an equation, linear and with the same K. So one `autograd.Function` serves both: the derivative of a solution is the
-solution of a linear equation, whose derivative is again one, to any order, in reverse and in forward mode. No factorization is ever differentiated.
+Solving with K is itself such an equation, linear and with the same K. So one `autograd.Function` serves both: the derivative of a
+solution is the solution of a linear equation, whose derivative is again one, to any order, in reverse and in forward mode. No
+factorization is ever differentiated.
 
 Two equations stand behind it, both about the system of torch_occ.kkt:
 
@@ -16,7 +18,7 @@ Two equations stand behind it, both about the system of torch_occ.kkt:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -34,8 +36,8 @@ from torch_occ.regularizers import total
 class Setting:
     """psi_t over an MDP, with every tensor that a derivative may be taken in pulled out of it.
 
-    The tensors are `(t, *parameters)`, or `(t, *parameters, initial, *transitions)` when the probabilities take part. All but the parameters have
-    one batch rank, so that a `vmap` can put its dimension in front of all of them.
+    The tensors are `(t, *parameters)`, or `(t, *parameters, initial, *transitions)` when the probabilities take part. All but the
+    parameters have one batch rank, so that a `vmap` can put its dimension in front of all of them.
     """
 
     mdp: LayeredMDP
@@ -102,22 +104,14 @@ class Stationarity:
         bound = replace(bound, t=bound.t.expand(batch))
         solution = newton(flow_of(bound.mdp), bound.derive, -x.expand(*batch, *x.shape[-2:]), start, self.options)
         self.report(solution)
-        return (
-            solution.q,
-            solution.value,
-            solution.status,
-            solution.steps,
-            solution.decrement,
-            solution.flow_residual,
-            solution.dual_residual,
-        )
+        return tuple(getattr(solution, field.name) for field in fields(Solution))
 
     def point(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         """Where K is taken: (q, setting)."""
         return outputs[0], tensors[2:]
 
     def operator(self, outputs: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        bound, (q, v) = self.setting.bind(arguments), outputs[:2]
+        bound, q, v = self.setting.bind(arguments), outputs[0], outputs[1]
         return bound.gradient(q) - flow_adjoint(bound.mdp, v), bound.flow(q) - flow_source(bound.mdp)
 
     def rhs_cotangents(self, x_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, None]:
@@ -186,7 +180,7 @@ class ImplicitSolution(torch.autograd.Function):
         r_bar = -minus_r_bar
         arguments = tensors[2:]
         if any(ctx.needs_input_grad[3:]):
-            _, pull_back = torch.func.vjp(lambda *given: equation.operator(outputs, given), *arguments)
+            _, pull_back, *_ = torch.func.vjp(lambda *given: equation.operator(outputs, given), *arguments)
             pulled = pull_back((-x_bar, -r_bar))
         else:
             pulled = (None,) * len(arguments)
@@ -239,7 +233,7 @@ def _push_forward(
     function: Callable[..., tuple[Tensor, Tensor]], at: Sequence[Tensor], tangents: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     """The derivative along tangents by two reverse passes, because forward mode does not nest in itself."""
-    (y0, y1), pull_back = torch.func.vjp(function, *at)
+    (y0, y1), pull_back, *_ = torch.func.vjp(function, *at)
 
     def paired(cotangents: tuple[Tensor, Tensor]) -> Tensor:
         pulled = pull_back(cotangents)

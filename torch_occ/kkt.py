@@ -6,25 +6,25 @@ for the step dq `(*batch, S, A)` and the multipliers v `(*batch, S)`, with H blo
 
 **One state.** Its bordered inverse holds all that the rest of the MDP needs to know of it:
 
-    [ H_s  1 ]^-1     [ R_s    p_s    ]
+    [ H_s  1 ]^-1     [ R_s     p_s    ]
     [ 1'   0 ]     =  [ p_s'  -kappa_s ]
 
-R answers "how do the actions share what is left when q(s) must not move" (R >= 0, R 1 = 0), p "how is a change of q(s) divided" (sum p = 1, a
-signed policy), kappa >= 0 "what does a change of q(s) cost". For separable terms, with D = d + w and a = sum 1/D,
+R answers "how do the actions share a force when q(s) must not move" (R >= 0, R 1 = 0), p "how is a change of q(s) divided"
+(sum p = 1, a signed policy), kappa >= 0 "what does a change of q(s) cost". For separable terms, with D = d + w and a = sum 1/D,
 
-    R x = (x - (sum x/D) / a) / D,     p = (e/a + w) / D,     kappa = c + sum w d / D + e^2 / a,     e = 1 - sum w/D,
+    R x = (x - (sum x/D) / a) / D,    p = (e/a + w) / D,    kappa = c + sum w d / D + e^2 / a,    e = 1 - sum w/D,
 
-at O(A), and nothing cancels once e is summed around its dominant action. H_s itself need not be invertible: a regularizer that does
-not feel q(s), such as the conditional entropy, has kappa = 0.
+at O(A), and nothing cancels once e is summed around its dominant action. H_s itself need not be invertible: a regularizer
+that does not feel q(s), such as the conditional entropy, has kappa = 0.
 
-**All states.** With B = (I - P_p)^-1, two sweeps through the layers, Q = P' R P, the covariance of the next state under R, and
-du the change of q(s), eliminating actions leaves
+**All states.** With B = (I - P_p)^-1, a sweep through the layers, Q = P' R P, the covariance of the next state under R, and du
+the change of q(s), eliminating actions leaves
 
     kappa du = p'x + (I - P_p) v,        (I - P_p)' du = r + P'R x - Q v.
 
-So M = I + K^(1/2) B' Q B K^(1/2) is all that remains to be factored: symmetric, every eigenvalue at least 1, and in practice at most a few dozen
-whatever the scale of q. Small MDPs form it. Larger ones run through the layers as a Kalman filter does: Y_k is the
-covariance that reaches layer k, and kappa the information it meets there,
+So M = I + K^(1/2) B' Q B K^(1/2) is all that remains to be factored: symmetric, every eigenvalue at least 1, and in practice at
+most a few dozen whatever the scale of q. Small MDPs form it. Larger ones run through the layers as a Kalman filter does: Y_k is
+the covariance that reaches layer k, and kappa the information that it meets there,
 
     Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
 """

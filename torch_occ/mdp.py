@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.unroll import ABSORBING, unroll
+from torch_occ.validation import check_actions, check_probabilities, check_shapes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,7 +48,7 @@ class LayeredMDP:
         initial: Tensor | None = None,
         origin: Tensor | None = None,
     ) -> None:
-        tensors = _check_shapes(transitions)
+        tensors = check_shapes(transitions)
         num_states, num_actions = sum(p.shape[-3] for p in tensors), tensors[0].shape[-2]
         like = tensors[0]
         if initial is None:
@@ -61,9 +62,9 @@ class LayeredMDP:
         if origin is None:
             origin = torch.arange(num_states, device=like.device)
         _set(self, actions=actions.clone(), initial=initial.clone(), origin=origin.clone(), transitions=tensors)
-        _check_actions(self)
+        check_actions(self)
         _set(self, transitions=tuple(_mask_rows(p, a) for p, a in zip(tensors, self.split(self.actions, -2), strict=True)))
-        _check_probabilities(self)
+        check_probabilities(self)
 
     # -- sizes ------------------------------------------------------------------------------------------------------------
 
@@ -302,81 +303,3 @@ def _dirichlet(shape: tuple[int, ...], concentration: float, generator: torch.Ge
     log_gamma = torch._standard_gamma(shape_plus_one, generator=generator).log()
     uniform = torch.rand(shape, dtype=torch.float64, generator=generator).clamp(min=2.0**-60)
     return (log_gamma + uniform.log() / concentration).softmax(-1)
-
-
-# -- validation -----------------------------------------------------------------------------------------------------------
-
-
-def _check_shapes(transitions: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    tensors = tuple(transitions)
-    if not tensors:
-        raise ValueError("transitions: expected one tensor a layer, got none")
-    first = tensors[0]
-    for k, p in enumerate(tensors):
-        if not isinstance(p, Tensor) or not p.is_floating_point():
-            kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
-            raise ValueError(f"transitions[{k}]: expected a floating-point tensor, got {kind}")
-        if p.dtype != first.dtype or p.device != first.device:
-            raise ValueError(
-                f"transitions[{k}]: is {p.dtype} on {p.device}, while transitions[0] is {first.dtype} on {first.device}; use one of both"
-            )
-        if p.dim() < 3 or p.shape[-2] != first.shape[-2] or 0 in p.shape:
-            raise ValueError(
-                f"transitions[{k}]: expected shape (*batch, {'S_' + str(k)}, {first.shape[-2] if k else 'A'}, S_{k + 1}), got {tuple(p.shape)}"
-            )
-        if k and p.shape[-3] != tensors[k - 1].shape[-1]:
-            raise ValueError(
-                f"transitions[{k}]: layer {k} has {p.shape[-3]} states, but transitions[{k - 1}] leads to {tensors[k - 1].shape[-1]}"
-            )
-    if tensors[-1].shape[-1] != 1:
-        raise ValueError(
-            f"transitions[{len(tensors) - 1}]: the last layer must lead to the single terminal state, "
-            f"shape (*batch, {tensors[-1].shape[-3]}, {first.shape[-2]}, 1), got {tuple(tensors[-1].shape)}"
-        )
-    return tensors
-
-
-def _check_actions(mdp: LayeredMDP) -> None:
-    expected = (mdp.num_states, mdp.num_actions)
-    if mdp.actions.dtype != torch.bool or tuple(mdp.actions.shape) != expected:
-        raise ValueError(
-            f"actions: expected a boolean mask of shape {expected}, got {mdp.actions.dtype} of shape {tuple(mdp.actions.shape)}"
-        )
-    if mdp.actions.device != mdp.device:
-        raise ValueError(f"actions: is on {mdp.actions.device}, while the transitions are on {mdp.device}")
-    empty = (~mdp.actions.any(-1)).nonzero()
-    if len(empty):
-        raise ValueError(f"actions: {mdp.locate(int(empty[0]))} has no action; give every state at least one")
-    if tuple(mdp.origin.shape) != (mdp.num_states,):
-        raise ValueError(f"origin: expected shape ({mdp.num_states},), got {tuple(mdp.origin.shape)}")
-
-
-def _check_probabilities(mdp: LayeredMDP) -> None:
-    """Every row is a distribution. A row's sum may be off by rounding only."""
-    tolerance = 1e-9 if mdp.dtype == torch.float64 else 1e-5
-    if mdp.initial.dtype != mdp.dtype or mdp.initial.device != mdp.device or mdp.initial.shape[-1:] != (mdp.layer_sizes[0],):
-        raise ValueError(
-            f"initial: expected a {mdp.dtype} tensor on {mdp.device} of shape ({mdp.layer_sizes[0]},), "
-            f"got {mdp.initial.dtype} on {mdp.initial.device} of shape {tuple(mdp.initial.shape)}"
-        )
-    _check_rows(mdp.initial, torch.ones((), dtype=torch.bool, device=mdp.device), tolerance, lambda index: ("initial", ""))
-    for k, (p, actions) in enumerate(zip(mdp.transitions, mdp.split(mdp.actions, -2), strict=True)):
-        _check_rows(p, actions, tolerance, lambda index, k=k: (f"transitions[{k}]", f"layer {k}, state {index[-2]}, action {index[-1]}: "))
-
-
-def _check_rows(rows: Tensor, exists: Tensor, tolerance: float, place: Any) -> None:
-    rows = rows.detach()
-
-    def fail(index: Tensor, event_dims: int, text: str, value: Tensor) -> None:
-        *lead, _ = index.tolist() if event_dims else [*index.tolist(), None]
-        argument, where = place(lead)
-        batch = f"batch element {tuple(lead[:-2])}, " if where and len(lead) > 2 else ""
-        raise ValueError(f"{argument}: {batch}{where}{text.format(value=float(value), last=int(index[-1]) if len(index) else 0)}")
-
-    bad = (~rows.isfinite() | (rows < 0)).nonzero()
-    if len(bad):
-        fail(bad[0], 1, "the probability of next state {last} is {value}; expected a number in [0, 1]", rows[tuple(bad[0])])
-    total = rows.sum(-1)
-    wrong = (((total - 1).abs() > tolerance) & exists).nonzero()
-    if len(wrong):
-        fail(wrong[0], 0, "the probabilities sum to {value:.12g}; expected 1", total[tuple(wrong[0])])

@@ -4,14 +4,16 @@ Minimize <q, loss> + psi_t(q) over Omega. Three things make it exact over the wh
 
 - **Shaping.** Adding E'v to the loss does not move the solution, so the loss is first replaced by the gaps of its optimal policy:
   non-negative, zero at every best action. What remains has no large numbers that must cancel.
-- **Steps by relative change.** All elementary terms satisfy |x f'''(x)| <= 2 f''(x) with f'' decreasing. If no argument of psi falls by more than the
-  fraction rho along the Newton step, then the step of length 1/(1 + rho) decreases the objective, from everywhere, and the full step does for
-  rho <= 1/2. No function value is compared, so nothing drowns in rounding. Regularizers of other kinds are guarded by the slope at the end of the
-  step: where the objective has begun to rise steeply, the step is shortened.
-- **Retraction.** Each iterate is the occupancy of its own policy, q -> pi -> q, computed with additions of positive numbers only: the
-  flow constraints hold to the last digit in every state, however rarely it is visited.
+- **Steps by relative change.** All elementary terms satisfy |x f'''(x)| <= 2 f''(x) with f'' decreasing. If no argument of psi
+  falls by more than the fraction rho along the Newton step, then the step of length 1/(1 + rho) decreases the objective, from
+  everywhere, and the full step does for rho <= 1/2. No function values are compared, so nothing drowns in rounding.
+  Regularizers of other kinds are guarded by the slope at the end of the step: where the objective has begun to rise steeply, the
+  step is shortened.
+- **Retraction.** Each iterate is the occupancy of its own policy, q -> pi -> q, computed with additions of positive numbers only:
+  the flow constraints hold to the last digit in every state, however rarely it is visited.
 
-The iteration stops when no pair changes by more than sqrt(eps) relative to itself; since Newton squares the error, the last step leaves rounding.
+The iteration stops when no pair changes by more than sqrt(eps) relative to itself; since Newton squares the error, the last step
+leaves only rounding.
 """
 
 from __future__ import annotations
@@ -69,8 +71,8 @@ class Options:
 class Solution:
     """The minimizer and its certificate; every field has the batch shape in front.
 
-    `dual_residual` is the largest |grad psi + loss - E'v| in units of q times its curvature, which is the relative error of q that it stands for;
-    `flow_residual` is the largest |E q - b| relative to q(s).
+    `dual_residual` is the largest |grad psi + loss - E'v| in units of q times its curvature, which is the relative error of q that
+    it stands for; `flow_residual` is the largest |E q - b| relative to q(s).
     """
 
     q: Tensor  # (*batch, S, A)

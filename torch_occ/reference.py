@@ -146,8 +146,8 @@ def solve_cvxpy(mdp: LayeredMDP, regularizer: Regularizer, loss: Tensor, t: Tens
 
 
 def largest(weights: Mapping[Atom, Tensor]) -> Tensor:
-    """A number by which loss and weights can be divided without moving q: what the solvers need to see numbers near one."""
-    return torch.stack([weight.detach().max() for weight in weights.values()]).max()
+    """`()` or `(B,)`: loss and weights can be divided by it without moving q, and the solvers are much better with numbers near one."""
+    return torch.stack(torch.broadcast_tensors(*weights.values())).detach().amax(0)
 
 
 # -- as a layer -----------------------------------------------------------------------------------------------------------
@@ -193,11 +193,11 @@ class CvxpyLayer(nn.Module):
     def forward(self, loss: Tensor, t: Tensor | float = 1.0) -> Tensor:
         """loss `(S, A)` or `(B, S, A)`; t and the parameters are scalars or `(B,)`."""
         weights = atoms(self.regularizer, t)
-        scale = largest(weights) if self.settings.normalize else 1.0
-        inputs = [given / scale for given in (gather(self.mdp, loss), *(weights[atom] for atom in self.atoms))]
+        scale = largest(weights) if self.settings.normalize else torch.ones(())
+        inputs = [gather(self.mdp, loss) / scale.unsqueeze(-1), *(weights[atom] / scale for atom in self.atoms)]
         # Without a gradient to compute, diffcp would hand the mode to the solver, which does not know it.
-        mode = {"mode": self.settings.mode} if torch.is_grad_enabled() and any(given.requires_grad for given in inputs) else {}
-        (q,) = self.layer(*inputs, solver_args=mode if self.settings.mode else {})
+        differentiable = torch.is_grad_enabled() and any(given.requires_grad for given in inputs)
+        (q,) = self.layer(*inputs, solver_args={"mode": self.settings.mode} if self.settings.mode and differentiable else {})
         return spread(self.mdp, q)
 
 
@@ -219,7 +219,7 @@ class Equations:
     def residual_of_q(self, q: Tensor) -> float:
         """The larger of |grad psi(q) + loss - E'v| for the best v, relative to its terms, and |E q - b|; infinite unless q > 0."""
         x, (E, b) = q.detach()[self.mdp.actions], flow_constraints(self.mdp)
-        if not bool((x > 0).all()):
+        if not bool(((x > 0) & x.isfinite()).all()):
             return torch.inf
         slope, linear = torch.func.grad(self._psi)(x).detach(), self.loss[self.mdp.actions]
         stationarity = _off_range(E, slope + linear, x) / ((x * slope).norm() + (x * linear).norm())
@@ -229,8 +229,11 @@ class Equations:
         """With u = -gradient in the loss, the larger of |c - H u - E'w| for the best w, relative to u = 0, and |E u|, relative to |u|."""
         x, (E, _) = q.detach()[self.mdp.actions], flow_constraints(self.mdp)
         u, c = -gradient[self.mdp.actions], c[self.mdp.actions]
+        if not bool(((x > 0) & u.isfinite()).all()):
+            return torch.inf
         H = torch.autograd.functional.hessian(self._psi, x)
-        stationarity = _off_range(E, c - H @ u, x) / _off_range(E, c, x)
+        # Where Omega is a single point, every c is E'w up to rounding, and u = 0 is right.
+        stationarity = _off_range(E, c - H @ u, x) / _off_range(E, c, x).clamp(min=1e-12 * float((x * c).norm()))
         return float(torch.maximum(stationarity, (E @ u).norm() / u.norm().clamp(min=1e-300)))
 
     def implied_gradients(self, q: Tensor, gradient: Tensor) -> dict[str, Tensor]:

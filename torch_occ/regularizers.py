@@ -149,9 +149,11 @@ class JointRegularizer(Regularizer):
 class Sum(Regularizer):
     """psi_1 + psi_2 + ..."""
 
+    terms: list[Regularizer]
+
     def __init__(self, *terms: Regularizer) -> None:
         super().__init__()
-        self.terms = nn.ModuleList(terms)
+        self.terms = nn.ModuleList(terms)  # type: ignore[assignment]
 
     def parts(self, t: Tensor) -> Iterator[tuple[Regularizer, Tensor | None]]:
         for term in self.terms:

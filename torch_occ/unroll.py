@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torch_occ.validation import row_tolerance
 
 #: `origin` of a state that stands for "the episode is over" in an unrolled MDP.
 ABSORBING = -1
@@ -46,7 +49,7 @@ def unroll(transition: Tensor, horizon: int, initial: Tensor | int, terminal: tu
     for _ in range(horizon - 1):
         here = torch.where(mask[layers[-1]].unsqueeze(-1), extended[layers[-1]], 0.0)
         layers.append((here > 0).flatten(0, 1).any(0).nonzero().squeeze(-1))
-    transitions = [extended[here][:, :, there] for here, there in zip(layers[:-1], layers[1:], strict=True)]
+    transitions = [extended[here][:, :, there] for here, there in pairwise(layers)]
     transitions.append(transition.new_ones(len(layers[-1]), num_actions, 1))
     states = torch.cat(layers)
     return {
@@ -61,7 +64,7 @@ def _check_tables(transition: Tensor, actions: Tensor, terminal: tuple[int, ...]
     """Report a bad row by the user's own state numbers, before layers exist."""
     used = actions.clone()
     used[list(terminal)] = False
-    sums_to_one = (transition.sum(-1) - 1).abs() <= (1e-9 if transition.dtype == torch.float64 else 1e-5)
+    sums_to_one = (transition.sum(-1) - 1).abs() <= row_tolerance(transition.dtype)
     proper = (transition.isfinite() & (transition >= 0)).all(-1) & sums_to_one
     wrong = (used & ~proper).nonzero()
     if len(wrong):
