@@ -48,6 +48,7 @@ class FTRLStep(nn.Module):
         self.mdp, self.regularizer = mdp, regularizer
         self.options = Options(tolerance, max_steps)
         self.evaluator = Evaluator(regularizer)
+        self.interior = interior_point(mdp).detach()
 
     def forward(
         self, cumulative_loss: Tensor, t: Tensor | float = 1.0, *, warm_start: Tensor | None = None, mdp: LayeredMDP | None = None
@@ -77,7 +78,7 @@ class FTRLStep(nn.Module):
         model = self.mdp if mdp is None else mdp
         _check_like("cumulative_loss", cumulative_loss, model)
         t = torch.as_tensor(t, dtype=model.dtype, device=model.device)
-        start = interior_point(model) if warm_start is None else warm_start
+        start = self.interior if warm_start is None else warm_start
         if warm_start is not None:
             _check_like("warm_start", warm_start, model)
         for name, parameter in self.regularizer.named_parameters():
@@ -100,7 +101,7 @@ class FTRLStep(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Self:
         """Moves the MDP together with the parameters."""
         super()._apply(fn, *args)
-        self.mdp = self.mdp.map_tensors(fn)
+        self.mdp, self.interior = self.mdp.map_tensors(fn), fn(self.interior)
         return self
 
 

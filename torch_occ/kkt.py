@@ -123,12 +123,11 @@ class DenseFactorization:
 
     def __init__(self, states: States, flow: DenseFlow) -> None:
         self.states, self.flow = states, flow
-        identity = torch.eye(flow.mdp.num_states, dtype=states.p.dtype, device=states.p.device)
-        self.B = torch.linalg.solve_triangular(flow.one_step(states.p), identity, upper=True, unitriangular=True)
+        self.B = torch.linalg.solve_triangular(flow.one_step(states.p), flow.identity, upper=True, unitriangular=True)
         self.Q = states.covariance(flow.kernel)
         self.root = states.kappa.sqrt()
         reach = self.B * self.root.unsqueeze(-2)
-        self.cholesky = torch.linalg.cholesky_ex(identity + reach.mT @ self.Q @ reach).L
+        self.cholesky = torch.linalg.cholesky_ex(flow.identity + reach.mT @ self.Q @ reach).L
 
     def solve(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         states, flow = self.states, self.flow

@@ -14,6 +14,7 @@ no part in anything, and a harmless 1 stands in its place.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 import torch
@@ -80,7 +81,12 @@ def sum_of_others(x: Tensor) -> Tensor:
     """Along the last dimension, the sum of all entries but this one, adding only what belongs to it."""
     size = x.shape[-1]
     if size <= 64:
-        return x @ (1 - torch.eye(size, dtype=x.dtype, device=x.device))
+        return x @ _all_but_self(size, x.dtype, x.device)
     before = torch.nn.functional.pad(x.cumsum(-1)[..., :-1], (1, 0))
     after = torch.nn.functional.pad(x.flip(-1).cumsum(-1)[..., :-1], (1, 0)).flip(-1)
     return before + after
+
+
+@cache
+def _all_but_self(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return 1 - torch.eye(size, dtype=dtype, device=device)

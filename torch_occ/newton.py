@@ -28,7 +28,7 @@ from torch import Tensor
 from torch_occ.derivatives import Derivatives
 from torch_occ.kkt import factorize
 from torch_occ.marginals import change, keep
-from torch_occ.occupancy import Flow, flow_adjoint, flow_residual, flow_source, optimal_policy, policy_of
+from torch_occ.occupancy import Flow, flow_adjoint, flow_residual, flow_source, optimal_policy
 
 
 class Status(IntEnum):
@@ -102,7 +102,7 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
     source, nothing = flow_source(mdp), torch.zeros_like(plan.value)
 
     def retract(q: Tensor) -> Tensor:
-        policy = policy_of(mdp, q)
+        policy = q / q.sum(-1, keepdim=True)
         return flow.forward(policy, source).unsqueeze(-1) * policy
 
     q = retract(start.expand_as(plan.gaps))
@@ -118,7 +118,7 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
         dq, v = factorize(psi.hessian, flow).solve(downhill, nothing)
         squared = _dot(downhill, dq)
         fall, moved = _relative_change(flow, psi, q, dq)
-        finite = moved.isfinite() & v.isfinite().all(-1)
+        finite = moved.isfinite()
         status = torch.where(running & ~finite, Status.NOT_FINITE, status)
         running = running & finite
 

@@ -69,6 +69,7 @@ class DenseFlow:
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
         self.kernel = mdp.joint_transitions  # (*batch, S, A, S)
+        self.identity = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
 
     def inflow(self, x: Tensor) -> Tensor:
         return _arrive(x, self.kernel)
@@ -78,8 +79,7 @@ class DenseFlow:
 
     def one_step(self, policy: Tensor) -> Tensor:
         """I - P_p, unit upper triangular because transitions only lead to later states, `(*batch, S, S)`."""
-        moves = (policy.unsqueeze(-2) @ self.kernel).squeeze(-2)
-        return torch.eye(self.mdp.num_states, dtype=moves.dtype, device=moves.device) - moves
+        return self.identity - (policy.unsqueeze(-2) @ self.kernel).squeeze(-2)
 
     def forward(self, policy: Tensor, source: Tensor) -> Tensor:
         return _substitute(self.one_step(policy).mT, source, upper=False)

@@ -69,8 +69,7 @@ def atoms(regularizer: Regularizer, t: Tensor | float) -> dict[Atom, Tensor]:
 def gather(mdp: LayeredMDP, loss: Tensor) -> Tensor:
     """The loss on the N existing pairs, `(*batch, N)`."""
     if loss.shape[-2:] != mdp.actions.shape or not bool(loss[..., mdp.actions].isfinite().all()):
-        what = "values that are not finite" if loss.shape[-2:] == mdp.actions.shape else f"shape {tuple(loss.shape)}"
-        raise ValueError(f"loss: expected finite values of shape (*batch, {mdp.num_states}, {mdp.num_actions}), got {what}")
+        raise ValueError(f"loss: expected finite values of shape (*batch, {mdp.num_states}, {mdp.num_actions}), got {loss}")
     return loss[..., mdp.actions]
 
 
@@ -289,11 +288,10 @@ class Comparison:
         names = [name for name in self.answers[0].gradients if name != "loss"]
         rows = [["", "ms", "q: residual", "d loss: residual", *(f"d {name} (error)" for name in names)]]
         for answer in self.answers:
-            cells = [f"{1e3 * answer.seconds:.3g}", f"{answer.errors['q']:.0e}", f"{answer.errors['loss']:.0e}"]
-            for name in names:
-                gradient = answer.gradients[name]
-                cells.append("none" if gradient is None else f"{gradient.sum().item():+.3e} ({answer.errors[name]:.0e})")
-            rows.append([answer.name, *cells])
+            residuals = [f"{answer.errors[name]:.0e}" for name in ("q", "loss")]
+            given = ((answer.gradients[name], answer.errors.get(name)) for name in names)
+            cells = ["none" if gradient is None else f"{gradient.sum().item():+.3e} ({error:.0e})" for gradient, error in given]
+            rows.append([answer.name, f"{1e3 * answer.seconds:.4g}", *residuals, *cells])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines += [f"{answer.name} warned: {answer.warning}" for answer in self.answers if answer.warning]

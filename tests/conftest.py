@@ -1,0 +1,22 @@
+"""What every test shares: one thread, no leaks of global state, and the same examples on every machine."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+# The same examples in every run, whatever PYTHONHASHSEED says: nothing is stored, nothing is timed.
+settings.register_profile("torch_occ", derandomize=True, deadline=None, database=None, print_blob=True)
+settings.load_profile("torch_occ")
+
+
+@pytest.fixture(autouse=True)
+def global_state_is_left_alone():
+    """float64 is the package's own default and not torch's: a test that needed `set_default_dtype` would hide a mistake."""
+    before = torch.get_rng_state()
+    yield
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+    assert torch.get_num_threads() == 1
+    torch.set_rng_state(before)
