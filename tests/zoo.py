@@ -1,18 +1,20 @@
 """The zoo: regularizers, problems and exact answers. A new case joins with one decorator and is then tested everywhere.
 
-    @regularizer    mdp -> Regularizer
-    @problem        () -> Problem
-    @exact          () -> Exact, a problem and its regularizer with the answer in closed form
+@regularizer    mdp -> Regularizer
+@problem        () -> Problem
+@exact          () -> Exact, a problem and its regularizer with the answer in closed form
 """
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints
 
 import torch_occ as occ
+
+F = TypeVar("F", bound=Callable)
 
 
 class Problem(NamedTuple):
@@ -21,30 +23,18 @@ class Problem(NamedTuple):
     t: float
 
 
-class Exact(NamedTuple):
-    problem: Problem
-    regularizer: occ.Regularizer
-    q: Tensor  # (S, A)
-
-
 REGULARIZERS: dict[str, Callable[[occ.LayeredMDP], occ.Regularizer]] = {}
 PROBLEMS: dict[str, Callable[[], Problem]] = {}
-EXACT: dict[str, Callable[[], Exact]] = {}
 
 
-def regularizer(build: Callable[[occ.LayeredMDP], occ.Regularizer]) -> Callable[[occ.LayeredMDP], occ.Regularizer]:
-    REGULARIZERS[build.__name__] = build
-    return build
+def joins(registry: dict[str, F]) -> Callable[[F], F]:
+    def add(build: F) -> F:
+        return registry.setdefault(build.__name__, build)
+
+    return add
 
 
-def problem(build: Callable[[], Problem]) -> Callable[[], Problem]:
-    PROBLEMS[build.__name__] = build
-    return build
-
-
-def exact(build: Callable[[], Exact]) -> Callable[[], Exact]:
-    EXACT[build.__name__] = build
-    return build
+regularizer, problem = joins(REGULARIZERS), joins(PROBLEMS)
 
 
 def tensor(*values: object) -> Tensor:
@@ -151,7 +141,11 @@ def jin_luo(mdp: occ.LayeredMDP) -> occ.Regularizer:
 def long_sum(mdp: occ.LayeredMDP) -> occ.Regularizer:
     """Sums of sums, a schedule that multiplies, and one schedule shared by two terms."""
     eta = occ.InverseSqrt(0.9)
-    return (occ.Tsallis(0.4) + occ.ConditionalEntropy()) / eta + occ.HybridComplement(0.2) / eta + occ.LogBarrier(0.1) * occ.Polynomial(2.0, 0.1)
+    return (
+        (occ.Tsallis(0.4) + occ.ConditionalEntropy()) / eta
+        + occ.HybridComplement(0.2) / eta
+        + occ.LogBarrier(0.1) * occ.Polynomial(2.0, 0.1)
+    )
 
 
 @regularizer
@@ -223,67 +217,3 @@ def corridor() -> Problem:
     """Many layers of one state; a loss that outweighs the regularizer, so that one action takes nearly everything."""
     mdp = occ.LayeredMDP.random(horizon=10, width=1, num_actions=2)
     return Problem(mdp, random_loss(mdp, 200.0, seed=3), 1e3)
-
-
-# -- exact answers --------------------------------------------------------------------------------------------------------
-
-
-def root(decreasing: Callable[[float], float], low: float, high: float) -> float:
-    """Bisection to the last bit: low and high enclose the root."""
-    while (middle := (low + high) / 2) not in (low, high):
-        low, high = (middle, high) if decreasing(middle) > 0 else (low, middle)
-    return middle
-
-
-def normalized(share: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
-    """q = share(loss - v) with v such that q sums to one, for a decreasing share."""
-    offset = root(lambda offset: float(share(loss - loss.min() + offset).sum()) - 1, 1e-12, 1e12)
-    return share(loss - loss.min() + offset)
-
-
-@exact
-def half_tsallis_bandit() -> Exact:
-    """Tsallis-INF: eta_t = 2 / sqrt(t) is gamma = 1/2 here; q = 4 / (eta (loss - v))^2."""
-    mdp, loss, t = bandit()
-    eta = 2 / t**0.5
-    q = normalized(lambda excess: 4 / (eta * excess) ** 2, loss[0])
-    return Exact(Problem(mdp, loss, t), occ.jin_luo(mdp, alpha=0.0, beta=0.0, gamma=0.5), q.unsqueeze(0))
-
-
-@exact
-def log_barrier_bandit() -> Exact:
-    mdp, loss, t = bandit()
-    return Exact(Problem(mdp, loss, t), occ.LogBarrier(0.7), normalized(lambda excess: 0.7 / excess, loss[0]).unsqueeze(0))
-
-
-@exact
-def shannon_contexts() -> Exact:
-    """Shannon at L = 1 is exponential weights in each state, with its share of the initial distribution."""
-    mdp, loss, t = contexts()
-    q = mdp.initial.unsqueeze(-1) * (-0.8 * loss).softmax(-1)
-    return Exact(Problem(mdp, loss, t), occ.Shannon() / occ.Constant(0.8), q)
-
-
-@exact
-def two_action_hybrid() -> Exact:
-    """With two actions and one state the rest of an action is the other one: alpha only adds to 1/eta."""
-    mdp = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
-    loss, weight = tensor([[2.0, 7.0]]), 2.0 * 1.6
-    q = normalized(lambda excess: (weight / (2 * excess)) ** 2, loss[0])
-    return Exact(Problem(mdp, loss, 4.0), occ.HybridTsallis(0.6) / occ.InverseSqrt(), q.unsqueeze(0))
-
-
-@exact
-def soft_value_iteration() -> Exact:
-    """ConditionalEntropy / eta is solved by V(s) = - log sum_a exp(- eta (loss + E V(s'))) / eta."""
-    (mdp, loss, t), eta = layers(), 0.1
-    values, policies = torch.zeros(1, dtype=torch.float64), []
-    for kernel, here in zip(reversed(mdp.transitions), reversed(mdp.layer_slices), strict=True):
-        Q = loss[here] + kernel @ values
-        values = -torch.logsumexp(-eta * Q, -1) / eta
-        policies.insert(0, (-eta * Q).softmax(-1))
-    state, q = mdp.initial, []
-    for policy, kernel in zip(policies, mdp.transitions, strict=True):
-        q.append(state.unsqueeze(-1) * policy)
-        state = torch.einsum("sa,sap->p", q[-1], kernel)
-    return Exact(Problem(mdp, loss, t), occ.ConditionalEntropy() / occ.Constant(eta), torch.cat(q))

@@ -19,7 +19,7 @@ leaves only rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 
 import torch
@@ -86,6 +86,11 @@ class Solution:
     @property
     def converged(self) -> Tensor:
         return self.status == Status.CONVERGED
+
+    def merge(self, other: Solution, where: Tensor) -> Solution:
+        """The other solution at some elements `(*batch,)` of the batch, this one elsewhere."""
+        pairs = [(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
+        return Solution(*(torch.where(_over(where, mine.dim() - where.dim()), theirs, mine) for mine, theirs in pairs))
 
 
 def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, start: Tensor, options: Options) -> Solution:

@@ -21,9 +21,8 @@ class Parametrized(nn.Module):
     def __init__(self, **parameters: Tensor | float) -> None:
         super().__init__()
         for name, value in parameters.items():
-            tensor = torch.as_tensor(value)
-            dtype = tensor.dtype if isinstance(value, Tensor) and tensor.is_floating_point() else torch.float64
-            self.register_parameter(name, nn.Parameter(tensor.detach().to(dtype, copy=True)))
+            dtype = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.float64
+            self.register_parameter(name, nn.Parameter(torch.as_tensor(value, dtype=dtype).detach().clone()))
         self.validate()
 
     def validate(self, parameters: Mapping[str, Tensor] | None = None) -> None:

@@ -1,0 +1,286 @@
+"""The episode loop: learner x losses x seeds -> History.
+
+In every episode the learner proposes q_t, its policy is played along one sampled trajectory a seed, and it sees the losses of the
+visited pairs. All seeds advance together. Random numbers and means come in chunks of episodes; a run can be saved and continued at a
+chunk's edge, and ends with exactly the numbers of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torch_occ.callbacks import Callback
+from torch_occ.estimators import Feedback
+from torch_occ.files import write_atomically
+from torch_occ.history import History
+from torch_occ.learners import Learner
+from torch_occ.losses import LossProcess
+from torch_occ.mdp import LayeredMDP
+from torch_occ.occupancy import interior_point, policy_of
+from torch_occ.regret import comparator
+from torch_occ.streams import CHUNK, Purpose, uniforms
+
+
+def simulate(
+    mdp: LayeredMDP,
+    learner: Learner,
+    losses: LossProcess,
+    episodes: int,
+    seeds: Sequence[int] = (0,),
+    *,
+    callbacks: Sequence[Callback] = (),
+    checkpoints: Sequence[int] | None = None,
+    save_to: str | Path | None = None,
+    save_every: float = 60.0,
+    resume: bool = True,
+    config: dict[str, Any] | None = None,
+) -> History:
+    """Play `episodes` episodes for every seed.
+
+    Args:
+        checkpoints: episodes at which the curves have a point; 20 a decade by default, and the last.
+        save_to: a file in which the run is kept, so that it can continue after an interruption.
+        save_every: seconds between two saves.
+        resume: continue from `save_to` if it exists.
+        config: anything that JSON can hold, kept in the history.
+
+    Ctrl-C ends the run cleanly with the results so far (`history.finished` is then False).
+    """
+    simulation = Simulation(mdp, learner, losses, episodes, seeds, checkpoints, config or {})
+    if save_to is not None and resume and Path(save_to).exists():
+        simulation.load(save_to)
+    for callback in callbacks:
+        callback.on_start(simulation)
+    saved = time.monotonic()
+    try:
+        while simulation.t < episodes:
+            for _ in simulation.play_chunk():
+                for callback in callbacks:
+                    callback.on_checkpoint(simulation)
+            for callback in callbacks:
+                callback.on_chunk(simulation)
+            if save_to is not None and (time.monotonic() - saved > save_every or simulation.t == episodes):
+                simulation.save(save_to)
+                saved = time.monotonic()
+    except KeyboardInterrupt:
+        pass
+    history = simulation.history()
+    for callback in callbacks:
+        callback.on_end(simulation, history)
+    return history
+
+
+def log_spaced(episodes: int, per_decade: int = 20) -> list[int]:
+    """Integers from 1 to `episodes`, evenly spaced in the logarithm."""
+    exponents = np.arange(0, np.log10(max(episodes, 1)), 1 / per_decade)
+    return sorted({*np.round(10**exponents).astype(int).tolist(), episodes})
+
+
+_CURVES = ("regret", "realised_regret", "comparator", "corruption", "newton_steps", "dual_residual", "flow_residual", "uncertified")
+
+
+class Simulation:
+    """A run in progress: what callbacks look at, and what a saved file restores."""
+
+    def __init__(
+        self,
+        mdp: LayeredMDP,
+        learner: Learner,
+        losses: LossProcess,
+        episodes: int,
+        seeds: Sequence[int],
+        checkpoints: Sequence[int] | None,
+        config: dict[str, Any],
+    ) -> None:
+        if episodes < 1:
+            raise ValueError(f"episodes: expected at least 1, got {episodes}")
+        if losses.length is not None and losses.length < episodes:
+            raise ValueError(f"losses: the table has {losses.length} episodes, but {episodes} were asked for")
+        self.mdp, self.learner, self.losses, self.episodes = mdp, learner, losses, episodes
+        self.seeds, self.config = tuple(int(seed) for seed in seeds), config
+        if not self.seeds:
+            raise ValueError("seeds: expected at least one")
+        self.checkpoints = sorted(set(log_spaced(episodes) if checkpoints is None else checkpoints))
+        if self.checkpoints[0] < 1 or self.checkpoints[-1] > episodes:
+            raise ValueError(f"checkpoints: expected episodes from 1 to {episodes}, got {self.checkpoints[0]} to {self.checkpoints[-1]}")
+        n = len(self.seeds)
+        zeros = torch.zeros(n, mdp.num_states, mdp.num_actions, dtype=mdp.dtype, device=mdp.device)
+        learner.start(n)
+        self.t = 0
+        self.seconds = 0.0
+        self.q = interior_point(mdp).detach().expand_as(zeros).clone()
+        self.process_state = losses.start(mdp, self.seeds)
+        names = ("expected", "realised", "newton_steps", "dual_residual", "flow_residual", "uncertified")
+        self.sums = {name: zeros[:, 0, 0].clone() for name in names}
+        self.sums |= {"cumulative_occupancy": zeros.clone(), "total_mean": zeros.clone()}
+        self.since = 0  # episodes since the last checkpoint
+        self.recorded: list[int] = []
+        self.times: list[float] = []
+        self.curves: dict[str, list[Tensor]] = {name: [] for name in _CURVES}
+        self._cumulative = [p.cumsum(-1) for p in mdp.transitions]
+
+    def play_chunk(self) -> Iterator[int]:
+        """Play to the next chunk's edge or the end; yields at every checkpoint, once its numbers are recorded."""
+        begun, chunk, mdp = time.monotonic(), self.t // CHUNK, self.mdp
+        until = min((chunk + 1) * CHUNK, self.episodes)
+        numbers = uniforms(self.seeds, Purpose.EPISODES, chunk, (CHUNK, mdp.horizon, 3)).to(mdp.device, mdp.dtype)
+        tables = None
+        if self.learner.full_information:
+            tables = uniforms(self.seeds, Purpose.TABLES, chunk, (CHUNK, mdp.num_states, mdp.num_actions)).to(mdp.device, mdp.dtype)
+        due = {t for t in self.checkpoints if self.t < t <= until}
+        while self.t < until:
+            n = min(self.losses.stride, until - self.t)
+            means, self.process_state = self.losses.means(mdp, self.process_state, self.t + 1, n, self.q)
+            for i in range(n):
+                self.t += 1
+                row = (self.t - 1) % CHUNK
+                self._play(means[min(i, len(means) - 1)], numbers[:, row], None if tables is None else tables[:, row])
+                if self.t in due:
+                    self.seconds += time.monotonic() - begun
+                    begun = time.monotonic()
+                    self._record()
+                    yield self.t
+        self.seconds += time.monotonic() - begun
+
+    def _play(self, mean: Tensor, numbers: Tensor, table_numbers: Tensor | None) -> None:
+        """One episode of every seed: mean `(N or 1, S, A)`, numbers `(N, L, 3)`."""
+        n, sums = len(self.seeds), self.sums
+        q = self.learner.propose(self.t)
+        self.q = q.expand(n, *q.shape[1:])
+        mean = mean.expand_as(self.q)
+        table = None if table_numbers is None else self.losses.draw(mean, table_numbers)
+        feedback = self._walk(policy_of(self.mdp, self.q), mean, table, numbers)
+        self.learner.observe(self.t, self.q, feedback)
+        sums["expected"] += (self.q * mean).sum((-2, -1))
+        sums["realised"] += feedback.losses.sum(-1)
+        sums["cumulative_occupancy"] += self.q
+        sums["total_mean"] += mean
+        found = self.learner.diagnostics()
+        if found:
+            sums["newton_steps"] += found["newton_steps"]
+            sums["uncertified"] += found["uncertified"]
+            for name in ("dual_residual", "flow_residual"):
+                sums[name] = torch.maximum(sums[name], found[name])
+        self.since += 1
+
+    def _walk(self, policy: Tensor, mean: Tensor, table: Tensor | None, numbers: Tensor) -> Feedback:
+        """Sample a trajectory a seed. Per layer the numbers decide the action, the loss and the next state."""
+        every = torch.arange(len(policy), device=policy.device)
+        local = invert(self.mdp.initial.cumsum(-1).expand(len(policy), -1), numbers[:, -1, 2])
+        states, actions, losses = [], [], []
+        for k, (layer, cumulative) in enumerate(zip(self.mdp.layer_slices, self._cumulative, strict=True)):
+            state = layer.start + local
+            action = invert(policy[every, state].cumsum(-1), numbers[:, k, 0])
+            expected = mean[every, state, action]
+            loss = self.losses.draw(expected, numbers[:, k, 1]) if table is None else table[every, state, action]
+            if k + 1 < self.mdp.horizon:
+                local = invert(cumulative[local, action], numbers[:, k, 2])
+            states.append(state)
+            actions.append(action)
+            losses.append(loss)
+        return Feedback(torch.stack(states, -1), torch.stack(actions, -1), torch.stack(losses, -1), table)
+
+    def _record(self) -> None:
+        sums = self.sums
+        best = comparator(self.mdp, sums["total_mean"])
+        spent = self.process_state.get("corruption", torch.zeros_like(best))
+        now = {
+            "regret": sums["expected"] - best,
+            "realised_regret": sums["realised"] - best,
+            "comparator": best,
+            "corruption": spent,
+            "newton_steps": sums["newton_steps"] / max(self.since, 1),
+            "dual_residual": sums["dual_residual"],
+            "flow_residual": sums["flow_residual"],
+            "uncertified": sums["uncertified"],
+        }
+        for name in _CURVES:
+            self.curves[name].append(now[name].clone())
+        for name in ("newton_steps", "dual_residual", "flow_residual"):
+            sums[name] = torch.zeros_like(sums[name])
+        self.since = 0
+        self.recorded.append(self.t)
+        self.times.append(self.seconds)
+
+    def history(self) -> History:
+        """Everything recorded so far."""
+        n = len(self.seeds)
+        curves = {name: torch.stack(rows, -1) if rows else torch.zeros(n, 0) for name, rows in self.curves.items()}
+        return History(
+            episodes=torch.tensor(self.recorded),
+            wall_time=torch.tensor(self.times, dtype=torch.float64),
+            cumulative_occupancy=self.sums["cumulative_occupancy"].clone(),
+            total_mean=self.sums["total_mean"].clone(),
+            last_q=self.q.clone(),
+            seeds=self.seeds,
+            backend="torch",
+            finished=self.t == self.episodes,
+            config=self.config,
+            **curves,
+        )
+
+    # -- saving -----------------------------------------------------------------------------------------------------------
+
+    _KEPT = ("t", "seconds", "q", "process_state", "sums", "since", "recorded", "times", "curves")
+
+    def save(self, path: str | Path) -> None:
+        """Write the whole state, atomically. Call it at a chunk's edge only."""
+        state = {name: getattr(self, name) for name in self._KEPT}
+        state |= {"learner": self.learner.state, "fingerprint": self.fingerprint()}
+        write_atomically(path, lambda file: torch.save(state, file))
+
+    def load(self, path: str | Path) -> None:
+        """Restore what `save` wrote, if it belongs to this very configuration."""
+        state = torch.load(path, weights_only=True)
+        if state.pop("fingerprint") != self.fingerprint():
+            raise ValueError(
+                f"{path}: belongs to a run of another configuration (MDP, learner, losses, seeds or checkpoints); name another file"
+            )
+        self.learner.state = state.pop("learner")
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def fingerprint(self) -> str:
+        """A hash of everything that decides the numbers of the run, except its length."""
+        digest = hashlib.sha256()
+        parts = (self.mdp.transitions, self.mdp.initial, self.mdp.actions, self.learner, self.losses, self.seeds, CHUNK)
+        checkpoints = self.checkpoints
+        for part in (*parts, checkpoints):
+            _digest(digest, part)
+        return digest.hexdigest()
+
+
+def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
+    """The index drawn by a uniform number from cumulative (unnormalized) probabilities: `(N, K)`, `(N,)` -> `(N,)`."""
+    # Just below one, so that the product stays below the total and an entry of probability zero is never drawn.
+    target = uniform.clamp(max=1 - 2.0**-50) * cumulative[..., -1]
+    return (cumulative <= target.unsqueeze(-1)).sum(-1)
+
+
+def _digest(digest: Any, part: Any) -> None:
+    """Feed a tree of tensors, modules, plain objects and numbers to a hash, in a fixed order."""
+    if isinstance(part, Tensor):
+        digest.update(str((part.dtype, tuple(part.shape))).encode() + part.detach().cpu().contiguous().numpy().tobytes())
+    elif isinstance(part, nn.Module):
+        _digest(digest, [repr(part), dict(part.state_dict())])
+    elif isinstance(part, LayeredMDP):
+        _digest(digest, [part.transitions, part.initial, part.actions])
+    elif isinstance(part, dict):
+        for key in sorted(part):
+            _digest(digest, [key, part[key]])
+    elif isinstance(part, list | tuple):
+        digest.update(f"{len(part)}:".encode())
+        for item in part:
+            _digest(digest, item)
+    elif hasattr(part, "__dict__"):
+        _digest(digest, [type(part).__qualname__, {key: value for key, value in vars(part).items() if key != "state"}])
+    else:
+        digest.update(repr(part).encode() + b";")

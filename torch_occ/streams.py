@@ -1,0 +1,37 @@
+"""Random numbers by name: (seed, purpose, chunk) -> the same numbers, whenever and wherever they are asked for.
+
+A counter-based generator (Philox) is keyed afresh for every chunk of episodes, so a run can stop at a chunk's edge and continue without a
+generator state to restore, and the torch path and the compiled path are fed the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: Episodes per chunk. Part of the definition of a run: another value gives other random numbers.
+CHUNK = 256
+
+
+class Purpose(IntEnum):
+    """What a stream is for; no two purposes share numbers."""
+
+    EPISODES = 0  # per layer: action, loss, next state
+    TABLES = 1  # whole loss tables, for full information
+    WALKS = 2  # the environment's own moves
+
+
+def stream(seed: int, purpose: Purpose, chunk: int) -> np.random.Generator:
+    """The generator of one chunk."""
+    if seed < 0:
+        raise ValueError(f"seeds: expected non-negative integers, got {seed}")
+    return np.random.Generator(np.random.Philox(key=np.array([seed, chunk * len(Purpose) + purpose], dtype=np.uint64)))
+
+
+def uniforms(seeds: Sequence[int], purpose: Purpose, chunk: int, shape: tuple[int, ...]) -> Tensor:
+    """Uniform numbers in [0, 1), `(N, *shape)`."""
+    return torch.from_numpy(np.stack([stream(seed, purpose, chunk).random(shape) for seed in seeds]))
