@@ -1,59 +1,21 @@
 """The built-in regularizers, as data.
 
-Each is a table of weighted elementary terms (argument, function, weight); the torch functions below and the compiled kernels read
-the same table, so a formula stands in one place.
+Each is a table of weighted elementary terms (argument, function, weight), see torch_occ.terms: a formula stands in one place, and
+whatever evaluates regularizers reads it there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.distributions import constraints
 
 from torch_occ.marginals import ARGUMENTS, Argument
 from torch_occ.mdp import LayeredMDP
-from torch_occ.regularizers import Regularizer, SeparableRegularizer, align
+from torch_occ.regularizers import Regularizer, SeparableRegularizer
 from torch_occ.schedules import InverseSqrt
-
-
-@dataclass(frozen=True)
-class Power:
-    """x^p."""
-
-    p: Tensor | float
-
-    def __call__(self, x: Tensor, event_dims: int) -> Tensor:
-        if isinstance(self.p, float):
-            return x.sqrt() if self.p == 0.5 else x**self.p
-        return x ** align(self.p, event_dims)
-
-
-@dataclass(frozen=True)
-class XLogX:
-    """x log x."""
-
-    def __call__(self, x: Tensor, event_dims: int) -> Tensor:
-        return x * x.log()
-
-
-@dataclass(frozen=True)
-class NegativeLog:
-    """-log x."""
-
-    def __call__(self, x: Tensor, event_dims: int) -> Tensor:
-        return -x.log()
-
-
-@dataclass(frozen=True)
-class Term:
-    """weight * function(argument), summed over states or pairs."""
-
-    argument: Argument
-    function: Power | XLogX | NegativeLog
-    weight: Tensor | float
+from torch_occ.terms import Log, Power, Table, Term, XLogX
 
 
 class TabularRegularizer(SeparableRegularizer):
@@ -71,27 +33,11 @@ class TabularRegularizer(SeparableRegularizer):
     def arguments(self) -> tuple[Argument, ...]:
         return self._arguments
 
-    def pair(self, x: Tensor) -> Tensor:
-        return self._sum("pair", x)
+    def scalar(self, name: Argument, x: Tensor, weight: Tensor | None) -> Tensor:
+        return Table(self.table()).times(weight).scalar(name, x, None)
 
-    def rest(self, x: Tensor) -> Tensor:
-        return self._sum("rest", x)
-
-    def state(self, x: Tensor) -> Tensor:
-        return self._sum("state", x)
-
-    def complement(self, x: Tensor) -> Tensor:
-        return self._sum("complement", x)
-
-    def _sum(self, argument: Argument, x: Tensor) -> Tensor:
-        event_dims = 1 if argument == "state" else 2
-        total = None
-        for term in self.table():
-            if term.argument == argument:
-                weight = align(term.weight, event_dims) if isinstance(term.weight, Tensor) else term.weight
-                value = weight * term.function(x, event_dims)
-                total = value if total is None else total + value
-        return torch.zeros_like(x) if total is None else total
+    def constant(self, weight: Tensor | None) -> tuple[Table, None]:
+        return Table(self.table()).times(weight), None
 
 
 class Tsallis(TabularRegularizer):
@@ -157,7 +103,7 @@ class LogBarrier(TabularRegularizer):
         super().__init__(beta=beta)
 
     def table(self) -> tuple[Term, ...]:
-        return (Term("pair", NegativeLog(), self.beta),)
+        return (Term("pair", Log(), -self.beta),)
 
 
 def jin_luo(

@@ -7,7 +7,7 @@ each pair. `Evaluator` is psi with its parameters made explicit, so that they ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch_occ.hessians import Blocks, Full, Hessian, Separable, combine
 from torch_occ.marginals import Argument, keep, pull_back
 from torch_occ.mdp import LayeredMDP
-from torch_occ.regularizers import Inputs, Regularizer, Values
+from torch_occ.regularizers import Inputs, Regularizer, Values, evaluate
 
 
 class Evaluator:
@@ -37,20 +37,25 @@ class Evaluator:
         """Raise a ValueError that names a parameter outside its domain."""
         self.regularizer.validate(dict(zip(self.names, parameters, strict=True)))
 
-    def bind(self, parameters: Sequence[Tensor]) -> Callable[[Inputs, Tensor], Values]:
-        """(inputs, t) -> values at these parameters."""
-        own = tuple(self.regularizer.parameters())
-        if not self.vmapped and all(given is mine for given, mine in zip(parameters, own, strict=True)):
-            return lambda inputs, t: self.regularizer.evaluate(*inputs, t)
+    def bind(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
+        """inputs -> values at these parameters and this t."""
 
-        def evaluate(parameters: Sequence[Tensor], *arguments: Any) -> Values:
+        def call(parameters: Sequence[Tensor], inputs: Inputs, t: Tensor) -> Values:
             named = {f"module.{name}": tensor for name, tensor in zip(self.names, parameters, strict=True)}
-            return torch.func.functional_call(self._caller, named, arguments)
+            return torch.func.functional_call(self._caller, named, (inputs, t))
 
         for batched in reversed(self.vmapped):
-            in_dims = tuple(0 if flag else None for flag in batched)
-            evaluate = torch.func.vmap(evaluate, in_dims=(in_dims, 0, 0, 0, 0))
-        return lambda inputs, t: evaluate(tuple(parameters), *inputs, t)
+            call = torch.func.vmap(call, in_dims=(tuple(0 if flag else None for flag in batched), 0, 0))
+        return lambda inputs: call(tuple(parameters), inputs, t)
+
+    def bind_constants(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
+        """The same for plain tensors that need no derivative: the weights are worked out once."""
+        own = tuple(self.regularizer.parameters())
+        if self.vmapped or any(given is not mine for given, mine in zip(parameters, own, strict=True)):
+            return self.bind([parameter.detach() for parameter in parameters], t)
+        with torch.no_grad():
+            parts = [part.constant(weight) for part, weight in self.regularizer.parts(t)]
+        return lambda inputs: evaluate(parts, inputs)
 
 
 class _MethodCaller(nn.Module):
@@ -60,8 +65,8 @@ class _MethodCaller(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, *arguments: Any) -> Values:
-        return self.module.evaluate(*arguments)
+    def forward(self, inputs: Inputs, t: Tensor) -> Values:
+        return self.module.evaluate(inputs, t)
 
 
 class Derivatives(NamedTuple):
@@ -72,13 +77,11 @@ class Derivatives(NamedTuple):
     hessian: Hessian
 
 
-def derivatives(
-    mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[Inputs, Tensor], Values], q: Tensor, t: Tensor
-) -> Derivatives:
+def derivatives(mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[Inputs], Values], q: Tensor) -> Derivatives:
     """Gradient and Hessian at q, for plain tensors: nothing is recorded."""
     with torch.enable_grad():
         inputs = _leaves(regularizer.read(mdp, q.detach()))
-        values = evaluate(inputs, t)
+        values = evaluate(inputs)
         levels: list[tuple[Tensor, Hessian]] = []  # from fine to coarse
         if values.scalars:
             levels.append(_of_scalars(mdp, inputs.scalars, values.scalars))

@@ -68,15 +68,16 @@ class Bound:
     t: Tensor
     parameters: tuple[Tensor, ...]
 
-    def derive(self, q: Tensor) -> Derivatives:
-        """Structured gradient and Hessian, for plain tensors."""
-        return derivatives(self.mdp, self.evaluator.regularizer, self.evaluator.bind(self.parameters), q, self.t)
+    def deriver(self, batch: torch.Size) -> Callable[[Tensor], Derivatives]:
+        """q `(*batch, S, A)` -> structured gradient and Hessian, for plain tensors."""
+        evaluate = self.evaluator.bind_constants(self.parameters, self.t.expand(batch) if self.t.dim() else self.t)
+        return lambda q: derivatives(self.mdp, self.evaluator.regularizer, evaluate, q)
 
     def gradient(self, q: Tensor) -> Tensor:
         """grad psi_t(q) in operations that any transform can see through."""
-        evaluate = self.evaluator.bind(self.parameters)
+        evaluate = self.evaluator.bind(self.parameters, self.t.expand(q.shape[:-2]))
         read = self.evaluator.regularizer.read
-        return torch.func.grad(lambda q: total(self.mdp, evaluate(read(self.mdp, q), self.t.expand(q.shape[:-2]))).sum())(q)
+        return torch.func.grad(lambda q: total(self.mdp, evaluate(read(self.mdp, q))).sum())(q)
 
     def hessian_product(self, q: Tensor, u: Tensor) -> Tensor:
         """H(q) u, likewise."""
@@ -101,8 +102,7 @@ class Stationarity:
         bound = self.setting.bind(tensors)
         self.check(bound, x, start)
         batch = torch.broadcast_shapes(x.shape[:-2], start.shape[:-2], bound.t.shape, bound.mdp.batch_shape)
-        bound = replace(bound, t=bound.t.expand(batch))
-        solution = newton(flow_of(bound.mdp), bound.derive, -x.expand(*batch, *x.shape[-2:]), start, self.options)
+        solution = newton(flow_of(bound.mdp), bound.deriver(batch), -x.expand(*batch, *x.shape[-2:]), start, self.options)
         self.report(solution)
         return tuple(getattr(solution, field.name) for field in fields(Solution))
 
@@ -132,8 +132,8 @@ class Linearized:
     def solve(self, x: Tensor, r: Tensor, q: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         bound = self.setting.bind(tensors)
         batch = torch.broadcast_shapes(q.shape[:-2], bound.t.shape)
-        bound = replace(bound, t=bound.t.expand(batch))
-        return factorize(bound.derive(q.expand(*batch, *q.shape[-2:])).hessian, flow_of(bound.mdp)).solve(x, r)
+        hessian = bound.deriver(batch)(q.expand(*batch, *q.shape[-2:])).hessian
+        return factorize(hessian, flow_of(bound.mdp)).solve(x, r)
 
     def point(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         return tensors[2], tensors[3:]

@@ -110,6 +110,13 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
         policy = q / q.sum(-1, keepdim=True)
         return flow.forward(policy, source).unsqueeze(-1) * policy
 
+    def stop(running: Tensor, where: Tensor, reason: Status) -> Tensor:
+        """Freeze elements with a status; returns those still running."""
+        where = running & where
+        if bool(where.any()):
+            status[where] = reason
+        return running & ~where
+
     q = retract(start.expand_as(plan.gaps))
     psi = derive(q)
     status = torch.full(q.shape[:-2], Status.MAX_STEPS, device=q.device)
@@ -123,14 +130,12 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
         dq, v = factorize(psi.hessian, flow).solve(downhill, nothing)
         squared = _dot(downhill, dq)
         fall, moved = _relative_change(flow, psi, q, dq)
-        finite = moved.isfinite()
-        status = torch.where(running & ~finite, Status.NOT_FINITE, status)
-        running = running & finite
+        running = stop(running, ~moved.isfinite(), Status.NOT_FINITE)
 
         length = torch.where(fall <= 0.5, 1.0, 1 / (1 + fall))
         for _ in range(_BACKTRACKS):
             trial = retract(q + _over(length, 2) * dq)
-            alive = ((trial > smallest) | ~mdp.actions).all(-1).all(-1)
+            alive = keep("pair", mdp, trial, 1.0).amin((-2, -1)) > smallest
             trial = torch.where(_over(running & alive, 2), trial, q)
             psi = derive(trial)
             # Close to the solution the slope is all rounding, and the step is safe anyway.
@@ -139,17 +144,13 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
                 break
             length = torch.where(overshot, length / 4, length)
 
-        status = torch.where(running & ~alive, Status.UNDERFLOW, status)
-        running = running & alive
+        running = stop(running, ~alive, Status.UNDERFLOW)
         q, value = trial, torch.where(_over(running, 1), v, value)
-        decrement = torch.where(running, squared.clamp(min=0).sqrt(), decrement)
-        steps = steps + running
-
+        decrement = torch.where(running, squared, decrement)
+        steps += running
         patience = torch.where((moved < 0.5 * best) | (moved > 0.1), _PATIENCE, patience - 1)
         best = torch.minimum(best, moved)
-        ended = running & ((moved <= eps**0.5) | (patience == 0))
-        status = torch.where(ended, Status.STALLED, status)  # until certified below
-        running = running & ~ended
+        running = stop(running, (moved <= eps**0.5) | (patience == 0), Status.STALLED)  # until certified below
         if not bool(running.any()):
             break
 
@@ -158,7 +159,7 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
     tolerance = eps ** (2 / 3) if options.tolerance is None else options.tolerance
     certified = (dual_residual <= tolerance) & (flow_error <= tolerance)
     status = torch.where((status == Status.STALLED) & certified, Status.CONVERGED, status)
-    return Solution(q, value + plan.value, status, steps, decrement, flow_error, dual_residual)
+    return Solution(q, value + plan.value, status, steps, decrement.clamp(min=0).sqrt(), flow_error, dual_residual)
 
 
 #: How often a step is shortened to a quarter; after that, the next Newton step starts from where it led.

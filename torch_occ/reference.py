@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_occ.catalog import Power, TabularRegularizer, XLogX
+from torch_occ.catalog import TabularRegularizer
 from torch_occ.ftrl import FTRLStep
 from torch_occ.mdp import LayeredMDP
 from torch_occ.regularizers import Regularizer
+from torch_occ.terms import Log, Power
 
 # -- the problem, from the tables alone -----------------------------------------------------------------------------------
 
@@ -50,7 +51,9 @@ def atoms(regularizer: Regularizer, t: Tensor | float) -> dict[Atom, Tensor]:
             raise TypeError(f"{type(part).__name__} has no table of terms, so it cannot be stated in cvxpy; use a TabularRegularizer")
         for term in part.table():
             weight = term.weight * (torch.ones_like(nothing) if scale is None else scale)
-            function: float | str = "x log x" if isinstance(term.function, XLogX) else "-log x"
+            function: float | str = "x log x"
+            if isinstance(term.function, Log):
+                function, weight = "-log x", -weight
             if isinstance(term.function, Power):
                 function = float(torch.as_tensor(term.function.p).detach())
                 weight = -weight if 0 < function < 1 else weight

@@ -22,6 +22,7 @@ from torch_occ.marginals import ARGUMENTS, Argument, keep, marginal
 from torch_occ.mdp import LayeredMDP
 from torch_occ.parametrized import Parametrized
 from torch_occ.schedules import Schedule
+from torch_occ.terms import Table, align
 
 
 class Inputs(NamedTuple):
@@ -51,7 +52,7 @@ class Regularizer(Parametrized):
         """psi_t(q), `(*batch,)`. The mdp tells which pairs exist and how states form layers; without it, q is one layer."""
         mdp = _single_layer(q) if mdp is None else mdp
         t = torch.as_tensor(t, dtype=q.dtype, device=q.device)
-        return total(mdp, self.evaluate(*self.read(mdp, q), t))
+        return total(mdp, self.evaluate(self.read(mdp, q), t))
 
     def read(self, mdp: LayeredMDP, q: Tensor) -> Inputs:
         """What the levels in use need of q."""
@@ -61,27 +62,19 @@ class Regularizer(Parametrized):
             [q] if self.has_level(JointRegularizer) else [],
         )
 
-    def evaluate(self, scalars: dict[Argument, Tensor], per_state: list[Tensor], joint: list[Tensor], t: Tensor) -> Values:
+    def evaluate(self, inputs: Inputs, t: Tensor) -> Values:
         """The weighted value of every elementary regularizer, summed within its level and nowhere else."""
-        values = Values({}, [], [])
-        for part, weight in self.parts(t):
-            if isinstance(part, SeparableRegularizer):
-                for name in part.arguments:
-                    value = weighted(weight, getattr(part, name)(scalars[name]), 1 if name == "state" else 2)
-                    values.scalars[name] = values.scalars[name] + value if name in values.scalars else value
-            elif isinstance(part, StatewiseRegularizer):
-                _accumulate(values.per_state, [weighted(weight, part.per_state(q_s), 1) for q_s in per_state])
-            elif isinstance(part, JointRegularizer):
-                _accumulate(values.joint, [weighted(weight, part.joint(q), 0) for q in joint])
-            else:
-                raise TypeError(f"{type(part).__name__}: derive it from SeparableRegularizer, StatewiseRegularizer or JointRegularizer")
-        return values
+        return evaluate(list(self.parts(t)), inputs)
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments that the scalar terms read."""
         used = {name for leaf in self.leaves() if isinstance(leaf, SeparableRegularizer) for name in leaf.arguments}
         return tuple(name for name in ARGUMENTS if name in used)
+
+    def constant(self, weight: Tensor | None) -> tuple[Regularizer | Table, Tensor | None]:
+        """This regularizer and its weight, with what does not depend on q worked out once and for all."""
+        return self, weight
 
     def leaves(self) -> Iterator[Regularizer]:
         """The elementary regularizers, without weights."""
@@ -124,6 +117,10 @@ class SeparableRegularizer(Regularizer):
     def complement(self, x: Tensor) -> Tensor:
         """A function of 1 - q(s, a)."""
         raise NotImplementedError
+
+    def scalar(self, name: Argument, x: Tensor, weight: Tensor | None) -> Tensor:
+        """weight times the function of this argument."""
+        return weighted(weight, getattr(self, name)(x), 1 if name == "state" else 2)
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -189,6 +186,23 @@ class Scaled(Regularizer):
         return self.regularizer.leaves()
 
 
+def evaluate(parts: list[tuple[Regularizer | Table, Tensor | None]], inputs: Inputs) -> Values:
+    """The sum of weighted elementary regularizers, level by level."""
+    values = Values({}, [], [])
+    for part, weight in parts:
+        if isinstance(part, SeparableRegularizer | Table):
+            for name in part.arguments:
+                value = part.scalar(name, inputs.scalars[name], weight)
+                values.scalars[name] = values.scalars[name] + value if name in values.scalars else value
+        elif isinstance(part, StatewiseRegularizer):
+            _accumulate(values.per_state, [weighted(weight, part.per_state(q_s), 1) for q_s in inputs.per_state])
+        elif isinstance(part, JointRegularizer):
+            _accumulate(values.joint, [weighted(weight, part.joint(q), 0) for q in inputs.joint])
+        else:
+            raise TypeError(f"{type(part).__name__}: derive it from SeparableRegularizer, StatewiseRegularizer or JointRegularizer")
+    return values
+
+
 def total(mdp: LayeredMDP, values: Values) -> Tensor:
     """The sum of all parts, `(*batch,)`."""
     parts = [keep(name, mdp, value, 0.0).sum(-1 if name == "state" else (-2, -1)) for name, value in values.scalars.items()]
@@ -204,11 +218,6 @@ def _accumulate(total: list[Tensor], values: list[Tensor]) -> None:
 def weighted(weight: Tensor | None, value: Tensor, event_dims: int) -> Tensor:
     """weight * value, the weight's batch shape lined up with the value's."""
     return value if weight is None else align(weight, event_dims) * value
-
-
-def align(parameter: Tensor, event_dims: int) -> Tensor:
-    """A parameter of shape `()` or `(*batch,)` ready to multiply something of shape `(*batch, *event)`."""
-    return parameter if parameter.dim() == 0 else parameter[(..., *(None,) * event_dims)]
 
 
 def gather(q: Tensor, group: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,0 +1,1 @@
+"""Readable scripts, one a question: `python -m experiments.<name> --help`."""

@@ -1,0 +1,163 @@
+"""torch_occ taken apart, for experiments/benchmark.py: dense or layered linear algebra, and where a Newton iteration spends its time."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_occ as occ
+from experiments.common import seconds, table
+from experiments.contestants import Case, TorchOcc, Trial
+
+#: horizon, width and actions: growing in width, growing in length, and a few of other proportions.
+GRID = ((3, 3, 3), (5, 5, 4), (4, 10, 4), (3, 30, 4), (10, 5, 4), (20, 3, 3), (10, 10, 5), (5, 30, 5), (40, 3, 3), (20, 10, 5), (10, 30, 5))
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What to measure."""
+
+    batches: tuple[int, ...]
+    repeats: int
+    budget: float
+    t: float
+    seed: int
+
+
+# -- dense or layered -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def dense_up_to(states: int) -> Iterator[None]:
+    """Another DENSE_STATES for a while. (`torch_occ.occupancy` is also the name of a function, hence the detour.)"""
+    module: Any = sys.modules["torch_occ.occupancy"]
+    before = module.DENSE_STATES
+    module.DENSE_STATES = states
+    try:
+        yield
+    finally:
+        module.DENSE_STATES = before
+
+
+def measure_flows(anatomy: Anatomy, grid: tuple[tuple[int, int, int], ...] = GRID) -> list[dict[str, Any]]:
+    """Forward plus backward with one dense matrix and layer by layer, in turns."""
+    rows: list[dict[str, Any]] = []
+    for shape in grid:
+        for batch in anatomy.batches:
+            trials: dict[str, list[Trial]] = {"dense": [], "layered": []}
+            case = Case(shape, batch, anatomy.seed, anatomy.t)
+            for _ in range(1 + anatomy.repeats):  # the first ones do not count
+                for kind, limit in (("dense", sys.maxsize), ("layered", 0)):
+                    if sum(trial.total for trial in trials[kind]) <= anatomy.budget / 4:
+                        with dense_up_to(limit):
+                            trials[kind].append(TorchOcc().prepare(case)(batch))
+            times = {kind: statistics.median(trial.total for trial in (done[1:] or done)) for kind, done in trials.items()}
+            row = {"horizon": shape[0], "width": shape[1], "actions": shape[2], "states": case.mdp.num_states, "batch": batch, **times}
+            rows.append(row | {"ratio": times["layered"] / times["dense"]})
+    header = ["size", "states", *(f"batch {batch}: dense, layered" for batch in anatomy.batches)]
+    lines = []
+    for shape in grid:
+        cells = [row for row in rows if (row["horizon"], row["width"], row["actions"]) == shape]
+        found = [f"{seconds(row['dense'])}, {seconds(row['layered'])} (×{row['ratio']:.2f})" for row in cells]
+        lines.append([f"{shape}", str(cells[0]["states"]), *found])
+    print(f"Dense or layered: × is layered / dense, above 1 dense wins\n\n{table(header, lines)}\n", flush=True)
+    return rows
+
+
+def draw_flows(rows: list[dict[str, Any]]) -> Any:
+    """How much slower the layered path is, over the number of states."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for i, batch in enumerate(sorted({row["batch"] for row in rows})):
+        here = [row for row in rows if row["batch"] == batch]
+        axes.plot([row["states"] for row in here], [row["ratio"] for row in here], "o", color=f"C{i}", label=f"batch {batch}")
+        if i == 0:
+            for row in here:
+                place, name = (row["states"], row["ratio"]), f"{row['horizon']}×{row['width']}"
+                axes.annotate(name, place, (4, 5), textcoords="offset points", fontsize=7)
+    axes.axhline(1, color="0.5", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="states", ylabel="time layered / time dense", title="Above the line one dense matrix wins")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.25, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+# -- the profile ----------------------------------------------------------------------------------------------------------
+
+#: The parts of a solve, by the functions that do them: (file, function). Nested ones belong to the first part that lists them.
+PARTS = {
+    "derivatives (autograd)": [("implicit.py", "derive")],
+    "factorization": [("kkt.py", "factorize")],
+    "triangular solves": [("kkt.py", "solve")],
+    "retraction": [("newton.py", "retract")],
+    "step length": [("newton.py", "_relative_change")],
+    "shaping": [("occupancy.py", "optimal_policy")],
+    "certificate": [("newton.py", "_dual_residual"), ("occupancy.py", "flow_residual")],
+}
+
+
+class CountOperations(TorchDispatchMode):
+    """How many torch operations run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def profile_solve(case: Case, repeats: int) -> dict[str, float]:
+    """Seconds of one forward pass by part, under cProfile."""
+    step = occ.FTRLStep(case.mdp, case.regularizer)
+    loss = case.loss if case.batch > 1 else case.loss[0]
+    iterations = int(step.solve(loss, case.t).steps.max())
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(repeats):
+        step.solve(loss, case.t)
+    profiler.disable()
+    with CountOperations() as counter:
+        step.solve(loss, case.t)
+    # (file, line, function) -> (calls, calls without recursion, own time, time with callees, callers)
+    entries: dict[tuple[str, int, str], tuple[Any, ...]] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    cumulative: Counter[tuple[str, str]] = Counter()
+    for (file, _, name), entry in entries.items():
+        if "torch_occ" in file:
+            cumulative[(Path(file).name, name)] += entry[3] / repeats
+    parts = {part: sum(cumulative[function] for function in functions) for part, functions in PARTS.items()}
+    whole = cumulative[("ftrl.py", "solve")]
+    parts["bookkeeping of the loop"] = cumulative[("newton.py", "newton")] - sum(parts.values())
+    parts["checks and autograd.Function"] = whole - cumulative[("newton.py", "newton")]
+    return parts | {"total": whole, "iterations": iterations, "operations": counter.count}
+
+
+def measure_profile(anatomy: Anatomy, shapes: tuple[tuple[int, int, int], ...]) -> list[dict[str, Any]]:
+    """The shares of a forward pass, for every size and batch."""
+    rows: list[dict[str, Any]] = []
+    for shape in shapes:
+        for batch in anatomy.batches:
+            case = Case(shape, batch, anatomy.seed, anatomy.t)
+            large = case.mdp.num_pairs * batch * shape[1] > 10_000_000
+            parts = profile_solve(case, 1 if large else anatomy.repeats)
+            rows.append({"horizon": shape[0], "width": shape[1], "actions": shape[2], "batch": batch, **parts})
+    names = [*PARTS, "bookkeeping of the loop", "checks and autograd.Function"]
+    columns = [f"({row['horizon']}, {row['width']}, {row['actions']}), {row['batch']}" for row in rows]
+    lines = [[name, *(f"{row[name] / row['total']:.0%}" for row in rows)] for name in names]
+    lines.append(["one forward pass", *(seconds(row["total"]) for row in rows)])
+    lines.append(["Newton iterations", *(str(row["iterations"]) for row in rows)])
+    lines.append(["torch operations", *(str(row["operations"]) for row in rows)])
+    print(f"Where the time of a forward pass goes, under cProfile (size, batch)\n\n{table(['', *columns], lines)}\n", flush=True)
+    return rows

@@ -1,0 +1,250 @@
+"""How fast is the step, and compared with what?
+
+    python -m experiments.benchmark                                        everything; about half an hour
+    python -m experiments.benchmark --sizes 3 3 3 5 5 4 --batches 1        the small sizes, one element
+    python -m experiments.benchmark --rivals moreau --sections rivals      one rival
+    python -m experiments.benchmark --sections flows profile               only torch_occ, taken apart
+
+All contestants solve the same steps in turns, and what counts is the ratio of their medians: it stays when the machine is busy. A time says
+nothing without the accuracy it bought, so each row has the residuals of q and of the gradient, by the judge of torch_occ.reference.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+
+from experiments.anatomy import Anatomy, draw_flows, measure_flows, measure_profile
+from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
+from experiments.contestants import CONTESTANTS, Case, Contestant, Trial
+from torch_occ.reference import Equations
+
+
+@dataclass
+class Args:
+    """What to measure."""
+
+    sizes: tuple[tuple[int, int, int], ...] = ((3, 3, 3), (5, 5, 4), (10, 10, 5), (10, 100, 10))
+    """horizon, width and actions of each MDP"""
+    batches: tuple[int, ...] = (1, 32, 256)
+    """how many steps at once"""
+    rivals: tuple[Literal["cvxpy", "scs", "clarabel", "moreau"], ...] = ("cvxpy", "scs", "clarabel", "moreau")
+    """cvxpy with Clarabel; cvxpylayers with diffcp and SCS, diffcp and Clarabel (accurate settings), Moreau"""
+    sections: tuple[Literal["rivals", "flows", "profile"], ...] = ("rivals", "flows", "profile")
+    """the comparison; dense against layered linear algebra; where the time of a Newton iteration goes"""
+    repeats: int = 7
+    """runs of which the median is taken, as far as the budget goes"""
+    budget: float = 60.0
+    """seconds for one contestant in one cell: then no more repeats; a batch that would take longer is measured in part"""
+    patience: float = 600.0
+    """a contestant that would need more seconds than this for one step is skipped"""
+    t: float = 1000.0
+    """the episode"""
+    threads: int = 1
+    """threads of torch; the rivals take what they like"""
+    seed: int = 0
+    """seed of the MDPs and the losses"""
+    root: Path = Path("runs")
+    """where the run's directory is made"""
+
+
+@dataclass
+class Row:
+    """One contestant in one cell. Times are seconds for the whole batch, ratios are multiples of torch_occ's time."""
+
+    horizon: int
+    width: int
+    actions: int
+    pairs: int
+    batch: int
+    contestant: str
+    accurate: bool
+    forward: float | None = None
+    backward: float | None = None
+    warm: float | None = None
+    residual_q: float | None = None
+    residual_gradient: float | None = None
+    ratio_forward: float | None = None
+    ratio_backward: float | None = None
+    ratio_total: float | None = None
+    ratio_warm: float | None = None
+    measured: int = 0  # elements of the batch that were run; the times are scaled up from them
+    repeats: int = 0
+    note: str = ""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.horizon, self.width, self.actions
+
+    def cells(self) -> list[str]:
+        """As printed."""
+        times = [("" if self.measured == self.batch else "~") + seconds(x) if x else "-" for x in (self.forward, self.backward, self.warm)]
+        residuals = [f"{x:.0e}" if x is not None else "-" for x in (self.residual_q, self.residual_gradient)]
+        ratios = [f"{x:,.3g}" if x and x < 1000 else f"{x:,.0f}" if x else "-" for x in (self.ratio_forward, self.ratio_backward)]
+        ratios += [f"{x:,.3g}" if x and x < 1000 else f"{x:,.0f}" if x else "-" for x in (self.ratio_total, self.ratio_warm)]
+        return [f"{self.shape}", str(self.batch), self.contestant, *times, *residuals, *ratios, self.note]
+
+
+HEADER = ["size", "batch", "", "forward", "backward", "warm", "KKT q", "KKT grad", "×fwd", "×bwd", "×both", "×warm", "note"]
+
+
+# -- one cell -------------------------------------------------------------------------------------------------------------
+
+
+def measure_cell(args: Args, case: Case, contestants: list[Contestant], single: dict[str, Trial]) -> list[Row]:
+    """All contestants on one size and batch, in turns. `single` holds the trials on one element of this size."""
+    rows, running, trials = {}, {}, {contestant.label: list[Trial]() for contestant in contestants}
+    for contestant in contestants:
+        rows[contestant.label] = row = Row(
+            *case.shape, case.mdp.num_pairs, case.batch, contestant.label, contestant.accurate, note=contestant.missing
+        )
+        expected = contestant.predict(case.mdp.num_pairs)
+        if not row.note and expected > args.patience:
+            row.note = f"skipped: a step would take {seconds(expected)}, by pairs^{contestant.growth:g}"
+        if row.note:
+            continue
+        count = case.batch if contestant.batches else min(case.batch, max(1, int(args.budget / expected)))
+        if count < case.batch:
+            row.note = f"{count} of {case.batch} measured"
+        if count == 1 and contestant.label in single:  # slow, and known already
+            trials[contestant.label] = [single[contestant.label]]
+        else:
+            run = contestant.prepare(case)
+            if expected < args.budget / 10:
+                run(1)
+            running[contestant.label] = (run, count)
+
+    for _ in range(args.repeats):
+        for contestant in contestants:
+            done = trials[contestant.label]
+            if contestant.label in running and sum(trial.total for trial in done) * (1 + 1 / max(len(done), 1)) <= args.budget:
+                run, count = running[contestant.label]
+                done.append(run(count))
+
+    for contestant in contestants:
+        if done := trials[contestant.label]:
+            if done[-1].count == 1:
+                single[contestant.label] = done[-1]
+            contestant.learn(case.mdp.num_pairs, done[-1])
+            _summarize(rows[contestant.label], case, done)
+    ours = rows[contestants[0].label]
+    for row in rows.values():
+        _compare(row, ours)
+    return list(rows.values())
+
+
+def _summarize(row: Row, case: Case, trials: list[Trial]) -> None:
+    row.measured, row.repeats = trials[0].count, len(trials)
+
+    def median(times: list[float | None]) -> float | None:
+        known = [x for x in times if x is not None]
+        return statistics.median(known) * row.batch / row.measured if known else None
+
+    row.forward = median([trial.forward for trial in trials])
+    row.backward = median([trial.backward for trial in trials])
+    row.warm = median([trial.warm for trial in trials])
+    judge = Equations(case.mdp, case.regularizer, case.loss[0], torch.tensor(case.t, dtype=torch.float64))
+    row.residual_q = judge.residual_of_q(trials[0].q[0])
+    if trials[0].gradient is not None:
+        if case.mdp.num_pairs <= 2000:
+            row.residual_gradient = judge.residual_of_gradient(trials[0].q[0], case.direction, trials[0].gradient[0])
+        else:
+            row.note += "; the judge's dense Hessian is too large to judge the gradient" if row.note else "gradient not judged: too large"
+
+
+def _compare(row: Row, ours: Row) -> None:
+    def ratio(theirs: float | None, own: float | None) -> float | None:
+        return theirs / own if theirs and own else None
+
+    row.ratio_forward, row.ratio_backward = ratio(row.forward, ours.forward), ratio(row.backward, ours.backward)
+    if row.forward and row.backward and ours.forward and ours.backward:
+        row.ratio_total = (row.forward + row.backward) / (ours.forward + ours.backward)
+    row.ratio_warm = ratio(row.warm or row.forward, ours.warm)  # who cannot start warm starts cold
+
+
+# -- all cells ------------------------------------------------------------------------------------------------------------
+
+
+def measure_rivals(args: Args, directory: Path) -> list[Row]:
+    """Every size and batch; the CSV grows with every cell."""
+    contestants = [CONTESTANTS[name]() for name in ("torch_occ", *args.rivals)]
+    rows: list[Row] = []
+    for shape in args.sizes:
+        single: dict[str, Trial] = {}
+        for batch in args.batches:
+            cell = measure_cell(args, Case(shape, batch, args.seed, args.t), contestants, single)
+            for row in cell:
+                print("  ".join(f"{name} {cell}".strip() for name, cell in zip(HEADER, row.cells(), strict=True) if cell not in ("", "-")))
+            rows += cell
+            write_csv(directory / "benchmark.csv", [asdict(row) for row in rows])
+    return rows
+
+
+def verdict(rows: list[Row]) -> list[str]:
+    """The two goals of the project, for every batch measured."""
+    lines = []
+    for shape, goal in (((5, 5, 4), 50), ((10, 10, 5), 5000)):
+        for batch in sorted({row.batch for row in rows}):
+            found = [row.ratio_total for row in rows if row.accurate and row.shape == shape and row.batch == batch and row.ratio_total]
+            if found:
+                outcome = "reached" if min(found) >= goal else "MISSED"
+                lines.append(f"{shape}, batch {batch}: {min(found):,.0f} times as fast as accurate cvxpylayers; goal {goal:,} {outcome}")
+    return lines
+
+
+def draw_rivals(rows: list[Row]) -> Any:
+    """Seconds a step, forward and backward together, over the batch; one panel a size."""
+    from matplotlib.figure import Figure
+
+    shapes = list(dict.fromkeys(row.shape for row in rows))
+    names = list(dict.fromkeys(row.contestant for row in rows if row.forward))
+    figure = Figure(figsize=(3.4 * len(shapes) + 1.2, 4.4), layout="constrained")
+    panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
+    for panel, shape in zip(panels, shapes, strict=True):
+        for i, name in enumerate(names):
+            here = [row for row in rows if row.shape == shape and row.contestant == name and row.forward]
+            points = [(row.batch, ((row.forward or 0) + (row.backward or 0)) / row.batch, row.measured == row.batch) for row in here]
+            label = name if any(row.backward for row in rows if row.contestant == name) else f"{name}, no gradient"
+            style = {"color": f"C{i}", "linewidth": 2.4 if i == 0 else 1.4, "zorder": 3 if i == 0 else 2}
+            panel.plot([point[0] for point in points], [point[1] for point in points], label=label, **style)
+            for batch, time, whole in points:
+                panel.plot(batch, time, "o", color=f"C{i}", markerfacecolor=f"C{i}" if whole else "white", zorder=4)
+        panel.set(xscale="log", yscale="log", xlabel="batch", title="horizon {}, width {}, {} actions".format(*shape))
+        panel.set_xticks(batches := sorted({row.batch for row in rows}), [str(batch) for batch in batches], minor=False)
+        panel.minorticks_off()
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("seconds a step, forward + backward")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    figure.suptitle("One FTRL step and its gradient (hollow: scaled up from part of the batch)", fontsize=11)
+    return figure
+
+
+def main(args: Args) -> Path:
+    """Run the sections, print their tables, write them as CSV and PNG."""
+    torch.set_num_threads(args.threads)
+    directory = run_directory(args.root, "benchmark", args.seed)
+    print(f"{machine()}; torch uses {args.threads} thread{'s' * (args.threads > 1)}\n", flush=True)
+    if "rivals" in args.sections:
+        rows = measure_rivals(args, directory)
+        print(f"\n{table(HEADER, [row.cells() for row in rows])}\n\n" + "\n".join(verdict(rows)) + "\n", flush=True)
+        write_figure(directory / "benchmark.png", draw_rivals(rows))
+    anatomy = Anatomy(args.batches, args.repeats, args.budget, args.t, args.seed)
+    if "flows" in args.sections:
+        flows = measure_flows(anatomy)
+        write_csv(directory / "flows.csv", flows)
+        write_figure(directory / "flows.png", draw_flows(flows))
+    if "profile" in args.sections:
+        write_csv(directory / "profile.csv", measure_profile(anatomy, args.sizes))
+    print(f"\nwritten to {directory}")
+    return directory
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+import torch
+from zoo import PROBLEMS, random_loss
+
+import torch_occ as occ
+
+F64 = torch.float64
+
+
+def point(problem):
+    """A random interior occupancy measure."""
+    mdp = PROBLEMS[problem]().mdp
+    weights = (random_loss(mdp, seed=5) + 0.05) * mdp.actions
+    return mdp, occ.occupancy(mdp, weights / weights.sum(-1, keepdim=True))
+
+
+def other_actions(mdp, s, a):
+    return [b for b in np.flatnonzero(mdp.actions[s].numpy()) if b != a]
+
+
+def over_pairs(term):
+    """sum of term(q(s, a), q(s), the number of other actions in the state, of other pairs in the layer)."""
+
+    def value(mdp, q):
+        q, layer, total = q.numpy(), mdp.layer.numpy(), 0.0
+        for s, a in mdp.actions.nonzero().tolist():
+            in_layer = int(mdp.actions[layer == layer[s]].sum())
+            total += term(q[s, a], q[s].sum(), len(other_actions(mdp, s, a)), in_layer - 1)
+        return total
+
+    return value
+
+
+def root_if(exists, x):
+    """An argument that is identically zero takes no part."""
+    return np.sqrt(x) if exists else 0.0
+
+
+FORMULAS = {
+    "half Tsallis": (occ.Tsallis(), over_pairs(lambda x, u, others, pairs: -np.sqrt(x))),
+    "Tsallis": (occ.Tsallis(0.3), over_pairs(lambda x, u, others, pairs: -(x**0.3))),
+    "HybridTsallis": (occ.HybridTsallis(0.6), over_pairs(lambda x, u, others, pairs: -np.sqrt(x) - 0.6 * root_if(others, u - x))),
+    "alpha = 0": (occ.HybridTsallis(0.0), over_pairs(lambda x, u, others, pairs: -np.sqrt(x))),
+    "HybridComplement": (occ.HybridComplement(), over_pairs(lambda x, u, others, pairs: -np.sqrt(x) - root_if(pairs, 1 - x))),
+    "Shannon": (occ.Shannon(), over_pairs(lambda x, u, others, pairs: x * np.log(x))),
+    "ConditionalEntropy": (occ.ConditionalEntropy(), over_pairs(lambda x, u, others, pairs: x * np.log(x / u))),
+    "LogBarrier": (occ.LogBarrier(2.5), over_pairs(lambda x, u, others, pairs: -2.5 * np.log(x))),
+    "beta = 0": (occ.LogBarrier(0.0), over_pairs(lambda x, u, others, pairs: 0.0)),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize(("psi", "formula"), FORMULAS.values(), ids=FORMULAS)
+def test_values_are_those_of_the_formula(psi, formula, problem):
+    mdp, q = point(problem)
+    expected = formula(mdp, q)
+    assert float(psi(q, 1.0, mdp).detach()) == pytest.approx(expected, rel=1e-13, abs=1e-13)
+    batch = psi(q.expand(2, 3, *q.shape), 1.0, mdp)
+    assert batch.shape == (2, 3)
+    torch.testing.assert_close(batch, torch.full((2, 3), expected, dtype=F64), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("build", "values"),
+    [(occ.Tsallis, [0.3, 0.5]), (occ.HybridTsallis, [0.0, 2.0]), (occ.HybridComplement, [0.1, 1.0]), (occ.LogBarrier, [0.5, 8.0])],
+)
+def test_batched_parameters_give_one_value_for_each(build, values):
+    mdp, q = point("masked")
+    found = build(torch.tensor(values, dtype=F64))(q.expand(2, *q.shape), 1.0, mdp)
+    one_by_one = torch.stack([build(value)(q, 1.0, mdp) for value in values])
+    torch.testing.assert_close(found, one_by_one, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("psi", "arguments"),
+    [
+        (occ.Tsallis(), ("pair",)),
+        (occ.HybridTsallis(0.0), ("pair", "rest")),
+        (occ.HybridComplement(), ("pair", "complement")),
+        (occ.Shannon(), ("pair",)),
+        (occ.ConditionalEntropy(), ("pair", "state")),
+        (occ.ConditionalEntropy() / 2 + occ.HybridTsallis(1.0) + occ.LogBarrier(), ("pair", "rest", "state")),
+    ],
+)
+def test_only_the_arguments_in_use_are_read(psi, arguments):
+    mdp, q = point("masked")
+    assert psi.arguments == arguments
+    assert tuple(psi.read(mdp, q).scalars) == arguments
+
+
+@pytest.mark.parametrize("problem", ["layers", "masked", "bandit"])
+@pytest.mark.parametrize("t", [1.0, 1e6])
+def test_jin_luo_with_the_constants_of_the_paper(problem, t):
+    mdp, q = point(problem)
+    psi = occ.jin_luo(mdp)
+    parameters = sorted(x.item() for x in psi.parameters())
+    assert parameters == sorted([mdp.num_actions**-0.5, 64.0 * mdp.horizon, 1.0])
+    hybrid, barrier = occ.HybridTsallis(mdp.num_actions**-0.5)(q, 1.0, mdp), occ.LogBarrier(64.0 * mdp.horizon)(q, 1.0, mdp)
+    torch.testing.assert_close(psi(q, t, mdp), t**0.5 * hybrid + barrier, rtol=1e-14, atol=0)
+
+
+def test_jin_luo_with_other_constants():
+    mdp, q = point("layers")
+    found = occ.jin_luo(mdp, alpha=0.0, beta=0.25, gamma=0.5)(q, 9.0, mdp)
+    torch.testing.assert_close(found, 6 * occ.Tsallis()(q, 1.0, mdp) + 0.25 * occ.LogBarrier()(q, 1.0, mdp), rtol=1e-14, atol=0)
+
+
+def test_jin_luo_fits_an_mdp_in_single_precision():
+    mdp = occ.LayeredMDP.random(2, 2, 2, dtype=torch.float32)
+    q = occ.FTRLStep(mdp, occ.jin_luo(mdp))(torch.zeros(3, 2))
+    assert q.dtype == torch.float32
