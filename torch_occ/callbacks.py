@@ -42,3 +42,10 @@ class ProgressBar(Callback):
 
     def on_end(self, run: Simulation, history: History) -> None:
         self.bar.close()
+
+
+class TensorBoard(Callback):
+    """Curves, images and the configuration of a run, for TensorBoard."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
