@@ -1,10 +1,17 @@
 """What every test shares: one thread, no leaks of global state, and the same examples on every machine."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# The first use of forward mode loads torch's own deprecated code; in a test its warning would be an error.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch._decomp.decompositions_for_jvp
 
 # The same examples in every run, whatever PYTHONHASHSEED says: nothing is stored, nothing is timed.
 settings.register_profile("torch_occ", derandomize=True, deadline=None, database=None, print_blob=True)

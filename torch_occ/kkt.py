@@ -64,11 +64,14 @@ class SeparableStates:
     """(R, p, kappa) of every state from d, w, c, at O(A)."""
 
     def __init__(self, hessian: Separable) -> None:
-        d, w, actions = hessian.d, hessian.w, hessian.actions
-        inverse = (1 / (d + w)).masked_fill(~actions, 0.0)
+        d, w = hessian.d, hessian.w
+        inverse = (d + w).reciprocal()
+        if not bool(hessian.actions.all()):
+            inverse = inverse.masked_fill(~hessian.actions, 0.0)
         share = w * inverse
-        # e = 1 - sum w/D cancels when one action dominates its state; there 1 - w/D is d/D.
-        dominant = share.masked_fill(~actions, -1.0).argmax(-1, keepdim=True)
+        # e = 1 - sum w/D cancels when one action dominates its state; there 1 - w/D is d/D. (A masked action has d = 0 and w = 0, and
+        # is dominant only where all shares are zero, which is what the second term of the key is for.)
+        dominant = (share + inverse.sign()).argmax(-1, keepdim=True)
         e = (-share).scatter(-1, dominant, (d * inverse).gather(-1, dominant)).sum(-1)
         self.inverse = inverse  # (*batch, S, A)
         self.total = inverse.sum(-1)  # (*batch, S)

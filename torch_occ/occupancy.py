@@ -191,7 +191,8 @@ def optimal_policy(mdp: LayeredMDP, loss: Tensor) -> Plan:
         Q = losses[k]
         if values:
             Q = Q + (mdp.transitions[k] @ values[0][..., None, :, None]).squeeze(-1)
-        Q = torch.where(masks[k], Q, torch.inf)
+        if mdp.missing["pair"] is not None:
+            Q = torch.where(masks[k], Q, torch.inf)
         Qs.insert(0, Q)
         values.insert(0, Q.amin(-1))
     value, Q = _join(values, 1), _join(Qs, 2)
