@@ -14,10 +14,11 @@ from __future__ import annotations
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import tyro
+from matplotlib.figure import Figure
 
 from experiments.anatomy import Anatomy, draw_flows, measure_flows, measure_profile
 from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
@@ -83,10 +84,13 @@ class Row:
 
     def cells(self) -> list[str]:
         """As printed."""
-        times = [("" if self.measured == self.batch else "~") + seconds(x) if x else "-" for x in (self.forward, self.backward, self.warm)]
+        scaled = "" if self.measured == self.batch else "~"
+        times = [scaled + seconds(x) if x else "-" for x in (self.forward, self.backward, self.warm)]
         residuals = [f"{x:.0e}" if x is not None else "-" for x in (self.residual_q, self.residual_gradient)]
-        ratios = [f"{x:,.3g}" if x and x < 1000 else f"{x:,.0f}" if x else "-" for x in (self.ratio_forward, self.ratio_backward)]
-        ratios += [f"{x:,.3g}" if x and x < 1000 else f"{x:,.0f}" if x else "-" for x in (self.ratio_total, self.ratio_warm)]
+        ratios = [
+            "-" if not x else f"{x:.2g}" if x < 100 else f"{x:,.0f}"
+            for x in (self.ratio_forward, self.ratio_backward, self.ratio_total, self.ratio_warm)
+        ]
         return [f"{self.shape}", str(self.batch), self.contestant, *times, *residuals, *ratios, self.note]
 
 
@@ -197,10 +201,8 @@ def verdict(rows: list[Row]) -> list[str]:
     return lines
 
 
-def draw_rivals(rows: list[Row]) -> Any:
+def draw_rivals(rows: list[Row]) -> Figure:
     """Seconds a step, forward and backward together, over the batch; one panel a size."""
-    from matplotlib.figure import Figure
-
     shapes = list(dict.fromkeys(row.shape for row in rows))
     names = list(dict.fromkeys(row.contestant for row in rows if row.forward))
     figure = Figure(figsize=(3.4 * len(shapes) + 1.2, 4.4), layout="constrained")
@@ -233,7 +235,7 @@ def main(args: Args) -> Path:
     print(f"{machine()}; torch uses {args.threads} thread{'s' * (args.threads > 1)}\n", flush=True)
     if "rivals" in args.sections:
         rows = measure_rivals(args, directory)
-        print(f"\n{table(HEADER, [row.cells() for row in rows])}\n\n" + "\n".join(verdict(rows)) + "\n", flush=True)
+        print(f"\n{table(HEADER, [row.cells() for row in rows], left=(0, 2, 12))}\n\n" + "\n".join(verdict(rows)) + "\n", flush=True)
         write_figure(directory / "benchmark.png", draw_rivals(rows))
     anatomy = Anatomy(args.batches, args.repeats, args.budget, args.t, args.seed)
     if "flows" in args.sections:

@@ -6,13 +6,17 @@ import csv
 import io
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from torch_occ.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def run_directory(root: Path, experiment: str, seed: int) -> Path:
@@ -28,19 +32,6 @@ def run_directory(root: Path, experiment: str, seed: int) -> Path:
             return path
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file so that nobody ever sees half of it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """One line a row, atomically; the columns are those of the first row. Nothing is written for no rows."""
     if not rows:
@@ -49,24 +40,22 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_bytes(path, text.getvalue().encode())
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
 
 
-def write_figure(path: Path, figure: Any, dpi: int = 150) -> None:
+def write_figure(path: Path, figure: Figure) -> None:
     """A matplotlib figure as PNG, atomically."""
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=dpi, bbox_inches="tight", facecolor="white")
-    write_bytes(path, image.getvalue())
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150, bbox_inches="tight", facecolor="white"))
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Text columns, the first ones to the left and numbers to the right; also valid Markdown."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """A Markdown table that is also pleasant as plain text; the columns `left` are aligned to the left."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))) + " |"
+        return "| " + " | ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))) + " |"
 
-    rule = "|" + "|".join("-" * (w + 1) + ("-" if i == 0 else ":") for i, w in enumerate(widths)) + "|"
+    rule = "|" + "|".join("-" * (w + 1) + ("-" if i in left else ":") for i, w in enumerate(widths)) + "|"
     return "\n".join([line(header), rule, *(line(row) for row in rows)])
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.functional import hessian, jacobian
 from zoo import Problem, bandit, contexts, joins, layers, tensor
 
 import torch_occ as occ
@@ -46,9 +47,9 @@ def dense_newton(mdp: occ.LayeredMDP, psi: occ.Regularizer, loss: Tensor, t: Ten
     spread = torch.eye(q.numel(), dtype=q.dtype)[mdp.actions.flatten()]  # (pairs, S * A)
     x, E = q[mdp.actions], flow_matrix(mdp)
     source = torch.cat([mdp.initial, mdp.initial.new_zeros(mdp.num_states - mdp.layer_sizes[0])])
-    top = torch.cat([torch.func.hessian(objective)(x) * x, -E.mT], 1)
+    top = torch.cat([hessian(objective, x, create_graph=True) * x, -E.mT], 1)
     bottom = torch.cat([E * x, E.new_zeros(len(E), len(E))], 1)
-    rhs = torch.cat([-torch.func.grad(objective)(x), source - E @ x])
+    rhs = torch.cat([-jacobian(objective, x, create_graph=True), source - E @ x])
     system = torch.cat([top, bottom])
     scale = system.detach().abs().amax(-1)
     relative, value = torch.linalg.solve(system / scale.unsqueeze(-1), rhs / scale).split([len(x), len(E)])

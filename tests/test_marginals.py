@@ -122,3 +122,11 @@ def test_change_is_the_derivative_of_the_argument(name, problem):
     q, dq = occ.interior_point(mdp), random_loss(mdp) * mdp.actions
     _, derivative = torch.autograd.functional.jvp(lambda q: marginal(name, mdp, q), q, dq)
     torch.testing.assert_close(change(name, mdp, dq), derivative, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch.func.hessian, on its first call
+def test_nothing_made_inside_a_transform_outlives_it():
+    x = torch.rand(11, dtype=F64, generator=torch.Generator().manual_seed(2))  # a size that no other test uses
+    for _ in range(2):
+        found = torch.func.hessian(lambda x: sum_of_others(x).square().sum())(x)
+    torch.testing.assert_close(found, 18.0 + 2.0 * torch.eye(11, dtype=F64), rtol=1e-15, atol=0)

@@ -176,3 +176,15 @@ def test_the_first_of_equal_actions_is_chosen():
     plan = occ.optimal_policy(occ.LayeredMDP([torch.ones(1, 3, 1, dtype=F64)]), torch.tensor([[2.0, 1.0, 1.0]], dtype=F64))
     assert plan.policy.tolist() == [[0.0, 1.0, 0.0]]
     assert plan.gaps.tolist() == [[1.0, 0.0, 0.0]]
+
+
+# -- derivatives in the probabilities -------------------------------------------------------------------------------------
+
+
+def test_an_earlier_use_without_gradients_does_not_switch_them_off():
+    transitions = [torch.full((1, 2, 2), 0.5, dtype=F64).requires_grad_(), torch.ones(2, 2, 1, dtype=F64)]
+    mdp = occ.LayeredMDP(transitions)
+    with torch.no_grad():
+        occ.interior_point(mdp)
+    (gradient,) = torch.autograd.grad(occ.interior_point(mdp)[1].sum(), transitions[0])
+    assert gradient.tolist() == [[[0.5, 0.0], [0.5, 0.0]]]

@@ -68,9 +68,12 @@ class ReducedVariance(Estimator):
     def __init__(self, learning_rate: Schedule) -> None:
         self.learning_rate = learning_rate
 
+    def threshold(self, t: Tensor) -> Tensor:
+        """(4 eta_t)^2."""
+        return (4 * self.learning_rate(t).detach()) ** 2
+
     def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
-        eta = self.learning_rate(torch.tensor(float(t), dtype=q.dtype, device=q.device)).detach()
-        baseline = torch.where(q >= (4 * eta) ** 2, 0.5, 0.0)
+        baseline = torch.where(q >= self.threshold(torch.tensor(float(t), dtype=q.dtype, device=q.device)), 0.5, 0.0)
         return feedback.scatter((feedback.losses - feedback.gather(baseline)) / feedback.gather(q), q) + baseline
 
 

@@ -1,8 +1,7 @@
 """The episode loop: learner x losses x seeds -> History.
 
-In every episode the learner proposes q_t, its policy is played along one sampled trajectory a seed, and it sees the losses of the
-visited pairs. All seeds advance together. Random numbers and means come in chunks of episodes; a run can be saved and continued at a
-chunk's edge, and ends with exactly the numbers of an uninterrupted one.
+Episodes are played by torch_occ.episodes or by the compiled engine, all seeds together. Random numbers and means come in chunks of
+episodes; a run can be saved and continued at a chunk's edge, and ends with exactly the numbers of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -11,22 +10,33 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torch_occ.callbacks import Callback
+from torch_occ.episodes import TorchPlayer
 from torch_occ.estimators import Feedback
 from torch_occ.files import write_atomically
 from torch_occ.history import History
-from torch_occ.learners import Learner
+from torch_occ.learners import FTRL, Learner
 from torch_occ.losses import LossProcess
 from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import interior_point, policy_of
+from torch_occ.occupancy import interior_point
 from torch_occ.regret import comparator
 from torch_occ.streams import CHUNK, Purpose, uniforms
+
+Backend = Literal["auto", "torch", "engine"]
+
+
+class Player(Protocol):
+    """Plays a segment of episodes for all seeds and adds it up in the simulation."""
+
+    name: str
+
+    def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None: ...
 
 
 def simulate(
@@ -42,6 +52,7 @@ def simulate(
     save_every: float = 60.0,
     resume: bool = True,
     config: dict[str, Any] | None = None,
+    backend: Backend = "auto",
 ) -> History:
     """Play `episodes` episodes for every seed.
 
@@ -51,10 +62,12 @@ def simulate(
         save_every: seconds between two saves.
         resume: continue from `save_to` if it exists.
         config: anything that JSON can hold, kept in the history.
+        backend: "engine" is compiled and plays FTRL with built-in regularizers, "torch" plays everything; "auto" takes the engine
+            where it can. `history.backend` says which one played.
 
     Ctrl-C ends the run cleanly with the results so far (`history.finished` is then False).
     """
-    simulation = Simulation(mdp, learner, losses, episodes, seeds, checkpoints, config or {})
+    simulation = Simulation(mdp, learner, losses, episodes, seeds, checkpoints, config or {}, backend)
     if save_to is not None and resume and Path(save_to).exists():
         simulation.load(save_to)
     for callback in callbacks:
@@ -78,6 +91,27 @@ def simulate(
     return history
 
 
+def choose_player(backend: Backend, mdp: LayeredMDP, learner: Learner) -> Player:
+    """The player for a learner; an error that says why if the engine was asked for and cannot play."""
+    if backend not in ("auto", "torch", "engine"):
+        raise ValueError(f"backend: expected auto, torch or engine, got {backend!r}")
+    if backend == "torch":
+        return TorchPlayer(mdp)
+    try:
+        from torch_occ.engine.player import EnginePlayer, why_not_play
+    except ImportError as error:
+        if backend == "engine":
+            raise ImportError("backend: the engine needs numba: pip install torch-occ[engine]") from error
+        return TorchPlayer(mdp)
+    reason = why_not_play(learner)
+    if reason is None:
+        assert isinstance(learner, FTRL)
+        return EnginePlayer(learner)
+    if backend == "engine":
+        raise ValueError(f"backend: {reason}; use backend='torch'")
+    return TorchPlayer(mdp)
+
+
 def log_spaced(episodes: int, per_decade: int = 20) -> list[int]:
     """Integers from 1 to `episodes`, evenly spaced in the logarithm."""
     exponents = np.arange(0, np.log10(max(episodes, 1)), 1 / per_decade)
@@ -99,6 +133,7 @@ class Simulation:
         seeds: Sequence[int],
         checkpoints: Sequence[int] | None,
         config: dict[str, Any],
+        backend: Backend = "auto",
     ) -> None:
         if episodes < 1:
             raise ValueError(f"episodes: expected at least 1, got {episodes}")
@@ -125,7 +160,7 @@ class Simulation:
         self.recorded: list[int] = []
         self.times: list[float] = []
         self.curves: dict[str, list[Tensor]] = {name: [] for name in _CURVES}
-        self._cumulative = [p.cumsum(-1) for p in mdp.transitions]
+        self.player = choose_player(backend, mdp, learner)
 
     def play_chunk(self) -> Iterator[int]:
         """Play to the next chunk's edge or the end; yields at every checkpoint, once its numbers are recorded."""
@@ -135,30 +170,25 @@ class Simulation:
         tables = None
         if self.learner.full_information:
             tables = uniforms(self.seeds, Purpose.TABLES, chunk, (CHUNK, mdp.num_states, mdp.num_actions)).to(mdp.device, mdp.dtype)
-        due = {t for t in self.checkpoints if self.t < t <= until}
+        due = [t for t in self.checkpoints if self.t < t <= until]
         while self.t < until:
             n = min(self.losses.stride, until - self.t)
-            means, self.process_state = self.losses.means(mdp, self.process_state, self.t + 1, n, self.q)
-            for i in range(n):
-                self.t += 1
-                row = (self.t - 1) % CHUNK
-                self._play(means[min(i, len(means) - 1)], numbers[:, row], None if tables is None else tables[:, row])
-                if self.t in due:
+            first = self.t
+            means, self.process_state = self.losses.means(mdp, self.process_state, first + 1, n, self.q)
+            for stop in (*(t for t in due if first < t < first + n), first + n):
+                rows, i = slice(self.t % CHUNK, self.t % CHUNK + stop - self.t), self.t - first
+                part = means if len(means) == 1 else means[i : i + stop - self.t]
+                self.player.play(self, part, numbers[:, rows], None if tables is None else tables[:, rows])
+                if stop in due:
                     self.seconds += time.monotonic() - begun
                     begun = time.monotonic()
                     self._record()
                     yield self.t
         self.seconds += time.monotonic() - begun
 
-    def _play(self, mean: Tensor, numbers: Tensor, table_numbers: Tensor | None) -> None:
-        """One episode of every seed: mean `(N or 1, S, A)`, numbers `(N, L, 3)`."""
-        n, sums = len(self.seeds), self.sums
-        q = self.learner.propose(self.t)
-        self.q = q.expand(n, *q.shape[1:])
-        mean = mean.expand_as(self.q)
-        table = None if table_numbers is None else self.losses.draw(mean, table_numbers)
-        feedback = self._walk(policy_of(self.mdp, self.q), mean, table, numbers)
-        self.learner.observe(self.t, self.q, feedback)
+    def tally(self, mean: Tensor, feedback: Feedback) -> None:
+        """Add up one episode, in which `self.q` was played and the means were `(N, S, A)`."""
+        sums = self.sums
         sums["expected"] += (self.q * mean).sum((-2, -1))
         sums["realised"] += feedback.losses.sum(-1)
         sums["cumulative_occupancy"] += self.q
@@ -169,24 +199,6 @@ class Simulation:
             sums["uncertified"] += found["uncertified"]
             for name in ("dual_residual", "flow_residual"):
                 sums[name] = torch.maximum(sums[name], found[name])
-        self.since += 1
-
-    def _walk(self, policy: Tensor, mean: Tensor, table: Tensor | None, numbers: Tensor) -> Feedback:
-        """Sample a trajectory a seed. Per layer the numbers decide the action, the loss and the next state."""
-        every = torch.arange(len(policy), device=policy.device)
-        local = invert(self.mdp.initial.cumsum(-1).expand(len(policy), -1), numbers[:, -1, 2])
-        states, actions, losses = [], [], []
-        for k, (layer, cumulative) in enumerate(zip(self.mdp.layer_slices, self._cumulative, strict=True)):
-            state = layer.start + local
-            action = invert(policy[every, state].cumsum(-1), numbers[:, k, 0])
-            expected = mean[every, state, action]
-            loss = self.losses.draw(expected, numbers[:, k, 1]) if table is None else table[every, state, action]
-            if k + 1 < self.mdp.horizon:
-                local = invert(cumulative[local, action], numbers[:, k, 2])
-            states.append(state)
-            actions.append(action)
-            losses.append(loss)
-        return Feedback(torch.stack(states, -1), torch.stack(actions, -1), torch.stack(losses, -1), table)
 
     def _record(self) -> None:
         sums = self.sums
@@ -221,7 +233,7 @@ class Simulation:
             total_mean=self.sums["total_mean"].clone(),
             last_q=self.q.clone(),
             seeds=self.seeds,
-            backend="torch",
+            backend=self.player.name,
             finished=self.t == self.episodes,
             config=self.config,
             **curves,
@@ -256,13 +268,6 @@ class Simulation:
         for part in (*parts, checkpoints):
             _digest(digest, part)
         return digest.hexdigest()
-
-
-def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
-    """The index drawn by a uniform number from cumulative (unnormalized) probabilities: `(N, K)`, `(N,)` -> `(N,)`."""
-    # Just below one, so that the product stays below the total and an entry of probability zero is never drawn.
-    target = uniform.clamp(max=1 - 2.0**-50) * cumulative[..., -1]
-    return (cumulative <= target.unsqueeze(-1)).sum(-1)
 
 
 def _digest(digest: Any, part: Any) -> None:
