@@ -145,7 +145,7 @@ class Cvxpy(Contestant):
 
     label = "cvxpy + Clarabel"
     package = "cvxpy"
-    growth = 1.5
+    growth = 2.2
 
     def prepare(self, case: Case) -> Callable[[int], Trial]:
         weights = atoms(case.regularizer, case.t)

@@ -82,9 +82,8 @@ def solve(args: Args, mdp: occ.LayeredMDP, mean: Tensor) -> Result:
         f"flow constraints {float(solution.flow_residual):.0e}\n"
     )
     print_occupancy(mdp, solution.q.detach(), gaps)
-    print(
-        f"\nexpected regret of this q in one episode: {float(regret.detach()):.4f}; its gradient by reverse mode, and by finite differences:"
-    )
+    print(f"\nexpected regret of this q in one episode: {float(regret.detach()):.4f}")
+    print("its gradient in the constants, by the implicit function theorem and by finite differences:\n")
     rows = []
     for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
         differences = finite_difference(step, parameter, loss.detach(), args.t, gaps)
@@ -154,7 +153,7 @@ def draw(args: Args, mdp: occ.LayeredMDP, result: Result) -> Figure:
 
     left, middle, right = lower.subplots(1, 3, width_ratios=[1, 1.5, 1.5])
     limit = max(float(result.loss_gradient.abs().max()), 1e-300)
-    image = heat(left, mdp, result.loss_gradient, result.gaps, cmap="RdBu_r", vmin=-limit, vmax=limit, numbers=False)
+    image = heat(left, mdp, result.loss_gradient, result.gaps, cmap="RdBu_r", vmin=-limit, vmax=limit, frame="0.25", numbers=False)
     left.set_title(f"d regret / d loss at t = {args.t:,}", fontsize=11)
     left.set_ylabel("layer")
     lower.colorbar(image, ax=left, fraction=0.08, pad=0.03, format="%.0e", ticks=[-limit, 0, limit])
@@ -171,7 +170,7 @@ def draw(args: Args, mdp: occ.LayeredMDP, result: Result) -> Figure:
     return figure
 
 
-def heat(panel: Axes, mdp: occ.LayeredMDP, x: Tensor, gaps: Tensor, *, numbers: bool = True, **colours: Any) -> Any:
+def heat(panel: Axes, mdp: occ.LayeredMDP, x: Tensor, gaps: Tensor, *, frame: str = "#ff8c42", numbers: bool = True, **colours: Any) -> Any:
     """Pairs as cells, layers apart, a frame around each best action."""
     image = panel.imshow(x, aspect="auto", **colours)
     for s in range(mdp.num_states):
@@ -181,7 +180,7 @@ def heat(panel: Axes, mdp: occ.LayeredMDP, x: Tensor, gaps: Tensor, *, numbers: 
                 text = "1" if entry > 0.995 else f"{entry:.2f}".lstrip("0") if entry >= 0.005 else "0"
                 panel.text(a, s, text, ha="center", va="center", fontsize=9, color="white" if entry < 0.4 else "black")
             if gaps[s, a] == 0:
-                panel.add_patch(Rectangle((a - 0.44, s - 0.36), 0.88, 0.72, fill=False, edgecolor="#ff8c42", linewidth=1.8))
+                panel.add_patch(Rectangle((a - 0.44, s - 0.36), 0.88, 0.72, fill=False, edgecolor=frame, linewidth=1.6))
     for here in mdp.layer_slices[1:]:
         panel.axhline(here.start - 0.5, color="white", linewidth=4)
     panel.set_yticks([(here.start + here.stop - 1) / 2 for here in mdp.layer_slices], [str(k) for k in range(mdp.horizon)])
@@ -207,7 +206,7 @@ def draw_comparison(panel: Axes, comparison: Comparison | None) -> None:
         panel.plot(error, y, "o", color=colour, markersize=8)
         panel.annotate(f"{error:.0e}", (error, y), (0, 9), textcoords="offset points", ha="center", fontsize=8, color=colour)
     panel.axvline(comparison.tolerance, color="0.6", linestyle=":", linewidth=1.2)
-    panel.set(xscale="log", xlim=(1e-17, 1e3), ylim=(-0.6, len(answers) - 0.3), xlabel="relative residual of d loss")
+    panel.set(xscale="log", xlim=(1e-17, 1e3), ylim=(-0.6, len(answers) - 0.3), xlabel="relative residual of d loss; red is wrong")
     panel.set_yticks(range(len(answers)), [answer.name.replace("cvxpylayers, ", "cvxpylayers,\n") for answer in answers], fontsize=9)
     plain(panel)
 

@@ -11,7 +11,6 @@ F64 = torch.float64
 EPS = torch.finfo(F64).eps
 
 every_argument = pytest.mark.parametrize("name", ARGUMENTS)
-every_problem = pytest.mark.parametrize("problem", PROBLEMS)
 
 
 def masked_mdp():
@@ -19,6 +18,10 @@ def masked_mdp():
     actions = torch.tensor([[1, 1, 1], [0, 1, 0], [1, 0, 1], [1, 0, 0]], dtype=torch.bool)
     halves = torch.full((1, 3, 2), 0.5, dtype=F64)
     return occ.LayeredMDP([halves, torch.ones(2, 3, 1, dtype=F64), torch.ones(1, 3, 1, dtype=F64)], actions=actions)
+
+
+MDPS = {name: (lambda build=build: build().mdp) for name, build in PROBLEMS.items()} | {"three actions": masked_mdp}
+every_mdp = pytest.mark.parametrize("build", MDPS.values(), ids=MDPS)
 
 
 # -- which exist ----------------------------------------------------------------------------------------------------------
@@ -51,9 +54,9 @@ def test_an_argument_that_does_not_exist_takes_no_part(name):
 
 
 @every_argument
-@every_problem
-def test_values_on_omega(name, problem):
-    mdp = PROBLEMS[problem]().mdp
+@every_mdp
+def test_values_on_omega(name, build):
+    mdp = build()
     q = occ.interior_point(mdp)
     state = q.sum(-1)
     plain = {"pair": q, "rest": state.unsqueeze(-1) - q, "state": state, "complement": 1 - q}[name]
@@ -103,9 +106,9 @@ def test_both_ways_of_summing_agree():
 
 
 @every_argument
-@every_problem
-def test_pull_back_is_the_adjoint_of_change(name, problem):
-    mdp = PROBLEMS[problem]().mdp
+@every_mdp
+def test_pull_back_is_the_adjoint_of_change(name, build):
+    mdp = build()
     dq = random_loss(mdp, batch=(3,)) * mdp.actions
     moved = change(name, mdp, dq)
     slope = torch.rand(moved.shape, dtype=F64, generator=torch.Generator().manual_seed(1))
@@ -116,9 +119,9 @@ def test_pull_back_is_the_adjoint_of_change(name, problem):
 
 
 @every_argument
-@every_problem
-def test_change_is_the_derivative_of_the_argument(name, problem):
-    mdp = PROBLEMS[problem]().mdp
+@every_mdp
+def test_change_is_the_derivative_of_the_argument(name, build):
+    mdp = build()
     q, dq = occ.interior_point(mdp), random_loss(mdp) * mdp.actions
     _, derivative = torch.autograd.functional.jvp(lambda q: marginal(name, mdp, q), q, dq)
     torch.testing.assert_close(change(name, mdp, dq), derivative, rtol=1e-14, atol=1e-15)

@@ -13,11 +13,12 @@ INITIALS = {"index": 2, "distribution": torch.tensor([0.5, 0.0, 0.25, 0.25, 0.0]
 
 
 def table(seed=0):
-    """Five states, sparse: 0 -> {0, 1}, 1 -> {2, 3}, 2 -> {0, 4}, 3 -> {3, 4}, 4 -> {1}."""
+    """Five states, sparse: 0 -> {0, 1}, 1 -> {2, 3}, 2 -> {0, 4}, 3 -> {3, 4}, 4 -> {1}; pairs outside ACTIONS stay where they are."""
     generator = torch.Generator().manual_seed(seed)
     edges = torch.zeros(5, 1, 5, dtype=F64)
     for state, nexts in enumerate([(0, 1), (2, 3), (0, 4), (3, 4), (1,)]):
         edges[state, 0, list(nexts)] = 1.0
+    edges = torch.where(ACTIONS.unsqueeze(-1), edges, torch.eye(5, dtype=F64).unsqueeze(1))
     weights = edges * torch.rand(5, 3, 5, dtype=F64, generator=generator)
     return weights / weights.sum(-1, keepdim=True)
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from torch_occ.estimators import Estimator
 from torch_occ.learners import Learner
-from torch_occ.losses import LossProcess
 from torch_occ.occupancy import occupancy, optimal_policy, policy_of
-from torch_occ.parametrized import Parametrized
-from torch_occ.regularizers import Regularizer, Scaled, Sum
+from torch_occ.regularizers import Scaled
 from torch_occ.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -65,7 +62,7 @@ class ProgressBar(Callback):
         self.bar.close()
 
 
-#: Columns of the HParams dashboard: the last values of these curves, under these names, and what every run may be compared by.
+#: Columns of the HParams dashboard: the last values of these curves, under these names, after the parameters.
 _METRICS = {
     "regret/mean": "pseudo-regret",
     "regret/lower": "lower 95 %",
@@ -75,7 +72,7 @@ _METRICS = {
     "solver/uncertified": "uncertified",
     "speed/episodes_per_second": "episodes / s",
 }
-_COMPARED = ("learner", "losses", "episodes", "seeds", "horizon", "states", "actions", "alpha", "beta", "gamma")
+_COMPARED = ("learner", "losses", "alpha", "beta", "gamma")  # shown first
 
 #: Charts of the Custom Scalars dashboard.
 _LAYOUT = {
@@ -108,9 +105,10 @@ class TensorBoard(Callback):
     def on_start(self, run: Simulation) -> None:
         _check_directory(self.directory)
         try:
-            import matplotlib  # noqa: F401  (now, not at the first image)
-            from tensorboard.plugins.hparams import summary_v2 as hparams
+            import matplotlib  # noqa: F401  (missing it is better said now than at the first image)
             from torch.utils.tensorboard import SummaryWriter
+
+            from torch_occ.figures import configuration
         except ImportError as error:
             raise ImportError(f"the TensorBoard callback needs tensorboard and matplotlib: {_INSTALL}") from error
         self.begun, self.known = run.t, run.t > 0 and any(self.directory.glob("events.out.tfevents.*"))
@@ -120,10 +118,7 @@ class TensorBoard(Callback):
         if not self.known:
             self.writer.add_text("configuration", configuration(run), 0)
             self.writer.add_custom_scalars(_LAYOUT)
-            names = [*_COMPARED, *(name for name in self._hparams(run) if name not in _COMPARED)]
-            metrics = [hparams.Metric(tag, display_name=name) for tag, name in _METRICS.items()]
-            self._summary(hparams.hparams_config_pb([hparams.HParam(name) for name in names], metrics))
-            self._summary(self._session(run)[0])
+            self._hparams(run, "start")
             for i in range(len(run.recorded)):
                 self._scalars(self._curves(run, i), run.recorded[i])
         self.writer.flush()
@@ -152,7 +147,7 @@ class TensorBoard(Callback):
             image = pixels(regret_figure(history, title=f"{type(run.learner).__name__}, {len(run.seeds)} seeds: mean and 95 % band"))
             self.writer.add_image("regret/figure", image, run.t, dataformats="HWC")
             if history.finished:
-                self._summary(self._session(run)[1])
+                self._hparams(run, "end")
         self.writer.close()
 
     # -- what is logged -------------------------------------------------------------------------------------------------------
@@ -194,30 +189,34 @@ class TensorBoard(Callback):
         from torch_occ.figures import occupancy_figure, pixels
 
         best = optimal_policy(run.mdp, run.sums["total_mean"].mean(0)).policy
-        title = f"q, mean over {len(run.seeds)} seeds, episode {run.t}; rings: the best policy so far"
+        title = f"episode {run.t}, mean of {len(run.seeds)} seeds; rings: best policy so far"
         image = pixels(occupancy_figure(run.mdp, run.q.mean(0), optimal=best, title=title))
         self.writer.add_image("policy/q", image, run.t, dataformats="HWC")
 
-    def _hparams(self, run: Simulation) -> dict[str, Any]:
-        mdp, found = run.mdp, parameters(run.learner, 1)
-        values = {"learner": type(run.learner).__name__, "losses": type(run.losses).__name__, "episodes": run.episodes}
-        values |= {"seeds": len(run.seeds), "horizon": mdp.horizon, "states": mdp.num_states, "actions": mdp.num_actions}
-        values |= {name: value for name, value in found.items() if name != "learning_rate"}
-        return values | {name: value for name, value in run.config.items() if isinstance(value, bool | int | float | str)}
-
-    def _session(self, run: Simulation) -> tuple[Any, Any]:
-        """The first and the last word of a run on the HParams dashboard."""
+    def _hparams(self, run: Simulation, moment: Literal["start", "end"]) -> None:
+        """What a run is set by and judged by, for the HParams dashboard. It shows the columns that any one run declares."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
         from torch.utils.tensorboard.summary import hparams
 
-        _, first, last = hparams(self._hparams(run), {})
-        return first, last
+        values = {"learner": type(run.learner).__name__, "losses": type(run.losses).__name__, "episodes": run.episodes}
+        values |= {"seeds": len(run.seeds), "horizon": run.mdp.horizon, "states": run.mdp.num_states, "actions": run.mdp.num_actions}
+        values |= {name: value for name, value in parameters(run.learner, 1).items() if name != "learning_rate"}
+        values |= {name: value for name, value in run.config.items() if isinstance(value, bool | int | float | str)}
+        _, first, last = hparams(values, {})
+        if moment == "end":
+            self.writer.file_writer.add_summary(last, 0)
+            return
+        columns = [api_pb2.HParamInfo(name=name, differs=name in _COMPARED) for name in {*_COMPARED, *values}]
+        metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=name) for tag, name in _METRICS.items()]
+        data = plugin_data_pb2.HParamsPluginData(experiment=api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics))
+        value = Summary.Value(tag=metadata.EXPERIMENT_TAG, metadata=metadata.create_summary_metadata(data))
+        self.writer.file_writer.add_summary(Summary(value=[value]), 0)
+        self.writer.file_writer.add_summary(first, 0)
 
     def _scalars(self, values: dict[str, float], t: int) -> None:
         for tag, value in values.items():
             self.writer.add_scalar(tag, value, t)
-
-    def _summary(self, summary: Any) -> None:
-        self.writer.file_writer.add_summary(summary, 0)
 
 
 def _check_directory(directory: Path) -> None:
@@ -231,22 +230,24 @@ def _check_directory(directory: Path) -> None:
         raise OSError(error.errno, f"TensorBoard cannot write here ({reason}); name another directory", str(directory)) from error
 
 
-# -- words and numbers about a learner ------------------------------------------------------------------------------------
+# -- the numbers of a learner ---------------------------------------------------------------------------------------------
 
 
 def parameters(learner: Learner, t: int) -> dict[str, float]:
     """Every number that a learner is set by, by its own name (a second one of the same name gets _2), and learning rates at t."""
     found: dict[str, float] = {}
+    counts: Counter[str] = Counter()
     for name, value in _numbers(learner, t):
-        count = 1 + sum(other.partition("~")[0] == name for other in found)
-        found[name if count == 1 else f"{name}~{count}"] = value
-    return {name.replace("~", "_"): value for name, value in found.items()}
+        counts[name] += 1
+        found[name if counts[name] == 1 else f"{name}_{counts[name]}"] = value
+    return found
 
 
 def _numbers(learner: Learner, t: int) -> Iterator[tuple[str, float]]:
-    for value in [part for owner in (learner, getattr(learner, "estimator", None)) for part in getattr(owner, "__dict__", {}).items()]:
-        if isinstance(value[1], bool | int | float) and not isinstance(value[1], bool):
-            yield value[0], float(value[1])
+    for owner in (learner, getattr(learner, "estimator", None)):
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                yield name, float(value)
     for module in vars(learner).values():
         if isinstance(module, nn.Module):
             for part in module.modules():
@@ -255,31 +256,3 @@ def _numbers(learner: Learner, t: int) -> Iterator[tuple[str, float]]:
                     yield "learning_rate" if part.power == -1 else "weight", float(rate.mean())
             for path, parameter in module.named_parameters():
                 yield path.rpartition(".")[2], float(parameter.detach().mean())
-
-
-def describe(thing: Any) -> str:
-    """A learner, a loss process or a regularizer in one line, with its numbers."""
-    if isinstance(thing, Sum):
-        return " + ".join(describe(term) for term in thing.terms)
-    if isinstance(thing, Scaled):
-        inner = f"({describe(thing.regularizer)})" if isinstance(thing.regularizer, Sum) else describe(thing.regularizer)
-        return f"{inner} {'/' if thing.power == -1 else '*'} {describe(thing.factor)}"
-    if isinstance(thing, Parametrized):
-        fields = {name: x.tolist() for name, x in thing.named_parameters()}
-    elif hasattr(thing, "__dict__"):
-        fields = {name: getattr(x, "regularizer", x) for name, x in vars(thing).items()}
-    else:
-        return f"{thing:.6g}" if isinstance(thing, float) else str(thing)
-    shown = str | int | float | LossProcess | Estimator | Regularizer | Schedule
-    inside = [f"{name}={describe(x)}" for name, x in fields.items() if isinstance(x, shown) and name not in ("stride", "full_information")]
-    return f"{type(thing).__name__}({', '.join(inside)})"
-
-
-def configuration(run: Simulation) -> str:
-    """The configuration of a run as a Markdown table."""
-    seeds = ", ".join(map(str, run.seeds[:8])) + (f", ... ({len(run.seeds)})" if len(run.seeds) > 8 else "")
-    rows = {"learner": describe(run.learner), "losses": describe(run.losses), "MDP": repr(run.mdp), "episodes": str(run.episodes)}
-    rows |= {"seeds": seeds, "checkpoints": str(len(run.checkpoints)), "torch": torch.__version__}
-    rows |= {f"config: {name}": x if isinstance(x, str) else json.dumps(x, default=str) for name, x in run.config.items()}
-    cells = [(name.replace("|", "\\|"), x.replace("|", "\\|").replace("\n", " ")) for name, x in rows.items()]
-    return "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | `{x}` |" for name, x in cells)])

@@ -1,4 +1,4 @@
-"""Figures of a run, for TensorBoard and the experiments: regret curves with a band over seeds, and heat maps of q.
+"""What TensorBoard and the experiments show of a run: regret curves with a band over seeds, heat maps of q, the configuration.
 
 Everything is drawn on `matplotlib.figure.Figure` itself and never through pyplot, so no window opens, no global state changes and any
 thread may draw. Save a figure with `figure.savefig(path)`.
@@ -6,6 +6,7 @@ thread may draw. Save a figure with `figure.savefig(path)`.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,12 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_occ.estimators import Estimator
 from torch_occ.history import History
+from torch_occ.losses import LossProcess
 from torch_occ.mdp import LayeredMDP
+from torch_occ.parametrized import Parametrized
+from torch_occ.regularizers import Regularizer, Scaled, Sum
+from torch_occ.schedules import Schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from torch_occ.simulate import Simulation
 
 #: Okabe and Ito's colours, which can be told apart by everybody.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -87,7 +95,8 @@ def regret_figure(histories: History | Mapping[str, History], *, title: str = ""
     runs = {"pseudo-regret": histories} if isinstance(histories, History) else dict(histories)
     figure = _figure((9.6, 3.8))
     left, right = figure.subplots(1, 2)
-    left.set(xscale="log", yscale="log", title=r"log-log: $\sqrt{T}$ is straight")
+    positive = any(bool((history.regret.mean(0) > 0).any()) for history in runs.values())
+    left.set(xscale="log", yscale="log" if positive else "linear", title=r"log-log: $\sqrt{T}$ is straight")
     right.set(xscale="log", title=r"log-linear: $\log T$ is straight")
     for i, (label, history) in enumerate(runs.items()):
         for axes in (left, right):
@@ -133,8 +142,8 @@ def occupancy_figure(mdp: LayeredMDP, q: Tensor, *, optimal: Tensor | None = Non
 
     layers = [layer.detach().cpu().numpy() for layer in mdp.split(torch.where(mdp.actions, q, torch.nan), -2)]
     columns, rows = min(mdp.horizon, PANELS), -(-mdp.horizon // PANELS)
-    height = min(max(1.2, 0.42 * max(mdp.layer_sizes)), 6.0)
-    width = min(max(0.9, 0.42 * mdp.num_actions), 4.0)
+    height = min(max(1.2, 0.5 * max(mdp.layer_sizes)), 6.0)
+    width = min(max(0.9, 0.5 * mdp.num_actions), 4.0)
     figure = _figure((1.2 + columns * (width + 0.25), 0.8 + rows * (height + 0.35)))
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     written = max(*mdp.layer_sizes, mdp.num_actions) <= WRITTEN and mdp.horizon <= PANELS
@@ -145,10 +154,10 @@ def occupancy_figure(mdp: LayeredMDP, q: Tensor, *, optimal: Tensor | None = Non
         if written:
             for (s, a), x in np.ndenumerate(layer):
                 if np.isfinite(x):
-                    axes.text(a, s, _short(x), ha="center", va="center", fontsize=7, color="black" if x > 0.4 else "white")
+                    axes.text(a, s, _short(x), ha="center", va="center", fontsize=9, color="black" if x > 0.4 else "white")
         if optimal is not None:
             s, a = (optimal[mdp.layer_slices[k]] > 0).nonzero().cpu().numpy().T
-            axes.scatter(a, s, s=330 if written else 12, facecolors="none", edgecolors="#FF9D3B", linewidths=1.4)
+            axes.scatter(a, s, s=420 if written else 12, facecolors="none", edgecolors="#FF9D3B", linewidths=1.4)
     for axes in panels[mdp.horizon :]:
         axes.set_visible(False)
     figure.supxlabel("action", fontsize="small")
@@ -187,3 +196,34 @@ def pixels(figure: Figure) -> np.ndarray[Any, np.dtype[np.uint8]]:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+# -- words ----------------------------------------------------------------------------------------------------------------
+
+
+def describe(thing: Any) -> str:
+    """A learner, a loss process or a regularizer in one line, with its numbers."""
+    if isinstance(thing, Sum):
+        return " + ".join(describe(term) for term in thing.terms)
+    if isinstance(thing, Scaled):
+        inner = f"({describe(thing.regularizer)})" if isinstance(thing.regularizer, Sum) else describe(thing.regularizer)
+        return f"{inner} {'/' if thing.power == -1 else '*'} {describe(thing.factor)}"
+    if isinstance(thing, Parametrized):
+        fields = {name: x.tolist() for name, x in thing.named_parameters()}
+    elif hasattr(thing, "__dict__"):
+        fields = {name: getattr(x, "regularizer", x) for name, x in vars(thing).items()}
+    else:
+        return f"{thing:.6g}" if isinstance(thing, float) else str(thing)
+    shown = str | int | float | LossProcess | Estimator | Regularizer | Schedule
+    inside = [f"{name}={describe(x)}" for name, x in fields.items() if isinstance(x, shown) and name not in ("stride", "full_information")]
+    return f"{type(thing).__name__}({', '.join(inside)})"
+
+
+def configuration(run: Simulation) -> str:
+    """The configuration of a run as a Markdown table."""
+    seeds = ", ".join(map(str, run.seeds[:8])) + (f", ... ({len(run.seeds)})" if len(run.seeds) > 8 else "")
+    rows = {"learner": describe(run.learner), "losses": describe(run.losses), "MDP": repr(run.mdp), "episodes": str(run.episodes)}
+    rows |= {"seeds": seeds, "checkpoints": str(len(run.checkpoints)), "torch": torch.__version__}
+    rows |= {f"config: {name}": x if isinstance(x, str) else json.dumps(x, default=str) for name, x in run.config.items()}
+    cells = [(name.replace("|", "\\|"), x.replace("|", "\\|").replace("\n", " ")) for name, x in rows.items()]
+    return "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | `{x}` |" for name, x in cells)])

@@ -51,34 +51,60 @@ def play(
     max_steps: int,
 ) -> None:
     """n episodes of N seeds."""
-    num_seeds, num_states, num_actions = tally.q.shape
-    for seed in prange(num_seeds):
-        work = make_work(num_states, num_actions, model.next_state.shape[2])
-        nothing = np.zeros(num_states)
-        table = np.zeros((num_states, num_actions))
-        for i in range(len(weights)):
-            mean = means[min(i, means.shape[0] - 1), min(seed, means.shape[1] - 1)]
-            _propose(model, terms, weights[i], seed, nothing, tally, middle, tolerance, max_steps, work)
-            q = tally.q[seed]
-            full = rules.estimator == FULL_INFORMATION
-            if full:
-                for s in range(num_states):
-                    for a in range(num_actions):
-                        table[s, a] = _draw(rules.noise, mean[s, a], tables[seed, i, s, a])
-                        tally.cumulative_loss[seed, s, a] += table[s, a]
-            elif rules.estimator == REDUCED_VARIANCE:
-                for s in range(num_states):
-                    for a in range(num_actions):
-                        if q[s, a] >= rules.setting[i]:
-                            tally.cumulative_loss[seed, s, a] += 0.5
-            expected = 0.0
-            for s in range(num_states):
-                for a in range(num_actions):
-                    expected += q[s, a] * mean[s, a]
-                    tally.cumulative_occupancy[seed, s, a] += q[s, a]
-                    tally.total_mean[seed, s, a] += mean[s, a]
-            tally.expected[seed] += expected
-            tally.realised[seed] += _walk(model, rules, i, mean, table, q, numbers[seed, i], tally.cumulative_loss[seed])
+    for seed in prange(len(tally.q)):
+        mine = np.int64(seed)
+        which = min(mine, means.shape[1] - 1)
+        _play_seed(
+            model,
+            terms,
+            weights,
+            means[:, which],
+            numbers[mine],
+            tables[min(mine, len(tables) - 1)],
+            rules,
+            tally,
+            mine,
+            middle,
+            tolerance,
+            max_steps,
+        )
+
+
+@njit(cache=True)
+def _play_seed(
+    model: Model,
+    terms: Terms,
+    weights: Floats,
+    means: Floats,  # (n or 1, S, A)
+    numbers: Floats,  # (n, L, 3)
+    tables: Floats,  # (n, S, A) or (0, 0, 0)
+    rules: Rules,
+    tally: Tally,
+    seed: int,
+    middle: Floats,
+    tolerance: float,
+    max_steps: int,
+) -> None:
+    num_states, num_actions = middle.shape
+    work = make_work(num_states, num_actions, model.next_state.shape[2])
+    nothing, table = np.zeros(num_states), np.zeros((num_states, num_actions))
+    q, cumulative_loss = tally.q[seed], tally.cumulative_loss[seed]
+    for i in range(len(weights)):
+        mean = means[min(i, len(means) - 1)]
+        _propose(model, terms, weights[i], seed, nothing, tally, middle, tolerance, max_steps, work)
+        expected = 0.0
+        for s in range(num_states):
+            for a in range(num_actions):
+                expected += q[s, a] * mean[s, a]
+                tally.cumulative_occupancy[seed, s, a] += q[s, a]
+                tally.total_mean[seed, s, a] += mean[s, a]
+                if rules.estimator == FULL_INFORMATION:
+                    table[s, a] = _draw(rules.noise, mean[s, a], tables[i, s, a])
+                    cumulative_loss[s, a] += table[s, a]
+                elif rules.estimator == REDUCED_VARIANCE and q[s, a] >= rules.setting[i]:
+                    cumulative_loss[s, a] += 0.5
+        tally.expected[seed] += expected
+        tally.realised[seed] += _walk(model, rules, i, mean, table, q, numbers[i], cumulative_loss)
 
 
 @njit(cache=True)

@@ -78,7 +78,7 @@ class EnginePlayer:
                 weights,
                 means.contiguous().numpy(),
                 numbers.contiguous().numpy(),
-                np.zeros((0, 0, 0, 0)) if tables is None else tables.contiguous().numpy(),
+                np.zeros((1, 0, 0, 0)) if tables is None else tables.contiguous().numpy(),
                 self._rules(run.losses.noise, t),
                 tally,
                 self.middle,
