@@ -112,7 +112,7 @@ def measure_cell(args: Args, case: Case, contestants: list[Contestant], single: 
             row.note = f"skipped: a step would take {seconds(expected)}, by pairs^{contestant.growth:g}"
         if row.note:
             continue
-        count = case.batch if contestant.batches else min(case.batch, max(1, int(args.budget / expected)))
+        count = case.batch if contestant.whole else min(case.batch, max(1, int(args.budget / expected)))
         if count < case.batch:
             row.note = f"{count} of {case.batch} measured"
         if count == 1 and contestant.label in single:  # slow, and known already

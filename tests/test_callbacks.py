@@ -23,7 +23,8 @@ def play(directory, learner=None, losses=None, episodes=EPISODES, **options):
     learner = occ.FTRL(MDP, occ.jin_luo(MDP, beta=1.0)) if learner is None else learner
     losses = occ.BernoulliLosses(MEAN) if losses is None else losses
     callbacks = [*options.pop("before", []), occ.TensorBoard(directory)]
-    return occ.simulate(MDP, learner, losses, episodes, SEEDS, callbacks=callbacks, config={"note": "a|b", "deep": {"x": [1]}}, **options)
+    config = {"note": "a|b", "deep": {"x": [1]}}
+    return occ.simulate(MDP, learner, losses, episodes, SEEDS, callbacks=callbacks, config=config, backend="torch", **options)
 
 
 def read(directory):

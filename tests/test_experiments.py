@@ -68,11 +68,6 @@ def test_benchmark(tmp_path):
     assert len((found / "profile.csv").read_text().splitlines()) == 5
 
 
-@pytest.mark.parametrize("module", ["demo", "benchmark"])
-def test_help(module):
-    assert "--root" in run(module, "--help")
-
-
 # -- the benchmark's rules ------------------------------------------------------------------------------------------------
 
 
@@ -81,7 +76,7 @@ class Slow(TorchOcc):
 
     label = "slow"
     seconds = 10.0
-    batches = False
+    whole = False
     runs: list[int]
 
     def prepare(self, case):

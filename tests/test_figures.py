@@ -50,7 +50,7 @@ def test_the_regret_figure_has_axes_on_which_the_references_are_straight():
     curve, logarithm, root = left.lines
     assert curve.get_ydata() == pytest.approx(LOGARITHMIC.regret.mean(0).numpy())
     assert logarithm.get_xdata()[[0, -1]] == pytest.approx([100, 10000])
-    assert logarithm.get_ydata()[0] == root.get_ydata()[0] == pytest.approx(float(LOGARITHMIC.regret.mean(0)[4]))
+    assert [logarithm.get_ydata()[0], root.get_ydata()[0]] == pytest.approx([float(LOGARITHMIC.regret.mean(0)[4])] * 2)
     assert np.diff(np.log(root.get_ydata())) / np.diff(np.log(root.get_xdata())) == pytest.approx(0.5)
     steps = np.diff(logarithm.get_ydata()) / np.diff(np.log(logarithm.get_xdata()))
     assert steps == pytest.approx(steps[0])

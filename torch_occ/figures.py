@@ -223,7 +223,7 @@ def configuration(run: Simulation) -> str:
     """The configuration of a run as a Markdown table."""
     seeds = ", ".join(map(str, run.seeds[:8])) + (f", ... ({len(run.seeds)})" if len(run.seeds) > 8 else "")
     rows = {"learner": describe(run.learner), "losses": describe(run.losses), "MDP": repr(run.mdp), "episodes": str(run.episodes)}
-    rows |= {"seeds": seeds, "checkpoints": str(len(run.checkpoints)), "torch": torch.__version__}
+    rows |= {"seeds": seeds, "checkpoints": str(len(run.checkpoints)), "backend": run.player.name, "torch": torch.__version__}
     rows |= {f"config: {name}": x if isinstance(x, str) else json.dumps(x, default=str) for name, x in run.config.items()}
     cells = [(name.replace("|", "\\|"), x.replace("|", "\\|").replace("\n", " ")) for name, x in rows.items()]
     return "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | `{x}` |" for name, x in cells)])

@@ -52,7 +52,7 @@ def play(
 ) -> None:
     """n episodes of N seeds."""
     for seed in prange(len(tally.q)):
-        mine = np.int64(seed)
+        mine: int = np.int64(seed)  # type: ignore[assignment]  # prange counts unsigned, and those mix with integers into floats
         which = min(mine, means.shape[1] - 1)
         _play_seed(
             model,
