@@ -152,7 +152,7 @@ def main(args: Args) -> Path:
     write_configuration(directory, args)
     mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
     games = [
-        Game(place, name, learner, losses)
+        Game(place, name, learner, losses, pictures=name == SMALL)
         for place, losses in environments(args, mdp).items()
         for name, learner in learners(args, mdp).items()
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -46,6 +45,7 @@ class Game:
     name: str
     learner: occ.Learner
     losses: occ.LossProcess
+    pictures: bool = False  # heat maps of q in TensorBoard, which take longer to draw than a short game to play
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,8 @@ def play_all(games: Sequence[Game], settings: Settings, directory: Path) -> Hist
 def play(game: Game, settings: Settings, directory: Path) -> occ.History:
     """Play one game on one thread."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "the matplotlib font cache")
     place = directory / slug(game.environment) / slug(game.name)
-    callbacks = [occ.TensorBoard(place, images_per_decade=1)] if settings.tensorboard else []
+    callbacks = [occ.TensorBoard(place, images_per_decade=int(game.pictures))] if settings.tensorboard else []
     history = occ.simulate(
         game.learner.mdp,
         game.learner,

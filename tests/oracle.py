@@ -96,6 +96,14 @@ def shannon_contexts() -> Exact:
 
 
 @exact
+def shannon_rare() -> Exact:
+    """Two good actions, and one whose share is smaller than the rounding of theirs."""
+    mdp = occ.LayeredMDP([torch.ones(1, 4, 1, dtype=torch.float64)])
+    loss = tensor([[1.0, 1.0, 36.0, 401.0]])
+    return Exact(Problem(mdp, loss, 1.0), occ.Shannon(), (-loss).softmax(-1))
+
+
+@exact
 def two_action_hybrid() -> Exact:
     """With two actions and one state the rest of an action is the other one: alpha only adds to 1/eta."""
     mdp = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])

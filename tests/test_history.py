@@ -111,7 +111,6 @@ def interrupt():
 def small_chunks(monkeypatch):
     for module in ("simulate", "losses"):
         monkeypatch.setattr(sys.modules[f"torch_occ.{module}"], "CHUNK", 8)
-    monkeypatch.setattr(occ.RandomWalkLosses, "stride", property(lambda _: 8, lambda *_: None))
 
 
 @pytest.mark.parametrize("t", [1, 5, 20])

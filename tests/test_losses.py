@@ -3,7 +3,7 @@ import torch
 from zoo import PROBLEMS, random_loss, tensor
 
 import torch_occ as occ
-from torch_occ.losses import LossProcess, Stationary
+from torch_occ.losses import Stationary
 from torch_occ.occupancy import interior_point, optimal_policy
 from torch_occ.streams import CHUNK
 
@@ -13,7 +13,6 @@ TABLES = random_loss(MDP, batch=(3,))
 PROCESSES = {
     "bernoulli": lambda: occ.BernoulliLosses(MEAN),
     "uniform": lambda: occ.UniformLosses(MEAN),
-    "constant": lambda: Stationary(MEAN),
     "table": lambda: occ.TableLosses(random_loss(MDP, batch=(600,))),
     "switching": lambda: occ.SwitchingLosses(TABLES, 7, "uniform"),
     "walk": lambda: occ.RandomWalkLosses(0.3, "bernoulli"),
@@ -98,11 +97,9 @@ def test_switching_goes_round():
 
 
 def test_the_walk_is_reflected():
-    step = 0.4
-    means, state = play(occ.RandomWalkLosses(step), 2000, (0, 1))
+    means, _ = play(occ.RandomWalkLosses(0.4), 2000, (0, 1))
     assert float(means.min()) < 0.01
     assert float(means.max()) > 0.99
-    assert torch.equal(state["position"], means[-1])
     torch.testing.assert_close(means.mean((0, 1)), torch.full_like(MEAN, 0.5), rtol=0, atol=0.06)
     small, _ = play(occ.RandomWalkLosses(1e-3), 600, (0,))
     moves = torch.cat([small[:1] - 0.5, small.diff(dim=0)])  # far from the walls: a plain Gaussian walk, across the chunk's edge too
@@ -127,9 +124,6 @@ def test_stochastically_constrained_gaps_never_move(swing):
     assert changes[:6].tolist() == ([1, 3, 6, 10, 16, 24] if swing else [])
 
 
-# -- corruption -----------------------------------------------------------------------------------------------------------
-
-
 def spent_on(mdp, corrupted, clean):
     difference = torch.where(mdp.actions, corrupted - clean, 0.0).abs()
     return 2 * sum(layer.amax((-2, -1)) for layer in mdp.split(difference, -2))  # (T, N)
@@ -150,23 +144,16 @@ def test_corruption_is_what_the_means_say(base, strategy, budget):
             torch.testing.assert_close(spent, torch.full_like(spent, budget / 500), rtol=1e-6, atol=1e-12)
         else:
             assert bool((spent[100:] == 0).all())
-
-
-def test_targeted_corruption_attacks_optimal_actions_only():
-    means, _ = play(PROCESSES["targeted"](), 5, (0,))
-    best = optimal_policy(MDP, MEAN).policy > 0
-    assert bool((means[:, 0, best] == 1).all())
-    assert torch.equal(means[:, 0, ~best], MEAN[~best].expand(5, -1))
+    if strategy == "targeted" and budget == 1e9:
+        best = optimal_policy(MDP, MEAN).policy > 0
+        assert bool((means[..., best] == 1).all())
 
 
 def test_corruption_of_pairs_that_do_not_exist_costs_nothing():
     mdp = PROBLEMS["masked"]().mdp
-    mean = torch.where(mdp.actions, 0.4, 0.0)
+    mean = 0.4 * mdp.actions.double()
     means, state = play(occ.Corrupted(occ.BernoulliLosses(mean), 1e9), 10, (0,), mdp)
     torch.testing.assert_close(state["corruption"], spent_on(mdp, means, mean).sum(0), rtol=1e-12, atol=0)
-
-
-# -- bad input ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [-1e-9, 1.0001, torch.nan, torch.inf])
@@ -195,7 +182,6 @@ BAD = {
     "noise": lambda: Stationary(MEAN, "Bernoulli"),
     "mean: expected torch.float64 of shape": lambda: occ.BernoulliLosses(MEAN[:3]).start(MDP, (0,)),
     "mean: expected torch.float64": lambda: occ.BernoulliLosses(MEAN.float()).start(MDP, (0,)),
-    "table: expected torch.float64": lambda: occ.TableLosses(TABLES[:, 1:]).start(MDP, (0,)),
 }
 
 
@@ -210,8 +196,3 @@ def test_a_process_keeps_its_own_copy_and_no_graph():
     process = occ.BernoulliLosses(mean)
     assert not process.mean.requires_grad
     assert process.mean.data_ptr() != mean.data_ptr()
-
-
-def test_the_base_class_asks_for_means():
-    with pytest.raises(NotImplementedError):
-        LossProcess().means(MDP, {}, 1, 1, MEAN)

@@ -1,8 +1,9 @@
+import itertools
 import tracemalloc
 
 import pytest
 import torch
-from test_history import same
+from test_history import same, small_chunks, walk  # noqa: F401
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
@@ -26,10 +27,6 @@ class Spy(occ.Learner):
 
     def observe(self, t, q, feedback):
         self.seen.append((t, q, feedback))
-
-
-def walk():
-    return occ.Corrupted(occ.RandomWalkLosses(0.1, "bernoulli"), 30.0)
 
 
 @pytest.mark.parametrize("name", ["masked", "contexts", "layers", "nearly_deterministic", "no_choice"])
@@ -90,7 +87,7 @@ def test_checkpoints_are_log_spaced(episodes):
     assert points == sorted(set(points))
     assert points[0] == 1
     assert points[-1] == episodes
-    late = [(b / a) for a, b in zip(points, points[1:-1], strict=False) if a > 100]
+    late = [(b / a) for a, b in itertools.pairwise(points[:-1]) if a > 100]
     assert all(abs(ratio - 10**0.05) < 0.02 for ratio in late)
 
 
@@ -98,9 +95,10 @@ def learner(name, mdp=MDP):
     return occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5)) if name == "ftrl" else occ.FollowTheLeader(mdp)
 
 
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("name", ["ftrl", "leader"])
 def test_seeds_are_independent_and_reproducible(name):
-    episodes = 15 if name == "ftrl" else 300
+    episodes = 12 if name == "ftrl" else 40
     together = simulate(MDP, learner(name), walk(), episodes, (5, 0, 3), backend="torch")
     same(together, simulate(MDP, learner(name), walk(), episodes, (5, 0, 3), backend="torch"))
     for i, seed in enumerate((5, 0, 3)):
@@ -114,6 +112,7 @@ def test_corruption_is_what_was_spent_so_far():
     torch.testing.assert_close(history.corruption[0], history.episodes * history.corruption[0, -1] / 20)
 
 
+@pytest.mark.usefixtures("small_chunks")
 def test_memory_does_not_grow_with_episodes():
     def peak(episodes):
         tracemalloc.start()
@@ -123,8 +122,8 @@ def test_memory_does_not_grow_with_episodes():
         finally:
             tracemalloc.stop()
 
-    peak(300)
-    assert peak(900) < peak(300) + 20_000
+    peak(40)
+    assert peak(240) < peak(40) + 20_000
 
 
 def test_simulate_leaves_the_number_of_threads_alone():

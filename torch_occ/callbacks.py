@@ -79,7 +79,8 @@ _LAYOUT = {
     "regret": {
         "pseudo-regret: mean and 95 % band": ["Margin", ["regret/mean", "regret/lower", "regret/upper"]],
         "realised regret: mean and 95 % band": ["Margin", ["regret/realised_mean", "regret/realised_lower", "regret/realised_upper"]],
-        "growth: flat over log t, or flat over sqrt t?": ["Multiline", ["regret/over_log_t", "regret/over_sqrt_t"]],
+        "pseudo-regret over log t": ["Multiline", ["regret/over_log_t"]],
+        "pseudo-regret over sqrt t": ["Multiline", ["regret/over_sqrt_t"]],
     },
     "solver": {"residuals": ["Multiline", ["solver/dual_residual", "solver/flow_residual"]]},
 }
@@ -93,10 +94,10 @@ class TensorBoard(Callback):
 
     Args:
         directory: where the event file goes, one directory a run; made if it is missing.
-        images_per_decade: heat maps of q for every tenfold of episodes, besides the last; 0 for none. TensorBoard shows ten images.
+        images_per_decade: heat maps of q for every tenfold of episodes, besides the last; 0 for none.
     """
 
-    def __init__(self, directory: str | Path, *, images_per_decade: int = 2) -> None:
+    def __init__(self, directory: str | Path, *, images_per_decade: int = 1) -> None:
         self.directory, self.images_per_decade = Path(directory), images_per_decade
         self.writer: Any = None
         self.begun, self.known = 0, False

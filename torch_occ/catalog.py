@@ -116,4 +116,4 @@ def jin_luo(
     alpha = mdp.num_actions**-0.5 if alpha is None else alpha
     beta = 64.0 * mdp.horizon if beta is None else beta
     gamma = 1.0 if gamma is None else gamma
-    return HybridTsallis(alpha) / InverseSqrt(gamma) + LogBarrier(beta)
+    return (HybridTsallis(alpha) / InverseSqrt(gamma) + LogBarrier(beta)).to(mdp.device, mdp.dtype)

@@ -29,6 +29,8 @@ class Evaluator:
         self.regularizer, self.vmapped = regularizer, vmapped
         self.names = tuple(name for name, _ in regularizer.named_parameters())
         self._caller = _MethodCaller(regularizer)
+        declared = [(path, name) for path, module in regularizer.named_modules() for name in getattr(module, "arg_constraints", ())]
+        self._declared = {f"{path}.{name}" if path else name for path, name in declared}
 
     def under_vmap(self, batched: Sequence[bool]) -> Evaluator:
         return Evaluator(self.regularizer, (tuple(batched), *self.vmapped))
@@ -36,6 +38,11 @@ class Evaluator:
     def validate(self, parameters: Sequence[Tensor]) -> None:
         """Raise a ValueError that names a parameter outside its domain."""
         self.regularizer.validate(dict(zip(self.names, parameters, strict=True)))
+
+    def batch_shape(self, parameters: Sequence[Tensor]) -> torch.Size:
+        """The batch shape of the declared parameters, each of which is a scalar or one for every element."""
+        shapes = [p.shape for name, p in zip(self.names, parameters, strict=True) if name in self._declared]
+        return torch.broadcast_shapes(*shapes) if not self.vmapped else torch.Size()
 
     def bind(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
         """inputs -> values at these parameters and this t."""
@@ -114,6 +121,12 @@ def _grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: bool) 
 
 def _of_scalars(mdp: LayeredMDP, arguments: dict[Argument, Tensor], values: dict[Argument, Tensor]) -> tuple[Tensor, Separable]:
     names, xs = list(arguments), list(arguments.values())
+    for name in names:
+        if values[name].shape != arguments[name].shape:
+            found, expected = tuple(values[name].shape), tuple(arguments[name].shape)
+            raise ValueError(
+                f"regularizer: its {name} terms have shape {found} at q of shape {expected}; batched parameters need a batch of q"
+            )
     slopes = _grad(list(values.values()), xs, create_graph=True)
     bends = _grad(slopes, xs)  # the terms act entry by entry, so this is the diagonal of second derivatives
     gradient = sum(pull_back(name, mdp, slope.detach()) for name, slope in zip(names, slopes, strict=True))

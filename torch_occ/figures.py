@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -93,7 +93,7 @@ def regret_figure(histories: History | Mapping[str, History], *, title: str = ""
         realised: show the realised regret too, dashed and on the right; for one run only.
     """
     runs = {"pseudo-regret": histories} if isinstance(histories, History) else dict(histories)
-    figure = _figure((9.6, 3.8))
+    figure = _figure((8.0, 3.4))
     left, right = figure.subplots(1, 2)
     positive = any(bool((history.regret.mean(0) > 0).any()) for history in runs.values())
     left.set(xscale="log", yscale="log" if positive else "linear", title=r"log-log: $\sqrt{T}$ is straight")
@@ -142,9 +142,11 @@ def occupancy_figure(mdp: LayeredMDP, q: Tensor, *, optimal: Tensor | None = Non
 
     layers = [layer.detach().cpu().numpy() for layer in mdp.split(torch.where(mdp.actions, q, torch.nan), -2)]
     columns, rows = min(mdp.horizon, PANELS), -(-mdp.horizon // PANELS)
-    height = min(max(1.2, 0.5 * max(mdp.layer_sizes)), 6.0)
-    width = min(max(0.9, 0.5 * mdp.num_actions), 4.0)
-    figure = _figure((1.2 + columns * (width + 0.25), 0.8 + rows * (height + 0.35)))
+    height, width = min(max(1.2, 0.5 * max(mdp.layer_sizes)), 6.0), min(max(0.9, 0.5 * mdp.num_actions), 4.0)
+    size = (1.6 + columns * (width + 0.25), 0.75 + rows * (height + 0.35))
+    figure = _figure(size, layout=None)  # margins by hand: matplotlib would draw several times to find them
+    grid = {"left": 0.6 / size[0], "right": 1 - 1.05 / size[0], "bottom": 0.5 / size[1], "top": 1 - 0.55 / size[1]}
+    figure.subplots_adjust(**grid, wspace=0.25 / width, hspace=0.35 / height)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     written = max(*mdp.layer_sizes, mdp.num_actions) <= WRITTEN and mdp.horizon <= PANELS
     for k, (axes, layer) in enumerate(zip(panels, layers, strict=False)):
@@ -162,7 +164,8 @@ def occupancy_figure(mdp: LayeredMDP, q: Tensor, *, optimal: Tensor | None = Non
         axes.set_visible(False)
     figure.supxlabel("action", fontsize="small")
     figure.supylabel("state", fontsize="small")
-    figure.colorbar(image, ax=list(panels), label="q(s, a)", ticks=[0, 0.01, 0.05, 0.2, 0.5, 1])
+    bar = figure.add_axes((1 - 0.9 / size[0], grid["bottom"], 0.12 / size[0], grid["top"] - grid["bottom"]))
+    figure.colorbar(image, cax=bar, label="q(s, a)", ticks=[0, 0.01, 0.05, 0.2, 0.5, 1])
     figure.suptitle(title, fontsize="medium")
     return figure
 
@@ -181,12 +184,12 @@ def _short(x: float) -> str:
 # -- matplotlib -----------------------------------------------------------------------------------------------------------
 
 
-def _figure(size: tuple[float, float]) -> Figure:
+def _figure(size: tuple[float, float], layout: Literal["constrained"] | None = "constrained") -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("figures need matplotlib: pip install torch-occ[experiments]") from error
-    return Figure(figsize=size, dpi=110, layout="constrained", facecolor="white")
+    return Figure(figsize=size, dpi=110, layout=layout, facecolor="white")
 
 
 def pixels(figure: Figure) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -75,6 +75,11 @@ class FTRLStep(nn.Module):
             check: raise `SolveError` when an element fails. With False, look at `solution.status`; derivatives of failed elements
                 are NaN.
         """
+        if torch.is_inference_mode_enabled():  # Newton's method needs autograd for its Hessians
+            with torch.inference_mode(False):
+                start = None if warm_start is None else warm_start.clone()
+                episode = t.clone() if isinstance(t, Tensor) else t
+                return self.solve(cumulative_loss.clone(), episode, warm_start=start, mdp=mdp, check=check)
         model = self.mdp if mdp is None else mdp
         _check_like("cumulative_loss", cumulative_loss, model)
         t = torch.as_tensor(t, dtype=model.dtype, device=model.device)

@@ -101,7 +101,8 @@ class Stationarity:
     def solve(self, x: Tensor, start: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         bound = self.setting.bind(tensors)
         self.check(bound, x, start)
-        batch = torch.broadcast_shapes(x.shape[:-2], start.shape[:-2], bound.t.shape, bound.mdp.batch_shape)
+        given = bound.evaluator.batch_shape(bound.parameters)
+        batch = torch.broadcast_shapes(x.shape[:-2], start.shape[:-2], bound.t.shape, bound.mdp.batch_shape, given)
         solution = newton(flow_of(bound.mdp), bound.deriver(batch), -x.expand(*batch, *x.shape[-2:]), start, self.options)
         self.report(solution)
         return tuple(getattr(solution, field.name) for field in fields(Solution))

@@ -65,7 +65,7 @@ class SeparableStates:
 
     def __init__(self, hessian: Separable) -> None:
         d, w = hessian.d, hessian.w
-        inverse = (d + w).reciprocal()
+        inverse = hessian.curvature.reciprocal()
         if not bool(hessian.actions.all()):
             inverse = inverse.masked_fill(~hessian.actions, 0.0)
         share = w * inverse
@@ -74,17 +74,21 @@ class SeparableStates:
         dominant = (share + inverse.sign()).argmax(-1, keepdim=True)
         e = (-share).scatter(-1, dominant, (d * inverse).gather(-1, dominant)).sum(-1)
         self.inverse = inverse  # (*batch, S, A)
+        self.softest = inverse.argmax(-1, keepdim=True)  # (*batch, S, 1)
         self.total = inverse.sum(-1)  # (*batch, S)
         self.p = (e / self.total).unsqueeze(-1) * inverse + share  # (*batch, S, A)
         self.kappa = (hessian.c + (share * d).sum(-1) + e * e / self.total).clamp(min=0)  # (*batch, S)
 
     def respond(self, x: Tensor) -> Tensor:
-        """R x."""
+        """R x. Since R 1 = 0, x may be taken relative to its entry at the softest action, which then cancels with nothing."""
+        x = x - x.gather(-1, self.softest.expand(*x.shape[:-1], 1))
         return (x - ((self.inverse * x).sum(-1) / self.total).unsqueeze(-1)) * self.inverse
 
     def covariance(self, kernel: Tensor, layer: slice = slice(None)) -> Tensor:
         """P' R P for transitions `(*batch, S_k, A, S')` out of a layer, `(*batch, S', S')`."""
         weight = self.inverse[..., layer, :].unsqueeze(-1)
+        softest = self.softest[..., layer, :].unsqueeze(-1).expand(*weight.shape[:-2], 1, kernel.shape[-1])
+        kernel = kernel - kernel.expand(*weight.shape[:-1], -1).gather(-2, softest)
         mean = (weight * kernel).sum(-2, keepdim=True) / self.total[..., layer, None, None]
         deviation = ((kernel - mean) * weight.sqrt()).flatten(-3, -2)
         return deviation.mT @ deviation
@@ -97,7 +101,7 @@ class GeneralStates:
         actions = hessian.actions
         present = actions.to(hessian.blocks.dtype)
         # Scale the diagonal to one, and the border to length one, before a general-purpose inverse sees them.
-        scale = torch.where(actions, hessian.curvature, 1.0).rsqrt()
+        scale = torch.where(actions & (hessian.curvature != 0), hessian.curvature, 1.0).rsqrt()
         length = (scale * present).norm(dim=-1, keepdim=True)
         border = (scale * present / length).unsqueeze(-1)
         core = scale.unsqueeze(-1) * hessian.blocks * scale.unsqueeze(-2) + torch.diag_embed(1 - present)
@@ -189,7 +193,7 @@ class FullFactorization:
     def __init__(self, hessian: Full, mdp: LayeredMDP) -> None:
         exists = mdp.actions.flatten()
         # Scale pairs by their curvature and constraints to length one.
-        curvature = torch.where(mdp.actions, hessian.curvature, 1.0).flatten(-2)
+        curvature = torch.where(mdp.actions & (hessian.curvature != 0), hessian.curvature, 1.0).flatten(-2)
         self.pair_scale = torch.where(exists, curvature.rsqrt(), 0.0)
         outflow = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device).unsqueeze(-2)
         E = (outflow - mdp.joint_transitions).flatten(-3, -2).mT * self.pair_scale.unsqueeze(-2)  # (*batch, S, S*A)

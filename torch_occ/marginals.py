@@ -14,7 +14,6 @@ no part in anything, and a harmless 1 stands in its place.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Literal
 
 import torch
@@ -39,7 +38,7 @@ def marginal(name: Argument, mdp: LayeredMDP, q: Tensor) -> Tensor:
             elsewhere = torch.cat([sum_of_others(layer) for layer in mdp.split(q.sum(-1), -1)], -1)
             accurate = sum_of_others(q) + elsewhere.unsqueeze(-1)
             # On Omega both are equal; `accurate` has the digits, and 1 - q the derivative that this package means.
-            found = (1 - q) + (accurate - (1 - q)).detach()
+            found = accurate.detach() - (q - q.detach())
     return keep(name, mdp, found, 1.0)
 
 
@@ -81,12 +80,7 @@ def sum_of_others(x: Tensor) -> Tensor:
     """Along the last dimension, the sum of all entries but this one, adding only what belongs to it."""
     size = x.shape[-1]
     if size <= 64:
-        return x @ _all_but_self(size, x.dtype, x.device)
+        return x @ (1 - torch.eye(size, dtype=x.dtype, device=x.device))
     before = torch.nn.functional.pad(x.cumsum(-1)[..., :-1], (1, 0))
     after = torch.nn.functional.pad(x.flip(-1).cumsum(-1)[..., :-1], (1, 0)).flip(-1)
     return before + after
-
-
-@cache
-def _all_but_self(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return 1 - torch.eye(size, dtype=dtype, device=device)

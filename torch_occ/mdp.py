@@ -21,6 +21,9 @@ from torch import Tensor
 from torch_occ.unroll import ABSORBING, unroll
 from torch_occ.validation import check_actions, check_probabilities, check_shapes
 
+#: Up to this many states one dense matrix beats a loop over layers (experiments/benchmark.py measures it).
+DENSE_STATES = 64
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LayeredMDP:
@@ -65,6 +68,9 @@ class LayeredMDP:
         check_actions(self)
         _set(self, transitions=tuple(_mask_rows(p, a) for p, a in zip(tensors, self.split(self.actions, -2), strict=True)))
         check_probabilities(self)
+        for name in _LAYOUT:
+            getattr(self, name)
+        _ = self._joint
 
     # -- sizes ------------------------------------------------------------------------------------------------------------
 
@@ -135,9 +141,18 @@ class LayeredMDP:
         shapes = [p.shape[:-3] for p in self.transitions]
         return torch.broadcast_shapes(self.initial.shape[:-1], *shapes)
 
-    @cached_property
+    @property
     def joint_transitions(self) -> Tensor:
         """All layers in one tensor `(*batch, S, A, S)`: P(s' | s, a) over the non-terminal states, zero elsewhere."""
+        return self._join() if self._joint is None else self._joint
+
+    @cached_property
+    def _joint(self) -> Tensor | None:
+        # Kept only for a small model of constants: a graph must not be kept, nor a tensor of a transform that has ended.
+        constant = self.num_states <= DENSE_STATES and not any(p.requires_grad for p in self.transitions)
+        return self._join() if constant else None
+
+    def _join(self) -> Tensor:
         rows = []
         for k, (kernel, here) in enumerate(zip(self.transitions, self.layer_slices, strict=True)):
             to_terminal = k == self.horizon - 1
@@ -194,11 +209,11 @@ class LayeredMDP:
     @cached_property
     def reachable(self) -> Tensor:
         """Which states some policy reaches, `(S,)`; in a batch, in every element."""
-        flags = [_everywhere(self.initial > 0, 1)]
+        flags = [self.initial > 0]
         for transition in self.transitions[:-1]:
-            possible = _everywhere((transition > 0).any(-2), 2)  # (S_k, S_{k+1})
-            flags.append((possible & flags[-1].unsqueeze(-1)).any(0))
-        return torch.cat(flags)
+            possible = (transition > 0).any(-2)  # (*batch, S_k, S_{k+1})
+            flags.append((possible & flags[-1].unsqueeze(-1)).any(-2))
+        return torch.cat([flag.reshape(-1, flag.shape[-1]).all(0) for flag in flags])
 
     def prune(self) -> LayeredMDP:
         """The MDP without the states that no policy reaches. `origin` tells which states were kept."""
@@ -278,16 +293,19 @@ def replace_fields(mdp: LayeredMDP, **fields: Any) -> LayeredMDP:
     other = object.__new__(LayeredMDP)
     names = ("transitions", "actions", "initial", "origin")
     _set(other, **({name: getattr(mdp, name) for name in names} | fields))
+    if "actions" not in fields:
+        other.__dict__.update({name: getattr(mdp, name) for name in _LAYOUT})
+    other.__dict__.setdefault("_joint", None)
     return other
+
+
+#: Derived properties that the probabilities do not change; made at construction, before any transform can wrap them.
+_LAYOUT = ("layer_sizes", "layer_slices", "layer", "missing", "action_groups")
 
 
 def _set(mdp: LayeredMDP, **fields: Any) -> None:
     for name, value in fields.items():
         object.__setattr__(mdp, name, value)
-
-
-def _everywhere(flags: Tensor, event_dims: int) -> Tensor:
-    return flags.reshape(-1, *flags.shape[flags.dim() - event_dims :]).all(0)
 
 
 def _mask_rows(transition: Tensor, actions: Tensor) -> Tensor:

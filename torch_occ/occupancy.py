@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.mdp import LayeredMDP
+from torch_occ.mdp import DENSE_STATES, LayeredMDP
 
 
 class LayeredFlow:
@@ -89,9 +89,6 @@ class DenseFlow:
 
 
 Flow = DenseFlow | LayeredFlow
-
-#: Up to this many states one dense matrix beats a loop over layers (experiments/benchmark.py measures it).
-DENSE_STATES = 64
 
 
 def flow_of(mdp: LayeredMDP) -> Flow:
@@ -163,7 +160,9 @@ def interior_point(mdp: LayeredMDP) -> Tensor:
 def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
     """p^pi(s' | s), `(*batch, S, S)`: the probability of passing through s' after s; one on the diagonal, zero backwards."""
     identity = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
-    return flow_of(mdp).forward(policy.unsqueeze(-3), identity)
+    # One more batch dimension, for the state that the sweep starts from, goes behind those of the MDP.
+    spread = mdp.with_transitions([p.unsqueeze(-4) for p in mdp.transitions], mdp.initial.unsqueeze(-2))
+    return flow_of(spread).forward(policy.unsqueeze(-3), identity)
 
 
 # -- planning -------------------------------------------------------------------------------------------------------------

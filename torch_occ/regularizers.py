@@ -12,6 +12,7 @@ and multiply by or divide by schedules:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -85,6 +86,9 @@ class Regularizer(Parametrized):
 
     def __add__(self, other: Regularizer) -> Sum:
         return Sum(self, other) if isinstance(other, Regularizer) else NotImplemented
+
+    def __radd__(self, other: int) -> Regularizer:
+        return self if other == 0 else NotImplemented  # what sum([...]) begins with
 
     def __mul__(self, factor: Schedule | float) -> Scaled:
         return Scaled(self, factor, 1) if isinstance(factor, Schedule | int | float) else NotImplemented
@@ -169,7 +173,7 @@ class Scaled(Regularizer):
 
     def __init__(self, regularizer: Regularizer, factor: Schedule | float, power: int) -> None:
         super().__init__()
-        if not isinstance(factor, Schedule) and not factor > 0:
+        if not isinstance(factor, Schedule) and not 0 < factor < math.inf:
             raise ValueError(f"a regularizer can only be scaled by a positive number, got {factor}")
         self.regularizer, self.factor, self.power = regularizer, factor, power
 
@@ -228,5 +232,5 @@ def gather(q: Tensor, group: tuple[Tensor, Tensor]) -> Tensor:
 
 def _single_layer(q: Tensor) -> LayeredMDP:
     num_states, num_actions = q.shape[-2:]
-    initial = q.new_full((num_states,), 1 / num_states)
-    return LayeredMDP([q.new_ones(num_states, num_actions, 1)], initial=initial)
+    initial = torch.full((num_states,), 1 / num_states, dtype=q.dtype, device=q.device)
+    return LayeredMDP([torch.ones(num_states, num_actions, 1, dtype=q.dtype, device=q.device)], initial=initial)

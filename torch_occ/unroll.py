@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_occ.validation import row_tolerance
+from torch_occ.validation import check_rows, row_tolerance
 
 #: `origin` of a state that stands for "the episode is over" in an unrolled MDP.
 ABSORBING = -1
@@ -27,22 +27,30 @@ def unroll(transition: Tensor, horizon: int, initial: Tensor | int, terminal: tu
     if isinstance(initial, int):
         if not 0 <= initial < num_states:
             raise ValueError(f"initial: state {initial} is not one of the {num_states} states")
-        initial = torch.nn.functional.one_hot(torch.tensor(initial), num_states).to(transition)
+        initial = torch.nn.functional.one_hot(torch.tensor(initial, device=transition.device), num_states).to(transition)
     if tuple(initial.shape) != (num_states,):
         raise ValueError(f"initial: expected shape ({num_states},), got {tuple(initial.shape)}")
+    check_rows("initial", initial.detach(), None, ())
     if actions is None:
-        actions = torch.ones(num_states, num_actions, dtype=torch.bool)
+        actions = torch.ones(num_states, num_actions, dtype=torch.bool, device=transition.device)
+    if actions.dtype != torch.bool or tuple(actions.shape) != (num_states, num_actions):
+        raise ValueError(
+            f"actions: expected a boolean mask of shape {(num_states, num_actions)}, got {actions.dtype} {tuple(actions.shape)}"
+        )
+    idle = (~actions.any(-1)).index_fill(0, torch.tensor(terminal, dtype=torch.long, device=actions.device), False).nonzero()
+    if len(idle):
+        raise ValueError(f"actions: state {int(idle[0])} has no action; give every state at least one, or name it in terminal")
     _check_tables(transition, actions, terminal)
 
     # One more state, the absorbing end: terminal states lead there whatever is done, and it leads to itself.
     end = num_states
-    alive = torch.ones(num_states, dtype=torch.bool)
+    alive = torch.ones(num_states, dtype=torch.bool, device=transition.device)
     alive[list(terminal)] = False
     extended = transition.new_zeros(end + 1, num_actions, end + 1)
     extended[:end, :, :end] = torch.where(alive, transition, 0.0)
     extended[:end, :, end] = torch.where(alive, 0.0, transition).sum(-1)  # entering a terminal state is the end
     extended[end, 0, end] = 1.0
-    mask = torch.cat([actions, torch.arange(num_actions).eq(0).unsqueeze(0)])
+    mask = torch.cat([actions, torch.arange(num_actions, device=transition.device).eq(0).unsqueeze(0)])
     start = torch.cat([torch.where(alive, initial, 0.0), torch.where(alive, 0.0, initial).sum().unsqueeze(0)])
 
     layers = [start.nonzero().squeeze(-1)]

@@ -30,6 +30,7 @@ def check_shapes(transitions: Sequence[Tensor]) -> tuple[Tensor, ...]:
             raise ValueError(f"{name}: expected shape (*batch, S_{k}, {num_actions}, S_{k + 1}), got {tuple(p.shape)}")
         if k and p.shape[-3] != tensors[k - 1].shape[-1]:
             raise ValueError(f"{name}: layer {k} has {p.shape[-3]} states, but transitions[{k - 1}] leads to {tensors[k - 1].shape[-1]}")
+        _broadcast(name, p.shape[:-3], *(other.shape[:-3] for other in tensors[:k]))
     last = tensors[-1]
     if last.shape[-1] != 1:
         raise ValueError(
@@ -62,9 +63,17 @@ def check_probabilities(mdp: LayeredMDP) -> None:
             f"initial: expected a {mdp.dtype} tensor on {mdp.device} of shape ({size},), "
             f"got {initial.dtype} on {initial.device} of shape {tuple(initial.shape)}"
         )
-    _check_rows("initial", initial.detach(), None, ())
+    _broadcast("initial", initial.shape[:-1], _broadcast("transitions", torch.Size(), *(p.shape[:-3] for p in mdp.transitions)))
+    check_rows("initial", initial.detach(), None, ())
     for k, (transition, actions) in enumerate(zip(mdp.transitions, mdp.split(mdp.actions, -2), strict=True)):
-        _check_rows(f"transitions[{k}]", transition.detach(), actions, (f"layer {k}, state", "action"))
+        check_rows(f"transitions[{k}]", transition.detach(), actions, (f"layer {k}, state", "action"))
+
+
+def _broadcast(argument: str, shape: torch.Size, *others: torch.Size) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(shape, *others)
+    except RuntimeError:
+        raise ValueError(f"{argument}: its batch shape {tuple(shape)} does not broadcast with {[tuple(s) for s in others]}") from None
 
 
 def row_tolerance(dtype: torch.dtype) -> float:
@@ -72,22 +81,23 @@ def row_tolerance(dtype: torch.dtype) -> float:
     return 1e-9 if dtype == torch.float64 else 1e-5
 
 
-def _check_rows(argument: str, rows: Tensor, used: Tensor | None, words: tuple[str, ...]) -> None:
-    """`words` name the last dimensions of a row's index; what comes before them is the batch."""
+def check_rows(argument: str, rows: Tensor, used: Tensor | None, words: tuple[str, ...]) -> None:
+    """Rows are distributions. `words` name the last dimensions of a row's index; what comes before them is the batch."""
 
     def place(index: list[int]) -> str:
         batch, own = index[: len(index) - len(words)], index[len(index) - len(words) :]
         element = [f"batch element {tuple(batch)}"] if batch else []
-        return ", ".join([*element, *(f"{word} {i}" for word, i in zip(words, own, strict=True))])
+        where = ", ".join([*element, *(f"{word} {i}" for word, i in zip(words, own, strict=True))])
+        return f"{argument}: {where}: " if where else f"{argument}: "
 
     improper = (~rows.isfinite() | (rows < 0)).nonzero()
     if len(improper):
         *row, column = index = improper[0].tolist()
         found = float(rows[tuple(index)])
-        raise ValueError(f"{argument}: {place(row)}: the probability of next state {column} is {found}; expected a number in [0, 1]")
+        raise ValueError(f"{place(row)}the probability of {'next ' if words else ''}state {column} is {found}; expected a number in [0, 1]")
     sums = rows.sum(-1)
     wrong = (sums - 1).abs() > row_tolerance(rows.dtype)
     wrong = (wrong if used is None else wrong & used).nonzero()
     if len(wrong):
         index = wrong[0].tolist()
-        raise ValueError(f"{argument}: {place(index)}: the probabilities sum to {float(sums[tuple(index)]):.12g}; expected 1")
+        raise ValueError(f"{place(index)}the probabilities sum to {float(sums[tuple(index)]):.12g}; expected 1")

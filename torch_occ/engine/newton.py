@@ -57,6 +57,7 @@ class Work(NamedTuple):
     w: Floats  # (S, A)
     c: Floats  # (S,)
     inverse: Floats  # (S, A)
+    softest: Ints  # (S,), the action of least curvature
     total: Floats  # (S,)
     p: Floats  # (S, A)
     kappa: Floats  # (S,)
@@ -78,15 +79,37 @@ class Work(NamedTuple):
 @njit(cache=True)
 def make_work(num_states: int, num_actions: int, widest: int) -> Work:
     """Scratch memory for an MDP of this size."""
-    pairs, layer = (num_states, num_actions), (num_states, widest)
-    square = (widest, widest)
+    pairs, states, layer, square = (num_states, num_actions), num_states, (num_states, widest), (widest, widest)
     return Work(
-        np.zeros(pairs), np.zeros(num_states), np.zeros(pairs), np.zeros(pairs), np.zeros(num_states), np.zeros(pairs), np.zeros(pairs),
-        np.zeros(pairs), np.zeros(pairs), np.zeros(num_states), np.zeros(pairs), np.zeros(num_states), np.zeros(pairs),
-        np.zeros(num_states), np.zeros(layer), np.zeros(layer), np.zeros(square), np.zeros(square), np.zeros(square), np.zeros(widest),
-        np.zeros(pairs), np.zeros(num_states), np.zeros(num_states), np.zeros(num_states), np.zeros(num_states), np.zeros(pairs),
-        np.zeros(pairs),
-    )  # fmt: skip
+        gaps=np.zeros(pairs),
+        plan=np.zeros(states),
+        rest=np.zeros(pairs),
+        complement=np.zeros(pairs),
+        state=np.zeros(states),
+        gradient=np.zeros(pairs),
+        slope=np.zeros(pairs),
+        d=np.zeros(pairs),
+        w=np.zeros(pairs),
+        c=np.zeros(states),
+        inverse=np.zeros(pairs),
+        softest=np.zeros(states, np.int64),
+        total=np.zeros(states),
+        p=np.zeros(pairs),
+        kappa=np.zeros(states),
+        moves=np.zeros(layer),
+        gain=np.zeros(layer),
+        cholesky=np.zeros(square),
+        half=np.zeros(square),
+        product=np.zeros(square),
+        deviation=np.zeros(widest),
+        response=np.zeros(pairs),
+        pull=np.zeros(states),
+        m=np.zeros(states),
+        u=np.zeros(states),
+        v=np.zeros(states),
+        dq=np.zeros(pairs),
+        trial=np.zeros(pairs),
+    )
 
 
 @njit(cache=True)
@@ -190,11 +213,14 @@ def factorize(model: Model, work: Work) -> None:
     start, (num_states, num_actions) = model.start, work.d.shape
     for s in range(num_states):
         total, dominant, largest = 0.0, 0, -1.0
+        work.softest[s] = 0
         for a in range(num_actions):
             if model.actions[s, a]:
                 inverse = 1.0 / (work.d[s, a] + work.w[s, a])
                 work.inverse[s, a] = inverse
                 total += inverse
+                if inverse > work.inverse[s, work.softest[s]] or not model.actions[s, work.softest[s]]:
+                    work.softest[s] = a
                 if work.w[s, a] * inverse > largest:
                     dominant, largest = a, work.w[s, a] * inverse
             else:
@@ -227,19 +253,20 @@ def _filter_layer(model: Model, k: int, work: Work) -> None:
         for j in range(i + 1):
             Y[i, j] = 0.0
     for s in range(before, here):
+        softest = work.softest[s]
         for j in range(width):
             mean, move = 0.0, 0.0
             for a in range(num_actions):
-                mean += work.inverse[s, a] * model.next_state[s, a, j]
+                mean += work.inverse[s, a] * (model.next_state[s, a, j] - model.next_state[s, softest, j])
                 move += work.p[s, a] * model.next_state[s, a, j]
             work.deviation[j] = mean / work.total[s]
             work.moves[s, j] = move
         for a in range(num_actions):
             inverse = work.inverse[s, a]
             for i in range(width):
-                scaled = inverse * (model.next_state[s, a, i] - work.deviation[i])
+                scaled = inverse * (model.next_state[s, a, i] - model.next_state[s, softest, i] - work.deviation[i])
                 for j in range(i + 1):
-                    Y[i, j] += scaled * (model.next_state[s, a, j] - work.deviation[j])
+                    Y[i, j] += scaled * (model.next_state[s, a, j] - model.next_state[s, softest, j] - work.deviation[j])
     if k > 1:  # the first layer passes nothing on
         for i in range(n):
             for j in range(width):
@@ -283,12 +310,13 @@ def _filter_layer(model: Model, k: int, work: Work) -> None:
 def respond(model: Model, x: Floats, work: Work) -> None:
     """R x into `response`."""
     for s in range(x.shape[0]):
+        origin = x[s, work.softest[s]]
         mean = 0.0
         for a in range(x.shape[1]):
-            mean += work.inverse[s, a] * x[s, a]
+            mean += work.inverse[s, a] * (x[s, a] - origin)
         mean /= work.total[s]
         for a in range(x.shape[1]):
-            work.response[s, a] = (x[s, a] - mean) * work.inverse[s, a]
+            work.response[s, a] = ((x[s, a] - origin) - mean) * work.inverse[s, a]
 
 
 @njit(cache=True)

@@ -1,0 +1,161 @@
+"""L = 1, the multi-armed bandit: Tsallis-INF, the hybrid regularizer and Shannon's (Exp3) against what has been published about them.
+
+Zimmert and Seldin publish the curves of their experiments as plots, and we found no table of regrets in the literature, so regrets are held
+against published statements instead: the bounds of their Theorem 1, and what their abstract says of UCB1 and Exp3 in two environments. The
+second environment is theirs: phases of length 1.6^n, in which the best arm and the others have the means (0, gap) and (1 - gap, 1) in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+import torch_occ as occ
+from experiments.common import run_directory, table, write_csv, write_figure
+from experiments.games import (
+    GROWTH_HEADER,
+    Game,
+    Settings,
+    draw_panels,
+    growth_cells,
+    growth_row,
+    play_all,
+    write_configuration,
+)
+from experiments.growth import Growth, growth
+
+IW, RV, HYBRID, SHANNON, UCB = "Tsallis-INF (IW)", "Tsallis-INF (RV)", "hybrid", "Shannon (Exp3)", "UCB1"
+STOCHASTIC, CONSTRAINED = "stochastic", "stochastically constrained"
+
+
+@dataclass(frozen=True)
+class Args:
+    """Which games are played, and how long."""
+
+    arms: int = 8
+    """K"""
+    gap: float = 0.125
+    """of every arm but one"""
+    episodes: int = 10000
+    """T"""
+    seeds: int = 32
+    """independent runs of each game"""
+    seed: int = 1
+    """of the first run"""
+    processes: int = 2
+    """games played at the same time"""
+    tensorboard: bool = True
+    """write TensorBoard logs"""
+    root: Path = Path("runs")
+    """where the run's directory goes"""
+
+
+def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
+    """This package's eta_t is a quarter of Zimmert and Seldin's: 2 / sqrt(t) and 4 / sqrt(t) there are gamma = 1/2 and 1 here."""
+    return {
+        IW: occ.FTRL.tsallis(mdp, gamma=0.5),
+        RV: occ.FTRL(mdp, occ.Tsallis() / occ.InverseSqrt(1.0), occ.ReducedVariance(occ.InverseSqrt(1.0))),
+        HYBRID: occ.FTRL(mdp, occ.HybridTsallis(alpha=1.0) / occ.InverseSqrt(1.0)),
+        SHANNON: occ.FTRL(mdp, occ.Shannon() / occ.InverseSqrt(math.sqrt(math.log(args.arms) / args.arms))),
+        UCB: occ.OptimisticValueIteration(mdp, scale=math.sqrt(2)),
+    }
+
+
+# -- published statements -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An upper bound on a learner's pseudo-regret."""
+
+    learner: str
+    environments: tuple[str, ...]
+    value: float
+    formula: str
+    source: str
+
+
+def bounds(K: int, gap: float, T: int) -> list[Bound]:
+    """What theorems say at T, for K - 1 arms of one gap and C = 0."""
+    both, log = (STOCHASTIC, CONSTRAINED), math.log(T)
+    zimmert = "Zimmert and Seldin, JMLR 22(28), arXiv:1807.07623v6"
+    bubeck = "Bubeck and Cesa-Bianchi (2012), Theorem 3.1"
+    self_bounding = (K - 1) * (log + 3) / gap + 2 / gap + 28 * K * log + 1.5 * math.sqrt(K) + 32
+    return [
+        Bound(IW, both, 4 * math.sqrt(K * T) + 1, "4 sqrt(KT) + 1", f"{zimmert}, Theorem 1 (IW)"),
+        Bound(RV, both, 2 * math.sqrt(K * T) + 14 * K * log + 16, "2 sqrt(KT) + 14 K log T + 16", f"{zimmert}, Theorem 1 (RV)"),
+        Bound(RV, both, self_bounding, "sum (log T + 3)/gap + 2/gap + 28 K log T + 1.5 sqrt K + 32", f"{zimmert}, Theorem 1 (RV), C = 0"),
+        Bound(SHANNON, both, 2 * math.sqrt(K * T * math.log(K)), "2 sqrt(KT log K)", bubeck),
+    ]
+
+
+def lai_robbins(K: int, gap: float, T: int) -> float:
+    """sum gap / kl(mean, best mean) * log T: what no consistent algorithm undercuts as T grows, in the stochastic environment."""
+    mean, best = (1 + gap) / 2, (1 - gap) / 2
+    return (K - 1) * gap * math.log(T) / (mean * math.log(mean / best) + (1 - mean) * math.log((1 - mean) / (1 - best)))
+
+
+def claims(fits: dict[tuple[str, str], Growth]) -> list[str]:
+    """The abstract of Zimmert and Seldin (2021), sentence by sentence, against this run."""
+    lines = []
+    ours = fits[STOCHASTIC, RV].final
+    for rival in (UCB, SHANNON):
+        other = fits[STOCHASTIC, rival].final
+        outcome = "seen" if ours.upper < other.lower else "not seen at this T"
+        lines.append(f"«significantly outperforms» {rival} in stochastic environments: {outcome} ({ours.text(0)} against {other.text(0)})")
+    slow, fast = fits[CONSTRAINED, RV], fits[CONSTRAINED, UCB]
+    linear = "seen" if fast.exponent.exists and fast.exponent.lower > 0.8 else "not seen at this T"
+    lines.append(f"UCB1 «almost linear» in an adversarial environment: {linear} (exponent {fast.exponent.text()})")
+    logarithmic = slow.exponent.exists and slow.exponent.upper < 0.5 and slow.log_share > 0.95
+    detail = f"exponent {slow.exponent.text()}, log T fits better in {slow.log_share:.0%} of the resamples"
+    lines.append(f"where Tsallis-INF is «only logarithmic»: {'seen' if logarithmic else 'not seen at this T'} ({detail})")
+    return lines
+
+
+def main(args: Args) -> Path:
+    """Play, fit, and compare with what is published."""
+    torch.set_num_threads(1)
+    directory = run_directory(args.root, "bandit", args.seed)
+    write_configuration(directory, args)
+    mdp = occ.LayeredMDP([torch.ones(1, args.arms, 1, dtype=torch.float64)])
+    worse = torch.ones(1, args.arms, dtype=torch.float64)
+    worse[0, -1] = 0.0  # the last arm is the best: whoever breaks ties by order gains nothing
+    environments = {
+        STOCHASTIC: occ.BernoulliLosses((1 - args.gap) / 2 + args.gap * worse),
+        CONSTRAINED: occ.StochasticallyConstrained(worse, swing=1 - args.gap, growth=1.6),
+    }
+    games = [Game(place, name, player, losses) for place, losses in environments.items() for name, player in learners(args, mdp).items()]
+    histories = play_all(games, Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed), directory)
+    fits = {key: growth(history.episodes, history.regret) for key, history in histories.items()}
+    write_csv(directory / "bandit.csv", [growth_row(*key, fit) for key, fit in fits.items()])
+    title = f"K = {args.arms} arms, gap {args.gap:g}; {args.seeds} seeds, 95 % bands"
+    write_figure(directory / "bandit.png", draw_panels(histories, list(environments), RV, title))
+    print(f"\n{table(GROWTH_HEADER, [growth_cells(*key, fit) for key, fit in fits.items()], left=(0, 1))}\n")
+    rows = [
+        {"learner": b.learner, "environment": place, "regret": fits[place, b.learner].final.value, "bound": b.value}
+        | {"share": fits[place, b.learner].final.value / b.value, "formula": b.formula, "source": b.source}
+        for b in bounds(args.arms, args.gap, args.episodes)
+        for place in b.environments
+    ]
+    write_csv(directory / "bounds.csv", rows)
+    cells = [[r["learner"], r["environment"], f"{r['regret']:.0f}", f"{r['bound']:.0f}", f"{r['share']:.0%}", r["formula"]] for r in rows]
+    print("Published bounds (sources in bounds.csv):\n")
+    print(table(["learner", "environment", "regret", "bound", "share", "formula"], cells, left=(0, 1, 5)))
+    broken = [row for row in rows if row["share"] > 1]
+    print(
+        f"\n{len(rows) - len(broken)} of {len(rows)} bounds hold."
+        + "".join(f" Broken: {row['learner']}, {row['formula']}." for row in broken)
+    )
+    floor, found = lai_robbins(args.arms, args.gap, args.episodes), fits[STOCHASTIC, RV].final
+    print(f"Lai and Robbins' asymptotic lower bound for the stochastic one: {floor:.0f} at T; {RV} has {found.text(0)}.\n")
+    print("\n".join(["Zimmert and Seldin's abstract:", *(f"  {line}" for line in claims(fits))]))
+    print(f"\nwritten to {directory}: bandit.png, bandit.csv, bounds.csv, config.json; a history and a TensorBoard log for every game")
+    return directory
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,142 @@
+"""Regret against the corruption C at a fixed number of episodes: the paper promises O(U + sqrt(U C)), `col:stochastic_bound`.
+
+Bernoulli losses are corrupted from the first episode on until the budget is spent. Regret is measured on the corrupted losses, as in the
+paper, and C is what was really spent. Fitted is the exponent of C in the excess, R(C) - R(0), seed by seed the same random numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from torch import Tensor
+
+import torch_occ as occ
+from experiments.common import run_directory, table, write_csv, write_figure
+from experiments.games import Game, Histories, Settings, loss_with_gap, play_all, write_configuration
+from experiments.growth import Fit, bootstrap, last, power_slope
+from torch_occ.figures import COLOURS, band
+
+
+@dataclass(frozen=True)
+class Args:
+    """Which games are played, and how long."""
+
+    budgets: tuple[float, ...] = (100.0, 200.0, 400.0, 800.0, 1600.0)
+    """C, besides 0; an episode can cost up to 2 L"""
+    strategy: Literal["front", "targeted", "uniform"] = "targeted"
+    """front: every loss l becomes 1 - l; targeted: the optimal actions cost 1; uniform: like front, a little in every episode"""
+    episodes: int = 5000
+    """T"""
+    seeds: int = 32
+    """independent runs of each game"""
+    seed: int = 1
+    """of the MDP, the losses and the first run"""
+    horizon: int = 3
+    """L"""
+    width: int = 3
+    """states in each layer but the first"""
+    actions: int = 3
+    """A"""
+    gap: float = 0.4
+    """of every suboptimal action"""
+    beta: float = 1.0
+    """weight of the log-barrier; the paper has 64 L"""
+    processes: int = 2
+    """games played at the same time"""
+    tensorboard: bool = True
+    """write TensorBoard logs"""
+    root: Path = Path("runs")
+    """where the run's directory goes"""
+
+
+def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
+    """The algorithm, its regularizer without the hybrid part, and a learner that trusts averages."""
+    return {
+        f"Jin-Luo, β = {args.beta:g}": occ.FTRL(mdp, occ.jin_luo(mdp, beta=args.beta)),
+        "Tsallis": occ.FTRL.tsallis(mdp),
+        "O-REPS (knows T)": occ.FTRL.o_reps(mdp, args.episodes),
+        "UCB value iteration": occ.OptimisticValueIteration(mdp),
+    }
+
+
+def finals(histories: Histories, places: list[str], name: str) -> tuple[Tensor, Tensor]:
+    """What was spent, `(C,)`, and the regret at T, `(N, C)`, over the budgets."""
+    spent = torch.stack([histories[place, name].corruption[:, -1].mean() for place in places])
+    return spent, torch.stack([histories[place, name].regret[:, -1] for place in places], -1)
+
+
+def draw(curves: dict[str, tuple[Tensor, Tensor]], title: str) -> Any:
+    """Regret at T, and what of it is due to the corruption, over C; sqrt C and C start on the first learner's first point."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for i, (name, (spent, regret)) in enumerate(curves.items()):
+        for axes, y in ((left, regret), (right, regret - regret[:, :1])):
+            mean, lower, upper = (x[1:] for x in band(y))
+            shown = mean > 0 if axes is right else mean == mean
+            style = {"color": COLOURS[i], "marker": "o", "markersize": 4, "linewidth": 1.6}
+            axes.plot(spent[1:][shown], mean[shown], label=name, **style)
+            axes.fill_between(spent[1:][shown], lower.clamp(min=1e-3)[shown], upper[shown], color=COLOURS[i], alpha=0.2, linewidth=0)
+        left.axhline(float(regret[:, 0].mean()), color=COLOURS[i], linewidth=0.8, linestyle=(0, (2, 3)))
+    spent, regret = next(iter(curves.values()))
+    start = (regret - regret[:, :1]).mean(0)[1:]
+    if float(start[0]) > 0:
+        right.plot(spent[1:], start[0] * (spent[1:] / spent[1]).sqrt(), color="0.35", linestyle=":", label=r"$\propto \sqrt{C}$")
+        right.plot(spent[1:], start[0] * spent[1:] / spent[1], color="0.55", linestyle="-.", label=r"$\propto C$")
+    left.set(xscale="log", xlabel="corruption C", ylabel="regret at T", title="regret (fine dashes: without corruption)", ylim=(0, None))
+    right.set(xscale="log", yscale="log", xlabel="corruption C", ylabel="R(C) - R(0)", title="what corruption adds")
+    for axes in (left, right):
+        axes.grid(visible=True, which="major", color="0.9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = right.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.suptitle(title)
+    return figure
+
+
+def main(args: Args) -> Path:
+    """Play with every budget, fit the exponent of C, draw."""
+    torch.set_num_threads(1)
+    directory = run_directory(args.root, "corruption", args.seed)
+    write_configuration(directory, args)
+    mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
+    mean = loss_with_gap(mdp, args.gap, args.seed)
+    base, players = occ.BernoulliLosses(mean), learners(args, mdp)
+    budgets = {f"C={budget:g}": budget for budget in (0.0, *args.budgets)}
+    processes = {
+        place: occ.Corrupted(base, budget, args.strategy, episodes=args.episodes, target=mean) for place, budget in budgets.items()
+    }
+    games = [Game(place, name, player, losses) for place, losses in processes.items() for name, player in players.items()]
+    histories = play_all(games, Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed), directory)
+    curves = {name: finals(histories, list(budgets), name) for name in players}
+    rows, cells, notes = [], [], []
+    for name, (spent, regret) in curves.items():
+        excess = regret - regret[:, :1]
+        fit = bootstrap(power_slope, spent[1:], excess[:, 1:]) if len(spent) > 3 else Fit(torch.nan, torch.nan, torch.nan)
+        at_zero, at_most = (bootstrap(last, spent[:1], regret[:, i : i + 1]) for i in (0, -1 + len(spent)))
+        cells.append([name, at_zero.text(1), at_most.text(1), fit.text()])
+        rows += [
+            {"learner": name, "spent": float(c), "regret": float(r), "excess": float(e)}
+            for c, r, e in zip(spent, regret.mean(0), excess.mean(0), strict=True)
+        ]
+        if not fit.exists:
+            notes.append(f"{name}: corruption lowers the regret somewhere, or too few budgets; no exponent.")
+        else:
+            place = "below" if fit.upper < 0.5 else "above" if fit.lower > 0.5 else "compatible with"
+            notes.append(f"{name}: the excess grows like C^{fit.text()}, {place} the 1/2 of the bound.")
+    write_csv(directory / "corruption.csv", rows)
+    title = f"{args.strategy} corruption, T = {args.episodes:,}, {args.seeds} seeds, 95 % bands"
+    write_figure(directory / "corruption.png", draw(curves, title))
+    print(f"\n{table(['learner', 'R(0)', f'R({max(args.budgets):g})', 'exponent of C'], cells)}\n")
+    print("\n".join([*notes, "A bound is from above: a smaller exponent agrees with it, and says nothing of other attacks or other gaps."]))
+    print(f"\nwritten to {directory}: corruption.png, corruption.csv, config.json; a history and a TensorBoard log for every game")
+    return directory
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,95 @@
+import csv
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_occ as occ
+from experiments import bandit, best_of_both_worlds, corruption, games, regularizers
+
+SMALLEST = {"episodes": 30, "seeds": 2, "processes": 1, "tensorboard": False}
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def check_run(directory: Path, figure: str, count: int) -> None:
+    """Configuration, figure, and a history for every game that can be read again."""
+    assert json.loads((directory / "config.json").read_text())["episodes"] == SMALLEST["episodes"]
+    assert (directory / figure).read_bytes().startswith(b"\x89PNG")
+    found = [occ.History.load(path) for path in directory.glob("*/*/history.npz")]
+    assert len(found) == count
+    assert all(history.finished and history.regret.shape[0] == 2 and not history.uncertified.any() for history in found)
+
+
+def test_best_of_both_worlds(tmp_path, capsys):
+    args = best_of_both_worlds.Args(**SMALLEST, horizon=2, width=2, actions=2, budget=10.0, root=tmp_path)
+    directory = best_of_both_worlds.main(args)
+    check_run(directory, "regret.png", 28)
+    assert len(rows(directory / "growth.csv")) == 28
+    printed = capsys.readouterr().out
+    assert "What this run shows" in printed
+    assert "What it does not show" in printed
+    assert (directory / "report.txt").read_text() in printed
+
+
+def test_the_switching_adversary_is_an_option(tmp_path):
+    args = best_of_both_worlds.Args(adversary="switching", root=tmp_path)
+    found = best_of_both_worlds.environments(args, occ.LayeredMDP.random(3, 3, 3, seed=1))
+    assert isinstance(found[best_of_both_worlds.ADVERSARIAL], occ.SwitchingLosses)
+
+
+def test_corruption(tmp_path, capsys):
+    directory = corruption.main(corruption.Args(**SMALLEST, horizon=2, width=2, actions=2, budgets=(5.0, 10.0, 20.0), root=tmp_path))
+    check_run(directory, "corruption.png", 16)
+    spent = [float(row["spent"]) for row in rows(directory / "corruption.csv")][:4]
+    assert spent == pytest.approx([0, 5, 10, 20])
+    assert "exponent of C" in capsys.readouterr().out
+
+
+def test_regularizers(tmp_path, capsys):
+    directory = regularizers.main(regularizers.Args(**SMALLEST, horizon=2, width=2, actions=2, root=tmp_path))
+    check_run(directory, "regularizers.png", 14)
+    assert {row["learner"] for row in rows(directory / "regularizers.csv")} >= {"mine", "Shannon", "hybrid + log-barrier"}
+    assert "lowest regret" in capsys.readouterr().out
+
+
+def test_bandit(tmp_path, capsys):
+    directory = bandit.main(bandit.Args(**SMALLEST, arms=3, root=tmp_path))
+    check_run(directory, "bandit.png", 10)
+    assert all(float(row["share"]) < 1 for row in rows(directory / "bounds.csv"))
+    assert "abstract" in capsys.readouterr().out
+
+
+def test_tensorboard_logs(tmp_path):
+    mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
+    game = games.Game("here", "a & b", occ.FixedPolicy(mdp), occ.BernoulliLosses(games.loss_with_gap(mdp, 0.4, 0)), pictures=True)
+    found = games.play_all([game], games.Settings(10, 2, processes=1), tmp_path)
+    assert list(found) == [("here", "a & b")]
+    assert len(list(tmp_path.glob("here/a-b/events.out.tfevents.*"))) == 1
+
+
+def test_games_can_be_sent_to_another_process():
+    mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
+    args = best_of_both_worlds.Args()
+    for losses in best_of_both_worlds.environments(args, mdp).values():
+        for learner in best_of_both_worlds.learners(args, mdp).values():
+            game = pickle.loads(pickle.dumps(games.Game("here", "it", learner, losses)))
+            assert torch.equal(game.learner.mdp.transitions[0], mdp.transitions[0])
+
+
+def test_every_suboptimal_action_has_the_gap_asked_for():
+    mdp = occ.LayeredMDP.random(4, 3, 3, seed=2)
+    gaps = occ.optimal_policy(mdp, games.loss_with_gap(mdp, 0.3, 5)).gaps
+    assert sorted({round(float(gap), 12) for gap in gaps.flatten()}) == [0.0, 0.3]
+    assert ((gaps < 1e-9).sum(-1) == 1).all()
+
+
+def test_the_bandit_environment_has_the_published_means():
+    losses = occ.StochasticallyConstrained(torch.tensor([[1.0, 0.0]]).double(), swing=0.875, growth=1.6)
+    mdp = occ.LayeredMDP([torch.ones(1, 2, 1).double()])
+    means, _ = losses.means(mdp, {}, 1, 50, torch.zeros(1, 1, 2))
+    assert {tuple(mean.flatten().tolist()) for mean in means.double()} == {(0.125, 0.0), (1.0, 0.875)}
