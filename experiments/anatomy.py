@@ -7,7 +7,7 @@ import pstats
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ class Anatomy:
     budget: float
     t: float
     seed: int
+    clock: Callable[[], float]
 
 
 # -- dense or layered -----------------------------------------------------------------------------------------------------
@@ -58,7 +59,7 @@ def measure_flows(anatomy: Anatomy, grid: tuple[tuple[int, int, int], ...] = GRI
     rows: list[dict[str, Any]] = []
     for shape in grid:
         for batch in anatomy.batches:
-            case = Case(shape, batch, anatomy.seed, anatomy.t)
+            case = Case(shape, batch, anatomy.seed, anatomy.t, anatomy.clock)
             # The dense path works with S x S matrices: A S^3 multiplications an element. The layered one makes L times as many calls.
             work = batch * shape[2] * case.mdp.num_states**3 / shape[0]
             row = {"horizon": shape[0], "width": shape[1], "actions": shape[2], "states": case.mdp.num_states, "batch": batch, "work": work}
@@ -137,7 +138,7 @@ def profile_solve(case: Case, repeats: int) -> dict[str, float]:
     step = occ.FTRLStep(case.mdp, case.regularizer)
     loss = case.loss if case.batch > 1 else case.loss[0]
     iterations = int(step.solve(loss, case.t).steps.max())
-    profiler = cProfile.Profile()
+    profiler = cProfile.Profile(case.clock)
     profiler.enable()
     for _ in range(repeats):
         step.solve(loss, case.t)
@@ -162,7 +163,7 @@ def measure_profile(anatomy: Anatomy, shapes: tuple[tuple[int, int, int], ...]) 
     rows: list[dict[str, Any]] = []
     for shape in shapes:
         for batch in anatomy.batches:
-            case = Case(shape, batch, anatomy.seed, anatomy.t)
+            case = Case(shape, batch, anatomy.seed, anatomy.t, anatomy.clock)
             large = case.mdp.num_pairs * batch * shape[1] > 10_000_000
             parts = profile_solve(case, 1 if large else anatomy.repeats)
             rows.append({"horizon": shape[0], "width": shape[1], "actions": shape[2], "batch": batch, **parts})

@@ -12,6 +12,7 @@ nothing without the accuracy it bought, so each row has the residuals of q and o
 from __future__ import annotations
 
 import statistics
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -46,6 +47,8 @@ class Args:
     """a contestant that would need more seconds than this for one step is skipped"""
     t: float = 1000.0
     """the episode"""
+    clock: Literal["wall", "cpu"] = "wall"
+    """cpu counts the processor's time of all threads: for a machine that is busy with other things"""
     threads: int = 1
     """threads of torch; the rivals take what they like"""
     seed: int = 0
@@ -94,6 +97,7 @@ class Row:
         return [f"{self.shape}", str(self.batch), self.contestant, *times, *residuals, *ratios, self.note]
 
 
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 HEADER = ["size", "batch", "", "forward", "backward", "warm", "KKT q", "KKT grad", "×fwd", "×bwd", "×both", "×warm", "note"]
 
 
@@ -181,7 +185,7 @@ def measure_rivals(args: Args, directory: Path) -> list[Row]:
     for shape in args.sizes:
         single: dict[str, Trial] = {}
         for batch in args.batches:
-            cell = measure_cell(args, Case(shape, batch, args.seed, args.t), contestants, single)
+            cell = measure_cell(args, Case(shape, batch, args.seed, args.t, CLOCKS[args.clock]), contestants, single)
             for row in cell:
                 print("  ".join(f"{name} {cell}".strip() for name, cell in zip(HEADER, row.cells(), strict=True) if cell not in ("", "-")))
             rows += cell
@@ -214,8 +218,8 @@ def draw_rivals(rows: list[Row]) -> Figure:
             label = name if any(row.backward for row in rows if row.contestant == name) else f"{name}, no gradient"
             style = {"color": f"C{i}", "linewidth": 2.4 if i == 0 else 1.4, "zorder": 3 if i == 0 else 2}
             panel.plot([point[0] for point in points], [point[1] for point in points], label=label, **style)
-            for batch, time, whole in points:
-                panel.plot(batch, time, "o", color=f"C{i}", markerfacecolor=f"C{i}" if whole else "white", zorder=4)
+            for batch, duration, whole in points:
+                panel.plot(batch, duration, "o", color=f"C{i}", markerfacecolor=f"C{i}" if whole else "white", zorder=4)
         panel.set(xscale="log", yscale="log", xlabel="batch", title="horizon {}, width {}, {} actions".format(*shape))
         panel.set_xticks(batches := sorted({row.batch for row in rows}), [str(batch) for batch in batches], minor=False)
         panel.minorticks_off()
@@ -232,12 +236,12 @@ def main(args: Args) -> Path:
     """Run the sections, print their tables, write them as CSV and PNG."""
     torch.set_num_threads(args.threads)
     directory = run_directory(args.root, "benchmark", args.seed)
-    print(f"{machine()}; torch uses {args.threads} thread{'s' * (args.threads > 1)}\n", flush=True)
+    print(f"{machine()}; torch uses {args.threads} thread{'s' * (args.threads > 1)}; {args.clock} time\n", flush=True)
     if "rivals" in args.sections:
         rows = measure_rivals(args, directory)
         print(f"\n{table(HEADER, [row.cells() for row in rows], left=(0, 2, 12))}\n\n" + "\n".join(verdict(rows)) + "\n", flush=True)
         write_figure(directory / "benchmark.png", draw_rivals(rows))
-    anatomy = Anatomy(args.batches, args.repeats, args.budget, args.t, args.seed)
+    anatomy = Anatomy(args.batches, args.repeats, args.budget, args.t, args.seed, CLOCKS[args.clock])
     if "flows" in args.sections:
         flows = measure_flows(anatomy)
         write_csv(directory / "flows.csv", flows)

@@ -89,7 +89,9 @@ def draw(curves: dict[str, tuple[Tensor, Tensor]], title: str) -> Any:
         right.plot(spent[1:], start[0] * (spent[1:] / spent[1]).sqrt(), color="0.35", linestyle=":", label=r"$\propto \sqrt{C}$")
         right.plot(spent[1:], start[0] * spent[1:] / spent[1], color="0.55", linestyle="-.", label=r"$\propto C$")
     left.set(xscale="log", xlabel="corruption C", ylabel="regret at T", title="regret (fine dashes: without corruption)", ylim=(0, None))
-    right.set(xscale="log", yscale="log", xlabel="corruption C", ylabel="R(C) - R(0)", title="what corruption adds")
+    right.set(xscale="log", xlabel="corruption C", ylabel="R(C) - R(0)", title="what corruption adds")
+    if any(bool((line.get_ydata() > 0).any()) for line in right.lines):
+        right.set_yscale("log", nonpositive="clip")
     for axes in (left, right):
         axes.grid(visible=True, which="major", color="0.9", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)

@@ -139,7 +139,7 @@ def growth_row(environment: str, name: str, growth: Growth) -> dict[str, Any]:
 
 
 def draw_panels(histories: Histories, environments: Sequence[str], anchor: str, title: str, columns: int = 2) -> Any:
-    """Regret over episodes, one doubly logarithmic panel an environment; log T and sqrt T start on the curve of the learner `anchor`."""
+    """Regret over episodes, a doubly logarithmic panel an environment; log T and sqrt T start on the learner `anchor`, at a tenth of T."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(name for _, name in histories))
@@ -154,7 +154,7 @@ def draw_panels(histories: Histories, environments: Sequence[str], anchor: str, 
             plot_regret(axes, history, label=name, colour=COLOURS[i % len(COLOURS)])
             top = max(top, float(history.regret.mean(0).max()))
         history = histories[environment, anchor]
-        mean, start = history.regret.mean(0), len(history.episodes) // 2
+        mean, start = history.regret.mean(0), int((history.episodes < history.episodes[-1] / 10).sum())
         bottom = float(mean.where((history.episodes >= 3) & (mean > 0), torch.inf).min())
         if float(mean[start]) > 0:
             plot_references(axes, float(history.episodes[start]), float(mean[start]), float(history.episodes[-1]))

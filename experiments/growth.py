@@ -108,6 +108,6 @@ class Growth(NamedTuple):
 def growth(episodes: Tensor, regret: Tensor, fraction: float = 0.1, resamples: int = 1000, seed: int = 0) -> Growth:
     """All fits of one run, on the checkpoints from `fraction` of the last episode on."""
     t, curves = late(episodes, regret, fraction)
-    fits = [bootstrap(statistic, t, curves, resamples, seed) for statistic in (last, power_slope, log_slope)]
+    final, exponent, per_log = (bootstrap(statistic, t, curves, resamples, seed) for statistic in (last, power_slope, log_slope))
     share = float(fits_log_better(t, resampled_means(curves, resamples, seed)).mean())
-    return Growth(*fits, share)
+    return Growth(final, exponent, per_log, share)

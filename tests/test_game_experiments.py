@@ -88,7 +88,7 @@ def test_every_suboptimal_action_has_the_gap_asked_for():
     assert ((gaps < 1e-9).sum(-1) == 1).all()
 
 
-def test_the_bandit_environment_has_the_published_means():
+def test_the_bandit_environment_has_the_means_its_docstring_says():
     losses = occ.StochasticallyConstrained(torch.tensor([[1.0, 0.0]]).double(), swing=0.875, growth=1.6)
     mdp = occ.LayeredMDP([torch.ones(1, 2, 1).double()])
     means, _ = losses.means(mdp, {}, 1, 50, torch.zeros(1, 1, 2))

@@ -62,17 +62,9 @@ class ProgressBar(Callback):
         self.bar.close()
 
 
-#: Columns of the HParams dashboard: the last values of these curves, under these names, after the parameters.
-_METRICS = {
-    "regret/mean": "pseudo-regret",
-    "regret/lower": "lower 95 %",
-    "regret/upper": "upper 95 %",
-    "regret/realised_mean": "realised regret",
-    "policy/distance_to_optimal": "distance to optimal",
-    "solver/uncertified": "uncertified",
-    "speed/episodes_per_second": "episodes / s",
-}
-_COMPARED = ("learner", "losses", "alpha", "beta", "gamma")  # shown first
+#: Columns of the HParams dashboard: parameters to begin with, and curves whose last values follow.
+_COMPARED = ("learner", "losses", "alpha", "beta", "gamma")
+_METRICS = ("regret/mean", "regret/lower", "regret/upper", "regret/realised_mean", "policy/distance_to_optimal", "solver/uncertified")
 
 #: Charts of the Custom Scalars dashboard.
 _LAYOUT = {
@@ -137,9 +129,7 @@ class TensorBoard(Callback):
         try:
             self.writer.flush()
         except OSError as error:
-            raise OSError(
-                f"{self.directory}: TensorBoard's events could not be written ({error}); what was saved so far is kept"
-            ) from error
+            raise OSError(f"{self.directory}: TensorBoard's events could not be written ({error}); what is saved is kept") from error
 
     def on_end(self, run: Simulation, history: History) -> None:
         from torch_occ.figures import pixels, regret_figure
@@ -209,7 +199,7 @@ class TensorBoard(Callback):
             self.writer.file_writer.add_summary(last, 0)
             return
         columns = [api_pb2.HParamInfo(name=name, differs=name in _COMPARED) for name in {*_COMPARED, *values}]
-        metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=name) for tag, name in _METRICS.items()]
+        metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in _METRICS]
         data = plugin_data_pb2.HParamsPluginData(experiment=api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics))
         value = Summary.Value(tag=metadata.EXPERIMENT_TAG, metadata=metadata.create_summary_metadata(data))
         self.writer.file_writer.add_summary(Summary(value=[value]), 0)

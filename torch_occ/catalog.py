@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -116,4 +117,5 @@ def jin_luo(
     alpha = mdp.num_actions**-0.5 if alpha is None else alpha
     beta = 64.0 * mdp.horizon if beta is None else beta
     gamma = 1.0 if gamma is None else gamma
-    return (HybridTsallis(alpha) / InverseSqrt(gamma) + LogBarrier(beta)).to(mdp.device, mdp.dtype)
+    alpha, beta, gamma = (torch.as_tensor(number, dtype=mdp.dtype, device=mdp.device) for number in (alpha, beta, gamma))
+    return HybridTsallis(alpha) / InverseSqrt(gamma) + LogBarrier(beta)

@@ -6,13 +6,16 @@ q_t = argmin over q in Omega of <q, cumulative_loss> + psi_t(q)        (`alg:mai
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from torch_occ.derivatives import Evaluator
 from torch_occ.implicit import Bound, ImplicitSolution, Setting, Stationarity
+from torch_occ.marginals import keep
 from torch_occ.mdp import LayeredMDP
 from torch_occ.newton import Options, Solution, Status
 from torch_occ.occupancy import interior_point
@@ -80,12 +83,17 @@ class FTRLStep(nn.Module):
                 start = None if warm_start is None else warm_start.clone()
                 episode = t.clone() if isinstance(t, Tensor) else t
                 return self.solve(cumulative_loss.clone(), episode, warm_start=start, mdp=mdp, check=check)
-        model = self.mdp if mdp is None else mdp
+        model = self.mdp if mdp is None else _check_layout(mdp, self.mdp)
         _check_like("cumulative_loss", cumulative_loss, model)
+        if not isinstance(t, Tensor | int | float):
+            raise TypeError(f"t: expected a number or a tensor, got {type(t).__name__}")
         t = torch.as_tensor(t, dtype=model.dtype, device=model.device)
-        start = self.interior if warm_start is None else warm_start
+        start = self.interior
         if warm_start is not None:
             _check_like("warm_start", warm_start, model)
+            start = keep("pair", model, warm_start, 0.0)
+        _check_batches(cumulative_loss=cumulative_loss.shape[:-2], mdp=model.batch_shape, t=t.shape, warm_start=start.shape[:-2])
+        _check_transforms()
         for name, parameter in self.regularizer.named_parameters():
             if parameter.dtype != model.dtype or parameter.device != model.device:
                 raise ValueError(
@@ -93,13 +101,13 @@ class FTRLStep(nn.Module):
                     "use step.to(...) for both"
                 )
 
-        probabilities = mdp is not None or any(p.requires_grad for p in (model.initial, *model.transitions))
+        probabilities = mdp is not None or any(_carries_derivative(p) for p in (model.initial, *model.transitions))
         setting = Setting(model, self.evaluator, probabilities)
         rank = max(cumulative_loss.dim() - 2, t.dim(), start.dim() - 2, len(model.batch_shape))
         tensors = [_rank(t, rank, 0), *self.regularizer.parameters()]
         if probabilities:
             tensors += [_rank(model.initial, rank, 1), *(_rank(p, rank, 3) for p in model.transitions)]
-        equation = Stationarity(setting, self.options, _check_values, _raiser(check))
+        equation = Stationarity(setting, self.options, partial(_check_values, self.mdp), _raiser(check))
         outputs = ImplicitSolution.apply(equation, _rank(-cumulative_loss, rank, 2), _rank(start.detach(), rank, 2), *tensors)
         return Solution(*outputs)
 
@@ -127,6 +135,36 @@ def _check_reachable(mdp: LayeredMDP) -> None:
         )
 
 
+def _check_layout(mdp: LayeredMDP, own: LayeredMDP) -> LayeredMDP:
+    if mdp.layer_sizes != own.layer_sizes or not torch.equal(mdp.actions, own.actions):
+        raise ValueError(f"mdp: expected the layout of {own}, got {mdp}; make it with mdp.with_transitions, or another FTRLStep")
+    return mdp
+
+
+def _check_batches(**shapes: torch.Size) -> None:
+    """Every batch shape must broadcast with those named before it."""
+    batch = torch.Size()
+    for name, shape in shapes.items():
+        try:
+            batch = torch.broadcast_shapes(batch, shape)
+        except RuntimeError:
+            raise ValueError(f"{name}: expected a batch shape that broadcasts against {tuple(batch)}, got {tuple(shape)}") from None
+
+
+def _carries_derivative(x: Tensor) -> bool:
+    """Whether a derivative may be taken in x: by autograd, by forward mode, or by an enclosing transform of torch.func."""
+    functorch = torch._C._functorch
+    return x.requires_grad or functorch.is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None
+
+
+def _check_transforms() -> None:
+    """torch loses tangents of a custom function under two forward modes, so that would be silently wrong."""
+    functorch = torch._C._functorch
+    stack = functorch.get_interpreter_stack() or []
+    if sum(level.key() == functorch.TransformType.Jvp for level in stack) > 1:
+        raise NotImplementedError("forward mode inside forward mode is not supported by torch here; use jacrev or grad for one of them")
+
+
 def _check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
     expected = (mdp.num_states, mdp.num_actions)
     if not isinstance(x, Tensor):
@@ -137,10 +175,14 @@ def _check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
         raise ValueError(f"{name}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; convert one of them")
 
 
-def _check_values(bound: Bound, x: Tensor, start: Tensor) -> None:
+def _check_values(step_mdp: LayeredMDP, bound: Bound, x: Tensor, start: Tensor) -> None:
     """Runs on plain tensors, inside every transform."""
     mdp = bound.mdp
     bound.evaluator.validate(bound.parameters)
+    if mdp is not step_mdp:  # other probabilities, which nobody has looked at yet
+        if not all(bool(p.isfinite().all()) for p in (mdp.initial, *mdp.transitions)):
+            raise ValueError("mdp: a probability is not finite; LayeredMDP(transitions, ...) tells which")
+        _check_reachable(mdp)
     wrong = (~x.isfinite() & mdp.actions).nonzero()
     if len(wrong):
         raise ValueError(f"cumulative_loss: {_place(mdp, wrong[0])} is {-float(x[tuple(wrong[0])])}; expected a finite number")

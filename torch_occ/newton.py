@@ -66,6 +66,12 @@ class Options:
     tolerance: float | None = None
     max_steps: int = 200
 
+    def __post_init__(self) -> None:
+        if self.tolerance is not None and not self.tolerance > 0:
+            raise ValueError(f"tolerance: expected a positive number, got {self.tolerance}")
+        if self.max_steps < 1:
+            raise ValueError(f"max_steps: expected at least 1, got {self.max_steps}")
+
 
 @dataclass(frozen=True)
 class Solution:
