@@ -25,11 +25,11 @@ from torch_occ.figures import COLOURS, band
 class Args:
     """Which games are played, and how long."""
 
-    budgets: tuple[float, ...] = (100.0, 200.0, 400.0, 800.0, 1600.0)
+    budgets: tuple[float, ...] = (200.0, 400.0, 800.0, 1600.0, 3200.0)
     """C, besides 0; an episode can cost up to 2 L"""
     strategy: Literal["front", "targeted", "uniform"] = "targeted"
     """front: every loss l becomes 1 - l; targeted: the optimal actions cost 1; uniform: like front, a little in every episode"""
-    episodes: int = 5000
+    episodes: int = 3000
     """T"""
     seeds: int = 32
     """independent runs of each game"""

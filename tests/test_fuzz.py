@@ -94,7 +94,11 @@ FAMILIES = {
 
 
 def certificate(mdp: occ.LayeredMDP, loss: Tensor, q: Tensor, terms: list) -> tuple[mpf, mpf]:
-    """The largest errors of the flow, relative to q(s), and of stationarity, relative to q times its curvature."""
+    """The largest errors of the flow, relative to q(s), and of stationarity, relative to q times its curvature.
+
+    The sum of losses along an episode is only known up to its rounding; that much of the residual is not held against anybody.
+    """
+    rounding = 8 * mpf(torch.finfo(loss.dtype).eps) * mdp.horizon * mpf(float(loss[mdp.actions].abs().max()))
     pairs = [[(s, a) for a in range(mdp.num_actions) if mdp.actions[s, a]] for s in range(mdp.num_states)]
     x = {pair: mpf(float(q[pair])) for state in pairs for pair in state}
     u = [mp.fsum(x[pair] for pair in state) for state in pairs]
@@ -131,7 +135,7 @@ def certificate(mdp: occ.LayeredMDP, loss: Tensor, q: Tensor, terms: list) -> tu
             unit = {pair: x[pair] * curvature[pair] for pair in row}
             # The multiplier that suits all actions of the state best.
             value[s] = mp.fsum(Q[pair] / unit[pair] ** 2 for pair in row) / mp.fsum(unit[pair] ** -2 for pair in row)
-            dual = max(dual, *(abs(Q[pair] - value[s]) / unit[pair] for pair in row))
+            dual = max(dual, *((abs(Q[pair] - value[s]) - rounding) / unit[pair] for pair in row))
     return max(abs(have - come) / have for have, come in zip(u, inflow, strict=True)), dual
 
 

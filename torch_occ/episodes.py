@@ -61,5 +61,5 @@ class TorchPlayer:
 def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
     """The index drawn by a uniform number from cumulative (unnormalized) probabilities: `(N, K)`, `(N,)` -> `(N,)`."""
     # Just below one, so that the product stays below the total and an entry of probability zero is never drawn.
-    target = uniform.clamp(max=1 - 2.0**-50) * cumulative[..., -1]
+    target = uniform.clamp(max=1 - 4 * torch.finfo(uniform.dtype).eps) * cumulative[..., -1]
     return (cumulative <= target.unsqueeze(-1)).sum(-1)

@@ -19,7 +19,12 @@ def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> N
             write(file)
             file.flush()
             os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, f"{error.strerror}; nothing that was saved before is lost", str(path)) from error
         raise

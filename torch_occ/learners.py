@@ -60,7 +60,8 @@ class FTRL(Learner):
     @classmethod
     def o_reps(cls, mdp: LayeredMDP, episodes: int) -> FTRL:
         """O-REPS (Zimin and Neu, 2013): Shannon entropy, with the constant learning rate for a known number of episodes."""
-        eta = math.sqrt(mdp.horizon * math.log(mdp.num_pairs / mdp.horizon) / (episodes * mdp.num_pairs))
+        choices = max(math.log(mdp.num_pairs / mdp.horizon), math.log(2))  # with nothing to choose any rate will do
+        eta = math.sqrt(mdp.horizon * choices / (episodes * mdp.num_pairs))
         return cls(mdp, Shannon() / Constant(eta))
 
     @classmethod

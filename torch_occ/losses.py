@@ -57,7 +57,7 @@ class Stationary(LossProcess):
     """The same means for ever; without noise a constant loss."""
 
     def __init__(self, mean: Tensor, noise: Noise = "none") -> None:
-        self.mean, self.noise = check_unit_interval("mean", mean), noise
+        self.mean, self.noise = check_unit_interval("mean", mean), check_noise(noise)
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
         _check_table("mean", self.mean, mdp)
@@ -102,7 +102,7 @@ class SwitchingLosses(LossProcess):
     """An adversary that goes round several tables `(K, S, A)`, each for `period` episodes, so that the best policy keeps changing."""
 
     def __init__(self, tables: Tensor, period: int, noise: Noise = "none") -> None:
-        self.tables, self.period, self.noise = check_unit_interval("tables", tables), period, noise
+        self.tables, self.period, self.noise = check_unit_interval("tables", tables), period, check_noise(noise)
         if tables.dim() != 3:
             raise ValueError(f"tables: expected shape (K, S, A), got {tuple(tables.shape)}")
         if period < 1:
@@ -123,7 +123,7 @@ class RandomWalkLosses(LossProcess):
     def __init__(self, step: float = 0.01, noise: Noise = "none") -> None:
         if not 0 < step < 1:
             raise ValueError(f"step: expected a number in (0, 1), got {step}")
-        self.step, self.noise = step, noise
+        self.step, self.noise = step, check_noise(noise)
         self.stride = CHUNK
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
@@ -131,12 +131,14 @@ class RandomWalkLosses(LossProcess):
         return {"position": position.to(mdp.device), "seeds": torch.tensor(list(seeds))}
 
     def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> tuple[Tensor, State]:
-        shape = (n, mdp.num_states, mdp.num_actions)
-        chunk = (t0 - 1) // CHUNK
-        moves = np.stack([stream(seed, Purpose.WALKS, chunk).standard_normal(shape) for seed in state["seeds"].tolist()], 1)
+        shape = (CHUNK, mdp.num_states, mdp.num_actions)
+        chunk, row = divmod(t0 - 1, CHUNK)
+        if row + n > CHUNK:
+            raise ValueError(f"a random walk is asked for chunk by chunk, of {CHUNK} episodes; got {t0} to {t0 + n - 1}")
+        moves = np.stack([stream(seed, Purpose.WALKS, chunk).standard_normal(shape) for seed in state["seeds"].tolist()], 1)[row : row + n]
         free = state["position"] + self.step * torch.from_numpy(moves).to(state["position"]).cumsum(0)
         path = 1 - (free.remainder(2) - 1).abs()  # reflection at 0 and 1 folds the free walk
-        return path, state | {"position": path[-1]}
+        return path, state | {"position": path[-1].clone()}
 
 
 class GreedyAdversary(LossProcess):
@@ -162,7 +164,7 @@ class StochasticallyConstrained(LossProcess):
             raise ValueError(f"swing: expected a number in [0, 1), got {swing}")
         if not growth > 1:
             raise ValueError(f"growth: expected more than 1, got {growth}")
-        self.base, self.swing, self.growth, self.noise = check_unit_interval("base", base), swing, growth, noise
+        self.base, self.swing, self.growth, self.noise = check_unit_interval("base", base), swing, growth, check_noise(noise)
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
         _check_table("base", self.base, mdp)
@@ -191,7 +193,8 @@ class Corrupted(LossProcess):
     """Another process, corrupted until a budget is spent.
 
     The corruption of an episode is 2 sum_k max_{s in S_k, a} |mean - mean'|, mean' being the uncorrupted one, as in
-    `sec:preliminaries_self_bounding`. `state["corruption"]` holds what was really spent by each seed.
+    `sec:preliminaries_self_bounding`. `state["corruption"]` holds what was really spent by each seed, `(N,)`, and
+    `state["corruption_so_far"]` how that grew over the last episodes asked for, `(N, n)`.
 
     Strategies: "front" turns every loss l into 1 - l from the first episode on; "uniform" does so a little in each of `episodes`
     episodes; "targeted" charges 1 for the optimal actions of the mean loss `target`, from the first episode on.
@@ -210,14 +213,16 @@ class Corrupted(LossProcess):
             raise ValueError(f"budget: expected a non-negative number, got {budget}")
         if strategy not in ("front", "uniform", "targeted"):
             raise ValueError(f"strategy: expected front, uniform or targeted, got {strategy!r}")
-        if strategy == "uniform" and episodes is None:
-            raise ValueError("episodes: the uniform strategy needs the number of episodes to spread its budget over")
+        if strategy == "uniform" and (episodes is None or episodes < 1):
+            raise ValueError(f"episodes: expected the number of episodes over which to spread the budget, got {episodes}")
         if strategy == "targeted" and target is None:
             raise ValueError("target: the targeted strategy needs the mean loss (S, A) whose optimal actions it attacks")
         self.base, self.budget, self.strategy, self.episodes, self.target = base, budget, strategy, episodes, target
         self.noise, self.stride, self.length = base.noise, base.stride, base.length
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
+        if self.target is not None:
+            _check_table("target", self.target, mdp)
         inner = {f"base.{name}": value for name, value in self.base.start(mdp, seeds).items()}
         return inner | {"corruption": torch.zeros(len(seeds), dtype=mdp.dtype, device=mdp.device)}
 
@@ -225,7 +230,7 @@ class Corrupted(LossProcess):
         inner = {name.removeprefix("base."): value for name, value in state.items() if name.startswith("base.")}
         clean, inner = self.base.means(mdp, inner, t0, n, q)
         clean = clean.expand(n, *clean.shape[1:])
-        attack = self._attack(mdp, clean) - clean  # (n, N or 1, S, A)
+        attack = torch.where(mdp.actions, self._attack(mdp, clean) - clean, 0.0)  # (n, N or 1, S, A)
         cost = 2 * sum(layer.abs().amax((-2, -1)) for layer in mdp.split(attack, -2))  # (n, N or 1)
         assert isinstance(cost, Tensor)
         if self.strategy == "uniform":
@@ -233,14 +238,16 @@ class Corrupted(LossProcess):
             share = torch.where(cost > 0, self.budget / self.episodes / cost.clamp(min=1e-300), 0.0).clamp(max=1)
         else:
             share = torch.ones_like(cost)
-        left = (self.budget - state["corruption"]).clamp(min=0)  # (N,)
+        left = self.budget - state["corruption"]  # (N,)
+        left = torch.where(left > 1e-12 * self.budget, left, 0.0)  # what rounding leaves over is not worth an attack
         asked = share * cost
         before = asked.cumsum(0) - asked
         granted = torch.minimum(asked, (left - before).clamp(min=0))  # (n, N)
         share = torch.where(cost > 0, granted / cost.clamp(min=1e-300), 0.0)
-        spent = state["corruption"] + granted.sum(0)
+        spent = state["corruption"] + granted.cumsum(0)
         corrupted = clean + share[..., None, None] * attack
-        return corrupted, {f"base.{name}": value for name, value in inner.items()} | {"corruption": spent}
+        kept = {"corruption": spent[-1].clone(), "corruption_so_far": spent.T}
+        return corrupted, {f"base.{name}": value for name, value in inner.items()} | kept
 
     def _attack(self, mdp: LayeredMDP, clean: Tensor) -> Tensor:
         if self.strategy != "targeted":
@@ -255,7 +262,16 @@ def check_unit_interval(name: str, table: Tensor) -> Tensor:
     if len(wrong):
         index = tuple(wrong[0].tolist())
         raise ValueError(f"{name}: entry {index} is {float(table[index])}; losses must be in [0, 1]")
-    return table.clone()
+    if table.numel() == 0:
+        raise ValueError(f"{name}: expected at least one loss, got an empty tensor of shape {tuple(table.shape)}")
+    return table.detach().clone()
+
+
+def check_noise(noise: Noise) -> Noise:
+    """The noise, if it is a known kind."""
+    if noise not in ("none", "bernoulli", "uniform"):
+        raise ValueError(f"noise: expected none, bernoulli or uniform, got {noise!r}")
+    return noise
 
 
 def _check_table(name: str, table: Tensor, mdp: LayeredMDP) -> None:

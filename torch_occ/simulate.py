@@ -7,6 +7,7 @@ episodes; a run can be saved and continued at a chunk's edge, and ends with exac
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -91,7 +92,7 @@ def simulate(
     return history
 
 
-def choose_player(backend: Backend, mdp: LayeredMDP, learner: Learner) -> Player:
+def choose_player(backend: Backend, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> Player:
     """The player for a learner; an error that says why if the engine was asked for and cannot play."""
     if backend not in ("auto", "torch", "engine"):
         raise ValueError(f"backend: expected auto, torch or engine, got {backend!r}")
@@ -103,7 +104,7 @@ def choose_player(backend: Backend, mdp: LayeredMDP, learner: Learner) -> Player
         if backend == "engine":
             raise ImportError("backend: the engine needs numba: pip install torch-occ[engine]") from error
         return TorchPlayer(mdp)
-    reason = why_not_play(learner)
+    reason = why_not_play(learner, losses)
     if reason is None:
         assert isinstance(learner, FTRL)
         return EnginePlayer(learner)
@@ -143,7 +144,12 @@ class Simulation:
         self.seeds, self.config = tuple(int(seed) for seed in seeds), config
         if not self.seeds:
             raise ValueError("seeds: expected at least one")
+        if learner.mdp is not mdp:
+            raise ValueError("learner: was made for another MDP than the one to simulate; make both with the same LayeredMDP")
+        json.dumps(config)  # a TypeError now rather than after the run
         self.checkpoints = sorted(set(log_spaced(episodes) if checkpoints is None else checkpoints))
+        if not self.checkpoints:
+            raise ValueError("checkpoints: expected at least one episode")
         if self.checkpoints[0] < 1 or self.checkpoints[-1] > episodes:
             raise ValueError(f"checkpoints: expected episodes from 1 to {episodes}, got {self.checkpoints[0]} to {self.checkpoints[-1]}")
         n = len(self.seeds)
@@ -160,7 +166,9 @@ class Simulation:
         self.recorded: list[int] = []
         self.times: list[float] = []
         self.curves: dict[str, list[Tensor]] = {name: [] for name in _CURVES}
-        self.player = choose_player(backend, mdp, learner)
+        self.player = choose_player(backend, mdp, learner, losses)
+        self.segment = 0  # the episode before the last means
+        self.fingerprint = self._fingerprint()
 
     def play_chunk(self) -> Iterator[int]:
         """Play to the next chunk's edge or the end; yields at every checkpoint, once its numbers are recorded."""
@@ -173,8 +181,10 @@ class Simulation:
         due = [t for t in self.checkpoints if self.t < t <= until]
         while self.t < until:
             n = min(self.losses.stride, until - self.t)
-            first = self.t
+            first = self.segment = self.t
             means, self.process_state = self.losses.means(mdp, self.process_state, first + 1, n, self.q)
+            if not bool(((means >= 0) & (means <= 1)).all()):
+                raise ValueError(f"losses: a mean of episodes {first + 1} to {first + n} is outside [0, 1]")
             for stop in (*(t for t in due if first < t < first + n), first + n):
                 rows, i = slice(self.t % CHUNK, self.t % CHUNK + stop - self.t), self.t - first
                 part = means if len(means) == 1 else means[i : i + stop - self.t]
@@ -203,7 +213,8 @@ class Simulation:
     def _record(self) -> None:
         sums = self.sums
         best = comparator(self.mdp, sums["total_mean"])
-        spent = self.process_state.get("corruption", torch.zeros_like(best))
+        growth = self.process_state.get("corruption_so_far")
+        spent = torch.zeros_like(best) if growth is None else growth[:, self.t - self.segment - 1]
         now = {
             "regret": sums["expected"] - best,
             "realised_regret": sums["realised"] - best,
@@ -225,7 +236,7 @@ class Simulation:
     def history(self) -> History:
         """Everything recorded so far."""
         n = len(self.seeds)
-        curves = {name: torch.stack(rows, -1) if rows else torch.zeros(n, 0) for name, rows in self.curves.items()}
+        curves = {name: torch.stack(rows, -1) if rows else self.q.new_zeros(n, 0) for name, rows in self.curves.items()}
         return History(
             episodes=torch.tensor(self.recorded),
             wall_time=torch.tensor(self.times, dtype=torch.float64),
@@ -234,7 +245,7 @@ class Simulation:
             last_q=self.q.clone(),
             seeds=self.seeds,
             backend=self.player.name,
-            finished=self.t == self.episodes,
+            finished=self.recorded[-1:] == self.checkpoints[-1:] and self.t == self.episodes,
             config=self.config,
             **curves,
         )
@@ -246,13 +257,13 @@ class Simulation:
     def save(self, path: str | Path) -> None:
         """Write the whole state, atomically. Call it at a chunk's edge only."""
         state = {name: getattr(self, name) for name in self._KEPT}
-        state |= {"learner": self.learner.state, "fingerprint": self.fingerprint()}
+        state |= {"learner": self.learner.state, "fingerprint": self.fingerprint}
         write_atomically(path, lambda file: torch.save(state, file))
 
     def load(self, path: str | Path) -> None:
         """Restore what `save` wrote, if it belongs to this very configuration."""
         state = torch.load(path, weights_only=True)
-        if state.pop("fingerprint") != self.fingerprint():
+        if state.pop("fingerprint") != self.fingerprint:
             raise ValueError(
                 f"{path}: belongs to a run of another configuration (MDP, learner, losses, seeds or checkpoints); name another file"
             )
@@ -260,13 +271,10 @@ class Simulation:
         for name, value in state.items():
             setattr(self, name, value)
 
-    def fingerprint(self) -> str:
-        """A hash of everything that decides the numbers of the run, except its length."""
+    def _fingerprint(self) -> str:
+        """A hash of everything that decides the numbers of the run."""
         digest = hashlib.sha256()
-        parts = (self.mdp.transitions, self.mdp.initial, self.mdp.actions, self.learner, self.losses, self.seeds, CHUNK)
-        checkpoints = self.checkpoints
-        for part in (*parts, checkpoints):
-            _digest(digest, part)
+        _digest(digest, [self.mdp, self.learner, self.losses, self.seeds, self.episodes, self.checkpoints, self.player.name, CHUNK])
         return digest.hexdigest()
 
 
@@ -275,7 +283,8 @@ def _digest(digest: Any, part: Any) -> None:
     if isinstance(part, Tensor):
         digest.update(str((part.dtype, tuple(part.shape))).encode() + part.detach().cpu().contiguous().numpy().tobytes())
     elif isinstance(part, nn.Module):
-        _digest(digest, [repr(part), dict(part.state_dict())])
+        plain = {key: value for key, value in vars(part).items() if not key.startswith("_") and not isinstance(value, LayeredMDP)}
+        _digest(digest, [type(part).__qualname__, dict(part.named_parameters(recurse=False)), plain, dict(part.named_children())])
     elif isinstance(part, LayeredMDP):
         _digest(digest, [part.transitions, part.initial, part.actions])
     elif isinstance(part, dict):

@@ -23,6 +23,7 @@ from torch_occ.engine.episodes import (
 )
 from torch_occ.estimators import Estimator, FullInformation, ImplicitExploration, ImportanceWeighted, ReducedVariance
 from torch_occ.learners import FTRL, Learner
+from torch_occ.losses import LossProcess
 from torch_occ.occupancy import interior_point
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ _ESTIMATORS: dict[type[Estimator], int] = {
 }
 
 
-def why_not_play(learner: Learner) -> str | None:
-    """The reason why the engine cannot play this learner, or None if it can."""
+def why_not_play(learner: Learner, losses: LossProcess) -> str | None:
+    """The reason why the engine cannot play this game, or None if it can."""
+    if type(losses).draw is not LossProcess.draw:
+        return f"{type(losses).__name__} draws its losses in its own way"
     if type(learner) is not FTRL:
         return f"the engine plays FTRL, not {type(learner).__name__}"
     if type(learner.estimator) not in _ESTIMATORS:
@@ -71,6 +74,7 @@ class EnginePlayer:
         )
         options = learner.step.options
         tolerance = np.finfo(np.float64).eps ** (2 / 3) if options.tolerance is None else options.tolerance
+        threads = torch.get_num_threads()  # numba's threads and torch's share one setting
         with _Patience("torch_occ: compiling the engine, once for this machine; this takes about half a minute ..."):
             play(
                 self.model,
@@ -85,6 +89,7 @@ class EnginePlayer:
                 float(tolerance),
                 options.max_steps,
             )
+        torch.set_num_threads(threads)
         run.t += n
         run.since += n
         run.q = state["q"]
