@@ -175,7 +175,7 @@ BAD = {
     "growth": lambda: occ.StochasticallyConstrained(MEAN, growth=1.0),
     "budget": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), torch.nan),
     "strategy": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), 1.0, "back"),
-    "episodes: the": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), 1.0, "uniform"),
+    "episodes: expected the number": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), 1.0, "uniform"),
     "episodes: expected": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), 1.0, "uniform", episodes=0),
     "target: the": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), 1.0, "targeted"),
     "target: expected": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), 1.0, "targeted", target=MEAN[:2]).start(MDP, (0,)),

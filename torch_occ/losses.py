@@ -138,7 +138,7 @@ class RandomWalkLosses(LossProcess):
         moves = np.stack([stream(seed, Purpose.WALKS, chunk).standard_normal(shape) for seed in state["seeds"].tolist()], 1)[row : row + n]
         free = state["position"] + self.step * torch.from_numpy(moves).to(state["position"]).cumsum(0)
         path = 1 - (free.remainder(2) - 1).abs()  # reflection at 0 and 1 folds the free walk
-        return path, state | {"position": path[-1].clone()}
+        return path, state | {"position": free[-1].remainder(2)}
 
 
 class GreedyAdversary(LossProcess):
