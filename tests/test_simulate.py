@@ -1,5 +1,7 @@
+import gc
 import itertools
 import tracemalloc
+from typing import ClassVar
 
 import pytest
 import torch
@@ -114,16 +116,20 @@ def test_corruption_is_what_was_spent_so_far():
 
 @pytest.mark.usefixtures("small_chunks")
 def test_memory_does_not_grow_with_episodes():
-    def peak(episodes):
-        tracemalloc.start()
-        simulate(MDP, occ.FollowTheLeader(MDP), walk(), episodes, checkpoints=[episodes])
-        try:
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+    class Memory(occ.Callback):
+        used: ClassVar[list[int]] = []
 
-    peak(40)
-    assert peak(240) < peak(40) + 20_000
+        def on_chunk(self, run):
+            gc.collect()  # NumPy's generators wait for it
+            self.used.append(tracemalloc.get_traced_memory()[0])
+
+    tracemalloc.start()
+    try:
+        simulate(MDP, occ.FollowTheLeader(MDP), walk(), 240, checkpoints=[240], callbacks=[Memory()])
+    finally:
+        tracemalloc.stop()
+    assert len(Memory.used) == 30
+    assert Memory.used[-2] < Memory.used[2] + 20_000
 
 
 def test_simulate_leaves_the_number_of_threads_alone():
