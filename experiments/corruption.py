@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import tyro
 from torch import Tensor
@@ -70,31 +71,28 @@ def finals(histories: Histories, places: list[str], name: str) -> tuple[Tensor, 
 
 
 def draw(curves: dict[str, tuple[Tensor, Tensor]], title: str) -> Any:
-    """Regret at T, and what of it is due to the corruption, over C; sqrt C and C start on the first learner's first point."""
+    """Regret at T, and what of it is due to the corruption, over C on a square-root axis, where sqrt C is straight."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for i, (name, (spent, regret)) in enumerate(curves.items()):
         for axes, y in ((left, regret), (right, regret - regret[:, :1])):
-            mean, lower, upper = (x[1:] for x in band(y))
-            shown = mean > 0 if axes is right else mean == mean
-            style = {"color": COLOURS[i], "marker": "o", "markersize": 4, "linewidth": 1.6}
-            axes.plot(spent[1:][shown], mean[shown], label=name, **style)
-            axes.fill_between(spent[1:][shown], lower.clamp(min=1e-3)[shown], upper[shown], color=COLOURS[i], alpha=0.2, linewidth=0)
-        left.axhline(float(regret[:, 0].mean()), color=COLOURS[i], linewidth=0.8, linestyle=(0, (2, 3)))
+            mean, lower, upper = band(y)
+            axes.plot(spent, mean, label=name, color=COLOURS[i], marker="o", markersize=4, linewidth=1.6)
+            axes.fill_between(spent, lower, upper, color=COLOURS[i], alpha=0.15, linewidth=0)
     spent, regret = next(iter(curves.values()))
-    start = (regret - regret[:, :1]).mean(0)[1:]
-    if float(start[0]) > 0:
-        right.plot(spent[1:], start[0] * (spent[1:] / spent[1]).sqrt(), color="0.35", linestyle=":", label=r"$\propto \sqrt{C}$")
-        right.plot(spent[1:], start[0] * spent[1:] / spent[1], color="0.55", linestyle="-.", label=r"$\propto C$")
-    left.set(xscale="log", xlabel="corruption C", ylabel="regret at T", title="regret (fine dashes: without corruption)")
-    right.set(xlabel="corruption C", ylabel="R(C) - R(0)", title="what corruption adds", xlim=(float(spent[1]), float(spent[-1])))
-    right.set_xscale("log")
-    if any(bool((line.get_ydata() > 0).any()) for line in right.lines):
-        right.set_yscale("log", nonpositive="clip")
+    scale = (regret - regret[:, :1]).mean(0)[-1] / spent[-1].sqrt()
+    dense = torch.linspace(0, float(spent[-1]), 100)
+    right.plot(dense, scale * dense.sqrt(), color="0.35", linestyle=":", label=r"$\propto \sqrt{C}$")
+    right.plot(dense, scale * dense / spent[-1].sqrt(), color="0.55", linestyle="-.", label=r"$\propto C$")
+    left.set(ylabel="regret at T", title="regret")
+    right.set(ylabel="R(C) - R(0)", title="what corruption adds")
     for axes in (left, right):
-        axes.set_xlim(float(spent[1]) / 1.2, float(spent[-1]) * 1.2)
+        axes.set_xscale("function", functions=(lambda c: np.sqrt(np.maximum(c, 0)), np.square))
+        axes.set_xticks(spent.tolist(), [f"{c:.0f}" for c in spent.tolist()])
+        axes.set(xlabel="corruption C, really spent", xlim=(0, float(spent[-1]) * 1.05))
+        axes.axhline(0, color="0.6", linewidth=0.8)
         axes.grid(visible=True, which="major", color="0.9", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = right.get_legend_handles_labels()

@@ -32,7 +32,7 @@ class Mine(occ.SeparableRegularizer):
 class Args:
     """Which games are played, and how long."""
 
-    episodes: int = 4000
+    episodes: int = 1000
     """T"""
     seeds: int = 32
     """independent runs of each game"""

@@ -25,6 +25,10 @@ def replaced(x: Tensor, index: tuple[int, ...], value: float) -> Tensor:
     return x
 
 
+class Empty(occ.SeparableRegularizer):
+    """Forgot to say what it is a function of."""
+
+
 LOSS, ONES = masked().loss, torch.ones(4, 2, dtype=torch.float64)
 UNREACHABLE = [tensor([[[0.0, 1.0]] * 2] * 2), torch.ones(2, 2, 1, dtype=torch.float64)]
 BAD_CALLS = {  # name: (what is called, words that the message must have)
@@ -54,6 +58,11 @@ BAD_CALLS = {  # name: (what is called, words that the message must have)
         lambda step: occ.FTRLStep(step.mdp, occ.LogBarrier(torch.tensor(1.0)))(LOSS),
         ["regularizer", "beta", "float32", "float64"],
     ),
+    "parameter_of_wrong_batch": (
+        lambda step: occ.FTRLStep(step.mdp, occ.LogBarrier(ONES[0]))(torch.stack([LOSS] * 3)),
+        ["beta", "(2,)", "(3,)"],
+    ),
+    "regularizer_without_terms": (lambda step: occ.FTRLStep(step.mdp, Empty())(LOSS), ["Empty", "pair"]),
     "unreachable_state": (
         lambda step: occ.FTRLStep(occ.LayeredMDP(UNREACHABLE, initial=tensor([0.5, 0.5])), occ.Shannon()),
         ["mdp", "layer 1, state 0", "prune"],

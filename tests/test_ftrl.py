@@ -91,7 +91,7 @@ def test_to_moves_the_model_with_the_parameters(step):
     assert loss.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("use", ["solve", "transform"])
+@pytest.mark.parametrize("use", ["solve", "transform", "built inside"])
 def test_copies_pickles_and_state_dicts_are_the_same_step(use, step):
     """Also after a transform was the first to touch the model."""
     mdp = masked().mdp
@@ -99,6 +99,10 @@ def test_copies_pickles_and_state_dicts_are_the_same_step(use, step):
     if use == "transform":
         hessian(lambda q: other.regularizer(q, 3.0, mdp))(occ.interior_point(mdp))
         grad(lambda q: other.regularizer(q, 3.0, mdp))(occ.interior_point(mdp))
+    if use == "built inside":
+        mdp = masked().mdp
+        grad(lambda loss: occ.FTRLStep(mdp, other.regularizer)(loss, 3.0)[0, 0])(LOSS)
+        other = occ.FTRLStep(mdp, other.regularizer)
     q = other(LOSS, 3.0)
     assert torch.equal(copy.deepcopy(other)(LOSS, 3.0), q)
     assert torch.equal(pickle.loads(pickle.dumps(other))(LOSS, 3.0), q)
@@ -112,6 +116,20 @@ def test_a_parameter_changed_before_backward_is_an_error_and_not_a_wrong_gradien
         next(step.parameters()).mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         q[0, 0].backward()
+
+
+def test_two_regularizers_may_share_a_parameter(step):
+    """beta = alpha as one tensor: the gradient is the sum of both."""
+    loss, apart = LOSS.clone(), occ.jin_luo(step.mdp, alpha=0.7, beta=0.7)
+    tied = occ.jin_luo(step.mdp, alpha=0.7, beta=0.7)
+    hybrid, barrier = (next(m for m in tied.modules() if isinstance(m, kind)) for kind in (occ.HybridTsallis, occ.LogBarrier))
+    barrier.beta = hybrid.alpha
+    one, two = occ.FTRLStep(step.mdp, tied)(loss, 3.0), occ.FTRLStep(step.mdp, apart)(loss, 3.0)
+    close(one, two)
+    one[0, 0].backward()
+    two[0, 0].backward()
+    by_name = {name.rsplit(".")[-1]: p.grad for name, p in apart.named_parameters()}
+    close(hybrid.alpha.grad, by_name["alpha"] + by_name["beta"])
 
 
 def test_tuning_by_gradient_descent_goes_down(step):
@@ -135,6 +153,26 @@ def test_tuning_by_gradient_descent_goes_down(step):
 
 
 # -- edges and paths -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_parameters_with_a_batch_shape(shape):
+    """One solve for several values of a parameter, whatever else has a batch shape: the elements, or an error that says why not."""
+    mdp, loss, t = masked()
+    betas = tensor([0.5, 1.0, 2.0])
+    try:
+        q = occ.FTRLStep(mdp, occ.LogBarrier(betas))(loss.expand(*shape, *loss.shape), t)
+    except ValueError as error:
+        assert "beta" in str(error)  # noqa: PT017
+    else:
+        close(q, torch.stack([occ.FTRLStep(mdp, occ.LogBarrier(beta))(loss, t) for beta in betas]))
+
+
+def test_the_same_input_gives_the_same_bits():
+    mdp, loss, t = layers()
+    first, second = (occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.3)).solve(loss, t) for _ in range(2))
+    for field in ("q", "value", "steps", "decrement", "dual_residual"):
+        assert torch.equal(getattr(first, field), getattr(second, field))
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
