@@ -172,7 +172,9 @@ def test_certified_or_honest(family, draw):
     solution = occ.FTRLStep(mdp, this.build(draw)).solve(loss, draw.t, check=False)
     status, q = Status(int(solution.status)), solution.q.detach()
     event(f"{family}: {status.name}")
-    assert status == Status.CONVERGED or status in this.excuses
+    # 1 / q^2 is infinite for states that are reached with a probability below 1e-154.
+    out_of_range = status == Status.NOT_FINITE and float(occ.interior_point(mdp)[mdp.actions].min()) < 1e-150
+    assert status == Status.CONVERGED or status in this.excuses or out_of_range
     slopes = torch.autograd.grad(solution.q.sum() + solution.value.sum(), loss)[0][mdp.actions]
     if status == Status.CONVERGED:
         assert (q[mdp.actions] > 0).all()

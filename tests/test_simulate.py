@@ -125,10 +125,10 @@ def test_memory_does_not_grow_with_episodes():
 
     tracemalloc.start()
     try:
-        simulate(MDP, occ.FollowTheLeader(MDP), walk(), 240, checkpoints=[240], callbacks=[Memory()])
+        simulate(MDP, occ.FollowTheLeader(MDP), walk(), 80, checkpoints=[80], callbacks=[Memory()])
     finally:
         tracemalloc.stop()
-    assert len(Memory.used) == 30
+    assert len(Memory.used) == 10
     assert Memory.used[-2] < Memory.used[2] + 20_000
 
 

@@ -27,13 +27,18 @@ class Evaluator:
 
     def __init__(self, regularizer: Regularizer, vmapped: tuple[tuple[bool, ...], ...] = ()) -> None:
         self.regularizer, self.vmapped = regularizer, vmapped
-        self.names = tuple(name for name, _ in regularizer.named_parameters())
+        self.names = tuple(name for name, _ in regularizer.named_parameters(remove_duplicate=False))
         self._caller = _MethodCaller(regularizer)
         declared = [(path, name) for path, module in regularizer.named_modules() for name in getattr(module, "arg_constraints", ())]
-        self._declared = {f"{path}.{name}" if path else name for path, name in declared}
+        self.declared = {f"{path}.{name}" if path else name for path, name in declared}
 
     def under_vmap(self, batched: Sequence[bool]) -> Evaluator:
         return Evaluator(self.regularizer, (tuple(batched), *self.vmapped))
+
+    @property
+    def own_parameters(self) -> tuple[Tensor, ...]:
+        """The regularizer's own; a shared one appears under each of its names."""
+        return tuple(parameter for _, parameter in self.regularizer.named_parameters(remove_duplicate=False))
 
     def validate(self, parameters: Sequence[Tensor]) -> None:
         """Raise a ValueError that names a parameter outside its domain."""
@@ -41,7 +46,7 @@ class Evaluator:
 
     def batch_shape(self, parameters: Sequence[Tensor]) -> torch.Size:
         """The batch shape of the declared parameters, each of which is a scalar or one for every element."""
-        shapes = [p.shape for name, p in zip(self.names, parameters, strict=True) if name in self._declared]
+        shapes = [p.shape for name, p in zip(self.names, parameters, strict=True) if name in self.declared]
         return torch.broadcast_shapes(*shapes) if not self.vmapped else torch.Size()
 
     def bind(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
@@ -49,7 +54,7 @@ class Evaluator:
 
         def call(parameters: Sequence[Tensor], inputs: Inputs, t: Tensor) -> Values:
             named = {f"module.{name}": tensor for name, tensor in zip(self.names, parameters, strict=True)}
-            return torch.func.functional_call(self._caller, named, (inputs, t))
+            return torch.func.functional_call(self._caller, named, (inputs, t), tie_weights=False)
 
         for batched in reversed(self.vmapped):
             call = torch.func.vmap(call, in_dims=(tuple(0 if flag else None for flag in batched), 0, 0))
@@ -57,7 +62,7 @@ class Evaluator:
 
     def bind_constants(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
         """The same for plain tensors that need no derivative: the weights are worked out once."""
-        own = tuple(self.regularizer.parameters())
+        own = self.own_parameters
         if self.vmapped or any(given is not mine for given, mine in zip(parameters, own, strict=True)):
             return self.bind([parameter.detach() for parameter in parameters], t)
         with torch.no_grad():

@@ -19,7 +19,7 @@ from torch_occ.marginals import keep
 from torch_occ.mdp import LayeredMDP
 from torch_occ.newton import Options, Solution, Status
 from torch_occ.occupancy import interior_point
-from torch_occ.regularizers import Regularizer
+from torch_occ.regularizers import Regularizer, SeparableRegularizer
 
 
 class SolveError(RuntimeError):
@@ -48,6 +48,9 @@ class FTRLStep(nn.Module):
     def __init__(self, mdp: LayeredMDP, regularizer: Regularizer, *, tolerance: float | None = None, max_steps: int = 200) -> None:
         super().__init__()
         _check_reachable(mdp)
+        for leaf in regularizer.leaves():
+            if isinstance(leaf, SeparableRegularizer) and not leaf.arguments:
+                raise ValueError(f"regularizer: {type(leaf).__name__} has no term; override pair, rest, state or complement")
         self.mdp, self.regularizer = mdp, regularizer
         self.options = Options(tolerance, max_steps)
         self.evaluator = Evaluator(regularizer)
@@ -92,7 +95,10 @@ class FTRLStep(nn.Module):
         if warm_start is not None:
             _check_like("warm_start", warm_start, model)
             start = keep("pair", model, warm_start, 0.0)
-        _check_batches(cumulative_loss=cumulative_loss.shape[:-2], mdp=model.batch_shape, t=t.shape, warm_start=start.shape[:-2])
+        named = zip(self.evaluator.names, self.evaluator.own_parameters, strict=True)
+        shapes = {f"regularizer: {name}": p.shape for name, p in named if name in self.evaluator.declared}
+        shapes |= {"mdp": model.batch_shape, "t": t.shape, "warm_start": start.shape[:-2]}
+        _check_batches({"cumulative_loss": cumulative_loss.shape[:-2]} | shapes)
         _check_transforms()
         for name, parameter in self.regularizer.named_parameters():
             if parameter.dtype != model.dtype or parameter.device != model.device:
@@ -104,7 +110,7 @@ class FTRLStep(nn.Module):
         probabilities = mdp is not None or any(_carries_derivative(p) for p in (model.initial, *model.transitions))
         setting = Setting(model, self.evaluator, probabilities)
         rank = max(cumulative_loss.dim() - 2, t.dim(), start.dim() - 2, len(model.batch_shape))
-        tensors = [_rank(t, rank, 0), *self.regularizer.parameters()]
+        tensors = [_rank(t, rank, 0), *self.evaluator.own_parameters]
         if probabilities:
             tensors += [_rank(model.initial, rank, 1), *(_rank(p, rank, 3) for p in model.transitions)]
         equation = Stationarity(setting, self.options, partial(_check_values, self.mdp), _raiser(check))
@@ -141,7 +147,7 @@ def _check_layout(mdp: LayeredMDP, own: LayeredMDP) -> LayeredMDP:
     return mdp
 
 
-def _check_batches(**shapes: torch.Size) -> None:
+def _check_batches(shapes: dict[str, torch.Size]) -> None:
     """Every batch shape must broadcast with those named before it."""
     batch = torch.Size()
     for name, shape in shapes.items():

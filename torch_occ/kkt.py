@@ -101,7 +101,7 @@ class GeneralStates:
         actions = hessian.actions
         present = actions.to(hessian.blocks.dtype)
         # Scale the diagonal to one, and the border to length one, before a general-purpose inverse sees them.
-        scale = torch.where(actions & (hessian.curvature != 0), hessian.curvature, 1.0).rsqrt()
+        scale = torch.where(actions & (hessian.curvature > 0), hessian.curvature, 1.0).rsqrt()
         length = (scale * present).norm(dim=-1, keepdim=True)
         border = (scale * present / length).unsqueeze(-1)
         core = scale.unsqueeze(-1) * hessian.blocks * scale.unsqueeze(-2) + torch.diag_embed(1 - present)
@@ -193,7 +193,7 @@ class FullFactorization:
     def __init__(self, hessian: Full, mdp: LayeredMDP) -> None:
         exists = mdp.actions.flatten()
         # Scale pairs by their curvature and constraints to length one.
-        curvature = torch.where(mdp.actions & (hessian.curvature != 0), hessian.curvature, 1.0).flatten(-2)
+        curvature = torch.where(mdp.actions & (hessian.curvature > 0), hessian.curvature, 1.0).flatten(-2)
         self.pair_scale = torch.where(exists, curvature.rsqrt(), 0.0)
         outflow = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device).unsqueeze(-2)
         E = (outflow - mdp.joint_transitions).flatten(-3, -2).mT * self.pair_scale.unsqueeze(-2)  # (*batch, S, S*A)

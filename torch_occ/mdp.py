@@ -70,7 +70,7 @@ class LayeredMDP:
         check_probabilities(self)
         for name in _LAYOUT:
             getattr(self, name)
-        _ = self._joint
+        _ = self._joint, self.reachable
 
     # -- sizes ------------------------------------------------------------------------------------------------------------
 

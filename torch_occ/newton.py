@@ -78,7 +78,8 @@ class Solution:
     """The minimizer and its certificate; every field has the batch shape in front.
 
     `dual_residual` is the largest |grad psi + loss - E'v| in units of q times its curvature, which is the relative error of q that
-    it stands for; `flow_residual` is the largest |E q - b| relative to q(s).
+    it stands for (in a state with one action, where nothing is decided, relative to its terms); `flow_residual` is the largest
+    |E q - b| relative to q(s).
     """
 
     q: Tensor  # (*batch, S, A)
@@ -187,8 +188,15 @@ def _relative_change(flow: Flow, psi: Derivatives, q: Tensor, dq: Tensor) -> tup
 
 
 def _dual_residual(flow: Flow, psi: Derivatives, loss: Tensor, q: Tensor, value: Tensor) -> Tensor:
-    residual = psi.gradient + loss - flow_adjoint(flow.mdp, value)
-    return (residual / keep("pair", flow.mdp, q * psi.hessian.curvature, torch.inf)).abs().amax((-2, -1))
+    shaping = flow_adjoint(flow.mdp, value)
+    residual = psi.gradient + loss - shaping
+    unit = keep("pair", flow.mdp, q * psi.hessian.curvature, torch.inf)
+    alone = flow.mdp.missing["rest"]
+    if alone is not None:
+        # A state with one action decides nothing, and its equation only says what v is: measured by its terms.
+        terms = psi.gradient.abs() + loss.abs() + shaping.abs() + torch.finfo(q.dtype).tiny
+        unit = torch.where(alone, torch.maximum(terms, unit), unit)
+    return (residual / unit).abs().amax((-2, -1))
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

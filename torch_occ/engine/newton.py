@@ -21,7 +21,8 @@ POWER, X_LOG_X, LOG = 0, 1, 2
 CONVERGED, MAX_STEPS, STALLED, UNDERFLOW, NOT_FINITE = 0, 1, 2, 3, 4
 
 EPS = float(np.finfo(np.float64).eps)
-SMALLEST = float(np.finfo(np.float64).tiny) / EPS
+TINY = float(np.finfo(np.float64).tiny)
+SMALLEST = TINY / EPS
 
 
 class Model(NamedTuple):
@@ -514,7 +515,10 @@ def _certify(model: Model, q: Floats, work: Work) -> tuple[float, float]:
                     total += q[s, a]
                     shaping = work.v[s] - lookahead(model, s, a, k, work.v)
                     residual = work.gradient[s, a] + work.gaps[s, a] - shaping
-                    dual = max(dual, abs(residual / (q[s, a] * (work.d[s, a] + work.w[s, a]))))
+                    unit = q[s, a] * (work.d[s, a] + work.w[s, a])
+                    if not model.has_rest[s, a]:
+                        unit = max(unit, abs(work.gradient[s, a]) + abs(work.gaps[s, a]) + abs(shaping) + TINY)
+                    dual = max(dual, abs(residual / unit))
             arrived = work.u[s] + (model.initial[s] if k == 0 else 0.0)
             flow = max(flow, abs(total - arrived) / total)
     return dual, flow
