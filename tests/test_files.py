@@ -1,11 +1,14 @@
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from test_history import MDP, Patient, walk
 
 import torch_occ as occ
 from torch_occ.files import write_atomically
-from torch_occ.simulate import simulate
+from torch_occ.simulate import Simulation, simulate
 
 
 def test_creates_missing_directories(tmp_path):
@@ -142,3 +145,20 @@ def test_a_full_disk_during_the_run_leaves_the_last_checkpoint(tmp_path, monkeyp
 def test_a_checkpoint_holds_no_more_than_it_needs(tmp_path):
     save(tmp_path / "run", losses=occ.RandomWalkLosses(), episodes=256, seeds=range(16), checkpoints=[256])
     assert (tmp_path / "run").stat().st_size < 40_000  # a position of 16 * 8 numbers is 1 kB, a whole chunk 262 kB
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_the_fingerprint_is_the_same_in_every_process(hash_seed, tmp_path):
+    """Neither the hash seed of Python nor a cache that was filled meanwhile may part a run from its file."""
+    script = (
+        "import torch_occ as occ; from torch_occ.simulate import Simulation; mdp = occ.LayeredMDP.random(2, 2, 2); "
+        "learner = occ.FTRL(mdp, 2.0 * occ.jin_luo(mdp) + occ.Tsallis(0.4) / occ.Polynomial(1.0, 0.5)); "
+        "print(Simulation(mdp, learner, occ.RandomWalkLosses(), 10, [0], None, {}, 'torch').fingerprint)"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(__file__).parents[1])}
+    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    mdp = occ.LayeredMDP.random(2, 2, 2)
+    learner = occ.FTRL(mdp, 2.0 * occ.jin_luo(mdp) + occ.Tsallis(0.4) / occ.Polynomial(1.0, 0.5))
+    learner.start(1)
+    learner.propose(1)
+    assert Simulation(mdp, learner, occ.RandomWalkLosses(), 10, [0], None, {}, "torch").fingerprint == found

@@ -6,6 +6,7 @@ whatever evaluates regularizers reads it there.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -24,13 +25,12 @@ class TabularRegularizer(SeparableRegularizer):
 
     def __init__(self, **parameters: Tensor | float) -> None:
         super().__init__(**parameters)
-        used = {term.argument for term in self.table()}
-        self._arguments = tuple(name for name in ARGUMENTS if name in used)
+        self._arguments = tuple(name for name in ARGUMENTS if name in {term.argument for term in self.table()})
 
     def table(self) -> tuple[Term, ...]:
         raise NotImplementedError
 
-    @property
+    @cached_property
     def arguments(self) -> tuple[Argument, ...]:
         return self._arguments
 

@@ -16,6 +16,7 @@ from torch_occ.hessians import Blocks, Full, Hessian, Separable, combine
 from torch_occ.marginals import Argument, keep, pull_back
 from torch_occ.mdp import LayeredMDP
 from torch_occ.regularizers import Inputs, Regularizer, Values, evaluate
+from torch_occ.validation import broadcast
 
 
 class Evaluator:
@@ -47,7 +48,7 @@ class Evaluator:
     def batch_shape(self, parameters: Sequence[Tensor]) -> torch.Size:
         """The batch shape of the declared parameters, each of which is a scalar or one for every element."""
         shapes = [p.shape for name, p in zip(self.names, parameters, strict=True) if name in self.declared]
-        return torch.broadcast_shapes(*shapes) if not self.vmapped else torch.Size()
+        return broadcast(*shapes) if not self.vmapped else torch.Size()
 
     def bind(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
         """inputs -> values at these parameters and this t."""

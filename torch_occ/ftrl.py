@@ -20,6 +20,7 @@ from torch_occ.mdp import LayeredMDP
 from torch_occ.newton import Options, Solution, Status
 from torch_occ.occupancy import interior_point
 from torch_occ.regularizers import Regularizer, SeparableRegularizer
+from torch_occ.validation import broadcast
 
 
 class SolveError(RuntimeError):
@@ -152,7 +153,7 @@ def _check_batches(shapes: dict[str, torch.Size]) -> None:
     batch = torch.Size()
     for name, shape in shapes.items():
         try:
-            batch = torch.broadcast_shapes(batch, shape)
+            batch = broadcast(batch, shape)
         except RuntimeError:
             raise ValueError(f"{name}: expected a batch shape that broadcasts against {tuple(batch)}, got {tuple(shape)}") from None
 

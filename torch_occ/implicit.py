@@ -30,6 +30,7 @@ from torch_occ.mdp import LayeredMDP
 from torch_occ.newton import Options, Solution, Status, newton
 from torch_occ.occupancy import flow_adjoint, flow_of, flow_source
 from torch_occ.regularizers import total
+from torch_occ.validation import broadcast
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Stationarity:
         bound = self.setting.bind(tensors)
         self.check(bound, x, start)
         given = bound.evaluator.batch_shape(bound.parameters)
-        batch = torch.broadcast_shapes(x.shape[:-2], start.shape[:-2], bound.t.shape, bound.mdp.batch_shape, given)
+        batch = broadcast(x.shape[:-2], start.shape[:-2], bound.t.shape, bound.mdp.batch_shape, given)
         solution = newton(flow_of(bound.mdp), bound.deriver(batch), -x.expand(*batch, *x.shape[-2:]), start, self.options)
         self.report(solution)
         return tuple(getattr(solution, field.name) for field in fields(Solution))
@@ -132,7 +133,7 @@ class Linearized:
 
     def solve(self, x: Tensor, r: Tensor, q: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         bound = self.setting.bind(tensors)
-        batch = torch.broadcast_shapes(q.shape[:-2], bound.t.shape)
+        batch = broadcast(q.shape[:-2], bound.t.shape)
         hessian = bound.deriver(batch)(q.expand(*batch, *q.shape[-2:])).hessian
         return factorize(hessian, flow_of(bound.mdp)).solve(x, r)
 
@@ -142,7 +143,7 @@ class Linearized:
     def operator(self, outputs: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         (q, *tensors), (u, m) = arguments, outputs
         bound = self.setting.bind(tensors)
-        q = q.expand(torch.broadcast_shapes(q.shape, u.shape))
+        q = q.expand(broadcast(q.shape, u.shape))
         return bound.hessian_product(q, u) - flow_adjoint(bound.mdp, m), bound.flow(u)
 
     def rhs_cotangents(self, x_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch_occ.hessians import Blocks, Full, Hessian, Separable
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import DenseFlow, Flow, LayeredFlow
+from torch_occ.validation import broadcast
 
 
 class Factorization(Protocol):
@@ -201,7 +202,7 @@ class FullFactorization:
         E = E * self.state_scale.unsqueeze(-1)
         H = self.pair_scale.unsqueeze(-1) * hessian.matrix * self.pair_scale.unsqueeze(-2)
         H = H + torch.diag(1.0 - exists.to(H.dtype))
-        batch = torch.broadcast_shapes(E.shape[:-2], H.shape[:-2])
+        batch = broadcast(E.shape[:-2], H.shape[:-2])
         E, H = E.expand(*batch, *E.shape[-2:]), H.expand(*batch, *H.shape[-2:])
         system = torch.cat([torch.cat([H, -E.mT], -1), torch.nn.functional.pad(E, (0, mdp.num_states))], -2)
         self.lu, self.pivots, _ = torch.linalg.lu_factor_ex(system)
@@ -209,7 +210,7 @@ class FullFactorization:
 
     def solve(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         scaled = (self.pair_scale * x.flatten(-2), self.state_scale * r)
-        batch = torch.broadcast_shapes(*(part.shape[:-1] for part in scaled))
+        batch = broadcast(*(part.shape[:-1] for part in scaled))
         rhs = torch.cat([part.expand(*batch, part.shape[-1]) for part in scaled], -1)
         solution = torch.linalg.lu_solve(self.lu, self.pivots, rhs.unsqueeze(-1)).squeeze(-1)
         dq, v = solution.split([self.pair_scale.shape[-1], self.state_scale.shape[-1]], -1)

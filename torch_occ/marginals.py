@@ -31,12 +31,12 @@ def marginal(name: Argument, mdp: LayeredMDP, q: Tensor) -> Tensor:
         case "pair":
             found = q
         case "rest":
-            found = sum_of_others(q)
+            found = q @ mdp.other_actions
         case "state":
             found = q.sum(-1)
         case "complement":
             elsewhere = torch.cat([sum_of_others(layer) for layer in mdp.split(q.sum(-1), -1)], -1)
-            accurate = sum_of_others(q) + elsewhere.unsqueeze(-1)
+            accurate = q @ mdp.other_actions + elsewhere.unsqueeze(-1)
             # On Omega both are equal; `accurate` has the digits, and 1 - q the derivative that this package means.
             found = accurate.detach() - (q - q.detach())
     return keep(name, mdp, found, 1.0)
@@ -48,7 +48,7 @@ def change(name: Argument, mdp: LayeredMDP, dq: Tensor) -> Tensor:
         case "pair":
             moved = dq
         case "rest":
-            moved = sum_of_others(dq)
+            moved = dq @ mdp.other_actions
         case "state":
             moved = dq.sum(-1)
         case "complement":
@@ -63,7 +63,7 @@ def pull_back(name: Argument, mdp: LayeredMDP, slope: Tensor) -> Tensor:
         case "pair":
             return slope
         case "rest":
-            return keep("pair", mdp, sum_of_others(slope), 0.0)
+            return keep("pair", mdp, slope @ mdp.other_actions, 0.0)
         case "state":
             return keep("pair", mdp, slope.unsqueeze(-1).expand(*slope.shape, mdp.num_actions), 0.0)
         case "complement":
@@ -78,9 +78,6 @@ def keep(name: Argument, mdp: LayeredMDP, x: Tensor, otherwise: float) -> Tensor
 
 def sum_of_others(x: Tensor) -> Tensor:
     """Along the last dimension, the sum of all entries but this one, adding only what belongs to it."""
-    size = x.shape[-1]
-    if size <= 64:
-        return x @ (1 - torch.eye(size, dtype=x.dtype, device=x.device))
     before = torch.nn.functional.pad(x.cumsum(-1)[..., :-1], (1, 0))
     after = torch.nn.functional.pad(x.flip(-1).cumsum(-1)[..., :-1], (1, 0)).flip(-1)
     return before + after

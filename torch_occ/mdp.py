@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.unroll import ABSORBING, unroll
-from torch_occ.validation import check_actions, check_probabilities, check_shapes
+from torch_occ.validation import broadcast, check_actions, check_probabilities, check_shapes
 
 #: Up to this many states one dense matrix beats a loop over layers (experiments/benchmark.py measures it).
 DENSE_STATES = 64
@@ -126,6 +126,11 @@ class LayeredMDP:
         return {name: mask if bool(mask.any()) else None for name, mask in masks.items()}
 
     @cached_property
+    def other_actions(self) -> Tensor:
+        """`(A, A)`, one off the diagonal and zero on it: `q @ other_actions` is q(s) - q(s, a) without cancellation."""
+        return 1 - torch.eye(self.num_actions, dtype=self.dtype, device=self.device)
+
+    @cached_property
     def action_groups(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """States by their number n of actions: for each n, the states `(G,)` and their actions `(G, n)`."""
         counts = self.actions.sum(-1)
@@ -139,7 +144,7 @@ class LayeredMDP:
     def batch_shape(self) -> torch.Size:
         """Leading dimensions of the transitions: a batch of MDPs of one layout."""
         shapes = [p.shape[:-3] for p in self.transitions]
-        return torch.broadcast_shapes(self.initial.shape[:-1], *shapes)
+        return broadcast(self.initial.shape[:-1], *shapes)
 
     @property
     def joint_transitions(self) -> Tensor:
@@ -300,7 +305,7 @@ def replace_fields(mdp: LayeredMDP, **fields: Any) -> LayeredMDP:
 
 
 #: Derived properties that the probabilities do not change; made at construction, before any transform can wrap them.
-_LAYOUT = ("layer_sizes", "layer_slices", "layer", "missing", "action_groups")
+_LAYOUT = ("layer_sizes", "layer_slices", "layer", "missing", "action_groups", "other_actions")
 
 
 def _set(mdp: LayeredMDP, **fields: Any) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.mdp import DENSE_STATES, LayeredMDP
+from torch_occ.validation import broadcast
 
 
 class LayeredFlow:
@@ -110,7 +111,7 @@ def _substitute(triangle: Tensor, x: Tensor, upper: bool) -> Tensor:
 
 def _join(parts: list[Tensor], event_dims: int) -> Tensor:
     """Concatenate layers whose batch shapes may still differ."""
-    batch = torch.broadcast_shapes(*(part.shape[: part.dim() - event_dims] for part in parts))
+    batch = broadcast(*(part.shape[: part.dim() - event_dims] for part in parts))
     return torch.cat([part.expand(*batch, *part.shape[part.dim() - event_dims :]) for part in parts], -event_dims)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -59,15 +60,15 @@ class Regularizer(Parametrized):
         """What the levels in use need of q."""
         return Inputs(
             {name: marginal(name, mdp, q) for name in self.arguments},
-            [gather(q, group) for group in mdp.action_groups] if self.has_level(StatewiseRegularizer) else [],
-            [q] if self.has_level(JointRegularizer) else [],
+            [gather(q, group) for group in mdp.action_groups] if StatewiseRegularizer in self.levels else [],
+            [q] if JointRegularizer in self.levels else [],
         )
 
     def evaluate(self, inputs: Inputs, t: Tensor) -> Values:
         """The weighted value of every elementary regularizer, summed within its level and nowhere else."""
         return evaluate(list(self.parts(t)), inputs)
 
-    @property
+    @cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments that the scalar terms read."""
         used = {name for leaf in self.leaves() if isinstance(leaf, SeparableRegularizer) for name in leaf.arguments}
@@ -81,8 +82,11 @@ class Regularizer(Parametrized):
         """The elementary regularizers, without weights."""
         yield self
 
-    def has_level(self, level: type[Regularizer]) -> bool:
-        return any(isinstance(leaf, level) for leaf in self.leaves())
+    @cached_property
+    def levels(self) -> set[type[Regularizer]]:
+        """Which of the three levels are in use."""
+        kinds = (SeparableRegularizer, StatewiseRegularizer, JointRegularizer)
+        return {kind for kind in kinds for leaf in self.leaves() if isinstance(leaf, kind)}
 
     def __add__(self, other: Regularizer) -> Sum:
         return Sum(self, other) if isinstance(other, Regularizer) else NotImplemented
@@ -126,7 +130,7 @@ class SeparableRegularizer(Regularizer):
         """weight times the function of this argument."""
         return weighted(weight, getattr(self, name)(x), 1 if name == "state" else 2)
 
-    @property
+    @cached_property
     def arguments(self) -> tuple[Argument, ...]:
         return tuple(name for name in ARGUMENTS if getattr(type(self), name) is not getattr(SeparableRegularizer, name))
 

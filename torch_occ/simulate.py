@@ -10,6 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -283,18 +284,26 @@ def _digest(digest: Any, part: Any) -> None:
     if isinstance(part, Tensor):
         digest.update(str((part.dtype, tuple(part.shape))).encode() + part.detach().cpu().contiguous().numpy().tobytes())
     elif isinstance(part, nn.Module):
-        plain = {key: value for key, value in vars(part).items() if not key.startswith("_") and not isinstance(value, LayeredMDP)}
+        plain = {key: value for key, value in vars(part).items() if not key.startswith("_") and not _derived(part, key)}
         _digest(digest, [type(part).__qualname__, dict(part.named_parameters(recurse=False)), plain, dict(part.named_children())])
     elif isinstance(part, LayeredMDP):
         _digest(digest, [part.transitions, part.initial, part.actions])
     elif isinstance(part, dict):
         for key in sorted(part):
             _digest(digest, [key, part[key]])
+    elif isinstance(part, set | frozenset):
+        _digest(digest, sorted(map(repr, part)))
     elif isinstance(part, list | tuple):
         digest.update(f"{len(part)}:".encode())
         for item in part:
             _digest(digest, item)
     elif hasattr(part, "__dict__"):
-        _digest(digest, [type(part).__qualname__, {key: value for key, value in vars(part).items() if key != "state"}])
+        kept = {key: value for key, value in vars(part).items() if key != "state" and not _derived(part, key)}
+        _digest(digest, [type(part).__qualname__, kept])
     else:
         digest.update(repr(part).encode() + b";")
+
+
+def _derived(part: Any, name: str) -> bool:
+    """Whether an attribute is only a cache, which may or may not be there."""
+    return isinstance(getattr(type(part), name, None), cached_property)
