@@ -90,11 +90,13 @@ class Row:
         scaled = "" if self.measured == self.batch else "~"
         times = [scaled + seconds(x) if x else "-" for x in (self.forward, self.backward, self.warm)]
         residuals = [f"{x:.0e}" if x is not None else "-" for x in (self.residual_q, self.residual_gradient)]
-        ratios = [
-            "-" if not x else f"{x:.2g}" if x < 100 else f"{x:,.0f}"
-            for x in (self.ratio_forward, self.ratio_backward, self.ratio_total, self.ratio_warm)
-        ]
+        ratios = [multiple(x) for x in (self.ratio_forward, self.ratio_backward, self.ratio_total, self.ratio_warm)]
         return [f"{self.shape}", str(self.batch), self.contestant, *times, *residuals, *ratios, self.note]
+
+
+def multiple(x: float | None) -> str:
+    """A ratio with about as many digits as it deserves."""
+    return "-" if not x else f"{x:.1f}" if x < 10 else f"{x:,.0f}"
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -162,7 +164,7 @@ def _summarize(row: Row, case: Case, trials: list[Trial]) -> None:
         if case.mdp.num_pairs <= 2000:
             row.residual_gradient = judge.residual_of_gradient(trials[0].q[0], case.direction, trials[0].gradient[0])
         else:
-            row.note += "; the judge's dense Hessian is too large to judge the gradient" if row.note else "gradient not judged: too large"
+            row.note = "; ".join(filter(None, [row.note, "gradient not judged: too large"]))
 
 
 def _compare(row: Row, ours: Row) -> None:
@@ -205,6 +207,27 @@ def verdict(rows: list[Row]) -> list[str]:
     return lines
 
 
+def summary(rows: list[Row]) -> str:
+    """A step with its gradient, one size a line: the time of torch_occ, and how many times as long the others take; for the README."""
+    names = list(dict.fromkeys(row.contestant for row in rows))
+    batches = sorted({row.batch for row in rows})
+    ends = dict.fromkeys((batches[0], batches[-1]))
+    lines = []
+    for shape in dict.fromkeys(row.shape for row in rows):
+        line = [f"{shape}", ""]
+        for batch in ends:
+            cell = {row.contestant: row for row in rows if row.shape == shape and row.batch == batch}
+            ours = cell[names[0]]
+            line[1] = str(ours.pairs)
+            line.append(seconds(((ours.forward or 0.0) + (ours.backward or 0.0)) / batch))
+            line += [multiple(cell[name].ratio_total or cell[name].ratio_forward) for name in names[1:]]
+        lines.append(line)
+    header = ["size", "pairs"]
+    for batch in ends:
+        header += [f"batch {batch}: {names[0]}, a step", *names[1:]]
+    return table(header, lines)
+
+
 def draw_rivals(rows: list[Row]) -> Figure:
     """Seconds a step, forward and backward together, over the batch; one panel a size."""
     shapes = list(dict.fromkeys(row.shape for row in rows))
@@ -239,7 +262,13 @@ def main(args: Args) -> Path:
     print(f"{machine()}; torch uses {args.threads} thread{'s' * (args.threads > 1)}; {args.clock} time\n", flush=True)
     if "rivals" in args.sections:
         rows = measure_rivals(args, directory)
-        print(f"\n{table(HEADER, [row.cells() for row in rows], left=(0, 2, 12))}\n\n" + "\n".join(verdict(rows)) + "\n", flush=True)
+        print(
+            f"\n{table(HEADER, [row.cells() for row in rows], left=(0, 2, 12))}\n\n"
+            + f"{summary(rows)}\n\n"
+            + "\n".join(verdict(rows))
+            + "\n",
+            flush=True,
+        )
         write_figure(directory / "benchmark.png", draw_rivals(rows))
     anatomy = Anatomy(args.batches, args.repeats, args.budget, args.t, args.seed, CLOCKS[args.clock])
     if "flows" in args.sections:

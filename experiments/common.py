@@ -61,9 +61,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[i
 
 def seconds(x: float) -> str:
     """A duration with a unit that suits it."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 300.0), ("s", 1.0), ("ms", 1e-3)):
         if x >= size:
-            return f"{x / size:.3g} {unit}"
+            return f"{x / (60.0 if unit == 'min' else size):.3g} {unit}"  # minutes from five on
     return f"{x / 1e-6:.3g} µs"
 
 

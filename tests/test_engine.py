@@ -58,6 +58,8 @@ def test_the_game_is_the_same(game):
         for backend in ("torch", "engine")
     )
     assert (torch_run.backend, engine_run.backend) == ("torch", "engine")
+    alone = occ.simulate(MDP, occ.FTRL(MDP, occ.jin_luo(MDP, beta=0.5), estimator), losses, 60, [7], backend="engine")
+    assert torch.equal(alone.regret[0], engine_run.regret[1])
     torch.testing.assert_close(engine_run.realised_regret, torch_run.realised_regret, rtol=0, atol=1e-12)
     torch.testing.assert_close(engine_run.newton_steps, torch_run.newton_steps, rtol=0, atol=1e-12)
     for name in ("regret", "comparator", "corruption", "uncertified", "cumulative_occupancy", "total_mean"):

@@ -147,4 +147,12 @@ def test_csv_and_table(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
     assert (tmp_path / "a.csv").read_text() == "x,y\n1,\n2.5,z\n"
     assert table(["", "n"], [["a", "10"], ["bc", "2"]]) == "|    |  n |\n|----|---:|\n| a  | 10 |\n| bc |  2 |"
-    assert [seconds(x) for x in (12.3456, 0.0123, 4.2e-6)] == ["12.3 s", "12.3 ms", "4.2 µs"]
+    assert [seconds(x) for x in (9e5, 7200.0, 600.0, 240.0, 12.3456, 0.0123, 4.2e-6)] == [
+        "10.4 days",
+        "2 h",
+        "10 min",
+        "240 s",
+        "12.3 s",
+        "12.3 ms",
+        "4.2 µs",
+    ]

@@ -77,8 +77,9 @@ def test_the_adjoint_is_the_adjoint(build):
 
 
 def test_the_representation_is_chosen_by_size():
-    assert isinstance(flow_of(occ.LayeredMDP.random(2, DENSE_STATES - 1, 1)), DenseFlow)
-    assert isinstance(flow_of(occ.LayeredMDP.random(2, DENSE_STATES, 1)), LayeredFlow)
+    assert isinstance(flow_of(occ.LayeredMDP.random(2, DENSE_STATES - 1, 1), 1), DenseFlow)
+    assert isinstance(flow_of(occ.LayeredMDP.random(2, DENSE_STATES, 1), 1), LayeredFlow)
+    assert isinstance(flow_of(occ.LayeredMDP.random(2, DENSE_STATES // 2, 1), 5), LayeredFlow)
 
 
 def test_joint_transitions_hold_every_layer_in_its_place():

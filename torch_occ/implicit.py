@@ -104,7 +104,7 @@ class Stationarity:
         self.check(bound, x, start)
         given = bound.evaluator.batch_shape(bound.parameters)
         batch = broadcast(x.shape[:-2], start.shape[:-2], bound.t.shape, bound.mdp.batch_shape, given)
-        solution = newton(flow_of(bound.mdp), bound.deriver(batch), -x.expand(*batch, *x.shape[-2:]), start, self.options)
+        solution = newton(flow_of(bound.mdp, batch.numel()), bound.deriver(batch), -x.expand(*batch, *x.shape[-2:]), start, self.options)
         self.report(solution)
         return tuple(getattr(solution, field.name) for field in fields(Solution))
 
@@ -135,7 +135,7 @@ class Linearized:
         bound = self.setting.bind(tensors)
         batch = broadcast(q.shape[:-2], bound.t.shape)
         hessian = bound.deriver(batch)(q.expand(*batch, *q.shape[-2:])).hessian
-        return factorize(hessian, flow_of(bound.mdp)).solve(x, r)
+        return factorize(hessian, flow_of(bound.mdp, x.shape[:-2].numel())).solve(x, r)
 
     def point(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         return tensors[2], tensors[3:]

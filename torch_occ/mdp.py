@@ -21,8 +21,8 @@ from torch import Tensor
 from torch_occ.unroll import ABSORBING, unroll
 from torch_occ.validation import broadcast, check_actions, check_probabilities, check_shapes
 
-#: Up to this many states one dense matrix beats a loop over layers (experiments/benchmark.py measures it).
-DENSE_STATES = 64
+#: Up to this many states one dense matrix beats a loop over layers, for a single problem; half as many for a batch.
+DENSE_STATES = 128
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -92,9 +92,12 @@ class DenseFlow:
 Flow = DenseFlow | LayeredFlow
 
 
-def flow_of(mdp: LayeredMDP) -> Flow:
-    """The representation of the transitions that is faster for this MDP."""
-    return DenseFlow(mdp) if mdp.num_states <= DENSE_STATES else LayeredFlow(mdp)
+def flow_of(mdp: LayeredMDP, elements: int = 32) -> Flow:
+    """The representation of the transitions that is faster for this MDP and a batch of so many elements.
+
+    One large matrix saves operations, a loop over layers saves arithmetic; experiments/benchmark.py measures where they meet.
+    """
+    return DenseFlow(mdp) if mdp.num_states <= (DENSE_STATES if elements <= 4 else DENSE_STATES // 2) else LayeredFlow(mdp)
 
 
 def _arrive(x: Tensor, kernel: Tensor) -> Tensor:

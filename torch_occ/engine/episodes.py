@@ -71,6 +71,24 @@ def play(
 
 
 @njit(cache=True)
+def play_alone(
+    model: Model,
+    terms: Terms,
+    weights: Floats,  # (n, K)
+    means: Floats,  # (n or 1, N or 1, S, A)
+    numbers: Floats,  # (N, n, L, 3)
+    tables: Floats,  # (N, n, S, A) under full information, else empty
+    rules: Rules,
+    tally: Tally,
+    middle: Floats,  # (S, A), an interior point for cold starts
+    tolerance: float,
+    max_steps: int,
+) -> None:
+    """The same for a single seed, without the cost of waking threads."""
+    _play_seed(model, terms, weights, means[:, 0], numbers[0], tables[0], rules, tally, 0, middle, tolerance, max_steps)
+
+
+@njit(cache=True)
 def _play_seed(
     model: Model,
     terms: Terms,

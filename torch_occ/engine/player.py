@@ -20,6 +20,7 @@ from torch_occ.engine.episodes import (
     Rules,
     Tally,
     play,
+    play_alone,
 )
 from torch_occ.estimators import Estimator, FullInformation, ImplicitExploration, ImportanceWeighted, ReducedVariance
 from torch_occ.learners import FTRL, Learner
@@ -76,7 +77,7 @@ class EnginePlayer:
         tolerance = np.finfo(np.float64).eps ** (2 / 3) if options.tolerance is None else options.tolerance
         threads = torch.get_num_threads()  # numba's threads and torch's share one setting
         with _Patience("torch_occ: compiling the engine, once for this machine; this takes about half a minute ..."):
-            play(
+            (play if len(run.seeds) > 1 else play_alone)(
                 self.model,
                 terms,
                 weights,
