@@ -113,7 +113,7 @@ def draw_flows(rows: list[dict[str, Any]]) -> Figure:
 
 #: The parts of a solve, by the functions that do them: (file, function). Nested ones belong to the first part that lists them.
 PARTS = {
-    "derivatives (autograd)": [("implicit.py", "derive")],
+    "derivatives (autograd)": [("derivatives.py", "derivatives")],
     "factorization": [("kkt.py", "factorize")],
     "triangular solves": [("kkt.py", "solve")],
     "retraction": [("newton.py", "retract")],
