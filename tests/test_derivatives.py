@@ -19,7 +19,9 @@ def point(problem, *batch, seed=5):
 
 
 def derive(mdp, psi, q, t=1.0, parameters=None):
-    evaluate = Evaluator(psi).bind_constants(tuple(psi.parameters()) if parameters is None else parameters, torch.as_tensor(t, dtype=F64))
+    evaluator = Evaluator(psi)
+    given = evaluator.own_parameters if parameters is None else parameters
+    evaluate = evaluator.bind_constants(given, torch.as_tensor(t, dtype=F64))
     return derivatives(mdp, psi, evaluate, q)
 
 
