@@ -45,13 +45,15 @@ class Anatomy:
 @contextmanager
 def dense_up_to(states: int) -> Iterator[None]:
     """Another DENSE_STATES for a while. (`torch_occ.occupancy` is also the name of a function, hence the detour.)"""
-    module: Any = sys.modules["torch_occ.occupancy"]
-    before = module.DENSE_STATES
-    module.DENSE_STATES = states
+    modules: list[Any] = [sys.modules["torch_occ.mdp"], sys.modules["torch_occ.occupancy"]]
+    before = modules[0].DENSE_STATES
+    for module in modules:
+        module.DENSE_STATES = states
     try:
         yield
     finally:
-        module.DENSE_STATES = before
+        for module in modules:
+            module.DENSE_STATES = before
 
 
 def measure_flows(anatomy: Anatomy, grid: tuple[tuple[int, int, int], ...] = GRID) -> list[dict[str, Any]]:
