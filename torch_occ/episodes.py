@@ -19,6 +19,7 @@ class TorchPlayer:
     """Plays any learner; no Python work is done for a single seed."""
 
     name = "torch"
+    chunks = 1
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp

@@ -18,7 +18,7 @@ Two equations stand behind it, both about the system of torch_occ.kkt:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch_occ.derivatives import Derivatives, Evaluator, derivatives
 from torch_occ.kkt import factorize
 from torch_occ.mdp import LayeredMDP
-from torch_occ.newton import Options, Solution, Status, newton
+from torch_occ.newton import FIELDS, Options, Solution, Status, newton
 from torch_occ.occupancy import flow_adjoint, flow_of, flow_source
 from torch_occ.regularizers import total
 from torch_occ.validation import broadcast
@@ -106,7 +106,7 @@ class Stationarity:
         batch = broadcast(x.shape[:-2], start.shape[:-2], bound.t.shape, bound.mdp.batch_shape, given)
         solution = newton(flow_of(bound.mdp, batch.numel()), bound.deriver(batch), -x.expand(*batch, *x.shape[-2:]), start, self.options)
         self.report(solution)
-        return tuple(getattr(solution, field.name) for field in fields(Solution))
+        return tuple(getattr(solution, name) for name in FIELDS)
 
     def point(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         """Where K is taken: (q, setting)."""
@@ -174,7 +174,7 @@ class ImplicitSolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         equation, tensors, outputs = ctx.equation, ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        z_bar = _poison(outputs, cotangents[:2])
+        z_bar = poison(outputs, cotangents[:2])
         q, setting = equation.point(tensors, outputs)
         linearized = Linearized(equation.setting)
         # K' has the signs of the off-diagonal blocks exchanged.
@@ -197,9 +197,9 @@ class ImplicitSolution(torch.autograd.Function):
         x = torch.zeros_like(outputs[0]) if x is None else x
         r = torch.zeros_like(outputs[1]) if r is None else r
         if any(tangent is not None for tangent in tangents[2:]):
-            moved = _push_forward(lambda *given: equation.operator(outputs, given), tensors[2:], tangents[2:])
+            moved = push_forward(lambda *given: equation.operator(outputs, given), tensors[2:], tangents[2:])
             x, r = x - moved[0], r - moved[1]
-        dq, dv = ImplicitSolution.apply(Linearized(equation.setting), *_poison(outputs, (x, r)), q, *setting)
+        dq, dv = ImplicitSolution.apply(Linearized(equation.setting), *poison(outputs, (x, r)), q, *setting)
         return (dq, dv, *(None,) * (len(outputs) - 2))
 
     @staticmethod
@@ -223,7 +223,7 @@ class ImplicitSolution(torch.autograd.Function):
         return outputs, (0,) * len(outputs)
 
 
-def _poison(outputs: Sequence[Tensor], z: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def poison(outputs: Sequence[Tensor], z: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """NaN for the elements whose solve failed: a derivative there would be silently wrong."""
     if len(outputs) == 2:
         return z[0], z[1]
@@ -231,7 +231,7 @@ def _poison(outputs: Sequence[Tensor], z: Sequence[Tensor]) -> tuple[Tensor, Ten
     return torch.where(failed[..., None, None], torch.nan, z[0]), torch.where(failed[..., None], torch.nan, z[1])
 
 
-def _push_forward(
+def push_forward(
     function: Callable[..., tuple[Tensor, Tensor]], at: Sequence[Tensor], tangents: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     """The derivative along tangents by two reverse passes, because forward mode does not nest in itself."""

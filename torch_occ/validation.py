@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -109,3 +109,13 @@ def check_rows(argument: str, rows: Tensor, used: Tensor | None, words: tuple[st
     if len(wrong):
         index = wrong[0].tolist()
         raise ValueError(f"{place(index)}the probabilities sum to {float(sums[tuple(index)]):.12g}; expected 1")
+
+
+Backend = Literal["auto", "torch", "engine"]
+
+
+def check_backend(backend: Backend) -> Backend:
+    """One of the three."""
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend: expected auto, torch or engine, got {backend!r}")
+    return backend
