@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +99,9 @@ class Solution:
     def merge(self, other: Solution, where: Tensor) -> Solution:
         """The other solution at some elements `(*batch,)` of the batch, this one elsewhere."""
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in FIELDS}
-        chosen = {name: torch.where(_over(where, mine.dim() - where.dim()), theirs, mine) for name, (mine, theirs) in pairs.items()}
+        chosen: dict[str, Any] = {
+            name: torch.where(_over(where, mine.dim() - where.dim()), theirs, mine) for name, (mine, theirs) in pairs.items()
+        }
         return replace(self, **chosen)
 
 

@@ -7,6 +7,7 @@ parameters, the engine how the solution depends on them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -80,7 +81,7 @@ class CompiledStep:
         followed = (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)) or forward_ad._current_level >= 0
         solve = partial(_CompiledSolution.apply, self) if followed else self.solve
         outputs: Any = solve(batch, start.detach(), *inputs)
-        return None if outputs is None else Solution(*outputs, backend="engine")
+        return None if outputs is None else replace(Solution(*outputs), backend="engine")
 
     def _in_domain(self, t: Tensor, parameters: Sequence[Tensor]) -> bool:
         low, high = (float(t.detach()),) * 2 if t.dim() == 0 else (float(x) for x in t.detach().aminmax())
