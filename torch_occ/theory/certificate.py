@@ -26,6 +26,7 @@ from torch_occ.learners import FTRL
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import occupancy, optimal_policy
 from torch_occ.theory.bounds import adversarial_bound, lower_order
+from torch_occ.theory.decomposition import tilde_nearby
 from torch_occ.theory.hessian import hybrid
 from torch_occ.theory.parameters import Parameters
 from torch_occ.theory.penalty import penalty_bound
@@ -57,6 +58,7 @@ class Certificate(Callback):
         self.rows: dict[str, list[Tensor]] = {}
         self.episodes: list[int] = []
         self.q: list[Tensor] = []  # (N, S, A) each
+        self.values: list[Tensor] = []  # (N,) each, phi_H(q)
         self.stability: list[Tensor] = []  # (2, N) each: the expected norm, and the bound of the first step
         self.last_mean: Tensor | None = None
         self.mapping: Tensor | None = None
@@ -83,6 +85,7 @@ class Certificate(Callback):
         total = run.sums["total_mean"].clone()
         self.stability.append(self._stability_now(run, q, total))
         self.q.append(q)
+        self.values.append(hybrid(mdp, q, alpha))
         self.last_mean = total
         self._add_weights(run.t)
         self.episodes.append(run.t)
@@ -96,10 +99,10 @@ class Certificate(Callback):
         self.mapping = mapping
 
         t = torch.tensor(float(run.t), dtype=q.dtype, device=q.device)
-        penalties, stabilities = hybrid(mdp, torch.stack(self.q), alpha), torch.stack(self.stability, 1)  # (C, N), (2, C, N)
+        values, stabilities = torch.stack(self.values), torch.stack(self.stability, 1)  # (C, N), (2, C, N)
         of_penalty, of_stability = (q.new_tensor(w) for w in (self.penalty_weights, self.stability_weights))
         best_value = hybrid(mdp, best, alpha)
-        penalty = best_value * of_penalty.sum() - of_penalty @ penalties
+        penalty = best_value * of_penalty.sum() - of_penalty @ values
         stability, first_step = of_stability @ stabilities
         bounded = torch.stack(self.bounds, 1)  # (2, C, N)
         penalty_limit, stability_limit = of_penalty @ bounded[0], of_stability @ bounded[1]
@@ -118,7 +121,7 @@ class Certificate(Callback):
                 "bound_terms": penalty + stability + rest,
                 "bound_lemmas": penalty_limit + stability_limit + rest,
                 "bound_adversarial": adversarial_bound(mdp, self.parameters, t).expand_as(penalty),
-                "penalty_now": best_value - penalties[-1],
+                "penalty_now": best_value - values[-1],
                 "penalty_now_bound": bounded[0, -1],
                 "stability_now": stabilities[0, -1],
                 "stability_now_bound": bounded[1, -1],
@@ -151,8 +154,8 @@ class Certificate(Callback):
     def _smoothness(self, run: Simulation, q: Tensor) -> Tensor:
         """tilde q_t / q_t, `(N, S, A)`."""
         assert isinstance(run.learner, FTRL)
-        total = run.learner.state["cumulative_loss"]
-        return run.learner.step.solve(total, float(run.t), warm_start=q, check=False).q / q
+        total, t = run.learner.state["cumulative_loss"], torch.tensor(float(run.t), dtype=q.dtype, device=q.device)
+        return tilde_nearby(run.learner.step, self.parameters, q, total, t) / q
 
     def _add_weights(self, t: int) -> None:
         last = self.episodes[-1] if self.episodes else 0
@@ -186,7 +189,7 @@ class Certificate(Callback):
         for t in times.tolist():
             self._add_weights(t)
             self.episodes.append(t)
-        self.q, self.stability = list(q), list(stability)
+        self.q, self.values, self.stability = list(q), list(hybrid(run.mdp, q, self.parameters.alpha)), list(stability)
 
 
 def second_moment(mean: Tensor, noise: str) -> Tensor:

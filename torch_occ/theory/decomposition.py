@@ -15,9 +15,11 @@ from torch import Tensor
 
 from torch_occ.callbacks import Callback
 from torch_occ.ftrl import FTRLStep
+from torch_occ.kkt import factorize
 from torch_occ.mdp import LayeredMDP
+from torch_occ.occupancy import flow_of, flow_source
 from torch_occ.theory.bounds import lower_order
-from torch_occ.theory.hessian import bregman, hessian_of_step, hybrid, log_barrier
+from torch_occ.theory.hessian import bregman, derivatives_of_step, hessian_of_step, hybrid, log_barrier
 from torch_occ.theory.parameters import Parameters, episodes
 from torch_occ.theory.recursion import curvature, inverse_hessian
 from torch_occ.theory.stability import norm
@@ -64,7 +66,31 @@ def tilde(step: FTRLStep, q: Tensor, cumulative_loss: Tensor, t: Tensor | float)
     Read: G_t is printed as <q_t, hat L_t> + psi_t(q), whose minimizer would not depend on the losses at all.
     """
     with torch.no_grad():
-        return step.solve(cumulative_loss, t, warm_start=q).q
+        solution = step.solve(cumulative_loss, t, warm_start=q, check=False)
+        # A warm start can lie too close to the boundary; from the middle, Newton's method is certain.
+        return solution.q if bool(solution.converged.all()) else step.solve(cumulative_loss, t).q
+
+
+def tilde_nearby(step: FTRLStep, parameters: Parameters, q: Tensor, cumulative_loss: Tensor, t: Tensor) -> Tensor:
+    """The same to about eight digits, a few times faster: tilde q_t is so close to q_t that two Newton steps from there suffice.
+
+    Where they do not (a learner with too small a beta), the solver is called after all.
+    """
+    mdp = step.mdp
+    flow = flow_of(mdp, q[..., 0, 0].numel())
+    found, nothing, source = q, torch.zeros_like(q[..., 0]), flow_source(mdp)
+    for _ in range(3):
+        psi = derivatives_of_step(mdp, found, parameters, t)
+        move, _ = factorize(psi.hessian, flow).solve(-(psi.gradient + cumulative_loss), nothing)
+        moved = found + move
+        largest = float((move / found).nan_to_num(0.0 if mdp.missing["pair"] is not None else torch.inf).abs().amax())
+        if not largest < 0.5:
+            break
+        policy = moved / moved.sum(-1, keepdim=True)
+        found = flow.forward(policy, source).unsqueeze(-1) * policy
+        if largest < 1e-4:  # what remains is of the order of its square
+            return found
+    return tilde(step, q, cumulative_loss, t)
 
 
 def close_hessian(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Tensor) -> Statement:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_occ.marginals import keep, marginal
+from torch_occ.derivatives import Derivatives
+from torch_occ.hessians import Separable
+from torch_occ.marginals import keep, marginal, pull_back
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import flow_of, flow_residual, flow_source
 from torch_occ.theory.parameters import Parameters
@@ -101,6 +103,18 @@ def hessian_of_step(mdp: LayeredMDP, q: Tensor, parameters: Parameters, t: Tenso
     return hessian(mdp, q, parameters.alpha) / parameters.eta(t)[..., None, None] + torch.diag_embed(barrier.flatten(-2))
 
 
+def derivatives_of_step(mdp: LayeredMDP, q: Tensor, parameters: Parameters, t: Tensor) -> Derivatives:
+    """Gradient and Hessian of psi_t for q(s) = sum_a q(s,a), the algorithm's own definition, in closed form: what the solver works with."""
+    eta = parameters.eta(t)[..., None, None]
+    pair, rest = (marginal(name, mdp, q) for name in ("pair", "rest"))
+    root, rest_root = pair.sqrt(), rest.sqrt()
+    slope = keep("pair", mdp, -1 / (2 * eta * root) - parameters.beta / pair, 0.0)
+    gradient = slope + pull_back("rest", mdp, -parameters.alpha / (2 * eta * rest_root))
+    d = keep("pair", mdp, 1 / (4 * eta * pair * root) + parameters.beta / pair.square(), 0.0)
+    w = keep("rest", mdp, parameters.alpha / (4 * eta * rest * rest_root), 0.0)
+    return Derivatives({"pair": pair, "rest": rest}, gradient, Separable(d, w, torch.zeros_like(d[..., 0]), mdp.actions))
+
+
 def bregman(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Tensor) -> Tensor:
     """The Bregman divergence of psi_t, psi_t(q) - psi_t(p) - <grad psi_t(p), q - p> >= 0, `(*batch,)`; q and p are positive, in Omega.
 
@@ -115,8 +129,10 @@ def bregman(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Te
         # sqrt(x) - sqrt(y) = (x - y) / (sqrt(x) + sqrt(y)); where the argument does not exist both are 1.
         roots.append(((x - y) / (x.sqrt() + y.sqrt())).square() / (2 * y.sqrt()))
     hybrid_part = (roots[0] + parameters.alpha * roots[1]).sum((-2, -1)) / parameters.eta(t)
-    r = keep("pair", mdp, q - p, 0.0) / keep("pair", mdp, p, 1.0)
-    # r - log(1 + r) by its series where the difference would cancel.
+    x, y = (keep("pair", mdp, point, 1.0) for point in (q, p))
+    r = (x - y) / y
+    # By its series where r - log(1 + r) would cancel, and from the quotient where 1 + r would.
     small = r.square() * (0.5 - r * (1 / 3 - r * (1 / 4 - r * (1 / 5 - r / 6))))
-    barrier_part = torch.where(r.abs() < 1e-3, small, r - torch.log1p(r)).sum((-2, -1))
+    large = r - torch.where(r.abs() < 0.5, torch.log1p(r), (x / y).log())
+    barrier_part = torch.where(r.abs() < 1e-3, small, large).sum((-2, -1))
     return hybrid_part + parameters.beta * barrier_part
