@@ -135,10 +135,10 @@ class Summary:
 def summarize(found: Sequence[theory.Statement]) -> Summary:
     """All instances of one label."""
     left, right, holds = (torch.cat([getattr(x, name).flatten() for x in found]) for name in ("left", "right", "holds"))
-    closeness = torch.where(right.abs() > 0, (right - left) / right.abs(), (right - left).abs())
     if found[0].relation == "=":  # show the worst instance of an equality
-        closeness = -closeness.abs()
-    at = int(closeness.argmin())
+        at = int((right - left).abs().argmax())
+    else:  # the tightest of an inequality; one in which both sides vanish says nothing
+        at = int(torch.where(right == 0, (left - right).clamp(max=0) - (left == 0) * 1e300, (left - right) / right.abs()).argmax())
     positive = right > 0
     ratios = (left[positive] / right[positive]).tolist() if found[0].relation == "<=" else []
     return Summary(found[0].label, found[0].relation, len(left), int((~holds).sum()), float(left[at]), float(right[at]), ratios)
@@ -165,6 +165,12 @@ def statement_cells(summary: Summary) -> list[str]:
 
 
 WORDS = {
+    "eq:quadratic_form": "w'Hw as a sum of squares",
+    "eq:hybrid_alternative": "both definitions of q(s), along a tangent",
+    "lem:def_M": "H = M_(L-1), largest difference",
+    "lem:M_inverse": "M_k times its Woodbury inverse, largest difference",
+    "eq:def_N": "N_k is the last block of the inverse of M_k",
+    "thm:main_general": "an episode of the theorem, from both lemmas",
     "lem:convex_combine": "Omega is convex: flow residual of a mixture",
     "eq:state_reach_prob_bound": "states of a layer are reached with probability <= 1",
     "lem:state_reach_probabilty": "and those of all layers sum to <= L",

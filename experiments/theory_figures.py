@@ -40,7 +40,7 @@ def draw_runs(games: Mapping[str, Mapping[str, Tensor]], mdp: occ.LayeredMDP) ->
     """A column a game: regret and its bounds, the terms and theirs, and the update's smoothness."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.4 * len(games) + 0.6, 11.2), layout="constrained")
+    figure = Figure(figsize=(4.7 * len(games) + 3.6, 10.4), layout="constrained")
     panels = figure.subplots(3, len(games), squeeze=False, sharex="col", gridspec_kw={"height_ratios": [5, 5, 2.6]})
     for column, (place, curves) in enumerate(games.items()):
         t = curves["episodes"].numpy()
@@ -65,7 +65,8 @@ def draw_runs(games: Mapping[str, Mapping[str, Tensor]], mdp: occ.LayeredMDP) ->
     for axes in panels[-1]:
         axes.set_xlabel("episodes T")
     for row in range(2):
-        panels[row, 0].legend(frameon=False, fontsize=8, loc="upper left")
+        handles, labels = panels[row, 0].get_legend_handles_labels()
+        panels[row, -1].legend(handles, labels, frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.01, 0.5), handlelength=2.6)
     figure.suptitle(f"The regret bound of Jin and Luo, taken apart: {mdp.horizon} layers, {mdp.num_states} states, {mdp.num_actions} actions")
     return figure
 
@@ -91,7 +92,7 @@ def _smoothness(axes: Axes, t: np.ndarray, curves: Mapping[str, Tensor]) -> None
     axes.set(xscale="log")
     margin = max(1 - low.min(), high.max() - 1)
     axes.set_ylim(1 - 1.3 * margin, 1 + 1.3 * margin)
-    axes.text(0.98, 0.9, "lem:smooth_update allows [1/2, 2]", transform=axes.transAxes, ha="right", va="top", fontsize=8, color="0.4")
+    axes.text(0.98, 0.96, "lem:smooth_update allows [1/2, 2]", transform=axes.transAxes, ha="right", va="top", fontsize=8, color="0.4")
 
 
 def draw_tightness(ratios: Mapping[str, list[float]], mdps: int) -> Figure:

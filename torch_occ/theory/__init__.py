@@ -6,6 +6,7 @@
     recursion       M_k, W_k, N_k and the inverse Hessian, layer by layer                 lem:def_M ... lem:N_properties
     penalty         phi_H(q_opt) - phi_H(q) and its bounds                                lem:key_lemma_bound_penalty
     stability       the norm of the loss estimate and its bounds                          lem:key_lemma_bound_stability
+    identities      closed forms against what they stand for                              eq:quadratic_form, lem:M_inverse
     conditions      gaps, corruption, the self-bounding condition                         eq:self_bounding_constraint
     bounds          constants and right-hand sides, as printed and explicit               thm:main_general, col:stochastic_bound, ...
     tuning          alpha and gamma for stochastic losses                                 app:appendix_parameter_choices
@@ -72,6 +73,13 @@ from torch_occ.theory.stability import stability_first_step as stability_first_s
 from torch_occ.theory.stability import stability_second_step as stability_second_step
 from torch_occ.theory.stability import worst_case_stability as worst_case_stability
 
+# Closed forms against definitions
+from torch_occ.theory.identities import both_definitions as both_definitions
+from torch_occ.theory.identities import hessian_by_layers as hessian_by_layers
+from torch_occ.theory.identities import inverse_by_layers as inverse_by_layers
+from torch_occ.theory.identities import quadratic_form_of_hessian as quadratic_form_of_hessian
+from torch_occ.theory.identities import tangent as tangent
+
 # Conditions, constants, bounds
 from torch_occ.theory.conditions import corruption as corruption
 from torch_occ.theory.conditions import gaps as gaps
@@ -95,6 +103,7 @@ from torch_occ.theory.bounds import stochastic as stochastic
 from torch_occ.theory.bounds import stochastic_bound as stochastic_bound
 from torch_occ.theory.bounds import summand as summand
 from torch_occ.theory.bounds import summands as summands
+from torch_occ.theory.bounds import theorem_summand as theorem_summand
 from torch_occ.theory.bounds import worst_case_coefficient as worst_case_coefficient
 from torch_occ.theory.tuning import Tuning as Tuning
 from torch_occ.theory.tuning import printed_tuning_order as printed_tuning_order

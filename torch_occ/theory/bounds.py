@@ -15,7 +15,8 @@ from torch import Tensor
 from torch_occ.mdp import LayeredMDP
 from torch_occ.theory.conditions import minimal_gap
 from torch_occ.theory.parameters import Parameters
-from torch_occ.theory.penalty import outside
+from torch_occ.theory.penalty import outside, penalty_bound
+from torch_occ.theory.stability import stability_bound
 from torch_occ.theory.statements import Statement, statement
 
 
@@ -110,6 +111,17 @@ def summand(coefficients: Coefficients, J: Summands) -> Tensor:
 def cauchy_schwarz(mdp: LayeredMDP, J: Summands) -> Statement:
     """J_2(t) <= sqrt(L |S| |A|) J_1(t), which turns the adaptive bound into the worst-case one."""
     return statement("J_2 <= sqrt(L|S||A|) J_1", J.J2, math.sqrt(mdp.horizon * mdp.num_pairs) * J.J1, mdp.num_pairs)
+
+
+def theorem_summand(mdp: LayeredMDP, parameters: Parameters, q: Tensor, best: Tensor, mapping: Tensor, t: Tensor) -> Statement:
+    """`thm:main_general`, the step from the three lemmas to the theorem, in one episode: with the explicit X, Y and Z,
+
+    (1/eta_t - 1/eta_{t-1}) `penalty_bound` + 8 eta_t `stability_bound` <= min( X J_2(t) + Y J_3(t), Z J_1(t) ).
+    """
+    penalty = parameters.eta_step(t) * penalty_bound(mdp, q, best, mapping, parameters.alpha)
+    stability = 8 * parameters.eta(t) * stability_bound(mdp, q, mapping, parameters.alpha)
+    right = summand(explicit(mdp, parameters), summands(q, best, mapping, t))
+    return statement("thm:main_general", penalty + stability, right, mdp.num_pairs)
 
 
 def worst_case_coefficient(mdp: LayeredMDP, parameters: Parameters) -> Statement:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_occ.ftrl import FTRLStep
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import occupancy, optimal_policy, policy_of
-from torch_occ.theory import bounds, conditions, decomposition, penalty, stability
+from torch_occ.theory import bounds, conditions, decomposition, identities, penalty, stability
 from torch_occ.theory.parameters import Parameters
 from torch_occ.theory.recursion import Curvature, curvature
 from torch_occ.theory.statements import Statement
@@ -129,14 +129,21 @@ def occupancy_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator
     yield penalty.penalty_decomposition(mdp, q, other, alpha)
     yield penalty.penalty_term_1(mdp, policy, other, mapping, alpha)
     yield penalty.bound_on_penalty(mdp, q, other, mapping, alpha)
-    t = torch.tensor(100.0, dtype=q.dtype)
-    yield bounds.cauchy_schwarz(mdp, bounds.summands(q, occupancy(mdp, other), mapping, t))
+    t = 10 ** (6 * _uniform(mdp.batch_shape, generator))
+    best = occupancy(mdp, other)
+    yield bounds.cauchy_schwarz(mdp, bounds.summands(q, best, mapping, t))
+    yield bounds.theorem_summand(mdp, parameters, q, best, mapping, t)
 
 
 def hessian_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters) -> Iterator[Statement]:
     """What the stability is bounded with."""
     q, mapping, alpha = data.q, data.mapping, parameters.alpha
     curve: Curvature = curvature(mdp, q, alpha)
+    w = (_uniform(q.shape, generator) * 2 - 1) * q
+    yield identities.quadratic_form_of_hessian(mdp, q, w, alpha)
+    yield identities.both_definitions(mdp, q, identities.tangent(mdp, q, w), alpha)
+    yield identities.hessian_by_layers(mdp, q, alpha)
+    yield from identities.inverse_by_layers(mdp, q, alpha)
     for k in range(mdp.horizon):
         w = _uniform((*mdp.batch_shape, mdp.layer_sizes[k], mdp.num_actions), generator) * 2 - 1
         # Weighed as the estimates weigh it, so that rare pairs count.
