@@ -137,8 +137,10 @@ def summarize(found: Sequence[theory.Statement]) -> Summary:
     left, right, holds = (torch.cat([getattr(x, name).flatten() for x in found]) for name in ("left", "right", "holds"))
     if found[0].relation == "=":  # show the worst instance of an equality
         at = int((right - left).abs().argmax())
-    else:  # the tightest of an inequality; one in which both sides vanish says nothing
-        at = int(torch.where(right == 0, (left - right).clamp(max=0) - (left == 0) * 1e300, (left - right) / right.abs()).argmax())
+    elif bool((right > 0).any()):  # the tightest of an inequality; one in which both sides vanish says nothing
+        at = int(torch.where(right > 0, left / right, -torch.inf).argmax())
+    else:
+        at = int(left.argmax())
     positive = right > 0
     ratios = (left[positive] / right[positive]).tolist() if found[0].relation == "<=" else []
     return Summary(found[0].label, found[0].relation, len(left), int((~holds).sum()), float(left[at]), float(right[at]), ratios)
@@ -195,6 +197,7 @@ WORDS = {
     "lem:close_hessian": "Hessians of psi_t at close points (eigenvalue)",
     "lem:smooth_update": "tilde q_t against q_t, worst ratio",
     "eq:earlier_argument": "length of the update in the norm of psi_t",
+    "eq:convex_eq": "|estimate|^2 <= L / beta in the norm of psi_t",
     "eq:simple_decomposition": "regret = stability + mixed penalty",
     "lem:bound_stability": "stability of an episode against 8 |estimate|^2",
     "lem:bound_penalty": "mixed penalty of a run",
@@ -226,7 +229,8 @@ def main(args: Args) -> Path:
     lines = [[words, name, *(number(games[place], name) for place in games)] for name, words in TERMS.items()]
     runs = table(["term or bound at T", "theory/*", *games], lines, left=(0, 1))
     smooth = ", ".join(
-        f"{place} [{float(curves['smoothness_min'].min()):.4f}, {float(curves['smoothness_max'].max()):.4f}]" for place, curves in games.items()
+        f"{place} [{float(curves['smoothness_min'].min()):.4f}, {float(curves['smoothness_max'].max()):.4f}]"
+        for place, curves in games.items()
     )
     print(f"{runs}\n\ntilde q_t / q_t over all checkpoints, seeds and pairs: {smooth} (lem:smooth_update: [0.5, 2])\n", flush=True)
 
@@ -235,8 +239,10 @@ def main(args: Args) -> Path:
     header = ["statement", "label", "instances", "left", "", "right", "slack", "left/right", ""]
     statements = table(header, [statement_cells(summary) for summary in summaries], left=(0, 1, 4, 8))
     broken = [summary.label for summary in summaries if summary.violations]
-    verdict = f"{len(summaries) - len(broken)} of {len(summaries)} statements hold in every instance." + "".join(f" FAILS: {x}." for x in broken)
-    print(f"Every statement on {count} random MDPs, half of them nearly deterministic; both sides where they are closest:\n\n{statements}\n\n{verdict}")
+    verdict = f"{len(summaries) - len(broken)} of {len(summaries)} statements hold in every instance."
+    verdict += "".join(f" FAILS: {label}." for label in broken)
+    print(f"Every statement on {count} random MDPs, half of them nearly deterministic; both sides where they are closest:\n", flush=True)
+    print(f"{statements}\n\n{verdict}")
     write_csv(directory / "statements.csv", [statement_row(summary) for summary in summaries])
     write_figure(directory / "tightness.png", draw_tightness({x.label: x.ratios for x in summaries if x.ratios}, count))
     write_text(directory / "report.txt", f"{runs}\n\n{statements}\n\n{verdict}")

@@ -67,7 +67,8 @@ def draw_runs(games: Mapping[str, Mapping[str, Tensor]], mdp: occ.LayeredMDP) ->
     for row in range(2):
         handles, labels = panels[row, 0].get_legend_handles_labels()
         panels[row, -1].legend(handles, labels, frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.01, 0.5), handlelength=2.6)
-    figure.suptitle(f"The regret bound of Jin and Luo, taken apart: {mdp.horizon} layers, {mdp.num_states} states, {mdp.num_actions} actions")
+    size = f"{mdp.horizon} layers, {mdp.num_states} states, {mdp.num_actions} actions"
+    figure.suptitle(f"The regret bound of Jin and Luo, taken apart: {size}")
     return figure
 
 
@@ -112,7 +113,8 @@ def draw_tightness(ratios: Mapping[str, list[float]], mdps: int) -> Figure:
         axes.scatter([np.clip(np.median(values), 1e-4, None)], [row], s=26, marker="|", color=BLACK, zorder=3)
         axes.scatter([max(values.max(), 1e-4)], [row], s=20, color=RED, zorder=4, linewidths=0)
     axes.axvline(1, color=RED, linewidth=0.9)
-    axes.set(xscale="log", xlim=(0.9e-4, 1.25), ylim=(-0.7, len(order) - 0.3), xlabel="left side / right side (smaller or negative ones at the edge)")
+    axes.set(xscale="log", xlim=(0.9e-4, 1.25), ylim=(-0.7, len(order) - 0.3))
+    axes.set_xlabel("left side / right side (smaller or negative ones at the edge)")
     axes.set_yticks(range(len(order)), order, fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=True, axis="x", which="major", color="0.92", linewidth=0.6)

@@ -51,7 +51,9 @@ def test_with_every_checkpoint_the_sums_are_exact():
     expected |= {"smoothness_max": tilde.amax((-2, -1)), "smoothness_min": tilde.amin((-2, -1))}
     assert {*found} == {*expected, "episodes"}
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-7 if name.startswith("smooth") else 1e-9, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], value, rtol=2e-6 if name.startswith("smooth") else 1e-9, atol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
     assert certificate.curves["episodes"].tolist() == list(range(1, T + 1))
 
 

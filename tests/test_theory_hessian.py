@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,7 +50,9 @@ def test_and_off_omega_too():
     check_hessian(mdp, moved, 0.7, theory.hessian(mdp, moved, 0.7))
 
 
-@pytest.mark.parametrize("broken", [lambda H, c: H + torch.diag(c.flatten()), lambda H, c: 2 * H, lambda H, c: H.triu() + H.triu(1).mT * 1.001])
+@pytest.mark.parametrize(
+    "broken", [lambda H, c: H + torch.diag(c.flatten()), lambda H, c: 2 * H, lambda H, c: H.triu() + H.triu(1).mT * 1.001]
+)
 def test_a_broken_hessian_is_found(broken):
     """One term twice, 1/2 for 1/4, an asymmetry of a thousandth: each makes the check fail."""
     mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
@@ -151,11 +155,12 @@ def test_derivatives_of_the_step_are_those_of_autograd():
         psi = parameters.regularizer(mdp)
         found = derivatives_of_step(mdp, q, parameters, t)
         for i in range(2):
-            slope = torch.func.grad(lambda x, i=i: psi(x, t[i], mdp))(q[i])
+            value = partial(psi, t=t[i], mdp=mdp)
+            slope = torch.func.grad(value)(q[i])
             torch.testing.assert_close(found.gradient[i], torch.where(mdp.actions, slope, 0.0).detach(), rtol=1e-13, atol=1e-13)
             n = mdp.num_states * mdp.num_actions
             exists = mdp.actions.flatten()
-            block = autograd_hessian(lambda x, i=i: psi(x, t[i], mdp), q[i]).reshape(n, n)[exists][:, exists]
+            block = autograd_hessian(value, q[i]).reshape(n, n)[exists][:, exists]
             torch.testing.assert_close(found.hessian.to_full().matrix[i][exists][:, exists], block, rtol=1e-12, atol=1e-9)
 
 

@@ -134,7 +134,9 @@ def test_a_broken_penalty_bound_is_found(monkeypatch, broken):
     good = penalty.penalty_bound
     versions = {
         "smaller": lambda *args: 0.9 * good(*args),
-        "without the first term": lambda mdp, q, best, pi, alpha: good(mdp, q, best, pi, alpha) - (1 + alpha) * theory.outside(q.sqrt(), pi),
+        "without the first term": lambda mdp, q, best, pi, alpha: (
+            good(mdp, q, best, pi, alpha) - (1 + alpha) * theory.outside(q.sqrt(), pi)
+        ),
         "another power of q": lambda mdp, q, best, pi, alpha: good(mdp, q**1.02, best, pi, alpha),
     }
     check(theory.bound_on_penalty(mdp, q, mapping, mapping, alpha))

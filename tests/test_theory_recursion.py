@@ -123,7 +123,7 @@ def test_a_state_of_one_action_is_the_limit_of_a_stiff_one():
     # H from its quadratic form, without the term of the state of one action (number 3); then that state's pair as a constraint.
     lonely = mdp.actions.sum(-1) == 1
     rest = torch.where(lonely.unsqueeze(-1), 1.0, q @ mdp.other_actions)
-    c = torch.where(mdp.actions & ~lonely.unsqueeze(-1), alpha / (4 * rest ** 1.5), 0.0)
+    c = torch.where(mdp.actions & ~lonely.unsqueeze(-1), alpha / (4 * rest**1.5), 0.0)
     d = torch.where(mdp.actions, 1 / (4 * q**1.5), 0.0)
     n = exists.numel()
     inflow = mdp.joint_transitions.flatten(0, 1).mT.repeat_interleave(3, 0)  # (SA, SA): row (s,a) is the inflow of s

@@ -1,18 +1,18 @@
 """The paper as executable theory: every labelled statement of Jin and Luo (2020), to evaluate on any MDP. docs/theory.md is the map.
 
-    statements      what a statement is: label, both sides, slack, and whether it holds up to rounding
-    parameters      alpha, beta, gamma and the learning rate
-    hessian         the Hessian of phi_H for the inflow definition of q(s)                lem:hessian_derivaties
-    recursion       M_k, W_k, N_k and the inverse Hessian, layer by layer                 lem:def_M ... lem:N_properties
-    penalty         phi_H(q_opt) - phi_H(q) and its bounds                                lem:key_lemma_bound_penalty
-    stability       the norm of the loss estimate and its bounds                          lem:key_lemma_bound_stability
-    identities      closed forms against what they stand for                              eq:quadratic_form, lem:M_inverse
-    conditions      gaps, corruption, the self-bounding condition                         eq:self_bounding_constraint
-    bounds          constants and right-hand sides, as printed and explicit               thm:main_general, col:stochastic_bound, ...
-    tuning          alpha and gamma for stochastic losses                                 app:appendix_parameter_choices
-    decomposition   the regret of a run in penalty and stability                          lem:key_lemma_ftrl
-    survey          all of it on random data
-    certificate     a callback that watches the bound of a run
+statements      what a statement is: label, both sides, slack, and whether it holds up to rounding
+parameters      alpha, beta, gamma and the learning rate
+hessian         the Hessian of phi_H for the inflow definition of q(s)                lem:hessian_derivaties
+recursion       M_k, W_k, N_k and the inverse Hessian, layer by layer                 lem:def_M ... lem:N_properties
+penalty         phi_H(q_opt) - phi_H(q) and its bounds                                lem:key_lemma_bound_penalty
+stability       the norm of the loss estimate and its bounds                          lem:key_lemma_bound_stability
+identities      closed forms against what they stand for                              eq:quadratic_form, lem:M_inverse
+conditions      gaps, corruption, the self-bounding condition                         eq:self_bounding_constraint
+bounds          constants and right-hand sides, as printed and explicit               thm:main_general, col:stochastic_bound, ...
+tuning          alpha and gamma for stochastic losses                                 app:appendix_parameter_choices
+decomposition   the regret of a run in penalty and stability                          lem:key_lemma_ftrl
+survey          all of it on random data
+certificate     a callback that watches the bound of a run
 """
 
 # isort: skip_file

@@ -68,8 +68,8 @@ def main(mdp: LayeredMDP) -> tuple[float, float]:
 def explicit(mdp: LayeredMDP, parameters: Parameters) -> Coefficients:
     """`thm:main_general` with the constants of its proof: X = C_1 + 64 e C_4, Y = 2 C_2, Z = C_1 sqrt(L |S| |A|) + C_2 + 32 C_3.
 
-    The stability term has the factor 8 of `lem:key_lemma_ftrl` times 8 e or 4 of `lem:key_lemma_bound_stability`, the penalty the 2 inside the
-    min of `lem:key_lemma_bound_penalty`.
+    The stability term has the factor 8 of `lem:key_lemma_ftrl` times 8 e or 4 of `lem:key_lemma_bound_stability`, the penalty the 2
+    inside the min of `lem:key_lemma_bound_penalty`.
     """
     C1, C2, C3, C4 = proof_constants(mdp, parameters)
     return Coefficients(C1 + 64 * math.e * C4, 2 * C2, C1 * math.sqrt(mdp.horizon * mdp.num_pairs) + C2 + 32 * C3)
@@ -172,8 +172,8 @@ def stochastic_bound(
     With X, Y of `explicit`, V = `lower_order` and u = (1 + log T)/2 ( X^2 sum 1/Delta + Y^2 / Delta_min ), the proof gives
     Reg <= Reg/z + 3C/(2z) + z u + V for every z > 1, hence 2 sqrt( u (3C/2 + V + u) ) + 2 u + V.
 
-    Read, in the proof: sum_{t<=T} 1/t <= 2 log T is false for T = 1 and 2, so 1 + log T stands here; B^2 <= L^2 (L^3 + |A|) needs a factor 2
-    (B = L^(5/2) + L sqrt|A|); under the root of the second chain a z is missing. All three disappear in the O.
+    Read, in the proof: sum_{t<=T} 1/t <= 2 log T is false for T = 1 and 2, so 1 + log T stands here; B^2 <= L^2 (L^3 + |A|) needs a
+    factor 2 (B = L^(5/2) + L sqrt|A|); under the root of the second chain a z is missing. All three disappear in the O.
     """
     X, Y, _ = explicit(mdp, parameters)
     V = lower_order(mdp, parameters, episodes)

@@ -2,13 +2,14 @@
 
 Nothing happens between checkpoints. What a checkpoint at episode t shows is of two kinds.
 
-**Exact**, from q_t, the estimates so far and the means of the losses: phi_H(q_opt) - phi_H(q_t) and its bound; the conditional expectation of
-|loss_estimate_t|^2 in the norm of the inverse Hessian of phi_H, and its bounds; tilde q_t / q_t; `lower_order`; the closed-form bounds; and
-q_opt, the best policy for the first t episodes. (Of a process whose means change, the average since the last checkpoint stands for the
-mean at t.)
+**Exact**, from q_t, the estimates so far and the means of the losses: phi_H(q_opt) - phi_H(q_t) and its bound; the conditional
+expectation of |loss_estimate_t|^2 in the norm of the inverse Hessian of phi_H, and its bounds; tilde q_t / q_t (to six digits);
+`lower_order`; the closed-form bounds; and q_opt, the best policy for the first t episodes. Where the means of the losses change, their
+average since the last checkpoint stands for the mean at t.
 
-**Interpolated**: sums over all episodes so far. Their weights 1/eta_t - 1/eta_{t-1} and 8 eta_t are summed exactly; what they multiply is taken to be linear in
-log t from one checkpoint to the next (and constant before the first). With a checkpoint in every episode the sums are exact.
+**Interpolated**: sums over all episodes so far. Their weights 1/eta_t - 1/eta_{t-1} and 8 eta_t are summed exactly; what they multiply is
+taken to be linear in log t from one checkpoint to the next, and constant before the first. With a checkpoint in every episode the sums
+are exact.
 
 The bounds are about expectations: compare means over seeds. They are proved for beta >= 64 L; for less they rest on tilde q <= 2 q, which
 `smoothness_max` shows at the checkpoints only.
@@ -30,8 +31,8 @@ from torch_occ.theory.decomposition import tilde_nearby
 from torch_occ.theory.hessian import hybrid
 from torch_occ.theory.parameters import Parameters
 from torch_occ.theory.penalty import penalty_bound
-from torch_occ.theory.recursion import curvature, inverse_hessian
-from torch_occ.theory.stability import expected_norm, first_step_bound, stability_bound
+from torch_occ.theory.recursion import curvature, inverse_and_diagonal
+from torch_occ.theory.stability import expected_norm, stability_bound, weighed
 
 if TYPE_CHECKING:
     from torch_occ.simulate import Simulation
@@ -143,8 +144,9 @@ class Certificate(Callback):
         mdp, alpha = run.mdp, self.parameters.alpha
         before = 0.0 if self.last_mean is None else self.last_mean
         mean = ((total - before) / (run.t - (self.episodes[-1] if self.episodes else 0))).clamp(0, 1)
-        inverse = inverse_hessian(mdp, curvature(mdp, q, alpha))
-        return torch.stack([expected_norm(mdp, q, inverse, mean, second_moment(mean, run.losses.noise)), first_step_bound(mdp, q, alpha)])
+        inverse, R = inverse_and_diagonal(mdp, curvature(mdp, q, alpha))
+        norm = expected_norm(mdp, q, inverse, mean, second_moment(mean, run.losses.noise))
+        return torch.stack([norm, mdp.horizon * weighed(mdp, q, R).sum((-2, -1))])
 
     def _bounds(self, mdp: LayeredMDP, q: Tensor, best: Tensor, mapping: Tensor) -> Tensor:
         """The bounds of both lemmas at q, `(2, *batch)`."""
@@ -175,8 +177,12 @@ class Certificate(Callback):
             means = torch.stack([values[name].mean() for name in values if not name.startswith("smoothness")]).tolist()
             names = [name for name in values if not name.startswith("smoothness")]
             extremes = {"smoothness_max": float(values["smoothness_max"].max()), "smoothness_min": float(values["smoothness_min"].min())}
-            for name, value in (dict(zip(names, means, strict=True)) | extremes).items():
-                self.board.writer.add_scalar(f"theory/{name}", value, run.t)
+            shown = dict(zip(names, means, strict=True)) | extremes
+            # One event for all of them, several times faster than add_scalar for each.
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            values_of_event = [Summary.Value(tag=f"theory/{name}", simple_value=value) for name, value in shown.items()]
+            self.board.writer.file_writer.add_summary(Summary(value=values_of_event), run.t)
 
     def _restore(self, run: Simulation) -> None:
         missing = [name for name in _KEPT if name not in run.sums]

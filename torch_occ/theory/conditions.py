@@ -21,7 +21,7 @@ def gaps(mdp: LayeredMDP, mean: Tensor) -> Tensor:
 
 
 def minimal_gap(mdp: LayeredMDP, gap: Tensor, mapping: Tensor) -> Tensor:
-    """Delta_min = min over s and a != pi*(s) of Delta(s,a), `(*batch,)`; infinite if no state has a choice, zero if an optimum is not unique."""
+    """Delta_min = min over s and a != pi*(s) of Delta(s,a), `(*batch,)`: zero if an optimum is not unique, infinite without a choice."""
     return torch.where(mdp.actions & (mapping == 0), gap, torch.inf).amin((-2, -1))
 
 
@@ -32,7 +32,7 @@ def corruption(mdp: LayeredMDP, losses: Tensor, clean: Tensor) -> Tensor:
 
 
 def performance_difference(mdp: LayeredMDP, q: Tensor, mean: Tensor) -> Statement:
-    """<q - q_opt, mean> = sum_s sum_{a != pi*(s)} q(s,a) Delta(s,a): why stochastic losses satisfy the condition, with equality and C = 0."""
+    """<q - q_opt, mean> = sum_s sum_{a != pi*(s)} q(s,a) Delta(s,a): stochastic losses satisfy the condition with equality and C = 0."""
     plan = optimal_policy(mdp, mean)
     left = ((q - occupancy(mdp, plan.policy)) * mean).sum((-2, -1))
     size = (q * mean).sum((-2, -1)) + mdp.horizon

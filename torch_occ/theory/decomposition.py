@@ -72,24 +72,26 @@ def tilde(step: FTRLStep, q: Tensor, cumulative_loss: Tensor, t: Tensor | float)
 
 
 def tilde_nearby(step: FTRLStep, parameters: Parameters, q: Tensor, cumulative_loss: Tensor, t: Tensor) -> Tensor:
-    """The same to about eight digits, a few times faster: tilde q_t is so close to q_t that two Newton steps from there suffice.
+    """The same to about six digits, a few times faster: tilde q_t is so close to q_t that two steps from there suffice.
 
-    Where they do not (a learner with too small a beta), the solver is called after all.
+    They are Newton steps with the factorization at q_t. Where they do not suffice (too small a beta), the solver is called after all.
     """
     mdp = step.mdp
     flow = flow_of(mdp, q[..., 0, 0].numel())
     found, nothing, source = q, torch.zeros_like(q[..., 0]), flow_source(mdp)
+    psi = derivatives_of_step(mdp, q, parameters, t)
+    factor = factorize(psi.hessian, flow)
     for _ in range(3):
-        psi = derivatives_of_step(mdp, found, parameters, t)
-        move, _ = factorize(psi.hessian, flow).solve(-(psi.gradient + cumulative_loss), nothing)
+        move, _ = factor.solve(-(psi.gradient + cumulative_loss), nothing)
         moved = found + move
-        largest = float((move / found).nan_to_num(0.0 if mdp.missing["pair"] is not None else torch.inf).abs().amax())
+        largest = float((move / keep_pairs(mdp, found, 1.0)).abs().amax())
         if not largest < 0.5:
             break
         policy = moved / moved.sum(-1, keepdim=True)
         found = flow.forward(policy, source).unsqueeze(-1) * policy
-        if largest < 1e-4:  # what remains is of the order of its square
+        if largest < 1e-4:  # what remains is a small fraction of it
             return found
+        psi = derivatives_of_step(mdp, found, parameters, t)
     return tilde(step, q, cumulative_loss, t)
 
 
@@ -119,7 +121,7 @@ def smooth_update(mdp: LayeredMDP, q: Tensor, tilde_q: Tensor) -> tuple[Statemen
 
 
 def step_length(mdp: LayeredMDP, q: Tensor, tilde_q: Tensor, parameters: Parameters, t: Tensor) -> tuple[Statement, Statement]:
-    """`eq:earlier_argument`: beta sum (tilde q - q)^2 / q^2 <= |tilde q - q|^2 in the norm of the Hessian of psi_t at q_t <= 1, for beta >= 64 L.
+    """`eq:earlier_argument`, for beta >= 64 L: beta sum (tilde q - q)^2 / q^2 <= |tilde q - q|^2 (norm of psi_t at q_t) <= 1.
 
     Read: the squares of the norms are missing in print. Together with beta >= 9 this gives `lem:smooth_update`, with 4/3 in place of 2.
     """
@@ -138,7 +140,9 @@ def keep_pairs(mdp: LayeredMDP, x: Tensor, otherwise: float = 0.0) -> Tensor:
 # -- a run ----------------------------------------------------------------------------------------------------------------
 
 
-def proper_comparator(mdp: LayeredMDP, first: Tensor, best: Tensor, total_loss: Tensor, parameters: Parameters, count: int) -> list[Statement]:
+def proper_comparator(
+    mdp: LayeredMDP, first: Tensor, best: Tensor, total_loss: Tensor, parameters: Parameters, count: int
+) -> list[Statement]:
     """`lem:proper_comparator` for v = (1 - 1/T) q_opt + q_1 / T: the three statements about it.
 
     sum_t <v - q_opt, loss_t> <= 2 L,    phi_L(v) - phi_L(q_1) <= beta |S| |A| log T,    phi_H(v) - phi_H(q_opt) <= (1 + alpha) |S| |A| / T.
@@ -185,18 +189,29 @@ class Decomposition:
         found = self.stability + self.mixed_penalty
         return self._statement("eq:simple_decomposition", self.regret, found, self.size, relation="=")
 
+    def short_estimate(self) -> Statement:
+        """|estimate_t|^2 <= L / beta in the norm of the inverse Hessian of psi_t at q_t, in every episode: what `eq:convex_eq` needs.
+
+        With beta = 64 L the right-hand side is 1/64, and G_t(q') >= G_t(q_t) - |estimate_t| + 1/8 >= G_t(q_t) at distance 1 from q_t.
+        """
+        right = torch.tensor(self.mdp.horizon / self.parameters.beta, dtype=self.norm_step.dtype)
+        return self._statement("eq:convex_eq", self.norm_step, right, right * self.mdp.num_pairs)
+
     def bound_stability(self) -> Statement:
-        """`lem:bound_stability`, in every episode: <q_t, estimate_t> + F_t(q_t) - G_t(tilde q_t) <= 8 |estimate_t|^2 (norm of psi_t at q_t)."""
+        """`lem:bound_stability`, in every episode: <q_t, estimate_t> + F_t(q_t) - G_t(tilde q_t) <= 8 |estimate_t|^2.
+
+        The norm is that of the inverse Hessian of psi_t at q_t.
+        """
         # tilde q is solved to a relative error of eps^(2/3), which makes a divergence of the order of its square.
         scale = self.norm_step * self.mdp.num_pairs + self.size * torch.finfo(self.size.dtype).eps ** (1 / 3)
         return self._statement("lem:bound_stability", self.stability, 8 * self.norm_step, scale)
 
     def bound_penalty(self) -> tuple[Statement, Statement]:
-        """`lem:bound_penalty`: sum_t mixed penalty <= phi_L(u) - phi_L(q_1) + sum_t (1/eta_t - 1/eta_{t-1}) (phi_H(u) - phi_H(q_t)), and what is between.
+        """`lem:bound_penalty`: sum_t mixed penalty <= phi_L(u) - phi_L(q_1) + sum_t (1/eta_t - 1/eta_{t-1}) (phi_H(u) - phi_H(q_t)).
 
         Read: printed as an equality; its proof starts with an inequality. The second statement is the equality: the difference is
-        sum_{t<T} ( G_t(q_{t+1}) - G_t(tilde q_t) ) + G_T(u) - G_T(tilde q_T), which is positive. Also, the fourth line of the proof has phi_H(q_1) for
-        phi_H(q_1) / eta_1, which is the same for gamma = 1 only.
+        sum_{t<T} ( G_t(q_{t+1}) - G_t(tilde q_t) ) + G_T(u) - G_T(tilde q_T), which is positive. Also, the fourth line of the proof has
+        phi_H(q_1) for phi_H(q_1) / eta_1, which is the same for gamma = 1 only.
         """
         left, right = self.mixed_penalty.sum(0), self.start + self.penalty.sum(0)
         scale = self.size.sum(0)

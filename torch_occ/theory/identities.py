@@ -1,4 +1,4 @@
-"""Closed forms of the Hessian and of its inverse against what they stand for, as statements: the largest difference, against zero.
+"""Closed forms of the Hessian and of its inverse against what they stand for, as statements: the largest relative difference, against zero.
 
 Matrices are compared in the scale of D, as D^-1/2 H D^-1/2 >= I and D^1/2 H^-1 D^1/2 <= I, where every pair counts alike. Every state
 needs all of at least two actions.
@@ -29,30 +29,30 @@ def hessian_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> Statement:
     curve = curvature(mdp, q, alpha)
     root = curve.d_inverse.flatten(-2).sqrt()
     found, expected = (_scale(x, root) for x in (M(mdp, curve, mdp.horizon - 1), hessian(mdp, q, alpha)))
-    return statement("lem:def_M", _largest(found - expected), 0.0, mdp.num_pairs, scale=_largest(expected), relation="=")
+    return statement("lem:def_M", _largest(found - expected) / _largest(expected), 0.0, mdp.num_pairs, scale=1.0, relation="=")
 
 
 def inverse_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Statement, Statement]:
-    """`lem:M_inverse`: M_k times its Woodbury inverse is the identity; `eq:def_N`: N_k, as `blocks` makes it, is D^-1 - D^-1 W_k D^-1.
+    """`lem:M_inverse`: M_k times its Woodbury inverse is the identity (relative to |M_k|); `eq:def_N`: N_k is D^-1 - D^-1 W_k D^-1.
 
     The worst layer k; for k = 0, W_0 = (C_0^-1 + D_0^-1)^-1 makes it M_0^-1.
     """
     curve = curvature(mdp, q, alpha)
-    products, blocks, sizes = [], [], []
+    products, blocks = [], []
     for k in range(mdp.horizon):
         d_inverse = curve.d_inverse[..., : mdp.layer_slices[k].stop, :].flatten(-2)
         inverse, matrix = M_inverse(mdp, curve, k), M(mdp, curve, k)
         scaled, scaled_inverse = _scale(matrix, d_inverse.sqrt()), _scale(inverse, d_inverse.rsqrt())
-        products.append(_largest(scaled @ scaled_inverse - torch.eye(matrix.shape[-1], dtype=q.dtype, device=q.device)))
+        difference = scaled @ scaled_inverse - torch.eye(matrix.shape[-1], dtype=q.dtype, device=q.device)
+        products.append(_largest(difference) / torch.linalg.matrix_norm(scaled))
         own = d_inverse[..., -mdp.layer_sizes[k] * mdp.num_actions :]
         weight = W(mdp, curve, k) if k else torch.diag_embed(1 / (own + curve.c_inverse[..., mdp.layer_slices[k], :].flatten(-2)))
         defined = torch.eye(own.shape[-1], dtype=q.dtype, device=q.device) - _scale(weight, own.sqrt())
         blocks.append(_largest(_scale(N(mdp, curve, k), own.rsqrt()) - defined))
-        sizes.append(torch.linalg.matrix_norm(scaled))
-    product, block, size = (torch.stack(x).amax(0) for x in (products, blocks, sizes))
+    product, block = (torch.stack(x).amax(0) for x in (products, blocks))
     terms = mdp.num_pairs
     return (
-        statement("lem:M_inverse", product, 0.0, terms, scale=size, relation="="),
+        statement("lem:M_inverse", product, 0.0, terms, scale=1.0, relation="="),
         statement("eq:def_N", block, 0.0, terms, scale=1.0, relation="="),
     )
 

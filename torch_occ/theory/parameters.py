@@ -42,11 +42,8 @@ class Parameters:
             raise ValueError(f"learner: the theory is about FTRL, not {type(learner).__name__}")
         if type(learner.estimator) is not ImportanceWeighted:
             raise ValueError(f"learner: the theory is about the importance-weighted estimator, not {type(learner.estimator).__name__}")
-        match learner.step.regularizer:
-            case Sum(terms=terms) if len(terms) == 2:
-                first, second = terms
-            case _:
-                first = second = None
+        whole = learner.step.regularizer
+        first, second = whole.terms if isinstance(whole, Sum) and len(whole.terms) == 2 else (whole, whole)
         if (
             isinstance(first, Scaled)
             and isinstance(hybrid := first.regularizer, HybridTsallis)

@@ -1,7 +1,7 @@
 """The penalty term: phi_H(q_opt) - phi_H(q_t) <= what an arbitrary mapping leaves out (`app:appendix_proof_penalty`).
 
-A mapping pi: S -> A is a one-hot policy `(*batch, S, A)`, as `optimal_policy(...).policy` is. `outside(x, pi)` is the sum over s and a != pi(s)
-that all these bounds are made of. |S| counts the non-terminal states, which the proofs allow and which is sharper.
+A mapping pi: S -> A is a one-hot policy `(*batch, S, A)`, as `optimal_policy(...).policy` is. `outside(x, pi)` is the sum over s and
+a != pi(s) that all these bounds are made of. |S| counts the non-terminal states, which the proofs allow and which is sharper.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def sqrt_diff(mdp: LayeredMDP, policy: Tensor, mapping: Tensor) -> tuple[Stateme
     """`lem:sqrt_diff`: sum_s ( sqrt(q_1(s)) - sqrt(q_2(s)) ) <= sqrt(|S| L) sqrt( sum_s sum_{a != pi_2(s)} q_1(s,a) ), and its key step.
 
     pi_1 = `policy` is any policy, pi_2 = `mapping` a mapping. The first statement is `eq:key_ineq_sqrt_diff`, the condition of the
-    induction lemma for f = (q_1(s) - q_2(s))_+ and g = q_1(s,a) 1{a != pi_2(s)}, in every state. Read: P(s'|s',a) in its proof is P(s|s',a').
+    induction lemma for f = (q_1(s) - q_2(s))_+ and g = q_1(s,a) 1{a != pi_2(s)}, in every state.
+    Read: P(s'|s',a) in its proof is P(s|s',a').
     """
     q, other = occupancy(mdp, policy), occupancy(mdp, mapping)
     g = torch.where(mapping > 0, 0.0, q)

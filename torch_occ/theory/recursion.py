@@ -10,9 +10,9 @@ since P_k' N_{k-1} P_k sees a pair (s, a) only through s, N_k is a diagonal plus
 
     N_k = (C_k + D_k)^-1 + B_k K_k B_k',    K_k = (G_k^-1 + Sigma_k)^-1,    G_k = T_k' N_{k-1} T_k,
 
-with T_k(s,a,s') = P(s'|s,a), B_k((s,a),s) = c / (c + d) and Sigma_k = diag over states of sum_a 1 / (c^-1 + d^-1). Only non-negative matrices are
-added, so nothing cancels, and a layer costs what its states cost, not its pairs. `blocks` walks through the layers in this form;
-`N`, `W`, `M` and `M_inverse` make the paper's matrices when they are asked for.
+with T_k((s,a),s') = P(s'|s,a), B_k((s,a),s) = c / (c + d) and Sigma_k = diag over states of sum_a 1 / (c^-1 + d^-1). Only non-negative
+matrices are added, so nothing cancels, and a layer costs what its states cost, not its pairs. `blocks` walks through the layers in this
+form; `N`, `W`, `M` and `M_inverse` make the paper's matrices when they are asked for.
 
 A state of one action: c is infinite, c^-1 = 0, and w(s,a) = inflow of w becomes a constraint, which every direction inside Omega
 satisfies. So the analysis goes through, and its statements remain true, with c^-1 = 0.
@@ -20,7 +20,8 @@ satisfies. So the analysis goes through, and its statements remain true, with c^
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -72,12 +73,12 @@ class Block(NamedTuple):
 
 def blocks(mdp: LayeredMDP, curve: Curvature) -> Iterator[Block]:
     """N_0, N_1, ..., N_{L-1} (`eq:def_N`), factored; each from the one before it alone."""
-    core: Tensor | None = None
+    arriving: Tensor | None = None  # G_k
     for k, (c_inverse, d_inverse) in enumerate(zip(*(mdp.split(part, -2) for part in curve), strict=True)):
         exists = mdp.actions[mdp.layer_slices[k]]
         both = torch.where(exists, c_inverse + d_inverse, 1.0)
         share = d_inverse / both
-        if core is None:
+        if arriving is None:
             core = torch.zeros(*share.shape[:-1], share.shape[-2], dtype=share.dtype, device=share.device)
         else:
             core = _core(arriving, torch.where(exists, 1 / both, 0.0).sum(-1))
@@ -113,6 +114,12 @@ def _spread(share: Tensor) -> Tensor:
 def N_diagonal(mdp: LayeredMDP, curve: Curvature) -> Tensor:
     """R(s,a) = N_{k(s)}((s,a),(s,a)) of all layers, `(*batch, S, A)`."""
     return torch.cat([block.diagonal() for block in blocks(mdp, curve)], -2)
+
+
+def inverse_and_diagonal(mdp: LayeredMDP, curve: Curvature) -> tuple[Tensor, Tensor]:
+    """`inverse_hessian` and `N_diagonal` from one walk through the layers."""
+    found = list(blocks(mdp, curve))
+    return _woodbury(mdp, curve, found), torch.cat([block.diagonal() for block in found], -2)
 
 
 # -- the paper's matrices -------------------------------------------------------------------------------------------------
@@ -184,10 +191,12 @@ def M_inverse(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
 
     Read: M_{t-1} in the first line is M_{k-1}.
     """
+    return _woodbury(mdp, curve, islice(blocks(mdp, curve), k + 1))
+
+
+def _woodbury(mdp: LayeredMDP, curve: Curvature, layers: Iterable[Block]) -> Tensor:
     found = last = torch.empty(0)
-    for j, block in enumerate(blocks(mdp, curve)):
-        if j > k:
-            break
+    for j, block in enumerate(layers):
         before, last = last, block.dense()
         if j == 0:
             found = last

@@ -76,8 +76,8 @@ def joint_visits(mdp: LayeredMDP, q: Tensor) -> Tensor:
 def expected_norm(mdp: LayeredMDP, q: Tensor, inverse: Tensor, mean: Tensor, second_moment: Tensor) -> Tensor:
     """E |loss_estimate|^2 in the norm of `inverse` `(*batch, SA, SA)`, given q and losses with these moments; `(*batch,)`.
 
-    The estimate is ell(s,a) 1{visited} / q(s,a), so this is sum_ij inverse_ij P(i and j visited) / (q_i q_j) E[ell_i ell_j], exactly; losses of
-    different pairs are independent given their means `(*batch, S, A)`.
+    The estimate is ell(s,a) 1{visited} / q(s,a), so this is sum_ij inverse_ij P(i and j visited) / (q_i q_j) E[ell_i ell_j], exactly;
+    losses of different pairs are independent given their means `(*batch, S, A)`.
     """
     moments = torch.where(
         torch.eye(mdp.num_states * mdp.num_actions, dtype=torch.bool, device=q.device),
@@ -98,18 +98,19 @@ def norm(inverse: Tensor, estimate: Tensor) -> Tensor:
 
 def first_step_bound(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
     """L sum_k sum_{(s,a) in U_k} N_k((s,a),(s,a)) / q(s,a), the right-hand side of `lem:stability_first_step`; `(*batch,)`."""
-    return mdp.horizon * _weighed(mdp, q, N_diagonal(mdp, curvature(mdp, q, alpha))).sum((-2, -1))
+    return mdp.horizon * weighed(mdp, q, N_diagonal(mdp, curvature(mdp, q, alpha))).sum((-2, -1))
 
 
-def _weighed(mdp: LayeredMDP, q: Tensor, R: Tensor) -> Tensor:
+def weighed(mdp: LayeredMDP, q: Tensor, R: Tensor) -> Tensor:
+    """R(s,a) / q(s,a), zero on masked pairs."""
     return keep("pair", mdp, R / keep("pair", mdp, q, 1.0), 0.0)
 
 
 def stability_first_step(mdp: LayeredMDP, q: Tensor, alpha: float, mean: Tensor, second_moment: Tensor) -> Statement:
     """`lem:stability_first_step`: E |loss_estimate|^2_{H^-1} <= L sum_k sum_{(s,a) in U_k} N_k((s,a),(s,a)) / q(s,a).
 
-    Read: the norm is printed without its square, and so the statement would be false (for example L = 1, two actions, q = 1/2 each, alpha = 100,
-    loss 1: 0.24 on the left, 0.06 on the right). Its proof, and its use, have the square.
+    Read: the norm is printed without its square, and so the statement would be false (for example L = 1, two actions, q = 1/2 each,
+    alpha = 100, loss 1: 0.24 on the left, 0.06 on the right). Its proof, and its use, have the square.
     """
     left = expected_norm(mdp, q, inverse_hessian(mdp, curvature(mdp, q, alpha)), mean, second_moment)
     # |D^1/2 H^-1 D^1/2| <= 1 and its own rounding, entry by entry, weighed as the sum weighs it.
@@ -135,17 +136,17 @@ def stability_second_step(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: fl
 def layer_recursion(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float) -> tuple[Statement, Statement, Statement]:
     """The steps of the proof of `lem:stability_second_step`, with R(s,a) = N_{k(s)}((s,a),(s,a)):
 
-    `eq:R0`, in the first layer:   sum_a R / q <= 8 ( sqrt(L) + 1/(alpha L) ) sum_{a != pi(s)} sqrt(q(s,a)),                    `(*batch,)`
-    `eq:R`, in layer k >= 1:       sum_{U_k} R / q <= the same over S_k + (1 + 1/L) sum_{U_{k-1}} R / q,                        `(*batch, L - 1)`
-    `eq:R_bound`, for every pair:  R(s,a) <= 4 q(s,a)^(3/2), as the worst ratio against 1,                                    `(*batch,)`
+    `eq:R0`, in the first layer:   sum_a R / q <= 8 ( sqrt(L) + 1/(alpha L) ) sum_{a != pi(s)} sqrt(q(s,a)),          `(*batch,)`
+    `eq:R`, in layer k >= 1:       sum_{U_k} R / q <= the same over S_k + (1 + 1/L) sum_{U_{k-1}} R / q,              `(*batch, L - 1)`
+    `eq:R_bound`, for every pair:  R(s,a) <= 4 q(s,a)^(3/2), as the worst ratio against 1,                          `(*batch,)`
 
     Read: pi(s) in `eq:R0` is pi(s_0), q there is q_t, and with several start states the sum runs over them.
     """
     R = N_diagonal(mdp, curvature(mdp, q, alpha))
-    sums = torch.stack([x.sum((-2, -1)) for x in mdp.split(_weighed(mdp, q, R), -2)], -1)  # (*batch, L)
+    sums = torch.stack([x.sum((-2, -1)) for x in mdp.split(weighed(mdp, q, R), -2)], -1)  # (*batch, L)
     left_out = torch.where(mapping > 0, 0.0, q.sqrt())
     own = 8 * _factor(mdp, alpha) * torch.stack([x.sum((-2, -1)) for x in mdp.split(left_out, -2)], -1)
-    worst = (_weighed(mdp, q, R) / (4 * keep("pair", mdp, q, 1.0).sqrt())).amax((-2, -1))
+    worst = (weighed(mdp, q, R) / (4 * keep("pair", mdp, q, 1.0).sqrt())).amax((-2, -1))
     return (
         statement("eq:R0", sums[..., 0], own[..., 0], mdp.num_pairs),
         statement("eq:R", sums[..., 1:], own[..., 1:] + (1 + 1 / mdp.horizon) * sums[..., :-1], mdp.num_pairs),
@@ -172,7 +173,7 @@ def stability_bound(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float) -
 def bound_on_stability(
     mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float, mean: Tensor, second_moment: Tensor
 ) -> tuple[Statement, Statement]:
-    """`lem:key_lemma_bound_stability`, against each argument of its min: E |loss_estimate|^2 in the norm of the inverse Hessian of phi_H."""
+    """`lem:key_lemma_bound_stability`: E |loss_estimate|^2 (norm of the inverse Hessian of phi_H) against each argument of its min."""
     first = stability_first_step(mdp, q, alpha, mean, second_moment)
     label, adaptive = "lem:key_lemma_bound_stability", mdp.horizon * second_step_bound(mdp, q, mapping, alpha)
     terms, scale = mdp.num_pairs, first.rounding / (4 * mdp.num_pairs * torch.finfo(q.dtype).eps)

@@ -49,7 +49,7 @@ def statement(
     A floating-point sum of n products is wrong by at most about n eps times the sum of their absolute values; four times that is allowed,
     for the square roots and quotients inside. `scale` is that sum of absolute values, by default the larger side (all terms positive).
     """
-    left, right = torch.broadcast_tensors(left, torch.as_tensor(right, dtype=left.dtype, device=left.device))
-    size = torch.maximum(left.abs(), right.abs()) if scale is None else torch.as_tensor(scale, dtype=left.dtype, device=left.device)
+    left, larger = torch.broadcast_tensors(left, torch.as_tensor(right, dtype=left.dtype, device=left.device))
+    size = torch.maximum(left.abs(), larger.abs()) if scale is None else torch.as_tensor(scale, dtype=left.dtype, device=left.device)
     rounding = 4 * terms * torch.finfo(left.dtype).eps * size
-    return Statement(label, left, right, rounding.expand_as(left), relation)
+    return Statement(label, left, larger, rounding.expand_as(left), relation)

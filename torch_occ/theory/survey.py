@@ -1,4 +1,4 @@
-"""Every statement of the paper on random data: MDPs, occupancy measures, policies, losses and parameters, nearly deterministic ones among them.
+"""Every statement of the paper on random data: MDPs, occupancy measures, policies, losses, parameters; also nearly deterministic ones.
 
 `survey(mdp, generator)` draws what the statements speak about for each MDP of a batch and evaluates them all. The tests run it to see that
 everything holds, experiments/theory.py to show how tight each statement is.
@@ -188,6 +188,7 @@ def run_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator, para
     t = torch.arange(1, count + 1, dtype=run.q.dtype).view(-1, *(1,) * len(mdp.batch_shape))
     yield from decomposition.smooth_update(mdp, run.q, found.tilde_q)
     yield from decomposition.step_length(mdp, run.q, found.tilde_q, parameters, t)
+    yield found.short_estimate()
     yield found.simple_decomposition()
     yield found.bound_stability()
     yield from found.bound_penalty()

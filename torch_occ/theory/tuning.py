@@ -2,11 +2,15 @@
 
 When every gap is Delta_min and C = 0, the bound is, up to constants, log T / Delta_min times
 
-    f(alpha, gamma) = ( a / gamma + gamma b )^2 |S| |A| + ( (1 + alpha A) sqrt(|S| L) / gamma )^2,    a = 1 + alpha,  b = L^2 (sqrt(L) + 1/(alpha L)).
+    f(alpha, gamma) = ( a / gamma + gamma b )^2 |S| |A| + ( (1 + alpha A) sqrt(|S| L) / gamma )^2,
+    a = 1 + alpha,    b = L^2 ( sqrt(L) + 1/(alpha L) ).
 
-For a given alpha the best gamma is known: with c^2 = (1 + alpha A)^2 |S| L / (|S||A|), f / (|S||A|) = (a^2 + c^2) / gamma^2 + 2 a b + gamma^2 b^2 is least
-at gamma^2 = sqrt(a^2 + c^2) / b, where it is 2 b (a + sqrt(a^2 + c^2)). All of these are generalized posynomials, so the logarithm of
-what remains is convex in log alpha: its one minimum is found by bisection on the derivative, to the last bit.
+For a given alpha the best gamma is known: with c^2 = (1 + alpha A)^2 |S| L / (|S||A|),
+
+    f / (|S||A|) = (a^2 + c^2) / gamma^2 + 2 a b + gamma^2 b^2
+
+is least at gamma^2 = sqrt(a^2 + c^2) / b, where it is 2 b (a + sqrt(a^2 + c^2)). All of these are generalized posynomials, so the logarithm
+of what remains is convex in log alpha: its one minimum is found by bisection on the derivative, to the last bit.
 """
 
 from __future__ import annotations
