@@ -73,6 +73,16 @@ def test_the_summands(case):
     torch.testing.assert_close(theory.summand(coefficients, J), expected)
 
 
+def test_the_theorem_is_nearly_tight_in_the_first_episode():
+    """thm:main_general from its lemmas: 1/eta_t - 1/eta_{t-1} <= 1/(gamma sqrt t) is an equality at t = 1, and a factor 2 lost later on."""
+    mdp, parameters = bandit(100), theory.Parameters(0.1, 64.0, 0.05)
+    q = occ.interior_point(mdp)
+    first, later = (theory.theorem_summand(mdp, parameters, q, q, one_hot(mdp, 0), number(t)) for t in (1, 10**6))
+    check(first, later)
+    assert 0.99 < tightest(first) < 1
+    assert 0.5 < tightest(later) < tightest(first)
+
+
 def test_cauchy_schwarz_is_tight_for_many_equal_actions():
     mdp = bandit(1000)
     q = occ.interior_point(mdp)
@@ -209,6 +219,8 @@ def test_the_tuning_is_the_minimum(size):
     grid = [theory.tuning_objective(mdp, 10 ** (i / 40), 10 ** (j / 40)) for i in range(-160, 80) for j in range(-120, 80)]
     assert found.value <= min(grid) <= found.value * 1.01
     assert found.value < theory.tuning_objective(mdp, mdp.num_actions**-0.5, 1.0)  # better than thm:main's parameters
+    tuned = theory.main_general(mdp, theory.Parameters(found.alpha, 1.0, found.gamma))
+    assert tuned.Z > theory.main_general(mdp, theory.Parameters.paper(mdp)).Z or mdp.horizon == 1  # and worse against an adversary
 
 
 def test_the_tuning_has_the_printed_order():

@@ -173,6 +173,14 @@ def test_a_run_begun_without_it_cannot_be_continued_with_it(tmp_path):
         play(320, theory.Certificate(), **kept)
 
 
+def test_a_board_that_comes_later_is_an_error_before_the_first_episode(tmp_path):
+    board = occ.TensorBoard(tmp_path)
+    certificate = theory.Certificate(board)
+    assert certificate.curves == {}
+    with pytest.raises(ValueError, match="must stand before the certificate"):
+        play(5, certificate, board)
+
+
 def test_other_learners_are_refused_before_the_first_episode():
     with pytest.raises(ValueError, match="make it with jin_luo"):
         play(5, theory.Certificate(), learner=occ.FTRL.tsallis(MDP))

@@ -88,6 +88,11 @@ def test_how_tight_the_lemmas_are(run):
     seen = found.norm_step > 0
     ratio = (found.stability / (8 * found.norm_step))[seen]
     assert 0.02 < float(ratio.max()) < 1 / 16 * 1.01
+    # |tilde q - q|^2 is at most about |estimate|^2 <= 1/64: eq:earlier_argument could say so instead of 1.
+    t = torch.arange(1, T + 1, dtype=F64).unsqueeze(-1)
+    barrier, whole = theory.step_length(MDP, trajectory.q, found.tilde_q, found.parameters, t)
+    assert 0.9 < tightest(barrier) <= 1
+    assert 0.005 < tightest(whole) < 1 / 64
     # L / beta is nearly reached when every layer shows a loss of 1 and the log-barrier rules.
     assert 0.8 < tightest(found.short_estimate()) < 1
     # lem:bound_penalty: a few per cent; lem:key_lemma_ftrl: nothing like tight at the paper's beta.

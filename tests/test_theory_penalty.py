@@ -81,8 +81,9 @@ def test_the_second_sum_of_the_reachability_lemma_is_over_the_states_reached():
     mdp = occ.LayeredMDP([wide, torch.ones(5, 2, 1, dtype=F64), torch.ones(1, 2, 1, dtype=F64)])
     reached = theory.reach(mdp, occ.uniform_policy(mdp))
     assert float(reached[:, 0, -1].sum()) == pytest.approx(6.0)
-    _, every = theory.state_reach_probability(mdp, occ.uniform_policy(mdp))
-    check(every)
+    layer, every = theory.state_reach_probability(mdp, occ.uniform_policy(mdp))
+    check(layer, every)
+    assert tightest(layer) == pytest.approx(1.0)  # every layer ahead is reached for certain
     assert float(every.left) == pytest.approx(2.0)  # L - 1 layers come after the first: how far from tight the lemma always is
     assert float(every.right) == 3.0
 
@@ -95,8 +96,9 @@ def test_differences_of_roots_are_nearly_tight_on_a_fan():
     rarely = 1e-6
     policy = one_hot(mdp, 0)
     policy[0] = torch.tensor([1 - rarely, rarely], dtype=F64)
-    _, first = theory.sqrt_diff(mdp, policy, one_hot(mdp, 0))
-    check(first)
+    key, first = theory.sqrt_diff(mdp, policy, one_hot(mdp, 0))
+    check(key, first)
+    assert float(key.ratio[2]) == pytest.approx(1.0)  # eq:key_ineq_sqrt_diff is an equality in the states that only pi_1 reaches
     assert 0.95 < tightest(first) < 1
     spread = one_hot(mdp, 0)
     spread[0] = torch.tensor([0.0, 1.0], dtype=F64)

@@ -158,6 +158,14 @@ def test_n_bounds_the_inverse_hessian_and_is_bounded(case):
     torch.testing.assert_close(found.left, found.right, rtol=1e-9, atol=0)
 
 
+def test_the_properties_with_masks_and_a_state_of_one_action():
+    mdp = masked()
+    curve = theory.curvature(mdp, occ.occupancy(mdp, draw_policy(mdp, torch.Generator().manual_seed(4))), 0.6)
+    for k in range(3):
+        w = torch.randn(mdp.layer_sizes[k], 3, dtype=F64, generator=torch.Generator().manual_seed(k))
+        check(theory.H_and_N(mdp, curve, k, w), *theory.N_properties(mdp, curve, k))
+
+
 def test_how_tight_the_properties_are():
     mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
     q = occ.interior_point(mdp)

@@ -125,6 +125,10 @@ def test_how_tight_the_steps_are():
     first, _, _ = theory.layer_recursion(arms, rare, one_hot(arms, 0), 100.0)
     assert 0.49 < tightest(first) < 0.5
     assert tightest(theory.stability_second_step(arms, rare, one_hot(arms, 0), 100.0)) == pytest.approx(tightest(first) / math.e)
+    # So does the adaptive bound, whose first step is an equality here.
+    ones = torch.ones_like(rare)
+    _, adaptive = theory.bound_on_stability(arms, rare, one_hot(arms, 0), 100.0, ones, ones)
+    assert tightest(adaptive) == pytest.approx(tightest(first) / math.e)
 
 
 def test_how_tight_the_recursion_over_layers_is():

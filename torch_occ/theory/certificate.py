@@ -69,7 +69,9 @@ class Certificate(Callback):
 
     @property
     def curves(self) -> dict[str, Tensor]:
-        """Every curve, `(N, C)`, and the episodes `(C,)`."""
+        """Every curve, `(N, C)`, and the episodes `(C,)`; nothing before the first checkpoint."""
+        if not self.rows:
+            return {}
         return {"episodes": torch.tensor(self.episodes[-len(self.rows["regret"]) :])} | {
             name: torch.stack(values, -1) for name, values in self.rows.items()
         }
@@ -77,6 +79,8 @@ class Certificate(Callback):
     def on_start(self, run: Simulation) -> None:
         self.begin()
         self.parameters = Parameters.of(run.learner)
+        if self.board is not None and self.board.writer is None:
+            raise ValueError("board: the TensorBoard callback must stand before the certificate in `callbacks`")
         if run.t:
             self._restore(run)
 

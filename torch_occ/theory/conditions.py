@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import occupancy, optimal_policy
+from torch_occ.regret import self_bounding
 from torch_occ.theory.penalty import outside
 from torch_occ.theory.statements import Statement, statement
 
@@ -44,9 +45,9 @@ def self_bounding_condition(regret: Tensor, occupancies: Tensor, gap: Tensor, ma
 
     `occupancies` is sum_t q_t `(*batch, S, A)`, as in `History.cumulative_occupancy`.
     """
-    charged = outside(occupancies * gap, mapping)
-    scale = occupancies.sum((-2, -1))
-    return statement("eq:self_bounding_constraint", charged - corruption, regret, occupancies[0].numel(), scale=scale)
+    right, left = self_bounding(regret, occupancies, gap, mapping, corruption)  # stated there the other way round
+    pairs = occupancies.shape[-2] * occupancies.shape[-1]
+    return statement("eq:self_bounding_constraint", left, right, pairs, scale=occupancies.sum((-2, -1)) + regret.abs())
 
 
 def opt_implicit_bound(mdp: LayeredMDP, best: Tensor, gap: Tensor, mapping: Tensor, episodes: int, corruption: Tensor | float) -> Statement:

@@ -98,9 +98,11 @@ def tilde_nearby(step: FTRLStep, parameters: Parameters, q: Tensor, cumulative_l
 def close_hessian(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Tensor) -> Statement:
     """`lem:close_hessian`: if q(s,a) / 2 <= p(s,a) everywhere, then 1/4 (Hessian of psi_t at p) <= (Hessian of psi_t at q).
 
-    The largest eigenvalue of the first in the norm of the second, against 1. q and p are in Omega; every state has all actions.
+    The largest eigenvalue of the first in the norm of the second, against 1, over the pairs that exist. q and p are in Omega; every state
+    has at least two actions.
     """
-    at_q, at_p = (hessian_of_step(mdp, x, parameters, t) for x in (q, p))
+    exists = mdp.actions.flatten()
+    at_q, at_p = (hessian_of_step(mdp, x, parameters, t)[..., exists, :][..., exists] for x in (q, p))
     root = at_q.diagonal(dim1=-2, dim2=-1).rsqrt()
     scaling = root.unsqueeze(-1) * root.unsqueeze(-2)
     factor = torch.linalg.cholesky(scaling * at_q)

@@ -34,15 +34,18 @@ def H_and_N(mdp: LayeredMDP, curve: Curvature, k: int, w: Tensor) -> Statement:
 def N_properties(mdp: LayeredMDP, curve: Curvature, k: int) -> tuple[Statement, Statement, Statement]:
     """`lem:N_properties`: N_k is positive definite, N_k <= D_k^-1, and N_k <= C_k^-1 + P_k' N_{k-1} P_k (for k = 0, N_0 <= C_0^-1).
 
-    Largest eigenvalues of -N_k, N_k - D_k^-1 and N_k - (...) in the scale of D_k, against 0; every state needs all actions.
+    Largest eigenvalues of -N_k, N_k - D_k^-1 and N_k - (...) in the scale of D_k, against 0, over the pairs that exist. If a state has one
+    action, N_k is only positive semi-definite.
     """
-    c_inverse, d_inverse = (part[..., mdp.layer_slices[k], :].flatten(-2) for part in curve)
+    exists = mdp.actions[mdp.layer_slices[k]].flatten()
+    c_inverse, d_inverse = (part[..., mdp.layer_slices[k], :].flatten(-2)[..., exists] for part in curve)
     root = d_inverse.rsqrt()
     scaling = root.unsqueeze(-1) * root.unsqueeze(-2)
-    block = N(mdp, curve, k)
+    block = N(mdp, curve, k)[..., exists, :][..., exists]
     other = torch.diag_embed(c_inverse)
     if k:
-        other = other + P(mdp, k).mT @ N(mdp, curve, k - 1) @ P(mdp, k)
+        step = P(mdp, k)[..., exists]
+        other = other + step.mT @ N(mdp, curve, k - 1) @ step
     n = block.shape[-1]
     parts = []
     for name, difference in (("positive", -block), ("D", block - torch.diag_embed(d_inverse)), ("C", block - other)):
