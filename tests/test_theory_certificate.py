@@ -1,4 +1,6 @@
 import math
+import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -6,7 +8,8 @@ from theory_cases import F64, masked
 
 import torch_occ as occ
 from torch_occ import theory
-from torch_occ.theory.certificate import interpolation_weights, second_moment
+from torch_occ.theory import certificate as module
+from torch_occ.theory.certificate import interpolation_weights, running_weights, second_moment
 
 MDP = occ.LayeredMDP.random(3, 2, 3, seed=1)
 MEAN = torch.rand(MDP.num_states, MDP.num_actions, dtype=F64, generator=torch.Generator().manual_seed(3))
@@ -38,6 +41,7 @@ def test_with_every_checkpoint_the_sums_are_exact():
         "stability": 8 * (parameters.eta(t) * norms).sum(0),
         "stability_first_step": 8 * (parameters.eta(t) * theory.first_step_bound(MDP, q, parameters.alpha)).sum(0),
         "stability_bound": 8 * (parameters.eta(t) * theory.stability_bound(MDP, q, plan.policy, parameters.alpha)).sum(0),
+        "stability_now_first_step": theory.first_step_bound(MDP, q[-1], parameters.alpha),
         "penalty_now": penalty[-1],
         "penalty_now_bound": limit[-1],
         "stability_now": norms[-1],
@@ -62,7 +66,7 @@ def test_between_checkpoints_the_sums_are_close():
     sparse, dense, T = theory.Certificate(), theory.Certificate(), 120
     play(T, sparse)
     play(T, dense, checkpoints=range(1, T + 1))
-    assert len(sparse.episodes) < 40
+    assert len(sparse.curves["episodes"]) < 40
     for name in ("penalty", "stability", "penalty_bound", "stability_bound", "stability_first_step"):
         a, b = sparse.curves[name][:, -1], dense.curves[name][:, -1]
         torch.testing.assert_close(a, b, rtol=0.01, atol=0)
@@ -91,6 +95,17 @@ def test_weights_of_the_interpolation():
     assert left * math.log(10) + right * math.log(100) == pytest.approx(float((eta * t.log()).sum()))  # exact for what is linear in log t
     assert interpolation_weights(41, 42, torch.tensor([3.0], dtype=F64)) == (0.0, 3.0)
     assert interpolation_weights(0, 2, torch.tensor([3.0, 4.0], dtype=F64)) == (0.0, 7.0)
+
+
+def test_running_weights():
+    """Row i sums up to the i-th checkpoint; with every checkpoint there is nothing to interpolate."""
+    episodes = torch.tensor([1, 2, 3, 10, 40])
+    found = running_weights(episodes, torch.rsqrt)
+    totals = [float(torch.arange(1, int(t) + 1, dtype=F64).rsqrt().sum()) for t in episodes]
+    assert found.sum(-1).tolist() == pytest.approx(totals)
+    assert not bool(found.triu(1).any())
+    every = running_weights(torch.arange(1, 6), torch.rsqrt)
+    torch.testing.assert_close(every, torch.arange(1, 6, dtype=F64).rsqrt().expand(5, -1).tril())
 
 
 @pytest.mark.parametrize("noise", ["none", "bernoulli", "uniform"])
@@ -160,9 +175,49 @@ def test_a_resumed_run_goes_on_with_the_same_sums(tmp_path):
     with pytest.raises(MemoryError):
         play(320, first, Killed(), **kept, **options)  # saved at 256
     play(320, rest, **kept, **options)
-    assert rest.curves["episodes"].tolist() == [280, 300, 320]
+    assert rest.curves["episodes"].tolist() == [1, 50, 250, 280, 300, 320]
     for name, curve in rest.curves.items():
-        torch.testing.assert_close(curve, whole.curves[name][..., -3:], rtol=1e-12, atol=0)
+        torch.testing.assert_close(curve, whole.curves[name], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["same directory", "fresh directory"])
+def test_a_resumed_run_has_every_point_once_on_the_board(tmp_path, moved):
+    options = {"checkpoints": [1, 50, 250, 280, 300, 320], "save_to": tmp_path / "run.pt", "save_every": 0.0}
+    for attempt in range(2):
+        board = occ.TensorBoard(tmp_path / ("other" if moved and attempt else "log"), images_per_decade=0)
+        with pytest.raises(MemoryError) if attempt == 0 else nullcontext():
+            play(320, board, theory.Certificate(board), *([Killed()] if attempt == 0 else []), **options)
+        board.writer.close()
+        time.sleep(1.01 - time.time() % 1)  # event files are read in the order of their names, which count seconds
+    found = read(board.directory).Scalars("theory/penalty")
+    assert [event.step for event in found] == options["checkpoints"]
+
+
+@pytest.mark.parametrize(("together", "patience"), [(1, 2.0), (5, 2.0), (1000, 0.0)])
+def test_evaluating_together_or_one_by_one_makes_no_difference(monkeypatch, together, patience):
+    expected, found = theory.Certificate(), theory.Certificate()
+    play(300, expected)
+    monkeypatch.setattr(module, "TOGETHER", together)
+    monkeypatch.setattr(module, "PATIENCE", patience)
+    play(300, found)
+    assert len(found.known) != len(expected.known)
+    for name, curve in expected.curves.items():
+        torch.testing.assert_close(found.curves[name], curve, rtol=2e-6 if name.startswith("smooth") else 1e-12, atol=0)
+
+
+class Interrupted(occ.Callback):
+    def on_checkpoint(self, run):
+        if run.t == 20:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_shows_what_it_had(tmp_path):
+    board = occ.TensorBoard(tmp_path, images_per_decade=0)
+    certificate = theory.Certificate(board)
+    play(300, board, certificate, Interrupted())
+    assert certificate.curves["episodes"].tolist()[-1] == 20
+    time.sleep(1.01)
+    assert read(tmp_path).Scalars("theory/regret")[-1].step == 20
 
 
 def test_a_run_begun_without_it_cannot_be_continued_with_it(tmp_path):

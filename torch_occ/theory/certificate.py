@@ -1,6 +1,7 @@
 """The regret bound, taken apart while a run goes on: a callback for `simulate`.
 
-Nothing happens between checkpoints. What a checkpoint at episode t shows is of two kinds.
+Nothing happens between checkpoints, and at a checkpoint only q_t and what was estimated and charged so far are kept; several checkpoints
+are evaluated together, at the latest a few seconds later. What a checkpoint at episode t shows is of two kinds.
 
 **Exact**, from q_t, the estimates so far and the means of the losses: phi_H(q_opt) - phi_H(q_t) and its bound; the conditional
 expectation of |loss_estimate_t|^2 in the norm of the inverse Hessian of phi_H, and its bounds; tilde q_t / q_t (to six digits);
@@ -17,12 +18,15 @@ The bounds are about expectations: compare means over seeds. They are proved for
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_occ.callbacks import Callback, TensorBoard
+from torch_occ.ftrl import FTRLStep
 from torch_occ.learners import FTRL
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import occupancy, optimal_policy
@@ -35,10 +39,27 @@ from torch_occ.theory.recursion import curvature, inverse_and_diagonal
 from torch_occ.theory.stability import expected_norm, stability_bound, weighed
 
 if TYPE_CHECKING:
+    from torch_occ.history import History
     from torch_occ.simulate import Simulation
 
-#: What the certificate must remember, under these names in `Simulation.sums`, so that a saved run continues with it.
-_KEPT = ("theory/episodes", "theory/q", "theory/stability", "theory/total_mean")
+#: Checkpoints evaluated together at most, and seconds that the first of them may wait.
+TOGETHER, PATIENCE = 16, 2.0
+
+#: Where the records stand in `Simulation.sums`, so that a saved run continues with them.
+_KEPT = "theory/"
+
+
+class Records(NamedTuple):
+    """What is kept of C checkpoints: all that their evaluation needs."""
+
+    episode: Tensor  # (C,)
+    q: Tensor  # (C, N, S, A), q_t
+    estimated: Tensor  # (C, N, S, A), the sum of the loss estimates
+    charged: Tensor  # (C, N, S, A), the sum of the means of the losses
+    regret: Tensor  # (C, N)
+
+    def since(self, first: int) -> Records:
+        return Records(*(part[first:] for part in self))
 
 
 class Certificate(Callback):
@@ -52,154 +73,178 @@ class Certificate(Callback):
 
     def __init__(self, board: TensorBoard | None = None) -> None:
         self.board = board
-        self.begin()
+        self._begin()
 
-    def begin(self) -> None:
-        """Forget everything."""
-        self.rows: dict[str, list[Tensor]] = {}
-        self.episodes: list[int] = []
-        self.q: list[Tensor] = []  # (N, S, A) each
-        self.values: list[Tensor] = []  # (N,) each, phi_H(q)
-        self.stability: list[Tensor] = []  # (2, N) each: the expected norm, and the bound of the first step
-        self.last_mean: Tensor | None = None
-        self.mapping: Tensor | None = None
-        self.bounds: list[Tensor] = []  # (2, N) each: of the penalty and of the stability, for `mapping`
-        self.penalty_weights: list[float] = []
-        self.stability_weights: list[float] = []
+    def _begin(self) -> None:
+        self.records: list[Records] = []  # one checkpoint each
+        self.known: list[dict[str, Tensor]] = []  # their curves, a batch of checkpoints each
+        self.evaluated, self.since = 0, 0.0
 
     @property
     def curves(self) -> dict[str, Tensor]:
-        """Every curve, `(N, C)`, and the episodes `(C,)`; nothing before the first checkpoint."""
-        if not self.rows:
+        """Every curve, `(N, C)`, and the episodes `(C,)`; nothing before the first checkpoints are evaluated."""
+        if not self.known:
             return {}
-        return {"episodes": torch.tensor(self.episodes[-len(self.rows["regret"]) :])} | {
-            name: torch.stack(values, -1) for name, values in self.rows.items()
-        }
+        joined = {name: torch.cat([part[name] for part in self.known]).movedim(0, -1) for name in self.known[0]}
+        return {"episodes": torch.cat([record.episode for record in self.records[: self.evaluated]])} | joined
 
     def on_start(self, run: Simulation) -> None:
-        self.begin()
+        self._begin()
         self.parameters = Parameters.of(run.learner)
         if self.board is not None and self.board.writer is None:
             raise ValueError("board: the TensorBoard callback must stand before the certificate in `callbacks`")
         if run.t:
             self._restore(run)
 
-    @torch.no_grad()
     def on_checkpoint(self, run: Simulation) -> None:
-        mdp, alpha, q = run.mdp, self.parameters.alpha, run.q.clone()
-        total = run.sums["total_mean"].clone()
-        self.stability.append(self._stability_now(run, q, total))
-        self.q.append(q)
-        self.values.append(hybrid(mdp, q, alpha))
-        self.last_mean = total
-        self._add_weights(run.t)
-        self.episodes.append(run.t)
-
-        mapping = optimal_policy(mdp, total).policy
-        best = occupancy(mdp, mapping)
-        if self.mapping is not None and torch.equal(mapping, self.mapping):
-            self.bounds.append(self._bounds(mdp, q, best, mapping))
-        else:  # another comparator: every earlier episode is bounded anew
-            self.bounds = list(self._bounds(mdp, torch.stack(self.q), best, mapping).unbind(1))
-        self.mapping = mapping
-
-        t = torch.tensor(float(run.t), dtype=q.dtype, device=q.device)
-        values, stabilities = torch.stack(self.values), torch.stack(self.stability, 1)  # (C, N), (2, C, N)
-        of_penalty, of_stability = (q.new_tensor(w) for w in (self.penalty_weights, self.stability_weights))
-        best_value = hybrid(mdp, best, alpha)
-        penalty = best_value * of_penalty.sum() - of_penalty @ values
-        stability, first_step = of_stability @ stabilities
-        bounded = torch.stack(self.bounds, 1)  # (2, C, N)
-        penalty_limit, stability_limit = of_penalty @ bounded[0], of_stability @ bounded[1]
-        rest = lower_order(mdp, self.parameters, t)
-        ratio = self._smoothness(run, q)
-        self._log(
-            run,
-            {
-                "regret": run.curves["regret"][-1],
-                "penalty": penalty,
-                "penalty_bound": penalty_limit,
-                "stability": stability,
-                "stability_first_step": first_step,
-                "stability_bound": stability_limit,
-                "lower_order": rest.expand_as(penalty),
-                "bound_terms": penalty + stability + rest,
-                "bound_lemmas": penalty_limit + stability_limit + rest,
-                "bound_adversarial": adversarial_bound(mdp, self.parameters, t).expand_as(penalty),
-                "penalty_now": best_value - values[-1],
-                "penalty_now_bound": bounded[0, -1],
-                "stability_now": stabilities[0, -1],
-                "stability_now_bound": bounded[1, -1],
-                "smoothness_max": torch.where(mdp.actions, ratio, -torch.inf).amax((-2, -1)),
-                "smoothness_min": torch.where(mdp.actions, ratio, torch.inf).amin((-2, -1)),
-            },
-        )
+        if len(self.records) == self.evaluated:
+            self.since = time.monotonic()
+        parts = (run.q, run.learner.state["cumulative_loss"], run.sums["total_mean"], run.curves["regret"][-1])
+        self.records.append(Records(torch.tensor([run.t]), *(part.detach().clone().unsqueeze(0) for part in parts)))
+        if len(self.records) - self.evaluated >= TOGETHER or run.t == run.episodes:
+            self._evaluate(run)
 
     def on_chunk(self, run: Simulation) -> None:
-        if self.episodes:
-            assert self.last_mean is not None
-            kept = (torch.tensor(self.episodes), torch.stack(self.q), torch.stack(self.stability), self.last_mean)
-            run.sums |= dict(zip(_KEPT, kept, strict=True))
+        if len(self.records) > self.evaluated and time.monotonic() - self.since > PATIENCE:
+            self._evaluate(run)
+            if self.board is not None:
+                self.board.on_chunk(run)  # what is saved as evaluated must be on disk
+        if self.records and len(run.sums.get(f"{_KEPT}episode", ())) < len(self.records):
+            kept = _join(self.records)._asdict() | {"evaluated": torch.tensor(self.evaluated)}
+            run.sums |= {f"{_KEPT}{name}": part for name, part in kept.items()}
+        elif self.records:
+            run.sums[f"{_KEPT}evaluated"] = torch.tensor(self.evaluated)
 
-    # -- parts --------------------------------------------------------------------------------------------------------------
+    def on_end(self, run: Simulation, history: History) -> None:
+        if len(self.records) > self.evaluated:  # after Ctrl-C
+            self._evaluate(run)
 
-    def _stability_now(self, run: Simulation, q: Tensor, total: Tensor) -> Tensor:
-        """E |loss_estimate|^2 in the norm of the inverse Hessian of phi_H at q_t, and L sum N_k / q, `(2, N)`."""
-        mdp, alpha = run.mdp, self.parameters.alpha
-        before = 0.0 if self.last_mean is None else self.last_mean
-        mean = ((total - before) / (run.t - (self.episodes[-1] if self.episodes else 0))).clamp(0, 1)
-        inverse, R = inverse_and_diagonal(mdp, curvature(mdp, q, alpha))
-        norm = expected_norm(mdp, q, inverse, mean, second_moment(mean, run.losses.noise))
-        return torch.stack([norm, mdp.horizon * weighed(mdp, q, R).sum((-2, -1))])
-
-    def _bounds(self, mdp: LayeredMDP, q: Tensor, best: Tensor, mapping: Tensor) -> Tensor:
-        """The bounds of both lemmas at q, `(2, *batch)`."""
-        alpha = self.parameters.alpha
-        return torch.stack([penalty_bound(mdp, q, best, mapping, alpha), stability_bound(mdp, q, mapping, alpha)])
-
-    def _smoothness(self, run: Simulation, q: Tensor) -> Tensor:
-        """tilde q_t / q_t, `(N, S, A)`."""
+    @torch.no_grad()
+    def _evaluate(self, run: Simulation, silent: int = 0) -> None:
+        """Evaluate what has waited, and log it but for the first `silent` checkpoints of all."""
         assert isinstance(run.learner, FTRL)
-        total, t = run.learner.state["cumulative_loss"], torch.tensor(float(run.t), dtype=q.dtype, device=q.device)
-        return tilde_nearby(run.learner.step, self.parameters, q, total, t) / q
-
-    def _add_weights(self, t: int) -> None:
-        last = self.episodes[-1] if self.episodes else 0
-        for weights, rate in ((self.penalty_weights, self.parameters.eta_step), (self.stability_weights, self._eight_eta)):
-            left, right = interpolation_weights(last, t, rate(torch.arange(last + 1, t + 1, dtype=torch.float64)))
-            if weights:
-                weights[-1] += left
-            weights.append(right + (0.0 if weights else left))
-
-    def _eight_eta(self, t: Tensor) -> Tensor:
-        return 8 * self.parameters.eta(t)
-
-    def _log(self, run: Simulation, values: dict[str, Tensor]) -> None:
-        for name, value in values.items():
-            self.rows.setdefault(name, []).append(value.clone())
+        first = self.evaluated
+        found = evaluate(run.learner.step, self.parameters, _join(self.records), run.losses.noise, self._norms())
+        self.known.append(found)
+        self.evaluated = len(self.records)
         if self.board is not None:
-            means = torch.stack([values[name].mean() for name in values if not name.startswith("smoothness")]).tolist()
-            names = [name for name in values if not name.startswith("smoothness")]
-            extremes = {"smoothness_max": float(values["smoothness_max"].max()), "smoothness_min": float(values["smoothness_min"].min())}
-            shown = dict(zip(names, means, strict=True)) | extremes
-            # One event for all of them, several times faster than add_scalar for each.
-            from tensorboard.compat.proto.summary_pb2 import Summary
+            _log(self.board, found, [int(record.episode) for record in self.records[first:]], silent - first)
 
-            values_of_event = [Summary.Value(tag=f"theory/{name}", simple_value=value) for name, value in shown.items()]
-            self.board.writer.file_writer.add_summary(Summary(value=values_of_event), run.t)
+    def _norms(self) -> Tensor | None:
+        """What `evaluate` has found of the stability so far, `(2, C, N)`."""
+        names = ("stability_now", "stability_now_first_step")
+        return torch.stack([torch.cat([part[name] for part in self.known]) for name in names]) if self.known else None
 
     def _restore(self, run: Simulation) -> None:
-        missing = [name for name in _KEPT if name not in run.sums]
-        if missing:
+        names = Records._fields
+        if any(f"{_KEPT}{name}" not in run.sums for name in names):
             raise ValueError(
                 f"save_to: the run that continues at episode {run.t + 1} was begun without the certificate, which needs every checkpoint; "
                 "leave it out, or begin anew with another file"
             )
-        times, q, stability, self.last_mean = (run.sums[name] for name in _KEPT)
-        for t in times.tolist():
-            self._add_weights(t)
-            self.episodes.append(t)
-        self.q, self.values, self.stability = list(q), list(hybrid(run.mdp, q, self.parameters.alpha)), list(stability)
+        kept = Records(*(run.sums[f"{_KEPT}{name}"] for name in names))
+        self.records = [Records(*(part[i : i + 1] for part in kept)) for i in range(len(kept.episode))]
+        # What the log has already; a fresh directory has nothing.
+        logged = int(run.sums[f"{_KEPT}evaluated"]) if self.board is None or self.board.known else 0
+        self._evaluate(run, silent=logged)
+
+
+def _join(records: list[Records]) -> Records:
+    return Records(*(torch.cat(parts) for parts in zip(*records, strict=True)))
+
+
+def _log(board: TensorBoard, found: dict[str, Tensor], episodes: list[int], skip: int) -> None:
+    """Means over seeds (and extremes of the smoothness), all curves of a checkpoint in one event."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    over_seeds = {"smoothness_max": torch.amax, "smoothness_min": torch.amin}
+    shown = {name: over_seeds.get(name, torch.mean)(values, -1).tolist() for name, values in found.items()}
+    closed = board.writer.file_writer is None  # after Ctrl-C the board has ended already
+    for i, t in enumerate(episodes):
+        if i >= skip:
+            event = Summary(value=[Summary.Value(tag=f"theory/{name}", simple_value=values[i]) for name, values in shown.items()])
+            board.writer._get_file_writer().add_summary(event, t)
+    if closed:
+        board.writer.close()
+
+
+# -- the numbers ----------------------------------------------------------------------------------------------------------
+
+
+def evaluate(step: FTRLStep, parameters: Parameters, records: Records, noise: str, known: Tensor | None = None) -> dict[str, Tensor]:
+    """The curves of some checkpoints from the records of all, `(K, N)` each.
+
+    `known` `(2, C - K, N)` has `stability_now` and `stability_now_first_step` of the checkpoints before them: no work is done twice.
+    """
+    mdp, alpha = step.mdp, parameters.alpha
+    first = 0 if known is None else known.shape[1]
+    t = records.episode.to(records.q)
+    now, t_now = records.since(first), t[first:, None]
+    best_policy = optimal_policy(mdp, now.charged).policy
+    best = occupancy(mdp, best_policy)
+    best_value, values = hybrid(mdp, best, alpha), hybrid(mdp, records.q, alpha)
+    norms = _stability(mdp, alpha, records, noise, first)
+    norms = norms if known is None else torch.cat([known, norms], 1)  # (2, C, N)
+    limits = _limits(mdp, alpha, records.q, best, best_policy)  # for each of the K checkpoints, (2, C, N)
+
+    of_penalty = running_weights(records.episode, parameters.eta_step)[first:].to(t)  # (K, C)
+    of_stability = running_weights(records.episode, lambda t: 8 * parameters.eta(t))[first:].to(t)
+    penalty = best_value * of_penalty.sum(-1, keepdim=True) - of_penalty @ values
+    stability, first_step = of_stability @ norms
+    penalty_limit = torch.stack([weights @ limit[0] for weights, limit in zip(of_penalty, limits, strict=True)])
+    stability_limit = torch.stack([weights @ limit[1] for weights, limit in zip(of_stability, limits, strict=True)])
+    rest = lower_order(mdp, parameters, t_now).expand_as(penalty)
+    ratio = tilde_nearby(step, parameters, now.q, now.estimated, t_now.expand_as(penalty)) / now.q
+    last = torch.stack([limit[:, first + i] for i, limit in enumerate(limits)], 1)
+    return {
+        "regret": now.regret,
+        "penalty": penalty,
+        "penalty_bound": penalty_limit,
+        "stability": stability,
+        "stability_first_step": first_step,
+        "stability_bound": stability_limit,
+        "lower_order": rest,
+        "bound_terms": penalty + stability + rest,
+        "bound_lemmas": penalty_limit + stability_limit + rest,
+        "bound_adversarial": adversarial_bound(mdp, parameters, t_now).expand_as(penalty),
+        "penalty_now": best_value - values[first:],
+        "penalty_now_bound": last[0],
+        "stability_now": norms[0, first:],
+        "stability_now_first_step": norms[1, first:],
+        "stability_now_bound": last[1],
+        "smoothness_max": torch.where(mdp.actions, ratio, -torch.inf).amax((-2, -1)),
+        "smoothness_min": torch.where(mdp.actions, ratio, torch.inf).amin((-2, -1)),
+    }
+
+
+def _stability(mdp: LayeredMDP, alpha: float, records: Records, noise: str, first: int) -> Tensor:
+    """E |loss_estimate|^2 in the norm of the inverse Hessian of phi_H at q_t, and L sum N_k / q, of the last checkpoints, `(2, K, N)`."""
+    charged, elapsed = (torch.diff(x, dim=0, prepend=torch.zeros_like(x[:1]))[first:] for x in (records.charged, records.episode))
+    mean, q = (charged / elapsed[:, None, None, None]).clamp(0, 1), records.q[first:]
+    inverse, R = inverse_and_diagonal(mdp, curvature(mdp, q, alpha))
+    norm = expected_norm(mdp, q, inverse, mean, second_moment(mean, noise))
+    return torch.stack([norm, mdp.horizon * weighed(mdp, q, R).sum((-2, -1))])
+
+
+def _limits(mdp: LayeredMDP, alpha: float, q: Tensor, best: Tensor, mappings: Tensor) -> list[Tensor]:
+    """For each comparator, the bounds of both lemmas at every q `(C, N, S, A)`: `(2, C, N)`. The comparator changes rarely."""
+    found: list[Tensor] = []
+    for i, mapping in enumerate(mappings):
+        if i and torch.equal(mapping, mappings[i - 1]):
+            found.append(found[-1])
+        else:
+            found.append(torch.stack([penalty_bound(mdp, q, best[i], mapping, alpha), stability_bound(mdp, q, mapping, alpha)]))
+    return found
+
+
+def running_weights(checkpoints: Tensor, rate: Callable[[Tensor], Tensor]) -> Tensor:
+    """W `(C, C)` with sum_{t <= T_i} rate(t) f(t) = sum_j W_ij f(T_j), if f is linear in log t between the checkpoints T_1 < T_2 < ..."""
+    ends = checkpoints.tolist()
+    pairs = [
+        interpolation_weights(a, b, rate(torch.arange(a + 1, b + 1, dtype=torch.float64))) for a, b in zip([0, *ends], ends, strict=False)
+    ]
+    left, right = torch.tensor(pairs, dtype=torch.float64).T
+    return right.expand(len(ends), -1).tril() + torch.nn.functional.pad(left[1:], (0, 1)).expand(len(ends), -1).tril(-1)
 
 
 def second_moment(mean: Tensor, noise: str) -> Tensor:
