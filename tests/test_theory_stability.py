@@ -84,6 +84,16 @@ def test_the_expected_norm_by_enumeration():
     assert float(theory.expected_norm(mdp, q, inverse, mean, mean)) == pytest.approx(total, rel=1e-11)
 
 
+def test_the_expected_norm_by_joint_visits():
+    mdp, generator = masked(), torch.Generator().manual_seed(3)
+    q = occ.occupancy(mdp, draw_policy(mdp, generator))
+    mean = torch.rand(q.shape, dtype=F64, generator=generator) * mdp.actions
+    inverse = theory.inverse_hessian(mdp, theory.curvature(mdp, q, 0.6))
+    moments = torch.outer(mean.flatten(), mean.flatten()).fill_diagonal_(0.0) + torch.diag(mean.flatten())
+    expected = (inverse * theory.joint_visits(mdp, q) * moments).sum()
+    assert float(theory.expected_norm(mdp, q, inverse, mean, mean)) == pytest.approx(float(expected), rel=1e-12)
+
+
 def test_visits_of_two_pairs_by_simulation():
     mdp, generator = masked(), torch.Generator().manual_seed(1)
     q = occ.occupancy(mdp, draw_policy(mdp, generator)) * 0.5 + 0.5 * occ.interior_point(mdp)

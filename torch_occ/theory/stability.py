@@ -70,10 +70,14 @@ def joint_visits(mdp: LayeredMDP, q: Tensor) -> Tensor:
 
     1 / q(s,a) on the diagonal, p^pi(s'|s,a) / q(s') if s' comes later than s, and zero for two pairs of one layer.
     """
-    later = reach(mdp, policy_of(mdp, q)) / q.sum(-1)[..., None, None, :]
-    later = later.flatten(-3, -2).repeat_interleave(mdp.num_actions, -1)
+    later = reach_over_q(mdp, q).repeat_interleave(mdp.num_actions, -1)
     single = keep("pair", mdp, 1 / keep("pair", mdp, q, 1.0), 0.0)
     return later + later.mT + torch.diag_embed(single.flatten(-2))
+
+
+def reach_over_q(mdp: LayeredMDP, q: Tensor) -> Tensor:
+    """p^pi(s'|s,a) / q(s') for the policy of q, `(*batch, SA, S)`."""
+    return (reach(mdp, policy_of(mdp, q)) / q.sum(-1)[..., None, None, :]).flatten(-3, -2)
 
 
 def expected_norm(mdp: LayeredMDP, q: Tensor, inverse: Tensor, mean: Tensor, second_moment: Tensor) -> Tensor:
@@ -82,12 +86,10 @@ def expected_norm(mdp: LayeredMDP, q: Tensor, inverse: Tensor, mean: Tensor, sec
     The estimate is ell(s,a) 1{visited} / q(s,a), so this is sum_ij inverse_ij P(i and j visited) / (q_i q_j) E[ell_i ell_j], exactly;
     losses of different pairs are independent given their means `(*batch, S, A)`.
     """
-    moments = torch.where(
-        torch.eye(mdp.num_states * mdp.num_actions, dtype=torch.bool, device=q.device),
-        second_moment.flatten(-2).unsqueeze(-1),
-        mean.flatten(-2).unsqueeze(-1) * mean.flatten(-2).unsqueeze(-2),
-    )
-    return (inverse * joint_visits(mdp, q) * moments).sum((-2, -1))
+    single = (weighed(mdp, q, inverse.diagonal(dim1=-2, dim2=-1).unflatten(-1, q.shape[-2:])) * second_moment).sum((-2, -1))
+    # Of two different pairs, one comes later; what it adds depends on its action through the inverse and the mean alone.
+    later = (inverse.unflatten(-1, q.shape[-2:]) * mean.unsqueeze(-3)).sum(-1) * reach_over_q(mdp, q)  # (*batch, SA, S)
+    return single + 2 * (mean.flatten(-2) * later.sum(-1)).sum(-1)
 
 
 def norm(inverse: Tensor, estimate: Tensor) -> Tensor:
