@@ -74,3 +74,6 @@ from torch_occ.regret import SelfBounding as SelfBounding
 from torch_occ.regret import comparator as comparator
 from torch_occ.regret import self_bounding as self_bounding
 from torch_occ.simulate import simulate as simulate
+
+# The paper, executable
+from torch_occ import theory as theory
