@@ -122,8 +122,11 @@ class LayeredFactorization:
             values.insert(0, y - self.kappas[k] * _apply(self.gains[k], y))
         v = torch.cat(values, -1)
         within = states.respond(x - flow.lookahead(v))
-        du = flow.forward(states.p, r + flow.inflow(within))
-        return states.p * du.unsqueeze(-1) + within, v
+        sources = split(r + flow.inflow(within), -1)
+        du = [sources[0]]
+        for k, step in enumerate(self.steps):
+            du.append(sources[k + 1] + _apply(step.mT, du[k]))
+        return states.p * torch.cat(du, -1).unsqueeze(-1) + within, v
 
 
 class FullFactorization:
