@@ -75,7 +75,7 @@ class FTRLStep(nn.Module):
     def use(self, backend: Backend) -> None:
         """Choose who solves from now on; see the class. Nothing is compiled before the first solve."""
         self.backend, self._compiled = check_backend(backend), None
-        if backend == "torch" or any(_carries_derivative(p) for p in (self.mdp.initial, *self.mdp.transitions)):
+        if backend == "torch" or any(_carries_derivative(p) for p in self.mdp.probabilities):
             return
         try:
             from torch_occ.engine.step import WIDEST, CompiledStep, why_not
@@ -150,12 +150,13 @@ class FTRLStep(nn.Module):
                     "use step.to(...) for both"
                 )
 
-        probabilities = mdp is not None or any(_carries_derivative(p) for p in (model.initial, *model.transitions))
+        probabilities = mdp is not None or any(_carries_derivative(p) for p in model.probabilities)
         setting = Setting(model, self.evaluator, probabilities)
         rank = max(cumulative_loss.dim() - 2, t.dim(), start.dim() - 2, len(model.batch_shape))
         tensors = [_rank(t, rank, 0), *self.evaluator.own_parameters]
         if probabilities:
-            tensors += [_rank(model.initial, rank, 1), *(_rank(p, rank, 3) for p in model.transitions)]
+            dims = (1, *(layer.event_dims for layer in model.layers))
+            tensors += [_rank(p, rank, event_dims) for p, event_dims in zip(model.probabilities, dims, strict=True)]
         report = partial(_report, check)
         equation = Stationarity(setting, self.options, partial(_check_values, self.mdp), report)
         outputs = ImplicitSolution.apply(equation, _rank(-cumulative_loss, rank, 2), _rank(start.detach(), rank, 2), *tensors)
@@ -234,7 +235,7 @@ def _check_values(step_mdp: LayeredMDP, bound: Bound, x: Tensor, start: Tensor) 
     if len(early):
         raise ValueError(f"t: expected an episode of at least 1, got {float(bound.t[tuple(early[0])])}")
     if mdp is not step_mdp:  # other probabilities, which nobody has looked at yet
-        if not all(bool(p.isfinite().all()) for p in (mdp.initial, *mdp.transitions)):
+        if not all(bool(p.isfinite().all()) for p in mdp.probabilities):
             raise ValueError("mdp: a probability is not finite; LayeredMDP(transitions, ...) tells which")
         _check_reachable(mdp)
     wrong = (~x.isfinite() & mdp.actions).nonzero()

@@ -39,3 +39,10 @@ def uniforms(seeds: Sequence[int], purpose: Purpose, chunks: Sequence[int], shap
         for block, chunk in zip(row, chunks, strict=True):
             stream(seed, purpose, chunk).random(out=block)
     return torch.from_numpy(numbers).flatten(1, 2)
+
+
+def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
+    """The index drawn by a uniform number from cumulative (unnormalized) probabilities: `(N, K)`, `(N,)` -> `(N,)`."""
+    # Just below one, so that the product stays below the total and an entry of probability zero is never drawn.
+    target = uniform.clamp(max=1 - 4 * torch.finfo(uniform.dtype).eps) * cumulative[..., -1]
+    return (cumulative <= target.unsqueeze(-1)).sum(-1)

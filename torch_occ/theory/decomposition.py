@@ -80,7 +80,7 @@ def tilde_nearby(step: FTRLStep, parameters: Parameters, q: Tensor, cumulative_l
     flow = flow_of(mdp, q[..., 0, 0].numel())
     found, nothing, source = q, torch.zeros_like(q[..., 0]), flow_source(mdp)
     psi = derivatives_of_step(mdp, q, parameters, t)
-    factor = factorize(psi.hessian, flow)
+    factor = factorize(psi.hessian, flow, q)
     for _ in range(3):
         move, _ = factor.solve(-(psi.gradient + cumulative_loss), nothing)
         moved = found + move
