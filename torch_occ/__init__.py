@@ -8,6 +8,8 @@ The model: LayeredMDP and its occupancy measures. The step: a regularizer and FT
 
 # The model
 from torch_occ.mdp import LayeredMDP as LayeredMDP
+from torch_occ.rewards import RewardMap as RewardMap
+from torch_occ.rewards import RewardMDP as RewardMDP
 from torch_occ.occupancy import Plan as Plan
 from torch_occ.occupancy import flow_adjoint as flow_adjoint
 from torch_occ.occupancy import flow_residual as flow_residual
