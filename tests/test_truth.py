@@ -143,7 +143,7 @@ def test_an_environment_whose_state_cannot_be_set_is_played_from_its_start():
 def test_nothing_is_drawn_on_a_screen():
     env = gymnasium.make("FrozenLake-v1")
     env.unwrapped.render_mode = "human"
-    with pytest.raises(ValueError, match="draw every step"):
+    with pytest.raises(ValueError, match="would draw its check"):
         occ.LayeredMDP.from_gymnasium(env, 3)
 
 

@@ -82,11 +82,13 @@ def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int
         if len(shape) != 3 or shape[0] != shape[2]:
             raise ValueError(f"transition: expected shape (S, A, S), got {shape}")
         # With gradients every entry is kept, so that a zero has one too.
-        index = (torch.ones_like(transition, dtype=torch.bool) if transition.requires_grad else transition != 0).nonzero(as_tuple=True)
-        return index[0], index[1], index[2], transition[index], (shape[0], shape[1])
+        kept = torch.ones_like(transition, dtype=torch.bool) if transition.requires_grad else transition != 0
+        state, action, after = kept.nonzero(as_tuple=True)
+        return state, action, after, transition[state, action, after], (shape[0], shape[1])
     if isinstance(transition, Tensor) and transition.layout == torch.sparse_csr:
         rows = torch.arange(shape[0], device=transition.device).repeat_interleave(transition.crow_indices().diff())
-        index, values = (rows, transition.col_indices().long()), transition.values()
+        index: tuple[Tensor, ...] = (rows, transition.col_indices().long())
+        values = transition.values()
     elif isinstance(transition, Tensor):
         transition = transition.to_sparse_coo().coalesce()
         index, values = transition.indices().unbind(), transition.values()
@@ -185,7 +187,7 @@ def unroll(outcomes: Outcomes, horizon: int, initial: Tensor | int) -> dict[str,
 
 
 def layer_tensor(index: tuple[Tensor, Tensor, Tensor], probability: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """The transitions of a layer, `(S_k, A, S_{k+1})`, from its outcomes (state, action, next state); only here is their storage decided."""
+    """A layer of transitions, `(S_k, A, S_{k+1})`, from its outcomes (state, action, next state). Only this function decides on storage."""
     return probability.new_zeros(shape).index_put(index, probability, accumulate=True)
 
 
