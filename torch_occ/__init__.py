@@ -76,3 +76,9 @@ from torch_occ.regret import SelfBounding as SelfBounding
 from torch_occ.regret import comparator as comparator
 from torch_occ.regret import self_bounding as self_bounding
 from torch_occ.simulate import simulate as simulate
+
+# Many games
+from torch_occ.sweep import Failure as Failure
+from torch_occ.sweep import SweepResult as SweepResult
+from torch_occ.sweep import grid as grid
+from torch_occ.sweep import sweep as sweep
