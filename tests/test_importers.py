@@ -304,15 +304,16 @@ def test_from_tables_reads_sparse_tables():
     ]
     for form in forms:
         sparse = occ.LayeredMDP.from_tables(form, 4, 1, terminal=[3])
+        assert sparse.is_sparse
         assert torch.equal(sparse.origin, dense.origin)
-        for mine, other in zip(sparse.transitions, dense.transitions, strict=True):
+        for mine, other in zip(sparse.to_dense().transitions, dense.transitions, strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
 def test_duplicate_entries_of_a_sparse_table_add_up():
     index = torch.tensor([[0, 0, 1], [0, 0, 0]])
     table = torch.sparse_coo_tensor(index, torch.tensor([0.25, 0.75, 1.0], dtype=F64), (2, 1), check_invariants=True)
-    assert occ.LayeredMDP.from_tables(table, 2).transitions[0].tolist() == [[[1.0], [1.0]]]
+    assert occ.LayeredMDP.from_tables(table, 2).to_dense().transitions[0].tolist() == [[[1.0], [1.0]]]
 
 
 @pytest.mark.parametrize(
@@ -341,5 +342,22 @@ def test_gradients_reach_the_table_zeros_included():
 
 def test_an_mdp_that_does_not_fit_is_refused_before_memory_is_asked_for(monkeypatch):
     monkeypatch.setattr("torch_occ.unroll.MAX_BYTES", 1000)
-    with expect(ValueError, "horizon: 4 steps", "GiB", "shorten the horizon"):
-        occ.LayeredMDP.from_tables(torch.from_numpy(np.moveaxis(arrays()[0], 0, 1).copy()), 4)
+    P = torch.from_numpy(np.moveaxis(arrays()[0], 0, 1).copy())
+    with expect(ValueError, "horizon: 4 steps", "up to 5 states", "GiB", "pass a sparse table"):
+        occ.LayeredMDP.from_tables(P, 4)
+    occ.LayeredMDP.from_tables(P.to_sparse(), 4)
+
+
+def test_a_large_environment_is_stored_sparsely_and_a_small_one_densely(monkeypatch):
+    assert not occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 4, verify=0).is_sparse
+    taxi = occ.LayeredMDP.from_gymnasium("Taxi-v4", 20, verify=0)
+    assert taxi.is_sparse
+    assert taxi.num_pairs == 45956
+    # The storage changes nothing else.
+    small = occ.LayeredMDP.from_gymnasium("CliffWalkingSlippery-v1", 6, verify=0)
+    monkeypatch.setattr("torch_occ.unroll.DENSE_ENTRIES", 0)
+    sparse = occ.LayeredMDP.from_gymnasium("CliffWalkingSlippery-v1", 6, verify=0)
+    assert sparse.is_sparse
+    policy = occ.uniform_policy(small)
+    torch.testing.assert_close(occ.occupancy(sparse, policy), occ.occupancy(small, policy), rtol=1e-14, atol=0)
+    assert torch.equal(sparse.loss, small.loss)

@@ -108,12 +108,13 @@ class FTRLStep(nn.Module):
                     "use step.to(...) for both"
                 )
 
-        probabilities = mdp is not None or any(_carries_derivative(p) for p in (model.initial, *model.transitions))
+        probabilities = mdp is not None or any(_carries_derivative(p) for p in model.probabilities)
         setting = Setting(model, self.evaluator, probabilities)
         rank = max(cumulative_loss.dim() - 2, t.dim(), start.dim() - 2, len(model.batch_shape))
         tensors = [_rank(t, rank, 0), *self.evaluator.own_parameters]
         if probabilities:
-            tensors += [_rank(model.initial, rank, 1), *(_rank(p, rank, 3) for p in model.transitions)]
+            dims = (1, *(layer.event_dims for layer in model.layers))
+            tensors += [_rank(p, rank, event_dims) for p, event_dims in zip(model.probabilities, dims, strict=True)]
         equation = Stationarity(setting, self.options, partial(_check_values, self.mdp), _raiser(check))
         outputs = ImplicitSolution.apply(equation, _rank(-cumulative_loss, rank, 2), _rank(start.detach(), rank, 2), *tensors)
         return Solution(*outputs)
@@ -187,7 +188,7 @@ def _check_values(step_mdp: LayeredMDP, bound: Bound, x: Tensor, start: Tensor) 
     mdp = bound.mdp
     bound.evaluator.validate(bound.parameters)
     if mdp is not step_mdp:  # other probabilities, which nobody has looked at yet
-        if not all(bool(p.isfinite().all()) for p in (mdp.initial, *mdp.transitions)):
+        if not all(bool(p.isfinite().all()) for p in mdp.probabilities):
             raise ValueError("mdp: a probability is not finite; LayeredMDP(transitions, ...) tells which")
         _check_reachable(mdp)
     wrong = (~x.isfinite() & mdp.actions).nonzero()

@@ -37,7 +37,7 @@ from torch_occ.validation import broadcast
 class Setting:
     """psi_t over an MDP, with every tensor that a derivative may be taken in pulled out of it.
 
-    The tensors are `(t, *parameters)`, or `(t, *parameters, initial, *transitions)` when the probabilities take part. All but the
+    The tensors are `(t, *parameters)`, or `(t, *parameters, *mdp.probabilities)` when they take part too. All but the
     parameters have one batch rank, so that a `vmap` can put its dimension in front of all of them.
     """
 
@@ -48,15 +48,14 @@ class Setting:
     @property
     def event_dims(self) -> tuple[int | None, ...]:
         """Dimensions of each tensor behind its batch shape; None for parameters, which may have any."""
-        model = (1, *(3,) * self.mdp.horizon) if self.probabilities else ()
+        model = (1, *(layer.event_dims for layer in self.mdp.layers)) if self.probabilities else ()
         return (0, *(None,) * len(self.evaluator.names), *model)
 
     def bind(self, tensors: Sequence[Tensor]) -> Bound:
         t, count = tensors[0], len(self.evaluator.names)
         mdp = self.mdp
         if self.probabilities:
-            initial, *transitions = tensors[1 + count :]
-            mdp = mdp.with_transitions(transitions, initial)
+            mdp = mdp.with_probabilities(*tensors[1 + count :])
         return Bound(mdp, self.evaluator, t, tuple(tensors[1 : 1 + count]))
 
 

@@ -162,7 +162,7 @@ class LayeredFactorization:
         Y = states.p.new_zeros(sizes[0].stop, sizes[0].stop)
         for k in range(flow.mdp.horizon):
             if k:
-                kernel, policy = flow.kernels[k - 1], self.means[k - 1]
+                kernel, policy = flow.layers[k - 1].dense, self.means[k - 1]
                 self.steps.append((policy.unsqueeze(-2) @ kernel).squeeze(-2))
                 carried = self.steps[-1].mT @ self.gains[-1] @ self.steps[-1]
                 Y = states.covariance(kernel, sizes[k - 1]) + carried

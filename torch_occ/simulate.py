@@ -281,7 +281,9 @@ class Simulation:
 
 def _digest(digest: Any, part: Any) -> None:
     """Feed a tree of tensors, modules, plain objects and numbers to a hash, in a fixed order."""
-    if isinstance(part, Tensor):
+    if isinstance(part, Tensor) and part.layout == torch.sparse_coo:
+        _digest(digest, [tuple(part.shape), part.indices(), part.values()])
+    elif isinstance(part, Tensor):
         digest.update(str((part.dtype, tuple(part.shape))).encode() + part.detach().cpu().contiguous().numpy().tobytes())
     elif isinstance(part, nn.Module):
         plain = {key: value for key, value in vars(part).items() if not key.startswith("_") and not _derived(part, key)}

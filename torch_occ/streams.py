@@ -35,3 +35,10 @@ def stream(seed: int, purpose: Purpose, chunk: int) -> np.random.Generator:
 def uniforms(seeds: Sequence[int], purpose: Purpose, chunk: int, shape: tuple[int, ...]) -> Tensor:
     """Uniform numbers in [0, 1), `(N, *shape)`."""
     return torch.from_numpy(np.stack([stream(seed, purpose, chunk).random(shape) for seed in seeds]))
+
+
+def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
+    """The index drawn by a uniform number from cumulative (unnormalized) probabilities: `(N, K)`, `(N,)` -> `(N,)`."""
+    # Just below one, so that the product stays below the total and an entry of probability zero is never drawn.
+    target = uniform.clamp(max=1 - 4 * torch.finfo(uniform.dtype).eps) * cumulative[..., -1]
+    return (cumulative <= target.unsqueeze(-1)).sum(-1)

@@ -19,8 +19,11 @@ from torch_occ.validation import check_rows, row_tolerance
 #: Instead of a state: "the episode is over". The `origin` of the absorbing end, and the next state of an outcome that ends the episode.
 ABSORBING = -1
 
-#: Transitions that would take more bytes than this are refused before memory is asked for.
+#: Dense transitions of more bytes than this are refused before memory is asked for.
 MAX_BYTES = 4 << 30
+
+#: Up to this many entries, all layers together, an MDP that may be stored either way is stored densely, which the engine needs.
+DENSE_ENTRIES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -139,8 +142,8 @@ def initial_distribution(initial: Tensor | int, num_states: int, like: Tensor) -
     return initial
 
 
-def unroll(outcomes: Outcomes, horizon: int, initial: Tensor | int) -> dict[str, Any]:
-    """The arguments of `LayeredMDP` for `horizon` steps of a finite MDP; see `LayeredMDP.from_tables`."""
+def unroll(outcomes: Outcomes, horizon: int, initial: Tensor | int, *, sparse: bool | None = None) -> dict[str, Any]:
+    """The arguments of `LayeredMDP` for `horizon` steps of a finite MDP, stored as its size suggests unless `sparse` says how."""
     if horizon < 1:
         raise ValueError(f"horizon: expected at least 1, got {horizon}")
     num_states, num_actions = outcomes.actions.shape
@@ -167,7 +170,13 @@ def unroll(outcomes: Outcomes, horizon: int, initial: Tensor | int) -> dict[str,
         reached[after[possible & (position[state] >= 0)]] = True
         layers.append(reached.nonzero().squeeze(-1))
     shapes = [(len(here), num_actions, len(there)) for here, there in pairwise(layers[:-1])]
-    _check_size(shapes, probability, horizon)
+    size = sum(here * num_actions * there for here, _, there in shapes)
+    sparse = size > DENSE_ENTRIES if sparse is None else sparse
+    if not sparse and size * probability.element_size() > MAX_BYTES:
+        raise ValueError(
+            f"horizon: {horizon} steps of this MDP make layers of up to {max(map(len, layers)):,} states; their dense transitions would "
+            f"take {size * probability.element_size() / 2**30:,.3g} GiB (the limit is {MAX_BYTES / 2**30:g}); pass a sparse table"
+        )
     transitions: list[Tensor] = []
     for k, shape in enumerate(shapes):
         if k and torch.equal(layers[k - 1], layers[k]) and torch.equal(layers[k], layers[k + 1]):
@@ -175,7 +184,7 @@ def unroll(outcomes: Outcomes, horizon: int, initial: Tensor | int) -> dict[str,
             continue
         here, there = place[k][state], place[k + 1][after]
         kept = ((here >= 0) & (there >= 0)).nonzero().squeeze(-1)
-        transitions.append(layer_tensor((here[kept], action[kept], there[kept]), probability[kept], shape))
+        transitions.append(layer_tensor((here[kept], action[kept], there[kept]), probability[kept], shape, sparse))
     transitions.append(probability.new_ones(len(layers[horizon - 1]), num_actions, 1))
     states = torch.cat(layers[:horizon])
     return {
@@ -186,16 +195,10 @@ def unroll(outcomes: Outcomes, horizon: int, initial: Tensor | int) -> dict[str,
     }
 
 
-def layer_tensor(index: tuple[Tensor, Tensor, Tensor], probability: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """A layer of transitions, `(S_k, A, S_{k+1})`, from its outcomes (state, action, next state). Only this function decides on storage."""
-    return probability.new_zeros(shape).index_put(index, probability, accumulate=True)
-
-
-def _check_size(shapes: list[tuple[int, int, int]], like: Tensor, horizon: int) -> None:
-    size = sum(here * num_actions * there for here, num_actions, there in shapes) * like.element_size()
-    if size > MAX_BYTES:
-        widest = max(here for here, _, _ in shapes)
-        raise ValueError(
-            f"horizon: {horizon} steps of this MDP make layers of up to {widest:,} states, whose dense transitions would take "
-            f"{size / 2**30:,.1f} GiB (the limit is {MAX_BYTES / 2**30:g}); shorten the horizon or start from fewer states"
-        )
+def layer_tensor(index: tuple[Tensor, Tensor, Tensor], probability: Tensor, shape: tuple[int, int, int], sparse: bool) -> Tensor:
+    """A layer of transitions from its outcomes (state, action, next state): `(S_k, A, S_{k+1})`, or sparse `(S_k * A, S_{k+1})`."""
+    if not sparse:
+        return probability.new_zeros(shape).index_put(index, probability, accumulate=True)
+    (state, action, after), (num_states, num_actions, num_next) = index, shape
+    rows = torch.stack([state * num_actions + action, after])
+    return torch.sparse_coo_tensor(rows, probability, (num_states * num_actions, num_next), check_invariants=False)

@@ -23,6 +23,8 @@ def why_not(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
         return f"the engine works in float64 on the CPU, the MDP is {mdp.dtype} on {mdp.device}"
     if mdp.batch_shape:
         return "the engine works with a single MDP, this is a batch"
+    if mdp.is_sparse:
+        return "the engine needs dense transitions (mdp.to_dense()), these are sparse"
     for leaf in regularizer.leaves():
         if not isinstance(leaf, TabularRegularizer):
             return f"{type(leaf).__name__} is not a table of elementary terms"
