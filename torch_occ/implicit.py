@@ -133,8 +133,8 @@ class Linearized:
     def solve(self, x: Tensor, r: Tensor, q: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         bound = self.setting.bind(tensors)
         batch = broadcast(q.shape[:-2], bound.t.shape)
-        hessian = bound.deriver(batch)(q.expand(*batch, *q.shape[-2:])).hessian
-        return factorize(hessian, flow_of(bound.mdp, x.shape[:-2].numel())).solve(x, r)
+        q = q.expand(*batch, *q.shape[-2:])
+        return factorize(bound.deriver(batch)(q).hessian, flow_of(bound.mdp, x.shape[:-2].numel()), q).solve(x, r)
 
     def point(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         return tensors[2], tensors[3:]

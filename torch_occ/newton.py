@@ -134,7 +134,7 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
 
     for _ in range(options.max_steps):
         downhill = -(psi.gradient + plan.gaps)
-        dq, v = factorize(psi.hessian, flow).solve(downhill, nothing)
+        dq, v = factorize(psi.hessian, flow, q).solve(downhill, nothing, value)
         squared = _dot(downhill, dq)
         fall, moved = _relative_change(flow, psi, q, dq)
         running = stop(running, ~moved.isfinite(), Status.NOT_FINITE)

@@ -38,14 +38,14 @@ class LayeredFlow:
         parts = self.mdp.split(x, -2)
         arrivals = [torch.zeros_like(parts[0][..., 0])]
         arrivals += [layer.arrive(part) for part, layer in zip(parts[:-1], self.layers, strict=True)]
-        return _join(arrivals, 1)
+        return join(arrivals, 1)
 
     def lookahead(self, v: Tensor) -> Tensor:
         """P v: `(*batch, S)` -> `(*batch, S, A)`, the expectation of v at the next state."""
         parts = self.mdp.split(v, -1)
         ahead = [layer.ahead(part) for part, layer in zip(parts[1:], self.layers, strict=True)]
         last = torch.zeros_like(parts[-1]).unsqueeze(-1).expand(*parts[-1].shape, self.mdp.num_actions)
-        return _join([*ahead, last], 2)
+        return join([*ahead, last], 2)
 
     def forward(self, policy: Tensor, source: Tensor) -> Tensor:
         """u = source + P_p' u. For b as the source, the state occupancy of the policy."""
@@ -53,7 +53,7 @@ class LayeredFlow:
         u = [sources[0]]
         for k, layer in enumerate(self.layers):
             u.append(sources[k + 1] + layer.arrive(policies[k] * u[k].unsqueeze(-1)))
-        return _join(u, 1)
+        return join(u, 1)
 
     def backward(self, policy: Tensor, reward: Tensor) -> Tensor:
         """v = reward + P_p v. For the expected loss as the reward, the value of the policy."""
@@ -61,7 +61,7 @@ class LayeredFlow:
         v = [rewards[-1]]
         for k in reversed(range(len(self.layers))):
             v.insert(0, rewards[k] + (policies[k] * self.layers[k].ahead(v[0])).sum(-1))
-        return _join(v, 1)
+        return join(v, 1)
 
 
 class DenseFlow:
@@ -106,7 +106,7 @@ def _substitute(triangle: Tensor, x: Tensor, upper: bool) -> Tensor:
     return torch.linalg.solve_triangular(triangle, x.unsqueeze(-1), upper=upper, unitriangular=True).squeeze(-1)
 
 
-def _join(parts: list[Tensor], event_dims: int) -> Tensor:
+def join(parts: list[Tensor], event_dims: int) -> Tensor:
     """Concatenate layers whose batch shapes may still differ."""
     batch = broadcast(*(part.shape[: part.dim() - event_dims] for part in parts))
     return torch.cat([part.expand(*batch, *part.shape[part.dim() - event_dims :]) for part in parts], -event_dims)
@@ -194,7 +194,7 @@ def optimal_policy(mdp: LayeredMDP, loss: Tensor) -> Plan:
             Q = torch.where(masks[k], Q, torch.inf)
         Qs.insert(0, Q)
         values.insert(0, Q.amin(-1))
-    value, Q = _join(values, 1), _join(Qs, 2)
+    value, Q = join(values, 1), join(Qs, 2)
     best = Q.argmin(-1, keepdim=True) == torch.arange(mdp.num_actions, device=mdp.device)
     gaps = torch.where(mdp.actions, Q - value.unsqueeze(-1), 0.0)
     return Plan(best.to(loss.dtype), value, Q, gaps)
