@@ -209,3 +209,8 @@ def test_the_cheapest_factorization_is_chosen():
     assert isinstance(factorize(hessian.to_blocks(), LayeredFlow(mdp), q), LayeredFactorization)
     assert isinstance(factorize(hessian.to_full(), DenseFlow(mdp), q), FullFactorization)
     assert isinstance(factorize(hessian, LayeredFlow(mdp.to_sparse()), q), ConjugateGradients)
+    wide, narrow = (LayeredFlow(occ.LayeredMDP.random(3, width, 2)) for width in (400, 20))
+    for flow, kind in ((wide, ConjugateGradients), (narrow, LayeredFactorization)):
+        q = occ.interior_point(flow.mdp)
+        for exact in (False, True):
+            assert isinstance(factorize(hessian_at(flow.mdp, q, "hybrid"), flow, q, exact=exact), kind)

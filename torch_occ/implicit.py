@@ -134,7 +134,7 @@ class Linearized:
         bound = self.setting.bind(tensors)
         batch = broadcast(q.shape[:-2], bound.t.shape)
         q = q.expand(*batch, *q.shape[-2:])
-        return factorize(bound.deriver(batch)(q).hessian, flow_of(bound.mdp, x.shape[:-2].numel()), q).solve(x, r)
+        return factorize(bound.deriver(batch)(q).hessian, flow_of(bound.mdp, x.shape[:-2].numel()), q, exact=True).solve(x, r)
 
     def point(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         return tensors[2], tensors[3:]

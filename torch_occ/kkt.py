@@ -12,14 +12,16 @@ the change of q(s), eliminating actions leaves
     kappa du = p'x + (I - P_p) v,        (I - P_p)' du = r + P'R x - Q v.
 
 So M = I + K^(1/2) B' Q B K^(1/2) is all that remains to be factored: symmetric, every eigenvalue at least 1, and in practice at
-most a few dozen whatever the scale of q. Small MDPs form it. Larger ones run through the layers as a Kalman filter does: Y_k is
-the covariance that reaches layer k, and kappa the information that it meets there,
+most a few dozen whatever the scale of q. Small MDPs form it. Wide and sparse ones only ever apply it (torch_occ.iterative). Others
+run through the layers as a Kalman filter does: Y_k is the covariance that reaches layer k, and kappa the information that it meets
+there,
 
     Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -46,19 +48,38 @@ class Factorization(Protocol):
         ...
 
 
-def factorize(hessian: Hessian, flow: Flow, q: Tensor) -> Factorization:
-    """The cheapest way to solve the system of this Hessian, taken at q."""
+def factorize(hessian: Hessian, flow: Flow, q: Tensor, *, exact: bool = False) -> Factorization:
+    """The cheapest way to solve the system of this Hessian, taken at q; `exact` if there will be no guess."""
     if isinstance(hessian, Full):
         return FullFactorization(hessian, flow.mdp)
     states = SeparableStates(hessian) if isinstance(hessian, Separable) else GeneralStates(hessian)
     if isinstance(flow, DenseFlow):
         return DenseFactorization(states, flow)
-    return ConjugateGradients(states, flow, q.sum(-1)) if prefers_iterations(flow.mdp) else LayeredFactorization(states, flow)
+    if prefers_iterations(flow.mdp, q.shape[:-2].numel(), exact):
+        return ConjugateGradients(states, flow, q.sum(-1))
+    return LayeredFactorization(states, flow)
 
 
-def prefers_iterations(mdp: LayeredMDP) -> bool:
-    """Whether conjugate gradients are expected to be faster than factorizing layer by layer."""
-    return mdp.is_sparse
+def prefers_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> bool:
+    """Whether conjugate gradients are expected to be faster than a factorization layer by layer, for a batch of so many elements.
+
+    Sparse transitions leave no choice. For dense ones, a model of the time that was fitted to measurements with one thread (a factor
+    of two either way costs little, since they meet at an angle); `experiments.wide --sections crossover` measures it again.
+    """
+    return mdp.is_sparse or _seconds_of_iterations(mdp, elements, exact) < _seconds_of_factorization(mdp, elements)
+
+
+def _seconds_of_factorization(mdp: LayeredMDP, elements: int) -> float:
+    sizes, num_actions = mdp.layer_sizes, mdp.num_actions
+    products = sum(2 * m * n * (num_actions * n + m + n) for m, n in pairwise(sizes)) + sum(4 * n**3 for n in sizes)
+    return 0.08e-9 * products * elements + (0.4e-3 + 0.04e-3 * elements) * mdp.horizon
+
+
+def _seconds_of_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> float:
+    entries = sum(layer.probabilities.numel() for layer in mdp.layers[:-1])
+    shared = elements > 1 and not mdp.batch_shape  # then the products with P are matrix-matrix
+    passes = 0.2e-9 * entries * elements if shared else 0.6e-9 * entries
+    return (40 if exact else 15) * (passes + 12e-9 * mdp.num_pairs * elements + 0.04e-3 * mdp.horizon)
 
 
 # -- all states -----------------------------------------------------------------------------------------------------------
@@ -122,8 +143,11 @@ class LayeredFactorization:
             values.insert(0, y - self.kappas[k] * _apply(self.gains[k], y))
         v = torch.cat(values, -1)
         within = states.respond(x - flow.lookahead(v))
-        du = flow.forward(states.p, r + flow.inflow(within))
-        return states.p * du.unsqueeze(-1) + within, v
+        sources = split(r + flow.inflow(within), -1)
+        du = [sources[0]]
+        for k, step in enumerate(self.steps):
+            du.append(sources[k + 1] + _apply(step.mT, du[k]))
+        return states.p * torch.cat(du, -1).unsqueeze(-1) + within, v
 
 
 class FullFactorization:

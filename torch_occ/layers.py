@@ -54,11 +54,14 @@ class DenseLayer:
 
     def arrive(self, x: Tensor) -> Tensor:
         """P'x: `(*batch, S, A)` -> `(*batch, S')`."""
-        return (x.flatten(-2).unsqueeze(-2) @ self.probabilities.flatten(-3, -2)).squeeze(-2)
+        rows = self.probabilities.flatten(-3, -2)
+        return x.flatten(-2) @ rows if rows.dim() == 2 else (x.flatten(-2).unsqueeze(-2) @ rows).squeeze(-2)
 
     def ahead(self, v: Tensor) -> Tensor:
         """P v: `(*batch, S')` -> `(*batch, S, A)`."""
-        return (self.probabilities @ v[..., None, :, None]).squeeze(-1)
+        rows = self.probabilities.flatten(-3, -2)
+        expected = v @ rows.mT if rows.dim() == 2 else (rows @ v.unsqueeze(-1)).squeeze(-1)  # one product for a whole batch of v
+        return expected.unflatten(-1, self.probabilities.shape[-3:-1])
 
     def draw(self, state: Tensor, action: Tensor, uniform: Tensor) -> Tensor:
         """The next states `(N,)` that uniform numbers draw."""

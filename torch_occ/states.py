@@ -50,9 +50,9 @@ class SeparableStates:
         """P' R P for transitions `(*batch, S_k, A, S')` out of a layer, `(*batch, S', S')`."""
         weight = self.inverse[..., layer, :].unsqueeze(-1)
         softest = self.softest[..., layer, :].unsqueeze(-1).expand(*weight.shape[:-2], 1, kernel.shape[-1])
-        kernel = kernel - kernel.expand(*weight.shape[:-1], -1).gather(-2, softest)
-        mean = (weight * kernel).sum(-2, keepdim=True) / self.total[..., layer, None, None]
-        deviation = ((kernel - mean) * weight.sqrt()).flatten(-3, -2)
+        deviation = kernel - kernel.expand(*weight.shape[:-1], -1).gather(-2, softest)
+        mean = (weight / self.total[..., layer, None, None]).mT @ deviation
+        deviation = deviation.sub_(mean).mul_(weight.sqrt()).flatten(-3, -2)  # in place: these are the largest tensors of a step
         return deviation.mT @ deviation
 
 
