@@ -11,7 +11,7 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
@@ -66,6 +66,8 @@ class Args:
     """of FTRL"""
     beta: float = 0.01
     """of FTRL"""
+    players: tuple[Literal["ftrl", "leader"], ...] = ("ftrl", "leader")
+    """who learns: FTRL, or follow-the-leader"""
     alone: int = 5000
     """beyond so many pairs FTRL is left out, and follow-the-leader learns alone"""
     rollouts: int = 4000
@@ -248,9 +250,11 @@ def draw(verdicts: list[Verdict], shown: Verdict) -> Figure:
 
 def learners(args: Args, mdp: occ.RewardMDP) -> dict[str, occ.Learner]:
     """FTRL where its step is quick enough, and follow-the-leader, for which an unseen pair is free: without noise it explores well."""
-    found: dict[str, occ.Learner] = {LEADER: occ.FollowTheLeader(mdp)}
-    if mdp.num_pairs <= args.alone:
-        found = {FTRL: occ.FTRL(mdp, occ.jin_luo(mdp, beta=args.beta, gamma=args.gamma))} | found
+    found: dict[str, occ.Learner] = {}
+    if "ftrl" in args.players and mdp.num_pairs <= args.alone:
+        found[FTRL] = occ.FTRL(mdp, occ.jin_luo(mdp, beta=args.beta, gamma=args.gamma))
+    if "leader" in args.players or not found:
+        found[LEADER] = occ.FollowTheLeader(mdp)
     return found
 
 

@@ -1,6 +1,7 @@
 """Sweeps on real processes and on a real cluster, some of which are killed."""
 
 import csv
+import functools
 import json
 import os
 import re
@@ -27,7 +28,7 @@ def events(log: Path) -> Counter:
     return Counter(".".join(path.name.split(".")[:2]) for path in log.iterdir())
 
 
-def wait_for(condition, seconds=60.0):
+def wait_for(condition, seconds=180.0):
     until = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < until, "waited in vain"
@@ -138,6 +139,37 @@ def test_wrong_cells_are_refused(cells_, fragments, tmp_path):
         occ.sweep(cells.square, cells_, tmp_path, **QUIET)
 
 
+def local_function(x):
+    def inside(config):
+        return {}
+
+    return inside
+
+
+@pytest.mark.parametrize(
+    "function", [lambda config: {}, local_function(1), functools.partial(cells.square)], ids=["lambda", "local", "partial"]
+)
+def test_a_function_that_workers_cannot_import_is_refused(function, tmp_path):
+    with pytest.raises(ValueError, match="function: expected a function at the top level of a module"):
+        occ.sweep(function, [{"x": 1.0}], tmp_path, **QUIET)
+
+
+def test_control_c_ends_at_once_and_keeps_what_is_finished(tmp_path):
+    log = tmp_path / "log"
+    log.mkdir()
+    grid = occ.grid(cell=[0], seconds=[0], log=[str(log)]) + occ.grid(cell=[1], seconds=[600], log=[str(log)])
+    script = f"import cells, torch_occ as occ\nocc.sweep(cells.slow, {grid!r}, {str(tmp_path / 'out')!r}, **{QUIET!r})"
+    driver = subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: {"0.done", "1.begun"} <= set(events(log)) and list((tmp_path / "out" / "cells").glob("*.json")))
+    driver.send_signal(signal.SIGINT)
+    _, errors = driver.communicate(timeout=60)
+    assert driver.returncode != 0
+    assert "KeyboardInterrupt" in errors
+    workers = {int(path.name.rsplit(".", 1)[1]) for path in log.iterdir()}
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert len(list((tmp_path / "out" / "cells").iterdir())) == 1
+
+
 def test_wrong_results_are_failures_that_say_so(tmp_path):
     done = occ.sweep(cells.careless, occ.grid(returns=["x", "list", "set"], x=[0]), tmp_path, processes=1, **QUIET)
     errors = [failure.error for failure in done.failures]
@@ -212,7 +244,7 @@ def test_a_cluster_gives_the_same_bits_survives_a_lost_worker_and_reports_failur
         lambda: [path for path in log.glob(f"*.begun.{victim.pid}") if not (log / path.name.replace("begun", "done")).exists()]
     )
     os.kill(victim.pid, signal.SIGKILL)
-    assert not driver.result(timeout=60).failures
+    assert not driver.result(timeout=180).failures
     assert sorted(row["cell"] for row in table(tmp_path / "out")) == list("01234567")
     assert len(list((tmp_path / "out" / "cells").iterdir())) == 8
     cut_short = begun[-1].name.split(".")[0]

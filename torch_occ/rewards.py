@@ -58,14 +58,18 @@ class RewardMap:
 class RewardMDP(LayeredMDP):
     """A `LayeredMDP` with rewards: expected ones `(S, A)`, zero where the episode is over, and the map that makes them losses.
 
-    What is derived from it (`to`, `prune`, `with_transitions`) is a plain `LayeredMDP`.
+    What is derived from it (`to`, `prune`, `with_transitions`) is a plain `LayeredMDP`. Importers make it; see `LayeredMDP.from_gymnasium`.
+
+    Args:
+        reward: expected rewards `(original S, A)` of the original MDP.
+        reward_map: how they become losses.
+        layout: what `LayeredMDP` takes.
     """
 
     reward: Tensor
     reward_map: RewardMap
 
     def __init__(self, *, reward: Tensor, reward_map: RewardMap, **layout: Any) -> None:
-        """Args: `reward` is a table of the original MDP; `layout` what `LayeredMDP` takes."""
         super().__init__(**layout)
         object.__setattr__(self, "reward_map", reward_map)
         object.__setattr__(self, "reward", torch.where(self.actions, self.lift(reward), 0.0))

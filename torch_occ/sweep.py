@@ -13,9 +13,11 @@ import io
 import itertools
 import json
 import shutil
+import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,7 @@ class Cell:
     key: str
 
 
-Work = Iterator[tuple[Cell, dict[str, Any] | Failure]]
+Work = Generator[tuple[Cell, dict[str, Any] | Failure], None, None]
 
 
 def sweep(
@@ -81,7 +83,8 @@ def sweep(
     are tried again next time), and `tensorboard/` with the hparams of each.
 
     Args:
-        function: a deterministic function of the configuration, importable by the workers.
+        function: a deterministic function of the configuration, which the workers can import. Cells go by its name: use another directory
+            when you change what it computes.
         cells: configurations that JSON can hold, for example from `grid`.
         processes: how many local processes to start, without a cluster.
         cluster: the address of a Dask scheduler, `tcp://host:port`, whose workers have this package and the function installed.
@@ -90,7 +93,8 @@ def sweep(
     """
     from torch_occ.workers import connect, on_cluster, on_processes  # they start processes: not needed to read results
 
-    todo = [Cell(config, _key(function, config)) for config in _check(cells)]
+    name = _name(function)
+    todo = [Cell(config, _key(name, config)) for config in _check(cells)]
     store = Path(directory) / "cells"
     store.mkdir(parents=True, exist_ok=True)
     found = {cell.key: stored for cell in todo if (stored := _read(store, cell)) is not None}
@@ -102,7 +106,7 @@ def sweep(
     failures: list[Failure] = []
     client = connect(cluster, PATIENCE) if cluster is not None and missing else None  # before anything else can be lost
     work = on_processes(function, missing, processes) if client is None else on_cluster(function, missing, client)
-    with _bar(len(todo), len(found), progress) as bar:
+    with _bar(len(todo), len(found), progress) as bar, closing(work):
         for cell, outcome in work:
             if isinstance(outcome, Failure):
                 failures.append(outcome)
@@ -150,8 +154,18 @@ def _check(cells: Sequence[Config]) -> Sequence[Config]:
     return cells
 
 
-def _key(function: Function, config: Config) -> str:
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
+def _name(function: Function) -> str:
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if module is None or name is None or "<" in name:  # <lambda>, <locals>
+        raise ValueError(
+            f"function: expected a function at the top level of a module, which workers can import by its name, got {function!r}"
+        )
+    if module == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise ValueError(f"function: {name} was defined interactively; put it into a module, so that workers can import it")
+    return f"{module}.{name}"
+
+
+def _key(name: str, config: Config) -> str:
     return hashlib.sha256(f"{name}:{json.dumps(config, sort_keys=True)}".encode()).hexdigest()[:20]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import uuid
 from collections import Counter, deque
@@ -117,6 +118,8 @@ def on_cluster(function: Function, cells: Sequence[Cell], client: Any) -> Work:
 
     token = uuid.uuid4().hex  # not the result of an earlier sweep that the scheduler may still hold
     with client:
+        if not client.scheduler_info()["workers"]:
+            print("torch_occ: the cluster has no workers yet; waiting for them ...", file=sys.stderr, flush=True)
         futures = {client.submit(attempt, function, c.config, key=f"{c.key}-{token}", pure=False, retries=0): c for c in cells}
         for future in as_completed(list(futures), loop=client.loop):
             cell = futures.pop(future)
