@@ -220,7 +220,8 @@ def draw(verdicts: list[Verdict], shown: Verdict) -> Figure:
     axes[0].axhline(shown.best, color="0.45", linewidth=1, linestyle="--", label="best policy")
     axes[0].axhline(shown.uniform, color="0.6", linewidth=1, linestyle=":", label="uniform policy")
     room = 0.06 * (shown.best - lowest)
-    axes[0].set(xscale="log", xlabel="episodes", title="learning: mean return so far", ylim=(lowest - room, shown.best + room))
+    axes[0].set(xscale="log", xlabel="episodes", title="learning: mean return so far")
+    axes[0].set(xlim=(1, float(shown.history.episodes[-1])), ylim=(lowest - room, shown.best + room))
     axes[0].legend(frameon=False, fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
     seen = visits(mdp, shown.q, int(task.env.observation_space.n))  # type: ignore[attr-defined]
     for place, panel in zip(axes[1:-1], maps, strict=True):

@@ -136,7 +136,7 @@ def _landmarks(axes: Axes, env: Any, kind: str) -> None:
     else:
         for (row, column), name, colour in zip(base.locs, "RGYB", ("#E76F6F", "#6FBF73", "#E5C454", "#6F8FE7"), strict=True):
             axes.add_patch(Rectangle((column - 0.46, row - 0.46), 0.92, 0.92, facecolor="none", edgecolor=colour, linewidth=2.2, zorder=2))
-            axes.text(column - 0.36, row - 0.3, name, fontsize=8, color=colour, weight="bold", ha="center", va="center", zorder=2)
+            axes.text(column - 0.3, row - 0.26, name, fontsize=8, color=colour, weight="bold", ha="center", va="center", zorder=2)
         for row in range(5):
             for column in range(4):
                 if base.desc[1 + row, 2 * column + 2] == b"|":
