@@ -130,6 +130,32 @@ def test_an_unfinished_step_is_feasible_and_goes_downhill(name, monkeypatch):
         x = x + random_loss(mdp, seed=8)
 
 
+@pytest.mark.parametrize("name", ["bandit", "masked", "layers", "no_choice", "corridor", "rare", "walk"])
+@pytest.mark.parametrize("batch", [(), (1,), (2, 3)])
+def test_compiled_sweeps_are_those_in_torch(name, batch):
+    sparse = pytest.importorskip("torch_occ.engine.sparse")
+    mdp = CASES[name]().mdp.to_sparse()
+    q = occ.interior_point(mdp)
+    assert sparse.applies(mdp)
+    for shared in (True, False):
+        point = q if shared else q.expand(*batch, -1, -1)
+        _, hessian = solver_at(mdp, point, occ.jin_luo(mdp, beta=0.1))
+        states, x = SeparableStates(hessian), random_loss(mdp, batch=batch)
+        for force, source in ((x, x.sum(-1)), (None, None), (x[..., :1, :1] + torch.zeros_like(q), None)):
+            expected = iterative.TorchSweeps(states, LayeredFlow(mdp)).sweep(x[..., 0], force, source)
+            found = sparse.CompiledSweeps(states, mdp).sweep(x[..., 0], force, source)
+            for y, z in zip(found, expected, strict=True):
+                torch.testing.assert_close(y, z.expand_as(y), rtol=1e-11, atol=1e-12 * float(z.abs().max()))
+
+
+def test_without_numba_the_sweeps_are_those_in_torch(monkeypatch):
+    mdp, loss, t = walk()
+    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.5))
+    compiled = step(loss, t)
+    monkeypatch.setattr(iterative, "_has_numba", lambda: False)
+    close(step(loss, t), compiled)
+
+
 def test_the_number_of_iterations_does_not_depend_on_the_scale_of_q(monkeypatch):
     """The eigenvalues of M are bounded by the horizon and the number of actions, not by q."""
     for width, concentration in ((5, 0.03), (20, 0.03), (20, 1.0)):

@@ -16,13 +16,15 @@ residual, so an unfinished step still goes downhill, <x, dq> >= |y|^2, and satis
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from torch_occ.occupancy import LayeredFlow, join
-from torch_occ.states import States
+from torch_occ.states import SeparableStates, States
 
 #: An unfinished Newton step may leave this part of the error that it found, and at most the square of that error.
 FORCING = 0.01
@@ -39,6 +41,38 @@ class Swept(NamedTuple):
     du: Tensor  # (*batch, S)
 
 
+class Sweeps(Protocol):
+    """Both sweeps at once."""
+
+    def sweep(self, z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
+        """Back from z `(*batch, S)`, forth with x `(*batch, S, A)` and r `(*batch, S)`; None is zero."""
+        ...
+
+
+class TorchSweeps:
+    """Layer by layer, whatever the layers are."""
+
+    def __init__(self, states: States, flow: LayeredFlow) -> None:
+        self.states, self.flow = states, flow
+        self.policies = flow.mdp.split(states.p, -2)
+
+    def sweep(self, z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
+        flow, split = self.flow, self.flow.mdp.split
+        forces = split(z, -1)
+        v, ahead = [forces[-1]], [torch.zeros_like(forces[-1]).unsqueeze(-1).expand(*forces[-1].shape, flow.mdp.num_actions)]
+        for k in reversed(range(len(flow.layers))):
+            ahead.insert(0, flow.layers[k].ahead(v[0]))
+            v.insert(0, forces[k] + (self.policies[k] * ahead[0]).sum(-1))
+        expected = join(ahead, 2)
+        within = self.states.respond(-expected if x is None else x - expected)
+        sources, parts = None if r is None else split(r, -1), split(within, -2)
+        du = [torch.zeros_like(v[0]) if sources is None else sources[0]]
+        for k, layer in enumerate(flow.layers):
+            arrived = layer.arrive(parts[k] + self.policies[k] * du[k].unsqueeze(-1))
+            du.append(arrived if sources is None else sources[k + 1] + arrived)
+        return Swept(join(v, 1), within, join(du, 1))
+
+
 class ConjugateGradients:
     """Solves with M by applying it.
 
@@ -49,7 +83,7 @@ class ConjugateGradients:
     def __init__(self, states: States, flow: LayeredFlow, visits: Tensor) -> None:
         self.states, self.flow = states, flow
         self.root = states.kappa.sqrt()
-        self.policies = flow.mdp.split(states.p, -2)
+        self.sweep = sweeps_of(states, flow).sweep
         # A residual y stands for an error of y / root in du; where changes cost nothing, there is no error.
         self.unit = torch.where(states.kappa > 0, self.root * visits, torch.inf)  # (*batch, S)
         self.iterations = 0
@@ -79,23 +113,6 @@ class ConjugateGradients:
             return dq.masked_fill(failed[..., None, None], torch.nan), swept.v.masked_fill(failed[..., None], torch.nan)
         return dq, swept.v + guess
 
-    def sweep(self, z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
-        """Back and forth; None is zero."""
-        flow, split = self.flow, self.flow.mdp.split
-        forces = split(z, -1)
-        v, ahead = [forces[-1]], [torch.zeros_like(forces[-1]).unsqueeze(-1).expand(*forces[-1].shape, flow.mdp.num_actions)]
-        for k in reversed(range(len(flow.layers))):
-            ahead.insert(0, flow.layers[k].ahead(v[0]))
-            v.insert(0, forces[k] + (self.policies[k] * ahead[0]).sum(-1))
-        expected = join(ahead, 2)
-        within = self.states.respond(-expected if x is None else x - expected)
-        sources, parts = None if r is None else split(r, -1), split(within, -2)
-        du = [torch.zeros_like(v[0]) if sources is None else sources[0]]
-        for k, layer in enumerate(flow.layers):
-            arrived = layer.arrive(parts[k] + self.policies[k] * du[k].unsqueeze(-1))
-            du.append(arrived if sources is None else sources[k + 1] + arrived)
-        return Swept(join(v, 1), within, join(du, 1))
-
     def _error(self, residual: Tensor) -> Tensor:
         return (residual / self.unit).abs().amax(-1)
 
@@ -116,6 +133,21 @@ class ConjugateGradients:
             direction = residual + torch.where(running, square / before, 0.0).unsqueeze(-1) * direction
             running = running & (self._error(residual) > goal) & (square > 0)
         return y
+
+
+def sweeps_of(states: States, flow: LayeredFlow) -> Sweeps:
+    """The compiled sweeps where they apply and Numba is installed, else those in torch."""
+    if isinstance(states, SeparableStates) and flow.mdp.is_sparse and _has_numba():
+        from torch_occ.engine.sparse import CompiledSweeps, applies
+
+        if applies(flow.mdp):
+            return CompiledSweeps(states, flow.mdp)
+    return TorchSweeps(states, flow)
+
+
+@cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
 
 
 #: How often conjugate gradients start again from the true residual.
