@@ -8,6 +8,8 @@ The model: LayeredMDP and its occupancy measures. The step: a regularizer and FT
 
 # The model
 from torch_occ.mdp import LayeredMDP as LayeredMDP
+from torch_occ.rewards import RewardMap as RewardMap
+from torch_occ.rewards import RewardMDP as RewardMDP
 from torch_occ.occupancy import Plan as Plan
 from torch_occ.occupancy import flow_adjoint as flow_adjoint
 from torch_occ.occupancy import flow_residual as flow_residual
@@ -77,3 +79,9 @@ from torch_occ.simulate import simulate as simulate
 
 # The paper, executable
 from torch_occ import theory as theory
+
+# Many games
+from torch_occ.sweep import Failure as Failure
+from torch_occ.sweep import SweepResult as SweepResult
+from torch_occ.sweep import grid as grid
+from torch_occ.sweep import sweep as sweep

@@ -9,18 +9,23 @@ Non-terminal states are numbered in layer order, so that every quantity of the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torch_occ.layers import DenseLayer, Layer, SparseLayer
-from torch_occ.unroll import ABSORBING, unroll
+from torch_occ.unroll import ABSORBING, outcomes_of, unroll
 from torch_occ.validation import broadcast, check_actions, check_probabilities, check_shapes
+
+if TYPE_CHECKING:
+    import gymnasium
+
+    from torch_occ.rewards import RewardMDP
 
 #: Up to this many states one dense matrix beats a loop over layers, for a single problem; half as many for a batch.
 DENSE_STATES = 128
@@ -307,7 +312,7 @@ class LayeredMDP:
     @classmethod
     def from_tables(
         cls,
-        transition: Tensor,
+        transition: Any,
         horizon: int,
         initial: Tensor | int = 0,
         *,
@@ -321,12 +326,67 @@ class LayeredMDP:
         `mdp.origin` maps every layered state back, and `mdp.lift(loss)` turns a loss table `(S, A)` into a layered one.
 
         Args:
-            transition: `(S, A, S)`. Rows of terminal states are ignored.
+            transition: `(S, A, S)`, dense or sparse, or a sparse matrix `(S * A, S)` of torch or SciPy; the layers are stored likewise.
+                Rows of terminal states are ignored.
             initial: a distribution `(S,)` or the index of the start state.
             terminal: indices of terminal states.
             actions: boolean mask `(S, A)` of available actions; all by default.
         """
-        return cls(**unroll(transition, horizon, initial, tuple(terminal), actions))
+        sparse = not isinstance(transition, Tensor) or transition.layout != torch.strided
+        return cls(**unroll(outcomes_of(transition, tuple(terminal), actions), horizon, initial, sparse=sparse))
+
+    @classmethod
+    def from_arrays(
+        cls,
+        transition: Any,
+        reward: Any,
+        horizon: int,
+        initial: Tensor | int = 0,
+        *,
+        terminal: Sequence[int] = (),
+        action_axis: int | None = None,
+    ) -> RewardMDP:
+        """Unroll the arrays of another MDP package, rewards included.
+
+        Args:
+            transition: `(A, S, S)` as in pymdptoolbox, `(S, A, S)`, or one `(S, S)` matrix for every action, dense or sparse (SciPy).
+            reward: `(S,)`, `(S, A)`, one for every transition in the same order of axes, or one `(S, S)` matrix for every action.
+            initial: a distribution `(S,)` or the index of the start state.
+            terminal: indices of terminal states: to enter one ends the episode, with the reward of that step.
+            action_axis: which axis of `transition` counts the actions, 0 or 1; needed if there are as many actions as states.
+        """
+        from torch_occ.importers import from_arrays
+
+        return from_arrays(transition, reward, horizon, initial, terminal=terminal, action_axis=action_axis)
+
+    @classmethod
+    def from_gymnasium(
+        cls,
+        env: gymnasium.Env[Any, Any] | str,
+        horizon: int,
+        initial: Tensor | int | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        verify: int = 10_000,
+        seed: int = 0,
+    ) -> RewardMDP:
+        """Unroll a Gymnasium environment that publishes its table (`env.unwrapped.P`), rewards included.
+
+        A terminated outcome leads to the absorbing end; duplicate next states add up. `mdp.origin` maps every layered state back to the
+        environment's, `mdp.loss` holds its losses, and `mdp.reward_map` the way back to rewards.
+
+        The environment is reset and played, to refuse a table that is not true; so pass one that nobody else is using.
+
+        Args:
+            env: an environment or its id.
+            initial: a distribution `(S,)` or the index of the start state; the environment's own by default.
+            options: what `gymnasium.make` takes besides the id.
+            verify: how many steps to play in the check; 0 for none.
+            seed: of that check.
+        """
+        from torch_occ.importers import from_gymnasium
+
+        return from_gymnasium(env, horizon, initial, options=options, verify=verify, seed=seed)
 
 
 def replace_fields(mdp: LayeredMDP, **fields: Any) -> LayeredMDP:
