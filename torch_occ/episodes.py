@@ -21,6 +21,7 @@ class TorchPlayer:
 
     name = "torch"
     chunks = 1
+    reacts = False
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp

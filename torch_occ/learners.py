@@ -145,16 +145,22 @@ class FollowTheLeader(EmpiricalLearner):
 
 
 class OptimisticValueIteration(EmpiricalLearner):
-    """UCB-style value iteration for known transitions: the average observed loss minus scale * sqrt(log t / visits), at least 0."""
+    """UCB-style value iteration for known transitions: the average observed loss minus scale * sqrt(log t / visits), at least `floor`.
 
-    def __init__(self, mdp: LayeredMDP, scale: float = 0.5**0.5) -> None:
+    Pairs that were never seen are believed to cost `floor`, which is 0 by default, since no loss is less. For L = 1, scale = sqrt(2) and
+    floor = -inf it is UCB1 (Auer, Cesa-Bianchi and Fischer, 2002).
+    """
+
+    def __init__(self, mdp: LayeredMDP, scale: float = 0.5**0.5, floor: float = 0.0) -> None:
         super().__init__(mdp)
         if not scale > 0:
             raise ValueError(f"scale: expected a positive number, got {scale}")
-        self.scale = scale
+        if not floor <= 0 or (math.isinf(floor) and mdp.horizon > 1):
+            raise ValueError(f"floor: expected a number of at most 0, finite if there is more than one layer, got {floor}")
+        self.scale, self.floor = scale, floor
 
     def index(self, t: int) -> Tensor:
         visits = self.state["visits"].clamp(min=1)
         bonus = self.scale * (math.log(max(t, 2)) / visits).sqrt()
-        seen = (self.state["losses"] / visits - bonus).clamp(min=0)
-        return torch.where(self.state["visits"] > 0, seen, 0.0)
+        seen = (self.state["losses"] / visits - bonus).clamp(min=self.floor)
+        return torch.where(self.state["visits"] > 0, seen, self.floor)

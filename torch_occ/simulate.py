@@ -38,6 +38,7 @@ class Player(Protocol):
 
     name: str
     chunks: int  # to play at once
+    reacts: bool  # plays the adversary too: it asks for the means of the first episode only
 
     def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None: ...
 
@@ -65,8 +66,8 @@ def simulate(
         save_every: seconds between two saves.
         resume: continue from `save_to` if it exists.
         config: anything that JSON can hold, kept in the history.
-        backend: "engine" is compiled and plays FTRL with built-in regularizers, "torch" plays everything; "auto" takes the engine
-            where it can. `history.backend` says which one played.
+        backend: "engine" is compiled and plays the learners of this package, FTRL with built-in regularizers; "torch" plays everything;
+            "auto" takes the engine where it can. `history.backend` says which one played.
 
     Ctrl-C ends the run cleanly with the results so far (`history.finished` is then False).
     """
@@ -99,15 +100,14 @@ def choose_player(backend: Backend, mdp: LayeredMDP, learner: Learner, losses: L
     if check_backend(backend) == "torch":
         return TorchPlayer(mdp)
     try:
-        from torch_occ.engine.player import EnginePlayer, why_not_play
+        from torch_occ.engine.player import engine_player, why_not_play
     except ImportError as error:
         if backend == "engine":
             raise ImportError("backend: the engine needs numba: pip install torch-occ[engine]") from error
         return TorchPlayer(mdp)
     reason = why_not_play(learner, losses)
     if reason is None:
-        assert isinstance(learner, FTRL)
-        return EnginePlayer(learner)
+        return engine_player(learner, losses)
     if backend == "engine":
         raise ValueError(f"backend: {reason}; use backend='torch'")
     return TorchPlayer(mdp)
@@ -188,9 +188,12 @@ class Simulation:
             tables = uniforms(self.seeds, Purpose.TABLES, chunks, table).to(mdp.device, mdp.dtype)
         due = [t for t in self.checkpoints if self.t < t <= until]
         while self.t < until:
-            n = min(self.losses.stride, until - self.t)
             first = self.segment = self.t
-            means, self.process_state = self.losses.means(mdp, self.process_state, first + 1, n, self.q)
+            if self.player.reacts:  # to the next checkpoint, from means for the first of these episodes
+                n, asked = min([t for t in due if t > first] + [until]) - first, 1
+            else:
+                n = asked = min(self.losses.stride, until - first)
+            means, self.process_state = self.losses.means(mdp, self.process_state, first + 1, asked, self.q)
             if not bool(((means >= 0) & (means <= 1)).all()):
                 raise ValueError(f"losses: a mean of episodes {first + 1} to {first + n} is outside [0, 1]")
             for stop in (*(t for t in due if first < t < first + n), first + n):

@@ -17,18 +17,23 @@ from torch_occ.terms import Power, Term, XLogX
 _ARGUMENTS = {"pair": PAIR, "rest": REST, "state": STATE, "complement": COMPLEMENT}
 
 
-def why_not(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
-    """The reason why the engine cannot solve this step, or None if it can."""
+def why_not_model(mdp: LayeredMDP) -> str | None:
+    """The reason why the engine cannot work with this MDP, or None if it can."""
     if mdp.device.type != "cpu" or mdp.dtype != torch.float64:
         return f"the engine works in float64 on the CPU, the MDP is {mdp.dtype} on {mdp.device}"
     if mdp.batch_shape:
         return "the engine works with a single MDP, this is a batch"
     if mdp.is_sparse:
         return "the engine needs dense transitions (mdp.to_dense()), these are sparse"
+    return None
+
+
+def why_not(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
+    """The reason why the engine cannot solve this step, or None if it can."""
     for leaf in regularizer.leaves():
         if not isinstance(leaf, TabularRegularizer):
             return f"{type(leaf).__name__} is not a table of elementary terms"
-    return None
+    return why_not_model(mdp)
 
 
 def model_of(mdp: LayeredMDP) -> Model:

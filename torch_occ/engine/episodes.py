@@ -15,8 +15,9 @@ EXPECTED, REALISED, NEWTON_STEPS, UNCERTIFIED, DUAL_RESIDUAL, FLOW_RESIDUAL = 0,
 
 
 class Rules(NamedTuple):
-    """How losses are drawn and estimated, and when a step counts as solved."""
+    """How losses are chosen, drawn and estimated, and when a step counts as solved."""
 
+    greedy: bool  # the means after the first episode are those of `GreedyAdversary`
     noise: int
     estimator: int
     setting: Floats  # (n,): the bias of implicit exploration, or the threshold of the reduced-variance estimator
@@ -39,7 +40,7 @@ def play(
     model: Model,
     terms: Terms,
     weights: Floats,  # (n, K)
-    means: Floats,  # (n or 1, S * A)
+    means: Floats,  # (n or 1, S * A); one row that is written to, under a greedy adversary
     numbers: Floats,  # (n, L, 3)
     tables: Floats,  # (n, S * A) under full information, else empty
     rules: Rules,
@@ -54,6 +55,8 @@ def play(
     for i in range(num_pairs):
         work.pairs[PAIR, i] = q[i]
     for t in range(len(weights)):
+        if t > 0 and rules.greedy:
+            favour(model, q, means)
         propose(model, terms, weights[t], loss, rules, middle, table, nowhere, scalars, work)
         row, expected = min(t, len(means) - 1), 0.0
         for i in range(num_pairs):
@@ -131,6 +134,19 @@ def walk(
         if k + 1 < layers:
             s = start[k + 1] + index_drawn(model.next_state[i], 0, start[k + 2] - start[k + 1], 1.0, numbers[t, k, 2])
     return suffered
+
+
+@kernel
+def favour(model: Model, q: Floats, means: Floats) -> None:
+    """What `GreedyAdversary` charges after q: 1 for each state's likeliest action, the first of them, 0 for the others."""
+    num_actions = model.num_actions
+    for first in range(0, len(q), num_actions):
+        best = first
+        for i in range(first, first + num_actions):
+            means[0, i] = 0.0
+            if q[i] > q[best]:
+                best = i
+        means[0, best] = 1.0
 
 
 @kernel
