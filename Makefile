@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 .DELETE_ON_ERROR:
 .PHONY: demo test lint format board bench docs clean help
 
-demo: $(READY)  ## run the demo (the default)
+demo: $(READY)  ## play one algorithm in both worlds, then swap and differentiate (the default)
 	$(BIN)/python -m experiments.demo $(ARGS)
 
 test: $(READY)  ## run the tests

@@ -1,20 +1,23 @@
-"""L = 1, the multi-armed bandit: Tsallis-INF, the hybrid regularizer and Shannon's (Exp3) against what has been published about them.
+"""L = 1, the multi-armed bandit: Tsallis-INF, the hybrid regularizer, Shannon's (Exp3) and UCB1 against what has been published.
 
-We found no published table of regrets and could not read the experiments of Zimmert and Seldin (2021), so nothing here reproduces a
-number of theirs. Regrets are held against bounds, each with how we know it (`bounds`), and against the paper's abstract, which we did
-read. K, gap and the phases of the second environment follow what we remember of their set-up, unchecked: phases of length 1.6^n, in
-which the best arm and the others have the means (0, gap) and (1 - gap, 1) in turn.
+Published values: the regrets that the benchmark DataWraith/banditbench prints for Tsallis-INF, UCB1 and random play, whose settings we read
+in its source, are played again (`PUBLISHED`). Of Zimmert and Seldin (2021) we could read the abstract, but not the experiments, so none of
+their numbers is reproduced; regrets are held against their bounds, each with how we know it (`bounds`), and against that abstract. K,
+gap and the phases of the second environment follow what we remember of their set-up, unchecked: phases of length 1.6^n, in which the
+best arm and the others have the means (0, gap) and (1 - gap, 1) in turn.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
+from torch import Tensor
 
 import torch_occ as occ
 from experiments.common import run_directory, table, write_csv, write_figure
@@ -29,8 +32,11 @@ from experiments.games import (
     write_configuration,
 )
 from experiments.growth import Growth, growth
+from torch_occ.figures import band
+from torch_occ.streams import Purpose, stream
 
-IW, RV, HYBRID, SHANNON, UCB = "Tsallis-INF (IW)", "Tsallis-INF (RV)", "hybrid", "Shannon (Exp3)", "UCB1, clipped"
+IW, RV, HYBRID, SHANNON, UCB = "Tsallis-INF (IW)", "Tsallis-INF (RV)", "hybrid", "Shannon (Exp3)", "UCB1"
+RANDOM = "uniformly random"
 STOCHASTIC, CONSTRAINED = "stochastic", "stochastically constrained"
 
 
@@ -42,12 +48,14 @@ class Args:
     """K"""
     gap: float = 0.125
     """of every arm but one"""
-    episodes: int = 10000
+    episodes: int = 100_000
     """T"""
     seeds: int = 32
     """independent runs of each game"""
     seed: int = 1
     """of the first run"""
+    runs: int = 2000
+    """games of 500 rounds that are played again of each published value"""
     processes: int = 2
     """games played at the same time"""
     tensorboard: bool = True
@@ -63,8 +71,64 @@ def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
         RV: occ.FTRL(mdp, occ.Tsallis() / occ.InverseSqrt(1.0), occ.ReducedVariance(occ.InverseSqrt(1.0))),
         HYBRID: occ.FTRL(mdp, occ.HybridTsallis(alpha=1.0) / occ.InverseSqrt(1.0)),
         SHANNON: occ.FTRL(mdp, occ.Shannon() / occ.InverseSqrt(math.sqrt(math.log(args.arms) / args.arms))),
-        UCB: occ.OptimisticValueIteration(mdp, scale=math.sqrt(2)),  # UCB1 but for its index, which is clipped at 0
+        UCB: occ.OptimisticValueIteration(mdp, scale=math.sqrt(2), floor=-math.inf),
     }
+
+
+# -- published values -----------------------------------------------------------------------------------------------------
+
+
+class RandomArms(occ.LossProcess):
+    """Every seed its own Bernoulli arms, with means drawn uniformly from an interval."""
+
+    noise = "bernoulli"
+
+    def __init__(self, low: float, high: float) -> None:
+        self.low, self.high = low, high
+
+    def start(self, mdp: occ.LayeredMDP, seeds: Sequence[int]) -> dict[str, Tensor]:
+        drawn = [torch.from_numpy(stream(seed, Purpose.WALKS, 0).random((mdp.num_states, mdp.num_actions))) for seed in seeds]
+        return {"mean": self.low + (self.high - self.low) * torch.stack(drawn)}
+
+    def means(self, mdp: occ.LayeredMDP, state: dict[str, Tensor], t0: int, n: int, q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return state["mean"][None], state
+
+
+@dataclass(frozen=True)
+class Published:
+    """A mean regret that somebody printed, and the game that it belongs to."""
+
+    learner: str
+    interval: tuple[float, float]  # of the arms' means
+    regret: float
+
+
+#: github.com/DataWraith/banditbench, README.md at commit 01a05a49: T = 500, K = 10 Bernoulli arms with uniformly drawn means, 10,001 runs;
+#: "Tsallis-INF" is the reduced-variance one with 4 / sqrt(t) (src/bandits/tsallis_inf.rs), "UCB1" has the index of Auer et al.
+#: (src/bandits/ucb/ucb1.rs), regret is that of the means of the arms pulled (src/lib.rs).
+PUBLISHED = (
+    Published(RV, (0.0, 1.0), 46.4787),
+    Published(UCB, (0.0, 1.0), 86.8474),
+    Published(RANDOM, (0.0, 1.0), 204.0160),
+    Published(RV, (0.25, 0.75), 45.6862),
+    Published(UCB, (0.25, 0.75), 68.0927),
+    Published(RANDOM, (0.25, 0.75), 102.0080),
+)
+PUBLISHED_ARMS, PUBLISHED_EPISODES = 10, 500
+
+
+def play_published(args: Args) -> list[dict[str, Any]]:
+    """Our mean with Student's 95 % interval beside every published value."""
+    mdp = occ.LayeredMDP([torch.ones(1, PUBLISHED_ARMS, 1, dtype=torch.float64)])
+    players = learners(args, mdp) | {RANDOM: occ.FixedPolicy(mdp)}
+    rows, seeds = [], range(args.seed, args.seed + args.runs)
+    for value in PUBLISHED:
+        losses = RandomArms(*value.interval)
+        history = occ.simulate(mdp, players[value.learner], losses, PUBLISHED_EPISODES, seeds, checkpoints=[PUBLISHED_EPISODES])
+        mean, lower, upper = (float(x[-1]) for x in band(history.regret))
+        row = {"learner": value.learner, "means": "{:g} to {:g}".format(*value.interval), "published": value.regret}
+        rows.append(row | {"ours": mean, "lower": lower, "upper": upper})
+    return rows
 
 
 # -- published statements -------------------------------------------------------------------------------------------------
@@ -158,8 +222,14 @@ def main(args: Args) -> Path:
     )
     floor, found = lai_robbins(args.arms, args.gap, args.episodes), fits[STOCHASTIC, RV].final
     print(f"Lai and Robbins' asymptotic lower bound for the stochastic one: {floor:.0f} at T; {RV} has {found.text(0)}.\n")
+    again = play_published(args)
+    write_csv(directory / "published.csv", again)
+    cells = [[r["learner"], r["means"], f"{r['published']:.1f}", f"{r['ours']:.1f} [{r['lower']:.1f}, {r['upper']:.1f}]"] for r in again]
+    print(f"Published values: DataWraith/banditbench, K = {PUBLISHED_ARMS}, T = {PUBLISHED_EPISODES}; ours over {args.runs:,} runs\n")
+    print(table(["learner", "arms' means", "published", "ours"], cells, left=(0, 1)) + "\n")
     print("\n".join(["Zimmert and Seldin's abstract, in a setting of ours:", *(f"  {line}" for line in claims(fits))]))
-    print(f"\nwritten to {directory}: bandit.png, bandit.csv, bounds.csv, config.json; a history and a TensorBoard log for every game")
+    files = "bandit.png, bandit.csv, bounds.csv, published.csv, config.json"
+    print(f"\nwritten to {directory}: {files}; a history and a TensorBoard log for every game")
     return directory
 
 

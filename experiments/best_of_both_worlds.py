@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -22,7 +22,8 @@ from experiments.games import (
     Game,
     Histories,
     Settings,
-    draw_panels,
+    draw_growth,
+    fill_panels,
     growth_cells,
     growth_row,
     loss_with_gap,
@@ -31,6 +32,7 @@ from experiments.games import (
     write_text,
 )
 from experiments.growth import Growth, growth
+from torch_occ.figures import COLOURS
 
 PAPER, SMALL, UNIFORM = "Jin-Luo, β = 64 L", "Jin-Luo, small β", "uniform policy"
 STOCHASTIC, CONSTRAINED, CORRUPTED, ADVERSARIAL = "stochastic", "stochastically constrained", "corrupted", "adversarial"
@@ -40,9 +42,9 @@ STOCHASTIC, CONSTRAINED, CORRUPTED, ADVERSARIAL = "stochastic", "stochastically 
 class Args:
     """Which games are played, and how long."""
 
-    episodes: int = 2000
+    episodes: int = 100_000
     """T"""
-    seeds: int = 32
+    seeds: int = 12
     """independent runs of each game"""
     seed: int = 1
     """of the MDP, the losses and the first run"""
@@ -56,9 +58,9 @@ class Args:
     """of every suboptimal action"""
     beta: float = 1.0
     """weight of the log-barrier of the second copy of the algorithm"""
-    swing: float = 0.7
+    swing: float = 0.5
     """how far the stochastically constrained means move; its gaps are (1 - swing) times `gap`"""
-    budget: float = 200.0
+    budget: float = 1000.0
     """C, spent from the first episode on, on making the optimal actions look bad"""
     adversary: Literal["greedy", "switching"] = "greedy"
     """greedy: charges each state's likeliest action; switching: the losses and their mirror image take turns"""
@@ -145,6 +147,37 @@ def verdict(args: Args, mdp: occ.LayeredMDP, fits: Fits, spent: float) -> tuple[
     return shows, not_shown
 
 
+def draw(args: Args, histories: Histories) -> Any:
+    """Above, the one algorithm in both worlds, on axes that make log T and sqrt T straight; below, everybody everywhere."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    figure = Figure(figsize=(13, 8.6), layout="constrained")
+    places = (STOCHASTIC, CONSTRAINED, CORRUPTED, ADVERSARIAL)
+    parts: Any = figure.subfigures(2, 1, height_ratios=[1.12, 1], hspace=0.03)
+    left, right = parts[0].subplots(1, 2)
+    words = {STOCHASTIC: "stochastic", CONSTRAINED: "stochastically constrained", CORRUPTED: f"corrupted, C = {args.budget:,.0f}"}
+    easy = {words[place]: histories[place, SMALL] for place in places[:3]}
+    draw_growth(left, easy, "log", args.window, (COLOURS[0], COLOURS[2], COLOURS[4]))
+    draw_growth(right, {f"{args.adversary} adversary": histories[ADVERSARIAL, SMALL]}, "sqrt", args.window, (COLOURS[1],))
+    left.set_title(r"where the paper promises $\log T$: an axis on which $\log T$ is straight", fontsize=11)
+    right.set_title(r"against an adversary, $\sqrt{T}$: an axis on which $\sqrt{T}$ is straight", fontsize=11)
+    fits = [
+        Line2D([], [], color="0.25", linestyle=":", label=r"best $a + b\,\log T$"),
+        Line2D([], [], color="0.5", linestyle="-.", label=r"best $a + b\,\sqrt{T}$"),
+    ]
+    for axes in (left, right):
+        handles, _ = axes.get_legend_handles_labels()
+        axes.legend(handles=[*handles, *fits], frameon=False, loc="upper left", fontsize=9)
+    parts[0].suptitle(
+        rf"One algorithm, both worlds: Jin and Luo's FTRL with $\beta = {args.beta:g}$, mean of {args.seeds} seeds with its 95 % band",
+        fontsize=13,
+    )
+    fill_panels(parts[1], parts[1].subplots(1, 4), histories, places, SMALL)
+    parts[1].suptitle("The same beside the others, doubly logarithmic", fontsize=11)
+    return figure
+
+
 def main(args: Args) -> Path:
     """Play, fit, draw, and say what came out."""
     torch.set_num_threads(1)
@@ -160,8 +193,7 @@ def main(args: Args) -> Path:
     histories: Histories = play_all(games, settings, directory)
     fits = {key: growth(history.episodes, history.regret, args.window) for key, history in histories.items()}
     write_csv(directory / "growth.csv", [growth_row(*key, fit) for key, fit in fits.items()])
-    title = f"Mean regret of {args.seeds} seeds and its 95 % band; L = {args.horizon}, width {args.width}, A = {args.actions}"
-    write_figure(directory / "regret.png", draw_panels(histories, list(environments(args, mdp)), SMALL, title))
+    write_figure(directory / "regret.png", draw(args, histories))
     cells = table(GROWTH_HEADER, [growth_cells(*key, fit) for key, fit in fits.items()], left=(0, 1))
     print(f"\nGrowth from T = {args.window * args.episodes:g} on, with 95 % bootstrap intervals over {args.seeds} seeds")
     print(f"(exponent 0.5 is sqrt T, 1 is linear; that of a + b log T tends to 0)\n\n{cells}\n")

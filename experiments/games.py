@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import torch_occ as occ
 from experiments.common import machine, seconds
-from experiments.growth import Growth
+from experiments.growth import Growth, late, slope
 from torch_occ.figures import COLOURS, plot_references, plot_regret
 from torch_occ.files import write_atomically
 
@@ -142,16 +143,23 @@ def draw_panels(histories: Histories, environments: Sequence[str], anchor: str, 
     """Regret over episodes, a doubly logarithmic panel an environment; log T and sqrt T start on the learner `anchor`, at a tenth of T."""
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(name for _, name in histories))
     rows = -(-len(environments) // columns)
     figure = Figure(figsize=(4.9 * columns, 3.5 * rows + 0.9), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    fill_panels(figure, figure.subplots(rows, columns, squeeze=False).ravel(), histories, environments, anchor)
+    figure.suptitle(title)
+    return figure
+
+
+def fill_panels(figure: Any, panels: Sequence[Any], histories: Histories, environments: Sequence[str], anchor: str) -> None:
+    """Those panels, on axes that are there already, and their legend below the figure."""
+    names = list(dict.fromkeys(name for _, name in histories))
     for axes, environment in zip(panels, environments, strict=True):
         axes.set(xscale="log", yscale="log", title=environment, xlabel="episodes T", ylabel="pseudo-regret")
-        top, bottom = 0.0, 0.0
+        top = 0.0
         for i, name in enumerate(names):
             history = histories[environment, name]
             plot_regret(axes, history, label=name, colour=COLOURS[i % len(COLOURS)])
+            axes.lines[-1].set_linewidth(2.4 if name == anchor else 1.3)
             top = max(top, float(history.regret.mean(0).max()))
         history = histories[environment, anchor]
         mean, start = history.regret.mean(0), int((history.episodes < history.episodes[-1] / 10).sum())
@@ -159,9 +167,41 @@ def draw_panels(histories: Histories, environments: Sequence[str], anchor: str, 
         if float(mean[start]) > 0:
             plot_references(axes, float(history.episodes[start]), float(mean[start]), float(history.episodes[-1]))
         axes.set(xlim=(3, float(history.episodes[-1])), ylim=(min(bottom, top / 30) / 2, 2 * top))
-        axes.grid(visible=True, which="major", color="0.9", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False)
-    figure.suptitle(title)
-    return figure
+
+
+def draw_growth(axes: Any, curves: dict[str, occ.History], scale: Literal["log", "sqrt"], window: float, colours: Sequence[str]) -> None:
+    """Regret over T on an axis on which log T (or sqrt T) is straight, with the best a + b log T and a + b sqrt T on the last part.
+
+    Both are fitted to the checkpoints from `window` * T on and drawn from a tenth of that on: the right one keeps to the curve there.
+    """
+    if scale == "log":
+        axes.set_xscale("log")
+    else:
+        axes.set_xscale("function", functions=(lambda t: np.sqrt(np.maximum(t, 0)), np.square))
+    end = max(float(history.episodes[-1]) for history in curves.values())
+    for colour, (name, history) in zip(colours, curves.items(), strict=True):
+        plot_regret(axes, history, label=name, colour=colour)
+        axes.lines[-1].set_linewidth(2.4)
+        t, y = late(history.episodes, history.regret.mean(0, keepdim=True), window)
+        x = torch.from_numpy(np.geomspace(max(window * end / 10, 2), end, 200))
+        for function, style in ((torch.log, ":"), (torch.sqrt, "-.")):
+            line = y.mean() + slope(function(t), y) * (function(x) - function(t).mean())
+            axes.plot(x, line, color="0.25" if style == ":" else "0.5", linestyle=style, linewidth=1.3)
+    if scale == "log":
+        axes.set_xlim(max(end / 1e4, 1), end)
+    else:
+        axes.set_xlim(0, end)
+        axes.set_xticks(
+            [end * share for share in (0, 0.01, 0.1, 0.25, 0.5, 1)], [f"{end * share:,.0f}" for share in (0, 0.01, 0.1, 0.25, 0.5, 1)]
+        )
+    axes.set(ylim=(0, None), xlabel="episodes T", ylabel="pseudo-regret")
+    tidy(axes)
+
+
+def tidy(axes: Any) -> None:
+    """A faint grid, and only the spines that carry numbers."""
+    axes.grid(visible=True, which="major", color="0.9", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from zoo import PROBLEMS, REGULARIZERS
+from zoo import PROBLEMS, REGULARIZERS, random_loss
 
 import torch_occ as occ
 from torch_occ.engine.arrays import why_not
@@ -62,18 +64,101 @@ def test_the_game_is_the_same(game):
     torch.testing.assert_close(engine_run.last_q, torch_run.last_q, rtol=1e-8, atol=0)
 
 
+BASELINES = {
+    "uniform": occ.FixedPolicy,
+    "leader": occ.FollowTheLeader,
+    "optimistic": occ.OptimisticValueIteration,
+    "more optimistic": lambda mdp: occ.OptimisticValueIteration(mdp, scale=2.0, floor=-1.0),
+}
+
+
+@pytest.mark.parametrize("game", ["importance weighted", "implicit exploration", "reduced variance", "corrupted", "adaptive"])
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_a_baseline_plays_the_same_game(baseline, game):
+    check_baseline(MDP, BASELINES[baseline], GAMES[game][1], 300)
+
+
+@pytest.mark.parametrize("problem", ["masked", "contexts", "layers"])
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_a_baseline_plays_the_same_game_in_any_mdp(baseline, problem):
+    mdp = PROBLEMS[problem]().mdp
+    check_baseline(mdp, BASELINES[baseline], occ.BernoulliLosses(random_loss(mdp, seed=3)), 100)
+    check_baseline(mdp, BASELINES[baseline], occ.GreedyAdversary(), 100)
+
+
+def check_baseline(mdp, build, losses, episodes):
+    """Plans are discrete, so nothing amplifies rounding; trajectories are the same, and so is what the learner remembers."""
+    learners = [build(mdp) for _ in range(2)]
+    expected, found = (
+        occ.simulate(mdp, learner, losses, episodes, [0, 7], backend=backend)
+        for learner, backend in zip(learners, ("torch", "engine"), strict=True)
+    )
+    assert (expected.backend, found.backend) == ("torch", "engine")
+    for name in ("regret", "realised_regret", "comparator", "corruption", "newton_steps", "cumulative_occupancy", "total_mean", "last_q"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-10)
+    assert learners[0].state.keys() == learners[1].state.keys()
+    for name, value in learners[0].state.items():
+        torch.testing.assert_close(learners[1].state[name], value, rtol=0, atol=1e-12)
+
+
+def test_ucb1_is_the_index_of_auer_and_others():
+    """Played by hand: mean loss - sqrt(2 log t / n), every arm once first."""
+    bandit = occ.LayeredMDP([torch.ones(1, 4, 1, dtype=torch.float64)])
+    table = torch.rand(200, 1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    visits, losses, pulls = [0] * 4, [0.0] * 4, []
+    for t in range(1, 201):
+        seen = [losses[a] / visits[a] - math.sqrt(2 * math.log(max(t, 2)) / visits[a]) if visits[a] else -math.inf for a in range(4)]
+        arm = seen.index(min(seen))
+        pulls.append(arm)
+        visits[arm] += 1
+        losses[arm] += float(table[t - 1, 0, arm])
+    for backend in ("torch", "engine"):
+        learner = occ.OptimisticValueIteration(bandit, scale=2**0.5, floor=-math.inf)
+        occ.simulate(bandit, learner, occ.TableLosses(table), 200, backend=backend)
+        assert learner.state["visits"].flatten().tolist() == visits
+        torch.testing.assert_close(learner.state["losses"].flatten(), torch.tensor(losses, dtype=torch.float64))
+    assert pulls[:4] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("build", [occ.OptimisticValueIteration, occ.FixedPolicy])
+def test_a_compiled_baseline_continues_where_it_was_interrupted(build, tmp_path):
+    """Against the adversary too, though the end of a chunk is no checkpoint."""
+
+    class Crash(occ.Callback):
+        def on_chunk(self, run):
+            if run.t > 5000:
+                raise RuntimeError("crash")
+
+    arguments = {"episodes": 9000, "seeds": [3], "backend": "engine"}
+    whole = occ.simulate(MDP, build(MDP), occ.GreedyAdversary(), **arguments)
+    saved = {"save_to": tmp_path / "run", "save_every": 0.0}
+    with pytest.raises(RuntimeError, match="crash"):
+        occ.simulate(MDP, build(MDP), occ.GreedyAdversary(), **arguments, **saved, callbacks=[Crash()])
+    assert saved["save_to"].exists()
+    again = occ.simulate(MDP, build(MDP), occ.GreedyAdversary(), **arguments, **saved)
+    for name in ("regret", "realised_regret", "cumulative_occupancy", "last_q"):
+        assert torch.equal(getattr(again, name), getattr(whole, name))
+
+
 def test_auto_takes_the_engine_where_it_can_and_says_so():
     class Custom(occ.SeparableRegularizer):
         def pair(self, x):
             return -x.sqrt()
 
+    class Own(occ.FollowTheLeader):
+        pass
+
     play = lambda learner, backend: occ.simulate(MDP, learner, occ.BernoulliLosses(MEAN), 2, backend=backend).backend  # noqa: E731
     assert play(occ.FTRL(MDP, occ.jin_luo(MDP)), "auto") == "engine"
     assert play(occ.FTRL(MDP, Custom()), "auto") == "torch"
-    assert play(occ.FollowTheLeader(MDP), "auto") == "torch"
+    assert play(occ.FollowTheLeader(MDP), "auto") == "engine"
+    assert play(Own(MDP), "auto") == "torch"
     with pytest.raises(ValueError, match="Custom is not a table"):
         play(occ.FTRL(MDP, Custom()), "engine")
-    with pytest.raises(ValueError, match="FollowTheLeader"):
-        play(occ.FollowTheLeader(MDP), "engine")
+    with pytest.raises(ValueError, match="does not know the learner Own"):
+        play(Own(MDP), "engine")
+    sparse = MDP.to_sparse()
+    with pytest.raises(ValueError, match="sparse"):
+        occ.simulate(sparse, occ.FollowTheLeader(sparse), occ.BernoulliLosses(MEAN), 2, backend="engine")
     with pytest.raises(ValueError, match="auto, torch or engine"):
         play(occ.FollowTheLeader(MDP), "gpu")

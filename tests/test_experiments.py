@@ -32,18 +32,33 @@ def only_directory(root: Path, name: str) -> Path:
     return found
 
 
-def test_demo(tmp_path):
-    printed = run("demo", "--horizon", "2", "--width", "2", "--num-actions", "2", "--no-cross-check", "--root", str(tmp_path))
-    found = only_directory(tmp_path, "demo")
-    assert (found / "demo.png").read_bytes().startswith(PNG)
-    assert list(found.glob("events.out.tfevents.*"))
-    assert "Newton steps" in printed
-    assert str(found) in printed
-    # The gradients that it prints agree with the finite differences beside them.
+def check_gradients(printed: str) -> None:
+    """The gradients that a script prints agree with the finite differences beside them."""
     for name in ("alpha", "beta", "gamma"):
         (line,) = [line for line in printed.splitlines() if line.startswith(f"| {name} ")]
         implicit, differences = (float(cell) for cell in line.split("|")[3:5])
         assert implicit == pytest.approx(differences, rel=1e-5)
+
+
+def test_step(tmp_path):
+    printed = run("step", "--horizon", "2", "--width", "2", "--num-actions", "2", "--no-cross-check", "--root", str(tmp_path))
+    found = only_directory(tmp_path, "step")
+    assert (found / "step.png").read_bytes().startswith(PNG)
+    assert list(found.glob("events.out.tfevents.*"))
+    assert "Newton steps" in printed
+    assert str(found) in printed
+    check_gradients(printed)
+
+
+def test_demo(tmp_path):
+    size = ["--horizon", "2", "--width", "2", "--actions", "2", "--episodes", "30", "--seeds", "2", "--budget", "10", "--seed", "0"]
+    printed = run("demo", *size, "--processes", "1", "--no-tensorboard", "--root", str(tmp_path))
+    found = only_directory(tmp_path, "best_of_both_worlds")
+    assert (found / "regret.png").read_bytes().startswith(PNG)
+    assert "What this run shows" in printed
+    assert "class Mine(occ.SeparableRegularizer)" in printed
+    assert str(found / "regret.png") in printed
+    check_gradients(printed)
 
 
 def test_benchmark(tmp_path):

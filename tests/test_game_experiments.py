@@ -58,9 +58,12 @@ def test_regularizers(tmp_path, capsys):
 
 
 def test_bandit(tmp_path, capsys):
-    directory = bandit.main(bandit.Args(**SMALLEST, arms=3, root=tmp_path))
+    directory = bandit.main(bandit.Args(**SMALLEST, arms=3, runs=200, root=tmp_path))
     check_run(directory, "bandit.png", 10)
     assert all(float(row["share"]) < 1 for row in rows(directory / "bounds.csv"))
+    for row in rows(directory / "published.csv"):  # 200 runs only, so three half-widths
+        published, ours, lower = (float(row[name]) for name in ("published", "ours", "lower"))
+        assert abs(published - ours) < 3 * (ours - lower) + 0.05 * published, row
     assert "abstract" in capsys.readouterr().out
 
 

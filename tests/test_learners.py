@@ -110,6 +110,10 @@ def test_optimistic_value_iteration_by_hand():
     assert learner.propose(5).argmax() == 1
     with pytest.raises(ValueError, match="scale"):
         occ.OptimisticValueIteration(BANDIT, scale=0.0)
+    with pytest.raises(ValueError, match="floor"):
+        occ.OptimisticValueIteration(BANDIT, floor=0.5)
+    with pytest.raises(ValueError, match="more than one layer"):
+        occ.OptimisticValueIteration(MDP, floor=-math.inf)
 
 
 @pytest.mark.parametrize("build", [occ.FollowTheLeader, occ.OptimisticValueIteration])
