@@ -50,7 +50,7 @@ class Args:
     """of every arm but one"""
     episodes: int = 100_000
     """T"""
-    seeds: int = 32
+    seeds: int = 16
     """independent runs of each game"""
     seed: int = 1
     """of the first run"""

@@ -108,9 +108,10 @@ def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
 Fits = dict[tuple[str, str], Growth]
 
 
-def verdict(args: Args, mdp: occ.LayeredMDP, fits: Fits, spent: float) -> tuple[list[str], list[str]]:
-    """What the run shows and what it does not, decided by the fitted intervals and nothing else."""
+def verdict(args: Args, mdp: occ.LayeredMDP, fits: Fits, histories: Histories) -> tuple[list[str], list[str]]:
+    """What the run shows and what it does not, decided by the fitted intervals and the certificates of the steps, and nothing else."""
     shows, not_shown = [], []
+    spent = float(histories[CORRUPTED, SMALL].corruption[:, -1].mean())
     for name in (PAPER, SMALL):
         for place in (STOCHASTIC, CONSTRAINED, CORRUPTED):
             line, fit = f"{name}, {place}: exponent {fits[place, name].exponent.text()}", fits[place, name]
@@ -129,8 +130,10 @@ def verdict(args: Args, mdp: occ.LayeredMDP, fits: Fits, spent: float) -> tuple[
         line += f" = {worst.final.value / bound:.2f} sqrt(L S A T)"
         if worst.exponent.exists and worst.exponent.lower > 0.5:
             not_shown.append(f"{line}: faster than sqrt T on this window, so the worst-case rate is not seen at this T.")
+        elif worst.exponent.exists and worst.exponent.upper < 0.5:
+            shows.append(f"{line}: slower than sqrt T, as the bound allows.")
         else:
-            shows.append(f"{line}: no faster than sqrt T.")
+            shows.append(f"{line}: compatible with sqrt T.")
     for (place, name), fit in fits.items():
         if name not in (PAPER, SMALL, UNIFORM) and fit.exponent.exists and fit.exponent.lower > 0.8:
             shows.append(f"{name}, {place}: grows almost linearly, exponent {fit.exponent.text()}.")
@@ -143,6 +146,10 @@ def verdict(args: Args, mdp: occ.LayeredMDP, fits: Fits, spent: float) -> tuple[
             not_shown.append(f"{PAPER} learning anything much, {place}: {paper.value:.0f}, never learning costs {uniform.value:.0f}.")
         if own.value > 0 and paper.lower > own.upper:
             shows.append(f"The paper's β costs {paper.value / own.value:.1f} times the regret of β = {args.beta:g}, {place}.")
+    for (place, name), history in histories.items():
+        if count := int(history.uncertified[:, -1].sum()):
+            steps = args.episodes * args.seeds
+            not_shown.append(f"{name}, {place}: {count:,} of its {steps:,} steps could not be certified, so its figures are provisional.")
     not_shown.append(f"Anything about other MDPs, gaps other than {args.gap:g}, C other than {spent:.0f}, or T beyond {args.episodes:,}.")
     return shows, not_shown
 
@@ -173,7 +180,10 @@ def draw(args: Args, histories: Histories) -> Any:
         rf"One algorithm, both worlds: Jin and Luo's FTRL with $\beta = {args.beta:g}$, mean of {args.seeds} seeds with its 95 % band",
         fontsize=13,
     )
-    fill_panels(parts[1], parts[1].subplots(1, 4), histories, places, SMALL)
+    panels = parts[1].subplots(1, 4)
+    fill_panels(parts[1], panels, histories, places, SMALL)
+    for axes in panels[1:]:
+        axes.set_ylabel("")
     parts[1].suptitle("The same beside the others, doubly logarithmic", fontsize=11)
     return figure
 
@@ -197,7 +207,7 @@ def main(args: Args) -> Path:
     cells = table(GROWTH_HEADER, [growth_cells(*key, fit) for key, fit in fits.items()], left=(0, 1))
     print(f"\nGrowth from T = {args.window * args.episodes:g} on, with 95 % bootstrap intervals over {args.seeds} seeds")
     print(f"(exponent 0.5 is sqrt T, 1 is linear; that of a + b log T tends to 0)\n\n{cells}\n")
-    shows, not_shown = verdict(args, mdp, fits, float(histories[CORRUPTED, SMALL].corruption[:, -1].mean()))
+    shows, not_shown = verdict(args, mdp, fits, histories)
     lines = ["What this run shows", *(f"  + {line}" for line in shows)]
     lines += ["What it does not show", *(f"  - {line}" for line in not_shown)]
     write_text(directory / "report.txt", "\n".join(lines))

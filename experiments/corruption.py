@@ -26,13 +26,13 @@ from torch_occ.figures import COLOURS, band
 class Args:
     """Which games are played, and how long."""
 
-    budgets: tuple[float, ...] = (200.0, 400.0, 800.0, 1600.0, 3200.0)
+    budgets: tuple[float, ...] = (500.0, 1000.0, 2000.0, 4000.0, 8000.0)
     """C, besides 0; an episode can cost up to 2 L"""
     strategy: Literal["front", "targeted", "uniform"] = "targeted"
     """front: every loss l becomes 1 - l; targeted: the optimal actions cost 1; uniform: like front, a little in every episode"""
-    episodes: int = 3000
+    episodes: int = 20_000
     """T"""
-    seeds: int = 32
+    seeds: int = 24
     """independent runs of each game"""
     seed: int = 1
     """of the MDP, the losses and the first run"""

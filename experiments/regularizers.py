@@ -32,9 +32,9 @@ class Mine(occ.SeparableRegularizer):
 class Args:
     """Which games are played, and how long."""
 
-    episodes: int = 1000
+    episodes: int = 5000
     """T"""
-    seeds: int = 32
+    seeds: int = 16
     """independent runs of each game"""
     seed: int = 1
     """of the MDP, the losses and the first run"""
