@@ -107,7 +107,7 @@ def play(game: Game, settings: Settings, directory: Path) -> occ.History:
 
 def slug(name: str) -> str:
     """A name as part of a path."""
-    return re.sub(r"[^A-Za-z0-9.=]+", "-", name).strip("-")
+    return re.sub(r"[^A-Za-z0-9.=]+", "-", name.replace("β", "beta").replace(" = ", "=")).strip("-")
 
 
 def write_configuration(directory: Path, args: Any) -> None:
