@@ -150,7 +150,7 @@ def draw_panels(histories: Histories, environments: Sequence[str], anchor: str, 
     return figure
 
 
-def fill_panels(figure: Any, panels: Sequence[Any], histories: Histories, environments: Sequence[str], anchor: str) -> None:
+def fill_panels(figure: Any, panels: Any, histories: Histories, environments: Sequence[str], anchor: str) -> None:
     """Those panels, on axes that are there already, and their legend below the figure."""
     names = list(dict.fromkeys(name for _, name in histories))
     for axes, environment in zip(panels, environments, strict=True):
