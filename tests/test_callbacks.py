@@ -194,7 +194,7 @@ def test_parameters_are_found_and_named_apart():
     assert found == pytest.approx(
         {"bias": 0.1, "learning_rate": 1.0, "learning_rate_2": 1.5, "power": 0.3, "gamma": 2.0, "beta": 1.0, "gamma_2": 3.0}
     )
-    assert parameters(occ.OptimisticValueIteration(MDP, scale=0.25), 1) == {"scale": 0.25}
+    assert parameters(occ.OptimisticValueIteration(MDP, scale=0.25), 1) == {"scale": 0.25, "floor": 0.0}
     assert parameters(occ.FixedPolicy(MDP), 1) == {}
 
 

@@ -125,7 +125,7 @@ def test_memory_does_not_grow_with_episodes():
 
     tracemalloc.start()
     try:
-        simulate(MDP, occ.FollowTheLeader(MDP), walk(), 80, checkpoints=[80], callbacks=[Memory()])
+        simulate(MDP, occ.FollowTheLeader(MDP), walk(), 80, checkpoints=[80], callbacks=[Memory()], backend="torch")
     finally:
         tracemalloc.stop()
     assert len(Memory.used) == 10
