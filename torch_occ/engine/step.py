@@ -6,7 +6,8 @@ parameters, the engine how the solution depends on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -47,8 +48,11 @@ class CompiledStep:
     def __init__(self, mdp: LayeredMDP, regularizer: Regularizer, options: Options, replay: Callable[..., Solution]) -> None:
         self.mdp, self.regularizer, self.options, self.replay = mdp, regularizer, options, replay
         self.tolerance = float(np.finfo(np.float64).eps ** (2 / 3) if options.tolerance is None else options.tolerance)
-        #: Where the parameters are, each once: dictionaries, in which `torch.func.functional_call` may exchange them.
-        self.slots = list({id(p): (m._parameters, name) for m in regularizer.modules() for name, p in m._parameters.items()}.values())
+        #: Where each parameter is: dictionaries, in which `torch.func.functional_call` exchanges them.
+        self.slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for module in regularizer.modules():
+            for name, parameter in module._parameters.items():
+                self.slots.setdefault(id(parameter), []).append((module._parameters, name))
         self.valid: list[Any] = []  # values of the parameters that were found valid
         self.works: list[Work] = []  # scratch memory at rest
         self.evaluator = Evaluator(regularizer)
@@ -66,7 +70,7 @@ class CompiledStep:
         """The solution, or None if some input is not plain or not good; nothing is said about which."""
         if isinstance(t, int | float):
             t = torch.tensor(t, dtype=torch.float64)
-        parameters: list[Any] = [slot[name] for slot, name in self.slots]
+        parameters = self._parameters()
         shape = (self.mdp.num_states, self.mdp.num_actions)
         for x in (loss, start, t, *parameters):
             if not isinstance(x, Tensor) or x.dtype != torch.float64 or x.device.type != "cpu":
@@ -83,11 +87,30 @@ class CompiledStep:
         outputs: Any = solve(batch, start.detach(), *inputs)
         return None if outputs is None else replace(Solution(*outputs), backend="engine")
 
+    def _parameters(self) -> list[Any]:
+        return [places[0][0][places[0][1]] for places in self.slots.values()]
+
+    @contextmanager
+    def parameters_set_to(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """The regularizer as it was in the forward pass: `functional_call` has put its own parameters back since."""
+        before = self._parameters()
+
+        def put(values: Sequence[Any]) -> None:
+            for places, value in zip(self.slots.values(), values, strict=True):
+                for slot, name in places:
+                    slot[name] = value
+
+        put(parameters)
+        try:
+            yield
+        finally:
+            put(before)
+
     def _in_domain(self, t: Tensor, parameters: Sequence[Tensor]) -> bool:
         low, high = (float(t.detach()),) * 2 if t.dim() == 0 else (float(x) for x in t.detach().aminmax())
         values = [p.tolist() for p in parameters]
         if values != self.valid:
-            self.regularizer.validate({name: p.detach() for name, p in self.regularizer.named_parameters(remove_duplicate=False)})
+            self.regularizer.validate()
             self.valid = values
         return low >= 1 and high < np.inf
 
@@ -136,15 +159,14 @@ class CompiledStep:
         found = torch.from_numpy(bars).reshape(2, *batch, -1)
         return torch.from_numpy(u).reshape(pairs), torch.from_numpy(m).reshape(pairs[:-1]), found[0], found[1]
 
-    def pull_back(self, t: Tensor, bars: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """From cotangents of weights and exponents to those of `wanted`: t, and parameters of the regularizer."""
-        with torch.enable_grad():
-            episode = t.detach().requires_grad_()
-            pairs = [(y, bar.sum_to_size(y.shape)) for y, bar in zip(self.weights(episode), bars, strict=True) if y.requires_grad]
-            outputs, cotangents = [y for y, _ in pairs], [bar for _, bar in pairs]
-            if not outputs:
-                return (None,) * len(wanted)
-            return torch.autograd.grad(outputs, [episode if x is t else x for x in wanted], cotangents, allow_unused=True)
+    def pull_back(self, t: Tensor, parameters: Sequence[Tensor], bars: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """From cotangents of weights and exponents to those of `(t, *parameters)`."""
+        # On leaves of its own: a graph inside a graph that ends in the same leaves loses the gradients of shared ones.
+        leaves = [x.detach().requires_grad_() for x in (t, *parameters)]
+        with torch.enable_grad(), self.parameters_set_to(leaves[1:]):
+            pairs = [(y, bar.sum_to_size(y.shape)) for y, bar in zip(self.weights(leaves[0]), bars, strict=True) if y.requires_grad]
+        outputs, cotangents = [y for y, _ in pairs], [bar for _, bar in pairs]
+        return torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True) if outputs else (None,) * len(leaves)
 
     def push_gradient(self, q: Tensor, at: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> Tensor:
         """The derivative of grad psi_t(q) along tangents of `(t, *parameters)`."""
@@ -187,27 +209,27 @@ class _CompiledSolution(torch.autograd.Function):
         step: CompiledStep = ctx.step
         loss, t, *parameters, q, v, status = ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
-        wanted = [x for x, need in zip((loss, t, *parameters), needed, strict=True) if need]
         q_bar, v_bar = poison((q, v, status), bars[:2]) if bool(status.any()) else bars[:2]
-        if torch.is_grad_enabled():  # somebody will differentiate this: say it in operations that autograd sees
-            again = step.replay(loss, t, warm_start=q.detach(), mdp=None, check=False)
-            found: Any = iter(torch.autograd.grad((again.q, again.value), wanted, (q_bar, v_bar), create_graph=True, allow_unused=True))
-        else:
+        with step.parameters_set_to(parameters):
+            if torch.is_grad_enabled():  # somebody will differentiate this: say it in operations that autograd sees
+                again = step.replay(loss, t, warm_start=q.detach(), mdp=None, check=False)
+                wanted = [x for x, need in zip((loss, t, *parameters), needed, strict=True) if need]
+                found = iter(torch.autograd.grad((again.q, again.value), wanted, (q_bar, v_bar), create_graph=True, allow_unused=True))
+                return (None, None, None, *(next(found) if need else None for need in needed))
             x_bar, _, *bars_of_terms = step.linear(q_bar, -v_bar, q, t)  # the sign of the off-diagonal blocks: K' and not K
-            own: tuple[Tensor | None, ...] = (-x_bar.sum_to_size(loss.shape),) if needed[0] else ()
-            others = step.pull_back(t, [-bar for bar in bars_of_terms], wanted[len(own) :]) if any(needed[1:]) else ()
-            found = iter([*own, *others])
-        return (None, None, None, *(next(found) if need else None for need in needed))
+            others = step.pull_back(t, parameters, [-bar for bar in bars_of_terms]) if any(needed[1:]) else (None,) * len(needed[1:])
+            return (None, None, None, -x_bar.sum_to_size(loss.shape), *others)
 
     @staticmethod
     def jvp(ctx: Any, _step: None, _batch: None, _start: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         step: CompiledStep = ctx.step
         _, t, *parameters, q, v, status = ctx.saved_tensors
         x = torch.zeros_like(q) if tangents[0] is None else -tangents[0].expand_as(q)
-        if any(tangent is not None for tangent in tangents[1:]):
-            x = x - step.push_gradient(q, (t, *parameters), tangents[1:])
-        x, r = poison((q, v, status), (x, torch.zeros_like(v)))
-        return (*step.linear(x, r, q, t)[:2], None, None, None, None, None)
+        with step.parameters_set_to(parameters):
+            if any(tangent is not None for tangent in tangents[1:]):
+                x = x - step.push_gradient(q, (t, *parameters), tangents[1:])
+            x, r = poison((q, v, status), (x, torch.zeros_like(v)))
+            return (*step.linear(x, r, q, t)[:2], None, None, None, None, None)
 
 
 def _rows(x: Tensor, batch: torch.Size, event_dims: int) -> Floats:
