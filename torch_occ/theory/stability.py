@@ -1,7 +1,7 @@
 """The stability term: E |loss_estimate|^2 in the norm of the inverse Hessian, and its bounds (`app:stability_proof`).
 
 H stands for the Hessian of phi_H at q, given by its `curvature`; a statement about the Loewner order, X <= Y, is evaluated at its worst
-direction, as the largest eigenvalue of D^1/2 (X - Y) D^1/2 against zero, in the scale in which D^-1 is the identity.
+direction, as the largest eigenvalue of X - Y against zero, in a scale in which the diagonal of one of them is 1.
 """
 
 from __future__ import annotations
