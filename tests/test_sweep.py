@@ -67,6 +67,12 @@ def test_results_are_a_tidy_table_in_the_order_of_the_grid(tmp_path):
     assert "_hparams_/session_start_info" in events.summary_metadata
 
 
+def test_cells_need_not_have_the_same_parameters(tmp_path):
+    occ.sweep(cells.square, [{"x": 1.0}, {"x": 2.0, "y": "b"}], tmp_path, **QUIET)
+    assert (tmp_path / "results.csv").read_text().splitlines()[0] == "x,y,square,third"
+    assert [row["y"] for row in table(tmp_path)] == ["", "b"]
+
+
 def test_a_second_call_runs_nothing_and_a_larger_grid_only_what_is_new(tmp_path):
     log = tmp_path / "log"
     log.mkdir()
