@@ -118,7 +118,10 @@ class ConjugateGradients:
                 break
         dq = states.p * swept.du.unsqueeze(-1) + swept.within
         if guess is None:
-            failed = ~(residual.norm(dim=-1) <= eps**0.5 * (self.root * swept.size).norm(dim=-1))
+            # Forces that cancel, as those of a constant loss do, leave their rounding and nothing else.
+            noise = torch.where(self.root > 0, eps * (mean.abs() + swept.v.abs()) / self.root, 0.0)
+            accepted = eps**0.5 * (self.root * swept.size).norm(dim=-1) + 1e3 * noise.norm(dim=-1)
+            failed = ~(residual.norm(dim=-1) <= accepted)
             return dq.masked_fill(failed[..., None, None], torch.nan), swept.v.masked_fill(failed[..., None], torch.nan)
         return dq, swept.v + guess
 
