@@ -74,3 +74,7 @@ from torch_occ.regret import SelfBounding as SelfBounding
 from torch_occ.regret import comparator as comparator
 from torch_occ.regret import self_bounding as self_bounding
 from torch_occ.simulate import simulate as simulate
+
+# Regret without playing, and tuning by it
+from torch_occ.forecast import Forecast as Forecast
+from torch_occ.forecast import forecast as forecast
