@@ -10,11 +10,11 @@ with Pi the response of q to the loss (torch_occ.linearization) and C_t = sum of
 joint probabilities of visiting two pairs in one episode. Everything is smooth on the scale of t itself, so some twenty values of t for
 every tenfold of episodes are enough (torch_occ.quadrature), and all of them are solved as one batch.
 
-Summed by parts over t, the noise is 1/2 sum_t E |loss_estimate_t|^2 in the norm of Pi_t, the stability term of the FTRL analysis, less what is left of
-the fluctuations at the end and what the growth of psi_t takes out of them. `stability` gives that term too.
+Summed by parts over t, the noise is 1/2 sum_t E |loss_estimate_t|^2 in the norm of Pi_t, the stability term of the FTRL analysis, less
+what is left of the fluctuations at the end and what the growth of psi_t takes out of them. `stability` gives that term too.
 
-The expansion is one in the fluctuations of q relative to itself. Where the learner is so little regularized that a single visit changes q many
-times over, it fails; `noise_share` tells, and torch_occ.leaping is for there.
+The expansion is one in the fluctuations of q relative to itself. Where the learner is so little regularized that a single visit changes q
+many times over, it fails; `noise_share` tells, and torch_occ.leaping is for there.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def forecast(
 def second_moment(mdp: LayeredMDP, q: Tensor, mean: Tensor, noise: Noise) -> Tensor:
     """E[loss_estimate loss_estimate'] of one episode, `(*batch, S * A, S * A)`, importance-weighted.
 
-    For pairs i before j it is mean_i mean_j P(i and j are visited) / (q_i q_j) = mean_i mean_j P(s_j is passed | i) / q(s_j); on the diagonal,
-    E[loss_i^2] / q_i; two pairs of one layer are never visited together.
+    For pairs i before j it is mean_i mean_j P(i and j are visited) / (q_i q_j) = mean_i mean_j P(s_j is passed | i) / q(s_j); on the
+    diagonal, E[loss_i^2] / q_i; two pairs of one layer are never visited together.
     """
     exists = mdp.actions
     policy = policy_of(mdp, q)

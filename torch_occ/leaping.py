@@ -81,7 +81,7 @@ def predict(
     particles: int = PARTICLES,
     seed: int = 0,
 ) -> Prediction:
-    """The regret at T: by `forecast` where its own noise says that it may be believed, by `leap` elsewhere. Nothing is simulated to choose."""
+    """The regret at T: by `forecast` where its own noise says that it may be believed, by `leap` elsewhere; no simulation decides."""
     with torch.no_grad():
         path = forecast(mdp, regularizer, losses, episodes)
     if bool(path.reliable):
@@ -153,9 +153,10 @@ class Course(NamedTuple):
 def patience(mdp: LayeredMDP, hessian: Hessian, q: Tensor, accuracy: float) -> Tensor:
     """For how many episodes q `(*batch, S, A)` may stay as it is, `(*batch,)`.
 
-    At fixed q(s), a force of one on an action moves its q by R = (1/D_a) (sum_{b != a} 1/D_b) / (sum_b 1/D_b), with D the curvature of psi (torch_occ.kkt).
-    Each episode brings a force of about one. While a pair is not visited, q changes relatively by R/q an episode; over many
-    visits the forces average out, and what remains is their fluctuation, R/q sqrt(length/q). The larger of the two lengths is allowed.
+    At fixed q(s), a force of one on an action moves its q by R = (1/D_a) (sum_{b != a} 1/D_b) / (sum_b 1/D_b), with D the curvature of psi
+    (torch_occ.kkt). Each episode brings a force of about one. While a pair is not visited, q changes relatively by R/q an episode; over
+    many visits the forces average out, and what remains is their fluctuation, R/q sqrt(length/q). The larger of the two lengths is
+    allowed.
     """
     exists = mdp.actions
     softness = torch.where(exists, 1 / torch.where(exists, hessian.curvature, 1.0), 0.0)
@@ -299,8 +300,8 @@ def leap_smoothly(
     """The regret by leaps whose random numbers are reparametrized: for one seed a smooth function of the regularizer's parameters.
 
     Leaps end at log-spaced times, the same for all particles. With "gaussian" draws the estimates of a leap are normal with their exact
-    covariance, joint visits included; where a leap expects less than a visit to a pair, that is a bad likeness. "gamma" draws what a pair is
-    charged from the gamma distribution with the mean and the variance of a Poisson number: never negative, and as skewed as rare visits
+    covariance, joint visits included; where a leap expects less than a visit to a pair, that is a bad likeness. "gamma" draws what a pair
+    is charged from the gamma distribution with the mean and the variance of a Poisson number: never negative, and as skewed as rare visits
     are, but independent between pairs. Regularizers may have parameters of a batch shape `(B,)`; then the regret is `(N, B, C)`.
     """
     course = Course.of(mdp, losses, int(episodes), per_decade)

@@ -1,15 +1,16 @@
 """Gradients of the regret through the run itself, in the logarithms of the regularizer's parameters, and what they are worth.
 
-A learner with bandit feedback depends on its parameters in two ways: its q_t moves, and so do the actions that it samples. Holding the sampled
-actions fixed and differentiating everything else is the **pathwise** estimator, sum_t <dq_t, gaps>: biased. The **unbiased** one adds the score,
+A learner with bandit feedback depends on its parameters in two ways: its q_t moves, and so do the actions that it samples. Holding the
+sampled actions fixed and differentiating everything else is the **pathwise** estimator, sum_t <dq_t, gaps>: biased. The **unbiased** one
+adds the score,
 
     sum_t ( <q_t, gaps> - baseline_t ) sum_{tau < t} d log pi_tau(a_tau | s_tau),
 
-with the mean of the other seeds as the baseline. Both carry a handful of tangents along the run (forward mode), in memory that does not grow with T.
-`finite_differences` with common random numbers is the reference.
+with the mean of the other seeds as the baseline. Both carry a handful of tangents along the run (forward mode), in memory that does not
+grow with T. `finite_differences` with common random numbers is the reference.
 
-All of them fail in long runs: a visit multiplies the tangent of Lhat by 1 + Pi loss/q^2, so that the standard error explodes with T, which is
-reported and not hidden. docs/meta_tuning.md shows where each one stops being usable, and torch_occ.forecast is what to use beyond.
+All of them fail in long runs: a visit multiplies the tangent of Lhat by 1 + Pi loss/q^2, so that the standard error explodes with T, which
+is reported and not hidden. docs/meta_tuning.md shows where each one stops being usable, and torch_occ.forecast is what to use beyond.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def finite_differences(
     step: float = 0.05,
     checkpoints: Sequence[int] | None = None,
 ) -> Estimate:
-    """The gradient in the logarithms of the parameters by central differences of simulated regret, both sides with the same random numbers."""
+    """The gradient in the logarithms of the parameters by central differences of simulated regret, with common random numbers."""
     if not step > 0:
         raise ValueError(f"step: expected a positive number, got {step}")
     columns = []

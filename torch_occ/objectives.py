@@ -1,10 +1,12 @@
 """What a meta-tuner minimizes: the forecast regret in one environment or in several, each measured against a reference.
 
-In environment e, x_e is the mean over its MDPs of log(regret / reference regret). The objective is a soft maximum over environments,
+In environment e, x_e is the mean over its MDPs of log((regret + floor) / (reference regret + floor)). The objective is a soft maximum over
+environments,
 
     value = 1/robustness log mean_e exp(robustness x_e),
 
-the mean of the x_e for robustness -> 0, the worst of them for robustness -> infinity: so what is tuned for one world cannot be ruinous in another.
+the mean of the x_e for robustness -> 0, the worst of them for robustness -> infinity: so what is tuned for one world cannot be ruinous in
+another.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from torch_occ.forecast import PER_DECADE, SMALL_NOISE, forecast
 from torch_occ.losses import LossProcess
 from torch_occ.mdp import LayeredMDP
 from torch_occ.regularizers import Regularizer
-
 
 #: How steeply the objective rises with the square of untrusted noise.
 DISTRUST = 30.0
@@ -38,7 +39,7 @@ class Evaluation(NamedTuple):
     """The objective at B settings of the parameters at once."""
 
     value: Tensor  # (B,)
-    regrets: dict[str, Tensor]  # by environment, the geometric mean over its MDPs, (B,)
+    regrets: dict[str, Tensor]  # by environment, the mean over its MDPs, (B,)
     certified: Tensor  # (B,), whether every forecast behind it was
 
 
@@ -46,10 +47,12 @@ class ForecastObjective:
     """Forecast regret after `episodes` episodes, over all worlds.
 
     Args:
-        reference: what regrets are divided by, for example `jin_luo(mdp)` with the paper's constants; by default nothing.
+        reference: what regrets are divided by, for example `jin_luo(mdp)` with the paper's constants; by default the floor.
         robustness: how much the worst environment counts.
         trust: the share of noise in a forecast beyond which it is not believed; the objective rises steeply from there on, because a
             tuner would otherwise look for its errors. 1 believes everything.
+        floor: added to every regret before its logarithm is taken; a negative regret counts as none, and differences far below the floor
+            do not count.
     """
 
     def __init__(
@@ -60,27 +63,28 @@ class ForecastObjective:
         reference: Regularizer | None = None,
         robustness: float = 4.0,
         trust: float = SMALL_NOISE,
+        floor: float = 1.0,
         per_decade: float = PER_DECADE,
     ) -> None:
         if not worlds:
             raise ValueError("worlds: expected at least one")
-        if not robustness > 0:
-            raise ValueError(f"robustness: expected a positive number, got {robustness}")
+        if not (robustness > 0 and floor > 0):
+            raise ValueError(f"robustness, floor: expected positive numbers, got {robustness} and {floor}")
         self.worlds, self.episodes, self.robustness, self.per_decade = tuple(worlds), episodes, robustness, per_decade
-        self.trust = trust
-        self.scales = [torch.ones(()) for _ in worlds]
+        self.trust, self.floor = trust, floor
+        self.scales = [torch.zeros((), dtype=torch.float64) for _ in worlds]
         if reference is not None:
             with torch.no_grad():
                 found = [forecast(world.mdp, reference, world.losses, episodes, per_decade=per_decade) for world in worlds]
             self.scales = [path.final for path in found]
             for world, scale in zip(worlds, self.scales, strict=True):
-                if not bool((scale > 0).all()):
-                    raise ValueError(f"reference: its forecast regret in {world.name!r} is {scale.tolist()}; expected positive numbers")
+                if not bool(scale.isfinite().all()):
+                    raise ValueError(f"reference: its forecast regret in {world.name!r} is {scale.tolist()}; it has no certificate")
 
     @classmethod
     def believing(cls, other: ForecastObjective) -> ForecastObjective:
         """The same objective without distrust."""
-        found = cls(other.worlds, other.episodes, robustness=other.robustness, trust=1.0, per_decade=other.per_decade)
+        found = cls(other.worlds, other.episodes, robustness=other.robustness, trust=1.0, floor=other.floor, per_decade=other.per_decade)
         found.scales = other.scales
         return found
 
@@ -93,23 +97,24 @@ class ForecastObjective:
 
     def combine(self, regrets: Sequence[Tensor], certified: Sequence[Tensor]) -> Evaluation:
         """The objective from the regret in every world, `(B, M)` or a number."""
-        logs: dict[str, list[Tensor]] = {}
+        plain: dict[str, list[Tensor]] = {}
         ratios: dict[str, list[Tensor]] = {}
         for world, scale, regret in zip(self.worlds, self.scales, regrets, strict=True):
             final = _batched(regret)
-            # The logarithm of a regret that is not positive is not a number, and is reported as such.
-            log = torch.where(final > 0, final, torch.nan).log()
-            logs.setdefault(world.name, []).append(log)
-            ratios.setdefault(world.name, []).append(log - scale.log())
+            plain.setdefault(world.name, []).append(final)
+            ratios.setdefault(world.name, []).append(self._log(final) - self._log(scale))
         x = torch.stack([torch.cat(parts, -1).mean(-1) for parts in ratios.values()])  # (environments, B)
         value = (self.robustness * x).logsumexp(0) / self.robustness - math.log(len(x)) / self.robustness
-        means = {name: torch.cat(parts, -1).mean(-1).exp() for name, parts in logs.items()}
+        means = {name: torch.cat(parts, -1).mean(-1) for name, parts in plain.items()}
         return Evaluation(value, means, torch.stack([_batched(fine).all(-1) for fine in certified]).all(0))
+
+    def _log(self, regret: Tensor) -> Tensor:
+        return (regret.clamp(min=0) + self.floor).log()
 
 
 def _batched(x: Tensor) -> Tensor:
-    """A number as a batch of one setting and one MDP."""
-    return x.reshape(1, 1) if x.dim() == 0 else x
+    """`(B, M)`, for one setting or one MDP too."""
+    return x.reshape(1, -1) if x.dim() < 2 else x
 
 
 def stack(mdps: Sequence[LayeredMDP]) -> LayeredMDP:

@@ -26,7 +26,7 @@ class Phase(NamedTuple):
 
 
 def phases_of(mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int) -> tuple[list[Phase], Noise]:
-    """The phases of the first `episodes` episodes, and the kind of noise; a tensor of means `(*batch, S, A)` stands for Bernoulli losses."""
+    """The phases of the first `episodes` episodes, and the kind of noise; means `(*batch, S, A)` alone stand for Bernoulli losses."""
     if isinstance(losses, Tensor):
         return [Phase(0, losses)], "bernoulli"
     if isinstance(losses, Stationary):
@@ -42,8 +42,8 @@ def phases_of(mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int) -> t
     if isinstance(losses, Corrupted) and isinstance(losses.base, Stationary):
         return _corrupted(mdp, losses, episodes), losses.noise
     raise TypeError(
-        f"losses: {type(losses).__name__} cannot be forecast, because its means are not fixed beforehand in few phases; simulate it, or give "
-        "a tensor of means, BernoulliLosses, UniformLosses, SwitchingLosses, StochasticallyConstrained, or Corrupted around a fixed mean"
+        f"losses: {type(losses).__name__} cannot be forecast, because its means are not fixed beforehand in few phases; simulate it, "
+        "or give means, BernoulliLosses, UniformLosses, SwitchingLosses, StochasticallyConstrained, or Corrupted around a fixed mean"
     )
 
 
@@ -71,4 +71,6 @@ def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
 
 def _check_count(losses: LossProcess, count: int) -> None:
     if count > MOST_PHASES:
-        raise ValueError(f"losses: {type(losses).__name__} has {count} phases, more than {MOST_PHASES}; forecast fewer episodes, or simulate")
+        raise ValueError(
+            f"losses: {type(losses).__name__} has {count} phases, more than {MOST_PHASES}; forecast fewer episodes, or simulate"
+        )

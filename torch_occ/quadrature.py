@@ -1,14 +1,16 @@
 """Sums over a great many episodes from a few of them.
 
-Something that changes smoothly on the scale of t itself is summed exactly over the first episodes of every phase, and from there on by Gauss
-quadrature over panels evenly spaced in the logarithm: by Euler and Maclaurin, sum_{a < t <= b} f(t) is the integral of f from a + 1/2 to b + 1/2
-less (f'(b + 1/2) - f'(a + 1/2)) / 24, up to terms in the third derivative. A thousandfold of episodes costs as much as the one before it.
+Something that changes smoothly on the scale of t itself is summed exactly over the first episodes of every phase, and from there on by
+Gauss quadrature over panels evenly spaced in the logarithm: by Euler and Maclaurin, sum_{a < t <= b} f(t) is the integral of f from a +
+1/2 to b + 1/2 less (f'(b + 1/2) - f'(a + 1/2)) / 24, up to terms in the third derivative. A thousandfold of episodes costs as much as the
+one before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -50,7 +52,7 @@ class Quadrature:
                 continue
             count = max(1, int(np.ceil(per_decade * np.log10((stop - start + 0.5) / (HEAD + 0.5)))))
             edges = np.unique(np.round(np.geomspace(HEAD + 0.5, stop - start + 0.5, count + 1) - 0.5) + 0.5)
-            for low, high in zip(edges[:-1], edges[1:], strict=True):
+            for low, high in pairwise(edges):
                 first, width = len(t), np.log(high / low)
                 local = low * np.exp(width * inside[0])
                 for i in range(NODES):

@@ -1,8 +1,8 @@
 """From the optimum of the forecast to that of the stochastic forecast: a trust region, with leaping as the judge.
 
 The mean-path forecast has exact gradients but fails where q fluctuates much, and the best parameters lie at the edge of there. Leaping is
-right there but has no usable gradient. So each round evaluates both at a few points around the best one so far, all with the same random numbers;
-fits what the forecast lacks by a quadratic without mixed terms,
+right there but has no usable gradient. So each round evaluates both at a few points around the best one so far, all with the same random
+numbers; fits what the forecast lacks by a quadratic without mixed terms,
 
     log leap - log forecast = c + g . du + h . du^2,
 
@@ -11,6 +11,7 @@ adds it to the forecast, and minimizes the sum by gradients inside the region. W
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -74,7 +75,7 @@ def refine(
             forecasts.append(float(plain(regularizer).value))
         judged.append(leap_evaluation(objective, regularizer, particles=particles, accuracy=accuracy, seed=seed))
         points.append(u)
-        return float(judged[-1].value)
+        return _trusted(judged[-1])
 
     plain = ForecastObjective.believing(objective)
     try:
@@ -96,7 +97,7 @@ def refine(
             box = {name: (low, high) for name, low, high in zip(tuned.names, *ends, strict=True)}
             inner = tune(model, regularizer, steps=steps, starts=1, only=tuned.names, bounds=box, rate=radius / 4)
             judge(_inverse(tuner, inner))
-            values = torch.tensor([float(found.value) if bool(found.certified.all()) else torch.inf for found in judged]).nan_to_num(torch.inf)
+            values = torch.tensor([_trusted(found) for found in judged])
             if float(values.min()) < best_value:
                 best, best_value = points[int(values.argmin())], float(values.min())
             if int(values.argmin()) < first:
@@ -105,7 +106,7 @@ def refine(
         with torch.no_grad():
             for name, value in kept.items():
                 own[name].copy_(value)
-    values = torch.tensor([float(found.value) for found in judged])
+    values = torch.tensor([_trusted(found) for found in judged])
     chosen = next(i for i, u in enumerate(points) if torch.equal(u, best))
     parameters = tuner.constrained(torch.stack(points))
     met = tuner.bounds_met(best)
@@ -134,7 +135,8 @@ class Corrected:
     def __call__(self, regularizer: Regularizer) -> Evaluation:
         """The parameters have shape `(B, 1)`."""
         own = dict(regularizer.named_parameters())
-        u = torch.cat([transform.inv(own[name]) for name, transform in zip(self.names, self.transforms, strict=True)], -1)  # (B, parameters)
+        pairs = zip(self.names, self.transforms, strict=True)
+        u = torch.cat([transform.inv(own[name]) for name, transform in pairs], -1)  # (B, parameters)
         c, g, h = self.correction
         offset = u - self.centre
         found = self.base(regularizer)
@@ -165,6 +167,12 @@ def elements(world: World) -> Iterator[tuple[LayeredMDP, Tensor | LossProcess]]:
     initial, means = mdp.initial.expand(count, -1), losses.expand(count, -1, -1)
     for i in range(count):
         yield LayeredMDP([p.expand(count, *p.shape[-3:])[i] for p in mdp.transitions], actions=mdp.actions, initial=initial[i]), means[i]
+
+
+def _trusted(found: Evaluation) -> float:
+    """The value, infinite if it is not a number or not certified."""
+    value = float(found.value)
+    return value if bool(found.certified.all()) and math.isfinite(value) else math.inf
 
 
 def _fit(offsets: Tensor, lacks: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -156,7 +156,9 @@ class Tuner:
             if not (bool(ends[0].isfinite()) and bool(ends[1].isfinite()) and ends[0] < ends[1]):
                 raise ValueError(f"bounds: {name} must satisfy {domains[name]} with a lower and a higher end inside, got {limits}")
             if not limits[0] <= float(value) <= limits[1]:
-                raise ValueError(f"regularizer: {name} is {float(value):g}, outside its bounds {limits}; start inside, or give other bounds")
+                raise ValueError(
+                    f"regularizer: {name} is {float(value):g}, outside its bounds {limits}; start inside, or give other bounds"
+                )
             centre.append(transform.inv(value))
             low.append(ends[0])
             high.append(ends[1])
@@ -196,14 +198,12 @@ class Tuner:
         evaluation = self.caller(named)
         value = evaluation.value.expand(self.starts).double()
         fine = value.isfinite() & evaluation.certified.expand(self.starts)
-        # A sum over the starts that are fine; the others have no part in the gradient, not even as a NaN times zero.
         gradient = torch.zeros_like(u)
-        for i in fine.nonzero().flatten().tolist() if not bool(fine.all()) else [None]:
-            chosen = value.sum() if i is None else value[i]
-            gradient = gradient + torch.autograd.grad(chosen, u, retain_graph=True)[0].nan_to_num(0.0, 0.0, 0.0) * (
-                torch.ones(self.starts, 1, dtype=torch.float64) if i is None else (torch.arange(self.starts) == i).double()[:, None]
-            )
-        del parameters
+        if bool(fine.any()):
+            # The starts are independent rows of a batch, so that one which failed spoils no other.
+            (gradient,) = torch.autograd.grad(torch.where(fine, value, 0.0).sum(), u)
+            fine = fine & gradient.isfinite().all(-1)
+            gradient = torch.where(fine[:, None], gradient, 0.0)
         self._record(u.detach(), value.detach(), fine, {name: x.detach().expand(self.starts) for name, x in evaluation.regrets.items()})
         self.gradient_norm = gradient.norm(dim=-1)
         if len(self.values) <= self.steps:
