@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint format board bench clean help
+.PHONY: demo test lint format board bench docs clean help
 
 demo: $(READY)  ## run the demo (the default)
 	$(BIN)/python -m experiments.demo $(ARGS)
@@ -33,6 +33,11 @@ board: $(READY)  ## open TensorBoard on runs/
 
 bench: $(READY)  ## run the benchmark
 	$(BIN)/python -m experiments.benchmark $(ARGS)
+
+docs: $(READY)  ## build the documentation into build/site; warnings are errors
+	@$(BIN)/python -c 'import mkdocs, mkdocstrings' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 clean:  ## remove the environment, caches and build leftovers; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

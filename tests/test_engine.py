@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from zoo import PROBLEMS, REGULARIZERS
 
 import torch_occ as occ
-from torch_occ.engine.arrays import model_of, terms_of, why_not
-from torch_occ.engine.newton import make_work, newton
+from torch_occ.engine.arrays import why_not
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
 MEAN = torch.rand(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -23,19 +21,16 @@ def test_the_step_is_the_same(regularizer, problem):
     psi = REGULARIZERS[regularizer](mdp)
     if why_not(mdp, psi) is not None:
         pytest.skip(why_not(mdp, psi))
-    expected = occ.FTRLStep(mdp, psi).solve(loss, t, check=False)
-    terms, weights = terms_of(psi, torch.as_tensor(t, dtype=torch.float64).reshape(1))
-    q, work = occ.interior_point(mdp).numpy().copy(), make_work(mdp.num_states, mdp.num_actions, max(mdp.layer_sizes))
-    status, steps, _, flow, dual = newton(
-        model_of(mdp), terms, weights[0], loss.detach().numpy(), q, np.zeros(mdp.num_states), 4e-11, 200, work
-    )
-    assert status == int(expected.status)
-    if status == occ.Status.CONVERGED:
-        assert steps == int(expected.steps)
-        assert max(flow, dual) < 4e-11
-        torch.testing.assert_close(torch.from_numpy(q), expected.q.detach(), rtol=1e-11, atol=0)
+    expected = occ.FTRLStep(mdp, psi, backend="torch").solve(loss, t, check=False)
+    found = occ.FTRLStep(mdp, psi, backend="engine").solve(loss, t, check=False)
+    assert (expected.backend, found.backend) == ("torch", "engine")
+    assert torch.equal(found.status, expected.status)
+    if bool(expected.converged.all()):
+        assert torch.equal(found.steps, expected.steps)
+        assert float(torch.maximum(found.flow_residual, found.dual_residual).max()) < 4e-11
+        torch.testing.assert_close(found.q, expected.q, rtol=1e-11, atol=0)
         scale = float(expected.value.detach().abs().max())
-        torch.testing.assert_close(torch.from_numpy(work.v), expected.value.detach(), rtol=1e-11, atol=1e-11 * scale)
+        torch.testing.assert_close(found.value, expected.value, rtol=1e-11, atol=1e-11 * scale)
 
 
 GAMES = {

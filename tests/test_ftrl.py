@@ -146,7 +146,7 @@ def test_tuning_by_gradient_descent_goes_down(step):
         error = (step(LOSS, 3.0) - target).square().sum()
         error.backward()
         for name, parameter in step.named_parameters():
-            close(parameter.grad, slopes[name])
+            close(parameter.grad, slopes[name], rtol=1e-9)  # torch and engine; the distance is 1e-6 of what it is the difference of
         optimizer.step()
         distances.append(error.item())
     assert distances[-1] < 0.1 * distances[0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torch_occ as occ
-from experiments import bandit, best_of_both_worlds, corruption, games, regularizers
+from experiments import bandit, best_of_both_worlds, corruption, games, regularizers, theory
 
 SMALLEST = {"episodes": 30, "seeds": 2, "processes": 1, "tensorboard": False}
 
@@ -93,3 +93,26 @@ def test_the_bandit_environment_has_the_means_its_docstring_says():
     mdp = occ.LayeredMDP([torch.ones(1, 2, 1).double()])
     means, _ = losses.means(mdp, {}, 1, 50, torch.zeros(1, 1, 2))
     assert {tuple(mean.flatten().tolist()) for mean in means.double()} == {(0.125, 0.0), (1.0, 0.875)}
+
+
+def test_theory(tmp_path, capsys):
+    args = theory.Args(episodes=30, seeds=2, mdps=2, sizes=((1, 1, 2), (2, 2, 2)), horizon=2, width=2, actions=2, root=tmp_path)
+    directory = theory.main(args)
+    assert json.loads((directory / "config.json").read_text())["episodes"] == 30
+    for figure in ("theory.png", "tightness.png"):
+        assert (directory / figure).read_bytes().startswith(b"\x89PNG")
+    assert {row["game"] for row in rows(directory / "runs.csv")} == {"stochastic", "adversarial"}
+    statements = rows(directory / "statements.csv")
+    assert len({row["label"] for row in statements}) == len(statements) >= 45
+    assert all(row["violations"] == "0" for row in statements)
+    assert len(list(directory.glob("*/events.out.tfevents.*"))) == 2
+    printed = capsys.readouterr().out
+    assert f"{len(statements)} of {len(statements)} statements hold in every instance." in printed
+    assert all(theory.WORDS.get(row["label"].partition(",")[0]) for row in statements)
+
+
+def test_the_other_adversaries(tmp_path):
+    mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
+    for adversary, kind in (("greedy", occ.GreedyAdversary), ("switching", occ.SwitchingLosses), ("walk", occ.RandomWalkLosses)):
+        found = theory.environments(theory.Args(adversary=adversary, root=tmp_path), mdp)
+        assert isinstance(found[theory.ADVERSARIAL], kind)

@@ -5,9 +5,11 @@ from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 from torch_occ.hessians import Separable
-from torch_occ.kkt import DenseFactorization, FullFactorization, GeneralStates, LayeredFactorization, SeparableStates, factorize
+from torch_occ.iterative import ConjugateGradients
+from torch_occ.kkt import DenseFactorization, FullFactorization, LayeredFactorization, factorize
 from torch_occ.marginals import sum_of_others
 from torch_occ.occupancy import DenseFlow, LayeredFlow, flow_source
+from torch_occ.states import GeneralStates, SeparableStates
 
 F64 = torch.float64
 
@@ -105,11 +107,19 @@ def test_a_function_of_the_policy_alone_costs_nothing_in_a_state_with_one_action
 
 # -- all states -----------------------------------------------------------------------------------------------------------
 
+
+def iterative(states, mdp):
+    return ConjugateGradients(states, LayeredFlow(mdp), occ.interior_point(mdp).sum(-1))
+
+
 FACTORIZATIONS = {
     "dense": lambda hessian, mdp: DenseFactorization(SeparableStates(hessian), DenseFlow(mdp)),
     "layered": lambda hessian, mdp: LayeredFactorization(SeparableStates(hessian), LayeredFlow(mdp)),
     "dense, blocks": lambda hessian, mdp: DenseFactorization(GeneralStates(hessian.to_blocks()), DenseFlow(mdp)),
     "layered, blocks": lambda hessian, mdp: LayeredFactorization(GeneralStates(hessian.to_blocks()), LayeredFlow(mdp)),
+    "iterative": lambda hessian, mdp: iterative(SeparableStates(hessian), mdp),
+    "iterative, blocks": lambda hessian, mdp: iterative(GeneralStates(hessian.to_blocks()), mdp),
+    "iterative, sparse": lambda hessian, mdp: iterative(SeparableStates(hessian), mdp if mdp.batch_shape else mdp.to_sparse()),
     "full": lambda hessian, mdp: FullFactorization(hessian.to_full(), mdp),
 }
 every_factorization = pytest.mark.parametrize("build", FACTORIZATIONS.values(), ids=FACTORIZATIONS)
@@ -194,6 +204,13 @@ def test_the_matrix_that_is_factored_has_no_eigenvalue_below_one(kind, name):
 
 def test_the_cheapest_factorization_is_chosen():
     mdp, hessian, *_ = system("layers", "hybrid")
-    assert isinstance(factorize(hessian, DenseFlow(mdp)), DenseFactorization)
-    assert isinstance(factorize(hessian.to_blocks(), LayeredFlow(mdp)), LayeredFactorization)
-    assert isinstance(factorize(hessian.to_full(), DenseFlow(mdp)), FullFactorization)
+    q = occ.interior_point(mdp)
+    assert isinstance(factorize(hessian, DenseFlow(mdp), q), DenseFactorization)
+    assert isinstance(factorize(hessian.to_blocks(), LayeredFlow(mdp), q), LayeredFactorization)
+    assert isinstance(factorize(hessian.to_full(), DenseFlow(mdp), q), FullFactorization)
+    assert isinstance(factorize(hessian, LayeredFlow(mdp.to_sparse()), q), ConjugateGradients)
+    wide, narrow = (LayeredFlow(occ.LayeredMDP.random(3, width, 2)) for width in (400, 20))
+    for flow, kind in ((wide, ConjugateGradients), (narrow, LayeredFactorization)):
+        q = occ.interior_point(flow.mdp)
+        for exact in (False, True):
+            assert isinstance(factorize(hessian_at(flow.mdp, q, "hybrid"), flow, q, exact=exact), kind)

@@ -37,12 +37,12 @@ def test_a_longer_draw_begins_with_the_shorter_one():
 
 
 def test_uniforms_are_batched_over_seeds():
-    numbers = uniforms((5, 9, 5), Purpose.EPISODES, 2, (4, 3))
-    assert numbers.shape == (3, 4, 3)
+    numbers = uniforms((5, 9, 5), Purpose.EPISODES, (2, 3), (3,))
+    assert numbers.shape == (3, 2 * CHUNK, 3)
     assert numbers.dtype == torch.float64
     assert torch.equal(numbers[0], numbers[2])
     assert not torch.equal(numbers[0], numbers[1])
-    assert torch.equal(numbers[1:2], uniforms((9,), Purpose.EPISODES, 2, (4, 3)))
+    assert torch.equal(numbers[1:2], uniforms((9,), Purpose.EPISODES, (2, 3), (3,)))
     assert bool(((numbers >= 0) & (numbers < 1)).all())
 
 
@@ -53,4 +53,4 @@ def test_the_numbers_are_pinned():
 
 def test_negative_seeds_are_refused():
     with pytest.raises(ValueError, match=r"seeds: expected non-negative integers, got -1"):
-        uniforms((0, -1), Purpose.TABLES, 0, (1,))
+        uniforms((0, -1), Purpose.TABLES, (0,), (1,))

@@ -1,6 +1,7 @@
 """The tuner: it finds what is known, resumes to the bit, and says what went wrong."""
 
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_bounds_are_kept_and_reported():
     assert "(at its bound)" in str(found)
     with pytest.raises(ValueError, match=r"beta is 20, outside its bounds \(0.1, 1.0\)"):
         occ.tune(bowl, psi_of(), bounds={"beta": (0.1, 1.0)})
-    with pytest.raises(ValueError, match="bounds: terms.1.beta must satisfy"):
+    with pytest.raises(ValueError, match=r"bounds: terms\.1\.beta must satisfy"):
         occ.tune(bowl, psi_of(), bounds={"beta": (0.0, 100.0)})
 
 
@@ -135,7 +136,15 @@ def test_tensorboard_gets_the_meta_curves(tmp_path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     tags = events.Tags()["scalars"]
-    for tag in ("meta/objective", "meta/best", "meta/terms.1.beta", "meta/gradient_norm", "meta/failures", "meta/at_bounds", "meta/regret/bowl"):
+    for tag in (
+        "meta/objective",
+        "meta/best",
+        "meta/terms.1.beta",
+        "meta/gradient_norm",
+        "meta/failures",
+        "meta/at_bounds",
+        "meta/regret/bowl",
+    ):
         assert tag in tags
         assert len(events.Scalars(tag)) == 21
     assert sum(event.value for event in events.Scalars("meta/failures")) > 0
@@ -162,7 +171,8 @@ def test_robust_objective_is_between_the_mean_and_the_worst():
     worlds = [occ.World("stochastic", mdp, mean), occ.World("switching", mdp, occ.SwitchingLosses(torch.stack([mean, 1 - mean]), 100))]
     alone = [float(occ.ForecastObjective([w], 300, reference=occ.jin_luo(mdp), trust=1.0)(psi).value.detach()) for w in worlds]
     soft, hard = (
-        float(occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp), robustness=r, trust=1.0)(psi).value.detach()) for r in (0.01, 100.0)
+        float(occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp), robustness=r, trust=1.0)(psi).value.detach())
+        for r in (0.01, 100.0)
     )
     assert soft == pytest.approx(sum(alone) / 2, abs=0.02)
     assert hard == pytest.approx(max(alone), abs=0.02)
@@ -171,7 +181,7 @@ def test_robust_objective_is_between_the_mean_and_the_worst():
 class Family(occ.SeparableRegularizer):
     """A mixture of a power and an entropy: a regularizer that is itself a family."""
 
-    arg_constraints = {"power": constraints.interval(0.05, 0.95), "mix": constraints.unit_interval}
+    arg_constraints: ClassVar = {"power": constraints.interval(0.05, 0.95), "mix": constraints.unit_interval}
 
     def __init__(self, power=0.5, mix=0.3):
         super().__init__(power=power, mix=mix)

@@ -8,6 +8,8 @@ The model: LayeredMDP and its occupancy measures. The step: a regularizer and FT
 
 # The model
 from torch_occ.mdp import LayeredMDP as LayeredMDP
+from torch_occ.rewards import RewardMap as RewardMap
+from torch_occ.rewards import RewardMDP as RewardMDP
 from torch_occ.occupancy import Plan as Plan
 from torch_occ.occupancy import flow_adjoint as flow_adjoint
 from torch_occ.occupancy import flow_residual as flow_residual
@@ -95,3 +97,12 @@ from torch_occ.metagradients import Estimate as Estimate
 from torch_occ.metagradients import Gradients as Gradients
 from torch_occ.metagradients import finite_differences as finite_differences
 from torch_occ.metagradients import run_gradients as run_gradients
+
+# The paper, executable
+from torch_occ import theory as theory
+
+# Many games
+from torch_occ.sweep import Failure as Failure
+from torch_occ.sweep import SweepResult as SweepResult
+from torch_occ.sweep import grid as grid
+from torch_occ.sweep import sweep as sweep

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module, util
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,16 +75,20 @@ def spread(mdp: LayeredMDP, x: Tensor) -> Tensor:
 
 
 def flow_constraints(mdp: LayeredMDP) -> tuple[Tensor, Tensor]:
-    """E `(S, N)` over the existing pairs, and b `(S,)`."""
+    """E `(S, N)` over the existing pairs, sparse, and b `(S,)`."""
     if mdp.batch_shape:
         raise ValueError(f"mdp: expected a single MDP, got a batch of shape {tuple(mdp.batch_shape)}")
     state = mdp.actions.nonzero()[:, 0]
-    E = (state == torch.arange(mdp.num_states).unsqueeze(-1)).to(mdp.dtype)
-    for k, there in enumerate(mdp.layer_slices[1:]):
-        E[there, mdp.layer[state] == k] -= mdp.transitions[k].detach()[mdp.actions[mdp.layer_slices[k]]].T
-    b = torch.zeros(mdp.num_states, dtype=mdp.dtype)
-    b[mdp.layer_slices[0]] = mdp.initial.detach()
-    return E, b
+    number = mdp.actions.flatten().cumsum(0) - 1  # of each pair among the existing ones
+    rows, columns, values = [state], [torch.arange(len(state))], [torch.ones(len(state), dtype=mdp.dtype)]
+    for (here, there), layer in zip(pairwise(mdp.layer_slices), mdp.to_sparse().layers, strict=False):
+        entries = layer.tensor.detach()
+        rows.append(there.start + entries.indices()[1])
+        columns.append(number[here.start * mdp.num_actions + entries.indices()[0]])
+        values.append(-entries.values())
+    index, shape = torch.stack([torch.cat(rows), torch.cat(columns)]), (mdp.num_states, len(state))
+    E = torch.sparse_coo_tensor(index, torch.cat(values), shape, check_invariants=False).coalesce()
+    return E, torch.nn.functional.pad(mdp.initial.detach(), (0, mdp.num_states - mdp.layer_sizes[0]))
 
 
 def state_in_cvxpy(mdp: LayeredMDP, which: Sequence[Atom], *, exact_powers: bool = False) -> tuple[Any, Any, list[Any]]:
@@ -93,22 +98,24 @@ def state_in_cvxpy(mdp: LayeredMDP, which: Sequence[Atom], *, exact_powers: bool
     diffcp does not know.
     """
     cp = _require("cvxpy")
+    scipy = _require("scipy.sparse")
     E, b = flow_constraints(mdp)
     state = mdp.actions.nonzero()[:, 0]
-    siblings, neighbours = (table == table.unsqueeze(-1) for table in (state, mdp.layer[state]))
-    others = siblings & ~torch.eye(len(state), dtype=torch.bool)
-    first = state.diff(prepend=state.new_tensor([-1])) > 0
+    flows = scipy.csr_array((E.values().numpy(), tuple(E.indices().numpy())), shape=tuple(E.shape))
+    sums = scipy.csr_array((torch.ones(len(state)).double().numpy(), (state.numpy(), range(len(state)))), shape=tuple(E.shape))
+    siblings = sums.T @ sums  # which pairs share a state
+    several, neighbours = mdp.actions.sum(-1)[state] > 1, mdp.layer[state].bincount()[mdp.layer[state]]
     q, loss, weights = cp.Variable(len(state)), cp.Parameter(len(state)), [cp.Parameter(nonneg=True) for _ in which]
     arguments = {
         "pair": q,
-        "rest": others[others.any(-1)].double().numpy() @ q,  # a lone action has none
-        "state": siblings[first].double().numpy() @ q,
-        "complement": 1 - q[(neighbours.sum(-1) > 1).numpy()],  # a lone pair of its layer has none
+        "rest": (siblings - scipy.eye_array(len(state))).tocsr()[several.numpy()] @ q,  # a lone action has none
+        "state": sums @ q,
+        "complement": 1 - q[(neighbours > 1).numpy()],  # a lone pair of its layer has none
     }
 
     def value(atom: Atom) -> Any:
         if atom == CONDITIONAL:
-            return cp.sum(cp.rel_entr(q, siblings.double().numpy() @ q))
+            return cp.sum(cp.rel_entr(q, siblings @ q))
         x, function = arguments[atom[0]], atom[1]
         if isinstance(function, float):
             power = cp.sqrt(x) if function == 0.5 else cp.power(x, function, approx=not exact_powers)
@@ -116,7 +123,7 @@ def state_in_cvxpy(mdp: LayeredMDP, which: Sequence[Atom], *, exact_powers: bool
         return cp.sum(-cp.entr(x) if function == "x log x" else -cp.log(x))
 
     terms = [weight * value(atom) for weight, atom in zip(weights, which, strict=True)]
-    return cp.Problem(cp.Minimize(loss @ q + sum(terms)), [E.numpy() @ q == b.numpy()]), q, [loss, *weights]
+    return cp.Problem(cp.Minimize(loss @ q + sum(terms)), [flows @ q == b.numpy()]), q, [loss, *weights]
 
 
 def _clarabel(tolerance: float) -> dict[str, float]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_occ.estimators import Feedback
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import policy_of
+from torch_occ.streams import invert
 
 if TYPE_CHECKING:
     from torch_occ.simulate import Simulation
@@ -19,11 +20,11 @@ class TorchPlayer:
     """Plays any learner; no Python work is done for a single seed."""
 
     name = "torch"
+    chunks = 1
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
         self.first = mdp.initial.cumsum(-1)
-        self.cumulative = [p.cumsum(-1) for p in mdp.transitions]
 
     def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
         """Episodes run.t+1, ...: means `(n or 1, N or 1, S, A)`, numbers `(N, n, L, 3)`, tables `(N, n, S, A)`."""
@@ -46,20 +47,13 @@ class TorchPlayer:
         policy, every = policy_of(self.mdp, run.q), torch.arange(len(run.q), device=run.q.device)
         local = invert(self.first.expand(len(run.q), -1), numbers[:, -1, 2])
         states, actions, losses = [], [], []
-        for k, (layer, cumulative) in enumerate(zip(self.mdp.layer_slices, self.cumulative, strict=True)):
-            state = layer.start + local
+        for k, (here, layer) in enumerate(zip(self.mdp.layer_slices, self.mdp.layers, strict=True)):
+            state = here.start + local
             action = invert(policy[every, state].cumsum(-1), numbers[:, k, 0])
             loss = run.losses.draw(mean[every, state, action], numbers[:, k, 1]) if table is None else table[every, state, action]
             if k + 1 < self.mdp.horizon:
-                local = invert(cumulative[local, action], numbers[:, k, 2])
+                local = layer.draw(local, action, numbers[:, k, 2])
             states.append(state)
             actions.append(action)
             losses.append(loss)
         return Feedback(torch.stack(states, -1), torch.stack(actions, -1), torch.stack(losses, -1), table)
-
-
-def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
-    """The index drawn by a uniform number from cumulative (unnormalized) probabilities: `(N, K)`, `(N,)` -> `(N,)`."""
-    # Just below one, so that the product stays below the total and an entry of probability zero is never drawn.
-    target = uniform.clamp(max=1 - 4 * torch.finfo(uniform.dtype).eps) * cumulative[..., -1]
-    return (cumulative <= target.unsqueeze(-1)).sum(-1)

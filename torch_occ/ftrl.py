@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,10 @@ from torch_occ.mdp import LayeredMDP
 from torch_occ.newton import Options, Solution, Status
 from torch_occ.occupancy import interior_point
 from torch_occ.regularizers import Regularizer, SeparableRegularizer
-from torch_occ.validation import broadcast
+from torch_occ.validation import Backend, broadcast, check_backend
+
+if TYPE_CHECKING:
+    from torch_occ.engine.step import CompiledStep
 
 
 class SolveError(RuntimeError):
@@ -39,6 +42,8 @@ class FTRLStep(nn.Module):
         regularizer: psi_t, for example `jin_luo(mdp)`.
         tolerance: the largest dual residual, a relative error of q, that counts as solved; eps^(2/3) by default.
         max_steps: Newton steps allowed.
+        backend: "engine" is compiled, for built-in regularizers over a single MDP on the CPU in double precision; "torch" does everything;
+            "auto" takes the engine where it can and where layers are not so wide that BLAS is faster. `solution.backend` says who solved.
 
     Example:
         >>> mdp = LayeredMDP.random(horizon=3, width=3, num_actions=3)
@@ -46,7 +51,15 @@ class FTRLStep(nn.Module):
         >>> q = step(torch.rand(mdp.num_states, mdp.num_actions, dtype=torch.float64), t=100)
     """
 
-    def __init__(self, mdp: LayeredMDP, regularizer: Regularizer, *, tolerance: float | None = None, max_steps: int = 200) -> None:
+    def __init__(
+        self,
+        mdp: LayeredMDP,
+        regularizer: Regularizer,
+        *,
+        tolerance: float | None = None,
+        max_steps: int = 200,
+        backend: Backend = "auto",
+    ) -> None:
         super().__init__()
         _check_reachable(mdp)
         for leaf in regularizer.leaves():
@@ -56,6 +69,25 @@ class FTRLStep(nn.Module):
         self.options = Options(tolerance, max_steps)
         self.evaluator = Evaluator(regularizer)
         self.interior = interior_point(mdp).detach()
+        self._compiled: CompiledStep | None = None
+        self.use(backend)
+
+    def use(self, backend: Backend) -> None:
+        """Choose who solves from now on; see the class. Nothing is compiled before the first solve."""
+        self.backend, self._compiled = check_backend(backend), None
+        if backend == "torch" or any(_carries_derivative(p) for p in self.mdp.probabilities):
+            return
+        try:
+            from torch_occ.engine.step import WIDEST, CompiledStep, why_not
+        except ImportError as error:
+            if self.backend == "engine":
+                raise ImportError("backend: the engine needs numba: pip install torch-occ[engine]") from error
+            return
+        reason = why_not(self.mdp, self.regularizer)
+        if reason is None and (self.backend == "engine" or max(self.mdp.layer_sizes) <= WIDEST):
+            self._compiled = CompiledStep(self.mdp, self.regularizer, self.options, self._solve_in_torch)
+        elif reason is not None and self.backend == "engine":
+            raise ValueError(f"backend: {reason}; use backend='torch'")
 
     def forward(
         self, cumulative_loss: Tensor, t: Tensor | float = 1.0, *, warm_start: Tensor | None = None, mdp: LayeredMDP | None = None
@@ -87,6 +119,16 @@ class FTRLStep(nn.Module):
                 start = None if warm_start is None else warm_start.clone()
                 episode = t.clone() if isinstance(t, Tensor) else t
                 return self.solve(cumulative_loss.clone(), episode, warm_start=start, mdp=mdp, check=check)
+        if mdp is None and self._compiled is not None and torch._C._functorch.peek_interpreter_stack() is None:
+            solution = self._compiled(cumulative_loss, t, self.interior if warm_start is None else warm_start)
+            if solution is not None:  # else the input is not what it should be, and the checks below say why
+                _report(check, solution)
+                return solution
+        return self._solve_in_torch(cumulative_loss, t, warm_start=warm_start, mdp=mdp, check=check)
+
+    def _solve_in_torch(
+        self, cumulative_loss: Tensor, t: Tensor | float, *, warm_start: Tensor | None, mdp: LayeredMDP | None, check: bool
+    ) -> Solution:
         model = self.mdp if mdp is None else _check_layout(mdp, self.mdp)
         _check_like("cumulative_loss", cumulative_loss, model)
         if not isinstance(t, Tensor | int | float):
@@ -108,13 +150,15 @@ class FTRLStep(nn.Module):
                     "use step.to(...) for both"
                 )
 
-        probabilities = mdp is not None or any(_carries_derivative(p) for p in (model.initial, *model.transitions))
+        probabilities = mdp is not None or any(_carries_derivative(p) for p in model.probabilities)
         setting = Setting(model, self.evaluator, probabilities)
         rank = max(cumulative_loss.dim() - 2, t.dim(), start.dim() - 2, len(model.batch_shape))
         tensors = [_rank(t, rank, 0), *self.evaluator.own_parameters]
         if probabilities:
-            tensors += [_rank(model.initial, rank, 1), *(_rank(p, rank, 3) for p in model.transitions)]
-        equation = Stationarity(setting, self.options, partial(_check_values, self.mdp), _raiser(check))
+            dims = (1, *(layer.event_dims for layer in model.layers))
+            tensors += [_rank(p, rank, event_dims) for p, event_dims in zip(model.probabilities, dims, strict=True)]
+        report = partial(_report, check)
+        equation = Stationarity(setting, self.options, partial(_check_values, self.mdp), report)
         outputs = ImplicitSolution.apply(equation, _rank(-cumulative_loss, rank, 2), _rank(start.detach(), rank, 2), *tensors)
         return Solution(*outputs)
 
@@ -122,6 +166,7 @@ class FTRLStep(nn.Module):
         """Moves the MDP together with the parameters."""
         super()._apply(fn, *args)
         self.mdp, self.interior = self.mdp.map_tensors(fn), fn(self.interior)
+        self.use(self.backend)
         return self
 
 
@@ -186,8 +231,11 @@ def _check_values(step_mdp: LayeredMDP, bound: Bound, x: Tensor, start: Tensor) 
     """Runs on plain tensors, inside every transform."""
     mdp = bound.mdp
     bound.evaluator.validate(bound.parameters)
+    early = (~((bound.t >= 1) & bound.t.isfinite())).nonzero()
+    if len(early):
+        raise ValueError(f"t: expected an episode of at least 1, got {float(bound.t[tuple(early[0])])}")
     if mdp is not step_mdp:  # other probabilities, which nobody has looked at yet
-        if not all(bool(p.isfinite().all()) for p in (mdp.initial, *mdp.transitions)):
+        if not all(bool(p.isfinite().all()) for p in mdp.probabilities):
             raise ValueError("mdp: a probability is not finite; LayeredMDP(transitions, ...) tells which")
         _check_reachable(mdp)
     wrong = (~x.isfinite() & mdp.actions).nonzero()
@@ -196,9 +244,6 @@ def _check_values(step_mdp: LayeredMDP, bound: Bound, x: Tensor, start: Tensor) 
     wrong = (~((start > 0) & start.isfinite()) & mdp.actions).nonzero()
     if len(wrong):
         raise ValueError(f"warm_start: {_place(mdp, wrong[0])} is {float(start[tuple(wrong[0])])}; expected a positive occupancy")
-    early = (~((bound.t >= 1) & bound.t.isfinite())).nonzero()
-    if len(early):
-        raise ValueError(f"t: expected an episode of at least 1, got {float(bound.t[tuple(early[0])])}")
 
 
 def _place(mdp: LayeredMDP, index: Tensor) -> str:
@@ -207,19 +252,18 @@ def _place(mdp: LayeredMDP, index: Tensor) -> str:
     return f"{element}{mdp.locate(state)}, action {action}"
 
 
-def _raiser(check: bool) -> Callable[[Solution], None]:
-    def report(solution: Solution) -> None:
-        failed = (solution.status != Status.CONVERGED).nonzero()
-        if check and len(failed):
-            lines = []
-            for index in failed[:5]:
-                status = Status(int(solution.status[tuple(index)]))
-                element = f"batch element {tuple(index.tolist())}" if len(index) else "the step"
-                lines.append(
-                    f"{element}: {status.name} after {int(solution.steps[tuple(index)])} Newton steps, "
-                    f"dual residual {float(solution.dual_residual[tuple(index)]):.1e}: {status.advice}"
-                )
-            more = f"\n... and {len(failed) - 5} more" if len(failed) > 5 else ""
-            raise SolveError("the FTRL step was not solved; check=False returns statuses instead\n" + "\n".join(lines) + more, solution)
-
-    return report
+def _report(check: bool, solution: Solution) -> None:
+    """Raise if an element failed and somebody wants to know."""
+    if not check or not bool(solution.status.any()):
+        return
+    failed = (solution.status != Status.CONVERGED).nonzero()
+    lines = []
+    for index in failed[:5]:
+        status = Status(int(solution.status[tuple(index)]))
+        element = f"batch element {tuple(index.tolist())}" if len(index) else "the step"
+        lines.append(
+            f"{element}: {status.name} after {int(solution.steps[tuple(index)])} Newton steps, "
+            f"dual residual {float(solution.dual_residual[tuple(index)]):.1e}: {status.advice}"
+        )
+    more = f"\n... and {len(failed) - 5} more" if len(failed) > 5 else ""
+    raise SolveError("the FTRL step was not solved; check=False returns statuses instead\n" + "\n".join(lines) + more, solution)

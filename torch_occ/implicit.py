@@ -18,7 +18,7 @@ Two equations stand behind it, both about the system of torch_occ.kkt:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch_occ.derivatives import Derivatives, Evaluator, derivatives
 from torch_occ.kkt import factorize
 from torch_occ.mdp import LayeredMDP
-from torch_occ.newton import Options, Solution, Status, newton
+from torch_occ.newton import FIELDS, Options, Solution, Status, newton
 from torch_occ.occupancy import flow_adjoint, flow_of, flow_source
 from torch_occ.regularizers import total
 from torch_occ.validation import broadcast
@@ -37,7 +37,7 @@ from torch_occ.validation import broadcast
 class Setting:
     """psi_t over an MDP, with every tensor that a derivative may be taken in pulled out of it.
 
-    The tensors are `(t, *parameters)`, or `(t, *parameters, initial, *transitions)` when the probabilities take part. All but the
+    The tensors are `(t, *parameters)`, or `(t, *parameters, *mdp.probabilities)` when they take part too. All but the
     parameters have one batch rank, so that a `vmap` can put its dimension in front of all of them.
     """
 
@@ -48,15 +48,14 @@ class Setting:
     @property
     def event_dims(self) -> tuple[int | None, ...]:
         """Dimensions of each tensor behind its batch shape; None for parameters, which may have any."""
-        model = (1, *(3,) * self.mdp.horizon) if self.probabilities else ()
+        model = (1, *(layer.event_dims for layer in self.mdp.layers)) if self.probabilities else ()
         return (0, *(None,) * len(self.evaluator.names), *model)
 
     def bind(self, tensors: Sequence[Tensor]) -> Bound:
         t, count = tensors[0], len(self.evaluator.names)
         mdp = self.mdp
         if self.probabilities:
-            initial, *transitions = tensors[1 + count :]
-            mdp = mdp.with_transitions(transitions, initial)
+            mdp = mdp.with_probabilities(*tensors[1 + count :])
         return Bound(mdp, self.evaluator, t, tuple(tensors[1 : 1 + count]))
 
 
@@ -106,7 +105,7 @@ class Stationarity:
         batch = broadcast(x.shape[:-2], start.shape[:-2], bound.t.shape, bound.mdp.batch_shape, given)
         solution = newton(flow_of(bound.mdp, batch.numel()), bound.deriver(batch), -x.expand(*batch, *x.shape[-2:]), start, self.options)
         self.report(solution)
-        return tuple(getattr(solution, field.name) for field in fields(Solution))
+        return tuple(getattr(solution, name) for name in FIELDS)
 
     def point(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         """Where K is taken: (q, setting)."""
@@ -134,8 +133,8 @@ class Linearized:
     def solve(self, x: Tensor, r: Tensor, q: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         bound = self.setting.bind(tensors)
         batch = broadcast(q.shape[:-2], bound.t.shape)
-        hessian = bound.deriver(batch)(q.expand(*batch, *q.shape[-2:])).hessian
-        return factorize(hessian, flow_of(bound.mdp, x.shape[:-2].numel())).solve(x, r)
+        q = q.expand(*batch, *q.shape[-2:])
+        return factorize(bound.deriver(batch)(q).hessian, flow_of(bound.mdp, x.shape[:-2].numel()), q, exact=True).solve(x, r)
 
     def point(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         return tensors[2], tensors[3:]
@@ -174,7 +173,7 @@ class ImplicitSolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         equation, tensors, outputs = ctx.equation, ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        z_bar = _poison(outputs, cotangents[:2])
+        z_bar = poison(outputs, cotangents[:2])
         q, setting = equation.point(tensors, outputs)
         linearized = Linearized(equation.setting)
         # K' has the signs of the off-diagonal blocks exchanged.
@@ -197,9 +196,9 @@ class ImplicitSolution(torch.autograd.Function):
         x = torch.zeros_like(outputs[0]) if x is None else x
         r = torch.zeros_like(outputs[1]) if r is None else r
         if any(tangent is not None for tangent in tangents[2:]):
-            moved = _push_forward(lambda *given: equation.operator(outputs, given), tensors[2:], tangents[2:])
+            moved = push_forward(lambda *given: equation.operator(outputs, given), tensors[2:], tangents[2:])
             x, r = x - moved[0], r - moved[1]
-        dq, dv = ImplicitSolution.apply(Linearized(equation.setting), *_poison(outputs, (x, r)), q, *setting)
+        dq, dv = ImplicitSolution.apply(Linearized(equation.setting), *poison(outputs, (x, r)), q, *setting)
         return (dq, dv, *(None,) * (len(outputs) - 2))
 
     @staticmethod
@@ -223,7 +222,7 @@ class ImplicitSolution(torch.autograd.Function):
         return outputs, (0,) * len(outputs)
 
 
-def _poison(outputs: Sequence[Tensor], z: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def poison(outputs: Sequence[Tensor], z: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """NaN for the elements whose solve failed: a derivative there would be silently wrong."""
     if len(outputs) == 2:
         return z[0], z[1]
@@ -231,7 +230,7 @@ def _poison(outputs: Sequence[Tensor], z: Sequence[Tensor]) -> tuple[Tensor, Ten
     return torch.where(failed[..., None, None], torch.nan, z[0]), torch.where(failed[..., None], torch.nan, z[1])
 
 
-def _push_forward(
+def push_forward(
     function: Callable[..., tuple[Tensor, Tensor]], at: Sequence[Tensor], tangents: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     """The derivative along tangents by two reverse passes, because forward mode does not nest in itself."""

@@ -34,7 +34,7 @@ class Equations:
 
     def residual_of_q(self, q: Tensor) -> float:
         """The larger of |grad psi(q) + loss - E'v| for the best v, relative to its terms, and |E q - b|; infinite unless q > 0."""
-        x, (E, b) = q.detach()[self.mdp.actions], flow_constraints(self.mdp)
+        x, (E, b) = q.detach()[self.mdp.actions], _constraints(self.mdp)
         if not bool(((x > 0) & x.isfinite()).all()):
             return torch.inf
         slope, linear = torch.func.grad(self._psi)(x).detach(), self.loss[self.mdp.actions]
@@ -43,7 +43,7 @@ class Equations:
 
     def residual_of_gradient(self, q: Tensor, c: Tensor, gradient: Tensor) -> float:
         """With u = -gradient in the loss, the larger of |c - H u - E'w| for the best w, relative to u = 0, and |E u|, relative to |u|."""
-        x, (E, _) = q.detach()[self.mdp.actions], flow_constraints(self.mdp)
+        x, (E, _) = q.detach()[self.mdp.actions], _constraints(self.mdp)
         u, c = -gradient[self.mdp.actions], c[self.mdp.actions]
         if not bool(((x > 0) & u.isfinite()).all()):
             return torch.inf
@@ -61,6 +61,11 @@ class Equations:
 
     def _psi(self, x: Tensor) -> Tensor:
         return self.regularizer(spread(self.mdp, x), self.t, self.mdp)
+
+
+def _constraints(mdp: LayeredMDP) -> tuple[Tensor, Tensor]:
+    E, b = flow_constraints(mdp)
+    return E.to_dense(), b
 
 
 def _off_range(E: Tensor, y: Tensor, scale: Tensor) -> Tensor:

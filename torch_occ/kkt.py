@@ -4,18 +4,7 @@
 
 for the step dq `(*batch, S, A)` and the multipliers v `(*batch, S)`, with H block-diagonal over states.
 
-**One state.** Its bordered inverse holds all that the rest of the MDP needs to know of it:
-
-    [ H_s  1 ]^-1     [ R_s     p_s    ]
-    [ 1'   0 ]     =  [ p_s'  -kappa_s ]
-
-R answers "how do the actions share a force when q(s) must not move" (R >= 0, R 1 = 0), p "how is a change of q(s) divided"
-(sum p = 1, a signed policy), kappa >= 0 "what does a change of q(s) cost". For separable terms, with D = d + w and a = sum 1/D,
-
-    R x = (x - (sum x/D) / a) / D,    p = (e/a + w) / D,    kappa = c + sum w d / D + e^2 / a,    e = 1 - sum w/D,
-
-at O(A), and nothing cancels once e is summed around its dominant action. H_s itself need not be invertible: a regularizer
-that does not feel q(s), such as the conditional entropy, has kappa = 0.
+**One state** is reduced to its bordered inverse (R, p, kappa) by torch_occ.states.
 
 **All states.** With B = (I - P_p)^-1, a sweep through the layers, Q = P' R P, the covariance of the next state under R, and du
 the change of q(s), eliminating actions leaves
@@ -23,104 +12,74 @@ the change of q(s), eliminating actions leaves
     kappa du = p'x + (I - P_p) v,        (I - P_p)' du = r + P'R x - Q v.
 
 So M = I + K^(1/2) B' Q B K^(1/2) is all that remains to be factored: symmetric, every eigenvalue at least 1, and in practice at
-most a few dozen whatever the scale of q. Small MDPs form it. Larger ones run through the layers as a Kalman filter does: Y_k is
-the covariance that reaches layer k, and kappa the information that it meets there,
+most a few dozen whatever the scale of q. Small MDPs form it. Wide and sparse ones only ever apply it (torch_occ.iterative). Others
+run through the layers as a Kalman filter does: Y_k is the covariance that reaches layer k, and kappa the information that it meets
+there,
 
     Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torch_occ.hessians import Blocks, Full, Hessian, Separable
+from torch_occ.hessians import Full, Hessian, Separable
+from torch_occ.iterative import ConjugateGradients
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import DenseFlow, Flow, LayeredFlow
+from torch_occ.states import GeneralStates, SeparableStates, States
 from torch_occ.validation import broadcast
 
 
 class Factorization(Protocol):
     """Factor once, solve many times."""
 
-    def solve(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        """(dq, v) for right-hand sides x `(*batch, S, A)` and r `(*batch, S)`."""
+    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(dq, v) for right-hand sides x `(*batch, S, A)` and r `(*batch, S)`.
+
+        Args:
+            guess: multipliers near v `(*batch, S)`, which Newton's method has. An iterative solver starts there, and stops when the
+                error is small compared with the one that it began with.
+        """
         ...
 
 
-def factorize(hessian: Hessian, flow: Flow) -> Factorization:
-    """The cheapest factorization for this structure."""
+def factorize(hessian: Hessian, flow: Flow, q: Tensor, *, exact: bool = False) -> Factorization:
+    """The cheapest way to solve the system of this Hessian, taken at q; `exact` if there will be no guess."""
     if isinstance(hessian, Full):
         return FullFactorization(hessian, flow.mdp)
     states = SeparableStates(hessian) if isinstance(hessian, Separable) else GeneralStates(hessian)
-    return DenseFactorization(states, flow) if isinstance(flow, DenseFlow) else LayeredFactorization(states, flow)
+    if isinstance(flow, DenseFlow):
+        return DenseFactorization(states, flow)
+    if prefers_iterations(flow.mdp, q.shape[:-2].numel(), exact):
+        return ConjugateGradients(states, flow, q.sum(-1))
+    return LayeredFactorization(states, flow)
 
 
-# -- one state ------------------------------------------------------------------------------------------------------------
+def prefers_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> bool:
+    """Whether conjugate gradients are expected to be faster than a factorization layer by layer, for a batch of so many elements.
+
+    Sparse transitions leave no choice. For dense ones, a model of the time that was fitted to measurements with one thread (a factor
+    of two either way costs little, since they meet at an angle); `experiments.wide --sections crossover` measures it again.
+    """
+    return mdp.is_sparse or _seconds_of_iterations(mdp, elements, exact) < _seconds_of_factorization(mdp, elements)
 
 
-class SeparableStates:
-    """(R, p, kappa) of every state from d, w, c, at O(A)."""
-
-    def __init__(self, hessian: Separable) -> None:
-        d, w = hessian.d, hessian.w
-        inverse = hessian.curvature.reciprocal()
-        if not bool(hessian.actions.all()):
-            inverse = inverse.masked_fill(~hessian.actions, 0.0)
-        share = w * inverse
-        # e = 1 - sum w/D cancels when one action dominates its state; there 1 - w/D is d/D. (A masked action has d = 0 and w = 0, and
-        # is dominant only where all shares are zero, which is what the second term of the key is for.)
-        dominant = (share + inverse.sign()).argmax(-1, keepdim=True)
-        e = (-share).scatter(-1, dominant, (d * inverse).gather(-1, dominant)).sum(-1)
-        self.inverse = inverse  # (*batch, S, A)
-        self.softest = inverse.argmax(-1, keepdim=True)  # (*batch, S, 1)
-        self.total = inverse.sum(-1)  # (*batch, S)
-        self.p = (e / self.total).unsqueeze(-1) * inverse + share  # (*batch, S, A)
-        self.kappa = (hessian.c + (share * d).sum(-1) + e * e / self.total).clamp(min=0)  # (*batch, S)
-
-    def respond(self, x: Tensor) -> Tensor:
-        """R x. Since R 1 = 0, x may be taken relative to its entry at the softest action, which then cancels with nothing."""
-        x = x - x.gather(-1, self.softest.expand(*x.shape[:-1], 1))
-        return (x - ((self.inverse * x).sum(-1) / self.total).unsqueeze(-1)) * self.inverse
-
-    def covariance(self, kernel: Tensor, layer: slice = slice(None)) -> Tensor:
-        """P' R P for transitions `(*batch, S_k, A, S')` out of a layer, `(*batch, S', S')`."""
-        weight = self.inverse[..., layer, :].unsqueeze(-1)
-        softest = self.softest[..., layer, :].unsqueeze(-1).expand(*weight.shape[:-2], 1, kernel.shape[-1])
-        kernel = kernel - kernel.expand(*weight.shape[:-1], -1).gather(-2, softest)
-        mean = (weight * kernel).sum(-2, keepdim=True) / self.total[..., layer, None, None]
-        deviation = ((kernel - mean) * weight.sqrt()).flatten(-3, -2)
-        return deviation.mT @ deviation
+def _seconds_of_factorization(mdp: LayeredMDP, elements: int) -> float:
+    sizes, num_actions = mdp.layer_sizes, mdp.num_actions
+    products = sum(2 * m * n * (num_actions * n + m + n) for m, n in pairwise(sizes)) + sum(4 * n**3 for n in sizes)
+    return 0.08e-9 * products * elements + (0.4e-3 + 0.04e-3 * elements) * mdp.horizon
 
 
-class GeneralStates:
-    """(R, p, kappa) of every state from its matrix, by inverting the bordered matrix."""
-
-    def __init__(self, hessian: Blocks) -> None:
-        actions = hessian.actions
-        present = actions.to(hessian.blocks.dtype)
-        # Scale the diagonal to one, and the border to length one, before a general-purpose inverse sees them.
-        scale = torch.where(actions & (hessian.curvature > 0), hessian.curvature, 1.0).rsqrt()
-        length = (scale * present).norm(dim=-1, keepdim=True)
-        border = (scale * present / length).unsqueeze(-1)
-        core = scale.unsqueeze(-1) * hessian.blocks * scale.unsqueeze(-2) + torch.diag_embed(1 - present)
-        bordered = torch.cat([torch.cat([core, border], -1), torch.nn.functional.pad(border.mT, (0, 1))], -2)
-        inverse = torch.linalg.inv_ex(bordered).inverse
-        pairs = actions.unsqueeze(-1) & actions.unsqueeze(-2)
-        self.R = torch.where(pairs, scale.unsqueeze(-1) * inverse[..., :-1, :-1] * scale.unsqueeze(-2), 0.0)
-        self.p = inverse[..., :-1, -1] * scale * present / length
-        self.kappa = (-inverse[..., -1, -1] / length.squeeze(-1) ** 2).clamp(min=0)
-
-    def respond(self, x: Tensor) -> Tensor:
-        return (self.R @ x.unsqueeze(-1)).squeeze(-1)
-
-    def covariance(self, kernel: Tensor, layer: slice = slice(None)) -> Tensor:
-        return kernel.flatten(-3, -2).mT @ (self.R[..., layer, :, :] @ kernel).flatten(-3, -2)
-
-
-States = SeparableStates | GeneralStates
+def _seconds_of_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> float:
+    entries = sum(layer.probabilities.numel() for layer in mdp.layers[:-1])
+    shared = elements > 1 and not mdp.batch_shape  # then the products with P are matrix-matrix
+    passes = 0.2e-9 * entries * elements if shared else 0.6e-9 * entries
+    return (40 if exact else 15) * (passes + 12e-9 * mdp.num_pairs * elements + 0.04e-3 * mdp.horizon)
 
 
 # -- all states -----------------------------------------------------------------------------------------------------------
@@ -137,7 +96,7 @@ class DenseFactorization:
         reach = self.B * self.root.unsqueeze(-2)
         self.cholesky = torch.linalg.cholesky_ex(flow.identity + reach.mT @ self.Q @ reach).L
 
-    def solve(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
         states, flow = self.states, self.flow
         mean = (states.p * x).sum(-1)
         arrived = r + flow.inflow(states.respond(x)) + _apply(self.Q, _apply(self.B, mean))
@@ -162,13 +121,13 @@ class LayeredFactorization:
         Y = states.p.new_zeros(sizes[0].stop, sizes[0].stop)
         for k in range(flow.mdp.horizon):
             if k:
-                kernel, policy = flow.kernels[k - 1], self.means[k - 1]
+                kernel, policy = flow.layers[k - 1].dense, self.means[k - 1]
                 self.steps.append((policy.unsqueeze(-2) @ kernel).squeeze(-2))
                 carried = self.steps[-1].mT @ self.gains[-1] @ self.steps[-1]
                 Y = states.covariance(kernel, sizes[k - 1]) + carried
             self.gains.append(_filter(Y, self.kappas[k]))
 
-    def solve(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
         states, flow, split = self.states, self.flow, self.flow.mdp.split
         means = split((states.p * x).sum(-1), -1)
         arrivals = split(r + flow.inflow(states.respond(x)), -1)
@@ -184,8 +143,11 @@ class LayeredFactorization:
             values.insert(0, y - self.kappas[k] * _apply(self.gains[k], y))
         v = torch.cat(values, -1)
         within = states.respond(x - flow.lookahead(v))
-        du = flow.forward(states.p, r + flow.inflow(within))
-        return states.p * du.unsqueeze(-1) + within, v
+        sources = split(r + flow.inflow(within), -1)
+        du = [sources[0]]
+        for k, step in enumerate(self.steps):
+            du.append(sources[k + 1] + _apply(step.mT, du[k]))
+        return states.p * torch.cat(du, -1).unsqueeze(-1) + within, v
 
 
 class FullFactorization:
@@ -208,7 +170,7 @@ class FullFactorization:
         self.lu, self.pivots, _ = torch.linalg.lu_factor_ex(system)
         self.pairs = tuple(mdp.actions.shape)
 
-    def solve(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scaled = (self.pair_scale * x.flatten(-2), self.state_scale * r)
         batch = broadcast(*(part.shape[:-1] for part in scaled))
         rhs = torch.cat([part.expand(*batch, part.shape[-1]) for part in scaled], -1)

@@ -16,7 +16,7 @@ regularized: where a single visit changes everything, visits are rare.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -253,33 +253,57 @@ def _why_not_compiled(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
         from torch_occ.engine.arrays import why_not
     except ImportError:
         return "the engine needs numba: pip install torch-occ[engine]"
+    if any(parameter.dim() for parameter in regularizer.parameters()):
+        return "the regularizer has batched parameters"
     return why_not(mdp, regularizer)
 
 
 def _leap_compiled(
     mdp: LayeredMDP, regularizer: Regularizer, course: Course, particles: int, seed: int, accuracy: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from torch_occ.engine.arrays import model_of, terms_of
+    from torch_occ.engine.arrays import exponents_of, kinds_of, model_of, terms_of, weights_of
+    from torch_occ.engine.compiling import patiently
     from torch_occ.engine.episodes import NOISE
-    from torch_occ.engine.leaps import leap as leap_compiled
+    from torch_occ.engine.layout import Terms, make_work
+    from torch_occ.engine.leaps import Way
+    from torch_occ.engine.leaps import leap as leap_alone
+    from torch_occ.engine.threads import for_each
 
+    regularizer.validate()
     # Weights are products of powers of t for every built-in schedule, so that straight lines between logarithms are exact.
     log_t = torch.linspace(0, float(course.stops[-1].log()) + 0.1, 400, dtype=torch.float64)
-    regularizer.validate()
-    terms, weights = terms_of(regularizer, log_t.exp())
+    with torch.no_grad():
+        found = terms_of(regularizer, log_t.exp())
+        weights = weights_of(found, log_t.shape)
+        terms = Terms(*kinds_of(found), exponents_of(found, torch.Size()).numpy())
+    log_weights = torch.where(weights == 0, 1.0, weights.abs()).log().contiguous().numpy()
+    model = model_of(mdp)
+    way = Way(
+        log_t.numpy(),
+        log_weights,
+        weights[0].sign().numpy(),
+        course.means.flatten(-2).contiguous().numpy(),
+        course.gaps.flatten(-2).contiguous().numpy(),
+        NOISE[course.noise],
+        course.stops.numpy(),
+        course.phase.numpy(),
+        model.initial[None],
+        interior_point(mdp).detach().flatten().numpy(),
+        float(accuracy),
+        WIDEST,
+        float(np.finfo(np.float64).eps ** (2 / 3)),
+        200,
+    )
     regret = torch.zeros(particles, len(course.stops), dtype=torch.float64)
     counts = torch.zeros(particles, 2, dtype=torch.long)
     seeds = np.random.SeedSequence(seed).generate_state(particles).astype(np.int64)
-    threads = torch.get_num_threads()  # numba's threads and torch's share one setting
-    with np.errstate(divide="ignore"):
-        log_weights = np.where(weights == 0, 0.0, np.log(np.abs(weights)))
-    arguments: list[Any] = [model_of(mdp), terms, log_t.numpy(), log_weights, np.sign(weights[0])]
-    arguments += [x.contiguous().numpy() for x in (course.means, course.gaps)]
-    arguments += [NOISE[course.noise], course.stops.numpy(), course.phase.numpy(), float(accuracy), WIDEST]
-    tolerance = float(np.finfo(np.float64).eps ** (2 / 3))
-    arguments += [interior_point(mdp).detach().numpy(), tolerance, 200, seeds, regret.numpy(), counts.numpy()]
-    leap_compiled(*arguments)
-    torch.set_num_threads(threads)
+
+    def play(i: int) -> None:
+        scratch = (np.zeros(len(way.middle)), np.zeros(len(way.signs)), np.zeros(mdp.num_states), np.zeros(0), make_work(model))
+        leap_alone(model, terms, way, seeds[i], regret[i].numpy(), counts[i].numpy(), *scratch)
+
+    with patiently:
+        for_each(play, particles)
     return regret, counts[:, 0], counts[:, 1]
 
 

@@ -32,7 +32,7 @@ class LossProcess:
     #: How a loss is drawn around its mean: exactly it, 0 or 1, or uniform on the widest interval around it inside [0, 1].
     noise: Noise = "none"
     #: The most episodes that one call of `means` may cover; 1 for an adversary that reacts to every q.
-    stride: int = 1 << 62
+    stride: int = CHUNK
     #: The number of episodes that the process has losses for, if it is limited.
     length: int | None = None
 
@@ -55,6 +55,8 @@ class LossProcess:
 
 class Stationary(LossProcess):
     """The same means for ever; without noise a constant loss."""
+
+    stride = 1 << 62
 
     def __init__(self, mean: Tensor, noise: Noise = "none") -> None:
         self.mean, self.noise = check_unit_interval("mean", mean), check_noise(noise)
@@ -124,7 +126,6 @@ class RandomWalkLosses(LossProcess):
         if not 0 < step < 1:
             raise ValueError(f"step: expected a number in (0, 1), got {step}")
         self.step, self.noise = step, check_noise(noise)
-        self.stride = CHUNK
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
         position = torch.full((len(seeds), mdp.num_states, mdp.num_actions), 0.5, dtype=mdp.dtype)
@@ -218,7 +219,7 @@ class Corrupted(LossProcess):
         if strategy == "targeted" and target is None:
             raise ValueError("target: the targeted strategy needs the mean loss (S, A) whose optimal actions it attacks")
         self.base, self.budget, self.strategy, self.episodes, self.target = base, budget, strategy, episodes, target
-        self.noise, self.stride, self.length = base.noise, base.stride, base.length
+        self.noise, self.stride, self.length = base.noise, min(base.stride, CHUNK), base.length
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
         if self.target is not None:

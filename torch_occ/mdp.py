@@ -9,17 +9,23 @@ Non-terminal states are numbered in layer order, so that every quantity of the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torch_occ.unroll import ABSORBING, unroll
+from torch_occ.layers import DenseLayer, Layer, SparseLayer
+from torch_occ.unroll import ABSORBING, outcomes_of, unroll
 from torch_occ.validation import broadcast, check_actions, check_probabilities, check_shapes
+
+if TYPE_CHECKING:
+    import gymnasium
+
+    from torch_occ.rewards import RewardMDP
 
 #: Up to this many states one dense matrix beats a loop over layers, for a single problem; half as many for a batch.
 DENSE_STATES = 128
@@ -31,14 +37,15 @@ class LayeredMDP:
 
     Args:
         transitions: one tensor a layer k = 0..L-1, `P_k[s, a, s'] = P(s' | s, a)` of shape `(*batch, S_k, A, S_{k+1})`; the last
-            one leads to the single terminal state, so its shape is `(*batch, S_{L-1}, A, 1)`. They may require gradients.
+            one leads to the single terminal state, so its shape is `(*batch, S_{L-1}, A, 1)`. They may require gradients. A layer
+            may also be a sparse tensor `(S_k * A, S_{k+1})` of any layout, one row a pair; it is never made dense.
         actions: boolean mask `(S, A)` of the actions that each state has; all of them by default. What `transitions` says
             about a masked pair is ignored.
         initial: distribution `(*batch, S_0)` over the first layer; may be left out when that layer has one state.
         origin: for an unrolled MDP, the state of the original MDP behind each state `(S,)`, or `ABSORBING`.
     """
 
-    transitions: tuple[Tensor, ...]
+    layers: tuple[Layer, ...]
     actions: Tensor
     initial: Tensor
     origin: Tensor
@@ -51,38 +58,52 @@ class LayeredMDP:
         initial: Tensor | None = None,
         origin: Tensor | None = None,
     ) -> None:
-        tensors = check_shapes(transitions)
-        num_states, num_actions = sum(p.shape[-3] for p in tensors), tensors[0].shape[-2]
-        like = tensors[0]
+        tensors, num_actions = check_shapes(transitions, actions, initial)
+        layers = tuple(layer_of(p, num_actions) for p in tensors)
+        num_states, first = sum(layer.sizes[0] for layer in layers), layers[0].sizes[0]
+        like = layers[0].probabilities
         if initial is None:
-            if like.shape[-3] != 1:
-                raise ValueError(
-                    f"initial: layer 0 has {like.shape[-3]} states, so a distribution of shape ({like.shape[-3]},) over them is needed"
-                )
+            if first != 1:
+                raise ValueError(f"initial: layer 0 has {first} states, so a distribution of shape ({first},) over them is needed")
             initial = like.new_ones(1)
         if actions is None:
             actions = torch.ones(num_states, num_actions, dtype=torch.bool, device=like.device)
         if origin is None:
             origin = torch.arange(num_states, device=like.device)
-        _set(self, actions=actions.clone(), initial=initial.clone(), origin=origin.clone(), transitions=tensors)
+        _set(self, actions=actions.clone(), initial=initial.clone(), origin=origin.clone(), layers=layers)
         check_actions(self)
-        _set(self, transitions=tuple(_mask_rows(p, a) for p, a in zip(tensors, self.split(self.actions, -2), strict=True)))
+        _set(self, layers=tuple(layer.mask(mask) for layer, mask in zip(layers, self.split(self.actions, -2), strict=True)))
         check_probabilities(self)
         for name in _LAYOUT:
             getattr(self, name)
         _ = self._joint, self.reachable
+
+    @property
+    def transitions(self) -> tuple[Tensor, ...]:
+        """P of each layer: a table `(*batch, S_k, A, S_{k+1})`, or a sparse (COO) tensor `(S_k * A, S_{k+1})`."""
+        return tuple(layer.tensor for layer in self.layers)
+
+    @property
+    def probabilities(self) -> tuple[Tensor, ...]:
+        """All that a derivative can be taken in: the initial distribution, and the table or the entries of each layer."""
+        return (self.initial, *(layer.probabilities for layer in self.layers))
+
+    @cached_property
+    def is_sparse(self) -> bool:
+        """Whether a layer is stored sparsely; then nothing of the size of a dense one is ever made."""
+        return any(isinstance(layer, SparseLayer) for layer in self.layers)
 
     # -- sizes ------------------------------------------------------------------------------------------------------------
 
     @cached_property
     def horizon(self) -> int:
         """L, the number of decisions in an episode."""
-        return len(self.transitions)
+        return len(self.layers)
 
     @cached_property
     def layer_sizes(self) -> tuple[int, ...]:
         """|S_0|, ..., |S_{L-1}|."""
-        return tuple(p.shape[-3] for p in self.transitions)
+        return tuple(layer.sizes[0] for layer in self.layers)
 
     @cached_property
     def layer_slices(self) -> tuple[slice, ...]:
@@ -98,7 +119,7 @@ class LayeredMDP:
     @cached_property
     def num_actions(self) -> int:
         """A, the largest number of actions that a state can have."""
-        return self.transitions[0].shape[-2]
+        return self.layers[0].sizes[1]
 
     @cached_property
     def num_pairs(self) -> int:
@@ -143,23 +164,25 @@ class LayeredMDP:
     @cached_property
     def batch_shape(self) -> torch.Size:
         """Leading dimensions of the transitions: a batch of MDPs of one layout."""
-        shapes = [p.shape[:-3] for p in self.transitions]
-        return broadcast(self.initial.shape[:-1], *shapes)
+        return broadcast(self.initial.shape[:-1], *(layer.batch_shape for layer in self.layers))
 
     @property
     def joint_transitions(self) -> Tensor:
         """All layers in one tensor `(*batch, S, A, S)`: P(s' | s, a) over the non-terminal states, zero elsewhere."""
+        if self.is_sparse:
+            raise ValueError("mdp: its transitions are sparse and are not made dense unasked; use mdp.to_dense() if it is small")
         return self._join() if self._joint is None else self._joint
 
     @cached_property
     def _joint(self) -> Tensor | None:
         # Kept only for a small model of constants: a graph must not be kept, nor a tensor of a transform that has ended.
-        constant = self.num_states <= DENSE_STATES and not any(p.requires_grad for p in self.transitions)
-        return self._join() if constant else None
+        constant = self.num_states <= DENSE_STATES and not any(p.requires_grad for p in self.probabilities[1:])
+        return self._join() if constant and not self.is_sparse else None
 
     def _join(self) -> Tensor:
         rows = []
-        for k, (kernel, here) in enumerate(zip(self.transitions, self.layer_slices, strict=True)):
+        for k, (layer, here) in enumerate(zip(self.layers, self.layer_slices, strict=True)):
+            kernel = layer.dense
             to_terminal = k == self.horizon - 1
             kernel = torch.zeros_like(kernel[..., :0]) if to_terminal else kernel
             kernel = torch.nn.functional.pad(kernel, (here.stop, self.num_states - here.stop - kernel.shape[-1]))
@@ -168,11 +191,11 @@ class LayeredMDP:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.transitions[0].dtype
+        return self.layers[0].probabilities.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.transitions[0].device
+        return self.layers[0].probabilities.device
 
     def split(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
         """Cut a tensor with a state dimension into its layers."""
@@ -194,8 +217,26 @@ class LayeredMDP:
 
     def with_transitions(self, transitions: Sequence[Tensor], initial: Tensor | None = None) -> LayeredMDP:
         """The same layout with other probabilities, not validated: for use inside `torch.func` transforms."""
-        other = replace_fields(self, transitions=tuple(transitions))
+        other = replace_fields(self, layers=tuple(layer_of(p, self.num_actions) for p in transitions))
         return other if initial is None else replace_fields(other, initial=initial)
+
+    def with_probabilities(self, initial: Tensor, *probabilities: Tensor) -> LayeredMDP:
+        """The inverse of `probabilities`: other numbers in the same places, not validated."""
+        changed = (layer.with_probabilities(p) for layer, p in zip(self.layers, probabilities, strict=True))
+        return replace_fields(self, layers=tuple(changed), initial=initial)
+
+    def to_dense(self) -> LayeredMDP:
+        """The same model with every layer as a table; for small MDPs, which dense linear algebra and the engine solve faster."""
+        if not self.is_sparse:
+            return self
+        return LayeredMDP([layer.dense for layer in self.layers], actions=self.actions, initial=self.initial, origin=self.origin)
+
+    def to_sparse(self) -> LayeredMDP:
+        """The same model with every layer as a sparse tensor of its probabilities that are not zero."""
+        if any(layer.batch_shape for layer in self.layers):
+            raise ValueError(f"mdp: a sparse layer holds a single MDP, this is a batch of shape {tuple(self.batch_shape)}")
+        layers = [layer.tensor if isinstance(layer, SparseLayer) else layer.dense.flatten(0, 1).to_sparse() for layer in self.layers]
+        return LayeredMDP(layers, actions=self.actions, initial=self.initial, origin=self.origin)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LayeredMDP:
         """The same model on another device or in another floating-point type."""
@@ -205,7 +246,7 @@ class LayeredMDP:
         """The same model with every tensor converted, as `nn.Module._apply` does it."""
         return replace_fields(
             self,
-            transitions=tuple(function(p) for p in self.transitions),
+            layers=tuple(layer.map_tensors(function) for layer in self.layers),
             initial=function(self.initial),
             actions=function(self.actions),
             origin=function(self.origin),
@@ -214,10 +255,10 @@ class LayeredMDP:
     @cached_property
     def reachable(self) -> Tensor:
         """Which states some policy reaches, `(S,)`; in a batch, in every element."""
-        flags = [self.initial > 0]
-        for transition in self.transitions[:-1]:
-            possible = (transition > 0).any(-2)  # (*batch, S_k, S_{k+1})
-            flags.append((possible & flags[-1].unsqueeze(-1)).any(-2))
+        flags = [self.initial.detach() > 0]
+        for layer in self.layers[:-1]:
+            somewhere = flags[-1].to(self.dtype).unsqueeze(-1).expand(*flags[-1].shape, self.num_actions)
+            flags.append(layer.with_probabilities(layer.probabilities.detach()).arrive(somewhere) > 0)
         return torch.cat([flag.reshape(-1, flag.shape[-1]).all(0) for flag in flags])
 
     def prune(self) -> LayeredMDP:
@@ -227,7 +268,7 @@ class LayeredMDP:
         keep = self.split(self.reachable, 0)
         kept_next = (*keep[1:], keep[0].new_ones(1))
         return LayeredMDP(
-            [p[..., here, :, :][..., there] for p, here, there in zip(self.transitions, keep, kept_next, strict=True)],
+            [layer.restrict(here, there).tensor for layer, here, there in zip(self.layers, keep, kept_next, strict=True)],
             actions=self.actions[self.reachable],
             initial=self.initial[..., keep[0]],
             origin=self.origin[self.reachable],
@@ -271,7 +312,7 @@ class LayeredMDP:
     @classmethod
     def from_tables(
         cls,
-        transition: Tensor,
+        transition: Any,
         horizon: int,
         initial: Tensor | int = 0,
         *,
@@ -285,18 +326,73 @@ class LayeredMDP:
         `mdp.origin` maps every layered state back, and `mdp.lift(loss)` turns a loss table `(S, A)` into a layered one.
 
         Args:
-            transition: `(S, A, S)`. Rows of terminal states are ignored.
+            transition: `(S, A, S)`, dense or sparse, or a sparse matrix `(S * A, S)` of torch or SciPy; the layers are stored likewise.
+                Rows of terminal states are ignored.
             initial: a distribution `(S,)` or the index of the start state.
             terminal: indices of terminal states.
             actions: boolean mask `(S, A)` of available actions; all by default.
         """
-        return cls(**unroll(transition, horizon, initial, tuple(terminal), actions))
+        sparse = not isinstance(transition, Tensor) or transition.layout != torch.strided
+        return cls(**unroll(outcomes_of(transition, tuple(terminal), actions), horizon, initial, sparse=sparse))
+
+    @classmethod
+    def from_arrays(
+        cls,
+        transition: Any,
+        reward: Any,
+        horizon: int,
+        initial: Tensor | int = 0,
+        *,
+        terminal: Sequence[int] = (),
+        action_axis: int | None = None,
+    ) -> RewardMDP:
+        """Unroll the arrays of another MDP package, rewards included.
+
+        Args:
+            transition: `(A, S, S)` as in pymdptoolbox, `(S, A, S)`, or one `(S, S)` matrix for every action, dense or sparse (SciPy).
+            reward: `(S,)`, `(S, A)`, one for every transition in the same order of axes, or one `(S, S)` matrix for every action.
+            initial: a distribution `(S,)` or the index of the start state.
+            terminal: indices of terminal states: to enter one ends the episode, with the reward of that step.
+            action_axis: which axis of `transition` counts the actions, 0 or 1; needed if there are as many actions as states.
+        """
+        from torch_occ.importers import from_arrays
+
+        return from_arrays(transition, reward, horizon, initial, terminal=terminal, action_axis=action_axis)
+
+    @classmethod
+    def from_gymnasium(
+        cls,
+        env: gymnasium.Env[Any, Any] | str,
+        horizon: int,
+        initial: Tensor | int | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        verify: int = 10_000,
+        seed: int = 0,
+    ) -> RewardMDP:
+        """Unroll a Gymnasium environment that publishes its table (`env.unwrapped.P`), rewards included.
+
+        A terminated outcome leads to the absorbing end; duplicate next states add up. `mdp.origin` maps every layered state back to the
+        environment's, `mdp.loss` holds its losses, and `mdp.reward_map` the way back to rewards.
+
+        The environment is reset and played, to refuse a table that is not true; so pass one that nobody else is using.
+
+        Args:
+            env: an environment or its id.
+            initial: a distribution `(S,)` or the index of the start state; the environment's own by default.
+            options: what `gymnasium.make` takes besides the id.
+            verify: how many steps to play in the check; 0 for none.
+            seed: of that check.
+        """
+        from torch_occ.importers import from_gymnasium
+
+        return from_gymnasium(env, horizon, initial, options=options, verify=verify, seed=seed)
 
 
 def replace_fields(mdp: LayeredMDP, **fields: Any) -> LayeredMDP:
     """A copy with other fields that skips validation, for changes which cannot break it."""
     other = object.__new__(LayeredMDP)
-    names = ("transitions", "actions", "initial", "origin")
+    names = ("layers", "actions", "initial", "origin")
     _set(other, **({name: getattr(mdp, name) for name in names} | fields))
     if "actions" not in fields:
         other.__dict__.update({name: getattr(mdp, name) for name in _LAYOUT})
@@ -313,8 +409,9 @@ def _set(mdp: LayeredMDP, **fields: Any) -> None:
         object.__setattr__(mdp, name, value)
 
 
-def _mask_rows(transition: Tensor, actions: Tensor) -> Tensor:
-    return torch.where(actions.unsqueeze(-1), transition, 0.0)
+def layer_of(tensor: Tensor, num_actions: int) -> Layer:
+    """A layer stored as the tensor is."""
+    return DenseLayer(tensor) if tensor.layout == torch.strided else SparseLayer.from_tensor(tensor, num_actions)
 
 
 def _dirichlet(shape: tuple[int, ...], concentration: float, generator: torch.Generator) -> Tensor:

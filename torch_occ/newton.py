@@ -19,8 +19,9 @@ leaves only rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +90,7 @@ class Solution:
     decrement: Tensor  # (*batch,), the Newton decrement at the last step
     flow_residual: Tensor  # (*batch,)
     dual_residual: Tensor  # (*batch,)
+    backend: str = "torch"  # or "engine": who solved it
 
     @property
     def converged(self) -> Tensor:
@@ -96,8 +98,15 @@ class Solution:
 
     def merge(self, other: Solution, where: Tensor) -> Solution:
         """The other solution at some elements `(*batch,)` of the batch, this one elsewhere."""
-        pairs = [(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
-        return Solution(*(torch.where(_over(where, mine.dim() - where.dim()), theirs, mine) for mine, theirs in pairs))
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in FIELDS}
+        chosen: dict[str, Any] = {
+            name: torch.where(_over(where, mine.dim() - where.dim()), theirs, mine) for name, (mine, theirs) in pairs.items()
+        }
+        return replace(self, **chosen)
+
+
+#: The tensors of a solution, in order.
+FIELDS = tuple(field.name for field in fields(Solution) if field.name != "backend")
 
 
 def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, start: Tensor, options: Options) -> Solution:
@@ -134,7 +143,7 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
 
     for _ in range(options.max_steps):
         downhill = -(psi.gradient + plan.gaps)
-        dq, v = factorize(psi.hessian, flow).solve(downhill, nothing)
+        dq, v = factorize(psi.hessian, flow, q).solve(downhill, nothing, value)
         squared = _dot(downhill, dq)
         fall, moved = _relative_change(flow, psi, q, dq)
         running = stop(running, ~moved.isfinite(), Status.NOT_FINITE)

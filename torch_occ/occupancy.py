@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.layers import DenseLayer
 from torch_occ.mdp import DENSE_STATES, LayeredMDP
 from torch_occ.validation import broadcast
 
@@ -30,38 +31,37 @@ class LayeredFlow:
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
-        # The last layer leads to the terminal state, which has no row in E.
-        self.kernels = mdp.transitions[:-1]  # (*batch, S_k, A, S_{k+1})
+        self.layers = mdp.layers[:-1]  # the last one leads to the terminal state, which has no row in E
 
     def inflow(self, x: Tensor) -> Tensor:
         """P' x: `(*batch, S, A)` -> `(*batch, S)`, what arrives in each state."""
         parts = self.mdp.split(x, -2)
         arrivals = [torch.zeros_like(parts[0][..., 0])]
-        arrivals += [_arrive(part, kernel) for part, kernel in zip(parts[:-1], self.kernels, strict=True)]
-        return _join(arrivals, 1)
+        arrivals += [layer.arrive(part) for part, layer in zip(parts[:-1], self.layers, strict=True)]
+        return join(arrivals, 1)
 
     def lookahead(self, v: Tensor) -> Tensor:
         """P v: `(*batch, S)` -> `(*batch, S, A)`, the expectation of v at the next state."""
         parts = self.mdp.split(v, -1)
-        ahead = [_ahead(part, kernel) for part, kernel in zip(parts[1:], self.kernels, strict=True)]
+        ahead = [layer.ahead(part) for part, layer in zip(parts[1:], self.layers, strict=True)]
         last = torch.zeros_like(parts[-1]).unsqueeze(-1).expand(*parts[-1].shape, self.mdp.num_actions)
-        return _join([*ahead, last], 2)
+        return join([*ahead, last], 2)
 
     def forward(self, policy: Tensor, source: Tensor) -> Tensor:
         """u = source + P_p' u. For b as the source, the state occupancy of the policy."""
         policies, sources = self.mdp.split(policy, -2), self.mdp.split(source, -1)
         u = [sources[0]]
-        for k, kernel in enumerate(self.kernels):
-            u.append(sources[k + 1] + _arrive(policies[k] * u[k].unsqueeze(-1), kernel))
-        return _join(u, 1)
+        for k, layer in enumerate(self.layers):
+            u.append(sources[k + 1] + layer.arrive(policies[k] * u[k].unsqueeze(-1)))
+        return join(u, 1)
 
     def backward(self, policy: Tensor, reward: Tensor) -> Tensor:
         """v = reward + P_p v. For the expected loss as the reward, the value of the policy."""
         policies, rewards = self.mdp.split(policy, -2), self.mdp.split(reward, -1)
         v = [rewards[-1]]
-        for k in reversed(range(len(self.kernels))):
-            v.insert(0, rewards[k] + (policies[k] * _ahead(v[0], self.kernels[k])).sum(-1))
-        return _join(v, 1)
+        for k in reversed(range(len(self.layers))):
+            v.insert(0, rewards[k] + (policies[k] * self.layers[k].ahead(v[0])).sum(-1))
+        return join(v, 1)
 
 
 class DenseFlow:
@@ -70,13 +70,14 @@ class DenseFlow:
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
         self.kernel = mdp.joint_transitions  # (*batch, S, A, S)
+        self.whole = DenseLayer(self.kernel)  # one layer that leads to itself
         self.identity = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
 
     def inflow(self, x: Tensor) -> Tensor:
-        return _arrive(x, self.kernel)
+        return self.whole.arrive(x)
 
     def lookahead(self, v: Tensor) -> Tensor:
-        return _ahead(v, self.kernel)
+        return self.whole.ahead(v)
 
     def one_step(self, policy: Tensor) -> Tensor:
         """I - P_p, unit upper triangular because transitions only lead to later states, `(*batch, S, S)`."""
@@ -97,22 +98,15 @@ def flow_of(mdp: LayeredMDP, elements: int = 32) -> Flow:
 
     One large matrix saves operations, a loop over layers saves arithmetic; experiments/benchmark.py measures where they meet.
     """
-    return DenseFlow(mdp) if mdp.num_states <= (DENSE_STATES if elements <= 4 else DENSE_STATES // 2) else LayeredFlow(mdp)
-
-
-def _arrive(x: Tensor, kernel: Tensor) -> Tensor:
-    return (x.flatten(-2).unsqueeze(-2) @ kernel.flatten(-3, -2)).squeeze(-2)
-
-
-def _ahead(v: Tensor, kernel: Tensor) -> Tensor:
-    return (kernel @ v[..., None, :, None]).squeeze(-1)
+    small = mdp.num_states <= (DENSE_STATES if elements <= 4 else DENSE_STATES // 2)
+    return DenseFlow(mdp) if small and not mdp.is_sparse else LayeredFlow(mdp)
 
 
 def _substitute(triangle: Tensor, x: Tensor, upper: bool) -> Tensor:
     return torch.linalg.solve_triangular(triangle, x.unsqueeze(-1), upper=upper, unitriangular=True).squeeze(-1)
 
 
-def _join(parts: list[Tensor], event_dims: int) -> Tensor:
+def join(parts: list[Tensor], event_dims: int) -> Tensor:
     """Concatenate layers whose batch shapes may still differ."""
     batch = broadcast(*(part.shape[: part.dim() - event_dims] for part in parts))
     return torch.cat([part.expand(*batch, *part.shape[part.dim() - event_dims :]) for part in parts], -event_dims)
@@ -165,8 +159,10 @@ def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
     """p^pi(s' | s), `(*batch, S, S)`: the probability of passing through s' after s; one on the diagonal, zero backwards."""
     identity = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
     # One more batch dimension, for the state that the sweep starts from, goes behind those of the MDP.
-    spread = mdp.with_transitions([p.unsqueeze(-4) for p in mdp.transitions], mdp.initial.unsqueeze(-2))
-    return flow_of(spread).forward(policy.unsqueeze(-3), identity)
+    spread = mdp.with_probabilities(
+        mdp.initial.unsqueeze(-2), *(layer.probabilities.unsqueeze(-1 - layer.event_dims) for layer in mdp.layers)
+    )
+    return flow_of(spread).forward(policy.unsqueeze(-3), identity.expand(*policy.shape[:-2], *identity.shape))
 
 
 # -- planning -------------------------------------------------------------------------------------------------------------
@@ -193,12 +189,12 @@ def optimal_policy(mdp: LayeredMDP, loss: Tensor) -> Plan:
     for k in reversed(range(mdp.horizon)):
         Q = losses[k]
         if values:
-            Q = Q + (mdp.transitions[k] @ values[0][..., None, :, None]).squeeze(-1)
+            Q = Q + mdp.layers[k].ahead(values[0])
         if mdp.missing["pair"] is not None:
             Q = torch.where(masks[k], Q, torch.inf)
         Qs.insert(0, Q)
         values.insert(0, Q.amin(-1))
-    value, Q = _join(values, 1), _join(Qs, 2)
+    value, Q = join(values, 1), join(Qs, 2)
     best = Q.argmin(-1, keepdim=True) == torch.arange(mdp.num_actions, device=mdp.device)
     gaps = torch.where(mdp.actions, Q - value.unsqueeze(-1), 0.0)
     return Plan(best.to(loss.dtype), value, Q, gaps)

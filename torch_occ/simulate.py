@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,14 +30,14 @@ from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import interior_point
 from torch_occ.regret import comparator
 from torch_occ.streams import CHUNK, Purpose, uniforms
-
-Backend = Literal["auto", "torch", "engine"]
+from torch_occ.validation import Backend, check_backend
 
 
 class Player(Protocol):
     """Plays a segment of episodes for all seeds and adds it up in the simulation."""
 
     name: str
+    chunks: int  # to play at once
 
     def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None: ...
 
@@ -95,9 +96,7 @@ def simulate(
 
 def choose_player(backend: Backend, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> Player:
     """The player for a learner; an error that says why if the engine was asked for and cannot play."""
-    if backend not in ("auto", "torch", "engine"):
-        raise ValueError(f"backend: expected auto, torch or engine, got {backend!r}")
-    if backend == "torch":
+    if check_backend(backend) == "torch":
         return TorchPlayer(mdp)
     try:
         from torch_occ.engine.player import EnginePlayer, why_not_play
@@ -119,6 +118,9 @@ def log_spaced(episodes: int, per_decade: int = 20) -> list[int]:
     exponents = np.arange(0, np.log10(max(episodes, 1)), 1 / per_decade)
     return sorted({*np.round(10**exponents).astype(int).tolist(), episodes})
 
+
+#: Bytes of random numbers held at once.
+_MEMORY = 1 << 25
 
 _CURVES = ("regret", "realised_regret", "comparator", "corruption", "newton_steps", "dual_residual", "flow_residual", "uncertified")
 
@@ -168,17 +170,22 @@ class Simulation:
         self.times: list[float] = []
         self.curves: dict[str, list[Tensor]] = {name: [] for name in _CURVES}
         self.player = choose_player(backend, mdp, learner, losses)
+        if backend == "torch" and isinstance(learner, FTRL):
+            learner.step.use("torch")
         self.segment = 0  # the episode before the last means
         self.fingerprint = self._fingerprint()
 
     def play_chunk(self) -> Iterator[int]:
-        """Play to the next chunk's edge or the end; yields at every checkpoint, once its numbers are recorded."""
-        begun, chunk, mdp = time.monotonic(), self.t // CHUNK, self.mdp
-        until = min((chunk + 1) * CHUNK, self.episodes)
-        numbers = uniforms(self.seeds, Purpose.EPISODES, chunk, (CHUNK, mdp.horizon, 3)).to(mdp.device, mdp.dtype)
+        """Play to a chunk's edge or the end; yields at every checkpoint, once its numbers are recorded."""
+        begun, mdp, origin, first_chunk = time.monotonic(), self.mdp, self.t - self.t % CHUNK, self.t // CHUNK
+        table = (mdp.num_states, mdp.num_actions)
+        doubles = CHUNK * len(self.seeds) * (3 * mdp.horizon + (math.prod(table) if self.learner.full_information else 0))
+        count = max(1, min(self.player.chunks, _MEMORY // (8 * doubles), -(-(self.episodes - origin) // CHUNK)))
+        chunks, until = range(first_chunk, first_chunk + count), min(origin + count * CHUNK, self.episodes)
+        numbers = uniforms(self.seeds, Purpose.EPISODES, chunks, (mdp.horizon, 3)).to(mdp.device, mdp.dtype)
         tables = None
         if self.learner.full_information:
-            tables = uniforms(self.seeds, Purpose.TABLES, chunk, (CHUNK, mdp.num_states, mdp.num_actions)).to(mdp.device, mdp.dtype)
+            tables = uniforms(self.seeds, Purpose.TABLES, chunks, table).to(mdp.device, mdp.dtype)
         due = [t for t in self.checkpoints if self.t < t <= until]
         while self.t < until:
             n = min(self.losses.stride, until - self.t)
@@ -187,7 +194,7 @@ class Simulation:
             if not bool(((means >= 0) & (means <= 1)).all()):
                 raise ValueError(f"losses: a mean of episodes {first + 1} to {first + n} is outside [0, 1]")
             for stop in (*(t for t in due if first < t < first + n), first + n):
-                rows, i = slice(self.t % CHUNK, self.t % CHUNK + stop - self.t), self.t - first
+                rows, i = slice(self.t - origin, stop - origin), self.t - first
                 part = means if len(means) == 1 else means[i : i + stop - self.t]
                 self.player.play(self, part, numbers[:, rows], None if tables is None else tables[:, rows])
                 if stop in due:
@@ -281,7 +288,9 @@ class Simulation:
 
 def _digest(digest: Any, part: Any) -> None:
     """Feed a tree of tensors, modules, plain objects and numbers to a hash, in a fixed order."""
-    if isinstance(part, Tensor):
+    if isinstance(part, Tensor) and part.layout == torch.sparse_coo:
+        _digest(digest, [tuple(part.shape), part.indices(), part.values()])
+    elif isinstance(part, Tensor):
         digest.update(str((part.dtype, tuple(part.shape))).encode() + part.detach().cpu().contiguous().numpy().tobytes())
     elif isinstance(part, nn.Module):
         plain = {key: value for key, value in vars(part).items() if not key.startswith("_") and not _derived(part, key)}

@@ -32,6 +32,17 @@ def stream(seed: int, purpose: Purpose, chunk: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed, chunk * len(Purpose) + purpose], dtype=np.uint64)))
 
 
-def uniforms(seeds: Sequence[int], purpose: Purpose, chunk: int, shape: tuple[int, ...]) -> Tensor:
-    """Uniform numbers in [0, 1), `(N, *shape)`."""
-    return torch.from_numpy(np.stack([stream(seed, purpose, chunk).random(shape) for seed in seeds]))
+def uniforms(seeds: Sequence[int], purpose: Purpose, chunks: Sequence[int], shape: tuple[int, ...]) -> Tensor:
+    """Uniform numbers in [0, 1) for the episodes of some chunks, `(N, len(chunks) * CHUNK, *shape)`."""
+    numbers = np.empty((len(seeds), len(chunks), CHUNK, *shape))
+    for row, seed in zip(numbers, seeds, strict=True):
+        for block, chunk in zip(row, chunks, strict=True):
+            stream(seed, purpose, chunk).random(out=block)
+    return torch.from_numpy(numbers).flatten(1, 2)
+
+
+def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
+    """The index drawn by a uniform number from cumulative (unnormalized) probabilities: `(N, K)`, `(N,)` -> `(N,)`."""
+    # Just below one, so that the product stays below the total and an entry of probability zero is never drawn.
+    target = uniform.clamp(max=1 - 4 * torch.finfo(uniform.dtype).eps) * cumulative[..., -1]
+    return (cumulative <= target.unsqueeze(-1)).sum(-1)

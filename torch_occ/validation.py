@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ def broadcast(*shapes: torch.Size) -> torch.Size:
     return torch.broadcast_shapes(*distinct)
 
 
-def check_shapes(transitions: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Layers fit together, and there is one number type on one device."""
+def check_shapes(transitions: Sequence[Tensor], actions: Tensor | None, initial: Tensor | None) -> tuple[tuple[Tensor, ...], int]:
+    """Layers fit together, and there is one number type on one device. Returns the tensors and A."""
     tensors = tuple(transitions)
     if not tensors:
         raise ValueError("transitions: expected one tensor a layer, got none")
@@ -33,19 +33,72 @@ def check_shapes(transitions: Sequence[Tensor]) -> tuple[Tensor, ...]:
             raise ValueError(f"{name}: expected a floating-point tensor, got {kind}")
         if p.dtype != first.dtype or p.device != first.device:
             raise ValueError(f"{name}: is {p.dtype} on {p.device}, transitions[0] is {first.dtype} on {first.device}; convert one of them")
-        if p.dim() < 3 or p.shape[-2] != first.shape[-2] or 0 in p.shape:
-            num_actions = first.shape[-2] if k else "A"
-            raise ValueError(f"{name}: expected shape (*batch, S_{k}, {num_actions}, S_{k + 1}), got {tuple(p.shape)}")
-        if k and p.shape[-3] != tensors[k - 1].shape[-1]:
-            raise ValueError(f"{name}: layer {k} has {p.shape[-3]} states, but transitions[{k - 1}] leads to {tensors[k - 1].shape[-1]}")
+        if p.layout != torch.strided and (p.dim() != 2 or p.dense_dim() or 0 in p.shape):
+            raise ValueError(f"{name}: expected a sparse tensor of shape (S_{k} * A, S_{k + 1}), got {tuple(p.shape)}")
+        if p.layout != torch.strided:
+            _check_indices(name, p)
+        if p.layout == torch.strided and p.dim() < 3:
+            hint = "; make it sparse, or give it three dimensions" if p.dim() == 2 else ""
+            raise ValueError(f"{name}: expected shape (*batch, S_{k}, A, S_{k + 1}), got {tuple(p.shape)}{hint}")
+    num_actions = _count_actions(tensors, actions, initial)
+    for k, p in enumerate(tensors):
+        name = f"transitions[{k}]"
+        if p.layout == torch.strided:
+            if p.shape[-2] != num_actions or 0 in p.shape:
+                expected = num_actions if k else "A"
+                raise ValueError(f"{name}: expected shape (*batch, S_{k}, {expected}, S_{k + 1}), got {tuple(p.shape)}")
+        elif p.shape[0] % num_actions:
+            raise ValueError(f"{name}: expected a row for each of the {num_actions} actions of a state, got {p.shape[0]} rows")
+        num_states = _num_states(p, num_actions)
+        if k and num_states != tensors[k - 1].shape[-1]:
+            raise ValueError(f"{name}: layer {k} has {num_states} states, but transitions[{k - 1}] leads to {tensors[k - 1].shape[-1]}")
         _broadcast(name, p.shape[:-3], *(other.shape[:-3] for other in tensors[:k]))
     last = tensors[-1]
     if last.shape[-1] != 1:
+        num_states = _num_states(last, num_actions)
+        expected = f"(*batch, {num_states}, {num_actions}, 1)" if last.layout == torch.strided else f"({num_states * num_actions}, 1)"
         raise ValueError(
             f"transitions[{len(tensors) - 1}]: the last layer must lead to the single terminal state, "
-            f"shape (*batch, {last.shape[-3]}, {last.shape[-2]}, 1), got {tuple(last.shape)}"
+            f"shape {expected}, got {tuple(last.shape)}"
         )
-    return tensors
+    return tensors, num_actions
+
+
+def _check_indices(name: str, p: Tensor) -> None:
+    """torch does not look at them by default, and would read whatever memory a wrong one points to."""
+    match p.layout:
+        case torch.sparse_coo:
+            rows, columns = p._indices()
+        case torch.sparse_csr:
+            rows, columns = p.crow_indices()[-1:] - p._nnz(), p.col_indices()
+        case torch.sparse_csc:
+            rows, columns = p.row_indices(), p.ccol_indices()[-1:] - p._nnz()
+        case _:
+            raise ValueError(f"{name}: expected the layout COO, CSR or CSC, got {p.layout}; convert it with p.to_sparse_csr()")
+    for what, index, size in (("row", rows, p.shape[0]), ("column", columns, p.shape[1])):
+        wrong = ((index < 0) | (index >= size)).nonzero()
+        if len(wrong):
+            raise ValueError(f"{name}: the {what} index {int(index[wrong[0]])} is outside a tensor of shape {tuple(p.shape)}")
+
+
+def _num_states(p: Tensor, num_actions: int) -> int:
+    return p.shape[-3] if p.layout == torch.strided else p.shape[0] // num_actions
+
+
+def _count_actions(tensors: tuple[Tensor, ...], actions: Tensor | None, initial: Tensor | None) -> int:
+    """A, which the shape of a sparse tensor does not tell alone."""
+    for p in tensors:
+        if p.layout == torch.strided:
+            return p.shape[-2] or 1  # a zero is reported with the shapes
+    if actions is not None and actions.dim() == 2 and actions.shape[-1]:
+        return actions.shape[-1]
+    first, num_states = tensors[0].shape[0], 1 if initial is None or not initial.dim() else initial.shape[-1]
+    if len(tensors) > 1:
+        first, num_states = tensors[1].shape[0], tensors[0].shape[1]
+    if first % num_states:
+        k = min(len(tensors) - 1, 1)
+        raise ValueError(f"transitions[{k}]: expected A rows for each of the {num_states} states of layer {k}, got {first} rows")
+    return first // num_states
 
 
 def check_actions(mdp: LayeredMDP) -> None:
@@ -71,10 +124,10 @@ def check_probabilities(mdp: LayeredMDP) -> None:
             f"initial: expected a {mdp.dtype} tensor on {mdp.device} of shape ({size},), "
             f"got {initial.dtype} on {initial.device} of shape {tuple(initial.shape)}"
         )
-    _broadcast("initial", initial.shape[:-1], _broadcast("transitions", torch.Size(), *(p.shape[:-3] for p in mdp.transitions)))
+    _broadcast("initial", initial.shape[:-1], _broadcast("transitions", torch.Size(), *(layer.batch_shape for layer in mdp.layers)))
     check_rows("initial", initial.detach(), None, ())
-    for k, (transition, actions) in enumerate(zip(mdp.transitions, mdp.split(mdp.actions, -2), strict=True)):
-        check_rows(f"transitions[{k}]", transition.detach(), actions, (f"layer {k}, state", "action"))
+    for k, (layer, actions) in enumerate(zip(mdp.layers, mdp.split(mdp.actions, -2), strict=True)):
+        layer.check(k, actions)
 
 
 def _broadcast(argument: str, shape: torch.Size, *others: torch.Size) -> torch.Size:
@@ -91,21 +144,50 @@ def row_tolerance(dtype: torch.dtype) -> float:
 
 def check_rows(argument: str, rows: Tensor, used: Tensor | None, words: tuple[str, ...]) -> None:
     """Rows are distributions. `words` name the last dimensions of a row's index; what comes before them is the batch."""
+    check_entries(argument, rows, lambda entry: _unravel(entry, rows.shape), rows.sum(-1), used, words)
 
-    def place(index: list[int]) -> str:
+
+def check_entries(
+    argument: str,
+    entries: Tensor,
+    locate: Callable[[int], Sequence[int]],
+    sums: Tensor,
+    used: Tensor | None,
+    words: tuple[str, ...],
+) -> None:
+    """The same of entries, the index `(*row, column)` of each, and the sums of the rows."""
+
+    def place(index: Sequence[int]) -> str:
         batch, own = index[: len(index) - len(words)], index[len(index) - len(words) :]
         element = [f"batch element {tuple(batch)}"] if batch else []
         where = ", ".join([*element, *(f"{word} {i}" for word, i in zip(words, own, strict=True))])
         return f"{argument}: {where}: " if where else f"{argument}: "
 
-    improper = (~rows.isfinite() | (rows < 0)).nonzero()
+    improper = (~entries.isfinite() | (entries < 0)).flatten().nonzero()
     if len(improper):
-        *row, column = index = improper[0].tolist()
-        found = float(rows[tuple(index)])
+        *row, column = locate(int(improper[0]))
+        found = float(entries.flatten()[improper[0]])
         raise ValueError(f"{place(row)}the probability of {'next ' if words else ''}state {column} is {found}; expected a number in [0, 1]")
-    sums = rows.sum(-1)
-    wrong = (sums - 1).abs() > row_tolerance(rows.dtype)
+    wrong = (sums - 1).abs() > row_tolerance(entries.dtype)
     wrong = (wrong if used is None else wrong & used).nonzero()
     if len(wrong):
         index = wrong[0].tolist()
         raise ValueError(f"{place(index)}the probabilities sum to {float(sums[tuple(index)]):.12g}; expected 1")
+
+
+def _unravel(entry: int, shape: torch.Size) -> list[int]:
+    index: list[int] = []
+    for size in reversed(shape):
+        entry, remainder = divmod(entry, size)
+        index.insert(0, remainder)
+    return index
+
+
+Backend = Literal["auto", "torch", "engine"]
+
+
+def check_backend(backend: Backend) -> Backend:
+    """One of the three."""
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend: expected auto, torch or engine, got {backend!r}")
+    return backend

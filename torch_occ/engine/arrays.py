@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.catalog import TabularRegularizer
-from torch_occ.engine.newton import COMPLEMENT, LOG, PAIR, POWER, REST, STATE, X_LOG_X, Floats, Model, Terms
+from torch_occ.engine.layout import COMPLEMENT, LOG, PAIR, POWER, REST, STATE, X_LOG_X, Ints, Model
 from torch_occ.mdp import LayeredMDP
 from torch_occ.regularizers import Regularizer
 from torch_occ.terms import Power, Term, XLogX
@@ -23,11 +23,11 @@ def why_not(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
         return f"the engine works in float64 on the CPU, the MDP is {mdp.dtype} on {mdp.device}"
     if mdp.batch_shape:
         return "the engine works with a single MDP, this is a batch"
+    if mdp.is_sparse:
+        return "the engine needs dense transitions (mdp.to_dense()), these are sparse"
     for leaf in regularizer.leaves():
         if not isinstance(leaf, TabularRegularizer):
             return f"{type(leaf).__name__} is not a table of elementary terms"
-        if any(parameter.dim() for parameter in leaf.parameters()):
-            return f"{type(leaf).__name__} has batched parameters"
     return None
 
 
@@ -43,23 +43,33 @@ def model_of(mdp: LayeredMDP) -> Model:
         return np.ones(tuple(mdp.actions.shape), dtype=np.bool_) if missing is None else ~missing.numpy()
 
     start = np.array([0, *(layer.stop for layer in mdp.layer_slices)], dtype=np.int64)
-    return Model(start, next_state, exists("pair"), exists("rest"), exists("complement"), mdp.initial.detach().numpy().copy())
+    flags = np.stack([exists(name).reshape(-1) for name in ("pair", "rest", "complement")])
+    rows = next_state.reshape(-1, widest)
+    return Model(mdp.num_actions, start, rows, rows.T.copy(), flags, mdp.initial.detach().numpy().copy())
 
 
-def terms_of(regularizer: Regularizer, t: Tensor) -> tuple[Terms, Floats]:
-    """The elementary terms, and their weights at every t `(n,)` as `(n, K)`."""
+def terms_of(regularizer: Regularizer, t: Tensor) -> list[Term]:
+    """The elementary terms with their weights at t, as tensors that autograd follows."""
     found: list[Term] = []
-    with torch.no_grad():
-        for part, weight in regularizer.parts(t):
-            assert isinstance(part, TabularRegularizer)
-            table, _ = part.constant(weight)
-            found += table.terms
-        weights = torch.stack([torch.as_tensor(term.weight, dtype=t.dtype).expand_as(t) for term in found], -1)
-    functions = [POWER if isinstance(term.function, Power) else X_LOG_X if isinstance(term.function, XLogX) else LOG for term in found]
-    exponents = [float(torch.as_tensor(term.function.p).detach()) if isinstance(term.function, Power) else 0.0 for term in found]
-    terms = Terms(_ints([_ARGUMENTS[term.argument] for term in found]), _ints(functions), np.array(exponents, dtype=np.float64))
-    return terms, np.ascontiguousarray(weights.numpy())
+    for part, weight in regularizer.parts(t):
+        assert isinstance(part, TabularRegularizer)
+        found += part.constant(weight)[0].terms
+    return found
 
 
-def _ints(values: Sequence[int]) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
+def kinds_of(terms: Sequence[Term]) -> tuple[Ints, Ints]:
+    """Arguments and functions, `(K,)` each."""
+    functions = [POWER if isinstance(term.function, Power) else X_LOG_X if isinstance(term.function, XLogX) else LOG for term in terms]
+    return np.array([_ARGUMENTS[term.argument] for term in terms], dtype=np.int64), np.array(functions, dtype=np.int64)
+
+
+def weights_of(terms: Sequence[Term], batch: torch.Size) -> Tensor:
+    """Weights, `(*batch, K)`."""
+    like = {"dtype": torch.float64}
+    return torch.stack([torch.as_tensor(term.weight, **like).expand(batch) for term in terms], -1)  # type: ignore[arg-type]
+
+
+def exponents_of(terms: Sequence[Term], batch: torch.Size) -> Tensor:
+    """Exponents of the powers, `(*batch, K)`; 0 for other functions."""
+    exponents = [term.function.p if isinstance(term.function, Power) else 0.0 for term in terms]
+    return torch.stack([torch.as_tensor(p, dtype=torch.float64).expand(batch) for p in exponents], -1)

@@ -1,191 +1,141 @@
-"""The episode loop, compiled: solve, sample, estimate, update, for every seed in parallel."""
+"""The episode loop, compiled: solve, sample, estimate, update, for one seed."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-from numba import njit, prange
-
-from torch_occ.engine.newton import CONVERGED, Floats, Model, Terms, Work, make_work, newton
+from torch_occ.engine.layout import PAIR, Floats, Model, Terms, Work, kernel
+from torch_occ.engine.newton import CONVERGED, newton
 
 NOISE = {"none": 0, "bernoulli": 1, "uniform": 2}
 IMPORTANCE_WEIGHTED, IMPLICIT_EXPLORATION, REDUCED_VARIANCE, FULL_INFORMATION = 0, 1, 2, 3
 
+# Entries of `Tally.scalars`.
+EXPECTED, REALISED, NEWTON_STEPS, UNCERTIFIED, DUAL_RESIDUAL, FLOW_RESIDUAL = 0, 1, 2, 3, 4, 5
+
 
 class Rules(NamedTuple):
-    """How losses are drawn and estimated."""
+    """How losses are drawn and estimated, and when a step counts as solved."""
 
     noise: int
     estimator: int
     setting: Floats  # (n,): the bias of implicit exploration, or the threshold of the reduced-variance estimator
+    tolerance: float
+    max_steps: int
 
 
 class Tally(NamedTuple):
-    """What is added up along the run, one row a seed; updated in place."""
+    """What one seed adds up along the run, updated in place; pairs are flat."""
 
-    cumulative_loss: Floats  # (N, S, A)
-    q: Floats  # (N, S, A)
-    cumulative_occupancy: Floats  # (N, S, A)
-    total_mean: Floats  # (N, S, A)
-    expected: Floats  # (N,)
-    realised: Floats  # (N,)
-    newton_steps: Floats  # (N,)
-    uncertified: Floats  # (N,)
-    dual_residual: Floats  # (N,), largest
-    flow_residual: Floats  # (N,), largest
+    q: Floats  # (S * A,)
+    cumulative_loss: Floats  # (S * A,)
+    cumulative_occupancy: Floats  # (S * A,)
+    total_mean: Floats  # (S * A,)
+    scalars: Floats  # (6,): sums, and the largest residuals
 
 
-@njit(cache=True, parallel=True)
+@kernel
 def play(
     model: Model,
     terms: Terms,
     weights: Floats,  # (n, K)
-    means: Floats,  # (n or 1, N or 1, S, A)
-    numbers: Floats,  # (N, n, L, 3)
-    tables: Floats,  # (N, n, S, A) under full information, else empty
-    rules: Rules,
-    tally: Tally,
-    middle: Floats,  # (S, A), an interior point for cold starts
-    tolerance: float,
-    max_steps: int,
-) -> None:
-    """n episodes of N seeds."""
-    for seed in prange(len(tally.q)):
-        mine: int = np.int64(seed)  # type: ignore[assignment]  # prange counts unsigned, and those mix with integers into floats
-        which = min(mine, means.shape[1] - 1)
-        _play_seed(
-            model,
-            terms,
-            weights,
-            means[:, which],
-            numbers[mine],
-            tables[min(mine, len(tables) - 1)],
-            rules,
-            tally,
-            mine,
-            middle,
-            tolerance,
-            max_steps,
-        )
-
-
-@njit(cache=True)
-def play_alone(
-    model: Model,
-    terms: Terms,
-    weights: Floats,  # (n, K)
-    means: Floats,  # (n or 1, N or 1, S, A)
-    numbers: Floats,  # (N, n, L, 3)
-    tables: Floats,  # (N, n, S, A) under full information, else empty
-    rules: Rules,
-    tally: Tally,
-    middle: Floats,  # (S, A), an interior point for cold starts
-    tolerance: float,
-    max_steps: int,
-) -> None:
-    """The same for a single seed, without the cost of waking threads."""
-    _play_seed(model, terms, weights, means[:, 0], numbers[0], tables[0], rules, tally, 0, middle, tolerance, max_steps)
-
-
-@njit(cache=True)
-def _play_seed(
-    model: Model,
-    terms: Terms,
-    weights: Floats,
-    means: Floats,  # (n or 1, S, A)
+    means: Floats,  # (n or 1, S * A)
     numbers: Floats,  # (n, L, 3)
-    tables: Floats,  # (n, S, A) or (0, 0, 0)
+    tables: Floats,  # (n, S * A) under full information, else empty
     rules: Rules,
     tally: Tally,
-    seed: int,
-    middle: Floats,
-    tolerance: float,
-    max_steps: int,
+    middle: Floats,  # (S * A,), an interior point for cold starts
+    table: Floats,  # (2, S * A), scratch: the losses drawn, and a q kept aside
+    nowhere: Floats,  # (0,)
+    work: Work,
 ) -> None:
-    num_states, num_actions = middle.shape
-    work = make_work(num_states, num_actions, model.next_state.shape[2])
-    nothing, table = np.zeros(num_states), np.zeros((num_states, num_actions))
-    q, cumulative_loss = tally.q[seed], tally.cumulative_loss[seed]
-    for i in range(len(weights)):
-        mean = means[min(i, len(means) - 1)]
-        _propose(model, terms, weights[i], seed, nothing, tally, middle, tolerance, max_steps, work)
-        expected = 0.0
-        for s in range(num_states):
-            for a in range(num_actions):
-                expected += q[s, a] * mean[s, a]
-                tally.cumulative_occupancy[seed, s, a] += q[s, a]
-                tally.total_mean[seed, s, a] += mean[s, a]
-                if rules.estimator == FULL_INFORMATION:
-                    table[s, a] = _draw(rules.noise, mean[s, a], tables[i, s, a])
-                    cumulative_loss[s, a] += table[s, a]
-                elif rules.estimator == REDUCED_VARIANCE and q[s, a] >= rules.setting[i]:
-                    cumulative_loss[s, a] += 0.5
-        tally.expected[seed] += expected
-        tally.realised[seed] += _walk(model, rules, i, mean, table, q, numbers[i], cumulative_loss)
+    """n episodes."""
+    q, loss, scalars, num_pairs = tally.q, tally.cumulative_loss, tally.scalars, len(tally.q)
+    for i in range(num_pairs):
+        work.pairs[PAIR, i] = q[i]
+    for t in range(len(weights)):
+        propose(model, terms, weights[t], loss, rules, middle, table, nowhere, scalars, work)
+        row, expected = min(t, len(means) - 1), 0.0
+        for i in range(num_pairs):
+            q[i] = work.pairs[PAIR, i]
+            expected += q[i] * means[row, i]
+            tally.cumulative_occupancy[i] += q[i]
+            tally.total_mean[i] += means[row, i]
+        if rules.estimator == FULL_INFORMATION:
+            for i in range(num_pairs):
+                table[0, i] = draw(rules.noise, means[row, i], tables[t, i])
+                loss[i] += table[0, i]
+        elif rules.estimator == REDUCED_VARIANCE:
+            for i in range(num_pairs):
+                loss[i] += 0.5 if q[i] >= rules.setting[t] else 0.0
+        scalars[EXPECTED] += expected
+        scalars[REALISED] += walk(model, rules, t, means, row, table, q, numbers, loss)
 
 
-@njit(cache=True)
-def _propose(
+@kernel
+def propose(
     model: Model,
     terms: Terms,
     weights: Floats,
-    seed: int,
-    nothing: Floats,
-    tally: Tally,
+    loss: Floats,
+    rules: Rules,
     middle: Floats,
-    tolerance: float,
-    max_steps: int,
+    table: Floats,
+    nowhere: Floats,
+    scalars: Floats,
     work: Work,
 ) -> None:
     """q_t from the last q; from the middle if that fails."""
-    q, loss = tally.q[seed], tally.cumulative_loss[seed]
-    status, steps, _, flow, dual = newton(model, terms, weights, loss, q, nothing, tolerance, max_steps, work)
+    pairs = work.pairs
+    status, steps, _, flow, dual = newton(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
     if status != CONVERGED:
-        found = q.copy()
-        q[:] = middle
-        again, more, _, new_flow, new_dual = newton(model, terms, weights, loss, q, nothing, tolerance, max_steps, work)
+        for i in range(len(middle)):
+            table[1, i] = pairs[PAIR, i]
+            pairs[PAIR, i] = middle[i]
+        again, more, _, new_flow, new_dual = newton(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
         if again == CONVERGED:
             status, steps, flow, dual = again, more, new_flow, new_dual
         else:
-            q[:] = found
-    tally.newton_steps[seed] += steps
-    tally.uncertified[seed] += status != CONVERGED
-    tally.dual_residual[seed] = max(tally.dual_residual[seed], dual)
-    tally.flow_residual[seed] = max(tally.flow_residual[seed], flow)
+            for i in range(len(middle)):
+                pairs[PAIR, i] = table[1, i]
+    scalars[NEWTON_STEPS] += steps
+    scalars[UNCERTIFIED] += status != CONVERGED
+    scalars[DUAL_RESIDUAL] = max(scalars[DUAL_RESIDUAL], dual)
+    scalars[FLOW_RESIDUAL] = max(scalars[FLOW_RESIDUAL], flow)
 
 
-@njit(cache=True)
-def _walk(model: Model, rules: Rules, i: int, mean: Floats, table: Floats, q: Floats, numbers: Floats, cumulative_loss: Floats) -> float:
+@kernel
+def walk(
+    model: Model, rules: Rules, t: int, means: Floats, row: int, table: Floats, q: Floats, numbers: Floats, cumulative_loss: Floats
+) -> float:
     """One trajectory: adds the estimate of the visited pairs to the cumulative loss and returns what was suffered."""
-    layers, num_actions = len(model.start) - 1, q.shape[1]
-    local = _invert(model.initial, len(model.initial), numbers[layers - 1, 2])
-    suffered = 0.0
+    start, num_actions = model.start, model.num_actions
+    layers, suffered = len(start) - 1, 0.0
+    s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
     for k in range(layers):
-        s = model.start[k] + local
         total = 0.0
-        for a in range(num_actions):
-            total += q[s, a]
-        policy = q[s] / total
-        a = _invert(policy, num_actions, numbers[k, 0])
+        for i in range(s * num_actions, (s + 1) * num_actions):
+            total += q[i]
+        i = s * num_actions + index_drawn(q, s * num_actions, num_actions, total, numbers[t, k, 0])
         if rules.estimator == FULL_INFORMATION:
-            loss = table[s, a]
+            loss = table[0, i]
         else:
-            loss = _draw(rules.noise, mean[s, a], numbers[k, 1])
+            loss = draw(rules.noise, means[row, i], numbers[t, k, 1])
             if rules.estimator == IMPORTANCE_WEIGHTED:
-                cumulative_loss[s, a] += loss / q[s, a]
+                cumulative_loss[i] += loss / q[i]
             elif rules.estimator == IMPLICIT_EXPLORATION:
-                cumulative_loss[s, a] += loss / (q[s, a] + rules.setting[i])
+                cumulative_loss[i] += loss / (q[i] + rules.setting[t])
             else:
-                cumulative_loss[s, a] += (loss - (0.5 if q[s, a] >= rules.setting[i] else 0.0)) / q[s, a]
+                cumulative_loss[i] += (loss - (0.5 if q[i] >= rules.setting[t] else 0.0)) / q[i]
         suffered += loss
         if k + 1 < layers:
-            local = _invert(model.next_state[s, a], model.start[k + 2] - model.start[k + 1], numbers[k, 2])
+            s = start[k + 1] + index_drawn(model.next_state[i], 0, start[k + 2] - start[k + 1], 1.0, numbers[t, k, 2])
     return suffered
 
 
-@njit(cache=True)
-def _draw(noise: int, mean: float, uniform: float) -> float:
+@kernel
+def draw(noise: int, mean: float, uniform: float) -> float:
+    """A loss with this mean from a uniform number, as `LossProcess.draw`."""
     if noise == 1:
         return 1.0 if uniform < mean else 0.0
     if noise == 2:
@@ -193,16 +143,16 @@ def _draw(noise: int, mean: float, uniform: float) -> float:
     return mean
 
 
-@njit(cache=True)
-def _invert(probabilities: Floats, size: int, uniform: float) -> int:
-    """The index that a uniform number draws; the same rule as `torch_occ.episodes.invert`."""
+@kernel
+def index_drawn(shares: Floats, first: int, size: int, unit: float, uniform: float) -> int:
+    """The index that a uniform number draws from shares / unit; the same rule as `torch_occ.episodes.invert`."""
     total = 0.0
-    for j in range(size):
-        total += probabilities[j]
+    for j in range(first, first + size):
+        total += shares[j] / unit
     target = min(uniform, 1 - 2.0**-50) * total
     cumulative, index = 0.0, 0
     for j in range(size):
-        cumulative += probabilities[j]
+        cumulative += shares[first + j] / unit
         if cumulative <= target:
             index = j + 1
     return index

@@ -1,0 +1,161 @@
+"""A grid of MDPs x losses x learners x parameters x seeds, on local processes or on a Dask cluster.
+
+Every cell is one game with one seed. Stop it and call it again with `--directory` to continue; `--cluster tcp://host:8786` plays the
+same cells on a cluster (docs/sweeps.md), with the same results to the bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+
+import torch_occ as occ
+from experiments.common import machine, run_directory, table
+from experiments.games import loss_with_gap, write_configuration
+
+LearnerName = Literal["jin-luo", "tsallis", "log-barrier", "o-reps", "ucb", "follow-the-leader", "uniform"]
+LossName = Literal["bernoulli", "constrained", "corrupted", "greedy"]
+PARAMETERS: dict[str, tuple[str, ...]] = {"jin-luo": ("alpha", "beta", "gamma"), "tsallis": ("gamma",), "log-barrier": ("gamma",)}
+
+
+@dataclass(frozen=True)
+class Args:
+    """The grid. Parameters multiply only the learners that have them."""
+
+    mdps: tuple[str, ...] = ("random:3x3x3", "random:5x5x4")
+    """random:<horizon>x<width>x<actions>, or gym:<id>:<horizon>"""
+    losses: tuple[LossName, ...] = ("bernoulli",)
+    """of a random MDP; an environment has its own"""
+    learners: tuple[LearnerName, ...] = ("jin-luo", "tsallis", "ucb")
+    """who plays"""
+    alphas: tuple[float, ...] = (0.5,)
+    """of jin-luo"""
+    betas: tuple[float, ...] = (0.1, 1.0)
+    """of jin-luo"""
+    gammas: tuple[float, ...] = (0.5, 1.0, 2.0)
+    """of jin-luo, tsallis and log-barrier"""
+    seeds: int = 4
+    """runs of every game, from seed 0 on"""
+    episodes: int = 1000
+    """T"""
+    processes: int = 2
+    """local processes, without a cluster"""
+    cluster: str | None = None
+    """address of a Dask scheduler, tcp://host:port"""
+    directory: Path | None = None
+    """of an earlier sweep, to continue it; a new one by default"""
+    tensorboard: bool = True
+    """log hparams"""
+    root: Path = Path("runs")
+    """where a new directory goes"""
+
+
+def cells(args: Args) -> list[dict[str, Any]]:
+    """The grid as configurations."""
+    found = []
+    for mdp, learner in itertools.product(args.mdps, args.learners):
+        make_mdp(mdp)  # what cannot be made should be known before the first cell runs
+        axes = {"alpha": args.alphas, "beta": args.betas, "gamma": args.gammas}
+        own = {name: axes[name] for name in PARAMETERS.get(learner, ())}
+        losses = args.losses if mdp.startswith("random:") else ("rewards",)
+        found += occ.grid(mdp=[mdp], losses=losses, learner=[learner], **own, episodes=[args.episodes], seed=range(args.seeds))
+    return found
+
+
+def make_mdp(name: str) -> occ.LayeredMDP:
+    """An MDP by its name on the command line."""
+    kind, _, rest = name.partition(":")
+    try:
+        if kind == "random":
+            horizon, width, actions = (int(x) for x in rest.split("x"))
+            return occ.LayeredMDP.random(horizon, width, actions, seed=0)
+        if kind == "gym":
+            id_, _, steps = rest.rpartition(":")
+            return occ.LayeredMDP.from_gymnasium(id_, int(steps), verify=1000)
+    except ValueError as error:
+        raise ValueError(f"mdps: {name!r}: {error}") from error
+    raise ValueError(f"mdps: expected random:<horizon>x<width>x<actions> or gym:<id>:<horizon>, got {name!r}")
+
+
+def make_losses(name: str, mdp: occ.LayeredMDP) -> occ.LossProcess:
+    """A loss process by its name; all are built on one table of means with a gap of 0.4."""
+    if isinstance(mdp, occ.RewardMDP):
+        return occ.BernoulliLosses(mdp.loss)
+    mean = loss_with_gap(mdp, 0.4, seed=0)
+    if name == "constrained":
+        return occ.StochasticallyConstrained(mean)
+    if name == "corrupted":
+        return occ.Corrupted(occ.BernoulliLosses(mean), 100.0, "targeted", target=mean)
+    return occ.GreedyAdversary() if name == "greedy" else occ.BernoulliLosses(mean)
+
+
+def make_learner(config: dict[str, Any], mdp: occ.LayeredMDP) -> occ.Learner:
+    """A learner by its name and parameters."""
+    makers = {
+        "jin-luo": lambda: occ.FTRL(mdp, occ.jin_luo(mdp, config["alpha"], config["beta"], config["gamma"])),
+        "tsallis": lambda: occ.FTRL.tsallis(mdp, config["gamma"]),
+        "log-barrier": lambda: occ.FTRL.log_barrier(mdp, config["gamma"]),
+        "o-reps": lambda: occ.FTRL.o_reps(mdp, config["episodes"]),
+        "ucb": lambda: occ.OptimisticValueIteration(mdp),
+        "follow-the-leader": lambda: occ.FollowTheLeader(mdp),
+        "uniform": lambda: occ.FixedPolicy(mdp),
+    }
+    return makers[config["learner"]]()
+
+
+def play(config: dict[str, Any]) -> dict[str, Any]:
+    """One cell. What it returns depends on nothing but the configuration."""
+    mdp = make_mdp(config["mdp"])
+    learner = make_learner(config, mdp)
+    history = occ.simulate(mdp, learner, make_losses(config["losses"], mdp), config["episodes"], seeds=[config["seed"]])
+    if not history.finished:
+        raise RuntimeError("the game was interrupted")
+    result = {name: float(getattr(history, name)[0, -1]) for name in ("regret", "realised_regret", "comparator", "uncertified")}
+    if isinstance(mdp, occ.RewardMDP):
+        result["regret_in_rewards"] = float(mdp.regret_in_rewards(history.regret[0, -1]))
+    return result
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Mean regret over seeds, a line for every game."""
+    games: dict[tuple[str, ...], list[float]] = {}
+    for row in rows:
+        parameters = ", ".join(f"{name} = {row[name]:g}" for name in ("alpha", "beta", "gamma") if name in row)
+        games.setdefault((row["mdp"], row["losses"], row["learner"], parameters), []).append(row["regret"])
+    lines = []
+    for game, regrets in games.items():
+        regret = torch.tensor(regrets, dtype=torch.float64)
+        spread = f"± {float(regret.std() / len(regrets) ** 0.5):.1f}" if len(regrets) > 1 else ""
+        lines.append([*game, f"{float(regret.mean()):.1f} {spread}".strip(), str(len(regrets))])
+    return table(["mdp", "losses", "learner", "parameters", "regret at T (standard error)", "seeds"], lines, left=(0, 1, 2, 3))
+
+
+def main(args: Args) -> Path:
+    """Run what is missing, and summarize."""
+    grid = cells(args)
+    directory = run_directory(args.root, "sweep", 0) if args.directory is None else args.directory
+    where = f"the cluster at {args.cluster}" if args.cluster else f"{args.processes} local processes"
+    print(f"{len(grid)} cells on {where}; {machine()}\n{directory}", flush=True)
+    try:
+        done = occ.sweep(play, grid, directory, processes=args.processes, cluster=args.cluster, tensorboard=args.tensorboard)
+    except KeyboardInterrupt:
+        sys.exit(f"\ninterrupted; what is finished is stored. Continue with --directory {directory}")
+    write_configuration(directory, args)
+    print(f"\n{summary(done.rows)}\n\nwritten to {directory}: results.csv, cells/, tensorboard/")
+    if done.failures:
+        shown = "\n".join(f"  {failure}" for failure in done.failures[:10])
+        sys.exit(f"{len(done.failures)} cells failed (failures.json has their tracebacks; the same command tries them again):\n{shown}")
+    return directory
+
+
+if __name__ == "__main__":
+    # The function must have the same name here and on the workers, which `__main__.play` would not.
+    from experiments import sweep
+
+    sweep.main(tyro.cli(Args, description=__doc__))

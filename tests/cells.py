@@ -1,0 +1,56 @@
+"""What the sweeps of the tests run. Workers import it, so it stands by itself."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+
+def trace(config: dict[str, Any], event: str) -> None:
+    """Leave a file for every run of a cell: `<cell>.<event>.<process>`."""
+    (Path(config["log"]) / f"{config['cell']}.{event}.{os.getpid()}").touch()
+
+
+def square(config: dict[str, Any]) -> dict[str, Any]:
+    return {"square": config["x"] ** 2, "third": config["x"] / 3}
+
+
+def slow(config: dict[str, Any]) -> dict[str, Any]:
+    trace(config, "begun")
+    time.sleep(config["seconds"])
+    trace(config, "done")
+    return {"answer": config["cell"] * 7}
+
+
+def deadly(config: dict[str, Any]) -> dict[str, Any]:
+    """Cell 2 kills the process it runs in; cell 3 raises."""
+    trace(config, "begun")
+    if config["cell"] == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if config["cell"] == 3:
+        raise RuntimeError("cell three never works")
+    return {"answer": config["cell"]}
+
+
+def mended(config: dict[str, Any]) -> dict[str, Any]:
+    if not (Path(config["log"]) / "mended").exists():
+        raise OSError("broken today")
+    return {"answer": 1.0}
+
+
+def careless(config: dict[str, Any]) -> Any:
+    return {"x": {"x": 1}, "list": [1], "set": {"set": {1}}}[config["returns"]]
+
+
+def game(config: dict[str, Any]) -> dict[str, Any]:
+    """A real cell: FTRL in a random MDP, on the torch path."""
+    import torch
+
+    import torch_occ as occ
+
+    mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
+    mean = torch.rand(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    learner = occ.FTRL(mdp, occ.jin_luo(mdp, beta=1.0, gamma=config["gamma"]))
+    history = occ.simulate(mdp, learner, occ.BernoulliLosses(mean), 30, seeds=[config["seed"]], backend="torch")
+    return {"regret": float(history.regret[0, -1])}

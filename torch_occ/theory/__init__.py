@@ -1,0 +1,125 @@
+"""The paper as executable theory: every labelled statement of Jin and Luo (2020), to evaluate on any MDP. docs/theory.md is the map.
+
+statements      what a statement is: label, both sides, slack, and whether it holds up to rounding
+parameters      alpha, beta, gamma and the learning rate
+hessian         the Hessian of phi_H for the inflow definition of q(s)                lem:hessian_derivaties
+recursion       M_k, W_k, N_k and the inverse Hessian, layer by layer                 lem:def_M ... lem:N_properties
+penalty         phi_H(q_opt) - phi_H(q) and its bounds                                lem:key_lemma_bound_penalty
+stability       the norm of the loss estimate and its bounds                          lem:key_lemma_bound_stability
+identities      closed forms against what they stand for                              eq:quadratic_form, lem:M_inverse
+conditions      gaps, corruption, the self-bounding condition                         eq:self_bounding_constraint
+bounds          constants and right-hand sides, as printed and explicit               thm:main_general, col:stochastic_bound, ...
+tuning          alpha and gamma for stochastic losses                                 app:appendix_parameter_choices
+decomposition   the regret of a run in penalty and stability                          lem:key_lemma_ftrl
+survey          all of it on random data
+certificate     a callback that watches the bound of a run
+"""
+
+# isort: skip_file
+# The order is the package's: each line needs only what stands above it.
+
+from torch_occ.theory.statements import Statement as Statement
+from torch_occ.theory.parameters import Parameters as Parameters
+
+# The Hessian
+from torch_occ.theory.hessian import hybrid as hybrid
+from torch_occ.theory.hessian import hybrid_alternative as hybrid_alternative
+from torch_occ.theory.hessian import log_barrier as log_barrier
+from torch_occ.theory.hessian import hessian as hessian
+from torch_occ.theory.hessian import hessian_of_step as hessian_of_step
+from torch_occ.theory.hessian import quadratic_form as quadratic_form
+from torch_occ.theory.hessian import bregman as bregman
+
+# Its inverse
+from torch_occ.theory.recursion import Block as Block
+from torch_occ.theory.recursion import Curvature as Curvature
+from torch_occ.theory.recursion import M as M
+from torch_occ.theory.recursion import M_inverse as M_inverse
+from torch_occ.theory.recursion import N as N
+from torch_occ.theory.recursion import N_diagonal as N_diagonal
+from torch_occ.theory.recursion import W as W
+from torch_occ.theory.recursion import blocks as blocks
+from torch_occ.theory.recursion import curvature as curvature
+from torch_occ.theory.recursion import inverse_hessian as inverse_hessian
+
+# Penalty
+from torch_occ.theory.penalty import bound_on_penalty as bound_on_penalty
+from torch_occ.theory.penalty import convex_combine as convex_combine
+from torch_occ.theory.penalty import induction as induction
+from torch_occ.theory.penalty import induction_equality as induction_equality
+from torch_occ.theory.penalty import outside as outside
+from torch_occ.theory.penalty import penalty_bound as penalty_bound
+from torch_occ.theory.penalty import penalty_decomposition as penalty_decomposition
+from torch_occ.theory.penalty import penalty_term_1 as penalty_term_1
+from torch_occ.theory.penalty import reach as reach
+from torch_occ.theory.penalty import sqrt_diff as sqrt_diff
+from torch_occ.theory.penalty import sqrt_diff_2 as sqrt_diff_2
+from torch_occ.theory.penalty import state_reach_probability as state_reach_probability
+from torch_occ.theory.penalty import state_regularizer as state_regularizer
+
+# Stability
+from torch_occ.theory.stability import H_and_N as H_and_N
+from torch_occ.theory.stability import N_properties as N_properties
+from torch_occ.theory.stability import bound_on_stability as bound_on_stability
+from torch_occ.theory.stability import expected_norm as expected_norm
+from torch_occ.theory.stability import first_step_bound as first_step_bound
+from torch_occ.theory.stability import joint_visits as joint_visits
+from torch_occ.theory.stability import layer_recursion as layer_recursion
+from torch_occ.theory.stability import norm as norm
+from torch_occ.theory.stability import quadratic_form_diagonal as quadratic_form_diagonal
+from torch_occ.theory.stability import second_step_bound as second_step_bound
+from torch_occ.theory.stability import stability_bound as stability_bound
+from torch_occ.theory.stability import stability_first_step as stability_first_step
+from torch_occ.theory.stability import stability_second_step as stability_second_step
+from torch_occ.theory.stability import worst_case_stability as worst_case_stability
+
+# Closed forms against definitions
+from torch_occ.theory.identities import both_definitions as both_definitions
+from torch_occ.theory.identities import hessian_by_layers as hessian_by_layers
+from torch_occ.theory.identities import inverse_by_layers as inverse_by_layers
+from torch_occ.theory.identities import quadratic_form_of_hessian as quadratic_form_of_hessian
+from torch_occ.theory.identities import tangent as tangent
+
+# Conditions, constants, bounds
+from torch_occ.theory.conditions import corruption as corruption
+from torch_occ.theory.conditions import gaps as gaps
+from torch_occ.theory.conditions import minimal_gap as minimal_gap
+from torch_occ.theory.conditions import opt_implicit_bound as opt_implicit_bound
+from torch_occ.theory.conditions import performance_difference as performance_difference
+from torch_occ.theory.conditions import self_bounding_condition as self_bounding_condition
+from torch_occ.theory.bounds import Coefficients as Coefficients
+from torch_occ.theory.bounds import ProofConstants as ProofConstants
+from torch_occ.theory.bounds import Summands as Summands
+from torch_occ.theory.bounds import adversarial as adversarial
+from torch_occ.theory.bounds import adversarial_bound as adversarial_bound
+from torch_occ.theory.bounds import cauchy_schwarz as cauchy_schwarz
+from torch_occ.theory.bounds import explicit as explicit
+from torch_occ.theory.bounds import harmonic as harmonic
+from torch_occ.theory.bounds import lower_order as lower_order
+from torch_occ.theory.bounds import main as main
+from torch_occ.theory.bounds import main_general as main_general
+from torch_occ.theory.bounds import proof_constants as proof_constants
+from torch_occ.theory.bounds import stochastic as stochastic
+from torch_occ.theory.bounds import stochastic_bound as stochastic_bound
+from torch_occ.theory.bounds import summand as summand
+from torch_occ.theory.bounds import summands as summands
+from torch_occ.theory.bounds import theorem_summand as theorem_summand
+from torch_occ.theory.bounds import worst_case_coefficient as worst_case_coefficient
+from torch_occ.theory.tuning import Tuning as Tuning
+from torch_occ.theory.tuning import printed_tuning_order as printed_tuning_order
+from torch_occ.theory.tuning import tune_stochastic as tune_stochastic
+from torch_occ.theory.tuning import tuning_objective as tuning_objective
+
+# Runs
+from torch_occ.theory.decomposition import Decomposition as Decomposition
+from torch_occ.theory.decomposition import Recorder as Recorder
+from torch_occ.theory.decomposition import Trajectory as Trajectory
+from torch_occ.theory.decomposition import close_hessian as close_hessian
+from torch_occ.theory.decomposition import comparator_point as comparator_point
+from torch_occ.theory.decomposition import decompose as decompose
+from torch_occ.theory.decomposition import proper_comparator as proper_comparator
+from torch_occ.theory.decomposition import smooth_update as smooth_update
+from torch_occ.theory.decomposition import step_length as step_length
+from torch_occ.theory.decomposition import tilde as tilde
+from torch_occ.theory.survey import survey as survey
+from torch_occ.theory.certificate import Certificate as Certificate
