@@ -77,23 +77,21 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def draw(rows: list[dict[str, Any]], names: list[str]) -> Any:
-    """One panel a parameter for the values, and one for the standard errors."""
+    """One panel a parameter for the values, relative to the reference, and one for the standard errors."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.6 * (len(names) + 1), 3.6), layout="constrained")
+    figure = Figure(figsize=(4.0 * (len(names) + 1), 3.6), layout="constrained")
     *panels, last = figure.subplots(1, len(names) + 1)
     styles = {REFERENCE: (COLOURS[6], "-"), PATHWISE: (COLOURS[1], "--"), UNBIASED: (COLOURS[0], "-"), FORECAST: (COLOURS[2], ":")}
     for name, axes in zip(names, panels, strict=True):
         for i, (estimator, (colour, style)) in enumerate(styles.items()):
             kept = [row for row in rows if row["parameter"] == name and row["estimator"] == estimator]
             t = np.array([row["episodes"] for row in kept]) * 1.06 ** (i - 1)
-            errors = [1.96 * row["standard_error"] for row in kept]
-            values = [row["gradient"] for row in kept]
+            errors = [1.96 * row["standard_error"] / abs(row["reference"]) for row in kept]
+            values = [row["gradient"] / row["reference"] for row in kept]
             axes.errorbar(t, values, yerr=errors, color=colour, linestyle=style, marker=".", capsize=2, linewidth=1.2, label=estimator)
-        reference = [row for row in rows if row["parameter"] == name and row["estimator"] == REFERENCE]
-        reach = 2.5 * max(abs(row["gradient"]) for row in reference)
-        axes.set(xscale="log", title=f"d regret / d log {name}", xlabel="T", ylim=(-reach, reach))
-        axes.axhline(0, color="0.8", linewidth=0.8)
+        axes.set(xscale="log", title=f"d regret / d log {name}, over its reference", xlabel="T", ylim=(-1, 4))
+        axes.axhline(1, color="0.8", linewidth=0.8)
     for estimator in (PATHWISE, UNBIASED):
         colour, style = styles[estimator]
         kept = [row for row in rows if row["parameter"] == names[-1] and row["estimator"] == estimator]

@@ -108,7 +108,7 @@ def test_smooth_leaps_are_differentiable(draws):
     psi = occ.jin_luo(mdp, beta=5.0, gamma=0.5)
 
     def value():
-        return occ.leap_smoothly(mdp, psi, mean, 100, particles=4, seed=3, per_decade=5, draws=draws).regret[:, -1].mean()
+        return occ.leap_smoothly(mdp, psi, mean, 100, particles=16, seed=3, per_decade=5, draws=draws).regret[:, -1].mean()
 
     parameters = list(psi.parameters())
     gradient = torch.autograd.grad(value(), parameters)
@@ -120,8 +120,8 @@ def test_smooth_leaps_are_differentiable(draws):
             sides.append(float(value().detach()))
         with torch.no_grad():
             parameter.copy_(kept)
-        # The gamma distribution's implicit derivative is an approximation to about 1e-3 in torch itself.
-        assert float(slope) == pytest.approx((sides[0] - sides[1]) / (2 * h * float(kept)), rel=5e-3 if draws == "gamma" else 1e-5)
+        # torch's gamma sampler follows another path than its implicit derivative: only expectations agree.
+        assert float(slope) == pytest.approx((sides[0] - sides[1]) / (2 * h * float(kept)), rel=0.05 if draws == "gamma" else 1e-5)
 
 
 def test_smooth_leaps_of_a_regularized_learner_agree_with_exact_ones():

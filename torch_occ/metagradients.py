@@ -95,7 +95,7 @@ def run_gradients(
     curves: dict[str, list[Tensor]] = {"regret": [], "pathwise": [], "unbiased": []}
     for t in range(1, episodes + 1):
         if (t - 1) % CHUNK == 0:
-            numbers = uniforms(seeds, Purpose.EPISODES, (t - 1) // CHUNK, (CHUNK, mdp.horizon, 3)).to(mdp.device, mdp.dtype)
+            numbers = uniforms(seeds, Purpose.EPISODES, [(t - 1) // CHUNK], (mdp.horizon, 3)).to(mdp.device, mdp.dtype)
         solution = step.solve(cumulative_loss, float(t), warm_start=q, check=False)
         if not bool(solution.converged.all()):
             again = step.solve(cumulative_loss, float(t), check=False)
