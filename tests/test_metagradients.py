@@ -34,8 +34,8 @@ def test_pathwise_is_the_derivative_with_the_actions_held_fixed():
 def test_unbiased_agrees_with_differences_and_pathwise_does_not():
     mdp, _, losses = world(1)
     psi = occ.jin_luo(mdp, beta=2.0)
-    found = occ.run_gradients(mdp, psi, losses, 25, range(300), checkpoints=[25])
-    reference = occ.finite_differences(mdp, psi, losses, 25, range(3000), step=0.1, checkpoints=[25])
+    found = occ.run_gradients(mdp, psi, losses, 40, range(400), checkpoints=[40])
+    reference = occ.finite_differences(mdp, psi, losses, 40, range(3000), step=0.1, checkpoints=[40])
 
     def distance(estimate):
         error = (estimate.standard_error**2 + reference.standard_error**2).sqrt()

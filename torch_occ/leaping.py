@@ -326,7 +326,8 @@ def leap_smoothly(
     Leaps end at log-spaced times, the same for all particles. With "gaussian" draws the estimates of a leap are normal with their exact
     covariance, joint visits included; where a leap expects less than a visit to a pair, that is a bad likeness. "gamma" draws what a pair
     is charged from the gamma distribution with the mean and the variance of a Poisson number: never negative, and as skewed as rare visits
-    are, but independent between pairs; its gradient is right in expectation, not for a single seed. Regularizers may have parameters of a batch shape `(B,)`; then the regret is `(N, B, C)`.
+    are, but independent between pairs; its gradient is right in expectation, not for a single seed. Regularizers may have parameters of a
+    batch shape `(B,)`; then the regret is `(N, B, C)`.
     """
     course = Course.of(mdp, losses, int(episodes), per_decade)
     step = FTRLStep(mdp, regularizer)
