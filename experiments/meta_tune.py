@@ -329,8 +329,9 @@ def compare(args: Args, directory: Path, settings: dict[str, Setting]) -> list[s
     ]
     lines = [table(["setting", "α", "β", "γ", *places], cells), ""]
     for place in places:
-        ratio = value[place, PAPER]["regret"] / value[place, TUNED]["regret"]
-        lines.append(f"{place}: the paper's constants cost {ratio:.2f} times the regret of the tuned ones, on {args.test} held-out MDPs")
+        paper, own = value[place, PAPER]["regret"], value[place, TUNED]["regret"]
+        ratio = f"{paper / own:.2f} times the regret of the tuned ones" if own > 0 else f"{paper:.0f}, the tuned ones nothing"
+        lines.append(f"{place}: the paper's constants cost {ratio}, on {args.test} held-out MDPs")
     return lines
 
 
