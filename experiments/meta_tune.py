@@ -357,7 +357,7 @@ def draw_environments(args: Args, rows: list[dict[str, Any]], places: tuple[str,
             error_kw={"linewidth": 0.8},
         )
         for at, height in zip(x, heights, strict=True):
-            axes.text(at, height * 1.08, f"{height:.0f}", ha="center", va="bottom", fontsize=7)
+            axes.text(at, max(height, 0.0) * 1.08, f"{height:.0f}", ha="center", va="bottom", fontsize=7)
     axes.set(
         yscale="log", ylabel=f"regret at T = {args.episodes:,}", title=f"{args.test} held-out MDPs, {args.seeds} seeds, 95 % intervals"
     )
