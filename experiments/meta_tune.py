@@ -358,9 +358,9 @@ def draw_environments(args: Args, rows: list[dict[str, Any]], places: tuple[str,
         )
         for at, height in zip(x, heights, strict=True):
             axes.text(at, max(height, 0.0) * 1.08, f"{height:.0f}", ha="center", va="bottom", fontsize=7)
-    axes.set(
-        yscale="log", ylabel=f"regret at T = {args.episodes:,}", title=f"{args.test} held-out MDPs, {args.seeds} seeds, 95 % intervals"
-    )
+    axes.set_yscale("symlog", linthresh=math.sqrt(args.episodes))  # a regret may be negative
+    axes.axhline(0, color="0.3", linewidth=0.8)
+    axes.set(ylabel=f"regret at T = {args.episodes:,}", title=f"{args.test} held-out MDPs, {args.seeds} seeds, 95 % intervals")
     axes.set_xticks(range(len(places)), places)
     axes.legend(frameon=False, fontsize="small", ncols=2)
     axes.margins(y=0.15)
