@@ -14,6 +14,8 @@ from zoo import PROBLEMS, Problem, layers, masked, random_loss, tensor
 import torch_occ as occ
 from torch_occ import SolveError, Status
 
+pytestmark = pytest.mark.usefixtures("both_backends")
+
 LOSS = masked().loss
 
 
