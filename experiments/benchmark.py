@@ -4,6 +4,7 @@
     python -m experiments.benchmark --sizes 3 3 3 5 5 4 --batches 1        the small sizes, one element
     python -m experiments.benchmark --rivals moreau --sections rivals      one rival
     python -m experiments.benchmark --sections flows profile               only torch_occ, taken apart
+    python -m experiments.benchmark --sections engine                      the compiled engine against a C loop
 
 All contestants solve the same steps in turns, and what counts is the ratio of their medians: it stays when the machine is busy. A time says
 nothing without the accuracy it bought, so each row has the residuals of q and of the gradient, by the judge of torch_occ.reference.
@@ -23,6 +24,7 @@ from matplotlib.figure import Figure
 
 from experiments.anatomy import Anatomy, draw_flows, measure_flows, measure_profile
 from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
+from experiments.compiled import draw_growth, measure_calls, measure_compiling, measure_growth, measure_loop, measure_threads, report
 from experiments.contestants import CONTESTANTS, Case, Contestant, Trial
 from torch_occ.reference import Equations
 
@@ -37,8 +39,9 @@ class Args:
     """how many steps at once"""
     rivals: tuple[Literal["cvxpy", "scs", "clarabel", "moreau"], ...] = ("cvxpy", "scs", "clarabel", "moreau")
     """cvxpy with Clarabel; cvxpylayers with diffcp and SCS, diffcp and Clarabel (accurate settings), Moreau"""
-    sections: tuple[Literal["rivals", "flows", "profile"], ...] = ("rivals", "flows", "profile")
-    """the comparison; dense against layered linear algebra; where the time of a Newton iteration goes"""
+    sections: tuple[Literal["rivals", "flows", "profile", "engine", "growth"], ...] = ("rivals", "flows", "profile", "engine")
+    """the comparison; dense against layered linear algebra; where the time of a Newton iteration goes; the compiled engine against a C
+    loop; step time against pairs up to 1e5, which takes minutes and 4 GiB"""
     repeats: int = 7
     """runs of which the median is taken, as far as the budget goes"""
     budget: float = 60.0
@@ -277,6 +280,19 @@ def main(args: Args) -> Path:
         write_figure(directory / "flows.png", draw_flows(flows))
     if "profile" in args.sections:
         write_csv(directory / "profile.csv", measure_profile(anatomy, args.sizes))
+    if "engine" in args.sections:
+        loops = measure_loop(args.repeats, directory)
+        numbers = measure_threads() | measure_calls() | measure_compiling()
+        write_csv(directory / "engine.csv", loops)
+        write_csv(directory / "engine_calls.csv", [{"what": name, "measured": value} for name, value in numbers.items()])
+        print(f"\n{report(loops, numbers)}\n", flush=True)
+    if "growth" in args.sections:
+        torch.set_num_threads(2)
+        grown = measure_growth()
+        figure, slope = draw_growth(grown)
+        write_csv(directory / "growth.csv", grown)
+        write_figure(directory / "growth.png", figure)
+        print(f"step time grows like pairs^{slope:.2f} over the larger half", flush=True)
     print(f"\nwritten to {directory}")
     return directory
 

@@ -219,6 +219,10 @@ def losses(mdp: LayeredMDP, seed: int) -> Tensor:
 
 
 def _peak() -> float:
+    """The most memory that this process has had so far; `ru_maxrss` would count the process that started it too."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
@@ -234,6 +238,8 @@ def in_new_process(function: Callable[..., Row], *arguments: Any) -> Row:
 def measure_growth(args: Args, directory: Path) -> list[Row]:
     """Every size, and Clarabel on the same cold step as far as the patience goes."""
     rows: list[Row] = []
+    if args.patience:
+        solve_cvxpy(tiny := grid(2, 2), jin_luo(tiny), losses(tiny, 0))  # what cvxpy loads once
     for side in args.sides:
         rows.append(row := in_new_process(measure, args, side))
         known = [(before.pairs, before.clarabel) for before in rows[:-1] if before.clarabel]
@@ -252,7 +258,7 @@ def measure_growth(args: Args, directory: Path) -> list[Row]:
     return rows
 
 
-def exponent(rows: list[Row], least: int = 10_000) -> float:
+def exponent(rows: list[Row], least: int = 40_000) -> float:
     """The slope of log warm time over log nnz(P), from so many pairs on; NaN for fewer than two sizes."""
     points = [(math.log(row.entries), math.log(row.warm)) for row in rows if row.pairs >= least]
     return statistics.linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else math.nan
@@ -265,11 +271,12 @@ def draw_growth(rows: list[Row], horizon: int) -> Figure:
     pairs = [row.pairs for row in rows]
     slope = exponent(rows)
     left.plot(
-        pairs, [row.warm for row in rows], "o-", color="C0", linewidth=2.4, label=f"warm step (slope {slope:.2f} from 10,000 pairs on)"
+        pairs, [row.warm for row in rows], "o-", color="C0", linewidth=2.4, label=f"warm step (slope {slope:.2f} from 40,000 pairs on)"
     )
     left.plot(pairs, [row.cold for row in rows], "s--", color="C0", alpha=0.5, label="first step, cold")
     rival = [row for row in rows if row.clarabel]
-    left.plot([row.pairs for row in rival], [row.clarabel for row in rival], "D-", color="C3", label="cvxpy + Clarabel, cold")
+    if rival:
+        left.plot([row.pairs for row in rival], [row.clarabel for row in rival], "D-", color="C3", label="cvxpy + Clarabel, cold")
     last = rows[-1]
     left.plot(pairs, [last.warm * n / last.pairs for n in pairs], ":", color="gray", label="linear")
     left.set(ylabel="seconds", title=f"One FTRL step, horizon {horizon}")
@@ -277,14 +284,14 @@ def draw_growth(rows: list[Row], horizon: int) -> Figure:
     right.plot(pairs, [1024 * row.memory for row in rows], "o-", color="C2", linewidth=2.4, label="peak, above the bare process")
     right.plot(pairs, [n * 8 / 2**20 for n in size], ":", color="gray", label="nnz(P) + pairs, 8 bytes each")
     dense = [(row.pairs, row.pairs * row.pairs / horizon / 5 * 8 / 2**20) for row in rows]
-    right.plot(*zip(*dense, strict=True), "--", color="C3", label="P alone, if it were dense")
+    right.plot(*zip(*dense, strict=True), "--", color="C1", label="P alone, if it were dense")
     right.set(ylabel="MiB", title="Memory")
     for panel in (left, right):
         panel.set(xscale="log", yscale="log", xlabel="state-action pairs")
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False, fontsize=9)
-    right.set_ylim(top=max(1024 * 64.0, 4 * 1024 * last.memory))
+    right.set_ylim(bottom=1, top=1024 * 64)
     return figure
 
 
@@ -336,7 +343,7 @@ def main(args: Args) -> Path:
     print(f"{machine()}; torch uses {args.threads} thread{'s' * (args.threads > 1)}; {args.clock} time\n", flush=True)
     if "growth" in args.sections:
         rows = measure_growth(args, directory)
-        print(f"\n{table(HEADER, [row.cells() for row in rows])}\n\nwarm time ~ nnz(P)^{exponent(rows):.2f} from 10,000 pairs on\n")
+        print(f"\n{table(HEADER, [row.cells() for row in rows])}\n\nwarm time ~ nnz(P)^{exponent(rows):.2f} from 40,000 pairs on\n")
         write_figure(directory / "wide.png", draw_growth(rows, args.horizon))
     if "taxi" in args.sections:
         print(f"{table(HEADER, [in_new_process(measure, args, None).cells()])}\n", flush=True)

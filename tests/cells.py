@@ -23,6 +23,14 @@ def slow(config: dict[str, Any]) -> dict[str, Any]:
     return {"answer": config["cell"] * 7}
 
 
+def gated(config: dict[str, Any]) -> dict[str, Any]:
+    """From cell 2 on, it waits for the file `go`."""
+    trace(config, "begun")
+    while config["cell"] >= 2 and not (Path(config["log"]) / "go").exists():
+        time.sleep(0.02)
+    return {"answer": config["cell"]}
+
+
 def deadly(config: dict[str, Any]) -> dict[str, Any]:
     """Cell 2 kills the process it runs in; cell 3 raises."""
     trace(config, "begun")

@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+import torch_occ as occ
+
 torch.set_num_threads(1)
 
 # The first use of forward mode loads torch's own deprecated code; in a test its warning would be an error.
@@ -27,3 +29,11 @@ def global_state_is_left_alone():
     assert torch.is_grad_enabled()
     assert torch.get_num_threads() == 1
     torch.set_rng_state(before)
+
+
+@pytest.fixture(scope="module", params=["torch", "auto"])
+def both_backends(request):
+    """Everything in a module twice: on the torch path, and with the engine wherever `FTRLStep` takes it by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(occ.FTRLStep.__init__.__kwdefaults__, "backend", request.param)
+        yield request.param

@@ -12,6 +12,8 @@ from torch import Tensor
 import torch_occ as occ
 from torch_occ import Status
 
+pytestmark = pytest.mark.usefixtures("both_backends")
+
 
 @dataclass(frozen=True)
 class Draw:

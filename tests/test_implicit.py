@@ -10,6 +10,8 @@ from zoo import PROBLEMS, REGULARIZERS, Problem, masked, random_loss, tensor
 
 import torch_occ as occ
 
+pytestmark = pytest.mark.usefixtures("both_backends")
+
 
 class Both(nn.Module):
     """q and the multipliers, within the reach of `functional_call`."""

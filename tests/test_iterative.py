@@ -224,6 +224,42 @@ def test_gradients_of_every_kind_and_order():
     torch.testing.assert_close(*jacobians, rtol=1e-10, atol=1e-12)
 
 
+def test_what_no_policy_can_feel_has_no_derivative():
+    """Only rounding is left of a constant loss, and it must not be taken for a failure."""
+    mdp, loss, t = walk()
+    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.5))
+    potential = occ.flow_adjoint(mdp, random_loss(mdp).sum(-1))
+    for direction in (torch.ones_like(loss), torch.zeros_like(loss), potential):
+        _, tangent = torch.func.jvp(lambda x: step(x, t), (loss,), (direction,))
+        assert float(tangent.detach().abs().max()) < 1e-15
+
+
+def test_batches_of_losses_and_of_entries():
+    mdp, loss, t = walk()
+    step, losses = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.5)), random_loss(mdp, 10.0, batch=(3,))
+    entries = [p.clone().requires_grad_() for p in mdp.probabilities]
+
+    def gradients(loss):
+        return torch.autograd.grad(step(loss, t, mdp=mdp.with_probabilities(*entries)).square().sum(), entries)
+
+    for together, *alone in zip(gradients(losses), *map(gradients, losses), strict=True):
+        torch.testing.assert_close(together, sum(alone), rtol=1e-9, atol=1e-12)
+    doubled = [torch.stack([p, p]) for p in mdp.probabilities]
+    expected = step(loss, t).detach()
+    for q in (
+        step(loss, t, mdp=mdp.with_probabilities(*doubled)),
+        torch.func.vmap(lambda *p: step(loss, t, mdp=mdp.with_probabilities(*p)))(*doubled),
+    ):
+        close(q.detach(), expected.expand(2, -1, -1))
+
+
+def test_single_precision():
+    mdp, loss, t = walk()
+    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.5))
+    q = step(loss, t).detach()
+    torch.testing.assert_close(step.float()(loss.float(), t).detach().double(), q, rtol=1e-4, atol=0)
+
+
 # -- what does not fit ----------------------------------------------------------------------------------------------------
 
 

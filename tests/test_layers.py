@@ -1,5 +1,7 @@
 """A sparse MDP and its dense twin: every function gives the same, and what is wrong is named the same way."""
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -94,6 +96,13 @@ def test_conversion_keeps_the_indices():
     assert {p.dtype for p in (*single.probabilities, *single.transitions)} == {torch.float32}
     assert {layer.pattern.pair.dtype for layer in single.layers} == {torch.int32}
     assert mdp.to("meta").device.type == "meta"
+
+
+def test_copies_and_files_after_use():
+    mdp = occ.LayeredMDP.random(3, 3, 2).to_sparse()
+    q = occ.interior_point(mdp)  # fills the caches
+    for other in (copy.deepcopy(mdp), pickle.loads(pickle.dumps(mdp))):
+        assert torch.equal(occ.interior_point(other), q)
 
 
 # -- the same functions ---------------------------------------------------------------------------------------------------

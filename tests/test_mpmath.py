@@ -13,6 +13,8 @@ from zoo import masked, random_loss, tensor
 
 import torch_occ as occ
 
+pytestmark = pytest.mark.usefixtures("both_backends")
+
 DIGITS = 40
 
 

@@ -9,6 +9,8 @@ from zoo import PROBLEMS, REGULARIZERS, corridor, layers, masked, random_loss, t
 import torch_occ as occ
 from torch_occ import Status
 
+pytestmark = pytest.mark.usefixtures("both_backends")
+
 
 def close(found: Tensor, expected: Tensor, rtol: float) -> None:
     torch.testing.assert_close(found.detach(), expected.detach(), rtol=rtol, atol=0, equal_nan=False)

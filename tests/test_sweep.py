@@ -67,6 +67,12 @@ def test_results_are_a_tidy_table_in_the_order_of_the_grid(tmp_path):
     assert "_hparams_/session_start_info" in events.summary_metadata
 
 
+def test_cells_need_not_have_the_same_parameters(tmp_path):
+    occ.sweep(cells.square, [{"x": 1.0}, {"x": 2.0, "y": "b"}], tmp_path, **QUIET)
+    assert (tmp_path / "results.csv").read_text().splitlines()[0] == "x,y,square,third"
+    assert [row["y"] for row in table(tmp_path)] == ["", "b"]
+
+
 def test_a_second_call_runs_nothing_and_a_larger_grid_only_what_is_new(tmp_path):
     log = tmp_path / "log"
     log.mkdir()
@@ -109,21 +115,22 @@ def test_what_failed_is_tried_again(tmp_path):
 def test_a_driver_that_is_killed_leaves_no_process_and_loses_no_finished_cell(tmp_path):
     log = tmp_path / "log"
     log.mkdir()
-    grid = occ.grid(cell=range(6), seconds=[0.3], log=[str(log)])
-    script = f"import cells, torch_occ as occ\nocc.sweep(cells.slow, {grid!r}, {str(tmp_path / 'out')!r}, **{QUIET!r})"
+    grid = occ.grid(cell=range(6), log=[str(log)])
+    script = f"import cells, torch_occ as occ\nocc.sweep(cells.gated, {grid!r}, {str(tmp_path / 'out')!r}, **{QUIET!r})"
     driver = subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT)
     store = tmp_path / "out" / "cells"
-    wait_for(lambda: store.exists() and len(list(store.iterdir())) >= 2)
+    wait_for(lambda: len(list(store.glob("[!.]*.json"))) == 2 and {"2.begun", "3.begun"} <= set(events(log)))
     driver.kill()
     driver.wait()
     workers = {int(path.name.rsplit(".", 1)[1]) for path in log.iterdir()}
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers) if Path("/proc").exists() else True)
-    stored = {path.name for path in store.iterdir() if not path.name.startswith(".")}
-    before = {path: (store / path).stat().st_mtime_ns for path in stored}
-    assert 2 <= len(stored) < 6
-    assert len(occ.sweep(cells.slow, grid, tmp_path / "out", **QUIET).rows) == 6
-    assert all((store / path).stat().st_mtime_ns == before[path] for path in stored), "a stored cell was run again"
-    assert sorted(row["cell"] for row in table(tmp_path / "out")) == list("012345")
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    before = {path: path.stat().st_mtime_ns for path in store.iterdir()}
+    (log / "go").touch()
+    assert [row["answer"] for row in occ.sweep(cells.gated, grid, tmp_path / "out", **QUIET).rows] == list(range(6))
+    assert all(path.stat().st_mtime_ns == changed for path, changed in before.items()), "a stored cell was run again"
+    assert [row["cell"] for row in table(tmp_path / "out")] == list("012345")
+    assert len(before) == 2
+    assert len(list(store.iterdir())) == 6
 
 
 @pytest.mark.parametrize(

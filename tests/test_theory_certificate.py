@@ -15,6 +15,12 @@ MDP = occ.LayeredMDP.random(3, 2, 3, seed=1)
 MEAN = torch.rand(MDP.num_states, MDP.num_actions, dtype=F64, generator=torch.Generator().manual_seed(3))
 
 
+@pytest.fixture(autouse=True)
+def one_chunk_at_a_time(monkeypatch):
+    """So that short runs are saved on the way."""
+    monkeypatch.setattr("torch_occ.engine.player.EnginePlayer.chunks", 1)
+
+
 def play(episodes, *callbacks, mdp=MDP, mean=MEAN, losses=None, **options):
     learner = options.pop("learner", None) or occ.FTRL(mdp, occ.jin_luo(mdp))
     losses = occ.BernoulliLosses(mean) if losses is None else losses

@@ -191,6 +191,22 @@ def test_hessians_of_close_points(case):
     check(theory.close_hessian(case.mdp, case.q, p, parameters, torch.tensor(30.0, dtype=F64)))
 
 
+def test_close_hessian_is_the_largest_eigenvalue_of_the_pencil():
+    """Against dense matrices, and with masks."""
+    actions = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
+    first = torch.tensor([[[0.3, 0.7], [0.5, 0.5], [1.0, 0.0]]], dtype=F64)
+    for mdp in (MDP, occ.LayeredMDP([first, torch.ones(2, 3, 1, dtype=F64)], actions=actions)):
+        generator = torch.Generator().manual_seed(5)
+        q, t = occ.interior_point(mdp), torch.tensor(40.0, dtype=F64)
+        p = (q + occ.occupancy(mdp, draw_policy(mdp, generator))) / 2
+        parameters, exists = theory.Parameters(0.7, 3.0, 1.0), mdp.actions.flatten()
+        at_q, at_p = (theory.hessian_of_step(mdp, x, parameters, t)[exists][:, exists] for x in (q, p))
+        expected = float(torch.linalg.eigvals(torch.linalg.solve(at_q, at_p / 4)).real.max())
+        found = theory.close_hessian(mdp, q, p, parameters, t)
+        check(found)
+        assert float(found.left) == pytest.approx(expected, rel=1e-10)
+
+
 def test_close_hessian_is_nearly_tight_where_the_barrier_rules():
     mdp, t = bandit(3), torch.tensor(1.0, dtype=F64)
     q, p = torch.tensor([[0.02, 0.49, 0.49]], dtype=F64), torch.tensor([[0.01, 0.495, 0.495]], dtype=F64)

@@ -77,6 +77,27 @@ from torch_occ.regret import comparator as comparator
 from torch_occ.regret import self_bounding as self_bounding
 from torch_occ.simulate import simulate as simulate
 
+# Regret without playing, and tuning by it
+from torch_occ.forecast import Forecast as Forecast
+from torch_occ.forecast import forecast as forecast
+from torch_occ.leaping import Leaps as Leaps
+from torch_occ.leaping import Prediction as Prediction
+from torch_occ.leaping import leap as leap
+from torch_occ.leaping import leap_smoothly as leap_smoothly
+from torch_occ.leaping import predict as predict
+from torch_occ.objectives import Evaluation as Evaluation
+from torch_occ.objectives import ForecastObjective as ForecastObjective
+from torch_occ.objectives import World as World
+from torch_occ.objectives import stack as stack
+from torch_occ.tune import Tuned as Tuned
+from torch_occ.tune import tune as tune
+from torch_occ.refine import Refined as Refined
+from torch_occ.refine import refine as refine
+from torch_occ.metagradients import Estimate as Estimate
+from torch_occ.metagradients import Gradients as Gradients
+from torch_occ.metagradients import finite_differences as finite_differences
+from torch_occ.metagradients import run_gradients as run_gradients
+
 # The paper, executable
 from torch_occ import theory as theory
 

@@ -28,7 +28,9 @@ class Evaluator:
 
     def __init__(self, regularizer: Regularizer, vmapped: tuple[tuple[bool, ...], ...] = ()) -> None:
         self.regularizer, self.vmapped = regularizer, vmapped
-        self.names = tuple(name for name, _ in regularizer.named_parameters(remove_duplicate=False))
+        # A module that is used twice has one name: exchanged under two, its parameter would not find its way back.
+        self.owners = [(path, module, name) for path, module in regularizer.named_modules() for name in module._parameters]
+        self.names = tuple(f"{path}.{name}" if path else name for path, _, name in self.owners)
         self._caller = _MethodCaller(regularizer)
         declared = [(path, name) for path, module in regularizer.named_modules() for name in getattr(module, "arg_constraints", ())]
         self.declared = {f"{path}.{name}" if path else name for path, name in declared}
@@ -38,8 +40,8 @@ class Evaluator:
 
     @property
     def own_parameters(self) -> tuple[Tensor, ...]:
-        """The regularizer's own; a shared one appears under each of its names."""
-        return tuple(parameter for _, parameter in self.regularizer.named_parameters(remove_duplicate=False))
+        """The regularizer's own; one that two modules share appears twice."""
+        return tuple(getattr(module, name) for _, module, name in self.owners)
 
     def validate(self, parameters: Sequence[Tensor]) -> None:
         """Raise a ValueError that names a parameter outside its domain."""

@@ -85,7 +85,7 @@ class FTRLStep(nn.Module):
             return
         reason = why_not(self.mdp, self.regularizer)
         if reason is None and (self.backend == "engine" or max(self.mdp.layer_sizes) <= WIDEST):
-            self._compiled = CompiledStep(self.mdp, self.regularizer, self.options, self._solve_in_torch)
+            self._compiled = CompiledStep(self.mdp, self.regularizer, self.options)
         elif reason is not None and self.backend == "engine":
             raise ValueError(f"backend: {reason}; use backend='torch'")
 

@@ -40,6 +40,11 @@ class Swept(NamedTuple):
     within: Tensor  # (*batch, S, A), the change of q at constant q(s)
     du: Tensor  # (*batch, S)
 
+    @property
+    def size(self) -> Tensor:
+        """How much a state changes, `(*batch, S)`."""
+        return self.du.abs() + self.within.abs().sum(-1)
+
 
 class Sweeps(Protocol):
     """Both sweeps at once."""
@@ -81,7 +86,7 @@ class ConjugateGradients:
     """
 
     def __init__(self, states: States, flow: LayeredFlow, visits: Tensor) -> None:
-        self.states, self.flow = states, flow
+        self.states, self.flow, self.visits = states, flow, visits
         self.root = states.kappa.sqrt()
         self.sweep = sweeps_of(states, flow).sweep
         # A residual y stands for an error of y / root in du; where changes cost nothing, there is no error.
@@ -97,30 +102,44 @@ class ConjugateGradients:
         swept = self.sweep(-mean, x, r)
         residual = self.root * swept.du
         y = torch.zeros_like(residual)
-        found = error = self._error(residual)
-        goal = found * (FORCING * found).clamp(max=FORCING) if guess is not None else found * eps
-        goal = goal.clamp(min=eps ** (5 / 6)) if guess is not None else goal
+        if guess is None:
+            unit, goal = self._own_size(swept), torch.full_like(residual[..., 0], eps ** (5 / 6))
+            error = _largest(residual, unit)
+        else:
+            unit = self.unit
+            error = _largest(residual, unit)
+            goal = (FORCING * error * error.clamp(max=1)).clamp(min=eps ** (5 / 6))
         for _ in range(_RESTARTS):
-            y = y + self._descend(residual, goal)
+            y = y + self._descend(residual, unit, goal)
             swept = self.sweep(self.root * y - mean, x, r)
             residual = self.root * swept.du - y  # the true one, free of the rounding of the recurrence
-            before, error = error, self._error(residual)
+            before, error = error, _largest(residual, unit)
             if not bool(((error > 2 * goal) & (error < 0.1 * before)).any()):
                 break
         dq = states.p * swept.du.unsqueeze(-1) + swept.within
         if guess is None:
-            failed = ~(error <= eps**0.5 * found)
+            # Forces that cancel, as those of a constant loss do, leave their rounding and nothing else.
+            noise = torch.where(self.root > 0, eps * (mean.abs() + swept.v.abs()) / self.root, 0.0)
+            accepted = eps**0.5 * (self.root * swept.size).norm(dim=-1) + 1e3 * noise.norm(dim=-1)
+            failed = ~(residual.norm(dim=-1) <= accepted)
             return dq.masked_fill(failed[..., None, None], torch.nan), swept.v.masked_fill(failed[..., None], torch.nan)
         return dq, swept.v + guess
 
-    def _error(self, residual: Tensor) -> Tensor:
-        return (residual / self.unit).abs().amax(-1)
+    def _own_size(self, swept: Swept) -> Tensor:
+        """The unit of errors where nothing is known about the right-hand side: what each state itself begins with.
 
-    def _descend(self, residual: Tensor, goal: Tensor) -> Tensor:
+        Rounding makes something of a state that should do nothing, so the smallest is eps times the largest, as masses or relative to
+        the visits, whichever is less.
+        """
+        eps, size, visits = torch.finfo(self.root.dtype).eps, swept.size, self.visits
+        least = eps * torch.minimum(size.amax(-1, keepdim=True), visits * (size / visits).amax(-1, keepdim=True))
+        return torch.where(self.root > 0, self.root * torch.maximum(size, least), torch.inf)
+
+    def _descend(self, residual: Tensor, unit: Tensor, goal: Tensor) -> Tensor:
         """Conjugate gradients on M y = residual from zero, each element of the batch until its own error is below its goal."""
         y, direction = torch.zeros_like(residual), residual
         square = (residual * residual).sum(-1)
-        running = (self._error(residual) > goal) & (square > 0)
+        running = (_largest(residual, unit) > goal) & (square > 0)
         for _ in range(MAX_ITERATIONS):
             if not bool(running.any()):
                 break
@@ -131,7 +150,7 @@ class ConjugateGradients:
             y, residual = y + length * direction, residual - length * image
             before, square = square, (residual * residual).sum(-1)
             direction = residual + torch.where(running, square / before, 0.0).unsqueeze(-1) * direction
-            running = running & (self._error(residual) > goal) & (square > 0)
+            running = running & (_largest(residual, unit) > goal) & (square > 0)
         return y
 
 
@@ -148,6 +167,10 @@ def sweeps_of(states: States, flow: LayeredFlow) -> Sweeps:
 @cache
 def _has_numba() -> bool:
     return find_spec("numba") is not None
+
+
+def _largest(residual: Tensor, unit: Tensor) -> Tensor:
+    return (residual / unit).abs().amax(-1)
 
 
 #: How often conjugate gradients start again from the true residual.

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -184,6 +185,10 @@ class SparseLayer:
         num_states, num_actions, num_next = self.sizes
         order, pair, starts = self.pattern.by_next
         return _compressed(starts, pair, self.probabilities.flatten()[order], (num_next, num_states * num_actions))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and files without the caches: torch cannot copy compressed tensors."""
+        return {"pattern": self.pattern, "probabilities": self.probabilities}
 
     def draw(self, state: Tensor, action: Tensor, uniform: Tensor) -> Tensor:
         pair = state * self.sizes[1] + action

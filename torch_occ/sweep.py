@@ -118,7 +118,7 @@ def sweep(
                     log_hparams(Path(directory) / "tensorboard" / cell.key, cell.config, outcome)
             bar.update()
     rows = [cell.config | found[cell.key] for cell in todo if cell.key in found]
-    write_table(Path(directory) / "results.csv", rows)
+    write_table(Path(directory) / "results.csv", rows, first=[name for cell in todo for name in cell.config])
     _write_failures(Path(directory) / "failures.json", failures)
     return SweepResult(rows, failures)
 
@@ -184,9 +184,9 @@ def _write_json(path: Path, content: Any) -> None:
     write_atomically(path, lambda file: file.write(json.dumps(content, indent=1).encode()))
 
 
-def write_table(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """One line a cell, atomically; a column for everything that any cell has, empty where a cell does not have it."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+def write_table(path: Path, rows: Sequence[dict[str, Any]], first: Sequence[str] = ()) -> None:
+    """One line a cell, atomically; a column for everything that any cell has, those of `first` first, empty where one has it not."""
+    columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=columns, lineterminator="\n", restval="")
     writer.writeheader()
@@ -216,7 +216,9 @@ def log_hparams(directory: Path, config: Config, result: dict[str, Any]) -> None
         metrics = {name: value for name, value in result.items() if isinstance(value, int | float)}
         with SummaryWriter(str(temporary)) as writer:
             values = {name: value if isinstance(value, bool | int | float | str) else json.dumps(value) for name, value in config.items()}
-            for summary in hparams(values, metrics):
+            _, start, end = hparams(values, {})
+            # Without the first summary, a list of columns, TensorBoard collects the columns of all runs, which need not have the same.
+            for summary in (start, end):
                 writer.file_writer.add_summary(summary, 0)
             for name, value in metrics.items():
                 writer.add_scalar(name, value, 0)

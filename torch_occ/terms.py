@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -54,7 +54,7 @@ class Table:
 
     def times(self, weight: Tensor | None) -> Table:
         """Every weight times another one of shape `()` or `(*batch,)`."""
-        return self if weight is None else Table(tuple(replace(term, weight=weight * term.weight) for term in self.terms))
+        return self if weight is None else Table(tuple(Term(term.argument, term.function, weight * term.weight) for term in self.terms))
 
     @property
     def arguments(self) -> tuple[Argument, ...]:

@@ -54,7 +54,9 @@ class Auditor:
             row = self.rows.setdefault((state, action), {})
             if probability > 0:
                 row[after, reward] = row.get((after, reward), 0.0) + probability
-        self.initial = None if initial is None else {s: p for s, p in enumerate(initial.tolist()) if p > 0}
+        first = [] if initial is None else initial.nonzero().flatten().tolist()
+        self.initial = None if initial is None else tuple(initial[first].tolist())
+        self.place = {state: i for i, state in enumerate(first)}
         # One predictor learns every pair by itself, the other all pairs with the same probabilities together: what is wrong
         # everywhere by a little, like a slip rate, shows there much earlier.
         self.alone, self.together, self.starts = Bets(), Bets(), Bets()
@@ -63,9 +65,9 @@ class Auditor:
         """The environment was reset to a state."""
         if self.initial is None:
             return
-        if self.initial.get(state, 0.0) == 0.0:
+        if state not in self.place:
             raise self.lie(f"reset() gave state {state}, whose initial probability is said to be 0")
-        self.starts.place(None, tuple(self.initial.values()), list(self.initial).index(state))
+        self.starts.place(None, self.initial, self.place[state])
         if self.starts.log_wealth > math.log(WEALTH):
             raise self.lie("the frequencies of initial states are not those of its initial distribution")
 

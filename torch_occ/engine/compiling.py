@@ -24,6 +24,7 @@ class _Patiently:
     def __exit__(self, *_: object) -> None:
         if self.timer:
             self.timer.cancel()
+            self.timer = None
 
 
 patiently = _Patiently()

@@ -83,7 +83,7 @@ def _flat(part: Tensor, batch: torch.Size, dims: int) -> Tensor:
     return part.detach().expand(*batch, *event).reshape(-1, *event).contiguous()
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _sweep(starts, following, probability, p, inverse, total, softest, z, x, forced, v, within, du):  # type: ignore[no-untyped-def]
     num_states, num_actions = within.shape[1:]
     for b in range(len(v)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import policy_of, reachability
+from torch_occ.occupancy import flow_of, policy_of, reachability
 from torch_occ.theory.hessian import hessian, quadratic_form
 from torch_occ.theory.recursion import M, M_inverse, N, W, curvature
 from torch_occ.theory.statements import Statement, statement
@@ -63,10 +63,11 @@ def both_definitions(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Sta
     With q(s) = sum_a q(s,a), w' H w is sum w^2 / (4 q^(3/2)) + alpha (w(s) - w(s,a))^2 / (4 (q(s) - q(s,a))^(3/2)).
     """
     rest = q @ mdp.other_actions
-    own = w.square() / (4 * q**1.5) + alpha * (w @ mdp.other_actions).square() / (4 * rest**1.5)
-    # The inflow of w and the sum of its actions agree up to rounding of w, which the curvature of the rest magnifies.
-    slack = alpha * w.abs().amax((-2, -1), keepdim=True) * ((w @ mdp.other_actions).abs() + w.abs()) / (4 * rest**1.5)
-    scale = (own + slack).sum((-2, -1))
+    others = w @ mdp.other_actions
+    own = w.square() / (4 * q**1.5) + alpha * others.square() / (4 * rest**1.5)
+    # The inflow of w and the sum of its actions differ by the rounding of either, which the curvature of the rest magnifies.
+    moved = (flow_of(mdp).inflow(w.abs()) + w.abs().sum(-1)).unsqueeze(-1)
+    scale = (own + alpha * others.abs() * moved / (2 * rest**1.5)).sum((-2, -1))
     return statement("eq:hybrid_alternative", quadratic_form(mdp, q, w, alpha), own.sum((-2, -1)), mdp.num_pairs, scale=scale, relation="=")
 
 

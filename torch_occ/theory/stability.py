@@ -1,7 +1,7 @@
 """The stability term: E |loss_estimate|^2 in the norm of the inverse Hessian, and its bounds (`app:stability_proof`).
 
 H stands for the Hessian of phi_H at q, given by its `curvature`; a statement about the Loewner order, X <= Y, is evaluated at its worst
-direction, as the largest eigenvalue of D^1/2 (X - Y) D^1/2 against zero, in the scale in which D^-1 is the identity.
+direction, as the largest eigenvalue of X - Y against zero, in a scale in which the diagonal of one of them is 1.
 """
 
 from __future__ import annotations
@@ -34,25 +34,34 @@ def H_and_N(mdp: LayeredMDP, curve: Curvature, k: int, w: Tensor) -> Statement:
 def N_properties(mdp: LayeredMDP, curve: Curvature, k: int) -> tuple[Statement, Statement, Statement]:
     """`lem:N_properties`: N_k is positive definite, N_k <= D_k^-1, and N_k <= C_k^-1 + P_k' N_{k-1} P_k (for k = 0, N_0 <= C_0^-1).
 
-    Largest eigenvalues of -N_k, N_k - D_k^-1 and N_k - (...) in the scale of D_k, against 0, over the pairs that exist. If a state has one
-    action, N_k is only positive semi-definite.
+    Largest eigenvalues of -N_k, N_k - D_k^-1 and N_k - (...), against 0, over the pairs that exist: the first two in the scale of D_k,
+    where D_k^-1 is the identity, the last in that of its right-hand side, whose diagonal becomes 1. If a state has one action, N_k is
+    only positive semi-definite.
     """
     exists = mdp.actions[mdp.layer_slices[k]].flatten()
     c_inverse, d_inverse = (part[..., mdp.layer_slices[k], :].flatten(-2)[..., exists] for part in curve)
-    root = d_inverse.rsqrt()
-    scaling = root.unsqueeze(-1) * root.unsqueeze(-2)
     block = N(mdp, curve, k)[..., exists, :][..., exists]
     other = torch.diag_embed(c_inverse)
     if k:
         step = P(mdp, k)[..., exists]
         other = other + step.mT @ N(mdp, curve, k - 1) @ step
-    n = block.shape[-1]
-    parts = []
-    for name, difference in (("positive", -block), ("D", block - torch.diag_embed(d_inverse)), ("C", block - other)):
-        scaled = scaling * difference
-        worst = torch.linalg.eigvalsh(scaled)[..., -1]
-        parts.append(statement(f"lem:N_properties, {name}", worst, 0.0, n, scale=torch.linalg.matrix_norm(scaled).clamp(min=1.0)))
-    return parts[0], parts[1], parts[2]
+    diagonal = torch.diag_embed(d_inverse)
+    found = [
+        statement(f"lem:N_properties, {name}", _largest_eigenvalue(left - right, scale), 0.0, block.shape[-1], scale=block.shape[-1])
+        for name, left, right, scale in (
+            ("positive", torch.zeros_like(block), block, diagonal),
+            ("D", block, diagonal, diagonal),
+            ("C", block, other, other),
+        )
+    ]
+    return found[0], found[1], found[2]
+
+
+def _largest_eigenvalue(matrix: Tensor, scale: Tensor) -> Tensor:
+    """Of the matrix with rows and columns divided by the roots of the diagonal of `scale`."""
+    diagonal = scale.diagonal(dim1=-2, dim2=-1)
+    root = torch.where(diagonal > 0, diagonal, torch.inf).rsqrt()
+    return torch.linalg.eigvalsh(root.unsqueeze(-1) * matrix * root.unsqueeze(-2))[..., -1]
 
 
 def quadratic_form_diagonal(matrix: Tensor, w: Tensor) -> Statement:

@@ -1,0 +1,215 @@
+"""The tuner: it finds what is known, resumes to the bit, and says what went wrong."""
+
+import math
+from typing import ClassVar
+
+import pytest
+import torch
+from torch.distributions import constraints
+
+import torch_occ as occ
+from torch_occ.objectives import Evaluation
+
+
+def world(seed=0):
+    mdp = occ.LayeredMDP.random(2, 2, 2, seed=seed)
+    mean = torch.rand(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return mdp, mean
+
+
+def bowl(regularizer):
+    """A known minimum: log beta = 1, log gamma = -1, whatever alpha is."""
+    named = {name.rpartition(".")[2]: parameter.reshape(-1) for name, parameter in regularizer.named_parameters()}
+    value = (named["beta"].log() - 1) ** 2 + (named["gamma"].log() + 1) ** 2 + 0 * named["alpha"]
+    return Evaluation(value, {"bowl": value}, torch.ones_like(value, dtype=torch.bool))
+
+
+def psi_of(**parameters):
+    return occ.jin_luo(world()[0], **({"alpha": 0.5, "beta": 20.0, "gamma": 1.0} | parameters))
+
+
+def test_a_known_minimum_is_found_from_every_start():
+    found = occ.tune(bowl, psi_of(), steps=60, starts=3, rate=0.5)
+    assert found.value < 1e-4
+    assert found.parameters["terms.1.beta"] == pytest.approx(math.e, rel=0.02)
+    assert found.parameters["terms.0.factor.gamma"] == pytest.approx(1 / math.e, rel=0.02)
+    assert bool((found.values[-1] < 1e-2).all())
+    assert found.finished
+    assert found.at_bounds == ()
+    psi = psi_of()
+    found.load_into(psi)
+    assert float(dict(psi.named_parameters())["terms.1.beta"].detach()) == found.parameters["terms.1.beta"]
+
+
+def test_only_the_named_parameters_move():
+    found = occ.tune(bowl, psi_of(), steps=10, starts=2, only=["beta"])
+    assert list(found.parameters) == ["terms.1.beta"]
+    with pytest.raises(ValueError, match="only: the regularizer has no parameter 'delta'"):
+        occ.tune(bowl, psi_of(), only=["delta"])
+
+
+def test_bounds_are_kept_and_reported():
+    found = occ.tune(bowl, psi_of(), steps=60, starts=2, rate=0.4, bounds={"beta": (5.0, 100.0)})
+    assert found.parameters["terms.1.beta"] == pytest.approx(5.0)
+    assert found.at_bounds == ("terms.1.beta",)
+    assert "(at its bound)" in str(found)
+    with pytest.raises(ValueError, match=r"beta is 20, outside its bounds \(0.1, 1.0\)"):
+        occ.tune(bowl, psi_of(), bounds={"beta": (0.1, 1.0)})
+    with pytest.raises(ValueError, match=r"bounds: terms\.1\.beta must satisfy"):
+        occ.tune(bowl, psi_of(), bounds={"beta": (0.0, 100.0)})
+
+
+def broken_beyond(limit):
+    def objective(regularizer):
+        found = bowl(regularizer)
+        beta = dict(regularizer.named_parameters())["terms.1.beta"][..., 0]
+        return found._replace(value=torch.where(beta < limit, torch.nan, found.value))
+
+    return objective
+
+
+def test_an_objective_that_is_not_finite_is_reported_and_never_chosen():
+    found = occ.tune(broken_beyond(10.0), psi_of(), steps=40, starts=2, rate=0.4, spread=0.1)
+    assert int(found.failures.sum()) > 0
+    assert found.values[found.failures].isnan().all()
+    assert found.parameters["terms.1.beta"] >= 10
+    assert "not finite or not certified" in str(found)
+    with pytest.raises(RuntimeError, match="not finite and certified at any of 3 evaluations of 2 starts"):
+        occ.tune(broken_beyond(math.inf), psi_of(), steps=2, starts=2)
+
+
+def test_a_gradient_that_is_not_finite_is_a_failure():
+    def objective(regularizer):
+        found = bowl(regularizer)
+        beta = dict(regularizer.named_parameters())["terms.1.beta"][..., 0]
+        spoilt = torch.cat([(beta[:1] - beta[:1]).sqrt(), torch.zeros_like(beta[1:])])  # zero, with a slope that is not finite
+        return found._replace(value=found.value + spoilt)
+
+    found = occ.tune(objective, psi_of(), steps=3, starts=2)
+    assert found.failures[:, 0].all()
+    assert not found.failures[:, 1].any()
+
+
+def test_a_failing_certificate_is_a_failure():
+    def objective(regularizer):
+        found = bowl(regularizer)
+        return found._replace(certified=torch.arange(len(found.value)) > 0)
+
+    found = occ.tune(objective, psi_of(), steps=5, starts=3)
+    assert found.failures[:, 0].all()
+    assert not found.failures[:, 1:].any()
+    assert found.start > 0
+
+
+def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
+    mdp, mean = world()
+    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 1000)
+    whole = occ.tune(objective, psi_of(), steps=6, starts=2)
+
+    class Interrupted(occ.ForecastObjective):
+        calls = 0
+
+        def __call__(self, regularizer):
+            Interrupted.calls += 1
+            if Interrupted.calls == 4:
+                raise KeyboardInterrupt
+            return super().__call__(regularizer)
+
+    Interrupted.__qualname__ = "ForecastObjective"
+    broken = Interrupted([occ.World("stochastic", mdp, mean)], 1000)
+    path = tmp_path / "tuning.pt"
+    part = occ.tune(broken, psi_of(), steps=6, starts=2, save_to=path)
+    assert not part.finished
+    assert len(part.values) == 3
+    resumed = occ.tune(objective, psi_of(), steps=6, starts=2, save_to=path)
+    assert torch.equal(resumed.values, whole.values)
+    assert torch.equal(resumed.path, whole.path)
+    assert resumed.parameters == whole.parameters
+    with pytest.raises(ValueError, match="belongs to another tuning"):
+        occ.tune(objective, psi_of(), steps=7, starts=2, save_to=path)
+
+
+def test_tensorboard_gets_the_meta_curves(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    occ.tune(broken_beyond(10.0), psi_of(), steps=20, starts=2, rate=0.4, directory=tmp_path)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    for tag in (
+        "meta/objective",
+        "meta/best",
+        "meta/terms.1.beta",
+        "meta/gradient_norm",
+        "meta/failures",
+        "meta/at_bounds",
+        "meta/regret/bowl",
+    ):
+        assert tag in tags
+        assert len(events.Scalars(tag)) == 21
+    assert sum(event.value for event in events.Scalars("meta/failures")) > 0
+
+
+def test_tuning_the_forecast_beats_the_papers_constants_where_it_is_played():
+    mdp, mean = world(1)
+    psi = occ.jin_luo(mdp)
+    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 2000, reference=psi)
+    found = occ.tune(objective, psi, steps=25, starts=2, rate=0.4, bounds={"gamma": (0.25, 4.0)})
+    assert found.value < -1
+    regrets = []
+    for apply in (False, True):
+        if apply:
+            found.load_into(psi)
+        history = occ.simulate(mdp, occ.FTRL(mdp, psi), occ.BernoulliLosses(mean), 2000, range(8), checkpoints=[2000])
+        regrets.append(float(history.regret.mean()))
+    assert regrets[1] < regrets[0] / 2
+
+
+def test_robust_objective_is_between_the_mean_and_the_worst():
+    mdp, mean = world()
+    psi = occ.jin_luo(mdp, beta=2.0)
+    worlds = [occ.World("stochastic", mdp, mean), occ.World("switching", mdp, occ.SwitchingLosses(torch.stack([mean, 1 - mean]), 100))]
+    alone = [float(occ.ForecastObjective([w], 300, reference=occ.jin_luo(mdp), trust=1.0)(psi).value.detach()) for w in worlds]
+    soft, hard = (
+        float(occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp), robustness=r, trust=1.0)(psi).value.detach())
+        for r in (0.01, 100.0)
+    )
+    assert soft == pytest.approx(sum(alone) / 2, abs=0.02)
+    assert hard == pytest.approx(max(alone), abs=0.02)
+
+
+class Family(occ.SeparableRegularizer):
+    """A mixture of a power and an entropy: a regularizer that is itself a family."""
+
+    arg_constraints: ClassVar = {"power": constraints.interval(0.05, 0.95), "mix": constraints.unit_interval}
+
+    def __init__(self, power=0.5, mix=0.3):
+        super().__init__(power=power, mix=mix)
+
+    def pair(self, x):
+        power, mix = self.power[..., None, None], self.mix[..., None, None]
+        return -(1 - mix) * x**power + mix * x * x.log()
+
+
+def test_a_family_of_regularizers_is_tuned():
+    mdp, mean = world()
+    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 500)
+    for psi in (Family() / occ.InverseSqrt(0.5), occ.Tsallis(0.5) / occ.InverseSqrt(0.5) + occ.LogBarrier(1.0)):
+        found = occ.tune(objective, psi, steps=6, starts=2, spread=0.3)
+        assert found.value < float(found.values[0].min())
+        power = next(value for name, value in found.parameters.items() if name.endswith("power"))
+        assert 0.05 < power < 0.95
+        assert power != 0.5
+
+
+def test_refine_is_judged_by_leaping():
+    mdp, mean = world(1)
+    psi = occ.jin_luo(mdp)
+    objective = occ.ForecastObjective([occ.World("stochastic", occ.stack([mdp]), mean[None])], 1000, reference=psi)
+    tuned = occ.tune(objective, psi, steps=8, starts=1, rate=0.5, bounds={"gamma": (0.25, 4.0)})
+    before = [parameter.detach().clone() for parameter in psi.parameters()]
+    found = occ.refine(objective, psi, tuned, rounds=1, particles=16, steps=5, accuracy=1.0)
+    assert len(found.values) == 1 + 6 + 1
+    assert found.tuned.value == pytest.approx(float(found.values.min()))
+    assert found.tuned.value <= float(found.values[0])
+    assert all(torch.equal(a, b.detach()) for a, b in zip(before, psi.parameters(), strict=True))
