@@ -58,7 +58,7 @@ class Args:
     """of the optimizer"""
     starts: int = 3
     """of the optimizer"""
-    rounds: int = 3
+    rounds: int = 2
     """of the refinement by leaping"""
     guard_mdps: int = 4
     """training MDPs on which each point of the refinement is played against the greedy adversary; 0 to tune without it"""
@@ -82,6 +82,8 @@ class Args:
     """which parts to run"""
     cache: Path = Path("runs/meta_tune_cache")
     """where simulations are kept, so that none is ever repeated"""
+    only_cached: bool = False
+    """compare forecasts with those simulations only that have been made already"""
     root: Path = Path("runs")
     """where the run's directory goes"""
 
@@ -108,11 +110,16 @@ def environments(args: Args, seed: int) -> dict[str, occ.LossProcess]:
     }
 
 
-def simulated(args: Args, seed: int, setting: Setting, environment: str, runs: int) -> occ.History:
-    """A simulation, from the cache if it was ever made."""
+def cached(args: Args, seed: int, setting: Setting, environment: str, runs: int) -> Path:
+    """Where a simulation is kept."""
     sizes = f"{args.horizon}x{args.width}x{args.actions}"
     numbers = "_".join(f"{x:.6g}" for x in setting)
-    path = args.cache / f"{sizes}_mdp{seed}_{environment.replace(' ', '-')}_{numbers}_T{args.episodes}_n{runs}.npz"
+    return args.cache / f"{sizes}_mdp{seed}_{environment.replace(' ', '-')}_{numbers}_T{args.episodes}_n{runs}.npz"
+
+
+def simulated(args: Args, seed: int, setting: Setting, environment: str, runs: int) -> occ.History:
+    """A simulation, from the cache if it was ever made."""
+    path = cached(args, seed, setting, environment, runs)
     if not path.exists():
         mdp, _ = problem(args, seed)
         learner = occ.FTRL(mdp, occ.jin_luo(mdp, *setting))
@@ -129,8 +136,11 @@ def accuracy(args: Args, directory: Path) -> list[str]:
     alpha = args.actions**-0.5
     for seed in range(args.seed, args.seed + args.test):
         mdp, mean = problem(args, seed)
+        before = len(rows)
         for gamma in args.gammas:
             for beta in args.betas:
+                if args.only_cached and not cached(args, seed, (alpha, beta, gamma), STOCHASTIC, args.seeds).exists():
+                    continue
                 history = simulated(args, seed, (alpha, beta, gamma), STOCHASTIC, args.seeds)
                 truth = history.regret[:, -1]
                 psi = occ.jin_luo(mdp, alpha, beta, gamma)
@@ -159,7 +169,7 @@ def accuracy(args: Args, directory: Path) -> list[str]:
                         "error": chosen / float(truth.mean()) - 1,
                     }
                 )
-        print(f"  MDP {seed}: forecasts of {len(args.gammas) * len(args.betas)} settings compared", flush=True)
+        print(f"  MDP {seed}: forecasts of {len(rows) - before} settings compared", flush=True)
     write_csv(directory / "accuracy.csv", rows)
     write_figure(directory / "accuracy.png", draw_accuracy(args, rows))
     lines = []
@@ -167,6 +177,9 @@ def accuracy(args: Args, directory: Path) -> list[str]:
         errors = np.array([abs(row[key] / row["simulated"] - 1) for row in rows])
         within = f"{(errors <= 0.1).mean():.0%} of {len(rows)} within 10 %"
         lines.append(f"{name}: {within}, median error {np.median(errors):.1%}, largest {errors.max():.1%}")
+        for seed in dict.fromkeys(row["mdp"] for row in rows):
+            own = np.array([error for error, row in zip(errors, rows, strict=True) if row["mdp"] == seed])
+            lines.append(f"  MDP {seed}: {(own <= 0.1).sum()} of {len(own)}")
     wrong = [row for row in rows if abs(row["error"]) > 0.1]
     lines += [
         f"  missed: MDP {row['mdp']}, beta {row['beta']:g}, gamma {row['gamma']:g}: {row['chosen']:.0f} ({row['method']}), "
@@ -273,7 +286,7 @@ def train(args: Args, directory: Path) -> tuple[Setting, occ.Tuned, occ.Refined 
     guard = None
     if args.guard_mdps:
         before = range(args.seed - args.guard_mdps, args.seed)
-        played = [occ.World(GREEDY, problem(args, seed)[0], occ.GreedyAdversary()) for seed in before]
+        played = [occ.World(GREEDY, problem(args, seed)[0], occ.GreedyAdversary()) for seed in before]  # one name: averaged
         guard = occ.Guard(played, args.episodes, psi, seeds=range(1, args.guard_seeds + 1), margin=args.margin)
     refined = occ.refine(objective, psi, tuned, rounds=args.rounds, radius=1.1, particles=32, accuracy=1.0, guard=guard)
     columns = ("points", "values", "excess")
@@ -458,6 +471,7 @@ def tradeoff(args: Args, directory: Path) -> list[str]:
 def draw_tradeoff(args: Args, rows: list[dict[str, Any]]) -> Any:
     """Left: both regrets over beta. Right: one over the other; below the line is no worse than the paper's constants."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     paper, others = rows[0], rows[1:]
     figure = Figure(figsize=(11, 4.2), layout="constrained")
@@ -499,6 +513,10 @@ def draw_tradeoff(args: Args, rows: list[dict[str, Any]]) -> Any:
     )
     left.legend(frameon=False, fontsize="small", ncols=2)
     right.legend(frameon=False, fontsize="small")
+    for axis in (left.yaxis, right.xaxis):
+        axis.set_major_formatter("{x:,.0f}")
+        axis.set_minor_locator(LogLocator(subs=(2.0, 3.0, 5.0)))
+        axis.set_minor_formatter("{x:,.0f}")
     for axes in (left, right):
         axes.grid(visible=True, which="major", color="0.92", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
