@@ -1,8 +1,9 @@
 """Tune (alpha, beta, gamma) by gradients of the forecast on some random MDPs, and play with them on others: is it worth it?
 
-Four parts, each with a table and a figure: the forecasts against simulated regret over a grid of settings; the tuning itself on training
-MDPs in three environments at once; random search and Optuna by real simulation, in the same wall time; and all of them, with the paper's
-constants and its appendix's tuning for the stochastic case, on held-out MDPs and in one more environment, by simulation.
+Parts, each with a table and a figure. `accuracy`: the forecasts against simulated regret over a grid of settings. `tune`: the tuning itself
+on training MDPs, in three environments at once that can be forecast and guarded by runs against an adversary that cannot; random search and
+Optuna by real simulation, in the same wall time; and all of them, with the paper's constants and its appendix's tuning for the stochastic
+case, on held-out MDPs, by simulation. `tradeoff`: what a setting costs in the stochastic world and against the adversary.
 """
 
 from __future__ import annotations
@@ -59,16 +60,30 @@ class Args:
     """of the optimizer"""
     rounds: int = 2
     """of the refinement by leaping"""
+    guard_mdps: int = 4
+    """training MDPs on which each point of the refinement is played against the greedy adversary; 0 to tune without it"""
+    guard_seeds: int = 6
+    """runs on each of them"""
+    margin: float = 0.0
+    """how much less regret than the paper's constants to demand there, since runs are few and held-out MDPs are others"""
     particles: int = 128
     """of a forecast by leaping"""
     search_seeds: int = 4
     """runs of each point of the searches"""
     budget: float = 0.0
     """seconds for each search; 0 for as long as the tuner took"""
+    tradeoff_alpha: float = 0.213
+    """alpha of the part `tradeoff`; its runs are `search_seeds`"""
+    tradeoff_betas: tuple[float, ...] = (0.1, 0.76, 3.0, 10.0, 30.0, 192.0)
+    """likewise"""
+    tradeoff_gammas: tuple[float, ...] = (0.5, 1.0, 1.55, 3.0)
+    """likewise"""
     parts: tuple[str, ...] = ("accuracy", "tune")
     """which parts to run"""
     cache: Path = Path("runs/meta_tune_cache")
     """where simulations are kept, so that none is ever repeated"""
+    only_cached: bool = False
+    """compare forecasts with those simulations only that have been made already"""
     root: Path = Path("runs")
     """where the run's directory goes"""
 
@@ -84,7 +99,7 @@ def problem(args: Args, seed: int) -> tuple[occ.LayeredMDP, Tensor]:
 
 
 def environments(args: Args, seed: int) -> dict[str, occ.LossProcess]:
-    """Losses for one MDP. The last one reacts to the learner: nobody can tune for it, and it is only there to test."""
+    """Losses for one MDP. The last one reacts to the learner: nothing forecasts it, and the tuner has to play."""
     (_, mean), (_, other) = problem(args, seed), problem(args, seed + 10_000)
     period = max(args.episodes // 4, 1)
     return {
@@ -95,11 +110,16 @@ def environments(args: Args, seed: int) -> dict[str, occ.LossProcess]:
     }
 
 
-def simulated(args: Args, seed: int, setting: Setting, environment: str, runs: int) -> occ.History:
-    """A simulation, from the cache if it was ever made."""
+def cached(args: Args, seed: int, setting: Setting, environment: str, runs: int) -> Path:
+    """Where a simulation is kept."""
     sizes = f"{args.horizon}x{args.width}x{args.actions}"
     numbers = "_".join(f"{x:.6g}" for x in setting)
-    path = args.cache / f"{sizes}_mdp{seed}_{environment.replace(' ', '-')}_{numbers}_T{args.episodes}_n{runs}.npz"
+    return args.cache / f"{sizes}_mdp{seed}_{environment.replace(' ', '-')}_{numbers}_T{args.episodes}_n{runs}.npz"
+
+
+def simulated(args: Args, seed: int, setting: Setting, environment: str, runs: int) -> occ.History:
+    """A simulation, from the cache if it was ever made."""
+    path = cached(args, seed, setting, environment, runs)
     if not path.exists():
         mdp, _ = problem(args, seed)
         learner = occ.FTRL(mdp, occ.jin_luo(mdp, *setting))
@@ -116,8 +136,11 @@ def accuracy(args: Args, directory: Path) -> list[str]:
     alpha = args.actions**-0.5
     for seed in range(args.seed, args.seed + args.test):
         mdp, mean = problem(args, seed)
+        before = len(rows)
         for gamma in args.gammas:
             for beta in args.betas:
+                if args.only_cached and not cached(args, seed, (alpha, beta, gamma), STOCHASTIC, args.seeds).exists():
+                    continue
                 history = simulated(args, seed, (alpha, beta, gamma), STOCHASTIC, args.seeds)
                 truth = history.regret[:, -1]
                 psi = occ.jin_luo(mdp, alpha, beta, gamma)
@@ -146,7 +169,7 @@ def accuracy(args: Args, directory: Path) -> list[str]:
                         "error": chosen / float(truth.mean()) - 1,
                     }
                 )
-        print(f"  MDP {seed}: forecasts of {len(args.gammas) * len(args.betas)} settings compared", flush=True)
+        print(f"  MDP {seed}: forecasts of {len(rows) - before} settings compared", flush=True)
     write_csv(directory / "accuracy.csv", rows)
     write_figure(directory / "accuracy.png", draw_accuracy(args, rows))
     lines = []
@@ -154,6 +177,9 @@ def accuracy(args: Args, directory: Path) -> list[str]:
         errors = np.array([abs(row[key] / row["simulated"] - 1) for row in rows])
         within = f"{(errors <= 0.1).mean():.0%} of {len(rows)} within 10 %"
         lines.append(f"{name}: {within}, median error {np.median(errors):.1%}, largest {errors.max():.1%}")
+        for seed in dict.fromkeys(row["mdp"] for row in rows):
+            own = np.array([error for error, row in zip(errors, rows, strict=True) if row["mdp"] == seed])
+            lines.append(f"  MDP {seed}: {(own <= 0.1).sum()} of {len(own)}")
     wrong = [row for row in rows if abs(row["error"]) > 0.1]
     lines += [
         f"  missed: MDP {row['mdp']}, beta {row['beta']:g}, gamma {row['gamma']:g}: {row['chosen']:.0f} ({row['method']}), "
@@ -236,7 +262,7 @@ def appendix_setting(args: Args, mdp: occ.LayeredMDP) -> Setting:
 
 
 def train(args: Args, directory: Path) -> tuple[Setting, occ.Tuned, occ.Refined | None]:
-    """Minimize the forecast over the training MDPs and environments, then refine by leaping."""
+    """Minimize the forecast over the training MDPs and environments, then refine by leaping and by playing the adversary."""
     found = [problem(args, seed) for seed in range(args.seed - args.train, args.seed)]
     worlds = [occ.World(STOCHASTIC, occ.stack([mdp for mdp, _ in found]), torch.stack([mean for _, mean in found]))]
     for seed, (mdp, _) in zip(range(args.seed - args.train, args.seed), found, strict=True):
@@ -255,11 +281,22 @@ def train(args: Args, directory: Path) -> tuple[Setting, occ.Tuned, occ.Refined 
         save_to=directory / "tuning.pt",
     )
     print(tuned, flush=True)
-    refined = occ.refine(objective, psi, tuned, rounds=args.rounds, particles=32, accuracy=1.0) if args.rounds else None
-    result = tuned if refined is None else refined.tuned
-    if refined is not None:
-        print(f"refined by leaping: {refined.tuned}", flush=True)
-    return _setting(result), tuned, refined
+    if not args.rounds:
+        return _setting(tuned), tuned, None
+    guard = None
+    if args.guard_mdps:
+        before = range(args.seed - args.guard_mdps, args.seed)
+        played = [occ.World(GREEDY, problem(args, seed)[0], occ.GreedyAdversary()) for seed in before]  # one name: averaged
+        guard = occ.Guard(played, args.episodes, psi, seeds=range(1, args.guard_seeds + 1), margin=args.margin)
+    refined = occ.refine(objective, psi, tuned, rounds=args.rounds, radius=1.1, particles=32, accuracy=1.0, guard=guard)
+    columns = ("points", "values", "excess")
+    rows = zip(*(getattr(refined, name).tolist() for name in columns), strict=True)
+    write_csv(
+        directory / "refinement.csv",
+        [dict(zip(tuned.names, point, strict=True)) | {"value": value, "excess": excess} for point, value, excess in rows],
+    )
+    print(f"refined by leaping: {refined.tuned}", flush=True)
+    return _setting(refined.tuned), tuned, refined
 
 
 def _setting(tuned: occ.Tuned) -> Setting:
@@ -407,6 +444,85 @@ def draw_landscape(args: Args, tuned: occ.Tuned, refined: occ.Refined | None) ->
     return figure
 
 
+# -- one world against the other -------------------------------------------------------------------------------------------
+
+
+def tradeoff(args: Args, directory: Path) -> list[str]:
+    """Regret in the stochastic world and against the adversary, over beta for several gamma, on the last training MDP."""
+    seed, paper = args.seed - 1, (args.actions**-0.5, 64.0 * args.horizon, 1.0)
+    settings = [paper] + [(args.tradeoff_alpha, beta, gamma) for gamma in args.tradeoff_gammas for beta in args.tradeoff_betas]
+    rows: list[dict[str, Any]] = []
+    for setting in settings:
+        row: dict[str, Any] = dict(zip(("alpha", "beta", "gamma"), setting, strict=True))
+        for place in (STOCHASTIC, GREEDY):
+            regret = simulated(args, seed, setting, place, args.search_seeds).regret[:, -1]
+            row |= {place: float(regret.mean()), f"{place}, standard error": float(regret.std()) / len(regret) ** 0.5}
+        rows.append(row)
+    write_csv(directory / "tradeoff.csv", rows)
+    write_figure(directory / "tradeoff.png", draw_tradeoff(args, rows))
+    best = min((row for row in rows[1:] if row[GREEDY] <= rows[0][GREEDY]), key=lambda row: row[STOCHASTIC], default=rows[0])
+    name = ", ".join(f"{key} = {best[key]:.3g}" for key in ("alpha", "beta", "gamma"))
+    return [
+        f"MDP {seed}, of {len(rows)} settings no worse than the paper's against the adversary ({rows[0][GREEDY]:.0f}), the best: {name}",
+        f"  {best[GREEDY]:.0f} against the adversary; stochastic {best[STOCHASTIC]:.0f}, the paper's constants {rows[0][STOCHASTIC]:.0f}",
+    ]
+
+
+def draw_tradeoff(args: Args, rows: list[dict[str, Any]]) -> Any:
+    """Left: both regrets over beta. Right: one over the other; below the line is no worse than the paper's constants."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
+    paper, others = rows[0], rows[1:]
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    for gamma, colour in zip(args.tradeoff_gammas, COLOURS, strict=False):
+        kept = [row for row in others if row["gamma"] == gamma]
+        for place, style in ((STOCHASTIC, "-"), (GREEDY, "--")):
+            errors = [1.96 * row[f"{place}, standard error"] for row in kept]
+            left.errorbar(
+                [row["beta"] for row in kept],
+                [row[place] for row in kept],
+                errors,
+                color=colour,
+                linestyle=style,
+                marker="o" if place == STOCHASTIC else "^",
+                markersize=4,
+                linewidth=1.3,
+                elinewidth=0.7,
+                label=f"γ = {gamma:g}" if place == STOCHASTIC else None,
+            )
+        right.plot([row[STOCHASTIC] for row in kept], [row[GREEDY] for row in kept], color=colour, marker="o", markersize=4, linewidth=1.0)
+    left.plot([], [], color="0.3", linestyle="-", marker="o", markersize=4, label=STOCHASTIC)
+    left.plot([], [], color="0.3", linestyle="--", marker="^", markersize=4, label=GREEDY)
+    left.axhline(paper[GREEDY], color="black", linestyle=":", linewidth=1.0)
+    right.axhline(paper[GREEDY], color="black", linestyle=":", linewidth=1.0)
+    right.plot([paper[STOCHASTIC]], [paper[GREEDY]], color="black", marker="*", markersize=12, linestyle="none", label="paper's constants")
+    left.set(
+        xscale="log",
+        yscale="log",
+        xlabel="β",
+        ylabel=f"regret at T = {args.episodes:,}",
+        title=f"MDP {args.seed - 1}, α = {args.tradeoff_alpha:g} (dotted: paper, adversary)",
+    )
+    right.set(
+        xscale="log",
+        xlabel="regret, stochastic",
+        ylabel="regret, greedy adversary",
+        title="one against the other, a line for each γ",
+    )
+    left.legend(frameon=False, fontsize="small", ncols=2)
+    right.legend(frameon=False, fontsize="small")
+    for axis in (left.yaxis, right.xaxis):
+        axis.set_major_formatter("{x:,.0f}")
+        axis.set_minor_locator(LogLocator(subs=(2.0, 3.0, 5.0)))
+        axis.set_minor_formatter("{x:,.0f}")
+    for axes in (left, right):
+        axes.grid(visible=True, which="major", color="0.92", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def main(args: Args) -> Path:
     """All parts."""
     torch.set_num_threads(1)
@@ -438,6 +554,10 @@ def main(args: Args) -> Path:
                 more.append(f"{name}: {answer[1]} points of {args.search_seeds} seeds")
         more += compare(args, directory, settings)
         lines += ["Tuning", *more]
+        print("\n".join(more), flush=True)
+    if "tradeoff" in args.parts:
+        more = tradeoff(args, directory)
+        lines += ["One world against the other", *more]
         print("\n".join(more), flush=True)
     write_text(directory / "report.txt", "\n".join(lines))
     print(f"\nwritten to {directory}")

@@ -14,10 +14,30 @@ def test_meta_gradients(tmp_path):
 
 def test_meta_tune(tmp_path):
     small = ["--horizon", "2", "--width", "2", "--actions", "2", "--episodes", "60", "--train", "1", "--test", "1", "--seeds", "3"]
-    small += ["--betas", "10", "--gammas", "1", "--steps", "2", "--starts", "1", "--rounds", "1", "--particles", "4", "--search-seeds", "2"]
+    small += [
+        "--betas",
+        "10",
+        "--gammas",
+        "1",
+        "--steps",
+        "2",
+        "--starts",
+        "1",
+        "--rounds",
+        "1",
+        "--guard-mdps",
+        "1",
+        "--guard-seeds",
+        "1",
+        "--particles",
+        "4",
+        "--search-seeds",
+        "2",
+    ]
+    small += ["--tradeoff-betas", "10", "--tradeoff-gammas", "1", "--parts", "accuracy", "tune", "tradeoff"]
     printed = run("meta_tune", *small, "--budget", "0.2", "--cache", str(tmp_path / "cache"), "--root", str(tmp_path / "runs"))
     (found,) = (tmp_path / "runs").iterdir()
-    for name in ("accuracy.png", "landscape.png", "environments.png"):
+    for name in ("accuracy.png", "landscape.png", "environments.png", "tradeoff.png"):
         assert (found / name).read_bytes().startswith(PNG)
     assert "by the rule: " in printed
     assert "greedy adversary: the paper's constants cost" in printed

@@ -212,4 +212,34 @@ def test_refine_is_judged_by_leaping():
     assert len(found.values) == 1 + 6 + 1
     assert found.tuned.value == pytest.approx(float(found.values.min()))
     assert found.tuned.value <= float(found.values[0])
+    assert torch.equal(found.excess, torch.zeros(8))  # nothing guards
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, psi.parameters(), strict=True))
+
+
+def test_a_guard_plays_where_nothing_can_be_forecast():
+    mdp, mean = world(1)
+    psi = occ.jin_luo(mdp)
+    guard = occ.Guard([occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2), margin=0.05)
+    assert guard(psi).excess == 0  # the same seeds, the same runs
+    wild = occ.jin_luo(mdp, beta=0.1, gamma=4.0)
+    verdict = guard(wild)
+    history = occ.simulate(mdp, occ.FTRL(mdp, wild), occ.GreedyAdversary(), 100, (1, 2))
+    assert verdict.regrets["greedy"] == pytest.approx(float(history.regret[:, -1].mean()))
+    assert verdict.excess == pytest.approx(verdict.regrets["greedy"] / guard.scales[0] - 1)
+    assert verdict.excess > 0.5
+    assert guard.penalty(torch.tensor([-0.06, 0.05])).tolist() == pytest.approx([0.0, 3.0])
+    with pytest.raises(ValueError, match="worlds: 'stochastic' is played, so it takes one MDP and a loss process"):
+        occ.Guard([occ.World("stochastic", mdp, mean)], 10, psi)
+
+
+def test_refine_under_a_guard_chooses_what_passes():
+    mdp, mean = world(1)
+    psi = occ.jin_luo(mdp)
+    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
+    start = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)  # ruinous against the adversary
+    guard = occ.Guard([occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2))
+    found = occ.refine(objective, psi, start, rounds=1, particles=8, steps=5, accuracy=1.0, radius=2.0, guard=guard)
+    assert float(found.excess[0]) > 0.5
+    chosen = int(found.values.argmin())
+    assert float(found.excess[chosen]) < float(found.excess[0]) / 2
+    assert found.tuned.regrets["greedy"] == pytest.approx(guard.scales[0] * (1 + float(found.excess[chosen])))

@@ -89,6 +89,8 @@ from torch_occ.objectives import Evaluation as Evaluation
 from torch_occ.objectives import ForecastObjective as ForecastObjective
 from torch_occ.objectives import World as World
 from torch_occ.objectives import stack as stack
+from torch_occ.guard import Guard as Guard
+from torch_occ.guard import Verdict as Verdict
 from torch_occ.tune import Tuned as Tuned
 from torch_occ.tune import tune as tune
 from torch_occ.refine import Refined as Refined

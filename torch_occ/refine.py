@@ -7,6 +7,9 @@ numbers; fits what the forecast lacks by a quadratic without mixed terms,
     log leap - log forecast = c + g . du + h . du^2,
 
 adds it to the forecast, and minimizes the sum by gradients inside the region. What leaping finds best becomes the centre of the next round.
+
+Worlds whose losses answer to the learner can be neither forecast nor leapt through. A `Guard` plays in them for real at the same points;
+its excess is fitted by a quadratic of its own, and so is a constraint of the minimization.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.guard import Guard, Verdict
 from torch_occ.leaping import leap
 from torch_occ.losses import LossProcess
 from torch_occ.mdp import LayeredMDP
@@ -35,6 +39,7 @@ class Refined(NamedTuple):
     values: Tensor  # (points,), the objective by leaping
     forecasts: Tensor  # (points,), by the mean path
     points: Tensor  # (points, parameters)
+    excess: Tensor  # (points,), what the guard found; zeros without a guard
     seconds: float
 
 
@@ -49,6 +54,7 @@ def refine(
     accuracy: float = 0.7,
     steps: int = 30,
     seed: int = 0,
+    guard: Guard | None = None,
 ) -> Refined:
     """Go on from what `tune` found.
 
@@ -58,6 +64,8 @@ def refine(
         rounds: each takes 2 p + 2 evaluations by leaping for p parameters.
         radius: of the region in the unconstrained space; halved when a round brings nothing.
         particles: runs of each evaluation, the same random numbers in all.
+        guard: worlds in which the result may not be worse than a reference. Its penalty is part of `values`, its regrets of
+            `tuned.regrets`; `excess` says what it found.
     """
     begun = time.monotonic()
     tuner = Tuner(objective, regularizer, 0, 1, tuned.names, {}, 0.1, 0.0, 0, None)
@@ -65,7 +73,9 @@ def refine(
     kept = {name: own[name].detach().clone() for name in tuned.names}
     points: list[Tensor] = []
     judged: list[Evaluation] = []
+    leapt: list[float] = []
     forecasts: list[float] = []
+    excess: list[float] = []
 
     def judge(u: Tensor) -> float:
         values = tuner.constrained(u)
@@ -73,7 +83,11 @@ def refine(
             for name, value in zip(tuned.names, values.tolist(), strict=True):
                 own[name].fill_(value)
             forecasts.append(float(plain(regularizer).value))
-        judged.append(leap_evaluation(objective, regularizer, particles=particles, accuracy=accuracy, seed=seed))
+        found = leap_evaluation(objective, regularizer, particles=particles, accuracy=accuracy, seed=seed)
+        verdict = guard(regularizer) if guard is not None else Verdict(0.0, {})
+        leapt.append(_trusted(found))
+        excess.append(verdict.excess)
+        judged.append(_guarded(found, verdict, guard))
         points.append(u)
         return _trusted(judged[-1])
 
@@ -85,11 +99,13 @@ def refine(
             centre, first = best, len(points)
             offsets = radius * torch.cat([torch.eye(len(centre)), -torch.eye(len(centre))]).double()
             around = [(centre + offset).clamp(tuner.low, tuner.high) for offset in offsets]
-            lacks = [best_value - _forecast_at(points, forecasts, centre)]
             for u in around:
-                lacks.append(judge(u) - forecasts[-1])
-            correction = _fit(torch.stack([centre, *around]) - centre, torch.tensor(lacks, dtype=torch.float64))
-            model = Corrected(plain, tuner, centre, correction)
+                judge(u)
+            used = [next(i for i, u in enumerate(points) if torch.equal(u, centre)), *range(first, len(points))]
+            lacks = torch.tensor([leapt[i] - forecasts[i] for i in used], dtype=torch.float64)
+            beyond = torch.tensor([excess[i] for i in used], dtype=torch.float64)
+            moves = torch.stack([points[i] for i in used]) - centre
+            model = Corrected(plain, tuner, centre, _fit(moves, lacks), (guard, _fit(moves, beyond)) if guard is not None else None)
             with torch.no_grad():
                 for name, value in zip(tuned.names, tuner.constrained(centre).tolist(), strict=True):
                     own[name].fill_(value)
@@ -122,25 +138,33 @@ def refine(
         start=0,
         seconds=tuned.seconds + time.monotonic() - begun,
     )
-    return Refined(result, values, torch.tensor(forecasts), parameters, time.monotonic() - begun)
+    return Refined(result, values, torch.tensor(forecasts), parameters, torch.tensor(excess), time.monotonic() - begun)
+
+
+Quadratic = tuple[Tensor, Tensor, Tensor]  # c, g and h of c + g . x + h . x^2
 
 
 class Corrected:
-    """An objective plus a quadratic in the unconstrained parameters."""
+    """An objective plus a quadratic in the unconstrained parameters, plus a guard's penalty if its excess is another quadratic."""
 
-    def __init__(self, base: ForecastObjective, tuner: Tuner, centre: Tensor, correction: tuple[Tensor, Tensor, Tensor]) -> None:
+    def __init__(
+        self, base: ForecastObjective, tuner: Tuner, centre: Tensor, correction: Quadratic, guarded: tuple[Guard, Quadratic] | None = None
+    ) -> None:
         self.base, self.names, self.transforms = base, tuner.names, tuner.transforms
-        self.centre, self.correction = centre, correction
+        self.centre, self.correction, self.guarded = centre, correction, guarded
 
     def __call__(self, regularizer: Regularizer) -> Evaluation:
         """The parameters have shape `(B, 1)`."""
         own = dict(regularizer.named_parameters())
         pairs = zip(self.names, self.transforms, strict=True)
         u = torch.cat([transform.inv(own[name]) for name, transform in pairs], -1)  # (B, parameters)
-        c, g, h = self.correction
         offset = u - self.centre
         found = self.base(regularizer)
-        return found._replace(value=found.value + c + (g * offset + h * offset**2).sum(-1))
+        value = found.value + _quadratic(self.correction, offset)
+        if self.guarded is not None:
+            guard, excess = self.guarded
+            value = value + guard.penalty(_quadratic(excess, offset))
+        return found._replace(value=value)
 
 
 def leap_evaluation(objective: ForecastObjective, regularizer: Regularizer, *, particles: int, accuracy: float, seed: int) -> Evaluation:
@@ -175,17 +199,27 @@ def _trusted(found: Evaluation) -> float:
     return value if bool(found.certified.all()) and math.isfinite(value) else math.inf
 
 
-def _fit(offsets: Tensor, lacks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """c, g and h of least squares for c + g . x + h . x^2."""
+def _guarded(found: Evaluation, verdict: Verdict, guard: Guard | None) -> Evaluation:
+    """An evaluation with what a guard adds to it; an excess that is not a number is no certificate."""
+    if guard is None:
+        return found
+    excess = torch.tensor(verdict.excess, dtype=torch.float64)
+    regrets = found.regrets | {name: torch.tensor([regret]) for name, regret in verdict.regrets.items()}
+    return Evaluation(found.value + guard.penalty(excess), regrets, found.certified & excess.isfinite())
+
+
+def _quadratic(coefficients: Quadratic, x: Tensor) -> Tensor:
+    c, g, h = coefficients
+    return c + (g * x + h * x**2).sum(-1)
+
+
+def _fit(offsets: Tensor, lacks: Tensor) -> Quadratic:
+    """The quadratic of least squares."""
     count = offsets.shape[-1]
     columns = torch.cat([torch.ones(len(offsets), 1, dtype=offsets.dtype), offsets, offsets**2], -1)
     fine = lacks.isfinite()
     solution = torch.linalg.lstsq(columns[fine], lacks[fine].unsqueeze(-1), driver="gelsd").solution.squeeze(-1)
     return solution[0], solution[1 : 1 + count], solution[1 + count :]
-
-
-def _forecast_at(points: list[Tensor], forecasts: list[float], u: Tensor) -> float:
-    return next(value for point, value in zip(points, forecasts, strict=True) if torch.equal(point, u))
 
 
 def _inverse(tuner: Tuner, tuned: Tuned) -> Tensor:

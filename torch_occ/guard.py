@@ -1,0 +1,81 @@
+"""Worlds that cannot be forecast, because their losses answer to the learner: there a regularizer is judged by playing.
+
+A guard demands of a regularizer that in none of its worlds it be worse than a reference. With R the mean regret of the runs and R_ref that
+of the reference, both played with the same seeds,
+
+    excess = max_e mean_{MDPs of e} (R - R_ref) / |R_ref|,
+
+and a regularizer passes if its excess is at most `-margin`. Nothing here has a gradient: `refine` fits the excess by a quadratic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from torch_occ.learners import FTRL
+from torch_occ.losses import LossProcess
+from torch_occ.objectives import World
+from torch_occ.regularizers import Regularizer
+from torch_occ.simulate import simulate
+
+#: What an excess of 1, beyond what is allowed, adds to the objective of `refine`: a percent of excess outweighs 30 % of regret elsewhere.
+PENALTY = 30.0
+
+
+class Verdict(NamedTuple):
+    """What a guard found by playing with one regularizer."""
+
+    excess: float  # in the worst world, relative to the reference; NaN if a run had a step without certificate
+    regrets: dict[str, float]  # by environment, the mean over its MDPs and seeds
+
+
+class Guard:
+    """Real runs in worlds whose losses no forecast knows, against a reference.
+
+    Args:
+        worlds: each with one MDP and a loss process, for example `GreedyAdversary()`. Worlds of one name are averaged.
+        reference: which regularizer not to be worse than, for example `jin_luo(mdp)` with the paper's constants.
+        seeds: of the runs, the same for every regularizer.
+        margin: how much better than the reference to be, as a share of its regret: for runs are few, and other MDPs are different.
+    """
+
+    def __init__(
+        self, worlds: Sequence[World], episodes: int, reference: Regularizer, *, seeds: Sequence[int] = range(1, 9), margin: float = 0.0
+    ) -> None:
+        if not worlds:
+            raise ValueError("worlds: expected at least one")
+        for world in worlds:
+            if not isinstance(world.losses, LossProcess) or world.mdp.batch_shape:
+                raise ValueError(f"worlds: {world.name!r} is played, so it takes one MDP and a loss process, not means or a batch")
+        self.worlds, self.episodes, self.seeds, self.margin = tuple(worlds), episodes, tuple(seeds), margin
+        self.scales = [self._play(world, reference) for world in worlds]
+        for world, scale in zip(worlds, self.scales, strict=True):
+            if not 0 < abs(scale) < torch.inf:
+                raise ValueError(f"reference: its regret in {world.name!r} is {scale}; nothing can be compared with that")
+
+    def __call__(self, regularizer: Regularizer) -> Verdict:
+        """Play with a regularizer; its parameters are scalars."""
+        regrets: dict[str, list[float]] = {}
+        ratios: dict[str, list[float]] = {}
+        for world, scale in zip(self.worlds, self.scales, strict=True):
+            regret = self._play(world, regularizer)
+            regrets.setdefault(world.name, []).append(regret)
+            ratios.setdefault(world.name, []).append((regret - scale) / abs(scale))
+        worst = torch.tensor([sum(parts) / len(parts) for parts in ratios.values()]).max()  # NaN if any is
+        return Verdict(float(worst), {name: sum(parts) / len(parts) for name, parts in regrets.items()})
+
+    def penalty(self, excess: torch.Tensor) -> torch.Tensor:
+        """What is added to an objective: nothing for who passes."""
+        return PENALTY * (excess + self.margin).clamp(min=0)
+
+    def _play(self, world: World, regularizer: Regularizer) -> float:
+        assert isinstance(world.losses, LossProcess)
+        with torch.no_grad():
+            history = simulate(
+                world.mdp, FTRL(world.mdp, regularizer), world.losses, self.episodes, self.seeds, checkpoints=[self.episodes]
+            )
+        fine = not bool(history.uncertified.any())
+        return float(history.regret[:, -1].mean()) if fine else float("nan")
