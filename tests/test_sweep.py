@@ -165,11 +165,15 @@ def test_control_c_ends_at_once_and_keeps_what_is_finished(tmp_path):
     log = tmp_path / "log"
     log.mkdir()
     grid = occ.grid(cell=[0], seconds=[0], log=[str(log)]) + occ.grid(cell=[1], seconds=[600], log=[str(log)])
-    script = f"import cells, torch_occ as occ\nocc.sweep(cells.slow, {grid!r}, {str(tmp_path / 'out')!r}, **{QUIET!r})"
-    driver = subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: {"0.done", "1.begun"} <= set(events(log)) and list((tmp_path / "out" / "cells").glob("*.json")))
-    driver.send_signal(signal.SIGINT)
-    _, errors = driver.communicate(timeout=60)
+    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what runs in the background is born deaf to it
+    script = f"{heard}import cells, torch_occ as occ\nocc.sweep(cells.slow, {grid!r}, {str(tmp_path / 'out')!r}, **{QUIET!r})"
+    with subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as driver:
+        wait_for(lambda: {"0.done", "1.begun"} <= set(events(log)) and list((tmp_path / "out" / "cells").glob("*.json")))
+        driver.send_signal(signal.SIGINT)
+        try:
+            _, errors = driver.communicate(timeout=60)
+        finally:
+            driver.kill()
     assert driver.returncode != 0
     assert "KeyboardInterrupt" in errors
     workers = {int(path.name.rsplit(".", 1)[1]) for path in log.iterdir()}
