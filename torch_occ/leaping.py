@@ -28,6 +28,7 @@ from torch_occ.hessians import Hessian
 from torch_occ.implicit import Setting
 from torch_occ.losses import LossProcess, Noise
 from torch_occ.mdp import LayeredMDP
+from torch_occ.newton import Options
 from torch_occ.occupancy import interior_point, optimal_policy, policy_of
 from torch_occ.phases import phases_of
 from torch_occ.regret import comparator
@@ -274,8 +275,8 @@ def _leap_compiled(
     log_t = torch.linspace(0, float(course.stops[-1].log()) + 0.1, 400, dtype=torch.float64)
     with torch.no_grad():
         found = terms_of(regularizer, log_t.exp())
-        weights = weights_of(found, log_t.shape)
-        terms = Terms(*kinds_of(found), exponents_of(found, torch.Size()).numpy())
+        weights = weights_of(found).expand(len(log_t), -1)
+        terms = Terms(*kinds_of(found), exponents_of(found).numpy())
     log_weights = torch.where(weights == 0, 1.0, weights.abs()).log().contiguous().numpy()
     model = model_of(mdp)
     way = Way(
@@ -291,8 +292,8 @@ def _leap_compiled(
         interior_point(mdp).detach().flatten().numpy(),
         float(accuracy),
         WIDEST,
-        float(np.finfo(np.float64).eps ** (2 / 3)),
-        200,
+        Options().tolerance_in(torch.float64),
+        Options().max_steps,
     )
     regret = torch.zeros(particles, len(course.stops), dtype=torch.float64)
     counts = torch.zeros(particles, 2, dtype=torch.long)

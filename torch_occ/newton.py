@@ -73,6 +73,10 @@ class Options:
         if self.max_steps < 1:
             raise ValueError(f"max_steps: expected at least 1, got {self.max_steps}")
 
+    def tolerance_in(self, dtype: torch.dtype) -> float:
+        """The tolerance, or the default one for this precision."""
+        return torch.finfo(dtype).eps ** (2 / 3) if self.tolerance is None else self.tolerance
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -172,7 +176,7 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
 
     dual_residual = _dual_residual(flow, psi, plan.gaps, q, value)
     flow_error = (flow_residual(mdp, q) / q.sum(-1)).abs().amax(-1)
-    tolerance = eps ** (2 / 3) if options.tolerance is None else options.tolerance
+    tolerance = options.tolerance_in(loss.dtype)
     certified = (dual_residual <= tolerance) & (flow_error <= tolerance)
     status = torch.where((status == Status.STALLED) & certified, Status.CONVERGED, status)
     return Solution(q, value + plan.value, status, steps, decrement.clamp(min=0).sqrt(), flow_error, dual_residual)

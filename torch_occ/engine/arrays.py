@@ -13,6 +13,7 @@ from torch_occ.engine.layout import COMPLEMENT, LOG, PAIR, POWER, REST, STATE, X
 from torch_occ.mdp import LayeredMDP
 from torch_occ.regularizers import Regularizer
 from torch_occ.terms import Power, Term, XLogX
+from torch_occ.validation import broadcast
 
 _ARGUMENTS = {"pair": PAIR, "rest": REST, "state": STATE, "complement": COMPLEMENT}
 
@@ -68,13 +69,20 @@ def kinds_of(terms: Sequence[Term]) -> tuple[Ints, Ints]:
     return np.array([_ARGUMENTS[term.argument] for term in terms], dtype=np.int64), np.array(functions, dtype=np.int64)
 
 
-def weights_of(terms: Sequence[Term], batch: torch.Size) -> Tensor:
+def weights_of(terms: Sequence[Term]) -> Tensor:
     """Weights, `(*batch, K)`."""
-    like = {"dtype": torch.float64}
-    return torch.stack([torch.as_tensor(term.weight, **like).expand(batch) for term in terms], -1)  # type: ignore[arg-type]
+    return _stack([term.weight for term in terms])
 
 
-def exponents_of(terms: Sequence[Term], batch: torch.Size) -> Tensor:
+def exponents_of(terms: Sequence[Term]) -> Tensor:
     """Exponents of the powers, `(*batch, K)`; 0 for other functions."""
-    exponents = [term.function.p if isinstance(term.function, Power) else 0.0 for term in terms]
-    return torch.stack([torch.as_tensor(p, dtype=torch.float64).expand(batch) for p in exponents], -1)
+    return _stack([term.function.p if isinstance(term.function, Power) else 0.0 for term in terms])
+
+
+def _stack(values: Sequence[Tensor | float]) -> Tensor:
+    """Scalars and `(*batch,)` tensors along a last dimension."""
+    if not any(isinstance(x, Tensor) for x in values):
+        return torch.tensor(values, dtype=torch.float64)
+    tensors = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in values]
+    batch = broadcast(*(x.shape for x in tensors))
+    return torch.stack([x if x.shape == batch else x.expand(batch) for x in tensors], -1)

@@ -149,8 +149,8 @@ class FTRLPlayer(EnginePlayer):
     def prepare(self, run: Simulation, t: Tensor, tables: Tensor | None) -> Callable[[int, Floats, Floats, Tally], None]:
         with torch.no_grad():
             found = terms_of(self.ftrl.step.regularizer, t)
-            weights = weights_of(found, t.shape).contiguous().numpy()
-            terms = Terms(*kinds_of(found), exponents_of(found, torch.Size()).numpy())
+            weights = weights_of(found).expand(len(t), -1).contiguous().numpy()
+            terms = Terms(*kinds_of(found), exponents_of(found).numpy())
         rules, unseen = self.rules(run.losses.noise, t), np.zeros((0, 0))
         seen = None if tables is None else tables.flatten(-2).contiguous().numpy()
 
@@ -167,5 +167,5 @@ class FTRLPlayer(EnginePlayer):
             setting = torch.full_like(t, own.bias)
         elif isinstance(own, ReducedVariance):
             setting = own.threshold(t)
-        tolerance = np.finfo(np.float64).eps ** (2 / 3) if options.tolerance is None else options.tolerance
-        return Rules(self.reacts, NOISE[noise], _ESTIMATORS[type(own)], setting.numpy(), float(tolerance), options.max_steps)
+        limits = (options.tolerance_in(torch.float64), options.max_steps)
+        return Rules(self.reacts, NOISE[noise], _ESTIMATORS[type(own)], setting.numpy(), *limits)

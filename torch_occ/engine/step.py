@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from torch_occ.catalog import TabularRegularizer
 from torch_occ.derivatives import Evaluator
-from torch_occ.engine.arrays import kinds_of, model_of, terms_of, why_not
+from torch_occ.engine.arrays import exponents_of, kinds_of, model_of, terms_of, weights_of, why_not
 from torch_occ.engine.batches import BAD_INPUT, solve_linear, solve_steps
 from torch_occ.engine.compiling import patiently
 from torch_occ.engine.layout import Floats, Ints, Model, Work, make_work
@@ -46,7 +46,7 @@ class CompiledStep:
 
     def __init__(self, mdp: LayeredMDP, regularizer: Regularizer, options: Options) -> None:
         self.mdp, self.regularizer, self.options = mdp, regularizer, options
-        self.tolerance = float(np.finfo(np.float64).eps ** (2 / 3) if options.tolerance is None else options.tolerance)
+        self.tolerance = options.tolerance_in(torch.float64)
         # Dictionaries, because `torch.func.functional_call` exchanges what is in them.
         self.slots = [(module._parameters, name) for module in regularizer.modules() for name in module._parameters]
         self.valid: list[Any] = []  # values of the parameters that were found valid
@@ -87,9 +87,7 @@ class CompiledStep:
         except RuntimeError:
             return None
         terms = terms_of(self.regularizer, t)
-        weights = _stack([term.weight for term in terms])
-        exponents = _stack([term.function.p if isinstance(term.function, Power) else 0.0 for term in terms])
-        inputs = (loss, weights, exponents)
+        inputs = (loss, weights_of(terms), exponents_of(terms))
         followed = any(x.requires_grad for x in inputs) if torch.is_grad_enabled() else False
         outputs: Any
         if followed or forward_ad._current_level >= 0:
@@ -231,15 +229,6 @@ class _CompiledSolution(torch.autograd.Function):
             x = x - step.push_gradient(q, (weights, exponents), tangents[1:])
         x, r = poison((q, v, status), (x, torch.zeros_like(v)))
         return (*step.linear(x, r, q, weights, exponents)[:2], None, None, None, None, None)
-
-
-def _stack(values: Sequence[Tensor | float]) -> Tensor:
-    """Scalars and `(*batch,)` tensors along a last dimension."""
-    if not any(isinstance(x, Tensor) for x in values):
-        return torch.tensor(values, dtype=torch.float64)
-    tensors = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in values]
-    batch = broadcast(*(x.shape for x in tensors))
-    return torch.stack([x if x.shape == batch else x.expand(batch) for x in tensors], -1)
 
 
 def _rows(x: Tensor, batch: torch.Size, event_dims: int) -> Floats:
