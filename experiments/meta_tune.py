@@ -251,16 +251,6 @@ def draw_accuracy(args: Args, rows: list[dict[str, Any]]) -> Any:
 # -- tuning ---------------------------------------------------------------------------------------------------------------
 
 
-def appendix_setting(args: Args, mdp: occ.LayeredMDP) -> Setting:
-    """alpha and gamma that minimize the bound of `app:appendix_parameter_choices`, and the paper's beta."""
-    L, S, A = mdp.horizon, mdp.num_states, mdp.num_actions
-    alpha, gamma = np.meshgrid(np.geomspace(1e-3, 1e3, 1201), np.geomspace(1e-3, 1e3, 1201), indexing="ij")
-    first = (1 + alpha) / gamma + gamma * L**2 * (math.sqrt(L) + 1 / (alpha * L))
-    bound = first**2 * S * A + ((1 + alpha * A) * math.sqrt(S * L) / gamma) ** 2
-    best = np.unravel_index(bound.argmin(), bound.shape)
-    return float(alpha[best]), 64.0 * L, float(gamma[best])
-
-
 def train(args: Args, directory: Path) -> tuple[Setting, occ.Tuned, occ.Refined | None]:
     """Minimize the forecast over the training MDPs and environments, then refine by leaping and by playing the adversary."""
     found = [problem(args, seed) for seed in range(args.seed - args.train, args.seed)]
@@ -537,10 +527,10 @@ def main(args: Args) -> Path:
         setting, tuned, refined = train(args, directory)
         spent = time.monotonic() - begun
         write_figure(directory / "landscape.png", draw_landscape(args, tuned, refined))
-        mdp, _ = problem(args, args.seed)
+        appendix = occ.theory.tune_stochastic(problem(args, args.seed)[0])
         settings: dict[str, Setting] = {
             PAPER: (args.actions**-0.5, 64.0 * args.horizon, 1.0),
-            APPENDIX: appendix_setting(args, mdp),
+            APPENDIX: (appendix.alpha, 64.0 * args.horizon, appendix.gamma),
             TUNED: setting,
         }
         budget = args.budget or spent

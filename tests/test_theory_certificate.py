@@ -8,8 +8,9 @@ from theory_cases import F64, masked
 
 import torch_occ as occ
 from torch_occ import theory
+from torch_occ.losses import mean_square
 from torch_occ.theory import certificate as module
-from torch_occ.theory.certificate import interpolation_weights, running_weights, second_moment
+from torch_occ.theory.certificate import interpolation_weights, running_weights
 
 MDP = occ.LayeredMDP.random(3, 2, 3, seed=1)
 MEAN = torch.rand(MDP.num_states, MDP.num_actions, dtype=F64, generator=torch.Generator().manual_seed(3))
@@ -121,7 +122,7 @@ def test_second_moments(noise):
     mean = torch.tensor([0.1, 0.5, 0.8], dtype=F64)
     uniform = (torch.arange(100_000, dtype=F64).unsqueeze(-1) + 0.5) / 100_000
     drawn = process.draw(mean.expand(100_000, 3), uniform.expand(-1, 3))
-    torch.testing.assert_close(second_moment(mean, noise), drawn.square().mean(0), rtol=1e-4, atol=0)
+    torch.testing.assert_close(mean_square(mean, noise), drawn.square().mean(0), rtol=1e-4, atol=0)
 
 
 def test_means_that_change_are_averaged_since_the_last_checkpoint():

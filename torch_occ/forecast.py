@@ -26,7 +26,7 @@ from torch import Tensor
 
 from torch_occ.ftrl import FTRLStep
 from torch_occ.linearization import Linearization
-from torch_occ.losses import LossProcess, Noise
+from torch_occ.losses import LossProcess, Noise, mean_square
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import optimal_policy, policy_of, reachability
 from torch_occ.phases import Phase, phases_of
@@ -130,8 +130,7 @@ def second_moment(mdp: LayeredMDP, q: Tensor, mean: Tensor, noise: Noise) -> Ten
     later = later.repeat_interleave(mdp.num_actions, -1)  # (*batch, S * A, S * A)
     flat = torch.where(exists, mean, 0.0).flatten(-2)
     joint = flat.unsqueeze(-1) * flat.unsqueeze(-2) * later
-    squares = {"bernoulli": flat, "none": flat**2, "uniform": flat**2 + torch.minimum(flat, 1 - flat) ** 2 / 3}[noise]
-    own = squares / torch.where(exists, q, 1.0).flatten(-2)
+    own = mean_square(flat, noise) / torch.where(exists, q, 1.0).flatten(-2)
     return joint + joint.mT + torch.diag_embed(own)
 
 

@@ -268,6 +268,13 @@ def check_unit_interval(name: str, table: Tensor) -> Tensor:
     return table.detach().clone()
 
 
+def mean_square(mean: Tensor, noise: Noise) -> Tensor:
+    """E[loss^2] of losses drawn by `LossProcess.draw`: m for a coin, m^2 + min(m, 1-m)^2 / 3 for the uniform one, m^2 without noise."""
+    if noise == "bernoulli":
+        return mean
+    return mean.square() + torch.minimum(mean, 1 - mean).square() / 3 if noise == "uniform" else mean.square()
+
+
 def check_noise(noise: Noise) -> Noise:
     """The noise, if it is a known kind."""
     if noise not in ("none", "bernoulli", "uniform"):

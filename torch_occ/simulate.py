@@ -6,23 +6,22 @@ episodes; a run can be saved and continued at a chunk's edge, and ends with exac
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_occ.callbacks import Callback
 from torch_occ.episodes import TorchPlayer
 from torch_occ.estimators import Feedback
 from torch_occ.files import write_atomically
+from torch_occ.fingerprints import fingerprint
 from torch_occ.history import History
 from torch_occ.learners import FTRL, Learner
 from torch_occ.losses import LossProcess
@@ -284,38 +283,5 @@ class Simulation:
 
     def _fingerprint(self) -> str:
         """A hash of everything that decides the numbers of the run."""
-        digest = hashlib.sha256()
-        _digest(digest, [self.mdp, self.learner, self.losses, self.seeds, self.episodes, self.checkpoints, self.player.name, CHUNK])
-        return digest.hexdigest()
-
-
-def _digest(digest: Any, part: Any) -> None:
-    """Feed a tree of tensors, modules, plain objects and numbers to a hash, in a fixed order."""
-    if isinstance(part, Tensor) and part.layout == torch.sparse_coo:
-        _digest(digest, [tuple(part.shape), part.indices(), part.values()])
-    elif isinstance(part, Tensor):
-        digest.update(str((part.dtype, tuple(part.shape))).encode() + part.detach().cpu().contiguous().numpy().tobytes())
-    elif isinstance(part, nn.Module):
-        plain = {key: value for key, value in vars(part).items() if not key.startswith("_") and not _derived(part, key)}
-        _digest(digest, [type(part).__qualname__, dict(part.named_parameters(recurse=False)), plain, dict(part.named_children())])
-    elif isinstance(part, LayeredMDP):
-        _digest(digest, [part.transitions, part.initial, part.actions])
-    elif isinstance(part, dict):
-        for key in sorted(part):
-            _digest(digest, [key, part[key]])
-    elif isinstance(part, set | frozenset):
-        _digest(digest, sorted(map(repr, part)))
-    elif isinstance(part, list | tuple):
-        digest.update(f"{len(part)}:".encode())
-        for item in part:
-            _digest(digest, item)
-    elif hasattr(part, "__dict__"):
-        kept = {key: value for key, value in vars(part).items() if key != "state" and not _derived(part, key)}
-        _digest(digest, [type(part).__qualname__, kept])
-    else:
-        digest.update(repr(part).encode() + b";")
-
-
-def _derived(part: Any, name: str) -> bool:
-    """Whether an attribute is only a cache, which may or may not be there."""
-    return isinstance(getattr(type(part), name, None), cached_property)
+        run = (self.mdp, self.learner, self.losses, self.seeds, self.episodes, self.checkpoints, self.player.name, CHUNK)
+        return fingerprint(*run)

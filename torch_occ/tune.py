@@ -7,7 +7,6 @@ or whose forecast has no certificate, goes back to its best point so far, and th
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -20,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributions import constraints, transform_to
 
 from torch_occ.files import write_atomically
+from torch_occ.fingerprints import fingerprint
 from torch_occ.objectives import Evaluation
 from torch_occ.parametrized import Parametrized
 from torch_occ.regularizers import Regularizer
-from torch_occ.simulate import _digest
 
 #: Where positive parameters are kept, unless `bounds` says otherwise.
 LOWEST, HIGHEST = 1e-4, 1e4
@@ -181,9 +180,7 @@ class Tuner:
     @property
     def fingerprint(self) -> str:
         """A hash of everything that decides the numbers of the tuning."""
-        digest = hashlib.sha256()
-        _digest(digest, [self.caller.objective, self.caller.regularizer, self.options])
-        return digest.hexdigest()
+        return fingerprint(self.caller.objective, self.caller.regularizer, self.options)
 
     def constrained(self, u: Tensor) -> Tensor:
         """Parameters `(..., parameters)` from the unconstrained space."""
@@ -195,7 +192,7 @@ class Tuner:
         u = self.u.detach().clone().requires_grad_()
         parameters = self.constrained(u)
         named = {name: parameters[:, i, None] for i, name in enumerate(self.names)}
-        evaluation = self.caller(named)
+        evaluation = self.caller.at(named)
         value = evaluation.value.expand(self.starts).double()
         fine = value.isfinite() & evaluation.certified.expand(self.starts)
         gradient = torch.zeros_like(u)
@@ -282,20 +279,9 @@ class _Caller(nn.Module):
     def forward(self) -> Evaluation:
         return self.objective(self.regularizer)
 
-    def __call__(self, parameters: dict[str, Tensor]) -> Evaluation:
-        named = {f"regularizer.{name}": value for name, value in parameters.items()}
-        return torch.func.functional_call(_Inner(self), {f"caller.{name}": value for name, value in named.items()}, ())
-
-
-class _Inner(nn.Module):
-    """`functional_call` calls a module's `__call__`, which `_Caller` keeps for itself."""
-
-    def __init__(self, caller: _Caller) -> None:
-        super().__init__()
-        self.caller = caller
-
-    def forward(self) -> Evaluation:
-        return self.caller.forward()
+    def at(self, parameters: dict[str, Tensor]) -> Evaluation:
+        """The objective with these in place of the parameters of those names."""
+        return torch.func.functional_call(self, {f"regularizer.{name}": value for name, value in parameters.items()}, ())
 
 
 def _domains(regularizer: Regularizer) -> dict[str, constraints.Constraint]:

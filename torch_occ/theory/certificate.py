@@ -28,6 +28,7 @@ from torch import Tensor
 from torch_occ.callbacks import Callback, TensorBoard
 from torch_occ.ftrl import FTRLStep
 from torch_occ.learners import FTRL
+from torch_occ.losses import Noise, mean_square
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import occupancy, optimal_policy
 from torch_occ.theory.bounds import adversarial_bound, lower_order
@@ -171,7 +172,7 @@ def _log(board: TensorBoard, found: dict[str, Tensor], episodes: list[int], skip
 # -- the numbers ----------------------------------------------------------------------------------------------------------
 
 
-def evaluate(step: FTRLStep, parameters: Parameters, records: Records, noise: str, known: Tensor | None = None) -> dict[str, Tensor]:
+def evaluate(step: FTRLStep, parameters: Parameters, records: Records, noise: Noise, known: Tensor | None = None) -> dict[str, Tensor]:
     """The curves of some checkpoints from the records of all, `(K, N)` each.
 
     `known` `(2, C - K, N)` has `stability_now` and `stability_now_first_step` of the checkpoints before them: no work is done twice.
@@ -217,12 +218,12 @@ def evaluate(step: FTRLStep, parameters: Parameters, records: Records, noise: st
     }
 
 
-def _stability(mdp: LayeredMDP, alpha: float, records: Records, noise: str, first: int) -> Tensor:
+def _stability(mdp: LayeredMDP, alpha: float, records: Records, noise: Noise, first: int) -> Tensor:
     """E |loss_estimate|^2 in the norm of the inverse Hessian of phi_H at q_t, and L sum N_k / q, of the last checkpoints, `(2, K, N)`."""
     charged, elapsed = (torch.diff(x, dim=0, prepend=torch.zeros_like(x[:1]))[first:] for x in (records.charged, records.episode))
     mean, q = (charged / elapsed[:, None, None, None]).clamp(0, 1), records.q[first:]
     inverse, R = inverse_and_diagonal(mdp, curvature(mdp, q, alpha))
-    norm = expected_norm(mdp, q, inverse, mean, second_moment(mean, noise))
+    norm = expected_norm(mdp, q, inverse, mean, mean_square(mean, noise))
     return torch.stack([norm, mdp.horizon * weighed(mdp, q, R).sum((-2, -1))])
 
 
@@ -245,14 +246,6 @@ def running_weights(checkpoints: Tensor, rate: Callable[[Tensor], Tensor]) -> Te
     ]
     left, right = torch.tensor(pairs, dtype=torch.float64).T
     return right.expand(len(ends), -1).tril() + torch.nn.functional.pad(left[1:], (0, 1)).expand(len(ends), -1).tril(-1)
-
-
-def second_moment(mean: Tensor, noise: str) -> Tensor:
-    """E[loss^2] of losses drawn by `LossProcess.draw`: m for a coin, m^2 + min(m, 1-m)^2 / 3 for the uniform one, m^2 without noise."""
-    if noise == "bernoulli":
-        return mean
-    spread = torch.minimum(mean, 1 - mean).square() / 3 if noise == "uniform" else 0.0
-    return mean.square() + spread
 
 
 def interpolation_weights(start: int, end: int, weights: Tensor) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch_occ.callbacks import Callback
 from torch_occ.ftrl import FTRLStep
 from torch_occ.kkt import factorize
+from torch_occ.marginals import keep
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import flow_of, flow_source
 from torch_occ.theory.bounds import lower_order
@@ -84,7 +85,7 @@ def tilde_nearby(step: FTRLStep, parameters: Parameters, q: Tensor, cumulative_l
     for _ in range(3):
         move, _ = factor.solve(-(psi.gradient + cumulative_loss), nothing)
         moved = found + move
-        largest = float((move / keep_pairs(mdp, found, 1.0)).abs().amax())
+        largest = float((move / keep("pair", mdp, found, 1.0)).abs().amax())
         if not largest < 0.5:
             break
         policy = moved / moved.sum(-1, keepdim=True)
@@ -118,7 +119,7 @@ def close_hessian(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters,
 def _weights(mdp: LayeredMDP, q: Tensor, parameters: Parameters, t: Tensor) -> Tensor:
     """What psi_t weighs w(s,a)^2 and (h(s) - w(s,a))^2 with, `(*batch, 2 S A)`; zero on masked pairs."""
     (c, d), eta = curvatures(mdp, q, parameters.alpha), parameters.eta(t)[..., None, None]
-    barrier = keep_pairs(mdp, parameters.beta / keep_pairs(mdp, q, 1.0).square())
+    barrier = keep("pair", mdp, parameters.beta / keep("pair", mdp, q, 1.0).square(), 0.0)
     return torch.cat([(d / eta + barrier).flatten(-2), (c / eta).flatten(-2)], -1)
 
 
@@ -136,16 +137,11 @@ def step_length(mdp: LayeredMDP, q: Tensor, tilde_q: Tensor, parameters: Paramet
 
     Read: the squares of the norms are missing in print. Together with beta >= 9 this gives `lem:smooth_update`, with 4/3 in place of 2.
     """
-    change = keep_pairs(mdp, tilde_q - q)
-    barrier = parameters.beta * (change / keep_pairs(mdp, q, 1.0)).square().sum((-2, -1))
+    change = keep("pair", mdp, tilde_q - q, 0.0)
+    barrier = parameters.beta * (change / keep("pair", mdp, q, 1.0)).square().sum((-2, -1))
     whole = norm(hessian_of_step(mdp, q, parameters, t), change)
     label = "eq:earlier_argument"
     return statement(f"{label}, log-barrier", barrier, whole, mdp.num_pairs**2), statement(f"{label}, whole", whole, 1.0, mdp.num_pairs**2)
-
-
-def keep_pairs(mdp: LayeredMDP, x: Tensor, otherwise: float = 0.0) -> Tensor:
-    """x on the pairs that exist."""
-    return torch.where(mdp.actions, x, otherwise)
 
 
 # -- a run ----------------------------------------------------------------------------------------------------------------
