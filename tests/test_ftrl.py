@@ -112,21 +112,16 @@ def test_copies_pickles_and_state_dicts_are_the_same_step(use, step):
     assert torch.equal(step(LOSS, 3.0), q)
 
 
-def test_a_parameter_changed_before_backward_is_an_error_or_the_gradient_where_it_was(step):
-    """The torch path notices; the engine keeps the weights that it solved with. Neither returns the gradient of something else."""
+def test_a_parameter_changed_before_backward_is_an_error(step):
+    """Neither path returns the gradient of something else."""
     parameters = list(step.parameters())
-    expected = torch.autograd.grad(step(LOSS, 3.0)[0, 0], parameters)
     for backend in ("torch", "engine"):
         step.use(backend)
         q = step(LOSS, 3.0)
         with torch.no_grad():
             parameters[0].mul_(2.0)
-        if backend == "torch":
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                torch.autograd.grad(q[0, 0], parameters)
-        else:
-            for found, value in zip(torch.autograd.grad(q[0, 0], parameters), expected, strict=True):
-                close(found, value, rtol=1e-10)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(q[0, 0], parameters)
         with torch.no_grad():
             parameters[0].div_(2.0)
 

@@ -120,9 +120,11 @@ class FTRLStep(nn.Module):
                 episode = t.clone() if isinstance(t, Tensor) else t
                 return self.solve(cumulative_loss.clone(), episode, warm_start=start, mdp=mdp, check=check)
         if mdp is None and self._compiled is not None and torch._C._functorch.peek_interpreter_stack() is None:
-            solution = self._compiled(cumulative_loss, t, self.interior if warm_start is None else warm_start)
-            if solution is not None:  # else the input is not what it should be, and the checks below say why
-                _report(check, solution)
+            found = self._compiled(cumulative_loss, t, self.interior if warm_start is None else warm_start)
+            if found is not None:  # else the input is not what it should be, and the checks below say why
+                solution, converged = found
+                if not converged:
+                    _report(check, solution)
                 return solution
         return self._solve_in_torch(cumulative_loss, t, warm_start=warm_start, mdp=mdp, check=check)
 

@@ -76,7 +76,12 @@ def weights_of(terms: Sequence[Term]) -> Tensor:
 
 def exponents_of(terms: Sequence[Term]) -> Tensor:
     """Exponents of the powers, `(*batch, K)`; 0 for other functions."""
-    return _stack([term.function.p if isinstance(term.function, Power) else 0.0 for term in terms])
+    return _stack(list_exponents(terms))
+
+
+def list_exponents(terms: Sequence[Term]) -> list[Tensor | float]:
+    """One for each term; 0 for functions other than powers."""
+    return [term.function.p if isinstance(term.function, Power) else 0.0 for term in terms]
 
 
 def _stack(values: Sequence[Tensor | float]) -> Tensor:

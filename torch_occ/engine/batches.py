@@ -28,25 +28,24 @@ from torch_occ.engine.newton import derive, newton, retract
 from torch_occ.engine.sweeps import factorize, solve
 
 #: Reported instead of a status when an input is not what it should be.
-BAD_INPUT = -1.0
+BAD_INPUT = -1
 
 
 @kernel
 def solve_steps(
     model: Model,
     kinds: tuple[Ints, Ints],  # arguments and functions, (K,) each
-    exponents: Floats,  # (N or 1, K)
-    weights: Floats,  # (N or 1, K)
+    table: Floats,  # (2, N or 1, K), weights and exponents
     loss: Floats,  # (N or 1, S * A)
     start: Floats,  # (N or 1, S * A), positive
     q: Floats,  # (N, S * A), out
     v: Floats,  # (N, S), out
-    report: Floats,  # (N, 5), out: status, steps, decrement, flow residual, dual residual
-    first: int,
-    stop: int,
+    counts: Ints,  # (2, N), out: status, steps
+    sizes: Floats,  # (3, N), out: decrement, flow residual, dual residual
     tolerance: float,
     max_steps: int,
-    nowhere: Floats,
+    first: int,
+    stop: int,
     work: Work,
 ) -> None:
     """Elements first, ..., stop - 1 of a batch."""
@@ -61,13 +60,14 @@ def solve_steps(
             else:
                 pairs[PAIR, i] = 0.0
         if not good:
-            report[n, 0] = BAD_INPUT
+            counts[0, n] = BAD_INPUT
             continue
         retract(model, PAIR, work)
-        terms = Terms(kinds[0], kinds[1], exponents[min(n, len(exponents) - 1)])
-        own_weights = weights[min(n, len(weights) - 1)]
-        status, steps, decrement, flow, dual = newton(model, terms, own_weights, own_loss, tolerance, max_steps, nowhere, work)
-        report[n, 0], report[n, 1], report[n, 2], report[n, 3], report[n, 4] = status, steps, decrement, flow, dual
+        row = min(n, table.shape[1] - 1)
+        own_weights, terms = table[0, row], Terms(kinds[0], kinds[1], table[1, row])
+        counts[0, n], counts[1, n], sizes[0, n], sizes[1, n], sizes[2, n] = newton(
+            model, terms, own_weights, own_loss, tolerance, max_steps, q[0, :0], work
+        )
         for i in range(num_pairs):
             q[n, i] = pairs[PAIR, i]
         for s in range(v.shape[1]):
@@ -78,15 +78,13 @@ def solve_steps(
 def solve_linear(
     model: Model,
     kinds: tuple[Ints, Ints],
-    exponents: Floats,  # (N or 1, K)
-    weights: Floats,  # (N or 1, K)
+    table: Floats,  # (2, N or 1, K), weights and exponents
     q: Floats,  # (N or 1, S * A)
     x: Floats,  # (N or 1, S * A)
     r: Floats,  # (N or 1, S)
     u: Floats,  # (N, S * A), out
     m: Floats,  # (N, S), out
-    weights_bar: Floats,  # (N, K), out: <u, grad psi> in the weights
-    exponents_bar: Floats,  # (N, K), out: and in the exponents
+    bars: Floats,  # (2, N, K), out: the derivatives of <u, grad psi> in weights and exponents
     first: int,
     stop: int,
     work: Work,
@@ -95,8 +93,8 @@ def solve_linear(
     pairs, num_pairs = work.pairs, u.shape[1]
     for n in range(first, stop):
         at, right, source = q[min(n, len(q) - 1)], x[min(n, len(x) - 1)], r[min(n, len(r) - 1)]
-        terms = Terms(kinds[0], kinds[1], exponents[min(n, len(exponents) - 1)])
-        own_weights = weights[min(n, len(weights) - 1)]
+        row = min(n, table.shape[1] - 1)
+        own_weights, terms = table[0, row], Terms(kinds[0], kinds[1], table[1, row])
         for i in range(num_pairs):
             pairs[PAIR, i] = at[i]
             pairs[FORCE, i] = right[i] if model.exists[PAIR, i] else 0.0
@@ -108,8 +106,8 @@ def solve_linear(
         for s in range(m.shape[1]):
             m[n, s] = work.states[V, s]
         for term in range(len(own_weights)):
-            weights_bar[n, term], slope = pair_with(model, terms, term, work)
-            exponents_bar[n, term] = own_weights[term] * slope
+            bars[0, n, term], slope = pair_with(model, terms, term, work)
+            bars[1, n, term] = own_weights[term] * slope
 
 
 @kernel

@@ -1,17 +1,17 @@
 """The engine behind `FTRLStep`: tensors in, tensors out, for one MDP and a batch of losses, episodes and parameters.
 
-Between torch and the kernels stand the weights and exponents of the elementary terms. Autograd knows how they come from t and the
-parameters; the engine knows how the solution depends on them. What it does not say in closed form, forward mode in the terms and double
-backward, is said on the torch path, for a regularizer whose parameters are those weights and exponents.
+Between torch and the kernels stand the weights and exponents of the elementary terms. A formula knows how they come from t and the
+parameters (for regularizers with parts that are not built in, autograd does); the engine knows how the solution depends on them. What it
+does not say in closed form, forward mode in the terms and double backward, is said on the torch path, for a regularizer whose parameters
+are those weights and exponents.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,14 +20,15 @@ from torch.autograd import forward_ad
 
 from torch_occ.catalog import TabularRegularizer
 from torch_occ.derivatives import Evaluator
-from torch_occ.engine.arrays import exponents_of, kinds_of, model_of, terms_of, weights_of, why_not
+from torch_occ.engine.arrays import kinds_of, list_exponents, model_of, terms_of, why_not
 from torch_occ.engine.batches import BAD_INPUT, solve_linear, solve_steps
 from torch_occ.engine.compiling import patiently
+from torch_occ.engine.formulas import Formula, identity, record, slots_of
 from torch_occ.engine.layout import Floats, Ints, Model, Work, make_work
 from torch_occ.engine.threads import for_each
 from torch_occ.implicit import Bound, ImplicitSolution, Setting, Stationarity, poison, push_forward
 from torch_occ.mdp import LayeredMDP
-from torch_occ.newton import Options, Solution
+from torch_occ.newton import Options, Solution, Status
 from torch_occ.regularizers import Regularizer
 from torch_occ.terms import Power, Term
 from torch_occ.validation import broadcast
@@ -36,6 +37,8 @@ __all__ = ["WIDEST", "CompiledStep", "why_not"]
 
 #: Beyond this width, BLAS does better on the torch path.
 WIDEST = 40
+
+_SINGLE = torch.Size()
 
 #: Elements of a batch below which threads are not worth waking.
 _ALONE = 16
@@ -46,9 +49,9 @@ class CompiledStep:
 
     def __init__(self, mdp: LayeredMDP, regularizer: Regularizer, options: Options) -> None:
         self.mdp, self.regularizer, self.options = mdp, regularizer, options
+        self.shape = torch.Size((mdp.num_states, mdp.num_actions))
         self.tolerance = options.tolerance_in(torch.float64)
-        # Dictionaries, because `torch.func.functional_call` exchanges what is in them.
-        self.slots = [(module._parameters, name) for module in regularizer.modules() for name in module._parameters]
+        self.slots = slots_of(regularizer)
         self.valid: list[Any] = []  # values of the parameters that were found valid
         self.works: list[Work] = []  # scratch memory at rest
 
@@ -67,83 +70,98 @@ class CompiledStep:
         return kinds_of(self.template)
 
     @cached_property
+    def formula(self) -> Formula | None:
+        return record(self.regularizer)
+
+    @cached_property
     def explicit(self) -> Evaluator:
         """The same psi with weights and exponents for parameters."""
         return Evaluator(_Explicit(self.template))
 
-    def __call__(self, loss: Tensor, t: Tensor | float, start: Tensor) -> Solution | None:
-        """The solution, or None if some input is not plain or not good; nothing is said about which."""
-        if isinstance(t, int | float):
-            t = torch.tensor(t, dtype=torch.float64)
-        parameters: list[Any] = [slot[name] for slot, name in self.slots]
-        shape = (self.mdp.num_states, self.mdp.num_actions)
-        for x in (loss, start, t, *parameters):
-            if not isinstance(x, Tensor) or x.dtype != torch.float64 or x.device.type != "cpu":
+    def __call__(self, loss: Tensor, t: Tensor | float, start: Tensor) -> tuple[Solution, bool] | None:
+        """The solution and whether all of it converged, or None if some input is not plain or not good; nothing is said about which."""
+        inputs: list[Any] = [t, *[slot[name] for slot, name in self.slots]]
+        for x in (loss, start, *inputs):
+            if isinstance(x, Tensor):
+                if x.dtype is not torch.float64 or not x.is_cpu:
+                    return None
+            elif x is not t or not isinstance(x, int | float):
                 return None
-        if loss.shape[-2:] != shape or start.shape[-2:] != shape or not self._in_domain(t, parameters):
+        values = [_number(x) for x in inputs]
+        if not self._in_domain(values):
+            return None
+        formula = self.formula
+        if formula is None:  # then torch works out the terms, and they are the inputs
+            terms = terms_of(self.regularizer, torch.as_tensor(t, dtype=torch.float64))
+            inputs, formula = [*(term.weight for term in terms), *list_exponents(terms)], identity(2 * len(terms))
+            values = [_number(x) for x in inputs]
+        batch = self._batch(loss, start, values)
+        if batch is None:
             return None
         try:
-            batch = broadcast(loss.shape[:-2], start.shape[:-2], t.shape, *(p.shape for p in parameters))
+            replayed, numbers = formula.replay(values)
+        except ArithmeticError:
+            return None
+        table = _tabulate(numbers, batch)
+        found = self.solve(batch, start, loss, table)
+        statuses = found.counts[0].tolist()
+        if BAD_INPUT in statuses:
+            return None
+        converged = not any(statuses)
+        if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _followed(loss, *inputs)):
+            q, v = _Follow.apply(_Origin(self, formula, replayed, table, found, batch, converged), loss, *inputs)
+        else:
+            q, v = found.tensors(batch, self.shape)
+        status, steps, decrement, flow, dual = [torch.from_numpy(x.reshape(batch)) for x in (*found.counts, *found.sizes)]
+        return Solution(q, v, status, steps, decrement, flow, dual, "engine"), converged
+
+    def _in_domain(self, values: list[Any]) -> bool:
+        t = values[0]
+        good = 1.0 <= t < math.inf if type(t) is float else bool(((t >= 1.0) & (t < math.inf)).all())
+        known = [x if type(x) is float else x.tolist() for x in values[1:]]
+        if known != self.valid:
+            self.regularizer.validate()
+            self.valid = known
+        return good
+
+    def _batch(self, loss: Tensor, start: Tensor, values: list[Any]) -> torch.Size | None:
+        """The batch shape, or None if there is none."""
+        if loss.shape == self.shape == start.shape and all(type(x) is float for x in values):
+            return _SINGLE
+        try:
+            batch = broadcast(loss.shape[:-2], start.shape[:-2], *(np.shape(x) for x in values))
         except RuntimeError:
             return None
-        terms = terms_of(self.regularizer, t)
-        inputs = (loss, weights_of(terms), exponents_of(terms))
-        followed = any(x.requires_grad for x in inputs) if torch.is_grad_enabled() else False
-        outputs: Any
-        if followed or forward_ad._current_level >= 0:
-            outputs = _CompiledSolution.apply(self, batch, start.detach(), *inputs)
-        else:
-            outputs = self.solve(batch, start, *inputs)
-        return None if outputs is None else replace(Solution(*outputs), backend="engine")
+        return batch if loss.shape[-2:] == self.shape == start.shape[-2:] else None
 
-    def _in_domain(self, t: Tensor, parameters: Sequence[Tensor]) -> bool:
-        low, high = (t.item(),) * 2 if t.dim() == 0 else (x.item() for x in t.aminmax())
-        values = [p.tolist() for p in parameters]
-        if values != self.valid:
-            self.regularizer.validate()
-            self.valid = values
-        return low >= 1 and high < np.inf
-
-    def solve(self, batch: torch.Size, start: Tensor, loss: Tensor, weights: Tensor, exponents: Tensor) -> tuple[Tensor, ...] | None:
-        """The tensors of `Solution`, or None for a loss that is not finite or a start that is not positive."""
-        mdp, count = self.mdp, batch.numel()
-        q, v = np.empty((count, mdp.num_states * mdp.num_actions)), np.empty((count, mdp.num_states))
-        report, nowhere, limits = np.empty((count, 5)), np.empty(0), (self.tolerance, self.options.max_steps)
-        inputs = (_rows(exponents, batch, 1), _rows(weights, batch, 1), _rows(loss, batch, 2), _rows(start, batch, 2))
-
-        def part(first: int, stop: int, work: Work) -> None:
-            solve_steps(self.model, self.kinds, *inputs, q, v, report, first, stop, *limits, nowhere, work)
-
-        self._run(count, part)
-        if (report[:, 0] == BAD_INPUT).any():
-            return None
-        columns = [np.ascontiguousarray(column).reshape(batch) for column in report.T]
-        counts = [column.astype(np.int64) for column in columns[:2]]
-        pairs = (*batch, mdp.num_states, mdp.num_actions)
-        return tuple(torch.from_numpy(x) for x in (q.reshape(pairs), v.reshape(pairs[:-1]), *counts, *columns[2:]))
-
-    def linear(self, x: Tensor, r: Tensor, q: Tensor, weights: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """H(q) u - E'm = x, E u = r: u and m, and the derivatives of <u, grad psi(q)> in weights and exponents, `(*batch, K)`."""
-        mdp, batch = self.mdp, q.shape[:-2]
+    def solve(self, batch: torch.Size, start: Tensor, loss: Tensor, terms: Floats) -> _Found:
+        """Every element of a batch."""
         count = batch.numel()
-        u, m = np.empty((count, mdp.num_states * mdp.num_actions)), np.empty((count, mdp.num_states))
-        bars = np.empty((2, count, len(self.kinds[0])))
-        inputs = (_rows(exponents, batch, 1), _rows(weights, batch, 1), _rows(q, batch, 2), _rows(x, batch, 2), _rows(r, batch, 1))
+        found = _Found(*self._empty(count), np.empty((2, count), np.int64), np.empty((3, count)))
+        inputs = (self.model, self.kinds, terms, _rows(loss, batch, 2), _rows(start, batch, 2))
+        self._run(count, solve_steps, *inputs, *found, self.tolerance, self.options.max_steps)
+        return found
 
-        def part(first: int, stop: int, work: Work) -> None:
-            solve_linear(self.model, self.kinds, *inputs, u, m, bars[0], bars[1], first, stop, work)
+    def linear(self, x: Floats, r: Floats, q: Floats, terms: Floats) -> tuple[Floats, Floats, Floats]:
+        """H(q) u - E'm = x, E u = r, in rows: u and m, and the derivatives of <u, grad psi(q)> in weights and exponents, `(2, N, K)`."""
+        count = len(q)
+        u, m = self._empty(count)
+        bars = np.empty((2, count, terms.shape[2]))
+        self._run(count, solve_linear, self.model, self.kinds, terms, q, x, r, u, m, bars)
+        return u, m, bars
 
-        self._run(count, part)
-        pairs = (*batch, mdp.num_states, mdp.num_actions)
-        found = torch.from_numpy(bars.reshape(2, *batch, -1))
-        return torch.from_numpy(u.reshape(pairs)), torch.from_numpy(m.reshape(pairs[:-1])), found[0], found[1]
+    def _empty(self, count: int) -> tuple[Floats, Floats]:
+        """Rows of pairs and rows of states."""
+        num_states, num_actions = self.shape
+        return np.empty((count, num_states * num_actions)), np.empty((count, num_states))
 
-    def _run(self, count: int, part: Callable[[int, int, Work], None]) -> None:
+    def _run(self, count: int, kernel: Callable[..., None], *arguments: Any) -> None:
+        """The kernel over a batch, in as many threads as are worth it."""
         threads = 1 if count < _ALONE else min(torch.get_num_threads(), count)
 
         def share(i: int) -> None:
             work = self.works.pop() if self.works else make_work(self.model)
-            part(i * count // threads, (i + 1) * count // threads, work)
+            kernel(*arguments, i * count // threads, (i + 1) * count // threads, work)
             self.works.append(work)
 
         with patiently:
@@ -151,28 +169,33 @@ class CompiledStep:
 
     # -- on the torch path ------------------------------------------------------------------------------------------------
 
-    def replay(self, q: Tensor, loss: Tensor, weights: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
+    def replay(self, formula: Formula, q: Tensor, loss: Tensor, inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """(q, v) once more, from the solution, in operations that autograd sees."""
         setting = Setting(self.mdp, self.explicit, probabilities=False)
         equation = Stationarity(setting, self.options, check=lambda *_: None, report=lambda _: None)
         one = torch.ones((1,) * (q.dim() - 2), dtype=q.dtype)  # nothing depends on t any more
-        found = ImplicitSolution.apply(equation, -loss.expand_as(q), q.detach(), one, *self._named(weights, exponents))
+        found = ImplicitSolution.apply(equation, -loss.expand_as(q), q.detach(), one, *self._named(formula, inputs))
         return found[0], found[1]
 
-    def push_gradient(self, q: Tensor, at: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> Tensor:
-        """The derivative of grad psi(q) along tangents of weights and exponents."""
+    def push_gradient(self, formula: Formula, q: Tensor, at: Sequence[Any], tangents: Sequence[Tensor | None]) -> Tensor:
+        """The derivative of grad psi(q) along tangents of the formula's inputs."""
         one, zero = torch.ones(q.shape[:-2], dtype=q.dtype), torch.zeros((), dtype=q.dtype)
-        moves = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(at, tangents, strict=True)]
+        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
 
-        def gradient(weights: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
-            return Bound(self.mdp, self.explicit, one, self._named(weights, exponents)).gradient(q), zero
+        def gradient(*moved: Tensor) -> tuple[Tensor, Tensor]:
+            inputs = list(at)
+            for i, x in zip(moving, moved, strict=True):
+                inputs[i] = x
+            return Bound(self.mdp, self.explicit, one, self._named(formula, inputs)).gradient(q), zero
 
-        return push_forward(gradient, at, moves)[0]
+        return push_forward(gradient, [at[i] for i in moving], [tangents[i] for i in moving])[0]
 
-    def _named(self, weights: Tensor, exponents: Tensor) -> tuple[Tensor, ...]:
+    def _named(self, formula: Formula, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """In the order of `explicit`: the weights, then the exponents of the powers."""
-        powers = [exponents[..., i] for i, term in enumerate(self.template) if isinstance(term.function, Power)]
-        return (*weights.unbind(-1), *powers)
+        _, outputs = formula.replay(inputs)
+        wanted = [True] * len(self.template) + [isinstance(term.function, Power) for term in self.template]
+        outputs = [x for x, want in zip(outputs, wanted, strict=True) if want]
+        return tuple(x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in outputs)
 
 
 class _Explicit(TabularRegularizer):
@@ -190,50 +213,140 @@ class _Explicit(TabularRegularizer):
         return tuple(Term(term.argument, functions[i], getattr(self, f"w{i}")) for i, term in enumerate(self.terms))
 
 
-class _CompiledSolution(torch.autograd.Function):
-    """(loss, weights, exponents) -> the tensors of `Solution`."""
+class _Found(NamedTuple):
+    """The solutions of a batch, in rows; the status may be BAD_INPUT."""
+
+    q: Floats  # (N, S * A)
+    v: Floats  # (N, S)
+    counts: Ints  # (2, N): status, steps
+    sizes: Floats  # (3, N): decrement, flow residual, dual residual
+
+    def tensors(self, batch: torch.Size, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """q and v, on the same memory."""
+        return torch.from_numpy(self.q.reshape(*batch, *shape)), torch.from_numpy(self.v.reshape(*batch, shape[0]))
+
+
+class _Origin(NamedTuple):
+    """Where a solution comes from: what its derivative needs besides tensors."""
+
+    step: CompiledStep
+    formula: Formula
+    replayed: tuple[Any, ...]  # all values of the formula
+    terms: Floats  # (2, N or 1, K), weights and exponents
+    found: _Found
+    batch: torch.Size
+    converged: bool
+
+    def poison(self, x: Floats) -> Floats:
+        """NaN in the rows whose solve failed: a derivative there would be silently wrong."""
+        return x if self.converged else np.where(self.found.counts[0, :, None] != Status.CONVERGED, np.nan, x)
+
+
+class _Follow(torch.autograd.Function):
+    """(q, v), found already, as a function of the loss and of the formula's inputs, tensors or numbers."""
 
     @staticmethod
-    def forward(ctx: Any, step: CompiledStep, batch: torch.Size, start: Tensor, *inputs: Tensor) -> tuple[Tensor, ...] | None:
-        outputs = step.solve(batch, start, *inputs)
-        ctx.step = step
-        if outputs is not None:
-            ctx.mark_non_differentiable(*outputs[2:])
-            ctx.save_for_backward(*inputs, *outputs[:3])
-            ctx.save_for_forward(*inputs, *outputs[:3])
-        return outputs
+    def forward(ctx: Any, origin: _Origin, loss: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+        q, v = origin.found.tensors(origin.batch, origin.step.shape)
+        ctx.origin, ctx.numbers = origin, [None if isinstance(x, Tensor) else x for x in inputs]
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        ctx.save_for_backward(q, loss, *tensors)
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(q, loss, *tensors)
+        ctx.set_materialize_grads(False)
+        return q, v
 
     @staticmethod
-    def backward(ctx: Any, *bars: Tensor) -> tuple[Tensor | None, ...]:
-        step: CompiledStep = ctx.step
-        loss, weights, exponents, q, v, status = ctx.saved_tensors
-        q_bar, v_bar = poison((q, v, status), bars[:2]) if bool(status.any()) else bars[:2]
+    def backward(ctx: Any, q_bar: Tensor | None, v_bar: Tensor | None) -> tuple[Any, ...]:
+        origin: _Origin = ctx.origin
+        step, batch, needed = origin.step, origin.batch, ctx.needs_input_grad[1:]
+        q, loss, inputs = _saved(ctx)
         if torch.is_grad_enabled():  # somebody will differentiate this
-            inputs, needed = (loss, weights, exponents), ctx.needs_input_grad[3:]
-            wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
-            found = iter(torch.autograd.grad(step.replay(q, *inputs), wanted, (q_bar, v_bar), create_graph=True, allow_unused=True))
-            return (None, None, None, *(next(found) if need else None for need in needed))
-        x_bar, _, *terms_bar = step.linear(q_bar, -v_bar, q, weights, exponents)  # -v_bar: K' and not K
-        grads = [
-            -bar if bar.shape == x.shape else -bar.sum_to_size(x.shape)
-            for bar, x in zip((x_bar, *terms_bar), (loss, weights, exponents), strict=True)
-        ]
-        return (None, None, None, *grads)
+            return None, *_differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
+        x = np.zeros((1, q.shape[-2] * q.shape[-1])) if q_bar is None else -_rows(q_bar, batch, 2)
+        r = np.zeros((1, q.shape[-2])) if v_bar is None else _rows(v_bar, batch, 1)  # K' and not K: the signs differ
+        minus_x_bar, _, bars = step.linear(origin.poison(x), r, _rows(q, batch, 2), origin.terms)
+        found = [_summed(torch.from_numpy(minus_x_bar.reshape(q.shape)), loss) if needed[0] else None]
+        if any(needed[1:]):
+            pulled = origin.formula.pull_back(origin.replayed, _untabulate(bars, batch))
+            found += [_shaped(bar, x, batch) if need else None for bar, x, need in zip(pulled, inputs, needed[1:], strict=True)]
+        return None, *found, *[None] * (len(needed) - len(found))
 
     @staticmethod
-    def jvp(ctx: Any, _step: None, _batch: None, _start: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        step: CompiledStep = ctx.step
-        _, weights, exponents, q, v, status = ctx.saved_tensors
+    def jvp(ctx: Any, _origin: None, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
+        origin: _Origin = ctx.origin
+        q, _, inputs = _saved(ctx)
         x = torch.zeros_like(q) if tangents[0] is None else -tangents[0].expand_as(q)
         if any(tangent is not None for tangent in tangents[1:]):
-            x = x - step.push_gradient(q, (weights, exponents), tangents[1:])
-        x, r = poison((q, v, status), (x, torch.zeros_like(v)))
-        return (*step.linear(x, r, q, weights, exponents)[:2], None, None, None, None, None)
+            x = x - origin.step.push_gradient(origin.formula, q, inputs, tangents[1:])
+        right, r = origin.poison(_rows(x, origin.batch, 2)), np.zeros((1, q.shape[-2]))
+        u, m, _ = origin.step.linear(right, r, _rows(q, origin.batch, 2), origin.terms)
+        return origin.found._replace(q=u, v=m).tensors(origin.batch, origin.step.shape)
+
+
+def _saved(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
+    """q, the loss, and the formula's inputs."""
+    q, loss, *tensors = ctx.saved_tensors
+    rest = iter(tensors)
+    return q, loss, [next(rest) if x is None else x for x in ctx.numbers]
+
+
+def _differentiably(
+    origin: _Origin, q: Tensor, inputs: Sequence[Any], needed: Sequence[bool], q_bar: Tensor | None, v_bar: Tensor | None
+) -> list[Tensor | None]:
+    """The backward pass in operations that autograd sees."""
+    v = origin.found.tensors(origin.batch, origin.step.shape)[1]
+    bars = (torch.zeros_like(q) if q_bar is None else q_bar, torch.zeros_like(v) if v_bar is None else v_bar)
+    status = torch.from_numpy(origin.found.counts[0].reshape(origin.batch))
+    again = origin.step.replay(origin.formula, q, inputs[0], inputs[1:])
+    wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
+    found = iter(torch.autograd.grad(again, wanted, poison((q, v, status), bars), create_graph=True, allow_unused=True))
+    return [next(found) if need else None for need in needed]
+
+
+# -- between tensors, arrays and numbers ----------------------------------------------------------------------------------
+
+
+def _number(x: Tensor | float) -> Any:
+    """A number, or an array for a batch of them."""
+    return float(x) if not isinstance(x, Tensor) else x.item() if x.dim() == 0 else x.detach().numpy()
+
+
+def _followed(*inputs: Tensor | float) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+
+
+def _tabulate(values: list[Any], batch: torch.Size) -> Floats:
+    """2 K numbers or arrays as `(2, N or 1, K)`."""
+    if not batch:
+        return np.array(values).reshape(2, 1, -1)
+    table = np.array([np.broadcast_to(x, batch).ravel() for x in values])
+    return np.ascontiguousarray(table.reshape(2, -1, batch.numel()).swapaxes(1, 2))
+
+
+def _untabulate(table: Floats, batch: torch.Size) -> list[Any]:
+    """`(2, N, K)` as 2 K numbers or arrays."""
+    values: list[Any] = table.ravel().tolist() if not batch else list(table.swapaxes(1, 2).reshape(-1, *batch))
+    return values
+
+
+def _shaped(bar: Any, x: Tensor, batch: torch.Size) -> Tensor:
+    """The derivative in x, as a tensor of its shape."""
+    return _summed(torch.from_numpy(np.broadcast_to(bar, batch).copy()), x) if batch else torch.from_numpy(np.array(bar))
+
+
+def _summed(bar: Tensor, x: Tensor) -> Tensor:
+    """Over what x was broadcast along."""
+    return bar if bar.shape == x.shape else bar.sum_to_size(x.shape)
 
 
 def _rows(x: Tensor, batch: torch.Size, event_dims: int) -> Floats:
     """`(*some of batch, *event)` as `(N or 1, events)`, contiguous."""
-    split, x = x.dim() - event_dims, x.detach()
+    x = x.detach() if x.requires_grad or forward_ad._current_level >= 0 else x
+    if x.dim() == event_dims and x.is_contiguous():
+        single: Floats = x.numpy().reshape(1, -1)
+        return single
+    split = x.dim() - event_dims
     if split and x.shape[:split].numel() > 1:
         x = x.expand(*batch, *x.shape[split:])
     array: Floats = x.contiguous().numpy()
