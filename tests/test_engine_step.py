@@ -124,6 +124,14 @@ def test_a_shared_parameter_is_counted_once():
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
+def test_an_empty_batch_is_empty():
+    for step in pair():
+        loss = LOSS.expand(0, 7, 3).clone().requires_grad_()
+        q = step(loss, 3.0)
+        assert q.shape == (0, 7, 3)
+        assert torch.autograd.grad(q.sum(), loss)[0].shape == (0, 7, 3)
+
+
 def test_the_same_complaints():
     for step in pair():
         with pytest.raises(ValueError, match=r"cumulative_loss: layer 1, state 0.*action 2 is nan"):

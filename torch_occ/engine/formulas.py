@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,6 +93,7 @@ class Formula:
         return found
 
 
+@cache
 def identity(count: int) -> Formula:
     """For terms that are known already."""
     return Formula(count, (), [f"x{i}" for i in range(count)])

@@ -25,6 +25,7 @@ from torch_occ.engine.batches import BAD_INPUT, solve_linear, solve_steps
 from torch_occ.engine.compiling import patiently
 from torch_occ.engine.formulas import Formula, identity, record, slots_of
 from torch_occ.engine.layout import Floats, Ints, Model, Work, make_work
+from torch_occ.engine.rows import followed, number, rows, shaped, summed, tabulate, untabulate
 from torch_occ.engine.threads import for_each
 from torch_occ.implicit import Bound, ImplicitSolution, Setting, Stationarity, poison, push_forward
 from torch_occ.mdp import LayeredMDP
@@ -87,14 +88,14 @@ class CompiledStep:
                     return None
             elif x is not t or not isinstance(x, int | float):
                 return None
-        values = [_number(x) for x in inputs]
+        values = [number(x) for x in inputs]
         if not self._in_domain(values):
             return None
         formula = self.formula
         if formula is None:  # then torch works out the terms, and they are the inputs
             terms = terms_of(self.regularizer, torch.as_tensor(t, dtype=torch.float64))
             inputs, formula = [*(term.weight for term in terms), *list_exponents(terms)], identity(2 * len(terms))
-            values = [_number(x) for x in inputs]
+            values = [number(x) for x in inputs]
         batch = self._batch(loss, start, values)
         if batch is None:
             return None
@@ -102,13 +103,13 @@ class CompiledStep:
             replayed, numbers = formula.replay(values)
         except ArithmeticError:
             return None
-        table = _tabulate(numbers, batch)
+        table = tabulate(numbers, batch)
         found = self.solve(batch, start, loss, table)
         statuses = found.counts[0].tolist()
         if BAD_INPUT in statuses:
             return None
         converged = not any(statuses)
-        if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _followed(loss, *inputs)):
+        if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and followed(loss, *inputs)):
             q, v = _Follow.apply(_Origin(self, formula, replayed, table, found, batch, converged), loss, *inputs)
         else:
             q, v = found.tensors(batch, self.shape)
@@ -138,7 +139,7 @@ class CompiledStep:
         """Every element of a batch."""
         count = batch.numel()
         found = _Found(*self._empty(count), np.empty((2, count), np.int64), np.empty((3, count)))
-        inputs = (self.model, self.kinds, terms, _rows(loss, batch, 2), _rows(start, batch, 2))
+        inputs = (self.model, self.kinds, terms, rows(loss, batch, 2), rows(start, batch, 2))
         self._run(count, solve_steps, *inputs, *found, self.tolerance, self.options.max_steps)
         return found
 
@@ -263,13 +264,13 @@ class _Follow(torch.autograd.Function):
         q, loss, inputs = _saved(ctx)
         if torch.is_grad_enabled():  # somebody will differentiate this
             return None, *_differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
-        x = np.zeros((1, q.shape[-2] * q.shape[-1])) if q_bar is None else -_rows(q_bar, batch, 2)
-        r = np.zeros((1, q.shape[-2])) if v_bar is None else _rows(v_bar, batch, 1)  # K' and not K: the signs differ
-        minus_x_bar, _, bars = step.linear(origin.poison(x), r, _rows(q, batch, 2), origin.terms)
-        found = [_summed(torch.from_numpy(minus_x_bar.reshape(q.shape)), loss) if needed[0] else None]
+        x = np.zeros((1, q.shape[-2] * q.shape[-1])) if q_bar is None else -rows(q_bar, batch, 2)
+        r = np.zeros((1, q.shape[-2])) if v_bar is None else rows(v_bar, batch, 1)  # K' and not K: the signs differ
+        minus_x_bar, _, bars = step.linear(origin.poison(x), r, rows(q, batch, 2), origin.terms)
+        found = [summed(torch.from_numpy(minus_x_bar.reshape(q.shape)), loss) if needed[0] else None]
         if any(needed[1:]):
-            pulled = origin.formula.pull_back(origin.replayed, _untabulate(bars, batch))
-            found += [_shaped(bar, x, batch) if need else None for bar, x, need in zip(pulled, inputs, needed[1:], strict=True)]
+            pulled = origin.formula.pull_back(origin.replayed, untabulate(bars, batch))
+            found += [shaped(bar, x, batch) if need else None for bar, x, need in zip(pulled, inputs, needed[1:], strict=True)]
         return None, *found, *[None] * (len(needed) - len(found))
 
     @staticmethod
@@ -279,8 +280,8 @@ class _Follow(torch.autograd.Function):
         x = torch.zeros_like(q) if tangents[0] is None else -tangents[0].expand_as(q)
         if any(tangent is not None for tangent in tangents[1:]):
             x = x - origin.step.push_gradient(origin.formula, q, inputs, tangents[1:])
-        right, r = origin.poison(_rows(x, origin.batch, 2)), np.zeros((1, q.shape[-2]))
-        u, m, _ = origin.step.linear(right, r, _rows(q, origin.batch, 2), origin.terms)
+        right, r = origin.poison(rows(x, origin.batch, 2)), np.zeros((1, q.shape[-2]))
+        u, m, _ = origin.step.linear(right, r, rows(q, origin.batch, 2), origin.terms)
         return origin.found._replace(q=u, v=m).tensors(origin.batch, origin.step.shape)
 
 
@@ -302,52 +303,3 @@ def _differentiably(
     wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
     found = iter(torch.autograd.grad(again, wanted, poison((q, v, status), bars), create_graph=True, allow_unused=True))
     return [next(found) if need else None for need in needed]
-
-
-# -- between tensors, arrays and numbers ----------------------------------------------------------------------------------
-
-
-def _number(x: Tensor | float) -> Any:
-    """A number, or an array for a batch of them."""
-    return float(x) if not isinstance(x, Tensor) else x.item() if x.dim() == 0 else x.detach().numpy()
-
-
-def _followed(*inputs: Tensor | float) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-
-
-def _tabulate(values: list[Any], batch: torch.Size) -> Floats:
-    """2 K numbers or arrays as `(2, N or 1, K)`."""
-    if not batch:
-        return np.array(values).reshape(2, 1, -1)
-    table = np.array([np.broadcast_to(x, batch).ravel() for x in values])
-    return np.ascontiguousarray(table.reshape(2, -1, batch.numel()).swapaxes(1, 2))
-
-
-def _untabulate(table: Floats, batch: torch.Size) -> list[Any]:
-    """`(2, N, K)` as 2 K numbers or arrays."""
-    values: list[Any] = table.ravel().tolist() if not batch else list(table.swapaxes(1, 2).reshape(-1, *batch))
-    return values
-
-
-def _shaped(bar: Any, x: Tensor, batch: torch.Size) -> Tensor:
-    """The derivative in x, as a tensor of its shape."""
-    return _summed(torch.from_numpy(np.broadcast_to(bar, batch).copy()), x) if batch else torch.from_numpy(np.array(bar))
-
-
-def _summed(bar: Tensor, x: Tensor) -> Tensor:
-    """Over what x was broadcast along."""
-    return bar if bar.shape == x.shape else bar.sum_to_size(x.shape)
-
-
-def _rows(x: Tensor, batch: torch.Size, event_dims: int) -> Floats:
-    """`(*some of batch, *event)` as `(N or 1, events)`, contiguous."""
-    x = x.detach() if x.requires_grad or forward_ad._current_level >= 0 else x
-    if x.dim() == event_dims and x.is_contiguous():
-        single: Floats = x.numpy().reshape(1, -1)
-        return single
-    split = x.dim() - event_dims
-    if split and x.shape[:split].numel() > 1:
-        x = x.expand(*batch, *x.shape[split:])
-    array: Floats = x.contiguous().numpy()
-    return array.reshape(-1, math.prod(array.shape[array.ndim - event_dims :]))
