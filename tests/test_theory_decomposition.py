@@ -7,8 +7,7 @@ from theory_cases import F64, bandit, cases, check, masked, tightest
 
 import torch_occ as occ
 from torch_occ import theory
-from torch_occ.theory.decomposition import tilde_nearby
-from torch_occ.theory.survey import draw_policy, play
+from torch_occ.theory.survey import draw_policy
 
 MDP = occ.LayeredMDP.random(3, 2, 3, seed=1)
 MEAN = torch.rand(MDP.num_states, MDP.num_actions, dtype=F64, generator=torch.Generator().manual_seed(3))
@@ -229,14 +228,3 @@ def test_the_comparator_is_nearly_tight_in_its_log_barrier():
     assert 0.98 < tightest(barrier) < 1
     assert tightest(losses) == pytest.approx(0.5, abs=0.01)  # |q_1 - q_opt| is charged twice: never more than half
     assert float(roots.left) < 0  # the roots of q_1 outweigh what q_opt loses, unless q_1 is as concentrated as q_opt
-
-
-@pytest.mark.parametrize("beta", [192.0, 1.0, 1e-3])
-def test_the_fast_tilde_is_the_right_one(beta):
-    """Also where two Newton steps do not suffice, and the solver is called."""
-    parameters = theory.Parameters(0.5, beta, 1.0)
-    run = play(MDP, parameters, MEAN, 15, torch.Generator().manual_seed(0))
-    step, total = occ.FTRLStep(MDP, parameters.regularizer(MDP)), run.estimate.cumsum(0)
-    for t in range(15):
-        fast = tilde_nearby(step, parameters, run.q[t], total[t], torch.tensor(t + 1.0, dtype=F64))
-        torch.testing.assert_close(fast, theory.tilde(step, run.q[t], total[t], t + 1.0), rtol=2e-6, atol=0)

@@ -32,7 +32,7 @@ from torch_occ.losses import Noise, mean_square
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import occupancy, optimal_policy
 from torch_occ.theory.bounds import adversarial_bound, lower_order
-from torch_occ.theory.decomposition import tilde_nearby
+from torch_occ.theory.decomposition import tilde
 from torch_occ.theory.hessian import hybrid
 from torch_occ.theory.parameters import Parameters
 from torch_occ.theory.penalty import penalty_bound
@@ -195,7 +195,7 @@ def evaluate(step: FTRLStep, parameters: Parameters, records: Records, noise: No
     penalty_limit = torch.stack([weights @ limit[0] for weights, limit in zip(of_penalty, limits, strict=True)])
     stability_limit = torch.stack([weights @ limit[1] for weights, limit in zip(of_stability, limits, strict=True)])
     rest = lower_order(mdp, parameters, t_now).expand_as(penalty)
-    ratio = tilde_nearby(step, parameters, now.q, now.estimated, t_now.expand_as(penalty)) / now.q
+    ratio = tilde(step, now.q, now.estimated, t_now.expand_as(penalty)) / now.q
     last = torch.stack([limit[:, first + i] for i, limit in enumerate(limits)], 1)
     return {
         "regret": now.regret,

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from torch_occ.callbacks import Callback
 from torch_occ.ftrl import FTRLStep
-from torch_occ.kkt import factorize
 from torch_occ.marginals import keep
 from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import flow_of, flow_source
 from torch_occ.theory.bounds import lower_order
-from torch_occ.theory.hessian import bregman, curvatures, derivatives_of_step, hessian_of_step, hybrid, log_barrier
+from torch_occ.theory.hessian import bregman, curvatures, hessian_of_step, hybrid, log_barrier
 from torch_occ.theory.parameters import Parameters, episodes
 from torch_occ.theory.recursion import curvature, inverse_hessian
 from torch_occ.theory.stability import norm
@@ -70,30 +68,6 @@ def tilde(step: FTRLStep, q: Tensor, cumulative_loss: Tensor, t: Tensor | float)
         solution = step.solve(cumulative_loss, t, warm_start=q, check=False)
         # A warm start can lie too close to the boundary; from the middle, Newton's method is certain.
         return solution.q if bool(solution.converged.all()) else step.solve(cumulative_loss, t).q
-
-
-def tilde_nearby(step: FTRLStep, parameters: Parameters, q: Tensor, cumulative_loss: Tensor, t: Tensor) -> Tensor:
-    """The same to about six digits, a few times faster: tilde q_t is so close to q_t that two steps from there suffice.
-
-    They are Newton steps with the factorization at q_t. Where they do not suffice (too small a beta), the solver is called after all.
-    """
-    mdp = step.mdp
-    flow = flow_of(mdp, q[..., 0, 0].numel())
-    found, nothing, source = q, torch.zeros_like(q[..., 0]), flow_source(mdp)
-    psi = derivatives_of_step(mdp, q, parameters, t)
-    factor = factorize(psi.hessian, flow, q)
-    for _ in range(3):
-        move, _ = factor.solve(-(psi.gradient + cumulative_loss), nothing)
-        moved = found + move
-        largest = float((move / keep("pair", mdp, found, 1.0)).abs().amax())
-        if not largest < 0.5:
-            break
-        policy = moved / moved.sum(-1, keepdim=True)
-        found = flow.forward(policy, source).unsqueeze(-1) * policy
-        if largest < 1e-4:  # what remains is a small fraction of it
-            return found
-        psi = derivatives_of_step(mdp, found, parameters, t)
-    return tilde(step, q, cumulative_loss, t)
 
 
 def close_hessian(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Tensor) -> Statement:
