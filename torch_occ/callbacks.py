@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from torch_occ.extras import extra, progress_bar, summary_writer
 from torch_occ.learners import Learner
 from torch_occ.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.regularizers import Scaled
@@ -21,8 +22,6 @@ from torch_occ.schedules import Schedule
 if TYPE_CHECKING:
     from torch_occ.history import History
     from torch_occ.simulate import Simulation
-
-_INSTALL = "pip install torch-occ[experiments]"
 
 
 class Callback:
@@ -49,11 +48,7 @@ class ProgressBar(Callback):
         self.bar: Any = None
 
     def on_start(self, run: Simulation) -> None:
-        try:
-            from tqdm import tqdm
-        except ImportError as error:
-            raise ImportError(f"the progress bar needs tqdm: {_INSTALL}") from error
-        self.bar = tqdm(total=run.episodes, initial=run.t, desc=self.label, unit="ep", dynamic_ncols=True, mininterval=0.5)
+        self.bar = progress_bar(run.episodes, run.t, "ep", self.label)
 
     def on_chunk(self, run: Simulation) -> None:
         self.bar.update(run.t - self.bar.n)
@@ -97,17 +92,14 @@ class TensorBoard(Callback):
 
     def on_start(self, run: Simulation) -> None:
         _check_directory(self.directory)
-        try:
+        with extra("experiments", "the TensorBoard callback needs tensorboard and matplotlib"):
             import matplotlib  # noqa: F401  (missing it is better said now than at the first image)
-            from torch.utils.tensorboard import SummaryWriter
 
             from torch_occ.figures import configuration
-        except ImportError as error:
-            raise ImportError(f"the TensorBoard callback needs tensorboard and matplotlib: {_INSTALL}") from error
         self.begun, self.known = run.t, run.t > 0 and any(self.directory.glob("events.out.tfevents.*"))
         self.next_image = run.t + 1.0
         # A run from its beginning replaces whatever the directory holds; a resumed one, what lies beyond its first episode.
-        self.writer = SummaryWriter(str(self.directory), purge_step=run.t + 1 if self.known else 0, max_queue=1000, flush_secs=10)
+        self.writer = summary_writer(self.directory, purge_step=run.t + 1 if self.known else 0, max_queue=1000, flush_secs=10)
         if not self.known:
             self.writer.add_text("configuration", configuration(run), 0)
             self.writer.add_custom_scalars(_LAYOUT)

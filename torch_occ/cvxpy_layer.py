@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_occ.catalog import TabularRegularizer
+from torch_occ.extras import extra
 from torch_occ.mdp import LayeredMDP
 from torch_occ.regularizers import Regularizer
 from torch_occ.terms import Log, Power
@@ -202,7 +203,5 @@ class CvxpyLayer(nn.Module):
 
 
 def _require(module: str) -> Any:
-    try:
+    with extra("reference", f"torch_occ.reference needs {module.partition('.')[0]}"):
         return import_module(module)
-    except ImportError as error:
-        raise ImportError(f"torch_occ.reference needs {module.partition('.')[0]}: pip install torch-occ[reference]") from error

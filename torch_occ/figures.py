@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.estimators import Estimator
+from torch_occ.extras import extra
 from torch_occ.history import History
 from torch_occ.losses import LossProcess
 from torch_occ.mdp import LayeredMDP
@@ -185,10 +186,8 @@ def _short(x: float) -> str:
 
 
 def _figure(size: tuple[float, float], layout: Literal["constrained"] | None = "constrained") -> Figure:
-    try:
+    with extra("experiments", "figures need matplotlib"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install torch-occ[experiments]") from error
     return Figure(figsize=size, dpi=110, layout=layout, facecolor="white")
 
 

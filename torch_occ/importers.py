@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_occ.extras import extra
 from torch_occ.rewards import RewardMap, RewardMDP
 from torch_occ.truth import Auditor, refuse_untruthful
 from torch_occ.unroll import ABSORBING, Outcomes, finish, unroll
@@ -140,10 +141,8 @@ def from_gymnasium(
 
 
 def _make(env: Any, options: Mapping[str, Any] | None) -> tuple[gymnasium.Env[Any, Any], str]:
-    try:
+    with extra("gymnasium", "from_gymnasium needs Gymnasium"):
         import gymnasium
-    except ImportError as error:
-        raise ImportError("from_gymnasium needs Gymnasium: pip install torch-occ[gymnasium]") from error
     if isinstance(env, str):
         try:
             env = gymnasium.make(env, **(options or {}))

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_occ.extras import extra, progress_bar, summary_writer
 from torch_occ.files import write_atomically
 
 Config = dict[str, Any]
@@ -106,7 +107,7 @@ def sweep(
     failures: list[Failure] = []
     client = connect(cluster, PATIENCE) if cluster is not None and missing else None  # before anything else can be lost
     work = on_processes(function, missing, processes) if client is None else on_cluster(function, missing, client)
-    with _bar(len(todo), len(found), progress) as bar, closing(work):
+    with progress_bar(len(todo), len(found), "cell") if progress else _Silent() as bar, closing(work):
         for cell, outcome in work:
             if isinstance(outcome, Failure):
                 failures.append(outcome)
@@ -205,16 +206,13 @@ def log_hparams(directory: Path, config: Config, result: dict[str, Any]) -> None
     """One run of TensorBoard's HParams dashboard. It appears complete, and a second call changes nothing."""
     if directory.exists():
         return
-    try:
-        from torch.utils.tensorboard import SummaryWriter
+    with extra("experiments", "hparams need tensorboard, or tensorboard=False"):
         from torch.utils.tensorboard.summary import hparams
-    except ImportError as error:
-        raise ImportError("hparams need tensorboard: pip install torch-occ[experiments], or pass tensorboard=False") from error
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".", dir=directory.parent))
     try:
         metrics = {name: value for name, value in result.items() if isinstance(value, int | float)}
-        with SummaryWriter(str(temporary)) as writer:
+        with summary_writer(temporary) as writer:
             values = {name: value if isinstance(value, bool | int | float | str) else json.dumps(value) for name, value in config.items()}
             _, start, end = hparams(values, {})
             # Without the first summary, a list of columns, TensorBoard collects the columns of all runs, which need not have the same.
@@ -243,13 +241,3 @@ class _Silent:
     def update(self) -> None: ...
 
     def write(self, text: str) -> None: ...
-
-
-def _bar(total: int, initial: int, progress: bool) -> Any:
-    if not progress:
-        return _Silent()
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError("the progress bar needs tqdm: pip install torch-occ[experiments], or pass progress=False") from error
-    return tqdm(total=total, initial=initial, unit="cell", dynamic_ncols=True)

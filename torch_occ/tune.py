@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import constraints, transform_to
 
+from torch_occ.extras import progress_bar, summary_writer
 from torch_occ.files import write_atomically
 from torch_occ.fingerprints import fingerprint
 from torch_occ.objectives import Evaluation
@@ -95,7 +96,7 @@ def tune(
     if save_to is not None and resume and Path(save_to).exists():
         tuner.load(save_to)
     board = _Board(directory, tuner) if directory is not None else None
-    bar = _bar(steps + 1, len(tuner.values)) if progress else None
+    bar = progress_bar(steps + 1, len(tuner.values), "step", "tuning") if progress else None
     try:
         while len(tuner.values) <= steps:
             tuner.advance()
@@ -308,11 +309,7 @@ class _Board:
     """TensorBoard's `meta/*`; the step axis is the optimizer's."""
 
     def __init__(self, directory: str | Path, tuner: Tuner) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError("logging a tuning needs tensorboard: pip install torch-occ[tensorboard]") from error
-        self.writer: Any = SummaryWriter(str(directory), purge_step=len(tuner.values))
+        self.writer: Any = summary_writer(directory, purge_step=len(tuner.values))
 
     def write(self, tuner: Tuner) -> None:
         step = len(tuner.values) - 1
@@ -331,11 +328,3 @@ class _Board:
         if bool(tuner.best_values.isfinite().any()):
             self.writer.add_text("meta/result", "```\n" + str(tuner.result()) + "\n```", len(tuner.values) - 1)
         self.writer.close()
-
-
-def _bar(total: int, done: int) -> Any:
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError("the progress bar needs tqdm: pip install torch-occ[experiments]") from error
-    return tqdm(total=total, initial=done, desc="tuning", unit="step", dynamic_ncols=True)

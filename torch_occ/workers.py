@@ -19,6 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from torch_occ.extras import extra
 from torch_occ.sweep import Cell, Failure, Function, Work, attempt
 
 #: How often a cell may lose its process while it runs alone, before it is taken for the cause.
@@ -96,10 +97,8 @@ def _prepare_worker() -> None:
 
 def connect(address: str, patience: float) -> Any:
     """A client of the scheduler at this address, or an error that says what to do."""
-    try:
+    with extra("dask", "cluster: a Dask cluster needs distributed"):
         from distributed import Client
-    except ImportError as error:
-        raise ImportError("cluster: a Dask cluster needs distributed: pip install torch-occ[dask]") from error
     advice = "start one with `dask scheduler`, check the address, or leave the cluster out to run on local processes"
     try:
         return Client(address, timeout=patience, set_as_default=False)
