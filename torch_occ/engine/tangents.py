@@ -1,0 +1,251 @@
+"""The run with tangents carried along, compiled: torch_occ.tangents for regularizers that are tables of elementary terms.
+
+An episode costs one factorization and a solve for each parameter more than in torch_occ.engine.episodes. How weights and exponents
+depend on the parameters is worked out in torch, once a chunk of episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torch_occ.engine.arrays import exponents_of, kinds_of, model_of, terms_of, weights_of, why_not
+from torch_occ.engine.compiling import patiently
+from torch_occ.engine.episodes import IMPORTANCE_WEIGHTED, NOISE, UNCERTIFIED, Rules, draw, index_drawn, propose
+from torch_occ.engine.layout import (
+    COMPLEMENT,
+    DQ,
+    FORCE,
+    PAIR,
+    REST,
+    SLOPE,
+    STATE,
+    TRIAL,
+    Floats,
+    Model,
+    Terms,
+    Work,
+    kernel,
+    make_work,
+)
+from torch_occ.engine.newton import accumulate, derive
+from torch_occ.engine.sweeps import factorize, solve
+from torch_occ.engine.threads import for_each
+from torch_occ.ftrl import FTRLStep
+from torch_occ.losses import LossProcess, Stationary
+from torch_occ.occupancy import interior_point, optimal_policy
+from torch_occ.regularizers import Regularizer
+from torch_occ.streams import CHUNK, Purpose, uniforms
+from torch_occ.tangents import Stretch
+
+# Columns of a record; those of the slopes and then of the scores begin at TANGENTS.
+COST, FAILED, TANGENTS = 0, 1, 2
+
+
+class Pushes(NamedTuple):
+    """How P parameters push the terms, by their logarithms."""
+
+    weights: Floats  # (n, P, K)
+    exponents: Floats  # (P, K)
+
+
+class Carried(NamedTuple):
+    """What one seed carries along, updated in place; pairs are flat."""
+
+    q: Floats  # (S * A,)
+    cumulative_loss: Floats  # (S * A,)
+    tangent_loss: Floats  # (P, S * A), of the cumulative loss
+    tangent: Floats  # (P, S * A), of q
+    score: Floats  # (P,)
+    scalars: Floats  # (6,), see torch_occ.engine.episodes
+
+
+@kernel
+def play_with_tangents(
+    model: Model,
+    terms: Terms,
+    weights: Floats,  # (n, K)
+    pushes: Pushes,
+    mean: Floats,  # (S * A,)
+    gaps: Floats,  # (S * A,)
+    numbers: Floats,  # (n, L, 3)
+    rules: Rules,
+    carried: Carried,
+    record: Floats,  # (n, 2 + 2 * P), out
+    middle: Floats,  # (S * A,), an interior point for cold starts
+    table: Floats,  # (2, S * A), scratch
+    nowhere: Floats,  # (0,)
+    work: Work,
+) -> None:
+    """n episodes."""
+    pairs, q, tangent = work.pairs, carried.q, carried.tangent
+    num_tangents, num_pairs = tangent.shape
+    for i in range(num_pairs):
+        pairs[PAIR, i] = q[i]
+    for t in range(len(weights)):
+        propose(model, terms, weights[t], carried.cumulative_loss, rules, middle, table, nowhere, carried.scalars, work)
+        derive(model, terms, weights[t], work)  # at the solution itself, so that tangents are exact to rounding
+        factorize(model, work)
+        push_gradient(model, terms, weights[t], pushes, t, tangent, work)
+        for p in range(num_tangents):
+            for i in range(num_pairs):
+                pairs[FORCE, i] = -(carried.tangent_loss[p, i] + tangent[p, i]) if model.exists[PAIR, i] else 0.0
+            solve(model, nowhere, work)
+            slope = 0.0
+            for i in range(num_pairs):
+                tangent[p, i] = pairs[DQ, i]
+                slope += pairs[DQ, i] * gaps[i]
+            record[t, TANGENTS + p] = slope
+            record[t, TANGENTS + num_tangents + p] = carried.score[p]
+        cost = 0.0
+        for i in range(num_pairs):
+            q[i] = pairs[PAIR, i]
+            cost += q[i] * gaps[i]
+        record[t, COST] = cost
+        record[t, FAILED] = carried.scalars[UNCERTIFIED]
+        walk_with_tangents(model, rules.noise, mean, numbers, t, carried)
+
+
+@kernel
+def push_gradient(model: Model, terms: Terms, weights: Floats, pushes: Pushes, t: int, out: Floats, work: Work) -> None:
+    """d grad psi / d log parameter for every parameter, (P, S * A). Needs the arguments at q; spoils their slopes and bends, DQ, TRIAL."""
+    pairs = work.pairs
+    num_tangents, num_pairs = out.shape
+    for p in range(num_tangents):
+        for i in range(num_pairs):
+            out[p, i] = 0.0
+    for term in range(len(weights)):
+        bends = False
+        for p in range(num_tangents):
+            bends = bends or pushes.exponents[p, term] != 0.0
+        term_gradient(model, terms, term, False, TRIAL, work)
+        if bends:
+            term_gradient(model, terms, term, True, DQ, work)
+        for p in range(num_tangents):
+            if pushes.weights[t, p, term] != 0.0:
+                for i in range(num_pairs):
+                    out[p, i] += pushes.weights[t, p, term] * pairs[TRIAL, i]
+            if pushes.exponents[p, term] != 0.0:
+                for i in range(num_pairs):
+                    out[p, i] += weights[term] * pushes.exponents[p, term] * pairs[DQ, i]
+
+
+@kernel
+def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, work: Work) -> None:
+    """The gradient in q of one term of weight 1 into a row of the pairs, or its derivative in the exponent.
+
+    The slope of x^p is s = p x^(p-1), and its derivative in p is (1/p + log x) s.
+    """
+    pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
+    argument, p = terms.argument[term], terms.exponent[term]
+    rows, row = (states, 0) if argument == STATE else (pairs, argument)
+    for i in range(rows.shape[1]):
+        rows[row + SLOPE, i] = 0.0
+    accumulate(terms.function[term], p, 1.0, rows, row)
+    if bent:
+        for i in range(rows.shape[1]):
+            rows[row + SLOPE, i] *= 1.0 / p + np.log(rows[row, i])
+    for s in range(states.shape[1]):
+        first, left, right = s * num_actions, 0.0, 0.0
+        for i in range(first, first + num_actions):
+            if argument == REST:
+                pairs[out, i] = left
+                left += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+            elif argument == COMPLEMENT:
+                pairs[out, i] = -pairs[COMPLEMENT + SLOPE, i] if exists[COMPLEMENT, i] else 0.0
+            else:
+                pairs[out, i] = states[SLOPE, s] if argument == STATE else pairs[PAIR + SLOPE, i]
+        if argument == REST:
+            for i in range(first + num_actions - 1, first - 1, -1):
+                pairs[out, i] += right
+                right += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+        for i in range(first, first + num_actions):
+            pairs[out, i] = pairs[out, i] if exists[PAIR, i] else 0.0
+
+
+@kernel
+def walk_with_tangents(model: Model, noise: int, mean: Floats, numbers: Floats, t: int, carried: Carried) -> None:
+    """One trajectory, as `torch_occ.engine.episodes.walk`: the estimates of the visited pairs, their tangents and the score."""
+    start, num_actions, q, tangent = model.start, model.num_actions, carried.q, carried.tangent
+    layers = len(start) - 1
+    s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
+    for k in range(layers):
+        first, total = s * num_actions, 0.0
+        for i in range(first, first + num_actions):
+            total += q[i]
+        chosen = first + index_drawn(q, first, num_actions, total, numbers[t, k, 0])
+        estimate = draw(noise, mean[chosen], numbers[t, k, 1]) / q[chosen]
+        carried.cumulative_loss[chosen] += estimate
+        for p in range(len(tangent)):
+            arriving, relative = 0.0, tangent[p, chosen] / q[chosen]
+            for i in range(first, first + num_actions):
+                arriving += tangent[p, i]
+            carried.score[p] += relative - arriving / total
+            carried.tangent_loss[p, chosen] -= estimate * relative
+        if k + 1 < layers:
+            s = start[k + 1] + index_drawn(model.next_state[chosen], 0, start[k + 2] - start[k + 1], 1.0, numbers[t, k, 2])
+
+
+# -- from torch and back --------------------------------------------------------------------------------------------------
+
+
+def why_not_carry(step: FTRLStep, losses: LossProcess) -> str | None:
+    """The reason why the engine cannot carry these tangents, or None if it can."""
+    if type(losses).draw is not LossProcess.draw:
+        return f"{type(losses).__name__} draws its losses in its own way"
+    return why_not(step.mdp, step.regularizer)
+
+
+def play_compiled(step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequence[int]) -> Iterator[Stretch]:
+    """Play as `simulate` does, from the same random numbers, a chunk of episodes a stretch; the seeds side by side in threads."""
+    mdp, model, table = step.mdp, model_of(step.mdp), _Table(step.regularizer)
+    N, P, num_pairs = len(seeds), len(step.evaluator.names), mdp.num_states * mdp.num_actions
+    logs = [parameter.detach().log() for parameter in step.evaluator.own_parameters]
+    kinds = kinds_of(terms_of(step.regularizer, torch.ones((), dtype=torch.float64)))
+    gaps, mean = optimal_policy(mdp, losses.mean).gaps.flatten().numpy(), losses.mean.flatten().numpy()
+    middle = interior_point(mdp).detach().flatten().numpy()
+    limits = (step.options.tolerance_in(torch.float64), step.options.max_steps)
+    rules = Rules(False, NOISE[losses.noise], IMPORTANCE_WEIGHTED, np.zeros(CHUNK), *limits)
+    carried = Carried(np.tile(middle, (N, 1)), *(np.zeros((N, *shape)) for shape in ((num_pairs,), *((P, num_pairs),) * 2, (P,), (6,))))
+    for origin in range(0, episodes, CHUNK):
+        n = min(CHUNK, episodes - origin)
+        (weights, exponents), pushes = table.differentiate(step.evaluator.names, logs, torch.arange(origin + 1, origin + n + 1).double())
+        terms, record = Terms(*kinds, exponents), np.empty((N, n, 2 + 2 * P))
+
+        def play_seed(i: int) -> None:
+            numbers = uniforms([seeds[i]], Purpose.EPISODES, [origin // CHUNK], (mdp.horizon, 3))[0].numpy()  # noqa: B023
+            own, scratch = Carried(*(x[i] for x in carried)), (np.zeros((2, num_pairs)), np.zeros(0), make_work(model))
+            play_with_tangents(model, terms, weights, pushes, mean, gaps, numbers, rules, own, record[i], middle, *scratch)  # noqa: B023
+
+        with patiently:
+            for_each(play_seed, N)
+        found = torch.from_numpy(record)
+        yield Stretch(found[..., COST], *found[..., TANGENTS:].split(P, -1), found[..., FAILED] == 0)
+
+
+class _Table(nn.Module):
+    """t `(n,)` -> weights `(n, K)` and exponents `(K,)`, as a module: `functional_call` can exchange its parameters."""
+
+    def __init__(self, regularizer: Regularizer) -> None:
+        super().__init__()
+        self.regularizer = regularizer
+
+    def forward(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        terms = terms_of(self.regularizer, t)
+        return weights_of(terms).expand(len(t), -1), exponents_of(terms)
+
+    def differentiate(self, names: Sequence[str], logs: Sequence[Tensor], t: Tensor) -> tuple[tuple[Floats, Floats], Pushes]:
+        """Weights and exponents, and how they move with the logarithm of each parameter."""
+
+        def table(*logs: Tensor) -> tuple[Tensor, Tensor]:
+            named = {f"regularizer.{name}": log.exp() for name, log in zip(names, logs, strict=True)}
+            return torch.func.functional_call(self, named, (t,), tie_weights=False)
+
+        moves = torch.func.jacfwd(table, tuple(range(len(logs))))(*logs)
+        pushes = (torch.stack([x.detach() for x in move], -2).contiguous().numpy() for move in moves)
+        weights, exponents = (x.detach().contiguous().numpy() for x in self(t))
+        return (weights, exponents), Pushes(*pushes)
