@@ -43,7 +43,7 @@ class Args:
     """T, each with runs of its own"""
     betas: tuple[float, ...] = (192.0, 10.0, 1.0)
     """log-barrier; the paper's is 64 L"""
-    budget: int = 400_000
+    budget: int = 250_000
     """episodes to play for each T by each estimator, from which the number of seeds follows"""
     seeds: int = 10_000
     """at most"""
