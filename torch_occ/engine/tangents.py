@@ -209,22 +209,28 @@ def play_compiled(step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequ
     gaps, mean = optimal_policy(mdp, losses.mean).gaps.flatten().numpy(), losses.mean.flatten().numpy()
     middle = interior_point(mdp).detach().flatten().numpy()
     limits = (step.options.tolerance_in(torch.float64), step.options.max_steps)
-    rules = Rules(False, NOISE[losses.noise], IMPORTANCE_WEIGHTED, np.zeros(CHUNK), *limits)
-    carried = Carried(np.tile(middle, (N, 1)), *(np.zeros((N, *shape)) for shape in ((num_pairs,), *((P, num_pairs),) * 2, (P,), (6,))))
-    for origin in range(0, episodes, CHUNK):
-        n = min(CHUNK, episodes - origin)
-        (weights, exponents), pushes = table.differentiate(step.evaluator.names, logs, torch.arange(origin + 1, origin + n + 1).double())
+    rules = Rules(False, NOISE[losses.noise], IMPORTANCE_WEIGHTED, np.zeros(0), *limits)
+    shapes = ((num_pairs,), (P, num_pairs), (P, num_pairs), (P,), (6,))
+    carried = Carried(np.tile(middle, (N, 1)), *(np.zeros((N, *shape)) for shape in shapes))
+
+    def play_chunk(chunk: int, n: int) -> Tensor:
+        t = chunk * CHUNK + torch.arange(1, n + 1, dtype=torch.float64)
+        weights, exponents, pushes = table.differentiate(step.evaluator.names, logs, t)
         terms, record = Terms(*kinds, exponents), np.empty((N, n, 2 + 2 * P))
 
         def play_seed(i: int) -> None:
-            numbers = uniforms([seeds[i]], Purpose.EPISODES, [origin // CHUNK], (mdp.horizon, 3))[0].numpy()  # noqa: B023
+            numbers = uniforms([seeds[i]], Purpose.EPISODES, [chunk], (mdp.horizon, 3))[0].numpy()
             own, scratch = Carried(*(x[i] for x in carried)), (np.zeros((2, num_pairs)), np.zeros(0), make_work(model))
-            play_with_tangents(model, terms, weights, pushes, mean, gaps, numbers, rules, own, record[i], middle, *scratch)  # noqa: B023
+            play_with_tangents(model, terms, weights, pushes, mean, gaps, numbers, rules, own, record[i], middle, *scratch)
 
         with patiently:
             for_each(play_seed, N)
-        found = torch.from_numpy(record)
-        yield Stretch(found[..., COST], *found[..., TANGENTS:].split(P, -1), found[..., FAILED] == 0)
+        return torch.from_numpy(record)
+
+    for chunk in range(-(-episodes // CHUNK)):
+        record = play_chunk(chunk, min(CHUNK, episodes - chunk * CHUNK))
+        slope, score = record[..., TANGENTS:].split(P, -1)
+        yield Stretch(record[..., COST], slope, score, record[..., FAILED] == 0)
 
 
 class _Table(nn.Module):
@@ -238,7 +244,7 @@ class _Table(nn.Module):
         terms = terms_of(self.regularizer, t)
         return weights_of(terms).expand(len(t), -1), exponents_of(terms)
 
-    def differentiate(self, names: Sequence[str], logs: Sequence[Tensor], t: Tensor) -> tuple[tuple[Floats, Floats], Pushes]:
+    def differentiate(self, names: Sequence[str], logs: Sequence[Tensor], t: Tensor) -> tuple[Floats, Floats, Pushes]:
         """Weights and exponents, and how they move with the logarithm of each parameter."""
 
         def table(*logs: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,4 +254,4 @@ class _Table(nn.Module):
         moves = torch.func.jacfwd(table, tuple(range(len(logs))))(*logs)
         pushes = (torch.stack([x.detach() for x in move], -2).contiguous().numpy() for move in moves)
         weights, exponents = (x.detach().contiguous().numpy() for x in self(t))
-        return (weights, exponents), Pushes(*pushes)
+        return weights, exponents, Pushes(*pushes)
