@@ -76,8 +76,7 @@ class Answer(NamedTuple):
 
 def summarize(estimate: occ.Estimate, took: float) -> Answer:
     """The estimate at its last checkpoint."""
-    squares = (estimate.samples[:, -1] - estimate.mean[-1]).square()
-    return Answer(estimate.mean[-1], estimate.standard_error[-1], squares.amax(0) / squares.sum(0), took)
+    return Answer(estimate.mean[-1], estimate.standard_error[-1], estimate.heaviest[-1], took)
 
 
 def forecast_gradient(mdp: occ.LayeredMDP, psi: occ.Regularizer, mean: Tensor, episodes: int) -> Tensor:
@@ -179,7 +178,7 @@ def draw(rows: list[dict[str, Any]], shown: str) -> Any:
 
     rows = [row for row in rows if row["parameter"] == shown]
     betas = list(dict.fromkeys(row["beta"] for row in rows))
-    figure = Figure(figsize=(3.7 * len(betas) + 0.6, 6.0), layout="constrained")
+    figure = Figure(figsize=(3.5 * len(betas) + 0.7, 6.6), layout="constrained")
     grid = figure.subplots(2, len(betas), squeeze=False, sharex=True, sharey="row")
     for beta, (above, below) in zip(betas, grid.T, strict=True):
         for i, (estimator, (colour, style, marker)) in enumerate(STYLES.items()):

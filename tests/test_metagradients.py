@@ -46,6 +46,14 @@ def test_unbiased_agrees_with_differences_and_pathwise_does_not():
     assert float(distance(found.pathwise).max()) > 5
 
 
+def test_an_estimate_says_when_one_seed_makes_its_error():
+    samples = torch.tensor([1.0, 2.0, 3.0, 102.0], dtype=torch.float64)[:, None, None]
+    found = occ.Estimate(samples)
+    assert float(found.mean) == 27
+    assert float(found.standard_error) == pytest.approx(float(samples.std()) / 2)
+    assert float(found.heaviest) == pytest.approx(75**2 / (26**2 + 25**2 + 24**2 + 75**2))
+
+
 def test_bad_input_is_named():
     mdp, _, losses = world()
     with pytest.raises(ValueError, match="seeds: a leave-one-out baseline needs at least two, got 1"):

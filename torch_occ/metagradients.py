@@ -46,6 +46,12 @@ class Estimate(NamedTuple):
         """Of the mean, `(C, parameters)`."""
         return self.samples.std(0) / len(self.samples) ** 0.5
 
+    @property
+    def heaviest(self) -> Tensor:
+        """The share of one seed in the variance, `(C, parameters)`: where it is not small, the standard error is not to be believed."""
+        squares = (self.samples - self.mean).square()
+        return squares.amax(0) / squares.sum(0)
+
 
 class Gradients(NamedTuple):
     """Two estimates from one run, in the logarithms of the parameters `names`."""
