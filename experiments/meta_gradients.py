@@ -174,38 +174,37 @@ def tabulate(rows: list[dict[str, Any]], shown: str) -> str:
 def draw(rows: list[dict[str, Any]], shown: str) -> Any:
     """A column for every setting: above, the gradient over its reference; below, what 1,000 seeds leave of uncertainty."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, FuncFormatter
 
-    rows = [row for row in rows if row["parameter"] == shown]
+    rows, low, high = [row for row in rows if row["parameter"] == shown], -1.0, 4.0
     betas = list(dict.fromkeys(row["beta"] for row in rows))
-    figure = Figure(figsize=(3.5 * len(betas) + 0.7, 6.6), layout="constrained")
+    figure = Figure(figsize=(3.4 * len(betas) + 0.8, 6.2), layout="constrained")
     grid = figure.subplots(2, len(betas), squeeze=False, sharex=True, sharey="row")
     for beta, (above, below) in zip(betas, grid.T, strict=True):
         for i, (estimator, (colour, style, marker)) in enumerate(STYLES.items()):
             kept = [row for row in rows if row["beta"] == beta and row["estimator"] == estimator]
-            look = {"color": colour, "linestyle": style, "marker": marker, "markersize": 4, "linewidth": 1.3, "label": estimator}
-            t = np.array([row["episodes"] for row in kept])
-            unit = np.array([row["reference"] for row in kept])
+            t, unit = np.array([row["episodes"] for row in kept]), np.array([row["reference"] for row in kept])
             values = np.array([row["gradient"] for row in kept]) / unit
             errors = np.array([row["standard_error"] for row in kept]) / abs(unit)
-            above.errorbar(t * 1.07 ** (i - 1.5), values, yerr=1.96 * errors, capsize=2.5, elinewidth=1, **look)
+            look = {"color": colour, "linestyle": style, "linewidth": 1.3, "marker": marker, "markersize": 4, "label": estimator}
+            beside = t * 1.08 ** (i - 1.5)
+            above.errorbar(beside, values, yerr=1.96 * errors, capsize=2.5, elinewidth=1, **look)
+            for edge, outside in ((low, values < low), (high, values > high)):  # arrows for what is not in the picture
+                arrows = above.plot(beside[outside], np.full(outside.sum(), edge), "v" if edge < 0 else "^", color=colour, clip_on=False)
+                arrows[0].set_in_layout(False)
             if estimator != FORECAST:
                 below.plot(t, errors * np.sqrt(np.array([row["seeds"] for row in kept]) / 1000), **look)
-        above.axhline(1, color="0.8", linewidth=0.8, zorder=0)
-        above.set_yscale("symlog", linthresh=2, linscale=1.2)
-        above.set(title=f"β = {beta:g}", ylim=(-1e4, 1e4))
-        above.yaxis.set_major_locator(FixedLocator([-1e4, -1e2, -1, 0, 1, 1e2, 1e4]))
-        above.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if abs(x) < 1000 else f"{x:,.0f}"))
-        below.axhspan(1, 1e30, color="0.93", zorder=0, linewidth=0)
-        below.set(xscale="log", yscale="log", xlabel="episodes T", ylim=(1e-3, 1e6))
+        above.axhline(1, color="0.75", linewidth=0.8, zorder=0)
+        above.set(title=f"β = {beta:g}", ylim=(low, high))
+        below.axhspan(1, 1e30, color="0.94", zorder=0, linewidth=0)
+        below.set(xscale="log", yscale="log", xlabel="episodes T", ylim=(1e-3, 1e8))
         for axes in (above, below):
             axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(visible=True, which="major", color="0.92", linewidth=0.6)
+            axes.grid(visible=True, which="major", color="0.9", linewidth=0.6)
             axes.set_axisbelow(True)
-    grid[0, 0].set_ylabel("estimate / reference, 95 % interval")
-    grid[1, 0].set_ylabel("standard error of 1,000 seeds / |gradient|")
-    grid[1, 0].text(0.04, 0.94, "error larger than the gradient", transform=grid[1, 0].transAxes, fontsize="small", color="0.35", va="top")
-    grid[0, 0].legend(frameon=False, fontsize="small", loc="lower left")
+    grid[0, 0].set_ylabel("estimate / reference (95 %)")
+    grid[1, 0].set_ylabel("standard error of 1,000 seeds\n/ |gradient|")
+    grid[1, 0].text(0.04, 0.95, "error larger than the gradient", transform=grid[1, 0].transAxes, fontsize="small", color="0.35", va="top")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(STYLES), frameon=False)
     figure.suptitle(f"The gradient of the regret in log {shown}, through the run", fontsize="medium")
     return figure
 
