@@ -42,10 +42,10 @@ def test_the_run_goes_on_over_chunks_and_is_that_of_simulate():
     found = occ.run_gradients(MDP, psi, LOSSES, 600, seeds, checkpoints=stops)
     played = occ.simulate(MDP, occ.FTRL(MDP, psi), LOSSES, 300, seeds, checkpoints=stops)
     assert found.backend == played.backend == "engine"
-    torch.testing.assert_close(found.regret, played.regret, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.regret, played.regret, rtol=1e-9, atol=0)
     again = occ.run_gradients(MDP, psi, LOSSES, 300, seeds, checkpoints=[300])
     assert torch.equal(again.unbiased.samples[:, 0], found.unbiased.samples[:, 2])
-    moved = occ.finite_differences(MDP, psi, LOSSES, 300, [3, 1, 2], step=1e-7, checkpoints=stops)  # no sampled action changes
+    moved = occ.finite_differences(MDP, psi, LOSSES, 300, [3, 1, 2], step=1e-6, checkpoints=stops)  # no sampled action changes
     torch.testing.assert_close(found.pathwise.samples, moved.samples, rtol=1e-4, atol=1e-6)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torch_occ.engine.arrays import exponents_of, kinds_of, model_of, terms_of, weights_of, why_not
 from torch_occ.engine.compiling import patiently
-from torch_occ.engine.episodes import IMPORTANCE_WEIGHTED, NOISE, UNCERTIFIED, Rules, draw, index_drawn, propose
+from torch_occ.engine.episodes import NOISE, draw, index_drawn
 from torch_occ.engine.layout import (
     COMPLEMENT,
     DQ,
@@ -32,7 +32,7 @@ from torch_occ.engine.layout import (
     kernel,
     make_work,
 )
-from torch_occ.engine.newton import accumulate, derive
+from torch_occ.engine.newton import CONVERGED, accumulate, derive, newton
 from torch_occ.engine.sweeps import factorize, solve
 from torch_occ.engine.threads import for_each
 from torch_occ.ftrl import FTRLStep
@@ -53,6 +53,16 @@ class Pushes(NamedTuple):
     exponents: Floats  # (P, K)
 
 
+class World(NamedTuple):
+    """What is played against, and when a step counts as solved."""
+
+    mean: Floats  # (S * A,)
+    gaps: Floats  # (S * A,)
+    noise: int
+    tolerance: float
+    max_steps: int
+
+
 class Carried(NamedTuple):
     """What one seed carries along, updated in place; pairs are flat."""
 
@@ -61,7 +71,7 @@ class Carried(NamedTuple):
     tangent_loss: Floats  # (P, S * A), of the cumulative loss
     tangent: Floats  # (P, S * A), of q
     score: Floats  # (P,)
-    scalars: Floats  # (6,), see torch_occ.engine.episodes
+    failures: Floats  # (1,), steps without certificate
 
 
 @kernel
@@ -70,24 +80,26 @@ def play_with_tangents(
     terms: Terms,
     weights: Floats,  # (n, K)
     pushes: Pushes,
-    mean: Floats,  # (S * A,)
-    gaps: Floats,  # (S * A,)
+    world: World,
     numbers: Floats,  # (n, L, 3)
-    rules: Rules,
     carried: Carried,
     record: Floats,  # (n, 2 + 2 * P), out
     middle: Floats,  # (S * A,), an interior point for cold starts
-    table: Floats,  # (2, S * A), scratch
     nowhere: Floats,  # (0,)
     work: Work,
 ) -> None:
     """n episodes."""
     pairs, q, tangent = work.pairs, carried.q, carried.tangent
     num_tangents, num_pairs = tangent.shape
-    for i in range(num_pairs):
-        pairs[PAIR, i] = q[i]
+    limits = (world.tolerance, world.max_steps)
     for t in range(len(weights)):
-        propose(model, terms, weights[t], carried.cumulative_loss, rules, middle, table, nowhere, carried.scalars, work)
+        for attempt in range(2):  # from the last q; from the middle if that fails
+            for i in range(num_pairs):
+                pairs[PAIR, i] = q[i] if attempt == 0 else middle[i]
+            status = newton(model, terms, weights[t], carried.cumulative_loss, *limits, nowhere, work)[0]
+            if status == CONVERGED:
+                break
+        carried.failures[0] += status != CONVERGED
         derive(model, terms, weights[t], work)  # at the solution itself, so that tangents are exact to rounding
         factorize(model, work)
         push_gradient(model, terms, weights[t], pushes, t, tangent, work)
@@ -98,16 +110,16 @@ def play_with_tangents(
             slope = 0.0
             for i in range(num_pairs):
                 tangent[p, i] = pairs[DQ, i]
-                slope += pairs[DQ, i] * gaps[i]
+                slope += pairs[DQ, i] * world.gaps[i]
             record[t, TANGENTS + p] = slope
             record[t, TANGENTS + num_tangents + p] = carried.score[p]
         cost = 0.0
         for i in range(num_pairs):
             q[i] = pairs[PAIR, i]
-            cost += q[i] * gaps[i]
+            cost += q[i] * world.gaps[i]
         record[t, COST] = cost
-        record[t, FAILED] = carried.scalars[UNCERTIFIED]
-        walk_with_tangents(model, rules.noise, mean, numbers, t, carried)
+        record[t, FAILED] = carried.failures[0]
+        walk_with_tangents(model, world, numbers, t, carried)
 
 
 @kernel
@@ -168,7 +180,7 @@ def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, w
 
 
 @kernel
-def walk_with_tangents(model: Model, noise: int, mean: Floats, numbers: Floats, t: int, carried: Carried) -> None:
+def walk_with_tangents(model: Model, world: World, numbers: Floats, t: int, carried: Carried) -> None:
     """One trajectory, as `torch_occ.engine.episodes.walk`: the estimates of the visited pairs, their tangents and the score."""
     start, num_actions, q, tangent = model.start, model.num_actions, carried.q, carried.tangent
     layers = len(start) - 1
@@ -178,7 +190,7 @@ def walk_with_tangents(model: Model, noise: int, mean: Floats, numbers: Floats, 
         for i in range(first, first + num_actions):
             total += q[i]
         chosen = first + index_drawn(q, first, num_actions, total, numbers[t, k, 0])
-        estimate = draw(noise, mean[chosen], numbers[t, k, 1]) / q[chosen]
+        estimate = draw(world.noise, world.mean[chosen], numbers[t, k, 1]) / q[chosen]
         carried.cumulative_loss[chosen] += estimate
         for p in range(len(tangent)):
             arriving, relative = 0.0, tangent[p, chosen] / q[chosen]
@@ -197,6 +209,8 @@ def why_not_carry(step: FTRLStep, losses: LossProcess) -> str | None:
     """The reason why the engine cannot carry these tangents, or None if it can."""
     if type(losses).draw is not LossProcess.draw:
         return f"{type(losses).__name__} draws its losses in its own way"
+    if step.mdp.is_sparse:
+        return "tangents in the engine need dense transitions (mdp.to_dense()), these are sparse"
     return why_not(step.mdp, step.regularizer)
 
 
@@ -206,11 +220,9 @@ def play_compiled(step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequ
     N, P, num_pairs = len(seeds), len(step.evaluator.names), mdp.num_states * mdp.num_actions
     logs = [parameter.detach().log() for parameter in step.evaluator.own_parameters]
     kinds = kinds_of(terms_of(step.regularizer, torch.ones((), dtype=torch.float64)))
-    gaps, mean = optimal_policy(mdp, losses.mean).gaps.flatten().numpy(), losses.mean.flatten().numpy()
-    middle = interior_point(mdp).detach().flatten().numpy()
-    limits = (step.options.tolerance_in(torch.float64), step.options.max_steps)
-    rules = Rules(False, NOISE[losses.noise], IMPORTANCE_WEIGHTED, np.zeros(0), *limits)
-    shapes = ((num_pairs,), (P, num_pairs), (P, num_pairs), (P,), (6,))
+    mean, gaps, middle = (x.detach().flatten().numpy() for x in (losses.mean, optimal_policy(mdp, losses.mean).gaps, interior_point(mdp)))
+    world = World(mean, gaps, NOISE[losses.noise], step.options.tolerance_in(torch.float64), step.options.max_steps)
+    shapes = ((num_pairs,), (P, num_pairs), (P, num_pairs), (P,), (1,))
     carried = Carried(np.tile(middle, (N, 1)), *(np.zeros((N, *shape)) for shape in shapes))
 
     def play_chunk(chunk: int, n: int) -> Tensor:
@@ -220,8 +232,8 @@ def play_compiled(step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequ
 
         def play_seed(i: int) -> None:
             numbers = uniforms([seeds[i]], Purpose.EPISODES, [chunk], (mdp.horizon, 3))[0].numpy()
-            own, scratch = Carried(*(x[i] for x in carried)), (np.zeros((2, num_pairs)), np.zeros(0), make_work(model))
-            play_with_tangents(model, terms, weights, pushes, mean, gaps, numbers, rules, own, record[i], middle, *scratch)
+            own, scratch = Carried(*(x[i] for x in carried)), (np.zeros(0), make_work(model))
+            play_with_tangents(model, terms, weights, pushes, world, numbers, own, record[i], middle, *scratch)
 
         with patiently:
             for_each(play_seed, N)
