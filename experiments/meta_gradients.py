@@ -31,6 +31,8 @@ STYLES = {
     FORECAST: (COLOURS[2], ":", "^"),
 }
 
+YEAR = 365 * 86400.0
+
 #: Seeds of the reference begin here, so that its error is independent of the others'.
 FAR = 1_000_000
 
@@ -165,7 +167,7 @@ def tabulate(rows: list[dict[str, Any]], shown: str) -> str:
         kept = {row["parameter"]: row for row in rows if (row["beta"], row["episodes"], row["estimator"]) == key}
         own = kept[shown]
         found = [f"{kept[name]['gradient']:.4g}" + (f" ± {kept[name]['standard_error']:.2g}" if own["seeds"] else "") for name in names]
-        price = seconds(own["seconds_to_10_percent"]) if own["seeds"] and np.isfinite(own["seconds_to_10_percent"]) else ""
+        price = "" if not own["seeds"] else seconds(own["seconds_to_10_percent"]) if own["seconds_to_10_percent"] < YEAR else "> a year"
         cells.append([f"{key[0]:g}", str(key[1]), key[2], str(own["seeds"] or ""), *found, seconds(own["seconds"]), price])
     header = ["beta", "T", "estimator", "seeds", *(f"d / d log {name}" for name in names), "core time", f"for 10 % in {shown}"]
     return table(header, cells, left=(2,))
@@ -187,10 +189,15 @@ def draw(rows: list[dict[str, Any]], shown: str) -> Any:
             errors = np.array([row["standard_error"] for row in kept]) / abs(unit)
             look = {"color": colour, "linestyle": style, "linewidth": 1.3, "marker": marker, "markersize": 4, "label": estimator}
             beside = t * 1.08 ** (i - 1.5)
-            above.errorbar(beside, values, yerr=1.96 * errors, capsize=2.5, elinewidth=1, **look)
+            usable = errors < 1
+            above.errorbar(beside[usable], values[usable], yerr=1.96 * errors[usable], capsize=2.5, elinewidth=1, **look)
+            if not usable.all():  # pale, and not connected: noise
+                pale = {**look, "linestyle": "none", "alpha": 0.3, "label": None}
+                above.errorbar(beside[~usable], values[~usable], yerr=1.96 * errors[~usable], elinewidth=1, **pale)
             for edge, outside in ((low, values < low), (high, values > high)):  # arrows for what is not in the picture
-                arrows = above.plot(beside[outside], np.full(outside.sum(), edge), "v" if edge < 0 else "^", color=colour, clip_on=False)
-                arrows[0].set_in_layout(False)
+                for x, solid in zip(beside[outside], usable[outside], strict=True):
+                    arrow = above.plot(x, edge, "v" if edge < 0 else "^", color=colour, alpha=1 if solid else 0.3, clip_on=False)
+                    arrow[0].set_in_layout(False)
             if estimator != FORECAST:
                 below.plot(t, errors * np.sqrt(np.array([row["seeds"] for row in kept]) / 1000), **look)
         above.axhline(1, color="0.75", linewidth=0.8, zorder=0)
