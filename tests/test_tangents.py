@@ -87,6 +87,8 @@ def test_who_plays():
 
     own = REGULARIZERS["custom_separable"](MDP)
     assert occ.run_gradients(MDP, own, LOSSES, 1, [0, 1]).backend == "torch"
+    sparse = MDP.to_sparse()
+    assert occ.run_gradients(sparse, occ.jin_luo(sparse), LOSSES, 1, [0, 1]).backend == "torch"
     with pytest.raises(ValueError, match="backend: SmoothedHybrid is not a table of elementary terms; use backend='torch'"):
         occ.run_gradients(MDP, own, LOSSES, 1, [0, 1], backend="engine")
     with pytest.raises(ValueError, match="backend: Doubled draws its losses in its own way"):
