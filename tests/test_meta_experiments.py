@@ -4,12 +4,13 @@ from test_experiments import PNG, run
 
 
 def test_meta_gradients(tmp_path):
-    small = ["--horizon", "2", "--width", "2", "--actions", "2"]
-    printed = run("meta_gradients", *small, "--episodes", "12", "--seeds", "8", "--reference-seeds", "16", "--root", str(tmp_path))
+    small = ["--horizon", "2", "--width", "2", "--actions", "2", "--episodes", "6", "12", "--betas", "3", "--budget", "96"]
+    printed = run("meta_gradients", *small, "--root", str(tmp_path))
     (found,) = tmp_path.iterdir()
     assert (found / "gradients.png").read_bytes().startswith(PNG)
-    assert "pathwise + score, T = 12" in printed
-    assert "0 of 8 runs had a step without certificate" in printed
+    assert "beta = 3, T = 12: 8 seeds, played by engine" in printed
+    assert "beta = 3, T = 12, pathwise + score: " in printed
+    assert len((found / "gradients.csv").read_text().splitlines()) == 1 + 2 * 4 * 3
 
 
 def test_meta_tune(tmp_path):
