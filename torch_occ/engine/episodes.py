@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from torch_occ.engine.layout import PAIR, Floats, Model, Terms, Work, kernel
-from torch_occ.engine.newton import CONVERGED, newton
+from torch_occ.engine.newton import CONVERGED, descend, newton
 
 NOISE = {"none": 0, "bernoulli": 1, "uniform": 2}
 IMPORTANCE_WEIGHTED, IMPLICIT_EXPLORATION, REDUCED_VARIANCE, FULL_INFORMATION = 0, 1, 2, 3
@@ -21,6 +23,7 @@ class Rules(NamedTuple):
     noise: int
     estimator: int
     setting: Floats  # (n,): the bias of implicit exploration, or the threshold of the reduced-variance estimator
+    drift: Floats  # (n,): how much the weights changed since the last episode, relative to themselves
     tolerance: float
     max_steps: int
 
@@ -48,7 +51,7 @@ def play(
     middle: Floats,  # (S * A,), an interior point for cold starts
     table: Floats,  # (2, S * A), scratch: the losses drawn, and a q kept aside
     nowhere: Floats,  # (0,)
-    work: Work,
+    work: Work,  # the same for every call of a run
 ) -> None:
     """n episodes."""
     q, loss, scalars, num_pairs = tally.q, tally.cumulative_loss, tally.scalars, len(tally.q)
@@ -57,6 +60,7 @@ def play(
     for t in range(len(weights)):
         if t > 0 and rules.greedy:
             favour(model, q, means)
+        work.stale[0] += rules.drift[t]
         propose(model, terms, weights[t], loss, rules, middle, table, nowhere, scalars, work)
         row, expected = min(t, len(means) - 1), 0.0
         for i in range(num_pairs):
@@ -90,7 +94,7 @@ def propose(
 ) -> None:
     """q_t from the last q; from the middle if that fails."""
     pairs = work.pairs
-    status, steps, _, flow, dual = newton(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
+    status, steps, _, flow, dual = descend(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
     if status != CONVERGED:
         for i in range(len(middle)):
             table[1, i] = pairs[PAIR, i]
@@ -101,6 +105,7 @@ def propose(
         else:
             for i in range(len(middle)):
                 pairs[PAIR, i] = table[1, i]
+            work.stale[0] = np.inf
     scalars[NEWTON_STEPS] += steps
     scalars[UNCERTIFIED] += status != CONVERGED
     scalars[DUAL_RESIDUAL] = max(scalars[DUAL_RESIDUAL], dual)
