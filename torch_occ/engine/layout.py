@@ -69,7 +69,7 @@ def adder(function: Function) -> Function:
 
 def part(function: Function) -> Function:
     """A kernel of which LLVM puts a copy wherever it is called: handing over the arrays costs more than the code."""
-    return njit(cache=True, fastmath={"contract"}, forceinline=True, **_OPTIONS)(function)
+    return njit(cache=True, fastmath={"contract"}, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
 
 
 def inlined(function: Function) -> Function:

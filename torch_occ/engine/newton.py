@@ -49,6 +49,9 @@ SMALLEST = TINY / EPS
 PATIENCE = 6
 #: Relative to q: what stale factors may leave of an error at the end, and what they may be expected to leave if they are to be used.
 LEFT, EXPECTED = 1e-5 * EPS**0.5, 3e-14
+#: A solve begins with factors from before if they are off by less than this, and by less than a tenth of what a first step usually changes:
+#: then Newton's method needs no more steps than with its own, but for rare cases on the edge.
+WORTH = 1e-3
 #: Steps that change no pair by more than this, relative to itself, stay on the manifold but for rounding; the last one is put back on it.
 SHORT = 1e-2
 
@@ -77,7 +80,7 @@ def descend(
     """
     pairs, num_pairs, stale = work.pairs, work.pairs.shape[1], work.stale[0]
     status, steps, patience, best, decrement, moved, done = MAX_STEPS, 0, PATIENCE, np.inf, np.inf, 0.0, False
-    refresh = not stale <= 0.1 * work.stale[1]
+    refresh = not stale <= min(WORTH, 0.1 * work.stale[1])
     shape_loss(model, loss, work)
     while True:
         derive(model, terms, weights, work)

@@ -28,7 +28,6 @@ from torch_occ.estimators import Estimator, FullInformation, ImplicitExploration
 from torch_occ.learners import FTRL, EmpiricalLearner, FixedPolicy, FollowTheLeader, Learner, OptimisticValueIteration
 from torch_occ.losses import GreedyAdversary, LossProcess
 from torch_occ.occupancy import interior_point
-from torch_occ.streams import CHUNK
 
 if TYPE_CHECKING:
     from torch_occ.simulate import Simulation
@@ -115,7 +114,7 @@ class EnginePlayer:
 
     def rules(self, noise: str, t: Tensor) -> Rules:
         """Those of a learner that solves nothing."""
-        return Rules(self.reacts, NOISE[noise], IMPORTANCE_WEIGHTED, np.zeros(len(t)), np.zeros(len(t)), 0.0, 0)
+        return Rules(self.reacts, NOISE[noise], IMPORTANCE_WEIGHTED, np.zeros(len(t)), 0.0, 0)
 
 
 class EmpiricalPlayer(EnginePlayer):
@@ -154,14 +153,13 @@ class FTRLPlayer(EnginePlayer):
             found = terms_of(self.ftrl.step.regularizer, since.clamp(min=1))
             weights = weights_of(found).expand(len(since), -1).contiguous().numpy()
             terms = Terms(*kinds_of(found), exponents_of(found).numpy())
-        rules = self.rules(run.losses.noise, t)._replace(drift=_drift(weights, run.t))
-        weights, unseen = weights[1:], np.zeros((0, 0))
+        rules, unseen = self.rules(run.losses.noise, t), np.zeros((0, 0))
         seen = None if tables is None else tables.flatten(-2).contiguous().numpy()
 
         def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
             scratch, shown = np.zeros((2, len(self.middle))), unseen if seen is None else seen[seed]
-            work = self.works.setdefault(seed, make_work(self.model))
-            play(self.model, terms, weights, means, numbers, shown, rules, tally, self.middle, scratch, np.zeros(0), work)
+            work = self.works[seed] = self.works.get(seed) or make_work(self.model)
+            play(self.model, terms, weights, run.t, means, numbers, shown, rules, tally, self.middle, scratch, np.zeros(0), work)
 
         return play_seed
 
@@ -172,16 +170,4 @@ class FTRLPlayer(EnginePlayer):
         elif isinstance(own, ReducedVariance):
             setting = own.threshold(t)
         limits = (options.tolerance_in(torch.float64), options.max_steps)
-        return Rules(self.reacts, NOISE[noise], _ESTIMATORS[type(own)], setting.numpy(), np.zeros(len(t)), *limits)
-
-
-def _drift(weights: Floats, before: int) -> Floats:
-    """How much the weights `(n + 1, K)` of episodes before, before + 1, ... change, relative to themselves, `(n,)`.
-
-    Infinitely at a chunk's edge: there nothing is taken over from the episode before, so that a run may continue from a file.
-    """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        drift = np.nan_to_num(np.abs(np.diff(weights, axis=0) / weights[:-1]), posinf=np.inf).max(-1)
-    drift[-before % CHUNK :: CHUNK] = np.inf
-    return drift
-
+        return Rules(self.reacts, NOISE[noise], _ESTIMATORS[type(own)], setting.numpy(), *limits)
