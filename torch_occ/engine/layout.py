@@ -56,6 +56,9 @@ STATE_ROWS = 11
 #: allocate and do not own arrays, so no references are counted (`_nrt`), which took half of the time.
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "_nrt": False}
 
+#: For what only kernels call: what Python would call it by takes longer to compile than the function.
+_NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
 
 def kernel(function: Function) -> Function:
     """Compiled once for the machine and kept on disk; products and sums may be fused, nothing else."""
@@ -68,8 +71,8 @@ def adder(function: Function) -> Function:
 
 
 def part(function: Function) -> Function:
-    """A kernel of which LLVM puts a copy wherever it is called: handing over the arrays costs more than the code."""
-    return njit(cache=True, fastmath={"contract"}, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
+    """A kernel of which LLVM puts a copy wherever it is called, for handing over the arrays takes longer; Python cannot call it."""
+    return njit(cache=True, fastmath={"contract"}, forceinline=True, **_OPTIONS, **_NO_WRAPPERS)(function)
 
 
 def inlined(function: Function) -> Function:
@@ -77,6 +80,7 @@ def inlined(function: Function) -> Function:
     return njit(inline="always", **_OPTIONS)(function)
 
 
+#: Numba lets an index count from the end, as in Python, and asks at every access whether it does. Unsigned ones cannot; see `span`, too.
 unsigned = np.uint64
 
 
@@ -112,7 +116,7 @@ class Work(NamedTuple):
     gain: Floats  # (S, widest), the rows of Yhat
     centred: Floats  # (2 * widest, widest * A), transitions of a layer
     squares: Floats  # (3 * widest, widest), of a layer
-    stale: Floats  # (2,): how far the factors are from the Hessian, relative to it, and how far the first step of the last solve went
+    stale: Floats  # (2,): how far the factors are off, relative to the Hessian; what the first steps of the last solves changed at most
 
 
 def make_work(model: Model) -> Work:
@@ -133,7 +137,7 @@ def make_work(model: Model) -> Work:
 
 @inlined
 def span(first: int, stop: int) -> Any:
-    """range(first, stop), with a word to the compiler that none of it is negative."""
+    """range(first, stop), and a word to the compiler that none of it is negative."""
     return range(max(first, 0), stop)
 
 

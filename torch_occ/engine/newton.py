@@ -37,7 +37,6 @@ from torch_occ.engine.layout import (
     kernel,
     part,
     span,
-    unsigned,
 )
 from torch_occ.engine.sweeps import arrive, factorize, solve
 
@@ -47,12 +46,12 @@ EPS = float(np.finfo(np.float64).eps)
 TINY = float(np.finfo(np.float64).tiny)
 SMALLEST = TINY / EPS
 PATIENCE = 6
-#: Relative to q: what stale factors may leave of an error at the end, and what they may be expected to leave if they are to be used.
-LEFT, EXPECTED = 1e-5 * EPS**0.5, 3e-14
-#: A solve begins with factors from before if they are off by less than this, and by less than a tenth of what a first step usually changes:
-#: then Newton's method needs no more steps than with its own, but for rare cases on the edge.
+#: Relative to q: what stale factors may leave of an error at the end, and what they may be expected to leave if they are to be used again.
+LEFT, LIKELY = 1e-5 * EPS**0.5, 3e-14
+#: Factors from an earlier solve are used if they are off by less than this, and by less than a tenth of what first steps change lately:
+#: then a step with them is nearly as good as Newton's.
 WORTH = 1e-3
-#: Steps that change no pair by more than this, relative to itself, stay on the manifold but for rounding; the last one is put back on it.
+#: Steps that change no pair by more than this, relative to itself, stay on the manifold but for rounding; only the last is put back on it.
 SHORT = 1e-2
 
 
@@ -75,8 +74,8 @@ def descend(
     """`newton`, with the factors that are in `work` as long as they are good enough.
 
     Every term of the Hessian is a power of its argument, down to the inverse square, and no argument changes by more than the pairs do,
-    relative to itself. So a step that changes no pair by more than m leaves factors that are off by 2 m; factors that are off by `stale` leave an
-    error of `stale` times the step; and Newton's method itself one of the step squared.
+    relative to itself. So a step that changes no pair by more than m leaves factors that are off by 2 m; factors that are off by
+    `stale` leave an error of `stale` times the step, and Newton's method itself one of the step squared.
     """
     pairs, num_pairs, stale = work.pairs, work.pairs.shape[1], work.stale[0]
     status, steps, patience, best, decrement, moved, done = MAX_STEPS, 0, PATIENCE, np.inf, np.inf, 0.0, False
@@ -110,12 +109,12 @@ def descend(
         if done:
             status = STALLED  # until certified below
         if steps == 0:
-            work.stale[1] = moved if moved > 0.9 * work.stale[1] else 0.9 * work.stale[1]
+            work.stale[1] = max(moved, 0.9 * work.stale[1])
         decrement = squared
         steps += 1
         following = (stale + moved) * moved
         stale += 2.0 * moved
-        refresh = stale * following > EXPECTED
+        refresh = stale * following > LIKELY
     work.stale[0] = stale
     if status != STALLED:
         for k in range(len(model.start) - 1):

@@ -31,7 +31,6 @@ from torch_occ.engine.layout import (
     ahead,
     dot,
     inlined,
-    kernel,
     part,
     span,
     unsigned,
@@ -159,7 +158,10 @@ def observe_layer(here: int, width: int, work: Work) -> None:
 
 @adder
 def solve(model: Model, source: Floats, work: Work) -> None:
-    """H dq = x + E'v, E dq = r with x in the row FORCE (overwritten) and r in `source` (S,) or empty; dq and v are the rows DQ and V, P v is in AHEAD."""
+    """H dq = x + E'v, E dq = r with x in the row FORCE (overwritten) and r in `source` (S,) or empty.
+
+    dq and v are the rows DQ and V; what v is in the next state, in expectation, is AHEAD.
+    """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     layers = len(start) - 1
     load(states, M, source)
@@ -233,4 +235,3 @@ def arrive(model: Model, row: int, k: int, work: Work) -> None:
             states[U, s] = model.initial[s]
         else:
             states[U, s] = dot(work.pairs, row, model.arrivals, s - start[k], start[k - 1] * num_actions, start[k] * num_actions)
-
