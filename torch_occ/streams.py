@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torch_occ.engine.threads import for_each
+
 #: Episodes per chunk. Part of the definition of a run: another value gives other random numbers.
 CHUNK = 256
 
@@ -34,13 +36,16 @@ def stream(seed: int, purpose: Purpose, chunk: int) -> np.random.Generator:
 def uniforms(seeds: Sequence[int], purpose: Purpose, chunks: Sequence[int], shape: tuple[int, ...]) -> Tensor:
     """Uniform numbers in [0, 1) for the episodes of some chunks, `(N, len(chunks) * CHUNK, *shape)`."""
     numbers = np.empty((len(seeds), len(chunks), CHUNK, *shape))
-    philox = np.random.Philox(0)
-    generator, fresh = np.random.Generator(philox), philox.state  # keyed anew, it does not gather entropy that nobody asked for
-    for row, seed in zip(numbers, seeds, strict=True):
-        for block, chunk in zip(row, chunks, strict=True):
-            fresh["state"]["key"] = _key(seed, purpose, chunk)
+
+    def fill(n: int) -> None:
+        philox = np.random.Philox(0)
+        generator, fresh = np.random.Generator(philox), philox.state  # keyed anew, it does not gather entropy that nobody asked for
+        for block, chunk in zip(numbers[n], chunks, strict=True):
+            fresh["state"]["key"] = _key(seeds[n], purpose, chunk)
             philox.state = fresh
             generator.random(out=block)
+
+    for_each(fill, len(seeds))
     return torch.from_numpy(numbers).flatten(1, 2)
 
 
