@@ -120,8 +120,22 @@ def test_ucb1_is_the_index_of_auer_and_others():
     assert pulls[:4] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("build", [occ.OptimisticValueIteration, occ.FixedPolicy])
-def test_a_compiled_baseline_continues_where_it_was_interrupted(build, tmp_path):
+@pytest.mark.parametrize("beta", [192.0, 1.0])
+def test_factors_from_earlier_episodes_do_no_harm(beta):
+    """Late in a run they serve many episodes; q is still the solution, and neither checkpoints nor chunks change a bit of the run."""
+    learner, losses, episodes = occ.FTRL(MDP, occ.jin_luo(MDP, beta=beta)), occ.BernoulliLosses(MEAN), 5000
+    occ.simulate(MDP, learner, losses, episodes - 1, [3], backend="engine", checkpoints=[4000, 4999])
+    before = learner.state["cumulative_loss"].clone()
+    history = occ.simulate(MDP, learner, losses, episodes, [3], backend="engine")
+    expected = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=beta), backend="torch").solve(before, float(episodes))
+    torch.testing.assert_close(history.last_q, expected.q.detach(), rtol=1e-11, atol=0)
+    assert float(history.uncertified[0, -1]) == 0
+    assert float(history.dual_residual.max()) < 1e-11
+    assert float(history.flow_residual.max()) < 1e-15
+
+
+@pytest.mark.parametrize("build", [occ.OptimisticValueIteration, occ.FixedPolicy, lambda mdp: occ.FTRL(mdp, occ.jin_luo(mdp, beta=1.0))])
+def test_a_compiled_learner_continues_where_it_was_interrupted(build, tmp_path):
     """Against the adversary too, though the end of a chunk is no checkpoint."""
 
     class Crash(occ.Callback):

@@ -46,6 +46,13 @@ def test_uniforms_are_batched_over_seeds():
     assert bool(((numbers >= 0) & (numbers < 1)).all())
 
 
+def test_uniforms_are_those_of_the_streams():
+    numbers = uniforms((5, 9), Purpose.TABLES, (2, 3), (2, 3)).view(2, 2, CHUNK, 2, 3).numpy()
+    for row, seed in zip(numbers, (5, 9), strict=True):
+        for block, chunk in zip(row, (2, 3), strict=True):
+            assert np.array_equal(block, stream(seed, Purpose.TABLES, chunk).random((CHUNK, 2, 3)))
+
+
 def test_the_numbers_are_pinned():
     """A change here changes every published run."""
     assert stream(7, Purpose.EPISODES, 3).random(2).tolist() == [0.3545624228779064, 0.02177503878672471]

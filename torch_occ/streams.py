@@ -11,7 +11,10 @@ from enum import IntEnum
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from torch_occ.engine.threads import for_each
 
 #: Episodes per chunk. Part of the definition of a run: another value gives other random numbers.
 CHUNK = 256
@@ -27,18 +30,29 @@ class Purpose(IntEnum):
 
 def stream(seed: int, purpose: Purpose, chunk: int) -> np.random.Generator:
     """The generator of one chunk."""
-    if seed < 0:
-        raise ValueError(f"seeds: expected non-negative integers, got {seed}")
-    return np.random.Generator(np.random.Philox(key=np.array([seed, chunk * len(Purpose) + purpose], dtype=np.uint64)))
+    return np.random.Generator(np.random.Philox(key=_key(seed, purpose, chunk)))
 
 
 def uniforms(seeds: Sequence[int], purpose: Purpose, chunks: Sequence[int], shape: tuple[int, ...]) -> Tensor:
     """Uniform numbers in [0, 1) for the episodes of some chunks, `(N, len(chunks) * CHUNK, *shape)`."""
     numbers = np.empty((len(seeds), len(chunks), CHUNK, *shape))
-    for row, seed in zip(numbers, seeds, strict=True):
-        for block, chunk in zip(row, chunks, strict=True):
-            stream(seed, purpose, chunk).random(out=block)
+
+    def fill(n: int) -> None:
+        philox = np.random.Philox(0)
+        generator, fresh = np.random.Generator(philox), philox.state  # keyed anew, it does not gather entropy that nobody asked for
+        for block, chunk in zip(numbers[n], chunks, strict=True):
+            fresh["state"]["key"] = _key(seeds[n], purpose, chunk)
+            philox.state = fresh
+            generator.random(out=block)
+
+    for_each(fill, len(seeds))
     return torch.from_numpy(numbers).flatten(1, 2)
+
+
+def _key(seed: int, purpose: Purpose, chunk: int) -> NDArray[np.uint64]:
+    if seed < 0:
+        raise ValueError(f"seeds: expected non-negative integers, got {seed}")
+    return np.array([seed, chunk * len(Purpose) + purpose], dtype=np.uint64)
 
 
 def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:

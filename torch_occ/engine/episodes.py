@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch_occ.engine.layout import PAIR, Floats, Model, Terms, Work, kernel
-from torch_occ.engine.newton import CONVERGED, newton
+import numpy as np
+
+from torch_occ.engine.layout import PAIR, Floats, Model, Terms, Work, kernel, part
+from torch_occ.engine.newton import CONVERGED, descend
+from torch_occ.streams import CHUNK
 
 NOISE = {"none": 0, "bernoulli": 1, "uniform": 2}
 IMPORTANCE_WEIGHTED, IMPLICIT_EXPLORATION, REDUCED_VARIANCE, FULL_INFORMATION = 0, 1, 2, 3
@@ -39,7 +42,8 @@ class Tally(NamedTuple):
 def play(
     model: Model,
     terms: Terms,
-    weights: Floats,  # (n, K)
+    weights: Floats,  # (n + 1, K), from the episode before on
+    before: int,  # the number of that episode
     means: Floats,  # (n or 1, S * A); one row that is written to, under a greedy adversary
     numbers: Floats,  # (n, L, 3)
     tables: Floats,  # (n, S * A) under full information, else empty
@@ -48,16 +52,19 @@ def play(
     middle: Floats,  # (S * A,), an interior point for cold starts
     table: Floats,  # (2, S * A), scratch: the losses drawn, and a q kept aside
     nowhere: Floats,  # (0,)
-    work: Work,
+    work: Work,  # the same for every call of a run
 ) -> None:
     """n episodes."""
     q, loss, scalars, num_pairs = tally.q, tally.cumulative_loss, tally.scalars, len(tally.q)
     for i in range(num_pairs):
         work.pairs[PAIR, i] = q[i]
-    for t in range(len(weights)):
+    for t in range(len(weights) - 1):
         if t > 0 and rules.greedy:
             favour(model, q, means)
-        propose(model, terms, weights[t], loss, rules, middle, table, nowhere, scalars, work)
+        work.stale[0] += drift(weights, t)
+        if (before + t) % CHUNK == 0:  # nothing is taken over from one chunk to the next, so that a run may continue from a file
+            work.stale[0], work.stale[1] = np.inf, 0.0
+        propose(model, terms, weights[t + 1], loss, rules, middle, table, nowhere, scalars, work)
         row, expected = min(t, len(means) - 1), 0.0
         for i in range(num_pairs):
             q[i] = work.pairs[PAIR, i]
@@ -75,6 +82,17 @@ def play(
         scalars[REALISED] += walk(model, rules, t, means, row, table, q, numbers, loss)
 
 
+@part
+def drift(weights: Floats, t: int) -> float:
+    """The largest change of a weight from row t to the next, relative to itself."""
+    most = 0.0
+    for k in range(weights.shape[1]):
+        change = abs(weights[t + 1, k] - weights[t, k])
+        if change > 0.0:
+            most = max(most, change / abs(weights[t, k]))
+    return most
+
+
 @kernel
 def propose(
     model: Model,
@@ -90,17 +108,19 @@ def propose(
 ) -> None:
     """q_t from the last q; from the middle if that fails."""
     pairs = work.pairs
-    status, steps, _, flow, dual = newton(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
+    status, steps, _, flow, dual = descend(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
     if status != CONVERGED:
         for i in range(len(middle)):
             table[1, i] = pairs[PAIR, i]
             pairs[PAIR, i] = middle[i]
-        again, more, _, new_flow, new_dual = newton(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
+        work.stale[0] = np.inf
+        again, more, _, new_flow, new_dual = descend(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
         if again == CONVERGED:
             status, steps, flow, dual = again, more, new_flow, new_dual
         else:
             for i in range(len(middle)):
                 pairs[PAIR, i] = table[1, i]
+            work.stale[0] = np.inf
     scalars[NEWTON_STEPS] += steps
     scalars[UNCERTIFIED] += status != CONVERGED
     scalars[DUAL_RESIDUAL] = max(scalars[DUAL_RESIDUAL], dual)

@@ -35,7 +35,8 @@ FORCE = 15  # the right-hand side x, less what the next layer's multipliers take
 RESPONSE = 16  # R x
 DQ = 17
 TRIAL = 18
-PAIR_ROWS = 19
+AHEAD = 19  # E[v(next state)], of the multipliers
+PAIR_ROWS = 20
 
 # Rows of `work.states`; 0, SLOPE and BEND are those of q(s).
 PLAN = 1  # the value of the optimal policy, which shapes the loss
@@ -55,6 +56,9 @@ STATE_ROWS = 11
 #: allocate and do not own arrays, so no references are counted (`_nrt`), which took half of the time.
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "_nrt": False}
 
+#: For what only kernels call: what Python would call it by takes longer to compile than the function.
+_NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
 
 def kernel(function: Function) -> Function:
     """Compiled once for the machine and kept on disk; products and sums may be fused, nothing else."""
@@ -66,9 +70,18 @@ def adder(function: Function) -> Function:
     return njit(cache=True, fastmath={"contract", "reassoc"}, **_OPTIONS)(function)
 
 
+def part(function: Function) -> Function:
+    """A kernel of which LLVM puts a copy wherever it is called, for handing over the arrays takes longer; Python cannot call it."""
+    return njit(cache=True, fastmath={"contract"}, forceinline=True, **_OPTIONS, **_NO_WRAPPERS)(function)
+
+
 def inlined(function: Function) -> Function:
     """A helper too small to be called: arguments cost more than it does."""
     return njit(inline="always", **_OPTIONS)(function)
+
+
+#: Numba lets an index count from the end, as in Python, and asks at every access whether it does. Unsigned ones cannot; see `span`, too.
+unsigned = np.uint64
 
 
 # -- data -----------------------------------------------------------------------------------------------------------------
@@ -103,6 +116,7 @@ class Work(NamedTuple):
     gain: Floats  # (S, widest), the rows of Yhat
     centred: Floats  # (2 * widest, widest * A), transitions of a layer
     squares: Floats  # (3 * widest, widest), of a layer
+    stale: Floats  # (2,): how far the factors are off, relative to the Hessian; what the first steps of the last solves changed at most
 
 
 def make_work(model: Model) -> Work:
@@ -117,14 +131,21 @@ def make_work(model: Model) -> Work:
         np.zeros((num_states, widest)),
         np.zeros((2 * widest, widest * model.num_actions)),
         np.zeros((3 * widest, widest)),
+        np.array([np.inf, 0.0]),
     )
+
+
+@inlined
+def span(first: int, stop: int) -> Any:
+    """range(first, stop), and a word to the compiler that none of it is negative."""
+    return range(max(first, 0), stop)
 
 
 @inlined
 def dot(x: Floats, row: int, y: Floats, other: int, first: int, stop: int) -> float:
     """The sum of x[row, i] * y[other, i] for first <= i < stop."""
     total = 0.0
-    for i in range(first, stop):
+    for i in span(first, stop):
         total += x[row, i] * y[other, i]
     return total
 
@@ -134,5 +155,5 @@ def ahead(next_state: Floats, pair: int, states: Floats, row: int, first: int, w
     """E[v(next state) | pair] for v in a row of the states, of which the next layer's begin at `first`."""
     total = 0.0
     for j in range(width):
-        total += next_state[pair, j] * states[row, first + j]
+        total += next_state[pair, j] * states[row, unsigned(first + j)]
     return total

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from torch_occ.engine.layout import (
+    AHEAD,
     BEND,
     COMPLEMENT,
     DQ,
@@ -34,8 +35,10 @@ from torch_occ.engine.layout import (
     Work,
     ahead,
     kernel,
+    part,
+    span,
 )
-from torch_occ.engine.sweeps import arrive, factorize, shaping, solve
+from torch_occ.engine.sweeps import arrive, factorize, solve
 
 CONVERGED, MAX_STEPS, STALLED, UNDERFLOW, NOT_FINITE = 0, 1, 2, 3, 4
 
@@ -43,9 +46,13 @@ EPS = float(np.finfo(np.float64).eps)
 TINY = float(np.finfo(np.float64).tiny)
 SMALLEST = TINY / EPS
 PATIENCE = 6
-#: If no pair changed by more than this, relative to itself, the factors from before the change serve for the next step too: it leaves an
-#: error of this times its own change, which is this squared.
-CLOSE = 1e-5
+#: Relative to q: what stale factors may leave of an error at the end, and what they may be expected to leave if they are to be used again.
+LEFT, LIKELY = 1e-5 * EPS**0.5, 3e-14
+#: Factors from an earlier solve are used if they are off by less than this, and by less than a tenth of what first steps change lately:
+#: then a step with them is nearly as good as Newton's.
+WORTH = 1e-3
+#: Steps that change no pair by more than this, relative to itself, stay on the manifold but for rounding; only the last is put back on it.
+SHORT = 1e-2
 
 
 @kernel
@@ -56,36 +63,62 @@ def newton(
 
     `loss` is flat, (S * A,); `source` is empty.
     """
-    pairs = work.pairs
+    work.stale[0] = np.inf
+    return descend(model, terms, weights, loss, tolerance, max_steps, source, work)
+
+
+@kernel
+def descend(
+    model: Model, terms: Terms, weights: Floats, loss: Floats, tolerance: float, max_steps: int, source: Floats, work: Work
+) -> tuple[int, int, float, float, float]:
+    """`newton`, with the factors that are in `work` as long as they are good enough.
+
+    Every term of the Hessian is a power of its argument, down to the inverse square, and no argument changes by more than the pairs do,
+    relative to itself. So a step that changes no pair by more than m leaves factors that are off by 2 m; factors that are off by
+    `stale` leave an error of `stale` times the step, and Newton's method itself one of the step squared.
+    """
+    pairs, num_pairs, stale = work.pairs, work.pairs.shape[1], work.stale[0]
+    status, steps, patience, best, decrement, moved, done = MAX_STEPS, 0, PATIENCE, np.inf, np.inf, 0.0, False
+    refresh = not stale <= min(WORTH, 0.1 * work.stale[1])
     shape_loss(model, loss, work)
-    status, steps, patience, best, decrement, moved = MAX_STEPS, 0, PATIENCE, np.inf, np.inf, np.inf
-    derive(model, terms, weights, work)
-    for _ in range(max_steps):
-        if moved > CLOSE:
+    while True:
+        derive(model, terms, weights, work)
+        if done or steps == max_steps:
+            break
+        if refresh:
             factorize(model, work)
-        for i in range(pairs.shape[1]):
+            stale = 0.0
+        for i in range(num_pairs):
             pairs[FORCE, i] = -(pairs[GRADIENT, i] + pairs[GAPS, i])
         solve(model, source, work)
-        squared, fall, moved = measure(model, terms, work)
+        squared, fall, moved = measure(model, work)
         if not np.isfinite(moved):
             status = NOT_FINITE
             break
-        length = 1.0 if fall <= 0.5 else 1.0 / (1.0 + fall)
-        for i in range(pairs.shape[1]):
-            pairs[TRIAL, i] = pairs[PAIR, i] + length * pairs[DQ, i]
-        if not retract(model, TRIAL, work):
-            status = UNDERFLOW
-            break
-        for i in range(pairs.shape[1]):
-            pairs[PAIR, i] = pairs[TRIAL, i]
-        derive(model, terms, weights, work)
-        decrement = squared
-        steps += 1
         patience = PATIENCE if moved < 0.5 * best or moved > 0.1 else patience - 1
         best = min(best, moved)
-        if moved <= np.sqrt(EPS) or patience == 0:
-            status = STALLED  # until certified below
+        done = (moved <= np.sqrt(EPS) and stale * moved <= LEFT) or patience == 0
+        length = 1.0 if fall <= 0.5 else 1.0 / (1.0 + fall)
+        for i in range(num_pairs):
+            pairs[TRIAL, i] = pairs[PAIR, i] + length * pairs[DQ, i]
+        if (done or moved > SHORT) and not retract(model, TRIAL, work):
+            status = UNDERFLOW
             break
+        for i in range(num_pairs):
+            pairs[PAIR, i] = pairs[TRIAL, i]
+        if done:
+            status = STALLED  # until certified below
+        if steps == 0:
+            work.stale[1] = max(moved, 0.9 * work.stale[1])
+        decrement = squared
+        steps += 1
+        following = (stale + moved) * moved
+        stale += 2.0 * moved
+        refresh = stale * following > LIKELY
+    work.stale[0] = stale
+    if status != STALLED:
+        for k in range(len(model.start) - 1):
+            arrive(model, PAIR, k, work)
     dual, flow = certify(model, work)
     if status == STALLED and dual <= tolerance and flow <= tolerance:
         status = CONVERGED
@@ -94,26 +127,26 @@ def newton(
     return status, steps, np.sqrt(max(decrement, 0.0)), flow, dual
 
 
-@kernel
+@part
 def shape_loss(model: Model, loss: Floats, work: Work) -> None:
     """Replace the loss by the gaps of its optimal policy."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     for k in range(len(start) - 2, -1, -1):
         behind = start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
-        for s in range(start[k], behind):
+        for s in span(start[k], behind):
             best = np.inf
-            for i in range(s * num_actions, (s + 1) * num_actions):
+            for i in span(s * num_actions, (s + 1) * num_actions):
                 if model.exists[PAIR, i]:
                     total = loss[i] + ahead(model.next_state, i, states, PLAN, behind, after)
                     pairs[GAPS, i] = total
                     best = min(best, total)
             states[PLAN, s] = best
-            for i in range(s * num_actions, (s + 1) * num_actions):
+            for i in span(s * num_actions, (s + 1) * num_actions):
                 pairs[GAPS, i] = pairs[GAPS, i] - best if model.exists[PAIR, i] else 0.0
 
 
-@kernel
+@part
 def derive(model: Model, terms: Terms, weights: Floats, work: Work) -> None:
     """Gradient, d, w and c at q."""
     pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
@@ -134,7 +167,7 @@ def derive(model: Model, terms: Terms, weights: Floats, work: Work) -> None:
                 accumulate(terms.function[term], terms.exponent[term], weights[term], pairs, argument)
     for s in range(states.shape[1]):
         first, left, right = s * num_actions, 0.0, 0.0
-        for i in range(first, first + num_actions):
+        for i in span(first, first + num_actions):
             pairs[GRADIENT, i] = left
             left += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
         for i in range(first + num_actions - 1, first - 1, -1):
@@ -148,7 +181,7 @@ def derive(model: Model, terms: Terms, weights: Floats, work: Work) -> None:
             right += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
 
 
-@kernel
+@part
 def uses(terms: Terms, argument: int) -> bool:
     """Whether some term reads an argument."""
     found = False
@@ -157,40 +190,40 @@ def uses(terms: Terms, argument: int) -> bool:
     return found
 
 
-@kernel
+@part
 def read_arguments(model: Model, rest: bool, complement: bool, work: Work) -> None:
     """q(s), and where they are used q(s) - q(s,a) and 1 - q(s,a), without cancellation; 1 for what does not exist."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     for s in range(states.shape[1]):
         first, left, right = s * num_actions, 0.0, 0.0
         if rest or complement:
-            for i in range(first, first + num_actions):
+            for i in span(first, first + num_actions):
                 pairs[REST, i] = left
                 left += pairs[PAIR, i]
             for i in range(first + num_actions - 1, first - 1, -1):
                 pairs[REST, i] += right
                 right += pairs[PAIR, i]
         else:
-            for i in range(first, first + num_actions):
+            for i in span(first, first + num_actions):
                 left += pairs[PAIR, i]
         states[0, s] = left
     if complement:
         for k in range(len(model.start) - 1):
             left, right = 0.0, 0.0
-            for s in range(model.start[k], model.start[k + 1]):
+            for s in span(model.start[k], model.start[k + 1]):
                 states[OTHERS, s] = left
                 left += states[0, s]
             for s in range(model.start[k + 1] - 1, model.start[k] - 1, -1):
                 states[OTHERS, s] += right
                 right += states[0, s]
-                for i in range(s * num_actions, (s + 1) * num_actions):
+                for i in span(s * num_actions, (s + 1) * num_actions):
                     pairs[COMPLEMENT, i] = pairs[REST, i] + states[OTHERS, s] if model.exists[COMPLEMENT, i] else 1.0
     if rest:
         for i in range(pairs.shape[1]):
             pairs[REST, i] = pairs[REST, i] if model.exists[REST, i] else 1.0
 
 
-@kernel
+@part
 def accumulate(function: int, p: float, weight: float, table: Floats, row: int) -> None:
     """Add slope and bend of weight * function(x), entry by entry: one loop a function, which vectorizes."""
     n = table.shape[1]
@@ -217,29 +250,31 @@ def accumulate(function: int, p: float, weight: float, table: Floats, row: int) 
             table[row + BEND, i] -= weight * inverse * inverse
 
 
-@kernel
+@part
 def retract(model: Model, row: int, work: Work) -> bool:
     """q -> policy -> q of a row of the pairs, in place; False if a pair underflowed."""
     start, num_actions, pairs, states, exists = model.start, model.num_actions, work.pairs, work.states, model.exists
     alive = True
     for k in range(len(start) - 1):
         arrive(model, row, k, work)
-        for s in range(start[k], start[k + 1]):
+        for s in span(start[k], start[k + 1]):
             total = 0.0
-            for i in range(s * num_actions, (s + 1) * num_actions):
+            for i in span(s * num_actions, (s + 1) * num_actions):
                 total += pairs[row, i]
             ratio = states[U, s] / total
-            for i in range(s * num_actions, (s + 1) * num_actions):
+            for i in span(s * num_actions, (s + 1) * num_actions):
                 pairs[row, i] *= ratio
                 alive = alive and (pairs[row, i] > SMALLEST or not exists[PAIR, i])
     return alive
 
 
-@kernel
-def measure(model: Model, terms: Terms, work: Work) -> tuple[float, float, float]:
-    """The squared decrement, the largest relative fall of an argument, and the largest relative change of a pair."""
-    pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
-    rest, state, complement = uses(terms, REST), uses(terms, STATE), uses(terms, COMPLEMENT)
+@part
+def measure(model: Model, work: Work) -> tuple[float, float, float]:
+    """The squared decrement, the largest relative fall of a pair, and its largest relative change.
+
+    The other arguments are sums of pairs: none of them falls by more, relative to itself, than one of its parts.
+    """
+    pairs, exists = work.pairs, model.exists
     squared, fall, moved, bad = 0.0, -np.inf, 0.0, 0.0
     for i in range(pairs.shape[1]):
         if exists[PAIR, i]:
@@ -249,45 +284,25 @@ def measure(model: Model, terms: Terms, work: Work) -> tuple[float, float, float
             bad += relative - relative  # stays 0 unless something is not finite
             fall = max(fall, -relative)
             moved = max(moved, abs(relative))
-            if complement and exists[COMPLEMENT, i]:
-                fall = max(fall, dq / pairs[COMPLEMENT, i])
-    if rest or state:
-        for s in range(states.shape[1]):
-            first, change = s * num_actions, 0.0
-            for i in range(first, first + num_actions):
-                change += pairs[DQ, i]
-            if state:
-                fall = max(fall, -change / states[0, s])
-            if rest:
-                left, right = 0.0, 0.0
-                for i in range(first, first + num_actions):
-                    pairs[TRIAL, i] = left
-                    left += pairs[DQ, i]
-                for i in range(first + num_actions - 1, first - 1, -1):
-                    if exists[REST, i]:
-                        fall = max(fall, -(pairs[TRIAL, i] + right) / pairs[REST, i])
-                    right += pairs[DQ, i]
     return squared, fall, moved + bad
 
 
-@kernel
+@part
 def certify(model: Model, work: Work) -> tuple[float, float]:
-    """Dual and flow residual at q, relative to q as in torch_occ.newton.Solution."""
+    """Dual and flow residual at q, relative to q as in torch_occ.newton.Solution; AHEAD belongs to V, and U holds the inflows."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     dual, flow, bad = 0.0, 0.0, 0.0
-    for k in range(len(model.start) - 1):
-        arrive(model, PAIR, k, work)
-    shaping(model, V, TRIAL, work)
     for s in range(states.shape[1]):
         total = 0.0
-        for i in range(s * num_actions, (s + 1) * num_actions):
+        for i in span(s * num_actions, (s + 1) * num_actions):
             if model.exists[PAIR, i]:
                 total += pairs[PAIR, i]
-                residual = pairs[GRADIENT, i] + pairs[GAPS, i] - pairs[TRIAL, i]
+                shaping = states[V, s] - pairs[AHEAD, i]  # E'v
+                residual = pairs[GRADIENT, i] + pairs[GAPS, i] - shaping
                 unit = pairs[PAIR, i] * (pairs[D, i] + pairs[W, i])
                 if not model.exists[REST, i]:
                     # A state with one action decides nothing, and its equation only says what v is: measured by its terms.
-                    unit = max(unit, abs(pairs[GRADIENT, i]) + abs(pairs[GAPS, i]) + abs(pairs[TRIAL, i]) + TINY)
+                    unit = max(unit, abs(pairs[GRADIENT, i]) + abs(pairs[GAPS, i]) + abs(shaping) + TINY)
                 error = abs(residual / unit)
                 bad += error - error  # stays 0 unless something is not finite
                 dual = max(dual, error)

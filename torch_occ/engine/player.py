@@ -22,7 +22,7 @@ from torch_occ.engine.episodes import (
     Tally,
     play,
 )
-from torch_occ.engine.layout import Floats, Terms, make_work
+from torch_occ.engine.layout import Floats, Terms, Work, make_work
 from torch_occ.engine.threads import for_each
 from torch_occ.estimators import Estimator, FullInformation, ImplicitExploration, ImportanceWeighted, ReducedVariance
 from torch_occ.learners import FTRL, EmpiricalLearner, FixedPolicy, FollowTheLeader, Learner, OptimisticValueIteration
@@ -142,22 +142,24 @@ class FTRLPlayer(EnginePlayer):
         super().__init__(learner, losses)
         self.ftrl = learner
         self.middle = interior_point(learner.mdp).detach().numpy().flatten()
+        self.works: dict[int, Work] = {}  # of every seed, with the factors from its last episode
 
     def memory(self, count: int) -> tuple[Tensor, Tensor]:
         return self.ftrl.state["q"], self.ftrl.state["cumulative_loss"]
 
     def prepare(self, run: Simulation, t: Tensor, tables: Tensor | None) -> Callable[[int, Floats, Floats, Tally], None]:
         with torch.no_grad():
-            found = terms_of(self.ftrl.step.regularizer, t)
-            weights = weights_of(found).expand(len(t), -1).contiguous().numpy()
+            since = torch.cat([t[:1] - 1, t])  # and the episode before
+            found = terms_of(self.ftrl.step.regularizer, since.clamp(min=1))
+            weights = weights_of(found).expand(len(since), -1).contiguous().numpy()
             terms = Terms(*kinds_of(found), exponents_of(found).numpy())
         rules, unseen = self.rules(run.losses.noise, t), np.zeros((0, 0))
         seen = None if tables is None else tables.flatten(-2).contiguous().numpy()
 
         def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
             scratch, shown = np.zeros((2, len(self.middle))), unseen if seen is None else seen[seed]
-            inputs = (weights, means, numbers, shown, rules, tally, self.middle, scratch, np.zeros(0), make_work(self.model))
-            play(self.model, terms, *inputs)
+            work = self.works[seed] = self.works.get(seed) or make_work(self.model)
+            play(self.model, terms, weights, run.t, means, numbers, shown, rules, tally, self.middle, scratch, np.zeros(0), work)
 
         return play_seed
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from torch_occ.engine.layout import (
+    AHEAD,
     BEND,
     DQ,
     FORCE,
@@ -30,7 +31,9 @@ from torch_occ.engine.layout import (
     ahead,
     dot,
     inlined,
-    kernel,
+    part,
+    span,
+    unsigned,
 )
 
 
@@ -49,7 +52,7 @@ def factorize(model: Model, work: Work) -> None:
         observe_layer(here, width, work)
 
 
-@kernel
+@part
 def reduce_states(model: Model, work: Work) -> None:
     """INVERSE, TOTAL, P and KAPPA, and the softest pair of every state."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
@@ -57,7 +60,7 @@ def reduce_states(model: Model, work: Work) -> None:
     for s in range(states.shape[1]):
         first = s * num_actions
         softest, dominant, total, e, largest, stiffness = first, first, 0.0, 1.0, -1.0, 0.0
-        for i in range(first, first + num_actions):
+        for i in span(first, first + num_actions):
             inverse = 1.0 / (pairs[D, i] + pairs[W, i]) if exists[0, i] else 0.0
             share = pairs[W, i] * inverse
             pairs[INVERSE, i] = inverse
@@ -70,33 +73,33 @@ def reduce_states(model: Model, work: Work) -> None:
                 dominant, largest = i, share
         # e = 1 - sum w/D cancels when one action dominates its state; there 1 - w/D is d/D.
         e = pairs[D, dominant] * pairs[INVERSE, dominant]
-        for i in range(first, first + num_actions):
+        for i in span(first, first + num_actions):
             if i != dominant:
                 e -= pairs[P, i]
         ratio = e / total
-        for i in range(first, first + num_actions):
+        for i in span(first, first + num_actions):
             pairs[P, i] += ratio * pairs[INVERSE, i]
         work.softest[s] = softest
         states[TOTAL, s] = total
         states[KAPPA, s] = max(states[BEND, s] + stiffness + e * ratio, 0.0)
 
 
-@kernel
+@part
 def center_layer(num_actions: int, arrivals: Floats, before: int, here: int, width: int, work: Work) -> None:
     """P_p of the layer before, and its transitions as deviations from their mean under 1/D, plain and weighted with it."""
     pairs, widest = work.pairs, len(work.moves)
-    for s in range(before, here):
+    for s in span(before, here):
         first, softest, shift = s * num_actions, work.softest[s], before * num_actions
         for j in range(width):
             work.moves[j, s] = dot(pairs, P, arrivals, j, first, first + num_actions)
             mean = 0.0
-            for i in range(first, first + num_actions):
+            for i in span(first, first + num_actions):
                 mean += pairs[INVERSE, i] * (arrivals[j, i] - arrivals[j, softest])
             mean /= work.states[TOTAL, s]
-            for i in range(first, first + num_actions):
+            for i in span(first, first + num_actions):
                 deviation = (arrivals[j, i] - arrivals[j, softest]) - mean
-                work.centred[j, i - shift] = deviation
-                work.centred[widest + j, i - shift] = pairs[INVERSE, i] * deviation
+                work.centred[j, unsigned(i - shift)] = deviation
+                work.centred[unsigned(widest + j), unsigned(i - shift)] = pairs[INVERSE, i] * deviation
 
 
 @inlined
@@ -110,16 +113,16 @@ def reach_layer(before: int, here: int, width: int, num_actions: int, work: Work
             for s in range(n):
                 total = 0.0
                 for m in range(n):
-                    total += work.gain[before + s, m] * work.moves[j, before + m]
-                Y[half + j, s] = total
+                    total += work.gain[unsigned(before + s), m] * work.moves[j, unsigned(before + m)]
+                Y[unsigned(half + j), s] = total
     for i in range(width):
         for j in range(i + 1):
             total = 0.0
             for m in range(n * num_actions):
-                total += work.centred[i, m] * work.centred[widest + j, m]
+                total += work.centred[i, m] * work.centred[unsigned(widest + j), m]
             if before > 0:
                 for s in range(n):
-                    total += work.moves[i, before + s] * Y[half + j, s]
+                    total += work.moves[i, unsigned(before + s)] * Y[unsigned(half + j), s]
             Y[i, j] = total
             Y[j, i] = total
 
@@ -131,91 +134,95 @@ def observe_layer(here: int, width: int, work: Work) -> None:
     half = len(work.moves)
     root = 2 * half  # the Cholesky factor, with the inverse of its diagonal
     for i in range(width):
-        states[U, here + i] = np.sqrt(states[KAPPA, here + i])
+        states[U, unsigned(here + i)] = np.sqrt(states[KAPPA, unsigned(here + i)])
     for i in range(width):
         for j in range(i + 1):
-            total = states[U, here + i] * Y[i, j] * states[U, here + j] + (1.0 if i == j else 0.0)
+            total = states[U, unsigned(here + i)] * Y[i, j] * states[U, unsigned(here + j)] + (1.0 if i == j else 0.0)
             for m in range(j):
-                total -= Y[root + i, m] * Y[root + j, m]
-            Y[root + i, j] = total * Y[root + j, j] if j < i else 1.0 / np.sqrt(total)
+                total -= Y[unsigned(root + i), m] * Y[unsigned(root + j), m]
+            Y[unsigned(root + i), j] = total * Y[unsigned(root + j), j] if j < i else 1.0 / np.sqrt(total)
     for j in range(width):
         for i in range(width):
-            total = states[U, here + i] * Y[i, j]
+            total = states[U, unsigned(here + i)] * Y[i, j]
             for m in range(i):
-                total -= Y[root + i, m] * Y[half + j, m]
-            Y[half + j, i] = total * Y[root + i, i]
+                total -= Y[unsigned(root + i), m] * Y[unsigned(half + j), m]
+            Y[unsigned(half + j), i] = total * Y[unsigned(root + i), i]
     for i in range(width):
         for j in range(i + 1):
             total = Y[i, j]
             for m in range(width):
-                total -= Y[half + i, m] * Y[half + j, m]
-            work.gain[here + i, j] = total
-            work.gain[here + j, i] = total
+                total -= Y[unsigned(half + i), m] * Y[unsigned(half + j), m]
+            work.gain[unsigned(here + i), j] = total
+            work.gain[unsigned(here + j), i] = total
 
 
 @adder
 def solve(model: Model, source: Floats, work: Work) -> None:
-    """H dq = x + E'v, E dq = r with x in the row FORCE (overwritten) and r in `source` (S,) or empty; dq and v are the rows DQ and V."""
+    """H dq = x + E'v, E dq = r with x in the row FORCE (overwritten) and r in `source` (S,) or empty.
+
+    dq and v are the rows DQ and V; what v is in the next state, in expectation, is AHEAD.
+    """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     layers = len(start) - 1
     load(states, M, source)
     respond(num_actions, work)
     for k in range(layers):
         here, behind = start[k], start[k + 1]
-        for s in range(here, behind):
+        for s in span(here, behind):
             states[PULL, s] = states[KAPPA, s] * states[M, s] - dot(pairs, P, pairs, FORCE, s * num_actions, (s + 1) * num_actions)
         if k + 1 < layers:
-            for s in range(here, behind):
+            for s in span(here, behind):
                 passed = states[M, s]
                 for j in range(behind - here):
-                    passed -= work.gain[s, j] * states[PULL, here + j]
-                for i in range(s * num_actions, (s + 1) * num_actions):
+                    passed -= work.gain[s, j] * states[PULL, unsigned(here + j)]
+                for i in span(s * num_actions, (s + 1) * num_actions):
                     pairs[RESPONSE, i] += pairs[P, i] * passed
             for j in range(start[k + 2] - behind):
-                states[M, behind + j] += dot(pairs, RESPONSE, model.arrivals, j, here * num_actions, behind * num_actions)
+                states[M, unsigned(behind + j)] += dot(pairs, RESPONSE, model.arrivals, j, here * num_actions, behind * num_actions)
     for k in range(layers - 1, -1, -1):
         here, behind = start[k], start[k + 1]
         after = start[k + 2] - behind if k + 1 < layers else 0
         for j in range(after):
-            for s in range(here, behind):
-                states[PULL, s] += work.moves[j, s] * states[V, behind + j]
-        for s in range(here, behind):
+            for s in span(here, behind):
+                states[PULL, s] += work.moves[j, s] * states[V, unsigned(behind + j)]
+        for s in span(here, behind):
             held = 0.0
             for j in range(behind - here):
-                held += work.gain[s, j] * states[PULL, here + j]
+                held += work.gain[s, j] * states[PULL, unsigned(here + j)]
             states[V, s] = states[PULL, s] - states[KAPPA, s] * held
-        for i in range(here * num_actions, behind * num_actions):
-            pairs[FORCE, i] -= ahead(model.next_state, i, states, V, behind, after)
+        for i in span(here * num_actions, behind * num_actions):
+            pairs[AHEAD, i] = ahead(model.next_state, i, states, V, behind, after)
+            pairs[FORCE, i] -= pairs[AHEAD, i]
     load(states, U, source)
     respond(num_actions, work)
     for k in range(layers):
         here, behind = start[k], start[k + 1]
-        for s in range(here, behind):
-            for i in range(s * num_actions, (s + 1) * num_actions):
+        for s in span(here, behind):
+            for i in span(s * num_actions, (s + 1) * num_actions):
                 pairs[DQ, i] = pairs[P, i] * states[U, s] + pairs[RESPONSE, i]
         if k + 1 < layers:
             for j in range(start[k + 2] - behind):
-                states[U, behind + j] += dot(pairs, DQ, model.arrivals, j, here * num_actions, behind * num_actions)
+                states[U, unsigned(behind + j)] += dot(pairs, DQ, model.arrivals, j, here * num_actions, behind * num_actions)
 
 
-@kernel
+@part
 def load(states: Floats, row: int, source: Floats) -> None:
     """A row of the states from an array (S,), or zeros from an empty one."""
     for s in range(states.shape[1]):
         states[row, s] = source[s] if len(source) else 0.0
 
 
-@kernel
+@part
 def respond(num_actions: int, work: Work) -> None:
     """R x of every state, x in FORCE, into RESPONSE."""
     pairs, states = work.pairs, work.states
     for s in range(states.shape[1]):
         first, mean = s * num_actions, 0.0
         origin = pairs[FORCE, work.softest[s]]
-        for i in range(first, first + num_actions):
+        for i in span(first, first + num_actions):
             mean += pairs[INVERSE, i] * (pairs[FORCE, i] - origin)
         mean /= states[TOTAL, s]
-        for i in range(first, first + num_actions):
+        for i in span(first, first + num_actions):
             pairs[RESPONSE, i] = ((pairs[FORCE, i] - origin) - mean) * pairs[INVERSE, i]
 
 
@@ -223,20 +230,8 @@ def respond(num_actions: int, work: Work) -> None:
 def arrive(model: Model, row: int, k: int, work: Work) -> None:
     """q(s) of layer k into U: what flows in from the row of pairs, or the initial distribution."""
     start, num_actions, states = model.start, model.num_actions, work.states
-    for s in range(start[k], start[k + 1]):
+    for s in span(start[k], start[k + 1]):
         if k == 0:
             states[U, s] = model.initial[s]
         else:
             states[U, s] = dot(work.pairs, row, model.arrivals, s - start[k], start[k - 1] * num_actions, start[k] * num_actions)
-
-
-@adder
-def shaping(model: Model, row: int, out: int, work: Work) -> None:
-    """E'v of a row of the states into a row of the pairs: v(s) - E[v(next state) | s, a]."""
-    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
-    for k in range(len(start) - 1):
-        behind = start[k + 1]
-        after = start[k + 2] - behind if k + 2 < len(start) else 0
-        for s in range(start[k], behind):
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                pairs[out, i] = states[row, s] - ahead(model.next_state, i, states, row, behind, after)
