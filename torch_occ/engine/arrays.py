@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_occ.catalog import TabularRegularizer
-from torch_occ.engine.layout import COMPLEMENT, LOG, PAIR, POWER, REST, STATE, X_LOG_X, Ints, Model
+from torch_occ.engine.layout import COMPLEMENT, LOG, PAIR, POWER, REST, STATE, X_LOG_X, Floats, Ints, Model, Rows
+from torch_occ.layers import SparseLayer
 from torch_occ.mdp import LayeredMDP
 from torch_occ.regularizers import Regularizer
 from torch_occ.terms import Power, Term, XLogX
@@ -24,8 +25,6 @@ def why_not_model(mdp: LayeredMDP) -> str | None:
         return f"the engine works in float64 on the CPU, the MDP is {mdp.dtype} on {mdp.device}"
     if mdp.batch_shape:
         return "the engine works with a single MDP, this is a batch"
-    if mdp.is_sparse:
-        return "the engine needs dense transitions (mdp.to_dense()), these are sparse"
     return None
 
 
@@ -38,11 +37,7 @@ def why_not(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
 
 
 def model_of(mdp: LayeredMDP) -> Model:
-    """The MDP as arrays."""
-    widest = max(mdp.layer_sizes)
-    next_state = np.zeros((mdp.num_states, mdp.num_actions, widest))
-    for here, p in zip(mdp.layer_slices[:-1], mdp.transitions[:-1], strict=True):
-        next_state[here, :, : p.shape[-1]] = p.detach().numpy()
+    """The MDP as arrays; transitions that are sparse stay so."""
 
     def exists(name: str) -> np.ndarray:
         missing = mdp.missing[name]
@@ -50,8 +45,32 @@ def model_of(mdp: LayeredMDP) -> Model:
 
     start = np.array([0, *(layer.stop for layer in mdp.layer_slices)], dtype=np.int64)
     flags = np.stack([exists(name).reshape(-1) for name in ("pair", "rest", "complement")])
-    rows = next_state.reshape(-1, widest)
-    return Model(mdp.num_actions, start, rows, rows.T.copy(), flags, mdp.initial.detach().numpy().copy())
+    next_state: Floats | Rows = rows_of(mdp) if mdp.is_sparse else _table_of(mdp)
+    arrivals = np.zeros((0, 0)) if isinstance(next_state, Rows) else next_state.T.copy()
+    return Model(mdp.num_actions, start, next_state, arrivals, flags, mdp.initial.detach().numpy().copy())
+
+
+def _table_of(mdp: LayeredMDP) -> Floats:
+    """Dense transitions of all layers, `(S * A, widest layer)`."""
+    widest = max(mdp.layer_sizes)
+    table = np.zeros((mdp.num_states, mdp.num_actions, widest))
+    for here, p in zip(mdp.layer_slices[:-1], mdp.transitions[:-1], strict=True):
+        table[here, :, : p.shape[-1]] = p.detach().numpy()
+    return table.reshape(-1, widest)
+
+
+def rows_of(mdp: LayeredMDP) -> Rows:
+    """Sparse transitions of all layers. The last layer leads to the terminal state, which has no number."""
+    starts, states, probabilities, count = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.int32)], [np.zeros(0)], 0
+    for layer, there in zip(mdp.layers[:-1], mdp.layer_slices[1:], strict=True):
+        if not isinstance(layer, SparseLayer):
+            layer = SparseLayer.from_tensor(layer.dense.flatten(0, 1).to_sparse(), mdp.num_actions)
+        starts.append(count + layer.pattern.starts[1:].numpy().astype(np.int64))
+        states.append(layer.pattern.next.numpy() + np.int32(there.start))
+        probabilities.append(layer.probabilities.detach().flatten().numpy())
+        count += len(states[-1])
+    last = np.full(mdp.layer_sizes[-1] * mdp.num_actions, count, dtype=np.int64)
+    return Rows(np.concatenate([*starts, last]), np.concatenate(states), np.concatenate(probabilities))
 
 
 def terms_of(regularizer: Regularizer, t: Tensor) -> list[Term]:
