@@ -61,15 +61,15 @@ def _table_of(mdp: LayeredMDP) -> Floats:
 
 def rows_of(mdp: LayeredMDP) -> Rows:
     """Sparse transitions of all layers. The last layer leads to the terminal state, which has no number."""
-    starts, states, probabilities, count = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.int32)], [np.zeros(0)], 0
+    starts, states, probabilities, count = [np.zeros(1, dtype=np.uint64)], [np.zeros(0, dtype=np.uint32)], [np.zeros(0)], 0
     for layer, there in zip(mdp.layers[:-1], mdp.layer_slices[1:], strict=True):
         if not isinstance(layer, SparseLayer):
             layer = SparseLayer.from_tensor(layer.dense.flatten(0, 1).to_sparse(), mdp.num_actions)
-        starts.append(count + layer.pattern.starts[1:].numpy().astype(np.int64))
-        states.append(layer.pattern.next.numpy() + np.int32(there.start))
+        starts.append((layer.pattern.starts[1:].numpy() + count).astype(np.uint64))
+        states.append((layer.pattern.next.numpy() + there.start).astype(np.uint32))
         probabilities.append(layer.probabilities.detach().flatten().numpy())
         count += len(states[-1])
-    last = np.full(mdp.layer_sizes[-1] * mdp.num_actions, count, dtype=np.int64)
+    last = np.full(mdp.layer_sizes[-1] * mdp.num_actions, count, dtype=np.uint64)
     return Rows(np.concatenate([*starts, last]), np.concatenate(states), np.concatenate(probabilities))
 
 

@@ -83,7 +83,7 @@ def either(dense: Function, sparse: Function) -> Function:
     options = {name: value for name, value in dense.targetoptions.items() if name not in ("nopython", "inline")}  # type: ignore[attr-defined]
     inline = dense.targetoptions.get("inline", "never")  # type: ignore[attr-defined]
 
-    @overload(stub, inline=inline, strict=False, jit_options=options | {"cache": inline == "never"})  # type: ignore[untyped-decorator]
+    @overload(stub, inline=inline, strict=False, jit_options=options)  # type: ignore[untyped-decorator]
     @wraps(dense.py_func)  # type: ignore[attr-defined]
     def choose(*arguments: Any) -> Any:
         return (sparse if _is_sparse(arguments[0]) else dense).py_func  # type: ignore[attr-defined]
@@ -102,8 +102,8 @@ def _is_sparse(kind: Any) -> bool:
 class Rows(NamedTuple):
     """Sparse transitions of all layers: the successors of pair i stand from `starts[i]` to `starts[i + 1]`."""
 
-    starts: Ints  # (S * A + 1,)
-    state: NDArray[np.int32]  # (nnz,), numbered over all layers
+    starts: NDArray[np.uint64]  # (S * A + 1,)
+    state: NDArray[np.uint32]  # (nnz,), numbered over all layers
     probability: Floats  # (nnz,)
 
 

@@ -4,6 +4,8 @@ its model, so that neither kind costs the other anything.
 
 from __future__ import annotations
 
+import numpy as np
+
 from torch_occ.engine import conjugate, sweeps
 from torch_occ.engine.layout import Floats, Model, Rows, either, inlined
 
@@ -16,7 +18,8 @@ def _likelihoods_dense(next_state: Floats, pair: int, width: int) -> tuple[Float
 
 @inlined
 def _likelihoods_sparse(next_state: Rows, pair: int, width: int) -> tuple[Floats, int, int]:
-    return next_state.probability, next_state.starts[pair], next_state.starts[pair + 1] - next_state.starts[pair]
+    first, stop = np.int64(next_state.starts[pair]), np.int64(next_state.starts[pair + 1])
+    return next_state.probability, first, stop - first
 
 
 @inlined
@@ -27,7 +30,7 @@ def _successor_dense(next_state: Floats, pair: int, index: int, first: int) -> i
 
 @inlined
 def _successor_sparse(next_state: Rows, pair: int, index: int, first: int) -> int:
-    return next_state.state[next_state.starts[pair] + index]
+    return np.int64(next_state.state[np.int64(next_state.starts[pair]) + index])
 
 
 factorize = either(sweeps.factorize, conjugate.factorize)
