@@ -309,5 +309,3 @@ def test_sparse_and_dense_play_the_same_game():
         histories.append(occ.simulate(model, learner, occ.BernoulliLosses(mean), episodes=10, seeds=(0, 1), backend="torch"))
     torch.testing.assert_close(histories[0].regret, histories[1].regret, rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(histories[0].last_q, histories[1].last_q, rtol=1e-9, atol=0)
-    with pytest.raises(ValueError, match="dense transitions"):
-        occ.simulate(mdp, occ.FTRL(mdp, occ.jin_luo(mdp)), occ.BernoulliLosses(mean), episodes=2, backend="engine")

@@ -87,7 +87,7 @@ def follow(
     model: Model, rules: Rules, t: int, means: Floats, row: int, numbers: Floats, losses: Floats, visits: Floats, work: Work
 ) -> float:
     """One trajectory of the policy in `work.softest`: counts what it meets and returns what was suffered."""
-    start, layers, suffered = model.start, len(model.start) - 1, 0.0
+    layers, suffered = len(model.start) - 1, 0.0
     s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
     for k in range(layers):
         i = work.softest[s]

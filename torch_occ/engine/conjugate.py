@@ -13,7 +13,6 @@ from torch_occ.engine.layout import (
     FORCE,
     INVERSE,
     KAPPA,
-    PULL,
     RESPONSE,
     STATE_ROWS,
     TOTAL,
@@ -51,7 +50,7 @@ GOAL = EPS ** (5 / 6)
 
 @adder
 def factorize(model: Model, work: Work) -> None:
-    """(R, p, kappa) of every state, and the units of errors for a Newton step: q(s), which is row 0."""
+    """(R, p, kappa) of every state, and the root of the last."""
     states = work.states
     reduce_states(model, work)
     for s in range(states.shape[1]):
@@ -60,8 +59,8 @@ def factorize(model: Model, work: Work) -> None:
 
 @adder
 def solve(model: Model, source: Floats, work: Work) -> None:
-    """What sweeps.solve does. With an empty source it starts from the multipliers in V, and only goes as far as Newton's method has use for;
-    else to rounding, and dq and v are NaN if that fails.
+    """What sweeps.solve does. With an empty source, from the multipliers in V and only as far as Newton's method has use for; else to
+    rounding, and dq and v are NaN if that fails.
     """
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     inexact = len(source) == 0
@@ -75,7 +74,7 @@ def solve(model: Model, source: Floats, work: Work) -> None:
     sweep_work(model, True, work)
     if inexact:
         for s in range(states.shape[1]):
-            # Where changes cost nothing, there is no error.
+            # In units of q(s), which is row 0; where changes cost nothing, there is no error.
             states[SCALE, s] = 1.0 / (states[ROOT, s] * states[0, s]) if states[KAPPA, s] > 0.0 else 0.0
     else:
         take_own_size(num_actions, work)
@@ -202,12 +201,12 @@ def sweep(
     within: Floats,  # (S * A,), out
     du: Floats,  # (S,), r before and du after
 ) -> None:
-    """Back and forth, as in torch_occ.iterative. Numbers without sign index arrays without a look at the sign, which is half of the time."""
+    """Back and forth, as in torch_occ.iterative. Indices have no sign, because looking at it would take half of the time."""
     p, inverse, total, softest = parts
     starts, state, probability = rows.starts, rows.state, rows.probability
     width, one, num_states = np.uint64(num_actions), np.uint64(1), np.uint64(len(z))
-    for behind in range(num_states):
-        s = num_states - one - behind
+    for n in range(num_states):
+        s = num_states - one - np.uint64(n)
         value, entry = z[s], starts[s * width]
         for i in range(s * width, (s + one) * width):
             expected, stop = 0.0, starts[i + one]
@@ -218,7 +217,7 @@ def sweep(
             within[i] = x[i] - expected if forced else -expected
         v[s] = value
     entry = starts[0]
-    for s in range(num_states):
+    for s in range(num_states):  # type: ignore[assignment]
         # R of these forces, relative to the one at the softest action; see torch_occ.states.
         reference, mean, change = within[softest[s]], 0.0, du[s]
         for i in range(s * width, (s + one) * width):

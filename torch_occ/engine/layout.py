@@ -83,7 +83,7 @@ def either(dense: Function, sparse: Function) -> Function:
     options = {name: value for name, value in dense.targetoptions.items() if name not in ("nopython", "inline")}  # type: ignore[attr-defined]
     inline = dense.targetoptions.get("inline", "never")  # type: ignore[attr-defined]
 
-    @overload(stub, inline=inline, strict=False, jit_options=options)  # type: ignore[untyped-decorator]
+    @overload(stub, inline=inline, strict=False, jit_options=options)  # type: ignore[arg-type]
     @wraps(dense.py_func)  # type: ignore[attr-defined]
     def choose(*arguments: Any) -> Any:
         return (sparse if _is_sparse(arguments[0]) else dense).py_func  # type: ignore[attr-defined]
@@ -112,7 +112,7 @@ class Model(NamedTuple):
 
     num_actions: int
     start: Ints  # (L + 1,), the first state of every layer
-    next_state: Floats | Rows  # (S * A, widest layer), probabilities
+    next_state: Any  # Floats (S * A, widest layer), probabilities; or Rows
     arrivals: Floats  # the same transposed, (widest layer, S * A); empty if they are sparse
     exists: Bools  # (3, S * A): pairs, and those that have a rest and a complement
     initial: Floats  # (S_0,)
@@ -146,7 +146,7 @@ def make_work(model: Model) -> Work:
     """Scratch memory for an MDP; with sparse transitions, in proportion to its pairs."""
     num_pairs = model.exists.shape[1]
     num_states, sparse = num_pairs // model.num_actions, isinstance(model.next_state, Rows)
-    widest = 0 if isinstance(model.next_state, Rows) else model.next_state.shape[1]
+    widest = 0 if sparse else model.next_state.shape[1]
     return Work(
         np.zeros((PAIR_ROWS, num_pairs)),
         np.zeros((STATE_ROWS + (CONJUGATE_ROWS if sparse else 0), num_states)),

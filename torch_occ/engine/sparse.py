@@ -19,7 +19,6 @@ from torch_occ.mdp import LayeredMDP
 from torch_occ.states import SeparableStates
 from torch_occ.validation import broadcast
 
-
 _ROWS: WeakKeyDictionary[LayeredMDP, Rows] = WeakKeyDictionary()
 
 
@@ -49,7 +48,7 @@ class CompiledSweeps:
         if r is not None:
             du.copy_(r)
         force = np.zeros((1, 0)) if x is None else _flat(x, batch, 2)
-        parts = tuple(_flat(part, batch, dims) for part, dims in ((p, 2), (inverse, 2), (total, 1), (softest, 1)))
+        parts: Any = tuple(_flat(part, batch, dims) for part, dims in ((p, 2), (inverse, 2), (total, 1), (softest, 1)))
         out = (part.view(count, -1).numpy() for part in (v, within, du))
         _sweep_all(self.pairs[1], self.rows, parts, _flat(z, batch, 1), force, x is not None, *out)
         return Swept(v, within, du)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from torch_occ.engine import conjugate, sweeps
-from torch_occ.engine.layout import Floats, Model, Rows, either, inlined
+from torch_occ.engine.layout import Floats, Rows, either, inlined
 
 
 @inlined
@@ -19,7 +19,7 @@ def _likelihoods_dense(next_state: Floats, pair: int, width: int) -> tuple[Float
 @inlined
 def _likelihoods_sparse(next_state: Rows, pair: int, width: int) -> tuple[Floats, int, int]:
     first, stop = np.int64(next_state.starts[pair]), np.int64(next_state.starts[pair + 1])
-    return next_state.probability, first, stop - first
+    return next_state.probability, first, stop - first  # type: ignore[return-value]
 
 
 @inlined
@@ -30,7 +30,7 @@ def _successor_dense(next_state: Floats, pair: int, index: int, first: int) -> i
 
 @inlined
 def _successor_sparse(next_state: Rows, pair: int, index: int, first: int) -> int:
-    return np.int64(next_state.state[np.int64(next_state.starts[pair]) + index])
+    return np.int64(next_state.state[np.int64(next_state.starts[pair]) + index])  # type: ignore[return-value]
 
 
 factorize = either(sweeps.factorize, conjugate.factorize)
