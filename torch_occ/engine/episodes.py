@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch_occ.engine.layout import PAIR, Floats, Model, Terms, Work, kernel
+from torch_occ.engine.layout import PAIR, Floats, Model, Terms, Work, inlined, kernel
 from torch_occ.engine.newton import CONVERGED, newton
 from torch_occ.engine.transitions import likelihoods, successor
 
@@ -137,7 +137,7 @@ def walk(
     return suffered
 
 
-@kernel
+@inlined
 def state_drawn(model: Model, pair: int, k: int, uniform: float) -> int:
     """The state of layer k + 1 that a uniform number draws after a pair."""
     first = model.start[k + 1]
