@@ -58,7 +58,7 @@ class Args:
 
     games: tuple[str, ...] = ("lake:8", "lake:12", "slippery:8", "cliff:14", "trip:12")
     """<world>:<horizon>"""
-    episodes: int = 500
+    episodes: int = 6000
     """T"""
     seeds: int = 2
     """independent runs; the first one's policy is played"""

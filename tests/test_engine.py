@@ -171,8 +171,5 @@ def test_auto_takes_the_engine_where_it_can_and_says_so():
         play(occ.FTRL(MDP, Custom()), "engine")
     with pytest.raises(ValueError, match="does not know the learner Own"):
         play(Own(MDP), "engine")
-    sparse = MDP.to_sparse()
-    with pytest.raises(ValueError, match="sparse"):
-        occ.simulate(sparse, occ.FollowTheLeader(sparse), occ.BernoulliLosses(MEAN), 2, backend="engine")
     with pytest.raises(ValueError, match="auto, torch or engine"):
         play(occ.FollowTheLeader(MDP), "gpu")

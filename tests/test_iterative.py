@@ -1,4 +1,9 @@
-"""Newton's method by conjugate gradients: the same solutions, certificates and derivatives as by factorization."""
+"""Newton's method by conjugate gradients: the same solutions, certificates and derivatives as by factorization.
+
+This is about the torch path; test_sparse_engine holds the engine to it.
+"""
+
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +20,7 @@ from torch_occ.occupancy import LayeredFlow
 from torch_occ.states import SeparableStates
 
 F64 = torch.float64
+TorchStep = partial(occ.FTRLStep, backend="torch")
 
 
 def line(num_states, horizon, num_actions=3):
@@ -59,7 +65,7 @@ def close(found, expected, tolerance=1e-11):
 @pytest.mark.parametrize("regularizer", SMOOTH)
 def test_the_solution_is_the_same(name, regularizer):
     mdp, loss, t = CASES[name]()
-    found, expected = (occ.FTRLStep(model, REGULARIZERS[regularizer](model)).solve(loss, t) for model in (mdp.to_sparse(), mdp.to_dense()))
+    found, expected = (TorchStep(model, REGULARIZERS[regularizer](model)).solve(loss, t) for model in (mdp.to_sparse(), mdp.to_dense()))
     close(found.q, expected.q)
     size = float(expected.value.detach().abs().max())
     torch.testing.assert_close(found.value, expected.value, rtol=1e-10, atol=1e-11 * size)
@@ -70,7 +76,7 @@ def test_the_solution_is_the_same(name, regularizer):
 def test_large_losses_and_small_occupancies(scale):
     mdp, loss, t = rare()
     for psi in (occ.jin_luo(mdp, beta=0.1), occ.Shannon() / occ.Constant(100 / scale), occ.LogBarrier(2.0)):
-        found, expected = (occ.FTRLStep(model, psi).solve(loss * scale / 300, t, check=False) for model in (mdp.to_sparse(), mdp))
+        found, expected = (TorchStep(model, psi).solve(loss * scale / 300, t, check=False) for model in (mdp.to_sparse(), mdp))
         assert int(found.status) == int(expected.status) == Status.CONVERGED
         close(found.q, expected.q, 1e-10)
 
@@ -78,7 +84,7 @@ def test_large_losses_and_small_occupancies(scale):
 def test_every_element_of_a_batch_converges_by_itself():
     mdp, _, t = walk()
     scales = torch.tensor([1e-3, 1.0, 1e3, 1e6], dtype=F64)[:, None, None]
-    loss, step = scales * random_loss(mdp, batch=(4,)), occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.5))
+    loss, step = scales * random_loss(mdp, batch=(4,)), TorchStep(mdp, occ.jin_luo(mdp, beta=0.5))
     together = step.solve(loss, t)
     assert len(set(together.steps.tolist())) > 1
     for i in range(4):
@@ -96,7 +102,7 @@ def test_a_warm_start_takes_fewer_iterations(monkeypatch):
 
     monkeypatch.setattr(ConjugateGradients, "solve", counted)
     mdp, loss, t = walk()
-    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.5))
+    step = TorchStep(mdp, occ.jin_luo(mdp, beta=0.5))
     q = step(loss, t)
     cold = sum(count)
     count.clear()
@@ -150,7 +156,7 @@ def test_compiled_sweeps_are_those_in_torch(name, batch):
 
 def test_without_numba_the_sweeps_are_those_in_torch(monkeypatch):
     mdp, loss, t = walk()
-    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.5))
+    step = TorchStep(mdp, occ.jin_luo(mdp, beta=0.5))
     compiled = step(loss, t)
     monkeypatch.setattr(iterative, "_has_numba", lambda: False)
     close(step(loss, t), compiled)
@@ -176,7 +182,7 @@ def test_a_solve_that_fails_returns_nan(monkeypatch):
 def test_without_enough_iterations_newton_either_certifies_or_says_so(monkeypatch):
     mdp, loss, t = walk()
     monkeypatch.setattr(iterative, "MAX_ITERATIONS", 0)
-    solution = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.1), max_steps=20).solve(loss, t, check=False)
+    solution = TorchStep(mdp, occ.jin_luo(mdp, beta=0.1), max_steps=20).solve(loss, t, check=False)
     assert int(solution.status) != Status.CONVERGED
     assert float(solution.dual_residual) > 1e-6
 
@@ -201,7 +207,7 @@ def test_the_gradients_are_those_of_the_dense_twin(name):
         psi = occ.jin_luo(mdp, beta=0.2)
         inputs = [loss.clone().requires_grad_(), torch.tensor(t, dtype=F64, requires_grad=True), *psi.parameters()]
         model = [p.clone().requires_grad_() for p in mdp.probabilities]
-        q = occ.FTRLStep(mdp, psi)(inputs[0], inputs[1], mdp=mdp.with_probabilities(*model))
+        q = TorchStep(mdp, psi)(inputs[0], inputs[1], mdp=mdp.with_probabilities(*model))
         results.append(torch.autograd.grad((weight * q * mdp.actions).sum(), inputs + model))
     sparse, dense = results
     first = len(sparse) - given.horizon
@@ -211,7 +217,7 @@ def test_the_gradients_are_those_of_the_dense_twin(name):
 
 def test_gradients_of_every_kind_and_order():
     mdp = occ.LayeredMDP.random(2, 2, 2, seed=3).to_sparse()
-    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.3))
+    step = TorchStep(mdp, occ.jin_luo(mdp, beta=0.3))
     inputs = [random_loss(mdp, 3.0).requires_grad_(), *(p.clone().requires_grad_() for p in mdp.probabilities)]
 
     def function(loss, *probabilities):
@@ -227,7 +233,7 @@ def test_gradients_of_every_kind_and_order():
 def test_what_no_policy_can_feel_has_no_derivative():
     """Only rounding is left of a constant loss, and it must not be taken for a failure."""
     mdp, loss, t = walk()
-    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.5))
+    step = TorchStep(mdp, occ.jin_luo(mdp, beta=0.5))
     potential = occ.flow_adjoint(mdp, random_loss(mdp).sum(-1))
     for direction in (torch.ones_like(loss), torch.zeros_like(loss), potential):
         _, tangent = torch.func.jvp(lambda x: step(x, t), (loss,), (direction,))
@@ -236,7 +242,7 @@ def test_what_no_policy_can_feel_has_no_derivative():
 
 def test_batches_of_losses_and_of_entries():
     mdp, loss, t = walk()
-    step, losses = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.5)), random_loss(mdp, 10.0, batch=(3,))
+    step, losses = TorchStep(mdp, occ.jin_luo(mdp, beta=0.5)), random_loss(mdp, 10.0, batch=(3,))
     entries = [p.clone().requires_grad_() for p in mdp.probabilities]
 
     def gradients(loss):
@@ -255,7 +261,7 @@ def test_batches_of_losses_and_of_entries():
 
 def test_single_precision():
     mdp, loss, t = walk()
-    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.5))
+    step = TorchStep(mdp, occ.jin_luo(mdp, beta=0.5))
     q = step(loss, t).detach()
     torch.testing.assert_close(step.float()(loss.float(), t).detach().double(), q, rtol=1e-4, atol=0)
 
@@ -267,7 +273,7 @@ def test_single_precision():
 def test_a_joint_regularizer_needs_a_dense_model(regularizer):
     mdp, loss, t = walk()
     with pytest.raises(ValueError, match=r"sparse.*to_dense\(\)"):
-        occ.FTRLStep(mdp, REGULARIZERS[regularizer](mdp)).solve(loss, t)
+        TorchStep(mdp, REGULARIZERS[regularizer](mdp)).solve(loss, t)
 
 
 class Largest(TorchDispatchMode):
@@ -288,7 +294,7 @@ def test_no_tensor_is_larger_than_the_pairs_and_the_entries():
     """From construction through planning, a step, its gradient in everything, and a simulation."""
     with Largest() as largest:
         mdp = line(400, 5)
-        step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.5))
+        step = TorchStep(mdp, occ.jin_luo(mdp, beta=0.5))
         loss = random_loss(mdp, 10.0).requires_grad_()
         entries = [p.clone().requires_grad_() for p in mdp.probabilities]
         q = step(loss, 100.0, mdp=mdp.with_probabilities(*entries))
@@ -309,5 +315,3 @@ def test_sparse_and_dense_play_the_same_game():
         histories.append(occ.simulate(model, learner, occ.BernoulliLosses(mean), episodes=10, seeds=(0, 1), backend="torch"))
     torch.testing.assert_close(histories[0].regret, histories[1].regret, rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(histories[0].last_q, histories[1].last_q, rtol=1e-9, atol=0)
-    with pytest.raises(ValueError, match="dense transitions"):
-        occ.simulate(mdp, occ.FTRL(mdp, occ.jin_luo(mdp)), occ.BernoulliLosses(mean), episodes=2, backend="engine")

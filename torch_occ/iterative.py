@@ -109,7 +109,7 @@ class ConjugateGradients:
             unit = self.unit
             error = _largest(residual, unit)
             goal = (FORCING * error * error.clamp(max=1)).clamp(min=eps ** (5 / 6))
-        for _ in range(_RESTARTS):
+        for _ in range(RESTARTS):
             y = y + self._descend(residual, unit, goal)
             swept = self.sweep(self.root * y - mean, x, r)
             residual = self.root * swept.du - y  # the true one, free of the rounding of the recurrence
@@ -174,4 +174,4 @@ def _largest(residual: Tensor, unit: Tensor) -> Tensor:
 
 
 #: How often conjugate gradients start again from the true residual.
-_RESTARTS = 3
+RESTARTS = 3

@@ -226,7 +226,7 @@ class LayeredMDP:
         return replace_fields(self, layers=tuple(changed), initial=initial)
 
     def to_dense(self) -> LayeredMDP:
-        """The same model with every layer as a table; for small MDPs, which dense linear algebra and the engine solve faster."""
+        """The same model with every layer as a table; for small MDPs, which dense linear algebra solves faster."""
         if not self.is_sparse:
             return self
         return LayeredMDP([layer.dense for layer in self.layers], actions=self.actions, initial=self.initial, origin=self.origin)

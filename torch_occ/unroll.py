@@ -22,7 +22,7 @@ ABSORBING = -1
 #: Dense transitions of more bytes than this are refused before memory is asked for.
 MAX_BYTES = 4 << 30
 
-#: Up to this many entries, all layers together, an MDP that may be stored either way is stored densely, which the engine needs.
+#: Up to this many entries, all layers together, an MDP that may be stored either way is stored densely: the engine reads it as it likes.
 DENSE_ENTRIES = 1 << 22
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_occ.engine.episodes import EXPECTED, REALISED, Rules, Tally, draw, favour, index_drawn, walk
+from torch_occ.engine.episodes import EXPECTED, REALISED, Rules, Tally, draw, favour, index_drawn, state_drawn, walk
 from torch_occ.engine.layout import PAIR, PLAN, Floats, Model, U, Work, ahead, kernel
+from torch_occ.engine.transitions import likelihoods, successor
 
 
 @kernel
@@ -67,18 +68,18 @@ def plan(model: Model, log: float, scale: float, floor: float, losses: Floats, v
 def occupy(model: Model, q: Floats, work: Work) -> None:
     """The occupancy measure of the policy in `work.softest`."""
     start, num_actions, states = model.start, model.num_actions, work.states
+    for s in range(start[1], start[-1]):
+        states[U, s] = 0.0
     for k in range(len(start) - 1):
+        width = start[k + 2] - start[k + 1] if k + 2 < len(start) else 0
         for s in range(start[k], start[k + 1]):
-            if k == 0:
-                states[U, s] = model.initial[s]
-            else:
-                states[U, s] = 0.0
-                for m in range(start[k - 1], start[k]):
-                    pair = work.softest[m]
-                    states[U, s] += q[pair] * model.next_state[pair, s - start[k]]
             for i in range(s * num_actions, (s + 1) * num_actions):
                 q[i] = 0.0
-            q[work.softest[s]] = states[U, s]
+            pair = work.softest[s]
+            q[pair] = model.initial[s] if k == 0 else states[U, s]
+            shares, begin, size = likelihoods(model.next_state, pair, width)
+            for j in range(size):
+                states[U, successor(model.next_state, pair, j, start[k + 1])] += q[pair] * shares[begin + j]
 
 
 @kernel
@@ -86,7 +87,7 @@ def follow(
     model: Model, rules: Rules, t: int, means: Floats, row: int, numbers: Floats, losses: Floats, visits: Floats, work: Work
 ) -> float:
     """One trajectory of the policy in `work.softest`: counts what it meets and returns what was suffered."""
-    start, layers, suffered = model.start, len(model.start) - 1, 0.0
+    layers, suffered = len(model.start) - 1, 0.0
     s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
     for k in range(layers):
         i = work.softest[s]
@@ -95,7 +96,7 @@ def follow(
         visits[i] += 1.0
         suffered += loss
         if k + 1 < layers:
-            s = start[k + 1] + index_drawn(model.next_state[i], 0, start[k + 2] - start[k + 1], 1.0, numbers[t, k, 2])
+            s = state_drawn(model, i, k, numbers[t, k, 2])
     return suffered
 
 

@@ -25,7 +25,7 @@ from torch_occ.engine.layout import (
     kernel,
 )
 from torch_occ.engine.newton import derive, newton, retract
-from torch_occ.engine.sweeps import factorize, solve
+from torch_occ.engine.transitions import factorize, solve
 
 #: Reported instead of a status when an input is not what it should be.
 BAD_INPUT = -1

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torch_occ.engine.layout import PAIR, Floats, Model, Terms, Work, kernel, part
+from torch_occ.engine.layout import PAIR, Floats, Model, Terms, Work, inlined, kernel, part
 from torch_occ.engine.newton import CONVERGED, descend
+from torch_occ.engine.transitions import likelihoods, successor
 from torch_occ.streams import CHUNK
 
 NOISE = {"none": 0, "bernoulli": 1, "uniform": 2}
@@ -152,8 +153,16 @@ def walk(
                 cumulative_loss[i] += (loss - (0.5 if q[i] >= rules.setting[t] else 0.0)) / q[i]
         suffered += loss
         if k + 1 < layers:
-            s = start[k + 1] + index_drawn(model.next_state[i], 0, start[k + 2] - start[k + 1], 1.0, numbers[t, k, 2])
+            s = state_drawn(model, i, k, numbers[t, k, 2])
     return suffered
+
+
+@inlined
+def state_drawn(model: Model, pair: int, k: int, uniform: float) -> int:
+    """The state of layer k + 1 that a uniform number draws after a pair."""
+    first = model.start[k + 1]
+    shares, begin, size = likelihoods(model.next_state, pair, model.start[k + 2] - first)
+    return successor(model.next_state, pair, index_drawn(shares, begin, size, 1.0, uniform), first)
 
 
 @kernel

@@ -7,10 +7,12 @@ States are numbered over all layers; the pair (s, a) is number s * num_actions +
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numba import njit
+from numba.extending import overload
 from numpy.typing import NDArray
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -84,16 +86,47 @@ def inlined(function: Function) -> Function:
 unsigned = np.uint64
 
 
+def either(dense: Function, sparse: Function) -> Function:
+    """One of two functions for kernels, by the transitions in the first argument (or that it is); decided when the kernel is compiled."""
+
+    @wraps(dense.py_func)  # type: ignore[attr-defined]
+    def stub(*_: Any) -> Any:
+        raise TypeError("called by kernels only")
+
+    options = {name: value for name, value in dense.targetoptions.items() if name not in ("nopython", "inline")}  # type: ignore[attr-defined]
+    inline = dense.targetoptions.get("inline", "never")  # type: ignore[attr-defined]
+
+    @overload(stub, inline=inline, strict=False, jit_options=options)  # type: ignore[arg-type]
+    @wraps(dense.py_func)  # type: ignore[attr-defined]
+    def choose(*arguments: Any) -> Any:
+        return (sparse if _is_sparse(arguments[0]) else dense).py_func  # type: ignore[attr-defined]
+
+    return stub  # type: ignore[return-value]
+
+
+def _is_sparse(kind: Any) -> bool:
+    """Whether a type of Numba's is that of `Rows`, or has them for a part."""
+    return getattr(kind, "instance_class", None) is Rows or any(_is_sparse(part) for part in getattr(kind, "types", ()))
+
+
 # -- data -----------------------------------------------------------------------------------------------------------------
 
 
+class Rows(NamedTuple):
+    """Sparse transitions of all layers: the successors of pair i stand from `starts[i]` to `starts[i + 1]`."""
+
+    starts: NDArray[np.uint64]  # (S * A + 1,)
+    state: NDArray[np.uint32]  # (nnz,), numbered over all layers
+    probability: Floats  # (nnz,)
+
+
 class Model(NamedTuple):
-    """A layered MDP as arrays."""
+    """A layered MDP as arrays. Numba compiles every kernel for the kind of transitions that it meets, dense or sparse, and for no other."""
 
     num_actions: int
     start: Ints  # (L + 1,), the first state of every layer
-    next_state: Floats  # (S * A, widest layer), probabilities
-    arrivals: Floats  # the same transposed, (widest layer, S * A)
+    next_state: Any  # Floats (S * A, widest layer), probabilities; or Rows
+    arrivals: Floats  # the same transposed, (widest layer, S * A); empty if they are sparse
     exists: Bools  # (3, S * A): pairs, and those that have a rest and a complement
     initial: Floats  # (S_0,)
 
@@ -110,7 +143,7 @@ class Work(NamedTuple):
     """Scratch memory of one solve."""
 
     pairs: Floats  # (PAIR_ROWS, S * A)
-    states: Floats  # (STATE_ROWS, S)
+    states: Floats  # (STATE_ROWS, S); more of them for torch_occ.engine.conjugate
     softest: Ints  # (S,), the pair of least curvature in every state
     moves: Floats  # (widest, S), P_p transposed
     gain: Floats  # (S, widest), the rows of Yhat
@@ -119,13 +152,18 @@ class Work(NamedTuple):
     stale: Floats  # (2,): how far the factors are off, relative to the Hessian; what the first steps of the last solves changed at most
 
 
+#: Rows of `work.states` that conjugate gradients have in addition.
+CONJUGATE_ROWS = 9
+
+
 def make_work(model: Model) -> Work:
-    """Scratch memory for an MDP."""
-    num_pairs, widest = model.next_state.shape
-    num_states = num_pairs // model.num_actions
+    """Scratch memory for an MDP; with sparse transitions, in proportion to its pairs."""
+    num_pairs = model.exists.shape[1]
+    num_states, sparse = num_pairs // model.num_actions, isinstance(model.next_state, Rows)
+    widest = 0 if sparse else model.next_state.shape[1]
     return Work(
         np.zeros((PAIR_ROWS, num_pairs)),
-        np.zeros((STATE_ROWS, num_states)),
+        np.zeros((STATE_ROWS + (CONJUGATE_ROWS if sparse else 0), num_states)),
         np.zeros(num_states, np.int64),
         np.zeros((widest, num_states)),
         np.zeros((num_states, widest)),
@@ -151,9 +189,20 @@ def dot(x: Floats, row: int, y: Floats, other: int, first: int, stop: int) -> fl
 
 
 @inlined
-def ahead(next_state: Floats, pair: int, states: Floats, row: int, first: int, width: int) -> float:
+def _ahead_dense(next_state: Floats, pair: int, states: Floats, row: int, first: int, width: int) -> float:
     """E[v(next state) | pair] for v in a row of the states, of which the next layer's begin at `first`."""
     total = 0.0
     for j in range(width):
         total += next_state[pair, j] * states[row, unsigned(first + j)]
     return total
+
+
+@inlined
+def _ahead_sparse(next_state: Rows, pair: int, states: Floats, row: int, first: int, width: int) -> float:
+    total = 0.0
+    for entry in range(next_state.starts[pair], next_state.starts[pair + 1]):
+        total += next_state.probability[entry] * states[row, next_state.state[entry]]
+    return total
+
+
+ahead = either(_ahead_dense, _ahead_sparse)

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torch_occ.engine.layout import PAIR, REST, D, Floats, Ints, Model, Terms, W, Work, kernel
+from torch_occ.engine.layout import PAIR, REST, D, Floats, Ints, Model, Rows, Terms, W, Work, kernel
 from torch_occ.engine.newton import CONVERGED, derive, newton
+from torch_occ.engine.transitions import likelihoods, successor
 
 #: From so many expected events on, a binomial number is drawn as a rounded normal one.
 MANY = 50.0
@@ -132,17 +133,18 @@ def _play(model: Model, way: Way, phase: int, length: float, loss: Floats, enter
 
 
 @kernel
-def _split(count: float, table: Floats, row: int, size: int, into: Floats, offset: int) -> None:
-    """A multinomial number of arrivals in each of `size` states, added to `into` from `offset` on."""
+def _split(count: float, table: Floats | Rows, pair: int, width: int, into: Floats, offset: int) -> None:
+    """A multinomial number of arrivals in each state that follows a pair, added to `into`, in which the next layer begins at `offset`."""
+    shares, first, size = likelihoods(table, pair, width)
     left, share = count, 0.0
-    for j in range(size):
-        share += table[row, j]
+    for j in range(first, first + size):
+        share += shares[j]
     for j in range(size):
         if left <= 0.0:
             return
-        drawn = _binomial(left, table[row, j] / share) if share > 0.0 else 0.0
-        share -= table[row, j]
-        into[offset + j] += drawn
+        drawn = _binomial(left, shares[first + j] / share) if share > 0.0 else 0.0
+        share -= shares[first + j]
+        into[successor(table, pair, j, offset)] += drawn
         left -= drawn
 
 

@@ -38,7 +38,7 @@ from torch_occ.engine.layout import (
     part,
     span,
 )
-from torch_occ.engine.sweeps import arrive, factorize, solve
+from torch_occ.engine.transitions import arrive, factorize, solve
 
 CONVERGED, MAX_STEPS, STALLED, UNDERFLOW, NOT_FINITE = 0, 1, 2, 3, 4
 
@@ -142,6 +142,7 @@ def shape_loss(model: Model, loss: Floats, work: Work) -> None:
                     pairs[GAPS, i] = total
                     best = min(best, total)
             states[PLAN, s] = best
+            states[V, s] = 0.0  # where an iterative solver begins
             for i in span(s * num_actions, (s + 1) * num_actions):
                 pairs[GAPS, i] = pairs[GAPS, i] - best if model.exists[PAIR, i] else 0.0
 
