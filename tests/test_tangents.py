@@ -37,6 +37,11 @@ def test_the_engine_carries_the_tangents_of_the_torch_path_for_the_paper():
     check_both(MDP, occ.jin_luo(MDP, beta=1.0), LOSSES, 12, range(3))
 
 
+def test_sparse_transitions_carry_them_too():
+    sparse = MDP.to_sparse()
+    check_both(sparse, occ.jin_luo(sparse, beta=1.0), LOSSES, 40, [0, 1])
+
+
 def test_the_run_goes_on_over_chunks_and_is_that_of_simulate():
     psi, seeds, stops = occ.jin_luo(MDP, beta=50.0), [3, 1, 2], [256, 257, 300]
     found = occ.run_gradients(MDP, psi, LOSSES, 600, seeds, checkpoints=stops)
@@ -87,8 +92,6 @@ def test_who_plays():
 
     own = REGULARIZERS["custom_separable"](MDP)
     assert occ.run_gradients(MDP, own, LOSSES, 1, [0, 1]).backend == "torch"
-    sparse = MDP.to_sparse()
-    assert occ.run_gradients(sparse, occ.jin_luo(sparse), LOSSES, 1, [0, 1]).backend == "torch"
     with pytest.raises(ValueError, match="backend: SmoothedHybrid is not a table of elementary terms; use backend='torch'"):
         occ.run_gradients(MDP, own, LOSSES, 1, [0, 1], backend="engine")
     with pytest.raises(ValueError, match="backend: Doubled draws its losses in its own way"):

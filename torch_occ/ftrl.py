@@ -78,13 +78,13 @@ class FTRLStep(nn.Module):
         if backend == "torch" or any(_carries_derivative(p) for p in self.mdp.probabilities):
             return
         try:
-            from torch_occ.engine.step import WIDEST, CompiledStep, why_not
+            from torch_occ.engine.step import CompiledStep, pays_off, why_not
         except ImportError as error:
             if self.backend == "engine":
                 raise ImportError("backend: the engine needs numba: pip install torch-occ[engine]") from error
             return
         reason = why_not(self.mdp, self.regularizer)
-        if reason is None and (self.backend == "engine" or max(self.mdp.layer_sizes) <= WIDEST):
+        if reason is None and (self.backend == "engine" or pays_off(self.mdp)):
             self._compiled = CompiledStep(self.mdp, self.regularizer, self.options)
         elif reason is not None and self.backend == "engine":
             raise ValueError(f"backend: {reason}; use backend='torch'")

@@ -268,7 +268,7 @@ def _leap_compiled(
     from torch_occ.engine.layout import Terms, make_work
     from torch_occ.engine.leaps import Way
     from torch_occ.engine.leaps import leap as leap_alone
-    from torch_occ.engine.threads import for_each
+    from torch_occ.threads import for_each
 
     regularizer.validate()
     # Weights are products of powers of t for every built-in schedule, so that straight lines between logarithms are exact.

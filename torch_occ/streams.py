@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_occ.engine.threads import for_each
+from torch_occ.threads import for_each
 
 #: Episodes per chunk. Part of the definition of a run: another value gives other random numbers.
 CHUNK = 256

@@ -23,11 +23,11 @@ from torch_occ.engine.episodes import (
     play,
 )
 from torch_occ.engine.layout import Floats, Terms, Work, make_work
-from torch_occ.engine.threads import for_each
 from torch_occ.estimators import Estimator, FullInformation, ImplicitExploration, ImportanceWeighted, ReducedVariance
 from torch_occ.learners import FTRL, EmpiricalLearner, FixedPolicy, FollowTheLeader, Learner, OptimisticValueIteration
 from torch_occ.losses import GreedyAdversary, LossProcess
 from torch_occ.occupancy import interior_point
+from torch_occ.threads import for_each
 
 if TYPE_CHECKING:
     from torch_occ.simulate import Simulation

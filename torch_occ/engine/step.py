@@ -20,29 +20,34 @@ from torch.autograd import forward_ad
 
 from torch_occ.catalog import TabularRegularizer
 from torch_occ.derivatives import Evaluator
-from torch_occ.engine.arrays import kinds_of, list_exponents, model_of, terms_of, why_not
+from torch_occ.engine.arrays import kinds_of, list_exponents, model_of, prefers_rows, terms_of, why_not
 from torch_occ.engine.batches import BAD_INPUT, solve_linear, solve_steps
 from torch_occ.engine.compiling import patiently
 from torch_occ.engine.formulas import Formula, identity, record, slots_of
 from torch_occ.engine.layout import Floats, Ints, Model, Work, make_work
 from torch_occ.engine.rows import followed, number, rows, shaped, summed, tabulate, untabulate
-from torch_occ.engine.threads import for_each
 from torch_occ.implicit import Bound, ImplicitSolution, Setting, Stationarity, poison, push_forward
 from torch_occ.mdp import LayeredMDP
 from torch_occ.newton import Options, Solution, Status
 from torch_occ.regularizers import Regularizer
 from torch_occ.terms import Power, Term
+from torch_occ.threads import for_each
 from torch_occ.validation import broadcast
 
-__all__ = ["WIDEST", "CompiledStep", "why_not"]
+__all__ = ["CompiledStep", "pays_off", "why_not"]
 
-#: Beyond this width, BLAS does better on the torch path.
+#: Beyond this width, BLAS does better on the torch path, unless most transitions are zero.
 WIDEST = 40
 
 _SINGLE = torch.Size()
 
 #: Elements of a batch below which threads are not worth waking.
 _ALONE = 16
+
+
+def pays_off(mdp: LayeredMDP) -> bool:
+    """Whether the engine is expected to be faster than the torch path."""
+    return max(mdp.layer_sizes) <= WIDEST or prefers_rows(mdp)
 
 
 class CompiledStep:

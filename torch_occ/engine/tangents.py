@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torch_occ.engine.arrays import exponents_of, kinds_of, model_of, terms_of, weights_of, why_not
 from torch_occ.engine.compiling import patiently
-from torch_occ.engine.episodes import NOISE, draw, index_drawn
+from torch_occ.engine.episodes import NOISE, draw, index_drawn, state_drawn
 from torch_occ.engine.layout import (
     COMPLEMENT,
     DQ,
@@ -33,14 +33,14 @@ from torch_occ.engine.layout import (
     make_work,
 )
 from torch_occ.engine.newton import CONVERGED, accumulate, derive, newton
-from torch_occ.engine.sweeps import factorize, solve
-from torch_occ.engine.threads import for_each
+from torch_occ.engine.transitions import factorize, solve
 from torch_occ.ftrl import FTRLStep
 from torch_occ.losses import LossProcess, Stationary
 from torch_occ.occupancy import interior_point, optimal_policy
 from torch_occ.regularizers import Regularizer
 from torch_occ.streams import CHUNK, Purpose, uniforms
 from torch_occ.tangents import Stretch
+from torch_occ.threads import for_each
 
 # Columns of a record; those of the slopes and then of the scores begin at TANGENTS.
 COST, FAILED, TANGENTS = 0, 1, 2
@@ -85,7 +85,7 @@ def play_with_tangents(
     carried: Carried,
     record: Floats,  # (n, 2 + 2 * P), out
     middle: Floats,  # (S * A,), an interior point for cold starts
-    nowhere: Floats,  # (0,)
+    still: Floats,  # (S,), zeros
     work: Work,
 ) -> None:
     """n episodes."""
@@ -96,7 +96,7 @@ def play_with_tangents(
         for attempt in range(2):  # from the last q; from the middle if that fails
             for i in range(num_pairs):
                 pairs[PAIR, i] = q[i] if attempt == 0 else middle[i]
-            status = newton(model, terms, weights[t], carried.cumulative_loss, *limits, nowhere, work)[0]
+            status = newton(model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], work)[0]
             if status == CONVERGED:
                 break
         carried.failures[0] += status != CONVERGED
@@ -106,7 +106,7 @@ def play_with_tangents(
         for p in range(num_tangents):
             for i in range(num_pairs):
                 pairs[FORCE, i] = -(carried.tangent_loss[p, i] + tangent[p, i]) if model.exists[PAIR, i] else 0.0
-            solve(model, nowhere, work)
+            solve(model, still, work)  # a source, though it is zero: to rounding, by whatever method
             slope = 0.0
             for i in range(num_pairs):
                 tangent[p, i] = pairs[DQ, i]
@@ -182,8 +182,7 @@ def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, w
 @kernel
 def walk_with_tangents(model: Model, world: World, numbers: Floats, t: int, carried: Carried) -> None:
     """One trajectory, as `torch_occ.engine.episodes.walk`: the estimates of the visited pairs, their tangents and the score."""
-    start, num_actions, q, tangent = model.start, model.num_actions, carried.q, carried.tangent
-    layers = len(start) - 1
+    num_actions, q, tangent, layers = model.num_actions, carried.q, carried.tangent, len(model.start) - 1
     s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
     for k in range(layers):
         first, total = s * num_actions, 0.0
@@ -199,7 +198,7 @@ def walk_with_tangents(model: Model, world: World, numbers: Floats, t: int, carr
             carried.score[p] += relative - arriving / total
             carried.tangent_loss[p, chosen] -= estimate * relative
         if k + 1 < layers:
-            s = start[k + 1] + index_drawn(model.next_state[chosen], 0, start[k + 2] - start[k + 1], 1.0, numbers[t, k, 2])
+            s = state_drawn(model, chosen, k, numbers[t, k, 2])
 
 
 # -- from torch and back --------------------------------------------------------------------------------------------------
@@ -209,8 +208,6 @@ def why_not_carry(step: FTRLStep, losses: LossProcess) -> str | None:
     """The reason why the engine cannot carry these tangents, or None if it can."""
     if type(losses).draw is not LossProcess.draw:
         return f"{type(losses).__name__} draws its losses in its own way"
-    if step.mdp.is_sparse:
-        return "tangents in the engine need dense transitions (mdp.to_dense()), these are sparse"
     return why_not(step.mdp, step.regularizer)
 
 
@@ -232,7 +229,7 @@ def play_compiled(step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequ
 
         def play_seed(i: int) -> None:
             numbers = uniforms([seeds[i]], Purpose.EPISODES, [chunk], (mdp.horizon, 3))[0].numpy()
-            own, scratch = Carried(*(x[i] for x in carried)), (np.zeros(0), make_work(model))
+            own, scratch = Carried(*(x[i] for x in carried)), (np.zeros(mdp.num_states), make_work(model))
             play_with_tangents(model, terms, weights, pushes, world, numbers, own, record[i], middle, *scratch)
 
         with patiently:
