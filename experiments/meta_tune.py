@@ -55,14 +55,16 @@ class Args:
     """A"""
     particles: int = 128
     """of a forecast by leaping, in the comparison with simulations"""
-    steps: int = 30
+    steps: int = 20
     """of the optimizer"""
     starts: int = 2
     """of the optimizer"""
-    rounds: int = 4
+    rounds: int = 3
     """of the refinement by leaping"""
+    refine_particles: int = 64
+    """of each point of the refinement"""
     points: int = 24
-    """of the search with a fixed number of points; each is played once on every training MDP"""
+    """of the search with a fixed number of points; each is played once on every training MDP; 0 for none"""
     again: int = 4
     """so many of them, the best ones, are played again"""
     search_seeds: int = 4
@@ -194,6 +196,15 @@ def objective_of(args: Args, places: tuple[str, ...]) -> tuple[occ.ForecastObjec
     return occ.ForecastObjective(worlds, args.episodes, reference=psi, robustness=1.0, floor=floor), psi
 
 
+def refine(
+    args: Args, objective: occ.ForecastObjective, psi: occ.Regularizer, tuned: occ.Tuned, guard: occ.Guard | None = None
+) -> occ.Refined:
+    """Go on by leaping: the first region is wide, since the gradients stop where the forecast is no longer to be believed."""
+    return occ.refine(
+        objective, psi, tuned, rounds=args.rounds, radius=1.4, particles=args.refine_particles, accuracy=0.7, steps=12, guard=guard
+    )
+
+
 def rivals(args: Args, directory: Path) -> list[str]:
     """The tuner without a guard, against searches for the same thing."""
     family = args.family
@@ -205,13 +216,13 @@ def rivals(args: Args, directory: Path) -> list[str]:
         psi,
         steps=args.steps,
         starts=args.starts,
-        rate=0.3,
+        rate=0.4,
         bounds=BOX,
         directory=directory / "tuning",
         save_to=directory / "tuning.pt",
     )
     by_gradients = time.process_time() - begun
-    refined = occ.refine(objective, psi, tuned, rounds=args.rounds, radius=1.1, particles=32, accuracy=1.0)
+    refined = refine(args, objective, psi, tuned)
     spent = time.process_time() - begun
     print(f"{tuned}\nrefined by leaping: {refined.tuned}", flush=True)
     write_figure(directory / "landscape.png", figures.draw_landscape(family, args.training[0], tuned, refined))
@@ -222,7 +233,9 @@ def rivals(args: Args, directory: Path) -> list[str]:
     ]
     kept = args.cache / f"search_T{args.episodes}_mdps{args.training[0]}-{args.training[-1]}_{args.points}.csv"
     searches: dict[str, Search | None] = {
-        f"search of {args.points} points": search_points(family, args.training, args.points, args.again, args.search_seeds, 0, kept),
+        f"search of {args.points} points": search_points(family, args.training, args.points, args.again, args.search_seeds, 0, kept)
+        if args.points
+        else None,
         RANDOM: search_randomly(family, args.training, args.rival_seeds, budget, args.seed),
         OPTUNA: search_optuna(family, args.training, args.rival_seeds, budget, args.seed),
     }
@@ -268,8 +281,8 @@ def guard(args: Args, directory: Path) -> list[str]:
     family = args.family
     objective, psi = objective_of(args, (STOCHASTIC, CORRUPTED, SWITCHING))
     bounds = BOX | {"gamma": (0.05, 4.0)}
-    tuned = occ.tune(objective, psi, steps=args.steps, starts=args.starts, rate=0.3, bounds=bounds)
-    refined = occ.refine(objective, psi, tuned, rounds=args.rounds, radius=1.1, particles=32, accuracy=1.0)
+    tuned = occ.tune(objective, psi, steps=args.steps, starts=args.starts, rate=0.4, bounds=bounds)
+    refined = refine(args, objective, psi, tuned)
     appendix = occ.theory.tune_stochastic(family.problem(args.seed)[0])
     settings: dict[str, Setting] = {
         PAPER: family.paper,
@@ -282,7 +295,7 @@ def guard(args: Args, directory: Path) -> list[str]:
     for margin in args.margins:
         begun = time.process_time()
         guarding = occ.Guard(played, args.episodes, psi, seeds=range(1, args.guard_seeds + 1), margin=margin, caution=args.caution)
-        found = occ.refine(objective, psi, refined.tuned, rounds=args.rounds, radius=1.1, particles=32, accuracy=1.0, guard=guarding)
+        found = refine(args, objective, psi, refined.tuned, guarding)
         name = "no worse" if margin == 0 else f"at most {-margin:.0%} worse" if margin < 0 else f"{margin:.0%} better"
         settings[f"guarded: {name}"] = figures.setting_of(found.tuned)
         chosen = float(found.excess[int(found.values.argmin())])

@@ -18,8 +18,9 @@ def test_meta_gradients(tmp_path):
 
 def test_meta_tune(tmp_path):
     small = "--horizon 2 --width 2 --actions 2 --episodes 60 --train 1 --test 1 --seeds 3 --betas 10 --gammas 1 --particles 4"
-    small += " --steps 2 --starts 1 --rounds 1 --points 3 --again 2 --search-seeds 2 --budget 0.1 --guard-mdps 2 --guard-seeds 2"
-    small += " --margins 0 --caution 1 --tradeoff-betas 10 --tradeoff-gammas 1 --parts accuracy rivals guard tradeoff"
+    small += " --steps 2 --starts 1 --rounds 1 --refine-particles 4 --points 3 --again 2 --search-seeds 2 --budget 0.1"
+    small += " --guard-mdps 2 --guard-seeds 2 --margins 0 --caution 1 --tradeoff-betas 10 --tradeoff-gammas 1"
+    small += " --parts accuracy rivals guard tradeoff"
     printed = run("meta_tune", *small.split(), "--cache", str(tmp_path / "cache"), "--root", str(tmp_path / "runs"))
     (found,) = (tmp_path / "runs").iterdir()
     for name in ("accuracy.png", "landscape.png", "rivals.png", "environments.png", "tradeoff.png"):
