@@ -238,6 +238,8 @@ def draw_rivals(family: Family, rows: Rows, seeds: int) -> Figure:
         title="mean over held-out MDPs",
     )
     left.set_ylim(bottom=0)
+    left.xaxis.set_major_formatter("{x:g}")
+    left.xaxis.set_minor_formatter("{x:g}")
     right.set(ylabel="regret relative to the tuned setting", title=f"each held-out MDP, {seeds} seeds, 95 % (grey: within 5 %)")
     left.legend(frameon=False, fontsize="small")
     for axes in (left, right):
