@@ -213,6 +213,7 @@ def draw_tradeoff(family: Family, rows: Rows, number: int) -> Figure:
 def draw_rivals(family: Family, rows: Rows, seeds: int) -> Figure:
     """Left: the mean over held-out MDPs against the time spent on finding the setting. Right: MDP by MDP, relative to the tuned one."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -239,6 +240,7 @@ def draw_rivals(family: Family, rows: Rows, seeds: int) -> Figure:
     )
     left.set_ylim(bottom=0)
     left.xaxis.set_major_formatter("{x:g}")
+    left.xaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
     left.xaxis.set_minor_formatter("{x:g}")
     right.set(ylabel="regret relative to the tuned setting", title=f"each held-out MDP, {seeds} seeds, 95 % (grey: within 5 %)")
     left.legend(frameon=False, fontsize="small")
