@@ -232,6 +232,27 @@ def test_a_guard_plays_where_nothing_can_be_forecast():
         occ.Guard([occ.World("stochastic", mdp, mean)], 10, psi)
 
 
+def test_a_guard_bounds_worlds_of_different_names_one_by_one_and_counts_its_own_noise():
+    mdps = [world(seed)[0] for seed in (1, 2, 3)]
+    psi = occ.jin_luo(mdps[0])
+    together = [occ.World("greedy", mdp, occ.GreedyAdversary()) for mdp in mdps]
+    apart = [played._replace(name=f"greedy {i}") for i, played in enumerate(together)]
+    milder = occ.jin_luo(mdps[0], beta=10.0)
+    seeds = (1, 2, 3)
+    each = torch.stack(
+        [occ.simulate(mdp, occ.FTRL(mdp, milder), occ.GreedyAdversary(), 100, seeds).regret[:, -1] for mdp in mdps]
+    ) - torch.stack([occ.simulate(mdp, occ.FTRL(mdp, psi), occ.GreedyAdversary(), 100, seeds).regret[:, -1] for mdp in mdps])
+    scales = torch.tensor(occ.Guard(apart, 100, psi, seeds=seeds).scales)[:, None]
+    assert occ.Guard(together, 100, psi, seeds=seeds)(milder).excess == pytest.approx(float((each / scales).mean()))
+    assert occ.Guard(apart, 100, psi, seeds=seeds)(milder).excess == pytest.approx(float((each / scales).mean(1).max()))
+    upper = (each / scales).mean(1) + 2 * (each / scales).std(1) / len(seeds) ** 0.5
+    cautious = occ.Guard(apart, 100, psi, seeds=seeds, caution=2.0)
+    assert cautious(milder).excess == pytest.approx(float(upper.max()))
+    assert cautious(psi).excess == 0
+    with pytest.raises(ValueError, match="caution: expected a non-negative number, and two seeds for a standard error"):
+        occ.Guard(apart, 10, psi, seeds=(1,), caution=1.0)
+
+
 def test_refine_under_a_guard_chooses_what_passes():
     mdp, mean = world(1)
     psi = occ.jin_luo(mdp)

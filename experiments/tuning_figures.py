@@ -1,0 +1,250 @@
+"""The figures of the experiment about tuning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import torch_occ as occ
+from experiments.tuning_worlds import GREEDY, STOCHASTIC, Family, Setting
+from torch_occ.figures import COLOURS, band
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+Rows = Sequence[dict[str, Any]]
+
+
+def setting_of(tuned: occ.Tuned) -> Setting:
+    """alpha, beta and gamma of what was tuned."""
+    by_name = {name.rpartition(".")[2]: value for name, value in tuned.parameters.items()}
+    return by_name["alpha"], by_name["beta"], by_name["gamma"]
+
+
+def draw_accuracy(family: Family, rows: Rows, number: int, curves: dict[tuple[float, float], occ.History], particles: int) -> Figure:
+    """Left: every setting, forecast over simulated. Right: `curves` of one MDP, by (beta, gamma)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    ends = np.array([0.8 * min(row["simulated"] for row in rows), 1.25 * max(row["simulated"] for row in rows)])
+    left.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.9", label="within 10 %")
+    left.plot(ends, ends, color="0.5", linewidth=0.8)
+    for method, key, colour, marker in (("mean path", "mean_path", COLOURS[0], "o"), ("leaping", "leaping", COLOURS[1], "^")):
+        for taken in (True, False):
+            kept = [row for row in rows if (row["method"] == method) == taken]
+            style: dict[str, Any] = {"color": colour} if taken else {"facecolors": "none", "edgecolors": colour, "alpha": 0.45}
+            label = f"{method}, {'chosen by the rule' if taken else 'not chosen'}"
+            left.scatter(
+                [row["simulated"] for row in kept], [row[key] for row in kept], s=22, marker=marker, label=label, linewidths=0.8, **style
+            )
+    left.set(
+        xscale="log",
+        yscale="log",
+        xlabel="simulated regret",
+        ylabel="forecast regret",
+        title=f"{len(rows)} settings, T = {family.episodes:,}",
+    )
+    left.legend(frameon=False, fontsize="small")
+    mdp, mean = family.problem(number)
+    for ((beta, gamma), history), colour in zip(curves.items(), COLOURS, strict=False):
+        mean_curve, lower, upper = (x.numpy() for x in band(history.regret))
+        t = history.episodes.numpy()
+        right.fill_between(t, np.maximum(lower, 0.1), upper, color=colour, alpha=0.25, linewidth=0)
+        right.plot(t, mean_curve, color=colour, linewidth=1.0, label=f"β = {beta:g}, γ = {gamma:g}")
+        psi = occ.jin_luo(mdp, family.paper[0], beta, gamma)
+        with torch.no_grad():
+            path = occ.forecast(mdp, psi, mean, family.episodes)
+        leaps = occ.leap(mdp, psi, mean, family.episodes, particles=particles, seed=number)
+        right.plot(path.episodes, path.regret, color=colour, linestyle="--", linewidth=1.3)
+        right.plot(leaps.episodes, leaps.mean, color=colour, linestyle=":", linewidth=1.6)
+    right.plot([], [], color="0.3", linestyle="--", label="mean path")
+    right.plot([], [], color="0.3", linestyle=":", label="leaping")
+    right.set(
+        xscale="log",
+        yscale="log",
+        xlim=(3, family.episodes),
+        xlabel="episodes",
+        ylabel="regret",
+        title=f"MDP {number}: simulated (95 % band) and forecast",
+    )
+    right.set_ylim(bottom=1)
+    right.legend(frameon=False, fontsize="small")
+    for axes in (left, right):
+        axes.grid(visible=True, which="major", color="0.92", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def draw_environments(family: Family, rows: Rows, seeds: int, mdps: int) -> Figure:
+    """Bars: regret of every setting in every environment."""
+    from matplotlib.figure import Figure
+
+    places = list(dict.fromkeys(row["environment"] for row in rows))
+    names = list(dict.fromkeys(row["setting"] for row in rows))
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        kept = [row for row in rows if row["setting"] == name]
+        x = np.arange(len(places)) + (i - (len(names) - 1) / 2) * width
+        heights = [row["regret"] for row in kept]
+        axes.bar(
+            x,
+            heights,
+            width * 0.92,
+            color=COLOURS[i],
+            label=name,
+            yerr=[1.96 * row["standard_error"] for row in kept],
+            error_kw={"linewidth": 0.8},
+        )
+        for at, height in zip(x, heights, strict=True):
+            axes.text(at, max(height, 0.0) * 1.08, f"{height:.0f}", ha="center", va="bottom", fontsize=7)
+    axes.set_yscale("symlog", linthresh=math.sqrt(family.episodes))  # a regret may be negative
+    axes.axhline(0, color="0.3", linewidth=0.8)
+    axes.set(ylabel=f"regret at T = {family.episodes:,}", title=f"{mdps} held-out MDPs, {seeds} seeds, 95 % intervals")
+    axes.set_xticks(range(len(places)), places)
+    axes.legend(frameon=False, fontsize="small", ncols=2)
+    axes.margins(y=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def draw_landscape(family: Family, number: int, tuned: occ.Tuned, refined: occ.Refined) -> Figure:
+    """The forecast over (beta, gamma) on one MDP, where it may be believed, and the tuner's paths on it."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    mdp, mean = family.problem(number)
+    betas, gammas = (torch.logspace(low, high, 33, dtype=torch.float64) for low, high in ((-2, 2.5), (-0.9, 1.3)))
+    alpha = setting_of(refined.tuned)[0]
+    psi = occ.jin_luo(mdp, alpha, betas[None, :].expand(33, 33), gammas[:, None].expand(33, 33))
+    with torch.no_grad():
+        path = occ.forecast(mdp, psi, mean, family.episodes)
+    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
+    axes = figure.subplots()
+    levels = np.geomspace(float(path.final.min()), float(path.final.max()), 25)
+    shades = axes.contourf(betas, gammas, path.final, levels=levels, norm=LogNorm(), cmap="viridis_r")
+    axes.contour(betas, gammas, path.noise_share, levels=[1 / 3], colors="white", linewidths=1.2, linestyles="--")
+    axes.contourf(betas, gammas, path.noise_share, levels=[1 / 3, 1.0], colors="none", hatches=["///"])
+    order = {name.rpartition(".")[2]: i for i, name in enumerate(tuned.names)}
+    for start in range(tuned.path.shape[1]):
+        walk = tuned.path[:, start]
+        axes.plot(walk[:, order["beta"]], walk[:, order["gamma"]], color="#D55E00", linewidth=1.2, marker=".", markersize=3)
+        axes.plot(*walk[0, [order["beta"], order["gamma"]]], color="#D55E00", marker="o", markerfacecolor="white")
+    _, beta, gamma = setting_of(refined.tuned)
+    axes.scatter(refined.points[:, order["beta"]], refined.points[:, order["gamma"]], s=12, color="black", label="refinement: points tried")
+    axes.plot([beta], [gamma], color="#E69F00", marker="*", markersize=15, markeredgecolor="black", linestyle="none", label="result")
+    axes.legend(frameon=True, fontsize="small", loc="lower left")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="β",
+        ylabel="γ",
+        title=f"forecast regret at T = {family.episodes:,} (hatched: not to be believed)",
+    )
+    axes.set(xlim=(float(betas[0]), float(betas[-1])), ylim=(float(gammas[0]), float(gammas[-1])))
+    bar = figure.colorbar(shades, ax=axes, label="regret")
+    ticks = [x for x in (100, 200, 500, 1000, 2000, 5000, 10000, 20000) if levels[0] <= x <= levels[-1]]
+    bar.set_ticks(ticks, labels=[f"{x:,}" for x in ticks])
+    return figure
+
+
+def draw_tradeoff(family: Family, rows: Rows, number: int) -> Figure:
+    """Left: both regrets over beta. Right: one over the other; below the line is no worse than the paper's constants."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
+    paper, others = rows[0], rows[1:]
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    for gamma, colour in zip(dict.fromkeys(row["gamma"] for row in others), COLOURS, strict=False):
+        kept = [row for row in others if row["gamma"] == gamma]
+        for place, style in ((STOCHASTIC, "-"), (GREEDY, "--")):
+            errors = [1.96 * row[f"{place}, standard error"] for row in kept]
+            left.errorbar(
+                [row["beta"] for row in kept],
+                [row[place] for row in kept],
+                errors,
+                color=colour,
+                linestyle=style,
+                marker="o" if place == STOCHASTIC else "^",
+                markersize=4,
+                linewidth=1.3,
+                elinewidth=0.7,
+                label=f"γ = {gamma:g}" if place == STOCHASTIC else None,
+            )
+        right.plot([row[STOCHASTIC] for row in kept], [row[GREEDY] for row in kept], color=colour, marker="o", markersize=4, linewidth=1.0)
+    left.plot([], [], color="0.3", linestyle="-", marker="o", markersize=4, label=STOCHASTIC)
+    left.plot([], [], color="0.3", linestyle="--", marker="^", markersize=4, label=GREEDY)
+    left.axhline(paper[GREEDY], color="black", linestyle=":", linewidth=1.0)
+    right.axhline(paper[GREEDY], color="black", linestyle=":", linewidth=1.0)
+    right.plot([paper[STOCHASTIC]], [paper[GREEDY]], color="black", marker="*", markersize=12, linestyle="none", label="paper's constants")
+    left.set(
+        xscale="log",
+        yscale="log",
+        xlabel="β",
+        ylabel=f"regret at T = {family.episodes:,}",
+        title=f"MDP {number}, α = {others[0]['alpha']:g} (dotted: paper, adversary)",
+    )
+    right.set(
+        xscale="log",
+        xlabel="regret, stochastic",
+        ylabel="regret, greedy adversary",
+        title="one against the other, a line for each γ",
+    )
+    left.legend(frameon=False, fontsize="small", ncols=2)
+    right.legend(frameon=False, fontsize="small")
+    for axis in (left.yaxis, right.xaxis):
+        axis.set_major_formatter("{x:,.0f}")
+        axis.set_minor_locator(LogLocator(subs=(2.0, 3.0, 5.0)))
+        axis.set_minor_formatter("{x:,.0f}")
+    for axes in (left, right):
+        axes.grid(visible=True, which="major", color="0.92", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def draw_rivals(family: Family, rows: Rows, seeds: int) -> Figure:
+    """Left: the mean over held-out MDPs against the time spent on finding the setting. Right: MDP by MDP, relative to the tuned one."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    numbers = [key for key in rows[0] if key.startswith("MDP ") and "," not in key]
+    tuned = next(row for row in rows if row["setting"].startswith("tuned"))
+    found = [row for row in rows if row["seconds"] > 0]
+    for row, colour in zip(found, COLOURS[1:], strict=False):
+        style: dict[str, Any] = {"color": colour, "marker": "*" if row is tuned else "o", "markersize": 13 if row is tuned else 7}
+        left.errorbar(
+            [row["seconds"]], [row["regret"]], [1.96 * row["standard_error"]], label=row["setting"], capsize=3, linestyle="none", **style
+        )
+        ratios = [row[key] / tuned[key] for key in numbers]
+        errors = [1.96 * row[f"{key}, standard error"] / tuned[key] for key in numbers]
+        x = np.arange(len(numbers)) + 0.12 * (found.index(row) - (len(found) - 1) / 2)
+        right.errorbar(x, ratios, errors, capsize=2, linestyle="none", **style)
+    right.axhspan(0.95, 1.05, color="0.92", zorder=0)
+    right.axhline(1.0, color="0.5", linewidth=0.8, zorder=0)
+    right.set_xticks(range(len(numbers)), numbers)
+    left.set(
+        xscale="log",
+        xlabel="processor time spent on the search, s",
+        ylabel=f"regret at T = {family.episodes:,}",
+        title="mean over held-out MDPs",
+    )
+    left.set_ylim(bottom=0)
+    left.xaxis.set_major_formatter("{x:g}")
+    left.xaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
+    left.xaxis.set_minor_formatter("{x:g}")
+    right.set(ylabel="regret relative to the tuned setting", title=f"each held-out MDP, {seeds} seeds, 95 % (grey: within 5 %)")
+    left.legend(frameon=False, fontsize="small")
+    for axes in (left, right):
+        axes.grid(visible=True, which="major", color="0.94", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
