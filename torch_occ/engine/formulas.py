@@ -1,8 +1,8 @@
 """The weights and exponents of the terms as a function of t and the parameters, without torch.
 
-The formula stands in torch_occ.schedules, torch_occ.catalog and torch_occ.regularizers, in torch. There it is recorded once, operation by
-operation, and written out as two Python functions, the formula and its chain rule backwards, for whatever knows arithmetic: plain numbers,
-many times as fast as scalar tensors; arrays, for a batch; tensors, where autograd must see it. `Formula.source` shows them.
+The formula stands in torch_occ.schedules, torch_occ.catalog and torch_occ.regularizers, in torch. There it is recorded once, by symbols in
+place of tensors, and written out as two Python functions, the formula and its chain rule backwards, for whatever knows arithmetic: plain
+numbers, many times as fast as scalar tensors; arrays, for a batch; tensors, where autograd must see it. `Formula.source` shows them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 from torch_occ.engine.arrays import list_exponents, terms_of
 from torch_occ.regularizers import Regularizer
-
-aten = torch.ops.aten
 
 
 class Operation(NamedTuple):
@@ -31,19 +28,12 @@ class Operation(NamedTuple):
     partials: tuple[str, ...]
 
 
-#: By what torch calls them.
-OPERATIONS = {
-    aten.add.Tensor: Operation("{0} + {1}", ("1.0", "1.0")),
-    aten.neg.default: Operation("-{0}", ("-1.0",)),
-    aten.mul.Tensor: Operation("{0} * {1}", ("{1}", "{0}")),
-    aten.div.Tensor: Operation("{0} / {1}", ("1.0 / {1}", "-{y} / {1}")),
-    aten.reciprocal.default: Operation("1.0 / {0}", ("-{y} * {y}",)),
-    aten.sqrt.default: Operation("sqrt({0})", ("0.5 / {y}",)),
-    aten.pow.Tensor_Tensor: Operation("{0} ** {1}", ("{1} * {y} / {0}", "{y} * log({0})")),
-}
-
-#: Those that change nothing but the shape, which broadcasting takes care of.
-SAME = {aten.expand.default, aten.alias.default, aten.detach.default}
+ADD = Operation("{0} + {1}", ("1.0", "1.0"))
+NEGATE = Operation("-{0}", ("-1.0",))
+MULTIPLY = Operation("{0} * {1}", ("{1}", "{0}"))
+DIVIDE = Operation("{0} / {1}", ("1.0 / {1}", "-{y} / {1}"))
+ROOT = Operation("sqrt({0})", ("0.5 / {y}",))
+POWER = Operation("{0} ** {1}", ("{1} * {y} / {0}", "{y} * log({0})"))
 
 
 class Formula:
@@ -109,54 +99,73 @@ def record(regularizer: Regularizer) -> Formula | None:
     if not all(type(module).__module__.startswith(("torch_occ.", "torch.nn.")) for module in regularizer.modules()):
         return None  # somebody else's schedule may do anything, and something else tomorrow
     regularizer = copy.deepcopy(regularizer, {id(slot[name]): None for slot, name in slots_of(regularizer)})  # all but the parameters
-    inputs: list[Tensor] = [torch.tensor(2.0, dtype=torch.float64)]
-    for slot, name in slots_of(regularizer):  # all different, even where one tensor stands in two places
-        slot[name] = nn.Parameter(torch.tensor(0.5, dtype=torch.float64), requires_grad=False)
-        inputs.append(slot[name])
-    recorder = _Recorder(inputs)
+    record: list[tuple[Operation, list[str]]] = []
+    slots, t = slots_of(regularizer), _Symbol("x0", record)
+    for i, (slot, name) in enumerate(slots):
+        slot[name] = _Symbol(f"x{i + 1}", record)
     try:
-        with recorder:
-            terms = terms_of(regularizer, inputs[0])
-        outputs = [recorder.name(x) for x in (*(term.weight for term in terms), *list_exponents(terms))]
-    except _UnknownError:
+        terms = terms_of(regularizer, t)  # type: ignore[arg-type]
+        outputs = [_name(x) for x in (*(term.weight for term in terms), *list_exponents(terms))]
+    except (TypeError, AttributeError):  # something that a symbol does not know
         return None
-    return Formula(len(inputs), recorder.instructions, outputs)
+    return Formula(1 + len(slots), record, outputs)
 
 
-class _UnknownError(Exception):
-    """An operation that cannot be replayed."""
+class _Symbol:
+    """Stands for a scalar tensor, and writes down what is done with it."""
+
+    def __init__(self, name: str, record: list[tuple[Operation, list[str]]]) -> None:
+        self.name, self.record = name, record
+
+    def _new(self, operation: Operation, *operands: Any) -> _Symbol:
+        self.record.append((operation, [_name(x) for x in operands]))
+        return _Symbol(f"y{len(self.record) - 1}", self.record)
+
+    def __add__(self, other: Any) -> _Symbol:
+        return self._new(ADD, self, other)
+
+    def __neg__(self) -> _Symbol:
+        return self._new(NEGATE, self)
+
+    def __mul__(self, other: Any) -> _Symbol:
+        return self._new(MULTIPLY, self, other)
+
+    def __truediv__(self, other: Any) -> _Symbol:
+        return self._new(DIVIDE, self, other)
+
+    def __rtruediv__(self, other: Any) -> _Symbol:
+        return self._new(DIVIDE, other, self)
+
+    def __pow__(self, other: Any) -> _Symbol:
+        return self._new(POWER, self, other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __bool__(self) -> bool:
+        raise TypeError("a symbol has no value")
+
+    def sqrt(self) -> _Symbol:
+        return self._new(ROOT, self)
+
+    def dim(self) -> int:
+        return 0
+
+    def expand_as(self, other: Any) -> _Symbol:
+        return self  # shapes are left to broadcasting
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if function is torch.full_like:
+            return args[1]
+        return NotImplemented  # which torch makes a TypeError
 
 
-class _Recorder(TorchDispatchMode):
-    """Writes down what torch does with scalars."""
-
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.names = {id(x): f"x{i}" for i, x in enumerate(inputs)}
-        self.instructions: list[tuple[Operation, list[str]]] = []
-        self.seen: list[Tensor] = []  # kept, or their addresses would be given to others
-
-    def name(self, x: Tensor | float) -> str:
-        if isinstance(x, int | float):
-            return f"({float(x)!r})"
-        if id(x) not in self.names:
-            raise _UnknownError
-        return self.names[id(x)]
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function in SAME:
-            name = self.name(args[0])
-        elif function == aten.full_like.default:
-            name = self.name(args[1])
-        elif function in OPERATIONS and not kwargs:
-            name = f"y{len(self.instructions)}"
-            self.instructions.append((OPERATIONS[function], [self.name(x) for x in args]))
-        else:
-            raise _UnknownError
-        self.names[id(result)] = name
-        self.seen.append(result)
-        return result
+def _name(x: Any) -> str:
+    if isinstance(x, _Symbol):
+        return x.name
+    if isinstance(x, int | float):
+        return f"({float(x)!r})"
+    raise TypeError(f"no name for {type(x).__name__}")
 
 
 def _listed(names: Iterable[str]) -> str:
