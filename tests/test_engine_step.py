@@ -180,12 +180,14 @@ def test_who_solves():
         def pair(self, x):
             return -x.sqrt()
 
-    wide = occ.LayeredMDP.random(2, 50, 2, seed=0)
+    wide = occ.LayeredMDP.random(2, 160, 2, seed=0)
+    scattered = wide.to_sparse()
     solve = lambda step, mdp: step.solve(torch.zeros(mdp.num_states, mdp.num_actions, dtype=mdp.dtype)).backend  # noqa: E731
     assert solve(occ.FTRLStep(MDP, occ.jin_luo(MDP)), MDP) == "engine"
     assert solve(occ.FTRLStep(MDP, Custom()), MDP) == "torch"
     assert solve(occ.FTRLStep(wide, occ.jin_luo(wide)), wide) == "torch"
     assert solve(occ.FTRLStep(wide, occ.jin_luo(wide), backend="engine"), wide) == "engine"
+    assert solve(occ.FTRLStep(scattered, occ.jin_luo(scattered)), scattered) == "engine"
     single = occ.FTRLStep(MDP, occ.jin_luo(MDP)).to(torch.float32)
     assert solve(single, single.mdp) == "torch"
     assert solve(single.to(torch.float64), single.mdp) == "engine"
