@@ -34,6 +34,7 @@ from torch_occ.estimators import Feedback
 from torch_occ.iterative import ConjugateGradients
 from torch_occ.reference import solve_cvxpy
 from torch_occ.streams import invert
+from torch_occ.validation import Backend
 
 
 @dataclass
@@ -45,7 +46,9 @@ class Args:
     horizon: int = 20
     """layers"""
     sections: tuple[Literal["growth", "taxi", "crossover"], ...] = ("growth", "taxi", "crossover")
-    """step time over size; a taxi of 500 states; where factorization and iterations meet"""
+    """step time over size; Gymnasium's taxi; where factorization and iterations meet"""
+    backend: Backend = "auto"
+    """who solves: torch or engine; only torch tells its iterations"""
     episodes: int = 5
     """warm steps of which the median is taken"""
     patience: float = 120.0
@@ -78,20 +81,8 @@ def grid(side: int, horizon: int, slip: float = 0.2) -> LayeredMDP:
 
 
 def taxi(horizon: int) -> LayeredMDP:
-    """500 states and 6 actions, as many as Gymnasium's Taxi: a 5 x 5 grid (without walls), five places of the passenger, four goals.
-
-    Four moves, pick up, put down; all deterministic. A passenger who arrives is replaced by another at the same place.
-    """
-    stops = torch.tensor([0, 4, 20, 23])
-    state = torch.arange(500)
-    cell, passenger, goal = state // 20, state // 4 % 5, state % 4  # the passenger is at a stop, or in the taxi (4)
-    row, column = cell // 5, cell % 5
-    moved = [(row + dr).clamp(0, 4) * 5 + (column + dc).clamp(0, 4) for dr, dc in ((1, 0), (-1, 0), (0, 1), (0, -1))]
-    here = torch.where((stops == cell[:, None]).any(-1), (stops == cell[:, None]).long().argmax(-1), 5)
-    picked = torch.where(here == passenger, 4, passenger)
-    put = torch.where((passenger == 4) & (here < 5), here, passenger)
-    following = [new * 20 + passenger * 4 + goal for new in moved] + [cell * 20 + place * 4 + goal for place in (picked, put)]
-    return unrolled(torch.stack(following, -1).unsqueeze(-1), torch.ones(500, 6, 1, dtype=torch.float64), horizon)
+    """Gymnasium's: 500 states, of which some cannot be reached so soon, and 6 actions, all deterministic."""
+    return LayeredMDP.from_gymnasium("Taxi-v4", horizon=horizon)
 
 
 def unrolled(successors: Tensor, chances: Tensor, horizon: int) -> LayeredMDP:
@@ -164,7 +155,12 @@ class Row:
         """As printed."""
         rival = "-" if self.clarabel is None else f"{seconds(self.clarabel)} ({self.clarabel_error:.0e})"
         times = [seconds(x) for x in (self.build, self.cold, self.warm)]
-        counts = [f"{self.newton:.1f}", f"{self.iterations:.0f}", f"{self.dual_residual:.0e}", f"{1024 * self.memory:.0f} MiB"]
+        counts = [
+            f"{self.newton:.1f}",
+            f"{self.iterations:.0f}" if self.iterations else "-",
+            f"{self.dual_residual:.0e}",
+            f"{1024 * self.memory:.0f} MiB",
+        ]
         return [self.model, f"{self.pairs:,}", f"{self.entries:,}", *times, *counts, rival]
 
 
@@ -175,11 +171,12 @@ def measure(args: Args, side: int | None) -> Row:
     """One model, in a process of its own; None is the taxi."""
     torch.set_num_threads(args.threads)
     clock = CLOCKS[args.clock]
-    small = FTRLStep(tiny := LayeredMDP.random(2, 2, 2).to_sparse(), jin_luo(tiny))
-    small(torch.zeros_like(small.interior))  # what torch loads once
+    small = FTRLStep(tiny := LayeredMDP.random(2, 2, 2).to_sparse(), jin_luo(tiny), backend=args.backend)
+    small(torch.zeros_like(small.interior))  # what torch and the engine load once
     before, begun = _peak(), clock()
     mdp = taxi(args.horizon) if side is None else grid(side, args.horizon)
     learner = FTRL(mdp, jin_luo(mdp))
+    learner.step.use(args.backend)
     built = clock() - begun
     mean, generator = losses(mdp, args.seed), torch.Generator().manual_seed(args.seed)
     learner.start(1)
@@ -310,11 +307,11 @@ CROSSOVER += ((5, 300, 3, 1), (10, 20, 5, 32), (10, 40, 5, 8), (10, 80, 4, 8), (
 
 
 def measure_crossover(args: Args) -> list[dict[str, Any]]:
-    """Processor time of a warm solve per Newton step, both ways, for dense random MDPs; and which way is chosen."""
+    """Processor time of a warm solve per Newton step on the torch path, both ways, for dense random MDPs; and which way is chosen."""
     rows, chooser = [], kkt.prefers_iterations
     for horizon, width, actions, batch in CROSSOVER:
         mdp = LayeredMDP.random(horizon, width, actions, seed=args.seed)
-        step = FTRLStep(mdp, jin_luo(mdp))
+        step = FTRLStep(mdp, jin_luo(mdp), backend="torch")
         generator = torch.Generator().manual_seed(args.seed)
         loss = args.t * torch.rand(batch, mdp.num_states, actions, dtype=torch.float64, generator=generator)
         times = []

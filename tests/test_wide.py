@@ -22,25 +22,11 @@ def test_the_grid_slips_and_stops_at_its_edge():
     assert int((P > 0).sum(-1).max()) == 5
 
 
-def test_the_taxi_brings_its_passenger():
-    P = wide.taxi(2).to_dense().transitions[0]
-    state = lambda cell, passenger, goal: cell * 20 + passenger * 4 + goal  # noqa: E731
-    for action, before, after in (
-        (0, state(7, 0, 1), state(12, 0, 1)),  # down
-        (3, state(5, 4, 1), state(5, 4, 1)),  # into the wall
-        (4, state(4, 1, 0), state(4, 4, 0)),  # pick up where the passenger is
-        (4, state(4, 0, 0), state(4, 0, 0)),  # and not elsewhere
-        (5, state(20, 4, 2), state(20, 2, 2)),  # put down at a stop
-        (5, state(7, 4, 2), state(7, 4, 2)),  # and not elsewhere
-    ):
-        assert float(P[before, action, after]) == 1.0
-
-
 def test_the_experiment_leaves_a_table_and_a_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wide, "in_new_process", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(wide, "CROSSOVER", ((2, 3, 2, 1), (3, 70, 2, 2)))
     chooser = kkt.prefers_iterations
-    args = wide.Args(sides=(2, 3), horizon=3, episodes=2, patience=0.0, sections=("growth", "crossover"), root=tmp_path)
+    args = wide.Args(sides=(2, 3), horizon=3, episodes=2, patience=0.0, sections=("growth", "taxi", "crossover"), root=tmp_path)
     directory = wide.main(args)
     assert kkt.prefers_iterations is chooser
     assert (directory / "wide.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
