@@ -121,6 +121,18 @@ def solver_at(mdp, q, psi, t=100.0):
     return ConjugateGradients(SeparableStates(hessian), LayeredFlow(mdp), q.sum(-1)), hessian
 
 
+@pytest.mark.parametrize("name", ["masked", "layers", "walk"])
+def test_a_large_force_is_no_excuse(name):
+    """Forces that cancel in the end may begin with any error: what is left must be small next to q, not next to where it began."""
+    mdp, loss, _ = CASES[name]()
+    mdp, q = mdp.to_sparse(), occ.interior_point(mdp)
+    solver, _ = solver_at(mdp, q, occ.jin_luo(mdp, beta=0.1))
+    x, zero = -1e4 * loss, torch.zeros_like(q[:, 0])
+    (rough, _), (exact, _) = solver.solve(x, zero, zero), solver.solve(x, zero)
+    assert float((exact.sum(-1) / q.sum(-1)).abs().max()) > 10
+    assert float(((rough - exact).sum(-1) / q.sum(-1)).abs().max()) < 10 * iterative.FORCING
+
+
 @pytest.mark.parametrize("name", ["masked", "layers", "nearly_deterministic", "rare", "walk"])
 def test_an_unfinished_step_is_feasible_and_goes_downhill(name, monkeypatch):
     mdp, loss, _ = CASES[name]()

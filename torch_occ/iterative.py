@@ -108,7 +108,7 @@ class ConjugateGradients:
         else:
             unit = self.unit
             error = _largest(residual, unit)
-            goal = (FORCING * error * error.clamp(max=1)).clamp(min=eps ** (5 / 6))
+            goal = (FORCING * error.clamp(max=1).square()).clamp(min=eps ** (5 / 6))
         for _ in range(RESTARTS):
             y = y + self._descend(residual, unit, goal)
             swept = self.sweep(self.root * y - mean, x, r)

@@ -80,7 +80,7 @@ def solve(model: Model, source: Floats, work: Work) -> None:
     else:
         take_own_size(num_actions, work)
     error = take_residual(work)
-    goal = max(FORCING * error * min(error, 1.0), GOAL) if inexact else GOAL
+    goal = max(FORCING * min(error, 1.0) ** 2, GOAL) if inexact else GOAL
     for _ in range(RESTARTS):
         descend(model, goal, work)
         for s in range(states.shape[1]):
