@@ -69,12 +69,12 @@ class EnginePlayer:
     """Plays whole segments in compiled code, the seeds side by side in threads; by itself, a fixed policy."""
 
     name = "engine"
+    chunks = 16  # at once, if memory allows: what Python does for each should not be seen next to what the engine does
 
     def __init__(self, learner: Learner, losses: LossProcess) -> None:
         self.learner = learner
         self.model = model_of(learner.mdp)
-        # At once, if memory allows: what Python does for each should not be seen next to what the engine does. But Ctrl-C waits for them.
-        self.chunks = max(1, min(16, 10_000 // learner.mdp.num_pairs))
+        self.chunks = max(1, min(self.chunks, 10_000 // learner.mdp.num_pairs))  # Ctrl-C waits for all of them
         self.reacts = type(losses) is GreedyAdversary
 
     def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
