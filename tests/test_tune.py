@@ -210,10 +210,51 @@ def test_refine_is_judged_by_leaping():
     before = [parameter.detach().clone() for parameter in psi.parameters()]
     found = occ.refine(objective, psi, tuned, rounds=1, particles=16, steps=5, accuracy=1.0)
     assert len(found.values) == 1 + 6 + 1
-    assert found.tuned.value == pytest.approx(float(found.values.min()))
-    assert found.tuned.value <= float(found.values[0])
+    assert found.tuned.value == pytest.approx(float(found.values[found.chosen]))
+    assert float(found.fitted[found.chosen]) == pytest.approx(float(found.fitted.min()))
     assert torch.equal(found.excess, torch.zeros(8))  # nothing guards
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, psi.parameters(), strict=True))
+
+
+def test_refine_is_judged_by_playing_and_keeps_to_the_bounds():
+    mdp, mean = world(1)
+    psi = occ.jin_luo(mdp)
+    other = occ.UniformLosses(mean)
+    objective = occ.ForecastObjective([occ.World("bernoulli", mdp, mean), occ.World("uniform", mdp, other)], 300, reference=psi)
+    bounds = {"gamma": (0.5, 2.0), "beta": (0.5, 200.0)}
+    tuned = occ.tune(objective, psi, steps=8, starts=1, rate=0.5, bounds=bounds)
+    found = occ.refine(objective, psi, tuned, judge="play", runs=2, rounds=2, points=5, radius=3.0, finalists=2, steps=5)
+    assert len(found.values) == 1 + 2 * (5 + 1) + 2
+    for name, (low, high) in bounds.items():
+        (column,) = (i for i, full in enumerate(tuned.names) if full.endswith(name))
+        assert low * (1 - 1e-12) <= float(found.points[:, column].min()) < float(found.points[:, column].max()) <= high * (1 + 1e-12)
+    found.tuned.load_into(psi)
+    again = torch.nonzero((found.points == found.points[found.chosen]).all(-1)).flatten()
+    assert len(again) == 2  # the chosen point was confirmed by other seeds
+    for name, losses in (("bernoulli", occ.BernoulliLosses(mean)), ("uniform", other)):
+        history = occ.simulate(mdp, occ.FTRL(mdp, psi), losses, 300, (1, 2, 3, 4), checkpoints=[300])
+        assert found.tuned.regrets[name] == pytest.approx(float(history.regret.mean()))
+    assert found.tuned.value == pytest.approx(float(found.values[again].mean()))
+    with pytest.raises(ValueError, match="judge: expected 'leap', 'play' or a function of a regularizer and a seed, got 'guess'"):
+        occ.refine(objective, psi, tuned, judge="guess")
+
+
+def test_refine_is_not_misled_by_the_lowest_noisy_value():
+    mdp, mean = world(1)
+    psi = occ.jin_luo(mdp)
+    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
+    tuned = occ.tune(objective, psi, steps=0, starts=1)
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy_bowl(regularizer, seed):
+        logs = torch.stack([parameter.detach().log() for parameter in regularizer.parameters()])
+        noise = 0.3 * torch.randn(1, dtype=torch.float64, generator=generator)
+        return occ.Evaluation((logs - goal).square().sum().reshape(1) + noise, {}, torch.tensor([True]))
+
+    goal = torch.stack([parameter.detach().log() for parameter in psi.parameters()]) + 0.7
+    found = occ.refine(objective, psi, tuned, judge=noisy_bowl, rounds=3, points=12, radius=2.0, steps=20)
+    reached = found.points[found.chosen].log() - goal
+    assert float(reached.square().sum()) < 0.15
 
 
 def test_a_guard_plays_where_nothing_can_be_forecast():
@@ -261,6 +302,6 @@ def test_refine_under_a_guard_chooses_what_passes():
     guard = occ.Guard([occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2))
     found = occ.refine(objective, psi, start, rounds=1, particles=8, steps=5, accuracy=1.0, radius=2.0, guard=guard)
     assert float(found.excess[0]) > 0.5
-    chosen = int(found.values.argmin())
+    chosen = found.chosen
     assert float(found.excess[chosen]) < float(found.excess[0]) / 2
     assert found.tuned.regrets["greedy"] == pytest.approx(guard.scales[0] * (1 + float(found.excess[chosen])))
