@@ -65,7 +65,7 @@ class Args:
     """of each round; 0 for twice as many as there are parameters"""
     refine_judge: Literal["leap", "play"] = "play"
     """who judges them in the part `rivals`; under a guard it is leaping"""
-    refine_radius: float = 2.5
+    refine_radius: float = 3.5
     """of the first region in that part, in logarithms"""
     refine_finalists: int = 3
     """so many of the best points are tried again there"""
@@ -208,9 +208,7 @@ def refine(
     args: Args, objective: occ.ForecastObjective, psi: occ.Regularizer, tuned: occ.Tuned, guard: occ.Guard | None = None
 ) -> occ.Refined:
     """Go on by leaping: the first region is wide, since the gradients stop where the forecast is no longer to be believed."""
-    return occ.refine(
-        objective, psi, tuned, rounds=args.rounds, radius=1.4, particles=args.refine_particles, accuracy=0.7, steps=12, guard=guard
-    )
+    return occ.refine(objective, psi, tuned, rounds=args.rounds, radius=1.4, particles=args.refine_particles, accuracy=0.7, guard=guard)
 
 
 def rivals(args: Args, directory: Path) -> list[str]:
@@ -241,7 +239,6 @@ def rivals(args: Args, directory: Path) -> list[str]:
         finalists=args.refine_finalists,
         particles=args.refine_particles,
         accuracy=0.5,
-        steps=12,
     )
     spent = time.process_time() - begun
     print(f"{tuned}\nrefined: {refined.tuned}", flush=True)

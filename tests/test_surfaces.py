@@ -36,18 +36,6 @@ def test_the_error_is_that_of_points_left_out():
         errors = []
         for i in range(len(u)):
             others = torch.arange(len(u)) != i
-            fitted = _ridge(monomials(u[others] / 2), values[others], ridge, centre, 2.0, False)
+            fitted = _ridge(monomials(u[others] / 2), values[others], ridge, centre, 2.0)
             errors.append(float(fitted(u[i]) - values[i]))
-        assert _ridge(monomials(u / 2), values, ridge, centre, 2.0, False).error == pytest.approx(
-            torch.tensor(errors).square().mean().sqrt()
-        )
-
-
-def test_a_base_takes_part_where_it_has_the_shape_of_the_values():
-    u, centre = points(16), torch.zeros(3, dtype=torch.float64)
-    wiggles = (4 * u).sin().sum(-1)
-    surface = fit_surface(u, bowl(u) + wiggles, centre, 2.0, base=wiggles)
-    assert surface.based
-    assert float((surface(u) - bowl(u)).abs().max()) < 0.05
-    assert not fit_surface(u, bowl(u), centre, 2.0, base=wiggles).based
-    assert not fit_surface(u, bowl(u) + wiggles, centre, 2.0, base=wiggles * torch.inf).based  # a forecast without certificate
+        assert _ridge(monomials(u / 2), values, ridge, centre, 2.0).error == pytest.approx(torch.tensor(errors).square().mean().sqrt())

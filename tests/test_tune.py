@@ -208,7 +208,7 @@ def test_refine_is_judged_by_leaping():
     objective = occ.ForecastObjective([occ.World("stochastic", occ.stack([mdp]), mean[None])], 1000, reference=psi)
     tuned = occ.tune(objective, psi, steps=8, starts=1, rate=0.5, bounds={"gamma": (0.25, 4.0)})
     before = [parameter.detach().clone() for parameter in psi.parameters()]
-    found = occ.refine(objective, psi, tuned, rounds=1, particles=16, steps=5, accuracy=1.0)
+    found = occ.refine(objective, psi, tuned, rounds=1, particles=16, accuracy=1.0)
     assert len(found.values) == 1 + 6 + 1
     assert found.tuned.value == pytest.approx(float(found.values[found.chosen]))
     assert float(found.fitted[found.chosen]) == pytest.approx(float(found.fitted.min()))
@@ -223,7 +223,7 @@ def test_refine_is_judged_by_playing_and_keeps_to_the_bounds():
     objective = occ.ForecastObjective([occ.World("bernoulli", mdp, mean), occ.World("uniform", mdp, other)], 300, reference=psi)
     bounds = {"gamma": (0.5, 2.0), "beta": (0.5, 200.0)}
     tuned = occ.tune(objective, psi, steps=8, starts=1, rate=0.5, bounds=bounds)
-    found = occ.refine(objective, psi, tuned, judge="play", runs=2, rounds=2, points=5, radius=3.0, finalists=2, steps=5)
+    found = occ.refine(objective, psi, tuned, judge="play", runs=2, rounds=2, points=5, radius=3.0, finalists=2)
     assert len(found.values) == 1 + 2 * (5 + 1) + 2
     for name, (low, high) in bounds.items():
         (column,) = (i for i, full in enumerate(tuned.names) if full.endswith(name))
@@ -252,7 +252,7 @@ def test_refine_is_not_misled_by_the_lowest_noisy_value():
         return occ.Evaluation((logs - goal).square().sum().reshape(1) + noise, {}, torch.tensor([True]))
 
     goal = torch.stack([parameter.detach().log() for parameter in psi.parameters()]) + 0.7
-    found = occ.refine(objective, psi, tuned, judge=noisy_bowl, rounds=3, points=12, radius=2.0, steps=20)
+    found = occ.refine(objective, psi, tuned, judge=noisy_bowl, rounds=3, points=12, radius=2.0)
     reached = found.points[found.chosen].log() - goal
     assert float(reached.square().sum()) < 0.15
 
@@ -300,7 +300,7 @@ def test_refine_under_a_guard_chooses_what_passes():
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
     start = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)  # ruinous against the adversary
     guard = occ.Guard([occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2))
-    found = occ.refine(objective, psi, start, rounds=1, particles=8, steps=5, accuracy=1.0, radius=2.0, guard=guard)
+    found = occ.refine(objective, psi, start, rounds=1, particles=8, accuracy=1.0, radius=2.0, guard=guard)
     assert float(found.excess[0]) > 0.5
     chosen = found.chosen
     assert float(found.excess[chosen]) < float(found.excess[0]) / 2

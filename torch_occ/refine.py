@@ -2,22 +2,22 @@
 
 The mean-path forecast has exact gradients but fails where q fluctuates much, and the best parameters lie at the edge of there. Trials
 (`trials.py`) are right there but noisy and have no gradient. So each round tries some points that fill a region around the best one so
-far, all with the same random numbers; fits a response surface (`surfaces.py`) to all that was tried in the region,
+far, but none that the forecast says is hopeless; fits a response surface (`surfaces.py`) to what was tried in the region,
 
-    log trial = [log forecast +] c + g . x + x' H x,
+    log regret by trial = c + g . x + x' H x,
 
-with the forecast's own shape in it where that predicts better; minimizes it by gradients inside the region, and tries the minimum too.
-The fit, not the lowest noisy value, says what is best and where the next region lies. In the end the best points are tried again with
-new random numbers, and a last fit to everything chooses among them.
+and tries its minimum too. The fit, not the lowest noisy value, says what is best and where the next region lies. In the end the best
+points are tried again with new random numbers, and a last fit to everything chooses among them.
 
 Worlds whose losses answer to the learner can be neither forecast nor leapt through. A `Guard` plays in them for real at the same points;
-its excess has a surface of its own, and so is a constraint of the minimization.
+its excess has a surface of its own, and its penalty is added to the other.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -29,10 +29,18 @@ from torch_occ.objectives import Evaluation, ForecastObjective
 from torch_occ.regularizers import Regularizer
 from torch_occ.surfaces import fit_surface
 from torch_occ.trials import Trial, by_leaping, by_playing
-from torch_occ.tune import Tuned, Tuner, tune
+from torch_occ.tune import Tuned, Tuner
 
 #: A region shrinks by so much when its best point is not at its border.
 SHRINK = 0.6
+#: The forecast is right within some 30 % almost everywhere: a point whose forecast is worse than the best trial by more is not tried.
+HOPELESS = 0.3
+#: So many candidates are forecast for each point that is tried, at most.
+SCREENED = 4
+#: Points among which the minimum of a surface is looked for.
+CANDIDATES = 512
+#: A quadratic follows no cliffs: points whose value, a logarithm, is worse than the best by more have no part in a fit.
+STEEP = 1.0
 
 
 class Refined(NamedTuple):
@@ -61,7 +69,6 @@ def refine(
     particles: int = 64,
     accuracy: float = 0.7,
     runs: int = 1,
-    steps: int = 30,
     seed: int = 0,
     guard: Guard | None = None,
 ) -> Refined:
@@ -83,7 +90,7 @@ def refine(
     """
     begun = time.monotonic()
     trial = judge if callable(judge) else _judge(judge, objective, particles, accuracy, runs)
-    search = Search(objective, regularizer, tuned, trial, guard, steps)
+    search = Search(objective, regularizer, tuned, trial, guard)
     sobol = torch.quasirandom.SobolEngine(len(tuned.names), scramble=True, seed=seed)
     kept = {name: search.own[name].detach().clone() for name in tuned.names}
     try:
@@ -91,14 +98,15 @@ def refine(
         search.attempt(centre, seed)
         for _ in range(rounds):
             low, high = search.region(centre, radius)
-            for unit in sobol.draw(points or 2 * len(centre), dtype=torch.float64):
-                search.attempt(low + unit * (high - low), seed)
+            for u in search.promising(low, high, sobol, points or 2 * len(centre)):
+                search.attempt(u, seed)
             search.fit(centre, radius)
-            search.attempt(search.minimum(low, high), seed)
+            search.attempt(search.minimum(low, high, sobol), seed)
             search.fit(centre, radius)
             before, centre = centre, search.points[search.best(1)[0]]
             if float((centre - before).abs().max()) < 0.95 * radius:
                 radius *= SHRINK
+        search.fit(centre, radius)
         best = search.best(max(finalists, 1))
         for i in best[:finalists]:
             search.attempt(search.points[i], seed + 1)
@@ -112,11 +120,9 @@ def refine(
 class Search:
     """All points tried so far, and the surfaces fitted to those in a region."""
 
-    def __init__(
-        self, objective: ForecastObjective, regularizer: Regularizer, tuned: Tuned, trial: Trial, guard: Guard | None, steps: int
-    ) -> None:
+    def __init__(self, objective: ForecastObjective, regularizer: Regularizer, tuned: Tuned, trial: Trial, guard: Guard | None) -> None:
         self.tuner = Tuner(objective, regularizer, 0, 1, tuned.names, tuned.bounds, 0.1, 0.0, 0, None)
-        self.plain, self.trial, self.guard, self.steps = ForecastObjective.believing(objective), trial, guard, steps
+        self.plain, self.trial, self.guard = ForecastObjective.believing(objective), trial, guard
         self.regularizer, self.own = regularizer, dict(regularizer.named_parameters())
         self.points: list[Tensor] = []
         self.tried: list[float] = []  # without the guard's penalty
@@ -144,11 +150,24 @@ class Search:
             for name, value in values.items():
                 self.own[name].copy_(value)
 
-    def attempt(self, u: Tensor, seed: int) -> None:
-        """Forecast a point, try it, and let the guard play."""
+    def promising(self, low: Tensor, high: Tensor, sobol: torch.quasirandom.SobolEngine, count: int) -> Iterator[Tensor]:
+        """Points that fill a region, without those whose forecast is hopeless by what was tried so far; some, if all of them are."""
+        drawn = low + sobol.draw(SCREENED * count, dtype=torch.float64) * (high - low)
+        given = 0
+        for i, u in enumerate(drawn):
+            if given < count and (self.forecast(u) < min(self.tried) + HOPELESS or len(drawn) - i <= count - given):
+                given += 1
+                yield u
+
+    def forecast(self, u: Tensor) -> float:
+        """The objective by the mean path; the regularizer is left at this point."""
         self.set_point(u)
         with torch.no_grad():
-            self.forecasts.append(float(self.plain(self.regularizer).value))
+            return float(self.plain(self.regularizer).value)
+
+    def attempt(self, u: Tensor, seed: int) -> None:
+        """Forecast a point, try it, and let the guard play."""
+        self.forecasts.append(self.forecast(u))
         found = self.trial(self.regularizer, seed)
         verdict = self.guard(self.regularizer) if self.guard is not None else Verdict(0.0, {})
         self.points.append(u)
@@ -159,22 +178,24 @@ class Search:
     def fit(self, centre: Tensor, radius: float) -> None:
         """Surfaces through the points tried in a region, and half its radius around it."""
         u, values = torch.stack(self.points), torch.tensor(self.tried, dtype=torch.float64)
-        near = ((u - centre).abs().amax(-1) <= 1.5 * radius) & values.isfinite()
+        near = ((u - centre).abs().amax(-1) <= 1.5 * radius) & (values < values.min() + STEEP)
         self.used = near if int(near.sum()) > len(centre) + 1 else values.isfinite()
         if not bool(self.used.any()):
             raise RuntimeError(f"none of {len(u)} trials was finite and certified; start elsewhere, or look at the judge")
-        forecasts = torch.tensor(self.forecasts, dtype=torch.float64)[self.used]
         excess = torch.tensor(self.excess, dtype=torch.float64)[self.used]
-        self.surface = fit_surface(u[self.used], values[self.used], centre, radius, forecasts)
+        self.surface = fit_surface(u[self.used], values[self.used], centre, radius)
         self.excess_surface = fit_surface(u[self.used], excess, centre, radius) if self.guard is not None else None
 
-    def fitted(self) -> Tensor:
-        """What the surfaces say of all points; infinite where a trial was not finite, or beyond the region."""
-        u = torch.stack(self.points)
-        values = self.surface(u) + (torch.tensor(self.forecasts, dtype=torch.float64) if self.surface.based else 0.0)
+    def surfaces_at(self, u: Tensor) -> Tensor:
+        """What the surfaces say of points `(n, p)`, the guard's penalty included."""
+        values = self.surface(u)
         if self.guard is not None and self.excess_surface is not None:
             values = values + self.guard.penalty(self.excess_surface(u))
-        return torch.where(self.used, values, torch.inf)
+        return values
+
+    def fitted(self) -> Tensor:
+        """What they say of the points tried; infinite for those that had no part in the fit."""
+        return torch.where(self.used, self.surfaces_at(torch.stack(self.points)), torch.inf)
 
     def best(self, count: int) -> list[int]:
         """The first trials of so many different points that the surfaces like best."""
@@ -184,24 +205,11 @@ class Search:
                 found.append(i)
         return found
 
-    def minimum(self, low: Tensor, high: Tensor) -> Tensor:
-        """Of the surfaces inside a region, by gradients; several starts where no forecast is needed for them."""
-        self.set_point(self.points[self.best(1)[0]].clamp(low, high))
-        ends = [self.tuner.constrained(u).tolist() for u in (low, high)]
-        box = {name: (a, b) for name, a, b in zip(self.tuner.names, *ends, strict=True)}
-        width = float((high - low).max())
-        starts = 1 if self.surface.based else 8
-        found = tune(
-            Model(self),
-            self.regularizer,
-            steps=self.steps,
-            starts=starts,
-            only=self.tuner.names,
-            bounds=box,
-            rate=width / 8,
-            spread=width,
-        )
-        return self.located(found)
+    def minimum(self, low: Tensor, high: Tensor, sobol: torch.quasirandom.SobolEngine) -> Tensor:
+        """The best of many points of a region by the surfaces, passing over some whose forecast is hopeless."""
+        drawn = low + sobol.draw(CANDIDATES, dtype=torch.float64) * (high - low)
+        best = drawn[self.surfaces_at(drawn).argsort()[: 2 * SCREENED]]
+        return next((u for u in best if self.forecast(u) < min(self.tried) + HOPELESS), best[0])
 
     def result(self, tuned: Tuned, chosen: int, seconds: float) -> Refined:
         """With one of the points as the result."""
@@ -222,24 +230,6 @@ class Search:
             seconds=tuned.seconds + seconds,
         )
         return Refined(result, values, torch.tensor(self.forecasts), self.fitted(), parameters, torch.tensor(self.excess), own[0], seconds)
-
-
-class Model:
-    """The fitted surfaces as an objective of `tune`."""
-
-    def __init__(self, search: Search) -> None:
-        self.search = search
-
-    def __call__(self, regularizer: Regularizer) -> Evaluation:
-        """The parameters have shape `(B, 1)`."""
-        search, own = self.search, dict(regularizer.named_parameters())
-        pairs = zip(search.tuner.names, search.tuner.transforms, strict=True)
-        u = torch.cat([transform.inv(own[name]) for name, transform in pairs], -1)  # (B, parameters)
-        value = search.surface(u)
-        found = search.plain(regularizer) if search.surface.based else Evaluation(value.new_zeros(len(u)), {}, value.isfinite())
-        if search.guard is not None and search.excess_surface is not None:
-            value = value + search.guard.penalty(search.excess_surface(u))
-        return found._replace(value=found.value + value)
 
 
 def _judge(name: str, objective: ForecastObjective, particles: int, accuracy: float, runs: int) -> Trial:

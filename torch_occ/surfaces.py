@@ -2,10 +2,10 @@
 
 With x = (u - centre) / scale, a surface is
 
-    f(u) ~ base(u) + c + g . x + x' H x,
+    f(u) ~ c + g . x + x' H x,
 
-by least squares with a ridge on g and H. The ridge, and whether a known function `base` has a part in it, are chosen by the errors at
-points left out one by one, which a linear fit has in closed form: residual_i / (1 - leverage_i).
+by least squares with a ridge on g and H. The ridge is chosen by the errors at points left out one by one, which a linear fit has in
+closed form: residual_i / (1 - leverage_i).
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 
 
 class Surface(NamedTuple):
-    """A fitted quadratic, which may be the correction of a base."""
+    """A fitted quadratic."""
 
     centre: Tensor  # (p,)
     scale: float
     coefficients: Tensor  # (monomials,)
-    based: bool  # whether the base is to be added
     error: float  # root mean square of the errors at points left out
 
     def __call__(self, u: Tensor) -> Tensor:
-        """`(..., p)` -> `(...,)`; without the base."""
+        """`(..., p)` -> `(...,)`."""
         return monomials((u - self.centre) / self.scale) @ self.coefficients
 
 
@@ -40,25 +39,18 @@ def monomials(x: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(x[..., :1]), x, x[..., i] * x[..., j]], -1)
 
 
-def fit_surface(u: Tensor, values: Tensor, centre: Tensor, scale: float, base: Tensor | None = None) -> Surface:
-    """The surface through noisy values at points `(n, p)`; values that are not finite are left out.
-
-    Args:
-        base: a known function at the points, if there is one that may have the shape of the values.
-    """
+def fit_surface(u: Tensor, values: Tensor, centre: Tensor, scale: float) -> Surface:
+    """The surface through noisy values at points `(n, p)`; values that are not finite are left out."""
     fine = values.isfinite()
     columns = monomials((u[fine] - centre) / scale)
-    found = [_ridge(columns, values[fine], ridge, centre, scale, False) for ridge in RIDGES]
-    if base is not None and bool(base[fine].isfinite().all()):
-        found += [_ridge(columns, (values - base)[fine], ridge, centre, scale, True) for ridge in RIDGES]
-    return min(found, key=lambda surface: surface.error)
+    return min((_ridge(columns, values[fine], ridge, centre, scale) for ridge in RIDGES), key=lambda surface: surface.error)
 
 
-def _ridge(columns: Tensor, values: Tensor, ridge: float, centre: Tensor, scale: float, based: bool) -> Surface:
+def _ridge(columns: Tensor, values: Tensor, ridge: float, centre: Tensor, scale: float) -> Surface:
     penalty = ridge * torch.eye(columns.shape[-1], dtype=columns.dtype)
     penalty[0, 0] = 1e-12  # the constant is free
     solver = torch.linalg.solve(columns.T @ columns + penalty, columns.T)  # (monomials, n)
     coefficients = solver @ values
     leverage = (columns * solver.T).sum(-1)
     left_out = (values - columns @ coefficients) / (1 - leverage).clamp(min=1e-9)
-    return Surface(centre, scale, coefficients, based, float(left_out.square().mean().sqrt()))
+    return Surface(centre, scale, coefficients, float(left_out.square().mean().sqrt()))
