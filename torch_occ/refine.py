@@ -27,7 +27,7 @@ from torch import Tensor
 from torch_occ.guard import Guard, Verdict
 from torch_occ.objectives import Evaluation, ForecastObjective
 from torch_occ.regularizers import Regularizer
-from torch_occ.surfaces import fit_surface
+from torch_occ.surfaces import fit_surface, monomials
 from torch_occ.trials import Trial, by_leaping, by_playing
 from torch_occ.tune import Tuned, Tuner
 
@@ -101,7 +101,7 @@ def refine(
             for u in search.promising(low, high, sobol, points or 2 * len(centre)):
                 search.attempt(u, seed)
             search.fit(centre, radius)
-            search.attempt(search.minimum(low, high, sobol), seed)
+            search.attempt(search.minimum(sobol), seed)
             search.fit(centre, radius)
             before, centre = centre, search.points[search.best(1)[0]]
             if float((centre - before).abs().max()) < 0.95 * radius:
@@ -176,10 +176,12 @@ class Search:
         self.judged.append(_guarded(found, verdict, self.guard))
 
     def fit(self, centre: Tensor, radius: float) -> None:
-        """Surfaces through the points tried in a region, and half its radius around it."""
+        """Surfaces through the points tried in a region, or the nearest ones, enough of them for a fit to smooth; none on a cliff."""
         u, values = torch.stack(self.points), torch.tensor(self.tried, dtype=torch.float64)
-        near = ((u - centre).abs().amax(-1) <= 1.5 * radius) & (values < values.min() + STEEP)
-        self.used = near if int(near.sum()) > len(centre) + 1 else values.isfinite()
+        low = values < values.min() + STEEP
+        distance = torch.where(low, (u - centre).abs().amax(-1), torch.inf)
+        enough = min(2 * monomials(centre).numel(), len(u))
+        self.used = low & (distance <= max(radius, float(distance.sort().values[enough - 1])))
         if not bool(self.used.any()):
             raise RuntimeError(f"none of {len(u)} trials was finite and certified; start elsewhere, or look at the judge")
         excess = torch.tensor(self.excess, dtype=torch.float64)[self.used]
@@ -205,11 +207,12 @@ class Search:
                 found.append(i)
         return found
 
-    def minimum(self, low: Tensor, high: Tensor, sobol: torch.quasirandom.SobolEngine) -> Tensor:
-        """The best of many points of a region by the surfaces, passing over some whose forecast is hopeless."""
-        drawn = low + sobol.draw(CANDIDATES, dtype=torch.float64) * (high - low)
-        best = drawn[self.surfaces_at(drawn).argsort()[: 2 * SCREENED]]
-        return next((u for u in best if self.forecast(u) < min(self.tried) + HOPELESS), best[0])
+    def minimum(self, sobol: torch.quasirandom.SobolEngine) -> Tensor:
+        """The best of many points by the surfaces, which are believed only between the good points tried."""
+        fitted = self.fitted()
+        good = torch.stack(self.points)[fitted < fitted.min() + HOPELESS]
+        drawn = good.amin(0) + sobol.draw(CANDIDATES, dtype=torch.float64) * (good.amax(0) - good.amin(0))
+        return drawn[self.surfaces_at(drawn).argmin()]
 
     def result(self, tuned: Tuned, chosen: int, seconds: float) -> Refined:
         """With one of the points as the result."""
