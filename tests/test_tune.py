@@ -250,7 +250,7 @@ def test_refine_is_not_misled_by_a_lucky_trial():
     def bowl(regularizer, _):
         logs = torch.stack([parameter.detach().log() for parameter in regularizer.parameters()])
         trials.append(0.1 * float((logs - goal).square().sum()))
-        return occ.Evaluation(torch.tensor([trials[-1] - 0.5 * (len(trials) == 9)]), {}, torch.tensor([True]))
+        return occ.Evaluation(torch.tensor([trials[-1] - 0.3 * (len(trials) == 9)]), {}, torch.tensor([True]))
 
     found = occ.refine(objective, psi, tuned, judge=bowl, rounds=2, points=12, radius=2.0)
     assert int(found.values.argmin()) == 8
