@@ -13,7 +13,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -60,7 +60,15 @@ class Args:
     starts: int = 2
     """of the optimizer"""
     rounds: int = 3
-    """of the refinement by leaping"""
+    """of the refinement"""
+    refine_points: int = 0
+    """of each round; 0 for twice as many as there are parameters"""
+    refine_judge: Literal["leap", "play"] = "play"
+    """who judges them in the part `rivals`; under a guard it is leaping"""
+    refine_radius: float = 3.5
+    """of the first region in that part, in logarithms"""
+    refine_finalists: int = 3
+    """so many of the best points are tried again there"""
     refine_particles: int = 64
     """of each point of the refinement"""
     points: int = 24
@@ -200,9 +208,7 @@ def refine(
     args: Args, objective: occ.ForecastObjective, psi: occ.Regularizer, tuned: occ.Tuned, guard: occ.Guard | None = None
 ) -> occ.Refined:
     """Go on by leaping: the first region is wide, since the gradients stop where the forecast is no longer to be believed."""
-    return occ.refine(
-        objective, psi, tuned, rounds=args.rounds, radius=1.4, particles=args.refine_particles, accuracy=0.7, steps=12, guard=guard
-    )
+    return occ.refine(objective, psi, tuned, rounds=args.rounds, radius=1.4, particles=args.refine_particles, accuracy=0.7, guard=guard)
 
 
 def rivals(args: Args, directory: Path) -> list[str]:
@@ -222,13 +228,24 @@ def rivals(args: Args, directory: Path) -> list[str]:
         save_to=directory / "tuning.pt",
     )
     by_gradients = time.process_time() - begun
-    refined = refine(args, objective, psi, tuned)
+    refined = occ.refine(
+        objective,
+        psi,
+        tuned,
+        judge=args.refine_judge,
+        rounds=args.rounds,
+        points=args.refine_points or None,
+        radius=args.refine_radius,
+        finalists=args.refine_finalists,
+        particles=args.refine_particles,
+        accuracy=0.5,
+    )
     spent = time.process_time() - begun
-    print(f"{tuned}\nrefined by leaping: {refined.tuned}", flush=True)
+    print(f"{tuned}\nrefined: {refined.tuned}", flush=True)
     write_figure(directory / "landscape.png", figures.draw_landscape(family, args.training[0], tuned, refined))
     budget = args.budget or spent
     lines = [
-        f"tuner: {by_gradients:.1f} s of processor time by gradients, {spent - by_gradients:.1f} s by leaping",
+        f"tuner: {by_gradients:.1f} s of processor time by gradients, {spent - by_gradients:.1f} s by {len(refined.values)} trials",
         f"random search and Optuna got {seconds(budget)} each",
     ]
     kept = args.cache / f"search_T{args.episodes}_mdps{args.training[0]}-{args.training[-1]}_{args.points}.csv"
@@ -298,7 +315,7 @@ def guard(args: Args, directory: Path) -> list[str]:
         found = refine(args, objective, psi, refined.tuned, guarding)
         name = "no worse" if margin == 0 else f"at most {-margin:.0%} worse" if margin < 0 else f"{margin:.0%} better"
         settings[f"guarded: {name}"] = figures.setting_of(found.tuned)
-        chosen = float(found.excess[int(found.values.argmin())])
+        chosen = float(found.excess[found.chosen])
         lines.append(f"guarded, {name} on every MDP: excess {chosen:.1%}, {len(found.values)} points, {time.process_time() - begun:.0f} s")
         print(lines[-1], found.tuned, flush=True)
     rows = [judge_held_out(args, name, setting, place) for place in ENVIRONMENTS for name, setting in settings.items()]

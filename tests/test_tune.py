@@ -208,12 +208,55 @@ def test_refine_is_judged_by_leaping():
     objective = occ.ForecastObjective([occ.World("stochastic", occ.stack([mdp]), mean[None])], 1000, reference=psi)
     tuned = occ.tune(objective, psi, steps=8, starts=1, rate=0.5, bounds={"gamma": (0.25, 4.0)})
     before = [parameter.detach().clone() for parameter in psi.parameters()]
-    found = occ.refine(objective, psi, tuned, rounds=1, particles=16, steps=5, accuracy=1.0)
+    found = occ.refine(objective, psi, tuned, rounds=1, particles=16, accuracy=1.0)
     assert len(found.values) == 1 + 6 + 1
-    assert found.tuned.value == pytest.approx(float(found.values.min()))
-    assert found.tuned.value <= float(found.values[0])
+    assert found.tuned.value == pytest.approx(float(found.values[found.chosen]))
+    assert float(found.fitted[found.chosen]) == pytest.approx(float(found.fitted.min()))
     assert torch.equal(found.excess, torch.zeros(8))  # nothing guards
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, psi.parameters(), strict=True))
+
+
+def test_refine_is_judged_by_playing_and_keeps_to_the_bounds():
+    mdp, mean = world(1)
+    psi = occ.jin_luo(mdp)
+    other = occ.UniformLosses(mean)
+    objective = occ.ForecastObjective([occ.World("bernoulli", mdp, mean), occ.World("uniform", mdp, other)], 300, reference=psi)
+    bounds = {"gamma": (0.5, 2.0), "beta": (0.5, 200.0)}
+    tuned = occ.tune(objective, psi, steps=8, starts=1, rate=0.5, bounds=bounds)
+    found = occ.refine(objective, psi, tuned, judge="play", runs=2, rounds=2, points=5, radius=3.0, finalists=2)
+    assert len(found.values) == 1 + 2 * (5 + 1) + 2
+    for name, (low, high) in bounds.items():
+        (column,) = (i for i, full in enumerate(tuned.names) if full.endswith(name))
+        assert low * (1 - 1e-12) <= float(found.points[:, column].min()) < float(found.points[:, column].max()) <= high * (1 + 1e-12)
+    found.tuned.load_into(psi)
+    again = torch.nonzero((found.points == found.points[found.chosen]).all(-1)).flatten()
+    assert len(again) == 2  # the chosen point was confirmed by other seeds
+    for name, losses in (("bernoulli", occ.BernoulliLosses(mean)), ("uniform", other)):
+        history = occ.simulate(mdp, occ.FTRL(mdp, psi), losses, 300, (1, 2, 3, 4), checkpoints=[300])
+        assert found.tuned.regrets[name] == pytest.approx(float(history.regret.mean()))
+    assert found.tuned.value == pytest.approx(float(found.values[again].mean()))
+    with pytest.raises(ValueError, match="judge: expected 'leap', 'play' or a function of a regularizer and a seed, got 'guess'"):
+        occ.refine(objective, psi, tuned, judge="guess")
+
+
+def test_refine_is_not_misled_by_a_lucky_trial():
+    mdp, mean = world(1)
+    psi = occ.jin_luo(mdp)
+    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
+    tuned = occ.tune(objective, psi, steps=0, starts=1)
+    goal = torch.stack([parameter.detach().log() for parameter in psi.parameters()]) - 0.7
+    trials = []
+
+    def bowl(regularizer, _):
+        logs = torch.stack([parameter.detach().log() for parameter in regularizer.parameters()])
+        trials.append(0.1 * float((logs - goal).square().sum()))
+        return occ.Evaluation(torch.tensor([trials[-1] - 0.3 * (len(trials) == 9)]), {}, torch.tensor([True]))
+
+    found = occ.refine(objective, psi, tuned, judge=bowl, rounds=2, points=12, radius=2.0)
+    assert int(found.values.argmin()) == 8
+    assert trials[8] > 0.1
+    assert trials[found.chosen] < 0.1
+    assert trials[found.chosen] < trials[0]
 
 
 def test_a_guard_plays_where_nothing_can_be_forecast():
@@ -259,8 +302,8 @@ def test_refine_under_a_guard_chooses_what_passes():
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
     start = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)  # ruinous against the adversary
     guard = occ.Guard([occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2))
-    found = occ.refine(objective, psi, start, rounds=1, particles=8, steps=5, accuracy=1.0, radius=2.0, guard=guard)
+    found = occ.refine(objective, psi, start, rounds=1, particles=8, accuracy=1.0, radius=2.0, guard=guard)
     assert float(found.excess[0]) > 0.5
-    chosen = int(found.values.argmin())
+    chosen = found.chosen
     assert float(found.excess[chosen]) < float(found.excess[0]) / 2
     assert found.tuned.regrets["greedy"] == pytest.approx(guard.scales[0] * (1 + float(found.excess[chosen])))

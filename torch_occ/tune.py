@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Tuned:
     names: tuple[str, ...]
     seconds: float
     finished: bool
+    bounds: dict[str, tuple[float, float]] = field(default_factory=dict)  # as they were given to `tune`
 
     def load_into(self, regularizer: Regularizer) -> None:
         """Set a regularizer's parameters to the best ones."""
@@ -134,6 +135,7 @@ class Tuner:
     ) -> None:
         if steps < 0 or starts < 1:
             raise ValueError(f"steps, starts: expected steps >= 0 and starts >= 1, got {steps} and {starts}")
+        self.bounds = dict(bounds)
         self.caller, self.steps, self.starts, self.rate = _Caller(objective, regularizer), steps, starts, rate
         domains = _domains(regularizer)
         self.names = tuple(name for name in domains if only is None or name in only or name.rpartition(".")[2] in only)
@@ -248,6 +250,7 @@ class Tuner:
             names=self.names,
             seconds=self.seconds,
             finished=len(self.values) > self.steps,
+            bounds=self.bounds,
         )
 
     _KEPT = ("u", "values", "failures", "path", "best_values", "best_u", "best_regrets", "gradient_norm", "seconds")
