@@ -287,7 +287,8 @@ def draw_growth(rows: list[Row], horizon: int) -> Figure:
         panel.set(xscale="log", yscale="log", xlabel="state-action pairs")
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False, fontsize=9)
+        panel.legend(frameon=False, fontsize=9, loc="lower right" if panel is left else "upper left")
+    left.set_ylim(bottom=last.warm / 2e5)  # room for the legend
     right.set_ylim(bottom=1, top=1024 * 64)
     return figure
 
