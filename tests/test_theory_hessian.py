@@ -1,5 +1,3 @@
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +6,7 @@ from torch.autograd.functional import hessian as autograd_hessian
 
 import torch_occ as occ
 from torch_occ import theory
-from torch_occ.theory.hessian import derivatives_of_step, inflow_rest
+from torch_occ.theory.hessian import inflow_rest
 from torch_occ.theory.survey import draw_policy
 
 EPS = torch.finfo(F64).eps
@@ -145,23 +143,6 @@ def test_a_state_of_one_action_has_no_hessian_but_masks_are_fine():
         return theory.hybrid_alternative(mdp, full, 0.5)
 
     torch.testing.assert_close(H[exists][:, exists], autograd_hessian(function, q[actions]), rtol=1e-12, atol=1e-12)
-
-
-def test_derivatives_of_the_step_are_those_of_autograd():
-    for mdp in (occ.LayeredMDP.random(3, 3, 3, seed=1), masked()):
-        parameters = theory.Parameters(0.6, 5.0, 0.8)
-        t = torch.tensor([4.0, 90.0], dtype=F64)
-        q = torch.stack([occ.interior_point(mdp)] * 2)
-        psi = parameters.regularizer(mdp)
-        found = derivatives_of_step(mdp, q, parameters, t)
-        for i in range(2):
-            value = partial(psi, t=t[i], mdp=mdp)
-            slope = torch.func.grad(value)(q[i])
-            torch.testing.assert_close(found.gradient[i], torch.where(mdp.actions, slope, 0.0).detach(), rtol=1e-13, atol=1e-13)
-            n = mdp.num_states * mdp.num_actions
-            exists = mdp.actions.flatten()
-            block = autograd_hessian(value, q[i]).reshape(n, n)[exists][:, exists]
-            torch.testing.assert_close(found.hessian.to_full().matrix[i][exists][:, exists], block, rtol=1e-12, atol=1e-9)
 
 
 # -- divergences ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch_occ.mdp import LayeredMDP
 from torch_occ.newton import Options, Solution, Status
 from torch_occ.occupancy import interior_point
 from torch_occ.regularizers import Regularizer, SeparableRegularizer
-from torch_occ.validation import Backend, broadcast, check_backend
+from torch_occ.validation import Backend, broadcast, check_backend, engine_takes
 
 if TYPE_CHECKING:
     from torch_occ.engine.step import CompiledStep
@@ -75,19 +75,18 @@ class FTRLStep(nn.Module):
     def use(self, backend: Backend) -> None:
         """Choose who solves from now on; see the class. Nothing is compiled before the first solve."""
         self.backend, self._compiled = check_backend(backend), None
-        if backend == "torch" or any(_carries_derivative(p) for p in self.mdp.probabilities):
+
+        def why_not() -> str | None:
+            from torch_occ.engine import step
+
+            return step.why_not(self.mdp, self.regularizer)
+
+        if any(_carries_derivative(p) for p in self.mdp.probabilities) or not engine_takes(backend, why_not):
             return
-        try:
-            from torch_occ.engine.step import CompiledStep, pays_off, why_not
-        except ImportError as error:
-            if self.backend == "engine":
-                raise ImportError("backend: the engine needs numba: pip install torch-occ[engine]") from error
-            return
-        reason = why_not(self.mdp, self.regularizer)
-        if reason is None and (self.backend == "engine" or pays_off(self.mdp)):
+        from torch_occ.engine.step import CompiledStep, pays_off
+
+        if backend == "engine" or pays_off(self.mdp):
             self._compiled = CompiledStep(self.mdp, self.regularizer, self.options)
-        elif reason is not None and self.backend == "engine":
-            raise ValueError(f"backend: {reason}; use backend='torch'")
 
     def forward(
         self, cumulative_loss: Tensor, t: Tensor | float = 1.0, *, warm_start: Tensor | None = None, mdp: LayeredMDP | None = None

@@ -33,6 +33,7 @@ from torch_occ.occupancy import interior_point, optimal_policy, policy_of
 from torch_occ.phases import phases_of
 from torch_occ.regret import comparator
 from torch_occ.regularizers import Regularizer
+from torch_occ.validation import Backend, engine_takes
 
 #: The relative change of q that is tolerated in a leap, and the longest leap relative to t. Measured in docs/meta_tuning.md.
 ACCURACY, WIDEST = 0.5, 0.25
@@ -100,7 +101,7 @@ def leap(
     particles: int = PARTICLES,
     seed: int = 0,
     accuracy: float = ACCURACY,
-    backend: Literal["auto", "torch", "engine"] = "auto",
+    backend: Backend = "auto",
 ) -> Leaps:
     """Predict the regret of `FTRL(mdp, regularizer)`, importance-weighted, over any number of episodes up to 1e12.
 
@@ -118,10 +119,7 @@ def leap(
     if not accuracy > 0:
         raise ValueError(f"accuracy: expected a positive number, got {accuracy}")
     course = Course.of(mdp, losses, int(episodes))
-    reason = _why_not_compiled(mdp, regularizer)
-    if backend == "engine" and reason:
-        raise ValueError(f"backend: {reason}; use backend='torch'")
-    play = _leap_compiled if backend != "torch" and reason is None else _leap_in_torch
+    play = _leap_compiled if engine_takes(backend, lambda: _why_not_compiled(mdp, regularizer)) else _leap_in_torch
     expected, leaps, uncertified = play(mdp, regularizer, course, particles, seed, accuracy)
     return Leaps(course.stops.long(), expected - course.best, leaps, uncertified)
 
@@ -250,10 +248,8 @@ def _charge(noise: Noise, mean: Tensor, visits: Tensor, generator: torch.Generat
 
 
 def _why_not_compiled(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
-    try:
-        from torch_occ.engine.arrays import why_not
-    except ImportError:
-        return "the engine needs numba: pip install torch-occ[engine]"
+    from torch_occ.engine.arrays import why_not
+
     if any(parameter.dim() for parameter in regularizer.parameters()):
         return "the regularizer has batched parameters"
     return why_not(mdp, regularizer)

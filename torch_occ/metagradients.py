@@ -28,7 +28,7 @@ from torch_occ.mdp import LayeredMDP
 from torch_occ.regularizers import Regularizer
 from torch_occ.simulate import log_spaced, simulate
 from torch_occ.tangents import Stretch, play_in_torch
-from torch_occ.validation import Backend, check_backend
+from torch_occ.validation import Backend, engine_takes
 
 
 class Estimate(NamedTuple):
@@ -117,18 +117,17 @@ Play = Callable[[FTRLStep, Stationary, int, Sequence[int]], Iterator[Stretch]]
 
 def _choose(backend: Backend, step: FTRLStep, losses: Stationary) -> tuple[str, Play]:
     """Who plays; an error that says why if the engine was asked for and cannot."""
-    if check_backend(backend) == "torch":
+
+    def why_not() -> str | None:
+        from torch_occ.engine.tangents import why_not_carry
+
+        return why_not_carry(step, losses)
+
+    if not engine_takes(backend, why_not):
         return "torch", play_in_torch
-    try:
-        from torch_occ.engine.tangents import play_compiled, why_not_carry
-    except ImportError as error:
-        if backend == "engine":
-            raise ImportError("backend: the engine needs numba: pip install torch-occ[engine]") from error
-        return "torch", play_in_torch
-    reason = why_not_carry(step, losses)
-    if reason is not None and backend == "engine":
-        raise ValueError(f"backend: {reason}; use backend='torch'")
-    return ("engine", play_compiled) if reason is None else ("torch", play_in_torch)
+    from torch_occ.engine.tangents import play_compiled
+
+    return "engine", play_compiled
 
 
 def finite_differences(
@@ -154,7 +153,7 @@ def finite_differences(
         return torch.where(played.uncertified == 0, played.regret, torch.nan)
 
     columns = []
-    for _, parameter in regularizer.named_parameters():
+    for parameter in regularizer.parameters():
         kept, sides = parameter.detach().clone(), []
         try:
             for sign in (1, -1):

@@ -29,7 +29,7 @@ from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import interior_point
 from torch_occ.regret import comparator
 from torch_occ.streams import CHUNK, Purpose, uniforms
-from torch_occ.validation import Backend, check_backend
+from torch_occ.validation import Backend, engine_takes
 
 
 class Player(Protocol):
@@ -96,20 +96,17 @@ def simulate(
 
 def choose_player(backend: Backend, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> Player:
     """The player for a learner; an error that says why if the engine was asked for and cannot play."""
-    if check_backend(backend) == "torch":
+
+    def why_not() -> str | None:
+        from torch_occ.engine.player import why_not_play
+
+        return why_not_play(learner, losses)
+
+    if not engine_takes(backend, why_not):
         return TorchPlayer(mdp)
-    try:
-        from torch_occ.engine.player import engine_player, why_not_play
-    except ImportError as error:
-        if backend == "engine":
-            raise ImportError("backend: the engine needs numba: pip install torch-occ[engine]") from error
-        return TorchPlayer(mdp)
-    reason = why_not_play(learner, losses)
-    if reason is None:
-        return engine_player(learner, losses)
-    if backend == "engine":
-        raise ValueError(f"backend: {reason}; use backend='torch'")
-    return TorchPlayer(mdp)
+    from torch_occ.engine.player import engine_player
+
+    return engine_player(learner, losses)
 
 
 def log_spaced(episodes: int, per_decade: int = 20) -> list[int]:

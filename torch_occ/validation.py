@@ -191,3 +191,22 @@ def check_backend(backend: Backend) -> Backend:
     if backend not in get_args(Backend):
         raise ValueError(f"backend: expected auto, torch or engine, got {backend!r}")
     return backend
+
+
+def engine_takes(backend: Backend, why_not: Callable[[], str | None]) -> bool:
+    """Whether the engine is to be used; an error that says why if it was asked for and cannot.
+
+    Args:
+        why_not: imports the engine, and returns the reason why it cannot do this, or None if it can.
+    """
+    if check_backend(backend) == "torch":
+        return False
+    try:
+        reason = why_not()
+    except ImportError as error:
+        if backend == "engine":
+            raise ImportError("backend: the engine needs numba: pip install torch-occ[engine]") from error
+        return False
+    if reason is not None and backend == "engine":
+        raise ValueError(f"backend: {reason}; use backend='torch'")
+    return reason is None

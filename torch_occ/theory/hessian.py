@@ -14,9 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_occ.derivatives import Derivatives
-from torch_occ.hessians import Separable
-from torch_occ.marginals import keep, marginal, pull_back
+from torch_occ.marginals import keep, marginal
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import flow_of, flow_residual, flow_source
 from torch_occ.theory.parameters import Parameters
@@ -101,18 +99,6 @@ def hessian_of_step(mdp: LayeredMDP, q: Tensor, parameters: Parameters, t: Tenso
     """The Hessian of psi_t = phi_H / eta_t + phi_L at q, `(*batch, SA, SA)`; t is `()` or `(*batch,)`."""
     barrier = keep("pair", mdp, parameters.beta / keep("pair", mdp, q, 1.0) ** 2, 0.0)
     return hessian(mdp, q, parameters.alpha) / parameters.eta(t)[..., None, None] + torch.diag_embed(barrier.flatten(-2))
-
-
-def derivatives_of_step(mdp: LayeredMDP, q: Tensor, parameters: Parameters, t: Tensor) -> Derivatives:
-    """Gradient and Hessian of psi_t for q(s) = sum_a q(s,a), the algorithm's own definition, in closed form: what the solver works with."""
-    eta = parameters.eta(t)[..., None, None]
-    pair, rest = (marginal(name, mdp, q) for name in ("pair", "rest"))
-    root, rest_root = pair.sqrt(), rest.sqrt()
-    slope = keep("pair", mdp, -1 / (2 * eta * root) - parameters.beta / pair, 0.0)
-    gradient = slope + pull_back("rest", mdp, -parameters.alpha / (2 * eta * rest_root))
-    d = keep("pair", mdp, 1 / (4 * eta * pair * root) + parameters.beta / pair.square(), 0.0)
-    w = keep("rest", mdp, parameters.alpha / (4 * eta * rest * rest_root), 0.0)
-    return Derivatives({"pair": pair, "rest": rest}, gradient, Separable(d, w, torch.zeros_like(d[..., 0]), mdp.actions))
 
 
 def bregman(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Tensor) -> Tensor:
