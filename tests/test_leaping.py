@@ -140,6 +140,7 @@ def test_bad_input_is_named():
     for options, message in (
         ({"particles": 0}, "particles: expected at least 1"),
         ({"accuracy": 0.0}, "accuracy: expected a positive number"),
+        ({"backend": "gpu"}, "backend: expected auto, torch or engine"),
     ):
         with pytest.raises(ValueError, match=message):
             occ.leap(mdp, psi, mean, 10, **options)
