@@ -27,7 +27,7 @@ from torch import Tensor
 from torch_occ.derivatives import Derivatives, Evaluator, derivatives
 from torch_occ.kkt import factorize
 from torch_occ.mdp import LayeredMDP
-from torch_occ.newton import FIELDS, Options, Solution, Status, newton
+from torch_occ.newton import Options, Solution, Status, newton
 from torch_occ.occupancy import flow_adjoint, flow_of, flow_source
 from torch_occ.regularizers import total
 from torch_occ.validation import broadcast
@@ -105,7 +105,7 @@ class Stationarity:
         batch = broadcast(x.shape[:-2], start.shape[:-2], bound.t.shape, bound.mdp.batch_shape, given)
         solution = newton(flow_of(bound.mdp, batch.numel()), bound.deriver(batch), -x.expand(*batch, *x.shape[-2:]), start, self.options)
         self.report(solution)
-        return tuple(getattr(solution, name) for name in FIELDS)
+        return solution[:3]
 
     def point(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         """Where K is taken: (q, setting)."""
@@ -226,7 +226,7 @@ def poison(outputs: Sequence[Tensor], z: Sequence[Tensor]) -> tuple[Tensor, Tens
     """NaN for the elements whose solve failed: a derivative there would be silently wrong."""
     if len(outputs) == 2:
         return z[0], z[1]
-    failed = outputs[2] != Status.CONVERGED
+    failed = outputs[2][..., 0] != Status.CONVERGED
     return torch.where(failed[..., None, None], torch.nan, z[0]), torch.where(failed[..., None], torch.nan, z[1])
 
 

@@ -1,4 +1,7 @@
-"""Many steps in one call, and their derivatives: what `FTRLStep` asks of the engine. Pairs are flat; N is the batch."""
+"""Many steps in one call, and their derivatives: what `FTRLStep` asks of the engine.
+
+N is the batch, and merged into the states: what is (N, S, A) elsewhere is (N * S, A) here. What is the same for all elements may be there once.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from torch_occ.engine.layout import (
     U,
     V,
     Work,
+    inlined,
     kernel,
 )
 from torch_occ.engine.newton import derive, newton, retract
@@ -31,17 +35,22 @@ from torch_occ.engine.transitions import factorize, solve
 BAD_INPUT = -1
 
 
+@inlined
+def element(x: Floats, n: int, size: int) -> Floats:
+    """Numbers n * size to (n + 1) * size, or all of them if there are no more."""
+    return x[n * size : (n + 1) * size] if len(x) > size else x
+
+
 @kernel
 def solve_steps(
     model: Model,
     kinds: tuple[Ints, Ints],  # arguments and functions, (K,) each
     table: Floats,  # (2, N or 1, K), weights and exponents
-    loss: Floats,  # (N or 1, S * A)
-    start: Floats,  # (N or 1, S * A), positive
-    q: Floats,  # (N, S * A), out
-    v: Floats,  # (N, S), out
-    counts: Ints,  # (2, N), out: status, steps
-    sizes: Floats,  # (3, N), out: decrement, flow residual, dual residual
+    loss: Floats,  # (N * S or S, A)
+    start: Floats,  # (N * S or S, A), positive
+    q: Floats,  # (N * S, A), out
+    v: Floats,  # (N * S,), out
+    certificate: Floats,  # (N, 5), out: see torch_occ.newton.Solution
     tolerance: float,
     max_steps: int,
     first: int,
@@ -49,9 +58,9 @@ def solve_steps(
     work: Work,
 ) -> None:
     """Elements first, ..., stop - 1 of a batch."""
-    pairs, num_pairs = work.pairs, q.shape[1]
+    pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
     for n in range(first, stop):
-        own_loss, own_start = loss[min(n, len(loss) - 1)], start[min(n, len(start) - 1)]
+        own_loss, own_start = element(loss.reshape(-1), n, num_pairs), element(start.reshape(-1), n, num_pairs)
         good = True
         for i in range(num_pairs):
             if model.exists[PAIR, i]:
@@ -60,18 +69,19 @@ def solve_steps(
             else:
                 pairs[PAIR, i] = 0.0
         if not good:
-            counts[0, n] = BAD_INPUT
+            certificate[n, 0] = BAD_INPUT
             continue
         retract(model, PAIR, work)
         row = min(n, table.shape[1] - 1)
         own_weights, terms = table[0, row], Terms(kinds[0], kinds[1], table[1, row])
-        counts[0, n], counts[1, n], sizes[0, n], sizes[1, n], sizes[2, n] = newton(
-            model, terms, own_weights, own_loss, tolerance, max_steps, q[0, :0], work
+        certificate[n, 0], certificate[n, 1], certificate[n, 2], certificate[n, 3], certificate[n, 4] = newton(
+            model, terms, own_weights, own_loss, tolerance, max_steps, v[:0], work
         )
+        own_q, own_v = element(q.reshape(-1), n, num_pairs), element(v, n, num_states)
         for i in range(num_pairs):
-            q[n, i] = pairs[PAIR, i]
-        for s in range(v.shape[1]):
-            v[n, s] = work.states[V, s]
+            own_q[i] = pairs[PAIR, i]
+        for s in range(num_states):
+            own_v[s] = work.states[V, s]
 
 
 @kernel
@@ -79,32 +89,33 @@ def solve_linear(
     model: Model,
     kinds: tuple[Ints, Ints],
     table: Floats,  # (2, N or 1, K), weights and exponents
-    q: Floats,  # (N or 1, S * A)
-    x: Floats,  # (N or 1, S * A)
-    r: Floats,  # (N or 1, S)
-    u: Floats,  # (N, S * A), out
-    m: Floats,  # (N, S), out
+    q: Floats,  # (N * S, A)
+    x: Floats,  # (N * S or S, A)
+    r: Floats,  # (N * S or S,); empty for zeros
+    u: Floats,  # (N * S, A), out
+    m: Floats,  # (N * S,), out
     bars: Floats,  # (2, N, K), out: the derivatives of <u, grad psi> in weights and exponents
     first: int,
     stop: int,
     work: Work,
 ) -> None:
-    """H(q) u - E'm = x, E u = r for elements first, ..., stop - 1 of a batch."""
-    pairs, num_pairs = work.pairs, u.shape[1]
+    """H(q) u - E'm = -x, E u = r for elements first, ..., stop - 1 of a batch."""
+    pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
     for n in range(first, stop):
-        at, right, source = q[min(n, len(q) - 1)], x[min(n, len(x) - 1)], r[min(n, len(r) - 1)]
+        at, right, source = element(q.reshape(-1), n, num_pairs), element(x.reshape(-1), n, num_pairs), element(r, n, num_states)
         row = min(n, table.shape[1] - 1)
         own_weights, terms = table[0, row], Terms(kinds[0], kinds[1], table[1, row])
         for i in range(num_pairs):
             pairs[PAIR, i] = at[i]
-            pairs[FORCE, i] = right[i] if model.exists[PAIR, i] else 0.0
+            pairs[FORCE, i] = -right[i] if model.exists[PAIR, i] else 0.0
         derive(model, terms, own_weights, work)
         factorize(model, work)
         solve(model, source, work)
+        own_u, own_m = element(u.reshape(-1), n, num_pairs), element(m, n, num_states)
         for i in range(num_pairs):
-            u[n, i] = pairs[DQ, i]
-        for s in range(m.shape[1]):
-            m[n, s] = work.states[V, s]
+            own_u[i] = pairs[DQ, i]
+        for s in range(num_states):
+            own_m[s] = work.states[V, s]
         for term in range(len(own_weights)):
             bars[0, n, term], slope = pair_with(model, terms, term, work)
             bars[1, n, term] = own_weights[term] * slope

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torch_occ.engine.layout import Floats
+
+
+def plain(x: Any) -> bool:
+    """Whether it is a tensor that kernels can read."""
+    return isinstance(x, Tensor) and x.dtype is torch.float64 and x.is_cpu
 
 
 def number(x: Tensor | float) -> Any:
@@ -48,13 +52,10 @@ def summed(bar: Tensor, x: Tensor) -> Tensor:
 
 
 def rows(x: Tensor, batch: torch.Size, event_dims: int) -> Floats:
-    """`(*some of batch, *event)` as `(N or 1, events)`, contiguous."""
+    """`(*some of batch, S, ...)` as `(N * S or S, ...)`, contiguous."""
     x = x.detach() if x.requires_grad or forward_ad._current_level >= 0 else x
-    if x.dim() == event_dims and x.is_contiguous():
-        single: Floats = x.numpy().reshape(1, -1)
-        return single
     split = x.dim() - event_dims
     if split and x.shape[:split].numel() > 1:
         x = x.expand(*batch, *x.shape[split:])
     array: Floats = x.contiguous().numpy()
-    return array.reshape(math.prod(x.shape[:split]), math.prod(x.shape[split:]))
+    return array.reshape(-1, *x.shape[split + 1 :]) if split else array

@@ -25,7 +25,7 @@ from torch_occ.engine.batches import BAD_INPUT, solve_linear, solve_steps
 from torch_occ.engine.compiling import patiently
 from torch_occ.engine.formulas import Formula, identity, record, slots_of
 from torch_occ.engine.layout import Floats, Ints, Model, Work, make_work
-from torch_occ.engine.rows import followed, number, rows, shaped, summed, tabulate, untabulate
+from torch_occ.engine.rows import followed, number, plain, rows, shaped, summed, tabulate, untabulate
 from torch_occ.implicit import Bound, ImplicitSolution, Setting, Stationarity, poison, push_forward
 from torch_occ.mdp import LayeredMDP
 from torch_occ.newton import Options, Solution, Status
@@ -40,6 +40,8 @@ __all__ = ["CompiledStep", "pays_off", "why_not"]
 WIDEST = 150
 
 _SINGLE = torch.Size()
+
+_ZEROS = np.empty(0)  # what kernels take for zeros
 
 #: Elements of a batch below which threads are not worth waking.
 _ALONE = 16
@@ -87,12 +89,8 @@ class CompiledStep:
     def __call__(self, loss: Tensor, t: Tensor | float, start: Tensor) -> tuple[Solution, bool] | None:
         """The solution and whether all of it converged, or None if some input is not plain or not good; nothing is said about which."""
         inputs: list[Any] = [t, *[slot[name] for slot, name in self.slots]]
-        for x in (loss, start, *inputs):
-            if isinstance(x, Tensor):
-                if x.dtype is not torch.float64 or not x.is_cpu:
-                    return None
-            elif x is not t or not isinstance(x, int | float):
-                return None
+        if not all(map(plain, (loss, start, *inputs[1:]))) or not (isinstance(t, int | float) or plain(t)):
+            return None
         values = [number(x) for x in inputs]
         if not self._in_domain(values):
             return None
@@ -110,7 +108,7 @@ class CompiledStep:
             return None
         table = tabulate(numbers, batch)
         found = self.solve(batch, start, loss, table)
-        statuses = found.counts[0].tolist()
+        statuses = found.certificate[:, 0].tolist()
         if BAD_INPUT in statuses:
             return None
         converged = not any(statuses)
@@ -118,8 +116,7 @@ class CompiledStep:
             q, v = _Follow.apply(_Origin(self, formula, replayed, table, found, batch, converged), loss, *inputs)
         else:
             q, v = found.tensors(batch, self.shape)
-        status, steps, decrement, flow, dual = [torch.from_numpy(x.reshape(batch)) for x in (*found.counts, *found.sizes)]
-        return Solution(q, v, status, steps, decrement, flow, dual, "engine"), converged
+        return Solution(q, v, torch.from_numpy(found.certificate.reshape(*batch, 5)), "engine"), converged
 
     def _in_domain(self, values: list[Any]) -> bool:
         t = values[0]
@@ -143,14 +140,14 @@ class CompiledStep:
     def solve(self, batch: torch.Size, start: Tensor, loss: Tensor, terms: Floats) -> _Found:
         """Every element of a batch."""
         count = batch.numel()
-        found = _Found(*self._empty(count), np.empty((2, count), np.int64), np.empty((3, count)))
+        found = _Found(*self._empty(count), np.empty((count, 5)))
         inputs = (self.model, self.kinds, terms, rows(loss, batch, 2), rows(start, batch, 2))
         self._run(count, solve_steps, *inputs, *found, self.tolerance, self.options.max_steps)
         return found
 
     def linear(self, x: Floats, r: Floats, q: Floats, terms: Floats) -> tuple[Floats, Floats, Floats]:
-        """H(q) u - E'm = x, E u = r, in rows: u and m, and the derivatives of <u, grad psi(q)> in weights and exponents, `(2, N, K)`."""
-        count = len(q)
+        """H(q) u - E'm = -x, E u = r, in rows: u and m, and the derivatives of <u, grad psi(q)> in weights and exponents, `(2, N, K)`."""
+        count = len(q) // self.shape[0]
         u, m = self._empty(count)
         bars = np.empty((2, count, terms.shape[2]))
         self._run(count, solve_linear, self.model, self.kinds, terms, q, x, r, u, m, bars)
@@ -159,10 +156,15 @@ class CompiledStep:
     def _empty(self, count: int) -> tuple[Floats, Floats]:
         """Rows of pairs and rows of states."""
         num_states, num_actions = self.shape
-        return np.empty((count, num_states * num_actions)), np.empty((count, num_states))
+        return np.empty((count * num_states, num_actions)), np.empty(count * num_states)
 
     def _run(self, count: int, kernel: Callable[..., None], *arguments: Any) -> None:
         """The kernel over a batch, in as many threads as are worth it."""
+        if count < _ALONE and self.works:
+            work = self.works.pop()
+            kernel(*arguments, 0, count, work)
+            self.works.append(work)
+            return
         threads = 1 if count < _ALONE else min(torch.get_num_threads(), count)
 
         def share(i: int) -> None:
@@ -222,13 +224,14 @@ class _Explicit(TabularRegularizer):
 class _Found(NamedTuple):
     """The solutions of a batch, in rows; the status may be BAD_INPUT."""
 
-    q: Floats  # (N, S * A)
-    v: Floats  # (N, S)
-    counts: Ints  # (2, N): status, steps
-    sizes: Floats  # (3, N): decrement, flow residual, dual residual
+    q: Floats  # (N * S, A)
+    v: Floats  # (N * S,)
+    certificate: Floats  # (N, 5)
 
     def tensors(self, batch: torch.Size, shape: torch.Size) -> tuple[Tensor, Tensor]:
         """q and v, on the same memory."""
+        if not batch:
+            return torch.from_numpy(self.q), torch.from_numpy(self.v)
         return torch.from_numpy(self.q.reshape(*batch, *shape)), torch.from_numpy(self.v.reshape(*batch, shape[0]))
 
 
@@ -243,9 +246,17 @@ class _Origin(NamedTuple):
     batch: torch.Size
     converged: bool
 
-    def poison(self, x: Floats) -> Floats:
-        """NaN in the rows whose solve failed: a derivative there would be silently wrong."""
-        return x if self.converged else np.where(self.found.counts[0, :, None] != Status.CONVERGED, np.nan, x)
+    @property
+    def certificate(self) -> Tensor:
+        return torch.from_numpy(self.found.certificate.reshape(*self.batch, 5))
+
+    def linear(self, q: Tensor, x: Tensor | None, r: Tensor | None) -> tuple[Floats, Floats, Floats]:
+        """H(q) u - E'm = -x, E u = r at the solution; see `CompiledStep.linear`. NaN where it is none."""
+        if x is None or not self.converged:
+            x = torch.zeros_like(q) if x is None else x
+            x, r = poison((q, q, self.certificate), (x, torch.zeros_like(q[..., 0]) if r is None else r))
+        right = _ZEROS if r is None else rows(r, self.batch, 1)
+        return self.step.linear(rows(x, self.batch, 2), right, self.found.q, self.terms)
 
 
 class _Follow(torch.autograd.Function):
@@ -265,13 +276,11 @@ class _Follow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, q_bar: Tensor | None, v_bar: Tensor | None) -> tuple[Any, ...]:
         origin: _Origin = ctx.origin
-        step, batch, needed = origin.step, origin.batch, ctx.needs_input_grad[1:]
+        batch, needed = origin.batch, ctx.needs_input_grad[1:]
         q, loss, inputs = _saved(ctx)
         if torch.is_grad_enabled():  # somebody will differentiate this
             return None, *_differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
-        x = np.zeros((1, q.shape[-2] * q.shape[-1])) if q_bar is None else -rows(q_bar, batch, 2)
-        r = np.zeros((1, q.shape[-2])) if v_bar is None else rows(v_bar, batch, 1)  # K' and not K: the signs differ
-        minus_x_bar, _, bars = step.linear(origin.poison(x), r, rows(q, batch, 2), origin.terms)
+        minus_x_bar, _, bars = origin.linear(q, q_bar, v_bar)  # K' and not K: the sign of v_bar differs
         found = [summed(torch.from_numpy(minus_x_bar.reshape(q.shape)), loss) if needed[0] else None]
         if any(needed[1:]):
             pulled = origin.formula.pull_back(origin.replayed, untabulate(bars, batch))
@@ -282,11 +291,10 @@ class _Follow(torch.autograd.Function):
     def jvp(ctx: Any, _origin: None, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
         origin: _Origin = ctx.origin
         q, _, inputs = _saved(ctx)
-        x = torch.zeros_like(q) if tangents[0] is None else -tangents[0].expand_as(q)
+        x = torch.zeros_like(q) if tangents[0] is None else tangents[0].expand_as(q)
         if any(tangent is not None for tangent in tangents[1:]):
-            x = x - origin.step.push_gradient(origin.formula, q, inputs, tangents[1:])
-        right, r = origin.poison(rows(x, origin.batch, 2)), np.zeros((1, q.shape[-2]))
-        u, m, _ = origin.step.linear(right, r, rows(q, origin.batch, 2), origin.terms)
+            x = x + origin.step.push_gradient(origin.formula, q, inputs, tangents[1:])
+        u, m, _ = origin.linear(q, x, None)
         return origin.found._replace(q=u, v=m).tensors(origin.batch, origin.step.shape)
 
 
@@ -303,8 +311,7 @@ def _differentiably(
     """The backward pass in operations that autograd sees."""
     v = origin.found.tensors(origin.batch, origin.step.shape)[1]
     bars = (torch.zeros_like(q) if q_bar is None else q_bar, torch.zeros_like(v) if v_bar is None else v_bar)
-    status = torch.from_numpy(origin.found.counts[0].reshape(origin.batch))
     again = origin.step.replay(origin.formula, q, inputs[0], inputs[1:])
     wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
-    found = iter(torch.autograd.grad(again, wanted, poison((q, v, status), bars), create_graph=True, allow_unused=True))
+    found = iter(torch.autograd.grad(again, wanted, poison((q, v, origin.certificate), bars), create_graph=True, allow_unused=True))
     return [next(found) if need else None for need in needed]
