@@ -121,8 +121,10 @@ class Solution(NamedTuple):
 
     def merge(self, other: Solution, where: Tensor) -> Solution:
         """The other solution at some elements `(*batch,)` of the batch, this one elsewhere."""
-        pairs = zip(self[:3], other[:3], strict=True)
-        return Solution(*(torch.where(_over(where, mine.dim() - where.dim()), theirs, mine) for mine, theirs in pairs), self.backend)
+        q, value, certificate = (
+            torch.where(_over(where, mine.dim() - where.dim()), theirs, mine) for mine, theirs in zip(self[:3], other[:3], strict=True)
+        )
+        return Solution(q, value, certificate, self.backend)
 
 
 def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, start: Tensor, options: Options) -> Solution:

@@ -1,6 +1,6 @@
 """Many steps in one call, and their derivatives: what `FTRLStep` asks of the engine.
 
-N is the batch, and merged into the states: what is (N, S, A) elsewhere is (N * S, A) here. What is the same for all elements may be there once.
+N is the batch, and merged into the states: what is (N, S, A) elsewhere is (N * S, A) here. What all elements share may be there once.
 """
 
 from __future__ import annotations

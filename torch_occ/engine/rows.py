@@ -17,9 +17,13 @@ def plain(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype is torch.float64 and x.is_cpu
 
 
-def number(x: Tensor | float) -> Any:
-    """A number, or an array for a batch of them."""
-    return float(x) if not isinstance(x, Tensor) else x.item() if x.dim() == 0 else x.detach().numpy()
+def number(x: Any) -> Any:
+    """A number, or an array for a batch of them; None for what is neither."""
+    if type(x) is float:
+        return x
+    if plain(x):
+        return x.item() if x.dim() == 0 else x.detach().numpy()
+    return float(x) if isinstance(x, int | float) else None
 
 
 def followed(*inputs: Tensor | float) -> bool:

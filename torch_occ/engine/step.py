@@ -28,7 +28,7 @@ from torch_occ.engine.layout import Floats, Ints, Model, Work, make_work
 from torch_occ.engine.rows import followed, number, plain, rows, shaped, summed, tabulate, untabulate
 from torch_occ.implicit import Bound, ImplicitSolution, Setting, Stationarity, poison, push_forward
 from torch_occ.mdp import LayeredMDP
-from torch_occ.newton import Options, Solution, Status
+from torch_occ.newton import Options, Solution
 from torch_occ.regularizers import Regularizer
 from torch_occ.terms import Power, Term
 from torch_occ.threads import for_each
@@ -89,10 +89,8 @@ class CompiledStep:
     def __call__(self, loss: Tensor, t: Tensor | float, start: Tensor) -> tuple[Solution, bool] | None:
         """The solution and whether all of it converged, or None if some input is not plain or not good; nothing is said about which."""
         inputs: list[Any] = [t, *[slot[name] for slot, name in self.slots]]
-        if not all(map(plain, (loss, start, *inputs[1:]))) or not (isinstance(t, int | float) or plain(t)):
-            return None
         values = [number(x) for x in inputs]
-        if not self._in_domain(values):
+        if not (plain(loss) and plain(start)) or any(x is None for x in values) or not self._in_domain(values):
             return None
         formula = self.formula
         if formula is None:  # then torch works out the terms, and they are the inputs
