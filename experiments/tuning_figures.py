@@ -144,8 +144,8 @@ def draw_landscape(objective: occ.ForecastObjective, tuned: occ.Tuned, refined: 
         walk = tuned.path[:, start]
         axes.plot(walk[:, order["beta"]], walk[:, order["gamma"]], color="#D55E00", linewidth=1.2, marker=".", markersize=3)
         axes.plot(*walk[0, [order["beta"], order["gamma"]]], color="#D55E00", marker="o", markerfacecolor="white")
-    points = refined.points[:, [order["beta"], order["gamma"]]].T
-    axes.scatter(*points, c=tried, s=30, edgecolors="black", linewidths=0.7, zorder=3, label="tried, in the colour of the trial", **shading)
+    x, y = refined.points[:, order["beta"]], refined.points[:, order["gamma"]]
+    axes.scatter(x, y, c=tried, s=30, edgecolors="black", linewidths=0.7, zorder=3, label="tried, in the colour of the trial", **shading)
     axes.plot([beta], [gamma], color="#E69F00", marker="*", markersize=16, markeredgecolor="black", linestyle="none", label="result")
     axes.legend(frameon=True, fontsize="small", loc="lower left")
     axes.set(
