@@ -121,7 +121,7 @@ def draw_landscape(objective: occ.ForecastObjective, tuned: occ.Tuned, refined: 
     from matplotlib.figure import Figure
 
     (world,) = objective.worlds
-    betas, gammas = (torch.logspace(low, high, 25, dtype=torch.float64) for low, high in ((-2, 2.5), (-0.9, 0.9)))
+    betas, gammas = (torch.logspace(*ends, dtype=torch.float64) for ends in ((-2, 2.5, 25), (-0.9, 0.9, 17)))
     alpha, beta, gamma = setting_of(refined.tuned)
     ratios, shares = [], []
     for row in gammas:  # one after the other, since a batch of all of them would take much memory
@@ -137,7 +137,7 @@ def draw_landscape(objective: occ.ForecastObjective, tuned: occ.Tuned, refined: 
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
     shades = axes.contourf(betas, gammas, values, levels=levels, **shading)
-    axes.contourf(betas, gammas, share, levels=[1 / 3, 1.0], colors="none", hatches=["//"])
+    axes.contourf(betas, gammas, share, levels=[1 / 3, 1.0], colors="none", hatches=["//"]).set_edgecolor("0.5")
     axes.contour(betas, gammas, share, levels=[1 / 3], colors="white", linewidths=1.2, linestyles="--")
     order = {name.rpartition(".")[2]: i for i, name in enumerate(tuned.names)}
     for start in range(tuned.path.shape[1]):
@@ -146,7 +146,9 @@ def draw_landscape(objective: occ.ForecastObjective, tuned: occ.Tuned, refined: 
         axes.plot(*walk[0, [order["beta"], order["gamma"]]], color="#D55E00", marker="o", markerfacecolor="white")
     x, y = refined.points[:, order["beta"]], refined.points[:, order["gamma"]]
     axes.scatter(x, y, c=tried, s=30, edgecolors="black", linewidths=0.7, zorder=3, label="tried, in the colour of the trial", **shading)
-    axes.plot([beta], [gamma], color="#E69F00", marker="*", markersize=16, markeredgecolor="black", linestyle="none", label="result")
+    axes.plot(
+        [beta], [gamma], color="#E69F00", marker="*", markersize=16, markeredgecolor="black", linestyle="none", zorder=4, label="result"
+    )
     axes.legend(frameon=True, fontsize="small", loc="lower left")
     axes.set(
         xscale="log",
@@ -156,6 +158,8 @@ def draw_landscape(objective: occ.ForecastObjective, tuned: occ.Tuned, refined: 
         title=f"forecast at T = {objective.episodes:,}, α = {alpha:.2g} (hatched: not to be believed)",
     )
     axes.set(xlim=(float(betas[0]), float(betas[-1])), ylim=(float(gammas[0]), float(gammas[-1])))
+    axes.set_yticks((0.25, 0.5, 1, 2, 4), labels=("0.25", "0.5", "1", "2", "4"), minor=False)
+    axes.set_yticks((), minor=True)
     bar = figure.colorbar(shades, ax=axes, label="regret, relative to the paper's constants")
     ticks = [x for x in (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0) if levels[0] <= x <= levels[-1]]
     bar.set_ticks(ticks, labels=[f"{x:g}" for x in ticks])
