@@ -84,7 +84,7 @@ def refine(
         hopeless: a point whose forecast is worse than the best trial by more, in logarithms, is not tried. Infinity tries all points and
             forecasts none, where a trial costs no more than a forecast.
         finalists: so many of the best points are tried again with new random numbers, at the end.
-        particles: of each trial by leaping.
+        particles: of each trial by leaping, on every MDP; few are enough where MDPs are many.
         accuracy: of leaping.
         runs: of each trial by playing, on every MDP.
         guard: worlds in which the result may not be worse than a reference. Its penalty is part of `values`, its regrets of
