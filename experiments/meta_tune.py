@@ -13,7 +13,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ class Args:
     """T"""
     train: int = 2
     """MDPs to tune on"""
+    rival_mdps: int = 4
+    """searches by simulation play the last so many of them; the tuner leaps through all"""
     test: int = 2
     """held-out MDPs"""
     seeds: int = 20
@@ -57,22 +59,22 @@ class Args:
     """of a forecast by leaping, in the comparison with simulations"""
     steps: int = 20
     """of the optimizer"""
+    rate: float = 0.4
+    """its learning rate"""
     starts: int = 2
     """of the optimizer"""
     rounds: int = 3
     """of the refinement"""
     refine_points: int = 0
     """of each round; 0 for twice as many as there are parameters"""
-    refine_judge: Literal["leap", "play"] = "play"
-    """who judges them in the part `rivals`; under a guard it is leaping"""
-    refine_radius: float = 3.5
-    """of the first region in that part, in logarithms"""
-    refine_finalists: int = 3
-    """so many of the best points are tried again there"""
+    refine_radius: float = 1.4
+    """of its first region, in logarithms; wide, since the gradients stop where the forecast is no longer to be believed"""
     refine_particles: int = 64
-    """of each point of the refinement"""
+    """of each point, on every MDP"""
+    refine_hopeless: float = 0.3
+    """a point whose forecast is worse than the best one tried by more is not tried; inf forecasts none"""
     points: int = 24
-    """of the search with a fixed number of points; each is played once on every training MDP; 0 for none"""
+    """of the search with a fixed number of points; each is played once on each of its MDPs; 0 for none"""
     again: int = 4
     """so many of them, the best ones, are played again"""
     search_seeds: int = 4
@@ -114,6 +116,11 @@ class Args:
     def training(self) -> range:
         """Numbers of the training MDPs."""
         return range(self.seed - self.train, self.seed)
+
+    @property
+    def played(self) -> range:
+        """Those of them that searches by simulation play."""
+        return self.training[-self.rival_mdps :]
 
     @property
     def held_out(self) -> range:
@@ -207,8 +214,18 @@ def objective_of(args: Args, places: tuple[str, ...]) -> tuple[occ.ForecastObjec
 def refine(
     args: Args, objective: occ.ForecastObjective, psi: occ.Regularizer, tuned: occ.Tuned, guard: occ.Guard | None = None
 ) -> occ.Refined:
-    """Go on by leaping: the first region is wide, since the gradients stop where the forecast is no longer to be believed."""
-    return occ.refine(objective, psi, tuned, rounds=args.rounds, radius=1.4, particles=args.refine_particles, accuracy=0.7, guard=guard)
+    """Go on by leaping."""
+    return occ.refine(
+        objective,
+        psi,
+        tuned,
+        rounds=args.rounds,
+        points=args.refine_points or None,
+        radius=args.refine_radius,
+        hopeless=args.refine_hopeless,
+        particles=args.refine_particles,
+        guard=guard,
+    )
 
 
 def rivals(args: Args, directory: Path) -> list[str]:
@@ -222,39 +239,28 @@ def rivals(args: Args, directory: Path) -> list[str]:
         psi,
         steps=args.steps,
         starts=args.starts,
-        rate=0.4,
+        rate=args.rate,
         bounds=BOX,
         directory=directory / "tuning",
         save_to=directory / "tuning.pt",
     )
     by_gradients = time.process_time() - begun
-    refined = occ.refine(
-        objective,
-        psi,
-        tuned,
-        judge=args.refine_judge,
-        rounds=args.rounds,
-        points=args.refine_points or None,
-        radius=args.refine_radius,
-        finalists=args.refine_finalists,
-        particles=args.refine_particles,
-        accuracy=0.5,
-    )
+    refined = refine(args, objective, psi, tuned)
     spent = time.process_time() - begun
     print(f"{tuned}\nrefined: {refined.tuned}", flush=True)
-    write_figure(directory / "landscape.png", figures.draw_landscape(family, args.training[0], tuned, refined))
+    write_figure(directory / "landscape.png", figures.draw_landscape(objective, tuned, refined))
     budget = args.budget or spent
     lines = [
         f"tuner: {by_gradients:.1f} s of processor time by gradients, {spent - by_gradients:.1f} s by {len(refined.values)} trials",
         f"random search and Optuna got {seconds(budget)} each",
     ]
-    kept = args.cache / f"search_T{args.episodes}_mdps{args.training[0]}-{args.training[-1]}_{args.points}.csv"
+    kept = args.cache / f"search_T{args.episodes}_mdps{args.played[0]}-{args.played[-1]}_{args.points}.csv"
     searches: dict[str, Search | None] = {
-        f"search of {args.points} points": search_points(family, args.training, args.points, args.again, args.search_seeds, 0, kept)
+        f"search of {args.points} points": search_points(family, args.played, args.points, args.again, args.search_seeds, 0, kept)
         if args.points
         else None,
-        RANDOM: search_randomly(family, args.training, args.rival_seeds, budget, args.seed),
-        OPTUNA: search_optuna(family, args.training, args.rival_seeds, budget, args.seed),
+        RANDOM: search_randomly(family, args.played, args.rival_seeds, budget, args.seed),
+        OPTUNA: search_optuna(family, args.played, args.rival_seeds, budget, args.seed),
     }
     candidates: list[tuple[str, Setting, float]] = [(PAPER, family.paper, 0.0), (TUNED, figures.setting_of(refined.tuned), spent)]
     for name, found in searches.items():
@@ -275,7 +281,22 @@ def rivals(args: Args, directory: Path) -> list[str]:
         + [f"{row['regret']:.0f} ± {row['standard_error']:.0f}", f"{row['regret'] / own['regret']:.3g}"]
         for row in rows
     ]
+    for name, setting, _ in candidates[2:]:
+        excess, error = excess_of(args, candidates[1][1], setting)
+        lines.append(f"{TUNED}: {excess:+.1%} ± {error:.1%} of regret, relative to {name}")
     return [*lines, table(header, cells)]
+
+
+def excess_of(args: Args, setting: Setting, other: Setting) -> tuple[float, float]:
+    """How much more regret one setting has than another, relative to it, on the held-out MDPs; and the standard error, by seed."""
+
+    def by_seed(candidate: Setting) -> torch.Tensor:
+        found = [args.family.simulated(args.cache, number, candidate, STOCHASTIC, args.seeds) for number in args.held_out]
+        return torch.stack([history.regret[:, -1] for history in found]).mean(0)
+
+    own, its = by_seed(setting), by_seed(other)
+    difference = (own - its) / its.mean()
+    return float(difference.mean()), float(difference.std()) / len(difference) ** 0.5
 
 
 def judge_held_out(args: Args, name: str, setting: Setting, place: str) -> dict[str, Any]:
@@ -298,7 +319,7 @@ def guard(args: Args, directory: Path) -> list[str]:
     family = args.family
     objective, psi = objective_of(args, (STOCHASTIC, CORRUPTED, SWITCHING))
     bounds = BOX | {"gamma": (0.05, 4.0)}
-    tuned = occ.tune(objective, psi, steps=args.steps, starts=args.starts, rate=0.4, bounds=bounds)
+    tuned = occ.tune(objective, psi, steps=args.steps, starts=args.starts, rate=args.rate, bounds=bounds)
     refined = refine(args, objective, psi, tuned)
     appendix = occ.theory.tune_stochastic(family.problem(args.seed)[0])
     settings: dict[str, Setting] = {

@@ -115,43 +115,54 @@ def draw_environments(family: Family, rows: Rows, seeds: int, mdps: int) -> Figu
     return figure
 
 
-def draw_landscape(family: Family, number: int, tuned: occ.Tuned, refined: occ.Refined) -> Figure:
-    """The forecast over (beta, gamma) on one MDP, where it may be believed, and the tuner's paths on it."""
+def draw_landscape(objective: occ.ForecastObjective, tuned: occ.Tuned, refined: occ.Refined) -> Figure:
+    """The forecast over (beta, gamma) at the alpha found, the tuner's paths on it, and every point tried in the colour of its trial."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
-    mdp, mean = family.problem(number)
-    betas, gammas = (torch.logspace(low, high, 33, dtype=torch.float64) for low, high in ((-2, 2.5), (-0.9, 1.3)))
-    alpha = setting_of(refined.tuned)[0]
-    psi = occ.jin_luo(mdp, alpha, betas[None, :].expand(33, 33), gammas[:, None].expand(33, 33))
-    with torch.no_grad():
-        path = occ.forecast(mdp, psi, mean, family.episodes)
-    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
+    (world,) = objective.worlds
+    betas, gammas = (torch.logspace(*ends, dtype=torch.float64) for ends in ((-2, 2.5, 25), (-0.9, 0.9, 17)))
+    alpha, beta, gamma = setting_of(refined.tuned)
+    ratios, shares = [], []
+    for row in gammas:  # one after the other, since a batch of all of them would take much memory
+        psi = occ.jin_luo(world.mdp, alpha, betas[:, None], row.expand(len(betas), 1))
+        with torch.no_grad():
+            path = occ.forecast(world.mdp, psi, world.losses, objective.episodes)
+            ratios.append(objective.combine([path.final], [path.certified]).value.exp())
+            shares.append(path.noise_share.mean(-1))
+    values, share = torch.stack(ratios), torch.stack(shares)
+    tried = refined.values.exp()
+    levels = np.geomspace(min(float(values.min()), float(tried.min())), float(values.max()), 25)
+    shading: dict[str, Any] = {"norm": LogNorm(levels[0], levels[-1]), "cmap": "viridis_r"}
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
-    levels = np.geomspace(float(path.final.min()), float(path.final.max()), 25)
-    shades = axes.contourf(betas, gammas, path.final, levels=levels, norm=LogNorm(), cmap="viridis_r")
-    axes.contour(betas, gammas, path.noise_share, levels=[1 / 3], colors="white", linewidths=1.2, linestyles="--")
-    axes.contourf(betas, gammas, path.noise_share, levels=[1 / 3, 1.0], colors="none", hatches=["///"])
+    shades = axes.contourf(betas, gammas, values, levels=levels, **shading)
+    axes.contourf(betas, gammas, share, levels=[1 / 3, 1.0], colors="none", hatches=["//"]).set_edgecolor("0.5")
+    axes.contour(betas, gammas, share, levels=[1 / 3], colors="white", linewidths=1.2, linestyles="--")
     order = {name.rpartition(".")[2]: i for i, name in enumerate(tuned.names)}
     for start in range(tuned.path.shape[1]):
         walk = tuned.path[:, start]
         axes.plot(walk[:, order["beta"]], walk[:, order["gamma"]], color="#D55E00", linewidth=1.2, marker=".", markersize=3)
         axes.plot(*walk[0, [order["beta"], order["gamma"]]], color="#D55E00", marker="o", markerfacecolor="white")
-    _, beta, gamma = setting_of(refined.tuned)
-    axes.scatter(refined.points[:, order["beta"]], refined.points[:, order["gamma"]], s=12, color="black", label="refinement: points tried")
-    axes.plot([beta], [gamma], color="#E69F00", marker="*", markersize=15, markeredgecolor="black", linestyle="none", label="result")
+    x, y = refined.points[:, order["beta"]], refined.points[:, order["gamma"]]
+    axes.scatter(x, y, c=tried, s=30, edgecolors="black", linewidths=0.7, zorder=3, label="tried, in the colour of the trial", **shading)
+    axes.plot(
+        [beta], [gamma], color="#E69F00", marker="*", markersize=16, markeredgecolor="black", linestyle="none", zorder=4, label="result"
+    )
     axes.legend(frameon=True, fontsize="small", loc="lower left")
     axes.set(
         xscale="log",
         yscale="log",
         xlabel="β",
         ylabel="γ",
-        title=f"forecast regret at T = {family.episodes:,} (hatched: not to be believed)",
+        title=f"forecast at T = {objective.episodes:,}, α = {alpha:.2g} (hatched: not to be believed)",
     )
     axes.set(xlim=(float(betas[0]), float(betas[-1])), ylim=(float(gammas[0]), float(gammas[-1])))
-    bar = figure.colorbar(shades, ax=axes, label="regret")
-    ticks = [x for x in (100, 200, 500, 1000, 2000, 5000, 10000, 20000) if levels[0] <= x <= levels[-1]]
-    bar.set_ticks(ticks, labels=[f"{x:,}" for x in ticks])
+    axes.set_yticks((0.25, 0.5, 1, 2, 4), labels=("0.25", "0.5", "1", "2", "4"), minor=False)
+    axes.set_yticks((), minor=True)
+    bar = figure.colorbar(shades, ax=axes, label="regret, relative to the paper's constants")
+    ticks = [x for x in (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0) if levels[0] <= x <= levels[-1]]
+    bar.set_ticks(ticks, labels=[f"{x:g}" for x in ticks])
     return figure
 
 

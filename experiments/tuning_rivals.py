@@ -61,6 +61,8 @@ def warm_up(family: Family, mdps: range) -> None:
     """Compile, before the clock starts."""
     short = family._replace(episodes=10)
     judge(short, mdps[:1], (0.5, 1.0, 1.0), 1)
+    mdp, mean = family.problem(mdps[0])
+    occ.leap(mdp, occ.jin_luo(mdp), mean, short.episodes, particles=1)
 
 
 def quasi_random(count: int, seed: int) -> Iterator[Setting]:

@@ -30,6 +30,7 @@ def test_meta_tune(tmp_path):
     assert "search of 3 points: 3 points" in printed
     assert "guarded, no worse on every MDP: excess" in printed
     assert "| tuned by gradients " in printed
+    assert "% of regret, relative to search of 3 points, no. 1" in printed
 
 
 def test_a_search_goes_on_where_it_was_interrupted(tmp_path):

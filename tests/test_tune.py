@@ -9,6 +9,7 @@ from torch.distributions import constraints
 
 import torch_occ as occ
 from torch_occ.objectives import Evaluation
+from torch_occ.refine import Search
 
 
 def world(seed=0):
@@ -257,6 +258,38 @@ def test_refine_is_not_misled_by_a_lucky_trial():
     assert trials[8] > 0.1
     assert trials[found.chosen] < 0.1
     assert trials[found.chosen] < trials[0]
+
+
+def test_refine_forecasts_points_only_to_leave_out_the_hopeless(monkeypatch):
+    mdp, mean = world(1)
+    psi = occ.jin_luo(mdp)
+    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
+    tuned = occ.tune(objective, psi, steps=0, starts=1)
+    centre = math.log(next(iter(tuned.parameters.values())))
+    forecasts = []
+
+    def forecast(_, u):
+        forecasts.append(float(u[0]))
+        return 0.0 if u[0] < centre else 1.0
+
+    monkeypatch.setattr(Search, "forecast", forecast)
+
+    def flat(_regularizer, _seed):
+        return occ.Evaluation(torch.zeros(1), {}, torch.tensor([True]))
+
+    def forecasts_and_hopeless_points(hopeless):
+        forecasts.clear()
+        found = occ.refine(objective, psi, tuned, judge=flat, rounds=1, points=12, radius=2.0, hopeless=hopeless)
+        assert len(found.values) == 1 + 12 + 1
+        return len(forecasts), int((found.points[1:13, 0].log() > centre).sum())
+
+    everything = forecasts_and_hopeless_points(math.inf)
+    assert everything[0] == 0
+    assert everything[1] >= 4
+    assert forecasts_and_hopeless_points(2.0)[0] == 12
+    screened = forecasts_and_hopeless_points(0.5)
+    assert screened[0] > 12
+    assert screened[1] == 0
 
 
 def test_a_guard_plays_where_nothing_can_be_forecast():

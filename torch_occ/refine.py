@@ -33,7 +33,7 @@ from torch_occ.tune import Tuned, Tuner
 
 #: A region shrinks by so much when its best point is not at its border.
 SHRINK = 0.6
-#: The forecast is right within some 30 % almost everywhere: a point whose forecast is worse than the best trial by more is not tried.
+#: The forecast is right within some 30 % almost everywhere, and points that are worse than the best by more say little about it.
 HOPELESS = 0.3
 #: So many candidates are forecast for each point that is tried, at most.
 SCREENED = 4
@@ -48,7 +48,6 @@ class Refined(NamedTuple):
 
     tuned: Tuned  # the point chosen; value and regrets are means over its trials, path and values those of all points tried
     values: Tensor  # (points,), the objective by trials
-    forecasts: Tensor  # (points,), by the mean path
     fitted: Tensor  # (points,), by the last surface
     points: Tensor  # (points, parameters)
     excess: Tensor  # (points,), what the guard found; zeros without a guard
@@ -65,6 +64,7 @@ def refine(
     rounds: int = 3,
     points: int | None = None,
     radius: float = 0.8,
+    hopeless: float = HOPELESS,
     finalists: int = 0,
     particles: int = 64,
     accuracy: float = 0.7,
@@ -81,8 +81,10 @@ def refine(
         rounds: each tries `points` points and the minimum of the fit.
         points: 2 p for p parameters by default.
         radius: of the first region in the unconstrained space; the region shrinks when its best point is not at its border.
+        hopeless: a point whose forecast is worse than the best trial by more, in logarithms, is not tried. Infinity tries all points and
+            forecasts none, where a trial costs no more than a forecast.
         finalists: so many of the best points are tried again with new random numbers, at the end.
-        particles: of each trial by leaping.
+        particles: of each trial by leaping, on every MDP; few are enough where MDPs are many.
         accuracy: of leaping.
         runs: of each trial by playing, on every MDP.
         guard: worlds in which the result may not be worse than a reference. Its penalty is part of `values`, its regrets of
@@ -98,7 +100,7 @@ def refine(
         search.attempt(centre, seed)
         for _ in range(rounds):
             low, high = search.region(centre, radius)
-            for u in search.promising(low, high, sobol, points or 2 * len(centre)):
+            for u in search.promising(low, high, sobol, points or 2 * len(centre), hopeless):
                 search.attempt(u, seed)
             search.fit(centre, radius)
             search.attempt(search.minimum(sobol), seed)
@@ -127,7 +129,6 @@ class Search:
         self.points: list[Tensor] = []
         self.tried: list[float] = []  # without the guard's penalty
         self.judged: list[Evaluation] = []  # with it
-        self.forecasts: list[float] = []
         self.excess: list[float] = []
 
     def located(self, tuned: Tuned) -> Tensor:
@@ -150,24 +151,25 @@ class Search:
             for name, value in values.items():
                 self.own[name].copy_(value)
 
-    def promising(self, low: Tensor, high: Tensor, sobol: torch.quasirandom.SobolEngine, count: int) -> Iterator[Tensor]:
+    def promising(self, low: Tensor, high: Tensor, sobol: torch.quasirandom.SobolEngine, count: int, hopeless: float) -> Iterator[Tensor]:
         """Points that fill a region, without those whose forecast is hopeless by what was tried so far; some, if all of them are."""
-        drawn = low + sobol.draw(SCREENED * count, dtype=torch.float64) * (high - low)
+        screened = 1 if math.isinf(hopeless) else SCREENED
+        drawn = low + sobol.draw(screened * count, dtype=torch.float64) * (high - low)
         given = 0
         for i, u in enumerate(drawn):
-            if given < count and (self.forecast(u) < min(self.tried) + HOPELESS or len(drawn) - i <= count - given):
+            if given < count and (len(drawn) - i <= count - given or self.forecast(u) < min(self.tried) + hopeless):
                 given += 1
                 yield u
 
     def forecast(self, u: Tensor) -> float:
-        """The objective by the mean path; the regularizer is left at this point."""
+        """The objective by the mean path."""
         self.set_point(u)
         with torch.no_grad():
             return float(self.plain(self.regularizer).value)
 
     def attempt(self, u: Tensor, seed: int) -> None:
-        """Forecast a point, try it, and let the guard play."""
-        self.forecasts.append(self.forecast(u))
+        """Try a point, and let the guard play."""
+        self.set_point(u)
         found = self.trial(self.regularizer, seed)
         verdict = self.guard(self.regularizer) if self.guard is not None else Verdict(0.0, {})
         self.points.append(u)
@@ -232,7 +234,7 @@ class Search:
             start=0,
             seconds=tuned.seconds + seconds,
         )
-        return Refined(result, values, torch.tensor(self.forecasts), self.fitted(), parameters, torch.tensor(self.excess), own[0], seconds)
+        return Refined(result, values, self.fitted(), parameters, torch.tensor(self.excess), own[0], seconds)
 
 
 def _judge(name: str, objective: ForecastObjective, particles: int, accuracy: float, runs: int) -> Trial:

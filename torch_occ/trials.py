@@ -1,7 +1,8 @@
 """One setting tried in every world of an objective: by leaping, or by playing for real.
 
 Leaping costs a time that grows with log T and averages over many particles at once, but is biased upwards by some percent where the
-learner is hardly regularized. Playing is the truth with the noise of a few runs, at a cost that grows with T.
+learner is hardly regularized. Playing is the truth with the noise of a few runs, at a cost that grows with T. Either averages over the MDPs
+of the objective as well: many of them with few runs on each are as precise as few with many, and say more about others.
 """
 
 from __future__ import annotations
