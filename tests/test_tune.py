@@ -307,3 +307,36 @@ def test_refine_under_a_guard_chooses_what_passes():
     chosen = found.chosen
     assert float(found.excess[chosen]) < float(found.excess[0]) / 2
     assert found.tuned.regrets["greedy"] == pytest.approx(guard.scales[0] * (1 + float(found.excess[chosen])))
+
+
+def test_the_estimator_of_an_objective_is_what_is_forecast_leapt_and_played():
+    mdp, mean = world(1)
+    psi, own = occ.jin_luo(mdp, beta=2.0), occ.ReducedVariance(occ.InverseSqrt(0.01))
+    worlds = [occ.World("stochastic", mdp, mean)]
+    objective = occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp), estimator=own)
+    assert objective.scales == occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp)).scales  # the reference is the paper's
+    with torch.no_grad():
+        forecast = objective(psi).regrets["stochastic"]
+        assert float(forecast) == float(occ.forecast(mdp, psi, mean, 300, estimator=own).final)
+        assert float(forecast) < float(occ.forecast(mdp, psi, mean, 300).final)
+        assert torch.equal(occ.ForecastObjective.believing(objective)(psi).regrets["stochastic"], forecast)
+    tuned = occ.tune(objective, psi, steps=0, starts=1)
+    leapt = occ.refine(objective, psi, tuned, rounds=0, particles=8, accuracy=1.0).tuned.regrets["stochastic"]
+    assert leapt == pytest.approx(float(occ.leap(mdp, psi, mean, 300, estimator=own, particles=8, accuracy=1.0).final))
+    played = occ.refine(objective, psi, tuned, rounds=0, judge="play", runs=2).tuned.regrets["stochastic"]
+    history = occ.simulate(mdp, occ.FTRL(mdp, psi, own), occ.BernoulliLosses(mean), 300, (1, 2))
+    assert played == pytest.approx(float(history.regret[:, -1].mean()))
+
+
+def test_a_guard_plays_with_an_estimator_against_the_papers():
+    mdp, _ = world(1)
+    psi, own, greedy = occ.jin_luo(mdp, beta=2.0), occ.ReducedVariance(occ.InverseSqrt(0.01)), occ.GreedyAdversary()
+    worlds = [occ.World("greedy", mdp, greedy)]
+    with_own, plain = (
+        float(occ.simulate(mdp, occ.FTRL(mdp, psi, estimator), greedy, 100, (1, 2)).regret[:, -1].mean()) for estimator in (own, None)
+    )
+    guard = occ.Guard(worlds, 100, psi, estimator=own, seeds=(1, 2))
+    assert guard.scales == [plain]
+    assert guard(psi).regrets["greedy"] == with_own
+    assert guard(psi).excess == pytest.approx(with_own / plain - 1)
+    assert occ.Guard(worlds, 100, psi, estimator=own, reference_estimator=own, seeds=(1, 2)).scales == [with_own]
