@@ -153,9 +153,9 @@ class Search:
     def promising(self, low: Tensor, high: Tensor, sobol: torch.quasirandom.SobolEngine, count: int) -> Iterator[Tensor]:
         """Points that fill a region, without those whose forecast is hopeless by what was tried so far; some, if all of them are."""
         drawn = low + sobol.draw(SCREENED * count, dtype=torch.float64) * (high - low)
-        given = 0
+        given, lowest = 0, min(_trusted(found) for found in self.judged)  # a guard's penalty counts: what does not pass sets no standard
         for i, u in enumerate(drawn):
-            if given < count and (self.forecast(u) < min(self.tried) + HOPELESS or len(drawn) - i <= count - given):
+            if given < count and (self.forecast(u) < lowest + HOPELESS or len(drawn) - i <= count - given):
                 given += 1
                 yield u
 
