@@ -24,7 +24,6 @@ import torch_occ as occ
 from experiments import both_worlds_figures as figures
 from experiments.common import run_directory, seconds, table, write_csv, write_figure
 from experiments.games import write_configuration, write_text
-from experiments.tuning_figures import draw_environments
 from experiments.tuning_worlds import ENVIRONMENTS, GREEDY, STOCHASTIC, Family
 from torch_occ.fingerprints import fingerprint
 
@@ -217,7 +216,7 @@ def judge(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
             row |= {f"MDP {number}": float(x.mean()), f"MDP {number}, standard error": _error(x)}
         rows.append(row)
     write_csv(directory / "held_out.csv", rows)
-    write_figure(directory / "environments.png", draw_environments(args.family, rows, args.seeds, args.test))
+    write_figure(directory / "environments.png", figures.draw_environments(rows, args.episodes, args.seeds, args.test))
     lines = [f"mean regret over {args.test} held-out MDPs, T = {args.episodes:,}, {args.seeds} seeds, ± 95 %:"]
     by_place = {(row["environment"], row["setting"]): row for row in rows}
     cells = [

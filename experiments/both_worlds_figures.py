@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,11 @@ from torch_occ.figures import COLOURS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Ratios = Sequence[tuple[float, float]]  # values and standard errors
 MARKERS = ("s", "*", "o", "^", "D")
 
 
-def draw_held_out(ratios: Mapping[tuple[str, str], Sequence[tuple[float, float]]], mdps: Sequence[int], episodes: int, seeds: int) -> Figure:
+def draw_held_out(ratios: Mapping[tuple[str, str], Ratios], mdps: Sequence[int], episodes: int, seeds: int) -> Figure:
     """MDP by MDP and on average, relative to the paper's: the stochastic world on the left, the adversary on the right."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
@@ -46,6 +48,40 @@ def draw_held_out(ratios: Mapping[tuple[str, str], Sequence[tuple[float, float]]
     right.set(ylabel="regret relative to the paper's", title=f"greedy adversary (dotted: as good), {seeds} seeds, 95 %")
     right.set_ylim(bottom=0)
     right.legend(frameon=False, fontsize="small", loc="lower left")
+    return figure
+
+
+def draw_environments(rows: Sequence[dict[str, Any]], episodes: int, seeds: int, mdps: int) -> Figure:
+    """Bars: regret of every setting in every environment."""
+    from matplotlib.figure import Figure
+
+    places = list(dict.fromkeys(row["environment"] for row in rows))
+    names = list(dict.fromkeys(row["setting"] for row in rows))
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        kept = [row for row in rows if row["setting"] == name]
+        x = np.arange(len(places)) + (i - (len(names) - 1) / 2) * width
+        heights = [row["regret"] for row in kept]
+        axes.bar(
+            x,
+            heights,
+            width * 0.92,
+            color=COLOURS[i],
+            label=name,
+            yerr=[1.96 * row["standard_error"] for row in kept],
+            error_kw={"linewidth": 0.8},
+        )
+        for at, height in zip(x, heights, strict=True):
+            axes.text(at, max(height, 0.0) * 1.08, f"{height:.0f}", ha="center", va="bottom", fontsize=7)
+    axes.set_yscale("symlog", linthresh=math.sqrt(episodes))  # a regret may be negative
+    axes.axhline(0, color="0.3", linewidth=0.8)
+    axes.set(ylabel=f"regret at T = {episodes:,}", title=f"{mdps} held-out MDPs, {seeds} seeds, 95 % intervals")
+    axes.set_xticks(range(len(places)), places)
+    axes.legend(frameon=False, fontsize="small", ncols=2)
+    axes.margins(y=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
