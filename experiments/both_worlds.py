@@ -65,7 +65,7 @@ class Args:
     """runs of the guard on every training MDP"""
     margin: float = 0.0
     """how much less regret than the paper's the guard demands"""
-    frontier: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.6)
+    frontier: tuple[float, ...] = (0.2, 0.3, 0.4, 0.6)
     """learning rates of the frontier; none for no frontier"""
     frontier_seeds: int = 8
     """its runs on every training MDP"""
@@ -150,6 +150,12 @@ def _error(x: np.ndarray) -> float:
     return float(x.std(ddof=1)) / len(x) ** 0.5
 
 
+def stochastic(args: Args) -> occ.World:
+    """The stochastic worlds of all training MDPs, which can be forecast."""
+    found = [args.family.problem(number) for number in args.training]
+    return occ.World(STOCHASTIC, occ.stack([mdp for mdp, _ in found]), torch.stack([mean for _, mean in found]))
+
+
 # -- tuning ---------------------------------------------------------------------------------------------------------------
 
 
@@ -157,8 +163,7 @@ def tune(args: Args, directory: Path) -> tuple[occ.Regularizer, list[str]]:
     """By gradients of the forecast, then under the guard, with the forecast as the judge of the stochastic world."""
     found = [args.family.problem(number) for number in args.training]
     paper, psi = occ.jin_luo(found[0][0]), entropy(1.0, 0.2)
-    world = occ.World(STOCHASTIC, occ.stack([mdp for mdp, _ in found]), torch.stack([mean for _, mean in found]))
-    objective = occ.ForecastObjective([world], args.episodes, reference=paper, estimator=args.baseline)
+    objective = occ.ForecastObjective([stochastic(args)], args.episodes, reference=paper, estimator=args.baseline)
     begun = time.process_time()
     free = occ.tune(objective, psi, steps=args.steps, starts=1, rate=0.2, bounds=BOUNDS, directory=directory / "tuning")
     by_gradients = time.process_time() - begun
@@ -256,19 +261,20 @@ def frontier(args: Args, directory: Path, tuned: occ.Regularizer | None) -> list
         "the paper's hybrid": lambda gamma: Contestant(occ.jin_luo(mdp, 0.2, beta, gamma), plain),
     }
 
-    def compared(player: Contestant) -> tuple[Ratio, Ratio]:
-        worlds = [
-            [[regrets(args, who, number, place, args.frontier_seeds) for number in args.training] for who in (player, paper)]
-            for place in (STOCHASTIC, GREEDY)
-        ]
-        return Ratio.of(worlds[0][1], worlds[0][0]), Ratio.of(*worlds[1])
-
-    rows: list[dict[str, Any]] = []
+    world, rows = stochastic(args), []
 
     def note(name: str, gamma: float | None, player: Contestant) -> None:
-        gained, paid = compared(player)
-        row = {"family": name, "gamma": gamma, "stochastic": gained.value, "stochastic, standard error": gained.error}
-        rows.append(row | {"adversary": paid.value, "adversary, standard error": paid.error})
+        mine, papers = (
+            {place: [regrets(args, who, number, place, args.frontier_seeds) for number in args.training] for place in (STOCHASTIC, GREEDY)}
+            for who in (player, paper)
+        )
+        gained, paid = Ratio.of(papers[STOCHASTIC], mine[STOCHASTIC]), Ratio.of(mine[GREEDY], papers[GREEDY])
+        with torch.no_grad():
+            path = occ.forecast(world.mdp, player.regularizer, world.losses, args.episodes, estimator=player.estimator)
+        row: dict[str, Any] = {"family": name, "gamma": gamma, "stochastic": gained.value, "stochastic, standard error": gained.error}
+        row |= {"adversary": paid.value, "adversary, standard error": paid.error, "noise share": float(path.noise_share.max())}
+        row["forecast error"] = float(path.final.mean()) / float(np.mean(mine[STOCHASTIC])) - 1
+        rows.append(row)
         print(f"  {name}, {gamma}: {gained} times less, {paid}", flush=True)
 
     for name, contestant in families.items():
@@ -281,9 +287,11 @@ def frontier(args: Args, directory: Path, tuned: occ.Regularizer | None) -> list
     cells = [
         [row["family"], f"{row['gamma']:g}" if row["gamma"] else ""]
         + [str(Ratio(row[key], row[f"{key}, standard error"])) for key in ("stochastic", "adversary")]
+        + [f"{row['forecast error']:+.1%}", f"{row['noise share']:.2f}"]
         for row in rows
     ]
     header = ["", "γ", "stochastic: times less regret than the paper's", "adversary: regret relative to the paper's"]
+    header += ["error of the forecast, stochastic", "its share of noise, at most"]
     which = f"training MDPs {args.training[0]} to {args.training[-1]}, {args.frontier_seeds} seeds"
     return [f"means over {which}, ± 95 %:", table(header, cells)]
 
