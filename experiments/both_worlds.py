@@ -37,7 +37,7 @@ class Args:
 
     episodes: int = 100_000
     """T"""
-    train: int = 4
+    train: int = 8
     """MDPs to tune on"""
     test: int = 5
     """held-out MDPs"""
@@ -59,19 +59,19 @@ class Args:
     """of the refinement under the guard"""
     points: int = 6
     """of each round"""
-    radius: float = 1.0
+    radius: float = 1.2
     """of the first region, in logarithms"""
-    guard_seeds: int = 16
+    guard_seeds: int = 12
     """runs of the guard on every training MDP"""
-    margin: float = 0.0
-    """how much less regret than the paper's the guard demands"""
+    margin: float = 0.05
+    """how much less regret than the paper's the guard demands on every one of them, as a share"""
     frontier: tuple[float, ...] = (0.2, 0.3, 0.4, 0.6)
     """learning rates of the frontier; none for no frontier"""
     frontier_seeds: int = 8
     """its runs on every training MDP"""
     setting: tuple[float, float] | None = None
     """beta and gamma of the tuned setting, if they are known already; nothing is tuned then"""
-    parts: tuple[str, ...] = ("tune", "frontier", "held_out")
+    parts: tuple[str, ...] = ("tune", "training", "frontier", "held_out")
     """which parts to run"""
     cache: Path = Path("runs/both_worlds_cache")
     """where simulations are kept, so that none is ever repeated"""
@@ -110,16 +110,16 @@ def entropy(beta: float, gamma: float) -> occ.Regularizer:
     return occ.ConditionalEntropy() / occ.InverseSqrt(gamma) + occ.LogBarrier(beta)
 
 
-def regrets(args: Args, player: Contestant, number: int, place: str, seeds: int) -> np.ndarray:
+def regrets(args: Args, player: Contestant, number: int, place: str, seeds: range) -> np.ndarray:
     """The final regret of every seed, from the cache if it was ever played."""
     family, kind = args.family, fingerprint(player.regularizer, player.estimator)[:16]
     sizes = f"{family.horizon}x{family.width}x{family.actions}"
-    path = args.cache / f"{sizes}_mdp{number}_{place.replace(' ', '-')}_{kind}_T{family.episodes}_n{seeds}.npz"
+    path = args.cache / f"{sizes}_mdp{number}_{place.replace(' ', '-')}_{kind}_T{family.episodes}_seeds{seeds[0]}-{seeds[-1]}.npz"
     if not path.exists():
         mdp, _ = family.problem(number)
         learner = occ.FTRL(mdp, player.regularizer, player.estimator)
         losses = family.environment(number, place)
-        history = occ.simulate(mdp, learner, losses, family.episodes, range(1, seeds + 1), checkpoints=[family.episodes])
+        history = occ.simulate(mdp, learner, losses, family.episodes, seeds, checkpoints=[family.episodes])
         if bool(history.uncertified.any()):
             raise RuntimeError(f"MDP {number}, {place}: {int(history.uncertified.sum())} steps without certificate")
         history.save(path)
@@ -133,13 +133,17 @@ class Ratio(NamedTuple):
     error: float
 
     @classmethod
-    def of(cls, above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> Ratio:
-        """The mean over MDPs of the ratios of the mean over seeds."""
-        means, errors = [], []
-        for x, y in zip(above, below, strict=True):
-            means.append(x.mean() / y.mean())
-            errors.append(abs(means[-1]) * np.hypot(_error(x) / x.mean(), _error(y) / y.mean()))
-        return cls(float(np.mean(means)), float(np.linalg.norm(errors)) / len(errors))
+    def of(cls, above: np.ndarray, below: np.ndarray) -> Ratio:
+        """Of the means over seeds."""
+        value = float(above.mean() / below.mean())
+        return cls(value, abs(value) * float(np.hypot(_error(above) / above.mean(), _error(below) / below.mean())))
+
+    @classmethod
+    def mean(cls, ratios: Sequence[Ratio]) -> Ratio:
+        """Over MDPs."""
+        return cls(
+            float(np.mean([ratio.value for ratio in ratios])), float(np.linalg.norm([ratio.error for ratio in ratios])) / len(ratios)
+        )
 
     def __str__(self) -> str:
         return f"{self.value:.2f} ± {1.96 * self.error:.2f}" if self.value < 3 else f"{self.value:.1f} ± {1.96 * self.error:.1f}"
@@ -159,10 +163,10 @@ def stochastic(args: Args) -> occ.World:
 # -- tuning ---------------------------------------------------------------------------------------------------------------
 
 
-def tune(args: Args, directory: Path) -> tuple[occ.Regularizer, list[str]]:
-    """By gradients of the forecast, then under the guard, with the forecast as the judge of the stochastic world."""
+def tune(args: Args, directory: Path, psi: occ.Regularizer) -> list[str]:
+    """By gradients of the forecast, then under the guard, with the forecast as the judge of the stochastic world; psi becomes the result."""
     found = [args.family.problem(number) for number in args.training]
-    paper, psi = occ.jin_luo(found[0][0]), entropy(1.0, 0.2)
+    paper = occ.jin_luo(found[0][0])
     objective = occ.ForecastObjective([stochastic(args)], args.episodes, reference=paper, estimator=args.baseline)
     begun = time.process_time()
     free = occ.tune(objective, psi, steps=args.steps, starts=1, rate=0.2, bounds=BOUNDS, directory=directory / "tuning")
@@ -184,7 +188,7 @@ def tune(args: Args, directory: Path) -> tuple[occ.Regularizer, list[str]]:
     ]
     write_csv(directory / "points.csv", rows)
     own = rows[refined.chosen]
-    return psi, [
+    return [
         f"by gradients alone, {seconds(by_gradients)} of processor time: {_parameters(free)}, {np.exp(-free.value):.1f} times less regret "
         f"than the paper's in the stochastic world by forecast; excess against the adversary on the worst MDP {rows[0]['excess']:.1%}",
         f"under the guard, {len(rows)} points, {seconds(spent - by_gradients)} more: {_parameters(refined.tuned)}, "
@@ -196,7 +200,21 @@ def _parameters(tuned: occ.Tuned) -> str:
     return ", ".join(f"{name.rpartition('.')[2]} = {value:.4g}" for name, value in tuned.parameters.items())
 
 
-# -- what it is worth elsewhere -------------------------------------------------------------------------------------------
+# -- what it is worth, on the training MDPs with other seeds, and elsewhere -------------------------------------------------------------------------------------------
+
+
+def play_training(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
+    """The tuned setting on the training MDPs, with seeds that the guard has not seen."""
+    paper = Contestant(occ.jin_luo(args.family.problem(args.training[0])[0]), occ.ImportanceWeighted())
+    seeds, cells = range(1001, 1001 + args.seeds), []
+    for place in (STOCHASTIC, GREEDY):
+        runs = [[regrets(args, who, number, place, seeds) for number in args.training] for who in (paper, Contestant(tuned, args.baseline))]
+        above, below = runs if place == STOCHASTIC else reversed(runs)
+        kind = "stochastic: times less" if place == STOCHASTIC else f"{place}: relative"
+        each = [Ratio.of(x, y) for x, y in zip(above, below, strict=True)]
+        cells.append([kind, *map(str, each), str(Ratio.mean(each))])
+    header = ["", *(f"MDP {number}" for number in args.training), "mean"]
+    return [f"regret on the training MDPs against the paper's, {args.seeds} other seeds, ± 95 %:", table(header, cells)]
 
 
 def judge(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
@@ -211,7 +229,7 @@ def judge(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
     found: dict[tuple[str, str], list[np.ndarray]] = {}
     for place in ENVIRONMENTS:
         for name, player in players.items():
-            found[place, name] = [regrets(args, player, number, place, args.seeds) for number in args.held_out]
+            found[place, name] = [regrets(args, player, number, place, range(1, args.seeds + 1)) for number in args.held_out]
             print(f"  {place}, {name}: {np.mean(found[place, name]):.0f}", flush=True)
     rows: list[dict[str, Any]] = []
     for (place, name), runs in found.items():
@@ -236,8 +254,8 @@ def judge(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
             pairs = list(zip(found[place, name], found[place, PAPER], strict=True))
             if place == STOCHASTIC:
                 pairs = [(before, after) for after, before in pairs]
-            ratios[place, name] = [Ratio.of([x], [y]) for x, y in pairs]
-            ratios[place, name].append(Ratio.of(*zip(*pairs, strict=True)))
+            each = [Ratio.of(x, y) for x, y in pairs]
+            ratios[place, name] = [*each, Ratio.mean(each)]
         kind = "times less regret than" if place == STOCHASTIC else "regret relative to"
         lines += [f"{place}: {kind} the paper's, ± 95 %:"]
         lines += [table(header, [[name, *map(str, ratios[place, name])] for name in list(players)[1:]]), ""]
@@ -249,7 +267,7 @@ def judge(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
 # -- one world against the other ------------------------------------------------------------------------------------------
 
 
-def frontier(args: Args, directory: Path, tuned: occ.Regularizer | None) -> list[str]:
+def frontier(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
     """Over the learning rate: stochastic regret and that against the adversary, both relative to the paper's, on the training MDPs."""
     plain, beta = occ.ImportanceWeighted(), 0.3
     mdp, _ = args.family.problem(args.seed - 1)
@@ -261,14 +279,15 @@ def frontier(args: Args, directory: Path, tuned: occ.Regularizer | None) -> list
         "the paper's hybrid": lambda gamma: Contestant(occ.jin_luo(mdp, 0.2, beta, gamma), plain),
     }
 
-    world, rows = stochastic(args), []
+    world, seeds, rows = stochastic(args), range(1, args.frontier_seeds + 1), []
 
     def note(name: str, gamma: float | None, player: Contestant) -> None:
         mine, papers = (
-            {place: [regrets(args, who, number, place, args.frontier_seeds) for number in args.training] for place in (STOCHASTIC, GREEDY)}
+            {place: [regrets(args, who, number, place, seeds) for number in args.training] for place in (STOCHASTIC, GREEDY)}
             for who in (player, paper)
         )
-        gained, paid = Ratio.of(papers[STOCHASTIC], mine[STOCHASTIC]), Ratio.of(mine[GREEDY], papers[GREEDY])
+        gained = Ratio.mean([Ratio.of(x, y) for x, y in zip(papers[STOCHASTIC], mine[STOCHASTIC], strict=True)])
+        paid = Ratio.mean([Ratio.of(x, y) for x, y in zip(mine[GREEDY], papers[GREEDY], strict=True)])
         with torch.no_grad():
             path = occ.forecast(world.mdp, player.regularizer, world.losses, args.episodes, estimator=player.estimator)
         row: dict[str, Any] = {"family": name, "gamma": gamma, "stochastic": gained.value, "stochastic, standard error": gained.error}
@@ -280,8 +299,7 @@ def frontier(args: Args, directory: Path, tuned: occ.Regularizer | None) -> list
     for name, contestant in families.items():
         for gamma in args.frontier:
             note(name, gamma, contestant(gamma))
-    if tuned is not None:
-        note(TUNED, None, Contestant(tuned, args.baseline))
+    note(TUNED, None, Contestant(tuned, args.baseline))
     write_csv(directory / "frontier.csv", rows)
     write_figure(directory / "frontier.png", figures.draw_frontier(rows, args.episodes, len(args.training), args.frontier_seeds))
     cells = [
@@ -296,26 +314,23 @@ def frontier(args: Args, directory: Path, tuned: occ.Regularizer | None) -> list
     return [f"means over {which}, ± 95 %:", table(header, cells)]
 
 
+PARTS = {"training": play_training, "frontier": frontier, "held_out": judge}
+
+
 def main(args: Args) -> Path:
     """All parts."""
-    unknown = [part for part in args.parts if part not in ("tune", "frontier", "held_out")]
+    unknown = [part for part in args.parts if part not in ("tune", *PARTS)]
     if unknown:
-        raise SystemExit(f"parts: there is no {unknown[0]!r}; there are tune, frontier and held_out")
-    if "held_out" in args.parts and "tune" not in args.parts and args.setting is None:
-        raise SystemExit("parts: held_out plays what was tuned; add the part tune, or give its --setting")
+        raise SystemExit(f"parts: there is no {unknown[0]!r}; there are tune, {', '.join(PARTS)}")
+    if "tune" not in args.parts[:1] and args.setting is None:
+        raise SystemExit("parts: the others play what was tuned; begin with the part tune, or give its --setting")
     torch.set_num_threads(1)
     directory = run_directory(args.root, "both_worlds", args.seed)
     write_configuration(directory, args)
     lines: list[str] = []
-    tuned = entropy(*args.setting) if args.setting else None
+    tuned = entropy(*args.setting) if args.setting else entropy(1.0, 0.2)
     for part in args.parts:
-        if part == "tune":
-            tuned, found = tune(args, directory)
-        elif part == "frontier":
-            found = frontier(args, directory, tuned)
-        else:
-            assert tuned is not None
-            found = judge(args, directory, tuned)
+        found = tune(args, directory, tuned) if part == "tune" else PARTS[part](args, directory, tuned)
         print("\n".join([part, *found, ""]), flush=True)
         lines += [part, *found, ""]
     write_text(directory / "report.txt", "\n".join(lines))

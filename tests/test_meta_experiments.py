@@ -57,7 +57,7 @@ def test_both_worlds(tmp_path):
 def test_ratios_have_the_error_of_both_sides():
     rng = np.random.default_rng(0)
     drawn = [[(rng.normal(30, 3, 20), rng.normal(10, 2, 20)) for _ in range(3)] for _ in range(400)]
-    found = [Ratio.of([x for x, _ in pairs], [y for _, y in pairs]) for pairs in drawn]
+    found = [Ratio.mean([Ratio.of(x, y) for x, y in pairs]) for pairs in drawn]
     assert np.mean([ratio.value for ratio in found]) == pytest.approx(3, rel=0.01)
     assert np.mean([ratio.error for ratio in found]) == pytest.approx(np.std([ratio.value for ratio in found]), rel=0.1)
 
