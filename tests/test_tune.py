@@ -9,6 +9,8 @@ from torch.distributions import constraints
 
 import torch_occ as occ
 from torch_occ.objectives import Evaluation
+from torch_occ.refine import Search
+from torch_occ.trials import by_leaping
 
 
 def world(seed=0):
@@ -340,3 +342,20 @@ def test_a_guard_plays_with_an_estimator_against_the_papers():
     assert guard(psi).regrets["greedy"] == with_own
     assert guard(psi).excess == pytest.approx(with_own / plain - 1)
     assert occ.Guard(worlds, 100, psi, estimator=own, reference_estimator=own, seeds=(1, 2)).scales == [with_own]
+
+
+def test_a_point_that_does_not_pass_the_guard_makes_no_other_hopeless(monkeypatch):
+    mdp, mean = world(1)
+    psi = occ.jin_luo(mdp)
+    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
+    guard = occ.Guard([occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2))
+    tuned = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)  # ruinous against the adversary
+    search = Search(objective, psi, tuned, by_leaping(objective, particles=8, accuracy=1.0), guard)
+    search.attempt(search.located(tuned), 0)
+    assert float(search.judged[0].value) > search.tried[0] + 1
+    for worse, first in ((0.9, True), (1 + float(search.judged[0].value) - search.tried[0], False)):  # than what was tried, by forecast
+        monkeypatch.setattr(search, "forecast", lambda _, worse=worse: search.tried[0] + worse)
+        low, high = search.region(search.points[0], 1.0)
+        found = torch.stack(list(search.promising(low, high, torch.quasirandom.SobolEngine(3, scramble=True, seed=1), 2)))
+        drawn = low + torch.quasirandom.SobolEngine(3, scramble=True, seed=1).draw(8, dtype=torch.float64) * (high - low)
+        assert torch.equal(found, drawn[:2] if first else drawn[-2:])
