@@ -47,7 +47,8 @@ def test_both_worlds(tmp_path):
     assert len(rows) == 1 + 4 * 4  # environments and contestants
     assert len((found / "frontier.csv").read_text().splitlines()) == 1 + 4 * 2 + 1
     # What was tuned is played again without tuning, from the cache.
-    beta, gamma = next(line.split(",")[:2] for line in points if line.endswith("True"))
+    gamma = next(line.split(",")[0] for line in points if line.endswith("True"))
+    beta = printed.partition("beta = ")[2].partition("\n")[0].split()[0]
     again = run("both_worlds", *small.split(), *where, "--parts", "held_out", "--setting", beta, gamma)
     assert (
         again.partition("mean regret over")[2].partition("written")[0] == printed.partition("mean regret over")[2].partition("written")[0]
