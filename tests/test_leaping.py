@@ -81,6 +81,21 @@ def test_leaping_forecasts_the_under_regularized_corner(estimator):
     assert occ.predict(mdp, occ.jin_luo(mdp, beta=20.0), mean, 2000).method == "mean path"
 
 
+def test_leaping_sees_what_a_visit_without_loss_overturns():
+    mdp, mean = world(1)
+    psi = occ.ConditionalEntropy() / occ.InverseSqrt(0.5) + occ.LogBarrier(0.1)
+    baseline = occ.ReducedVariance(occ.InverseSqrt(1e-3))
+    played = occ.simulate(mdp, occ.FTRL(mdp, psi, baseline), occ.BernoulliLosses(mean), 3000, range(128), checkpoints=[3000])
+    found = occ.leap(mdp, psi, mean, 3000, estimator=baseline, particles=256, accuracy=0.25)
+    assert apart(found.regret[:, -1], played.regret[:, -1]) < 4
+    with torch.no_grad():
+        path = occ.forecast(mdp, psi, mean, 3000, estimator=baseline)
+    assert bool(path.reliable)  # by its own noise, which knows nothing of rare events
+    assert float(path.final) < 0.85 * float(found.final)
+    assert occ.predict(mdp, psi, mean, 3000, estimator=baseline, particles=16).method == "leaping"
+    assert occ.predict(mdp, psi, mean, 3000, estimator=occ.ImportanceWeighted(), particles=16).method == "mean path"
+
+
 def test_same_seed_same_bits():
     mdp, mean = world()
     psi = occ.jin_luo(mdp, beta=1.0)

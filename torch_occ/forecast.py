@@ -15,7 +15,9 @@ Summed by parts over t, the noise is 1/2 sum_t E |loss_estimate_t|^2 in the norm
 what is left of the fluctuations at the end and what the growth of psi_t takes out of them. `stability` gives that term too.
 
 The expansion is one in the fluctuations of q relative to itself. Where the learner is so little regularized that a single visit changes q
-many times over, it fails; `noise_share` tells, and torch_occ.leaping is for there.
+many times over, it fails; `noise_share` tells, and torch_occ.leaping is for there. With a baseline a single visit may do so even where
+the noise is small: without a loss there it lowers the estimate by b / q, and q ~ beta / (gap t) under a log-barrier, so that below
+beta ~ b it takes away the whole lead of t gap. Only leaping and playing see that.
 """
 
 from __future__ import annotations

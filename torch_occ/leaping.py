@@ -86,10 +86,13 @@ def predict(
     particles: int = PARTICLES,
     seed: int = 0,
 ) -> Prediction:
-    """The regret at T: by `forecast` where its own noise says that it may be believed, by `leap` elsewhere; no simulation decides."""
+    """The regret at T: by `forecast` where its own noise says that it may be believed, by `leap` elsewhere; no simulation decides.
+
+    With a baseline it is always `leap`: a rare visit without loss may overturn all that was learnt, of which covariances say nothing.
+    """
     with torch.no_grad():
         path = forecast(mdp, regularizer, losses, episodes, estimator=estimator)
-    if bool(path.reliable):
+    if bool(path.reliable) and type(centred(estimator)) is ImportanceWeighted:
         return Prediction(path.final, torch.zeros_like(path.final), "mean path")
     found = leap(mdp, regularizer, losses, episodes, estimator=estimator, particles=particles, seed=seed)
     return Prediction(found.final, found.standard_error[-1], "leaping")
