@@ -280,7 +280,6 @@ def frontier(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
         "conditional entropy, with a baseline": lambda gamma: Contestant(entropy(beta, gamma), args.baseline),
         "conditional entropy": lambda gamma: Contestant(entropy(beta, gamma), plain),
         "the paper's hybrid, with a baseline": lambda gamma: Contestant(occ.jin_luo(mdp, 0.2, beta, gamma), args.baseline),
-        "the paper's hybrid": lambda gamma: Contestant(occ.jin_luo(mdp, 0.2, beta, gamma), plain),
     }
 
     world, seeds, rows = stochastic(args), range(1, args.frontier_seeds + 1), []
