@@ -2,14 +2,11 @@
 
 Parts, each with a table and a figure. `accuracy`: the forecasts against simulated regret over a grid of settings. `rivals`: tuning for the
 stochastic world against searches by real simulation, on held-out MDPs: a fixed number of points, and random search and Optuna in the
-tuner's time. `guard`: tuning for three environments at once that can be forecast, then under a guard that plays against an adversary that
-cannot, for several degrees of strictness; all of them in every environment of the held-out MDPs. `tradeoff`: what a setting costs in the
-stochastic world and against the adversary.
+tuner's time. For tuning under a guard that plays against an adversary see `both_worlds`.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +21,9 @@ from experiments import tuning_figures as figures
 from experiments.common import run_directory, seconds, table, write_csv, write_figure
 from experiments.games import write_configuration, write_text
 from experiments.tuning_rivals import BOX, Search, search_optuna, search_points, search_randomly, warm_up
-from experiments.tuning_worlds import CORRUPTED, ENVIRONMENTS, GREEDY, STOCHASTIC, SWITCHING, Family, Setting
+from experiments.tuning_worlds import STOCHASTIC, Family, Setting
 
-PAPER, APPENDIX, TUNED, RANDOM, OPTUNA = "paper", "paper's appendix", "tuned by gradients", "random search", "Optuna"
+PAPER, TUNED, RANDOM, OPTUNA = "paper", "tuned by gradients", "random search", "Optuna"
 
 
 @dataclass(frozen=True)
@@ -85,21 +82,7 @@ class Args:
     """the best points of the search with a fixed number of points, all played on the held-out MDPs; the best one there counts"""
     budget: float = 0.0
     """seconds of processor time for random search and Optuna; 0 for as long as the tuner took"""
-    guard_mdps: int = 4
-    """training MDPs on which each point of the refinement is played against the greedy adversary"""
-    guard_seeds: int = 6
-    """runs on each of them"""
-    margins: tuple[float, ...] = (0.0, -0.2)
-    """how much less regret than the paper's constants to demand there, on every MDP; negative numbers tolerate more"""
-    caution: float = 0.0
-    """and by how many standard errors"""
-    tradeoff_alpha: float = 0.213
-    """alpha of the part `tradeoff`; its runs are `search_seeds`"""
-    tradeoff_betas: tuple[float, ...] = (0.1, 0.76, 3.0, 10.0, 30.0, 192.0)
-    """likewise"""
-    tradeoff_gammas: tuple[float, ...] = (0.5, 1.0, 1.55, 3.0)
-    """likewise"""
-    parts: tuple[str, ...] = ("accuracy", "rivals", "guard")
+    parts: tuple[str, ...] = ("accuracy", "rivals")
     """which parts to run"""
     cache: Path = Path("runs/meta_tune_cache")
     """where simulations are kept, so that none is ever repeated"""
@@ -200,32 +183,12 @@ def compare_forecasts(args: Args, number: int, beta: float, gamma: float) -> dic
 # -- tuning for the stochastic world, and searches by simulation -------------------------------------------------------------
 
 
-def objective_of(args: Args, places: tuple[str, ...]) -> tuple[occ.ForecastObjective, occ.Regularizer]:
-    """The forecast over the training MDPs in some environments, and the regularizer with the paper's constants."""
+def objective_of(args: Args) -> tuple[occ.ForecastObjective, occ.Regularizer]:
+    """The forecast over the stochastic worlds of the training MDPs, and the regularizer with the paper's constants."""
     found = [args.family.problem(number) for number in args.training]
-    worlds = [occ.World(STOCHASTIC, occ.stack([mdp for mdp, _ in found]), torch.stack([mean for _, mean in found]))]
-    for number, (mdp, _) in zip(args.training, found, strict=True):
-        worlds += [occ.World(name, mdp, args.family.environment(number, name)) for name in places if name != STOCHASTIC]
+    world = occ.World(STOCHASTIC, occ.stack([mdp for mdp, _ in found]), torch.stack([mean for _, mean in found]))
     psi = occ.jin_luo(found[0][0])
-    floor = 1.0 if places == (STOCHASTIC,) else math.sqrt(args.episodes)  # elsewhere regret may be nothing, or less
-    return occ.ForecastObjective(worlds, args.episodes, reference=psi, robustness=1.0, floor=floor), psi
-
-
-def refine(
-    args: Args, objective: occ.ForecastObjective, psi: occ.Regularizer, tuned: occ.Tuned, guard: occ.Guard | None = None
-) -> occ.Refined:
-    """Go on by leaping."""
-    return occ.refine(
-        objective,
-        psi,
-        tuned,
-        rounds=args.rounds,
-        points=args.refine_points or None,
-        radius=args.refine_radius,
-        hopeless=args.refine_hopeless,
-        particles=args.refine_particles,
-        guard=guard,
-    )
+    return occ.ForecastObjective([world], args.episodes, reference=psi, robustness=1.0), psi
 
 
 def rivals(args: Args, directory: Path) -> list[str]:
@@ -233,7 +196,7 @@ def rivals(args: Args, directory: Path) -> list[str]:
     family = args.family
     warm_up(family, args.training)
     begun = time.process_time()
-    objective, psi = objective_of(args, (STOCHASTIC,))
+    objective, psi = objective_of(args)
     tuned = occ.tune(
         objective,
         psi,
@@ -245,7 +208,16 @@ def rivals(args: Args, directory: Path) -> list[str]:
         save_to=directory / "tuning.pt",
     )
     by_gradients = time.process_time() - begun
-    refined = refine(args, objective, psi, tuned)
+    refined = occ.refine(
+        objective,
+        psi,
+        tuned,
+        rounds=args.rounds,
+        points=args.refine_points or None,
+        radius=args.refine_radius,
+        hopeless=args.refine_hopeless,
+        particles=args.refine_particles,
+    )
     spent = time.process_time() - begun
     print(f"{tuned}\nrefined: {refined.tuned}", flush=True)
     write_figure(directory / "landscape.png", figures.draw_landscape(objective, tuned, refined))
@@ -270,7 +242,7 @@ def rivals(args: Args, directory: Path) -> list[str]:
                 (f"{name}, no. {i + 1}" if count > 1 else name, p.setting, found.seconds) for i, p in enumerate(found.best[:count])
             ]
             lines.append(f"{name}: {found.played} points, {seconds(found.seconds)} of processor time")
-    rows = [judge_held_out(args, name, setting, STOCHASTIC) | {"seconds": spent} for name, setting, spent in candidates]
+    rows = [judge_held_out(args, name, setting) | {"seconds": spent} for name, setting, spent in candidates]
     write_csv(directory / "rivals.csv", rows)
     write_figure(directory / "rivals.png", figures.draw_rivals(family, rows, args.seeds))
     header = ["", "α", "β", "γ", "processor time", *(f"MDP {number}" for number in args.held_out), "mean", "relative to the tuned one"]
@@ -299,90 +271,19 @@ def excess_of(args: Args, setting: Setting, other: Setting) -> tuple[float, floa
     return float(difference.mean()), float(difference.std()) / len(difference) ** 0.5
 
 
-def judge_held_out(args: Args, name: str, setting: Setting, place: str) -> dict[str, Any]:
-    """One setting in one environment of all held-out MDPs."""
-    row: dict[str, Any] = {"setting": name, "environment": place} | dict(zip(BOX, setting, strict=True))
+def judge_held_out(args: Args, name: str, setting: Setting) -> dict[str, Any]:
+    """One setting in the stochastic worlds of all held-out MDPs."""
+    row: dict[str, Any] = {"setting": name} | dict(zip(BOX, setting, strict=True))
     means, errors = [], []
     for number in args.held_out:
-        regret = args.family.simulated(args.cache, number, setting, place, args.seeds).regret[:, -1]
+        regret = args.family.simulated(args.cache, number, setting, STOCHASTIC, args.seeds).regret[:, -1]
         means.append(float(regret.mean()))
         errors.append(float(regret.std()) / len(regret) ** 0.5)
         row |= {f"MDP {number}": means[-1], f"MDP {number}, standard error": errors[-1]}
     return row | {"regret": float(np.mean(means)), "standard_error": float(np.linalg.norm(errors)) / len(means)}
 
 
-# -- every environment, under a guard ----------------------------------------------------------------------------------------
-
-
-def guard(args: Args, directory: Path) -> list[str]:
-    """Tuned for three environments, then under guards that bound every MDP by itself."""
-    family = args.family
-    objective, psi = objective_of(args, (STOCHASTIC, CORRUPTED, SWITCHING))
-    bounds = BOX | {"gamma": (0.05, 4.0)}
-    tuned = occ.tune(objective, psi, steps=args.steps, starts=args.starts, rate=args.rate, bounds=bounds)
-    refined = refine(args, objective, psi, tuned)
-    appendix = occ.theory.tune_stochastic(family.problem(args.seed)[0])
-    settings: dict[str, Setting] = {
-        PAPER: family.paper,
-        APPENDIX: (appendix.alpha, family.paper[1], appendix.gamma),
-        "tuned without a guard": figures.setting_of(refined.tuned),
-    }
-    lines = []
-    numbers = range(args.seed - args.guard_mdps, args.seed)
-    played = [occ.World(f"{GREEDY}, MDP {number}", family.problem(number)[0], occ.GreedyAdversary()) for number in numbers]
-    for margin in args.margins:
-        begun = time.process_time()
-        guarding = occ.Guard(played, args.episodes, psi, seeds=range(1, args.guard_seeds + 1), margin=margin, caution=args.caution)
-        found = refine(args, objective, psi, refined.tuned, guarding)
-        name = "no worse" if margin == 0 else f"at most {-margin:.0%} worse" if margin < 0 else f"{margin:.0%} better"
-        settings[f"guarded: {name}"] = figures.setting_of(found.tuned)
-        chosen = float(found.excess[found.chosen])
-        lines.append(f"guarded, {name} on every MDP: excess {chosen:.1%}, {len(found.values)} points, {time.process_time() - begun:.0f} s")
-        print(lines[-1], found.tuned, flush=True)
-    rows = [judge_held_out(args, name, setting, place) for place in ENVIRONMENTS for name, setting in settings.items()]
-    write_csv(directory / "environments.csv", rows)
-    write_figure(directory / "environments.png", figures.draw_environments(family, rows, args.seeds, args.test))
-    value = {(row["environment"], row["setting"]): row for row in rows}
-    cells = [
-        [name, *(f"{x:.3g}" for x in setting)]
-        + [f"{value[place, name]['regret']:.0f} ± {1.96 * value[place, name]['standard_error']:.0f}" for place in ENVIRONMENTS]
-        for name, setting in settings.items()
-    ]
-    lines += [f"mean of {args.test} held-out MDPs, {args.seeds} seeds, ± 95 %:", table(["", "α", "β", "γ", *ENVIRONMENTS], cells)]
-    paper, cells = value[GREEDY, PAPER], []
-    for name in settings:
-        row = value[GREEDY, name]
-        ratios = [row[f"MDP {n}"] / paper[f"MDP {n}"] for n in args.held_out]
-        own = [f"{row[f'MDP {n}']:.0f} ± {1.96 * row[f'MDP {n}, standard error']:.0f}" for n in args.held_out]
-        cells.append([name, *own, f"{row['regret'] / paper['regret']:.2f}", f"{max(ratios):.2f}"])
-    header = ["", *(f"MDP {n}" for n in args.held_out), "mean, relative", "worst, relative"]
-    return [*lines, "", f"{GREEDY}, MDP by MDP, and relative to the paper's constants:", table(header, cells)]
-
-
-# -- one world against the other -------------------------------------------------------------------------------------------
-
-
-def tradeoff(args: Args, directory: Path) -> list[str]:
-    """Regret in the stochastic world and against the adversary, over beta for several gamma, on the last training MDP."""
-    number, rows = args.seed - 1, []
-    settings = [args.family.paper] + [(args.tradeoff_alpha, beta, gamma) for gamma in args.tradeoff_gammas for beta in args.tradeoff_betas]
-    for setting in settings:
-        row: dict[str, Any] = dict(zip(BOX, setting, strict=True))
-        for place in (STOCHASTIC, GREEDY):
-            regret = args.family.simulated(args.cache, number, setting, place, args.search_seeds).regret[:, -1]
-            row |= {place: float(regret.mean()), f"{place}, standard error": float(regret.std()) / len(regret) ** 0.5}
-        rows.append(row)
-    write_csv(directory / "tradeoff.csv", rows)
-    write_figure(directory / "tradeoff.png", figures.draw_tradeoff(args.family, rows, number))
-    best = min((row for row in rows[1:] if row[GREEDY] <= rows[0][GREEDY]), key=lambda row: row[STOCHASTIC], default=rows[0])
-    name = ", ".join(f"{key} = {best[key]:.3g}" for key in BOX)
-    return [
-        f"MDP {number}, of {len(rows)} settings no worse than the paper's against the adversary ({rows[0][GREEDY]:.0f}), the best: {name}",
-        f"  {best[GREEDY]:.0f} against the adversary; stochastic {best[STOCHASTIC]:.0f}, the paper's constants {rows[0][STOCHASTIC]:.0f}",
-    ]
-
-
-PARTS = {"accuracy": accuracy, "rivals": rivals, "guard": guard, "tradeoff": tradeoff}
+PARTS = {"accuracy": accuracy, "rivals": rivals}
 
 
 def main(args: Args) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 
 import torch_occ as occ
-from experiments.tuning_worlds import GREEDY, STOCHASTIC, Family, Setting
+from experiments.tuning_worlds import Family, Setting
 from torch_occ.figures import COLOURS, band
 
 if TYPE_CHECKING:
@@ -81,40 +80,6 @@ def draw_accuracy(family: Family, rows: Rows, number: int, curves: dict[tuple[fl
     return figure
 
 
-def draw_environments(family: Family, rows: Rows, seeds: int, mdps: int) -> Figure:
-    """Bars: regret of every setting in every environment."""
-    from matplotlib.figure import Figure
-
-    places = list(dict.fromkeys(row["environment"] for row in rows))
-    names = list(dict.fromkeys(row["setting"] for row in rows))
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        kept = [row for row in rows if row["setting"] == name]
-        x = np.arange(len(places)) + (i - (len(names) - 1) / 2) * width
-        heights = [row["regret"] for row in kept]
-        axes.bar(
-            x,
-            heights,
-            width * 0.92,
-            color=COLOURS[i],
-            label=name,
-            yerr=[1.96 * row["standard_error"] for row in kept],
-            error_kw={"linewidth": 0.8},
-        )
-        for at, height in zip(x, heights, strict=True):
-            axes.text(at, max(height, 0.0) * 1.08, f"{height:.0f}", ha="center", va="bottom", fontsize=7)
-    axes.set_yscale("symlog", linthresh=math.sqrt(family.episodes))  # a regret may be negative
-    axes.axhline(0, color="0.3", linewidth=0.8)
-    axes.set(ylabel=f"regret at T = {family.episodes:,}", title=f"{mdps} held-out MDPs, {seeds} seeds, 95 % intervals")
-    axes.set_xticks(range(len(places)), places)
-    axes.legend(frameon=False, fontsize="small", ncols=2)
-    axes.margins(y=0.15)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
 def draw_landscape(objective: occ.ForecastObjective, tuned: occ.Tuned, refined: occ.Refined) -> Figure:
     """The forecast over (beta, gamma) at the alpha found, the tuner's paths on it, and every point tried in the colour of its trial."""
     from matplotlib.colors import LogNorm
@@ -163,61 +128,6 @@ def draw_landscape(objective: occ.ForecastObjective, tuned: occ.Tuned, refined: 
     bar = figure.colorbar(shades, ax=axes, label="regret, relative to the paper's constants")
     ticks = [x for x in (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0) if levels[0] <= x <= levels[-1]]
     bar.set_ticks(ticks, labels=[f"{x:g}" for x in ticks])
-    return figure
-
-
-def draw_tradeoff(family: Family, rows: Rows, number: int) -> Figure:
-    """Left: both regrets over beta. Right: one over the other; below the line is no worse than the paper's constants."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
-
-    paper, others = rows[0], rows[1:]
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
-    for gamma, colour in zip(dict.fromkeys(row["gamma"] for row in others), COLOURS, strict=False):
-        kept = [row for row in others if row["gamma"] == gamma]
-        for place, style in ((STOCHASTIC, "-"), (GREEDY, "--")):
-            errors = [1.96 * row[f"{place}, standard error"] for row in kept]
-            left.errorbar(
-                [row["beta"] for row in kept],
-                [row[place] for row in kept],
-                errors,
-                color=colour,
-                linestyle=style,
-                marker="o" if place == STOCHASTIC else "^",
-                markersize=4,
-                linewidth=1.3,
-                elinewidth=0.7,
-                label=f"γ = {gamma:g}" if place == STOCHASTIC else None,
-            )
-        right.plot([row[STOCHASTIC] for row in kept], [row[GREEDY] for row in kept], color=colour, marker="o", markersize=4, linewidth=1.0)
-    left.plot([], [], color="0.3", linestyle="-", marker="o", markersize=4, label=STOCHASTIC)
-    left.plot([], [], color="0.3", linestyle="--", marker="^", markersize=4, label=GREEDY)
-    left.axhline(paper[GREEDY], color="black", linestyle=":", linewidth=1.0)
-    right.axhline(paper[GREEDY], color="black", linestyle=":", linewidth=1.0)
-    right.plot([paper[STOCHASTIC]], [paper[GREEDY]], color="black", marker="*", markersize=12, linestyle="none", label="paper's constants")
-    left.set(
-        xscale="log",
-        yscale="log",
-        xlabel="β",
-        ylabel=f"regret at T = {family.episodes:,}",
-        title=f"MDP {number}, α = {others[0]['alpha']:g} (dotted: paper, adversary)",
-    )
-    right.set(
-        xscale="log",
-        xlabel="regret, stochastic",
-        ylabel="regret, greedy adversary",
-        title="one against the other, a line for each γ",
-    )
-    left.legend(frameon=False, fontsize="small", ncols=2)
-    right.legend(frameon=False, fontsize="small")
-    for axis in (left.yaxis, right.xaxis):
-        axis.set_major_formatter("{x:,.0f}")
-        axis.set_minor_locator(LogLocator(subs=(2.0, 3.0, 5.0)))
-        axis.set_minor_formatter("{x:,.0f}")
-    for axes in (left, right):
-        axes.grid(visible=True, which="major", color="0.92", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

@@ -63,18 +63,21 @@ def trajectories(mdp, q):
     return [(visited, p) for visited, _, p in found]
 
 
-def test_second_moment_equals_the_sum_over_all_trajectories():
+@pytest.mark.parametrize("height", [0.0, 0.5, 1.0])
+def test_second_moment_equals_the_sum_over_all_trajectories(height):
     mdp, mean = world(3, (3, 2, 2))
     q = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.3))(20 * mean, t=20).detach()
-    flat, weights = mean.flatten(), q.flatten()
+    baseline = height * torch.rand(q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    flat, weights, b = mean.flatten(), q.flatten(), baseline.flatten()
     expected = torch.zeros(len(flat), len(flat), dtype=torch.float64)
     for visited, p in trajectories(mdp, q):
         for i in visited:
             for j in visited:
-                square = flat[i] if i == j else flat[i] * flat[j]
+                # Coins: (1 - b)^2 with probability mean, b^2 otherwise.
+                square = flat[i] * (1 - b[i]) ** 2 + (1 - flat[i]) * b[i] ** 2 if i == j else (flat[i] - b[i]) * (flat[j] - b[j])
                 expected[i, j] += p * square / (weights[i] * weights[j])
-    assert torch.allclose(second_moment(mdp, q, mean, "bernoulli"), expected, rtol=1e-12)
-    apart = expected - second_moment(mdp, q, mean, "none")
+    assert torch.allclose(second_moment(mdp, q, mean, "bernoulli", baseline), expected, rtol=1e-12, atol=1e-12)
+    apart = expected - second_moment(mdp, q, mean, "none", baseline)
     assert torch.allclose(apart, torch.diag((flat - flat**2) / weights), atol=1e-12)
 
 
@@ -114,35 +117,43 @@ def test_bend_is_the_same_at_every_level_of_a_regularizer():
     assert torch.allclose(found[0].noise, found[1].noise, rtol=1e-8)
 
 
-def test_drift_and_stability_equal_plain_sums_over_every_episode():
+# A baseline of 1/2 nowhere, everywhere, and in some episodes at some pairs only.
+ESTIMATORS = [None, occ.ReducedVariance(occ.InverseSqrt(0.001)), occ.ReducedVariance(occ.InverseSqrt(0.15))]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_drift_and_stability_equal_plain_sums_over_every_episode(estimator):
     mdp, mean = world(0, (2, 2, 2))
     psi = occ.jin_luo(mdp, beta=1.0, gamma=0.7)
     episodes = 400
-    found = occ.forecast(mdp, psi, mean, episodes)
+    found = occ.forecast(mdp, psi, mean, episodes, estimator=estimator)
     t = torch.arange(1, episodes + 1, dtype=torch.float64)
     step = occ.FTRLStep(mdp, psi)
     q = step((t - 1)[:, None, None] * mean, t).detach()
     drift = (q * occ.optimal_policy(mdp, mean).gaps).sum((-2, -1)).cumsum(0)
     assert torch.allclose(found.drift, drift[found.episodes - 1], rtol=1e-5)
     linear = Linearization(step, q, t)
-    Pi, second = linear.dense(), second_moment(mdp, q, mean, "bernoulli")
-    assert torch.allclose(found.stability, 0.5 * (Pi * second).sum((-2, -1)).cumsum(0)[found.episodes - 1], rtol=1e-4)
-    flat = mean.flatten()
-    increments = second - flat[:, None] * flat
+    baseline = torch.zeros_like(q) if estimator is None else torch.where(q >= estimator.threshold(t)[:, None, None], 0.5, 0.0)
+    flat, b = mean.flatten(), baseline.flatten(1)
+    increments = second_moment(mdp, q, mean, "bernoulli", baseline) - (flat - b)[:, :, None] * (flat - b)[:, None]
+    Pi, second = linear.dense(), increments + flat[:, None] * flat
+    smooth = estimator is not ESTIMATORS[2]  # quadrature does not see at which episode a baseline sets in
+    square = 0.5 * (Pi * second).sum((-2, -1)).cumsum(0)[found.episodes - 1]
+    assert torch.allclose(found.stability, square, rtol=1e-4 if smooth else 0.03)
     C = increments.cumsum(0) - increments
     u = (Pi @ flat).unflatten(-1, mean.shape)
     noise = (-0.5 * linear.bend(u, Pi @ C @ Pi)).cumsum(0)
-    assert torch.allclose(found.noise, noise[found.episodes - 1], rtol=1e-3)
+    assert torch.allclose(found.noise, noise[found.episodes - 1], rtol=1e-3 if smooth else 0.05)
 
 
-def objective(mdp, psi, episodes):
+def objective(mdp, psi, episodes, estimator=None):
     class Module(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.psi = psi
 
         def forward(self, mean):
-            return occ.forecast(mdp, self.psi, mean, episodes, per_decade=1.0).final
+            return occ.forecast(mdp, self.psi, mean, episodes, estimator=estimator, per_decade=1.0).final
 
     module = Module()
 
@@ -153,10 +164,12 @@ def objective(mdp, psi, episodes):
     return call
 
 
-def test_gradcheck_in_the_parameters_and_the_means():
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_gradcheck_in_the_parameters_and_the_means(estimator):
     mdp, mean = world(0, (2, 2, 2))
     inputs = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.5, 0.7, 1.3)]
-    assert torch.autograd.gradcheck(objective(mdp, occ.jin_luo(mdp), 20), (*inputs, mean.requires_grad_()), eps=1e-5, atol=1e-6, rtol=1e-6)
+    call = objective(mdp, occ.jin_luo(mdp), 20, estimator)
+    assert torch.autograd.gradcheck(call, (*inputs, mean.requires_grad_()), eps=1e-5, atol=1e-6, rtol=1e-6)
 
 
 def test_gradient_at_a_million_episodes_equals_finite_differences():
@@ -185,12 +198,14 @@ def test_batches_of_mdps_and_parameters_equal_single_forecasts():
             assert torch.allclose(found.regret[i, j], alone.regret, rtol=1e-9)
 
 
-def test_regularized_learner_is_forecast_to_a_few_percent():
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_regularized_learner_is_forecast_to_a_few_percent(estimator, entropy):
     mdp, mean = world(0, (2, 2, 2))
-    psi = occ.jin_luo(mdp, beta=10.0, gamma=0.5)
-    history = occ.simulate(mdp, occ.FTRL(mdp, psi), occ.BernoulliLosses(mean), 2000, range(64), checkpoints=[2000])
+    psi = occ.ConditionalEntropy() / occ.InverseSqrt(0.2) + occ.LogBarrier(2.0) if entropy else occ.jin_luo(mdp, beta=10.0, gamma=0.5)
+    history = occ.simulate(mdp, occ.FTRL(mdp, psi, estimator), occ.BernoulliLosses(mean), 2000, range(64), checkpoints=[2000])
     simulated = history.regret[:, -1]
-    found = occ.forecast(mdp, psi, mean, 2000)
+    found = occ.forecast(mdp, psi, mean, 2000, estimator=estimator)
     assert bool(found.reliable)
     error = float(simulated.std()) / len(simulated) ** 0.5
     assert abs(float(found.final.detach()) - float(simulated.mean())) < 4 * error + 0.01 * float(simulated.mean())
@@ -234,6 +249,14 @@ def test_full_corruption_is_forecast_against_the_best_policy_in_hindsight():
 def test_what_cannot_be_forecast_is_refused():
     mdp, mean = world(0, (2, 2, 2))
     psi = occ.jin_luo(mdp)
+    for estimator in (occ.ImplicitExploration(0.1), occ.FullInformation()):
+        for predict in (occ.forecast, occ.leap, occ.predict):
+            with pytest.raises(
+                TypeError, match=f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or give Importance"
+            ):
+                predict(mdp, psi, mean, 100, estimator=estimator)
+        with pytest.raises(TypeError, match=f"estimator: {type(estimator).__name__} cannot be forecast"):
+            occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, estimator=estimator)
     with pytest.raises(TypeError, match="GreedyAdversary cannot be forecast"):
         occ.forecast(mdp, psi, occ.GreedyAdversary(), 100)
     with pytest.raises(ValueError, match="SwitchingLosses has 1000 phases"):

@@ -21,13 +21,21 @@ def apart(a, b):
     return float((a.mean() - b.mean()).abs() / (a.var() / len(a) + b.var() / len(b)).sqrt())
 
 
+class Halfway(occ.CentredEstimator):
+    """A baseline of 1/2 everywhere, which no engine knows of."""
+
+    def baseline(self, q, t):
+        return torch.full_like(q, 0.5)
+
+
 @pytest.mark.parametrize("backend", ["torch", "engine"])
-def test_leaps_of_one_episode_are_the_algorithm(backend):
+@pytest.mark.parametrize("estimator", [None, occ.ReducedVariance(occ.InverseSqrt(0.2))])
+def test_leaps_of_one_episode_are_the_algorithm(backend, estimator):
     mdp, mean = world()
     psi = occ.jin_luo(mdp, beta=0.1, gamma=2.0)
-    found = occ.leap(mdp, psi, mean, 60, particles=128, accuracy=1e-9, backend=backend)
+    found = occ.leap(mdp, psi, mean, 60, estimator=estimator, particles=128, accuracy=1e-9, backend=backend)
     assert found.leaps.tolist() == [60] * 128
-    played = occ.simulate(mdp, occ.FTRL(mdp, psi), occ.BernoulliLosses(mean), 60, range(128), checkpoints=[60])
+    played = occ.simulate(mdp, occ.FTRL(mdp, psi, estimator), occ.BernoulliLosses(mean), 60, range(128), checkpoints=[60])
     assert apart(found.regret[:, -1], played.regret[:, -1]) < 4
     # The spread of the runs is the same too.
     assert float(found.regret[:, -1].std() / played.regret[:, -1].std()) == pytest.approx(1, abs=0.35)
@@ -45,15 +53,47 @@ def test_backends_agree_and_leaps_grow_like_the_logarithm():
     assert int(much_longer.uncertified.sum()) == 0
 
 
-def test_leaping_forecasts_the_under_regularized_corner():
+def test_a_baseline_of_ones_own_is_leapt_with_in_torch():
+    mdp, mean = world(1)
+    psi = occ.ConditionalEntropy() / occ.InverseSqrt(0.3) + occ.LogBarrier(0.5)
+    everywhere = occ.ReducedVariance(occ.InverseSqrt(1e-6))
+    own = occ.leap(mdp, psi, mean, 3000, estimator=Halfway(), particles=48)
+    known = occ.leap(mdp, psi, mean, 3000, estimator=everywhere, particles=48, backend="torch")
+    assert torch.equal(own.regret, known.regret)
+    compiled = occ.leap(mdp, psi, mean, 3000, estimator=everywhere, particles=128, backend="engine")
+    played = occ.simulate(mdp, occ.FTRL(mdp, psi, everywhere), occ.BernoulliLosses(mean), 3000, range(64), checkpoints=[3000])
+    assert apart(compiled.regret[:, -1], own.regret[:, -1]) < 4
+    assert apart(compiled.regret[:, -1], played.regret[:, -1]) < 4
+    with pytest.raises(ValueError, match="the engine does not know the estimator Halfway"):
+        occ.leap(mdp, psi, mean, 10, estimator=Halfway(), backend="engine")
+
+
+@pytest.mark.parametrize("estimator", [None, occ.ReducedVariance(occ.InverseSqrt(0.01))])
+def test_leaping_forecasts_the_under_regularized_corner(estimator):
     mdp, mean = world(0)
     psi = occ.jin_luo(mdp, beta=0.05, gamma=3.0)
-    played = occ.simulate(mdp, occ.FTRL(mdp, psi), occ.BernoulliLosses(mean), 2000, range(64), checkpoints=[2000]).regret[:, -1]
-    found = occ.predict(mdp, psi, mean, 2000, particles=256)
+    learner = occ.FTRL(mdp, psi, estimator)
+    played = occ.simulate(mdp, learner, occ.BernoulliLosses(mean), 2000, range(64), checkpoints=[2000]).regret[:, -1]
+    found = occ.predict(mdp, psi, mean, 2000, estimator=estimator, particles=256)
     assert found.method == "leaping"
     error = math.hypot(float(found.standard_error), float(played.std()) / 8)
     assert abs(float(found.regret) - float(played.mean())) < 3 * error + 0.07 * float(played.mean())
     assert occ.predict(mdp, occ.jin_luo(mdp, beta=20.0), mean, 2000).method == "mean path"
+
+
+def test_leaping_sees_what_a_visit_without_loss_overturns():
+    mdp, mean = world(1)
+    psi = occ.ConditionalEntropy() / occ.InverseSqrt(0.5) + occ.LogBarrier(0.1)
+    baseline = occ.ReducedVariance(occ.InverseSqrt(1e-3))
+    played = occ.simulate(mdp, occ.FTRL(mdp, psi, baseline), occ.BernoulliLosses(mean), 3000, range(128), checkpoints=[3000])
+    found = occ.leap(mdp, psi, mean, 3000, estimator=baseline, particles=256, accuracy=0.25)
+    assert apart(found.regret[:, -1], played.regret[:, -1]) < 4
+    with torch.no_grad():
+        path = occ.forecast(mdp, psi, mean, 3000, estimator=baseline)
+    assert bool(path.reliable)  # by its own noise, which knows nothing of rare events
+    assert float(path.final) < 0.85 * float(found.final)
+    assert occ.predict(mdp, psi, mean, 3000, estimator=baseline, particles=16).method == "leaping"
+    assert occ.predict(mdp, psi, mean, 3000, estimator=occ.ImportanceWeighted(), particles=16).method == "mean path"
 
 
 def test_same_seed_same_bits():

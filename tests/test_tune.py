@@ -9,7 +9,8 @@ from torch.distributions import constraints
 
 import torch_occ as occ
 from torch_occ.objectives import Evaluation
-from torch_occ.refine import Search
+from torch_occ.refine import HOPELESS, Search
+from torch_occ.trials import by_leaping
 
 
 def world(seed=0):
@@ -340,3 +341,53 @@ def test_refine_under_a_guard_chooses_what_passes():
     chosen = found.chosen
     assert float(found.excess[chosen]) < float(found.excess[0]) / 2
     assert found.tuned.regrets["greedy"] == pytest.approx(guard.scales[0] * (1 + float(found.excess[chosen])))
+
+
+def test_the_estimator_of_an_objective_is_what_is_forecast_leapt_and_played():
+    mdp, mean = world(1)
+    psi, own = occ.jin_luo(mdp, beta=2.0), occ.ReducedVariance(occ.InverseSqrt(0.01))
+    worlds = [occ.World("stochastic", mdp, mean)]
+    objective = occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp), estimator=own)
+    assert objective.scales == occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp)).scales  # the reference is the paper's
+    with torch.no_grad():
+        forecast = objective(psi).regrets["stochastic"]
+        assert float(forecast) == float(occ.forecast(mdp, psi, mean, 300, estimator=own).final)
+        assert float(forecast) < float(occ.forecast(mdp, psi, mean, 300).final)
+        assert torch.equal(occ.ForecastObjective.believing(objective)(psi).regrets["stochastic"], forecast)
+    tuned = occ.tune(objective, psi, steps=0, starts=1)
+    leapt = occ.refine(objective, psi, tuned, rounds=0, particles=8, accuracy=1.0).tuned.regrets["stochastic"]
+    assert leapt == pytest.approx(float(occ.leap(mdp, psi, mean, 300, estimator=own, particles=8, accuracy=1.0).final))
+    played = occ.refine(objective, psi, tuned, rounds=0, judge="play", runs=2).tuned.regrets["stochastic"]
+    history = occ.simulate(mdp, occ.FTRL(mdp, psi, own), occ.BernoulliLosses(mean), 300, (1, 2))
+    assert played == pytest.approx(float(history.regret[:, -1].mean()))
+
+
+def test_a_guard_plays_with_an_estimator_against_the_papers():
+    mdp, _ = world(1)
+    psi, own, greedy = occ.jin_luo(mdp, beta=2.0), occ.ReducedVariance(occ.InverseSqrt(0.01)), occ.GreedyAdversary()
+    worlds = [occ.World("greedy", mdp, greedy)]
+    with_own, plain = (
+        float(occ.simulate(mdp, occ.FTRL(mdp, psi, estimator), greedy, 100, (1, 2)).regret[:, -1].mean()) for estimator in (own, None)
+    )
+    guard = occ.Guard(worlds, 100, psi, estimator=own, seeds=(1, 2))
+    assert guard.scales == [plain]
+    assert guard(psi).regrets["greedy"] == with_own
+    assert guard(psi).excess == pytest.approx(with_own / plain - 1)
+    assert occ.Guard(worlds, 100, psi, estimator=own, reference_estimator=own, seeds=(1, 2)).scales == [with_own]
+
+
+def test_a_point_that_does_not_pass_the_guard_makes_no_other_hopeless(monkeypatch):
+    mdp, mean = world(1)
+    psi = occ.jin_luo(mdp)
+    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
+    guard = occ.Guard([occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2))
+    tuned = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)  # ruinous against the adversary
+    search = Search(objective, psi, tuned, by_leaping(objective, particles=8, accuracy=1.0), guard)
+    search.attempt(search.located(tuned), 0)
+    assert float(search.judged[0].value) > search.tried[0] + 1
+    for worse, first in ((0.9, True), (1 + float(search.judged[0].value) - search.tried[0], False)):  # than what was tried, by forecast
+        monkeypatch.setattr(search, "forecast", lambda _, worse=worse: search.tried[0] + worse)
+        low, high = search.region(search.points[0], 1.0)
+        found = torch.stack(list(search.promising(low, high, torch.quasirandom.SobolEngine(3, scramble=True, seed=1), 2, HOPELESS)))
+        drawn = low + torch.quasirandom.SobolEngine(3, scramble=True, seed=1).draw(8, dtype=torch.float64) * (high - low)
+        assert torch.equal(found, drawn[:2] if first else drawn[-2:])

@@ -57,6 +57,7 @@ from torch_occ.losses import StochasticallyConstrained as StochasticallyConstrai
 from torch_occ.losses import Corrupted as Corrupted
 from torch_occ.estimators import Estimator as Estimator
 from torch_occ.estimators import Feedback as Feedback
+from torch_occ.estimators import CentredEstimator as CentredEstimator
 from torch_occ.estimators import ImportanceWeighted as ImportanceWeighted
 from torch_occ.estimators import ImplicitExploration as ImplicitExploration
 from torch_occ.estimators import ReducedVariance as ReducedVariance
@@ -83,8 +84,8 @@ from torch_occ.forecast import forecast as forecast
 from torch_occ.leaping import Leaps as Leaps
 from torch_occ.leaping import Prediction as Prediction
 from torch_occ.leaping import leap as leap
-from torch_occ.leaping import leap_smoothly as leap_smoothly
 from torch_occ.leaping import predict as predict
+from torch_occ.smooth_leaps import leap_smoothly as leap_smoothly
 from torch_occ.objectives import Evaluation as Evaluation
 from torch_occ.objectives import ForecastObjective as ForecastObjective
 from torch_occ.objectives import World as World

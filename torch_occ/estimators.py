@@ -39,11 +39,49 @@ class Estimator:
         raise NotImplementedError
 
 
-class ImportanceWeighted(Estimator):
+class CentredEstimator(Estimator):
+    """(loss - b) / q on the visited pairs, plus b everywhere: unbiased for every baseline b that is chosen before the episode.
+
+    Subclasses write `baseline`. They can be forecast (torch_occ.forecast), because b is all that their covariance needs besides q.
+    """
+
+    def baseline(self, q: Tensor, t: Tensor) -> Tensor:
+        """b `(*batch, S, A)`, given q `(*batch, S, A)` and the episode `(*batch,)`."""
+        raise NotImplementedError
+
+    def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
+        baseline = self.baseline(q, torch.tensor(float(t), dtype=q.dtype, device=q.device))
+        return feedback.scatter((feedback.losses - feedback.gather(baseline)) / feedback.gather(q), q) + baseline
+
+
+class ImportanceWeighted(CentredEstimator):
     """loss / q on the visited pairs, zero elsewhere: unbiased, `alg:main_alg`."""
+
+    def baseline(self, q: Tensor, t: Tensor) -> Tensor:
+        """None."""
+        return torch.zeros_like(q)
 
     def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
         return feedback.scatter(feedback.losses / feedback.gather(q), q)
+
+
+class ReducedVariance(CentredEstimator):
+    """(loss - b) / q 1{visited} + b with b = 1/2 where q >= (4 eta_t)^2, and 0 elsewhere: unbiased.
+
+    The estimator of Tsallis-INF (Zimmert and Seldin, 2021, section 3), for the 1/2-Tsallis entropy as this package writes it: their
+    learning rate is 4 eta_t. A small eta_t is a baseline nearly everywhere.
+    """
+
+    def __init__(self, learning_rate: Schedule) -> None:
+        self.learning_rate = learning_rate
+
+    def threshold(self, t: Tensor) -> Tensor:
+        """(4 eta_t)^2."""
+        return (4 * self.learning_rate(t).detach()) ** 2
+
+    def baseline(self, q: Tensor, t: Tensor) -> Tensor:
+        """1/2 where q has reached the threshold."""
+        return torch.where(q >= self.threshold(t)[..., None, None], 0.5, 0.0).to(q.dtype)
 
 
 class ImplicitExploration(Estimator):
@@ -58,25 +96,6 @@ class ImplicitExploration(Estimator):
         return feedback.scatter(feedback.losses / (feedback.gather(q) + self.bias), q)
 
 
-class ReducedVariance(Estimator):
-    """(loss - b) / q 1{visited} + b with b = 1/2 where q >= (4 eta_t)^2, and 0 elsewhere: unbiased.
-
-    The estimator of Tsallis-INF (Zimmert and Seldin, 2021, section 3), for the 1/2-Tsallis entropy as this package writes it: their
-    learning rate is 4 eta_t.
-    """
-
-    def __init__(self, learning_rate: Schedule) -> None:
-        self.learning_rate = learning_rate
-
-    def threshold(self, t: Tensor) -> Tensor:
-        """(4 eta_t)^2."""
-        return (4 * self.learning_rate(t).detach()) ** 2
-
-    def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
-        baseline = torch.where(q >= self.threshold(torch.tensor(float(t), dtype=q.dtype, device=q.device)), 0.5, 0.0)
-        return feedback.scatter((feedback.losses - feedback.gather(baseline)) / feedback.gather(q), q) + baseline
-
-
 class FullInformation(Estimator):
     """The loss function itself."""
 
@@ -85,3 +104,15 @@ class FullInformation(Estimator):
     def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
         assert feedback.table is not None, "simulate shows the table to estimators with full_information"
         return feedback.table
+
+
+def centred(estimator: Estimator | None) -> CentredEstimator:
+    """The estimator, importance-weighted by default, if its covariance is known beforehand; an error otherwise."""
+    if estimator is None:
+        return ImportanceWeighted()
+    if not isinstance(estimator, CentredEstimator):
+        raise TypeError(
+            f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or give ImportanceWeighted, ReducedVariance or a "
+            "CentredEstimator of your own"
+        )
+    return estimator

@@ -1,7 +1,8 @@
 """The regret of FTRL with bandit feedback, forecast without playing: cheap, smooth, and differentiable in everything.
 
-The loss estimate is unbiased whatever the regularizer is, so the cumulative estimate fluctuates around the mean path Lbar_t = sum of means.
-Expanding q_t = q(t, Lhat_{t-1}) to second order around it,
+The loss estimate, (loss - b) / q on the visited pairs plus a baseline b (torch_occ.estimators), is unbiased whatever the regularizer is,
+so the cumulative estimate fluctuates around the mean path Lbar_t = sum of means. Expanding q_t = q(t, Lhat_{t-1}) to second order
+around it,
 
     E <q_t, mean_t> = <q(t, Lbar), mean_t>  -  1/2 <d/ds Pi(Lbar + s mean_t), C_{t-1}>,
                           drift                             noise
@@ -14,7 +15,9 @@ Summed by parts over t, the noise is 1/2 sum_t E |loss_estimate_t|^2 in the norm
 what is left of the fluctuations at the end and what the growth of psi_t takes out of them. `stability` gives that term too.
 
 The expansion is one in the fluctuations of q relative to itself. Where the learner is so little regularized that a single visit changes q
-many times over, it fails; `noise_share` tells, and torch_occ.leaping is for there.
+many times over, it fails; `noise_share` tells, and torch_occ.leaping is for there. With a baseline a single visit may do so even where
+the noise is small: without a loss there it lowers the estimate by b / q, and q ~ beta / (gap t) under a log-barrier, so that below
+beta ~ b it takes away the whole lead of t gap. Only leaping and playing see that.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.estimators import Estimator, centred
 from torch_occ.ftrl import FTRLStep
 from torch_occ.linearization import Linearization
 from torch_occ.losses import LossProcess, Noise, mean_square
@@ -73,21 +77,29 @@ class Forecast(NamedTuple):
 
 
 def forecast(
-    mdp: LayeredMDP, regularizer: Regularizer, losses: Tensor | LossProcess, episodes: int, *, per_decade: float = PER_DECADE
+    mdp: LayeredMDP,
+    regularizer: Regularizer,
+    losses: Tensor | LossProcess,
+    episodes: int,
+    *,
+    estimator: Estimator | None = None,
+    per_decade: float = PER_DECADE,
 ) -> Forecast:
-    """Predict the regret of `FTRL(mdp, regularizer)`, importance-weighted, over any number of episodes up to 1e12.
+    """Predict the regret of `FTRL(mdp, regularizer, estimator)` over any number of episodes up to 1e12.
 
     Args:
         mdp: may have a batch shape.
         regularizer: psi_t; its parameters may have a batch shape.
         losses: means `(*batch, S, A)` of Bernoulli losses, differentiable; or a loss process whose means are fixed beforehand.
         episodes: T.
+        estimator: importance-weighted by default; or `ReducedVariance`, or any other `CentredEstimator`.
         per_decade: panels of three solves for every tenfold of episodes.
 
     All batch shapes broadcast. The result is differentiable in the regularizer's parameters and in the means.
     """
     if not 1 <= episodes <= 10**12:
         raise ValueError(f"episodes: expected a number from 1 to 1e12, got {episodes}")
+    estimate = centred(estimator)
     phases, noise = phases_of(mdp, losses, int(episodes))
     step = FTRLStep(mdp, regularizer)
     grid = Quadrature.over([phase.start for phase in phases], int(episodes), per_decade, mdp.transitions[0])
@@ -107,31 +119,38 @@ def forecast(
 
     linear = Linearization(step, q, t)
     Pi = linear.dense()  # (K, *batch, S * A, S * A)
-    second = second_moment(mdp, q, now, noise)
-    flat = now.flatten(-2)
-    C = grid.sums_before(second - flat.unsqueeze(-1) * flat.unsqueeze(-2))
+    baseline = torch.where(mdp.actions, estimate.baseline(q, t), 0.0)
+    visited = second_moment(mdp, q, now, noise, baseline)
+    flat, b = now.flatten(-2), baseline.flatten(-2)
+    C = grid.sums_before(visited - outer(flat - b, flat - b))
     u = (Pi @ flat.unsqueeze(-1)).squeeze(-1).unflatten(-1, q.shape[-2:])
     bend = linear.bend(u, Pi @ C @ Pi)
-    curves = (drift, grid.sums(-0.5 * bend), grid.sums(0.5 * (Pi * second).sum((-2, -1))))
+    square = (Pi * visited).sum((-2, -1)) + (b.unsqueeze(-2) @ Pi @ (2 * flat - b).unsqueeze(-1))[..., 0, 0]  # E |loss_estimate|^2_Pi
+    curves = (drift, grid.sums(-0.5 * bend), grid.sums(0.5 * square))
     drift, fluctuation, stability = (torch.where(certified, curve, torch.nan).movedim(0, -1) for curve in curves)
     return Forecast(grid.ends, drift, fluctuation, stability, certified)
 
 
-def second_moment(mdp: LayeredMDP, q: Tensor, mean: Tensor, noise: Noise) -> Tensor:
-    """E[loss_estimate loss_estimate'] of one episode, `(*batch, S * A, S * A)`, importance-weighted.
+def second_moment(mdp: LayeredMDP, q: Tensor, mean: Tensor, noise: Noise, baseline: Tensor) -> Tensor:
+    """E[x x'] of one episode, `(*batch, S * A, S * A)`, with x = (loss - b) / q on the visited pairs: what a loss estimate has beyond b.
 
-    For pairs i before j it is mean_i mean_j P(i and j are visited) / (q_i q_j) = mean_i mean_j P(s_j is passed | i) / q(s_j); on the
-    diagonal, E[loss_i^2] / q_i; two pairs of one layer are never visited together.
+    With m = mean - b, for pairs i before j it is m_i m_j P(i and j are visited) / (q_i q_j) = m_i m_j P(s_j is passed | i) / q(s_j); on
+    the diagonal, E[(loss_i - b_i)^2] / q_i; two pairs of one layer are never visited together.
     """
     exists = mdp.actions
     policy = policy_of(mdp, q)
     ahead = mdp.joint_transitions @ reachability(mdp, policy).unsqueeze(-3)  # (*batch, S, A, S)
     later = (ahead / q.sum(-1)[..., None, None, :]).flatten(-3, -2)  # (*batch, S * A, S)
     later = later.repeat_interleave(mdp.num_actions, -1)  # (*batch, S * A, S * A)
-    flat = torch.where(exists, mean, 0.0).flatten(-2)
-    joint = flat.unsqueeze(-1) * flat.unsqueeze(-2) * later
-    own = mean_square(flat, noise) / torch.where(exists, q, 1.0).flatten(-2)
+    flat, b = (torch.where(exists, x, 0.0).flatten(-2) for x in (mean, baseline))
+    joint = outer(flat - b, flat - b) * later
+    own = (mean_square(flat, noise) - 2 * b * flat + b**2) / torch.where(exists, q, 1.0).flatten(-2)
     return joint + joint.mT + torch.diag_embed(own)
+
+
+def outer(x: Tensor, y: Tensor) -> Tensor:
+    """x y', `(..., n)` -> `(..., n, n)`."""
+    return x.unsqueeze(-1) * y.unsqueeze(-2)
 
 
 def totals(phases: list[Phase], values: Tensor, episodes: Tensor, phase: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.estimators import Estimator
 from torch_occ.learners import FTRL
 from torch_occ.losses import LossProcess
 from torch_occ.objectives import World
@@ -40,6 +41,9 @@ class Guard:
     Args:
         worlds: each with one MDP and a loss process, for example `GreedyAdversary()`. Worlds of one name are averaged.
         reference: which regularizer not to be worse than, for example `jin_luo(mdp)` with the paper's constants.
+        estimator: of the losses, for all regularizers that are judged; importance-weighted by default. Nothing has to be forecast here, so
+            any will do; take that of the objective.
+        reference_estimator: that of the reference; importance-weighted by default, as in the paper.
         seeds: of the runs, the same for every regularizer.
         margin: how much better than the reference to be, as a share of its regret: other MDPs are different; a negative one tolerates.
         caution: standard errors of the difference by which it has to be better, since runs are few; needs two seeds.
@@ -51,6 +55,8 @@ class Guard:
         episodes: int,
         reference: Regularizer,
         *,
+        estimator: Estimator | None = None,
+        reference_estimator: Estimator | None = None,
         seeds: Sequence[int] = range(1, 9),
         margin: float = 0.0,
         caution: float = 0.0,
@@ -63,7 +69,8 @@ class Guard:
             if not isinstance(world.losses, LossProcess) or world.mdp.batch_shape:
                 raise ValueError(f"worlds: {world.name!r} is played, so it takes one MDP and a loss process, not means or a batch")
         self.worlds, self.episodes, self.seeds, self.margin, self.caution = tuple(worlds), episodes, tuple(seeds), margin, caution
-        self.references = [self._play(world, reference) for world in worlds]  # (seeds,) each
+        self.estimator = estimator
+        self.references = [self._play(world, FTRL(world.mdp, reference, reference_estimator)) for world in worlds]  # (seeds,) each
         self.scales = [float(regrets.mean()) for regrets in self.references]
         for world, scale in zip(worlds, self.scales, strict=True):
             if not 0 < abs(scale) < torch.inf:
@@ -74,7 +81,7 @@ class Guard:
         regrets: dict[str, list[float]] = {}
         ratios: dict[str, list[Tensor]] = {}
         for world, before, scale in zip(self.worlds, self.references, self.scales, strict=True):
-            found = self._play(world, regularizer)
+            found = self._play(world, FTRL(world.mdp, regularizer, self.estimator))
             regrets.setdefault(world.name, []).append(float(found.mean()))
             ratios.setdefault(world.name, []).append((found - before) / abs(scale))
         worst = torch.stack([self._excess(torch.stack(parts)) for parts in ratios.values()]).max()  # NaN if any is
@@ -92,11 +99,9 @@ class Guard:
         error = (ratios.var(1) / seeds).sum().sqrt() / worlds
         return ratios.mean() + self.caution * error
 
-    def _play(self, world: World, regularizer: Regularizer) -> Tensor:
+    def _play(self, world: World, learner: FTRL) -> Tensor:
         """The regret of every seed; NaN if any step had no certificate."""
         assert isinstance(world.losses, LossProcess)
         with torch.no_grad():
-            history = simulate(
-                world.mdp, FTRL(world.mdp, regularizer), world.losses, self.episodes, self.seeds, checkpoints=[self.episodes]
-            )
+            history = simulate(world.mdp, learner, world.losses, self.episodes, self.seeds, checkpoints=[self.episodes])
         return history.regret[:, -1] if not bool(history.uncertified.any()) else torch.full_like(history.regret[:, -1], torch.nan)

@@ -4,14 +4,15 @@ A particle is one run of the learner. Instead of solving for q in every episode 
 often they visit every pair (multinomial down the layers, so that a trajectory stays one) and what they are charged there, adds the
 estimates, and solves again:
 
-    n ~ visits of `length` episodes with q,        Lhat += losses(n) / q,        t += length.
+    n ~ visits of `length` episodes with q,        Lhat += (losses(n) - n b) / q + length b,        t += length,
+
+with b the baseline of the estimator, nothing for importance weights.
 
 Leaps of one episode are the algorithm itself. The only error is that q stands still during a leap, and leaps are as long as that allows
 (`patience`). Everything changes on the scale of t, and so the number of leaps grows with log T, however little the learner is
 regularized: where a single visit changes everything, visits are rare.
 
 `leap` draws exact counts, and is the forecast for where torch_occ.forecast is out of its depth; `predict` chooses between the two.
-`leap_smoothly` draws reparametrized numbers on a fixed grid of times, so that the regret is differentiable in the regularizer's parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ.forecast import forecast, second_moment, totals
+from torch_occ.estimators import CentredEstimator, Estimator, ImportanceWeighted, ReducedVariance, centred
+from torch_occ.forecast import forecast, totals
 from torch_occ.ftrl import FTRLStep
 from torch_occ.hessians import Hessian
 from torch_occ.implicit import Setting
@@ -80,15 +82,19 @@ def predict(
     losses: Tensor | LossProcess,
     episodes: int,
     *,
+    estimator: Estimator | None = None,
     particles: int = PARTICLES,
     seed: int = 0,
 ) -> Prediction:
-    """The regret at T: by `forecast` where its own noise says that it may be believed, by `leap` elsewhere; no simulation decides."""
+    """The regret at T: by `forecast` where its own noise says that it may be believed, by `leap` elsewhere; no simulation decides.
+
+    With a baseline it is always `leap`: a rare visit without loss may overturn all that was learnt, of which covariances say nothing.
+    """
     with torch.no_grad():
-        path = forecast(mdp, regularizer, losses, episodes)
-    if bool(path.reliable):
+        path = forecast(mdp, regularizer, losses, episodes, estimator=estimator)
+    if bool(path.reliable) and type(centred(estimator)) is ImportanceWeighted:
         return Prediction(path.final, torch.zeros_like(path.final), "mean path")
-    found = leap(mdp, regularizer, losses, episodes, particles=particles, seed=seed)
+    found = leap(mdp, regularizer, losses, episodes, estimator=estimator, particles=particles, seed=seed)
     return Prediction(found.final, found.standard_error[-1], "leaping")
 
 
@@ -98,19 +104,21 @@ def leap(
     losses: Tensor | LossProcess,
     episodes: int,
     *,
+    estimator: Estimator | None = None,
     particles: int = PARTICLES,
     seed: int = 0,
     accuracy: float = ACCURACY,
     backend: Backend = "auto",
 ) -> Leaps:
-    """Predict the regret of `FTRL(mdp, regularizer)`, importance-weighted, over any number of episodes up to 1e12.
+    """Predict the regret of `FTRL(mdp, regularizer, estimator)` over any number of episodes up to 1e12.
 
     Args:
         losses: means `(S, A)` of Bernoulli losses, or a loss process whose means are fixed beforehand.
+        estimator: importance-weighted by default; or `ReducedVariance`, or any other `CentredEstimator`.
         particles: independent runs.
         seed: the same seed gives the same numbers on the same backend.
         accuracy: how much q may change in a leap, relatively; smaller is slower and closer to the algorithm.
-        backend: "engine" is compiled and knows built-in regularizers, "torch" knows all; "auto" takes the engine where it can.
+        backend: "engine" is compiled and knows what is built in, "torch" knows all; "auto" takes the engine where it can.
     """
     if not 1 <= episodes <= 10**12:
         raise ValueError(f"episodes: expected a number from 1 to 1e12, got {episodes}")
@@ -118,9 +126,9 @@ def leap(
         raise ValueError(f"particles: expected at least 1, got {particles}")
     if not accuracy > 0:
         raise ValueError(f"accuracy: expected a positive number, got {accuracy}")
-    course = Course.of(mdp, losses, int(episodes))
-    play = _leap_compiled if engine_takes(backend, lambda: _why_not_compiled(mdp, regularizer)) else _leap_in_torch
-    expected, leaps, uncertified = play(mdp, regularizer, course, particles, seed, accuracy)
+    estimate, course = centred(estimator), Course.of(mdp, losses, int(episodes))
+    play = _leap_compiled if engine_takes(backend, lambda: _why_not_compiled(mdp, regularizer, estimate)) else _leap_in_torch
+    expected, leaps, uncertified = play(mdp, regularizer, estimate, course, particles, seed, accuracy)
     return Leaps(course.stops.long(), expected - course.best, leaps, uncertified)
 
 
@@ -172,7 +180,7 @@ def patience(mdp: LayeredMDP, hessian: Hessian, q: Tensor, accuracy: float) -> T
 
 @torch.no_grad()
 def _leap_in_torch(
-    mdp: LayeredMDP, regularizer: Regularizer, course: Course, particles: int, seed: int, accuracy: float
+    mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimator, course: Course, particles: int, seed: int, accuracy: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     step = FTRLStep(mdp, regularizer)
     setting = Setting(mdp, step.evaluator, False)
@@ -205,8 +213,10 @@ def _leap_in_torch(
         hessian = setting.bind([t, *step.evaluator.own_parameters]).deriver(t.shape)(q).hessian
         length = torch.minimum(patience(mdp, hessian, q, accuracy), WIDEST * t).floor().clamp(min=1)
         length = torch.minimum(length, course.stops[stop] - t + 1)
-        charged = _charge(course.noise, course.means[phase], _visits(mdp, q, length, generator), generator)
-        cumulative_loss = cumulative_loss + torch.where(mdp.actions, charged / torch.where(mdp.actions, q, 1.0), 0.0)
+        visits, baseline = _visits(mdp, q, length, generator), estimator.baseline(q, t)
+        charged = _charge(course.noise, course.means[phase], visits, generator)
+        estimates = (charged - visits * baseline) / torch.where(mdp.actions, q, 1.0) + length[:, None, None] * baseline
+        cumulative_loss = cumulative_loss + torch.where(mdp.actions, estimates, 0.0)
         leaps[alive] += 1
         t = t + length
 
@@ -247,16 +257,18 @@ def _charge(noise: Noise, mean: Tensor, visits: Tensor, generator: torch.Generat
 # -- built-in regularizers, compiled --------------------------------------------------------------------------------------
 
 
-def _why_not_compiled(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
+def _why_not_compiled(mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimator) -> str | None:
     from torch_occ.engine.arrays import why_not
 
+    if type(estimator) not in (ImportanceWeighted, ReducedVariance):
+        return f"the engine does not know the estimator {type(estimator).__name__}"
     if any(parameter.dim() for parameter in regularizer.parameters()):
         return "the regularizer has batched parameters"
     return why_not(mdp, regularizer)
 
 
 def _leap_compiled(
-    mdp: LayeredMDP, regularizer: Regularizer, course: Course, particles: int, seed: int, accuracy: float
+    mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimator, course: Course, particles: int, seed: int, accuracy: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     from torch_occ.engine.arrays import exponents_of, kinds_of, model_of, terms_of, weights_of
     from torch_occ.engine.compiling import patiently
@@ -273,12 +285,15 @@ def _leap_compiled(
         found = terms_of(regularizer, log_t.exp())
         weights = weights_of(found).expand(len(log_t), -1)
         terms = Terms(*kinds_of(found), exponents_of(found).numpy())
+        # No q reaches a threshold of 2.
+        threshold = estimator.threshold(log_t.exp()) if isinstance(estimator, ReducedVariance) else torch.full_like(log_t, 2.0)
     log_weights = torch.where(weights == 0, 1.0, weights.abs()).log().contiguous().numpy()
     model = model_of(mdp)
     way = Way(
         log_t.numpy(),
         log_weights,
         weights[0].sign().numpy(),
+        threshold.log().numpy(),
         course.means.flatten(-2).contiguous().numpy(),
         course.gaps.flatten(-2).contiguous().numpy(),
         NOISE[course.noise],
@@ -302,72 +317,3 @@ def _leap_compiled(
     with patiently:
         for_each(play, particles)
     return regret, counts[:, 0], counts[:, 1]
-
-
-# -- differentiable -------------------------------------------------------------------------------------------------------
-
-
-def leap_smoothly(
-    mdp: LayeredMDP,
-    regularizer: Regularizer,
-    losses: Tensor | LossProcess,
-    episodes: int,
-    *,
-    particles: int = 16,
-    seed: int = 0,
-    per_decade: int = 20,
-    draws: Literal["gamma", "gaussian"] = "gamma",
-) -> Leaps:
-    """The regret by leaps whose random numbers are reparametrized, so that it has gradients in the regularizer's parameters.
-
-    Leaps end at log-spaced times, the same for all particles. With "gaussian" draws the estimates of a leap are normal with their exact
-    covariance, joint visits included; where a leap expects less than a visit to a pair, that is a bad likeness. "gamma" draws what a pair
-    is charged from the gamma distribution with the mean and the variance of a Poisson number: never negative, and as skewed as rare visits
-    are, but independent between pairs; its gradient is right in expectation, not for a single seed. Regularizers may have parameters of a
-    batch shape `(B,)`; then the regret is `(N, B, C)`.
-    """
-    course = Course.of(mdp, losses, int(episodes), per_decade)
-    step = FTRLStep(mdp, regularizer)
-    batch = step.evaluator.batch_shape(step.evaluator.own_parameters)
-    shape = (particles, *batch, mdp.num_states, mdp.num_actions)
-    generator = torch.Generator(device=mdp.device).manual_seed(seed)
-    cumulative_loss = torch.zeros(shape, dtype=mdp.dtype, device=mdp.device)
-    total = cumulative_loss[..., 0, 0]
-    uncertified = torch.zeros(shape[:-2], dtype=torch.long, device=mdp.device)
-    curve: list[Tensor] = []
-    warm: Tensor | None = None
-    t, length, opening = 1.0, 0.0, total
-    for i in range(len(course.stops) + 1):
-        solution = step.solve(cumulative_loss, torch.full(shape[:-2], t, dtype=mdp.dtype), warm_start=warm, check=False)
-        uncertified = uncertified + (~solution.converged).long()
-        q, warm = solution.q, solution.q.detach()
-        if i:
-            closing = (q * course.gaps[course.phase[i - 1]]).sum((-2, -1))
-            total = total + 0.5 * (length + 1) * opening + 0.5 * (length - 1) * closing
-            curve.append(total - course.best[i - 1])
-        if i < len(course.stops):
-            phase = course.phase[i]
-            opening = (q * course.gaps[phase]).sum((-2, -1))
-            length = float(course.stops[i]) - t + 1
-            cumulative_loss = cumulative_loss + _smooth_estimates(mdp, q, course.means[phase], course.noise, length, draws, generator)
-            t += length
-    leaps = torch.full(shape[:-2], len(course.stops))
-    return Leaps(course.stops.long(), torch.stack(curve, -1), leaps, uncertified)
-
-
-def _smooth_estimates(
-    mdp: LayeredMDP, q: Tensor, mean: Tensor, noise: Noise, length: float, draws: str, generator: torch.Generator
-) -> Tensor:
-    """The loss estimates of `length` episodes with q, reparametrized."""
-    if draws == "gaussian":
-        flat = mean.flatten()
-        moment = second_moment(mdp, q, mean.expand_as(q), noise) - flat.unsqueeze(-1) * flat
-        scale = moment.diagonal(dim1=-2, dim2=-1).clamp(min=1e-300).sqrt()
-        correlation = moment / scale.unsqueeze(-1) / scale.unsqueeze(-2)
-        root = torch.linalg.cholesky(correlation + 1e-9 * torch.eye(len(flat), dtype=q.dtype, device=q.device))
-        normal = torch.randn(*q.shape[:1], *(1,) * (q.dim() - 3), len(flat), dtype=q.dtype, device=q.device, generator=generator)
-        fluctuation = scale * (root @ normal.expand(*q.shape[:-2], -1).unsqueeze(-1)).squeeze(-1)
-        return length * mean + length**0.5 * fluctuation.unflatten(-1, mean.shape)
-    exists = mdp.actions & (mean > 0)
-    expected = torch.where(exists, length * q * mean, 1.0)
-    return torch.where(exists, torch._standard_gamma(expected, generator=generator) / torch.where(exists, q, 1.0), 0.0)

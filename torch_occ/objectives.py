@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from copy import copy
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_occ.estimators import Estimator, centred
 from torch_occ.forecast import PER_DECADE, SMALL_NOISE, forecast
 from torch_occ.losses import LossProcess
 from torch_occ.mdp import LayeredMDP
@@ -47,7 +49,9 @@ class ForecastObjective:
     """Forecast regret after `episodes` episodes, over all worlds.
 
     Args:
-        reference: what regrets are divided by, for example `jin_luo(mdp)` with the paper's constants; by default the floor.
+        reference: what regrets are divided by, for example `jin_luo(mdp)` with the paper's constants; by default the floor. Its loss
+            estimates are importance-weighted, whatever `estimator` is.
+        estimator: of the losses, for all regularizers that are judged; importance-weighted by default, or `ReducedVariance`.
         robustness: how much the worst environment counts.
         trust: the share of noise in a forecast beyond which it is not believed; the objective rises steeply from there on, because a
             tuner would otherwise look for its errors. 1 believes everything.
@@ -61,6 +65,7 @@ class ForecastObjective:
         episodes: int,
         *,
         reference: Regularizer | None = None,
+        estimator: Estimator | None = None,
         robustness: float = 4.0,
         trust: float = SMALL_NOISE,
         floor: float = 1.0,
@@ -71,7 +76,7 @@ class ForecastObjective:
         if not (robustness > 0 and floor > 0):
             raise ValueError(f"robustness, floor: expected positive numbers, got {robustness} and {floor}")
         self.worlds, self.episodes, self.robustness, self.per_decade = tuple(worlds), episodes, robustness, per_decade
-        self.trust, self.floor = trust, floor
+        self.trust, self.floor, self.estimator = trust, floor, centred(estimator)
         self.scales = [torch.zeros((), dtype=torch.float64) for _ in worlds]
         if reference is not None:
             with torch.no_grad():
@@ -84,13 +89,14 @@ class ForecastObjective:
     @classmethod
     def believing(cls, other: ForecastObjective) -> ForecastObjective:
         """The same objective without distrust."""
-        found = cls(other.worlds, other.episodes, robustness=other.robustness, trust=1.0, floor=other.floor, per_decade=other.per_decade)
-        found.scales = other.scales
+        found = copy(other)
+        found.trust = 1.0
         return found
 
     def __call__(self, regularizer: Regularizer) -> Evaluation:
         """The parameters may have shape `(B, 1)`, so that they meet the batch of MDPs of a world."""
-        paths = [forecast(world.mdp, regularizer, world.losses, self.episodes, per_decade=self.per_decade) for world in self.worlds]
+        options: dict[str, Any] = {"estimator": self.estimator, "per_decade": self.per_decade}
+        paths = [forecast(world.mdp, regularizer, world.losses, self.episodes, **options) for world in self.worlds]
         found = self.combine([path.final for path in paths], [path.certified for path in paths])
         beyond = [(_batched(path.noise_share) - self.trust).clamp(min=0).square().amax(-1) for path in paths]
         return found._replace(value=found.value + DISTRUST * torch.stack(beyond).amax(0))

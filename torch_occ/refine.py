@@ -155,9 +155,9 @@ class Search:
         """Points that fill a region, without those whose forecast is hopeless by what was tried so far; some, if all of them are."""
         screened = 1 if math.isinf(hopeless) else SCREENED
         drawn = low + sobol.draw(screened * count, dtype=torch.float64) * (high - low)
-        given = 0
+        given, lowest = 0, min(_trusted(found) for found in self.judged)  # a guard's penalty counts: what does not pass sets no standard
         for i, u in enumerate(drawn):
-            if given < count and (len(drawn) - i <= count - given or self.forecast(u) < min(self.tried) + hopeless):
+            if given < count and (len(drawn) - i <= count - given or self.forecast(u) < lowest + hopeless):
                 given += 1
                 yield u
 

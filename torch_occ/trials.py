@@ -28,7 +28,8 @@ def by_leaping(objective: ForecastObjective, *, particles: int = 64, accuracy: f
     """The objective with leaping in place of the mean path."""
 
     def final(mdp: LayeredMDP, losses: Tensor | LossProcess, regularizer: Regularizer, seed: int) -> tuple[Tensor, Tensor]:
-        run = leap(mdp, regularizer, losses, objective.episodes, particles=particles, accuracy=accuracy, seed=seed)
+        estimator, episodes = objective.estimator, objective.episodes
+        run = leap(mdp, regularizer, losses, episodes, estimator=estimator, particles=particles, accuracy=accuracy, seed=seed)
         return run.regret[:, -1].mean(), ~run.uncertified.any()
 
     return lambda regularizer, seed: _everywhere(objective, final, regularizer, seed)
@@ -40,7 +41,8 @@ def by_playing(objective: ForecastObjective, *, runs: int = 1) -> Trial:
     def final(mdp: LayeredMDP, losses: Tensor | LossProcess, regularizer: Regularizer, seed: int) -> tuple[Tensor, Tensor]:
         process = BernoulliLosses(losses) if isinstance(losses, Tensor) else losses
         seeds = range(1 + seed * runs, 1 + (seed + 1) * runs)
-        history = simulate(mdp, FTRL(mdp, regularizer), process, objective.episodes, seeds, checkpoints=[objective.episodes])
+        learner = FTRL(mdp, regularizer, objective.estimator)
+        history = simulate(mdp, learner, process, objective.episodes, seeds, checkpoints=[objective.episodes])
         return history.regret[:, -1].mean(), ~history.uncertified.any()
 
     return lambda regularizer, seed: _everywhere(objective, final, regularizer, seed)

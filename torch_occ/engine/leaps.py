@@ -20,6 +20,7 @@ class Way(NamedTuple):
     log_t: Floats  # (G,), a fine grid
     log_weights: Floats  # (G, K), logarithms of |weights| there, between which they are straight lines for every power of t
     signs: Floats  # (K,), signs of the weights
+    log_threshold: Floats  # (G,), likewise: where q has reached the threshold the estimator has a baseline of 1/2
     means: Floats  # (P, S * A), by phase
     gaps: Floats  # (P, S * A)
     noise: int
@@ -72,7 +73,8 @@ def leap(
         derive(model, terms, weights, work)
         length = max(1.0, np.floor(min(_patience(model, way.accuracy, work), way.widest * t)))
         length = min(length, way.stops[stop] - t + 1.0)
-        _play(model, way, way.phase[stop], length, loss, entering, work)
+        threshold = np.exp(_between(np.log(t), way.log_t, way.log_threshold))
+        _play(model, way, way.phase[stop], threshold, length, loss, entering, work)
         counts[0] += 1
         t += length
 
@@ -108,8 +110,8 @@ def _patience(model: Model, accuracy: float, work: Work) -> float:
 
 
 @kernel
-def _play(model: Model, way: Way, phase: int, length: float, loss: Floats, entering: Floats, work: Work) -> None:
-    """That many episodes with q as it is: how often every pair is visited, layer by layer, and what is charged there."""
+def _play(model: Model, way: Way, phase: int, threshold: float, length: float, loss: Floats, entering: Floats, work: Work) -> None:
+    """That many episodes with q as it is: how often every pair is visited, layer by layer, and what the estimator makes of it."""
     pairs, start, actions = work.pairs, model.start, model.num_actions
     for s in range(len(entering)):
         entering[s] = 0.0
@@ -119,7 +121,9 @@ def _play(model: Model, way: Way, phase: int, length: float, loss: Floats, enter
         for s in range(start[k], start[k + 1]):
             left, share = entering[s], 0.0
             for i in range(s * actions, (s + 1) * actions):
-                share += pairs[PAIR, i] if model.exists[PAIR, i] else 0.0
+                if model.exists[PAIR, i]:
+                    share += pairs[PAIR, i]
+                    loss[i] += 0.5 * length if pairs[PAIR, i] >= threshold else 0.0
             for i in range(s * actions, (s + 1) * actions):
                 if left <= 0.0 or not model.exists[PAIR, i]:
                     continue
@@ -127,7 +131,8 @@ def _play(model: Model, way: Way, phase: int, length: float, loss: Floats, enter
                 share -= pairs[PAIR, i]
                 left -= visits
                 if visits > 0.0:
-                    loss[i] += _charge(way.noise, way.means[phase, i], visits) / pairs[PAIR, i]
+                    baseline = 0.5 if pairs[PAIR, i] >= threshold else 0.0
+                    loss[i] += (_charge(way.noise, way.means[phase, i], visits) - baseline * visits) / pairs[PAIR, i]
                     if k + 1 < layers:
                         _split(visits, model.next_state, i, start[k + 2] - start[k + 1], entering, start[k + 1])
 
@@ -195,11 +200,24 @@ def _few(n: float, p: float) -> float:
 @kernel
 def _weights_at(x: float, log_t: Floats, log_weights: Floats, signs: Floats, weights: Floats) -> None:
     """The weights at t = exp(x), straight lines between the logarithms on the grid."""
-    width = log_t[1] - log_t[0]
-    i = min(max(int(x / width), 0), len(log_t) - 2)
-    part = (x - log_t[i]) / width
+    i, part = _place(x, log_t)
     for k in range(len(signs)):
         if signs[k] == 0.0:
             weights[k] = 0.0
         else:
             weights[k] = signs[k] * np.exp((1.0 - part) * log_weights[i, k] + part * log_weights[i + 1, k])
+
+
+@kernel
+def _between(x: float, log_t: Floats, values: Floats) -> float:
+    """The straight line between values on the grid, at x."""
+    i, part = _place(x, log_t)
+    return (1.0 - part) * values[i] + part * values[i + 1]
+
+
+@kernel
+def _place(x: float, log_t: Floats) -> tuple[int, float]:
+    """The interval of the grid that x lies in, and where in it."""
+    width = log_t[1] - log_t[0]
+    i = min(max(int(x / width), 0), len(log_t) - 2)
+    return i, (x - log_t[i]) / width
