@@ -73,8 +73,9 @@ def draw_environments(rows: Sequence[dict[str, Any]], episodes: int, seeds: int,
             yerr=[1.96 * row["standard_error"] for row in kept],
             error_kw={"linewidth": 0.8},
         )
-        for at, height in zip(x, heights, strict=True):
-            axes.text(at, max(height, 0.0) * 1.08, f"{height:.0f}", ha="center", va="bottom", fontsize=7)
+        for at, row in zip(x, kept, strict=True):
+            top = max(row["regret"] + 1.96 * row["standard_error"], 0.0)
+            axes.text(at, 1.06 * top, f"{row['regret']:,.0f}", ha="center", va="bottom", fontsize=7)
     axes.set_yscale("symlog", linthresh=math.sqrt(episodes))  # a regret may be negative
     axes.axhline(0, color="0.3", linewidth=0.8)
     axes.set(ylabel=f"regret at T = {episodes:,}", title=f"{mdps} held-out MDPs, {seeds} seeds, 95 % intervals")
@@ -111,7 +112,7 @@ def draw_frontier(rows: Sequence[dict[str, Any]], episodes: int, mdps: int, seed
         )
         for row in kept:
             if row["gamma"] is not None and i in (0, 1):
-                offset = (5, -11) if i == 0 else (-3, 8)
+                offset = (5, -11) if i == 0 else (-34, 3)
                 at = (row["stochastic"], row["adversary"])
                 axes.annotate(f"γ = {row['gamma']:g}", at, offset, textcoords="offset points", fontsize=7, color=COLOURS[i])
     low, high = axes.get_ylim()

@@ -51,7 +51,8 @@ class ForecastObjective:
     Args:
         reference: what regrets are divided by, for example `jin_luo(mdp)` with the paper's constants; by default the floor. Its loss
             estimates are importance-weighted, whatever `estimator` is.
-        estimator: of the losses, for all regularizers that are judged; importance-weighted by default, or `ReducedVariance`.
+        estimator: of the losses, for all regularizers that are judged; importance-weighted by default, or `ReducedVariance`. With a
+            baseline keep a log-barrier's beta above 1/2: below, rare visits may ruin what the mean path promises.
         robustness: how much the worst environment counts.
         trust: the share of noise in a forecast beyond which it is not believed; the objective rises steeply from there on, because a
             tuner would otherwise look for its errors. 1 believes everything.
