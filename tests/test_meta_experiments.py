@@ -29,7 +29,8 @@ def test_meta_tune(tmp_path):
         assert (found / name).read_bytes().startswith(PNG)
     assert "by the rule: " in printed
     assert "search of 3 points: 3 points" in printed
-    assert "| tuned by gradients " in printed
+    assert "| tuned " in printed
+    assert "| paper's appendix " in printed
     assert "% of regret, relative to search of 3 points, no. 1" in printed
 
 

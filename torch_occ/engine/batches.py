@@ -91,7 +91,7 @@ def solve_linear(
     table: Floats,  # (2, N or 1, K), weights and exponents
     q: Floats,  # (N * S, A)
     x: Floats,  # (N * S or S, A)
-    r: Floats,  # (N * S or S,); empty for zeros
+    r: Floats,  # (N * S or S,)
     u: Floats,  # (N * S, A), out
     m: Floats,  # (N * S,), out
     bars: Floats,  # (2, N, K), out: the derivatives of <u, grad psi> in weights and exponents

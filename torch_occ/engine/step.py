@@ -41,8 +41,6 @@ WIDEST = 150
 
 _SINGLE = torch.Size()
 
-_ZEROS = np.empty(0)  # what kernels take for zeros
-
 #: Elements of a batch below which threads are not worth waking.
 _ALONE = 16
 
@@ -59,6 +57,7 @@ class CompiledStep:
         self.mdp, self.regularizer, self.options = mdp, regularizer, options
         self.shape = torch.Size((mdp.num_states, mdp.num_actions))
         self.tolerance = options.tolerance_in(torch.float64)
+        self.zeros = np.zeros(mdp.num_states)
         self.slots = slots_of(regularizer)
         self.valid: list[Any] = []  # values of the parameters that were found valid
         self.works: list[Work] = []  # scratch memory at rest
@@ -95,7 +94,8 @@ class CompiledStep:
         formula = self.formula
         if formula is None:  # then torch works out the terms, and they are the inputs
             terms = terms_of(self.regularizer, torch.as_tensor(t, dtype=torch.float64))
-            inputs, formula = [*(term.weight for term in terms), *list_exponents(terms)], identity(2 * len(terms))
+            outputs = (*(term.weight for term in terms), *list_exponents(terms))
+            inputs, formula = [x.double() if isinstance(x, Tensor) else x for x in outputs], identity(2 * len(terms))
             values = [number(x) for x in inputs]
         batch = self._batch(loss, start, values)
         if batch is None:
@@ -253,7 +253,7 @@ class _Origin(NamedTuple):
         if x is None or not self.converged:
             x = torch.zeros_like(q) if x is None else x
             x, r = poison((q, q, self.certificate), (x, torch.zeros_like(q[..., 0]) if r is None else r))
-        right = _ZEROS if r is None else rows(r, self.batch, 1)
+        right = self.step.zeros if r is None else rows(r, self.batch, 1)
         return self.step.linear(rows(x, self.batch, 2), right, self.found.q, self.terms)
 
 
