@@ -69,7 +69,7 @@ class Args:
     margin: float = 0.03
     """how much less regret than the paper's the guard demands on every one of them, as a share"""
     frontier: tuple[float, ...] = (0.2, 0.3, 0.4, 0.6)
-    """learning rates of the frontier; none for no frontier"""
+    """learning rates of the frontier, beside the tuned one"""
     frontier_seeds: int = 4
     """its runs on every training MDP"""
     setting: tuple[float, float] | None = None
@@ -333,6 +333,8 @@ def main(args: Args) -> Path:
     lines: list[str] = []
     tuned = entropy(*args.setting) if args.setting else entropy(1.0, 0.2)
     for part in args.parts:
+        if part == "tune" and args.setting:
+            continue
         found = tune(args, directory, tuned) if part == "tune" else PARTS[part](args, directory, tuned)
         print("\n".join([part, *found, ""]), flush=True)
         lines += [part, *found, ""]

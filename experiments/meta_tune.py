@@ -103,7 +103,7 @@ class Args:
     @property
     def played(self) -> range:
         """Those of them that searches by simulation play."""
-        return self.training[-self.rival_mdps :]
+        return range(max(self.seed - max(self.rival_mdps, 1), self.training.start), self.seed)
 
     @property
     def held_out(self) -> range:
@@ -226,7 +226,7 @@ def rivals(args: Args, directory: Path) -> list[str]:
         f"tuner: {by_gradients:.1f} s of processor time by gradients, {spent - by_gradients:.1f} s by {len(refined.values)} trials",
         f"random search and Optuna got {seconds(budget)} each",
     ]
-    kept = args.cache / f"search_T{args.episodes}_mdps{args.played[0]}-{args.played[-1]}_{args.points}.csv"
+    kept = args.cache / f"search_{family.sizes}_T{args.episodes}_mdps{args.played[0]}-{args.played[-1]}_{args.points}.csv"
     searches: dict[str, Search | None] = {
         f"search of {args.points} points": search_points(family, args.played, args.points, args.again, args.search_seeds, 0, kept)
         if args.points

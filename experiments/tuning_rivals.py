@@ -82,17 +82,20 @@ def search_points(family: Family, mdps: range, count: int, again: int, seeds: in
     warm_up(family, mdps)
     first = _kept(kept, quasi_random(count, seed), lambda setting: judge(family, mdps, setting, 1))
     best = sorted(first, key=lambda point: point.cost)[:again]
-    second = _kept(kept.with_suffix(".again.csv"), (point.setting for point in best), lambda setting: judge(family, mdps, setting, seeds))
+    again_in = kept.with_suffix(f".{seeds}runs.csv")
+    second = _kept(again_in, (point.setting for point in best), lambda setting: judge(family, mdps, setting, seeds))
     return Search(second, len(first), sum(point.seconds for point in first + second))
 
 
 def _kept(path: Path, settings: Iterable[Setting], play: Callable[[Setting], Point]) -> list[Point]:
-    """The points of these settings, from a file as far as they are there."""
+    """The points of these settings, from a file as far as they are there, in this order."""
     rows: list[dict[str, Any]] = []
     if path.exists():
         rows = [{name: float(x) for name, x in row.items()} for row in csv.DictReader(path.read_text().splitlines())]
     points = []
     for i, setting in enumerate(settings):
+        if i < len(rows) and not np.allclose([rows[i][name] for name in BOX], setting, rtol=1e-6):
+            raise SystemExit(f"{path}: its row {i} is not {setting}; it belongs to another search, so give another --cache")
         if i >= len(rows):
             point = play(setting)
             rows.append(dict(zip(BOX, setting, strict=True)) | {"cost": point.cost, "seconds": point.seconds})

@@ -29,6 +29,11 @@ class Family(NamedTuple):
         """The paper's constants."""
         return self.actions**-0.5, 64.0 * self.horizon, 1.0
 
+    @property
+    def sizes(self) -> str:
+        """For names of files."""
+        return f"{self.horizon}x{self.width}x{self.actions}"
+
     def problem(self, number: int) -> tuple[occ.LayeredMDP, Tensor]:
         """A random MDP with uniformly random mean losses."""
         mdp = occ.LayeredMDP.random(self.horizon, self.width, self.actions, seed=number)
@@ -49,9 +54,8 @@ class Family(NamedTuple):
 
     def kept(self, cache: Path, number: int, setting: Setting, environment: str, runs: int) -> Path:
         """Where a simulation is kept."""
-        sizes = f"{self.horizon}x{self.width}x{self.actions}"
         numbers = "_".join(f"{x:.6g}" for x in setting)
-        return cache / f"{sizes}_mdp{number}_{environment.replace(' ', '-')}_{numbers}_T{self.episodes}_n{runs}.npz"
+        return cache / f"{self.sizes}_mdp{number}_{environment.replace(' ', '-')}_{numbers}_T{self.episodes}_n{runs}.npz"
 
     def simulated(self, cache: Path, number: int, setting: Setting, environment: str, runs: int) -> occ.History:
         """A simulation, from the cache if it was ever made."""

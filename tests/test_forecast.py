@@ -249,7 +249,12 @@ def test_full_corruption_is_forecast_against_the_best_policy_in_hindsight():
 def test_what_cannot_be_forecast_is_refused():
     mdp, mean = world(0, (2, 2, 2))
     psi = occ.jin_luo(mdp)
-    for estimator in (occ.ImplicitExploration(0.1), occ.FullInformation()):
+
+    class Clipped(occ.ImportanceWeighted):
+        def __call__(self, feedback, q, t):
+            return super().__call__(feedback, q, t).clamp(max=3.0)
+
+    for estimator in (occ.ImplicitExploration(0.1), occ.FullInformation(), Clipped()):
         for predict in (occ.forecast, occ.leap, occ.predict):
             with pytest.raises(
                 TypeError, match=f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or give Importance"

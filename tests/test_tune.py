@@ -239,6 +239,8 @@ def test_refine_is_judged_by_playing_and_keeps_to_the_bounds():
     assert found.tuned.value == pytest.approx(float(found.values[again].mean()))
     with pytest.raises(ValueError, match="judge: expected 'leap', 'play' or a function of a regularizer and a seed, got 'guess'"):
         occ.refine(objective, psi, tuned, judge="guess")
+    with pytest.raises(ValueError, match="hopeless: expected a positive number, got 0"):
+        occ.refine(objective, psi, tuned, hopeless=0)
 
 
 def test_refine_is_not_misled_by_a_lucky_trial():

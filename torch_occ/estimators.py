@@ -50,7 +50,7 @@ class CentredEstimator(Estimator):
         raise NotImplementedError
 
     def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
-        baseline = self.baseline(q, torch.tensor(float(t), dtype=q.dtype, device=q.device))
+        baseline = self.baseline(q, torch.tensor(float(t), dtype=q.dtype, device=q.device)).expand_as(q)
         return feedback.scatter((feedback.losses - feedback.gather(baseline)) / feedback.gather(q), q) + baseline
 
 
@@ -110,9 +110,10 @@ def centred(estimator: Estimator | None) -> CentredEstimator:
     """The estimator, importance-weighted by default, if its covariance is known beforehand; an error otherwise."""
     if estimator is None:
         return ImportanceWeighted()
-    if not isinstance(estimator, CentredEstimator):
+    ways = (CentredEstimator.__call__, ImportanceWeighted.__call__)  # whoever estimates in a way of its own has another covariance
+    if not isinstance(estimator, CentredEstimator) or type(estimator).__call__ not in ways:
         raise TypeError(
             f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or give ImportanceWeighted, ReducedVariance or a "
-            "CentredEstimator of your own"
+            "CentredEstimator of your own, with a baseline and no __call__"
         )
     return estimator

@@ -90,10 +90,11 @@ def predict(
 
     With a baseline it is always `leap`: a rare visit without loss may overturn all that was learnt, of which covariances say nothing.
     """
-    with torch.no_grad():
-        path = forecast(mdp, regularizer, losses, episodes, estimator=estimator)
-    if bool(path.reliable) and type(centred(estimator)) is ImportanceWeighted:
-        return Prediction(path.final, torch.zeros_like(path.final), "mean path")
+    if type(centred(estimator)) is ImportanceWeighted:
+        with torch.no_grad():
+            path = forecast(mdp, regularizer, losses, episodes)
+        if bool(path.reliable):
+            return Prediction(path.final, torch.zeros_like(path.final), "mean path")
     found = leap(mdp, regularizer, losses, episodes, estimator=estimator, particles=particles, seed=seed)
     return Prediction(found.final, found.standard_error[-1], "leaping")
 

@@ -91,6 +91,8 @@ def refine(
             `tuned.regrets`; `excess` says what it found.
     """
     begun = time.monotonic()
+    if not hopeless > 0:
+        raise ValueError(f"hopeless: expected a positive number, got {hopeless}")
     trial = judge if callable(judge) else _judge(judge, objective, particles, accuracy, runs)
     search = Search(objective, regularizer, tuned, trial, guard)
     sobol = torch.quasirandom.SobolEngine(len(tuned.names), scramble=True, seed=seed)
@@ -152,7 +154,7 @@ class Search:
                 self.own[name].copy_(value)
 
     def promising(self, low: Tensor, high: Tensor, sobol: torch.quasirandom.SobolEngine, count: int, hopeless: float) -> Iterator[Tensor]:
-        """Points that fill a region, without those whose forecast is hopeless by what was tried so far; some, if all of them are."""
+        """Points that fill a region, without those whose forecast is hopeless by what was tried before; some, if all of them are."""
         screened = 1 if math.isinf(hopeless) else SCREENED
         drawn = low + sobol.draw(screened * count, dtype=torch.float64) * (high - low)
         given, lowest = 0, min(_trusted(found) for found in self.judged)  # a guard's penalty counts: what does not pass sets no standard

@@ -110,11 +110,12 @@ class CompiledStep:
         if BAD_INPUT in statuses:
             return None
         converged = not any(statuses)
+        certificate = found.certificate if converged else found.certificate.copy()  # derivatives look at failures once more
         if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and followed(loss, *inputs)):
             q, v = _Follow.apply(_Origin(self, formula, replayed, table, found, batch, converged), loss, *inputs)
         else:
             q, v = found.tensors(batch, self.shape)
-        return Solution(q, v, torch.from_numpy(found.certificate.reshape(*batch, 5)), "engine"), converged
+        return Solution(q, v, torch.from_numpy(certificate.reshape(*batch, 5)), "engine"), converged
 
     def _in_domain(self, values: list[Any]) -> bool:
         t = values[0]
@@ -158,20 +159,26 @@ class CompiledStep:
 
     def _run(self, count: int, kernel: Callable[..., None], *arguments: Any) -> None:
         """The kernel over a batch, in as many threads as are worth it."""
-        if count < _ALONE and self.works:
-            work = self.works.pop()
-            kernel(*arguments, 0, count, work)
-            self.works.append(work)
+        if count < _ALONE:
+            with patiently:
+                self._run_alone(0, count, kernel, *arguments)
             return
-        threads = 1 if count < _ALONE else min(torch.get_num_threads(), count)
+        threads = min(torch.get_num_threads(), count)
 
         def share(i: int) -> None:
-            work = self.works.pop() if self.works else make_work(self.model)
-            kernel(*arguments, i * count // threads, (i + 1) * count // threads, work)
-            self.works.append(work)
+            self._run_alone(i * count // threads, (i + 1) * count // threads, kernel, *arguments)
 
         with patiently:
             for_each(share, threads)
+
+    def _run_alone(self, first: int, stop: int, kernel: Callable[..., None], *arguments: Any) -> None:
+        """Elements first, ..., stop - 1, with scratch memory that nobody else has in hand."""
+        try:
+            work = self.works.pop()
+        except IndexError:
+            work = make_work(self.model)
+        kernel(*arguments, first, stop, work)
+        self.works.append(work)
 
     # -- on the torch path ------------------------------------------------------------------------------------------------
 
@@ -276,8 +283,9 @@ class _Follow(torch.autograd.Function):
         origin: _Origin = ctx.origin
         batch, needed = origin.batch, ctx.needs_input_grad[1:]
         q, loss, inputs = _saved(ctx)
-        if torch.is_grad_enabled():  # somebody will differentiate this
-            return None, *_differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # somebody will differentiate this, or does so already
+            with torch.enable_grad():
+                return None, *_differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
         minus_x_bar, _, bars = origin.linear(q, q_bar, v_bar)  # K' and not K: the sign of v_bar differs
         found = [summed(torch.from_numpy(minus_x_bar.reshape(q.shape)), loss) if needed[0] else None]
         if any(needed[1:]):
