@@ -116,8 +116,7 @@ def entropy(beta: float, gamma: float) -> occ.Regularizer:
 def regrets(args: Args, player: Contestant, number: int, place: str, seeds: range) -> np.ndarray:
     """The final regret of every seed, from the cache if it was ever played."""
     family, kind = args.family, fingerprint(player.regularizer, player.estimator)[:16]
-    sizes = f"{family.horizon}x{family.width}x{family.actions}"
-    path = args.cache / f"{sizes}_mdp{number}_{place.replace(' ', '-')}_{kind}_T{family.episodes}_seeds{seeds[0]}-{seeds[-1]}.npz"
+    path = args.cache / f"{family.sizes}_mdp{number}_{place.replace(' ', '-')}_{kind}_T{family.episodes}_seeds{seeds[0]}-{seeds[-1]}.npz"
     if not path.exists():
         mdp, _ = family.problem(number)
         learner = occ.FTRL(mdp, player.regularizer, player.estimator)
@@ -156,12 +155,6 @@ def _error(x: np.ndarray) -> float:
     return float(x.std(ddof=1)) / len(x) ** 0.5
 
 
-def stochastic(args: Args) -> occ.World:
-    """The stochastic worlds of all training MDPs, which can be forecast."""
-    found = [args.family.problem(number) for number in args.training]
-    return occ.World(STOCHASTIC, occ.stack([mdp for mdp, _ in found]), torch.stack([mean for _, mean in found]))
-
-
 # -- tuning ---------------------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +165,7 @@ def tune(args: Args, directory: Path, psi: occ.Regularizer) -> list[str]:
     """
     problems = [(number, args.family.problem(number)[0]) for number in args.training]
     paper = occ.jin_luo(problems[0][1])
-    objective = occ.ForecastObjective([stochastic(args)], args.episodes, reference=paper, estimator=args.baseline)
+    objective = occ.ForecastObjective([args.family.stochastic(args.training)], args.episodes, reference=paper, estimator=args.baseline)
     begun = time.process_time()
     free = occ.tune(objective, psi, steps=args.steps, starts=1, rate=0.2, bounds=BOUNDS, directory=directory / "tuning")
     by_gradients = time.process_time() - begun
@@ -191,12 +184,13 @@ def tune(args: Args, directory: Path, psi: occ.Regularizer) -> list[str]:
         for i, (gamma, g, e) in enumerate(zip(refined.points[:, 0], gained, refined.excess, strict=True))
     ]
     write_csv(directory / "points.csv", rows)
+    rows.sort(key=lambda row: row["gamma"])
     cells = [[f"{row['gamma']:.4g}{' (chosen)' * row['chosen']}", f"{row['times less']:.1f}", f"{row['excess']:+.1%}"] for row in rows]
     return [
         f"by gradients alone, {seconds(by_gradients)} of processor time: {_parameters(free)}, {np.exp(-free.value):.1f} times less regret "
         f"than the paper's in the stochastic world by forecast, at its bounds: {', '.join(free.at_bounds)}",
         f"under the guard, {len(rows)} points, {seconds(spent - by_gradients)} more: {_parameters(refined.tuned)}",
-        table(["γ", "stochastic, by leaping: times less regret than the paper's", "adversary: excess on the worst MDP"], sorted(cells)),
+        table(["γ", "stochastic, by leaping: times less regret than the paper's", "adversary: excess on the worst MDP"], cells),
     ]
 
 
@@ -282,7 +276,7 @@ def frontier(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
         "the paper's hybrid, with a baseline": lambda gamma: Contestant(occ.jin_luo(mdp, 0.2, beta, gamma), args.baseline),
     }
 
-    world, seeds, rows = stochastic(args), range(1, args.frontier_seeds + 1), []
+    world, seeds, rows = args.family.stochastic(args.training), range(1, args.frontier_seeds + 1), []
 
     def note(name: str, gamma: float | None, player: Contestant) -> None:
         mine, papers = (

@@ -185,10 +185,8 @@ def compare_forecasts(args: Args, number: int, beta: float, gamma: float) -> dic
 
 def objective_of(args: Args) -> tuple[occ.ForecastObjective, occ.Regularizer]:
     """The forecast over the stochastic worlds of the training MDPs, and the regularizer with the paper's constants."""
-    found = [args.family.problem(number) for number in args.training]
-    world = occ.World(STOCHASTIC, occ.stack([mdp for mdp, _ in found]), torch.stack([mean for _, mean in found]))
-    psi = occ.jin_luo(found[0][0])
-    return occ.ForecastObjective([world], args.episodes, reference=psi, robustness=1.0), psi
+    psi = occ.jin_luo(args.family.problem(args.training[0])[0])
+    return occ.ForecastObjective([args.family.stochastic(args.training)], args.episodes, reference=psi, robustness=1.0), psi
 
 
 def rivals(args: Args, directory: Path) -> list[str]:

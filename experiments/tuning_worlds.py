@@ -40,6 +40,11 @@ class Family(NamedTuple):
         generator = torch.Generator().manual_seed(number)
         return mdp, torch.rand(mdp.num_states, mdp.num_actions, dtype=torch.float64, generator=generator)
 
+    def stochastic(self, numbers: range) -> occ.World:
+        """The stochastic worlds of some MDPs, which can be forecast as one batch."""
+        mdps, means = zip(*map(self.problem, numbers), strict=True)
+        return occ.World(STOCHASTIC, occ.stack(mdps), torch.stack(means))
+
     def environment(self, number: int, name: str) -> occ.LossProcess:
         """Losses for one MDP. The greedy adversary reacts to the learner: nothing forecasts it, and the tuner has to play."""
         if name == GREEDY:

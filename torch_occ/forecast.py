@@ -122,7 +122,7 @@ def forecast(
     baseline = torch.where(mdp.actions, estimate.baseline(q, t), 0.0)
     visited = second_moment(mdp, q, now, noise, baseline)
     flat, b = now.flatten(-2), baseline.flatten(-2)
-    C = grid.sums_before(visited - outer(flat - b, flat - b))
+    C = grid.sums_before(visited - outer(flat - b))
     u = (Pi @ flat.unsqueeze(-1)).squeeze(-1).unflatten(-1, q.shape[-2:])
     bend = linear.bend(u, Pi @ C @ Pi)
     square = (Pi * visited).sum((-2, -1)) + (b.unsqueeze(-2) @ Pi @ (2 * flat - b).unsqueeze(-1))[..., 0, 0]  # E |loss_estimate|^2_Pi
@@ -143,14 +143,14 @@ def second_moment(mdp: LayeredMDP, q: Tensor, mean: Tensor, noise: Noise, baseli
     later = (ahead / q.sum(-1)[..., None, None, :]).flatten(-3, -2)  # (*batch, S * A, S)
     later = later.repeat_interleave(mdp.num_actions, -1)  # (*batch, S * A, S * A)
     flat, b = (torch.where(exists, x, 0.0).flatten(-2) for x in (mean, baseline))
-    joint = outer(flat - b, flat - b) * later
+    joint = outer(flat - b) * later
     own = (mean_square(flat, noise) - 2 * b * flat + b**2) / torch.where(exists, q, 1.0).flatten(-2)
     return joint + joint.mT + torch.diag_embed(own)
 
 
-def outer(x: Tensor, y: Tensor) -> Tensor:
-    """x y', `(..., n)` -> `(..., n, n)`."""
-    return x.unsqueeze(-1) * y.unsqueeze(-2)
+def outer(x: Tensor) -> Tensor:
+    """x x', `(..., n)` -> `(..., n, n)`."""
+    return x.unsqueeze(-1) * x.unsqueeze(-2)
 
 
 def totals(phases: list[Phase], values: Tensor, episodes: Tensor, phase: Tensor) -> Tensor:

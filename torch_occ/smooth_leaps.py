@@ -69,7 +69,7 @@ def _smooth_estimates(
     """The loss estimates of `length` episodes with q, reparametrized."""
     if draws == "gaussian":
         flat = mean.flatten()
-        moment = second_moment(mdp, q, mean.expand_as(q), noise, torch.zeros_like(q)) - outer(flat, flat)
+        moment = second_moment(mdp, q, mean.expand_as(q), noise, torch.zeros_like(q)) - outer(flat)
         scale = moment.diagonal(dim1=-2, dim2=-1).clamp(min=1e-300).sqrt()
         correlation = moment / scale.unsqueeze(-1) / scale.unsqueeze(-2)
         root = torch.linalg.cholesky(correlation + 1e-9 * torch.eye(len(flat), dtype=q.dtype, device=q.device))
