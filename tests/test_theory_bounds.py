@@ -67,7 +67,9 @@ def test_the_summands(case):
         q = case.q[i][left_out[i]]
         assert float(J.J1[i]) == pytest.approx(float(t[i]) ** -0.5)
         assert float(J.J2[i]) == pytest.approx(float((q / t[i]).sqrt().sum()))
-        assert float(J.J3[i]) == pytest.approx(math.sqrt(float((q + best[i][left_out[i]]).sum() / t[i])))
+        assert float(J.J3[i]) == pytest.approx(
+            math.sqrt(float((q + best[i][left_out[i]]).sum() / t[i]))
+        )
     X, Y, Z = coefficients = theory.Coefficients(2.0, 3.0, 4.0)
     expected = torch.minimum(X * J.J2 + Y * J.J3, Z * J.J1)
     torch.testing.assert_close(theory.summand(coefficients, J), expected)
@@ -77,7 +79,10 @@ def test_the_theorem_is_nearly_tight_in_the_first_episode():
     """thm:main_general from its lemmas: 1/eta_t - 1/eta_{t-1} <= 1/(gamma sqrt t) is an equality at t = 1, and a factor 2 lost later on."""
     mdp, parameters = bandit(100), theory.Parameters(0.1, 64.0, 0.05)
     q = occ.interior_point(mdp)
-    first, later = (theory.theorem_summand(mdp, parameters, q, q, one_hot(mdp, 0), number(t)) for t in (1, 10**6))
+    first, later = (
+        theory.theorem_summand(mdp, parameters, q, q, one_hot(mdp, 0), number(t))
+        for t in (1, 10**6)
+    )
     check(first, later)
     assert 0.99 < tightest(first) < 1
     assert 0.5 < tightest(later) < tightest(first)
@@ -104,7 +109,9 @@ def test_the_explicit_adversarial_bound_is_the_sum_of_its_lemmas():
     found = float(theory.adversarial_bound(MDP, parameters, number(T)))
     assert float(theory.lower_order(MDP, parameters, number(T))) == pytest.approx(rest)
     assert float(penalty + stability) + rest <= found
-    assert found == pytest.approx(float(penalty + stability) + rest, rel=0.02)  # only sum eta_t <= 2 gamma sqrt T was given away
+    assert found == pytest.approx(
+        float(penalty + stability) + rest, rel=0.02
+    )  # only sum eta_t <= 2 gamma sqrt T was given away
     assert float(theory.adversarial(MDP, number(T))) == pytest.approx(math.sqrt(L * S * A * T))
 
 
@@ -136,15 +143,27 @@ def test_the_stochastic_bound_by_hand():
     u = (1 + math.log(1000)) / 2 * (X**2 * (1 / 0.3 + 1 / 0.7) + Y**2 / 0.3)
     for C in (0.0, 50.0):
         # The best z of the proof, by search.
-        best_z = min((1.5 * C + z * z * u + z * V) / (z - 1) for z in [1 + 10 ** (k / 500) for k in range(-1500, 1500)])
-        assert float(theory.stochastic_bound(mdp, parameters, gap, best, T, C)) == pytest.approx(best_z, rel=1e-5)
+        best_z = min(
+            (1.5 * C + z * z * u + z * V) / (z - 1)
+            for z in [1 + 10 ** (k / 500) for k in range(-1500, 1500)]
+        )
+        assert float(theory.stochastic_bound(mdp, parameters, gap, best, T, C)) == pytest.approx(
+            best_z, rel=1e-5
+        )
 
 
 def test_no_gap_no_bound():
     mdp = bandit(2)
     gap = theory.gaps(mdp, torch.full((1, 2), 0.5, dtype=F64))
     assert float(theory.minimal_gap(mdp, gap, one_hot(mdp, 0))) == 0
-    assert float(theory.stochastic_bound(mdp, theory.Parameters.paper(mdp), gap, one_hot(mdp, 0), number(100))) == math.inf
+    assert (
+        float(
+            theory.stochastic_bound(
+                mdp, theory.Parameters.paper(mdp), gap, one_hot(mdp, 0), number(100)
+            )
+        )
+        == math.inf
+    )
 
 
 # -- slips ----------------------------------------------------------------------------------------------------------------
@@ -161,7 +180,10 @@ def test_the_square_of_b_needs_a_factor_of_two():
     """The proof of col:stochastic_bound has L^2 (L^3 + A) where B^2 belongs: too small, but by less than 2."""
     for horizon in (1, 3, 10):
         for actions in (2, 5, 100, 1000):
-            B2, printed = (horizon**2.5 + horizon * actions**0.5) ** 2, horizon**2 * (horizon**3 + actions)
+            B2, printed = (
+                (horizon**2.5 + horizon * actions**0.5) ** 2,
+                horizon**2 * (horizon**3 + actions),
+            )
             assert printed < B2 <= 2 * printed * (1 + 1e-15)
 
 
@@ -213,14 +235,24 @@ def test_the_tuning_is_the_minimum(size):
     found = theory.tune_stochastic(mdp)
     assert found.value == pytest.approx(theory.tuning_objective(mdp, found.alpha, found.gamma))
     nearby = [
-        theory.tuning_objective(mdp, found.alpha * (1 + x), found.gamma * (1 + y)) for x in (-1e-4, 0, 1e-4) for y in (-1e-4, 0, 1e-4)
+        theory.tuning_objective(mdp, found.alpha * (1 + x), found.gamma * (1 + y))
+        for x in (-1e-4, 0, 1e-4)
+        for y in (-1e-4, 0, 1e-4)
     ]
     assert min(nearby) >= found.value * (1 - 1e-12)
-    grid = [theory.tuning_objective(mdp, 10 ** (i / 40), 10 ** (j / 40)) for i in range(-160, 80) for j in range(-120, 80)]
+    grid = [
+        theory.tuning_objective(mdp, 10 ** (i / 40), 10 ** (j / 40))
+        for i in range(-160, 80)
+        for j in range(-120, 80)
+    ]
     assert found.value <= min(grid) <= found.value * 1.01
-    assert found.value < theory.tuning_objective(mdp, mdp.num_actions**-0.5, 1.0)  # better than thm:main's parameters
+    assert found.value < theory.tuning_objective(
+        mdp, mdp.num_actions**-0.5, 1.0
+    )  # better than thm:main's parameters
     tuned = theory.main_general(mdp, theory.Parameters(found.alpha, 1.0, found.gamma))
-    assert tuned.Z > theory.main_general(mdp, theory.Parameters.paper(mdp)).Z or mdp.horizon == 1  # and worse against an adversary
+    assert (
+        tuned.Z > theory.main_general(mdp, theory.Parameters.paper(mdp)).Z or mdp.horizon == 1
+    )  # and worse against an adversary
 
 
 def test_the_tuning_has_the_printed_order():
@@ -238,7 +270,12 @@ class FakeSize:
     """Only sizes: nothing of this needs transitions."""
 
     def __init__(self, horizon, num_states, num_actions):
-        self.horizon, self.num_states, self.num_actions, self.num_pairs = horizon, num_states, num_actions, num_states * num_actions
+        self.horizon, self.num_states, self.num_actions, self.num_pairs = (
+            horizon,
+            num_states,
+            num_actions,
+            num_states * num_actions,
+        )
 
 
 # -- parameters -----------------------------------------------------------------------------------------------------------
@@ -246,14 +283,25 @@ class FakeSize:
 
 def test_parameters_of_a_learner():
     mdp = occ.LayeredMDP.random(2, 2, 2)
-    assert theory.Parameters.of(occ.FTRL(mdp, occ.jin_luo(mdp, 0.3, 2.0, 0.5))) == theory.Parameters(0.3, 2.0, 0.5)
+    assert theory.Parameters.of(
+        occ.FTRL(mdp, occ.jin_luo(mdp, 0.3, 2.0, 0.5))
+    ) == theory.Parameters(0.3, 2.0, 0.5)
     assert theory.Parameters.of(occ.FTRL(mdp, occ.jin_luo(mdp))) == theory.Parameters.paper(mdp)
     for learner, message in (
         (occ.FixedPolicy(mdp), "about FTRL, not FixedPolicy"),
         (occ.FTRL.tsallis(mdp), "make it with jin_luo"),
-        (occ.FTRL(mdp, occ.HybridTsallis(0.3) / occ.Constant(0.1) + occ.LogBarrier()), "make it with jin_luo"),
-        (occ.FTRL(mdp, occ.jin_luo(mdp), occ.ImplicitExploration(0.1)), "importance-weighted estimator, not ImplicitExploration"),
-        (occ.FTRL(mdp, occ.jin_luo(mdp, alpha=0.0)), "alpha: the paper's analysis needs a positive number"),
+        (
+            occ.FTRL(mdp, occ.HybridTsallis(0.3) / occ.Constant(0.1) + occ.LogBarrier()),
+            "make it with jin_luo",
+        ),
+        (
+            occ.FTRL(mdp, occ.jin_luo(mdp), occ.ImplicitExploration(0.1)),
+            "importance-weighted estimator, not ImplicitExploration",
+        ),
+        (
+            occ.FTRL(mdp, occ.jin_luo(mdp, alpha=0.0)),
+            "alpha: the paper's analysis needs a positive number",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             theory.Parameters.of(learner)

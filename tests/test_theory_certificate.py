@@ -13,7 +13,9 @@ from torch_occ.theory import certificate as module
 from torch_occ.theory.certificate import interpolation_weights, running_weights
 
 MDP = occ.LayeredMDP.random(3, 2, 3, seed=1)
-MEAN = torch.rand(MDP.num_states, MDP.num_actions, dtype=F64, generator=torch.Generator().manual_seed(3))
+MEAN = torch.rand(
+    MDP.num_states, MDP.num_actions, dtype=F64, generator=torch.Generator().manual_seed(3)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -46,24 +48,38 @@ def test_with_every_checkpoint_the_sums_are_exact():
         "penalty": (parameters.eta_step(t) * penalty).sum(0),
         "penalty_bound": (parameters.eta_step(t) * limit).sum(0),
         "stability": 8 * (parameters.eta(t) * norms).sum(0),
-        "stability_first_step": 8 * (parameters.eta(t) * theory.first_step_bound(MDP, q, parameters.alpha)).sum(0),
-        "stability_bound": 8 * (parameters.eta(t) * theory.stability_bound(MDP, q, plan.policy, parameters.alpha)).sum(0),
+        "stability_first_step": 8
+        * (parameters.eta(t) * theory.first_step_bound(MDP, q, parameters.alpha)).sum(0),
+        "stability_bound": 8
+        * (parameters.eta(t) * theory.stability_bound(MDP, q, plan.policy, parameters.alpha)).sum(
+            0
+        ),
         "stability_now_first_step": theory.first_step_bound(MDP, q[-1], parameters.alpha),
         "penalty_now": penalty[-1],
         "penalty_now_bound": limit[-1],
         "stability_now": norms[-1],
         "stability_now_bound": theory.stability_bound(MDP, q[-1], plan.policy, parameters.alpha),
-        "lower_order": theory.lower_order(MDP, parameters, torch.tensor(float(T), dtype=F64)).expand(3),
-        "bound_adversarial": theory.adversarial_bound(MDP, parameters, torch.tensor(float(T), dtype=F64)).expand(3),
+        "lower_order": theory.lower_order(
+            MDP, parameters, torch.tensor(float(T), dtype=F64)
+        ).expand(3),
+        "bound_adversarial": theory.adversarial_bound(
+            MDP, parameters, torch.tensor(float(T), dtype=F64)
+        ).expand(3),
     }
     expected["bound_terms"] = expected["penalty"] + expected["stability"] + expected["lower_order"]
-    expected["bound_lemmas"] = expected["penalty_bound"] + expected["stability_bound"] + expected["lower_order"]
+    expected["bound_lemmas"] = (
+        expected["penalty_bound"] + expected["stability_bound"] + expected["lower_order"]
+    )
     tilde = theory.decompose(MDP, parameters, recorder.trajectory, q[0]).tilde_q[-1] / q[-1]
     expected |= {"smoothness_max": tilde.amax((-2, -1)), "smoothness_min": tilde.amin((-2, -1))}
     assert {*found} == {*expected, "episodes"}
     for name, value in expected.items():
         torch.testing.assert_close(
-            found[name], value, rtol=2e-6 if name.startswith("smooth") else 1e-9, atol=0, msg=lambda m, n=name: f"{n}: {m}"
+            found[name],
+            value,
+            rtol=2e-6 if name.startswith("smooth") else 1e-9,
+            atol=0,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
     assert certificate.curves["episodes"].tolist() == list(range(1, T + 1))
 
@@ -74,11 +90,19 @@ def test_between_checkpoints_the_sums_are_close():
     play(T, sparse)
     play(T, dense, checkpoints=range(1, T + 1))
     assert len(sparse.curves["episodes"]) < 40
-    for name in ("penalty", "stability", "penalty_bound", "stability_bound", "stability_first_step"):
+    for name in (
+        "penalty",
+        "stability",
+        "penalty_bound",
+        "stability_bound",
+        "stability_first_step",
+    ):
         a, b = sparse.curves[name][:, -1], dense.curves[name][:, -1]
         torch.testing.assert_close(a, b, rtol=0.01, atol=0)
     for name in ("penalty_now", "stability_now", "lower_order", "regret", "smoothness_max"):
-        torch.testing.assert_close(sparse.curves[name][:, -1], dense.curves[name][:, -1], rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            sparse.curves[name][:, -1], dense.curves[name][:, -1], rtol=1e-9, atol=0
+        )
 
 
 def test_the_bounds_are_in_order_at_every_checkpoint():
@@ -99,7 +123,9 @@ def test_weights_of_the_interpolation():
     left, right = interpolation_weights(10, 100, eta)
     assert left + right == pytest.approx(float(eta.sum()))
     t = torch.arange(11, 101, dtype=F64)
-    assert left * math.log(10) + right * math.log(100) == pytest.approx(float((eta * t.log()).sum()))  # exact for what is linear in log t
+    assert left * math.log(10) + right * math.log(100) == pytest.approx(
+        float((eta * t.log()).sum())
+    )  # exact for what is linear in log t
     assert interpolation_weights(41, 42, torch.tensor([3.0], dtype=F64)) == (0.0, 3.0)
     assert interpolation_weights(0, 2, torch.tensor([3.0, 4.0], dtype=F64)) == (0.0, 7.0)
 
@@ -131,14 +157,20 @@ def test_means_that_change_are_averaged_since_the_last_checkpoint():
     certificate = theory.Certificate()
     history = play(4, certificate, losses=occ.TableLosses(table), checkpoints=[2, 4])
     mean = table[2:].mean(0).expand(3, -1, -1)
-    inverse = theory.inverse_hessian(MDP, theory.curvature(MDP, history.last_q, certificate.parameters.alpha))
+    inverse = theory.inverse_hessian(
+        MDP, theory.curvature(MDP, history.last_q, certificate.parameters.alpha)
+    )
     expected = theory.expected_norm(MDP, history.last_q, inverse, mean, mean.square())
-    torch.testing.assert_close(certificate.curves["stability_now"][:, -1], expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        certificate.curves["stability_now"][:, -1], expected, rtol=1e-10, atol=0
+    )
 
 
 def test_masks_and_states_of_one_action():
     mdp = masked()
-    mean = torch.rand(mdp.num_states, mdp.num_actions, dtype=F64, generator=torch.Generator().manual_seed(0))
+    mean = torch.rand(
+        mdp.num_states, mdp.num_actions, dtype=F64, generator=torch.Generator().manual_seed(0)
+    )
     certificate = theory.Certificate()
     play(50, certificate, mdp=mdp, mean=mean)
     assert all(bool(curve.isfinite().all()) for curve in certificate.curves.values())
@@ -149,7 +181,9 @@ def test_masks_and_states_of_one_action():
 
 
 def read(directory):
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     return event_accumulator.EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
 
 
@@ -164,8 +198,12 @@ def test_tensorboard_shows_every_curve(tmp_path):
         if name != "episodes":
             events = found.Scalars(f"theory/{name}")
             assert [event.step for event in events] == curves["episodes"].tolist()
-            over_seeds = {"smoothness_max": curve.amax(0), "smoothness_min": curve.amin(0)}.get(name, curve.mean(0))
-            torch.testing.assert_close(torch.tensor([event.value for event in events]), over_seeds.float())
+            over_seeds = {"smoothness_max": curve.amax(0), "smoothness_min": curve.amin(0)}.get(
+                name, curve.mean(0)
+            )
+            torch.testing.assert_close(
+                torch.tensor([event.value for event in events]), over_seeds.float()
+            )
 
 
 class Killed(occ.Callback):
@@ -189,13 +227,27 @@ def test_a_resumed_run_goes_on_with_the_same_sums(tmp_path):
 
 @pytest.mark.parametrize("moved", [False, True], ids=["same directory", "fresh directory"])
 def test_a_resumed_run_has_every_point_once_on_the_board(tmp_path, moved):
-    options = {"checkpoints": [1, 50, 250, 280, 300, 320], "save_to": tmp_path / "run.pt", "save_every": 0.0}
+    options = {
+        "checkpoints": [1, 50, 250, 280, 300, 320],
+        "save_to": tmp_path / "run.pt",
+        "save_every": 0.0,
+    }
     for attempt in range(2):
-        board = occ.TensorBoard(tmp_path / ("other" if moved and attempt else "log"), images_per_decade=0)
+        board = occ.TensorBoard(
+            tmp_path / ("other" if moved and attempt else "log"), images_per_decade=0
+        )
         with pytest.raises(MemoryError) if attempt == 0 else nullcontext():
-            play(320, board, theory.Certificate(board), *([Killed()] if attempt == 0 else []), **options)
+            play(
+                320,
+                board,
+                theory.Certificate(board),
+                *([Killed()] if attempt == 0 else []),
+                **options,
+            )
         board.writer.close()
-        time.sleep(1.01 - time.time() % 1)  # event files are read in the order of their names, which count seconds
+        time.sleep(
+            1.01 - time.time() % 1
+        )  # event files are read in the order of their names, which count seconds
     found = read(board.directory).Scalars("theory/penalty")
     assert [event.step for event in found] == options["checkpoints"]
 
@@ -209,7 +261,9 @@ def test_evaluating_together_or_one_by_one_makes_no_difference(monkeypatch, toge
     play(300, found)
     assert len(found.known) != len(expected.known)
     for name, curve in expected.curves.items():
-        torch.testing.assert_close(found.curves[name], curve, rtol=2e-6 if name.startswith("smooth") else 1e-12, atol=0)
+        torch.testing.assert_close(
+            found.curves[name], curve, rtol=2e-6 if name.startswith("smooth") else 1e-12, atol=0
+        )
 
 
 class Interrupted(occ.Callback):

@@ -36,20 +36,30 @@ PATTERN = re.compile(r"\b(?:alg|app|col|eq|lem|prf|sec|thm):[\w-]*\w")
 
 
 def test_every_label_is_mapped():
-    rows = [line for line in TEXT.split("## Every label")[1].split("## What was read how")[0].splitlines() if line.startswith("| `")]
+    rows = [
+        line
+        for line in TEXT.split("## Every label")[1].split("## What was read how")[0].splitlines()
+        if line.startswith("| `")
+    ]
     mapped = [label for row in rows for label in re.findall(r"`([^`]*)`", row.split("|")[1])]
     assert sorted(mapped) == sorted(LABELS)  # each once
     assert len(LABELS) == len({*LABELS}) == 77
 
 
 def test_what_the_map_names_exists():
-    rows = [line for line in TEXT.split("## Every label")[1].split("## What was read how")[0].splitlines() if line.startswith("| `")]
+    rows = [
+        line
+        for line in TEXT.split("## Every label")[1].split("## What was read how")[0].splitlines()
+        if line.startswith("| `")
+    ]
     for row in rows:
         _, _, _, code, test, _, _ = re.split(r"(?<!\\)\|", row)
         for name in re.findall(r"`([A-Za-z_]\w*)", code):
             assert hasattr(theory, name) or name in ("occ", "recursion"), row
         for name in re.findall(r"[a-z_]+", test.partition(",")[0].replace("`", "")):
-            assert (ROOT / "tests" / f"{name if name.startswith('test_') else f'test_theory_{name}'}.py").exists(), row
+            assert (
+                ROOT / "tests" / f"{name if name.startswith('test_') else f'test_theory_{name}'}.py"
+            ).exists(), row
 
 
 def test_the_code_uses_the_papers_labels():
@@ -65,8 +75,14 @@ def test_the_code_uses_the_papers_labels():
 
 def test_every_statement_kind_has_code():
     """Lemmas, theorems and corollaries are all named in a docstring of the package."""
-    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "torch_occ" / "theory").glob("*.py"))
-    missing = [label for label in LABELS if label.startswith(("lem:", "thm:", "col:")) and f"`{label}`" not in source]
+    source = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "torch_occ" / "theory").glob("*.py")
+    )
+    missing = [
+        label
+        for label in LABELS
+        if label.startswith(("lem:", "thm:", "col:")) and f"`{label}`" not in source
+    ]
     assert missing == []
 
 

@@ -22,13 +22,13 @@ from torch_occ.theory.statements import Statement as Statement
 from torch_occ.theory.parameters import Parameters as Parameters
 
 # The Hessian
-from torch_occ.theory.hessian import hybrid as hybrid
-from torch_occ.theory.hessian import hybrid_alternative as hybrid_alternative
-from torch_occ.theory.hessian import log_barrier as log_barrier
-from torch_occ.theory.hessian import hessian as hessian
-from torch_occ.theory.hessian import hessian_of_step as hessian_of_step
-from torch_occ.theory.hessian import quadratic_form as quadratic_form
-from torch_occ.theory.hessian import bregman as bregman
+from torch_occ.theory.second_derivatives import hybrid as hybrid
+from torch_occ.theory.second_derivatives import hybrid_alternative as hybrid_alternative
+from torch_occ.theory.second_derivatives import log_barrier as log_barrier
+from torch_occ.theory.second_derivatives import hessian as hessian
+from torch_occ.theory.second_derivatives import hessian_of_step as hessian_of_step
+from torch_occ.theory.second_derivatives import quadratic_form as quadratic_form
+from torch_occ.theory.second_derivatives import bregman as bregman
 
 # Its inverse
 from torch_occ.theory.recursion import Block as Block
@@ -121,5 +121,5 @@ from torch_occ.theory.decomposition import proper_comparator as proper_comparato
 from torch_occ.theory.decomposition import smooth_update as smooth_update
 from torch_occ.theory.decomposition import step_length as step_length
 from torch_occ.theory.decomposition import tilde as tilde
-from torch_occ.theory.survey import survey as survey
+from torch_occ.theory.surveys import survey as survey
 from torch_occ.theory.certificate import Certificate as Certificate

@@ -56,13 +56,17 @@ def main_general(mdp: LayeredMDP, parameters: Parameters) -> Coefficients:
     """
     C1, C2, _, C4 = proof_constants(mdp, parameters)
     alpha, gamma = parameters.alpha, parameters.gamma
-    Z = math.sqrt(mdp.horizon * mdp.num_pairs) * ((1 + alpha * math.sqrt(mdp.num_actions)) / gamma + gamma)
+    Z = math.sqrt(mdp.horizon * mdp.num_pairs) * (
+        (1 + alpha * math.sqrt(mdp.num_actions)) / gamma + gamma
+    )
     return Coefficients(C1 + C4, C2, Z)
 
 
 def main(mdp: LayeredMDP) -> tuple[float, float]:
     """B = L^(5/2) + L sqrt(A) and D = sqrt(L |S| |A|) of `thm:main`, `eq:main`."""
-    return mdp.horizon**2.5 + mdp.horizon * math.sqrt(mdp.num_actions), math.sqrt(mdp.horizon * mdp.num_pairs)
+    return mdp.horizon**2.5 + mdp.horizon * math.sqrt(mdp.num_actions), math.sqrt(
+        mdp.horizon * mdp.num_pairs
+    )
 
 
 def explicit(mdp: LayeredMDP, parameters: Parameters) -> Coefficients:
@@ -72,7 +76,9 @@ def explicit(mdp: LayeredMDP, parameters: Parameters) -> Coefficients:
     inside the min of `lem:key_lemma_bound_penalty`.
     """
     C1, C2, C3, C4 = proof_constants(mdp, parameters)
-    return Coefficients(C1 + 64 * math.e * C4, 2 * C2, C1 * math.sqrt(mdp.horizon * mdp.num_pairs) + C2 + 32 * C3)
+    return Coefficients(
+        C1 + 64 * math.e * C4, 2 * C2, C1 * math.sqrt(mdp.horizon * mdp.num_pairs) + C2 + 32 * C3
+    )
 
 
 def lower_order(mdp: LayeredMDP, parameters: Parameters, episodes: Tensor) -> Tensor:
@@ -82,7 +88,11 @@ def lower_order(mdp: LayeredMDP, parameters: Parameters, episodes: Tensor) -> Te
     Read: `thm:main` and `col:adversarial_bound` leave it out, under the tilde; it is not of the form sum_t O(min(...)), so it is kept here.
     """
     alpha, beta, gamma = parameters.alpha, parameters.beta, parameters.gamma
-    return 2 * mdp.horizon + beta * mdp.num_pairs * episodes.log() + (1 + alpha) * mdp.num_pairs / (gamma * episodes.sqrt())
+    return (
+        2 * mdp.horizon
+        + beta * mdp.num_pairs * episodes.log()
+        + (1 + alpha) * mdp.num_pairs / (gamma * episodes.sqrt())
+    )
 
 
 # -- sums over episodes ---------------------------------------------------------------------------------------------------
@@ -110,10 +120,17 @@ def summand(coefficients: Coefficients, J: Summands) -> Tensor:
 
 def cauchy_schwarz(mdp: LayeredMDP, J: Summands) -> Statement:
     """J_2(t) <= sqrt(L |S| |A|) J_1(t), which turns the adaptive bound into the worst-case one."""
-    return statement("J_2 <= sqrt(L|S||A|) J_1", J.J2, math.sqrt(mdp.horizon * mdp.num_pairs) * J.J1, mdp.num_pairs)
+    return statement(
+        "J_2 <= sqrt(L|S||A|) J_1",
+        J.J2,
+        math.sqrt(mdp.horizon * mdp.num_pairs) * J.J1,
+        mdp.num_pairs,
+    )
 
 
-def theorem_summand(mdp: LayeredMDP, parameters: Parameters, q: Tensor, best: Tensor, mapping: Tensor, t: Tensor) -> Statement:
+def theorem_summand(
+    mdp: LayeredMDP, parameters: Parameters, q: Tensor, best: Tensor, mapping: Tensor, t: Tensor
+) -> Statement:
     """`thm:main_general`, the step from the three lemmas to the theorem, in one episode: with the explicit X, Y and Z,
 
     (1/eta_t - 1/eta_{t-1}) `penalty_bound` + 8 eta_t `stability_bound` <= min( X J_2(t) + Y J_3(t), Z J_1(t) ).
@@ -156,7 +173,8 @@ def stochastic(mdp: LayeredMDP, gap: Tensor, mapping: Tensor, episodes: Tensor) 
     """
     L = mdp.horizon
     return episodes.log() * (
-        L * mdp.num_pairs / minimal_gap(mdp, gap, mapping) + L**2 * (L**3 + mdp.num_actions) * _inverse_gaps(mdp, gap, mapping)
+        L * mdp.num_pairs / minimal_gap(mdp, gap, mapping)
+        + L**2 * (L**3 + mdp.num_actions) * _inverse_gaps(mdp, gap, mapping)
     )
 
 
@@ -165,7 +183,12 @@ def _inverse_gaps(mdp: LayeredMDP, gap: Tensor, mapping: Tensor) -> Tensor:
 
 
 def stochastic_bound(
-    mdp: LayeredMDP, parameters: Parameters, gap: Tensor, mapping: Tensor, episodes: Tensor, corruption: Tensor | float = 0.0
+    mdp: LayeredMDP,
+    parameters: Parameters,
+    gap: Tensor,
+    mapping: Tensor,
+    episodes: Tensor,
+    corruption: Tensor | float = 0.0,
 ) -> Tensor:
     """`col:stochastic_bound`, explicit, under `eq:self_bounding_constraint` with this C; `(*batch,)`.
 
@@ -177,13 +200,19 @@ def stochastic_bound(
     """
     X, Y, _ = explicit(mdp, parameters)
     V = lower_order(mdp, parameters, episodes)
-    u = (1 + episodes.log()) / 2 * (X**2 * _inverse_gaps(mdp, gap, mapping) + Y**2 / minimal_gap(mdp, gap, mapping))
+    u = (
+        (1 + episodes.log())
+        / 2
+        * (X**2 * _inverse_gaps(mdp, gap, mapping) + Y**2 / minimal_gap(mdp, gap, mapping))
+    )
     return 2 * (u * (1.5 * corruption + V + u)).sqrt() + 2 * u + V
 
 
 def harmonic(episodes: Tensor) -> tuple[Statement, Statement]:
     """sum_{t<=T} 1/t against 2 log T, as the paper uses it (false for T = 1, 2), and against 1 + log T, as we do."""
-    total = torch.stack([(1 / torch.arange(1, int(T) + 1, dtype=episodes.dtype)).sum() for T in episodes.flatten()]).view_as(episodes)
+    total = torch.stack(
+        [(1 / torch.arange(1, int(T) + 1, dtype=episodes.dtype)).sum() for T in episodes.flatten()]
+    ).view_as(episodes)
     terms = int(episodes.max())
     return (
         statement("sum 1/t <= 2 log T (printed)", total, 2 * episodes.log(), terms),

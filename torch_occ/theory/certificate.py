@@ -33,10 +33,10 @@ from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import occupancy, optimal_policy
 from torch_occ.theory.bounds import adversarial_bound, lower_order
 from torch_occ.theory.decomposition import tilde
-from torch_occ.theory.hessian import hybrid
 from torch_occ.theory.parameters import Parameters
 from torch_occ.theory.penalty import penalty_bound
 from torch_occ.theory.recursion import curvature, inverse_and_diagonal
+from torch_occ.theory.second_derivatives import hybrid
 from torch_occ.theory.stability import expected_norm, stability_bound, weighed
 
 if TYPE_CHECKING:
@@ -86,22 +86,36 @@ class Certificate(Callback):
         """Every curve, `(N, C)`, and the episodes `(C,)`; nothing before the first checkpoints are evaluated."""
         if not self.known:
             return {}
-        joined = {name: torch.cat([part[name] for part in self.known]).movedim(0, -1) for name in self.known[0]}
-        return {"episodes": torch.cat([record.episode for record in self.records[: self.evaluated]])} | joined
+        joined = {
+            name: torch.cat([part[name] for part in self.known]).movedim(0, -1)
+            for name in self.known[0]
+        }
+        return {
+            "episodes": torch.cat([record.episode for record in self.records[: self.evaluated]])
+        } | joined
 
     def on_start(self, run: Simulation) -> None:
         self._begin()
         self.parameters = Parameters.of(run.learner)
         if self.board is not None and self.board.writer is None:
-            raise ValueError("board: the TensorBoard callback must stand before the certificate in `callbacks`")
+            raise ValueError(
+                "board: the TensorBoard callback must stand before the certificate in `callbacks`"
+            )
         if run.t:
             self._restore(run)
 
     def on_checkpoint(self, run: Simulation) -> None:
         if len(self.records) == self.evaluated:
             self.since = time.monotonic()
-        parts = (run.q, run.learner.state["cumulative_loss"], run.sums["total_mean"], run.curves["regret"][-1])
-        self.records.append(Records(torch.tensor([run.t]), *(part.detach().clone().unsqueeze(0) for part in parts)))
+        parts = (
+            run.q,
+            run.learner.state["cumulative_loss"],
+            run.sums["total_mean"],
+            run.curves["regret"][-1],
+        )
+        self.records.append(
+            Records(torch.tensor([run.t]), *(part.detach().clone().unsqueeze(0) for part in parts))
+        )
         if len(self.records) - self.evaluated >= TOGETHER or run.t == run.episodes:
             self._evaluate(run)
 
@@ -125,16 +139,27 @@ class Certificate(Callback):
         """Evaluate what has waited, and log it but for the first `silent` checkpoints of all."""
         assert isinstance(run.learner, FTRL)
         first = self.evaluated
-        found = evaluate(run.learner.step, self.parameters, _join(self.records), run.losses.noise, self._norms())
+        found = evaluate(
+            run.learner.step, self.parameters, _join(self.records), run.losses.noise, self._norms()
+        )
         self.known.append(found)
         self.evaluated = len(self.records)
         if self.board is not None:
-            _log(self.board, found, [int(record.episode) for record in self.records[first:]], silent - first)
+            _log(
+                self.board,
+                found,
+                [int(record.episode) for record in self.records[first:]],
+                silent - first,
+            )
 
     def _norms(self) -> Tensor | None:
         """What `evaluate` has found of the stability so far, `(2, C, N)`."""
         names = ("stability_now", "stability_now_first_step")
-        return torch.stack([torch.cat([part[name] for part in self.known]) for name in names]) if self.known else None
+        return (
+            torch.stack([torch.cat([part[name] for part in self.known]) for name in names])
+            if self.known
+            else None
+        )
 
     def _restore(self, run: Simulation) -> None:
         names = Records._fields
@@ -144,7 +169,9 @@ class Certificate(Callback):
                 "leave it out, or begin anew with another file"
             )
         kept = Records(*(run.sums[f"{_KEPT}{name}"] for name in names))
-        self.records = [Records(*(part[i : i + 1] for part in kept)) for i in range(len(kept.episode))]
+        self.records = [
+            Records(*(part[i : i + 1] for part in kept)) for i in range(len(kept.episode))
+        ]
         # What the log has already; a fresh directory has nothing.
         logged = int(run.sums[f"{_KEPT}evaluated"]) if self.board is None or self.board.known else 0
         self._evaluate(run, silent=logged)
@@ -159,11 +186,19 @@ def _log(board: TensorBoard, found: dict[str, Tensor], episodes: list[int], skip
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     over_seeds = {"smoothness_max": torch.amax, "smoothness_min": torch.amin}
-    shown = {name: over_seeds.get(name, torch.mean)(values, -1).tolist() for name, values in found.items()}
+    shown = {
+        name: over_seeds.get(name, torch.mean)(values, -1).tolist()
+        for name, values in found.items()
+    }
     closed = board.writer.file_writer is None  # after Ctrl-C the board has ended already
     for i, t in enumerate(episodes):
         if i >= skip:
-            event = Summary(value=[Summary.Value(tag=f"theory/{name}", simple_value=values[i]) for name, values in shown.items()])
+            event = Summary(
+                value=[
+                    Summary.Value(tag=f"theory/{name}", simple_value=values[i])
+                    for name, values in shown.items()
+                ]
+            )
             board.writer._get_file_writer().add_summary(event, t)
     if closed:
         board.writer.close()
@@ -172,7 +207,13 @@ def _log(board: TensorBoard, found: dict[str, Tensor], episodes: list[int], skip
 # -- the numbers ----------------------------------------------------------------------------------------------------------
 
 
-def evaluate(step: FTRLStep, parameters: Parameters, records: Records, noise: Noise, known: Tensor | None = None) -> dict[str, Tensor]:
+def evaluate(
+    step: FTRLStep,
+    parameters: Parameters,
+    records: Records,
+    noise: Noise,
+    known: Tensor | None = None,
+) -> dict[str, Tensor]:
     """The curves of some checkpoints from the records of all, `(K, N)` each.
 
     `known` `(2, C - K, N)` has `stability_now` and `stability_now_first_step` of the checkpoints before them: no work is done twice.
@@ -186,14 +227,20 @@ def evaluate(step: FTRLStep, parameters: Parameters, records: Records, noise: No
     best_value, values = hybrid(mdp, best, alpha), hybrid(mdp, records.q, alpha)
     norms = _stability(mdp, alpha, records, noise, first)
     norms = norms if known is None else torch.cat([known, norms], 1)  # (2, C, N)
-    limits = _limits(mdp, alpha, records.q, best, best_policy)  # for each of the K checkpoints, (2, C, N)
+    limits = _limits(
+        mdp, alpha, records.q, best, best_policy
+    )  # for each of the K checkpoints, (2, C, N)
 
     of_penalty = running_weights(records.episode, parameters.eta_step)[first:].to(t)  # (K, C)
     of_stability = running_weights(records.episode, lambda t: 8 * parameters.eta(t))[first:].to(t)
     penalty = best_value * of_penalty.sum(-1, keepdim=True) - of_penalty @ values
     stability, first_step = of_stability @ norms
-    penalty_limit = torch.stack([weights @ limit[0] for weights, limit in zip(of_penalty, limits, strict=True)])
-    stability_limit = torch.stack([weights @ limit[1] for weights, limit in zip(of_stability, limits, strict=True)])
+    penalty_limit = torch.stack(
+        [weights @ limit[0] for weights, limit in zip(of_penalty, limits, strict=True)]
+    )
+    stability_limit = torch.stack(
+        [weights @ limit[1] for weights, limit in zip(of_stability, limits, strict=True)]
+    )
     rest = lower_order(mdp, parameters, t_now).expand_as(penalty)
     ratio = tilde(step, now.q, now.estimated, t_now.expand_as(penalty)) / now.q
     last = torch.stack([limit[:, first + i] for i, limit in enumerate(limits)], 1)
@@ -220,21 +267,33 @@ def evaluate(step: FTRLStep, parameters: Parameters, records: Records, noise: No
 
 def _stability(mdp: LayeredMDP, alpha: float, records: Records, noise: Noise, first: int) -> Tensor:
     """E |loss_estimate|^2 in the norm of the inverse Hessian of phi_H at q_t, and L sum N_k / q, of the last checkpoints, `(2, K, N)`."""
-    charged, elapsed = (torch.diff(x, dim=0, prepend=torch.zeros_like(x[:1]))[first:] for x in (records.charged, records.episode))
+    charged, elapsed = (
+        torch.diff(x, dim=0, prepend=torch.zeros_like(x[:1]))[first:]
+        for x in (records.charged, records.episode)
+    )
     mean, q = (charged / elapsed[:, None, None, None]).clamp(0, 1), records.q[first:]
     inverse, R = inverse_and_diagonal(mdp, curvature(mdp, q, alpha))
     norm = expected_norm(mdp, q, inverse, mean, mean_square(mean, noise))
     return torch.stack([norm, mdp.horizon * weighed(mdp, q, R).sum((-2, -1))])
 
 
-def _limits(mdp: LayeredMDP, alpha: float, q: Tensor, best: Tensor, mappings: Tensor) -> list[Tensor]:
+def _limits(
+    mdp: LayeredMDP, alpha: float, q: Tensor, best: Tensor, mappings: Tensor
+) -> list[Tensor]:
     """For each comparator, the bounds of both lemmas at every q `(C, N, S, A)`: `(2, C, N)`. The comparator changes rarely."""
     found: list[Tensor] = []
     for i, mapping in enumerate(mappings):
         if i and torch.equal(mapping, mappings[i - 1]):
             found.append(found[-1])
         else:
-            found.append(torch.stack([penalty_bound(mdp, q, best[i], mapping, alpha), stability_bound(mdp, q, mapping, alpha)]))
+            found.append(
+                torch.stack(
+                    [
+                        penalty_bound(mdp, q, best[i], mapping, alpha),
+                        stability_bound(mdp, q, mapping, alpha),
+                    ]
+                )
+            )
     return found
 
 
@@ -242,10 +301,13 @@ def running_weights(checkpoints: Tensor, rate: Callable[[Tensor], Tensor]) -> Te
     """W `(C, C)` with sum_{t <= T_i} rate(t) f(t) = sum_j W_ij f(T_j), if f is linear in log t between the checkpoints T_1 < T_2 < ..."""
     ends = checkpoints.tolist()
     pairs = [
-        interpolation_weights(a, b, rate(torch.arange(a + 1, b + 1, dtype=torch.float64))) for a, b in zip([0, *ends], ends, strict=False)
+        interpolation_weights(a, b, rate(torch.arange(a + 1, b + 1, dtype=torch.float64)))
+        for a, b in zip([0, *ends], ends, strict=False)
     ]
     left, right = torch.tensor(pairs, dtype=torch.float64).T
-    return right.expand(len(ends), -1).tril() + torch.nn.functional.pad(left[1:], (0, 1)).expand(len(ends), -1).tril(-1)
+    return right.expand(len(ends), -1).tril() + torch.nn.functional.pad(left[1:], (0, 1)).expand(
+        len(ends), -1
+    ).tril(-1)
 
 
 def interpolation_weights(start: int, end: int, weights: Tensor) -> tuple[float, float]:

@@ -29,7 +29,9 @@ def minimal_gap(mdp: LayeredMDP, gap: Tensor, mapping: Tensor) -> Tensor:
 def corruption(mdp: LayeredMDP, losses: Tensor, clean: Tensor) -> Tensor:
     """C = 2 sum_t sum_{k<L} max_{s in S_k, a} |loss_t(s,a) - clean_t(s,a)|; both `(T, *batch, S, A)` -> `(*batch,)`."""
     difference = torch.where(mdp.actions, (losses - clean).abs(), 0.0)
-    return 2 * torch.stack([layer.amax((-2, -1)) for layer in mdp.split(difference, -2)]).sum(0).sum(0)
+    return 2 * torch.stack([layer.amax((-2, -1)) for layer in mdp.split(difference, -2)]).sum(
+        0
+    ).sum(0)
 
 
 def performance_difference(mdp: LayeredMDP, q: Tensor, mean: Tensor) -> Statement:
@@ -37,21 +39,47 @@ def performance_difference(mdp: LayeredMDP, q: Tensor, mean: Tensor) -> Statemen
     plan = optimal_policy(mdp, mean)
     left = ((q - occupancy(mdp, plan.policy)) * mean).sum((-2, -1))
     size = (q * mean).sum((-2, -1)) + mdp.horizon
-    return statement("performance difference", left, outside(q * plan.gaps, plan.policy), mdp.num_pairs, scale=size, relation="=")
+    return statement(
+        "performance difference",
+        left,
+        outside(q * plan.gaps, plan.policy),
+        mdp.num_pairs,
+        scale=size,
+        relation="=",
+    )
 
 
-def self_bounding_condition(regret: Tensor, occupancies: Tensor, gap: Tensor, mapping: Tensor, corruption: Tensor | float) -> Statement:
+def self_bounding_condition(
+    regret: Tensor, occupancies: Tensor, gap: Tensor, mapping: Tensor, corruption: Tensor | float
+) -> Statement:
     """`eq:self_bounding_constraint`: sum_t sum_s sum_{a != pi*(s)} q_t(s,a) Delta(s,a) - C <= Reg_T.
 
     `occupancies` is sum_t q_t `(*batch, S, A)`, as in `History.cumulative_occupancy`.
     """
-    right, left = self_bounding(regret, occupancies, gap, mapping, corruption)  # stated there the other way round
+    right, left = self_bounding(
+        regret, occupancies, gap, mapping, corruption
+    )  # stated there the other way round
     pairs = occupancies.shape[-2] * occupancies.shape[-1]
-    return statement("eq:self_bounding_constraint", left, right, pairs, scale=occupancies.sum((-2, -1)) + regret.abs())
+    return statement(
+        "eq:self_bounding_constraint",
+        left,
+        right,
+        pairs,
+        scale=occupancies.sum((-2, -1)) + regret.abs(),
+    )
 
 
-def opt_implicit_bound(mdp: LayeredMDP, best: Tensor, gap: Tensor, mapping: Tensor, episodes: int, corruption: Tensor | float) -> Statement:
+def opt_implicit_bound(
+    mdp: LayeredMDP,
+    best: Tensor,
+    gap: Tensor,
+    mapping: Tensor,
+    episodes: int,
+    corruption: Tensor | float,
+) -> Statement:
     """`lem:opt_implict_bound`: T sum_s sum_{a != pi*(s)} q_opt(s,a) Delta(s,a) <= C, where the condition holds; q_opt is `best`."""
     left = episodes * outside(best * gap, mapping)
     right = torch.as_tensor(corruption, dtype=best.dtype, device=best.device)
-    return statement("lem:opt_implict_bound", left, right, mdp.num_pairs, scale=float(episodes * mdp.horizon))
+    return statement(
+        "lem:opt_implict_bound", left, right, mdp.num_pairs, scale=float(episodes * mdp.horizon)
+    )

@@ -18,9 +18,15 @@ from torch_occ.ftrl import FTRLStep
 from torch_occ.marginals import keep
 from torch_occ.mdp import LayeredMDP
 from torch_occ.theory.bounds import lower_order
-from torch_occ.theory.hessian import bregman, curvatures, hessian_of_step, hybrid, log_barrier
 from torch_occ.theory.parameters import Parameters, episodes
 from torch_occ.theory.recursion import curvature, inverse_hessian
+from torch_occ.theory.second_derivatives import (
+    bregman,
+    curvatures,
+    hessian_of_step,
+    hybrid,
+    log_barrier,
+)
 from torch_occ.theory.stability import norm
 from torch_occ.theory.statements import Statement, statement
 
@@ -45,7 +51,9 @@ class Recorder(Callback):
     def on_checkpoint(self, run: Simulation) -> None:
         Parameters.of(run.learner)
         if run.t != len(self.q) + 1:
-            raise ValueError(f"checkpoints: the recorder needs every episode, but episode {len(self.q) + 1} was skipped")
+            raise ValueError(
+                f"checkpoints: the recorder needs every episode, but episode {len(self.q) + 1} was skipped"
+            )
         self.q.append(run.q.clone())
         self.cumulative.append(run.learner.state["cumulative_loss"].clone())
 
@@ -53,7 +61,9 @@ class Recorder(Callback):
     def trajectory(self) -> Trajectory:
         """All episodes so far, (T, seeds, S, A)."""
         total = torch.stack(self.cumulative)
-        return Trajectory(torch.stack(self.q), torch.diff(total, dim=0, prepend=torch.zeros_like(total[:1])))
+        return Trajectory(
+            torch.stack(self.q), torch.diff(total, dim=0, prepend=torch.zeros_like(total[:1]))
+        )
 
 
 # -- one step -------------------------------------------------------------------------------------------------------------
@@ -70,7 +80,9 @@ def tilde(step: FTRLStep, q: Tensor, cumulative_loss: Tensor, t: Tensor | float)
         return solution.q if bool(solution.converged.all()) else step.solve(cumulative_loss, t).q
 
 
-def close_hessian(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Tensor) -> Statement:
+def close_hessian(
+    mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Tensor
+) -> Statement:
     """`lem:close_hessian`: if q(s,a) / 2 <= p(s,a) everywhere, then 1/4 (Hessian of psi_t at p) <= (Hessian of psi_t at q).
 
     The largest eigenvalue of the first in the norm of the second, against 1, over the pairs that exist. q and p are in Omega; every state
@@ -78,7 +90,9 @@ def close_hessian(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters,
     """
     exists = mdp.actions.flatten()
     identity = torch.eye(len(exists), dtype=q.dtype, device=q.device)
-    inflow = mdp.joint_transitions.flatten(-3, -2).mT.repeat_interleave(mdp.num_actions, -2)  # row (s, a) is the inflow of s
+    inflow = mdp.joint_transitions.flatten(-3, -2).mT.repeat_interleave(
+        mdp.num_actions, -2
+    )  # row (s, a) is the inflow of s
     # eq:quadratic_form: the Hessian is A' diag(weights) A. Squares are never formed, which leaves twice as many digits.
     A = torch.cat([identity.expand_as(inflow), inflow - identity], -2)[..., exists]
     at_q, at_p = (_weights(mdp, x, parameters, t).sqrt().unsqueeze(-1) for x in (q, p))
@@ -103,10 +117,14 @@ def smooth_update(mdp: LayeredMDP, q: Tensor, tilde_q: Tensor) -> tuple[Statemen
     The largest q / tilde q and the largest tilde q / q over the pairs, against 2.
     """
     down, up = (torch.where(mdp.actions, x, 1.0).amax((-2, -1)) for x in (q / tilde_q, tilde_q / q))
-    return statement("lem:smooth_update, below", down, 2.0, 1), statement("lem:smooth_update, above", up, 2.0, 1)
+    return statement("lem:smooth_update, below", down, 2.0, 1), statement(
+        "lem:smooth_update, above", up, 2.0, 1
+    )
 
 
-def step_length(mdp: LayeredMDP, q: Tensor, tilde_q: Tensor, parameters: Parameters, t: Tensor) -> tuple[Statement, Statement]:
+def step_length(
+    mdp: LayeredMDP, q: Tensor, tilde_q: Tensor, parameters: Parameters, t: Tensor
+) -> tuple[Statement, Statement]:
     """`eq:earlier_argument`, for beta >= 64 L: beta sum (tilde q - q)^2 / q^2 <= |tilde q - q|^2 (norm of psi_t at q_t) <= 1.
 
     Read: the squares of the norms are missing in print. Together with beta >= 9 this gives `lem:smooth_update`, with 4/3 in place of 2.
@@ -115,14 +133,21 @@ def step_length(mdp: LayeredMDP, q: Tensor, tilde_q: Tensor, parameters: Paramet
     barrier = parameters.beta * (change / keep("pair", mdp, q, 1.0)).square().sum((-2, -1))
     whole = norm(hessian_of_step(mdp, q, parameters, t), change)
     label = "eq:earlier_argument"
-    return statement(f"{label}, log-barrier", barrier, whole, mdp.num_pairs**2), statement(f"{label}, whole", whole, 1.0, mdp.num_pairs**2)
+    return statement(f"{label}, log-barrier", barrier, whole, mdp.num_pairs**2), statement(
+        f"{label}, whole", whole, 1.0, mdp.num_pairs**2
+    )
 
 
 # -- a run ----------------------------------------------------------------------------------------------------------------
 
 
 def proper_comparator(
-    mdp: LayeredMDP, first: Tensor, best: Tensor, total_loss: Tensor, parameters: Parameters, count: int
+    mdp: LayeredMDP,
+    first: Tensor,
+    best: Tensor,
+    total_loss: Tensor,
+    parameters: Parameters,
+    count: int,
 ) -> list[Statement]:
     """`lem:proper_comparator` for v = (1 - 1/T) q_opt + q_1 / T: the three statements about it.
 
@@ -137,9 +162,23 @@ def proper_comparator(
     roots = hybrid(mdp, v, alpha) - hybrid(mdp, best, alpha)
     label, log = "lem:proper_comparator", torch.tensor(float(count), dtype=first.dtype).log()
     return [
-        statement(f"{label}, loss", shift, 2.0 * mdp.horizon, pairs, scale=float(count * mdp.horizon)),
-        statement(f"{label}, log-barrier", barrier, beta * pairs * log, pairs, scale=log_barrier(mdp, v, beta).abs()),
-        statement(f"{label}, hybrid", roots, (1 + alpha) * pairs / count, pairs, scale=-hybrid(mdp, best, alpha)),
+        statement(
+            f"{label}, loss", shift, 2.0 * mdp.horizon, pairs, scale=float(count * mdp.horizon)
+        ),
+        statement(
+            f"{label}, log-barrier",
+            barrier,
+            beta * pairs * log,
+            pairs,
+            scale=log_barrier(mdp, v, beta).abs(),
+        ),
+        statement(
+            f"{label}, hybrid",
+            roots,
+            (1 + alpha) * pairs / count,
+            pairs,
+            scale=-hybrid(mdp, best, alpha),
+        ),
     ]
 
 
@@ -168,7 +207,9 @@ class Decomposition:
     def simple_decomposition(self) -> Statement:
         """`eq:simple_decomposition`: <q_t - u, estimate_t> = stability + mixed penalty, in every episode."""
         found = self.stability + self.mixed_penalty
-        return self._statement("eq:simple_decomposition", self.regret, found, self.size, relation="=")
+        return self._statement(
+            "eq:simple_decomposition", self.regret, found, self.size, relation="="
+        )
 
     def short_estimate(self) -> Statement:
         """|estimate_t|^2 <= L / beta in the norm of the inverse Hessian of psi_t at q_t, in every episode: what `eq:convex_eq` needs.
@@ -184,7 +225,9 @@ class Decomposition:
         The norm is that of the inverse Hessian of psi_t at q_t.
         """
         # tilde q is solved to a relative error of eps^(2/3), which makes a divergence of the order of its square.
-        scale = self.norm_step * self.mdp.num_pairs + self.size * torch.finfo(self.size.dtype).eps ** (1 / 3)
+        scale = self.norm_step * self.mdp.num_pairs + self.size * torch.finfo(
+            self.size.dtype
+        ).eps ** (1 / 3)
         return self._statement("lem:bound_stability", self.stability, 8 * self.norm_step, scale)
 
     def bound_penalty(self) -> tuple[Statement, Statement]:
@@ -198,7 +241,9 @@ class Decomposition:
         scale = self.size.sum(0)
         return (
             self._statement("lem:bound_penalty", left, right, scale),
-            self._statement("lem:bound_penalty, exact", left + self.lost.sum(0), right, scale, relation="="),
+            self._statement(
+                "lem:bound_penalty, exact", left + self.lost.sum(0), right, scale, relation="="
+            ),
         )
 
     def key_lemma(self) -> Statement:
@@ -208,7 +253,9 @@ class Decomposition:
         """
         eta = self._eta()
         right = self.start + self.penalty.sum(0) + 8 * (eta * self.norm_hybrid).sum(0)
-        return self._statement("lem:key_lemma_ftrl, one run", self.regret.sum(0), right, self.size.sum(0))
+        return self._statement(
+            "lem:key_lemma_ftrl, one run", self.regret.sum(0), right, self.size.sum(0)
+        )
 
     def regret_bound(self, regret: Tensor, best: Tensor, q: Tensor) -> Statement:
         """`lem:key_lemma_ftrl`: Reg_T <= penalty + stability + `lower_order`, expectations as means over the seeds.
@@ -217,10 +264,15 @@ class Decomposition:
         """
         count, alpha = len(q), self.parameters.alpha
         t = self._episodes()
-        penalty = (self.parameters.eta_step(t) * (hybrid(self.mdp, best, alpha) - hybrid(self.mdp, q, alpha))).sum(0)
+        penalty = (
+            self.parameters.eta_step(t)
+            * (hybrid(self.mdp, best, alpha) - hybrid(self.mdp, q, alpha))
+        ).sum(0)
         stability = 8 * (self._eta() * self.norm_hybrid).sum(0)
         rest = lower_order(self.mdp, self.parameters, torch.tensor(float(count), dtype=q.dtype))
-        return self._statement("lem:key_lemma_ftrl", regret.mean(), penalty.mean() + stability.mean() + rest, rest)
+        return self._statement(
+            "lem:key_lemma_ftrl", regret.mean(), penalty.mean() + stability.mean() + rest, rest
+        )
 
     def _episodes(self) -> Tensor:
         return episodes(len(self.regret), self.regret).view(-1, *(1,) * (self.regret.dim() - 1))
@@ -228,12 +280,23 @@ class Decomposition:
     def _eta(self) -> Tensor:
         return self.parameters.eta(self._episodes())
 
-    def _statement(self, label: str, left: Tensor, right: Tensor, scale: Tensor, relation: str = "<=") -> Statement:
-        return statement(label, left, right, self.mdp.num_pairs, scale=scale, relation="=" if relation == "=" else "<=")
+    def _statement(
+        self, label: str, left: Tensor, right: Tensor, scale: Tensor, relation: str = "<="
+    ) -> Statement:
+        return statement(
+            label,
+            left,
+            right,
+            self.mdp.num_pairs,
+            scale=scale,
+            relation="=" if relation == "=" else "<=",
+        )
 
 
 @torch.no_grad()
-def decompose(mdp: LayeredMDP, parameters: Parameters, trajectory: Trajectory, u: Tensor) -> Decomposition:
+def decompose(
+    mdp: LayeredMDP, parameters: Parameters, trajectory: Trajectory, u: Tensor
+) -> Decomposition:
     """Evaluate every term of the analysis along a run, against a comparator u `(*batch, S, A)`, positive on all pairs."""
     q, estimate = trajectory
     regularizer = parameters.regularizer(mdp)
@@ -249,7 +312,11 @@ def decompose(mdp: LayeredMDP, parameters: Parameters, trajectory: Trajectory, u
     F, G = objective(q, total - estimate), objective(tilde_q, total)
     next_q = torch.cat([q[1:], u.expand_as(q[0])[None]])
     step_inverse, hybrid_inverse = (
-        inverse_hessian(mdp, curve) for curve in (curvature(mdp, q, alpha, eta=parameters.eta(t), beta=beta), curvature(mdp, q, alpha))
+        inverse_hessian(mdp, curve)
+        for curve in (
+            curvature(mdp, q, alpha, eta=parameters.eta(t), beta=beta),
+            curvature(mdp, q, alpha),
+        )
     )
     return Decomposition(
         mdp=mdp,

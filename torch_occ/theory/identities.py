@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import flow_of, policy_of, reachability
-from torch_occ.theory.hessian import hessian, quadratic_form
 from torch_occ.theory.recursion import M, M_inverse, N, W, curvature
+from torch_occ.theory.second_derivatives import hessian, quadratic_form
 from torch_occ.theory.statements import Statement, statement
 
 
@@ -21,15 +21,31 @@ def quadratic_form_of_hessian(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: floa
     H, x = hessian(mdp, q, alpha), w.flatten(-2).unsqueeze(-1)
     added = (x.abs().mT @ H.abs() @ x.abs())[..., 0, 0]  # before signs
     dense = (x.mT @ H @ x)[..., 0, 0]
-    return statement("eq:quadratic_form", dense, quadratic_form(mdp, q, w, alpha), mdp.num_pairs**2, scale=added, relation="=")
+    return statement(
+        "eq:quadratic_form",
+        dense,
+        quadratic_form(mdp, q, w, alpha),
+        mdp.num_pairs**2,
+        scale=added,
+        relation="=",
+    )
 
 
 def hessian_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> Statement:
     """`lem:def_M`: H = M_{L-1}."""
     curve = curvature(mdp, q, alpha)
     root = curve.d_inverse.flatten(-2).sqrt()
-    found, expected = (_scale(x, root) for x in (M(mdp, curve, mdp.horizon - 1), hessian(mdp, q, alpha)))
-    return statement("lem:def_M", _largest(found - expected) / _largest(expected), 0.0, mdp.num_pairs, scale=1.0, relation="=")
+    found, expected = (
+        _scale(x, root) for x in (M(mdp, curve, mdp.horizon - 1), hessian(mdp, q, alpha))
+    )
+    return statement(
+        "lem:def_M",
+        _largest(found - expected) / _largest(expected),
+        0.0,
+        mdp.num_pairs,
+        scale=1.0,
+        relation="=",
+    )
 
 
 def inverse_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Statement, Statement]:
@@ -42,12 +58,25 @@ def inverse_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Stateme
     for k in range(mdp.horizon):
         d_inverse = curve.d_inverse[..., : mdp.layer_slices[k].stop, :].flatten(-2)
         inverse, matrix = M_inverse(mdp, curve, k), M(mdp, curve, k)
-        scaled, scaled_inverse = _scale(matrix, d_inverse.sqrt()), _scale(inverse, d_inverse.rsqrt())
-        difference = scaled @ scaled_inverse - torch.eye(matrix.shape[-1], dtype=q.dtype, device=q.device)
+        scaled, scaled_inverse = (
+            _scale(matrix, d_inverse.sqrt()),
+            _scale(inverse, d_inverse.rsqrt()),
+        )
+        difference = scaled @ scaled_inverse - torch.eye(
+            matrix.shape[-1], dtype=q.dtype, device=q.device
+        )
         products.append(_largest(difference) / torch.linalg.matrix_norm(scaled))
         own = d_inverse[..., -mdp.layer_sizes[k] * mdp.num_actions :]
-        weight = W(mdp, curve, k) if k else torch.diag_embed(1 / (own + curve.c_inverse[..., mdp.layer_slices[k], :].flatten(-2)))
-        defined = torch.eye(own.shape[-1], dtype=q.dtype, device=q.device) - _scale(weight, own.sqrt())
+        weight = (
+            W(mdp, curve, k)
+            if k
+            else torch.diag_embed(
+                1 / (own + curve.c_inverse[..., mdp.layer_slices[k], :].flatten(-2))
+            )
+        )
+        defined = torch.eye(own.shape[-1], dtype=q.dtype, device=q.device) - _scale(
+            weight, own.sqrt()
+        )
         blocks.append(_largest(_scale(N(mdp, curve, k), own.rsqrt()) - defined))
     product, block = (torch.stack(x).amax(0) for x in (products, blocks))
     terms = mdp.num_pairs
@@ -68,7 +97,14 @@ def both_definitions(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Sta
     # The inflow of w and the sum of its actions differ by the rounding of either, which the curvature of the rest magnifies.
     moved = (flow_of(mdp).inflow(w.abs()) + w.abs().sum(-1)).unsqueeze(-1)
     scale = (own + alpha * others.abs() * moved / (2 * rest**1.5)).sum((-2, -1))
-    return statement("eq:hybrid_alternative", quadratic_form(mdp, q, w, alpha), own.sum((-2, -1)), mdp.num_pairs, scale=scale, relation="=")
+    return statement(
+        "eq:hybrid_alternative",
+        quadratic_form(mdp, q, w, alpha),
+        own.sum((-2, -1)),
+        mdp.num_pairs,
+        scale=scale,
+        relation="=",
+    )
 
 
 def tangent(mdp: LayeredMDP, q: Tensor, w: Tensor) -> Tensor:

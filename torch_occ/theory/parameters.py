@@ -41,9 +41,13 @@ class Parameters:
         if not isinstance(learner, FTRL):
             raise ValueError(f"learner: the theory is about FTRL, not {type(learner).__name__}")
         if type(learner.estimator) is not ImportanceWeighted:
-            raise ValueError(f"learner: the theory is about the importance-weighted estimator, not {type(learner.estimator).__name__}")
+            raise ValueError(
+                f"learner: the theory is about the importance-weighted estimator, not {type(learner.estimator).__name__}"
+            )
         whole = learner.step.regularizer
-        first, second = whole.terms if isinstance(whole, Sum) and len(whole.terms) == 2 else (whole, whole)
+        first, second = (
+            whole.terms if isinstance(whole, Sum) and len(whole.terms) == 2 else (whole, whole)
+        )
         if (
             isinstance(first, Scaled)
             and isinstance(hybrid := first.regularizer, HybridTsallis)
@@ -52,7 +56,9 @@ class Parameters:
             and isinstance(second, LogBarrier)
         ):
             return cls(*(float(x.detach()) for x in (hybrid.alpha, second.beta, rate.gamma)))
-        raise ValueError("learner: the theory is about HybridTsallis(alpha) / InverseSqrt(gamma) + LogBarrier(beta); make it with jin_luo")
+        raise ValueError(
+            "learner: the theory is about HybridTsallis(alpha) / InverseSqrt(gamma) + LogBarrier(beta); make it with jin_luo"
+        )
 
     def regularizer(self, mdp: LayeredMDP) -> Regularizer:
         """psi_t, to solve with."""

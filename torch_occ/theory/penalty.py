@@ -15,7 +15,7 @@ from torch_occ.marginals import keep
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import LayeredFlow, flow_of, flow_residual, occupancy, policy_of
 from torch_occ.occupancy import reachability as state_reachability
-from torch_occ.theory.hessian import hybrid
+from torch_occ.theory.second_derivatives import hybrid
 from torch_occ.theory.statements import Statement, statement
 
 
@@ -28,7 +28,14 @@ def convex_combine(mdp: LayeredMDP, u: Tensor, v: Tensor, weight: Tensor | float
     """`lem:convex_combine`: weight u + (1 - weight) v satisfies the flow constraints if u and v do; the largest violation, and 0."""
     mixed = weight * u + (1 - weight) * v
     violation = flow_residual(mdp, mixed).abs().amax(-1)
-    return statement("lem:convex_combine", violation, 0.0, mdp.num_pairs, scale=mixed.amax((-2, -1)), relation="=")
+    return statement(
+        "lem:convex_combine",
+        violation,
+        0.0,
+        mdp.num_pairs,
+        scale=mixed.amax((-2, -1)),
+        relation="=",
+    )
 
 
 # -- h_s and the two parts ------------------------------------------------------------------------------------------------
@@ -46,14 +53,26 @@ def penalty_decomposition(mdp: LayeredMDP, q: Tensor, optimal: Tensor, alpha: fl
     sum_s sqrt(q(s)) ( h_s(pi) - h_s(pi_opt) ) + sum_s ( sqrt(q(s)) - sqrt(q_opt(s)) ) h_s(pi_opt).
     """
     best = occupancy(mdp, optimal)
-    h, h_best = state_regularizer(mdp, policy_of(mdp, q), alpha), state_regularizer(mdp, optimal, alpha)
+    h, h_best = (
+        state_regularizer(mdp, policy_of(mdp, q), alpha),
+        state_regularizer(mdp, optimal, alpha),
+    )
     root, root_best = q.sum(-1).sqrt(), best.sum(-1).sqrt()
     left = hybrid(mdp, best, alpha) - hybrid(mdp, q, alpha)
     right = (root * (h - h_best)).sum(-1) + ((root - root_best) * h_best).sum(-1)
-    return statement("eq:penalty_decomposition", left, right, mdp.num_pairs, scale=-hybrid(mdp, q, alpha), relation="=")
+    return statement(
+        "eq:penalty_decomposition",
+        left,
+        right,
+        mdp.num_pairs,
+        scale=-hybrid(mdp, q, alpha),
+        relation="=",
+    )
 
 
-def penalty_term_1(mdp: LayeredMDP, policy: Tensor, other: Tensor, mapping: Tensor, alpha: float) -> Statement:
+def penalty_term_1(
+    mdp: LayeredMDP, policy: Tensor, other: Tensor, mapping: Tensor, alpha: float
+) -> Statement:
     """`lem:penalty_term_1`: sum_s sqrt(q_1(s)) ( h_s(pi_1) - h_s(pi_2) ) <= (1 + alpha) sum_s sum_{a != pi(s)} sqrt(q_1(s,a)).
 
     pi_1 is any policy, pi_2 = `other` and pi = `mapping` are mappings.
@@ -61,7 +80,13 @@ def penalty_term_1(mdp: LayeredMDP, policy: Tensor, other: Tensor, mapping: Tens
     q = occupancy(mdp, policy)
     h, h_other = state_regularizer(mdp, policy, alpha), state_regularizer(mdp, other, alpha)
     left = (q.sum(-1).sqrt() * (h - h_other)).sum(-1)
-    return statement("lem:penalty_term_1", left, (1 + alpha) * outside(q.sqrt(), mapping), mdp.num_pairs, scale=-hybrid(mdp, q, alpha))
+    return statement(
+        "lem:penalty_term_1",
+        left,
+        (1 + alpha) * outside(q.sqrt(), mapping),
+        mdp.num_pairs,
+        scale=-hybrid(mdp, q, alpha),
+    )
 
 
 # -- reaching states ------------------------------------------------------------------------------------------------------
@@ -70,7 +95,9 @@ def penalty_term_1(mdp: LayeredMDP, policy: Tensor, other: Tensor, mapping: Tens
 def reach(mdp: LayeredMDP, policy: Tensor) -> Tensor:
     """p^pi(s'|s,a), the probability of reaching s' after a in s, then following pi; `eq:reachability`, `(*batch, S, A, S)`."""
     later = state_reachability(mdp, policy)  # (*batch, S, S)
-    return (mdp.joint_transitions.flatten(-3, -2) @ later).unflatten(-2, (mdp.num_states, mdp.num_actions))
+    return (mdp.joint_transitions.flatten(-3, -2) @ later).unflatten(
+        -2, (mdp.num_states, mdp.num_actions)
+    )
 
 
 def state_reach_probability(mdp: LayeredMDP, policy: Tensor) -> tuple[Statement, Statement]:
@@ -79,7 +106,9 @@ def state_reach_probability(mdp: LayeredMDP, policy: Tensor) -> tuple[Statement,
     The worst pair (s,a), and in the first statement the worst layer. Read: the second sum is printed over s; it is over s'.
     """
     reached = keep("pair", mdp, reach(mdp, policy).movedim(-1, 0), 0.0).movedim(0, -1)
-    layers = torch.stack([layer.sum(-1) for layer in mdp.split(reached, -1)], -1)  # (*batch, S, A, L)
+    layers = torch.stack(
+        [layer.sum(-1) for layer in mdp.split(reached, -1)], -1
+    )  # (*batch, S, A, L)
     worst = layers.amax((-3, -2, -1))
     every = reached.sum(-1).amax((-2, -1))
     return (
@@ -139,7 +168,9 @@ def sqrt_diff_2(mdp: LayeredMDP, mapping: Tensor, other: Tensor) -> tuple[Statem
     f = (q.sum(-1) - q_other.sum(-1)).clamp(min=0)
     key, _ = induction(mdp, mapping, f, g)
     right = math.sqrt(mdp.num_states * mdp.horizon) * outside(q_other, mapping).sqrt()
-    return _key(key, "lem:sqrt_diff_2, key step", q), _roots("lem:sqrt_diff_2", mdp, q, q_other, right)
+    return _key(key, "lem:sqrt_diff_2, key step", q), _roots(
+        "lem:sqrt_diff_2", mdp, q, q_other, right
+    )
 
 
 def _key(key: Statement, label: str, q: Tensor) -> Statement:
@@ -149,13 +180,17 @@ def _key(key: Statement, label: str, q: Tensor) -> Statement:
 
 def _roots(label: str, mdp: LayeredMDP, q: Tensor, other: Tensor, right: Tensor) -> Statement:
     root, root_other = q.sum(-1).sqrt(), other.sum(-1).sqrt()
-    return statement(label, (root - root_other).sum(-1), right, mdp.num_pairs, scale=(root + root_other).sum(-1))
+    return statement(
+        label, (root - root_other).sum(-1), right, mdp.num_pairs, scale=(root + root_other).sum(-1)
+    )
 
 
 # -- the lemma ------------------------------------------------------------------------------------------------------------
 
 
-def penalty_bound(mdp: LayeredMDP, q: Tensor, best: Tensor, mapping: Tensor, alpha: float) -> Tensor:
+def penalty_bound(
+    mdp: LayeredMDP, q: Tensor, best: Tensor, mapping: Tensor, alpha: float
+) -> Tensor:
     """The right-hand side of `lem:key_lemma_bound_penalty`, `(*batch,)`:
 
     (1 + alpha) sum_s sum_{a != pi(s)} sqrt(q(s,a))
@@ -168,9 +203,17 @@ def penalty_bound(mdp: LayeredMDP, q: Tensor, best: Tensor, mapping: Tensor, alp
     return (1 + alpha) * outside(q.sqrt(), mapping) + size * extra
 
 
-def bound_on_penalty(mdp: LayeredMDP, q: Tensor, optimal: Tensor, mapping: Tensor, alpha: float) -> Statement:
+def bound_on_penalty(
+    mdp: LayeredMDP, q: Tensor, optimal: Tensor, mapping: Tensor, alpha: float
+) -> Statement:
     """`lem:key_lemma_bound_penalty`: phi_H(q_opt) - phi_H(q) <= `penalty_bound`, for the occupancy q_opt of the mapping `optimal`."""
     best = occupancy(mdp, optimal)
     left = hybrid(mdp, best, alpha) - hybrid(mdp, q, alpha)
     right = penalty_bound(mdp, q, best, mapping, alpha)
-    return statement("lem:key_lemma_bound_penalty", left, right, mdp.num_pairs, scale=right - hybrid(mdp, q, alpha))
+    return statement(
+        "lem:key_lemma_bound_penalty",
+        left,
+        right,
+        mdp.num_pairs,
+        scale=right - hybrid(mdp, q, alpha),
+    )

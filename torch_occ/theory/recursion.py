@@ -29,7 +29,7 @@ from torch import Tensor
 
 from torch_occ.marginals import keep
 from torch_occ.mdp import LayeredMDP
-from torch_occ.theory.hessian import inflow_rest
+from torch_occ.theory.second_derivatives import inflow_rest
 
 
 class Curvature(NamedTuple):
@@ -39,16 +39,23 @@ class Curvature(NamedTuple):
     d_inverse: Tensor
 
 
-def curvature(mdp: LayeredMDP, q: Tensor, alpha: float, *, eta: Tensor | float = 1.0, beta: float = 0.0) -> Curvature:
+def curvature(
+    mdp: LayeredMDP, q: Tensor, alpha: float, *, eta: Tensor | float = 1.0, beta: float = 0.0
+) -> Curvature:
     """Those of phi_H at q, c^-1 = 4 (q(s) - q(s,a))^(3/2) / alpha and d^-1 = 4 q(s,a)^(3/2); with eta and beta, those of psi_t.
 
     psi_t = phi_H / eta + phi_L has c / eta in place of c and d / eta + beta / q^2 in place of d, so the same recursion inverts its Hessian.
     """
     if not alpha > 0:
-        raise ValueError(f"alpha: the recursion needs a positive number, got {alpha}; with 0 the Hessian is diagonal")
+        raise ValueError(
+            f"alpha: the recursion needs a positive number, got {alpha}; with 0 the Hessian is diagonal"
+        )
     eta = torch.as_tensor(eta, dtype=q.dtype, device=q.device)[..., None, None]
     rest = keep("rest", mdp, inflow_rest(mdp, q), 0.0)
-    return Curvature(4 * eta * rest**1.5 / alpha, keep("pair", mdp, q.square() / (q.sqrt() / (4 * eta) + beta), 0.0))
+    return Curvature(
+        4 * eta * rest**1.5 / alpha,
+        keep("pair", mdp, q.square() / (q.sqrt() / (4 * eta) + beta), 0.0),
+    )
 
 
 # -- one layer after the other --------------------------------------------------------------------------------------------
@@ -74,12 +81,16 @@ class Block(NamedTuple):
 def blocks(mdp: LayeredMDP, curve: Curvature) -> Iterator[Block]:
     """N_0, N_1, ..., N_{L-1} (`eq:def_N`), factored; each from the one before it alone."""
     arriving: Tensor | None = None  # G_k
-    for k, (c_inverse, d_inverse) in enumerate(zip(*(mdp.split(part, -2) for part in curve), strict=True)):
+    for k, (c_inverse, d_inverse) in enumerate(
+        zip(*(mdp.split(part, -2) for part in curve), strict=True)
+    ):
         exists = mdp.actions[mdp.layer_slices[k]]
         both = torch.where(exists, c_inverse + d_inverse, 1.0)
         share = d_inverse / both
         if arriving is None:
-            core = torch.zeros(*share.shape[:-1], share.shape[-2], dtype=share.dtype, device=share.device)
+            core = torch.zeros(
+                *share.shape[:-1], share.shape[-2], dtype=share.dtype, device=share.device
+            )
         else:
             core = _core(arriving, torch.where(exists, 1 / both, 0.0).sum(-1))
         block = Block(share * torch.where(exists, c_inverse, 0.0), share, core)
@@ -170,17 +181,25 @@ def M(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
     every state and no masks.
     """
     if not bool(mdp.actions.all()) or mdp.num_actions == 1:
-        raise ValueError("mdp: M_k is finite only if every state has all of at least two actions; M_inverse always is")
+        raise ValueError(
+            "mdp: M_k is finite only if every state has all of at least two actions; M_inverse always is"
+        )
     c, d = (1 / part for part in curve)
     found = torch.diag_embed((c + d)[..., mdp.layer_slices[0], :].flatten(-2))
     for j in range(1, k + 1):
         here = mdp.layer_slices[j]
         arriving = _tilde(mdp, P(mdp, j), j)
-        own = torch.eye(_pairs(mdp, j), dtype=c.dtype, device=c.device).expand(*arriving.shape[:-2], -1, -1)
+        own = torch.eye(_pairs(mdp, j), dtype=c.dtype, device=c.device).expand(
+            *arriving.shape[:-2], -1, -1
+        )
         incoming = torch.cat([arriving, -own], -2)
         grown = torch.nn.functional.pad(found, (0, _pairs(mdp, j), 0, _pairs(mdp, j)))
         below = torch.nn.functional.pad(d[..., here, :].flatten(-2), (found.shape[-1], 0))
-        found = grown + torch.diag_embed(below) + (incoming * c[..., here, :].flatten(-2).unsqueeze(-2)) @ incoming.mT
+        found = (
+            grown
+            + torch.diag_embed(below)
+            + (incoming * c[..., here, :].flatten(-2).unsqueeze(-2)) @ incoming.mT
+        )
     return found
 
 

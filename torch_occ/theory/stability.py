@@ -27,11 +27,15 @@ def H_and_N(mdp: LayeredMDP, curve: Curvature, k: int, w: Tensor) -> Statement:
     here = slice(first, first + mdp.layer_sizes[k] * mdp.num_actions)
     block, w = inverse_hessian(mdp, curve)[..., here, here], w.flatten(-2).unsqueeze(-1)
     left, right = ((w.mT @ x @ w)[..., 0, 0] for x in (block, N(mdp, curve, k)))
-    scale = (w.square().squeeze(-1) * curve.d_inverse[..., mdp.layer_slices[k], :].flatten(-2)).sum(-1)
+    scale = (w.square().squeeze(-1) * curve.d_inverse[..., mdp.layer_slices[k], :].flatten(-2)).sum(
+        -1
+    )
     return statement("lem:H_and_N", left, right, mdp.num_pairs, scale=w.shape[-2] * scale)
 
 
-def N_properties(mdp: LayeredMDP, curve: Curvature, k: int) -> tuple[Statement, Statement, Statement]:
+def N_properties(
+    mdp: LayeredMDP, curve: Curvature, k: int
+) -> tuple[Statement, Statement, Statement]:
     """`lem:N_properties`: N_k is positive definite, N_k <= D_k^-1, and N_k <= C_k^-1 + P_k' N_{k-1} P_k (for k = 0, N_0 <= C_0^-1).
 
     Largest eigenvalues of -N_k, N_k - D_k^-1 and N_k - (...), against 0, over the pairs that exist: the first two in the scale of D_k,
@@ -39,7 +43,9 @@ def N_properties(mdp: LayeredMDP, curve: Curvature, k: int) -> tuple[Statement, 
     only positive semi-definite.
     """
     exists = mdp.actions[mdp.layer_slices[k]].flatten()
-    c_inverse, d_inverse = (part[..., mdp.layer_slices[k], :].flatten(-2)[..., exists] for part in curve)
+    c_inverse, d_inverse = (
+        part[..., mdp.layer_slices[k], :].flatten(-2)[..., exists] for part in curve
+    )
     block = N(mdp, curve, k)[..., exists, :][..., exists]
     other = torch.diag_embed(c_inverse)
     if k:
@@ -47,7 +53,13 @@ def N_properties(mdp: LayeredMDP, curve: Curvature, k: int) -> tuple[Statement, 
         other = other + step.mT @ N(mdp, curve, k - 1) @ step
     diagonal = torch.diag_embed(d_inverse)
     found = [
-        statement(f"lem:N_properties, {name}", _largest_eigenvalue(left - right, scale), 0.0, block.shape[-1], scale=block.shape[-1])
+        statement(
+            f"lem:N_properties, {name}",
+            _largest_eigenvalue(left - right, scale),
+            0.0,
+            block.shape[-1],
+            scale=block.shape[-1],
+        )
         for name, left, right, scale in (
             ("positive", torch.zeros_like(block), block, diagonal),
             ("D", block, diagonal, diagonal),
@@ -89,15 +101,22 @@ def reach_over_q(mdp: LayeredMDP, q: Tensor) -> Tensor:
     return (reach(mdp, policy_of(mdp, q)) / q.sum(-1)[..., None, None, :]).flatten(-3, -2)
 
 
-def expected_norm(mdp: LayeredMDP, q: Tensor, inverse: Tensor, mean: Tensor, second_moment: Tensor) -> Tensor:
+def expected_norm(
+    mdp: LayeredMDP, q: Tensor, inverse: Tensor, mean: Tensor, second_moment: Tensor
+) -> Tensor:
     """E |loss_estimate|^2 in the norm of `inverse` `(*batch, SA, SA)`, given q and losses with these moments; `(*batch,)`.
 
     The estimate is ell(s,a) 1{visited} / q(s,a), so this is sum_ij inverse_ij P(i and j visited) / (q_i q_j) E[ell_i ell_j], exactly;
     losses of different pairs are independent given their means `(*batch, S, A)`.
     """
-    single = (weighed(mdp, q, inverse.diagonal(dim1=-2, dim2=-1).unflatten(-1, q.shape[-2:])) * second_moment).sum((-2, -1))
+    single = (
+        weighed(mdp, q, inverse.diagonal(dim1=-2, dim2=-1).unflatten(-1, q.shape[-2:]))
+        * second_moment
+    ).sum((-2, -1))
     # Of two different pairs, one comes later; what it adds depends on its action through the inverse and the mean alone.
-    later = (inverse.unflatten(-1, q.shape[-2:]) * mean.unsqueeze(-3)).sum(-1) * reach_over_q(mdp, q)  # (*batch, SA, S)
+    later = (inverse.unflatten(-1, q.shape[-2:]) * mean.unsqueeze(-3)).sum(-1) * reach_over_q(
+        mdp, q
+    )  # (*batch, SA, S)
     return single + 2 * (mean.flatten(-2) * later.sum(-1)).sum(-1)
 
 
@@ -120,16 +139,22 @@ def weighed(mdp: LayeredMDP, q: Tensor, R: Tensor) -> Tensor:
     return keep("pair", mdp, R / keep("pair", mdp, q, 1.0), 0.0)
 
 
-def stability_first_step(mdp: LayeredMDP, q: Tensor, alpha: float, mean: Tensor, second_moment: Tensor) -> Statement:
+def stability_first_step(
+    mdp: LayeredMDP, q: Tensor, alpha: float, mean: Tensor, second_moment: Tensor
+) -> Statement:
     """`lem:stability_first_step`: E |loss_estimate|^2_{H^-1} <= L sum_k sum_{(s,a) in U_k} N_k((s,a),(s,a)) / q(s,a).
 
     Read: the norm is printed without its square, and so the statement would be false (for example L = 1, two actions, q = 1/2 each,
     alpha = 100, loss 1: 0.24 on the left, 0.06 on the right). Its proof, and its use, have the square.
     """
-    left = expected_norm(mdp, q, inverse_hessian(mdp, curvature(mdp, q, alpha)), mean, second_moment)
+    left = expected_norm(
+        mdp, q, inverse_hessian(mdp, curvature(mdp, q, alpha)), mean, second_moment
+    )
     # |D^1/2 H^-1 D^1/2| <= 1 and its own rounding, entry by entry, weighed as the sum weighs it.
     size = (4 * q.sqrt() * mdp.actions).sum((-2, -1)) * mdp.num_pairs
-    return statement("lem:stability_first_step", left, first_step_bound(mdp, q, alpha), mdp.num_pairs, scale=size)
+    return statement(
+        "lem:stability_first_step", left, first_step_bound(mdp, q, alpha), mdp.num_pairs, scale=size
+    )
 
 
 def second_step_bound(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float) -> Tensor:
@@ -144,10 +169,14 @@ def _factor(mdp: LayeredMDP, alpha: float) -> float:
 def stability_second_step(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float) -> Statement:
     """`lem:stability_second_step`: sum_k sum_{(s,a) in U_k} N_k((s,a),(s,a)) / q(s,a) <= `second_step_bound`, for any mapping."""
     left = first_step_bound(mdp, q, alpha) / mdp.horizon
-    return statement("lem:stability_second_step", left, second_step_bound(mdp, q, mapping, alpha), mdp.num_pairs)
+    return statement(
+        "lem:stability_second_step", left, second_step_bound(mdp, q, mapping, alpha), mdp.num_pairs
+    )
 
 
-def layer_recursion(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float) -> tuple[Statement, Statement, Statement]:
+def layer_recursion(
+    mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float
+) -> tuple[Statement, Statement, Statement]:
     """The steps of the proof of `lem:stability_second_step`, with R(s,a) = N_{k(s)}((s,a),(s,a)):
 
     `eq:R0`, in the first layer:   sum_a R / q <= 8 ( sqrt(L) + 1/(alpha L) ) sum_{a != pi(s)} sqrt(q(s,a)),          `(*batch,)`
@@ -157,13 +186,24 @@ def layer_recursion(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float) -
     Read: pi(s) in `eq:R0` is pi(s_0), q there is q_t, and with several start states the sum runs over them.
     """
     R = N_diagonal(mdp, curvature(mdp, q, alpha))
-    sums = torch.stack([x.sum((-2, -1)) for x in mdp.split(weighed(mdp, q, R), -2)], -1)  # (*batch, L)
+    sums = torch.stack(
+        [x.sum((-2, -1)) for x in mdp.split(weighed(mdp, q, R), -2)], -1
+    )  # (*batch, L)
     left_out = torch.where(mapping > 0, 0.0, q.sqrt())
-    own = 8 * _factor(mdp, alpha) * torch.stack([x.sum((-2, -1)) for x in mdp.split(left_out, -2)], -1)
+    own = (
+        8
+        * _factor(mdp, alpha)
+        * torch.stack([x.sum((-2, -1)) for x in mdp.split(left_out, -2)], -1)
+    )
     worst = (weighed(mdp, q, R) / (4 * keep("pair", mdp, q, 1.0).sqrt())).amax((-2, -1))
     return (
         statement("eq:R0", sums[..., 0], own[..., 0], mdp.num_pairs),
-        statement("eq:R", sums[..., 1:], own[..., 1:] + (1 + 1 / mdp.horizon) * sums[..., :-1], mdp.num_pairs),
+        statement(
+            "eq:R",
+            sums[..., 1:],
+            own[..., 1:] + (1 + 1 / mdp.horizon) * sums[..., :-1],
+            mdp.num_pairs,
+        ),
         statement("eq:R_bound", worst, 1.0, mdp.num_pairs),
     )
 
@@ -181,7 +221,9 @@ def stability_bound(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float) -
 
     Read: a != pi(a) is a != pi(s).
     """
-    return (mdp.horizon * second_step_bound(mdp, q, mapping, alpha)).clamp(max=worst_case_stability(mdp))
+    return (mdp.horizon * second_step_bound(mdp, q, mapping, alpha)).clamp(
+        max=worst_case_stability(mdp)
+    )
 
 
 def bound_on_stability(
@@ -189,9 +231,14 @@ def bound_on_stability(
 ) -> tuple[Statement, Statement]:
     """`lem:key_lemma_bound_stability`: E |loss_estimate|^2 (norm of the inverse Hessian of phi_H) against each argument of its min."""
     first = stability_first_step(mdp, q, alpha, mean, second_moment)
-    label, adaptive = "lem:key_lemma_bound_stability", mdp.horizon * second_step_bound(mdp, q, mapping, alpha)
+    label, adaptive = (
+        "lem:key_lemma_bound_stability",
+        mdp.horizon * second_step_bound(mdp, q, mapping, alpha),
+    )
     terms, scale = mdp.num_pairs, first.rounding / (4 * mdp.num_pairs * torch.finfo(q.dtype).eps)
     return (
-        statement(f"{label}, worst case", first.left, worst_case_stability(mdp), terms, scale=scale),
+        statement(
+            f"{label}, worst case", first.left, worst_case_stability(mdp), terms, scale=scale
+        ),
         statement(f"{label}, adaptive", first.left, adaptive, terms, scale=scale),
     )

@@ -63,4 +63,9 @@ def printed_tuning_order(mdp: LayeredMDP) -> float:
     Read: A^(3/4) is |A|^(3/4). The true minimum stays within a constant factor of it; the tests measure which.
     """
     L, A = mdp.horizon, mdp.num_actions
-    return mdp.num_pairs / math.sqrt(A) * L**1.5 * (math.sqrt(A) * L + L**1.5 + A + A**0.75 * math.sqrt(L))
+    return (
+        mdp.num_pairs
+        / math.sqrt(A)
+        * L**1.5
+        * (math.sqrt(A) * L + L**1.5 + A + A**0.75 * math.sqrt(L))
+    )

@@ -50,7 +50,9 @@ def inflow_rest(mdp: LayeredMDP, q: Tensor) -> Tensor:
     as small as its own rounding counts as none.
     """
     residual = flow_residual(mdp, q)
-    none = residual.abs() <= 16 * mdp.num_actions * max(mdp.layer_sizes) * torch.finfo(q.dtype).eps * q.sum(-1)
+    none = residual.abs() <= 16 * mdp.num_actions * max(mdp.layer_sizes) * torch.finfo(
+        q.dtype
+    ).eps * q.sum(-1)
     return marginal("rest", mdp, q) - torch.where(none, 0.0, residual).unsqueeze(-1)
 
 
@@ -98,7 +100,9 @@ def quadratic_form(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Tenso
 def hessian_of_step(mdp: LayeredMDP, q: Tensor, parameters: Parameters, t: Tensor) -> Tensor:
     """The Hessian of psi_t = phi_H / eta_t + phi_L at q, `(*batch, SA, SA)`; t is `()` or `(*batch,)`."""
     barrier = keep("pair", mdp, parameters.beta / keep("pair", mdp, q, 1.0) ** 2, 0.0)
-    return hessian(mdp, q, parameters.alpha) / parameters.eta(t)[..., None, None] + torch.diag_embed(barrier.flatten(-2))
+    return hessian(mdp, q, parameters.alpha) / parameters.eta(t)[
+        ..., None, None
+    ] + torch.diag_embed(barrier.flatten(-2))
 
 
 def bregman(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Tensor) -> Tensor:

@@ -32,10 +32,17 @@ class Data(NamedTuple):
     second_moment: Tensor  # (*batch, S, A)
 
 
-def batch_of_mdps(count: int, horizon: int, width: int, num_actions: int, seed: int, concentration: float = 1.0) -> LayeredMDP:
+def batch_of_mdps(
+    count: int, horizon: int, width: int, num_actions: int, seed: int, concentration: float = 1.0
+) -> LayeredMDP:
     """`count` random MDPs of one layout as one batch; the same seed makes the same MDPs."""
-    singles = [LayeredMDP.random(horizon, width, num_actions, seed=seed + i, concentration=concentration) for i in range(count)]
-    return LayeredMDP([torch.stack(layers) for layers in zip(*(mdp.transitions for mdp in singles), strict=True)])
+    singles = [
+        LayeredMDP.random(horizon, width, num_actions, seed=seed + i, concentration=concentration)
+        for i in range(count)
+    ]
+    return LayeredMDP(
+        [torch.stack(layers) for layers in zip(*(mdp.transitions for mdp in singles), strict=True)]
+    )
 
 
 def draw(mdp: LayeredMDP, generator: torch.Generator) -> Data:
@@ -99,7 +106,13 @@ def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 # -- statements -----------------------------------------------------------------------------------------------------------
 
 
-def survey(mdp: LayeredMDP, generator: torch.Generator, *, parameters: Parameters | None = None, count: int = 20) -> Iterator[Statement]:
+def survey(
+    mdp: LayeredMDP,
+    generator: torch.Generator,
+    *,
+    parameters: Parameters | None = None,
+    count: int = 20,
+) -> Iterator[Statement]:
     """All statements on freshly drawn data, one set for each MDP of the batch; runs are `count` episodes long.
 
     Parameters are drawn too unless they are given: alpha and gamma between 0.1 and 10. beta is 64 L, as the lemmas ask.
@@ -114,9 +127,17 @@ def survey(mdp: LayeredMDP, generator: torch.Generator, *, parameters: Parameter
     yield from condition_statements(mdp, data, generator)
 
 
-def occupancy_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters) -> Iterator[Statement]:
+def occupancy_statements(
+    mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters
+) -> Iterator[Statement]:
     """What the penalty is bounded with."""
-    q, policy, mapping, other, alpha = data.q, data.policy, data.mapping, data.other, parameters.alpha
+    q, policy, mapping, other, alpha = (
+        data.q,
+        data.policy,
+        data.mapping,
+        data.other,
+        parameters.alpha,
+    )
     weight = _uniform((*mdp.batch_shape, 1, 1), generator)
     yield penalty.convex_combine(mdp, q, occupancy(mdp, mapping), weight)
     yield from penalty.state_reach_probability(mdp, policy)
@@ -135,7 +156,9 @@ def occupancy_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator
     yield bounds.theorem_summand(mdp, parameters, q, best, mapping, t)
 
 
-def hessian_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters) -> Iterator[Statement]:
+def hessian_statements(
+    mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters
+) -> Iterator[Statement]:
     """What the stability is bounded with."""
     q, mapping, alpha = data.q, data.mapping, parameters.alpha
     curve: Curvature = curvature(mdp, q, alpha)
@@ -151,7 +174,9 @@ def hessian_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator, 
         yield from stability.N_properties(mdp, curve, k)
     d = mdp.num_states
     root = _uniform((*mdp.batch_shape, d, d), generator) - 0.3
-    yield stability.quadratic_form_diagonal(root @ root.mT, _uniform((*mdp.batch_shape, d), generator) ** 4)
+    yield stability.quadratic_form_diagonal(
+        root @ root.mT, _uniform((*mdp.batch_shape, d), generator) ** 4
+    )
     yield stability.stability_first_step(mdp, q, alpha, data.mean, data.second_moment)
     first, between, every = stability.layer_recursion(mdp, q, mapping, alpha)
     yield from (first, every, *([between] if mdp.horizon > 1 else []))
@@ -163,7 +188,9 @@ def hessian_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator, 
     yield decomposition.close_hessian(mdp, q, p, parameters, t)
 
 
-def play(mdp: LayeredMDP, parameters: Parameters, mean: Tensor, count: int, generator: torch.Generator) -> decomposition.Trajectory:
+def play(
+    mdp: LayeredMDP, parameters: Parameters, mean: Tensor, count: int, generator: torch.Generator
+) -> decomposition.Trajectory:
     """`alg:main_alg` on a batch of MDPs for a few episodes, with Bernoulli losses."""
     step = FTRLStep(mdp, parameters.regularizer(mdp))
     total, occupancies, estimates = torch.zeros_like(mean), [], []
@@ -179,7 +206,9 @@ def play(mdp: LayeredMDP, parameters: Parameters, mean: Tensor, count: int, gene
     return decomposition.Trajectory(torch.stack(occupancies), torch.stack(estimates))
 
 
-def run_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters, count: int) -> Iterator[Statement]:
+def run_statements(
+    mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters, count: int
+) -> Iterator[Statement]:
     """The analysis of FTRL along a short run."""
     run = play(mdp, parameters, data.mean, count, generator)
     best = occupancy(mdp, optimal_policy(mdp, data.mean).policy)
@@ -193,10 +222,14 @@ def run_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator, para
     yield found.bound_stability()
     yield from found.bound_penalty()
     yield found.key_lemma()
-    yield from decomposition.proper_comparator(mdp, run.q[0], best, count * data.mean, parameters, count)
+    yield from decomposition.proper_comparator(
+        mdp, run.q[0], best, count * data.mean, parameters, count
+    )
 
 
-def condition_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator) -> Iterator[Statement]:
+def condition_statements(
+    mdp: LayeredMDP, data: Data, generator: torch.Generator
+) -> Iterator[Statement]:
     """Self-bounding: i.i.d. losses of which an adversary corrupts some, and learners that play anything."""
     count = 8
     yield conditions.performance_difference(mdp, data.q, data.mean)
