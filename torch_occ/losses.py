@@ -275,6 +275,16 @@ def mean_square(mean: Tensor, noise: Noise) -> Tensor:
     return mean.square() + torch.minimum(mean, 1 - mean).square() / 3 if noise == "uniform" else mean.square()
 
 
+def second_moments(mean: Tensor, square: Tensor) -> Tensor:
+    """E[loss_i loss_j] for every two pairs i <= j, from E[loss] and E[loss^2] of each pair.
+
+    Losses of different pairs are independent given their means. Pairs are flat and i comes before
+    j, so the matrix is upper triangular: `(*batch, S, A)` -> `(*batch, S * A, S * A)`.
+    """
+    flat = mean.flatten(-2)
+    return torch.triu(flat.unsqueeze(-1) * flat.unsqueeze(-2), 1) + torch.diag_embed(square.flatten(-2))
+
+
 def check_noise(noise: Noise) -> Noise:
     """The noise, if it is a known kind."""
     if noise not in ("none", "bernoulli", "uniform"):

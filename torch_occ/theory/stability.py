@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from torch_occ.losses import second_moments
 from torch_occ.marginals import keep
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import policy_of
@@ -104,20 +105,30 @@ def reach_over_q(mdp: LayeredMDP, q: Tensor) -> Tensor:
 def expected_norm(
     mdp: LayeredMDP, q: Tensor, inverse: Tensor, mean: Tensor, second_moment: Tensor
 ) -> Tensor:
-    """E |loss_estimate|^2 in the norm of `inverse` `(*batch, SA, SA)`, given q and losses with these moments; `(*batch,)`.
+    """E |loss_estimate|^2 in the norm of `inverse` `(*batch, SA, SA)`, given q; `(*batch,)`.
 
-    The estimate is ell(s,a) 1{visited} / q(s,a), so this is sum_ij inverse_ij P(i and j visited) / (q_i q_j) E[ell_i ell_j], exactly;
-    losses of different pairs are independent given their means `(*batch, S, A)`.
+    `mean` and `second_moment`, both `(*batch, S, A)`, are E[loss] and E[loss^2] of every pair.
+    Losses of different pairs are independent given their means.
     """
-    single = (
-        weighed(mdp, q, inverse.diagonal(dim1=-2, dim2=-1).unflatten(-1, q.shape[-2:]))
-        * second_moment
-    ).sum((-2, -1))
-    # Of two different pairs, one comes later; what it adds depends on its action through the inverse and the mean alone.
-    later = (inverse.unflatten(-1, q.shape[-2:]) * mean.unsqueeze(-3)).sum(-1) * reach_over_q(
-        mdp, q
-    )  # (*batch, SA, S)
-    return single + 2 * (mean.flatten(-2) * later.sum(-1)).sum(-1)
+    return norm_of_moments(mdp, q, inverse, second_moments(mean, second_moment))
+
+
+def norm_of_moments(mdp: LayeredMDP, q: Tensor, inverse: Tensor, moments: Tensor) -> Tensor:
+    """E |loss_estimate|^2 in the norm of `inverse`, from the moments E[loss_i loss_j]; `(*batch,)`.
+
+    The estimate is loss(s,a) 1{visited} / q(s,a), so the expectation is exactly
+
+        sum_ij inverse_ij P(i and j are visited) / (q_i q_j) E[loss_i loss_j].
+
+    It is linear in the moments: averages of moments over episodes give the average of the norm.
+    `inverse` and `moments` are `(*batch, SA, SA)`. Of the moments only the entries i <= j are read,
+    as `losses.second_moments` fills them.
+    """
+    product, pairs = inverse * moments, q.shape[-2:]
+    single = weighed(mdp, q, product.diagonal(dim1=-2, dim2=-1).unflatten(-1, pairs))
+    # Of two different pairs one comes later. The probability of meeting it depends on its state.
+    later = product.unflatten(-1, pairs).sum(-1) * reach_over_q(mdp, q)  # (*batch, SA, S)
+    return single.sum((-2, -1)) + 2 * later.sum((-2, -1))
 
 
 def norm(inverse: Tensor, estimate: Tensor) -> Tensor:
