@@ -1,8 +1,9 @@
-"""The paper's analysis at work: the regret of its algorithm with every term and every bound, and every statement on random MDPs.
+"""The regret of the paper's algorithm with its terms and bounds, and the statements on random MDPs.
 
-First the algorithm plays, with the paper's parameters, against stochastic losses and against an adversary, while
-`torch_occ.theory.Certificate` takes the regret bound apart. Then every statement of the paper is evaluated on some hundred random MDPs,
-half of them nearly deterministic, with policies from uniform to deterministic. docs/theory.md says what each label is.
+First the algorithm plays with the paper's parameters, against stochastic losses and against an
+adversary, and `torch_occ.theory.Certificate` evaluates the regret bound. Then the statements of the
+paper are evaluated on some hundred random MDPs. Half of these are nearly deterministic, and the
+policies are between uniform and deterministic. docs/theory.md explains the labels.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Args:
     gap: float = 0.4
     """of every suboptimal action, in the stochastic game"""
     adversary: Literal["walk", "greedy", "switching"] = "walk"
-    """walk: every loss walks at random in [0, 1]; greedy: charges each state's likeliest action; switching: two tables take turns"""
+    """walk: every loss is a random walk in [0, 1]; greedy: each state's most likely action costs 1;
+    switching: two tables take turns"""
     mdps: int = 40
     """random MDPs of each size, and as many nearly deterministic ones"""
     sizes: tuple[tuple[int, int, int], ...] = ((1, 1, 4), (2, 3, 2), (3, 3, 3), (5, 2, 3))
@@ -57,7 +59,7 @@ class Args:
     """where the run's directory goes"""
 
 
-# -- the games ------------------------------------------------------------------------------------------------------------
+# -- the games -------------------------------------------------------------------------------------
 
 
 def environments(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.LossProcess]:
@@ -100,7 +102,8 @@ def add_stochastic_bound(args: Args, mdp: occ.LayeredMDP, curves: dict[str, Tens
 
 
 TERMS = {
-    "regret": "Reg_T, mean over seeds",
+    "regret": "regret against each seed's best policy",
+    "regret_shared": "regret against one best policy for all seeds",
     "penalty": "sum of (1/eta_t - 1/eta_(t-1)) (phi_H(q_opt) - phi_H(q_t))",
     "penalty_bound": "the same, lem:key_lemma_bound_penalty",
     "stability": "8 sum of eta_t E|estimate_t|^2, inverse Hessian of phi_H",
@@ -114,7 +117,7 @@ TERMS = {
 }
 
 
-# -- the statements -------------------------------------------------------------------------------------------------------
+# -- the statements --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -242,7 +245,7 @@ WORDS = {
 }
 
 
-# -- main -----------------------------------------------------------------------------------------------------------------
+# -- main ------------------------------------------------------------------------------------------
 
 
 def main(args: Args) -> Path:
@@ -252,7 +255,8 @@ def main(args: Args) -> Path:
     write_configuration(directory, args)
     mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
     print(
-        f"alg:main_alg with the paper's parameters, {args.episodes:,} episodes, {args.seeds} seeds; {machine()}\n",
+        f"alg:main_alg with the paper's parameters, {args.episodes:,} episodes, "
+        f"{args.seeds} seeds; {machine()}\n",
         flush=True,
     )
     games: dict[str, dict[str, Tensor]] = {}
@@ -271,11 +275,13 @@ def main(args: Args) -> Path:
     ]
     runs = table(["term or bound at T", "theory/*", *games], lines, left=(0, 1))
     smooth = ", ".join(
-        f"{place} [{float(curves['smoothness_min'].min()):.4f}, {float(curves['smoothness_max'].max()):.4f}]"
+        f"{place} [{float(curves['smoothness_min'].min()):.4f}, "
+        f"{float(curves['smoothness_max'].max()):.4f}]"
         for place, curves in games.items()
     )
     print(
-        f"{runs}\n\ntilde q_t / q_t over all checkpoints, seeds and pairs: {smooth} (lem:smooth_update: [0.5, 2])\n",
+        f"{runs}\n\ntilde q_t / q_t over all checkpoints, seeds and pairs: {smooth} "
+        "(lem:smooth_update: [0.5, 2])\n",
         flush=True,
     )
 
@@ -291,7 +297,8 @@ def main(args: Args) -> Path:
     )
     verdict += "".join(f" FAILS: {label}." for label in broken)
     print(
-        f"Every statement on {count} random MDPs, half of them nearly deterministic; both sides where they are closest:\n",
+        f"Every statement on {count} random MDPs, half of them nearly deterministic; "
+        "both sides where they are closest:\n",
         flush=True,
     )
     print(f"{statements}\n\n{verdict}")

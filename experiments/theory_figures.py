@@ -1,4 +1,4 @@
-"""The pictures of experiments/theory.py: terms and bounds along a run, and how tight the statements are."""
+"""The figures of experiments/theory.py: terms and bounds along a run, tightness of statements."""
 
 from __future__ import annotations
 
@@ -165,7 +165,8 @@ def draw_tightness(ratios: Mapping[str, list[float]], mdps: int) -> Figure:
     axes.grid(visible=True, axis="x", which="major", color="0.92", linewidth=0.6)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(
-        f"How tight the statements are on {mdps} random MDPs: every instance, median (bar) and tightest (red)",
+        f"How tight the statements are on {mdps} random MDPs: "
+        "every instance, median (bar) and tightest (red)",
         fontsize=11,
     )
     return figure

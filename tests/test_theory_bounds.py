@@ -18,7 +18,7 @@ MDP = occ.LayeredMDP.random(3, 3, 4, seed=0)  # L = 3, |S| = 7, |A| = 4
 L, S, A = 3, 7, 4
 
 
-# -- constants ------------------------------------------------------------------------------------------------------------
+# -- constants -------------------------------------------------------------------------------------
 
 
 def test_the_coefficients_by_hand():
@@ -33,7 +33,7 @@ def test_the_coefficients_by_hand():
 
 
 def test_the_papers_parameters_turn_the_general_theorem_into_the_main_one():
-    """X = B + 1 + 1/sqrt A <= 2 B, Y = D + sqrt(L S) <= 2 D, Z = 3 D: thm:main within constants, for all sizes."""
+    """X = B + 1 + 1/sqrt A <= 2 B, Y = D + sqrt(L S) <= 2 D, Z = 3 D: thm:main up to constants."""
     for horizon, width, actions in ((1, 1, 2), (3, 3, 4), (10, 2, 9)):
         mdp = occ.LayeredMDP.random(horizon, width, actions)
         (X, Y, Z), (B, D) = theory.main_general(mdp, theory.Parameters.paper(mdp)), theory.main(mdp)
@@ -76,7 +76,10 @@ def test_the_summands(case):
 
 
 def test_the_theorem_is_nearly_tight_in_the_first_episode():
-    """thm:main_general from its lemmas: 1/eta_t - 1/eta_{t-1} <= 1/(gamma sqrt t) is an equality at t = 1, and a factor 2 lost later on."""
+    """thm:main_general from its lemmas.
+
+    1/eta_t - 1/eta_{t-1} <= 1/(gamma sqrt t) is an equality at t = 1, and loses a factor 2 later.
+    """
     mdp, parameters = bandit(100), theory.Parameters(0.1, 64.0, 0.05)
     q = occ.interior_point(mdp)
     first, later = (
@@ -95,7 +98,7 @@ def test_cauchy_schwarz_is_tight_for_many_equal_actions():
     assert tightest(theory.cauchy_schwarz(mdp, J)) == pytest.approx(0.999)
 
 
-# -- corollaries ----------------------------------------------------------------------------------------------------------
+# -- corollaries -----------------------------------------------------------------------------------
 
 
 def test_the_explicit_adversarial_bound_is_the_sum_of_its_lemmas():
@@ -166,7 +169,7 @@ def test_no_gap_no_bound():
     )
 
 
-# -- slips ----------------------------------------------------------------------------------------------------------------
+# -- slips -----------------------------------------------------------------------------------------
 
 
 def test_the_harmonic_sum():
@@ -177,7 +180,7 @@ def test_the_harmonic_sum():
 
 
 def test_the_square_of_b_needs_a_factor_of_two():
-    """The proof of col:stochastic_bound has L^2 (L^3 + A) where B^2 belongs: too small, but by less than 2."""
+    """The proof of col:stochastic_bound has L^2 (L^3 + A) for B^2: too small, by at most 2."""
     for horizon in (1, 3, 10):
         for actions in (2, 5, 100, 1000):
             B2, printed = (
@@ -197,7 +200,7 @@ def test_the_gap_as_printed_is_negative_at_the_optimal_action():
     assert theory.outside(gap, best) == pytest.approx(1.0)
 
 
-# -- conditions -----------------------------------------------------------------------------------------------------------
+# -- conditions ------------------------------------------------------------------------------------
 
 
 @settings(max_examples=30)
@@ -213,7 +216,7 @@ def test_stochastic_losses_satisfy_the_condition_with_equality(case):
 
 
 def test_the_implicit_bound_on_the_optimum_is_tight_when_corruption_just_suffices():
-    """Two arms, gap 0.4: 0.2 up and 0.2 down in every episode make them equal, so that either is optimal."""
+    """Two arms, gap 0.4: 0.2 up and 0.2 down in every episode make both arms optimal."""
     mdp, T = bandit(2), 10
     clean = torch.tensor([[0.3, 0.7]], dtype=F64).expand(T, 1, 2)
     losses = torch.tensor([[0.5, 0.5]], dtype=F64).expand(T, 1, 2)
@@ -226,7 +229,7 @@ def test_the_implicit_bound_on_the_optimum_is_tight_when_corruption_just_suffice
     assert not bool(theory.opt_implicit_bound(mdp, one_hot(mdp, 1), gap, best, T, C - 0.1).holds)
 
 
-# -- tuning ---------------------------------------------------------------------------------------------------------------
+# -- tuning ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [(1, 1, 2), (3, 3, 3), (5, 2, 50), (20, 3, 2)])
@@ -256,7 +259,7 @@ def test_the_tuning_is_the_minimum(size):
 
 
 def test_the_tuning_has_the_printed_order():
-    """Exact minimum over the printed order, for sizes over five orders of magnitude: between 2 and 4.6."""
+    """The exact minimum is 2 to 4.6 times the printed order, over five orders of magnitude."""
     ratios = []
     for horizon in (1, 3, 30, 300):
         for actions in (2, 30, 1000):
@@ -278,7 +281,7 @@ class FakeSize:
         )
 
 
-# -- parameters -----------------------------------------------------------------------------------------------------------
+# -- parameters ------------------------------------------------------------------------------------
 
 
 def test_parameters_of_a_learner():

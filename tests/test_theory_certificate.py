@@ -95,7 +95,7 @@ def test_with_every_checkpoint_the_sums_are_exact():
 
 
 def test_between_checkpoints_the_sums_are_close():
-    """Default checkpoints against one in every episode, same seeds: the sums agree to a per cent, the rest exactly."""
+    """Default checkpoints against one in every episode: sums agree to 1 %, the rest exactly."""
     sparse, dense, T = theory.Certificate(), theory.Certificate(), 120
     play(T, sparse)
     play(T, dense, checkpoints=range(1, T + 1))
@@ -141,7 +141,7 @@ def test_weights_of_the_interpolation():
 
 
 def test_running_weights():
-    """Row i sums up to the i-th checkpoint; with every checkpoint there is nothing to interpolate."""
+    """Row i sums up to the i-th checkpoint. With every checkpoint nothing is interpolated."""
     episodes = torch.tensor([1, 2, 3, 10, 40])
     found = running_weights(episodes, torch.rsqrt)
     totals = [float(torch.arange(1, int(t) + 1, dtype=F64).rsqrt().sum()) for t in episodes]
@@ -328,7 +328,7 @@ def test_masks_and_states_of_one_action():
     assert bool((certificate.curves["regret"] <= certificate.curves["bound_terms"]).all())
 
 
-# -- TensorBoard, saving, errors ------------------------------------------------------------------------------------------
+# -- TensorBoard, saving, errors -------------------------------------------------------------------
 
 
 def read(directory):

@@ -113,14 +113,16 @@ def test_the_stability_term_is_the_difference_of_values(run):
 
 def test_how_tight_the_lemmas_are(run):
     trajectory, history, best, _, found = run
-    # With beta = 64 L the update moves by at most 1 / (8 sqrt L), far less than the factor 2 that lem:smooth_update states.
+    # With beta = 64 L the update moves by at most 1 / (8 sqrt L), far less than the factor 2 of
+    # lem:smooth_update.
     for side in theory.smooth_update(MDP, trajectory.q, found.tilde_q):
         assert float(side.left.max()) < 1 / (1 - 1 / (8 * math.sqrt(MDP.horizon)))
-    # lem:bound_stability gives away 16 and what lies outside the tangent space: G_t(q_t) - G_t(tilde q_t) is about half a squared norm.
+    # lem:bound_stability loses a factor 16 and the part outside the tangent space, because
+    # G_t(q_t) - G_t(tilde q_t) is about half a squared norm.
     seen = found.norm_step > 0
     ratio = (found.stability / (8 * found.norm_step))[seen]
     assert 0.02 < float(ratio.max()) < 1 / 16 * 1.01
-    # |tilde q - q|^2 is at most about |estimate|^2 <= 1/64: eq:earlier_argument could say so instead of 1.
+    # |tilde q - q|^2 is at most about |estimate|^2 <= 1/64, where eq:earlier_argument has 1.
     t = torch.arange(1, T + 1, dtype=F64).unsqueeze(-1)
     barrier, whole = theory.step_length(MDP, trajectory.q, found.tilde_q, found.parameters, t)
     assert 0.9 < tightest(barrier) <= 1
@@ -134,7 +136,7 @@ def test_how_tight_the_lemmas_are(run):
 
 
 def test_half_the_norm_for_one_state():
-    """L = 1, a loss seen on a rare action: the stability is nearly 1/16 of lem:bound_stability's right-hand side."""
+    """L = 1, a loss on a rare action: nearly 1/16 of the right side of lem:bound_stability."""
     mdp, parameters = bandit(2), theory.Parameters(0.7, 64.0, 1.0)
     q = occ.FTRLStep(mdp, parameters.regularizer(mdp))(
         torch.tensor([[0.0, 1e5]], dtype=F64), 1.0
@@ -151,7 +153,7 @@ def test_half_the_norm_for_one_state():
 
 
 def test_bound_penalty_is_no_equality_but_its_slack_is_known(run):
-    """lem:bound_penalty as printed, with =, is false: the sides differ by far more than rounding."""
+    """lem:bound_penalty as printed, with =, is false: the sides differ by more than rounding."""
     *_, found = run
     inequality, exact = found.bound_penalty()
     check(inequality, exact)
@@ -160,7 +162,7 @@ def test_bound_penalty_is_no_equality_but_its_slack_is_known(run):
 
 
 def test_gamma_other_than_one():
-    """The fourth line of the proof of lem:bound_penalty has phi_H(q_1) for phi_H(q_1) / eta_1; the lemma itself does not need gamma = 1."""
+    """lem:bound_penalty does not need gamma = 1, unlike the fourth line of its proof."""
     parameters = theory.Parameters(0.4, 64.0 * 3, 0.25)
     trajectory, _ = recorded(parameters, 30)
     found = theory.decompose(MDP, parameters, trajectory, occ.interior_point(MDP))
@@ -194,11 +196,11 @@ def test_along_a_run_with_masks_and_a_state_of_one_action():
     check(found.regret_bound(history.regret[:, -1], best, trajectory.q))
 
 
-# -- single steps ---------------------------------------------------------------------------------------------------------
+# -- single steps ----------------------------------------------------------------------------------
 
 
 def test_with_a_small_beta_the_update_is_not_smooth():
-    """lem:smooth_update needs its log-barrier: without one, a rare action that is hit falls to less than half."""
+    """lem:smooth_update needs its log-barrier: else one loss more than halves a rare action."""
     mdp = bandit(2)
     loss = torch.tensor([[0.0, 40.0]], dtype=F64)
     for beta, smooth in ((64.0, True), (1e-6, False)):
@@ -212,7 +214,10 @@ def test_with_a_small_beta_the_update_is_not_smooth():
 
 
 def test_g_as_printed_forgets_the_losses():
-    """eq:tilde_q_def prints <q_t, hat L_t> + psi_t(q), minimized by argmin psi_t: not within a factor 2 of q_t after a while."""
+    """eq:tilde_q_def prints <q_t, hat L_t> + psi_t(q), which argmin psi_t minimizes.
+
+    After a while that is not within a factor 2 of q_t.
+    """
     mdp, parameters = bandit(2), theory.Parameters.paper(bandit(2))
     step = occ.FTRLStep(mdp, parameters.regularizer(mdp))
     q = step(torch.tensor([[0.0, 1e4]], dtype=F64), 100.0).detach()
@@ -223,7 +228,10 @@ def test_g_as_printed_forgets_the_losses():
 
 
 def test_norms_without_their_squares():
-    """eq:earlier_argument prints |x|_H >= |x|_{H_L} = beta sum ( ... )^2: the last is the square of the norm, and much smaller here."""
+    """eq:earlier_argument prints |x|_H >= |x|_{H_L} = beta sum ( ... )^2.
+
+    The last is the square of the norm, and much smaller here.
+    """
     mdp, parameters, t = bandit(2), theory.Parameters.paper(bandit(2)), torch.tensor(1.0, dtype=F64)
     q, other = torch.tensor([[0.5, 0.5]], dtype=F64), torch.tensor([[0.501, 0.499]], dtype=F64)
     barrier, whole = theory.step_length(mdp, q, other, parameters, t)

@@ -1,4 +1,7 @@
-"""docs/theory.md maps every label of the paper, its examples run, and the code names no label that the paper does not have."""
+"""docs/theory.md lists every label of the paper, and its examples run.
+
+The code names no label that the paper does not have.
+"""
 
 import io
 import re
@@ -15,19 +18,29 @@ TEXT = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
 #: Every \label of the paper's LaTeX source, spelled as it is there.
 SOURCE_LABELS = """
 alg:main_alg
-app:Hessian app:Hessian_inverse app:appendix_corollary_stochastic app:appendix_parameter_choices app:appendix_proof_ftrl
-app:appendix_proof_penalty app:appendix_proof_stability app:appendix_theorem_main app:stability_proof
+app:Hessian app:Hessian_inverse app:appendix_corollary_stochastic app:appendix_parameter_choices
+app:appendix_proof_ftrl
+app:appendix_proof_penalty app:appendix_proof_stability app:appendix_theorem_main
+app:stability_proof
 col:adversarial_bound col:stochastic_bound
-eq:M_k_inv_decomp eq:R eq:R0 eq:R_bound eq:bound_optimal_case_1 eq:bound_optimal_case_2 eq:convex_eq eq:def_M eq:def_N eq:derivative_1
-eq:derivative_2 eq:derivative_3 eq:earlier_argument eq:hybrid eq:hybrid_alternative eq:induction_ineq eq:key_ineq_sqrt_diff eq:log-barrier
-eq:mab_main_result eq:main eq:main_goal eq:occupancy_measure_cond_2 eq:penalty_decomposition eq:quadratic_form eq:reachability
-eq:related_terms eq:self_bounding_constraint eq:simple_decomposition eq:state_reach_prob_bound eq:tilde_q_def
-lem:H_and_N lem:M_inverse lem:M_k_inverse_decomp lem:N_properties lem:bound_penalty lem:bound_stability lem:close_hessian lem:convex_combine
-lem:def_M lem:hessian_derivaties lem:induction_state_reach_prob lem:key_lemma_bound_penalty lem:key_lemma_bound_stability lem:key_lemma_ftrl
-lem:opt_implict_bound lem:penalty_term_1 lem:proper_comparator lem:quadratic_form_diagonal lem:smooth_update lem:sqrt_diff lem:sqrt_diff_2
+eq:M_k_inv_decomp eq:R eq:R0 eq:R_bound eq:bound_optimal_case_1 eq:bound_optimal_case_2
+eq:convex_eq eq:def_M eq:def_N eq:derivative_1
+eq:derivative_2 eq:derivative_3 eq:earlier_argument eq:hybrid eq:hybrid_alternative
+eq:induction_ineq eq:key_ineq_sqrt_diff eq:log-barrier
+eq:mab_main_result eq:main eq:main_goal eq:occupancy_measure_cond_2 eq:penalty_decomposition
+eq:quadratic_form eq:reachability
+eq:related_terms eq:self_bounding_constraint eq:simple_decomposition eq:state_reach_prob_bound
+eq:tilde_q_def
+lem:H_and_N lem:M_inverse lem:M_k_inverse_decomp lem:N_properties lem:bound_penalty
+lem:bound_stability lem:close_hessian lem:convex_combine
+lem:def_M lem:hessian_derivaties lem:induction_state_reach_prob lem:key_lemma_bound_penalty
+lem:key_lemma_bound_stability lem:key_lemma_ftrl
+lem:opt_implict_bound lem:penalty_term_1 lem:proper_comparator lem:quadratic_form_diagonal
+lem:smooth_update lem:sqrt_diff lem:sqrt_diff_2
 lem:stability_first_step lem:stability_second_step lem:state_reach_probabilty
 prf:proof_ftrl
-sec:FTRL sec:algoritm_main_result sec:analysis sec:broader_impact sec:conclusion sec:preliminaries_self_bounding sec:probform sec:result
+sec:FTRL sec:algoritm_main_result sec:analysis sec:broader_impact sec:conclusion
+sec:preliminaries_self_bounding sec:probform sec:result
 thm:main thm:main_general
 """
 LABELS = SOURCE_LABELS.split()

@@ -23,10 +23,10 @@ def single(mdp, i):
 
 
 def check_hessian(mdp, q, alpha, found):
-    """Entries against autograd, in the scale of the diagonal, in which both are sums of at most S A positive terms."""
+    """Entries against autograd, relative to the diagonal: sums of at most S A positive terms."""
     expected = by_autograd(mdp, q, alpha)
     root = expected.diagonal().rsqrt()
-    # autograd computes q(s) - q(s,a) as written: what cancels there is its error, magnified by the power 3/2.
+    # autograd computes q(s) - q(s,a) as a difference, with an error that the power 3/2 magnifies.
     lost = float((q.sum(-1, keepdim=True) / inflow_rest(mdp, q)).max())
     torch.testing.assert_close(
         root[:, None] * found * root,
@@ -182,7 +182,7 @@ def test_a_state_of_one_action_has_no_hessian_but_masks_are_fine():
     )
 
 
-# -- divergences ----------------------------------------------------------------------------------------------------------
+# -- divergences -----------------------------------------------------------------------------------
 
 
 @settings(max_examples=20)
@@ -202,7 +202,7 @@ def test_the_divergence_is_the_difference_of_values_and_slopes(case):
 
 
 def test_a_small_divergence_keeps_its_digits():
-    """Close points: half the squared length in the norm of the Hessian, where a difference of values would be all rounding."""
+    """Close points: half the squared norm, where a difference of values would be all rounding."""
     mdp, parameters, t = (
         bandit(3),
         theory.Parameters(0.6, 64.0, 1.0),

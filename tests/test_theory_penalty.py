@@ -33,7 +33,7 @@ def test_everything_the_penalty_is_bounded_with(case):
 @settings(max_examples=30)
 @given(cases(smallest_horizon=2))
 def test_the_induction_lemma(case):
-    """What satisfies the condition satisfies the conclusion; the largest such f satisfies both with equality."""
+    """The condition implies the conclusion; the largest such f has equality in both."""
     g = case.q * torch.rand(case.q.shape, dtype=F64, generator=case.generator)
     most = theory.induction_equality(case.mdp, case.policy, g)
     for share in (1.0, 0.4):
@@ -66,7 +66,7 @@ def test_with_masks_several_start_states_and_states_of_one_action():
         check(theory.bound_on_penalty(mdp, q, other, mapping, 0.6))
 
 
-# -- reachability ---------------------------------------------------------------------------------------------------------
+# -- reachability ----------------------------------------------------------------------------------
 
 
 def test_reachability_as_it_is_defined():
@@ -94,7 +94,10 @@ def test_reachability_as_it_is_defined():
 
 
 def test_the_second_sum_of_the_reachability_lemma_is_over_the_states_reached():
-    """lem:state_reach_probabilty prints sum over s of p(s'|s,a) <= L. Into a single last state all of a wide layer leads: 6 > 3."""
+    """lem:state_reach_probabilty prints sum over s of p(s'|s,a) <= L.
+
+    A wide layer leads into a single last state, which has 6 > 3.
+    """
     wide = torch.full((1, 2, 5), 0.2, dtype=F64)
     mdp = occ.LayeredMDP([wide, torch.ones(5, 2, 1, dtype=F64), torch.ones(1, 2, 1, dtype=F64)])
     reached = theory.reach(mdp, occ.uniform_policy(mdp))
@@ -108,7 +111,7 @@ def test_the_second_sum_of_the_reachability_lemma_is_over_the_states_reached():
     assert float(every.right) == 3.0
 
 
-# -- how tight ------------------------------------------------------------------------------------------------------------
+# -- how tight -------------------------------------------------------------------------------------
 
 
 def test_differences_of_roots_are_nearly_tight_on_a_fan():
@@ -138,7 +141,7 @@ def test_the_first_part_of_the_penalty_is_nearly_tight_with_two_actions():
 
 
 def many_arms(alpha=1e-9, arms=1000):
-    """Where lem:key_lemma_bound_penalty is nearly tight: one state, small alpha, many actions that are all rare."""
+    """lem:key_lemma_bound_penalty is nearly tight for one state, small alpha, many rare actions."""
     mdp = bandit(arms)
     policy = torch.full((1, arms), 1e-12, dtype=F64)
     policy[0, 0] = 1 - policy[0, 1:].sum()

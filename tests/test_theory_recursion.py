@@ -18,7 +18,7 @@ def scaled(matrix, d):
 
 
 def check_inverse(found, matrix, d):
-    """Both in the scale of D, where the dense inverse is right to its condition number in roundings."""
+    """Both in the scale of D, where the dense inverse has the error of its condition number."""
     n = matrix.shape[-1]
     root = d.flatten(-2).sqrt()
     dense = root.unsqueeze(-1) * matrix * root.unsqueeze(-2)  # D^-1/2 M D^-1/2 >= I
@@ -148,14 +148,15 @@ def test_the_inverse_of_the_steps_hessian_is_the_same_recursion(case):
 
 
 def test_a_state_of_one_action_is_the_limit_of_a_stiff_one():
-    """c = infinity: w(s,a) = inflow of w. Against a dense inverse over the directions that satisfy it."""
+    """c = infinity means w(s,a) = inflow of w. Against a dense inverse with that constraint."""
     mdp, alpha = masked(), 0.6
     q = occ.occupancy(mdp, draw_policy(mdp, torch.Generator().manual_seed(4)))
     curve = theory.curvature(mdp, q, alpha)
     exists = mdp.actions.flatten()
     found = theory.inverse_hessian(mdp, curve)
     assert not bool(found[~exists].any() | found[:, ~exists].any())
-    # H from its quadratic form, without the term of the state of one action (number 3); then that state's pair as a constraint.
+    # H from its quadratic form, without the term of state 3, which has one action; then the pair
+    # of that state as a constraint.
     lonely = mdp.actions.sum(-1) == 1
     rest = torch.where(lonely.unsqueeze(-1), 1.0, q @ mdp.other_actions)
     c = torch.where(mdp.actions & ~lonely.unsqueeze(-1), alpha / (4 * rest**1.5), 0.0)
@@ -182,13 +183,13 @@ def test_what_the_recursion_refuses():
         theory.M(mdp, theory.curvature(mdp, occ.interior_point(mdp), 0.5), 1)
 
 
-# -- properties -----------------------------------------------------------------------------------------------------------
+# -- properties ------------------------------------------------------------------------------------
 
 
 @settings(max_examples=25)
 @given(cases())
 def test_n_bounds_the_inverse_hessian_and_is_bounded(case):
-    """lem:H_and_N and lem:N_properties, in every layer; the first is an equality in the last one."""
+    """lem:H_and_N, an equality in the last layer, and lem:N_properties, in every layer."""
     curve = theory.curvature(case.mdp, case.q, case.alpha)
     for k in range(case.mdp.horizon):
         w = torch.randn(
@@ -218,7 +219,8 @@ def test_how_tight_the_properties_are():
     assert (
         0.3 < tightest(earlier) < 0.32
     )  # in earlier layers there is a gap: what the later ones add to H
-    # N_k = D_k^-1 as alpha -> 0, N_k = C_k^-1 + P_k' N_{k-1} P_k as one action takes everything (both in units of D^-1, D^1/2 (.) D^1/2).
+    # N_k = D_k^-1 as alpha -> 0, and N_k = C_k^-1 + P_k' N_{k-1} P_k as one action takes all
+    # (both as D^1/2 (.) D^1/2).
     _, by_D, _ = theory.N_properties(mdp, theory.curvature(mdp, q, 1e-8), 2)
     assert -1e-6 < float(by_D.left) <= 1e-15
     policy = torch.full((7, 3), 1e-6, dtype=F64)

@@ -64,7 +64,7 @@ def test_the_quadratic_form_needs_weights_that_are_not_negative():
     assert not bool(found.holds)
 
 
-# -- the expected norm ----------------------------------------------------------------------------------------------------
+# -- the expected norm -----------------------------------------------------------------------------
 
 
 def test_the_expected_norm_by_enumeration():
@@ -121,7 +121,7 @@ def test_visits_of_two_pairs_by_simulation():
     torch.testing.assert_close(expected.diagonal(), q.flatten(), rtol=1e-13, atol=0)
 
 
-# -- slips and tightness --------------------------------------------------------------------------------------------------
+# -- slips and tightness ---------------------------------------------------------------------------
 
 
 def test_the_first_step_needs_its_square():
@@ -145,7 +145,8 @@ def test_the_first_step_needs_its_square():
 
 
 def test_how_tight_the_steps_are():
-    # The first step, and the worst case, are equalities for one state with equal actions, losses 1 and alpha -> 0.
+    # The first step and the worst case are equalities for one state, equal actions, losses 1 and
+    # alpha -> 0.
     mdp, q, loss = bandit(5), torch.full((1, 5), 0.2, dtype=F64), torch.ones(1, 5, dtype=F64)
     assert tightest(theory.stability_first_step(mdp, q, 1e-6, loss, loss)) == pytest.approx(1.0)
     worst, _ = theory.bound_on_stability(mdp, q, one_hot(mdp, 0), 1e-6, loss, loss)
@@ -153,7 +154,8 @@ def test_how_tight_the_steps_are():
     # R <= 4 q^(3/2) too.
     _, _, every = theory.layer_recursion(mdp, q, one_hot(mdp, 0), 1e-6)
     assert tightest(every) == pytest.approx(1.0, abs=1e-5)
-    # eq:R0 counts 1 <= sqrt(L) twice: a factor 2 is lost with many rare actions, and the whole second step loses e more.
+    # eq:R0 counts 1 <= sqrt(L) twice. It loses a factor 2 with many rare actions, and the whole
+    # second step loses e more.
     arms = bandit(1000)
     rare = torch.full((1, 1000), 1e-3, dtype=F64)
     first, _, _ = theory.layer_recursion(arms, rare, one_hot(arms, 0), 100.0)
@@ -168,7 +170,10 @@ def test_how_tight_the_steps_are():
 
 
 def test_how_tight_the_recursion_over_layers_is():
-    """eq:R, a layer after a nearly deterministic one: what is inherited dominates, and is inherited with 1 in place of 1 + 1/L."""
+    """eq:R after a nearly deterministic layer: the inherited part dominates.
+
+    It is inherited with the factor 1, where eq:R has 1 + 1/L.
+    """
     mdp = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=F64)] * 6)
     policy = torch.tensor([[0.5, 0.5]] + [[1 - 1e-12, 1e-12]] * 5, dtype=F64)
     _, between, _ = theory.layer_recursion(mdp, occ.occupancy(mdp, policy), one_hot(mdp, 0), 50.0)

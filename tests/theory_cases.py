@@ -1,4 +1,4 @@
-"""What the tests of torch_occ.theory share: data from hypothesis, MDPs built by hand, and one way to insist that a statement holds."""
+"""Shared by the tests of torch_occ.theory: random data, MDPs built by hand, and `check`."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw, smallest_horizon: int = 1) -> Case:
-    """Random and nearly deterministic MDPs, policies that are uniform, deterministic to ten digits or between, alpha from 0.03 to 30."""
+    """Random and nearly deterministic MDPs and policies, alpha from 0.03 to 30."""
     horizon, width, actions = (
         draw(st.integers(smallest_horizon, 4)),
         draw(st.integers(1, 3)),
@@ -65,7 +65,10 @@ def bandit(actions: int) -> occ.LayeredMDP:
 
 
 def fan(horizon: int, width: int) -> occ.LayeredMDP:
-    """Action 0 of the start leads to a corridor, action 1 spreads over `width` states; later on nothing matters."""
+    """Action 0 of the start leads to a corridor, action 1 spreads over `width` states.
+
+    Later actions change nothing.
+    """
     first = torch.zeros(1, 2, width + 1, dtype=F64)
     first[0, 0, 0], first[0, 1, 1:] = 1.0, 1 / width
     later = torch.eye(width + 1, dtype=F64).unsqueeze(1).expand(-1, 2, -1).contiguous()

@@ -1,22 +1,27 @@
-"""The paper as executable theory: every labelled statement of Jin and Luo (2020), to evaluate on any MDP. docs/theory.md is the map.
+"""The analysis of Jin and Luo (2020) as functions that are evaluated on any MDP.
 
-statements      what a statement is: label, both sides, slack, and whether it holds up to rounding
-parameters      alpha, beta, gamma and the learning rate
-hessian         the Hessian of phi_H for the inflow definition of q(s)                lem:hessian_derivaties
-recursion       M_k, W_k, N_k and the inverse Hessian, layer by layer                 lem:def_M ... lem:N_properties
-penalty         phi_H(q_opt) - phi_H(q) and its bounds                                lem:key_lemma_bound_penalty
-stability       the norm of the loss estimate and its bounds                          lem:key_lemma_bound_stability
-identities      closed forms against what they stand for                              eq:quadratic_form, lem:M_inverse
-conditions      gaps, corruption, the self-bounding condition                         eq:self_bounding_constraint
-bounds          constants and right-hand sides, as printed and explicit               thm:main_general, col:stochastic_bound, ...
-tuning          alpha and gamma for stochastic losses                                 app:appendix_parameter_choices
-decomposition   the regret of a run in penalty and stability                          lem:key_lemma_ftrl
-survey          all of it on random data
-certificate     a callback that watches the bound of a run
+Lemmas and the equations of their proofs return both sides as a `Statement`. Of the theorems and
+corollaries, which hold up to constants, there are the coefficients, the explicit right-hand sides
+and one summand. docs/theory.md lists what there is for each label of the paper.
+
+statements          what a statement is: label, both sides, slack, whether it holds up to rounding
+parameters          alpha, beta, gamma and the learning rate
+second_derivatives  phi_H, phi_L and the Hessian                    lem:hessian_derivaties
+recursion           M_k, W_k, N_k and the inverse Hessian           lem:def_M, lem:M_inverse
+penalty             phi_H(q_opt) - phi_H(q) and its bounds          lem:key_lemma_bound_penalty
+stability           norm of the loss estimate and its bounds        lem:key_lemma_bound_stability
+identities          closed forms against their definitions          eq:quadratic_form
+conditions          gaps, corruption, the self-bounding condition   eq:self_bounding_constraint
+bounds              constants and right-hand sides                  thm:main_general
+tuning              alpha and gamma for stochastic losses           app:appendix_parameter_choices
+decomposition       the regret of a run as penalty and stability    lem:key_lemma_ftrl
+surveys             the statements on random data
+certificate_curves  the terms of the regret bound at checkpoints
+certificate         the callback that evaluates them during a run
 """
 
 # isort: skip_file
-# The order is the package's: each line needs only what stands above it.
+# The order is that of the table above: a module imports only from those before it.
 
 from torch_occ.theory.statements import Statement as Statement
 from torch_occ.theory.parameters import Parameters as Parameters

@@ -206,7 +206,7 @@ def running_weights(checkpoints: Tensor, rate: Callable[[Tensor], Tensor]) -> Te
 
 
 def _interval_weights(ends: list[int], rate: Callable[[Tensor], Tensor]) -> Tensor:
-    """`interpolation_weights` of every interval between neighbours in `ends`, `(2, len(ends) - 1)`."""
+    """`interpolation_weights` of every interval between two `ends`, `(2, len(ends) - 1)`."""
     pairs = [
         interpolation_weights(a, b, rate(torch.arange(a + 1, b + 1, dtype=torch.float64)))
         for a, b in pairwise(ends)

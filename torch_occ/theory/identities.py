@@ -1,6 +1,7 @@
-"""Closed forms of the Hessian and of its inverse against what they stand for, as statements: the largest relative difference, against zero.
+"""Closed forms of the Hessian and of its inverse against their definitions.
 
-Matrices are compared in the scale of D, as D^-1/2 H D^-1/2 >= I and D^1/2 H^-1 D^1/2 <= I, where every pair counts alike. Every state
+A statement compares the largest relative difference with zero. Matrices are scaled by D first:
+D^-1/2 H D^-1/2 >= I and D^1/2 H^-1 D^1/2 <= I, so that every pair has the same weight. Every state
 needs all of at least two actions.
 """
 
@@ -19,7 +20,7 @@ from torch_occ.theory.statements import Statement, statement
 def quadratic_form_of_hessian(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Statement:
     """`eq:quadratic_form`: the sum of squares equals w' H w; w `(*batch, S, A)`."""
     H, x = hessian(mdp, q, alpha), w.flatten(-2).unsqueeze(-1)
-    added = (x.abs().mT @ H.abs() @ x.abs())[..., 0, 0]  # before signs
+    added = (x.abs().mT @ H.abs() @ x.abs())[..., 0, 0]  # sum of absolute values
     dense = (x.mT @ H @ x)[..., 0, 0]
     return statement(
         "eq:quadratic_form",
@@ -49,9 +50,11 @@ def hessian_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> Statement:
 
 
 def inverse_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Statement, Statement]:
-    """`lem:M_inverse`: M_k times its Woodbury inverse is the identity (relative to |M_k|); `eq:def_N`: N_k is D^-1 - D^-1 W_k D^-1.
+    """`lem:M_inverse` and `eq:def_N`, each in its worst layer k.
 
-    The worst layer k; for k = 0, W_0 = (C_0^-1 + D_0^-1)^-1 makes it M_0^-1.
+    The first statement: M_k times its Woodbury inverse is the identity, relative to |M_k|. The
+    second one: N_k is D_k^-1 - D_k^-1 W_k D_k^-1. For k = 0, W_0 = (C_0^-1 + D_0^-1)^-1 makes that
+    M_0^-1.
     """
     curve = curvature(mdp, q, alpha)
     products, blocks = [], []
@@ -87,14 +90,16 @@ def inverse_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Stateme
 
 
 def both_definitions(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Statement:
-    """`eq:hybrid` and `eq:hybrid_alternative` have the same second derivative along w, if w `(*batch, S, A)` is tangent to Omega.
+    """`eq:hybrid` and `eq:hybrid_alternative` have the same second derivative along a tangent w.
 
-    With q(s) = sum_a q(s,a), w' H w is sum w^2 / (4 q^(3/2)) + alpha (w(s) - w(s,a))^2 / (4 (q(s) - q(s,a))^(3/2)).
+    w `(*batch, S, A)` is tangent to Omega. With q(s) = sum_a q(s,a), w' H w is
+
+        sum_{s,a} w^2 / (4 q^(3/2)) + alpha (w(s) - w(s,a))^2 / (4 (q(s) - q(s,a))^(3/2)).
     """
     rest = q @ mdp.other_actions
     others = w @ mdp.other_actions
     own = w.square() / (4 * q**1.5) + alpha * others.square() / (4 * rest**1.5)
-    # The inflow of w and the sum of its actions differ by the rounding of either, which the curvature of the rest magnifies.
+    # Inflow and outflow of w differ by rounding, which the curvature of the rest magnifies.
     moved = (flow_of(mdp).inflow(w.abs()) + w.abs().sum(-1)).unsqueeze(-1)
     scale = (own + alpha * others.abs() * moved / (2 * rest**1.5)).sum((-2, -1))
     return statement(
@@ -108,9 +113,10 @@ def both_definitions(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Sta
 
 
 def tangent(mdp: LayeredMDP, q: Tensor, w: Tensor) -> Tensor:
-    """A direction inside Omega from any w `(*batch, S, A)`: what w does to the actions, and the policy of q carries on.
+    """A direction inside Omega made from any w `(*batch, S, A)`; it has the same shape.
 
-    The likeliest action of each state gives up what the others gain; then what arrives too much or too little flows on by the policy.
+    In every state the most likely action of q loses what w gives to the other actions. The change
+    of the inflow of later states is passed on with the policy of q.
     """
     policy, likeliest = policy_of(mdp, q), q.argmax(-1, keepdim=True)
     others = torch.scatter(w, -1, likeliest, 0.0)

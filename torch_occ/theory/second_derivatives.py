@@ -1,11 +1,13 @@
-"""The Hessian of phi_H under the paper's second definition of q(s), the inflow (`app:Hessian`).
+"""phi_H, phi_L and their second derivatives, with q(s) the inflow of a state (`app:Hessian`).
 
-On Omega the inflow of a state equals sum_a q(s,a), so phi_H is the same function there whichever of the two stands for q(s), and the two
-Hessians agree as quadratic forms on Omega's tangent space {w : E w = 0}. Off it they do not: only the inflow carries P, and only it couples
-layers, which is what the recursion of torch_occ.theory.recursion lives on.
+The paper has two definitions of q(s): sum_a q(s,a), and the inflow of s. They agree on Omega, so
+phi_H is the same function there. Their Hessians agree as quadratic forms on the tangent space of
+Omega, {w : E w = 0}, and nowhere else. Only the inflow contains P and couples neighbouring layers,
+which the recursion in torch_occ.theory.recursion needs.
 
-Pairs (s, a) are numbered s * A + a; a matrix is `(*batch, SA, SA)`. Rows and columns of masked pairs are zero. A state of one action
-has q(s) - q(s,a) = 0 on all of Omega: its term is zero there, its Hessian infinite, and asking for it is an error. The *inverse* of the
+The pair (s, a) has number s * A + a, and a matrix is `(*batch, SA, SA)`. Rows and columns of masked
+pairs are zero. A state with one action has q(s) - q(s,a) = 0 on all of Omega: its term of phi_H is
+zero there and its second derivative is infinite, so the Hessian is refused. The inverse of the
 Hessian is finite (torch_occ.theory.recursion).
 """
 
@@ -21,14 +23,17 @@ from torch_occ.theory.parameters import Parameters
 
 
 def hybrid(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
-    """phi_H(q) = - sum_{s,a} ( sqrt(q(s,a)) + alpha sqrt(q(s) - q(s,a)) ) with q(s) = sum_a q(s,a), `eq:hybrid`; `(*batch,)`."""
+    """phi_H(q) = - sum_{s,a} ( sqrt(q(s,a)) + alpha sqrt(q(s) - q(s,a)) ), `eq:hybrid`.
+
+    Here q(s) = sum_a q(s,a). `(*batch, S, A)` -> `(*batch,)`.
+    """
     return _negative_roots(mdp, q, keep("rest", mdp, marginal("rest", mdp, q), 0.0), alpha)
 
 
 def hybrid_alternative(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
-    """The same with q(s) = sum_{s',a'} q(s',a') P(s | s',a'), and the initial distribution in the first layer, `eq:hybrid_alternative`.
+    """phi_H with q(s) = sum_{s',a'} q(s',a') P(s|s',a'), `eq:hybrid_alternative`; `(*batch,)`.
 
-    The paper writes 1 for q(s_0); with several start states that is the initial distribution.
+    In the first layer q(s) is the initial distribution. The paper writes 1, for its single s_0.
     """
     arrivals = flow_of(mdp).inflow(q) + flow_source(mdp)
     return _negative_roots(mdp, q, keep("rest", mdp, arrivals.unsqueeze(-1) - q, 0.0), alpha)
@@ -39,15 +44,15 @@ def _negative_roots(mdp: LayeredMDP, q: Tensor, rest: Tensor, alpha: float) -> T
 
 
 def log_barrier(mdp: LayeredMDP, q: Tensor, beta: float) -> Tensor:
-    """phi_L(q) = beta sum log(1 / q(s,a)), `eq:log-barrier`; `(*batch,)`."""
+    """phi_L(q) = beta sum_{s,a} log(1 / q(s,a)), `eq:log-barrier`; `(*batch,)`."""
     return -beta * keep("pair", mdp, q, 1.0).log().sum((-2, -1))
 
 
 def inflow_rest(mdp: LayeredMDP, q: Tensor) -> Tensor:
     """q(s) - q(s,a) with q(s) the inflow, `(*batch, S, A)`.
 
-    On Omega it is summed from the other actions, without cancellation; off it, the flow residual is taken away from that. A residual
-    as small as its own rounding counts as none.
+    The other actions of the state are added up, and the flow residual of the state is subtracted.
+    On Omega nothing cancels then. A residual within its own rounding error counts as zero.
     """
     residual = flow_residual(mdp, q)
     none = residual.abs() <= 16 * mdp.num_actions * max(mdp.layer_sizes) * torch.finfo(
@@ -57,11 +62,18 @@ def inflow_rest(mdp: LayeredMDP, q: Tensor) -> Tensor:
 
 
 def curvatures(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
-    """c(s,a) = alpha / (4 (q(s) - q(s,a))^(3/2)) and d(s,a) = 1 / (4 q(s,a)^(3/2)), `(*batch, S, A)`; zero on masked pairs."""
+    """c = alpha / (4 (q(s) - q(s,a))^(3/2)) and d = 1 / (4 q(s,a)^(3/2)), `(*batch, S, A)` each.
+
+    Both are zero on masked pairs.
+
+    Raises:
+        ValueError: if a state has one action and alpha > 0; c is infinite there.
+    """
     lonely = (mdp.actions.sum(-1) == 1).nonzero()
     if len(lonely) and alpha > 0:
         raise ValueError(
-            f"mdp: {mdp.locate(int(lonely[0]))} has one action, where the Hessian of eq:hybrid_alternative is infinite; "
+            f"mdp: {mdp.locate(int(lonely[0]))} has one action, where the Hessian of "
+            "eq:hybrid_alternative is infinite; "
             "its inverse is finite, see theory.inverse_hessian"
         )
     c = keep("pair", mdp, alpha / (4 * inflow_rest(mdp, q) ** 1.5), 0.0)
@@ -69,18 +81,26 @@ def curvatures(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Tensor, Tensor
 
 
 def hessian(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
-    """The Hessian of `hybrid_alternative`, `lem:hessian_derivaties`, `(*batch, SA, SA)`.
+    """The Hessian of `hybrid_alternative`, `lem:hessian_derivaties`; `(*batch, SA, SA)`.
 
-    `eq:derivative_1`, one layer apart:      - alpha P(s|s',a') / (4 (q(s) - q(s,a))^(3/2));
-    `eq:derivative_2`, in the same layer:    sum_{s'',a''} alpha P(s''|s,a) P(s''|s',a') / (4 (q(s'') - q(s'',a''))^(3/2));
-    `eq:derivative_3`, on the diagonal:      that sum, and 1 / (4 q(s,a)^(3/2)) + alpha / (4 (q(s) - q(s,a))^(3/2)).
+    Its entries, with rest(s,a) = q(s) - q(s,a):
 
-    Read: the proof says that an entry is non-zero only one layer apart; entries within a layer are too, as its own second case has it.
+    `eq:derivative_1`, one layer apart:   - alpha P(s|s',a') / (4 rest(s,a)^(3/2));
+    `eq:derivative_2`, in one layer:      sum_{s'',a''} alpha P(s''|s,a) P(s''|s',a')
+                                          / (4 rest(s'',a'')^(3/2));
+    `eq:derivative_3`, on the diagonal:   that sum, plus 1 / (4 q(s,a)^(3/2))
+                                          + alpha / (4 rest(s,a)^(3/2)).
+
+    Read: the proof says that entries are non-zero only one layer apart. Entries within a layer
+    are non-zero too, as its own second case says.
+
+    Raises:
+        ValueError: if a state has one action and alpha > 0.
     """
     c, d = curvatures(mdp, q, alpha)
     to_states = mdp.joint_transitions.flatten(-3, -2)  # (*batch, SA, S)
     within = (to_states * c.sum(-1).unsqueeze(-2)) @ to_states.mT
-    # A column (s, a) sees P(s | s', a'), whatever a is.
+    # The column of (s, a) has P(s | s', a') for every a.
     between = to_states.repeat_interleave(mdp.num_actions, -1) * c.flatten(-2).unsqueeze(-2)
     return torch.diag_embed((c + d).flatten(-2)) + within - between - between.mT
 
@@ -88,8 +108,12 @@ def hessian(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
 def quadratic_form(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Tensor:
     """w' (Hessian) w without the Hessian, `eq:quadratic_form`; w `(*batch, S, A)` -> `(*batch,)`.
 
-    1/4 sum_{s,a} ( w(s,a)^2 / q(s,a)^(3/2) + alpha (h(s) - w(s,a))^2 / (q(s) - q(s,a))^(3/2) ), where h is the inflow of w.
-    Every summand is non-negative, so phi_H is convex.
+    1/4 sum_{s,a} ( w(s,a)^2 / q(s,a)^(3/2) + alpha (h(s) - w(s,a))^2 / (q(s) - q(s,a))^(3/2) ),
+
+    where h(s) is the inflow of w. Every summand is non-negative, so phi_H is convex.
+
+    Raises:
+        ValueError: if a state has one action and alpha > 0.
     """
     c, d = curvatures(mdp, q, alpha)
     w = keep("pair", mdp, w, 0.0)
@@ -98,7 +122,11 @@ def quadratic_form(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Tenso
 
 
 def hessian_of_step(mdp: LayeredMDP, q: Tensor, parameters: Parameters, t: Tensor) -> Tensor:
-    """The Hessian of psi_t = phi_H / eta_t + phi_L at q, `(*batch, SA, SA)`; t is `()` or `(*batch,)`."""
+    """The Hessian of psi_t = phi_H / eta_t + phi_L at q, `(*batch, SA, SA)`; t `()` or `(*batch,)`.
+
+    Raises:
+        ValueError: if a state has one action and alpha > 0.
+    """
     barrier = keep("pair", mdp, parameters.beta / keep("pair", mdp, q, 1.0) ** 2, 0.0)
     return hessian(mdp, q, parameters.alpha) / parameters.eta(t)[
         ..., None, None
@@ -106,22 +134,24 @@ def hessian_of_step(mdp: LayeredMDP, q: Tensor, parameters: Parameters, t: Tenso
 
 
 def bregman(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Tensor) -> Tensor:
-    """The Bregman divergence of psi_t, psi_t(q) - psi_t(p) - <grad psi_t(p), q - p> >= 0, `(*batch,)`; q and p are positive, in Omega.
+    """psi_t(q) - psi_t(p) - <grad psi_t(p), q - p> >= 0, the Bregman divergence; `(*batch,)`.
 
-    If p minimizes <., x> + psi_t over Omega, this is how much more q costs: grad psi_t(p) = E'v - x and E (q - p) = 0. Each summand is
-    written so that no digits cancel when q and p are close:
+    q and p are positive and in Omega. If p minimizes <., x> + psi_t over Omega, the divergence is
+    the difference of the values at q and at p, because grad psi_t(p) = E'v - x and E (q - p) = 0.
+    Each summand is written so that no digits cancel when q and p are close:
 
-        of - sqrt(x):    (sqrt(x) - sqrt(y))^2 / (2 sqrt(y))          of - log(x):    r - log(1 + r),    r = (x - y) / y.
+        - sqrt(x):    (sqrt(x) - sqrt(y))^2 / (2 sqrt(y)),
+        - log(x):     r - log(1 + r) with r = (x - y) / y.
     """
     roots = []
     for name in ("pair", "rest"):
         x, y = (keep(name, mdp, marginal(name, mdp, point), 1.0) for point in (q, p))
-        # sqrt(x) - sqrt(y) = (x - y) / (sqrt(x) + sqrt(y)); where the argument does not exist both are 1.
+        # sqrt(x) - sqrt(y) = (x - y) / (sqrt(x) + sqrt(y)). Masked arguments are 1 in both.
         roots.append(((x - y) / (x.sqrt() + y.sqrt())).square() / (2 * y.sqrt()))
     hybrid_part = (roots[0] + parameters.alpha * roots[1]).sum((-2, -1)) / parameters.eta(t)
     x, y = (keep("pair", mdp, point, 1.0) for point in (q, p))
     r = (x - y) / y
-    # By its series where r - log(1 + r) would cancel, and from the quotient where 1 + r would.
+    # The series where r - log(1 + r) would cancel, the quotient where 1 + r would.
     small = r.square() * (0.5 - r * (1 / 3 - r * (1 / 4 - r * (1 / 5 - r / 6))))
     large = r - torch.where(r.abs() < 0.5, torch.log1p(r), (x / y).log())
     barrier_part = torch.where(r.abs() < 1e-3, small, large).sum((-2, -1))

@@ -1,7 +1,8 @@
-"""Every statement of the paper on random data: MDPs, occupancy measures, policies, losses, parameters; also nearly deterministic ones.
+"""The statements of the paper on random data.
 
-`survey(mdp, generator)` draws what the statements speak about for each MDP of a batch and evaluates them all. The tests run it to see that
-everything holds, experiments/theory.py to show how tight each statement is.
+`survey(mdp, generator)` draws occupancy measures, policies, losses and parameters for each MDP of a
+batch and evaluates the statements. Some of the policies are nearly deterministic. The tests check
+that all statements hold; experiments/theory.py shows how tight each one is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch_occ.theory.statements import Statement
 
 
 class Data(NamedTuple):
-    """What the statements are evaluated on; q is the occupancy of `policy`, the mappings are one-hot."""
+    """The data of the statements; q is the occupancy of `policy`, and the mappings are one-hot."""
 
     q: Tensor  # (*batch, S, A)
     policy: Tensor  # (*batch, S, A)
@@ -46,11 +47,14 @@ def batch_of_mdps(
 
 
 def draw(mdp: LayeredMDP, generator: torch.Generator) -> Data:
-    """Policies between uniform and deterministic to ten digits, mappings at random, losses at random or Bernoulli."""
+    """Draw the data of the statements for each MDP of the batch.
+
+    Policies are between uniform and deterministic to ten digits, losses are fixed or Bernoulli.
+    """
     shape = (*mdp.batch_shape, mdp.num_states, mdp.num_actions)
     policy = draw_policy(mdp, generator)
     mean = _uniform(shape, generator).to(mdp.dtype) ** 2
-    # Either the loss itself, or a coin with that mean.
+    # The loss is either its mean or a coin with that mean.
     coins = _uniform((*mdp.batch_shape, 1, 1), generator) < 0.5
     return Data(
         occupancy(mdp, policy),
@@ -63,7 +67,11 @@ def draw(mdp: LayeredMDP, generator: torch.Generator) -> Data:
 
 
 def draw_policy(mdp: LayeredMDP, generator: torch.Generator) -> Tensor:
-    """Softmax of random scores at a random temperature, mixed with a share of the uniform policy between 1e-10 and 1, `(*batch, S, A)`."""
+    """A random policy, `(*batch, S, A)`.
+
+    It is the softmax of random scores at a random temperature, mixed with the uniform policy. The
+    share of the uniform policy is between 1e-10 and 1.
+    """
     shape = (*mdp.batch_shape, mdp.num_states, mdp.num_actions)
     temperature = 10 ** (2 * _uniform((*mdp.batch_shape, 1, 1), generator) - 1)
     scores = torch.where(mdp.actions, _uniform(shape, generator) * 10 / temperature, -torch.inf)
@@ -82,7 +90,7 @@ def draw_mapping(mdp: LayeredMDP, generator: torch.Generator) -> Tensor:
 
 
 def draw_trajectory(mdp: LayeredMDP, q: Tensor, generator: torch.Generator) -> Tensor:
-    """Which pairs an episode under q visits, 0 or 1, `(*batch, S, A)`."""
+    """The pairs that an episode under q visits, 0 or 1, `(*batch, S, A)`."""
     policy, visited = policy_of(mdp, q), []
     arriving = mdp.initial.expand(*q.shape[:-2], -1)
     for kernel, here in zip(mdp.transitions, mdp.layer_slices, strict=True):
@@ -103,7 +111,7 @@ def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.rand(shape, dtype=torch.float64, generator=generator, device=generator.device)
 
 
-# -- statements -----------------------------------------------------------------------------------------------------------
+# -- statements ------------------------------------------------------------------------------------
 
 
 def survey(
@@ -113,9 +121,10 @@ def survey(
     parameters: Parameters | None = None,
     count: int = 20,
 ) -> Iterator[Statement]:
-    """All statements on freshly drawn data, one set for each MDP of the batch; runs are `count` episodes long.
+    """The statements on freshly drawn data, one set for each MDP of the batch.
 
-    Parameters are drawn too unless they are given: alpha and gamma between 0.1 and 10. beta is 64 L, as the lemmas ask.
+    Runs have `count` episodes. If no parameters are given, alpha and gamma are drawn between 0.1
+    and 10, and beta is 64 L, as the lemmas ask.
     """
     if parameters is None:
         alpha, gamma = (10 ** (2 * float(_uniform((), generator)) - 1) for _ in range(2))
@@ -130,7 +139,7 @@ def survey(
 def occupancy_statements(
     mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters
 ) -> Iterator[Statement]:
-    """What the penalty is bounded with."""
+    """The statements about occupancy measures, which bound the penalty."""
     q, policy, mapping, other, alpha = (
         data.q,
         data.policy,
@@ -159,7 +168,7 @@ def occupancy_statements(
 def hessian_statements(
     mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters
 ) -> Iterator[Statement]:
-    """What the stability is bounded with."""
+    """The statements about the Hessian, which bound the stability."""
     q, mapping, alpha = data.q, data.mapping, parameters.alpha
     curve: Curvature = curvature(mdp, q, alpha)
     w = (_uniform(q.shape, generator) * 2 - 1) * q
@@ -169,7 +178,7 @@ def hessian_statements(
     yield from identities.inverse_by_layers(mdp, q, alpha)
     for k in range(mdp.horizon):
         w = _uniform((*mdp.batch_shape, mdp.layer_sizes[k], mdp.num_actions), generator) * 2 - 1
-        # Weighed as the estimates weigh it, so that rare pairs count.
+        # Divided by q as the estimates are, so that rare pairs count.
         yield stability.H_and_N(mdp, curve, k, w / q[..., mdp.layer_slices[k], :])
         yield from stability.N_properties(mdp, curve, k)
     d = mdp.num_states
@@ -191,7 +200,7 @@ def hessian_statements(
 def play(
     mdp: LayeredMDP, parameters: Parameters, mean: Tensor, count: int, generator: torch.Generator
 ) -> decomposition.Trajectory:
-    """`alg:main_alg` on a batch of MDPs for a few episodes, with Bernoulli losses."""
+    """`alg:main_alg` on a batch of MDPs for `count` episodes, with Bernoulli losses."""
     step = FTRLStep(mdp, parameters.regularizer(mdp))
     total, occupancies, estimates = torch.zeros_like(mean), [], []
     warm: Tensor | None = None
@@ -230,7 +239,10 @@ def run_statements(
 def condition_statements(
     mdp: LayeredMDP, data: Data, generator: torch.Generator
 ) -> Iterator[Statement]:
-    """Self-bounding: i.i.d. losses of which an adversary corrupts some, and learners that play anything."""
+    """The self-bounding condition, for i.i.d. losses of which an adversary corrupts some.
+
+    The learners play random policies.
+    """
     count = 8
     yield conditions.performance_difference(mdp, data.q, data.mean)
     plan = optimal_policy(mdp, data.mean)
