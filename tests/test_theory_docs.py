@@ -3,6 +3,7 @@
 The code names no label that the paper does not have.
 """
 
+import inspect
 import io
 import re
 from contextlib import redirect_stdout
@@ -10,7 +11,9 @@ from pathlib import Path
 
 from test_readme import documented
 
+import torch_occ as occ
 from torch_occ import theory
+from torch_occ.theory import recursion
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
@@ -48,31 +51,74 @@ LABELS = SOURCE_LABELS.split()
 PATTERN = re.compile(r"\b(?:alg|app|col|eq|lem|prf|sec|thm):[\w-]*\w")
 
 
+KINDS = (
+    "statement",
+    "formula",
+    "coefficients",
+    "right-hand side",
+    "code",
+    "not evaluated",
+)
+
+
+def entries(heading):
+    """The entries of a list below a heading, each as one line."""
+    section = re.split(r"^## ", TEXT.split(f"\n{heading}\n")[1], flags=re.MULTILINE)[0]
+    if heading.startswith("### "):
+        section = section.split("\n### ")[0]
+    found = re.findall(r"^- .*(?:\n  .*)*", section, re.MULTILINE)
+    return [" ".join(line.strip() for line in entry[2:].split("\n")) for entry in found]
+
+
+def parsed(entry):
+    """Labels, kind, names of code and names of tests."""
+    head, _, tail = entry.partition("): ")
+    labels, _, kind = head.partition(" (")
+    assert kind in KINDS, entry
+    code, _, tests = tail.rpartition("Code: ")[2].partition(" Tests: ")
+    names = (re.findall(r"`([^`]*)`", code), re.findall(r"\w+", tests))
+    return (re.findall(r"`([^`]*)`", labels), kind, *(names if tests else ([], [])))
+
+
 def test_every_label_is_mapped():
-    rows = [
-        line
-        for line in TEXT.split("## Every label")[1].split("## What was read how")[0].splitlines()
-        if line.startswith("| `")
-    ]
-    mapped = [label for row in rows for label in re.findall(r"`([^`]*)`", row.split("|")[1])]
+    mapped = [label for entry in entries("## Every label") for label in parsed(entry)[0]]
     assert sorted(mapped) == sorted(LABELS)  # each once
     assert len(LABELS) == len({*LABELS}) == 77
 
 
+def found(name):
+    """The object that the map calls `name`; names without a dot are those of torch_occ.theory."""
+    owner, _, rest = name.rpartition(".")
+    places = {"": theory, "occ": occ, "recursion": recursion, "Decomposition": theory.Decomposition}
+    return getattr(places[owner], rest)
+
+
 def test_what_the_map_names_exists():
-    rows = [
-        line
-        for line in TEXT.split("## Every label")[1].split("## What was read how")[0].splitlines()
-        if line.startswith("| `")
-    ]
-    for row in rows:
-        _, _, _, code, test, _, _ = re.split(r"(?<!\\)\|", row)
-        for name in re.findall(r"`([A-Za-z_]\w*)", code):
-            assert hasattr(theory, name) or name in ("occ", "recursion"), row
-        for name in re.findall(r"[a-z_]+", test.partition(",")[0].replace("`", "")):
-            assert (
-                ROOT / "tests" / f"{name if name.startswith('test_') else f'test_theory_{name}'}.py"
-            ).exists(), row
+    for entry in entries("## Every label"):
+        _, kind, code, tests = parsed(entry)
+        assert bool(code) == bool(tests) == (kind != "not evaluated"), entry
+        objects = [found(name) for name in code]
+        if kind == "statement":  # the first name is the function that returns it
+            assert "Statement" in str(inspect.signature(objects[0]).return_annotation), entry
+        for name in tests:
+            file = name if name.startswith("test_") else f"test_theory_{name}"
+            assert (ROOT / "tests" / f"{file}.py").exists(), entry
+
+
+def test_what_is_false_as_printed_has_a_test():
+    written = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "tests").glob("test_theory_*"))
+    listed = entries("### False as printed")
+    assert len(listed) == 17
+    for entry in listed:
+        _, counterexample, test = re.split(r" Counterexample: | Test: ", entry)
+        assert counterexample, entry
+        name = re.fullmatch(r"`(test_\w+)`\.", test)
+        assert name, entry
+        assert f"def {name[1]}(" in written, entry
+
+
+def test_lines_are_not_too_long():
+    assert max(len(line) for line in TEXT.splitlines()) <= 100
 
 
 def test_the_code_uses_the_papers_labels():

@@ -143,7 +143,11 @@ class RandomWalkLosses(LossProcess):
 
 
 class GreedyAdversary(LossProcess):
-    """An adaptive adversary: each state charges 1 for the learner's most likely action of the last episode, and 0 for the others."""
+    """An adaptive adversary: every state charges 1 for the most likely action of the last q, else 0.
+
+    The best policy in hindsight depends on the learner's random choices, so the mean over seeds of
+    `History.regret` estimates E max, not the paper's max E. `theory.Certificate` has both.
+    """
 
     stride = 1
 
