@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_occ.files import write_atomically
+from torch_occ._support.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 import torch_occ as occ
-from torch_occ.figures import COLOURS, band
+from torch_occ.game.figures import COLOURS, band
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

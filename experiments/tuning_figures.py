@@ -10,7 +10,7 @@ import torch
 
 import torch_occ as occ
 from experiments.tuning_worlds import Family, Setting
-from torch_occ.figures import COLOURS, band
+from torch_occ.game.figures import COLOURS, band
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
