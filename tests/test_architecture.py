@@ -126,6 +126,12 @@ def test_kernels_do_not_know_torch():
         assert not re.search(r"^\s*(import|from) torch\b", path.read_text(), re.MULTILINE), path
 
 
+def test_what_is_private_of_others_stands_in_one_module():
+    pattern = r"\b(?:torch|forward_ad|pool|writer|p|module|functorch|numba)\._(?!_)[a-zA-Z]\w*|\"_nrt\""
+    found = {name_of(path): re.findall(pattern, path.read_text()) for path in FILES}
+    assert [name for name, uses in found.items() if uses] == ["_support.private"]
+
+
 def test_rooms_are_small():
     assert len([path for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "py.typed")]) <= 12
     for package in ORDER:

@@ -5,6 +5,7 @@ compiling     the message that is shown while kernels compile
 extras        optional packages
 files         files that are complete or absent
 fingerprints  hashes of everything that decides the numbers of a run
+private       what is private of torch, Numba and others
 spacing       episodes that are evenly spaced in the logarithm
 streams       random numbers by seed, purpose and chunk
 threads       kernels side by side in plain threads

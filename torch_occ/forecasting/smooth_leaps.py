@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torch_occ._support.private import standard_gamma
 from torch_occ.forecasting.course import Course
 from torch_occ.forecasting.leaping import Leaps
 from torch_occ.forecasting.mean_path import outer, second_moment
@@ -79,4 +80,4 @@ def _smooth_estimates(
         return length * mean + length**0.5 * fluctuation.unflatten(-1, mean.shape)
     exists = mdp.actions & (mean > 0)
     expected = torch.where(exists, length * q * mean, 1.0)
-    return torch.where(exists, torch._standard_gamma(expected, generator=generator) / torch.where(exists, q, 1.0), 0.0)
+    return torch.where(exists, standard_gamma(expected, generator) / torch.where(exists, q, 1.0), 0.0)

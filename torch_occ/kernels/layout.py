@@ -15,6 +15,8 @@ from numba import njit
 from numba.extending import overload
 from numpy.typing import NDArray
 
+from torch_occ._support.private import NO_REFERENCE_COUNTS
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -55,8 +57,8 @@ STATE_ROWS = 11
 # -- compiling ------------------------------------------------------------------------------------------------------------
 
 #: Divisions by zero give infinities, as in torch, and are noticed where it matters; threads may run kernels side by side. Kernels do not
-#: allocate and do not own arrays, so no references are counted (`_nrt`), which took half of the time.
-_OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "_nrt": False}
+#: allocate and do not own arrays, so no references are counted.
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, **NO_REFERENCE_COUNTS}
 
 #: For what only kernels call: what Python would call it by takes longer to compile than the function.
 _NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}

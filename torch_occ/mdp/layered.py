@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.backends import later
+from torch_occ._support.private import standard_gamma
 from torch_occ.mdp.layers import DenseLayer, Layer, SparseLayer
 from torch_occ.mdp.layout import Layout
 from torch_occ.mdp.unrolling import ABSORBING, outcomes_of, unroll
@@ -352,6 +353,6 @@ def _dirichlet(shape: tuple[int, ...], concentration: float, generator: torch.Ge
     Gamma(c) = Gamma(c + 1) * U^(1/c); the first factor stays away from zero.
     """
     shape_plus_one = torch.full(shape, concentration + 1.0, dtype=torch.float64)
-    log_gamma = torch._standard_gamma(shape_plus_one, generator=generator).log()
+    log_gamma = standard_gamma(shape_plus_one, generator).log()
     uniform = torch.rand(shape, dtype=torch.float64, generator=generator).clamp(min=2.0**-60)
     return (log_gamma + uniform.log() / concentration).softmax(-1)

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from torch_occ._support.private import has_tangent, inside_transform
 from torch_occ._support.streams import invert
 from torch_occ.mdp.validation import check_entries, check_rows
 
@@ -169,9 +169,9 @@ class SparseLayer:
     def _plain(self, x: Tensor) -> bool:
         """No derivative is being recorded, no transform is at work, and there is a single set of probabilities."""
         single = self.probabilities.numel() == self.probabilities.shape[-1] and len(self.batch_shape) <= x.dim() - 1
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        transformed = inside_transform()
         recorded = torch.is_grad_enabled() and (x.requires_grad or self.probabilities.requires_grad)
-        return single and not recorded and not transformed and not _has_tangent(x) and not _has_tangent(self.probabilities)
+        return single and not recorded and not transformed and not has_tangent(x) and not has_tangent(self.probabilities)
 
     @cached_property
     def _out_of(self) -> Tensor:
@@ -235,10 +235,6 @@ class SparseLayer:
 
 
 Layer = DenseLayer | SparseLayer
-
-
-def _has_tangent(x: Tensor) -> bool:
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _starts(sorted_rows: Tensor, num_rows: int) -> Tensor:

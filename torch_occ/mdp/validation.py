@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from torch_occ._support.private import indices
+
 if TYPE_CHECKING:
     from torch_occ.mdp.layered import LayeredMDP
 
@@ -68,11 +70,11 @@ def _check_indices(name: str, p: Tensor) -> None:
     """torch does not look at them by default, and would read whatever memory a wrong one points to."""
     match p.layout:
         case torch.sparse_coo:
-            rows, columns = p._indices()
+            rows, columns = indices(p)
         case torch.sparse_csr:
-            rows, columns = p.crow_indices()[-1:] - p._nnz(), p.col_indices()
+            rows, columns = p.crow_indices()[-1:] - len(p.values()), p.col_indices()
         case torch.sparse_csc:
-            rows, columns = p.row_indices(), p.ccol_indices()[-1:] - p._nnz()
+            rows, columns = p.row_indices(), p.ccol_indices()[-1:] - len(p.values())
         case _:
             raise ValueError(f"{name}: expected the layout COO, CSR or CSC, got {p.layout}; convert it with p.to_sparse_csr()")
     for what, index, size in (("row", rows, p.shape[0]), ("column", columns, p.shape[1])):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torch_occ._support.private import own_parameter_names
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.arguments import Argument, keep, pull_back
@@ -29,7 +30,7 @@ class Evaluator:
     def __init__(self, regularizer: Regularizer, vmapped: tuple[tuple[bool, ...], ...] = ()) -> None:
         self.regularizer, self.vmapped = regularizer, vmapped
         # A module that is used twice has one name: exchanged under two, its parameter would not find its way back.
-        self.owners = [(path, module, name) for path, module in regularizer.named_modules() for name in module._parameters]
+        self.owners = [(path, module, name) for path, module in regularizer.named_modules() for name in own_parameter_names(module)]
         self.names = tuple(f"{path}.{name}" if path else name for path, _, name in self.owners)
         self._caller = _MethodCaller(regularizer)
         declared = [(path, name) for path, module in regularizer.named_modules() for name in getattr(module, "arg_constraints", ())]

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from torch_occ._support.compiling import patiently
+from torch_occ._support.private import in_forward_mode
 from torch_occ._support.threads import for_each
 from torch_occ.kernels.batches import BAD_INPUT, solve_linear, solve_steps
 from torch_occ.kernels.layout import Floats, Ints, Model, Work, make_work
@@ -111,7 +111,7 @@ class CompiledStep:
             return None
         converged = not any(statuses)
         certificate = found.certificate if converged else found.certificate.copy()  # derivatives look at failures once more
-        if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and followed(loss, *inputs)):
+        if in_forward_mode() or (torch.is_grad_enabled() and followed(loss, *inputs)):
             q, v = _Follow.apply(_Origin(self, formula, replayed, table, found, batch, converged), loss, *inputs)
         else:
             q, v = found.tensors(batch, self.shape)
@@ -273,7 +273,7 @@ class _Follow(torch.autograd.Function):
         ctx.origin, ctx.numbers = origin, [None if isinstance(x, Tensor) else x for x in inputs]
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         ctx.save_for_backward(q, loss, *tensors)
-        if forward_ad._current_level >= 0:
+        if in_forward_mode():
             ctx.save_for_forward(q, loss, *tensors)
         ctx.set_materialize_grads(False)
         return q, v
@@ -283,7 +283,7 @@ class _Follow(torch.autograd.Function):
         origin: _Origin = ctx.origin
         batch, needed = origin.batch, ctx.needs_input_grad[1:]
         q, loss, inputs = _saved(ctx)
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # somebody will differentiate this, or does so already
+        if torch.is_grad_enabled() or in_forward_mode():  # somebody will differentiate this, or does so already
             with torch.enable_grad():
                 return None, *_differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
         minus_x_bar, _, bars = origin.linear(q, q_bar, v_bar)  # K' and not K: the sign of v_bar differs

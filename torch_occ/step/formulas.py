@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_occ._support.private import parameter_slots
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.kernel_inputs import list_exponents, terms_of
 
@@ -91,7 +92,7 @@ def identity(count: int) -> Formula:
 
 def slots_of(regularizer: Regularizer) -> list[tuple[dict[str, Any], str]]:
     """Where its parameters are. Dictionaries, because `torch.func.functional_call` exchanges what is in them."""
-    return [(module._parameters, name) for module in regularizer.modules() for name in module._parameters]
+    return list(parameter_slots(regularizer))
 
 
 def record(regularizer: Regularizer) -> Formula | None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from torch_occ._support.backends import Backend, check_backend, engine_takes, later
+from torch_occ._support.private import carries_derivative, forward_modes
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 from torch_occ.mdp.validation import broadcast
@@ -80,7 +80,7 @@ class FTRLStep(nn.Module):
         def why_not() -> str | None:
             return later("step.kernel_inputs").why_not(self.mdp, self.regularizer)
 
-        if any(_carries_derivative(p) for p in self.mdp.probabilities) or not engine_takes(backend, why_not):
+        if any(carries_derivative(p) for p in self.mdp.probabilities) or not engine_takes(backend, why_not):
             return
         compiled = later("step.compiled")
         if backend == "engine" or compiled.pays_off(self.mdp):
@@ -149,7 +149,7 @@ class FTRLStep(nn.Module):
                     "use step.to(...) for both"
                 )
 
-        probabilities = mdp is not None or any(_carries_derivative(p) for p in model.probabilities)
+        probabilities = mdp is not None or any(carries_derivative(p) for p in model.probabilities)
         setting = Setting(model, self.evaluator, probabilities)
         rank = max(cumulative_loss.dim() - 2, t.dim(), start.dim() - 2, len(model.batch_shape))
         tensors = [_rank(t, rank, 0), *self.evaluator.own_parameters]
@@ -202,17 +202,9 @@ def _check_batches(shapes: dict[str, torch.Size]) -> None:
             raise ValueError(f"{name}: expected a batch shape that broadcasts against {tuple(batch)}, got {tuple(shape)}") from None
 
 
-def _carries_derivative(x: Tensor) -> bool:
-    """Whether a derivative may be taken in x: by autograd, by forward mode, or by an enclosing transform of torch.func."""
-    functorch = torch._C._functorch
-    return x.requires_grad or functorch.is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None
-
-
 def _check_transforms() -> None:
     """torch loses tangents of a custom function under two forward modes, so that would be silently wrong."""
-    functorch = torch._C._functorch
-    stack = functorch.get_interpreter_stack() or []
-    if sum(level.key() == functorch.TransformType.Jvp for level in stack) > 1:
+    if forward_modes() > 1:
         raise NotImplementedError("forward mode inside forward mode is not supported by torch here; use jacrev or grad for one of them")
 
 

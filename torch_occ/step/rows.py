@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from torch_occ._support.private import in_forward_mode
 from torch_occ.kernels.layout import Floats
 
 
@@ -57,7 +57,7 @@ def summed(bar: Tensor, x: Tensor) -> Tensor:
 
 def rows(x: Tensor, batch: torch.Size, event_dims: int) -> Floats:
     """`(*some of batch, S, ...)` as `(N * S or S, ...)`, contiguous."""
-    x = x.detach() if x.requires_grad or forward_ad._current_level >= 0 else x
+    x = x.detach() if x.requires_grad or in_forward_mode() else x
     split = x.dim() - event_dims
     if split and x.shape[:split].numel() > 1:
         x = x.expand(*batch, *x.shape[split:])

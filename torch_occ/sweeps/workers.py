@@ -20,6 +20,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from torch_occ._support.extras import extra
+from torch_occ._support.private import processes_of
 from torch_occ.sweeps.cells import Cell, Failure, Function, Work, attempt
 
 #: How often a cell may lose its process while it runs alone, before it is taken for the cause.
@@ -65,7 +66,7 @@ def on_processes(function: Function, cells: Sequence[Cell], processes: int) -> W
                 else:
                     yield cell, Failure(cell.config, "its process died while it ran, more than once; out of memory, or killed?")
         finally:
-            for process in list((pool._processes or {}).values()):
+            for process in processes_of(pool):
                 process.terminate()
             pool.shutdown(wait=True, cancel_futures=True)
 

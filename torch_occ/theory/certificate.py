@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ._support.private import event_writer
 from torch_occ.game.callbacks import Callback, TensorBoard
 from torch_occ.game.learners import FTRL
 from torch_occ.game.losses import Noise, mean_square
@@ -164,7 +165,7 @@ def _log(board: TensorBoard, found: dict[str, Tensor], episodes: list[int], skip
     for i, t in enumerate(episodes):
         if i >= skip:
             event = Summary(value=[Summary.Value(tag=f"theory/{name}", simple_value=values[i]) for name, values in shown.items()])
-            board.writer._get_file_writer().add_summary(event, t)
+            event_writer(board.writer).add_summary(event, t)
     if closed:
         board.writer.close()
 
