@@ -9,4 +9,5 @@ private       what is private of torch, Numba and others
 spacing       episodes that are evenly spaced in the logarithm
 streams       random numbers by seed, purpose and chunk
 threads       kernels side by side in plain threads
+version       the version of the package
 """

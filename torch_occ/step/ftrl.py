@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_occ._support.backends import Backend, check_backend, engine_takes, later
-from torch_occ._support.private import carries_derivative, forward_modes
+from torch_occ._support.private import carries_derivative, forward_modes, inside_transform
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 from torch_occ.mdp.validation import broadcast
@@ -116,7 +116,7 @@ class FTRLStep(nn.Module):
                 start = None if warm_start is None else warm_start.clone()
                 episode = t.clone() if isinstance(t, Tensor) else t
                 return self.solve(cumulative_loss.clone(), episode, warm_start=start, mdp=mdp, check=check)
-        if mdp is None and self._compiled is not None and torch._C._functorch.peek_interpreter_stack() is None:
+        if mdp is None and self._compiled is not None and not inside_transform():
             found = self._compiled(cumulative_loss, t, self.interior if warm_start is None else warm_start)
             if found is not None:  # else the input is not what it should be, and the checks below say why
                 solution, converged = found
