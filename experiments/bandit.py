@@ -33,7 +33,7 @@ from experiments.games import (
 )
 from experiments.growth import Growth, growth
 from torch_occ._support.streams import Purpose, stream
-from torch_occ.game.figures import band
+from torch_occ.game.intervals import band
 
 IW, RV, HYBRID, SHANNON, UCB = "Tsallis-INF (IW)", "Tsallis-INF (RV)", "hybrid", "Shannon (Exp3)", "UCB1"
 RANDOM = "uniformly random"

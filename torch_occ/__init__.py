@@ -75,10 +75,13 @@ from torch_occ.game.callbacks import Callback as Callback
 from torch_occ.game.callbacks import ProgressBar as ProgressBar
 from torch_occ.game.callbacks import TensorBoard as TensorBoard
 from torch_occ.game.history import History as History
+from torch_occ.game.intervals import Mean as Mean
 from torch_occ.game.regret import SelfBounding as SelfBounding
 from torch_occ.game.regret import comparator as comparator
 from torch_occ.game.regret import self_bounding as self_bounding
 from torch_occ.game.simulation import simulate as simulate
+from torch_occ.game.comparing import LearnerComparison as LearnerComparison
+from torch_occ.game.comparing import compare_learners as compare_learners
 
 # Regret without playing, and tuning by it
 from torch_occ.forecasting.mean_path import Forecast as Forecast

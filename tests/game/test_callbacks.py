@@ -9,7 +9,8 @@ from PIL import Image
 
 import torch_occ as occ
 from torch_occ.game.callbacks import parameters
-from torch_occ.game.figures import band, configuration, describe
+from torch_occ.game.figures import configuration, describe
+from torch_occ.game.intervals import band
 from torch_occ.game.simulation import Simulation
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

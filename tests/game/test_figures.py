@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import torch_occ as occ
-from torch_occ.game.figures import band, occupancy_figure, pixels, plot_references, regret_figure, student
+from torch_occ.game.figures import occupancy_figure, pixels, plot_references, regret_figure
+from torch_occ.game.intervals import band, student
 
 matplotlib = pytest.importorskip("matplotlib")
 

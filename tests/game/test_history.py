@@ -35,6 +35,29 @@ def test_shapes(history):
     assert bool((history.wall_time.diff() >= 0).all())
 
 
+def test_final_is_the_mean_over_seeds(history):
+    regret = history.regret[:, -1]
+    assert history.final() == (pytest.approx(float(regret.mean())), pytest.approx(float(regret.std()) / 2**0.5), 2)
+    assert history.final("corruption").mean == pytest.approx(float(history.corruption[:, -1].mean()))
+    with pytest.raises(ValueError, match=r"curve: expected one of \['regret', .* got 'regrets'"):
+        history.final("regrets")
+
+
+def test_prints_as_a_short_table(history):
+    lines = repr(history).splitlines()
+    assert lines[0] == "History: 2 seeds, 12 episodes, played by torch"
+    assert [line.split("|")[1].strip() for line in lines[3:]] == ["1", "10", "12"]
+    assert str(history.final()) in lines[-1]
+
+
+def test_a_data_frame_has_a_row_for_each_seed_and_checkpoint(history):
+    frame = history.to_dataframe()
+    assert len(frame) == 2 * len(history.episodes)
+    assert set(frame.columns) >= {"seed", "episode", "regret", "realised_regret", "uncertified"}
+    last = frame[(frame.seed == 2) & (frame.episode == 12)]
+    assert last.regret.item() == float(history.regret[1, -1])
+
+
 @pytest.mark.parametrize("name", ["history.npz", "runs/deep/history"])
 def test_round_trip(history, tmp_path, name):
     history.save(tmp_path / name)

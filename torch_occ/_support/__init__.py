@@ -8,6 +8,7 @@ fingerprints  hashes of everything that decides the numbers of a run
 private       what is private of torch, Numba and others
 spacing       episodes that are evenly spaced in the logarithm
 streams       random numbers by seed, purpose and chunk
+tables        tables as Markdown, as LaTeX, and as files
 threads       kernels side by side in plain threads
 version       the version of the package
 """

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from torch_occ._support.extras import extra, progress_bar, summary_writer
-from torch_occ.game.figures import band, configuration, occupancy_figure, pixels, regret_figure
+from torch_occ.game.figures import configuration, occupancy_figure, pixels, regret_figure
+from torch_occ.game.intervals import band
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.regularizers.base import Scaled

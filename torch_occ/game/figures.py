@@ -7,9 +7,8 @@ thread may draw. Save a figure with `figure.savefig(path)`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch_occ._support.extras import extra
 from torch_occ.game.estimators import Estimator
 from torch_occ.game.history import History
+from torch_occ.game.intervals import band
 from torch_occ.game.losses import LossProcess
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer, Scaled, Sum
@@ -35,31 +35,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 #: Panels of a heat map in one row, and cells in one direction up to which numbers are written into them.
 PANELS, WRITTEN = 8, 8
-
-
-class Band(NamedTuple):
-    """A mean over seeds and its 95 % confidence interval."""
-
-    mean: Tensor  # (C,)
-    lower: Tensor  # (C,)
-    upper: Tensor  # (C,)
-
-
-def band(curves: Tensor) -> Band:
-    """Mean over the first dimension and Student's 95 % interval for it: `(N, C)` -> `(C,)` each; with one seed, no width."""
-    mean, n = curves.mean(0), len(curves)
-    if n < 2:
-        return Band(mean, mean, mean)
-    half = student(n - 1) * curves.std(0) / math.sqrt(n)
-    return Band(mean, mean - half, mean + half)
-
-
-def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t distribution; for five degrees or more by its expansion, correct to 0.2 %."""
-    exact = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445}
-    z, n = 1.959964, degrees
-    correction = (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-    return exact[n] if n in exact else z + correction + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
 
 
 # -- regret ---------------------------------------------------------------------------------------------------------------

@@ -7,9 +7,7 @@ Workers write nothing, so a cluster needs no shared file system.
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import shutil
 import sys
@@ -22,6 +20,7 @@ from typing import Any
 
 from torch_occ._support.extras import extra, progress_bar, summary_writer
 from torch_occ._support.files import write_atomically
+from torch_occ._support.tables import write_csv
 from torch_occ.sweeps.cells import Cell, Config, Failure, Function
 from torch_occ.sweeps.workers import connect, on_cluster, on_processes
 
@@ -86,7 +85,7 @@ def sweep(
                     log_hparams(Path(directory) / "tensorboard" / cell.key, cell.config, outcome)
             bar.update()
     rows = [cell.config | found[cell.key] for cell in todo if cell.key in found]
-    write_table(Path(directory) / "results.csv", rows, first=[name for cell in todo for name in cell.config])
+    write_csv(Path(directory) / "results.csv", rows, first=[name for cell in todo for name in cell.config])
     _write_failures(Path(directory) / "failures.json", failures)
     return SweepResult(rows, failures)
 
@@ -135,16 +134,6 @@ def _read(store: Path, cell: Cell) -> dict[str, Any] | None:
 
 def _write_json(path: Path, content: Any) -> None:
     write_atomically(path, lambda file: file.write(json.dumps(content, indent=1).encode()))
-
-
-def write_table(path: Path, rows: Sequence[dict[str, Any]], first: Sequence[str] = ()) -> None:
-    """One line a cell, atomically; a column for everything that any cell has, those of `first` first, empty where one has it not."""
-    columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=columns, lineterminator="\n", restval="")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
 
 
 def _write_failures(path: Path, failures: Sequence[Failure]) -> None:
