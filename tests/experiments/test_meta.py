@@ -22,7 +22,7 @@ def test_meta_gradients(tmp_path):
 
 def test_meta_tune(tmp_path):
     small = "--horizon 2 --width 2 --actions 2 --episodes 60 --train 1 --test 1 --seeds 3 --betas 10 --gammas 1 --particles 4"
-    small += " --steps 2 --starts 1 --rounds 1 --refine-particles 4 --points 3 --again 2 --search-seeds 2 --budget 0.1"
+    small += " --recipe.steps 2 --recipe.starts 1 --recipe.rounds 1 --recipe.points 6 --recipe.particles 4 --points 3 --again 2 --search-seeds 2 --budget 0.1"
     printed = run("meta_tune", *small.split(), "--cache", str(tmp_path / "cache"), "--root", str(tmp_path / "runs"))
     (found,) = (tmp_path / "runs").iterdir()
     for name in ("accuracy.png", "landscape.png", "rivals.png"):

@@ -385,7 +385,7 @@ def test_a_point_that_does_not_pass_the_guard_makes_no_other_hopeless(monkeypatc
     guard = occ.Guard([occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2))
     tuned = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)  # ruinous against the adversary
     search = Search(objective, psi, tuned, by_leaping(objective, particles=8, accuracy=1.0), guard)
-    search.attempt(search.located(tuned), 0)
+    search.attempt(search.space.coordinates_of(tuned.parameters), 0)
     assert float(search.judged[0].value) > search.tried[0] + 1
     for worse, first in ((0.9, True), (1 + float(search.judged[0].value) - search.tried[0], False)):  # than what was tried, by forecast
         monkeypatch.setattr(search, "forecast", lambda _, worse=worse: search.tried[0] + worse)
@@ -393,3 +393,18 @@ def test_a_point_that_does_not_pass_the_guard_makes_no_other_hopeless(monkeypatc
         found = torch.stack(list(search.promising(low, high, torch.quasirandom.SobolEngine(3, scramble=True, seed=1), 2, HOPELESS)))
         drawn = low + torch.quasirandom.SobolEngine(3, scramble=True, seed=1).draw(8, dtype=torch.float64) * (high - low)
         assert torch.equal(found, drawn[:2] if first else drawn[-2:])
+
+
+def test_the_recipe_tunes_and_then_refines():
+    mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
+    mean = torch.rand(mdp.num_states, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 1000)
+    psi = occ.jin_luo(mdp)
+    recipe = occ.Recipe(steps=2, rounds=1, points=3, particles=4)
+    bounds = {"alpha": (0.1, 1.0), "beta": (0.5, 200.0), "gamma": (0.25, 4.0)}
+    found = occ.tune_and_refine(objective, psi, recipe, bounds=bounds, seed=3)
+    tuned = occ.tune(objective, psi, steps=2, starts=1, rate=recipe.rate, bounds=bounds, seed=3)
+    assert found.start.parameters == tuned.parameters
+    again = occ.refine(objective, psi, tuned, rounds=1, points=3, radius=recipe.radius, hopeless=math.inf, particles=4, seed=3)
+    assert found.tuned.parameters == again.tuned.parameters
+    assert [x.item() for x in psi.parameters()] == [x.item() for x in occ.jin_luo(mdp).parameters()]

@@ -1,6 +1,8 @@
 """Tuning a regularizer's parameters.
 
 objectives         what a tuner minimizes, over several environments
+recipe             gradients first, then trials: tune_and_refine
+space              unconstrained coordinates of the parameters, and their bounds
 tuner              tuning by gradients of the forecast
 refinement         a local search from there, judged by leaping or playing
 trials             one setting tried in all environments

@@ -27,9 +27,10 @@ from torch import Tensor
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.tuning.guard import Guard, Verdict
 from torch_occ.tuning.objectives import Evaluation, ForecastObjective
+from torch_occ.tuning.space import ParameterSpace
 from torch_occ.tuning.surfaces import fit_surface, monomials
 from torch_occ.tuning.trials import Trial, by_leaping, by_playing
-from torch_occ.tuning.tuner import Tuned, Tuner
+from torch_occ.tuning.tuner import Tuned
 
 #: A region shrinks by so much when its best point is not at its border.
 SHRINK = 0.6
@@ -53,6 +54,7 @@ class Refined(NamedTuple):
     excess: Tensor  # (points,), what the guard found; zeros without a guard
     chosen: int  # the first trial of the point chosen
     seconds: float
+    start: Tuned  # what refining began with
 
 
 def refine(
@@ -98,7 +100,7 @@ def refine(
     sobol = torch.quasirandom.SobolEngine(len(tuned.names), scramble=True, seed=seed)
     kept = {name: search.own[name].detach().clone() for name in tuned.names}
     try:
-        centre = search.located(tuned)
+        centre = search.space.coordinates_of(tuned.parameters)
         search.attempt(centre, seed)
         for _ in range(rounds):
             low, high = search.region(centre, radius)
@@ -125,7 +127,7 @@ class Search:
     """All points tried so far, and the surfaces fitted to those in a region."""
 
     def __init__(self, objective: ForecastObjective, regularizer: Regularizer, tuned: Tuned, trial: Trial, guard: Guard | None) -> None:
-        self.tuner = Tuner(objective, regularizer, 0, 1, tuned.names, tuned.bounds, 0.1, 0.0, 0, None)
+        self.space = ParameterSpace(regularizer, tuned.names, tuned.bounds)
         self.plain, self.trial, self.guard = ForecastObjective.believing(objective), trial, guard
         self.regularizer, self.own = regularizer, dict(regularizer.named_parameters())
         self.points: list[Tensor] = []
@@ -133,19 +135,13 @@ class Search:
         self.judged: list[Evaluation] = []  # with it
         self.excess: list[float] = []
 
-    def located(self, tuned: Tuned) -> Tensor:
-        """A result of `tune` in the unconstrained space, inside the bounds."""
-        pairs = zip(self.tuner.names, self.tuner.transforms, strict=True)
-        u = torch.stack([transform.inv(torch.tensor(tuned.parameters[name], dtype=torch.float64)) for name, transform in pairs])
-        return u.clamp(self.tuner.low, self.tuner.high)
-
     def region(self, centre: Tensor, radius: float) -> tuple[Tensor, Tensor]:
         """Its lower and upper ends, inside the bounds."""
-        return (centre - radius).clamp(min=self.tuner.low), (centre + radius).clamp(max=self.tuner.high)
+        return (centre - radius).clamp(min=self.space.low), (centre + radius).clamp(max=self.space.high)
 
     def set_point(self, u: Tensor) -> None:
         """Give the regularizer the parameters of a point."""
-        self.set_parameters(dict(zip(self.tuner.names, self.tuner.constrained(u), strict=True)))
+        self.set_parameters(dict(zip(self.space.names, self.space.parameters_at(u), strict=True)))
 
     def set_parameters(self, values: dict[str, Tensor]) -> None:
         """Give the regularizer parameters, by name."""
@@ -220,23 +216,22 @@ class Search:
 
     def result(self, tuned: Tuned, chosen: int, seconds: float) -> Refined:
         """With one of the points as the result."""
-        values, parameters = torch.tensor([_trusted(found) for found in self.judged]), self.tuner.constrained(torch.stack(self.points))
+        values, parameters = torch.tensor([_trusted(found) for found in self.judged]), self.space.parameters_at(torch.stack(self.points))
         own = [i for i, u in enumerate(self.points) if torch.equal(u, self.points[chosen])]
         regrets = self.judged[chosen].regrets
-        met = self.tuner.bounds_met(self.points[chosen])
         result = replace(
             tuned,
             parameters=dict(zip(tuned.names, parameters[chosen].tolist(), strict=True)),
             value=float(values[own].mean()),
             regrets={name: sum(float(self.judged[i].regrets[name]) for i in own) / len(own) for name in regrets},
-            at_bounds=tuple(name for name, flag in zip(tuned.names, met.tolist(), strict=True) if flag),
+            at_bounds=self.space.at_bounds(self.points[chosen]),
             failures=~values.isfinite()[:, None],
             values=values[:, None],
             path=parameters[:, None],
             start=0,
             seconds=tuned.seconds + seconds,
         )
-        return Refined(result, values, self.fitted(), parameters, torch.tensor(self.excess), own[0], seconds)
+        return Refined(result, values, self.fitted(), parameters, torch.tensor(self.excess), own[0], seconds, tuned)
 
 
 def _judge(name: str, objective: ForecastObjective, particles: int, accuracy: float, runs: int) -> Trial:

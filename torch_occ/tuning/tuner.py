@@ -1,7 +1,6 @@
 """Meta-tuning: the parameters of a regularizer, found by gradients of an objective such as the forecast regret.
 
-Every parameter is moved in an unconstrained space, through the transform that belongs to its declared domain (logarithms of positive
-numbers, logits of intervals). Several starts are one batch: parameters of shape `(starts, 1)`. A start whose objective is not finite,
+Every parameter is moved in an unconstrained space (torch_occ.tuning.space). Several starts are one batch: parameters of shape `(starts, 1)`. A start whose objective is not finite,
 or whose forecast has no certificate, goes back to its best point so far, and that is counted and reported.
 """
 
@@ -16,17 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import constraints, transform_to
 
 from torch_occ._support.extras import progress_bar, summary_writer
 from torch_occ._support.files import write_atomically
 from torch_occ._support.fingerprints import fingerprint
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.regularizers.parametrized import Parametrized
 from torch_occ.tuning.objectives import Evaluation
-
-#: Where positive parameters are kept, unless `bounds` says otherwise.
-LOWEST, HIGHEST = 1e-4, 1e4
+from torch_occ.tuning.space import ParameterSpace
 
 
 @dataclass(frozen=True)
@@ -135,40 +130,13 @@ class Tuner:
     ) -> None:
         if steps < 0 or starts < 1:
             raise ValueError(f"steps, starts: expected steps >= 0 and starts >= 1, got {steps} and {starts}")
-        self.bounds = dict(bounds)
+        self.space = space = ParameterSpace(regularizer, only, bounds)
+        self.names, self.low, self.high = space.names, space.low, space.high
         self.caller, self.steps, self.starts, self.rate = _Caller(objective, regularizer), steps, starts, rate
-        domains = _domains(regularizer)
-        self.names = tuple(name for name in domains if only is None or name in only or name.rpartition(".")[2] in only)
-        known = {*domains, *(name.rpartition(".")[2] for name in domains)}
-        for argument, given in (("only", only or ()), ("bounds", bounds)):
-            for name in given:
-                if name not in known:
-                    raise ValueError(f"{argument}: the regularizer has no parameter {name!r}; it has {', '.join(domains)}")
-        if not self.names:
-            raise ValueError("regularizer: there is no parameter to tune")
-        self.transforms = [transform_to(domains[name]) for name in self.names]
-        own = dict(regularizer.named_parameters())
-        centre, low, high = [], [], []
-        for name, transform in zip(self.names, self.transforms, strict=True):
-            value = own[name].detach().double()
-            if value.dim():
-                raise ValueError(f"regularizer: {name} has shape {tuple(value.shape)}; tune scalars, the starts are the batch")
-            limits = bounds.get(name, bounds.get(name.rpartition(".")[2], _default_bounds(domains[name])))
-            ends = [transform.inv(torch.tensor(limit, dtype=torch.float64)) for limit in limits]
-            if not (bool(ends[0].isfinite()) and bool(ends[1].isfinite()) and ends[0] < ends[1]):
-                raise ValueError(f"bounds: {name} must satisfy {domains[name]} with a lower and a higher end inside, got {limits}")
-            if not limits[0] <= float(value) <= limits[1]:
-                raise ValueError(
-                    f"regularizer: {name} is {float(value):g}, outside its bounds {limits}; start inside, or give other bounds"
-                )
-            centre.append(transform.inv(value))
-            low.append(ends[0])
-            high.append(ends[1])
-        self.low, self.high = torch.stack(low), torch.stack(high)
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(starts, len(self.names), dtype=torch.float64, generator=generator)
         noise[0] = 0.0
-        self.u = (torch.stack(centre) + spread * noise).clamp(self.low, self.high)  # (starts, parameters)
+        self.u = (space.centre + spread * noise).clamp(self.low, self.high)  # (starts, parameters)
         self.optimizer = (optimizer or _adam)([self.u], rate)
         self.values: list[Tensor] = []
         self.failures: list[Tensor] = []
@@ -185,15 +153,11 @@ class Tuner:
         """A hash of everything that decides the numbers of the tuning."""
         return fingerprint(self.caller.objective, self.caller.regularizer, self.options)
 
-    def constrained(self, u: Tensor) -> Tensor:
-        """Parameters `(..., parameters)` from the unconstrained space."""
-        return torch.stack([transform(u[..., i]) for i, transform in enumerate(self.transforms)], -1)
-
     def advance(self) -> None:
         """Evaluate at the present point, and move on."""
         begun = time.monotonic()
         u = self.u.detach().clone().requires_grad_()
-        parameters = self.constrained(u)
+        parameters = self.space.parameters_at(u)
         named = {name: parameters[:, i, None] for i, name in enumerate(self.names)}
         evaluation = self.caller.at(named)
         value = evaluation.value.expand(self.starts).double()
@@ -218,16 +182,12 @@ class Tuner:
     def _record(self, u: Tensor, value: Tensor, fine: Tensor, regrets: dict[str, Tensor]) -> None:
         self.values.append(torch.where(fine, value, torch.nan))
         self.failures.append(~fine)
-        self.path.append(self.constrained(u))
+        self.path.append(self.space.parameters_at(u))
         better = fine & (value < self.best_values)
         self.best_values = torch.where(better, value, self.best_values)
         self.best_u = torch.where(better[:, None], u, self.best_u)
         for name, regret in regrets.items():
             self.best_regrets[name] = torch.where(better, regret, self.best_regrets.get(name, torch.full_like(regret, torch.nan)))
-
-    def bounds_met(self, u: Tensor) -> Tensor:
-        """Which parameters are at a bound, `(..., parameters)`."""
-        return (u <= self.low) | (u >= self.high)
 
     def result(self) -> Tuned:
         """The best point so far."""
@@ -237,20 +197,20 @@ class Tuner:
                 f"the objective was not finite and certified at any of {len(self.values)} evaluations of {self.starts} starts; "
                 "start elsewhere, or look at objective(regularizer)"
             )
-        parameters, met = self.constrained(self.best_u[best]), self.bounds_met(self.best_u[best])
+        parameters = self.space.parameters_at(self.best_u[best])
         return Tuned(
             parameters=dict(zip(self.names, parameters.tolist(), strict=True)),
             value=float(self.best_values[best]),
             regrets={name: float(regret[best]) for name, regret in self.best_regrets.items()},
             start=best,
-            at_bounds=tuple(name for name, flag in zip(self.names, met.tolist(), strict=True) if flag),
+            at_bounds=self.space.at_bounds(self.best_u[best]),
             failures=torch.stack(self.failures),
             values=torch.stack(self.values),
             path=torch.stack(self.path),
             names=self.names,
             seconds=self.seconds,
             finished=len(self.values) > self.steps,
-            bounds=self.bounds,
+            bounds=self.space.bounds,
         )
 
     _KEPT = ("u", "values", "failures", "path", "best_values", "best_u", "best_regrets", "gradient_norm", "seconds")
@@ -288,22 +248,6 @@ class _Caller(nn.Module):
         return torch.func.functional_call(self, {f"regularizer.{name}": value for name, value in parameters.items()}, ())
 
 
-def _domains(regularizer: Regularizer) -> dict[str, constraints.Constraint]:
-    """The declared domain of every parameter, by its name."""
-    found: dict[str, constraints.Constraint] = {}
-    for path, module in regularizer.named_modules():
-        if isinstance(module, Parametrized):
-            found |= {f"{path}.{name}" if path else name: constraint for name, constraint in module.arg_constraints.items()}
-    return {name: found.get(name, constraints.real) for name, _ in regularizer.named_parameters()}
-
-
-def _default_bounds(domain: constraints.Constraint) -> tuple[float, float]:
-    if isinstance(domain, constraints.interval):
-        margin = 1e-3 * (domain.upper_bound - domain.lower_bound)
-        return domain.lower_bound + margin, domain.upper_bound - margin
-    return (-HIGHEST, HIGHEST) if domain is constraints.real else (LOWEST, HIGHEST)
-
-
 def _adam(tensors: list[Tensor], rate: float) -> torch.optim.Optimizer:
     return torch.optim.Adam(tensors, lr=rate, betas=(0.8, 0.99))
 
@@ -323,7 +267,7 @@ class _Board:
         values |= {f"meta/regret/{name}": float(x[best]) for name, x in tuner.best_regrets.items()}
         values["meta/gradient_norm"] = float(tuner.gradient_norm[best])
         values["meta/failures"] = float(tuner.failures[-1].sum())
-        values["meta/at_bounds"] = float(tuner.bounds_met(tuner.best_u[best]).sum())
+        values["meta/at_bounds"] = float(len(tuner.space.at_bounds(tuner.best_u[best])))
         for tag, value in values.items():
             self.writer.add_scalar(tag, value, step)
 
