@@ -1,4 +1,4 @@
-"""Formulas written out as Python: the numbers and derivatives that torch has, or none at all."""
+"""Formulas as lists of instructions: the numbers and derivatives that torch has, or none at all."""
 
 from __future__ import annotations
 
@@ -75,11 +75,9 @@ def test_one_tensor_in_two_places_has_both_derivatives():
     assert formula.pull_back(values, [1.0] * len(outputs))[1:] == [-1.0, -1.0]
 
 
-def test_it_can_be_read_and_copied():
+def test_it_can_be_copied():
     formula = record(occ.jin_luo(MDP))
-    assert formula.source.startswith("def replay(x0, x1, x2, x3):")
     again = pickle.loads(pickle.dumps(formula))
-    assert again.source == formula.source
     assert again.replay([4.0, 0.5, 1.0, 2.0]) == formula.replay([4.0, 0.5, 1.0, 2.0])
 
 

@@ -245,7 +245,7 @@ class _Origin(NamedTuple):
 
     step: CompiledStep
     formula: Formula
-    replayed: tuple[Any, ...]  # all values of the formula
+    replayed: list[Any]  # all values of the formula
     terms: Floats  # (2, N or 1, K), weights and exponents
     found: _Found
     batch: torch.Size
