@@ -5,14 +5,17 @@
 @exact          () -> Exact, a problem and its regularizer with the answer in closed form
 """
 
+import re
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributions import constraints
 
 import torch_occ as occ
+from torch_occ.step.kernel_inputs import why_not
 
 F = TypeVar("F", bound=Callable)
 
@@ -217,3 +220,12 @@ def corridor() -> Problem:
     """Many layers of one state; a loss that outweighs the regularizer, so that one action takes nearly everything."""
     mdp = occ.LayeredMDP.random(horizon=10, width=1, num_actions=2)
     return Problem(mdp, random_loss(mdp, 200.0, seed=3), 1e3)
+
+
+def refused_by_the_engine(mdp, psi):
+    """Whether the engine cannot solve this; if so, it must say why."""
+    reason = why_not(mdp, psi)
+    if reason is not None:
+        with pytest.raises(ValueError, match=rf"^backend: {re.escape(reason)}; use backend='torch'$"):
+            occ.FTRLStep(mdp, psi, backend="engine")
+    return reason is not None
