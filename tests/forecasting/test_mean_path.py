@@ -279,3 +279,15 @@ def test_a_path_without_certificate_is_not_a_number():
     assert found.regret[0].isfinite().all()
     assert found.regret[1].isnan().all()
     assert not bool(found.reliable[1])
+
+
+def test_the_final_regret_is_a_number_and_differentiable():
+    mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
+    mean = torch.rand(mdp.num_states, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    psi = occ.jin_luo(mdp)
+    path = occ.forecast(mdp, psi, mean, 1000)
+    assert float(path.final) == path.regret[-1].item()  # a warning would be an error
+    assert type(2 * path.final) is torch.Tensor
+    plain = torch.autograd.grad(occ.forecast(mdp, psi, mean, 1000).regret[-1], list(psi.parameters()))
+    for one, other in zip(torch.autograd.grad(path.final, list(psi.parameters())), plain, strict=True):
+        assert torch.equal(one, other)

@@ -49,6 +49,20 @@ def forward_modes() -> int:
     return sum(level.key() == functorch.TransformType.Jvp for level in stack)
 
 
+class _Readable(Tensor):
+    """A tensor whose `float` does not warn that it requires gradients; every operation on it gives an ordinary tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+
+def readable(x: Tensor) -> Tensor:
+    """The same tensor, differentiable as before, whose `float(x)` does not warn; unchanged inside transforms of torch.func."""
+    return x if inside_transform() else x.as_subclass(_Readable)
+
+
 def standard_gamma(shape: Tensor, generator: torch.Generator) -> Tensor:
     """Gamma variates from an explicit generator, which torch.distributions does not take; differentiable in the shape."""
     return torch._standard_gamma(shape, generator=generator)

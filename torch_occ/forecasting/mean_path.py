@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ._support.private import readable
 from torch_occ.forecasting.phases import Phase, phases_of
 from torch_occ.forecasting.quadrature import Quadrature
 from torch_occ.game.estimators import Estimator, centred
@@ -61,8 +62,8 @@ class Forecast(NamedTuple):
 
     @property
     def final(self) -> Tensor:
-        """The regret after the last episode, `(*batch,)`."""
-        return self.regret[..., -1]
+        """The regret after the last episode, `(*batch,)`, differentiable; `float(path.final)` is the number."""
+        return readable(self.regret[..., -1])
 
     @property
     def noise_share(self) -> Tensor:
