@@ -14,6 +14,7 @@ identities          closed forms against their definitions          eq:quadratic
 conditions          gaps, corruption, the self-bounding condition   eq:self_bounding_constraint
 bounds              constants and right-hand sides                  thm:main_general
 tuning              alpha and gamma for stochastic losses           app:appendix_parameter_choices
+updates             tilde q_t and the smoothness of an update     lem:smooth_update
 decomposition       the regret of a run as penalty and stability    lem:key_lemma_ftrl
 surveys             the statements on random data
 certificate_curves  the terms of the regret bound at checkpoints
@@ -116,15 +117,15 @@ from torch_occ.theory.tuning import tune_stochastic as tune_stochastic
 from torch_occ.theory.tuning import tuning_objective as tuning_objective
 
 # Runs
+from torch_occ.theory.updates import close_hessian as close_hessian
+from torch_occ.theory.updates import smooth_update as smooth_update
+from torch_occ.theory.updates import step_length as step_length
+from torch_occ.theory.updates import tilde as tilde
 from torch_occ.theory.decomposition import Decomposition as Decomposition
 from torch_occ.theory.decomposition import Recorder as Recorder
 from torch_occ.theory.decomposition import Trajectory as Trajectory
-from torch_occ.theory.decomposition import close_hessian as close_hessian
 from torch_occ.theory.decomposition import comparator_point as comparator_point
 from torch_occ.theory.decomposition import decompose as decompose
 from torch_occ.theory.decomposition import proper_comparator as proper_comparator
-from torch_occ.theory.decomposition import smooth_update as smooth_update
-from torch_occ.theory.decomposition import step_length as step_length
-from torch_occ.theory.decomposition import tilde as tilde
 from torch_occ.theory.surveys import survey as survey
 from torch_occ.theory.certificate import Certificate as Certificate

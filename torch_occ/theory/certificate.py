@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torch_occ.callbacks import Callback, TensorBoard
-from torch_occ.learners import FTRL
+from torch_occ._support.private import event_writer
+from torch_occ.game.callbacks import Callback, TensorBoard
+from torch_occ.game.learners import FTRL
 from torch_occ.theory.certificate_curves import Records, evaluate
 from torch_occ.theory.parameters import Parameters
 
 if TYPE_CHECKING:
-    from torch_occ.history import History
-    from torch_occ.simulate import Simulation
+    from torch_occ.game.history import History
+    from torch_occ.game.simulation import Simulation
 
 #: At most this many checkpoints are evaluated together, and the first waits this many seconds.
 TOGETHER, PATIENCE = 16, 2.0
@@ -173,6 +174,6 @@ def _log(board: TensorBoard, found: dict[str, Tensor], episodes: list[int]) -> N
             Summary.Value(tag=f"theory/{name}", simple_value=curve[i])
             for name, curve in shown.items()
         ]
-        board.writer._get_file_writer().add_summary(Summary(value=values), t)
+        event_writer(board.writer).add_summary(Summary(value=values), t)
     if closed:
         board.writer.close()

@@ -32,17 +32,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.ftrl import FTRLStep
-from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import occupancy, optimal_policy
-from torch_occ.regret import comparator
+from torch_occ.game.regret import comparator
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import occupancy, optimal_policy
+from torch_occ.step.ftrl import FTRLStep
 from torch_occ.theory.bounds import adversarial_bound, lower_order
-from torch_occ.theory.decomposition import tilde
 from torch_occ.theory.parameters import Parameters
 from torch_occ.theory.penalty import penalty_bound
 from torch_occ.theory.recursion import curvature, inverse_and_diagonal
 from torch_occ.theory.second_derivatives import hybrid
 from torch_occ.theory.stability import norm_of_moments, stability_bound, weighed
+from torch_occ.theory.updates import tilde
 
 #: Curves that exist a second time, with the suffix `_shared`.
 _SHARED = (

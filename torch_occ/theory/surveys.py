@@ -13,10 +13,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.ftrl import FTRLStep
-from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import occupancy, optimal_policy, policy_of
-from torch_occ.theory import bounds, conditions, decomposition, identities, penalty, stability
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
+from torch_occ.step.ftrl import FTRLStep
+from torch_occ.theory import (
+    bounds,
+    conditions,
+    decomposition,
+    identities,
+    penalty,
+    stability,
+    updates,
+)
 from torch_occ.theory.parameters import Parameters
 from torch_occ.theory.recursion import Curvature, curvature
 from torch_occ.theory.statements import Statement
@@ -194,7 +202,7 @@ def hessian_statements(
     # Halfway between q and another measure, entries may fall to a half and no further.
     p = (q + occupancy(mdp, draw_policy(mdp, generator))) / 2
     t = torch.tensor(float(10 ** (6 * _uniform((), generator))), dtype=q.dtype)
-    yield decomposition.close_hessian(mdp, q, p, parameters, t)
+    yield updates.close_hessian(mdp, q, p, parameters, t)
 
 
 def play(
@@ -224,8 +232,8 @@ def run_statements(
     u = decomposition.comparator_point(run.q[0], best, count)
     found = decomposition.decompose(mdp, parameters, run, u)
     t = torch.arange(1, count + 1, dtype=run.q.dtype).view(-1, *(1,) * len(mdp.batch_shape))
-    yield from decomposition.smooth_update(mdp, run.q, found.tilde_q)
-    yield from decomposition.step_length(mdp, run.q, found.tilde_q, parameters, t)
+    yield from updates.smooth_update(mdp, run.q, found.tilde_q)
+    yield from updates.step_length(mdp, run.q, found.tilde_q, parameters, t)
     yield found.short_estimate()
     yield found.simple_decomposition()
     yield found.bound_stability()
