@@ -287,7 +287,8 @@ def second_moments(mean: Tensor, square: Tensor) -> Tensor:
     j, so the matrix is upper triangular: `(*batch, S, A)` -> `(*batch, S * A, S * A)`.
     """
     flat = mean.flatten(-2)
-    return torch.triu(flat.unsqueeze(-1) * flat.unsqueeze(-2), 1) + torch.diag_embed(square.flatten(-2))
+    products = torch.triu(flat.unsqueeze(-1) * flat.unsqueeze(-2), 1)
+    return products + torch.diag_embed(square.flatten(-2))
 
 
 def check_noise(noise: Noise) -> Noise:
