@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch_occ.hessians import Blocks, Full, Hessian, Separable, combine
 from torch_occ.marginals import Argument, keep, pull_back
 from torch_occ.mdp import LayeredMDP
+from torch_occ.parametrized import Parametrized
 from torch_occ.regularizers import Inputs, Regularizer, Values, evaluate
 from torch_occ.validation import broadcast
 
@@ -32,8 +33,10 @@ class Evaluator:
         self.owners = [(path, module, name) for path, module in regularizer.named_modules() for name in module._parameters]
         self.names = tuple(f"{path}.{name}" if path else name for path, _, name in self.owners)
         self._caller = _MethodCaller(regularizer)
-        declared = [(path, name) for path, module in regularizer.named_modules() for name in getattr(module, "arg_constraints", ())]
-        self.declared = {f"{path}.{name}" if path else name for path, name in declared}
+        # Of a module that declares nothing, such as nn.Linear, no parameter has a batch shape.
+        self.event_dims = tuple(
+            module.event_dims(name) if isinstance(module, Parametrized) else None for _, module, name in self.owners
+        )
 
     def under_vmap(self, batched: Sequence[bool]) -> Evaluator:
         return Evaluator(self.regularizer, (tuple(batched), *self.vmapped))
@@ -48,9 +51,25 @@ class Evaluator:
         self.regularizer.validate(dict(zip(self.names, parameters, strict=True)))
 
     def batch_shape(self, parameters: Sequence[Tensor]) -> torch.Size:
-        """The batch shape of the declared parameters, each of which is a scalar or one for every element."""
-        shapes = [p.shape for name, p in zip(self.names, parameters, strict=True) if name in self.declared]
-        return broadcast(*shapes) if not self.vmapped else torch.Size()
+        """The batch shape of all parameters together, behind the dimensions of enclosing vmaps."""
+        outer, inner = zip(*self._batch_shapes(parameters), strict=True) if parameters else ((), ())
+        rank = max(map(len, inner), default=0)
+        ones = [(1,) * (rank - len(shape)) for shape in inner]
+        return broadcast(*(torch.Size((*a, *b, *c)) for a, b, c in zip(outer, ones, inner, strict=True)))
+
+    def batch_shapes(self, parameters: Sequence[Tensor]) -> dict[str, torch.Size]:
+        """The batch shape of each parameter by its name, without enclosing vmaps."""
+        return {name: inner for name, (_, inner) in zip(self.names, self._batch_shapes(parameters), strict=True)}
+
+    def _batch_shapes(self, parameters: Sequence[Tensor]) -> list[tuple[torch.Size, torch.Size]]:
+        """For each parameter the sizes of the enclosing vmaps, 1 where it is not batched, and its batch shape."""
+        found = []
+        for i, (parameter, event_dims) in enumerate(zip(parameters, self.event_dims, strict=True)):
+            sizes = iter(parameter.shape)
+            outer = torch.Size([next(sizes) if batched[i] else 1 for batched in self.vmapped])
+            inner = torch.Size(sizes)
+            found.append((outer, inner[: len(inner) - event_dims] if event_dims is not None else torch.Size()))
+        return found
 
     def bind(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
         """inputs -> values at these parameters and this t."""
@@ -97,6 +116,7 @@ def derivatives(mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[I
     with torch.enable_grad():
         inputs = _leaves(regularizer.read(mdp, q.detach()))
         values = evaluate(inputs)
+        _check_batch(inputs, values)
         levels: list[tuple[Tensor, Hessian]] = []  # from fine to coarse
         if values.scalars:
             levels.append(_of_scalars(mdp, inputs.scalars, values.scalars))
@@ -108,6 +128,19 @@ def derivatives(mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[I
     for more, coarser in levels[1:]:
         gradient, hessian = gradient + more, combine(coarser, hessian)
     return Derivatives({name: x.detach() for name, x in inputs.scalars.items()}, gradient, hessian)
+
+
+def _check_batch(inputs: Inputs, values: Values) -> None:
+    """Parameters and weights with a larger batch than q would have their Hessians added up."""
+    found = [(name, x, values.scalars[name], 0) for name, x in inputs.scalars.items()]
+    found += [("per_state", x, value, 1) for x, value in zip(inputs.per_state, values.per_state, strict=True)]
+    found += [("joint", x, value, 2) for x, value in zip(inputs.joint, values.joint, strict=True)]
+    for name, x, value, reduced in found:
+        if value.shape != x.shape[: x.dim() - reduced]:
+            raise ValueError(
+                f"regularizer: its {name} terms have shape {tuple(value.shape)} at an argument of shape "
+                f"{tuple(x.shape)}; batched parameters need a batch of q"
+            )
 
 
 def _leaves(inputs: Inputs) -> Inputs:
@@ -129,12 +162,6 @@ def _grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: bool) 
 
 def _of_scalars(mdp: LayeredMDP, arguments: dict[Argument, Tensor], values: dict[Argument, Tensor]) -> tuple[Tensor, Separable]:
     names, xs = list(arguments), list(arguments.values())
-    for name in names:
-        if values[name].shape != arguments[name].shape:
-            found, expected = tuple(values[name].shape), tuple(arguments[name].shape)
-            raise ValueError(
-                f"regularizer: its {name} terms have shape {found} at q of shape {expected}; batched parameters need a batch of q"
-            )
     slopes = _grad(list(values.values()), xs, create_graph=True)
     bends = _grad(slopes, xs)  # the terms act entry by entry, so this is the diagonal of second derivatives
     gradient = sum(pull_back(name, mdp, slope.detach()) for name, slope in zip(names, slopes, strict=True))

@@ -1,29 +1,78 @@
-"""Modules whose scalar parameters declare their domain as class data, as in `torch.distributions`."""
+"""Modules whose parameters declare their domain as class data, as in `torch.distributions`.
+
+A parameter has the shape `(*batch, *event)`. Its event shape is what one problem needs: nothing for a
+scalar, (S, A) for one number a pair. Its batch shape is that of the problems that it is used with.
+Functions that users write know nothing of batches: `one_by_one` shows them each parameter without its
+batch shape, so that a batch cannot be taken for states or actions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from torch_occ.validation import broadcast
+
+#: What is read in place of a parameter, by the identity of the parameter; of this thread only.
+_views: ContextVar[Mapping[int, Tensor] | None] = ContextVar("views", default=None)
+
 
 class Parametrized(nn.Module):
     """Registers `nn.Parameter`s and checks them against `arg_constraints`, at construction and before every solve.
 
-    A parameter is a scalar, or has the batch shape of the problems that it is used with.
+    A parameter is a scalar, or has the batch shape of the problems that it is used with. One that needs
+    more than a number for each problem declares how many dimensions that takes, as in `torch.distributions`:
+    `constraints.independent(constraints.positive, 2)` for one of shape `(*batch, S, A)`. A parameter that
+    is set as an attribute, and not declared, has no batch shape at first: its own is what a problem needs.
     """
 
     arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
 
     def __init__(self, **parameters: Tensor | float) -> None:
         super().__init__()
+        self._event_dims = dict.fromkeys(parameters, 0)
+        self._event_dims |= {name: domain.event_dim for name, domain in self.arg_constraints.items()}
         for name, value in parameters.items():
             dtype = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.float64
             self.register_parameter(name, nn.Parameter(torch.as_tensor(value, dtype=dtype).detach().clone()))
         self.validate()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if param is not None:
+            self._event_dims.setdefault(name, param.dim())
+
+    def event_dims(self, name: str) -> int:
+        """How many of a parameter's last dimensions one problem needs; the others are its batch shape."""
+        return self._event_dims[name]
+
+    def batched(self) -> list[tuple[Tensor, torch.Size]]:
+        """The parameters, here and in the modules inside, that have a batch shape, and that shape."""
+        found = []
+        for module in self.modules():
+            if isinstance(module, Parametrized):
+                for name in module._parameters:
+                    parameter = getattr(module, name)
+                    batch = parameter.shape[: parameter.dim() - module._event_dims[name]]
+                    if batch:
+                        found.append((parameter, batch))
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        views = _views.get()
+        return found if views is None else views.get(id(found), found)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        views = _views.get() or {}
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield name, views.get(id(parameter), parameter)  # type: ignore[misc]
 
     def validate(self, parameters: Mapping[str, Tensor] | None = None) -> None:
         """Raise a ValueError that names the first parameter outside its domain.
@@ -38,8 +87,61 @@ class Parametrized(nn.Module):
                     _check(type(module).__name__, name, value.detach(), constraint)
 
 
+def one_by_one(
+    owner: Parametrized, function: Callable[[Tensor], Tensor], x: Tensor, event_dims: int
+) -> Tensor:
+    """function(x), as if it were called for each element of the batch with that element's parameters.
+
+    Args:
+        owner: whose parameters the function reads.
+        x: `(*batch, *event)`.
+        event_dims: how many dimensions the event shape of x has.
+
+    Returns:
+        `(*batch, *result)`, where batch is that of x and of all parameters together.
+
+    While no parameter has a batch shape, the function is called once with all of x.
+    """
+    batched = owner.batched()
+    if not batched:
+        return function(x)
+    batch = broadcast(x.shape[: x.dim() - event_dims], *(shape for _, shape in batched))
+    count = batch.numel()
+
+    def flat(value: Tensor, dims: int) -> Tensor:
+        event = value.shape[dims:]
+        return value.expand(*batch, *event).reshape(count, *event)
+
+    def at_one(x: Tensor, *values: Tensor) -> Tensor:
+        with _seen_as({id(parameter): value for (parameter, _), value in zip(batched, values, strict=True)}):
+            return function(x)
+
+    xs = flat(x, x.dim() - event_dims)
+    values = [flat(parameter, len(shape)) for parameter, shape in batched]
+    try:
+        found = torch.func.vmap(at_one)(xs, *values)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{type(owner).__name__}: its function failed at x of shape {tuple(xs.shape[1:])}, with one "
+            f"element of its batched parameters at a time. torch.func.vmap runs it, so write torch.where "
+            f"instead of an `if` that depends on a tensor, and no .item(). torch says: {error}"
+        ) from error
+    return found.reshape(*batch, *found.shape[1:])
+
+
+@contextmanager
+def _seen_as(views: Mapping[int, Tensor]) -> Iterator[None]:
+    token = _views.set({**(_views.get() or {}), **views})
+    try:
+        yield
+    finally:
+        _views.reset(token)
+
+
 def _check(owner: str, name: str, value: Tensor, constraint: constraints.Constraint) -> None:
-    valid = constraint.check(value) & value.isfinite()
+    while isinstance(constraint, constraints.independent):  # so that the entry which is wrong can be named
+        constraint = constraint.base_constraint
+    valid = constraint.check(value)[(..., *(None,) * constraint.event_dim)] & value.isfinite()
     if not bool(valid.all()):
         wrong = value[~valid].flatten()[0].item() if value.dim() else value.item()
         raise ValueError(f"{owner}: {name} must satisfy {constraint}, got {wrong}")
