@@ -34,9 +34,7 @@ class Evaluator:
         self.names = tuple(f"{path}.{name}" if path else name for path, _, name in self.owners)
         self._caller = _MethodCaller(regularizer)
         # Of a module that declares nothing, such as nn.Linear, no parameter has a batch shape.
-        self.event_dims = tuple(
-            module.event_dims(name) if isinstance(module, Parametrized) else None for _, module, name in self.owners
-        )
+        self.event_dims = tuple(module.event_dims(name) if isinstance(module, Parametrized) else None for _, module, name in self.owners)
 
     def under_vmap(self, batched: Sequence[bool]) -> Evaluator:
         return Evaluator(self.regularizer, (tuple(batched), *self.vmapped))
@@ -132,6 +130,7 @@ def derivatives(mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[I
 
 def _check_batch(inputs: Inputs, values: Values) -> None:
     """Parameters and weights with a larger batch than q would have their Hessians added up."""
+    found: list[tuple[str, Tensor, Tensor, int]]
     found = [(name, x, values.scalars[name], 0) for name, x in inputs.scalars.items()]
     found += [("per_state", x, value, 1) for x, value in zip(inputs.per_state, values.per_state, strict=True)]
     found += [("joint", x, value, 2) for x, value in zip(inputs.joint, values.joint, strict=True)]

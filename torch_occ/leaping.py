@@ -127,6 +127,11 @@ def leap(
         raise ValueError(f"particles: expected at least 1, got {particles}")
     if not accuracy > 0:
         raise ValueError(f"accuracy: expected a positive number, got {accuracy}")
+    for _, batch in regularizer.batched():
+        raise ValueError(
+            f"regularizer: a parameter has the batch shape {tuple(batch)}, which would be taken for particles; "
+            "leap takes one regularizer at a time, forecast and leap_smoothly take a batch"
+        )
     estimate, course = centred(estimator), Course.of(mdp, losses, int(episodes))
     play = _leap_compiled if engine_takes(backend, lambda: _why_not_compiled(mdp, regularizer, estimate)) else _leap_in_torch
     expected, leaps, uncertified = play(mdp, regularizer, estimate, course, particles, seed, accuracy)

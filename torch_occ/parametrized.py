@@ -87,9 +87,7 @@ class Parametrized(nn.Module):
                     _check(type(module).__name__, name, value.detach(), constraint)
 
 
-def one_by_one(
-    owner: Parametrized, function: Callable[[Tensor], Tensor], x: Tensor, event_dims: int
-) -> Tensor:
+def one_by_one(owner: Parametrized, function: Callable[[Tensor], Tensor], x: Tensor, event_dims: int) -> Tensor:
     """function(x), as if it were called for each element of the batch with that element's parameters.
 
     Args:
@@ -110,6 +108,8 @@ def one_by_one(
 
     def flat(value: Tensor, dims: int) -> Tensor:
         event = value.shape[dims:]
+        if not count:  # torch.func.vmap wants an element; it is dropped below
+            return value.new_ones(1, *event)
         return value.expand(*batch, *event).reshape(count, *event)
 
     def at_one(x: Tensor, *values: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def one_by_one(
             f"element of its batched parameters at a time. torch.func.vmap runs it, so write torch.where "
             f"instead of an `if` that depends on a tensor, and no .item(). torch says: {error}"
         ) from error
-    return found.reshape(*batch, *found.shape[1:])
+    return found[:count].reshape(*batch, *found.shape[1:])
 
 
 @contextmanager
