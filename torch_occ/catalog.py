@@ -28,8 +28,8 @@ class TabularRegularizer(SeparableRegularizer):
         for name, dims in self._event_dims.items():
             if dims:
                 raise ValueError(
-                    f"{type(self).__name__}: {name} declares {dims} event dimensions, but the weights of a table "
-                    "are scalars, one for each problem; derive from SeparableRegularizer instead"
+                    f"{type(self).__name__}: {name} declares {dims} event dimensions, but a table "
+                    "takes one number for each problem; derive from SeparableRegularizer instead"
                 )
         self._arguments = tuple(name for name in ARGUMENTS if name in {term.argument for term in self.table()})
 

@@ -33,8 +33,7 @@ class Evaluator:
         self.owners = [(path, module, name) for path, module in regularizer.named_modules() for name in module._parameters]
         self.names = tuple(f"{path}.{name}" if path else name for path, _, name in self.owners)
         self._caller = _MethodCaller(regularizer)
-        # Of a module that declares nothing, such as nn.Linear, no parameter has a batch shape.
-        self.event_dims = tuple(module.event_dims(name) if isinstance(module, Parametrized) else None for _, module, name in self.owners)
+        self.event_dims = [_event_dims(module, name) for _, module, name in self.owners]
 
     def under_vmap(self, batched: Sequence[bool]) -> Evaluator:
         return Evaluator(self.regularizer, (tuple(batched), *self.vmapped))
@@ -50,23 +49,25 @@ class Evaluator:
 
     def batch_shape(self, parameters: Sequence[Tensor]) -> torch.Size:
         """The batch shape of all parameters together, behind the dimensions of enclosing vmaps."""
-        outer, inner = zip(*self._batch_shapes(parameters), strict=True) if parameters else ((), ())
-        rank = max(map(len, inner), default=0)
-        ones = [(1,) * (rank - len(shape)) for shape in inner]
-        return broadcast(*(torch.Size((*a, *b, *c)) for a, b, c in zip(outer, ones, inner, strict=True)))
+        shapes = self._batch_shapes(parameters)
+        rank = max((len(own) for _, own in shapes), default=0)
+        padded = [torch.Size((*outer, *(1,) * (rank - len(own)), *own)) for outer, own in shapes]
+        return broadcast(*padded)
 
     def batch_shapes(self, parameters: Sequence[Tensor]) -> dict[str, torch.Size]:
         """The batch shape of each parameter by its name, without enclosing vmaps."""
-        return {name: inner for name, (_, inner) in zip(self.names, self._batch_shapes(parameters), strict=True)}
+        shapes = self._batch_shapes(parameters)
+        return {name: own for name, (_, own) in zip(self.names, shapes, strict=True)}
 
     def _batch_shapes(self, parameters: Sequence[Tensor]) -> list[tuple[torch.Size, torch.Size]]:
-        """For each parameter the sizes of the enclosing vmaps, 1 where it is not batched, and its batch shape."""
+        """Of each parameter its sizes in enclosing vmaps, 1 where it has none, and its batch."""
         found = []
         for i, (parameter, event_dims) in enumerate(zip(parameters, self.event_dims, strict=True)):
             sizes = iter(parameter.shape)
             outer = torch.Size([next(sizes) if batched[i] else 1 for batched in self.vmapped])
-            inner = torch.Size(sizes)
-            found.append((outer, inner[: len(inner) - event_dims] if event_dims is not None else torch.Size()))
+            own = torch.Size(sizes)
+            batch_dims = 0 if event_dims is None else len(own) - event_dims
+            found.append((outer, own[:batch_dims]))
         return found
 
     def bind(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
@@ -88,6 +89,11 @@ class Evaluator:
         with torch.no_grad():
             parts = [part.constant(weight) for part, weight in self.regularizer.parts(t)]
         return lambda inputs: evaluate(parts, inputs)
+
+
+def _event_dims(module: nn.Module, name: str) -> int | None:
+    """None for a module that declares nothing, such as nn.Linear: it has no batch shape."""
+    return module.event_dims(name) if isinstance(module, Parametrized) else None
 
 
 class _MethodCaller(nn.Module):
@@ -132,13 +138,14 @@ def _check_batch(inputs: Inputs, values: Values) -> None:
     """Parameters and weights with a larger batch than q would have their Hessians added up."""
     found: list[tuple[str, Tensor, Tensor, int]]
     found = [(name, x, values.scalars[name], 0) for name, x in inputs.scalars.items()]
-    found += [("per_state", x, value, 1) for x, value in zip(inputs.per_state, values.per_state, strict=True)]
-    found += [("joint", x, value, 2) for x, value in zip(inputs.joint, values.joint, strict=True)]
+    states = zip(inputs.per_state, values.per_state, strict=True)
+    found += [("per_state", x, value, 1) for x, value in states]
+    found += [("joint", x, y, 2) for x, y in zip(inputs.joint, values.joint, strict=True)]
     for name, x, value, reduced in found:
         if value.shape != x.shape[: x.dim() - reduced]:
             raise ValueError(
-                f"regularizer: its {name} terms have shape {tuple(value.shape)} at an argument of shape "
-                f"{tuple(x.shape)}; batched parameters need a batch of q"
+                f"regularizer: its {name} terms have shape {tuple(value.shape)} at an argument of "
+                f"shape {tuple(x.shape)}; batched parameters need a batch of q"
             )
 
 

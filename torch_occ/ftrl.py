@@ -153,7 +153,7 @@ class FTRLStep(nn.Module):
 
         probabilities = mdp is not None or any(_carries_derivative(p) for p in model.probabilities)
         setting = Setting(model, self.evaluator, probabilities)
-        # Under a vmap its dimension goes in front of this rank, and parameters must not line up with it.
+        # A vmap puts its dimension in front of this rank: parameters must not line up with it.
         rank = max(cumulative_loss.dim() - 2, *map(len, shapes.values()))
         tensors = [_rank(t, rank, 0), *self.evaluator.own_parameters]
         if probabilities:

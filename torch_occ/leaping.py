@@ -129,8 +129,8 @@ def leap(
         raise ValueError(f"accuracy: expected a positive number, got {accuracy}")
     for _, batch in regularizer.batched():
         raise ValueError(
-            f"regularizer: a parameter has the batch shape {tuple(batch)}, which would be taken for particles; "
-            "leap takes one regularizer at a time, forecast and leap_smoothly take a batch"
+            f"regularizer: a parameter has the batch shape {tuple(batch)}, and leap takes one "
+            "regularizer at a time; forecast and leap_smoothly take a batch"
         )
     estimate, course = centred(estimator), Course.of(mdp, losses, int(episodes))
     play = _leap_compiled if engine_takes(backend, lambda: _why_not_compiled(mdp, regularizer, estimate)) else _leap_in_torch

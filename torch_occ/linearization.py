@@ -34,7 +34,8 @@ class Linearization:
         nothing = torch.zeros(x.shape[:-1], dtype=x.dtype, device=x.device)
         # One rank for all, so that a vmap can put its dimension in front.
         q, t = _rank(self.q, x.dim() - 2, 2), _rank(self.tensors[0], x.dim() - 2, 0)
-        moved, _ = ImplicitSolution.apply(Linearized(self.setting), x, nothing, q, t, *self.tensors[1:])
+        tensors = (x, nothing, q, t, *self.tensors[1:])
+        moved, _ = ImplicitSolution.apply(Linearized(self.setting), *tensors)
         return moved
 
     def dense(self) -> Tensor:

@@ -1,9 +1,9 @@
 """Modules whose parameters declare their domain as class data, as in `torch.distributions`.
 
-A parameter has the shape `(*batch, *event)`. Its event shape is what one problem needs: nothing for a
-scalar, (S, A) for one number a pair. Its batch shape is that of the problems that it is used with.
-Functions that users write know nothing of batches: `one_by_one` shows them each parameter without its
-batch shape, so that a batch cannot be taken for states or actions.
+A parameter has the shape `(*batch, *event)`. Its event shape is what one problem needs: nothing
+for a scalar, (S, A) for one number a pair. Its batch shape is that of the problems that it is used
+with. A function that a user writes knows nothing of batches: `one_by_one` shows it each parameter
+without its batch shape, so that a batch cannot be taken for states or actions.
 """
 
 from __future__ import annotations
@@ -23,13 +23,21 @@ from torch_occ.validation import broadcast
 _views: ContextVar[Mapping[int, Tensor] | None] = ContextVar("views", default=None)
 
 
-class Parametrized(nn.Module):
-    """Registers `nn.Parameter`s and checks them against `arg_constraints`, at construction and before every solve.
+def _seen(found: Any) -> Any:
+    """A parameter as the function that runs now may see it."""
+    views = _views.get()
+    return found if views is None else views.get(id(found), found)
 
-    A parameter is a scalar, or has the batch shape of the problems that it is used with. One that needs
-    more than a number for each problem declares how many dimensions that takes, as in `torch.distributions`:
-    `constraints.independent(constraints.positive, 2)` for one of shape `(*batch, S, A)`. A parameter that
-    is set as an attribute, and not declared, has no batch shape at first: its own is what a problem needs.
+
+class Parametrized(nn.Module):
+    """Registers `nn.Parameter`s and checks them against `arg_constraints`.
+
+    They are checked at construction and before every solve. A parameter is a scalar, or has the
+    batch shape of the problems that it is used with. One that needs more than a number for each
+    problem declares its event dimensions, as in `torch.distributions`: for the shape
+    `(*batch, S, A)` its constraint is `constraints.independent(constraints.positive, 2)`. A
+    parameter that is neither declared nor given to `__init__`, but set as an attribute, has the
+    event shape with which it is first set.
     """
 
     arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
@@ -37,10 +45,11 @@ class Parametrized(nn.Module):
     def __init__(self, **parameters: Tensor | float) -> None:
         super().__init__()
         self._event_dims = dict.fromkeys(parameters, 0)
-        self._event_dims |= {name: domain.event_dim for name, domain in self.arg_constraints.items()}
+        self._event_dims |= {name: each.event_dim for name, each in self.arg_constraints.items()}
         for name, value in parameters.items():
-            dtype = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.float64
-            self.register_parameter(name, nn.Parameter(torch.as_tensor(value, dtype=dtype).detach().clone()))
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            given = torch.as_tensor(value, dtype=None if floating else torch.float64)
+            self.register_parameter(name, nn.Parameter(given.detach().clone()))
         self.validate()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -49,46 +58,48 @@ class Parametrized(nn.Module):
             self._event_dims.setdefault(name, param.dim())
 
     def event_dims(self, name: str) -> int:
-        """How many of a parameter's last dimensions one problem needs; the others are its batch shape."""
+        """How many dimensions a parameter's event shape has; those before are its batch shape."""
         return self._event_dims[name]
 
     def batched(self) -> list[tuple[Tensor, torch.Size]]:
-        """The parameters, here and in the modules inside, that have a batch shape, and that shape."""
+        """The parameters that have a batch shape, here and in modules inside, with that shape."""
         found = []
-        for module in self.modules():
+        for module in self.modules() if self._modules else (self,):
             if isinstance(module, Parametrized):
-                for name in module._parameters:
-                    parameter = getattr(module, name)
-                    batch = parameter.shape[: parameter.dim() - module._event_dims[name]]
-                    if batch:
-                        found.append((parameter, batch))
+                for name, parameter in module._parameters.items():
+                    parameter, event_dims = _seen(parameter), module._event_dims.get(name, 0)
+                    if parameter is not None and parameter.dim() > event_dims:
+                        found.append((parameter, parameter.shape[: parameter.dim() - event_dims]))
         return found
 
     def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        views = _views.get()
-        return found if views is None else views.get(id(found), found)
+        return _seen(super().__getattr__(name))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        views = _views.get() or {}
         for name, parameter in super().named_parameters(*args, **kwargs):
-            yield name, views.get(id(parameter), parameter)  # type: ignore[misc]
+            yield name, _seen(parameter)
 
     def validate(self, parameters: Mapping[str, Tensor] | None = None) -> None:
         """Raise a ValueError that names the first parameter outside its domain.
 
         Args:
-            parameters: values by their name in `named_parameters`, to check instead of the module's own.
+            parameters: values to check instead of the module's own, by name in `named_parameters`.
         """
         for path, module in self.named_modules():
             if isinstance(module, Parametrized):
                 for name, constraint in module.arg_constraints.items():
-                    value = getattr(module, name) if parameters is None else parameters[f"{path}.{name}" if path else name]
+                    full = f"{path}.{name}" if path else name
+                    value = getattr(module, name) if parameters is None else parameters[full]
                     _check(type(module).__name__, name, value.detach(), constraint)
 
 
-def one_by_one(owner: Parametrized, function: Callable[[Tensor], Tensor], x: Tensor, event_dims: int) -> Tensor:
-    """function(x), as if it were called for each element of the batch with that element's parameters.
+def one_by_one(
+    owner: Parametrized,
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    event_dims: int,
+) -> Tensor:
+    """function(x), as if called for each element of the batch with that element's parameters.
 
     Args:
         owner: whose parameters the function reads.
@@ -113,7 +124,8 @@ def one_by_one(owner: Parametrized, function: Callable[[Tensor], Tensor], x: Ten
         return value.expand(*batch, *event).reshape(count, *event)
 
     def at_one(x: Tensor, *values: Tensor) -> Tensor:
-        with _seen_as({id(parameter): value for (parameter, _), value in zip(batched, values, strict=True)}):
+        pairs = zip(batched, values, strict=True)
+        with _seen_as({id(parameter): value for (parameter, _), value in pairs}):
             return function(x)
 
     xs = flat(x, x.dim() - event_dims)
@@ -122,9 +134,10 @@ def one_by_one(owner: Parametrized, function: Callable[[Tensor], Tensor], x: Ten
         found = torch.func.vmap(at_one)(xs, *values)
     except RuntimeError as error:
         raise RuntimeError(
-            f"{type(owner).__name__}: its function failed at x of shape {tuple(xs.shape[1:])}, with one "
-            f"element of its batched parameters at a time. torch.func.vmap runs it, so write torch.where "
-            f"instead of an `if` that depends on a tensor, and no .item(). torch says: {error}"
+            f"{type(owner).__name__}: its function failed at x of shape {tuple(xs.shape[1:])}, "
+            "with one element of its batched parameters at a time. torch.func.vmap runs it, so "
+            "write torch.where instead of an `if` that depends on a tensor, and no .item(). "
+            f"torch says: {error}"
         ) from error
     return found[:count].reshape(*batch, *found.shape[1:])
 
@@ -139,7 +152,7 @@ def _seen_as(views: Mapping[int, Tensor]) -> Iterator[None]:
 
 
 def _check(owner: str, name: str, value: Tensor, constraint: constraints.Constraint) -> None:
-    while isinstance(constraint, constraints.independent):  # so that the entry which is wrong can be named
+    while isinstance(constraint, constraints.independent):  # to name the entry that is wrong
         constraint = constraint.base_constraint
     valid = constraint.check(value)[(..., *(None,) * constraint.event_dim)] & value.isfinite()
     if not bool(valid.all()):
