@@ -21,6 +21,7 @@ from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 from torch_occ.derivatives import Evaluator, derivatives
+from torch_occ.regularizers import Sum
 
 F64 = torch.float64
 NAMES = ("strength", "alpha", "beta", "mix")
@@ -86,6 +87,17 @@ LEVELS = {
 def built_in(mdp, strength, alpha, beta, mix):
     hybrid = occ.HybridTsallis(alpha) * occ.Constant(strength)
     return hybrid + occ.LogBarrier(beta) + occ.ConditionalEntropy() * occ.Constant(mix)
+
+
+STEPS = LEVELS | {"built-in": built_in}
+
+
+def owned(psi):
+    """The parameters in the order of NAMES."""
+    if not isinstance(psi, Sum):
+        return [getattr(psi, name) for name in NAMES]
+    hybrid, barrier, entropy = psi.terms
+    return [hybrid.factor.rate, hybrid.regularizer.alpha, barrier.beta, entropy.factor.rate]
 
 
 def uneven():
@@ -172,11 +184,11 @@ def close(found, expected, tolerance=1e-12):
 # -- all coincidences of sizes ---------------------------------------------------------------------
 
 
-@at_all_levels
+@pytest.mark.parametrize("level", STEPS)
 @of_sizes(CASES)
 def test_values_and_derivatives_are_those_of_each_element(name, shape, level):
     mdp, values, rate = MDPS[name], parameters(shape), some(shape, 9)
-    q, psi = points(mdp, shape), LEVELS[level](mdp, **values) / occ.InverseSqrt(rate)
+    q, psi = points(mdp, shape), STEPS[level](mdp, **values) / occ.InverseSqrt(rate)
     found = derive(mdp, psi, q)
 
     def alone(index, scalars):
@@ -191,26 +203,56 @@ def test_values_and_derivatives_are_those_of_each_element(name, shape, level):
         close(x, y)
 
 
-@at_all_levels
+@pytest.mark.parametrize("level", STEPS)
 @of_sizes(SOLVED)
 def test_solutions_and_their_gradients_are_those_of_each_element(name, shape, level):
     mdp, values = MDPS[name], parameters(shape)
     loss, c = random_loss(mdp, 5.0, seed=1, batch=shape), random_loss(mdp, seed=2)
-    psi = LEVELS[level](mdp, **values)
+    psi = STEPS[level](mdp, **values)
     q = occ.FTRLStep(mdp, psi)(loss)
-    found = torch.autograd.grad((q * c * mdp.actions).sum(), list(psi.parameters()))
+    found = torch.autograd.grad((q * c * mdp.actions).sum(), owned(psi))
 
     def alone(index, scalars):
         truth = built_in(mdp, **scalars)
         q = occ.FTRLStep(mdp, truth)(loss[index])
-        (hybrid, barrier, entropy) = truth.terms
-        owned = [hybrid.factor.rate, hybrid.regularizer.alpha, barrier.beta, entropy.factor.rate]
-        slopes = torch.autograd.grad((q * c * mdp.actions).sum(), owned)
+        slopes = torch.autograd.grad((q * c * mdp.actions).sum(), owned(truth))
         return torch.cat([q.detach().flatten(), torch.stack(slopes)])
 
     expected_q, expected = each(alone, values, shape).split([c.numel(), len(NAMES)], -1)
     close(q.detach().flatten(-2), expected_q, 1e-10)
     close(torch.stack(found, -1), expected, 1e-8)
+
+
+class Complement(occ.SeparableRegularizer):
+    arg_constraints: ClassVar = {"alpha": constraints.nonnegative}
+
+    def pair(self, x):
+        return -x.sqrt()
+
+    def complement(self, x):
+        return -self.alpha * x.sqrt()
+
+
+@of_sizes(SOLVED)
+def test_complements(name, shape):
+    mdp, alpha, q = MDPS[name], some(shape, 1), points(MDPS[name], shape)
+    user, twin = (derive(mdp, kind(alpha=alpha), q) for kind in (Complement, occ.HybridComplement))
+
+    def alone(index, scalars):
+        return derive(mdp, occ.HybridComplement(scalars["alpha"]), q[index]).gradient
+
+    for found in (user, twin):
+        close(found.gradient, each(alone, {"alpha": alpha}, shape))
+    close(user.hessian.d, twin.hessian.d)
+
+
+@pytest.mark.parametrize("shape", [(3,), (4,), (12,), (4, 3)])
+def test_levels_may_be_mixed(shape):
+    mdp, values = MDPS["cube"], parameters(shape)
+    loss = random_loss(mdp, 5.0, batch=shape)
+    mixed = sum(build(mdp, **values) for build in STEPS.values()) / 4
+    truth = built_in(mdp, **values)
+    close(occ.FTRLStep(mdp, mixed)(loss).detach(), occ.FTRLStep(mdp, truth)(loss).detach(), 1e-10)
 
 
 # -- several batch shapes at once, and none of q's own ---------------------------------------------
@@ -275,7 +317,6 @@ def solver(step, names):
     return solve
 
 
-STEPS = LEVELS | {"built-in": lambda mdp, **parameters: built_in(mdp, **parameters)}
 SHORT = {  # two parameters of each
     **dict.fromkeys(LEVELS, ("regularizer.strength", "regularizer.beta")),
     "built-in": ("regularizer.terms.0.factor.rate", "regularizer.terms.1.beta"),
