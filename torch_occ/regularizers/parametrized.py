@@ -65,10 +65,10 @@ class Parametrized(nn.Module):
     def batched(self) -> list[tuple[Tensor, torch.Size]]:
         """The parameters that have a batch shape, here and in modules inside, with that shape."""
         found = []
-        for module in self.modules() if has_children(self) else (self,):
-            if isinstance(module, Parametrized):
-                for name, own in own_parameters(module).items():
-                    parameter, event_dims = _seen(own), module._event_dims.get(name, 0)
+        for owner in self.modules() if has_children(self) else (self,):
+            if isinstance(owner, Parametrized):
+                for name, own in own_parameters(owner).items():
+                    parameter, event_dims = _seen(own), owner._event_dims.get(name, 0)
                     if parameter is not None and parameter.dim() > event_dims:
                         found.append((parameter, parameter.shape[: parameter.dim() - event_dims]))
         return found
