@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Hooks, in the order in which they are called."""
+    """Hooks, in the order in which they are called.
+
+    An OSError in `on_start` is raised. Later on it would cost the run, so the callback is left out
+    with a warning. Every other exception ends the run.
+    """
 
     def on_start(self, run: Simulation) -> None:
         """Before the first episode, or the first after a resume."""
@@ -37,7 +42,20 @@ class Callback:
         """At a chunk's edge, a few hundred episodes apart."""
 
     def on_end(self, run: Simulation, history: History) -> None:
-        """After the last episode, or after Ctrl-C."""
+        """After the last episode, or when the run is interrupted."""
+
+
+def tell(callbacks: list[Callback], hook: str, *arguments: Any) -> None:
+    """Call a hook of each; one whose files fail (an OSError) is left out from then on, with a warning."""
+    for callback in tuple(callbacks):
+        try:
+            getattr(callback, hook)(*arguments)
+        except OSError as error:
+            callbacks[:] = [other for other in callbacks if other is not callback]
+            warnings.warn(
+                f"{type(callback).__name__}: {error}; the run goes on without this callback",
+                stacklevel=3,
+            )
 
 
 class ProgressBar(Callback):

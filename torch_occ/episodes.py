@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_occ.estimators import Feedback
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import policy_of
-from torch_occ.streams import invert
+from torch_occ.streams import CHUNK, invert
 
 if TYPE_CHECKING:
     from torch_occ.simulate import Simulation
@@ -21,6 +21,7 @@ class TorchPlayer:
 
     name = "torch"
     chunks = 1
+    most = CHUNK
     reacts = False
 
     def __init__(self, mdp: LayeredMDP) -> None:

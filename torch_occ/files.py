@@ -1,20 +1,69 @@
-"""Writing files so that nothing already saved is ever lost: to a temporary file beside the target, then renamed over it."""
+"""Files that are complete or not there, and that are known to be undamaged when they are read back.
+
+A file is written under another name beside its target and then renamed, so nothing that was saved
+is ever lost. A file that work continues from also carries a seal: what kind of file it is, the
+version of its format and of this package, and a checksum of all that and of the content. A binary
+file has its seal in a last line, so NumPy and torch still read it by themselves; a JSON file has
+it in the entry "seal".
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+#: The version of what the files of this package hold; a file of another format is refused.
+FORMAT = 1
+
+try:
+    VERSION = metadata.version("torch-occ")
+except metadata.PackageNotFoundError:  # a source tree that is not installed
+    VERSION = "unknown"
+
+_ADVICE = "It is left as it is: move it away to begin anew, or name another file"
+
+
+# -- complete or not there --------------------------------------------------------------------
 
 
 def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Call `write` with an open binary file that becomes `path` only once it is complete and on disk."""
+    """Call `write` with an open binary file that becomes `path` once it is complete and on disk.
+
+    Raises:
+        OSError: with the path, if that fails; the old file is still there.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with _complete_file(path, write) as temporary:
+        os.replace(temporary, path)
+
+
+def try_to_write(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
+    """Do everything that `write_atomically` does but for the last step: `path` stays as it is.
+
+    Raises:
+        OSError: with the path, if nothing can be written there.
+    """
+    path = Path(path)
+    with _complete_file(path, write) as temporary:
+        if path.is_dir():
+            raise IsADirectoryError(21, "Is a directory")
+        os.unlink(temporary)
+
+
+@contextmanager
+def _complete_file(path: Path, write: Callable[[BinaryIO], object]) -> Iterator[str]:
+    """A temporary file beside `path` with its whole content on disk; it is gone after an error."""
+    temporary = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             write(file)
             file.flush()
@@ -22,9 +71,131 @@ def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> N
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
+        yield temporary
     except BaseException as error:
-        os.unlink(temporary)
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise OSError(error.errno, f"{error.strerror}; nothing that was saved before is lost", str(path)) from error
+            reason = f"{error.strerror or error}; nothing that was saved before is lost"
+            raise OSError(error.errno, reason, str(path)) from error
         raise
+
+
+# -- undamaged --------------------------------------------------------------------------------
+
+
+def write_checked(path: str | Path, kind: str, payload: bytes) -> None:
+    """Write bytes and their seal, atomically; `kind` says what they are, in words for messages."""
+    write_atomically(path, lambda file: file.write(sealed(kind, payload)))
+
+
+def sealed(kind: str, payload: bytes) -> bytes:
+    """The bytes with their seal, as `write_checked` writes them."""
+    return payload + _last_line(_seal(kind, payload))
+
+
+def read_checked(path: str | Path, kind: str, *, any_version: bool = False) -> bytes:
+    """The bytes that `write_checked` wrote, once they are known to be the same.
+
+    Args:
+        kind: as it was written.
+        any_version: accept what another version of this package wrote in the same format.
+
+    Raises:
+        ValueError: with the path, if the file is empty, damaged, truncated, of another kind, of
+            another version, or not a file of this package at all.
+    """
+    content = Path(path).read_bytes()
+    body, _, line = content.removesuffix(b"\n").rpartition(b"\n")
+    try:
+        seal = json.loads(line)
+        intact = content.endswith(b"\n") and content == body + _last_line(seal)
+    except (ValueError, TypeError):
+        seal, intact = None, False
+    _check(path, kind, body, seal, intact, any_version, empty=not content)
+    return body
+
+
+def write_checked_json(path: str | Path, kind: str, content: dict[str, Any]) -> None:
+    """Write a dictionary as JSON, with its seal under the key "seal", atomically."""
+    whole = content | {"seal": _seal(kind, _canonical(content))}
+    write_atomically(path, lambda file: file.write(json.dumps(whole, indent=1).encode()))
+
+
+def read_checked_json(path: str | Path, kind: str) -> dict[str, Any]:
+    """The dictionary that `write_checked_json` wrote; the errors are those of `read_checked`."""
+    text = Path(path).read_bytes()
+    content: Any = None
+    try:
+        content = json.loads(text)
+    except ValueError:
+        pass
+    seal = content.pop("seal", None) if isinstance(content, dict) else None
+    _check(path, kind, _canonical(content), seal, seal is not None, False, empty=not text)
+    return content  # type: ignore[no-any-return]  # a dictionary, since it had a seal
+
+
+def check_replaceable(path: str | Path) -> None:
+    """Raise a ValueError if `path` holds something that this package has not written whole."""
+    path = Path(path)
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    body, _, line = content.removesuffix(b"\n").rpartition(b"\n")
+    try:
+        seal = json.loads(line)
+        if seal["sha256"] == _sha256(seal, body):
+            return
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise ValueError(
+        f"{path}: holds something that torch_occ has not saved, or a damaged file. {_ADVICE}"
+    )
+
+
+def _seal(kind: str, payload: bytes) -> dict[str, Any]:
+    seal = {"kind": f"torch_occ {kind}", "format": FORMAT, "version": VERSION}
+    return seal | {"sha256": _sha256(seal, payload)}
+
+
+def _sha256(seal: dict[str, Any], payload: bytes) -> str:
+    """Of the payload and of everything else in the seal."""
+    named = {name: seal[name] for name in ("kind", "format", "version")}
+    return hashlib.sha256(_canonical(named) + b"\n" + payload).hexdigest()
+
+
+def _canonical(content: Any) -> bytes:
+    return json.dumps(content, sort_keys=True).encode()
+
+
+def _last_line(seal: dict[str, Any]) -> bytes:
+    return b"\n" + json.dumps(seal).encode() + b"\n"
+
+
+def _check(
+    path: str | Path,
+    kind: str,
+    payload: bytes,
+    seal: Any,
+    intact: bool,
+    any_version: bool,
+    *,
+    empty: bool,
+) -> None:
+    """Raise a ValueError unless the seal is that of the payload and of this kind and version."""
+    found = seal if isinstance(seal, dict) else {}
+    if empty:
+        trouble = "is empty"
+    elif not str(found.get("kind", "")).startswith("torch_occ "):
+        trouble = f"is not {kind} that torch_occ has saved, or its end is missing"
+    elif not (intact and {"format", "version", "sha256"} <= found.keys()):
+        trouble = "is damaged"
+    elif found["sha256"] != _sha256(found, payload):
+        trouble = "is damaged: its checksum is wrong"
+    elif found["kind"] != f"torch_occ {kind}":
+        trouble = f"is {found['kind'].removeprefix('torch_occ ')}, not {kind}"
+    elif found["format"] != FORMAT or (found["version"] != VERSION and not any_version):
+        trouble = f"was saved by torch_occ {found['version']}, and this is {VERSION}"
+    else:
+        return
+    raise ValueError(f"{path}: {trouble}. {_ADVICE}")
