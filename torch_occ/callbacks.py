@@ -94,6 +94,8 @@ _LAYOUT = {
 class TensorBoard(Callback):
     """Curves, images and the configuration of a run, for TensorBoard; the step axis is the episode. docs/tensorboard.md is a tour.
 
+    If its files fail during a run, it warns, and the run goes on without it.
+
     Nothing happens between checkpoints. When a run is resumed, points beyond the episode at which it continues are purged, and
     a fresh directory gets the earlier part of the regret and solver curves too.
 
@@ -128,6 +130,8 @@ class TensorBoard(Callback):
 
     @torch.no_grad()
     def on_checkpoint(self, run: Simulation) -> None:
+        if not self.directory.is_dir():  # the open file would swallow everything without a word
+            raise FileNotFoundError(2, "TensorBoard's directory has gone", str(self.directory))
         learner = {f"learner/{name}": value for name, value in parameters(run.learner, run.t).items()}
         self._scalars(self._curves(run, len(run.recorded) - 1) | self._policy(run) | learner, run.t)
         if self.images_per_decade and (run.t >= self.next_image or run.t == run.episodes):
@@ -139,7 +143,7 @@ class TensorBoard(Callback):
         try:
             self.writer.flush()
         except OSError as error:
-            raise OSError(f"{self.directory}: TensorBoard's events could not be written ({error}); what is saved is kept") from error
+            raise OSError(f"{self.directory}: TensorBoard's events cannot be written ({error})") from error
 
     def on_end(self, run: Simulation, history: History) -> None:
         from torch_occ.figures import pixels, regret_figure

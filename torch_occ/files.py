@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -106,51 +106,51 @@ def read_checked(path: str | Path, kind: str, *, any_version: bool = False) -> b
             another version, or not a file of this package at all.
     """
     content = Path(path).read_bytes()
-    body, _, line = content.removesuffix(b"\n").rpartition(b"\n")
-    try:
-        seal = json.loads(line)
-        intact = content.endswith(b"\n") and content == body + _last_line(seal)
-    except (ValueError, TypeError):
-        seal, intact = None, False
-    _check(path, kind, body, seal, intact, any_version, empty=not content)
+    body, seal = _parted(content)
+    trouble = _trouble(kind, body, seal, any_version) if content else "is empty"
+    if trouble:
+        raise ValueError(f"{path}: {trouble}. {_ADVICE}")
     return body
 
 
 def write_checked_json(path: str | Path, kind: str, content: dict[str, Any]) -> None:
-    """Write a dictionary as JSON, with its seal under the key "seal", atomically."""
+    """Write a dictionary as JSON, with its seal in the entry "seal", atomically."""
     whole = content | {"seal": _seal(kind, _canonical(content))}
     write_atomically(path, lambda file: file.write(json.dumps(whole, indent=1).encode()))
 
 
 def read_checked_json(path: str | Path, kind: str) -> dict[str, Any]:
     """The dictionary that `write_checked_json` wrote; the errors are those of `read_checked`."""
-    text = Path(path).read_bytes()
-    content: Any = None
-    try:
-        content = json.loads(text)
-    except ValueError:
-        pass
-    seal = content.pop("seal", None) if isinstance(content, dict) else None
-    _check(path, kind, _canonical(content), seal, seal is not None, False, empty=not text)
-    return content  # type: ignore[no-any-return]  # a dictionary, since it had a seal
+    text, content, seal = Path(path).read_bytes(), {}, None
+    with suppress(ValueError):  # what is not JSON has no seal
+        found = json.loads(text)
+        if isinstance(found, dict):
+            content, seal = found, found.pop("seal", None)
+    trouble = _trouble(kind, _canonical(content), seal, False) if text else "is empty"
+    if trouble:
+        raise ValueError(f"{path}: {trouble}. {_ADVICE}")
+    return content
 
 
 def check_replaceable(path: str | Path) -> None:
     """Raise a ValueError if `path` holds something that this package has not written whole."""
     path = Path(path)
-    if not path.exists():
+    if not path.is_file():
         return
-    content = path.read_bytes()
+    body, seal = _parted(path.read_bytes())
+    if not isinstance(seal, dict) or seal.get("sha256") != _sha256(seal, body):
+        found = "a damaged file, or something that torch_occ has not saved"
+        raise ValueError(f"{path}: holds {found}. {_ADVICE}")
+
+
+def _parted(content: bytes) -> tuple[bytes, Any]:
+    """The payload and the seal in the last line; None for a seal that is not there or not whole."""
     body, _, line = content.removesuffix(b"\n").rpartition(b"\n")
-    try:
+    with suppress(ValueError, TypeError):
         seal = json.loads(line)
-        if seal["sha256"] == _sha256(seal, body):
-            return
-    except (ValueError, TypeError, KeyError):
-        pass
-    raise ValueError(
-        f"{path}: holds something that torch_occ has not saved, or a damaged file. {_ADVICE}"
-    )
+        if content == body + _last_line(seal):
+            return body, seal
+    return body, None
 
 
 def _seal(kind: str, payload: bytes) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _seal(kind: str, payload: bytes) -> dict[str, Any]:
 
 def _sha256(seal: dict[str, Any], payload: bytes) -> str:
     """Of the payload and of everything else in the seal."""
-    named = {name: seal[name] for name in ("kind", "format", "version")}
+    named = {name: seal.get(name) for name in ("kind", "format", "version")}
     return hashlib.sha256(_canonical(named) + b"\n" + payload).hexdigest()
 
 
@@ -172,30 +172,16 @@ def _last_line(seal: dict[str, Any]) -> bytes:
     return b"\n" + json.dumps(seal).encode() + b"\n"
 
 
-def _check(
-    path: str | Path,
-    kind: str,
-    payload: bytes,
-    seal: Any,
-    intact: bool,
-    any_version: bool,
-    *,
-    empty: bool,
-) -> None:
-    """Raise a ValueError unless the seal is that of the payload and of this kind and version."""
+def _trouble(kind: str, payload: bytes, seal: Any, any_version: bool) -> str | None:
+    """What is wrong with a payload and its seal; None if nothing is."""
     found = seal if isinstance(seal, dict) else {}
-    if empty:
-        trouble = "is empty"
-    elif not str(found.get("kind", "")).startswith("torch_occ "):
-        trouble = f"is not {kind} that torch_occ has saved, or its end is missing"
-    elif not (intact and {"format", "version", "sha256"} <= found.keys()):
-        trouble = "is damaged"
-    elif found["sha256"] != _sha256(found, payload):
-        trouble = "is damaged: its checksum is wrong"
-    elif found["kind"] != f"torch_occ {kind}":
-        trouble = f"is {found['kind'].removeprefix('torch_occ ')}, not {kind}"
-    elif found["format"] != FORMAT or (found["version"] != VERSION and not any_version):
-        trouble = f"was saved by torch_occ {found['version']}, and this is {VERSION}"
-    else:
-        return
-    raise ValueError(f"{path}: {trouble}. {_ADVICE}")
+    own, version = str(found.get("kind", "")), found.get("version")
+    if not own.startswith("torch_occ "):
+        return f"is not {kind} that torch_occ has saved, or it is damaged"
+    if found.get("sha256") != _sha256(found, payload):
+        return "is damaged: its checksum is wrong"
+    if own != f"torch_occ {kind}":
+        return f"is {own.removeprefix('torch_occ ')}, not {kind}"
+    if found["format"] != FORMAT or (version != VERSION and not any_version):
+        return f"was saved by torch_occ {version}, and this is {VERSION}"
+    return None

@@ -31,7 +31,7 @@ from torch_occ.files import VERSION
 RULES = 2
 
 
-class Unhashable(TypeError):
+class UnhashableError(TypeError):
     """Something that a saved run cannot be recognized by."""
 
 
@@ -44,13 +44,10 @@ def fingerprints(**parts: Any) -> dict[str, str]:
     """The hash of each part, by its name; the package's version counts.
 
     Raises:
-        Unhashable: if something cannot be hashed, with the way to it, as in `learner.step.lock`.
+        UnhashableError: if something cannot be hashed, with the way to it, as in `learner.step.lock`.
     """
     hasher = _Hasher()
-    return {
-        name: _joined(f"{RULES} {VERSION} {name}", [hasher.digest(part, name)]).hex()
-        for name, part in parts.items()
-    }
+    return {name: _joined(f"{RULES} {VERSION} {name}", [hasher.digest(part, name)]).hex() for name, part in parts.items()}
 
 
 def differences(saved: Any, now: dict[str, str]) -> list[str]:
@@ -87,10 +84,7 @@ class _Hasher:
 
     def _mapping(self, part: Any, where: str, way: str) -> bytes:
         """In an order that does not depend on insertion."""
-        pairs = (
-            self.digest(key, f"a key of {where}") + self.digest(value, way.format(where, key))
-            for key, value in part.items()
-        )
+        pairs = (self.digest(key, f"a key of {where}") + self.digest(value, way.format(where, key)) for key, value in part.items())
         return _joined("mapping", sorted(pairs))
 
     def _compound(self, part: Any, where: str) -> bytes:
@@ -163,7 +157,7 @@ class _Hasher:
     def _global(self, part: Global, where: str) -> bytes:
         try:
             return _joined(part.name, [self.digest(part.value, where)])
-        except Unhashable:  # a lock or a file, say: code may read it without being refused
+        except UnhashableError:  # a lock or a file, say: code may read it without being refused
             return _joined(part.name, [name_of(type(part.value)).encode()])
 
     def _pickled(self, part: Any, where: str) -> bytes:
@@ -230,8 +224,8 @@ def _plain(part: Any) -> bytes | None:
     return None
 
 
-def _refusal(part: Any, where: str, reason: str) -> Unhashable:
-    return Unhashable(
+def _refusal(part: Any, where: str, reason: str) -> UnhashableError:
+    return UnhashableError(
         f"{where}: a {type(part).__qualname__} cannot be hashed ({reason}), so a saved run could "
         "not be told from another one. Make it of tensors, numbers and functions, list the "
         "attribute in `fingerprint_ignores` of its class if it decides nothing, or leave "

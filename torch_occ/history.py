@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ.files import write_atomically
+from torch_occ.files import read_checked, write_checked
 
 
 @dataclass
@@ -42,7 +43,7 @@ class History:
     config: dict[str, Any]
 
     def save(self, path: str | Path) -> None:
-        """Write everything to one `.npz` file, atomically."""
+        """Write everything to one `.npz` file with a checksum, atomically; NumPy can read it."""
         arrays: dict[str, Any] = {}
         plain: dict[str, Any] = {}
         for field in fields(self):
@@ -51,12 +52,19 @@ class History:
                 arrays[field.name] = value.cpu().numpy()
             else:
                 plain[field.name] = value
-        write_atomically(path, lambda file: np.savez_compressed(file, plain=np.array(json.dumps(plain)), **arrays))
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, plain=np.array(json.dumps(plain)), **arrays)
+        write_checked(path, "a history", buffer.getvalue())
 
     @classmethod
     def load(cls, path: str | Path) -> History:
-        """Read what `save` wrote."""
-        with np.load(path, allow_pickle=False) as file:
+        """Read what `save` wrote, in this version of the package or another.
+
+        Raises:
+            ValueError: if the file is damaged, empty, or not a history.
+        """
+        payload = read_checked(path, "a history", any_version=True)
+        with np.load(io.BytesIO(payload), allow_pickle=False) as file:
             plain = json.loads(str(file["plain"]))
             arrays: dict[str, Any] = {name: torch.from_numpy(file[name]) for name in file.files if name != "plain"}
         return cls(**arrays, **(plain | {"seeds": tuple(plain["seeds"])}))

@@ -30,9 +30,7 @@ class Kept:
         every: seconds between two saves.
     """
 
-    def __init__(
-        self, path: str | Path, kind: str, fingerprints: dict[str, str], every: float = 0.0
-    ) -> None:
+    def __init__(self, path: str | Path, kind: str, fingerprints: dict[str, str], every: float = 0.0) -> None:
         self.path, self.kind, self.every = Path(path), kind, every
         self.fingerprints = fingerprints
         self.latest: State | None = None
@@ -52,8 +50,7 @@ class Kept:
         other = differences(state.pop("fingerprints", None), self.fingerprints)
         if other:
             raise ValueError(
-                f"{self.path}: belongs to another {self.kind}, which does not have the same "
-                f"{', '.join(other)}; name another file"
+                f"{self.path}: belongs to another {self.kind}, which does not have the same {', '.join(other)}; name another file"
             )
         self.in_file = True
         return state

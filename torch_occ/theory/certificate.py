@@ -19,8 +19,9 @@ The bounds are about expectations: compare means over seeds. They are proved for
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,8 +109,7 @@ class Certificate(Callback):
     def on_chunk(self, run: Simulation) -> None:
         if len(self.records) > self.evaluated and time.monotonic() - self.since > PATIENCE:
             self._evaluate(run)
-            if self.board is not None:
-                self.board.on_chunk(run)  # what is saved as evaluated must be on disk
+            self._to_board(TensorBoard.on_chunk, run)  # what is saved as evaluated must be on disk
         if self.records and len(run.sums.get(f"{_KEPT}episode", ())) < len(self.records):
             kept = _join(self.records)._asdict() | {"evaluated": torch.tensor(self.evaluated)}
             run.sums |= {f"{_KEPT}{name}": part for name, part in kept.items()}
@@ -128,8 +128,18 @@ class Certificate(Callback):
         found = evaluate(run.learner.step, self.parameters, _join(self.records), run.losses.noise, self._norms())
         self.known.append(found)
         self.evaluated = len(self.records)
-        if self.board is not None:
-            _log(self.board, found, [int(record.episode) for record in self.records[first:]], silent - first)
+        episodes = [int(record.episode) for record in self.records[first:]]
+        self._to_board(_log, found, episodes, silent - first)
+
+    def _to_board(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Log, if there is a board; when its files fail, warn, and go on without."""
+        if self.board is None:
+            return
+        try:
+            write(self.board, *arguments)
+        except OSError as error:
+            self.board = None
+            warnings.warn(f"Certificate: {error}; its curves are not logged any more", stacklevel=4)
 
     def _norms(self) -> Tensor | None:
         """What `evaluate` has found of the stability so far, `(2, C, N)`."""
