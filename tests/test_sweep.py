@@ -193,13 +193,14 @@ def test_a_damaged_file_is_named(tmp_path):
     occ.sweep(cells.square, [{"x": 1.0}], tmp_path, **QUIET)
     (path,) = (tmp_path / "cells").iterdir()
     path.write_text("{")
-    with pytest.raises(ValueError, match=re.escape(f"{path}: is not a cell of a sweep")):
+    message = f"{path}: is not a cell of a sweep that torch_occ has saved, or it is damaged"
+    with pytest.raises(ValueError, match=re.escape(message)):
         occ.sweep(cells.square, [{"x": 1.0}], tmp_path, **QUIET)
 
 
-def test_processes_are_counted():
+def test_processes_are_counted(tmp_path):
     with pytest.raises(ValueError, match="processes: expected at least 1, got 0"):
-        occ.sweep(cells.square, [{"x": 1.0}], "unused", processes=0, **QUIET)
+        occ.sweep(cells.square, [{"x": 1.0}], tmp_path, processes=0, **QUIET)
 
 
 # -- a cluster --------------------------------------------------------------------------------------------------------------

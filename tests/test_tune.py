@@ -109,25 +109,29 @@ def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
     whole = occ.tune(objective, psi_of(), steps=6, starts=2)
 
     class Interrupted(occ.ForecastObjective):
+        fingerprint_ignores = ("calls",)
         calls = 0
 
         def __call__(self, regularizer):
-            Interrupted.calls += 1
-            if Interrupted.calls == 4:
+            self.calls += 1
+            if self.calls == 4:
                 raise KeyboardInterrupt
             return super().__call__(regularizer)
 
-    Interrupted.__qualname__ = "ForecastObjective"
-    broken = Interrupted([occ.World("stochastic", mdp, mean)], 1000)
+    objective = Interrupted([occ.World("stochastic", mdp, mean)], 1000)
     path = tmp_path / "tuning.pt"
-    part = occ.tune(broken, psi_of(), steps=6, starts=2, save_to=path)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        occ.tune(objective, psi_of(), steps=6, starts=2, save_to=path)
+    part = caught.value.result
+    assert caught.value.saved_to == path
+    assert "stopped after 3 of 7 steps; saved to" in caught.value.__notes__[0]
     assert not part.finished
     assert len(part.values) == 3
     resumed = occ.tune(objective, psi_of(), steps=6, starts=2, save_to=path)
     assert torch.equal(resumed.values, whole.values)
     assert torch.equal(resumed.path, whole.path)
     assert resumed.parameters == whole.parameters
-    with pytest.raises(ValueError, match="belongs to another tuning"):
+    with pytest.raises(ValueError, match="belongs to another tuning, .* the same options"):
         occ.tune(objective, psi_of(), steps=7, starts=2, save_to=path)
 
 
