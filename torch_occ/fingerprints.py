@@ -181,7 +181,8 @@ class _Hasher:
         return _joined("object", found)
 
     def _state(self, part: Any, state: Any, where: str) -> bytes:
-        """Attributes, without caches."""
+        """Attributes, without caches; None is an object that has none."""
+        state = {} if state is None else state
         if type(state) is not dict:
             return self.digest(state, where)
         kind = type(part)
