@@ -233,10 +233,7 @@ def test_what_differs_has_another_fingerprint_and_what_does_not_has_the_same(nam
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_fingerprints_are_the_same_in_another_process(seed):
-    script = (
-        "import sys, test_fingerprints as t\n"
-        "for name in t.PAIRS: print(name, t.fingerprint(part=t.PAIRS[name][0]()))"
-    )
+    script = "import sys, test_fingerprints as t\nfor name in t.PAIRS: print(name, t.fingerprint(part=t.PAIRS[name][0]()))"
     here = Path(__file__).parent
     places = os.pathsep.join([str(here), str(here.parent)])
     found = subprocess.run(

@@ -1,6 +1,8 @@
 """The tuner: it finds what is known, resumes to the bit, and says what went wrong."""
 
 import math
+import os
+import sys
 from typing import ClassVar
 
 import pytest
@@ -133,6 +135,35 @@ def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
     assert resumed.parameters == whole.parameters
     with pytest.raises(ValueError, match="belongs to another tuning, .* the same options"):
         occ.tune(objective, psi_of(), steps=7, starts=2, save_to=path)
+
+
+def test_a_full_disk_costs_neither_the_tuning_nor_its_result(tmp_path, monkeypatch):
+    mdp, mean = world()
+    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 1000)
+    whole = occ.tune(objective, psi_of(), steps=2, starts=1)
+    replace = os.replace
+
+    def full_after_one(source, target, calls=[]):  # noqa: B006
+        calls.append(target)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full_after_one)
+    monkeypatch.setattr(sys.modules["torch_occ.tuning_board"].TuningBoard, "_write", full_disk)
+    with pytest.warns(UserWarning) as caught:
+        options = {"save_to": tmp_path / "tuning", "directory": tmp_path / "log"}
+        found = occ.tune(objective, psi_of(), steps=2, starts=1, **options)
+    assert torch.equal(found.values, whole.values)
+    messages = [str(warning.message) for warning in caught]
+    assert "the tuning goes on without TensorBoard" in messages[0]
+    assert ["save_to: the tuning is not saved" in text for text in messages] == [False, True, True]
+    monkeypatch.undo()
+    resumed = occ.tune(objective, psi_of(), steps=2, starts=1, save_to=tmp_path / "tuning")
+    assert torch.equal(resumed.values, whole.values)
 
 
 def test_tensorboard_gets_the_meta_curves(tmp_path):

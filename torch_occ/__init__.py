@@ -6,6 +6,8 @@ The model: LayeredMDP and its occupancy measures. The step: a regularizer and FT
 # isort: skip_file
 # The order is the package's: each line needs only what stands above it.
 
+from torch_occ.files import VERSION as __version__
+
 # The model
 from torch_occ.mdp import LayeredMDP as LayeredMDP
 from torch_occ.rewards import RewardMap as RewardMap

@@ -43,7 +43,7 @@ class Kept:
         Raises:
             ValueError: if the file is damaged, or belongs to other work.
         """
-        if not self.path.exists():
+        if not self.path.is_file():
             return None
         payload = read_checked(self.path, f"a {self.kind}")
         state: State = torch.load(io.BytesIO(payload), weights_only=True)
