@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor
 
 import torch_occ as occ
-from torch_occ.figures import COLOURS, band
+from torch_occ.game.figures import COLOURS
+from torch_occ.game.intervals import band
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

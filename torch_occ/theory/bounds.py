@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.mdp import LayeredMDP
+from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.theory.conditions import minimal_gap
 from torch_occ.theory.parameters import Parameters
 from torch_occ.theory.penalty import outside, penalty_bound

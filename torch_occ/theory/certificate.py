@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.callbacks import Callback, TensorBoard
-from torch_occ.ftrl import FTRLStep
-from torch_occ.learners import FTRL
-from torch_occ.losses import Noise, mean_square
-from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import occupancy, optimal_policy
+from torch_occ._support.private import event_writer
+from torch_occ.game.callbacks import Callback, TensorBoard
+from torch_occ.game.learners import FTRL
+from torch_occ.game.losses import Noise, mean_square
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import occupancy, optimal_policy
+from torch_occ.step.ftrl import FTRLStep
 from torch_occ.theory.bounds import adversarial_bound, lower_order
 from torch_occ.theory.decomposition import tilde
 from torch_occ.theory.hessian import hybrid
@@ -41,8 +42,8 @@ from torch_occ.theory.recursion import curvature, inverse_and_diagonal
 from torch_occ.theory.stability import expected_norm, stability_bound, weighed
 
 if TYPE_CHECKING:
-    from torch_occ.history import History
-    from torch_occ.simulate import Simulation
+    from torch_occ.game.history import History
+    from torch_occ.game.simulation import Simulation
 
 #: Checkpoints evaluated together at most, and seconds that the first of them may wait.
 TOGETHER, PATIENCE = 16, 2.0
@@ -174,7 +175,7 @@ def _log(board: TensorBoard, found: dict[str, Tensor], episodes: list[int], skip
     for i, t in enumerate(episodes):
         if i >= skip:
             event = Summary(value=[Summary.Value(tag=f"theory/{name}", simple_value=values[i]) for name, values in shown.items()])
-            board.writer._get_file_writer().add_summary(event, t)
+            event_writer(board.writer).add_summary(event, t)
     if closed:
         board.writer.close()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import occupancy, optimal_policy
-from torch_occ.regret import self_bounding
+from torch_occ.game.regret import self_bounding
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import occupancy, optimal_policy
 from torch_occ.theory.penalty import outside
 from torch_occ.theory.statements import Statement, statement
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.callbacks import Callback
-from torch_occ.ftrl import FTRLStep
-from torch_occ.marginals import keep
-from torch_occ.mdp import LayeredMDP
+from torch_occ.game.callbacks import Callback
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.regularizers.arguments import keep
+from torch_occ.step.ftrl import FTRLStep
 from torch_occ.theory.bounds import lower_order
 from torch_occ.theory.hessian import bregman, curvatures, hessian_of_step, hybrid, log_barrier
 from torch_occ.theory.parameters import Parameters, episodes
@@ -25,7 +25,7 @@ from torch_occ.theory.stability import norm
 from torch_occ.theory.statements import Statement, statement
 
 if TYPE_CHECKING:
-    from torch_occ.simulate import Simulation
+    from torch_occ.game.simulation import Simulation
 
 
 class Trajectory(NamedTuple):

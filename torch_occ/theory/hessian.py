@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_occ.marginals import keep, marginal
-from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import flow_of, flow_residual, flow_source
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source
+from torch_occ.regularizers.arguments import keep, marginal
 from torch_occ.theory.parameters import Parameters
 
 

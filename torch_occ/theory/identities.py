@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import flow_of, policy_of, reachability
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import flow_of, policy_of, reachability
 from torch_occ.theory.hessian import hessian, quadratic_form
 from torch_occ.theory.recursion import M, M_inverse, N, W, curvature
 from torch_occ.theory.statements import Statement, statement

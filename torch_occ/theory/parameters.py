@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_occ.catalog import HybridTsallis, LogBarrier, jin_luo
-from torch_occ.estimators import ImportanceWeighted
-from torch_occ.learners import FTRL, Learner
-from torch_occ.mdp import LayeredMDP
-from torch_occ.regularizers import Regularizer, Scaled, Sum
-from torch_occ.schedules import InverseSqrt
+from torch_occ.game.estimators import ImportanceWeighted
+from torch_occ.game.learners import FTRL, Learner
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.regularizers.base import Regularizer, Scaled, Sum
+from torch_occ.regularizers.catalog import HybridTsallis, LogBarrier, jin_luo
+from torch_occ.regularizers.schedules import InverseSqrt
 
 
 @dataclass(frozen=True)

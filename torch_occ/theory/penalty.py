@@ -11,10 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from torch_occ.marginals import keep
-from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import LayeredFlow, flow_of, flow_residual, occupancy, policy_of
-from torch_occ.occupancy import reachability as state_reachability
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import LayeredFlow, flow_of, flow_residual, occupancy, policy_of
+from torch_occ.mdp.occupancy import reachability as state_reachability
+from torch_occ.regularizers.arguments import keep
 from torch_occ.theory.hessian import hybrid
 from torch_occ.theory.statements import Statement, statement
 

@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.marginals import keep
-from torch_occ.mdp import LayeredMDP
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.regularizers.arguments import keep
 from torch_occ.theory.hessian import inflow_rest
 
 

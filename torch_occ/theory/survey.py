@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.ftrl import FTRLStep
-from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import occupancy, optimal_policy, policy_of
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
+from torch_occ.step.ftrl import FTRLStep
 from torch_occ.theory import bounds, conditions, decomposition, identities, penalty, stability
 from torch_occ.theory.parameters import Parameters
 from torch_occ.theory.recursion import Curvature, curvature

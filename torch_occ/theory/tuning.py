@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from torch_occ.mdp import LayeredMDP
+from torch_occ.mdp.layered import LayeredMDP
 
 
 class Tuning(NamedTuple):
