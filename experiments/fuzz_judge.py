@@ -34,7 +34,10 @@ Floats = NDArray[np.float64]
 FLOOR = 1e-300
 #: A Newton step that moves no log q(s,a) by more than this, relative to max(1, |log q(s,a)|), is the last one: it leaves its square.
 STILL = 1e-11
+#: Numbers with 60 digits, whatever the precision of `mpmath.mp` is.
 DIGITS = 60
+CONTEXT = mpmath.mp.clone()
+CONTEXT.dps = DIGITS
 
 
 class Arithmetic(NamedTuple):
@@ -74,10 +77,10 @@ FAST = Arithmetic("long double", _long, np.exp, np.log, np.log1p, _split_product
 CAREFUL = FAST._replace(name="long double throughout", linear=None)
 EXACT = Arithmetic(
     f"mpmath, {DIGITS} digits",
-    _elementwise(lambda x: mpmath.mpf(float(x))),
-    _elementwise(mpmath.exp),
-    _elementwise(mpmath.log),
-    _elementwise(mpmath.log1p),
+    _elementwise(lambda x: CONTEXT.mpf(float(x))),
+    _elementwise(CONTEXT.exp),
+    _elementwise(CONTEXT.log),
+    _elementwise(CONTEXT.log1p),
     lambda a, b: (a * b, 0 * a * b),
     None,
 )

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import mpmath
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.fuzz_judge import CAREFUL, DIGITS, EXACT, FAST, FLOOR, STILL, Array, Floats, Layer, Model, Term, shape
+from experiments.fuzz_judge import CAREFUL, EXACT, FAST, FLOOR, STILL, Array, Floats, Layer, Model, Term, shape
 
 #: Newton steps before a judge gives up: a certified q needs one or two, a bad one a few more.
 STEPS = {FAST.name: 12, CAREFUL.name: 40, EXACT.name: 200}
@@ -267,7 +266,7 @@ def judge(model: Model, terms: Sequence[Term], loss: Floats, q: Floats) -> Verdi
 
     An error is |log q - log q*|, which is the relative error where it is small; entries below FLOOR count as FLOOR.
     """
-    with mpmath.workdps(DIGITS), np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):
         problem = Problem(model, terms, shape(model, loss))
         given = [_logs_of(model, layer, x) for layer, x in zip(model.layers, model.split(q), strict=True)]
         truth, settled = settle(problem, at(model, given))
