@@ -1,4 +1,4 @@
-"""The picture of experiments/fuzz.py: how large the errors are, and how they compare with what the certificates claim."""
+"""The picture of experiments/fuzz.py: errors, and what the certificates claim."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ LEAST = 1e-18
 #: Points of a family in a scatter plot; the largest errors are always among them.
 POINTS = 1500
 
+#: Errors and dual residuals of certified answers, by family and kind.
+Points = dict[tuple[str, str], tuple[Floats, Floats]]
 
-def draw_errors(found: dict[tuple[str, str], tuple[Floats, Floats]], harmless: float, slack: float) -> Figure:
-    """Above, the share of answers with a larger error; below, error over claim. One column for each kind of problems.
 
-    `found` has the errors and the dual residuals of certified answers by family and kind. Answers in the shaded region are wrong:
-    their error exceeds both `harmless` and `slack` times the claim.
+def draw_errors(found: Points, harmless: float, slack: float) -> Figure:
+    """Above, the share of answers with a larger error; below, error over claim; kinds in columns.
+
+    Answers in the shaded region are wrong: their error exceeds both `harmless` and `slack` times
+    the claim.
     """
     kinds = list(dict.fromkeys(kind for _, kind in found))
     families = list(dict.fromkeys(family for family, _ in found))
@@ -37,8 +40,16 @@ def draw_errors(found: dict[tuple[str, str], tuple[Floats, Floats]], harmless: f
             order = np.argsort(errors)
             share = 1 - np.arange(len(errors)) / len(errors)
             above.step(errors[order], share, where="pre", color=colours[family], label=family)
-            chosen = np.union1d(order[-POINTS // 3 :], random.permutation(len(errors))[: 2 * POINTS // 3])
-            below.plot(claims[chosen], errors[chosen], ".", markersize=2.5, color=colours[family], alpha=0.6)
+            some = random.permutation(len(errors))[: 2 * POINTS // 3]
+            chosen = np.union1d(order[-POINTS // 3 :], some)
+            below.plot(
+                claims[chosen],
+                errors[chosen],
+                ".",
+                markersize=2.5,
+                color=colours[family],
+                alpha=0.6,
+            )
         above.axvline(harmless, color="0.4", linewidth=1, linestyle="--")
         above.set(xscale="log", yscale="log", title=kind, xlabel="relative error of q")
         claim = np.geomspace(LEAST, 1e-9, 200)
@@ -46,12 +57,18 @@ def draw_errors(found: dict[tuple[str, str], tuple[Floats, Floats]], harmless: f
         below.fill_between(claim, limit, 1e3, color="C3", alpha=0.08, linewidth=0)
         below.plot(claim, limit, "--", color="0.4", linewidth=1)
         below.plot(claim, claim, ":", color="0.4", linewidth=1)
-        below.set(xscale="log", yscale="log", xlabel="claimed: dual residual", xlim=(LEAST, 1e-9), ylim=(LEAST, 1e3))
+        below.set(
+            xscale="log",
+            yscale="log",
+            xlabel="claimed: dual residual",
+            xlim=(LEAST, 1e-9),
+            ylim=(LEAST, 1e3),
+        )
         for ax in (above, below):
             ax.grid(alpha=0.25)
             ax.spines[["top", "right"]].set_visible(False)
     axes[0, 0].set_ylabel("share of certified answers with a larger error")
-    axes[1, 0].set_ylabel("relative error of q, in extended precision\n(shaded: wrong; dotted: as claimed)")
+    axes[1, 0].set_ylabel("relative error of q\n(shaded: wrong; dotted: as claimed)")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
     return figure

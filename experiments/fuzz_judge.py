@@ -1,17 +1,20 @@
-"""A judge of FTRL steps in extended precision, for experiments/fuzz.py; it shares no code with the solver.
+"""A judge of FTRL steps in extended precision, for experiments/fuzz.py; no code of the solver's.
 
-The question is how far a given q is from the minimizer of <q, loss> + psi(q). From q, the judge takes
-Newton steps until nothing moves any more; the way that q went is its error. What it relies on:
+The question is how far a given q is from the minimizer of <q, loss> + psi(q). From q, the judge
+takes Newton steps until nothing moves any more (experiments/fuzz_newton.py); the way that q went is
+its error. What it relies on:
 
-- **Numbers.** Residuals are computed in `numpy.longdouble` (64 bits of mantissa on x86) or in mpmath with
-  60 digits. The linear systems may be solved in less: an inaccurate solve costs another step, not accuracy.
-- **Shaping.** The gaps of the losses are computed with twice that precision, so that losses of 1e12 + x
-  are judged by x. A row of P is read as p / sum(p): doubles sum to one only up to rounding, and without
-  this a constant loss of 1e12 in a layer would move the solution by 1e-4.
-- **Logarithms.** A point is the logarithm of a policy and of its state occupancies, so nothing underflows.
-- **Relative changes.** The unknowns are z = dq/q = y + zeta, with y = dq(s)/q(s) and the relative change
-  zeta of the policy. One sweep backwards through the layers minimizes over zeta with y as a parameter
-  (as a linear-quadratic controller), one sweep forwards finds y.
+- **Numbers.** Residuals are computed in `numpy.longdouble` (64 bits of mantissa on x86) or in
+  mpmath with 60 digits. The linear systems may be solved in less: an inaccurate solve costs another
+  step, not accuracy.
+- **Shaping.** The gaps of the losses are computed with twice that precision, so that losses of
+  1e12 + x are judged by x. A row of P is read as p / sum(p): doubles sum to one only up to
+  rounding, and without this a constant loss of 1e12 in a layer would act like one of 1e-4.
+- **Logarithms.** A point is the logarithm of a policy and of its state occupancies, so nothing
+  underflows.
+- **Relative changes.** The unknowns are z = dq/q = y + zeta, with y = dq(s)/q(s) and the relative
+  change zeta of the policy. One sweep backwards through the layers minimizes over zeta with y as a
+  parameter (as a linear-quadratic controller does), one sweep forwards finds y.
 
 All arrays have the batch last: pairs of a layer are `(n, B)` with n = S_k * A, states `(S_k, B)`.
 """
@@ -30,9 +33,10 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
 
-#: q below this may be anything below it, zero included: there, doubles have no relative accuracy left.
+#: q below this may be anything below it, zero included: doubles lose their relative accuracy there.
 FLOOR = 1e-300
-#: A Newton step that moves no log q(s,a) by more than this, relative to max(1, |log q(s,a)|), is the last one: it leaves its square.
+#: A Newton step that moves no log q(s,a) by more than this, relative to max(1, |log q(s,a)|), is
+#: the last one: it leaves its square.
 STILL = 1e-11
 #: Numbers with 60 digits, whatever the precision of `mpmath.mp` is.
 DIGITS = 60
@@ -91,11 +95,11 @@ def extended() -> bool:
     return bool(np.finfo(np.longdouble).nmant in (63, 112))
 
 
-# -- the problem ----------------------------------------------------------------------------------------------------------
+# -- the problem ----------------------------------------------------------------------------------
 
 
 class Term(NamedTuple):
-    """weight * sum f(argument), with f = x^exponent, x log x or log x; weights and exponents `(B,)`."""
+    """weight * sum f(argument), f = x^exponent, x log x or log x; weight and exponent `(B,)`."""
 
     argument: Literal["pair", "rest", "state", "complement"]
     function: Literal["power", "x log x", "log"]
@@ -110,7 +114,7 @@ class Layer:
     states: int
     exists: NDArray[np.bool_]  # (n,), which pairs there are
     P: tuple[Array, Array]  # (n, S'), rows normalized: the numbers, and what rounding left out
-    logP: Array  # (n, S')
+    logs: Array  # (n, S'), of P
 
     @property
     def pairs(self) -> int:
@@ -130,8 +134,14 @@ class Model:
     log_initial: Array  # (S_0, 1)
 
     @classmethod
-    def of(cls, arithmetic: Arithmetic, transitions: Sequence[Floats], actions: NDArray[np.bool_], initial: Floats) -> Model:
-        """Tables `(S_k, A, S_{k+1})`, the mask `(S, A)` and the distribution `(S_0,)`, all as doubles."""
+    def of(
+        cls,
+        arithmetic: Arithmetic,
+        transitions: Sequence[Floats],
+        actions: NDArray[np.bool_],
+        initial: Floats,
+    ) -> Model:
+        """Tables `(S_k, A, S_{k+1})`, a mask `(S, A)` and a distribution `(S_0,)`, as doubles."""
         layers, first = [], 0
         for k, table in enumerate(transitions):
             states, exists = table.shape[0], actions[first : first + table.shape[0]].reshape(-1)
@@ -145,12 +155,12 @@ class Model:
     def split(self, x: Floats) -> list[Array]:
         """`(B, S, A)` in doubles -> `(n, B)` of each layer."""
         ends = np.cumsum([layer.states for layer in self.layers])[:-1]
-        return [self.arithmetic.of(part.reshape(len(x), -1).T) for part in np.split(x, ends, axis=1)]
+        parts = np.split(x, ends, axis=1)
+        return [self.arithmetic.of(part.reshape(len(x), -1).T) for part in parts]
 
 
 def _normalized(arithmetic: Arithmetic, rows: Floats) -> tuple[Array, Array]:
     """Each row over its sum, exactly but for the rounding of the second part."""
-    exact = arithmetic.linear is None and arithmetic is EXACT
     pieces = np.zeros((4, *rows.shape))
     for i, row in enumerate(rows):
         entries = [Fraction(float(p)) for p in row]
@@ -161,8 +171,6 @@ def _normalized(arithmetic: Arithmetic, rows: Floats) -> tuple[Array, Array]:
                 piece[i, j] = float(left)
                 left -= Fraction(float(left))
     a, b, c, d = (arithmetic.of(piece) for piece in pieces)
-    if exact:
-        return a + b + c + d, 0 * a
     return a + b, ((a - (a + b)) + b) + c + d
 
 
@@ -174,22 +182,27 @@ def _logs(arithmetic: Arithmetic, x: Array) -> Array:
 
 
 def shape(model: Model, loss: Floats) -> list[Array]:
-    """The gaps of the optimal policy, `(n, B)` of each layer: sums of two numbers that together have twice the digits."""
+    """The gaps of the optimal policy, `(n, B)` of each layer.
+
+    Q is a sum of two numbers that together have twice the digits (Dekker), until the best Q of the
+    state is subtracted.
+    """
     of, two_product = model.arithmetic.of, model.arithmetic.two_product
-    batch, gaps = len(loss), []
+    batch = len(loss)
+    gaps: list[Array] = []
     high = low = of(np.zeros((0, batch)))
     for layer, own in reversed(list(zip(model.layers, model.split(loss), strict=True))):
         total, rest = own, 0 * own
         for j in range(len(high)):
             p, tail = layer.P[0][:, j, None], layer.P[1][:, j, None]
-            product, error = two_product(np.broadcast_to(p, total.shape), np.broadcast_to(high[j], total.shape))
+            product, error = two_product(*np.broadcast_arrays(p, high[j]))
             total, lost = _two_sum(total, product)
             rest = rest + (lost + (error + p * low[j] + tail * high[j]))
         total, rest = _two_sum(total, rest)
         best = _best(layer, total, rest)
         high, low = (np.take_along_axis(_states(layer, x), best, 1)[:, 0] for x in (total, rest))
         gap = (_states(layer, total) - high[:, None]) + (_states(layer, rest) - low[:, None])
-        gaps.insert(0, np.where(layer.exists[:, None], gap.reshape(total.shape), of(np.zeros(total.shape))))
+        gaps.insert(0, np.where(layer.exists[:, None], gap.reshape(total.shape), 0 * total))
     return gaps
 
 
@@ -199,7 +212,8 @@ def _best(layer: Layer, total: Array, rest: Array) -> NDArray[np.intp]:
     high, low = _states(layer, total), _states(layer, rest)
     best = np.argmax(exists, 1)[:, None]
     for a in range(layer.actions):
-        apart = (high[:, a, None] - np.take_along_axis(high, best, 1)) + (low[:, a, None] - np.take_along_axis(low, best, 1))
+        apart = high[:, a, None] - np.take_along_axis(high, best, 1)
+        apart = apart + (low[:, a, None] - np.take_along_axis(low, best, 1))
         best = np.where(exists[:, a, None] & (apart < 0), a, best)
     return best
 

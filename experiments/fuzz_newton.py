@@ -11,7 +11,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.fuzz_judge import CAREFUL, EXACT, FAST, FLOOR, STILL, Array, Floats, Layer, Model, Term, shape
+from experiments.fuzz_judge import (
+    CAREFUL,
+    EXACT,
+    FAST,
+    FLOOR,
+    STILL,
+    Array,
+    Floats,
+    Layer,
+    Model,
+    Term,
+    shape,
+)
 
 #: Newton steps before a judge gives up: a certified q needs one or two, a bad one a few more.
 STEPS = {FAST.name: 12, CAREFUL.name: 40, EXACT.name: 200}
@@ -25,7 +37,8 @@ class Point(NamedTuple):
 
     def pairs(self, model: Model) -> list[Array]:
         """log q(s,a), `(n, B)`."""
-        return [p + np.repeat(u, layer.actions, 0) for layer, p, u in zip(model.layers, self.policy, self.state, strict=True)]
+        parts = zip(model.layers, self.policy, self.state, strict=True)
+        return [policy + np.repeat(state, layer.actions, 0) for layer, policy, state in parts]
 
 
 class Problem(NamedTuple):
@@ -37,7 +50,9 @@ class Problem(NamedTuple):
 
     def take(self, index: NDArray[np.intp]) -> Problem:
         """Some elements of the batch."""
-        terms = [t._replace(weight=t.weight[index], exponent=None if t.exponent is None else t.exponent[index]) for t in self.terms]
+        terms = []
+        for argument, function, weight, p in self.terms:
+            terms.append(Term(argument, function, weight[index], None if p is None else p[index]))
         return Problem(self.model, terms, [x[:, index] for x in self.gaps])
 
     @property
@@ -70,11 +85,11 @@ def settle(problem: Problem, point: Point) -> tuple[Point, NDArray[np.bool_]]:
 
 def at(model: Model, policies: list[Array]) -> Point:
     """The occupancy measure of policies, which are normalized first."""
-    policies = [_normalize(model, layer, x) for layer, x in zip(model.layers, policies, strict=True)]
+    policies = [_normalize(model, *x) for x in zip(model.layers, policies, strict=True)]
     states = [np.broadcast_to(model.log_initial, (model.layers[0].states, policies[0].shape[1]))]
     for layer, policy in zip(model.layers[:-1], policies, strict=False):
         pairs = policy + np.repeat(states[-1], layer.actions, 0)
-        states.append(_log_sum(model, pairs[:, None] + layer.logP[..., None]))
+        states.append(_log_sum(model, pairs[:, None] + layer.logs[..., None]))
     return Point(policies, states)
 
 
@@ -89,18 +104,20 @@ def _log_sum(model: Model, x: Array) -> Array:
     return top + model.arithmetic.log(np.sum(model.arithmetic.exp(x - top), 0))
 
 
-# -- one step -------------------------------------------------------------------------------------------------------------
+# -- one step -------------------------------------------------------------------------------------
 
 
 def step(problem: Problem, point: Point) -> Point:
     """One Newton step, short enough that nothing becomes negative."""
-    model = problem.model
-    zeta, z = direction(problem, point)
+    model, log1p = problem.model, problem.model.arithmetic.log1p
+    zeta, z = ([_high(model, x) for x in part] for part in direction(problem, point))
     if problem.entropic:
-        return at(model, [p + model.arithmetic.of(d) for p, d in zip(point.policy, zeta, strict=True)])
+        return at(model, [p + d for p, d in zip(point.policy, zeta, strict=True)])
     fall = np.max([-np.min(d, 0) for d in z], 0)
-    length = np.where(fall > 0.5, 1 / (1 + fall), 1 + 0 * fall)
-    return at(model, [p + model.arithmetic.log1p(model.arithmetic.of(length * d)) for p, d in zip(point.policy, z, strict=True)])
+    fall = np.where(fall > 0.5, fall, 0 * fall)
+    # log(1 + z / (1 + fall)) without the cancellation of a pair that falls to nearly nothing.
+    changes = [log1p(fall + d) - log1p(fall) for d in z]
+    return at(model, [p + d for p, d in zip(point.policy, changes, strict=True)])
 
 
 class Stage(NamedTuple):
@@ -115,9 +132,10 @@ def direction(problem: Problem, point: Point) -> tuple[list[Array], list[Array]]
     """The relative changes of the policy and of q in a full Newton step, `(n, B)` of each layer."""
     model, batch = problem.model, point.state[0].shape[1]
     value = model.arithmetic.of(np.zeros((0, batch)))
-    bend, behind, stages = _low(model, np.zeros((0, 0, batch))), value, []
+    bend, behind = _low(model, np.zeros((0, 0, batch))), value
+    stages: list[Stage] = []
     for k in range(len(model.layers) - 1, -1, -1):
-        stage, value, bend = _stage(problem, point, k, value, bend, behind)
+        stage, value, bend = _stage(problem, point, k, (value, bend, behind))
         stages.insert(0, stage)
         behind = point.state[k]
     zetas, zs = [], []
@@ -131,6 +149,11 @@ def direction(problem: Problem, point: Point) -> tuple[list[Array], list[Array]]
     return zetas, zs
 
 
+def _high(model: Model, x: Array) -> Array:
+    """From the type of the linear systems to that of everything else."""
+    return x if model.arithmetic.linear is None else model.arithmetic.of(x)
+
+
 def _low(model: Model, x: Any) -> Array:
     """In the type of the linear systems."""
     linear = model.arithmetic.linear
@@ -139,25 +162,36 @@ def _low(model: Model, x: Any) -> Array:
     return x if np.asarray(x).dtype != np.float64 else model.arithmetic.of(x)
 
 
-def _stage(problem: Problem, point: Point, k: int, value: Array, bend: Array, behind: Array) -> tuple[Stage, Array, Array]:
-    """Minimize over zeta in one layer, given the slope and the curvature of what follows in q(s')."""
-    model, layer = problem.model, problem.model.layers[k]
+def _stage(
+    problem: Problem,
+    point: Point,
+    k: int,
+    after: tuple[Array, Array, Array],
+) -> tuple[Stage, Array, Array]:
+    """Minimize over zeta in one layer.
+
+    `after` has the slope of what follows in q(s') `(S', B)`, its curvature times diag(q(s'))
+    `(S', S', B)`, and log q(s'); the first two are returned for this layer.
+    """
+    model, layer, (value, bend, behind) = problem.model, problem.model.layers[k], after
     exp = np.exp if model.arithmetic.linear is not None else model.arithmetic.exp
     policy, state = point.policy[k], point.state[k]
     pairs = policy + np.repeat(state, layer.actions, 0)
     slope, K = psi(problem, layer, policy, state)
     slope = slope + problem.gaps[k]
-    arrive = exp(_low(model, pairs[:, None] + layer.logP[..., None] - behind))
+    arrive = exp(_low(model, pairs[:, None] + layer.logs[..., None] - behind))
     P = _low(model, layer.P[0])
     for j in range(len(value)):
         slope = slope + layer.P[0][:, j, None] * value[j]
         K = K + np.sum(P[..., None] * bend[:, j], 1)[:, None] * arrive[None, :, j]
 
-    # One equation for each action but the likeliest one of its state, by the difference of the two; for that one, sum pi zeta = 0.
+    # An equation for each action but the likeliest one of its state: the difference of the two.
+    # For the likeliest one, sum pi zeta = 0.
     states, actions, n, batch = layer.states, layer.actions, layer.pairs, policy.shape[1]
-    top = np.argmax(np.where(layer.exists[:, None], policy, model.arithmetic.of(np.full(policy.shape, -np.inf))).reshape(states, actions, batch), 1)
+    top = np.argmax(policy.reshape(states, actions, batch), 1)
     chosen = (np.arange(actions)[:, None] == top[:, None]).reshape(n, batch)
-    rows = np.take_along_axis(K.reshape(states, actions, n, batch), top[:, None, None], 1)[:, 0]  # (S_k, n, B)
+    table = K.reshape(states, actions, n, batch)
+    rows = np.take_along_axis(table, top[:, None, None], 1)[:, 0]  # (S_k, n, B)
     base = np.take_along_axis(slope.reshape(states, actions, batch), top[:, None], 1)[:, 0]
     own = np.arange(n)[:, None] // actions == np.arange(n) // actions
     settled = chosen | ~layer.exists[:, None]
@@ -167,16 +201,18 @@ def _stage(problem: Problem, point: Point, k: int, value: Array, bend: Array, be
     identity = _low(model, (np.eye(n) * ~layer.exists)[..., None])
     force = np.where(settled, zero, -_low(model, slope - np.repeat(base, actions, 0)))
     parameters = -np.sum(differences.reshape(n, states, actions, batch), 2)
-    found = gauss(differences + constraint + identity, np.concatenate([force[:, None], parameters], 1))
+    right = np.concatenate([force[:, None], parameters], 1)
+    found = gauss(differences + constraint + identity, right)
 
-    moving = found[:, 1:] + _low(model, np.kron(np.eye(states), np.ones((actions, 1))))[..., None]  # z in y
+    directly = np.repeat(np.eye(states), actions, 0)[..., None]
+    moving = found[:, 1:] + _low(model, directly)  # the derivative of z in y
     new_value = base + np.sum(rows * found[:, 0], 1)
     new_bend = np.sum(rows[:, :, None] * moving, 1)
     return Stage(found[:, 0], found[:, 1:], arrive), new_value, new_bend
 
 
 def gauss(matrix: Array, right: Array) -> Array:
-    """Gaussian elimination with partial pivoting after scaling the rows: `(n, n, B)` and `(n, m, B)` -> `(n, m, B)`."""
+    """Gaussian elimination, scaled rows and pivoting: `(n, n, B)`, `(n, m, B)` -> `(n, m, B)`."""
     n = len(matrix)
     M = np.concatenate([matrix, right], 1)
     M = M / np.max(abs(matrix), 1)[:, None]
@@ -194,17 +230,21 @@ def gauss(matrix: Array, right: Array) -> Array:
     return found
 
 
-# -- the regularizer ------------------------------------------------------------------------------------------------------
+# -- the regularizer ------------------------------------------------------------------------------
 
 
 def psi(problem: Problem, layer: Layer, policy: Array, state: Array) -> tuple[Array, Array]:
-    """grad psi `(n, B)`, and its Hessian times diag(q) `(n, n, B)`, which has no entry larger than its diagonal.
+    """grad psi `(n, B)`, and its Hessian times diag(q), `(n, n, B)`.
 
-    1 - q(s,a) is read as the sum of the layer's other pairs, in the derivatives too: the same on Omega, and without cancellation.
+    1 - q(s,a) is read as the sum of the layer's other pairs, in the derivatives too: that is the
+    same on Omega, and nothing cancels.
     """
     model, n = problem.model, layer.pairs
     pairs = policy + np.repeat(state, layer.actions, 0)
-    slope, K = model.arithmetic.of(np.zeros(pairs.shape)), _low(model, np.zeros((n, n, pairs.shape[1])))
+    slope, K = (
+        model.arithmetic.of(np.zeros(pairs.shape)),
+        _low(model, np.zeros((n, n, pairs.shape[1]))),
+    )
     every = np.flatnonzero(layer.exists)
     by_state = [every[every // layer.actions == s] for s in range(layer.states)]
     for term in problem.terms:
@@ -216,7 +256,8 @@ def psi(problem: Problem, layer: Layer, policy: Array, state: Array) -> tuple[Ar
             first, second = derivatives(model, term, state)
             for s, group in enumerate(by_state):
                 slope[group] += first[s]
-                K[np.ix_(group, group)] += _low(model, second[s] * model.arithmetic.exp(policy[group]))
+                shares = model.arithmetic.exp(policy[group])
+                K[np.ix_(group, group)] += _low(model, second[s] * shares)
         else:
             for group in [every] if term.argument == "complement" else by_state:
                 if len(group) > 1:
@@ -224,7 +265,8 @@ def psi(problem: Problem, layer: Layer, policy: Array, state: Array) -> tuple[Ar
                     rest = others(q)
                     first, second = derivatives(model, term, model.arithmetic.log(rest))
                     slope[group] += others(first)
-                    shares = _low(model, second / rest)[:, None] * _low(model, q)  # [c, b]: of q_b in the rest of c
+                    # [c, b]: the share of q_b in the rest of c, times the curvature there
+                    shares = _low(model, second / rest)[:, None] * _low(model, q)
                     shares[np.arange(len(group)), np.arange(len(group))] *= 0
                     K[np.ix_(group, group)] += others(shares)
     return slope, K
@@ -251,31 +293,24 @@ def derivatives(model: Model, term: Term, log: Array) -> tuple[Array, Array]:
     return first, -first
 
 
-# -- the verdict ----------------------------------------------------------------------------------------------------------
+# -- the verdict ----------------------------------------------------------------------------------
 
 
-class Verdict(NamedTuple):
-    """Of a batch."""
+def judge(model: Model, terms: Sequence[Term], loss: Floats, q: Floats) -> Floats:
+    """How far q `(B, S, A)` is from the solutions, `(B,)`; NaN where the judge did not settle.
 
-    error: Floats  # (B,), the largest relative error of any q(s,a); NaN where the judge did not come to rest
-    settled: NDArray[np.bool_]  # (B,)
-
-
-def judge(model: Model, terms: Sequence[Term], loss: Floats, q: Floats) -> Verdict:
-    """How far q `(B, S, A)` is from the solution of every step.
-
-    An error is |log q - log q*|, which is the relative error where it is small; entries below FLOOR count as FLOOR.
+    An error is the largest |log q - log q*|, which is the relative error where it is small; entries
+    below FLOOR count as FLOOR.
     """
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # far from a solution anything may overflow; NaN is not settled
         problem = Problem(model, terms, shape(model, loss))
-        given = [_logs_of(model, layer, x) for layer, x in zip(model.layers, model.split(q), strict=True)]
+        given = [_logs_of(model, *x) for x in zip(model.layers, model.split(q), strict=True)]
         truth, settled = settle(problem, at(model, given))
         error, floor = np.zeros(len(q)), np.log(FLOOR)
-        for layer, found, x in zip(model.layers, truth.pairs(model), model.split(q), strict=True):
-            stated = _logs_of(model, layer, x)[layer.exists]
-            apart = np.maximum(stated, floor) - np.maximum(found[layer.exists], floor)
-            error = np.maximum(error, np.max(abs(apart), 0).astype(float))
-        return Verdict(np.where(settled, error, np.nan), settled & np.isfinite(error))
+        for layer, stated, found in zip(model.layers, given, truth.pairs(model), strict=True):
+            x, y = (np.maximum(logs[layer.exists], floor) for logs in (stated, found))
+            error = np.maximum(error, np.max(abs(x - y), 0).astype(float))
+        return np.where(settled, error, np.nan)
 
 
 def _logs_of(model: Model, layer: Layer, q: Array) -> Array:
