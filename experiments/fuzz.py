@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -115,9 +115,18 @@ class Task(NamedTuple):
     number: int
 
 
+def warm_up(args: Args) -> None:
+    """Compile before the clock runs."""
+    torch.set_num_threads(1)  # the processes share the cores
+    random = np.random.default_rng(0)
+    batch = draw(random, "tsallis", "reasonable", 2)
+    for mdp in (batch.mdp.to_dense(), batch.mdp.to_sparse()):
+        for backend in args.backends:
+            replace(batch, mdp=mdp).solve(backend)
+
+
 def play(task: Task) -> Tallies:
     """Everything about one random MDP."""
-    torch.set_num_threads(1)
     args, tallies = task.args, {}
     family, kind = list(FAMILIES).index(task.family), KINDS.index(task.kind)
     for backend in args.backends:
@@ -147,13 +156,14 @@ def results(args: Args) -> Iterator[Tallies]:
     end = time.monotonic() + args.seconds if args.seconds > 0 else float("inf")
     waiting = tasks(args)
     if args.processes < 2:
+        warm_up(args)
         for task in waiting:
             yield play(task)
             if time.monotonic() > end:
                 return
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.processes, spawn) as pool:
+    with ProcessPoolExecutor(args.processes, spawn, warm_up, (args,)) as pool:
         running: set[Future[Tallies]] = set()
         running |= {pool.submit(play, task) for task in islice(waiting, 2 * args.processes)}
         while running:
