@@ -29,6 +29,7 @@ def draw_errors(found: Points, harmless: float, slack: float) -> Figure:
     axes = figure.subplots(2, len(kinds), squeeze=False, sharey="row")
     colours = {family: colormaps["tab20"](i % 20) for i, family in enumerate(families)}
     random = np.random.default_rng(0)
+    largest = max([1e-9, *(float(3 * claims.max(initial=0)) for _, claims in found.values())])
     for column, kind in enumerate(kinds):
         above, below = axes[:, column]
         for family in families:
@@ -52,7 +53,7 @@ def draw_errors(found: Points, harmless: float, slack: float) -> Figure:
             )
         above.axvline(harmless, color="0.4", linewidth=1, linestyle="--")
         above.set(xscale="log", yscale="log", title=kind, xlabel="relative error of q")
-        claim = np.geomspace(LEAST, 1e-9, 200)
+        claim = np.geomspace(LEAST, largest, 200)
         limit = np.maximum(harmless, slack * claim)
         below.fill_between(claim, limit, 1e3, color="C3", alpha=0.08, linewidth=0)
         below.plot(claim, limit, "--", color="0.4", linewidth=1)
@@ -61,7 +62,7 @@ def draw_errors(found: Points, harmless: float, slack: float) -> Figure:
             xscale="log",
             yscale="log",
             xlabel="claimed: dual residual",
-            xlim=(LEAST, 1e-9),
+            xlim=(LEAST, largest),
             ylim=(LEAST, 1e3),
         )
         for ax in (above, below):
