@@ -82,7 +82,12 @@ def test_others_may_read_the_file_as_far_as_the_umask_allows(tmp_path):
 
 
 def save(path, learner=None, losses=None, **options):
-    return simulate(MDP, learner or Patient(MDP), losses or walk(), **{"episodes": 10, "seeds": (1, 2), "save_to": path} | options)
+    return simulate(
+        MDP,
+        learner or Patient(MDP),
+        losses or walk(),
+        **{"episodes": 10, "seeds": (1, 2), "save_to": path} | options,
+    )
 
 
 class Own(occ.SeparableRegularizer):
@@ -133,8 +138,16 @@ def test_a_learner_may_have_attributes_that_change(tmp_path):
 
 
 def test_a_checkpoint_holds_no_more_than_it_needs(tmp_path):
-    save(tmp_path / "run", losses=occ.RandomWalkLosses(), episodes=256, seeds=range(16), checkpoints=[256])
-    assert (tmp_path / "run").stat().st_size < 40_000  # a position of 16 * 8 numbers is 1 kB, a whole chunk 262 kB
+    save(
+        tmp_path / "run",
+        losses=occ.RandomWalkLosses(),
+        episodes=256,
+        seeds=range(16),
+        checkpoints=[256],
+    )
+    assert (
+        tmp_path / "run"
+    ).stat().st_size < 40_000  # a position of 16 * 8 numbers is 1 kB, a whole chunk 262 kB
 
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
@@ -145,8 +158,13 @@ def test_the_fingerprint_is_the_same_in_every_process(hash_seed, tmp_path):
         "learner = occ.FTRL(mdp, 2.0 * occ.jin_luo(mdp) + occ.Tsallis(0.4) / occ.Polynomial(1.0, 0.5)); "
         "print(Simulation(mdp, learner, occ.RandomWalkLosses(), 10, [0], None, {}, 'torch').fingerprints)"
     )
-    environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(occ.__file__).parents[1])}
-    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    environment = os.environ | {
+        "PYTHONHASHSEED": hash_seed,
+        "PYTHONPATH": str(Path(occ.__file__).parents[1]),
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
     mdp = occ.LayeredMDP.random(2, 2, 2)
     learner = occ.FTRL(mdp, 2.0 * occ.jin_luo(mdp) + occ.Tsallis(0.4) / occ.Polynomial(1.0, 0.5))
     learner.start(1)

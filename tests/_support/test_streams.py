@@ -56,7 +56,10 @@ def test_uniforms_are_those_of_the_streams():
 
 def test_the_numbers_are_pinned():
     """A change here changes every published run."""
-    assert stream(7, Purpose.EPISODES, 3).random(2).tolist() == [0.3545624228779064, 0.02177503878672471]
+    assert stream(7, Purpose.EPISODES, 3).random(2).tolist() == [
+        0.3545624228779064,
+        0.02177503878672471,
+    ]
 
 
 def test_negative_seeds_are_refused():

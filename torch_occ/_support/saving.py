@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_occ._support.files import check_replaceable, read_checked, sealed, try_to_write, write_checked
+from torch_occ._support.files import (
+    check_replaceable,
+    read_checked,
+    sealed,
+    try_to_write,
+    write_checked,
+)
 from torch_occ._support.fingerprints import differences
 
 State = dict[str, Any]
@@ -30,7 +36,9 @@ class Kept:
         every: seconds between two saves.
     """
 
-    def __init__(self, path: str | Path, kind: str, fingerprints: dict[str, str], every: float = 0.0) -> None:
+    def __init__(
+        self, path: str | Path, kind: str, fingerprints: dict[str, str], every: float = 0.0
+    ) -> None:
         self.path, self.kind, self.every = Path(path), kind, every
         self.fingerprints = fingerprints
         self.latest: State | None = None

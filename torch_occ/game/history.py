@@ -83,14 +83,20 @@ class History:
             "seed": np.repeat(np.array(self.seeds), points),
             "episode": np.tile(self.episodes.numpy(), len(self.seeds)),
         }
-        columns |= {name: values.cpu().numpy().reshape(-1) for name, values in self._curves().items()}
+        columns |= {
+            name: values.cpu().numpy().reshape(-1) for name, values in self._curves().items()
+        }
         return pandas.DataFrame(columns)
 
     def _curves(self) -> dict[str, Tensor]:
         """Everything with a value for each seed and checkpoint."""
         shape = (len(self.seeds), len(self.episodes))
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: x for name, x in tensors.items() if isinstance(x, Tensor) and tuple(x.shape) == shape}
+        return {
+            name: x
+            for name, x in tensors.items()
+            if isinstance(x, Tensor) and tuple(x.shape) == shape
+        }
 
     def __repr__(self) -> str:
         """One line, then the regret at every power of ten and at the end: mean over seeds and standard error."""
@@ -101,8 +107,18 @@ class History:
         line += "" if self.finished else ", not finished"
         line += f", {uncertified:,} uncertified steps" if uncertified else ""
         shown = [i for i, t in enumerate(episodes) if i == len(episodes) - 1 or t in _POWERS_OF_TEN]
-        rows = [[f"{episodes[i]:,}", *(str(Mean.of(x[:, i].cpu())) for x in (self.regret, self.realised_regret))] for i in shown]
-        return "\n".join([line, markdown(["episode", "regret", "realised regret"], rows, left=())]) if rows else line
+        rows = [
+            [
+                f"{episodes[i]:,}",
+                *(str(Mean.of(x[:, i].cpu())) for x in (self.regret, self.realised_regret)),
+            ]
+            for i in shown
+        ]
+        return (
+            "\n".join([line, markdown(["episode", "regret", "realised regret"], rows, left=())])
+            if rows
+            else line
+        )
 
     def save(self, path: str | Path) -> None:
         """Write everything to one `.npz` file with a checksum, atomically; NumPy can read it."""
@@ -128,5 +144,7 @@ class History:
         payload = read_checked(path, "a history", any_version=True)
         with np.load(io.BytesIO(payload), allow_pickle=False) as file:
             plain = json.loads(str(file["plain"]))
-            arrays: dict[str, Any] = {name: torch.from_numpy(file[name]) for name in file.files if name != "plain"}
+            arrays: dict[str, Any] = {
+                name: torch.from_numpy(file[name]) for name in file.files if name != "plain"
+            }
         return cls(**arrays, **(plain | {"seeds": tuple(plain["seeds"])}))

@@ -103,9 +103,18 @@ def _sweep(
             with _warning_if_full():
                 log_hparams(board / cell.key, cell.config, found[cell.key])
     failures: list[Failure] = []
-    client = connect(cluster, ANSWER_WITHIN) if cluster is not None and missing else None  # before anything else can be lost
-    work = on_processes(function, missing, processes) if client is None else on_cluster(function, missing, client)
-    with progress_bar(len(todo), len(found), "cell") if progress else _Silent() as bar, closing(work):
+    client = (
+        connect(cluster, ANSWER_WITHIN) if cluster is not None and missing else None
+    )  # before anything else can be lost
+    work = (
+        on_processes(function, missing, processes)
+        if client is None
+        else on_cluster(function, missing, client)
+    )
+    with (
+        progress_bar(len(todo), len(found), "cell") if progress else _Silent() as bar,
+        closing(work),
+    ):
         for cell, outcome in work:
             if isinstance(outcome, Failure):
                 failures.append(outcome)
@@ -134,7 +143,9 @@ def _check(cells: Sequence[Config]) -> Sequence[Config]:
         try:
             text = json.dumps(config, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"cells: cell {i}, {config!r}, is not what JSON can hold: {error}") from error
+            raise ValueError(
+                f"cells: cell {i}, {config!r}, is not what JSON can hold: {error}"
+            ) from error
         if text in seen:
             raise ValueError(f"cells: cells {seen[text]} and {i} are the same, {text}")
         seen[text] = i
@@ -148,7 +159,9 @@ def _name(function: Function) -> str:
             f"function: expected a function at the top level of a module, which workers can import by its name, got {function!r}"
         )
     if module == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        raise ValueError(f"function: {name} was defined interactively; put it into a module, so that workers can import it")
+        raise ValueError(
+            f"function: {name} was defined interactively; put it into a module, so that workers can import it"
+        )
     return f"{module}.{name}"
 
 
@@ -163,7 +176,9 @@ def _read(store: Path, cell: Cell, code: str) -> dict[str, Any] | None:
         return None
     stored = read_checked_json(path, _KIND)
     if stored["config"] != json.loads(json.dumps(cell.config)):
-        raise ValueError(f"{path}: holds another cell, {json.dumps(stored['config'])}; move it away")
+        raise ValueError(
+            f"{path}: holds another cell, {json.dumps(stored['config'])}; move it away"
+        )
     if stored["code"] != code:
         raise ValueError(
             f"{path}: was computed when the code of the function, or code that it calls, was not "
@@ -206,7 +221,10 @@ def log_hparams(directory: Path, config: Config, result: dict[str, Any]) -> None
     try:
         metrics = {name: value for name, value in result.items() if isinstance(value, int | float)}
         with summary_writer(temporary) as writer:
-            values = {name: value if isinstance(value, bool | int | float | str) else json.dumps(value) for name, value in config.items()}
+            values = {
+                name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+                for name, value in config.items()
+            }
             _, start, end = hparams(values, {})
             # Without the first summary, a list of columns, TensorBoard collects the columns of all runs, which need not have the same.
             for summary in (start, end):

@@ -31,7 +31,9 @@ def sole_user(directory: Path, purpose: str) -> Iterator[None]:
     try:
         if not _lock(handle, path):
             holder = path.read_text(errors="replace").strip() or "another process"
-            raise RuntimeError(f"{directory}: {holder} runs a {purpose} here; wait until it ends, or use another directory")
+            raise RuntimeError(
+                f"{directory}: {holder} runs a {purpose} here; wait until it ends, or use another directory"
+            )
         os.ftruncate(handle, 0)
         os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield

@@ -29,14 +29,22 @@ class TuningBoard:
             self._write(tuner)
         except OSError as error:
             self.writer = None
-            warnings.warn(f"directory: {error}; the tuning goes on without TensorBoard", stacklevel=3)
+            warnings.warn(
+                f"directory: {error}; the tuning goes on without TensorBoard", stacklevel=3
+            )
 
     def _write(self, tuner: Tuner) -> None:
         step = len(tuner.values) - 1
         best = int(tuner.best_values.argmin())
-        values = {"meta/objective": float(tuner.values[-1][best]), "meta/best": float(tuner.best_values[best])}
+        values = {
+            "meta/objective": float(tuner.values[-1][best]),
+            "meta/best": float(tuner.best_values[best]),
+        }
         values |= {f"meta/objective_of_start/{i}": float(x) for i, x in enumerate(tuner.values[-1])}
-        values |= {f"meta/{name}": float(x) for name, x in zip(tuner.names, tuner.path[-1][best], strict=True)}
+        values |= {
+            f"meta/{name}": float(x)
+            for name, x in zip(tuner.names, tuner.path[-1][best], strict=True)
+        }
         values |= {f"meta/regret/{name}": float(x[best]) for name, x in tuner.best_regrets.items()}
         values["meta/gradient_norm"] = float(tuner.gradient_norm[best])
         values["meta/failures"] = float(tuner.failures[-1].sum())
@@ -55,5 +63,7 @@ class TuningBoard:
 
     def _close(self, tuner: Tuner) -> None:
         if bool(tuner.best_values.isfinite().any()):
-            self.writer.add_text("meta/result", "```\n" + str(tuner.result()) + "\n```", len(tuner.values) - 1)
+            self.writer.add_text(
+                "meta/result", "```\n" + str(tuner.result()) + "\n```", len(tuner.values) - 1
+            )
         self.writer.close()

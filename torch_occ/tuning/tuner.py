@@ -33,14 +33,18 @@ class Tuned:
     value: float  # the objective there
     regrets: dict[str, float]  # and its regrets, by environment
     start: int  # which start found it
-    at_bounds: tuple[str, ...]  # parameters of the best point that ended at a bound: the optimum may lie beyond
+    at_bounds: tuple[
+        str, ...
+    ]  # parameters of the best point that ended at a bound: the optimum may lie beyond
     failures: Tensor  # (evaluations, starts), where the objective was not finite or not certified
     values: Tensor  # (evaluations, starts), NaN at failures
     path: Tensor  # (evaluations, starts, parameters)
     names: tuple[str, ...]
     seconds: float
     finished: bool
-    bounds: dict[str, tuple[float, float]] = field(default_factory=dict)  # as they were given to `tune`
+    bounds: dict[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # as they were given to `tune`
 
     def load_into(self, regularizer: Regularizer) -> None:
         """Set a regularizer's parameters to the best ones."""
@@ -50,11 +54,18 @@ class Tuned:
                 own[name].fill_(value)
 
     def __str__(self) -> str:
-        lines = [f"objective {self.value:.6g} by start {self.start}, {len(self.values)} evaluations, {self.seconds:.1f} s"]
-        lines += [f"  {name} = {value:.6g}{' (at its bound)' * (name in self.at_bounds)}" for name, value in self.parameters.items()]
+        lines = [
+            f"objective {self.value:.6g} by start {self.start}, {len(self.values)} evaluations, {self.seconds:.1f} s"
+        ]
+        lines += [
+            f"  {name} = {value:.6g}{' (at its bound)' * (name in self.at_bounds)}"
+            for name, value in self.parameters.items()
+        ]
         lines += [f"  regret, {name}: {value:.6g}" for name, value in self.regrets.items()]
         if int(self.failures.sum()):
-            lines.append(f"  {int(self.failures.sum())} of {self.failures.numel()} evaluations were not finite or not certified")
+            lines.append(
+                f"  {int(self.failures.sum())} of {self.failures.numel()} evaluations were not finite or not certified"
+            )
         return "\n".join(lines)
 
 
@@ -102,7 +113,9 @@ def tune(
         OSError: if `save_to` cannot be written, before the first step.
         RuntimeError: if no evaluation was finite and certified.
     """
-    tuner = Tuner(objective, regularizer, steps, starts, only, bounds or {}, rate, spread, seed, optimizer)
+    tuner = Tuner(
+        objective, regularizer, steps, starts, only, bounds or {}, rate, spread, seed, optimizer
+    )
     kept = None if save_to is None else Kept(save_to, "tuning", tuner.fingerprints)
     if kept is not None:
         found = kept.load() if resume else None
@@ -154,10 +167,17 @@ class Tuner:
         optimizer: Callable[[list[Tensor], float], torch.optim.Optimizer] | None,
     ) -> None:
         if steps < 0 or starts < 1:
-            raise ValueError(f"steps, starts: expected steps >= 0 and starts >= 1, got {steps} and {starts}")
+            raise ValueError(
+                f"steps, starts: expected steps >= 0 and starts >= 1, got {steps} and {starts}"
+            )
         self.space = space = ParameterSpace(regularizer, only, bounds)
         self.names, self.low, self.high = space.names, space.low, space.high
-        self.caller, self.steps, self.starts, self.rate = _Caller(objective, regularizer), steps, starts, rate
+        self.caller, self.steps, self.starts, self.rate = (
+            _Caller(objective, regularizer),
+            steps,
+            starts,
+            rate,
+        )
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(starts, len(self.names), dtype=torch.float64, generator=generator)
         noise[0] = 0.0
@@ -177,7 +197,11 @@ class Tuner:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Hashes of everything that decides the numbers of the tuning."""
-        return fingerprints(objective=self.caller.objective, regularizer=self.caller.regularizer, options=self.options)
+        return fingerprints(
+            objective=self.caller.objective,
+            regularizer=self.caller.regularizer,
+            options=self.options,
+        )
 
     def advance(self) -> None:
         """Evaluate at the present point, and move on."""
@@ -194,15 +218,26 @@ class Tuner:
             (gradient,) = torch.autograd.grad(torch.where(fine, value, 0.0).sum(), u)
             fine = fine & gradient.isfinite().all(-1)
             gradient = torch.where(fine[:, None], gradient, 0.0)
-        self._record(u.detach(), value.detach(), fine, {name: x.detach().expand(self.starts) for name, x in evaluation.regrets.items()})
+        self._record(
+            u.detach(),
+            value.detach(),
+            fine,
+            {name: x.detach().expand(self.starts) for name, x in evaluation.regrets.items()},
+        )
         self.gradient_norm = gradient.norm(dim=-1)
         if len(self.values) <= self.steps:
             for group in self.optimizer.param_groups:
-                group["lr"] = 0.5 * self.rate * (1 + math.cos(math.pi * (len(self.values) - 1) / max(self.steps, 1)))
+                group["lr"] = (
+                    0.5
+                    * self.rate
+                    * (1 + math.cos(math.pi * (len(self.values) - 1) / max(self.steps, 1)))
+                )
             self.u.grad = gradient
             self.optimizer.step()
             with torch.no_grad():
-                self.u.copy_(torch.where(fine[:, None], self.u.clamp(self.low, self.high), self.best_u))
+                self.u.copy_(
+                    torch.where(fine[:, None], self.u.clamp(self.low, self.high), self.best_u)
+                )
         self.seconds += time.monotonic() - begun
 
     def _record(self, u: Tensor, value: Tensor, fine: Tensor, regrets: dict[str, Tensor]) -> None:
@@ -213,7 +248,9 @@ class Tuner:
         self.best_values = torch.where(better, value, self.best_values)
         self.best_u = torch.where(better[:, None], u, self.best_u)
         for name, regret in regrets.items():
-            self.best_regrets[name] = torch.where(better, regret, self.best_regrets.get(name, torch.full_like(regret, torch.nan)))
+            self.best_regrets[name] = torch.where(
+                better, regret, self.best_regrets.get(name, torch.full_like(regret, torch.nan))
+            )
 
     def result(self) -> Tuned:
         """The best point so far."""
@@ -239,7 +276,17 @@ class Tuner:
             bounds=self.space.bounds,
         )
 
-    _KEPT = ("u", "values", "failures", "path", "best_values", "best_u", "best_regrets", "gradient_norm", "seconds")
+    _KEPT = (
+        "u",
+        "values",
+        "failures",
+        "path",
+        "best_values",
+        "best_u",
+        "best_regrets",
+        "gradient_norm",
+        "seconds",
+    )
 
     def state(self) -> State:
         """A copy of everything that changes from step to step."""
@@ -259,7 +306,9 @@ class Tuner:
 class _Caller(nn.Module):
     """The objective as a function of the regularizer's parameters."""
 
-    def __init__(self, objective: Callable[[Regularizer], Evaluation], regularizer: Regularizer) -> None:
+    def __init__(
+        self, objective: Callable[[Regularizer], Evaluation], regularizer: Regularizer
+    ) -> None:
         super().__init__()
         self.objective, self.regularizer = objective, regularizer
 
@@ -268,7 +317,9 @@ class _Caller(nn.Module):
 
     def at(self, parameters: dict[str, Tensor]) -> Evaluation:
         """The objective with these in place of the parameters of those names."""
-        return torch.func.functional_call(self, {f"regularizer.{name}": value for name, value in parameters.items()}, ())
+        return torch.func.functional_call(
+            self, {f"regularizer.{name}": value for name, value in parameters.items()}, ()
+        )
 
 
 def _adam(tensors: list[Tensor], rate: float) -> torch.optim.Optimizer:
