@@ -35,7 +35,13 @@ from experiments.growth import Growth, growth
 from torch_occ._support.streams import Purpose, stream
 from torch_occ.game.intervals import band
 
-IW, RV, HYBRID, SHANNON, UCB = "Tsallis-INF (IW)", "Tsallis-INF (RV)", "hybrid", "Shannon (Exp3)", "UCB1"
+IW, RV, HYBRID, SHANNON, UCB = (
+    "Tsallis-INF (IW)",
+    "Tsallis-INF (RV)",
+    "hybrid",
+    "Shannon (Exp3)",
+    "UCB1",
+)
 RANDOM = "uniformly random"
 STOCHASTIC, CONSTRAINED = "stochastic", "stochastically constrained"
 
@@ -68,9 +74,13 @@ def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
     """This package's eta_t is a quarter of Zimmert and Seldin's: 2 / sqrt(t) and 4 / sqrt(t) there are gamma = 1/2 and 1 here."""
     return {
         IW: occ.FTRL.tsallis(mdp, gamma=0.5),
-        RV: occ.FTRL(mdp, occ.Tsallis() / occ.InverseSqrt(1.0), occ.ReducedVariance(occ.InverseSqrt(1.0))),
+        RV: occ.FTRL(
+            mdp, occ.Tsallis() / occ.InverseSqrt(1.0), occ.ReducedVariance(occ.InverseSqrt(1.0))
+        ),
         HYBRID: occ.FTRL(mdp, occ.HybridTsallis(alpha=1.0) / occ.InverseSqrt(1.0)),
-        SHANNON: occ.FTRL(mdp, occ.Shannon() / occ.InverseSqrt(math.sqrt(math.log(args.arms) / args.arms))),
+        SHANNON: occ.FTRL(
+            mdp, occ.Shannon() / occ.InverseSqrt(math.sqrt(math.log(args.arms) / args.arms))
+        ),
         UCB: occ.OptimisticValueIteration(mdp, scale=math.sqrt(2), floor=-math.inf),
     }
 
@@ -87,10 +97,17 @@ class RandomArms(occ.LossProcess):
         self.low, self.high = low, high
 
     def start(self, mdp: occ.LayeredMDP, seeds: Sequence[int]) -> dict[str, Tensor]:
-        drawn = [torch.from_numpy(stream(seed, Purpose.WALKS, 0).random((mdp.num_states, mdp.num_actions))) for seed in seeds]
+        drawn = [
+            torch.from_numpy(
+                stream(seed, Purpose.WALKS, 0).random((mdp.num_states, mdp.num_actions))
+            )
+            for seed in seeds
+        ]
         return {"mean": self.low + (self.high - self.low) * torch.stack(drawn)}
 
-    def means(self, mdp: occ.LayeredMDP, state: dict[str, Tensor], t0: int, n: int, q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def means(
+        self, mdp: occ.LayeredMDP, state: dict[str, Tensor], t0: int, n: int, q: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         return state["mean"][None], state
 
 
@@ -124,9 +141,20 @@ def play_published(args: Args) -> list[dict[str, Any]]:
     rows, seeds = [], range(args.seed, args.seed + args.runs)
     for value in PUBLISHED:
         losses = RandomArms(*value.interval)
-        history = occ.simulate(mdp, players[value.learner], losses, PUBLISHED_EPISODES, seeds, checkpoints=[PUBLISHED_EPISODES])
+        history = occ.simulate(
+            mdp,
+            players[value.learner],
+            losses,
+            PUBLISHED_EPISODES,
+            seeds,
+            checkpoints=[PUBLISHED_EPISODES],
+        )
         mean, lower, upper = (float(x[-1]) for x in band(history.regret))
-        row = {"learner": value.learner, "means": "{:g} to {:g}".format(*value.interval), "published": value.regret}
+        row = {
+            "learner": value.learner,
+            "means": "{:g} to {:g}".format(*value.interval),
+            "published": value.regret,
+        }
         rows.append(row | {"ours": mean, "lower": lower, "upper": upper})
     return rows
 
@@ -157,8 +185,20 @@ def bounds(K: int, gap: float, T: int) -> list[Bound]:
     fourteen = f"{rv}, which says that the paper prints 10 K log T and proves 14"
     return [
         Bound(IW, both, 4 * math.sqrt(K * T) + 1, "4 sqrt(KT) + 1", iw),
-        Bound(RV, both, 2 * math.sqrt(K * T) + 14 * K * log + 16, "2 sqrt(KT) + 14 K log T + 16", fourteen),
-        Bound(RV, both, self_bounding, "sum (log T + 3)/gap + 2/gap + 28 K log T + 1.5 sqrt K + 32", f"{rv}, C = 0"),
+        Bound(
+            RV,
+            both,
+            2 * math.sqrt(K * T) + 14 * K * log + 16,
+            "2 sqrt(KT) + 14 K log T + 16",
+            fourteen,
+        ),
+        Bound(
+            RV,
+            both,
+            self_bounding,
+            "sum (log T + 3)/gap + 2/gap + 28 K log T + 1.5 sqrt K + 32",
+            f"{rv}, C = 0",
+        ),
         Bound(SHANNON, both, 2 * math.sqrt(K * T * math.log(K)), "2 sqrt(KT log K)", bubeck),
     ]
 
@@ -166,7 +206,12 @@ def bounds(K: int, gap: float, T: int) -> list[Bound]:
 def lai_robbins(K: int, gap: float, T: int) -> float:
     """sum gap / kl(mean, best mean) * log T: what no consistent algorithm undercuts as T grows, in the stochastic environment."""
     mean, best = (1 + gap) / 2, (1 - gap) / 2
-    return (K - 1) * gap * math.log(T) / (mean * math.log(mean / best) + (1 - mean) * math.log((1 - mean) / (1 - best)))
+    return (
+        (K - 1)
+        * gap
+        * math.log(T)
+        / (mean * math.log(mean / best) + (1 - mean) * math.log((1 - mean) / (1 - best)))
+    )
 
 
 def claims(fits: dict[tuple[str, str], Growth]) -> list[str]:
@@ -176,13 +221,19 @@ def claims(fits: dict[tuple[str, str], Growth]) -> list[str]:
     for rival in (UCB, SHANNON):
         other = fits[STOCHASTIC, rival].final
         outcome = "seen" if ours.upper < other.lower else "not seen at this T"
-        lines.append(f"«significantly outperforms» {rival} in stochastic environments: {outcome} ({ours.text(0)} against {other.text(0)})")
+        lines.append(
+            f"«significantly outperforms» {rival} in stochastic environments: {outcome} ({ours.text(0)} against {other.text(0)})"
+        )
     slow, fast = fits[CONSTRAINED, RV], fits[CONSTRAINED, UCB]
     linear = "seen" if fast.exponent.exists and fast.exponent.lower > 0.8 else "not seen at this T"
-    lines.append(f"{UCB}, «almost linear» in an adversarial environment: {linear} (exponent {fast.exponent.text()})")
+    lines.append(
+        f"{UCB}, «almost linear» in an adversarial environment: {linear} (exponent {fast.exponent.text()})"
+    )
     logarithmic = slow.exponent.exists and slow.exponent.upper < 0.5 and slow.log_share > 0.95
     detail = f"exponent {slow.exponent.text()}, log T fits better in {slow.log_share:.0%} of the resamples"
-    lines.append(f"where Tsallis-INF is «only logarithmic»: {'seen' if logarithmic else 'not seen at this T'} ({detail})")
+    lines.append(
+        f"where Tsallis-INF is «only logarithmic»: {'seen' if logarithmic else 'not seen at this T'} ({detail})"
+    )
     return lines
 
 
@@ -198,36 +249,90 @@ def main(args: Args) -> Path:
         STOCHASTIC: occ.BernoulliLosses((1 - args.gap) / 2 + args.gap * worse),
         CONSTRAINED: occ.StochasticallyConstrained(worse, swing=1 - args.gap, growth=1.6),
     }
-    games = [Game(place, name, player, losses) for place, losses in environments.items() for name, player in learners(args, mdp).items()]
-    histories = play_all(games, Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed), directory)
+    games = [
+        Game(place, name, player, losses)
+        for place, losses in environments.items()
+        for name, player in learners(args, mdp).items()
+    ]
+    histories = play_all(
+        games,
+        Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed),
+        directory,
+    )
     fits = {key: growth(history.episodes, history.regret) for key, history in histories.items()}
     write_csv(directory / "bandit.csv", [growth_row(*key, fit) for key, fit in fits.items()])
     title = f"K = {args.arms} arms, gap {args.gap:g}; {args.seeds} seeds, 95 % bands"
     write_figure(directory / "bandit.png", draw_panels(histories, list(environments), RV, title))
-    print(f"\n{table(GROWTH_HEADER, [growth_cells(*key, fit) for key, fit in fits.items()], left=(0, 1))}\n")
+    print(
+        f"\n{table(GROWTH_HEADER, [growth_cells(*key, fit) for key, fit in fits.items()], left=(0, 1))}\n"
+    )
     rows: list[dict[str, Any]] = [
-        {"learner": b.learner, "environment": place, "regret": fits[place, b.learner].final.value, "bound": b.value}
-        | {"share": fits[place, b.learner].final.value / b.value, "formula": b.formula, "source": b.source}
+        {
+            "learner": b.learner,
+            "environment": place,
+            "regret": fits[place, b.learner].final.value,
+            "bound": b.value,
+        }
+        | {
+            "share": fits[place, b.learner].final.value / b.value,
+            "formula": b.formula,
+            "source": b.source,
+        }
         for b in bounds(args.arms, args.gap, args.episodes)
         for place in b.environments
     ]
     write_csv(directory / "bounds.csv", rows)
-    cells = [[r["learner"], r["environment"], f"{r['regret']:.0f}", f"{r['bound']:.0f}", f"{r['share']:.0%}", r["formula"]] for r in rows]
-    print("Published bounds (bounds.csv says where each was read; some second-hand, some from memory):\n")
-    print(table(["learner", "environment", "regret", "bound", "share", "formula"], cells, left=(0, 1, 5)))
+    cells = [
+        [
+            r["learner"],
+            r["environment"],
+            f"{r['regret']:.0f}",
+            f"{r['bound']:.0f}",
+            f"{r['share']:.0%}",
+            r["formula"],
+        ]
+        for r in rows
+    ]
+    print(
+        "Published bounds (bounds.csv says where each was read; some second-hand, some from memory):\n"
+    )
+    print(
+        table(
+            ["learner", "environment", "regret", "bound", "share", "formula"], cells, left=(0, 1, 5)
+        )
+    )
     broken = [row for row in rows if row["share"] > 1]
     print(
         f"\n{len(rows) - len(broken)} of {len(rows)} bounds hold."
         + "".join(f" Broken: {row['learner']}, {row['formula']}." for row in broken)
     )
     floor, found = lai_robbins(args.arms, args.gap, args.episodes), fits[STOCHASTIC, RV].final
-    print(f"Lai and Robbins' asymptotic lower bound for the stochastic one: {floor:.0f} at T; {RV} has {found.text(0)}.\n")
+    print(
+        f"Lai and Robbins' asymptotic lower bound for the stochastic one: {floor:.0f} at T; {RV} has {found.text(0)}.\n"
+    )
     again = play_published(args)
     write_csv(directory / "published.csv", again)
-    cells = [[r["learner"], r["means"], f"{r['published']:.1f}", f"{r['ours']:.1f} [{r['lower']:.1f}, {r['upper']:.1f}]"] for r in again]
-    print(f"Published values: DataWraith/banditbench, K = {PUBLISHED_ARMS}, T = {PUBLISHED_EPISODES}; ours over {args.runs:,} runs\n")
+    cells = [
+        [
+            r["learner"],
+            r["means"],
+            f"{r['published']:.1f}",
+            f"{r['ours']:.1f} [{r['lower']:.1f}, {r['upper']:.1f}]",
+        ]
+        for r in again
+    ]
+    print(
+        f"Published values: DataWraith/banditbench, K = {PUBLISHED_ARMS}, T = {PUBLISHED_EPISODES}; ours over {args.runs:,} runs\n"
+    )
     print(table(["learner", "arms' means", "published", "ours"], cells, left=(0, 1)) + "\n")
-    print("\n".join(["Zimmert and Seldin's abstract, in a setting of ours:", *(f"  {line}" for line in claims(fits))]))
+    print(
+        "\n".join(
+            [
+                "Zimmert and Seldin's abstract, in a setting of ours:",
+                *(f"  {line}" for line in claims(fits)),
+            ]
+        )
+    )
     files = "bandit.png, bandit.csv, bounds.csv, published.csv, config.json"
     print(f"\nwritten to {directory}: {files}; a history and a TensorBoard log for every game")
     return directory

@@ -35,7 +35,12 @@ from experiments.growth import Growth, growth
 from torch_occ.game.figures import COLOURS
 
 PAPER, SMALL, UNIFORM = "Jin-Luo, β = 64 L", "Jin-Luo, small β", "uniform policy"
-STOCHASTIC, CONSTRAINED, CORRUPTED, ADVERSARIAL = "stochastic", "stochastically constrained", "corrupted", "adversarial"
+STOCHASTIC, CONSTRAINED, CORRUPTED, ADVERSARIAL = (
+    "stochastic",
+    "stochastically constrained",
+    "corrupted",
+    "adversarial",
+)
 
 
 @dataclass(frozen=True)
@@ -108,28 +113,42 @@ def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
 Fits = dict[tuple[str, str], Growth]
 
 
-def verdict(args: Args, mdp: occ.LayeredMDP, fits: Fits, histories: Histories) -> tuple[list[str], list[str]]:
+def verdict(
+    args: Args, mdp: occ.LayeredMDP, fits: Fits, histories: Histories
+) -> tuple[list[str], list[str]]:
     """What the run shows and what it does not, decided by the fitted intervals and the certificates of the steps, and nothing else."""
     shows, not_shown = [], []
     spent = float(histories[CORRUPTED, SMALL].corruption[:, -1].mean())
     for name in (PAPER, SMALL):
         for place in (STOCHASTIC, CONSTRAINED, CORRUPTED):
-            line, fit = f"{name}, {place}: exponent {fits[place, name].exponent.text()}", fits[place, name]
+            line, fit = (
+                f"{name}, {place}: exponent {fits[place, name].exponent.text()}",
+                fits[place, name],
+            )
             if not fit.exponent.exists:
                 not_shown.append(f"{line}: the regret is not positive throughout, so it has none.")
             elif fit.exponent.upper >= 0.5:
-                not_shown.append(f"{line}: sqrt T or faster cannot be excluded, the logarithm is not seen at this T.")
+                not_shown.append(
+                    f"{line}: sqrt T or faster cannot be excluded, the logarithm is not seen at this T."
+                )
             elif fit.log_share > 0.95:
-                shows.append(f"{line}, slower than sqrt T; a + b log T beats a + b sqrt T in {fit.log_share:.0%} of the resamples.")
+                shows.append(
+                    f"{line}, slower than sqrt T; a + b log T beats a + b sqrt T in {fit.log_share:.0%} of the resamples."
+                )
             else:
                 not_shown.append(
                     f"{line}, slower than sqrt T, but a + b log T is the better fit in only {fit.log_share:.0%} of the resamples."
                 )
-        worst, bound = fits[ADVERSARIAL, name], math.sqrt(mdp.horizon * mdp.num_pairs * args.episodes)
+        worst, bound = (
+            fits[ADVERSARIAL, name],
+            math.sqrt(mdp.horizon * mdp.num_pairs * args.episodes),
+        )
         line = f"{name}, {ADVERSARIAL} ({args.adversary}): exponent {worst.exponent.text()}, regret {worst.final.value:.0f}"
         line += f" = {worst.final.value / bound:.2f} sqrt(L S A T)"
         if worst.exponent.exists and worst.exponent.lower > 0.5:
-            not_shown.append(f"{line}: faster than sqrt T on this window, so the worst-case rate is not seen at this T.")
+            not_shown.append(
+                f"{line}: faster than sqrt T on this window, so the worst-case rate is not seen at this T."
+            )
         elif worst.exponent.exists and worst.exponent.upper < 0.5:
             shows.append(f"{line}: slower than sqrt T, as the bound allows.")
         else:
@@ -139,18 +158,31 @@ def verdict(args: Args, mdp: occ.LayeredMDP, fits: Fits, histories: Histories) -
             shows.append(f"{name}, {place}: grows almost linearly, exponent {fit.exponent.text()}.")
     for place in dict.fromkeys(place for place, _ in fits):
         own, paper, uniform = (fits[place, name].final for name in (SMALL, PAPER, UNIFORM))
-        best, lowest = min(((name, fit.final.value) for (where, name), fit in fits.items() if where == place), key=lambda pair: pair[1])
+        best, lowest = min(
+            ((name, fit.final.value) for (where, name), fit in fits.items() if where == place),
+            key=lambda pair: pair[1],
+        )
         if best != SMALL:
-            not_shown.append(f"That the algorithm is the best one, {place}: {best} has {lowest:.0f}, {SMALL} {own.value:.0f}.")
+            not_shown.append(
+                f"That the algorithm is the best one, {place}: {best} has {lowest:.0f}, {SMALL} {own.value:.0f}."
+            )
         if paper.value > 0.8 * uniform.value > 0:
-            not_shown.append(f"{PAPER} learning anything much, {place}: {paper.value:.0f}, never learning costs {uniform.value:.0f}.")
+            not_shown.append(
+                f"{PAPER} learning anything much, {place}: {paper.value:.0f}, never learning costs {uniform.value:.0f}."
+            )
         if own.value > 0 and paper.lower > own.upper:
-            shows.append(f"The paper's β costs {paper.value / own.value:.1f} times the regret of β = {args.beta:g}, {place}.")
+            shows.append(
+                f"The paper's β costs {paper.value / own.value:.1f} times the regret of β = {args.beta:g}, {place}."
+            )
     for (place, name), history in histories.items():
         if count := int(history.uncertified[:, -1].sum()):
             steps = args.episodes * args.seeds
-            not_shown.append(f"{name}, {place}: {count:,} of its {steps:,} steps could not be certified, so its figures are provisional.")
-    not_shown.append(f"Anything about other MDPs, gaps other than {args.gap:g}, C other than {spent:.0f}, or T beyond {args.episodes:,}.")
+            not_shown.append(
+                f"{name}, {place}: {count:,} of its {steps:,} steps could not be certified, so its figures are provisional."
+            )
+    not_shown.append(
+        f"Anything about other MDPs, gaps other than {args.gap:g}, C other than {spent:.0f}, or T beyond {args.episodes:,}."
+    )
     return shows, not_shown
 
 
@@ -163,12 +195,26 @@ def draw(args: Args, histories: Histories) -> Any:
     places = (STOCHASTIC, CONSTRAINED, CORRUPTED, ADVERSARIAL)
     parts: Any = figure.subfigures(2, 1, height_ratios=[1.12, 1], hspace=0.03)
     left, right = parts[0].subplots(1, 2)
-    words = {STOCHASTIC: "stochastic", CONSTRAINED: "stochastically constrained", CORRUPTED: f"corrupted, C = {args.budget:,.0f}"}
+    words = {
+        STOCHASTIC: "stochastic",
+        CONSTRAINED: "stochastically constrained",
+        CORRUPTED: f"corrupted, C = {args.budget:,.0f}",
+    }
     easy = {words[place]: histories[place, SMALL] for place in places[:3]}
     draw_growth(left, easy, "log", args.window, (COLOURS[0], COLOURS[2], COLOURS[4]))
-    draw_growth(right, {f"{args.adversary} adversary": histories[ADVERSARIAL, SMALL]}, "sqrt", args.window, (COLOURS[1],))
-    left.set_title(r"where the paper promises $\log T$: an axis on which $\log T$ is straight", fontsize=11)
-    right.set_title(r"against an adversary, $\sqrt{T}$: an axis on which $\sqrt{T}$ is straight", fontsize=11)
+    draw_growth(
+        right,
+        {f"{args.adversary} adversary": histories[ADVERSARIAL, SMALL]},
+        "sqrt",
+        args.window,
+        (COLOURS[1],),
+    )
+    left.set_title(
+        r"where the paper promises $\log T$: an axis on which $\log T$ is straight", fontsize=11
+    )
+    right.set_title(
+        r"against an adversary, $\sqrt{T}$: an axis on which $\sqrt{T}$ is straight", fontsize=11
+    )
     fits = [
         Line2D([], [], color="0.25", linestyle=":", label=r"best $a + b\,\log T$"),
         Line2D([], [], color="0.5", linestyle="-.", label=r"best $a + b\,\sqrt{T}$"),
@@ -201,18 +247,27 @@ def main(args: Args) -> Path:
     ]
     settings = Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed)
     histories: Histories = play_all(games, settings, directory)
-    fits = {key: growth(history.episodes, history.regret, args.window) for key, history in histories.items()}
+    fits = {
+        key: growth(history.episodes, history.regret, args.window)
+        for key, history in histories.items()
+    }
     write_csv(directory / "growth.csv", [growth_row(*key, fit) for key, fit in fits.items()])
     write_figure(directory / "regret.png", draw(args, histories))
-    cells = table(GROWTH_HEADER, [growth_cells(*key, fit) for key, fit in fits.items()], left=(0, 1))
-    print(f"\nGrowth from T = {args.window * args.episodes:g} on, with 95 % bootstrap intervals over {args.seeds} seeds")
+    cells = table(
+        GROWTH_HEADER, [growth_cells(*key, fit) for key, fit in fits.items()], left=(0, 1)
+    )
+    print(
+        f"\nGrowth from T = {args.window * args.episodes:g} on, with 95 % bootstrap intervals over {args.seeds} seeds"
+    )
     print(f"(exponent 0.5 is sqrt T, 1 is linear; that of a + b log T tends to 0)\n\n{cells}\n")
     shows, not_shown = verdict(args, mdp, fits, histories)
     lines = ["What this run shows", *(f"  + {line}" for line in shows)]
     lines += ["What it does not show", *(f"  - {line}" for line in not_shown)]
     write_text(directory / "report.txt", "\n".join(lines))
     print("\n".join(lines))
-    print(f"\nwritten to {directory}: regret.png, growth.csv, report.txt, config.json; a history and a TensorBoard log for every game")
+    print(
+        f"\nwritten to {directory}: regret.png, growth.csv, report.txt, config.json; a history and a TensorBoard log for every game"
+    )
     return directory
 
 

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 import torch_occ as occ
-from torch_occ.reference import ACCURATE_CLARABEL, ACCURATE_SCS, CvxpyLayer, Settings, atoms, gather, largest, spread, state_in_cvxpy
+from torch_occ.reference import (
+    ACCURATE_CLARABEL,
+    ACCURATE_SCS,
+    CvxpyLayer,
+    Settings,
+    atoms,
+    gather,
+    largest,
+    spread,
+    state_in_cvxpy,
+)
 
 T = TypeVar("T")
 
@@ -51,7 +61,10 @@ class Case:
     @cached_property
     def losses(self) -> Tensor:
         """The cumulative losses at episode t and one episode later, and the direction of the gradient, `(2 * batch + 1, S, A)`."""
-        shape, generator = (self.mdp.num_states, self.mdp.num_actions), torch.Generator().manual_seed(self.seed)
+        shape, generator = (
+            (self.mdp.num_states, self.mdp.num_actions),
+            torch.Generator().manual_seed(self.seed),
+        )
         direction = torch.randn(1, *shape, dtype=torch.float64, generator=generator)
         mean = torch.rand(self.batch, *shape, dtype=torch.float64, generator=generator)
         new = torch.rand(self.batch, *shape, dtype=torch.float64, generator=generator)
@@ -94,7 +107,9 @@ class Contestant:
     #: What to expect before anything was measured: seconds for one element at 84 pairs, growing like pairs ** growth.
     seconds: ClassVar[float] = 0.02
     growth: ClassVar[float] = 1.0
-    accurate: ClassVar[bool] = False  # whether its gradients are right to many digits, so that it is a yardstick
+    accurate: ClassVar[bool] = (
+        False  # whether its gradients are right to many digits, so that it is a yardstick
+    )
     whole: ClassVar[bool] = False  # whether batches are always run whole, whatever the budget
 
     def __init__(self) -> None:
@@ -133,10 +148,19 @@ class TorchOcc(Contestant):
             chosen = 0 if count == 1 else slice(count)
             loss = case.loss[chosen].clone().requires_grad_()
             q, forward = timed(case, lambda: step(loss, case.t))
-            found, backward = timed(case, lambda: torch.autograd.grad((case.direction * q).sum(), [loss, *parameters]))
+            found, backward = timed(
+                case, lambda: torch.autograd.grad((case.direction * q).sum(), [loss, *parameters])
+            )
             start, later = q.detach(), case.next_loss[chosen]
             _, warm = timed(case, lambda: step(later, case.t + 1, warm_start=start))
-            return Trial(count, q.detach().reshape(count, *q.shape[-2:]), found[0].reshape(count, *q.shape[-2:]), forward, backward, warm)
+            return Trial(
+                count,
+                q.detach().reshape(count, *q.shape[-2:]),
+                found[0].reshape(count, *q.shape[-2:]),
+                forward,
+                backward,
+                warm,
+            )
 
         return run
 
@@ -167,7 +191,9 @@ class Cvxpy(Contestant):
             return spread(case.mdp, torch.as_tensor(variable.value))
 
         def run(count: int) -> Trial:
-            q, forward = timed(case, lambda: torch.stack([solve(loss) for loss in case.loss[:count]]))
+            q, forward = timed(
+                case, lambda: torch.stack([solve(loss) for loss in case.loss[:count]])
+            )
             return Trial(count, q, None, forward, None, None)
 
         return run
@@ -185,9 +211,14 @@ class Layers(Contestant):
         def run(count: int) -> Trial:
             loss = case.loss[:count].clone().requires_grad_()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # NumPy's about cvxpylayers, and diffcp's about what the residuals show anyway
+                warnings.simplefilter(
+                    "ignore"
+                )  # NumPy's about cvxpylayers, and diffcp's about what the residuals show anyway
                 q, forward = timed(case, lambda: layer(loss, case.t))
-                found, backward = timed(case, lambda: torch.autograd.grad((case.direction * q).sum(), [loss, *parameters]))
+                found, backward = timed(
+                    case,
+                    lambda: torch.autograd.grad((case.direction * q).sum(), [loss, *parameters]),
+                )
             return Trial(count, q.detach(), found[0], forward, backward, None)
 
         return run

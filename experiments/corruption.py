@@ -17,7 +17,14 @@ from torch import Tensor
 
 import torch_occ as occ
 from experiments.common import run_directory, table, write_csv, write_figure
-from experiments.games import Game, Histories, Settings, loss_with_gap, play_all, write_configuration
+from experiments.games import (
+    Game,
+    Histories,
+    Settings,
+    loss_with_gap,
+    play_all,
+    write_configuration,
+)
 from experiments.growth import Fit, bootstrap, last, power_slope, resampled_means
 from torch_occ.game.figures import COLOURS
 from torch_occ.game.intervals import band
@@ -80,13 +87,19 @@ def draw(curves: dict[str, tuple[Tensor, Tensor]], title: str) -> Any:
     for i, (name, (spent, regret)) in enumerate(curves.items()):
         for axes, y in ((left, regret), (right, regret - regret[:, :1])):
             mean, lower, upper = band(y)
-            axes.plot(spent, mean, label=name, color=COLOURS[i], marker="o", markersize=4, linewidth=1.6)
+            axes.plot(
+                spent, mean, label=name, color=COLOURS[i], marker="o", markersize=4, linewidth=1.6
+            )
             axes.fill_between(spent, lower, upper, color=COLOURS[i], alpha=0.15, linewidth=0)
     spent, regret = next(iter(curves.values()))
     scale = (regret - regret[:, :1]).mean(0)[-1] / spent[-1].sqrt()
     dense = torch.linspace(0, float(spent[-1]), 100)
-    right.plot(dense, scale * dense.sqrt(), color="0.35", linestyle=":", label=r"$\propto \sqrt{C}$")
-    right.plot(dense, scale * dense / spent[-1].sqrt(), color="0.55", linestyle="-.", label=r"$\propto C$")
+    right.plot(
+        dense, scale * dense.sqrt(), color="0.35", linestyle=":", label=r"$\propto \sqrt{C}$"
+    )
+    right.plot(
+        dense, scale * dense / spent[-1].sqrt(), color="0.55", linestyle="-.", label=r"$\propto C$"
+    )
     left.set(ylabel="regret at T", title="regret")
     right.set(ylabel="R(C) - R(0)", title="what corruption adds")
     for axes in (left, right):
@@ -112,16 +125,31 @@ def main(args: Args) -> Path:
     base, players = occ.BernoulliLosses(mean), learners(args, mdp)
     budgets = {f"C={budget:g}": budget for budget in (0.0, *args.budgets)}
     processes = {
-        place: occ.Corrupted(base, budget, args.strategy, episodes=args.episodes, target=mean) for place, budget in budgets.items()
+        place: occ.Corrupted(base, budget, args.strategy, episodes=args.episodes, target=mean)
+        for place, budget in budgets.items()
     }
-    games = [Game(place, name, player, losses) for place, losses in processes.items() for name, player in players.items()]
-    histories = play_all(games, Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed), directory)
+    games = [
+        Game(place, name, player, losses)
+        for place, losses in processes.items()
+        for name, player in players.items()
+    ]
+    histories = play_all(
+        games,
+        Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed),
+        directory,
+    )
     curves = {name: finals(histories, list(budgets), name) for name in players}
     rows, cells, notes = [], [], []
     for name, (spent, regret) in curves.items():
         excess = regret - regret[:, :1]
-        fit = bootstrap(power_slope, spent[1:], excess[:, 1:]) if len(spent) > 3 else Fit(torch.nan, torch.nan, torch.nan)
-        at_zero, at_most = (bootstrap(last, spent[:1], regret[:, i : i + 1]) for i in (0, -1 + len(spent)))
+        fit = (
+            bootstrap(power_slope, spent[1:], excess[:, 1:])
+            if len(spent) > 3
+            else Fit(torch.nan, torch.nan, torch.nan)
+        )
+        at_zero, at_most = (
+            bootstrap(last, spent[:1], regret[:, i : i + 1]) for i in (0, -1 + len(spent))
+        )
         cells.append([name, at_zero.text(1), at_most.text(1), fit.text()])
         rows += [
             {"learner": name, "spent": float(c), "regret": float(r), "excess": float(e)}
@@ -133,14 +161,27 @@ def main(args: Args) -> Path:
                 f"{name}: no exponent; in {flat:.1%} of the resamples some C does not raise the regret, or budgets are fewer than 3."
             )
         else:
-            place = "below" if fit.upper < 0.5 else "above" if fit.lower > 0.5 else "compatible with"
-            notes.append(f"{name}: the excess grows like C^{fit.text()}, {place} the 1/2 of the bound.")
+            place = (
+                "below" if fit.upper < 0.5 else "above" if fit.lower > 0.5 else "compatible with"
+            )
+            notes.append(
+                f"{name}: the excess grows like C^{fit.text()}, {place} the 1/2 of the bound."
+            )
     write_csv(directory / "corruption.csv", rows)
     title = f"{args.strategy} corruption, T = {args.episodes:,}, {args.seeds} seeds, 95 % bands"
     write_figure(directory / "corruption.png", draw(curves, title))
     print(f"\n{table(['learner', 'R(0)', f'R({max(args.budgets):g})', 'exponent of C'], cells)}\n")
-    print("\n".join([*notes, "A bound is from above: a smaller exponent agrees with it, and says nothing of other attacks or other gaps."]))
-    print(f"\nwritten to {directory}: corruption.png, corruption.csv, config.json; a history and a TensorBoard log for every game")
+    print(
+        "\n".join(
+            [
+                *notes,
+                "A bound is from above: a smaller exponent agrees with it, and says nothing of other attacks or other gaps.",
+            ]
+        )
+    )
+    print(
+        f"\nwritten to {directory}: corruption.png, corruption.csv, config.json; a history and a TensorBoard log for every game"
+    )
     return directory
 
 

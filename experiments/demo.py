@@ -21,7 +21,9 @@ from experiments.step import finite_difference
 
 def swap(mdp: occ.LayeredMDP, mean: torch.Tensor, episodes: int = 300) -> None:
     """Another regularizer, in the lines that are printed, in the same game."""
-    print(f"Swap the regularizer: this is one of experiments/regularizers.py, all of it\n\n{inspect.getsource(Mine)}")
+    print(
+        f"Swap the regularizer: this is one of experiments/regularizers.py, all of it\n\n{inspect.getsource(Mine)}"
+    )
     eta, seeds = occ.InverseSqrt(1.0), range(8)
     for name, psi in {"jin_luo, β = 1": occ.jin_luo(mdp, beta=1.0), "Mine": Mine() / eta}.items():
         history = occ.simulate(mdp, occ.FTRL(mdp, psi), occ.BernoulliLosses(mean), episodes, seeds)
@@ -40,7 +42,14 @@ def differentiate(mdp: occ.LayeredMDP, mean: torch.Tensor, t: int = 1000) -> Non
     for name, parameter in step.named_parameters():
         assert parameter.grad is not None
         differences = finite_difference(step, parameter, t * mean, t, gaps)
-        rows.append([name.rpartition(".")[2], f"{float(parameter.detach()):.4g}", f"{float(parameter.grad):+.9e}", f"{differences:+.9e}"])
+        rows.append(
+            [
+                name.rpartition(".")[2],
+                f"{float(parameter.detach()):.4g}",
+                f"{float(parameter.grad):+.9e}",
+                f"{differences:+.9e}",
+            ]
+        )
     print(
         f"\nA gradient through the step: at t = {t:,} q_t has regret {float(regret.detach()):.6f} in one episode, and its derivatives are\n"
     )
@@ -55,7 +64,9 @@ def main(args: best_of_both_worlds.Args) -> Path:
     print()
     swap(mdp, mean)
     differentiate(mdp, mean)
-    print(f"\nLook at {directory / 'regret.png'}, or at all of it with `make board`. More of the step: python -m experiments.step")
+    print(
+        f"\nLook at {directory / 'regret.png'}, or at all of it with `make board`. More of the step: python -m experiments.step"
+    )
     return directory
 
 

@@ -2,7 +2,7 @@
 
 Random MDPs, losses and parameters, cold and warm starts, for every family of regularizers. Every
 certified answer is judged in extended precision by code that shares nothing with the solver
-(experiments/fuzz_judge.py). The certificate claims that q is right up to a relative error of about
+(experiments/fuzzing/judge.py). The certificate claims that q is right up to a relative error of about
 its dual residual. An answer is wrong if the largest relative error of a q(s,a) exceeds 1e-10 and
 ten times that claim: ten, because the residual is measured pair by pair, and the errors of pairs
 add up along an episode. What the judge cannot settle in long double is judged with 60 digits; what
@@ -31,11 +31,11 @@ import tyro
 
 import torch_occ as occ
 from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
-from experiments.fuzz_figures import Points, draw_errors
-from experiments.fuzz_judge import EXACT, FAST, extended
-from experiments.fuzz_newton import judge
-from experiments.fuzz_problems import FAMILIES, Backend, Batch, Kind, draw, neighbours
-from experiments.fuzz_trials import HARMLESS, SAMPLE, SLACK, Tally, is_wrong, try_batch
+from experiments.fuzzing.figures import Points, draw_errors
+from experiments.fuzzing.judge import EXACT, FAST, extended
+from experiments.fuzzing.newton import judge
+from experiments.fuzzing.problems import FAMILIES, Backend, Batch, Kind, draw, neighbours
+from experiments.fuzzing.trials import HARMLESS, SAMPLE, SLACK, Tally, is_wrong, try_batch
 from experiments.games import write_configuration, write_text
 
 KINDS: tuple[Kind, ...] = ("reasonable", "extreme")

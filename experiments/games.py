@@ -46,7 +46,9 @@ class Game:
     name: str
     learner: occ.Learner
     losses: occ.LossProcess
-    pictures: bool = False  # heat maps of q in TensorBoard, which take longer to draw than a short game to play
+    pictures: bool = (
+        False  # heat maps of q in TensorBoard, which take longer to draw than a short game to play
+    )
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,23 @@ def play_all(games: Sequence[Game], settings: Settings, directory: Path) -> Hist
         found[game.environment, game.name] = history
         regret = history.regret[:, -1]
         label = f"{game.environment}, {game.name}".ljust(width)
-        print(f"  {label}  regret {regret.mean():9.1f}   {seconds(float(history.wall_time[-1])):>7}", flush=True)
+        print(
+            f"  {label}  regret {regret.mean():9.1f}   {seconds(float(history.wall_time[-1])):>7}",
+            flush=True,
+        )
 
-    print(f"{len(games)} games of {settings.episodes:,} episodes, {settings.seeds} seeds each; {machine()}", flush=True)
+    print(
+        f"{len(games)} games of {settings.episodes:,} episodes, {settings.seeds} seeds each; {machine()}",
+        flush=True,
+    )
     if settings.processes < 2:
         for game in games:
             done(game, play(game, settings, directory))
     else:
         # Fresh interpreters: a forked one would inherit torch's locked threads.
-        with ProcessPoolExecutor(settings.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(
+            settings.processes, mp_context=multiprocessing.get_context("spawn")
+        ) as pool:
             futures = {pool.submit(play, game, settings, directory): game for game in games}
             for future in as_completed(futures):
                 done(futures[future], future.result())
@@ -91,7 +101,11 @@ def play(game: Game, settings: Settings, directory: Path) -> occ.History:
     """Play one game on one thread."""
     torch.set_num_threads(1)
     place = directory / slug(game.environment) / slug(game.name)
-    callbacks = [occ.TensorBoard(place, images_per_decade=int(game.pictures))] if settings.tensorboard else []
+    callbacks = (
+        [occ.TensorBoard(place, images_per_decade=int(game.pictures))]
+        if settings.tensorboard
+        else []
+    )
     history = occ.simulate(
         game.learner.mdp,
         game.learner,
@@ -122,12 +136,26 @@ def write_text(path: Path, text: str) -> None:
 
 # -- reporting ------------------------------------------------------------------------------------------------------------
 
-GROWTH_HEADER = ("environment", "learner", "regret at T", "d log R / d log T", "d R / d log T", "log T fits better")
+GROWTH_HEADER = (
+    "environment",
+    "learner",
+    "regret at T",
+    "d log R / d log T",
+    "d R / d log T",
+    "log T fits better",
+)
 
 
 def growth_cells(environment: str, name: str, growth: Growth) -> list[str]:
     """One line of the table of fits."""
-    return [environment, name, growth.final.text(1), growth.exponent.text(), growth.per_log.text(1), f"{growth.log_share:.0%}"]
+    return [
+        environment,
+        name,
+        growth.final.text(1),
+        growth.exponent.text(),
+        growth.per_log.text(1),
+        f"{growth.log_share:.0%}",
+    ]
 
 
 def growth_row(environment: str, name: str, growth: Growth) -> dict[str, Any]:
@@ -139,22 +167,38 @@ def growth_row(environment: str, name: str, growth: Growth) -> dict[str, Any]:
     return row | {"log_share": growth.log_share}
 
 
-def draw_panels(histories: Histories, environments: Sequence[str], anchor: str, title: str, columns: int = 2) -> Any:
+def draw_panels(
+    histories: Histories, environments: Sequence[str], anchor: str, title: str, columns: int = 2
+) -> Any:
     """Regret over episodes, a doubly logarithmic panel an environment; log T and sqrt T start on the learner `anchor`, at a tenth of T."""
     from matplotlib.figure import Figure
 
     rows = -(-len(environments) // columns)
     figure = Figure(figsize=(4.9 * columns, 3.5 * rows + 0.9), layout="constrained")
-    fill_panels(figure, figure.subplots(rows, columns, squeeze=False).ravel(), histories, environments, anchor)
+    fill_panels(
+        figure,
+        figure.subplots(rows, columns, squeeze=False).ravel(),
+        histories,
+        environments,
+        anchor,
+    )
     figure.suptitle(title)
     return figure
 
 
-def fill_panels(figure: Any, panels: Any, histories: Histories, environments: Sequence[str], anchor: str) -> None:
+def fill_panels(
+    figure: Any, panels: Any, histories: Histories, environments: Sequence[str], anchor: str
+) -> None:
     """Those panels, on axes that are there already, and their legend below the figure."""
     names = list(dict.fromkeys(name for _, name in histories))
     for axes, environment in zip(panels, environments, strict=True):
-        axes.set(xscale="log", yscale="log", title=environment, xlabel="episodes T", ylabel="pseudo-regret")
+        axes.set(
+            xscale="log",
+            yscale="log",
+            title=environment,
+            xlabel="episodes T",
+            ylabel="pseudo-regret",
+        )
         top = 0.0
         for i, name in enumerate(names):
             history = histories[environment, name]
@@ -162,17 +206,33 @@ def fill_panels(figure: Any, panels: Any, histories: Histories, environments: Se
             axes.lines[-1].set_linewidth(2.4 if name == anchor else 1.3)
             top = max(top, float(history.regret.mean(0).max()))
         history = histories[environment, anchor]
-        mean, start = history.regret.mean(0), int((history.episodes < history.episodes[-1] / 10).sum())
+        mean, start = (
+            history.regret.mean(0),
+            int((history.episodes < history.episodes[-1] / 10).sum()),
+        )
         bottom = float(mean.where((history.episodes >= 3) & (mean > 0), torch.inf).min())
         if float(mean[start]) > 0:
-            plot_references(axes, float(history.episodes[start]), float(mean[start]), float(history.episodes[-1]))
+            plot_references(
+                axes,
+                float(history.episodes[start]),
+                float(mean[start]),
+                float(history.episodes[-1]),
+            )
         axes.set(xlim=(3, float(history.episodes[-1])), ylim=(min(bottom, top / 30) / 2, 2 * top))
         tidy(axes)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False
+    )
 
 
-def draw_growth(axes: Any, curves: dict[str, occ.History], scale: Literal["log", "sqrt"], window: float, colours: Sequence[str]) -> None:
+def draw_growth(
+    axes: Any,
+    curves: dict[str, occ.History],
+    scale: Literal["log", "sqrt"],
+    window: float,
+    colours: Sequence[str],
+) -> None:
     """Regret over T on an axis on which log T (or sqrt T) is straight, with the best a + b log T and a + b sqrt T on the last part.
 
     Both are fitted to the checkpoints from `window` * T on and drawn from a tenth of that on: the right one keeps to the curve there.
@@ -189,13 +249,16 @@ def draw_growth(axes: Any, curves: dict[str, occ.History], scale: Literal["log",
         x = torch.from_numpy(np.geomspace(max(window * end / 10, 2), end, 200))
         for function, style in ((torch.log, ":"), (torch.sqrt, "-.")):
             line = y.mean() + slope(function(t), y) * (function(x) - function(t).mean())
-            axes.plot(x, line, color="0.25" if style == ":" else "0.5", linestyle=style, linewidth=1.3)
+            axes.plot(
+                x, line, color="0.25" if style == ":" else "0.5", linestyle=style, linewidth=1.3
+            )
     if scale == "log":
         axes.set_xlim(max(end / 1e4, 1), end)
     else:
         axes.set_xlim(0, end)
         axes.set_xticks(
-            [end * share for share in (0, 0.01, 0.1, 0.25, 0.5, 1)], [f"{end * share:,.0f}" for share in (0, 0.01, 0.1, 0.25, 0.5, 1)]
+            [end * share for share in (0, 0.01, 0.1, 0.25, 0.5, 1)],
+            [f"{end * share:,.0f}" for share in (0, 0.01, 0.1, 0.25, 0.5, 1)],
         )
     axes.set(ylim=(0, None), xlabel="episodes T", ylabel="pseudo-regret")
     tidy(axes)

@@ -28,7 +28,11 @@ class Fit(NamedTuple):
 
     def text(self, digits: int = 2) -> str:
         """`0.51 [0.48, 0.55]`, or a dash."""
-        return f"{self.value:.{digits}f} [{self.lower:.{digits}f}, {self.upper:.{digits}f}]" if self.exists else "-"
+        return (
+            f"{self.value:.{digits}f} [{self.lower:.{digits}f}, {self.upper:.{digits}f}]"
+            if self.exists
+            else "-"
+        )
 
 
 # -- what is fitted -------------------------------------------------------------------------------------------------------
@@ -42,7 +46,9 @@ def slope(x: Tensor, y: Tensor) -> Tensor:
 
 def residual(x: Tensor, y: Tensor) -> Tensor:
     """The sum of squares that the best line through y `(*batch, C)` over x `(C,)` leaves."""
-    return ((y - y.mean(-1, keepdim=True) - slope(x, y).unsqueeze(-1) * (x - x.mean())) ** 2).sum(-1)
+    return ((y - y.mean(-1, keepdim=True) - slope(x, y).unsqueeze(-1) * (x - x.mean())) ** 2).sum(
+        -1
+    )
 
 
 def power_slope(x: Tensor, y: Tensor) -> Tensor:
@@ -74,7 +80,9 @@ def late(episodes: Tensor, regret: Tensor, fraction: float = 0.1) -> tuple[Tenso
         raise ValueError(f"fraction: expected a number in [0, 1), got {fraction}")
     chosen = episodes >= fraction * episodes[-1]
     if int(chosen.sum()) < 3:
-        raise ValueError(f"a fit needs three checkpoints, but only {int(chosen.sum())} are later than {fraction:g} of the run")
+        raise ValueError(
+            f"a fit needs three checkpoints, but only {int(chosen.sum())} are later than {fraction:g} of the run"
+        )
     return episodes[chosen].double(), regret[:, chosen].double()
 
 
@@ -82,11 +90,15 @@ def resampled_means(regret: Tensor, resamples: int = 1000, seed: int = 0) -> Ten
     """Mean curves of bootstrap samples of the seeds: `(N, C)` -> `(resamples, C)`. The same seed gives the same samples."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(len(regret), (resamples, len(regret)), generator=generator)
-    weights = torch.zeros(resamples, len(regret), dtype=regret.dtype).scatter_add_(1, chosen, torch.ones_like(chosen, dtype=regret.dtype))
+    weights = torch.zeros(resamples, len(regret), dtype=regret.dtype).scatter_add_(
+        1, chosen, torch.ones_like(chosen, dtype=regret.dtype)
+    )
     return weights @ regret / len(regret)
 
 
-def bootstrap(statistic: Statistic, x: Tensor, curves: Tensor, resamples: int = 1000, seed: int = 0) -> Fit:
+def bootstrap(
+    statistic: Statistic, x: Tensor, curves: Tensor, resamples: int = 1000, seed: int = 0
+) -> Fit:
     """A statistic of the mean curve, `(C,)` and `(N, C)`, with its 95 % interval; NaN if any resample has none."""
     found = statistic(x, resampled_means(curves, resamples, seed))
     value = float(statistic(x, curves.mean(0, keepdim=True)))
@@ -105,9 +117,14 @@ class Growth(NamedTuple):
     log_share: float  # share of resamples that a + b log T fits better than a + b sqrt T
 
 
-def growth(episodes: Tensor, regret: Tensor, fraction: float = 0.1, resamples: int = 1000, seed: int = 0) -> Growth:
+def growth(
+    episodes: Tensor, regret: Tensor, fraction: float = 0.1, resamples: int = 1000, seed: int = 0
+) -> Growth:
     """All fits of one run, on the checkpoints from `fraction` of the last episode on."""
     t, curves = late(episodes, regret, fraction)
-    final, exponent, per_log = (bootstrap(statistic, t, curves, resamples, seed) for statistic in (last, power_slope, log_slope))
+    final, exponent, per_log = (
+        bootstrap(statistic, t, curves, resamples, seed)
+        for statistic in (last, power_slope, log_slope)
+    )
     share = float(fits_log_better(t, resampled_means(curves, resamples, seed)).mean())
     return Growth(final, exponent, per_log, share)

@@ -99,7 +99,9 @@ def make_task(name: str) -> Task:
     """`lake:8` and the like."""
     key, _, steps = name.partition(":")
     if key not in WORLDS or not steps.isdigit():
-        raise ValueError(f"games: expected <world>:<horizon> with a world of {', '.join(WORLDS)}, got {name!r}")
+        raise ValueError(
+            f"games: expected <world>:<horizon> with a world of {', '.join(WORLDS)}, got {name!r}"
+        )
     world = WORLDS[key]
     env = gymnasium.make(world.id, **world.options)
     start = None if world.start is None else env.unwrapped.encode(*world.start)  # type: ignore[attr-defined]
@@ -111,10 +113,15 @@ def make_task(name: str) -> Task:
 
 def layered_index(mdp: occ.LayeredMDP) -> list[dict[int, int]]:
     """For every layer, where each of the environment's states stands among the layered ones."""
-    return [{int(s): layer.start + i for i, s in enumerate(mdp.origin[layer].tolist())} for layer in mdp.layer_slices]
+    return [
+        {int(s): layer.start + i for i, s in enumerate(mdp.origin[layer].tolist())}
+        for layer in mdp.layer_slices
+    ]
 
 
-def play_policy(task: Task, policy: Tensor, rollouts: int, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def play_policy(
+    task: Task, policy: Tensor, rollouts: int, seed: int
+) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Returns `(rollouts,)` of a layered policy in the environment itself, through `reset` and `step`."""
     env, index, cumulative = task.env, layered_index(task.mdp), policy.cumsum(-1).numpy()
     choose = np.random.default_rng(seed)
@@ -152,7 +159,9 @@ def moments(task: Task, policy: Tensor) -> tuple[float, float]:
         value = now
     initial = task.mdp.initial.tolist()
     states = list(index[0])
-    mean, square = (sum(p * value[s][j] for p, s in zip(initial, states, strict=True)) for j in (0, 1))
+    mean, square = (
+        sum(p * value[s][j] for p, s in zip(initial, states, strict=True)) for j in (0, 1)
+    )
     return mean, math.sqrt(max(square - mean**2, 0.0))
 
 
@@ -177,7 +186,12 @@ class Verdict:
     def interval(self) -> tuple[float, float]:
         """Around the played mean, as wide as the variance that the table implies: a rare fall that was not seen counts too."""
         _, deviation = moments(self.task, occ.policy_of(self.task.mdp, self.q))
-        half = statistics.NormalDist().inv_cdf((1 + self.level) / 2) * deviation / math.sqrt(len(self.returns)) + 1e-9
+        half = (
+            statistics.NormalDist().inv_cdf((1 + self.level) / 2)
+            * deviation
+            / math.sqrt(len(self.returns))
+            + 1e-9
+        )
         return float(self.returns.mean()) - half, float(self.returns.mean()) + half
 
     @property
@@ -195,9 +209,17 @@ class Verdict:
             "learner": self.learner,
             "episodes": int(self.history.episodes[-1]),
         }
-        row |= {"best": self.best, "uniform": self.uniform, "predicted": self.predicted, "played": float(self.returns.mean())}
+        row |= {
+            "best": self.best,
+            "uniform": self.uniform,
+            "predicted": self.predicted,
+            "played": float(self.returns.mean()),
+        }
         row |= {"lower": low, "upper": high, "agrees": self.agrees}
-        return row | {"regret_in_losses": float(regret), "regret_in_rewards": float(mdp.regret_in_rewards(regret))}
+        return row | {
+            "regret_in_losses": float(regret),
+            "regret_in_rewards": float(mdp.regret_in_rewards(regret)),
+        }
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------------
@@ -208,21 +230,37 @@ def draw(verdicts: list[Verdict], shown: Verdict) -> Figure:
     task, mdp = shown.task, shown.task.mdp
     maps = panels(task.env, mdp, shown.q)
     wide = 2.2 if "Cliff" in task.world.id else 1.0
-    figure = Figure(figsize=(7.4 + 3.1 * wide * len(maps), 3.5), layout="constrained", facecolor="white")
+    figure = Figure(
+        figsize=(7.4 + 3.1 * wide * len(maps), 3.5), layout="constrained", facecolor="white"
+    )
     axes = figure.subplots(1, 2 + len(maps), width_ratios=[1.15, *[wide] * len(maps), 1.05])
     lowest = shown.uniform
     for i, verdict in enumerate(verdicts):
         # The mean return of an episode so far: the best one's, less the regret.
-        curves = verdict.best - mdp.regret_in_rewards(verdict.history.regret) / verdict.history.episodes  # (seeds, C)
+        curves = (
+            verdict.best - mdp.regret_in_rewards(verdict.history.regret) / verdict.history.episodes
+        )  # (seeds, C)
         lowest = min(lowest, float(curves.min()))
-        axes[0].plot(verdict.history.episodes, curves.T, color=COLOURS[i], linewidth=0.8, alpha=0.35)
-        axes[0].plot(verdict.history.episodes, curves.mean(0), color=COLOURS[i], linewidth=2, label=verdict.learner)
+        axes[0].plot(
+            verdict.history.episodes, curves.T, color=COLOURS[i], linewidth=0.8, alpha=0.35
+        )
+        axes[0].plot(
+            verdict.history.episodes,
+            curves.mean(0),
+            color=COLOURS[i],
+            linewidth=2,
+            label=verdict.learner,
+        )
     axes[0].axhline(shown.best, color="0.45", linewidth=1, linestyle="--", label="best policy")
     axes[0].axhline(shown.uniform, color="0.6", linewidth=1, linestyle=":", label="uniform policy")
     room = 0.06 * (shown.best - lowest)
     axes[0].set(xscale="log", xlabel="episodes", title="learning: mean return so far")
-    axes[0].set(xlim=(1, float(shown.history.episodes[-1])), ylim=(lowest - room, shown.best + room))
-    axes[0].legend(frameon=False, fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+    axes[0].set(
+        xlim=(1, float(shown.history.episodes[-1])), ylim=(lowest - room, shown.best + room)
+    )
+    axes[0].legend(
+        frameon=False, fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2
+    )
     seen = visits(mdp, shown.q, int(task.env.observation_space.n))  # type: ignore[attr-defined]
     for place, panel in zip(axes[1:-1], maps, strict=True):
         draw_policy(place, task.env, panel, seen)
@@ -231,21 +269,46 @@ def draw(verdicts: list[Verdict], shown: Verdict) -> Figure:
     if len(values) <= 40:
         axes[-1].vlines(values, 0, shares, color=COLOURS[0], linewidth=5 if len(values) < 15 else 3)
     else:
-        axes[-1].hist(shown.returns, bins=40, weights=np.full(len(shown.returns), 1 / len(shown.returns)), color=COLOURS[0])
+        axes[-1].hist(
+            shown.returns,
+            bins=40,
+            weights=np.full(len(shown.returns), 1 / len(shown.returns)),
+            color=COLOURS[0],
+        )
     low, high = shown.interval
-    axes[-1].axvspan(low, high, color="0.55", alpha=0.35, linewidth=0, label=f"played: {shown.returns.mean():.3f} ± {(high - low) / 2:.3f}")
-    axes[-1].axvline(shown.predicted, color="#C8553D", linewidth=1.4, label=f"predicted: {shown.predicted:.3f}")
-    axes[-1].set(title=f"{len(shown.returns):,} episodes in env.step", xlabel="return", ylabel="share", ylim=(0, None))
+    axes[-1].axvspan(
+        low,
+        high,
+        color="0.55",
+        alpha=0.35,
+        linewidth=0,
+        label=f"played: {shown.returns.mean():.3f} ± {(high - low) / 2:.3f}",
+    )
+    axes[-1].axvline(
+        shown.predicted, color="#C8553D", linewidth=1.4, label=f"predicted: {shown.predicted:.3f}"
+    )
+    axes[-1].set(
+        title=f"{len(shown.returns):,} episodes in env.step",
+        xlabel="return",
+        ylabel="share",
+        ylim=(0, None),
+    )
     margin = max(0.08 * float(np.ptp(values)), 0.5)
     axes[-1].set_xlim(float(values.min()) - margin, float(values.max()) + margin)
-    axes[-1].legend(frameon=False, fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+    axes[-1].legend(
+        frameon=False, fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2
+    )
     for place in (axes[0], axes[-1]):
         place.spines[["top", "right"]].set_visible(False)
         place.grid(visible=True, which="major", color="0.92", linewidth=0.6)
         place.title.set_fontsize(9)
         place.tick_params(labelsize=8)
     learned = f"{shown.learner} after {int(shown.history.episodes[-1]):,} episodes"
-    figure.suptitle(f"{task.world.id}, {mdp.horizon} steps, {mdp.num_pairs:,} pairs: the policy of {learned}", fontsize=10.5, color=INK)
+    figure.suptitle(
+        f"{task.world.id}, {mdp.horizon} steps, {mdp.num_pairs:,} pairs: the policy of {learned}",
+        fontsize=10.5,
+        color=INK,
+    )
     return figure
 
 
@@ -262,8 +325,13 @@ def learners(args: Args, mdp: occ.RewardMDP) -> dict[str, occ.Learner]:
 def run_task(args: Args, task: Task, directory: Path, level: float) -> list[Verdict]:
     """Learn, then play what was learned."""
     mdp = task.mdp
-    games = [Game(task.name, name, learner, Stationary(mdp.loss, task.world.noise)) for name, learner in learners(args, mdp).items()]
-    histories = play_all(games, Settings(args.episodes, args.seeds, args.processes, args.tensorboard, 0), directory)
+    games = [
+        Game(task.name, name, learner, Stationary(mdp.loss, task.world.noise))
+        for name, learner in learners(args, mdp).items()
+    ]
+    histories = play_all(
+        games, Settings(args.episodes, args.seeds, args.processes, args.tensorboard, 0), directory
+    )
     best = float(mdp.expected_return(occ.occupancy(mdp, occ.optimal_policy(mdp, mdp.loss).policy)))
     uniform = float(mdp.expected_return(occ.interior_point(mdp)))
     found = []
@@ -286,22 +354,51 @@ def main(args: Args) -> Path:
     for task in tasks:
         found = run_task(args, task, directory, level)
         for verdict in found:
-            write_figure(directory / f"{slug(task.name)}__{slug(verdict.learner)}.png", draw(found, verdict))
+            write_figure(
+                directory / f"{slug(task.name)}__{slug(verdict.learner)}.png", draw(found, verdict)
+            )
         verdicts += found
     rows = [verdict.row() for verdict in verdicts]
     write_csv(directory / "gym_control.csv", rows)
-    header = ["game", "pairs", "learner", "uniform", "best", "predicted", "played", "agree", "regret (losses)", "regret (rewards)"]
+    header = [
+        "game",
+        "pairs",
+        "learner",
+        "uniform",
+        "best",
+        "predicted",
+        "played",
+        "agree",
+        "regret (losses)",
+        "regret (rewards)",
+    ]
     cells = []
     for row in rows:
         played = f"{row['played']:.3f} ± {(row['upper'] - row['lower']) / 2:.3f}"
         numbers = [f"{row[name]:.3f}" for name in ("uniform", "best", "predicted")]
         regrets = [f"{row[name]:.1f}" for name in ("regret_in_losses", "regret_in_rewards")]
-        cells.append([row["game"], f"{row['pairs']:,}", row["learner"], *numbers, played, "yes" if row["agrees"] else "NO", *regrets])
-    print(f"\nReturns of an episode: what q predicts, and the mean of {args.rollouts:,} episodes in the environment; {machine()}\n")
+        cells.append(
+            [
+                row["game"],
+                f"{row['pairs']:,}",
+                row["learner"],
+                *numbers,
+                played,
+                "yes" if row["agrees"] else "NO",
+                *regrets,
+            ]
+        )
+    print(
+        f"\nReturns of an episode: what q predicts, and the mean of {args.rollouts:,} episodes in the environment; {machine()}\n"
+    )
     print(table(header, cells, left=(0, 2)))
     agreeing = sum(row["agrees"] for row in rows)
-    print(f"\n{agreeing} of {len(rows)} predictions lie in the intervals, which hold together with probability 99 %.")
-    print(f"written to {directory}: a figure for every policy, gym_control.csv, config.json, and each game's history and TensorBoard log")
+    print(
+        f"\n{agreeing} of {len(rows)} predictions lie in the intervals, which hold together with probability 99 %."
+    )
+    print(
+        f"written to {directory}: a figure for every policy, gym_control.csv, config.json, and each game's history and TensorBoard log"
+    )
     return directory
 
 

@@ -23,7 +23,12 @@ from experiments.common import machine, run_directory, seconds, table, write_csv
 from experiments.games import write_configuration, write_text
 from torch_occ.game.figures import COLOURS
 
-REFERENCE, PATHWISE, UNBIASED, FORECAST = "finite differences", "pathwise", "pathwise + score", "forecast"
+REFERENCE, PATHWISE, UNBIASED, FORECAST = (
+    "finite differences",
+    "pathwise",
+    "pathwise + score",
+    "forecast",
+)
 STYLES = {
     REFERENCE: (COLOURS[6], "-", "o"),
     PATHWISE: (COLOURS[1], "--", "s"),
@@ -81,21 +86,27 @@ def summarize(estimate: occ.Estimate, took: float) -> Answer:
     return Answer(estimate.mean[-1], estimate.standard_error[-1], estimate.heaviest[-1], took)
 
 
-def forecast_gradient(mdp: occ.LayeredMDP, psi: occ.Regularizer, mean: Tensor, episodes: int) -> Tensor:
+def forecast_gradient(
+    mdp: occ.LayeredMDP, psi: occ.Regularizer, mean: Tensor, episodes: int
+) -> Tensor:
     """In the logarithms of the parameters."""
     parameters = list(psi.parameters())
     found = torch.autograd.grad(occ.forecast(mdp, psi, mean, episodes).final, parameters)
     return torch.stack([g * p.detach() for g, p in zip(found, parameters, strict=True)])
 
 
-def estimate(args: Args, mdp: occ.LayeredMDP, mean: Tensor, beta: float, T: int) -> tuple[dict[str, Answer], list[str], int, str]:
+def estimate(
+    args: Args, mdp: occ.LayeredMDP, mean: Tensor, beta: float, T: int
+) -> tuple[dict[str, Answer], list[str], int, str]:
     """All estimators at one setting and one T; the names of the parameters, the number of seeds, and who played."""
     psi, losses = occ.jin_luo(mdp, beta=beta, gamma=args.gamma), occ.BernoulliLosses(mean)
     count = max(2, min(args.seeds, args.budget // T))
     clock = [time.process_time()]  # the processor's: others may be at work here
     run = occ.run_gradients(mdp, psi, losses, T, range(1, count + 1), checkpoints=[T])
     clock.append(time.process_time())
-    reference = occ.finite_differences(mdp, psi, losses, T, range(FAR + 1, FAR + count + 1), step=args.step, checkpoints=[T])
+    reference = occ.finite_differences(
+        mdp, psi, losses, T, range(FAR + 1, FAR + count + 1), step=args.step, checkpoints=[T]
+    )
     clock.append(time.process_time())
     predicted = forecast_gradient(mdp, psi, mean, T)
     clock.append(time.process_time())
@@ -109,7 +120,9 @@ def estimate(args: Args, mdp: occ.LayeredMDP, mean: Tensor, beta: float, T: int)
     return answers, [name.rpartition(".")[2] for name in run.names], count, run.backend
 
 
-def rows_of(answers: dict[str, Answer], names: list[str], beta: float, T: int, count: int) -> list[dict[str, Any]]:
+def rows_of(
+    answers: dict[str, Answer], names: list[str], beta: float, T: int, count: int
+) -> list[dict[str, Any]]:
     """One row an estimator and parameter, with its bias and its cost."""
     reference, rows = answers[REFERENCE], []
     for estimator, answer in answers.items():
@@ -128,11 +141,14 @@ def rows_of(answers: dict[str, Answer], names: list[str], beta: float, T: int, c
                     "reference": truth,
                     "reference_error": theirs,
                     "relative_bias": own / truth - 1,
-                    "distance": 0.0 if estimator == REFERENCE else abs(own - truth) / (error**2 + theirs**2) ** 0.5,
+                    "distance": 0.0
+                    if estimator == REFERENCE
+                    else abs(own - truth) / (error**2 + theirs**2) ** 0.5,
                     "heaviest_seed": float(answer.heaviest[i]),
                     "seconds": answer.seconds,
                     # A standard error falls with the square root of the seeds.
-                    "seconds_to_10_percent": answer.seconds * max((error / (0.1 * abs(truth))) ** 2, 1 / max(count, 1)),
+                    "seconds_to_10_percent": answer.seconds
+                    * max((error / (0.1 * abs(truth))) ** 2, 1 / max(count, 1)),
                 }
             )
     return rows
@@ -143,7 +159,11 @@ def verdicts(rows: list[dict[str, Any]], shown: str) -> list[str]:
     lines = []
     for key in dict.fromkeys((row["beta"], row["episodes"]) for row in rows):
         for estimator in (PATHWISE, UNBIASED, FORECAST):
-            kept = {row["parameter"]: row for row in rows if (row["beta"], row["episodes"], row["estimator"]) == (*key, estimator)}
+            kept = {
+                row["parameter"]: row
+                for row in rows
+                if (row["beta"], row["episodes"], row["estimator"]) == (*key, estimator)
+            }
             own, apart = kept[shown], max(row["distance"] for row in kept.values())
             noise = own["standard_error"] / abs(own["reference"])
             if not np.isfinite(apart):
@@ -155,7 +175,11 @@ def verdicts(rows: list[dict[str, Any]], shown: str) -> list[str]:
             else:
                 note = f"within three standard errors of the differences (up to {apart:.1f})"
                 note += f"; its own is {noise:.1%} of the gradient" if own["seeds"] else ""
-            note += f"; one seed makes {own['heaviest_seed']:.0%} of its variance" if own["heaviest_seed"] > 0.25 else ""
+            note += (
+                f"; one seed makes {own['heaviest_seed']:.0%} of its variance"
+                if own["heaviest_seed"] > 0.25
+                else ""
+            )
             lines.append(f"beta = {key[0]:g}, T = {key[1]}, {estimator}: {note}")
     return lines
 
@@ -164,12 +188,44 @@ def tabulate(rows: list[dict[str, Any]], shown: str) -> str:
     """A row for every setting, T and estimator."""
     names, cells = list(dict.fromkeys(row["parameter"] for row in rows)), []
     for key in dict.fromkeys((row["beta"], row["episodes"], row["estimator"]) for row in rows):
-        kept = {row["parameter"]: row for row in rows if (row["beta"], row["episodes"], row["estimator"]) == key}
+        kept = {
+            row["parameter"]: row
+            for row in rows
+            if (row["beta"], row["episodes"], row["estimator"]) == key
+        }
         own = kept[shown]
-        found = [f"{kept[name]['gradient']:.4g}" + (f" ± {kept[name]['standard_error']:.2g}" if own["seeds"] else "") for name in names]
-        price = "" if not own["seeds"] else seconds(own["seconds_to_10_percent"]) if own["seconds_to_10_percent"] < YEAR else "> a year"
-        cells.append([f"{key[0]:g}", str(key[1]), key[2], str(own["seeds"] or ""), *found, seconds(own["seconds"]), price])
-    header = ["beta", "T", "estimator", "seeds", *(f"d / d log {name}" for name in names), "core time", f"for 10 % in {shown}"]
+        found = [
+            f"{kept[name]['gradient']:.4g}"
+            + (f" ± {kept[name]['standard_error']:.2g}" if own["seeds"] else "")
+            for name in names
+        ]
+        price = (
+            ""
+            if not own["seeds"]
+            else seconds(own["seconds_to_10_percent"])
+            if own["seconds_to_10_percent"] < YEAR
+            else "> a year"
+        )
+        cells.append(
+            [
+                f"{key[0]:g}",
+                str(key[1]),
+                key[2],
+                str(own["seeds"] or ""),
+                *found,
+                seconds(own["seconds"]),
+                price,
+            ]
+        )
+    header = [
+        "beta",
+        "T",
+        "estimator",
+        "seeds",
+        *(f"d / d log {name}" for name in names),
+        "core time",
+        f"for 10 % in {shown}",
+    ]
     return table(header, cells, left=(2,))
 
 
@@ -184,22 +240,57 @@ def draw(rows: list[dict[str, Any]], shown: str) -> Any:
     for beta, (above, below) in zip(betas, grid.T, strict=True):
         for i, (estimator, (colour, style, marker)) in enumerate(STYLES.items()):
             kept = [row for row in rows if row["beta"] == beta and row["estimator"] == estimator]
-            t, unit = np.array([row["episodes"] for row in kept]), np.array([row["reference"] for row in kept])
+            t, unit = (
+                np.array([row["episodes"] for row in kept]),
+                np.array([row["reference"] for row in kept]),
+            )
             values = np.array([row["gradient"] for row in kept]) / unit
             errors = np.array([row["standard_error"] for row in kept]) / abs(unit)
-            look = {"color": colour, "linestyle": style, "linewidth": 1.3, "marker": marker, "markersize": 4, "label": estimator}
+            look = {
+                "color": colour,
+                "linestyle": style,
+                "linewidth": 1.3,
+                "marker": marker,
+                "markersize": 4,
+                "label": estimator,
+            }
             beside = t * 1.08 ** (i - 1.5)
             usable = errors < 1
-            above.errorbar(beside[usable], values[usable], yerr=1.96 * errors[usable], capsize=2.5, elinewidth=1, **look)
+            above.errorbar(
+                beside[usable],
+                values[usable],
+                yerr=1.96 * errors[usable],
+                capsize=2.5,
+                elinewidth=1,
+                **look,
+            )
             if not usable.all():  # pale, and not connected: noise
                 pale = {**look, "linestyle": "none", "alpha": 0.3, "label": None}
-                above.errorbar(beside[~usable], values[~usable], yerr=1.96 * errors[~usable], elinewidth=1, **pale)
-            for edge, outside in ((low, values < low), (high, values > high)):  # arrows for what is not in the picture
+                above.errorbar(
+                    beside[~usable],
+                    values[~usable],
+                    yerr=1.96 * errors[~usable],
+                    elinewidth=1,
+                    **pale,
+                )
+            for edge, outside in (
+                (low, values < low),
+                (high, values > high),
+            ):  # arrows for what is not in the picture
                 for x, solid in zip(beside[outside], usable[outside], strict=True):
-                    arrow = above.plot(x, edge, "v" if edge < 0 else "^", color=colour, alpha=1 if solid else 0.3, clip_on=False)
+                    arrow = above.plot(
+                        x,
+                        edge,
+                        "v" if edge < 0 else "^",
+                        color=colour,
+                        alpha=1 if solid else 0.3,
+                        clip_on=False,
+                    )
                     arrow[0].set_in_layout(False)
             if estimator != FORECAST:
-                below.plot(t, errors * np.sqrt(np.array([row["seeds"] for row in kept]) / 1000), **look)
+                below.plot(
+                    t, errors * np.sqrt(np.array([row["seeds"] for row in kept]) / 1000), **look
+                )
         above.axhline(1, color="0.75", linewidth=0.8, zorder=0)
         above.set(title=f"β = {beta:g}", ylim=(low, high))
         below.axhspan(1, 1e30, color="0.94", zorder=0, linewidth=0)
@@ -210,9 +301,24 @@ def draw(rows: list[dict[str, Any]], shown: str) -> Any:
             axes.set_axisbelow(True)
     grid[0, 0].set_ylabel("estimate / reference (95 %)")
     grid[1, 0].set_ylabel("standard error of 1,000 seeds\n/ |gradient|")
-    grid[1, 0].text(0.04, 0.95, "error larger than the gradient", transform=grid[1, 0].transAxes, fontsize="small", color="0.35", va="top")
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(STYLES), frameon=False)
-    figure.suptitle(f"The gradient of the regret in log {shown}, through the run", fontsize="medium")
+    grid[1, 0].text(
+        0.04,
+        0.95,
+        "error larger than the gradient",
+        transform=grid[1, 0].transAxes,
+        fontsize="small",
+        color="0.35",
+        va="top",
+    )
+    figure.legend(
+        *grid[0, 0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=len(STYLES),
+        frameon=False,
+    )
+    figure.suptitle(
+        f"The gradient of the regret in log {shown}, through the run", fontsize="medium"
+    )
     return figure
 
 
@@ -224,7 +330,12 @@ def main(args: Args) -> Path:
     if args.shown not in ("alpha", "gamma", "beta"):
         raise ValueError(f"shown: expected alpha, gamma or beta, got {args.shown}")
     mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
-    mean = torch.rand(mdp.num_states, mdp.num_actions, dtype=torch.float64, generator=torch.Generator().manual_seed(args.seed))
+    mean = torch.rand(
+        mdp.num_states,
+        mdp.num_actions,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(args.seed),
+    )
     estimate(replace(args, seeds=2), mdp, mean, 1.0, 1)  # compiled before anything is timed
     rows: list[dict[str, Any]] = []
     for beta in args.betas:
@@ -232,7 +343,9 @@ def main(args: Args) -> Path:
             answers, names, count, backend = estimate(args, mdp, mean, beta, T)
             rows += rows_of(answers, names, beta, T, count)
             spent = seconds(sum(answer.seconds for answer in answers.values()))
-            print(f"beta = {beta:g}, T = {T}: {count} seeds, played by {backend}, {spent}", flush=True)
+            print(
+                f"beta = {beta:g}, T = {T}: {count} seeds, played by {backend}, {spent}", flush=True
+            )
             write_csv(directory / "gradients.csv", rows)
     write_figure(directory / "gradients.png", draw(rows, args.shown))
     text = "\n".join([tabulate(rows, args.shown), "", *verdicts(rows, args.shown), "", machine()])

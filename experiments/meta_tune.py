@@ -20,10 +20,23 @@ import torch_occ as occ
 from experiments import tuning_figures as figures
 from experiments.common import run_directory, seconds, table, write_csv, write_figure
 from experiments.games import write_configuration, write_text
-from experiments.tuning_rivals import BOX, Search, search_optuna, search_points, search_randomly, warm_up
+from experiments.tuning_rivals import (
+    BOX,
+    Search,
+    search_optuna,
+    search_points,
+    search_randomly,
+    warm_up,
+)
 from experiments.tuning_worlds import STOCHASTIC, Family, Setting
 
-PAPER, APPENDIX, TUNED, RANDOM, OPTUNA = "paper", "paper's appendix", "tuned", "random search", "Optuna"
+PAPER, APPENDIX, TUNED, RANDOM, OPTUNA = (
+    "paper",
+    "paper's appendix",
+    "tuned",
+    "random search",
+    "Optuna",
+)
 
 
 @dataclass(frozen=True)
@@ -105,24 +118,42 @@ def accuracy(args: Args, directory: Path) -> list[str]:
     rows: list[dict[str, Any]] = []
     for number in args.held_out:
         before = len(rows)
-        rows += [row for gamma in args.gammas for beta in args.betas if (row := compare_forecasts(args, number, beta, gamma))]
+        rows += [
+            row
+            for gamma in args.gammas
+            for beta in args.betas
+            if (row := compare_forecasts(args, number, beta, gamma))
+        ]
         print(f"  MDP {number}: forecasts of {len(rows) - before} settings compared", flush=True)
     write_csv(directory / "accuracy.csv", rows)
     alpha = args.actions**-0.5
     shown = [(args.betas[-1], 1.0), (10.0, 1.0), (1.0, 1.0), (1.0, 4.0), (args.betas[0], 4.0)]
     curves = {
-        (beta, gamma): args.family.simulated(args.cache, args.seed, (alpha, beta, gamma), STOCHASTIC, args.seeds)
+        (beta, gamma): args.family.simulated(
+            args.cache, args.seed, (alpha, beta, gamma), STOCHASTIC, args.seeds
+        )
         for beta, gamma in shown
         if beta in args.betas and gamma in args.gammas
     }
-    write_figure(directory / "accuracy.png", figures.draw_accuracy(args.family, rows, args.seed, curves, args.particles))
+    write_figure(
+        directory / "accuracy.png",
+        figures.draw_accuracy(args.family, rows, args.seed, curves, args.particles),
+    )
     lines = []
-    for name, key in (("mean path", "mean_path"), ("leaping", "leaping"), ("by the rule", "chosen")):
+    for name, key in (
+        ("mean path", "mean_path"),
+        ("leaping", "leaping"),
+        ("by the rule", "chosen"),
+    ):
         errors = np.array([abs(row[key] / row["simulated"] - 1) for row in rows])
         within = f"{(errors <= 0.1).mean():.0%} of {len(rows)} within 10 %"
-        lines.append(f"{name}: {within}, median error {np.median(errors):.1%}, largest {errors.max():.1%}")
+        lines.append(
+            f"{name}: {within}, median error {np.median(errors):.1%}, largest {errors.max():.1%}"
+        )
         for number in dict.fromkeys(row["mdp"] for row in rows):
-            own = np.array([error for error, row in zip(errors, rows, strict=True) if row["mdp"] == number])
+            own = np.array(
+                [error for error, row in zip(errors, rows, strict=True) if row["mdp"] == number]
+            )
             lines.append(f"  MDP {number}: {(own <= 0.1).sum()} of {len(own)}")
     lines += [
         f"  missed: MDP {row['mdp']}, beta {row['beta']:g}, gamma {row['gamma']:g}: {row['chosen']:.0f} ({row['method']}), "
@@ -136,7 +167,10 @@ def accuracy(args: Args, directory: Path) -> list[str]:
 def compare_forecasts(args: Args, number: int, beta: float, gamma: float) -> dict[str, Any] | None:
     """One setting on one MDP; None if it has not been simulated and only what has been is asked for."""
     setting = (args.actions**-0.5, beta, gamma)
-    if args.only_cached and not args.family.kept(args.cache, number, setting, STOCHASTIC, args.seeds).exists():
+    if (
+        args.only_cached
+        and not args.family.kept(args.cache, number, setting, STOCHASTIC, args.seeds).exists()
+    ):
         return None
     history = args.family.simulated(args.cache, number, setting, STOCHASTIC, args.seeds)
     truth = history.regret[:, -1]
@@ -172,7 +206,9 @@ def compare_forecasts(args: Args, number: int, beta: float, gamma: float) -> dic
 def objective_of(args: Args) -> tuple[occ.ForecastObjective, occ.Regularizer]:
     """The forecast over the stochastic worlds of the training MDPs, and the regularizer with the paper's constants."""
     psi = occ.jin_luo(args.family.problem(args.training[0])[0])
-    return occ.ForecastObjective([args.family.stochastic(args.training)], args.episodes, reference=psi, robustness=1.0), psi
+    return occ.ForecastObjective(
+        [args.family.stochastic(args.training)], args.episodes, reference=psi, robustness=1.0
+    ), psi
 
 
 def rivals(args: Args, directory: Path) -> list[str]:
@@ -181,7 +217,10 @@ def rivals(args: Args, directory: Path) -> list[str]:
     warm_up(family, args.training)
     begun = time.process_time()
     objective, psi = objective_of(args)
-    options: dict[str, Any] = {"directory": directory / "tuning", "save_to": directory / "tuning.pt"}
+    options: dict[str, Any] = {
+        "directory": directory / "tuning",
+        "save_to": directory / "tuning.pt",
+    }
     refined = occ.tune_and_refine(objective, psi, args.recipe, bounds=BOX, **options)
     tuned = refined.start
     spent = time.process_time() - begun
@@ -192,15 +231,22 @@ def rivals(args: Args, directory: Path) -> list[str]:
         f"tuner: {spent:.1f} s of processor time; {tuned.seconds:.1f} s by gradients, {refined.seconds:.1f} s by {len(refined.values)} trials",
         f"random search and Optuna got {seconds(budget)} each",
     ]
-    kept = args.cache / f"search_{family.sizes}_T{args.episodes}_mdps{args.played[0]}-{args.played[-1]}_{args.points}.csv"
+    kept = (
+        args.cache
+        / f"search_{family.sizes}_T{args.episodes}_mdps{args.played[0]}-{args.played[-1]}_{args.points}.csv"
+    )
     searches: dict[str, Search | None] = {
-        f"search of {args.points} points": search_points(family, args.played, args.points, args.again, args.search_seeds, 0, kept)
+        f"search of {args.points} points": search_points(
+            family, args.played, args.points, args.again, args.search_seeds, 0, kept
+        )
         if args.points
         else None,
         RANDOM: search_randomly(family, args.played, args.rival_seeds, budget, args.seed),
         OPTUNA: search_optuna(family, args.played, args.rival_seeds, budget, args.seed),
     }
-    stochastic = occ.theory.tune_stochastic(family.problem(args.seed)[0])  # the appendix, with the paper's beta
+    stochastic = occ.theory.tune_stochastic(
+        family.problem(args.seed)[0]
+    )  # the appendix, with the paper's beta
     candidates: list[tuple[str, Setting, float]] = [
         (PAPER, family.paper, 0.0),
         (APPENDIX, (stochastic.alpha, family.paper[1], stochastic.gamma), 0.0),
@@ -210,18 +256,43 @@ def rivals(args: Args, directory: Path) -> list[str]:
         if found is not None:
             count = args.finalists if name.startswith("search") else 1
             candidates += [
-                (f"{name}, no. {i + 1}" if count > 1 else name, p.setting, found.seconds) for i, p in enumerate(found.best[:count])
+                (f"{name}, no. {i + 1}" if count > 1 else name, p.setting, found.seconds)
+                for i, p in enumerate(found.best[:count])
             ]
-            lines.append(f"{name}: {found.played} points, {seconds(found.seconds)} of processor time")
-    rows = [judge_held_out(args, name, setting) | {"seconds": spent} for name, setting, spent in candidates]
+            lines.append(
+                f"{name}: {found.played} points, {seconds(found.seconds)} of processor time"
+            )
+    rows = [
+        judge_held_out(args, name, setting) | {"seconds": spent}
+        for name, setting, spent in candidates
+    ]
     write_csv(directory / "rivals.csv", rows)
     write_figure(directory / "rivals.png", figures.draw_rivals(family, rows, args.seeds))
-    header = ["", "α", "β", "γ", "processor time", *(f"MDP {number}" for number in args.held_out), "mean", "relative to the tuned one"]
+    header = [
+        "",
+        "α",
+        "β",
+        "γ",
+        "processor time",
+        *(f"MDP {number}" for number in args.held_out),
+        "mean",
+        "relative to the tuned one",
+    ]
     own = next(row for row in rows if row["setting"] == TUNED)
     cells = [
-        [row["setting"], *(f"{row[key]:.3g}" for key in BOX), f"{row['seconds']:.0f} s" if row["seconds"] else ""]
-        + [f"{row[f'MDP {number}']:.0f} ± {row[f'MDP {number}, standard error']:.0f}" for number in args.held_out]
-        + [f"{row['regret']:.0f} ± {row['standard_error']:.0f}", f"{row['regret'] / own['regret']:.3g}"]
+        [
+            row["setting"],
+            *(f"{row[key]:.3g}" for key in BOX),
+            f"{row['seconds']:.0f} s" if row["seconds"] else "",
+        ]
+        + [
+            f"{row[f'MDP {number}']:.0f} ± {row[f'MDP {number}, standard error']:.0f}"
+            for number in args.held_out
+        ]
+        + [
+            f"{row['regret']:.0f} ± {row['standard_error']:.0f}",
+            f"{row['regret'] / own['regret']:.3g}",
+        ]
         for row in rows
     ]
     for name, setting, _ in candidates[3:]:
@@ -234,7 +305,10 @@ def excess_of(args: Args, setting: Setting, other: Setting) -> tuple[float, floa
     """How much more regret one setting has than another, relative to it, on the held-out MDPs; and the standard error, by seed."""
 
     def by_seed(candidate: Setting) -> torch.Tensor:
-        found = [args.family.simulated(args.cache, number, candidate, STOCHASTIC, args.seeds) for number in args.held_out]
+        found = [
+            args.family.simulated(args.cache, number, candidate, STOCHASTIC, args.seeds)
+            for number in args.held_out
+        ]
         return torch.stack([history.regret[:, -1] for history in found]).mean(0)
 
     own, its = by_seed(setting), by_seed(other)
@@ -247,11 +321,16 @@ def judge_held_out(args: Args, name: str, setting: Setting) -> dict[str, Any]:
     row: dict[str, Any] = {"setting": name} | dict(zip(BOX, setting, strict=True))
     means, errors = [], []
     for number in args.held_out:
-        regret = args.family.simulated(args.cache, number, setting, STOCHASTIC, args.seeds).regret[:, -1]
+        regret = args.family.simulated(args.cache, number, setting, STOCHASTIC, args.seeds).regret[
+            :, -1
+        ]
         means.append(float(regret.mean()))
         errors.append(float(regret.std()) / len(regret) ** 0.5)
         row |= {f"MDP {number}": means[-1], f"MDP {number}, standard error": errors[-1]}
-    return row | {"regret": float(np.mean(means)), "standard_error": float(np.linalg.norm(errors)) / len(means)}
+    return row | {
+        "regret": float(np.mean(means)),
+        "standard_error": float(np.linalg.norm(errors)) / len(means),
+    }
 
 
 PARTS = {"accuracy": accuracy, "rivals": rivals}

@@ -12,7 +12,15 @@ from torch import Tensor
 
 import torch_occ as occ
 from experiments.common import run_directory, table, write_csv, write_figure
-from experiments.games import Game, Settings, draw_panels, growth_row, loss_with_gap, play_all, write_configuration
+from experiments.games import (
+    Game,
+    Settings,
+    draw_panels,
+    growth_row,
+    loss_with_gap,
+    play_all,
+    write_configuration,
+)
 from experiments.growth import growth
 
 STOCHASTIC, SWITCHING = "stochastic", "switching"
@@ -91,14 +99,22 @@ def main(args: Args) -> Path:
         for place, losses in environments.items()
         for name, regularizer in zoo(args, mdp).items()
     ]
-    games.sort(key=lambda game: game.name != "mine")  # the slowest first: what is not built in is not compiled
-    histories = play_all(games, Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed), directory)
+    games.sort(
+        key=lambda game: game.name != "mine"
+    )  # the slowest first: what is not built in is not compiled
+    histories = play_all(
+        games,
+        Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed),
+        directory,
+    )
     names = list(zoo(args, mdp))
     histories = {(place, name): histories[place, name] for place in environments for name in names}
     fits = {key: growth(history.episodes, history.regret) for key, history in histories.items()}
     write_csv(directory / "regularizers.csv", [growth_row(*key, fit) for key, fit in fits.items()])
     title = f"One MDP, one γ = {args.gamma:g}, {len(names)} regularizers; {args.seeds} seeds, 95 % bands"
-    write_figure(directory / "regularizers.png", draw_panels(histories, list(environments), names[0], title))
+    write_figure(
+        directory / "regularizers.png", draw_panels(histories, list(environments), names[0], title)
+    )
     cells = []
     for name in names:
         here = histories[STOCHASTIC, name]
@@ -107,16 +123,35 @@ def main(args: Args) -> Path:
             max(float(histories[place, name].uncertified[:, -1].sum()) for place in environments),
         )
         speed = args.episodes * args.seeds / max(float(here.wall_time[-1]), 1e-9)
-        columns = [text for place in environments for text in (fits[place, name].final.text(1), fits[place, name].exponent.text())]
-        cells.append([name, *columns, f"{steps:.1f}", f"{worst:.0f}", f"{speed:,.0f} ({here.backend})"])
-    header = ["regularizer", "stochastic: R(T)", "exponent", "switching: R(T)", "exponent", "Newton steps", "uncertified", "episodes / s"]
+        columns = [
+            text
+            for place in environments
+            for text in (fits[place, name].final.text(1), fits[place, name].exponent.text())
+        ]
+        cells.append(
+            [name, *columns, f"{steps:.1f}", f"{worst:.0f}", f"{speed:,.0f} ({here.backend})"]
+        )
+    header = [
+        "regularizer",
+        "stochastic: R(T)",
+        "exponent",
+        "switching: R(T)",
+        "exponent",
+        "Newton steps",
+        "uncertified",
+        "episodes / s",
+    ]
     print(f"\n{table(header, cells)}\n")
     for place in environments:
         order = sorted(names, key=lambda name: fits[place, name].final.value)
         best, second = fits[place, order[0]].final, fits[place, order[1]].final
         clear = "clearly" if best.upper < second.lower else "but not beyond the intervals"
-        print(f"{place}: {order[0]} has the lowest regret at T, {clear} below {order[1]}; {order[-1]} the highest.")
-    print(f"With γ = {args.gamma:g} for all of them, on this MDP, at this T.\n\nwritten to {directory}")
+        print(
+            f"{place}: {order[0]} has the lowest regret at T, {clear} below {order[1]}; {order[-1]} the highest."
+        )
+    print(
+        f"With γ = {args.gamma:g} for all of them, on this MDP, at this T.\n\nwritten to {directory}"
+    )
     return directory
 
 

@@ -83,11 +83,20 @@ def solve(args: Args, mdp: occ.LayeredMDP, mean: Tensor) -> Result:
     )
     print_occupancy(mdp, solution.q.detach(), gaps)
     print(f"\nexpected regret of this q in one episode: {float(regret.detach()):.4f}")
-    print("its gradient in the constants, by the implicit function theorem and by finite differences:\n")
+    print(
+        "its gradient in the constants, by the implicit function theorem and by finite differences:\n"
+    )
     rows = []
     for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
         differences = finite_difference(step, parameter, loss.detach(), args.t, gaps)
-        rows.append([name, f"{float(parameter.detach()):.4g}", f"{float(gradient):+.9e}", f"{differences:+.9e}"])
+        rows.append(
+            [
+                name,
+                f"{float(parameter.detach()):.4g}",
+                f"{float(gradient):+.9e}",
+                f"{differences:+.9e}",
+            ]
+        )
     print(table(["", "value", "implicit", "differences"], rows) + "\n", flush=True)
 
     # The same at many episodes at once: t and the loss are batched, and forward mode differentiates all of them together.
@@ -97,20 +106,35 @@ def solve(args: Args, mdp: occ.LayeredMDP, mean: Tensor) -> Result:
         return (q * gaps).sum((-2, -1))
 
     episodes = torch.logspace(0, 6, 61, dtype=torch.float64)
-    logs = {name: parameter.detach().log() for name, parameter in parameters.items() if bool(parameter > 0)}
-    logs |= {name: torch.full_like(parameter, -torch.inf) for name, parameter in parameters.items() if name not in logs}
+    logs = {
+        name: parameter.detach().log()
+        for name, parameter in parameters.items()
+        if bool(parameter > 0)
+    }
+    logs |= {
+        name: torch.full_like(parameter, -torch.inf)
+        for name, parameter in parameters.items()
+        if name not in logs
+    }
     elasticities = torch.func.jacfwd(regrets)(logs)
     shown = torch.tensor(SHOWN, dtype=torch.float64)
     with torch.no_grad():
         q = step(shown[:, None, None] * mean, shown)
         curve = regrets(logs)
-    comparison = compare(mdp, step.regularizer, loss.detach(), float(args.t)) if args.cross_check else None
+    comparison = (
+        compare(mdp, step.regularizer, loss.detach(), float(args.t)) if args.cross_check else None
+    )
     if comparison is not None:
-        print(f"the same problem in cvxpylayers, judged by the equations that a right answer satisfies\n\n{comparison}\n", flush=True)
+        print(
+            f"the same problem in cvxpylayers, judged by the equations that a right answer satisfies\n\n{comparison}\n",
+            flush=True,
+        )
     return Result(q, gaps, loss_gradient, episodes, curve, elasticities, comparison)
 
 
-def finite_difference(step: occ.FTRLStep, parameter: Tensor, loss: Tensor, t: float, gaps: Tensor) -> float:
+def finite_difference(
+    step: occ.FTRLStep, parameter: Tensor, loss: Tensor, t: float, gaps: Tensor
+) -> float:
     """d regret / d parameter by central differences of fourth order, with nothing but solves."""
     value, ends = parameter.detach().clone(), []
     h = 1e-2 * max(float(value), 1e-3)
@@ -143,7 +167,10 @@ def draw(args: Args, mdp: occ.LayeredMDP, result: Result) -> Figure:
     figure = Figure(figsize=(12.5, 8.2), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=[1, 1.02], hspace=0.04)
     upper, lower = parts
-    upper.suptitle("The FTRL step $q_t$ as losses come in: colour and numbers are $q_t(s,a)$, frames mark the best actions", fontsize=12)
+    upper.suptitle(
+        "The FTRL step $q_t$ as losses come in: colour and numbers are $q_t(s,a)$, frames mark the best actions",
+        fontsize=12,
+    )
     panels = upper.subplots(1, len(SHOWN))
     for panel, t, q in zip(panels, SHOWN, result.q, strict=True):
         image = heat(panel, mdp, q, result.gaps, cmap="viridis", norm=PowerNorm(0.5, 0.0, 1.0))
@@ -153,14 +180,37 @@ def draw(args: Args, mdp: occ.LayeredMDP, result: Result) -> Figure:
 
     left, middle, right = lower.subplots(1, 3, width_ratios=[1, 1.5, 1.5])
     limit = max(float(result.loss_gradient.abs().max()), 1e-300)
-    image = heat(left, mdp, result.loss_gradient, result.gaps, cmap="RdBu_r", vmin=-limit, vmax=limit, frame="0.25", numbers=False)
+    image = heat(
+        left,
+        mdp,
+        result.loss_gradient,
+        result.gaps,
+        cmap="RdBu_r",
+        vmin=-limit,
+        vmax=limit,
+        frame="0.25",
+        numbers=False,
+    )
     left.set_title(f"d regret / d loss at t = {args.t:,}", fontsize=11)
     left.set_ylabel("layer")
     lower.colorbar(image, ax=left, fraction=0.08, pad=0.03, format="%.0e", ticks=[-limit, 0, limit])
 
     for i, (name, slope) in enumerate(result.elasticities.items()):
-        middle.plot(result.episodes, slope, color=f"C{i}", linewidth=2, label=rf"$\partial\,$regret$\,/\,\partial\log\,\{name}$")
-    middle.plot(result.episodes, result.regret, color="0.6", linestyle="--", linewidth=1.4, label="regret of $q_t$ in one episode")
+        middle.plot(
+            result.episodes,
+            slope,
+            color=f"C{i}",
+            linewidth=2,
+            label=rf"$\partial\,$regret$\,/\,\partial\log\,\{name}$",
+        )
+    middle.plot(
+        result.episodes,
+        result.regret,
+        color="0.6",
+        linestyle="--",
+        linewidth=1.4,
+        label="regret of $q_t$ in one episode",
+    )
     middle.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     middle.set(xscale="log", xlabel="episode t")
     middle.set_title("What the constants do, by forward mode", fontsize=11)
@@ -170,20 +220,46 @@ def draw(args: Args, mdp: occ.LayeredMDP, result: Result) -> Figure:
     return figure
 
 
-def heat(panel: Axes, mdp: occ.LayeredMDP, x: Tensor, gaps: Tensor, *, frame: str = "#ff8c42", numbers: bool = True, **colours: Any) -> Any:
+def heat(
+    panel: Axes,
+    mdp: occ.LayeredMDP,
+    x: Tensor,
+    gaps: Tensor,
+    *,
+    frame: str = "#ff8c42",
+    numbers: bool = True,
+    **colours: Any,
+) -> Any:
     """Pairs as cells, layers apart, a frame around each best action."""
     image = panel.imshow(x, aspect="auto", **colours)
     for s in range(mdp.num_states):
         for a in range(mdp.num_actions):
             entry = float(x[s, a])
             if numbers and mdp.num_pairs <= 60:
-                text = "1" if entry > 0.995 else f"{entry:.2f}".lstrip("0") if entry >= 0.005 else "0"
-                panel.text(a, s, text, ha="center", va="center", fontsize=9, color="white" if entry < 0.4 else "black")
+                text = (
+                    "1" if entry > 0.995 else f"{entry:.2f}".lstrip("0") if entry >= 0.005 else "0"
+                )
+                panel.text(
+                    a,
+                    s,
+                    text,
+                    ha="center",
+                    va="center",
+                    fontsize=9,
+                    color="white" if entry < 0.4 else "black",
+                )
             if gaps[s, a] == 0:
-                panel.add_patch(Rectangle((a - 0.44, s - 0.36), 0.88, 0.72, fill=False, edgecolor=frame, linewidth=1.6))
+                panel.add_patch(
+                    Rectangle(
+                        (a - 0.44, s - 0.36), 0.88, 0.72, fill=False, edgecolor=frame, linewidth=1.6
+                    )
+                )
     for here in mdp.layer_slices[1:]:
         panel.axhline(here.start - 0.5, color="white", linewidth=4)
-    panel.set_yticks([(here.start + here.stop - 1) / 2 for here in mdp.layer_slices], [str(k) for k in range(mdp.horizon)])
+    panel.set_yticks(
+        [(here.start + here.stop - 1) / 2 for here in mdp.layer_slices],
+        [str(k) for k in range(mdp.horizon)],
+    )
     panel.set_xticks(range(mdp.num_actions))
     panel.set_xlabel("action")
     panel.tick_params(length=0)
@@ -196,7 +272,14 @@ def draw_comparison(panel: Axes, comparison: Comparison | None) -> None:
     panel.set_title("Who satisfies the equations of the gradient?", fontsize=11)
     if comparison is None:
         panel.axis("off")
-        panel.text(0.5, 0.5, "no cross-check in this run", ha="center", color="0.5", transform=panel.transAxes)
+        panel.text(
+            0.5,
+            0.5,
+            "no cross-check in this run",
+            ha="center",
+            color="0.5",
+            transform=panel.transAxes,
+        )
         return
     answers = comparison.answers[::-1]
     for y, answer in enumerate(answers):
@@ -204,10 +287,27 @@ def draw_comparison(panel: Axes, comparison: Comparison | None) -> None:
         colour = "#2a7f62" if error <= comparison.tolerance else "#c1292e"
         panel.plot([1e-17, error], [y, y], color=colour, linewidth=2.2, solid_capstyle="round")
         panel.plot(error, y, "o", color=colour, markersize=8)
-        panel.annotate(f"{error:.0e}", (error, y), (0, 9), textcoords="offset points", ha="center", fontsize=8, color=colour)
+        panel.annotate(
+            f"{error:.0e}",
+            (error, y),
+            (0, 9),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color=colour,
+        )
     panel.axvline(comparison.tolerance, color="0.6", linestyle=":", linewidth=1.2)
-    panel.set(xscale="log", xlim=(1e-17, 1e3), ylim=(-0.6, len(answers) - 0.3), xlabel="relative residual of d loss; red is wrong")
-    panel.set_yticks(range(len(answers)), [answer.name.replace("cvxpylayers, ", "cvxpylayers,\n") for answer in answers], fontsize=9)
+    panel.set(
+        xscale="log",
+        xlim=(1e-17, 1e3),
+        ylim=(-0.6, len(answers) - 0.3),
+        xlabel="relative residual of d loss; red is wrong",
+    )
+    panel.set_yticks(
+        range(len(answers)),
+        [answer.name.replace("cvxpylayers, ", "cvxpylayers,\n") for answer in answers],
+        fontsize=9,
+    )
     plain(panel)
 
 
@@ -233,7 +333,10 @@ def log(directory: Path, args: Args, result: Result, figure: Figure) -> None:
             writer.add_scalar(f"gradient/log_{name}", float(slope[i]), t)
     if result.comparison is not None:
         for answer in result.comparison.answers:
-            writer.add_scalar(f"residual_of_d_loss/{answer.name.replace(', ', '_').replace(' ', '_')}", answer.errors["loss"])
+            writer.add_scalar(
+                f"residual_of_d_loss/{answer.name.replace(', ', '_').replace(' ', '_')}",
+                answer.errors["loss"],
+            )
     writer.add_figure("step", figure, close=False)
     writer.close()
 
@@ -249,7 +352,9 @@ def main(args: Args) -> Path:
     directory = run_directory(args.root, "step", args.seed)
     write_figure(directory / "step.png", figure)
     log(directory, args, result, figure)
-    (directory / "arguments.json").write_text(json.dumps(asdict(args), default=str, indent=2) + "\n")
+    (directory / "arguments.json").write_text(
+        json.dumps(asdict(args), default=str, indent=2) + "\n"
+    )
     print(f"the figure is {directory / 'step.png'}; for TensorBoard, make board")
     return directory
 

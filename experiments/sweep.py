@@ -19,9 +19,15 @@ import torch_occ as occ
 from experiments.common import machine, run_directory, table
 from experiments.games import loss_with_gap, write_configuration
 
-LearnerName = Literal["jin-luo", "tsallis", "log-barrier", "o-reps", "ucb", "follow-the-leader", "uniform"]
+LearnerName = Literal[
+    "jin-luo", "tsallis", "log-barrier", "o-reps", "ucb", "follow-the-leader", "uniform"
+]
 LossName = Literal["bernoulli", "constrained", "corrupted", "greedy"]
-PARAMETERS: dict[str, tuple[str, ...]] = {"jin-luo": ("alpha", "beta", "gamma"), "tsallis": ("gamma",), "log-barrier": ("gamma",)}
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "jin-luo": ("alpha", "beta", "gamma"),
+    "tsallis": ("gamma",),
+    "log-barrier": ("gamma",),
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,14 @@ def cells(args: Args) -> list[dict[str, Any]]:
         axes = {"alpha": args.alphas, "beta": args.betas, "gamma": args.gammas}
         own = {name: axes[name] for name in PARAMETERS.get(learner, ())}
         losses = args.losses if mdp.startswith("random:") else ("rewards",)
-        found += occ.grid(mdp=[mdp], losses=losses, learner=[learner], **own, episodes=[args.episodes], seed=range(args.seeds))
+        found += occ.grid(
+            mdp=[mdp],
+            losses=losses,
+            learner=[learner],
+            **own,
+            episodes=[args.episodes],
+            seed=range(args.seeds),
+        )
     return found
 
 
@@ -80,7 +93,9 @@ def make_mdp(name: str) -> occ.LayeredMDP:
             return occ.LayeredMDP.from_gymnasium(id_, int(steps), verify=1000)
     except ValueError as error:
         raise ValueError(f"mdps: {name!r}: {error}") from error
-    raise ValueError(f"mdps: expected random:<horizon>x<width>x<actions> or gym:<id>:<horizon>, got {name!r}")
+    raise ValueError(
+        f"mdps: expected random:<horizon>x<width>x<actions> or gym:<id>:<horizon>, got {name!r}"
+    )
 
 
 def make_losses(name: str, mdp: occ.LayeredMDP) -> occ.LossProcess:
@@ -98,7 +113,9 @@ def make_losses(name: str, mdp: occ.LayeredMDP) -> occ.LossProcess:
 def make_learner(config: dict[str, Any], mdp: occ.LayeredMDP) -> occ.Learner:
     """A learner by its name and parameters."""
     makers = {
-        "jin-luo": lambda: occ.FTRL(mdp, occ.jin_luo(mdp, config["alpha"], config["beta"], config["gamma"])),
+        "jin-luo": lambda: occ.FTRL(
+            mdp, occ.jin_luo(mdp, config["alpha"], config["beta"], config["gamma"])
+        ),
         "tsallis": lambda: occ.FTRL.tsallis(mdp, config["gamma"]),
         "log-barrier": lambda: occ.FTRL.log_barrier(mdp, config["gamma"]),
         "o-reps": lambda: occ.FTRL.o_reps(mdp, config["episodes"]),
@@ -113,8 +130,13 @@ def play(config: dict[str, Any]) -> dict[str, Any]:
     """One cell. What it returns depends on nothing but the configuration."""
     mdp = make_mdp(config["mdp"])
     learner = make_learner(config, mdp)
-    history = occ.simulate(mdp, learner, make_losses(config["losses"], mdp), config["episodes"], seeds=[config["seed"]])
-    last = {name: float(getattr(history, name)[0, -1]) for name in ("regret", "realised_regret", "comparator", "uncertified")}
+    history = occ.simulate(
+        mdp, learner, make_losses(config["losses"], mdp), config["episodes"], seeds=[config["seed"]]
+    )
+    last = {
+        name: float(getattr(history, name)[0, -1])
+        for name in ("regret", "realised_regret", "comparator", "uncertified")
+    }
     # Named so that the regret comes first in the HParams dashboard, which sorts by name.
     result = {"regret": last["regret"], "regret_realised": last["realised_regret"]}
     result |= {"total_loss_of_best": last["comparator"], "uncertified": last["uncertified"]}
@@ -127,31 +149,52 @@ def summary(rows: list[dict[str, Any]]) -> str:
     """Mean regret over seeds, a line for every game."""
     games: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        parameters = ", ".join(f"{name} = {row[name]:g}" for name in ("alpha", "beta", "gamma") if name in row)
-        games.setdefault((row["mdp"], row["losses"], row["learner"], parameters), []).append(row["regret"])
+        parameters = ", ".join(
+            f"{name} = {row[name]:g}" for name in ("alpha", "beta", "gamma") if name in row
+        )
+        games.setdefault((row["mdp"], row["losses"], row["learner"], parameters), []).append(
+            row["regret"]
+        )
     lines = []
     for game, regrets in games.items():
         regret = torch.tensor(regrets, dtype=torch.float64)
         spread = f"± {float(regret.std() / len(regrets) ** 0.5):.1f}" if len(regrets) > 1 else ""
         lines.append([*game, f"{float(regret.mean()):.1f} {spread}".strip(), str(len(regrets))])
-    return table(["mdp", "losses", "learner", "parameters", "regret at T (standard error)", "seeds"], lines, left=(0, 1, 2, 3))
+    return table(
+        ["mdp", "losses", "learner", "parameters", "regret at T (standard error)", "seeds"],
+        lines,
+        left=(0, 1, 2, 3),
+    )
 
 
 def main(args: Args) -> Path:
     """Run what is missing, and summarize."""
     grid = cells(args)
     directory = run_directory(args.root, "sweep", 0) if args.directory is None else args.directory
-    where = f"the cluster at {args.cluster}" if args.cluster else f"{args.processes} local processes"
+    where = (
+        f"the cluster at {args.cluster}" if args.cluster else f"{args.processes} local processes"
+    )
     print(f"{len(grid)} cells on {where}; {machine()}\n{directory}", flush=True)
     try:
-        done = occ.sweep(play, grid, directory, processes=args.processes, cluster=args.cluster, tensorboard=args.tensorboard)
+        done = occ.sweep(
+            play,
+            grid,
+            directory,
+            processes=args.processes,
+            cluster=args.cluster,
+            tensorboard=args.tensorboard,
+        )
     except KeyboardInterrupt:
-        sys.exit(f"\ninterrupted; what is finished is stored. Continue with --directory {directory}")
+        sys.exit(
+            f"\ninterrupted; what is finished is stored. Continue with --directory {directory}"
+        )
     write_configuration(directory, args)
     print(f"\n{summary(done.rows)}\n\nwritten to {directory}: results.csv, cells/, tensorboard/")
     if done.failures:
         shown = "\n".join(f"  {failure}" for failure in done.failures[:10])
-        sys.exit(f"{len(done.failures)} cells failed (failures.json has their tracebacks; the same command tries them again):\n{shown}")
+        sys.exit(
+            f"{len(done.failures)} cells failed (failures.json has their tracebacks; the same command tries them again):\n{shown}"
+        )
     return directory
 
 

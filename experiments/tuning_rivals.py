@@ -52,7 +52,14 @@ def judge(family: Family, mdps: range, setting: Setting, seeds: int) -> Point:
         mdp, _ = family.problem(number)
         learner = occ.FTRL(mdp, occ.jin_luo(mdp, *setting))
         losses = family.environment(number, STOCHASTIC)
-        history = occ.simulate(mdp, learner, losses, family.episodes, range(1, seeds + 1), checkpoints=[family.episodes])
+        history = occ.simulate(
+            mdp,
+            learner,
+            losses,
+            family.episodes,
+            range(1, seeds + 1),
+            checkpoints=[family.episodes],
+        )
         logs.append(math.log(max(float(history.regret.mean()), 1.0)))
     return Point(setting, float(np.mean(logs)), time.process_time() - begun)
 
@@ -71,10 +78,14 @@ def quasi_random(count: int, seed: int) -> Iterator[Setting]:
 
     unit = qmc.Sobol(len(BOX), seed=seed).random(2 ** math.ceil(math.log2(max(count, 2))))[:count]
     low, high = (np.log([ends[i] for ends in BOX.values()]) for i in (0, 1))
-    yield from ((alpha, beta, gamma) for alpha, beta, gamma in np.exp(low + unit * (high - low)).tolist())
+    yield from (
+        (alpha, beta, gamma) for alpha, beta, gamma in np.exp(low + unit * (high - low)).tolist()
+    )
 
 
-def search_points(family: Family, mdps: range, count: int, again: int, seeds: int, seed: int, kept: Path) -> Search:
+def search_points(
+    family: Family, mdps: range, count: int, again: int, seeds: int, seed: int, kept: Path
+) -> Search:
     """Quasi-random points, each with one run on every MDP; then the best `again` of them with `seeds` runs, and only these count.
 
     All is kept in a file, and a search that was interrupted goes on.
@@ -83,7 +94,11 @@ def search_points(family: Family, mdps: range, count: int, again: int, seeds: in
     first = _kept(kept, quasi_random(count, seed), lambda setting: judge(family, mdps, setting, 1))
     best = sorted(first, key=lambda point: point.cost)[:again]
     again_in = kept.with_suffix(f".{seeds}runs.csv")
-    second = _kept(again_in, (point.setting for point in best), lambda setting: judge(family, mdps, setting, seeds))
+    second = _kept(
+        again_in,
+        (point.setting for point in best),
+        lambda setting: judge(family, mdps, setting, seeds),
+    )
     return Search(second, len(first), sum(point.seconds for point in first + second))
 
 
@@ -91,14 +106,22 @@ def _kept(path: Path, settings: Iterable[Setting], play: Callable[[Setting], Poi
     """The points of these settings, from a file as far as they are there, in this order."""
     rows: list[dict[str, Any]] = []
     if path.exists():
-        rows = [{name: float(x) for name, x in row.items()} for row in csv.DictReader(path.read_text().splitlines())]
+        rows = [
+            {name: float(x) for name, x in row.items()}
+            for row in csv.DictReader(path.read_text().splitlines())
+        ]
     points = []
     for i, setting in enumerate(settings):
         if i < len(rows) and not np.allclose([rows[i][name] for name in BOX], setting, rtol=1e-6):
-            raise SystemExit(f"{path}: its row {i} is not {setting}; it belongs to another search, so give another --cache")
+            raise SystemExit(
+                f"{path}: its row {i} is not {setting}; it belongs to another search, so give another --cache"
+            )
         if i >= len(rows):
             point = play(setting)
-            rows.append(dict(zip(BOX, setting, strict=True)) | {"cost": point.cost, "seconds": point.seconds})
+            rows.append(
+                dict(zip(BOX, setting, strict=True))
+                | {"cost": point.cost, "seconds": point.seconds}
+            )
             write_csv(path, rows)
         points.append(Point(setting, rows[i]["cost"], rows[i]["seconds"]))
     return points
@@ -106,7 +129,10 @@ def _kept(path: Path, settings: Iterable[Setting], play: Callable[[Setting], Poi
 
 def search_randomly(family: Family, mdps: range, seeds: int, budget: float, seed: int) -> Search:
     """Log-uniform points until the time is up."""
-    generator, low, high = np.random.default_rng(seed), *(np.log([ends[i] for ends in BOX.values()]) for i in (0, 1))
+    generator, low, high = (
+        np.random.default_rng(seed),
+        *(np.log([ends[i] for ends in BOX.values()]) for i in (0, 1)),
+    )
 
     def draw() -> Setting:
         alpha, beta, gamma = np.exp(generator.uniform(low, high)).tolist()
@@ -115,7 +141,9 @@ def search_randomly(family: Family, mdps: range, seeds: int, budget: float, seed
     return _until(budget, lambda: judge(family, mdps, draw(), seeds))
 
 
-def search_optuna(family: Family, mdps: range, seeds: int, budget: float, seed: int) -> Search | None:
+def search_optuna(
+    family: Family, mdps: range, seeds: int, budget: float, seed: int
+) -> Search | None:
     """Points of Optuna's default sampler until the time is up; None where Optuna is not installed."""
     try:
         import optuna
@@ -127,7 +155,9 @@ def search_optuna(family: Family, mdps: range, seeds: int, budget: float, seed: 
 
     def ask() -> Point:
         trial = study.ask()
-        alpha, beta, gamma = (trial.suggest_float(name, low, high, log=True) for name, (low, high) in BOX.items())
+        alpha, beta, gamma = (
+            trial.suggest_float(name, low, high, log=True) for name, (low, high) in BOX.items()
+        )
         point = judge(family, mdps, (alpha, beta, gamma), seeds)
         study.tell(trial, point.cost)
         return point

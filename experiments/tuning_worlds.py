@@ -12,7 +12,12 @@ from torch import Tensor
 import torch_occ as occ
 
 Setting = tuple[float, float, float]  # alpha, beta, gamma
-STOCHASTIC, CORRUPTED, SWITCHING, GREEDY = "stochastic", "corrupted", "switching", "greedy adversary"
+STOCHASTIC, CORRUPTED, SWITCHING, GREEDY = (
+    "stochastic",
+    "corrupted",
+    "switching",
+    "greedy adversary",
+)
 ENVIRONMENTS = (STOCHASTIC, CORRUPTED, SWITCHING, GREEDY)
 
 
@@ -38,7 +43,9 @@ class Family(NamedTuple):
         """A random MDP with uniformly random mean losses."""
         mdp = occ.LayeredMDP.random(self.horizon, self.width, self.actions, seed=number)
         generator = torch.Generator().manual_seed(number)
-        return mdp, torch.rand(mdp.num_states, mdp.num_actions, dtype=torch.float64, generator=generator)
+        return mdp, torch.rand(
+            mdp.num_states, mdp.num_actions, dtype=torch.float64, generator=generator
+        )
 
     def stochastic(self, numbers: range) -> occ.World:
         """The stochastic worlds of some MDPs, which can be forecast as one batch."""
@@ -53,20 +60,35 @@ class Family(NamedTuple):
         if name == STOCHASTIC:
             return occ.BernoulliLosses(mean)
         if name == CORRUPTED:
-            return occ.Corrupted(occ.BernoulliLosses(mean), math.sqrt(self.episodes) * 4, "targeted", target=mean)
+            return occ.Corrupted(
+                occ.BernoulliLosses(mean), math.sqrt(self.episodes) * 4, "targeted", target=mean
+            )
         _, other = self.problem(number + 10_000)
-        return occ.SwitchingLosses(torch.stack([mean, other]), max(self.episodes // 4, 1), noise="bernoulli")
+        return occ.SwitchingLosses(
+            torch.stack([mean, other]), max(self.episodes // 4, 1), noise="bernoulli"
+        )
 
     def kept(self, cache: Path, number: int, setting: Setting, environment: str, runs: int) -> Path:
         """Where a simulation is kept."""
         numbers = "_".join(f"{x:.6g}" for x in setting)
-        return cache / f"{self.sizes}_mdp{number}_{environment.replace(' ', '-')}_{numbers}_T{self.episodes}_n{runs}.npz"
+        return (
+            cache
+            / f"{self.sizes}_mdp{number}_{environment.replace(' ', '-')}_{numbers}_T{self.episodes}_n{runs}.npz"
+        )
 
-    def simulated(self, cache: Path, number: int, setting: Setting, environment: str, runs: int) -> occ.History:
+    def simulated(
+        self, cache: Path, number: int, setting: Setting, environment: str, runs: int
+    ) -> occ.History:
         """A simulation, from the cache if it was ever made."""
         path = self.kept(cache, number, setting, environment, runs)
         if not path.exists():
             mdp, _ = self.problem(number)
             learner = occ.FTRL(mdp, occ.jin_luo(mdp, *setting))
-            occ.simulate(mdp, learner, self.environment(number, environment), self.episodes, range(1, runs + 1)).save(path)
+            occ.simulate(
+                mdp,
+                learner,
+                self.environment(number, environment),
+                self.episodes,
+                range(1, runs + 1),
+            ).save(path)
         return occ.History.load(path)

@@ -76,9 +76,15 @@ def grid(side: int, horizon: int, slip: float = 0.2) -> LayeredMDP:
     """Stay or go to a neighbour; with probability `slip` one of the five at random. The start is anywhere."""
     x, y = torch.arange(side * side) // side, torch.arange(side * side) % side
     moves = torch.tensor([[0, 0], [1, 0], [-1, 0], [0, 1], [0, -1]])
-    goal = (x[:, None] + moves[:, 0]).clamp(0, side - 1) * side + (y[:, None] + moves[:, 1]).clamp(0, side - 1)  # (S, 5)
-    chance = torch.full((5, 5), slip / 5, dtype=torch.float64) + (1 - slip) * torch.eye(5, dtype=torch.float64)  # meant, done
-    return unrolled(goal.unsqueeze(1).expand(-1, 5, -1), chance.expand(side * side, -1, -1), horizon)
+    goal = (x[:, None] + moves[:, 0]).clamp(0, side - 1) * side + (y[:, None] + moves[:, 1]).clamp(
+        0, side - 1
+    )  # (S, 5)
+    chance = torch.full((5, 5), slip / 5, dtype=torch.float64) + (1 - slip) * torch.eye(
+        5, dtype=torch.float64
+    )  # meant, done
+    return unrolled(
+        goal.unsqueeze(1).expand(-1, 5, -1), chance.expand(side * side, -1, -1), horizon
+    )
 
 
 def taxi(horizon: int) -> LayeredMDP:
@@ -91,7 +97,9 @@ def unrolled(successors: Tensor, chances: Tensor, horizon: int) -> LayeredMDP:
     num_states, num_actions, most = successors.shape
     pair = torch.arange(num_states * num_actions).repeat_interleave(most)
     index, shape = torch.stack([pair, successors.flatten()]), (num_states * num_actions, num_states)
-    step = torch.sparse_coo_tensor(index, chances.flatten(), shape, check_invariants=False).coalesce()
+    step = torch.sparse_coo_tensor(
+        index, chances.flatten(), shape, check_invariants=False
+    ).coalesce()
     end = torch.ones(num_states * num_actions, 1, dtype=torch.float64).to_sparse()
     initial = torch.full((num_states,), 1 / num_states, dtype=torch.float64)
     return LayeredMDP([*[step] * (horizon - 1), end], initial=initial)
@@ -154,7 +162,11 @@ class Row:
 
     def cells(self) -> list[str]:
         """As printed."""
-        rival = "-" if self.clarabel is None else f"{seconds(self.clarabel)} ({self.clarabel_error:.0e})"
+        rival = (
+            "-"
+            if self.clarabel is None
+            else f"{seconds(self.clarabel)} ({self.clarabel_error:.0e})"
+        )
         times = [seconds(x) for x in (self.build, self.cold, self.warm)]
         counts = [
             f"{self.newton:.1f}",
@@ -165,14 +177,28 @@ class Row:
         return [self.model, f"{self.pairs:,}", f"{self.entries:,}", *times, *counts, rival]
 
 
-HEADER = ["model", "pairs", "nnz(P)", "build", "cold", "warm", "Newton", "CG", "residual", "memory", "Clarabel (error)"]
+HEADER = [
+    "model",
+    "pairs",
+    "nnz(P)",
+    "build",
+    "cold",
+    "warm",
+    "Newton",
+    "CG",
+    "residual",
+    "memory",
+    "Clarabel (error)",
+]
 
 
 def measure(args: Args, side: int | None) -> Row:
     """One model, in a process of its own; None is the taxi."""
     torch.set_num_threads(args.threads)
     clock = CLOCKS[args.clock]
-    small = FTRLStep(tiny := LayeredMDP.random(2, 2, 2).to_sparse(), jin_luo(tiny), backend=args.backend)
+    small = FTRLStep(
+        tiny := LayeredMDP.random(2, 2, 2).to_sparse(), jin_luo(tiny), backend=args.backend
+    )
     small(torch.zeros_like(small.interior))  # what torch and the engine load once
     before, begun = _peak(), clock()
     mdp = taxi(args.horizon) if side is None else grid(side, args.horizon)
@@ -213,14 +239,26 @@ def measure(args: Args, side: int | None) -> Row:
 
 def losses(mdp: LayeredMDP, seed: int) -> Tensor:
     """Mean losses, uniform in [0, 1]."""
-    return torch.rand(mdp.num_states, mdp.num_actions, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.rand(
+        mdp.num_states,
+        mdp.num_actions,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(seed),
+    )
 
 
 def _peak() -> float:
     """The most memory that this process has had so far; `ru_maxrss` would count the process that started it too."""
     status = Path("/proc/self/status")
     if status.exists():
-        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) / 2**20
+        return (
+            next(
+                int(line.split()[1])
+                for line in status.read_text().splitlines()
+                if line.startswith("VmHWM")
+            )
+            / 2**20
+        )
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
@@ -247,7 +285,9 @@ def measure_growth(args: Args, directory: Path) -> list[Row]:
             psi, loss = jin_luo(mdp), args.t * losses(mdp, args.seed)
             clock = CLOCKS[args.clock]
             begun = clock()
-            theirs, _ = solve_cvxpy(mdp, psi, loss, args.t, tol_gap_abs=1e-8, tol_gap_rel=1e-8, tol_feas=1e-8)
+            theirs, _ = solve_cvxpy(
+                mdp, psi, loss, args.t, tol_gap_abs=1e-8, tol_gap_rel=1e-8, tol_feas=1e-8
+            )
             row.clarabel = clock() - begun
             q = FTRLStep(mdp, psi)(loss, args.t).detach()
             row.clarabel_error = float(((theirs - q) / q).abs().max())
@@ -259,7 +299,11 @@ def measure_growth(args: Args, directory: Path) -> list[Row]:
 def exponent(rows: list[Row], least: int = 40_000) -> float:
     """The slope of log warm time over log nnz(P), from so many pairs on; NaN for fewer than two sizes."""
     points = [(math.log(row.entries), math.log(row.warm)) for row in rows if row.pairs >= least]
-    return statistics.linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else math.nan
+    return (
+        statistics.linear_regression(*zip(*points, strict=True)).slope
+        if len(points) > 1
+        else math.nan
+    )
 
 
 def draw_growth(rows: list[Row], horizon: int) -> Figure:
@@ -269,18 +313,44 @@ def draw_growth(rows: list[Row], horizon: int) -> Figure:
     pairs = [row.pairs for row in rows]
     slope = exponent(rows)
     left.plot(
-        pairs, [row.warm for row in rows], "o-", color="C0", linewidth=2.4, label=f"warm step (slope {slope:.2f} from 40,000 pairs on)"
+        pairs,
+        [row.warm for row in rows],
+        "o-",
+        color="C0",
+        linewidth=2.4,
+        label=f"warm step (slope {slope:.2f} from 40,000 pairs on)",
     )
-    left.plot(pairs, [row.cold for row in rows], "s--", color="C0", alpha=0.5, label="first step, cold")
+    left.plot(
+        pairs, [row.cold for row in rows], "s--", color="C0", alpha=0.5, label="first step, cold"
+    )
     rival = [row for row in rows if row.clarabel]
     if rival:
-        left.plot([row.pairs for row in rival], [row.clarabel for row in rival], "D-", color="C3", label="cvxpy + Clarabel, cold")
+        left.plot(
+            [row.pairs for row in rival],
+            [row.clarabel for row in rival],
+            "D-",
+            color="C3",
+            label="cvxpy + Clarabel, cold",
+        )
     last = rows[-1]
     left.plot(pairs, [last.warm * n / last.pairs for n in pairs], ":", color="gray", label="linear")
     left.set(ylabel="seconds", title=f"One FTRL step, horizon {horizon}")
     size = [row.entries + row.pairs for row in rows]
-    right.plot(pairs, [1024 * row.memory for row in rows], "o-", color="C2", linewidth=2.4, label="peak, above the bare process")
-    right.plot(pairs, [n * 8 / 2**20 for n in size], ":", color="gray", label="nnz(P) + pairs, 8 bytes each")
+    right.plot(
+        pairs,
+        [1024 * row.memory for row in rows],
+        "o-",
+        color="C2",
+        linewidth=2.4,
+        label="peak, above the bare process",
+    )
+    right.plot(
+        pairs,
+        [n * 8 / 2**20 for n in size],
+        ":",
+        color="gray",
+        label="nnz(P) + pairs, 8 bytes each",
+    )
     dense = [(row.pairs, row.pairs * row.pairs / horizon / 5 * 8 / 2**20) for row in rows]
     right.plot(*zip(*dense, strict=True), "--", color="C1", label="P alone, if it were dense")
     right.set(ylabel="MiB", title="Memory")
@@ -288,7 +358,9 @@ def draw_growth(rows: list[Row], horizon: int) -> Figure:
         panel.set(xscale="log", yscale="log", xlabel="state-action pairs")
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False, fontsize=9, loc="lower right" if panel is left else "upper left")
+        panel.legend(
+            frameon=False, fontsize=9, loc="lower right" if panel is left else "upper left"
+        )
     left.set_ylim(bottom=last.warm / 2e5)  # room for the legend
     right.set_ylim(bottom=1, top=1024 * 64)
     return figure
@@ -315,7 +387,9 @@ def measure_crossover(args: Args) -> list[dict[str, Any]]:
         mdp = LayeredMDP.random(horizon, width, actions, seed=args.seed)
         step = FTRLStep(mdp, jin_luo(mdp), backend="torch")
         generator = torch.Generator().manual_seed(args.seed)
-        loss = args.t * torch.rand(batch, mdp.num_states, actions, dtype=torch.float64, generator=generator)
+        loss = args.t * torch.rand(
+            batch, mdp.num_states, actions, dtype=torch.float64, generator=generator
+        )
         times = []
         with torch.no_grad():
             q = step(loss, args.t)
@@ -331,7 +405,13 @@ def measure_crossover(args: Args) -> list[dict[str, Any]]:
                 times.append(min(trials))
         kkt.prefers_iterations = chooser
         chosen = "CG" if chooser(mdp, batch, False) else "factorization"
-        row = {"size": (horizon, width, actions), "batch": batch, "factorization": times[0], "CG": times[1], "chosen": chosen}
+        row = {
+            "size": (horizon, width, actions),
+            "batch": batch,
+            "factorization": times[0],
+            "CG": times[1],
+            "chosen": chosen,
+        }
         rows.append(row | {"lost": times[chosen == "CG"] / min(times) - 1})
     return rows
 
@@ -339,10 +419,15 @@ def measure_crossover(args: Args) -> list[dict[str, Any]]:
 def main(args: Args) -> Path:
     """Run the sections, print their tables, write them as CSV and PNG."""
     directory = run_directory(args.root, "wide", args.seed)
-    print(f"{machine()}; torch uses {args.threads} thread{'s' * (args.threads > 1)}; {args.clock} time\n", flush=True)
+    print(
+        f"{machine()}; torch uses {args.threads} thread{'s' * (args.threads > 1)}; {args.clock} time\n",
+        flush=True,
+    )
     if "growth" in args.sections:
         rows = measure_growth(args, directory)
-        print(f"\n{table(HEADER, [row.cells() for row in rows])}\n\nwarm time ~ nnz(P)^{exponent(rows):.2f} from 40,000 pairs on\n")
+        print(
+            f"\n{table(HEADER, [row.cells() for row in rows])}\n\nwarm time ~ nnz(P)^{exponent(rows):.2f} from 40,000 pairs on\n"
+        )
         write_figure(directory / "wide.png", draw_growth(rows, args.horizon))
     if "taxi" in args.sections:
         print(f"{table(HEADER, [in_new_process(measure, args, None).cells()])}\n", flush=True)
@@ -351,7 +436,14 @@ def main(args: Args) -> Path:
         crossover = measure_crossover(args)
         write_csv(directory / "crossover.csv", crossover)
         lines = [
-            [f"{r['size']}", f"{r['batch']}", seconds(r["factorization"]), seconds(r["CG"]), r["chosen"], f"{100 * r['lost']:.0f} %"]
+            [
+                f"{r['size']}",
+                f"{r['batch']}",
+                seconds(r["factorization"]),
+                seconds(r["CG"]),
+                r["chosen"],
+                f"{100 * r['lost']:.0f} %",
+            ]
             for r in crossover
         ]
         print(table(["size", "batch", "factorization", "CG", "chosen", "lost"], lines))

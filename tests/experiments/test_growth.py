@@ -3,14 +3,26 @@ import math
 import pytest
 import torch
 
-from experiments.growth import Fit, bootstrap, fits_log_better, growth, late, log_slope, power_slope, resampled_means, slope
+from experiments.growth import (
+    Fit,
+    bootstrap,
+    fits_log_better,
+    growth,
+    late,
+    log_slope,
+    power_slope,
+    resampled_means,
+    slope,
+)
 
 T = torch.unique(torch.logspace(0, 4, 81).round()).double()
 
 
 def noisy(curve, seeds=32, scale=0.05):
     """Copies of a curve, each with its own factor."""
-    factors = 1 + scale * torch.randn(seeds, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    factors = 1 + scale * torch.randn(
+        seeds, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     return factors * curve
 
 
@@ -39,7 +51,9 @@ def test_intervals_cover_the_truth_as_often_as_they_say():
     """100 experiments of 30 seeds each, whose regret at every checkpoint is normal around sqrt T."""
     generator, hits = torch.Generator().manual_seed(1), 0
     for _ in range(100):
-        curves = T.sqrt() * (1 + 0.2 * torch.randn(30, len(T), dtype=torch.float64, generator=generator))
+        curves = T.sqrt() * (
+            1 + 0.2 * torch.randn(30, len(T), dtype=torch.float64, generator=generator)
+        )
         fit = growth(T, curves, resamples=200).exponent
         hits += fit.lower <= 0.5 <= fit.upper
     assert 85 <= hits <= 100  # 95 expected; percentile intervals of 30 seeds are a little short

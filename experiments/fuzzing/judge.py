@@ -1,7 +1,7 @@
 """A judge of FTRL steps in extended precision, for experiments/fuzz.py; no code of the solver's.
 
 The question is how far a given q is from the minimizer of <q, loss> + psi(q). From q, the judge
-takes Newton steps until nothing moves any more (experiments/fuzz_newton.py); the way that q went is
+takes Newton steps until nothing moves any more (experiments/fuzzing/newton.py); the way that q went is
 its error. What it relies on:
 
 - **Numbers.** Residuals are computed in `numpy.longdouble` (64 bits of mantissa on x86) or in
