@@ -13,6 +13,7 @@ import tyro
 
 import torch_occ as occ
 from experiments import best_of_both_worlds
+from experiments.best_of_both_worlds import Args
 from experiments.common import table
 from experiments.games import loss_with_gap
 from experiments.regularizers import Mine
@@ -56,7 +57,7 @@ def differentiate(mdp: occ.LayeredMDP, mean: torch.Tensor, t: int = 1000) -> Non
     print(table(["", "value", "implicit", "differences"], rows))
 
 
-def main(args: best_of_both_worlds.Args) -> Path:
+def main(args: Args) -> Path:
     """Play, then swap and differentiate on the same MDP."""
     directory = best_of_both_worlds.main(args)
     mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
@@ -71,4 +72,4 @@ def main(args: best_of_both_worlds.Args) -> Path:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(best_of_both_worlds.Args, description=__doc__))
+    main(tyro.cli(Args, description=__doc__))

@@ -23,7 +23,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -34,7 +34,15 @@ from experiments.common import machine, run_directory, seconds, table, write_csv
 from experiments.fuzzing.figures import Points, draw_errors
 from experiments.fuzzing.judge import EXACT, FAST, extended
 from experiments.fuzzing.newton import judge
-from experiments.fuzzing.problems import FAMILIES, Backend, Batch, Kind, draw, neighbours
+from experiments.fuzzing.problems import (
+    FAMILIES,
+    Backend,
+    Batch,
+    FamilyName,
+    Kind,
+    draw,
+    neighbours,
+)
 from experiments.fuzzing.trials import HARMLESS, SAMPLE, SLACK, Tally, is_wrong, try_batch
 from experiments.games import write_configuration, write_text
 
@@ -50,7 +58,7 @@ class Args:
     """of all families and kinds together"""
     seed: int = 0
     """of the campaign; the same steps whatever the number of processes is"""
-    regularizers: tuple[str, ...] = tuple(FAMILIES)
+    regularizers: tuple[FamilyName, ...] = get_args(FamilyName)
     """families to try"""
     kind: Literal["reasonable", "extreme", "both"] = "both"
     """losses like t * mean, or up to 1e12 in size"""

@@ -29,6 +29,7 @@ from experiments.tuning_rivals import (
     warm_up,
 )
 from experiments.tuning_worlds import STOCHASTIC, Family, Setting
+from torch_occ.tuning.recipe import Recipe
 
 PAPER, APPENDIX, TUNED, RANDOM, OPTUNA = (
     "paper",
@@ -67,7 +68,7 @@ class Args:
     """A"""
     particles: int = 128
     """of a forecast by leaping, in the comparison with simulations"""
-    recipe: occ.Recipe = field(default_factory=occ.Recipe)
+    recipe: Recipe = field(default_factory=Recipe)
     """of the tuner"""
     points: int = 24
     """of the search with a fixed number of points; each is played once on each of its MDPs; 0 for none"""
