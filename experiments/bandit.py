@@ -21,11 +21,11 @@ from torch import Tensor
 
 import torch_occ as occ
 from experiments.common import run_directory, table, write_csv, write_figure
+from experiments.curves import draw_panels
 from experiments.games import (
     GROWTH_HEADER,
     Game,
     Settings,
-    draw_panels,
     growth_cells,
     growth_row,
     play_all,
