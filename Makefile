@@ -30,7 +30,7 @@ format: $(READY)  ## sort imports, fix what is safe to fix, format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# TensorBoard deselects all runs if there are more than 40, so it opens one directory of runs/.
+# With more than 40 logs, TensorBoard's Scalars start empty. So it opens one directory of runs/.
 LOGS = $(shell find runs/$(RUN)* -name 'events.out.tfevents.*' -exec ls -t {} + 2>/dev/null \
 	| head -n 1 | cut -d / -f 1,2)
 

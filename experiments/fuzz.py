@@ -82,9 +82,9 @@ class Args:
             if name not in FAMILIES:
                 known = ", ".join(FAMILIES)
                 raise ValueError(f"regularizers: {name} is not a family; choose among {known}")
-        for name in ("steps", "batch", "processes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for field in ("steps", "batch", "processes"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}: expected at least 1, got {getattr(self, field)}")
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
