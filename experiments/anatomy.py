@@ -52,7 +52,7 @@ class Anatomy:
     clock: Callable[[], float]
 
 
-# -- dense or layered -----------------------------------------------------------------------------------------------------
+# -- dense or layered -----------------------------------------------------------------------------
 
 
 @contextmanager
@@ -157,7 +157,7 @@ def draw_flows(rows: list[dict[str, Any]]) -> Figure:
     return figure
 
 
-# -- the profile ----------------------------------------------------------------------------------------------------------
+# -- the profile ----------------------------------------------------------------------------------
 
 #: The parts of a solve, by the functions that do them: (file, function). Nested ones belong to the first part that lists them.
 PARTS = {

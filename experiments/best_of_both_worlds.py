@@ -69,7 +69,7 @@ class Args:
     budget: float = 1000.0
     """C; it is spent from the first episode on and makes the optimal actions look bad"""
     adversary: Literal["greedy", "switching"] = "greedy"
-    """greedy: charges the likeliest action of each state; switching: mean losses m and 1 - m in turn"""
+    """greedy: charges each state's likeliest action; switching: mean losses m and 1 - m in turn"""
     period: int = 100
     """episodes between two switches"""
     window: float = 0.1

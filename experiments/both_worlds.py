@@ -175,7 +175,7 @@ def _error(x: np.ndarray) -> float:
     return float(x.std(ddof=1)) / len(x) ** 0.5
 
 
-# -- tuning ---------------------------------------------------------------------------------------------------------------
+# -- tuning ---------------------------------------------------------------------------------------
 
 
 def tune(args: Args, directory: Path, psi: occ.Regularizer) -> list[str]:
@@ -265,7 +265,7 @@ def _parameters(tuned: occ.Tuned) -> str:
     )
 
 
-# -- what it is worth, with other seeds and elsewhere ---------------------------------------------------------------------
+# -- what it is worth, with other seeds and elsewhere ---------------------------------------------
 
 
 def play_training(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
@@ -359,7 +359,7 @@ def judge(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
     return lines
 
 
-# -- one world against the other ------------------------------------------------------------------------------------------
+# -- one world against the other ------------------------------------------------------------------
 
 
 def frontier(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:

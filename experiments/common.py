@@ -65,4 +65,5 @@ def machine() -> str:
         ]
         model = names[0] if names else model
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{os.cpu_count()} cores of {model}, {device}, Python {platform.python_version()}, torch {torch.__version__}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{os.cpu_count()} cores of {model}, {device}, {versions}"

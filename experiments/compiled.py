@@ -59,7 +59,7 @@ def smallest(
     return min(durations)
 
 
-# -- against C ------------------------------------------------------------------------------------------------------------
+# -- against C ------------------------------------------------------------------------------------
 
 
 def compile_yardstick(shape: Shape, directory: Path) -> ctypes.CDLL | None:
@@ -159,7 +159,7 @@ def measure_loop(repeats: int, directory: Path) -> list[dict[str, Any]]:
     return rows
 
 
-# -- threads, calls, compiling --------------------------------------------------------------------------------------------
+# -- threads, calls, compiling --------------------------------------------------------------------
 
 
 def measure_threads(episodes: int = 4_000, seeds: int = 64, repeats: int = 5) -> dict[str, float]:
@@ -268,7 +268,7 @@ def measure_compiling() -> dict[str, float]:
     return found
 
 
-# -- growth ---------------------------------------------------------------------------------------------------------------
+# -- growth ---------------------------------------------------------------------------------------
 
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 5000)

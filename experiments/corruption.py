@@ -40,7 +40,7 @@ class Args:
     budgets: tuple[float, ...] = (500.0, 1000.0, 2000.0, 4000.0, 8000.0)
     """C, besides 0; an episode can cost up to 2 L"""
     strategy: Literal["front", "targeted", "uniform"] = "targeted"
-    """front: l becomes 1 - l; targeted: optimal actions cost 1; uniform: like front, in small parts"""
+    """front: l becomes 1 - l; targeted: optimal actions cost 1; uniform: front, in small parts"""
     episodes: int = 20_000
     """T"""
     seeds: int = 24

@@ -1,7 +1,7 @@
-"""Pictures of learned policies on the maps of Gymnasium's grid worlds: where the learner goes, and what it does there.
+"""Learned policies on the maps of Gymnasium's grid worlds: visited squares and actions there.
 
-A layered policy has an arrow for every step and square; the picture shows their mean, weighted by how often the learner is there,
-pi(a | s) = sum_k q_k(s, a) / sum_k q_k(s).
+A layered policy has an arrow for every step and square. The map shows their mean, weighted by
+visits: pi(a | s) = sum_k q_k(s, a) / sum_k q_k(s).
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ def visits(
 
 
 def panels(env: Any, mdp: occ.LayeredMDP, q: Tensor) -> list[Panel]:
-    """One map for the lake and the cliff; two for a taxi trip, before and after it has its passenger, of the most frequent passenger."""
+    """One map for the lake and the cliff; two for a taxi.
+
+    The two maps of a taxi show the trip of the most frequent passenger, before and after the
+    passenger is aboard.
+    """
     base = env.unwrapped
     kind = family(env)
     if kind != TAXI:
@@ -76,7 +80,11 @@ def panels(env: Any, mdp: occ.LayeredMDP, q: Tensor) -> list[Panel]:
 def draw_policy(
     axes: Axes, env: Any, panel: Panel, seen: np.ndarray[Any, np.dtype[np.float64]]
 ) -> None:
-    """The map, shaded by visits an episode (a square-root scale), with an arrow for every action, its length the probability."""
+    """The map, shaded by visits per episode, with arrows for actions.
+
+    The shade follows the square root of the visits. The length of an arrow is the probability of
+    its action.
+    """
     from matplotlib.patches import FancyArrow, Rectangle
 
     kind = family(env)

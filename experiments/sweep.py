@@ -1,7 +1,8 @@
 """A grid of MDPs x losses x learners x parameters x seeds, on local processes or on a Dask cluster.
 
-Every cell is one game with one seed. Stop it and call it again with `--directory` to continue; `--cluster tcp://host:8786` plays the
-same cells on a cluster (docs/sweeps.md), with the same results to the bit.
+Every cell is one game with one seed. If the script is stopped, call it again with `--directory` to
+continue. `--cluster tcp://host:8786` plays the same cells on a cluster (docs/sweeps.md), with the
+same results to the bit.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Args:
     losses: tuple[LossName, ...] = ("bernoulli",)
     """of a random MDP; an environment has its own"""
     learners: tuple[LearnerName, ...] = ("jin-luo", "tsallis", "ucb")
-    """who plays"""
+    """learners to play"""
     alphas: tuple[float, ...] = (0.5,)
     """of jin-luo"""
     betas: tuple[float, ...] = (0.1, 1.0)
@@ -51,7 +52,7 @@ class Args:
     episodes: int = 1000
     """T"""
     processes: int = 2
-    """local processes, without a cluster"""
+    """local processes, if there is no cluster"""
     cluster: str | None = None
     """address of a Dask scheduler, tcp://host:port"""
     directory: Path | None = None
@@ -66,7 +67,7 @@ def cells(args: Args) -> list[dict[str, Any]]:
     """The grid as configurations."""
     found = []
     for mdp, learner in itertools.product(args.mdps, args.learners):
-        make_mdp(mdp)  # what cannot be made should be known before the first cell runs
+        make_mdp(mdp)  # errors before the first cell runs
         axes = {"alpha": args.alphas, "beta": args.betas, "gamma": args.gammas}
         own = {name: axes[name] for name in PARAMETERS.get(learner, ())}
         losses = args.losses if mdp.startswith("random:") else ("rewards",)
@@ -127,7 +128,7 @@ def make_learner(config: dict[str, Any], mdp: occ.LayeredMDP) -> occ.Learner:
 
 
 def play(config: dict[str, Any]) -> dict[str, Any]:
-    """One cell. What it returns depends on nothing but the configuration."""
+    """One cell. The result depends on the configuration only."""
     mdp = make_mdp(config["mdp"])
     learner = make_learner(config, mdp)
     history = occ.simulate(
@@ -168,7 +169,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def main(args: Args) -> Path:
-    """Run what is missing, and summarize."""
+    """Run the missing cells, and summarize."""
     grid = cells(args)
     directory = run_directory(args.root, "sweep", 0) if args.directory is None else args.directory
     where = (
@@ -185,21 +186,18 @@ def main(args: Args) -> Path:
             tensorboard=args.tensorboard,
         )
     except KeyboardInterrupt:
-        sys.exit(
-            f"\ninterrupted; what is finished is stored. Continue with --directory {directory}"
-        )
+        sys.exit(f"\ninterrupted; finished cells are stored. Continue with --directory {directory}")
     write_configuration(directory, args)
     print(f"\n{summary(done.rows)}\n\nwritten to {directory}: results.csv, cells/, tensorboard/")
     if done.failures:
         shown = "\n".join(f"  {failure}" for failure in done.failures[:10])
-        sys.exit(
-            f"{len(done.failures)} cells failed (failures.json has their tracebacks; the same command tries them again):\n{shown}"
-        )
+        hint = f"failures.json has the tracebacks; --directory {directory} tries them again"
+        sys.exit(f"{len(done.failures)} cells failed ({hint}):\n{shown}")
     return directory
 
 
 if __name__ == "__main__":
-    # The function must have the same name here and on the workers, which `__main__.play` would not.
+    # `play` must have the same name here and on the workers; `__main__.play` would differ.
     from experiments import sweep
 
     sweep.main(tyro.cli(Args, description=__doc__))

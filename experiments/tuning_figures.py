@@ -33,7 +33,7 @@ def draw_accuracy(
     curves: dict[tuple[float, float], occ.History],
     particles: int,
 ) -> Figure:
-    """Left: every setting, forecast over simulated. Right: `curves` of one MDP, by (beta, gamma)."""
+    """Left: forecast over simulated regret. Right: `curves` of one MDP, by (beta, gamma)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
@@ -105,7 +105,10 @@ def draw_accuracy(
 def draw_landscape(
     objective: occ.ForecastObjective, tuned: occ.Tuned, refined: occ.Refined
 ) -> Figure:
-    """The forecast over (beta, gamma) at the alpha found, the tuner's paths on it, and every point tried in the colour of its trial."""
+    """The forecast over (beta, gamma) at the alpha found, the tuner's paths, and all trials.
+
+    A point that was tried has the colour of its trial.
+    """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
@@ -180,7 +183,7 @@ def draw_landscape(
         yscale="log",
         xlabel="β",
         ylabel="γ",
-        title=f"forecast at T = {objective.episodes:,}, α = {alpha:.2g} (hatched: not to be believed)",
+        title=f"forecast at T = {objective.episodes:,}, α = {alpha:.2g} (hatched: not reliable)",
     )
     axes.set(xlim=(float(betas[0]), float(betas[-1])), ylim=(float(gammas[0]), float(gammas[-1])))
     axes.set_yticks((0.25, 0.5, 1, 2, 4), labels=("0.25", "0.5", "1", "2", "4"), minor=False)
@@ -192,7 +195,10 @@ def draw_landscape(
 
 
 def draw_rivals(family: Family, rows: Rows, seeds: int) -> Figure:
-    """Left: the mean over held-out MDPs against the time spent on finding the setting. Right: MDP by MDP, relative to the tuned one."""
+    """Left: mean regret on held-out MDPs over the time of the search. Right: each MDP.
+
+    On the right, regret is relative to that of the tuned setting.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 

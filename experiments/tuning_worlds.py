@@ -1,4 +1,7 @@
-"""The worlds of the experiments about tuning: a family of random MDPs, the environments of each, and simulations that are kept."""
+"""The problems of the experiments about tuning.
+
+A family of random MDPs, the environments of each, and a cache of simulations.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ class Family(NamedTuple):
         return occ.World(STOCHASTIC, occ.stack(mdps), torch.stack(means))
 
     def environment(self, number: int, name: str) -> occ.LossProcess:
-        """Losses for one MDP. The greedy adversary reacts to the learner: nothing forecasts it, and the tuner has to play."""
+        """Losses for one MDP.
+
+        The greedy adversary reacts to the learner. It cannot be forecast, so the tuner has to play.
+        """
         if name == GREEDY:
             return occ.GreedyAdversary()
         _, mean = self.problem(number)
@@ -69,17 +75,15 @@ class Family(NamedTuple):
         )
 
     def kept(self, cache: Path, number: int, setting: Setting, environment: str, runs: int) -> Path:
-        """Where a simulation is kept."""
-        numbers = "_".join(f"{x:.6g}" for x in setting)
-        return (
-            cache
-            / f"{self.sizes}_mdp{number}_{environment.replace(' ', '-')}_{numbers}_T{self.episodes}_n{runs}.npz"
-        )
+        """The file in which a simulation is kept."""
+        numbers, place = "_".join(f"{x:.6g}" for x in setting), environment.replace(" ", "-")
+        game = f"{self.sizes}_mdp{number}_{place}"
+        return cache / f"{game}_{numbers}_T{self.episodes}_n{runs}.npz"
 
     def simulated(
         self, cache: Path, number: int, setting: Setting, environment: str, runs: int
     ) -> occ.History:
-        """A simulation, from the cache if it was ever made."""
+        """A simulation, from the cache if it is there."""
         path = self.kept(cache, number, setting, environment, runs)
         if not path.exists():
             mdp, _ = self.problem(number)

@@ -69,7 +69,7 @@ class Args:
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-# -- models ---------------------------------------------------------------------------------------------------------------
+# -- models ---------------------------------------------------------------------------------------
 
 
 def grid(side: int, horizon: int, slip: float = 0.2) -> LayeredMDP:
@@ -105,7 +105,7 @@ def unrolled(successors: Tensor, chances: Tensor, horizon: int) -> LayeredMDP:
     return LayeredMDP([*[step] * (horizon - 1), end], initial=initial)
 
 
-# -- a learner in the middle of its run -----------------------------------------------------------------------------------
+# -- a learner in the middle of its run -----------------------------------------------------------
 
 
 @contextmanager
@@ -268,7 +268,7 @@ def in_new_process(function: Callable[..., Row], *arguments: Any) -> Row:
         return pool.submit(function, *arguments).result()
 
 
-# -- growth ---------------------------------------------------------------------------------------------------------------
+# -- growth ---------------------------------------------------------------------------------------
 
 
 def measure_growth(args: Args, directory: Path) -> list[Row]:
@@ -366,7 +366,7 @@ def draw_growth(rows: list[Row], horizon: int) -> Figure:
     return figure
 
 
-# -- factorization or iterations ------------------------------------------------------------------------------------------
+# -- factorization or iterations ------------------------------------------------------------------
 
 CROSSOVER: tuple[tuple[int, int, int, int], ...] = (
     (10, 20, 5, 1),

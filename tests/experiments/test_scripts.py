@@ -98,7 +98,7 @@ def test_benchmark(tmp_path):
     assert len((found / "profile.csv").read_text().splitlines()) == 5
 
 
-# -- the benchmark's rules ------------------------------------------------------------------------------------------------
+# -- the benchmark's rules ------------------------------------------------------------------------
 
 
 class Slow(TorchOcc):
@@ -171,7 +171,7 @@ def test_verdict_takes_the_faster_of_the_accurate_rivals():
     assert verdict(rows)[0].endswith("MISSED")
 
 
-# -- what they share ------------------------------------------------------------------------------------------------------
+# -- what they share ------------------------------------------------------------------------------
 
 
 def test_run_directories_are_never_shared(tmp_path):
