@@ -1,12 +1,12 @@
 """The multi-armed bandit, L = 1, against published values, bounds and statements.
 
-The learners are Tsallis-INF, the hybrid regularizer, Shannon's (Exp3) and UCB1. Published values: the
-benchmark DataWraith/banditbench prints regrets of Tsallis-INF, UCB1 and random play. We read its
-settings in its source and play these games again (`PUBLISHED`). Of Zimmert and Seldin (2021) we could
-read the abstract, but not the experiments, so none of their numbers is reproduced. Regrets are
-compared with their bounds, each with its source (`bounds`), and with that abstract. K, gap and the
-phases of the second environment follow our unchecked memory of their set-up: phases of length 1.6^n,
-in which the best arm and the others have the means (0, gap) and (1 - gap, 1) in turn.
+The learners are Tsallis-INF, the hybrid regularizer, Shannon's (Exp3) and UCB1. Published values:
+the benchmark DataWraith/banditbench prints regrets of Tsallis-INF, UCB1 and random play. We read its
+settings in its source and play these games again (`PUBLISHED`). Of Zimmert and Seldin (2021) we
+could read the abstract, but not the experiments, so none of their numbers is reproduced. Regrets
+are compared with their bounds, each with its source (`bounds`), and with that abstract. K, gap and
+the phases of the second environment follow our unchecked memory of their set-up: phases of length
+1.6^n, in which the best arm and the others have the means (0, gap) and (1 - gap, 1) in turn.
 """
 
 from __future__ import annotations

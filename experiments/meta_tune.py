@@ -1,9 +1,10 @@
 """Tune (alpha, beta, gamma) by gradients of the forecast on some random MDPs; play on others.
 
-There are two parts, each with a table and a figure. `accuracy` compares the forecasts with simulated
-regret over a grid of settings. `rivals` tunes for the stochastic world and compares with searches by
-simulation, on held-out MDPs: a search with a fixed number of points, and random search and Optuna
-with as much time as the tuner. For tuning under a guard against an adversary, see `both_worlds`.
+There are two parts, each with a table and a figure. `accuracy` compares the forecasts with
+simulated regret over a grid of settings. `rivals` tunes for the stochastic world and compares with
+searches by simulation, on held-out MDPs: a search with a fixed number of points, and random search
+and Optuna with as much time as the tuner. For tuning under a guard against an adversary, see
+`both_worlds`.
 """
 
 from __future__ import annotations
