@@ -1,4 +1,7 @@
-"""torch_occ taken apart, for experiments/benchmark.py: dense or layered linear algebra, and where a Newton iteration spends its time."""
+"""Parts of torch_occ, for experiments/benchmark.py.
+
+Dense or layered linear algebra, and how the time of a Newton iteration is spent.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ GRID = (
     (10, 30, 5),
 )
 
-#: batch * A * S^3 / L beyond which nobody would use dense matrices.
+#: batch * A * S^3 / L beyond which dense matrices are not tried.
 FAR_TOO_MUCH = 2e7
 
 
@@ -57,7 +60,7 @@ class Anatomy:
 
 @contextmanager
 def dense_up_to(states: int) -> Iterator[None]:
-    """Another DENSE_STATES for a while."""
+    """Use another DENSE_STATES in this context."""
     modules: list[Any] = [layered, occupancy]
     before = modules[0].DENSE_STATES
     for module in modules:
@@ -77,24 +80,15 @@ def measure_flows(
     for shape in grid:
         for batch in anatomy.batches:
             case = Case(shape, batch, anatomy.seed, anatomy.t, anatomy.clock)
-            # The dense path works with S x S matrices: A S^3 multiplications an element. The layered one makes L times as many calls.
+            # The dense path works with S x S matrices: A S^3 multiplications per element. The
+            # layered one makes L times as many calls.
             work = batch * shape[2] * case.mdp.num_states**3 / shape[0]
-            row = {
-                "horizon": shape[0],
-                "width": shape[1],
-                "actions": shape[2],
-                "states": case.mdp.num_states,
-                "batch": batch,
-                "work": work,
-            }
-            rows.append(
-                row
-                | (
-                    _dense_and_layered(anatomy, case)
-                    if work <= FAR_TOO_MUCH
-                    else {"dense": None, "layered": None, "ratio": None}
-                )
-            )
+            row: dict[str, Any] = dict(zip(("horizon", "width", "actions"), shape, strict=True))
+            row |= {"states": case.mdp.num_states, "batch": batch, "work": work}
+            times: dict[str, Any] = {"dense": None, "layered": None, "ratio": None}
+            if work <= FAR_TOO_MUCH:
+                times = _dense_and_layered(anatomy, case)
+            rows.append(row | times)
     header = ["size", "states", *(f"batch {batch}: dense, layered" for batch in anatomy.batches)]
     lines = []
     for shape in grid:
@@ -106,9 +100,8 @@ def measure_flows(
             for row in cells
         ]
         lines.append([f"{shape}", str(cells[0]["states"]), *found])
-    print(
-        f"Dense or layered: × is layered / dense, above 1 dense wins; not tried where batch A S^3 / L > {FAR_TOO_MUCH:g}\n"
-    )
+    print("Dense or layered: × is time layered / time dense, so dense is faster above 1;", end=" ")
+    print(f"not tried where batch A S^3 / L > {FAR_TOO_MUCH:g}\n")
     print(table(header, lines) + "\n", flush=True)
     return rows
 
@@ -128,7 +121,7 @@ def _dense_and_layered(anatomy: Anatomy, case: Case) -> dict[str, Any]:
 
 
 def draw_flows(rows: list[dict[str, Any]]) -> Figure:
-    """How much slower the layered path is, over the work that the dense one has."""
+    """The time of the layered path over that of the dense one, over the work of the dense one."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     for i, batch in enumerate(sorted({row["batch"] for row in rows})):
@@ -150,7 +143,7 @@ def draw_flows(rows: list[dict[str, Any]]) -> Figure:
         xlabel="batch × actions × states³ / horizon",
         ylabel="time layered / time dense",
     )
-    axes.set_title("Above the line one dense matrix wins", fontsize=11)
+    axes.set_title("Above the line, one dense matrix is faster", fontsize=11)
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -159,7 +152,8 @@ def draw_flows(rows: list[dict[str, Any]]) -> Figure:
 
 # -- the profile ----------------------------------------------------------------------------------
 
-#: The parts of a solve, by the functions that do them: (file, function). Nested ones belong to the first part that lists them.
+#: The parts of a solve and their functions: (file, function). A nested function belongs to the
+#: first part that lists it.
 PARTS = {
     "derivatives (autograd)": [("derivatives.py", "derivatives")],
     "factorization": [("kkt.py", "factorize")],
@@ -172,7 +166,7 @@ PARTS = {
 
 
 class CountOperations(TorchDispatchMode):
-    """How many torch operations run."""
+    """Count the torch operations."""
 
     count = 0
 
@@ -193,7 +187,7 @@ def profile_solve(case: Case, repeats: int) -> dict[str, float]:
     profiler.disable()
     with CountOperations() as counter:
         step.solve(loss, case.t)
-    # (file, line, function) -> (calls, calls without recursion, own time, time with callees, callers)
+    # (file, line, function) -> (calls, without recursion, own time, time with callees, callers)
     entries: dict[tuple[str, int, str], tuple[Any, ...]] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
     cumulative: Counter[tuple[str, str]] = Counter()
     for (file, _, name), entry in entries.items():
@@ -236,8 +230,6 @@ def measure_profile(
     lines.append(["one forward pass", *(seconds(row["total"]) for row in rows)])
     lines.append(["Newton iterations", *(str(row["iterations"]) for row in rows)])
     lines.append(["torch operations", *(str(row["operations"]) for row in rows)])
-    print(
-        f"Where the time of a forward pass goes, under cProfile (size, batch)\n\n{table(['', *columns], lines)}\n",
-        flush=True,
-    )
+    print("The time of a forward pass by part, under cProfile (size, batch)\n")
+    print(f"{table(['', *columns], lines)}\n", flush=True)
     return rows

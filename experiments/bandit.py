@@ -1,8 +1,8 @@
 """The multi-armed bandit, L = 1, against published values, bounds and statements.
 
 The learners are Tsallis-INF, the hybrid regularizer, Shannon's (Exp3) and UCB1. Published values:
-the benchmark DataWraith/banditbench prints regrets of Tsallis-INF, UCB1 and random play. We read its
-settings in its source and play these games again (`PUBLISHED`). Of Zimmert and Seldin (2021) we
+the benchmark DataWraith/banditbench prints regrets of Tsallis-INF, UCB1 and random play. We read
+its settings in its source and play these games again (`PUBLISHED`). Of Zimmert and Seldin (2021) we
 could read the abstract, but not the experiments, so none of their numbers is reproduced. Regrets
 are compared with their bounds, each with its source (`bounds`), and with that abstract. K, gap and
 the phases of the second environment follow our unchecked memory of their set-up: phases of length
@@ -239,7 +239,8 @@ def compare_with_bounds(args: Args, fits: Fits, directory: Path) -> None:
     for bound in bounds(args.arms, args.gap, args.episodes):
         for place in bound.environments:
             regret = fits[place, bound.learner].final.value
-            row = {"learner": bound.learner, "environment": place, "regret": regret}
+            row: dict[str, Any] = {"learner": bound.learner, "environment": place}
+            row["regret"] = regret
             row |= {"bound": bound.value, "share": regret / bound.value}
             rows.append(row | {"formula": bound.formula, "source": bound.source})
     write_csv(directory / "bounds.csv", rows)

@@ -21,7 +21,10 @@ MARKERS = ("s", "*", "o", "^", "D")
 def draw_held_out(
     ratios: Mapping[tuple[str, str], Ratios], mdps: Sequence[int], episodes: int, seeds: int
 ) -> Figure:
-    """MDP by MDP and on average, relative to the paper's: the stochastic world on the left, the adversary on the right."""
+    """Regret on each MDP and on average, relative to the paper's.
+
+    The stochastic world is on the left, the adversary on the right.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
@@ -109,7 +112,7 @@ def draw_environments(
 
 
 def draw_frontier(rows: Sequence[dict[str, Any]], episodes: int, mdps: int, seeds: int) -> Figure:
-    """What is gained in the stochastic world against what is paid to the adversary, a line for each family."""
+    """The gain in the stochastic world over the cost against the adversary, one line per family."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
@@ -157,7 +160,7 @@ def draw_frontier(rows: Sequence[dict[str, Any]], episodes: int, mdps: int, seed
         ylim=(min(low, 0.6), high),
         xlabel="stochastic: times less regret than the paper's",
         ylabel="greedy adversary: regret relative to the paper's",
-        title=f"T = {episodes:,}, mean of {mdps} training MDPs, {seeds} seeds, 95 % (shaded: the aim)",
+        title=f"T = {episodes:,}, {mdps} training MDPs, {seeds} seeds, 95 % (shaded: the aim)",
     )
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(LogLocator(subs=(2.0, 3.0, 5.0, 8.0)))

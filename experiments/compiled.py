@@ -1,7 +1,7 @@
-"""The compiled engine against a plain C loop of the same algorithm, and what it costs to start it, to thread it and to call it once.
+"""The compiled engine: against a C loop of the same algorithm, in threads, one call, compiling.
 
-Part of experiments/benchmark.py. Whole simulations are timed, with everything that Python does for them; times are CPU times, because the
-machine may be shared, and the smallest of a few runs.
+Part of experiments/benchmark.py. Whole simulations are timed, with all that Python does for them.
+Times are processor times, because the machine may be shared, and the smallest of a few runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch_occ._support.streams import Purpose, uniforms
 
 Shape = tuple[int, int, int]
 
-#: Episodes that take about a second, so that what a run costs once does not count.
+#: Episodes that take about a second, so that the start of a run does not count.
 SHAPES: dict[Shape, int] = {
     (3, 3, 3): 200_000,
     (5, 5, 4): 40_000,
@@ -49,7 +49,7 @@ def game(shape: Shape) -> tuple[occ.LayeredMDP, torch.Tensor]:
 def smallest(
     function: Callable[[], Any], repeats: int, clock: Callable[[], float] = time.process_time
 ) -> float:
-    """Seconds of the quickest call, after one that does not count."""
+    """Seconds of the quickest call, after a first one that does not count."""
     function()
     durations = []
     for _ in range(repeats):
@@ -63,31 +63,16 @@ def smallest(
 
 
 def compile_yardstick(shape: Shape, directory: Path) -> ctypes.CDLL | None:
-    """experiments/yardstick.c for one size, with -O3 for this very machine; None without a compiler."""
+    """experiments/yardstick.c for one size, with -O3 for this machine; None without a compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         return None
-    sizes = [
-        f"-D{name}={value}"
-        for name, value in zip(("LAYERS", "WIDTH", "ACTIONS"), shape, strict=True)
-    ]
+    names = ("LAYERS", "WIDTH", "ACTIONS")
+    sizes = [f"-D{name}={value}" for name, value in zip(names, shape, strict=True)]
     library = directory / f"yardstick_{'_'.join(map(str, shape))}.so"
     source = Path(__file__).with_name("yardstick.c")
-    subprocess.run(
-        [
-            compiler,
-            "-O3",
-            "-march=native",
-            "-shared",
-            "-fPIC",
-            *sizes,
-            "-o",
-            library,
-            source,
-            "-lm",
-        ],
-        check=True,
-    )
+    command: list[str | Path] = [compiler, "-O3", "-march=native", "-shared", "-fPIC", *sizes]
+    subprocess.run([*command, "-o", library, source, "-lm"], check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.play.restype = ctypes.c_double
     return loaded
@@ -96,7 +81,7 @@ def compile_yardstick(shape: Shape, directory: Path) -> ctypes.CDLL | None:
 def play_in_c(
     library: ctypes.CDLL, mdp: occ.LayeredMDP, mean: torch.Tensor, beta: float, episodes: int
 ) -> tuple[float, float]:
-    """Newton iterations an episode and total expected loss; the random numbers are those of seed 0."""
+    """Newton iterations per episode and total expected loss, with the random numbers of seed 0."""
     width = max(mdp.layer_sizes)
     transitions = np.zeros((mdp.num_states, mdp.num_actions, width))
     for here, p in zip(mdp.layer_slices[:-1], mdp.transitions[:-1], strict=True):
@@ -116,7 +101,7 @@ def play_in_c(
 
 
 def measure_loop(repeats: int, directory: Path) -> list[dict[str, Any]]:
-    """One seed, one thread: whole simulations next to the C loop, at the paper's beta and at a small one."""
+    """Whole simulations beside the C loop, on one thread, with the paper's beta and a small one."""
     rows = []
     for shape, episodes in SHAPES.items():
         mdp, mean = game(shape)
@@ -163,7 +148,7 @@ def measure_loop(repeats: int, directory: Path) -> list[dict[str, Any]]:
 
 
 def measure_threads(episodes: int = 4_000, seeds: int = 64, repeats: int = 5) -> dict[str, float]:
-    """Wall time of the same game in one thread and in two, turn by turn."""
+    """Wall time of the same game in one thread and in two, in turns."""
     mdp, mean = game((3, 3, 3))
     learner = occ.FTRL(mdp, occ.jin_luo(mdp))
     before, walls = torch.get_num_threads(), {1: np.inf, 2: np.inf}
@@ -191,7 +176,10 @@ def measure_threads(episodes: int = 4_000, seeds: int = 64, repeats: int = 5) ->
 
 
 def measure_calls(shape: Shape = (3, 3, 3), repeats: int = 2_000) -> dict[str, float]:
-    """One step through `FTRLStep`, with all that Python does: warm-started, and forward plus backward through autograd."""
+    """One step through `FTRLStep`, with all that Python does.
+
+    Warm-started, and forward plus backward through autograd.
+    """
     mdp, mean = game(shape)
     step = occ.FTRLStep(mdp, occ.jin_luo(mdp), backend="engine")
     loss = 100 * mean
@@ -218,7 +206,7 @@ def measure_calls(shape: Shape = (3, 3, 3), repeats: int = 2_000) -> dict[str, f
 
 
 class _Nothing(torch.autograd.Function):
-    """What torch takes for a Python function and its derivative."""
+    """A function that does nothing: the overhead of torch for a function and its derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
@@ -275,7 +263,10 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 5000)
 
 
 def measure_growth(widths: tuple[int, ...] = WIDTHS) -> list[dict[str, Any]]:
-    """A warm step of dense random MDPs of horizon 3 and 10 actions that grow in width, by whoever `FTRLStep` chooses."""
+    """A warm step of dense random MDPs with horizon 3 and 10 actions, over their width.
+
+    `FTRLStep` chooses the backend.
+    """
     rows = []
     for width in widths:
         mdp, mean = game((3, width, 10))
@@ -335,7 +326,7 @@ def report(rows: list[dict[str, Any]], numbers: dict[str, float]) -> str:
     keys = ("engine, us", "C, us", "ratio", "Newton steps")
     lines = [[row["size"], f"{row['beta']:g}", *(_short(row[key]) for key in keys)] for row in rows]
     first = table(
-        ["size", "beta", "engine, us an episode", "C, us an episode", "ratio", "Newton steps"],
+        ["size", "beta", "engine, us per episode", "C, us per episode", "ratio", "Newton steps"],
         lines,
     )
     return f"{first}\n\n" + table(

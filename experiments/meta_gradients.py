@@ -1,9 +1,10 @@
 """Gradients of the regret through the run: bias, standard error and cost of each estimator over T.
 
 The reference is a central difference of simulated regret with common random numbers, on seeds of
-its own. The pathwise estimator holds the sampled actions fixed and is biased. Adding the score makes
-it unbiased. The errors of both explode with T, the sooner the less the learner is regularized. The
-gradient of the forecast is shown beside them. The script says where each stops being usable.
+its own. The pathwise estimator holds the sampled actions fixed and is biased. Adding the score
+makes it unbiased. The errors of both explode with T, the sooner the less the learner is
+regularized. The gradient of the forecast is shown beside them. The script says where each stops
+being usable.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ RANDOM, OPTUNA = "random search", "Optuna"
 
 @dataclass(frozen=True)
 class Args:
-    """How much of everything."""
+    """How much is tuned, played and compared."""
 
     episodes: int = 10_000
     """T"""
