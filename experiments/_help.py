@@ -74,7 +74,8 @@ def excerpt(module: str, name: str) -> Any:
             if isinstance(node, ast.ClassDef):
                 node.body = [part for part in node.body if not isinstance(part, ast.FunctionDef)]
             kept.append(node)
-            needed |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+            names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
+            needed |= {part.id for part in names if isinstance(part.ctx, ast.Load)}
     sys.modules[result.__name__] = result  # where dataclasses and tyro look up the annotations
     code = compile(ast.Module(kept[::-1], type_ignores=[]), str(path), "exec")
     exec(code, result.__dict__)

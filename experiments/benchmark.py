@@ -52,7 +52,7 @@ class Args:
         "clarabel",
         "moreau",
     )
-    """cvxpy with Clarabel; cvxpylayers with diffcp and SCS, with diffcp and Clarabel, with Moreau"""
+    """cvxpy with Clarabel; cvxpylayers with diffcp and SCS, diffcp and Clarabel, or Moreau"""
     sections: tuple[Literal["rivals", "flows", "profile", "engine", "growth"], ...] = (
         "rivals",
         "flows",

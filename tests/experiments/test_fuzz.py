@@ -60,6 +60,10 @@ def test_every_family(family):
             assert kind == "extreme" or found.wrong == 0
 
 
+def test_the_arguments_name_every_family():
+    assert fuzz.Args().regularizers == tuple(FAMILIES)
+
+
 def test_the_torch_path_is_tried_too():
     task = fuzz.Task(fuzz.Args(batch=5, backend="both"), "jin_luo", "reasonable", 0)
     tallies = fuzz.play(task)

@@ -1,10 +1,10 @@
-"""The experiments about tuning run in their smallest configuration and leave behind what they promise."""
+"""The experiments about tuning, in their smallest configuration."""
 
 import numpy as np
 import pytest
 from scripts import PNG, run
 
-from experiments.both_worlds import Ratio
+from experiments.both_worlds_play import Ratio
 from experiments.common import write_csv
 from experiments.tuning_rivals import BOX, judge, quasi_random, search_points
 from experiments.tuning_worlds import Family
@@ -35,16 +35,12 @@ def test_meta_gradients(tmp_path):
 
 
 def test_meta_tune(tmp_path):
-    small = "--horizon 2 --width 2 --actions 2 --episodes 60 --train 1 --test 1 --seeds 3 --betas 10 --gammas 1 --particles 4"
-    small += " --recipe.steps 2 --recipe.starts 1 --recipe.rounds 1 --recipe.points 6 --recipe.particles 4 --points 3 --again 2 --search-seeds 2 --budget 0.1"
-    printed = run(
-        "meta_tune",
-        *small.split(),
-        "--cache",
-        str(tmp_path / "cache"),
-        "--root",
-        str(tmp_path / "runs"),
-    )
+    small = "--horizon 2 --width 2 --actions 2 --episodes 60 --train 1 --test 1 --seeds 3"
+    small += " --betas 10 --gammas 1 --particles 4 --recipe.steps 2 --recipe.starts 1"
+    small += " --recipe.rounds 1 --recipe.points 6 --recipe.particles 4"
+    small += " --points 3 --again 2 --search-seeds 2 --budget 0.1"
+    where = ["--cache", str(tmp_path / "cache"), "--root", str(tmp_path / "runs")]
+    printed = run("meta_tune", *small.split(), *where)
     (found,) = (tmp_path / "runs").iterdir()
     for name in ("accuracy.png", "landscape.png", "rivals.png"):
         assert (found / name).read_bytes().startswith(PNG)
@@ -56,7 +52,8 @@ def test_meta_tune(tmp_path):
 
 
 def test_both_worlds(tmp_path):
-    small = "--horizon 2 --width 2 --actions 2 --episodes 60 --train 2 --test 2 --seeds 3 --steps 2 --rounds 1 --points 2"
+    small = "--horizon 2 --width 2 --actions 2 --episodes 60 --train 2 --test 2 --seeds 3"
+    small += " --steps 2 --rounds 1 --points 2"
     small += " --guard-seeds 2 --frontier 0.2 0.4 --frontier-seeds 2"
     where = ["--cache", str(tmp_path / "cache"), "--root", str(tmp_path / "runs")]
     printed = run("both_worlds", *small.split(), *where)

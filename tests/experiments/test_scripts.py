@@ -1,4 +1,4 @@
-"""The scripts run from the command line, in their smallest configuration, and leave behind what they promise."""
+"""The scripts from the command line, in their smallest configuration."""
 
 import csv
 

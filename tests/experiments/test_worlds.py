@@ -96,6 +96,19 @@ def test_gym_control(tmp_path, capsys):
     assert json.loads((directory / "config.json").read_text())["rollouts"] == 50
 
 
+def test_the_report_says_who_is_ahead_and_why():
+    def row(game, learner, regret):
+        return {"game": game, "learner": learner, "regret_in_losses": regret}
+
+    ftrl, leader = gym_control.FTRL, gym_control.LEADER
+    rows = [row("a", ftrl, 9.0), row("a", leader, 1.0), row("b", ftrl, 2.0), row("b", leader, 3.0)]
+    text = gym_control.comparison(rows)
+    assert text.startswith(f"{leader}: less regret than {ftrl} in 1 of 2 games.")
+    assert "robustness" in text
+    assert "robustness" not in gym_control.comparison(rows[2:])
+    assert gym_control.comparison([row("taxi", leader, 3.0)]) == ""
+
+
 def test_a_world_that_does_not_exist():
     for name in ("moon:3", "lake", "lake:many"):
         with pytest.raises(ValueError, match=f"games: expected <world>:<horizon> .* got '{name}'"):
