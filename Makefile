@@ -35,12 +35,12 @@ bench: $(READY)  ## run the benchmark
 	$(BIN)/python -m experiments.benchmark $(ARGS)
 
 docs: $(READY)  ## build the documentation into build/site; warnings are errors
-	@$(BIN)/python -c 'import mkdocs, mkdocstrings' 2>/dev/null || \
+	@$(BIN)/python -c 'import zensical, mkdocstrings_handlers.python' 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+	$(BIN)/zensical build --clean --strict $(ARGS)
 
 clean:  ## remove the environment, caches and build leftovers; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
 	find torch_occ experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## list the targets
