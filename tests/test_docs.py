@@ -3,7 +3,9 @@
 Every page is on the site, its formulas can be typeset, and nothing comes from another host.
 """
 
+import inspect
 import io
+import pkgutil
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -11,11 +13,17 @@ from pathlib import Path
 import pytest
 from documents import documented
 
+import torch_occ as occ
+
 DOCS = Path(__file__).parent.parent / "docs"
 ASSETS = DOCS / "assets"
 PAGES = sorted(DOCS.rglob("*.md"))
+EXECUTED = ["index", "tour", "step", "regularizers", "gymnasium", "meta_tuning"]
 SETTINGS = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
 NAVIGATION = SETTINGS.partition("nav:")[2].partition("markdown_extensions:")[0]
+FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(?!\s)([^$]+)(?<!\s)\$", re.DOTALL)
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 
 
 def blocks(page: Path) -> list[str]:
@@ -23,7 +31,16 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["tour", "step", "regularizers", "gymnasium", "meta_tuning"])
+def without_code(text: str) -> str:
+    text = re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^(?: {4,}\S.*\n?)+|`[^`]*`", "", text, flags=re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    return without_code(page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", EXECUTED)
 def test_examples_run_and_print_what_they_say(name):
     page = DOCS / f"{name}.md"
     session: dict[str, object] = {"__name__": name}
@@ -35,11 +52,13 @@ def test_examples_run_and_print_what_they_say(name):
         assert output.getvalue().splitlines() == documented(block), block
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+@each_page
 def test_examples_compile_and_links_lead_somewhere(page):
     for number, block in enumerate(blocks(page)):
         compile(block, f"{page.name}, example {number}", "exec")
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+    text = page.read_text(encoding="utf-8")
+    inline = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    for target in inline + re.findall(r"^\[[^\]]+\]: ([^#\s]+)", text, re.MULTILINE):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
@@ -48,30 +67,16 @@ def test_every_page_is_on_the_site():
     assert listed == {str(page.relative_to(DOCS)) for page in PAGES}
 
 
-def prose(page: Path) -> str:
-    """The text of a page without its code."""
-    text = re.sub(
-        r"^( *)```.*?^\1```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
-    )
-    return re.sub(r"^(?: {4,}\S.*\n?)+|`[^`]*`", "", text, flags=re.MULTILINE)
-
-
-FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(?!\s)([^$]+)(?<!\s)\$", re.DOTALL)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+@each_page
 def test_formulas_can_be_typeset(page):
     """Known commands and balanced brackets; a single dollar sign is a formula without an end."""
-    known = set(
-        re.findall(r'"\\(\\[A-Za-z]+)"', (ASSETS / "katex/katex.min.js").read_text("utf-8"))
-    )
-    known |= {r"\end", r"\middle"}  # which the script finds in another way
+    katex = (ASSETS / "katex/katex.min.js").read_text(encoding="utf-8")
+    known = {*re.findall(r'"\\(\\[A-Za-z]+)"', katex), r"\end", r"\middle"}
     for block, inline in FORMULA.findall(prose(page)):
         formula = block or inline
         assert set(re.findall(r"\\[A-Za-z]+", formula)) <= known, formula
-        for start, end in [("{", "}"), (r"\left", r"\right"), (r"\begin", r"\end")]:
-            count = [len(re.findall(re.escape(x) + r"(?![a-z])", formula)) for x in (start, end)]
-            assert count[0] == count[1], formula
+        for start, end in [("{", "}"), (r"\\left\b", r"\\right\b"), (r"\\begin\b", r"\\end\b")]:
+            assert len(re.findall(start, formula)) == len(re.findall(end, formula)), formula
     assert "$" not in FORMULA.sub("", prose(page)).replace(r"\$", "")
 
 
@@ -87,21 +92,35 @@ def test_the_site_loads_nothing_from_another_host():
     for asset in [*ASSETS.rglob("*.css"), *ASSETS.rglob("*.js")]:
         hosts = set(re.findall(r"//([\w-]+\.[\w.-]+)", asset.read_text(encoding="utf-8")))
         assert hosts <= {"www.w3.org"}, asset  # the names of XML namespaces, which are not loaded
-    for page in PAGES:
-        assert not re.search(
-            r"!\[[^\]]*\]\(\w+:|\bsrc=[\"']?\w*:?//|<(?:script|link)", prose(page)
-        ), page
+    loaded = re.compile(r"!\[[^\]]*\]\(\w+:|\bsrc=[\"']?\w*:?//|<(?:script|link|iframe)\b")
+    assert not [page for page in PAGES if loaded.search(prose(page))]
 
 
-def test_every_public_name_is_in_the_reference():
-    import torch_occ as occ
+def reference() -> dict[str, object]:
+    """What the reference shows: the object behind each `::: path`, or its listed members."""
+    text = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
+    shown: dict[str, object] = {}
+    for path, options in re.findall(r"^::: (\S+)\n((?: {4}.*\n)*)", text, re.MULTILINE):
+        thing = pkgutil.resolve_name(path)
+        members = re.search(r"members: \[([^\]]*)\]", options)
+        assert members or not inspect.ismodule(thing), path
+        names = re.findall(r"\w+", members[1]) if members else []
+        shown |= {f"{path}.{name}": getattr(thing, name) for name in names} or {path: thing}
+    return shown
 
-    reference = " ".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
-    whole = {"torch_occ.regularizers.schedules"}  # modules whose every member is shown
-    public = {name for name, x in vars(occ).items() if not name.startswith("_") and callable(x)}
+
+@pytest.mark.parametrize("package", [occ, occ.theory], ids=["occ", "occ.theory"])
+def test_every_public_name_is_in_the_reference(package):
+    public = {name: thing for name, thing in vars(package).items() if not name.startswith("_")}
+    shown = set(map(id, reference().values()))
     missing = {
         name
-        for name in public
-        if not re.search(rf"\b{name}\b", reference) and vars(occ)[name].__module__ not in whole
+        for name, thing in public.items()
+        if not inspect.ismodule(thing) and id(thing) not in shown
     }
     assert not missing
+
+
+def test_the_reference_has_something_to_show():
+    """mkdocstrings leaves out what has no docstring, without a warning."""
+    assert not [name for name, thing in reference().items() if not inspect.getdoc(thing)]
