@@ -64,10 +64,10 @@ class SmoothedHybrid(occ.SeparableRegularizer):
         return x * x.log() - x.sqrt()
 
     def rest(self, x: Tensor) -> Tensor:
-        return -self.weight[..., None, None] * (x + 0.1).log()
+        return -self.weight * (x + 0.1).log()
 
     def state(self, x: Tensor) -> Tensor:
-        return self.weight[..., None] * x**2
+        return self.weight * x**2
 
     def complement(self, x: Tensor) -> Tensor:
         return 1 / (0.5 + x)
@@ -83,7 +83,7 @@ class Centred(occ.StatewiseRegularizer):
 
     def per_state(self, q_s: Tensor) -> Tensor:
         centred = q_s - q_s.mean(-1, keepdim=True)
-        return (q_s * q_s.log()).sum(-1) + self.weight[..., None] * centred.square().sum(-1) + (1 + q_s).prod(-1).log() ** 2
+        return (q_s * q_s.log()).sum(-1) + self.weight * centred.square().sum(-1) + (1 + q_s).prod(-1).log() ** 2
 
 
 class Coupled(occ.JointRegularizer):

@@ -8,13 +8,20 @@ from theory_cases import F64, bandit, cases, check, fan, masked, one_hot, tighte
 import torch_occ as occ
 from torch_occ import theory
 from torch_occ.theory import penalty
-from torch_occ.theory.survey import draw_mapping, draw_policy
+from torch_occ.theory.surveys import draw_mapping, draw_policy
 
 
 @settings(max_examples=40)
 @given(cases())
 def test_everything_the_penalty_is_bounded_with(case):
-    mdp, q, policy, mapping, other, alpha = case.mdp, case.q, case.policy, case.mapping, case.other, case.alpha
+    mdp, q, policy, mapping, other, alpha = (
+        case.mdp,
+        case.q,
+        case.policy,
+        case.mapping,
+        case.other,
+        case.alpha,
+    )
     check(theory.convex_combine(mdp, q, occ.occupancy(mdp, mapping), 0.3))
     check(*theory.state_reach_probability(mdp, policy))
     check(*theory.sqrt_diff(mdp, policy, mapping), *theory.sqrt_diff_2(mdp, mapping, other))
@@ -26,7 +33,7 @@ def test_everything_the_penalty_is_bounded_with(case):
 @settings(max_examples=30)
 @given(cases(smallest_horizon=2))
 def test_the_induction_lemma(case):
-    """What satisfies the condition satisfies the conclusion; the largest such f satisfies both with equality."""
+    """The condition implies the conclusion; the largest such f has equality in both."""
     g = case.q * torch.rand(case.q.shape, dtype=F64, generator=case.generator)
     most = theory.induction_equality(case.mdp, case.policy, g)
     for share in (1.0, 0.4):
@@ -44,15 +51,22 @@ def test_the_induction_lemma(case):
 def test_with_masks_several_start_states_and_states_of_one_action():
     mdp, generator = masked(), torch.Generator().manual_seed(0)
     for _ in range(20):
-        policy, mapping, other = draw_policy(mdp, generator), draw_mapping(mdp, generator), draw_mapping(mdp, generator)
+        policy, mapping, other = (
+            draw_policy(mdp, generator),
+            draw_mapping(mdp, generator),
+            draw_mapping(mdp, generator),
+        )
         q = occ.occupancy(mdp, policy)
         check(*theory.state_reach_probability(mdp, policy))
         check(*theory.sqrt_diff(mdp, policy, mapping), *theory.sqrt_diff_2(mdp, mapping, other))
-        check(theory.penalty_decomposition(mdp, q, other, 0.6), theory.penalty_term_1(mdp, policy, other, mapping, 0.6))
+        check(
+            theory.penalty_decomposition(mdp, q, other, 0.6),
+            theory.penalty_term_1(mdp, policy, other, mapping, 0.6),
+        )
         check(theory.bound_on_penalty(mdp, q, other, mapping, 0.6))
 
 
-# -- reachability ---------------------------------------------------------------------------------------------------------
+# -- reachability ----------------------------------------------------------------------------------
 
 
 def test_reachability_as_it_is_defined():
@@ -67,16 +81,23 @@ def test_reachability_as_it_is_defined():
         if k[s2] == k[s] + 1:
             return float(P[s, a, s2])
         middle = [m for m in range(7) if k[m] == k[s2] - 1]
-        return sum(p(m, s, a) * sum(float(policy[m, b] * P[m, b, s2]) for b in range(2)) for m in middle)
+        return sum(
+            p(m, s, a) * sum(float(policy[m, b] * P[m, b, s2]) for b in range(2)) for m in middle
+        )
 
     found = theory.reach(mdp, policy)
     for s in range(7):
         for a in range(2):
-            assert found[s, a].tolist() == pytest.approx([p(s2, s, a) for s2 in range(7)], rel=1e-13)
+            assert found[s, a].tolist() == pytest.approx(
+                [p(s2, s, a) for s2 in range(7)], rel=1e-13
+            )
 
 
 def test_the_second_sum_of_the_reachability_lemma_is_over_the_states_reached():
-    """lem:state_reach_probabilty prints sum over s of p(s'|s,a) <= L. Into a single last state all of a wide layer leads: 6 > 3."""
+    """lem:state_reach_probabilty prints sum over s of p(s'|s,a) <= L.
+
+    A wide layer leads into a single last state, which has 6 > 3.
+    """
     wide = torch.full((1, 2, 5), 0.2, dtype=F64)
     mdp = occ.LayeredMDP([wide, torch.ones(5, 2, 1, dtype=F64), torch.ones(1, 2, 1, dtype=F64)])
     reached = theory.reach(mdp, occ.uniform_policy(mdp))
@@ -84,11 +105,13 @@ def test_the_second_sum_of_the_reachability_lemma_is_over_the_states_reached():
     layer, every = theory.state_reach_probability(mdp, occ.uniform_policy(mdp))
     check(layer, every)
     assert tightest(layer) == pytest.approx(1.0)  # every layer ahead is reached for certain
-    assert float(every.left) == pytest.approx(2.0)  # L - 1 layers come after the first: how far from tight the lemma always is
+    assert float(every.left) == pytest.approx(
+        2.0
+    )  # L - 1 layers come after the first: how far from tight the lemma always is
     assert float(every.right) == 3.0
 
 
-# -- how tight ------------------------------------------------------------------------------------------------------------
+# -- how tight -------------------------------------------------------------------------------------
 
 
 def test_differences_of_roots_are_nearly_tight_on_a_fan():
@@ -98,7 +121,9 @@ def test_differences_of_roots_are_nearly_tight_on_a_fan():
     policy[0] = torch.tensor([1 - rarely, rarely], dtype=F64)
     key, first = theory.sqrt_diff(mdp, policy, one_hot(mdp, 0))
     check(key, first)
-    assert float(key.ratio[2]) == pytest.approx(1.0)  # eq:key_ineq_sqrt_diff is an equality in the states that only pi_1 reaches
+    assert float(key.ratio[2]) == pytest.approx(
+        1.0
+    )  # eq:key_ineq_sqrt_diff is an equality in the states that only pi_1 reaches
     assert 0.95 < tightest(first) < 1
     spread = one_hot(mdp, 0)
     spread[0] = torch.tensor([0.0, 1.0], dtype=F64)
@@ -116,7 +141,7 @@ def test_the_first_part_of_the_penalty_is_nearly_tight_with_two_actions():
 
 
 def many_arms(alpha=1e-9, arms=1000):
-    """Where lem:key_lemma_bound_penalty is nearly tight: one state, small alpha, many actions that are all rare."""
+    """lem:key_lemma_bound_penalty is nearly tight for one state, small alpha, many rare actions."""
     mdp = bandit(arms)
     policy = torch.full((1, arms), 1e-12, dtype=F64)
     policy[0, 0] = 1 - policy[0, 1:].sum()
@@ -151,7 +176,9 @@ def test_a_mapping_has_the_value_that_the_decomposition_uses():
     """h_s(pi) = 1 + alpha (A - 1) for every mapping, A the actions of that state."""
     mdp = masked()
     found = theory.state_regularizer(mdp, draw_mapping(mdp, torch.Generator().manual_seed(0)), 0.5)
-    assert found.tolist() == pytest.approx([1 + 0.5 * (n - 1) for n in mdp.actions.sum(-1).tolist()])
+    assert found.tolist() == pytest.approx(
+        [1 + 0.5 * (n - 1) for n in mdp.actions.sum(-1).tolist()]
+    )
 
 
 def test_the_bound_by_hand():

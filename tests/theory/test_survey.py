@@ -7,7 +7,7 @@ from theory_cases import check
 
 from torch_occ.theory import Statement
 from torch_occ.theory.statements import statement
-from torch_occ.theory.survey import batch_of_mdps, draw_trajectory, survey
+from torch_occ.theory.surveys import batch_of_mdps, draw_trajectory, survey
 
 
 @settings(max_examples=8)
@@ -26,7 +26,10 @@ def test_every_statement_holds(size, seed, concentration):
 def test_the_survey_is_reproducible():
     mdp = batch_of_mdps(2, 2, 2, 2, 0)
     first, second = (list(survey(mdp, torch.Generator().manual_seed(1), count=2)) for _ in range(2))
-    assert all(torch.equal(a.left, b.left) and torch.equal(a.right, b.right) for a, b in zip(first, second, strict=True))
+    assert all(
+        torch.equal(a.left, b.left) and torch.equal(a.right, b.right)
+        for a, b in zip(first, second, strict=True)
+    )
 
 
 def test_trajectories_visit_one_pair_a_layer():
@@ -37,11 +40,17 @@ def test_trajectories_visit_one_pair_a_layer():
         assert layer.sum((-2, -1)).tolist() == [1.0] * 50
 
 
-# -- statements -----------------------------------------------------------------------------------------------------------
+# -- statements ------------------------------------------------------------------------------------
 
 
 def sides(left, right, relation="<="):
-    return statement("x", torch.tensor(left, dtype=torch.float64), torch.tensor(right, dtype=torch.float64), 10, relation=relation)
+    return statement(
+        "x",
+        torch.tensor(left, dtype=torch.float64),
+        torch.tensor(right, dtype=torch.float64),
+        10,
+        relation=relation,
+    )
 
 
 def test_a_statement_holds_up_to_rounding_and_no_further():

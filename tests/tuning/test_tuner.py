@@ -224,8 +224,7 @@ class Family(occ.SeparableRegularizer):
         super().__init__(power=power, mix=mix)
 
     def pair(self, x):
-        power, mix = self.power[..., None, None], self.mix[..., None, None]
-        return -(1 - mix) * x**power + mix * x * x.log()
+        return -(1 - self.mix) * x**self.power + self.mix * x * x.log()
 
 
 def test_a_family_of_regularizers_is_tuned():

@@ -121,6 +121,11 @@ def leap(
         raise ValueError(f"particles: expected at least 1, got {particles}")
     if not accuracy > 0:
         raise ValueError(f"accuracy: expected a positive number, got {accuracy}")
+    for _, batch in regularizer.batched():
+        raise ValueError(
+            f"regularizer: a parameter has the batch shape {tuple(batch)}, and leap takes one "
+            "regularizer at a time; forecast and leap_smoothly take a batch"
+        )
     estimate, course = centred(estimator), Course.of(mdp, losses, int(episodes))
     if engine_takes(backend, lambda: later("forecasting.compiled_leaps").why_not(mdp, regularizer, estimate)):
         play = later("forecasting.compiled_leaps").leap_compiled

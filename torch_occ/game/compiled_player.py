@@ -92,13 +92,15 @@ class EnginePlayer:
         t = torch.arange(run.t + 1, run.t + 1 + n, dtype=torch.float64)
         q, cumulative_loss = self.memory(count)
         per_pair = [x.numpy().reshape(count, -1) for x in (q, cumulative_loss, sums["cumulative_occupancy"], sums["total_mean"])]
+        asked = sums.get("second_moment")
+        moments = np.zeros((count, 0, 0)) if asked is None else asked.numpy()
         scalars = torch.stack([sums[name] for name in _SCALARS], -1).numpy()
         charged = [np.array(mean.flatten(-2).numpy()) for mean in means.unbind(1)]  # (n or 1, S * A) each, to be written to
         drawn = numbers.contiguous().numpy()
         play = self.prepare(run, t, tables)
 
         def play_seed(seed: int) -> None:
-            tally = Tally(*(x[seed] for x in (*per_pair, scalars)))
+            tally = Tally(*(x[seed] for x in (*per_pair, moments, scalars)))
             play(seed, charged[min(seed, len(charged) - 1)], drawn[seed], tally)
 
         begun = time.monotonic()

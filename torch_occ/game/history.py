@@ -28,6 +28,9 @@ class History:
     The pseudo-regret compares expected losses, sum_{tau<=t} <q_tau - q_opt, mean_tau>, with q_opt the best fixed policy for the first t
     episodes; the realised regret puts the losses that were really suffered in place of <q_tau, mean_tau>. Neither is ever mixed
     with the other.
+
+    q_opt is the best policy of each seed. Against an adaptive adversary the mean over seeds is then
+    E max, where the paper has max E; `theory.Certificate` has both.
     """
 
     episodes: Tensor  # (C,)

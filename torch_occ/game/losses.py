@@ -144,7 +144,11 @@ class RandomWalkLosses(LossProcess):
 
 
 class GreedyAdversary(LossProcess):
-    """An adaptive adversary: each state charges 1 for the learner's most likely action of the last episode, and 0 for the others."""
+    """An adaptive adversary: every state charges 1 for the most likely action of the last q, else 0.
+
+    The best policy in hindsight depends on the learner's random choices, so the mean over seeds of
+    `History.regret` estimates E max, not the paper's max E. `theory.Certificate` has both.
+    """
 
     stride = 1
 
@@ -274,6 +278,17 @@ def mean_square(mean: Tensor, noise: Noise) -> Tensor:
     if noise == "bernoulli":
         return mean
     return mean.square() + torch.minimum(mean, 1 - mean).square() / 3 if noise == "uniform" else mean.square()
+
+
+def second_moments(mean: Tensor, square: Tensor) -> Tensor:
+    """E[loss_i loss_j] for every two pairs i <= j, from E[loss] and E[loss^2] of each pair.
+
+    Losses of different pairs are independent given their means. Pairs are flat and i comes before
+    j, so the matrix is upper triangular: `(*batch, S, A)` -> `(*batch, S * A, S * A)`.
+    """
+    flat = mean.flatten(-2)
+    products = torch.triu(flat.unsqueeze(-1) * flat.unsqueeze(-2), 1)
+    return products + torch.diag_embed(square.flatten(-2))
 
 
 def check_noise(noise: Noise) -> Noise:

@@ -28,7 +28,7 @@ from torch_occ.game.callbacks import Callback, tell
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History
 from torch_occ.game.learners import FTRL, Learner
-from torch_occ.game.losses import LossProcess
+from torch_occ.game.losses import LossProcess, mean_square, second_moments
 from torch_occ.game.regret import comparator
 from torch_occ.game.torch_player import TorchPlayer
 from torch_occ.mdp.layered import LayeredMDP
@@ -230,12 +230,24 @@ class Simulation:
         sums["realised"] += feedback.losses.sum(-1)
         sums["cumulative_occupancy"] += self.q
         sums["total_mean"] += mean
+        if "second_moment" in sums:
+            sums["second_moment"] += second_moments(mean, mean_square(mean, self.losses.noise))
         found = self.learner.diagnostics()
         if found:
             sums["newton_steps"] += found["newton_steps"]
             sums["uncertified"] += found["uncertified"]
             for name in ("dual_residual", "flow_residual"):
                 sums[name] = torch.maximum(sums[name], found[name])
+
+    def ask_for_second_moments(self) -> None:
+        """From now on add up E[loss_i loss_j] of every episode in `sums["second_moment"]`.
+
+        Its shape is `(N, S * A, S * A)`, and only the entries i <= j are filled. Callbacks ask for
+        it in `on_start`; a run that nobody asks pays nothing for it.
+        """
+        pairs = self.mdp.num_states * self.mdp.num_actions
+        if "second_moment" not in self.sums:
+            self.sums["second_moment"] = self.q.new_zeros(len(self.seeds), pairs, pairs)
 
     def _record(self) -> None:
         sums = self.sums

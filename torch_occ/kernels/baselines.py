@@ -7,7 +7,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_occ.kernels.episodes import EXPECTED, REALISED, Rules, Tally, draw, favour, index_drawn, state_drawn, walk
+from torch_occ.kernels.episodes import (
+    EXPECTED,
+    REALISED,
+    Rules,
+    Tally,
+    add_moments,
+    draw,
+    favour,
+    index_drawn,
+    state_drawn,
+    walk,
+)
 from torch_occ.kernels.layout import PAIR, PLAN, Floats, Model, U, Work, ahead, kernel
 from torch_occ.kernels.transitions import likelihoods, successor
 
@@ -37,6 +48,7 @@ def play_empirical(
             expected += q[i] * means[row, i]
             tally.cumulative_occupancy[i] += q[i]
             tally.total_mean[i] += means[row, i]
+        add_moments(rules, means, row, t, len(numbers), tally.second_moment)
         scalars[EXPECTED] += expected
         scalars[REALISED] += follow(model, rules, t, means, row, numbers, losses, visits, work)
 
@@ -112,5 +124,6 @@ def play_fixed(model: Model, means: Floats, numbers: Floats, rules: Rules, tally
             expected += q[i] * means[row, i]
             tally.cumulative_occupancy[i] += q[i]
             tally.total_mean[i] += means[row, i]
+        add_moments(rules, means, row, t, len(numbers), tally.second_moment)
         tally.scalars[EXPECTED] += expected
         tally.scalars[REALISED] += walk(model, rules, t, means, row, means, q, numbers, tally.cumulative_loss)

@@ -37,6 +37,7 @@ class Tally(NamedTuple):
     cumulative_loss: Floats  # (S * A,)
     cumulative_occupancy: Floats  # (S * A,)
     total_mean: Floats  # (S * A,)
+    second_moment: Floats  # (S * A, S * A), as `losses.second_moments`; (0, 0) if nobody asks for it
     scalars: Floats  # (6,): sums, and the largest residuals
 
 
@@ -80,6 +81,7 @@ def play(
         elif rules.estimator == REDUCED_VARIANCE:
             for i in range(num_pairs):
                 loss[i] += 0.5 if q[i] >= rules.setting[t] else 0.0
+        add_moments(rules, means, row, t, len(weights) - 1, tally.second_moment)
         scalars[EXPECTED] += expected
         scalars[REALISED] += walk(model, rules, t, means, row, table, q, numbers, loss)
 
@@ -177,6 +179,35 @@ def favour(model: Model, q: Floats, means: Floats) -> None:
             if q[i] > q[best]:
                 best = i
         means[0, best] = 1.0
+
+
+@inlined
+def add_moments(rules: Rules, means: Floats, row: int, t: int, count: int, total: Floats) -> None:
+    """Add E[loss_i loss_j] of episode t of `count` to the total, if it is asked for.
+
+    Means that do not change are added once, for all episodes of the call.
+    """
+    if len(total) > 0:
+        if rules.greedy or len(means) > 1:
+            add_products(rules.noise, means, row, 1.0, total)
+        elif t == 0:
+            add_products(rules.noise, means, row, float(count), total)
+
+
+@kernel
+def add_products(noise: int, means: Floats, row: int, times: float, total: Floats) -> None:
+    """Add `times` E[loss_i loss_j] for i <= j: the twin of `losses.second_moments`."""
+    for i in range(len(total)):
+        mean = means[row, i]
+        if mean > 0.0:
+            weight, square = times * mean, mean * mean
+            if noise == 1:
+                square = mean
+            elif noise == 2:
+                square += min(mean, 1 - mean) ** 2 / 3
+            total[i, i] += times * square
+            for j in range(i + 1, len(total)):
+                total[i, j] += weight * means[row, j]
 
 
 @kernel

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.arguments import ARGUMENTS, Argument, keep, marginal
-from torch_occ.regularizers.parametrized import Parametrized
+from torch_occ.regularizers.parametrized import Parametrized, one_by_one
 from torch_occ.regularizers.schedules import Schedule
 from torch_occ.regularizers.terms import Table, align
 
@@ -106,6 +106,10 @@ class Regularizer(Parametrized):
 class SeparableRegularizer(Regularizer):
     """A sum of scalar functions. Override the ones that you need; each acts entry by entry and must be convex on x > 0.
 
+    When a parameter has a batch shape, a function is called for one element of the batch: it sees
+    the parameter without its batch shape and x of shape `(S, A)`, or `(S,)` in `state`. Otherwise x
+    is `(*batch, S, A)`. So `self.strength * x` means the same in both cases, at every level.
+
     For Newton's method to need no line search, f should satisfy |x f'''(x)| <= 2 f''(x), as powers, x log x and -log x do. Other
     functions work too, by backtracking.
     """
@@ -128,7 +132,8 @@ class SeparableRegularizer(Regularizer):
 
     def scalar(self, name: Argument, x: Tensor, weight: Tensor | None) -> Tensor:
         """weight times the function of this argument."""
-        return weighted(weight, getattr(self, name)(x), 1 if name == "state" else 2)
+        event_dims = 1 if name == "state" else 2
+        return weighted(weight, call(self, name, x, event_dims, event_dims), event_dims)
 
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
@@ -203,12 +208,37 @@ def evaluate(parts: list[tuple[Regularizer | Table, Tensor | None]], inputs: Inp
                 value = part.scalar(name, inputs.scalars[name], weight)
                 values.scalars[name] = values.scalars[name] + value if name in values.scalars else value
         elif isinstance(part, StatewiseRegularizer):
-            _accumulate(values.per_state, [weighted(weight, part.per_state(q_s), 1) for q_s in inputs.per_state])
+            found = [call(part, "per_state", q_s, 2, 1) for q_s in inputs.per_state]
+            _accumulate(values.per_state, [weighted(weight, value, 1) for value in found])
         elif isinstance(part, JointRegularizer):
-            _accumulate(values.joint, [weighted(weight, part.joint(q), 0) for q in inputs.joint])
+            found = [call(part, "joint", q, 2, 0) for q in inputs.joint]
+            _accumulate(values.joint, [weighted(weight, value, 0) for value in found])
         else:
             raise TypeError(f"{type(part).__name__}: derive it from SeparableRegularizer, StatewiseRegularizer or JointRegularizer")
     return values
+
+
+def call(part: Regularizer, method: str, x: Tensor, event_dims: int, result_dims: int) -> Tensor:
+    """What the user wrote, at x `(*batch, *event)`; it never sees the batch shape of a parameter.
+
+    Raises:
+        ValueError: the function does not return one number for each entry, state or q.
+    """
+
+    reduced = event_dims - result_dims
+
+    def checked(x: Tensor) -> Tensor:
+        value = getattr(part, method)(x)
+        expected = x.shape if reduced == 0 else x.shape[: x.dim() - reduced]
+        if not isinstance(value, Tensor) or value.shape != expected:
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"{type(part).__name__}.{method}: expected a tensor of shape {tuple(expected)} at "
+                f"an argument of shape {tuple(x.shape)}, got {found}"
+            )
+        return value
+
+    return one_by_one(part, checked, x, event_dims)
 
 
 def total(mdp: LayeredMDP, values: Values) -> Tensor:

@@ -25,6 +25,12 @@ class TabularRegularizer(SeparableRegularizer):
 
     def __init__(self, **parameters: Tensor | float) -> None:
         super().__init__(**parameters)
+        for name, dims in self._event_dims.items():
+            if dims:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} declares {dims} event dimensions, but a table "
+                    "takes one number for each problem; derive from SeparableRegularizer instead"
+                )
         self._arguments = tuple(name for name in ARGUMENTS if name in {term.argument for term in self.table()})
 
     def table(self) -> tuple[Term, ...]:

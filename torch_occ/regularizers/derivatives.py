@@ -18,6 +18,7 @@ from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.arguments import Argument, keep, pull_back
 from torch_occ.regularizers.base import Inputs, Regularizer, Values, evaluate
 from torch_occ.regularizers.hessians import Blocks, Full, Hessian, Separable, combine
+from torch_occ.regularizers.parametrized import Parametrized
 
 
 class Evaluator:
@@ -33,8 +34,7 @@ class Evaluator:
         self.owners = [(path, module, name) for path, module in regularizer.named_modules() for name in own_parameter_names(module)]
         self.names = tuple(f"{path}.{name}" if path else name for path, _, name in self.owners)
         self._caller = _MethodCaller(regularizer)
-        declared = [(path, name) for path, module in regularizer.named_modules() for name in getattr(module, "arg_constraints", ())]
-        self.declared = {f"{path}.{name}" if path else name for path, name in declared}
+        self.event_dims = [_event_dims(module, name) for _, module, name in self.owners]
 
     def under_vmap(self, batched: Sequence[bool]) -> Evaluator:
         return Evaluator(self.regularizer, (tuple(batched), *self.vmapped))
@@ -49,9 +49,27 @@ class Evaluator:
         self.regularizer.validate(dict(zip(self.names, parameters, strict=True)))
 
     def batch_shape(self, parameters: Sequence[Tensor]) -> torch.Size:
-        """The batch shape of the declared parameters, each of which is a scalar or one for every element."""
-        shapes = [p.shape for name, p in zip(self.names, parameters, strict=True) if name in self.declared]
-        return broadcast(*shapes) if not self.vmapped else torch.Size()
+        """The batch shape of all parameters together, behind the dimensions of enclosing vmaps."""
+        shapes = self._batch_shapes(parameters)
+        rank = max((len(own) for _, own in shapes), default=0)
+        padded = [torch.Size((*outer, *(1,) * (rank - len(own)), *own)) for outer, own in shapes]
+        return broadcast(*padded)
+
+    def batch_shapes(self, parameters: Sequence[Tensor]) -> dict[str, torch.Size]:
+        """The batch shape of each parameter by its name, without enclosing vmaps."""
+        shapes = self._batch_shapes(parameters)
+        return {name: own for name, (_, own) in zip(self.names, shapes, strict=True)}
+
+    def _batch_shapes(self, parameters: Sequence[Tensor]) -> list[tuple[torch.Size, torch.Size]]:
+        """Of each parameter its sizes in enclosing vmaps, 1 where it has none, and its batch."""
+        found = []
+        for i, (parameter, event_dims) in enumerate(zip(parameters, self.event_dims, strict=True)):
+            sizes = iter(parameter.shape)
+            outer = torch.Size([next(sizes) if batched[i] else 1 for batched in self.vmapped])
+            own = torch.Size(sizes)
+            batch_dims = 0 if event_dims is None else len(own) - event_dims
+            found.append((outer, own[:batch_dims]))
+        return found
 
     def bind(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
         """inputs -> values at these parameters and this t."""
@@ -72,6 +90,11 @@ class Evaluator:
         with torch.no_grad():
             parts = [part.constant(weight) for part, weight in self.regularizer.parts(t)]
         return lambda inputs: evaluate(parts, inputs)
+
+
+def _event_dims(module: nn.Module, name: str) -> int | None:
+    """None for a module that declares nothing, such as nn.Linear: it has no batch shape."""
+    return module.event_dims(name) if isinstance(module, Parametrized) else None
 
 
 class _MethodCaller(nn.Module):
@@ -98,6 +121,7 @@ def derivatives(mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[I
     with torch.enable_grad():
         inputs = _leaves(regularizer.read(mdp, q.detach()))
         values = evaluate(inputs)
+        _check_batch(inputs, values)
         levels: list[tuple[Tensor, Hessian]] = []  # from fine to coarse
         if values.scalars:
             levels.append(_of_scalars(mdp, inputs.scalars, values.scalars))
@@ -109,6 +133,21 @@ def derivatives(mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[I
     for more, coarser in levels[1:]:
         gradient, hessian = gradient + more, combine(coarser, hessian)
     return Derivatives({name: x.detach() for name, x in inputs.scalars.items()}, gradient, hessian)
+
+
+def _check_batch(inputs: Inputs, values: Values) -> None:
+    """Parameters and weights with a larger batch than q would have their Hessians added up."""
+    found: list[tuple[str, Tensor, Tensor, int]]
+    found = [(name, x, values.scalars[name], 0) for name, x in inputs.scalars.items()]
+    states = zip(inputs.per_state, values.per_state, strict=True)
+    found += [("per_state", x, value, 1) for x, value in states]
+    found += [("joint", x, y, 2) for x, y in zip(inputs.joint, values.joint, strict=True)]
+    for name, x, value, reduced in found:
+        if value.shape != x.shape[: x.dim() - reduced]:
+            raise ValueError(
+                f"regularizer: its {name} terms have shape {tuple(value.shape)} at an argument of "
+                f"shape {tuple(x.shape)}; batched parameters need a batch of q"
+            )
 
 
 def _leaves(inputs: Inputs) -> Inputs:
@@ -130,12 +169,6 @@ def _grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: bool) 
 
 def _of_scalars(mdp: LayeredMDP, arguments: dict[Argument, Tensor], values: dict[Argument, Tensor]) -> tuple[Tensor, Separable]:
     names, xs = list(arguments), list(arguments.values())
-    for name in names:
-        if values[name].shape != arguments[name].shape:
-            found, expected = tuple(values[name].shape), tuple(arguments[name].shape)
-            raise ValueError(
-                f"regularizer: its {name} terms have shape {found} at q of shape {expected}; batched parameters need a batch of q"
-            )
     slopes = _grad(list(values.values()), xs, create_graph=True)
     bends = _grad(slopes, xs)  # the terms act entry by entry, so this is the diagonal of second derivatives
     gradient = sum(pull_back(name, mdp, slope.detach()) for name, slope in zip(names, slopes, strict=True))

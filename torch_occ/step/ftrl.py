@@ -140,8 +140,8 @@ class FTRLStep(nn.Module):
         if warm_start is not None:
             _check_like("warm_start", warm_start, model)
             start = keep("pair", model, warm_start, 0.0)
-        named = zip(self.evaluator.names, self.evaluator.own_parameters, strict=True)
-        shapes = {f"regularizer: {name}": p.shape for name, p in named if name in self.evaluator.declared}
+        given = self.evaluator.batch_shapes(self.evaluator.own_parameters)
+        shapes = {f"regularizer: {name}": shape for name, shape in given.items()}
         shapes |= {"mdp": model.batch_shape, "t": t.shape, "warm_start": start.shape[:-2]}
         _check_batches({"cumulative_loss": cumulative_loss.shape[:-2]} | shapes)
         _check_transforms()
@@ -154,7 +154,8 @@ class FTRLStep(nn.Module):
 
         probabilities = mdp is not None or any(carries_derivative(p) for p in model.probabilities)
         setting = Setting(model, self.evaluator, probabilities)
-        rank = max(cumulative_loss.dim() - 2, t.dim(), start.dim() - 2, len(model.batch_shape))
+        # A vmap puts its dimension in front of this rank: parameters must not line up with it.
+        rank = max(cumulative_loss.dim() - 2, *map(len, shapes.values()))
         tensors = [_rank(t, rank, 0), *self.evaluator.own_parameters]
         if probabilities:
             dims = (1, *(layer.event_dims for layer in model.layers))

@@ -134,7 +134,10 @@ class Linearized:
         bound = self.setting.bind(tensors)
         batch = broadcast(q.shape[:-2], bound.t.shape)
         q = q.expand(*batch, *q.shape[-2:])
-        return factorize(bound.deriver(batch)(q).hessian, flow_of(bound.mdp, x.shape[:-2].numel()), q, exact=True).solve(x, r)
+        whole = broadcast(x.shape[:-2], batch)  # under a vmap q may have a dimension that x has not
+        x, r = x.expand(*whole, *x.shape[-2:]), r.expand(*whole, *r.shape[-1:])
+        flow = flow_of(bound.mdp, whole.numel())
+        return factorize(bound.deriver(batch)(q).hessian, flow, q, exact=True).solve(x, r)
 
     def point(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         return tensors[2], tensors[3:]

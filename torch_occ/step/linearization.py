@@ -32,7 +32,10 @@ class Linearization:
     def apply(self, x: Tensor) -> Tensor:
         """Pi x for x of shape `(*more, *batch, S, A)`."""
         nothing = torch.zeros(x.shape[:-1], dtype=x.dtype, device=x.device)
-        moved, _ = ImplicitSolution.apply(Linearized(self.setting), x, nothing, self.q, *self.tensors)
+        # One rank for all, so that a vmap can put its dimension in front.
+        q, t = _rank(self.q, x.dim() - 2, 2), _rank(self.tensors[0], x.dim() - 2, 0)
+        tensors = (x, nothing, q, t, *self.tensors[1:])
+        moved, _ = ImplicitSolution.apply(Linearized(self.setting), *tensors)
         return moved
 
     def dense(self) -> Tensor:

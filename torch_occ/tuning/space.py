@@ -27,7 +27,8 @@ class ParameterSpace:
         bounds: by the same names; 1e-4 to 1e4 by default.
 
     Raises:
-        ValueError: if a name is unknown, a parameter is not a scalar, or a value is outside its bounds.
+        ValueError: if a name is unknown, a parameter is not a scalar or belongs to a module that is no
+            `Parametrized`, or a value is outside its bounds.
     """
 
     def __init__(
@@ -51,6 +52,13 @@ class ParameterSpace:
         centre, low, high = [], [], []
         for name, transform in zip(self.names, self.transforms, strict=True):
             value = own[name].detach().double()
+            owner = regularizer.get_submodule(name.rpartition(".")[0])
+            if not isinstance(owner, Parametrized):
+                raise ValueError(
+                    f"regularizer: {name} belongs to a {type(owner).__name__}, which cannot tell "
+                    "a batch of starts from its own shape; give the parameter to the regularizer "
+                    "itself, or leave it out with only="
+                )
             if value.dim():
                 raise ValueError(f"regularizer: {name} has shape {tuple(value.shape)}; tune scalars, the starts are the batch")
             limits = bounds.get(name, bounds.get(_last(name), _default_bounds(domains[name])))

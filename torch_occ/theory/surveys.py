@@ -1,7 +1,8 @@
-"""Every statement of the paper on random data: MDPs, occupancy measures, policies, losses, parameters; also nearly deterministic ones.
+"""The statements of the paper on random data.
 
-`survey(mdp, generator)` draws what the statements speak about for each MDP of a batch and evaluates them all. The tests run it to see that
-everything holds, experiments/theory.py to show how tight each statement is.
+`survey(mdp, generator)` draws occupancy measures, policies, losses and parameters for each MDP of a
+batch and evaluates the statements. Some of the policies are nearly deterministic. The tests check
+that all statements hold; experiments/theory.py shows how tight each one is.
 """
 
 from __future__ import annotations
@@ -15,14 +16,22 @@ from torch import Tensor
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.theory import bounds, conditions, decomposition, identities, penalty, stability
+from torch_occ.theory import (
+    bounds,
+    conditions,
+    decomposition,
+    identities,
+    penalty,
+    stability,
+    updates,
+)
 from torch_occ.theory.parameters import Parameters
 from torch_occ.theory.recursion import Curvature, curvature
 from torch_occ.theory.statements import Statement
 
 
 class Data(NamedTuple):
-    """What the statements are evaluated on; q is the occupancy of `policy`, the mappings are one-hot."""
+    """The data of the statements; q is the occupancy of `policy`, and the mappings are one-hot."""
 
     q: Tensor  # (*batch, S, A)
     policy: Tensor  # (*batch, S, A)
@@ -32,18 +41,28 @@ class Data(NamedTuple):
     second_moment: Tensor  # (*batch, S, A)
 
 
-def batch_of_mdps(count: int, horizon: int, width: int, num_actions: int, seed: int, concentration: float = 1.0) -> LayeredMDP:
+def batch_of_mdps(
+    count: int, horizon: int, width: int, num_actions: int, seed: int, concentration: float = 1.0
+) -> LayeredMDP:
     """`count` random MDPs of one layout as one batch; the same seed makes the same MDPs."""
-    singles = [LayeredMDP.random(horizon, width, num_actions, seed=seed + i, concentration=concentration) for i in range(count)]
-    return LayeredMDP([torch.stack(layers) for layers in zip(*(mdp.transitions for mdp in singles), strict=True)])
+    singles = [
+        LayeredMDP.random(horizon, width, num_actions, seed=seed + i, concentration=concentration)
+        for i in range(count)
+    ]
+    return LayeredMDP(
+        [torch.stack(layers) for layers in zip(*(mdp.transitions for mdp in singles), strict=True)]
+    )
 
 
 def draw(mdp: LayeredMDP, generator: torch.Generator) -> Data:
-    """Policies between uniform and deterministic to ten digits, mappings at random, losses at random or Bernoulli."""
+    """Draw the data of the statements for each MDP of the batch.
+
+    Policies are between uniform and deterministic to ten digits, losses are fixed or Bernoulli.
+    """
     shape = (*mdp.batch_shape, mdp.num_states, mdp.num_actions)
     policy = draw_policy(mdp, generator)
     mean = _uniform(shape, generator).to(mdp.dtype) ** 2
-    # Either the loss itself, or a coin with that mean.
+    # The loss is either its mean or a coin with that mean.
     coins = _uniform((*mdp.batch_shape, 1, 1), generator) < 0.5
     return Data(
         occupancy(mdp, policy),
@@ -56,7 +75,11 @@ def draw(mdp: LayeredMDP, generator: torch.Generator) -> Data:
 
 
 def draw_policy(mdp: LayeredMDP, generator: torch.Generator) -> Tensor:
-    """Softmax of random scores at a random temperature, mixed with a share of the uniform policy between 1e-10 and 1, `(*batch, S, A)`."""
+    """A random policy, `(*batch, S, A)`.
+
+    It is the softmax of random scores at a random temperature, mixed with the uniform policy. The
+    share of the uniform policy is between 1e-10 and 1.
+    """
     shape = (*mdp.batch_shape, mdp.num_states, mdp.num_actions)
     temperature = 10 ** (2 * _uniform((*mdp.batch_shape, 1, 1), generator) - 1)
     scores = torch.where(mdp.actions, _uniform(shape, generator) * 10 / temperature, -torch.inf)
@@ -75,7 +98,7 @@ def draw_mapping(mdp: LayeredMDP, generator: torch.Generator) -> Tensor:
 
 
 def draw_trajectory(mdp: LayeredMDP, q: Tensor, generator: torch.Generator) -> Tensor:
-    """Which pairs an episode under q visits, 0 or 1, `(*batch, S, A)`."""
+    """The pairs that an episode under q visits, 0 or 1, `(*batch, S, A)`."""
     policy, visited = policy_of(mdp, q), []
     arriving = mdp.initial.expand(*q.shape[:-2], -1)
     for kernel, here in zip(mdp.transitions, mdp.layer_slices, strict=True):
@@ -96,13 +119,20 @@ def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.rand(shape, dtype=torch.float64, generator=generator, device=generator.device)
 
 
-# -- statements -----------------------------------------------------------------------------------------------------------
+# -- statements ------------------------------------------------------------------------------------
 
 
-def survey(mdp: LayeredMDP, generator: torch.Generator, *, parameters: Parameters | None = None, count: int = 20) -> Iterator[Statement]:
-    """All statements on freshly drawn data, one set for each MDP of the batch; runs are `count` episodes long.
+def survey(
+    mdp: LayeredMDP,
+    generator: torch.Generator,
+    *,
+    parameters: Parameters | None = None,
+    count: int = 20,
+) -> Iterator[Statement]:
+    """The statements on freshly drawn data, one set for each MDP of the batch.
 
-    Parameters are drawn too unless they are given: alpha and gamma between 0.1 and 10. beta is 64 L, as the lemmas ask.
+    Runs have `count` episodes. If no parameters are given, alpha and gamma are drawn between 0.1
+    and 10, and beta is 64 L, as the lemmas ask.
     """
     if parameters is None:
         alpha, gamma = (10 ** (2 * float(_uniform((), generator)) - 1) for _ in range(2))
@@ -114,9 +144,17 @@ def survey(mdp: LayeredMDP, generator: torch.Generator, *, parameters: Parameter
     yield from condition_statements(mdp, data, generator)
 
 
-def occupancy_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters) -> Iterator[Statement]:
-    """What the penalty is bounded with."""
-    q, policy, mapping, other, alpha = data.q, data.policy, data.mapping, data.other, parameters.alpha
+def occupancy_statements(
+    mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters
+) -> Iterator[Statement]:
+    """The statements about occupancy measures, which bound the penalty."""
+    q, policy, mapping, other, alpha = (
+        data.q,
+        data.policy,
+        data.mapping,
+        data.other,
+        parameters.alpha,
+    )
     weight = _uniform((*mdp.batch_shape, 1, 1), generator)
     yield penalty.convex_combine(mdp, q, occupancy(mdp, mapping), weight)
     yield from penalty.state_reach_probability(mdp, policy)
@@ -135,8 +173,10 @@ def occupancy_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator
     yield bounds.theorem_summand(mdp, parameters, q, best, mapping, t)
 
 
-def hessian_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters) -> Iterator[Statement]:
-    """What the stability is bounded with."""
+def hessian_statements(
+    mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters
+) -> Iterator[Statement]:
+    """The statements about the Hessian, which bound the stability."""
     q, mapping, alpha = data.q, data.mapping, parameters.alpha
     curve: Curvature = curvature(mdp, q, alpha)
     w = (_uniform(q.shape, generator) * 2 - 1) * q
@@ -146,12 +186,14 @@ def hessian_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator, 
     yield from identities.inverse_by_layers(mdp, q, alpha)
     for k in range(mdp.horizon):
         w = _uniform((*mdp.batch_shape, mdp.layer_sizes[k], mdp.num_actions), generator) * 2 - 1
-        # Weighed as the estimates weigh it, so that rare pairs count.
+        # Divided by q as the estimates are, so that rare pairs count.
         yield stability.H_and_N(mdp, curve, k, w / q[..., mdp.layer_slices[k], :])
         yield from stability.N_properties(mdp, curve, k)
     d = mdp.num_states
     root = _uniform((*mdp.batch_shape, d, d), generator) - 0.3
-    yield stability.quadratic_form_diagonal(root @ root.mT, _uniform((*mdp.batch_shape, d), generator) ** 4)
+    yield stability.quadratic_form_diagonal(
+        root @ root.mT, _uniform((*mdp.batch_shape, d), generator) ** 4
+    )
     yield stability.stability_first_step(mdp, q, alpha, data.mean, data.second_moment)
     first, between, every = stability.layer_recursion(mdp, q, mapping, alpha)
     yield from (first, every, *([between] if mdp.horizon > 1 else []))
@@ -160,11 +202,13 @@ def hessian_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator, 
     # Halfway between q and another measure, entries may fall to a half and no further.
     p = (q + occupancy(mdp, draw_policy(mdp, generator))) / 2
     t = torch.tensor(float(10 ** (6 * _uniform((), generator))), dtype=q.dtype)
-    yield decomposition.close_hessian(mdp, q, p, parameters, t)
+    yield updates.close_hessian(mdp, q, p, parameters, t)
 
 
-def play(mdp: LayeredMDP, parameters: Parameters, mean: Tensor, count: int, generator: torch.Generator) -> decomposition.Trajectory:
-    """`alg:main_alg` on a batch of MDPs for a few episodes, with Bernoulli losses."""
+def play(
+    mdp: LayeredMDP, parameters: Parameters, mean: Tensor, count: int, generator: torch.Generator
+) -> decomposition.Trajectory:
+    """`alg:main_alg` on a batch of MDPs for `count` episodes, with Bernoulli losses."""
     step = FTRLStep(mdp, parameters.regularizer(mdp))
     total, occupancies, estimates = torch.zeros_like(mean), [], []
     warm: Tensor | None = None
@@ -179,25 +223,34 @@ def play(mdp: LayeredMDP, parameters: Parameters, mean: Tensor, count: int, gene
     return decomposition.Trajectory(torch.stack(occupancies), torch.stack(estimates))
 
 
-def run_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters, count: int) -> Iterator[Statement]:
+def run_statements(
+    mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters, count: int
+) -> Iterator[Statement]:
     """The analysis of FTRL along a short run."""
     run = play(mdp, parameters, data.mean, count, generator)
     best = occupancy(mdp, optimal_policy(mdp, data.mean).policy)
     u = decomposition.comparator_point(run.q[0], best, count)
     found = decomposition.decompose(mdp, parameters, run, u)
     t = torch.arange(1, count + 1, dtype=run.q.dtype).view(-1, *(1,) * len(mdp.batch_shape))
-    yield from decomposition.smooth_update(mdp, run.q, found.tilde_q)
-    yield from decomposition.step_length(mdp, run.q, found.tilde_q, parameters, t)
+    yield from updates.smooth_update(mdp, run.q, found.tilde_q)
+    yield from updates.step_length(mdp, run.q, found.tilde_q, parameters, t)
     yield found.short_estimate()
     yield found.simple_decomposition()
     yield found.bound_stability()
     yield from found.bound_penalty()
     yield found.key_lemma()
-    yield from decomposition.proper_comparator(mdp, run.q[0], best, count * data.mean, parameters, count)
+    yield from decomposition.proper_comparator(
+        mdp, run.q[0], best, count * data.mean, parameters, count
+    )
 
 
-def condition_statements(mdp: LayeredMDP, data: Data, generator: torch.Generator) -> Iterator[Statement]:
-    """Self-bounding: i.i.d. losses of which an adversary corrupts some, and learners that play anything."""
+def condition_statements(
+    mdp: LayeredMDP, data: Data, generator: torch.Generator
+) -> Iterator[Statement]:
+    """The self-bounding condition, for i.i.d. losses of which an adversary corrupts some.
+
+    The learners play random policies.
+    """
     count = 8
     yield conditions.performance_difference(mdp, data.q, data.mean)
     plan = optimal_policy(mdp, data.mean)
