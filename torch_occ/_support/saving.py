@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_occ._support.files import check_replaceable, read_checked, sealed, try_to_write, write_checked
+from torch_occ._support.files import (
+    check_replaceable,
+    read_checked,
+    sealed,
+    try_to_write,
+    write_checked,
+)
 from torch_occ._support.fingerprints import differences
 
 State = dict[str, Any]
@@ -30,7 +36,13 @@ class Kept:
         every: seconds between two saves.
     """
 
-    def __init__(self, path: str | Path, kind: str, fingerprints: dict[str, str], every: float = 0.0) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        kind: str,
+        fingerprints: dict[str, str],
+        every: float = 0.0,
+    ) -> None:
         self.path, self.kind, self.every = Path(path), kind, every
         self.fingerprints = fingerprints
         self.latest: State | None = None
@@ -49,9 +61,8 @@ class Kept:
         state: State = torch.load(io.BytesIO(payload), weights_only=True)
         other = differences(state.pop("fingerprints", None), self.fingerprints)
         if other:
-            raise ValueError(
-                f"{self.path}: belongs to another {self.kind}, which does not have the same {', '.join(other)}; name another file"
-            )
+            lacks = f"which does not have the same {', '.join(other)}"
+            raise ValueError(f"{self.path}: belongs to another {self.kind}, {lacks}; name another file")
         self.in_file = True
         return state
 
