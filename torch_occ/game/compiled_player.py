@@ -75,7 +75,7 @@ class EnginePlayer:
 
     name = "engine"
     chunks = 16  # at once, if memory allows: what Python does for each should not be seen next to what the engine does
-    most: int  # episodes in one call, of about `PATIENCE` seconds for each seed: Ctrl-C waits for it
+    most: int  # episodes in one call, of at most about `PATIENCE` seconds: Ctrl-C waits for it
 
     def __init__(self, learner: Learner, losses: LossProcess) -> None:
         self.learner = learner

@@ -281,7 +281,11 @@ class Simulation:
     def history(self, *, interrupted: bool = False) -> History:
         """Everything recorded so far; if interrupted, with the tables of the last checkpoint."""
         n, points = len(self.seeds), len(self.recorded)
-        curves = {name: torch.stack(rows[:points], -1) if points else self.q.new_zeros(n, 0) for name, rows in self.curves.items()}
+        none = self.q.new_zeros(n, 0)
+        curves = {
+            name: torch.stack(rows[:points], -1) if points else none  # (N, C)
+            for name, rows in self.curves.items()
+        }
         return History(
             episodes=torch.tensor(self.recorded),
             wall_time=torch.tensor(self.times[:points], dtype=torch.float64),
