@@ -15,6 +15,8 @@ from numba import njit
 from numba.extending import overload
 from numpy.typing import NDArray
 
+from torch_occ.engine.caching import keep
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -64,17 +66,18 @@ _NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": 
 
 def kernel(function: Function) -> Function:
     """Compiled once for the machine and kept on disk; products and sums may be fused, nothing else."""
-    return njit(cache=True, fastmath={"contract"}, **_OPTIONS)(function)
+    return keep(njit(fastmath={"contract"}, **_OPTIONS)(function))
 
 
 def adder(function: Function) -> Function:
     """A kernel whose sums may be added in any order, so that they vectorize."""
-    return njit(cache=True, fastmath={"contract", "reassoc"}, **_OPTIONS)(function)
+    return keep(njit(fastmath={"contract", "reassoc"}, **_OPTIONS)(function))
 
 
 def part(function: Function) -> Function:
     """A kernel of which LLVM puts a copy wherever it is called, for handing over the arrays takes longer; Python cannot call it."""
-    return njit(cache=True, fastmath={"contract"}, forceinline=True, **_OPTIONS, **_NO_WRAPPERS)(function)
+    options = {"fastmath": {"contract"}, "forceinline": True} | _OPTIONS | _NO_WRAPPERS
+    return keep(njit(**options)(function))
 
 
 def inlined(function: Function) -> Function:
