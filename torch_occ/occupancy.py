@@ -16,22 +16,28 @@ are solved by one pass from the first layer to the last, or back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_occ.layers import DenseLayer
+from torch_occ.in_order import InOrder
+from torch_occ.layers import DenseLayer, Layer
 from torch_occ.mdp import DENSE_STATES, LayeredMDP
 from torch_occ.validation import broadcast
 
 
 class LayeredFlow:
-    """The transitions as linear operators, layer by layer; any batch of MDPs broadcasts against any batch of arguments."""
+    """The transitions as linear operators, layer by layer; any batch of MDPs broadcasts against any batch of arguments.
 
-    def __init__(self, mdp: LayeredMDP) -> None:
+    In order, their bits depend on nothing but the numbers (torch_occ.in_order).
+    """
+
+    def __init__(self, mdp: LayeredMDP, *, in_order: bool = False) -> None:
         self.mdp = mdp
-        self.layers = mdp.layers[:-1]  # the last one leads to the terminal state, which has no row in E
+        layers = mdp.layers[:-1]  # the last one leads to the terminal state, which has no row in E
+        self.layers: Sequence[Layer | InOrder] = [InOrder(layer) for layer in layers] if in_order else layers
 
     def inflow(self, x: Tensor) -> Tensor:
         """P' x: `(*batch, S, A)` -> `(*batch, S)`, what arrives in each state."""
@@ -139,9 +145,14 @@ def uniform_policy(mdp: LayeredMDP) -> Tensor:
     return available / available.sum(-1, keepdim=True)
 
 
-def occupancy(mdp: LayeredMDP, policy: Tensor) -> Tensor:
-    """q^pi, `(*batch, S, A)`. Only positive numbers are added, so every entry is accurate relative to its own size."""
-    return flow_of(mdp).forward(policy, flow_source(mdp)).unsqueeze(-1) * policy
+def occupancy(mdp: LayeredMDP, policy: Tensor, *, in_order: bool = False) -> Tensor:
+    """q^pi, `(*batch, S, A)`. Only positive numbers are added, so every entry is accurate relative to its own size.
+
+    Args:
+        in_order: take every sum in the order of its entries: the same bits in every batch (torch_occ.in_order), and slower.
+    """
+    flow = LayeredFlow(mdp, in_order=True) if in_order else flow_of(mdp)
+    return flow.forward(policy, flow_source(mdp)).unsqueeze(-1) * policy
 
 
 def policy_of(mdp: LayeredMDP, q: Tensor) -> Tensor:
@@ -151,8 +162,8 @@ def policy_of(mdp: LayeredMDP, q: Tensor) -> Tensor:
 
 
 def interior_point(mdp: LayeredMDP) -> Tensor:
-    """The occupancy of the uniform policy: strictly positive on every reachable pair."""
-    return occupancy(mdp, uniform_policy(mdp))
+    """The occupancy of the uniform policy: strictly positive on every reachable pair. Runs begin here, so it is taken in order."""
+    return occupancy(mdp, uniform_policy(mdp), in_order=True)
 
 
 def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
@@ -177,19 +188,24 @@ class Plan(NamedTuple):
     gaps: Tensor  # (*batch, S, A): Q(s, a) - min_a' Q(s, a'), zero on masked pairs
 
 
-def optimal_policy(mdp: LayeredMDP, loss: Tensor) -> Plan:
+def optimal_policy(mdp: LayeredMDP, loss: Tensor, *, in_order: bool = False) -> Plan:
     """Backward induction.
+
+    Args:
+        loss: `(*batch, S, A)`.
+        in_order: take every sum in the order of its entries: the same bits in every batch (torch_occ.in_order), and slower.
 
     The paper writes the gap as Q(s, a) - min_{a' != a} Q(s, a'); that would be negative at the optimal action. We read it as
     Q(s, a) - min_{a'} Q(s, a'), which is what `eq:self_bounding_constraint` needs.
     """
     losses, masks = mdp.split(loss, -2), mdp.split(mdp.actions, -2)
+    layers = LayeredFlow(mdp, in_order=in_order).layers
     values: list[Tensor] = []
     Qs: list[Tensor] = []
     for k in reversed(range(mdp.horizon)):
         Q = losses[k]
         if values:
-            Q = Q + mdp.layers[k].ahead(values[0])
+            Q = Q + layers[k].ahead(values[0])
         if mdp.missing["pair"] is not None:
             Q = torch.where(masks[k], Q, torch.inf)
         Qs.insert(0, Q)

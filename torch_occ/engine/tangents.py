@@ -217,14 +217,16 @@ def play_compiled(step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequ
     N, P, num_pairs = len(seeds), len(step.evaluator.names), mdp.num_states * mdp.num_actions
     logs = [parameter.detach().log() for parameter in step.evaluator.own_parameters]
     kinds = kinds_of(terms_of(step.regularizer, torch.ones((), dtype=torch.float64)))
-    mean, gaps, middle = (x.detach().flatten().numpy() for x in (losses.mean, optimal_policy(mdp, losses.mean).gaps, interior_point(mdp)))
+    plan = optimal_policy(mdp, losses.mean, in_order=True)
+    mean, gaps, middle = (x.detach().flatten().numpy() for x in (losses.mean, plan.gaps, interior_point(mdp)))
     world = World(mean, gaps, NOISE[losses.noise], step.options.tolerance_in(torch.float64), step.options.max_steps)
     shapes = ((num_pairs,), (P, num_pairs), (P, num_pairs), (P,), (1,))
     carried = Carried(np.tile(middle, (N, 1)), *(np.zeros((N, *shape)) for shape in shapes))
 
     def play_chunk(chunk: int, n: int) -> Tensor:
-        t = chunk * CHUNK + torch.arange(1, n + 1, dtype=torch.float64)
+        t = chunk * CHUNK + torch.arange(1, CHUNK + 1, dtype=torch.float64)  # all of it, for the same bits in runs of any length
         weights, exponents, pushes = table.differentiate(step.evaluator.names, logs, t)
+        weights = weights[:n]
         terms, record = Terms(*kinds, exponents), np.empty((N, n, 2 + 2 * P))
 
         def play_seed(i: int) -> None:
