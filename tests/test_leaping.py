@@ -96,6 +96,7 @@ def test_leaping_sees_what_a_visit_without_loss_overturns():
     assert occ.predict(mdp, psi, mean, 3000, estimator=occ.ImportanceWeighted(), particles=16).method == "mean path"
 
 
+@pytest.mark.bits
 def test_same_seed_same_bits():
     mdp, mean = world()
     psi = occ.jin_luo(mdp, beta=1.0)
