@@ -16,20 +16,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: Correctly rounded entry by entry, in order by definition (running sums, `index_add`), or no arithmetic at all.
-EXACT = set(
-    """
-    abs add add_ amax amin arange argmax argmin argsort bitwise_and bitwise_not bitwise_or bucketize cat ceil clamp clamp_min clamp_max
-    clone copy copy_ _to_copy count_nonzero cumsum detach detach_ diagonal diff div div_ empty empty_like eq expand eye eye_ fill fill_ flip floor
-    fmod full full_like gather ge gt index index_add index_put index_put_ index_select is_pinned isfinite isinf isnan item le lift_fresh
-    lift_fresh_copy linspace _local_scalar_dense logical_and logical_not logical_or lt masked_fill masked_fill_ maximum max min minimum mul mul_
-    ne neg new_empty new_full new_ones new_zeros nonzero ones ones_like permute rand reciprocal remainder repeat repeat_interleave resize_
-    round scalar_tensor scatter select select_backward slice slice_backward sort split split_with_sizes sqrt square squeeze stack sub sub_ t
-    topk transpose trunc unbind unfold unsqueeze _unsafe_view unique_consecutive _unique2 view where zero_ zeros zeros_like any all sign
-    bincount constant_pad_nd constant_pad_nd_ alias coalesce _coalesced _coalesced_ indices _indices values _values is_coalesced
-    _sparse_coo_tensor_with_dims_and_tensors _sparse_csr_tensor_unsafe crow_indices col_indices _to_dense _to_sparse
-    is_same_size sym_size rsub expand_as set_ _reshape_alias record_stream new_empty_strided empty_strided bitwise_xor logical_xor
-    """.split()
-)
+_EXACT = """
+_coalesced _coalesced_ _indices _local_scalar_dense _reshape_alias
+_sparse_coo_tensor_with_dims_and_tensors _sparse_csr_tensor_unsafe _to_copy _to_dense _to_sparse
+_unique2 _unsafe_view _values abs add add_ alias all amax amin any arange argmax argmin argsort
+bincount bitwise_and bitwise_not bitwise_or bitwise_xor bucketize cat ceil clamp clamp_max
+clamp_min clone coalesce col_indices constant_pad_nd constant_pad_nd_ copy copy_ count_nonzero
+crow_indices cumsum detach detach_ diagonal diff div div_ empty empty_like empty_strided eq
+expand expand_as eye eye_ fill fill_ flip floor fmod full full_like gather ge gt index index_add
+index_put index_put_ index_select indices is_coalesced is_pinned is_same_size isfinite isinf
+isnan item le lift_fresh lift_fresh_copy linspace logical_and logical_not logical_or logical_xor
+lt masked_fill masked_fill_ max maximum min minimum mul mul_ ne neg new_empty new_empty_strided
+new_full new_ones new_zeros nonzero ones ones_like permute rand reciprocal record_stream
+remainder repeat repeat_interleave resize_ round rsub scalar_tensor scatter select
+select_backward set_ sign slice slice_backward sort split split_with_sizes sqrt square squeeze
+stack sub sub_ sym_size t topk transpose trunc unbind unfold unique_consecutive unsqueeze values
+view where zero_ zeros zeros_like
+"""
+EXACT = frozenset(_EXACT.split())
 
 #: One number at a time, but by different functions in the middle of an array and at its end.
 BY_POSITION = {"pow", "log", "exp", "log1p", "expm1", "rsqrt", "log2", "log10", "sigmoid", "tanh"}

@@ -36,20 +36,20 @@ class LayeredFlow:
 
     def __init__(self, mdp: LayeredMDP, *, in_order: bool = False) -> None:
         self.mdp = mdp
-        layers = mdp.layers[:-1]  # the last one leads to the terminal state, which has no row in E
-        self.layers: Sequence[Layer | InOrder] = [InOrder(layer) for layer in layers] if in_order else layers
+        self.layers = mdp.layers[:-1]  # the last one leads to the terminal state, which has no row in E
+        self.maps: Sequence[Layer | InOrder] = [InOrder(layer) for layer in self.layers] if in_order else self.layers
 
     def inflow(self, x: Tensor) -> Tensor:
         """P' x: `(*batch, S, A)` -> `(*batch, S)`, what arrives in each state."""
         parts = self.mdp.split(x, -2)
         arrivals = [torch.zeros_like(parts[0][..., 0])]
-        arrivals += [layer.arrive(part) for part, layer in zip(parts[:-1], self.layers, strict=True)]
+        arrivals += [layer.arrive(part) for part, layer in zip(parts[:-1], self.maps, strict=True)]
         return join(arrivals, 1)
 
     def lookahead(self, v: Tensor) -> Tensor:
         """P v: `(*batch, S)` -> `(*batch, S, A)`, the expectation of v at the next state."""
         parts = self.mdp.split(v, -1)
-        ahead = [layer.ahead(part) for part, layer in zip(parts[1:], self.layers, strict=True)]
+        ahead = [layer.ahead(part) for part, layer in zip(parts[1:], self.maps, strict=True)]
         last = torch.zeros_like(parts[-1]).unsqueeze(-1).expand(*parts[-1].shape, self.mdp.num_actions)
         return join([*ahead, last], 2)
 
@@ -57,7 +57,7 @@ class LayeredFlow:
         """u = source + P_p' u. For b as the source, the state occupancy of the policy."""
         policies, sources = self.mdp.split(policy, -2), self.mdp.split(source, -1)
         u = [sources[0]]
-        for k, layer in enumerate(self.layers):
+        for k, layer in enumerate(self.maps):
             u.append(sources[k + 1] + layer.arrive(policies[k] * u[k].unsqueeze(-1)))
         return join(u, 1)
 
@@ -65,8 +65,8 @@ class LayeredFlow:
         """v = reward + P_p v. For the expected loss as the reward, the value of the policy."""
         policies, rewards = self.mdp.split(policy, -2), self.mdp.split(reward, -1)
         v = [rewards[-1]]
-        for k in reversed(range(len(self.layers))):
-            v.insert(0, rewards[k] + (policies[k] * self.layers[k].ahead(v[0])).sum(-1))
+        for k in reversed(range(len(self.maps))):
+            v.insert(0, rewards[k] + (policies[k] * self.maps[k].ahead(v[0])).sum(-1))
         return join(v, 1)
 
 
@@ -199,13 +199,13 @@ def optimal_policy(mdp: LayeredMDP, loss: Tensor, *, in_order: bool = False) -> 
     Q(s, a) - min_{a'} Q(s, a'), which is what `eq:self_bounding_constraint` needs.
     """
     losses, masks = mdp.split(loss, -2), mdp.split(mdp.actions, -2)
-    layers = LayeredFlow(mdp, in_order=in_order).layers
+    maps = LayeredFlow(mdp, in_order=in_order).maps
     values: list[Tensor] = []
     Qs: list[Tensor] = []
     for k in reversed(range(mdp.horizon)):
         Q = losses[k]
         if values:
-            Q = Q + layers[k].ahead(values[0])
+            Q = Q + maps[k].ahead(values[0])
         if mdp.missing["pair"] is not None:
             Q = torch.where(masks[k], Q, torch.inf)
         Qs.insert(0, Q)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import llvmlite
 import numba
@@ -75,23 +75,23 @@ class _Stamped:
         return "engine"  # Numba takes the number of the line, and then each edit above a kernel leaves a file behind
 
 
-class _Provided(_Stamped, caching.UserProvidedCacheLocator):  # type: ignore[misc]
+class _Provided(_Stamped, caching.UserProvidedCacheLocator):
     """In NUMBA_CACHE_DIR."""
 
 
-class _InTree(_Stamped, caching.InTreeCacheLocator):  # type: ignore[misc]
+class _InTree(_Stamped, caching.InTreeCacheLocator):
     """Beside the sources, in `__pycache__`."""
 
 
-class _UserWide(_Stamped, caching.UserWideCacheLocator):  # type: ignore[misc]
+class _UserWide(_Stamped, caching.UserWideCacheLocator):
     """In the user's own cache folder."""
 
 
-class _Implementation(caching.CompileResultCacheImpl):  # type: ignore[misc]
-    _locator_classes = (_Provided, _InTree, _UserWide)
+class _Implementation(caching.CompileResultCacheImpl):
+    _locator_classes: ClassVar = [_Provided, _InTree, _UserWide]
 
 
-class _KernelCache(caching.FunctionCache):  # type: ignore[misc]
+class _KernelCache(caching.FunctionCache):
     """Every file says which kernel it holds.
 
     Numba writes an index and a file for each kernel, one after the other. When two processes do so at once, an index may lead to

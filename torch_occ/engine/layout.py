@@ -76,7 +76,7 @@ def adder(function: Function) -> Function:
 
 def part(function: Function) -> Function:
     """A kernel of which LLVM puts a copy wherever it is called, for handing over the arrays takes longer; Python cannot call it."""
-    options = {"fastmath": {"contract"}, "forceinline": True} | _OPTIONS | _NO_WRAPPERS
+    options: dict[str, Any] = {"fastmath": {"contract"}, "forceinline": True} | _OPTIONS | _NO_WRAPPERS
     return keep(njit(**options)(function))
 
 
