@@ -25,7 +25,7 @@ from experiments import both_worlds_figures as figures
 from experiments.common import run_directory, seconds, table, write_csv, write_figure
 from experiments.games import write_configuration, write_text
 from experiments.tuning_worlds import ENVIRONMENTS, GREEDY, STOCHASTIC, Family
-from torch_occ.fingerprints import fingerprint
+from torch_occ._support.fingerprints import fingerprint
 
 PAPER, PAPER_CENTRED, TUNED, TUNED_PLAIN = "paper", "paper, with a baseline", "tuned", "tuned, without baseline"
 #: Below beta = 1/2 a single visit without loss may overturn all that was learnt, which the mean path does not see; docs/meta_tuning.md.
