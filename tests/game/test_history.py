@@ -96,10 +96,13 @@ def interrupt():
 
 @pytest.mark.parametrize("t", [1, 5, 20])
 @pytest.mark.bits
-def test_ctrl_c_returns_what_there_is(at, t):
+def test_ctrl_c_is_raised_with_what_there_is(at, t):
     whole = simulate(MDP, Patient(MDP), walk(), 20, (0, 1))
     at(t, interrupt)
-    history = simulate(MDP, Patient(MDP), walk(), 20, (0, 1))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        simulate(MDP, Patient(MDP), walk(), 20, (0, 1))
+    history = caught.value.result
+    assert caught.value.saved_to is None
     assert not history.finished
     assert history.episodes.tolist() == [point for point in whole.episodes.tolist() if point < t]
     assert torch.equal(history.regret, whole.regret[:, : len(history.episodes)])

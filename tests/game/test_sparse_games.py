@@ -10,6 +10,7 @@ from zoo import random_loss
 
 import torch_occ as occ
 from experiments import wide
+from torch_occ._support.saving import Kept
 from torch_occ.game.simulation import Simulation
 from torch_occ.kernels.layout import Rows, make_work
 from torch_occ.step.kernel_inputs import model_of, why_not
@@ -136,7 +137,7 @@ def test_an_interrupted_run_continues_to_the_same_bits(tmp_path):
     run.player.chunks = 1
     list(run.play_chunk())
     assert run.t == 256
-    run.save(tmp_path / "run")
+    Kept(tmp_path / "run", "run", run.fingerprints).keep(run.state(), last=True)
     again = occ.simulate(mdp, LEARNERS["jin_luo"](mdp), losses, **arguments, save_to=tmp_path / "run")
     for name in ("regret", "realised_regret", "cumulative_occupancy", "last_q"):
         assert torch.equal(getattr(again, name), getattr(whole, name))

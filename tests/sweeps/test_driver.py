@@ -193,13 +193,87 @@ def test_a_damaged_file_is_named(tmp_path):
     occ.sweep(cells.square, [{"x": 1.0}], tmp_path, **QUIET)
     (path,) = (tmp_path / "cells").iterdir()
     path.write_text("{")
-    with pytest.raises(ValueError, match=re.escape(f"{path}: is not a cell of a sweep")):
+    message = f"{path}: is not a cell of a sweep that torch_occ has saved, or it is damaged"
+    with pytest.raises(ValueError, match=re.escape(message)):
         occ.sweep(cells.square, [{"x": 1.0}], tmp_path, **QUIET)
 
 
-def test_processes_are_counted():
+@pytest.mark.parametrize("damage", ["flipped", "empty", "truncated", "foreign", "another cell"])
+def test_a_damaged_cell_is_refused_and_left_alone(tmp_path, damage):
+    occ.sweep(cells.square, [{"x": 1.0}, {"x": 2.0}], tmp_path, **QUIET)
+    path, other = sorted((tmp_path / "cells").iterdir())
+    whole = path.read_bytes()
+    assert b'"square": 4.0' in whole + other.read_bytes()
+    damaged = {
+        "flipped": whole.replace(b".0", b".1", 1),
+        "empty": b"",
+        "truncated": whole[:-10],
+        "foreign": b'{"config": {"x": 1.0}, "result": {"square": 7}}',
+        "another cell": other.read_bytes(),
+    }[damage]
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=re.escape(f"{path}: ") + "(is|holds another cell)"):
+        occ.sweep(cells.square, [{"x": 1.0}, {"x": 2.0}], tmp_path, **QUIET)
+    assert path.read_bytes() == damaged
+
+
+def test_cells_of_other_code_are_refused(tmp_path, monkeypatch):
+    occ.sweep(cells.square, [{"x": 3.0}], tmp_path, **QUIET)
+    occ.sweep(cells.square, [{"x": 3.0}], tmp_path, **QUIET)
+
+    def square(config):
+        return {"square": config["x"] ** 3}
+
+    monkeypatch.setattr(square, "__module__", "cells")
+    monkeypatch.setattr(square, "__qualname__", "square")
+    with pytest.raises(ValueError, match=r"\.json: was computed when the code of the function"):
+        occ.sweep(square, [{"x": 3.0}], tmp_path, **QUIET)
+
+
+def test_a_second_driver_is_refused_while_the_first_works_and_not_after_it_was_killed(tmp_path):
+    log, out = tmp_path / "log", tmp_path / "out"
+    log.mkdir()
+    grid = occ.grid(cell=range(4), log=[str(log)])
+    script = f"import cells, torch_occ as occ\nocc.sweep(cells.gated, {grid!r}, {str(out)!r}, **{QUIET!r})"
+    with subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT) as driver:
+        try:
+            wait_for(lambda: {"2.begun", "3.begun"} <= set(events(log)))
+            with pytest.raises(RuntimeError, match=f"out: process {driver.pid} on .* runs a sweep here; wait"):
+                occ.sweep(cells.gated, grid, out, **QUIET)
+            assert sum(events(log).values()) == 4, "a cell was run twice"
+        finally:
+            driver.kill()
+    (log / "go").touch()
+    assert len(occ.sweep(cells.gated, grid, out, **QUIET).rows) == 4
+    assert events(log) == Counter({"0.begun": 1, "1.begun": 1, "2.begun": 2, "3.begun": 2})
+
+
+def test_where_nothing_can_be_locked_a_warning_says_so(tmp_path, monkeypatch):
+    import fcntl
+
+    def no_locks(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.warns(UserWarning, match=r"sweep\.lock: cannot be locked here \(No locks avail"):
+        occ.sweep(cells.square, [], tmp_path, **QUIET)
+
+
+def test_a_disk_that_fills_up_costs_no_result(tmp_path, monkeypatch):
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.warns(UserWarning, match="No space left .*the sweep goes on") as caught:
+        done = occ.sweep(cells.square, [{"x": 1.0}, {"x": 2.0}], tmp_path, **QUIET)
+    assert [row["square"] for row in done.rows] == [1.0, 4.0]
+    assert len(caught) == 3  # two cells and the table
+    assert not list((tmp_path / "cells").iterdir())
+
+
+def test_processes_are_counted(tmp_path):
     with pytest.raises(ValueError, match="processes: expected at least 1, got 0"):
-        occ.sweep(cells.square, [{"x": 1.0}], "unused", processes=0, **QUIET)
+        occ.sweep(cells.square, [{"x": 1.0}], tmp_path, processes=0, **QUIET)
 
 
 # -- a cluster --------------------------------------------------------------------------------------------------------------

@@ -74,6 +74,18 @@ def indices(p: Tensor) -> Tensor:
     return p._indices()
 
 
+def values(p: Tensor) -> Tensor:
+    """The values of a COO tensor as they are stored; see `indices`."""
+    return p._values()
+
+
+def held_by(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Parameters, buffers, children and hooks of a module, by name; `named_children` leaves out what is there twice."""
+    for table in (module._parameters, module._buffers, module._modules):
+        yield from table.items()
+    yield "hooks", [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 def parameter_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     """Where the parameters of a module and its children are: dictionaries, since functional_call exchanges what is in them."""
     for part in module.modules():

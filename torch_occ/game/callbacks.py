@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Hooks, in the order in which they are called."""
+    """Hooks, in the order in which they are called.
+
+    An OSError in `on_start` is raised. Later on it would cost the run, so the callback is left out
+    with a warning. Every other exception ends the run.
+    """
 
     def on_start(self, run: Simulation) -> None:
         """Before the first episode, or the first after a resume."""
@@ -39,7 +44,20 @@ class Callback:
         """At a chunk's edge, a few hundred episodes apart."""
 
     def on_end(self, run: Simulation, history: History) -> None:
-        """After the last episode, or after Ctrl-C."""
+        """After the last episode, or when the run is interrupted."""
+
+
+def tell(callbacks: list[Callback], hook: str, *arguments: Any) -> None:
+    """Call a hook of each; one whose files fail (an OSError) is left out from then on, with a warning."""
+    for callback in tuple(callbacks):
+        try:
+            getattr(callback, hook)(*arguments)
+        except OSError as error:
+            callbacks[:] = [other for other in callbacks if other is not callback]
+            warnings.warn(
+                f"{type(callback).__name__}: {error}; the run goes on without this callback",
+                stacklevel=3,
+            )
 
 
 class ProgressBar(Callback):
@@ -78,6 +96,8 @@ _LAYOUT = {
 class TensorBoard(Callback):
     """Curves, images and the configuration of a run, for TensorBoard; the step axis is the episode. docs/tensorboard.md is a tour.
 
+    If its files fail during a run, it warns, and the run goes on without it.
+
     Nothing happens between checkpoints. When a run is resumed, points beyond the episode at which it continues are purged, and
     a fresh directory gets the earlier part of the regret and solver curves too.
 
@@ -111,6 +131,8 @@ class TensorBoard(Callback):
 
     @torch.no_grad()
     def on_checkpoint(self, run: Simulation) -> None:
+        if not self.directory.is_dir():  # the open file would swallow everything without a word
+            raise FileNotFoundError(2, "TensorBoard's directory has gone", str(self.directory))
         learner = {f"learner/{name}": value for name, value in parameters(run.learner, run.t).items()}
         self._scalars(self._curves(run, len(run.recorded) - 1) | self._policy(run) | learner, run.t)
         if self.images_per_decade and (run.t >= self.next_image or run.t == run.episodes):
@@ -122,7 +144,7 @@ class TensorBoard(Callback):
         try:
             self.writer.flush()
         except OSError as error:
-            raise OSError(f"{self.directory}: TensorBoard's events could not be written ({error}); what is saved is kept") from error
+            raise OSError(f"{self.directory}: TensorBoard's events cannot be written ({error})") from error
 
     def on_end(self, run: Simulation, history: History) -> None:
         if len(history.episodes) and not (self.known and run.t == self.begun):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.compiling import patiently
+from torch_occ._support.spacing import CHUNK
 from torch_occ._support.threads import for_each
 from torch_occ.game.estimators import Estimator, FullInformation, ImplicitExploration, ImportanceWeighted, ReducedVariance
 from torch_occ.game.learners import FTRL, EmpiricalLearner, FixedPolicy, FollowTheLeader, Learner, OptimisticValueIteration
@@ -41,6 +43,9 @@ _ESTIMATORS: dict[type[Estimator], int] = {
 
 #: Episodes in a block of `_OverTime`; of so few numbers, torch gives no part to another thread.
 _BLOCK = 2048
+
+#: Seconds that one call of a kernel should take at most.
+PATIENCE = 0.2
 
 #: What `Tally.scalars` holds, in the words of `Simulation.sums`.
 _SCALARS = ("expected", "realised", "newton_steps", "uncertified", "dual_residual", "flow_residual")
@@ -98,11 +103,15 @@ class EnginePlayer:
 
     name = "engine"
     chunks = 16  # at once, if memory allows: what Python does for each should not be seen next to what the engine does
+    most: int  # episodes in one call, of about `PATIENCE` seconds for each seed: Ctrl-C waits for it
 
     def __init__(self, learner: Learner, losses: LossProcess) -> None:
         self.learner = learner
         self.model = model_of(learner.mdp)
-        self.chunks = max(1, min(self.chunks, 10_000 // learner.mdp.num_pairs))  # Ctrl-C waits for all of them
+        self.chunks = max(1, min(self.chunks, 10_000 // learner.mdp.num_pairs))
+        self.most = self.limit = self.chunks * CHUNK
+        if learner.mdp.num_pairs > 1000:  # may be slow; the first calls show how slow
+            self.most = 8
         self.reacts = type(losses) is GreedyAdversary
 
     def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
@@ -122,15 +131,22 @@ class EnginePlayer:
             tally = Tally(*(x[seed] for x in (*per_pair, moments, scalars)))
             play(seed, charged[min(seed, len(charged) - 1)], drawn[seed], tally)
 
-        try:
-            with patiently:
-                for_each(play_seed, count)
-        finally:  # Ctrl-C comes after the last seed
-            for name, column in zip(_SCALARS, scalars.T, strict=True):
-                sums[name] = torch.from_numpy(column.copy())
-            run.t += n
-            run.since += n
-            run.q = q
+        begun = time.monotonic()
+        with patiently:
+            for_each(play_seed, count)
+        for name, column in zip(_SCALARS, scalars.T, strict=True):
+            sums[name] = torch.from_numpy(column.copy())
+        run.t += n
+        run.since += n
+        run.q = q
+        self.adapt(n, (time.monotonic() - begun) / -(-count // torch.get_num_threads()))
+
+    def adapt(self, episodes: int, seconds: float) -> None:
+        """Play fewer episodes in the next call if these took too long for a seed, else more."""
+        if seconds > PATIENCE:
+            self.most = max(1, int(episodes * PATIENCE / seconds))
+        elif self.most < self.limit and 2 * self.most * seconds < episodes * PATIENCE:
+            self.most = min(2 * self.most, self.limit)
 
     def memory(self, count: int) -> tuple[Tensor, Tensor]:
         """The learner's q and the sum that it learns by, both `(N, S, A)`, updated in place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.extras import extra
-from torch_occ._support.files import write_atomically
+from torch_occ._support.files import read_checked, write_checked
 from torch_occ._support.tables import markdown
 from torch_occ.game.intervals import Mean
 
@@ -104,7 +105,7 @@ class History:
         return "\n".join([line, markdown(["episode", "regret", "realised regret"], rows, left=())]) if rows else line
 
     def save(self, path: str | Path) -> None:
-        """Write everything to one `.npz` file, atomically."""
+        """Write everything to one `.npz` file with a checksum, atomically; NumPy can read it."""
         arrays: dict[str, Any] = {}
         plain: dict[str, Any] = {}
         for field in fields(self):
@@ -113,12 +114,19 @@ class History:
                 arrays[field.name] = value.cpu().numpy()
             else:
                 plain[field.name] = value
-        write_atomically(path, lambda file: np.savez_compressed(file, plain=np.array(json.dumps(plain)), **arrays))
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, plain=np.array(json.dumps(plain)), **arrays)
+        write_checked(path, "a history", buffer.getvalue())
 
     @classmethod
     def load(cls, path: str | Path) -> History:
-        """Read what `save` wrote."""
-        with np.load(path, allow_pickle=False) as file:
+        """Read what `save` wrote, in this version of the package or another.
+
+        Raises:
+            ValueError: if the file is damaged, empty, or not a history.
+        """
+        payload = read_checked(path, "a history", any_version=True)
+        with np.load(io.BytesIO(payload), allow_pickle=False) as file:
             plain = json.loads(str(file["plain"]))
             arrays: dict[str, Any] = {name: torch.from_numpy(file[name]) for name in file.files if name != "plain"}
         return cls(**arrays, **(plain | {"seeds": tuple(plain["seeds"])}))

@@ -7,6 +7,7 @@ returns q_t, `observe` learns. Everything that must survive an interruption is a
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class Learner:
     """The protocol. `state` holds tensors whose first dimension is the seed."""
 
     full_information = False
+    #: Attributes that do not decide what is played; a saved run does not depend on them.
+    fingerprint_ignores: ClassVar[tuple[str, ...]] = ("state",)
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
