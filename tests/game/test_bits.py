@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zoo import random_loss
 
 import torch_occ as occ
+from torch_occ._support.saving import Kept
 from torch_occ.game.simulation import Simulation
 from torch_occ.mdp.in_order import InOrder, total
 from torch_occ.mdp.occupancy import optimal_policy
@@ -118,7 +119,7 @@ def test_a_continued_run_has_the_bits_of_an_uninterrupted_one(learner, tmp_path)
         run.player.chunks = 1
         list(run.play_chunk())
         assert run.t == 256
-        run.save(tmp_path / "run")
+        Kept(tmp_path / "run", "run", run.fingerprints).keep(run.state(), last=True)
     continued = play(learner, "walk", episodes=700, save_to=tmp_path / "run")
     same(continued, play(learner, "walk", episodes=700))
 

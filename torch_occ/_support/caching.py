@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import llvmlite
 import numba
@@ -82,7 +82,7 @@ class _UserWide(_Stamped, caching.UserWideCacheLocator):
 
 
 class _Implementation(caching.CompileResultCacheImpl):
-    _locator_classes: ClassVar = [_Provided, _InTree, _UserWide]
+    _locator_classes = [_Provided, _InTree, _UserWide]  # noqa: RUF012 - as Numba declares it
 
 
 class _KernelCache(caching.FunctionCache):

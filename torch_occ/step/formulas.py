@@ -26,7 +26,8 @@ from torch_occ.step.kernel_inputs import list_exponents, terms_of
 # The last bit of a power or a logarithm depends on who computes it, and NumPy has several functions
 # for one processor. A batch is to have the bits of its elements, so arrays go through Python's, one
 # by one: 0.1 us each, where a solve takes several. Roots are correctly rounded by all.
-_powers, _logs = np.frompyfunc(operator.pow, 2, 1), np.frompyfunc(math.log, 1, 1)
+_powers: Any = np.frompyfunc(operator.pow, 2, 1)
+_logs: Any = np.frompyfunc(math.log, 1, 1)
 
 
 def _sqrt(x: Any) -> Any:
