@@ -110,12 +110,12 @@ class FixedPolicy(Learner):
 
     def __init__(self, mdp: LayeredMDP, policy: Tensor | None = None) -> None:
         super().__init__(mdp)
-        self.q = (interior_point(mdp) if policy is None else occupancy(mdp, policy)).detach()
+        self.q = (interior_point(mdp) if policy is None else occupancy(mdp, policy, in_order=True)).detach()
 
     @classmethod
     def best_in_hindsight(cls, mdp: LayeredMDP, mean: Tensor) -> FixedPolicy:
         """The optimal policy of the (average) mean loss `(S, A)`, which no learner knows."""
-        return cls(mdp, optimal_policy(mdp, mean).policy)
+        return cls(mdp, optimal_policy(mdp, mean, in_order=True).policy)
 
     def propose(self, t: int) -> Tensor:
         return self.q[None]

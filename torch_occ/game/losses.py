@@ -259,7 +259,7 @@ class Corrupted(LossProcess):
         if self.strategy != "targeted":
             return 1 - clean
         assert self.target is not None
-        return torch.where(optimal_policy(mdp, self.target).policy > 0, 1.0, clean)
+        return torch.where(optimal_policy(mdp, self.target, in_order=True).policy > 0, 1.0, clean)
 
 
 def check_unit_interval(name: str, table: Tensor) -> Tensor:
