@@ -115,7 +115,7 @@ def entropy(beta: float, gamma: float) -> occ.Regularizer:
 
 def regrets(args: Args, player: Contestant, number: int, place: str, seeds: range) -> np.ndarray:
     """The final regret of every seed, from the cache if it was ever played."""
-    family, kind = args.family, fingerprint(player.regularizer, player.estimator)[:16]
+    family, kind = args.family, fingerprint(psi=player.regularizer, estimator=player.estimator)[:16]
     path = args.cache / f"{family.sizes}_mdp{number}_{place.replace(' ', '-')}_{kind}_T{family.episodes}_seeds{seeds[0]}-{seeds[-1]}.npz"
     if not path.exists():
         mdp, _ = family.problem(number)

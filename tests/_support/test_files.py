@@ -82,7 +82,12 @@ def test_others_may_read_the_file_as_far_as_the_umask_allows(tmp_path):
 
 
 def save(path, learner=None, losses=None, **options):
-    return simulate(MDP, learner or Patient(MDP), losses or walk(), **{"episodes": 10, "seeds": (1, 2), "save_to": path} | options)
+    return simulate(
+        MDP,
+        learner or Patient(MDP),
+        losses or walk(),
+        **{"episodes": 10, "seeds": (1, 2), "save_to": path} | options,
+    )
 
 
 class Own(occ.SeparableRegularizer):
@@ -111,7 +116,8 @@ def test_a_checkpoint_of_another_configuration_is_refused(name, tmp_path):
     path, (first, second) = tmp_path / "run", OTHERS[name]
     save(path, backend="torch", **first)
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"run: belongs to a run of another configuration"):
+    part = "learner" if name in ("class", "gamma", "attribute") else name
+    with pytest.raises(ValueError, match=f"run: belongs to another run, .* the same {part}; name"):
         save(path, backend="torch", **second)
     assert path.read_bytes() == before
 
@@ -131,20 +137,17 @@ def test_a_learner_may_have_attributes_that_change(tmp_path):
     save(tmp_path / "run", Counting(MDP))
 
 
-def test_a_full_disk_during_the_run_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    path = tmp_path / "run"
-    save(path)
-    before = path.read_bytes()
-    monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        save(path, resume=False)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["run"]
-
-
 def test_a_checkpoint_holds_no_more_than_it_needs(tmp_path):
-    save(tmp_path / "run", losses=occ.RandomWalkLosses(), episodes=256, seeds=range(16), checkpoints=[256])
-    assert (tmp_path / "run").stat().st_size < 40_000  # a position of 16 * 8 numbers is 1 kB, a whole chunk 262 kB
+    save(
+        tmp_path / "run",
+        losses=occ.RandomWalkLosses(),
+        episodes=256,
+        seeds=range(16),
+        checkpoints=[256],
+    )
+    assert (
+        tmp_path / "run"
+    ).stat().st_size < 40_000  # a position of 16 * 8 numbers is 1 kB, a whole chunk 262 kB
 
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
@@ -153,12 +156,18 @@ def test_the_fingerprint_is_the_same_in_every_process(hash_seed, tmp_path):
     script = (
         "import torch_occ as occ; from torch_occ.game.simulation import Simulation; mdp = occ.LayeredMDP.random(2, 2, 2); "
         "learner = occ.FTRL(mdp, 2.0 * occ.jin_luo(mdp) + occ.Tsallis(0.4) / occ.Polynomial(1.0, 0.5)); "
-        "print(Simulation(mdp, learner, occ.RandomWalkLosses(), 10, [0], None, {}, 'torch').fingerprint)"
+        "print(Simulation(mdp, learner, occ.RandomWalkLosses(), 10, [0], None, {}, 'torch').fingerprints)"
     )
-    environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(occ.__file__).parents[1])}
-    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    environment = os.environ | {
+        "PYTHONHASHSEED": hash_seed,
+        "PYTHONPATH": str(Path(occ.__file__).parents[1]),
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
     mdp = occ.LayeredMDP.random(2, 2, 2)
     learner = occ.FTRL(mdp, 2.0 * occ.jin_luo(mdp) + occ.Tsallis(0.4) / occ.Polynomial(1.0, 0.5))
     learner.start(1)
     learner.propose(1)
-    assert Simulation(mdp, learner, occ.RandomWalkLosses(), 10, [0], None, {}, "torch").fingerprint == found
+    run = Simulation(mdp, learner, occ.RandomWalkLosses(), 10, [0], None, {}, "torch")
+    assert str(run.fingerprints) == found

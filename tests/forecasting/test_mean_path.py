@@ -12,7 +12,12 @@ from torch_occ.step.linearization import Linearization
 
 def world(seed=0, shape=(3, 3, 3)):
     mdp = occ.LayeredMDP.random(*shape, seed=seed)
-    mean = torch.rand(mdp.num_states, mdp.num_actions, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    mean = torch.rand(
+        mdp.num_states,
+        mdp.num_actions,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(seed),
+    )
     return mdp, mean
 
 
@@ -58,7 +63,13 @@ def trajectories(mdp, q):
             for a in range(mdp.num_actions):
                 here = layer.start + s
                 for after, r in enumerate(mdp.transitions[k][s, a].tolist()):
-                    longer.append(([*visited, here * mdp.num_actions + a], after, p * float(policy[here, a]) * r))
+                    longer.append(
+                        (
+                            [*visited, here * mdp.num_actions + a],
+                            after,
+                            p * float(policy[here, a]) * r,
+                        )
+                    )
         found = longer
     return [(visited, p) for visited, _, p in found]
 
@@ -67,16 +78,24 @@ def trajectories(mdp, q):
 def test_second_moment_equals_the_sum_over_all_trajectories(height):
     mdp, mean = world(3, (3, 2, 2))
     q = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.3))(20 * mean, t=20).detach()
-    baseline = height * torch.rand(q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    baseline = height * torch.rand(
+        q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     flat, weights, b = mean.flatten(), q.flatten(), baseline.flatten()
     expected = torch.zeros(len(flat), len(flat), dtype=torch.float64)
     for visited, p in trajectories(mdp, q):
         for i in visited:
             for j in visited:
                 # Coins: (1 - b)^2 with probability mean, b^2 otherwise.
-                square = flat[i] * (1 - b[i]) ** 2 + (1 - flat[i]) * b[i] ** 2 if i == j else (flat[i] - b[i]) * (flat[j] - b[j])
+                square = (
+                    flat[i] * (1 - b[i]) ** 2 + (1 - flat[i]) * b[i] ** 2
+                    if i == j
+                    else (flat[i] - b[i]) * (flat[j] - b[j])
+                )
                 expected[i, j] += p * square / (weights[i] * weights[j])
-    assert torch.allclose(second_moment(mdp, q, mean, "bernoulli", baseline), expected, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(
+        second_moment(mdp, q, mean, "bernoulli", baseline), expected, rtol=1e-12, atol=1e-12
+    )
     apart = expected - second_moment(mdp, q, mean, "none", baseline)
     assert torch.allclose(apart, torch.diag((flat - flat**2) / weights), atol=1e-12)
 
@@ -113,12 +132,19 @@ class PerState(occ.StatewiseRegularizer):
 
 def test_bend_is_the_same_at_every_level_of_a_regularizer():
     mdp, mean = world(2, (2, 2, 3))
-    found = [occ.forecast(mdp, leaf / occ.InverseSqrt(0.5) + occ.LogBarrier(0.1), mean, 60) for leaf in (occ.Tsallis(0.5), PerState())]
+    found = [
+        occ.forecast(mdp, leaf / occ.InverseSqrt(0.5) + occ.LogBarrier(0.1), mean, 60)
+        for leaf in (occ.Tsallis(0.5), PerState())
+    ]
     assert torch.allclose(found[0].noise, found[1].noise, rtol=1e-8)
 
 
 # A baseline of 1/2 nowhere, everywhere, and in some episodes at some pairs only.
-ESTIMATORS = [None, occ.ReducedVariance(occ.InverseSqrt(0.001)), occ.ReducedVariance(occ.InverseSqrt(0.15))]
+ESTIMATORS = [
+    None,
+    occ.ReducedVariance(occ.InverseSqrt(0.001)),
+    occ.ReducedVariance(occ.InverseSqrt(0.15)),
+]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -133,11 +159,20 @@ def test_drift_and_stability_equal_plain_sums_over_every_episode(estimator):
     drift = (q * occ.optimal_policy(mdp, mean).gaps).sum((-2, -1)).cumsum(0)
     assert torch.allclose(found.drift, drift[found.episodes - 1], rtol=1e-5)
     linear = Linearization(step, q, t)
-    baseline = torch.zeros_like(q) if estimator is None else torch.where(q >= estimator.threshold(t)[:, None, None], 0.5, 0.0)
+    baseline = (
+        torch.zeros_like(q)
+        if estimator is None
+        else torch.where(q >= estimator.threshold(t)[:, None, None], 0.5, 0.0)
+    )
     flat, b = mean.flatten(), baseline.flatten(1)
-    increments = second_moment(mdp, q, mean, "bernoulli", baseline) - (flat - b)[:, :, None] * (flat - b)[:, None]
+    increments = (
+        second_moment(mdp, q, mean, "bernoulli", baseline)
+        - (flat - b)[:, :, None] * (flat - b)[:, None]
+    )
     Pi, second = linear.dense(), increments + flat[:, None] * flat
-    smooth = estimator is not ESTIMATORS[2]  # quadrature does not see at which episode a baseline sets in
+    smooth = (
+        estimator is not ESTIMATORS[2]
+    )  # quadrature does not see at which episode a baseline sets in
     square = 0.5 * (Pi * second).sum((-2, -1)).cumsum(0)[found.episodes - 1]
     assert torch.allclose(found.stability, square, rtol=1e-4 if smooth else 0.03)
     C = increments.cumsum(0) - increments
@@ -153,12 +188,18 @@ def objective(mdp, psi, episodes, estimator=None):
             self.psi = psi
 
         def forward(self, mean):
-            return occ.forecast(mdp, self.psi, mean, episodes, estimator=estimator, per_decade=1.0).final
+            return occ.forecast(
+                mdp, self.psi, mean, episodes, estimator=estimator, per_decade=1.0
+            ).final
 
     module = Module()
 
     def call(alpha, beta, gamma, mean):
-        named = {"psi.terms.0.regularizer.alpha": alpha, "psi.terms.0.factor.gamma": gamma, "psi.terms.1.beta": beta}
+        named = {
+            "psi.terms.0.regularizer.alpha": alpha,
+            "psi.terms.0.factor.gamma": gamma,
+            "psi.terms.1.beta": beta,
+        }
         return torch.func.functional_call(module, named, (mean,))
 
     return call
@@ -169,7 +210,9 @@ def test_gradcheck_in_the_parameters_and_the_means(estimator):
     mdp, mean = world(0, (2, 2, 2))
     inputs = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.5, 0.7, 1.3)]
     call = objective(mdp, occ.jin_luo(mdp), 20, estimator)
-    assert torch.autograd.gradcheck(call, (*inputs, mean.requires_grad_()), eps=1e-5, atol=1e-6, rtol=1e-6)
+    assert torch.autograd.gradcheck(
+        call, (*inputs, mean.requires_grad_()), eps=1e-5, atol=1e-6, rtol=1e-6
+    )
 
 
 def test_gradient_at_a_million_episodes_equals_finite_differences():
@@ -182,12 +225,16 @@ def test_gradient_at_a_million_episodes_equals_finite_differences():
         h = 1e-3 * theta[i]
         steps = [theta + k * h * torch.eye(3, dtype=torch.float64)[i] for k in (-2, -1, 1, 2)]
         low2, low, high, high2 = (float(call(*x, mean).detach()) for x in steps)
-        assert float(gradient[i]) == pytest.approx((low2 - 8 * low + 8 * high - high2) / (12 * float(h)), rel=1e-6)
+        assert float(gradient[i]) == pytest.approx(
+            (low2 - 8 * low + 8 * high - high2) / (12 * float(h)), rel=1e-6
+        )
 
 
 def test_batches_of_mdps_and_parameters_equal_single_forecasts():
     worlds = [world(seed, (2, 2, 2)) for seed in (0, 1)]
-    stacked = occ.LayeredMDP([torch.stack(p) for p in zip(*(mdp.transitions for mdp, _ in worlds), strict=True)])
+    stacked = occ.LayeredMDP(
+        [torch.stack(p) for p in zip(*(mdp.transitions for mdp, _ in worlds), strict=True)]
+    )
     means = torch.stack([mean for _, mean in worlds])
     betas = torch.tensor([[0.5], [2.0], [8.0]], dtype=torch.float64)
     found = occ.forecast(stacked, occ.jin_luo(stacked, beta=betas), means, 1000)
@@ -202,13 +249,26 @@ def test_batches_of_mdps_and_parameters_equal_single_forecasts():
 @pytest.mark.parametrize("entropy", [False, True])
 def test_regularized_learner_is_forecast_to_a_few_percent(estimator, entropy):
     mdp, mean = world(0, (2, 2, 2))
-    psi = occ.ConditionalEntropy() / occ.InverseSqrt(0.2) + occ.LogBarrier(2.0) if entropy else occ.jin_luo(mdp, beta=10.0, gamma=0.5)
-    history = occ.simulate(mdp, occ.FTRL(mdp, psi, estimator), occ.BernoulliLosses(mean), 2000, range(64), checkpoints=[2000])
+    psi = (
+        occ.ConditionalEntropy() / occ.InverseSqrt(0.2) + occ.LogBarrier(2.0)
+        if entropy
+        else occ.jin_luo(mdp, beta=10.0, gamma=0.5)
+    )
+    history = occ.simulate(
+        mdp,
+        occ.FTRL(mdp, psi, estimator),
+        occ.BernoulliLosses(mean),
+        2000,
+        range(64),
+        checkpoints=[2000],
+    )
     simulated = history.regret[:, -1]
     found = occ.forecast(mdp, psi, mean, 2000, estimator=estimator)
     assert bool(found.reliable)
     error = float(simulated.std()) / len(simulated) ** 0.5
-    assert abs(float(found.final.detach()) - float(simulated.mean())) < 4 * error + 0.01 * float(simulated.mean())
+    assert abs(float(found.final.detach()) - float(simulated.mean())) < 4 * error + 0.01 * float(
+        simulated.mean()
+    )
 
 
 def test_phases_are_the_means_that_the_processes_give():
@@ -230,7 +290,9 @@ def test_phases_are_the_means_that_the_processes_give():
             means, state = process.means(mdp, state, t, 1, occ.interior_point(mdp)[None])
             given.append(means[0, 0])
         starts = torch.tensor([phase.start for phase in phases])
-        seen = torch.stack([phase.mean for phase in phases])[torch.bucketize(torch.arange(1, episodes + 1), starts) - 1]
+        seen = torch.stack([phase.mean for phase in phases])[
+            torch.bucketize(torch.arange(1, episodes + 1), starts) - 1
+        ]
         assert torch.allclose(seen, torch.stack(given), atol=1e-9), type(process).__name__
         assert noise == process.noise
 
@@ -240,7 +302,9 @@ def test_full_corruption_is_forecast_against_the_best_policy_in_hindsight():
     psi = occ.jin_luo(mdp, beta=20.0, gamma=0.3)
     losses = occ.SwitchingLosses(torch.stack([mean, 1 - mean]), 500, noise="bernoulli")
     found = occ.forecast(mdp, psi, losses, 2000)
-    history = occ.simulate(mdp, occ.FTRL(mdp, psi), losses, 2000, range(32), checkpoints=[500, 1000, 2000])
+    history = occ.simulate(
+        mdp, occ.FTRL(mdp, psi), losses, 2000, range(32), checkpoints=[500, 1000, 2000]
+    )
     for i, t in enumerate(history.episodes.tolist()):
         mine = float(found.regret[found.episodes == t].detach())
         assert mine == pytest.approx(float(history.regret[:, i].mean()), rel=0.05, abs=2.0)
@@ -257,10 +321,13 @@ def test_what_cannot_be_forecast_is_refused():
     for estimator in (occ.ImplicitExploration(0.1), occ.FullInformation(), Clipped()):
         for predict in (occ.forecast, occ.leap, occ.predict):
             with pytest.raises(
-                TypeError, match=f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or give Importance"
+                TypeError,
+                match=f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or give Importance",
             ):
                 predict(mdp, psi, mean, 100, estimator=estimator)
-        with pytest.raises(TypeError, match=f"estimator: {type(estimator).__name__} cannot be forecast"):
+        with pytest.raises(
+            TypeError, match=f"estimator: {type(estimator).__name__} cannot be forecast"
+        ):
             occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, estimator=estimator)
     with pytest.raises(TypeError, match="GreedyAdversary cannot be forecast"):
         occ.forecast(mdp, psi, occ.GreedyAdversary(), 100)
@@ -283,11 +350,17 @@ def test_a_path_without_certificate_is_not_a_number():
 
 def test_the_final_regret_is_a_number_and_differentiable():
     mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
-    mean = torch.rand(mdp.num_states, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mean = torch.rand(
+        mdp.num_states, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     psi = occ.jin_luo(mdp)
     path = occ.forecast(mdp, psi, mean, 1000)
     assert float(path.final) == path.regret[-1].item()  # a warning would be an error
     assert type(2 * path.final) is torch.Tensor
-    plain = torch.autograd.grad(occ.forecast(mdp, psi, mean, 1000).regret[-1], list(psi.parameters()))
-    for one, other in zip(torch.autograd.grad(path.final, list(psi.parameters())), plain, strict=True):
+    plain = torch.autograd.grad(
+        occ.forecast(mdp, psi, mean, 1000).regret[-1], list(psi.parameters())
+    )
+    for one, other in zip(
+        torch.autograd.grad(path.final, list(psi.parameters())), plain, strict=True
+    ):
         assert torch.equal(one, other)

@@ -1,4 +1,5 @@
 import io
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -178,6 +179,50 @@ def test_an_impossible_directory_is_an_error_before_the_run(tmp_path):
         play(tmp_path / "file" / "run", NothingIsPlayed(MDP))
     with pytest.raises(OSError, match="TensorBoard cannot write here"):
         play(Path("/proc/nowhere"), NothingIsPlayed(MDP))
+
+
+class Loses(occ.Callback):
+    """Removes a directory in the middle of a run."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def on_checkpoint(self, run):
+        if run.t == 10:
+            shutil.rmtree(self.directory)
+
+
+def test_a_directory_that_vanishes_costs_a_warning_and_not_the_run(tmp_path):
+    expected = play(tmp_path / "other").regret
+    log = tmp_path / "log"
+    with pytest.warns(UserWarning, match="TensorBoard's directory has gone.*log'; the run goes on") as caught:
+        history = play(log, before=[Loses(log)])
+    assert len(caught) == 1
+    assert history.finished
+    assert torch.equal(history.regret, expected)
+    assert not log.exists()
+
+
+def test_a_full_disk_costs_a_warning_and_not_the_run(tmp_path):
+    """As TensorBoard's own writer reports it: at the next call after its file failed."""
+
+    class Fills(occ.Callback):
+        def on_checkpoint(self, run):
+            if run.t == 10:
+                board.writer.file_writer.event_writer._async_writer._worker.exception = OSError(28, "No space left")
+
+    board, certificate = occ.TensorBoard(tmp_path / "log", images_per_decade=0), occ.theory.Certificate()
+    certificate.board = board
+    learner, losses = occ.FTRL(MDP, occ.jin_luo(MDP, beta=1.0)), occ.BernoulliLosses(MEAN)
+    callbacks = [Fills(), board, certificate]
+    with pytest.warns(UserWarning, match="No space left") as caught:
+        history = occ.simulate(MDP, learner, losses, EPISODES, SEEDS, callbacks=callbacks, backend="torch")
+    messages = sorted(str(warning.message) for warning in caught)
+    assert len(messages) == 2
+    assert "No space left; its curves are not logged any more" in messages[0]
+    assert "No space left; the run goes on without this callback" in messages[1]
+    assert history.finished
+    assert certificate.curves["episodes"].tolist() == history.episodes.tolist()  # nothing of it is lost
 
 
 @pytest.mark.parametrize(("missing", "callback"), [("tqdm", occ.ProgressBar), ("matplotlib", occ.TensorBoard)])

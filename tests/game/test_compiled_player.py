@@ -46,6 +46,7 @@ GAMES = {
 
 
 @pytest.mark.parametrize("game", GAMES)
+@pytest.mark.bits
 def test_the_game_is_the_same(game):
     """Same random numbers, same trajectories; importance weights amplify rounding along the run, so q agrees to fewer digits."""
     estimator, losses = GAMES[game]
@@ -120,6 +121,7 @@ def test_ucb1_is_the_index_of_auer_and_others():
 
 
 @pytest.mark.parametrize("beta", [192.0, 1.0])
+@pytest.mark.bits
 def test_factors_from_earlier_episodes_do_no_harm(beta):
     """Late in a run they serve many episodes; q is still the solution, and neither checkpoints nor chunks change a bit of the run."""
     learner, losses, episodes = occ.FTRL(MDP, occ.jin_luo(MDP, beta=beta)), occ.BernoulliLosses(MEAN), 5000
@@ -134,6 +136,7 @@ def test_factors_from_earlier_episodes_do_no_harm(beta):
 
 
 @pytest.mark.parametrize("build", [occ.OptimisticValueIteration, occ.FixedPolicy, lambda mdp: occ.FTRL(mdp, occ.jin_luo(mdp, beta=1.0))])
+@pytest.mark.bits
 def test_a_compiled_learner_continues_where_it_was_interrupted(build, tmp_path):
     """Against the adversary too, though the end of a chunk is no checkpoint."""
 

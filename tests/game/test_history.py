@@ -95,10 +95,14 @@ def interrupt():
 
 
 @pytest.mark.parametrize("t", [1, 5, 20])
-def test_ctrl_c_returns_what_there_is(at, t):
+@pytest.mark.bits
+def test_ctrl_c_is_raised_with_what_there_is(at, t):
     whole = simulate(MDP, Patient(MDP), walk(), 20, (0, 1))
     at(t, interrupt)
-    history = simulate(MDP, Patient(MDP), walk(), 20, (0, 1))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        simulate(MDP, Patient(MDP), walk(), 20, (0, 1))
+    history = caught.value.result
+    assert caught.value.saved_to is None
     assert not history.finished
     assert history.episodes.tolist() == [point for point in whole.episodes.tolist() if point < t]
     assert torch.equal(history.regret, whole.regret[:, : len(history.episodes)])
@@ -107,6 +111,7 @@ def test_ctrl_c_returns_what_there_is(at, t):
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("build", [lambda: occ.FTRL(MDP, occ.jin_luo(MDP)), lambda: occ.FollowTheLeader(MDP)], ids=["ftrl", "leader"])
+@pytest.mark.bits
 def test_a_run_that_broke_off_continues_exactly(build, tmp_path):
     class Crash(occ.Callback):
         def on_chunk(self, run):
@@ -122,6 +127,7 @@ def test_a_run_that_broke_off_continues_exactly(build, tmp_path):
 
 
 @pytest.mark.usefixtures("small_chunks")
+@pytest.mark.bits
 def test_a_finished_run_is_lengthened_exactly_or_not_at_all(tmp_path):
     arguments = {"seeds": (1,), "checkpoints": [5, 10]}
     simulate(MDP, occ.FollowTheLeader(MDP), walk(), 12, save_to=tmp_path / "run", **arguments)
@@ -143,6 +149,7 @@ simulate(MDP, Patient(MDP), walk(), 320, (1, 2), save_to=sys.argv[1], save_every
 """
 
 
+@pytest.mark.bits
 def test_a_killed_run_continues_exactly(tmp_path, at):
     path = tmp_path / "run"
     command = [sys.executable, "-c", SCRIPT, str(path), *sys.path]

@@ -10,6 +10,7 @@ from zoo import random_loss
 
 import torch_occ as occ
 from experiments import wide
+from torch_occ._support.saving import Kept
 from torch_occ.game.simulation import Simulation
 from torch_occ.kernels.layout import Rows, make_work
 from torch_occ.step.kernel_inputs import model_of, why_not
@@ -126,6 +127,7 @@ def test_the_step_is_the_same(regularizer, world):
         torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-10 * float(other.abs().max()))
 
 
+@pytest.mark.bits
 def test_an_interrupted_run_continues_to_the_same_bits(tmp_path):
     mdp = lake()
     losses = occ.BernoulliLosses(random_loss(mdp, seed=7))
@@ -135,7 +137,7 @@ def test_an_interrupted_run_continues_to_the_same_bits(tmp_path):
     run.player.chunks = 1
     list(run.play_chunk())
     assert run.t == 256
-    run.save(tmp_path / "run")
+    Kept(tmp_path / "run", "run", run.fingerprints).keep(run.state(), last=True)
     again = occ.simulate(mdp, LEARNERS["jin_luo"](mdp), losses, **arguments, save_to=tmp_path / "run")
     for name in ("regret", "realised_regret", "cumulative_occupancy", "last_q"):
         assert torch.equal(getattr(again, name), getattr(whole, name))

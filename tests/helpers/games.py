@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import ClassVar
 
 import torch
-from zoo import PROBLEMS
+from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 
@@ -25,8 +25,9 @@ def same(one, other):
 
 
 class Patient(occ.FollowTheLeader):
-    """Calls something at one episode; a class attribute, so that the configuration stays the same."""
+    """Calls something at one episode, which is no part of the configuration."""
 
+    fingerprint_ignores = ("calls",)
     calls: ClassVar = {}
 
     def propose(self, t):
@@ -36,3 +37,12 @@ class Patient(occ.FollowTheLeader):
 
 def walk():
     return occ.Corrupted(occ.RandomWalkLosses(0.1, "bernoulli"), 30.0)
+
+
+def endless(path, backend, episodes, *callbacks):
+    """A run to be interrupted, saved only then."""
+    mdp = occ.LayeredMDP.random(3, 3, 3, seed=0)
+    losses = occ.BernoulliLosses(random_loss(mdp))
+    learner = occ.FTRL(mdp, occ.jin_luo(mdp))
+    options = {"backend": backend, "save_to": path, "save_every": 1e9, "callbacks": callbacks}
+    return occ.simulate(mdp, learner, losses, episodes, range(3), checkpoints=[100], **options)

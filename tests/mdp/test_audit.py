@@ -13,12 +13,19 @@ gymnasium = pytest.importorskip("gymnasium")
 
 
 def refused(*fragments):
-    return pytest.raises(ValueError, match="(?s)does not tell the truth.*" + ".*".join(map(re.escape, fragments)))
+    return pytest.raises(
+        ValueError, match="(?s)does not tell the truth.*" + ".*".join(map(re.escape, fragments))
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("FrozenLake-v1", {}), ("CliffWalkingSlippery-v1", {}), ("CliffWalking-v1", {}), ("Taxi-v4", {"is_rainy": True})],
+    [
+        ("FrozenLake-v1", {}),
+        ("CliffWalkingSlippery-v1", {}),
+        ("CliffWalking-v1", {}),
+        ("Taxi-v4", {"is_rainy": True}),
+    ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_the_truth_passes(name, options):
@@ -45,12 +52,21 @@ class Lying(gymnasium.Wrapper):
 @pytest.mark.parametrize(
     ("change", "fragments"),
     [
-        (lambda self, s, r, end, cut, info: (s, r - 0.01, end, cut, info), ("reward -0.01", "excludes")),
+        (
+            lambda self, s, r, end, cut, info: (s, r - 0.01, end, cut, info),
+            ("reward -0.01", "excludes"),
+        ),
         (lambda self, s, r, end, cut, info: (s, r, False, cut, info), ("excludes",)),
         (lambda self, s, r, end, cut, info: (s ^ 1, r, end, cut, info), ("led to", "excludes")),
-        (lambda self, s, r, end, cut, info: (s, r, end, cut or self.count == 3, info), ("step 3 of 8 was cut off",)),
+        (
+            lambda self, s, r, end, cut, info: (s, r, end, cut or self.count == 3, info),
+            ("step 3 of 8 was cut off",),
+        ),
         # Only from the fifth step on: the table has no clock.
-        (lambda self, s, r, end, cut, info: (0 if self.count > 4 else s, r, end, cut, info), ("led to", "excludes")),
+        (
+            lambda self, s, r, end, cut, info: (0 if self.count > 4 else s, r, end, cut, info),
+            ("led to", "excludes"),
+        ),
     ],
     ids=["reward", "no end", "state", "cut off", "late"],
 )
@@ -88,7 +104,11 @@ def test_a_change_of_mind_that_the_table_does_not_know():
     env = gymnasium.make("Taxi-v4", fickle_passenger=True)
     flag = iter([False])
     kind = type(env.unwrapped)
-    hidden = type("Hidden", (kind,), {"fickle_passenger": property(lambda self: next(flag, True), lambda self, value: None)})
+    hidden = type(
+        "Hidden",
+        (kind,),
+        {"fickle_passenger": property(lambda self: next(flag, True), lambda self, value: None)},
+    )
     env.unwrapped.__class__ = hidden
     with refused("led to", "excludes"):
         occ.LayeredMDP.from_gymnasium(env, 6)

@@ -27,7 +27,9 @@ ENVIRONMENTS = [
 
 
 def expect(error, *fragments):
-    return pytest.raises(error, match="(?s)" + ".*".join(re.escape(fragment) for fragment in fragments))
+    return pytest.raises(
+        error, match="(?s)" + ".*".join(re.escape(fragment) for fragment in fragments)
+    )
 
 
 def induction(env, horizon):
@@ -36,7 +38,13 @@ def induction(env, horizon):
     value = np.zeros(len(table))
     for _ in range(horizon):
         value = np.array(
-            [max(sum(p * (r + (0 if done else value[s])) for p, s, r, done in row) for row in rows.values()) for rows in table.values()]
+            [
+                max(
+                    sum(p * (r + (0 if done else value[s])) for p, s, r, done in row)
+                    for row in rows.values()
+                )
+                for rows in table.values()
+            ]
         )
     return float(env.unwrapped.initial_state_distrib @ value)
 
@@ -58,12 +66,16 @@ def chain(env, horizon):
     return np.stack(rows), collected
 
 
-@pytest.mark.parametrize(("name", "horizon", "options"), ENVIRONMENTS, ids=lambda x: x if isinstance(x, str) else None)
+@pytest.mark.parametrize(
+    ("name", "horizon", "options"), ENVIRONMENTS, ids=lambda x: x if isinstance(x, str) else None
+)
 def test_an_environment_is_its_table(name, horizon, options):
     env = gymnasium.make(name, **options)
     mdp = occ.LayeredMDP.from_gymnasium(env, horizon, verify=0)
     best = occ.optimal_policy(mdp, mdp.loss).policy
-    assert float(mdp.expected_return(occ.occupancy(mdp, best))) == pytest.approx(induction(env, horizon), abs=1e-12)
+    assert float(mdp.expected_return(occ.occupancy(mdp, best))) == pytest.approx(
+        induction(env, horizon), abs=1e-12
+    )
 
     uniform = occ.occupancy(mdp, occ.uniform_policy(mdp))
     visits, collected = chain(env, horizon)
@@ -72,7 +84,9 @@ def test_an_environment_is_its_table(name, horizon, options):
     torch.testing.assert_close(uniform.sum(-1)[~over], expected[~over], rtol=1e-12, atol=0)
     assert float(mdp.expected_return(uniform)) == pytest.approx(collected, abs=1e-10)
     # The same through losses, and all that was left out is what no policy reaches, and the end.
-    assert float(mdp.reward_map.total((uniform * mdp.loss).sum(), horizon)) == pytest.approx(collected, abs=1e-10)
+    assert float(mdp.reward_map.total((uniform * mdp.loss).sum(), horizon)) == pytest.approx(
+        collected, abs=1e-10
+    )
     assert int((~over).sum()) == int((visits > 0).sum())
     assert bool(mdp.reachable.all())
 
@@ -94,7 +108,9 @@ def test_duplicate_next_states_add_up():
     mdp = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 2, verify=0)
     # From the corner, "left" slips up and stays, is blocked and stays, or slips down.
     assert mdp.origin.tolist() == [0, 0, 1, 4]
-    torch.testing.assert_close(mdp.transitions[0][0, 0], torch.tensor([2 / 3, 0.0, 1 / 3], dtype=F64), rtol=1e-15, atol=0)
+    torch.testing.assert_close(
+        mdp.transitions[0][0, 0], torch.tensor([2 / 3, 0.0, 1 / 3], dtype=F64), rtol=1e-15, atol=0
+    )
 
 
 def test_regret_in_both_units():
@@ -102,7 +118,9 @@ def test_regret_in_both_units():
     uniform = occ.occupancy(mdp, occ.uniform_policy(mdp))
     best = occ.occupancy(mdp, occ.optimal_policy(mdp, mdp.loss).policy)
     regret = ((uniform - best) * mdp.loss).sum()
-    torch.testing.assert_close(mdp.regret_in_rewards(regret), mdp.expected_return(best) - mdp.expected_return(uniform))
+    torch.testing.assert_close(
+        mdp.regret_in_rewards(regret), mdp.expected_return(best) - mdp.expected_return(uniform)
+    )
 
 
 def test_another_start():
@@ -140,7 +158,9 @@ def test_an_environment_that_cannot_be_imported_is_refused_with_the_reason(name,
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", None)
-    with expect(ImportError, "env: 'tabular/CliffWalking-v0' needs a package that is not installed", "jax"):
+    with expect(
+        ImportError, "env: 'tabular/CliffWalking-v0' needs a package that is not installed", "jax"
+    ):
         occ.LayeredMDP.from_gymnasium("tabular/CliffWalking-v0", 3)
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with expect(ImportError, "pip install torch-occ[gymnasium]"):
@@ -157,9 +177,13 @@ def test_options_that_do_not_exist_or_do_not_apply():
 
 
 def test_a_horizon_beyond_the_time_limit():
-    with expect(ValueError, "horizon: FrozenLake-v1 is cut off after 100 steps", "max_episode_steps=101"):
+    with expect(
+        ValueError, "horizon: FrozenLake-v1 is cut off after 100 steps", "max_episode_steps=101"
+    ):
         occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 101)
-    mdp = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 101, options={"max_episode_steps": 101}, verify=0)
+    mdp = occ.LayeredMDP.from_gymnasium(
+        "FrozenLake-v1", 101, options={"max_episode_steps": 101}, verify=0
+    )
     assert mdp.horizon == 101
 
 
@@ -173,16 +197,34 @@ def broken(change):
     ("change", "fragments"),
     [
         (lambda env: env.P[3].update({1: [(0.5, 2, 0.0, False)]}), ("P[3][1]", "sum to 0.5")),
-        (lambda env: env.P[3].update({1: [(1.5, 2, 0.0, False)]}), ("P[3][1]", "next state 2 is 1.5")),
-        (lambda env: env.P[3].update({1: [(1.0, 16, 0.0, False)]}), ("P[3][1]", "next state 16", "16 states")),
+        (
+            lambda env: env.P[3].update({1: [(1.5, 2, 0.0, False)]}),
+            ("P[3][1]", "next state 2 is 1.5"),
+        ),
+        (
+            lambda env: env.P[3].update({1: [(1.0, 16, 0.0, False)]}),
+            ("P[3][1]", "next state 16", "16 states"),
+        ),
         (lambda env: env.P[3].update({1: [(1.0, 2, np.nan, False)]}), ("P[3][1]", "reward", "nan")),
-        (lambda env: env.P[3].update({1: [(1.0, 2, 0.0)]}), ("P[3][1]", "(probability, next state, reward, terminated)", "(1.0, 2, 0.0)")),
+        (
+            lambda env: env.P[3].update({1: [(1.0, 2, 0.0)]}),
+            ("P[3][1]", "(probability, next state, reward, terminated)", "(1.0, 2, 0.0)"),
+        ),
         (lambda env: env.P[3].update({9: [(1.0, 2, 0.0, False)]}), ("P[3]", "action 9")),
         (lambda env: env.P.pop(4), ("P[0][0] leads to state 4", "no action")),
         (lambda env: setattr(env, "P", np.zeros((16, 4, 16))), ("P[0][0]", "list of (probability")),
-        (lambda env: setattr(env, "initial_state_distrib", np.ones(3) / 3), ("initial_state_distrib", "3 entries for 16")),
-        (lambda env: delattr(env, "initial_state_distrib"), ("initial: FrozenLake-v1 does not publish",)),
-        (lambda env: setattr(env, "observation_space", gymnasium.spaces.Discrete(16, start=1)), ("observation space", "Discrete")),
+        (
+            lambda env: setattr(env, "initial_state_distrib", np.ones(3) / 3),
+            ("initial_state_distrib", "3 entries for 16"),
+        ),
+        (
+            lambda env: delattr(env, "initial_state_distrib"),
+            ("initial: FrozenLake-v1 does not publish",),
+        ),
+        (
+            lambda env: setattr(env, "observation_space", gymnasium.spaces.Discrete(16, start=1)),
+            ("observation space", "Discrete"),
+        ),
     ],
 )
 def test_a_malformed_table_is_named_by_its_place(change, fragments):
@@ -202,7 +244,9 @@ def test_a_pair_that_the_table_leaves_out_is_no_action():
 def arrays(num_states=5, num_actions=3, seed=0):
     """P `(A, S, S)` with zeros and an absorbing last state, R of the same shape."""
     rng = np.random.default_rng(seed)
-    P = rng.random((num_actions, num_states, num_states)) * (rng.random((num_actions, num_states, num_states)) < 0.6)
+    P = rng.random((num_actions, num_states, num_states)) * (
+        rng.random((num_actions, num_states, num_states)) < 0.6
+    )
     P[:, :, 0] += 0.1
     P /= P.sum(-1, keepdims=True)
     P[:, -1] = np.eye(num_states)[-1]
@@ -229,10 +273,23 @@ def as_sparse(x):
         lambda P, R: (torch.from_numpy(P), torch.from_numpy(R), 0),
         lambda P, R: (as_sparse(P), as_sparse(R), None),
         lambda P, R: (as_sparse(P), R, None),
-        lambda P, R: (np.fromiter(as_sparse(P), dtype=object), np.fromiter(as_sparse(R), dtype=object), None),
+        lambda P, R: (
+            np.fromiter(as_sparse(P), dtype=object),
+            np.fromiter(as_sparse(R), dtype=object),
+            None,
+        ),
         lambda P, R: (list(P), R, None),
     ],
-    ids=["(A,S,S)", "reward (S,A)", "(S,A,S)", "tensors", "sparse", "sparse, dense reward", "object arrays", "list"],
+    ids=[
+        "(A,S,S)",
+        "reward (S,A)",
+        "(S,A,S)",
+        "tensors",
+        "sparse",
+        "sparse, dense reward",
+        "object arrays",
+        "list",
+    ],
 )
 def test_arrays_in_every_form(form):
     P, R = arrays()
@@ -312,18 +369,34 @@ def test_from_tables_reads_sparse_tables():
 
 def test_duplicate_entries_of_a_sparse_table_add_up():
     index = torch.tensor([[0, 0, 1], [0, 0, 0]])
-    table = torch.sparse_coo_tensor(index, torch.tensor([0.25, 0.75, 1.0], dtype=F64), (2, 1), check_invariants=True)
-    assert occ.LayeredMDP.from_tables(table, 2).to_dense().transitions[0].tolist() == [[[1.0], [1.0]]]
+    table = torch.sparse_coo_tensor(
+        index, torch.tensor([0.25, 0.75, 1.0], dtype=F64), (2, 1), check_invariants=True
+    )
+    assert occ.LayeredMDP.from_tables(table, 2).to_dense().transitions[0].tolist() == [
+        [[1.0], [1.0]]
+    ]
 
 
 @pytest.mark.parametrize(
     ("table", "error", "fragments"),
     [
-        (torch.ones(4, 3, dtype=F64).to_sparse(), ValueError, ("transition", "(S * A, S)", "(4, 3)")),
+        (
+            torch.ones(4, 3, dtype=F64).to_sparse(),
+            ValueError,
+            ("transition", "(S * A, S)", "(4, 3)"),
+        ),
         ([[1.0]], TypeError, ("transition", "list", "torch.as_tensor")),
         (torch.eye(2).long().to_sparse(), ValueError, ("transition", "floating-point")),
-        (torch.tensor([[0.5], [1.0]], dtype=F64).to_sparse(), ValueError, ("transition: state 0, action 0", "sum 0.5")),
-        (torch.tensor([[0.0], [1.0]], dtype=F64).to_sparse(), ValueError, ("transition: state 0, action 0", "sum 0")),
+        (
+            torch.tensor([[0.5], [1.0]], dtype=F64).to_sparse(),
+            ValueError,
+            ("transition: state 0, action 0", "sum 0.5"),
+        ),
+        (
+            torch.tensor([[0.0], [1.0]], dtype=F64).to_sparse(),
+            ValueError,
+            ("transition: state 0, action 0", "sum 0"),
+        ),
     ],
 )
 def test_wrong_sparse_tables_are_named(table, error, fragments):
@@ -359,5 +432,7 @@ def test_a_large_environment_is_stored_sparsely_and_a_small_one_densely(monkeypa
     sparse = occ.LayeredMDP.from_gymnasium("CliffWalkingSlippery-v1", 6, verify=0)
     assert sparse.is_sparse
     policy = occ.uniform_policy(small)
-    torch.testing.assert_close(occ.occupancy(sparse, policy), occ.occupancy(small, policy), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        occ.occupancy(sparse, policy), occ.occupancy(small, policy), rtol=1e-14, atol=0
+    )
     assert torch.equal(sparse.loss, small.loss)

@@ -13,7 +13,10 @@ F64 = torch.float64
 def tables(batch=(), seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = zip(SIZES, (*SIZES[1:], 1), strict=True)
-    return [torch.rand(*batch, here, 2, there, dtype=F64, generator=generator).softmax(-1) for here, there in shapes]
+    return [
+        torch.rand(*batch, here, 2, there, dtype=F64, generator=generator).softmax(-1)
+        for here, there in shapes
+    ]
 
 
 def expect(*fragments):
@@ -39,7 +42,12 @@ def test_a_bad_row_is_named_with_its_value(batch, row, fault):
     bad = tables(batch)
     element = tuple(size - 1 for size in batch)
     bad[1][(*element, 2, 1)] = torch.tensor(row, dtype=F64)
-    with expect("transitions[1]: " + (f"batch element {element}, " if batch else "") + "layer 1, state 2, action 1: ", fault):
+    with expect(
+        "transitions[1]: "
+        + (f"batch element {element}, " if batch else "")
+        + "layer 1, state 2, action 1: ",
+        fault,
+    ):
         occ.LayeredMDP(bad)
 
 
@@ -58,16 +66,40 @@ def test_rounding_and_masked_rows_are_no_errors():
         (lambda P: [], ("transitions", "got none")),
         (lambda P: [P[0], P[1].tolist(), P[2]], ("transitions[1]", "tensor", "list")),
         (lambda P: [P[0], P[1], P[2].long()], ("transitions[2]", "floating-point", "int64")),
-        (lambda P: [P[0], P[1].float(), P[2]], ("transitions[1]", "float32", "transitions[0]", "float64")),
+        (
+            lambda P: [P[0], P[1].float(), P[2]],
+            ("transitions[1]", "float32", "transitions[0]", "float64"),
+        ),
         (lambda P: [P[0], P[1][0], P[2]], ("transitions[1]", "(2, 2)")),
         (lambda P: [P[0], P[1][:, :1], P[2]], ("transitions[1]", "(3, 1, 2)")),
-        (lambda P: [P[0], P[1][:2], P[2]], ("transitions[1]", "layer 1 has 2 states", "transitions[0] leads to 3")),
+        (
+            lambda P: [P[0], P[1][:2], P[2]],
+            ("transitions[1]", "layer 1 has 2 states", "transitions[0] leads to 3"),
+        ),
         (lambda P: [P[0], P[1]], ("transitions[1]", "terminal", "(3, 2, 2)")),
         (lambda P: [P[0][:0], P[1], P[2]], ("transitions[0]", "(0, 2, 3)")),
-        (lambda P: [P[0], P[1], P[2] / 2], ("transitions[2]: layer 2, state 0, action 0: ", "sum to 0.5")),
-        (lambda P: [P[0].expand(2, 1, 2, 3), P[1].expand(3, 3, 2, 2), P[2]], ("transitions[1]", "batch")),
+        (
+            lambda P: [P[0], P[1], P[2] / 2],
+            ("transitions[2]: layer 2, state 0, action 0: ", "sum to 0.5"),
+        ),
+        (
+            lambda P: [P[0].expand(2, 1, 2, 3), P[1].expand(3, 3, 2, 2), P[2]],
+            ("transitions[1]", "batch"),
+        ),
     ],
-    ids=["none", "list", "integer", "dtype", "rank", "actions", "layer size", "no terminal", "empty", "last row", "batches"],
+    ids=[
+        "none",
+        "list",
+        "integer",
+        "dtype",
+        "rank",
+        "actions",
+        "layer size",
+        "no terminal",
+        "empty",
+        "last row",
+        "batches",
+    ],
 )
 def test_a_wrong_layout_is_named(change, fragments):
     with expect(*fragments):
@@ -89,7 +121,10 @@ def no_action_for(state):
         ({"initial": torch.ones(2, dtype=F64) / 2}, ("initial", "(1,)", "(2,)")),
         ({"initial": torch.ones(1)}, ("initial", "float64", "float32")),
         ({"initial": torch.full((1,), 0.5, dtype=F64)}, ("initial: the probabilities sum to 0.5",)),
-        ({"initial": torch.tensor([[1.0], [torch.nan]], dtype=F64)}, ("initial: ", "batch element (1,)", "state 0 is nan")),
+        (
+            {"initial": torch.tensor([[1.0], [torch.nan]], dtype=F64)},
+            ("initial: ", "batch element (1,)", "state 0 is nan"),
+        ),
         ({"origin": torch.arange(5)}, ("origin", "(6,)", "(5,)")),
     ],
 )
@@ -100,7 +135,10 @@ def test_wrong_actions_initial_and_origin_are_named(arguments, fragments):
 
 def test_several_start_states_need_an_initial_distribution():
     ways_out = torch.ones(2, 2, 1, dtype=F64)
-    for initial, fault in ((None, "layer 0 has 2 states"), (torch.tensor([-0.5, 1.5], dtype=F64), "state 0 is -0.5")):
+    for initial, fault in (
+        (None, "layer 0 has 2 states"),
+        (torch.tensor([-0.5, 1.5], dtype=F64), "state 0 is -0.5"),
+    ):
         with expect("initial: ", fault):
             occ.LayeredMDP([ways_out], initial=initial)
 
@@ -118,7 +156,11 @@ def test_attributes_cannot_be_set(name):
 
 
 def test_the_model_keeps_its_own_copy_of_every_tensor():
-    given = {"actions": torch.ones(6, 2, dtype=torch.bool), "initial": torch.ones(1, dtype=F64), "origin": torch.arange(6)}
+    given = {
+        "actions": torch.ones(6, 2, dtype=torch.bool),
+        "initial": torch.ones(1, dtype=F64),
+        "origin": torch.arange(6),
+    }
     transitions = tables()
     mdp = occ.LayeredMDP(transitions, **given)
     for tensor in (*transitions, *given.values()):
@@ -152,16 +194,29 @@ def test_random_depends_on_the_seed_alone():
 def test_random_rows_are_dirichlet(concentration):
     """Of n entries, sum p^2 has the mean (c + 1) / (n c + 1), at 0.01 nearly that of deterministic rows, and each p the mean 1 / n."""
     n = 4
-    rows = occ.LayeredMDP.random(3, n, 2000, concentration=concentration).transitions[1].flatten(0, 1)
+    rows = (
+        occ.LayeredMDP.random(3, n, 2000, concentration=concentration).transitions[1].flatten(0, 1)
+    )
     error = 5 * len(rows) ** -0.5
     assert (rows.sum(-1) - 1).abs().max() < 1e-15 * n
-    torch.testing.assert_close(rows.mean(0), torch.full((n,), 1 / n, dtype=F64), rtol=0, atol=error * float(rows.std()))
+    torch.testing.assert_close(
+        rows.mean(0), torch.full((n,), 1 / n, dtype=F64), rtol=0, atol=error * float(rows.std())
+    )
     squares = rows.square().sum(-1)
-    assert abs(float(squares.mean()) - (concentration + 1) / (n * concentration + 1)) < error * float(squares.std())
+    assert abs(
+        float(squares.mean()) - (concentration + 1) / (n * concentration + 1)
+    ) < error * float(squares.std())
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("horizon", 0), ("width", 0), ("num_actions", -1), ("concentration", 0.0), ("concentration", torch.nan)]
+    ("name", "value"),
+    [
+        ("horizon", 0),
+        ("width", 0),
+        ("num_actions", -1),
+        ("concentration", 0.0),
+        ("concentration", torch.nan),
+    ],
 )
 def test_random_names_a_bad_argument(name, value):
     with expect(f"{name}: ", str(value)):
@@ -173,11 +228,24 @@ def test_random_names_a_bad_argument(name, value):
 
 def test_sizes_and_places():
     mdp = occ.LayeredMDP(tables((7,)))
-    assert (mdp.horizon, mdp.num_states, mdp.num_actions, mdp.num_pairs, mdp.layer_sizes) == (3, 6, 2, 12, SIZES)
+    assert (mdp.horizon, mdp.num_states, mdp.num_actions, mdp.num_pairs, mdp.layer_sizes) == (
+        3,
+        6,
+        2,
+        12,
+        SIZES,
+    )
     assert mdp.layer.tolist() == [0, 1, 1, 1, 2, 2]
     assert mdp.layer_slices == (slice(0, 1), slice(1, 4), slice(4, 6))
-    assert [mdp.locate(s) for s in (0, 3, 4)] == ["layer 0, state 0", "layer 1, state 2", "layer 2, state 0"]
-    assert repr(mdp) == "LayeredMDP(horizon=3, layers=[1, 3, 2], num_actions=2, num_pairs=12, batch=(7,))"
+    assert [mdp.locate(s) for s in (0, 3, 4)] == [
+        "layer 0, state 0",
+        "layer 1, state 2",
+        "layer 2, state 0",
+    ]
+    assert (
+        repr(mdp)
+        == "LayeredMDP(horizon=3, layers=[1, 3, 2], num_actions=2, num_pairs=12, batch=(7,))"
+    )
 
 
 def test_with_transitions_changes_the_probabilities_and_nothing_else():
@@ -186,7 +254,9 @@ def test_with_transitions_changes_the_probabilities_and_nothing_else():
     mdp.joint_transitions, mdp.batch_shape  # noqa: B018 (cached; must not be carried over)
     other = mdp.with_transitions(tables((2,), seed=1), torch.ones(2, 1, dtype=F64))
     assert other.batch_shape == (2,)
-    assert torch.equal(other.joint_transitions[..., 0, :, 1:4], tables((2,), seed=1)[0][..., 0, :, :])
+    assert torch.equal(
+        other.joint_transitions[..., 0, :, 1:4], tables((2,), seed=1)[0][..., 0, :, :]
+    )
     assert other.actions.tolist() == actions.tolist()
     assert (other.origin.tolist(), mdp.batch_shape) == (mdp.origin.tolist(), ())
 
@@ -194,6 +264,8 @@ def test_with_transitions_changes_the_probabilities_and_nothing_else():
 def test_to_converts_every_floating_point_tensor():
     mdp = occ.LayeredMDP(tables())
     single = mdp.to(dtype=torch.float32)
-    assert {x.dtype for x in (single.initial, single.joint_transitions, *single.transitions)} == {torch.float32}
+    assert {x.dtype for x in (single.initial, single.joint_transitions, *single.transitions)} == {
+        torch.float32
+    }
     assert (single.actions.dtype, single.origin.dtype, mdp.dtype) == (torch.bool, torch.int64, F64)
     assert single.to("meta").device.type == "meta"

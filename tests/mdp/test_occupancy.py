@@ -19,7 +19,11 @@ def batch_of_mdps(*batch):
 
     actions = torch.ones(7, 3, dtype=torch.bool)
     actions[0, 2] = actions[3, 0] = actions[3, 1] = False
-    transitions = [distribution(*batch, 2, 3, 3), distribution(3, 3, 2), torch.ones(2, 3, 1, dtype=F64)]
+    transitions = [
+        distribution(*batch, 2, 3, 3),
+        distribution(3, 3, 2),
+        torch.ones(2, 3, 1, dtype=F64),
+    ]
     return occ.LayeredMDP(transitions, actions=actions, initial=distribution(*batch, 2))
 
 
@@ -31,7 +35,10 @@ every_mdp = pytest.mark.parametrize("build", MDPS.values(), ids=MDPS)
 
 def random_policy(mdp, *batch, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    weights = torch.rand(*batch, mdp.num_states, mdp.num_actions, dtype=F64, generator=generator) * mdp.actions
+    weights = (
+        torch.rand(*batch, mdp.num_states, mdp.num_actions, dtype=F64, generator=generator)
+        * mdp.actions
+    )
     return weights / weights.sum(-1, keepdim=True)
 
 
@@ -53,7 +60,10 @@ def test_dense_and_layered_flow_agree(build, leading):
     policy = random_policy(mdp, *leading)
     close(dense.forward(policy, v), layered.forward(policy, v))
     close(dense.backward(policy, v), layered.backward(policy, v))
-    assert dense.inflow(x).shape == (*torch.broadcast_shapes(leading, mdp.joint_transitions.shape[:-3]), mdp.num_states)
+    assert dense.inflow(x).shape == (
+        *torch.broadcast_shapes(leading, mdp.joint_transitions.shape[:-3]),
+        mdp.num_states,
+    )
 
 
 @every_mdp
@@ -124,7 +134,10 @@ def test_flow_residual_measures_each_state():
 def test_reachability_is_the_product_of_the_steps_between(build, leading):
     mdp = build()
     policy = random_policy(mdp, *(leading if len(mdp.batch_shape) < 2 else ()))
-    steps = [torch.einsum("...sa,...sap->...sp", pi, P) for pi, P in zip(mdp.split(policy, -2), mdp.transitions, strict=True)]
+    steps = [
+        torch.einsum("...sa,...sap->...sp", pi, P)
+        for pi, P in zip(mdp.split(policy, -2), mdp.transitions, strict=True)
+    ]
     batch = torch.broadcast_shapes(policy.shape[:-2], mdp.batch_shape)
     expected = torch.zeros(*batch, mdp.num_states, mdp.num_states, dtype=F64)
     for k, here in enumerate(mdp.layer_slices):
@@ -150,7 +163,9 @@ def test_the_optimal_policy_is_the_best_of_all_deterministic_ones(name, seed):
     mdp = occ.LayeredMDP.random(3, 2, 3, seed=seed) if name == "random" else MDPS[name]()
     loss = random_loss(mdp, seed=seed) - 0.5
     plan = occ.optimal_policy(mdp, loss)
-    policies = deterministic_policies(mdp).reshape(-1, *(1,) * len(mdp.batch_shape), mdp.num_states, mdp.num_actions)
+    policies = deterministic_policies(mdp).reshape(
+        -1, *(1,) * len(mdp.batch_shape), mdp.num_states, mdp.num_actions
+    )
     costs = (occ.occupancy(mdp, policies) * loss).sum((-2, -1))
     best = costs.amin(0)
     close((plan.value[..., mdp.layer == 0] * mdp.initial).sum(-1), best)
@@ -174,7 +189,9 @@ def test_gaps_and_the_performance_difference(build):
 
 
 def test_the_first_of_equal_actions_is_chosen():
-    plan = occ.optimal_policy(occ.LayeredMDP([torch.ones(1, 3, 1, dtype=F64)]), torch.tensor([[2.0, 1.0, 1.0]], dtype=F64))
+    plan = occ.optimal_policy(
+        occ.LayeredMDP([torch.ones(1, 3, 1, dtype=F64)]), torch.tensor([[2.0, 1.0, 1.0]], dtype=F64)
+    )
     assert plan.policy.tolist() == [[0.0, 1.0, 0.0]]
     assert plan.gaps.tolist() == [[1.0, 0.0, 0.0]]
 
@@ -183,7 +200,10 @@ def test_the_first_of_equal_actions_is_chosen():
 
 
 def test_an_earlier_use_without_gradients_does_not_switch_them_off():
-    transitions = [torch.full((1, 2, 2), 0.5, dtype=F64).requires_grad_(), torch.ones(2, 2, 1, dtype=F64)]
+    transitions = [
+        torch.full((1, 2, 2), 0.5, dtype=F64).requires_grad_(),
+        torch.ones(2, 2, 1, dtype=F64),
+    ]
     mdp = occ.LayeredMDP(transitions)
     with torch.no_grad():
         occ.interior_point(mdp)

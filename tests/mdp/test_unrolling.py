@@ -48,13 +48,19 @@ def test_the_occupancy_is_that_of_the_markov_chain(initial, terminal):
     chain = markov_chain(P, initial, terminal, policy)
     ended = chain[:, list(terminal)].sum(-1)
     alive = chain[mdp.layer, mdp.origin.clamp(min=0)]
-    torch.testing.assert_close(q.sum(-1), torch.where(over, ended[mdp.layer], alive), rtol=1e-13, atol=0)
-    torch.testing.assert_close(q[~over], alive[~over].unsqueeze(-1) * policy[mdp.origin[~over]], rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        q.sum(-1), torch.where(over, ended[mdp.layer], alive), rtol=1e-13, atol=0
+    )
+    torch.testing.assert_close(
+        q[~over], alive[~over].unsqueeze(-1) * policy[mdp.origin[~over]], rtol=1e-13, atol=0
+    )
 
     # Exactly the states that a policy reaches at each step were created, and one end a layer.
     chain[:, list(terminal)] = 0.0
     created = {(int(k), int(s)) for k, s in zip(mdp.layer, mdp.origin, strict=True)}
-    possible = {(int(k), int(s)) for k, s in chain.nonzero()} | {(k, ABSORBING) for k in range(HORIZON) if ended[k] > 0}
+    possible = {(int(k), int(s)) for k, s in chain.nonzero()} | {
+        (k, ABSORBING) for k in range(HORIZON) if ended[k] > 0
+    }
     assert created == possible
     assert mdp.num_states == len(created)
     assert bool(mdp.reachable.all())
@@ -64,11 +70,15 @@ def test_terminal_states_and_masks():
     P = table()
     P[3] = torch.nan  # ignored: terminal
     P[1, 1] = -1.0  # ignored: no such action
-    mdp = occ.LayeredMDP.from_tables(P, 3, torch.tensor([0.0, 0.75, 0.0, 0.25, 0.0], dtype=F64), terminal=[3], actions=ACTIONS)
+    mdp = occ.LayeredMDP.from_tables(
+        P, 3, torch.tensor([0.0, 0.75, 0.0, 0.25, 0.0], dtype=F64), terminal=[3], actions=ACTIONS
+    )
     assert mdp.origin.tolist() == [1, ABSORBING, 2, ABSORBING, 0, 4, ABSORBING]
     assert mdp.initial.tolist() == [0.75, 0.25]
     end = torch.tensor([True, False, False])
-    assert torch.equal(mdp.actions, torch.stack([ACTIONS[1], end, ACTIONS[2], end, ACTIONS[0], ACTIONS[4], end]))
+    assert torch.equal(
+        mdp.actions, torch.stack([ACTIONS[1], end, ACTIONS[2], end, ACTIONS[0], ACTIONS[4], end])
+    )
     assert mdp.transitions[1][1, 0].tolist() == [0.0, 0.0, 1.0]  # the end waits
 
 
@@ -100,15 +110,27 @@ NO_ACTION = ACTIONS & (torch.arange(5) != 3).unsqueeze(-1)
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        ({"transition": broken(3, 1, [0, 0, 0, 0.5, 0.25])}, ("transition: state 3, action 1: ", "0.75")),
-        ({"transition": broken(3, 1, [0, 0, 0, -0.5, 1.5])}, ("transition: state 3, action 1: ", "-0.5")),
-        ({"transition": broken(3, 1, [0, 0, 0, torch.nan, 1])}, ("transition: state 3, action 1: ", "nan")),
+        (
+            {"transition": broken(3, 1, [0, 0, 0, 0.5, 0.25])},
+            ("transition: state 3, action 1: ", "0.75"),
+        ),
+        (
+            {"transition": broken(3, 1, [0, 0, 0, -0.5, 1.5])},
+            ("transition: state 3, action 1: ", "-0.5"),
+        ),
+        (
+            {"transition": broken(3, 1, [0, 0, 0, torch.nan, 1])},
+            ("transition: state 3, action 1: ", "nan"),
+        ),
         ({"transition": table()[:4]}, ("transition", "(S, A, S)", "(4, 3, 5)")),
         ({"horizon": 0}, ("horizon", "0")),
         ({"terminal": [1, 5]}, ("terminal", "state 5", "5 states")),
         ({"initial": 5}, ("initial", "state 5", "5 states")),
         ({"initial": torch.ones(4, dtype=F64) / 4}, ("initial", "(5,)", "(4,)")),
-        ({"initial": torch.tensor([0, 0, 1.5, -0.5, 0], dtype=F64)}, ("initial", "state 3", "-0.5")),
+        (
+            {"initial": torch.tensor([0, 0, 1.5, -0.5, 0], dtype=F64)},
+            ("initial", "state 3", "-0.5"),
+        ),
         ({"initial": torch.tensor([0, 0, 0.5, 0, 0], dtype=F64)}, ("initial: ", "0.5")),
         ({"initial": torch.zeros(5, dtype=F64)}, ("initial: ", "sum to 0")),
         ({"actions": NO_ACTION}, ("actions: state 3", "no action")),
@@ -118,7 +140,12 @@ NO_ACTION = ACTIONS & (torch.arange(5) != 3).unsqueeze(-1)
 )
 def test_errors_speak_of_the_states_of_the_table(arguments, fragments):
     with pytest.raises(ValueError, match=".*".join(map(re.escape, fragments))):
-        occ.LayeredMDP.from_tables(**({"transition": table(), "horizon": HORIZON, "initial": 1, "actions": ACTIONS} | arguments))
+        occ.LayeredMDP.from_tables(
+            **(
+                {"transition": table(), "horizon": HORIZON, "initial": 1, "actions": ACTIONS}
+                | arguments
+            )
+        )
 
 
 # -- states that no policy reaches ----------------------------------------------------------------------------------------
@@ -126,12 +153,17 @@ def test_errors_speak_of_the_states_of_the_table(arguments, fragments):
 
 def partly_unreachable():
     """Layers of 3, 3, 2; states 1, 4 and 6 are out of reach: only masked pairs and each other lead there."""
-    first = torch.tensor([[[0.5, 0.0, 0.5], [0.0, 1.0, 0.0]], [[0, 1, 0], [0, 1, 0]], [[0.25, 0, 0.75], [1, 0, 0]]], dtype=F64)
+    first = torch.tensor(
+        [[[0.5, 0.0, 0.5], [0.0, 1.0, 0.0]], [[0, 1, 0], [0, 1, 0]], [[0.25, 0, 0.75], [1, 0, 0]]],
+        dtype=F64,
+    )
     second = torch.tensor([[[0.0, 1.0], [0, 1]], [[1, 0], [1, 0]], [[0, 1], [1, 0]]], dtype=F64)
     actions = torch.ones(8, 2, dtype=torch.bool)
     actions[0, 1] = actions[5, 1] = False
     initial = torch.tensor([0.5, 0.0, 0.5], dtype=F64)
-    return occ.LayeredMDP([first, second, torch.ones(2, 2, 1, dtype=F64)], actions=actions, initial=initial)
+    return occ.LayeredMDP(
+        [first, second, torch.ones(2, 2, 1, dtype=F64)], actions=actions, initial=initial
+    )
 
 
 def test_prune_keeps_what_is_reached():
@@ -142,7 +174,9 @@ def test_prune_keeps_what_is_reached():
     assert pruned.origin.tolist() == [0, 2, 3, 5, 7]
     assert pruned.prune() is pruned
     policy = occ.uniform_policy(mdp)
-    assert torch.equal(occ.occupancy(pruned, pruned.lift(policy)), occ.occupancy(mdp, policy)[pruned.origin])
+    assert torch.equal(
+        occ.occupancy(pruned, pruned.lift(policy)), occ.occupancy(mdp, policy)[pruned.origin]
+    )
 
 
 def test_in_a_batch_a_state_is_reachable_if_every_element_reaches_it_by_whatever_way():
@@ -150,7 +184,11 @@ def test_in_a_batch_a_state_is_reachable_if_every_element_reaches_it_by_whatever
         return torch.tensor([[first], [second]], dtype=F64)
 
     halves, ways_out = torch.full((1, 1, 2), 0.5, dtype=F64), torch.ones(2, 1, 1, dtype=F64)
-    straight, crossed, merged = crossing([1, 0], [0, 1]), crossing([0, 1], [1, 0]), crossing([1, 0], [1, 0])
+    straight, crossed, merged = (
+        crossing([1, 0], [0, 1]),
+        crossing([0, 1], [1, 0]),
+        crossing([1, 0], [1, 0]),
+    )
     mdp = occ.LayeredMDP([halves, torch.stack([straight, crossed]), ways_out])
     assert mdp.reachable.tolist() == [True] * 5
     mdp = occ.LayeredMDP([halves, torch.stack([straight, merged]), ways_out])

@@ -426,7 +426,8 @@ class Interrupted(occ.Callback):
 def test_an_interrupted_run_shows_what_it_had(tmp_path):
     board = occ.TensorBoard(tmp_path, images_per_decade=0)
     certificate = theory.Certificate(board)
-    play(300, board, certificate, Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        play(300, board, certificate, Interrupted())
     assert certificate.curves["episodes"].tolist()[-1] == 20
     time.sleep(1.01)
     assert read(tmp_path).Scalars("theory/regret")[-1].step == 20

@@ -1,6 +1,7 @@
 """The tuner: it finds what is known, resumes to the bit, and says what went wrong."""
 
 import math
+import os
 from typing import ClassVar
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch.distributions import constraints
 
 import torch_occ as occ
+from torch_occ.tuning.board import TuningBoard
 from torch_occ.tuning.objectives import Evaluation
 from torch_occ.tuning.refinement import HOPELESS, Search
 from torch_occ.tuning.trials import by_leaping
@@ -103,32 +105,66 @@ def test_a_failing_certificate_is_a_failure():
     assert found.start > 0
 
 
+@pytest.mark.bits
 def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
     mdp, mean = world()
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 1000)
     whole = occ.tune(objective, psi_of(), steps=6, starts=2)
 
     class Interrupted(occ.ForecastObjective):
+        fingerprint_ignores = ("calls",)
         calls = 0
 
         def __call__(self, regularizer):
-            Interrupted.calls += 1
-            if Interrupted.calls == 4:
+            self.calls += 1
+            if self.calls == 4:
                 raise KeyboardInterrupt
             return super().__call__(regularizer)
 
-    Interrupted.__qualname__ = "ForecastObjective"
-    broken = Interrupted([occ.World("stochastic", mdp, mean)], 1000)
+    objective = Interrupted([occ.World("stochastic", mdp, mean)], 1000)
     path = tmp_path / "tuning.pt"
-    part = occ.tune(broken, psi_of(), steps=6, starts=2, save_to=path)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        occ.tune(objective, psi_of(), steps=6, starts=2, save_to=path)
+    part = caught.value.result
+    assert caught.value.saved_to == path
+    assert "stopped after 3 of 7 steps; saved to" in caught.value.__notes__[0]
     assert not part.finished
     assert len(part.values) == 3
     resumed = occ.tune(objective, psi_of(), steps=6, starts=2, save_to=path)
     assert torch.equal(resumed.values, whole.values)
     assert torch.equal(resumed.path, whole.path)
     assert resumed.parameters == whole.parameters
-    with pytest.raises(ValueError, match="belongs to another tuning"):
+    with pytest.raises(ValueError, match=r"belongs to another tuning, .* the same options"):
         occ.tune(objective, psi_of(), steps=7, starts=2, save_to=path)
+
+
+def test_a_full_disk_costs_neither_the_tuning_nor_its_result(tmp_path, monkeypatch):
+    mdp, mean = world()
+    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 1000)
+    whole = occ.tune(objective, psi_of(), steps=2, starts=1)
+    replace = os.replace
+
+    def full_after_one(source, target, calls=[]):  # noqa: B006
+        calls.append(target)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full_after_one)
+    monkeypatch.setattr(TuningBoard, "_write", full_disk)
+    options = {"save_to": tmp_path / "tuning", "directory": tmp_path / "log"}
+    with pytest.warns(UserWarning, match="No space left on device") as caught:
+        found = occ.tune(objective, psi_of(), steps=2, starts=1, **options)
+    assert torch.equal(found.values, whole.values)
+    messages = [str(warning.message) for warning in caught]
+    assert "the tuning goes on without TensorBoard" in messages[0]
+    assert ["save_to: the tuning is not saved" in text for text in messages] == [False, True, True]
+    monkeypatch.undo()
+    resumed = occ.tune(objective, psi_of(), steps=2, starts=1, save_to=tmp_path / "tuning")
+    assert torch.equal(resumed.values, whole.values)
 
 
 def test_tensorboard_gets_the_meta_curves(tmp_path):

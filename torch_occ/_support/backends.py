@@ -37,7 +37,9 @@ def engine_takes(backend: Backend, why_not: Callable[[], str | None]) -> bool:
         reason = why_not()
     except ImportError as error:
         if backend == "engine":
-            raise ImportError("backend: the engine needs numba: pip install torch-occ[engine]") from error
+            raise ImportError(
+                "backend: the engine needs numba: pip install torch-occ[engine]"
+            ) from error
         return False
     if reason is not None and backend == "engine":
         raise ValueError(f"backend: {reason}; use backend='torch'")

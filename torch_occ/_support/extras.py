@@ -21,7 +21,14 @@ def progress_bar(total: int, done: int, unit: str, label: str = "") -> Any:
     """A bar on standard error, with its speed and the time that is left."""
     with extra("experiments", "the progress bar needs tqdm"):
         from tqdm import tqdm
-    return tqdm(total=total, initial=done, desc=label or None, unit=unit, dynamic_ncols=True, mininterval=0.5)
+    return tqdm(
+        total=total,
+        initial=done,
+        desc=label or None,
+        unit=unit,
+        dynamic_ncols=True,
+        mininterval=0.5,
+    )
 
 
 def summary_writer(directory: str | Path, **options: Any) -> Any:

@@ -1,6 +1,7 @@
 """Everything that is private of other packages, and may change with their next release.
 
-Each function says what would replace it. No other module reads a private name of torch, Numba, TensorBoard or the standard library.
+Each function says what would replace it. No other module reads a private name of torch, Numba, TensorBoard or the standard library,
+but torch_occ._support.caching, which derives from the classes of Numba's cache.
 """
 
 from __future__ import annotations
@@ -71,6 +72,18 @@ def standard_gamma(shape: Tensor, generator: torch.Generator) -> Tensor:
 def indices(p: Tensor) -> Tensor:
     """The indices of a COO tensor as they are stored; `Tensor.indices` would refuse one that is not coalesced."""
     return p._indices()
+
+
+def values(p: Tensor) -> Tensor:
+    """The values of a COO tensor as they are stored; see `indices`."""
+    return p._values()
+
+
+def held_by(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Parameters, buffers, children and hooks of a module, by name; `named_children` leaves out what is there twice."""
+    for table in (module._parameters, module._buffers, module._modules):
+        yield from table.items()
+    yield "hooks", [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def parameter_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:

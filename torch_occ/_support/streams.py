@@ -31,13 +31,18 @@ def stream(seed: int, purpose: Purpose, chunk: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=_key(seed, purpose, chunk)))
 
 
-def uniforms(seeds: Sequence[int], purpose: Purpose, chunks: Sequence[int], shape: tuple[int, ...]) -> Tensor:
+def uniforms(
+    seeds: Sequence[int], purpose: Purpose, chunks: Sequence[int], shape: tuple[int, ...]
+) -> Tensor:
     """Uniform numbers in [0, 1) for the episodes of some chunks, `(N, len(chunks) * CHUNK, *shape)`."""
     numbers = np.empty((len(seeds), len(chunks), CHUNK, *shape))
 
     def fill(n: int) -> None:
         philox = np.random.Philox(0)
-        generator, fresh = np.random.Generator(philox), philox.state  # keyed anew, it does not gather entropy that nobody asked for
+        generator, fresh = (
+            np.random.Generator(philox),
+            philox.state,
+        )  # keyed anew, it does not gather entropy that nobody asked for
         for block, chunk in zip(numbers[n], chunks, strict=True):
             fresh["state"]["key"] = _key(seeds[n], purpose, chunk)
             philox.state = fresh

@@ -11,15 +11,24 @@ from typing import Any
 from torch_occ._support.files import write_atomically
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+def markdown(
+    header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
+) -> str:
     """A Markdown table that reads well as plain text. The columns `left` are aligned to the left."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
-        aligned = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        aligned = (
+            c.ljust(w) if i in left else c.rjust(w)
+            for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        )
         return "| " + " | ".join(aligned) + " |"
 
-    rule = "|" + "|".join("-" * (w + 1) + ("-" if i in left else ":") for i, w in enumerate(widths)) + "|"
+    rule = (
+        "|"
+        + "|".join("-" * (w + 1) + ("-" if i in left else ":") for i, w in enumerate(widths))
+        + "|"
+    )
     return "\n".join([line(header), rule, *(line(row) for row in rows)])
 
 
@@ -27,7 +36,17 @@ def latex(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[i
     """The same table as a LaTeX `tabular` with the rules of the package booktabs."""
     columns = "".join("l" if i in left else "r" for i in range(len(header)))
     lines = [" & ".join(map(_escape, row)) + r" \\" for row in [header, *rows]]
-    return "\n".join([rf"\begin{{tabular}}{{{columns}}}", r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}"])
+    return "\n".join(
+        [
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            lines[0],
+            r"\midrule",
+            *lines[1:],
+            r"\bottomrule",
+            r"\end{tabular}",
+        ]
+    )
 
 
 def _escape(text: str) -> str:

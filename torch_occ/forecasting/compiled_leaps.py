@@ -32,7 +32,13 @@ def why_not(mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimat
 
 
 def leap_compiled(
-    mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimator, course: Course, particles: int, seed: int, accuracy: float
+    mdp: LayeredMDP,
+    regularizer: Regularizer,
+    estimator: CentredEstimator,
+    course: Course,
+    particles: int,
+    seed: int,
+    accuracy: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the particles paid beyond the best policy of every phase `(N, C)`, and their leaps and uncertified steps `(N,)`."""
     regularizer.validate()
@@ -43,7 +49,11 @@ def leap_compiled(
         weights = weights_of(found).expand(len(log_t), -1)
         terms = Terms(*kinds_of(found), exponents_of(found).numpy())
         # No q reaches a threshold of 2.
-        threshold = estimator.threshold(log_t.exp()) if isinstance(estimator, ReducedVariance) else torch.full_like(log_t, 2.0)
+        threshold = (
+            estimator.threshold(log_t.exp())
+            if isinstance(estimator, ReducedVariance)
+            else torch.full_like(log_t, 2.0)
+        )
     log_weights = torch.where(weights == 0, 1.0, weights.abs()).log().contiguous().numpy()
     model = model_of(mdp)
     way = Way(
@@ -68,7 +78,13 @@ def leap_compiled(
     seeds = np.random.SeedSequence(seed).generate_state(particles).astype(np.int64)
 
     def play(i: int) -> None:
-        scratch = (np.zeros(len(way.middle)), np.zeros(len(way.signs)), np.zeros(mdp.num_states), np.zeros(0), make_work(model))
+        scratch = (
+            np.zeros(len(way.middle)),
+            np.zeros(len(way.signs)),
+            np.zeros(mdp.num_states),
+            np.zeros(0),
+            make_work(model),
+        )
         leap_alone(model, terms, way, seeds[i], regret[i].numpy(), counts[i].numpy(), *scratch)
 
     with patiently:

@@ -30,14 +30,20 @@ class Course(NamedTuple):
     noise: Noise
 
     @classmethod
-    def of(cls, mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int, per_decade: int = 10) -> Course:
+    def of(
+        cls, mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int, per_decade: int = 10
+    ) -> Course:
         phases, noise = phases_of(mdp, losses, episodes)
         if mdp.batch_shape or phases[0].mean.dim() != 2:
-            raise ValueError("leaping takes one MDP and one table of means (S, A) at a time; forecast takes batches")
+            raise ValueError(
+                "leaping takes one MDP and one table of means (S, A) at a time; forecast takes batches"
+            )
         every = {*log_spaced(episodes, per_decade), *(phase.start for phase in phases[1:])}
         stops = torch.tensor(sorted(every), dtype=mdp.dtype, device=mdp.device)
         starts = torch.tensor([phase.start for phase in phases], dtype=mdp.dtype, device=mdp.device)
         phase = torch.bucketize(stops, starts) - 1
         means = torch.stack([phase.mean for phase in phases]).detach()
-        gaps = optimal_policy(mdp, means).gaps
-        return cls(stops, phase, means, gaps, comparator(mdp, totals(phases, gaps, stops, phase)), noise)
+        gaps = optimal_policy(mdp, means, in_order=True).gaps
+        return cls(
+            stops, phase, means, gaps, comparator(mdp, totals(phases, gaps, stops, phase)), noise
+        )

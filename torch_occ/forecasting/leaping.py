@@ -89,7 +89,9 @@ def predict(
             path = forecast(mdp, regularizer, losses, episodes)
         if bool(path.reliable):
             return Prediction(path.final, torch.zeros_like(path.final), "mean path")
-    found = leap(mdp, regularizer, losses, episodes, estimator=estimator, particles=particles, seed=seed)
+    found = leap(
+        mdp, regularizer, losses, episodes, estimator=estimator, particles=particles, seed=seed
+    )
     return Prediction(found.final, found.standard_error[-1], "leaping")
 
 
@@ -127,9 +129,13 @@ def leap(
             "regularizer at a time; forecast and leap_smoothly take a batch"
         )
     estimate, course = centred(estimator), Course.of(mdp, losses, int(episodes))
-    if engine_takes(backend, lambda: later("forecasting.compiled_leaps").why_not(mdp, regularizer, estimate)):
+    if engine_takes(
+        backend, lambda: later("forecasting.compiled_leaps").why_not(mdp, regularizer, estimate)
+    ):
         play = later("forecasting.compiled_leaps").leap_compiled
     else:
         play = leap_in_torch
-    expected, leaps, uncertified = play(mdp, regularizer, estimate, course, particles, seed, accuracy)
+    expected, leaps, uncertified = play(
+        mdp, regularizer, estimate, course, particles, seed, accuracy
+    )
     return Leaps(course.stops.long(), expected - course.best, leaps, uncertified)

@@ -103,10 +103,14 @@ def forecast(
     estimate = centred(estimator)
     phases, noise = phases_of(mdp, losses, int(episodes))
     step = FTRLStep(mdp, regularizer)
-    grid = Quadrature.over([phase.start for phase in phases], int(episodes), per_decade, mdp.transitions[0])
+    grid = Quadrature.over(
+        [phase.start for phase in phases], int(episodes), per_decade, mdp.transitions[0]
+    )
     given = step.evaluator.batch_shape(step.evaluator.own_parameters)
     batch = torch.broadcast_shapes(phases[0].mean.shape[:-2], mdp.batch_shape, given)
-    mean = torch.stack([phase.mean.expand(*batch, *phase.mean.shape[-2:]) for phase in phases])  # (P, *batch, S, A)
+    mean = torch.stack(
+        [phase.mean.expand(*batch, *phase.mean.shape[-2:]) for phase in phases]
+    )  # (P, *batch, S, A)
     t = grid.t.reshape(-1, *(1,) * len(batch)).expand(-1, *batch)  # (K, *batch)
     now = mean[grid.phase]  # (K, *batch, S, A)
     solution = step.solve(totals(phases, mean, grid.t - 1, grid.phase), t, check=False)
@@ -115,7 +119,9 @@ def forecast(
     gaps = optimal_policy(mdp, mean).gaps  # (P, *batch, S, A)
     # With gaps in place of losses both sums lose what every policy pays, and nothing large has to cancel.
     ends = grid.ends.to(mdp.dtype)
-    best = comparator(mdp, totals(phases, gaps, ends, torch.bucketize(ends, _starts(phases, ends)) - 1))
+    best = comparator(
+        mdp, totals(phases, gaps, ends, torch.bucketize(ends, _starts(phases, ends)) - 1)
+    )
     drift = grid.sums((q * gaps[grid.phase]).sum((-2, -1))) - best
 
     linear = Linearization(step, q, t)
@@ -126,13 +132,19 @@ def forecast(
     C = grid.sums_before(visited - outer(flat - b))
     u = (Pi @ flat.unsqueeze(-1)).squeeze(-1).unflatten(-1, q.shape[-2:])
     bend = linear.bend(u, Pi @ C @ Pi)
-    square = (Pi * visited).sum((-2, -1)) + (b.unsqueeze(-2) @ Pi @ (2 * flat - b).unsqueeze(-1))[..., 0, 0]  # E |loss_estimate|^2_Pi
+    square = (Pi * visited).sum((-2, -1)) + (b.unsqueeze(-2) @ Pi @ (2 * flat - b).unsqueeze(-1))[
+        ..., 0, 0
+    ]  # E |loss_estimate|^2_Pi
     curves = (drift, grid.sums(-0.5 * bend), grid.sums(0.5 * square))
-    drift, fluctuation, stability = (torch.where(certified, curve, torch.nan).movedim(0, -1) for curve in curves)
+    drift, fluctuation, stability = (
+        torch.where(certified, curve, torch.nan).movedim(0, -1) for curve in curves
+    )
     return Forecast(grid.ends, drift, fluctuation, stability, certified)
 
 
-def second_moment(mdp: LayeredMDP, q: Tensor, mean: Tensor, noise: Noise, baseline: Tensor) -> Tensor:
+def second_moment(
+    mdp: LayeredMDP, q: Tensor, mean: Tensor, noise: Noise, baseline: Tensor
+) -> Tensor:
     """E[x x'] of one episode, `(*batch, S * A, S * A)`, with x = (loss - b) / q on the visited pairs: what a loss estimate has beyond b.
 
     With m = mean - b, for pairs i before j it is m_i m_j P(i and j are visited) / (q_i q_j) = m_i m_j P(s_j is passed | i) / q(s_j); on
@@ -159,7 +171,10 @@ def totals(phases: list[Phase], values: Tensor, episodes: Tensor, phase: Tensor)
     starts = _starts(phases, episodes)
     lengths = torch.diff(starts).reshape(-1, *(1,) * (values.dim() - 1))
     finished = torch.cat([torch.zeros_like(values[:1]), (lengths * values[:-1]).cumsum(0)])
-    return finished[phase] + (episodes - starts[phase]).reshape(-1, *(1,) * (values.dim() - 1)) * values[phase]
+    return (
+        finished[phase]
+        + (episodes - starts[phase]).reshape(-1, *(1,) * (values.dim() - 1)) * values[phase]
+    )
 
 
 def _starts(phases: list[Phase], like: Tensor) -> Tensor:

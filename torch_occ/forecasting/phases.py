@@ -11,7 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.game.losses import Corrupted, LossProcess, Noise, Stationary, StochasticallyConstrained, SwitchingLosses
+from torch_occ.game.losses import (
+    Corrupted,
+    LossProcess,
+    Noise,
+    Stationary,
+    StochasticallyConstrained,
+    SwitchingLosses,
+)
 from torch_occ.mdp.layered import LayeredMDP
 
 #: A forecast takes a fixed number of solves for each phase; beyond so many of them simulating is the better way.
@@ -25,7 +32,9 @@ class Phase(NamedTuple):
     mean: Tensor  # (*batch, S, A)
 
 
-def phases_of(mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int) -> tuple[list[Phase], Noise]:
+def phases_of(
+    mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int
+) -> tuple[list[Phase], Noise]:
     """The phases of the first `episodes` episodes, and the kind of noise; means `(*batch, S, A)` alone stand for Bernoulli losses."""
     if isinstance(losses, Tensor):
         return [Phase(0, losses)], "bernoulli"
@@ -34,7 +43,9 @@ def phases_of(mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int) -> t
     if isinstance(losses, SwitchingLosses):
         count = -(-episodes // losses.period)
         _check_count(losses, count)
-        return [Phase(i * losses.period, losses.tables[i % len(losses.tables)]) for i in range(count)], losses.noise
+        return [
+            Phase(i * losses.period, losses.tables[i % len(losses.tables)]) for i in range(count)
+        ], losses.noise
     if isinstance(losses, StochasticallyConstrained):
         starts = [0, *(end for end in losses._phase_ends(episodes).tolist() if end < episodes)]
         _check_count(losses, len(starts))
@@ -51,7 +62,10 @@ def _corrupted(mdp: LayeredMDP, losses: Corrupted, episodes: int) -> list[Phase]
     """Full corruption while the budget lasts (one episode may get what is left of it), then none."""
     assert isinstance(losses.base, Stationary)
     clean, attacked = losses.base.mean, _first_mean(mdp, losses, 0)
-    cost = 2 * sum(float(layer.abs().amax()) for layer in mdp.split(torch.where(mdp.actions, attacked - clean, 0.0), -2))
+    cost = 2 * sum(
+        float(layer.abs().amax())
+        for layer in mdp.split(torch.where(mdp.actions, attacked - clean, 0.0), -2)
+    )
     if cost == 0:
         return [Phase(0, clean)]
     whole = math.floor(losses.budget / cost * (1 + 1e-12))

@@ -31,7 +31,9 @@ class Quadrature:
     upto: Tensor  # (C, K): its row c makes of f(t) the sum over the first ends[c] episodes
 
     @classmethod
-    def over(cls, starts: Sequence[int], episodes: int, per_decade: float, like: Tensor) -> Quadrature:
+    def over(
+        cls, starts: Sequence[int], episodes: int, per_decade: float, like: Tensor
+    ) -> Quadrature:
         """Panels for phases that begin after the episodes `starts` (the first is 0), so many for every tenfold since the phase began."""
         inside, weights, slopes = _gauss(NODES)
         t: list[float] = []
@@ -51,7 +53,9 @@ class Quadrature:
             if stop - start <= HEAD:
                 continue
             count = max(1, int(np.ceil(per_decade * np.log10((stop - start + 0.5) / (HEAD + 0.5)))))
-            edges = np.unique(np.round(np.geomspace(HEAD + 0.5, stop - start + 0.5, count + 1) - 0.5) + 0.5)
+            edges = np.unique(
+                np.round(np.geomspace(HEAD + 0.5, stop - start + 0.5, count + 1) - 0.5) + 0.5
+            )
             for low, high in pairwise(edges):
                 first, width = len(t), np.log(high / low)
                 local = low * np.exp(width * inside[0])
@@ -59,7 +63,9 @@ class Quadrature:
                     # Up to the middle of node i, less the half of its own episode that lies before it.
                     row = dict(total)
                     for j in range(NODES):
-                        row[first + j] = width * inside[1][i, j] * local[j] - (0.5 if i == j else 0.0)
+                        row[first + j] = width * inside[1][i, j] * local[j] - (
+                            0.5 if i == j else 0.0
+                        )
                     before.append(row)
                     t.append(start + local[i])
                     phase.append(p)

@@ -48,7 +48,12 @@ def leap_smoothly(
     warm: Tensor | None = None
     t, length, opening = 1.0, 0.0, total
     for i in range(len(course.stops) + 1):
-        solution = step.solve(cumulative_loss, torch.full(shape[:-2], t, dtype=mdp.dtype), warm_start=warm, check=False)
+        solution = step.solve(
+            cumulative_loss,
+            torch.full(shape[:-2], t, dtype=mdp.dtype),
+            warm_start=warm,
+            check=False,
+        )
         uncertified = uncertified + (~solution.converged).long()
         q, warm = solution.q, solution.q.detach()
         if i:
@@ -59,14 +64,22 @@ def leap_smoothly(
             phase = course.phase[i]
             opening = (q * course.gaps[phase]).sum((-2, -1))
             length = float(course.stops[i]) - t + 1
-            cumulative_loss = cumulative_loss + _smooth_estimates(mdp, q, course.means[phase], course.noise, length, draws, generator)
+            cumulative_loss = cumulative_loss + _smooth_estimates(
+                mdp, q, course.means[phase], course.noise, length, draws, generator
+            )
             t += length
     leaps = torch.full(shape[:-2], len(course.stops))
     return Leaps(course.stops.long(), torch.stack(curve, -1), leaps, uncertified)
 
 
 def _smooth_estimates(
-    mdp: LayeredMDP, q: Tensor, mean: Tensor, noise: Noise, length: float, draws: str, generator: torch.Generator
+    mdp: LayeredMDP,
+    q: Tensor,
+    mean: Tensor,
+    noise: Noise,
+    length: float,
+    draws: str,
+    generator: torch.Generator,
 ) -> Tensor:
     """The loss estimates of `length` episodes with q, reparametrized."""
     if draws == "gaussian":
@@ -74,10 +87,21 @@ def _smooth_estimates(
         moment = second_moment(mdp, q, mean.expand_as(q), noise, torch.zeros_like(q)) - outer(flat)
         scale = moment.diagonal(dim1=-2, dim2=-1).clamp(min=1e-300).sqrt()
         correlation = moment / scale.unsqueeze(-1) / scale.unsqueeze(-2)
-        root = torch.linalg.cholesky(correlation + 1e-9 * torch.eye(len(flat), dtype=q.dtype, device=q.device))
-        normal = torch.randn(*q.shape[:1], *(1,) * (q.dim() - 3), len(flat), dtype=q.dtype, device=q.device, generator=generator)
+        root = torch.linalg.cholesky(
+            correlation + 1e-9 * torch.eye(len(flat), dtype=q.dtype, device=q.device)
+        )
+        normal = torch.randn(
+            *q.shape[:1],
+            *(1,) * (q.dim() - 3),
+            len(flat),
+            dtype=q.dtype,
+            device=q.device,
+            generator=generator,
+        )
         fluctuation = scale * (root @ normal.expand(*q.shape[:-2], -1).unsqueeze(-1)).squeeze(-1)
         return length * mean + length**0.5 * fluctuation.unflatten(-1, mean.shape)
     exists = mdp.actions & (mean > 0)
     expected = torch.where(exists, length * q * mean, 1.0)
-    return torch.where(exists, standard_gamma(expected, generator) / torch.where(exists, q, 1.0), 0.0)
+    return torch.where(
+        exists, standard_gamma(expected, generator) / torch.where(exists, q, 1.0), 0.0
+    )

@@ -18,7 +18,13 @@ from torch_occ.step.implicit import Setting
 
 @torch.no_grad()
 def leap_in_torch(
-    mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimator, course: Course, particles: int, seed: int, accuracy: float
+    mdp: LayeredMDP,
+    regularizer: Regularizer,
+    estimator: CentredEstimator,
+    course: Course,
+    particles: int,
+    seed: int,
+    accuracy: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the particles paid beyond the best policy of every phase `(N, C)`, and their leaps and uncertified steps `(N,)`."""
     step = FTRLStep(mdp, regularizer)
@@ -27,8 +33,12 @@ def leap_in_torch(
     q = interior_point(mdp).expand(particles, -1, -1)
     cumulative_loss = torch.zeros_like(q)
     expected = torch.zeros(particles, len(course.stops), dtype=mdp.dtype, device=mdp.device)
-    t, length, total, opening = (torch.full_like(expected[:, 0], value) for value in (1.0, 0.0, 0.0, 0.0))
-    stop, leaps, uncertified = (torch.zeros(particles, dtype=torch.long, device=mdp.device) for _ in range(3))
+    t, length, total, opening = (
+        torch.full_like(expected[:, 0], value) for value in (1.0, 0.0, 0.0, 0.0)
+    )
+    stop, leaps, uncertified = (
+        torch.zeros(particles, dtype=torch.long, device=mdp.device) for _ in range(3)
+    )
     alive = torch.arange(particles, device=mdp.device)
     while True:
         solution = step.solve(cumulative_loss, t, warm_start=q, check=False)
@@ -38,23 +48,31 @@ def leap_in_torch(
         q = solution.q
         uncertified[alive] += (~solution.converged).long()
         closing = (q * course.gaps[course.phase[stop]]).sum((-2, -1))
-        total = torch.where(length > 0, total + 0.5 * (length + 1) * opening + 0.5 * (length - 1) * closing, total)
+        total = torch.where(
+            length > 0, total + 0.5 * (length + 1) * opening + 0.5 * (length - 1) * closing, total
+        )
         arrived = t > course.stops[stop]
         expected[alive[arrived], stop[arrived]] = total[arrived]
         stop = stop + arrived.long()
         going = stop < len(course.stops)
         if not bool(going.all()):
-            alive, q, cumulative_loss, t, total, stop = (x[going] for x in (alive, q, cumulative_loss, t, total, stop))
+            alive, q, cumulative_loss, t, total, stop = (
+                x[going] for x in (alive, q, cumulative_loss, t, total, stop)
+            )
             if not len(alive):
                 return expected, leaps, uncertified
         phase = course.phase[stop]
         opening = (q * course.gaps[phase]).sum((-2, -1))
         hessian = setting.bind([t, *step.evaluator.own_parameters]).deriver(t.shape)(q).hessian
-        length = torch.minimum(longest_leap(mdp, hessian, q, accuracy), WIDEST * t).floor().clamp(min=1)
+        length = (
+            torch.minimum(longest_leap(mdp, hessian, q, accuracy), WIDEST * t).floor().clamp(min=1)
+        )
         length = torch.minimum(length, course.stops[stop] - t + 1)
         visits, baseline = _visits(mdp, q, length, generator), estimator.baseline(q, t)
         charged = _charge(course.noise, course.means[phase], visits, generator)
-        estimates = (charged - visits * baseline) / torch.where(mdp.actions, q, 1.0) + length[:, None, None] * baseline
+        estimates = (charged - visits * baseline) / torch.where(mdp.actions, q, 1.0) + length[
+            :, None, None
+        ] * baseline
         cumulative_loss = cumulative_loss + torch.where(mdp.actions, estimates, 0.0)
         leaps[alive] += 1
         t = t + length
@@ -77,7 +95,9 @@ def _multinomial(count: Tensor, probabilities: Tensor, generator: torch.Generato
     left, drawn = count, []
     remaining = probabilities.flip(-1).cumsum(-1).flip(-1)
     for i in range(probabilities.shape[-1]):
-        share = torch.where(remaining[..., i] > 0, probabilities[..., i] / remaining[..., i], 0.0).clamp(0, 1)
+        share = torch.where(
+            remaining[..., i] > 0, probabilities[..., i] / remaining[..., i], 0.0
+        ).clamp(0, 1)
         drawn.append(torch.binomial(left, share, generator=generator))
         left = left - drawn[-1]
     return torch.stack(drawn, -1)
@@ -88,7 +108,9 @@ def _charge(noise: Noise, mean: Tensor, visits: Tensor, generator: torch.Generat
     if noise == "bernoulli":
         return torch.binomial(visits, mean.expand_as(visits), generator=generator)
     if noise == "uniform":  # the sum of many uniform numbers is normal; of few, nearly
-        normal = torch.randn(visits.shape, dtype=visits.dtype, device=visits.device, generator=generator)
+        normal = torch.randn(
+            visits.shape, dtype=visits.dtype, device=visits.device, generator=generator
+        )
         return visits * mean + torch.minimum(mean, 1 - mean) * (visits / 3).sqrt() * normal
     return visits * mean
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Hooks, in the order in which they are called."""
+    """Hooks, in the order in which they are called.
+
+    An OSError in `on_start` is raised. Later on it would cost the run, so the callback is left out
+    with a warning. Every other exception ends the run.
+    """
 
     def on_start(self, run: Simulation) -> None:
         """Before the first episode, or the first after a resume."""
@@ -39,7 +44,20 @@ class Callback:
         """At a chunk's edge, a few hundred episodes apart."""
 
     def on_end(self, run: Simulation, history: History) -> None:
-        """After the last episode, or after Ctrl-C."""
+        """After the last episode, or when the run is interrupted."""
+
+
+def tell(callbacks: list[Callback], hook: str, *arguments: Any) -> None:
+    """Call a hook of each; one whose files fail (an OSError) is left out, with a warning."""
+    for callback in tuple(callbacks):
+        try:
+            getattr(callback, hook)(*arguments)
+        except OSError as error:
+            callbacks[:] = [other for other in callbacks if other is not callback]
+            warnings.warn(
+                f"{type(callback).__name__}: {error}; the run goes on without this callback",
+                stacklevel=3,
+            )
 
 
 class ProgressBar(Callback):
@@ -61,13 +79,26 @@ class ProgressBar(Callback):
 
 #: Columns of the HParams dashboard: parameters to begin with, and curves whose last values follow.
 _COMPARED = ("learner", "losses", "alpha", "beta", "gamma")
-_METRICS = ("regret/mean", "regret/lower", "regret/upper", "regret/realised_mean", "policy/distance_to_optimal", "solver/uncertified")
+_METRICS = (
+    "regret/mean",
+    "regret/lower",
+    "regret/upper",
+    "regret/realised_mean",
+    "policy/distance_to_optimal",
+    "solver/uncertified",
+)
 
 #: Charts of the Custom Scalars dashboard.
 _LAYOUT = {
     "regret": {
-        "pseudo-regret: mean and 95 % band": ["Margin", ["regret/mean", "regret/lower", "regret/upper"]],
-        "realised regret: mean and 95 % band": ["Margin", ["regret/realised_mean", "regret/realised_lower", "regret/realised_upper"]],
+        "pseudo-regret: mean and 95 % band": [
+            "Margin",
+            ["regret/mean", "regret/lower", "regret/upper"],
+        ],
+        "realised regret: mean and 95 % band": [
+            "Margin",
+            ["regret/realised_mean", "regret/realised_lower", "regret/realised_upper"],
+        ],
         "pseudo-regret over log t": ["Multiline", ["regret/over_log_t"]],
         "pseudo-regret over sqrt t": ["Multiline", ["regret/over_sqrt_t"]],
     },
@@ -77,6 +108,8 @@ _LAYOUT = {
 
 class TensorBoard(Callback):
     """Curves, images and the configuration of a run, for TensorBoard; the step axis is the episode. docs/tensorboard.md is a tour.
+
+    If its files fail during a run, it warns, and the run goes on without it.
 
     Nothing happens between checkpoints. When a run is resumed, points beyond the episode at which it continues are purged, and
     a fresh directory gets the earlier part of the regret and solver curves too.
@@ -97,10 +130,15 @@ class TensorBoard(Callback):
         with extra("experiments", "the TensorBoard callback needs tensorboard and matplotlib"):
             import matplotlib  # noqa: F401  (missing it is better said now than at the first image)
 
-        self.begun, self.known = run.t, run.t > 0 and any(self.directory.glob("events.out.tfevents.*"))
+        self.begun, self.known = (
+            run.t,
+            run.t > 0 and any(self.directory.glob("events.out.tfevents.*")),
+        )
         self.next_image = run.t + 1.0
         # A run from its beginning replaces whatever the directory holds; a resumed one, what lies beyond its first episode.
-        self.writer = summary_writer(self.directory, purge_step=run.t + 1 if self.known else 0, max_queue=1000, flush_secs=10)
+        self.writer = summary_writer(
+            self.directory, purge_step=run.t + 1 if self.known else 0, max_queue=1000, flush_secs=10
+        )
         if not self.known:
             self.writer.add_text("configuration", configuration(run), 0)
             self.writer.add_custom_scalars(_LAYOUT)
@@ -111,7 +149,11 @@ class TensorBoard(Callback):
 
     @torch.no_grad()
     def on_checkpoint(self, run: Simulation) -> None:
-        learner = {f"learner/{name}": value for name, value in parameters(run.learner, run.t).items()}
+        if not self.directory.is_dir():  # the open file would swallow everything without a word
+            raise FileNotFoundError(2, "TensorBoard's directory has gone", str(self.directory))
+        learner = {
+            f"learner/{name}": value for name, value in parameters(run.learner, run.t).items()
+        }
         self._scalars(self._curves(run, len(run.recorded) - 1) | self._policy(run) | learner, run.t)
         if self.images_per_decade and (run.t >= self.next_image or run.t == run.episodes):
             self._heat_map(run)
@@ -122,11 +164,17 @@ class TensorBoard(Callback):
         try:
             self.writer.flush()
         except OSError as error:
-            raise OSError(f"{self.directory}: TensorBoard's events could not be written ({error}); what is saved is kept") from error
+            message = f"{self.directory}: TensorBoard's events cannot be written ({error})"
+            raise OSError(message) from error
 
     def on_end(self, run: Simulation, history: History) -> None:
         if len(history.episodes) and not (self.known and run.t == self.begun):
-            image = pixels(regret_figure(history, title=f"{type(run.learner).__name__}, {len(run.seeds)} seeds: mean and 95 % band"))
+            image = pixels(
+                regret_figure(
+                    history,
+                    title=f"{type(run.learner).__name__}, {len(run.seeds)} seeds: mean and 95 % band",
+                )
+            )
             self.writer.add_image("regret/figure", image, run.t, dataformats="HWC")
             if history.finished:
                 self._hparams(run, "end")
@@ -138,7 +186,10 @@ class TensorBoard(Callback):
         """The numbers of the i-th checkpoint, over all seeds."""
         t, now = run.recorded[i], {name: rows[i] for name, rows in run.curves.items()}
         values = {f"regret/{name}": float(x) for name, x in band(now["regret"])._asdict().items()}
-        values |= {f"regret/realised_{name}": float(x) for name, x in band(now["realised_regret"])._asdict().items()}
+        values |= {
+            f"regret/realised_{name}": float(x)
+            for name, x in band(now["realised_regret"])._asdict().items()
+        }
         values["regret/over_sqrt_t"] = values["regret/mean"] / math.sqrt(t)
         if t > 1:
             values["regret/over_log_t"] = values["regret/mean"] / math.log(t)
@@ -146,7 +197,10 @@ class TensorBoard(Callback):
             values["regret/corruption_spent"] = float(now["corruption"].mean())
         if run.learner.diagnostics():
             values["solver/newton_steps"] = float(now["newton_steps"].mean())
-            values |= {f"solver/{name}": float(now[name].amax()) for name in ("dual_residual", "flow_residual")}
+            values |= {
+                f"solver/{name}": float(now[name].amax())
+                for name in ("dual_residual", "flow_residual")
+            }
             values["solver/uncertified"] = float(now["uncertified"].sum())
         seconds = run.times[i] - (run.times[i - 1] if i else 0.0)
         if seconds > 0:
@@ -160,7 +214,8 @@ class TensorBoard(Callback):
         policy = policy_of(mdp, q)
         return {
             "policy/entropy": float(-torch.xlogy(q, policy).sum((-2, -1)).mean()) / mdp.horizon,
-            "policy/distance_to_optimal": float((q - best).abs().sum((-2, -1)).mean()) / (2 * mdp.horizon),
+            "policy/distance_to_optimal": float((q - best).abs().sum((-2, -1)).mean())
+            / (2 * mdp.horizon),
             "policy/loss_above_optimal": float(((q - best) * mean).sum((-2, -1)).mean()),
             "policy/smallest_q": float(torch.where(mdp.actions, q, torch.inf).amin()),
         }
@@ -177,18 +232,42 @@ class TensorBoard(Callback):
         from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
         from torch.utils.tensorboard.summary import hparams
 
-        values = {"learner": type(run.learner).__name__, "losses": type(run.losses).__name__, "episodes": run.episodes}
-        values |= {"seeds": len(run.seeds), "horizon": run.mdp.horizon, "states": run.mdp.num_states, "actions": run.mdp.num_actions}
-        values |= {name: value for name, value in parameters(run.learner, 1).items() if name != "learning_rate"}
-        values |= {name: value for name, value in run.config.items() if isinstance(value, bool | int | float | str)}
+        values = {
+            "learner": type(run.learner).__name__,
+            "losses": type(run.losses).__name__,
+            "episodes": run.episodes,
+        }
+        values |= {
+            "seeds": len(run.seeds),
+            "horizon": run.mdp.horizon,
+            "states": run.mdp.num_states,
+            "actions": run.mdp.num_actions,
+        }
+        values |= {
+            name: value
+            for name, value in parameters(run.learner, 1).items()
+            if name != "learning_rate"
+        }
+        values |= {
+            name: value
+            for name, value in run.config.items()
+            if isinstance(value, bool | int | float | str)
+        }
         _, first, last = hparams(values, {})
         if moment == "end":
             self.writer.file_writer.add_summary(last, 0)
             return
-        columns = [api_pb2.HParamInfo(name=name, differs=name in _COMPARED) for name in {*_COMPARED, *values}]
+        columns = [
+            api_pb2.HParamInfo(name=name, differs=name in _COMPARED)
+            for name in {*_COMPARED, *values}
+        ]
         metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in _METRICS]
-        data = plugin_data_pb2.HParamsPluginData(experiment=api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics))
-        value = Summary.Value(tag=metadata.EXPERIMENT_TAG, metadata=metadata.create_summary_metadata(data))
+        data = plugin_data_pb2.HParamsPluginData(
+            experiment=api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics)
+        )
+        value = Summary.Value(
+            tag=metadata.EXPERIMENT_TAG, metadata=metadata.create_summary_metadata(data)
+        )
         self.writer.file_writer.add_summary(Summary(value=[value]), 0)
         self.writer.file_writer.add_summary(first, 0)
 
@@ -205,7 +284,11 @@ def _check_directory(directory: Path) -> None:
             file.write(b"events")
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise OSError(error.errno, f"TensorBoard cannot write here ({reason}); name another directory", str(directory)) from error
+        raise OSError(
+            error.errno,
+            f"TensorBoard cannot write here ({reason}); name another directory",
+            str(directory),
+        ) from error
 
 
 # -- the numbers of a learner ---------------------------------------------------------------------------------------------

@@ -36,7 +36,11 @@ class LearnerComparison:
     def differences(self) -> dict[str, Mean]:
         """The final pseudo-regret of every other learner minus that of the baseline, paired by seed."""
         reference = self.histories[self.baseline].regret[:, -1]
-        return {name: Mean.of(history.regret[:, -1] - reference) for name, history in self.histories.items() if name != self.baseline}
+        return {
+            name: Mean.of(history.regret[:, -1] - reference)
+            for name, history in self.histories.items()
+            if name != self.baseline
+        }
 
     def markdown(self) -> str:
         """One row per learner: final regret, and its paired difference from the baseline with a 95 % interval."""
@@ -55,7 +59,11 @@ class LearnerComparison:
         rows = []
         for name, regret in self.final().items():
             low, high = differences[name].interval if name in differences else (0.0, 0.0)
-            paired = f"{number(differences[name].mean)} [{number(low)}, {number(high)}]" if name in differences else "baseline"
+            paired = (
+                f"{number(differences[name].mean)} [{number(low)}, {number(high)}]"
+                if name in differences
+                else "baseline"
+            )
             uncertified = int(self.histories[name].uncertified[:, -1].sum())
             rows.append([name, str(regret), paired, str(uncertified)])
         return ["learner", "regret", f"minus {self.baseline} (95 %)", "uncertified steps"], rows
@@ -96,5 +104,8 @@ def compare_learners(
     baseline = next(iter(learners)) if baseline is None else baseline
     if baseline not in learners:
         raise ValueError(f"baseline: expected one of {list(learners)}, got {baseline!r}")
-    histories = {name: simulate(mdp, learner, losses, episodes, seeds, **options) for name, learner in learners.items()}
+    histories = {
+        name: simulate(mdp, learner, losses, episodes, seeds, **options)
+        for name, learner in learners.items()
+    }
     return LearnerComparison(histories, baseline)

@@ -50,8 +50,13 @@ class CentredEstimator(Estimator):
         raise NotImplementedError
 
     def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
-        baseline = self.baseline(q, torch.tensor(float(t), dtype=q.dtype, device=q.device)).expand_as(q)
-        return feedback.scatter((feedback.losses - feedback.gather(baseline)) / feedback.gather(q), q) + baseline
+        baseline = self.baseline(
+            q, torch.tensor(float(t), dtype=q.dtype, device=q.device)
+        ).expand_as(q)
+        return (
+            feedback.scatter((feedback.losses - feedback.gather(baseline)) / feedback.gather(q), q)
+            + baseline
+        )
 
 
 class ImportanceWeighted(CentredEstimator):
@@ -102,7 +107,9 @@ class FullInformation(Estimator):
     full_information = True
 
     def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
-        assert feedback.table is not None, "simulate shows the table to estimators with full_information"
+        assert feedback.table is not None, (
+            "simulate shows the table to estimators with full_information"
+        )
         return feedback.table
 
 
@@ -110,7 +117,10 @@ def centred(estimator: Estimator | None) -> CentredEstimator:
     """The estimator, importance-weighted by default, if its covariance is known beforehand; an error otherwise."""
     if estimator is None:
         return ImportanceWeighted()
-    ways = (CentredEstimator.__call__, ImportanceWeighted.__call__)  # whoever estimates in a way of its own has another covariance
+    ways = (
+        CentredEstimator.__call__,
+        ImportanceWeighted.__call__,
+    )  # whoever estimates in a way of its own has another covariance
     if not isinstance(estimator, CentredEstimator) or type(estimator).__call__ not in ways:
         raise TypeError(
             f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or give ImportanceWeighted, ReducedVariance or a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.extras import extra
-from torch_occ._support.files import write_atomically
+from torch_occ._support.files import read_checked, write_checked
 from torch_occ._support.tables import markdown
 from torch_occ.game.intervals import Mean
 
@@ -82,14 +83,20 @@ class History:
             "seed": np.repeat(np.array(self.seeds), points),
             "episode": np.tile(self.episodes.numpy(), len(self.seeds)),
         }
-        columns |= {name: values.cpu().numpy().reshape(-1) for name, values in self._curves().items()}
+        columns |= {
+            name: values.cpu().numpy().reshape(-1) for name, values in self._curves().items()
+        }
         return pandas.DataFrame(columns)
 
     def _curves(self) -> dict[str, Tensor]:
         """Everything with a value for each seed and checkpoint."""
         shape = (len(self.seeds), len(self.episodes))
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: x for name, x in tensors.items() if isinstance(x, Tensor) and tuple(x.shape) == shape}
+        return {
+            name: x
+            for name, x in tensors.items()
+            if isinstance(x, Tensor) and tuple(x.shape) == shape
+        }
 
     def __repr__(self) -> str:
         """One line, then the regret at every power of ten and at the end: mean over seeds and standard error."""
@@ -100,11 +107,21 @@ class History:
         line += "" if self.finished else ", not finished"
         line += f", {uncertified:,} uncertified steps" if uncertified else ""
         shown = [i for i, t in enumerate(episodes) if i == len(episodes) - 1 or t in _POWERS_OF_TEN]
-        rows = [[f"{episodes[i]:,}", *(str(Mean.of(x[:, i].cpu())) for x in (self.regret, self.realised_regret))] for i in shown]
-        return "\n".join([line, markdown(["episode", "regret", "realised regret"], rows, left=())]) if rows else line
+        rows = [
+            [
+                f"{episodes[i]:,}",
+                *(str(Mean.of(x[:, i].cpu())) for x in (self.regret, self.realised_regret)),
+            ]
+            for i in shown
+        ]
+        return (
+            "\n".join([line, markdown(["episode", "regret", "realised regret"], rows, left=())])
+            if rows
+            else line
+        )
 
     def save(self, path: str | Path) -> None:
-        """Write everything to one `.npz` file, atomically."""
+        """Write everything to one `.npz` file with a checksum, atomically; NumPy can read it."""
         arrays: dict[str, Any] = {}
         plain: dict[str, Any] = {}
         for field in fields(self):
@@ -113,12 +130,21 @@ class History:
                 arrays[field.name] = value.cpu().numpy()
             else:
                 plain[field.name] = value
-        write_atomically(path, lambda file: np.savez_compressed(file, plain=np.array(json.dumps(plain)), **arrays))
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, plain=np.array(json.dumps(plain)), **arrays)
+        write_checked(path, "a history", buffer.getvalue())
 
     @classmethod
     def load(cls, path: str | Path) -> History:
-        """Read what `save` wrote."""
-        with np.load(path, allow_pickle=False) as file:
+        """Read what `save` wrote, in this version of the package or another.
+
+        Raises:
+            ValueError: if the file is damaged, empty, or not a history.
+        """
+        payload = read_checked(path, "a history", any_version=True)
+        with np.load(io.BytesIO(payload), allow_pickle=False) as file:
             plain = json.loads(str(file["plain"]))
-            arrays: dict[str, Any] = {name: torch.from_numpy(file[name]) for name in file.files if name != "plain"}
+            arrays: dict[str, Any] = {
+                name: torch.from_numpy(file[name]) for name in file.files if name != "plain"
+            }
         return cls(**arrays, **(plain | {"seeds": tuple(plain["seeds"])}))

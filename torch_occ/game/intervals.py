@@ -46,7 +46,11 @@ class Mean(NamedTuple):
         return self.mean - half, self.mean + half
 
     def __str__(self) -> str:
-        return number(self.mean) if self.seeds < 2 else f"{number(self.mean)} ± {number(self.standard_error, 2)}"
+        return (
+            number(self.mean)
+            if self.seeds < 2
+            else f"{number(self.mean)} ± {number(self.standard_error, 2)}"
+        )
 
 
 def number(x: float, digits: int = 4) -> str:
@@ -59,4 +63,8 @@ def student(degrees: int) -> float:
     exact = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445}
     z, n = 1.959964, degrees
     correction = (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-    return exact[n] if n in exact else z + correction + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    return (
+        exact[n]
+        if n in exact
+        else z + correction + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    )

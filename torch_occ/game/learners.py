@@ -7,6 +7,7 @@ returns q_t, `observe` learns. Everything that must survive an interruption is a
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class Learner:
     """The protocol. `state` holds tensors whose first dimension is the seed."""
 
     full_information = False
+    #: Attributes that do not decide what is played; a saved run does not depend on them.
+    fingerprint_ignores: ClassVar[tuple[str, ...]] = ("state",)
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
@@ -107,12 +110,12 @@ class FixedPolicy(Learner):
 
     def __init__(self, mdp: LayeredMDP, policy: Tensor | None = None) -> None:
         super().__init__(mdp)
-        self.q = (interior_point(mdp) if policy is None else occupancy(mdp, policy)).detach()
+        self.q = (interior_point(mdp) if policy is None else occupancy(mdp, policy, in_order=True)).detach()
 
     @classmethod
     def best_in_hindsight(cls, mdp: LayeredMDP, mean: Tensor) -> FixedPolicy:
         """The optimal policy of the (average) mean loss `(S, A)`, which no learner knows."""
-        return cls(mdp, optimal_policy(mdp, mean).policy)
+        return cls(mdp, optimal_policy(mdp, mean, in_order=True).policy)
 
     def propose(self, t: int) -> Tensor:
         return self.q[None]

@@ -259,7 +259,7 @@ class Corrupted(LossProcess):
         if self.strategy != "targeted":
             return 1 - clean
         assert self.target is not None
-        return torch.where(optimal_policy(mdp, self.target).policy > 0, 1.0, clean)
+        return torch.where(optimal_policy(mdp, self.target, in_order=True).policy > 0, 1.0, clean)
 
 
 def check_unit_interval(name: str, table: Tensor) -> Tensor:
@@ -287,7 +287,8 @@ def second_moments(mean: Tensor, square: Tensor) -> Tensor:
     j, so the matrix is upper triangular: `(*batch, S, A)` -> `(*batch, S * A, S * A)`.
     """
     flat = mean.flatten(-2)
-    return torch.triu(flat.unsqueeze(-1) * flat.unsqueeze(-2), 1) + torch.diag_embed(square.flatten(-2))
+    products = torch.triu(flat.unsqueeze(-1) * flat.unsqueeze(-2), 1)
+    return products + torch.diag_embed(square.flatten(-2))
 
 
 def check_noise(noise: Noise) -> Noise:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,11 +19,12 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.backends import Backend, engine_takes, later
-from torch_occ._support.files import write_atomically
-from torch_occ._support.fingerprints import fingerprint
+from torch_occ._support.fingerprints import fingerprints
+from torch_occ._support.interrupts import asked_to_stop, explain, sigterm_raises
+from torch_occ._support.saving import Kept, State, copied
 from torch_occ._support.spacing import CHUNK, log_spaced
 from torch_occ._support.streams import Purpose, uniforms
-from torch_occ.game.callbacks import Callback
+from torch_occ.game.callbacks import Callback, tell
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History
 from torch_occ.game.learners import FTRL, Learner
@@ -37,6 +40,7 @@ class Player(Protocol):
 
     name: str
     chunks: int  # to play at once
+    most: int  # episodes in one call
     reacts: bool  # plays the adversary too: it asks for the means of the first episode only
 
     def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None: ...
@@ -62,35 +66,55 @@ def simulate(
     Args:
         checkpoints: episodes at which the curves have a point; 20 a decade by default, and the last.
         save_to: a file in which the run is kept, so that it can continue after an interruption.
+            It is tried before the first episode. If a later save fails, a warning says so, and
+            the run goes on.
         save_every: seconds between two saves.
-        resume: continue from `save_to` if it exists.
+        resume: continue from `save_to` if it exists; otherwise a run saved there is replaced.
         config: anything that JSON can hold, kept in the history.
         backend: "engine" is compiled and plays the learners of this package, FTRL with built-in regularizers; "torch" plays everything;
             "auto" takes the engine where it can. `history.backend` says which one played.
 
-    Ctrl-C ends the run cleanly with the results so far (`history.finished` is then False).
+    Returns:
+        The history of all episodes.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, which is felt within a second (or one episode of a huge
+            MDP, or while the engine compiles). The run is saved to `save_to` as it was at the
+            last chunk's edge, and the same call continues it to the same bits. `error.result` is
+            the history up to the last checkpoint, and `error.saved_to` the file, or None.
+        SystemExit: likewise, with code 143, after SIGTERM, if there is a `save_to` and the
+            program does not handle this signal by itself.
+        ValueError: if an argument is wrong, or `save_to` is damaged or belongs to another run.
+        OSError: if `save_to` cannot be written, before the first episode.
     """
     simulation = Simulation(mdp, learner, losses, episodes, seeds, checkpoints, config or {}, backend)
-    if save_to is not None and resume and Path(save_to).exists():
-        simulation.load(save_to)
-    for callback in callbacks:
+    kept = None if save_to is None else Kept(save_to, "run", simulation.fingerprints, save_every)
+    if kept is not None:
+        found = kept.load() if resume else None
+        if found is not None:
+            simulation.restore(found)
+        kept.try_first(simulation.state())
+    watching = list(callbacks)
+    for callback in watching:
         callback.on_start(simulation)
-    saved = time.monotonic()
-    try:
-        while simulation.t < episodes:
-            for _ in simulation.play_chunk():
-                for callback in callbacks:
-                    callback.on_checkpoint(simulation)
-            for callback in callbacks:
-                callback.on_chunk(simulation)
-            if save_to is not None and (time.monotonic() - saved > save_every or simulation.t == episodes):
-                simulation.save(save_to)
-                saved = time.monotonic()
-    except KeyboardInterrupt:
-        pass
+    with sigterm_raises(kept is not None) as silence:
+        try:
+            while simulation.t < episodes:
+                for _ in simulation.play_chunk():
+                    tell(watching, "on_checkpoint", simulation)
+                tell(watching, "on_chunk", simulation)
+                if kept is not None:
+                    kept.keep(simulation.state(), last=simulation.t == episodes)
+        except BaseException as error:
+            silence()
+            saved_to = None if kept is None else kept.rescue()
+            if asked_to_stop(error):
+                partial = simulation.history(interrupted=True)
+                tell(watching, "on_end", simulation, partial)
+                explain(error, f"at episode {simulation.t} of {episodes}", partial, saved_to)
+            raise
     history = simulation.history()
-    for callback in callbacks:
-        callback.on_end(simulation, history)
+    tell(watching, "on_end", simulation, history)
     return history
 
 
@@ -159,7 +183,7 @@ class Simulation:
         if backend == "torch" and isinstance(learner, FTRL):
             learner.step.use("torch")
         self.segment = 0  # the episode before the last means
-        self.fingerprint = self._fingerprint()
+        self.at_checkpoint = self._tables()  # at the last one
 
     def play_chunk(self) -> Iterator[int]:
         """Play to a chunk's edge or the end; yields at every checkpoint, once its numbers are recorded."""
@@ -172,17 +196,18 @@ class Simulation:
         tables = None
         if self.learner.full_information:
             tables = uniforms(self.seeds, Purpose.TABLES, chunks, table).to(mdp.device, mdp.dtype)
-        due = [t for t in self.checkpoints if self.t < t <= until]
+        due = {t for t in self.checkpoints if self.t < t <= until}
         while self.t < until:
             first = self.segment = self.t
             if self.player.reacts:  # to the next checkpoint, from means for the first of these episodes
-                n, asked = min([t for t in due if t > first] + [until]) - first, 1
+                n, asked = self._next_stop(until) - first, 1
             else:
                 n = asked = min(self.losses.stride, until - first)
             means, self.process_state = self.losses.means(mdp, self.process_state, first + 1, asked, self.q)
             if not bool(((means >= 0) & (means <= 1)).all()):
                 raise ValueError(f"losses: a mean of episodes {first + 1} to {first + n} is outside [0, 1]")
-            for stop in (*(t for t in due if first < t < first + n), first + n):
+            while self.t < first + n:
+                stop = self._next_stop(first + n)
                 rows, i = slice(self.t - origin, stop - origin), self.t - first
                 part = means if len(means) == 1 else means[i : i + stop - self.t]
                 self.player.play(self, part, numbers[:, rows], None if tables is None else tables[:, rows])
@@ -192,6 +217,11 @@ class Simulation:
                     self._record()
                     yield self.t
         self.seconds += time.monotonic() - begun
+
+    def _next_stop(self, latest: int) -> int:
+        """Where the next call of the player ends: at a checkpoint, or when it has played long."""
+        i = bisect_right(self.checkpoints, self.t)
+        return min(latest, self.t + self.player.most, *self.checkpoints[i : i + 1])
 
     def tally(self, mean: Tensor, feedback: Feedback) -> None:
         """Add up one episode, in which `self.q` was played and the means were `(N, S, A)`."""
@@ -239,48 +269,62 @@ class Simulation:
         for name in ("newton_steps", "dual_residual", "flow_residual"):
             sums[name] = torch.zeros_like(sums[name])
         self.since = 0
-        self.recorded.append(self.t)
+        self.at_checkpoint = self._tables()
         self.times.append(self.seconds)
+        self.recorded.append(self.t)  # last: what is interrupted before here is not recorded
 
-    def history(self) -> History:
-        """Everything recorded so far."""
-        n = len(self.seeds)
-        curves = {name: torch.stack(rows, -1) if rows else self.q.new_zeros(n, 0) for name, rows in self.curves.items()}
+    def _tables(self) -> dict[str, Tensor]:
+        """Copies of the tables that a history holds."""
+        tables = {name: self.sums[name].clone() for name in ("cumulative_occupancy", "total_mean")}
+        return tables | {"last_q": self.q.clone()}
+
+    def history(self, *, interrupted: bool = False) -> History:
+        """Everything recorded so far; if interrupted, with the tables of the last checkpoint."""
+        n, points = len(self.seeds), len(self.recorded)
+        none = self.q.new_zeros(n, 0)
+        curves = {
+            name: torch.stack(rows[:points], -1) if points else none  # (N, C)
+            for name, rows in self.curves.items()
+        }
         return History(
             episodes=torch.tensor(self.recorded),
-            wall_time=torch.tensor(self.times, dtype=torch.float64),
-            cumulative_occupancy=self.sums["cumulative_occupancy"].clone(),
-            total_mean=self.sums["total_mean"].clone(),
-            last_q=self.q.clone(),
+            wall_time=torch.tensor(self.times[:points], dtype=torch.float64),
+            **(self.at_checkpoint if interrupted else self._tables()),
             seeds=self.seeds,
             backend=self.player.name,
-            finished=self.recorded[-1:] == self.checkpoints[-1:] and self.t == self.episodes,
+            finished=not interrupted and self.t == self.episodes,
             config=self.config,
             **curves,
         )
 
     # -- saving -----------------------------------------------------------------------------------------------------------
 
-    _KEPT = ("t", "seconds", "q", "process_state", "sums", "since", "recorded", "times", "curves")
+    def state(self) -> State:
+        """A copy of the whole state. Call it at a chunk's edge only."""
+        now = {name: getattr(self, name) for name in ("t", "seconds", "since", "at_checkpoint")}
+        now |= {name: copied(getattr(self, name)) for name in ("q", "process_state", "sums")}
+        # The points of a curve never change, so they need not be copied.
+        now |= {"curves": {name: [*rows] for name, rows in self.curves.items()}}
+        now |= {"recorded": [*self.recorded], "times": [*self.times]}
+        return now | {"learner": copied(self.learner.state)}
 
-    def save(self, path: str | Path) -> None:
-        """Write the whole state, atomically. Call it at a chunk's edge only."""
-        state = {name: getattr(self, name) for name in self._KEPT}
-        state |= {"learner": self.learner.state, "fingerprint": self.fingerprint}
-        write_atomically(path, lambda file: torch.save(state, file))
-
-    def load(self, path: str | Path) -> None:
-        """Restore what `save` wrote, if it belongs to this very configuration."""
-        state = torch.load(path, weights_only=True)
-        if state.pop("fingerprint") != self.fingerprint:
-            raise ValueError(
-                f"{path}: belongs to a run of another configuration (MDP, learner, losses, seeds or checkpoints); name another file"
-            )
-        self.learner.state = state.pop("learner")
+    def restore(self, state: State) -> None:
+        """Go on from what `state` returned, in this process or another."""
         for name, value in state.items():
-            setattr(self, name, value)
+            if name == "learner":
+                self.learner.state = copied(value)
+            else:
+                setattr(self, name, copied(value))
 
-    def _fingerprint(self) -> str:
-        """A hash of everything that decides the numbers of the run."""
-        run = (self.mdp, self.learner, self.losses, self.seeds, self.episodes, self.checkpoints, self.player.name, CHUNK)
-        return fingerprint(*run)
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of everything that decides the numbers of the run."""
+        return fingerprints(
+            mdp=self.mdp,
+            learner=self.learner,
+            losses=self.losses,
+            seeds=self.seeds,
+            episodes=self.episodes,
+            checkpoints=self.checkpoints,
+            backend=(self.player.name, CHUNK),
+        )

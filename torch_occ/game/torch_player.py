@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from torch_occ._support.spacing import CHUNK
 from torch_occ._support.streams import invert
 from torch_occ.game.estimators import Feedback
 from torch_occ.mdp.layered import LayeredMDP
@@ -21,6 +22,7 @@ class TorchPlayer:
 
     name = "torch"
     chunks = 1
+    most = CHUNK
     reacts = False
 
     def __init__(self, mdp: LayeredMDP) -> None:

@@ -33,7 +33,9 @@ class Bets:
     def place(self, key: Hashable, probabilities: tuple[float, ...], outcome: int) -> None:
         """Bet on the next outcome of a kind, and learn it."""
         counts = self.counts.setdefault(key, [0.5] * len(probabilities))
-        self.log_wealth += math.log(counts[outcome] / sum(counts)) - math.log(probabilities[outcome])
+        self.log_wealth += math.log(counts[outcome] / sum(counts)) - math.log(
+            probabilities[outcome]
+        )
         counts[outcome] += 1
 
     def frequencies(self, key: Hashable) -> tuple[str, int]:
@@ -45,12 +47,16 @@ class Bets:
 class Auditor:
     """Holds what is seen against what is tabulated; raises a ValueError with the reason as soon as the table is refuted."""
 
-    def __init__(self, name: str, outcomes: Outcomes, rewards: Tensor, initial: Tensor | None) -> None:
+    def __init__(
+        self, name: str, outcomes: Outcomes, rewards: Tensor, initial: Tensor | None
+    ) -> None:
         self.name = name
         self.rows: dict[tuple[int, int], dict[tuple[int, float], float]] = {}
         self.actions = [row.nonzero().flatten().tolist() for row in outcomes.actions]
         columns = (outcomes.state, outcomes.action, outcomes.next, outcomes.probability, rewards)
-        for state, action, after, probability, reward in zip(*(x.tolist() for x in columns), strict=True):
+        for state, action, after, probability, reward in zip(
+            *(x.tolist() for x in columns), strict=True
+        ):
             row = self.rows.setdefault((state, action), {})
             if probability > 0:
                 row[after, reward] = row.get((after, reward), 0.0) + probability
@@ -69,17 +75,25 @@ class Auditor:
             raise self.lie(f"reset() gave state {state}, whose initial probability is said to be 0")
         self.starts.place(None, self.initial, self.place[state])
         if self.starts.log_wealth > math.log(WEALTH):
-            raise self.lie("the frequencies of initial states are not those of its initial distribution")
+            raise self.lie(
+                "the frequencies of initial states are not those of its initial distribution"
+            )
 
     def saw(self, state: int, action: int, after: int, reward: float, terminated: bool) -> None:
         """A step was taken."""
         row = self.rows[state, action]
         target = ABSORBING if terminated else after
         keys = list(row)
-        match = [i for i, (said, paid) in enumerate(keys) if said == target and math.isclose(paid, reward, rel_tol=1e-9, abs_tol=1e-12)]
+        match = [
+            i
+            for i, (said, paid) in enumerate(keys)
+            if said == target and math.isclose(paid, reward, rel_tol=1e-9, abs_tol=1e-12)
+        ]
         if not match:
             what = f"the end of the episode at state {after}" if terminated else f"state {after}"
-            raise self.lie(f"in state {state}, action {action} led to {what} with reward {reward:g}, which P[{state}][{action}] excludes")
+            raise self.lie(
+                f"in state {state}, action {action} led to {what} with reward {reward:g}, which P[{state}][{action}] excludes"
+            )
         if len(row) == 1:
             return
         probabilities = tuple(row.values())
@@ -95,7 +109,10 @@ class Auditor:
         if self.together.log_wealth > self.alone.log_wealth:
             where, (seen, steps) = "outcomes", self.together.frequencies(profile)
         else:
-            where, (seen, steps) = f"outcomes of P[{state}][{action}]", self.alone.frequencies((state, action))
+            where, (seen, steps) = (
+                f"outcomes of P[{state}][{action}]",
+                self.alone.frequencies((state, action)),
+            )
         return f"{where} of probabilities ({said}) were seen with frequencies ({seen}) in {steps} steps"
 
     def lie(self, reason: str) -> ValueError:
@@ -106,7 +123,9 @@ class Auditor:
         )
 
 
-def refuse_untruthful(env: Any, auditor: Auditor, visited: Sequence[int], horizon: int, *, steps: int, seed: int) -> None:
+def refuse_untruthful(
+    env: Any, auditor: Auditor, visited: Sequence[int], horizon: int, *, steps: int, seed: int
+) -> None:
     """Play `steps` steps and raise a ValueError if the table cannot be true. Passing proves nothing but that these steps fit.
 
     Half of the steps are episodes of a uniform policy. The others start from each of the `visited` states, with each action in turn, if
@@ -118,7 +137,9 @@ def refuse_untruthful(env: Any, auditor: Auditor, visited: Sequence[int], horizo
             "a hidden variable that is not part of the state; make it with fickle_passenger=False"
         )
     if env.unwrapped.render_mode == "human":
-        raise ValueError(f"env: {auditor.name} would draw its check on the screen; make it without render_mode, or pass verify=0")
+        raise ValueError(
+            f"env: {auditor.name} would draw its check on the screen; make it without render_mode, or pass verify=0"
+        )
     choose = np.random.default_rng(seed)
     state = _reset(env, auditor, seed)
     settable = bool(np.all(getattr(env.unwrapped, "s", None) == state))
@@ -133,7 +154,9 @@ def refuse_untruthful(env: Any, auditor: Auditor, visited: Sequence[int], horizo
             auditor.saw(state, action, int(after), float(reward), bool(terminated))
             state, played = int(after), played + 1
             if truncated and not terminated and k + 1 < horizon:
-                raise auditor.lie(f"step {k + 1} of {horizon} was cut off (truncated), and the table knows of no time limit")
+                raise auditor.lie(
+                    f"step {k + 1} of {horizon} was cut off (truncated), and the table knows of no time limit"
+                )
             if terminated:
                 break
     if settable:
@@ -151,7 +174,9 @@ def _reset(env: Any, auditor: Auditor, seed: int | None = None) -> int:
     return int(state)
 
 
-def _sweep(actions: list[list[int]], visited: Sequence[int], steps: int) -> Iterator[tuple[int, int]]:
+def _sweep(
+    actions: list[list[int]], visited: Sequence[int], steps: int
+) -> Iterator[tuple[int, int]]:
     """At least once through all pairs, and again until the steps are used up."""
     pairs = [(state, action) for state in visited for action in actions[state]]
     for _ in range(max(1, -(-steps // max(len(pairs), 1)))):

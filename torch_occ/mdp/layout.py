@@ -85,7 +85,7 @@ class Layout:
         """States by their number n of actions: for each n, the states `(G,)` and their actions `(G, n)`."""
         counts = self.actions.sum(-1)
         groups = []
-        for n in counts.unique().tolist():
+        for n in map(int, counts.unique()):  # torch 2.6 has no `tolist` under its transforms
             states = (counts == n).nonzero().squeeze(-1)
             groups.append((states, self.actions[states].nonzero()[:, 1].reshape(-1, n)))
         return tuple(groups)

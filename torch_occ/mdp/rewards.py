@@ -23,15 +23,25 @@ class RewardMap:
 
     def __post_init__(self) -> None:
         if not (-float("inf") < self.low < self.high < float("inf")):
-            raise ValueError(f"rewards: expected finite numbers low < high, got {self.low} and {self.high}")
+            raise ValueError(
+                f"rewards: expected finite numbers low < high, got {self.low} and {self.high}"
+            )
 
     @classmethod
     def covering(cls, rewards: Tensor) -> RewardMap:
         """From the smallest reward to the largest, zero included: that is what the end of an episode pays while it waits."""
         if not bool(rewards.isfinite().all()):
-            raise ValueError(f"rewards: expected finite numbers, found {float(rewards[~rewards.isfinite()][0])}")
-        low, high = (min(0.0, float(rewards.min())), max(0.0, float(rewards.max()))) if rewards.numel() else (0.0, 0.0)
-        return cls(low, high if high > low else low + 1.0)  # if all rewards are zero, any interval will do
+            raise ValueError(
+                f"rewards: expected finite numbers, found {float(rewards[~rewards.isfinite()][0])}"
+            )
+        low, high = (
+            (min(0.0, float(rewards.min())), max(0.0, float(rewards.max())))
+            if rewards.numel()
+            else (0.0, 0.0)
+        )
+        return cls(
+            low, high if high > low else low + 1.0
+        )  # if all rewards are zero, any interval will do
 
     @property
     def span(self) -> float:

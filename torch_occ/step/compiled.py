@@ -29,7 +29,14 @@ from torch_occ.regularizers.catalog import TabularRegularizer
 from torch_occ.regularizers.derivatives import Evaluator
 from torch_occ.regularizers.terms import Power, Term
 from torch_occ.step.formulas import Formula, identity, record, slots_of
-from torch_occ.step.implicit import Bound, ImplicitSolution, Setting, Stationarity, poison, push_forward
+from torch_occ.step.implicit import (
+    Bound,
+    ImplicitSolution,
+    Setting,
+    Stationarity,
+    poison,
+    push_forward,
+)
 from torch_occ.step.kernel_inputs import kinds_of, list_exponents, model_of, terms_of, why_not
 from torch_occ.step.newton import Options, Solution
 from torch_occ.step.rows import followed, number, plain, rows, shaped, summed, tabulate, untabulate

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,9 @@ class FTRLStep(nn.Module):
         >>> step = FTRLStep(mdp, jin_luo(mdp))
         >>> q = step(torch.rand(mdp.num_states, mdp.num_actions, dtype=torch.float64), t=100)
     """
+
+    #: What follows from the rest, and the compiled step with its caches.
+    fingerprint_ignores: ClassVar[tuple[str, ...]] = ("evaluator", "interior", "_compiled")
 
     def __init__(
         self,

@@ -9,7 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ.kernels.layout import COMPLEMENT, LOG, PAIR, POWER, REST, STATE, X_LOG_X, Floats, Ints, Model, Rows
+from torch_occ.kernels.layout import (
+    COMPLEMENT,
+    LOG,
+    PAIR,
+    POWER,
+    REST,
+    STATE,
+    X_LOG_X,
+    Floats,
+    Ints,
+    Model,
+    Rows,
+)
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import SparseLayer
 from torch_occ.mdp.validation import broadcast

@@ -45,12 +45,18 @@ Work = Generator[tuple[Cell, dict[str, Any] | Failure], None, None]
 
 def attempt(function: Function, config: Config) -> dict[str, Any] | Failure:
     """What a worker does: run a cell, and turn whatever goes wrong into words."""
-    torch.set_num_threads(1)  # one cell, one thread: cells run beside each other, and sums are added up in one order
+    torch.set_num_threads(
+        1
+    )  # one cell, one thread: cells run beside each other, and sums are added up in one order
     try:
         result = function(config)
         if not isinstance(result, dict) or set(result) & set(config):
-            raise TypeError(f"the function must return a dictionary with keys other than the configuration's, got {result!r}")
-        found: dict[str, Any] = json.loads(json.dumps(result))  # as it will be read from its file; floats keep every bit
+            raise TypeError(
+                f"the function must return a dictionary with keys other than the configuration's, got {result!r}"
+            )
+        found: dict[str, Any] = json.loads(
+            json.dumps(result)
+        )  # as it will be read from its file; floats keep every bit
     except Exception as error:
         return Failure(config, f"{type(error).__name__}: {error}", traceback.format_exc())
     return found

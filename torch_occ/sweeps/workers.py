@@ -64,7 +64,13 @@ def on_processes(function: Function, cells: Sequence[Cell], processes: int) -> W
                 if deaths[cell.key] < DEATHS:
                     suspects.append(cell)
                 else:
-                    yield cell, Failure(cell.config, "its process died while it ran, more than once; out of memory, or killed?")
+                    yield (
+                        cell,
+                        Failure(
+                            cell.config,
+                            "its process died while it ran, more than once; out of memory, or killed?",
+                        ),
+                    )
         finally:
             for process in processes_of(pool):
                 process.terminate()
@@ -104,9 +110,13 @@ def connect(address: str, seconds: float) -> Any:
     try:
         return Client(address, timeout=seconds, set_as_default=False)
     except (OSError, TimeoutError) as error:
-        raise ConnectionError(f"cluster: no Dask scheduler answers at {address} within {seconds:g} s; {advice}") from error
+        raise ConnectionError(
+            f"cluster: no Dask scheduler answers at {address} within {seconds:g} s; {advice}"
+        ) from error
     except ValueError as error:
-        raise ValueError(f"cluster: {address!r} is not an address such as tcp://10.0.0.1:8786 ({error}); {advice}") from error
+        raise ValueError(
+            f"cluster: {address!r} is not an address such as tcp://10.0.0.1:8786 ({error}); {advice}"
+        ) from error
 
 
 def on_cluster(function: Function, cells: Sequence[Cell], client: Any) -> Work:
@@ -119,14 +129,25 @@ def on_cluster(function: Function, cells: Sequence[Cell], client: Any) -> Work:
     token = uuid.uuid4().hex  # not the result of an earlier sweep that the scheduler may still hold
     with client:
         if not client.scheduler_info()["workers"]:
-            print("torch_occ: the cluster has no workers yet; waiting for them ...", file=sys.stderr, flush=True)
-        futures = {client.submit(attempt, function, c.config, key=f"{c.key}-{token}", pure=False, retries=0): c for c in cells}
+            print(
+                "torch_occ: the cluster has no workers yet; waiting for them ...",
+                file=sys.stderr,
+                flush=True,
+            )
+        futures = {
+            client.submit(
+                attempt, function, c.config, key=f"{c.key}-{token}", pure=False, retries=0
+            ): c
+            for c in cells
+        }
         for future in as_completed(list(futures), loop=client.loop):
             cell = futures.pop(future)
             try:
                 outcome = future.result()
             except KilledWorker as error:
-                outcome = Failure(cell.config, f"its workers died while it ran, again and again ({error})")
+                outcome = Failure(
+                    cell.config, f"its workers died while it ran, again and again ({error})"
+                )
             except CancelledError as error:
                 left = len(futures) + 1
                 raise ConnectionError(

@@ -9,7 +9,9 @@ exact. Nothing is evaluated twice, and a saved run continues with its sums.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -100,8 +102,7 @@ class Certificate(Callback):
     def on_chunk(self, run: Simulation) -> None:
         if len(self.records) > self.evaluated and time.monotonic() - self.since > PATIENCE:
             self._evaluate(run)
-            if self.board is not None:
-                self.board.on_chunk(run)  # what is saved as evaluated must be on disk
+            self._to_board(TensorBoard.on_chunk, run)  # what is saved as evaluated must be on disk
         if self.unsaved:
             kept = _join(self.records)._asdict() | {"totals": torch.stack(self.totals)}
             if self.known:
@@ -126,8 +127,18 @@ class Certificate(Callback):
         found = evaluate(run.learner.step, self.parameters, records, moments, before)
         self.known.append(found)
         self.totals, self.evaluated = self.totals[-1:], len(self.records)
-        if self.board is not None:
-            _log(self.board, found, records.episode[first:].tolist())
+        self._to_board(_log, found, records.episode[first:].tolist())
+
+    def _to_board(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Log, if there is a board. If its files fail, warn and go on without it."""
+        if self.board is None:
+            return
+        try:
+            write(self.board, *arguments)
+        except OSError as error:
+            self.board = None
+            message = f"Certificate: {error}; its curves are not logged any more"
+            warnings.warn(message, stacklevel=4)
 
     def _restore(self, run: Simulation) -> None:
         kept = {
@@ -152,7 +163,7 @@ class Certificate(Callback):
             self.known = [curves]
             # A directory that has this run's log has these points; a fresh one has nothing.
             if self.board is not None and not self.board.known:
-                _log(self.board, curves, records.episode[: self.evaluated].tolist())
+                self._to_board(_log, curves, records.episode[: self.evaluated].tolist())
 
 
 def _join(records: list[Records]) -> Records:

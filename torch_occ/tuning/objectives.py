@@ -75,17 +75,29 @@ class ForecastObjective:
         if not worlds:
             raise ValueError("worlds: expected at least one")
         if not (robustness > 0 and floor > 0):
-            raise ValueError(f"robustness, floor: expected positive numbers, got {robustness} and {floor}")
-        self.worlds, self.episodes, self.robustness, self.per_decade = tuple(worlds), episodes, robustness, per_decade
+            raise ValueError(
+                f"robustness, floor: expected positive numbers, got {robustness} and {floor}"
+            )
+        self.worlds, self.episodes, self.robustness, self.per_decade = (
+            tuple(worlds),
+            episodes,
+            robustness,
+            per_decade,
+        )
         self.trust, self.floor, self.estimator = trust, floor, centred(estimator)
         self.scales = [torch.zeros((), dtype=torch.float64) for _ in worlds]
         if reference is not None:
             with torch.no_grad():
-                found = [forecast(world.mdp, reference, world.losses, episodes, per_decade=per_decade) for world in worlds]
+                found = [
+                    forecast(world.mdp, reference, world.losses, episodes, per_decade=per_decade)
+                    for world in worlds
+                ]
             self.scales = [path.final for path in found]
             for world, scale in zip(worlds, self.scales, strict=True):
                 if not bool(scale.isfinite().all()):
-                    raise ValueError(f"reference: its forecast regret in {world.name!r} is {scale.tolist()}; it has no certificate")
+                    raise ValueError(
+                        f"reference: its forecast regret in {world.name!r} is {scale.tolist()}; it has no certificate"
+                    )
 
     @classmethod
     def believing(cls, other: ForecastObjective) -> ForecastObjective:
@@ -97,9 +109,15 @@ class ForecastObjective:
     def __call__(self, regularizer: Regularizer) -> Evaluation:
         """The parameters may have shape `(B, 1)`, so that they meet the batch of MDPs of a world."""
         options: dict[str, Any] = {"estimator": self.estimator, "per_decade": self.per_decade}
-        paths = [forecast(world.mdp, regularizer, world.losses, self.episodes, **options) for world in self.worlds]
+        paths = [
+            forecast(world.mdp, regularizer, world.losses, self.episodes, **options)
+            for world in self.worlds
+        ]
         found = self.combine([path.final for path in paths], [path.certified for path in paths])
-        beyond = [(_batched(path.noise_share) - self.trust).clamp(min=0).square().amax(-1) for path in paths]
+        beyond = [
+            (_batched(path.noise_share) - self.trust).clamp(min=0).square().amax(-1)
+            for path in paths
+        ]
         return found._replace(value=found.value + DISTRUST * torch.stack(beyond).amax(0))
 
     def combine(self, regrets: Sequence[Tensor], certified: Sequence[Tensor]) -> Evaluation:
@@ -110,10 +128,16 @@ class ForecastObjective:
             final = _batched(regret)
             plain.setdefault(world.name, []).append(final)
             ratios.setdefault(world.name, []).append(self._log(final) - self._log(scale))
-        x = torch.stack([torch.cat(parts, -1).mean(-1) for parts in ratios.values()])  # (environments, B)
-        value = (self.robustness * x).logsumexp(0) / self.robustness - math.log(len(x)) / self.robustness
+        x = torch.stack(
+            [torch.cat(parts, -1).mean(-1) for parts in ratios.values()]
+        )  # (environments, B)
+        value = (self.robustness * x).logsumexp(0) / self.robustness - math.log(
+            len(x)
+        ) / self.robustness
         means = {name: torch.cat(parts, -1).mean(-1) for name, parts in plain.items()}
-        return Evaluation(value, means, torch.stack([_batched(fine).all(-1) for fine in certified]).all(0))
+        return Evaluation(
+            value, means, torch.stack([_batched(fine).all(-1) for fine in certified]).all(0)
+        )
 
     def _log(self, regret: Tensor) -> Tensor:
         return (regret.clamp(min=0) + self.floor).log()
@@ -130,5 +154,9 @@ def stack(mdps: Sequence[LayeredMDP]) -> LayeredMDP:
     for i, other in enumerate(mdps):
         if other.layer_sizes != first.layer_sizes or not torch.equal(other.actions, first.actions):
             raise ValueError(f"mdps: number {i} is {other}, which has another layout than {first}")
-    transitions = [torch.stack(layers) for layers in zip(*(mdp.transitions for mdp in mdps), strict=True)]
-    return LayeredMDP(transitions, actions=first.actions, initial=torch.stack([mdp.initial for mdp in mdps]))
+    transitions = [
+        torch.stack(layers) for layers in zip(*(mdp.transitions for mdp in mdps), strict=True)
+    ]
+    return LayeredMDP(
+        transitions, actions=first.actions, initial=torch.stack([mdp.initial for mdp in mdps])
+    )

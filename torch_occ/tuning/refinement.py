@@ -126,7 +126,14 @@ def refine(
 class Search:
     """All points tried so far, and the surfaces fitted to those in a region."""
 
-    def __init__(self, objective: ForecastObjective, regularizer: Regularizer, tuned: Tuned, trial: Trial, guard: Guard | None) -> None:
+    def __init__(
+        self,
+        objective: ForecastObjective,
+        regularizer: Regularizer,
+        tuned: Tuned,
+        trial: Trial,
+        guard: Guard | None,
+    ) -> None:
         self.space = ParameterSpace(regularizer, tuned.names, tuned.bounds)
         self.plain, self.trial, self.guard = ForecastObjective.believing(objective), trial, guard
         self.regularizer, self.own = regularizer, dict(regularizer.named_parameters())
@@ -137,7 +144,9 @@ class Search:
 
     def region(self, centre: Tensor, radius: float) -> tuple[Tensor, Tensor]:
         """Its lower and upper ends, inside the bounds."""
-        return (centre - radius).clamp(min=self.space.low), (centre + radius).clamp(max=self.space.high)
+        return (centre - radius).clamp(min=self.space.low), (centre + radius).clamp(
+            max=self.space.high
+        )
 
     def set_point(self, u: Tensor) -> None:
         """Give the regularizer the parameters of a point."""
@@ -149,13 +158,25 @@ class Search:
             for name, value in values.items():
                 self.own[name].copy_(value)
 
-    def promising(self, low: Tensor, high: Tensor, sobol: torch.quasirandom.SobolEngine, count: int, hopeless: float) -> Iterator[Tensor]:
+    def promising(
+        self,
+        low: Tensor,
+        high: Tensor,
+        sobol: torch.quasirandom.SobolEngine,
+        count: int,
+        hopeless: float,
+    ) -> Iterator[Tensor]:
         """Points that fill a region, without those whose forecast is hopeless by what was tried before; some, if all of them are."""
         screened = 1 if math.isinf(hopeless) else SCREENED
         drawn = low + sobol.draw(screened * count, dtype=torch.float64) * (high - low)
-        given, lowest = 0, min(_trusted(found) for found in self.judged)  # a guard's penalty counts: what does not pass sets no standard
+        given, lowest = (
+            0,
+            min(_trusted(found) for found in self.judged),
+        )  # a guard's penalty counts: what does not pass sets no standard
         for i, u in enumerate(drawn):
-            if given < count and (len(drawn) - i <= count - given or self.forecast(u) < lowest + hopeless):
+            if given < count and (
+                len(drawn) - i <= count - given or self.forecast(u) < lowest + hopeless
+            ):
                 given += 1
                 yield u
 
@@ -183,10 +204,14 @@ class Search:
         enough = min(2 * monomials(centre).numel(), len(u))
         self.used = low & (distance <= max(radius, float(distance.sort().values[enough - 1])))
         if not bool(self.used.any()):
-            raise RuntimeError(f"none of {len(u)} trials was finite and certified; start elsewhere, or look at the judge")
+            raise RuntimeError(
+                f"none of {len(u)} trials was finite and certified; start elsewhere, or look at the judge"
+            )
         excess = torch.tensor(self.excess, dtype=torch.float64)[self.used]
         self.surface = fit_surface(u[self.used], values[self.used], centre, radius)
-        self.excess_surface = fit_surface(u[self.used], excess, centre, radius) if self.guard is not None else None
+        self.excess_surface = (
+            fit_surface(u[self.used], excess, centre, radius) if self.guard is not None else None
+        )
 
     def surfaces_at(self, u: Tensor) -> Tensor:
         """What the surfaces say of points `(n, p)`, the guard's penalty included."""
@@ -203,7 +228,11 @@ class Search:
         """The first trials of so many different points that the surfaces like best."""
         found: list[int] = []
         for i in self.fitted().argsort().tolist():
-            if len(found) < count and bool(self.used[i]) and not any(torch.equal(self.points[i], self.points[j]) for j in found):
+            if (
+                len(found) < count
+                and bool(self.used[i])
+                and not any(torch.equal(self.points[i], self.points[j]) for j in found)
+            ):
                 found.append(i)
         return found
 
@@ -211,19 +240,27 @@ class Search:
         """The best of many points by the surfaces, which are believed only between the good points tried."""
         fitted = self.fitted()
         good = torch.stack(self.points)[fitted < fitted.min() + HOPELESS]
-        drawn = good.amin(0) + sobol.draw(CANDIDATES, dtype=torch.float64) * (good.amax(0) - good.amin(0))
+        drawn = good.amin(0) + sobol.draw(CANDIDATES, dtype=torch.float64) * (
+            good.amax(0) - good.amin(0)
+        )
         return drawn[self.surfaces_at(drawn).argmin()]
 
     def result(self, tuned: Tuned, chosen: int, seconds: float) -> Refined:
         """With one of the points as the result."""
-        values, parameters = torch.tensor([_trusted(found) for found in self.judged]), self.space.parameters_at(torch.stack(self.points))
+        values, parameters = (
+            torch.tensor([_trusted(found) for found in self.judged]),
+            self.space.parameters_at(torch.stack(self.points)),
+        )
         own = [i for i, u in enumerate(self.points) if torch.equal(u, self.points[chosen])]
         regrets = self.judged[chosen].regrets
         result = replace(
             tuned,
             parameters=dict(zip(tuned.names, parameters[chosen].tolist(), strict=True)),
             value=float(values[own].mean()),
-            regrets={name: sum(float(self.judged[i].regrets[name]) for i in own) / len(own) for name in regrets},
+            regrets={
+                name: sum(float(self.judged[i].regrets[name]) for i in own) / len(own)
+                for name in regrets
+            },
             at_bounds=self.space.at_bounds(self.points[chosen]),
             failures=~values.isfinite()[:, None],
             values=values[:, None],
@@ -231,13 +268,30 @@ class Search:
             start=0,
             seconds=tuned.seconds + seconds,
         )
-        return Refined(result, values, self.fitted(), parameters, torch.tensor(self.excess), own[0], seconds, tuned)
+        return Refined(
+            result,
+            values,
+            self.fitted(),
+            parameters,
+            torch.tensor(self.excess),
+            own[0],
+            seconds,
+            tuned,
+        )
 
 
-def _judge(name: str, objective: ForecastObjective, particles: int, accuracy: float, runs: int) -> Trial:
+def _judge(
+    name: str, objective: ForecastObjective, particles: int, accuracy: float, runs: int
+) -> Trial:
     if name not in ("leap", "play"):
-        raise ValueError(f"judge: expected 'leap', 'play' or a function of a regularizer and a seed, got {name!r}")
-    return by_playing(objective, runs=runs) if name == "play" else by_leaping(objective, particles=particles, accuracy=accuracy)
+        raise ValueError(
+            f"judge: expected 'leap', 'play' or a function of a regularizer and a seed, got {name!r}"
+        )
+    return (
+        by_playing(objective, runs=runs)
+        if name == "play"
+        else by_leaping(objective, particles=particles, accuracy=accuracy)
+    )
 
 
 def _trusted(found: Evaluation) -> float:
@@ -251,5 +305,9 @@ def _guarded(found: Evaluation, verdict: Verdict, guard: Guard | None) -> Evalua
     if guard is None:
         return found
     excess = torch.tensor(verdict.excess, dtype=torch.float64)
-    regrets = found.regrets | {name: torch.tensor([regret]) for name, regret in verdict.regrets.items()}
-    return Evaluation(found.value + guard.penalty(excess), regrets, found.certified & excess.isfinite())
+    regrets = found.regrets | {
+        name: torch.tensor([regret]) for name, regret in verdict.regrets.items()
+    }
+    return Evaluation(
+        found.value + guard.penalty(excess), regrets, found.certified & excess.isfinite()
+    )

@@ -39,12 +39,16 @@ class ParameterSpace:
     ) -> None:
         domains = _domains(regularizer)
         self.bounds = dict(bounds)
-        self.names = tuple(name for name in domains if only is None or name in only or _last(name) in only)
+        self.names = tuple(
+            name for name in domains if only is None or name in only or _last(name) in only
+        )
         known = {*domains, *map(_last, domains)}
         for argument, given in (("only", only or ()), ("bounds", bounds)):
             for name in given:
                 if name not in known:
-                    raise ValueError(f"{argument}: the regularizer has no parameter {name!r}; it has {', '.join(domains)}")
+                    raise ValueError(
+                        f"{argument}: the regularizer has no parameter {name!r}; it has {', '.join(domains)}"
+                    )
         if not self.names:
             raise ValueError("regularizer: there is no parameter to tune")
         self.transforms = [transform_to(domains[name]) for name in self.names]
@@ -60,11 +64,15 @@ class ParameterSpace:
                     "itself, or leave it out with only="
                 )
             if value.dim():
-                raise ValueError(f"regularizer: {name} has shape {tuple(value.shape)}; tune scalars, the starts are the batch")
+                raise ValueError(
+                    f"regularizer: {name} has shape {tuple(value.shape)}; tune scalars, the starts are the batch"
+                )
             limits = bounds.get(name, bounds.get(_last(name), _default_bounds(domains[name])))
             ends = [transform.inv(torch.tensor(limit, dtype=torch.float64)) for limit in limits]
             if not (bool(ends[0].isfinite()) and bool(ends[1].isfinite()) and ends[0] < ends[1]):
-                raise ValueError(f"bounds: {name} must satisfy {domains[name]} with a lower and a higher end inside, got {limits}")
+                raise ValueError(
+                    f"bounds: {name} must satisfy {domains[name]} with a lower and a higher end inside, got {limits}"
+                )
             if not limits[0] <= float(value) <= limits[1]:
                 raise ValueError(
                     f"regularizer: {name} is {float(value):g}, outside its bounds {limits}; start inside, or give other bounds"
@@ -72,16 +80,27 @@ class ParameterSpace:
             centre.append(transform.inv(value))
             low.append(ends[0])
             high.append(ends[1])
-        self.centre, self.low, self.high = torch.stack(centre), torch.stack(low), torch.stack(high)  # (parameters,)
+        self.centre, self.low, self.high = (
+            torch.stack(centre),
+            torch.stack(low),
+            torch.stack(high),
+        )  # (parameters,)
 
     def parameters_at(self, u: Tensor) -> Tensor:
         """Parameters from coordinates, `(..., parameters)` both."""
-        return torch.stack([transform(u[..., i]) for i, transform in enumerate(self.transforms)], -1)
+        return torch.stack(
+            [transform(u[..., i]) for i, transform in enumerate(self.transforms)], -1
+        )
 
     def coordinates_of(self, parameters: Mapping[str, float]) -> Tensor:
         """Coordinates `(parameters,)` of values by name, moved inside the bounds."""
         pairs = zip(self.names, self.transforms, strict=True)
-        u = torch.stack([transform.inv(torch.tensor(parameters[name], dtype=torch.float64)) for name, transform in pairs])
+        u = torch.stack(
+            [
+                transform.inv(torch.tensor(parameters[name], dtype=torch.float64))
+                for name, transform in pairs
+            ]
+        )
         return u.clamp(self.low, self.high)
 
     def at_bounds(self, u: Tensor) -> tuple[str, ...]:
@@ -99,7 +118,10 @@ def _domains(regularizer: Regularizer) -> dict[str, constraints.Constraint]:
     found: dict[str, constraints.Constraint] = {}
     for path, module in regularizer.named_modules():
         if isinstance(module, Parametrized):
-            found |= {f"{path}.{name}" if path else name: constraint for name, constraint in module.arg_constraints.items()}
+            found |= {
+                f"{path}.{name}" if path else name: constraint
+                for name, constraint in module.arg_constraints.items()
+            }
     return {name: found.get(name, constraints.real) for name, _ in regularizer.named_parameters()}
 
 

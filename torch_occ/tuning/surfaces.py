@@ -43,7 +43,10 @@ def fit_surface(u: Tensor, values: Tensor, centre: Tensor, scale: float) -> Surf
     """The surface through noisy values at points `(n, p)`; values that are not finite are left out."""
     fine = values.isfinite()
     columns = monomials((u[fine] - centre) / scale)
-    return min((_ridge(columns, values[fine], ridge, centre, scale) for ridge in RIDGES), key=lambda surface: surface.error)
+    return min(
+        (_ridge(columns, values[fine], ridge, centre, scale) for ridge in RIDGES),
+        key=lambda surface: surface.error,
+    )
 
 
 def _ridge(columns: Tensor, values: Tensor, ridge: float, centre: Tensor, scale: float) -> Surface:

@@ -42,7 +42,9 @@ class _Game(NamedTuple):
     losses: Stationary
 
 
-def play_in_torch(step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequence[int]) -> Iterator[Stretch]:
+def play_in_torch(
+    step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequence[int]
+) -> Iterator[Stretch]:
     """Play as `simulate` does, from the same random numbers, one episode a stretch."""
     mdp, player = step.mdp, TorchPlayer(step.mdp)
     N, P = len(seeds), len(step.evaluator.names)
@@ -52,16 +54,25 @@ def play_in_torch(step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequ
     score, certified = q.new_zeros(P, N), torch.ones(N, dtype=torch.bool, device=q.device)
     for t in range(1, episodes + 1):
         if (t - 1) % CHUNK == 0:
-            numbers = uniforms(seeds, Purpose.EPISODES, [(t - 1) // CHUNK], (mdp.horizon, 3)).to(mdp.device, mdp.dtype)
+            numbers = uniforms(seeds, Purpose.EPISODES, [(t - 1) // CHUNK], (mdp.horizon, 3)).to(
+                mdp.device, mdp.dtype
+            )
         solution = step.solve(cumulative_loss, float(t), warm_start=q, check=False)
         if not bool(solution.converged.all()):
             again = step.solve(cumulative_loss, float(t), check=False)
             solution = solution.merge(again, again.converged & ~solution.converged)
         q, certified = solution.q, certified & solution.converged
         now = torch.full((N,), float(t), dtype=q.dtype, device=q.device)
-        tangent = -Linearization(step, q, now).apply(tangent_loss + _force(step, q, now))  # (P, N, S, A)
+        tangent = -Linearization(step, q, now).apply(
+            tangent_loss + _force(step, q, now)
+        )  # (P, N, S, A)
         slope = (tangent * gaps).sum((-2, -1))
-        yield Stretch((q * gaps).sum((-2, -1))[:, None], slope.T[:, None], score.T[:, None], certified[:, None])
+        yield Stretch(
+            (q * gaps).sum((-2, -1))[:, None],
+            slope.T[:, None],
+            score.T[:, None],
+            certified[:, None],
+        )
         feedback = player.walk(_Game(q, losses), mean, None, numbers[:, (t - 1) % CHUNK])  # type: ignore[arg-type]
         score = score + _log_policy_tangent(feedback, q, tangent)
         visited = feedback.scatter(feedback.losses, q)
@@ -82,7 +93,9 @@ def _force(step: FTRLStep, q: Tensor, t: Tensor) -> Tensor:
     columns = []
     for i in range(len(logs)):
         # Twice in reverse is forward: psi's own gradient is taken by torch.func.grad inside.
-        direction = tuple(torch.ones_like(x) if i == j else torch.zeros_like(x) for j, x in enumerate(logs))
+        direction = tuple(
+            torch.ones_like(x) if i == j else torch.zeros_like(x) for j, x in enumerate(logs)
+        )
         columns.append(torch.func.jvp(gradient, (logs,), (direction,))[1])
     return torch.stack(columns)
 

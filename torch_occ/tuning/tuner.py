@@ -11,15 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_occ._support.extras import progress_bar, summary_writer
-from torch_occ._support.files import write_atomically
-from torch_occ._support.fingerprints import fingerprint
+from torch_occ._support.extras import progress_bar
+from torch_occ._support.fingerprints import fingerprints
+from torch_occ._support.interrupts import asked_to_stop, explain, sigterm_raises
+from torch_occ._support.saving import Kept, State, copied
 from torch_occ.regularizers.base import Regularizer
+from torch_occ.tuning.board import TuningBoard
 from torch_occ.tuning.objectives import Evaluation
 from torch_occ.tuning.space import ParameterSpace
 
@@ -32,14 +33,18 @@ class Tuned:
     value: float  # the objective there
     regrets: dict[str, float]  # and its regrets, by environment
     start: int  # which start found it
-    at_bounds: tuple[str, ...]  # parameters of the best point that ended at a bound: the optimum may lie beyond
+    at_bounds: tuple[
+        str, ...
+    ]  # parameters of the best point that ended at a bound: the optimum may lie beyond
     failures: Tensor  # (evaluations, starts), where the objective was not finite or not certified
     values: Tensor  # (evaluations, starts), NaN at failures
     path: Tensor  # (evaluations, starts, parameters)
     names: tuple[str, ...]
     seconds: float
     finished: bool
-    bounds: dict[str, tuple[float, float]] = field(default_factory=dict)  # as they were given to `tune`
+    bounds: dict[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # as they were given to `tune`
 
     def load_into(self, regularizer: Regularizer) -> None:
         """Set a regularizer's parameters to the best ones."""
@@ -49,11 +54,18 @@ class Tuned:
                 own[name].fill_(value)
 
     def __str__(self) -> str:
-        lines = [f"objective {self.value:.6g} by start {self.start}, {len(self.values)} evaluations, {self.seconds:.1f} s"]
-        lines += [f"  {name} = {value:.6g}{' (at its bound)' * (name in self.at_bounds)}" for name, value in self.parameters.items()]
+        lines = [
+            f"objective {self.value:.6g} by start {self.start}, {len(self.values)} evaluations, {self.seconds:.1f} s"
+        ]
+        lines += [
+            f"  {name} = {value:.6g}{' (at its bound)' * (name in self.at_bounds)}"
+            for name, value in self.parameters.items()
+        ]
         lines += [f"  regret, {name}: {value:.6g}" for name, value in self.regrets.items()]
         if int(self.failures.sum()):
-            lines.append(f"  {int(self.failures.sum())} of {self.failures.numel()} evaluations were not finite or not certified")
+            lines.append(
+                f"  {int(self.failures.sum())} of {self.failures.numel()} evaluations were not finite or not certified"
+            )
         return "\n".join(lines)
 
 
@@ -86,29 +98,56 @@ def tune(
         rate: the learning rate of the optimizer; it falls to zero along a cosine.
         optimizer: `(tensors, rate) -> torch.optim.Optimizer`; Adam by default.
         directory: where TensorBoard's `meta/*` go.
-        save_to: a file in which the tuning is kept, so that it can continue after an interruption, with the same numbers.
+        save_to: a file in which the tuning is kept after every step, so that it can continue after
+            an interruption, with the same numbers. It is tried before the first step; if a later
+            save fails, a warning says so, and the tuning goes on.
+        resume: continue from `save_to` if it exists; otherwise a tuning saved there is replaced.
+
+    Returns:
+        The best point found, and the way there.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, with `error.result`, a `Tuned` of the steps so far (None if
+            none was certified), and `error.saved_to`. The same call continues.
+        SystemExit: likewise after SIGTERM, as in `simulate`.
+        ValueError: if an argument is wrong, or `save_to` is damaged or belongs to another tuning.
+        OSError: if `save_to` cannot be written, before the first step.
+        RuntimeError: if no evaluation was finite and certified.
     """
-    tuner = Tuner(objective, regularizer, steps, starts, only, bounds or {}, rate, spread, seed, optimizer)
-    if save_to is not None and resume and Path(save_to).exists():
-        tuner.load(save_to)
-    board = _Board(directory, tuner) if directory is not None else None
+    tuner = Tuner(
+        objective, regularizer, steps, starts, only, bounds or {}, rate, spread, seed, optimizer
+    )
+    kept = None if save_to is None else Kept(save_to, "tuning", tuner.fingerprints)
+    if kept is not None:
+        found = kept.load() if resume else None
+        if found is not None:
+            tuner.restore(found)
+        kept.try_first(tuner.state())
+    board = TuningBoard(directory, tuner) if directory is not None else None
     bar = progress_bar(steps + 1, len(tuner.values), "step", "tuning") if progress else None
-    try:
-        while len(tuner.values) <= steps:
-            tuner.advance()
+    with sigterm_raises(kept is not None) as silence:
+        try:
+            while len(tuner.values) <= steps:
+                tuner.advance()
+                if board:
+                    board.write(tuner)
+                if bar is not None:
+                    bar.set_postfix_str(f"best {tuner.best_values.min():.4g}")
+                    bar.update(1)
+                if kept is not None:
+                    kept.keep(tuner.state())
+        except BaseException as error:
+            silence()
+            saved_to = None if kept is None else kept.rescue()
+            if asked_to_stop(error):
+                best = tuner.result() if bool(tuner.best_values.isfinite().any()) else None
+                explain(error, f"after {len(tuner.values)} of {steps + 1} steps", best, saved_to)
+            raise
+        finally:
             if board:
-                board.write(tuner)
+                board.close(tuner)
             if bar is not None:
-                bar.set_postfix_str(f"best {tuner.best_values.min():.4g}")
-                bar.update(1)
-            if save_to is not None:
-                tuner.save(save_to)
-    except KeyboardInterrupt:
-        pass
-    if board:
-        board.close(tuner)
-    if bar is not None:
-        bar.close()
+                bar.close()
     return tuner.result()
 
 
@@ -129,10 +168,17 @@ class Tuner:
         optimizer: Callable[[list[Tensor], float], torch.optim.Optimizer] | None,
     ) -> None:
         if steps < 0 or starts < 1:
-            raise ValueError(f"steps, starts: expected steps >= 0 and starts >= 1, got {steps} and {starts}")
+            raise ValueError(
+                f"steps, starts: expected steps >= 0 and starts >= 1, got {steps} and {starts}"
+            )
         self.space = space = ParameterSpace(regularizer, only, bounds)
         self.names, self.low, self.high = space.names, space.low, space.high
-        self.caller, self.steps, self.starts, self.rate = _Caller(objective, regularizer), steps, starts, rate
+        self.caller, self.steps, self.starts, self.rate = (
+            _Caller(objective, regularizer),
+            steps,
+            starts,
+            rate,
+        )
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(starts, len(self.names), dtype=torch.float64, generator=generator)
         noise[0] = 0.0
@@ -146,12 +192,14 @@ class Tuner:
         self.best_regrets: dict[str, Tensor] = {}
         self.gradient_norm = torch.zeros(starts, dtype=torch.float64)
         self.seconds = 0.0
-        self.options = [self.names, steps, starts, self.low, self.high, rate, spread, seed, self.optimizer.defaults]
+        self.options = [self.names, steps, starts, self.low, self.high, rate, spread, seed]
+        self.options += [type(self.optimizer), optimizer, self.optimizer.defaults]
 
     @property
-    def fingerprint(self) -> str:
-        """A hash of everything that decides the numbers of the tuning."""
-        return fingerprint(self.caller.objective, self.caller.regularizer, self.options)
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of everything that decides the numbers of the tuning."""
+        objective, regularizer = self.caller.objective, self.caller.regularizer
+        return fingerprints(objective=objective, regularizer=regularizer, options=self.options)
 
     def advance(self) -> None:
         """Evaluate at the present point, and move on."""
@@ -168,15 +216,26 @@ class Tuner:
             (gradient,) = torch.autograd.grad(torch.where(fine, value, 0.0).sum(), u)
             fine = fine & gradient.isfinite().all(-1)
             gradient = torch.where(fine[:, None], gradient, 0.0)
-        self._record(u.detach(), value.detach(), fine, {name: x.detach().expand(self.starts) for name, x in evaluation.regrets.items()})
+        self._record(
+            u.detach(),
+            value.detach(),
+            fine,
+            {name: x.detach().expand(self.starts) for name, x in evaluation.regrets.items()},
+        )
         self.gradient_norm = gradient.norm(dim=-1)
         if len(self.values) <= self.steps:
             for group in self.optimizer.param_groups:
-                group["lr"] = 0.5 * self.rate * (1 + math.cos(math.pi * (len(self.values) - 1) / max(self.steps, 1)))
+                group["lr"] = (
+                    0.5
+                    * self.rate
+                    * (1 + math.cos(math.pi * (len(self.values) - 1) / max(self.steps, 1)))
+                )
             self.u.grad = gradient
             self.optimizer.step()
             with torch.no_grad():
-                self.u.copy_(torch.where(fine[:, None], self.u.clamp(self.low, self.high), self.best_u))
+                self.u.copy_(
+                    torch.where(fine[:, None], self.u.clamp(self.low, self.high), self.best_u)
+                )
         self.seconds += time.monotonic() - begun
 
     def _record(self, u: Tensor, value: Tensor, fine: Tensor, regrets: dict[str, Tensor]) -> None:
@@ -187,7 +246,9 @@ class Tuner:
         self.best_values = torch.where(better, value, self.best_values)
         self.best_u = torch.where(better[:, None], u, self.best_u)
         for name, regret in regrets.items():
-            self.best_regrets[name] = torch.where(better, regret, self.best_regrets.get(name, torch.full_like(regret, torch.nan)))
+            self.best_regrets[name] = torch.where(
+                better, regret, self.best_regrets.get(name, torch.full_like(regret, torch.nan))
+            )
 
     def result(self) -> Tuned:
         """The best point so far."""
@@ -213,19 +274,26 @@ class Tuner:
             bounds=self.space.bounds,
         )
 
-    _KEPT = ("u", "values", "failures", "path", "best_values", "best_u", "best_regrets", "gradient_norm", "seconds")
+    _KEPT = (
+        "u",
+        "values",
+        "failures",
+        "path",
+        "best_values",
+        "best_u",
+        "best_regrets",
+        "gradient_norm",
+        "seconds",
+    )
 
-    def save(self, path: str | Path) -> None:
-        """Write everything, atomically."""
-        state = {name: getattr(self, name) for name in self._KEPT}
-        state |= {"optimizer": self.optimizer.state_dict(), "fingerprint": self.fingerprint}
-        write_atomically(path, lambda file: torch.save(state, file))
+    def state(self) -> State:
+        """A copy of everything that changes from step to step."""
+        now = {name: getattr(self, name) for name in self._KEPT}
+        return copied(now | {"optimizer": self.optimizer.state_dict()})
 
-    def load(self, path: str | Path) -> None:
-        """Restore what `save` wrote, if it belongs to this very tuning."""
-        state = torch.load(path, weights_only=True)
-        if state.pop("fingerprint") != self.fingerprint:
-            raise ValueError(f"{path}: belongs to another tuning (objective, regularizer, starts or options); name another file")
+    def restore(self, state: State) -> None:
+        """Go on from what `state` returned, in this process or another."""
+        state = copied(state)
         self.optimizer.load_state_dict(state.pop("optimizer"))
         with torch.no_grad():
             self.u.copy_(state.pop("u"))
@@ -236,7 +304,9 @@ class Tuner:
 class _Caller(nn.Module):
     """The objective as a function of the regularizer's parameters."""
 
-    def __init__(self, objective: Callable[[Regularizer], Evaluation], regularizer: Regularizer) -> None:
+    def __init__(
+        self, objective: Callable[[Regularizer], Evaluation], regularizer: Regularizer
+    ) -> None:
         super().__init__()
         self.objective, self.regularizer = objective, regularizer
 
@@ -245,33 +315,10 @@ class _Caller(nn.Module):
 
     def at(self, parameters: dict[str, Tensor]) -> Evaluation:
         """The objective with these in place of the parameters of those names."""
-        return torch.func.functional_call(self, {f"regularizer.{name}": value for name, value in parameters.items()}, ())
+        return torch.func.functional_call(
+            self, {f"regularizer.{name}": value for name, value in parameters.items()}, ()
+        )
 
 
 def _adam(tensors: list[Tensor], rate: float) -> torch.optim.Optimizer:
     return torch.optim.Adam(tensors, lr=rate, betas=(0.8, 0.99))
-
-
-class _Board:
-    """TensorBoard's `meta/*`; the step axis is the optimizer's."""
-
-    def __init__(self, directory: str | Path, tuner: Tuner) -> None:
-        self.writer: Any = summary_writer(directory, purge_step=len(tuner.values))
-
-    def write(self, tuner: Tuner) -> None:
-        step = len(tuner.values) - 1
-        best = int(tuner.best_values.argmin())
-        values = {"meta/objective": float(tuner.values[-1][best]), "meta/best": float(tuner.best_values[best])}
-        values |= {f"meta/objective_of_start/{i}": float(x) for i, x in enumerate(tuner.values[-1])}
-        values |= {f"meta/{name}": float(x) for name, x in zip(tuner.names, tuner.path[-1][best], strict=True)}
-        values |= {f"meta/regret/{name}": float(x[best]) for name, x in tuner.best_regrets.items()}
-        values["meta/gradient_norm"] = float(tuner.gradient_norm[best])
-        values["meta/failures"] = float(tuner.failures[-1].sum())
-        values["meta/at_bounds"] = float(len(tuner.space.at_bounds(tuner.best_u[best])))
-        for tag, value in values.items():
-            self.writer.add_scalar(tag, value, step)
-
-    def close(self, tuner: Tuner) -> None:
-        if bool(tuner.best_values.isfinite().any()):
-            self.writer.add_text("meta/result", "```\n" + str(tuner.result()) + "\n```", len(tuner.values) - 1)
-        self.writer.close()
