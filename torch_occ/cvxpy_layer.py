@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module, util
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_occ.catalog import TabularRegularizer
 from torch_occ.extras import extra
+from torch_occ.frozen import Frozen
 from torch_occ.mdp import LayeredMDP
 from torch_occ.regularizers import Regularizer
 from torch_occ.terms import Log, Power
@@ -177,11 +178,13 @@ ACCURATE_CLARABEL = Settings("accurate Clarabel", {"solve_method": "Clarabel", *
 ALL_SETTINGS = (DEFAULT, LSMR, MOREAU, ACCURATE_SCS, ACCURATE_CLARABEL)
 
 
-class CvxpyLayer(nn.Module):
+class CvxpyLayer(Frozen):
     """The step by cvxpylayers: `layer(loss, t)` -> q, differentiable in the loss, in t and in the regularizer's parameters.
 
     An exponent is fixed at construction and gets no gradient; nor does the parameter of a term that has weight zero then.
     """
+
+    fixed: ClassVar = dict.fromkeys(("mdp", "regularizer", "settings", "atoms", "layer"), "make a new CvxpyLayer")
 
     def __init__(self, mdp: LayeredMDP, regularizer: Regularizer, settings: Settings = ACCURATE_CLARABEL) -> None:
         super().__init__()

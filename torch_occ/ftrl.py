@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from torch_occ.derivatives import Evaluator
+from torch_occ.frozen import Frozen
 from torch_occ.implicit import Bound, ImplicitSolution, Setting, Stationarity
 from torch_occ.marginals import keep
 from torch_occ.mdp import LayeredMDP
@@ -34,7 +35,7 @@ class SolveError(RuntimeError):
         self.solution = solution
 
 
-class FTRLStep(nn.Module):
+class FTRLStep(Frozen):
     """The occupancy-measure FTRL step, differentiable in the loss, t, the regularizer's parameters and the MDP's probabilities.
 
     Args:
@@ -45,11 +46,19 @@ class FTRLStep(nn.Module):
         backend: "engine" is compiled, for built-in regularizers over a single MDP on the CPU in double precision; "torch" does everything;
             "auto" takes the engine where it can and where layers are not so wide that BLAS is faster. `solution.backend` says who solved.
 
+    The MDP, the structure of the regularizer and the options are fixed, and changing them is an error. The values of parameters may
+    change at any time.
+
     Example:
         >>> mdp = LayeredMDP.random(horizon=3, width=3, num_actions=3)
         >>> step = FTRLStep(mdp, jin_luo(mdp))
         >>> q = step(torch.rand(mdp.num_states, mdp.num_actions, dtype=torch.float64), t=100)
     """
+
+    fixed: ClassVar = {"backend": "call step.use(backend)"} | dict.fromkeys(
+        ("mdp", "regularizer", "options", "evaluator", "interior"), "make a new FTRLStep(mdp, regularizer, ...)"
+    )
+    backend: Backend
 
     def __init__(
         self,
@@ -74,7 +83,7 @@ class FTRLStep(nn.Module):
 
     def use(self, backend: Backend) -> None:
         """Choose who solves from now on; see the class. Nothing is compiled before the first solve."""
-        self.backend, self._compiled = check_backend(backend), None
+        self.__dict__.update(backend=check_backend(backend), _compiled=None)
 
         def why_not() -> str | None:
             from torch_occ.engine import step
@@ -166,7 +175,7 @@ class FTRLStep(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Self:
         """Moves the MDP together with the parameters."""
         super()._apply(fn, *args)
-        self.mdp, self.interior = self.mdp.map_tensors(fn), fn(self.interior)
+        self.__dict__.update(mdp=self.mdp.map_tensors(fn), interior=fn(self.interior))
         self.use(self.backend)
         return self
 

@@ -15,7 +15,7 @@ from torch_occ.catalog import LogBarrier, Shannon, Tsallis
 from torch_occ.estimators import Estimator, Feedback, ImportanceWeighted
 from torch_occ.ftrl import FTRLStep
 from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import interior_point, occupancy, optimal_policy
+from torch_occ.occupancy import cheapest, interior_point, occupancy, optimal_policy
 from torch_occ.regularizers import Regularizer
 from torch_occ.schedules import Constant, InverseSqrt
 
@@ -119,7 +119,10 @@ class FixedPolicy(Learner):
 
 
 class EmpiricalLearner(Learner):
-    """Plays the optimal policy of an estimate built from counts and observed losses."""
+    """Plays the optimal policy of an estimate built from counts and observed losses.
+
+    Actions whose Q is within 1e-9 of the smallest are tied, and the one with the lowest index is played.
+    """
 
     def start(self, num_seeds: int) -> None:
         self.state = {"visits": self._zeros(num_seeds), "losses": self._zeros(num_seeds)}
@@ -129,7 +132,7 @@ class EmpiricalLearner(Learner):
         raise NotImplementedError
 
     def propose(self, t: int) -> Tensor:
-        return occupancy(self.mdp, optimal_policy(self.mdp, self.index(t)).policy)
+        return occupancy(self.mdp, cheapest(self.mdp, optimal_policy(self.mdp, self.index(t)).Q))
 
     def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
         visits = self.state["visits"]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import optimal_policy
+from torch_occ.occupancy import likeliest, optimal_policy
 from torch_occ.streams import CHUNK, Purpose, stream
 
 Noise = Literal["none", "bernoulli", "uniform"]
@@ -143,13 +143,16 @@ class RandomWalkLosses(LossProcess):
 
 
 class GreedyAdversary(LossProcess):
-    """An adaptive adversary: each state charges 1 for the learner's most likely action of the last episode, and 0 for the others."""
+    """An adaptive adversary: each state charges 1 for the learner's most likely action of the last episode, and 0 for the others.
+
+    Actions whose q is within a relative 1e-9 of the largest are tied, and the one with the lowest index is charged
+    (`torch_occ.occupancy.likeliest`): a learner that treats two actions alike has q equal up to rounding, and rounding must not decide.
+    """
 
     stride = 1
 
     def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> tuple[Tensor, State]:
-        favourite = q.argmax(-1, keepdim=True) == torch.arange(mdp.num_actions, device=q.device)
-        return favourite.to(q.dtype)[None], state
+        return likeliest(mdp, q)[None], state
 
 
 class StochasticallyConstrained(LossProcess):

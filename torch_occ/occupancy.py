@@ -168,6 +168,38 @@ def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
 # -- planning -------------------------------------------------------------------------------------------------------------
 
 
+#: Where a choice depends on the order of two numbers, they are tied if they differ by less than this
+#: share of them, and the action with the lowest index wins. Symmetric problems have ties that rounding
+#: breaks in another way on every backend and machine; real differences are hardly ever so small.
+TIE = 1e-9
+
+
+def tie_in(dtype: torch.dtype) -> float:
+    """`TIE`, or a few units in the last place where the precision is lower."""
+    return max(TIE, 32 * torch.finfo(dtype).eps)
+
+
+def likeliest(mdp: LayeredMDP, q: Tensor) -> Tensor:
+    """The action of largest q in each state, the first of those that are tied, as 0 or 1 `(*batch, S, A)`."""
+    tied = mdp.actions & (q >= (1 - tie_in(q.dtype)) * q.amax(-1, keepdim=True))
+    return _first(tied).to(q.dtype)
+
+
+def cheapest(mdp: LayeredMDP, Q: Tensor) -> Tensor:
+    """The action of smallest Q in each state, the first of those that are tied, as 0 or 1 `(*batch, S, A)`.
+
+    Numbers below 1 are compared absolutely, since losses are of that size. Q is infinite on masked pairs.
+    """
+    best = Q.amin(-1, keepdim=True)
+    margin = tie_in(Q.dtype) * best.abs().clamp(1.0, torch.finfo(Q.dtype).max)  # finite: a Q of -inf is tied with itself
+    return _first(mdp.actions & (Q <= best + margin)).to(Q.dtype)
+
+
+def _first(true: Tensor) -> Tensor:
+    """Only the first True along the last dimension."""
+    return true & (true.cumsum(-1) == 1)
+
+
 class Plan(NamedTuple):
     """The optimal policy of a loss and what it is worth."""
 

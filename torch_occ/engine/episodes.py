@@ -9,6 +9,7 @@ import numpy as np
 from torch_occ.engine.layout import PAIR, Floats, Model, Terms, Work, inlined, kernel, part
 from torch_occ.engine.newton import CONVERGED, descend
 from torch_occ.engine.transitions import likelihoods, successor
+from torch_occ.occupancy import TIE
 from torch_occ.streams import CHUNK
 
 NOISE = {"none": 0, "bernoulli": 1, "uniform": 2}
@@ -167,15 +168,17 @@ def state_drawn(model: Model, pair: int, k: int, uniform: float) -> int:
 
 @kernel
 def favour(model: Model, q: Floats, means: Floats) -> None:
-    """What `GreedyAdversary` charges after q: 1 for each state's likeliest action, the first of them, 0 for the others."""
+    """What `GreedyAdversary` charges after q: 1 for each state's action by `torch_occ.occupancy.likeliest`, 0 for the others."""
     num_actions = model.num_actions
     for first in range(0, len(q), num_actions):
-        best = first
+        most = 0.0
         for i in range(first, first + num_actions):
             means[0, i] = 0.0
-            if q[i] > q[best]:
-                best = i
-        means[0, best] = 1.0
+            most = max(most, q[i])
+        for i in range(first, first + num_actions):
+            if model.exists[PAIR, i] and q[i] >= (1.0 - TIE) * most:
+                means[0, i] = 1.0
+                break
 
 
 @kernel
