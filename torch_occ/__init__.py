@@ -76,6 +76,7 @@ from torch_occ.history import History as History
 from torch_occ.regret import SelfBounding as SelfBounding
 from torch_occ.regret import comparator as comparator
 from torch_occ.regret import self_bounding as self_bounding
+from torch_occ.contracts import UncertifiedWarning as UncertifiedWarning
 from torch_occ.simulate import simulate as simulate
 
 # Regret without playing, and tuning by it

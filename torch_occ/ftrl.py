@@ -153,13 +153,7 @@ class FTRLStep(Frozen):
         shapes |= {"mdp": model.batch_shape, "t": t.shape, "warm_start": start.shape[:-2]}
         _check_batches({"cumulative_loss": cumulative_loss.shape[:-2]} | shapes)
         _check_transforms()
-        for name, parameter in self.regularizer.named_parameters():
-            if parameter.dtype != model.dtype or parameter.device != model.device:
-                raise ValueError(
-                    f"regularizer: {name} is {parameter.dtype} on {parameter.device}, the MDP {model.dtype} on {model.device}; "
-                    "use step.to(...) for both"
-                )
-
+        self._check_types(model)
         probabilities = mdp is not None or any(_carries_derivative(p) for p in model.probabilities)
         setting = Setting(model, self.evaluator, probabilities)
         rank = max(cumulative_loss.dim() - 2, t.dim(), start.dim() - 2, len(model.batch_shape))
@@ -171,6 +165,19 @@ class FTRLStep(Frozen):
         equation = Stationarity(setting, self.options, partial(_check_values, self.mdp), report)
         outputs = ImplicitSolution.apply(equation, _rank(-cumulative_loss, rank, 2), _rank(start.detach(), rank, 2), *tensors)
         return Solution(*outputs)
+
+    def check_parameters(self) -> None:
+        """Raise a ValueError that names a parameter outside its domain, or of another type than the MDP's."""
+        self._check_types(self.mdp)
+        self.regularizer.validate()
+
+    def _check_types(self, mdp: LayeredMDP) -> None:
+        for name, parameter in self.regularizer.named_parameters():
+            if parameter.dtype != mdp.dtype or parameter.device != mdp.device:
+                raise ValueError(
+                    f"regularizer: {name} is {parameter.dtype} on {parameter.device}, the MDP {mdp.dtype} on {mdp.device}; "
+                    "use step.to(...) for both"
+                )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Self:
         """Moves the MDP together with the parameters."""

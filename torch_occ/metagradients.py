@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.contracts import uncertified_is_handled
 from torch_occ.ftrl import FTRLStep
 from torch_occ.learners import FTRL
 from torch_occ.losses import Stationary
@@ -149,7 +150,8 @@ def finite_differences(
         raise ValueError(f"step: expected a positive number, got {step}")
 
     def regret() -> Tensor:
-        played = simulate(mdp, FTRL(mdp, regularizer), losses, episodes, seeds, checkpoints=checkpoints, backend=backend)
+        with uncertified_is_handled():
+            played = simulate(mdp, FTRL(mdp, regularizer), losses, episodes, seeds, checkpoints=checkpoints, backend=backend)
         return torch.where(played.uncertified == 0, played.regret, torch.nan)
 
     columns = []

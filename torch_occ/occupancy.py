@@ -191,8 +191,8 @@ def cheapest(mdp: LayeredMDP, Q: Tensor) -> Tensor:
     Numbers below 1 are compared absolutely, since losses are of that size. Q is infinite on masked pairs.
     """
     best = Q.amin(-1, keepdim=True)
-    margin = tie_in(Q.dtype) * best.abs().clamp(1.0, torch.finfo(Q.dtype).max)  # finite: a Q of -inf is tied with itself
-    return _first(mdp.actions & (Q <= best + margin)).to(Q.dtype)
+    limit = best + tie_in(Q.dtype) * best.abs().clamp(1.0, torch.finfo(Q.dtype).max)  # a Q of -inf is tied with itself
+    return _first(mdp.actions & (limit >= Q)).to(Q.dtype)
 
 
 def _first(true: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.callbacks import Callback
+from torch_occ.contracts import Contract, UncertifiedWarning
 from torch_occ.episodes import TorchPlayer
 from torch_occ.estimators import Feedback
 from torch_occ.files import write_atomically
@@ -26,6 +28,7 @@ from torch_occ.history import History
 from torch_occ.learners import FTRL, Learner
 from torch_occ.losses import LossProcess
 from torch_occ.mdp import LayeredMDP
+from torch_occ.newton import Status
 from torch_occ.occupancy import interior_point
 from torch_occ.regret import comparator
 from torch_occ.streams import CHUNK, Purpose, uniforms
@@ -59,6 +62,9 @@ def simulate(
 ) -> History:
     """Play `episodes` episodes for every seed.
 
+    The run plays a copy of the learner (`Learner.copy`), and the given one is left as it is. Callbacks see the copy as `run.learner`;
+    its state after the last episode is there in `on_end`.
+
     Args:
         checkpoints: episodes at which the curves have a point; 20 a decade by default, and the last.
         save_to: a file in which the run is kept, so that it can continue after an interruption.
@@ -69,6 +75,13 @@ def simulate(
             "auto" takes the engine where it can. `history.backend` says which one played.
 
     Ctrl-C ends the run cleanly with the results so far (`history.finished` is then False).
+
+    Raises:
+        ValueError: an argument is not valid, or a learner, a loss process or an estimator returned what cannot be right, for example
+            a q that is no occupancy measure; with the episode, the seed, the layer and the state.
+
+    Warns:
+        UncertifiedWarning: a step could not be certified; at the first one, and with their number at the end.
     """
     simulation = Simulation(mdp, learner, losses, episodes, seeds, checkpoints, config or {}, backend)
     if save_to is not None and resume and Path(save_to).exists():
@@ -88,6 +101,7 @@ def simulate(
                 saved = time.monotonic()
     except KeyboardInterrupt:
         pass
+    simulation.warn_of_all()
     history = simulation.history()
     for callback in callbacks:
         callback.on_end(simulation, history)
@@ -107,6 +121,15 @@ def choose_player(backend: Backend, mdp: LayeredMDP, learner: Learner, losses: L
     from torch_occ.engine.player import engine_player
 
     return engine_player(learner, losses)
+
+
+def _copy(learner: Learner) -> Learner:
+    """The run's own learner: nothing that it does is seen by the caller, or by another run in another thread."""
+    try:
+        return learner.copy()
+    except Exception as error:
+        name = type(learner).__name__
+        raise TypeError(f"learner: {name} cannot be copied ({error}), and a run plays a copy; override {name}.copy") from error
 
 
 def log_spaced(episodes: int, per_decade: int = 20) -> list[int]:
@@ -139,7 +162,7 @@ class Simulation:
             raise ValueError(f"episodes: expected at least 1, got {episodes}")
         if losses.length is not None and losses.length < episodes:
             raise ValueError(f"losses: the table has {losses.length} episodes, but {episodes} were asked for")
-        self.mdp, self.learner, self.losses, self.episodes = mdp, learner, losses, episodes
+        self.mdp, self.losses, self.episodes = mdp, losses, episodes
         self.seeds, self.config = tuple(int(seed) for seed in seeds), config
         if not self.seeds:
             raise ValueError("seeds: expected at least one")
@@ -151,6 +174,8 @@ class Simulation:
             raise ValueError("checkpoints: expected at least one episode")
         if self.checkpoints[0] < 1 or self.checkpoints[-1] > episodes:
             raise ValueError(f"checkpoints: expected episodes from 1 to {episodes}, got {self.checkpoints[0]} to {self.checkpoints[-1]}")
+        self.learner = learner = _copy(learner)
+        self.contract = Contract(mdp, learner, losses, self.seeds)
         n = len(self.seeds)
         zeros = torch.zeros(n, mdp.num_states, mdp.num_actions, dtype=mdp.dtype, device=mdp.device)
         learner.start(n)
@@ -159,8 +184,10 @@ class Simulation:
         self.q = interior_point(mdp).detach().expand_as(zeros).clone()
         self.process_state = losses.start(mdp, self.seeds)
         names = ("expected", "realised", "newton_steps", "dual_residual", "flow_residual", "uncertified")
+        names += ("first_uncertified", "first_status")  # the episode of the first step without certificate, 0 if none, and its status
         self.sums = {name: zeros[:, 0, 0].clone() for name in names}
         self.sums |= {"cumulative_occupancy": zeros.clone(), "total_mean": zeros.clone()}
+        self.warned = False  # of the first step without certificate
         self.since = 0  # episodes since the last checkpoint
         self.recorded: list[int] = []
         self.times: list[float] = []
@@ -189,13 +216,13 @@ class Simulation:
                 n, asked = min([t for t in due if t > first] + [until]) - first, 1
             else:
                 n = asked = min(self.losses.stride, until - first)
-            means, self.process_state = self.losses.means(mdp, self.process_state, first + 1, asked, self.q)
-            if not bool(((means >= 0) & (means <= 1)).all()):
-                raise ValueError(f"losses: a mean of episodes {first + 1} to {first + n} is outside [0, 1]")
+            found = self.losses.means(mdp, self.process_state, first + 1, asked, self.q)
+            means, self.process_state = self.contract.means(found, first + 1, asked)
             for stop in (*(t for t in due if first < t < first + n), first + n):
                 rows, i = slice(self.t - origin, stop - origin), self.t - first
                 part = means if len(means) == 1 else means[i : i + stop - self.t]
                 self.player.play(self, part, numbers[:, rows], None if tables is None else tables[:, rows])
+                self._warn_of_first()
                 if stop in due:
                     self.seconds += time.monotonic() - begun
                     begun = time.monotonic()
@@ -210,12 +237,42 @@ class Simulation:
         sums["realised"] += feedback.losses.sum(-1)
         sums["cumulative_occupancy"] += self.q
         sums["total_mean"] += mean
-        found = self.learner.diagnostics()
+        found = self.contract.diagnostics(self.t, self.learner.diagnostics())
         if found:
             sums["newton_steps"] += found["newton_steps"]
             sums["uncertified"] += found["uncertified"]
             for name in ("dual_residual", "flow_residual"):
                 sums[name] = torch.maximum(sums[name], found[name])
+            if bool(found["uncertified"].any()):
+                first = (sums["first_uncertified"] == 0) & (found["uncertified"] != 0)
+                sums["first_uncertified"][first] = float(self.t)
+                if "status" in found:
+                    sums["first_status"][first] = found["status"][first].to(self.q.dtype)
+
+    def _warn_of_first(self) -> None:
+        first = self.sums["first_uncertified"]
+        if self.warned or not bool(first.any()):
+            return
+        self.warned = True
+        t, i = min((t, i) for i, t in enumerate(first.long().tolist()) if t)
+        status = Status(int(self.sums["first_status"][i]))
+        why = f": {status.name}, {status.advice}" if status else ""
+        warnings.warn(
+            f"{type(self.learner).__name__}: the step of episode {t}, seed {self.seeds[i]}, was not certified{why}. "
+            "The run goes on; history.uncertified counts such steps",
+            UncertifiedWarning,
+            stacklevel=4,
+        )
+
+    def warn_of_all(self) -> None:
+        """Warn if steps were not certified, with their number. For the end of a run."""
+        if count := int(self.sums["uncertified"].sum()):
+            warnings.warn(
+                f"{type(self.learner).__name__}: {count:,} of {self.t * len(self.seeds):,} steps were not certified; "
+                "their q, and with it the regret, may be wrong",
+                UncertifiedWarning,
+                stacklevel=3,
+            )
 
     def _record(self) -> None:
         sums = self.sums

@@ -17,6 +17,7 @@ IMPORTANCE_WEIGHTED, IMPLICIT_EXPLORATION, REDUCED_VARIANCE, FULL_INFORMATION = 
 
 # Entries of `Tally.scalars`.
 EXPECTED, REALISED, NEWTON_STEPS, UNCERTIFIED, DUAL_RESIDUAL, FLOW_RESIDUAL = 0, 1, 2, 3, 4, 5
+FIRST_UNCERTIFIED, FIRST_STATUS = 6, 7  # the episode of the first step without certificate, 0 if none, and its status
 
 
 class Rules(NamedTuple):
@@ -37,7 +38,7 @@ class Tally(NamedTuple):
     cumulative_loss: Floats  # (S * A,)
     cumulative_occupancy: Floats  # (S * A,)
     total_mean: Floats  # (S * A,)
-    scalars: Floats  # (6,): sums, and the largest residuals
+    scalars: Floats  # (8,): sums, the largest residuals, and the first failure
 
 
 @kernel
@@ -66,7 +67,9 @@ def play(
         work.stale[0] += drift(weights, t)
         if (before + t) % CHUNK == 0:  # nothing is taken over from one chunk to the next, so that a run may continue from a file
             work.stale[0], work.stale[1] = np.inf, 0.0
-        propose(model, terms, weights[t + 1], loss, rules, middle, table, nowhere, scalars, work)
+        status = propose(model, terms, weights[t + 1], loss, rules, middle, table, nowhere, scalars, work)
+        if status != CONVERGED and scalars[FIRST_UNCERTIFIED] == 0.0:
+            scalars[FIRST_UNCERTIFIED], scalars[FIRST_STATUS] = before + t + 1, status
         row, expected = min(t, len(means) - 1), 0.0
         for i in range(num_pairs):
             q[i] = work.pairs[PAIR, i]
@@ -107,8 +110,8 @@ def propose(
     nowhere: Floats,
     scalars: Floats,
     work: Work,
-) -> None:
-    """q_t from the last q; from the middle if that fails."""
+) -> int:
+    """q_t from the last q; from the middle if that fails. Returns the status."""
     pairs = work.pairs
     status, steps, _, flow, dual = descend(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
     if status != CONVERGED:
@@ -127,6 +130,7 @@ def propose(
     scalars[UNCERTIFIED] += status != CONVERGED
     scalars[DUAL_RESIDUAL] = max(scalars[DUAL_RESIDUAL], dual)
     scalars[FLOW_RESIDUAL] = max(scalars[FLOW_RESIDUAL], flow)
+    return status
 
 
 @kernel

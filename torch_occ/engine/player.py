@@ -40,7 +40,10 @@ _ESTIMATORS: dict[type[Estimator], int] = {
 }
 
 #: What `Tally.scalars` holds, in the words of `Simulation.sums`.
-_SCALARS = ("expected", "realised", "newton_steps", "uncertified", "dual_residual", "flow_residual")
+_SCALARS = (
+    *("expected", "realised", "newton_steps", "uncertified", "dual_residual", "flow_residual"),
+    *("first_uncertified", "first_status"),
+)
 
 
 def why_not_play(learner: Learner, losses: LossProcess) -> str | None:
@@ -149,6 +152,7 @@ class FTRLPlayer(EnginePlayer):
         return self.ftrl.state["q"], self.ftrl.state["cumulative_loss"]
 
     def prepare(self, run: Simulation, t: Tensor, tables: Tensor | None) -> Callable[[int, Floats, Floats, Tally], None]:
+        self.ftrl.step.check_parameters()  # a callback may have changed them
         with torch.no_grad():
             since = torch.cat([t[:1] - 1, t])  # and the episode before
             found = terms_of(self.ftrl.step.regularizer, since.clamp(min=1))
