@@ -217,3 +217,12 @@ def corridor() -> Problem:
     """Many layers of one state; a loss that outweighs the regularizer, so that one action takes nearly everything."""
     mdp = occ.LayeredMDP.random(horizon=10, width=1, num_actions=2)
     return Problem(mdp, random_loss(mdp, 200.0, seed=3), 1e3)
+
+
+class Kept(occ.Callback):
+    """Keeps the learner that a run played, a copy of the caller's."""
+
+    learner: occ.Learner
+
+    def on_end(self, run, history):
+        self.learner = run.learner

@@ -166,8 +166,18 @@ class Settings:
     normalize: bool = False  # divide loss and weights by the largest weight first
 
     @property
+    def missing(self) -> str:
+        """What is not installed and how to get it, in words; empty if nothing is missing."""
+        solver = "diffcp" if self.solver is None else self.solver.lower()
+        method = str(self.arguments.get("solve_method", "scs")).lower() if self.solver is None else solver
+        absent = [name for name in ("cvxpy", "cvxpylayers", solver, method) if util.find_spec(name) is None]
+        which = "reference" if self.solver is None else "benchmark"
+        return f"{absent[0]} is not installed: pip install torch-occ[{which}]" if absent else ""
+
+    @property
     def installed(self) -> bool:
-        return util.find_spec("diffcp" if self.solver is None else self.solver.lower()) is not None
+        """Whether all packages that this needs are there."""
+        return not self.missing
 
 
 DEFAULT = Settings("default")
