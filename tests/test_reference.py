@@ -225,7 +225,8 @@ def test_the_table_names_everybody_and_the_culprit(comparison: Comparison) -> No
     text = str(comparison)
     assert all(answer.name in text for answer in comparison.answers)
     assert "cvxpylayers, default is wrong in loss, alpha, gamma, beta, t." in text
-    assert "All satisfy the equations to 0.001." in str(replace(comparison, tolerance=1e-3, answers=comparison.answers[:1]))
+    right = tuple(answer for answer in comparison.answers if answer.name not in comparison.wrong)
+    assert "All satisfy the equations to 0.001." in str(replace(comparison, answers=right))
 
 
 def corrupt(answer: Answer, what: str) -> Answer:

@@ -184,8 +184,8 @@ class Simulation:
         self.q = interior_point(mdp).detach().expand_as(zeros).clone()
         self.process_state = losses.start(mdp, self.seeds)
         names = ("expected", "realised", "newton_steps", "dual_residual", "flow_residual", "uncertified")
-        names += ("first_uncertified", "first_status")  # the episode of the first step without certificate, 0 if none, and its status
-        self.sums = {name: zeros[:, 0, 0].clone() for name in names}
+        failed = ("first_uncertified", "first_status")  # the episode of the first step without certificate, 0 if none, and its status
+        self.sums = {name: zeros[:, 0, 0].clone() for name in names + failed}
         self.sums |= {"cumulative_occupancy": zeros.clone(), "total_mean": zeros.clone()}
         self.warned = False  # of the first step without certificate
         self.since = 0  # episodes since the last checkpoint

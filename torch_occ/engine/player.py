@@ -146,13 +146,17 @@ class FTRLPlayer(EnginePlayer):
         super().__init__(learner, losses)
         self.ftrl = learner
         self.middle = interior_point(learner.mdp).detach().numpy().flatten()
+        self.valid: list[float] = []  # values of the parameters that were found valid
         self.works: dict[int, Work] = {}  # of every seed, with the factors from its last episode
 
     def memory(self, count: int) -> tuple[Tensor, Tensor]:
         return self.ftrl.state["q"], self.ftrl.state["cumulative_loss"]
 
     def prepare(self, run: Simulation, t: Tensor, tables: Tensor | None) -> Callable[[int, Floats, Floats, Tally], None]:
-        self.ftrl.step.check_parameters()  # a callback may have changed them
+        values = [parameter.tolist() for parameter in self.ftrl.step.parameters()]
+        if values != self.valid:  # a callback may have changed them
+            self.ftrl.step.check_parameters()
+            self.valid = values
         with torch.no_grad():
             since = torch.cat([t[:1] - 1, t])  # and the episode before
             found = terms_of(self.ftrl.step.regularizer, since.clamp(min=1))
