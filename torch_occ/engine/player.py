@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -146,7 +146,7 @@ class FTRLPlayer(EnginePlayer):
         super().__init__(learner, losses)
         self.ftrl = learner
         self.middle = interior_point(learner.mdp).detach().numpy().flatten()
-        self.valid: list[float] = []  # values of the parameters that were found valid
+        self.valid: list[Any] = []  # values of the parameters that were found valid
         self.works: dict[int, Work] = {}  # of every seed, with the factors from its last episode
 
     def memory(self, count: int) -> tuple[Tensor, Tensor]:
