@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from games import Patient
 from hypothesis import settings
 
 import torch_occ as occ
@@ -37,3 +38,16 @@ def both_backends(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(occ.FTRLStep.__init__.__kwdefaults__, "backend", request.param)
         yield request.param
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """`at(t, call)`: the learner `Patient` calls `call` in episode t."""
+    return lambda t, call: monkeypatch.setattr(Patient, "calls", {t: call})
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of eight episodes, so that a short run has many."""
+    for module in ("simulation", "losses"):
+        monkeypatch.setattr(f"torch_occ.game.{module}.CHUNK", 8)

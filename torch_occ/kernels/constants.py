@@ -1,0 +1,18 @@
+"""Numbers that kernels share with their twins in torch. This module needs neither torch nor Numba."""
+
+from __future__ import annotations
+
+# How a solve ended; torch_occ.step.newton.Status has what to do about each.
+CONVERGED, MAX_STEPS, STALLED, UNDERFLOW, NOT_FINITE = 0, 1, 2, 3, 4
+
+#: An unfinished Newton step by conjugate gradients may leave this part of the error that it found, and at most the square of that error.
+FORCING = 0.01
+
+#: Iterations of conjugate gradients after which a solve is given up. The bound in torch_occ.step.iterative allows for a hundred or two.
+MAX_ITERATIONS = 1000
+
+#: How often conjugate gradients start again from the true residual.
+RESTARTS = 3
+
+#: Newton steps without halving the relative change before the iteration is called stalled.
+STALL_AFTER = 6

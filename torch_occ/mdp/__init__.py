@@ -1,0 +1,12 @@
+"""The layered MDP and its occupancy measures.
+
+layered       LayeredMDP: layers, transitions, and which actions each state has
+layout        sizes, numbering of states, and masks of actions
+layers        one layer of transitions as a linear map, dense or sparse
+validation    what a valid layered MDP is
+occupancy     flow constraints, policy to q and back, optimal policies, gaps
+unrolling     from an ordinary finite MDP to layers
+rewards       rewards as losses, and back
+importers     MDPs from Gymnasium and from arrays of other packages
+audit         does a published table agree with its environment?
+"""
