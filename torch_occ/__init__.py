@@ -6,7 +6,7 @@ The model: LayeredMDP and its occupancy measures. The step: a regularizer and FT
 # isort: skip_file
 # The order is the package's: each line needs only what stands above it.
 
-from torch_occ._support.version import __version__ as __version__
+from torch_occ._support.version import VERSION as __version__  # noqa: F401, N811
 
 # The model
 from torch_occ.mdp.layered import LayeredMDP as LayeredMDP

@@ -1,3 +1,3 @@
 """The version of the package; saved runs belong to it, and pyproject.toml reads it here."""
 
-__version__ = "0.2.0"
+VERSION = "0.2.0"
