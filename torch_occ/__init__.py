@@ -79,6 +79,7 @@ from torch_occ.game.intervals import Mean as Mean
 from torch_occ.game.regret import SelfBounding as SelfBounding
 from torch_occ.game.regret import comparator as comparator
 from torch_occ.game.regret import self_bounding as self_bounding
+from torch_occ.game.contracts import UncertifiedWarning as UncertifiedWarning
 from torch_occ.game.simulation import simulate as simulate
 from torch_occ.game.comparing import LearnerComparison as LearnerComparison
 from torch_occ.game.comparing import compare_learners as compare_learners

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -69,7 +69,10 @@ _BLOCK = 2048
 PATIENCE = 0.2
 
 #: What `Tally.scalars` holds, in the words of `Simulation.sums`.
-_SCALARS = ("expected", "realised", "newton_steps", "uncertified", "dual_residual", "flow_residual")
+_SCALARS = (
+    *("expected", "realised", "newton_steps", "uncertified", "dual_residual", "flow_residual"),
+    *("first_uncertified", "first_status"),
+)
 
 
 def why_not_play(learner: Learner, losses: LossProcess) -> str | None:
@@ -214,6 +217,7 @@ class FTRLPlayer(EnginePlayer):
         super().__init__(learner, losses)
         self.ftrl = learner
         self.middle = interior_point(learner.mdp).detach().numpy().flatten()
+        self.valid: list[Any] = []  # values of the parameters that were found valid
         self.works: dict[int, Work] = {}  # of every seed, with the factors from its last episode
         regularizer, own = learner.step.regularizer, learner.estimator
         with torch.no_grad():
@@ -230,6 +234,10 @@ class FTRLPlayer(EnginePlayer):
         return self.ftrl.state["q"], self.ftrl.state["cumulative_loss"]
 
     def prepare(self, run: Simulation, t: range, tables: Tensor | None) -> Callable[[int, Floats, Floats, Tally], None]:
+        values = [parameter.tolist() for parameter in self.ftrl.step.parameters()]
+        if values != self.valid:  # a callback may have changed them
+            self.ftrl.step.check_parameters()
+            self.valid = values
         terms, weights = self.terms, self.weights(t.start - 1, t.stop)  # from the episode before on
         rules, unseen = self.rules(run.losses.noise, t), np.zeros((0, 0))
         seen = None if tables is None else tables.flatten(-2).contiguous().numpy()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch_occ._support.spacing import CHUNK
 from torch_occ._support.streams import Purpose, stream
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.occupancy import optimal_policy
+from torch_occ.mdp.occupancy import likeliest, optimal_policy
 
 Noise = Literal["none", "bernoulli", "uniform"]
 State = dict[str, Tensor]
@@ -148,13 +148,16 @@ class GreedyAdversary(LossProcess):
 
     The best policy in hindsight depends on the learner's random choices, so the mean over seeds of
     `History.regret` estimates E max, not the paper's max E. `theory.Certificate` has both.
+
+    Actions whose q is within a relative 1e-9 of the largest are tied, and the one with the lowest
+    index is charged (`torch_occ.mdp.occupancy.likeliest`): a learner that treats two actions alike
+    has q equal up to rounding, and rounding must not decide.
     """
 
     stride = 1
 
     def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> tuple[Tensor, State]:
-        favourite = q.argmax(-1, keepdim=True) == torch.arange(mdp.num_actions, device=q.device)
-        return favourite.to(q.dtype)[None], state
+        return likeliest(mdp, q)[None], state
 
 
 class StochasticallyConstrained(LossProcess):

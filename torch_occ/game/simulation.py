@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -25,6 +26,7 @@ from torch_occ._support.saving import Kept, State, copied
 from torch_occ._support.spacing import CHUNK, log_spaced
 from torch_occ._support.streams import Purpose, uniforms
 from torch_occ.game.callbacks import Callback, tell
+from torch_occ.game.contracts import Contract, UncertifiedWarning
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History
 from torch_occ.game.learners import FTRL, Learner
@@ -33,6 +35,7 @@ from torch_occ.game.regret import comparator
 from torch_occ.game.torch_player import TorchPlayer
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
+from torch_occ.step.newton import Status
 
 
 class Player(Protocol):
@@ -63,6 +66,9 @@ def simulate(
 ) -> History:
     """Play `episodes` episodes for every seed.
 
+    The run plays a copy of the learner (`Learner.copy`), and the given one is left as it is. Callbacks see the copy as `run.learner`;
+    its state after the last episode is there in `on_end`.
+
     Args:
         checkpoints: episodes at which the curves have a point; 20 a decade by default, and the last.
         save_to: a file in which the run is kept, so that it can continue after an interruption.
@@ -84,8 +90,14 @@ def simulate(
             the history up to the last checkpoint, and `error.saved_to` the file, or None.
         SystemExit: likewise, with code 143, after SIGTERM, if there is a `save_to` and the
             program does not handle this signal by itself.
-        ValueError: if an argument is wrong, or `save_to` is damaged or belongs to another run.
+        ValueError: if an argument is wrong, or `save_to` is damaged or belongs to another run; or if a
+            learner, a loss process or an estimator returned what cannot be right, for example a q
+            that is no occupancy measure; with the episode, the seed, the layer and the state.
         OSError: if `save_to` cannot be written, before the first episode.
+
+    Warns:
+        UncertifiedWarning: a step could not be certified; at the first one, and with their number at
+            the end.
     """
     simulation = Simulation(mdp, learner, losses, episodes, seeds, checkpoints, config or {}, backend)
     kept = None if save_to is None else Kept(save_to, "run", simulation.fingerprints, save_every)
@@ -113,6 +125,7 @@ def simulate(
                 tell(watching, "on_end", simulation, partial)
                 explain(error, f"at episode {simulation.t} of {episodes}", partial, saved_to)
             raise
+    simulation.warn_of_all()
     history = simulation.history()
     tell(watching, "on_end", simulation, history)
     return history
@@ -127,6 +140,15 @@ def choose_player(backend: Backend, mdp: LayeredMDP, learner: Learner, losses: L
     if not engine_takes(backend, why_not):
         return TorchPlayer(mdp)
     return later("game.compiled_player").engine_player(learner, losses)
+
+
+def _copy(learner: Learner) -> Learner:
+    """The run's own learner: nothing that it does is seen by the caller, or by another run in another thread."""
+    try:
+        return learner.copy()
+    except Exception as error:
+        name = type(learner).__name__
+        raise TypeError(f"learner: {name} cannot be copied ({error}), and a run plays a copy; override {name}.copy") from error
 
 
 #: Bytes of random numbers held at once.
@@ -156,7 +178,7 @@ class Simulation:
             raise ValueError(f"episodes: expected at least 1, got {episodes}")
         if losses.length is not None and losses.length < episodes:
             raise ValueError(f"losses: the table has {losses.length} episodes, but {episodes} were asked for")
-        self.mdp, self.learner, self.losses, self.episodes = mdp, learner, losses, episodes
+        self.mdp, self.losses, self.episodes = mdp, losses, episodes
         self.seeds, self.config = tuple(int(seed) for seed in seeds), config
         if not self.seeds:
             raise ValueError("seeds: expected at least one")
@@ -168,6 +190,8 @@ class Simulation:
             raise ValueError("checkpoints: expected at least one episode")
         if self.checkpoints[0] < 1 or self.checkpoints[-1] > episodes:
             raise ValueError(f"checkpoints: expected episodes from 1 to {episodes}, got {self.checkpoints[0]} to {self.checkpoints[-1]}")
+        self.learner = learner = _copy(learner)
+        self.contract = Contract(mdp, learner, losses, self.seeds)
         n = len(self.seeds)
         zeros = torch.zeros(n, mdp.num_states, mdp.num_actions, dtype=mdp.dtype, device=mdp.device)
         learner.start(n)
@@ -176,8 +200,10 @@ class Simulation:
         self.q = interior_point(mdp).detach().expand_as(zeros).clone()
         self.process_state = losses.start(mdp, self.seeds)
         names = ("expected", "realised", "newton_steps", "dual_residual", "flow_residual", "uncertified")
-        self.sums = {name: zeros[:, 0, 0].clone() for name in names}
+        failed = ("first_uncertified", "first_status")  # the episode of the first step without certificate, 0 if none, and its status
+        self.sums = {name: zeros[:, 0, 0].clone() for name in names + failed}
         self.sums |= {"cumulative_occupancy": zeros.clone(), "total_mean": zeros.clone()}
+        self.warned = False  # of the first step without certificate
         self.since = 0  # episodes since the last checkpoint
         self.recorded: list[int] = []
         self.times: list[float] = []
@@ -207,14 +233,14 @@ class Simulation:
                 n, asked = self._next_stop(until) - first, 1
             else:
                 n = asked = min(self.losses.stride, until - first)
-            means, self.process_state = self.losses.means(mdp, self.process_state, first + 1, asked, self.q)
-            if not bool(((means >= 0) & (means <= 1)).all()):
-                raise ValueError(f"losses: a mean of episodes {first + 1} to {first + n} is outside [0, 1]")
+            found = self.losses.means(mdp, self.process_state, first + 1, asked, self.q)
+            means, self.process_state = self.contract.means(found, first + 1, asked)
             while self.t < first + n:
                 stop = self._next_stop(first + n)
                 rows, i = slice(self.t - origin, stop - origin), self.t - first
                 part = means if len(means) == 1 else means[i : i + stop - self.t]
                 self.player.play(self, part, numbers[:, rows], None if tables is None else tables[:, rows])
+                self._warn_of_first()
                 if stop in due:
                     self.seconds += time.monotonic() - begun
                     begun = time.monotonic()
@@ -236,12 +262,42 @@ class Simulation:
         sums["total_mean"] += mean
         if "second_moment" in sums:
             sums["second_moment"] += second_moments(mean, mean_square(mean, self.losses.noise))
-        found = self.learner.diagnostics()
+        found = self.contract.diagnostics(self.t, self.learner.diagnostics())
         if found:
             sums["newton_steps"] += found["newton_steps"]
             sums["uncertified"] += found["uncertified"]
             for name in ("dual_residual", "flow_residual"):
                 sums[name] = torch.maximum(sums[name], found[name])
+            if bool(found["uncertified"].any()):
+                first = (sums["first_uncertified"] == 0) & (found["uncertified"] != 0)
+                sums["first_uncertified"][first] = float(self.t)
+                if "status" in found:
+                    sums["first_status"][first] = found["status"][first].to(self.q.dtype)
+
+    def _warn_of_first(self) -> None:
+        first = self.sums["first_uncertified"]
+        if self.warned or not bool(first.any()):
+            return
+        self.warned = True
+        t, i = min((t, i) for i, t in enumerate(first.long().tolist()) if t)
+        status = Status(int(self.sums["first_status"][i]))
+        why = f": {status.name}, {status.advice}" if status else ""
+        warnings.warn(
+            f"{type(self.learner).__name__}: the step of episode {t}, seed {self.seeds[i]}, was not certified{why}. "
+            "The run goes on; history.uncertified counts such steps",
+            UncertifiedWarning,
+            stacklevel=4,
+        )
+
+    def warn_of_all(self) -> None:
+        """Warn if steps were not certified, with their number. For the end of a run."""
+        if count := int(self.sums["uncertified"].sum()):
+            warnings.warn(
+                f"{type(self.learner).__name__}: {count:,} of {self.t * len(self.seeds):,} steps were not certified; "
+                "their q, and with it the regret, may be wrong",
+                UncertifiedWarning,
+                stacklevel=3,
+            )
 
     def ask_for_second_moments(self) -> None:
         """From now on add up E[loss_i loss_j] of every episode in `sums["second_moment"]`.
