@@ -1,7 +1,8 @@
-"""What a run asks of its parts: occupancy measures from learners, means and losses from loss processes, and estimates.
+"""What learners, loss processes and estimators may return, and warnings about uncertified steps.
 
-Parts that a user wrote are checked in every episode; those of this package are not, as they are certified or tested. Each
-error names who returned what, the episode, the seed, the place and the value, and says what was expected.
+Parts that a user wrote are checked in every episode. Parts of this package are not: they are
+certified or tested. An error names the class, the episode, the seed, the layer, the state and the
+value, and says what was expected.
 """
 
 from __future__ import annotations
@@ -18,24 +19,14 @@ from torch_occ.game.estimators import Estimator, Feedback
 from torch_occ.game.losses import LossProcess, State
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_of, flow_source
+from torch_occ.step.newton import Status
 
 if TYPE_CHECKING:
     from torch_occ.game.learners import Learner
+    from torch_occ.game.simulation import Simulation
 
 #: What `Learner.diagnostics` returns; `status` may be missing.
 DIAGNOSTICS = ("newton_steps", "dual_residual", "flow_residual", "uncertified", "status")
-
-
-class UncertifiedWarning(UserWarning):
-    """Steps of a run could not be certified, so that its q and its regret may be wrong."""
-
-
-@contextmanager
-def uncertified_is_handled() -> Iterator[None]:
-    """No `UncertifiedWarning` from runs whose caller looks at `history.uncertified` itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UncertifiedWarning)
-        yield
 
 
 class Contract:
@@ -256,3 +247,43 @@ def built_in(part: Any) -> bool:
 
 def _kind(x: Any) -> str:
     return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+class UncertifiedWarning(UserWarning):
+    """Steps of a run could not be certified, so that its q and its regret may be wrong."""
+
+
+@contextmanager
+def uncertified_is_handled() -> Iterator[None]:
+    """No `UncertifiedWarning` from runs whose caller looks at `history.uncertified` itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncertifiedWarning)
+        yield
+
+
+def warn_of_first(run: Simulation) -> bool:
+    """Warn of the first step that was not certified; returns whether there was one."""
+    first = run.sums["first_uncertified"]
+    if not bool(first.any()):
+        return False
+    t, i = min((t, i) for i, t in enumerate(first.long().tolist()) if t)
+    status = Status(int(run.sums["first_status"][i]))
+    why = f": {status.name}, {status.advice}" if status else ""
+    warnings.warn(
+        f"{type(run.learner).__name__}: the step of episode {t}, seed {run.seeds[i]}, was not "
+        f"certified{why}. The run goes on; history.uncertified counts such steps",
+        UncertifiedWarning,
+        stacklevel=4,
+    )
+    return True
+
+
+def warn_of_all(run: Simulation) -> None:
+    """Warn if steps were not certified, with their number. For the end of a run."""
+    if count := int(run.sums["uncertified"].sum()):
+        warnings.warn(
+            f"{type(run.learner).__name__}: {count:,} of {run.t * len(run.seeds):,} steps were not "
+            "certified; their q, and with it the regret, may be wrong",
+            UncertifiedWarning,
+            stacklevel=3,
+        )
