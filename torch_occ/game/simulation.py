@@ -154,6 +154,9 @@ def _copy(learner: Learner) -> Learner:
 #: Bytes of random numbers held at once.
 _MEMORY = 1 << 25
 
+#: Chunks, over all seeds, from one edge to the next: after Ctrl-C no more than these are lost.
+_RUNS = 512
+
 _CURVES = ("regret", "realised_regret", "comparator", "corruption", "newton_steps", "dual_residual", "flow_residual", "uncertified")
 
 
@@ -216,7 +219,8 @@ class Simulation:
         begun, mdp, origin, first_chunk = time.monotonic(), self.mdp, self.t - self.t % CHUNK, self.t // CHUNK
         table = (mdp.num_states, mdp.num_actions)
         doubles = CHUNK * len(self.seeds) * (3 * mdp.horizon + (math.prod(table) if self.learner.full_information else 0))
-        count = max(1, min(self.player.chunks, _MEMORY // (8 * doubles), -(-(self.episodes - origin) // CHUNK)))
+        few = _RUNS // len(self.seeds)
+        count = max(1, min(self.player.chunks, few, _MEMORY // (8 * doubles), -(-(self.episodes - origin) // CHUNK)))
         chunks, until = range(first_chunk, first_chunk + count), min(origin + count * CHUNK, self.episodes)
         numbers = uniforms(self.seeds, Purpose.EPISODES, chunks, (mdp.horizon, 3)).to(mdp.device, mdp.dtype)
         tables = None

@@ -2,6 +2,8 @@
 
 layered       LayeredMDP: layers, transitions, and which actions each state has
 layout        sizes, numbering of states, and masks of actions
+constructors  where layered MDPs come from: at random, tables, arrays, Gymnasium
+drawing       random transitions
 layers        one layer of transitions as a linear map, dense or sparse
 validation    what a valid layered MDP is
 occupancy     flow constraints, policy to q and back, optimal policies, gaps

@@ -63,5 +63,7 @@ class InOrder:
             seen = probabilities * x.index_select(-1, source)
             return seen.new_zeros(*seen.shape[:-1], size).index_add(-1, target, seen)
         if x.dim() > 1:  # one vector at a time, for which torch has a faster loop
-            return torch.stack([self._scattered(row, source, target, size) for row in x.flatten(0, -2)]).unflatten(0, x.shape[:-1])
+            return torch.stack(
+                [self._scattered(row, source, target, size) for row in x.flatten(0, -2)]
+            ).unflatten(0, x.shape[:-1])
         return x.new_zeros(size).index_add(0, target, probabilities * x.index_select(0, source))

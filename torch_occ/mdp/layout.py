@@ -43,7 +43,9 @@ class Layout:
     def layer_slices(self) -> tuple[slice, ...]:
         """Where each layer's states stand among all states."""
         ends = tuple(accumulate(self.layer_sizes))
-        return tuple(slice(end - size, end) for end, size in zip(ends, self.layer_sizes, strict=True))
+        return tuple(
+            slice(end - size, end) for end, size in zip(ends, self.layer_sizes, strict=True)
+        )
 
     @cached_property
     def num_states(self) -> int:

@@ -37,8 +37,12 @@ class LayeredFlow:
 
     def __init__(self, mdp: LayeredMDP, *, in_order: bool = False) -> None:
         self.mdp = mdp
-        self.layers = mdp.layers[:-1]  # the last one leads to the terminal state, which has no row in E
-        self.maps: Sequence[Layer | InOrder] = [InOrder(layer) for layer in self.layers] if in_order else self.layers
+        self.layers = mdp.layers[
+            :-1
+        ]  # the last one leads to the terminal state, which has no row in E
+        self.maps: Sequence[Layer | InOrder] = (
+            [InOrder(layer) for layer in self.layers] if in_order else self.layers
+        )
 
     def inflow(self, x: Tensor) -> Tensor:
         """P' x: `(*batch, S, A)` -> `(*batch, S)`, what arrives in each state."""
@@ -51,7 +55,9 @@ class LayeredFlow:
         """P v: `(*batch, S)` -> `(*batch, S, A)`, the expectation of v at the next state."""
         parts = self.mdp.split(v, -1)
         ahead = [layer.ahead(part) for part, layer in zip(parts[1:], self.maps, strict=True)]
-        last = torch.zeros_like(parts[-1]).unsqueeze(-1).expand(*parts[-1].shape, self.mdp.num_actions)
+        last = (
+            torch.zeros_like(parts[-1]).unsqueeze(-1).expand(*parts[-1].shape, self.mdp.num_actions)
+        )
         return join([*ahead, last], 2)
 
     def forward(self, policy: Tensor, source: Tensor) -> Tensor:
@@ -110,13 +116,17 @@ def flow_of(mdp: LayeredMDP, elements: int = 32) -> Flow:
 
 
 def _substitute(triangle: Tensor, x: Tensor, upper: bool) -> Tensor:
-    return torch.linalg.solve_triangular(triangle, x.unsqueeze(-1), upper=upper, unitriangular=True).squeeze(-1)
+    return torch.linalg.solve_triangular(
+        triangle, x.unsqueeze(-1), upper=upper, unitriangular=True
+    ).squeeze(-1)
 
 
 def join(parts: list[Tensor], event_dims: int) -> Tensor:
     """Concatenate layers whose batch shapes may still differ."""
     batch = broadcast(*(part.shape[: part.dim() - event_dims] for part in parts))
-    return torch.cat([part.expand(*batch, *part.shape[part.dim() - event_dims :]) for part in parts], -event_dims)
+    return torch.cat(
+        [part.expand(*batch, *part.shape[part.dim() - event_dims :]) for part in parts], -event_dims
+    )
 
 
 # -- the constraints ------------------------------------------------------------------------------------------------------
@@ -172,9 +182,12 @@ def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
     identity = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
     # One more batch dimension, for the state that the sweep starts from, goes behind those of the MDP.
     spread = mdp.with_probabilities(
-        mdp.initial.unsqueeze(-2), *(layer.probabilities.unsqueeze(-1 - layer.event_dims) for layer in mdp.layers)
+        mdp.initial.unsqueeze(-2),
+        *(layer.probabilities.unsqueeze(-1 - layer.event_dims) for layer in mdp.layers),
     )
-    return flow_of(spread).forward(policy.unsqueeze(-3), identity.expand(*policy.shape[:-2], *identity.shape))
+    return flow_of(spread).forward(
+        policy.unsqueeze(-3), identity.expand(*policy.shape[:-2], *identity.shape)
+    )
 
 
 # -- planning -------------------------------------------------------------------------------------------------------------
