@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import time
-import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -26,7 +25,7 @@ from torch_occ._support.saving import Kept, State, copied
 from torch_occ._support.spacing import CHUNK, log_spaced
 from torch_occ._support.streams import Purpose, uniforms
 from torch_occ.game.callbacks import Callback, tell
-from torch_occ.game.contracts import Contract, UncertifiedWarning
+from torch_occ.game.contracts import Contract, copy_of, note_first
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History
 from torch_occ.game.learners import FTRL, Learner
@@ -35,7 +34,6 @@ from torch_occ.game.regret import comparator
 from torch_occ.game.torch_player import TorchPlayer
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
-from torch_occ.step.newton import Status
 
 
 class Player(Protocol):
@@ -125,7 +123,7 @@ def simulate(
                 tell(watching, "on_end", simulation, partial)
                 explain(error, f"at episode {simulation.t} of {episodes}", partial, saved_to)
             raise
-    simulation.warn_of_all()
+    simulation.contract.warn_of_all(simulation.sums, simulation.t)
     history = simulation.history()
     tell(watching, "on_end", simulation, history)
     return history
@@ -140,15 +138,6 @@ def choose_player(backend: Backend, mdp: LayeredMDP, learner: Learner, losses: L
     if not engine_takes(backend, why_not):
         return TorchPlayer(mdp)
     return later("game.compiled_player").engine_player(learner, losses)
-
-
-def _copy(learner: Learner) -> Learner:
-    """The run's own learner: nothing that it does is seen by the caller, or by another run in another thread."""
-    try:
-        return learner.copy()
-    except Exception as error:
-        name = type(learner).__name__
-        raise TypeError(f"learner: {name} cannot be copied ({error}), and a run plays a copy; override {name}.copy") from error
 
 
 #: Bytes of random numbers held at once.
@@ -190,7 +179,7 @@ class Simulation:
             raise ValueError("checkpoints: expected at least one episode")
         if self.checkpoints[0] < 1 or self.checkpoints[-1] > episodes:
             raise ValueError(f"checkpoints: expected episodes from 1 to {episodes}, got {self.checkpoints[0]} to {self.checkpoints[-1]}")
-        self.learner = learner = _copy(learner)
+        self.learner = learner = copy_of(learner)
         self.contract = Contract(mdp, learner, losses, self.seeds)
         n = len(self.seeds)
         zeros = torch.zeros(n, mdp.num_states, mdp.num_actions, dtype=mdp.dtype, device=mdp.device)
@@ -203,7 +192,6 @@ class Simulation:
         failed = ("first_uncertified", "first_status")  # the episode of the first step without certificate, 0 if none, and its status
         self.sums = {name: zeros[:, 0, 0].clone() for name in names + failed}
         self.sums |= {"cumulative_occupancy": zeros.clone(), "total_mean": zeros.clone()}
-        self.warned = False  # of the first step without certificate
         self.since = 0  # episodes since the last checkpoint
         self.recorded: list[int] = []
         self.times: list[float] = []
@@ -240,7 +228,7 @@ class Simulation:
                 rows, i = slice(self.t - origin, stop - origin), self.t - first
                 part = means if len(means) == 1 else means[i : i + stop - self.t]
                 self.player.play(self, part, numbers[:, rows], None if tables is None else tables[:, rows])
-                self._warn_of_first()
+                self.contract.warn_of_first(self.sums)
                 if stop in due:
                     self.seconds += time.monotonic() - begun
                     begun = time.monotonic()
@@ -268,46 +256,7 @@ class Simulation:
             sums["uncertified"] += found["uncertified"]
             for name in ("dual_residual", "flow_residual"):
                 sums[name] = torch.maximum(sums[name], found[name])
-            if bool(found["uncertified"].any()):
-                first = (sums["first_uncertified"] == 0) & (found["uncertified"] != 0)
-                sums["first_uncertified"][first] = float(self.t)
-                if "status" in found:
-                    sums["first_status"][first] = found["status"][first].to(self.q.dtype)
-
-    def _warn_of_first(self) -> None:
-        first = self.sums["first_uncertified"]
-        if self.warned or not bool(first.any()):
-            return
-        self.warned = True
-        t, i = min((t, i) for i, t in enumerate(first.long().tolist()) if t)
-        status = Status(int(self.sums["first_status"][i]))
-        why = f": {status.name}, {status.advice}" if status else ""
-        warnings.warn(
-            f"{type(self.learner).__name__}: the step of episode {t}, seed {self.seeds[i]}, was not certified{why}. "
-            "The run goes on; history.uncertified counts such steps",
-            UncertifiedWarning,
-            stacklevel=4,
-        )
-
-    def warn_of_all(self) -> None:
-        """Warn if steps were not certified, with their number. For the end of a run."""
-        if count := int(self.sums["uncertified"].sum()):
-            warnings.warn(
-                f"{type(self.learner).__name__}: {count:,} of {self.t * len(self.seeds):,} steps were not certified; "
-                "their q, and with it the regret, may be wrong",
-                UncertifiedWarning,
-                stacklevel=3,
-            )
-
-    def ask_for_second_moments(self) -> None:
-        """From now on add up E[loss_i loss_j] of every episode in `sums["second_moment"]`.
-
-        Its shape is `(N, S * A, S * A)`, and only the entries i <= j are filled. Callbacks ask for
-        it in `on_start`; a run that nobody asks pays nothing for it.
-        """
-        pairs = self.mdp.num_states * self.mdp.num_actions
-        if "second_moment" not in self.sums:
-            self.sums["second_moment"] = self.q.new_zeros(len(self.seeds), pairs, pairs)
+            note_first(sums, self.t, found)
 
     def _record(self) -> None:
         sums = self.sums

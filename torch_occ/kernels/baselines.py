@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_occ._support.ties import TIE
+from torch_occ.kernels.constants import TIE
 from torch_occ.kernels.episodes import (
     EXPECTED,
     REALISED,

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ._support.spacing import CHUNK
-from torch_occ._support.ties import TIE
-from torch_occ.kernels.constants import CONVERGED
+from torch_occ.kernels.constants import CONVERGED, TIE
 from torch_occ.kernels.layout import PAIR, Floats, Model, Terms, Work, inlined, kernel, part
 from torch_occ.kernels.newton import descend
 from torch_occ.kernels.transitions import likelihoods, successor

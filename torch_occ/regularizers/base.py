@@ -20,9 +20,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ._support.frozen import Frozen, FrozenList
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.arguments import ARGUMENTS, Argument, keep, marginal
+from torch_occ.regularizers.frozen import Frozen, FrozenList
 from torch_occ.regularizers.parametrized import Parametrized, one_by_one
 from torch_occ.regularizers.schedules import Schedule
 from torch_occ.regularizers.terms import Table, align

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.backends import Backend, check_backend, engine_takes, later
-from torch_occ._support.frozen import Frozen
 from torch_occ._support.private import carries_derivative, forward_modes, inside_transform
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
@@ -21,6 +20,7 @@ from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.arguments import keep
 from torch_occ.regularizers.base import Regularizer, SeparableRegularizer
 from torch_occ.regularizers.derivatives import Evaluator
+from torch_occ.regularizers.frozen import Frozen
 from torch_occ.step.implicit import Bound, ImplicitSolution, Setting, Stationarity
 from torch_occ.step.newton import Options, Solution, Status
 
