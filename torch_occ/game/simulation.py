@@ -258,6 +258,16 @@ class Simulation:
                 sums[name] = torch.maximum(sums[name], found[name])
             note_first(sums, self.t, found)
 
+    def ask_for_second_moments(self) -> None:
+        """From now on add up E[loss_i loss_j] of every episode in `sums["second_moment"]`.
+
+        Its shape is `(N, S * A, S * A)`, and only the entries i <= j are filled. Callbacks ask for
+        it in `on_start`; a run that nobody asks pays nothing for it.
+        """
+        pairs = self.mdp.num_states * self.mdp.num_actions
+        if "second_moment" not in self.sums:
+            self.sums["second_moment"] = self.q.new_zeros(len(self.seeds), pairs, pairs)
+
     def _record(self) -> None:
         sums = self.sums
         best = comparator(self.mdp, sums["total_mean"])
