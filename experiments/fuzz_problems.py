@@ -19,7 +19,7 @@ from torch import Tensor
 
 import torch_occ as occ
 from experiments.fuzz_judge import Arithmetic, Array, Floats, Model, Term
-from torch_occ.files import write_atomically
+from torch_occ._support.files import write_atomically
 
 Kind = Literal["reasonable", "extreme"]
 Backend = Literal["engine", "torch"]

@@ -20,7 +20,14 @@ import torch_occ as occ
 from experiments import tuning_figures as figures
 from experiments.common import run_directory, seconds, table, write_csv, write_figure
 from experiments.games import write_configuration, write_text
-from experiments.tuning_rivals import BOX, Search, search_optuna, search_points, search_randomly, warm_up
+from experiments.tuning_rivals import (
+    BOX,
+    Search,
+    search_optuna,
+    search_points,
+    search_randomly,
+    warm_up,
+)
 from experiments.tuning_worlds import STOCHASTIC, Family, Setting
 
 PAPER, APPENDIX, TUNED, RANDOM, OPTUNA = "paper", "paper's appendix", "tuned", "random search", "Optuna"

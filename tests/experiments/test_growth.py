@@ -3,7 +3,17 @@ import math
 import pytest
 import torch
 
-from experiments.growth import Fit, bootstrap, fits_log_better, growth, late, log_slope, power_slope, resampled_means, slope
+from experiments.growth import (
+    Fit,
+    bootstrap,
+    fits_log_better,
+    growth,
+    late,
+    log_slope,
+    power_slope,
+    resampled_means,
+    slope,
+)
 
 T = torch.unique(torch.logspace(0, 4, 81).round()).double()
 

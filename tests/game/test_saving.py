@@ -47,7 +47,8 @@ def test_what_is_played_before_ctrl_c_is_saved(tmp_path, at):
     assert caught.value.result.episodes[-1] == 501
     assert not caught.value.result.finished
     (note,) = caught.value.__notes__
-    assert note == (f"torch_occ: stopped at episode 530 of 600; saved to {tmp_path / 'run'}; the same call continues")
+    where = f"saved to {tmp_path / 'run'}; the same call continues"
+    assert note == f"torch_occ: stopped at episode 530 of 600; {where}"
     at(512, interrupt)  # it must not play any of these again
     same(whole, run(tmp_path / "run"))
 

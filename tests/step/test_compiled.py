@@ -48,6 +48,7 @@ def test_gradients_are_the_same(regularizer, problem):
         assert all(bool(x.isnan().any()) for x in found[:1])
 
 
+@pytest.mark.bits
 def test_a_batch_is_its_elements_to_the_last_bit():
     betas = torch.linspace(0.1, 2.0, 40, dtype=torch.float64)
     step = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=betas), backend="engine")

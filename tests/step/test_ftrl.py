@@ -175,6 +175,7 @@ def test_parameters_with_a_batch_shape(shape):
         close(q, torch.stack([occ.FTRLStep(mdp, occ.LogBarrier(beta))(loss, t) for beta in betas]))
 
 
+@pytest.mark.bits
 def test_the_same_input_gives_the_same_bits():
     mdp, loss, t = layers()
     first, second = (occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.3)).solve(loss, t) for _ in range(2))

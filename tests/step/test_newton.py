@@ -148,6 +148,7 @@ def test_batched_equals_solo(regularizer):
             close(batch.value[i, j], solo.value, 1e-12)
 
 
+@pytest.mark.bits
 def test_a_hard_element_does_not_spoil_its_neighbours():
     """One element underflows, one takes many steps; the others stop early, and stay as they were."""
     mdp, loss, t = corridor()

@@ -15,6 +15,7 @@ from numba import njit
 from numba.extending import overload
 from numpy.typing import NDArray
 
+from torch_occ._support.caching import keep
 from torch_occ._support.private import NO_REFERENCE_COUNTS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -66,17 +67,18 @@ _NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": 
 
 def kernel(function: Function) -> Function:
     """Compiled once for the machine and kept on disk; products and sums may be fused, nothing else."""
-    return njit(cache=True, fastmath={"contract"}, **_OPTIONS)(function)
+    return keep(njit(fastmath={"contract"}, **_OPTIONS)(function))
 
 
 def adder(function: Function) -> Function:
     """A kernel whose sums may be added in any order, so that they vectorize."""
-    return njit(cache=True, fastmath={"contract", "reassoc"}, **_OPTIONS)(function)
+    return keep(njit(fastmath={"contract", "reassoc"}, **_OPTIONS)(function))
 
 
 def part(function: Function) -> Function:
     """A kernel of which LLVM puts a copy wherever it is called, for handing over the arrays takes longer; Python cannot call it."""
-    return njit(cache=True, fastmath={"contract"}, forceinline=True, **_OPTIONS, **_NO_WRAPPERS)(function)
+    options: dict[str, Any] = {"fastmath": {"contract"}, "forceinline": True} | _OPTIONS | _NO_WRAPPERS
+    return keep(njit(**options)(function))
 
 
 def inlined(function: Function) -> Function:

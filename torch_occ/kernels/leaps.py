@@ -7,7 +7,19 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ.kernels.constants import CONVERGED
-from torch_occ.kernels.layout import PAIR, REST, D, Floats, Ints, Model, Rows, Terms, W, Work, kernel
+from torch_occ.kernels.layout import (
+    PAIR,
+    REST,
+    D,
+    Floats,
+    Ints,
+    Model,
+    Rows,
+    Terms,
+    W,
+    Work,
+    kernel,
+)
 from torch_occ.kernels.newton import derive, newton
 from torch_occ.kernels.transitions import likelihoods, successor
 

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_occ.kernels.constants import CONVERGED, MAX_STEPS, NOT_FINITE, STALL_AFTER, STALLED, UNDERFLOW
+from torch_occ.kernels.constants import (
+    CONVERGED,
+    MAX_STEPS,
+    NOT_FINITE,
+    STALL_AFTER,
+    STALLED,
+    UNDERFLOW,
+)
 from torch_occ.kernels.layout import (
     AHEAD,
     BEND,

@@ -11,7 +11,21 @@ import numpy as np
 
 from torch_occ.kernels.constants import CONVERGED
 from torch_occ.kernels.episodes import draw, index_drawn, state_drawn
-from torch_occ.kernels.layout import COMPLEMENT, DQ, FORCE, PAIR, REST, SLOPE, STATE, TRIAL, Floats, Model, Terms, Work, kernel
+from torch_occ.kernels.layout import (
+    COMPLEMENT,
+    DQ,
+    FORCE,
+    PAIR,
+    REST,
+    SLOPE,
+    STATE,
+    TRIAL,
+    Floats,
+    Model,
+    Terms,
+    Work,
+    kernel,
+)
 from torch_occ.kernels.newton import accumulate, derive, newton
 from torch_occ.kernels.transitions import factorize, solve
 

@@ -22,13 +22,27 @@ from torch_occ._support.private import parameter_slots
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.kernel_inputs import list_exponents, terms_of
 
+# The last bit of a power or a logarithm depends on who computes it, and NumPy has several functions
+# for one processor. A batch is to have the bits of its elements, so arrays go through Python's, one
+# by one: 0.1 us each, where a solve takes several. Roots are correctly rounded by all.
+_powers: Any = np.frompyfunc(operator.pow, 2, 1)
+_logs: Any = np.frompyfunc(math.log, 1, 1)
+
 
 def _sqrt(x: Any) -> Any:
-    return math.sqrt(x) if type(x) is float else x**0.5
+    return math.sqrt(x) if type(x) is float else x.sqrt() if isinstance(x, Tensor) else np.sqrt(x)
+
+
+def _power(x: Any, p: Any) -> Any:
+    if isinstance(x, np.ndarray) or isinstance(p, np.ndarray):
+        return _powers(x, p).astype(np.float64)
+    return x**p
 
 
 def _log(x: Any) -> Any:
-    return math.log(x) if type(x) is float else x.log() if isinstance(x, Tensor) else np.log(x)
+    if isinstance(x, np.ndarray):
+        return _logs(x).astype(np.float64)
+    return math.log(x) if type(x) is float else x.log()
 
 
 class Operation(NamedTuple):
@@ -44,7 +58,7 @@ OPERATIONS = {
     "multiply": Operation(operator.mul, (lambda a, b, y: b, lambda a, b, y: a)),
     "divide": Operation(operator.truediv, (lambda a, b, y: 1.0 / b, lambda a, b, y: -y / b)),
     "root": Operation(lambda a, b: _sqrt(a), (lambda a, b, y: 0.5 / y,)),
-    "power": Operation(operator.pow, (lambda a, b, y: b * y / a, lambda a, b, y: y * _log(a))),
+    "power": Operation(_power, (lambda a, b, y: b * y / a, lambda a, b, y: y * _log(a))),
 }
 
 

@@ -9,7 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ.kernels.layout import COMPLEMENT, LOG, PAIR, POWER, REST, STATE, X_LOG_X, Floats, Ints, Model, Rows
+from torch_occ.kernels.layout import (
+    COMPLEMENT,
+    LOG,
+    PAIR,
+    POWER,
+    REST,
+    STATE,
+    X_LOG_X,
+    Floats,
+    Ints,
+    Model,
+    Rows,
+)
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import SparseLayer
 from torch_occ.mdp.validation import broadcast
@@ -93,7 +105,8 @@ def terms_of(regularizer: Regularizer, t: Tensor) -> list[Term]:
     """The elementary terms with their weights at t, as tensors that autograd follows."""
     found: list[Term] = []
     for part, weight in regularizer.parts(t):
-        assert isinstance(part, TabularRegularizer)
+        if not isinstance(part, TabularRegularizer):  # `why_not` looked at the parts that there were
+            raise RuntimeError(f"regularizer: {type(part).__name__} was added after the first use; make a new FTRLStep(mdp, regularizer)")
         found += part.constant(weight)[0].terms
     return found
 

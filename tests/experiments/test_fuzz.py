@@ -5,8 +5,8 @@ import csv
 import numpy as np
 import pytest
 import torch
+from many_digits import Oracle
 from mpmath import mp
-from test_mpmath import Oracle
 
 import torch_occ as occ
 from experiments import fuzz, fuzz_newton, fuzz_trials
