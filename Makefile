@@ -52,10 +52,13 @@ board: $(READY)  ## open TensorBoard on runs/
 bench: $(READY)  ## run the benchmark
 	$(BIN)/python -m experiments.benchmark $(ARGS)
 
-docs: $(READY)  ## build the documentation into build/site; warnings are errors
-	@$(BIN)/python -c 'import zensical, mkdocstrings_handlers.python' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+docs: $(READY).docs  ## build the documentation into build/site; warnings are errors
 	$(BIN)/zensical build --clean --strict $(ARGS)
+
+$(READY).docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[docs]'
+	@touch $@
 
 clean:  ## remove the environment, caches and build leftovers; runs/ stays
 	rm -rf $(VENV) .venv-test-* build dist *.egg-info
