@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from torch_occ.derivatives import Evaluator
+from torch_occ.entropic import SQUARE, Entropy, Task, entropy_at, is_entropy, solve_entropic
 from torch_occ.implicit import Bound, ImplicitSolution, Setting, Stationarity
 from torch_occ.marginals import keep
 from torch_occ.mdp import LayeredMDP
@@ -68,6 +69,7 @@ class FTRLStep(nn.Module):
         self.mdp, self.regularizer = mdp, regularizer
         self.options = Options(tolerance, max_steps)
         self.evaluator = Evaluator(regularizer)
+        self.in_logs = is_entropy(regularizer)
         self.interior = interior_point(mdp).detach()
         self._compiled: CompiledStep | None = None
         self.use(backend)
@@ -109,6 +111,7 @@ class FTRLStep(nn.Module):
             cumulative_loss: `(*batch, S, A)`. Values on masked pairs are ignored.
             t: the episode, at least 1: a number, or a tensor that broadcasts against `batch`.
             warm_start: an occupancy measure to start from, positive on every pair; for example the last q.
+                The q of an entropy (torch_occ.entropic) may have fallen to zero, and is taken as it is.
             mdp: the same layout with other probabilities (`mdp.with_transitions`), to differentiate in them.
             check: raise `SolveError` when an element fails. With False, look at `solution.status`; derivatives of failed elements
                 are NaN.
@@ -152,6 +155,8 @@ class FTRLStep(nn.Module):
                 )
 
         probabilities = mdp is not None or any(_carries_derivative(p) for p in model.probabilities)
+        if self.in_logs and model.num_states <= SQUARE:
+            return self._solve_in_logs(model, cumulative_loss, t, start.detach(), probabilities, check)
         setting = Setting(model, self.evaluator, probabilities)
         rank = max(cumulative_loss.dim() - 2, t.dim(), start.dim() - 2, len(model.batch_shape))
         tensors = [_rank(t, rank, 0), *self.evaluator.own_parameters]
@@ -159,9 +164,38 @@ class FTRLStep(nn.Module):
             dims = (1, *(layer.event_dims for layer in model.layers))
             tensors += [_rank(p, rank, event_dims) for p, event_dims in zip(model.probabilities, dims, strict=True)]
         report = partial(_report, check)
-        equation = Stationarity(setting, self.options, partial(_check_values, self.mdp), report)
+
+        def check_values(bound: Bound, x: Tensor, start: Tensor) -> None:
+            bound.evaluator.validate(bound.parameters)
+            _check_values(self.mdp, bound.mdp, -x, start, bound.t, zeros=False)
+
+        equation = Stationarity(setting, self.options, check_values, report)
         outputs = ImplicitSolution.apply(equation, _rank(-cumulative_loss, rank, 2), _rank(start.detach(), rank, 2), *tensors)
         return Solution(*outputs)
+
+    def _solve_in_logs(self, model: LayeredMDP, loss: Tensor, t: Tensor, start: Tensor, probabilities: bool, check: bool) -> Solution:
+        """The step of an entropy; see torch_occ.entropic."""
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            self.regularizer.validate()
+        entropy = entropy_at(self.regularizer, t)
+        batches = (*(x.dim() for x in (t, *entropy)), len(model.batch_shape))
+        rank = max(loss.dim() - 2, start.dim() - 2, *batches)
+        entropy = Entropy(*(_rank(x, rank, 0) for x in entropy))
+        if probabilities:
+            dims = (1, *(layer.event_dims for layer in model.layers))
+            tensors = [_rank(p, rank, dim) for p, dim in zip(model.probabilities, dims, strict=True)]
+            model = model.with_probabilities(*tensors)
+
+        def check_values(mdp: LayeredMDP, loss: Tensor, start: Tensor, entropy: Entropy, t: Tensor) -> None:
+            _check_values(self.mdp, mdp, loss, start, t, zeros=True)
+            if not bool((entropy.weight > 0).all() and entropy.weight.isfinite().all()):
+                raise ValueError("regularizer: its weight is not a positive number; check its parameters")
+
+        task = Task(model, self.options, probabilities, check_values, partial(_report, check))
+        inputs = (loss, t, *entropy, *model.probabilities)
+        differentiable = any(_carries_derivative(x) for x in inputs)
+        loss, start, t = _rank(loss, rank, 2), _rank(start, rank, 2), _rank(t, rank, 0)
+        return solve_entropic(task, loss, start, entropy, t, differentiable)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Self:
         """Moves the MDP together with the parameters."""
@@ -228,23 +262,23 @@ def _check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
         raise ValueError(f"{name}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; convert one of them")
 
 
-def _check_values(step_mdp: LayeredMDP, bound: Bound, x: Tensor, start: Tensor) -> None:
-    """Runs on plain tensors, inside every transform."""
-    mdp = bound.mdp
-    bound.evaluator.validate(bound.parameters)
-    early = (~((bound.t >= 1) & bound.t.isfinite())).nonzero()
+def _check_values(step_mdp: LayeredMDP, mdp: LayeredMDP, loss: Tensor, start: Tensor, t: Tensor, zeros: bool) -> None:
+    """Runs on plain tensors, inside every transform; `zeros` if a start may have them."""
+    early = (~((t >= 1) & t.isfinite())).nonzero()
     if len(early):
-        raise ValueError(f"t: expected an episode of at least 1, got {float(bound.t[tuple(early[0])])}")
+        raise ValueError(f"t: expected an episode of at least 1, got {float(t[tuple(early[0])])}")
     if mdp is not step_mdp:  # other probabilities, which nobody has looked at yet
         if not all(bool(p.isfinite().all()) for p in mdp.probabilities):
             raise ValueError("mdp: a probability is not finite; LayeredMDP(transitions, ...) tells which")
         _check_reachable(mdp)
-    wrong = (~x.isfinite() & mdp.actions).nonzero()
+    wrong = (~loss.isfinite() & mdp.actions).nonzero()
     if len(wrong):
-        raise ValueError(f"cumulative_loss: {_place(mdp, wrong[0])} is {-float(x[tuple(wrong[0])])}; expected a finite number")
-    wrong = (~((start > 0) & start.isfinite()) & mdp.actions).nonzero()
+        raise ValueError(f"cumulative_loss: {_place(mdp, wrong[0])} is {float(loss[tuple(wrong[0])])}; expected a finite number")
+    good = (start >= 0) if zeros else (start > 0)
+    wrong = (~(good & start.isfinite()) & mdp.actions).nonzero()
     if len(wrong):
-        raise ValueError(f"warm_start: {_place(mdp, wrong[0])} is {float(start[tuple(wrong[0])])}; expected a positive occupancy")
+        expected = "an occupancy of at least 0" if zeros else "a positive occupancy"
+        raise ValueError(f"warm_start: {_place(mdp, wrong[0])} is {float(start[tuple(wrong[0])])}; expected {expected}")
 
 
 def _place(mdp: LayeredMDP, index: Tensor) -> str:

@@ -171,13 +171,17 @@ class LayeredMDP:
         """All layers in one tensor `(*batch, S, A, S)`: P(s' | s, a) over the non-terminal states, zero elsewhere."""
         if self.is_sparse:
             raise ValueError("mdp: its transitions are sparse and are not made dense unasked; use mdp.to_dense() if it is small")
-        return self._join() if self._joint is None else self._joint
+        return self.join_transitions()
 
     @cached_property
     def _joint(self) -> Tensor | None:
         # Kept only for a small model of constants: a graph must not be kept, nor a tensor of a transform that has ended.
         constant = self.num_states <= DENSE_STATES and not any(p.requires_grad for p in self.probabilities[1:])
         return self._join() if constant and not self.is_sparse else None
+
+    def join_transitions(self) -> Tensor:
+        """`joint_transitions`, of sparse layers too."""
+        return self._join() if self._joint is None else self._joint
 
     def _join(self) -> Tensor:
         rows = []

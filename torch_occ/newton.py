@@ -155,7 +155,7 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
     psi = derive(q)
     status = torch.full(q.shape[:-2], Status.MAX_STEPS, device=q.device)
     running = torch.ones_like(status, dtype=torch.bool)
-    steps, patience = torch.zeros_like(status), torch.full_like(status, _PATIENCE)
+    steps, patience = torch.zeros_like(status), torch.full_like(status, PATIENCE)
     decrement = torch.full_like(status, torch.inf, dtype=q.dtype)
     value, best = nothing, decrement
 
@@ -182,7 +182,7 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
         q, value = trial, torch.where(_over(running, 1), v, value)
         decrement = torch.where(running, squared, decrement)
         steps += running
-        patience = torch.where((moved < 0.5 * best) | (moved > 0.1), _PATIENCE, patience - 1)
+        patience = torch.where((moved < 0.5 * best) | (moved > 0.1), PATIENCE, patience - 1)
         best = torch.minimum(best, moved)
         running = stop(running, (moved <= eps**0.5) | (patience == 0), Status.STALLED)  # until certified below
         if not bool(running.any()):
@@ -201,7 +201,7 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
 _BACKTRACKS = 30
 
 #: Newton steps without halving the relative change before the iteration is called stalled.
-_PATIENCE = 6
+PATIENCE = 6
 
 
 def _relative_change(flow: Flow, psi: Derivatives, q: Tensor, dq: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torch_occ.engine.entropic import follow
 from torch_occ.engine.layout import PAIR, Floats, Model, Terms, Work, inlined, kernel, part
-from torch_occ.engine.newton import CONVERGED, descend
+from torch_occ.engine.newton import CONVERGED
 from torch_occ.engine.transitions import likelihoods, successor
 from torch_occ.streams import CHUNK
 
@@ -109,13 +110,13 @@ def propose(
 ) -> None:
     """q_t from the last q; from the middle if that fails."""
     pairs = work.pairs
-    status, steps, _, flow, dual = descend(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
+    status, steps, _, flow, dual = follow(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
     if status != CONVERGED:
         for i in range(len(middle)):
             table[1, i] = pairs[PAIR, i]
             pairs[PAIR, i] = middle[i]
         work.stale[0] = np.inf
-        again, more, _, new_flow, new_dual = descend(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
+        again, more, _, new_flow, new_dual = follow(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
         if again == CONVERGED:
             status, steps, flow, dual = again, more, new_flow, new_dual
         else:

@@ -15,6 +15,8 @@ from numba import njit
 from numba.extending import overload
 from numpy.typing import NDArray
 
+from torch_occ.entropic import SQUARE
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -149,6 +151,7 @@ class Work(NamedTuple):
     gain: Floats  # (S, widest), the rows of Yhat
     centred: Floats  # (2 * widest, widest * A), transitions of a layer
     squares: Floats  # (3 * widest, widest), of a layer
+    jacobian: Floats  # (S, S + 1), for torch_occ.engine.entropic; empty if there are too many states
     stale: Floats  # (2,): how far the factors are off, relative to the Hessian; what the first steps of the last solves changed at most
 
 
@@ -169,6 +172,7 @@ def make_work(model: Model) -> Work:
         np.zeros((num_states, widest)),
         np.zeros((2 * widest, widest * model.num_actions)),
         np.zeros((3 * widest, widest)),
+        np.zeros((num_states, num_states + 1) if num_states <= SQUARE else (0, 0)),
         np.array([np.inf, 0.0]),
     )
 

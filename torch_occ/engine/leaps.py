@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torch_occ.engine.entropic import minimize
 from torch_occ.engine.layout import PAIR, REST, D, Floats, Ints, Model, Rows, Terms, W, Work, kernel
-from torch_occ.engine.newton import CONVERGED, derive, newton
+from torch_occ.engine.newton import CONVERGED, derive, lift
 from torch_occ.engine.transitions import likelihoods, successor
 
 #: From so many expected events on, a binomial number is drawn as a rounded normal one.
@@ -56,11 +57,11 @@ def leap(
         pairs[PAIR, i] = way.middle[i]
     while True:
         _weights_at(np.log(t), way.log_t, way.log_weights, way.signs, weights)
-        status = newton(model, terms, weights, loss, way.tolerance, way.max_steps, nowhere, work)[0]
+        status = minimize(model, terms, weights, loss, way.tolerance, way.max_steps, nowhere, work)[0]
         if status != CONVERGED:
             for i in range(len(way.middle)):
                 pairs[PAIR, i] = way.middle[i]
-            status = newton(model, terms, weights, loss, way.tolerance, way.max_steps, nowhere, work)[0]
+            status = minimize(model, terms, weights, loss, way.tolerance, way.max_steps, nowhere, work)[0]
         counts[1] += status != CONVERGED
         if length > 0.0:
             total += 0.5 * (length + 1.0) * opening + 0.5 * (length - 1.0) * _cost(pairs, way.gaps, way.phase[stop])
@@ -70,6 +71,7 @@ def leap(
                 if stop == len(way.stops):
                     return
         opening = _cost(pairs, way.gaps, way.phase[stop])
+        lift(model, work)
         derive(model, terms, weights, work)
         length = max(1.0, np.floor(min(_patience(model, way.accuracy, work), way.widest * t)))
         length = min(length, way.stops[stop] - t + 1.0)

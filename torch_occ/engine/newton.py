@@ -270,6 +270,14 @@ def retract(model: Model, row: int, work: Work) -> bool:
 
 
 @part
+def lift(model: Model, work: Work) -> None:
+    """Where q fell to zero, the smallest number instead: psi has derivatives there."""
+    for i in range(work.pairs.shape[1]):
+        if model.exists[PAIR, i]:
+            work.pairs[PAIR, i] = max(work.pairs[PAIR, i], SMALLEST)
+
+
+@part
 def measure(model: Model, work: Work) -> tuple[float, float, float]:
     """The squared decrement, the largest relative fall of a pair, and its largest relative change.
 

@@ -25,7 +25,9 @@ from torch_occ.engine.batches import BAD_INPUT, solve_linear, solve_steps
 from torch_occ.engine.compiling import patiently
 from torch_occ.engine.formulas import Formula, identity, record, slots_of
 from torch_occ.engine.layout import Floats, Ints, Model, Work, make_work
+from torch_occ.engine.newton import SMALLEST
 from torch_occ.engine.rows import followed, number, plain, rows, shaped, summed, tabulate, untabulate
+from torch_occ.entropic import DEAD, SQUARE, Entropy, Task, entropy_of, is_entropy, solve_entropic
 from torch_occ.implicit import Bound, ImplicitSolution, Setting, Stationarity, poison, push_forward
 from torch_occ.mdp import LayeredMDP
 from torch_occ.newton import Options, Solution
@@ -84,6 +86,11 @@ class CompiledStep:
     def explicit(self) -> Evaluator:
         """The same psi with weights and exponents for parameters."""
         return Evaluator(_Explicit(self.template))
+
+    @cached_property
+    def in_logs(self) -> bool:
+        """Whether psi is an entropy, and the torch path solves it in logarithms, too."""
+        return is_entropy(self.regularizer) and self.shape[0] <= SQUARE
 
     def __call__(self, loss: Tensor, t: Tensor | float, start: Tensor) -> tuple[Solution, bool] | None:
         """The solution and whether all of it converged, or None if some input is not plain or not good; nothing is said about which."""
@@ -184,6 +191,13 @@ class CompiledStep:
 
     def replay(self, formula: Formula, q: Tensor, loss: Tensor, inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """(q, v) once more, from the solution, in operations that autograd sees."""
+        if self.in_logs:
+            named = zip((term.argument for term in self.template), self._named(formula, inputs), strict=True)
+            entropy = Entropy(*(x[(None,) * (q.dim() - 2 - x.dim())] for x in entropy_of(list(named))))
+            task = Task(self.mdp, self.options, False, check=lambda *_: None, report=lambda _: None)
+            one = torch.ones((1,) * (q.dim() - 2), dtype=q.dtype)
+            again = solve_entropic(task, loss.expand_as(q), q.detach(), entropy, one, True)
+            return again.q, again.value
         setting = Setting(self.mdp, self.explicit, probabilities=False)
         equation = Stationarity(setting, self.options, check=lambda *_: None, report=lambda _: None)
         one = torch.ones((1,) * (q.dim() - 2), dtype=q.dtype)  # nothing depends on t any more
@@ -193,6 +207,7 @@ class CompiledStep:
     def push_gradient(self, formula: Formula, q: Tensor, at: Sequence[Any], tangents: Sequence[Tensor | None]) -> Tensor:
         """The derivative of grad psi(q) along tangents of the formula's inputs."""
         one, zero = torch.ones(q.shape[:-2], dtype=q.dtype), torch.zeros((), dtype=q.dtype)
+        q = torch.where(self.mdp.actions, q.clamp(min=SMALLEST), 0.0)  # as torch_occ.engine.newton.lift
         moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
 
         def gradient(*moved: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,6 +267,11 @@ class _Origin(NamedTuple):
     converged: bool
 
     @property
+    def has_dead(self) -> bool:
+        """Whether a state's occupancy fell so far that only logarithms know how v moves there."""
+        return self.step.in_logs and bool((self.found.q.sum(-1) < DEAD).any())
+
+    @property
     def certificate(self) -> Tensor:
         return torch.from_numpy(self.found.certificate.reshape(*self.batch, 5))
 
@@ -286,6 +306,10 @@ class _Follow(torch.autograd.Function):
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # somebody will differentiate this, or does so already
             with torch.enable_grad():
                 return None, *_differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
+        if origin.has_dead:
+            with torch.enable_grad():
+                again = _differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
+            return None, *(None if x is None else x.detach() for x in again)
         minus_x_bar, _, bars = origin.linear(q, q_bar, v_bar)  # K' and not K: the sign of v_bar differs
         found = [summed(torch.from_numpy(minus_x_bar.reshape(q.shape)), loss) if needed[0] else None]
         if any(needed[1:]):
@@ -296,7 +320,9 @@ class _Follow(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _origin: None, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
         origin: _Origin = ctx.origin
-        q, _, inputs = _saved(ctx)
+        q, loss, inputs = _saved(ctx)
+        if origin.has_dead:
+            return _push(origin, q, (loss, *inputs), tangents)
         x = torch.zeros_like(q) if tangents[0] is None else tangents[0].expand_as(q)
         if any(tangent is not None for tangent in tangents[1:]):
             x = x + origin.step.push_gradient(origin.formula, q, inputs, tangents[1:])
@@ -309,6 +335,19 @@ def _saved(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
     q, loss, *tensors = ctx.saved_tensors
     rest = iter(tensors)
     return q, loss, [next(rest) if x is None else x for x in ctx.numbers]
+
+
+def _push(origin: _Origin, q: Tensor, inputs: Sequence[Any], tangents: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Forward mode on the torch path."""
+    moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+
+    def again(*moved: Tensor) -> tuple[Tensor, Tensor]:
+        given = list(inputs)
+        for i, x in zip(moving, moved, strict=True):
+            given[i] = x
+        return origin.step.replay(origin.formula, q, given[0], given[1:])
+
+    return push_forward(again, [inputs[i] for i in moving], [tangents[i] for i in moving])
 
 
 def _differentiably(

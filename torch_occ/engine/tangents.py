@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torch_occ.engine.arrays import exponents_of, kinds_of, model_of, terms_of, weights_of, why_not
 from torch_occ.engine.compiling import patiently
+from torch_occ.engine.entropic import minimize
 from torch_occ.engine.episodes import NOISE, draw, index_drawn, state_drawn
 from torch_occ.engine.layout import (
     COMPLEMENT,
@@ -32,7 +33,7 @@ from torch_occ.engine.layout import (
     kernel,
     make_work,
 )
-from torch_occ.engine.newton import CONVERGED, accumulate, derive, newton
+from torch_occ.engine.newton import CONVERGED, accumulate, derive, lift
 from torch_occ.engine.transitions import factorize, solve
 from torch_occ.ftrl import FTRLStep
 from torch_occ.losses import LossProcess, Stationary
@@ -96,10 +97,11 @@ def play_with_tangents(
         for attempt in range(2):  # from the last q; from the middle if that fails
             for i in range(num_pairs):
                 pairs[PAIR, i] = q[i] if attempt == 0 else middle[i]
-            status = newton(model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], work)[0]
+            status = minimize(model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], work)[0]
             if status == CONVERGED:
                 break
         carried.failures[0] += status != CONVERGED
+        lift(model, work)
         derive(model, terms, weights[t], work)  # at the solution itself, so that tangents are exact to rounding
         factorize(model, work)
         push_gradient(model, terms, weights[t], pushes, t, tangent, work)
