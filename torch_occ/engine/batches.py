@@ -29,7 +29,7 @@ from torch_occ.engine.layout import (
     inlined,
     kernel,
 )
-from torch_occ.engine.newton import derive, lift, retract
+from torch_occ.engine.newton import derive, floor_pairs, retract
 from torch_occ.engine.transitions import factorize, solve
 
 #: Reported instead of a status when an input is not what it should be.
@@ -111,7 +111,7 @@ def solve_linear(
         for i in range(num_pairs):
             pairs[PAIR, i] = at[i]
             pairs[FORCE, i] = -right[i] if model.exists[PAIR, i] else 0.0
-        lift(model, work)
+        floor_pairs(model, work)
         derive(model, terms, own_weights, work)
         factorize(model, work)
         solve(model, source, work)

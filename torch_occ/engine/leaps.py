@@ -8,7 +8,7 @@ import numpy as np
 
 from torch_occ.engine.entropic import minimize
 from torch_occ.engine.layout import PAIR, REST, D, Floats, Ints, Model, Rows, Terms, W, Work, kernel
-from torch_occ.engine.newton import CONVERGED, derive, lift
+from torch_occ.engine.newton import CONVERGED, derive, floor_pairs
 from torch_occ.engine.transitions import likelihoods, successor
 
 #: From so many expected events on, a binomial number is drawn as a rounded normal one.
@@ -71,7 +71,7 @@ def leap(
                 if stop == len(way.stops):
                     return
         opening = _cost(pairs, way.gaps, way.phase[stop])
-        lift(model, work)
+        floor_pairs(model, work)
         derive(model, terms, weights, work)
         length = max(1.0, np.floor(min(_patience(model, way.accuracy, work), way.widest * t)))
         length = min(length, way.stops[stop] - t + 1.0)

@@ -270,7 +270,7 @@ def retract(model: Model, row: int, work: Work) -> bool:
 
 
 @part
-def lift(model: Model, work: Work) -> None:
+def floor_pairs(model: Model, work: Work) -> None:
     """Where q fell to zero, the smallest number instead: psi has derivatives there."""
     for i in range(work.pairs.shape[1]):
         if model.exists[PAIR, i]:

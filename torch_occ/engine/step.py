@@ -207,7 +207,7 @@ class CompiledStep:
     def push_gradient(self, formula: Formula, q: Tensor, at: Sequence[Any], tangents: Sequence[Tensor | None]) -> Tensor:
         """The derivative of grad psi(q) along tangents of the formula's inputs."""
         one, zero = torch.ones(q.shape[:-2], dtype=q.dtype), torch.zeros((), dtype=q.dtype)
-        q = torch.where(self.mdp.actions, q.clamp(min=SMALLEST), 0.0)  # as torch_occ.engine.newton.lift
+        q = torch.where(self.mdp.actions, q.clamp(min=SMALLEST), 0.0)  # as torch_occ.engine.newton.floor_pairs
         moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
 
         def gradient(*moved: Tensor) -> tuple[Tensor, Tensor]:

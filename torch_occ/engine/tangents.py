@@ -33,7 +33,7 @@ from torch_occ.engine.layout import (
     kernel,
     make_work,
 )
-from torch_occ.engine.newton import CONVERGED, accumulate, derive, lift
+from torch_occ.engine.newton import CONVERGED, accumulate, derive, floor_pairs
 from torch_occ.engine.transitions import factorize, solve
 from torch_occ.ftrl import FTRLStep
 from torch_occ.losses import LossProcess, Stationary
@@ -101,7 +101,7 @@ def play_with_tangents(
             if status == CONVERGED:
                 break
         carried.failures[0] += status != CONVERGED
-        lift(model, work)
+        floor_pairs(model, work)
         derive(model, terms, weights[t], work)  # at the solution itself, so that tangents are exact to rounding
         factorize(model, work)
         push_gradient(model, terms, weights[t], pushes, t, tangent, work)
