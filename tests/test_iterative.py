@@ -15,7 +15,7 @@ import torch_occ as occ
 from torch_occ import iterative
 from torch_occ.derivatives import Evaluator, derivatives
 from torch_occ.iterative import ConjugateGradients
-from torch_occ.newton import Status
+from torch_occ.status import Status
 from torch_occ.occupancy import LayeredFlow
 from torch_occ.states import SeparableStates
 

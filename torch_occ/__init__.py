@@ -40,8 +40,8 @@ from torch_occ.catalog import LogBarrier as LogBarrier
 from torch_occ.catalog import jin_luo as jin_luo
 
 # The step
+from torch_occ.status import Status as Status
 from torch_occ.newton import Solution as Solution
-from torch_occ.newton import Status as Status
 from torch_occ.ftrl import FTRLStep as FTRLStep
 from torch_occ.ftrl import SolveError as SolveError
 

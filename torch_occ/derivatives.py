@@ -90,6 +90,9 @@ class Derivatives(NamedTuple):
     scalars: dict[Argument, Tensor]  # the arguments of the scalar terms there
     gradient: Tensor  # (*batch, S, A)
     hessian: Hessian
+    #: (*batch, S, A): q times its curvature, the size of an error of the gradient that stands for a relative error of one in q.
+    #: A term of q(s) - q(s,a) or 1 - q(s,a) counts with this argument where it is smaller: it is what the term determines.
+    unit: Tensor
 
 
 def derivatives(mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[Inputs], Values], q: Tensor) -> Derivatives:
@@ -97,17 +100,19 @@ def derivatives(mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[I
     with torch.enable_grad():
         inputs = _leaves(regularizer.read(mdp, q.detach()))
         values = evaluate(inputs)
-        levels: list[tuple[Tensor, Hessian]] = []  # from fine to coarse
+        levels: list[tuple[Tensor, Hessian, Tensor]] = []  # from fine to coarse
         if values.scalars:
-            levels.append(_of_scalars(mdp, inputs.scalars, values.scalars))
+            levels.append(_of_scalars(mdp, inputs.scalars, values.scalars, q.detach()))
         if values.per_state:
-            levels.append(_of_states(mdp, inputs.per_state, values.per_state))
+            slope, blocks = _of_states(mdp, inputs.per_state, values.per_state)
+            levels.append((slope, blocks, q.detach() * blocks.curvature))
         if values.joint:
-            levels.append(_of_joint(mdp, inputs.joint[0], values.joint[0]))
-    gradient, hessian = levels[0]
-    for more, coarser in levels[1:]:
-        gradient, hessian = gradient + more, combine(coarser, hessian)
-    return Derivatives({name: x.detach() for name, x in inputs.scalars.items()}, gradient, hessian)
+            slope, full = _of_joint(mdp, inputs.joint[0], values.joint[0])
+            levels.append((slope, full, q.detach() * full.curvature))
+    gradient, hessian, unit = levels[0]
+    for more, coarser, stiffer in levels[1:]:
+        gradient, hessian, unit = gradient + more, combine(coarser, hessian), unit + stiffer
+    return Derivatives({name: x.detach() for name, x in inputs.scalars.items()}, gradient, hessian, unit)
 
 
 def _leaves(inputs: Inputs) -> Inputs:
@@ -127,7 +132,12 @@ def _grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: bool) 
     return torch.autograd.grad(varying, inputs, ones, materialize_grads=True, **options)
 
 
-def _of_scalars(mdp: LayeredMDP, arguments: dict[Argument, Tensor], values: dict[Argument, Tensor]) -> tuple[Tensor, Separable]:
+def _of_scalars(
+    mdp: LayeredMDP,
+    arguments: dict[Argument, Tensor],
+    values: dict[Argument, Tensor],
+    q: Tensor,
+) -> tuple[Tensor, Separable, Tensor]:
     names, xs = list(arguments), list(arguments.values())
     for name in names:
         if values[name].shape != arguments[name].shape:
@@ -148,7 +158,8 @@ def _of_scalars(mdp: LayeredMDP, arguments: dict[Argument, Tensor], values: dict
         c=second.get("state", zero[..., 0]),
         actions=mdp.actions,
     )
-    return gradient, hessian
+    of_pairs = [torch.minimum(q, arguments[name].detach()) * bend for name, bend in second.items() if name != "state"]
+    return gradient, hessian, sum(of_pairs, zero)
 
 
 def _of_states(mdp: LayeredMDP, states: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Blocks]:

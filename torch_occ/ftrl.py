@@ -18,9 +18,10 @@ from torch_occ.entropic import SQUARE, Entropy, Task, entropy_at, is_entropy, so
 from torch_occ.implicit import Bound, ImplicitSolution, Setting, Stationarity
 from torch_occ.marginals import keep
 from torch_occ.mdp import LayeredMDP
-from torch_occ.newton import Options, Solution, Status
+from torch_occ.newton import Options, Solution
 from torch_occ.occupancy import interior_point
 from torch_occ.regularizers import Regularizer, SeparableRegularizer
+from torch_occ.status import Status
 from torch_occ.validation import Backend, broadcast, check_backend, engine_takes
 
 if TYPE_CHECKING:

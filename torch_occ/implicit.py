@@ -27,9 +27,10 @@ from torch import Tensor
 from torch_occ.derivatives import Derivatives, Evaluator, derivatives
 from torch_occ.kkt import factorize
 from torch_occ.mdp import LayeredMDP
-from torch_occ.newton import Options, Solution, Status, newton
+from torch_occ.newton import Options, Solution, newton
 from torch_occ.occupancy import flow_adjoint, flow_of, flow_source
 from torch_occ.regularizers import total
+from torch_occ.status import Status
 from torch_occ.validation import broadcast
 
 

@@ -31,7 +31,7 @@ from torch_occ.hessians import Full, Hessian, Separable
 from torch_occ.iterative import ConjugateGradients
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import DenseFlow, Flow, LayeredFlow
-from torch_occ.states import GeneralStates, SeparableStates, States
+from torch_occ.states import GeneralStates, SeparableStates, States, has_inertia
 from torch_occ.validation import broadcast
 
 
@@ -58,6 +58,20 @@ def factorize(hessian: Hessian, flow: Flow, q: Tensor, *, exact: bool = False) -
     if prefers_iterations(flow.mdp, q.shape[:-2].numel(), exact):
         return ConjugateGradients(states, flow, q.sum(-1))
     return LayeredFactorization(states, flow)
+
+
+def is_convex(hessian: Hessian, mdp: LayeredMDP) -> Tensor:
+    """Whether psi curves upwards along the changes of q that keep E q, as it must at a minimum, `(*batch,)`.
+
+    For Hessians that are block-diagonal over states, each block must: R >= 0, and kappa >= 0 where q(s) is not given.
+    """
+    if isinstance(hessian, Full):
+        return FullFactorization(hessian, mdp).is_convex()
+    if isinstance(hessian, Separable) and all(bool((x >= 0).all()) for x in (hessian.d, hessian.w, hessian.c)):
+        return torch.ones_like(hessian.c[..., 0], dtype=torch.bool)
+    states = SeparableStates(hessian) if isinstance(hessian, Separable) else GeneralStates(hessian)
+    within, between = states.curves_upwards()
+    return within.all(-1) & between[..., mdp.layer_sizes[0] :].all(-1)
 
 
 def prefers_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> bool:
@@ -167,6 +181,7 @@ class FullFactorization:
         batch = broadcast(E.shape[:-2], H.shape[:-2])
         E, H = E.expand(*batch, *E.shape[-2:]), H.expand(*batch, *H.shape[-2:])
         system = torch.cat([torch.cat([H, -E.mT], -1), torch.nn.functional.pad(E, (0, mdp.num_states))], -2)
+        self.system = system
         self.lu, self.pivots, _ = torch.linalg.lu_factor_ex(system)
         self.pairs = tuple(mdp.actions.shape)
 
@@ -177,6 +192,13 @@ class FullFactorization:
         solution = torch.linalg.lu_solve(self.lu, self.pivots, rhs.unsqueeze(-1)).squeeze(-1)
         dq, v = solution.split([self.pair_scale.shape[-1], self.state_scale.shape[-1]], -1)
         return (self.pair_scale * dq).unflatten(-1, self.pairs), self.state_scale * v
+
+    def is_convex(self) -> Tensor:
+        """Whether the constraints are responsible for all negative eigenvalues of the system, with -E' made E'."""
+        num_states = self.state_scale.shape[-1]
+        sign = torch.ones_like(self.system[..., 0, :])
+        sign[..., -num_states:] = -1.0
+        return has_inertia(self.system * sign.unsqueeze(-2), num_states)
 
 
 def _apply(matrix: Tensor, x: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 Minimize <q, loss> + psi_t(q) over Omega. Three things make it exact over the whole range that a long run produces:
 
 - **Shaping.** Adding E'v to the loss does not move the solution, so the loss is first replaced by the gaps of its optimal policy:
-  non-negative, zero at every best action. What remains has no large numbers that must cancel.
+  non-negative, zero at every best action. What remains has no large numbers that must cancel (torch_occ.shaping). Neither has the
+  gradient: where one pair takes nearly all of a layer, the slope of 1 - q there is huge, and as a constant of the layer it is left out.
 - **Steps by relative change.** All elementary terms satisfy |x f'''(x)| <= 2 f''(x) with f'' decreasing. If no argument of psi
   falls by more than the fraction rho along the Newton step, then the step of length 1/(1 + rho) decreases the objective, from
   everywhere, and the full step does for rho <= 1/2. No function values are compared, so nothing drowns in rounding.
@@ -20,39 +21,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_occ.derivatives import Derivatives
-from torch_occ.kkt import factorize
+from torch_occ.kkt import factorize, is_convex
 from torch_occ.marginals import change, keep
-from torch_occ.occupancy import Flow, flow_adjoint, flow_residual, flow_source, optimal_policy
-
-
-class Status(IntEnum):
-    """How a solve ended."""
-
-    CONVERGED = 0
-    MAX_STEPS = 1
-    STALLED = 2
-    UNDERFLOW = 3
-    NOT_FINITE = 4
-
-    @property
-    def advice(self) -> str:
-        return _ADVICE[self]
-
-
-_ADVICE = {
-    Status.CONVERGED: "solved and certified",
-    Status.MAX_STEPS: "the iteration limit was reached; raise max_steps, or start closer with warm_start",
-    Status.STALLED: "rounding stopped the progress short of the tolerance; rescale the loss, or accept a larger tolerance",
-    Status.UNDERFLOW: "an occupancy fell below the smallest floating-point number; add a LogBarrier, or a smaller learning rate",
-    Status.NOT_FINITE: "a derivative of the regularizer overflowed; check that it is finite and convex inside Omega",
-}
+from torch_occ.mdp import LayeredMDP
+from torch_occ.occupancy import Flow, flow_adjoint, flow_residual, flow_source, join
+from torch_occ.shaping import Shaped, at_likeliest_pairs, conserves_mass, potential, shape_loss
+from torch_occ.status import Status
 
 
 @dataclass(frozen=True)
@@ -110,7 +90,8 @@ class Solution(NamedTuple):
     def dual_residual(self) -> Tensor:
         """`(*batch,)`, the largest |grad psi + loss - E'v| in units of q times its curvature: the relative error of q that it stands for.
 
-        In a state with one action, where nothing is decided, relative to its terms.
+        The residual includes the rounding of the losses' sums along an episode, which no solver can undo. In a state with one action,
+        where nothing is decided, it is relative to its terms.
         """
         return self.certificate[..., 4]
 
@@ -137,8 +118,8 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
     """
     mdp, eps = flow.mdp, torch.finfo(loss.dtype).eps
     smallest = torch.finfo(loss.dtype).tiny / eps
-    plan = optimal_policy(mdp, loss)
-    source, nothing = flow_source(mdp), torch.zeros_like(plan.value)
+    shaped = shape_loss(mdp, loss)
+    source, nothing = flow_source(mdp), torch.zeros_like(shaped.value)
 
     def retract(q: Tensor) -> Tensor:
         policy = q / q.sum(-1, keepdim=True)
@@ -151,16 +132,26 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
             status[where] = reason
         return running & ~where
 
-    q = retract(start.expand_as(plan.gaps))
+    def slope(psi: Derivatives, left_out: Tensor | None) -> Tensor:
+        """The gradient of the objective, without constants of the layers `(*batch, L)`."""
+        gradient = psi.gradient
+        if left_out is not None:
+            gradient = keep("pair", mdp, gradient - left_out[..., mdp.layer].unsqueeze(-1), 0.0)
+        return gradient + shaped.gaps
+
+    q = retract(start.expand_as(shaped.gaps))
     psi = derive(q)
+    lifted = "complement" in psi.scalars and conserves_mass(mdp)
     status = torch.full(q.shape[:-2], Status.MAX_STEPS, device=q.device)
     running = torch.ones_like(status, dtype=torch.bool)
     steps, patience = torch.zeros_like(status), torch.full_like(status, PATIENCE)
     decrement = torch.full_like(status, torch.inf, dtype=q.dtype)
     value, best = nothing, decrement
+    left_out = torch.zeros_like(shaped.constants) if lifted else None  # what belongs to `value`
 
     for _ in range(options.max_steps):
-        downhill = -(psi.gradient + plan.gaps)
+        now = at_likeliest_pairs(mdp, q, psi.gradient) if lifted else None
+        downhill = -slope(psi, now)
         dq, v = factorize(psi.hessian, flow, q).solve(downhill, nothing, value)
         squared = _dot(downhill, dq)
         fall, moved = _relative_change(flow, psi, q, dq)
@@ -168,18 +159,19 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
 
         length = torch.where(fall <= 0.5, 1.0, 1 / (1 + fall))
         for _ in range(_BACKTRACKS):
-            trial = retract(q + _over(length, 2) * dq)
+            trial = retract(_step(mdp, q, dq, fall, length))
             alive = keep("pair", mdp, trial, 1.0).amin((-2, -1)) > smallest
             trial = torch.where(_over(running & alive, 2), trial, q)
             psi = derive(trial)
             # Close to the solution the slope is all rounding, and the step is safe anyway.
-            overshot = running & (moved > 1e-3) & (_dot(psi.gradient + plan.gaps, dq) > 0.9 * squared)
+            overshot = running & (moved > 1e-3) & (_dot(slope(psi, now), dq) > 0.9 * squared)
             if not bool(overshot.any()):
                 break
             length = torch.where(overshot, length / 4, length)
 
         running = stop(running, ~alive, Status.UNDERFLOW)
         q, value = trial, torch.where(_over(running, 1), v, value)
+        left_out = None if now is None or left_out is None else torch.where(_over(running, 1), now, left_out)
         decrement = torch.where(running, squared, decrement)
         steps += running
         patience = torch.where((moved < 0.5 * best) | (moved > 0.1), PATIENCE, patience - 1)
@@ -188,13 +180,22 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
         if not bool(running.any()):
             break
 
-    dual_residual = _dual_residual(flow, psi, plan.gaps, q, value)
+    tolerance, uphill = options.tolerance_in(loss.dtype), slope(psi, left_out)
+    dual_residual = _dual_residual(flow, psi, uphill, shaped, q, value)
+    if bool(((status == Status.STALLED) & ~(dual_residual <= tolerance)).any()):
+        # Multipliers of a system that is hard to solve may be less accurate than q. Others may fit it better.
+        v = _multipliers(mdp, uphill, keep("pair", mdp, psi.unit, torch.inf))
+        found = _dual_residual(flow, psi, uphill, shaped, q, v)
+        value = torch.where(_over(found < dual_residual, 1), v, value)
+        dual_residual = torch.where(found < dual_residual, found, dual_residual)
     flow_error = (flow_residual(mdp, q) / q.sum(-1)).abs().amax(-1)
-    tolerance = options.tolerance_in(loss.dtype)
-    certified = (dual_residual <= tolerance) & (flow_error <= tolerance)
-    status = torch.where((status == Status.STALLED) & certified, Status.CONVERGED, status)
+    certified = (status == Status.STALLED) & (dual_residual <= tolerance) & (flow_error <= tolerance)
+    if bool(certified.any()):
+        convex = torch.where(is_convex(psi.hessian, mdp), Status.CONVERGED, Status.NOT_CONVEX)
+        status = torch.where(certified, convex, status)
     certificate = torch.stack([status.to(q), steps.to(q), decrement.clamp(min=0).sqrt(), flow_error, dual_residual], -1)
-    return Solution(q, value + plan.value, certificate)
+    constants = shaped.constants if left_out is None else shaped.constants + left_out
+    return Solution(q, value + shaped.value + potential(mdp, constants), certificate)
 
 
 #: How often a step is shortened to a quarter; after that, the next Newton step starts from where it led.
@@ -215,16 +216,52 @@ def _relative_change(flow: Flow, psi: Derivatives, q: Tensor, dq: Tensor) -> tup
     return fall, relative.abs().amax((-2, -1))
 
 
-def _dual_residual(flow: Flow, psi: Derivatives, loss: Tensor, q: Tensor, value: Tensor) -> Tensor:
+def _step(mdp: LayeredMDP, q: Tensor, dq: Tensor, fall: Tensor, length: Tensor) -> Tensor:
+    """q + length dq, positive wherever length * fall < 1, however close to one that is."""
+    damped = length < 1
+    if not bool(damped.any()):
+        return q + dq
+    # 1 - fall / (1 + fall) is written 1 / (1 + fall): as it stands, it rounds to zero if the fall is above 1/eps.
+    left = torch.where(length * (1 + fall) < 0.5, 1 - length * fall, 1 / (1 + fall))
+    relative = dq / keep("pair", mdp, q, 1.0)
+    change = _over(left, 2) + _over(length, 2) * (_over(fall, 2) + relative)
+    return torch.where(_over(damped, 2), q * change, q + dq)
+
+
+def _dual_residual(
+    flow: Flow,
+    psi: Derivatives,
+    slope: Tensor,
+    shaped: Shaped,
+    q: Tensor,
+    value: Tensor,
+) -> Tensor:
     shaping = flow_adjoint(flow.mdp, value)
-    residual = psi.gradient + loss - shaping
-    unit = keep("pair", flow.mdp, q * psi.hessian.curvature, torch.inf)
+    residual = slope - shaping
+    unit = keep("pair", flow.mdp, psi.unit, torch.inf)
+    # What is added to all actions of a state moves none of them, and an action that dominates its state moves with the others.
+    softness = keep("pair", flow.mdp, psi.hessian.curvature.reciprocal(), 0.0)
+    others = 1 - softness / softness.sum(-1, keepdim=True)
+    rounding = shaped.rounding * others
     alone = flow.mdp.missing["rest"]
     if alone is not None:
         # A state with one action decides nothing, and its equation only says what v is: measured by its terms.
-        terms = psi.gradient.abs() + loss.abs() + shaping.abs() + torch.finfo(q.dtype).tiny
+        terms = slope.abs() + shaping.abs() + torch.finfo(q.dtype).tiny
         unit = torch.where(alone, torch.maximum(terms, unit), unit)
-    return (residual / unit).abs().amax((-2, -1))
+        rounding = rounding.masked_fill(alone, 0.0)
+    return ((residual.abs() + rounding) / unit.abs()).amax((-2, -1))
+
+
+def _multipliers(mdp: LayeredMDP, slope: Tensor, unit: Tensor) -> Tensor:
+    """The v for which slope = E'v holds best, state by state from the last layer to the first: least squares in these units."""
+    weight = (unit.abs().amin(-1, keepdim=True) / unit).square()
+    weight = weight / weight.sum(-1, keepdim=True)
+    slopes, weights = mdp.split(slope, -2), mdp.split(weight, -2)
+    values: list[Tensor] = []
+    for k in reversed(range(mdp.horizon)):
+        Q = slopes[k] + mdp.layers[k].ahead(values[0]) if values else slopes[k]
+        values.insert(0, (weights[k] * Q).sum(-1))
+    return join(values, 1)
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

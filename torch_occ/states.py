@@ -21,6 +21,9 @@ from torch import Tensor
 
 from torch_occ.hessians import Blocks, Separable
 
+#: A curvature below zero by less than this, relative to what it is the sum of, is zero.
+NOISE = 1e-8
+
 
 class SeparableStates:
     """(R, p, kappa) of every state from d, w, c, at O(A)."""
@@ -39,7 +42,8 @@ class SeparableStates:
         self.softest = inverse.argmax(-1, keepdim=True)  # (*batch, S, 1)
         self.total = inverse.sum(-1)  # (*batch, S)
         self.p = (e / self.total).unsqueeze(-1) * inverse + share  # (*batch, S, A)
-        self.kappa = (hessian.c + (share * d).sum(-1) + e * e / self.total).clamp(min=0)  # (*batch, S)
+        self.parts = hessian.c, (share * d).sum(-1), e * e / self.total  # of kappa
+        self.kappa = (self.parts[0] + self.parts[1] + self.parts[2]).clamp(min=0)  # (*batch, S)
 
     def respond(self, x: Tensor) -> Tensor:
         """R x. Since R 1 = 0, x may be taken relative to its entry at the softest action, which then cancels with nothing."""
@@ -54,6 +58,11 @@ class SeparableStates:
         mean = (weight / self.total[..., layer, None, None]).mT @ deviation
         deviation = deviation.sub_(mean).mul_(weight.sqrt()).flatten(-3, -2)  # in place: these are the largest tensors of a step
         return deviation.mT @ deviation
+
+    def curves_upwards(self) -> tuple[Tensor, Tensor]:
+        """Whether R >= 0 and whether kappa >= 0, before it was clamped and but for rounding; `(*batch, S)` each."""
+        size = sum(part.abs() for part in self.parts)
+        return (self.inverse >= 0).all(-1), sum(self.parts) >= -NOISE * size
 
 
 class GeneralStates:
@@ -72,13 +81,25 @@ class GeneralStates:
         pairs = actions.unsqueeze(-1) & actions.unsqueeze(-2)
         self.R = torch.where(pairs, scale.unsqueeze(-1) * inverse[..., :-1, :-1] * scale.unsqueeze(-2), 0.0)
         self.p = inverse[..., :-1, -1] * scale * present / length
-        self.kappa = (-inverse[..., -1, -1] / length.squeeze(-1) ** 2).clamp(min=0)
+        self.bordered, self.corner = bordered, -inverse[..., -1, -1]
+        self.kappa = (self.corner / length.squeeze(-1) ** 2).clamp(min=0)
 
     def respond(self, x: Tensor) -> Tensor:
         return (self.R @ x.unsqueeze(-1)).squeeze(-1)
 
     def covariance(self, kernel: Tensor, layer: slice = slice(None)) -> Tensor:
         return kernel.flatten(-3, -2).mT @ (self.R[..., layer, :, :] @ kernel).flatten(-3, -2)
+
+    def curves_upwards(self) -> tuple[Tensor, Tensor]:
+        """The same. R >= 0 when the border is responsible for the only negative eigenvalue of the bordered matrix."""
+        return has_inertia(self.bordered, 1), self.corner >= -NOISE
+
+
+def has_inertia(matrix: Tensor, negative: int) -> Tensor:
+    """Whether symmetric matrices `(*batch, n, n)` with entries of size one have so many negative eigenvalues, but for rounding."""
+    finite = matrix.isfinite().all(-1).all(-1)
+    eigenvalues = torch.linalg.eigvalsh(torch.where(finite[..., None, None], matrix, 0.0))
+    return finite & ((eigenvalues < -NOISE).sum(-1) == negative)
 
 
 States = SeparableStates | GeneralStates

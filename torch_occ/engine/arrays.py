@@ -14,6 +14,7 @@ from torch_occ.engine.layout import COMPLEMENT, LOG, PAIR, POWER, REST, STATE, X
 from torch_occ.layers import SparseLayer
 from torch_occ.mdp import LayeredMDP
 from torch_occ.regularizers import Regularizer
+from torch_occ.shaping import conserves_mass
 from torch_occ.terms import Power, Term, XLogX
 from torch_occ.validation import broadcast
 
@@ -48,7 +49,8 @@ def model_of(mdp: LayeredMDP) -> Model:
     flags = np.stack([exists(name).reshape(-1) for name in ("pair", "rest", "complement")])
     next_state: Floats | Rows = rows_of(mdp) if prefers_rows(mdp) else _table_of(mdp)
     arrivals = np.zeros((0, 0)) if isinstance(next_state, Rows) else next_state.T.copy()
-    return Model(mdp.num_actions, start, next_state, arrivals, flags, mdp.initial.detach().numpy().copy())
+    initial = mdp.initial.detach().numpy().copy()
+    return Model(mdp.num_actions, start, next_state, arrivals, flags, initial, conserves_mass(mdp))
 
 
 def prefers_rows(mdp: LayeredMDP) -> bool:

@@ -40,7 +40,8 @@ RESPONSE = 16  # R x
 DQ = 17
 TRIAL = 18
 AHEAD = 19  # E[v(next state)], of the multipliers
-PAIR_ROWS = 20
+ROUNDING = 20  # what it did to the gaps, see torch_occ.engine.shaping
+PAIR_ROWS = 21
 
 # Rows of `work.states`; 0, SLOPE and BEND are those of q(s).
 PLAN = 1  # the value of the optimal policy, which shapes the loss
@@ -51,7 +52,9 @@ M = 7
 U = 8
 V = 9  # the multipliers
 OTHERS = 10
-STATE_ROWS = 11
+LIFT = 11  # a constant of the layer that is left out of the gradient, at its first state
+CURVES = 12  # 1 where psi curves upwards, 0 if it does so only at constant q(s), -1 if not
+STATE_ROWS = 13
 
 
 # -- compiling ------------------------------------------------------------------------------------------------------------
@@ -131,6 +134,7 @@ class Model(NamedTuple):
     arrivals: Floats  # the same transposed, (widest layer, S * A); empty if they are sparse
     exists: Bools  # (3, S * A): pairs, and those that have a rest and a complement
     initial: Floats  # (S_0,)
+    conserved: bool  # whether rows of transitions sum to one but for rounding
 
 
 class Terms(NamedTuple):

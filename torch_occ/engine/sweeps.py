@@ -11,6 +11,7 @@ import numpy as np
 from torch_occ.engine.layout import (
     AHEAD,
     BEND,
+    CURVES,
     DQ,
     FORCE,
     INVERSE,
@@ -35,6 +36,7 @@ from torch_occ.engine.layout import (
     span,
     unsigned,
 )
+from torch_occ.states import NOISE
 
 
 @adder
@@ -60,12 +62,14 @@ def reduce_states(model: Model, work: Work) -> None:
     for s in range(states.shape[1]):
         first = s * num_actions
         softest, dominant, total, e, largest, stiffness = first, first, 0.0, 1.0, -1.0, 0.0
+        least = 0.0
         for i in span(first, first + num_actions):
             inverse = 1.0 / (pairs[D, i] + pairs[W, i]) if exists[0, i] else 0.0
             share = pairs[W, i] * inverse
             pairs[INVERSE, i] = inverse
             pairs[P, i] = share
             total += inverse
+            least = min(least, inverse)
             stiffness += share * pairs[D, i]
             if inverse > pairs[INVERSE, softest]:
                 softest = i
@@ -81,7 +85,10 @@ def reduce_states(model: Model, work: Work) -> None:
             pairs[P, i] += ratio * pairs[INVERSE, i]
         work.softest[s] = softest
         states[TOTAL, s] = total
-        states[KAPPA, s] = max(states[BEND, s] + stiffness + e * ratio, 0.0)
+        kappa = states[BEND, s] + stiffness + e * ratio
+        size = abs(states[BEND, s]) + abs(stiffness) + abs(e * ratio)
+        states[KAPPA, s] = max(kappa, 0.0)
+        states[CURVES, s] = -1.0 if least < 0.0 else 1.0 if kappa >= -NOISE * size else 0.0
 
 
 @part
