@@ -49,9 +49,11 @@ from torch import Tensor
 from torch_occ.catalog import TabularRegularizer
 from torch_occ.layers import largest_exponent
 from torch_occ.mdp import LayeredMDP
-from torch_occ.newton import PATIENCE, Options, Solution, Status
-from torch_occ.occupancy import flow_of, flow_residual, flow_source, join, optimal_policy
+from torch_occ.newton import PATIENCE, Options, Solution
+from torch_occ.occupancy import flow_of, flow_residual, flow_source, join
 from torch_occ.regularizers import Regularizer
+from torch_occ.shaping import Shaped, potential, shape_loss
+from torch_occ.status import Status
 from torch_occ.terms import Term, XLogX
 from torch_occ.validation import broadcast
 
@@ -139,13 +141,18 @@ def jacobian(mdp: LayeredMDP, entropy: Entropy, at: Unfolded) -> Tensor:
     onward = (policy.unsqueeze(-2) @ kernel).squeeze(-2)  # P_pi, (*batch, S, S)
     log_q = at.log_state.unsqueeze(-1) + at.log_policy
     relative = log_q.unsqueeze(-1) - at.log_state[..., None, None, :]
-    sources = kernel * relative.clamp(max=largest_exponent(policy.dtype)).exp()  # rho(s, a | s'), (*batch, S, A, S)
+    relative = relative.clamp(max=largest_exponent(policy.dtype))
+    sources = kernel * relative.exp()  # rho(s, a | s'), (*batch, S, A, S)
     spread = (kernel - onward.unsqueeze(-2)) / entropy.weight[..., None, None, None]
     covariance = sources.flatten(-3, -2).mT @ spread.flatten(-3, -2)
     identity = torch.eye(mdp.num_states, dtype=onward.dtype, device=onward.device)
-    backward = torch.linalg.solve_triangular(identity - sources.sum(-2).mT, covariance, upper=False, unitriangular=True)
-    both = torch.linalg.solve_triangular((identity - onward).mT, backward.mT, upper=False, unitriangular=True)
-    return identity + entropy.price[..., None, None] * both.mT
+    half = _divide(identity - sources.sum(-2).mT, covariance)
+    whole = _divide((identity - onward).mT, half.mT).mT
+    return identity + entropy.price[..., None, None] * whole
+
+
+def _divide(triangle: Tensor, x: Tensor) -> Tensor:
+    return torch.linalg.solve_triangular(triangle, x, upper=False, unitriangular=True)
 
 
 def occupancy_of(mdp: LayeredMDP, log_policy: Tensor) -> Tensor:
@@ -159,16 +166,26 @@ def error_unit(log_state: Tensor) -> Tensor:
     return (log_state / LOG_DEAD).clamp(min=1.0)
 
 
-# -- solving ------------------------------------------------------------------------------------------
+# -- solving ---------------------------------------------------------------------------------------
 
 
-def settle(mdp: LayeredMDP, loss: Tensor, entropy: Entropy, guess: Tensor, options: Options) -> tuple[Tensor, Solution]:
-    """Solve log u(g) = g from a guess `(*batch, S)`, for plain tensors; returns g, too."""
-    eps = torch.finfo(loss.dtype).eps
+def settle(
+    mdp: LayeredMDP,
+    shaped: Shaped,
+    entropy: Entropy,
+    guess: Tensor,
+    options: Options,
+) -> tuple[Tensor, Solution]:
+    """Solve log u(g) = g from a guess `(*batch, S)`, for plain tensors; returns g, too.
+
+    The value of the solution is that of the shaped loss.
+    """
+    loss, eps = shaped.gaps, torch.finfo(guess.dtype).eps
+    done = entropy.price == 0  # then there is nothing to guess
     status = torch.full(guess.shape[:-1], Status.MAX_STEPS, device=guess.device)
-    running, done = torch.ones_like(status, dtype=torch.bool), torch.zeros_like(status, dtype=torch.bool)
-    steps, patience = torch.zeros_like(status), torch.full_like(status, PATIENCE)
-    best = torch.full_like(status, torch.inf, dtype=guess.dtype)
+    running, steps = torch.ones_like(done), done.to(status.dtype)
+    patience = torch.full_like(status, PATIENCE)
+    best = torch.full_like(guess[..., 0], torch.inf)
     decrement = torch.zeros_like(best)
     for count in range(options.max_steps + 1):
         found = unfold(mdp, loss, entropy, guess)
@@ -177,13 +194,13 @@ def settle(mdp: LayeredMDP, loss: Tensor, entropy: Entropy, guess: Tensor, optio
         running = running & ~done
         if count == options.max_steps or not bool(running.any()):
             break
-        step = torch.linalg.solve_ex(jacobian(mdp, entropy, found), off.unsqueeze(-1))[0].squeeze(-1)
+        step = _solve(jacobian(mdp, entropy, found), off)
         moved = (step.abs() / error_unit(found.log_state)).amax(-1)
-        finite = moved.isfinite()
-        status = torch.where(running & ~finite, Status.NOT_FINITE, status)
-        running = running & finite
+        status = torch.where(running & ~moved.isfinite(), Status.NOT_FINITE, status)
+        running = running & moved.isfinite()
         length = torch.where((moved < 0.1) | (count < FULL_STEPS), 1.0, 0.5)
-        guess = torch.where(running.unsqueeze(-1), guess + length.unsqueeze(-1) * step, guess)
+        ahead = guess + length.unsqueeze(-1) * step
+        guess = torch.where(running.unsqueeze(-1), ahead, guess)
         squared = entropy.price * (off * (off - step) * found.log_state.exp()).sum(-1)
         decrement = torch.where(running, squared, decrement)
         steps += running
@@ -191,8 +208,15 @@ def settle(mdp: LayeredMDP, loss: Tensor, entropy: Entropy, guess: Tensor, optio
         best = torch.minimum(best, moved)
         done = (moved <= eps**0.5) | (patience == 0)
 
-    dual = entropy.price / entropy.weight * (off / error_unit(found.log_state)).abs().amax(-1)
+    closed = (entropy.price == 0).unsqueeze(-1)
+    guess = torch.where(closed, found.log_state, guess)
     q = occupancy_of(mdp, found.log_policy)
+    error = torch.where(closed, 0.0, off) / error_unit(found.log_state)
+    dual = entropy.price / entropy.weight * error.abs().amax(-1)
+    # What is added to all actions of a state moves none of them.
+    others = 1 - found.log_policy.exp()
+    seen = torch.where(q > torch.finfo(q.dtype).tiny / eps, shaped.rounding * others, 0.0)
+    dual = torch.maximum(dual, seen.amax((-2, -1)) / entropy.weight)
     alive = found.log_state > LOG_DEAD
     flow = (flow_residual(mdp, q) / torch.where(alive, q.sum(-1), torch.inf)).abs().amax(-1)
     tolerance = options.tolerance_in(loss.dtype)
@@ -202,6 +226,10 @@ def settle(mdp: LayeredMDP, loss: Tensor, entropy: Entropy, guess: Tensor, optio
     return guess, Solution(q, found.value, torch.stack(numbers, -1))
 
 
+def _solve(matrix: Tensor, x: Tensor) -> Tensor:
+    return torch.linalg.solve_ex(matrix, x.unsqueeze(-1))[0].squeeze(-1)
+
+
 @dataclass(frozen=True)
 class Task:
     """What of a step is no tensor."""
@@ -209,34 +237,41 @@ class Task:
     mdp: LayeredMDP
     options: Options
     probabilities: bool  # whether a derivative may be taken in them
-    check: Callable[[LayeredMDP, Tensor, Tensor, Entropy, Tensor], None]  # raises if an input is wrong
+    check: Callable[[LayeredMDP, Tensor, Tensor, Entropy, Tensor], None]  # raises for wrong inputs
     report: Callable[[Solution], None]  # raises if a step failed and that is an error
 
 
 class Settled(torch.autograd.Function):
-    """g, the potential that shapes the loss, q, v and the certificate; without derivatives."""
+    """g, gaps and potential of the shaped loss, q, v and the certificate; without derivatives."""
 
     @staticmethod
     def forward(task: Task, *tensors: Tensor) -> tuple[Tensor, ...]:
         loss, start, weight, price, t, *probabilities = tensors
         mdp = task.mdp.with_probabilities(*probabilities) if probabilities else task.mdp
         task.check(mdp, loss, start, Entropy(weight, price), t)
-        batch = broadcast(*(x.shape[:-2] for x in (loss, start)), weight.shape, price.shape, mdp.batch_shape)
+        batches = (loss.shape[:-2], start.shape[:-2], weight.shape, price.shape, mdp.batch_shape)
+        batch = broadcast(*batches)
         entropy = Entropy(weight.expand(batch), price.expand(batch))
-        plan = optimal_policy(mdp, loss.expand(*batch, *loss.shape[-2:]))
+        shaped = shape_loss(mdp, loss.expand(*batch, *loss.shape[-2:]))
         smallest = torch.finfo(loss.dtype).tiny
-        first = start.sum(-1).clamp(min=smallest).log().expand_as(plan.value)
-        guess, solution = settle(mdp, plan.gaps, entropy, first, task.options)
-        solution = solution._replace(value=solution.value + plan.value)
+        first = start.sum(-1).clamp(min=smallest).log().expand_as(shaped.value)
+        guess, solution = settle(mdp, shaped, entropy, first, task.options)
+        shift = shaped.value + potential(mdp, shaped.constants)
+        solution = solution._replace(value=solution.value + shift)
         task.report(solution)
-        return guess, plan.value, *solution[:3]
+        return guess, shaped.gaps, shift, *solution[:3]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], task: Task, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        task: Task,
+        *tensors: Tensor,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         pairs = zip(tensors, in_dims[1:], strict=True)
         front = [x.unsqueeze(0) if dim is None else x.movedim(dim, 0) for x, dim in pairs]
         outputs = Settled.apply(task, *front)
@@ -270,7 +305,14 @@ class Poisoned(torch.autograd.Function):
         return torch.where(ctx.saved_tensors[0], torch.nan, tangent)
 
 
-def solve_entropic(task: Task, loss: Tensor, start: Tensor, entropy: Entropy, t: Tensor, differentiable: bool) -> Solution:
+def solve_entropic(
+    task: Task,
+    loss: Tensor,
+    start: Tensor,
+    entropy: Entropy,
+    t: Tensor,
+    differentiable: bool,
+) -> Solution:
     """The step, for tensors of one batch rank.
 
     Args:
@@ -278,18 +320,17 @@ def solve_entropic(task: Task, loss: Tensor, start: Tensor, entropy: Entropy, t:
         differentiable: whether derivatives may be asked for; they cost two Newton steps more.
     """
     mdp = task.mdp
-    moving = mdp.probabilities if task.probabilities else ()
-    tensors = (loss, start, *entropy, t, *moving)
-    guess, potential, *found = Settled.apply(task, *(x.detach() for x in tensors))
+    tensors = (loss, start, *entropy, t, *(mdp.probabilities if task.probabilities else ()))
+    guess, gaps, shift, *found = Settled.apply(task, *(x.detach() for x in tensors))
     if not differentiable:
         return Solution(*found)
     certificate = found[2]
-    shaped = loss + flow_of(mdp).lookahead(potential) - potential.unsqueeze(-1)
-    shaped = torch.where(mdp.actions, shaped, 0.0)
+    # The gaps in value, and in their derivatives loss + P shift - shift.
+    moving = loss + flow_of(mdp).lookahead(shift)
+    shaped = torch.where(mdp.actions, gaps + (moving - moving.detach()), 0.0)
     at = unfold(mdp, shaped, entropy, guess)
     for _ in range(2):
-        off = (at.log_state - guess).unsqueeze(-1)
-        guess = guess + torch.linalg.solve_ex(jacobian(mdp, entropy, at), off)[0].squeeze(-1)
+        guess = guess + _solve(jacobian(mdp, entropy, at), at.log_state - guess)
         at = unfold(mdp, shaped, entropy, guess)
-    q, value = occupancy_of(mdp, at.log_policy), at.value + potential
+    q, value = occupancy_of(mdp, at.log_policy), at.value + shift
     return Solution(Poisoned.apply(q, certificate), Poisoned.apply(value, certificate), certificate)

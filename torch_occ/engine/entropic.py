@@ -23,6 +23,7 @@ from torch_occ.engine.layout import (
     PAIR,
     PLAN,
     PULL,
+    ROUNDING,
     SLOPE,
     STATE,
     TOTAL,
@@ -42,6 +43,7 @@ from torch_occ.engine.layout import (
     span,
 )
 from torch_occ.engine.newton import (
+    COARSE,
     CONVERGED,
     EPS,
     LEFT,
@@ -55,8 +57,8 @@ from torch_occ.engine.newton import (
     UNDERFLOW,
     WORTH,
     descend,
-    shape_loss,
 )
+from torch_occ.engine.shaping import shape_finely, shape_loss
 from torch_occ.engine.transitions import arrive, factorize, likelihoods, solve, successor
 from torch_occ.entropic import DEAD, FULL_STEPS, LOG_DEAD
 
@@ -130,9 +132,11 @@ def settle(
     """Solve log u(guess) = guess by Newton's method; returns what `descend` does."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     stale, status, steps, patience = work.stale[0], MAX_STEPS, 0, PATIENCE
-    best, decrement, done = np.inf, 0.0, price == 0.0
+    best, decrement, done = np.inf, 0.0, price == 0.0  # then there is nothing to guess
     refresh = not stale <= min(WORTH, 0.1 * work.stale[1])
-    shape_loss(model, loss, work)
+    fine = not EPS * shape_loss(model, loss, work) <= COARSE * weight
+    if fine:
+        shape_finely(model, loss, work)
     for s in range(states.shape[1]):
         total = 0.0
         for i in span(s * num_actions, (s + 1) * num_actions):
@@ -142,7 +146,7 @@ def settle(
         look_ahead(model, weight, price, work)
         alive = look_back(model, work)
         if done:
-            status = STALLED  # until certified below
+            status, steps = STALLED, max(steps, 1)  # until certified below
             break
         if steps == max_steps:
             break
@@ -193,7 +197,7 @@ def settle(
         stale += 2.0 * moved
         refresh = not stale * following <= LIKELY
     work.stale[0] = stale
-    dual, flow = certify(model, weight, price, loss, work)
+    dual, flow = certify_logs(model, weight, price, fine, work)
     if status == STALLED and dual <= tolerance and flow <= tolerance:
         status = CONVERGED
     for s in range(states.shape[1]):
@@ -353,16 +357,26 @@ def unit(log: float) -> float:
 
 
 @part
-def certify(model: Model, weight: float, price: float, loss: Floats, work: Work) -> tuple[float, float]:
-    """Dual and flow residual; see torch_occ.entropic."""
+def certify_logs(
+    model: Model,
+    weight: float,
+    price: float,
+    fine: bool,
+    work: Work,
+) -> tuple[float, float]:
+    """Dual and flow residual, see torch_occ.entropic; `fine` as in `certify`."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
-    dual, flow = 0.0, 0.0
+    dual, flow, rounding = 0.0, 0.0, 0.0
     for s in range(states.shape[1]):
         log, total = states[FOUND, s], 0.0
         error = abs(log - states[GUESS, s]) / unit(log) if price > 0.0 else 0.0
         dual = max(dual, price / weight * error) + (error - error)
         for i in span(s * num_actions, (s + 1) * num_actions):
             total += pairs[PAIR, i]
+            if fine and pairs[PAIR, i] > SMALLEST:
+                # What is added to all actions of a state moves none of them.
+                others = 1.0 - np.exp(pairs[LOG_POLICY, i])
+                rounding = max(rounding, pairs[ROUNDING, i] * others / weight)
         if log > LOG_DEAD:
             flow = max(flow, abs(total - states[U, s]) / states[U, s])
-    return dual, flow
+    return max(dual, rounding), flow
