@@ -272,17 +272,12 @@ class Settled(torch.autograd.Function):
         task: Task,
         *tensors: Tensor,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        pairs = zip(tensors, in_dims[1:], strict=True)
-        front = [x.unsqueeze(0) if dim is None else x.movedim(dim, 0) for x, dim in pairs]
-        outputs = Settled.apply(task, *front)
-        outputs = tuple(x.expand(info.batch_size, *x.shape[1:]) for x in outputs)
+        outputs = Settled.apply(task, *_in_front(info.batch_size, in_dims[1:], tensors))
         return outputs, (0,) * len(outputs)
 
 
 class Poisoned(torch.autograd.Function):
     """x, with the derivative NaN where a step has failed."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, certificate: Tensor) -> Tensor:
@@ -303,6 +298,21 @@ class Poisoned(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         return torch.where(ctx.saved_tensors[0], torch.nan, tangent)
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, int | None],
+        x: Tensor,
+        certificate: Tensor,
+    ) -> tuple[Tensor, int]:
+        return Poisoned.apply(*_in_front(info.batch_size, in_dims, (x, certificate))), 0
+
+
+def _in_front(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Every tensor with the dimension of a `vmap` in front."""
+    pairs = zip(tensors, dims, strict=True)
+    return [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in pairs]
 
 
 def solve_entropic(
