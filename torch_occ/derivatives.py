@@ -90,9 +90,16 @@ class Derivatives(NamedTuple):
     scalars: dict[Argument, Tensor]  # the arguments of the scalar terms there
     gradient: Tensor  # (*batch, S, A)
     hessian: Hessian
-    #: (*batch, S, A): q times its curvature, the size of an error of the gradient that stands for a relative error of one in q.
-    #: A term of q(s) - q(s,a) or 1 - q(s,a) counts with this argument where it is smaller: it is what the term determines.
-    unit: Tensor
+    bends: dict[Argument, Tensor]  # second derivatives of the scalar terms, zero where an argument does not exist
+    coarser: list[Tensor]  # (*batch, S, A) each, the diagonal of the Hessian of every other level
+
+    def unit(self, q: Tensor) -> Tensor:
+        """q times its curvature, `(*batch, S, A)`: the error of the gradient that stands for a relative error of one in q.
+
+        A term of q(s) - q(s,a) or 1 - q(s,a) counts with this argument where it is smaller: it is what the term determines.
+        """
+        terms = [torch.minimum(q, self.scalars[name]) * bend for name, bend in self.bends.items() if name != "state"]
+        return sum([*terms, *(q * diagonal for diagonal in self.coarser)], torch.zeros_like(q))
 
 
 def derivatives(mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[Inputs], Values], q: Tensor) -> Derivatives:
@@ -100,19 +107,21 @@ def derivatives(mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[I
     with torch.enable_grad():
         inputs = _leaves(regularizer.read(mdp, q.detach()))
         values = evaluate(inputs)
-        levels: list[tuple[Tensor, Hessian, Tensor]] = []  # from fine to coarse
+        levels: list[tuple[Tensor, Hessian]] = []  # from fine to coarse
+        bends: dict[Argument, Tensor] = {}
         if values.scalars:
-            levels.append(_of_scalars(mdp, inputs.scalars, values.scalars, q.detach()))
+            slope, separable, bends = _of_scalars(mdp, inputs.scalars, values.scalars)
+            levels.append((slope, separable))
         if values.per_state:
-            slope, blocks = _of_states(mdp, inputs.per_state, values.per_state)
-            levels.append((slope, blocks, q.detach() * blocks.curvature))
+            levels.append(_of_states(mdp, inputs.per_state, values.per_state))
         if values.joint:
-            slope, full = _of_joint(mdp, inputs.joint[0], values.joint[0])
-            levels.append((slope, full, q.detach() * full.curvature))
-    gradient, hessian, unit = levels[0]
-    for more, coarser, stiffer in levels[1:]:
-        gradient, hessian, unit = gradient + more, combine(coarser, hessian), unit + stiffer
-    return Derivatives({name: x.detach() for name, x in inputs.scalars.items()}, gradient, hessian, unit)
+            levels.append(_of_joint(mdp, inputs.joint[0], values.joint[0]))
+    gradient, hessian = levels[0]
+    for more, coarser in levels[1:]:
+        gradient, hessian = gradient + more, combine(coarser, hessian)
+    arguments = {name: x.detach() for name, x in inputs.scalars.items()}
+    diagonals = [level.curvature for _, level in levels if not isinstance(level, Separable)]
+    return Derivatives(arguments, gradient, hessian, bends, diagonals)
 
 
 def _leaves(inputs: Inputs) -> Inputs:
@@ -136,8 +145,8 @@ def _of_scalars(
     mdp: LayeredMDP,
     arguments: dict[Argument, Tensor],
     values: dict[Argument, Tensor],
-    q: Tensor,
-) -> tuple[Tensor, Separable, Tensor]:
+) -> tuple[Tensor, Separable, dict[Argument, Tensor]]:
+    """Gradient, Hessian, and the second derivatives by argument."""
     names, xs = list(arguments), list(arguments.values())
     for name in names:
         if values[name].shape != arguments[name].shape:
@@ -158,8 +167,7 @@ def _of_scalars(
         c=second.get("state", zero[..., 0]),
         actions=mdp.actions,
     )
-    of_pairs = [torch.minimum(q, arguments[name].detach()) * bend for name, bend in second.items() if name != "state"]
-    return gradient, hessian, sum(of_pairs, zero)
+    return gradient, hessian, second
 
 
 def _of_states(mdp: LayeredMDP, states: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Blocks]:

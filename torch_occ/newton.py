@@ -31,7 +31,7 @@ from torch_occ.kkt import factorize, is_convex
 from torch_occ.marginals import change, keep
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import Flow, flow_adjoint, flow_residual, flow_source, join
-from torch_occ.shaping import Shaped, at_likeliest_pairs, conserves_mass, potential, shape_loss
+from torch_occ.shaping import Shaped, at_likeliest_pairs, conserves_mass, potential, shape_finely, shape_loss
 from torch_occ.status import Status
 
 
@@ -116,9 +116,27 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
         loss: `(*batch, S, A)`; its batch shape is the whole one.
         start: broadcasts against the loss.
     """
-    mdp, eps = flow.mdp, torch.finfo(loss.dtype).eps
-    smallest = torch.finfo(loss.dtype).tiny / eps
-    shaped = shape_loss(mdp, loss)
+    solution, rounding = _descend(flow, derive, shape_loss(flow.mdp, loss), start, options)
+    ended = (solution.status == Status.STALLED) | solution.converged
+    coarse = ended & (rounding > options.tolerance_in(loss.dtype) * _COARSE)
+    if bool(coarse.any()):
+        # A sum of losses along an episode has too few digits for the certificate, so they are added up once more.
+        finely, _ = _descend(flow, derive, shape_finely(flow.mdp, loss), solution.q, options)
+        finely.certificate[..., 1] += solution.certificate[..., 1]  # steps
+        solution = solution.merge(finely, coarse)
+    return solution
+
+
+def _descend(
+    flow: Flow,
+    derive: Callable[[Tensor], Derivatives],
+    shaped: Shaped,
+    start: Tensor,
+    options: Options,
+) -> tuple[Solution, Tensor]:
+    """The solution for a loss that is shaped already, and the relative error of q that rounding made in shaping it, `(*batch,)`."""
+    mdp, dtype = flow.mdp, shaped.gaps.dtype
+    eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny / torch.finfo(dtype).eps
     source, nothing = flow_source(mdp), torch.zeros_like(shaped.value)
 
     def retract(q: Tensor) -> Tensor:
@@ -147,7 +165,7 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
     steps, patience = torch.zeros_like(status), torch.full_like(status, PATIENCE)
     decrement = torch.full_like(status, torch.inf, dtype=q.dtype)
     value, best = nothing, decrement
-    left_out = torch.zeros_like(shaped.constants) if lifted else None  # what belongs to `value`
+    left_out = torch.zeros_like(at_likeliest_pairs(mdp, q, q)) if lifted else None  # what belongs to `value`
 
     for _ in range(options.max_steps):
         now = at_likeliest_pairs(mdp, q, psi.gradient) if lifted else None
@@ -180,23 +198,31 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
         if not bool(running.any()):
             break
 
-    tolerance, uphill = options.tolerance_in(loss.dtype), slope(psi, left_out)
-    dual_residual = _dual_residual(flow, psi, uphill, shaped, q, value)
-    if bool(((status == Status.STALLED) & ~(dual_residual <= tolerance)).any()):
+    tolerance, uphill = options.tolerance_in(dtype), slope(psi, left_out)
+    unit = keep("pair", mdp, psi.unit(q), torch.inf).abs()
+    rounding = (shaped.rounding / unit).amax((-2, -1))
+    if bool((rounding > tolerance * _COARSE).any()):
+        rounding = (_others(mdp, psi.hessian.curvature) * shaped.rounding / unit).amax((-2, -1))
+    residual = _residual(mdp, uphill, unit, value)
+    if bool(((status == Status.STALLED) & ~(residual <= tolerance)).any()):
         # Multipliers of a system that is hard to solve may be less accurate than q. Others may fit it better.
-        v = _multipliers(mdp, uphill, keep("pair", mdp, psi.unit, torch.inf))
-        found = _dual_residual(flow, psi, uphill, shaped, q, v)
-        value = torch.where(_over(found < dual_residual, 1), v, value)
-        dual_residual = torch.where(found < dual_residual, found, dual_residual)
+        v = _multipliers(mdp, uphill, unit)
+        found = _residual(mdp, uphill, unit, v)
+        value = torch.where(_over(found < residual, 1), v, value)
+        residual = torch.where(found < residual, found, residual)
+    dual_residual = torch.where(rounding > tolerance * _COARSE, residual + rounding, residual)
     flow_error = (flow_residual(mdp, q) / q.sum(-1)).abs().amax(-1)
     certified = (status == Status.STALLED) & (dual_residual <= tolerance) & (flow_error <= tolerance)
     if bool(certified.any()):
         convex = torch.where(is_convex(psi.hessian, mdp), Status.CONVERGED, Status.NOT_CONVEX)
         status = torch.where(certified, convex, status)
     certificate = torch.stack([status.to(q), steps.to(q), decrement.clamp(min=0).sqrt(), flow_error, dual_residual], -1)
-    constants = shaped.constants if left_out is None else shaped.constants + left_out
-    return Solution(q, value + shaped.value + potential(mdp, constants), certificate)
+    value = value + shaped.value + potential(mdp, shaped.constants) + potential(mdp, left_out)
+    return Solution(q, value, certificate), rounding
 
+
+#: The part of the tolerance that rounding may take, before losses are added up finely and before it counts.
+_COARSE = 1 / 4
 
 #: How often a step is shortened to a quarter; after that, the next Newton step starts from where it led.
 _BACKTRACKS = 30
@@ -228,33 +254,29 @@ def _step(mdp: LayeredMDP, q: Tensor, dq: Tensor, fall: Tensor, length: Tensor) 
     return torch.where(_over(damped, 2), q * change, q + dq)
 
 
-def _dual_residual(
-    flow: Flow,
-    psi: Derivatives,
-    slope: Tensor,
-    shaped: Shaped,
-    q: Tensor,
-    value: Tensor,
-) -> Tensor:
-    shaping = flow_adjoint(flow.mdp, value)
-    residual = slope - shaping
-    unit = keep("pair", flow.mdp, psi.unit, torch.inf)
-    # What is added to all actions of a state moves none of them, and an action that dominates its state moves with the others.
-    softness = keep("pair", flow.mdp, psi.hessian.curvature.reciprocal(), 0.0)
-    others = 1 - softness / softness.sum(-1, keepdim=True)
-    rounding = shaped.rounding * others
-    alone = flow.mdp.missing["rest"]
+def _others(mdp: LayeredMDP, curvature: Tensor) -> Tensor:
+    """How much an action moves when it is pushed at constant q(s), relative to 1/D: the share of the others in the sum of all 1/D.
+
+    An action that is alone does not move at all, and one that dominates its state hardly.
+    """
+    softness = keep("pair", mdp, curvature.reciprocal(), 0.0)
+    return keep("rest", mdp, 1 - softness / softness.sum(-1, keepdim=True), 0.0)
+
+
+def _residual(mdp: LayeredMDP, slope: Tensor, unit: Tensor, value: Tensor) -> Tensor:
+    """The largest |slope - E'v| in these units, `(*batch,)`."""
+    shaping = flow_adjoint(mdp, value)
+    alone = mdp.missing["rest"]
     if alone is not None:
         # A state with one action decides nothing, and its equation only says what v is: measured by its terms.
-        terms = slope.abs() + shaping.abs() + torch.finfo(q.dtype).tiny
+        terms = slope.abs() + shaping.abs() + torch.finfo(slope.dtype).tiny
         unit = torch.where(alone, torch.maximum(terms, unit), unit)
-        rounding = rounding.masked_fill(alone, 0.0)
-    return ((residual.abs() + rounding) / unit.abs()).amax((-2, -1))
+    return ((slope - shaping) / unit).abs().amax((-2, -1))
 
 
 def _multipliers(mdp: LayeredMDP, slope: Tensor, unit: Tensor) -> Tensor:
     """The v for which slope = E'v holds best, state by state from the last layer to the first: least squares in these units."""
-    weight = (unit.abs().amin(-1, keepdim=True) / unit).square()
+    weight = (unit.amin(-1, keepdim=True) / unit).square()
     weight = weight / weight.sum(-1, keepdim=True)
     slopes, weights = mdp.split(slope, -2), mdp.split(weight, -2)
     values: list[Tensor] = []

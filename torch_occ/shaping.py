@@ -1,8 +1,9 @@
-"""Potential-based shaping: the loss as its gaps, exact to the last digit.
+"""Potential-based shaping: the loss as its gaps.
 
 Adding E'v to the loss does not move the solution of the FTRL step, for any potential v. The value of
-the optimal policy turns the loss into its gaps: non-negative, zero at every best action. A gap may be
-tiny beside the values that it is the difference of, so these are added up without rounding errors:
+the optimal policy turns the loss into its gaps: non-negative, zero at every best action. `shape_loss`
+adds up as the numbers come; rounding leaves an error of eps times the values. A gap may be tiny beside
+the values that it is the difference of, and then `shape_finely` adds up without rounding errors:
 
 - Each state's smallest loss is taken out of its losses, and put into its value. Each layer's common
   part is taken out of its values: every layer carries mass one, so it is a constant of the objective.
@@ -11,7 +12,7 @@ tiny beside the values that it is the difference of, so these are added up witho
 - A row of P is read as p / sum(p), since floating-point numbers sum to one only up to rounding. Rows
   that are further from one are taken as they are; then the layers' common parts stay where they are.
 
-What rounding leaves is `FINE(eps)` times the values.
+What rounding leaves is `fineness(eps)` times the values.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from torch_occ.layers import DenseLayer, SparseLayer
 from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import join
+from torch_occ.occupancy import join, optimal_policy
 
 
 class Shaped(NamedTuple):
@@ -31,12 +32,19 @@ class Shaped(NamedTuple):
 
     gaps: Tensor  # (*batch, S, A), zero on masked pairs
     value: Tensor  # (*batch, S)
-    constants: Tensor  # (*batch, L)
-    rounding: Tensor  # (*batch, S, A), an estimate of what it did to the gaps
+    rounding: Tensor  # (*batch, S, A) or (*batch, S, 1), an estimate of what it did to the gaps
+    constants: Tensor | None  # (*batch, L), if some were taken out
 
 
 def shape_loss(mdp: LayeredMDP, loss: Tensor) -> Shaped:
-    """Backward induction."""
+    """The gaps of the optimal policy, by backward induction."""
+    plan = optimal_policy(mdp, loss)
+    rounding = torch.finfo(loss.dtype).eps * plan.value.abs()
+    return Shaped(plan.gaps, plan.value, rounding.unsqueeze(-1), None)
+
+
+def shape_finely(mdp: LayeredMDP, loss: Tensor) -> Shaped:
+    """The same without rounding errors."""
     conserved = conserves_mass(mdp)
     eps = torch.finfo(loss.dtype).eps
     gaps: list[Tensor] = []
@@ -76,8 +84,8 @@ def shape_loss(mdp: LayeredMDP, loss: Tensor) -> Shaped:
     return Shaped(
         join(gaps, 2),
         join([high for high, _ in values], 1),
-        torch.stack([constant.expand(batch) for constant in constants], -1),
         join(rounding, 2),
+        torch.stack([constant.expand(batch) for constant in constants], -1) if conserved else None,
     )
 
 
@@ -147,6 +155,8 @@ def at_likeliest_pairs(mdp: LayeredMDP, q: Tensor, x: Tensor) -> Tensor:
     return torch.cat(found, -1)
 
 
-def potential(mdp: LayeredMDP, constants: Tensor) -> Tensor:
-    """The v with E'v = a constant in every layer `(*batch, L)`, as `(*batch, S)`."""
+def potential(mdp: LayeredMDP, constants: Tensor | None) -> Tensor | float:
+    """The v with E'v = a constant in every layer `(*batch, L)`, as `(*batch, S)`; zero for None."""
+    if constants is None:
+        return 0.0
     return constants.flip(-1).cumsum(-1).flip(-1)[..., mdp.layer]

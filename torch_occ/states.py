@@ -61,8 +61,8 @@ class SeparableStates:
 
     def curves_upwards(self) -> tuple[Tensor, Tensor]:
         """Whether R >= 0 and whether kappa >= 0, before it was clamped and but for rounding; `(*batch, S)` each."""
-        size = sum(part.abs() for part in self.parts)
-        return (self.inverse >= 0).all(-1), sum(self.parts) >= -NOISE * size
+        parts = torch.stack(self.parts)
+        return (self.inverse >= 0).all(-1), parts.sum(0) >= -NOISE * parts.abs().sum(0)
 
 
 class GeneralStates:

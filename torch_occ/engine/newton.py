@@ -57,8 +57,8 @@ LEFT, LIKELY = 1e-5 * EPS**0.5, 3e-14
 WORTH = 1e-3
 #: Steps that change no pair by more than this, relative to itself, stay on the manifold but for rounding; only the last is put back on it.
 SHORT = 1e-2
-#: Where the rounding of plainly added losses may make a larger relative error of q, they are added up finely.
-COARSE = 1e-12
+#: The part of the tolerance that rounding may take before losses are added up finely.
+COARSE = 0.25
 
 
 @kernel
@@ -87,7 +87,7 @@ def descend(
     status, steps, patience, best, decrement, moved, done = MAX_STEPS, 0, PATIENCE, np.inf, np.inf, 0.0, False
     refresh = not stale <= min(WORTH, 0.1 * work.stale[1])
     largest = shape_loss(model, loss, work)
-    fine = not EPS * largest <= COARSE * least_unit(terms, weights)
+    fine = not EPS * largest <= COARSE * tolerance * least_unit(terms, weights)
     if fine:
         shape_finely(model, loss, work)
     complement = uses(terms, COMPLEMENT)
