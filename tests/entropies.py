@@ -9,7 +9,7 @@ from torch import Tensor
 import torch_occ as occ
 from torch_occ import entropic
 from torch_occ.newton import Options
-from torch_occ.shaping import shape_loss
+from torch_occ.shaping import shape_finely
 
 
 class Exact(NamedTuple):
@@ -31,7 +31,7 @@ def solve_exactly(mdp: occ.LayeredMDP, loss: Tensor | list, weight: float, price
         loss = numbers(loss)
     rough = torch.tensor([[float(x) for x in row] for row in loss], dtype=torch.float64)
     entropy = entropic.Entropy(*(torch.tensor(float(x), dtype=torch.float64) for x in (weight, price)))
-    shaped = shape_loss(mdp, rough)
+    shaped = shape_finely(mdp, rough)
     uniform = occ.interior_point(mdp).sum(-1).log()
     guess, _ = entropic.settle(mdp, shaped, entropy, uniform, Options())
     at = entropic.unfold(mdp, shaped.gaps, entropy, guess)

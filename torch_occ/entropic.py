@@ -52,7 +52,7 @@ from torch_occ.mdp import LayeredMDP
 from torch_occ.newton import PATIENCE, Options, Solution
 from torch_occ.occupancy import flow_of, flow_residual, flow_source, join
 from torch_occ.regularizers import Regularizer
-from torch_occ.shaping import Shaped, potential, shape_loss
+from torch_occ.shaping import Shaped, potential, shape_finely
 from torch_occ.status import Status
 from torch_occ.terms import Term, XLogX
 from torch_occ.validation import broadcast
@@ -227,7 +227,8 @@ def settle(
 
 
 def _solve(matrix: Tensor, x: Tensor) -> Tensor:
-    return torch.linalg.solve_ex(matrix, x.unsqueeze(-1))[0].squeeze(-1)
+    # Not torch.linalg.solve: its derivative is wrong in a vmap of jacfwd (torch 2.13).
+    return (torch.linalg.inv_ex(matrix).inverse @ x.unsqueeze(-1)).squeeze(-1)
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ class Settled(torch.autograd.Function):
         batches = (loss.shape[:-2], start.shape[:-2], weight.shape, price.shape, mdp.batch_shape)
         batch = broadcast(*batches)
         entropy = Entropy(weight.expand(batch), price.expand(batch))
-        shaped = shape_loss(mdp, loss.expand(*batch, *loss.shape[-2:]))
+        shaped = shape_finely(mdp, loss.expand(*batch, *loss.shape[-2:]))
         smallest = torch.finfo(loss.dtype).tiny
         first = start.sum(-1).clamp(min=smallest).log().expand_as(shaped.value)
         guess, solution = settle(mdp, shaped, entropy, first, task.options)
