@@ -55,8 +55,8 @@ def test_the_error_names_the_elements_and_what_to_do(step):
 
 def test_a_failed_element_has_nan_derivatives_and_its_neighbours_right_ones(step):
     """One underflows, the parameter belongs to each element: reverse, forward, second order."""
-    steep = occ.FTRLStep(step.mdp, occ.Tsallis(0.99) / occ.Constant(tensor([0.5, 0.6, 0.7])))
-    solos = [occ.FTRLStep(step.mdp, occ.Tsallis(0.99) / occ.Constant(tensor(rate))) for rate in (0.5, 0.6, 0.7)]
+    steep = occ.FTRLStep(step.mdp, occ.Tsallis(tensor([0.99] * 3)) / occ.Constant(tensor([0.5, 0.6, 0.7])))
+    solos = [occ.FTRLStep(step.mdp, occ.Tsallis(tensor(0.99)) / occ.Constant(tensor(rate))) for rate in (0.5, 0.6, 0.7)]
     losses = (LOSS * tensor([1.0, 1e9, 2.0])[:, None, None]).requires_grad_()
     weight = random_loss(step.mdp, seed=3)
 
