@@ -80,7 +80,7 @@ def minimize(
     work: Work,
 ) -> tuple[int, int, float, float, float]:
     """Minimize from q, whatever psi is; see `torch_occ.engine.newton.newton`."""
-    work.stale[0] = np.inf
+    work.stale[0], work.stale[2] = np.inf, 0.0
     return follow(model, terms, weights, loss, tolerance, max_steps, source, work)
 
 
@@ -137,11 +137,12 @@ def settle(
     fine = not EPS * shape_loss(model, loss, work) <= COARSE * weight
     if fine:
         shape_finely(model, loss, work)
-    for s in range(states.shape[1]):
-        total = 0.0
-        for i in span(s * num_actions, (s + 1) * num_actions):
-            total += pairs[PAIR, i]
-        states[GUESS, s] = 0.0 if done else np.log(max(total, TINY))
+    if work.stale[2] == 0.0:  # else there is a guess from the last step
+        for s in range(states.shape[1]):
+            total = 0.0
+            for i in span(s * num_actions, (s + 1) * num_actions):
+                total += pairs[PAIR, i]
+            states[GUESS, s] = np.log(max(total, TINY))
     while True:
         look_ahead(model, weight, price, work)
         alive = look_back(model, work)
@@ -156,6 +157,8 @@ def settle(
                 break
             turn_dead(model, weight, price, work)
             stale = np.inf
+            for s in range(states.shape[1]):
+                states[U, s] = states[M, s] * np.exp(states[FOUND, s])
         else:
             if refresh or stale == np.inf:
                 for s in range(states.shape[1]):
@@ -179,7 +182,7 @@ def settle(
         for s in range(states.shape[1]):
             off = states[FOUND, s] - states[GUESS, s]
             step = off + states[M, s]
-            decrement -= price * off * states[M, s] * np.exp(states[FOUND, s])
+            decrement -= price * off * states[U, s]
             moved = max(moved, abs(step) / unit(states[FOUND, s])) + (step - step)
         if not np.isfinite(moved):
             status = NOT_FINITE
@@ -196,7 +199,7 @@ def settle(
         following = (stale + moved) * moved
         stale += 2.0 * moved
         refresh = not stale * following <= LIKELY
-    work.stale[0] = stale
+    work.stale[0], work.stale[2] = stale, 1.0
     dual, flow = certify_logs(model, weight, price, fine, work)
     if status == STALLED and dual <= tolerance and flow <= tolerance:
         status = CONVERGED

@@ -65,7 +65,7 @@ def play(
             favour(model, q, means)
         work.stale[0] += drift(weights, t)
         if (before + t) % CHUNK == 0:  # nothing is taken over from one chunk to the next, so that a run may continue from a file
-            work.stale[0], work.stale[1] = np.inf, 0.0
+            work.stale[0], work.stale[1], work.stale[2] = np.inf, 0.0, 0.0
         propose(model, terms, weights[t + 1], loss, rules, middle, table, nowhere, scalars, work)
         row, expected = min(t, len(means) - 1), 0.0
         for i in range(num_pairs):
@@ -115,14 +115,14 @@ def propose(
         for i in range(len(middle)):
             table[1, i] = pairs[PAIR, i]
             pairs[PAIR, i] = middle[i]
-        work.stale[0] = np.inf
+        work.stale[0], work.stale[2] = np.inf, 0.0
         again, more, _, new_flow, new_dual = follow(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
         if again == CONVERGED:
             status, steps, flow, dual = again, more, new_flow, new_dual
         else:
             for i in range(len(middle)):
                 pairs[PAIR, i] = table[1, i]
-            work.stale[0] = np.inf
+            work.stale[0], work.stale[2] = np.inf, 0.0
     scalars[NEWTON_STEPS] += steps
     scalars[UNCERTIFIED] += status != CONVERGED
     scalars[DUAL_RESIDUAL] = max(scalars[DUAL_RESIDUAL], dual)

@@ -156,7 +156,9 @@ class Work(NamedTuple):
     centred: Floats  # (2 * widest, widest * A), transitions of a layer
     squares: Floats  # (3 * widest, widest), of a layer
     jacobian: Floats  # (S, S + 1), for torch_occ.engine.entropic; empty if there are too many states
-    stale: Floats  # (2,): how far the factors are off, relative to the Hessian; what the first steps of the last solves changed at most
+    # How far the factors are off, relative to the Hessian; what the first steps of the last solves
+    # changed at most; whether there is a guess for torch_occ.engine.entropic.
+    stale: Floats  # (3,)
 
 
 #: Rows of `work.states` that conjugate gradients have in addition.
@@ -177,7 +179,7 @@ def make_work(model: Model) -> Work:
         np.zeros((2 * widest, widest * model.num_actions)),
         np.zeros((3 * widest, widest)),
         np.zeros((num_states, num_states + 1) if num_states <= SQUARE else (0, 0)),
-        np.array([np.inf, 0.0]),
+        np.array([np.inf, 0.0, 0.0]),
     )
 
 
