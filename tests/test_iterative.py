@@ -15,9 +15,9 @@ import torch_occ as occ
 from torch_occ import iterative
 from torch_occ.derivatives import Evaluator, derivatives
 from torch_occ.iterative import ConjugateGradients
-from torch_occ.status import Status
 from torch_occ.occupancy import LayeredFlow
 from torch_occ.states import SeparableStates
+from torch_occ.status import Status
 
 F64 = torch.float64
 TorchStep = partial(occ.FTRLStep, backend="torch")
