@@ -31,7 +31,16 @@ from torch_occ.kkt import factorize, is_convex
 from torch_occ.marginals import change, keep
 from torch_occ.mdp import LayeredMDP
 from torch_occ.occupancy import Flow, flow_adjoint, flow_residual, flow_source, join
-from torch_occ.shaping import Shaped, at_likeliest_pairs, conserves_mass, potential, shape_finely, shape_loss
+from torch_occ.shaping import (
+    Shaped,
+    at_likeliest_pairs,
+    conserves_mass,
+    cut_before_single_states,
+    potential,
+    rejoin,
+    shape_finely,
+    shape_loss,
+)
 from torch_occ.status import Status
 
 
@@ -160,6 +169,7 @@ def _descend(
     q = retract(start.expand_as(shaped.gaps))
     psi = derive(q)
     lifted = "complement" in psi.scalars and conserves_mass(mdp)
+    system = type(flow)(cut_before_single_states(mdp)) if lifted else flow
     status = torch.full(q.shape[:-2], Status.MAX_STEPS, device=q.device)
     running = torch.ones_like(status, dtype=torch.bool)
     steps, patience = torch.zeros_like(status), torch.full_like(status, PATIENCE)
@@ -170,7 +180,8 @@ def _descend(
     for _ in range(options.max_steps):
         now = at_likeliest_pairs(mdp, q, psi.gradient) if lifted else None
         downhill = -slope(psi, now)
-        dq, v = factorize(psi.hessian, flow, q).solve(downhill, nothing, value)
+        dq, v = factorize(psi.hessian, system, q).solve(downhill, nothing, value)
+        v = rejoin(mdp, v) if lifted else v
         squared = _dot(downhill, dq)
         fall, moved = _relative_change(flow, psi, q, dq)
         running = stop(running, ~moved.isfinite(), Status.NOT_FINITE)

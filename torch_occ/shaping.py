@@ -160,3 +160,22 @@ def potential(mdp: LayeredMDP, constants: Tensor | None) -> Tensor | float:
     if constants is None:
         return 0.0
     return constants.flip(-1).cumsum(-1).flip(-1)[..., mdp.layer]
+
+
+def cut_before_single_states(mdp: LayeredMDP) -> LayeredMDP:
+    """The MDP with no transitions into layers of one state.
+
+    All mass goes there, whatever is done, so changes of q that keep the mass are the same for both. But summed up over transitions,
+    they leave rounding where there is nothing, and a pair that takes nearly all of its layer would amplify it.
+    """
+    kept = [torch.zeros_like(layer.probabilities) if layer.sizes[-1] == 1 else layer.probabilities for layer in mdp.layers]
+    return mdp.with_probabilities(mdp.initial, *kept)
+
+
+def rejoin(mdp: LayeredMDP, v: Tensor) -> Tensor:
+    """Multipliers of the MDP from those of `cut_before_single_states`: there, E'v lacks v at each single state, a constant."""
+    following = [*mdp.layer_slices[1:], None]
+    constants = [
+        v[..., here.start] if here is not None and here.stop - here.start == 1 else torch.zeros_like(v[..., 0]) for here in following
+    ]
+    return v + potential(mdp, torch.stack(constants, -1))

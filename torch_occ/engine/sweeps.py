@@ -50,8 +50,11 @@ def factorize(model: Model, work: Work) -> None:
     for k in range(1, len(start) - 1):
         here, width = start[k], start[k + 1] - start[k]
         center_layer(model.num_actions, model.arrivals, start[k - 1], here, width, work)
-        reach_layer(start[k - 1], here, width, model.num_actions, work)
-        observe_layer(here, width, work)
+        if width == 1 and model.conserved:
+            work.gain[here, 0] = 0.0  # all go there, whatever they do; summed up, rounding would be left
+        else:
+            reach_layer(start[k - 1], here, width, model.num_actions, work)
+            observe_layer(here, width, work)
 
 
 @part
@@ -184,8 +187,11 @@ def solve(model: Model, source: Floats, work: Work) -> None:
                     passed -= work.gain[s, j] * states[PULL, unsigned(here + j)]
                 for i in span(s * num_actions, (s + 1) * num_actions):
                     pairs[RESPONSE, i] += pairs[P, i] * passed
-            for j in range(start[k + 2] - behind):
-                states[M, unsigned(behind + j)] += dot(pairs, RESPONSE, model.arrivals, j, here * num_actions, behind * num_actions)
+            if start[k + 2] - behind == 1 and model.conserved:
+                states[M, behind] = mass(source, behind)
+            else:
+                for j in range(start[k + 2] - behind):
+                    states[M, unsigned(behind + j)] += dot(pairs, RESPONSE, model.arrivals, j, here * num_actions, behind * num_actions)
     for k in range(layers - 1, -1, -1):
         here, behind = start[k], start[k + 1]
         after = start[k + 2] - behind if k + 1 < layers else 0
@@ -208,8 +214,20 @@ def solve(model: Model, source: Floats, work: Work) -> None:
             for i in span(s * num_actions, (s + 1) * num_actions):
                 pairs[DQ, i] = pairs[P, i] * states[U, s] + pairs[RESPONSE, i]
         if k + 1 < layers:
-            for j in range(start[k + 2] - behind):
-                states[U, unsigned(behind + j)] += dot(pairs, DQ, model.arrivals, j, here * num_actions, behind * num_actions)
+            if start[k + 2] - behind == 1 and model.conserved:
+                states[U, behind] = mass(source, behind)
+            else:
+                for j in range(start[k + 2] - behind):
+                    states[U, unsigned(behind + j)] += dot(pairs, DQ, model.arrivals, j, here * num_actions, behind * num_actions)
+
+
+@inlined
+def mass(source: Floats, last: int) -> float:
+    """What sources up to a state have brought in, (S,) or empty."""
+    total = 0.0
+    for s in range(last + 1 if len(source) else 0):
+        total += source[s]
+    return total
 
 
 @part
