@@ -242,9 +242,10 @@ def test_who_solves():
 
     wide = occ.LayeredMDP.random(2, 160, 2, seed=0)
     scattered = wide.to_sparse()
-    solve = lambda step, mdp: (
-        step.solve(torch.zeros(mdp.num_states, mdp.num_actions, dtype=mdp.dtype)).backend
-    )  # noqa: E731
+
+    def solve(step, mdp):
+        return step.solve(torch.zeros(mdp.num_states, mdp.num_actions, dtype=mdp.dtype)).backend
+
     assert solve(occ.FTRLStep(MDP, occ.jin_luo(MDP)), MDP) == "engine"
     assert solve(occ.FTRLStep(MDP, Custom()), MDP) == "torch"
     assert solve(occ.FTRLStep(wide, occ.jin_luo(wide)), wide) == "torch"

@@ -1,4 +1,4 @@
-"""Entropies in logarithms: against 60 digits, where q falls to zero, in every mode of derivatives."""
+"""Entropies in logarithms: against 60 digits, where q falls to zero, and all derivatives."""
 
 import math
 

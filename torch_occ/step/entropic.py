@@ -21,15 +21,16 @@ sum rho(s,a|s') (P(.|s,a) - P_pi(.|s)) / w. Then d(g - log u) / dg is the Jacobi
 
     J = I + kappa (I - rho_pi)^-1 C (I - P_pi)^-1,
 
-whose entries are of the order of the horizon and whose eigenvalues are at least 1: it is similar to
-the matrix M of torch_occ.step.kkt. The equations are nearly piecewise linear, and full steps from the
-uniform policy take 1 to 8 iterations for losses of 1 to 1e12. (The direction is that of
-torch_occ.newton at q, which descends; from starts that are far off, full steps may cycle, and half
-steps end that.)
+whose entries are of the order of the horizon and whose eigenvalues are at least 1: it is similar
+to the matrix M of torch_occ.step.kkt. The equations are nearly piecewise linear, and full steps
+from the uniform policy take 1 to 8 iterations for losses of 1 to 1e12. (The direction is that of
+torch_occ.step.newton at q, which descends; from starts that are far off, full steps may cycle, and
+half steps end that.)
 
 **Derivatives.** g is the solution of equations whose terms are ordinary differentiable operations.
 Two Newton steps from the solution, g + J^-1 (log u - g), written in operations that autograd sees,
-are g in value and have its first three derivatives, in the loss, w, kappa and the probabilities. What
+are g in value and have its first three derivatives, in the loss, w, kappa and the probabilities.
+What
 underflows has the derivative 0, and v is differentiated even where a whole state underflows.
 
 **Certificate.** The dual residual is kappa / w |log u - g|, the error of log q; in states of which
