@@ -8,8 +8,8 @@ from torch import Tensor
 
 import torch_occ as occ
 from torch_occ.step import entropic
-from torch_occ.step.newton import Options
 from torch_occ.step.shaping import shape_finely
+from torch_occ.step.solution import Options
 
 
 class Exact(NamedTuple):

@@ -16,8 +16,8 @@ from torch_occ.mdp.occupancy import LayeredFlow
 from torch_occ.regularizers.derivatives import Evaluator, derivatives
 from torch_occ.step import iterative
 from torch_occ.step.iterative import ConjugateGradients
+from torch_occ.step.solution import Status
 from torch_occ.step.states import SeparableStates
-from torch_occ.step.status import Status
 
 F64 = torch.float64
 TorchStep = partial(occ.FTRLStep, backend="torch")

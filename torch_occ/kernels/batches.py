@@ -51,7 +51,7 @@ def solve_steps(
     start: Floats,  # (N * S or S, A), positive; for entropies it may be zero
     q: Floats,  # (N * S, A), out
     v: Floats,  # (N * S,), out
-    certificate: Floats,  # (N, 5), out: see torch_occ.step.newton.Solution
+    certificate: Floats,  # (N, 5), out: see torch_occ.step.solution.Solution
     tolerance: float,
     max_steps: int,
     first: int,

@@ -1,4 +1,4 @@
-"""The certificate of a step, compiled: how far q is from the solution, as torch_occ.step.newton.Solution defines it."""
+"""The certificate of a step, compiled: how far q is from the solution, as torch_occ.step.solution.Solution defines it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# How a solve ended; torch_occ.step.status.Status has what to do about each.
+# How a solve ended; torch_occ.step.solution.Status has what to do about each.
 CONVERGED, MAX_STEPS, STALLED, UNDERFLOW, NOT_FINITE, NOT_CONVEX = 0, 1, 2, 3, 4, 5
 
 #: An unfinished Newton step by conjugate gradients may leave this part of the error that it found, and at most the square of that error.

@@ -1,9 +1,8 @@
-"""The engine behind `FTRLStep`: tensors in, tensors out, for one MDP and a batch of losses, episodes and parameters.
+"""The engine behind `FTRLStep`: tensors in, tensors out, for one MDP and a batch of problems.
 
-Between torch and the kernels stand the weights and exponents of the elementary terms. A formula knows how they come from t and the
-parameters (for regularizers with parts that are not built in, autograd does); the engine knows how the solution depends on them. What it
-does not say in closed form, forward mode in the terms and double backward, is said on the torch path, for a regularizer whose parameters
-are those weights and exponents.
+A problem has its own loss, t, warm start and parameters. Between torch and the kernels stand the
+weights and exponents of the elementary terms. A formula (torch_occ.step.formulas) knows how they
+follow from t and the parameters; for regularizers with parts of a user, torch works them out.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from torch_occ._support.compiling import patiently
 from torch_occ._support.private import in_forward_mode
 from torch_occ._support.threads import for_each
 from torch_occ.kernels.batches import BAD_INPUT, solve_linear, solve_steps
-from torch_occ.kernels.constants import DEAD, SQUARE
+from torch_occ.kernels.constants import SQUARE
 from torch_occ.kernels.layout import Floats, Ints, Model, Work, make_work
 from torch_occ.kernels.newton import SMALLEST
 from torch_occ.mdp.layered import LayeredMDP
@@ -30,6 +29,13 @@ from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import TabularRegularizer
 from torch_occ.regularizers.derivatives import Evaluator
 from torch_occ.regularizers.terms import Power, Term
+from torch_occ.step.checks import (
+    check_arguments,
+    check_types,
+    check_values,
+    parameter_shapes,
+)
+from torch_occ.step.compiled_derivatives import Follow, Found, Origin
 from torch_occ.step.entropic import Entropy, Task, entropy_of, is_entropy, solve_entropic
 from torch_occ.step.formulas import Formula, identity, record, slots_of
 from torch_occ.step.implicit import (
@@ -37,12 +43,21 @@ from torch_occ.step.implicit import (
     ImplicitSolution,
     Setting,
     Stationarity,
-    poison,
     push_forward,
 )
-from torch_occ.step.kernel_inputs import kinds_of, list_exponents, model_of, terms_of, why_not
-from torch_occ.step.newton import Options, Solution
-from torch_occ.step.rows import followed, number, plain, rows, shaped, summed, tabulate, untabulate
+from torch_occ.step.kernel_inputs import (
+    followed,
+    kinds_of,
+    list_exponents,
+    model_of,
+    number,
+    plain,
+    rows,
+    tabulate,
+    terms_of,
+    why_not,
+)
+from torch_occ.step.solution import Options, Solution
 
 __all__ = ["CompiledStep", "pays_off", "why_not"]
 
@@ -107,7 +122,11 @@ class CompiledStep:
     def __call__(
         self, loss: Tensor, t: Tensor | float, start: Tensor
     ) -> tuple[Solution, bool] | None:
-        """The solution and whether all of it converged, or None if some input is not plain or not good; nothing is said about which."""
+        """The solution, and whether all of it converged; None if only the torch path can solve this.
+
+        Raises:
+            ValueError, TypeError: if an argument is wrong, in the words of the torch path.
+        """
         inputs: list[Any] = [t, *[slot[name] for slot, name in self.slots]]
         values = [number(x) for x in inputs]
         if (
@@ -115,6 +134,7 @@ class CompiledStep:
             or any(x is None for x in values)
             or not self._in_domain(values)
         ):
+            self._complain(loss, t, start)
             return None
         formula = self.formula
         if formula is None:  # then torch works out the terms, and they are the inputs
@@ -128,6 +148,7 @@ class CompiledStep:
             values = [number(x) for x in inputs]
         batch = self._batch(loss, start, values)
         if batch is None:
+            self._complain(loss, t, start)
             return None
         try:
             replayed, numbers = formula.replay(values)
@@ -137,18 +158,26 @@ class CompiledStep:
         found = self.solve(batch, start, loss, table)
         statuses = found.certificate[:, 0].tolist()
         if BAD_INPUT in statuses:
+            self._complain(loss, t, start)
             return None
         converged = not any(statuses)
         certificate = (
             found.certificate if converged else found.certificate.copy()
         )  # derivatives look at failures once more
         if in_forward_mode() or (torch.is_grad_enabled() and followed(loss, *inputs)):
-            q, v = _Follow.apply(
-                _Origin(self, formula, replayed, table, found, batch, converged), loss, *inputs
+            q, v = Follow.apply(
+                Origin(self, formula, replayed, table, found, batch, converged), loss, *inputs
             )
         else:
             q, v = found.tensors(batch, self.shape)
         return Solution(q, v, torch.from_numpy(certificate.reshape(*batch, 5)), "engine"), converged
+
+    def _complain(self, loss: Tensor, t: Tensor | float, start: Tensor) -> None:
+        """Raise an error that says what is wrong with the input, if something is."""
+        parameters = dict(self.regularizer.named_parameters())
+        t, _ = check_arguments(self.mdp, loss, t, start, parameter_shapes(parameters))
+        check_types(parameters, self.mdp)
+        check_values(self.mdp, self.mdp, loss.detach(), start, t.detach(), zeros=self.in_logs)
 
     def _check_kinds(self, terms: Sequence[Term]) -> None:
         """A user's table may say something else today; its kinds are what kernels and derivatives were made for."""
@@ -182,10 +211,10 @@ class CompiledStep:
             return None
         return batch if loss.shape[-2:] == self.shape == start.shape[-2:] else None
 
-    def solve(self, batch: torch.Size, start: Tensor, loss: Tensor, terms: Floats) -> _Found:
+    def solve(self, batch: torch.Size, start: Tensor, loss: Tensor, terms: Floats) -> Found:
         """Every element of a batch."""
         count = batch.numel()
-        found = _Found(*self._empty(count), np.empty((count, 5)))
+        found = Found(*self._empty(count), np.empty((count, 5)))
         inputs = (self.model, self.kinds, terms, rows(loss, batch, 2), rows(start, batch, 2))
         self._run(count, solve_steps, *inputs, *found, self.tolerance, self.options.max_steps)
         return found
@@ -308,157 +337,3 @@ class _Explicit(TabularRegularizer):
             Term(term.argument, functions[i], getattr(self, f"w{i}"))
             for i, term in enumerate(self.terms)
         )
-
-
-class _Found(NamedTuple):
-    """The solutions of a batch, in rows; the status may be BAD_INPUT."""
-
-    q: Floats  # (N * S, A)
-    v: Floats  # (N * S,)
-    certificate: Floats  # (N, 5)
-
-    def tensors(self, batch: torch.Size, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """q and v, on the same memory."""
-        if not batch:
-            return torch.from_numpy(self.q), torch.from_numpy(self.v)
-        return torch.from_numpy(self.q.reshape(*batch, *shape)), torch.from_numpy(
-            self.v.reshape(*batch, shape[0])
-        )
-
-
-class _Origin(NamedTuple):
-    """Where a solution comes from: what its derivative needs besides tensors."""
-
-    step: CompiledStep
-    formula: Formula
-    replayed: list[Any]  # all values of the formula
-    terms: Floats  # (2, N or 1, K), weights and exponents
-    found: _Found
-    batch: torch.Size
-    converged: bool
-
-    @property
-    def has_dead(self) -> bool:
-        """Whether a state's occupancy fell so far that only logarithms know how v moves there."""
-        return self.step.in_logs and bool((self.found.q.sum(-1) < DEAD).any())
-
-    @property
-    def certificate(self) -> Tensor:
-        return torch.from_numpy(self.found.certificate.reshape(*self.batch, 5))
-
-    def linear(
-        self, q: Tensor, x: Tensor | None, r: Tensor | None
-    ) -> tuple[Floats, Floats, Floats]:
-        """H(q) u - E'm = -x, E u = r at the solution; see `CompiledStep.linear`. NaN where it is none."""
-        if x is None or not self.converged:
-            x = torch.zeros_like(q) if x is None else x
-            x, r = poison(
-                (q, q, self.certificate), (x, torch.zeros_like(q[..., 0]) if r is None else r)
-            )
-        right = self.step.zeros if r is None else rows(r, self.batch, 1)
-        return self.step.linear(rows(x, self.batch, 2), right, self.found.q, self.terms)
-
-
-class _Follow(torch.autograd.Function):
-    """(q, v), found already, as a function of the loss and of the formula's inputs, tensors or numbers."""
-
-    @staticmethod
-    def forward(ctx: Any, origin: _Origin, loss: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-        q, v = origin.found.tensors(origin.batch, origin.step.shape)
-        ctx.origin, ctx.numbers = origin, [None if isinstance(x, Tensor) else x for x in inputs]
-        tensors = [x for x in inputs if isinstance(x, Tensor)]
-        ctx.save_for_backward(q, loss, *tensors)
-        if in_forward_mode():
-            ctx.save_for_forward(q, loss, *tensors)
-        ctx.set_materialize_grads(False)
-        return q, v
-
-    @staticmethod
-    def backward(ctx: Any, q_bar: Tensor | None, v_bar: Tensor | None) -> tuple[Any, ...]:
-        origin: _Origin = ctx.origin
-        batch, needed = origin.batch, ctx.needs_input_grad[1:]
-        q, loss, inputs = _saved(ctx)
-        if (
-            torch.is_grad_enabled() or in_forward_mode()
-        ):  # somebody will differentiate this, or does so already
-            with torch.enable_grad():
-                return None, *_differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
-        if origin.has_dead:
-            with torch.enable_grad():
-                again = _differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
-            return None, *(None if x is None else x.detach() for x in again)
-        minus_x_bar, _, bars = origin.linear(
-            q, q_bar, v_bar
-        )  # K' and not K: the sign of v_bar differs
-        found = [
-            summed(torch.from_numpy(minus_x_bar.reshape(q.shape)), loss) if needed[0] else None
-        ]
-        if any(needed[1:]):
-            pulled = origin.formula.pull_back(origin.replayed, untabulate(bars, batch))
-            found += [
-                shaped(bar, x, batch) if need else None
-                for bar, x, need in zip(pulled, inputs, needed[1:], strict=True)
-            ]
-        return None, *found, *[None] * (len(needed) - len(found))
-
-    @staticmethod
-    def jvp(ctx: Any, _origin: None, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
-        origin: _Origin = ctx.origin
-        q, loss, inputs = _saved(ctx)
-        if origin.has_dead:
-            return _push(origin, q, (loss, *inputs), tangents)
-        x = torch.zeros_like(q) if tangents[0] is None else tangents[0].expand_as(q)
-        if any(tangent is not None for tangent in tangents[1:]):
-            x = x + origin.step.push_gradient(origin.formula, q, inputs, tangents[1:])
-        u, m, _ = origin.linear(q, x, None)
-        return origin.found._replace(q=u, v=m).tensors(origin.batch, origin.step.shape)
-
-
-def _saved(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
-    """q, the loss, and the formula's inputs."""
-    q, loss, *tensors = ctx.saved_tensors
-    rest = iter(tensors)
-    return q, loss, [next(rest) if x is None else x for x in ctx.numbers]
-
-
-def _push(
-    origin: _Origin, q: Tensor, inputs: Sequence[Any], tangents: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor]:
-    """Forward mode on the torch path."""
-    moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
-
-    def again(*moved: Tensor) -> tuple[Tensor, Tensor]:
-        given = list(inputs)
-        for i, x in zip(moving, moved, strict=True):
-            given[i] = x
-        return origin.step.replay(origin.formula, q, given[0], given[1:])
-
-    return push_forward(again, [inputs[i] for i in moving], [tangents[i] for i in moving])
-
-
-def _differentiably(
-    origin: _Origin,
-    q: Tensor,
-    inputs: Sequence[Any],
-    needed: Sequence[bool],
-    q_bar: Tensor | None,
-    v_bar: Tensor | None,
-) -> list[Tensor | None]:
-    """The backward pass in operations that autograd sees."""
-    v = origin.found.tensors(origin.batch, origin.step.shape)[1]
-    bars = (
-        torch.zeros_like(q) if q_bar is None else q_bar,
-        torch.zeros_like(v) if v_bar is None else v_bar,
-    )
-    again = origin.step.replay(origin.formula, q, inputs[0], inputs[1:])
-    wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
-    found = iter(
-        torch.autograd.grad(
-            again,
-            wanted,
-            poison((q, v, origin.certificate), bars),
-            create_graph=True,
-            allow_unused=True,
-        )
-    )
-    return [next(found) if need else None for need in needed]

@@ -54,9 +54,8 @@ from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import TabularRegularizer
 from torch_occ.regularizers.terms import Term, XLogX
-from torch_occ.step.newton import Options, Solution
 from torch_occ.step.shaping import Shaped, potential, shape_finely
-from torch_occ.step.status import Status
+from torch_occ.step.solution import Options, Solution, Status
 
 
 class Entropy(NamedTuple):

@@ -13,30 +13,31 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.backends import Backend, check_backend, engine_takes, later
-from torch_occ._support.private import carries_derivative, forward_modes, inside_transform
+from torch_occ._support.private import carries_derivative, inside_transform
 from torch_occ.kernels.constants import SQUARE
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
-from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.arguments import keep
 from torch_occ.regularizers.base import Regularizer, SeparableRegularizer
 from torch_occ.regularizers.derivatives import Evaluator
 from torch_occ.regularizers.frozen import Frozen
+from torch_occ.step.checks import (
+    check_arguments,
+    check_layout,
+    check_like,
+    check_reachable,
+    check_transforms,
+    check_types,
+    check_values,
+    parameter_shapes,
+    report,
+)
 from torch_occ.step.entropic import Entropy, Task, entropy_at, is_entropy, solve_entropic
 from torch_occ.step.implicit import Bound, ImplicitSolution, Setting, Stationarity
-from torch_occ.step.newton import Options, Solution
-from torch_occ.step.status import Status
+from torch_occ.step.solution import Options, Solution
 
 if TYPE_CHECKING:
     from torch_occ.step.compiled import CompiledStep
-
-
-class SolveError(RuntimeError):
-    """A step that could not be certified. `solution` holds what was found."""
-
-    def __init__(self, message: str, solution: Solution) -> None:
-        super().__init__(message)
-        self.solution = solution
 
 
 class FTRLStep(Frozen):
@@ -77,7 +78,7 @@ class FTRLStep(Frozen):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
-        _check_reachable(mdp)
+        check_reachable(mdp)
         for leaf in regularizer.leaves():
             if isinstance(leaf, SeparableRegularizer) and not leaf.arguments:
                 raise ValueError(
@@ -148,12 +149,10 @@ class FTRLStep(Frozen):
             found = self._compiled(
                 cumulative_loss, t, self.interior if warm_start is None else warm_start
             )
-            if (
-                found is not None
-            ):  # else the input is not what it should be, and the checks below say why
+            if found is not None:
                 solution, converged = found
                 if not converged:
-                    _report(check, solution)
+                    report(check, solution)
                 return solution
         return self._solve_in_torch(cumulative_loss, t, warm_start=warm_start, mdp=mdp, check=check)
 
@@ -166,21 +165,15 @@ class FTRLStep(Frozen):
         mdp: LayeredMDP | None,
         check: bool,
     ) -> Solution:
-        model = self.mdp if mdp is None else _check_layout(mdp, self.mdp)
-        _check_like("cumulative_loss", cumulative_loss, model)
-        if not isinstance(t, Tensor | int | float):
-            raise TypeError(f"t: expected a number or a tensor, got {type(t).__name__}")
-        t = torch.as_tensor(t, dtype=model.dtype, device=model.device)
+        model = self.mdp if mdp is None else check_layout(mdp, self.mdp)
         start = self.interior
         if warm_start is not None:
-            _check_like("warm_start", warm_start, model)
+            check_like("warm_start", warm_start, model)
             start = keep("pair", model, warm_start, 0.0)
         given = self.evaluator.batch_shapes(self.evaluator.own_parameters)
-        shapes = {f"regularizer: {name}": shape for name, shape in given.items()}
-        shapes |= {"mdp": model.batch_shape, "t": t.shape, "warm_start": start.shape[:-2]}
-        _check_batches({"cumulative_loss": cumulative_loss.shape[:-2]} | shapes)
-        _check_transforms()
-        self._check_types(model)
+        t, shapes = check_arguments(model, cumulative_loss, t, start, parameter_shapes(given))
+        check_transforms()
+        check_types(dict(self.regularizer.named_parameters()), model)
         probabilities = mdp is not None or any(carries_derivative(p) for p in model.probabilities)
         if self.in_logs and model.num_states <= SQUARE:
             return self._solve_in_logs(
@@ -188,7 +181,7 @@ class FTRLStep(Frozen):
             )
         setting = Setting(model, self.evaluator, probabilities)
         # A vmap puts its dimension in front of this rank: parameters must not line up with it.
-        rank = max(cumulative_loss.dim() - 2, *map(len, shapes.values()))
+        rank = max(map(len, shapes.values()))
         tensors = [_rank(t, rank, 0), *self.evaluator.own_parameters]
         if probabilities:
             dims = (1, *(layer.event_dims for layer in model.layers))
@@ -196,13 +189,12 @@ class FTRLStep(Frozen):
                 _rank(p, rank, event_dims)
                 for p, event_dims in zip(model.probabilities, dims, strict=True)
             ]
-        report = partial(_report, check)
 
-        def check_values(bound: Bound, x: Tensor, start: Tensor) -> None:
+        def validate(bound: Bound, x: Tensor, start: Tensor) -> None:
             bound.evaluator.validate(bound.parameters)
-            _check_values(self.mdp, bound.mdp, -x, start, bound.t, zeros=False)
+            check_values(self.mdp, bound.mdp, -x, start, bound.t, zeros=False)
 
-        equation = Stationarity(setting, self.options, check_values, report)
+        equation = Stationarity(setting, self.options, validate, partial(report, check))
         outputs = ImplicitSolution.apply(
             equation, _rank(-cumulative_loss, rank, 2), _rank(start.detach(), rank, 2), *tensors
         )
@@ -231,16 +223,16 @@ class FTRLStep(Frozen):
             ]
             model = model.with_probabilities(*tensors)
 
-        def check_values(
+        def validate(
             mdp: LayeredMDP, loss: Tensor, start: Tensor, entropy: Entropy, t: Tensor
         ) -> None:
-            _check_values(self.mdp, mdp, loss, start, t, zeros=True)
+            check_values(self.mdp, mdp, loss, start, t, zeros=True)
             if not bool((entropy.weight > 0).all() and entropy.weight.isfinite().all()):
                 raise ValueError(
                     "regularizer: its weight is not a positive number; check its parameters"
                 )
 
-        task = Task(model, self.options, probabilities, check_values, partial(_report, check))
+        task = Task(model, self.options, probabilities, validate, partial(report, check))
         inputs = (loss, t, *entropy, *model.probabilities)
         differentiable = any(carries_derivative(x) for x in inputs)
         loss, start, t = _rank(loss, rank, 2), _rank(start, rank, 2), _rank(t, rank, 0)
@@ -248,16 +240,8 @@ class FTRLStep(Frozen):
 
     def check_parameters(self) -> None:
         """Raise a ValueError that names a parameter outside its domain, or of another type than the MDP's."""
-        self._check_types(self.mdp)
+        check_types(dict(self.regularizer.named_parameters()), self.mdp)
         self.regularizer.validate()
-
-    def _check_types(self, mdp: LayeredMDP) -> None:
-        for name, parameter in self.regularizer.named_parameters():
-            if parameter.dtype != mdp.dtype or parameter.device != mdp.device:
-                raise ValueError(
-                    f"regularizer: {name} is {parameter.dtype} on {parameter.device}, the MDP {mdp.dtype} on {mdp.device}; "
-                    "use step.to(...) for both"
-                )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Self:
         """Moves the MDP together with the parameters."""
@@ -270,114 +254,3 @@ class FTRLStep(Frozen):
 def _rank(x: Tensor, rank: int, event_dims: int) -> Tensor:
     """x with leading ones up to a batch rank."""
     return x[(None,) * (rank + event_dims - x.dim())] if x.dim() < rank + event_dims else x
-
-
-# -- input ----------------------------------------------------------------------------------------------------------------
-
-
-def _check_reachable(mdp: LayeredMDP) -> None:
-    unreachable = (~mdp.reachable).nonzero()
-    if len(unreachable):
-        raise ValueError(
-            f"mdp: {len(unreachable)} states cannot be reached, the first is {mdp.locate(int(unreachable[0]))}; "
-            "Omega has no interior there. Remove them with mdp.prune()"
-        )
-
-
-def _check_layout(mdp: LayeredMDP, own: LayeredMDP) -> LayeredMDP:
-    if mdp.layer_sizes != own.layer_sizes or not torch.equal(mdp.actions, own.actions):
-        raise ValueError(
-            f"mdp: expected the layout of {own}, got {mdp}; make it with mdp.with_transitions, or another FTRLStep"
-        )
-    return mdp
-
-
-def _check_batches(shapes: dict[str, torch.Size]) -> None:
-    """Every batch shape must broadcast with those named before it."""
-    batch = torch.Size()
-    for name, shape in shapes.items():
-        try:
-            batch = broadcast(batch, shape)
-        except RuntimeError:
-            raise ValueError(
-                f"{name}: expected a batch shape that broadcasts against {tuple(batch)}, got {tuple(shape)}"
-            ) from None
-
-
-def _check_transforms() -> None:
-    """torch loses tangents of a custom function under two forward modes, so that would be silently wrong."""
-    if forward_modes() > 1:
-        raise NotImplementedError(
-            "forward mode inside forward mode is not supported by torch here; use jacrev or grad for one of them"
-        )
-
-
-def _check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
-    expected = (mdp.num_states, mdp.num_actions)
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"{name}: expected a tensor of shape (*batch, {expected[0]}, {expected[1]}), got {type(x).__name__}"
-        )
-    if tuple(x.shape[-2:]) != expected:
-        raise ValueError(
-            f"{name}: expected shape (*batch, {expected[0]}, {expected[1]}), got {tuple(x.shape)}"
-        )
-    if x.dtype != mdp.dtype or x.device != mdp.device:
-        raise ValueError(
-            f"{name}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; convert one of them"
-        )
-
-
-def _check_values(
-    step_mdp: LayeredMDP, mdp: LayeredMDP, loss: Tensor, start: Tensor, t: Tensor, zeros: bool
-) -> None:
-    """Runs on plain tensors, inside every transform; `zeros` if a start may have them."""
-    early = (~((t >= 1) & t.isfinite())).nonzero()
-    if len(early):
-        raise ValueError(f"t: expected an episode of at least 1, got {float(t[tuple(early[0])])}")
-    if mdp is not step_mdp:  # other probabilities, which nobody has looked at yet
-        if not all(bool(p.isfinite().all()) for p in mdp.probabilities):
-            raise ValueError(
-                "mdp: a probability is not finite; LayeredMDP(transitions, ...) tells which"
-            )
-        _check_reachable(mdp)
-    wrong = (~loss.isfinite() & mdp.actions).nonzero()
-    if len(wrong):
-        raise ValueError(
-            f"cumulative_loss: {_place(mdp, wrong[0])} is {float(loss[tuple(wrong[0])])}; expected a finite number"
-        )
-    good = (start >= 0) if zeros else (start > 0)
-    wrong = (~(good & start.isfinite()) & mdp.actions).nonzero()
-    if len(wrong):
-        expected = "an occupancy of at least 0" if zeros else "a positive occupancy"
-        raise ValueError(
-            f"warm_start: {_place(mdp, wrong[0])} is {float(start[tuple(wrong[0])])}; expected {expected}"
-        )
-
-
-def _place(mdp: LayeredMDP, index: Tensor) -> str:
-    *batch, state, action = index.tolist()
-    element = f"batch element {tuple(batch)}, " if batch else ""
-    return f"{element}{mdp.locate(state)}, action {action}"
-
-
-def _report(check: bool, solution: Solution) -> None:
-    """Raise if an element failed and somebody wants to know."""
-    if not check or not bool(solution.status.any()):
-        return
-    failed = (solution.status != Status.CONVERGED).nonzero()
-    lines = []
-    for index in failed[:5]:
-        status = Status(int(solution.status[tuple(index)]))
-        element = f"batch element {tuple(index.tolist())}" if len(index) else "the step"
-        lines.append(
-            f"{element}: {status.name} after {int(solution.steps[tuple(index)])} Newton steps, "
-            f"dual residual {float(solution.dual_residual[tuple(index)]):.1e}: {status.advice}"
-        )
-    more = f"\n... and {len(failed) - 5} more" if len(failed) > 5 else ""
-    raise SolveError(
-        "the FTRL step was not solved; check=False returns statuses instead\n"
-        + "\n".join(lines)
-        + more,
-        solution,
-    )

@@ -30,8 +30,8 @@ from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.derivatives import Derivatives, Evaluator, derivatives
 from torch_occ.step.kkt import factorize
-from torch_occ.step.newton import Options, Solution, newton
-from torch_occ.step.status import Status
+from torch_occ.step.newton import newton
+from torch_occ.step.solution import Options, Solution, Status
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ leaves only rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,81 +40,7 @@ from torch_occ.step.shaping import (
     shape_finely,
     shape_loss,
 )
-from torch_occ.step.status import Status as Status
-
-
-@dataclass(frozen=True)
-class Options:
-    """When to stop.
-
-    Args:
-        tolerance: the largest dual residual that counts as converged; by default eps^(2/3), 4e-11 in double precision.
-        max_steps: Newton steps allowed.
-    """
-
-    tolerance: float | None = None
-    max_steps: int = 200
-
-    def __post_init__(self) -> None:
-        if self.tolerance is not None and not self.tolerance > 0:
-            raise ValueError(f"tolerance: expected a positive number, got {self.tolerance}")
-        if self.max_steps < 1:
-            raise ValueError(f"max_steps: expected at least 1, got {self.max_steps}")
-
-    def tolerance_in(self, dtype: torch.dtype) -> float:
-        """The tolerance, or the default one for this precision."""
-        return torch.finfo(dtype).eps ** (2 / 3) if self.tolerance is None else self.tolerance
-
-
-class Solution(NamedTuple):
-    """The minimizer and its certificate; every tensor has the batch shape in front."""
-
-    q: Tensor  # (*batch, S, A)
-    value: Tensor  # (*batch, S), the multipliers v of the flow constraints
-    certificate: Tensor  # (*batch, 5), by name below; one tensor, since a tensor costs a tenth of a small solve
-    backend: str = "torch"  # or "engine": who solved it
-
-    @property
-    def status(self) -> Tensor:
-        """`(*batch,)`, see `Status`."""
-        return self.certificate[..., 0].long()
-
-    @property
-    def steps(self) -> Tensor:
-        """`(*batch,)`, Newton steps."""
-        return self.certificate[..., 1].long()
-
-    @property
-    def decrement(self) -> Tensor:
-        """`(*batch,)`, the Newton decrement at the last step."""
-        return self.certificate[..., 2]
-
-    @property
-    def flow_residual(self) -> Tensor:
-        """`(*batch,)`, the largest |E q - b| relative to q(s)."""
-        return self.certificate[..., 3]
-
-    @property
-    def dual_residual(self) -> Tensor:
-        """`(*batch,)`, the largest |grad psi + loss - E'v| in units of q times its curvature: the relative error of q that it stands for.
-
-        The residual includes the rounding of the losses' sums along an episode, which no solver can undo. In a state with one action,
-        where nothing is decided, it is relative to its terms.
-        """
-        return self.certificate[..., 4]
-
-    @property
-    def converged(self) -> Tensor:
-        """`(*batch,)`."""
-        return self.certificate[..., 0] == Status.CONVERGED
-
-    def merge(self, other: Solution, where: Tensor) -> Solution:
-        """The other solution at some elements `(*batch,)` of the batch, this one elsewhere."""
-        q, value, certificate = (
-            torch.where(_over(where, mine.dim() - where.dim()), theirs, mine)
-            for mine, theirs in zip(self[:3], other[:3], strict=True)
-        )
-        return Solution(q, value, certificate, self.backend)
+from torch_occ.step.solution import Options, Solution, Status, over
 
 
 def newton(
@@ -200,7 +124,7 @@ def _descend(
         for _ in range(_BACKTRACKS):
             trial = retract(_step(mdp, q, dq, fall, length))
             alive = keep("pair", mdp, trial, 1.0).amin((-2, -1)) > smallest
-            trial = torch.where(_over(running & alive, 2), trial, q)
+            trial = torch.where(over(running & alive, 2), trial, q)
             psi = derive(trial)
             # Close to the solution the slope is all rounding, and the step is safe anyway.
             overshot = running & (moved > 1e-3) & (_dot(slope(psi, now), dq) > 0.9 * squared)
@@ -209,11 +133,11 @@ def _descend(
             length = torch.where(overshot, length / 4, length)
 
         running = stop(running, ~alive, Status.UNDERFLOW)
-        q, value = trial, torch.where(_over(running, 1), v, value)
+        q, value = trial, torch.where(over(running, 1), v, value)
         left_out = (
             None
             if now is None or left_out is None
-            else torch.where(_over(running, 1), now, left_out)
+            else torch.where(over(running, 1), now, left_out)
         )
         decrement = torch.where(running, squared, decrement)
         steps += running
@@ -235,7 +159,7 @@ def _descend(
         # Multipliers of a system that is hard to solve may be less accurate than q. Others may fit it better.
         v = _multipliers(mdp, uphill, unit)
         found = _residual(mdp, uphill, unit, v)
-        value = torch.where(_over(found < residual, 1), v, value)
+        value = torch.where(over(found < residual, 1), v, value)
         residual = torch.where(found < residual, found, residual)
     dual_residual = torch.where(rounding > tolerance * _COARSE, residual + rounding, residual)
     flow_error = (flow_residual(mdp, q) / q.sum(-1)).abs().amax(-1)
@@ -278,8 +202,8 @@ def _step(mdp: LayeredMDP, q: Tensor, dq: Tensor, fall: Tensor, length: Tensor) 
     # 1 - fall / (1 + fall) is written 1 / (1 + fall): as it stands, it rounds to zero if the fall is above 1/eps.
     left = torch.where(length * (1 + fall) < 0.5, 1 - length * fall, 1 / (1 + fall))
     relative = dq / keep("pair", mdp, q, 1.0)
-    change = _over(left, 2) + _over(length, 2) * (_over(fall, 2) + relative)
-    return torch.where(_over(damped, 2), q * change, q + dq)
+    change = over(left, 2) + over(length, 2) * (over(fall, 2) + relative)
+    return torch.where(over(damped, 2), q * change, q + dq)
 
 
 def _others(mdp: LayeredMDP, curvature: Tensor) -> Tensor:
@@ -316,8 +240,3 @@ def _multipliers(mdp: LayeredMDP, slope: Tensor, unit: Tensor) -> Tensor:
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum((-2, -1))
-
-
-def _over(x: Tensor, event_dims: int) -> Tensor:
-    """`(*batch,)` ready to meet `(*batch, *event)`."""
-    return x[(..., *(None,) * event_dims)]
