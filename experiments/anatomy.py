@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_occ as occ
 from experiments.common import seconds, table
 from experiments.contestants import Case, TorchOcc, Trial
+from torch_occ.mdp import layered, occupancy
 
 #: horizon, width and actions: growing in width, growing in length, and a few of other proportions.
 GRID = ((3, 3, 3), (5, 5, 4), (4, 10, 4), (3, 30, 4), (10, 5, 4), (20, 3, 3), (10, 10, 5), (5, 30, 5), (40, 3, 3), (20, 10, 5), (10, 30, 5))
@@ -44,8 +45,8 @@ class Anatomy:
 
 @contextmanager
 def dense_up_to(states: int) -> Iterator[None]:
-    """Another DENSE_STATES for a while. (`torch_occ.occupancy` is also the name of a function, hence the detour.)"""
-    modules: list[Any] = [sys.modules["torch_occ.mdp"], sys.modules["torch_occ.occupancy"]]
+    """Another DENSE_STATES for a while."""
+    modules: list[Any] = [layered, occupancy]
     before = modules[0].DENSE_STATES
     for module in modules:
         module.DENSE_STATES = states

@@ -32,8 +32,8 @@ from experiments.games import (
     write_configuration,
 )
 from experiments.growth import Growth, growth
-from torch_occ.figures import band
-from torch_occ.streams import Purpose, stream
+from torch_occ._support.streams import Purpose, stream
+from torch_occ.game.intervals import band
 
 IW, RV, HYBRID, SHANNON, UCB = "Tsallis-INF (IW)", "Tsallis-INF (RV)", "hybrid", "Shannon (Exp3)", "UCB1"
 RANDOM = "uniformly random"

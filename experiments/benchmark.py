@@ -24,7 +24,15 @@ from matplotlib.figure import Figure
 
 from experiments.anatomy import Anatomy, draw_flows, measure_flows, measure_profile
 from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
-from experiments.compiled import draw_growth, measure_calls, measure_compiling, measure_growth, measure_loop, measure_threads, report
+from experiments.compiled import (
+    draw_growth,
+    measure_calls,
+    measure_compiling,
+    measure_growth,
+    measure_loop,
+    measure_threads,
+    report,
+)
 from experiments.contestants import CONTESTANTS, Case, Contestant, Trial
 from torch_occ.reference import Equations
 

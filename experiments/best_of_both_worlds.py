@@ -32,7 +32,7 @@ from experiments.games import (
     write_text,
 )
 from experiments.growth import Growth, growth
-from torch_occ.figures import COLOURS
+from torch_occ.game.figures import COLOURS
 
 PAPER, SMALL, UNIFORM = "Jin-Luo, β = 64 L", "Jin-Luo, small β", "uniform policy"
 STOCHASTIC, CONSTRAINED, CORRUPTED, ADVERSARIAL = "stochastic", "stochastically constrained", "corrupted", "adversarial"

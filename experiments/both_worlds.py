@@ -25,7 +25,7 @@ from experiments import both_worlds_figures as figures
 from experiments.common import run_directory, seconds, table, write_csv, write_figure
 from experiments.games import write_configuration, write_text
 from experiments.tuning_worlds import ENVIRONMENTS, GREEDY, STOCHASTIC, Family
-from torch_occ.fingerprints import fingerprint
+from torch_occ._support.fingerprints import fingerprint
 
 PAPER, PAPER_CENTRED, TUNED, TUNED_PLAIN = "paper", "paper, with a baseline", "tuned", "tuned, without baseline"
 #: Below beta = 1/2 a single visit without loss may overturn all that was learnt, which the mean path does not see; docs/meta_tuning.md.
@@ -115,7 +115,7 @@ def entropy(beta: float, gamma: float) -> occ.Regularizer:
 
 def regrets(args: Args, player: Contestant, number: int, place: str, seeds: range) -> np.ndarray:
     """The final regret of every seed, from the cache if it was ever played."""
-    family, kind = args.family, fingerprint(player.regularizer, player.estimator)[:16]
+    family, kind = args.family, fingerprint(psi=player.regularizer, estimator=player.estimator)[:16]
     path = args.cache / f"{family.sizes}_mdp{number}_{place.replace(' ', '-')}_{kind}_T{family.episodes}_seeds{seeds[0]}-{seeds[-1]}.npz"
     if not path.exists():
         mdp, _ = family.problem(number)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.tuning_worlds import GREEDY, STOCHASTIC
-from torch_occ.figures import COLOURS
+from torch_occ.game.figures import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import platform
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from torch_occ.files import write_atomically
+from torch_occ._support.files import write_atomically
+from torch_occ._support.tables import markdown
+from torch_occ._support.tables import write_csv as write_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+#: A Markdown table that reads well as plain text.
+table = markdown
 
 
 def run_directory(root: Path, experiment: str, seed: int) -> Path:
@@ -32,31 +35,9 @@ def run_directory(root: Path, experiment: str, seed: int) -> Path:
             return path
 
 
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """One line a row, atomically; the columns are those of the first row. Nothing is written for no rows."""
-    if not rows:
-        return
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
-
-
 def write_figure(path: Path, figure: Figure) -> None:
     """A matplotlib figure as PNG, atomically."""
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150, bbox_inches="tight", facecolor="white"))
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """A Markdown table that is also pleasant as plain text; the columns `left` are aligned to the left."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))) + " |"
-
-    rule = "|" + "|".join("-" * (w + 1) + ("-" if i in left else ":") for i, w in enumerate(widths)) + "|"
-    return "\n".join([line(header), rule, *(line(row) for row in rows)])
 
 
 def seconds(x: float) -> str:

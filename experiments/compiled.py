@@ -23,7 +23,8 @@ from matplotlib.figure import Figure
 
 import torch_occ as occ
 from experiments.common import seconds, table
-from torch_occ.streams import CHUNK, Purpose, uniforms
+from torch_occ._support.spacing import CHUNK
+from torch_occ._support.streams import Purpose, uniforms
 
 Shape = tuple[int, int, int]
 

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 import torch_occ as occ
-from torch_occ.reference import ACCURATE_CLARABEL, ACCURATE_SCS, CvxpyLayer, Settings, atoms, gather, largest, spread, state_in_cvxpy
+from torch_occ.reference import (
+    ACCURATE_CLARABEL,
+    ACCURATE_SCS,
+    CvxpyLayer,
+    Settings,
+    atoms,
+    gather,
+    largest,
+    spread,
+    state_in_cvxpy,
+)
 
 T = TypeVar("T")
 

@@ -17,9 +17,17 @@ from torch import Tensor
 
 import torch_occ as occ
 from experiments.common import run_directory, table, write_csv, write_figure
-from experiments.games import Game, Histories, Settings, loss_with_gap, play_all, write_configuration
+from experiments.games import (
+    Game,
+    Histories,
+    Settings,
+    loss_with_gap,
+    play_all,
+    write_configuration,
+)
 from experiments.growth import Fit, bootstrap, last, power_slope, resampled_means
-from torch_occ.figures import COLOURS, band
+from torch_occ.game.figures import COLOURS
+from torch_occ.game.intervals import band
 
 
 @dataclass(frozen=True)

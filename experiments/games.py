@@ -18,8 +18,8 @@ from torch import Tensor
 import torch_occ as occ
 from experiments.common import machine, seconds
 from experiments.growth import Growth, late, slope
-from torch_occ.figures import COLOURS, plot_references, plot_regret
-from torch_occ.files import write_atomically
+from torch_occ._support.files import write_atomically
+from torch_occ.game.figures import COLOURS, plot_references, plot_regret
 
 
 def loss_with_gap(mdp: occ.LayeredMDP, gap: float, seed: int, shaping: float = 0.1) -> Tensor:

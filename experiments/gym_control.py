@@ -24,9 +24,9 @@ import torch_occ as occ
 from experiments.common import machine, run_directory, table, write_csv, write_figure
 from experiments.games import Game, Settings, play_all, slug, write_configuration
 from experiments.maps import INK, draw_policy, panels, visits
-from torch_occ.figures import COLOURS
-from torch_occ.losses import Noise, Stationary
-from torch_occ.unroll import ABSORBING
+from torch_occ.game.figures import COLOURS
+from torch_occ.game.losses import Noise, Stationary
+from torch_occ.mdp.unrolling import ABSORBING
 
 FTRL, LEADER = "FTRL (Jin-Luo, small β)", "follow the leader, optimistic"
 

@@ -21,7 +21,7 @@ from torch import Tensor
 import torch_occ as occ
 from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
 from experiments.games import write_configuration, write_text
-from torch_occ.figures import COLOURS
+from torch_occ.game.figures import COLOURS
 
 REFERENCE, PATHWISE, UNBIASED, FORECAST = "finite differences", "pathwise", "pathwise + score", "forecast"
 STYLES = {

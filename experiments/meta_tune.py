@@ -8,7 +8,7 @@ tuner's time. For tuning under a guard that plays against an adversary see `both
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,14 @@ import torch_occ as occ
 from experiments import tuning_figures as figures
 from experiments.common import run_directory, seconds, table, write_csv, write_figure
 from experiments.games import write_configuration, write_text
-from experiments.tuning_rivals import BOX, Search, search_optuna, search_points, search_randomly, warm_up
+from experiments.tuning_rivals import (
+    BOX,
+    Search,
+    search_optuna,
+    search_points,
+    search_randomly,
+    warm_up,
+)
 from experiments.tuning_worlds import STOCHASTIC, Family, Setting
 
 PAPER, APPENDIX, TUNED, RANDOM, OPTUNA = "paper", "paper's appendix", "tuned", "random search", "Optuna"
@@ -54,22 +61,8 @@ class Args:
     """A"""
     particles: int = 128
     """of a forecast by leaping, in the comparison with simulations"""
-    steps: int = 20
-    """of the optimizer"""
-    rate: float = 0.4
-    """its learning rate"""
-    starts: int = 2
-    """of the optimizer"""
-    rounds: int = 3
-    """of the refinement"""
-    refine_points: int = 0
-    """of each round; 0 for twice as many as there are parameters"""
-    refine_radius: float = 1.4
-    """of its first region, in logarithms; wide, since the gradients stop where the forecast is no longer to be believed"""
-    refine_particles: int = 64
-    """of each point, on every MDP"""
-    refine_hopeless: float = 0.3
-    """a point whose forecast is worse than the best one tried by more is not tried; inf forecasts none"""
+    recipe: occ.Recipe = field(default_factory=occ.Recipe)
+    """of the tuner"""
     points: int = 24
     """of the search with a fixed number of points; each is played once on each of its MDPs; 0 for none"""
     again: int = 4
@@ -195,33 +188,15 @@ def rivals(args: Args, directory: Path) -> list[str]:
     warm_up(family, args.training)
     begun = time.process_time()
     objective, psi = objective_of(args)
-    tuned = occ.tune(
-        objective,
-        psi,
-        steps=args.steps,
-        starts=args.starts,
-        rate=args.rate,
-        bounds=BOX,
-        directory=directory / "tuning",
-        save_to=directory / "tuning.pt",
-    )
-    by_gradients = time.process_time() - begun
-    refined = occ.refine(
-        objective,
-        psi,
-        tuned,
-        rounds=args.rounds,
-        points=args.refine_points or None,
-        radius=args.refine_radius,
-        hopeless=args.refine_hopeless,
-        particles=args.refine_particles,
-    )
+    options: dict[str, Any] = {"directory": directory / "tuning", "save_to": directory / "tuning.pt"}
+    refined = occ.tune_and_refine(objective, psi, args.recipe, bounds=BOX, **options)
+    tuned = refined.start
     spent = time.process_time() - begun
     print(f"{tuned}\nrefined: {refined.tuned}", flush=True)
     write_figure(directory / "landscape.png", figures.draw_landscape(objective, tuned, refined))
     budget = args.budget or spent
     lines = [
-        f"tuner: {by_gradients:.1f} s of processor time by gradients, {spent - by_gradients:.1f} s by {len(refined.values)} trials",
+        f"tuner: {spent:.1f} s of processor time; {tuned.seconds:.1f} s by gradients, {refined.seconds:.1f} s by {len(refined.values)} trials",
         f"random search and Optuna got {seconds(budget)} each",
     ]
     kept = args.cache / f"search_{family.sizes}_T{args.episodes}_mdps{args.played[0]}-{args.played[-1]}_{args.points}.csv"

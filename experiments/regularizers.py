@@ -12,7 +12,15 @@ from torch import Tensor
 
 import torch_occ as occ
 from experiments.common import run_directory, table, write_csv, write_figure
-from experiments.games import Game, Settings, draw_panels, growth_row, loss_with_gap, play_all, write_configuration
+from experiments.games import (
+    Game,
+    Settings,
+    draw_panels,
+    growth_row,
+    loss_with_gap,
+    play_all,
+    write_configuration,
+)
 from experiments.growth import growth
 
 STOCHASTIC, SWITCHING = "stochastic", "switching"

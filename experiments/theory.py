@@ -1,8 +1,9 @@
-"""The paper's analysis at work: the regret of its algorithm with every term and every bound, and every statement on random MDPs.
+"""The regret of the paper's algorithm with its terms and bounds, and the statements on random MDPs.
 
-First the algorithm plays, with the paper's parameters, against stochastic losses and against an adversary, while
-`torch_occ.theory.Certificate` takes the regret bound apart. Then every statement of the paper is evaluated on some hundred random MDPs,
-half of them nearly deterministic, with policies from uniform to deterministic. docs/theory.md says what each label is.
+First the algorithm plays with the paper's parameters, against stochastic losses and against an
+adversary, and `torch_occ.theory.Certificate` evaluates the regret bound. Then the statements of the
+paper are evaluated on some hundred random MDPs. Half of these are nearly deterministic, and the
+policies are between uniform and deterministic. docs/theory.md explains the labels.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from experiments.common import machine, run_directory, table, write_csv, write_f
 from experiments.games import loss_with_gap, write_configuration, write_text
 from experiments.theory_figures import draw_runs, draw_tightness
 from torch_occ import theory
-from torch_occ.theory.survey import batch_of_mdps, survey
+from torch_occ.theory.surveys import batch_of_mdps, survey
 
 STOCHASTIC, ADVERSARIAL = "stochastic", "adversarial"
 
@@ -46,7 +47,8 @@ class Args:
     gap: float = 0.4
     """of every suboptimal action, in the stochastic game"""
     adversary: Literal["walk", "greedy", "switching"] = "walk"
-    """walk: every loss walks at random in [0, 1]; greedy: charges each state's likeliest action; switching: two tables take turns"""
+    """walk: every loss is a random walk in [0, 1]; greedy: each state's most likely action costs 1;
+    switching: two tables take turns"""
     mdps: int = 40
     """random MDPs of each size, and as many nearly deterministic ones"""
     sizes: tuple[tuple[int, int, int], ...] = ((1, 1, 4), (2, 3, 2), (3, 3, 3), (5, 2, 3))
@@ -57,7 +59,7 @@ class Args:
     """where the run's directory goes"""
 
 
-# -- the games ------------------------------------------------------------------------------------------------------------
+# -- the games -------------------------------------------------------------------------------------
 
 
 def environments(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.LossProcess]:
@@ -71,7 +73,9 @@ def environments(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.LossProcess]:
     return {STOCHASTIC: occ.BernoulliLosses(mean), ADVERSARIAL: adversaries[args.adversary]}
 
 
-def play(args: Args, mdp: occ.LayeredMDP, losses: occ.LossProcess, directory: Path) -> dict[str, Tensor]:
+def play(
+    args: Args, mdp: occ.LayeredMDP, losses: occ.LossProcess, directory: Path
+) -> dict[str, Tensor]:
     """One game of `alg:main_alg` under the certificate; its curves, `(seeds, C)` each."""
     board = occ.TensorBoard(directory, images_per_decade=0) if args.tensorboard else None
     certificate = theory.Certificate(board)
@@ -98,7 +102,8 @@ def add_stochastic_bound(args: Args, mdp: occ.LayeredMDP, curves: dict[str, Tens
 
 
 TERMS = {
-    "regret": "Reg_T, mean over seeds",
+    "regret": "regret against each seed's best policy",
+    "regret_shared": "regret against one best policy for all seeds",
     "penalty": "sum of (1/eta_t - 1/eta_(t-1)) (phi_H(q_opt) - phi_H(q_t))",
     "penalty_bound": "the same, lem:key_lemma_bound_penalty",
     "stability": "8 sum of eta_t E|estimate_t|^2, inverse Hessian of phi_H",
@@ -112,7 +117,7 @@ TERMS = {
 }
 
 
-# -- the statements -------------------------------------------------------------------------------------------------------
+# -- the statements --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -134,16 +139,29 @@ class Summary:
 
 def summarize(found: Sequence[theory.Statement]) -> Summary:
     """All instances of one label."""
-    left, right, holds = (torch.cat([getattr(x, name).flatten() for x in found]) for name in ("left", "right", "holds"))
+    left, right, holds = (
+        torch.cat([getattr(x, name).flatten() for x in found])
+        for name in ("left", "right", "holds")
+    )
     if found[0].relation == "=":  # show the worst instance of an equality
         at = int((right - left).abs().argmax())
-    elif bool((right > 0).any()):  # the tightest of an inequality; one in which both sides vanish says nothing
+    elif bool(
+        (right > 0).any()
+    ):  # the tightest of an inequality; one in which both sides vanish says nothing
         at = int(torch.where(right > 0, left / right, -torch.inf).argmax())
     else:
         at = int(left.argmax())
     positive = right > 0
     ratios = (left[positive] / right[positive]).tolist() if found[0].relation == "<=" else []
-    return Summary(found[0].label, found[0].relation, len(left), int((~holds).sum()), float(left[at]), float(right[at]), ratios)
+    return Summary(
+        found[0].label,
+        found[0].relation,
+        len(left),
+        int((~holds).sum()),
+        float(left[at]),
+        float(right[at]),
+        ratios,
+    )
 
 
 def evaluate(args: Args) -> list[Summary]:
@@ -151,7 +169,9 @@ def evaluate(args: Args) -> list[Summary]:
     found: dict[str, list[theory.Statement]] = {}
     for i, size in enumerate(args.sizes):
         for concentration in (1.0, 0.05):
-            mdp = batch_of_mdps(args.mdps, *size, seed=args.seed + 1000 * i, concentration=concentration)
+            mdp = batch_of_mdps(
+                args.mdps, *size, seed=args.seed + 1000 * i, concentration=concentration
+            )
             generator = torch.Generator().manual_seed(args.seed + i)
             for statement in survey(mdp, generator):
                 found.setdefault(statement.label, []).append(statement)
@@ -160,10 +180,26 @@ def evaluate(args: Args) -> list[Summary]:
 
 def statement_cells(summary: Summary) -> list[str]:
     """One line of the table."""
-    ratio = f"{summary.left / summary.right:.3g}" if summary.right > 0 and summary.relation == "<=" else ""
+    ratio = (
+        f"{summary.left / summary.right:.3g}"
+        if summary.right > 0 and summary.relation == "<="
+        else ""
+    )
     verdict = "holds" if not summary.violations else f"FAILS in {summary.violations}"
-    sides = [f"{summary.left:.4g}", summary.relation, f"{summary.right:.4g}", f"{summary.slack:.3g}", ratio]
-    return [WORDS.get(summary.label.partition(",")[0], ""), summary.label, f"{summary.instances}", *sides, verdict]
+    sides = [
+        f"{summary.left:.4g}",
+        summary.relation,
+        f"{summary.right:.4g}",
+        f"{summary.slack:.3g}",
+        ratio,
+    ]
+    return [
+        WORDS.get(summary.label.partition(",")[0], ""),
+        summary.label,
+        f"{summary.instances}",
+        *sides,
+        verdict,
+    ]
 
 
 WORDS = {
@@ -209,7 +245,7 @@ WORDS = {
 }
 
 
-# -- main -----------------------------------------------------------------------------------------------------------------
+# -- main ------------------------------------------------------------------------------------------
 
 
 def main(args: Args) -> Path:
@@ -218,35 +254,63 @@ def main(args: Args) -> Path:
     directory = run_directory(args.root, "theory", args.seed)
     write_configuration(directory, args)
     mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
-    print(f"alg:main_alg with the paper's parameters, {args.episodes:,} episodes, {args.seeds} seeds; {machine()}\n", flush=True)
+    print(
+        f"alg:main_alg with the paper's parameters, {args.episodes:,} episodes, "
+        f"{args.seeds} seeds; {machine()}\n",
+        flush=True,
+    )
     games: dict[str, dict[str, Tensor]] = {}
     for place, losses in environments(args, mdp).items():
         games[place] = play(args, mdp, losses, directory / place)
     add_stochastic_bound(args, mdp, games[STOCHASTIC])
-    write_csv(directory / "runs.csv", [row for place, curves in games.items() for row in run_rows(place, curves)])
+    write_csv(
+        directory / "runs.csv",
+        [row for place, curves in games.items() for row in run_rows(place, curves)],
+    )
     write_figure(directory / "theory.png", draw_runs(games, mdp))
 
-    lines = [[words, name, *(number(games[place], name) for place in games)] for name, words in TERMS.items()]
+    lines = [
+        [words, name, *(number(games[place], name) for place in games)]
+        for name, words in TERMS.items()
+    ]
     runs = table(["term or bound at T", "theory/*", *games], lines, left=(0, 1))
     smooth = ", ".join(
-        f"{place} [{float(curves['smoothness_min'].min()):.4f}, {float(curves['smoothness_max'].max()):.4f}]"
+        f"{place} [{float(curves['smoothness_min'].min()):.4f}, "
+        f"{float(curves['smoothness_max'].max()):.4f}]"
         for place, curves in games.items()
     )
-    print(f"{runs}\n\ntilde q_t / q_t over all checkpoints, seeds and pairs: {smooth} (lem:smooth_update: [0.5, 2])\n", flush=True)
+    print(
+        f"{runs}\n\ntilde q_t / q_t over all checkpoints, seeds and pairs: {smooth} "
+        "(lem:smooth_update: [0.5, 2])\n",
+        flush=True,
+    )
 
     summaries = evaluate(args)
     count = 2 * args.mdps * len(args.sizes)
     header = ["statement", "label", "instances", "left", "", "right", "slack", "left/right", ""]
-    statements = table(header, [statement_cells(summary) for summary in summaries], left=(0, 1, 4, 8))
+    statements = table(
+        header, [statement_cells(summary) for summary in summaries], left=(0, 1, 4, 8)
+    )
     broken = [summary.label for summary in summaries if summary.violations]
-    verdict = f"{len(summaries) - len(broken)} of {len(summaries)} statements hold in every instance."
+    verdict = (
+        f"{len(summaries) - len(broken)} of {len(summaries)} statements hold in every instance."
+    )
     verdict += "".join(f" FAILS: {label}." for label in broken)
-    print(f"Every statement on {count} random MDPs, half of them nearly deterministic; both sides where they are closest:\n", flush=True)
+    print(
+        f"Every statement on {count} random MDPs, half of them nearly deterministic; "
+        "both sides where they are closest:\n",
+        flush=True,
+    )
     print(f"{statements}\n\n{verdict}")
     write_csv(directory / "statements.csv", [statement_row(summary) for summary in summaries])
-    write_figure(directory / "tightness.png", draw_tightness({x.label: x.ratios for x in summaries if x.ratios}, count))
+    write_figure(
+        directory / "tightness.png",
+        draw_tightness({x.label: x.ratios for x in summaries if x.ratios}, count),
+    )
     write_text(directory / "report.txt", f"{runs}\n\n{statements}\n\n{verdict}")
-    print(f"\nwritten to {directory}: theory.png, tightness.png, runs.csv, statements.csv, report.txt")
+    print(
+        f"\nwritten to {directory}: theory.png, tightness.png, runs.csv, statements.csv, report.txt"
+    )
     return directory
 
 
@@ -257,19 +321,36 @@ def number(curves: dict[str, Tensor], name: str) -> str:
 
 def run_rows(place: str, curves: dict[str, Tensor]) -> list[dict[str, Any]]:
     """Means over seeds, a row a checkpoint."""
-    names = [name for name in (*TERMS, "smoothness_min", "smoothness_max") if name != "bound_stochastic"]
+    names = [
+        name for name in (*TERMS, "smoothness_min", "smoothness_max") if name != "bound_stochastic"
+    ]
     means = {name: curves[name].mean(0).tolist() for name in names}
-    stochastic = curves["bound_stochastic"].mean(0).tolist() if "bound_stochastic" in curves else [math.nan] * len(curves["episodes"])
+    stochastic = (
+        curves["bound_stochastic"].mean(0).tolist()
+        if "bound_stochastic" in curves
+        else [math.nan] * len(curves["episodes"])
+    )
     return [
-        {"game": place, "episode": t} | {name: means[name][i] for name in names} | {"bound_stochastic": stochastic[i]}
+        {"game": place, "episode": t}
+        | {name: means[name][i] for name in names}
+        | {"bound_stochastic": stochastic[i]}
         for i, t in enumerate(curves["episodes"].tolist())
     ]
 
 
 def statement_row(summary: Summary) -> dict[str, Any]:
     """The same as the table, for a CSV file."""
-    row: dict[str, Any] = {"label": summary.label, "relation": summary.relation, "instances": summary.instances}
-    return row | {"violations": summary.violations, "left": summary.left, "right": summary.right, "slack": summary.slack}
+    row: dict[str, Any] = {
+        "label": summary.label,
+        "relation": summary.relation,
+        "instances": summary.instances,
+    }
+    return row | {
+        "violations": summary.violations,
+        "left": summary.left,
+        "right": summary.right,
+        "slack": summary.slack,
+    }
 
 
 if __name__ == "__main__":

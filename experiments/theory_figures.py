@@ -1,4 +1,4 @@
-"""The pictures of experiments/theory.py: terms and bounds along a run, and how tight the statements are."""
+"""The figures of experiments/theory.py: terms and bounds along a run, tightness of statements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor
 
 import torch_occ as occ
-from torch_occ.figures import COLOURS, band
+from torch_occ.game.figures import COLOURS
+from torch_occ.game.intervals import band
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +42,9 @@ def draw_runs(games: Mapping[str, Mapping[str, Tensor]], mdp: occ.LayeredMDP) ->
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.7 * len(games) + 3.6, 10.4), layout="constrained")
-    panels = figure.subplots(3, len(games), squeeze=False, sharex="col", gridspec_kw={"height_ratios": [5, 5, 2.6]})
+    panels = figure.subplots(
+        3, len(games), squeeze=False, sharex="col", gridspec_kw={"height_ratios": [5, 5, 2.6]}
+    )
     for column, (place, curves) in enumerate(games.items()):
         t = curves["episodes"].numpy()
         for axes, lines in ((panels[0, column], REGRET), (panels[1, column], TERMS)):
@@ -52,7 +55,13 @@ def draw_runs(games: Mapping[str, Mapping[str, Tensor]], mdp: occ.LayeredMDP) ->
         _trivial(panels[0, column], t, mdp.horizon)
         panels[0, column].set_title(place, fontsize=13)
         _smoothness(panels[2, column], t, curves)
-    for row, words in enumerate(("regret and bounds on it", "terms of the bound, and bounds on them", r"$\tilde{q}_t\,/\,q_t$, extremes")):
+    for row, words in enumerate(
+        (
+            "regret and bounds on it",
+            "terms of the bound, and bounds on them",
+            r"$\tilde{q}_t\,/\,q_t$, extremes",
+        )
+    ):
         panels[row, 0].set_ylabel(words)
         if row < 2:
             low = min(axes.get_ylim()[0] for axes in panels[row])
@@ -66,23 +75,42 @@ def draw_runs(games: Mapping[str, Mapping[str, Tensor]], mdp: occ.LayeredMDP) ->
         axes.set_xlabel("episodes T")
     for row in range(2):
         handles, labels = panels[row, 0].get_legend_handles_labels()
-        panels[row, -1].legend(handles, labels, frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.01, 0.5), handlelength=2.6)
+        panels[row, -1].legend(
+            handles,
+            labels,
+            frameon=False,
+            fontsize=9,
+            loc="center left",
+            bbox_to_anchor=(1.01, 0.5),
+            handlelength=2.6,
+        )
     size = f"{mdp.horizon} layers, {mdp.num_states} states, {mdp.num_actions} actions"
     figure.suptitle(f"The regret bound of Jin and Luo, taken apart: {size}")
     return figure
 
 
-def _curve(axes: Axes, t: np.ndarray, values: Tensor, colour: str, style: str, words: str, banded: bool) -> None:
+def _curve(
+    axes: Axes, t: np.ndarray, values: Tensor, colour: str, style: str, words: str, banded: bool
+) -> None:
     mean, lower, upper = (x.numpy() for x in band(values))
     mean = np.where(mean > 0, mean, np.nan)  # a logarithmic axis has no place for the rest
     axes.plot(t, mean, color=colour, linestyle=style, linewidth=1.9 if banded else 1.5, label=words)
     if banded:
-        axes.fill_between(t, np.where(lower > 0, lower, mean), upper, color=colour, alpha=0.2, linewidth=0)
+        axes.fill_between(
+            t, np.where(lower > 0, lower, mean), upper, color=colour, alpha=0.2, linewidth=0
+        )
 
 
 def _trivial(axes: Axes, t: np.ndarray, horizon: int) -> None:
     """L T, the regret that no learner can exceed."""
-    axes.plot(t, horizon * t, color="0.75", linewidth=1.0, linestyle="-.", label="L T, which nobody can exceed")
+    axes.plot(
+        t,
+        horizon * t,
+        color="0.75",
+        linewidth=1.0,
+        linestyle="-.",
+        label="L T, which nobody can exceed",
+    )
 
 
 def _smoothness(axes: Axes, t: np.ndarray, curves: Mapping[str, Tensor]) -> None:
@@ -93,7 +121,16 @@ def _smoothness(axes: Axes, t: np.ndarray, curves: Mapping[str, Tensor]) -> None
     axes.set(xscale="log")
     margin = max(1 - low.min(), high.max() - 1)
     axes.set_ylim(1 - 1.3 * margin, 1 + 1.3 * margin)
-    axes.text(0.98, 0.96, "lem:smooth_update allows [1/2, 2]", transform=axes.transAxes, ha="right", va="top", fontsize=8, color="0.4")
+    axes.text(
+        0.98,
+        0.96,
+        "lem:smooth_update allows [1/2, 2]",
+        transform=axes.transAxes,
+        ha="right",
+        va="top",
+        fontsize=8,
+        color="0.4",
+    )
 
 
 def draw_tightness(ratios: Mapping[str, list[float]], mdps: int) -> Figure:
@@ -109,8 +146,17 @@ def draw_tightness(ratios: Mapping[str, list[float]], mdps: int) -> Figure:
         shown = np.clip(values, 1e-4, None)
         if len(shown) > 800:
             shown = np.sort(shown)[np.linspace(0, len(shown) - 1, 800).astype(int)]
-        axes.scatter(shown, row + jitter.uniform(-0.28, 0.28, len(shown)), s=5, color=BLUE, alpha=0.16, linewidths=0)
-        axes.scatter([np.clip(np.median(values), 1e-4, None)], [row], s=26, marker="|", color=BLACK, zorder=3)
+        axes.scatter(
+            shown,
+            row + jitter.uniform(-0.28, 0.28, len(shown)),
+            s=5,
+            color=BLUE,
+            alpha=0.16,
+            linewidths=0,
+        )
+        axes.scatter(
+            [np.clip(np.median(values), 1e-4, None)], [row], s=26, marker="|", color=BLACK, zorder=3
+        )
         axes.scatter([max(values.max(), 1e-4)], [row], s=20, color=RED, zorder=4, linewidths=0)
     axes.axvline(1, color=RED, linewidth=0.9)
     axes.set(xscale="log", xlim=(0.9e-4, 1.25), ylim=(-0.7, len(order) - 0.3))
@@ -119,5 +165,9 @@ def draw_tightness(ratios: Mapping[str, list[float]], mdps: int) -> Figure:
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=True, axis="x", which="major", color="0.92", linewidth=0.6)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title(f"How tight the statements are on {mdps} random MDPs: every instance, median (bar) and tightest (red)", fontsize=11)
+    axes.set_title(
+        f"How tight the statements are on {mdps} random MDPs: "
+        "every instance, median (bar) and tightest (red)",
+        fontsize=11,
+    )
     return figure

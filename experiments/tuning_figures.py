@@ -10,7 +10,8 @@ import torch
 
 import torch_occ as occ
 from experiments.tuning_worlds import Family, Setting
-from torch_occ.figures import COLOURS, band
+from torch_occ.game.figures import COLOURS
+from torch_occ.game.intervals import band
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -29,12 +29,13 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
-from torch_occ import FTRL, FTRLStep, LayeredMDP, jin_luo, kkt, policy_of
-from torch_occ.estimators import Feedback
-from torch_occ.iterative import ConjugateGradients
+from torch_occ import FTRL, FTRLStep, LayeredMDP, jin_luo, policy_of
+from torch_occ._support.backends import Backend
+from torch_occ._support.streams import invert
+from torch_occ.game.estimators import Feedback
 from torch_occ.reference import solve_cvxpy
-from torch_occ.streams import invert
-from torch_occ.validation import Backend
+from torch_occ.step import kkt
+from torch_occ.step.iterative import ConjugateGradients
 
 
 @dataclass

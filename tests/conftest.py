@@ -1,14 +1,18 @@
 """What every test shares: one thread, no leaks of global state, and the same examples on every machine."""
 
+import os
 import warnings
 
 import pytest
 import torch
+from games import Patient
 from hypothesis import settings
 
 import torch_occ as occ
 
-torch.set_num_threads(1)
+#: One thread, unless the environment says otherwise (`make test-machines`).
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
+torch.set_num_threads(THREADS)
 
 # The first use of forward mode loads torch's own deprecated code; in a test its warning would be an error.
 with warnings.catch_warnings():
@@ -27,7 +31,7 @@ def global_state_is_left_alone():
     yield
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
-    assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == THREADS
     torch.set_rng_state(before)
 
 
@@ -37,3 +41,16 @@ def both_backends(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(occ.FTRLStep.__init__.__kwdefaults__, "backend", request.param)
         yield request.param
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """`at(t, call)`: the learner `Patient` calls `call` in episode t."""
+    return lambda t, call: monkeypatch.setattr(Patient, "calls", {t: call})
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of eight episodes, so that a short run has many."""
+    for module in ("simulation", "losses"):
+        monkeypatch.setattr(f"torch_occ.game.{module}.CHUNK", 8)

@@ -6,26 +6,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from documents import documented
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-
-
-def documented(block: str) -> list[str]:
-    """The outputs that a block shows: the comment behind a `print(...)`, or the lines of comments after it."""
-    found: list[str] = []
-    after_print = False
-    for line in block.splitlines():
-        if re.match(r"\s*print\(", line):
-            _, behind, output = line.partition("  # ")
-            found += [output] if behind else []
-            after_print = not behind
-        elif after_print and line.startswith("# "):
-            found.append(line[2:])
-        else:
-            after_print = False
-    return found
 
 
 def test_the_outputs_are_found():
@@ -47,10 +32,3 @@ def test_examples_run_and_print_what_they_say():
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", TEXT):
         assert target.startswith("https://") or (ROOT / target).exists(), target
-
-
-def test_every_module_is_on_the_map():
-    modules = {path.stem for path in (ROOT / "torch_occ").glob("*.py")} - {"__init__"}
-    modules |= {path.parent.name for path in (ROOT / "torch_occ").glob("*/__init__.py")}
-    mapped = set(re.findall(r"^    (\w+)(?:\.py|/)  ", TEXT, re.MULTILINE))
-    assert modules <= mapped, f"missing: {sorted(modules - mapped)}"

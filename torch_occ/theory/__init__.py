@@ -1,34 +1,40 @@
-"""The paper as executable theory: every labelled statement of Jin and Luo (2020), to evaluate on any MDP. docs/theory.md is the map.
+"""The analysis of Jin and Luo (2020) as functions that are evaluated on any MDP.
 
-statements      what a statement is: label, both sides, slack, and whether it holds up to rounding
-parameters      alpha, beta, gamma and the learning rate
-hessian         the Hessian of phi_H for the inflow definition of q(s)                lem:hessian_derivaties
-recursion       M_k, W_k, N_k and the inverse Hessian, layer by layer                 lem:def_M ... lem:N_properties
-penalty         phi_H(q_opt) - phi_H(q) and its bounds                                lem:key_lemma_bound_penalty
-stability       the norm of the loss estimate and its bounds                          lem:key_lemma_bound_stability
-identities      closed forms against what they stand for                              eq:quadratic_form, lem:M_inverse
-conditions      gaps, corruption, the self-bounding condition                         eq:self_bounding_constraint
-bounds          constants and right-hand sides, as printed and explicit               thm:main_general, col:stochastic_bound, ...
-tuning          alpha and gamma for stochastic losses                                 app:appendix_parameter_choices
-decomposition   the regret of a run in penalty and stability                          lem:key_lemma_ftrl
-survey          all of it on random data
-certificate     a callback that watches the bound of a run
+Lemmas and the equations of their proofs return both sides as a `Statement`. Of the theorems and
+corollaries, which hold up to constants, there are the coefficients, the explicit right-hand sides
+and one summand. docs/theory.md lists what there is for each label of the paper.
+
+statements          what a statement is: label, both sides, slack, whether it holds up to rounding
+parameters          alpha, beta, gamma and the learning rate
+second_derivatives  phi_H, phi_L and the Hessian                    lem:hessian_derivaties
+recursion           M_k, W_k, N_k and the inverse Hessian           lem:def_M, lem:M_inverse
+penalty             phi_H(q_opt) - phi_H(q) and its bounds          lem:key_lemma_bound_penalty
+stability           norm of the loss estimate and its bounds        lem:key_lemma_bound_stability
+identities          closed forms against their definitions          eq:quadratic_form
+conditions          gaps, corruption, the self-bounding condition   eq:self_bounding_constraint
+bounds              constants and right-hand sides                  thm:main_general
+tuning              alpha and gamma for stochastic losses           app:appendix_parameter_choices
+updates             tilde q_t and the smoothness of an update     lem:smooth_update
+decomposition       the regret of a run as penalty and stability    lem:key_lemma_ftrl
+surveys             the statements on random data
+certificate_curves  the terms of the regret bound at checkpoints
+certificate         the callback that evaluates them during a run
 """
 
 # isort: skip_file
-# The order is the package's: each line needs only what stands above it.
+# The order is that of the table above: a module imports only from those before it.
 
 from torch_occ.theory.statements import Statement as Statement
 from torch_occ.theory.parameters import Parameters as Parameters
 
 # The Hessian
-from torch_occ.theory.hessian import hybrid as hybrid
-from torch_occ.theory.hessian import hybrid_alternative as hybrid_alternative
-from torch_occ.theory.hessian import log_barrier as log_barrier
-from torch_occ.theory.hessian import hessian as hessian
-from torch_occ.theory.hessian import hessian_of_step as hessian_of_step
-from torch_occ.theory.hessian import quadratic_form as quadratic_form
-from torch_occ.theory.hessian import bregman as bregman
+from torch_occ.theory.second_derivatives import hybrid as hybrid
+from torch_occ.theory.second_derivatives import hybrid_alternative as hybrid_alternative
+from torch_occ.theory.second_derivatives import log_barrier as log_barrier
+from torch_occ.theory.second_derivatives import hessian as hessian
+from torch_occ.theory.second_derivatives import hessian_of_step as hessian_of_step
+from torch_occ.theory.second_derivatives import quadratic_form as quadratic_form
+from torch_occ.theory.second_derivatives import bregman as bregman
 
 # Its inverse
 from torch_occ.theory.recursion import Block as Block
@@ -111,15 +117,15 @@ from torch_occ.theory.tuning import tune_stochastic as tune_stochastic
 from torch_occ.theory.tuning import tuning_objective as tuning_objective
 
 # Runs
+from torch_occ.theory.updates import close_hessian as close_hessian
+from torch_occ.theory.updates import smooth_update as smooth_update
+from torch_occ.theory.updates import step_length as step_length
+from torch_occ.theory.updates import tilde as tilde
 from torch_occ.theory.decomposition import Decomposition as Decomposition
 from torch_occ.theory.decomposition import Recorder as Recorder
 from torch_occ.theory.decomposition import Trajectory as Trajectory
-from torch_occ.theory.decomposition import close_hessian as close_hessian
 from torch_occ.theory.decomposition import comparator_point as comparator_point
 from torch_occ.theory.decomposition import decompose as decompose
 from torch_occ.theory.decomposition import proper_comparator as proper_comparator
-from torch_occ.theory.decomposition import smooth_update as smooth_update
-from torch_occ.theory.decomposition import step_length as step_length
-from torch_occ.theory.decomposition import tilde as tilde
-from torch_occ.theory.survey import survey as survey
+from torch_occ.theory.surveys import survey as survey
 from torch_occ.theory.certificate import Certificate as Certificate

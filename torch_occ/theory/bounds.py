@@ -1,7 +1,8 @@
-"""Constants and right-hand sides of the theorems and corollaries (`sec:result`, `app:appendix_theorem_main`).
+"""Constants and right-hand sides of the theorems and corollaries (`sec:result`).
 
-The paper states them up to constants. Each is here twice: as printed, without the O, and *explicit*, with every constant that the proofs
-supply, so that it is a number which the regret must not exceed. |S| |A| counts the pairs that exist, |S| the non-terminal states.
+The paper states them up to constants. Each of them is here twice: as printed, without the O, and
+explicit, with every constant from the proofs (`app:appendix_theorem_main`). The regret must not
+exceed the explicit ones. |S| |A| counts the pairs that exist, |S| the non-terminal states.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.mdp import LayeredMDP
+from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.theory.conditions import minimal_gap
 from torch_occ.theory.parameters import Parameters
 from torch_occ.theory.penalty import outside, penalty_bound
@@ -38,7 +39,11 @@ class ProofConstants(NamedTuple):
 
 
 def proof_constants(mdp: LayeredMDP, parameters: Parameters) -> ProofConstants:
-    """C_1 = (1+alpha)/gamma, C_2 = (1+alpha A) sqrt(|S| L)/gamma, C_3 = gamma sqrt(L |S| |A|), C_4 = gamma L^2 (sqrt(L) + 1/(alpha L))."""
+    """The constants of the proof of `thm:main_general`:
+
+    C_1 = (1 + alpha) / gamma,               C_2 = (1 + alpha A) sqrt(|S| L) / gamma,
+    C_3 = gamma sqrt(L |S| |A|),             C_4 = gamma L^2 (sqrt(L) + 1/(alpha L)).
+    """
     alpha, gamma, L = parameters.alpha, parameters.gamma, mdp.horizon
     return ProofConstants(
         (1 + alpha) / gamma,
@@ -49,74 +54,114 @@ def proof_constants(mdp: LayeredMDP, parameters: Parameters) -> ProofConstants:
 
 
 def main_general(mdp: LayeredMDP, parameters: Parameters) -> Coefficients:
-    """`thm:main_general` as printed:
+    """X, Y and Z of `thm:main_general` as printed:
 
-    X = (1+alpha)/gamma + gamma L^2 (sqrt(L) + 1/(alpha L)), Y = sqrt(L |S|) (1 + alpha A)/gamma,
-    Z = sqrt(L |S| |A|) ( (1 + alpha sqrt(A))/gamma + gamma ).
+    X = (1 + alpha) / gamma + gamma L^2 (sqrt(L) + 1/(alpha L)),
+    Y = sqrt(L |S|) (1 + alpha A) / gamma,
+    Z = sqrt(L |S| |A|) ( (1 + alpha sqrt(A)) / gamma + gamma ).
     """
     C1, C2, _, C4 = proof_constants(mdp, parameters)
     alpha, gamma = parameters.alpha, parameters.gamma
-    Z = math.sqrt(mdp.horizon * mdp.num_pairs) * ((1 + alpha * math.sqrt(mdp.num_actions)) / gamma + gamma)
+    Z = math.sqrt(mdp.horizon * mdp.num_pairs) * (
+        (1 + alpha * math.sqrt(mdp.num_actions)) / gamma + gamma
+    )
     return Coefficients(C1 + C4, C2, Z)
 
 
 def main(mdp: LayeredMDP) -> tuple[float, float]:
-    """B = L^(5/2) + L sqrt(A) and D = sqrt(L |S| |A|) of `thm:main`, `eq:main`."""
-    return mdp.horizon**2.5 + mdp.horizon * math.sqrt(mdp.num_actions), math.sqrt(mdp.horizon * mdp.num_pairs)
+    """B = L^(5/2) + L sqrt(A) and D = sqrt(L |S| |A|), the coefficients of `thm:main`, `eq:main`.
+
+    The theorem itself, a bound up to constants and logarithms, is not evaluated. `explicit` has the
+    coefficients with all constants, and `theorem_summand` has one summand of the bound.
+    """
+    return mdp.horizon**2.5 + mdp.horizon * math.sqrt(mdp.num_actions), math.sqrt(
+        mdp.horizon * mdp.num_pairs
+    )
 
 
 def explicit(mdp: LayeredMDP, parameters: Parameters) -> Coefficients:
-    """`thm:main_general` with the constants of its proof: X = C_1 + 64 e C_4, Y = 2 C_2, Z = C_1 sqrt(L |S| |A|) + C_2 + 32 C_3.
+    """X, Y and Z of `thm:main_general` with the constants of its proof:
 
-    The stability term has the factor 8 of `lem:key_lemma_ftrl` times 8 e or 4 of `lem:key_lemma_bound_stability`, the penalty the 2
-    inside the min of `lem:key_lemma_bound_penalty`.
+    X = C_1 + 64 e C_4,    Y = 2 C_2,    Z = C_1 sqrt(L |S| |A|) + C_2 + 32 C_3.
+
+    The stability has the factor 8 of `lem:key_lemma_ftrl` times the 8 e or the 4 of
+    `lem:key_lemma_bound_stability`. The penalty has the 2 inside the min of
+    `lem:key_lemma_bound_penalty`.
     """
     C1, C2, C3, C4 = proof_constants(mdp, parameters)
-    return Coefficients(C1 + 64 * math.e * C4, 2 * C2, C1 * math.sqrt(mdp.horizon * mdp.num_pairs) + C2 + 32 * C3)
+    return Coefficients(
+        C1 + 64 * math.e * C4, 2 * C2, C1 * math.sqrt(mdp.horizon * mdp.num_pairs) + C2 + 32 * C3
+    )
 
 
 def lower_order(mdp: LayeredMDP, parameters: Parameters, episodes: Tensor) -> Tensor:
-    """The O(L |S| |A| log T) of `lem:key_lemma_ftrl`, explicit: 2 L + beta |S| |A| log T + (1 + alpha) |S| |A| / (gamma sqrt(T)).
+    """The O(L |S| |A| log T) of `lem:key_lemma_ftrl`, explicit; shaped like `episodes`:
 
-    These are the three parts of `lem:proper_comparator`, the last one times 1/eta_T. beta = 64 L gives the paper's 64 L |S| |A| log T.
-    Read: `thm:main` and `col:adversarial_bound` leave it out, under the tilde; it is not of the form sum_t O(min(...)), so it is kept here.
+        2 L + beta |S| |A| log T + (1 + alpha) |S| |A| / (gamma sqrt(T)).
+
+    These are the three parts of `lem:proper_comparator`, the last one times 1/eta_T. With beta = 64
+    L the second one is the paper's 64 L |S| |A| log T.
+
+    Read: the paper calls the last part O(1). It grows with |S| |A| / gamma. It is
+    O(L |S| |A| log T) for T >= 2 if alpha and 1/gamma are bounded. `thm:main` and
+    `col:adversarial_bound` hide all three parts under their tilde.
     """
     alpha, beta, gamma = parameters.alpha, parameters.beta, parameters.gamma
-    return 2 * mdp.horizon + beta * mdp.num_pairs * episodes.log() + (1 + alpha) * mdp.num_pairs / (gamma * episodes.sqrt())
+    return (
+        2 * mdp.horizon
+        + beta * mdp.num_pairs * episodes.log()
+        + (1 + alpha) * mdp.num_pairs / (gamma * episodes.sqrt())
+    )
 
 
-# -- sums over episodes ---------------------------------------------------------------------------------------------------
+# -- sums over episodes ----------------------------------------------------------------------------
 
 
 class Summands(NamedTuple):
     """J_1(t), J_2(t) and J_3(t) of the proof of `thm:main_general`, `(*batch,)` each."""
 
     J1: Tensor  # 1 / sqrt(t)
-    J2: Tensor  # sum_s sum_{a != pi(s)} sqrt(q_t(s,a) / t), the summand of eq:main_goal and, for one state, of eq:mab_main_result
+    # sum_s sum_{a != pi(s)} sqrt(q_t(s,a) / t), the summand of eq:main_goal and, for one state, of
+    # eq:mab_main_result
+    J2: Tensor
     J3: Tensor  # sqrt( sum_s sum_{a != pi(s)} (q_t(s,a) + q_opt(s,a)) / t )
 
 
 def summands(q: Tensor, best: Tensor, mapping: Tensor, t: Tensor) -> Summands:
-    """J_1, J_2, J_3 at episode t `()` or `(*batch,)`, for q_t `(*batch, S, A)`, q_opt = `best` and any mapping."""
+    """J_1, J_2 and J_3 at episode t `()` or `(*batch,)`, for q_t `(*batch, S, A)` and any mapping.
+
+    q_opt is `best`.
+    """
     J2 = outside(q.sqrt(), mapping)
     J3 = (outside(q, mapping) + outside(best, mapping)).sqrt()
     return Summands(t.rsqrt().expand_as(J2), J2 / t.sqrt(), J3 / t.sqrt())
 
 
 def summand(coefficients: Coefficients, J: Summands) -> Tensor:
-    """min( X J_2(t) + Y J_3(t), Z J_1(t) ), what `thm:main_general` (and, with B, D, D, `eq:main`) sums over t; `(*batch,)`."""
+    """min( X J_2(t) + Y J_3(t), Z J_1(t) ), the summand of `thm:main_general`; `(*batch,)`.
+
+    With the coefficients B, D, D it is the summand of `eq:main`.
+    """
     return torch.minimum(coefficients.X * J.J2 + coefficients.Y * J.J3, coefficients.Z * J.J1)
 
 
 def cauchy_schwarz(mdp: LayeredMDP, J: Summands) -> Statement:
-    """J_2(t) <= sqrt(L |S| |A|) J_1(t), which turns the adaptive bound into the worst-case one."""
-    return statement("J_2 <= sqrt(L|S||A|) J_1", J.J2, math.sqrt(mdp.horizon * mdp.num_pairs) * J.J1, mdp.num_pairs)
+    """J_2(t) <= sqrt(L |S| |A|) J_1(t), from the adaptive bound to the worst case."""
+    return statement(
+        "J_2 <= sqrt(L|S||A|) J_1",
+        J.J2,
+        math.sqrt(mdp.horizon * mdp.num_pairs) * J.J1,
+        mdp.num_pairs,
+    )
 
 
-def theorem_summand(mdp: LayeredMDP, parameters: Parameters, q: Tensor, best: Tensor, mapping: Tensor, t: Tensor) -> Statement:
-    """`thm:main_general`, the step from the three lemmas to the theorem, in one episode: with the explicit X, Y and Z,
+def theorem_summand(
+    mdp: LayeredMDP, parameters: Parameters, q: Tensor, best: Tensor, mapping: Tensor, t: Tensor
+) -> Statement:
+    """From the lemmas to `thm:main_general` in one episode, with the explicit X, Y and Z:
 
-    (1/eta_t - 1/eta_{t-1}) `penalty_bound` + 8 eta_t `stability_bound` <= min( X J_2(t) + Y J_3(t), Z J_1(t) ).
+    (1/eta_t - 1/eta_{t-1}) `penalty_bound` + 8 eta_t `stability_bound`
+      <= min( X J_2(t) + Y J_3(t), Z J_1(t) ).
     """
     penalty = parameters.eta_step(t) * penalty_bound(mdp, q, best, mapping, parameters.alpha)
     stability = 8 * parameters.eta(t) * stability_bound(mdp, q, mapping, parameters.alpha)
@@ -125,13 +170,16 @@ def theorem_summand(mdp: LayeredMDP, parameters: Parameters, q: Tensor, best: Te
 
 
 def worst_case_coefficient(mdp: LayeredMDP, parameters: Parameters) -> Statement:
-    """C_1 sqrt(L|S||A|) + C_2 + C_3 <= 2 Z, the O in the last line of the proof of `thm:main_general` (if every state has all actions)."""
+    """C_1 sqrt(L |S| |A|) + C_2 + C_3 <= 2 Z, if every state has all actions.
+
+    This is the O in the last line of the proof of `thm:main_general`.
+    """
     C1, C2, C3, _ = proof_constants(mdp, parameters)
     left = torch.tensor(C1 * math.sqrt(mdp.horizon * mdp.num_pairs) + C2 + C3, dtype=mdp.dtype)
     return statement("thm:main_general, Z", left, 2 * main_general(mdp, parameters).Z, 8)
 
 
-# -- corollaries ----------------------------------------------------------------------------------------------------------
+# -- corollaries -----------------------------------------------------------------------------------
 
 
 def adversarial(mdp: LayeredMDP, episodes: Tensor) -> Tensor:
@@ -140,9 +188,12 @@ def adversarial(mdp: LayeredMDP, episodes: Tensor) -> Tensor:
 
 
 def adversarial_bound(mdp: LayeredMDP, parameters: Parameters, episodes: Tensor) -> Tensor:
-    """`col:adversarial_bound`, explicit: sqrt(T) ( C_1 sqrt(L|S||A|) + C_2 + 64 C_3 ) + `lower_order`.
+    """`col:adversarial_bound`, explicit; shaped like `episodes`:
 
-    The weights of the penalty sum to 1/eta_T = sqrt(T)/gamma, those of the stability to sum_t eta_t <= 2 gamma sqrt(T).
+        sqrt(T) ( C_1 sqrt(L |S| |A|) + C_2 + 64 C_3 ) + `lower_order`.
+
+    The weights of the penalty sum to 1/eta_T = sqrt(T) / gamma, and those of the stability to
+    sum_t eta_t <= 2 gamma sqrt(T).
     """
     C1, C2, C3, _ = proof_constants(mdp, parameters)
     rate = C1 * math.sqrt(mdp.horizon * mdp.num_pairs) + C2 + 64 * C3
@@ -152,11 +203,12 @@ def adversarial_bound(mdp: LayeredMDP, parameters: Parameters, episodes: Tensor)
 def stochastic(mdp: LayeredMDP, gap: Tensor, mapping: Tensor, episodes: Tensor) -> Tensor:
     """U of `col:stochastic_bound` as printed, `(*batch,)`:
 
-    U = L |S| |A| log T / Delta_min + L^2 (L^3 + |A|) sum_s sum_{a != pi*(s)} log T / Delta(s,a).
+    L |S| |A| log T / Delta_min + L^2 (L^3 + |A|) sum_s sum_{a != pi*(s)} log T / Delta(s,a).
     """
     L = mdp.horizon
     return episodes.log() * (
-        L * mdp.num_pairs / minimal_gap(mdp, gap, mapping) + L**2 * (L**3 + mdp.num_actions) * _inverse_gaps(mdp, gap, mapping)
+        L * mdp.num_pairs / minimal_gap(mdp, gap, mapping)
+        + L**2 * (L**3 + mdp.num_actions) * _inverse_gaps(mdp, gap, mapping)
     )
 
 
@@ -165,25 +217,41 @@ def _inverse_gaps(mdp: LayeredMDP, gap: Tensor, mapping: Tensor) -> Tensor:
 
 
 def stochastic_bound(
-    mdp: LayeredMDP, parameters: Parameters, gap: Tensor, mapping: Tensor, episodes: Tensor, corruption: Tensor | float = 0.0
+    mdp: LayeredMDP,
+    parameters: Parameters,
+    gap: Tensor,
+    mapping: Tensor,
+    episodes: Tensor,
+    corruption: Tensor | float = 0.0,
 ) -> Tensor:
-    """`col:stochastic_bound`, explicit, under `eq:self_bounding_constraint` with this C; `(*batch,)`.
+    """`col:stochastic_bound`, explicit, under `eq:self_bounding_constraint` with C; `(*batch,)`.
 
-    With X, Y of `explicit`, V = `lower_order` and u = (1 + log T)/2 ( X^2 sum 1/Delta + Y^2 / Delta_min ), the proof gives
-    Reg <= Reg/z + 3C/(2z) + z u + V for every z > 1, hence 2 sqrt( u (3C/2 + V + u) ) + 2 u + V.
+    Let X and Y be those of `explicit`, V = `lower_order`, and
+    u = (1 + log T)/2 ( X^2 sum 1/Delta + Y^2 / Delta_min ). The proof gives
+    Reg <= Reg/z + 3C/(2z) + z u + V for every z > 1, and the best z gives
 
-    Read, in the proof: sum_{t<=T} 1/t <= 2 log T is false for T = 1 and 2, so 1 + log T stands here; B^2 <= L^2 (L^3 + |A|) needs a
-    factor 2 (B = L^(5/2) + L sqrt|A|); under the root of the second chain a z is missing. All three disappear in the O.
+        2 sqrt( u (3C/2 + V + u) ) + 2 u + V.
+
+    Read, in the proof: sum_{t<=T} 1/t <= 2 log T is false for T = 1 and 2, so 1 + log T stands
+    here. B^2 <= L^2 (L^3 + |A|) needs a factor 2. A factor z is missing under the root of the
+    second chain. The end, V <= U, needs Delta_min <= 1; here V is added and no such condition is
+    needed.
     """
     X, Y, _ = explicit(mdp, parameters)
     V = lower_order(mdp, parameters, episodes)
-    u = (1 + episodes.log()) / 2 * (X**2 * _inverse_gaps(mdp, gap, mapping) + Y**2 / minimal_gap(mdp, gap, mapping))
+    u = (
+        (1 + episodes.log())
+        / 2
+        * (X**2 * _inverse_gaps(mdp, gap, mapping) + Y**2 / minimal_gap(mdp, gap, mapping))
+    )
     return 2 * (u * (1.5 * corruption + V + u)).sqrt() + 2 * u + V
 
 
 def harmonic(episodes: Tensor) -> tuple[Statement, Statement]:
-    """sum_{t<=T} 1/t against 2 log T, as the paper uses it (false for T = 1, 2), and against 1 + log T, as we do."""
-    total = torch.stack([(1 / torch.arange(1, int(T) + 1, dtype=episodes.dtype)).sum() for T in episodes.flatten()]).view_as(episodes)
+    """sum_{t<=T} 1/t against 2 log T, as printed (false for T = 1, 2), and against 1 + log T."""
+    total = torch.stack(
+        [(1 / torch.arange(1, int(T) + 1, dtype=episodes.dtype)).sum() for T in episodes.flatten()]
+    ).view_as(episodes)
     terms = int(episodes.max())
     return (
         statement("sum 1/t <= 2 log T (printed)", total, 2 * episodes.log(), terms),

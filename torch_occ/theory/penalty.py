@@ -1,7 +1,8 @@
-"""The penalty term: phi_H(q_opt) - phi_H(q_t) <= what an arbitrary mapping leaves out (`app:appendix_proof_penalty`).
+"""The penalty term phi_H(q_opt) - phi_H(q_t) and its bounds (`app:appendix_proof_penalty`).
 
-A mapping pi: S -> A is a one-hot policy `(*batch, S, A)`, as `optimal_policy(...).policy` is. `outside(x, pi)` is the sum over s and
-a != pi(s) that all these bounds are made of. |S| counts the non-terminal states, which the proofs allow and which is sharper.
+A mapping pi: S -> A is a one-hot policy `(*batch, S, A)`, such as `optimal_policy(...).policy`. All
+bounds are made of `outside(x, pi)`, the sum of x over all s and all a != pi(s). |S| counts the
+non-terminal states. The proofs allow this, and it makes the bounds smaller.
 """
 
 from __future__ import annotations
@@ -11,75 +12,120 @@ import math
 import torch
 from torch import Tensor
 
-from torch_occ.marginals import keep
-from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import LayeredFlow, flow_of, flow_residual, occupancy, policy_of
-from torch_occ.occupancy import reachability as state_reachability
-from torch_occ.theory.hessian import hybrid
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import LayeredFlow, flow_of, flow_residual, occupancy, policy_of
+from torch_occ.mdp.occupancy import reachability as state_reachability
+from torch_occ.regularizers.arguments import keep
+from torch_occ.theory.second_derivatives import hybrid
 from torch_occ.theory.statements import Statement, statement
 
 
 def outside(x: Tensor, mapping: Tensor) -> Tensor:
-    """sum_s sum_{a != pi(s)} x(s,a), `(*batch,)`; x vanishes on masked pairs."""
+    """sum_s sum_{a != pi(s)} x(s,a), `(*batch,)`; x is zero on masked pairs."""
     return torch.where(mapping > 0, 0.0, x).sum((-2, -1))
 
 
 def convex_combine(mdp: LayeredMDP, u: Tensor, v: Tensor, weight: Tensor | float) -> Statement:
-    """`lem:convex_combine`: weight u + (1 - weight) v satisfies the flow constraints if u and v do; the largest violation, and 0."""
+    """`lem:convex_combine`: weight u + (1 - weight) v is in Omega if u and v are.
+
+    The left side is the largest violation of the flow constraints, the right side is 0.
+    """
     mixed = weight * u + (1 - weight) * v
     violation = flow_residual(mdp, mixed).abs().amax(-1)
-    return statement("lem:convex_combine", violation, 0.0, mdp.num_pairs, scale=mixed.amax((-2, -1)), relation="=")
+    return statement(
+        "lem:convex_combine",
+        violation,
+        0.0,
+        mdp.num_pairs,
+        scale=mixed.amax((-2, -1)),
+        relation="=",
+    )
 
 
-# -- h_s and the two parts ------------------------------------------------------------------------------------------------
+# -- h_s and the two parts -------------------------------------------------------------------------
 
 
 def state_regularizer(mdp: LayeredMDP, policy: Tensor, alpha: float) -> Tensor:
-    """h_s(pi) = sum_a ( sqrt(pi(a|s)) + alpha sqrt(1 - pi(a|s)) ), `(*batch, S)`; 1 + alpha (A - 1) for a mapping."""
+    """h_s(pi) = sum_a ( sqrt(pi(a|s)) + alpha sqrt(1 - pi(a|s)) ), `(*batch, S)`.
+
+    For a mapping it is 1 + alpha (A - 1).
+    """
     others = keep("rest", mdp, policy @ mdp.other_actions, 0.0)
     return (keep("pair", mdp, policy, 0.0).sqrt() + alpha * others.sqrt()).sum(-1)
 
 
 def penalty_decomposition(mdp: LayeredMDP, q: Tensor, optimal: Tensor, alpha: float) -> Statement:
-    """`eq:penalty_decomposition`: phi_H(q_opt) - phi_H(q) equals, with pi that of q and q_opt the occupancy of the mapping `optimal`,
+    """`eq:penalty_decomposition`: phi_H(q_opt) - phi_H(q) equals
 
-    sum_s sqrt(q(s)) ( h_s(pi) - h_s(pi_opt) ) + sum_s ( sqrt(q(s)) - sqrt(q_opt(s)) ) h_s(pi_opt).
+        sum_s sqrt(q(s)) ( h_s(pi) - h_s(pi_opt) )
+          + sum_s ( sqrt(q(s)) - sqrt(q_opt(s)) ) h_s(pi_opt).
+
+    pi is the policy of q, and q_opt is the occupancy of the mapping `optimal`.
     """
     best = occupancy(mdp, optimal)
-    h, h_best = state_regularizer(mdp, policy_of(mdp, q), alpha), state_regularizer(mdp, optimal, alpha)
+    h, h_best = (
+        state_regularizer(mdp, policy_of(mdp, q), alpha),
+        state_regularizer(mdp, optimal, alpha),
+    )
     root, root_best = q.sum(-1).sqrt(), best.sum(-1).sqrt()
     left = hybrid(mdp, best, alpha) - hybrid(mdp, q, alpha)
     right = (root * (h - h_best)).sum(-1) + ((root - root_best) * h_best).sum(-1)
-    return statement("eq:penalty_decomposition", left, right, mdp.num_pairs, scale=-hybrid(mdp, q, alpha), relation="=")
+    return statement(
+        "eq:penalty_decomposition",
+        left,
+        right,
+        mdp.num_pairs,
+        scale=-hybrid(mdp, q, alpha),
+        relation="=",
+    )
 
 
-def penalty_term_1(mdp: LayeredMDP, policy: Tensor, other: Tensor, mapping: Tensor, alpha: float) -> Statement:
-    """`lem:penalty_term_1`: sum_s sqrt(q_1(s)) ( h_s(pi_1) - h_s(pi_2) ) <= (1 + alpha) sum_s sum_{a != pi(s)} sqrt(q_1(s,a)).
+def penalty_term_1(
+    mdp: LayeredMDP, policy: Tensor, other: Tensor, mapping: Tensor, alpha: float
+) -> Statement:
+    """`lem:penalty_term_1`, for any policy pi_1, and mappings pi_2 = `other` and pi = `mapping`:
 
-    pi_1 is any policy, pi_2 = `other` and pi = `mapping` are mappings.
+    sum_s sqrt(q_1(s)) ( h_s(pi_1) - h_s(pi_2) )
+      <= (1 + alpha) sum_s sum_{a != pi(s)} sqrt(q_1(s,a)).
     """
     q = occupancy(mdp, policy)
     h, h_other = state_regularizer(mdp, policy, alpha), state_regularizer(mdp, other, alpha)
     left = (q.sum(-1).sqrt() * (h - h_other)).sum(-1)
-    return statement("lem:penalty_term_1", left, (1 + alpha) * outside(q.sqrt(), mapping), mdp.num_pairs, scale=-hybrid(mdp, q, alpha))
+    return statement(
+        "lem:penalty_term_1",
+        left,
+        (1 + alpha) * outside(q.sqrt(), mapping),
+        mdp.num_pairs,
+        scale=-hybrid(mdp, q, alpha),
+    )
 
 
-# -- reaching states ------------------------------------------------------------------------------------------------------
+# -- reaching states -------------------------------------------------------------------------------
 
 
 def reach(mdp: LayeredMDP, policy: Tensor) -> Tensor:
-    """p^pi(s'|s,a), the probability of reaching s' after a in s, then following pi; `eq:reachability`, `(*batch, S, A, S)`."""
+    """p^pi(s'|s,a), `eq:reachability`, `(*batch, S, A, S)`.
+
+    It is the probability of reaching s' after action a in s, if pi is followed from then on.
+    """
     later = state_reachability(mdp, policy)  # (*batch, S, S)
-    return (mdp.joint_transitions.flatten(-3, -2) @ later).unflatten(-2, (mdp.num_states, mdp.num_actions))
+    return (mdp.joint_transitions.flatten(-3, -2) @ later).unflatten(
+        -2, (mdp.num_states, mdp.num_actions)
+    )
 
 
 def state_reach_probability(mdp: LayeredMDP, policy: Tensor) -> tuple[Statement, Statement]:
-    """`lem:state_reach_probabilty`: sum_{s' in S_k} p^pi(s'|s,a) <= 1 (`eq:state_reach_prob_bound`), and over all layers <= L.
+    """`lem:state_reach_probabilty`: sum_{s' in S_k} p^pi(s'|s,a) <= 1, and <= L over all layers.
 
-    The worst pair (s,a), and in the first statement the worst layer. Read: the second sum is printed over s; it is over s'.
+    The first statement is `eq:state_reach_prob_bound`. The left sides are those of the worst pair
+    (s,a), and in the first statement of the worst layer.
+
+    Read: the second sum is printed over s. It is over s'.
     """
     reached = keep("pair", mdp, reach(mdp, policy).movedim(-1, 0), 0.0).movedim(0, -1)
-    layers = torch.stack([layer.sum(-1) for layer in mdp.split(reached, -1)], -1)  # (*batch, S, A, L)
+    layers = torch.stack(
+        [layer.sum(-1) for layer in mdp.split(reached, -1)], -1
+    )  # (*batch, S, A, L)
     worst = layers.amax((-3, -2, -1))
     every = reached.sum(-1).amax((-2, -1))
     return (
@@ -89,12 +135,16 @@ def state_reach_probability(mdp: LayeredMDP, policy: Tensor) -> tuple[Statement,
 
 
 def induction(mdp: LayeredMDP, policy: Tensor, f: Tensor, g: Tensor) -> tuple[Statement, Statement]:
-    """`lem:induction_state_reach_prob`: its condition, and what follows from it (`eq:induction_ineq`), for every state, `(*batch, S)`.
+    """`lem:induction_state_reach_prob`: its condition, and its conclusion `eq:induction_ineq`.
 
-    Condition:  f(s) <= sum_{s',a'} g(s',a') P(s|s',a') + sum_{s'} f(s') sum_{a'} pi(a'|s') P(s|s',a'), and f = 0 in the first layer.
+    Condition:  f(s) <= sum_{s',a'} ( g(s',a') + f(s') pi(a'|s') ) P(s|s',a'),
+                and f = 0 in the first layer.
     Conclusion: f(s) <= sum over earlier (s',a') of g(s',a') p^pi(s|s',a').
 
-    f is `(*batch, S)`, g `(*batch, S, A)`, both non-negative. Read: f is printed as a function on S x A; it is one on S.
+    f `(*batch, S)` and g `(*batch, S, A)` are non-negative. Both statements have one entry per
+    state, `(*batch, S)`.
+
+    Read: f is printed as a function on S x A. It is a function on S.
     """
     flow = flow_of(mdp)
     step = flow.inflow(g) + flow.inflow(f.unsqueeze(-1) * policy)
@@ -106,18 +156,26 @@ def induction(mdp: LayeredMDP, policy: Tensor, f: Tensor, g: Tensor) -> tuple[St
 
 
 def induction_equality(mdp: LayeredMDP, policy: Tensor, g: Tensor) -> Tensor:
-    """The largest f that the condition of `lem:induction_state_reach_prob` allows: it holds with equality, `(*batch, S)`."""
+    """The largest f in the condition of `lem:induction_state_reach_prob`, `(*batch, S)`.
+
+    It satisfies the condition with equality.
+    """
     return LayeredFlow(mdp).forward(policy, flow_of(mdp).inflow(g))
 
 
-# -- differences of square roots ------------------------------------------------------------------------------------------
+# -- differences of square roots -------------------------------------------------------------------
 
 
 def sqrt_diff(mdp: LayeredMDP, policy: Tensor, mapping: Tensor) -> tuple[Statement, Statement]:
-    """`lem:sqrt_diff`: sum_s ( sqrt(q_1(s)) - sqrt(q_2(s)) ) <= sqrt(|S| L) sqrt( sum_s sum_{a != pi_2(s)} q_1(s,a) ), and its key step.
+    """`lem:sqrt_diff`, for any policy pi_1 = `policy` and a mapping pi_2 = `mapping`:
 
-    pi_1 = `policy` is any policy, pi_2 = `mapping` a mapping. The first statement is `eq:key_ineq_sqrt_diff`, the condition of the
-    induction lemma for f = (q_1(s) - q_2(s))_+ and g = q_1(s,a) 1{a != pi_2(s)}, in every state.
+        sum_s ( sqrt(q_1(s)) - sqrt(q_2(s)) )
+          <= sqrt(|S| L) sqrt( sum_s sum_{a != pi_2(s)} q_1(s,a) ).
+
+    The first statement returned is `eq:key_ineq_sqrt_diff`, in every state: the condition of the
+    induction lemma for f = (q_1(s) - q_2(s))_+ and g = q_1(s,a) 1{a != pi_2(s)}. The second one is
+    the lemma.
+
     Read: P(s'|s',a) in its proof is P(s|s',a').
     """
     q, other = occupancy(mdp, policy), occupancy(mdp, mapping)
@@ -129,17 +187,24 @@ def sqrt_diff(mdp: LayeredMDP, policy: Tensor, mapping: Tensor) -> tuple[Stateme
 
 
 def sqrt_diff_2(mdp: LayeredMDP, mapping: Tensor, other: Tensor) -> tuple[Statement, Statement]:
-    """`lem:sqrt_diff_2`: for two mappings, sum_s ( sqrt(q_1(s)) - sqrt(q_2(s)) ) <= sqrt(|S| L) sqrt( sum_s sum_{a != pi_1(s)} q_2(s,a) ).
+    """`lem:sqrt_diff_2`, for two mappings:
 
-    The first statement is the condition of the induction lemma in its proof, with g(s,a) = pi_1(a|s) sum_{a' != pi_1(s)} q_2(s,a').
-    Read: the proof asks for it "for all s != s_L"; it is needed, and proved, for all s != s_0.
+        sum_s ( sqrt(q_1(s)) - sqrt(q_2(s)) )
+          <= sqrt(|S| L) sqrt( sum_s sum_{a != pi_1(s)} q_2(s,a) ).
+
+    The first statement returned is the condition of the induction lemma in its proof, with
+    g(s,a) = pi_1(a|s) sum_{a' != pi_1(s)} q_2(s,a'). The second one is the lemma.
+
+    Read: the proof asks for the condition "for all s != s_L". It is for all s != s_0.
     """
     q, q_other = occupancy(mdp, mapping), occupancy(mdp, other)
     g = mapping * torch.where(mapping > 0, 0.0, q_other).sum(-1, keepdim=True)
     f = (q.sum(-1) - q_other.sum(-1)).clamp(min=0)
     key, _ = induction(mdp, mapping, f, g)
     right = math.sqrt(mdp.num_states * mdp.horizon) * outside(q_other, mapping).sqrt()
-    return _key(key, "lem:sqrt_diff_2, key step", q), _roots("lem:sqrt_diff_2", mdp, q, q_other, right)
+    return _key(key, "lem:sqrt_diff_2, key step", q), _roots(
+        "lem:sqrt_diff_2", mdp, q, q_other, right
+    )
 
 
 def _key(key: Statement, label: str, q: Tensor) -> Statement:
@@ -149,28 +214,46 @@ def _key(key: Statement, label: str, q: Tensor) -> Statement:
 
 def _roots(label: str, mdp: LayeredMDP, q: Tensor, other: Tensor, right: Tensor) -> Statement:
     root, root_other = q.sum(-1).sqrt(), other.sum(-1).sqrt()
-    return statement(label, (root - root_other).sum(-1), right, mdp.num_pairs, scale=(root + root_other).sum(-1))
+    return statement(
+        label, (root - root_other).sum(-1), right, mdp.num_pairs, scale=(root + root_other).sum(-1)
+    )
 
 
-# -- the lemma ------------------------------------------------------------------------------------------------------------
+# -- the lemma -------------------------------------------------------------------------------------
 
 
-def penalty_bound(mdp: LayeredMDP, q: Tensor, best: Tensor, mapping: Tensor, alpha: float) -> Tensor:
+def penalty_bound(
+    mdp: LayeredMDP, q: Tensor, best: Tensor, mapping: Tensor, alpha: float
+) -> Tensor:
     """The right-hand side of `lem:key_lemma_bound_penalty`, `(*batch,)`:
 
-    (1 + alpha) sum_s sum_{a != pi(s)} sqrt(q(s,a))
-      + (1 + alpha A) sqrt(|S| L) min( 1, 2 sqrt( sum_s sum_{a != pi(s)} q(s,a) + q_opt(s,a) ) ).
+        (1 + alpha) sum_s sum_{a != pi(s)} sqrt(q(s,a))
+          + (1 + alpha A) sqrt(|S| L)
+            min( 1, 2 sqrt( sum_s sum_{a != pi(s)} q(s,a) + q_opt(s,a) ) ).
 
-    Read: a != pi(a) is a != pi(s). A is the largest number of actions of a state.
+    A is the largest number of actions of a state.
+
+    Read: a != pi(a) is a != pi(s).
     """
     extra = (2 * (outside(q, mapping) + outside(best, mapping)).sqrt()).clamp(max=1)
     size = (1 + alpha * mdp.num_actions) * math.sqrt(mdp.num_states * mdp.horizon)
     return (1 + alpha) * outside(q.sqrt(), mapping) + size * extra
 
 
-def bound_on_penalty(mdp: LayeredMDP, q: Tensor, optimal: Tensor, mapping: Tensor, alpha: float) -> Statement:
-    """`lem:key_lemma_bound_penalty`: phi_H(q_opt) - phi_H(q) <= `penalty_bound`, for the occupancy q_opt of the mapping `optimal`."""
+def bound_on_penalty(
+    mdp: LayeredMDP, q: Tensor, optimal: Tensor, mapping: Tensor, alpha: float
+) -> Statement:
+    """`lem:key_lemma_bound_penalty`: phi_H(q_opt) - phi_H(q) <= `penalty_bound`.
+
+    q_opt is the occupancy of the mapping `optimal`.
+    """
     best = occupancy(mdp, optimal)
     left = hybrid(mdp, best, alpha) - hybrid(mdp, q, alpha)
     right = penalty_bound(mdp, q, best, mapping, alpha)
-    return statement("lem:key_lemma_bound_penalty", left, right, mdp.num_pairs, scale=right - hybrid(mdp, q, alpha))
+    return statement(
+        "lem:key_lemma_bound_penalty",
+        left,
+        right,
+        mdp.num_pairs,
+        scale=right - hybrid(mdp, q, alpha),
+    )

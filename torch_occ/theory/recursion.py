@@ -1,21 +1,25 @@
-"""The inverse of the Hessian, layer by layer (`app:Hessian_inverse`).
+"""The inverse of the Hessian of phi_H, layer by layer (`app:Hessian_inverse`).
 
-With the diagonal matrices C_k and D_k of c(s,a) and d(s,a) on the pairs U_k of layer k,
+C_k and D_k are the diagonal matrices of c(s,a) and d(s,a) on the pairs U_k of layer k. The paper
+defines
 
-    M_k = ( M_{k-1} 0 ; 0 D_k ) + ( P~_k ; -I ) C_k ( P~_k' , -I ),      M_0 = C_0 + D_0,      H = M_{L-1},
-    W_k = ( C_k^-1 + D_k^-1 + P_k' N_{k-1} P_k )^-1,       N_k = D_k^-1 - D_k^-1 W_k D_k^-1,    N_0 = M_0^-1,
+    M_k = ( M_{k-1} 0 ; 0 D_k ) + ( P~_k ; -I ) C_k ( P~_k' , -I ),    M_0 = C_0 + D_0,
+    W_k = ( C_k^-1 + D_k^-1 + P_k' N_{k-1} P_k )^-1,
+    N_k = D_k^-1 - D_k^-1 W_k D_k^-1,                                  N_0 = M_0^-1.
 
-where N_k is the last block of M_k^-1. All of it needs only the *inverses* of c and d, which stay finite where c and d do not. And
-since P_k' N_{k-1} P_k sees a pair (s, a) only through s, N_k is a diagonal plus a matrix with one row a state:
+The Hessian is M_{L-1}, and N_k is the last block of M_k^-1. Only the inverses of c and d are
+needed, which stay finite where c and d do not. The matrix P_k' N_{k-1} P_k depends on a pair (s, a)
+only through s. So N_k is a diagonal matrix plus a matrix with one row per state:
 
     N_k = (C_k + D_k)^-1 + B_k K_k B_k',    K_k = (G_k^-1 + Sigma_k)^-1,    G_k = T_k' N_{k-1} T_k,
 
-with T_k((s,a),s') = P(s'|s,a), B_k((s,a),s) = c / (c + d) and Sigma_k = diag over states of sum_a 1 / (c^-1 + d^-1). Only non-negative
-matrices are added, so nothing cancels, and a layer costs what its states cost, not its pairs. `blocks` walks through the layers in this
-form; `N`, `W`, `M` and `M_inverse` make the paper's matrices when they are asked for.
+with T_k((s,a),s') = P(s'|s,a), B_k((s,a),s) = c / (c + d), and Sigma_k the diagonal matrix over
+states of sum_a 1 / (c^-1 + d^-1). Only non-negative matrices are added, so nothing cancels, and the
+cost of a layer depends on its states, not on its pairs. `blocks` goes through the layers in this
+form. `N`, `W`, `M` and `M_inverse` return the paper's matrices.
 
-A state of one action: c is infinite, c^-1 = 0, and w(s,a) = inflow of w becomes a constraint, which every direction inside Omega
-satisfies. So the analysis goes through, and its statements remain true, with c^-1 = 0.
+In a state with one action, c is infinite and c^-1 = 0. Then w(s,a) = inflow of w is a constraint,
+which every direction inside Omega satisfies. The statements remain true with c^-1 = 0.
 """
 
 from __future__ import annotations
@@ -27,35 +31,50 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.marginals import keep
-from torch_occ.mdp import LayeredMDP
-from torch_occ.theory.hessian import inflow_rest
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.regularizers.arguments import keep
+from torch_occ.theory.second_derivatives import inflow_rest
 
 
 class Curvature(NamedTuple):
-    """1 / c(s,a) and 1 / d(s,a), `(*batch, S, A)`; on masked pairs 1 / d is zero and 1 / c means nothing."""
+    """1 / c(s,a) and 1 / d(s,a), `(*batch, S, A)` each.
+
+    On masked pairs 1 / d is zero and 1 / c is not used.
+    """
 
     c_inverse: Tensor
     d_inverse: Tensor
 
 
-def curvature(mdp: LayeredMDP, q: Tensor, alpha: float, *, eta: Tensor | float = 1.0, beta: float = 0.0) -> Curvature:
-    """Those of phi_H at q, c^-1 = 4 (q(s) - q(s,a))^(3/2) / alpha and d^-1 = 4 q(s,a)^(3/2); with eta and beta, those of psi_t.
+def curvature(
+    mdp: LayeredMDP, q: Tensor, alpha: float, *, eta: Tensor | float = 1.0, beta: float = 0.0
+) -> Curvature:
+    """1 / c and 1 / d of phi_H at q, or of psi_t = phi_H / eta + phi_L if eta and beta are given.
 
-    psi_t = phi_H / eta + phi_L has c / eta in place of c and d / eta + beta / q^2 in place of d, so the same recursion inverts its Hessian.
+    phi_H has c^-1 = 4 (q(s) - q(s,a))^(3/2) / alpha and d^-1 = 4 q(s,a)^(3/2). psi_t has c / eta in
+    place of c and d / eta + beta / q^2 in place of d, so the same recursion inverts its Hessian.
+
+    Raises:
+        ValueError: if alpha is not positive.
     """
     if not alpha > 0:
-        raise ValueError(f"alpha: the recursion needs a positive number, got {alpha}; with 0 the Hessian is diagonal")
+        raise ValueError(
+            f"alpha: the recursion needs a positive number, got {alpha}; "
+            "with 0 the Hessian is diagonal"
+        )
     eta = torch.as_tensor(eta, dtype=q.dtype, device=q.device)[..., None, None]
     rest = keep("rest", mdp, inflow_rest(mdp, q), 0.0)
-    return Curvature(4 * eta * rest**1.5 / alpha, keep("pair", mdp, q.square() / (q.sqrt() / (4 * eta) + beta), 0.0))
+    return Curvature(
+        4 * eta * rest**1.5 / alpha,
+        keep("pair", mdp, q.square() / (q.sqrt() / (4 * eta) + beta), 0.0),
+    )
 
 
-# -- one layer after the other --------------------------------------------------------------------------------------------
+# -- one layer after the other ---------------------------------------------------------------------
 
 
 class Block(NamedTuple):
-    """N_k = diag(base) + share * core * share', with one row and column of the core a state."""
+    """N_k = diag(base) + share * core * share'; the core has one row and column per state."""
 
     base: Tensor  # (*batch, S_k, A), 1 / (c + d)
     share: Tensor  # (*batch, S_k, A), c / (c + d)
@@ -72,14 +91,18 @@ class Block(NamedTuple):
 
 
 def blocks(mdp: LayeredMDP, curve: Curvature) -> Iterator[Block]:
-    """N_0, N_1, ..., N_{L-1} (`eq:def_N`), factored; each from the one before it alone."""
+    """N_0, N_1, ..., N_{L-1} (`eq:def_N`) in factored form; each needs only the one before."""
     arriving: Tensor | None = None  # G_k
-    for k, (c_inverse, d_inverse) in enumerate(zip(*(mdp.split(part, -2) for part in curve), strict=True)):
+    for k, (c_inverse, d_inverse) in enumerate(
+        zip(*(mdp.split(part, -2) for part in curve), strict=True)
+    ):
         exists = mdp.actions[mdp.layer_slices[k]]
         both = torch.where(exists, c_inverse + d_inverse, 1.0)
         share = d_inverse / both
         if arriving is None:
-            core = torch.zeros(*share.shape[:-1], share.shape[-2], dtype=share.dtype, device=share.device)
+            core = torch.zeros(
+                *share.shape[:-1], share.shape[-2], dtype=share.dtype, device=share.device
+            )
         else:
             core = _core(arriving, torch.where(exists, 1 / both, 0.0).sum(-1))
         block = Block(share * torch.where(exists, c_inverse, 0.0), share, core)
@@ -96,7 +119,10 @@ def _through(kernel: Tensor, block: Block) -> Tensor:
 
 
 def _core(G: Tensor, sigma: Tensor) -> Tensor:
-    """(G^-1 + diag(sigma))^-1 for a G that may be singular: with X = sigma^1/2 G sigma^1/2, sigma^-1/2 (I + X)^-1 X sigma^-1/2."""
+    """(G^-1 + diag(sigma))^-1 for a G that may be singular.
+
+    With X = sigma^1/2 G sigma^1/2 it is sigma^-1/2 (I + X)^-1 X sigma^-1/2.
+    """
     root = sigma.sqrt()
     X = root.unsqueeze(-1) * G * root.unsqueeze(-2)
     identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
@@ -106,7 +132,7 @@ def _core(G: Tensor, sigma: Tensor) -> Tensor:
 
 
 def _spread(share: Tensor) -> Tensor:
-    """`(*batch, S_k, A)` -> `(*batch, S_k A, S_k)`: the entry of (s, a) stands in column s."""
+    """`(*batch, S_k, A)` -> `(*batch, S_k A, S_k)`: the entry of (s, a) goes to column s."""
     identity = torch.eye(share.shape[-2], dtype=share.dtype, device=share.device)
     return (share.unsqueeze(-1) * identity.unsqueeze(-2)).flatten(-3, -2)
 
@@ -117,19 +143,22 @@ def N_diagonal(mdp: LayeredMDP, curve: Curvature) -> Tensor:
 
 
 def inverse_and_diagonal(mdp: LayeredMDP, curve: Curvature) -> tuple[Tensor, Tensor]:
-    """`inverse_hessian` and `N_diagonal` from one walk through the layers."""
+    """`inverse_hessian` and `N_diagonal`, with one pass through the layers."""
     found = list(blocks(mdp, curve))
     return _woodbury(mdp, curve, found), torch.cat([block.diagonal() for block in found], -2)
 
 
-# -- the paper's matrices -------------------------------------------------------------------------------------------------
+# -- the paper's matrices --------------------------------------------------------------------------
 
 
 def N(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
-    """N_k = D_k^-1 - D_k^-1 W_k D_k^-1 for k >= 1, N_0 = M_0^-1; `eq:def_N`, `(*batch, S_k A, S_k A)`.
+    """N_k = D_k^-1 - D_k^-1 W_k D_k^-1, and N_0 = M_0^-1 (`eq:def_N`); `(*batch, S_k A, S_k A)`.
 
-    Read: the proof of `lem:N_properties` writes N_k = ( D_k + ( C_k^-1 + P_k' N_{k-1}^-1 P_k )^-1 )^-1; N_{k-1}^-1 stands there for
-    N_{k-1}, which is the block of M_{k-1}^-1 that P~_k meets.
+    Read: the proof of `lem:N_properties` has ( D_k + ( C_k^-1 + P_k' N_{k-1}^-1 P_k )^-1 )^-1 for
+    N_k. N_{k-1}^-1 there is N_{k-1}, the block of M_{k-1}^-1 that P~_k multiplies.
+
+    Raises:
+        ValueError: if k is not a layer.
     """
     for j, block in enumerate(blocks(mdp, curve)):
         if j == k:
@@ -138,16 +167,20 @@ def N(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
 
 
 def P(mdp: LayeredMDP, k: int) -> Tensor:
-    """P_k((s,a),(s',a')) = P(s' | s,a), `(*batch, S_{k-1} A, S_k A)` for k >= 1; zero in the columns of masked pairs."""
+    """P_k((s,a),(s',a')) = P(s'|s,a) for k >= 1, `(*batch, S_{k-1} A, S_k A)`.
+
+    Columns of masked pairs are zero.
+    """
     to_states = mdp.transitions[k - 1].flatten(-3, -2).repeat_interleave(mdp.num_actions, -1)
     return to_states * mdp.actions[mdp.layer_slices[k]].flatten()
 
 
 def W(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
-    """W_k = ( C_k^-1 + D_k^-1 + P~_k' M_{k-1}^-1 P~_k )^-1 of `lem:M_inverse`, for k >= 1, `(*batch, S_k A, S_k A)`.
+    """W_k = ( C_k^-1 + D_k^-1 + P~_k' M_{k-1}^-1 P~_k )^-1 of `lem:M_inverse`, for k >= 1.
 
-    P~_k has rows for all earlier layers, of which only layer k - 1 is not zero, so P~_k' M_{k-1}^-1 P~_k = P_k' N_{k-1} P_k. Masked pairs
-    have zero rows and columns.
+    Its shape is `(*batch, S_k A, S_k A)`. P~_k has rows for all earlier layers, and only those of
+    layer k - 1 are not zero, so P~_k' M_{k-1}^-1 P~_k = P_k' N_{k-1} P_k. Rows and columns of
+    masked pairs are zero.
     """
     return _weight(mdp, curve, k, N(mdp, curve, k - 1))
 
@@ -164,30 +197,46 @@ def _weight(mdp: LayeredMDP, curve: Curvature, k: int, before: Tensor) -> Tensor
 
 
 def M(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
-    """M_k of `lem:def_M`, `eq:def_M`: all second derivatives within layers 0..k but for what layer k+1 adds; `(*batch, U_{0:k}, U_{0:k})`.
+    """M_k of `lem:def_M`, `eq:def_M`; `(*batch, U_{0:k}, U_{0:k})`.
 
-    Read: I_t in the printed matrix is I_k, and the second definition of P_k there is that of P~_k. Needs finite c and d: two actions in
-    every state and no masks.
+    It has all second derivatives within layers 0, ..., k, without what layer k + 1 adds.
+
+    Read: I_t in the printed matrix is I_k, and the second definition of P_k is that of P~_k.
+
+    Raises:
+        ValueError: if a pair is masked or if there is one action only; c is not finite then.
     """
     if not bool(mdp.actions.all()) or mdp.num_actions == 1:
-        raise ValueError("mdp: M_k is finite only if every state has all of at least two actions; M_inverse always is")
+        raise ValueError(
+            "mdp: M_k is finite only if every state has all of at least two actions; "
+            "M_inverse always is"
+        )
     c, d = (1 / part for part in curve)
     found = torch.diag_embed((c + d)[..., mdp.layer_slices[0], :].flatten(-2))
     for j in range(1, k + 1):
         here = mdp.layer_slices[j]
         arriving = _tilde(mdp, P(mdp, j), j)
-        own = torch.eye(_pairs(mdp, j), dtype=c.dtype, device=c.device).expand(*arriving.shape[:-2], -1, -1)
+        own = torch.eye(_pairs(mdp, j), dtype=c.dtype, device=c.device).expand(
+            *arriving.shape[:-2], -1, -1
+        )
         incoming = torch.cat([arriving, -own], -2)
         grown = torch.nn.functional.pad(found, (0, _pairs(mdp, j), 0, _pairs(mdp, j)))
         below = torch.nn.functional.pad(d[..., here, :].flatten(-2), (found.shape[-1], 0))
-        found = grown + torch.diag_embed(below) + (incoming * c[..., here, :].flatten(-2).unsqueeze(-2)) @ incoming.mT
+        found = (
+            grown
+            + torch.diag_embed(below)
+            + (incoming * c[..., here, :].flatten(-2).unsqueeze(-2)) @ incoming.mT
+        )
     return found
 
 
 def M_inverse(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
-    """M_k^-1 by Woodbury, `lem:M_inverse` (also labelled `lem:M_k_inverse_decomp`), `eq:M_k_inv_decomp`; `(*batch, U_{0:k}, U_{0:k})`.
+    """M_k^-1 by Woodbury, `lem:M_inverse`, `eq:M_k_inv_decomp`; `(*batch, U_{0:k}, U_{0:k})`.
 
-    ( M^-1 - M^-1 P~ W P~' M^-1 ,  M^-1 P~ W D^-1 ; D^-1 W P~' M^-1 ,  D^-1 - D^-1 W D^-1 ) with M = M_{k-1} and P~, W, D of layer k.
+    The lemma has a second label, `lem:M_k_inverse_decomp`. With M = M_{k-1} and P~, W, D of layer
+    k, it is
+
+        ( M^-1 - M^-1 P~ W P~' M^-1 ,  M^-1 P~ W D^-1 ; D^-1 W P~' M^-1 ,  D^-1 - D^-1 W D^-1 ).
 
     Read: M_{t-1} in the first line is M_{k-1}.
     """
@@ -211,7 +260,10 @@ def _woodbury(mdp: LayeredMDP, curve: Curvature, layers: Iterable[Block]) -> Ten
 
 
 def inverse_hessian(mdp: LayeredMDP, curve: Curvature) -> Tensor:
-    """H^-1 = M_{L-1}^-1 (`lem:def_M`, `lem:M_inverse`), `(*batch, SA, SA)`; zero in rows and columns of masked pairs."""
+    """H^-1 = M_{L-1}^-1 (`lem:def_M`, `lem:M_inverse`), `(*batch, SA, SA)`.
+
+    Rows and columns of masked pairs are zero.
+    """
     return M_inverse(mdp, curve, mdp.horizon - 1)
 
 

@@ -1,7 +1,8 @@
-"""The stability term: E |loss_estimate|^2 in the norm of the inverse Hessian, and its bounds (`app:stability_proof`).
+"""The stability term E |loss_estimate|^2 and its bounds (`app:stability_proof`).
 
-H stands for the Hessian of phi_H at q, given by its `curvature`; a statement about the Loewner order, X <= Y, is evaluated at its worst
-direction, as the largest eigenvalue of X - Y against zero, in a scale in which the diagonal of one of them is 1.
+The norm is that of H^-1. H is the Hessian of phi_H at q, given by its `curvature`. A statement
+X <= Y about symmetric matrices is evaluated in its worst direction: the largest eigenvalue of X - Y
+is compared with zero, after a scaling that makes the diagonal of one of the two matrices 1.
 """
 
 from __future__ import annotations
@@ -11,35 +12,46 @@ import math
 import torch
 from torch import Tensor
 
-from torch_occ.marginals import keep
-from torch_occ.mdp import LayeredMDP
-from torch_occ.occupancy import policy_of
+from torch_occ.game.losses import second_moments
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import policy_of
+from torch_occ.regularizers.arguments import keep
 from torch_occ.theory.penalty import outside, reach
 from torch_occ.theory.recursion import Curvature, N, N_diagonal, P, curvature, inverse_hessian
 from torch_occ.theory.statements import Statement, statement
 
-# -- N_k ------------------------------------------------------------------------------------------------------------------
+# -- N_k -------------------------------------------------------------------------------------------
 
 
 def H_and_N(mdp: LayeredMDP, curve: Curvature, k: int, w: Tensor) -> Statement:
-    """`lem:H_and_N`: (0, w_k, 0)' H^-1 (0, w_k, 0) <= w_k' N_k w_k for w `(*batch, S_k, A)`; equal in the last layer."""
+    """`lem:H_and_N`: (0, w_k, 0)' H^-1 (0, w_k, 0) <= w_k' N_k w_k for w `(*batch, S_k, A)`.
+
+    In the last layer the two sides are equal.
+    """
     first = sum(mdp.layer_sizes[:k]) * mdp.num_actions
     here = slice(first, first + mdp.layer_sizes[k] * mdp.num_actions)
     block, w = inverse_hessian(mdp, curve)[..., here, here], w.flatten(-2).unsqueeze(-1)
     left, right = ((w.mT @ x @ w)[..., 0, 0] for x in (block, N(mdp, curve, k)))
-    scale = (w.square().squeeze(-1) * curve.d_inverse[..., mdp.layer_slices[k], :].flatten(-2)).sum(-1)
+    scale = (w.square().squeeze(-1) * curve.d_inverse[..., mdp.layer_slices[k], :].flatten(-2)).sum(
+        -1
+    )
     return statement("lem:H_and_N", left, right, mdp.num_pairs, scale=w.shape[-2] * scale)
 
 
-def N_properties(mdp: LayeredMDP, curve: Curvature, k: int) -> tuple[Statement, Statement, Statement]:
-    """`lem:N_properties`: N_k is positive definite, N_k <= D_k^-1, and N_k <= C_k^-1 + P_k' N_{k-1} P_k (for k = 0, N_0 <= C_0^-1).
+def N_properties(
+    mdp: LayeredMDP, curve: Curvature, k: int
+) -> tuple[Statement, Statement, Statement]:
+    """`lem:N_properties`: 0 < N_k, N_k <= D_k^-1, and N_k <= C_k^-1 + P_k' N_{k-1} P_k.
 
-    Largest eigenvalues of -N_k, N_k - D_k^-1 and N_k - (...), against 0, over the pairs that exist: the first two in the scale of D_k,
-    where D_k^-1 is the identity, the last in that of its right-hand side, whose diagonal becomes 1. If a state has one action, N_k is
-    only positive semi-definite.
+    For k = 0 the last one is N_0 <= C_0^-1. The left sides are the largest eigenvalues of -N_k,
+    N_k - D_k^-1 and N_k - (...), over the pairs that exist, and the right sides are 0. The first
+    two are scaled so that D_k^-1 is the identity, the last one so that the diagonal of its
+    right-hand side is 1. If a state has one action, N_k is only positive semi-definite.
     """
     exists = mdp.actions[mdp.layer_slices[k]].flatten()
-    c_inverse, d_inverse = (part[..., mdp.layer_slices[k], :].flatten(-2)[..., exists] for part in curve)
+    c_inverse, d_inverse = (
+        part[..., mdp.layer_slices[k], :].flatten(-2)[..., exists] for part in curve
+    )
     block = N(mdp, curve, k)[..., exists, :][..., exists]
     other = torch.diag_embed(c_inverse)
     if k:
@@ -47,7 +59,13 @@ def N_properties(mdp: LayeredMDP, curve: Curvature, k: int) -> tuple[Statement, 
         other = other + step.mT @ N(mdp, curve, k - 1) @ step
     diagonal = torch.diag_embed(d_inverse)
     found = [
-        statement(f"lem:N_properties, {name}", _largest_eigenvalue(left - right, scale), 0.0, block.shape[-1], scale=block.shape[-1])
+        statement(
+            f"lem:N_properties, {name}",
+            _largest_eigenvalue(left - right, scale),
+            0.0,
+            block.shape[-1],
+            scale=block.shape[-1],
+        )
         for name, left, right, scale in (
             ("positive", torch.zeros_like(block), block, diagonal),
             ("D", block, diagonal, diagonal),
@@ -58,26 +76,33 @@ def N_properties(mdp: LayeredMDP, curve: Curvature, k: int) -> tuple[Statement, 
 
 
 def _largest_eigenvalue(matrix: Tensor, scale: Tensor) -> Tensor:
-    """Of the matrix with rows and columns divided by the roots of the diagonal of `scale`."""
+    """The largest eigenvalue of the scaled matrix.
+
+    Rows and columns are divided by the square roots of the diagonal of `scale`.
+    """
     diagonal = scale.diagonal(dim1=-2, dim2=-1)
     root = torch.where(diagonal > 0, diagonal, torch.inf).rsqrt()
     return torch.linalg.eigvalsh(root.unsqueeze(-1) * matrix * root.unsqueeze(-2))[..., -1]
 
 
 def quadratic_form_diagonal(matrix: Tensor, w: Tensor) -> Statement:
-    """`lem:quadratic_form_diagonal`: w' M w <= (sum_j w(j)) sum_i M(i,i) w(i) for M >= 0 `(*batch, d, d)` and w >= 0 `(*batch, d)`."""
+    """`lem:quadratic_form_diagonal`: w' M w <= (sum_j w(j)) sum_i M(i,i) w(i).
+
+    M `(*batch, d, d)` is positive semi-definite and w `(*batch, d)` is non-negative.
+    """
     left = torch.einsum("...i,...ij,...j->...", w, matrix, w)
     right = w.sum(-1) * (matrix.diagonal(dim1=-2, dim2=-1) * w).sum(-1)
     return statement("lem:quadratic_form_diagonal", left, right, w.shape[-1] ** 2)
 
 
-# -- the loss estimate ----------------------------------------------------------------------------------------------------
+# -- the loss estimate -----------------------------------------------------------------------------
 
 
 def joint_visits(mdp: LayeredMDP, q: Tensor) -> Tensor:
     """P(both pairs are visited in an episode) / (q(s,a) q(s',a')), `(*batch, SA, SA)`.
 
-    1 / q(s,a) on the diagonal, p^pi(s'|s,a) / q(s') if s' comes later than s, and zero for two pairs of one layer.
+    It is 1 / q(s,a) on the diagonal, p^pi(s'|s,a) / q(s') if s' is in a later layer than s, and
+    zero for two pairs of one layer.
     """
     later = reach_over_q(mdp, q).repeat_interleave(mdp.num_actions, -1)
     single = keep("pair", mdp, 1 / keep("pair", mdp, q, 1.0), 0.0)
@@ -89,29 +114,52 @@ def reach_over_q(mdp: LayeredMDP, q: Tensor) -> Tensor:
     return (reach(mdp, policy_of(mdp, q)) / q.sum(-1)[..., None, None, :]).flatten(-3, -2)
 
 
-def expected_norm(mdp: LayeredMDP, q: Tensor, inverse: Tensor, mean: Tensor, second_moment: Tensor) -> Tensor:
-    """E |loss_estimate|^2 in the norm of `inverse` `(*batch, SA, SA)`, given q and losses with these moments; `(*batch,)`.
+def expected_norm(
+    mdp: LayeredMDP, q: Tensor, inverse: Tensor, mean: Tensor, second_moment: Tensor
+) -> Tensor:
+    """E |loss_estimate|^2 in the norm of `inverse` `(*batch, SA, SA)`, given q; `(*batch,)`.
 
-    The estimate is ell(s,a) 1{visited} / q(s,a), so this is sum_ij inverse_ij P(i and j visited) / (q_i q_j) E[ell_i ell_j], exactly;
-    losses of different pairs are independent given their means `(*batch, S, A)`.
+    `mean` and `second_moment`, both `(*batch, S, A)`, are E[loss] and E[loss^2] of every pair.
+    Losses of different pairs are independent given their means.
     """
-    single = (weighed(mdp, q, inverse.diagonal(dim1=-2, dim2=-1).unflatten(-1, q.shape[-2:])) * second_moment).sum((-2, -1))
-    # Of two different pairs, one comes later; what it adds depends on its action through the inverse and the mean alone.
-    later = (inverse.unflatten(-1, q.shape[-2:]) * mean.unsqueeze(-3)).sum(-1) * reach_over_q(mdp, q)  # (*batch, SA, S)
-    return single + 2 * (mean.flatten(-2) * later.sum(-1)).sum(-1)
+    return norm_of_moments(mdp, q, inverse, second_moments(mean, second_moment))
+
+
+def norm_of_moments(mdp: LayeredMDP, q: Tensor, inverse: Tensor, moments: Tensor) -> Tensor:
+    """E |loss_estimate|^2 in the norm of `inverse`, from the moments E[loss_i loss_j]; `(*batch,)`.
+
+    The estimate is loss(s,a) 1{visited} / q(s,a), so the expectation is exactly
+
+        sum_ij inverse_ij P(i and j are visited) / (q_i q_j) E[loss_i loss_j].
+
+    It is linear in the moments: averages of moments over episodes give the average of the norm.
+    `inverse` and `moments` are `(*batch, SA, SA)`. Of the moments only the entries i <= j are read,
+    as `losses.second_moments` fills them.
+    """
+    product, pairs = inverse * moments, q.shape[-2:]
+    single = weighed(mdp, q, product.diagonal(dim1=-2, dim2=-1).unflatten(-1, pairs))
+    # Of two different pairs one comes later. The probability of meeting it depends on its state.
+    later = product.unflatten(-1, pairs).sum(-1) * reach_over_q(mdp, q)  # (*batch, SA, S)
+    return single.sum((-2, -1)) + 2 * later.sum((-2, -1))
 
 
 def norm(inverse: Tensor, estimate: Tensor) -> Tensor:
-    """|estimate|^2 in the norm of `inverse`: `(*batch, SA, SA)`, `(*batch, S, A)` -> `(*batch,)`."""
+    """|estimate|^2 in the norm of `inverse`, `(*batch,)`.
+
+    The matrix is `(*batch, SA, SA)`, the estimate `(*batch, S, A)`.
+    """
     x = estimate.flatten(-2)
     return (x * (inverse @ x.unsqueeze(-1)).squeeze(-1)).sum(-1)
 
 
-# -- the two steps --------------------------------------------------------------------------------------------------------
+# -- the two steps ---------------------------------------------------------------------------------
 
 
 def first_step_bound(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
-    """L sum_k sum_{(s,a) in U_k} N_k((s,a),(s,a)) / q(s,a), the right-hand side of `lem:stability_first_step`; `(*batch,)`."""
+    """L sum_k sum_{(s,a) in U_k} N_k((s,a),(s,a)) / q(s,a), `(*batch,)`.
+
+    This is the right-hand side of `lem:stability_first_step`.
+    """
     return mdp.horizon * weighed(mdp, q, N_diagonal(mdp, curvature(mdp, q, alpha))).sum((-2, -1))
 
 
@@ -120,20 +168,30 @@ def weighed(mdp: LayeredMDP, q: Tensor, R: Tensor) -> Tensor:
     return keep("pair", mdp, R / keep("pair", mdp, q, 1.0), 0.0)
 
 
-def stability_first_step(mdp: LayeredMDP, q: Tensor, alpha: float, mean: Tensor, second_moment: Tensor) -> Statement:
-    """`lem:stability_first_step`: E |loss_estimate|^2_{H^-1} <= L sum_k sum_{(s,a) in U_k} N_k((s,a),(s,a)) / q(s,a).
+def stability_first_step(
+    mdp: LayeredMDP, q: Tensor, alpha: float, mean: Tensor, second_moment: Tensor
+) -> Statement:
+    """`lem:stability_first_step`: E |loss_estimate|^2_{H^-1} <= `first_step_bound`.
 
-    Read: the norm is printed without its square, and so the statement would be false (for example L = 1, two actions, q = 1/2 each,
-    alpha = 100, loss 1: 0.24 on the left, 0.06 on the right). Its proof, and its use, have the square.
+    Read: the norm is printed without its square, with which the statement is false. For example
+    L = 1, two actions, q = 1/2 each, alpha = 100 and losses of 1 have 0.24 on the left and 0.06 on
+    the right. The proof and the use of the lemma have the square.
     """
-    left = expected_norm(mdp, q, inverse_hessian(mdp, curvature(mdp, q, alpha)), mean, second_moment)
-    # |D^1/2 H^-1 D^1/2| <= 1 and its own rounding, entry by entry, weighed as the sum weighs it.
+    left = expected_norm(
+        mdp, q, inverse_hessian(mdp, curvature(mdp, q, alpha)), mean, second_moment
+    )
+    # The entries of D^1/2 H^-1 D^1/2 are at most 1; each has its own rounding error.
     size = (4 * q.sqrt() * mdp.actions).sum((-2, -1)) * mdp.num_pairs
-    return statement("lem:stability_first_step", left, first_step_bound(mdp, q, alpha), mdp.num_pairs, scale=size)
+    return statement(
+        "lem:stability_first_step", left, first_step_bound(mdp, q, alpha), mdp.num_pairs, scale=size
+    )
 
 
 def second_step_bound(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float) -> Tensor:
-    """8 e L ( sqrt(L) + 1 / (alpha L) ) sum_s sum_{a != pi(s)} sqrt(q(s,a)), the right-hand side of `lem:stability_second_step`."""
+    """8 e L ( sqrt(L) + 1 / (alpha L) ) sum_s sum_{a != pi(s)} sqrt(q(s,a)), `(*batch,)`.
+
+    This is the right-hand side of `lem:stability_second_step`.
+    """
     return 8 * math.e * mdp.horizon * _factor(mdp, alpha) * outside(q.sqrt(), mapping)
 
 
@@ -142,56 +200,95 @@ def _factor(mdp: LayeredMDP, alpha: float) -> float:
 
 
 def stability_second_step(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float) -> Statement:
-    """`lem:stability_second_step`: sum_k sum_{(s,a) in U_k} N_k((s,a),(s,a)) / q(s,a) <= `second_step_bound`, for any mapping."""
+    """`lem:stability_second_step`, for any mapping:
+
+    sum_k sum_{(s,a) in U_k} N_k((s,a),(s,a)) / q(s,a) <= `second_step_bound`.
+    """
     left = first_step_bound(mdp, q, alpha) / mdp.horizon
-    return statement("lem:stability_second_step", left, second_step_bound(mdp, q, mapping, alpha), mdp.num_pairs)
+    return statement(
+        "lem:stability_second_step", left, second_step_bound(mdp, q, mapping, alpha), mdp.num_pairs
+    )
 
 
-def layer_recursion(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float) -> tuple[Statement, Statement, Statement]:
-    """The steps of the proof of `lem:stability_second_step`, with R(s,a) = N_{k(s)}((s,a),(s,a)):
+def layer_recursion(
+    mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float
+) -> tuple[Statement, Statement, Statement]:
+    """The steps of the proof of `lem:stability_second_step`, with R(s,a) = N_{k(s)}((s,a),(s,a)).
 
-    `eq:R0`, in the first layer:   sum_a R / q <= 8 ( sqrt(L) + 1/(alpha L) ) sum_{a != pi(s)} sqrt(q(s,a)),          `(*batch,)`
-    `eq:R`, in layer k >= 1:       sum_{U_k} R / q <= the same over S_k + (1 + 1/L) sum_{U_{k-1}} R / q,              `(*batch, L - 1)`
-    `eq:R_bound`, for every pair:  R(s,a) <= 4 q(s,a)^(3/2), as the worst ratio against 1,                          `(*batch,)`
+    `eq:R0`, in the first layer, `(*batch,)`:
+        sum_a R / q <= 8 ( sqrt(L) + 1/(alpha L) ) sum_{a != pi(s)} sqrt(q(s,a));
+    `eq:R`, in layer k >= 1, `(*batch, L - 1)`:
+        sum_{U_k} R / q <= the same over S_k + (1 + 1/L) sum_{U_{k-1}} R / q;
+    `eq:R_bound`, as the worst ratio over all pairs against 1, `(*batch,)`:
+        R(s,a) <= 4 q(s,a)^(3/2).
 
-    Read: pi(s) in `eq:R0` is pi(s_0), q there is q_t, and with several start states the sum runs over them.
+    Read: pi(s) in `eq:R0` is pi(s_0), and q is q_t. With several start states the sum is over all
+    of them.
     """
     R = N_diagonal(mdp, curvature(mdp, q, alpha))
-    sums = torch.stack([x.sum((-2, -1)) for x in mdp.split(weighed(mdp, q, R), -2)], -1)  # (*batch, L)
+    sums = torch.stack(
+        [x.sum((-2, -1)) for x in mdp.split(weighed(mdp, q, R), -2)], -1
+    )  # (*batch, L)
     left_out = torch.where(mapping > 0, 0.0, q.sqrt())
-    own = 8 * _factor(mdp, alpha) * torch.stack([x.sum((-2, -1)) for x in mdp.split(left_out, -2)], -1)
+    own = (
+        8
+        * _factor(mdp, alpha)
+        * torch.stack([x.sum((-2, -1)) for x in mdp.split(left_out, -2)], -1)
+    )
     worst = (weighed(mdp, q, R) / (4 * keep("pair", mdp, q, 1.0).sqrt())).amax((-2, -1))
     return (
         statement("eq:R0", sums[..., 0], own[..., 0], mdp.num_pairs),
-        statement("eq:R", sums[..., 1:], own[..., 1:] + (1 + 1 / mdp.horizon) * sums[..., :-1], mdp.num_pairs),
+        statement(
+            "eq:R",
+            sums[..., 1:],
+            own[..., 1:] + (1 + 1 / mdp.horizon) * sums[..., :-1],
+            mdp.num_pairs,
+        ),
         statement("eq:R_bound", worst, 1.0, mdp.num_pairs),
     )
 
 
-# -- the lemma ------------------------------------------------------------------------------------------------------------
+# -- the lemma -------------------------------------------------------------------------------------
 
 
 def worst_case_stability(mdp: LayeredMDP) -> float:
-    """4 sqrt(L |S| |A|), the first argument of the min in `lem:key_lemma_bound_stability`; |S| |A| counts the pairs that exist."""
+    """4 sqrt(L |S| |A|), the first argument of the min in `lem:key_lemma_bound_stability`.
+
+    |S| |A| counts the pairs that exist.
+    """
     return 4 * math.sqrt(mdp.horizon * mdp.num_pairs)
 
 
 def stability_bound(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float) -> Tensor:
-    """min( 4 sqrt(L |S| |A|), 8 e L^2 ( sqrt(L) + 1/(alpha L) ) sum_s sum_{a != pi(s)} sqrt(q(s,a)) ) of `lem:key_lemma_bound_stability`.
+    """The right-hand side of `lem:key_lemma_bound_stability`, `(*batch,)`:
+
+        min( 4 sqrt(L |S| |A|),
+             8 e L^2 ( sqrt(L) + 1/(alpha L) ) sum_s sum_{a != pi(s)} sqrt(q(s,a)) ).
 
     Read: a != pi(a) is a != pi(s).
     """
-    return (mdp.horizon * second_step_bound(mdp, q, mapping, alpha)).clamp(max=worst_case_stability(mdp))
+    return (mdp.horizon * second_step_bound(mdp, q, mapping, alpha)).clamp(
+        max=worst_case_stability(mdp)
+    )
 
 
 def bound_on_stability(
     mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float, mean: Tensor, second_moment: Tensor
 ) -> tuple[Statement, Statement]:
-    """`lem:key_lemma_bound_stability`: E |loss_estimate|^2 (norm of the inverse Hessian of phi_H) against each argument of its min."""
+    """`lem:key_lemma_bound_stability`: E |loss_estimate|^2_{H^-1} against each side of the min.
+
+    `mean` and `second_moment` `(*batch, S, A)` are E[loss] and E[loss^2]. The first statement is
+    the worst case, the second one is the adaptive bound.
+    """
     first = stability_first_step(mdp, q, alpha, mean, second_moment)
-    label, adaptive = "lem:key_lemma_bound_stability", mdp.horizon * second_step_bound(mdp, q, mapping, alpha)
+    label, adaptive = (
+        "lem:key_lemma_bound_stability",
+        mdp.horizon * second_step_bound(mdp, q, mapping, alpha),
+    )
     terms, scale = mdp.num_pairs, first.rounding / (4 * mdp.num_pairs * torch.finfo(q.dtype).eps)
     return (
-        statement(f"{label}, worst case", first.left, worst_case_stability(mdp), terms, scale=scale),
+        statement(
+            f"{label}, worst case", first.left, worst_case_stability(mdp), terms, scale=scale
+        ),
         statement(f"{label}, adaptive", first.left, adaptive, terms, scale=scale),
     )

@@ -1,16 +1,17 @@
 """alpha and gamma for stochastic losses (`app:appendix_parameter_choices`).
 
-When every gap is Delta_min and C = 0, the bound is, up to constants, log T / Delta_min times
+If every gap is Delta_min and C = 0, the bound is, up to constants, log T / Delta_min times
 
     f(alpha, gamma) = ( a / gamma + gamma b )^2 |S| |A| + ( (1 + alpha A) sqrt(|S| L) / gamma )^2,
     a = 1 + alpha,    b = L^2 ( sqrt(L) + 1/(alpha L) ).
 
-For a given alpha the best gamma is known: with c^2 = (1 + alpha A)^2 |S| L / (|S||A|),
+For a given alpha the best gamma is known. With c^2 = (1 + alpha A)^2 |S| L / (|S||A|),
 
     f / (|S||A|) = (a^2 + c^2) / gamma^2 + 2 a b + gamma^2 b^2
 
-is least at gamma^2 = sqrt(a^2 + c^2) / b, where it is 2 b (a + sqrt(a^2 + c^2)). All of these are generalized posynomials, so the logarithm
-of what remains is convex in log alpha: its one minimum is found by bisection on the derivative, to the last bit.
+has its minimum 2 b (a + sqrt(a^2 + c^2)) at gamma^2 = sqrt(a^2 + c^2) / b. These are generalized
+posynomials, so the logarithm of the minimum is convex in log alpha. Bisection on its derivative
+finds the best alpha to the last bit.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from torch_occ.mdp import LayeredMDP
+from torch_occ.mdp.layered import LayeredMDP
 
 
 class Tuning(NamedTuple):
-    """The minimizing parameters and the value there; multiply by log T / Delta_min."""
+    """The minimizing parameters and the minimum; multiply it by log T / Delta_min."""
 
     alpha: float
     gamma: float
@@ -30,7 +31,7 @@ class Tuning(NamedTuple):
 
 
 def tuning_objective(mdp: LayeredMDP, alpha: float, gamma: float) -> float:
-    """f(alpha, gamma), the coefficient of log T / Delta_min in `app:appendix_parameter_choices`."""
+    """f(alpha, gamma), the coefficient of log T / Delta_min."""
     L, S, A, pairs = mdp.horizon, mdp.num_states, mdp.num_actions, mdp.num_pairs
     X = (1 + alpha) / gamma + gamma * L**2 * (math.sqrt(L) + 1 / (alpha * L))
     return X**2 * pairs + ((1 + alpha * A) * math.sqrt(S * L) / gamma) ** 2
@@ -58,9 +59,18 @@ def tune_stochastic(mdp: LayeredMDP) -> Tuning:
 
 
 def printed_tuning_order(mdp: LayeredMDP) -> float:
-    """|S| sqrt|A| L^(3/2) ( sqrt|A| L + L^(3/2) + |A| + |A|^(3/4) sqrt(L) ), the order of the minimum as printed.
+    """The order of the minimum as printed:
 
-    Read: A^(3/4) is |A|^(3/4). The true minimum stays within a constant factor of it; the tests measure which.
+        |S| sqrt|A| L^(3/2) ( sqrt|A| L + L^(3/2) + |A| + |A|^(3/4) sqrt(L) ).
+
+    The true minimum is between 2 and 4.6 times it in the tests.
+
+    Read: A^(3/4) is |A|^(3/4).
     """
     L, A = mdp.horizon, mdp.num_actions
-    return mdp.num_pairs / math.sqrt(A) * L**1.5 * (math.sqrt(A) * L + L**1.5 + A + A**0.75 * math.sqrt(L))
+    return (
+        mdp.num_pairs
+        / math.sqrt(A)
+        * L**1.5
+        * (math.sqrt(A) * L + L**1.5 + A + A**0.75 * math.sqrt(L))
+    )

@@ -1,0 +1,298 @@
+"""Is a certified step ever wrong, and how often is a step not certified? Random FTRL steps.
+
+Random MDPs, losses and parameters, cold and warm starts, for every family of regularizers. Every
+certified answer is judged in extended precision by code that shares nothing with the solver
+(experiments/fuzz_judge.py). The certificate claims that q is right up to a relative error of about
+its dual residual. An answer is wrong if the largest relative error of a q(s,a) exceeds 1e-10 and
+ten times that claim: ten, because the residual is measured pair by pair, and the errors of pairs
+add up along an episode. What the judge cannot settle in long double is judged with 60 digits; what
+is not settled there either is counted as unjudged. In every batch some answers are falsified by
+1e-6 on purpose, and the judge has to find them.
+
+The exit code is 1 if an answer is wrong or unjudged, or if a falsified one was not found. Problems
+worth a look are kept in `problems/`; `--replay <file>` solves and judges one of them again.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import tyro
+
+import torch_occ as occ
+from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
+from experiments.fuzz_figures import Points, draw_errors
+from experiments.fuzz_judge import EXACT, FAST, extended
+from experiments.fuzz_newton import judge
+from experiments.fuzz_problems import FAMILIES, Backend, Batch, Kind, draw, neighbours
+from experiments.fuzz_trials import HARMLESS, SAMPLE, SLACK, Tally, is_wrong, try_batch
+from experiments.games import write_configuration, write_text
+
+KINDS: tuple[Kind, ...] = ("reasonable", "extreme")
+FAILURES = tuple(status for status in occ.Status if status != occ.Status.CONVERGED)
+
+
+@dataclass(frozen=True)
+class Args:
+    """How long, and over what."""
+
+    steps: int = 1_000_000
+    """of all families and kinds together"""
+    seed: int = 0
+    """of the campaign; the same steps whatever the number of processes is"""
+    regularizers: tuple[str, ...] = tuple(FAMILIES)
+    """families to try"""
+    kind: Literal["reasonable", "extreme", "both"] = "both"
+    """losses like t * mean, or up to 1e12 in size"""
+    backend: Literal["engine", "torch", "both"] = "engine"
+    """who solves"""
+    seconds: float = 0.0
+    """stop after so long; 0 is never"""
+    batch: int = 256
+    """cold starts over one MDP; as many warm starts follow where they succeed"""
+    processes: int = 2
+    """that work at the same time"""
+    keep: int = 3
+    """problems kept of each sort of failure"""
+    replay: Path | None = None
+    """solve and judge the problem in this file, and nothing else"""
+    root: Path = Path("runs")
+    """where the run's directory goes"""
+
+    def __post_init__(self) -> None:
+        for name in self.regularizers:
+            if name not in FAMILIES:
+                known = ", ".join(FAMILIES)
+                raise ValueError(f"regularizers: {name} is not a family; choose among {known}")
+        for name in ("steps", "batch", "processes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        return KINDS if self.kind == "both" else (self.kind,)
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        return ("engine", "torch") if self.backend == "both" else (self.backend,)
+
+
+class Cell(NamedTuple):
+    """What is counted together."""
+
+    family: str
+    kind: Kind
+    backend: Backend
+
+    @property
+    def order(self) -> tuple[int, str, int]:
+        """Where it stands in tables."""
+        return list(FAMILIES).index(self.family), self.backend, KINDS.index(self.kind)
+
+
+Tallies = dict[Cell, Tally]
+
+
+# -- the campaign ---------------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """A batch of cold starts, and the warm starts that follow."""
+
+    args: Args
+    family: str
+    kind: Kind
+    number: int
+
+
+def warm_up(args: Args) -> None:
+    """Compile before the clock runs."""
+    torch.set_num_threads(1)  # the processes share the cores
+    random = np.random.default_rng(0)
+    batch = draw(random, "tsallis", "reasonable", 2)
+    for mdp in (batch.mdp.to_dense(), batch.mdp.to_sparse()):
+        for backend in args.backends:
+            replace(batch, mdp=mdp).solve(backend)
+
+
+def play(task: Task) -> Tallies:
+    """Everything about one random MDP."""
+    args, tallies = task.args, {}
+    family, kind = list(FAMILIES).index(task.family), KINDS.index(task.kind)
+    for backend in args.backends:
+        random = np.random.default_rng([args.seed, family, kind, task.number])
+        cold = draw(random, task.family, task.kind, args.batch)
+        found, solution = try_batch(random, cold, backend)
+        warm = neighbours(random, cold, solution.q.numpy(), solution.converged.numpy())
+        if len(warm.t):
+            more, _ = try_batch(random, warm, backend)
+            found.add(more)
+            found.failures += more.failures
+        tallies[Cell(task.family, task.kind, backend)] = found
+    return tallies
+
+
+def tasks(args: Args) -> Iterator[Task]:
+    """All batches, the families in turns."""
+    cells = len(args.regularizers) * len(args.kinds) * len(args.backends)
+    for number in range(max(1, round(args.steps / (cells * 2 * args.batch)))):
+        for family in args.regularizers:
+            for kind in args.kinds:
+                yield Task(args, family, kind, number)
+
+
+def results(args: Args) -> Iterator[Tallies]:
+    """Of all batches, from several processes, until the time is up."""
+    end = time.monotonic() + args.seconds if args.seconds > 0 else float("inf")
+    waiting = tasks(args)
+    if args.processes < 2:
+        warm_up(args)
+        for task in waiting:
+            yield play(task)
+            if time.monotonic() > end:
+                return
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.processes, spawn, warm_up, (args,)) as pool:
+        running: set[Future[Tallies]] = set()
+        running |= {pool.submit(play, task) for task in islice(waiting, 2 * args.processes)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            if time.monotonic() <= end:
+                running |= {pool.submit(play, task) for task in islice(waiting, len(done))}
+            for future in done:
+                yield future.result()
+
+
+def campaign(args: Args, directory: Path) -> Tallies:
+    """Play everything; problems are written as they come."""
+    total: Tallies = {}
+    kept: dict[tuple[Cell, str], int] = {}
+    last = time.monotonic()
+    for tallies in results(args):
+        for cell, found in tallies.items():
+            total.setdefault(cell, Tally()).add(found)
+            for sort, what, problem in found.failures:
+                count = kept[cell, sort] = kept.get((cell, sort), 0) + 1
+                if count <= args.keep:
+                    name = "_".join([*cell, sort, f"{count}.npz"])
+                    problem.save(directory / "problems" / name, what=what)
+        if time.monotonic() - last > 30:
+            last = time.monotonic()
+            steps = sum(x.steps for x in total.values())
+            wrong = sum(x.wrong for x in total.values())
+            print(f"  {steps:,} steps, {wrong} certified answers wrong", flush=True)
+    return dict(sorted(total.items(), key=lambda item: item[0].order))
+
+
+# -- the report -----------------------------------------------------------------------------------
+
+
+def label(args: Args, cell: Cell) -> str:
+    """The row of a cell."""
+    return FAMILIES[cell.family].label + (f" ({cell.backend})" if len(args.backends) > 1 else "")
+
+
+def summary(args: Args, tallies: Tallies) -> str:
+    """The table of what is not as it should be, family by kind."""
+    rows: dict[str, list[str]] = {}
+    for cell, found in tallies.items():
+        failed = [status for status in FAILURES if found.statuses[status]]
+        names = [status.name.lower().replace("_", " ") for status in failed]
+        parts = [f"{found.share(x):.2g} {name}" for x, name in zip(failed, names, strict=True)]
+        parts += [f"{found.wrong} wrong"] if found.wrong else []
+        parts += [f"{found.unjudged} unjudged"] if found.unjudged else []
+        rows.setdefault(label(args, cell), []).append(", ".join(parts) or "0")
+    header = ["family", *args.kinds]
+    return table(header, [[name, *cells] for name, cells in rows.items()], range(len(header)))
+
+
+def details(tallies: Tallies) -> list[dict[str, str | int | float]]:
+    """All figures, one row for each cell."""
+    rows: list[dict[str, str | int | float]] = []
+    for cell, x in tallies.items():
+        row: dict[str, str | int | float] = {**cell._asdict(), "steps": x.steps}
+        row |= {status.name.lower(): float(f"{x.share(status):.3g}") for status in FAILURES}
+        row |= {"certified": x.certified, "judged": len(x.errors) - x.unjudged}
+        row |= {"unjudged": x.unjudged, "wrong": x.wrong}
+        row |= {"largest_error": float(f"{x.largest:.2g}"), "rechecked": x.rechecked}
+        row |= {"planted": x.planted, "missed": x.missed}
+        row |= {"steps_per_second": round(x.steps / x.solving)}
+        rows.append(row | {"judged_per_second": round(len(x.errors) / max(x.judging, 1e-9))})
+    return rows
+
+
+def conclude(tallies: Iterable[Tally]) -> tuple[str, int]:
+    """The verdict in a sentence, and the exit code."""
+    x = Tally()
+    for other in tallies:
+        x.add(other)
+    text = (
+        f"{x.steps:,} steps, {x.certified:,} certified, {len(x.errors) - x.unjudged:,} of them "
+        f"judged ({x.rechecked} with 60 digits): {x.wrong} wrong, {x.unjudged} unjudged; "
+        f"{x.planted - x.missed:,} of {x.planted:,} planted errors found.\n"
+        f"Solving took {seconds(x.solving)} of one core, judging {seconds(x.judging)}."
+    )
+    return text, int(x.wrong > 0 or x.unjudged > 0 or x.missed > 0)
+
+
+def replay(args: Args, path: Path) -> int:
+    """One problem again: what each backend says, and what is true. 1 if a certificate is wrong."""
+    batch, failed = Batch.load(path), False
+    parameters = ", ".join(f"{name} = {x[0]:g}" for name, x in batch.parameters.items())
+    print(f"{path}: {FAMILIES[batch.family].label}, {batch.mdp}")
+    print(f"  t = {batch.t[0]:g}, {parameters}, {'cold' if batch.start is None else 'warm'} start")
+    for backend in args.backends:
+        solution = batch.solve(backend)
+        status, claim = occ.Status(int(solution.status[0])), solution.dual_residual.numpy()
+        smallest = float(solution.q[:, batch.mdp.actions].min())
+        print(f"  {backend}: {status.name} after {int(solution.steps[0])} steps,", end=" ")
+        print(f"dual residual {claim[0]:.1e}, smallest q {smallest:.1e}")
+        for arithmetic in (FAST, EXACT) if extended() else (EXACT,):
+            model, terms = batch.model(arithmetic), batch.terms(arithmetic)
+            error = judge(model, terms, batch.loss, solution.q.numpy())
+            wrong = status == occ.Status.CONVERGED and bool(is_wrong(error, claim)[0])
+            verdict = ": certified and wrong" if wrong else ""
+            print(f"    error of q {error[0]:.2e} in {arithmetic.name}{verdict}")
+        failed = failed or wrong or (status == occ.Status.CONVERGED and bool(np.isnan(error[0])))
+    return int(failed)
+
+
+def main(args: Args) -> int:
+    """Play, judge, write, and return the exit code."""
+    if args.replay is not None:
+        return replay(args, args.replay)
+    directory = run_directory(args.root, "fuzz", args.seed)
+    write_configuration(directory, args)
+    print(f"{args.steps:,} steps; {machine()}", flush=True)
+    if not extended():
+        print(f"Long double is no longer than double here: only {SAMPLE} certified answers of")
+        print("each batch are judged, with 60 digits.", flush=True)
+    tallies = campaign(args, directory)
+    rows = details(tallies)
+    sentence, code = conclude(tallies.values())
+    lines = [[str(x) for x in row.values()] for row in rows]
+    report = f"{summary(args, tallies)}\n\n{sentence}\n\n{table(list(rows[0]), lines, range(3))}"
+    write_text(directory / "fuzz.md", report)
+    write_csv(directory / "fuzz.csv", rows)
+    points: Points = {}
+    for cell, x in tallies.items():
+        points[label(args, cell), cell.kind] = x.errors, x.claims
+    write_figure(directory / "fuzz.png", draw_errors(points, HARMLESS, SLACK))
+    print(f"\n{report}\n\nThe figure is {directory / 'fuzz.png'};", end=" ")
+    print(f"problems worth a look are in {directory / 'problems'}.")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Args, description=__doc__)))

@@ -1,0 +1,228 @@
+"""The experiment fuzz in small; its judge against an oracle, 60 digits and planted errors."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from many_digits import Oracle
+from mpmath import mp
+
+import torch_occ as occ
+from experiments import fuzz, fuzz_newton, fuzz_trials
+from experiments.fuzz_judge import CAREFUL, EXACT, FAST, shape
+from experiments.fuzz_newton import judge
+from experiments.fuzz_problems import FAMILIES, Batch, draw, neighbours
+from experiments.fuzz_trials import is_wrong, try_batch
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def errors_of(batch, q, arithmetic=FAST):
+    return judge(batch.model(arithmetic), batch.terms(arithmetic), batch.loss, q)
+
+
+def one(family, mdp, loss, t=1.0, **parameters):
+    """A batch of one step."""
+    arrays = {name: np.array([value]) for name, value in parameters.items()}
+    return Batch(family, mdp, np.asarray(loss, dtype=float)[None], np.array([t]), arrays)
+
+
+def small(root, kind, *families):
+    """A campaign of 8 cold and up to 8 warm starts in each cell."""
+    return fuzz.Args(steps=1, batch=8, processes=1, regularizers=families, kind=kind, root=root)
+
+
+def bandit(*losses):
+    mdp = occ.LayeredMDP([torch.ones(1, len(losses), 1, dtype=torch.float64)])
+    return mdp, [list(losses)]
+
+
+# -- the campaign ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family):
+    """Reasonable steps are right; nothing stays unjudged; planted errors are found everywhere."""
+    for kind in ("reasonable", "extreme"):
+        for seed in (15, 16, 17):
+            random = np.random.default_rng(seed)
+            cold = draw(random, family, kind, 40)
+            found, solution = try_batch(random, cold, "engine")
+            warm = neighbours(random, cold, solution.q.numpy(), solution.converged.numpy())
+            assert (warm.t == cold.t[solution.converged.numpy()] + 1).all()
+            more, _ = try_batch(random, warm, "engine")
+            found.add(more)
+            assert len(found.errors) == found.certified > 0
+            assert found.unjudged == found.missed == 0
+            assert found.planted == 4
+            assert kind == "extreme" or found.wrong == 0
+
+
+def test_the_torch_path_is_tried_too():
+    task = fuzz.Task(fuzz.Args(batch=5, backend="both"), "jin_luo", "reasonable", 0)
+    tallies = fuzz.play(task)
+    steps = {cell.backend: found.steps for cell, found in tallies.items()}
+    assert steps == {"engine": 10, "torch": 10}
+    again = fuzz.play(task)
+    for cell, found in tallies.items():
+        assert np.array_equal(found.errors, again[cell].errors)
+
+
+def test_from_the_command_line(tmp_path, capsys):
+    code = fuzz.main(small(tmp_path, "both", "tsallis", "shannon"))
+    (directory,) = tmp_path.iterdir()
+    assert (directory / "fuzz.png").read_bytes().startswith(PNG)
+    report = (directory / "fuzz.md").read_text()
+    assert report in capsys.readouterr().out
+    assert "| Tsallis 1/2 |" in report
+    with (directory / "fuzz.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    cells = [(row["family"], row["kind"]) for row in rows]
+    assert cells == [(a, b) for a in ("tsallis", "shannon") for b in ("reasonable", "extreme")]
+    assert all(row["judged"] == row["certified"] for row in rows)
+    assert code == int(any(row["wrong"] != "0" for row in rows))
+
+
+def test_a_wrong_certificate_ends_with_an_error_and_can_be_replayed(tmp_path, monkeypatch):
+    solve = Batch.solve
+
+    def slightly_off(batch, backend):
+        solution = solve(batch, backend)
+        first = (torch.arange(solution.q.shape[-1]) == 0).double()
+        return solution._replace(q=solution.q * (1 + 1e-8 * first))
+
+    monkeypatch.setattr(Batch, "solve", slightly_off)
+    assert fuzz.main(small(tmp_path, "reasonable", "jin_luo")) == 1
+    path = next(tmp_path.glob("*/problems/jin_luo_reasonable_engine_wrong_1.npz"))
+    assert fuzz.main(fuzz.Args(replay=path)) == 1
+    monkeypatch.undo()
+    assert fuzz.main(fuzz.Args(replay=path)) == 0
+
+
+def test_what_does_not_settle_is_counted_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz_newton, "STEPS", dict.fromkeys(fuzz_newton.STEPS, 0))
+    assert fuzz.main(small(tmp_path, "reasonable", "tsallis")) == 1
+    (report,) = tmp_path.glob("*/fuzz.md")
+    assert "16 unjudged" in report.read_text()
+    assert len(list(tmp_path.glob("*/problems/*_unjudged_*.npz"))) == 3
+
+
+def test_without_long_double_a_sample_is_judged_with_60_digits(monkeypatch):
+    monkeypatch.setattr(fuzz_trials, "extended", lambda: False)
+    random = np.random.default_rng(3)
+    found, _ = try_batch(random, draw(random, "tsallis", "reasonable", 9), "engine")
+    assert found.certified == 9
+    assert fuzz_trials.SAMPLE <= len(found.errors) < 9
+    assert found.rechecked == len(found.errors) + found.planted
+    assert found.wrong == found.unjudged == found.missed == 0
+
+
+def test_problems_are_kept_as_they_are(tmp_path):
+    random = np.random.default_rng(5)
+    for family in FAMILIES:
+        batch = draw(random, family, "extreme", 3)
+        batch = neighbours(random, batch, np.ones_like(batch.loss), np.array([True, False, True]))
+        batch.save(tmp_path / "a.npz", "something")
+        again = Batch.load(tmp_path / "a.npz")
+        assert (again.family, again.mdp.is_sparse) == (family, batch.mdp.is_sparse)
+        before, after = (x.mdp.to_dense().transitions for x in (batch, again))
+        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+        for name in ("loss", "t", "start"):
+            assert np.array_equal(getattr(batch, name), getattr(again, name))
+        assert batch.parameters.keys() == again.parameters.keys()
+
+
+@pytest.mark.parametrize("wrong", [{"regularizers": ("tsalis",)}, {"steps": 0}, {"processes": 0}])
+def test_arguments_are_checked(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        fuzz.Args(**wrong)
+
+
+# -- the judge ------------------------------------------------------------------------------------
+
+
+def dyadic(seed):
+    """An MDP whose rows sum to one exactly, so that there is one way to read them."""
+    random = np.random.default_rng(seed)
+    sizes, tables = [2, 3, 2], []
+    for here, there in zip(sizes, [3, 2, 1], strict=True):
+        counts = random.multinomial(8, np.full(there, 1 / there), size=(here, 3))
+        tables.append(torch.from_numpy(counts / 8))
+    actions = torch.ones(7, 3, dtype=torch.bool)
+    actions[1, 0] = actions[3, 1] = actions[3, 2] = False
+    initial = torch.tensor([0.25, 0.75], dtype=torch.float64)
+    return occ.LayeredMDP(tables, actions=actions, initial=initial).prune()
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e12])
+@pytest.mark.parametrize("kind", ["hybrid", "complement", "shannon"])
+def test_against_an_oracle_with_40_digits(kind, offset):
+    """The errors that the judge finds are the distance to a solution found in another way."""
+    mdp = dyadic(1)
+    random = np.random.default_rng(2)
+    loss = offset + np.round(2**12 * 30 * random.random((mdp.num_states, mdp.num_actions))) / 2**12
+    theta = {"alpha": 0.7, "beta": 0.5, "gamma": 1.2}
+    family = {"hybrid": "jin_luo", "complement": "complement", "shannon": "shannon"}[kind]
+    names = FAMILIES[family].parameters
+    batch = one(family, mdp, loss, t=7.0, **{name: theta[name] for name in names})
+    near = one(family, mdp, loss - offset, t=7.0, **{name: theta[name] for name in names})
+    start = near.solve("engine").q[0]  # 1e12 is not what the oracle's start is about
+    with mp.workdps(60):  # 1e12 takes some of them
+        truth, _ = Oracle(mdp, torch.from_numpy(loss), theta | {"t": 7.0}, kind).solve(start)
+    q = np.zeros((1, *loss.shape))
+    q[0, mdp.actions.numpy()] = [float(x) for x in truth]
+    for arithmetic in (FAST, CAREFUL, EXACT):
+        assert errors_of(batch, q, arithmetic)[0] < 3e-16
+        for size in (1e-3, 1e-6, 1e-12):
+            noise = size * random.uniform(-1, 1, q.shape)
+            expected = abs(np.log1p(noise[0][mdp.actions.numpy()])).max()
+            found = errors_of(batch, q * (1 + noise), arithmetic)[0]
+            assert found == pytest.approx(expected, rel=1e-3, abs=5e-16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_double_agrees_with_60_digits(family):
+    """On the solver's own answers and on answers moved along Omega, in extreme problems too."""
+    for kind in ("reasonable", "extreme"):
+        random = np.random.default_rng(7)
+        batch = draw(random, family, kind, 12)
+        while not 4 <= batch.mdp.num_pairs <= 14 or batch.mdp.num_pairs == batch.mdp.num_states:
+            batch = draw(random, family, kind, 12)
+        solution = batch.solve("engine")
+        chosen = np.flatnonzero(solution.converged.numpy())[:2]
+        batch, q = batch.take(chosen), solution.q[torch.from_numpy(chosen)]
+        noise = torch.from_numpy(random.uniform(-1e-6, 1e-6, q.shape))
+        moved = occ.occupancy(batch.mdp, occ.policy_of(batch.mdp, q * (1 + noise)))
+        for given in (q.numpy(), moved.numpy()):
+            found, truth = errors_of(batch, given), errors_of(batch, given, EXACT)
+            assert np.allclose(found, truth, rtol=1e-6, atol=2e-16)
+        assert is_wrong(truth, np.full(len(truth), 4e-11)).all()
+
+
+def test_an_offset_of_a_layer_moves_nothing():
+    """Rows of P sum to one only up to rounding; 1e12 times that would be 1e-4."""
+    mdp = occ.LayeredMDP.random(4, 3, 3, seed=1)
+    random = np.random.default_rng(0)
+    loss = np.round(2**10 * random.random((mdp.num_states, 3))) / 2**10
+    offset = 2.0**40 * (mdp.layer.numpy() % 2)[:, None]
+    model = one("tsallis", mdp, loss, gamma=1.0).model(FAST)
+    for x, y in zip(shape(model, loss[None]), shape(model, (loss + offset)[None]), strict=True):
+        assert abs(x - y).max() < 1e-18
+        assert (x >= 0).all()
+
+
+def test_zeros_where_doubles_end():
+    """q = 0 is right where the solution is below 1e-300, and nowhere else."""
+    mdp, loss = bandit(0.0, 800.0, 1e12)
+    batch = one("shannon", mdp, loss, gamma=1.0)
+    assert errors_of(batch, np.array([[[1.0, 0.0, 0.0]]]))[0] == 0
+    assert errors_of(batch, np.array([[[1.0, 1e-310, 1e-305]]]))[0] == 0
+    assert errors_of(batch, np.array([[[1.0, 0.0, 1e-290]]]))[0] == pytest.approx(10 * np.log(10))
+    mdp, loss = bandit(0.0, 600.0)
+    batch = one("shannon", mdp, loss, gamma=1.0)
+    assert errors_of(batch, np.array([[[1.0, np.exp(-600.0)]]]))[0] < 1e-13
+    assert errors_of(batch, np.array([[[1.0, 0.0]]]))[0] > 90
+    mdp, loss = bandit(0.0, 1.0)  # far from the solution: an error of order one, found all the same
+    batch = one("log_barrier", mdp, loss, beta=1e-12)
+    assert errors_of(batch, np.array([[[0.5, 0.5]]]))[0] == pytest.approx(np.log(0.5e12), rel=1e-6)

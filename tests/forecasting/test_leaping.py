@@ -1,0 +1,243 @@
+"""Leaping: leaps of one episode are the algorithm, both backends agree, and the reparametrized kind has the gradients of its own value."""
+
+import math
+
+import pytest
+import torch
+
+import torch_occ as occ
+from torch_occ.forecasting.torch_leaps import _multinomial, longest_leap
+from torch_occ.step.implicit import Setting
+
+
+def world(seed=0, shape=(2, 2, 2)):
+    mdp = occ.LayeredMDP.random(*shape, seed=seed)
+    mean = torch.rand(
+        mdp.num_states,
+        mdp.num_actions,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    return mdp, mean
+
+
+def apart(a, b):
+    """The difference of two means in standard errors."""
+    return float((a.mean() - b.mean()).abs() / (a.var() / len(a) + b.var() / len(b)).sqrt())
+
+
+class Halfway(occ.CentredEstimator):
+    """A baseline of 1/2 everywhere, which no engine knows of."""
+
+    def baseline(self, q, t):
+        return torch.full_like(q, 0.5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+@pytest.mark.parametrize("estimator", [None, occ.ReducedVariance(occ.InverseSqrt(0.2))])
+def test_leaps_of_one_episode_are_the_algorithm(backend, estimator):
+    mdp, mean = world()
+    psi = occ.jin_luo(mdp, beta=0.1, gamma=2.0)
+    found = occ.leap(
+        mdp, psi, mean, 60, estimator=estimator, particles=128, accuracy=1e-9, backend=backend
+    )
+    assert found.leaps.tolist() == [60] * 128
+    played = occ.simulate(
+        mdp,
+        occ.FTRL(mdp, psi, estimator),
+        occ.BernoulliLosses(mean),
+        60,
+        range(128),
+        checkpoints=[60],
+    )
+    assert apart(found.regret[:, -1], played.regret[:, -1]) < 4
+    # The spread of the runs is the same too.
+    assert float(found.regret[:, -1].std() / played.regret[:, -1].std()) == pytest.approx(
+        1, abs=0.35
+    )
+
+
+def test_backends_agree_and_leaps_grow_like_the_logarithm():
+    mdp, mean = world(1)
+    psi = occ.jin_luo(mdp, beta=0.5, gamma=1.0)
+    compiled = occ.leap(mdp, psi, mean, 10**4, particles=128)
+    plain = occ.leap(mdp, psi, mean, 10**4, particles=48, backend="torch")
+    assert apart(compiled.regret[:, -1], plain.regret[:, -1]) < 4
+    assert float(compiled.leaps.double().mean()) == pytest.approx(
+        float(plain.leaps.double().mean()), rel=0.1
+    )
+    much_longer = occ.leap(mdp, psi, mean, 10**8, particles=8)
+    assert float(much_longer.leaps.double().mean()) < 3.5 * float(compiled.leaps.double().mean())
+    assert int(much_longer.uncertified.sum()) == 0
+
+
+def test_a_baseline_of_ones_own_is_leapt_with_in_torch():
+    mdp, mean = world(1)
+    psi = occ.ConditionalEntropy() / occ.InverseSqrt(0.3) + occ.LogBarrier(0.5)
+    everywhere = occ.ReducedVariance(occ.InverseSqrt(1e-6))
+    own = occ.leap(mdp, psi, mean, 3000, estimator=Halfway(), particles=48)
+    known = occ.leap(mdp, psi, mean, 3000, estimator=everywhere, particles=48, backend="torch")
+    assert torch.equal(own.regret, known.regret)
+    compiled = occ.leap(mdp, psi, mean, 3000, estimator=everywhere, particles=128, backend="engine")
+    played = occ.simulate(
+        mdp,
+        occ.FTRL(mdp, psi, everywhere),
+        occ.BernoulliLosses(mean),
+        3000,
+        range(64),
+        checkpoints=[3000],
+    )
+    assert apart(compiled.regret[:, -1], own.regret[:, -1]) < 4
+    assert apart(compiled.regret[:, -1], played.regret[:, -1]) < 4
+    with pytest.raises(ValueError, match="the engine does not know the estimator Halfway"):
+        occ.leap(mdp, psi, mean, 10, estimator=Halfway(), backend="engine")
+
+
+@pytest.mark.parametrize("estimator", [None, occ.ReducedVariance(occ.InverseSqrt(0.01))])
+def test_leaping_forecasts_the_under_regularized_corner(estimator):
+    mdp, mean = world(0)
+    psi = occ.jin_luo(mdp, beta=0.05, gamma=3.0)
+    learner = occ.FTRL(mdp, psi, estimator)
+    played = occ.simulate(
+        mdp, learner, occ.BernoulliLosses(mean), 2000, range(64), checkpoints=[2000]
+    ).regret[:, -1]
+    found = occ.predict(mdp, psi, mean, 2000, estimator=estimator, particles=256)
+    assert found.method == "leaping"
+    error = math.hypot(float(found.standard_error), float(played.std()) / 8)
+    assert abs(float(found.regret) - float(played.mean())) < 3 * error + 0.07 * float(played.mean())
+    assert occ.predict(mdp, occ.jin_luo(mdp, beta=20.0), mean, 2000).method == "mean path"
+
+
+def test_leaping_sees_what_a_visit_without_loss_overturns():
+    mdp, mean = world(1)
+    psi = occ.ConditionalEntropy() / occ.InverseSqrt(0.5) + occ.LogBarrier(0.1)
+    baseline = occ.ReducedVariance(occ.InverseSqrt(1e-3))
+    played = occ.simulate(
+        mdp,
+        occ.FTRL(mdp, psi, baseline),
+        occ.BernoulliLosses(mean),
+        3000,
+        range(128),
+        checkpoints=[3000],
+    )
+    found = occ.leap(mdp, psi, mean, 3000, estimator=baseline, particles=256, accuracy=0.25)
+    assert apart(found.regret[:, -1], played.regret[:, -1]) < 4
+    with torch.no_grad():
+        path = occ.forecast(mdp, psi, mean, 3000, estimator=baseline)
+    assert bool(path.reliable)  # by its own noise, which knows nothing of rare events
+    assert float(path.final) < 0.85 * float(found.final)
+    assert occ.predict(mdp, psi, mean, 3000, estimator=baseline, particles=16).method == "leaping"
+    assert (
+        occ.predict(mdp, psi, mean, 3000, estimator=occ.ImportanceWeighted(), particles=16).method
+        == "mean path"
+    )
+
+
+@pytest.mark.bits
+def test_same_seed_same_bits():
+    mdp, mean = world()
+    psi = occ.jin_luo(mdp, beta=1.0)
+    for backend in ("engine", "torch"):
+        first, second = (
+            occ.leap(mdp, psi, mean, 500, particles=6, seed=7, backend=backend).regret
+            for _ in range(2)
+        )
+        assert torch.equal(first, second)
+        assert not torch.equal(
+            first, occ.leap(mdp, psi, mean, 500, particles=6, seed=8, backend=backend).regret
+        )
+
+
+def test_phases_are_leapt_through_against_the_best_policy_in_hindsight():
+    mdp, mean = world(1)
+    psi = occ.jin_luo(mdp, beta=5.0, gamma=0.5)
+    losses = occ.SwitchingLosses(torch.stack([mean, 1 - mean]), 300, noise="bernoulli")
+    played = occ.simulate(
+        mdp, occ.FTRL(mdp, psi), losses, 1000, range(64), checkpoints=[300, 600, 1000]
+    )
+    found = occ.leap(mdp, psi, losses, 1000, particles=128, accuracy=0.25)
+    for i, t in enumerate(played.episodes.tolist()):
+        mine = found.regret[:, found.episodes == t].squeeze(-1)
+        assert apart(mine, played.regret[:, i]) < 4.5
+
+
+def test_multinomial_counts():
+    generator = torch.Generator().manual_seed(0)
+    probabilities = torch.tensor([0.2, 0.0, 0.5, 0.3], dtype=torch.float64).expand(4000, 4)
+    drawn = _multinomial(torch.full((4000,), 10.0, dtype=torch.float64), probabilities, generator)
+    assert torch.equal(drawn.sum(-1), torch.full((4000,), 10.0, dtype=torch.float64))
+    assert torch.allclose(drawn.mean(0), 10 * probabilities[0], atol=0.15)
+    assert torch.allclose(drawn.var(0), 10 * probabilities[0] * (1 - probabilities[0]), atol=0.25)
+
+
+def test_the_longest_leap_is_what_keeps_q_from_changing():
+    mdp, mean = world(0, (2, 2, 3))
+    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.5))
+    t = torch.tensor(200.0, dtype=torch.float64)
+    q = step(200 * mean, t).detach()
+    bound = Setting(mdp, step.evaluator, False).bind([t, *step.evaluator.own_parameters])
+    hessian = bound.deriver(torch.Size())(q).hessian
+    short, long = (float(longest_leap(mdp, hessian, q, accuracy)) for accuracy in (0.01, 0.02))
+    assert 2 * short - 1e-9 <= long <= 4 * short + 1e-9
+    # A force of one for that many episodes on a single pair moves it by no more than a small multiple of the accuracy.
+    for s in range(mdp.num_states):
+        for a in range(mdp.num_actions):
+            pushed = 200 * mean
+            pushed[s, a] += short
+            assert abs(float(step(pushed, t)[s, a].detach() / q[s, a]) - 1) < 0.05
+
+
+@pytest.mark.parametrize("draws", ["gamma", "gaussian"])
+def test_smooth_leaps_are_differentiable(draws):
+    mdp, mean = world(0)
+    psi = occ.jin_luo(mdp, beta=5.0, gamma=0.5)
+
+    def value():
+        return (
+            occ.leap_smoothly(mdp, psi, mean, 100, particles=16, seed=3, per_decade=5, draws=draws)
+            .regret[:, -1]
+            .mean()
+        )
+
+    parameters = list(psi.parameters())
+    gradient = torch.autograd.grad(value(), parameters)
+    for parameter, slope in zip(parameters, gradient, strict=True):
+        kept, h, sides = parameter.detach().clone(), 1e-4, []
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter.copy_(kept * (1 + sign * h))
+            sides.append(float(value().detach()))
+        with torch.no_grad():
+            parameter.copy_(kept)
+        # torch's gamma sampler follows another path than its implicit derivative: only expectations agree.
+        assert float(slope) == pytest.approx(
+            (sides[0] - sides[1]) / (2 * h * float(kept)), rel=0.05 if draws == "gamma" else 1e-5
+        )
+
+
+def test_smooth_leaps_of_a_regularized_learner_agree_with_exact_ones():
+    mdp, mean = world(1)
+    psi = occ.jin_luo(mdp, beta=10.0, gamma=0.5)
+    exact = occ.leap(mdp, psi, mean, 2000, particles=256).regret[:, -1]
+    with torch.no_grad():
+        for draws in ("gamma", "gaussian"):
+            smooth = occ.leap_smoothly(
+                mdp, psi, mean, 2000, particles=64, per_decade=12, draws=draws
+            ).regret[:, -1]
+            assert float(smooth.mean()) == pytest.approx(float(exact.mean()), rel=0.04)
+
+
+def test_bad_input_is_named():
+    mdp, mean = world()
+    psi = occ.jin_luo(mdp)
+    for options, message in (
+        ({"particles": 0}, "particles: expected at least 1"),
+        ({"accuracy": 0.0}, "accuracy: expected a positive number"),
+        ({"backend": "gpu"}, "backend: expected auto, torch or engine"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            occ.leap(mdp, psi, mean, 10, **options)
+    with pytest.raises(ValueError, match="episodes: expected a number from 1 to 1e12, got 0"):
+        occ.leap(mdp, psi, mean, 0)
+    with pytest.raises(ValueError, match="one MDP and one table of means"):
+        occ.leap(mdp, psi, mean.expand(2, -1, -1), 10)

@@ -1,0 +1,260 @@
+import io
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import torch_occ as occ
+from torch_occ.game.callbacks import parameters
+from torch_occ.game.figures import configuration, describe
+from torch_occ.game.intervals import band
+from torch_occ.game.simulation import Simulation
+
+event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+MDP = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=0)
+MEAN = torch.tensor([[0.2, 0.8], [0.5, 0.1], [0.3, 0.4]], dtype=torch.float64)
+EPISODES, SEEDS = 30, range(3)
+
+
+def play(directory, learner=None, losses=None, episodes=EPISODES, **options):
+    learner = occ.FTRL(MDP, occ.jin_luo(MDP, beta=1.0)) if learner is None else learner
+    losses = occ.BernoulliLosses(MEAN) if losses is None else losses
+    callbacks = [*options.pop("before", []), occ.TensorBoard(directory, images_per_decade=options.pop("images", 0))]
+    config = {"note": "a|b", "deep": {"x": [1]}}
+    return occ.simulate(MDP, learner, losses, episodes, SEEDS, callbacks=callbacks, config=config, backend="torch", **options)
+
+
+def read(directory):
+    found = event_accumulator.EventAccumulator(str(directory), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+    return found.Reload()
+
+
+def curve(found, tag):
+    events = found.Scalars(tag)
+    return [event.step for event in events], torch.tensor([event.value for event in events])
+
+
+def test_every_curve_equals_the_history(tmp_path):
+    history = play(tmp_path)
+    found, t = read(tmp_path), history.episodes
+    mean, lower, upper = band(history.regret)
+    realised = band(history.realised_regret)
+    expected = {
+        "regret/mean": mean,
+        "regret/lower": lower,
+        "regret/upper": upper,
+        "regret/realised_mean": realised.mean,
+        "regret/realised_lower": realised.lower,
+        "regret/realised_upper": realised.upper,
+        "regret/over_sqrt_t": mean / t.sqrt(),
+        "solver/newton_steps": history.newton_steps.mean(0),
+        "solver/dual_residual": history.dual_residual.amax(0),
+        "solver/flow_residual": history.flow_residual.amax(0),
+        "solver/uncertified": history.uncertified.sum(0),
+        "learner/learning_rate": 1 / t.sqrt(),
+        "learner/alpha": torch.full_like(mean, 2**-0.5),
+        "learner/beta": torch.ones_like(mean),
+        "learner/gamma": torch.ones_like(mean),
+    }
+    for tag, values in expected.items():
+        steps, logged = curve(found, tag)
+        assert steps == t.tolist(), tag
+        torch.testing.assert_close(logged, values.float(), msg=tag)
+    steps, logged = curve(found, "regret/over_log_t")
+    assert steps == t.tolist()[1:]  # log 1 = 0
+    torch.testing.assert_close(logged, (mean[1:] / t[1:].log()).float())
+    policy = {"entropy", "distance_to_optimal", "loss_above_optimal", "smallest_q"}
+    assert {*found.Tags()["scalars"]} == {
+        *expected,
+        "regret/over_log_t",
+        "speed/episodes_per_second",
+        *(f"policy/{name}" for name in policy),
+    }
+
+
+def test_policy_numbers_at_the_uniform_policy_and_at_the_optimum(tmp_path):
+    play(tmp_path / "uniform", occ.FixedPolicy(MDP))
+    play(tmp_path / "best", occ.FixedPolicy.best_in_hindsight(MDP, MEAN))
+    uniform, best = read(tmp_path / "uniform"), read(tmp_path / "best")
+    assert curve(uniform, "policy/entropy")[1][-1] == pytest.approx(torch.tensor(2.0).log().item())
+    optimal = occ.occupancy(MDP, occ.optimal_policy(MDP, MEAN).policy)
+    q = occ.interior_point(MDP)
+    assert curve(uniform, "policy/distance_to_optimal")[1][-1] == pytest.approx(float((q - optimal).abs().sum()) / 4)
+    assert curve(uniform, "policy/loss_above_optimal")[1][-1] == pytest.approx(float(((q - optimal) * MEAN).sum()))
+    for name in ("entropy", "distance_to_optimal", "loss_above_optimal"):
+        torch.testing.assert_close(curve(best, f"policy/{name}")[1], torch.zeros(len(curve(best, f"policy/{name}")[0])), atol=1e-7, rtol=0)
+    assert not any(tag.startswith("solver/") for tag in uniform.Tags()["scalars"])  # no solver, no curves of one
+
+
+def test_images_text_layout_and_hparams(tmp_path):
+    history = play(tmp_path, images=1)
+    found = read(tmp_path)
+    heat_maps = [event.step for event in found.Images("policy/q")]
+    assert heat_maps[0] == 1
+    assert heat_maps[-1] == EPISODES
+    assert len(heat_maps) <= 4 < len(history.episodes)
+    (figure,) = found.Images("regret/figure")
+    assert figure.step == EPISODES
+    assert Image.open(io.BytesIO(figure.encoded_image_string)).size == (figure.width, figure.height)
+    (text,) = found.Tensors("configuration/text_summary")
+    table = text.tensor_proto.string_val[0].decode()
+    assert "HybridTsallis(alpha=0.707107) / InverseSqrt(gamma=1) + LogBarrier(beta=1)" in table
+    assert "| config: note | `a\\|b` |" in table
+    assert '`{"x": [1]}`' in table
+    assert "custom_scalars__config__" in found.Tags()["tensors"]
+    from tensorboard.plugins.hparams import metadata
+
+    content = found.PluginTagToContent("hparams")
+    start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
+    assert start.hparams["beta"].number_value == 1.0
+    assert start.hparams["learner"].string_value == "FTRL"
+    assert metadata.SESSION_END_INFO_TAG in content
+    columns = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
+    assert {metric.name.tag for metric in columns.metric_infos} <= {*found.Tags()["scalars"]}
+
+
+def test_corruption_is_a_curve_where_there_is_some(tmp_path):
+    history = play(tmp_path, losses=occ.Corrupted(occ.BernoulliLosses(MEAN), budget=5.0))
+    torch.testing.assert_close(curve(read(tmp_path), "regret/corruption_spent")[1], history.corruption.mean(0).float())
+
+
+class Killed(occ.Callback):
+    """Stops after some chunks, as a killed process would: nobody's on_end is called."""
+
+    def __init__(self, t):
+        self.t = t
+
+    def on_checkpoint(self, run):
+        if run.t == self.t:
+            raise MemoryError
+
+
+def next_second():
+    """Event files are read in the order of their names, which count seconds."""
+    time.sleep(1.01 - time.time() % 1)
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["same directory", "fresh directory"])
+def test_a_resumed_run_has_every_point_once(tmp_path, moved):
+    options = {"episodes": 300, "checkpoints": [1, 50, 250, 256, 280, 300], "learner": occ.FixedPolicy(MDP)}
+    whole = play(tmp_path / "whole", **options)
+    kept = {"save_to": tmp_path / "run.pt", "save_every": 0.0}
+    with pytest.raises(MemoryError):
+        play(tmp_path / "parts", before=[Killed(300)], **kept, **options)  # has logged 280, saved 256
+    assert curve(read(tmp_path / "parts"), "regret/mean")[0] == [1, 50, 250, 256, 280]
+    next_second()
+    directory = tmp_path / ("other" if moved else "parts")
+    play(directory, **kept, **options)
+    found = read(directory)
+    for tag, values in (("regret/mean", whole.regret.mean(0)), ("regret/realised_mean", whole.realised_regret.mean(0))):
+        steps, logged = curve(found, tag)
+        assert steps == whole.episodes.tolist()
+        torch.testing.assert_close(logged, values.float())
+    assert len(found.Tensors("configuration/text_summary")) == 1
+    next_second()
+    play(directory, **kept, **options)  # finished already: nothing to add
+    assert [event.step for event in read(directory).Images("regret/figure")] == [300]
+
+
+def test_a_run_from_the_beginning_replaces_what_was_there(tmp_path):
+    play(tmp_path, episodes=40)
+    next_second()
+    history = play(tmp_path, episodes=20)
+    assert curve(read(tmp_path), "regret/mean")[0] == history.episodes.tolist()
+
+
+class NothingIsPlayed(occ.FixedPolicy):
+    def propose(self, t):
+        raise AssertionError("an episode was played")
+
+
+def test_an_impossible_directory_is_an_error_before_the_run(tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(OSError, match=r"TensorBoard cannot write here .*name another directory.*file/run"):
+        play(tmp_path / "file" / "run", NothingIsPlayed(MDP))
+    with pytest.raises(OSError, match="TensorBoard cannot write here"):
+        play(Path("/proc/nowhere"), NothingIsPlayed(MDP))
+
+
+class Loses(occ.Callback):
+    """Removes a directory in the middle of a run."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def on_checkpoint(self, run):
+        if run.t == 10:
+            shutil.rmtree(self.directory)
+
+
+def test_a_directory_that_vanishes_costs_a_warning_and_not_the_run(tmp_path):
+    expected = play(tmp_path / "other").regret
+    log = tmp_path / "log"
+    with pytest.warns(UserWarning, match="TensorBoard's directory has gone.*log'; the run goes on") as caught:
+        history = play(log, before=[Loses(log)])
+    assert len(caught) == 1
+    assert history.finished
+    assert torch.equal(history.regret, expected)
+    assert not log.exists()
+
+
+def test_a_full_disk_costs_a_warning_and_not_the_run(tmp_path):
+    """As TensorBoard's own writer reports it: at the next call after its file failed."""
+
+    class Fills(occ.Callback):
+        def on_checkpoint(self, run):
+            if run.t == 10:
+                board.writer.file_writer.event_writer._async_writer._worker.exception = OSError(28, "No space left")
+
+    board, certificate = occ.TensorBoard(tmp_path / "log", images_per_decade=0), occ.theory.Certificate()
+    certificate.board = board
+    learner, losses = occ.FTRL(MDP, occ.jin_luo(MDP, beta=1.0)), occ.BernoulliLosses(MEAN)
+    callbacks = [Fills(), board, certificate]
+    with pytest.warns(UserWarning, match="No space left") as caught:
+        history = occ.simulate(MDP, learner, losses, EPISODES, SEEDS, callbacks=callbacks, backend="torch")
+    messages = sorted(str(warning.message) for warning in caught)
+    assert len(messages) == 2
+    assert "No space left; its curves are not logged any more" in messages[0]
+    assert "No space left; the run goes on without this callback" in messages[1]
+    assert history.finished
+    assert certificate.curves["episodes"].tolist() == history.episodes.tolist()  # nothing of it is lost
+
+
+@pytest.mark.parametrize(("missing", "callback"), [("tqdm", occ.ProgressBar), ("matplotlib", occ.TensorBoard)])
+def test_a_missing_package_is_named(monkeypatch, tmp_path, missing, callback):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=rf"{missing}.*pip install torch-occ\[experiments\]"):
+        occ.simulate(
+            MDP, NothingIsPlayed(MDP), occ.BernoulliLosses(MEAN), 1, callbacks=[callback(*[tmp_path] * (callback is occ.TensorBoard))]
+        )
+
+
+def test_parameters_are_found_and_named_apart():
+    twice = occ.Tsallis(0.3) / occ.InverseSqrt(2.0) + occ.LogBarrier(1.0) / occ.InverseSqrt(3.0)
+    found = parameters(occ.FTRL(MDP, twice, occ.ImplicitExploration(0.1)), 4)
+    assert found == pytest.approx(
+        {"bias": 0.1, "learning_rate": 1.0, "learning_rate_2": 1.5, "power": 0.3, "gamma": 2.0, "beta": 1.0, "gamma_2": 3.0}
+    )
+    assert parameters(occ.OptimisticValueIteration(MDP, scale=0.25), 1) == {"scale": 0.25, "floor": 0.0}
+    assert parameters(occ.FixedPolicy(MDP), 1) == {}
+
+
+def test_a_description_has_the_numbers_but_no_tables():
+    assert describe(2 * (occ.Shannon() + occ.LogBarrier(3.0))) == "(Shannon() + LogBarrier(beta=3)) * 2"
+    assert describe(occ.Corrupted(occ.BernoulliLosses(MEAN), 5.0)) == (
+        "Corrupted(base=BernoulliLosses(noise=bernoulli), budget=5, strategy=front, noise=bernoulli)"
+    )
+    run = Simulation(MDP, occ.FixedPolicy(MDP), occ.BernoulliLosses(MEAN), 5, range(20), None, {})
+    assert "0, 1, 2, 3, 4, 5, 6, 7, ... (20)" in configuration(run)
+
+
+def test_the_progress_bar_counts_episodes(capsys):
+    bar = occ.ProgressBar("here")
+    occ.simulate(MDP, occ.FixedPolicy(MDP), occ.BernoulliLosses(MEAN), 10, callbacks=[bar])
+    assert bar.bar.n == 10
+    assert "here: 100%" in capsys.readouterr().err

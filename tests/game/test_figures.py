@@ -1,0 +1,110 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import torch_occ as occ
+from torch_occ.game.figures import occupancy_figure, pixels, plot_references, regret_figure
+from torch_occ.game.intervals import band, student
+
+matplotlib = pytest.importorskip("matplotlib")
+
+
+def history(regret, episodes):
+    curves = torch.as_tensor(regret, dtype=torch.float64)
+    zeros, table = torch.zeros_like(curves), torch.zeros(len(curves), 1, 1)
+    t = torch.tensor(episodes)
+    return occ.History(t, curves, curves + 1, *[zeros] * 6, t.double(), table, table, table, tuple(range(len(curves))), "torch", True, {})
+
+
+T = [1, 2, 5, 10, 100, 1000, 10000]
+LOGARITHMIC = history([[3 * math.log(t) + 0.1 * seed for t in T] for seed in range(4)], T)
+
+
+def test_students_quantiles():
+    # Tables: 2.5706, 2.2281, 2.0423, 1.9840
+    for degrees, quantile in {1: 12.7062, 2: 4.3027, 4: 2.7764, 5: 2.5706, 10: 2.2281, 30: 2.0423, 100: 1.9840}.items():
+        assert student(degrees) == pytest.approx(quantile, rel=2e-3)
+
+
+def test_the_band_covers_the_mean_of_a_normal_sample_95_times_in_100():
+    samples = torch.randn(6, 20000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    _, lower, upper = band(samples)
+    assert float(((lower < 0) & (upper > 0)).double().mean()) == pytest.approx(0.95, abs=0.006)
+
+
+def test_one_seed_has_no_band():
+    mean, lower, upper = band(torch.tensor([[1.0, 2.0]]))
+    assert mean.tolist() == lower.tolist() == upper.tolist() == [1.0, 2.0]
+
+
+def test_the_regret_figure_has_axes_on_which_the_references_are_straight():
+    left, right = regret_figure(LOGARITHMIC, title="a run").axes
+    assert (left.get_xscale(), left.get_yscale(), right.get_xscale(), right.get_yscale()) == ("log", "log", "log", "linear")
+    assert [text.get_text() for text in right.get_legend().get_texts()] == [
+        "pseudo-regret",
+        "realised regret",
+        r"$\propto \log T$",
+        r"$\propto \sqrt{T}$",
+    ]
+    curve, logarithm, root = left.lines
+    assert curve.get_ydata() == pytest.approx(LOGARITHMIC.regret.mean(0).numpy())
+    assert logarithm.get_xdata()[[0, -1]] == pytest.approx([100, 10000])
+    assert [logarithm.get_ydata()[0], root.get_ydata()[0]] == pytest.approx([float(LOGARITHMIC.regret.mean(0)[4])] * 2)
+    assert np.diff(np.log(root.get_ydata())) / np.diff(np.log(root.get_xdata())) == pytest.approx(0.5)
+    steps = np.diff(logarithm.get_ydata()) / np.diff(np.log(logarithm.get_xdata()))
+    assert steps == pytest.approx(steps[0])
+
+
+def test_several_runs_share_a_figure_with_one_colour_each():
+    _, right = regret_figure({"one": LOGARITHMIC, "two": LOGARITHMIC}).axes
+    labels = [text.get_text() for text in right.get_legend().get_texts()]
+    assert labels[:2] == ["one", "two"]
+    assert "realised regret" not in labels
+    assert right.lines[0].get_color() != right.lines[1].get_color()
+
+
+@pytest.mark.parametrize(
+    "short",
+    [
+        history([[0.5]], [1]),
+        history([[-1.0, -2.0]], [1, 2]),
+        history([[0.0, 0.0, 0.0]], [1, 2, 3]),
+        history([[-1.0, 2.0], [-3.0, 1.0]], [1, 2]),
+    ],
+    ids=["one point", "negative", "zero", "mixed"],
+)
+def test_short_and_negative_curves_are_drawn_without_warnings(short):
+    assert pixels(regret_figure(short)).ndim == 3
+
+
+def test_references_alone():
+    axes = matplotlib.figure.Figure().subplots()
+    plot_references(axes, 10.0, 5.0, 1000.0)
+    assert [line.get_ydata()[-1] for line in axes.lines] == pytest.approx([15.0, 50.0])
+
+
+def test_the_heat_map_has_a_panel_a_layer_and_leaves_masked_pairs_out():
+    actions = torch.ones(7, 3, dtype=torch.bool)
+    actions[2, 1] = False
+    base = occ.LayeredMDP.random(horizon=3, width=3, num_actions=3, seed=0)
+    mdp = occ.LayeredMDP(list(base.transitions), initial=base.initial, actions=actions)
+    q = occ.interior_point(mdp)
+    figure = occupancy_figure(mdp, q, optimal=occ.optimal_policy(mdp, torch.rand_like(q)).policy, title="q")
+    *panels, _ = figure.axes
+    assert [panel.get_title() for panel in panels] == ["layer 0", "layer 1", "layer 2"]
+    shown = torch.cat([torch.from_numpy(panel.images[0].get_array().filled(-1.0)) for panel in panels])
+    torch.testing.assert_close(shown, torch.where(actions, q, -1.0))
+    assert [len(panel.collections[0].get_offsets()) for panel in panels] == [1, 3, 3]
+    image = pixels(figure)
+    assert image.dtype == np.uint8
+    assert image.shape[2] == 3
+
+
+def test_a_long_and_wide_mdp_wraps_its_panels():
+    mdp = occ.LayeredMDP.random(horizon=10, width=20, num_actions=2, seed=0)
+    figure = occupancy_figure(mdp, occ.interior_point(mdp))
+    assert sum(panel.get_visible() for panel in figure.axes[:-1]) == 10
+    assert not figure.axes[0].texts
+    assert max(pixels(figure).shape) < 2500

@@ -1,0 +1,173 @@
+import math
+
+import pytest
+import torch
+from zoo import PROBLEMS, random_loss, tensor
+
+import torch_occ as occ
+from torch_occ.mdp.occupancy import flow_residual, interior_point, occupancy, optimal_policy
+
+MDP = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=1)
+BANDIT = occ.LayeredMDP([torch.ones(1, 3, 1, dtype=torch.float64)])
+
+
+def feedback_at(t, n, mdp=MDP):
+    """Some trajectory of each of n runs, with losses."""
+    generator = torch.Generator().manual_seed(t)
+    states = torch.stack([torch.randint(s.start, s.stop, (n,), generator=generator) for s in mdp.layer_slices], -1)
+    actions = torch.randint(0, mdp.num_actions, (n, mdp.horizon), generator=generator)
+    return occ.Feedback(states, actions, torch.rand(n, mdp.horizon, dtype=torch.float64, generator=generator), None)
+
+
+LEARNERS = {
+    "jin_luo": (lambda: occ.FTRL(MDP, occ.jin_luo(MDP)), lambda: occ.jin_luo(MDP)),
+    "tsallis": (lambda: occ.FTRL.tsallis(MDP, 0.7), lambda: occ.Tsallis() / occ.InverseSqrt(0.7)),
+    "log_barrier": (lambda: occ.FTRL.log_barrier(MDP, 0.2), lambda: occ.LogBarrier(1.0) / occ.InverseSqrt(0.2)),
+    "o_reps": (
+        lambda: occ.FTRL.o_reps(MDP, 50),
+        lambda: occ.Shannon() / occ.Constant(math.sqrt(2 * math.log(6 / 2) / (50 * 6))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_ftrl_is_the_loop_over_steps(name):
+    build, regularizer = LEARNERS[name]
+    learner, step = build(), occ.FTRLStep(MDP, regularizer())
+    learner.start(3)
+    total = torch.zeros(3, MDP.num_states, MDP.num_actions, dtype=torch.float64)
+    for t in range(1, 6):
+        q, feedback = learner.propose(t), feedback_at(t, 3)
+        for i in range(3):
+            expected = step(total[i], t).detach()
+            torch.testing.assert_close(q[i], expected, rtol=1e-9, atol=0)
+            for s, a, loss in zip(feedback.states[i], feedback.actions[i], feedback.losses[i], strict=True):
+                total[i, s, a] += loss / expected[s, a]
+        learner.observe(t, q, feedback)
+        torch.testing.assert_close(learner.state["cumulative_loss"], total, rtol=1e-9, atol=0)
+        found = learner.diagnostics()
+        assert set(found) == {"newton_steps", "dual_residual", "flow_residual", "uncertified", "status"}
+        assert all(value.shape == (3,) for value in found.values())
+        assert not bool(found["uncertified"].any())
+    assert not q.requires_grad
+
+
+@pytest.mark.parametrize("t", [1, 7, 1000])
+def test_tsallis_inf_is_the_closed_form(t):
+    """min <q, L> - 2 sqrt(t) sum sqrt(q): q = t / (L - v)^2, with v the root of sum q = 1."""
+    losses = tensor([[[0.0, 3.0, 50.0]]])
+    learner = occ.FTRL.tsallis(BANDIT, gamma=0.5)
+    learner.start(1)
+    learner.state["cumulative_loss"] = losses
+    low, high = -10.0 * t, 0.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (low, middle) if middle == 0 or float((t / (losses - middle) ** 2).sum()) > 1 else (middle, high)
+    torch.testing.assert_close(learner.propose(t), t / (losses - low) ** 2, rtol=1e-10, atol=0)
+
+
+def test_o_reps_where_there_is_nothing_to_choose():
+    mdp = occ.LayeredMDP([torch.ones(1, 1, 1, dtype=torch.float64)] * 2)
+    learner = occ.FTRL.o_reps(mdp, 100)
+    learner.start(1)
+    assert torch.equal(learner.propose(1), torch.ones(1, 2, 1, dtype=torch.float64))
+
+
+def test_full_information_adds_up_the_losses():
+    learner = occ.FTRL(MDP, occ.Shannon(), occ.FullInformation())
+    assert learner.full_information
+    table = random_loss(MDP, batch=(2,))
+    learner.start(2)
+    for t in (1, 2):
+        learner.observe(t, learner.propose(t), feedback_at(t, 2)._replace(table=table))
+    assert torch.equal(learner.state["cumulative_loss"], 2 * table)
+
+
+def one_arm(arm, loss):
+    return occ.Feedback(torch.tensor([[0]]), torch.tensor([[arm]]), tensor([[loss]]), None)
+
+
+def test_follow_the_leader_by_hand():
+    learner = occ.FollowTheLeader(BANDIT)
+    learner.start(1)
+    #        arm, loss -> averages (0 unseen), the first of the best
+    script = [(0, 0.5, 1), (1, 0.2, 2), (2, 0.9, 1), (1, 0.9, 0), (0, 0.8, 1)]
+    assert learner.propose(1).argmax() == 0
+    for t, (arm, loss, leader) in enumerate(script, 1):
+        learner.observe(t, learner.propose(t), one_arm(arm, loss))
+        assert torch.equal(learner.propose(t + 1), torch.eye(3, dtype=torch.float64)[leader][None, None])
+    torch.testing.assert_close(learner.index(6), tensor([[[0.65, 0.55, 0.9]]]))
+
+
+def test_optimistic_value_iteration_by_hand():
+    learner = occ.OptimisticValueIteration(BANDIT, scale=0.1)
+    learner.start(1)
+    for t, (arm, loss) in enumerate([(0, 0.9), (0, 0.7), (1, 0.05)], 1):
+        learner.observe(t, learner.propose(t), one_arm(arm, loss))
+    root = math.sqrt(math.log(100))
+    torch.testing.assert_close(learner.index(100), tensor([[[0.8 - 0.1 * root / 2**0.5, 0.0, 0.0]]]))
+    learner.observe(4, learner.propose(4), one_arm(2, 1.0))
+    assert learner.propose(5).argmax() == 1
+    with pytest.raises(ValueError, match="scale"):
+        occ.OptimisticValueIteration(BANDIT, scale=0.0)
+    with pytest.raises(ValueError, match="floor"):
+        occ.OptimisticValueIteration(BANDIT, floor=0.5)
+    with pytest.raises(ValueError, match="more than one layer"):
+        occ.OptimisticValueIteration(MDP, floor=-math.inf)
+
+
+@pytest.mark.parametrize("build", [occ.FollowTheLeader, occ.OptimisticValueIteration])
+def test_empirical_learners_plan_with_their_index(build):
+    mdp = PROBLEMS["masked"]().mdp
+    learner = build(mdp)
+    learner.start(2)
+    for t in range(1, 4):
+        q = learner.propose(t)
+        torch.testing.assert_close(q, occupancy(mdp, optimal_policy(mdp, learner.index(t)).policy))
+        assert bool((q[:, ~mdp.actions] == 0).all())
+        assert float(flow_residual(mdp, q).abs().max()) < 1e-14
+        learner.observe(t, q, feedback_at(t, 2, mdp))
+
+
+def test_fixed_policies():
+    assert torch.equal(occ.FixedPolicy(MDP).propose(3)[0], interior_point(MDP))
+    policy = optimal_policy(MDP, random_loss(MDP)).policy
+    assert torch.equal(occ.FixedPolicy(MDP, policy).propose(3)[0], occupancy(MDP, policy))
+    assert torch.equal(occ.FixedPolicy.best_in_hindsight(MDP, random_loss(MDP)).propose(1)[0], occupancy(MDP, policy))
+
+
+@pytest.mark.parametrize("name", ["masked", "contexts", "layers"])
+def test_the_best_policy_in_hindsight_has_no_regret(name):
+    mdp = PROBLEMS[name]().mdp
+    mean = random_loss(mdp, seed=9)
+    history = occ.simulate(mdp, occ.FixedPolicy.best_in_hindsight(mdp, mean), occ.BernoulliLosses(mean), 50, range(3))
+    assert float(history.regret.abs().max()) < 1e-12
+
+
+class Softmax(occ.Learner):
+    """A user's learner: exponential weights in every state, on the losses that it saw there."""
+
+    def start(self, num_seeds):
+        self.state = {"scores": self._zeros(num_seeds)}
+
+    def propose(self, t):
+        scores = torch.where(self.mdp.actions, -self.state["scores"] / t**0.5, -torch.inf)
+        return occupancy(self.mdp, scores.softmax(-1))
+
+    def observe(self, t, q, feedback):
+        self.state["scores"] += feedback.scatter(feedback.losses, q)
+
+
+def test_a_user_can_write_a_learner():
+    mdp = PROBLEMS["masked"]().mdp
+    mean = random_loss(mdp, seed=2)
+    history = occ.simulate(mdp, Softmax(mdp), occ.BernoulliLosses(mean), 300, range(8))
+    uniform = occ.simulate(mdp, occ.FixedPolicy(mdp), occ.BernoulliLosses(mean), 300, range(8))
+    assert history.finished
+    assert float(history.regret[:, -1].mean()) < float(uniform.regret[:, -1].mean())
+    assert not bool(history.newton_steps.any())
+
+
+def test_the_protocol_asks_for_a_proposal():
+    with pytest.raises(NotImplementedError):
+        occ.simulate(MDP, occ.Learner(MDP), occ.GreedyAdversary(), 1)

@@ -1,0 +1,23 @@
+"""Examples in documentation, and the outputs that they show."""
+
+import re
+from pathlib import Path
+
+#: The repository.
+ROOT = Path(__file__).parents[2]
+
+
+def documented(block: str) -> list[str]:
+    """The outputs that a block shows: the comment behind a `print(...)`, or the lines of comments after it."""
+    found: list[str] = []
+    after_print = False
+    for line in block.splitlines():
+        if re.match(r"\s*print\(", line):
+            _, behind, output = line.partition("  # ")
+            found += [output] if behind else []
+            after_print = not behind
+        elif after_print and line.startswith("# "):
+            found.append(line[2:])
+        else:
+            after_print = False
+    return found

@@ -1,0 +1,240 @@
+"""The zoo: regularizers, problems and exact answers. A new case joins with one decorator and is then tested everywhere.
+
+@regularizer    mdp -> Regularizer
+@problem        () -> Problem
+@exact          () -> Exact, a problem and its regularizer with the answer in closed form
+"""
+
+import re
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+import torch_occ as occ
+from torch_occ.step.kernel_inputs import why_not
+
+F = TypeVar("F", bound=Callable)
+
+
+class Problem(NamedTuple):
+    mdp: occ.LayeredMDP
+    loss: Tensor  # (S, A)
+    t: float
+
+
+REGULARIZERS: dict[str, Callable[[occ.LayeredMDP], occ.Regularizer]] = {}
+PROBLEMS: dict[str, Callable[[], Problem]] = {}
+
+
+def joins(registry: dict[str, F]) -> Callable[[F], F]:
+    def add(build: F) -> F:
+        return registry.setdefault(build.__name__, build)
+
+    return add
+
+
+regularizer, problem = joins(REGULARIZERS), joins(PROBLEMS)
+
+
+def tensor(*values: object) -> Tensor:
+    return torch.tensor(*values, dtype=torch.float64)
+
+
+def random_loss(mdp: occ.LayeredMDP, scale: float = 1.0, seed: int = 0, batch: tuple[int, ...] = ()) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.rand(*batch, mdp.num_states, mdp.num_actions, dtype=torch.float64, generator=generator)
+
+
+# -- regularizers ---------------------------------------------------------------------------------------------------------
+
+
+class SmoothedHybrid(occ.SeparableRegularizer):
+    """A user's separable regularizer that reads all four arguments."""
+
+    arg_constraints: ClassVar = {"weight": constraints.positive}
+
+    def __init__(self, weight: float) -> None:
+        super().__init__(weight=weight)
+
+    def pair(self, x: Tensor) -> Tensor:
+        return x * x.log() - x.sqrt()
+
+    def rest(self, x: Tensor) -> Tensor:
+        return -self.weight * (x + 0.1).log()
+
+    def state(self, x: Tensor) -> Tensor:
+        return self.weight * x**2
+
+    def complement(self, x: Tensor) -> Tensor:
+        return 1 / (0.5 + x)
+
+
+class Centred(occ.StatewiseRegularizer):
+    """Entropy, and a penalty on the spread of a state's actions: its block is not diagonal plus rank two of the built-in kind."""
+
+    arg_constraints: ClassVar = {"weight": constraints.nonnegative}
+
+    def __init__(self, weight: float) -> None:
+        super().__init__(weight=weight)
+
+    def per_state(self, q_s: Tensor) -> Tensor:
+        centred = q_s - q_s.mean(-1, keepdim=True)
+        return (q_s * q_s.log()).sum(-1) + self.weight * centred.square().sum(-1) + (1 + q_s).prod(-1).log() ** 2
+
+
+class Coupled(occ.JointRegularizer):
+    """Entropy, and a penalty that couples every pair with every other one."""
+
+    arg_constraints: ClassVar = {"weight": constraints.nonnegative}
+
+    def __init__(self, weight: float) -> None:
+        super().__init__(weight=weight)
+
+    def joint(self, q: Tensor) -> Tensor:
+        positive = torch.where(q > 0, q, 1.0)  # masked pairs must not matter
+        rank = 1 + torch.arange(q.shape[-2] * q.shape[-1], dtype=q.dtype).reshape(q.shape[-2:])
+        return (positive * positive.log()).sum((-2, -1)) + self.weight * (q / rank).sum((-2, -1)) ** 2
+
+
+@regularizer
+def tsallis(mdp: occ.LayeredMDP) -> occ.Regularizer:
+    return occ.Tsallis() / occ.InverseSqrt(0.7)
+
+
+@regularizer
+def tsallis_power(mdp: occ.LayeredMDP) -> occ.Regularizer:
+    return 1.5 * occ.Tsallis(0.3)
+
+
+@regularizer
+def hybrid(mdp: occ.LayeredMDP) -> occ.Regularizer:
+    return occ.HybridTsallis(0.6) / occ.Polynomial(0.8, exponent=0.4)
+
+
+@regularizer
+def hybrid_complement(mdp: occ.LayeredMDP) -> occ.Regularizer:
+    return occ.HybridComplement(0.9) / occ.InverseSqrt()
+
+
+@regularizer
+def shannon(mdp: occ.LayeredMDP) -> occ.Regularizer:
+    return occ.Shannon() / occ.Constant(0.8)
+
+
+@regularizer
+def conditional_entropy(mdp: occ.LayeredMDP) -> occ.Regularizer:
+    return occ.ConditionalEntropy() / occ.InverseSqrt(1.3)
+
+
+@regularizer
+def log_barrier(mdp: occ.LayeredMDP) -> occ.Regularizer:
+    return occ.LogBarrier(0.4)
+
+
+@regularizer
+def jin_luo(mdp: occ.LayeredMDP) -> occ.Regularizer:
+    return occ.jin_luo(mdp, beta=0.3)
+
+
+@regularizer
+def long_sum(mdp: occ.LayeredMDP) -> occ.Regularizer:
+    """Sums of sums, a schedule that multiplies, and one schedule shared by two terms."""
+    eta = occ.InverseSqrt(0.9)
+    return (
+        (occ.Tsallis(0.4) + occ.ConditionalEntropy()) / eta
+        + occ.HybridComplement(0.2) / eta
+        + occ.LogBarrier(0.1) * occ.Polynomial(2.0, 0.1)
+    )
+
+
+@regularizer
+def custom_separable(mdp: occ.LayeredMDP) -> occ.Regularizer:
+    return SmoothedHybrid(0.5) / occ.InverseSqrt()
+
+
+@regularizer
+def custom_statewise(mdp: occ.LayeredMDP) -> occ.Regularizer:
+    return Centred(0.7) / occ.InverseSqrt() + occ.LogBarrier(0.1)
+
+
+@regularizer
+def custom_joint(mdp: occ.LayeredMDP) -> occ.Regularizer:
+    return Coupled(0.5) / occ.InverseSqrt()
+
+
+@regularizer
+def all_levels(mdp: occ.LayeredMDP) -> occ.Regularizer:
+    return Coupled(0.5) + Centred(0.3) / occ.InverseSqrt() + SmoothedHybrid(0.4)
+
+
+# -- problems -------------------------------------------------------------------------------------------------------------
+
+
+@problem
+def bandit() -> Problem:
+    """L = 1, one state."""
+    return Problem(occ.LayeredMDP([torch.ones(1, 4, 1, dtype=torch.float64)]), tensor([[3.0, 1.0, 4.0, 1.5]]), 5.0)
+
+
+@problem
+def contexts() -> Problem:
+    """L = 1, several states that the initial distribution chooses among, one of them rare."""
+    mdp = occ.LayeredMDP([torch.ones(3, 3, 1, dtype=torch.float64)], initial=tensor([0.5, 0.4999, 0.0001]))
+    return Problem(mdp, random_loss(mdp, 10.0), 20.0)
+
+
+@problem
+def masked() -> Problem:
+    """Two start states, masks, states with one action, zero probabilities."""
+    first = tensor([[[0.25, 0.75], [1.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]])
+    actions = torch.tensor([[True, True], [True, False], [True, True], [False, True]])
+    mdp = occ.LayeredMDP([first, torch.ones(2, 2, 1, dtype=torch.float64)], actions=actions, initial=tensor([0.7, 0.3]))
+    return Problem(mdp, tensor([[1.0, 2.0], [0.5, 9.0], [0.3, 1.7], [9.0, 1.0]]), 3.0)
+
+
+@problem
+def layers() -> Problem:
+    mdp = occ.LayeredMDP.random(horizon=4, width=3, num_actions=3, seed=1)
+    return Problem(mdp, random_loss(mdp, 30.0, seed=1), 100.0)
+
+
+@problem
+def nearly_deterministic() -> Problem:
+    mdp = occ.LayeredMDP.random(horizon=4, width=3, num_actions=2, seed=2, concentration=0.05)
+    return Problem(mdp, random_loss(mdp, 30.0, seed=2), 1000.0)
+
+
+@problem
+def no_choice() -> Problem:
+    """One action everywhere: Omega is a single point."""
+    mdp = occ.LayeredMDP([tensor([[[0.2, 0.8]]]), torch.ones(2, 1, 1, dtype=torch.float64)])
+    return Problem(mdp, random_loss(mdp), 1.0)
+
+
+@problem
+def corridor() -> Problem:
+    """Many layers of one state; a loss that outweighs the regularizer, so that one action takes nearly everything."""
+    mdp = occ.LayeredMDP.random(horizon=10, width=1, num_actions=2)
+    return Problem(mdp, random_loss(mdp, 200.0, seed=3), 1e3)
+
+
+def refused_by_the_engine(mdp, psi):
+    """Whether the engine cannot solve this; if so, it must say why."""
+    reason = why_not(mdp, psi)
+    if reason is not None:
+        with pytest.raises(ValueError, match=rf"^backend: {re.escape(reason)}; use backend='torch'$"):
+            occ.FTRLStep(mdp, psi, backend="engine")
+    return reason is not None
+
+
+class Kept(occ.Callback):
+    """Keeps the learner that a run played, a copy of the caller's."""
+
+    learner: occ.Learner
+
+    def on_end(self, run, history):
+        self.learner = run.learner

@@ -1,0 +1,438 @@
+"""MDPs from elsewhere, held against their source: backward induction and Markov chains over the source's own table."""
+
+import pickle
+import re
+import sys
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+
+import torch_occ as occ
+from torch_occ.mdp.unrolling import ABSORBING
+
+gymnasium = pytest.importorskip("gymnasium")
+
+F64 = torch.float64
+SLIPPERY = ("FrozenLake-v1", 12, {})
+ENVIRONMENTS = [
+    SLIPPERY,
+    ("FrozenLake8x8-v1", 9, {"is_slippery": False}),
+    ("CliffWalking-v1", 14, {}),
+    ("CliffWalkingSlippery-v1", 6, {}),
+    ("Taxi-v4", 4, {}),
+    ("Taxi-v4", 3, {"is_rainy": True}),
+]
+
+
+def expect(error, *fragments):
+    return pytest.raises(
+        error, match="(?s)" + ".*".join(re.escape(fragment) for fragment in fragments)
+    )
+
+
+def induction(env, horizon):
+    """max over policies of the expected return of `horizon` steps, from the environment's table alone."""
+    table = env.unwrapped.P
+    value = np.zeros(len(table))
+    for _ in range(horizon):
+        value = np.array(
+            [
+                max(
+                    sum(p * (r + (0 if done else value[s])) for p, s, r, done in row)
+                    for row in rows.values()
+                )
+                for rows in table.values()
+            ]
+        )
+    return float(env.unwrapped.initial_state_distrib @ value)
+
+
+def chain(env, horizon):
+    """Where the uniform policy is after 0, 1, ... steps, and what it collects: `(horizon, S)` and a number, from the table alone."""
+    table = env.unwrapped.P
+    now, rows, collected = np.array(env.unwrapped.initial_state_distrib), [], 0.0
+    for _ in range(horizon):
+        rows.append(now)
+        then = np.zeros_like(now)
+        for s, mass in enumerate(now):
+            for row in table[s].values():
+                for p, after, r, done in row:
+                    collected += mass / len(table[s]) * p * r
+                    if not done:
+                        then[after] += mass / len(table[s]) * p
+        now = then
+    return np.stack(rows), collected
+
+
+@pytest.mark.parametrize(
+    ("name", "horizon", "options"), ENVIRONMENTS, ids=lambda x: x if isinstance(x, str) else None
+)
+def test_an_environment_is_its_table(name, horizon, options):
+    env = gymnasium.make(name, **options)
+    mdp = occ.LayeredMDP.from_gymnasium(env, horizon, verify=0)
+    best = occ.optimal_policy(mdp, mdp.loss).policy
+    assert float(mdp.expected_return(occ.occupancy(mdp, best))) == pytest.approx(
+        induction(env, horizon), abs=1e-12
+    )
+
+    uniform = occ.occupancy(mdp, occ.uniform_policy(mdp))
+    visits, collected = chain(env, horizon)
+    over = mdp.origin == ABSORBING
+    expected = torch.from_numpy(visits)[mdp.layer, mdp.origin.clamp(min=0)]
+    torch.testing.assert_close(uniform.sum(-1)[~over], expected[~over], rtol=1e-12, atol=0)
+    assert float(mdp.expected_return(uniform)) == pytest.approx(collected, abs=1e-10)
+    # The same through losses, and all that was left out is what no policy reaches, and the end.
+    assert float(mdp.reward_map.total((uniform * mdp.loss).sum(), horizon)) == pytest.approx(
+        collected, abs=1e-10
+    )
+    assert int((~over).sum()) == int((visits > 0).sum())
+    assert bool(mdp.reachable.all())
+
+
+def test_the_end_waits_with_one_action_and_the_loss_of_no_reward():
+    mdp = occ.LayeredMDP.from_gymnasium("CliffWalking-v1", 15, verify=0)
+    over = mdp.origin == ABSORBING
+    assert over.sum() == 2  # the goal is 13 steps away
+    assert mdp.actions[over].sum(-1).tolist() == [1, 1]
+    assert mdp.actions[~over].all()
+    assert (mdp.reward_map.low, mdp.reward_map.high) == (-100.0, 0.0)
+    assert mdp.loss[over][:, 0].tolist() == [0.0, 0.0]
+    assert sorted(mdp.loss[~over].unique().tolist()) == [0.01, 1.0]
+    lake = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 8, verify=0)
+    assert (lake.loss[lake.origin == ABSORBING][:, 0] == 1.0).all()
+
+
+def test_duplicate_next_states_add_up():
+    mdp = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 2, verify=0)
+    # From the corner, "left" slips up and stays, is blocked and stays, or slips down.
+    assert mdp.origin.tolist() == [0, 0, 1, 4]
+    torch.testing.assert_close(
+        mdp.transitions[0][0, 0], torch.tensor([2 / 3, 0.0, 1 / 3], dtype=F64), rtol=1e-15, atol=0
+    )
+
+
+def test_regret_in_both_units():
+    mdp = occ.LayeredMDP.from_gymnasium("CliffWalking-v1", 4, verify=0)
+    uniform = occ.occupancy(mdp, occ.uniform_policy(mdp))
+    best = occ.occupancy(mdp, occ.optimal_policy(mdp, mdp.loss).policy)
+    regret = ((uniform - best) * mdp.loss).sum()
+    torch.testing.assert_close(
+        mdp.regret_in_rewards(regret), mdp.expected_return(best) - mdp.expected_return(uniform)
+    )
+
+
+def test_another_start():
+    mdp = occ.LayeredMDP.from_gymnasium("Taxi-v4", 5, 328)
+    assert mdp.layer_sizes[0] == 1
+    assert mdp.origin[0] == 328
+
+
+def test_it_survives_pickling_for_other_processes():
+    mdp = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 4, verify=0)
+    again = pickle.loads(pickle.dumps(mdp))
+    assert torch.equal(again.loss, mdp.loss)
+    assert again.reward_map == mdp.reward_map
+    assert again.num_pairs == mdp.num_pairs
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*out of date.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "error", "fragments"),
+    [
+        ("NoSuchLake-v1", ValueError, ("env: there is no 'NoSuchLake-v1'", "pprint_registry")),
+        ("FrozenLake-v0", ValueError, ("env: there is no 'FrozenLake-v0'", "FrozenLake-v1")),
+        ("ALE/Pong-v5", ValueError, ("env: there is no 'ALE/Pong-v5'", "import the package")),
+        ("CartPole-v1", ValueError, ("env: CartPole-v1 publishes no table", "from_tables")),
+        ("Blackjack-v1", ValueError, ("env: Blackjack-v1 publishes no table",)),
+    ],
+)
+def test_an_environment_that_cannot_be_imported_is_refused_with_the_reason(name, error, fragments):
+    with expect(error, *fragments):
+        occ.LayeredMDP.from_gymnasium(name, 3)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with expect(
+        ImportError, "env: 'tabular/CliffWalking-v0' needs a package that is not installed", "jax"
+    ):
+        occ.LayeredMDP.from_gymnasium("tabular/CliffWalking-v0", 3)
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with expect(ImportError, "pip install torch-occ[gymnasium]"):
+        occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 3)
+
+
+def test_options_that_do_not_exist_or_do_not_apply():
+    with expect(ValueError, "options: 'FrozenLake-v1' does not take {'is_slipery': False}"):
+        occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 3, options={"is_slipery": False})
+    with expect(ValueError, "options", "made already"):
+        occ.LayeredMDP.from_gymnasium(gymnasium.make("FrozenLake-v1"), 3, options={})
+    with expect(TypeError, "env: expected a Gymnasium environment or its id, got int"):
+        occ.LayeredMDP.from_gymnasium(3, 3)
+
+
+def test_a_horizon_beyond_the_time_limit():
+    with expect(
+        ValueError, "horizon: FrozenLake-v1 is cut off after 100 steps", "max_episode_steps=101"
+    ):
+        occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 101)
+    mdp = occ.LayeredMDP.from_gymnasium(
+        "FrozenLake-v1", 101, options={"max_episode_steps": 101}, verify=0
+    )
+    assert mdp.horizon == 101
+
+
+def broken(change):
+    env = gymnasium.make("FrozenLake-v1")
+    change(env.unwrapped)
+    return env
+
+
+@pytest.mark.parametrize(
+    ("change", "fragments"),
+    [
+        (lambda env: env.P[3].update({1: [(0.5, 2, 0.0, False)]}), ("P[3][1]", "sum to 0.5")),
+        (
+            lambda env: env.P[3].update({1: [(1.5, 2, 0.0, False)]}),
+            ("P[3][1]", "next state 2 is 1.5"),
+        ),
+        (
+            lambda env: env.P[3].update({1: [(1.0, 16, 0.0, False)]}),
+            ("P[3][1]", "next state 16", "16 states"),
+        ),
+        (lambda env: env.P[3].update({1: [(1.0, 2, np.nan, False)]}), ("P[3][1]", "reward", "nan")),
+        (
+            lambda env: env.P[3].update({1: [(1.0, 2, 0.0)]}),
+            ("P[3][1]", "(probability, next state, reward, terminated)", "(1.0, 2, 0.0)"),
+        ),
+        (lambda env: env.P[3].update({9: [(1.0, 2, 0.0, False)]}), ("P[3]", "action 9")),
+        (lambda env: env.P.pop(4), ("P[0][0] leads to state 4", "no action")),
+        (lambda env: setattr(env, "P", np.zeros((16, 4, 16))), ("P[0][0]", "list of (probability")),
+        (
+            lambda env: setattr(env, "initial_state_distrib", np.ones(3) / 3),
+            ("initial_state_distrib", "3 entries for 16"),
+        ),
+        (
+            lambda env: delattr(env, "initial_state_distrib"),
+            ("initial: FrozenLake-v1 does not publish",),
+        ),
+        (
+            lambda env: setattr(env, "observation_space", gymnasium.spaces.Discrete(16, start=1)),
+            ("observation space", "Discrete"),
+        ),
+    ],
+)
+def test_a_malformed_table_is_named_by_its_place(change, fragments):
+    with expect(ValueError, *fragments):
+        occ.LayeredMDP.from_gymnasium(broken(change), 3)
+
+
+def test_a_pair_that_the_table_leaves_out_is_no_action():
+    env = broken(lambda env: env.P[0].pop(2))
+    mdp = occ.LayeredMDP.from_gymnasium(env, 3)
+    assert mdp.actions[0].tolist() == [True, True, False, True]
+
+
+# -- arrays of other packages -----------------------------------------------------------------------------------------------
+
+
+def arrays(num_states=5, num_actions=3, seed=0):
+    """P `(A, S, S)` with zeros and an absorbing last state, R of the same shape."""
+    rng = np.random.default_rng(seed)
+    P = rng.random((num_actions, num_states, num_states)) * (
+        rng.random((num_actions, num_states, num_states)) < 0.6
+    )
+    P[:, :, 0] += 0.1
+    P /= P.sum(-1, keepdims=True)
+    P[:, -1] = np.eye(num_states)[-1]
+    return P, rng.normal(size=P.shape)
+
+
+def dense_value(P, R, horizon, start):
+    value = np.zeros(P.shape[1])
+    for _ in range(horizon):
+        value = ((P * (R + value)).sum(-1)).max(0)
+    return value[start]
+
+
+def as_sparse(x):
+    return [scipy.sparse.csr_matrix(piece) for piece in x]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda P, R: (P, R, None),
+        lambda P, R: (P, (P * R).sum(-1).T, None),
+        lambda P, R: (np.moveaxis(P, 0, 1), np.moveaxis(R, 0, 1), None),
+        lambda P, R: (torch.from_numpy(P), torch.from_numpy(R), 0),
+        lambda P, R: (as_sparse(P), as_sparse(R), None),
+        lambda P, R: (as_sparse(P), R, None),
+        lambda P, R: (
+            np.fromiter(as_sparse(P), dtype=object),
+            np.fromiter(as_sparse(R), dtype=object),
+            None,
+        ),
+        lambda P, R: (list(P), R, None),
+    ],
+    ids=[
+        "(A,S,S)",
+        "reward (S,A)",
+        "(S,A,S)",
+        "tensors",
+        "sparse",
+        "sparse, dense reward",
+        "object arrays",
+        "list",
+    ],
+)
+def test_arrays_in_every_form(form):
+    P, R = arrays()
+    transition, reward, axis = form(P, R)
+    mdp = occ.LayeredMDP.from_arrays(transition, reward, 6, 2, action_axis=axis)
+    best = occ.occupancy(mdp, occ.optimal_policy(mdp, mdp.loss).policy)
+    assert float(mdp.expected_return(best)) == pytest.approx(dense_value(P, R, 6, 2), abs=1e-12)
+    assert bool(((mdp.loss >= 0) & (mdp.loss <= 1)).all())
+
+
+def test_a_state_that_only_waits_carries_one_action():
+    P, _ = arrays()
+    reward = np.arange(5.0)
+    mdp = occ.LayeredMDP.from_arrays(P, reward, 6, 2)
+    waiting = mdp.origin == 4
+    assert mdp.actions[waiting].sum(-1).tolist() == [1] * int(waiting.sum())
+    assert (mdp.reward[waiting][:, 0] == 4.0).all()
+    # With another reward for one of its actions it decides something.
+    pairs = np.tile(reward[:, None], 3)
+    pairs[4, 1] = 7.0
+    assert occ.LayeredMDP.from_arrays(P, pairs, 6, 2).actions[waiting].all()
+
+
+def test_terminal_states_pay_for_the_step_that_enters_them_and_nothing_after():
+    P, R = arrays()
+    mdp = occ.LayeredMDP.from_arrays(P, R, 6, 2, terminal=[4])
+    alive = np.array(R)
+    alive[:, 4] = 0.0
+    best = occ.occupancy(mdp, occ.optimal_policy(mdp, mdp.loss).policy)
+    assert float(mdp.expected_return(best)) == pytest.approx(dense_value(P, alive, 6, 2), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        ({"transition": np.ones((4, 4, 4)) / 4}, ("transition", "both axes", "action_axis")),
+        ({"transition": np.ones((2, 3, 4))}, ("transition", "(2, 3, 4)", "neither")),
+        ({"transition": np.ones((2, 3))}, ("transition", "(2, 3)")),
+        ({"action_axis": 1}, ("action_axis", "(3, 5, 5)")),
+        ({"reward": np.ones((4, 3))}, ("reward", "(5, 3)", "(4, 3)")),
+        ({"reward": as_sparse(np.ones((2, 5, 5)))}, ("reward", "3 matrices")),
+        ({"transition": [np.eye(5), np.eye(4)]}, ("transition: action 1", "(5, 5)", "(4, 4)")),
+        ({"transition": 0.5 * arrays()[0]}, ("transition: state 0, action 0", "sum 0.5")),
+        ({"reward": np.full(5, np.inf)}, ("rewards", "inf")),
+        ({"horizon": 0}, ("horizon", "0")),
+        ({"terminal": [5]}, ("terminal", "state 5")),
+    ],
+)
+def test_wrong_arrays_are_named(arguments, fragments):
+    P, R = arrays()
+    with expect(ValueError, *fragments):
+        occ.LayeredMDP.from_arrays(**({"transition": P, "reward": R, "horizon": 4} | arguments))
+
+
+# -- sparse tables ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_from_tables_reads_sparse_tables():
+    P = torch.from_numpy(np.moveaxis(arrays()[0], 0, 1).copy())  # (S, A, S)
+    dense = occ.LayeredMDP.from_tables(P, 4, 1, terminal=[3])
+    rows = P.reshape(15, 5)
+    forms = [
+        P.to_sparse_coo(),
+        rows.to_sparse_coo(),
+        rows.to_sparse_csr(),
+        scipy.sparse.csr_array(rows.numpy()),
+        scipy.sparse.coo_matrix(rows.numpy()),
+    ]
+    for form in forms:
+        sparse = occ.LayeredMDP.from_tables(form, 4, 1, terminal=[3])
+        assert sparse.is_sparse
+        assert torch.equal(sparse.origin, dense.origin)
+        for mine, other in zip(sparse.to_dense().transitions, dense.transitions, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+def test_duplicate_entries_of_a_sparse_table_add_up():
+    index = torch.tensor([[0, 0, 1], [0, 0, 0]])
+    table = torch.sparse_coo_tensor(
+        index, torch.tensor([0.25, 0.75, 1.0], dtype=F64), (2, 1), check_invariants=True
+    )
+    assert occ.LayeredMDP.from_tables(table, 2).to_dense().transitions[0].tolist() == [
+        [[1.0], [1.0]]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("table", "error", "fragments"),
+    [
+        (
+            torch.ones(4, 3, dtype=F64).to_sparse(),
+            ValueError,
+            ("transition", "(S * A, S)", "(4, 3)"),
+        ),
+        ([[1.0]], TypeError, ("transition", "list", "torch.as_tensor")),
+        (torch.eye(2).long().to_sparse(), ValueError, ("transition", "floating-point")),
+        (
+            torch.tensor([[0.5], [1.0]], dtype=F64).to_sparse(),
+            ValueError,
+            ("transition: state 0, action 0", "sum 0.5"),
+        ),
+        (
+            torch.tensor([[0.0], [1.0]], dtype=F64).to_sparse(),
+            ValueError,
+            ("transition: state 0, action 0", "sum 0"),
+        ),
+    ],
+)
+def test_wrong_sparse_tables_are_named(table, error, fragments):
+    with expect(error, *fragments):
+        occ.LayeredMDP.from_tables(table, 2)
+
+
+def test_gradients_reach_the_table_zeros_included():
+    P = torch.from_numpy(np.moveaxis(arrays()[0], 0, 1).copy()).requires_grad_()
+    mdp = occ.LayeredMDP.from_tables(P, 3, 1)
+    mdp.transitions[0].sum().backward()
+    there = torch.isin(torch.arange(5), mdp.origin[mdp.layer == 1])
+    assert torch.equal(P.grad[1] == 1, there.expand(3, 5))
+    assert bool((P[1] == 0).any())
+
+
+def test_an_mdp_that_does_not_fit_is_refused_before_memory_is_asked_for(monkeypatch):
+    monkeypatch.setattr("torch_occ.mdp.unrolling.MAX_BYTES", 1000)
+    P = torch.from_numpy(np.moveaxis(arrays()[0], 0, 1).copy())
+    with expect(ValueError, "horizon: 4 steps", "up to 5 states", "GiB", "pass a sparse table"):
+        occ.LayeredMDP.from_tables(P, 4)
+    occ.LayeredMDP.from_tables(P.to_sparse(), 4)
+
+
+def test_a_large_environment_is_stored_sparsely_and_a_small_one_densely(monkeypatch):
+    assert not occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 4, verify=0).is_sparse
+    taxi = occ.LayeredMDP.from_gymnasium("Taxi-v4", 20, verify=0)
+    assert taxi.is_sparse
+    assert taxi.num_pairs == 45956
+    # The storage changes nothing else.
+    small = occ.LayeredMDP.from_gymnasium("CliffWalkingSlippery-v1", 6, verify=0)
+    monkeypatch.setattr("torch_occ.mdp.unrolling.DENSE_ENTRIES", 0)
+    sparse = occ.LayeredMDP.from_gymnasium("CliffWalkingSlippery-v1", 6, verify=0)
+    assert sparse.is_sparse
+    policy = occ.uniform_policy(small)
+    torch.testing.assert_close(
+        occ.occupancy(sparse, policy), occ.occupancy(small, policy), rtol=1e-14, atol=0
+    )
+    assert torch.equal(sparse.loss, small.loss)

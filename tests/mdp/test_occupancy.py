@@ -1,0 +1,211 @@
+from itertools import product
+
+import pytest
+import torch
+from zoo import PROBLEMS, random_loss
+
+import torch_occ as occ
+from torch_occ.mdp.occupancy import DENSE_STATES, DenseFlow, LayeredFlow, flow_of, flow_source
+
+F64 = torch.float64
+
+
+def batch_of_mdps(*batch):
+    """MDPs of one layout, with two start states, masks and a batch in every tensor but one."""
+    generator = torch.Generator().manual_seed(3)
+
+    def distribution(*shape):
+        return torch.rand(*shape, dtype=F64, generator=generator).mul(4).softmax(-1)
+
+    actions = torch.ones(7, 3, dtype=torch.bool)
+    actions[0, 2] = actions[3, 0] = actions[3, 1] = False
+    transitions = [
+        distribution(*batch, 2, 3, 3),
+        distribution(3, 3, 2),
+        torch.ones(2, 3, 1, dtype=F64),
+    ]
+    return occ.LayeredMDP(transitions, actions=actions, initial=distribution(*batch, 2))
+
+
+MDPS = {name: (lambda build=build: build().mdp) for name, build in PROBLEMS.items()}
+MDPS |= {"batch": lambda: batch_of_mdps(4), "two batch dimensions": lambda: batch_of_mdps(2, 3)}
+
+every_mdp = pytest.mark.parametrize("build", MDPS.values(), ids=MDPS)
+
+
+def random_policy(mdp, *batch, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    weights = (
+        torch.rand(*batch, mdp.num_states, mdp.num_actions, dtype=F64, generator=generator)
+        * mdp.actions
+    )
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def close(found, expected, tolerance=1e-13):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+# -- the operators --------------------------------------------------------------------------------------------------------
+
+
+@every_mdp
+@pytest.mark.parametrize("leading", [(), (1,), (5, 1, 1)])
+def test_dense_and_layered_flow_agree(build, leading):
+    mdp = build()
+    dense, layered = DenseFlow(mdp), LayeredFlow(mdp)
+    x, v = random_loss(mdp, batch=leading), random_loss(mdp, seed=1, batch=leading).sum(-1)
+    close(dense.inflow(x), layered.inflow(x))
+    close(dense.lookahead(v), layered.lookahead(v))
+    policy = random_policy(mdp, *leading)
+    close(dense.forward(policy, v), layered.forward(policy, v))
+    close(dense.backward(policy, v), layered.backward(policy, v))
+    assert dense.inflow(x).shape == (
+        *torch.broadcast_shapes(leading, mdp.joint_transitions.shape[:-3]),
+        mdp.num_states,
+    )
+
+
+@every_mdp
+def test_forward_and_backward_solve_their_equations(build):
+    mdp = build()
+    flow, policy, source = LayeredFlow(mdp), random_policy(mdp), random_loss(mdp).sum(-1)
+    u, v = flow.forward(policy, source), flow.backward(policy, source)
+    close(u, (source + flow.inflow(policy * u.unsqueeze(-1))))
+    close(v, source + (policy * flow.lookahead(v)).sum(-1))
+
+
+@every_mdp
+def test_the_adjoint_is_the_adjoint(build):
+    """<E q, v> = <q, E'v> for every q that vanishes on masked pairs."""
+    mdp = build()
+    q, v = random_loss(mdp) * mdp.actions, random_loss(mdp, seed=1).sum(-1)
+    E_q = occ.flow_residual(mdp, q) + flow_source(mdp)
+    adjoint = occ.flow_adjoint(mdp, v)
+    close((E_q * v).sum(-1), (q * adjoint).sum((-2, -1)))
+    assert not bool(adjoint[..., ~mdp.actions].any())
+
+
+def test_the_representation_is_chosen_by_size():
+    assert isinstance(flow_of(occ.LayeredMDP.random(2, DENSE_STATES - 1, 1), 1), DenseFlow)
+    assert isinstance(flow_of(occ.LayeredMDP.random(2, DENSE_STATES, 1), 1), LayeredFlow)
+    assert isinstance(flow_of(occ.LayeredMDP.random(2, DENSE_STATES // 2, 1), 5), LayeredFlow)
+
+
+def test_joint_transitions_hold_every_layer_in_its_place():
+    P = batch_of_mdps(2, 3).transitions
+    expected = torch.zeros(2, 3, 7, 3, 7, dtype=F64)
+    expected[..., 0:2, :, 2:5], expected[..., 2:5, :, 5:7] = P[0], P[1]
+    assert torch.equal(batch_of_mdps(2, 3).joint_transitions, expected)
+
+
+# -- policies and occupancies ---------------------------------------------------------------------------------------------
+
+
+@every_mdp
+def test_policy_to_occupancy_and_back(build):
+    mdp = build()
+    policy = random_policy(mdp)
+    q = occ.occupancy(mdp, policy)
+    assert float(occ.flow_residual(mdp, q).abs().max()) < 1e-15
+    for layer in mdp.split(q, -2):
+        close(layer.sum((-2, -1)), torch.ones(mdp.batch_shape, dtype=F64), 1e-15)
+    torch.testing.assert_close(occ.policy_of(mdp, q), policy.expand_as(q), rtol=1e-15, atol=0)
+    assert bool((occ.interior_point(mdp)[..., mdp.actions] > 0).all())
+
+
+def test_the_policy_of_an_unvisited_state_is_uniform_over_its_actions():
+    mdp = batch_of_mdps(2)
+    policy = occ.policy_of(mdp, torch.zeros(2, 7, 3, dtype=F64))
+    assert torch.equal(policy[1], occ.uniform_policy(mdp))
+    assert policy[0, 0].tolist() == [0.5, 0.5, 0.0]
+    assert policy[0, 3].tolist() == [0.0, 0.0, 1.0]
+
+
+def test_flow_residual_measures_each_state():
+    mdp = PROBLEMS["masked"]().mdp
+    q = occ.interior_point(mdp)
+    q[0, 0] += 0.5  # leaves state 0, and arrives in states 2 and 3 with probabilities 1/4 and 3/4
+    close(occ.flow_residual(mdp, q), torch.tensor([0.5, 0.0, -0.125, -0.375], dtype=F64), 1e-15)
+
+
+@pytest.mark.parametrize("leading", [(), (4,)])
+@every_mdp
+def test_reachability_is_the_product_of_the_steps_between(build, leading):
+    mdp = build()
+    policy = random_policy(mdp, *(leading if len(mdp.batch_shape) < 2 else ()))
+    steps = [
+        torch.einsum("...sa,...sap->...sp", pi, P)
+        for pi, P in zip(mdp.split(policy, -2), mdp.transitions, strict=True)
+    ]
+    batch = torch.broadcast_shapes(policy.shape[:-2], mdp.batch_shape)
+    expected = torch.zeros(*batch, mdp.num_states, mdp.num_states, dtype=F64)
+    for k, here in enumerate(mdp.layer_slices):
+        way = torch.eye(mdp.layer_sizes[k], dtype=F64)
+        for there, step in zip(mdp.layer_slices[k:], steps[k:], strict=True):
+            expected[..., here, there] = way
+            way = way @ step
+    close(occ.reachability(mdp, policy), expected)
+
+
+# -- planning -------------------------------------------------------------------------------------------------------------
+
+
+def deterministic_policies(mdp):
+    """All of them, `(N, S, A)`."""
+    choices = product(*(row.nonzero().flatten().tolist() for row in mdp.actions))
+    return torch.nn.functional.one_hot(torch.tensor(list(choices)), mdp.num_actions).to(F64)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["bandit", "contexts", "masked", "no_choice", "random", "batch"])
+def test_the_optimal_policy_is_the_best_of_all_deterministic_ones(name, seed):
+    mdp = occ.LayeredMDP.random(3, 2, 3, seed=seed) if name == "random" else MDPS[name]()
+    loss = random_loss(mdp, seed=seed) - 0.5
+    plan = occ.optimal_policy(mdp, loss)
+    policies = deterministic_policies(mdp).reshape(
+        -1, *(1,) * len(mdp.batch_shape), mdp.num_states, mdp.num_actions
+    )
+    costs = (occ.occupancy(mdp, policies) * loss).sum((-2, -1))
+    best = costs.amin(0)
+    close((plan.value[..., mdp.layer == 0] * mdp.initial).sum(-1), best)
+    close((occ.occupancy(mdp, plan.policy) * loss).sum((-2, -1)), best)
+    assert bool((plan.policy.sum(-1) == 1).all())
+    assert not bool(plan.policy[..., ~mdp.actions].any())
+
+
+@every_mdp
+def test_gaps_and_the_performance_difference(build):
+    """<q - q_opt, loss> = sum q gaps, for every q in Omega."""
+    mdp = build()
+    loss = random_loss(mdp, batch=mdp.batch_shape)
+    plan = occ.optimal_policy(mdp, loss)
+    assert bool((plan.gaps >= 0).all())
+    assert not bool(plan.gaps[plan.policy > 0].any())
+    assert not bool(plan.gaps[..., ~mdp.actions].any())
+    assert bool((plan.Q[..., ~mdp.actions] == torch.inf).all())
+    q, q_opt = occ.occupancy(mdp, random_policy(mdp)), occ.occupancy(mdp, plan.policy)
+    close(((q - q_opt) * loss).sum((-2, -1)), (q * plan.gaps).sum((-2, -1)))
+
+
+def test_the_first_of_equal_actions_is_chosen():
+    plan = occ.optimal_policy(
+        occ.LayeredMDP([torch.ones(1, 3, 1, dtype=F64)]), torch.tensor([[2.0, 1.0, 1.0]], dtype=F64)
+    )
+    assert plan.policy.tolist() == [[0.0, 1.0, 0.0]]
+    assert plan.gaps.tolist() == [[1.0, 0.0, 0.0]]
+
+
+# -- derivatives in the probabilities -------------------------------------------------------------------------------------
+
+
+def test_an_earlier_use_without_gradients_does_not_switch_them_off():
+    transitions = [
+        torch.full((1, 2, 2), 0.5, dtype=F64).requires_grad_(),
+        torch.ones(2, 2, 1, dtype=F64),
+    ]
+    mdp = occ.LayeredMDP(transitions)
+    with torch.no_grad():
+        occ.interior_point(mdp)
+    (gradient,) = torch.autograd.grad(occ.interior_point(mdp)[1].sum(), transitions[0])
+    assert gradient.tolist() == [[[0.5, 0.0], [0.5, 0.0]]]

@@ -1,0 +1,199 @@
+import pytest
+import torch
+from torch.autograd.functional import hessian as autograd_hessian
+from zoo import PROBLEMS, REGULARIZERS, Centred, Coupled, random_loss
+
+import torch_occ as occ
+from torch_occ.regularizers.derivatives import Evaluator, derivatives
+from torch_occ.regularizers.hessians import Blocks, Full, Separable
+
+F64 = torch.float64
+SMALL = ["contexts", "masked", "no_choice", "layers"]
+
+
+def point(problem, *batch, seed=5):
+    """Random interior occupancy measures."""
+    mdp = PROBLEMS[problem]().mdp
+    weights = (random_loss(mdp, seed=seed, batch=batch) + 0.05) * mdp.actions
+    return mdp, occ.occupancy(mdp, weights / weights.sum(-1, keepdim=True))
+
+
+def derive(mdp, psi, q, t=1.0, parameters=None):
+    evaluator = Evaluator(psi)
+    given = evaluator.own_parameters if parameters is None else parameters
+    evaluate = evaluator.bind_constants(given, torch.as_tensor(t, dtype=F64))
+    return derivatives(mdp, psi, evaluate, q)
+
+
+def dense(mdp, psi, q, t=1.0):
+    """Gradient and Hessian of `forward` on the pairs that exist, by plain autograd: `(N,)`, `(N, N)`."""
+    own = mdp.actions
+
+    def value(x):
+        return psi(torch.zeros_like(q).masked_scatter(own, x), t, mdp)
+
+    at = q[own].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(value(at), at)
+    return gradient, autograd_hessian(value, at.detach())
+
+
+def on_pairs(mdp, found):
+    own = mdp.actions.flatten()
+    return found.gradient.flatten(-2)[..., own], found.hessian.to_full().matrix[..., own, :][..., own]
+
+
+def close(found, expected, tolerance=1e-12):
+    """Every entry to rounding, relative to the largest of its kind."""
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("problem", SMALL)
+@pytest.mark.parametrize("name", REGULARIZERS)
+def test_they_are_those_of_forward(name, problem):
+    mdp, q = point(problem)
+    psi = REGULARIZERS[name](mdp)
+    found = derive(mdp, psi, q, 7.0)
+    close(on_pairs(mdp, found), dense(mdp, psi, q, 7.0))
+    assert not bool(found.gradient[~mdp.actions].any())
+    assert not bool(found.hessian.to_full().matrix[~mdp.actions.flatten()].any())
+    assert not found.gradient.requires_grad
+
+
+@pytest.mark.parametrize("name", REGULARIZERS)
+def test_a_batch_is_its_elements(name):
+    mdp, q = point("masked", 3)
+    psi, t = REGULARIZERS[name](mdp), torch.tensor([1.0, 5.0, 100.0], dtype=F64)
+    found = derive(mdp, psi, q, t)
+    for i in range(3):
+        alone = derive(mdp, psi, q[i], t[i])
+        close((found.gradient[i], found.hessian.to_full().matrix[i]), (alone.gradient, alone.hessian.to_full().matrix), 1e-15)
+
+
+@pytest.mark.parametrize("name", ["hybrid_complement", "jin_luo", "custom_statewise", "custom_joint"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch.func.hessian, on its first call
+def test_forward_can_be_differentiated_by_torch_func(name):
+    mdp, q = point("layers")
+    psi = REGULARIZERS[name](mdp)
+    by_func = torch.func.hessian(lambda q: psi(q, 7.0, mdp))(q).reshape(q.numel(), q.numel()).detach()
+    close([by_func], [dense(mdp, psi, q, 7.0)[1]])
+
+
+# -- one function at three levels -----------------------------------------------------------------------------------------
+
+
+class BySeparable(occ.SeparableRegularizer):
+    def pair(self, x):
+        return x * x.log()
+
+    def rest(self, x):
+        return -(x + 0.1).sqrt()
+
+    def state(self, x):
+        return x**3
+
+
+class ByState(occ.StatewiseRegularizer):
+    def per_state(self, q_s):
+        state = q_s.sum(-1, keepdim=True)
+        rest = -(state - q_s + 0.1).sqrt() if q_s.shape[-1] > 1 else torch.zeros_like(q_s)
+        return (q_s * q_s.log() + rest).sum(-1) + state.squeeze(-1) ** 3
+
+
+class Jointly(occ.JointRegularizer):
+    def __init__(self, actions):
+        super().__init__()
+        self.actions = actions
+
+    def joint(self, q):
+        state = q.sum(-1, keepdim=True)
+        shared = (self.actions.sum(-1, keepdim=True) > 1) & self.actions
+        x = torch.where(self.actions, q, 1.0)
+        terms = x * x.log() - torch.where(shared, (state - q + 0.1).sqrt(), 0.0)
+        return terms.sum((-2, -1)) + (state**3).sum((-2, -1))
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_the_three_levels_agree(problem, batch):
+    mdp, q = point(problem, *batch)
+    found = [derive(mdp, psi, q) for psi in (BySeparable(), ByState(), Jointly(mdp.actions))]
+    assert [type(x.hessian) for x in found] == [Separable, Blocks, Full]
+    for other in found[1:]:
+        close(on_pairs(mdp, other), on_pairs(mdp, found[0]))
+
+
+@pytest.mark.parametrize("problem", ["masked", "layers"])
+@pytest.mark.parametrize(
+    ("levels", "kind"), [("aa", Separable), ("ab", Blocks), ("ba", Blocks), ("bb", Blocks), ("ca", Full), ("bc", Full), ("abc", Full)]
+)
+def test_sums_of_levels(levels, kind, problem):
+    mdp, q = point(problem)
+    parts = {"a": occ.HybridTsallis(0.5) / occ.InverseSqrt(), "b": Centred(0.3) * 2, "c": Coupled(0.5)}
+    total = parts[levels[0]]
+    for level in levels[1:]:
+        total = total + parts[level]
+    found = derive(mdp, total, q, 4.0)
+    assert type(found.hessian) is kind
+    separate = [on_pairs(mdp, derive(mdp, parts[level], q, 4.0)) for level in levels]
+    close(on_pairs(mdp, found), [sum(x) for x in zip(*separate, strict=True)], 1e-14)
+
+
+# -- closed forms ---------------------------------------------------------------------------------------------------------
+
+CLOSED = {  # d, w, c at x = q(s, a), r = q(s) - q(s, a), u = q(s), y = 1 - q(s, a)
+    "Tsallis": (occ.Tsallis(0.25), lambda x, r, u, y: (0.25 * 0.75 * x**-1.75, 0 * x, 0 * u)),
+    "HybridTsallis": (occ.HybridTsallis(0.5), lambda x, r, u, y: (x**-1.5 / 4, 0.5 * r**-1.5 / 4, 0 * u)),
+    "HybridComplement": (occ.HybridComplement(0.5), lambda x, r, u, y: (x**-1.5 / 4 + 0.5 * y**-1.5 / 4, 0 * x, 0 * u)),
+    "Shannon": (occ.Shannon(), lambda x, r, u, y: (1 / x, 0 * x, 0 * u)),
+    "ConditionalEntropy": (occ.ConditionalEntropy(), lambda x, r, u, y: (1 / x, 0 * x, -1 / u)),
+    "LogBarrier": (occ.LogBarrier(3.0), lambda x, r, u, y: (3 / x**2, 0 * x, 0 * u)),
+}
+
+
+@pytest.mark.parametrize(("psi", "closed"), CLOSED.values(), ids=CLOSED)
+def test_closed_forms_of_the_second_derivatives(psi, closed):
+    """At a point where one action of a state holds nearly everything, every entry to rounding of its own size."""
+    mdp = occ.LayeredMDP.random(3, 2, 3, seed=2)
+    policy = random_loss(mdp, 60.0, seed=3).neg().softmax(-1)
+    q = occ.occupancy(mdp, policy)
+    assert float(q.min()) < 1e-15
+    rest = torch.stack([q[:, [1, 2]].sum(-1), q[:, [0, 2]].sum(-1), q[:, [0, 1]].sum(-1)], -1)
+    elsewhere = torch.cat([layer.sum(-1).flip(0) if len(layer) > 1 else torch.zeros(1, dtype=F64) for layer in mdp.split(q, 0)])
+    expected = closed(q, rest, q.sum(-1), rest + elsewhere.unsqueeze(-1))
+    hessian = derive(mdp, psi, q).hessian
+    for x, y in zip((hessian.d, hessian.w, hessian.c), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-14, atol=0)
+
+
+# -- parameters from outside ----------------------------------------------------------------------------------------------
+
+
+def test_the_evaluator_takes_other_parameters():
+    mdp, q = point("masked")
+    psi = occ.HybridTsallis(0.5) / occ.InverseSqrt(2.0) + occ.LogBarrier(3.0)
+    twin = occ.HybridTsallis(1.0) / occ.InverseSqrt(4.0) + occ.LogBarrier(6.0)
+    evaluator, t = Evaluator(psi), torch.tensor(9.0, dtype=F64)
+    doubled = [2 * x.detach() for x in psi.parameters()]
+    expected = on_pairs(mdp, derive(mdp, twin, q, t))
+    for bind in (evaluator.bind, evaluator.bind_constants):
+        close(on_pairs(mdp, derivatives(mdp, psi, bind(doubled, t), q)), expected, 1e-15)
+    evaluator.validate(doubled)
+    with pytest.raises(ValueError, match="HybridTsallis: alpha"):
+        evaluator.validate([-x for x in doubled])
+    assert [x.item() for x in psi.parameters()] == [0.5, 2.0, 3.0]
+
+
+def test_batched_parameters_never_add_up():
+    """At one q for all of them there is a Hessian for each parameter, or an error; not their sum."""
+    mdp, q = point("masked")
+    beta = torch.tensor([1.0, 5.0], dtype=F64)
+    together = derive(mdp, occ.LogBarrier(beta), q.expand(2, *q.shape)).hessian.d
+    torch.testing.assert_close(
+        together, torch.stack([derive(mdp, occ.LogBarrier(float(b)), q).hessian.d for b in beta]), rtol=1e-15, atol=0
+    )
+    try:
+        broadcast = derive(mdp, occ.LogBarrier(beta), q).hessian.d
+    except (ValueError, RuntimeError):
+        return
+    torch.testing.assert_close(broadcast, together, rtol=1e-15, atol=0)

@@ -1,0 +1,155 @@
+from itertools import product
+
+import pytest
+import torch
+from torch.autograd.functional import hessian as autograd_hessian
+from zoo import PROBLEMS, random_loss
+
+import torch_occ as occ
+from torch_occ.mdp.occupancy import DenseFlow
+from torch_occ.regularizers.hessians import Blocks, Full, Separable, combine
+
+F64 = torch.float64
+ACTIONS = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 1, 0]], dtype=torch.bool)
+
+
+def separable(*batch, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    d, w = (torch.rand(*batch, 3, 3, dtype=F64, generator=generator) * ACTIONS for _ in range(2))
+    return Separable(d, w, torch.rand(*batch, 3, dtype=F64, generator=generator), ACTIONS)
+
+
+def blocks(*batch, seed=1):
+    pairs = ACTIONS.unsqueeze(-1) & ACTIONS.unsqueeze(-2)
+    return Blocks(torch.rand(*batch, 3, 3, 3, dtype=F64, generator=torch.Generator().manual_seed(seed)) * pairs, ACTIONS)
+
+
+def full(*batch, seed=2):
+    exists = ACTIONS.flatten()
+    matrix = torch.rand(*batch, 9, 9, dtype=F64, generator=torch.Generator().manual_seed(seed))
+    return Full(matrix * (exists & exists.unsqueeze(-1)), ACTIONS)
+
+
+LEVELS = {"separable": separable, "blocks": blocks, "full": full}
+
+
+# -- the three levels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (4, 1)])
+def test_a_separable_block_is_the_second_derivative_of_its_terms(batch):
+    """sum_a d x_a^2 / 2 + w (x(s) - x_a)^2 / 2 + c x(s)^2 / 2 has exactly this Hessian."""
+    hessian = separable(*batch)
+    found = hessian.to_blocks().blocks
+    for index in torch.cartesian_prod(*(torch.arange(size) for size in (*batch, 3))).reshape(-1, len(batch) + 1).tolist():
+        *element, state = index
+        d, w, c = (x[(*element, state)] for x in (hessian.d, hessian.w, hessian.c))
+        here = ACTIONS[state]
+
+        def quadratic(x, d=d, w=w, c=c, here=here):
+            total = (x * here).sum()
+            return ((d * x**2 + w * (total - x) ** 2) * here).sum() / 2 + c * total**2 / 2
+
+        expected = autograd_hessian(quadratic, torch.zeros(3, dtype=F64))
+        torch.testing.assert_close(found[(*element, state)], expected, rtol=1e-14, atol=1e-15)
+
+
+def test_full_holds_the_blocks_on_its_diagonal():
+    matrix = blocks(2).to_full().matrix
+    for element in range(2):
+        assert torch.equal(matrix[element], torch.block_diag(*blocks(2).blocks[element]))
+
+
+@pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
+def test_masked_entries_are_zero_at_every_level(level):
+    matrix = level(2).to_full().matrix
+    assert not bool(matrix[:, ~ACTIONS.flatten()].any())
+    assert not bool(matrix[:, :, ~ACTIONS.flatten()].any())
+
+
+@pytest.mark.parametrize("batches", [((), ()), ((2,), (2,)), ((2,), ())])
+@pytest.mark.parametrize(("left", "right"), list(product(LEVELS, LEVELS)))
+def test_a_sum_is_held_at_the_coarser_level(left, right, batches):
+    a, b = LEVELS[left](*batches[0], seed=3), LEVELS[right](*batches[1], seed=4)
+    found = combine(a, b)
+    assert type(found) is max(type(a), type(b), key=[Separable, Blocks, Full].index)
+    torch.testing.assert_close(found.to_full().matrix, a.to_full().matrix + b.to_full().matrix, rtol=1e-15, atol=1e-15)
+
+
+def test_curvature():
+    """What is left on the diagonal between directions that keep q(s); for matrices, the diagonal."""
+    assert torch.equal(separable().curvature, separable().d + separable().w)
+    assert torch.equal(blocks(2).curvature, blocks(2).blocks.diagonal(dim1=-2, dim2=-1))
+    assert torch.equal(full(2).curvature, full(2).matrix.diagonal(dim1=-2, dim2=-1).reshape(2, 3, 3))
+
+
+# -- the paper's Hessian (`lem:hessian_derivaties`) -----------------------------------------------------------------------
+
+ALPHA = 0.625
+
+
+def inflow(mdp, q):
+    """q(s) as the analysis defines it: what arrives, and the initial distribution in the first layer."""
+    return DenseFlow(mdp).inflow(q) + torch.nn.functional.pad(mdp.initial, (0, mdp.num_states - mdp.layer_sizes[0]))
+
+
+def phi_by_inflow(mdp, q):
+    """`eq:hybrid_alternative`."""
+    return -(q.sqrt() + ALPHA * (inflow(mdp, q).unsqueeze(-1) - q).sqrt()).sum()
+
+
+def lemma(mdp, q):
+    """`eq:derivative_1` to `eq:derivative_3`, entry by entry, `(S, A, S, A)`.
+
+    Read with s'' != s_L in `eq:derivative_2` too: the terminal state has no actions.
+    """
+    S, A, P, layer = mdp.num_states, mdp.num_actions, mdp.joint_transitions, mdp.layer
+    bend = ALPHA / (4 * (inflow(mdp, q).unsqueeze(-1) - q) ** 1.5)  # (S, A)
+    H = torch.zeros(S, A, S, A, dtype=F64)
+    for s, a, s2, a2 in torch.cartesian_prod(*(torch.arange(n) for n in (S, A, S, A))).tolist():
+        if layer[s2] == layer[s] - 1:
+            H[s2, a2, s, a] = H[s, a, s2, a2] = -P[s2, a2, s] * bend[s, a]
+        elif layer[s2] == layer[s]:
+            H[s2, a2, s, a] = (P[s, a] * P[s2, a2] * bend.sum(-1)).sum()  # over s'': P is zero but for the next layer
+            if (s, a) == (s2, a2):
+                H[s, a, s, a] += 1 / (4 * q[s, a] ** 1.5) + bend[s, a]
+    return H
+
+
+def ours(mdp, q):
+    return autograd_hessian(lambda q: occ.HybridTsallis(ALPHA)(q, 1.0, mdp), q)
+
+
+def quadratic_form(H, w):
+    return float((w.flatten() @ H.reshape(w.numel(), -1) @ w.flatten()).detach())
+
+
+@pytest.fixture(params=["layers", "contexts", "short"])
+def point(request):
+    mdp = occ.LayeredMDP.random(3, 2, 2, seed=4) if request.param == "short" else PROBLEMS[request.param]().mdp
+    return mdp, occ.occupancy(mdp, random_loss(mdp, 2.0).softmax(-1))
+
+
+def test_the_lemma_is_the_hessian_of_the_inflow_version(point):
+    mdp, q = point
+    torch.testing.assert_close(lemma(mdp, q), autograd_hessian(lambda q: phi_by_inflow(mdp, q), q), rtol=1e-11, atol=1e-11)
+
+
+def test_both_definitions_agree_on_omega_and_on_its_tangent_space_only(point):
+    mdp, q = point
+    torch.testing.assert_close(phi_by_inflow(mdp, q), occ.HybridTsallis(ALPHA)(q, 1.0, mdp).detach(), rtol=1e-13, atol=0)
+    paper, package = lemma(mdp, q), ours(mdp, q)
+    anything = random_loss(mdp, seed=7) - 0.5
+    tangent = q - occ.occupancy(mdp, random_loss(mdp, 3.0, seed=8).softmax(-1))  # E w = 0
+    assert float((occ.flow_residual(mdp, q + tangent)).abs().max()) < 1e-15
+    assert quadratic_form(paper, tangent) == pytest.approx(quadratic_form(package, tangent), rel=1e-10)
+    assert quadratic_form(paper, anything) != pytest.approx(quadratic_form(package, anything), rel=1e-3)
+
+
+def test_the_quadratic_form_of_the_lemma(point):
+    """`eq:quadratic_form`: 1/4 sum w^2 / q^(3/2) + alpha (h(s) - w)^2 / (q(s) - q)^(3/2), with h the inflow of w."""
+    mdp, q = point
+    w = random_loss(mdp, seed=7) - 0.5
+    h = DenseFlow(mdp).inflow(w).unsqueeze(-1)
+    terms = w**2 / q**1.5 + ALPHA * (h - w) ** 2 / (inflow(mdp, q).unsqueeze(-1) - q) ** 1.5
+    assert quadratic_form(lemma(mdp, q), w) == pytest.approx(float(terms.sum()) / 4, rel=1e-11)

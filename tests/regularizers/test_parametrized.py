@@ -1,0 +1,587 @@
+"""Parameters with a batch shape: whatever sizes coincide, each problem has its own parameters.
+
+One function is written at three levels as docs/regularizers.md teaches, nothing lined up by hand:
+
+    - strength sum ( sqrt(q(s,a)) + alpha sqrt(q(s) - q(s,a)) )
+    - beta sum log q(s,a)  +  mix sum q(s,a) log( q(s,a) / q(s) )
+
+Built-in regularizers can express it too, with scalars and element by element: that is the truth.
+"""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import constraints
+from zoo import PROBLEMS, random_loss
+
+import torch_occ as occ
+from torch_occ.regularizers.base import Sum
+from torch_occ.regularizers.derivatives import Evaluator, derivatives
+
+F64 = torch.float64
+NAMES = ("strength", "alpha", "beta", "mix")
+
+
+def tensor(*values):
+    return torch.tensor(*values, dtype=F64)
+
+
+class BySeparable(occ.SeparableRegularizer):
+    arg_constraints: ClassVar = dict.fromkeys(NAMES, constraints.nonnegative)
+
+    def pair(self, x):
+        return -self.strength * x.sqrt() - self.beta * x.log() + self.mix * x * x.log()
+
+    def rest(self, x):
+        return -self.strength * self.alpha * x.sqrt()
+
+    def state(self, x):
+        return -self.mix * x * x.log()
+
+
+class ByState(occ.StatewiseRegularizer):
+    """Parameters multiply entries, and sums over actions."""
+
+    arg_constraints: ClassVar = dict.fromkeys(NAMES, constraints.nonnegative)
+
+    def per_state(self, q_s):
+        total = q_s.sum(-1)
+        rest = q_s @ (1 - torch.eye(q_s.shape[-1], dtype=F64))
+        hybrid = q_s.sqrt().sum(-1)
+        if q_s.shape[-1] > 1:
+            hybrid = hybrid + (self.alpha * rest.sqrt()).sum(-1)
+        entropy = (self.mix * q_s * q_s.log()).sum(-1) - self.mix * total * total.log()
+        return -self.strength * hybrid - self.beta * q_s.log().sum(-1) + entropy
+
+
+class Jointly(occ.JointRegularizer):
+    """Parameters multiply entries, states and sums over everything."""
+
+    arg_constraints: ClassVar = dict.fromkeys(NAMES, constraints.nonnegative)
+
+    def __init__(self, actions, **parameters):
+        super().__init__(**parameters)
+        self.actions = actions
+
+    def joint(self, q):
+        x, total = torch.where(self.actions, q, 1.0), q.sum(-1)
+        shared = self.actions & (self.actions.sum(-1, keepdim=True) > 1)
+        rest = torch.where(shared, q @ (1 - torch.eye(q.shape[-1], dtype=F64)), 1.0)
+        roots = x.sqrt() * self.actions + self.alpha * rest.sqrt() * shared
+        entropy = (self.mix * x * x.log()).sum((-2, -1)) - (self.mix * total * total.log()).sum(-1)
+        return -self.strength * roots.sum((-2, -1)) - (self.beta * x.log()).sum((-2, -1)) + entropy
+
+
+LEVELS = {
+    "separable": lambda mdp, **parameters: BySeparable(**parameters),
+    "statewise": lambda mdp, **parameters: ByState(**parameters),
+    "joint": lambda mdp, **parameters: Jointly(mdp.actions, **parameters),
+}
+
+
+def built_in(mdp, strength, alpha, beta, mix):
+    hybrid = occ.HybridTsallis(alpha) * occ.Constant(strength)
+    return hybrid + occ.LogBarrier(beta) + occ.ConditionalEntropy() * occ.Constant(mix)
+
+
+STEPS = LEVELS | {"built-in": built_in}
+
+
+def owned(psi):
+    """The parameters in the order of NAMES."""
+    if not isinstance(psi, Sum):
+        return [getattr(psi, name) for name in NAMES]
+    hybrid, barrier, entropy = psi.terms
+    return [hybrid.factor.rate, hybrid.regularizer.alpha, barrier.beta, entropy.factor.rate]
+
+
+def uneven():
+    """Five states with one, two or three actions in three layers."""
+    actions = torch.ones(5, 3, dtype=torch.bool)
+    actions[1, 1:] = actions[2, 0] = False
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(n, 3, m) for n, m in pairwise((1, 2, 2, 1))]
+    rows = [torch.rand(shape, dtype=F64, generator=generator) + 0.1 for shape in shapes]
+    return occ.LayeredMDP([x / x.sum(-1, keepdim=True) for x in rows], actions=actions)
+
+
+MDPS = {
+    "contexts": PROBLEMS["contexts"]().mdp,  # L = 1, S = A = 3
+    "masked": PROBLEMS["masked"]().mdp,  # L = A = 2, S = 4, groups of two states
+    "uneven": uneven(),  # L = A = 3, S = 5, groups of 1, 1 and 3 states
+    "cube": occ.LayeredMDP.random(horizon=2, width=3, num_actions=3, seed=4),  # L = 2, A = 3, S = 4
+}
+
+
+def shapes_of(mdp):
+    """Every size that occurs in the MDP as a batch, alone and beside others."""
+    S, A = mdp.num_states, mdp.num_actions
+    groups = {n for _, group in mdp.action_groups for n in group.shape}
+    sizes = {1, mdp.horizon, S, A, S * A} | groups
+    alone, columns = {(n,) for n in sizes}, {(n, 1) for n in sizes - {1, S * A}}
+    return sorted(alone | columns | {(S, A), (A, S), (A, A), (S, S), (2, 3), (1, 1), (2, 1, 3)})
+
+
+CASES = [(name, shape) for name, mdp in MDPS.items() for shape in shapes_of(mdp)]
+SMALL = [(name, shape) for name, shape in CASES if torch.Size(shape).numel() <= 15]
+SOLVED = [(name, shape) for name, shape in SMALL if name in ("contexts", "uneven")]
+
+
+def of_sizes(cases):
+    ids = [f"{name}-{'x'.join(map(str, shape))}" for name, shape in cases]
+    return pytest.mark.parametrize(("name", "shape"), cases, ids=ids)
+
+
+at_all_levels = pytest.mark.parametrize("level", LEVELS)
+
+
+def some(shape, seed, low=0.3, high=2.0):
+    generator = torch.Generator().manual_seed(seed)
+    return low + (high - low) * torch.rand(shape, dtype=F64, generator=generator)
+
+
+def parameters(shape, only=NAMES):
+    """Each of this shape, or scalars where they are not named."""
+    return {name: some(shape if name in only else (), seed) for seed, name in enumerate(NAMES)}
+
+
+def indices(batch):
+    return [tuple(index) for index in torch.ones(batch).nonzero().tolist()]
+
+
+def element(values, batch, index):
+    """The scalars that belong to one element of a batch."""
+    return {name: float(value.expand(batch)[index]) for name, value in values.items()}
+
+
+def each(function, values, batch):
+    """function(index, scalars) for every element, stacked."""
+    found = [function(index, element(values, batch, index)) for index in indices(batch)]
+    return torch.stack(found).reshape(*batch, *found[0].shape)
+
+
+def points(mdp, batch, seed=7):
+    weights = (random_loss(mdp, seed=seed, batch=batch) + 0.05) * mdp.actions
+    return occ.occupancy(mdp, weights / weights.sum(-1, keepdim=True))
+
+
+def derive(mdp, psi, q, t=4.0):
+    evaluator = Evaluator(psi)
+    return derivatives(mdp, psi, evaluator.bind_constants(evaluator.own_parameters, tensor(t)), q)
+
+
+def close(found, expected, tolerance=1e-12):
+    assert found.shape == expected.shape
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * scale)
+
+
+# -- all coincidences of sizes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", STEPS)
+@of_sizes(CASES)
+def test_values_and_derivatives_are_those_of_each_element(name, shape, level):
+    mdp, values, rate = MDPS[name], parameters(shape), some(shape, 9)
+    q, psi = points(mdp, shape), STEPS[level](mdp, **values) / occ.InverseSqrt(rate)
+    found = derive(mdp, psi, q)
+
+    def alone(index, scalars):
+        truth = built_in(mdp, **scalars) / occ.InverseSqrt(float(rate[index]))
+        at = derive(mdp, truth, q[index])
+        value, hessian = truth(q[index], 4.0, mdp), at.hessian.to_full().matrix
+        return torch.cat([value[None], at.gradient.flatten(), hessian.flatten()]).detach()
+
+    flat = [found.gradient.flatten(-2), found.hessian.to_full().matrix.flatten(-2)]
+    expected = each(alone, values, shape).split([1, *(x.shape[-1] for x in flat)], -1)
+    for x, y in zip([psi(q, 4.0, mdp)[..., None].detach(), *flat], expected, strict=True):
+        close(x, y)
+
+
+@pytest.mark.parametrize("level", STEPS)
+@of_sizes(SOLVED)
+def test_solutions_and_their_gradients_are_those_of_each_element(name, shape, level):
+    mdp, values = MDPS[name], parameters(shape)
+    loss, c = random_loss(mdp, 5.0, seed=1, batch=shape), random_loss(mdp, seed=2)
+    psi = STEPS[level](mdp, **values)
+    q = occ.FTRLStep(mdp, psi)(loss)
+    found = torch.autograd.grad((q * c * mdp.actions).sum(), owned(psi))
+
+    def alone(index, scalars):
+        truth = built_in(mdp, **scalars)
+        q = occ.FTRLStep(mdp, truth)(loss[index])
+        slopes = torch.autograd.grad((q * c * mdp.actions).sum(), owned(truth))
+        return torch.cat([q.detach().flatten(), torch.stack(slopes)])
+
+    expected_q, expected = each(alone, values, shape).split([c.numel(), len(NAMES)], -1)
+    close(q.detach().flatten(-2), expected_q, 1e-10)
+    close(torch.stack(found, -1), expected, 1e-8)
+
+
+class Complement(occ.SeparableRegularizer):
+    arg_constraints: ClassVar = {"alpha": constraints.nonnegative}
+
+    def pair(self, x):
+        return -x.sqrt()
+
+    def complement(self, x):
+        return -self.alpha * x.sqrt()
+
+
+@of_sizes(SOLVED)
+def test_complements(name, shape):
+    mdp, alpha, q = MDPS[name], some(shape, 1), points(MDPS[name], shape)
+    user, twin = (derive(mdp, kind(alpha=alpha), q) for kind in (Complement, occ.HybridComplement))
+
+    def alone(index, scalars):
+        return derive(mdp, occ.HybridComplement(scalars["alpha"]), q[index]).gradient
+
+    for found in (user, twin):
+        close(found.gradient, each(alone, {"alpha": alpha}, shape))
+    close(user.hessian.d, twin.hessian.d)
+
+
+@pytest.mark.parametrize("shape", [(3,), (4,), (12,), (4, 3)])
+def test_levels_may_be_mixed(shape):
+    mdp, values = MDPS["cube"], parameters(shape)
+    loss = random_loss(mdp, 5.0, batch=shape)
+    mixed = sum(build(mdp, **values) for build in STEPS.values()) / 4
+    truth = built_in(mdp, **values)
+    close(occ.FTRLStep(mdp, mixed)(loss).detach(), occ.FTRLStep(mdp, truth)(loss).detach(), 1e-10)
+
+
+# -- several batch shapes at once, and none of q's own ---------------------------------------------
+
+
+@at_all_levels
+def test_parameters_of_different_batch_shapes_broadcast(level):
+    mdp, batch = MDPS["cube"], (2, 4, 3)  # S = 4, A = 3
+    shapes = ((3,), (4, 1), (2, 1, 1), ())
+    values = {name: some(shape, 1) for name, shape in zip(NAMES, shapes, strict=True)}
+    t = 1 + some((4, 3), 4)
+    loss = random_loss(mdp, 5.0, seed=1)
+    psi = LEVELS[level](mdp, **values) / occ.InverseSqrt(some((2, 1, 3), 5))
+    q = occ.FTRLStep(mdp, psi)(loss, t)
+    rates = some((2, 1, 3), 5).expand(batch)
+
+    def alone(index, scalars):
+        truth = built_in(mdp, **scalars) / occ.InverseSqrt(float(rates[index]))
+        return occ.FTRLStep(mdp, truth)(loss, float(t.expand(batch)[index])).detach()
+
+    close(q.detach(), each(alone, values, batch), 1e-10)
+    found = torch.autograd.grad(q.square().sum(), list(psi.parameters()))
+    assert [x.shape for x in found] == [x.shape for x in psi.parameters()]
+
+
+@at_all_levels
+@pytest.mark.parametrize("size", [3, 4, 12])
+def test_parameters_may_have_a_batch_where_q_has_none(level, size):
+    mdp, values = MDPS["cube"], parameters((size,), only=("beta", "mix"))
+    psi, q = LEVELS[level](mdp, **values), points(mdp, ())
+
+    def value(psi):
+        return psi(q, 1.0, mdp).detach()
+
+    def solution(psi):
+        return occ.FTRLStep(mdp, psi)(5 * q).detach()
+
+    for function, tolerance in ((value, 1e-12), (solution, 1e-10)):
+        truth = each(lambda _, x: function(built_in(mdp, **x)), values, (size,))  # noqa: B023
+        close(function(psi), truth, tolerance)
+    with pytest.raises(ValueError, match=r"batched parameters need a batch of q"):
+        derive(mdp, psi, q)
+
+
+@at_all_levels
+def test_an_empty_batch_is_empty(level):
+    mdp = MDPS["cube"]
+    psi = LEVELS[level](mdp, **parameters((0,)))
+    assert psi(points(mdp, (0,)), 1.0, mdp).shape == (0,)
+    assert occ.FTRLStep(mdp, psi)(random_loss(mdp, batch=(0,))).shape == (0, 4, 3)
+
+
+# -- under transforms ------------------------------------------------------------------------------
+
+
+def solver(step, names):
+    """(loss, *values of the named parameters) -> q"""
+
+    def solve(loss, *values):
+        return torch.func.functional_call(step, dict(zip(names, values, strict=True)), (loss,))
+
+    return solve
+
+
+SHORT = {  # two parameters of each
+    **dict.fromkeys(LEVELS, ("regularizer.strength", "regularizer.beta")),
+    "built-in": ("regularizer.terms.0.factor.rate", "regularizer.terms.1.beta"),
+}
+
+
+@pytest.mark.parametrize("level", STEPS)
+@pytest.mark.parametrize(
+    ("in_dims", "shapes"),
+    [  # of the loss, strength and beta, without the events of the loss; S = 4, A = 3
+        ((0, None, None), ((3,), (3,), ())),
+        ((0, None, None), ((3,), (3,), (3, 1))),
+        ((0, None, None), ((4, 3), (3,), (4, 1))),
+        ((None, 0, None), ((), (3,), (3,))),
+        ((None, 0, None), ((3,), (3, 3), (3,))),
+        ((None, 0, 0), ((4,), (3, 4), (3,))),
+        ((None, 0, 0), ((), (4, 3, 4), (4,))),
+        ((0, 0, None), ((3,), (3, 3), (3,))),
+        ((1, 1, 0), ((4, 3), (4, 3), (3, 2, 1))),
+    ],
+)
+def test_vmap_over_losses_and_parameters(level, in_dims, shapes):
+    mdp = MDPS["cube"]
+    step = occ.FTRLStep(mdp, STEPS[level](mdp, **parameters(())), backend="torch")
+    solve = solver(step, SHORT[level])
+    given = [random_loss(mdp, 5.0, batch=shapes[0]), some(shapes[1], 1), some(shapes[2], 2)]
+    count = next(x.shape[dim] for x, dim in zip(given, in_dims, strict=True) if dim is not None)
+    found = torch.func.vmap(solve, in_dims)(*given)
+
+    def at(i):
+        chosen = zip(given, in_dims, strict=True)
+        return solve(*(x if dim is None else x.select(dim, i) for x, dim in chosen))
+
+    close(found.detach(), torch.stack([at(i) for i in range(count)]).detach())
+
+
+@at_all_levels
+def test_all_modes_of_differentiation_agree_with_the_built_in_twin(level):
+    """Jacobians in a batch of parameters, in reverse and forward mode, and second derivatives."""
+    mdp = MDPS["contexts"]
+    given = (random_loss(mdp, 5.0, batch=(3,)), some((3,), 1), some((3, 1), 2))
+    found = []
+    for kind in (level, "built-in"):
+        step = occ.FTRLStep(mdp, STEPS[kind](mdp, **parameters(())), backend="torch")
+        solve = solver(step, SHORT[kind])
+        reverse = torch.func.jacrev(solve, (1, 2))(*given)
+        forward = torch.func.jacfwd(solve, (1, 2))(*given)
+        slope = torch.func.grad(lambda *x: (solve(*x) ** 2).sum(), 2)  # noqa: B023
+        second = torch.func.jacrev(slope, (1, 2))(*given)
+        found.append([x.detach() for x in (*reverse, *forward, *second)])
+    for x, y in zip(*found, strict=True):
+        close(x, y, 1e-9)
+    for x, y in zip(found[0][:2], found[0][2:4], strict=True):
+        close(x, y, 1e-10)
+
+
+# -- where parameters come in batches --------------------------------------------------------------
+
+
+@at_all_levels
+def test_tune_with_as_many_starts_as_states_or_actions(level):
+    for name, starts in (("contexts", 3), ("cube", 4)):
+        mdp = MDPS[name]
+        mean = 0.1 + 0.8 * random_loss(mdp)
+        objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100)
+        options = {"steps": 1, "starts": starts, "spread": 0.5, "only": ["alpha", "beta"]}
+        twins = [STEPS[kind](mdp, **parameters(())) for kind in (level, "built-in")]
+        found, expected = (occ.tune(objective, psi, **options) for psi in twins)
+        close(found.values, expected.values, 1e-9)
+        close(found.path, expected.path, 1e-9)
+
+
+@at_all_levels
+@pytest.mark.parametrize("size", [3, 9])
+def test_forecasts_and_smooth_leaps_of_a_batch(level, size):
+    mdp, values = MDPS["contexts"], parameters((size,))
+    mean = 0.1 + 0.8 * random_loss(mdp)
+    found = []
+    for psi in (LEVELS[level](mdp, **values), built_in(mdp, **values)):
+        path = occ.forecast(mdp, psi, mean, 30)
+        leaps = occ.leap_smoothly(mdp, psi, mean, 30, particles=size, per_decade=3)
+        found.append([x.detach() for x in (path.final, path.stability, leaps.regret)])
+    for x, y in zip(*found, strict=True):
+        close(x, y, 1e-9)
+
+
+@pytest.mark.parametrize("level", STEPS)
+@pytest.mark.parametrize("size", [3, 9])
+def test_a_forecast_under_vmap_does_not_take_its_dimension_for_pairs(level, size):
+    mdp = MDPS["contexts"]
+    psi = STEPS[level](mdp, **parameters(()))
+    means = 0.1 + 0.8 * random_loss(mdp, batch=(size,))
+    found = torch.func.vmap(lambda mean: occ.forecast(mdp, psi, mean, 100).final)(means)
+    close(found.detach(), occ.forecast(mdp, psi, means, 100).final.detach(), 1e-10)
+
+
+def test_leap_takes_one_regularizer_at_a_time():
+    mdp = MDPS["contexts"]
+    for psi in (occ.LogBarrier(tensor([1.0, 2.0])), BySeparable(**parameters((2,)))):
+        with pytest.raises(ValueError, match=r"regularizer: .* batch shape \(2,\).*leap_smoothly"):
+            occ.leap(mdp, psi, random_loss(mdp), 100, particles=2)
+
+
+# -- what counts as a parameter with a batch -------------------------------------------------------
+
+
+class PerPair(occ.SeparableRegularizer):
+    """A weight for every pair, and one for all of them."""
+
+    arg_constraints: ClassVar = {"weights": constraints.independent(constraints.positive, 2)}
+
+    def pair(self, x):
+        return -self.scale * self.weights * x.log()
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale"),
+    [((), (3,)), ((3,), ()), ((3,), (3,)), ((3, 1), (3,)), ((3, 3), (3, 3)), ((), ())],
+)
+def test_a_parameter_may_declare_an_event_shape(shape, scale):
+    mdp = MDPS["contexts"]  # S = A = 3
+    weights, scales, loss = some((*shape, 3, 3), 0), some(scale, 1), random_loss(mdp, 5.0)
+    psi = PerPair(weights=weights, scale=scales)
+    q = occ.FTRLStep(mdp, psi)(loss)
+    batch = torch.broadcast_shapes(shape, scale)
+    assert q.shape == (*batch, 3, 3)
+    for index in indices(batch):
+        own, scale = weights.expand(*batch, 3, 3)[index], float(scales.expand(batch)[index])
+        alone = PerPair(weights=own, scale=scale)
+        close(q[index].detach(), occ.FTRLStep(mdp, alone)(loss).detach(), 1e-12)
+    with pytest.raises(ValueError, match=r"PerPair: weights must satisfy GreaterThan.* got -3\.0"):
+        PerPair(weights=torch.where(torch.eye(3) > 0, -3.0, weights), scale=1.0)
+
+
+class ByHand(occ.SeparableRegularizer):
+    """Parameters set as attributes: one number an action, a scalar, and those of a network."""
+
+    def __init__(self, tilt):
+        super().__init__()
+        self.tilt = nn.Parameter(tilt)
+        self.scale = nn.Parameter(tensor(2.0))
+        self.network = nn.Linear(1, 1, dtype=F64)
+        with torch.no_grad():
+            self.network.weight.fill_(0.3)
+            self.network.bias.fill_(0.1)
+
+    def pair(self, x):
+        affine = self.network(x.unsqueeze(-1)).squeeze(-1)
+        return self.scale * self.tilt * x.square() + affine - x.log()
+
+
+def test_parameters_that_are_set_as_attributes_keep_their_own_shape():
+    mdp, tilt, loss = MDPS["contexts"], tensor([0.5, 1.0, 2.0]), random_loss(MDPS["contexts"], 5.0)
+    psi = ByHand(tilt)
+    assert occ.FTRLStep(mdp, psi)(loss).shape == (3, 3)
+    alone = torch.stack([occ.FTRLStep(mdp, ByHand(x * tilt))(loss) for x in (1.0, 3.0, 0.5)])
+    psi.scale = nn.Parameter(tensor([2.0, 6.0, 1.0]))  # the same function, three of them
+    found = occ.FTRLStep(mdp, psi)(loss)
+    close(found.detach(), alone.detach(), 1e-12)
+    for twin in (copy.deepcopy(psi), 1.0 * psi, psi / 2 + psi / 2):
+        close(occ.FTRLStep(mdp, twin)(loss).detach(), alone.detach(), 1e-12)
+
+
+class Roundabout(occ.SeparableRegularizer):
+    """Reads its parameters in every way that Python has."""
+
+    def __init__(self, strength, inner):
+        super().__init__(strength=strength)
+        self.inner = inner
+        self.term = lambda x: -self.strength * x.sqrt()
+        self.bound = self._log
+
+    def _log(self, x):
+        everything = dict(self.named_parameters())
+        return -self.strength * x.log() + everything["inner.strength"] * x.square()
+
+    def pair(self, x):
+        first, _ = self.parameters()
+        return self.term(x) + self.bound(x) + self.inner.term(x) + first * x * x.log()
+
+
+def test_a_parameter_can_be_read_in_any_way():
+    mdp, a, b = MDPS["contexts"], some((3,), 0), some((3, 1), 1)
+    inner = Roundabout(b, None)
+    q = points(mdp, (3, 3))
+    found = derive(mdp, Roundabout(a, inner), q).gradient
+    a, b = a[:, None, None], b[..., None, None]
+    expected = -(a + b) / (2 * q.sqrt()) - a / q + 2 * b * q + a * (q.log() + 1)
+    close(found, expected, 1e-13)
+    assert torch.equal(inner.strength, some((3, 1), 1))
+
+
+def test_threads_do_not_see_each_other():
+    mdp = MDPS["cube"]
+    step = occ.FTRLStep(mdp, BySeparable(**parameters((4,))))
+    losses = random_loss(mdp, 5.0, batch=(16, 4))
+    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+        alone = [step(loss) for loss in losses]
+        found = list(pool.map(lambda loss: step(loss).detach(), losses))
+    assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True))
+
+
+# -- what cannot be done says so -------------------------------------------------------------------
+
+
+class Wrong(occ.SeparableRegularizer):
+    def __init__(self, function, strength):
+        super().__init__(strength=strength)
+        self.function = function
+
+    def pair(self, x):
+        return self.function(self.strength, x)
+
+
+class WrongStatewise(occ.StatewiseRegularizer):
+    def per_state(self, q_s):
+        return -q_s.log()
+
+
+class WrongJoint(occ.JointRegularizer):
+    def joint(self, q):
+        return -q.log().sum()
+
+
+def test_a_function_of_the_wrong_shape_is_named():
+    mdp, q = MDPS["cube"], points(MDPS["cube"], (2,))
+    summed = Wrong(lambda a, x: a * x.log().sum(-1), 1.0)
+    by_hand = Wrong(lambda a, x: a.reshape(-1, 1, 1) * x, tensor([1.0, 2.0]))
+    cases = [
+        (summed, r"Wrong.pair: expected .* \(2, 4, 3\) at .* \(2, 4, 3\), got \(2, 4\)"),
+        (by_hand, r"Wrong.pair: .* \(4, 3\) .* \(4, 3\), got \(1, 4, 3\)"),
+        (Wrong(lambda a, x: 0.0, 1.0), r"Wrong.pair: .* got float"),
+        (WrongStatewise(), r"WrongStatewise.per_state: .* \(2, 4\) .*, got \(2, 4, 3\)"),
+        (WrongJoint(), r"WrongJoint.joint: .* \(2,\) at .* \(2, 4, 3\), got \(\)"),
+    ]
+    for psi, message in cases:
+        with pytest.raises(ValueError, match=message):
+            psi(q, 1.0, mdp)
+
+
+def test_what_vmap_cannot_run_is_explained():
+    mdp, q = MDPS["cube"], points(MDPS["cube"], (2,))
+
+    def branch(a, x):
+        return -a * x.log() if a > 0 else x
+
+    assert Wrong(branch, 1.0)(q, 1.0, mdp).shape == (2,)
+    message = r"Wrong: its function failed at x of shape \(4, 3\).*torch.where instead of an `if`"
+    with pytest.raises(RuntimeError, match=message):
+        Wrong(branch, tensor([1.0, 2.0]))(q, 1.0, mdp)
+
+
+def test_tables_take_scalars():
+    class Tilted(occ.LogBarrier):
+        arg_constraints: ClassVar = {"beta": constraints.independent(constraints.positive, 1)}
+
+    with pytest.raises(ValueError, match=r"Tilted: beta declares 1 event .*SeparableRegularizer"):
+        Tilted(tensor([1.0, 2.0, 3.0]))
+
+
+def test_tune_leaves_parameters_alone_that_cannot_have_starts():
+    mdp = MDPS["contexts"]
+    objective = occ.ForecastObjective([occ.World("stochastic", mdp, random_loss(mdp))], 100)
+    with pytest.raises(ValueError, match=r"regularizer: network.weight belongs to a Linear.*only="):
+        occ.tune(objective, ByHand(tensor(1.0)), only=["network.weight"])
+    options = {"only": ["scale"], "steps": 0, "starts": 3, "bounds": {"scale": (0.1, 9.0)}}
+    found = occ.tune(objective, ByHand(tensor(1.0)), **options)
+    assert bool(found.values.isfinite().all())

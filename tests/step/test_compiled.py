@@ -1,0 +1,227 @@
+"""FTRLStep on the engine: the same derivatives as the torch path, in every mode, and the same complaints."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.func import functional_call, jacrev, vmap
+from zoo import PROBLEMS, REGULARIZERS, refused_by_the_engine
+
+import torch_occ as occ
+
+MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
+LOSS = 30 * torch.rand(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+DIRECTION = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def pair(mdp=MDP, psi=None):
+    psi = occ.jin_luo(mdp, beta=0.5) if psi is None else psi
+    return occ.FTRLStep(mdp, psi, backend="torch"), occ.FTRLStep(mdp, psi, backend="engine")
+
+
+def gradients(step, loss, t, direction):
+    loss, t = loss.detach().clone().requires_grad_(), torch.as_tensor(t, dtype=torch.float64).clone().requires_grad_()
+    solution = step.solve(loss, t, check=False)
+    objective = (direction * solution.q).sum() + 0.1 * solution.value.sum()
+    return solution, torch.autograd.grad(objective, [loss, t, *step.parameters()], allow_unused=True, materialize_grads=True)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("regularizer", REGULARIZERS)
+def test_gradients_are_the_same(regularizer, problem):
+    mdp, loss, t = PROBLEMS[problem]()
+    psi = REGULARIZERS[regularizer](mdp)
+    if refused_by_the_engine(mdp, psi):
+        return
+    direction = torch.randn(loss.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    (expected_from, expected), (found_from, found) = (gradients(step, loss, t, direction) for step in pair(mdp, psi))
+    assert (expected_from.backend, found_from.backend) == ("torch", "engine")
+    if bool(expected_from.converged.all()):
+        for ours, theirs in zip(found, expected, strict=True):
+            scale = float(theirs.abs().max())
+            torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9 * scale)
+    else:
+        assert all(bool(x.isnan().any()) for x in found[:1])
+
+
+@pytest.mark.bits
+def test_a_batch_is_its_elements_to_the_last_bit():
+    betas = torch.linspace(0.1, 2.0, 40, dtype=torch.float64)
+    step = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=betas), backend="engine")
+    losses = LOSS * torch.linspace(0.1, 3.0, 40, dtype=torch.float64)[:, None, None]
+    t = torch.linspace(1.0, 500.0, 40, dtype=torch.float64)
+    together = step.solve(losses, t)
+    assert together.backend == "engine"
+    for i in (0, 17, 39):
+        alone = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=float(betas[i])), backend="engine").solve(losses[i], float(t[i]))
+        for name in ("q", "value", "steps", "dual_residual"):
+            assert torch.equal(getattr(together, name)[i], getattr(alone, name))
+    torch.testing.assert_close(together.q, occ.FTRLStep(MDP, step.regularizer, backend="torch")(losses, t), rtol=1e-11, atol=0)
+
+
+def test_batched_parameters_and_a_batched_start_have_the_right_gradients():
+    psi = occ.jin_luo(MDP, beta=torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64))
+    losses = torch.stack([LOSS, 2 * LOSS]).unsqueeze(1)  # (2, 1, S, A) against (3,)
+    direction = torch.randn(2, 3, 7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    (_, expected), (solution, found) = (gradients(step, losses, 7.0, direction) for step in pair(MDP, psi))
+    assert (solution.backend, solution.q.shape) == ("engine", (2, 3, 7, 3))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10 * float(theirs.abs().max()))
+
+
+def test_gradcheck_and_double_backward():
+    """Double backward goes through the torch path, from the solution that the engine found."""
+    _, step = pair()
+    parameters = list(step.parameters())
+
+    def q(loss, t, *given):
+        named = dict(zip((name for name, _ in step.named_parameters()), given, strict=True))
+        return functional_call(step, named, (loss, t))
+
+    inputs = [LOSS.clone().requires_grad_(), torch.tensor(9.0, dtype=torch.float64, requires_grad=True)]
+    inputs += [p.detach().clone().requires_grad_() for p in parameters]
+    assert gradcheck(q, inputs, rtol=1e-6, check_forward_ad=True)
+    assert gradgradcheck(q, inputs, rtol=1e-5)
+
+
+def test_forward_mode_is_the_transpose_of_reverse_mode():
+    torch_step, step = pair()
+    tangents = [DIRECTION, torch.tensor(0.3, dtype=torch.float64), *(torch.tensor(x, dtype=torch.float64) for x in (0.5, -1.0, 2.0))]
+    found = []
+    for one in (torch_step, step):
+        inputs = [LOSS, torch.tensor(9.0, dtype=torch.float64), *one.parameters()]
+        with forward_ad.dual_level():
+            named = {name: forward_ad.make_dual(p, dt) for (name, p), dt in zip(one.named_parameters(), tangents[2:], strict=True)}
+            duals = [forward_ad.make_dual(x.detach(), dx) for x, dx in zip(inputs[:2], tangents[:2], strict=True)]
+            solution = functional_call(one, named, tuple(duals))
+            found.append(forward_ad.unpack_dual(solution).tangent)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+    _, reverse = gradients(step, LOSS, 9.0, DIRECTION)
+    loss, t = LOSS.clone().requires_grad_(), torch.tensor(9.0, dtype=torch.float64, requires_grad=True)
+    reverse = torch.autograd.grad((DIRECTION * step(loss, t)).sum(), [loss, t, *step.parameters()])
+    along = torch.stack([(g * dx).sum() for g, dx in zip(reverse, tangents, strict=True)]).sum()
+    torch.testing.assert_close(along, (DIRECTION * found[1]).sum(), rtol=1e-9, atol=1e-12)
+
+
+def test_forward_over_reverse_needs_no_second_graph():
+    found = []
+    for step in pair():
+        with forward_ad.dual_level():
+            loss = forward_ad.make_dual(LOSS.clone().requires_grad_(), DIRECTION)
+            (gradient,) = torch.autograd.grad((step(loss, 30.0) ** 2).sum() + 0.5 * (loss**2).sum(), loss)
+            found.append(forward_ad.unpack_dual(gradient).tangent)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+    assert not torch.equal(found[0], DIRECTION)  # the step has a part in it
+
+
+def test_transforms_go_to_the_torch_path():
+    _, step = pair()
+    plain = occ.FTRLStep(MDP, step.regularizer, backend="torch")
+    assert torch.equal(vmap(lambda loss: step(loss, 3.0))(LOSS[None])[0], plain(LOSS[None], 3.0)[0])
+    assert jacrev(lambda loss: step(loss, 3.0)[0])(LOSS).shape == (3, 7, 3)
+
+
+def test_a_shared_parameter_is_counted_once():
+    gamma = occ.InverseSqrt(1.5)
+    psi = occ.HybridTsallis(0.5) / gamma + occ.LogBarrier(1.0) / gamma
+    (_, expected), (solution, found) = (gradients(step, LOSS, 5.0, DIRECTION) for step in pair(MDP, psi))
+    assert solution.backend == "engine"
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_an_empty_batch_is_empty():
+    for step in pair():
+        loss = LOSS.expand(0, 7, 3).clone().requires_grad_()
+        q = step(loss, 3.0)
+        assert q.shape == (0, 7, 3)
+        assert torch.autograd.grad(q.sum(), loss)[0].shape == (0, 7, 3)
+
+
+def test_the_same_complaints():
+    for step in pair():
+        with pytest.raises(ValueError, match=r"cumulative_loss: layer 1, state 0.*action 2 is nan"):
+            step(LOSS.index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(torch.nan, dtype=torch.float64)), 3.0)
+        with pytest.raises(ValueError, match=r"t: expected an episode of at least 1, got 0.5"):
+            step(LOSS, 0.5)
+        with pytest.raises(ValueError, match=r"warm_start: .* expected a positive occupancy"):
+            step(LOSS, 3.0, warm_start=torch.zeros_like(LOSS))
+        with pytest.raises(ValueError, match=r"cumulative_loss: expected shape"):
+            step(LOSS[:-1], 3.0)
+        with pytest.raises(ValueError, match=r"cumulative_loss: is torch\.float32"):
+            step(LOSS.float(), 3.0)
+        with torch.no_grad():
+            step.regularizer.terms[1].beta.fill_(-1.0)
+        with pytest.raises(ValueError, match="beta"):
+            step(LOSS, 3.0)
+        with torch.no_grad():
+            step.regularizer.terms[1].beta.fill_(0.5)
+        step(LOSS, 3.0)
+
+
+def test_an_element_that_fails_poisons_its_own_derivative_only():
+    step = occ.FTRLStep(MDP, occ.Shannon() / occ.InverseSqrt(), backend="engine")
+    losses = torch.stack([LOSS, 1e6 * LOSS]).requires_grad_()
+    with pytest.raises(occ.SolveError, match=r"batch element \(1,\): UNDERFLOW"):
+        step(losses, 1.0)
+    solution = step.solve(losses, 1.0, check=False)
+    (found,) = torch.autograd.grad((DIRECTION * solution.q).sum(), losses)
+    assert bool(found[0].isfinite().all())
+    assert bool(found[1].isnan().any())
+    solution = step.solve(losses, 1.0, check=False)
+    solution.certificate.zero_()  # as the user likes; derivatives have their own
+    (found,) = torch.autograd.grad((DIRECTION * solution.q).sum(), losses)
+    assert bool(found[1].isnan().any())
+
+
+def test_copies_and_pickles_solve_the_same():
+    _, step = pair()
+    expected = step(LOSS, 4.0)
+    for other in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
+        assert torch.equal(other(LOSS, 4.0), expected)
+        with torch.no_grad():
+            other.regularizer.terms[1].beta.fill_(3.0)
+        assert not torch.equal(other(LOSS, 4.0), expected)
+        assert torch.equal(step(LOSS, 4.0), expected)
+
+
+def test_who_solves():
+    class Custom(occ.SeparableRegularizer):
+        def pair(self, x):
+            return -x.sqrt()
+
+    wide = occ.LayeredMDP.random(2, 160, 2, seed=0)
+    scattered = wide.to_sparse()
+    solve = lambda step, mdp: step.solve(torch.zeros(mdp.num_states, mdp.num_actions, dtype=mdp.dtype)).backend  # noqa: E731
+    assert solve(occ.FTRLStep(MDP, occ.jin_luo(MDP)), MDP) == "engine"
+    assert solve(occ.FTRLStep(MDP, Custom()), MDP) == "torch"
+    assert solve(occ.FTRLStep(wide, occ.jin_luo(wide)), wide) == "torch"
+    assert solve(occ.FTRLStep(wide, occ.jin_luo(wide), backend="engine"), wide) == "engine"
+    assert solve(occ.FTRLStep(scattered, occ.jin_luo(scattered)), scattered) == "engine"
+    single = occ.FTRLStep(MDP, occ.jin_luo(MDP)).to(torch.float32)
+    assert solve(single, single.mdp) == "torch"
+    assert solve(single.to(torch.float64), single.mdp) == "engine"
+    with pytest.raises(ValueError, match="backend: Custom is not a table"):
+        occ.FTRLStep(MDP, Custom(), backend="engine")
+    with pytest.raises(ValueError, match="backend: expected auto, torch or engine"):
+        occ.FTRLStep(MDP, Custom(), backend="gpu")
+
+
+def test_shared_modules_and_shared_parameters_stay_where_they_are():
+    """Solving exchanges parameters on the way, and must leave each in its place, or an optimizer would lose it."""
+    gamma = occ.InverseSqrt(1.5)
+    shared_module = occ.HybridTsallis(0.5) / gamma + occ.LogBarrier(1.0) / gamma
+    first, second = occ.LogBarrier(1.0), occ.LogBarrier(1.0)
+    second.beta = first.beta
+    shared_parameter = first / occ.InverseSqrt(2.0) + second
+    for psi in (shared_module, shared_parameter):
+        before = [id(p) for p in psi.parameters()]
+        for step in pair(MDP, psi):
+            _, found = gradients(step, LOSS, 5.0, DIRECTION)
+            assert [id(p) for p in psi.parameters()] == before
+            assert all(float(g.abs().max()) > 0 for g in found)

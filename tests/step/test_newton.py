@@ -1,0 +1,245 @@
+"""The solver: right everywhere, certified by its own account and by ours, batched, and honest when it fails."""
+
+import pytest
+import torch
+from oracle import EXACT, dense_newton, flow_matrix
+from torch import Tensor
+from zoo import PROBLEMS, REGULARIZERS, corridor, layers, masked, random_loss, tensor
+
+import torch_occ as occ
+from torch_occ import Status
+
+pytestmark = pytest.mark.usefixtures("both_backends")
+
+
+def close(found: Tensor, expected: Tensor, rtol: float) -> None:
+    torch.testing.assert_close(found.detach(), expected.detach(), rtol=rtol, atol=0, equal_nan=False)
+
+
+class Pairwise(occ.SeparableRegularizer):
+    """sum of f(q(s, a))."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def pair(self, x):
+        return self.function(x)
+
+
+# -- right answers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_answers(name):
+    (mdp, loss, t), psi, q = EXACT[name]()
+    close(occ.FTRLStep(mdp, psi)(loss, t), q, 1e-13)
+
+
+@pytest.mark.parametrize("regularizer", REGULARIZERS)
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_every_regularizer_on_every_problem(problem, regularizer):
+    mdp, loss, t = PROBLEMS[problem]()
+    psi = REGULARIZERS[regularizer](mdp)
+    solution = occ.FTRLStep(mdp, psi).solve(loss, t)
+    q, actions = solution.q.detach(), mdp.actions
+    assert solution.converged
+    assert solution.status == Status.CONVERGED
+    assert (q[actions] > 0).all()
+    assert (q[~actions] == 0).all()
+    assert 1 <= solution.steps <= 50
+    assert 0 <= solution.decrement < 1e-4  # at the iterate before the last, so about the root of the error
+    assert 0 <= solution.dual_residual < 1e-12
+
+    source = torch.cat([mdp.initial, torch.zeros(mdp.num_states - mdp.layer_sizes[0], dtype=torch.float64)])
+    flow_residual = ((flow_matrix(mdp) @ q[actions] - source) / q.sum(-1)).abs().max()
+    assert flow_residual < 1e-14
+    assert abs(flow_residual - solution.flow_residual) < 1e-14
+    again, value = dense_newton(mdp, psi, loss, t, q)
+    close(again[actions], q[actions], 1e-12)
+    torch.testing.assert_close(solution.value, value, rtol=1e-12, atol=1e-12 * float(value.detach().abs().max()))
+
+
+@pytest.mark.parametrize("regularizer", REGULARIZERS)
+def test_no_other_policy_does_better(regularizer):
+    mdp, loss, t = layers()
+    psi = REGULARIZERS[regularizer](mdp)
+    q = occ.FTRLStep(mdp, psi)(loss, t).detach()
+
+    def objective(q: Tensor) -> Tensor:
+        return (q * loss).sum((-2, -1)) + psi(q, t, mdp)
+
+    noise = torch.randn(40, *q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for size in (0.01, 1.0):
+        policies = (occ.policy_of(mdp, q).log() + size * noise).softmax(-1)
+        assert (objective(occ.occupancy(mdp, policies)) > objective(q)).all()
+
+
+@pytest.mark.parametrize("regularizer", REGULARIZERS)
+def test_shaping_leaves_q_and_shifts_the_value(regularizer):
+    """Adding v(s) - E v(s') to the loss is felt by no policy."""
+    mdp, loss, t = layers()
+    step = occ.FTRLStep(mdp, REGULARIZERS[regularizer](mdp))
+    shift = 1e3 * torch.randn(mdp.num_states, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    shaped = loss + (flow_matrix(mdp).mT @ shift).view_as(loss)
+    before, after = step.solve(loss, t), step.solve(shaped, t)
+    close(after.q, before.q, 1e-11)  # the shaped loss itself is rounded by 1e3 eps
+    close(after.value - shift, before.value, 1e-10)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 3.0, 1e9])
+def test_scaling_identity(scale):
+    """(loss, 1/eta, beta) -> scale * (loss, 1/eta, beta) is the same problem; t does to 1/eta what its root says."""
+    mdp, loss, t = layers()
+
+    def solve(scale: float, gamma: float, t: float) -> occ.Solution:
+        return occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=tensor(0.3 * scale), gamma=tensor(gamma))).solve(scale * loss, t)
+
+    once, scaled = solve(1.0, 0.9, t), solve(scale, 0.9 / scale, t)
+    close(scaled.q, once.q, 1e-12)
+    close(scaled.value, scale * once.value, 1e-12)
+    close(solve(1.0, 0.9 * 2, 4 * t).q, once.q, 1e-12)
+
+
+def test_complement_and_rest_agree_in_a_bandit():
+    """With one state 1 - q(s, a) is q(s) - q(s, a)."""
+    mdp, loss, t = PROBLEMS["bandit"]()
+    close(occ.FTRLStep(mdp, occ.HybridComplement(0.5))(loss, t), occ.FTRLStep(mdp, occ.HybridTsallis(0.5))(loss, t), 1e-14)
+
+
+class Statewise(occ.StatewiseRegularizer):
+    def per_state(self, q_s):
+        return (q_s * (q_s / q_s.sum(-1, keepdim=True)).log()).sum(-1)
+
+
+class Joint(occ.JointRegularizer):
+    def joint(self, q):
+        x, u = torch.where(q > 0, q, 1.0), q.sum(-1)
+        return (x * x.log()).sum((-2, -1)) - (u * u.log()).sum(-1)
+
+
+@pytest.mark.parametrize("twin", [Statewise(), Joint()], ids=["statewise", "joint"])
+@pytest.mark.parametrize("problem", ["masked", "contexts", "no_choice"])
+def test_states_that_feel_nothing_are_solved_at_every_level(problem, twin):
+    """The conditional entropy of a state with one action is zero, curvature included; its q follows from the flow all the same."""
+    mdp, loss, t = PROBLEMS[problem]()
+    close(occ.FTRLStep(mdp, twin)(loss, t), occ.FTRLStep(mdp, occ.ConditionalEntropy())(loss, t), 1e-11)
+
+
+# -- batches --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("regularizer", REGULARIZERS)
+def test_batched_equals_solo(regularizer):
+    mdp, _, _ = masked()
+    step = occ.FTRLStep(mdp, REGULARIZERS[regularizer](mdp))
+    loss = random_loss(mdp, batch=(3, 1)) * tensor([0.01, 1.0, 60.0])[:, None, None, None]
+    t = tensor([1.0, 1e4])
+    batch = step.solve(loss, t)
+    assert batch.q.shape == (3, 2, mdp.num_states, mdp.num_actions)
+    assert batch.value.shape == (3, 2, mdp.num_states)
+    for i in range(3):
+        for j in range(2):
+            solo = step.solve(loss[i, 0], t[j])
+            for field in ("status", "steps", "decrement", "flow_residual", "dual_residual"):
+                assert getattr(batch, field).shape == (3, 2)
+            assert batch.steps[i, j] == solo.steps
+            close(batch.q[i, j], solo.q, 1e-12)
+            close(batch.value[i, j], solo.value, 1e-12)
+
+
+@pytest.mark.bits
+def test_a_hard_element_does_not_spoil_its_neighbours():
+    """One element underflows, one takes many steps; the others stop early, and stay as they were."""
+    mdp, loss, t = corridor()
+    step = occ.FTRLStep(mdp, occ.Shannon() / occ.Constant(0.5))
+    losses = torch.stack([0.001 * loss, 1e9 * loss, loss, 0.01 * loss])
+    batch = step.solve(losses, t, check=False)
+    assert batch.status.tolist() == [Status.CONVERGED, Status.UNDERFLOW, Status.CONVERGED, Status.CONVERGED]
+    assert batch.steps[2] > 3 * batch.steps[0]
+    for i in (0, 2, 3):
+        solo = step.solve(losses[i], t)
+        close(batch.q[i], solo.q, 1e-12)
+        assert batch.steps[i] == solo.steps
+    assert batch.q.isfinite().all()
+    assert batch.dual_residual[1] > 1
+    calm = step.solve(0.001 * loss.expand(4, -1, -1), t)
+    assert torch.equal(batch.q[0], calm.q[0])  # to the bit, however long the others went on
+
+
+def test_a_batch_of_models_equals_its_elements():
+    mdps = [occ.LayeredMDP.random(3, 2, 2, seed=seed) for seed in range(3)]
+    joint = occ.LayeredMDP([torch.stack(kernels) for kernels in zip(*(m.transitions for m in mdps), strict=True)])
+    loss = random_loss(mdps[0], 10.0)
+    batch = occ.FTRLStep(joint, occ.jin_luo(joint, beta=1.0))(loss, 50.0)
+    for mdp, q in zip(mdps, batch, strict=True):
+        close(q, occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=1.0))(loss, 50.0), 1e-12)
+
+
+# -- honesty --------------------------------------------------------------------------------------------------------------
+
+FAILURES = {
+    "too_few_steps": (occ.Shannon(), layers, 1.0, 1, {Status.MAX_STEPS}),
+    "no_steps_needed_but_one": (occ.Shannon(), PROBLEMS["no_choice"], 1.0, 1, {Status.CONVERGED}),
+    "exponentially_small": (occ.Shannon(), layers, 1e9, 200, {Status.UNDERFLOW}),
+    "overflowing": (Pairwise(lambda x: (1 / x).exp()), PROBLEMS["contexts"], 1.0, 200, {Status.NOT_FINITE}),
+    "not_a_number": (Pairwise(lambda x: x * torch.nan), layers, 1.0, 200, {Status.NOT_FINITE}),
+    "concave": (Pairwise(lambda x: -(x**2)), layers, 0.0, 200, {Status.NOT_FINITE, Status.STALLED, Status.MAX_STEPS}),
+    "not_convex": (Pairwise(lambda x: (20 * x).cos()), layers, 0.01, 200, {Status.NOT_FINITE, Status.STALLED, Status.MAX_STEPS}),
+    "linear": (Pairwise(lambda x: x), layers, 1.0, 200, {Status.NOT_FINITE, Status.UNDERFLOW}),
+    "solution_on_the_boundary": (Pairwise(lambda x: x**2), layers, 1.0, 200, {Status.UNDERFLOW}),
+    "no_barrier_left": (occ.LogBarrier(0.0), layers, 1.0, 200, {Status.NOT_FINITE, Status.UNDERFLOW}),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_says_what_it_is(name):
+    psi, problem, scale, max_steps, expected = FAILURES[name]
+    mdp, loss, t = problem()
+    solution = occ.FTRLStep(mdp, psi, max_steps=max_steps).solve(scale * loss, t, check=False)
+    assert Status(int(solution.status)) in expected
+    assert solution.steps <= max_steps
+    assert (solution.q[mdp.actions] > 0).all()
+
+
+def test_a_tolerance_out_of_reach_is_reported_as_stalled():
+    mdp, loss, t = layers()
+    solution = occ.FTRLStep(mdp, occ.jin_luo(mdp), tolerance=1e-30).solve(loss, t, check=False)
+    assert solution.status == Status.STALLED
+    assert solution.dual_residual < 1e-12
+
+
+WILD = {
+    "exponential": lambda x: (50 * x).exp() / 50 + x * x.log(),
+    "kink": lambda x: torch.nn.functional.softplus((x - 0.3) / 1e-3) + x * x.log(),
+    "sharp_kink": lambda x: torch.nn.functional.softplus((x - 0.3) / 1e-4) + x * x.log(),
+    "inverse_fourth_power": lambda x: x**-4,
+    "essential_singularity": lambda x: (0.1 / x).exp(),
+}
+
+
+@pytest.mark.parametrize("name", WILD)
+@pytest.mark.parametrize("scale", [0.01, 0.3])
+def test_wild_third_derivatives_are_tamed_by_backtracking(name, scale):
+    mdp, loss, t = layers()
+    psi = Pairwise(WILD[name])
+    solution = occ.FTRLStep(mdp, psi).solve(scale * loss, t)
+    assert solution.steps < 50
+    close(dense_newton(mdp, psi, scale * loss, t, solution.q)[0], solution.q, 1e-9)
+
+
+# -- starts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("problem", ["masked", "layers", "nearly_deterministic", "corridor"])
+def test_warm_start_gives_the_same_answer_in_fewer_steps(problem):
+    mdp, loss, t = PROBLEMS[problem]()
+    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.1))
+    last = step(loss, t)
+    cold = step.solve(1.001 * loss, 1.001 * t)
+    warm = step.solve(1.001 * loss, 1.001 * t, warm_start=last)
+    anything = step.solve(1.001 * loss, 1.001 * t, warm_start=random_loss(mdp, 1e-3) + 1e-9)  # positive is enough
+    assert warm.steps < cold.steps
+    close(warm.q, cold.q, 1e-12)
+    close(anything.q, cold.q, 1e-12)
+    assert step.solve(loss, t, warm_start=last).steps == 1

@@ -1,0 +1,161 @@
+"""The house: packages in one direction, no import inside a function but one, no name that hides a module."""
+
+import ast
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from documents import ROOT
+
+import torch_occ as occ
+
+PACKAGE = ROOT / "torch_occ"
+
+#: Every package may import from itself and from those before it.
+ORDER = (
+    "_support",
+    "kernels",
+    "mdp",
+    "regularizers",
+    "step",
+    "reference",
+    "game",
+    "forecasting",
+    "tuning",
+    "theory",
+    "sweeps",
+)
+
+#: The one module that imports modules of this package inside a function.
+LATER = "_support.backends"
+
+
+class Import(NamedTuple):
+    """`importer` imports `imported`, both below torch_occ."""
+
+    importer: str
+    imported: str
+    inside_function: bool
+    for_types: bool
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Every import of this package in a file, those behind `later("...")` included."""
+    importer = name_of(path)
+
+    def walk(node: ast.AST, inside: bool, types: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            deeper = inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            typing = types or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test))
+            if isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "torch_occ":
+                base = (child.module or "").removeprefix("torch_occ").removeprefix(".")
+                for alias in child.names:
+                    whole = f"{base}.{alias.name}".removeprefix(".")
+                    is_module = (PACKAGE / f"{whole.replace('.', '/')}.py").exists() or (PACKAGE / whole).is_dir()
+                    yield Import(importer, whole if is_module else base, inside, types)
+            elif isinstance(child, ast.Import):
+                for alias in child.names:
+                    if alias.name.split(".")[0] == "torch_occ":
+                        yield Import(importer, alias.name.removeprefix("torch_occ").removeprefix("."), inside, types)
+            elif isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id == "later":
+                assert isinstance(child.args[0], ast.Constant), f"{importer}: later() needs the name of a module"
+                yield Import(importer, child.args[0].value, False, False)
+            yield from walk(child, deeper, typing)
+
+    yield from walk(ast.parse(path.read_text(encoding="utf-8")), False, False)
+
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+IMPORTS = [found for path in FILES for found in imports_of(path)]
+
+
+def test_the_order_names_every_package():
+    assert set(ORDER) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert not [path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_imports_go_one_way(package):
+    allowed = ORDER[: ORDER.index(package) + 1]
+    wrong = [x for x in IMPORTS if x.importer.split(".")[0] == package and x.imported.split(".")[0] not in allowed]
+    assert not wrong
+
+
+def test_no_import_inside_a_function():
+    assert [x for x in IMPORTS if x.inside_function] == []
+    calls = [name_of(path) for path in FILES if re.search(r"\bimport_module\(f?\"torch_occ", path.read_text())]
+    assert calls == [LATER]
+
+
+def test_a_module_imported_later_stands_beside_its_importer():
+    found = [
+        (name_of(path).split(".")[0], module.split(".")[0])
+        for path in FILES
+        for module in re.findall(r"\blater\(\"([\w.]+)\"\)", path.read_text())
+    ]
+    assert found
+    assert all(mine == theirs for mine, theirs in found)
+
+
+def test_there_are_no_cycles():
+    """Not even inside a package, but for names that only the type checker reads and modules imported later."""
+    strict = {name_of(path): set[str]() for path in FILES}
+    for path in FILES:
+        later = set(re.findall(r"\blater\(\"([\w.]+)\"\)", path.read_text()))
+        for x in imports_of(path):
+            if not x.for_types and x.imported not in later and x.imported in strict and x.imported != x.importer:
+                strict[x.importer].add(x.imported)
+    while leaves := [name for name, needs in strict.items() if not needs]:
+        for name in leaves:
+            del strict[name]
+        for needs in strict.values():
+            needs.difference_update(leaves)
+    assert not strict
+
+
+def test_kernels_do_not_know_torch():
+    for path in (PACKAGE / "kernels").glob("*.py"):
+        assert not re.search(r"^\s*(import|from) torch\b", path.read_text(), re.MULTILINE), path
+
+
+def test_what_is_private_of_others_stands_in_one_module():
+    pattern = r"\b(?:torch|forward_ad|pool|writer|p|module|functorch|numba)\._(?!_)[a-zA-Z]\w*|\"_nrt\""
+    found = {name_of(path): re.findall(pattern, path.read_text()) for path in FILES}
+    assert [name for name, uses in found.items() if uses] == ["_support.private"]
+
+
+def test_rooms_are_small():
+    assert len([path for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "py.typed")]) <= 12
+    for package in ORDER:
+        assert len(list((PACKAGE / package).glob("*.py"))) <= 16, package
+    long = [str(path) for path in FILES if len(path.read_text().splitlines()) > 350]
+    assert not long
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_a_package_lists_its_modules(package):
+    listed = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
+    modules = {path.stem for path in (PACKAGE / package).glob("*.py")} - {"__init__"}
+    assert {name for name in modules if not re.search(rf"^\s*{name}  ", listed, re.MULTILINE)} == set()
+
+
+def test_nothing_hides_a_module():
+    for package in ("", *ORDER):
+        module = importlib.import_module(f"torch_occ.{package}".removesuffix("."))
+        for child in pkgutil.iter_modules(module.__path__):
+            shown = getattr(module, child.name, None)
+            assert shown is None or type(shown).__name__ == "module", f"{module.__name__}.{child.name}"
+
+
+def test_public_names():
+    """Names may be added, here and in the reference; a name that users have is never taken away."""
+    public = sorted(name for name in vars(occ) if not name.startswith("_") and name not in {*ORDER, "reference"} - {"theory"})
+    assert public == (ROOT / "tests" / "public_names.txt").read_text().split()

@@ -1,0 +1,312 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from theory_cases import F64, bandit, cases, check, one_hot, tightest
+
+import torch_occ as occ
+from torch_occ import theory
+
+
+def number(x: float) -> torch.Tensor:
+    return torch.tensor(float(x), dtype=F64)
+
+
+MDP = occ.LayeredMDP.random(3, 3, 4, seed=0)  # L = 3, |S| = 7, |A| = 4
+L, S, A = 3, 7, 4
+
+
+# -- constants -------------------------------------------------------------------------------------
+
+
+def test_the_coefficients_by_hand():
+    alpha, gamma = 0.3, 2.0
+    X, Y, Z = theory.main_general(MDP, theory.Parameters(alpha, 64.0 * L, gamma))
+    assert pytest.approx((1 + alpha) / gamma + gamma * L**2 * (math.sqrt(L) + 1 / (alpha * L))) == X
+    assert pytest.approx(math.sqrt(L * S) * (1 + alpha * A) / gamma) == Y
+    assert pytest.approx(math.sqrt(L * S * A) * ((1 + alpha * math.sqrt(A)) / gamma + gamma)) == Z
+    B, D = theory.main(MDP)
+    assert pytest.approx(L**2.5 + L * 2) == B
+    assert pytest.approx(math.sqrt(L * S * A)) == D
+
+
+def test_the_papers_parameters_turn_the_general_theorem_into_the_main_one():
+    """X = B + 1 + 1/sqrt A <= 2 B, Y = D + sqrt(L S) <= 2 D, Z = 3 D: thm:main up to constants."""
+    for horizon, width, actions in ((1, 1, 2), (3, 3, 4), (10, 2, 9)):
+        mdp = occ.LayeredMDP.random(horizon, width, actions)
+        (X, Y, Z), (B, D) = theory.main_general(mdp, theory.Parameters.paper(mdp)), theory.main(mdp)
+        assert pytest.approx(B + 1 + actions**-0.5) == X
+        assert pytest.approx(D + math.sqrt(horizon * mdp.num_states)) == Y
+        assert pytest.approx(3 * D) == Z
+        assert X <= 2 * B
+        assert Y <= 2 * D
+
+
+@given(st.floats(0.01, 100), st.floats(0.01, 100))
+@settings(max_examples=30)
+def test_z_is_what_the_proof_adds_up(alpha, gamma):
+    check(theory.worst_case_coefficient(MDP, theory.Parameters(alpha, 1.0, gamma)))
+
+
+def test_how_tight_z_is():
+    found = theory.worst_case_coefficient(bandit(2), theory.Parameters(1e-6, 1.0, 1e-3))
+    assert 0.85 < tightest(found) < 1  # (1 + 1/sqrt 2) / 2
+
+
+@settings(max_examples=30)
+@given(cases())
+def test_the_summands(case):
+    t = torch.tensor([7.0, 900.0], dtype=F64)
+    best = occ.occupancy(case.mdp, case.other)
+    J = theory.summands(case.q, best, case.mapping, t)
+    check(theory.cauchy_schwarz(case.mdp, J))
+    left_out = case.mapping == 0
+    for i in range(2):
+        q = case.q[i][left_out[i]]
+        assert float(J.J1[i]) == pytest.approx(float(t[i]) ** -0.5)
+        assert float(J.J2[i]) == pytest.approx(float((q / t[i]).sqrt().sum()))
+        assert float(J.J3[i]) == pytest.approx(
+            math.sqrt(float((q + best[i][left_out[i]]).sum() / t[i]))
+        )
+    X, Y, Z = coefficients = theory.Coefficients(2.0, 3.0, 4.0)
+    expected = torch.minimum(X * J.J2 + Y * J.J3, Z * J.J1)
+    torch.testing.assert_close(theory.summand(coefficients, J), expected)
+
+
+def test_the_theorem_is_nearly_tight_in_the_first_episode():
+    """thm:main_general from its lemmas.
+
+    1/eta_t - 1/eta_{t-1} <= 1/(gamma sqrt t) is an equality at t = 1, and loses a factor 2 later.
+    """
+    mdp, parameters = bandit(100), theory.Parameters(0.1, 64.0, 0.05)
+    q = occ.interior_point(mdp)
+    first, later = (
+        theory.theorem_summand(mdp, parameters, q, q, one_hot(mdp, 0), number(t))
+        for t in (1, 10**6)
+    )
+    check(first, later)
+    assert 0.99 < tightest(first) < 1
+    assert 0.5 < tightest(later) < tightest(first)
+
+
+def test_cauchy_schwarz_is_tight_for_many_equal_actions():
+    mdp = bandit(1000)
+    q = occ.interior_point(mdp)
+    J = theory.summands(q, q, one_hot(mdp, 0), number(10))
+    assert tightest(theory.cauchy_schwarz(mdp, J)) == pytest.approx(0.999)
+
+
+# -- corollaries -----------------------------------------------------------------------------------
+
+
+def test_the_explicit_adversarial_bound_is_the_sum_of_its_lemmas():
+    """Sum over t of the worst cases of both lemmas, with the weights of lem:key_lemma_ftrl."""
+    parameters, T = theory.Parameters(0.4, 64.0 * L, 1.7), 1000
+    t = torch.arange(1, T + 1, dtype=F64)
+    C1, C2, _, _ = theory.proof_constants(MDP, parameters)
+    penalty = (parameters.eta_step(t).sum() * parameters.gamma) * (C1 * math.sqrt(L * S * A) + C2)
+    stability = 8 * parameters.eta(t).sum() * theory.worst_case_stability(MDP)
+    rest = 2 * L + 64 * L * S * A * math.log(T) + (1 + 0.4) * S * A / (1.7 * math.sqrt(T))
+    found = float(theory.adversarial_bound(MDP, parameters, number(T)))
+    assert float(theory.lower_order(MDP, parameters, number(T))) == pytest.approx(rest)
+    assert float(penalty + stability) + rest <= found
+    assert found == pytest.approx(
+        float(penalty + stability) + rest, rel=0.02
+    )  # only sum eta_t <= 2 gamma sqrt T was given away
+    assert float(theory.adversarial(MDP, number(T))) == pytest.approx(math.sqrt(L * S * A * T))
+
+
+def test_weights_of_the_penalty():
+    parameters = theory.Parameters(0.4, 1.0, 1.7)
+    t = torch.arange(1, 50, dtype=F64)
+    assert float(parameters.eta_step(t).sum()) == pytest.approx(7 / 1.7)  # telescopes to 1 / eta_T
+    assert float(parameters.eta_step(t)[0]) == pytest.approx(1 / 1.7)
+    assert bool((parameters.eta_step(t) <= 1 / (1.7 * t.sqrt())).all())
+
+
+def gaps_and_policy():
+    mean = torch.tensor([[0.2, 0.5, 0.9]], dtype=F64)
+    mdp = bandit(3)
+    return mdp, theory.gaps(mdp, mean), occ.optimal_policy(mdp, mean).policy
+
+
+def test_the_stochastic_bound_by_hand():
+    mdp, gap, best = gaps_and_policy()
+    T = number(1000)
+    assert float(theory.minimal_gap(mdp, gap, best)) == pytest.approx(0.3)
+    by_hand = math.log(1000) * (3 / 0.3 + 1 * (1 + 3) * (1 / 0.3 + 1 / 0.7))
+    assert float(theory.stochastic(mdp, gap, best, T)) == pytest.approx(by_hand)
+    parameters = theory.Parameters(0.5, 64.0, 1.0)
+    X, Y, _ = theory.explicit(mdp, parameters)
+    assert pytest.approx(1.5 + 64 * math.e * (1 + 2)) == X
+    assert pytest.approx(2 * (1 + 1.5)) == Y
+    V = float(theory.lower_order(mdp, parameters, T))
+    u = (1 + math.log(1000)) / 2 * (X**2 * (1 / 0.3 + 1 / 0.7) + Y**2 / 0.3)
+    for C in (0.0, 50.0):
+        # The best z of the proof, by search.
+        best_z = min(
+            (1.5 * C + z * z * u + z * V) / (z - 1)
+            for z in [1 + 10 ** (k / 500) for k in range(-1500, 1500)]
+        )
+        assert float(theory.stochastic_bound(mdp, parameters, gap, best, T, C)) == pytest.approx(
+            best_z, rel=1e-5
+        )
+
+
+def test_no_gap_no_bound():
+    mdp = bandit(2)
+    gap = theory.gaps(mdp, torch.full((1, 2), 0.5, dtype=F64))
+    assert float(theory.minimal_gap(mdp, gap, one_hot(mdp, 0))) == 0
+    assert (
+        float(
+            theory.stochastic_bound(
+                mdp, theory.Parameters.paper(mdp), gap, one_hot(mdp, 0), number(100)
+            )
+        )
+        == math.inf
+    )
+
+
+# -- slips -----------------------------------------------------------------------------------------
+
+
+def test_the_harmonic_sum():
+    printed, ours = theory.harmonic(torch.tensor([1.0, 2.0, 3.0, 10.0, 1000.0], dtype=F64))
+    assert printed.holds.tolist() == [False, False, True, True, True]
+    check(ours)
+    assert tightest(ours) == 1.0  # at T = 1
+
+
+def test_the_square_of_b_needs_a_factor_of_two():
+    """The proof of col:stochastic_bound has L^2 (L^3 + A) for B^2: too small, by at most 2."""
+    for horizon in (1, 3, 10):
+        for actions in (2, 5, 100, 1000):
+            B2, printed = (
+                (horizon**2.5 + horizon * actions**0.5) ** 2,
+                horizon**2 * (horizon**3 + actions),
+            )
+            assert printed < B2 <= 2 * printed * (1 + 1e-15)
+
+
+def test_the_gap_as_printed_is_negative_at_the_optimal_action():
+    """Q(s,a) - min over a' != a of Q(s,a')."""
+    mdp, gap, best = gaps_and_policy()
+    Q = occ.optimal_policy(mdp, torch.tensor([[0.2, 0.5, 0.9]], dtype=F64)).Q[0]
+    printed = [float(Q[a] - min(Q[b] for b in range(3) if b != a)) for a in range(3)]
+    assert printed == pytest.approx([-0.3, 0.3, 0.7])
+    assert gap[0].tolist() == pytest.approx([0.0, 0.3, 0.7])
+    assert theory.outside(gap, best) == pytest.approx(1.0)
+
+
+# -- conditions ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30)
+@given(cases())
+def test_stochastic_losses_satisfy_the_condition_with_equality(case):
+    mean = torch.rand(case.q.shape, dtype=F64, generator=case.generator)
+    check(theory.performance_difference(case.mdp, case.q, mean))
+    plan = occ.optimal_policy(case.mdp, mean)
+    regret = ((case.q - occ.occupancy(case.mdp, plan.policy)) * mean).sum((-2, -1))
+    found = theory.self_bounding_condition(regret, case.q, plan.gaps, plan.policy, 0.0)
+    check(found)
+    torch.testing.assert_close(found.left, found.right, rtol=1e-9, atol=1e-12)
+
+
+def test_the_implicit_bound_on_the_optimum_is_tight_when_corruption_just_suffices():
+    """Two arms, gap 0.4: 0.2 up and 0.2 down in every episode make both arms optimal."""
+    mdp, T = bandit(2), 10
+    clean = torch.tensor([[0.3, 0.7]], dtype=F64).expand(T, 1, 2)
+    losses = torch.tensor([[0.5, 0.5]], dtype=F64).expand(T, 1, 2)
+    C = theory.corruption(mdp, losses, clean)
+    assert float(C) == pytest.approx(2 * T * 0.2)
+    gap, best = theory.gaps(mdp, clean[0]), occ.optimal_policy(mdp, clean[0]).policy
+    found = theory.opt_implicit_bound(mdp, one_hot(mdp, 1), gap, best, T, C)
+    check(found)
+    assert tightest(found) == pytest.approx(1.0)
+    assert not bool(theory.opt_implicit_bound(mdp, one_hot(mdp, 1), gap, best, T, C - 0.1).holds)
+
+
+# -- tuning ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(1, 1, 2), (3, 3, 3), (5, 2, 50), (20, 3, 2)])
+def test_the_tuning_is_the_minimum(size):
+    mdp = occ.LayeredMDP.random(*size)
+    found = theory.tune_stochastic(mdp)
+    assert found.value == pytest.approx(theory.tuning_objective(mdp, found.alpha, found.gamma))
+    nearby = [
+        theory.tuning_objective(mdp, found.alpha * (1 + x), found.gamma * (1 + y))
+        for x in (-1e-4, 0, 1e-4)
+        for y in (-1e-4, 0, 1e-4)
+    ]
+    assert min(nearby) >= found.value * (1 - 1e-12)
+    grid = [
+        theory.tuning_objective(mdp, 10 ** (i / 40), 10 ** (j / 40))
+        for i in range(-160, 80)
+        for j in range(-120, 80)
+    ]
+    assert found.value <= min(grid) <= found.value * 1.01
+    assert found.value < theory.tuning_objective(
+        mdp, mdp.num_actions**-0.5, 1.0
+    )  # better than thm:main's parameters
+    tuned = theory.main_general(mdp, theory.Parameters(found.alpha, 1.0, found.gamma))
+    assert (
+        tuned.Z > theory.main_general(mdp, theory.Parameters.paper(mdp)).Z or mdp.horizon == 1
+    )  # and worse against an adversary
+
+
+def test_the_tuning_has_the_printed_order():
+    """The exact minimum is 2 to 4.6 times the printed order, over five orders of magnitude."""
+    ratios = []
+    for horizon in (1, 3, 30, 300):
+        for actions in (2, 30, 1000):
+            mdp = FakeSize(horizon, 1 + 3 * (horizon - 1), actions)
+            ratios.append(theory.tune_stochastic(mdp).value / theory.printed_tuning_order(mdp))
+    assert min(ratios) > 2
+    assert max(ratios) < 4.6
+
+
+class FakeSize:
+    """Only sizes: nothing of this needs transitions."""
+
+    def __init__(self, horizon, num_states, num_actions):
+        self.horizon, self.num_states, self.num_actions, self.num_pairs = (
+            horizon,
+            num_states,
+            num_actions,
+            num_states * num_actions,
+        )
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+def test_parameters_of_a_learner():
+    mdp = occ.LayeredMDP.random(2, 2, 2)
+    assert theory.Parameters.of(
+        occ.FTRL(mdp, occ.jin_luo(mdp, 0.3, 2.0, 0.5))
+    ) == theory.Parameters(0.3, 2.0, 0.5)
+    assert theory.Parameters.of(occ.FTRL(mdp, occ.jin_luo(mdp))) == theory.Parameters.paper(mdp)
+    for learner, message in (
+        (occ.FixedPolicy(mdp), "about FTRL, not FixedPolicy"),
+        (occ.FTRL.tsallis(mdp), "make it with jin_luo"),
+        (
+            occ.FTRL(mdp, occ.HybridTsallis(0.3) / occ.Constant(0.1) + occ.LogBarrier()),
+            "make it with jin_luo",
+        ),
+        (
+            occ.FTRL(mdp, occ.jin_luo(mdp), occ.ImplicitExploration(0.1)),
+            "importance-weighted estimator, not ImplicitExploration",
+        ),
+        (
+            occ.FTRL(mdp, occ.jin_luo(mdp, alpha=0.0)),
+            "alpha: the paper's analysis needs a positive number",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            theory.Parameters.of(learner)
+    with pytest.raises(ValueError, match="beta"):
+        theory.Parameters(1.0, -1.0)

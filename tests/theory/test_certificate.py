@@ -1,0 +1,454 @@
+import math
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+from theory_cases import F64, masked
+
+import torch_occ as occ
+from torch_occ import theory
+from torch_occ.game.losses import Stationary, mean_square
+from torch_occ.theory import certificate as module
+from torch_occ.theory.certificate_curves import interpolation_weights, running_weights
+
+MDP = occ.LayeredMDP.random(3, 2, 3, seed=1)
+MEAN = torch.rand(
+    MDP.num_states, MDP.num_actions, dtype=F64, generator=torch.Generator().manual_seed(3)
+)
+
+
+@pytest.fixture(autouse=True)
+def one_chunk_at_a_time(monkeypatch):
+    """So that short runs are saved on the way."""
+    monkeypatch.setattr("torch_occ.game.compiled_player.EnginePlayer.chunks", 1)
+
+
+def play(episodes, *callbacks, mdp=MDP, mean=MEAN, losses=None, **options):
+    learner = options.pop("learner", None) or occ.FTRL(mdp, occ.jin_luo(mdp))
+    losses = occ.BernoulliLosses(mean) if losses is None else losses
+    return occ.simulate(mdp, learner, losses, episodes, range(3), callbacks=callbacks, **options)
+
+
+def test_with_every_checkpoint_the_sums_are_exact():
+    certificate, recorder, T = theory.Certificate(), theory.Recorder(), 40
+    history = play(T, certificate, recorder, checkpoints=range(1, T + 1))
+    parameters, q = certificate.parameters, recorder.trajectory.q
+    plan = occ.optimal_policy(MDP, history.total_mean)
+    best = occ.occupancy(MDP, plan.policy)
+    t = torch.arange(1, T + 1, dtype=F64).unsqueeze(-1)
+    found = {name: curve[..., -1] for name, curve in certificate.curves.items()}
+
+    penalty = theory.hybrid(MDP, best, parameters.alpha) - theory.hybrid(MDP, q, parameters.alpha)
+    limit = theory.penalty_bound(MDP, q, best, plan.policy, parameters.alpha)
+    inverse = theory.inverse_hessian(MDP, theory.curvature(MDP, q, parameters.alpha))
+    norms = theory.expected_norm(MDP, q, inverse, MEAN.expand_as(q), MEAN.expand_as(q))
+    expected = {
+        "regret": history.regret[:, -1],
+        "penalty": (parameters.eta_step(t) * penalty).sum(0),
+        "penalty_bound": (parameters.eta_step(t) * limit).sum(0),
+        "stability": 8 * (parameters.eta(t) * norms).sum(0),
+        "stability_first_step": 8
+        * (parameters.eta(t) * theory.first_step_bound(MDP, q, parameters.alpha)).sum(0),
+        "stability_bound": 8
+        * (parameters.eta(t) * theory.stability_bound(MDP, q, plan.policy, parameters.alpha)).sum(
+            0
+        ),
+        "stability_now_first_step": theory.first_step_bound(MDP, q[-1], parameters.alpha),
+        "penalty_now": penalty[-1],
+        "penalty_now_bound": limit[-1],
+        "stability_now": norms[-1],
+        "stability_now_bound": theory.stability_bound(MDP, q[-1], plan.policy, parameters.alpha),
+        "lower_order": theory.lower_order(
+            MDP, parameters, torch.tensor(float(T), dtype=F64)
+        ).expand(3),
+        "bound_adversarial": theory.adversarial_bound(
+            MDP, parameters, torch.tensor(float(T), dtype=F64)
+        ).expand(3),
+    }
+    expected["bound_terms"] = expected["penalty"] + expected["stability"] + expected["lower_order"]
+    expected["bound_lemmas"] = (
+        expected["penalty_bound"] + expected["stability_bound"] + expected["lower_order"]
+    )
+    tilde = theory.decompose(MDP, parameters, recorder.trajectory, q[0]).tilde_q[-1] / q[-1]
+    expected |= {"smoothness_max": tilde.amax((-2, -1)), "smoothness_min": tilde.amin((-2, -1))}
+    # All seeds have the same means, so that their best policies are one.
+    shared = (
+        "regret",
+        "penalty",
+        "penalty_bound",
+        "stability_bound",
+        "bound_terms",
+        "bound_lemmas",
+    )
+    expected |= {f"{name}_shared": expected[name] for name in shared}
+    assert {*found} == {*expected, "episodes"}
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name],
+            value,
+            rtol=2e-6 if name.startswith("smooth") else 1e-9,
+            atol=0,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+    assert certificate.curves["episodes"].tolist() == list(range(1, T + 1))
+
+
+def test_between_checkpoints_the_sums_are_close():
+    """Default checkpoints against one in every episode: sums agree to 1 %, the rest exactly."""
+    sparse, dense, T = theory.Certificate(), theory.Certificate(), 120
+    play(T, sparse)
+    play(T, dense, checkpoints=range(1, T + 1))
+    assert len(sparse.curves["episodes"]) < 40
+    for name in (
+        "penalty",
+        "stability",
+        "penalty_bound",
+        "stability_bound",
+        "stability_first_step",
+    ):
+        a, b = sparse.curves[name][:, -1], dense.curves[name][:, -1]
+        torch.testing.assert_close(a, b, rtol=0.01, atol=0)
+    for name in ("penalty_now", "stability_now", "lower_order", "regret", "smoothness_max"):
+        torch.testing.assert_close(
+            sparse.curves[name][:, -1], dense.curves[name][:, -1], rtol=1e-9, atol=0
+        )
+
+
+def test_the_bounds_are_in_order_at_every_checkpoint():
+    certificate = theory.Certificate()
+    play(300, certificate)
+    found = certificate.curves
+    assert bool((found["regret"] <= found["bound_terms"]).all())
+    assert bool((found["bound_terms"] <= found["bound_lemmas"]).all())
+    assert bool((found["bound_lemmas"] <= found["bound_adversarial"]).all())
+    assert bool((found["penalty_now"] <= found["penalty_now_bound"]).all())
+    assert bool((found["stability"] <= found["stability_first_step"]).all())
+    assert bool(((found["smoothness_max"] >= 1) & (found["smoothness_max"] < 2)).all())
+    assert bool(((found["smoothness_min"] <= 1) & (found["smoothness_min"] > 0.5)).all())
+
+
+def test_weights_of_the_interpolation():
+    eta = 1 / torch.arange(11, 101, dtype=F64).sqrt()
+    left, right = interpolation_weights(10, 100, eta)
+    assert left + right == pytest.approx(float(eta.sum()))
+    t = torch.arange(11, 101, dtype=F64)
+    assert left * math.log(10) + right * math.log(100) == pytest.approx(
+        float((eta * t.log()).sum())
+    )  # exact for what is linear in log t
+    assert interpolation_weights(41, 42, torch.tensor([3.0], dtype=F64)) == (0.0, 3.0)
+    assert interpolation_weights(0, 2, torch.tensor([3.0, 4.0], dtype=F64)) == (0.0, 7.0)
+
+
+def test_running_weights():
+    """Row i sums up to the i-th checkpoint. With every checkpoint nothing is interpolated."""
+    episodes = torch.tensor([1, 2, 3, 10, 40])
+    found = running_weights(episodes, torch.rsqrt)
+    totals = [float(torch.arange(1, int(t) + 1, dtype=F64).rsqrt().sum()) for t in episodes]
+    assert found.sum(-1).tolist() == pytest.approx(totals)
+    assert not bool(found.triu(1).any())
+    every = running_weights(torch.arange(1, 6), torch.rsqrt)
+    torch.testing.assert_close(every, torch.arange(1, 6, dtype=F64).rsqrt().expand(5, -1).tril())
+
+
+@pytest.mark.parametrize("noise", ["none", "bernoulli", "uniform"])
+def test_second_moments(noise):
+    process = occ.LossProcess()
+    process.noise = noise
+    mean = torch.tensor([0.1, 0.5, 0.8], dtype=F64)
+    uniform = (torch.arange(100_000, dtype=F64).unsqueeze(-1) + 0.5) / 100_000
+    drawn = process.draw(mean.expand(100_000, 3), uniform.expand(-1, 3))
+    torch.testing.assert_close(mean_square(mean, noise), drawn.square().mean(0), rtol=1e-4, atol=0)
+
+
+# -- losses that move ------------------------------------------------------------------------------
+
+
+def switching(period=1):
+    """0/1 losses, half of the pairs against the other half, that change sides all the time."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.rand(MDP.num_states, MDP.num_actions, dtype=F64, generator=generator).round()
+    return occ.SwitchingLosses(torch.stack([table, 1 - table]), period)
+
+
+def together():
+    """All losses are 0 in one episode and 1 in the next: products of means are far from means."""
+    table = torch.ones(MDP.num_states, MDP.num_actions, dtype=F64)
+    return occ.SwitchingLosses(torch.stack([table, 0 * table]), 1)
+
+
+def late():
+    """No losses in the first half of 80 episodes, losses of 1 in the second half."""
+    table = torch.zeros(80, MDP.num_states, MDP.num_actions, dtype=F64)
+    table[40:] = 1.0
+    return occ.TableLosses(table)
+
+
+def losses_played(losses, q):
+    """The losses of every episode `(T, N, S, A)` of a process without noise, from all q_t."""
+    state, found, last = (
+        losses.start(MDP, range(q.shape[1])),
+        [],
+        occ.interior_point(MDP).expand_as(q[0]),
+    )
+    for t in range(1, len(q) + 1):
+        mean, state = losses.means(MDP, state, t, 1, last)
+        found.append(mean[0].expand_as(q[0]))
+        last = q[t - 1]
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    ("losses", "checkpoints", "backend"),
+    [
+        (switching(), None, "engine"),
+        (switching(3), None, "engine"),
+        (together(), None, "engine"),
+        (together(), None, "torch"),
+        (late(), [1, 5, 20, 40, 80], "engine"),
+        (occ.GreedyAdversary(), None, "engine"),
+        (occ.GreedyAdversary(), None, "torch"),
+        (occ.RandomWalkLosses(0.2), None, "engine"),
+    ],
+)
+def test_the_stability_of_moving_losses_is_that_of_every_episode(losses, checkpoints, backend):
+    """Against a sum over all episodes, each with its own losses and its own inverse Hessian."""
+    certificate, recorder, T = theory.Certificate(), theory.Recorder(), 80
+    play(T, certificate, losses=losses, checkpoints=checkpoints, backend=backend)
+    play(T, recorder, losses=losses, checkpoints=range(1, T + 1), backend=backend)
+    q, parameters = recorder.trajectory.q, certificate.parameters
+    loss, t = losses_played(losses, q), torch.arange(1, T + 1, dtype=F64).unsqueeze(-1)
+    inverse = theory.inverse_hessian(MDP, theory.curvature(MDP, q, parameters.alpha))
+    norms = theory.expected_norm(MDP, q, inverse, loss, loss.square())
+    expected = 8 * (parameters.eta(t) * norms).sum(0)
+    found = certificate.curves["stability"][:, -1]
+    torch.testing.assert_close(found, expected, rtol=0.005, atol=0)
+    assert bool((certificate.curves["bound_terms"][:, -1] > found).all())
+
+
+def test_moments_are_averaged_since_the_last_checkpoint():
+    table = torch.zeros(4, MDP.num_states, MDP.num_actions, dtype=F64)
+    table[:, :, 0] = torch.tensor([0.2, 0.4, 0.6, 1.0], dtype=F64).unsqueeze(-1)
+    certificate = theory.Certificate()
+    history = play(4, certificate, losses=occ.TableLosses(table), checkpoints=[2, 4])
+    curve = theory.curvature(MDP, history.last_q, certificate.parameters.alpha)
+    inverse = theory.inverse_hessian(MDP, curve)
+    norms = [
+        theory.expected_norm(MDP, history.last_q, inverse, mean, mean.square())
+        for mean in table[2:].unsqueeze(1).expand(-1, 3, -1, -1)
+    ]
+    found = certificate.curves["stability_now"][:, -1]
+    torch.testing.assert_close(found, sum(norms) / 2, rtol=1e-10, atol=0)
+
+
+class Asks(occ.Callback):
+    """Asks for second moments, and keeps their sum."""
+
+    def on_start(self, run):
+        run.ask_for_second_moments()
+
+    def on_end(self, run, history):
+        self.found = run.sums["second_moment"]
+
+
+@pytest.mark.parametrize("noise", ["none", "bernoulli", "uniform"])
+@pytest.mark.parametrize("backend", ["engine", "torch"])
+@pytest.mark.parametrize("learner", ["ftrl", "fixed", "leader"])
+@pytest.mark.parametrize("moving", [True, False])
+def test_second_moments_of_every_episode_are_added_up(noise, backend, learner, moving):
+    generator, asks, T = torch.Generator().manual_seed(1), Asks(), 7
+    tables = torch.rand(2, MDP.num_states, MDP.num_actions, dtype=F64, generator=generator)
+    losses = occ.SwitchingLosses(tables, 1, noise) if moving else Stationary(tables[0], noise)
+    learners = {
+        "ftrl": occ.FTRL(MDP, occ.jin_luo(MDP)),
+        "fixed": occ.FixedPolicy(MDP),
+        "leader": occ.FollowTheLeader(MDP),
+    }
+    play(T, asks, learner=learners[learner], losses=losses, backend=backend, checkpoints=[3, 7])
+    pairs = MDP.num_states * MDP.num_actions
+    expected = torch.zeros(pairs, pairs, dtype=F64)
+    for t in range(T):
+        mean = tables[t % 2 if moving else 0].flatten()
+        outer = torch.outer(mean, mean).fill_diagonal_(0.0)
+        expected += outer + mean_square(mean, noise).diag()
+    torch.testing.assert_close(asks.found, expected.triu().expand(3, -1, -1), rtol=1e-13, atol=0)
+
+
+# -- two comparators -------------------------------------------------------------------------------
+
+
+def test_seeds_with_the_same_means_share_their_comparator():
+    certificate = theory.Certificate()
+    play(60, certificate, losses=switching(7))
+    for name, curve in certificate.curves.items():
+        if name.endswith("_shared"):
+            assert torch.equal(curve, certificate.curves[name.removesuffix("_shared")])
+
+
+def test_against_an_adaptive_adversary_the_shared_comparator_is_the_papers():
+    """max E, the best policy for the mean over seeds of the cumulative losses, against E max."""
+    certificate, recorder, T = theory.Certificate(), theory.Recorder(), 60
+    losses = occ.GreedyAdversary()
+    history = play(T, certificate, recorder, losses=losses, checkpoints=range(1, T + 1))
+    q, curves = recorder.trajectory.q, certificate.curves
+    loss, parameters = losses_played(losses, q), certificate.parameters
+    torch.testing.assert_close(history.total_mean, loss.sum(0))
+
+    plan = occ.optimal_policy(MDP, loss.sum(0).mean(0))
+    best = occ.occupancy(MDP, plan.policy)
+    regret = ((q - best) * loss).sum((0, -2, -1))
+    torch.testing.assert_close(curves["regret_shared"][:, -1], regret)
+    t = torch.arange(1, T + 1, dtype=F64).unsqueeze(-1)
+    values = theory.hybrid(MDP, best, parameters.alpha) - theory.hybrid(MDP, q, parameters.alpha)
+    penalty = (parameters.eta_step(t) * values).sum(0)
+    torch.testing.assert_close(curves["penalty_shared"][:, -1], penalty)
+    limit = theory.penalty_bound(MDP, q, best, plan.policy, parameters.alpha)
+    limit = (parameters.eta_step(t) * limit).sum(0)
+    torch.testing.assert_close(curves["penalty_bound_shared"][:, -1], limit)
+    rest = penalty + curves["stability"][:, -1] + curves["lower_order"][:, -1]
+    torch.testing.assert_close(curves["bound_terms_shared"][:, -1], rest)
+
+    # No single policy is better on average than the best one of every seed, and here it is worse.
+    own, shared = (curves[name].mean(0) for name in ("regret", "regret_shared"))
+    assert bool((shared <= own + 1e-12).all())
+    assert float(shared[-1]) < float(own[-1]) - 1
+    means = {name: curves[f"{name}_shared"].mean(0) for name in ("bound_terms", "bound_lemmas")}
+    assert bool((shared <= means["bound_terms"]).all())
+    assert bool((means["bound_terms"] <= means["bound_lemmas"]).all())
+
+
+def test_masks_and_states_of_one_action():
+    mdp = masked()
+    mean = torch.rand(
+        mdp.num_states, mdp.num_actions, dtype=F64, generator=torch.Generator().manual_seed(0)
+    )
+    certificate = theory.Certificate()
+    play(50, certificate, mdp=mdp, mean=mean)
+    assert all(bool(curve.isfinite().all()) for curve in certificate.curves.values())
+    assert bool((certificate.curves["regret"] <= certificate.curves["bound_terms"]).all())
+
+
+# -- TensorBoard, saving, errors -------------------------------------------------------------------
+
+
+def read(directory):
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    return event_accumulator.EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+
+
+def test_tensorboard_shows_every_curve(tmp_path):
+    board = occ.TensorBoard(tmp_path, images_per_decade=0)
+    certificate = theory.Certificate(board)
+    play(30, board, certificate)
+    found, curves = read(tmp_path), certificate.curves
+    tags = {tag for tag in found.Tags()["scalars"] if tag.startswith("theory/")}
+    assert tags == {f"theory/{name}" for name in curves if name != "episodes"}
+    for name, curve in curves.items():
+        if name != "episodes":
+            events = found.Scalars(f"theory/{name}")
+            assert [event.step for event in events] == curves["episodes"].tolist()
+            over_seeds = {"smoothness_max": curve.amax(0), "smoothness_min": curve.amin(0)}.get(
+                name, curve.mean(0)
+            )
+            torch.testing.assert_close(
+                torch.tensor([event.value for event in events]), over_seeds.float()
+            )
+
+
+class Killed(occ.Callback):
+    def on_checkpoint(self, run):
+        if run.t == 300:
+            raise MemoryError
+
+
+def test_a_resumed_run_goes_on_with_the_same_sums(tmp_path):
+    options = {"checkpoints": [1, 50, 250, 280, 300, 320]}
+    whole, first, rest = theory.Certificate(), theory.Certificate(), theory.Certificate()
+    play(320, whole, **options)
+    kept = {"save_to": tmp_path / "run.pt", "save_every": 0.0}
+    with pytest.raises(MemoryError):
+        play(320, first, Killed(), **kept, **options)  # saved at 256
+    play(320, rest, **kept, **options)
+    assert rest.curves["episodes"].tolist() == [1, 50, 250, 280, 300, 320]
+    for name, curve in rest.curves.items():
+        torch.testing.assert_close(curve, whole.curves[name], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["same directory", "fresh directory"])
+def test_a_resumed_run_has_every_point_once_on_the_board(tmp_path, moved):
+    options = {
+        "checkpoints": [1, 50, 250, 280, 300, 320],
+        "save_to": tmp_path / "run.pt",
+        "save_every": 0.0,
+    }
+    for attempt in range(2):
+        board = occ.TensorBoard(
+            tmp_path / ("other" if moved and attempt else "log"), images_per_decade=0
+        )
+        with pytest.raises(MemoryError) if attempt == 0 else nullcontext():
+            play(
+                320,
+                board,
+                theory.Certificate(board),
+                *([Killed()] if attempt == 0 else []),
+                **options,
+            )
+        board.writer.close()
+        time.sleep(
+            1.01 - time.time() % 1
+        )  # event files are read in the order of their names, which count seconds
+    found = read(board.directory).Scalars("theory/penalty")
+    assert [event.step for event in found] == options["checkpoints"]
+
+
+@pytest.mark.parametrize(("together", "patience"), [(1, 2.0), (5, 2.0), (1000, 0.0)])
+def test_evaluating_together_or_one_by_one_makes_no_difference(monkeypatch, together, patience):
+    expected, found = theory.Certificate(), theory.Certificate()
+    play(300, expected)
+    monkeypatch.setattr(module, "TOGETHER", together)
+    monkeypatch.setattr(module, "PATIENCE", patience)
+    play(300, found)
+    assert len(found.known) != len(expected.known)
+    for name, curve in expected.curves.items():
+        torch.testing.assert_close(
+            found.curves[name], curve, rtol=2e-6 if name.startswith("smooth") else 1e-12, atol=0
+        )
+
+
+class Interrupted(occ.Callback):
+    def on_checkpoint(self, run):
+        if run.t == 20:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_shows_what_it_had(tmp_path):
+    board = occ.TensorBoard(tmp_path, images_per_decade=0)
+    certificate = theory.Certificate(board)
+    with pytest.raises(KeyboardInterrupt):
+        play(300, board, certificate, Interrupted())
+    assert certificate.curves["episodes"].tolist()[-1] == 20
+    time.sleep(1.01)
+    assert read(tmp_path).Scalars("theory/regret")[-1].step == 20
+
+
+def test_a_run_begun_without_it_cannot_be_continued_with_it(tmp_path):
+    kept = {"save_to": tmp_path / "run.pt", "save_every": 0.0, "checkpoints": [1, 50, 300, 320]}
+    with pytest.raises(MemoryError):
+        play(320, Killed(), **kept)
+    with pytest.raises(ValueError, match="begun without the certificate"):
+        play(320, theory.Certificate(), **kept)
+
+
+def test_a_board_that_comes_later_is_an_error_before_the_first_episode(tmp_path):
+    board = occ.TensorBoard(tmp_path)
+    certificate = theory.Certificate(board)
+    assert certificate.curves == {}
+    with pytest.raises(ValueError, match="must stand before the certificate"):
+        play(5, certificate, board)
+
+
+def test_other_learners_are_refused_before_the_first_episode():
+    with pytest.raises(ValueError, match="make it with jin_luo"):
+        play(5, theory.Certificate(), learner=occ.FTRL.tsallis(MDP))

@@ -1,0 +1,302 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from theory_cases import F64, bandit, cases, check, masked, tightest
+
+import torch_occ as occ
+from torch_occ import theory
+from torch_occ.theory.surveys import draw_policy
+
+MDP = occ.LayeredMDP.random(3, 2, 3, seed=1)
+MEAN = torch.rand(
+    MDP.num_states, MDP.num_actions, dtype=F64, generator=torch.Generator().manual_seed(3)
+)
+SEEDS, T = 8, 120
+
+
+def recorded(parameters, episodes=T, mdp=MDP, mean=MEAN):
+    recorder = theory.Recorder()
+    learner = occ.FTRL(mdp, parameters.regularizer(mdp))
+    history = occ.simulate(
+        mdp,
+        learner,
+        occ.BernoulliLosses(mean),
+        episodes,
+        range(SEEDS),
+        checkpoints=range(1, episodes + 1),
+        callbacks=[recorder],
+    )
+    return recorder.trajectory, history
+
+
+@pytest.fixture(scope="module")
+def run():
+    parameters = theory.Parameters.paper(MDP)
+    trajectory, history = recorded(parameters)
+    best = occ.occupancy(MDP, occ.optimal_policy(MDP, MEAN).policy)
+    u = theory.comparator_point(trajectory.q[0], best, T)
+    return trajectory, history, best, u, theory.decompose(MDP, parameters, trajectory, u)
+
+
+def test_the_recorder_has_what_the_run_had(run):
+    trajectory, history, *_ = run
+    assert (
+        trajectory.q.shape
+        == trajectory.estimate.shape
+        == (T, SEEDS, MDP.num_states, MDP.num_actions)
+    )
+    torch.testing.assert_close(trajectory.q.sum(0), history.cumulative_occupancy)
+    visited = (trajectory.estimate > 0).sum((-2, -1))
+    assert int(visited.max()) <= MDP.horizon
+    # Unbiased: every estimate is 1 / q where a loss of 1 was seen.
+    seen = trajectory.estimate > 0
+    torch.testing.assert_close(
+        (trajectory.estimate * trajectory.q)[seen], torch.ones(int(seen.sum()), dtype=F64)
+    )
+
+
+def test_a_recorder_needs_every_episode():
+    with pytest.raises(
+        ValueError, match="the recorder needs every episode, but episode 3 was skipped"
+    ):
+        occ.simulate(
+            MDP,
+            occ.FTRL(MDP, occ.jin_luo(MDP)),
+            occ.BernoulliLosses(MEAN),
+            9,
+            range(2),
+            checkpoints=[1, 2, 9],
+            callbacks=[theory.Recorder()],
+        )
+
+
+def test_every_lemma_along_a_run(run):
+    trajectory, history, best, _, found = run
+    parameters, q = found.parameters, trajectory.q
+    t = torch.arange(1, T + 1, dtype=F64).unsqueeze(-1)
+    check(
+        *theory.smooth_update(MDP, q, found.tilde_q),
+        *theory.step_length(MDP, q, found.tilde_q, parameters, t),
+    )
+    check(
+        found.short_estimate(),
+        found.simple_decomposition(),
+        found.bound_stability(),
+        *found.bound_penalty(),
+        found.key_lemma(),
+    )
+    check(*theory.proper_comparator(MDP, q[0], best, T * MEAN, parameters, T))
+    check(found.regret_bound(history.regret[:, -1], best, q))
+
+
+def test_the_stability_term_is_the_difference_of_values(run):
+    """<q_t, estimate_t> + F_t(q_t) - G_t(tilde q_t), as it is defined."""
+    trajectory, _, _, _, found = run
+    total = trajectory.estimate.cumsum(0)
+    psi, t = (
+        found.parameters.regularizer(MDP),
+        torch.arange(1, T + 1, dtype=F64).unsqueeze(-1).expand(T, SEEDS),
+    )
+
+    def G(q):
+        return ((q * total).sum((-2, -1)) + psi(q, t, MDP)).detach()
+
+    torch.testing.assert_close(
+        found.stability,
+        G(trajectory.q) - G(found.tilde_q),
+        rtol=0,
+        atol=1e-13 * float(G(trajectory.q).abs().max()),
+    )
+
+
+def test_how_tight_the_lemmas_are(run):
+    trajectory, history, best, _, found = run
+    # With beta = 64 L the update moves by at most 1 / (8 sqrt L), far less than the factor 2 of
+    # lem:smooth_update.
+    for side in theory.smooth_update(MDP, trajectory.q, found.tilde_q):
+        assert float(side.left.max()) < 1 / (1 - 1 / (8 * math.sqrt(MDP.horizon)))
+    # lem:bound_stability loses a factor 16 and the part outside the tangent space, because
+    # G_t(q_t) - G_t(tilde q_t) is about half a squared norm.
+    seen = found.norm_step > 0
+    ratio = (found.stability / (8 * found.norm_step))[seen]
+    assert 0.02 < float(ratio.max()) < 1 / 16 * 1.01
+    # |tilde q - q|^2 is at most about |estimate|^2 <= 1/64, where eq:earlier_argument has 1.
+    t = torch.arange(1, T + 1, dtype=F64).unsqueeze(-1)
+    barrier, whole = theory.step_length(MDP, trajectory.q, found.tilde_q, found.parameters, t)
+    assert 0.9 < tightest(barrier) <= 1
+    assert 0.005 < tightest(whole) < 1 / 64
+    # L / beta is nearly reached when every layer shows a loss of 1 and the log-barrier rules.
+    assert 0.8 < tightest(found.short_estimate()) < 1
+    # lem:bound_penalty: a few per cent; lem:key_lemma_ftrl: nothing like tight at the paper's beta.
+    inequality, _ = found.bound_penalty()
+    assert bool((inequality.slack > 0).all())
+    assert tightest(found.regret_bound(history.regret[:, -1], best, trajectory.q)) < 0.05
+
+
+def test_half_the_norm_for_one_state():
+    """L = 1, a loss on a rare action: nearly 1/16 of the right side of lem:bound_stability."""
+    mdp, parameters = bandit(2), theory.Parameters(0.7, 64.0, 1.0)
+    q = occ.FTRLStep(mdp, parameters.regularizer(mdp))(
+        torch.tensor([[0.0, 1e5]], dtype=F64), 1.0
+    ).detach()
+    estimate = torch.tensor([[0.0, 1.0]], dtype=F64) / q
+    cumulative = torch.tensor([[0.0, 1e5]], dtype=F64) + estimate
+    tilde = theory.tilde(occ.FTRLStep(mdp, parameters.regularizer(mdp)), q, cumulative, 1.0)
+    t = torch.tensor(1.0, dtype=F64)
+    inverse = theory.inverse_hessian(mdp, theory.curvature(mdp, q, 0.7, eta=1.0, beta=64.0))
+    ratio = float(
+        theory.bregman(mdp, q, tilde, parameters, t) / (8 * theory.norm(inverse, estimate))
+    )
+    assert 0.055 < ratio < 0.0626
+
+
+def test_bound_penalty_is_no_equality_but_its_slack_is_known(run):
+    """lem:bound_penalty as printed, with =, is false: the sides differ by more than rounding."""
+    *_, found = run
+    inequality, exact = found.bound_penalty()
+    check(inequality, exact)
+    assert bool((inequality.slack > 1e6 * inequality.rounding).all())
+    torch.testing.assert_close(inequality.slack, found.lost.sum(0), rtol=1e-8, atol=0)
+
+
+def test_gamma_other_than_one():
+    """lem:bound_penalty does not need gamma = 1, unlike the fourth line of its proof."""
+    parameters = theory.Parameters(0.4, 64.0 * 3, 0.25)
+    trajectory, _ = recorded(parameters, 30)
+    found = theory.decompose(MDP, parameters, trajectory, occ.interior_point(MDP))
+    check(
+        found.simple_decomposition(),
+        found.bound_stability(),
+        *found.bound_penalty(),
+        found.key_lemma(),
+    )
+
+
+def test_along_a_run_with_masks_and_a_state_of_one_action():
+    mdp = masked()
+    mean = torch.rand(
+        mdp.num_states, mdp.num_actions, dtype=F64, generator=torch.Generator().manual_seed(0)
+    )
+    parameters = theory.Parameters.paper(mdp)
+    trajectory, history = recorded(parameters, 40, mdp, mean)
+    best = occ.occupancy(mdp, occ.optimal_policy(mdp, mean).policy)
+    found = theory.decompose(
+        mdp, parameters, trajectory, theory.comparator_point(trajectory.q[0], best, 40)
+    )
+    check(*theory.smooth_update(mdp, trajectory.q, found.tilde_q))
+    check(
+        found.simple_decomposition(),
+        found.bound_stability(),
+        *found.bound_penalty(),
+        found.key_lemma(),
+    )
+    check(*theory.proper_comparator(mdp, trajectory.q[0], best, 40 * mean, parameters, 40))
+    check(found.regret_bound(history.regret[:, -1], best, trajectory.q))
+
+
+# -- single steps ----------------------------------------------------------------------------------
+
+
+def test_with_a_small_beta_the_update_is_not_smooth():
+    """lem:smooth_update needs its log-barrier: else one loss more than halves a rare action."""
+    mdp = bandit(2)
+    loss = torch.tensor([[0.0, 40.0]], dtype=F64)
+    for beta, smooth in ((64.0, True), (1e-6, False)):
+        parameters = theory.Parameters(0.7, beta, 1.0)
+        step = occ.FTRLStep(mdp, parameters.regularizer(mdp))
+        q = step(loss, 1.0).detach()
+        hit = torch.tensor([[0.0, 1.0]], dtype=F64) / q
+        below, above = theory.smooth_update(mdp, q, theory.tilde(step, q, loss + hit, 1.0))
+        assert bool(below.holds) == smooth
+        assert bool(above.holds)
+
+
+def test_g_as_printed_forgets_the_losses():
+    """eq:tilde_q_def prints <q_t, hat L_t> + psi_t(q), which argmin psi_t minimizes.
+
+    After a while that is not within a factor 2 of q_t.
+    """
+    mdp, parameters = bandit(2), theory.Parameters.paper(bandit(2))
+    step = occ.FTRLStep(mdp, parameters.regularizer(mdp))
+    q = step(torch.tensor([[0.0, 1e4]], dtype=F64), 100.0).detach()
+    printed = step(torch.zeros(1, 2, dtype=F64), 100.0).detach()
+    assert printed.tolist() == [pytest.approx([0.5, 0.5])]
+    _, above = theory.smooth_update(mdp, q, printed)
+    assert not bool(above.holds)
+
+
+def test_norms_without_their_squares():
+    """eq:earlier_argument prints |x|_H >= |x|_{H_L} = beta sum ( ... )^2.
+
+    The last is the square of the norm, and much smaller here.
+    """
+    mdp, parameters, t = bandit(2), theory.Parameters.paper(bandit(2)), torch.tensor(1.0, dtype=F64)
+    q, other = torch.tensor([[0.5, 0.5]], dtype=F64), torch.tensor([[0.501, 0.499]], dtype=F64)
+    barrier, whole = theory.step_length(mdp, q, other, parameters, t)
+    check(barrier, whole)
+    printed = math.sqrt(float(barrier.left))  # |x|_{H_L}
+    assert float(barrier.left) < 0.1 * printed
+
+
+@settings(max_examples=25)
+@given(cases())
+def test_hessians_of_close_points(case):
+    """lem:close_hessian for p halfway to another measure, where p >= q / 2."""
+    parameters = theory.Parameters(case.alpha, 64.0 * case.mdp.horizon, 1.0)
+    p = (case.q + occ.occupancy(case.mdp, draw_policy(case.mdp, case.generator))) / 2
+    check(theory.close_hessian(case.mdp, case.q, p, parameters, torch.tensor(30.0, dtype=F64)))
+
+
+def test_close_hessian_is_the_largest_eigenvalue_of_the_pencil():
+    """Against dense matrices, and with masks."""
+    actions = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
+    first = torch.tensor([[[0.3, 0.7], [0.5, 0.5], [1.0, 0.0]]], dtype=F64)
+    for mdp in (MDP, occ.LayeredMDP([first, torch.ones(2, 3, 1, dtype=F64)], actions=actions)):
+        generator = torch.Generator().manual_seed(5)
+        q, t = occ.interior_point(mdp), torch.tensor(40.0, dtype=F64)
+        p = (q + occ.occupancy(mdp, draw_policy(mdp, generator))) / 2
+        parameters, exists = theory.Parameters(0.7, 3.0, 1.0), mdp.actions.flatten()
+        at_q, at_p = (
+            theory.hessian_of_step(mdp, x, parameters, t)[exists][:, exists] for x in (q, p)
+        )
+        expected = float(torch.linalg.eigvals(torch.linalg.solve(at_q, at_p / 4)).real.max())
+        found = theory.close_hessian(mdp, q, p, parameters, t)
+        check(found)
+        assert float(found.left) == pytest.approx(expected, rel=1e-10)
+
+
+def test_close_hessian_is_nearly_tight_where_the_barrier_rules():
+    mdp, t = bandit(3), torch.tensor(1.0, dtype=F64)
+    q, p = (
+        torch.tensor([[0.02, 0.49, 0.49]], dtype=F64),
+        torch.tensor([[0.01, 0.495, 0.495]], dtype=F64),
+    )
+    found = theory.close_hessian(mdp, q, p, theory.Parameters(0.1, 1e4, 1.0), t)
+    check(found)
+    assert 0.999 < tightest(found) < 1
+    # And false if p falls below q / 2.
+    further = torch.tensor([[0.009, 0.4955, 0.4955]], dtype=F64)
+    assert not bool(
+        theory.close_hessian(mdp, q, further, theory.Parameters(0.1, 1e4, 1.0), t).holds
+    )
+
+
+def test_the_comparator_is_nearly_tight_in_its_log_barrier():
+    """Many actions, of which the optimal policy plays one: v = q_1 / T on all others."""
+    mdp, T = bandit(200), 1000
+    parameters = theory.Parameters.paper(mdp)
+    best = torch.zeros(1, 200, dtype=F64)
+    best[0, 7] = 1.0
+    losses, barrier, roots = theory.proper_comparator(
+        mdp, occ.interior_point(mdp), best, T * (1 - best), parameters, T
+    )
+    check(losses, barrier, roots)
+    assert 0.98 < tightest(barrier) < 1
+    assert tightest(losses) == pytest.approx(
+        0.5, abs=0.01
+    )  # |q_1 - q_opt| is charged twice: never more than half
+    assert (
+        float(roots.left) < 0
+    )  # the roots of q_1 outweigh what q_opt loses, unless q_1 is as concentrated as q_opt

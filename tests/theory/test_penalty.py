@@ -1,0 +1,194 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from theory_cases import F64, bandit, cases, check, fan, masked, one_hot, tightest
+
+import torch_occ as occ
+from torch_occ import theory
+from torch_occ.theory import penalty
+from torch_occ.theory.surveys import draw_mapping, draw_policy
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_everything_the_penalty_is_bounded_with(case):
+    mdp, q, policy, mapping, other, alpha = (
+        case.mdp,
+        case.q,
+        case.policy,
+        case.mapping,
+        case.other,
+        case.alpha,
+    )
+    check(theory.convex_combine(mdp, q, occ.occupancy(mdp, mapping), 0.3))
+    check(*theory.state_reach_probability(mdp, policy))
+    check(*theory.sqrt_diff(mdp, policy, mapping), *theory.sqrt_diff_2(mdp, mapping, other))
+    check(theory.penalty_decomposition(mdp, q, other, alpha))
+    check(theory.penalty_term_1(mdp, policy, other, mapping, alpha))
+    check(theory.bound_on_penalty(mdp, q, other, mapping, alpha))
+
+
+@settings(max_examples=30)
+@given(cases(smallest_horizon=2))
+def test_the_induction_lemma(case):
+    """The condition implies the conclusion; the largest such f has equality in both."""
+    g = case.q * torch.rand(case.q.shape, dtype=F64, generator=case.generator)
+    most = theory.induction_equality(case.mdp, case.policy, g)
+    for share in (1.0, 0.4):
+        condition, conclusion = theory.induction(case.mdp, case.policy, share * most, g)
+        check(condition, conclusion)
+    condition, conclusion = theory.induction(case.mdp, case.policy, most, g)
+    torch.testing.assert_close(conclusion.left, conclusion.right, rtol=1e-12, atol=1e-300)
+    # An f that breaks the condition at one state of the second layer breaks the conclusion there.
+    wrong = most.clone()
+    wrong[:, 1] = 1.01 * wrong[:, 1] + 1e-3
+    condition, conclusion = theory.induction(case.mdp, case.policy, wrong, g)
+    assert not bool(condition.holds[:, 1].any() | conclusion.holds[:, 1].any())
+
+
+def test_with_masks_several_start_states_and_states_of_one_action():
+    mdp, generator = masked(), torch.Generator().manual_seed(0)
+    for _ in range(20):
+        policy, mapping, other = (
+            draw_policy(mdp, generator),
+            draw_mapping(mdp, generator),
+            draw_mapping(mdp, generator),
+        )
+        q = occ.occupancy(mdp, policy)
+        check(*theory.state_reach_probability(mdp, policy))
+        check(*theory.sqrt_diff(mdp, policy, mapping), *theory.sqrt_diff_2(mdp, mapping, other))
+        check(
+            theory.penalty_decomposition(mdp, q, other, 0.6),
+            theory.penalty_term_1(mdp, policy, other, mapping, 0.6),
+        )
+        check(theory.bound_on_penalty(mdp, q, other, mapping, 0.6))
+
+
+# -- reachability ----------------------------------------------------------------------------------
+
+
+def test_reachability_as_it_is_defined():
+    """eq:reachability, case by case."""
+    mdp = occ.LayeredMDP.random(4, 2, 2, seed=5)
+    policy = draw_policy(mdp, torch.Generator().manual_seed(0))
+    P, k = mdp.joint_transitions, mdp.layer.tolist()
+
+    def p(s2, s, a):
+        if k[s2] <= k[s]:
+            return 0.0
+        if k[s2] == k[s] + 1:
+            return float(P[s, a, s2])
+        middle = [m for m in range(7) if k[m] == k[s2] - 1]
+        return sum(
+            p(m, s, a) * sum(float(policy[m, b] * P[m, b, s2]) for b in range(2)) for m in middle
+        )
+
+    found = theory.reach(mdp, policy)
+    for s in range(7):
+        for a in range(2):
+            assert found[s, a].tolist() == pytest.approx(
+                [p(s2, s, a) for s2 in range(7)], rel=1e-13
+            )
+
+
+def test_the_second_sum_of_the_reachability_lemma_is_over_the_states_reached():
+    """lem:state_reach_probabilty prints sum over s of p(s'|s,a) <= L.
+
+    A wide layer leads into a single last state, which has 6 > 3.
+    """
+    wide = torch.full((1, 2, 5), 0.2, dtype=F64)
+    mdp = occ.LayeredMDP([wide, torch.ones(5, 2, 1, dtype=F64), torch.ones(1, 2, 1, dtype=F64)])
+    reached = theory.reach(mdp, occ.uniform_policy(mdp))
+    assert float(reached[:, 0, -1].sum()) == pytest.approx(6.0)
+    layer, every = theory.state_reach_probability(mdp, occ.uniform_policy(mdp))
+    check(layer, every)
+    assert tightest(layer) == pytest.approx(1.0)  # every layer ahead is reached for certain
+    assert float(every.left) == pytest.approx(
+        2.0
+    )  # L - 1 layers come after the first: how far from tight the lemma always is
+    assert float(every.right) == 3.0
+
+
+# -- how tight -------------------------------------------------------------------------------------
+
+
+def test_differences_of_roots_are_nearly_tight_on_a_fan():
+    mdp = fan(horizon=20, width=60)
+    rarely = 1e-6
+    policy = one_hot(mdp, 0)
+    policy[0] = torch.tensor([1 - rarely, rarely], dtype=F64)
+    key, first = theory.sqrt_diff(mdp, policy, one_hot(mdp, 0))
+    check(key, first)
+    assert float(key.ratio[2]) == pytest.approx(
+        1.0
+    )  # eq:key_ineq_sqrt_diff is an equality in the states that only pi_1 reaches
+    assert 0.95 < tightest(first) < 1
+    spread = one_hot(mdp, 0)
+    spread[0] = torch.tensor([0.0, 1.0], dtype=F64)
+    _, second = theory.sqrt_diff_2(mdp, spread, one_hot(mdp, 0))
+    check(second)
+    assert 0.8 < tightest(second) < 1
+
+
+def test_the_first_part_of_the_penalty_is_nearly_tight_with_two_actions():
+    mdp, rarely = bandit(2), 1e-10
+    policy = torch.tensor([[1 - rarely, rarely]], dtype=F64)
+    found = theory.penalty_term_1(mdp, policy, one_hot(mdp, 1), one_hot(mdp, 0), 0.7)
+    check(found)
+    assert 0.9999 < tightest(found) < 1
+
+
+def many_arms(alpha=1e-9, arms=1000):
+    """lem:key_lemma_bound_penalty is nearly tight for one state, small alpha, many rare actions."""
+    mdp = bandit(arms)
+    policy = torch.full((1, arms), 1e-12, dtype=F64)
+    policy[0, 0] = 1 - policy[0, 1:].sum()
+    return mdp, occ.occupancy(mdp, policy), one_hot(mdp, 0), alpha
+
+
+def test_the_penalty_lemma_is_nearly_tight_with_many_arms():
+    mdp, q, mapping, alpha = many_arms()
+    found = theory.bound_on_penalty(mdp, q, mapping, mapping, alpha)
+    check(found)
+    assert 0.93 < tightest(found) < 1
+
+
+@pytest.mark.parametrize("broken", ["smaller", "without the first term", "another power of q"])
+def test_a_broken_penalty_bound_is_found(monkeypatch, broken):
+    mdp, q, mapping, alpha = many_arms()
+    good = penalty.penalty_bound
+    versions = {
+        "smaller": lambda *args: 0.9 * good(*args),
+        "without the first term": lambda mdp, q, best, pi, alpha: (
+            good(mdp, q, best, pi, alpha) - (1 + alpha) * theory.outside(q.sqrt(), pi)
+        ),
+        "another power of q": lambda mdp, q, best, pi, alpha: good(mdp, q**1.02, best, pi, alpha),
+    }
+    check(theory.bound_on_penalty(mdp, q, mapping, mapping, alpha))
+    monkeypatch.setattr(penalty, "penalty_bound", versions[broken])
+    with pytest.raises(AssertionError, match="lem:key_lemma_bound_penalty"):
+        check(theory.bound_on_penalty(mdp, q, mapping, mapping, alpha))
+
+
+def test_a_mapping_has_the_value_that_the_decomposition_uses():
+    """h_s(pi) = 1 + alpha (A - 1) for every mapping, A the actions of that state."""
+    mdp = masked()
+    found = theory.state_regularizer(mdp, draw_mapping(mdp, torch.Generator().manual_seed(0)), 0.5)
+    assert found.tolist() == pytest.approx(
+        [1 + 0.5 * (n - 1) for n in mdp.actions.sum(-1).tolist()]
+    )
+
+
+def test_the_bound_by_hand():
+    """One state, q = (0.9, 0.1), q_opt on the second action, pi = the first."""
+    mdp, alpha = bandit(2), 0.5
+    q, best = torch.tensor([[0.9, 0.1]], dtype=F64), torch.tensor([[0.0, 1.0]], dtype=F64)
+    found = float(theory.penalty_bound(mdp, q, best, one_hot(mdp, 0), alpha))
+    assert found == pytest.approx(1.5 * math.sqrt(0.1) + 2.0 * min(1, 2 * math.sqrt(1.1)))
+    found = float(theory.penalty_bound(mdp, q, best, one_hot(mdp, 1), alpha))
+    assert found == pytest.approx(1.5 * math.sqrt(0.9) + 2.0)
+    closer = torch.tensor([[0.99, 0.01]], dtype=F64)
+    found = float(theory.penalty_bound(mdp, closer, one_hot(mdp, 0), one_hot(mdp, 0), alpha))
+    assert found == pytest.approx(1.5 * 0.1 + 2.0 * 0.2)

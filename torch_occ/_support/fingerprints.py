@@ -1,0 +1,237 @@
+"""A hash of everything that decides the numbers of a run, so a saved run is not taken for another.
+
+Data is hashed by its bytes, code by what `codeprints` says that it is made of, and other objects
+by what `pickle` would keep of them. Nothing goes by `repr`, `id` or `hash`, so the result is the
+same in every process. What cannot be hashed is refused, with the way to it.
+
+A class may list attributes that decide nothing, such as caches and counters, in
+`fingerprint_ignores`. Cached properties never count.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import random
+import struct
+from collections.abc import Iterable
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torch_occ._support.codeprints import Global, attributes, name_of, parts_of_code
+from torch_occ._support.private import held_by, indices, values
+from torch_occ._support.version import VERSION
+
+#: The version of the rules by which things are hashed.
+RULES = 2
+
+
+class UnhashableError(TypeError):
+    """Something that a saved run cannot be recognized by."""
+
+
+def fingerprint(**parts: Any) -> str:
+    """One hash of all parts, their names and the package's version; errors as `fingerprints`."""
+    return _joined("all", (text.encode() for text in fingerprints(**parts).values())).hex()
+
+
+def fingerprints(**parts: Any) -> dict[str, str]:
+    """The hash of each part, by its name; the package's version counts.
+
+    Raises:
+        UnhashableError: if something cannot be hashed, with the way to it: `learner.step.lock`.
+    """
+    hasher = _Hasher()
+    found = {name: hasher.digest(part, name) for name, part in parts.items()}
+    return {name: _joined(f"{RULES} {VERSION} {name}", [x]).hex() for name, x in found.items()}
+
+
+def differences(saved: Any, now: dict[str, str]) -> list[str]:
+    """The names of the parts that two results of `fingerprints` do not share."""
+    known = saved if isinstance(saved, dict) else {}
+    return [name for name in {**now, **known} if known.get(name) != now.get(name)]
+
+
+class _Hasher:
+    """Hashes trees of objects; each object is hashed once."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[Any, bytes]] = {}  # by id, which is taken while it is kept
+        self.open: dict[int, str] = {}  # objects that are being hashed, and where they stand
+
+    def digest(self, part: Any, where: str) -> bytes:
+        """The hash of one object; `where` is the way to it."""
+        plain = _plain(part)
+        if plain is not None:
+            return _joined(type(part).__qualname__, [plain])
+        if id(part) in self.open:  # a cycle
+            return _joined("cycle", [self.open[id(part)].encode()])
+        if id(part) not in self.known:
+            self.open[id(part)] = where
+            try:
+                found = self._compound(part, where)
+            finally:
+                del self.open[id(part)]
+            self.known[id(part)] = (part, found)
+        return self.known[id(part)][1]
+
+    def _list(self, tag: str, parts: Iterable[tuple[str, Any]]) -> bytes:
+        return _joined(tag, [self.digest(part, where) for where, part in parts])
+
+    def _mapping(self, part: Any, where: str, way: str) -> bytes:
+        """In an order that does not depend on insertion."""
+        pairs = []
+        for key, value in part.items():
+            name = self.digest(key, f"a key of {where}")
+            pairs.append(name + self.digest(value, way.format(where, key)))
+        return _joined("mapping", sorted(pairs))
+
+    def _compound(self, part: Any, where: str) -> bytes:
+        kind = type(part)
+        if kind in (list, tuple):
+            items = ((f"{where}[{i}]", item) for i, item in enumerate(part))
+            return self._list(kind.__name__, items)
+        if kind in (set, frozenset):
+            found = (self.digest(item, f"an element of {where}") for item in part)
+            return _joined(kind.__name__, sorted(found))
+        if kind in (dict, MappingProxyType):
+            return self._mapping(part, where, "{}[{!r}]")
+        if isinstance(part, Tensor):
+            return self._tensor(part, where)
+        if isinstance(part, torch.Generator):
+            return self._list("generator", [(where, str(part.device)), (where, part.get_state())])
+        if isinstance(part, np.ndarray):
+            return self._array(part, where)
+        if isinstance(part, nn.Module):
+            return self._module(part, where)
+        if isinstance(part, random.Random):
+            return self._list("random", [(where, kind), (where, part.getstate())])
+        if isinstance(part, enum.Enum):
+            held = [(where, kind), (where, part.name), (f"{where}.value", part.value)]
+            return self._list("enum", held)
+        if isinstance(part, Global):
+            return self._global(part, where)
+        code = parts_of_code(part)
+        if code is not None:
+            return self._list(code.tag, ((f"{where}{way}", inner) for way, inner in code.parts))
+        return self._pickled(part, where)
+
+    def _tensor(self, part: Tensor, where: str) -> bytes:
+        """Shape, type and numbers, for every layout; gradients do not count."""
+        part = part.detach()
+        label = f"tensor {part.layout} {part.dtype} {tuple(part.shape)}"
+        if part.layout == torch.sparse_coo:
+            inner = [indices(part), values(part)]
+        elif part.layout in (torch.sparse_csr, torch.sparse_bsr):
+            inner = [part.crow_indices(), part.col_indices(), part.values()]
+        elif part.layout in (torch.sparse_csc, torch.sparse_bsc):
+            inner = [part.ccol_indices(), part.row_indices(), part.values()]
+        elif part.layout == torch.strided and not part.is_meta and not part.is_quantized:
+            flat = part.resolve_conj().resolve_neg().cpu().reshape(-1).contiguous()
+            return _joined(label, [flat.view(torch.uint8).numpy().tobytes()])
+        else:
+            raise _refusal(part, where, "its numbers cannot be read")
+        return self._list(label, [(where, x) for x in inner])
+
+    def _array(self, part: np.ndarray[Any, Any], where: str) -> bytes:
+        if isinstance(part, np.ma.MaskedArray):
+            return self._list("masked", [(where, part.filled()), (where, np.ma.getmaskarray(part))])
+        label = f"array {part.dtype.descr} {part.shape}"
+        if part.dtype == object:
+            return self._list(label, [(f"{where}[{i}]", x) for i, x in enumerate(part.flat)])
+        if part.dtype.hasobject:
+            raise _refusal(part, where, "its records hold Python objects")
+        return _joined(label, [np.ascontiguousarray(part).tobytes()])
+
+    def _module(self, part: nn.Module, where: str) -> bytes:
+        """Parameters, buffers, children, hooks and everything else that a module holds."""
+        held: list[tuple[str, Any]] = [(f"the class of {where}", type(part))]
+        held += [(f"{where}.{name}", [name, value]) for name, value in held_by(part)]
+        own = {name: value for name, value in vars(part).items() if name not in _TORCHS_OWN}
+        rest = self._state(part, own, where)
+        return _joined("module", [self._list("held", held), rest])
+
+    def _global(self, part: Global, where: str) -> bytes:
+        try:
+            return _joined(part.name, [self.digest(part.value, where)])
+        except UnhashableError:  # a lock or a file, say: code may read it without being refused
+            return _joined(part.name, [name_of(type(part.value)).encode()])
+
+    def _pickled(self, part: Any, where: str) -> bytes:
+        """The class of an object, what it is made from, and its attributes."""
+        try:
+            reduced = part.__reduce_ex__(4)
+        except Exception as error:
+            raise _refusal(part, where, str(error)) from error
+        if isinstance(reduced, str):  # a global name
+            return _joined("global", [name_of(type(part)).encode(), reduced.encode()])
+        maker, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
+        # The state of an object with slots is a pair: its attributes and its slots.
+        split = type(state) is tuple and len(state) == 2 and type(state[1]) is dict
+        found = [
+            self._list("class", [(f"the class of {where}", x) for x in (type(part), maker)]),
+            self._list("arguments", [(where, argument) for argument in arguments]),
+            *(self._state(part, x, where) for x in (state if split else [state])),
+            self._list("items", [(f"{where}[{i}]", x) for i, x in enumerate(items or ())]),
+            self._mapping(dict(pairs or ()), where, "{}[{!r}]"),
+        ]
+        return _joined("object", found)
+
+    def _state(self, part: Any, state: Any, where: str) -> bytes:
+        """Attributes, without caches; None is an object that has none."""
+        state = {} if state is None else state
+        if type(state) is not dict:
+            return self.digest(state, where)
+        kind = type(part)
+        kept = {
+            name: value
+            for name, value in attributes(kind, state).items()
+            if not isinstance(getattr(kind, str(name), None), functools.cached_property)
+        }
+        return self._mapping(kept, where, "{}.{}")
+
+
+#: What `nn.Module` keeps for itself; the tables and hooks among it are hashed by name.
+_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _joined(tag: str, parts: Iterable[bytes]) -> bytes:
+    """A hash of a tag and of some bytes, each with its length, so that nothing runs together."""
+    digest = hashlib.sha256()
+    for part in (tag.encode(), *parts):
+        digest.update(struct.pack("<q", len(part)))
+        digest.update(part)
+    return digest.digest()
+
+
+def _plain(part: Any) -> bytes | None:
+    """The bytes of a plain value; None for everything else."""
+    kind = type(part)
+    if kind in (int, bool, complex, range, type(None), type(...), type(NotImplemented)):
+        return repr(part).encode()
+    if kind is str:
+        return str(part).encode("utf-8", "surrogatepass")
+    if kind is float:
+        return struct.pack("<d", part)
+    if kind in (bytes, bytearray):
+        return bytes(part)
+    if isinstance(part, np.generic) and not part.dtype.hasobject:
+        return f"{part.dtype.descr} ".encode() + part.tobytes()
+    if isinstance(part, np.dtype | torch.dtype | torch.device | torch.layout | PurePath):
+        return str(part).encode()
+    return None
+
+
+def _refusal(part: Any, where: str, reason: str) -> UnhashableError:
+    return UnhashableError(
+        f"{where}: a {type(part).__qualname__} cannot be hashed ({reason}), so a saved run could "
+        "not be told from another one. Make it of tensors, numbers and functions, list the "
+        "attribute in `fingerprint_ignores` of its class if it decides nothing, or leave "
+        "`save_to` out"
+    )

@@ -1,0 +1,92 @@
+"""Leaps of many episodes in compiled kernels, for built-in regularizers and estimators."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_occ._support.compiling import patiently
+from torch_occ._support.threads import for_each
+from torch_occ.forecasting.course import WIDEST, Course
+from torch_occ.game.estimators import CentredEstimator, ImportanceWeighted, ReducedVariance
+from torch_occ.kernels.episodes import NOISE
+from torch_occ.kernels.layout import Terms, make_work
+from torch_occ.kernels.leaps import Way
+from torch_occ.kernels.leaps import leap as leap_alone
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import interior_point
+from torch_occ.regularizers.base import Regularizer
+from torch_occ.step.kernel_inputs import exponents_of, kinds_of, model_of, terms_of, weights_of
+from torch_occ.step.kernel_inputs import why_not as why_not_solve
+from torch_occ.step.newton import Options
+
+
+def why_not(mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimator) -> str | None:
+    """The reason why the kernels cannot leap with these, or None if they can."""
+    if type(estimator) not in (ImportanceWeighted, ReducedVariance):
+        return f"the engine does not know the estimator {type(estimator).__name__}"
+    if any(parameter.dim() for parameter in regularizer.parameters()):
+        return "the regularizer has batched parameters"
+    return why_not_solve(mdp, regularizer)
+
+
+def leap_compiled(
+    mdp: LayeredMDP,
+    regularizer: Regularizer,
+    estimator: CentredEstimator,
+    course: Course,
+    particles: int,
+    seed: int,
+    accuracy: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the particles paid beyond the best policy of every phase `(N, C)`, and their leaps and uncertified steps `(N,)`."""
+    regularizer.validate()
+    # Weights are products of powers of t for every built-in schedule, so that straight lines between logarithms are exact.
+    log_t = torch.linspace(0, float(course.stops[-1].log()) + 0.1, 400, dtype=torch.float64)
+    with torch.no_grad():
+        found = terms_of(regularizer, log_t.exp())
+        weights = weights_of(found).expand(len(log_t), -1)
+        terms = Terms(*kinds_of(found), exponents_of(found).numpy())
+        # No q reaches a threshold of 2.
+        threshold = (
+            estimator.threshold(log_t.exp())
+            if isinstance(estimator, ReducedVariance)
+            else torch.full_like(log_t, 2.0)
+        )
+    log_weights = torch.where(weights == 0, 1.0, weights.abs()).log().contiguous().numpy()
+    model = model_of(mdp)
+    way = Way(
+        log_t.numpy(),
+        log_weights,
+        weights[0].sign().numpy(),
+        threshold.log().numpy(),
+        course.means.flatten(-2).contiguous().numpy(),
+        course.gaps.flatten(-2).contiguous().numpy(),
+        NOISE[course.noise],
+        course.stops.numpy(),
+        course.phase.numpy(),
+        model.initial[None],
+        interior_point(mdp).detach().flatten().numpy(),
+        float(accuracy),
+        WIDEST,
+        Options().tolerance_in(torch.float64),
+        Options().max_steps,
+    )
+    regret = torch.zeros(particles, len(course.stops), dtype=torch.float64)
+    counts = torch.zeros(particles, 2, dtype=torch.long)
+    seeds = np.random.SeedSequence(seed).generate_state(particles).astype(np.int64)
+
+    def play(i: int) -> None:
+        scratch = (
+            np.zeros(len(way.middle)),
+            np.zeros(len(way.signs)),
+            np.zeros(mdp.num_states),
+            np.zeros(0),
+            make_work(model),
+        )
+        leap_alone(model, terms, way, seeds[i], regret[i].numpy(), counts[i].numpy(), *scratch)
+
+    with patiently:
+        for_each(play, particles)
+    return regret, counts[:, 0], counts[:, 1]

@@ -1,0 +1,133 @@
+"""Leaps of many episodes in torch, for any regularizer; torch_occ.forecasting.leaping has the formulas."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_occ.forecasting.course import WIDEST, Course
+from torch_occ.game.estimators import CentredEstimator
+from torch_occ.game.losses import Noise
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import interior_point, policy_of
+from torch_occ.regularizers.base import Regularizer
+from torch_occ.regularizers.hessians import Hessian
+from torch_occ.step.ftrl import FTRLStep
+from torch_occ.step.implicit import Setting
+
+
+@torch.no_grad()
+def leap_in_torch(
+    mdp: LayeredMDP,
+    regularizer: Regularizer,
+    estimator: CentredEstimator,
+    course: Course,
+    particles: int,
+    seed: int,
+    accuracy: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the particles paid beyond the best policy of every phase `(N, C)`, and their leaps and uncertified steps `(N,)`."""
+    step = FTRLStep(mdp, regularizer)
+    setting = Setting(mdp, step.evaluator, False)
+    generator = torch.Generator(device=mdp.device).manual_seed(seed)
+    q = interior_point(mdp).expand(particles, -1, -1)
+    cumulative_loss = torch.zeros_like(q)
+    expected = torch.zeros(particles, len(course.stops), dtype=mdp.dtype, device=mdp.device)
+    t, length, total, opening = (
+        torch.full_like(expected[:, 0], value) for value in (1.0, 0.0, 0.0, 0.0)
+    )
+    stop, leaps, uncertified = (
+        torch.zeros(particles, dtype=torch.long, device=mdp.device) for _ in range(3)
+    )
+    alive = torch.arange(particles, device=mdp.device)
+    while True:
+        solution = step.solve(cumulative_loss, t, warm_start=q, check=False)
+        if not bool(solution.converged.all()):
+            again = step.solve(cumulative_loss, t, check=False)
+            solution = solution.merge(again, again.converged & ~solution.converged)
+        q = solution.q
+        uncertified[alive] += (~solution.converged).long()
+        closing = (q * course.gaps[course.phase[stop]]).sum((-2, -1))
+        total = torch.where(
+            length > 0, total + 0.5 * (length + 1) * opening + 0.5 * (length - 1) * closing, total
+        )
+        arrived = t > course.stops[stop]
+        expected[alive[arrived], stop[arrived]] = total[arrived]
+        stop = stop + arrived.long()
+        going = stop < len(course.stops)
+        if not bool(going.all()):
+            alive, q, cumulative_loss, t, total, stop = (
+                x[going] for x in (alive, q, cumulative_loss, t, total, stop)
+            )
+            if not len(alive):
+                return expected, leaps, uncertified
+        phase = course.phase[stop]
+        opening = (q * course.gaps[phase]).sum((-2, -1))
+        hessian = setting.bind([t, *step.evaluator.own_parameters]).deriver(t.shape)(q).hessian
+        length = (
+            torch.minimum(longest_leap(mdp, hessian, q, accuracy), WIDEST * t).floor().clamp(min=1)
+        )
+        length = torch.minimum(length, course.stops[stop] - t + 1)
+        visits, baseline = _visits(mdp, q, length, generator), estimator.baseline(q, t)
+        charged = _charge(course.noise, course.means[phase], visits, generator)
+        estimates = (charged - visits * baseline) / torch.where(mdp.actions, q, 1.0) + length[
+            :, None, None
+        ] * baseline
+        cumulative_loss = cumulative_loss + torch.where(mdp.actions, estimates, 0.0)
+        leaps[alive] += 1
+        t = t + length
+
+
+def _visits(mdp: LayeredMDP, q: Tensor, length: Tensor, generator: torch.Generator) -> Tensor:
+    """How often `length` episodes `(N,)` with q visit every pair, `(N, S, A)`."""
+    entering = _multinomial(length, mdp.initial.expand(len(q), -1), generator)  # (N, S_0)
+    visits = []
+    for k, policy in enumerate(mdp.split(policy_of(mdp, q), -2)):
+        visits.append(_multinomial(entering, policy, generator))
+        if k + 1 < mdp.horizon:
+            kernel = mdp.transitions[k].expand(*visits[-1].shape, -1)
+            entering = _multinomial(visits[-1], kernel, generator).sum((-3, -2))
+    return torch.cat(visits, -2)
+
+
+def _multinomial(count: Tensor, probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """Counts `(*shape, K)` of so many draws `(*shape,)`, one binomial after the other."""
+    left, drawn = count, []
+    remaining = probabilities.flip(-1).cumsum(-1).flip(-1)
+    for i in range(probabilities.shape[-1]):
+        share = torch.where(
+            remaining[..., i] > 0, probabilities[..., i] / remaining[..., i], 0.0
+        ).clamp(0, 1)
+        drawn.append(torch.binomial(left, share, generator=generator))
+        left = left - drawn[-1]
+    return torch.stack(drawn, -1)
+
+
+def _charge(noise: Noise, mean: Tensor, visits: Tensor, generator: torch.Generator) -> Tensor:
+    """The sum of the losses of so many visits."""
+    if noise == "bernoulli":
+        return torch.binomial(visits, mean.expand_as(visits), generator=generator)
+    if noise == "uniform":  # the sum of many uniform numbers is normal; of few, nearly
+        normal = torch.randn(
+            visits.shape, dtype=visits.dtype, device=visits.device, generator=generator
+        )
+        return visits * mean + torch.minimum(mean, 1 - mean) * (visits / 3).sqrt() * normal
+    return visits * mean
+
+
+def longest_leap(mdp: LayeredMDP, hessian: Hessian, q: Tensor, accuracy: float) -> Tensor:
+    """For how many episodes q `(*batch, S, A)` may stay as it is, `(*batch,)`.
+
+    At fixed q(s), a force of one on an action moves its q by R = (1/D_a) (sum_{b != a} 1/D_b) / (sum_b 1/D_b), with D the curvature of psi
+    (torch_occ.step.kkt). Each episode brings a force of about one. While a pair is not visited, q changes relatively by R/q an episode; over
+    many visits the forces average out, and what remains is their fluctuation, R/q sqrt(length/q). The larger of the two lengths is
+    allowed.
+    """
+    exists = mdp.actions
+    softness = torch.where(exists, 1 / torch.where(exists, hessian.curvature, 1.0), 0.0)
+    others = softness @ mdp.other_actions
+    alone = mdp.missing["rest"]
+    decided = exists if alone is None else ~alone
+    response = torch.where(decided, softness * others / softness.sum(-1, keepdim=True), 1.0)
+    slack = accuracy * q / response
+    return torch.where(decided, torch.maximum(slack, q * slack**2), torch.inf).amin((-2, -1))

@@ -1,0 +1,319 @@
+"""Things that watch a simulation. A callback that does nothing is the base class; override what you need."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from torch_occ._support.extras import extra, progress_bar, summary_writer
+from torch_occ.game.figures import configuration, occupancy_figure, pixels, regret_figure
+from torch_occ.game.intervals import band
+from torch_occ.game.learners import Learner
+from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
+from torch_occ.regularizers.base import Scaled
+from torch_occ.regularizers.schedules import Schedule
+
+if TYPE_CHECKING:
+    from torch_occ.game.history import History
+    from torch_occ.game.simulation import Simulation
+
+
+class Callback:
+    """Hooks, in the order in which they are called.
+
+    An OSError in `on_start` is raised. Later on it would cost the run, so the callback is left out
+    with a warning. Every other exception ends the run.
+    """
+
+    def on_start(self, run: Simulation) -> None:
+        """Before the first episode, or the first after a resume."""
+
+    def on_checkpoint(self, run: Simulation) -> None:
+        """After the curves have got a new point."""
+
+    def on_chunk(self, run: Simulation) -> None:
+        """At a chunk's edge, a few hundred episodes apart."""
+
+    def on_end(self, run: Simulation, history: History) -> None:
+        """After the last episode, or when the run is interrupted."""
+
+
+def tell(callbacks: list[Callback], hook: str, *arguments: Any) -> None:
+    """Call a hook of each; one whose files fail (an OSError) is left out, with a warning."""
+    for callback in tuple(callbacks):
+        try:
+            getattr(callback, hook)(*arguments)
+        except OSError as error:
+            callbacks[:] = [other for other in callbacks if other is not callback]
+            warnings.warn(
+                f"{type(callback).__name__}: {error}; the run goes on without this callback",
+                stacklevel=3,
+            )
+
+
+class ProgressBar(Callback):
+    """Episodes done, episodes per second and time left, on standard error."""
+
+    def __init__(self, label: str = "") -> None:
+        self.label = label
+        self.bar: Any = None
+
+    def on_start(self, run: Simulation) -> None:
+        self.bar = progress_bar(run.episodes, run.t, "ep", self.label)
+
+    def on_chunk(self, run: Simulation) -> None:
+        self.bar.update(run.t - self.bar.n)
+
+    def on_end(self, run: Simulation, history: History) -> None:
+        self.bar.close()
+
+
+#: Columns of the HParams dashboard: parameters to begin with, and curves whose last values follow.
+_COMPARED = ("learner", "losses", "alpha", "beta", "gamma")
+_METRICS = (
+    "regret/mean",
+    "regret/lower",
+    "regret/upper",
+    "regret/realised_mean",
+    "policy/distance_to_optimal",
+    "solver/uncertified",
+)
+
+#: Charts of the Custom Scalars dashboard.
+_LAYOUT = {
+    "regret": {
+        "pseudo-regret: mean and 95 % band": [
+            "Margin",
+            ["regret/mean", "regret/lower", "regret/upper"],
+        ],
+        "realised regret: mean and 95 % band": [
+            "Margin",
+            ["regret/realised_mean", "regret/realised_lower", "regret/realised_upper"],
+        ],
+        "pseudo-regret over log t": ["Multiline", ["regret/over_log_t"]],
+        "pseudo-regret over sqrt t": ["Multiline", ["regret/over_sqrt_t"]],
+    },
+    "solver": {"residuals": ["Multiline", ["solver/dual_residual", "solver/flow_residual"]]},
+}
+
+
+class TensorBoard(Callback):
+    """Curves, images and the configuration of a run, for TensorBoard; the step axis is the episode. docs/tensorboard.md is a tour.
+
+    If its files fail during a run, it warns, and the run goes on without it.
+
+    Nothing happens between checkpoints. When a run is resumed, points beyond the episode at which it continues are purged, and
+    a fresh directory gets the earlier part of the regret and solver curves too.
+
+    Args:
+        directory: where the event file goes, one directory a run; made if it is missing.
+        images_per_decade: heat maps of q for every tenfold of episodes, besides the last; 0 for none.
+    """
+
+    def __init__(self, directory: str | Path, *, images_per_decade: int = 1) -> None:
+        self.directory, self.images_per_decade = Path(directory), images_per_decade
+        self.writer: Any = None
+        self.begun, self.known = 0, False
+        self.next_image = 1.0
+
+    def on_start(self, run: Simulation) -> None:
+        _check_directory(self.directory)
+        with extra("experiments", "the TensorBoard callback needs tensorboard and matplotlib"):
+            import matplotlib  # noqa: F401  (missing it is better said now than at the first image)
+
+        self.begun, self.known = (
+            run.t,
+            run.t > 0 and any(self.directory.glob("events.out.tfevents.*")),
+        )
+        self.next_image = run.t + 1.0
+        # A run from its beginning replaces whatever the directory holds; a resumed one, what lies beyond its first episode.
+        self.writer = summary_writer(
+            self.directory, purge_step=run.t + 1 if self.known else 0, max_queue=1000, flush_secs=10
+        )
+        if not self.known:
+            self.writer.add_text("configuration", configuration(run), 0)
+            self.writer.add_custom_scalars(_LAYOUT)
+            self._hparams(run, "start")
+            for i in range(len(run.recorded)):
+                self._scalars(self._curves(run, i), run.recorded[i])
+        self.writer.flush()
+
+    @torch.no_grad()
+    def on_checkpoint(self, run: Simulation) -> None:
+        if not self.directory.is_dir():  # the open file would swallow everything without a word
+            raise FileNotFoundError(2, "TensorBoard's directory has gone", str(self.directory))
+        learner = {
+            f"learner/{name}": value for name, value in parameters(run.learner, run.t).items()
+        }
+        self._scalars(self._curves(run, len(run.recorded) - 1) | self._policy(run) | learner, run.t)
+        if self.images_per_decade and (run.t >= self.next_image or run.t == run.episodes):
+            self._heat_map(run)
+            self.next_image = run.t * 10 ** (1 / self.images_per_decade)
+
+    def on_chunk(self, run: Simulation) -> None:
+        # Whatever `simulate` saves after this is on disk here as well, so that a killed run leaves no hole.
+        try:
+            self.writer.flush()
+        except OSError as error:
+            message = f"{self.directory}: TensorBoard's events cannot be written ({error})"
+            raise OSError(message) from error
+
+    def on_end(self, run: Simulation, history: History) -> None:
+        if len(history.episodes) and not (self.known and run.t == self.begun):
+            image = pixels(
+                regret_figure(
+                    history,
+                    title=f"{type(run.learner).__name__}, {len(run.seeds)} seeds: mean and 95 % band",
+                )
+            )
+            self.writer.add_image("regret/figure", image, run.t, dataformats="HWC")
+            if history.finished:
+                self._hparams(run, "end")
+        self.writer.close()
+
+    # -- what is logged -------------------------------------------------------------------------------------------------------
+
+    def _curves(self, run: Simulation, i: int) -> dict[str, float]:
+        """The numbers of the i-th checkpoint, over all seeds."""
+        t, now = run.recorded[i], {name: rows[i] for name, rows in run.curves.items()}
+        values = {f"regret/{name}": float(x) for name, x in band(now["regret"])._asdict().items()}
+        values |= {
+            f"regret/realised_{name}": float(x)
+            for name, x in band(now["realised_regret"])._asdict().items()
+        }
+        values["regret/over_sqrt_t"] = values["regret/mean"] / math.sqrt(t)
+        if t > 1:
+            values["regret/over_log_t"] = values["regret/mean"] / math.log(t)
+        if "corruption" in run.process_state:
+            values["regret/corruption_spent"] = float(now["corruption"].mean())
+        if run.learner.diagnostics():
+            values["solver/newton_steps"] = float(now["newton_steps"].mean())
+            values |= {
+                f"solver/{name}": float(now[name].amax())
+                for name in ("dual_residual", "flow_residual")
+            }
+            values["solver/uncertified"] = float(now["uncertified"].sum())
+        seconds = run.times[i] - (run.times[i - 1] if i else 0.0)
+        if seconds > 0:
+            values["speed/episodes_per_second"] = (t - (run.recorded[i - 1] if i else 0)) / seconds
+        return values
+
+    def _policy(self, run: Simulation) -> dict[str, float]:
+        """How far q_t is from certain, and from the best policy for the first t episodes; means over seeds and layers."""
+        mdp, q, mean = run.mdp, run.q, run.sums["total_mean"] / run.t
+        best = occupancy(mdp, optimal_policy(mdp, mean).policy)
+        policy = policy_of(mdp, q)
+        return {
+            "policy/entropy": float(-torch.xlogy(q, policy).sum((-2, -1)).mean()) / mdp.horizon,
+            "policy/distance_to_optimal": float((q - best).abs().sum((-2, -1)).mean())
+            / (2 * mdp.horizon),
+            "policy/loss_above_optimal": float(((q - best) * mean).sum((-2, -1)).mean()),
+            "policy/smallest_q": float(torch.where(mdp.actions, q, torch.inf).amin()),
+        }
+
+    def _heat_map(self, run: Simulation) -> None:
+        best = optimal_policy(run.mdp, run.sums["total_mean"].mean(0)).policy
+        title = f"episode {run.t}, mean of {len(run.seeds)} seeds; rings: best policy so far"
+        image = pixels(occupancy_figure(run.mdp, run.q.mean(0), optimal=best, title=title))
+        self.writer.add_image("policy/q", image, run.t, dataformats="HWC")
+
+    def _hparams(self, run: Simulation, moment: Literal["start", "end"]) -> None:
+        """What a run is set by and judged by, for the HParams dashboard. It shows the columns that any one run declares."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+        from torch.utils.tensorboard.summary import hparams
+
+        values = {
+            "learner": type(run.learner).__name__,
+            "losses": type(run.losses).__name__,
+            "episodes": run.episodes,
+        }
+        values |= {
+            "seeds": len(run.seeds),
+            "horizon": run.mdp.horizon,
+            "states": run.mdp.num_states,
+            "actions": run.mdp.num_actions,
+        }
+        values |= {
+            name: value
+            for name, value in parameters(run.learner, 1).items()
+            if name != "learning_rate"
+        }
+        values |= {
+            name: value
+            for name, value in run.config.items()
+            if isinstance(value, bool | int | float | str)
+        }
+        _, first, last = hparams(values, {})
+        if moment == "end":
+            self.writer.file_writer.add_summary(last, 0)
+            return
+        columns = [
+            api_pb2.HParamInfo(name=name, differs=name in _COMPARED)
+            for name in {*_COMPARED, *values}
+        ]
+        metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in _METRICS]
+        data = plugin_data_pb2.HParamsPluginData(
+            experiment=api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics)
+        )
+        value = Summary.Value(
+            tag=metadata.EXPERIMENT_TAG, metadata=metadata.create_summary_metadata(data)
+        )
+        self.writer.file_writer.add_summary(Summary(value=[value]), 0)
+        self.writer.file_writer.add_summary(first, 0)
+
+    def _scalars(self, values: dict[str, float], t: int) -> None:
+        for tag, value in values.items():
+            self.writer.add_scalar(tag, value, t)
+
+
+def _check_directory(directory: Path) -> None:
+    """Make it and write a file there, or say what is wrong before any episode is played."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b"events")
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise OSError(
+            error.errno,
+            f"TensorBoard cannot write here ({reason}); name another directory",
+            str(directory),
+        ) from error
+
+
+# -- the numbers of a learner ---------------------------------------------------------------------------------------------
+
+
+def parameters(learner: Learner, t: int) -> dict[str, float]:
+    """Every number that a learner is set by, by its own name (a second one of the same name gets _2), and learning rates at t."""
+    found: dict[str, float] = {}
+    counts: Counter[str] = Counter()
+    for name, value in _numbers(learner, t):
+        counts[name] += 1
+        found[name if counts[name] == 1 else f"{name}_{counts[name]}"] = value
+    return found
+
+
+def _numbers(learner: Learner, t: int) -> Iterator[tuple[str, float]]:
+    for owner in (learner, getattr(learner, "estimator", None)):
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                yield name, float(value)
+    for module in vars(learner).values():
+        if isinstance(module, nn.Module):
+            for part in module.modules():
+                if isinstance(part, Scaled) and isinstance(part.factor, Schedule):
+                    rate = part.factor(torch.tensor(float(t), dtype=torch.float64)).detach()
+                    yield "learning_rate" if part.power == -1 else "weight", float(rate.mean())
+            for path, parameter in module.named_parameters():
+                yield path.rpartition(".")[2], float(parameter.detach().mean())

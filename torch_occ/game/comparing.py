@@ -1,0 +1,111 @@
+"""Several learners in the same game, on the same seeds, and what their differences are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch_occ._support.tables import latex, markdown
+from torch_occ.game.driver import simulate
+from torch_occ.game.figures import regret_figure
+from torch_occ.game.history import History
+from torch_occ.game.intervals import Mean, number
+from torch_occ.game.learners import Learner
+from torch_occ.game.losses import LossProcess
+from torch_occ.mdp.layered import LayeredMDP
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class LearnerComparison:
+    """The histories of several learners, by name, that played the same game on the same seeds.
+
+    Differences are paired: seed by seed, so that what all learners suffer from a seed cancels. `print` shows the Markdown table.
+    """
+
+    histories: dict[str, History]
+    baseline: str
+
+    def final(self) -> dict[str, Mean]:
+        """The pseudo-regret after the last episode of every learner: mean over seeds and standard error."""
+        return {name: history.final() for name, history in self.histories.items()}
+
+    def differences(self) -> dict[str, Mean]:
+        """The final pseudo-regret of every other learner minus that of the baseline, paired by seed."""
+        reference = self.histories[self.baseline].regret[:, -1]
+        return {
+            name: Mean.of(history.regret[:, -1] - reference)
+            for name, history in self.histories.items()
+            if name != self.baseline
+        }
+
+    def markdown(self) -> str:
+        """One row per learner: final regret, and its paired difference from the baseline with a 95 % interval."""
+        return markdown(*self._table())
+
+    def latex(self) -> str:
+        """The same table for LaTeX, with the rules of the package booktabs."""
+        return latex(*self._table())
+
+    def figure(self, title: str = "") -> Figure:
+        """Regret over the number of episodes, with 95 % bands; needs matplotlib."""
+        return regret_figure(self.histories, title=title)
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        differences = self.differences()
+        rows = []
+        for name, regret in self.final().items():
+            low, high = differences[name].interval if name in differences else (0.0, 0.0)
+            paired = (
+                f"{number(differences[name].mean)} [{number(low)}, {number(high)}]"
+                if name in differences
+                else "baseline"
+            )
+            uncertified = int(self.histories[name].uncertified[:, -1].sum())
+            rows.append([name, str(regret), paired, str(uncertified)])
+        return ["learner", "regret", f"minus {self.baseline} (95 %)", "uncertified steps"], rows
+
+    def __str__(self) -> str:
+        return self.markdown()
+
+
+def compare_learners(
+    mdp: LayeredMDP,
+    learners: Mapping[str, Learner],
+    losses: LossProcess,
+    episodes: int,
+    seeds: Sequence[int] = tuple(range(8)),
+    *,
+    baseline: str | None = None,
+    **options: Any,
+) -> LearnerComparison:
+    """Play every learner on the same seeds.
+
+    Args:
+        learners: by the name that tables and figures show.
+        losses: the loss process that all of them play against.
+        seeds: at least two, so that there are intervals.
+        baseline: the learner that the others are compared with; the first by default.
+        options: what `simulate` takes besides: `checkpoints`, `callbacks`, `backend`.
+
+    Returns:
+        The histories, with paired differences, a figure and tables.
+
+    Raises:
+        ValueError: if there are fewer than two learners or seeds, or if no learner has the name of the baseline.
+    """
+    if len(learners) < 2:
+        raise ValueError(f"learners: expected at least two to compare, got {list(learners)}")
+    if len(seeds) < 2:
+        raise ValueError(f"seeds: expected at least two, which intervals need, got {list(seeds)}")
+    baseline = next(iter(learners)) if baseline is None else baseline
+    if baseline not in learners:
+        raise ValueError(f"baseline: expected one of {list(learners)}, got {baseline!r}")
+    histories = {
+        name: simulate(mdp, learner, losses, episodes, seeds, **options)
+        for name, learner in learners.items()
+    }
+    return LearnerComparison(histories, baseline)

@@ -1,0 +1,309 @@
+"""What TensorBoard and the experiments show of a run: regret curves with a band over seeds, heat maps of q, the configuration.
+
+Everything is drawn on `matplotlib.figure.Figure` itself and never through pyplot, so no window opens, no global state changes and any
+thread may draw. Save a figure with `figure.savefig(path)`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_occ._support.extras import extra
+from torch_occ.game.estimators import Estimator
+from torch_occ.game.history import History
+from torch_occ.game.intervals import band
+from torch_occ.game.losses import LossProcess
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.regularizers.base import Regularizer, Scaled, Sum
+from torch_occ.regularizers.parametrized import Parametrized
+from torch_occ.regularizers.schedules import Schedule
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from torch_occ.game.simulation import Simulation
+
+#: Okabe and Ito's colours, which can be told apart by everybody.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+#: Panels of a heat map in one row, and cells in one direction up to which numbers are written into them.
+PANELS, WRITTEN = 8, 8
+
+
+# -- regret ---------------------------------------------------------------------------------------------------------------
+
+
+def plot_regret(
+    axes: Axes,
+    history: History,
+    *,
+    label: str | None = None,
+    colour: str = COLOURS[0],
+    realised: bool = False,
+) -> None:
+    """Draw the mean over seeds of the pseudo-regret (or the realised one) with its 95 % band."""
+    t = history.episodes.numpy()
+    curves = (history.realised_regret if realised else history.regret).cpu()
+    mean, lower, upper = (x.numpy() for x in band(curves))
+    axes.plot(
+        t, mean, color=colour, label=label, linewidth=1.6, linestyle="--" if realised else "-"
+    )
+    if len(curves) > 1:
+        # Where a band reaches below zero, a logarithmic axis would drop the whole polygon.
+        floor = np.where(mean > 0, mean * 1e-3, lower) if axes.get_yscale() == "log" else lower
+        axes.fill_between(t, np.maximum(lower, floor), upper, color=colour, alpha=0.2, linewidth=0)
+
+
+def plot_references(axes: Axes, start: float, regret: float, end: float) -> None:
+    """Draw what log T and sqrt T would make of a regret at `start` > 1, up to `end`: dotted and dash-dotted, in grey."""
+    t = np.geomspace(start, end, 50)
+    axes.plot(
+        t,
+        regret * np.log(t) / np.log(start),
+        color="0.35",
+        linestyle=":",
+        linewidth=1.3,
+        label=r"$\propto \log T$",
+    )
+    axes.plot(
+        t,
+        regret * np.sqrt(t / start),
+        color="0.55",
+        linestyle="-.",
+        linewidth=1.0,
+        label=r"$\propto \sqrt{T}$",
+    )
+
+
+def regret_figure(
+    histories: History | Mapping[str, History], *, title: str = "", realised: bool = True
+) -> Figure:
+    """Regret over the number of episodes, of one run or of several by name, on two pairs of axes.
+
+    The left panel is doubly logarithmic: there sqrt T is straight, with slope 1/2. The right one is logarithmic in T only: there log T is
+    straight. Both references start on the first curve, at a hundredth of its last episode.
+
+    Args:
+        realised: show the realised regret too, dashed and on the right; for one run only.
+    """
+    runs = {"pseudo-regret": histories} if isinstance(histories, History) else dict(histories)
+    figure = _figure((8.0, 3.4))
+    left, right = figure.subplots(1, 2)
+    positive = any(bool((history.regret.mean(0) > 0).any()) for history in runs.values())
+    left.set(
+        xscale="log",
+        yscale="log" if positive else "linear",
+        title=r"log-log: $\sqrt{T}$ is straight",
+    )
+    right.set(xscale="log", title=r"log-linear: $\log T$ is straight")
+    for i, (label, history) in enumerate(runs.items()):
+        for axes in (left, right):
+            plot_regret(axes, history, label=label, colour=COLOURS[i % len(COLOURS)])
+    if realised and len(runs) == 1:
+        plot_regret(
+            right,
+            next(iter(runs.values())),
+            label="realised regret",
+            colour=COLOURS[1],
+            realised=True,
+        )
+    anchor = _anchor(next(iter(runs.values())))
+    for axes in (left, right):
+        axes.set(xlabel="episodes T", ylabel="regret")
+        axes.grid(visible=True, which="major", color="0.9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        limits = axes.get_ylim()
+        if anchor is not None:
+            plot_references(axes, *anchor)
+            axes.set_ylim(limits)
+    right.legend(frameon=False, fontsize="small", loc="upper left")
+    figure.suptitle(title)
+    return figure
+
+
+def _anchor(history: History) -> tuple[float, float, float] | None:
+    """Where the references start and end: episode, mean regret, last episode; None while there is nothing to start from."""
+    t, mean = history.episodes, history.regret.mean(0)
+    usable = ((t >= 2) & (mean > 0) & (t < t.amax())).nonzero().flatten() if len(t) else t
+    if not len(usable):
+        return None
+    i = usable[(t[usable].double().log() - (t[-1] / 100).log()).abs().argmin()]
+    return float(t[i]), float(mean[i]), float(t[-1])
+
+
+# -- occupancy ------------------------------------------------------------------------------------------------------------
+
+
+def occupancy_figure(
+    mdp: LayeredMDP, q: Tensor, *, optimal: Tensor | None = None, title: str = ""
+) -> Figure:
+    """A heat map of q `(S, A)`: one panel a layer, one row a state, one column an action.
+
+    The colour grows with the square root of q, so that rarely visited pairs can be told from never visited ones. Masked pairs are white.
+
+    Args:
+        optimal: a deterministic policy `(S, A)` whose actions get a ring.
+    """
+    from matplotlib.colors import PowerNorm
+
+    layers = [
+        layer.detach().cpu().numpy()
+        for layer in mdp.split(torch.where(mdp.actions, q, torch.nan), -2)
+    ]
+    columns, rows = min(mdp.horizon, PANELS), -(-mdp.horizon // PANELS)
+    height, width = (
+        min(max(1.2, 0.5 * max(mdp.layer_sizes)), 6.0),
+        min(max(0.9, 0.5 * mdp.num_actions), 4.0),
+    )
+    size = (1.6 + columns * (width + 0.25), 0.75 + rows * (height + 0.35))
+    figure = _figure(
+        size, layout=None
+    )  # margins by hand: matplotlib would draw several times to find them
+    grid = {
+        "left": 0.6 / size[0],
+        "right": 1 - 1.05 / size[0],
+        "bottom": 0.5 / size[1],
+        "top": 1 - 0.55 / size[1],
+    }
+    figure.subplots_adjust(**grid, wspace=0.25 / width, hspace=0.35 / height)
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    written = max(*mdp.layer_sizes, mdp.num_actions) <= WRITTEN and mdp.horizon <= PANELS
+    for k, (axes, layer) in enumerate(zip(panels, layers, strict=False)):
+        image = axes.imshow(
+            layer,
+            cmap="viridis",
+            norm=PowerNorm(0.5, vmin=0.0, vmax=1.0),
+            aspect="auto",
+            interpolation="nearest",
+        )
+        axes.set_title(f"layer {k}", fontsize="small")
+        _ticks(axes, layer.shape)
+        if written:
+            for (s, a), x in np.ndenumerate(layer):
+                if np.isfinite(x):
+                    axes.text(
+                        a,
+                        s,
+                        _short(x),
+                        ha="center",
+                        va="center",
+                        fontsize=9,
+                        color="black" if x > 0.4 else "white",
+                    )
+        if optimal is not None:
+            s, a = (optimal[mdp.layer_slices[k]] > 0).nonzero().cpu().numpy().T
+            axes.scatter(
+                a,
+                s,
+                s=420 if written else 12,
+                facecolors="none",
+                edgecolors="#FF9D3B",
+                linewidths=1.4,
+            )
+    for axes in panels[mdp.horizon :]:
+        axes.set_visible(False)
+    figure.supxlabel("action", fontsize="small")
+    figure.supylabel("state", fontsize="small")
+    bar = figure.add_axes(
+        (1 - 0.9 / size[0], grid["bottom"], 0.12 / size[0], grid["top"] - grid["bottom"])
+    )
+    figure.colorbar(image, cax=bar, label="q(s, a)", ticks=[0, 0.01, 0.05, 0.2, 0.5, 1])
+    figure.suptitle(title, fontsize="medium")
+    return figure
+
+
+def _ticks(axes: Axes, shape: tuple[int, ...]) -> None:
+    for axis, n in ((axes.yaxis, shape[0]), (axes.xaxis, shape[1])):
+        axis.set_ticks(range(0, n, -(-n // 10)))
+    axes.tick_params(labelsize=7, length=2)
+
+
+def _short(x: float) -> str:
+    """Two or three characters for a probability: .25, 1, 3e-4 as ~0."""
+    return "1" if x > 0.995 else f"{x:.2f}".lstrip("0") if x >= 0.005 else "~0"
+
+
+# -- matplotlib -----------------------------------------------------------------------------------------------------------
+
+
+def _figure(
+    size: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
+) -> Figure:
+    with extra("experiments", "figures need matplotlib"):
+        from matplotlib.figure import Figure
+    return Figure(figsize=size, dpi=110, layout=layout, facecolor="white")
+
+
+def pixels(figure: Figure) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The figure as an image `(height, width, 3)`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+# -- words ----------------------------------------------------------------------------------------------------------------
+
+
+def describe(thing: Any) -> str:
+    """A learner, a loss process or a regularizer in one line, with its numbers."""
+    if isinstance(thing, Sum):
+        return " + ".join(describe(term) for term in thing.terms)
+    if isinstance(thing, Scaled):
+        inner = (
+            f"({describe(thing.regularizer)})"
+            if isinstance(thing.regularizer, Sum)
+            else describe(thing.regularizer)
+        )
+        return f"{inner} {'/' if thing.power == -1 else '*'} {describe(thing.factor)}"
+    if isinstance(thing, Parametrized):
+        fields = {name: x.tolist() for name, x in thing.named_parameters()}
+    elif hasattr(thing, "__dict__"):
+        fields = {name: getattr(x, "regularizer", x) for name, x in vars(thing).items()}
+    else:
+        return f"{thing:.6g}" if isinstance(thing, float) else str(thing)
+    shown = str | int | float | LossProcess | Estimator | Regularizer | Schedule
+    inside = [
+        f"{name}={describe(x)}"
+        for name, x in fields.items()
+        if isinstance(x, shown) and name not in ("stride", "full_information")
+    ]
+    return f"{type(thing).__name__}({', '.join(inside)})"
+
+
+def configuration(run: Simulation) -> str:
+    """The configuration of a run as a Markdown table."""
+    seeds = ", ".join(map(str, run.seeds[:8])) + (
+        f", ... ({len(run.seeds)})" if len(run.seeds) > 8 else ""
+    )
+    rows = {
+        "learner": describe(run.learner),
+        "losses": describe(run.losses),
+        "MDP": repr(run.mdp),
+        "episodes": str(run.episodes),
+    }
+    rows |= {
+        "seeds": seeds,
+        "checkpoints": str(len(run.checkpoints)),
+        "backend": run.player.name,
+        "torch": torch.__version__,
+    }
+    rows |= {
+        f"config: {name}": x if isinstance(x, str) else json.dumps(x, default=str)
+        for name, x in run.config.items()
+    }
+    cells = [
+        (name.replace("|", "\\|"), x.replace("|", "\\|").replace("\n", " "))
+        for name, x in rows.items()
+    ]
+    return "\n".join(
+        ["| setting | value |", "|---|---|", *(f"| {name} | `{x}` |" for name, x in cells)]
+    )

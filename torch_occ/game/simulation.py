@@ -1,0 +1,336 @@
+"""A run in progress: what it adds up, what callbacks look at, and what a saved file restores.
+
+Episodes are played by torch_occ.game.torch_player or by torch_occ.game.compiled_player, all seeds
+together. Random numbers and means come in chunks of episodes. A run can be saved and continued at a
+chunk's edge, and ends with exactly the numbers of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_occ._support.backends import Backend, engine_takes, later
+from torch_occ._support.fingerprints import fingerprints
+from torch_occ._support.saving import State, copied
+from torch_occ._support.spacing import CHUNK, log_spaced
+from torch_occ._support.streams import Purpose, uniforms
+from torch_occ.game.contracts import Contract, warn_of_first
+from torch_occ.game.estimators import Feedback
+from torch_occ.game.history import History
+from torch_occ.game.learners import FTRL, Learner
+from torch_occ.game.losses import LossProcess, mean_square, second_moments
+from torch_occ.game.regret import comparator
+from torch_occ.game.torch_player import TorchPlayer
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import interior_point
+
+
+class Player(Protocol):
+    """Plays a segment of episodes for all seeds and adds it up in the simulation."""
+
+    name: str
+    chunks: int  # to play at once
+    most: int  # episodes in one call
+    reacts: bool  # plays the adversary too: it asks for the means of the first episode only
+
+    def play(
+        self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None
+    ) -> None: ...
+
+
+def choose_player(
+    backend: Backend, mdp: LayeredMDP, learner: Learner, losses: LossProcess
+) -> Player:
+    """The player for a learner; an error that says why if the engine was asked for and cannot play."""
+
+    def why_not() -> str | None:
+        return later("game.compiled_player").why_not_play(learner, losses)
+
+    if not engine_takes(backend, why_not):
+        return TorchPlayer(mdp)
+    return later("game.compiled_player").engine_player(learner, losses)
+
+
+def _copy(learner: Learner) -> Learner:
+    """The run's own learner: nothing that it does is seen by the caller, or by another run in another thread."""
+    try:
+        return learner.copy()
+    except Exception as error:
+        name = type(learner).__name__
+        raise TypeError(
+            f"learner: {name} cannot be copied ({error}), and a run plays a copy; override {name}.copy"
+        ) from error
+
+
+#: Bytes of random numbers held at once.
+_MEMORY = 1 << 25
+
+#: Chunks, over all seeds, from one edge to the next: after Ctrl-C no more than these are lost.
+_RUNS = 512
+
+_CURVES = (
+    "regret",
+    "realised_regret",
+    "comparator",
+    "corruption",
+    "newton_steps",
+    "dual_residual",
+    "flow_residual",
+    "uncertified",
+)
+
+
+class Simulation:
+    """A run in progress: what callbacks look at, and what a saved file restores."""
+
+    def __init__(
+        self,
+        mdp: LayeredMDP,
+        learner: Learner,
+        losses: LossProcess,
+        episodes: int,
+        seeds: Sequence[int],
+        checkpoints: Sequence[int] | None,
+        config: dict[str, Any],
+        backend: Backend = "auto",
+    ) -> None:
+        if episodes < 1:
+            raise ValueError(f"episodes: expected at least 1, got {episodes}")
+        if losses.length is not None and losses.length < episodes:
+            raise ValueError(
+                f"losses: the table has {losses.length} episodes, but {episodes} were asked for"
+            )
+        self.mdp, self.losses, self.episodes = mdp, losses, episodes
+        self.seeds, self.config = tuple(int(seed) for seed in seeds), config
+        if not self.seeds:
+            raise ValueError("seeds: expected at least one")
+        if learner.mdp is not mdp:
+            raise ValueError(
+                "learner: was made for another MDP than the one to simulate; make both with the same LayeredMDP"
+            )
+        json.dumps(config)  # a TypeError now rather than after the run
+        self.checkpoints = sorted(set(log_spaced(episodes) if checkpoints is None else checkpoints))
+        if not self.checkpoints:
+            raise ValueError("checkpoints: expected at least one episode")
+        if self.checkpoints[0] < 1 or self.checkpoints[-1] > episodes:
+            raise ValueError(
+                f"checkpoints: expected episodes from 1 to {episodes}, got {self.checkpoints[0]} to {self.checkpoints[-1]}"
+            )
+        self.learner = learner = _copy(learner)
+        self.contract = Contract(mdp, learner, losses, self.seeds)
+        n = len(self.seeds)
+        zeros = torch.zeros(n, mdp.num_states, mdp.num_actions, dtype=mdp.dtype, device=mdp.device)
+        learner.start(n)
+        self.t = 0
+        self.seconds = 0.0
+        self.q = interior_point(mdp).detach().expand_as(zeros).clone()
+        self.process_state = losses.start(mdp, self.seeds)
+        names = (
+            "expected",
+            "realised",
+            "newton_steps",
+            "dual_residual",
+            "flow_residual",
+            "uncertified",
+        )
+        failed = (
+            "first_uncertified",
+            "first_status",
+        )  # the episode of the first step without certificate, 0 if none, and its status
+        self.sums = {name: zeros[:, 0, 0].clone() for name in names + failed}
+        self.sums |= {"cumulative_occupancy": zeros.clone(), "total_mean": zeros.clone()}
+        self.warned = False  # of the first step without certificate
+        self.since = 0  # episodes since the last checkpoint
+        self.recorded: list[int] = []
+        self.times: list[float] = []
+        self.curves: dict[str, list[Tensor]] = {name: [] for name in _CURVES}
+        self.player = choose_player(backend, mdp, learner, losses)
+        if backend == "torch" and isinstance(learner, FTRL):
+            learner.step.use("torch")
+        self.segment = 0  # the episode before the last means
+        self.at_checkpoint = self._tables()  # at the last one
+
+    def play_chunk(self) -> Iterator[int]:
+        """Play to a chunk's edge or the end; yields at every checkpoint, once its numbers are recorded."""
+        begun, mdp, origin, first_chunk = (
+            time.monotonic(),
+            self.mdp,
+            self.t - self.t % CHUNK,
+            self.t // CHUNK,
+        )
+        table = (mdp.num_states, mdp.num_actions)
+        doubles = (
+            CHUNK
+            * len(self.seeds)
+            * (3 * mdp.horizon + (math.prod(table) if self.learner.full_information else 0))
+        )
+        few = _RUNS // len(self.seeds)
+        count = max(
+            1,
+            min(
+                self.player.chunks,
+                few,
+                _MEMORY // (8 * doubles),
+                -(-(self.episodes - origin) // CHUNK),
+            ),
+        )
+        chunks, until = (
+            range(first_chunk, first_chunk + count),
+            min(origin + count * CHUNK, self.episodes),
+        )
+        numbers = uniforms(self.seeds, Purpose.EPISODES, chunks, (mdp.horizon, 3)).to(
+            mdp.device, mdp.dtype
+        )
+        tables = None
+        if self.learner.full_information:
+            tables = uniforms(self.seeds, Purpose.TABLES, chunks, table).to(mdp.device, mdp.dtype)
+        due = {t for t in self.checkpoints if self.t < t <= until}
+        while self.t < until:
+            first = self.segment = self.t
+            if (
+                self.player.reacts
+            ):  # to the next checkpoint, from means for the first of these episodes
+                n, asked = self._next_stop(until) - first, 1
+            else:
+                n = asked = min(self.losses.stride, until - first)
+            found = self.losses.means(mdp, self.process_state, first + 1, asked, self.q)
+            means, self.process_state = self.contract.means(found, first + 1, asked)
+            while self.t < first + n:
+                stop = self._next_stop(first + n)
+                rows, i = slice(self.t - origin, stop - origin), self.t - first
+                part = means if len(means) == 1 else means[i : i + stop - self.t]
+                self.player.play(
+                    self, part, numbers[:, rows], None if tables is None else tables[:, rows]
+                )
+                self.warned = self.warned or warn_of_first(self)
+                if stop in due:
+                    self.seconds += time.monotonic() - begun
+                    begun = time.monotonic()
+                    self._record()
+                    yield self.t
+        self.seconds += time.monotonic() - begun
+
+    def _next_stop(self, latest: int) -> int:
+        """Where the next call of the player ends: at a checkpoint, or when it has played long."""
+        i = bisect_right(self.checkpoints, self.t)
+        return min(latest, self.t + self.player.most, *self.checkpoints[i : i + 1])
+
+    def tally(self, mean: Tensor, feedback: Feedback) -> None:
+        """Add up one episode, in which `self.q` was played and the means were `(N, S, A)`."""
+        sums = self.sums
+        sums["expected"] += (self.q * mean).sum((-2, -1))
+        sums["realised"] += feedback.losses.sum(-1)
+        sums["cumulative_occupancy"] += self.q
+        sums["total_mean"] += mean
+        if "second_moment" in sums:
+            sums["second_moment"] += second_moments(mean, mean_square(mean, self.losses.noise))
+        found = self.contract.diagnostics(self.t, self.learner.diagnostics())
+        if found:
+            sums["newton_steps"] += found["newton_steps"]
+            sums["uncertified"] += found["uncertified"]
+            for name in ("dual_residual", "flow_residual"):
+                sums[name] = torch.maximum(sums[name], found[name])
+            if bool(found["uncertified"].any()):
+                first = (sums["first_uncertified"] == 0) & (found["uncertified"] != 0)
+                sums["first_uncertified"][first] = float(self.t)
+                if "status" in found:
+                    sums["first_status"][first] = found["status"][first].to(self.q.dtype)
+
+    def ask_for_second_moments(self) -> None:
+        """From now on add up E[loss_i loss_j] of every episode in `sums["second_moment"]`.
+
+        Its shape is `(N, S * A, S * A)`, and only the entries i <= j are filled. Callbacks ask for
+        it in `on_start`; a run that nobody asks pays nothing for it.
+        """
+        pairs = self.mdp.num_states * self.mdp.num_actions
+        if "second_moment" not in self.sums:
+            self.sums["second_moment"] = self.q.new_zeros(len(self.seeds), pairs, pairs)
+
+    def _record(self) -> None:
+        sums = self.sums
+        best = comparator(self.mdp, sums["total_mean"])
+        growth = self.process_state.get("corruption_so_far")
+        spent = torch.zeros_like(best) if growth is None else growth[:, self.t - self.segment - 1]
+        now = {
+            "regret": sums["expected"] - best,
+            "realised_regret": sums["realised"] - best,
+            "comparator": best,
+            "corruption": spent,
+            "newton_steps": sums["newton_steps"] / max(self.since, 1),
+            "dual_residual": sums["dual_residual"],
+            "flow_residual": sums["flow_residual"],
+            "uncertified": sums["uncertified"],
+        }
+        for name in _CURVES:
+            self.curves[name].append(now[name].clone())
+        for name in ("newton_steps", "dual_residual", "flow_residual"):
+            sums[name] = torch.zeros_like(sums[name])
+        self.since = 0
+        self.at_checkpoint = self._tables()
+        self.times.append(self.seconds)
+        self.recorded.append(self.t)  # last: what is interrupted before here is not recorded
+
+    def _tables(self) -> dict[str, Tensor]:
+        """Copies of the tables that a history holds."""
+        tables = {name: self.sums[name].clone() for name in ("cumulative_occupancy", "total_mean")}
+        return tables | {"last_q": self.q.clone()}
+
+    def history(self, *, interrupted: bool = False) -> History:
+        """Everything recorded so far; if interrupted, with the tables of the last checkpoint."""
+        n, points = len(self.seeds), len(self.recorded)
+        none = self.q.new_zeros(n, 0)
+        curves = {
+            name: torch.stack(rows[:points], -1) if points else none  # (N, C)
+            for name, rows in self.curves.items()
+        }
+        return History(
+            episodes=torch.tensor(self.recorded),
+            wall_time=torch.tensor(self.times[:points], dtype=torch.float64),
+            **(self.at_checkpoint if interrupted else self._tables()),
+            seeds=self.seeds,
+            backend=self.player.name,
+            finished=not interrupted and self.t == self.episodes,
+            config=self.config,
+            **curves,
+        )
+
+    # -- saving -----------------------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """A copy of the whole state. Call it at a chunk's edge only."""
+        now = {name: getattr(self, name) for name in ("t", "seconds", "since", "at_checkpoint")}
+        now |= {name: copied(getattr(self, name)) for name in ("q", "process_state", "sums")}
+        # The points of a curve never change, so they need not be copied.
+        now |= {"curves": {name: [*rows] for name, rows in self.curves.items()}}
+        now |= {"recorded": [*self.recorded], "times": [*self.times]}
+        return now | {"learner": copied(self.learner.state)}
+
+    def restore(self, state: State) -> None:
+        """Go on from what `state` returned, in this process or another."""
+        for name, value in state.items():
+            if name == "learner":
+                self.learner.state = copied(value)
+            else:
+                setattr(self, name, copied(value))
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of everything that decides the numbers of the run."""
+        return fingerprints(
+            mdp=self.mdp,
+            learner=self.learner,
+            losses=self.losses,
+            seeds=self.seeds,
+            episodes=self.episodes,
+            checkpoints=self.checkpoints,
+            backend=(self.player.name, CHUNK),
+        )

@@ -1,0 +1,76 @@
+"""One episode of every seed, in torch: the learner proposes, its policy is played along a trajectory, and it sees the losses there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torch_occ._support.spacing import CHUNK
+from torch_occ._support.streams import invert
+from torch_occ.game.estimators import Feedback
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import policy_of
+
+if TYPE_CHECKING:
+    from torch_occ.game.simulation import Simulation
+
+
+class TorchPlayer:
+    """Plays any learner; no Python work is done for a single seed."""
+
+    name = "torch"
+    chunks = 1
+    most = CHUNK
+    reacts = False
+
+    def __init__(self, mdp: LayeredMDP) -> None:
+        self.mdp = mdp
+        self.first = mdp.initial.cumsum(-1)
+
+    def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
+        """Episodes run.t+1, ...: means `(n or 1, N or 1, S, A)`, numbers `(N, n, L, 3)`, tables `(N, n, S, A)`."""
+        for i in range(numbers.shape[1]):
+            run.t += 1
+            run.since += 1
+            q = run.learner.propose(run.t)
+            run.contract.proposal(run.t, q)
+            q = q.detach().expand(len(run.seeds), *q.shape[1:])
+            run.q = q.clone()  # the learner may go on working in its own memory
+            mean = means[min(i, len(means) - 1)].expand_as(q)
+            table = None if tables is None else run.losses.draw(mean, tables[:, i])
+            table = (
+                mean.clone() if table is mean else table
+            )  # the learner gets it, the process keeps its own
+            feedback = self.walk(run, mean, table, numbers[:, i])
+            run.contract.drawn(run.t, feedback)
+            run.tally(mean, feedback)
+            run.learner.observe(run.t, q, feedback)
+
+    def walk(
+        self, run: Simulation, mean: Tensor, table: Tensor | None, numbers: Tensor
+    ) -> Feedback:
+        """Sample a trajectory a seed. Per layer the numbers `(N, L, 3)` decide the action, the loss and the next state.
+
+        The last layer's next state is the end, so its number is left for the first state.
+        """
+        policy, every = policy_of(self.mdp, run.q), torch.arange(len(run.q), device=run.q.device)
+        local = invert(self.first.expand(len(run.q), -1), numbers[:, -1, 2])
+        states, actions, losses = [], [], []
+        for k, (here, layer) in enumerate(zip(self.mdp.layer_slices, self.mdp.layers, strict=True)):
+            state = here.start + local
+            action = invert(policy[every, state].cumsum(-1), numbers[:, k, 0])
+            loss = (
+                run.losses.draw(mean[every, state, action], numbers[:, k, 1])
+                if table is None
+                else table[every, state, action]
+            )
+            if k + 1 < self.mdp.horizon:
+                local = layer.draw(local, action, numbers[:, k, 2])
+            states.append(state)
+            actions.append(action)
+            losses.append(loss)
+        return Feedback(
+            torch.stack(states, -1), torch.stack(actions, -1), torch.stack(losses, -1), table
+        )

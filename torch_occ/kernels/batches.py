@@ -1,0 +1,155 @@
+"""Many steps in one call, and their derivatives: what `FTRLStep` asks of the engine.
+
+N is the batch, and merged into the states: what is (N, S, A) elsewhere is (N * S, A) here. What all elements share may be there once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torch_occ.kernels.layout import (
+    COMPLEMENT,
+    DQ,
+    FORCE,
+    LOG,
+    PAIR,
+    POWER,
+    REST,
+    STATE,
+    TRIAL,
+    X_LOG_X,
+    Floats,
+    Ints,
+    Model,
+    Terms,
+    U,
+    V,
+    Work,
+    inlined,
+    kernel,
+)
+from torch_occ.kernels.newton import derive, newton, retract
+from torch_occ.kernels.transitions import factorize, solve
+
+#: Reported instead of a status when an input is not what it should be.
+BAD_INPUT = -1
+
+
+@inlined
+def element(x: Floats, n: int, size: int) -> Floats:
+    """Numbers n * size to (n + 1) * size, or all of them if there are no more."""
+    return x[n * size : (n + 1) * size] if len(x) > size else x
+
+
+@kernel
+def solve_steps(
+    model: Model,
+    kinds: tuple[Ints, Ints],  # arguments and functions, (K,) each
+    table: Floats,  # (2, N or 1, K), weights and exponents
+    loss: Floats,  # (N * S or S, A)
+    start: Floats,  # (N * S or S, A), positive
+    q: Floats,  # (N * S, A), out
+    v: Floats,  # (N * S,), out
+    certificate: Floats,  # (N, 5), out: see torch_occ.step.newton.Solution
+    tolerance: float,
+    max_steps: int,
+    first: int,
+    stop: int,
+    work: Work,
+) -> None:
+    """Elements first, ..., stop - 1 of a batch."""
+    pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
+    for n in range(first, stop):
+        own_loss, own_start = element(loss.reshape(-1), n, num_pairs), element(start.reshape(-1), n, num_pairs)
+        good = True
+        for i in range(num_pairs):
+            if model.exists[PAIR, i]:
+                pairs[PAIR, i] = own_start[i]
+                good = good and np.isfinite(own_loss[i]) and 0.0 < own_start[i] < np.inf
+            else:
+                pairs[PAIR, i] = 0.0
+        if not good:
+            certificate[n, 0] = BAD_INPUT
+            continue
+        retract(model, PAIR, work)
+        row = min(n, table.shape[1] - 1)
+        own_weights, terms = table[0, row], Terms(kinds[0], kinds[1], table[1, row])
+        certificate[n, 0], certificate[n, 1], certificate[n, 2], certificate[n, 3], certificate[n, 4] = newton(
+            model, terms, own_weights, own_loss, tolerance, max_steps, v[:0], work
+        )
+        own_q, own_v = element(q.reshape(-1), n, num_pairs), element(v, n, num_states)
+        for i in range(num_pairs):
+            own_q[i] = pairs[PAIR, i]
+        for s in range(num_states):
+            own_v[s] = work.states[V, s]
+
+
+@kernel
+def solve_linear(
+    model: Model,
+    kinds: tuple[Ints, Ints],
+    table: Floats,  # (2, N or 1, K), weights and exponents
+    q: Floats,  # (N * S, A)
+    x: Floats,  # (N * S or S, A)
+    r: Floats,  # (N * S or S,)
+    u: Floats,  # (N * S, A), out
+    m: Floats,  # (N * S,), out
+    bars: Floats,  # (2, N, K), out: the derivatives of <u, grad psi> in weights and exponents
+    first: int,
+    stop: int,
+    work: Work,
+) -> None:
+    """H(q) u - E'm = -x, E u = r for elements first, ..., stop - 1 of a batch."""
+    pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
+    for n in range(first, stop):
+        at, right, source = element(q.reshape(-1), n, num_pairs), element(x.reshape(-1), n, num_pairs), element(r, n, num_states)
+        row = min(n, table.shape[1] - 1)
+        own_weights, terms = table[0, row], Terms(kinds[0], kinds[1], table[1, row])
+        for i in range(num_pairs):
+            pairs[PAIR, i] = at[i]
+            pairs[FORCE, i] = -right[i] if model.exists[PAIR, i] else 0.0
+        derive(model, terms, own_weights, work)
+        factorize(model, work)
+        solve(model, source, work)
+        own_u, own_m = element(u.reshape(-1), n, num_pairs), element(m, n, num_states)
+        for i in range(num_pairs):
+            own_u[i] = pairs[DQ, i]
+        for s in range(num_states):
+            own_m[s] = work.states[V, s]
+        for term in range(len(own_weights)):
+            bars[0, n, term], slope = pair_with(model, terms, term, work)
+            bars[1, n, term] = own_weights[term] * slope
+
+
+@kernel
+def pair_with(model: Model, terms: Terms, term: int, work: Work) -> tuple[float, float]:
+    """<u, grad f(argument)> for the function f of one term and u in DQ, and its derivative in the exponent."""
+    pairs, states, num_actions = work.pairs, work.states, model.num_actions
+    argument, function, p = terms.argument[term], terms.function[term], terms.exponent[term]
+    for s in range(states.shape[1]):  # how the arguments change along u
+        left, right = 0.0, 0.0
+        for i in range(s * num_actions, (s + 1) * num_actions):
+            pairs[TRIAL, i] = left if argument == REST else -pairs[DQ, i] if argument == COMPLEMENT else pairs[DQ, i]
+            left += pairs[DQ, i]
+        for i in range((s + 1) * num_actions - 1, s * num_actions - 1, -1):
+            pairs[TRIAL, i] += right if argument == REST else 0.0
+            right += pairs[DQ, i]
+        states[U, s] = left
+    value, slope = 0.0, 0.0
+    count = states.shape[1] if argument == STATE else pairs.shape[1]
+    for i in range(count):
+        if argument == STATE:
+            x, change = states[0, i], states[U, i]
+        elif model.exists[argument, i]:
+            x, change = pairs[argument, i], pairs[TRIAL, i]
+        else:
+            continue
+        if function == POWER:
+            power = x**p / x
+            value += p * power * change
+            slope += (1.0 + p * np.log(x)) * power * change
+        elif function == X_LOG_X:
+            value += (np.log(x) + 1.0) * change
+        elif function == LOG:
+            value += change / x
+    return value, slope

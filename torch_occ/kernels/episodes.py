@@ -1,0 +1,241 @@
+"""The episode loop, compiled: solve, sample, estimate, update, for one seed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from torch_occ._support.spacing import CHUNK
+from torch_occ.kernels.constants import CONVERGED, TIE
+from torch_occ.kernels.layout import PAIR, Floats, Model, Terms, Work, inlined, kernel, part
+from torch_occ.kernels.newton import descend
+from torch_occ.kernels.transitions import likelihoods, successor
+
+NOISE = {"none": 0, "bernoulli": 1, "uniform": 2}
+IMPORTANCE_WEIGHTED, IMPLICIT_EXPLORATION, REDUCED_VARIANCE, FULL_INFORMATION = 0, 1, 2, 3
+
+# Entries of `Tally.scalars`.
+EXPECTED, REALISED, NEWTON_STEPS, UNCERTIFIED, DUAL_RESIDUAL, FLOW_RESIDUAL = 0, 1, 2, 3, 4, 5
+FIRST_UNCERTIFIED, FIRST_STATUS = 6, 7  # the episode of the first step without certificate, 0 if none, and its status
+
+
+class Rules(NamedTuple):
+    """How losses are chosen, drawn and estimated, and when a step counts as solved."""
+
+    greedy: bool  # the means after the first episode are those of `GreedyAdversary`
+    noise: int
+    estimator: int
+    setting: Floats  # (n,): the bias of implicit exploration, or the threshold of the reduced-variance estimator
+    tolerance: float
+    max_steps: int
+
+
+class Tally(NamedTuple):
+    """What one seed adds up along the run, updated in place; pairs are flat."""
+
+    q: Floats  # (S * A,)
+    cumulative_loss: Floats  # (S * A,)
+    cumulative_occupancy: Floats  # (S * A,)
+    total_mean: Floats  # (S * A,)
+    second_moment: Floats  # (S * A, S * A), as `losses.second_moments`; (0, 0) if nobody asks for it
+    scalars: Floats  # (8,): sums, the largest residuals, and the first failure
+
+
+@kernel
+def play(
+    model: Model,
+    terms: Terms,
+    weights: Floats,  # (n + 1, K), from the episode before on
+    before: int,  # the number of that episode
+    means: Floats,  # (n or 1, S * A); one row that is written to, under a greedy adversary
+    numbers: Floats,  # (n, L, 3)
+    tables: Floats,  # (n, S * A) under full information, else empty
+    rules: Rules,
+    tally: Tally,
+    middle: Floats,  # (S * A,), an interior point for cold starts
+    table: Floats,  # (2, S * A), scratch: the losses drawn, and a q kept aside
+    nowhere: Floats,  # (0,)
+    work: Work,  # the same for every call of a run
+) -> None:
+    """n episodes."""
+    q, loss, scalars, num_pairs = tally.q, tally.cumulative_loss, tally.scalars, len(tally.q)
+    for i in range(num_pairs):
+        work.pairs[PAIR, i] = q[i]
+    for t in range(len(weights) - 1):
+        if t > 0 and rules.greedy:
+            favour(model, q, means)
+        work.stale[0] += drift(weights, t)
+        if (before + t) % CHUNK == 0:  # nothing is taken over from one chunk to the next, so that a run may continue from a file
+            work.stale[0], work.stale[1] = np.inf, 0.0
+        status = propose(model, terms, weights[t + 1], loss, rules, middle, table, nowhere, scalars, work)
+        if status != CONVERGED and scalars[FIRST_UNCERTIFIED] == 0.0:
+            scalars[FIRST_UNCERTIFIED], scalars[FIRST_STATUS] = before + t + 1, status
+        row, expected = min(t, len(means) - 1), 0.0
+        for i in range(num_pairs):
+            q[i] = work.pairs[PAIR, i]
+            expected += q[i] * means[row, i]
+            tally.cumulative_occupancy[i] += q[i]
+            tally.total_mean[i] += means[row, i]
+        if rules.estimator == FULL_INFORMATION:
+            for i in range(num_pairs):
+                table[0, i] = draw(rules.noise, means[row, i], tables[t, i])
+                loss[i] += table[0, i]
+        elif rules.estimator == REDUCED_VARIANCE:
+            for i in range(num_pairs):
+                loss[i] += 0.5 if q[i] >= rules.setting[t] else 0.0
+        add_moments(rules, means, row, t, len(weights) - 1, tally.second_moment)
+        scalars[EXPECTED] += expected
+        scalars[REALISED] += walk(model, rules, t, means, row, table, q, numbers, loss)
+
+
+@part
+def drift(weights: Floats, t: int) -> float:
+    """The largest change of a weight from row t to the next, relative to itself."""
+    most = 0.0
+    for k in range(weights.shape[1]):
+        change = abs(weights[t + 1, k] - weights[t, k])
+        if change > 0.0:
+            most = max(most, change / abs(weights[t, k]))
+    return most
+
+
+@kernel
+def propose(
+    model: Model,
+    terms: Terms,
+    weights: Floats,
+    loss: Floats,
+    rules: Rules,
+    middle: Floats,
+    table: Floats,
+    nowhere: Floats,
+    scalars: Floats,
+    work: Work,
+) -> int:
+    """q_t from the last q; from the middle if that fails. Returns the status."""
+    pairs = work.pairs
+    status, steps, _, flow, dual = descend(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
+    if status != CONVERGED:
+        for i in range(len(middle)):
+            table[1, i] = pairs[PAIR, i]
+            pairs[PAIR, i] = middle[i]
+        work.stale[0] = np.inf
+        again, more, _, new_flow, new_dual = descend(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
+        if again == CONVERGED:
+            status, steps, flow, dual = again, more, new_flow, new_dual
+        else:
+            for i in range(len(middle)):
+                pairs[PAIR, i] = table[1, i]
+            work.stale[0] = np.inf
+    scalars[NEWTON_STEPS] += steps
+    scalars[UNCERTIFIED] += status != CONVERGED
+    scalars[DUAL_RESIDUAL] = max(scalars[DUAL_RESIDUAL], dual)
+    scalars[FLOW_RESIDUAL] = max(scalars[FLOW_RESIDUAL], flow)
+    return status
+
+
+@kernel
+def walk(
+    model: Model, rules: Rules, t: int, means: Floats, row: int, table: Floats, q: Floats, numbers: Floats, cumulative_loss: Floats
+) -> float:
+    """One trajectory: adds the estimate of the visited pairs to the cumulative loss and returns what was suffered."""
+    start, num_actions = model.start, model.num_actions
+    layers, suffered = len(start) - 1, 0.0
+    s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
+    for k in range(layers):
+        total = 0.0
+        for i in range(s * num_actions, (s + 1) * num_actions):
+            total += q[i]
+        i = s * num_actions + index_drawn(q, s * num_actions, num_actions, total, numbers[t, k, 0])
+        if rules.estimator == FULL_INFORMATION:
+            loss = table[0, i]
+        else:
+            loss = draw(rules.noise, means[row, i], numbers[t, k, 1])
+            if rules.estimator == IMPORTANCE_WEIGHTED:
+                cumulative_loss[i] += loss / q[i]
+            elif rules.estimator == IMPLICIT_EXPLORATION:
+                cumulative_loss[i] += loss / (q[i] + rules.setting[t])
+            else:
+                cumulative_loss[i] += (loss - (0.5 if q[i] >= rules.setting[t] else 0.0)) / q[i]
+        suffered += loss
+        if k + 1 < layers:
+            s = state_drawn(model, i, k, numbers[t, k, 2])
+    return suffered
+
+
+@inlined
+def state_drawn(model: Model, pair: int, k: int, uniform: float) -> int:
+    """The state of layer k + 1 that a uniform number draws after a pair."""
+    first = model.start[k + 1]
+    shares, begin, size = likelihoods(model.next_state, pair, model.start[k + 2] - first)
+    return successor(model.next_state, pair, index_drawn(shares, begin, size, 1.0, uniform), first)
+
+
+@kernel
+def favour(model: Model, q: Floats, means: Floats) -> None:
+    """What `GreedyAdversary` charges after q: 1 for each state's action by `torch_occ.mdp.occupancy.likeliest`, 0 for the others."""
+    num_actions = model.num_actions
+    for first in range(0, len(q), num_actions):
+        most = 0.0
+        for i in range(first, first + num_actions):
+            means[0, i] = 0.0
+            most = max(most, q[i])
+        for i in range(first, first + num_actions):
+            if model.exists[PAIR, i] and q[i] >= (1.0 - TIE) * most:
+                means[0, i] = 1.0
+                break
+
+
+@inlined
+def add_moments(rules: Rules, means: Floats, row: int, t: int, count: int, total: Floats) -> None:
+    """Add E[loss_i loss_j] of episode t of `count` to the total, if it is asked for.
+
+    Means that do not change are added once, for all episodes of the call.
+    """
+    if len(total) > 0:
+        if rules.greedy or len(means) > 1:
+            add_products(rules.noise, means, row, 1.0, total)
+        elif t == 0:
+            add_products(rules.noise, means, row, float(count), total)
+
+
+@kernel
+def add_products(noise: int, means: Floats, row: int, times: float, total: Floats) -> None:
+    """Add `times` E[loss_i loss_j] for i <= j: the twin of `losses.second_moments`."""
+    for i in range(len(total)):
+        mean = means[row, i]
+        if mean > 0.0:
+            weight, square = times * mean, mean * mean
+            if noise == 1:
+                square = mean
+            elif noise == 2:
+                square += min(mean, 1 - mean) ** 2 / 3
+            total[i, i] += times * square
+            for j in range(i + 1, len(total)):
+                total[i, j] += weight * means[row, j]
+
+
+@kernel
+def draw(noise: int, mean: float, uniform: float) -> float:
+    """A loss with this mean from a uniform number, as `LossProcess.draw`."""
+    if noise == 1:
+        return 1.0 if uniform < mean else 0.0
+    if noise == 2:
+        return mean + min(mean, 1 - mean) * (2 * uniform - 1)
+    return mean
+
+
+@kernel
+def index_drawn(shares: Floats, first: int, size: int, unit: float, uniform: float) -> int:
+    """The index that a uniform number draws from shares / unit; the same rule as `torch_occ.game.torch_player.invert`."""
+    total = 0.0
+    for j in range(first, first + size):
+        total += shares[j] / unit
+    target = min(uniform, 1 - 2.0**-50) * total
+    cumulative, index = 0.0, 0
+    for j in range(size):
+        cumulative += shares[first + j] / unit
+        if cumulative <= target:
+            index = j + 1
+    return index

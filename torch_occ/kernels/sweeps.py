@@ -1,0 +1,262 @@
+"""The linear algebra of torch_occ.step.kkt in loops: every state reduced to (R, p, kappa), the layers filtered, and sweeps that solve.
+
+The formulas are explained there. Where a state's p or R meets the transitions, one pass over its pairs does both:
+sum_a p_a P_a u + sum_a (R x)_a P_a = sum_a dq_a P_a.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torch_occ.kernels.constants import NOISE
+from torch_occ.kernels.layout import (
+    AHEAD,
+    BEND,
+    CURVES,
+    DQ,
+    FORCE,
+    INVERSE,
+    KAPPA,
+    PULL,
+    RESPONSE,
+    TOTAL,
+    D,
+    Floats,
+    M,
+    Model,
+    P,
+    U,
+    V,
+    W,
+    Work,
+    adder,
+    ahead,
+    dot,
+    inlined,
+    part,
+    span,
+    unsigned,
+)
+
+
+@adder
+def factorize(model: Model, work: Work) -> None:
+    """(R, p, kappa) of every state from d, w and c, then the gains layer by layer."""
+    start = model.start
+    reduce_states(model, work)
+    for s in range(start[1]):
+        for j in range(start[1]):
+            work.gain[s, j] = 0.0  # the first layer's occupancy is given
+    for k in range(1, len(start) - 1):
+        here, width = start[k], start[k + 1] - start[k]
+        center_layer(model.num_actions, model.arrivals, start[k - 1], here, width, work)
+        if width == 1 and model.conserved:
+            work.gain[here, 0] = 0.0  # all go there, whatever they do; summed up, rounding would be left
+        else:
+            reach_layer(start[k - 1], here, width, model.num_actions, work)
+            observe_layer(here, width, work)
+
+
+@part
+def reduce_states(model: Model, work: Work) -> None:
+    """INVERSE, TOTAL, P and KAPPA, and the softest pair of every state."""
+    pairs, states, num_actions = work.pairs, work.states, model.num_actions
+    exists = model.exists
+    for s in range(states.shape[1]):
+        first = s * num_actions
+        softest, dominant, total, e, largest, stiffness = first, first, 0.0, 1.0, -1.0, 0.0
+        least = 0.0
+        for i in span(first, first + num_actions):
+            inverse = 1.0 / (pairs[D, i] + pairs[W, i]) if exists[0, i] else 0.0
+            share = pairs[W, i] * inverse
+            pairs[INVERSE, i] = inverse
+            pairs[P, i] = share
+            total += inverse
+            least = min(least, inverse)
+            stiffness += share * pairs[D, i]
+            if inverse > pairs[INVERSE, softest]:
+                softest = i
+            if exists[0, i] and share > largest:
+                dominant, largest = i, share
+        # e = 1 - sum w/D cancels when one action dominates its state; there 1 - w/D is d/D.
+        e = pairs[D, dominant] * pairs[INVERSE, dominant]
+        for i in span(first, first + num_actions):
+            if i != dominant:
+                e -= pairs[P, i]
+        ratio = e / total
+        for i in span(first, first + num_actions):
+            pairs[P, i] += ratio * pairs[INVERSE, i]
+        work.softest[s] = softest
+        states[TOTAL, s] = total
+        kappa = states[BEND, s] + stiffness + e * ratio
+        size = abs(states[BEND, s]) + abs(stiffness) + abs(e * ratio)
+        states[KAPPA, s] = max(kappa, 0.0)
+        states[CURVES, s] = -1.0 if least < 0.0 else 1.0 if kappa >= -NOISE * size else 0.0
+
+
+@part
+def center_layer(num_actions: int, arrivals: Floats, before: int, here: int, width: int, work: Work) -> None:
+    """P_p of the layer before, and its transitions as deviations from their mean under 1/D, plain and weighted with it."""
+    pairs, widest = work.pairs, len(work.moves)
+    for s in span(before, here):
+        first, softest, shift = s * num_actions, work.softest[s], before * num_actions
+        for j in range(width):
+            work.moves[j, s] = dot(pairs, P, arrivals, j, first, first + num_actions)
+            mean = 0.0
+            for i in span(first, first + num_actions):
+                mean += pairs[INVERSE, i] * (arrivals[j, i] - arrivals[j, softest])
+            mean /= work.states[TOTAL, s]
+            for i in span(first, first + num_actions):
+                deviation = (arrivals[j, i] - arrivals[j, softest]) - mean
+                work.centred[j, unsigned(i - shift)] = deviation
+                work.centred[unsigned(widest + j), unsigned(i - shift)] = pairs[INVERSE, i] * deviation
+
+
+@inlined
+def reach_layer(before: int, here: int, width: int, num_actions: int, work: Work) -> None:
+    """Y = Q + P_p' Yhat P_p, the covariance that reaches a layer, into the first rows of `squares`."""
+    n, Y = here - before, work.squares
+    widest = len(work.moves)
+    half = widest
+    if before > 0:  # the first layer passes nothing on
+        for j in range(width):
+            for s in range(n):
+                total = 0.0
+                for m in range(n):
+                    total += work.gain[unsigned(before + s), m] * work.moves[j, unsigned(before + m)]
+                Y[unsigned(half + j), s] = total
+    for i in range(width):
+        for j in range(i + 1):
+            total = 0.0
+            for m in range(n * num_actions):
+                total += work.centred[i, m] * work.centred[unsigned(widest + j), m]
+            if before > 0:
+                for s in range(n):
+                    total += work.moves[i, unsigned(before + s)] * Y[unsigned(half + j), s]
+            Y[i, j] = total
+            Y[j, i] = total
+
+
+@inlined
+def observe_layer(here: int, width: int, work: Work) -> None:
+    """Yhat = (Y^-1 + K)^-1 = Y - Y K^1/2 (I + K^1/2 Y K^1/2)^-1 K^1/2 Y into the rows of `gain`."""
+    states, Y = work.states, work.squares
+    half = len(work.moves)
+    root = 2 * half  # the Cholesky factor, with the inverse of its diagonal
+    for i in range(width):
+        states[U, unsigned(here + i)] = np.sqrt(states[KAPPA, unsigned(here + i)])
+    for i in range(width):
+        for j in range(i + 1):
+            total = states[U, unsigned(here + i)] * Y[i, j] * states[U, unsigned(here + j)] + (1.0 if i == j else 0.0)
+            for m in range(j):
+                total -= Y[unsigned(root + i), m] * Y[unsigned(root + j), m]
+            Y[unsigned(root + i), j] = total * Y[unsigned(root + j), j] if j < i else 1.0 / np.sqrt(total)
+    for j in range(width):
+        for i in range(width):
+            total = states[U, unsigned(here + i)] * Y[i, j]
+            for m in range(i):
+                total -= Y[unsigned(root + i), m] * Y[unsigned(half + j), m]
+            Y[unsigned(half + j), i] = total * Y[unsigned(root + i), i]
+    for i in range(width):
+        for j in range(i + 1):
+            total = Y[i, j]
+            for m in range(width):
+                total -= Y[unsigned(half + i), m] * Y[unsigned(half + j), m]
+            work.gain[unsigned(here + i), j] = total
+            work.gain[unsigned(here + j), i] = total
+
+
+@adder
+def solve(model: Model, source: Floats, work: Work) -> None:
+    """H dq = x + E'v, E dq = r with x in the row FORCE (overwritten) and r in `source` (S,) or empty.
+
+    dq and v are the rows DQ and V; what v is in the next state, in expectation, is AHEAD.
+    """
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
+    layers = len(start) - 1
+    load(states, M, source)
+    respond(num_actions, work)
+    for k in range(layers):
+        here, behind = start[k], start[k + 1]
+        for s in span(here, behind):
+            states[PULL, s] = states[KAPPA, s] * states[M, s] - dot(pairs, P, pairs, FORCE, s * num_actions, (s + 1) * num_actions)
+        if k + 1 < layers:
+            for s in span(here, behind):
+                passed = states[M, s]
+                for j in range(behind - here):
+                    passed -= work.gain[s, j] * states[PULL, unsigned(here + j)]
+                for i in span(s * num_actions, (s + 1) * num_actions):
+                    pairs[RESPONSE, i] += pairs[P, i] * passed
+            if start[k + 2] - behind == 1 and model.conserved:
+                states[M, behind] = mass(source, behind)
+            else:
+                for j in range(start[k + 2] - behind):
+                    states[M, unsigned(behind + j)] += dot(pairs, RESPONSE, model.arrivals, j, here * num_actions, behind * num_actions)
+    for k in range(layers - 1, -1, -1):
+        here, behind = start[k], start[k + 1]
+        after = start[k + 2] - behind if k + 1 < layers else 0
+        for j in range(after):
+            for s in span(here, behind):
+                states[PULL, s] += work.moves[j, s] * states[V, unsigned(behind + j)]
+        for s in span(here, behind):
+            held = 0.0
+            for j in range(behind - here):
+                held += work.gain[s, j] * states[PULL, unsigned(here + j)]
+            states[V, s] = states[PULL, s] - states[KAPPA, s] * held
+        for i in span(here * num_actions, behind * num_actions):
+            pairs[AHEAD, i] = ahead(model.next_state, i, states, V, behind, after)
+            pairs[FORCE, i] -= pairs[AHEAD, i]
+    load(states, U, source)
+    respond(num_actions, work)
+    for k in range(layers):
+        here, behind = start[k], start[k + 1]
+        for s in span(here, behind):
+            for i in span(s * num_actions, (s + 1) * num_actions):
+                pairs[DQ, i] = pairs[P, i] * states[U, s] + pairs[RESPONSE, i]
+        if k + 1 < layers:
+            if start[k + 2] - behind == 1 and model.conserved:
+                states[U, behind] = mass(source, behind)
+            else:
+                for j in range(start[k + 2] - behind):
+                    states[U, unsigned(behind + j)] += dot(pairs, DQ, model.arrivals, j, here * num_actions, behind * num_actions)
+
+
+@inlined
+def mass(source: Floats, last: int) -> float:
+    """What sources up to a state have brought in, (S,) or empty."""
+    total = 0.0
+    for s in range(last + 1 if len(source) else 0):
+        total += source[s]
+    return total
+
+
+@part
+def load(states: Floats, row: int, source: Floats) -> None:
+    """A row of the states from an array (S,), or zeros from an empty one."""
+    for s in range(states.shape[1]):
+        states[row, s] = source[s] if len(source) else 0.0
+
+
+@part
+def respond(num_actions: int, work: Work) -> None:
+    """R x of every state, x in FORCE, into RESPONSE."""
+    pairs, states = work.pairs, work.states
+    for s in range(states.shape[1]):
+        first, mean = s * num_actions, 0.0
+        origin = pairs[FORCE, work.softest[s]]
+        for i in span(first, first + num_actions):
+            mean += pairs[INVERSE, i] * (pairs[FORCE, i] - origin)
+        mean /= states[TOTAL, s]
+        for i in span(first, first + num_actions):
+            pairs[RESPONSE, i] = ((pairs[FORCE, i] - origin) - mean) * pairs[INVERSE, i]
+
+
+@inlined
+def arrive(model: Model, row: int, k: int, work: Work) -> None:
+    """q(s) of layer k into U: what flows in from the row of pairs, or the initial distribution."""
+    start, num_actions, states = model.start, model.num_actions, work.states
+    for s in span(start[k], start[k + 1]):
+        if k == 0:
+            states[U, s] = model.initial[s]
+        else:
+            states[U, s] = dot(work.pairs, row, model.arrivals, s - start[k], start[k - 1] * num_actions, start[k] * num_actions)

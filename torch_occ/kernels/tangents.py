@@ -1,0 +1,188 @@
+"""The episode loop of torch_occ.kernels.episodes with tangents carried along; torch_occ.tuning.tangents has the formulas.
+
+An episode costs one factorization and one solve for each parameter more than without tangents.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from torch_occ.kernels.constants import CONVERGED
+from torch_occ.kernels.episodes import draw, index_drawn, state_drawn
+from torch_occ.kernels.layout import (
+    COMPLEMENT,
+    DQ,
+    FORCE,
+    PAIR,
+    REST,
+    SLOPE,
+    STATE,
+    TRIAL,
+    Floats,
+    Model,
+    Terms,
+    Work,
+    kernel,
+)
+from torch_occ.kernels.newton import accumulate, derive, newton
+from torch_occ.kernels.transitions import factorize, solve
+
+# Columns of a record; those of the slopes and then of the scores begin at TANGENTS.
+COST, FAILED, TANGENTS = 0, 1, 2
+
+
+class Pushes(NamedTuple):
+    """How P parameters push the terms, by their logarithms."""
+
+    weights: Floats  # (n, P, K)
+    exponents: Floats  # (P, K)
+
+
+class World(NamedTuple):
+    """What is played against, and when a step counts as solved."""
+
+    mean: Floats  # (S * A,)
+    gaps: Floats  # (S * A,)
+    noise: int
+    tolerance: float
+    max_steps: int
+
+
+class Carried(NamedTuple):
+    """What one seed carries along, updated in place; pairs are flat."""
+
+    q: Floats  # (S * A,)
+    cumulative_loss: Floats  # (S * A,)
+    tangent_loss: Floats  # (P, S * A), of the cumulative loss
+    tangent: Floats  # (P, S * A), of q
+    score: Floats  # (P,)
+    failures: Floats  # (1,), steps without certificate
+
+
+@kernel
+def play_with_tangents(
+    model: Model,
+    terms: Terms,
+    weights: Floats,  # (n, K)
+    pushes: Pushes,
+    world: World,
+    numbers: Floats,  # (n, L, 3)
+    carried: Carried,
+    record: Floats,  # (n, 2 + 2 * P), out
+    middle: Floats,  # (S * A,), an interior point for cold starts
+    still: Floats,  # (S,), zeros
+    work: Work,
+) -> None:
+    """n episodes."""
+    pairs, q, tangent = work.pairs, carried.q, carried.tangent
+    num_tangents, num_pairs = tangent.shape
+    limits = (world.tolerance, world.max_steps)
+    for t in range(len(weights)):
+        for attempt in range(2):  # from the last q; from the middle if that fails
+            for i in range(num_pairs):
+                pairs[PAIR, i] = q[i] if attempt == 0 else middle[i]
+            status = newton(model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], work)[0]
+            if status == CONVERGED:
+                break
+        carried.failures[0] += status != CONVERGED
+        derive(model, terms, weights[t], work)  # at the solution itself, so that tangents are exact to rounding
+        factorize(model, work)
+        push_gradient(model, terms, weights[t], pushes, t, tangent, work)
+        for p in range(num_tangents):
+            for i in range(num_pairs):
+                pairs[FORCE, i] = -(carried.tangent_loss[p, i] + tangent[p, i]) if model.exists[PAIR, i] else 0.0
+            solve(model, still, work)  # a source, though it is zero: to rounding, by whatever method
+            slope = 0.0
+            for i in range(num_pairs):
+                tangent[p, i] = pairs[DQ, i]
+                slope += pairs[DQ, i] * world.gaps[i]
+            record[t, TANGENTS + p] = slope
+            record[t, TANGENTS + num_tangents + p] = carried.score[p]
+        cost = 0.0
+        for i in range(num_pairs):
+            q[i] = pairs[PAIR, i]
+            cost += q[i] * world.gaps[i]
+        record[t, COST] = cost
+        record[t, FAILED] = carried.failures[0]
+        walk_with_tangents(model, world, numbers, t, carried)
+
+
+@kernel
+def push_gradient(model: Model, terms: Terms, weights: Floats, pushes: Pushes, t: int, out: Floats, work: Work) -> None:
+    """d grad psi / d log parameter for every parameter, (P, S * A). Needs the arguments at q; spoils their slopes and bends, DQ, TRIAL."""
+    pairs = work.pairs
+    num_tangents, num_pairs = out.shape
+    for p in range(num_tangents):
+        for i in range(num_pairs):
+            out[p, i] = 0.0
+    for term in range(len(weights)):
+        bends = False
+        for p in range(num_tangents):
+            bends = bends or pushes.exponents[p, term] != 0.0
+        term_gradient(model, terms, term, False, TRIAL, work)
+        if bends:
+            term_gradient(model, terms, term, True, DQ, work)
+        for p in range(num_tangents):
+            if pushes.weights[t, p, term] != 0.0:
+                for i in range(num_pairs):
+                    out[p, i] += pushes.weights[t, p, term] * pairs[TRIAL, i]
+            if pushes.exponents[p, term] != 0.0:
+                for i in range(num_pairs):
+                    out[p, i] += weights[term] * pushes.exponents[p, term] * pairs[DQ, i]
+
+
+@kernel
+def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, work: Work) -> None:
+    """The gradient in q of one term of weight 1 into a row of the pairs, or its derivative in the exponent.
+
+    The slope of x^p is s = p x^(p-1), and its derivative in p is (1/p + log x) s.
+    """
+    pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
+    argument, p = terms.argument[term], terms.exponent[term]
+    rows, row = (states, 0) if argument == STATE else (pairs, argument)
+    for i in range(rows.shape[1]):
+        rows[row + SLOPE, i] = 0.0
+    accumulate(terms.function[term], p, 1.0, rows, row)
+    if bent:
+        for i in range(rows.shape[1]):
+            rows[row + SLOPE, i] *= 1.0 / p + np.log(rows[row, i])
+    for s in range(states.shape[1]):
+        first, left, right = s * num_actions, 0.0, 0.0
+        for i in range(first, first + num_actions):
+            if argument == REST:
+                pairs[out, i] = left
+                left += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+            elif argument == COMPLEMENT:
+                pairs[out, i] = -pairs[COMPLEMENT + SLOPE, i] if exists[COMPLEMENT, i] else 0.0
+            else:
+                pairs[out, i] = states[SLOPE, s] if argument == STATE else pairs[PAIR + SLOPE, i]
+        if argument == REST:
+            for i in range(first + num_actions - 1, first - 1, -1):
+                pairs[out, i] += right
+                right += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+        for i in range(first, first + num_actions):
+            pairs[out, i] = pairs[out, i] if exists[PAIR, i] else 0.0
+
+
+@kernel
+def walk_with_tangents(model: Model, world: World, numbers: Floats, t: int, carried: Carried) -> None:
+    """One trajectory, as `torch_occ.kernels.episodes.walk`: the estimates of the visited pairs, their tangents and the score."""
+    num_actions, q, tangent, layers = model.num_actions, carried.q, carried.tangent, len(model.start) - 1
+    s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
+    for k in range(layers):
+        first, total = s * num_actions, 0.0
+        for i in range(first, first + num_actions):
+            total += q[i]
+        chosen = first + index_drawn(q, first, num_actions, total, numbers[t, k, 0])
+        estimate = draw(world.noise, world.mean[chosen], numbers[t, k, 1]) / q[chosen]
+        carried.cumulative_loss[chosen] += estimate
+        for p in range(len(tangent)):
+            arriving, relative = 0.0, tangent[p, chosen] / q[chosen]
+            for i in range(first, first + num_actions):
+                arriving += tangent[p, i]
+            carried.score[p] += relative - arriving / total
+            carried.tangent_loss[p, chosen] -= estimate * relative
+        if k + 1 < layers:
+            s = state_drawn(model, chosen, k, numbers[t, k, 2])

@@ -1,0 +1,40 @@
+"""What kernels ask of transitions, for dense and for sparse ones. Who answers is decided when the asking kernel is compiled, by the type of
+its model, so that neither kind costs the other anything.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torch_occ.kernels import conjugate, sweeps
+from torch_occ.kernels.layout import Floats, Rows, either, inlined
+
+
+@inlined
+def _likelihoods_dense(next_state: Floats, pair: int, width: int) -> tuple[Floats, int, int]:
+    """An array with the probabilities of what follows a pair, where they begin and how many they are."""
+    return next_state[pair], 0, width
+
+
+@inlined
+def _likelihoods_sparse(next_state: Rows, pair: int, width: int) -> tuple[Floats, int, int]:
+    first, stop = np.int64(next_state.starts[pair]), np.int64(next_state.starts[pair + 1])
+    return next_state.probability, first, stop - first  # type: ignore[return-value]
+
+
+@inlined
+def _successor_dense(next_state: Floats, pair: int, index: int, first: int) -> int:
+    """The state that the probability with some index belongs to; the next layer begins at `first`."""
+    return first + index
+
+
+@inlined
+def _successor_sparse(next_state: Rows, pair: int, index: int, first: int) -> int:
+    return np.int64(next_state.state[np.int64(next_state.starts[pair]) + index])  # type: ignore[return-value]
+
+
+factorize = either(sweeps.factorize, conjugate.factorize)
+solve = either(sweeps.solve, conjugate.solve)
+arrive = either(sweeps.arrive, conjugate.arrive)
+likelihoods = either(_likelihoods_dense, _likelihoods_sparse)
+successor = either(_successor_dense, _successor_sparse)

@@ -1,0 +1,341 @@
+"""MDPs from elsewhere: arrays of other packages, and Gymnasium's tables.
+
+Each importer reads a list of outcomes with a reward each, and `build` does the rest: states that only wait keep one action, the MDP is
+unrolled into layers, and the rewards become losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_occ._support.extras import extra
+from torch_occ.mdp.audit import Auditor, refuse_untruthful
+from torch_occ.mdp.rewards import RewardMap, RewardMDP
+from torch_occ.mdp.unrolling import ABSORBING, Outcomes, finish, unroll
+
+if TYPE_CHECKING:
+    import gymnasium
+
+
+def build(outcomes: Outcomes, rewards: Tensor, horizon: int, initial: Tensor | int) -> RewardMDP:
+    """The layered MDP of a list of outcomes, each with its reward `(n,)`."""
+    scale = RewardMap.covering(rewards)
+    reward = outcomes.sums(outcomes.probability * rewards)
+    return RewardMDP(
+        reward=reward, reward_map=scale, **unroll(_wait_once(outcomes, reward), horizon, initial)
+    )
+
+
+def _wait_once(outcomes: Outcomes, reward: Tensor) -> Outcomes:
+    """A state whose every action leads back to it, for the same reward, decides nothing and keeps its first action only."""
+    leaves = (
+        outcomes.sums(
+            ((outcomes.next != outcomes.state) & (outcomes.probability > 0)).to(reward.dtype)
+        )
+        > 0
+    )
+    first = outcomes.actions.to(torch.int8).argmax(-1, keepdim=True)
+    same = (reward == reward.gather(-1, first)) | ~outcomes.actions
+    waits = ((same & ~leaves) | ~outcomes.actions).all(-1)
+    only_first = torch.arange(outcomes.actions.shape[1]) == first
+    actions = outcomes.actions & (only_first | ~waits.unsqueeze(-1))
+    kept = Outcomes(outcomes.state, outcomes.action, outcomes.next, outcomes.probability, actions)
+    return kept.select(actions[outcomes.state, outcomes.action])
+
+
+# -- arrays of other packages -----------------------------------------------------------------------------------------------
+
+
+def from_arrays(
+    transition: Any,
+    reward: Any,
+    horizon: int,
+    initial: Tensor | int = 0,
+    *,
+    terminal: Sequence[int] = (),
+    action_axis: int | None = None,
+) -> RewardMDP:
+    """See `LayeredMDP.from_arrays`."""
+    pieces, action_axis = _per_action(transition, action_axis)
+    num_actions, num_states = len(pieces), pieces[0].shape[0]
+    entries = []
+    for a, piece in enumerate(pieces):
+        if tuple(piece.shape) != (num_states, num_states):
+            raise ValueError(
+                f"transition: action {a}: expected shape ({num_states}, {num_states}), got {tuple(piece.shape)}"
+            )
+        state, after = piece.nonzero()
+        entries.append(
+            (
+                state,
+                np.full(len(state), a),
+                after,
+                np.asarray(piece[state, after], dtype=np.float64).ravel(),
+            )
+        )
+    state, action, after, probability = (
+        torch.from_numpy(np.concatenate(part)) for part in zip(*entries, strict=True)
+    )
+    outcomes = Outcomes(
+        state.long(),
+        action.long(),
+        after.long(),
+        probability,
+        torch.ones(num_states, num_actions, dtype=torch.bool),
+    )
+    # Rewards are looked up by the next state itself, before terminal ones are merged into the end.
+    rewards = _reward_of(reward, outcomes, action_axis)
+    alive = finish(outcomes, tuple(terminal))
+    return build(alive, rewards[alive.actions[outcomes.state, outcomes.action]], horizon, initial)
+
+
+def _per_action(transition: Any, action_axis: int | None) -> tuple[list[Any], int]:
+    """A matrix `(S, S)` for every action, dense or sparse, and which axis of an array counts the actions."""
+    if isinstance(transition, Tensor):
+        transition = transition.detach().cpu().numpy()
+    if isinstance(transition, np.ndarray) and transition.dtype != object:
+        shape = transition.shape
+        if transition.ndim != 3 or 0 in shape:
+            raise ValueError(f"transition: expected shape (A, S, S) or (S, A, S), got {shape}")
+        fits = [axis for axis in (0, 1) if shape[2] == shape[1 - axis]]
+        if action_axis is None and len(fits) != 1:
+            reason = (
+                "both axes may count the actions"
+                if fits
+                else "neither reading has as many next states as states"
+            )
+            raise ValueError(
+                f"transition: shape {shape} is neither clearly (A, S, S) nor (S, A, S): {reason}; pass action_axis=0 or 1"
+            )
+        axis = fits[0] if action_axis is None else action_axis
+        if axis not in fits:
+            raise ValueError(
+                f"action_axis: with axis {action_axis} counting the actions, shape {shape} is not that of transitions"
+            )
+        return list(np.moveaxis(transition, axis, 0)), axis
+    pieces = [
+        piece.tocsr() if hasattr(piece, "tocsr") else np.asarray(piece) for piece in transition
+    ]
+    if not pieces or any(piece.ndim != 2 for piece in pieces):
+        raise ValueError(
+            "transition: expected an array of three axes, or one (S, S) matrix for every action"
+        )
+    return pieces, 0
+
+
+def _reward_of(reward: Any, outcomes: Outcomes, action_axis: int) -> Tensor:
+    """The reward of every outcome, from a table `(S,)`, `(S, A)`, one like the transitions, or an `(S, S)` matrix for every action."""
+    if isinstance(reward, Tensor):
+        reward = reward.detach().cpu().numpy()
+    num_states, num_actions = shape = tuple(outcomes.actions.shape)
+    state, action, after = outcomes.state, outcomes.action, outcomes.next
+    if not isinstance(reward, np.ndarray) and any(hasattr(piece, "tocsr") for piece in reward):
+        reward = np.fromiter(reward, dtype=object)
+    if isinstance(reward, np.ndarray) and reward.dtype == object:
+        if len(reward) != num_actions or any(
+            tuple(piece.shape) != (num_states, num_states) for piece in reward
+        ):
+            raise ValueError(
+                f"reward: expected {num_actions} matrices of shape ({num_states}, {num_states}), one for every action"
+            )
+        found = np.empty(len(state))
+        for a, piece in enumerate(reward):
+            mine = (action == a).numpy()
+            matrix = piece.tocsr() if hasattr(piece, "tocsr") else np.asarray(piece)
+            found[mine] = np.asarray(matrix[state.numpy()[mine], after.numpy()[mine]]).ravel()
+        return torch.from_numpy(found)
+    table = torch.as_tensor(np.asarray(reward, dtype=np.float64))
+    if tuple(table.shape) == (num_states,):
+        return table[state]
+    if tuple(table.shape) == (num_states, num_actions):
+        return table[state, action]
+    cube = (
+        (num_actions, num_states, num_states)
+        if action_axis == 0
+        else (num_states, num_actions, num_states)
+    )
+    if tuple(table.shape) == cube:
+        return table[action, state, after] if action_axis == 0 else table[state, action, after]
+    raise ValueError(
+        f"reward: expected shape ({num_states},), {shape} or {cube}, got {tuple(table.shape)}"
+    )
+
+
+# -- Gymnasium --------------------------------------------------------------------------------------------------------------
+
+
+def from_gymnasium(
+    env: gymnasium.Env[Any, Any] | str,
+    horizon: int,
+    initial: Tensor | int | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    verify: int = 10_000,
+    seed: int = 0,
+) -> RewardMDP:
+    """See `LayeredMDP.from_gymnasium`."""
+    env, name = _make(env, options)
+    outcomes, rewards = _read_table(env, name)
+    _check_time_limit(env, name, horizon)
+    published = None
+    if initial is None:
+        initial = published = _published_initial(env, name, outcomes.actions.shape[0])
+    mdp = build(outcomes, rewards, horizon, initial)
+    if verify:
+        visited = mdp.origin[mdp.origin != ABSORBING].unique().tolist()
+        refuse_untruthful(
+            env,
+            Auditor(name, outcomes, rewards, published),
+            visited,
+            horizon,
+            steps=verify,
+            seed=seed,
+        )
+    return mdp
+
+
+def _make(env: Any, options: Mapping[str, Any] | None) -> tuple[gymnasium.Env[Any, Any], str]:
+    with extra("gymnasium", "from_gymnasium needs Gymnasium"):
+        import gymnasium
+    if isinstance(env, str):
+        try:
+            env = gymnasium.make(env, **(options or {}))
+        except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
+            advice = "gymnasium.pprint_registry() lists the ids; import the package that registers it first if it is not Gymnasium's own"
+            raise ValueError(f"env: there is no {env!r}: {error} ({advice})") from error
+        except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+            raise ImportError(
+                f"env: {env!r} needs a package that is not installed: {error}"
+            ) from error
+        except TypeError as error:
+            raise ValueError(
+                f"options: {env!r} does not take {dict(options or {})}: {error}"
+            ) from error
+    elif options is not None:
+        raise ValueError(
+            "options: are for making an environment from its id; this one is made already"
+        )
+    elif not isinstance(env, gymnasium.Env):
+        raise TypeError(
+            f"env: expected a Gymnasium environment or its id, got {type(env).__name__}"
+        )
+    return env, env.spec.id if env.spec is not None else type(env.unwrapped).__name__
+
+
+def _read_table(env: Any, name: str) -> tuple[Outcomes, Tensor]:
+    """`env.unwrapped.P`: {state: {action: [(probability, next state, reward, terminated), ...]}}."""
+    from gymnasium.spaces import Discrete
+
+    table = getattr(env.unwrapped, "P", None)
+    if table is None:
+        raise ValueError(
+            f"env: {name} publishes no table of its dynamics (env.unwrapped.P), and they cannot be read off its code; "
+            "write its transitions down and use LayeredMDP.from_tables or from_arrays"
+        )
+    for space, of in ((env.observation_space, "observation"), (env.action_space, "action")):
+        if not isinstance(space, Discrete) or space.start != 0:
+            raise ValueError(
+                f"env: {name}: the {of} space must be Discrete(n) from 0, got {space}: the table cannot be matched with it"
+            )
+    num_states, num_actions = int(env.observation_space.n), int(env.action_space.n)
+    lines: list[tuple[int, int, int, float, float]] = []
+    actions = torch.zeros(num_states, num_actions, dtype=torch.bool)
+    for s in range(num_states):
+        for a, row in _rows(table, s, num_actions, name):
+            actions[s, a] = True
+            lines += [
+                (s, a, *_outcome(outcome, num_states, f"env: {name}: P[{s}][{a}]"))
+                for outcome in row
+            ]
+    columns = list(zip(*lines, strict=True)) or [()] * 5
+    state, action, after = (torch.tensor(column, dtype=torch.long) for column in columns[:3])
+    probability, rewards = (torch.tensor(column, dtype=torch.float64) for column in columns[3:])
+    found = Outcomes(state, action, after, probability, actions)
+    sums = found.sums(probability)
+    for s, a in (actions & ((sums - 1).abs() > 1e-9)).nonzero()[:1].tolist():
+        raise ValueError(
+            f"env: {name}: P[{s}][{a}]: the probabilities sum to {float(sums[s, a]):.12g}; expected 1"
+        )
+    stranded = (after != ABSORBING) & (probability > 0) & ~actions.any(-1)[after]
+    for line in stranded.nonzero()[:1, 0].tolist():
+        s, a, there = int(state[line]), int(action[line]), int(after[line])
+        raise ValueError(
+            f"env: {name}: P[{s}][{a}] leads to state {there}, for which the table has no action"
+        )
+    return found, rewards
+
+
+def _rows(table: Any, state: int, num_actions: int, name: str) -> list[tuple[int, Any]]:
+    """The actions of a state with their lists of outcomes. No row, no actions."""
+    try:
+        rows = table[state]
+        found = list(rows.items()) if isinstance(rows, Mapping) else list(enumerate(rows))
+    except (KeyError, IndexError):
+        return []
+    except TypeError as error:
+        raise ValueError(f"env: {name}: P[{state}] is not a table of actions: {error}") from error
+    for action, row in found:
+        if not 0 <= int(action) < num_actions:
+            raise ValueError(
+                f"env: {name}: P[{state}] has an action {action}, which is not one of the {num_actions} actions"
+            )
+        if not isinstance(row, Sequence) or isinstance(row, str):
+            wanted = "a list of (probability, next state, reward, terminated)"
+            raise ValueError(
+                f"env: {name}: P[{state}][{action}]: expected {wanted}, got {type(row).__name__}"
+            )
+    return [(int(action), row) for action, row in found if len(row)]
+
+
+def _outcome(outcome: Any, num_states: int, place: str) -> tuple[int, float, float]:
+    try:
+        probability, after, reward, terminated = outcome
+        probability, after, reward, terminated = (
+            float(probability),
+            int(after),
+            float(reward),
+            bool(terminated),
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{place}: expected (probability, next state, reward, terminated), got {outcome!r}"
+        ) from error
+    if not 0 <= probability <= 1 + 1e-9:
+        raise ValueError(
+            f"{place}: the probability of next state {after} is {probability}; expected a number in [0, 1]"
+        )
+    if not 0 <= after < num_states:
+        raise ValueError(f"{place}: next state {after} is not one of the {num_states} states")
+    if not np.isfinite(reward):
+        raise ValueError(
+            f"{place}: the reward of next state {after} is {reward}; expected a finite number"
+        )
+    return ABSORBING if terminated else after, probability, reward
+
+
+def _published_initial(env: Any, name: str, num_states: int) -> Tensor:
+    for attribute in ("initial_state_distrib", "isd"):
+        found = getattr(env.unwrapped, attribute, None)
+        if found is not None:
+            initial = torch.as_tensor(np.asarray(found, dtype=np.float64)).ravel()
+            if len(initial) != num_states:
+                raise ValueError(
+                    f"env: {name}: {attribute} has {len(initial)} entries for {num_states} states"
+                )
+            return initial
+    raise ValueError(
+        f"initial: {name} does not publish its initial distribution (initial_state_distrib); pass one as initial"
+    )
+
+
+def _check_time_limit(env: Any, name: str, horizon: int) -> None:
+    limit = env.spec.max_episode_steps if env.spec is not None else None
+    if limit is not None and limit < horizon:
+        raise ValueError(
+            f"horizon: {name} is cut off after {limit} steps, before the horizon of {horizon}; make it with max_episode_steps={horizon}"
+        )

@@ -1,0 +1,315 @@
+"""One layer of transitions as a linear map between its pairs and the states of the next layer.
+
+    arrive    (P'x)(s') = sum_{s, a} P(s' | s, a) x(s, a)        where things go
+    ahead     (P v)(s, a) = sum_{s'} P(s' | s, a) v(s')          what is expected to come
+
+Nothing else of P is needed for occupancy measures, so this is where its storage is decided: `DenseLayer` holds a table, `SparseLayer`
+the probabilities that are not zero. The rest of the package sees the two maps, and the one tensor of `probabilities` that a derivative
+can be taken in.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_occ._support.private import has_tangent, inside_transform
+from torch_occ._support.streams import invert
+from torch_occ.mdp.validation import check_entries, check_rows
+
+
+@dataclass(frozen=True, eq=False)
+class DenseLayer:
+    """A table `(*batch, S, A, S')`."""
+
+    probabilities: Tensor
+
+    #: Dimensions of `probabilities` behind the batch shape.
+    event_dims = 3
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """S, A, S'."""
+        num_states, num_actions, num_next = self.probabilities.shape[-3:]
+        return num_states, num_actions, num_next
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.probabilities.shape[:-3]
+
+    @property
+    def tensor(self) -> Tensor:
+        """As the user gave it."""
+        return self.probabilities
+
+    @property
+    def dense(self) -> Tensor:
+        """`(*batch, S, A, S')`."""
+        return self.probabilities
+
+    def arrive(self, x: Tensor) -> Tensor:
+        """P'x: `(*batch, S, A)` -> `(*batch, S')`."""
+        rows = self.probabilities.flatten(-3, -2)
+        return (
+            x.flatten(-2) @ rows
+            if rows.dim() == 2
+            else (x.flatten(-2).unsqueeze(-2) @ rows).squeeze(-2)
+        )
+
+    def ahead(self, v: Tensor) -> Tensor:
+        """P v: `(*batch, S')` -> `(*batch, S, A)`."""
+        rows = self.probabilities.flatten(-3, -2)
+        expected = (
+            v @ rows.mT if rows.dim() == 2 else (rows @ v.unsqueeze(-1)).squeeze(-1)
+        )  # one product for a whole batch of v
+        return expected.unflatten(-1, self.probabilities.shape[-3:-1])
+
+    def draw(self, state: Tensor, action: Tensor, uniform: Tensor) -> Tensor:
+        """The next states `(N,)` that uniform numbers draw."""
+        return invert(self._cumulative[state, action], uniform)
+
+    @cached_property
+    def _cumulative(self) -> Tensor:
+        return self.probabilities.cumsum(-1)
+
+    def with_probabilities(self, probabilities: Tensor) -> DenseLayer:
+        """Other numbers in the same places."""
+        return DenseLayer(probabilities)
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DenseLayer:
+        """Every tensor converted."""
+        return DenseLayer(function(self.probabilities))
+
+    def mask(self, actions: Tensor) -> DenseLayer:
+        """Nothing leaves a pair that does not exist."""
+        return DenseLayer(torch.where(actions.unsqueeze(-1), self.probabilities, 0.0))
+
+    def restrict(self, here: Tensor, there: Tensor) -> DenseLayer:
+        """Only some states `(S,)`, and some of the next `(S',)`."""
+        return DenseLayer(self.probabilities[..., here, :, :][..., there])
+
+    def check(self, k: int, actions: Tensor) -> None:
+        """Raise a ValueError that tells where the rows are no distributions."""
+        check_rows(
+            f"transitions[{k}]",
+            self.probabilities.detach(),
+            actions,
+            (f"layer {k}, state", "action"),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Where the probabilities of a sparse layer stand: ordered by pair, then by next state."""
+
+    pair: Tensor  # (nnz,) int32, s * A + a
+    next: Tensor  # (nnz,) int32
+    sizes: tuple[int, int, int]  # S, A, S'
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """Where each pair's entries begin, and the end, `(S * A + 1,)`."""
+        return _starts(self.pair, self.sizes[0] * self.sizes[1])
+
+    @cached_property
+    def by_next(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The transposed order: a permutation of the entries, then their pairs and the starts of each next state."""
+        order = torch.argsort(self.next, stable=True)
+        return order, self.pair[order], _starts(self.next[order], self.sizes[2])
+
+
+@dataclass(frozen=True, eq=False)
+class SparseLayer:
+    """The probabilities `(*batch, nnz)` of a pattern; given as a sparse tensor `(S * A, S')`.
+
+    Plain numbers are multiplied in compressed rows, of P and of P', by the library that torch was built with. Derivatives, transforms and
+    batches of probabilities take gathers and scatters instead, which torch can see through.
+    """
+
+    pattern: Pattern
+    probabilities: Tensor
+
+    event_dims = 1
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor, num_actions: int) -> SparseLayer:
+        """Of a sparse tensor of any layout. Entries that occur twice add up, as torch defines it."""
+        coo = (tensor if tensor.layout == torch.sparse_coo else tensor.to_sparse_coo()).coalesce()
+        pair, following = coo.indices().to(torch.int32)
+        return cls(
+            Pattern(
+                pair, following, (tensor.shape[0] // num_actions, num_actions, tensor.shape[1])
+            ),
+            coo.values(),
+        )
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.pattern.sizes
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.probabilities.shape[:-1]
+
+    @property
+    def tensor(self) -> Tensor:
+        num_states, num_actions, num_next = self.sizes
+        index, shape = (
+            torch.stack([self.pattern.pair, self.pattern.next]).long(),
+            (num_states * num_actions, num_next),
+        )
+        return torch.sparse_coo_tensor(
+            index, self.probabilities, shape, is_coalesced=True, check_invariants=False
+        )
+
+    @property
+    def dense(self) -> Tensor:
+        return self.tensor.to_dense().unflatten(0, self.sizes[:2])
+
+    def arrive(self, x: Tensor) -> Tensor:
+        x = x.flatten(-2)
+        if self._plain(x):
+            return _multiply(self._into, x)
+        flow = self.probabilities * x.index_select(-1, self.pattern.pair)
+        return flow.new_zeros(*flow.shape[:-1], self.sizes[2]).index_add(
+            -1, self.pattern.next, flow
+        )
+
+    def ahead(self, v: Tensor) -> Tensor:
+        if self._plain(v):
+            expected = _multiply(self._out_of, v)
+        else:
+            seen = self.probabilities * v.index_select(-1, self.pattern.next)
+            expected = seen.new_zeros(*seen.shape[:-1], self.sizes[0] * self.sizes[1]).index_add(
+                -1, self.pattern.pair, seen
+            )
+        return expected.unflatten(-1, self.sizes[:2])
+
+    def _plain(self, x: Tensor) -> bool:
+        """No derivative is being recorded, no transform is at work, and there is a single set of probabilities."""
+        single = (
+            self.probabilities.numel() == self.probabilities.shape[-1]
+            and len(self.batch_shape) <= x.dim() - 1
+        )
+        transformed = inside_transform()
+        recorded = torch.is_grad_enabled() and (x.requires_grad or self.probabilities.requires_grad)
+        return (
+            single
+            and not recorded
+            and not transformed
+            and not has_tangent(x)
+            and not has_tangent(self.probabilities)
+        )
+
+    @cached_property
+    def _out_of(self) -> Tensor:
+        """P in compressed rows."""
+        num_states, num_actions, num_next = self.sizes
+        return _compressed(
+            self.pattern.starts,
+            self.pattern.next,
+            self.probabilities,
+            (num_states * num_actions, num_next),
+        )
+
+    @cached_property
+    def _into(self) -> Tensor:
+        """P' in compressed rows."""
+        num_states, num_actions, num_next = self.sizes
+        order, pair, starts = self.pattern.by_next
+        return _compressed(
+            starts, pair, self.probabilities.flatten()[order], (num_next, num_states * num_actions)
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and files without the caches: torch cannot copy compressed tensors."""
+        return {"pattern": self.pattern, "probabilities": self.probabilities}
+
+    def draw(self, state: Tensor, action: Tensor, uniform: Tensor) -> Tensor:
+        pair = state * self.sizes[1] + action
+        first, end = self.pattern.starts[pair].long(), self.pattern.starts[pair + 1].long()
+        entries = first.unsqueeze(-1) + torch.arange(
+            int((end - first).max()), device=pair.device
+        )  # (N, most successors)
+        exists = entries < end.unsqueeze(-1)
+        entries = torch.where(exists, entries, 0)
+        chosen = invert(torch.where(exists, self.probabilities[entries], 0.0).cumsum(-1), uniform)
+        return self.pattern.next[first + chosen].long()
+
+    def with_probabilities(self, probabilities: Tensor) -> SparseLayer:
+        return SparseLayer(self.pattern, probabilities)
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> SparseLayer:
+        pattern = Pattern(function(self.pattern.pair), function(self.pattern.next), self.sizes)
+        return SparseLayer(pattern, function(self.probabilities))
+
+    def mask(self, actions: Tensor) -> SparseLayer:
+        here = actions.flatten().index_select(0, self.pattern.pair)
+        return self if bool(here.all()) else self._select(here)
+
+    def restrict(self, here: Tensor, there: Tensor) -> SparseLayer:
+        num_actions, pattern = self.sizes[1], self.pattern
+        kept = self._select(
+            here.repeat_interleave(num_actions).index_select(0, pattern.pair)
+            & there.index_select(0, pattern.next)
+        )
+        state, following = (
+            flags.cumsum(0, dtype=torch.int32) - 1 for flags in (here, there)
+        )  # the new numbers
+        old = kept.pattern.pair
+        pair = state.index_select(0, old // num_actions) * num_actions + old % num_actions
+        sizes = (int(here.sum()), num_actions, int(there.sum()))
+        return SparseLayer(
+            Pattern(pair, following.index_select(0, kept.pattern.next), sizes), kept.probabilities
+        )
+
+    def _select(self, entries: Tensor) -> SparseLayer:
+        pattern = Pattern(self.pattern.pair[entries], self.pattern.next[entries], self.sizes)
+        return SparseLayer(pattern, self.probabilities[..., entries])
+
+    def check(self, k: int, actions: Tensor) -> None:
+        fixed = self.with_probabilities(self.probabilities.detach())
+        sums = fixed.ahead(fixed.probabilities.new_ones(self.sizes[2]))
+
+        def place(entry: int) -> tuple[int, int, int]:
+            state, action = divmod(int(self.pattern.pair[entry]), self.sizes[1])
+            return state, action, int(self.pattern.next[entry])
+
+        check_entries(
+            f"transitions[{k}]",
+            fixed.probabilities,
+            place,
+            sums,
+            actions,
+            (f"layer {k}, state", "action"),
+        )
+
+
+Layer = DenseLayer | SparseLayer
+
+
+def _starts(sorted_rows: Tensor, num_rows: int) -> Tensor:
+    counts = torch.bincount(sorted_rows, minlength=num_rows)
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _compressed(starts: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
+        return torch.sparse_csr_tensor(
+            starts, columns, values.detach().flatten(), shape, check_invariants=False
+        )
+
+
+def _multiply(matrix: Tensor, x: Tensor) -> Tensor:
+    """matrix `(n, m)` times every vector of `(*batch, m)`."""
+    x = x.detach()
+    if x.numel() == x.shape[-1]:
+        return (matrix @ x.flatten()).view(*x.shape[:-1], matrix.shape[0])
+    return (matrix @ x.flatten(0, -2).mT).mT.unflatten(0, x.shape[:-1])

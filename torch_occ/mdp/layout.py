@@ -1,0 +1,102 @@
+"""The layout of a layered MDP: its layers, states and actions, and nothing about probabilities."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+class Layout:
+    """Sizes, numbering and masks. Non-terminal states are numbered in layer order."""
+
+    actions: Tensor  # (S, A), boolean: which actions each state has
+
+    @cached_property
+    def layer_sizes(self) -> tuple[int, ...]:
+        """|S_0|, ..., |S_{L-1}|."""
+        raise NotImplementedError
+
+    @cached_property
+    def num_actions(self) -> int:
+        """A, the largest number of actions that a state can have."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number type of every tensor."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Where every tensor is."""
+        return self.actions.device
+
+    @cached_property
+    def horizon(self) -> int:
+        """L, the number of decisions in an episode."""
+        return len(self.layer_sizes)
+
+    @cached_property
+    def layer_slices(self) -> tuple[slice, ...]:
+        """Where each layer's states stand among all states."""
+        ends = tuple(accumulate(self.layer_sizes))
+        return tuple(
+            slice(end - size, end) for end, size in zip(ends, self.layer_sizes, strict=True)
+        )
+
+    @cached_property
+    def num_states(self) -> int:
+        """S, the number of non-terminal states."""
+        return sum(self.layer_sizes)
+
+    @cached_property
+    def num_pairs(self) -> int:
+        """The number of state-action pairs that exist."""
+        return int(self.actions.sum())
+
+    @cached_property
+    def layer(self) -> Tensor:
+        """k(s) of every state, `(S,)`."""
+        sizes = torch.tensor(self.layer_sizes, device=self.device)
+        return torch.repeat_interleave(torch.arange(self.horizon, device=self.device), sizes)
+
+    @cached_property
+    def missing(self) -> dict[str, Tensor | None]:
+        """Where the arguments of `torch_occ.regularizers.arguments` do not exist, as masks; None where all do."""
+        in_state = self.actions.sum(-1)
+        in_layer = torch.cat([count.sum().expand_as(count) for count in self.split(in_state, -1)])
+        absent = ~self.actions
+        masks = {
+            "pair": absent,
+            "rest": absent | (in_state == 1).unsqueeze(-1),
+            "state": torch.zeros_like(in_state, dtype=torch.bool),
+            "complement": absent | (in_layer == 1).unsqueeze(-1),
+        }
+        return {name: mask if bool(mask.any()) else None for name, mask in masks.items()}
+
+    @cached_property
+    def other_actions(self) -> Tensor:
+        """`(A, A)`, one off the diagonal and zero on it: `q @ other_actions` is q(s) - q(s, a) without cancellation."""
+        return 1 - torch.eye(self.num_actions, dtype=self.dtype, device=self.device)
+
+    @cached_property
+    def action_groups(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """States by their number n of actions: for each n, the states `(G,)` and their actions `(G, n)`."""
+        counts = self.actions.sum(-1)
+        groups = []
+        for n in map(int, counts.unique()):  # torch 2.6 has no `tolist` under its transforms
+            states = (counts == n).nonzero().squeeze(-1)
+            groups.append((states, self.actions[states].nonzero()[:, 1].reshape(-1, n)))
+        return tuple(groups)
+
+    def split(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """Cut a tensor with a state dimension into its layers."""
+        return x.split(self.layer_sizes, dim)
+
+    def locate(self, state: int) -> str:
+        """`layer k, state i` for error messages; i counts within the layer."""
+        k = int(self.layer[state])
+        return f"layer {k}, state {state - self.layer_slices[k].start}"

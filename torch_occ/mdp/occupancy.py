@@ -1,0 +1,256 @@
+"""Omega, the set of occupancy measures, and what moves along its layers.
+
+An occupancy measure is a `q >= 0` of shape `(*batch, S, A)` that satisfies the flow constraints `E q = b`, one row a state:
+
+    (E q)(s) = q(s) - sum_{s', a'} P(s | s', a') q(s', a'),        b = (initial, 0, ..., 0),
+
+with q(s) = sum_a q(s, a). This is `eq:occupancy_measure_cond_2` of the paper; its first condition, that every layer carries mass
+one, follows by summing over a layer.
+
+All else is two sweeps. For a (signed) policy p with sum_a p(a | s) = 1 write P_p(s, s') = sum_a p(a | s) P(s' | s, a). Then
+
+    forward:    u = source + P_p' u        backward:    v = reward + P_p v
+
+are solved by one pass from the first layer to the last, or back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_occ.kernels.constants import TIE
+from torch_occ.mdp.in_order import InOrder
+from torch_occ.mdp.layered import DENSE_STATES, LayeredMDP
+from torch_occ.mdp.layers import DenseLayer, Layer
+from torch_occ.mdp.validation import broadcast
+
+
+class LayeredFlow:
+    """The transitions as linear operators, layer by layer; any batch of MDPs broadcasts against any batch of arguments.
+
+    In order, their bits depend on nothing but the numbers (torch_occ.mdp.in_order).
+    """
+
+    def __init__(self, mdp: LayeredMDP, *, in_order: bool = False) -> None:
+        self.mdp = mdp
+        self.layers = mdp.layers[
+            :-1
+        ]  # the last one leads to the terminal state, which has no row in E
+        self.maps: Sequence[Layer | InOrder] = (
+            [InOrder(layer) for layer in self.layers] if in_order else self.layers
+        )
+
+    def inflow(self, x: Tensor) -> Tensor:
+        """P' x: `(*batch, S, A)` -> `(*batch, S)`, what arrives in each state."""
+        parts = self.mdp.split(x, -2)
+        arrivals = [torch.zeros_like(parts[0][..., 0])]
+        arrivals += [layer.arrive(part) for part, layer in zip(parts[:-1], self.maps, strict=True)]
+        return join(arrivals, 1)
+
+    def lookahead(self, v: Tensor) -> Tensor:
+        """P v: `(*batch, S)` -> `(*batch, S, A)`, the expectation of v at the next state."""
+        parts = self.mdp.split(v, -1)
+        ahead = [layer.ahead(part) for part, layer in zip(parts[1:], self.maps, strict=True)]
+        last = (
+            torch.zeros_like(parts[-1]).unsqueeze(-1).expand(*parts[-1].shape, self.mdp.num_actions)
+        )
+        return join([*ahead, last], 2)
+
+    def forward(self, policy: Tensor, source: Tensor) -> Tensor:
+        """u = source + P_p' u. For b as the source, the state occupancy of the policy."""
+        policies, sources = self.mdp.split(policy, -2), self.mdp.split(source, -1)
+        u = [sources[0]]
+        for k, layer in enumerate(self.maps):
+            u.append(sources[k + 1] + layer.arrive(policies[k] * u[k].unsqueeze(-1)))
+        return join(u, 1)
+
+    def backward(self, policy: Tensor, reward: Tensor) -> Tensor:
+        """v = reward + P_p v. For the expected loss as the reward, the value of the policy."""
+        policies, rewards = self.mdp.split(policy, -2), self.mdp.split(reward, -1)
+        v = [rewards[-1]]
+        for k in reversed(range(len(self.maps))):
+            v.insert(0, rewards[k] + (policies[k] * self.maps[k].ahead(v[0])).sum(-1))
+        return join(v, 1)
+
+
+class DenseFlow:
+    """The same operators through one `(S, A, S)` tensor: fewer and larger operations, the better choice for small MDPs."""
+
+    def __init__(self, mdp: LayeredMDP) -> None:
+        self.mdp = mdp
+        self.kernel = mdp.joint_transitions  # (*batch, S, A, S)
+        self.whole = DenseLayer(self.kernel)  # one layer that leads to itself
+        self.identity = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
+
+    def inflow(self, x: Tensor) -> Tensor:
+        return self.whole.arrive(x)
+
+    def lookahead(self, v: Tensor) -> Tensor:
+        return self.whole.ahead(v)
+
+    def one_step(self, policy: Tensor) -> Tensor:
+        """I - P_p, unit upper triangular because transitions only lead to later states, `(*batch, S, S)`."""
+        return self.identity - (policy.unsqueeze(-2) @ self.kernel).squeeze(-2)
+
+    def forward(self, policy: Tensor, source: Tensor) -> Tensor:
+        return _substitute(self.one_step(policy).mT, source, upper=False)
+
+    def backward(self, policy: Tensor, reward: Tensor) -> Tensor:
+        return _substitute(self.one_step(policy), reward, upper=True)
+
+
+Flow = DenseFlow | LayeredFlow
+
+
+def flow_of(mdp: LayeredMDP, elements: int = 32) -> Flow:
+    """The representation of the transitions that is faster for this MDP and a batch of so many elements.
+
+    One large matrix saves operations, a loop over layers saves arithmetic; experiments/benchmark.py measures where they meet.
+    """
+    small = mdp.num_states <= (DENSE_STATES if elements <= 4 else DENSE_STATES // 2)
+    return DenseFlow(mdp) if small and not mdp.is_sparse else LayeredFlow(mdp)
+
+
+def _substitute(triangle: Tensor, x: Tensor, upper: bool) -> Tensor:
+    return torch.linalg.solve_triangular(
+        triangle, x.unsqueeze(-1), upper=upper, unitriangular=True
+    ).squeeze(-1)
+
+
+def join(parts: list[Tensor], event_dims: int) -> Tensor:
+    """Concatenate layers whose batch shapes may still differ."""
+    batch = broadcast(*(part.shape[: part.dim() - event_dims] for part in parts))
+    return torch.cat(
+        [part.expand(*batch, *part.shape[part.dim() - event_dims :]) for part in parts], -event_dims
+    )
+
+
+# -- the constraints ------------------------------------------------------------------------------------------------------
+
+
+def flow_source(mdp: LayeredMDP) -> Tensor:
+    """b: the initial distribution in the first layer, zero elsewhere, `(*batch, S)`."""
+    return torch.nn.functional.pad(mdp.initial, (0, mdp.num_states - mdp.layer_sizes[0]))
+
+
+def flow_residual(mdp: LayeredMDP, q: Tensor) -> Tensor:
+    """E q - b, `(*batch, S)`; zero exactly on the affine hull of Omega."""
+    return q.sum(-1) - flow_of(mdp).inflow(q) - flow_source(mdp)
+
+
+def flow_adjoint(mdp: LayeredMDP, value: Tensor) -> Tensor:
+    """E' v = v(s) - E[v(s') | s, a], `(*batch, S, A)`: the shaping term that no policy can feel."""
+    return torch.where(mdp.actions, value.unsqueeze(-1) - flow_of(mdp).lookahead(value), 0.0)
+
+
+# -- policies -------------------------------------------------------------------------------------------------------------
+
+
+def uniform_policy(mdp: LayeredMDP) -> Tensor:
+    """Every available action with the same probability, `(S, A)`."""
+    available = mdp.actions.to(mdp.dtype)
+    return available / available.sum(-1, keepdim=True)
+
+
+def occupancy(mdp: LayeredMDP, policy: Tensor, *, in_order: bool = False) -> Tensor:
+    """q^pi, `(*batch, S, A)`. Only positive numbers are added, so every entry is accurate relative to its own size.
+
+    Args:
+        in_order: take every sum in the order of its entries: the same bits in every batch (torch_occ.mdp.in_order), and slower.
+    """
+    flow = LayeredFlow(mdp, in_order=True) if in_order else flow_of(mdp)
+    return flow.forward(policy, flow_source(mdp)).unsqueeze(-1) * policy
+
+
+def policy_of(mdp: LayeredMDP, q: Tensor) -> Tensor:
+    """pi(a | s) = q(s, a) / q(s); uniform where q(s) = 0."""
+    state = q.sum(-1, keepdim=True)
+    return torch.where(state > 0, q / torch.where(state > 0, state, 1.0), uniform_policy(mdp))
+
+
+def interior_point(mdp: LayeredMDP) -> Tensor:
+    """The occupancy of the uniform policy: strictly positive on every reachable pair. Runs begin here, so it is taken in order."""
+    return occupancy(mdp, uniform_policy(mdp), in_order=True)
+
+
+def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
+    """p^pi(s' | s), `(*batch, S, S)`: the probability of passing through s' after s; one on the diagonal, zero backwards."""
+    identity = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
+    # One more batch dimension, for the state that the sweep starts from, goes behind those of the MDP.
+    spread = mdp.with_probabilities(
+        mdp.initial.unsqueeze(-2),
+        *(layer.probabilities.unsqueeze(-1 - layer.event_dims) for layer in mdp.layers),
+    )
+    return flow_of(spread).forward(
+        policy.unsqueeze(-3), identity.expand(*policy.shape[:-2], *identity.shape)
+    )
+
+
+# -- planning -------------------------------------------------------------------------------------------------------------
+
+
+def tie_in(dtype: torch.dtype) -> float:
+    """`TIE`, or a few units in the last place where the precision is lower."""
+    return max(TIE, 32 * torch.finfo(dtype).eps)
+
+
+def likeliest(mdp: LayeredMDP, q: Tensor) -> Tensor:
+    """The action of largest q in each state, the first of those that are tied, as 0 or 1 `(*batch, S, A)`."""
+    tied = mdp.actions & (q >= (1 - tie_in(q.dtype)) * q.amax(-1, keepdim=True))
+    return _first(tied).to(q.dtype)
+
+
+def cheapest(mdp: LayeredMDP, Q: Tensor) -> Tensor:
+    """The action of smallest Q in each state, the first of those that are tied, as 0 or 1 `(*batch, S, A)`.
+
+    Numbers below 1 are compared absolutely, since losses are of that size. Q is infinite on masked pairs.
+    """
+    best = Q.amin(-1, keepdim=True)
+    limit = best + tie_in(Q.dtype) * best.abs().clamp(1.0, torch.finfo(Q.dtype).max)  # a Q of -inf is tied with itself
+    return _first(mdp.actions & (limit >= Q)).to(Q.dtype)
+
+
+def _first(true: Tensor) -> Tensor:
+    """Only the first True along the last dimension."""
+    return true & (true.cumsum(-1) == 1)
+
+
+class Plan(NamedTuple):
+    """The optimal policy of a loss and what it is worth."""
+
+    policy: Tensor  # (*batch, S, A), deterministic: the first of the minimizing actions
+    value: Tensor  # (*batch, S)
+    Q: Tensor  # (*batch, S, A), infinite on masked pairs
+    gaps: Tensor  # (*batch, S, A): Q(s, a) - min_a' Q(s, a'), zero on masked pairs
+
+
+def optimal_policy(mdp: LayeredMDP, loss: Tensor, *, in_order: bool = False) -> Plan:
+    """Backward induction.
+
+    Args:
+        loss: `(*batch, S, A)`.
+        in_order: take every sum in the order of its entries: the same bits in every batch (torch_occ.mdp.in_order), and slower.
+
+    The paper writes the gap as Q(s, a) - min_{a' != a} Q(s, a'); that would be negative at the optimal action. We read it as
+    Q(s, a) - min_{a'} Q(s, a'), which is what `eq:self_bounding_constraint` needs.
+    """
+    losses, masks = mdp.split(loss, -2), mdp.split(mdp.actions, -2)
+    maps = LayeredFlow(mdp, in_order=in_order).maps
+    values: list[Tensor] = []
+    Qs: list[Tensor] = []
+    for k in reversed(range(mdp.horizon)):
+        Q = losses[k]
+        if values:
+            Q = Q + maps[k].ahead(values[0])
+        if mdp.missing["pair"] is not None:
+            Q = torch.where(masks[k], Q, torch.inf)
+        Qs.insert(0, Q)
+        values.insert(0, Q.amin(-1))
+    value, Q = join(values, 1), join(Qs, 2)
+    best = Q.argmin(-1, keepdim=True) == torch.arange(mdp.num_actions, device=mdp.device)
+    gaps = torch.where(mdp.actions, Q - value.unsqueeze(-1), 0.0)
+    return Plan(best.to(loss.dtype), value, Q, gaps)

@@ -1,0 +1,99 @@
+"""Rewards as losses: the map between them, and a layered MDP that knows the rewards of the finite MDP that it was made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_occ.mdp.layered import LayeredMDP
+
+
+@dataclass(frozen=True)
+class RewardMap:
+    """loss = (high - reward) / (high - low) and back: rewards in [low, high] are losses in [0, 1].
+
+    Summed over an episode of L steps, return = L high - (high - low) * total loss, so a regret is (high - low) times as large in rewards.
+    """
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not (-float("inf") < self.low < self.high < float("inf")):
+            raise ValueError(
+                f"rewards: expected finite numbers low < high, got {self.low} and {self.high}"
+            )
+
+    @classmethod
+    def covering(cls, rewards: Tensor) -> RewardMap:
+        """From the smallest reward to the largest, zero included: that is what the end of an episode pays while it waits."""
+        if not bool(rewards.isfinite().all()):
+            raise ValueError(
+                f"rewards: expected finite numbers, found {float(rewards[~rewards.isfinite()][0])}"
+            )
+        low, high = (
+            (min(0.0, float(rewards.min())), max(0.0, float(rewards.max())))
+            if rewards.numel()
+            else (0.0, 0.0)
+        )
+        return cls(
+            low, high if high > low else low + 1.0
+        )  # if all rewards are zero, any interval will do
+
+    @property
+    def span(self) -> float:
+        """high - low: a loss of one, in rewards."""
+        return self.high - self.low
+
+    def loss(self, reward: Tensor) -> Tensor:
+        """The loss of a reward."""
+        return (self.high - reward) / self.span
+
+    def reward(self, loss: Tensor) -> Tensor:
+        """The reward of a loss."""
+        return self.high - self.span * loss
+
+    def total(self, total_loss: Tensor, horizon: int) -> Tensor:
+        """The return of an episode of `horizon` steps, from its total loss."""
+        return horizon * self.high - self.span * total_loss
+
+    def regret(self, regret: Tensor) -> Tensor:
+        """A regret in losses, in rewards."""
+        return self.span * regret
+
+
+class RewardMDP(LayeredMDP):
+    """A `LayeredMDP` with rewards: expected ones `(S, A)`, zero where the episode is over, and the map that makes them losses.
+
+    What is derived from it (`to`, `prune`, `with_transitions`) is a plain `LayeredMDP`. Importers make it; see `LayeredMDP.from_gymnasium`.
+
+    Args:
+        reward: expected rewards `(original S, A)` of the original MDP.
+        reward_map: how they become losses.
+        layout: what `LayeredMDP` takes.
+    """
+
+    reward: Tensor
+    reward_map: RewardMap
+
+    def __init__(self, *, reward: Tensor, reward_map: RewardMap, **layout: Any) -> None:
+        super().__init__(**layout)
+        object.__setattr__(self, "reward_map", reward_map)
+        object.__setattr__(self, "reward", torch.where(self.actions, self.lift(reward), 0.0))
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean losses `(S, A)`, in [0, 1]; the end's is that of a reward of zero."""
+        # Rounding of an expectation of extreme rewards may step out of the interval by an ulp.
+        return self.reward_map.loss(self.reward).clamp(0.0, 1.0)
+
+    def expected_return(self, q: Tensor) -> Tensor:
+        """<q, reward>: `(*batch, S, A)` -> `(*batch,)`."""
+        return (q * self.reward).sum((-2, -1))
+
+    def regret_in_rewards(self, regret: Tensor) -> Tensor:
+        """The regret of a `History`, in the units of the rewards."""
+        return self.reward_map.regret(regret)

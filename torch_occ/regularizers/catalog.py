@@ -1,0 +1,127 @@
+"""The built-in regularizers, as data.
+
+Each is a table of weighted elementary terms (argument, function, weight), see torch_occ.regularizers.terms: a formula stands in one place, and
+whatever evaluates regularizers reads it there.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.regularizers.arguments import ARGUMENTS, Argument
+from torch_occ.regularizers.base import Regularizer, SeparableRegularizer
+from torch_occ.regularizers.schedules import InverseSqrt
+from torch_occ.regularizers.terms import Log, Power, Table, Term, XLogX
+
+
+class TabularRegularizer(SeparableRegularizer):
+    """A separable regularizer given by its table of terms."""
+
+    def __init__(self, **parameters: Tensor | float) -> None:
+        super().__init__(**parameters)
+        for name, dims in self._event_dims.items():
+            if dims:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} declares {dims} event dimensions, but a table "
+                    "takes one number for each problem; derive from SeparableRegularizer instead"
+                )
+        self._arguments = tuple(name for name in ARGUMENTS if name in {term.argument for term in self.table()})
+
+    def table(self) -> tuple[Term, ...]:
+        raise NotImplementedError
+
+    @cached_property
+    def arguments(self) -> tuple[Argument, ...]:
+        return self._arguments
+
+    def scalar(self, name: Argument, x: Tensor, weight: Tensor | None) -> Tensor:
+        return Table(self.table()).times(weight).scalar(name, x, None)
+
+    def constant(self, weight: Tensor | None) -> tuple[Table, None]:
+        return Table(self.table()).times(weight), None
+
+
+class Tsallis(TabularRegularizer):
+    """- sum q(s,a)^power with 0 < power < 1; the 1/2-Tsallis entropy by default (Audibert and Bubeck; Zimmert and Seldin)."""
+
+    arg_constraints: ClassVar = {"power": constraints.interval(1e-3, 1 - 1e-3)}
+    power: Tensor
+
+    def __init__(self, power: Tensor | float = 0.5) -> None:
+        super().__init__(power=power)
+
+    def table(self) -> tuple[Term, ...]:
+        return (Term("pair", Power(self.power), -1.0),)
+
+
+class HybridTsallis(TabularRegularizer):
+    """phi_H(q) = - sum ( sqrt(q(s,a)) + alpha sqrt(q(s) - q(s,a)) ), `eq:hybrid`."""
+
+    arg_constraints: ClassVar = {"alpha": constraints.nonnegative}
+    alpha: Tensor
+
+    def __init__(self, alpha: Tensor | float) -> None:
+        super().__init__(alpha=alpha)
+
+    def table(self) -> tuple[Term, ...]:
+        return (Term("pair", Power(0.5), -1.0), Term("rest", Power(0.5), -self.alpha))
+
+
+class HybridComplement(TabularRegularizer):
+    """- sum ( sqrt(q(s,a)) + alpha sqrt(1 - q(s,a)) ), the regularizer of Zimmert, Luo and Wei (2019) at alpha = 1."""
+
+    arg_constraints: ClassVar = {"alpha": constraints.nonnegative}
+    alpha: Tensor
+
+    def __init__(self, alpha: Tensor | float = 1.0) -> None:
+        super().__init__(alpha=alpha)
+
+    def table(self) -> tuple[Term, ...]:
+        return (Term("pair", Power(0.5), -1.0), Term("complement", Power(0.5), -self.alpha))
+
+
+class Shannon(TabularRegularizer):
+    """sum q(s,a) log q(s,a), the regularizer of O-REPS (Zimin and Neu, 2013)."""
+
+    def table(self) -> tuple[Term, ...]:
+        return (Term("pair", XLogX(), 1.0),)
+
+
+class ConditionalEntropy(TabularRegularizer):
+    """sum q(s,a) log( q(s,a) / q(s) ), whose minimizer is the softmax policy of soft value iteration."""
+
+    def table(self) -> tuple[Term, ...]:
+        return (Term("pair", XLogX(), 1.0), Term("state", XLogX(), -1.0))
+
+
+class LogBarrier(TabularRegularizer):
+    """phi_L(q) = - beta sum log q(s,a), `eq:log-barrier`."""
+
+    arg_constraints: ClassVar = {"beta": constraints.nonnegative}
+    beta: Tensor
+
+    def __init__(self, beta: Tensor | float = 1.0) -> None:
+        super().__init__(beta=beta)
+
+    def table(self) -> tuple[Term, ...]:
+        return (Term("pair", Log(), -self.beta),)
+
+
+def jin_luo(
+    mdp: LayeredMDP, alpha: Tensor | float | None = None, beta: Tensor | float | None = None, gamma: Tensor | float | None = None
+) -> Regularizer:
+    """psi_t = phi_H / eta_t + phi_L with eta_t = gamma / sqrt(t); by default the constants of `thm:main`.
+
+    alpha = 1 / sqrt(A), beta = 64 L, gamma = 1.
+    """
+    alpha = mdp.num_actions**-0.5 if alpha is None else alpha
+    beta = 64.0 * mdp.horizon if beta is None else beta
+    gamma = 1.0 if gamma is None else gamma
+    alpha, beta, gamma = (torch.as_tensor(number, dtype=mdp.dtype, device=mdp.device) for number in (alpha, beta, gamma))
+    return HybridTsallis(alpha) / InverseSqrt(gamma) + LogBarrier(beta)

@@ -1,0 +1,225 @@
+"""Gradient and Hessian of psi_t by autograd, at the level at which it is written.
+
+Scalar terms cost two backward passes whatever their number; per-state functions one more for each action; joint functions one for
+each pair. `Evaluator` is psi with its parameters made explicit, so that they can be tensors of a `torch.func` transform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torch_occ._support.private import own_parameter_names
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.validation import broadcast
+from torch_occ.regularizers.arguments import Argument, keep, pull_back
+from torch_occ.regularizers.base import Inputs, Regularizer, Values, evaluate
+from torch_occ.regularizers.hessians import Blocks, Full, Hessian, Separable, combine
+from torch_occ.regularizers.parametrized import Parametrized
+
+
+class Evaluator:
+    """`regularizer.evaluate` as a function of its parameters.
+
+    `vmapped` has one entry for every enclosing `vmap` over parameters, the outermost first: for each parameter, whether it is
+    batched. Then all other inputs carry those batch dimensions first.
+    """
+
+    def __init__(self, regularizer: Regularizer, vmapped: tuple[tuple[bool, ...], ...] = ()) -> None:
+        self.regularizer, self.vmapped = regularizer, vmapped
+        # A module that is used twice has one name: exchanged under two, its parameter would not find its way back.
+        self.owners = [(path, module, name) for path, module in regularizer.named_modules() for name in own_parameter_names(module)]
+        self.names = tuple(f"{path}.{name}" if path else name for path, _, name in self.owners)
+        self._caller = _MethodCaller(regularizer)
+        self.event_dims = [_event_dims(module, name) for _, module, name in self.owners]
+
+    def under_vmap(self, batched: Sequence[bool]) -> Evaluator:
+        return Evaluator(self.regularizer, (tuple(batched), *self.vmapped))
+
+    @property
+    def own_parameters(self) -> tuple[Tensor, ...]:
+        """The regularizer's own; one that two modules share appears twice."""
+        return tuple(getattr(module, name) for _, module, name in self.owners)
+
+    def validate(self, parameters: Sequence[Tensor]) -> None:
+        """Raise a ValueError that names a parameter outside its domain."""
+        self.regularizer.validate(dict(zip(self.names, parameters, strict=True)))
+
+    def batch_shape(self, parameters: Sequence[Tensor]) -> torch.Size:
+        """The batch shape of all parameters together, behind the dimensions of enclosing vmaps."""
+        shapes = self._batch_shapes(parameters)
+        rank = max((len(own) for _, own in shapes), default=0)
+        padded = [torch.Size((*outer, *(1,) * (rank - len(own)), *own)) for outer, own in shapes]
+        return broadcast(*padded)
+
+    def batch_shapes(self, parameters: Sequence[Tensor]) -> dict[str, torch.Size]:
+        """The batch shape of each parameter by its name, without enclosing vmaps."""
+        shapes = self._batch_shapes(parameters)
+        return {name: own for name, (_, own) in zip(self.names, shapes, strict=True)}
+
+    def _batch_shapes(self, parameters: Sequence[Tensor]) -> list[tuple[torch.Size, torch.Size]]:
+        """Of each parameter its sizes in enclosing vmaps, 1 where it has none, and its batch."""
+        found = []
+        for i, (parameter, event_dims) in enumerate(zip(parameters, self.event_dims, strict=True)):
+            sizes = iter(parameter.shape)
+            outer = torch.Size([next(sizes) if batched[i] else 1 for batched in self.vmapped])
+            own = torch.Size(sizes)
+            batch_dims = 0 if event_dims is None else len(own) - event_dims
+            found.append((outer, own[:batch_dims]))
+        return found
+
+    def bind(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
+        """inputs -> values at these parameters and this t."""
+
+        def call(parameters: Sequence[Tensor], inputs: Inputs, t: Tensor) -> Values:
+            named = {f"module.{name}": tensor for name, tensor in zip(self.names, parameters, strict=True)}
+            return torch.func.functional_call(self._caller, named, (inputs, t), tie_weights=False)
+
+        for batched in reversed(self.vmapped):
+            call = torch.func.vmap(call, in_dims=(tuple(0 if flag else None for flag in batched), 0, 0))
+        return lambda inputs: call(tuple(parameters), inputs, t)
+
+    def bind_constants(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
+        """The same for plain tensors that need no derivative: the weights are worked out once."""
+        own = self.own_parameters
+        if self.vmapped or any(given is not mine for given, mine in zip(parameters, own, strict=True)):
+            return self.bind([parameter.detach() for parameter in parameters], t)
+        with torch.no_grad():
+            parts = [part.constant(weight) for part, weight in self.regularizer.parts(t)]
+        return lambda inputs: evaluate(parts, inputs)
+
+
+def _event_dims(module: nn.Module, name: str) -> int | None:
+    """None for a module that declares nothing, such as nn.Linear: it has no batch shape."""
+    return module.event_dims(name) if isinstance(module, Parametrized) else None
+
+
+class _MethodCaller(nn.Module):
+    """`functional_call` reaches only `forward`; this makes it reach `evaluate`."""
+
+    def __init__(self, module: Regularizer) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, inputs: Inputs, t: Tensor) -> Values:
+        return self.module.evaluate(inputs, t)
+
+
+class Derivatives(NamedTuple):
+    """psi_t at a point."""
+
+    scalars: dict[Argument, Tensor]  # the arguments of the scalar terms there
+    gradient: Tensor  # (*batch, S, A)
+    hessian: Hessian
+    bends: dict[Argument, Tensor]  # second derivatives of the scalar terms, zero where an argument does not exist
+    coarser: list[Tensor]  # (*batch, S, A) each, the diagonal of the Hessian of every other level
+
+    def unit(self, q: Tensor) -> Tensor:
+        """q times its curvature, `(*batch, S, A)`: the error of the gradient that stands for a relative error of one in q.
+
+        A term of q(s) - q(s,a) or 1 - q(s,a) counts with this argument where it is smaller: it is what the term determines.
+        """
+        terms = [torch.minimum(q, self.scalars[name]) * bend for name, bend in self.bends.items() if name != "state"]
+        return sum([*terms, *(q * diagonal for diagonal in self.coarser)], torch.zeros_like(q))
+
+
+def derivatives(mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[Inputs], Values], q: Tensor) -> Derivatives:
+    """Gradient and Hessian at q, for plain tensors: nothing is recorded."""
+    with torch.enable_grad():
+        inputs = _leaves(regularizer.read(mdp, q.detach()))
+        values = evaluate(inputs)
+        _check_batch(inputs, values)
+        levels: list[tuple[Tensor, Hessian]] = []  # from fine to coarse
+        bends: dict[Argument, Tensor] = {}
+        if values.scalars:
+            slope, separable, bends = _of_scalars(mdp, inputs.scalars, values.scalars)
+            levels.append((slope, separable))
+        if values.per_state:
+            levels.append(_of_states(mdp, inputs.per_state, values.per_state))
+        if values.joint:
+            levels.append(_of_joint(mdp, inputs.joint[0], values.joint[0]))
+    gradient, hessian = levels[0]
+    for more, coarser in levels[1:]:
+        gradient, hessian = gradient + more, combine(coarser, hessian)
+    arguments = {name: x.detach() for name, x in inputs.scalars.items()}
+    diagonals = [level.curvature for _, level in levels if not isinstance(level, Separable)]
+    return Derivatives(arguments, gradient, hessian, bends, diagonals)
+
+
+def _check_batch(inputs: Inputs, values: Values) -> None:
+    """Parameters and weights with a larger batch than q would have their Hessians added up."""
+    found: list[tuple[str, Tensor, Tensor, int]]
+    found = [(name, x, values.scalars[name], 0) for name, x in inputs.scalars.items()]
+    states = zip(inputs.per_state, values.per_state, strict=True)
+    found += [("per_state", x, value, 1) for x, value in states]
+    found += [("joint", x, y, 2) for x, y in zip(inputs.joint, values.joint, strict=True)]
+    for name, x, value, reduced in found:
+        if value.shape != x.shape[: x.dim() - reduced]:
+            raise ValueError(
+                f"regularizer: its {name} terms have shape {tuple(value.shape)} at an argument of "
+                f"shape {tuple(x.shape)}; batched parameters need a batch of q"
+            )
+
+
+def _leaves(inputs: Inputs) -> Inputs:
+    return Inputs(
+        {name: x.detach().requires_grad_() for name, x in inputs.scalars.items()},
+        [x.detach().requires_grad_() for x in inputs.per_state],
+        [x.detach().requires_grad_() for x in inputs.joint],
+    )
+
+
+def _grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: bool) -> tuple[Tensor, ...]:
+    """Derivatives of the sum of the outputs, zero where there is no dependence."""
+    varying = [y for y in outputs if y.requires_grad]
+    if not varying:
+        return tuple(torch.zeros_like(x) for x in inputs)
+    ones = [torch.ones_like(y) for y in varying]
+    return torch.autograd.grad(varying, inputs, ones, materialize_grads=True, **options)
+
+
+def _of_scalars(
+    mdp: LayeredMDP,
+    arguments: dict[Argument, Tensor],
+    values: dict[Argument, Tensor],
+) -> tuple[Tensor, Separable, dict[Argument, Tensor]]:
+    """Gradient, Hessian, and the second derivatives by argument."""
+    names, xs = list(arguments), list(arguments.values())
+    slopes = _grad(list(values.values()), xs, create_graph=True)
+    bends = _grad(slopes, xs)  # the terms act entry by entry, so this is the diagonal of second derivatives
+    gradient = sum(pull_back(name, mdp, slope.detach()) for name, slope in zip(names, slopes, strict=True))
+    second = {name: keep(name, mdp, bend, 0.0) for name, bend in zip(names, bends, strict=True)}
+    assert isinstance(gradient, Tensor)
+    zero = torch.zeros_like(gradient)
+    d, complement = second.get("pair", zero), second.get("complement")
+    hessian = Separable(
+        d=d if complement is None else d + complement,
+        w=second.get("rest", zero),
+        c=second.get("state", zero[..., 0]),
+        actions=mdp.actions,
+    )
+    return gradient, hessian, second
+
+
+def _of_states(mdp: LayeredMDP, states: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Blocks]:
+    batch, pairs = states[0].shape[:-2], (mdp.num_states, mdp.num_actions)
+    gradient = states[0].new_zeros(*batch, *pairs)
+    blocks = states[0].new_zeros(*batch, *pairs, mdp.num_actions)
+    for (index, actions), x, value in zip(mdp.action_groups, states, values, strict=True):
+        (slope,) = _grad([value], [x], create_graph=True)
+        gradient[..., index[:, None], actions] = slope.detach()
+        rows = [_grad([slope[..., i]], [x], retain_graph=True)[0] for i in range(x.shape[-1])]
+        blocks[..., index[:, None, None], actions[:, :, None], actions[:, None, :]] = torch.stack(rows, -2)
+    return gradient, Blocks(blocks, mdp.actions)
+
+
+def _of_joint(mdp: LayeredMDP, q: Tensor, value: Tensor) -> tuple[Tensor, Full]:
+    (slope,) = _grad([value], [q], create_graph=True)
+    entries = slope.flatten(-2)
+    rows = [_grad([entries[..., i]], [q], retain_graph=True)[0].flatten(-2) for i in range(entries.shape[-1])]
+    exists = mdp.actions.flatten()
+    matrix = torch.where(exists & exists.unsqueeze(-1), torch.stack(rows, -2), 0.0)
+    return keep("pair", mdp, slope.detach(), 0.0), Full(matrix, mdp.actions)

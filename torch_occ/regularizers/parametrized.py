@@ -1,0 +1,161 @@
+"""Modules whose parameters declare their domain as class data, as in `torch.distributions`.
+
+A parameter has the shape `(*batch, *event)`. Its event shape is what one problem needs: nothing
+for a scalar, (S, A) for one number a pair. Its batch shape is that of the problems that it is used
+with. A function that a user writes knows nothing of batches: `one_by_one` shows it each parameter
+without its batch shape, so that a batch cannot be taken for states or actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from torch_occ._support.private import has_children, own_parameters
+from torch_occ.mdp.validation import broadcast
+
+#: What is read in place of a parameter, by the identity of the parameter; of this thread only.
+_views: ContextVar[Mapping[int, Tensor] | None] = ContextVar("views", default=None)
+
+
+def _seen(found: Any) -> Any:
+    """A parameter as the function that runs now may see it."""
+    views = _views.get()
+    return found if views is None else views.get(id(found), found)
+
+
+class Parametrized(nn.Module):
+    """Registers `nn.Parameter`s and checks them against `arg_constraints`.
+
+    They are checked at construction and before every solve. A parameter is a scalar, or has the
+    batch shape of the problems that it is used with. One that needs more than a number for each
+    problem declares its event dimensions, as in `torch.distributions`: for the shape
+    `(*batch, S, A)` its constraint is `constraints.independent(constraints.positive, 2)`. A
+    parameter that is neither declared nor given to `__init__`, but set as an attribute, has the
+    event shape with which it is first set.
+    """
+
+    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
+
+    def __init__(self, **parameters: Tensor | float) -> None:
+        super().__init__()
+        self._event_dims = dict.fromkeys(parameters, 0)
+        self._event_dims |= {name: each.event_dim for name, each in self.arg_constraints.items()}
+        for name, value in parameters.items():
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            given = torch.as_tensor(value, dtype=None if floating else torch.float64)
+            self.register_parameter(name, nn.Parameter(given.detach().clone()))
+        self.validate()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if param is not None:
+            self._event_dims.setdefault(name, param.dim())
+
+    def event_dims(self, name: str) -> int:
+        """How many dimensions a parameter's event shape has; those before are its batch shape."""
+        return self._event_dims[name]
+
+    def batched(self) -> list[tuple[Tensor, torch.Size]]:
+        """The parameters that have a batch shape, here and in modules inside, with that shape."""
+        found = []
+        for owner in self.modules() if has_children(self) else (self,):
+            if isinstance(owner, Parametrized):
+                for name, own in own_parameters(owner).items():
+                    parameter, event_dims = _seen(own), owner._event_dims.get(name, 0)
+                    if parameter is not None and parameter.dim() > event_dims:
+                        found.append((parameter, parameter.shape[: parameter.dim() - event_dims]))
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return _seen(super().__getattr__(name))
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield name, _seen(parameter)
+
+    def validate(self, parameters: Mapping[str, Tensor] | None = None) -> None:
+        """Raise a ValueError that names the first parameter outside its domain.
+
+        Args:
+            parameters: values to check instead of the module's own, by name in `named_parameters`.
+        """
+        for path, module in self.named_modules():
+            if isinstance(module, Parametrized):
+                for name, constraint in module.arg_constraints.items():
+                    full = f"{path}.{name}" if path else name
+                    value = getattr(module, name) if parameters is None else parameters[full]
+                    _check(type(module).__name__, name, value.detach(), constraint)
+
+
+def one_by_one(
+    owner: Parametrized,
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    event_dims: int,
+) -> Tensor:
+    """function(x), as if called for each element of the batch with that element's parameters.
+
+    Args:
+        owner: whose parameters the function reads.
+        x: `(*batch, *event)`.
+        event_dims: how many dimensions the event shape of x has.
+
+    Returns:
+        `(*batch, *result)`, where batch is that of x and of all parameters together.
+
+    While no parameter has a batch shape, the function is called once with all of x.
+    """
+    batched = owner.batched()
+    if not batched:
+        return function(x)
+    batch = broadcast(x.shape[: x.dim() - event_dims], *(shape for _, shape in batched))
+    count = batch.numel()
+
+    def flat(value: Tensor, dims: int) -> Tensor:
+        event = value.shape[dims:]
+        if not count:  # torch.func.vmap wants an element; it is dropped below
+            return value.new_ones(1, *event)
+        return value.expand(*batch, *event).reshape(count, *event)
+
+    def at_one(x: Tensor, *values: Tensor) -> Tensor:
+        pairs = zip(batched, values, strict=True)
+        with _seen_as({id(parameter): value for (parameter, _), value in pairs}):
+            return function(x)
+
+    xs = flat(x, x.dim() - event_dims)
+    values = [flat(parameter, len(shape)) for parameter, shape in batched]
+    try:
+        found = torch.func.vmap(at_one)(xs, *values)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{type(owner).__name__}: its function failed at x of shape {tuple(xs.shape[1:])}, "
+            "with one element of its batched parameters at a time. torch.func.vmap runs it, so "
+            "write torch.where instead of an `if` that depends on a tensor, and no .item(). "
+            f"torch says: {error}"
+        ) from error
+    return found[:count].reshape(*batch, *found.shape[1:])
+
+
+@contextmanager
+def _seen_as(views: Mapping[int, Tensor]) -> Iterator[None]:
+    token = _views.set({**(_views.get() or {}), **views})
+    try:
+        yield
+    finally:
+        _views.reset(token)
+
+
+def _check(owner: str, name: str, value: Tensor, constraint: constraints.Constraint) -> None:
+    while isinstance(constraint, constraints.independent):  # to name the entry that is wrong
+        constraint = constraint.base_constraint
+    valid = constraint.check(value)[(..., *(None,) * constraint.event_dim)] & value.isfinite()
+    if not bool(valid.all()):
+        wrong = value[~valid].flatten()[0].item() if value.dim() else value.item()
+        raise ValueError(f"{owner}: {name} must satisfy {constraint}, got {wrong}")

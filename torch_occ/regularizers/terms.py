@@ -1,0 +1,77 @@
+"""Weighted elementary functions: the data that built-in regularizers consist of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torch_occ.regularizers.arguments import Argument
+
+
+@dataclass(frozen=True)
+class Power:
+    """x^p."""
+
+    p: Tensor | float
+
+    def __call__(self, x: Tensor, event_dims: int) -> Tensor:
+        if isinstance(self.p, float):
+            return x.sqrt() if self.p == 0.5 else x**self.p
+        return x ** align(self.p, event_dims)
+
+
+@dataclass(frozen=True)
+class XLogX:
+    """x log x."""
+
+    def __call__(self, x: Tensor, event_dims: int) -> Tensor:
+        return x * x.log()
+
+
+@dataclass(frozen=True)
+class Log:
+    """log x."""
+
+    def __call__(self, x: Tensor, event_dims: int) -> Tensor:
+        return x.log()
+
+
+@dataclass(frozen=True)
+class Term:
+    """weight * function(argument), summed over states or pairs."""
+
+    argument: Argument
+    function: Power | XLogX | Log
+    weight: Tensor | float
+
+
+@dataclass(frozen=True)
+class Table:
+    """A sum of terms."""
+
+    terms: tuple[Term, ...]
+
+    def times(self, weight: Tensor | None) -> Table:
+        """Every weight times another one of shape `()` or `(*batch,)`."""
+        return self if weight is None else Table(tuple(Term(term.argument, term.function, weight * term.weight) for term in self.terms))
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        return tuple(dict.fromkeys(term.argument for term in self.terms))
+
+    def scalar(self, name: Argument, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The terms of one argument at x, entry by entry."""
+        assert weight is None, "see times"
+        event_dims = 1 if name == "state" else 2
+        values = [
+            (align(term.weight, event_dims) if isinstance(term.weight, Tensor) else term.weight) * term.function(x, event_dims)
+            for term in self.terms
+            if term.argument == name
+        ]
+        return sum(values[1:], values[0])
+
+
+def align(parameter: Tensor, event_dims: int) -> Tensor:
+    """A parameter of shape `()` or `(*batch,)` ready to multiply something of shape `(*batch, *event)`."""
+    return parameter if parameter.dim() == 0 else parameter[(..., *(None,) * event_dims)]

@@ -1,0 +1,251 @@
+"""Differentiating through a solution without differentiating through the solver.
+
+An equation `operator(z; arguments) = rhs` has a solution z = (q, v) and a Jacobian K there. The implicit function theorem gives
+
+    forward:    K dz = d rhs - d operator
+    reverse:    K' lambda = z_bar,    rhs_bar = lambda,    arguments_bar = - (d operator)' lambda
+
+Solving with K is itself such an equation, linear and with the same K. So one `autograd.Function` serves both: the derivative of a
+solution is the solution of a linear equation, whose derivative is again one, to any order, in reverse and in forward mode. No
+factorization is ever differentiated.
+
+Two equations stand behind it, both about the system of torch_occ.step.kkt:
+
+    Stationarity   grad psi_t(q) - E'v = x,  E q = b       x = - cumulative loss: the FTRL step
+    Linearized     H(q) u - E'm = x,         E u = r       what its derivatives need
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_source
+from torch_occ.mdp.validation import broadcast
+from torch_occ.regularizers.base import total
+from torch_occ.regularizers.derivatives import Derivatives, Evaluator, derivatives
+from torch_occ.step.kkt import factorize
+from torch_occ.step.newton import Options, Solution, newton
+from torch_occ.step.status import Status
+
+
+@dataclass(frozen=True)
+class Setting:
+    """psi_t over an MDP, with every tensor that a derivative may be taken in pulled out of it.
+
+    The tensors are `(t, *parameters)`, or `(t, *parameters, *mdp.probabilities)` when they take part too. All but the
+    parameters have one batch rank, so that a `vmap` can put its dimension in front of all of them.
+    """
+
+    mdp: LayeredMDP
+    evaluator: Evaluator
+    probabilities: bool
+
+    @property
+    def event_dims(self) -> tuple[int | None, ...]:
+        """Dimensions of each tensor behind its batch shape; None for parameters, which may have any."""
+        model = (1, *(layer.event_dims for layer in self.mdp.layers)) if self.probabilities else ()
+        return (0, *(None,) * len(self.evaluator.names), *model)
+
+    def bind(self, tensors: Sequence[Tensor]) -> Bound:
+        t, count = tensors[0], len(self.evaluator.names)
+        mdp = self.mdp
+        if self.probabilities:
+            mdp = mdp.with_probabilities(*tensors[1 + count :])
+        return Bound(mdp, self.evaluator, t, tuple(tensors[1 : 1 + count]))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A setting with its tensors in place."""
+
+    mdp: LayeredMDP
+    evaluator: Evaluator
+    t: Tensor
+    parameters: tuple[Tensor, ...]
+
+    def deriver(self, batch: torch.Size) -> Callable[[Tensor], Derivatives]:
+        """q `(*batch, S, A)` -> structured gradient and Hessian, for plain tensors."""
+        evaluate = self.evaluator.bind_constants(self.parameters, self.t.expand(batch) if self.t.dim() else self.t)
+        return lambda q: derivatives(self.mdp, self.evaluator.regularizer, evaluate, q)
+
+    def gradient(self, q: Tensor) -> Tensor:
+        """grad psi_t(q) in operations that any transform can see through."""
+        evaluate = self.evaluator.bind(self.parameters, self.t.expand(q.shape[:-2]))
+        read = self.evaluator.regularizer.read
+        return torch.func.grad(lambda q: total(self.mdp, evaluate(read(self.mdp, q))).sum())(q)
+
+    def hessian_product(self, q: Tensor, u: Tensor) -> Tensor:
+        """H(q) u, likewise."""
+        return torch.func.grad(lambda q: (self.gradient(q) * u).sum())(q)
+
+    def flow(self, q: Tensor) -> Tensor:
+        return q.sum(-1) - flow_of(self.mdp).inflow(q)
+
+
+@dataclass(frozen=True)
+class Stationarity:
+    """grad psi_t(q) - E'v = x, E q = b; tensors `(x, start, *setting)`."""
+
+    setting: Setting
+    options: Options
+    check: Callable[[Bound, Tensor, Tensor], None]
+    report: Callable[[Solution], None]
+
+    leading = (2, 2)
+
+    def solve(self, x: Tensor, start: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        bound = self.setting.bind(tensors)
+        self.check(bound, x, start)
+        given = bound.evaluator.batch_shape(bound.parameters)
+        batch = broadcast(x.shape[:-2], start.shape[:-2], bound.t.shape, bound.mdp.batch_shape, given)
+        solution = newton(flow_of(bound.mdp, batch.numel()), bound.deriver(batch), -x.expand(*batch, *x.shape[-2:]), start, self.options)
+        self.report(solution)
+        return solution[:3]
+
+    def point(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+        """Where K is taken: (q, setting)."""
+        return outputs[0], tensors[2:]
+
+    def operator(self, outputs: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        bound, q, v = self.setting.bind(arguments), outputs[0], outputs[1]
+        return bound.gradient(q) - flow_adjoint(bound.mdp, v), bound.flow(q) - flow_source(bound.mdp)
+
+    def rhs_cotangents(self, x_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, None]:
+        return x_bar, None
+
+    def rhs_tangents(self, x: Tensor | None, start: Tensor | None) -> tuple[Tensor | None, None]:
+        return x, None
+
+
+@dataclass(frozen=True)
+class Linearized:
+    """H(q) u - E'm = x, E u = r; tensors `(x, r, q, *setting)`."""
+
+    setting: Setting
+
+    leading = (2, 1, 2)
+
+    def solve(self, x: Tensor, r: Tensor, q: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        bound = self.setting.bind(tensors)
+        batch = broadcast(q.shape[:-2], bound.t.shape)
+        q = q.expand(*batch, *q.shape[-2:])
+        whole = broadcast(x.shape[:-2], batch)  # under a vmap q may have a dimension that x has not
+        x, r = x.expand(*whole, *x.shape[-2:]), r.expand(*whole, *r.shape[-1:])
+        flow = flow_of(bound.mdp, whole.numel())
+        return factorize(bound.deriver(batch)(q).hessian, flow, q, exact=True).solve(x, r)
+
+    def point(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+        return tensors[2], tensors[3:]
+
+    def operator(self, outputs: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        (q, *tensors), (u, m) = arguments, outputs
+        bound = self.setting.bind(tensors)
+        q = q.expand(broadcast(q.shape, u.shape))
+        return bound.hessian_product(q, u) - flow_adjoint(bound.mdp, m), bound.flow(u)
+
+    def rhs_cotangents(self, x_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, Tensor]:
+        return x_bar, r_bar
+
+    def rhs_tangents(self, x: Tensor | None, r: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        return x, r
+
+
+Equation = Stationarity | Linearized
+
+
+class ImplicitSolution(torch.autograd.Function):
+    """The solution of an equation, differentiable by the implicit function theorem."""
+
+    @staticmethod
+    def forward(equation: Equation, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return equation.solve(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.equation, *tensors = inputs
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_forward(*tensors, *output)
+        ctx.count = len(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        equation, tensors, outputs = ctx.equation, ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        z_bar = poison(outputs, cotangents[:2])
+        q, setting = equation.point(tensors, outputs)
+        linearized = Linearized(equation.setting)
+        # K' has the signs of the off-diagonal blocks exchanged.
+        x_bar, minus_r_bar = ImplicitSolution.apply(linearized, z_bar[0], -z_bar[1], q, *setting)
+        r_bar = -minus_r_bar
+        arguments = tensors[2:]
+        if any(ctx.needs_input_grad[3:]):
+            _, pull_back, *_ = torch.func.vjp(lambda *given: equation.operator(outputs, given), *arguments)
+            pulled = pull_back((-x_bar, -r_bar))
+        else:
+            pulled = (None,) * len(arguments)
+        grads = (*equation.rhs_cotangents(x_bar, r_bar), *pulled)
+        return (None, *(None if g is None else _sum_to(g, x) for g, x in zip(grads, tensors, strict=True)))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        equation, tensors, outputs = ctx.equation, ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        q, setting = equation.point(tensors, outputs)
+        x, r = equation.rhs_tangents(*tangents[:2])
+        x = torch.zeros_like(outputs[0]) if x is None else x
+        r = torch.zeros_like(outputs[1]) if r is None else r
+        if any(tangent is not None for tangent in tangents[2:]):
+            moved = push_forward(lambda *given: equation.operator(outputs, given), tensors[2:], tangents[2:])
+            x, r = x - moved[0], r - moved[1]
+        dq, dv = ImplicitSolution.apply(Linearized(equation.setting), *poison(outputs, (x, r)), q, *setting)
+        return (dq, dv, *(None,) * (len(outputs) - 2))
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], equation: Equation, *tensors: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        dims = in_dims[1:]
+        front = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims, strict=True)]
+        events = (*equation.leading, *equation.setting.event_dims)
+        batched = [dim is not None for dim, event in zip(dims, events, strict=True) if event is None]
+        inside = any(batched) or bool(equation.setting.evaluator.vmapped)
+        if inside:  # the regularizer must be evaluated under a vmap of its own, which wants the dimension everywhere
+            evaluator = equation.setting.evaluator.under_vmap(batched)
+            equation = replace(equation, setting=replace(equation.setting, evaluator=evaluator))
+        for i, event in enumerate(events):
+            if event is not None and dims[i] is None:
+                front[i] = front[i].unsqueeze(0)
+                if inside:
+                    front[i] = front[i].expand(info.batch_size, *front[i].shape[1:])
+        outputs = ImplicitSolution.apply(equation, *front)
+        return outputs, (0,) * len(outputs)
+
+
+def poison(outputs: Sequence[Tensor], z: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """NaN for the elements whose solve failed: a derivative there would be silently wrong."""
+    if len(outputs) == 2:
+        return z[0], z[1]
+    failed = outputs[2][..., 0] != Status.CONVERGED
+    return torch.where(failed[..., None, None], torch.nan, z[0]), torch.where(failed[..., None], torch.nan, z[1])
+
+
+def push_forward(
+    function: Callable[..., tuple[Tensor, Tensor]], at: Sequence[Tensor], tangents: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """The derivative along tangents by two reverse passes, because forward mode does not nest in itself."""
+    (y0, y1), pull_back, *_ = torch.func.vjp(function, *at)
+
+    def paired(cotangents: tuple[Tensor, Tensor]) -> Tensor:
+        pulled = pull_back(cotangents)
+        return sum(((g * tangent).sum() for g, tangent in zip(pulled, tangents, strict=True) if tangent is not None), y0.new_zeros(()))
+
+    return torch.func.grad(paired)((torch.zeros_like(y0), torch.zeros_like(y1)))
+
+
+def _sum_to(gradient: Tensor, like: Tensor) -> Tensor:
+    return gradient.sum_to_size(like.shape) if gradient.shape != like.shape else gradient

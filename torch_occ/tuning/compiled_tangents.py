@@ -1,0 +1,106 @@
+"""The run with tangents carried along, compiled: torch_occ.tuning.tangents for regularizers that are tables of elementary terms.
+
+How weights and exponents depend on the parameters is worked out in torch, once per chunk of episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torch_occ._support.compiling import patiently
+from torch_occ._support.spacing import CHUNK
+from torch_occ._support.streams import Purpose, uniforms
+from torch_occ._support.threads import for_each
+from torch_occ.game.losses import LossProcess, Stationary
+from torch_occ.kernels.episodes import NOISE
+from torch_occ.kernels.layout import Floats, Terms, make_work
+from torch_occ.kernels.tangents import (
+    COST,
+    FAILED,
+    TANGENTS,
+    Carried,
+    Pushes,
+    World,
+    play_with_tangents,
+)
+from torch_occ.mdp.occupancy import interior_point, optimal_policy
+from torch_occ.regularizers.base import Regularizer
+from torch_occ.step.ftrl import FTRLStep
+from torch_occ.step.kernel_inputs import (
+    exponents_of,
+    kinds_of,
+    model_of,
+    terms_of,
+    weights_of,
+    why_not,
+)
+from torch_occ.tuning.tangents import Stretch
+
+
+def why_not_carry(step: FTRLStep, losses: LossProcess) -> str | None:
+    """The reason why the engine cannot carry these tangents, or None if it can."""
+    if type(losses).draw is not LossProcess.draw:
+        return f"{type(losses).__name__} draws its losses in its own way"
+    return why_not(step.mdp, step.regularizer)
+
+
+def play_compiled(step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequence[int]) -> Iterator[Stretch]:
+    """Play as `simulate` does, from the same random numbers, a chunk of episodes a stretch; the seeds side by side in threads."""
+    mdp, model, table = step.mdp, model_of(step.mdp), _Table(step.regularizer)
+    N, P, num_pairs = len(seeds), len(step.evaluator.names), mdp.num_states * mdp.num_actions
+    logs = [parameter.detach().log() for parameter in step.evaluator.own_parameters]
+    kinds = kinds_of(terms_of(step.regularizer, torch.ones((), dtype=torch.float64)))
+    plan = optimal_policy(mdp, losses.mean, in_order=True)
+    mean, gaps, middle = (x.detach().flatten().numpy() for x in (losses.mean, plan.gaps, interior_point(mdp)))
+    world = World(mean, gaps, NOISE[losses.noise], step.options.tolerance_in(torch.float64), step.options.max_steps)
+    shapes = ((num_pairs,), (P, num_pairs), (P, num_pairs), (P,), (1,))
+    carried = Carried(np.tile(middle, (N, 1)), *(np.zeros((N, *shape)) for shape in shapes))
+
+    def play_chunk(chunk: int, n: int) -> Tensor:
+        # All of the chunk, for the same bits in runs of any length.
+        t = chunk * CHUNK + torch.arange(1, CHUNK + 1, dtype=torch.float64)
+        weights, exponents, pushes = table.differentiate(step.evaluator.names, logs, t)
+        weights = weights[:n]
+        terms, record = Terms(*kinds, exponents), np.empty((N, n, 2 + 2 * P))
+
+        def play_seed(i: int) -> None:
+            numbers = uniforms([seeds[i]], Purpose.EPISODES, [chunk], (mdp.horizon, 3))[0].numpy()
+            own, scratch = Carried(*(x[i] for x in carried)), (np.zeros(mdp.num_states), make_work(model))
+            play_with_tangents(model, terms, weights, pushes, world, numbers, own, record[i], middle, *scratch)
+
+        with patiently:
+            for_each(play_seed, N)
+        return torch.from_numpy(record)
+
+    for chunk in range(-(-episodes // CHUNK)):
+        record = play_chunk(chunk, min(CHUNK, episodes - chunk * CHUNK))
+        slope, score = record[..., TANGENTS:].split(P, -1)
+        yield Stretch(record[..., COST], slope, score, record[..., FAILED] == 0)
+
+
+class _Table(nn.Module):
+    """t `(n,)` -> weights `(n, K)` and exponents `(K,)`, as a module: `functional_call` can exchange its parameters."""
+
+    def __init__(self, regularizer: Regularizer) -> None:
+        super().__init__()
+        self.regularizer = regularizer
+
+    def forward(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        terms = terms_of(self.regularizer, t)
+        return weights_of(terms).expand(len(t), -1), exponents_of(terms)
+
+    def differentiate(self, names: Sequence[str], logs: Sequence[Tensor], t: Tensor) -> tuple[Floats, Floats, Pushes]:
+        """Weights and exponents, and how they move with the logarithm of each parameter."""
+
+        def table(*logs: Tensor) -> tuple[Tensor, Tensor]:
+            named = {f"regularizer.{name}": log.exp() for name, log in zip(names, logs, strict=True)}
+            return torch.func.functional_call(self, named, (t,), tie_weights=False)
+
+        moves = torch.func.jacfwd(table, tuple(range(len(logs))))(*logs)
+        pushes = (torch.stack([x.detach() for x in move], -2).contiguous().numpy() for move in moves)
+        weights, exponents = (x.detach().contiguous().numpy() for x in self(t))
+        return weights, exponents, Pushes(*pushes)

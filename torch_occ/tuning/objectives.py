@@ -1,0 +1,162 @@
+"""What a meta-tuner minimizes: the forecast regret in one environment or in several, each measured against a reference.
+
+In environment e, x_e is the mean over its MDPs of log((regret + floor) / (reference regret + floor)). The objective is a soft maximum over
+environments,
+
+    value = 1/robustness log mean_e exp(robustness x_e),
+
+the mean of the x_e for robustness -> 0, the worst of them for robustness -> infinity: so what is tuned for one world cannot be ruinous in
+another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_occ.forecasting.mean_path import PER_DECADE, SMALL_NOISE, forecast
+from torch_occ.game.estimators import Estimator, centred
+from torch_occ.game.losses import LossProcess
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.regularizers.base import Regularizer
+
+#: How steeply the objective rises with the square of untrusted noise.
+DISTRUST = 30.0
+
+
+class World(NamedTuple):
+    """An environment. Worlds of one name are averaged."""
+
+    name: str
+    mdp: LayeredMDP  # one, or a batch of one layout (`stack`)
+    losses: Tensor | LossProcess  # means `(*batch, S, A)`, or a process that can be forecast
+
+
+class Evaluation(NamedTuple):
+    """The objective at B settings of the parameters at once."""
+
+    value: Tensor  # (B,)
+    regrets: dict[str, Tensor]  # by environment, the mean over its MDPs, (B,)
+    certified: Tensor  # (B,), whether every forecast behind it was
+
+
+class ForecastObjective:
+    """Forecast regret after `episodes` episodes, over all worlds.
+
+    Args:
+        reference: what regrets are divided by, for example `jin_luo(mdp)` with the paper's constants; by default the floor. Its loss
+            estimates are importance-weighted, whatever `estimator` is.
+        estimator: of the losses, for all regularizers that are judged; importance-weighted by default, or `ReducedVariance`. With a
+            baseline keep a log-barrier's beta above 1/2: below, rare visits may ruin what the mean path promises.
+        robustness: how much the worst environment counts.
+        trust: the share of noise in a forecast beyond which it is not believed; the objective rises steeply from there on, because a
+            tuner would otherwise look for its errors. 1 believes everything.
+        floor: added to every regret before its logarithm is taken; a negative regret counts as none, and differences far below the floor
+            do not count.
+    """
+
+    def __init__(
+        self,
+        worlds: Sequence[World],
+        episodes: int,
+        *,
+        reference: Regularizer | None = None,
+        estimator: Estimator | None = None,
+        robustness: float = 4.0,
+        trust: float = SMALL_NOISE,
+        floor: float = 1.0,
+        per_decade: float = PER_DECADE,
+    ) -> None:
+        if not worlds:
+            raise ValueError("worlds: expected at least one")
+        if not (robustness > 0 and floor > 0):
+            raise ValueError(
+                f"robustness, floor: expected positive numbers, got {robustness} and {floor}"
+            )
+        self.worlds, self.episodes, self.robustness, self.per_decade = (
+            tuple(worlds),
+            episodes,
+            robustness,
+            per_decade,
+        )
+        self.trust, self.floor, self.estimator = trust, floor, centred(estimator)
+        self.scales = [torch.zeros((), dtype=torch.float64) for _ in worlds]
+        if reference is not None:
+            with torch.no_grad():
+                found = [
+                    forecast(world.mdp, reference, world.losses, episodes, per_decade=per_decade)
+                    for world in worlds
+                ]
+            self.scales = [path.final for path in found]
+            for world, scale in zip(worlds, self.scales, strict=True):
+                if not bool(scale.isfinite().all()):
+                    raise ValueError(
+                        f"reference: its forecast regret in {world.name!r} is {scale.tolist()}; it has no certificate"
+                    )
+
+    @classmethod
+    def believing(cls, other: ForecastObjective) -> ForecastObjective:
+        """The same objective without distrust."""
+        found = copy(other)
+        found.trust = 1.0
+        return found
+
+    def __call__(self, regularizer: Regularizer) -> Evaluation:
+        """The parameters may have shape `(B, 1)`, so that they meet the batch of MDPs of a world."""
+        options: dict[str, Any] = {"estimator": self.estimator, "per_decade": self.per_decade}
+        paths = [
+            forecast(world.mdp, regularizer, world.losses, self.episodes, **options)
+            for world in self.worlds
+        ]
+        found = self.combine([path.final for path in paths], [path.certified for path in paths])
+        beyond = [
+            (_batched(path.noise_share) - self.trust).clamp(min=0).square().amax(-1)
+            for path in paths
+        ]
+        return found._replace(value=found.value + DISTRUST * torch.stack(beyond).amax(0))
+
+    def combine(self, regrets: Sequence[Tensor], certified: Sequence[Tensor]) -> Evaluation:
+        """The objective from the regret in every world, `(B, M)` or a number."""
+        plain: dict[str, list[Tensor]] = {}
+        ratios: dict[str, list[Tensor]] = {}
+        for world, scale, regret in zip(self.worlds, self.scales, regrets, strict=True):
+            final = _batched(regret)
+            plain.setdefault(world.name, []).append(final)
+            ratios.setdefault(world.name, []).append(self._log(final) - self._log(scale))
+        x = torch.stack(
+            [torch.cat(parts, -1).mean(-1) for parts in ratios.values()]
+        )  # (environments, B)
+        value = (self.robustness * x).logsumexp(0) / self.robustness - math.log(
+            len(x)
+        ) / self.robustness
+        means = {name: torch.cat(parts, -1).mean(-1) for name, parts in plain.items()}
+        return Evaluation(
+            value, means, torch.stack([_batched(fine).all(-1) for fine in certified]).all(0)
+        )
+
+    def _log(self, regret: Tensor) -> Tensor:
+        return (regret.clamp(min=0) + self.floor).log()
+
+
+def _batched(x: Tensor) -> Tensor:
+    """`(B, M)`, for one setting or one MDP too."""
+    return x.reshape(1, -1) if x.dim() < 2 else x
+
+
+def stack(mdps: Sequence[LayeredMDP]) -> LayeredMDP:
+    """MDPs of one layout as a batch."""
+    first = mdps[0]
+    for i, other in enumerate(mdps):
+        if other.layer_sizes != first.layer_sizes or not torch.equal(other.actions, first.actions):
+            raise ValueError(f"mdps: number {i} is {other}, which has another layout than {first}")
+    transitions = [
+        torch.stack(layers) for layers in zip(*(mdp.transitions for mdp in mdps), strict=True)
+    ]
+    return LayeredMDP(
+        transitions, actions=first.actions, initial=torch.stack([mdp.initial for mdp in mdps])
+    )

@@ -1,0 +1,313 @@
+"""From the optimum of the forecast to that of trials: a trust region, with leaping or real play as the judge.
+
+The mean-path forecast has exact gradients but fails where q fluctuates much, and the best parameters lie at the edge of there. Trials
+(`trials.py`) are right there but noisy and have no gradient. So each round tries some points that fill a region around the best one so
+far, but none that the forecast says is hopeless; fits a response surface (`surfaces.py`) to what was tried in the region,
+
+    log regret by trial = c + g . x + x' H x,
+
+and tries its minimum too. The fit, not the lowest noisy value, says what is best and where the next region lies. In the end the best
+points are tried again with new random numbers, and a last fit to everything chooses among them.
+
+Worlds whose losses answer to the learner can be neither forecast nor leapt through. A `Guard` plays in them for real at the same points;
+its excess has a surface of its own, and its penalty is added to the other.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_occ.regularizers.base import Regularizer
+from torch_occ.tuning.guard import Guard, Verdict
+from torch_occ.tuning.objectives import Evaluation, ForecastObjective
+from torch_occ.tuning.space import ParameterSpace
+from torch_occ.tuning.surfaces import fit_surface, monomials
+from torch_occ.tuning.trials import Trial, by_leaping, by_playing
+from torch_occ.tuning.tuner import Tuned
+
+#: A region shrinks by so much when its best point is not at its border.
+SHRINK = 0.6
+#: The forecast is right within some 30 % almost everywhere, and points that are worse than the best by more say little about it.
+HOPELESS = 0.3
+#: So many candidates are forecast for each point that is tried, at most.
+SCREENED = 4
+#: Points among which the minimum of a surface is looked for.
+CANDIDATES = 512
+#: A quadratic follows no cliffs: points whose value, a logarithm, is worse than the best by more have no part in a fit.
+STEEP = 1.0
+
+
+class Refined(NamedTuple):
+    """What refining leaves behind; a point that was tried twice is there twice."""
+
+    tuned: Tuned  # the point chosen; value and regrets are means over its trials, path and values those of all points tried
+    values: Tensor  # (points,), the objective by trials
+    fitted: Tensor  # (points,), by the last surface
+    points: Tensor  # (points, parameters)
+    excess: Tensor  # (points,), what the guard found; zeros without a guard
+    chosen: int  # the first trial of the point chosen
+    seconds: float
+    start: Tuned  # what refining began with
+
+
+def refine(
+    objective: ForecastObjective,
+    regularizer: Regularizer,
+    tuned: Tuned,
+    *,
+    judge: Literal["leap", "play"] | Trial = "leap",
+    rounds: int = 3,
+    points: int | None = None,
+    radius: float = 0.8,
+    hopeless: float = HOPELESS,
+    finalists: int = 0,
+    particles: int = 64,
+    accuracy: float = 0.7,
+    runs: int = 1,
+    seed: int = 0,
+    guard: Guard | None = None,
+) -> Refined:
+    """Go on from what `tune` found, inside its bounds.
+
+    Args:
+        objective: the one that was tuned.
+        regularizer: the one that was tuned; it is left as it is.
+        judge: leaping, real play, or any function of a regularizer and a seed. Playing is unbiased, and cheap for some 1e5 episodes.
+        rounds: each tries `points` points and the minimum of the fit.
+        points: 2 p for p parameters by default.
+        radius: of the first region in the unconstrained space; the region shrinks when its best point is not at its border.
+        hopeless: a point whose forecast is worse than the best trial by more, in logarithms, is not tried. Infinity tries all points and
+            forecasts none, where a trial costs no more than a forecast.
+        finalists: so many of the best points are tried again with new random numbers, at the end.
+        particles: of each trial by leaping, on every MDP; few are enough where MDPs are many.
+        accuracy: of leaping.
+        runs: of each trial by playing, on every MDP.
+        guard: worlds in which the result may not be worse than a reference. Its penalty is part of `values`, its regrets of
+            `tuned.regrets`; `excess` says what it found.
+    """
+    begun = time.monotonic()
+    if not hopeless > 0:
+        raise ValueError(f"hopeless: expected a positive number, got {hopeless}")
+    trial = judge if callable(judge) else _judge(judge, objective, particles, accuracy, runs)
+    search = Search(objective, regularizer, tuned, trial, guard)
+    sobol = torch.quasirandom.SobolEngine(len(tuned.names), scramble=True, seed=seed)
+    kept = {name: search.own[name].detach().clone() for name in tuned.names}
+    try:
+        centre = search.space.coordinates_of(tuned.parameters)
+        search.attempt(centre, seed)
+        for _ in range(rounds):
+            low, high = search.region(centre, radius)
+            for u in search.promising(low, high, sobol, points or 2 * len(centre), hopeless):
+                search.attempt(u, seed)
+            search.fit(centre, radius)
+            search.attempt(search.minimum(sobol), seed)
+            search.fit(centre, radius)
+            before, centre = centre, search.points[search.best(1)[0]]
+            if float((centre - before).abs().max()) < 0.95 * radius:
+                radius *= SHRINK
+        search.fit(centre, radius)
+        best = search.best(max(finalists, 1))
+        for i in best[:finalists]:
+            search.attempt(search.points[i], seed + 1)
+        search.fit(centre, radius)
+        chosen = min(best, key=lambda i: search.fitted()[i])
+    finally:
+        search.set_parameters(kept)
+    return search.result(tuned, chosen, time.monotonic() - begun)
+
+
+class Search:
+    """All points tried so far, and the surfaces fitted to those in a region."""
+
+    def __init__(
+        self,
+        objective: ForecastObjective,
+        regularizer: Regularizer,
+        tuned: Tuned,
+        trial: Trial,
+        guard: Guard | None,
+    ) -> None:
+        self.space = ParameterSpace(regularizer, tuned.names, tuned.bounds)
+        self.plain, self.trial, self.guard = ForecastObjective.believing(objective), trial, guard
+        self.regularizer, self.own = regularizer, dict(regularizer.named_parameters())
+        self.points: list[Tensor] = []
+        self.tried: list[float] = []  # without the guard's penalty
+        self.judged: list[Evaluation] = []  # with it
+        self.excess: list[float] = []
+
+    def region(self, centre: Tensor, radius: float) -> tuple[Tensor, Tensor]:
+        """Its lower and upper ends, inside the bounds."""
+        return (centre - radius).clamp(min=self.space.low), (centre + radius).clamp(
+            max=self.space.high
+        )
+
+    def set_point(self, u: Tensor) -> None:
+        """Give the regularizer the parameters of a point."""
+        self.set_parameters(dict(zip(self.space.names, self.space.parameters_at(u), strict=True)))
+
+    def set_parameters(self, values: dict[str, Tensor]) -> None:
+        """Give the regularizer parameters, by name."""
+        with torch.no_grad():
+            for name, value in values.items():
+                self.own[name].copy_(value)
+
+    def promising(
+        self,
+        low: Tensor,
+        high: Tensor,
+        sobol: torch.quasirandom.SobolEngine,
+        count: int,
+        hopeless: float,
+    ) -> Iterator[Tensor]:
+        """Points that fill a region, without those whose forecast is hopeless by what was tried before; some, if all of them are."""
+        screened = 1 if math.isinf(hopeless) else SCREENED
+        drawn = low + sobol.draw(screened * count, dtype=torch.float64) * (high - low)
+        given, lowest = (
+            0,
+            min(_trusted(found) for found in self.judged),
+        )  # a guard's penalty counts: what does not pass sets no standard
+        for i, u in enumerate(drawn):
+            if given < count and (
+                len(drawn) - i <= count - given or self.forecast(u) < lowest + hopeless
+            ):
+                given += 1
+                yield u
+
+    def forecast(self, u: Tensor) -> float:
+        """The objective by the mean path."""
+        self.set_point(u)
+        with torch.no_grad():
+            return float(self.plain(self.regularizer).value)
+
+    def attempt(self, u: Tensor, seed: int) -> None:
+        """Try a point, and let the guard play."""
+        self.set_point(u)
+        found = self.trial(self.regularizer, seed)
+        verdict = self.guard(self.regularizer) if self.guard is not None else Verdict(0.0, {})
+        self.points.append(u)
+        self.tried.append(_trusted(found))
+        self.excess.append(verdict.excess)
+        self.judged.append(_guarded(found, verdict, self.guard))
+
+    def fit(self, centre: Tensor, radius: float) -> None:
+        """Surfaces through the points tried in a region, or the nearest ones, enough of them for a fit to smooth; none on a cliff."""
+        u, values = torch.stack(self.points), torch.tensor(self.tried, dtype=torch.float64)
+        low = values < values.min() + STEEP
+        distance = torch.where(low, (u - centre).abs().amax(-1), torch.inf)
+        enough = min(2 * monomials(centre).numel(), len(u))
+        self.used = low & (distance <= max(radius, float(distance.sort().values[enough - 1])))
+        if not bool(self.used.any()):
+            raise RuntimeError(
+                f"none of {len(u)} trials was finite and certified; start elsewhere, or look at the judge"
+            )
+        excess = torch.tensor(self.excess, dtype=torch.float64)[self.used]
+        self.surface = fit_surface(u[self.used], values[self.used], centre, radius)
+        self.excess_surface = (
+            fit_surface(u[self.used], excess, centre, radius) if self.guard is not None else None
+        )
+
+    def surfaces_at(self, u: Tensor) -> Tensor:
+        """What the surfaces say of points `(n, p)`, the guard's penalty included."""
+        values = self.surface(u)
+        if self.guard is not None and self.excess_surface is not None:
+            values = values + self.guard.penalty(self.excess_surface(u))
+        return values
+
+    def fitted(self) -> Tensor:
+        """What they say of the points tried; infinite for those that had no part in the fit."""
+        return torch.where(self.used, self.surfaces_at(torch.stack(self.points)), torch.inf)
+
+    def best(self, count: int) -> list[int]:
+        """The first trials of so many different points that the surfaces like best."""
+        found: list[int] = []
+        for i in self.fitted().argsort().tolist():
+            if (
+                len(found) < count
+                and bool(self.used[i])
+                and not any(torch.equal(self.points[i], self.points[j]) for j in found)
+            ):
+                found.append(i)
+        return found
+
+    def minimum(self, sobol: torch.quasirandom.SobolEngine) -> Tensor:
+        """The best of many points by the surfaces, which are believed only between the good points tried."""
+        fitted = self.fitted()
+        good = torch.stack(self.points)[fitted < fitted.min() + HOPELESS]
+        drawn = good.amin(0) + sobol.draw(CANDIDATES, dtype=torch.float64) * (
+            good.amax(0) - good.amin(0)
+        )
+        return drawn[self.surfaces_at(drawn).argmin()]
+
+    def result(self, tuned: Tuned, chosen: int, seconds: float) -> Refined:
+        """With one of the points as the result."""
+        values, parameters = (
+            torch.tensor([_trusted(found) for found in self.judged]),
+            self.space.parameters_at(torch.stack(self.points)),
+        )
+        own = [i for i, u in enumerate(self.points) if torch.equal(u, self.points[chosen])]
+        regrets = self.judged[chosen].regrets
+        result = replace(
+            tuned,
+            parameters=dict(zip(tuned.names, parameters[chosen].tolist(), strict=True)),
+            value=float(values[own].mean()),
+            regrets={
+                name: sum(float(self.judged[i].regrets[name]) for i in own) / len(own)
+                for name in regrets
+            },
+            at_bounds=self.space.at_bounds(self.points[chosen]),
+            failures=~values.isfinite()[:, None],
+            values=values[:, None],
+            path=parameters[:, None],
+            start=0,
+            seconds=tuned.seconds + seconds,
+        )
+        return Refined(
+            result,
+            values,
+            self.fitted(),
+            parameters,
+            torch.tensor(self.excess),
+            own[0],
+            seconds,
+            tuned,
+        )
+
+
+def _judge(
+    name: str, objective: ForecastObjective, particles: int, accuracy: float, runs: int
+) -> Trial:
+    if name not in ("leap", "play"):
+        raise ValueError(
+            f"judge: expected 'leap', 'play' or a function of a regularizer and a seed, got {name!r}"
+        )
+    return (
+        by_playing(objective, runs=runs)
+        if name == "play"
+        else by_leaping(objective, particles=particles, accuracy=accuracy)
+    )
+
+
+def _trusted(found: Evaluation) -> float:
+    """The value, infinite if it is not a number or not certified."""
+    value = float(found.value)
+    return value if bool(found.certified.all()) and math.isfinite(value) else math.inf
+
+
+def _guarded(found: Evaluation, verdict: Verdict, guard: Guard | None) -> Evaluation:
+    """An evaluation with what a guard adds to it; an excess that is not a number is no certificate."""
+    if guard is None:
+        return found
+    excess = torch.tensor(verdict.excess, dtype=torch.float64)
+    regrets = found.regrets | {
+        name: torch.tensor([regret]) for name, regret in verdict.regrets.items()
+    }
+    return Evaluation(
+        found.value + guard.penalty(excess), regrets, found.certified & excess.isfinite()
+    )

@@ -1,0 +1,324 @@
+"""Meta-tuning: the parameters of a regularizer, found by gradients of an objective such as the forecast regret.
+
+Every parameter is moved in an unconstrained space (torch_occ.tuning.space). Several starts are one batch: parameters of shape `(starts, 1)`. A start whose objective is not finite,
+or whose forecast has no certificate, goes back to its best point so far, and that is counted and reported.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from torch_occ._support.extras import progress_bar
+from torch_occ._support.fingerprints import fingerprints
+from torch_occ._support.interrupts import asked_to_stop, explain, sigterm_raises
+from torch_occ._support.saving import Kept, State, copied
+from torch_occ.regularizers.base import Regularizer
+from torch_occ.tuning.board import TuningBoard
+from torch_occ.tuning.objectives import Evaluation
+from torch_occ.tuning.space import ParameterSpace
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a tuner leaves behind; everything over `steps + 1` evaluations and all starts."""
+
+    parameters: dict[str, float]  # the best ones, by their names in the regularizer
+    value: float  # the objective there
+    regrets: dict[str, float]  # and its regrets, by environment
+    start: int  # which start found it
+    at_bounds: tuple[
+        str, ...
+    ]  # parameters of the best point that ended at a bound: the optimum may lie beyond
+    failures: Tensor  # (evaluations, starts), where the objective was not finite or not certified
+    values: Tensor  # (evaluations, starts), NaN at failures
+    path: Tensor  # (evaluations, starts, parameters)
+    names: tuple[str, ...]
+    seconds: float
+    finished: bool
+    bounds: dict[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # as they were given to `tune`
+
+    def load_into(self, regularizer: Regularizer) -> None:
+        """Set a regularizer's parameters to the best ones."""
+        own = dict(regularizer.named_parameters())
+        with torch.no_grad():
+            for name, value in self.parameters.items():
+                own[name].fill_(value)
+
+    def __str__(self) -> str:
+        lines = [
+            f"objective {self.value:.6g} by start {self.start}, {len(self.values)} evaluations, {self.seconds:.1f} s"
+        ]
+        lines += [
+            f"  {name} = {value:.6g}{' (at its bound)' * (name in self.at_bounds)}"
+            for name, value in self.parameters.items()
+        ]
+        lines += [f"  regret, {name}: {value:.6g}" for name, value in self.regrets.items()]
+        if int(self.failures.sum()):
+            lines.append(
+                f"  {int(self.failures.sum())} of {self.failures.numel()} evaluations were not finite or not certified"
+            )
+        return "\n".join(lines)
+
+
+def tune(
+    objective: Callable[[Regularizer], Evaluation],
+    regularizer: Regularizer,
+    *,
+    steps: int = 60,
+    starts: int = 4,
+    only: Sequence[str] | None = None,
+    bounds: dict[str, tuple[float, float]] | None = None,
+    rate: float = 0.15,
+    spread: float = 1.5,
+    seed: int = 0,
+    optimizer: Callable[[list[Tensor], float], torch.optim.Optimizer] | None = None,
+    directory: str | Path | None = None,
+    progress: bool = False,
+    save_to: str | Path | None = None,
+    resume: bool = True,
+) -> Tuned:
+    """Minimize an objective over the parameters of a regularizer, which is left as it is (`Tuned.load_into` changes it).
+
+    Args:
+        objective: called with a regularizer whose parameters have shape `(starts, 1)`; for example a `ForecastObjective`.
+        regularizer: its parameters, scalars, are the first start.
+        steps: of the optimizer.
+        starts: the others are drawn around the first one, with standard deviation `spread` in the unconstrained space.
+        only: names of the parameters to tune, whole (`terms.1.beta`) or their last part (`beta`); all by default.
+        bounds: by the same names; 1e-4 to 1e4 by default.
+        rate: the learning rate of the optimizer; it falls to zero along a cosine.
+        optimizer: `(tensors, rate) -> torch.optim.Optimizer`; Adam by default.
+        directory: where TensorBoard's `meta/*` go.
+        save_to: a file in which the tuning is kept after every step, so that it can continue after
+            an interruption, with the same numbers. It is tried before the first step; if a later
+            save fails, a warning says so, and the tuning goes on.
+        resume: continue from `save_to` if it exists; otherwise a tuning saved there is replaced.
+
+    Returns:
+        The best point found, and the way there.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, with `error.result`, a `Tuned` of the steps so far (None if
+            none was certified), and `error.saved_to`. The same call continues.
+        SystemExit: likewise after SIGTERM, as in `simulate`.
+        ValueError: if an argument is wrong, or `save_to` is damaged or belongs to another tuning.
+        OSError: if `save_to` cannot be written, before the first step.
+        RuntimeError: if no evaluation was finite and certified.
+    """
+    tuner = Tuner(
+        objective, regularizer, steps, starts, only, bounds or {}, rate, spread, seed, optimizer
+    )
+    kept = None if save_to is None else Kept(save_to, "tuning", tuner.fingerprints)
+    if kept is not None:
+        found = kept.load() if resume else None
+        if found is not None:
+            tuner.restore(found)
+        kept.try_first(tuner.state())
+    board = TuningBoard(directory, tuner) if directory is not None else None
+    bar = progress_bar(steps + 1, len(tuner.values), "step", "tuning") if progress else None
+    with sigterm_raises(kept is not None) as silence:
+        try:
+            while len(tuner.values) <= steps:
+                tuner.advance()
+                if board:
+                    board.write(tuner)
+                if bar is not None:
+                    bar.set_postfix_str(f"best {tuner.best_values.min():.4g}")
+                    bar.update(1)
+                if kept is not None:
+                    kept.keep(tuner.state())
+        except BaseException as error:
+            silence()
+            saved_to = None if kept is None else kept.rescue()
+            if asked_to_stop(error):
+                best = tuner.result() if bool(tuner.best_values.isfinite().any()) else None
+                explain(error, f"after {len(tuner.values)} of {steps + 1} steps", best, saved_to)
+            raise
+        finally:
+            if board:
+                board.close(tuner)
+            if bar is not None:
+                bar.close()
+    return tuner.result()
+
+
+class Tuner:
+    """A tuning in progress."""
+
+    def __init__(
+        self,
+        objective: Callable[[Regularizer], Evaluation],
+        regularizer: Regularizer,
+        steps: int,
+        starts: int,
+        only: Sequence[str] | None,
+        bounds: dict[str, tuple[float, float]],
+        rate: float,
+        spread: float,
+        seed: int,
+        optimizer: Callable[[list[Tensor], float], torch.optim.Optimizer] | None,
+    ) -> None:
+        if steps < 0 or starts < 1:
+            raise ValueError(
+                f"steps, starts: expected steps >= 0 and starts >= 1, got {steps} and {starts}"
+            )
+        self.space = space = ParameterSpace(regularizer, only, bounds)
+        self.names, self.low, self.high = space.names, space.low, space.high
+        self.caller, self.steps, self.starts, self.rate = (
+            _Caller(objective, regularizer),
+            steps,
+            starts,
+            rate,
+        )
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(starts, len(self.names), dtype=torch.float64, generator=generator)
+        noise[0] = 0.0
+        self.u = (space.centre + spread * noise).clamp(self.low, self.high)  # (starts, parameters)
+        self.optimizer = (optimizer or _adam)([self.u], rate)
+        self.values: list[Tensor] = []
+        self.failures: list[Tensor] = []
+        self.path: list[Tensor] = []
+        self.best_values = torch.full((starts,), torch.inf, dtype=torch.float64)
+        self.best_u = self.u.clone()
+        self.best_regrets: dict[str, Tensor] = {}
+        self.gradient_norm = torch.zeros(starts, dtype=torch.float64)
+        self.seconds = 0.0
+        self.options = [self.names, steps, starts, self.low, self.high, rate, spread, seed]
+        self.options += [type(self.optimizer), optimizer, self.optimizer.defaults]
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of everything that decides the numbers of the tuning."""
+        objective, regularizer = self.caller.objective, self.caller.regularizer
+        return fingerprints(objective=objective, regularizer=regularizer, options=self.options)
+
+    def advance(self) -> None:
+        """Evaluate at the present point, and move on."""
+        begun = time.monotonic()
+        u = self.u.detach().clone().requires_grad_()
+        parameters = self.space.parameters_at(u)
+        named = {name: parameters[:, i, None] for i, name in enumerate(self.names)}
+        evaluation = self.caller.at(named)
+        value = evaluation.value.expand(self.starts).double()
+        fine = value.isfinite() & evaluation.certified.expand(self.starts)
+        gradient = torch.zeros_like(u)
+        if bool(fine.any()):
+            # The starts are independent rows of a batch, so that one which failed spoils no other.
+            (gradient,) = torch.autograd.grad(torch.where(fine, value, 0.0).sum(), u)
+            fine = fine & gradient.isfinite().all(-1)
+            gradient = torch.where(fine[:, None], gradient, 0.0)
+        self._record(
+            u.detach(),
+            value.detach(),
+            fine,
+            {name: x.detach().expand(self.starts) for name, x in evaluation.regrets.items()},
+        )
+        self.gradient_norm = gradient.norm(dim=-1)
+        if len(self.values) <= self.steps:
+            for group in self.optimizer.param_groups:
+                group["lr"] = (
+                    0.5
+                    * self.rate
+                    * (1 + math.cos(math.pi * (len(self.values) - 1) / max(self.steps, 1)))
+                )
+            self.u.grad = gradient
+            self.optimizer.step()
+            with torch.no_grad():
+                self.u.copy_(
+                    torch.where(fine[:, None], self.u.clamp(self.low, self.high), self.best_u)
+                )
+        self.seconds += time.monotonic() - begun
+
+    def _record(self, u: Tensor, value: Tensor, fine: Tensor, regrets: dict[str, Tensor]) -> None:
+        self.values.append(torch.where(fine, value, torch.nan))
+        self.failures.append(~fine)
+        self.path.append(self.space.parameters_at(u))
+        better = fine & (value < self.best_values)
+        self.best_values = torch.where(better, value, self.best_values)
+        self.best_u = torch.where(better[:, None], u, self.best_u)
+        for name, regret in regrets.items():
+            self.best_regrets[name] = torch.where(
+                better, regret, self.best_regrets.get(name, torch.full_like(regret, torch.nan))
+            )
+
+    def result(self) -> Tuned:
+        """The best point so far."""
+        best = int(self.best_values.argmin())
+        if not bool(self.best_values.isfinite().any()):
+            raise RuntimeError(
+                f"the objective was not finite and certified at any of {len(self.values)} evaluations of {self.starts} starts; "
+                "start elsewhere, or look at objective(regularizer)"
+            )
+        parameters = self.space.parameters_at(self.best_u[best])
+        return Tuned(
+            parameters=dict(zip(self.names, parameters.tolist(), strict=True)),
+            value=float(self.best_values[best]),
+            regrets={name: float(regret[best]) for name, regret in self.best_regrets.items()},
+            start=best,
+            at_bounds=self.space.at_bounds(self.best_u[best]),
+            failures=torch.stack(self.failures),
+            values=torch.stack(self.values),
+            path=torch.stack(self.path),
+            names=self.names,
+            seconds=self.seconds,
+            finished=len(self.values) > self.steps,
+            bounds=self.space.bounds,
+        )
+
+    _KEPT = (
+        "u",
+        "values",
+        "failures",
+        "path",
+        "best_values",
+        "best_u",
+        "best_regrets",
+        "gradient_norm",
+        "seconds",
+    )
+
+    def state(self) -> State:
+        """A copy of everything that changes from step to step."""
+        now = {name: getattr(self, name) for name in self._KEPT}
+        return copied(now | {"optimizer": self.optimizer.state_dict()})
+
+    def restore(self, state: State) -> None:
+        """Go on from what `state` returned, in this process or another."""
+        state = copied(state)
+        self.optimizer.load_state_dict(state.pop("optimizer"))
+        with torch.no_grad():
+            self.u.copy_(state.pop("u"))
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+class _Caller(nn.Module):
+    """The objective as a function of the regularizer's parameters."""
+
+    def __init__(
+        self, objective: Callable[[Regularizer], Evaluation], regularizer: Regularizer
+    ) -> None:
+        super().__init__()
+        self.objective, self.regularizer = objective, regularizer
+
+    def forward(self) -> Evaluation:
+        return self.objective(self.regularizer)
+
+    def at(self, parameters: dict[str, Tensor]) -> Evaluation:
+        """The objective with these in place of the parameters of those names."""
+        return torch.func.functional_call(
+            self, {f"regularizer.{name}": value for name, value in parameters.items()}, ()
+        )
+
+
+def _adam(tensors: list[Tensor], rate: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(tensors, lr=rate, betas=(0.8, 0.99))
