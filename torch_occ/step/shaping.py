@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.mdp.layers import DenseLayer, SparseLayer
 from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.layers import DenseLayer, SparseLayer
 from torch_occ.mdp.occupancy import join, optimal_policy
 
 
