@@ -28,9 +28,6 @@ Bools = NDArray[np.bool_]
 PAIR, REST, COMPLEMENT, STATE = 0, 1, 2, 3
 SLOPE, BEND = 3, 6  # rows further down
 
-# Functions.
-POWER, X_LOG_X, LOG = 0, 1, 2
-
 # More rows of `work.pairs`.
 GAPS = 9  # the shaped loss
 GRADIENT = 10  # of psi

@@ -21,7 +21,8 @@ from torch_occ.kernels.layout import (
     Work,
     kernel,
 )
-from torch_occ.kernels.newton import derive, floor_pairs
+from torch_occ.kernels.newton import floor_pairs
+from torch_occ.kernels.psi import derive
 from torch_occ.kernels.transitions import likelihoods, successor
 
 #: From so many expected events on, a binomial number is drawn as a rounded normal one.
