@@ -127,10 +127,6 @@ class FTRL(Learner):
         solution = self.step.solve(
             state["cumulative_loss"], float(t), warm_start=state["q"], check=False
         )
-        if not bool(solution.converged.all()):
-            # A warm start can lie too close to the boundary; from the middle, Newton's method is certain.
-            again = self.step.solve(state["cumulative_loss"], float(t), check=False)
-            solution = solution.merge(again, again.converged & ~solution.converged)
         state["q"] = solution.q
         state["newton_steps"] = solution.steps.to(self.mdp.dtype)
         state["dual_residual"], state["flow_residual"] = (

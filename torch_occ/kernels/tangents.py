@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from torch_occ.kernels.constants import CONVERGED
-from torch_occ.kernels.entropic import minimize
+from torch_occ.kernels.entropic import follow_or_restart
 from torch_occ.kernels.episodes import draw, index_drawn, state_drawn
 from torch_occ.kernels.layout import (
     DQ,
@@ -76,14 +78,12 @@ def play_with_tangents(
     num_tangents, num_pairs = tangent.shape
     limits = (world.tolerance, world.max_steps)
     for t in range(len(weights)):
-        for attempt in range(2):  # from the last q; from the middle if that fails
-            for i in range(num_pairs):
-                pairs[PAIR, i] = q[i] if attempt == 0 else middle[i]
-            status = minimize(
-                model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], work
-            )[0]
-            if status == CONVERGED:
-                break
+        for i in range(num_pairs):
+            pairs[PAIR, i] = q[i]
+        work.stale[0], work.stale[2] = np.inf, 0.0  # factors are those of the tangents
+        status = follow_or_restart(
+            model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], middle, work
+        )[0]
         carried.failures[0] += status != CONVERGED
         floor_pairs(model, work)
         derive(
