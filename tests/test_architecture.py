@@ -140,6 +140,13 @@ def test_rooms_are_small():
     assert not long
 
 
+@pytest.mark.parametrize("package", ORDER)
+def test_a_package_lists_its_modules(package):
+    listed = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
+    modules = {path.stem for path in (PACKAGE / package).glob("*.py")} - {"__init__"}
+    assert {name for name in modules if not re.search(rf"^\s*{name}  ", listed, re.MULTILINE)} == set()
+
+
 def test_nothing_hides_a_module():
     for package in ("", *ORDER):
         module = importlib.import_module(f"torch_occ.{package}".removesuffix("."))

@@ -56,7 +56,7 @@ from torch_occ.game.losses import SwitchingLosses as SwitchingLosses
 from torch_occ.game.losses import RandomWalkLosses as RandomWalkLosses
 from torch_occ.game.losses import GreedyAdversary as GreedyAdversary
 from torch_occ.game.losses import StochasticallyConstrained as StochasticallyConstrained
-from torch_occ.game.losses import Corrupted as Corrupted
+from torch_occ.game.corruption import Corrupted as Corrupted
 from torch_occ.game.estimators import Estimator as Estimator
 from torch_occ.game.estimators import Feedback as Feedback
 from torch_occ.game.estimators import CentredEstimator as CentredEstimator
@@ -79,7 +79,8 @@ from torch_occ.game.intervals import Mean as Mean
 from torch_occ.game.regret import SelfBounding as SelfBounding
 from torch_occ.game.regret import comparator as comparator
 from torch_occ.game.regret import self_bounding as self_bounding
-from torch_occ.game.simulation import simulate as simulate
+from torch_occ.game.contracts import UncertifiedWarning as UncertifiedWarning
+from torch_occ.game.driver import simulate as simulate
 from torch_occ.game.comparing import LearnerComparison as LearnerComparison
 from torch_occ.game.comparing import compare_learners as compare_learners
 

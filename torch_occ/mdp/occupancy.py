@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.kernels.constants import TIE
 from torch_occ.mdp.in_order import InOrder
 from torch_occ.mdp.layered import DENSE_STATES, LayeredMDP
 from torch_occ.mdp.layers import DenseLayer, Layer
@@ -190,6 +191,32 @@ def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
 
 
 # -- planning -------------------------------------------------------------------------------------------------------------
+
+
+def tie_in(dtype: torch.dtype) -> float:
+    """`TIE`, or a few units in the last place where the precision is lower."""
+    return max(TIE, 32 * torch.finfo(dtype).eps)
+
+
+def likeliest(mdp: LayeredMDP, q: Tensor) -> Tensor:
+    """The action of largest q in each state, the first of those that are tied, as 0 or 1 `(*batch, S, A)`."""
+    tied = mdp.actions & (q >= (1 - tie_in(q.dtype)) * q.amax(-1, keepdim=True))
+    return _first(tied).to(q.dtype)
+
+
+def cheapest(mdp: LayeredMDP, Q: Tensor) -> Tensor:
+    """The action of smallest Q in each state, the first of those that are tied, as 0 or 1 `(*batch, S, A)`.
+
+    Numbers below 1 are compared absolutely, since losses are of that size. Q is infinite on masked pairs.
+    """
+    best = Q.amin(-1, keepdim=True)
+    limit = best + tie_in(Q.dtype) * best.abs().clamp(1.0, torch.finfo(Q.dtype).max)  # a Q of -inf is tied with itself
+    return _first(mdp.actions & (limit >= Q)).to(Q.dtype)
+
+
+def _first(true: Tensor) -> Tensor:
+    """Only the first True along the last dimension."""
+    return true & (true.cumsum(-1) == 1)
 
 
 class Plan(NamedTuple):

@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.arguments import ARGUMENTS, Argument, keep, marginal
+from torch_occ.regularizers.frozen import Frozen, FrozenList
 from torch_occ.regularizers.parametrized import Parametrized, one_by_one
 from torch_occ.regularizers.schedules import Schedule
 from torch_occ.regularizers.terms import Table, align
@@ -156,14 +157,15 @@ class JointRegularizer(Regularizer):
         raise NotImplementedError
 
 
-class Sum(Regularizer):
-    """psi_1 + psi_2 + ..."""
+class Sum(Frozen, Regularizer):
+    """psi_1 + psi_2 + ...; which terms there are is fixed, the values of their parameters are not."""
 
+    fixed: ClassVar = {"terms": "add up a new regularizer, and make a new FTRLStep with it"}
     terms: list[Regularizer]
 
     def __init__(self, *terms: Regularizer) -> None:
         super().__init__()
-        self.terms = nn.ModuleList(terms)  # type: ignore[assignment]
+        self.terms = FrozenList(terms, self.fixed["terms"])  # type: ignore[assignment]
 
     def parts(self, t: Tensor) -> Iterator[tuple[Regularizer, Tensor | None]]:
         for term in self.terms:
@@ -177,8 +179,10 @@ class Sum(Regularizer):
         return Sum(*self.terms, other) if isinstance(other, Regularizer) else NotImplemented
 
 
-class Scaled(Regularizer):
-    """psi times a schedule or number, to the power 1 or -1."""
+class Scaled(Frozen, Regularizer):
+    """psi times a schedule or number, to the power 1 or -1; fixed, but for the values of parameters."""
+
+    fixed: ClassVar = dict.fromkeys(("regularizer", "factor", "power"), "scale a new regularizer, and make a new FTRLStep with it")
 
     def __init__(self, regularizer: Regularizer, factor: Schedule | float, power: int) -> None:
         super().__init__()
@@ -208,9 +212,11 @@ def evaluate(parts: list[tuple[Regularizer | Table, Tensor | None]], inputs: Inp
                 value = part.scalar(name, inputs.scalars[name], weight)
                 values.scalars[name] = values.scalars[name] + value if name in values.scalars else value
         elif isinstance(part, StatewiseRegularizer):
+            _expected(part, inputs.per_state)
             found = [call(part, "per_state", q_s, 2, 1) for q_s in inputs.per_state]
             _accumulate(values.per_state, [weighted(weight, value, 1) for value in found])
         elif isinstance(part, JointRegularizer):
+            _expected(part, inputs.joint)
             found = [call(part, "joint", q, 2, 0) for q in inputs.joint]
             _accumulate(values.joint, [weighted(weight, value, 0) for value in found])
         else:
@@ -247,6 +253,12 @@ def total(mdp: LayeredMDP, values: Values) -> Tensor:
     parts += [value.sum(-1) for value in values.per_state]
     parts += values.joint
     return sum(parts[1:], parts[0])
+
+
+def _expected(part: Regularizer, inputs: list[Tensor]) -> None:
+    """What a part reads is worked out once for all parts; one that came later would be left out."""
+    if not inputs:
+        raise RuntimeError(f"regularizer: {type(part).__name__} was added after the first use; make a new FTRLStep(mdp, regularizer)")
 
 
 def _accumulate(total: list[Tensor], values: list[Tensor]) -> None:

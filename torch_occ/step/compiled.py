@@ -69,6 +69,10 @@ class CompiledStep:
         self.valid: list[Any] = []  # values of the parameters that were found valid
         self.works: list[Work] = []  # scratch memory at rest
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has memory of its own."""
+        return CompiledStep, (self.mdp, self.regularizer, self.options)
+
     @cached_property
     def model(self) -> Model:
         return model_of(self.mdp)
@@ -101,6 +105,7 @@ class CompiledStep:
         formula = self.formula
         if formula is None:  # then torch works out the terms, and they are the inputs
             terms = terms_of(self.regularizer, torch.as_tensor(t, dtype=torch.float64))
+            self._check_kinds(terms)
             outputs = (*(term.weight for term in terms), *list_exponents(terms))
             inputs, formula = [x.double() if isinstance(x, Tensor) else x for x in outputs], identity(2 * len(terms))
             values = [number(x) for x in inputs]
@@ -123,6 +128,12 @@ class CompiledStep:
         else:
             q, v = found.tensors(batch, self.shape)
         return Solution(q, v, torch.from_numpy(certificate.reshape(*batch, 5)), "engine"), converged
+
+    def _check_kinds(self, terms: Sequence[Term]) -> None:
+        """A user's table may say something else today; its kinds are what kernels and derivatives were made for."""
+        found, known = ([(term.argument, type(term.function)) for term in each] for each in (terms, self.template))
+        if found != known:
+            raise RuntimeError(f"regularizer: its terms were {known}, and are {found} now; make a new FTRLStep(mdp, regularizer)")
 
     def _in_domain(self, values: list[Any]) -> bool:
         t = values[0]

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_occ._support.backends import Backend, check_backend, engine_takes, later
 from torch_occ._support.private import carries_derivative, forward_modes, inside_transform
@@ -20,6 +20,7 @@ from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.arguments import keep
 from torch_occ.regularizers.base import Regularizer, SeparableRegularizer
 from torch_occ.regularizers.derivatives import Evaluator
+from torch_occ.regularizers.frozen import Frozen
 from torch_occ.step.implicit import Bound, ImplicitSolution, Setting, Stationarity
 from torch_occ.step.newton import Options, Solution, Status
 
@@ -35,7 +36,7 @@ class SolveError(RuntimeError):
         self.solution = solution
 
 
-class FTRLStep(nn.Module):
+class FTRLStep(Frozen):
     """The occupancy-measure FTRL step, differentiable in the loss, t, the regularizer's parameters and the MDP's probabilities.
 
     Args:
@@ -46,6 +47,9 @@ class FTRLStep(nn.Module):
         backend: "engine" is compiled, for built-in regularizers over a single MDP on the CPU in double precision; "torch" does everything;
             "auto" takes the engine where it can and where layers are not so wide that BLAS is faster. `solution.backend` says who solved.
 
+    The MDP, the structure of the regularizer and the options are fixed, and changing them is an error. The values of parameters may
+    change at any time.
+
     Example:
         >>> mdp = LayeredMDP.random(horizon=3, width=3, num_actions=3)
         >>> step = FTRLStep(mdp, jin_luo(mdp))
@@ -54,6 +58,10 @@ class FTRLStep(nn.Module):
 
     #: What follows from the rest, and the compiled step with its caches.
     fingerprint_ignores: ClassVar[tuple[str, ...]] = ("evaluator", "interior", "_compiled")
+    fixed: ClassVar = {"backend": "call step.use(backend)"} | dict.fromkeys(
+        ("mdp", "regularizer", "options", "evaluator", "interior"), "make a new FTRLStep(mdp, regularizer, ...)"
+    )
+    backend: Backend
 
     def __init__(
         self,
@@ -78,7 +86,7 @@ class FTRLStep(nn.Module):
 
     def use(self, backend: Backend) -> None:
         """Choose who solves from now on; see the class. Nothing is compiled before the first solve."""
-        self.backend, self._compiled = check_backend(backend), None
+        self.__dict__.update(backend=check_backend(backend), _compiled=None)
 
         def why_not() -> str | None:
             return later("step.kernel_inputs").why_not(self.mdp, self.regularizer)
@@ -145,13 +153,7 @@ class FTRLStep(nn.Module):
         shapes |= {"mdp": model.batch_shape, "t": t.shape, "warm_start": start.shape[:-2]}
         _check_batches({"cumulative_loss": cumulative_loss.shape[:-2]} | shapes)
         _check_transforms()
-        for name, parameter in self.regularizer.named_parameters():
-            if parameter.dtype != model.dtype or parameter.device != model.device:
-                raise ValueError(
-                    f"regularizer: {name} is {parameter.dtype} on {parameter.device}, the MDP {model.dtype} on {model.device}; "
-                    "use step.to(...) for both"
-                )
-
+        self._check_types(model)
         probabilities = mdp is not None or any(carries_derivative(p) for p in model.probabilities)
         setting = Setting(model, self.evaluator, probabilities)
         # A vmap puts its dimension in front of this rank: parameters must not line up with it.
@@ -165,10 +167,23 @@ class FTRLStep(nn.Module):
         outputs = ImplicitSolution.apply(equation, _rank(-cumulative_loss, rank, 2), _rank(start.detach(), rank, 2), *tensors)
         return Solution(*outputs)
 
+    def check_parameters(self) -> None:
+        """Raise a ValueError that names a parameter outside its domain, or of another type than the MDP's."""
+        self._check_types(self.mdp)
+        self.regularizer.validate()
+
+    def _check_types(self, mdp: LayeredMDP) -> None:
+        for name, parameter in self.regularizer.named_parameters():
+            if parameter.dtype != mdp.dtype or parameter.device != mdp.device:
+                raise ValueError(
+                    f"regularizer: {name} is {parameter.dtype} on {parameter.device}, the MDP {mdp.dtype} on {mdp.device}; "
+                    "use step.to(...) for both"
+                )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Self:
         """Moves the MDP together with the parameters."""
         super()._apply(fn, *args)
-        self.mdp, self.interior = self.mdp.map_tensors(fn), fn(self.interior)
+        self.__dict__.update(mdp=self.mdp.map_tensors(fn), interior=fn(self.interior))
         self.use(self.backend)
         return self
 

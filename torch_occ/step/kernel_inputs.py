@@ -105,7 +105,8 @@ def terms_of(regularizer: Regularizer, t: Tensor) -> list[Term]:
     """The elementary terms with their weights at t, as tensors that autograd follows."""
     found: list[Term] = []
     for part, weight in regularizer.parts(t):
-        assert isinstance(part, TabularRegularizer)
+        if not isinstance(part, TabularRegularizer):  # `why_not` looked at the parts that there were
+            raise RuntimeError(f"regularizer: {type(part).__name__} was added after the first use; make a new FTRLStep(mdp, regularizer)")
         found += part.constant(weight)[0].terms
     return found
 
