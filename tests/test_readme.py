@@ -2,13 +2,13 @@
 
 import io
 import re
-import tomllib
 from contextlib import redirect_stdout
-from itertools import pairwise
 
 import pytest
 from badges import FOLDER, badges
 from documents import ROOT, documented
+
+from torch_occ import __version__
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
@@ -67,13 +67,26 @@ def test_badges_say_what_pyproject_says():
 
 
 def test_the_citation_and_the_changelog_have_the_version():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["dynamic"] == ["version"]
-    import torch_occ
+    assert f"version = {{{__version__}}}" in README
+    assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## \[([\d.]+)\]", changes, re.MULTILINE)[0] == __version__
 
-    version = torch_occ.__version__
-    assert f"version = {{{version}}}" in README
-    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    released = re.findall(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert released[0] == version
-    assert all(tuple(a.split(".")) > tuple(b.split(".")) for a, b in pairwise(released))
+
+def test_diffs_in_contributing_are_code_of_the_package():
+    """Their lines stand in the file that they name, in this order; lines between may be left out."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    diffs = "".join(re.findall(r"^```diff\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    parts = re.split(r"^\+\+\+ b/(\S+)\n", diffs, flags=re.MULTILINE)[1:]
+    assert len(parts) >= 2 * 6
+    for file, added in zip(parts[::2], parts[1::2], strict=True):
+        lines = iter((ROOT / file).read_text(encoding="utf-8").splitlines())
+        for line in added.splitlines():
+            assert line[1:] in lines, f"{file}: {line}"
+
+
+def test_contributing_lists_the_packages_in_order():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    architecture = (ROOT / "tests" / "test_architecture.py").read_text(encoding="utf-8")
+    order = re.findall(r'"(\w+)"', architecture.partition("ORDER = (")[2].partition(")")[0])
+    assert re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE) == order
