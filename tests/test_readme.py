@@ -22,7 +22,9 @@ def anchors(text: str) -> set[str]:
 
 
 def test_the_outputs_are_found():
-    example = "print(1)  # 1\nx = 2  # a number\nfor i in x:\n    print(i)\n# 2\n# 3\n# 4\n\n# no output"
+    example = (
+        "print(1)  # 1\nx = 2  # a number\nfor i in x:\n    print(i)\n# 2\n# 3\n# 4\n\n# no output"
+    )
     assert documented(example) == ["1", "2", "3", "4"]
     assert len(BLOCKS) >= 6
     assert sum(map(len, map(documented, BLOCKS))) >= 8
@@ -74,7 +76,7 @@ def test_the_citation_and_the_changelog_have_the_version():
 
 
 def test_diffs_in_contributing_are_code_of_the_package():
-    """Their lines stand in the file that they name, in this order; lines between may be left out."""
+    """Their lines are in the file that they name, in this order; others may stand between."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     diffs = "".join(re.findall(r"^```diff\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
     parts = re.split(r"^\+\+\+ b/(\S+)\n", diffs, flags=re.MULTILINE)[1:]

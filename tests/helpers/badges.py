@@ -1,6 +1,6 @@
 """Badges of the README, drawn from pyproject.toml; they need no network.
 
-    python tests/helpers/badges.py    # writes docs/images/badges/*.svg
+`python tests/helpers/badges.py` writes docs/images/badges/*.svg.
 """
 
 import re
@@ -24,7 +24,7 @@ _SVG = """\
 
 
 def _svg(left: str, right: str) -> str:
-    left_width, right_width = 7 * len(left), 7 * len(right)
+    left_width, right_width = 6 * len(left), 6 * len(right)
     return _SVG.format(
         text=f"{left}: {right}",
         left=left,
@@ -38,7 +38,7 @@ def _svg(left: str, right: str) -> str:
 
 
 def badges() -> dict[str, str]:
-    """The text of every badge by its file name, as pyproject.toml and constraints.txt have it now."""
+    """The SVG text of every badge, by file name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     pythons = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
