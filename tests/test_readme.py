@@ -8,7 +8,7 @@ import pytest
 from badges import FOLDER, badges
 from documents import ROOT, documented
 
-from torch_occ import __version__
+from torch_occ import Status, __version__
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
@@ -92,3 +92,8 @@ def test_contributing_lists_the_packages_in_order():
     architecture = (ROOT / "tests" / "test_architecture.py").read_text(encoding="utf-8")
     order = re.findall(r'"(\w+)"', architecture.partition("ORDER = (")[2].partition(")")[0])
     assert re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE) == order
+
+
+def test_the_page_of_questions_lists_every_status():
+    text = (ROOT / "docs" / "questions.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| ([A-Z_]+) \|", text, re.MULTILINE) == [x.name for x in Status]

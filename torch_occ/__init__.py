@@ -43,7 +43,7 @@ from torch_occ.regularizers.catalog import jin_luo as jin_luo
 
 # The step
 from torch_occ.step.newton import Solution as Solution
-from torch_occ.step.newton import Status as Status
+from torch_occ.step.status import Status as Status
 from torch_occ.step.ftrl import FTRLStep as FTRLStep
 from torch_occ.step.ftrl import SolveError as SolveError
 
