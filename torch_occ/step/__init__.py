@@ -2,6 +2,9 @@
 
 ftrl             FTRLStep, the module that users call
 newton           damped Newton iterations, and a certificate for each element
+status           how a solve ended
+shaping          the loss as gaps
+entropic         the step of an entropy, in logarithms
 implicit         derivatives of the solution, to any order
 kkt              the linear system of a Newton step
 states           one state of that system, its actions eliminated
