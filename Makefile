@@ -13,13 +13,31 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint format board bench docs clean help
+.PHONY: demo test test-lowest test-newest test-machines lint format board bench docs clean help
 
 demo: $(READY)  ## play one algorithm in both worlds, then swap and differentiate (the default)
 	$(BIN)/python -m experiments.demo $(ARGS)
 
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+# Both have an environment of their own, .venv-test-lowest and .venv-test-newest. sympy is torch's, which knows its version best.
+test-lowest: TORCH = torch==$(shell sed -n 's/^dependencies.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).0
+test-newest: TORCH = torch
+
+test-lowest:  ## run the tests with the oldest torch that pyproject.toml allows
+test-newest:  ## run the tests with the newest torch that pip finds
+test-lowest test-newest:
+	$(PYTHON) -m venv .venv-$@
+	grep -vE '^(torch|sympy)==' constraints.txt > .venv-$@/constraints.txt
+	.venv-$@/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+		--constraint .venv-$@/constraints.txt $(TORCH) --editable '.[all]'
+	NUMBA_CACHE_DIR=.venv-$@/kernels .venv-$@/bin/python -m pytest $(ARGS)
+
+test-machines: $(READY)  ## run what promises exact numbers with other instructions, libraries and numbers of threads
+	@for setting in MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 OMP_NUM_THREADS=2 \
+			"NUMBA_CPU_NAME=generic NUMBA_CACHE_DIR=build/kernels-generic"; do \
+		echo "== $$setting"; env $$setting $(BIN)/python -m pytest -m bits $(ARGS) || exit 1; done
 
 lint: $(READY)  ## check style, formatting and types
 	$(BIN)/ruff check .
@@ -41,17 +59,21 @@ board: $(READY)  ## open TensorBoard on the newest run, or on that of RUN=<exper
 bench: $(READY)  ## run the benchmark
 	$(BIN)/python -m experiments.benchmark $(ARGS)
 
-docs: $(READY)  ## build the documentation into build/site; warnings are errors
-	@$(BIN)/python -c 'import mkdocs, mkdocstrings' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+docs: $(READY).docs  ## build the documentation into build/site; warnings are errors
+	$(BIN)/zensical build --clean --strict $(ARGS)
+
+$(READY).docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[docs]'
+	@touch $@
 
 clean:  ## remove the environment, caches and build leftovers; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-test-* build dist *.egg-info
+	rm -rf .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find torch_occ experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # Written last, so that an interrupted installation is taken up again.
 $(READY): pyproject.toml constraints.txt

@@ -11,6 +11,7 @@ KEYS = list(itertools.product((0, 1, 2**40), Purpose, (0, 1, 2, 3)))
 
 
 @pytest.mark.parametrize(("seed", "purpose", "chunk"), KEYS[::5])
+@pytest.mark.bits
 def test_the_same_key_gives_the_same_numbers(seed, purpose, chunk):
     first = stream(seed, purpose, chunk).random(50)
     stream(seed + 1, purpose, chunk).random(7)  # nobody else's draws matter
@@ -30,6 +31,7 @@ def test_streams_are_uniform_and_uncorrelated():
     assert np.abs(correlations).max() < 5 * 4000**-0.5
 
 
+@pytest.mark.bits
 def test_a_longer_draw_begins_with_the_shorter_one():
     """RandomWalkLosses relies on it for the last, shorter chunk."""
     for method in ("random", "standard_normal"):
@@ -37,6 +39,7 @@ def test_a_longer_draw_begins_with_the_shorter_one():
         assert np.array_equal(short, long[:5])
 
 
+@pytest.mark.bits
 def test_uniforms_are_batched_over_seeds():
     numbers = uniforms((5, 9, 5), Purpose.EPISODES, (2, 3), (3,))
     assert numbers.shape == (3, 2 * CHUNK, 3)

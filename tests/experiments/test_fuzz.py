@@ -5,7 +5,7 @@ import csv
 import numpy as np
 import pytest
 import torch
-from digits import Oracle
+from many_digits import Oracle
 from mpmath import mp
 
 import torch_occ as occ

@@ -133,6 +133,7 @@ def test_leaping_sees_what_a_visit_without_loss_overturns():
     )
 
 
+@pytest.mark.bits
 def test_same_seed_same_bits():
     mdp, mean = world()
     psi = occ.jin_luo(mdp, beta=1.0)

@@ -51,5 +51,5 @@ def test_bad_input():
         occ.compare_learners(MDP, {"one": occ.FixedPolicy(MDP)}, LOSSES, 5)
     with pytest.raises(ValueError, match="seeds: expected at least two"):
         occ.compare_learners(MDP, learners(), LOSSES, 5, [3])
-    with pytest.raises(ValueError, match="baseline: expected one of .* got 'me'"):
+    with pytest.raises(ValueError, match=r"baseline: expected one of .* got 'me'"):
         occ.compare_learners(MDP, learners(), LOSSES, 5, baseline="me")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from zoo import PROBLEMS, REGULARIZERS, random_loss, refused_by_the_engine
+from zoo import PROBLEMS, REGULARIZERS, Kept, random_loss, refused_by_the_engine
 
 import torch_occ as occ
 
@@ -46,6 +46,7 @@ GAMES = {
 
 
 @pytest.mark.parametrize("game", GAMES)
+@pytest.mark.bits
 def test_the_game_is_the_same(game):
     """Same random numbers, same trajectories; importance weights amplify rounding along the run, so q agrees to fewer digits."""
     estimator, losses = GAMES[game]
@@ -87,17 +88,19 @@ def test_a_baseline_plays_the_same_game_in_any_mdp(baseline, problem):
 
 def check_baseline(mdp, build, losses, episodes):
     """Plans are discrete, so nothing amplifies rounding; trajectories are the same, and so is what the learner remembers."""
-    learners = [build(mdp) for _ in range(2)]
+    learner, kept = build(mdp), (Kept(), Kept())
     expected, found = (
-        occ.simulate(mdp, learner, losses, episodes, [0, 7], backend=backend)
-        for learner, backend in zip(learners, ("torch", "engine"), strict=True)
+        occ.simulate(mdp, learner, losses, episodes, [0, 7], backend=backend, callbacks=[keep])
+        for keep, backend in zip(kept, ("torch", "engine"), strict=True)
     )
     assert (expected.backend, found.backend) == ("torch", "engine")
     for name in ("regret", "realised_regret", "comparator", "corruption", "newton_steps", "cumulative_occupancy", "total_mean", "last_q"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-10)
-    assert learners[0].state.keys() == learners[1].state.keys()
-    for name, value in learners[0].state.items():
-        torch.testing.assert_close(learners[1].state[name], value, rtol=0, atol=1e-12)
+    states = [keep.learner.state for keep in kept]
+    assert states[0].keys() == states[1].keys()
+    assert bool(states[0]) != isinstance(learner, occ.FixedPolicy)
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=0, atol=1e-12)
 
 
 def test_ucb1_is_the_index_of_auer_and_others():
@@ -112,19 +115,20 @@ def test_ucb1_is_the_index_of_auer_and_others():
         visits[arm] += 1
         losses[arm] += float(table[t - 1, 0, arm])
     for backend in ("torch", "engine"):
-        learner = occ.OptimisticValueIteration(bandit, scale=2**0.5, floor=-math.inf)
-        occ.simulate(bandit, learner, occ.TableLosses(table), 200, backend=backend)
-        assert learner.state["visits"].flatten().tolist() == visits
-        torch.testing.assert_close(learner.state["losses"].flatten(), torch.tensor(losses, dtype=torch.float64))
+        learner, kept = occ.OptimisticValueIteration(bandit, scale=2**0.5, floor=-math.inf), Kept()
+        occ.simulate(bandit, learner, occ.TableLosses(table), 200, backend=backend, callbacks=[kept])
+        assert kept.learner.state["visits"].flatten().tolist() == visits
+        torch.testing.assert_close(kept.learner.state["losses"].flatten(), torch.tensor(losses, dtype=torch.float64))
     assert pulls[:4] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("beta", [192.0, 1.0])
+@pytest.mark.bits
 def test_factors_from_earlier_episodes_do_no_harm(beta):
     """Late in a run they serve many episodes; q is still the solution, and neither checkpoints nor chunks change a bit of the run."""
-    learner, losses, episodes = occ.FTRL(MDP, occ.jin_luo(MDP, beta=beta)), occ.BernoulliLosses(MEAN), 5000
-    occ.simulate(MDP, learner, losses, episodes - 1, [3], backend="engine", checkpoints=[4000, 4999])
-    before = learner.state["cumulative_loss"].clone()
+    learner, losses, episodes, kept = occ.FTRL(MDP, occ.jin_luo(MDP, beta=beta)), occ.BernoulliLosses(MEAN), 5000, Kept()
+    occ.simulate(MDP, learner, losses, episodes - 1, [3], backend="engine", checkpoints=[4000, 4999], callbacks=[kept])
+    before = kept.learner.state["cumulative_loss"]
     history = occ.simulate(MDP, learner, losses, episodes, [3], backend="engine")
     expected = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=beta), backend="torch").solve(before, float(episodes))
     torch.testing.assert_close(history.last_q, expected.q.detach(), rtol=1e-11, atol=0)
@@ -134,6 +138,7 @@ def test_factors_from_earlier_episodes_do_no_harm(beta):
 
 
 @pytest.mark.parametrize("build", [occ.OptimisticValueIteration, occ.FixedPolicy, lambda mdp: occ.FTRL(mdp, occ.jin_luo(mdp, beta=1.0))])
+@pytest.mark.bits
 def test_a_compiled_learner_continues_where_it_was_interrupted(build, tmp_path):
     """Against the adversary too, though the end of a chunk is no checkpoint."""
 

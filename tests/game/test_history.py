@@ -9,7 +9,7 @@ from games import MDP, Patient, same, walk
 from zoo import random_loss
 
 import torch_occ as occ
-from torch_occ.game.simulation import simulate
+from torch_occ.game.driver import simulate
 
 
 @pytest.fixture
@@ -95,6 +95,7 @@ def interrupt():
 
 
 @pytest.mark.parametrize("t", [1, 5, 20])
+@pytest.mark.bits
 def test_ctrl_c_is_raised_with_what_there_is(at, t):
     whole = simulate(MDP, Patient(MDP), walk(), 20, (0, 1))
     at(t, interrupt)
@@ -110,6 +111,7 @@ def test_ctrl_c_is_raised_with_what_there_is(at, t):
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("build", [lambda: occ.FTRL(MDP, occ.jin_luo(MDP)), lambda: occ.FollowTheLeader(MDP)], ids=["ftrl", "leader"])
+@pytest.mark.bits
 def test_a_run_that_broke_off_continues_exactly(build, tmp_path):
     class Crash(occ.Callback):
         def on_chunk(self, run):
@@ -125,6 +127,7 @@ def test_a_run_that_broke_off_continues_exactly(build, tmp_path):
 
 
 @pytest.mark.usefixtures("small_chunks")
+@pytest.mark.bits
 def test_a_finished_run_is_lengthened_exactly_or_not_at_all(tmp_path):
     arguments = {"seeds": (1,), "checkpoints": [5, 10]}
     simulate(MDP, occ.FollowTheLeader(MDP), walk(), 12, save_to=tmp_path / "run", **arguments)
@@ -140,12 +143,13 @@ SCRIPT = """
 import os, signal, sys
 sys.path[:0] = sys.argv[2:]
 from games import MDP, Patient, walk
-from torch_occ.game.simulation import simulate
+from torch_occ.game.driver import simulate
 Patient.calls = {300: lambda: os.kill(os.getpid(), signal.SIGKILL)}
 simulate(MDP, Patient(MDP), walk(), 320, (1, 2), save_to=sys.argv[1], save_every=0.0)
 """
 
 
+@pytest.mark.bits
 def test_a_killed_run_continues_exactly(tmp_path, at):
     path = tmp_path / "run"
     command = [sys.executable, "-c", SCRIPT, str(path), *sys.path]

@@ -46,7 +46,7 @@ def test_ftrl_is_the_loop_over_steps(name):
         learner.observe(t, q, feedback)
         torch.testing.assert_close(learner.state["cumulative_loss"], total, rtol=1e-9, atol=0)
         found = learner.diagnostics()
-        assert set(found) == {"newton_steps", "dual_residual", "flow_residual", "uncertified"}
+        assert set(found) == {"newton_steps", "dual_residual", "flow_residual", "uncertified", "status"}
         assert all(value.shape == (3,) for value in found.values())
         assert not bool(found["uncertified"].any())
     assert not q.requires_grad

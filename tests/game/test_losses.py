@@ -51,6 +51,7 @@ def test_means_and_draws_stay_in_the_unit_interval(name):
 
 
 @every_process
+@pytest.mark.bits
 def test_a_batch_of_seeds_is_each_seed_alone(name):
     together, state = play(PROCESSES[name](), 600, (3, 1, 8))
     for i, seed in enumerate((3, 1, 8)):
@@ -61,6 +62,7 @@ def test_a_batch_of_seeds_is_each_seed_alone(name):
 
 
 @every_process
+@pytest.mark.bits
 def test_a_shorter_run_is_the_beginning_of_a_longer_one(name):
     assert torch.equal(play(PROCESSES[name](), 300, (0, 5))[0], play(PROCESSES[name](), 600, (0, 5))[0][:300])
 

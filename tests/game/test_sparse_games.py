@@ -127,6 +127,7 @@ def test_the_step_is_the_same(regularizer, world):
         torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-10 * float(other.abs().max()))
 
 
+@pytest.mark.bits
 def test_an_interrupted_run_continues_to_the_same_bits(tmp_path):
     mdp = lake()
     losses = occ.BernoulliLosses(random_loss(mdp, seed=7))

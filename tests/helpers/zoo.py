@@ -229,3 +229,12 @@ def refused_by_the_engine(mdp, psi):
         with pytest.raises(ValueError, match=rf"^backend: {re.escape(reason)}; use backend='torch'$"):
             occ.FTRLStep(mdp, psi, backend="engine")
     return reason is not None
+
+
+class Kept(occ.Callback):
+    """Keeps the learner that a run played, a copy of the caller's."""
+
+    learner: occ.Learner
+
+    def on_end(self, run, history):
+        self.learner = run.learner

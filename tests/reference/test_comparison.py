@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import util
 
 import pytest
 import torch
@@ -224,7 +225,8 @@ def test_the_table_names_everybody_and_the_culprit(comparison: Comparison) -> No
     text = str(comparison)
     assert all(answer.name in text for answer in comparison.answers)
     assert "cvxpylayers, default is wrong in loss, alpha, gamma, beta, t." in text
-    assert "All satisfy the equations to 0.001." in str(replace(comparison, tolerance=1e-3, answers=comparison.answers[:1]))
+    right = tuple(answer for answer in comparison.answers if answer.name not in comparison.wrong)
+    assert "All satisfy the equations to 0.001." in str(replace(comparison, answers=right))
 
 
 def corrupt(answer: Answer, what: str) -> Answer:
@@ -252,8 +254,10 @@ def test_not_a_number_is_no_excuse(paper: tuple[LayeredMDP, Regularizer, Tensor,
 
 def test_a_single_policy_leaves_nothing_to_differentiate() -> None:
     mdp = LayeredMDP.random(3, 2, 1)
-    found = compare(mdp, LogBarrier(), random_loss(mdp), settings=[])
+    equations = equations_of(mdp, LogBarrier(), random_loss(mdp), 1.0)
+    found = judge(equations, equations.loss, [ask("torch_occ", FTRLStep(mdp, equations.regularizer), equations, equations.loss)])
     assert found.answers[0].errors["loss"] < 1e-3
+    assert str(found).endswith("torch_occ satisfies the equations to 0.001.")
 
 
 def test_negative_occupancies_and_zero_gradients_have_plain_residuals(paper: tuple[LayeredMDP, Regularizer, Tensor, float]) -> None:
@@ -270,10 +274,30 @@ def test_late_in_a_run_accuracy_takes_normalization_too() -> None:
     assert list(found.wrong) == ["cvxpylayers, as written"], str(found)
 
 
-def test_settings_that_are_not_installed_are_skipped() -> None:
+def test_settings_that_are_not_installed_are_named() -> None:
     mdp = LayeredMDP.random(2, 2, 2)
     absent = Settings("absent", solver="NO_SUCH_SOLVER")
-    assert [answer.name for answer in compare(mdp, Shannon(), random_loss(mdp), settings=[absent]).answers] == ["torch_occ"]
+    found = compare(mdp, Shannon(), random_loss(mdp), settings=[absent, ACCURATE_CLARABEL])
+    assert [answer.name for answer in found.answers] == ["torch_occ", "cvxpylayers, accurate Clarabel"]
+    why = "no_such_solver is not installed: pip install torch-occ[benchmark]"
+    assert found.left_out == {"cvxpylayers, absent": why}
+    *_, said, verdict = str(found).splitlines()
+    assert said == f"cvxpylayers, absent was not compared: {why}"
+    assert verdict == "torch_occ, cvxpylayers, accurate Clarabel satisfy the equations to 0.001."
+
+
+def test_a_comparison_with_nobody_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mdp, find = LayeredMDP.random(2, 2, 2), util.find_spec
+    with pytest.raises(ValueError, match="settings: expected at least one"):
+        compare(mdp, Shannon(), random_loss(mdp), settings=[])
+    monkeypatch.setattr(util, "find_spec", lambda name: None if name == "cvxpylayers" else find(name))
+    with pytest.raises(ImportError, match=r"default: cvxpylayers is not installed: pip install torch-occ\[reference\]"):
+        compare(mdp, Shannon(), random_loss(mdp), settings=[DEFAULT, ACCURATE_SCS])
+
+
+def test_a_judge_without_answers_is_refused(paper: tuple[LayeredMDP, Regularizer, Tensor, float]) -> None:
+    with pytest.raises(ValueError, match="answers: expected at least one"):
+        judge(equations_of(*paper), paper[2], [])
 
 
 @pytest.mark.skipif(not MOREAU.installed, reason="the Moreau solver is not installed")

@@ -8,7 +8,12 @@ from torch_occ.mdp.occupancy import DenseFlow, LayeredFlow, flow_source
 from torch_occ.regularizers.arguments import sum_of_others
 from torch_occ.regularizers.hessians import Separable
 from torch_occ.step.iterative import ConjugateGradients
-from torch_occ.step.kkt import DenseFactorization, FullFactorization, LayeredFactorization, factorize
+from torch_occ.step.kkt import (
+    DenseFactorization,
+    FullFactorization,
+    LayeredFactorization,
+    factorize,
+)
 from torch_occ.step.states import GeneralStates, SeparableStates
 
 F64 = torch.float64

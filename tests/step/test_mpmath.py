@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from digits import DIGITS, Oracle
+from many_digits import DIGITS, Oracle
 from mpmath import mp, mpf
 from torch import Tensor
 from zoo import masked, random_loss, tensor

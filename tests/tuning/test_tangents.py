@@ -42,6 +42,7 @@ def test_sparse_transitions_carry_them_too():
     check_both(sparse, occ.jin_luo(sparse, beta=1.0), LOSSES, 40, [0, 1])
 
 
+@pytest.mark.bits
 def test_the_run_goes_on_over_chunks_and_is_that_of_simulate():
     psi, seeds, stops = occ.jin_luo(MDP, beta=50.0), [3, 1, 2], [256, 257, 300]
     found = occ.run_gradients(MDP, psi, LOSSES, 600, seeds, checkpoints=stops)

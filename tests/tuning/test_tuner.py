@@ -105,6 +105,7 @@ def test_a_failing_certificate_is_a_failure():
     assert found.start > 0
 
 
+@pytest.mark.bits
 def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
     mdp, mean = world()
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 1000)

@@ -45,13 +45,11 @@ def fingerprints(**parts: Any) -> dict[str, str]:
     """The hash of each part, by its name; the package's version counts.
 
     Raises:
-        UnhashableError: if something cannot be hashed, with the way to it, as in `learner.step.lock`.
+        UnhashableError: if something cannot be hashed, with the way to it: `learner.step.lock`.
     """
     hasher = _Hasher()
-    return {
-        name: _joined(f"{RULES} {VERSION} {name}", [hasher.digest(part, name)]).hex()
-        for name, part in parts.items()
-    }
+    found = {name: hasher.digest(part, name) for name, part in parts.items()}
+    return {name: _joined(f"{RULES} {VERSION} {name}", [x]).hex() for name, x in found.items()}
 
 
 def differences(saved: Any, now: dict[str, str]) -> list[str]:
@@ -88,10 +86,10 @@ class _Hasher:
 
     def _mapping(self, part: Any, where: str, way: str) -> bytes:
         """In an order that does not depend on insertion."""
-        pairs = (
-            self.digest(key, f"a key of {where}") + self.digest(value, way.format(where, key))
-            for key, value in part.items()
-        )
+        pairs = []
+        for key, value in part.items():
+            name = self.digest(key, f"a key of {where}")
+            pairs.append(name + self.digest(value, way.format(where, key)))
         return _joined("mapping", sorted(pairs))
 
     def _compound(self, part: Any, where: str) -> bytes:

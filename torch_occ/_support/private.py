@@ -1,6 +1,7 @@
 """Everything that is private of other packages, and may change with their next release.
 
-Each function says what would replace it. No other module reads a private name of torch, Numba, TensorBoard or the standard library.
+Each function says what would replace it. No other module reads a private name of torch, Numba, TensorBoard or the standard library,
+but torch_occ._support.caching, which derives from the classes of Numba's cache.
 """
 
 from __future__ import annotations

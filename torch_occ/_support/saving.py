@@ -37,7 +37,11 @@ class Kept:
     """
 
     def __init__(
-        self, path: str | Path, kind: str, fingerprints: dict[str, str], every: float = 0.0
+        self,
+        path: str | Path,
+        kind: str,
+        fingerprints: dict[str, str],
+        every: float = 0.0,
     ) -> None:
         self.path, self.kind, self.every = Path(path), kind, every
         self.fingerprints = fingerprints
@@ -57,8 +61,9 @@ class Kept:
         state: State = torch.load(io.BytesIO(payload), weights_only=True)
         other = differences(state.pop("fingerprints", None), self.fingerprints)
         if other:
+            lacks = f"which does not have the same {', '.join(other)}"
             raise ValueError(
-                f"{self.path}: belongs to another {self.kind}, which does not have the same {', '.join(other)}; name another file"
+                f"{self.path}: belongs to another {self.kind}, {lacks}; name another file"
             )
         self.in_file = True
         return state

@@ -5,6 +5,7 @@ Nothing is shared with torch's own threads.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
@@ -44,3 +45,8 @@ def for_each(function: Callable[[int], None], count: int) -> None:
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="torch_occ")
+
+
+# A forked process has the pools but not their threads, and would wait for them for ever; it makes new ones.
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(after_in_child=_pool.cache_clear)

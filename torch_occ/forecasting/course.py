@@ -43,7 +43,7 @@ class Course(NamedTuple):
         starts = torch.tensor([phase.start for phase in phases], dtype=mdp.dtype, device=mdp.device)
         phase = torch.bucketize(stops, starts) - 1
         means = torch.stack([phase.mean for phase in phases]).detach()
-        gaps = optimal_policy(mdp, means).gaps
+        gaps = optimal_policy(mdp, means, in_order=True).gaps
         return cls(
             stops, phase, means, gaps, comparator(mdp, totals(phases, gaps, stops, phase)), noise
         )

@@ -48,7 +48,7 @@ class Callback:
 
 
 def tell(callbacks: list[Callback], hook: str, *arguments: Any) -> None:
-    """Call a hook of each; one whose files fail (an OSError) is left out from then on, with a warning."""
+    """Call a hook of each; one whose files fail (an OSError) is left out, with a warning."""
     for callback in tuple(callbacks):
         try:
             getattr(callback, hook)(*arguments)
@@ -163,9 +163,8 @@ class TensorBoard(Callback):
         try:
             self.writer.flush()
         except OSError as error:
-            raise OSError(
-                f"{self.directory}: TensorBoard's events cannot be written ({error})"
-            ) from error
+            message = f"{self.directory}: TensorBoard's events cannot be written ({error})"
+            raise OSError(message) from error
 
     def on_end(self, run: Simulation, history: History) -> None:
         if len(history.episodes) and not (self.known and run.t == self.begun):

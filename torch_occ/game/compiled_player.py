@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,8 +13,21 @@ from torch import Tensor
 from torch_occ._support.compiling import patiently
 from torch_occ._support.spacing import CHUNK
 from torch_occ._support.threads import for_each
-from torch_occ.game.estimators import Estimator, FullInformation, ImplicitExploration, ImportanceWeighted, ReducedVariance
-from torch_occ.game.learners import FTRL, EmpiricalLearner, FixedPolicy, FollowTheLeader, Learner, OptimisticValueIteration
+from torch_occ.game.estimators import (
+    Estimator,
+    FullInformation,
+    ImplicitExploration,
+    ImportanceWeighted,
+    ReducedVariance,
+)
+from torch_occ.game.learners import (
+    FTRL,
+    EmpiricalLearner,
+    FixedPolicy,
+    FollowTheLeader,
+    Learner,
+    OptimisticValueIteration,
+)
 from torch_occ.game.losses import GreedyAdversary, LossProcess
 from torch_occ.kernels.baselines import play_empirical, play_fixed
 from torch_occ.kernels.episodes import (
@@ -29,7 +42,15 @@ from torch_occ.kernels.episodes import (
 )
 from torch_occ.kernels.layout import Floats, Terms, Work, make_work
 from torch_occ.mdp.occupancy import interior_point
-from torch_occ.step.kernel_inputs import exponents_of, kinds_of, model_of, terms_of, weights_of, why_not, why_not_model
+from torch_occ.step.kernel_inputs import (
+    exponents_of,
+    kinds_of,
+    model_of,
+    terms_of,
+    weights_of,
+    why_not,
+    why_not_model,
+)
 
 if TYPE_CHECKING:
     from torch_occ.game.simulation import Simulation
@@ -41,11 +62,17 @@ _ESTIMATORS: dict[type[Estimator], int] = {
     FullInformation: FULL_INFORMATION,
 }
 
+#: Episodes in a block of `_OverTime`; of so few numbers, torch gives no part to another thread.
+_BLOCK = 2048
+
 #: Seconds that one call of a kernel should take at most.
 PATIENCE = 0.2
 
 #: What `Tally.scalars` holds, in the words of `Simulation.sums`.
-_SCALARS = ("expected", "realised", "newton_steps", "uncertified", "dual_residual", "flow_residual")
+_SCALARS = (
+    *("expected", "realised", "newton_steps", "uncertified", "dual_residual", "flow_residual"),
+    *("first_uncertified", "first_status"),
+)
 
 
 def why_not_play(learner: Learner, losses: LossProcess) -> str | None:
@@ -63,11 +90,40 @@ def why_not_play(learner: Learner, losses: LossProcess) -> str | None:
     return why_not(learner.mdp, learner.step.regularizer)
 
 
+class _OverTime:
+    """A function of the episode, worked out by torch for a whole block of episodes.
+
+    The last bit of a power or a logarithm depends on where a number stands among others and how many there are: most go through vector
+    instructions, the last few through another function. A block is always the same episodes, wherever a run stops, continues or records.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+        self.blocks: dict[int, Floats] = {}  # those of the last call
+
+    @torch.no_grad()
+    def __call__(self, first: int, stop: int) -> Floats:
+        """At the episodes first, ..., stop - 1, of which 0 counts as 1: `(n, ...)`."""
+        numbers = range(first // _BLOCK, (stop - 1) // _BLOCK + 1)
+        self.blocks = {b: self.blocks[b] if b in self.blocks else self._block(b) for b in numbers}
+        begin = numbers.start * _BLOCK
+        return np.concatenate(list(self.blocks.values()))[first - begin : stop - begin]
+
+    def _block(self, number: int) -> Floats:
+        t = torch.arange(number * _BLOCK, (number + 1) * _BLOCK, dtype=torch.float64).clamp(min=1)
+        found = self.function(t)
+        return found.expand(_BLOCK, *found.shape[1:]).contiguous().numpy()
+
+
 def engine_player(learner: Learner, losses: LossProcess) -> EnginePlayer:
     """The player of a learner for which `why_not_play` has no reason."""
     if isinstance(learner, FTRL):
         return FTRLPlayer(learner, losses)
-    return EmpiricalPlayer(learner, losses) if isinstance(learner, EmpiricalLearner) else EnginePlayer(learner, losses)
+    return (
+        EmpiricalPlayer(learner, losses)
+        if isinstance(learner, EmpiricalLearner)
+        else EnginePlayer(learner, losses)
+    )
 
 
 class EnginePlayer:
@@ -75,7 +131,7 @@ class EnginePlayer:
 
     name = "engine"
     chunks = 16  # at once, if memory allows: what Python does for each should not be seen next to what the engine does
-    most: int  # episodes in one call, of about `PATIENCE` seconds for each seed: Ctrl-C waits for it
+    most: int  # episodes in one call, of at most about `PATIENCE` seconds: Ctrl-C waits for it
 
     def __init__(self, learner: Learner, losses: LossProcess) -> None:
         self.learner = learner
@@ -89,13 +145,18 @@ class EnginePlayer:
     def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
         """Episodes run.t+1, ...: means `(n or 1, N or 1, S, A)`, numbers `(N, n, L, 3)`, tables `(N, n, S, A)`."""
         count, n, sums = len(run.seeds), numbers.shape[1], run.sums
-        t = torch.arange(run.t + 1, run.t + 1 + n, dtype=torch.float64)
+        t = range(run.t + 1, run.t + 1 + n)
         q, cumulative_loss = self.memory(count)
-        per_pair = [x.numpy().reshape(count, -1) for x in (q, cumulative_loss, sums["cumulative_occupancy"], sums["total_mean"])]
+        per_pair = [
+            x.numpy().reshape(count, -1)
+            for x in (q, cumulative_loss, sums["cumulative_occupancy"], sums["total_mean"])
+        ]
         asked = sums.get("second_moment")
         moments = np.zeros((count, 0, 0)) if asked is None else asked.numpy()
         scalars = torch.stack([sums[name] for name in _SCALARS], -1).numpy()
-        charged = [np.array(mean.flatten(-2).numpy()) for mean in means.unbind(1)]  # (n or 1, S * A) each, to be written to
+        charged = [
+            np.array(mean.flatten(-2).numpy()) for mean in means.unbind(1)
+        ]  # (n or 1, S * A) each, to be written to
         drawn = numbers.contiguous().numpy()
         play = self.prepare(run, t, tables)
 
@@ -126,12 +187,16 @@ class EnginePlayer:
         q = self.learner.q.expand(count, *self.learner.q.shape).clone()
         return q, torch.zeros_like(q)
 
-    def prepare(self, run: Simulation, t: Tensor, tables: Tensor | None) -> Callable[[int, Floats, Floats, Tally], None]:
-        """What plays one seed in the episodes t `(n,)`: a function of the seed's number, means, random numbers and tally."""
+    def prepare(
+        self, run: Simulation, t: range, tables: Tensor | None
+    ) -> Callable[[int, Floats, Floats, Tally], None]:
+        """What plays one seed in the episodes t: a function of the seed's number, means, random numbers and tally."""
         rules = self.rules(run.losses.noise, t)
-        return lambda seed, means, numbers, tally: play_fixed(self.model, means, numbers, rules, tally)
+        return lambda seed, means, numbers, tally: play_fixed(
+            self.model, means, numbers, rules, tally
+        )
 
-    def rules(self, noise: str, t: Tensor) -> Rules:
+    def rules(self, noise: str, t: range) -> Rules:
         """Those of a learner that solves nothing."""
         return Rules(self.reacts, NOISE[noise], IMPORTANCE_WEIGHTED, np.zeros(len(t)), 0.0, 0)
 
@@ -139,17 +204,42 @@ class EnginePlayer:
 class EmpiricalPlayer(EnginePlayer):
     """Plays the learners that plan on averages."""
 
+    def __init__(self, learner: Learner, losses: LossProcess) -> None:
+        super().__init__(learner, losses)
+        self.logs = _OverTime(lambda t: t.clamp(min=2).log())
+
     def memory(self, count: int) -> tuple[Tensor, Tensor]:
         losses = self.learner.state["losses"]
         return torch.zeros_like(losses), losses
 
-    def prepare(self, run: Simulation, t: Tensor, tables: Tensor | None) -> Callable[[int, Floats, Floats, Tally], None]:
-        learner, rules, logs = self.learner, self.rules(run.losses.noise, t), t.clamp(min=2).log().numpy()
-        scale, floor = (learner.scale, learner.floor) if isinstance(learner, OptimisticValueIteration) else (0.0, 0.0)
+    def prepare(
+        self, run: Simulation, t: range, tables: Tensor | None
+    ) -> Callable[[int, Floats, Floats, Tally], None]:
+        learner, rules, logs = (
+            self.learner,
+            self.rules(run.losses.noise, t),
+            self.logs(t.start, t.stop),
+        )
+        scale, floor = (
+            (learner.scale, learner.floor)
+            if isinstance(learner, OptimisticValueIteration)
+            else (0.0, 0.0)
+        )
         visits = learner.state["visits"].numpy().reshape(len(run.seeds), -1)
 
         def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            play_empirical(self.model, logs, scale, floor, means, numbers, rules, tally, visits[seed], make_work(self.model))
+            play_empirical(
+                self.model,
+                logs,
+                scale,
+                floor,
+                means,
+                numbers,
+                rules,
+                tally,
+                visits[seed],
+                make_work(self.model),
+            )
 
         return play_seed
 
@@ -161,32 +251,61 @@ class FTRLPlayer(EnginePlayer):
         super().__init__(learner, losses)
         self.ftrl = learner
         self.middle = interior_point(learner.mdp).detach().numpy().flatten()
+        self.valid: list[Any] = []  # values of the parameters that were found valid
         self.works: dict[int, Work] = {}  # of every seed, with the factors from its last episode
+        regularizer, own = learner.step.regularizer, learner.estimator
+        with torch.no_grad():
+            found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
+            self.terms = Terms(*kinds_of(found), exponents_of(found).numpy())
+        self.weights = _OverTime(lambda t: weights_of(terms_of(regularizer, t)).expand(len(t), -1))
+        if isinstance(own, ReducedVariance):
+            self.setting = _OverTime(own.threshold)
+        else:
+            bias = own.bias if isinstance(own, ImplicitExploration) else 0.0
+            self.setting = _OverTime(lambda t: torch.full_like(t, bias))
 
     def memory(self, count: int) -> tuple[Tensor, Tensor]:
         return self.ftrl.state["q"], self.ftrl.state["cumulative_loss"]
 
-    def prepare(self, run: Simulation, t: Tensor, tables: Tensor | None) -> Callable[[int, Floats, Floats, Tally], None]:
-        with torch.no_grad():
-            since = torch.cat([t[:1] - 1, t])  # and the episode before
-            found = terms_of(self.ftrl.step.regularizer, since.clamp(min=1))
-            weights = weights_of(found).expand(len(since), -1).contiguous().numpy()
-            terms = Terms(*kinds_of(found), exponents_of(found).numpy())
+    def prepare(
+        self, run: Simulation, t: range, tables: Tensor | None
+    ) -> Callable[[int, Floats, Floats, Tally], None]:
+        values = [parameter.tolist() for parameter in self.ftrl.step.parameters()]
+        if values != self.valid:  # a callback may have changed them
+            self.ftrl.step.check_parameters()
+            self.valid = values
+        terms, weights = self.terms, self.weights(t.start - 1, t.stop)  # from the episode before on
         rules, unseen = self.rules(run.losses.noise, t), np.zeros((0, 0))
         seen = None if tables is None else tables.flatten(-2).contiguous().numpy()
 
         def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
             scratch, shown = np.zeros((2, len(self.middle))), unseen if seen is None else seen[seed]
             work = self.works[seed] = self.works.get(seed) or make_work(self.model)
-            play(self.model, terms, weights, run.t, means, numbers, shown, rules, tally, self.middle, scratch, np.zeros(0), work)
+            play(
+                self.model,
+                terms,
+                weights,
+                run.t,
+                means,
+                numbers,
+                shown,
+                rules,
+                tally,
+                self.middle,
+                scratch,
+                np.zeros(0),
+                work,
+            )
 
         return play_seed
 
-    def rules(self, noise: str, t: Tensor) -> Rules:
-        own, setting, options = self.ftrl.estimator, torch.zeros_like(t), self.ftrl.step.options
-        if isinstance(own, ImplicitExploration):
-            setting = torch.full_like(t, own.bias)
-        elif isinstance(own, ReducedVariance):
-            setting = own.threshold(t)
+    def rules(self, noise: str, t: range) -> Rules:
+        options = self.ftrl.step.options
         limits = (options.tolerance_in(torch.float64), options.max_steps)
-        return Rules(self.reacts, NOISE[noise], _ESTIMATORS[type(own)], setting.numpy(), *limits)
+        return Rules(
+            self.reacts,
+            NOISE[noise],
+            _ESTIMATORS[type(self.ftrl.estimator)],
+            self.setting(t.start, t.stop),
+            *limits,
+        )

@@ -7,14 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.mdp.in_order import total
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy
 
 
 def comparator(mdp: LayeredMDP, total_mean: Tensor) -> Tensor:
-    """min over policies of the total expected loss: `(*batch, S, A)`, the sum of the means of all episodes -> `(*batch,)`."""
-    first = optimal_policy(mdp, total_mean).value[..., : mdp.layer_sizes[0]]
-    return (mdp.initial * first).sum(-1)
+    """min over policies of the total expected loss: `(*batch, S, A)`, the sum of the means of all episodes -> `(*batch,)`.
+
+    The same bits for a seed alone and in any batch.
+    """
+    first = optimal_policy(mdp, total_mean, in_order=True).value[..., : mdp.layer_sizes[0]]
+    return total(mdp.initial * first, -1)
 
 
 class SelfBounding(NamedTuple):
@@ -25,7 +29,11 @@ class SelfBounding(NamedTuple):
 
 
 def self_bounding(
-    regret: Tensor, cumulative_occupancy: Tensor, gaps: Tensor, policy: Tensor, corruption: Tensor | float = 0.0
+    regret: Tensor,
+    cumulative_occupancy: Tensor,
+    gaps: Tensor,
+    policy: Tensor,
+    corruption: Tensor | float = 0.0,
 ) -> SelfBounding:
     """The self-bounding condition on a finished run.
 

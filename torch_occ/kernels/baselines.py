@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from torch_occ.kernels.constants import TIE
 from torch_occ.kernels.episodes import (
     EXPECTED,
     REALISED,
@@ -19,7 +20,7 @@ from torch_occ.kernels.episodes import (
     state_drawn,
     walk,
 )
-from torch_occ.kernels.layout import PAIR, PLAN, Floats, Model, U, Work, ahead, kernel
+from torch_occ.kernels.layout import PAIR, PLAN, TRIAL, Floats, Model, U, Work, ahead, kernel
 from torch_occ.kernels.transitions import likelihoods, successor
 
 
@@ -54,14 +55,18 @@ def play_empirical(
 
 
 @kernel
-def plan(model: Model, log: float, scale: float, floor: float, losses: Floats, visits: Floats, work: Work) -> None:
-    """Backward induction on the optimistic averages; `work.softest` holds the pair that each state plays, the first of the best."""
-    start, num_actions, states = model.start, model.num_actions, work.states
+def plan(
+    model: Model, log: float, scale: float, floor: float, losses: Floats, visits: Floats, work: Work
+) -> None:
+    """Backward induction on the optimistic averages; `work.softest` holds the pair that each state plays,
+    by `torch_occ.mdp.occupancy.cheapest`.
+    """
+    start, num_actions, states, pairs = model.start, model.num_actions, work.states, work.pairs
     for k in range(len(start) - 2, -1, -1):
         behind = start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
         for s in range(start[k], behind):
-            best, chosen = np.inf, s * num_actions
+            best = np.inf
             for i in range(s * num_actions, (s + 1) * num_actions):
                 if model.exists[PAIR, i]:
                     total = floor
@@ -70,10 +75,14 @@ def plan(model: Model, log: float, scale: float, floor: float, losses: Floats, v
                         if scale > 0:
                             total = max(total - scale * np.sqrt(log / visits[i]), floor)
                     total += ahead(model.next_state, i, states, PLAN, behind, after)
-                    if total < best:
-                        best, chosen = total, i
+                    pairs[TRIAL, i] = total
+                    best = min(best, total)
             states[PLAN, s] = best
-            work.softest[s] = chosen
+            limit = best if np.isinf(best) else best + TIE * max(1.0, abs(best))
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                if model.exists[PAIR, i] and pairs[TRIAL, i] <= limit:
+                    work.softest[s] = i
+                    break
 
 
 @kernel
@@ -91,12 +100,22 @@ def occupy(model: Model, q: Floats, work: Work) -> None:
             q[pair] = model.initial[s] if k == 0 else states[U, s]
             shares, begin, size = likelihoods(model.next_state, pair, width)
             for j in range(size):
-                states[U, successor(model.next_state, pair, j, start[k + 1])] += q[pair] * shares[begin + j]
+                states[U, successor(model.next_state, pair, j, start[k + 1])] += (
+                    q[pair] * shares[begin + j]
+                )
 
 
 @kernel
 def follow(
-    model: Model, rules: Rules, t: int, means: Floats, row: int, numbers: Floats, losses: Floats, visits: Floats, work: Work
+    model: Model,
+    rules: Rules,
+    t: int,
+    means: Floats,
+    row: int,
+    numbers: Floats,
+    losses: Floats,
+    visits: Floats,
+    work: Work,
 ) -> float:
     """One trajectory of the policy in `work.softest`: counts what it meets and returns what was suffered."""
     layers, suffered = len(model.start) - 1, 0.0
@@ -126,4 +145,6 @@ def play_fixed(model: Model, means: Floats, numbers: Floats, rules: Rules, tally
             tally.total_mean[i] += means[row, i]
         add_moments(rules, means, row, t, len(numbers), tally.second_moment)
         tally.scalars[EXPECTED] += expected
-        tally.scalars[REALISED] += walk(model, rules, t, means, row, means, q, numbers, tally.cumulative_loss)
+        tally.scalars[REALISED] += walk(
+            model, rules, t, means, row, means, q, numbers, tally.cumulative_loss
+        )

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ._support.spacing import CHUNK
-from torch_occ.kernels.constants import CONVERGED
+from torch_occ.kernels.constants import CONVERGED, TIE
+from torch_occ.kernels.entropic import follow_or_restart
 from torch_occ.kernels.layout import PAIR, Floats, Model, Terms, Work, inlined, kernel, part
-from torch_occ.kernels.newton import descend
 from torch_occ.kernels.transitions import likelihoods, successor
 
 NOISE = {"none": 0, "bernoulli": 1, "uniform": 2}
@@ -17,6 +17,10 @@ IMPORTANCE_WEIGHTED, IMPLICIT_EXPLORATION, REDUCED_VARIANCE, FULL_INFORMATION = 
 
 # Entries of `Tally.scalars`.
 EXPECTED, REALISED, NEWTON_STEPS, UNCERTIFIED, DUAL_RESIDUAL, FLOW_RESIDUAL = 0, 1, 2, 3, 4, 5
+FIRST_UNCERTIFIED, FIRST_STATUS = (
+    6,
+    7,
+)  # the episode of the first step without certificate, 0 if none, and its status
 
 
 class Rules(NamedTuple):
@@ -37,8 +41,10 @@ class Tally(NamedTuple):
     cumulative_loss: Floats  # (S * A,)
     cumulative_occupancy: Floats  # (S * A,)
     total_mean: Floats  # (S * A,)
-    second_moment: Floats  # (S * A, S * A), as `losses.second_moments`; (0, 0) if nobody asks for it
-    scalars: Floats  # (6,): sums, and the largest residuals
+    second_moment: (
+        Floats  # (S * A, S * A), as `losses.second_moments`; (0, 0) if nobody asks for it
+    )
+    scalars: Floats  # (8,): sums, the largest residuals, and the first failure
 
 
 @kernel
@@ -65,9 +71,13 @@ def play(
         if t > 0 and rules.greedy:
             favour(model, q, means)
         work.stale[0] += drift(weights, t)
-        if (before + t) % CHUNK == 0:  # nothing is taken over from one chunk to the next, so that a run may continue from a file
-            work.stale[0], work.stale[1] = np.inf, 0.0
-        propose(model, terms, weights[t + 1], loss, rules, middle, table, nowhere, scalars, work)
+        if (
+            (before + t) % CHUNK == 0
+        ):  # nothing is taken over from one chunk to the next, so that a run may continue from a file
+            work.stale[0], work.stale[1], work.stale[2] = np.inf, 0.0, 0.0
+        status = propose(model, terms, weights[t + 1], loss, rules, middle, nowhere, scalars, work)
+        if status != CONVERGED and scalars[FIRST_UNCERTIFIED] == 0.0:
+            scalars[FIRST_UNCERTIFIED], scalars[FIRST_STATUS] = before + t + 1, status
         row, expected = min(t, len(means) - 1), 0.0
         for i in range(num_pairs):
             q[i] = work.pairs[PAIR, i]
@@ -105,35 +115,32 @@ def propose(
     loss: Floats,
     rules: Rules,
     middle: Floats,
-    table: Floats,
     nowhere: Floats,
     scalars: Floats,
     work: Work,
-) -> None:
-    """q_t from the last q; from the middle if that fails."""
-    pairs = work.pairs
-    status, steps, _, flow, dual = descend(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
-    if status != CONVERGED:
-        for i in range(len(middle)):
-            table[1, i] = pairs[PAIR, i]
-            pairs[PAIR, i] = middle[i]
-        work.stale[0] = np.inf
-        again, more, _, new_flow, new_dual = descend(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
-        if again == CONVERGED:
-            status, steps, flow, dual = again, more, new_flow, new_dual
-        else:
-            for i in range(len(middle)):
-                pairs[PAIR, i] = table[1, i]
-            work.stale[0] = np.inf
+) -> int:
+    """q_t from the last q; from the middle if that fails. Returns the status."""
+    status, steps, _, flow, dual = follow_or_restart(
+        model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, middle, work
+    )
     scalars[NEWTON_STEPS] += steps
     scalars[UNCERTIFIED] += status != CONVERGED
     scalars[DUAL_RESIDUAL] = max(scalars[DUAL_RESIDUAL], dual)
     scalars[FLOW_RESIDUAL] = max(scalars[FLOW_RESIDUAL], flow)
+    return status
 
 
 @kernel
 def walk(
-    model: Model, rules: Rules, t: int, means: Floats, row: int, table: Floats, q: Floats, numbers: Floats, cumulative_loss: Floats
+    model: Model,
+    rules: Rules,
+    t: int,
+    means: Floats,
+    row: int,
+    table: Floats,
+    q: Floats,
+    numbers: Floats,
+    cumulative_loss: Floats,
 ) -> float:
     """One trajectory: adds the estimate of the visited pairs to the cumulative loss and returns what was suffered."""
     start, num_actions = model.start, model.num_actions
@@ -170,15 +177,17 @@ def state_drawn(model: Model, pair: int, k: int, uniform: float) -> int:
 
 @kernel
 def favour(model: Model, q: Floats, means: Floats) -> None:
-    """What `GreedyAdversary` charges after q: 1 for each state's likeliest action, the first of them, 0 for the others."""
+    """What `GreedyAdversary` charges after q: 1 for each state's action by `torch_occ.mdp.occupancy.likeliest`, 0 for the others."""
     num_actions = model.num_actions
     for first in range(0, len(q), num_actions):
-        best = first
+        most = 0.0
         for i in range(first, first + num_actions):
             means[0, i] = 0.0
-            if q[i] > q[best]:
-                best = i
-        means[0, best] = 1.0
+            most = max(most, q[i])
+        for i in range(first, first + num_actions):
+            if model.exists[PAIR, i] and q[i] >= (1.0 - TIE) * most:
+                means[0, i] = 1.0
+                break
 
 
 @inlined

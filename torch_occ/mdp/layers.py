@@ -3,6 +3,8 @@
     arrive    (P'x)(s') = sum_{s, a} P(s' | s, a) x(s, a)        where things go
     ahead     (P v)(s, a) = sum_{s'} P(s' | s, a) v(s')          what is expected to come
 
+and `arrive_logs`, the first of them on logarithms.
+
 Nothing else of P is needed for occupancy measures, so this is where its storage is decided: `DenseLayer` holds a table, `SparseLayer`
 the probabilities that are not zero. The rest of the package sees the two maps, and the one tensor of `probabilities` that a derivative
 can be taken in.
@@ -10,6 +12,7 @@ can be taken in.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from torch_occ._support.private import has_tangent, inside_transform
 from torch_occ._support.streams import invert
-from torch_occ.mdp.validation import check_entries, check_rows
+from torch_occ.mdp.validation import broadcast, check_entries, check_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +59,25 @@ class DenseLayer:
     def arrive(self, x: Tensor) -> Tensor:
         """P'x: `(*batch, S, A)` -> `(*batch, S')`."""
         rows = self.probabilities.flatten(-3, -2)
-        return x.flatten(-2) @ rows if rows.dim() == 2 else (x.flatten(-2).unsqueeze(-2) @ rows).squeeze(-2)
+        return (
+            x.flatten(-2) @ rows
+            if rows.dim() == 2
+            else (x.flatten(-2).unsqueeze(-2) @ rows).squeeze(-2)
+        )
+
+    def arrive_logs(self, x: Tensor) -> Tensor:
+        """log P' e^x for x `(*batch, S, A)`, `(*batch, S')`: nothing underflows."""
+        rows, x = self.probabilities.flatten(-3, -2), x.flatten(-2).unsqueeze(-1)
+        largest = torch.where(rows > 0, x, -torch.inf).amax(-2).detach()
+        relative = (x - largest.unsqueeze(-2)).clamp(max=largest_exponent(x.dtype))
+        return largest + (rows * relative.exp()).sum(-2).log()
 
     def ahead(self, v: Tensor) -> Tensor:
         """P v: `(*batch, S')` -> `(*batch, S, A)`."""
         rows = self.probabilities.flatten(-3, -2)
-        expected = v @ rows.mT if rows.dim() == 2 else (rows @ v.unsqueeze(-1)).squeeze(-1)  # one product for a whole batch of v
+        expected = (
+            v @ rows.mT if rows.dim() == 2 else (rows @ v.unsqueeze(-1)).squeeze(-1)
+        )  # one product for a whole batch of v
         return expected.unflatten(-1, self.probabilities.shape[-3:-1])
 
     def draw(self, state: Tensor, action: Tensor, uniform: Tensor) -> Tensor:
@@ -90,7 +106,12 @@ class DenseLayer:
 
     def check(self, k: int, actions: Tensor) -> None:
         """Raise a ValueError that tells where the rows are no distributions."""
-        check_rows(f"transitions[{k}]", self.probabilities.detach(), actions, (f"layer {k}, state", "action"))
+        check_rows(
+            f"transitions[{k}]",
+            self.probabilities.detach(),
+            actions,
+            (f"layer {k}, state", "action"),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +152,12 @@ class SparseLayer:
         """Of a sparse tensor of any layout. Entries that occur twice add up, as torch defines it."""
         coo = (tensor if tensor.layout == torch.sparse_coo else tensor.to_sparse_coo()).coalesce()
         pair, following = coo.indices().to(torch.int32)
-        return cls(Pattern(pair, following, (tensor.shape[0] // num_actions, num_actions, tensor.shape[1])), coo.values())
+        return cls(
+            Pattern(
+                pair, following, (tensor.shape[0] // num_actions, num_actions, tensor.shape[1])
+            ),
+            coo.values(),
+        )
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -144,47 +170,86 @@ class SparseLayer:
     @property
     def tensor(self) -> Tensor:
         num_states, num_actions, num_next = self.sizes
-        index, shape = torch.stack([self.pattern.pair, self.pattern.next]).long(), (num_states * num_actions, num_next)
-        return torch.sparse_coo_tensor(index, self.probabilities, shape, is_coalesced=True, check_invariants=False)
+        index, shape = (
+            torch.stack([self.pattern.pair, self.pattern.next]).long(),
+            (num_states * num_actions, num_next),
+        )
+        return torch.sparse_coo_tensor(
+            index, self.probabilities, shape, is_coalesced=True, check_invariants=False
+        )
 
     @property
     def dense(self) -> Tensor:
-        return self.tensor.to_dense().unflatten(0, self.sizes[:2])
+        num_states, num_actions, num_next = self.sizes
+        index = self.pattern.pair.long() * num_next + self.pattern.next
+        empty = self.probabilities.new_zeros(*self.batch_shape, num_states * num_actions * num_next)
+        return empty.index_add(-1, index, self.probabilities).unflatten(-1, self.sizes)
 
     def arrive(self, x: Tensor) -> Tensor:
         x = x.flatten(-2)
         if self._plain(x):
             return _multiply(self._into, x)
         flow = self.probabilities * x.index_select(-1, self.pattern.pair)
-        return flow.new_zeros(*flow.shape[:-1], self.sizes[2]).index_add(-1, self.pattern.next, flow)
+        return flow.new_zeros(*flow.shape[:-1], self.sizes[2]).index_add(
+            -1, self.pattern.next, flow
+        )
+
+    def arrive_logs(self, x: Tensor) -> Tensor:
+        p, following = self.probabilities, self.pattern.next.long()
+        x = x.flatten(-2).index_select(-1, self.pattern.pair)
+        x = x.expand(broadcast(x.shape, p.shape))
+        index, fixed = following.expand(x.shape), torch.where(p > 0, x, -torch.inf).detach()
+        largest = fixed.new_full((*x.shape[:-1], self.sizes[2]), -torch.inf)
+        largest = largest.scatter_reduce(-1, index, fixed, "amax")
+        relative = (x - largest.gather(-1, index)).clamp(max=largest_exponent(x.dtype))
+        found = torch.zeros_like(largest).index_add(-1, following, p * relative.exp())
+        return largest + found.log()
 
     def ahead(self, v: Tensor) -> Tensor:
         if self._plain(v):
             expected = _multiply(self._out_of, v)
         else:
             seen = self.probabilities * v.index_select(-1, self.pattern.next)
-            expected = seen.new_zeros(*seen.shape[:-1], self.sizes[0] * self.sizes[1]).index_add(-1, self.pattern.pair, seen)
+            expected = seen.new_zeros(*seen.shape[:-1], self.sizes[0] * self.sizes[1]).index_add(
+                -1, self.pattern.pair, seen
+            )
         return expected.unflatten(-1, self.sizes[:2])
 
     def _plain(self, x: Tensor) -> bool:
         """No derivative is being recorded, no transform is at work, and there is a single set of probabilities."""
-        single = self.probabilities.numel() == self.probabilities.shape[-1] and len(self.batch_shape) <= x.dim() - 1
+        single = (
+            self.probabilities.numel() == self.probabilities.shape[-1]
+            and len(self.batch_shape) <= x.dim() - 1
+        )
         transformed = inside_transform()
         recorded = torch.is_grad_enabled() and (x.requires_grad or self.probabilities.requires_grad)
-        return single and not recorded and not transformed and not has_tangent(x) and not has_tangent(self.probabilities)
+        return (
+            single
+            and not recorded
+            and not transformed
+            and not has_tangent(x)
+            and not has_tangent(self.probabilities)
+        )
 
     @cached_property
     def _out_of(self) -> Tensor:
         """P in compressed rows."""
         num_states, num_actions, num_next = self.sizes
-        return _compressed(self.pattern.starts, self.pattern.next, self.probabilities, (num_states * num_actions, num_next))
+        return _compressed(
+            self.pattern.starts,
+            self.pattern.next,
+            self.probabilities,
+            (num_states * num_actions, num_next),
+        )
 
     @cached_property
     def _into(self) -> Tensor:
         """P' in compressed rows."""
         num_states, num_actions, num_next = self.sizes
         order, pair, starts = self.pattern.by_next
-        return _compressed(starts, pair, self.probabilities.flatten()[order], (num_next, num_states * num_actions))
+        return _compressed(
+            starts, pair, self.probabilities.flatten()[order], (num_next, num_states * num_actions)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and files without the caches: torch cannot copy compressed tensors."""
@@ -193,7 +258,9 @@ class SparseLayer:
     def draw(self, state: Tensor, action: Tensor, uniform: Tensor) -> Tensor:
         pair = state * self.sizes[1] + action
         first, end = self.pattern.starts[pair].long(), self.pattern.starts[pair + 1].long()
-        entries = first.unsqueeze(-1) + torch.arange(int((end - first).max()), device=pair.device)  # (N, most successors)
+        entries = first.unsqueeze(-1) + torch.arange(
+            int((end - first).max()), device=pair.device
+        )  # (N, most successors)
         exists = entries < end.unsqueeze(-1)
         entries = torch.where(exists, entries, 0)
         chosen = invert(torch.where(exists, self.probabilities[entries], 0.0).cumsum(-1), uniform)
@@ -212,12 +279,19 @@ class SparseLayer:
 
     def restrict(self, here: Tensor, there: Tensor) -> SparseLayer:
         num_actions, pattern = self.sizes[1], self.pattern
-        kept = self._select(here.repeat_interleave(num_actions).index_select(0, pattern.pair) & there.index_select(0, pattern.next))
-        state, following = (flags.cumsum(0, dtype=torch.int32) - 1 for flags in (here, there))  # the new numbers
+        kept = self._select(
+            here.repeat_interleave(num_actions).index_select(0, pattern.pair)
+            & there.index_select(0, pattern.next)
+        )
+        state, following = (
+            flags.cumsum(0, dtype=torch.int32) - 1 for flags in (here, there)
+        )  # the new numbers
         old = kept.pattern.pair
         pair = state.index_select(0, old // num_actions) * num_actions + old % num_actions
         sizes = (int(here.sum()), num_actions, int(there.sum()))
-        return SparseLayer(Pattern(pair, following.index_select(0, kept.pattern.next), sizes), kept.probabilities)
+        return SparseLayer(
+            Pattern(pair, following.index_select(0, kept.pattern.next), sizes), kept.probabilities
+        )
 
     def _select(self, entries: Tensor) -> SparseLayer:
         pattern = Pattern(self.pattern.pair[entries], self.pattern.next[entries], self.sizes)
@@ -231,10 +305,22 @@ class SparseLayer:
             state, action = divmod(int(self.pattern.pair[entry]), self.sizes[1])
             return state, action, int(self.pattern.next[entry])
 
-        check_entries(f"transitions[{k}]", fixed.probabilities, place, sums, actions, (f"layer {k}, state", "action"))
+        check_entries(
+            f"transitions[{k}]",
+            fixed.probabilities,
+            place,
+            sums,
+            actions,
+            (f"layer {k}, state", "action"),
+        )
 
 
 Layer = DenseLayer | SparseLayer
+
+
+def largest_exponent(dtype: torch.dtype) -> float:
+    """Of what the exponential function does not overflow, with some room for sums."""
+    return math.log(torch.finfo(dtype).max) - 10
 
 
 def _starts(sorted_rows: Tensor, num_rows: int) -> Tensor:
@@ -245,7 +331,9 @@ def _starts(sorted_rows: Tensor, num_rows: int) -> Tensor:
 def _compressed(starts: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
-        return torch.sparse_csr_tensor(starts, columns, values.detach().flatten(), shape, check_invariants=False)
+        return torch.sparse_csr_tensor(
+            starts, columns, values.detach().flatten(), shape, check_invariants=False
+        )
 
 
 def _multiply(matrix: Tensor, x: Tensor) -> Tensor:

@@ -43,7 +43,9 @@ class Layout:
     def layer_slices(self) -> tuple[slice, ...]:
         """Where each layer's states stand among all states."""
         ends = tuple(accumulate(self.layer_sizes))
-        return tuple(slice(end - size, end) for end, size in zip(ends, self.layer_sizes, strict=True))
+        return tuple(
+            slice(end - size, end) for end, size in zip(ends, self.layer_sizes, strict=True)
+        )
 
     @cached_property
     def num_states(self) -> int:
@@ -85,7 +87,7 @@ class Layout:
         """States by their number n of actions: for each n, the states `(G,)` and their actions `(G, n)`."""
         counts = self.actions.sum(-1)
         groups = []
-        for n in counts.unique().tolist():
+        for n in map(int, counts.unique()):  # torch 2.6 has no `tolist` under its transforms
             states = (counts == n).nonzero().squeeze(-1)
             groups.append((states, self.actions[states].nonzero()[:, 1].reshape(-1, n)))
         return tuple(groups)

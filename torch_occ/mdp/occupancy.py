@@ -16,42 +16,55 @@ are solved by one pass from the first layer to the last, or back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_occ.kernels.constants import TIE
+from torch_occ.mdp.in_order import InOrder
 from torch_occ.mdp.layered import DENSE_STATES, LayeredMDP
-from torch_occ.mdp.layers import DenseLayer
+from torch_occ.mdp.layers import DenseLayer, Layer
 from torch_occ.mdp.validation import broadcast
 
 
 class LayeredFlow:
-    """The transitions as linear operators, layer by layer; any batch of MDPs broadcasts against any batch of arguments."""
+    """The transitions as linear operators, layer by layer; any batch of MDPs broadcasts against any batch of arguments.
 
-    def __init__(self, mdp: LayeredMDP) -> None:
+    In order, their bits depend on nothing but the numbers (torch_occ.mdp.in_order).
+    """
+
+    def __init__(self, mdp: LayeredMDP, *, in_order: bool = False) -> None:
         self.mdp = mdp
-        self.layers = mdp.layers[:-1]  # the last one leads to the terminal state, which has no row in E
+        self.layers = mdp.layers[
+            :-1
+        ]  # the last one leads to the terminal state, which has no row in E
+        self.maps: Sequence[Layer | InOrder] = (
+            [InOrder(layer) for layer in self.layers] if in_order else self.layers
+        )
 
     def inflow(self, x: Tensor) -> Tensor:
         """P' x: `(*batch, S, A)` -> `(*batch, S)`, what arrives in each state."""
         parts = self.mdp.split(x, -2)
         arrivals = [torch.zeros_like(parts[0][..., 0])]
-        arrivals += [layer.arrive(part) for part, layer in zip(parts[:-1], self.layers, strict=True)]
+        arrivals += [layer.arrive(part) for part, layer in zip(parts[:-1], self.maps, strict=True)]
         return join(arrivals, 1)
 
     def lookahead(self, v: Tensor) -> Tensor:
         """P v: `(*batch, S)` -> `(*batch, S, A)`, the expectation of v at the next state."""
         parts = self.mdp.split(v, -1)
-        ahead = [layer.ahead(part) for part, layer in zip(parts[1:], self.layers, strict=True)]
-        last = torch.zeros_like(parts[-1]).unsqueeze(-1).expand(*parts[-1].shape, self.mdp.num_actions)
+        ahead = [layer.ahead(part) for part, layer in zip(parts[1:], self.maps, strict=True)]
+        last = (
+            torch.zeros_like(parts[-1]).unsqueeze(-1).expand(*parts[-1].shape, self.mdp.num_actions)
+        )
         return join([*ahead, last], 2)
 
     def forward(self, policy: Tensor, source: Tensor) -> Tensor:
         """u = source + P_p' u. For b as the source, the state occupancy of the policy."""
         policies, sources = self.mdp.split(policy, -2), self.mdp.split(source, -1)
         u = [sources[0]]
-        for k, layer in enumerate(self.layers):
+        for k, layer in enumerate(self.maps):
             u.append(sources[k + 1] + layer.arrive(policies[k] * u[k].unsqueeze(-1)))
         return join(u, 1)
 
@@ -59,8 +72,8 @@ class LayeredFlow:
         """v = reward + P_p v. For the expected loss as the reward, the value of the policy."""
         policies, rewards = self.mdp.split(policy, -2), self.mdp.split(reward, -1)
         v = [rewards[-1]]
-        for k in reversed(range(len(self.layers))):
-            v.insert(0, rewards[k] + (policies[k] * self.layers[k].ahead(v[0])).sum(-1))
+        for k in reversed(range(len(self.maps))):
+            v.insert(0, rewards[k] + (policies[k] * self.maps[k].ahead(v[0])).sum(-1))
         return join(v, 1)
 
 
@@ -103,13 +116,17 @@ def flow_of(mdp: LayeredMDP, elements: int = 32) -> Flow:
 
 
 def _substitute(triangle: Tensor, x: Tensor, upper: bool) -> Tensor:
-    return torch.linalg.solve_triangular(triangle, x.unsqueeze(-1), upper=upper, unitriangular=True).squeeze(-1)
+    return torch.linalg.solve_triangular(
+        triangle, x.unsqueeze(-1), upper=upper, unitriangular=True
+    ).squeeze(-1)
 
 
 def join(parts: list[Tensor], event_dims: int) -> Tensor:
     """Concatenate layers whose batch shapes may still differ."""
     batch = broadcast(*(part.shape[: part.dim() - event_dims] for part in parts))
-    return torch.cat([part.expand(*batch, *part.shape[part.dim() - event_dims :]) for part in parts], -event_dims)
+    return torch.cat(
+        [part.expand(*batch, *part.shape[part.dim() - event_dims :]) for part in parts], -event_dims
+    )
 
 
 # -- the constraints ------------------------------------------------------------------------------------------------------
@@ -139,9 +156,14 @@ def uniform_policy(mdp: LayeredMDP) -> Tensor:
     return available / available.sum(-1, keepdim=True)
 
 
-def occupancy(mdp: LayeredMDP, policy: Tensor) -> Tensor:
-    """q^pi, `(*batch, S, A)`. Only positive numbers are added, so every entry is accurate relative to its own size."""
-    return flow_of(mdp).forward(policy, flow_source(mdp)).unsqueeze(-1) * policy
+def occupancy(mdp: LayeredMDP, policy: Tensor, *, in_order: bool = False) -> Tensor:
+    """q^pi, `(*batch, S, A)`. Only positive numbers are added, so every entry is accurate relative to its own size.
+
+    Args:
+        in_order: take every sum in the order of its entries: the same bits in every batch (torch_occ.mdp.in_order), and slower.
+    """
+    flow = LayeredFlow(mdp, in_order=True) if in_order else flow_of(mdp)
+    return flow.forward(policy, flow_source(mdp)).unsqueeze(-1) * policy
 
 
 def policy_of(mdp: LayeredMDP, q: Tensor) -> Tensor:
@@ -151,8 +173,8 @@ def policy_of(mdp: LayeredMDP, q: Tensor) -> Tensor:
 
 
 def interior_point(mdp: LayeredMDP) -> Tensor:
-    """The occupancy of the uniform policy: strictly positive on every reachable pair."""
-    return occupancy(mdp, uniform_policy(mdp))
+    """The occupancy of the uniform policy: strictly positive on every reachable pair. Runs begin here, so it is taken in order."""
+    return occupancy(mdp, uniform_policy(mdp), in_order=True)
 
 
 def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
@@ -160,12 +182,41 @@ def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
     identity = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
     # One more batch dimension, for the state that the sweep starts from, goes behind those of the MDP.
     spread = mdp.with_probabilities(
-        mdp.initial.unsqueeze(-2), *(layer.probabilities.unsqueeze(-1 - layer.event_dims) for layer in mdp.layers)
+        mdp.initial.unsqueeze(-2),
+        *(layer.probabilities.unsqueeze(-1 - layer.event_dims) for layer in mdp.layers),
     )
-    return flow_of(spread).forward(policy.unsqueeze(-3), identity.expand(*policy.shape[:-2], *identity.shape))
+    return flow_of(spread).forward(
+        policy.unsqueeze(-3), identity.expand(*policy.shape[:-2], *identity.shape)
+    )
 
 
 # -- planning -------------------------------------------------------------------------------------------------------------
+
+
+def tie_in(dtype: torch.dtype) -> float:
+    """`TIE`, or a few units in the last place where the precision is lower."""
+    return max(TIE, 32 * torch.finfo(dtype).eps)
+
+
+def likeliest(mdp: LayeredMDP, q: Tensor) -> Tensor:
+    """The action of largest q in each state, the first of those that are tied, as 0 or 1 `(*batch, S, A)`."""
+    tied = mdp.actions & (q >= (1 - tie_in(q.dtype)) * q.amax(-1, keepdim=True))
+    return _first(tied).to(q.dtype)
+
+
+def cheapest(mdp: LayeredMDP, Q: Tensor) -> Tensor:
+    """The action of smallest Q in each state, the first of those that are tied, as 0 or 1 `(*batch, S, A)`.
+
+    Numbers below 1 are compared absolutely, since losses are of that size. Q is infinite on masked pairs.
+    """
+    best = Q.amin(-1, keepdim=True)
+    limit = best + tie_in(Q.dtype) * best.abs().clamp(1.0, torch.finfo(Q.dtype).max)  # a Q of -inf is tied with itself
+    return _first(mdp.actions & (limit >= Q)).to(Q.dtype)
+
+
+def _first(true: Tensor) -> Tensor:
+    """Only the first True along the last dimension."""
+    return true & (true.cumsum(-1) == 1)
 
 
 class Plan(NamedTuple):
@@ -177,19 +228,24 @@ class Plan(NamedTuple):
     gaps: Tensor  # (*batch, S, A): Q(s, a) - min_a' Q(s, a'), zero on masked pairs
 
 
-def optimal_policy(mdp: LayeredMDP, loss: Tensor) -> Plan:
+def optimal_policy(mdp: LayeredMDP, loss: Tensor, *, in_order: bool = False) -> Plan:
     """Backward induction.
+
+    Args:
+        loss: `(*batch, S, A)`.
+        in_order: take every sum in the order of its entries: the same bits in every batch (torch_occ.mdp.in_order), and slower.
 
     The paper writes the gap as Q(s, a) - min_{a' != a} Q(s, a'); that would be negative at the optimal action. We read it as
     Q(s, a) - min_{a'} Q(s, a'), which is what `eq:self_bounding_constraint` needs.
     """
     losses, masks = mdp.split(loss, -2), mdp.split(mdp.actions, -2)
+    maps = LayeredFlow(mdp, in_order=in_order).maps
     values: list[Tensor] = []
     Qs: list[Tensor] = []
     for k in reversed(range(mdp.horizon)):
         Q = losses[k]
         if values:
-            Q = Q + mdp.layers[k].ahead(values[0])
+            Q = Q + maps[k].ahead(values[0])
         if mdp.missing["pair"] is not None:
             Q = torch.where(masks[k], Q, torch.inf)
         Qs.insert(0, Q)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +30,31 @@ def compare(
     *,
     tolerance: float = 1e-3,
 ) -> Comparison:
-    """torch_occ, and cvxpylayers under each of the settings that is installed: q, and the gradients of <c, q> for some fixed c."""
+    """torch_occ, and cvxpylayers under each of the settings: q, and the gradients of <c, q> for some fixed c.
+
+    Settings whose packages are not installed are left out, and named in `Comparison.left_out` and where it is printed.
+
+    Raises:
+        ImportError: none of the settings is installed, so there is nothing to compare with.
+        ValueError: there are no settings.
+    """
+    if not settings:
+        raise ValueError("settings: expected at least one to compare with; `judge` measures answers without cvxpylayers")
+    left_out = {_name(each): each.missing for each in settings if each.missing}
+    if len(left_out) == len({_name(each) for each in settings}):
+        reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
+        raise ImportError(f"settings: nothing to compare with. {reasons}")
     c = torch.arange(1, mdp.actions.numel() + 1, dtype=mdp.dtype).cos().view(mdp.actions.shape)
     equations = Equations(mdp, regularizer, loss.detach(), torch.as_tensor(t, dtype=mdp.dtype).detach().requires_grad_())
     layers: dict[str, nn.Module] = {"torch_occ": FTRLStep(mdp, regularizer)}
     ask("torch_occ", layers["torch_occ"], equations, c)  # the first derivative of a process takes torch a second; do not time it
-    layers |= {f"cvxpylayers, {each.name}": CvxpyLayer(mdp, regularizer, each) for each in settings if each.installed}
-    return judge(equations, c, [ask(name, layer, equations, c) for name, layer in layers.items()], tolerance=tolerance)
+    layers |= {_name(each): CvxpyLayer(mdp, regularizer, each) for each in settings if each.installed}
+    found = judge(equations, c, [ask(name, layer, equations, c) for name, layer in layers.items()], tolerance=tolerance)
+    return replace(found, left_out=left_out)
+
+
+def _name(settings: Settings) -> str:
+    return f"cvxpylayers, {settings.name}"
 
 
 def ask(name: str, layer: nn.Module, equations: Equations, c: Tensor) -> Answer:

@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module, util
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_occ._support.extras import extra
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import TabularRegularizer
+from torch_occ.regularizers.frozen import Frozen
 from torch_occ.regularizers.terms import Log, Power
 
 # -- the problem, from the tables alone -----------------------------------------------------------------------------------
@@ -165,8 +166,18 @@ class Settings:
     normalize: bool = False  # divide loss and weights by the largest weight first
 
     @property
+    def missing(self) -> str:
+        """What is not installed and how to get it, in words; empty if nothing is missing."""
+        solver = "diffcp" if self.solver is None else self.solver.lower()
+        method = str(self.arguments.get("solve_method", "scs")).lower() if self.solver is None else solver
+        absent = [name for name in ("cvxpy", "cvxpylayers", solver, method) if util.find_spec(name) is None]
+        which = "reference" if self.solver is None else "benchmark"
+        return f"{absent[0]} is not installed: pip install torch-occ[{which}]" if absent else ""
+
+    @property
     def installed(self) -> bool:
-        return util.find_spec("diffcp" if self.solver is None else self.solver.lower()) is not None
+        """Whether all packages that this needs are there."""
+        return not self.missing
 
 
 DEFAULT = Settings("default")
@@ -177,11 +188,13 @@ ACCURATE_CLARABEL = Settings("accurate Clarabel", {"solve_method": "Clarabel", *
 ALL_SETTINGS = (DEFAULT, LSMR, MOREAU, ACCURATE_SCS, ACCURATE_CLARABEL)
 
 
-class CvxpyLayer(nn.Module):
+class CvxpyLayer(Frozen):
     """The step by cvxpylayers: `layer(loss, t)` -> q, differentiable in the loss, in t and in the regularizer's parameters.
 
     An exponent is fixed at construction and gets no gradient; nor does the parameter of a term that has weight zero then.
     """
+
+    fixed: ClassVar = dict.fromkeys(("mdp", "regularizer", "settings", "atoms", "layer"), "make a new CvxpyLayer")
 
     def __init__(self, mdp: LayeredMDP, regularizer: Regularizer, settings: Settings = ACCURATE_CLARABEL) -> None:
         super().__init__()

@@ -99,6 +99,7 @@ class Comparison:
 
     answers: tuple[Answer, ...]
     tolerance: float
+    left_out: Mapping[str, str] = field(default_factory=dict)  # who was not compared, and why
 
     @property
     def wrong(self) -> dict[str, list[str]]:
@@ -118,7 +119,10 @@ class Comparison:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines += [f"{answer.name} warned: {answer.warning}" for answer in self.answers if answer.warning]
         lines += [f"{name} is wrong in {', '.join(what)}." for name, what in self.wrong.items()]
-        return "\n".join(lines if self.wrong else [*lines, f"All satisfy the equations to {self.tolerance:g}."])
+        lines += [f"{name} was not compared: {why}" for name, why in self.left_out.items()]
+        all_of_them = ", ".join(answer.name for answer in self.answers) if self.left_out or len(self.answers) == 1 else "All"
+        verb = "satisfies" if len(self.answers) == 1 else "satisfy"
+        return "\n".join(lines if self.wrong else [*lines, f"{all_of_them} {verb} the equations to {self.tolerance:g}."])
 
 
 def judge(equations: Equations, c: Tensor, answers: Sequence[Answer], *, tolerance: float = 1e-3) -> Comparison:
@@ -127,6 +131,8 @@ def judge(equations: Equations, c: Tensor, answers: Sequence[Answer], *, toleran
     H is taken at the q of smallest residual, and the d loss of smallest residual implies the other gradients, whoever gave them. If even
     these miss the tolerance, everybody is wrong.
     """
+    if not answers:
+        raise ValueError("answers: expected at least one")
     of_q = [equations.residual_of_q(answer.q) for answer in answers]
     q = answers[of_q.index(min(of_q))].q
     given = [torch.zeros_like(q) if (g := answer.gradients["loss"]) is None else g for answer in answers]

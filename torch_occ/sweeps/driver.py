@@ -176,9 +176,8 @@ def _read(store: Path, cell: Cell, code: str) -> dict[str, Any] | None:
         return None
     stored = read_checked_json(path, _KIND)
     if stored["config"] != json.loads(json.dumps(cell.config)):
-        raise ValueError(
-            f"{path}: holds another cell, {json.dumps(stored['config'])}; move it away"
-        )
+        other = json.dumps(stored["config"])
+        raise ValueError(f"{path}: holds another cell, {other}; move it away")
     if stored["code"] != code:
         raise ValueError(
             f"{path}: was computed when the code of the function, or code that it calls, was not "

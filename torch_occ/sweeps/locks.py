@@ -31,9 +31,8 @@ def sole_user(directory: Path, purpose: str) -> Iterator[None]:
     try:
         if not _lock(handle, path):
             holder = path.read_text(errors="replace").strip() or "another process"
-            raise RuntimeError(
-                f"{directory}: {holder} runs a {purpose} here; wait until it ends, or use another directory"
-            )
+            advice = "wait until it ends, or use another directory"
+            raise RuntimeError(f"{directory}: {holder} runs a {purpose} here; {advice}")
         os.ftruncate(handle, 0)
         os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield
@@ -53,7 +52,7 @@ def _lock(handle: int, path: Path) -> bool:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
         warnings.warn(
-            f"{path}: cannot be locked here ({error.strerror}); see that no other process uses this directory",
+            f"{path}: cannot be locked here ({error.strerror}); let no other process use it",
             stacklevel=4,
         )
     return True

@@ -29,9 +29,8 @@ class TuningBoard:
             self._write(tuner)
         except OSError as error:
             self.writer = None
-            warnings.warn(
-                f"directory: {error}; the tuning goes on without TensorBoard", stacklevel=3
-            )
+            message = f"directory: {error}; the tuning goes on without TensorBoard"
+            warnings.warn(message, stacklevel=3)
 
     def _write(self, tuner: Tuner) -> None:
         step = len(tuner.values) - 1

@@ -18,11 +18,26 @@ from torch_occ._support.threads import for_each
 from torch_occ.game.losses import LossProcess, Stationary
 from torch_occ.kernels.episodes import NOISE
 from torch_occ.kernels.layout import Floats, Terms, make_work
-from torch_occ.kernels.tangents import COST, FAILED, TANGENTS, Carried, Pushes, World, play_with_tangents
+from torch_occ.kernels.tangents import (
+    COST,
+    FAILED,
+    TANGENTS,
+    Carried,
+    Pushes,
+    World,
+    play_with_tangents,
+)
 from torch_occ.mdp.occupancy import interior_point, optimal_policy
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.kernel_inputs import exponents_of, kinds_of, model_of, terms_of, weights_of, why_not
+from torch_occ.step.kernel_inputs import (
+    exponents_of,
+    kinds_of,
+    model_of,
+    terms_of,
+    weights_of,
+    why_not,
+)
 from torch_occ.tuning.tangents import Stretch
 
 
@@ -39,14 +54,17 @@ def play_compiled(step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequ
     N, P, num_pairs = len(seeds), len(step.evaluator.names), mdp.num_states * mdp.num_actions
     logs = [parameter.detach().log() for parameter in step.evaluator.own_parameters]
     kinds = kinds_of(terms_of(step.regularizer, torch.ones((), dtype=torch.float64)))
-    mean, gaps, middle = (x.detach().flatten().numpy() for x in (losses.mean, optimal_policy(mdp, losses.mean).gaps, interior_point(mdp)))
+    plan = optimal_policy(mdp, losses.mean, in_order=True)
+    mean, gaps, middle = (x.detach().flatten().numpy() for x in (losses.mean, plan.gaps, interior_point(mdp)))
     world = World(mean, gaps, NOISE[losses.noise], step.options.tolerance_in(torch.float64), step.options.max_steps)
     shapes = ((num_pairs,), (P, num_pairs), (P, num_pairs), (P,), (1,))
     carried = Carried(np.tile(middle, (N, 1)), *(np.zeros((N, *shape)) for shape in shapes))
 
     def play_chunk(chunk: int, n: int) -> Tensor:
-        t = chunk * CHUNK + torch.arange(1, n + 1, dtype=torch.float64)
+        # All of the chunk, for the same bits in runs of any length.
+        t = chunk * CHUNK + torch.arange(1, CHUNK + 1, dtype=torch.float64)
         weights, exponents, pushes = table.differentiate(step.evaluator.names, logs, t)
+        weights = weights[:n]
         terms, record = Terms(*kinds, exponents), np.empty((N, n, 2 + 2 * P))
 
         def play_seed(i: int) -> None:

@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.game.contracts import uncertified_is_handled
+from torch_occ.game.driver import simulate
 from torch_occ.game.estimators import Estimator
 from torch_occ.game.learners import FTRL
 from torch_occ.game.losses import LossProcess
-from torch_occ.game.simulation import simulate
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.tuning.objectives import World
 
@@ -102,6 +103,6 @@ class Guard:
     def _play(self, world: World, learner: FTRL) -> Tensor:
         """The regret of every seed; NaN if any step had no certificate."""
         assert isinstance(world.losses, LossProcess)
-        with torch.no_grad():
+        with torch.no_grad(), uncertified_is_handled():
             history = simulate(world.mdp, learner, world.losses, self.episodes, self.seeds, checkpoints=[self.episodes])
         return history.regret[:, -1] if not bool(history.uncertified.any()) else torch.full_like(history.regret[:, -1], torch.nan)

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from torch_occ._support.backends import Backend, engine_takes, later
 from torch_occ._support.spacing import log_spaced
+from torch_occ.game.contracts import uncertified_is_handled
+from torch_occ.game.driver import simulate
 from torch_occ.game.learners import FTRL
 from torch_occ.game.losses import Stationary
-from torch_occ.game.simulation import simulate
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.ftrl import FTRLStep
@@ -146,7 +147,8 @@ def finite_differences(
         raise ValueError(f"step: expected a positive number, got {step}")
 
     def regret() -> Tensor:
-        played = simulate(mdp, FTRL(mdp, regularizer), losses, episodes, seeds, checkpoints=checkpoints, backend=backend)
+        with uncertified_is_handled():
+            played = simulate(mdp, FTRL(mdp, regularizer), losses, episodes, seeds, checkpoints=checkpoints, backend=backend)
         return torch.where(played.uncertified == 0, played.regret, torch.nan)
 
     columns = []

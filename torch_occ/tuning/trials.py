@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from torch_occ.forecasting.leaping import leap
+from torch_occ.game.contracts import uncertified_is_handled
+from torch_occ.game.driver import simulate
 from torch_occ.game.learners import FTRL
 from torch_occ.game.losses import BernoulliLosses, LossProcess
-from torch_occ.game.simulation import simulate
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.tuning.objectives import Evaluation, ForecastObjective, World
@@ -42,7 +43,8 @@ def by_playing(objective: ForecastObjective, *, runs: int = 1) -> Trial:
         process = BernoulliLosses(losses) if isinstance(losses, Tensor) else losses
         seeds = range(1 + seed * runs, 1 + (seed + 1) * runs)
         learner = FTRL(mdp, regularizer, objective.estimator)
-        history = simulate(mdp, learner, process, objective.episodes, seeds, checkpoints=[objective.episodes])
+        with uncertified_is_handled():
+            history = simulate(mdp, learner, process, objective.episodes, seeds, checkpoints=[objective.episodes])
         return history.regret[:, -1].mean(), ~history.uncertified.any()
 
     return lambda regularizer, seed: _everywhere(objective, final, regularizer, seed)

@@ -98,16 +98,17 @@ def tune(
         rate: the learning rate of the optimizer; it falls to zero along a cosine.
         optimizer: `(tensors, rate) -> torch.optim.Optimizer`; Adam by default.
         directory: where TensorBoard's `meta/*` go.
-        save_to: a file in which the tuning is kept after every step, so that it can continue after an interruption, with the same
-            numbers. It is tried before the first step; if a later save fails, a warning says so, and the tuning goes on.
+        save_to: a file in which the tuning is kept after every step, so that it can continue after
+            an interruption, with the same numbers. It is tried before the first step; if a later
+            save fails, a warning says so, and the tuning goes on.
         resume: continue from `save_to` if it exists; otherwise a tuning saved there is replaced.
 
     Returns:
         The best point found, and the way there.
 
     Raises:
-        KeyboardInterrupt: after Ctrl-C, with `error.result`, a `Tuned` of the steps so far (None if none was certified), and
-            `error.saved_to`. The same call continues.
+        KeyboardInterrupt: after Ctrl-C, with `error.result`, a `Tuned` of the steps so far (None if
+            none was certified), and `error.saved_to`. The same call continues.
         SystemExit: likewise after SIGTERM, as in `simulate`.
         ValueError: if an argument is wrong, or `save_to` is damaged or belongs to another tuning.
         OSError: if `save_to` cannot be written, before the first step.
@@ -197,11 +198,8 @@ class Tuner:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Hashes of everything that decides the numbers of the tuning."""
-        return fingerprints(
-            objective=self.caller.objective,
-            regularizer=self.caller.regularizer,
-            options=self.options,
-        )
+        objective, regularizer = self.caller.objective, self.caller.regularizer
+        return fingerprints(objective=objective, regularizer=regularizer, options=self.options)
 
     def advance(self) -> None:
         """Evaluate at the present point, and move on."""

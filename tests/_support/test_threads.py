@@ -1,0 +1,54 @@
+"""Threads: all of the work is done, exceptions come through, and a forked process has threads of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+
+import torch_occ as occ
+from torch_occ._support.threads import for_each
+
+MDP = occ.LayeredMDP.random(2, 2, 2, seed=0)
+MEAN = torch.rand(MDP.num_states, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def work(count: int = 16) -> list[int]:
+    done = [0] * count
+    for_each(lambda i: done.__setitem__(i, i + 1), count)
+    return done
+
+
+def play() -> torch.Tensor:
+    learner = occ.FTRL(MDP, occ.jin_luo(MDP, beta=1.0))
+    return occ.simulate(MDP, learner, occ.BernoulliLosses(MEAN), 20, range(16)).regret
+
+
+def in_child(function) -> object:
+    """What the function returns in a forked process; an error if that takes longer than anything in this file should."""
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: theirs.send(function()), daemon=True)
+    child.start()
+    try:
+        assert mine.poll(20), "the child hangs"
+        return mine.recv()
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_an_exception_in_a_thread_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        for_each(lambda i: 1 // (i - 3), 5)
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("function", [work, lambda: play().tolist()])
+def test_a_forked_process_has_threads_of_its_own(function):
+    """Only the thread that forks lives on in the child; a pool that was at work before has none there."""
+    here = function()
+    assert in_child(function) == here
+    assert function() == here  # and the parent's pool is as it was

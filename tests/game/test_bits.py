@@ -1,0 +1,231 @@
+"""The same bits, as docs/performance.md promises them: on this machine, and on one that adds in another order for every shape."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from other_machine import OtherMachine, move
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from zoo import random_loss
+
+import torch_occ as occ
+from torch_occ._support.saving import Kept
+from torch_occ.game.simulation import Simulation
+from torch_occ.mdp.in_order import InOrder, total
+from torch_occ.mdp.occupancy import optimal_policy
+from torch_occ.tuning.compiled_tangents import _Table
+
+pytestmark = pytest.mark.bits
+
+MDP = occ.LayeredMDP.random(3, 5, 3, seed=0)
+MDPS = {"dense": MDP, "sparse": MDP.to_sparse(), "one layer": occ.LayeredMDP.random(1, 1, 7, seed=2)}
+SEEDS = [0, 7, 3]
+
+PSI = {
+    "paper": lambda mdp: occ.jin_luo(mdp, beta=0.5),
+    "powers": lambda mdp: occ.Tsallis(0.7) / occ.Polynomial(0.8, 0.37) + occ.LogBarrier(0.3),
+}
+
+
+def losses_of(mdp) -> dict[str, occ.LossProcess]:
+    mean = random_loss(mdp, seed=1)
+    tables = torch.stack([random_loss(mdp, seed=seed) for seed in range(2, 7)])
+    return {
+        "bernoulli": occ.BernoulliLosses(mean),
+        "uniform": occ.UniformLosses(mean),
+        "switching": occ.SwitchingLosses(tables, 20),
+        "walk": occ.RandomWalkLosses(0.1, "bernoulli"),
+        "front": occ.Corrupted(occ.BernoulliLosses(mean), 30.0),
+        "spread": occ.Corrupted(occ.RandomWalkLosses(0.1, "uniform"), 30.0, "uniform", episodes=50),
+        "targeted": occ.Corrupted(occ.BernoulliLosses(mean), 30.0, "targeted", target=mean),
+        "adaptive": occ.GreedyAdversary(),
+        "constrained": occ.StochasticallyConstrained(mean),
+    }
+
+
+LEARNERS = {
+    "importance weighted": lambda mdp: occ.FTRL(mdp, PSI["paper"](mdp)),
+    "powers": lambda mdp: occ.FTRL(mdp, PSI["powers"](mdp), occ.ImplicitExploration(0.01)),
+    "reduced variance": lambda mdp: occ.FTRL(mdp, PSI["powers"](mdp), occ.ReducedVariance(occ.Polynomial(0.2, 0.37))),
+    "full information": lambda mdp: occ.FTRL(mdp, PSI["paper"](mdp), occ.FullInformation()),
+    "optimistic": occ.OptimisticValueIteration,
+    "leader": occ.FollowTheLeader,
+    "best": lambda mdp: occ.FixedPolicy.best_in_hindsight(mdp, random_loss(mdp, seed=1)),
+}
+
+
+def play(learner: str, losses: str, seeds=SEEDS, mdp=MDP, threads: int = 1, episodes: int = 70, **options) -> occ.History:
+    """On another machine, with so many threads in the engine, and in the mind of that machine."""
+    torch.set_num_threads(threads)
+    try:
+        with OtherMachine(threads):
+            found = occ.simulate(mdp, LEARNERS[learner](mdp), losses_of(mdp)[losses], episodes, seeds, backend="engine", **options)
+    finally:
+        torch.set_num_threads(1)
+    assert found.backend == "engine"
+    return found
+
+
+def same(found: occ.History, expected: occ.History, rows=slice(None)) -> None:
+    """Everything but the time that it took."""
+    for field in fields(occ.History):
+        mine, theirs = getattr(found, field.name), getattr(expected, field.name)
+        if isinstance(theirs, Tensor) and field.name != "wall_time":
+            theirs = theirs if field.name == "episodes" else theirs[rows]
+            assert torch.equal(mine, theirs), f"{field.name}: off by {float((mine - theirs).abs().max())}"
+
+
+def check_every_batch(learner: str, losses: str, mdp=MDP) -> None:
+    together = play(learner, losses, mdp=mdp)
+    same(play(learner, losses, [7], mdp), together, [1])
+    same(play(learner, losses, [3, 5, 7, 0], mdp, threads=2), play(learner, losses, [7, 0, 5, 3], mdp), [3, 2, 0, 1])
+    same(play(learner, losses, SEEDS, mdp, threads=2), together)
+
+
+@pytest.mark.parametrize("losses", losses_of(MDP))
+def test_a_seed_has_the_same_bits_in_every_batch_order_and_number_of_threads(losses):
+    check_every_batch("importance weighted", losses)
+
+
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_so_it_has_with_every_learner(learner):
+    check_every_batch(learner, "bernoulli")
+
+
+@pytest.mark.parametrize("mdp", ["sparse", "one layer"])
+@pytest.mark.parametrize("learner", ["powers", "optimistic"])
+def test_so_it_has_in_every_mdp(learner, mdp):
+    check_every_batch(learner, "front", MDPS[mdp])
+
+
+@pytest.mark.parametrize("learner", ["powers", "reduced variance", "optimistic"])
+def test_neither_checkpoints_nor_the_length_of_a_run_change_a_bit(learner):
+    """3,000 episodes end in the second block of weights, and some stretch lies across its edge."""
+    whole = play(learner, "bernoulli", [5], episodes=3000, checkpoints=[100, 2047, 2048, 2049, 3000])
+    same_at_the_end = play(learner, "bernoulli", [5], episodes=3000, checkpoints=[1, 2, 77, 2500, 3000])
+    shorter = play(learner, "bernoulli", [5], episodes=2049, checkpoints=[2049])
+    assert torch.equal(same_at_the_end.regret[:, -1], whole.regret[:, -1])
+    assert torch.equal(same_at_the_end.last_q, whole.last_q)
+    assert torch.equal(shorter.regret[:, 0], whole.regret[:, 3])
+
+
+@pytest.mark.parametrize("learner", ["powers", "optimistic"])
+def test_a_continued_run_has_the_bits_of_an_uninterrupted_one(learner, tmp_path):
+    with OtherMachine():
+        run = Simulation(MDP, LEARNERS[learner](MDP), losses_of(MDP)["walk"], 700, SEEDS, None, {}, "engine")
+        run.player.chunks = 1
+        list(run.play_chunk())
+        assert run.t == 256
+        Kept(tmp_path / "run", "run", run.fingerprints).keep(run.state(), last=True)
+    continued = play(learner, "walk", episodes=700, save_to=tmp_path / "run")
+    same(continued, play(learner, "walk", episodes=700))
+
+
+@pytest.mark.parametrize("mdp", ["dense", "sparse"])
+def test_tangents_have_the_same_bits_in_every_batch(mdp, monkeypatch):
+    """Torch has no machine of another kind inside `jacfwd`; so the rounding of the weights comes after it."""
+    mdp, differentiate = MDPS[mdp], _Table.differentiate
+
+    def rounded(*arguments):
+        with _disable_current_modes():
+            weights, exponents, pushes = differentiate(*arguments)
+            moved = [move(torch.from_numpy(x), "pow", 3).numpy() for x in (weights, pushes.weights)]
+        return moved[0], exponents, pushes._replace(weights=moved[1])
+
+    monkeypatch.setattr(_Table, "differentiate", rounded)
+    losses = losses_of(mdp)["bernoulli"]
+
+    def run(seeds, episodes, threads=1):
+        with OtherMachine(threads):
+            return occ.run_gradients(mdp, PSI["powers"](mdp), losses, episodes, seeds, checkpoints=[20, 30], backend="engine")
+
+    together, pair = run(SEEDS, 40), run([7, 3], 30, threads=2)  # the baseline of the unbiased one is that of a batch
+    assert torch.equal(pair.regret, together.regret[1:])
+    assert torch.equal(pair.pathwise.samples, together.pathwise.samples[1:])
+
+
+@pytest.mark.parametrize("psi", PSI)
+def test_a_batch_of_steps_has_the_bits_of_its_elements(psi):
+    losses = 30 * random_loss(MDP, batch=(21,), seed=4)
+    t, weight = torch.linspace(1.0, 500.0, 21, dtype=torch.float64), random_loss(MDP, seed=5)
+    with OtherMachine():
+        step = occ.FTRLStep(MDP, PSI[psi](MDP), backend="engine")
+        together = step.solve(losses, t)
+        (slope,) = torch.autograd.grad((weight * step(losses.requires_grad_(), t)).sum(), losses)
+        for i in (0, 7, 20):
+            loss = losses[i].detach().requires_grad_()
+            alone = step.solve(loss, float(t[i]))
+            assert alone.backend == together.backend == "engine"
+            for name in ("q", "value", "steps", "dual_residual"):
+                assert torch.equal(getattr(together, name)[i], getattr(alone, name)), name
+            assert torch.equal(torch.autograd.grad((weight * alone.q).sum(), loss)[0], slope[i])
+
+
+# -- sums in order --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_maps_in_order_are_sums_one_after_the_other(kind):
+    """To the bit, wherever the numbers stand in memory and however many batches stand beside them."""
+    dense, layer = MDP.layers[1].dense, InOrder(MDPS[kind].layers[1])
+    num_states, num_actions, num_next = dense.shape
+    v = torch.rand(11, 2 * num_next + 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))[:, 3::2]  # no place is aligned
+    x = torch.rand(num_actions, num_states, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).permute(2, 1, 0)
+    ahead, arrived = layer.ahead(v), layer.arrive(x)
+    for n in (0, 10):
+        for s in range(num_states):
+            for a in range(num_actions):
+                expected = 0.0
+                for there in range(num_next):
+                    expected += float(dense[s, a, there]) * float(v[n, there])
+                assert float(ahead[n, s, a]) == expected
+        for there in range(num_next):
+            expected = 0.0
+            for s in range(num_states):
+                for a in range(num_actions):
+                    expected += float(dense[s, a, there]) * float(x[n, s, a])
+            assert float(arrived[n, there]) == expected
+    torch.testing.assert_close(ahead, MDP.layers[1].ahead(v), rtol=1e-14, atol=0)
+    torch.testing.assert_close(arrived, MDP.layers[1].arrive(x), rtol=1e-14, atol=0)
+
+
+def test_batches_that_do_not_fit_go_in_parts(monkeypatch):
+    layer, v = InOrder(MDP.layers[1]), random_loss(MDP, batch=(2, 9))[..., 0][..., :5]
+    whole = layer.ahead(v), layer.arrive(layer.ahead(v))
+    monkeypatch.setattr("torch_occ.mdp.in_order._MOST", 200)
+    assert torch.equal(layer.ahead(v), whole[0])
+    assert torch.equal(layer.arrive(whole[0]), whole[1])
+
+
+def test_a_sum_in_order():
+    x = torch.tensor([1e16, 1.0, 1.0, -1e16], dtype=torch.float64)
+    assert float(total(x, 0)) == 0.0  # each 1 is lost in turn; 2.0 if they were added first
+
+
+# -- the other machine ----------------------------------------------------------------------------------------------------
+
+
+def test_on_the_other_machine_a_product_depends_on_its_batch():
+    """Or the tests above could not fail."""
+    totals = 100 * random_loss(MDP, batch=(3,), seed=1)
+
+    def values(in_order: bool, batch: Tensor) -> Tensor:
+        return optimal_policy(MDP, batch, in_order=in_order).value
+
+    with OtherMachine() as machine:
+        assert not torch.equal(values(False, totals[:1])[0], values(False, totals)[0])
+        assert machine.changed
+    with OtherMachine() as machine:
+        assert torch.equal(values(True, totals[:1])[0], values(True, totals)[0])
+        assert not machine.changed
+    with OtherMachine(threads=2):
+        q = (totals * totals).sum((-2, -1))
+    with OtherMachine(threads=1):
+        assert not torch.equal((totals * totals).sum((-2, -1)), q)
+    t = torch.arange(1.0, 71.0, dtype=torch.float64)
+    with OtherMachine():
+        assert not torch.equal((t**0.37)[:50], t[:50] ** 0.37)
+        assert torch.equal((t**0.37)[:32], t[:32] ** 0.37)

@@ -1,0 +1,505 @@
+"""A run believes no learner, loss process or estimator, and warns of steps without certificate."""
+
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from zoo import PROBLEMS, Kept, random_loss
+
+import torch_occ as occ
+from torch_occ.game.contracts import uncertified_is_handled
+from torch_occ.game.losses import Stationary
+from torch_occ.mdp.occupancy import interior_point, occupancy, uniform_policy
+
+MDP = PROBLEMS["masked"]().mdp
+MEAN = random_loss(MDP, seed=3)
+LOSSES = occ.BernoulliLosses(MEAN)
+Q = interior_point(MDP)
+NAN = float("nan")
+
+
+def replaced(x, index, value):
+    x = x.clone()
+    x[index] = value
+    return x
+
+
+class Proposes(occ.Learner):
+    """A good q up to episode 3, another one then."""
+
+    def __init__(self, bad):
+        super().__init__(MDP)
+        self.bad = bad
+
+    def propose(self, t):
+        return Q[None] if t < 4 else self.bad
+
+
+PROPOSALS = {  # what is proposed to seeds 5 and 9, and words that the message must have
+    "a policy": (
+        uniform_policy(MDP)[None],
+        ["every seed, layer 0, state 1", "sum to 1", "is 0.3", "occ.occupancy(mdp, policy)"],
+    ),
+    "a constant": (
+        torch.full((2, 4, 2), 0.2, dtype=torch.float64),
+        ["action 1 is 0.2", "no such action"],
+    ),
+    "not a number": (
+        replaced(Q.expand(2, -1, -1), (1, 2, 1), NAN),
+        ["seed 9, layer 1, state 0, action 1 is nan", "finite"],
+    ),
+    "infinite": (
+        replaced(Q.expand(2, -1, -1), (0, 0, 0), torch.inf),
+        ["seed 5, layer 0, state 0, action 0 is inf"],
+    ),
+    "negative": (
+        Q[None]
+        + torch.tensor([0.5, -0.5], dtype=torch.float64) * (MDP.actions.sum(-1) == 2)[:, None],
+        ["q >= 0"],
+    ),
+    "too much": (1.001 * Q[None], ["layer 0, state 0", "the initial probability is 0.7"]),
+    "a little too much in one state": (
+        Q[None] + replaced(0 * Q, (2, 1), 2e-6),
+        ["layer 1, state 0 is no occupancy measure"],
+    ),
+    "single precision": (Q[None].float(), ["float32", "float64"]),
+    "no batch": (Q, ["(2, 4, 2)", "got (4, 2)"]),
+    "another batch": (Q.expand(3, -1, -1), ["(2, 4, 2)", "got (3, 4, 2)"]),
+    "transposed": (Q[None].mT, ["(2, 4, 2)", "got (1, 2, 4)"]),
+    "an array": (Q[None].numpy(), ["ndarray"]),
+    "nothing": (None, ["NoneType"]),
+}
+
+
+@pytest.mark.parametrize("name", PROPOSALS)
+def test_what_is_no_occupancy_measure_is_refused(name):
+    bad, words = PROPOSALS[name]
+    with pytest.raises((ValueError, TypeError)) as caught:
+        occ.simulate(MDP, Proposes(bad), LOSSES, 5, (5, 9))
+    for word in ["learner: q from Proposes.propose", "episode 4", *words]:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_a_q_of_moderate_accuracy_is_taken():
+    for nearly in (Q[None] * (1 + 1e-7), Q[None] - 1e-9 * MDP.actions):
+        assert occ.simulate(MDP, Proposes(nearly), LOSSES, 5).finished
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_good_learners_pass_on_every_mdp(sparse):
+    class Wanders(occ.Learner):
+        def propose(self, t):
+            weights = torch.where(self.mdp.actions, random_loss(self.mdp, seed=t) + 1e-9, 0.0)
+            return occupancy(self.mdp, weights / weights.sum(-1, keepdim=True))[None]
+
+    for name in ("masked", "contexts", "layers", "no_choice", "corridor"):
+        mdp = PROBLEMS[name]().mdp
+        mdp = mdp.to_sparse() if sparse else mdp
+        assert occ.simulate(
+            mdp, Wanders(mdp), occ.BernoulliLosses(random_loss(mdp)), 5, (0, 1)
+        ).finished
+
+
+class Charges(occ.LossProcess):
+    stride = 3
+
+    def __init__(self, bad):
+        self.bad = bad
+
+    def means(self, mdp, state, t0, n, q):
+        return (MEAN[None, None], state) if t0 < 4 else self.bad
+
+
+MEANS = {
+    "no layers of batch": ((MEAN, {}), ["shape (2, 2, 4, 2)", "got (4, 2)"]),
+    "too few episodes": ((MEAN.expand(3, 1, -1, -1), {}), ["episodes 4 to 5", "got (3, 1, 4, 2)"]),
+    "too many seeds": ((MEAN.expand(1, 3, -1, -1), {}), ["got (1, 3, 4, 2)"]),
+    "single precision": ((MEAN[None, None].float(), {}), ["float32", "float64"]),
+    "not a number": (
+        (replaced(MEAN.expand(2, 2, -1, -1), (1, 1, 3, 1), NAN), {}),
+        ["episode 5, seed 9, layer 1, state 1, action 1 is nan"],
+    ),
+    "too large": ((MEAN[None, None] + 0.9, {}), ["episode 4, every seed, layer 0", "[0, 1]"]),
+    "an array": ((MEAN[None, None].numpy(), {}), ["ndarray"]),
+    "no state": (MEAN[None, None], ["a pair"]),
+    "a state that is none": ((MEAN[None, None], None), ["a dict"]),
+}
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+@pytest.mark.parametrize("name", MEANS)
+def test_wrong_means_are_refused(name, backend):
+    bad, words = MEANS[name]
+    with pytest.raises((ValueError, TypeError)) as caught:
+        occ.simulate(MDP, occ.FTRL(MDP, occ.Tsallis()), Charges(bad), 5, (5, 9), backend=backend)
+    for word in ["losses: Charges.means", *words]:
+        assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("draw", "words"),
+    [
+        (
+            lambda mean, uniform: mean / 0.0,
+            ["Draws.draw at episode 1, seed 5, layer 0, state", "is inf"],
+        ),
+        (lambda mean, uniform: (uniform < mean).float(), ["Draws.draw at episode 1", "float32"]),
+    ],
+)
+def test_wrong_losses_are_refused(draw, words):
+    class Draws(occ.BernoulliLosses):
+        def draw(self, mean, uniform):
+            return draw(mean, uniform)
+
+    with pytest.raises(ValueError, match="losses: ") as caught:
+        occ.simulate(MDP, occ.FixedPolicy(MDP), Draws(MEAN), 3, (5, 9))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("estimate", "words"),
+    [
+        (
+            lambda feedback, q: replaced(q, (1, 2, 0), NAN),
+            ["episode 1, seeds[1], layer 1, state 0, action 0 is nan"],
+        ),
+        (lambda feedback, q: feedback.losses, ["expected shape (2, 4, 2)", "(2, 2)"]),
+        (lambda feedback, q: q[:1], ["expected shape (2, 4, 2)", "(1, 4, 2)"]),
+        (lambda feedback, q: q.float(), ["float32"]),
+        (lambda feedback, q: 1.0, ["float"]),
+    ],
+)
+def test_wrong_estimates_are_refused(estimate, words):
+    class Mine(occ.Estimator):
+        def __call__(self, feedback, q, t):
+            return estimate(feedback, q)
+
+    with pytest.raises((ValueError, TypeError), match="estimator: Mine at episode 1") as caught:
+        occ.simulate(MDP, occ.FTRL(MDP, occ.Tsallis(), Mine()), LOSSES, 3, (5, 9))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+ZERO = torch.zeros(2, dtype=torch.float64)
+GOOD = {"newton_steps": ZERO + 2, "dual_residual": ZERO, "flow_residual": ZERO, "uncertified": ZERO}
+
+
+class Diagnosed(Proposes):
+    def __init__(self, found):
+        super().__init__(Q[None])
+        self.found = found
+
+    def diagnostics(self):
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"newton_steps": ZERO}, ["dual_residual", "got newton_steps"]),
+        (GOOD | {"newton_step": ZERO}, ["newton_step"]),
+        (GOOD | {"uncertified": ZERO[0]}, ["uncertified", "(2,)", "()"]),
+        (GOOD | {"dual_residual": 0.0}, ["dual_residual", "float"]),
+    ],
+)
+def test_wrong_diagnostics_are_refused(found, words):
+    with pytest.raises(ValueError, match=r"learner: Diagnosed.diagnostics at episode 1") as caught:
+        occ.simulate(MDP, Diagnosed(found), LOSSES, 3, (5, 9))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_right_diagnostics_are_recorded():
+    history = occ.simulate(MDP, Diagnosed(GOOD), LOSSES, 3, (5, 9))
+    assert history.newton_steps[:, -1].tolist() == [2.0, 2.0]
+    with pytest.warns(occ.UncertifiedWarning) as caught:
+        occ.simulate(
+            MDP, Diagnosed(GOOD | {"uncertified": torch.tensor([0.0, 1.0])}), LOSSES, 3, (5, 9)
+        )
+    first, last = (str(warning.message) for warning in caught)
+    assert first.startswith("Diagnosed: the step of episode 1, seed 9, was not certified. The run")
+    assert last.startswith("Diagnosed: 3 of 6 steps")
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (Q, ["layer 0, state 0", "sum to", "expected 1"]),
+        (
+            torch.full((4, 2), 0.5, dtype=torch.float64),
+            ["layer 0, state 1, action 1 is 0.5", "no such action"],
+        ),
+        (replaced(uniform_policy(MDP), (2, 1), NAN), ["layer 1, state 0, action 1 is nan"]),
+        (uniform_policy(MDP).float(), ["float32"]),
+        (uniform_policy(MDP).mT, ["(4, 2)", "(2, 4)"]),
+    ],
+)
+def test_a_fixed_policy_is_a_policy(policy, words):
+    with pytest.raises(ValueError, match="policy: ") as caught:
+        occ.FixedPolicy(MDP, policy)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+class Careless(occ.Learner):
+    """Works in the memory that it proposed, and in what it is shown."""
+
+    full_information = True
+
+    def start(self, num_seeds):
+        self.state = {"q": Q.expand(num_seeds, -1, -1).clone()}
+
+    def propose(self, t):
+        return self.state["q"]
+
+    def observe(self, t, q, feedback):
+        self.state["q"].copy_(
+            occupancy(MDP, torch.eye(2, dtype=torch.float64)[MDP.actions.long().argmax(-1)])
+        )
+        feedback.table.fill_(7.0)
+        feedback.losses.fill_(7.0)
+
+
+def test_a_learner_that_works_in_shared_memory_changes_no_record():
+    losses = Stationary(MEAN)
+    history = occ.simulate(MDP, Careless(MDP), losses, 1)
+    assert torch.equal(history.last_q[0], Q)
+    assert torch.equal(history.cumulative_occupancy[0], Q)
+    assert float(history.realised_regret[0, 0] + history.comparator[0, 0]) <= 2.0
+    assert torch.equal(losses.mean, MEAN)
+
+
+# -- steps without certificate --------------------------------------------------------------------------------------------
+
+
+class Concave(occ.SeparableRegularizer):
+    def pair(self, x):
+        return -x.square()
+
+
+def hurried(psi, max_steps=1):
+    """A learner whose steps end before they have converged."""
+    learner = occ.FTRL(MDP, psi)
+    learner.step = occ.FTRLStep(MDP, psi, max_steps=max_steps)
+    return learner
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_steps_without_certificate_are_warned_of(backend):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = occ.simulate(
+            MDP, hurried(occ.jin_luo(MDP, beta=0.5)), LOSSES, 30, (5, 9), backend=backend
+        )
+    assert [warning.category for warning in caught] == [occ.UncertifiedWarning] * 2
+    assert all(warning.filename == __file__ for warning in caught)
+    first, last = (str(warning.message) for warning in caught)
+    assert first.startswith(
+        "FTRL: the step of episode 1, seed 5, was not certified: MAX_STEPS, the iteration limit was reached"
+    )
+    count = int(history.uncertified[:, -1].sum())
+    assert count >= 2
+    assert last.startswith(f"FTRL: {count} of 60 steps were not certified")
+
+
+def test_both_backends_name_the_same_first_step():
+    """As many Newton steps as the first episode needs are too few for a later one."""
+    enough = int(
+        occ.simulate(MDP, occ.FTRL(MDP, occ.Tsallis()), LOSSES, 1, (5, 9)).newton_steps.max()
+    )
+    words = {}
+    for backend in ("torch", "engine"):
+        with pytest.warns(occ.UncertifiedWarning) as caught:
+            occ.simulate(MDP, hurried(occ.Tsallis(), enough), LOSSES, 20, (5, 9), backend=backend)
+        words[backend] = [str(warning.message) for warning in caught]
+    assert words["torch"] == words["engine"]
+    assert "episode 1," not in words["torch"][0]
+
+
+def test_a_regularizer_that_is_not_convex_is_warned_of_and_an_error_if_asked_for():
+    with pytest.warns(occ.UncertifiedWarning, match=r"check that it is finite and convex|20 of 20"):
+        occ.simulate(MDP, occ.FTRL(MDP, Concave()), LOSSES, 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", occ.UncertifiedWarning)
+        with pytest.raises(occ.UncertifiedWarning, match="episode 1"):
+            occ.simulate(MDP, occ.FTRL(MDP, Concave()), LOSSES, 20)
+
+
+def test_who_handles_it_is_not_warned():
+    with uncertified_is_handled():
+        history = occ.simulate(MDP, occ.FTRL(MDP, Concave()), LOSSES, 2)
+    assert int(history.uncertified[0, -1]) == 2
+
+
+# -- the caller's learner -------------------------------------------------------------------------------------------------
+
+
+def snapshot(learner):
+    values = {name: float(value) for name, value in learner.step.state_dict().items()}
+    return values, learner.state, learner.step.backend, learner.step.solve(MEAN).backend
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine", "auto"])
+def test_the_callers_learner_is_left_alone(backend):
+    class Meddles(occ.Callback):
+        def on_checkpoint(self, run):
+            with torch.no_grad():
+                run.learner.step.regularizer.terms[1].beta.mul_(1.5)
+
+    learner, kept = occ.FTRL(MDP, occ.jin_luo(MDP)), Kept()
+    before = snapshot(learner)
+    history = occ.simulate(MDP, learner, LOSSES, 20, backend=backend, callbacks=[Meddles(), kept])
+    assert snapshot(learner) == before
+    assert kept.learner is not learner
+    assert kept.learner.mdp is MDP
+    assert torch.equal(kept.learner.state["q"], history.last_q)
+    again = occ.simulate(MDP, learner, LOSSES, 20, backend=backend, callbacks=[Meddles()])
+    assert torch.equal(again.regret, history.regret)
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_one_learner_serves_many_threads(backend):
+    learners = [occ.FTRL(MDP, occ.jin_luo(MDP, beta=0.5)), occ.FollowTheLeader(MDP)]
+    episodes = 20 if backend == "torch" else 2000
+    for learner in learners:
+        expected = [
+            occ.simulate(MDP, learner, LOSSES, episodes, (seed,), backend=backend).regret
+            for seed in range(4)
+        ]
+        found, barrier = [None] * 4, threading.Barrier(4)
+
+        def play(seed, learner=learner, found=found, barrier=barrier):
+            barrier.wait()
+            found[seed] = occ.simulate(
+                MDP, learner, LOSSES, episodes, (seed,), backend=backend
+            ).regret
+
+        threads = [threading.Thread(target=play, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_learner_that_cannot_be_copied_is_named():
+    learner = Proposes(Q[None])
+    learner.lock = threading.Lock()
+    with pytest.raises(
+        TypeError, match=r"learner: Proposes cannot be copied .*lock.* override Proposes\.copy"
+    ):
+        occ.simulate(MDP, learner, LOSSES, 3)
+
+
+PARAMETERS = {
+    "alpha": "HybridTsallis: alpha",
+    "gamma": "InverseSqrt: gamma",
+    "beta": "LogBarrier: beta",
+}
+
+
+@pytest.mark.parametrize("value", [-5.0, NAN])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_are_validated_in_the_same_words_by_both_backends(name, value):
+    learner = occ.FTRL(MDP, occ.jin_luo(MDP))
+    with torch.no_grad():
+        next(p for path, p in learner.step.named_parameters() if path.endswith(name)).fill_(value)
+    words = set()
+    for backend in ("torch", "engine"):
+        with pytest.raises(
+            ValueError, match=f"{PARAMETERS[name]} must satisfy .*, got {value}"
+        ) as caught:
+            occ.simulate(MDP, learner, LOSSES, 3, backend=backend)
+        words.add(str(caught.value))
+    assert len(words) == 1
+
+
+class Spoils(occ.Callback):
+    def on_checkpoint(self, run):
+        with torch.no_grad():
+            run.learner.step.regularizer.terms[1].beta.fill_(-5.0)
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_other_bad_settings_are_refused_by_both_backends(backend):
+    good = occ.jin_luo(MDP)
+    with pytest.raises(ValueError, match=r"LogBarrier: beta must satisfy .*, got -5"):
+        occ.simulate(MDP, occ.FTRL(MDP, good), LOSSES, 30, backend=backend, callbacks=[Spoils()])
+    with pytest.raises(ValueError, match=r"regularizer: beta is torch.float32 .* step\.to"):
+        occ.simulate(
+            MDP, occ.FTRL(MDP, occ.LogBarrier(torch.tensor(1.0))), LOSSES, 3, backend=backend
+        )
+    rate = occ.InverseSqrt(1.0)
+    with torch.no_grad():
+        rate.gamma.fill_(0.0)
+    with pytest.raises(ValueError, match="InverseSqrt: gamma"):
+        occ.simulate(
+            MDP, occ.FTRL(MDP, good, occ.ReducedVariance(rate)), LOSSES, 3, backend=backend
+        )
+    learner = occ.FTRL(MDP, good)
+    other = MDP.with_transitions([p.flip(-1) for p in MDP.transitions])
+    learner.step = occ.FTRLStep(other, good)
+    with pytest.raises(ValueError, match="learner: its step is for another MDP"):
+        occ.simulate(MDP, learner, LOSSES, 3, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_an_estimator_may_be_exchanged_before_a_run(backend):
+    learner, fresh = (
+        occ.FTRL(MDP, occ.Tsallis()),
+        occ.FTRL(MDP, occ.Tsallis(), occ.FullInformation()),
+    )
+    learner.estimator = occ.FullInformation()
+    regrets = [
+        occ.simulate(MDP, each, LOSSES, 30, backend=backend).regret for each in (learner, fresh)
+    ]
+    assert torch.equal(*regrets)
+
+
+# -- ties -----------------------------------------------------------------------------------------------------------------
+
+
+def test_ties_are_broken_by_the_lowest_index():
+    charge = occ.GreedyAdversary().means
+    bandit = occ.LayeredMDP([torch.ones(1, 3, 1, dtype=torch.float64)])
+    third = np.nextafter(1 / 3, 1)
+    for q, favourite in (
+        ([1 / 3, third, 1 / 3], 0),
+        ([0.3, 0.35 - 1e-12, 0.35], 1),
+        ([0.3, 0.35 - 1e-6, 0.35 + 1e-6], 2),
+    ):
+        means, _ = charge(bandit, {}, 1, 1, torch.tensor([[q]], dtype=torch.float64))
+        assert means.flatten().tolist() == [float(i == favourite) for i in range(3)]
+
+
+def test_a_state_that_is_never_visited_is_charged_where_it_has_an_action():
+    q = torch.zeros(1, 4, 2, dtype=torch.float64)
+    means, _ = occ.GreedyAdversary().means(MDP, {}, 1, 1, q)
+    assert bool((means[0, 0].sum(-1) == 1).all())
+    assert bool((means[0, 0][~MDP.actions] == 0).all())
+
+
+TIED = {
+    "full information": lambda mdp: occ.FTRL(
+        mdp, occ.Tsallis() / occ.InverseSqrt(1.0), occ.FullInformation()
+    ),
+    "jin_luo": lambda mdp: occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5)),
+    "complement": lambda mdp: occ.FTRL(mdp, occ.HybridComplement() / occ.InverseSqrt(1.0)),
+    "optimistic": occ.OptimisticValueIteration,
+    "leader": occ.FollowTheLeader,
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("seed", range(6))
+def test_trajectories_against_the_adversary_agree(name, seed):
+    """Ties are the rule here: before anything is seen all actions are alike, and the adversary keeps them so."""
+    mdp = occ.LayeredMDP.random(2 + seed % 3, 2 + seed % 2, 2 + seed % 3, seed=seed)
+    learner = TIED[name](mdp)
+    engine, plain = (
+        occ.simulate(mdp, learner, occ.GreedyAdversary(), 60, range(3), backend=each)
+        for each in ("engine", "torch")
+    )
+    torch.testing.assert_close(engine.total_mean, plain.total_mean, rtol=0, atol=0)
+    torch.testing.assert_close(engine.realised_regret, plain.realised_regret, rtol=0, atol=1e-8)
+    torch.testing.assert_close(engine.last_q, plain.last_q, rtol=0, atol=1e-9)

@@ -1,0 +1,175 @@
+"""What a step was made for cannot change behind its back, and everything else of nn.Module still works."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.func import functional_call, grad, vmap
+from zoo import PROBLEMS, random_loss
+
+import torch_occ as occ
+from torch_occ.regularizers.catalog import TabularRegularizer
+from torch_occ.regularizers.frozen import FrozenList
+from torch_occ.regularizers.terms import Log, Power, Term
+
+MDP = PROBLEMS["masked"]().mdp
+LOSS = random_loss(MDP, seed=5)
+
+
+@pytest.fixture(params=["auto", "torch"])
+def step(request):
+    made = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=0.5), backend=request.param)
+    made(LOSS, 3.0)
+    return made
+
+
+def extended(terms):
+    terms += [occ.LogBarrier()]
+
+
+CHANGES = {
+    "a term": lambda step: step.regularizer.terms.__setitem__(1, occ.LogBarrier(3.0)),
+    "one more": lambda step: step.regularizer.terms.append(occ.LogBarrier()),
+    "several more": lambda step: step.regularizer.terms.extend([occ.LogBarrier()]),
+    "one more by +=": lambda step: extended(step.regularizer.terms),
+    "one more in front": lambda step: step.regularizer.terms.insert(0, occ.LogBarrier()),
+    "one less": lambda step: step.regularizer.terms.__delitem__(1),
+    "the last": lambda step: step.regularizer.terms.pop(1),
+    "a term by its name": lambda step: setattr(step.regularizer.terms, "1", occ.LogBarrier()),
+    "a module by its name": lambda step: step.regularizer.terms.add_module("1", occ.LogBarrier()),
+    "all terms": lambda step: setattr(step.regularizer, "terms", [occ.LogBarrier()]),
+    "no terms": lambda step: delattr(step.regularizer, "terms"),
+    "a factor": lambda step: setattr(step.regularizer.terms[0], "factor", 5.0),
+    "a schedule": lambda step: setattr(step.regularizer.terms[0], "factor", occ.Constant(5.0)),
+    "a power": lambda step: setattr(step.regularizer.terms[0], "power", 1),
+    "what is scaled": lambda step: setattr(step.regularizer.terms[0], "regularizer", occ.Shannon()),
+    "the mdp": lambda step: setattr(step, "mdp", PROBLEMS["contexts"]().mdp),
+    "the regularizer": lambda step: setattr(step, "regularizer", occ.Shannon()),
+    "the options": lambda step: setattr(step, "options", None),
+    "the backend": lambda step: setattr(step, "backend", "engine"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_structure_is_refused(name, step):
+    before, q = str(step), step(LOSS, 3.0)
+    with pytest.raises(AttributeError, match=r"cannot be changed; .*(make a new|step\.use)"):
+        CHANGES[name](step)
+    assert str(step) == before
+    assert torch.equal(step(LOSS, 3.0), q)
+
+
+def test_values_of_parameters_are_followed(step):
+    fresh = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=3.0), backend=step.backend)
+    values = {
+        f"regularizer.{name}": value for name, value in fresh.regularizer.state_dict().items()
+    }
+    assert set(values) == {
+        "regularizer.terms.0.regularizer.alpha",
+        "regularizer.terms.0.factor.gamma",
+        "regularizer.terms.1.beta",
+    }
+    expected = fresh(LOSS, 3.0)
+    assert float((expected - step(LOSS, 3.0)).detach().abs().max()) > 1e-3
+
+    def agrees(q):
+        torch.testing.assert_close(q, expected, rtol=1e-10, atol=0)
+        return True
+
+    assert agrees(functional_call(step, values, (LOSS, 3.0)))
+    for assign in (False, True):
+        loaded = copy.deepcopy(step)
+        loaded.load_state_dict(values, assign=assign)
+        assert agrees(loaded(LOSS, 3.0))
+    replaced = copy.deepcopy(step)
+    replaced.regularizer.terms[1].beta = torch.nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
+    assert agrees(replaced(LOSS, 3.0))
+    with torch.no_grad():
+        step.regularizer.terms[1].beta.fill_(3.0)
+    assert agrees(step(LOSS, 3.0))
+
+
+def test_copies_and_conversions_work(step):
+    q = step(LOSS, 3.0)
+    for other in (
+        copy.deepcopy(step),
+        pickle.loads(pickle.dumps(step)),
+        copy.deepcopy(step).to(torch.float32).to(torch.float64),
+    ):
+        torch.testing.assert_close(other(LOSS, 3.0), q, rtol=1e-5, atol=0)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(2.0)
+        assert not torch.allclose(other(LOSS, 3.0), q, rtol=1e-3)
+        with pytest.raises(AttributeError, match="cannot be changed"):
+            other.regularizer.terms.append(occ.Shannon())
+    assert torch.equal(step(LOSS, 3.0), q)
+    assert len(list(step.parameters())) == 3
+    assert step.regularizer.terms[:1][0] is step.regularizer.terms[0]
+    assert isinstance(step.regularizer.terms[:1], FrozenList)
+
+
+def test_transforms_work(step):
+    parameters = dict(step.named_parameters())
+
+    def cost(values, loss):
+        return (functional_call(step, values, (loss, 3.0)) * LOSS).sum()
+
+    found = vmap(grad(cost), in_dims=(None, 0))(parameters, torch.stack([LOSS, 2 * LOSS]))
+    expected = torch.autograd.grad(cost(parameters, LOSS), list(parameters.values()))
+    for name, value in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(found[name][0], value)
+
+
+class Moody(TabularRegularizer):
+    """A user's table that says something else when it is told to."""
+
+    kind = Log()
+
+    def table(self):
+        return (Term("pair", Power(0.5), -1.0), Term("pair", self.kind, -0.5))
+
+
+@pytest.mark.parametrize("backend", ["engine", "torch"])
+def test_a_table_that_changes_is_noticed_or_followed(backend):
+    psi = Moody()
+    step = occ.FTRLStep(MDP, psi, backend=backend)
+    step(LOSS)
+    psi.kind = Power(0.25)
+    if backend == "engine":
+        with pytest.raises(RuntimeError, match="make a new FTRLStep"):
+            step(LOSS)
+    else:
+        assert torch.equal(step(LOSS), occ.FTRLStep(MDP, psi, backend=backend)(LOSS))
+
+
+class Both(occ.Regularizer):
+    """A user's own sum, of as many parts as it has at the moment."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.all = list(parts)
+
+    def parts(self, t):
+        for part in self.all:
+            yield from part.parts(t)
+
+    def leaves(self):
+        for part in self.all:
+            yield from part.leaves()
+
+
+class Squares(occ.StatewiseRegularizer):
+    def per_state(self, q_s):
+        return q_s.square().sum(-1)
+
+
+@pytest.mark.parametrize("backend", ["engine", "torch"])
+def test_a_part_that_comes_too_late_is_noticed(backend):
+    psi = Both(occ.Shannon())
+    step = occ.FTRLStep(MDP, psi, backend=backend)
+    step(LOSS)
+    psi.all.append(Squares())
+    with pytest.raises(RuntimeError, match=r"Squares was added .* make a new FTRLStep"):
+        step(LOSS)
