@@ -186,8 +186,8 @@ def state_drawn(model: Model, pair: int, k: int, uniform: float) -> int:
 def favour(model: Model, q: Floats, means: Floats) -> None:
     """Write the mean losses of `GreedyAdversary` after q into `means`.
 
-    The mean is 1 for the likeliest action of each state, and 0 for the others. Ties are broken as in
-    `torch_occ.mdp.occupancy.likeliest`.
+    The mean is 1 for the likeliest action of each state, and 0 for the others. Ties are broken as
+    in `torch_occ.mdp.occupancy.likeliest`.
     """
     num_actions = model.num_actions
     for first in range(0, len(q), num_actions):

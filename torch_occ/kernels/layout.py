@@ -3,9 +3,9 @@
 There are few arrays, because every array that is passed to a kernel costs time. States are numbered
 over all layers, and the pair (s, a) has the number s * num_actions + a.
 
-Scratch memory has one row per quantity: `work.pairs[D, i]` is d at pair i. Row x of an argument of
-psi is followed by row x + SLOPE, the first derivative of psi by this argument, and by row x + BEND,
-the second.
+Scratch memory has one row per quantity: `work.pairs[D, i]` is d at pair i. If row x holds an
+argument of psi, then row x + SLOPE holds the first derivative of psi by it, and row x + BEND the
+second.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# Arguments of elementary terms: q(s,a), q(s) - q(s,a), 1 - q(s,a) and q(s). The first three are rows
-# of `work.pairs`. q(s) is row 0 of `work.states`.
+# Arguments of elementary terms: q(s,a), q(s) - q(s,a), 1 - q(s,a) and q(s). The first three are
+# rows of `work.pairs`; q(s) is row 0 of `work.states`.
 PAIR, REST, COMPLEMENT, STATE = 0, 1, 2, 3
 SLOPE, BEND = 3, 6  # offsets from the row of an argument to those of its derivatives
 
@@ -52,8 +52,8 @@ PAIR_ROWS = 22
 PLAN = 1  # the value of the optimal policy, which shapes the loss
 TOTAL = 2  # the sum of INVERSE over the actions
 KAPPA = 4
-PULL = 5  # right-hand sides of the filter
-M = 7  # means of the filter
+PULL = 5  # kappa times M, minus p'x
+M = 7  # the change of q(s) that the filter predicts from the layers before
 U = 8  # the change of q(s), or its inflow
 V = 9  # the multipliers
 OTHERS = 10  # the sum of q over the other states of the layer
@@ -64,8 +64,8 @@ STATE_ROWS = 13
 
 # -- compiling ---------------------------------------------------------------------------------
 
-#: Divisions by zero give infinities, as in torch; the solvers check for them. Threads may run kernels
-#: in parallel. Kernels neither allocate nor own arrays, so references are not counted.
+#: Divisions by zero give infinities, as in torch; the solvers check for them. Threads may run
+#: kernels in parallel. Kernels neither allocate nor own arrays, so references are not counted.
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, **NO_REFERENCE_COUNTS}
 
 #: For functions that only kernels call. The wrapper for calls from Python would take longer to
@@ -169,7 +169,7 @@ class Model(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The elementary terms of a regularizer; their weights depend on t and are passed separately."""
+    """The elementary terms of a regularizer. The weights depend on t and are passed separately."""
 
     argument: Ints  # (K,)
     function: Ints  # (K,)
