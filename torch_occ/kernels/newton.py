@@ -248,7 +248,7 @@ def floor_pairs(model: Model, work: Work) -> None:
 
 @part
 def measure(model: Model, work: Work) -> tuple[float, float, float]:
-    """The squared decrement, the largest relative decrease and the largest relative change of a pair.
+    """The squared decrement, and the largest relative decrease and relative change of a pair.
 
     The other arguments are sums of pairs, so none has a larger relative decrease than its parts.
     """

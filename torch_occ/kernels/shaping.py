@@ -1,8 +1,8 @@
 """Potential-based shaping, compiled: replace the loss by the gaps of its optimal policy.
 
-This is the compiled twin of torch_occ.step.shaping. `shape_loss` is plain backward induction, with a
-rounding error of eps times the values. If that is too much for the certificate, `shape_finely`
-computes the gaps with compensated sums; the method is explained in the twin.
+This is the compiled twin of torch_occ.step.shaping. `shape_loss` is plain backward induction, with
+a rounding error of eps times the values. If that is too much for the certificate, `shape_finely`
+computes the gaps with compensated sums; torch_occ.step.shaping explains how.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LOW, LEADING, LEFT, BASE = PULL, U, M, OTHERS
 
 @part
 def shape_loss(model: Model, loss: Floats, work: Work) -> float:
-    """Write the gaps of the loss into GAPS and the values into PLAN; returns the largest |value|."""
+    """Write the gaps of the loss into GAPS, its values into PLAN; returns the largest |value|."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     largest = 0.0
     for k in range(len(start) - 2, -1, -1):
@@ -72,7 +72,7 @@ def shape_loss(model: Model, loss: Floats, work: Work) -> float:
 
 @part
 def least_unit(terms: Terms, weights: Floats) -> float:
-    """A lower bound of q times the curvature of psi: x f''(x) decreases in x, and q is at most 1."""
+    """A lower bound of q times the curvature of psi: x f''(x) decreases in x, and q <= 1."""
     unit = 0.0
     for term in range(len(weights)):
         if terms.argument[term] == PAIR:
@@ -84,8 +84,8 @@ def least_unit(terms: Terms, weights: Floats) -> float:
 def shape_finely(model: Model, loss: Floats, work: Work) -> None:
     """`shape_loss` with compensated sums.
 
-    ROUNDING receives an estimate of the remaining rounding errors of the gaps, and LIFT the constant
-    of every layer, at the layer's first state.
+    ROUNDING receives an estimate of the remaining rounding errors of the gaps. LIFT receives the
+    constant of every layer, at its first state.
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     exists = model.exists
@@ -123,8 +123,8 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
                     pairs[ROUNDING, i] = FINE * both if pairs[RESPONSE, i] != same else 0.0
             states[PLAN, s], states[LOW, s] = high, low
             states[V, s] = 0.0  # the start of an iterative solver
-        # The layer's number closest to zero between its lowest and highest base. Subtracting it
-        # makes no base larger.
+        # The number closest to zero between the lowest and the highest base. Subtracting it makes
+        # no base larger in absolute value.
         constant = max(lowest, 0.0) + min(highest, 0.0) if model.conserved else 0.0
         states[LIFT, here] = constant
         for s in range(here, behind):

@@ -1,9 +1,9 @@
 """The linear system of a Newton step with dense transitions, solved layer by layer.
 
-This is the compiled twin of `LayeredFactorization` in torch_occ.step.kkt, which explains the formulas.
-`factorize` reduces every state to (R, p, kappa) and runs the filter through the layers. `solve`
-sweeps forward, backward and forward again. One pass over the pairs of a state multiplies both p and
-R by the transitions: sum_a p_a P_a u + sum_a (R x)_a P_a = sum_a dq_a P_a.
+This is the compiled twin of `LayeredFactorization` in torch_occ.step.kkt, which explains the
+formulas. `factorize` reduces every state to (R, p, kappa) and runs the filter through the layers.
+`solve` sweeps forward, backward and forward again. One pass over the pairs of a state multiplies
+both p and R by the transitions: sum_a p_a P_a u + sum_a (R x)_a P_a = sum_a dq_a P_a.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def center_layer(
 ) -> None:
     """Compute P_p of the previous layer, and its centred transitions.
 
-    The transitions are centred at their mean with weights 1/D. The first half of `centred` holds the
-    deviations, the second half their products with 1/D.
+    The transitions are centred at their mean with weights 1/D. The first half of `centred` holds
+    the deviations, the second half their products with 1/D.
     """
     pairs, widest = work.pairs, len(work.moves)
     for s in span(before, here):

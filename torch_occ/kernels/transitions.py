@@ -1,7 +1,7 @@
 """Functions of transitions that exist in a dense and a sparse version.
 
-The version is chosen when the calling kernel is compiled, by the type of its model. So dense MDPs do
-not wait for the compilation of sparse kernels, and sparse MDPs do not wait for dense ones.
+The version is chosen when the calling kernel is compiled, by the type of its model. A version that
+is not used costs no time, neither at run time nor in compiling.
 """
 
 from __future__ import annotations
