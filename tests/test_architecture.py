@@ -155,6 +155,14 @@ def test_nothing_hides_a_module():
             assert shown is None or type(shown).__name__ == "module", f"{module.__name__}.{child.name}"
 
 
+@pytest.mark.parametrize("package", ORDER)
+def test_the_docstring_of_a_package_lists_its_modules(package):
+    """CONTRIBUTING.md sends readers there: one line per module, its name and what it holds."""
+    listed = re.findall(r"^(\w+)  +\S", importlib.import_module(f"torch_occ.{package}").__doc__, re.M)
+    modules = {path.stem for path in (PACKAGE / package).glob("*.py")} - {"__init__"}
+    assert sorted(listed) == sorted(modules)
+
+
 def test_public_names():
     """Names may be added, here and in the reference; a name that users have is never taken away."""
     public = sorted(name for name in vars(occ) if not name.startswith("_") and name not in {*ORDER, "reference"} - {"theory"})

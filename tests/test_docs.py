@@ -18,7 +18,16 @@ import torch_occ as occ
 DOCS = Path(__file__).parent.parent / "docs"
 ASSETS = DOCS / "assets"
 PAGES = sorted(DOCS.rglob("*.md"))
-EXECUTED = ["index", "tour", "step", "regularizers", "gymnasium", "meta_tuning"]
+EXECUTED = [
+    "index",
+    "tour",
+    "questions",
+    "step",
+    "regularizers",
+    "gymnasium",
+    "meta_tuning",
+    "api/game",
+]
 SETTINGS = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
 NAVIGATION = SETTINGS.partition("nav:")[2].partition("markdown_extensions:")[0]
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(?!\s)([^$]+)(?<!\s)\$", re.DOTALL)

@@ -56,11 +56,12 @@ def test_every_curve_equals_the_history(tmp_path):
         "solver/dual_residual": history.dual_residual.amax(0),
         "solver/flow_residual": history.flow_residual.amax(0),
         "solver/uncertified": history.uncertified.sum(0),
-        "learner/learning_rate": 1 / t.sqrt(),
-        "learner/alpha": torch.full_like(mean, 2**-0.5),
-        "learner/beta": torch.ones_like(mean),
-        "learner/gamma": torch.ones_like(mean),
+        "theta/learning_rate": 1 / t.sqrt(),
+        "theta/alpha": torch.full_like(mean, 2**-0.5),
+        "theta/beta": torch.ones_like(mean),
+        "theta/gamma": torch.ones_like(mean),
     }
+    assert max(expected) in {"theta/learning_rate", "theta/gamma"}  # constants are the last charts
     for tag, values in expected.items():
         steps, logged = curve(found, tag)
         assert steps == t.tolist(), tag
@@ -113,6 +114,8 @@ def test_images_text_layout_and_hparams(tmp_path):
     start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
     assert start.hparams["beta"].number_value == 1.0
     assert start.hparams["learner"].string_value == "FTRL"
+    shown = set(start.hparams) - {"note", "learner", "losses", "alpha", "beta", "gamma"}
+    assert shown == {"episodes", "seeds", "horizon", "states", "actions"}  # and no plumbing
     assert metadata.SESSION_END_INFO_TAG in content
     columns = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
     assert {metric.name.tag for metric in columns.metric_infos} <= {*found.Tags()["scalars"]}

@@ -151,10 +151,9 @@ class TensorBoard(Callback):
     def on_checkpoint(self, run: Simulation) -> None:
         if not self.directory.is_dir():  # the open file would swallow everything without a word
             raise FileNotFoundError(2, "TensorBoard's directory has gone", str(self.directory))
-        learner = {
-            f"learner/{name}": value for name, value in parameters(run.learner, run.t).items()
-        }
-        self._scalars(self._curves(run, len(run.recorded) - 1) | self._policy(run) | learner, run.t)
+        # TensorBoard sorts charts by name: "theta" puts these, which are mostly constant, last.
+        theta = {f"theta/{name}": value for name, value in parameters(run.learner, run.t).items()}
+        self._scalars(self._curves(run, len(run.recorded) - 1) | self._policy(run) | theta, run.t)
         if self.images_per_decade and (run.t >= self.next_image or run.t == run.episodes):
             self._heat_map(run)
             self.next_image = run.t * 10 ** (1 / self.images_per_decade)
@@ -259,7 +258,7 @@ class TensorBoard(Callback):
             return
         columns = [
             api_pb2.HParamInfo(name=name, differs=name in _COMPARED)
-            for name in {*_COMPARED, *values}
+            for name in dict.fromkeys((*_COMPARED, *values))
         ]
         metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in _METRICS]
         data = plugin_data_pb2.HParamsPluginData(
