@@ -62,7 +62,7 @@ CURVES = 12  # 1 where psi is convex, 0 where it is convex only at constant q(s)
 STATE_ROWS = 13
 
 
-# -- compiling ---------------------------------------------------------------------------------
+# -- compiling -------------------------------------------------------------------------------------
 
 #: Divisions by zero give infinities, as in torch; the solvers check for them. Threads may run
 #: kernels in parallel. Kernels neither allocate nor own arrays, so references are not counted.
@@ -139,7 +139,7 @@ def _is_sparse(kind: Any) -> bool:
     )
 
 
-# -- data --------------------------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
