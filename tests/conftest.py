@@ -1,5 +1,6 @@
 """What every test shares: one thread, no leaks of global state, and the same examples on every machine."""
 
+import os
 import warnings
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import settings
 
 import torch_occ as occ
 
-torch.set_num_threads(1)
+#: One thread, unless the environment says otherwise (`make test-machines`).
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
+torch.set_num_threads(THREADS)
 
 # The first use of forward mode loads torch's own deprecated code; in a test its warning would be an error.
 with warnings.catch_warnings():
@@ -28,7 +31,7 @@ def global_state_is_left_alone():
     yield
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
-    assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == THREADS
     torch.set_rng_state(before)
 
 
@@ -51,3 +54,4 @@ def small_chunks(monkeypatch):
     """Chunks of eight episodes, so that a short run has many."""
     for module in ("simulation", "losses"):
         monkeypatch.setattr(f"torch_occ.game.{module}.CHUNK", 8)
+    monkeypatch.setattr(occ.LossProcess, "stride", 8)

@@ -42,10 +42,10 @@ from torch_occ.regularizers.catalog import LogBarrier as LogBarrier
 from torch_occ.regularizers.catalog import jin_luo as jin_luo
 
 # The step
-from torch_occ.step.newton import Solution as Solution
-from torch_occ.step.newton import Status as Status
+from torch_occ.step.solution import Solution as Solution
+from torch_occ.step.solution import Status as Status
 from torch_occ.step.ftrl import FTRLStep as FTRLStep
-from torch_occ.step.ftrl import SolveError as SolveError
+from torch_occ.step.checks import SolveError as SolveError
 
 # Losses and what is seen of them
 from torch_occ.game.losses import LossProcess as LossProcess
@@ -56,7 +56,7 @@ from torch_occ.game.losses import SwitchingLosses as SwitchingLosses
 from torch_occ.game.losses import RandomWalkLosses as RandomWalkLosses
 from torch_occ.game.losses import GreedyAdversary as GreedyAdversary
 from torch_occ.game.losses import StochasticallyConstrained as StochasticallyConstrained
-from torch_occ.game.losses import Corrupted as Corrupted
+from torch_occ.game.corruption import Corrupted as Corrupted
 from torch_occ.game.estimators import Estimator as Estimator
 from torch_occ.game.estimators import Feedback as Feedback
 from torch_occ.game.estimators import CentredEstimator as CentredEstimator
@@ -80,7 +80,7 @@ from torch_occ.game.regret import SelfBounding as SelfBounding
 from torch_occ.game.regret import comparator as comparator
 from torch_occ.game.regret import self_bounding as self_bounding
 from torch_occ.game.contracts import UncertifiedWarning as UncertifiedWarning
-from torch_occ.game.simulation import simulate as simulate
+from torch_occ.game.driver import simulate as simulate
 from torch_occ.game.comparing import LearnerComparison as LearnerComparison
 from torch_occ.game.comparing import compare_learners as compare_learners
 

@@ -8,7 +8,8 @@ from games import MDP, Patient, walk
 
 import torch_occ as occ
 from torch_occ._support.files import write_atomically
-from torch_occ.game.simulation import Simulation, simulate
+from torch_occ.game.driver import simulate
+from torch_occ.game.simulation import Simulation
 
 
 def test_creates_missing_directories(tmp_path):

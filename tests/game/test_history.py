@@ -9,7 +9,7 @@ from games import MDP, Patient, same, walk
 from zoo import random_loss
 
 import torch_occ as occ
-from torch_occ.game.simulation import simulate
+from torch_occ.game.driver import simulate
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ SCRIPT = """
 import os, signal, sys
 sys.path[:0] = sys.argv[2:]
 from games import MDP, Patient, walk
-from torch_occ.game.simulation import simulate
+from torch_occ.game.driver import simulate
 Patient.calls = {300: lambda: os.kill(os.getpid(), signal.SIGKILL)}
 simulate(MDP, Patient(MDP), walk(), 320, (1, 2), save_to=sys.argv[1], save_every=0.0)
 """

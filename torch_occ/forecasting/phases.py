@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.game.corruption import Corrupted
 from torch_occ.game.losses import (
-    Corrupted,
     LossProcess,
     Noise,
     Stationary,

@@ -119,7 +119,11 @@ def engine_player(learner: Learner, losses: LossProcess) -> EnginePlayer:
     """The player of a learner for which `why_not_play` has no reason."""
     if isinstance(learner, FTRL):
         return FTRLPlayer(learner, losses)
-    return EmpiricalPlayer(learner, losses) if isinstance(learner, EmpiricalLearner) else EnginePlayer(learner, losses)
+    return (
+        EmpiricalPlayer(learner, losses)
+        if isinstance(learner, EmpiricalLearner)
+        else EnginePlayer(learner, losses)
+    )
 
 
 class EnginePlayer:
@@ -143,11 +147,16 @@ class EnginePlayer:
         count, n, sums = len(run.seeds), numbers.shape[1], run.sums
         t = range(run.t + 1, run.t + 1 + n)
         q, cumulative_loss = self.memory(count)
-        per_pair = [x.numpy().reshape(count, -1) for x in (q, cumulative_loss, sums["cumulative_occupancy"], sums["total_mean"])]
+        per_pair = [
+            x.numpy().reshape(count, -1)
+            for x in (q, cumulative_loss, sums["cumulative_occupancy"], sums["total_mean"])
+        ]
         asked = sums.get("second_moment")
         moments = np.zeros((count, 0, 0)) if asked is None else asked.numpy()
         scalars = torch.stack([sums[name] for name in _SCALARS], -1).numpy()
-        charged = [np.array(mean.flatten(-2).numpy()) for mean in means.unbind(1)]  # (n or 1, S * A) each, to be written to
+        charged = [
+            np.array(mean.flatten(-2).numpy()) for mean in means.unbind(1)
+        ]  # (n or 1, S * A) each, to be written to
         drawn = numbers.contiguous().numpy()
         play = self.prepare(run, t, tables)
 
@@ -178,10 +187,14 @@ class EnginePlayer:
         q = self.learner.q.expand(count, *self.learner.q.shape).clone()
         return q, torch.zeros_like(q)
 
-    def prepare(self, run: Simulation, t: range, tables: Tensor | None) -> Callable[[int, Floats, Floats, Tally], None]:
+    def prepare(
+        self, run: Simulation, t: range, tables: Tensor | None
+    ) -> Callable[[int, Floats, Floats, Tally], None]:
         """What plays one seed in the episodes t: a function of the seed's number, means, random numbers and tally."""
         rules = self.rules(run.losses.noise, t)
-        return lambda seed, means, numbers, tally: play_fixed(self.model, means, numbers, rules, tally)
+        return lambda seed, means, numbers, tally: play_fixed(
+            self.model, means, numbers, rules, tally
+        )
 
     def rules(self, noise: str, t: range) -> Rules:
         """Those of a learner that solves nothing."""
@@ -199,13 +212,34 @@ class EmpiricalPlayer(EnginePlayer):
         losses = self.learner.state["losses"]
         return torch.zeros_like(losses), losses
 
-    def prepare(self, run: Simulation, t: range, tables: Tensor | None) -> Callable[[int, Floats, Floats, Tally], None]:
-        learner, rules, logs = self.learner, self.rules(run.losses.noise, t), self.logs(t.start, t.stop)
-        scale, floor = (learner.scale, learner.floor) if isinstance(learner, OptimisticValueIteration) else (0.0, 0.0)
+    def prepare(
+        self, run: Simulation, t: range, tables: Tensor | None
+    ) -> Callable[[int, Floats, Floats, Tally], None]:
+        learner, rules, logs = (
+            self.learner,
+            self.rules(run.losses.noise, t),
+            self.logs(t.start, t.stop),
+        )
+        scale, floor = (
+            (learner.scale, learner.floor)
+            if isinstance(learner, OptimisticValueIteration)
+            else (0.0, 0.0)
+        )
         visits = learner.state["visits"].numpy().reshape(len(run.seeds), -1)
 
         def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            play_empirical(self.model, logs, scale, floor, means, numbers, rules, tally, visits[seed], make_work(self.model))
+            play_empirical(
+                self.model,
+                logs,
+                scale,
+                floor,
+                means,
+                numbers,
+                rules,
+                tally,
+                visits[seed],
+                make_work(self.model),
+            )
 
         return play_seed
 
@@ -233,7 +267,9 @@ class FTRLPlayer(EnginePlayer):
     def memory(self, count: int) -> tuple[Tensor, Tensor]:
         return self.ftrl.state["q"], self.ftrl.state["cumulative_loss"]
 
-    def prepare(self, run: Simulation, t: range, tables: Tensor | None) -> Callable[[int, Floats, Floats, Tally], None]:
+    def prepare(
+        self, run: Simulation, t: range, tables: Tensor | None
+    ) -> Callable[[int, Floats, Floats, Tally], None]:
         values = [parameter.tolist() for parameter in self.ftrl.step.parameters()]
         if values != self.valid:  # a callback may have changed them
             self.ftrl.step.check_parameters()
@@ -245,11 +281,31 @@ class FTRLPlayer(EnginePlayer):
         def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
             scratch, shown = np.zeros((2, len(self.middle))), unseen if seen is None else seen[seed]
             work = self.works[seed] = self.works.get(seed) or make_work(self.model)
-            play(self.model, terms, weights, run.t, means, numbers, shown, rules, tally, self.middle, scratch, np.zeros(0), work)
+            play(
+                self.model,
+                terms,
+                weights,
+                run.t,
+                means,
+                numbers,
+                shown,
+                rules,
+                tally,
+                self.middle,
+                scratch,
+                np.zeros(0),
+                work,
+            )
 
         return play_seed
 
     def rules(self, noise: str, t: range) -> Rules:
         options = self.ftrl.step.options
         limits = (options.tolerance_in(torch.float64), options.max_steps)
-        return Rules(self.reacts, NOISE[noise], _ESTIMATORS[type(self.ftrl.estimator)], self.setting(t.start, t.stop), *limits)
+        return Rules(
+            self.reacts,
+            NOISE[noise],
+            _ESTIMATORS[type(self.ftrl.estimator)],
+            self.setting(t.start, t.stop),
+            *limits,
+        )

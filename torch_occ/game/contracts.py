@@ -1,7 +1,8 @@
-"""What a run asks of its parts: occupancy measures from learners, means and losses from loss processes, and estimates.
+"""What learners, loss processes and estimators may return, and warnings about uncertified steps.
 
-Parts that a user wrote are checked in every episode; those of this package are not, as they are certified or tested. Each
-error names who returned what, the episode, the seed, the place and the value, and says what was expected.
+Parts that a user wrote are checked in every episode. Parts of this package are not: they are
+certified or tested. An error names the class, the episode, the seed, the layer, the state and the
+value, and says what was expected.
 """
 
 from __future__ import annotations
@@ -18,24 +19,14 @@ from torch_occ.game.estimators import Estimator, Feedback
 from torch_occ.game.losses import LossProcess, State
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_of, flow_source
+from torch_occ.step.solution import Status
 
 if TYPE_CHECKING:
     from torch_occ.game.learners import Learner
+    from torch_occ.game.simulation import Simulation
 
 #: What `Learner.diagnostics` returns; `status` may be missing.
 DIAGNOSTICS = ("newton_steps", "dual_residual", "flow_residual", "uncertified", "status")
-
-
-class UncertifiedWarning(UserWarning):
-    """Steps of a run could not be certified, so that its q and its regret may be wrong."""
-
-
-@contextmanager
-def uncertified_is_handled() -> Iterator[None]:
-    """No `UncertifiedWarning` from runs whose caller looks at `history.uncertified` itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UncertifiedWarning)
-        yield
 
 
 class Contract:
@@ -52,6 +43,7 @@ class Contract:
         )
         self.flow, self.source = flow_of(mdp), flow_source(mdp).detach()
         self.tolerance = occupancy_tolerance(mdp.dtype)
+        self.warned = False  # of the first step without certificate
 
     def proposal(self, t: int, q: Tensor) -> None:
         """q_t is an occupancy measure: q >= 0 and E q = b, `(N or 1, S, A)`; one residual for all seeds."""
@@ -145,6 +137,32 @@ class Contract:
                 )
         return found
 
+    def warn_of_first(self, sums: dict[str, Tensor]) -> None:
+        """Warn, once in a run, of the first step that was not certified (`note_first`)."""
+        first = sums["first_uncertified"]
+        if self.warned or not bool(first.any()):
+            return
+        self.warned = True
+        t, i = min((t, i) for i, t in enumerate(first.long().tolist()) if t)
+        status = Status(int(sums["first_status"][i]))
+        why = f": {status.name}, {status.advice}" if status else ""
+        warnings.warn(
+            f"{self.learner}: the step of episode {t}, seed {self.seeds[i]}, was not certified{why}. "
+            "The run goes on; history.uncertified counts such steps",
+            UncertifiedWarning,
+            stacklevel=4,
+        )
+
+    def warn_of_all(self, sums: dict[str, Tensor], episodes: int) -> None:
+        """Warn if steps were not certified, with their number. For the end of a run."""
+        if count := int(sums["uncertified"].sum()):
+            warnings.warn(
+                f"{self.learner}: {count:,} of {episodes * len(self.seeds):,} steps were not "
+                "certified; their q, and with it the regret, may be wrong",
+                UncertifiedWarning,
+                stacklevel=3,
+            )
+
     def _where(self, t: int, count: int) -> Where:
         """Names the episode and the seed of an element; of one that stands for all, every seed."""
         return Where(
@@ -153,6 +171,27 @@ class Contract:
             if count == len(self.seeds)
             else ("every seed",),
         )
+
+
+def note_first(sums: dict[str, Tensor], t: int, found: dict[str, Tensor]) -> None:
+    """Keep the episode and the status of each seed's first step without certificate."""
+    if bool(found["uncertified"].any()):
+        first = (sums["first_uncertified"] == 0) & (found["uncertified"] != 0)
+        sums["first_uncertified"][first] = float(t)
+        if "status" in found:
+            sums["first_status"][first] = found["status"][first].to(sums["first_status"].dtype)
+
+
+def copy_of(learner: Learner) -> Learner:
+    """The run's own learner: the caller, or a run in another thread, sees nothing that it does."""
+    try:
+        return learner.copy()
+    except Exception as error:
+        name = type(learner).__name__
+        raise TypeError(
+            f"learner: {name} cannot be copied ({error}), and a run plays a copy; "
+            f"override {name}.copy"
+        ) from error
 
 
 class Where:
@@ -256,3 +295,43 @@ def built_in(part: Any) -> bool:
 
 def _kind(x: Any) -> str:
     return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+class UncertifiedWarning(UserWarning):
+    """Steps of a run could not be certified, so that its q and its regret may be wrong."""
+
+
+@contextmanager
+def uncertified_is_handled() -> Iterator[None]:
+    """No `UncertifiedWarning` from runs whose caller looks at `history.uncertified` itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncertifiedWarning)
+        yield
+
+
+def warn_of_first(run: Simulation) -> bool:
+    """Warn of the first step that was not certified; returns whether there was one."""
+    first = run.sums["first_uncertified"]
+    if not bool(first.any()):
+        return False
+    t, i = min((t, i) for i, t in enumerate(first.long().tolist()) if t)
+    status = Status(int(run.sums["first_status"][i]))
+    why = f": {status.name}, {status.advice}" if status else ""
+    warnings.warn(
+        f"{type(run.learner).__name__}: the step of episode {t}, seed {run.seeds[i]}, was not "
+        f"certified{why}. The run goes on; history.uncertified counts such steps",
+        UncertifiedWarning,
+        stacklevel=4,
+    )
+    return True
+
+
+def warn_of_all(run: Simulation) -> None:
+    """Warn if steps were not certified, with their number. For the end of a run."""
+    if count := int(run.sums["uncertified"].sum()):
+        warnings.warn(
+            f"{type(run.learner).__name__}: {count:,} of {run.t * len(run.seeds):,} steps were not "
+            "certified; their q, and with it the regret, may be wrong",
+            UncertifiedWarning,
+            stacklevel=3,
+        )

@@ -61,13 +61,21 @@ class Learner:
         return {}
 
     def _zeros(self, num_seeds: int) -> Tensor:
-        return torch.zeros(num_seeds, self.mdp.num_states, self.mdp.num_actions, dtype=self.mdp.dtype, device=self.mdp.device)
+        return torch.zeros(
+            num_seeds,
+            self.mdp.num_states,
+            self.mdp.num_actions,
+            dtype=self.mdp.dtype,
+            device=self.mdp.device,
+        )
 
 
 class FTRL(Learner):
     """Follow the regularized leader over occupancy measures; `alg:main_alg` with `jin_luo(mdp)` and importance weights."""
 
-    def __init__(self, mdp: LayeredMDP, regularizer: Regularizer, estimator: Estimator | None = None) -> None:
+    def __init__(
+        self, mdp: LayeredMDP, regularizer: Regularizer, estimator: Estimator | None = None
+    ) -> None:
         super().__init__(mdp)
         self.step = FTRLStep(mdp, regularizer)
         self.estimator = ImportanceWeighted() if estimator is None else estimator
@@ -80,7 +88,9 @@ class FTRL(Learner):
     @classmethod
     def o_reps(cls, mdp: LayeredMDP, episodes: int) -> FTRL:
         """O-REPS (Zimin and Neu, 2013): Shannon entropy, with the constant learning rate for a known number of episodes."""
-        choices = max(math.log(mdp.num_pairs / mdp.horizon), math.log(2))  # with nothing to choose any rate will do
+        choices = max(
+            math.log(mdp.num_pairs / mdp.horizon), math.log(2)
+        )  # with nothing to choose any rate will do
         eta = math.sqrt(mdp.horizon * choices / (episodes * mdp.num_pairs))
         return cls(mdp, Shannon() / Constant(eta))
 
@@ -96,34 +106,46 @@ class FTRL(Learner):
 
     def start(self, num_seeds: int) -> None:
         if self.step.mdp is not self.mdp and not _same(self.step.mdp, self.mdp):
-            raise ValueError(f"learner: its step is for another MDP, {self.step.mdp}; give it one for {self.mdp}")
+            raise ValueError(
+                f"learner: its step is for another MDP, {self.step.mdp}; give it one for {self.mdp}"
+            )
         self.step.check_parameters()
         for part in vars(self.estimator).values():
             if isinstance(part, Parametrized):
                 part.validate()
         zero = self._zeros(num_seeds)
         count = torch.zeros(num_seeds, dtype=self.mdp.dtype, device=self.mdp.device)
-        self.state = {"cumulative_loss": zero, "q": interior_point(self.mdp).expand_as(zero).clone()}
+        self.state = {
+            "cumulative_loss": zero,
+            "q": interior_point(self.mdp).expand_as(zero).clone(),
+        }
         self.state |= dict.fromkeys(DIAGNOSTICS, count)
 
     @torch.no_grad()
     def propose(self, t: int) -> Tensor:
         state = self.state
-        solution = self.step.solve(state["cumulative_loss"], float(t), warm_start=state["q"], check=False)
+        solution = self.step.solve(
+            state["cumulative_loss"], float(t), warm_start=state["q"], check=False
+        )
         if not bool(solution.converged.all()):
             # A warm start can lie too close to the boundary; from the middle, Newton's method is certain.
             again = self.step.solve(state["cumulative_loss"], float(t), check=False)
             solution = solution.merge(again, again.converged & ~solution.converged)
         state["q"] = solution.q
         state["newton_steps"] = solution.steps.to(self.mdp.dtype)
-        state["dual_residual"], state["flow_residual"] = solution.dual_residual, solution.flow_residual
+        state["dual_residual"], state["flow_residual"] = (
+            solution.dual_residual,
+            solution.flow_residual,
+        )
         state["uncertified"] = (~solution.converged).to(self.mdp.dtype)
         state["status"] = solution.status.to(self.mdp.dtype)
         return solution.q
 
     @torch.no_grad()
     def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
-        estimate = check_estimate(self.mdp, self.estimator, self.estimator(feedback, q, t), t, len(q))
+        estimate = check_estimate(
+            self.mdp, self.estimator, self.estimator(feedback, q, t), t, len(q)
+        )
         self.state["cumulative_loss"] = self.state["cumulative_loss"] + estimate
 
     def diagnostics(self) -> dict[str, Tensor]:
@@ -134,7 +156,9 @@ def _same(one: LayeredMDP, other: LayeredMDP) -> bool:
     """Whether two MDPs have the same layout and the same probabilities."""
     if one.layer_sizes != other.layer_sizes or not torch.equal(one.actions, other.actions):
         return False
-    return all(torch.equal(p, q) for p, q in zip(one.probabilities, other.probabilities, strict=True))
+    return all(
+        torch.equal(p, q) for p, q in zip(one.probabilities, other.probabilities, strict=True)
+    )
 
 
 class FixedPolicy(Learner):
@@ -142,7 +166,11 @@ class FixedPolicy(Learner):
 
     def __init__(self, mdp: LayeredMDP, policy: Tensor | None = None) -> None:
         super().__init__(mdp)
-        self.q = (interior_point(mdp) if policy is None else occupancy(mdp, check_policy(mdp, policy), in_order=True)).detach()
+        self.q = (
+            interior_point(mdp)
+            if policy is None
+            else occupancy(mdp, check_policy(mdp, policy), in_order=True)
+        ).detach()
 
     @classmethod
     def best_in_hindsight(cls, mdp: LayeredMDP, mean: Tensor) -> FixedPolicy:
@@ -194,7 +222,9 @@ class OptimisticValueIteration(EmpiricalLearner):
         if not scale > 0:
             raise ValueError(f"scale: expected a positive number, got {scale}")
         if not floor <= 0 or (math.isinf(floor) and mdp.horizon > 1):
-            raise ValueError(f"floor: expected a number of at most 0, finite if there is more than one layer, got {floor}")
+            raise ValueError(
+                f"floor: expected a number of at most 0, finite if there is more than one layer, got {floor}"
+            )
         self.scale, self.floor = scale, floor
 
     def index(self, t: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch_occ._support.spacing import CHUNK
 from torch_occ._support.streams import Purpose, stream
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.occupancy import likeliest, optimal_policy
+from torch_occ.mdp.occupancy import likeliest
 
 Noise = Literal["none", "bernoulli", "uniform"]
 State = dict[str, Tensor]
@@ -41,7 +41,9 @@ class LossProcess:
         """The state before the first episode, after checking that the process fits the MDP."""
         return {}
 
-    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> tuple[Tensor, State]:
+    def means(
+        self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
+    ) -> tuple[Tensor, State]:
         """Means of episodes t0..t0+n-1 (t counts from 1) and the next state; q `(N, S, A)` is the learner's occupancy before t0."""
         raise NotImplementedError
 
@@ -63,10 +65,12 @@ class Stationary(LossProcess):
         self.mean, self.noise = check_unit_interval("mean", mean), check_noise(noise)
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
-        _check_table("mean", self.mean, mdp)
+        check_table("mean", self.mean, mdp)
         return {}
 
-    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> tuple[Tensor, State]:
+    def means(
+        self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
+    ) -> tuple[Tensor, State]:
         return self.mean[None, None], state
 
 
@@ -94,10 +98,12 @@ class TableLosses(LossProcess):
         self.length = len(table)
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
-        _check_table("table", self.table[0], mdp)
+        check_table("table", self.table[0], mdp)
         return {}
 
-    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> tuple[Tensor, State]:
+    def means(
+        self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
+    ) -> tuple[Tensor, State]:
         return self.table[t0 - 1 : t0 - 1 + n, None], state
 
 
@@ -105,17 +111,23 @@ class SwitchingLosses(LossProcess):
     """An adversary that goes round several tables `(K, S, A)`, each for `period` episodes, so that the best policy keeps changing."""
 
     def __init__(self, tables: Tensor, period: int, noise: Noise = "none") -> None:
-        self.tables, self.period, self.noise = check_unit_interval("tables", tables), period, check_noise(noise)
+        self.tables, self.period, self.noise = (
+            check_unit_interval("tables", tables),
+            period,
+            check_noise(noise),
+        )
         if tables.dim() != 3:
             raise ValueError(f"tables: expected shape (K, S, A), got {tuple(tables.shape)}")
         if period < 1:
             raise ValueError(f"period: expected at least one episode, got {period}")
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
-        _check_table("tables", self.tables[0], mdp)
+        check_table("tables", self.tables[0], mdp)
         return {}
 
-    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> tuple[Tensor, State]:
+    def means(
+        self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
+    ) -> tuple[Tensor, State]:
         t = torch.arange(t0 - 1, t0 - 1 + n, device=self.tables.device)
         return self.tables[(t // self.period) % len(self.tables), None], state
 
@@ -132,13 +144,25 @@ class RandomWalkLosses(LossProcess):
         position = torch.full((len(seeds), mdp.num_states, mdp.num_actions), 0.5, dtype=mdp.dtype)
         return {"position": position.to(mdp.device), "seeds": torch.tensor(list(seeds))}
 
-    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> tuple[Tensor, State]:
+    def means(
+        self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
+    ) -> tuple[Tensor, State]:
         shape = (CHUNK, mdp.num_states, mdp.num_actions)
         chunk, row = divmod(t0 - 1, CHUNK)
         if row + n > CHUNK:
-            raise ValueError(f"a random walk is asked for chunk by chunk, of {CHUNK} episodes; got {t0} to {t0 + n - 1}")
-        moves = np.stack([stream(seed, Purpose.WALKS, chunk).standard_normal(shape) for seed in state["seeds"].tolist()], 1)[row : row + n]
-        free = state["position"] + self.step * torch.from_numpy(moves).to(state["position"]).cumsum(0)
+            raise ValueError(
+                f"a random walk is asked for chunk by chunk, of {CHUNK} episodes; got {t0} to {t0 + n - 1}"
+            )
+        moves = np.stack(
+            [
+                stream(seed, Purpose.WALKS, chunk).standard_normal(shape)
+                for seed in state["seeds"].tolist()
+            ],
+            1,
+        )[row : row + n]
+        free = state["position"] + self.step * torch.from_numpy(moves).to(state["position"]).cumsum(
+            0
+        )
         path = 1 - (free.remainder(2) - 1).abs()  # reflection at 0 and 1 folds the free walk
         return path, state | {"position": free[-1].remainder(2)}
 
@@ -156,7 +180,9 @@ class GreedyAdversary(LossProcess):
 
     stride = 1
 
-    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> tuple[Tensor, State]:
+    def means(
+        self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
+    ) -> tuple[Tensor, State]:
         return likeliest(mdp, q)[None], state
 
 
@@ -168,15 +194,22 @@ class StochasticallyConstrained(LossProcess):
     of `eq:self_bounding_constraint` with C = 0, though losses are neither independent nor identically distributed.
     """
 
-    def __init__(self, base: Tensor, swing: float = 0.5, growth: float = 1.6, noise: Noise = "bernoulli") -> None:
+    def __init__(
+        self, base: Tensor, swing: float = 0.5, growth: float = 1.6, noise: Noise = "bernoulli"
+    ) -> None:
         if not 0 <= swing < 1:
             raise ValueError(f"swing: expected a number in [0, 1), got {swing}")
         if not growth > 1:
             raise ValueError(f"growth: expected more than 1, got {growth}")
-        self.base, self.swing, self.growth, self.noise = check_unit_interval("base", base), swing, growth, check_noise(noise)
+        self.base, self.swing, self.growth, self.noise = (
+            check_unit_interval("base", base),
+            swing,
+            growth,
+            check_noise(noise),
+        )
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
-        _check_table("base", self.base, mdp)
+        check_table("base", self.base, mdp)
         return {}
 
     @property
@@ -184,7 +217,9 @@ class StochasticallyConstrained(LossProcess):
         """A loss `(S, A)` with the gaps that hold in every episode."""
         return self.base * (1 - self.swing)
 
-    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> tuple[Tensor, State]:
+    def means(
+        self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
+    ) -> tuple[Tensor, State]:
         ends = self._phase_ends(t0 + n)
         phase = torch.bucketize(torch.arange(t0, t0 + n), ends).to(mdp.device)
         level = ((phase[:, None] + mdp.layer) % 2).to(mdp.dtype) * self.swing  # (n, S)
@@ -198,81 +233,18 @@ class StochasticallyConstrained(LossProcess):
         return torch.tensor(ends[1:])
 
 
-class Corrupted(LossProcess):
-    """Another process, corrupted until a budget is spent.
-
-    The corruption of an episode is 2 sum_k max_{s in S_k, a} |mean - mean'|, mean' being the uncorrupted one, as in
-    `sec:preliminaries_self_bounding`. `state["corruption"]` holds what was really spent by each seed, `(N,)`, and
-    `state["corruption_so_far"]` how that grew over the last episodes asked for, `(N, n)`.
-
-    Strategies: "front" turns every loss l into 1 - l from the first episode on; "uniform" does so a little in each of `episodes`
-    episodes; "targeted" charges 1 for the optimal actions of the mean loss `target`, from the first episode on.
-    """
-
-    def __init__(
-        self,
-        base: LossProcess,
-        budget: float,
-        strategy: Literal["front", "uniform", "targeted"] = "front",
-        *,
-        episodes: int | None = None,
-        target: Tensor | None = None,
-    ) -> None:
-        if not budget >= 0:
-            raise ValueError(f"budget: expected a non-negative number, got {budget}")
-        if strategy not in ("front", "uniform", "targeted"):
-            raise ValueError(f"strategy: expected front, uniform or targeted, got {strategy!r}")
-        if strategy == "uniform" and (episodes is None or episodes < 1):
-            raise ValueError(f"episodes: expected the number of episodes over which to spread the budget, got {episodes}")
-        if strategy == "targeted" and target is None:
-            raise ValueError("target: the targeted strategy needs the mean loss (S, A) whose optimal actions it attacks")
-        self.base, self.budget, self.strategy, self.episodes, self.target = base, budget, strategy, episodes, target
-        self.noise, self.stride, self.length = base.noise, min(base.stride, CHUNK), base.length
-
-    def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
-        if self.target is not None:
-            _check_table("target", self.target, mdp)
-        inner = {f"base.{name}": value for name, value in self.base.start(mdp, seeds).items()}
-        return inner | {"corruption": torch.zeros(len(seeds), dtype=mdp.dtype, device=mdp.device)}
-
-    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> tuple[Tensor, State]:
-        inner = {name.removeprefix("base."): value for name, value in state.items() if name.startswith("base.")}
-        clean, inner = self.base.means(mdp, inner, t0, n, q)
-        clean = clean.expand(n, *clean.shape[1:])
-        attack = torch.where(mdp.actions, self._attack(mdp, clean) - clean, 0.0)  # (n, N or 1, S, A)
-        cost = 2 * sum(layer.abs().amax((-2, -1)) for layer in mdp.split(attack, -2))  # (n, N or 1)
-        assert isinstance(cost, Tensor)
-        if self.strategy == "uniform":
-            assert self.episodes is not None
-            share = torch.where(cost > 0, self.budget / self.episodes / cost.clamp(min=1e-300), 0.0).clamp(max=1)
-        else:
-            share = torch.ones_like(cost)
-        left = self.budget - state["corruption"]  # (N,)
-        left = torch.where(left > 1e-12 * self.budget, left, 0.0)  # what rounding leaves over is not worth an attack
-        asked = share * cost
-        before = asked.cumsum(0) - asked
-        granted = torch.minimum(asked, (left - before).clamp(min=0))  # (n, N)
-        share = torch.where(cost > 0, granted / cost.clamp(min=1e-300), 0.0)
-        spent = state["corruption"] + granted.cumsum(0)
-        corrupted = clean + share[..., None, None] * attack
-        kept = {"corruption": spent[-1].clone(), "corruption_so_far": spent.T}
-        return corrupted, {f"base.{name}": value for name, value in inner.items()} | kept
-
-    def _attack(self, mdp: LayeredMDP, clean: Tensor) -> Tensor:
-        if self.strategy != "targeted":
-            return 1 - clean
-        assert self.target is not None
-        return torch.where(optimal_policy(mdp, self.target, in_order=True).policy > 0, 1.0, clean)
-
-
 def check_unit_interval(name: str, table: Tensor) -> Tensor:
     """A copy of the table, once every entry is known to be in [0, 1]."""
     wrong = (~((table >= 0) & (table <= 1))).nonzero()
     if len(wrong):
         index = tuple(wrong[0].tolist())
-        raise ValueError(f"{name}: entry {index} is {float(table[index])}; losses must be in [0, 1]")
+        raise ValueError(
+            f"{name}: entry {index} is {float(table[index])}; losses must be in [0, 1]"
+        )
     if table.numel() == 0:
-        raise ValueError(f"{name}: expected at least one loss, got an empty tensor of shape {tuple(table.shape)}")
+        raise ValueError(
+            f"{name}: expected at least one loss, got an empty tensor of shape {tuple(table.shape)}"
+        )
     return table.detach().clone()
 
 
@@ -280,7 +252,11 @@ def mean_square(mean: Tensor, noise: Noise) -> Tensor:
     """E[loss^2] of losses drawn by `LossProcess.draw`: m for a coin, m^2 + min(m, 1-m)^2 / 3 for the uniform one, m^2 without noise."""
     if noise == "bernoulli":
         return mean
-    return mean.square() + torch.minimum(mean, 1 - mean).square() / 3 if noise == "uniform" else mean.square()
+    return (
+        mean.square() + torch.minimum(mean, 1 - mean).square() / 3
+        if noise == "uniform"
+        else mean.square()
+    )
 
 
 def second_moments(mean: Tensor, square: Tensor) -> Tensor:
@@ -301,8 +277,11 @@ def check_noise(noise: Noise) -> Noise:
     return noise
 
 
-def _check_table(name: str, table: Tensor, mdp: LayeredMDP) -> None:
+def check_table(name: str, table: Tensor, mdp: LayeredMDP) -> None:
+    """Raise a ValueError if a table of means does not have the shape of the MDP."""
     expected = (mdp.num_states, mdp.num_actions)
     if tuple(table.shape) != expected or table.dtype != mdp.dtype or table.device != mdp.device:
         found = f"{table.dtype} of shape {tuple(table.shape)} on {table.device}"
-        raise ValueError(f"{name}: expected {mdp.dtype} of shape {expected} on {mdp.device}, got {found}")
+        raise ValueError(
+            f"{name}: expected {mdp.dtype} of shape {expected} on {mdp.device}, got {found}"
+        )

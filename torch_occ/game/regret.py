@@ -29,7 +29,11 @@ class SelfBounding(NamedTuple):
 
 
 def self_bounding(
-    regret: Tensor, cumulative_occupancy: Tensor, gaps: Tensor, policy: Tensor, corruption: Tensor | float = 0.0
+    regret: Tensor,
+    cumulative_occupancy: Tensor,
+    gaps: Tensor,
+    policy: Tensor,
+    corruption: Tensor | float = 0.0,
 ) -> SelfBounding:
     """The self-bounding condition on a finished run.
 

@@ -1,7 +1,8 @@
-"""The episode loop: learner x losses x seeds -> History.
+"""A run in progress: what it adds up, what callbacks look at, and what a saved file restores.
 
-Episodes are played by torch_occ.game.torch_player or by the compiled engine, all seeds together. Random numbers and means come in chunks of
-episodes; a run can be saved and continued at a chunk's edge, and ends with exactly the numbers of an uninterrupted one.
+Episodes are played by torch_occ.game.torch_player or by torch_occ.game.compiled_player, all seeds
+together. Random numbers and means come in chunks of episodes. A run can be saved and continued at a
+chunk's edge, and ends with exactly the numbers of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -9,11 +10,9 @@ from __future__ import annotations
 import json
 import math
 import time
-import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,12 +20,10 @@ from torch import Tensor
 
 from torch_occ._support.backends import Backend, engine_takes, later
 from torch_occ._support.fingerprints import fingerprints
-from torch_occ._support.interrupts import asked_to_stop, explain, sigterm_raises
-from torch_occ._support.saving import Kept, State, copied
+from torch_occ._support.saving import State, copied
 from torch_occ._support.spacing import CHUNK, log_spaced
 from torch_occ._support.streams import Purpose, uniforms
-from torch_occ.game.callbacks import Callback, tell
-from torch_occ.game.contracts import Contract, UncertifiedWarning
+from torch_occ.game.contracts import Contract, warn_of_first
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History
 from torch_occ.game.learners import FTRL, Learner
@@ -35,7 +32,6 @@ from torch_occ.game.regret import comparator
 from torch_occ.game.torch_player import TorchPlayer
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
-from torch_occ.step.newton import Status
 
 
 class Player(Protocol):
@@ -46,92 +42,14 @@ class Player(Protocol):
     most: int  # episodes in one call
     reacts: bool  # plays the adversary too: it asks for the means of the first episode only
 
-    def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None: ...
+    def play(
+        self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None
+    ) -> None: ...
 
 
-def simulate(
-    mdp: LayeredMDP,
-    learner: Learner,
-    losses: LossProcess,
-    episodes: int,
-    seeds: Sequence[int] = (0,),
-    *,
-    callbacks: Sequence[Callback] = (),
-    checkpoints: Sequence[int] | None = None,
-    save_to: str | Path | None = None,
-    save_every: float = 60.0,
-    resume: bool = True,
-    config: dict[str, Any] | None = None,
-    backend: Backend = "auto",
-) -> History:
-    """Play `episodes` episodes for every seed.
-
-    The run plays a copy of the learner (`Learner.copy`), and the given one is left as it is. Callbacks see the copy as `run.learner`;
-    its state after the last episode is there in `on_end`.
-
-    Args:
-        checkpoints: episodes at which the curves have a point; 20 a decade by default, and the last.
-        save_to: a file in which the run is kept, so that it can continue after an interruption.
-            It is tried before the first episode. If a later save fails, a warning says so, and
-            the run goes on.
-        save_every: seconds between two saves.
-        resume: continue from `save_to` if it exists; otherwise a run saved there is replaced.
-        config: anything that JSON can hold, kept in the history.
-        backend: "engine" is compiled and plays the learners of this package, FTRL with built-in regularizers; "torch" plays everything;
-            "auto" takes the engine where it can. `history.backend` says which one played.
-
-    Returns:
-        The history of all episodes.
-
-    Raises:
-        KeyboardInterrupt: after Ctrl-C, which is felt within a second (or one episode of a huge
-            MDP, or while the engine compiles). The run is saved to `save_to` as it was at the
-            last chunk's edge, and the same call continues it to the same bits. `error.result` is
-            the history up to the last checkpoint, and `error.saved_to` the file, or None.
-        SystemExit: likewise, with code 143, after SIGTERM, if there is a `save_to` and the
-            program does not handle this signal by itself.
-        ValueError: if an argument is wrong, or `save_to` is damaged or belongs to another run; or if a
-            learner, a loss process or an estimator returned what cannot be right, for example a q
-            that is no occupancy measure; with the episode, the seed, the layer and the state.
-        OSError: if `save_to` cannot be written, before the first episode.
-
-    Warns:
-        UncertifiedWarning: a step could not be certified; at the first one, and with their number at
-            the end.
-    """
-    simulation = Simulation(mdp, learner, losses, episodes, seeds, checkpoints, config or {}, backend)
-    kept = None if save_to is None else Kept(save_to, "run", simulation.fingerprints, save_every)
-    if kept is not None:
-        found = kept.load() if resume else None
-        if found is not None:
-            simulation.restore(found)
-        kept.try_first(simulation.state())
-    watching = list(callbacks)
-    for callback in watching:
-        callback.on_start(simulation)
-    with sigterm_raises(kept is not None) as silence:
-        try:
-            while simulation.t < episodes:
-                for _ in simulation.play_chunk():
-                    tell(watching, "on_checkpoint", simulation)
-                tell(watching, "on_chunk", simulation)
-                if kept is not None:
-                    kept.keep(simulation.state(), last=simulation.t == episodes)
-        except BaseException as error:
-            silence()
-            saved_to = None if kept is None else kept.rescue()
-            if asked_to_stop(error):
-                partial = simulation.history(interrupted=True)
-                tell(watching, "on_end", simulation, partial)
-                explain(error, f"at episode {simulation.t} of {episodes}", partial, saved_to)
-            raise
-    simulation.warn_of_all()
-    history = simulation.history()
-    tell(watching, "on_end", simulation, history)
-    return history
-
-
-def choose_player(backend: Backend, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> Player:
+def choose_player(
+    backend: Backend, mdp: LayeredMDP, learner: Learner, losses: LossProcess
+) -> Player:
     """The player for a learner; an error that says why if the engine was asked for and cannot play."""
 
     def why_not() -> str | None:
@@ -148,7 +66,9 @@ def _copy(learner: Learner) -> Learner:
         return learner.copy()
     except Exception as error:
         name = type(learner).__name__
-        raise TypeError(f"learner: {name} cannot be copied ({error}), and a run plays a copy; override {name}.copy") from error
+        raise TypeError(
+            f"learner: {name} cannot be copied ({error}), and a run plays a copy; override {name}.copy"
+        ) from error
 
 
 #: Bytes of random numbers held at once.
@@ -157,7 +77,16 @@ _MEMORY = 1 << 25
 #: Chunks, over all seeds, from one edge to the next: after Ctrl-C no more than these are lost.
 _RUNS = 512
 
-_CURVES = ("regret", "realised_regret", "comparator", "corruption", "newton_steps", "dual_residual", "flow_residual", "uncertified")
+_CURVES = (
+    "regret",
+    "realised_regret",
+    "comparator",
+    "corruption",
+    "newton_steps",
+    "dual_residual",
+    "flow_residual",
+    "uncertified",
+)
 
 
 class Simulation:
@@ -177,19 +106,25 @@ class Simulation:
         if episodes < 1:
             raise ValueError(f"episodes: expected at least 1, got {episodes}")
         if losses.length is not None and losses.length < episodes:
-            raise ValueError(f"losses: the table has {losses.length} episodes, but {episodes} were asked for")
+            raise ValueError(
+                f"losses: the table has {losses.length} episodes, but {episodes} were asked for"
+            )
         self.mdp, self.losses, self.episodes = mdp, losses, episodes
         self.seeds, self.config = tuple(int(seed) for seed in seeds), config
         if not self.seeds:
             raise ValueError("seeds: expected at least one")
         if learner.mdp is not mdp:
-            raise ValueError("learner: was made for another MDP than the one to simulate; make both with the same LayeredMDP")
+            raise ValueError(
+                "learner: was made for another MDP than the one to simulate; make both with the same LayeredMDP"
+            )
         json.dumps(config)  # a TypeError now rather than after the run
         self.checkpoints = sorted(set(log_spaced(episodes) if checkpoints is None else checkpoints))
         if not self.checkpoints:
             raise ValueError("checkpoints: expected at least one episode")
         if self.checkpoints[0] < 1 or self.checkpoints[-1] > episodes:
-            raise ValueError(f"checkpoints: expected episodes from 1 to {episodes}, got {self.checkpoints[0]} to {self.checkpoints[-1]}")
+            raise ValueError(
+                f"checkpoints: expected episodes from 1 to {episodes}, got {self.checkpoints[0]} to {self.checkpoints[-1]}"
+            )
         self.learner = learner = _copy(learner)
         self.contract = Contract(mdp, learner, losses, self.seeds)
         n = len(self.seeds)
@@ -199,8 +134,18 @@ class Simulation:
         self.seconds = 0.0
         self.q = interior_point(mdp).detach().expand_as(zeros).clone()
         self.process_state = losses.start(mdp, self.seeds)
-        names = ("expected", "realised", "newton_steps", "dual_residual", "flow_residual", "uncertified")
-        failed = ("first_uncertified", "first_status")  # the episode of the first step without certificate, 0 if none, and its status
+        names = (
+            "expected",
+            "realised",
+            "newton_steps",
+            "dual_residual",
+            "flow_residual",
+            "uncertified",
+        )
+        failed = (
+            "first_uncertified",
+            "first_status",
+        )  # the episode of the first step without certificate, 0 if none, and its status
         self.sums = {name: zeros[:, 0, 0].clone() for name in names + failed}
         self.sums |= {"cumulative_occupancy": zeros.clone(), "total_mean": zeros.clone()}
         self.warned = False  # of the first step without certificate
@@ -216,20 +161,44 @@ class Simulation:
 
     def play_chunk(self) -> Iterator[int]:
         """Play to a chunk's edge or the end; yields at every checkpoint, once its numbers are recorded."""
-        begun, mdp, origin, first_chunk = time.monotonic(), self.mdp, self.t - self.t % CHUNK, self.t // CHUNK
+        begun, mdp, origin, first_chunk = (
+            time.monotonic(),
+            self.mdp,
+            self.t - self.t % CHUNK,
+            self.t // CHUNK,
+        )
         table = (mdp.num_states, mdp.num_actions)
-        doubles = CHUNK * len(self.seeds) * (3 * mdp.horizon + (math.prod(table) if self.learner.full_information else 0))
+        doubles = (
+            CHUNK
+            * len(self.seeds)
+            * (3 * mdp.horizon + (math.prod(table) if self.learner.full_information else 0))
+        )
         few = _RUNS // len(self.seeds)
-        count = max(1, min(self.player.chunks, few, _MEMORY // (8 * doubles), -(-(self.episodes - origin) // CHUNK)))
-        chunks, until = range(first_chunk, first_chunk + count), min(origin + count * CHUNK, self.episodes)
-        numbers = uniforms(self.seeds, Purpose.EPISODES, chunks, (mdp.horizon, 3)).to(mdp.device, mdp.dtype)
+        count = max(
+            1,
+            min(
+                self.player.chunks,
+                few,
+                _MEMORY // (8 * doubles),
+                -(-(self.episodes - origin) // CHUNK),
+            ),
+        )
+        chunks, until = (
+            range(first_chunk, first_chunk + count),
+            min(origin + count * CHUNK, self.episodes),
+        )
+        numbers = uniforms(self.seeds, Purpose.EPISODES, chunks, (mdp.horizon, 3)).to(
+            mdp.device, mdp.dtype
+        )
         tables = None
         if self.learner.full_information:
             tables = uniforms(self.seeds, Purpose.TABLES, chunks, table).to(mdp.device, mdp.dtype)
         due = {t for t in self.checkpoints if self.t < t <= until}
         while self.t < until:
             first = self.segment = self.t
-            if self.player.reacts:  # to the next checkpoint, from means for the first of these episodes
+            if (
+                self.player.reacts
+            ):  # to the next checkpoint, from means for the first of these episodes
                 n, asked = self._next_stop(until) - first, 1
             else:
                 n = asked = min(self.losses.stride, until - first)
@@ -239,8 +208,10 @@ class Simulation:
                 stop = self._next_stop(first + n)
                 rows, i = slice(self.t - origin, stop - origin), self.t - first
                 part = means if len(means) == 1 else means[i : i + stop - self.t]
-                self.player.play(self, part, numbers[:, rows], None if tables is None else tables[:, rows])
-                self._warn_of_first()
+                self.player.play(
+                    self, part, numbers[:, rows], None if tables is None else tables[:, rows]
+                )
+                self.warned = self.warned or warn_of_first(self)
                 if stop in due:
                     self.seconds += time.monotonic() - begun
                     begun = time.monotonic()
@@ -273,31 +244,6 @@ class Simulation:
                 sums["first_uncertified"][first] = float(self.t)
                 if "status" in found:
                     sums["first_status"][first] = found["status"][first].to(self.q.dtype)
-
-    def _warn_of_first(self) -> None:
-        first = self.sums["first_uncertified"]
-        if self.warned or not bool(first.any()):
-            return
-        self.warned = True
-        t, i = min((t, i) for i, t in enumerate(first.long().tolist()) if t)
-        status = Status(int(self.sums["first_status"][i]))
-        why = f": {status.name}, {status.advice}" if status else ""
-        warnings.warn(
-            f"{type(self.learner).__name__}: the step of episode {t}, seed {self.seeds[i]}, was not certified{why}. "
-            "The run goes on; history.uncertified counts such steps",
-            UncertifiedWarning,
-            stacklevel=4,
-        )
-
-    def warn_of_all(self) -> None:
-        """Warn if steps were not certified, with their number. For the end of a run."""
-        if count := int(self.sums["uncertified"].sum()):
-            warnings.warn(
-                f"{type(self.learner).__name__}: {count:,} of {self.t * len(self.seeds):,} steps were not certified; "
-                "their q, and with it the regret, may be wrong",
-                UncertifiedWarning,
-                stacklevel=3,
-            )
 
     def ask_for_second_moments(self) -> None:
         """From now on add up E[loss_i loss_j] of every episode in `sums["second_moment"]`.

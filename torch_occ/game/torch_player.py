@@ -40,13 +40,17 @@ class TorchPlayer:
             run.q = q.clone()  # the learner may go on working in its own memory
             mean = means[min(i, len(means) - 1)].expand_as(q)
             table = None if tables is None else run.losses.draw(mean, tables[:, i])
-            table = mean.clone() if table is mean else table  # the learner gets it, the process keeps its own
+            table = (
+                mean.clone() if table is mean else table
+            )  # the learner gets it, the process keeps its own
             feedback = self.walk(run, mean, table, numbers[:, i])
             run.contract.drawn(run.t, feedback)
             run.tally(mean, feedback)
             run.learner.observe(run.t, q, feedback)
 
-    def walk(self, run: Simulation, mean: Tensor, table: Tensor | None, numbers: Tensor) -> Feedback:
+    def walk(
+        self, run: Simulation, mean: Tensor, table: Tensor | None, numbers: Tensor
+    ) -> Feedback:
         """Sample a trajectory a seed. Per layer the numbers `(N, L, 3)` decide the action, the loss and the next state.
 
         The last layer's next state is the end, so its number is left for the first state.
@@ -57,10 +61,16 @@ class TorchPlayer:
         for k, (here, layer) in enumerate(zip(self.mdp.layer_slices, self.mdp.layers, strict=True)):
             state = here.start + local
             action = invert(policy[every, state].cumsum(-1), numbers[:, k, 0])
-            loss = run.losses.draw(mean[every, state, action], numbers[:, k, 1]) if table is None else table[every, state, action]
+            loss = (
+                run.losses.draw(mean[every, state, action], numbers[:, k, 1])
+                if table is None
+                else table[every, state, action]
+            )
             if k + 1 < self.mdp.horizon:
                 local = layer.draw(local, action, numbers[:, k, 2])
             states.append(state)
             actions.append(action)
             losses.append(loss)
-        return Feedback(torch.stack(states, -1), torch.stack(actions, -1), torch.stack(losses, -1), table)
+        return Feedback(
+            torch.stack(states, -1), torch.stack(actions, -1), torch.stack(losses, -1), table
+        )

@@ -7,18 +7,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from torch_occ.kernels.constants import CONVERGED
+from torch_occ.kernels.entropic import minimize
 from torch_occ.kernels.episodes import draw, index_drawn, state_drawn
 from torch_occ.kernels.layout import (
-    COMPLEMENT,
     DQ,
     FORCE,
     PAIR,
-    REST,
-    SLOPE,
-    STATE,
     TRIAL,
     Floats,
     Model,
@@ -26,7 +21,8 @@ from torch_occ.kernels.layout import (
     Work,
     kernel,
 )
-from torch_occ.kernels.newton import accumulate, derive, newton
+from torch_occ.kernels.newton import floor_pairs
+from torch_occ.kernels.psi import derive, term_gradient
 from torch_occ.kernels.transitions import factorize, solve
 
 # Columns of a record; those of the slopes and then of the scores begin at TANGENTS.
@@ -83,17 +79,26 @@ def play_with_tangents(
         for attempt in range(2):  # from the last q; from the middle if that fails
             for i in range(num_pairs):
                 pairs[PAIR, i] = q[i] if attempt == 0 else middle[i]
-            status = newton(model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], work)[0]
+            status = minimize(
+                model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], work
+            )[0]
             if status == CONVERGED:
                 break
         carried.failures[0] += status != CONVERGED
-        derive(model, terms, weights[t], work)  # at the solution itself, so that tangents are exact to rounding
+        floor_pairs(model, work)
+        derive(
+            model, terms, weights[t], work
+        )  # at the solution itself, so that tangents are exact to rounding
         factorize(model, work)
         push_gradient(model, terms, weights[t], pushes, t, tangent, work)
         for p in range(num_tangents):
             for i in range(num_pairs):
-                pairs[FORCE, i] = -(carried.tangent_loss[p, i] + tangent[p, i]) if model.exists[PAIR, i] else 0.0
-            solve(model, still, work)  # a source, though it is zero: to rounding, by whatever method
+                pairs[FORCE, i] = (
+                    -(carried.tangent_loss[p, i] + tangent[p, i]) if model.exists[PAIR, i] else 0.0
+                )
+            solve(
+                model, still, work
+            )  # a source, though it is zero: to rounding, by whatever method
             slope = 0.0
             for i in range(num_pairs):
                 tangent[p, i] = pairs[DQ, i]
@@ -110,7 +115,9 @@ def play_with_tangents(
 
 
 @kernel
-def push_gradient(model: Model, terms: Terms, weights: Floats, pushes: Pushes, t: int, out: Floats, work: Work) -> None:
+def push_gradient(
+    model: Model, terms: Terms, weights: Floats, pushes: Pushes, t: int, out: Floats, work: Work
+) -> None:
     """d grad psi / d log parameter for every parameter, (P, S * A). Needs the arguments at q; spoils their slopes and bends, DQ, TRIAL."""
     pairs = work.pairs
     num_tangents, num_pairs = out.shape
@@ -134,42 +141,16 @@ def push_gradient(model: Model, terms: Terms, weights: Floats, pushes: Pushes, t
 
 
 @kernel
-def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, work: Work) -> None:
-    """The gradient in q of one term of weight 1 into a row of the pairs, or its derivative in the exponent.
-
-    The slope of x^p is s = p x^(p-1), and its derivative in p is (1/p + log x) s.
-    """
-    pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
-    argument, p = terms.argument[term], terms.exponent[term]
-    rows, row = (states, 0) if argument == STATE else (pairs, argument)
-    for i in range(rows.shape[1]):
-        rows[row + SLOPE, i] = 0.0
-    accumulate(terms.function[term], p, 1.0, rows, row)
-    if bent:
-        for i in range(rows.shape[1]):
-            rows[row + SLOPE, i] *= 1.0 / p + np.log(rows[row, i])
-    for s in range(states.shape[1]):
-        first, left, right = s * num_actions, 0.0, 0.0
-        for i in range(first, first + num_actions):
-            if argument == REST:
-                pairs[out, i] = left
-                left += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
-            elif argument == COMPLEMENT:
-                pairs[out, i] = -pairs[COMPLEMENT + SLOPE, i] if exists[COMPLEMENT, i] else 0.0
-            else:
-                pairs[out, i] = states[SLOPE, s] if argument == STATE else pairs[PAIR + SLOPE, i]
-        if argument == REST:
-            for i in range(first + num_actions - 1, first - 1, -1):
-                pairs[out, i] += right
-                right += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
-        for i in range(first, first + num_actions):
-            pairs[out, i] = pairs[out, i] if exists[PAIR, i] else 0.0
-
-
-@kernel
-def walk_with_tangents(model: Model, world: World, numbers: Floats, t: int, carried: Carried) -> None:
+def walk_with_tangents(
+    model: Model, world: World, numbers: Floats, t: int, carried: Carried
+) -> None:
     """One trajectory, as `torch_occ.kernels.episodes.walk`: the estimates of the visited pairs, their tangents and the score."""
-    num_actions, q, tangent, layers = model.num_actions, carried.q, carried.tangent, len(model.start) - 1
+    num_actions, q, tangent, layers = (
+        model.num_actions,
+        carried.q,
+        carried.tangent,
+        len(model.start) - 1,
+    )
     s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
     for k in range(layers):
         first, total = s * num_actions, 0.0

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ._support.ties import TIE
+from torch_occ.kernels.constants import TIE
 from torch_occ.mdp.in_order import InOrder
 from torch_occ.mdp.layered import DENSE_STATES, LayeredMDP
 from torch_occ.mdp.layers import DenseLayer, Layer

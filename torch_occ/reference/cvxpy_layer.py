@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.extras import extra
-from torch_occ._support.frozen import Frozen
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import TabularRegularizer
+from torch_occ.regularizers.frozen import Frozen
 from torch_occ.regularizers.terms import Log, Power
 
 # -- the problem, from the tables alone -----------------------------------------------------------------------------------

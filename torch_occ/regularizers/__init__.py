@@ -7,5 +7,6 @@ arguments     q(s,a), q(s) - q(s,a), q(s) and 1 - q(s,a), without cancellation
 schedules     learning rates eta_t
 parametrized  modules whose parameters declare their domain
 derivatives   gradients and Hessians of psi by autograd
+frozen        modules whose structure is fixed
 hessians      Hessians at the cheapest level that holds them
 """

@@ -2,5 +2,6 @@
 
 driver   the sweep: every cell is run once and stored at once
 cells    what a cell is, and what a worker does with one
+locks    one driver per directory
 workers  where cells run
 """

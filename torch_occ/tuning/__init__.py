@@ -10,5 +10,6 @@ surfaces           quadratics through noisy values
 guard              environments that cannot be forecast: not worse than a reference, by playing
 metagradients      gradients through the run itself, and their standard errors
 tangents           the run with its tangents, in torch
+board              what TensorBoard shows of a tuning
 compiled_tangents  the run with its tangents, in compiled kernels
 """

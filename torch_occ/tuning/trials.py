@@ -14,9 +14,9 @@ from torch import Tensor
 
 from torch_occ.forecasting.leaping import leap
 from torch_occ.game.contracts import uncertified_is_handled
+from torch_occ.game.driver import simulate
 from torch_occ.game.learners import FTRL
 from torch_occ.game.losses import BernoulliLosses, LossProcess
-from torch_occ.game.simulation import simulate
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.tuning.objectives import Evaluation, ForecastObjective, World

@@ -9,8 +9,8 @@ from torch.func import functional_call, grad, vmap
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
-from torch_occ._support.frozen import FrozenList
 from torch_occ.regularizers.catalog import TabularRegularizer
+from torch_occ.regularizers.frozen import FrozenList
 from torch_occ.regularizers.terms import Log, Power, Term
 
 MDP = PROBLEMS["masked"]().mdp
