@@ -17,7 +17,20 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["tour", "step", "regularizers", "gymnasium", "meta_tuning"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tour",
+        "step",
+        "regularizers",
+        "learners",
+        "losses",
+        "estimators",
+        "results",
+        "gymnasium",
+        "meta_tuning",
+    ],
+)
 def test_examples_run_and_print_what_they_say(name):
     page = DOCS / f"{name}.md"
     session: dict[str, object] = {"__name__": name}
