@@ -1,4 +1,6 @@
-"""Which backend solves or plays, torch or the compiled engine, and modules that are imported only when they are needed."""
+"""Which backend solves or plays, torch or the compiled engine, and modules that are imported only
+when they are needed.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ Backend = Literal["auto", "torch", "engine"]
 def later(module: str) -> Any:
     """The module `torch_occ.<module>`, imported when it is first asked for.
 
-    Two kinds of modules wait: adapters to compiled kernels, since Numba takes long to import and need not be installed, and
-    importers, which make MDPs of a class that is derived from theirs. No other module of the package imports inside a function.
+    Two kinds of modules wait: adapters to compiled kernels, since Numba takes long to import and
+    need not be installed, and importers, which make MDPs of a class that is derived from theirs. No
+    other module of the package imports inside a function.
     """
     return import_module(f"torch_occ.{module}")
 
@@ -29,7 +32,8 @@ def engine_takes(backend: Backend, why_not: Callable[[], str | None]) -> bool:
     """Whether the engine is to be used; an error that says why if it was asked for and cannot.
 
     Args:
-        why_not: imports the engine, and returns the reason why it cannot do this, or None if it can.
+        why_not: imports the engine, and returns the reason why it cannot do this, or None if it
+            can.
     """
     if check_backend(backend) == "torch":
         return False

@@ -1,8 +1,10 @@
 """Where compiled kernels are kept, and what they must have been compiled from to be used again.
 
-Numba knows a kernel by its own file. But a kernel holds copies of the kernels that it calls and of their constants, which stand in other
-files. So kernels are kept with a stamp: a hash of every source that any of them is compiled from, and the versions that compiled them.
-Another stamp, another kernel; the file of the old one is overwritten. Where nothing can be written, kernels are compiled in every process.
+Numba knows a kernel by its own file. But a kernel holds copies of the kernels that it calls and of
+their constants, which stand in other files. So kernels are kept with a stamp: a hash of every
+source that any of them is compiled from, and the versions that compiled them. Another stamp,
+another kernel; the file of the old one is overwritten. Where nothing can be written, kernels are
+compiled in every process.
 
 Whatever of Numba's cache this needs, public or private, is used in this module only.
 """
@@ -24,15 +26,23 @@ from torch_occ._support.version import VERSION
 
 _SUPPORT = Path(__file__).parent
 
-#: Every file that kernels are compiled from: their own package, and those from which it imports constants and options.
-SOURCES = (*sorted((_SUPPORT.parent / "kernels").glob("*.py")), *(_SUPPORT / name for name in ("caching.py", "private.py", "spacing.py")))
+#: Every file that kernels are compiled from: their own package, and those from which it imports
+#: constants and options.
+SOURCES = (
+    *sorted((_SUPPORT.parent / "kernels").glob("*.py")),
+    *(_SUPPORT / name for name in ("caching.py", "private.py", "spacing.py")),
+)
 
 
 def stamp_of(sources: Sequence[Path]) -> str:
-    """A hash of these files, of their names, and of the versions of this package, of Numba and of llvmlite."""
+    """A hash of these files, of their names, and of the versions of this package, of Numba and of
+    llvmlite.
+    """
     digest = hashlib.sha256(f"{VERSION} {numba.__version__} {llvmlite.__version__}".encode())
     for source in sources:
-        content = source.read_bytes() if source.exists() else b""  # a frozen program has no sources, and one version
+        content = (
+            source.read_bytes() if source.exists() else b""
+        )  # a frozen program has no sources, and one version
         digest.update(f"\n{source.parent.name}/{source.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
@@ -49,13 +59,15 @@ def keep(dispatcher: Any) -> Any:
 @cache
 def _nowhere(reason: str) -> None:
     warnings.warn(
-        f"torch_occ: compiled kernels cannot be kept, and every process compiles them anew, for about half a minute: {reason}. "
+        "torch_occ: compiled kernels cannot be kept, and every process compiles them anew, for "
+        f"about half a minute: {reason}. "
         "Name a folder that can be written to in the environment variable NUMBA_CACHE_DIR.",
         stacklevel=2,
     )
 
 
-#: Of the files as they are imported. A process that goes on after an edit keeps what it compiles under the old stamp.
+#: Of the files as they are imported. A process that goes on after an edit keeps what it compiles
+#: under the old stamp.
 _STAMP = stamp_of(SOURCES)
 
 
@@ -66,7 +78,8 @@ class _Stamped:
         return _STAMP
 
     def get_disambiguator(self) -> str:
-        return "engine"  # Numba takes the number of the line, and then each edit above a kernel leaves a file behind
+        # Numba takes the number of the line, and then each edit above a kernel leaves a file behind
+        return "engine"
 
 
 class _Provided(_Stamped, caching.UserProvidedCacheLocator):
@@ -88,8 +101,8 @@ class _Implementation(caching.CompileResultCacheImpl):
 class _KernelCache(caching.FunctionCache):
     """Every file says which kernel it holds.
 
-    Numba writes an index and a file for each kernel, one after the other. When two processes do so at once, an index may lead to
-    another kernel; nothing without the right label is taken.
+    Numba writes an index and a file for each kernel, one after the other. When two processes do so
+    at once, an index may lead to another kernel; nothing without the right label is taken.
     """
 
     _impl_class = _Implementation

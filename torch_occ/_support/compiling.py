@@ -1,4 +1,6 @@
-"""A word to whoever waits while the engine compiles: the first call on a machine, after which the result is on disk."""
+"""A word to whoever waits while the engine compiles: the first call on a machine, after which the
+result is on disk.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ import threading
 
 
 class _Patiently:
-    """Says something on standard error if the first thing that it surrounds in this process takes longer than a few seconds."""
+    """Says something on standard error if the first thing that it surrounds in this process takes
+    longer than a few seconds.
+    """
 
     def __init__(self) -> None:
         self.timer: threading.Timer | None = None
@@ -15,7 +19,10 @@ class _Patiently:
 
     def __enter__(self) -> None:
         if self.first:
-            message = "torch_occ: compiling the engine, once for this machine; this takes about half a minute ..."
+            message = (
+                "torch_occ: compiling the engine, once for this machine; this takes about "
+                "half a minute ..."
+            )
             self.timer = threading.Timer(3.0, lambda: print(message, file=sys.stderr))
             self.timer.daemon = True
             self.timer.start()

@@ -1,4 +1,6 @@
-"""Packages that need not be installed, imported where they are used; who lacks one is told how to get it."""
+"""Packages that need not be installed, imported where they are used; who lacks one is told how to
+get it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Everything that is private of other packages, and may change with their next release.
 
-Each function says what would replace it. No other module reads a private name of torch, Numba, TensorBoard or the standard library,
-but torch_occ._support.caching, which derives from the classes of Numba's cache.
+Each function says what would replace it. No other module reads a private name of torch, Numba,
+TensorBoard or the standard library, but torch_occ._support.caching, which derives from the classes
+of Numba's cache.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-#: Numba's option for kernels that neither allocate nor own arrays: no references are counted, which took half of the time.
+#: Numba's option for kernels that neither allocate nor own arrays: no references are counted, which
+#: took half of the time.
 NO_REFERENCE_COUNTS: dict[str, Any] = {"_nrt": False}
 
 
-# -- torch ------------------------------------------------------------------------------------------------------------------
+# -- torch
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def in_forward_mode() -> bool:
@@ -38,7 +41,9 @@ def inside_transform() -> bool:
 
 
 def carries_derivative(x: Tensor) -> bool:
-    """Whether a derivative may be taken in x: by autograd, by forward mode, or by an enclosing transform of torch.func."""
+    """Whether a derivative may be taken in x: by autograd, by forward mode, or by an enclosing
+    transform of torch.func.
+    """
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
     return x.requires_grad or wrapped or forward_ad.unpack_dual(x).tangent is not None
 
@@ -51,7 +56,9 @@ def forward_modes() -> int:
 
 
 class _Readable(Tensor):
-    """A tensor whose `float` does not warn that it requires gradients; every operation on it gives an ordinary tensor."""
+    """A tensor whose `float` does not warn that it requires gradients; every operation on it gives
+    an ordinary tensor.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -60,17 +67,23 @@ class _Readable(Tensor):
 
 
 def readable(x: Tensor) -> Tensor:
-    """The same tensor, differentiable as before, whose `float(x)` does not warn; unchanged inside transforms of torch.func."""
+    """The same tensor, differentiable as before, whose `float(x)` does not warn; unchanged inside
+    transforms of torch.func.
+    """
     return x if inside_transform() else x.as_subclass(_Readable)
 
 
 def standard_gamma(shape: Tensor, generator: torch.Generator) -> Tensor:
-    """Gamma variates from an explicit generator, which torch.distributions does not take; differentiable in the shape."""
+    """Gamma variates from an explicit generator, which torch.distributions does not take;
+    differentiable in the shape.
+    """
     return torch._standard_gamma(shape, generator=generator)
 
 
 def indices(p: Tensor) -> Tensor:
-    """The indices of a COO tensor as they are stored; `Tensor.indices` would refuse one that is not coalesced."""
+    """The indices of a COO tensor as they are stored; `Tensor.indices` would refuse one that is not
+    coalesced.
+    """
     return p._indices()
 
 
@@ -80,14 +93,18 @@ def values(p: Tensor) -> Tensor:
 
 
 def held_by(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Parameters, buffers, children and hooks of a module, by name; `named_children` leaves out what is there twice."""
+    """Parameters, buffers, children and hooks of a module, by name; `named_children` leaves out
+    what is there twice.
+    """
     for table in (module._parameters, module._buffers, module._modules):
         yield from table.items()
     yield "hooks", [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def parameter_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the parameters of a module and its children are: dictionaries, since functional_call exchanges what is in them."""
+    """Where the parameters of a module and its children are: dictionaries, since functional_call
+    exchanges what is in them.
+    """
     for part in module.modules():
         for name in part._parameters:
             yield part._parameters, name
@@ -108,11 +125,14 @@ def own_parameter_names(module: nn.Module) -> list[str]:
     return list(module._parameters)
 
 
-# -- other packages -----------------------------------------------------------------------------------------------------------
+# -- other packages
+# -----------------------------------------------------------------------------------------------------------
 
 
 def event_writer(writer: Any) -> Any:
-    """The event file of a SummaryWriter, opened again if it was closed; takes protocol buffers as they are."""
+    """The event file of a SummaryWriter, opened again if it was closed; takes protocol buffers as
+    they are.
+    """
     return writer._get_file_writer()
 
 

@@ -1,10 +1,13 @@
-"""How episodes are divided: chunks of random numbers, and checkpoints that are evenly spaced in the logarithm."""
+"""How episodes are divided: chunks of random numbers, and checkpoints that are evenly spaced in the
+logarithm.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-#: Episodes per chunk of random numbers. Part of the definition of a run: another value gives other random numbers.
+#: Episodes per chunk of random numbers. Part of the definition of a run: another value gives other
+#: random numbers.
 CHUNK = 256
 
 

@@ -1,7 +1,9 @@
-"""Random numbers by name: (seed, purpose, chunk) -> the same numbers, whenever and wherever they are asked for.
+"""Random numbers by name: (seed, purpose, chunk) -> the same numbers, whenever and wherever they
+are asked for.
 
-A counter-based generator (Philox) is keyed afresh for every chunk of episodes, so a run can stop at a chunk's edge and continue without a
-generator state to restore, and the torch path and the compiled path are fed the same numbers.
+A counter-based generator (Philox) is keyed afresh for every chunk of episodes, so a run can stop at
+a chunk's edge and continue without a generator state to restore, and the torch path and the
+compiled path are fed the same numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def stream(seed: int, purpose: Purpose, chunk: int) -> np.random.Generator:
 def uniforms(
     seeds: Sequence[int], purpose: Purpose, chunks: Sequence[int], shape: tuple[int, ...]
 ) -> Tensor:
-    """Uniform numbers in [0, 1) for the episodes of some chunks, `(N, len(chunks) * CHUNK, *shape)`."""
+    """Uniform numbers in [0, 1) for the episodes of some chunks, `(N, len(chunks) * CHUNK,
+    *shape)`.
+    """
     numbers = np.empty((len(seeds), len(chunks), CHUNK, *shape))
 
     def fill(n: int) -> None:
@@ -59,7 +63,10 @@ def _key(seed: int, purpose: Purpose, chunk: int) -> NDArray[np.uint64]:
 
 
 def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
-    """The index drawn by a uniform number from cumulative (unnormalized) probabilities: `(N, K)`, `(N,)` -> `(N,)`."""
-    # Just below one, so that the product stays below the total and an entry of probability zero is never drawn.
+    """The index drawn by a uniform number from cumulative (unnormalized) probabilities: `(N, K)`,
+    `(N,)` -> `(N,)`.
+    """
+    # Just below one, so that the product stays below the total and an entry of probability zero is
+    # never drawn.
     target = uniform.clamp(max=1 - 4 * torch.finfo(uniform.dtype).eps) * cumulative[..., -1]
     return (cumulative <= target.unsqueeze(-1)).sum(-1)

@@ -69,7 +69,8 @@ def write_csv(path: str | Path, rows: Sequence[dict[str, Any]], first: Sequence[
     """Write one line per row, atomically.
 
     Args:
-        rows: dictionaries; a column for every key that any of them has, empty where a row does not have it.
+        rows: dictionaries; a column for every key that any of them has, empty where a row does not
+            have it.
         first: columns that come first.
     """
     columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))

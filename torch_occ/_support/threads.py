@@ -47,6 +47,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="torch_occ")
 
 
-# A forked process has the pools but not their threads, and would wait for them for ever; it makes new ones.
+# A forked process has the pools but not their threads, and would wait for them for ever; it makes
+# new ones.
 if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
     os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -40,9 +40,12 @@ def leap_compiled(
     seed: int,
     accuracy: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the particles paid beyond the best policy of every phase `(N, C)`, and their leaps and uncertified steps `(N,)`."""
+    """What the particles paid beyond the best policy of every phase `(N, C)`, and their leaps and
+    uncertified steps `(N,)`.
+    """
     regularizer.validate()
-    # Weights are products of powers of t for every built-in schedule, so that straight lines between logarithms are exact.
+    # Weights are products of powers of t for every built-in schedule, so that straight lines
+    # between logarithms are exact.
     log_t = torch.linspace(0, float(course.stops[-1].log()) + 0.1, 400, dtype=torch.float64)
     with torch.no_grad():
         found = terms_of(regularizer, log_t.exp())

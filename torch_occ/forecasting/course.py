@@ -1,4 +1,6 @@
-"""What a leaping particle plays against: phases of constant means, and the episodes beyond which no leap goes."""
+"""What a leaping particle plays against: phases of constant means, and the episodes beyond which no
+leap goes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Course(NamedTuple):
         phases, noise = phases_of(mdp, losses, episodes)
         if mdp.batch_shape or phases[0].mean.dim() != 2:
             raise ValueError(
-                "leaping takes one MDP and one table of means (S, A) at a time; forecast takes batches"
+                "leaping takes one MDP and one table of means (S, A) at a time; forecast takes "
+                "batches"
             )
         every = {*log_spaced(episodes, per_decade), *(phase.start for phase in phases[1:])}
         stops = torch.tensor(sorted(every), dtype=mdp.dtype, device=mdp.device)

@@ -1,18 +1,22 @@
-"""The regret of FTRL by leaping: many episodes at once, as long as the policy would hardly have changed in between.
+"""The regret of FTRL by leaping: many episodes at once, as long as the policy would hardly have
+changed in between.
 
-A particle is one run of the learner. Instead of solving for q in every episode it plays `length` episodes with one q, draws at once how
-often they visit every pair (multinomial down the layers, so that a trajectory stays one) and what they are charged there, adds the
-estimates, and solves again:
+A particle is one run of the learner. Instead of solving for q in every episode it plays `length`
+episodes with one q, draws at once how often they visit every pair (multinomial down the layers, so
+that a trajectory stays one) and what they are charged there, adds the estimates, and solves again:
 
-    n ~ visits of `length` episodes with q,        Lhat += (losses(n) - n b) / q + length b,        t += length,
+    n ~ visits of `length` episodes with q,        Lhat += (losses(n) - n b) / q + length b,
+    t += length,
 
 with b the baseline of the estimator, nothing for importance weights.
 
-Leaps of one episode are the algorithm itself. The only error is that q stands still during a leap, and leaps are as long as that allows
-(`longest_leap`). Everything changes on the scale of t, and so the number of leaps grows with log T, however little the learner is
+Leaps of one episode are the algorithm itself. The only error is that q stands still during a leap,
+and leaps are as long as that allows (`longest_leap`). Everything changes on the scale of t, and so
+the number of leaps grows with log T, however little the learner is
 regularized: where a single visit changes everything, visits are rare.
 
-`leap` draws exact counts, and is the forecast for where torch_occ.forecasting.mean_path is out of its depth; `predict` chooses between the two.
+`leap` draws exact counts, and is the forecast for where torch_occ.forecasting.mean_path is out of
+its depth; `predict` chooses between the two.
 """
 
 from __future__ import annotations
@@ -80,9 +84,11 @@ def predict(
     particles: int = PARTICLES,
     seed: int = 0,
 ) -> Prediction:
-    """The regret at T: by `forecast` where its own noise says that it may be believed, by `leap` elsewhere; no simulation decides.
+    """The regret at T: by `forecast` where its own noise says that it may be believed, by `leap`
+    elsewhere; no simulation decides.
 
-    With a baseline it is always `leap`: a rare visit without loss may overturn all that was learnt, of which covariances say nothing.
+    With a baseline it is always `leap`: a rare visit without loss may overturn all that was learnt,
+    of which covariances say nothing.
     """
     if type(centred(estimator)) is ImportanceWeighted:
         with torch.no_grad():
@@ -107,15 +113,20 @@ def leap(
     accuracy: float = ACCURACY,
     backend: Backend = "auto",
 ) -> Leaps:
-    """Predict the regret of `FTRL(mdp, regularizer, estimator)` over any number of episodes up to 1e12.
+    """Predict the regret of `FTRL(mdp, regularizer, estimator)` over any number of episodes up to
+    1e12.
 
     Args:
-        losses: means `(S, A)` of Bernoulli losses, or a loss process whose means are fixed beforehand.
-        estimator: importance-weighted by default; or `ReducedVariance`, or any other `CentredEstimator`.
+        losses: means `(S, A)` of Bernoulli losses, or a loss process whose means are fixed
+            beforehand.
+        estimator: importance-weighted by default; or `ReducedVariance`, or any other
+            `CentredEstimator`.
         particles: independent runs.
         seed: the same seed gives the same numbers on the same backend.
-        accuracy: how much q may change in a leap, relatively; smaller is slower and closer to the algorithm.
-        backend: "engine" is compiled and knows what is built in, "torch" knows all; "auto" takes the engine where it can.
+        accuracy: how much q may change in a leap, relatively; smaller is slower and closer to the
+            algorithm.
+        backend: "engine" is compiled and knows what is built in, "torch" knows all; "auto" takes
+            the engine where it can.
     """
     if not 1 <= episodes <= 10**12:
         raise ValueError(f"episodes: expected a number from 1 to 1e12, got {episodes}")

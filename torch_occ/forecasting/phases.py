@@ -1,6 +1,7 @@
 """Loss processes as a forecast sees them: stretches of episodes with one mean each.
 
-Only what is fixed beforehand can be forecast. An adversary that reacts to the learner, or a mean that walks at random, has to be simulated.
+Only what is fixed beforehand can be forecast. An adversary that reacts to the learner, or a mean
+that walks at random, has to be simulated.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch_occ.game.losses import (
 )
 from torch_occ.mdp.layered import LayeredMDP
 
-#: A forecast takes a fixed number of solves for each phase; beyond so many of them simulating is the better way.
+#: A forecast takes a fixed number of solves for each phase; beyond so many of them simulating is
+#: the better way.
 MOST_PHASES = 256
 
 
@@ -35,7 +37,9 @@ class Phase(NamedTuple):
 def phases_of(
     mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int
 ) -> tuple[list[Phase], Noise]:
-    """The phases of the first `episodes` episodes, and the kind of noise; means `(*batch, S, A)` alone stand for Bernoulli losses."""
+    """The phases of the first `episodes` episodes, and the kind of noise; means `(*batch, S, A)`
+    alone stand for Bernoulli losses.
+    """
     if isinstance(losses, Tensor):
         return [Phase(0, losses)], "bernoulli"
     if isinstance(losses, Stationary):
@@ -53,8 +57,10 @@ def phases_of(
     if isinstance(losses, Corrupted) and isinstance(losses.base, Stationary):
         return _corrupted(mdp, losses, episodes), losses.noise
     raise TypeError(
-        f"losses: {type(losses).__name__} cannot be forecast, because its means are not fixed beforehand in few phases; simulate it, "
-        "or give means, BernoulliLosses, UniformLosses, SwitchingLosses, StochasticallyConstrained, or Corrupted around a fixed mean"
+        f"losses: {type(losses).__name__} cannot be forecast, because its means are not fixed "
+        "beforehand in few phases; simulate it, "
+        "or give means, BernoulliLosses, UniformLosses, SwitchingLosses, "
+        "StochasticallyConstrained, or Corrupted around a fixed mean"
     )
 
 
@@ -86,5 +92,6 @@ def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
 def _check_count(losses: LossProcess, count: int) -> None:
     if count > MOST_PHASES:
         raise ValueError(
-            f"losses: {type(losses).__name__} has {count} phases, more than {MOST_PHASES}; forecast fewer episodes, or simulate"
+            f"losses: {type(losses).__name__} has {count} phases, more than {MOST_PHASES}; "
+            "forecast fewer episodes, or simulate"
         )

@@ -1,9 +1,10 @@
 """Sums over a great many episodes from a few of them.
 
-Something that changes smoothly on the scale of t itself is summed exactly over the first episodes of every phase, and from there on by
-Gauss quadrature over panels evenly spaced in the logarithm: by Euler and Maclaurin, sum_{a < t <= b} f(t) is the integral of f from a +
-1/2 to b + 1/2 less (f'(b + 1/2) - f'(a + 1/2)) / 24, up to terms in the third derivative. A thousandfold of episodes costs as much as the
-one before it.
+Something that changes smoothly on the scale of t itself is summed exactly over the first episodes
+of every phase, and from there on by Gauss quadrature over panels evenly spaced in the logarithm: by
+Euler and Maclaurin, sum_{a < t <= b} f(t) is the integral of f from a + 1/2 to b + 1/2 less (f'(b +
+1/2) - f'(a + 1/2)) / 24, up to terms in the third derivative. A thousandfold of episodes costs as
+much as the one before it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Quadrature:
     def over(
         cls, starts: Sequence[int], episodes: int, per_decade: float, like: Tensor
     ) -> Quadrature:
-        """Panels for phases that begin after the episodes `starts` (the first is 0), so many for every tenfold since the phase began."""
+        """Panels for phases that begin after the episodes `starts` (the first is 0), so many for
+        every tenfold since the phase began.
+        """
         inside, weights, slopes = _gauss(NODES)
         t: list[float] = []
         phase: list[int] = []
@@ -60,7 +63,8 @@ class Quadrature:
                 first, width = len(t), np.log(high / low)
                 local = low * np.exp(width * inside[0])
                 for i in range(NODES):
-                    # Up to the middle of node i, less the half of its own episode that lies before it.
+                    # Up to the middle of node i, less the half of its own episode that lies before
+                    # it.
                     row = dict(total)
                     for j in range(NODES):
                         row[first + j] = width * inside[1][i, j] * local[j] - (
@@ -92,7 +96,9 @@ class Quadrature:
 
 
 def _gauss(n: int) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray]:
-    """On [0, 1]: the nodes with the matrix that integrates up to each, the weights of the whole, and what gives the slope at 0 and at 1."""
+    """On [0, 1]: the nodes with the matrix that integrates up to each, the weights of the whole,
+    and what gives the slope at 0 and at 1.
+    """
     x, w = np.polynomial.legendre.leggauss(n)
     nodes, powers = (x + 1) / 2, np.arange(n)
     basis = np.linalg.inv(nodes[:, None] ** powers)  # values at the nodes -> coefficients

@@ -1,4 +1,6 @@
-"""The regret by leaps whose random numbers are reparametrized, so that it is differentiable: torch_occ.forecasting.leaping on a fixed grid of times."""
+"""The regret by leaps whose random numbers are reparametrized, so that it is differentiable:
+torch_occ.forecasting.leaping on a fixed grid of times.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,16 @@ def leap_smoothly(
     per_decade: int = 20,
     draws: Literal["gamma", "gaussian"] = "gamma",
 ) -> Leaps:
-    """The regret by leaps whose random numbers are reparametrized, so that it has gradients in the regularizer's parameters.
+    """The regret by leaps whose random numbers are reparametrized, so that it has gradients in the
+    regularizer's parameters.
 
-    Estimates are importance-weighted. Leaps end at log-spaced times, the same for all particles. With "gaussian" draws the estimates of
-    a leap are normal with their exact covariance, joint visits included; where a leap expects less than a visit to a pair, that is a bad
-    likeness. "gamma" draws what a pair is charged from the gamma distribution with the mean and the variance of a Poisson number: never
-    negative, and as skewed as rare visits are, but independent between pairs; its gradient is right in expectation, not for a single
-    seed. Regularizers may have parameters of a batch shape `(B,)`; then the regret is `(N, B, C)`.
+    Estimates are importance-weighted. Leaps end at log-spaced times, the same for all particles.
+    With "gaussian" draws the estimates of a leap are normal with their exact covariance, joint
+    visits included; where a leap expects less than a visit to a pair, that is a bad likeness.
+    "gamma" draws what a pair is charged from the gamma distribution with the mean and the variance
+    of a Poisson number: never negative, and as skewed as rare visits are, but independent between
+    pairs; its gradient is right in expectation, not for a single seed. Regularizers may have
+    parameters of a batch shape `(B,)`; then the regret is `(N, B, C)`.
     """
     course = Course.of(mdp, losses, int(episodes), per_decade)
     step = FTRLStep(mdp, regularizer)

@@ -1,4 +1,6 @@
-"""Leaps of many episodes in torch, for any regularizer; torch_occ.forecasting.leaping has the formulas."""
+"""Leaps of many episodes in torch, for any regularizer; torch_occ.forecasting.leaping has the
+formulas.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def leap_in_torch(
     seed: int,
     accuracy: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the particles paid beyond the best policy of every phase `(N, C)`, and their leaps and uncertified steps `(N,)`."""
+    """What the particles paid beyond the best policy of every phase `(N, C)`, and their leaps and
+    uncertified steps `(N,)`.
+    """
     step = FTRLStep(mdp, regularizer)
     setting = Setting(mdp, step.evaluator, False)
     generator = torch.Generator(device=mdp.device).manual_seed(seed)
@@ -118,10 +122,11 @@ def _charge(noise: Noise, mean: Tensor, visits: Tensor, generator: torch.Generat
 def longest_leap(mdp: LayeredMDP, hessian: Hessian, q: Tensor, accuracy: float) -> Tensor:
     """For how many episodes q `(*batch, S, A)` may stay as it is, `(*batch,)`.
 
-    At fixed q(s), a force of one on an action moves its q by R = (1/D_a) (sum_{b != a} 1/D_b) / (sum_b 1/D_b), with D the curvature of psi
-    (torch_occ.step.kkt). Each episode brings a force of about one. While a pair is not visited, q changes relatively by R/q an episode; over
-    many visits the forces average out, and what remains is their fluctuation, R/q sqrt(length/q). The larger of the two lengths is
-    allowed.
+    At fixed q(s), a force of one on an action moves its q by R = (1/D_a) (sum_{b != a} 1/D_b) /
+    (sum_b 1/D_b), with D the curvature of psi (torch_occ.step.kkt). Each episode brings a force of
+    about one. While a pair is not visited, q changes relatively by R/q an episode; over many visits
+    the forces average out, and what remains is their fluctuation, R/q sqrt(length/q). The larger of
+    the two lengths is allowed.
     """
     exists = mdp.actions
     softness = torch.where(exists, 1 / torch.where(exists, hessian.curvature, 1.0), 0.0)

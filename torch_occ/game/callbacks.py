@@ -1,4 +1,6 @@
-"""Things that watch a simulation. A callback that does nothing is the base class; override what you need."""
+"""Things that watch a simulation. A callback that does nothing is the base class; override what you
+need.
+"""
 
 from __future__ import annotations
 
@@ -107,16 +109,19 @@ _LAYOUT = {
 
 
 class TensorBoard(Callback):
-    """Curves, images and the configuration of a run, for TensorBoard; the step axis is the episode. docs/tensorboard.md is a tour.
+    """Curves, images and the configuration of a run, for TensorBoard; the step axis is the episode.
+    docs/tensorboard.md is a tour.
 
     If its files fail during a run, it warns, and the run goes on without it.
 
-    Nothing happens between checkpoints. When a run is resumed, points beyond the episode at which it continues are purged, and
-    a fresh directory gets the earlier part of the regret and solver curves too.
+    Nothing happens between checkpoints. When a run is resumed, points beyond the episode at which
+    it continues are purged, and a fresh directory gets the earlier part of the regret and solver
+    curves too.
 
     Args:
         directory: where the event file goes, one directory a run; made if it is missing.
-        images_per_decade: heat maps of q for every tenfold of episodes, besides the last; 0 for none.
+        images_per_decade: heat maps of q for every tenfold of episodes, besides the last; 0 for
+            none.
     """
 
     def __init__(self, directory: str | Path, *, images_per_decade: int = 1) -> None:
@@ -135,7 +140,8 @@ class TensorBoard(Callback):
             run.t > 0 and any(self.directory.glob("events.out.tfevents.*")),
         )
         self.next_image = run.t + 1.0
-        # A run from its beginning replaces whatever the directory holds; a resumed one, what lies beyond its first episode.
+        # A run from its beginning replaces whatever the directory holds; a resumed one, what lies
+        # beyond its first episode.
         self.writer = summary_writer(
             self.directory, purge_step=run.t + 1 if self.known else 0, max_queue=1000, flush_secs=10
         )
@@ -160,7 +166,8 @@ class TensorBoard(Callback):
             self.next_image = run.t * 10 ** (1 / self.images_per_decade)
 
     def on_chunk(self, run: Simulation) -> None:
-        # Whatever `simulate` saves after this is on disk here as well, so that a killed run leaves no hole.
+        # Whatever `simulate` saves after this is on disk here as well, so that a killed run leaves
+        # no hole.
         try:
             self.writer.flush()
         except OSError as error:
@@ -172,7 +179,8 @@ class TensorBoard(Callback):
             image = pixels(
                 regret_figure(
                     history,
-                    title=f"{type(run.learner).__name__}, {len(run.seeds)} seeds: mean and 95 % band",
+                    title=f"{type(run.learner).__name__}, {len(run.seeds)} seeds: mean and 95 % "
+                    "band",
                 )
             )
             self.writer.add_image("regret/figure", image, run.t, dataformats="HWC")
@@ -180,7 +188,8 @@ class TensorBoard(Callback):
                 self._hparams(run, "end")
         self.writer.close()
 
-    # -- what is logged -------------------------------------------------------------------------------------------------------
+    # -- what is logged
+    # -------------------------------------------------------------------------------------------------------
 
     def _curves(self, run: Simulation, i: int) -> dict[str, float]:
         """The numbers of the i-th checkpoint, over all seeds."""
@@ -208,7 +217,9 @@ class TensorBoard(Callback):
         return values
 
     def _policy(self, run: Simulation) -> dict[str, float]:
-        """How far q_t is from certain, and from the best policy for the first t episodes; means over seeds and layers."""
+        """How far q_t is from certain, and from the best policy for the first t episodes; means
+        over seeds and layers.
+        """
         mdp, q, mean = run.mdp, run.q, run.sums["total_mean"] / run.t
         best = occupancy(mdp, optimal_policy(mdp, mean).policy)
         policy = policy_of(mdp, q)
@@ -227,7 +238,9 @@ class TensorBoard(Callback):
         self.writer.add_image("policy/q", image, run.t, dataformats="HWC")
 
     def _hparams(self, run: Simulation, moment: Literal["start", "end"]) -> None:
-        """What a run is set by and judged by, for the HParams dashboard. It shows the columns that any one run declares."""
+        """What a run is set by and judged by, for the HParams dashboard. It shows the columns that
+        any one run declares.
+        """
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
         from torch.utils.tensorboard.summary import hparams
@@ -291,11 +304,14 @@ def _check_directory(directory: Path) -> None:
         ) from error
 
 
-# -- the numbers of a learner ---------------------------------------------------------------------------------------------
+# -- the numbers of a learner
+# ---------------------------------------------------------------------------------------------
 
 
 def parameters(learner: Learner, t: int) -> dict[str, float]:
-    """Every number that a learner is set by, by its own name (a second one of the same name gets _2), and learning rates at t."""
+    """Every number that a learner is set by, by its own name (a second one of the same name gets
+    _2), and learning rates at t.
+    """
     found: dict[str, float] = {}
     counts: Counter[str] = Counter()
     for name, value in _numbers(learner, t):

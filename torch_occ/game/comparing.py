@@ -23,18 +23,23 @@ if TYPE_CHECKING:
 class LearnerComparison:
     """The histories of several learners, by name, that played the same game on the same seeds.
 
-    Differences are paired: seed by seed, so that what all learners suffer from a seed cancels. `print` shows the Markdown table.
+    Differences are paired: seed by seed, so that what all learners suffer from a seed cancels.
+    `print` shows the Markdown table.
     """
 
     histories: dict[str, History]
     baseline: str
 
     def final(self) -> dict[str, Mean]:
-        """The pseudo-regret after the last episode of every learner: mean over seeds and standard error."""
+        """The pseudo-regret after the last episode of every learner: mean over seeds and standard
+        error.
+        """
         return {name: history.final() for name, history in self.histories.items()}
 
     def differences(self) -> dict[str, Mean]:
-        """The final pseudo-regret of every other learner minus that of the baseline, paired by seed."""
+        """The final pseudo-regret of every other learner minus that of the baseline, paired by
+        seed.
+        """
         reference = self.histories[self.baseline].regret[:, -1]
         return {
             name: Mean.of(history.regret[:, -1] - reference)
@@ -43,7 +48,9 @@ class LearnerComparison:
         }
 
     def markdown(self) -> str:
-        """One row per learner: final regret, and its paired difference from the baseline with a 95 % interval."""
+        """One row per learner: final regret, and its paired difference from the baseline with a 95
+        % interval.
+        """
         return markdown(*self._table())
 
     def latex(self) -> str:
@@ -95,7 +102,8 @@ def compare_learners(
         The histories, with paired differences, a figure and tables.
 
     Raises:
-        ValueError: if there are fewer than two learners or seeds, or if no learner has the name of the baseline.
+        ValueError: if there are fewer than two learners or seeds, or if no learner has the name of
+            the baseline.
     """
     if len(learners) < 2:
         raise ValueError(f"learners: expected at least two to compare, got {list(learners)}")

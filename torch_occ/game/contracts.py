@@ -45,7 +45,9 @@ class Contract:
         self.tolerance = occupancy_tolerance(mdp.dtype)
 
     def proposal(self, t: int, q: Tensor) -> None:
-        """q_t is an occupancy measure: q >= 0 and E q = b, `(N or 1, S, A)`; one residual for all seeds."""
+        """q_t is an occupancy measure: q >= 0 and E q = b, `(N or 1, S, A)`; one residual for all
+        seeds.
+        """
         if self.trusts_learner:
             return
         what = f"learner: q from {self.learner}.propose"
@@ -77,17 +79,22 @@ class Contract:
             "initial" if state < self.mdp.layer_sizes[0] else "incoming",
         )
         raise ValueError(
-            f"{what} at {where(element)}, {self.mdp.locate(state)} is no occupancy measure: its actions sum to {out:.6g}, "
-            f"but the {source} probability is {out - float(residual[element, state]):.6g}. If it is a policy, "
+            f"{what} at {where(element)}, {self.mdp.locate(state)} is no occupancy measure: its "
+            f"actions sum to {out:.6g}, "
+            f"but the {source} probability is {out - float(residual[element, state]):.6g}. If it "
+            "is a policy, "
             "return occ.occupancy(mdp, policy)"
         )
 
     def means(self, found: tuple[Tensor, State], first: int, n: int) -> tuple[Tensor, State]:
-        """Means `(n or 1, N or 1, S, A)` of episodes first, ..., in [0, 1], and the next state of the process."""
+        """Means `(n or 1, N or 1, S, A)` of episodes first, ..., in [0, 1], and the next state of
+        the process.
+        """
         what = f"losses: {self.losses}.means"
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
             raise TypeError(
-                f"{what} returned {_kind(found)}; expected a pair: a tensor of means, and the next state, a dict"
+                f"{what} returned {_kind(found)}; expected a pair: a tensor of means, and the next "
+                "state, a dict"
             )
         means, state = found
         check_tensor(
@@ -109,15 +116,20 @@ class Contract:
         if tuple(losses.shape) != shape or losses.dtype != self.mdp.dtype:
             found = f"{losses.dtype} of shape {tuple(losses.shape)}"
             raise ValueError(
-                f"{what} at episode {t}: expected {self.mdp.dtype} of shape {shape}, like its means, got {found}"
+                f"{what} at episode {t}: expected {self.mdp.dtype} of shape {shape}, like its "
+                f"means, got {found}"
             )
         wrong = (~losses.isfinite()).nonzero()
         if len(wrong):
             i, k = wrong[0].tolist()
-            place = f"{self.mdp.locate(int(feedback.states[i, k]))}, action {int(feedback.actions[i, k])}"
+            place = (
+                f"{self.mdp.locate(int(feedback.states[i, k]))}, action "
+                f"{int(feedback.actions[i, k])}"
+            )
             value = float(losses[i, k])
             raise ValueError(
-                f"{what} at {self._where(t, len(losses))(i)}, {place} is {value}; expected finite numbers"
+                f"{what} at {self._where(t, len(losses))(i)}, {place} is {value}; expected finite "
+                "numbers"
             )
 
     def diagnostics(self, t: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -127,12 +139,14 @@ class Contract:
         what = f"learner: {self.learner}.diagnostics at episode {t}"
         if {*found} - {*DIAGNOSTICS} or {*DIAGNOSTICS[:4]} - {*found}:
             raise ValueError(
-                f"{what}: expected nothing, or the names {', '.join(DIAGNOSTICS[:4])}, got {', '.join(map(str, found))}"
+                f"{what}: expected nothing, or the names {', '.join(DIAGNOSTICS[:4])}, got "
+                f"{', '.join(map(str, found))}"
             )
         for name, value in found.items():
             if not isinstance(value, Tensor) or tuple(value.shape) != (len(self.seeds),):
                 raise ValueError(
-                    f"{what}: expected {name} to be a tensor of shape ({len(self.seeds)},), got {_kind(value)}"
+                    f"{what}: expected {name} to be a tensor of shape ({len(self.seeds)},), got "
+                    f"{_kind(value)}"
                 )
         return found
 
@@ -178,7 +192,9 @@ def check_estimate(
 
 
 def check_policy(mdp: LayeredMDP, policy: Tensor) -> Tensor:
-    """The policy `(S, A)`, once every row is known to be a distribution over the actions of its state."""
+    """The policy `(S, A)`, once every row is known to be a distribution over the actions of its
+    state.
+    """
     check_tensor("policy", policy, mdp, (), "")
     wrong = (~((policy >= 0) & (mdp.actions | (policy == 0)))).nonzero()
     if len(wrong):
@@ -187,14 +203,16 @@ def check_policy(mdp: LayeredMDP, policy: Tensor) -> Tensor:
             "a probability" if bool(mdp.actions[state, action]) else "0, as there is no such action"
         )
         raise ValueError(
-            f"policy: {mdp.locate(state)}, action {action} is {float(policy[state, action])}; expected {expected}"
+            f"policy: {mdp.locate(state)}, action {action} is {float(policy[state, action])}; "
+            f"expected {expected}"
         )
     sums = policy.sum(-1)
     wrong = (~((sums - 1).abs() <= occupancy_tolerance(mdp.dtype))).nonzero()
     if len(wrong):
         state = int(wrong[0])
         raise ValueError(
-            f"policy: {mdp.locate(state)}: the probabilities sum to {float(sums[state]):.12g}; expected 1"
+            f"policy: {mdp.locate(state)}: the probabilities sum to {float(sums[state]):.12g}; "
+            "expected 1"
         )
     return policy
 
@@ -202,7 +220,9 @@ def check_policy(mdp: LayeredMDP, policy: Tensor) -> Tensor:
 def check_tensor(
     what: str, x: Any, mdp: LayeredMDP, batch: Sequence[int], when: str, *, strict: bool = False
 ) -> None:
-    """A tensor of the MDP's kind and of shape `(*batch, S, A)`; where not `strict`, a 1 may stand for a batch dimension."""
+    """A tensor of the MDP's kind and of shape `(*batch, S, A)`; where not `strict`, a 1 may stand
+    for a batch dimension.
+    """
     expected = (*batch, mdp.num_states, mdp.num_actions)
     at = f" at {when}" if when else ""
     if not isinstance(x, Tensor):
@@ -218,7 +238,8 @@ def check_tensor(
         raise ValueError(f"{what}{at}: expected shape {expected}{ones}, got {tuple(x.shape)}")
     if x.dtype != mdp.dtype or x.device != mdp.device:
         raise ValueError(
-            f"{what}{at}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; convert one of them"
+            f"{what}{at}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; convert "
+            "one of them"
         )
 
 
@@ -231,12 +252,15 @@ def check_entries(
         element, state, action = wrong[0].tolist()
         value = float(x[element, state, action])
         raise ValueError(
-            f"{what} at {where(element)}, {mdp.locate(state)}, action {action} is {value}; {expected}"
+            f"{what} at {where(element)}, {mdp.locate(state)}, action {action} is {value}; "
+            f"{expected}"
         )
 
 
 def occupancy_tolerance(dtype: torch.dtype) -> float:
-    """How far a user's q may be from the flow constraints; a solver of moderate accuracy is welcome."""
+    """How far a user's q may be from the flow constraints; a solver of moderate accuracy is
+    welcome.
+    """
     return 1e-6 if dtype == torch.float64 else 1e-4
 
 

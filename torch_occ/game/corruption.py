@@ -17,12 +17,15 @@ from torch_occ.mdp.occupancy import optimal_policy
 class Corrupted(LossProcess):
     """Another process, corrupted until a budget is spent.
 
-    The corruption of an episode is 2 sum_k max_{s in S_k, a} |mean - mean'|, mean' being the uncorrupted one, as in
-    `sec:preliminaries_self_bounding`. `state["corruption"]` holds what was really spent by each seed, `(N,)`, and
-    `state["corruption_so_far"]` how that grew over the last episodes asked for, `(N, n)`.
+    The corruption of an episode is 2 sum_k max_{s in S_k, a} |mean - mean'|, mean' being the
+    uncorrupted one, as in `sec:preliminaries_self_bounding`. `state["corruption"]` holds what was
+    really spent by each seed, `(N,)`, and `state["corruption_so_far"]` how that grew over the last
+    episodes asked for, `(N, n)`.
 
-    Strategies: "front" turns every loss l into 1 - l from the first episode on; "uniform" does so a little in each of `episodes`
-    episodes; "targeted" charges 1 for the optimal actions of the mean loss `target`, from the first episode on.
+    Strategies: "front" turns every loss l into 1 - l from the first episode on; "uniform" does so a
+        little in each of `episodes`
+    episodes; "targeted" charges 1 for the optimal actions of the mean loss `target`, from the first
+    episode on.
     """
 
     def __init__(
@@ -40,11 +43,13 @@ class Corrupted(LossProcess):
             raise ValueError(f"strategy: expected front, uniform or targeted, got {strategy!r}")
         if strategy == "uniform" and (episodes is None or episodes < 1):
             raise ValueError(
-                f"episodes: expected the number of episodes over which to spread the budget, got {episodes}"
+                "episodes: expected the number of episodes over which to spread the budget, got "
+                f"{episodes}"
             )
         if strategy == "targeted" and target is None:
             raise ValueError(
-                "target: the targeted strategy needs the mean loss (S, A) whose optimal actions it attacks"
+                "target: the targeted strategy needs the mean loss (S, A) whose optimal actions it "
+                "attacks"
             )
         self.base, self.budget, self.strategy, self.episodes, self.target = (
             base,

@@ -35,19 +35,21 @@ def simulate(
 ) -> History:
     """Play `episodes` episodes for every seed.
 
-    The run plays a copy of the learner (`Learner.copy`), and the given one is left as it is. Callbacks see the copy as `run.learner`;
-    its state after the last episode is there in `on_end`.
+    The run plays a copy of the learner (`Learner.copy`), and the given one is left as it is.
+    Callbacks see the copy as `run.learner`; its state after the last episode is there in `on_end`.
 
     Args:
-        checkpoints: episodes at which the curves have a point; 20 a decade by default, and the last.
+        checkpoints: episodes at which the curves have a point; 20 a decade by default, and the
+            last.
         save_to: a file in which the run is kept, so that it can continue after an interruption.
             It is tried before the first episode. If a later save fails, a warning says so, and
             the run goes on.
         save_every: seconds between two saves.
         resume: continue from `save_to` if it exists; otherwise a run saved there is replaced.
         config: anything that JSON can hold, kept in the history.
-        backend: "engine" is compiled and plays the learners of this package, FTRL with built-in regularizers; "torch" plays everything;
-            "auto" takes the engine where it can. `history.backend` says which one played.
+        backend: "engine" is compiled and plays the learners of this package, FTRL with built-in
+            regularizers; "torch" plays everything; "auto" takes the engine where it can.
+            `history.backend` says which one played.
 
     Returns:
         The history of all episodes.
@@ -59,14 +61,14 @@ def simulate(
             the history up to the last checkpoint, and `error.saved_to` the file, or None.
         SystemExit: likewise, with code 143, after SIGTERM, if there is a `save_to` and the
             program does not handle this signal by itself.
-        ValueError: if an argument is wrong, or `save_to` is damaged or belongs to another run; or if a
-            learner, a loss process or an estimator returned what cannot be right, for example a q
-            that is no occupancy measure; with the episode, the seed, the layer and the state.
+        ValueError: if an argument is wrong, or `save_to` is damaged or belongs to another run; or
+            if a learner, a loss process or an estimator returned what cannot be right, for example
+            a q that is no occupancy measure; with the episode, the seed, the layer and the state.
         OSError: if `save_to` cannot be written, before the first episode.
 
     Warns:
-        UncertifiedWarning: a step could not be certified; at the first one, and with their number at
-            the end.
+        UncertifiedWarning: a step could not be certified; at the first one, and with their number
+            at the end.
     """
     simulation = Simulation(
         mdp, learner, losses, episodes, seeds, checkpoints, config or {}, backend

@@ -40,9 +40,11 @@ class Estimator:
 
 
 class CentredEstimator(Estimator):
-    """(loss - b) / q on the visited pairs, plus b everywhere: unbiased for every baseline b that is chosen before the episode.
+    """(loss - b) / q on the visited pairs, plus b everywhere: unbiased for every baseline b that is
+    chosen before the episode.
 
-    Subclasses write `baseline`. They can be forecast (torch_occ.forecasting.mean_path), because b is all that their covariance needs besides q.
+    Subclasses write `baseline`. They can be forecast (torch_occ.forecasting.mean_path), because b
+    is all that their covariance needs besides q.
     """
 
     def baseline(self, q: Tensor, t: Tensor) -> Tensor:
@@ -73,8 +75,9 @@ class ImportanceWeighted(CentredEstimator):
 class ReducedVariance(CentredEstimator):
     """(loss - b) / q 1{visited} + b with b = 1/2 where q >= (4 eta_t)^2, and 0 elsewhere: unbiased.
 
-    The estimator of Tsallis-INF (Zimmert and Seldin, 2021, section 3), for the 1/2-Tsallis entropy as this package writes it: their
-    learning rate is 4 eta_t. A small eta_t is a baseline nearly everywhere.
+    The estimator of Tsallis-INF (Zimmert and Seldin, 2021, section 3), for the 1/2-Tsallis entropy
+    as this package writes it: their learning rate is 4 eta_t. A small eta_t is a baseline nearly
+    everywhere.
     """
 
     def __init__(self, learning_rate: Schedule) -> None:
@@ -90,7 +93,9 @@ class ReducedVariance(CentredEstimator):
 
 
 class ImplicitExploration(Estimator):
-    """loss / (q + bias) on the visited pairs (Neu, 2015): a little optimistic, and bounded by 1 / bias."""
+    """loss / (q + bias) on the visited pairs (Neu, 2015): a little optimistic, and bounded by 1 /
+    bias.
+    """
 
     def __init__(self, bias: float) -> None:
         if not bias > 0:
@@ -114,7 +119,9 @@ class FullInformation(Estimator):
 
 
 def centred(estimator: Estimator | None) -> CentredEstimator:
-    """The estimator, importance-weighted by default, if its covariance is known beforehand; an error otherwise."""
+    """The estimator, importance-weighted by default, if its covariance is known beforehand; an
+    error otherwise.
+    """
     if estimator is None:
         return ImportanceWeighted()
     ways = (
@@ -123,7 +130,8 @@ def centred(estimator: Estimator | None) -> CentredEstimator:
     )  # whoever estimates in a way of its own has another covariance
     if not isinstance(estimator, CentredEstimator) or type(estimator).__call__ not in ways:
         raise TypeError(
-            f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or give ImportanceWeighted, ReducedVariance or a "
+            f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or give "
+            "ImportanceWeighted, ReducedVariance or a "
             "CentredEstimator of your own, with a baseline and no __call__"
         )
     return estimator

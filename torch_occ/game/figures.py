@@ -1,7 +1,8 @@
-"""What TensorBoard and the experiments show of a run: regret curves with a band over seeds, heat maps of q, the configuration.
+"""What TensorBoard and the experiments show of a run: regret curves with a band over seeds, heat
+maps of q, the configuration.
 
-Everything is drawn on `matplotlib.figure.Figure` itself and never through pyplot, so no window opens, no global state changes and any
-thread may draw. Save a figure with `figure.savefig(path)`.
+Everything is drawn on `matplotlib.figure.Figure` itself and never through pyplot, so no window
+opens, no global state changes and any thread may draw. Save a figure with `figure.savefig(path)`.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ if TYPE_CHECKING:
 #: Okabe and Ito's colours, which can be told apart by everybody.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
-#: Panels of a heat map in one row, and cells in one direction up to which numbers are written into them.
+#: Panels of a heat map in one row, and cells in one direction up to which numbers are written into
+#: them.
 PANELS, WRITTEN = 8, 8
 
 
-# -- regret ---------------------------------------------------------------------------------------------------------------
+# -- regret
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def plot_regret(
@@ -62,7 +65,9 @@ def plot_regret(
 
 
 def plot_references(axes: Axes, start: float, regret: float, end: float) -> None:
-    """Draw what log T and sqrt T would make of a regret at `start` > 1, up to `end`: dotted and dash-dotted, in grey."""
+    """Draw what log T and sqrt T would make of a regret at `start` > 1, up to `end`: dotted and
+    dash-dotted, in grey.
+    """
     t = np.geomspace(start, end, 50)
     axes.plot(
         t,
@@ -87,8 +92,9 @@ def regret_figure(
 ) -> Figure:
     """Regret over the number of episodes, of one run or of several by name, on two pairs of axes.
 
-    The left panel is doubly logarithmic: there sqrt T is straight, with slope 1/2. The right one is logarithmic in T only: there log T is
-    straight. Both references start on the first curve, at a hundredth of its last episode.
+    The left panel is doubly logarithmic: there sqrt T is straight, with slope 1/2. The right one is
+    logarithmic in T only: there log T is straight. Both references start on the first curve, at a
+    hundredth of its last episode.
 
     Args:
         realised: show the realised regret too, dashed and on the right; for one run only.
@@ -129,7 +135,9 @@ def regret_figure(
 
 
 def _anchor(history: History) -> tuple[float, float, float] | None:
-    """Where the references start and end: episode, mean regret, last episode; None while there is nothing to start from."""
+    """Where the references start and end: episode, mean regret, last episode; None while there is
+    nothing to start from.
+    """
     t, mean = history.episodes, history.regret.mean(0)
     usable = ((t >= 2) & (mean > 0) & (t < t.amax())).nonzero().flatten() if len(t) else t
     if not len(usable):
@@ -138,7 +146,8 @@ def _anchor(history: History) -> tuple[float, float, float] | None:
     return float(t[i]), float(mean[i]), float(t[-1])
 
 
-# -- occupancy ------------------------------------------------------------------------------------------------------------
+# -- occupancy
+# ------------------------------------------------------------------------------------------------------------
 
 
 def occupancy_figure(
@@ -146,7 +155,8 @@ def occupancy_figure(
 ) -> Figure:
     """A heat map of q `(S, A)`: one panel a layer, one row a state, one column an action.
 
-    The colour grows with the square root of q, so that rarely visited pairs can be told from never visited ones. Masked pairs are white.
+    The colour grows with the square root of q, so that rarely visited pairs can be told from never
+    visited ones. Masked pairs are white.
 
     Args:
         optimal: a deterministic policy `(S, A)` whose actions get a ring.
@@ -230,7 +240,8 @@ def _short(x: float) -> str:
     return "1" if x > 0.995 else f"{x:.2f}".lstrip("0") if x >= 0.005 else "~0"
 
 
-# -- matplotlib -----------------------------------------------------------------------------------------------------------
+# -- matplotlib
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _figure(
@@ -250,7 +261,8 @@ def pixels(figure: Figure) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
-# -- words ----------------------------------------------------------------------------------------------------------------
+# -- words
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def describe(thing: Any) -> str:

@@ -25,9 +25,9 @@ _POWERS_OF_TEN = {10**k for k in range(13)}
 class History:
     """Curves over C checkpoints for N seeds.
 
-    The pseudo-regret compares expected losses, sum_{tau<=t} <q_tau - q_opt, mean_tau>, with q_opt the best fixed policy for the first t
-    episodes; the realised regret puts the losses that were really suffered in place of <q_tau, mean_tau>. Neither is ever mixed
-    with the other.
+    The pseudo-regret compares expected losses, sum_{tau<=t} <q_tau - q_opt, mean_tau>, with q_opt
+    the best fixed policy for the first t episodes; the realised regret puts the losses that were
+    really suffered in place of <q_tau, mean_tau>. Neither is ever mixed with the other.
 
     q_opt is the best policy of each seed. Against an adaptive adversary the mean over seeds is then
     E max, where the paper has max E; `theory.Certificate` has both.
@@ -58,7 +58,8 @@ class History:
             curve: the name of a curve, for example "regret" or "realised_regret".
 
         Returns:
-            `Mean(mean, standard_error, seeds)`; its `interval` is Student's 95 % confidence interval.
+            `Mean(mean, standard_error, seeds)`; its `interval` is Student's 95 % confidence
+            interval.
 
         Raises:
             ValueError: if there is no such curve, or no checkpoint was reached.
@@ -71,7 +72,8 @@ class History:
         return Mean.of(values[:, -1].cpu())
 
     def to_dataframe(self) -> Any:
-        """Every curve as a pandas DataFrame: one row per seed and checkpoint, with columns `seed`, `episode` and the curves.
+        """Every curve as a pandas DataFrame: one row per seed and checkpoint, with columns `seed`,
+        `episode` and the curves.
 
         Raises:
             ImportError: if pandas is not installed.
@@ -99,7 +101,9 @@ class History:
         }
 
     def __repr__(self) -> str:
-        """One line, then the regret at every power of ten and at the end: mean over seeds and standard error."""
+        """One line, then the regret at every power of ten and at the end: mean over seeds and
+        standard error.
+        """
         episodes = self.episodes.tolist()
         last = episodes[-1] if episodes else 0
         uncertified = int(self.uncertified[:, -1].sum()) if episodes else 0

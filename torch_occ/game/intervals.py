@@ -17,7 +17,9 @@ class Band(NamedTuple):
 
 
 def band(curves: Tensor) -> Band:
-    """Mean over the first dimension and Student's 95 % interval: `(N, C)` -> `(C,)` each; no width for one seed."""
+    """Mean over the first dimension and Student's 95 % interval: `(N, C)` -> `(C,)` each; no width
+    for one seed.
+    """
     mean, n = curves.mean(0), len(curves)
     if n < 2:
         return Band(mean, mean, mean)
@@ -59,7 +61,9 @@ def number(x: float, digits: int = 4) -> str:
 
 
 def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t distribution; from five degrees on by its expansion, correct to 0.2 %."""
+    """The 97.5 % quantile of Student's t distribution; from five degrees on by its expansion,
+    correct to 0.2 %.
+    """
     exact = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445}
     z, n = 1.959964, degrees
     correction = (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)

@@ -1,12 +1,12 @@
 """Loss processes: what the environment charges in each episode.
 
-A process is a stream of means with a kind of noise around them. For episodes t0 <= t < t0 + n it returns the means
-`(n or 1, N or 1, S, A)`, where N is the number of seeds and a 1 stands for "the same for all"; the losses themselves are drawn only at
-the pairs that are visited, from a uniform number each. So a million episodes never sit in memory, and a wide MDP costs no more for
-its width.
+A process is a stream of means with a kind of noise around them. For episodes t0 <= t < t0 + n it
+returns the means `(n or 1, N or 1, S, A)`, where N is the number of seeds and a 1 stands for "the
+same for all"; the losses themselves are drawn only at the pairs that are visited, from a uniform
+number each. So a million episodes never sit in memory, and a wide MDP costs no more for its width.
 
-Processes are stateless where they can be. What a process must remember between chunks (a random walk's position, a corruption
-budget) is a dictionary of tensors that `simulate` carries and saves.
+Processes are stateless where they can be. What a process must remember between chunks (a random
+walk's position, a corruption budget) is a dictionary of tensors that `simulate` carries and saves.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ State = dict[str, Tensor]
 class LossProcess:
     """Base class. Subclasses write `means`, and `start` if they remember something."""
 
-    #: How a loss is drawn around its mean: exactly it, 0 or 1, or uniform on the widest interval around it inside [0, 1].
+    #: How a loss is drawn around its mean: exactly it, 0 or 1, or uniform on the widest interval
+    #: around it inside [0, 1].
     noise: Noise = "none"
-    #: The most episodes that one call of `means` may cover; 1 for an adversary that reacts to every q.
+    #: The most episodes that one call of `means` may cover; 1 for an adversary that reacts to every
+    #: q.
     stride: int = CHUNK
     #: The number of episodes that the process has losses for, if it is limited.
     length: int | None = None
@@ -44,7 +46,9 @@ class LossProcess:
     def means(
         self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
     ) -> tuple[Tensor, State]:
-        """Means of episodes t0..t0+n-1 (t counts from 1) and the next state; q `(N, S, A)` is the learner's occupancy before t0."""
+        """Means of episodes t0..t0+n-1 (t counts from 1) and the next state; q `(N, S, A)` is the
+        learner's occupancy before t0.
+        """
         raise NotImplementedError
 
     def draw(self, mean: Tensor, uniform: Tensor) -> Tensor:
@@ -108,7 +112,9 @@ class TableLosses(LossProcess):
 
 
 class SwitchingLosses(LossProcess):
-    """An adversary that goes round several tables `(K, S, A)`, each for `period` episodes, so that the best policy keeps changing."""
+    """An adversary that goes round several tables `(K, S, A)`, each for `period` episodes, so that
+    the best policy keeps changing.
+    """
 
     def __init__(self, tables: Tensor, period: int, noise: Noise = "none") -> None:
         self.tables, self.period, self.noise = (
@@ -151,7 +157,8 @@ class RandomWalkLosses(LossProcess):
         chunk, row = divmod(t0 - 1, CHUNK)
         if row + n > CHUNK:
             raise ValueError(
-                f"a random walk is asked for chunk by chunk, of {CHUNK} episodes; got {t0} to {t0 + n - 1}"
+                f"a random walk is asked for chunk by chunk, of {CHUNK} episodes; got {t0} to "
+                f"{t0 + n - 1}"
             )
         moves = np.stack(
             [
@@ -168,7 +175,8 @@ class RandomWalkLosses(LossProcess):
 
 
 class GreedyAdversary(LossProcess):
-    """An adaptive adversary: every state charges 1 for the most likely action of the last q, else 0.
+    """An adaptive adversary: every state charges 1 for the most likely action of the last q, else
+    0.
 
     The best policy in hindsight depends on the learner's random choices, so the mean over seeds of
     `History.regret` estimates E max, not the paper's max E. `theory.Certificate` has both.
@@ -187,11 +195,14 @@ class GreedyAdversary(LossProcess):
 
 
 class StochasticallyConstrained(LossProcess):
-    """Gaps fixed, means moving: in phases of growing length all losses of a layer rise and fall together.
+    """Gaps fixed, means moving: in phases of growing length all losses of a layer rise and fall
+    together.
 
-    In phase j, of length ceil(growth^j), layer k charges base(s, a) * (1 - swing) plus a level, 0 or `swing`, that alternates with the
-    phase and the layer. A level that is the same for a whole layer is paid by every policy, so Q(s,a) - min Q never moves: the setting
-    of `eq:self_bounding_constraint` with C = 0, though losses are neither independent nor identically distributed.
+    In phase j, of length ceil(growth^j), layer k charges base(s, a) * (1 - swing) plus a level, 0
+    or `swing`, that alternates with the phase and the layer. A level that is the same for a whole
+    layer is paid by every policy, so Q(s,a) - min Q never moves: the setting of
+    `eq:self_bounding_constraint` with C = 0, though losses are neither independent nor identically
+    distributed.
     """
 
     def __init__(
@@ -249,7 +260,9 @@ def check_unit_interval(name: str, table: Tensor) -> Tensor:
 
 
 def mean_square(mean: Tensor, noise: Noise) -> Tensor:
-    """E[loss^2] of losses drawn by `LossProcess.draw`: m for a coin, m^2 + min(m, 1-m)^2 / 3 for the uniform one, m^2 without noise."""
+    """E[loss^2] of losses drawn by `LossProcess.draw`: m for a coin, m^2 + min(m, 1-m)^2 / 3 for
+    the uniform one, m^2 without noise.
+    """
     if noise == "bernoulli":
         return mean
     return (

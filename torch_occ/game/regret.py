@@ -13,7 +13,8 @@ from torch_occ.mdp.occupancy import optimal_policy
 
 
 def comparator(mdp: LayeredMDP, total_mean: Tensor) -> Tensor:
-    """min over policies of the total expected loss: `(*batch, S, A)`, the sum of the means of all episodes -> `(*batch,)`.
+    """min over policies of the total expected loss: `(*batch, S, A)`, the sum of the means of all
+    episodes -> `(*batch,)`.
 
     The same bits for a seed alone and in any batch.
     """

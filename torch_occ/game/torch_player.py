@@ -1,4 +1,6 @@
-"""One episode of every seed, in torch: the learner proposes, its policy is played along a trajectory, and it sees the losses there."""
+"""One episode of every seed, in torch: the learner proposes, its policy is played along a
+trajectory, and it sees the losses there.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class TorchPlayer:
         self.first = mdp.initial.cumsum(-1)
 
     def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
-        """Episodes run.t+1, ...: means `(n or 1, N or 1, S, A)`, numbers `(N, n, L, 3)`, tables `(N, n, S, A)`."""
+        """Episodes run.t+1, ...: means `(n or 1, N or 1, S, A)`, numbers `(N, n, L, 3)`, tables
+        `(N, n, S, A)`.
+        """
         for i in range(numbers.shape[1]):
             run.t += 1
             run.since += 1
@@ -51,7 +55,8 @@ class TorchPlayer:
     def walk(
         self, run: Simulation, mean: Tensor, table: Tensor | None, numbers: Tensor
     ) -> Feedback:
-        """Sample a trajectory a seed. Per layer the numbers `(N, L, 3)` decide the action, the loss and the next state.
+        """Sample a trajectory a seed. Per layer the numbers `(N, L, 3)` decide the action, the loss
+        and the next state.
 
         The last layer's next state is the end, so its number is left for the first state.
         """

@@ -1,10 +1,12 @@
-"""Does a published table tell the truth about its environment? The environment is played, and every outcome is held against the table.
+"""Does a published table tell the truth about its environment? The environment is played, and every
+outcome is held against the table.
 
-An outcome that the table excludes refutes it at once. For the frequencies of those that it allows, we bet against the table: a
-predictor that learns from what it has seen (Krichevsky and Trofimov's) multiplies its wealth by the predicted over the tabulated
-probability of each outcome. If the table is true, this wealth is a nonnegative martingale that starts at 1, so by Ville's inequality
-it ever reaches 1e9 with probability at most 1e-9, however the states and actions were chosen. If it is false, the wealth grows
-exponentially.
+An outcome that the table excludes refutes it at once. For the frequencies of those that it allows,
+we bet against the table: a predictor that learns from what it has seen (Krichevsky and Trofimov's)
+multiplies its wealth by the predicted over the tabulated probability of each outcome. If the table
+is true, this wealth is a nonnegative martingale that starts at 1, so by Ville's inequality it ever
+reaches 1e9 with probability at most 1e-9, however the states and actions were chosen. If it is
+false, the wealth grows exponentially.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ WEALTH = 1e9
 
 @dataclass
 class Bets:
-    """The wealth of a predictor for each kind of outcomes: what it has counted, and the logarithm of its wealth."""
+    """The wealth of a predictor for each kind of outcomes: what it has counted, and the logarithm
+    of its wealth.
+    """
 
     counts: dict[Hashable, list[float]] = field(default_factory=dict)
     log_wealth: float = 0.0
@@ -45,7 +49,9 @@ class Bets:
 
 
 class Auditor:
-    """Holds what is seen against what is tabulated; raises a ValueError with the reason as soon as the table is refuted."""
+    """Holds what is seen against what is tabulated; raises a ValueError with the reason as soon as
+    the table is refuted.
+    """
 
     def __init__(
         self, name: str, outcomes: Outcomes, rewards: Tensor, initial: Tensor | None
@@ -63,8 +69,9 @@ class Auditor:
         first = [] if initial is None else initial.nonzero().flatten().tolist()
         self.initial = None if initial is None else tuple(initial[first].tolist())
         self.place = {state: i for i, state in enumerate(first)}
-        # One predictor learns every pair by itself, the other all pairs with the same probabilities together: what is wrong
-        # everywhere by a little, like a slip rate, shows there much earlier.
+        # One predictor learns every pair by itself, the other all pairs with the same probabilities
+        # together: what is wrong everywhere by a little, like a slip rate, shows there much
+        # earlier.
         self.alone, self.together, self.starts = Bets(), Bets(), Bets()
 
     def saw_start(self, state: int) -> None:
@@ -92,7 +99,8 @@ class Auditor:
         if not match:
             what = f"the end of the episode at state {after}" if terminated else f"state {after}"
             raise self.lie(
-                f"in state {state}, action {action} led to {what} with reward {reward:g}, which P[{state}][{action}] excludes"
+                f"in state {state}, action {action} led to {what} with reward {reward:g}, which "
+                f"P[{state}][{action}] excludes"
             )
         if len(row) == 1:
             return
@@ -113,12 +121,16 @@ class Auditor:
                 f"outcomes of P[{state}][{action}]",
                 self.alone.frequencies((state, action)),
             )
-        return f"{where} of probabilities ({said}) were seen with frequencies ({seen}) in {steps} steps"
+        return (
+            f"{where} of probabilities ({said}) were seen with frequencies ({seen}) in {steps} "
+            "steps"
+        )
 
     def lie(self, reason: str) -> ValueError:
         """The refusal."""
         return ValueError(
-            f"env: the table of {self.name} does not tell the truth about it: {reason}. Its dynamics have more to them than "
+            f"env: the table of {self.name} does not tell the truth about it: {reason}. Its "
+            "dynamics have more to them than "
             "env.unwrapped.P, or a wrapper changes them (verify=0 leaves the check out)"
         )
 
@@ -126,19 +138,22 @@ class Auditor:
 def refuse_untruthful(
     env: Any, auditor: Auditor, visited: Sequence[int], horizon: int, *, steps: int, seed: int
 ) -> None:
-    """Play `steps` steps and raise a ValueError if the table cannot be true. Passing proves nothing but that these steps fit.
+    """Play `steps` steps and raise a ValueError if the table cannot be true. Passing proves nothing
+    but that these steps fit.
 
-    Half of the steps are episodes of a uniform policy. The others start from each of the `visited` states, with each action in turn, if
-    the environment lets its state be set (`env.unwrapped.s`).
+    Half of the steps are episodes of a uniform policy. The others start from each of the `visited`
+    states, with each action in turn, if the environment lets its state be set (`env.unwrapped.s`).
     """
     if getattr(env.unwrapped, "fickle_passenger", False):
         raise ValueError(
-            f"env: {auditor.name} with fickle_passenger=True does not do what its table says: the passenger's change of mind depends on "
+            f"env: {auditor.name} with fickle_passenger=True does not do what its table says: the "
+            "passenger's change of mind depends on "
             "a hidden variable that is not part of the state; make it with fickle_passenger=False"
         )
     if env.unwrapped.render_mode == "human":
         raise ValueError(
-            f"env: {auditor.name} would draw its check on the screen; make it without render_mode, or pass verify=0"
+            f"env: {auditor.name} would draw its check on the screen; make it without render_mode, "
+            "or pass verify=0"
         )
     choose = np.random.default_rng(seed)
     state = _reset(env, auditor, seed)
@@ -155,7 +170,8 @@ def refuse_untruthful(
             state, played = int(after), played + 1
             if truncated and not terminated and k + 1 < horizon:
                 raise auditor.lie(
-                    f"step {k + 1} of {horizon} was cut off (truncated), and the table knows of no time limit"
+                    f"step {k + 1} of {horizon} was cut off (truncated), and the table knows of no "
+                    "time limit"
                 )
             if terminated:
                 break

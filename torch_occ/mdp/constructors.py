@@ -35,9 +35,11 @@ class Constructors:
         concentration: float = 1.0,
         dtype: torch.dtype = torch.float64,
     ) -> Self:
-        """One start state, then layers of `width` states; rows of P drawn from a symmetric Dirichlet.
+        """One start state, then layers of `width` states; rows of P drawn from a symmetric
+        Dirichlet.
 
-        `concentration` 1 is uniform on the simplex; towards 0 the transitions become nearly deterministic.
+        `concentration` 1 is uniform on the simplex; towards 0 the transitions become nearly
+        deterministic.
         """
         return cls(random_transitions(horizon, width, num_actions, seed, concentration, dtype))
 
@@ -53,13 +55,14 @@ class Constructors:
     ) -> Self:
         """Unroll an ordinary finite MDP for `horizon` steps.
 
-        Layer k holds the states that can be occupied after k steps. A terminal state ends the episode: it becomes an absorbing
-        end of one action, which waits until the horizon. States that no policy reaches at a step are not created.
-        `mdp.origin` maps every layered state back, and `mdp.lift(loss)` turns a loss table `(S, A)` into a layered one.
+        Layer k holds the states that can be occupied after k steps. A terminal state ends the
+        episode: it becomes an absorbing end of one action, which waits until the horizon. States
+        that no policy reaches at a step are not created. `mdp.origin` maps every layered state
+        back, and `mdp.lift(loss)` turns a loss table `(S, A)` into a layered one.
 
         Args:
-            transition: `(S, A, S)`, dense or sparse, or a sparse matrix `(S * A, S)` of torch or SciPy; the layers are stored likewise.
-                Rows of terminal states are ignored.
+            transition: `(S, A, S)`, dense or sparse, or a sparse matrix `(S * A, S)` of torch or
+                SciPy; the layers are stored likewise. Rows of terminal states are ignored.
             initial: a distribution `(S,)` or the index of the start state.
             terminal: indices of terminal states.
             actions: boolean mask `(S, A)` of available actions; all by default.
@@ -85,11 +88,15 @@ class Constructors:
         """Unroll the arrays of another MDP package, rewards included.
 
         Args:
-            transition: `(A, S, S)` as in pymdptoolbox, `(S, A, S)`, or one `(S, S)` matrix for every action, dense or sparse (SciPy).
-            reward: `(S,)`, `(S, A)`, one for every transition in the same order of axes, or one `(S, S)` matrix for every action.
+            transition: `(A, S, S)` as in pymdptoolbox, `(S, A, S)`, or one `(S, S)` matrix for
+                every action, dense or sparse (SciPy).
+            reward: `(S,)`, `(S, A)`, one for every transition in the same order of axes, or one
+                `(S, S)` matrix for every action.
             initial: a distribution `(S,)` or the index of the start state.
-            terminal: indices of terminal states: to enter one ends the episode, with the reward of that step.
-            action_axis: which axis of `transition` counts the actions, 0 or 1; needed if there are as many actions as states.
+            terminal: indices of terminal states: to enter one ends the episode, with the reward of
+                that step.
+            action_axis: which axis of `transition` counts the actions, 0 or 1; needed if there are
+                as many actions as states.
         """
         return later("mdp.importers").from_arrays(
             transition, reward, horizon, initial, terminal=terminal, action_axis=action_axis
@@ -106,16 +113,20 @@ class Constructors:
         verify: int = 10_000,
         seed: int = 0,
     ) -> RewardMDP:
-        """Unroll a Gymnasium environment that publishes its table (`env.unwrapped.P`), rewards included.
+        """Unroll a Gymnasium environment that publishes its table (`env.unwrapped.P`), rewards
+        included.
 
-        A terminated outcome leads to the absorbing end; duplicate next states add up. `mdp.origin` maps every layered state back to the
-        environment's, `mdp.loss` holds its losses, and `mdp.reward_map` the way back to rewards.
+        A terminated outcome leads to the absorbing end; duplicate next states add up. `mdp.origin`
+        maps every layered state back to the environment's, `mdp.loss` holds its losses, and
+        `mdp.reward_map` the way back to rewards.
 
-        The environment is reset and played, to refuse a table that is not true; so pass one that nobody else is using.
+        The environment is reset and played, to refuse a table that is not true; so pass one that
+        nobody else is using.
 
         Args:
             env: an environment or its id.
-            initial: a distribution `(S,)` or the index of the start state; the environment's own by default.
+            initial: a distribution `(S,)` or the index of the start state; the environment's own by
+                default.
             options: what `gymnasium.make` takes besides the id.
             verify: how many steps to play in the check; 0 for none.
             seed: of that check.

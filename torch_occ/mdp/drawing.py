@@ -36,7 +36,8 @@ def random_transitions(
 
 
 def _dirichlet(shape: tuple[int, ...], concentration: float, generator: torch.Generator) -> Tensor:
-    """Symmetric Dirichlet rows from an explicit generator, in log space so that small concentrations do not underflow.
+    """Symmetric Dirichlet rows from an explicit generator, in log space so that small
+    concentrations do not underflow.
 
     Gamma(c) = Gamma(c + 1) * U^(1/c); the first factor stays away from zero.
     """

@@ -1,8 +1,9 @@
 """The two maps of a layer with every sum taken one entry after the other, and sums likewise.
 
-The last bits of a matrix product depend on the order of its sums, and a library chooses that order by the processor, the size of the
-batch, the place in memory and the number of threads. Here the order is that of the entries, whatever stands beside them. What promises
-the same bits for a seed alone and among others (docs/performance.md) goes this way, and no other.
+The last bits of a matrix product depend on the order of its sums, and a library chooses that order
+by the processor, the size of the batch, the place in memory and the number of threads. Here the
+order is that of the entries, whatever stands beside them. What promises the same bits for a seed
+alone and among others (docs/performance.md) goes this way, and no other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _MOST = 1 << 20
 
 
 def total(x: Tensor, dim: int) -> Tensor:
-    """The sum along a dimension, from the first entry to the last: a running sum has no other order."""
+    """The sum along a dimension, from the first entry to the last: a running sum has no other
+    order.
+    """
     return x.cumsum(dim).select(dim, -1)
 
 
@@ -49,7 +52,9 @@ class InOrder:
         return found.unflatten(-1, self.layer.sizes[:2])
 
     def _in_parts(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """function(x) `(*batch, n)` for some elements of the batch at a time, so that their products fit into memory."""
+        """function(x) `(*batch, n)` for some elements of the batch at a time, so that their
+        products fit into memory.
+        """
         batch, each = x.shape[:-1], self.layer.probabilities.numel()
         if self.layer.batch_shape or batch.numel() * each <= _MOST:
             return function(x)
@@ -57,7 +62,9 @@ class InOrder:
         return torch.cat([function(part) for part in parts]).unflatten(0, batch)
 
     def _scattered(self, x: Tensor, source: Tensor, target: Tensor, size: int) -> Tensor:
-        """Entry by entry, what stands at its source times its probability is added to its target: `(*batch, m)` -> `(*batch, size)`."""
+        """Entry by entry, what stands at its source times its probability is added to its target:
+        `(*batch, m)` -> `(*batch, size)`.
+        """
         probabilities = self.layer.probabilities
         if self.layer.batch_shape:
             seen = probabilities * x.index_select(-1, source)

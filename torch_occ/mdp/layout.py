@@ -65,7 +65,9 @@ class Layout:
 
     @cached_property
     def missing(self) -> dict[str, Tensor | None]:
-        """Where the arguments of `torch_occ.regularizers.arguments` do not exist, as masks; None where all do."""
+        """Where the arguments of `torch_occ.regularizers.arguments` do not exist, as masks; None
+        where all do.
+        """
         in_state = self.actions.sum(-1)
         in_layer = torch.cat([count.sum().expand_as(count) for count in self.split(in_state, -1)])
         absent = ~self.actions
@@ -79,12 +81,16 @@ class Layout:
 
     @cached_property
     def other_actions(self) -> Tensor:
-        """`(A, A)`, one off the diagonal and zero on it: `q @ other_actions` is q(s) - q(s, a) without cancellation."""
+        """`(A, A)`, one off the diagonal and zero on it: `q @ other_actions` is q(s) - q(s, a)
+        without cancellation.
+        """
         return 1 - torch.eye(self.num_actions, dtype=self.dtype, device=self.device)
 
     @cached_property
     def action_groups(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """States by their number n of actions: for each n, the states `(G,)` and their actions `(G, n)`."""
+        """States by their number n of actions: for each n, the states `(G,)` and their actions `(G,
+        n)`.
+        """
         counts = self.actions.sum(-1)
         groups = []
         for n in map(int, counts.unique()):  # torch 2.6 has no `tolist` under its transforms

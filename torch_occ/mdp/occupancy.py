@@ -1,13 +1,15 @@
 """Omega, the set of occupancy measures, and what moves along its layers.
 
-An occupancy measure is a `q >= 0` of shape `(*batch, S, A)` that satisfies the flow constraints `E q = b`, one row a state:
+An occupancy measure is a `q >= 0` of shape `(*batch, S, A)` that satisfies the flow constraints `E
+q = b`, one row a state:
 
     (E q)(s) = q(s) - sum_{s', a'} P(s | s', a') q(s', a'),        b = (initial, 0, ..., 0),
 
-with q(s) = sum_a q(s, a). This is `eq:occupancy_measure_cond_2` of the paper; its first condition, that every layer carries mass
-one, follows by summing over a layer.
+with q(s) = sum_a q(s, a). This is `eq:occupancy_measure_cond_2` of the paper; its first condition,
+that every layer carries mass one, follows by summing over a layer.
 
-All else is two sweeps. For a (signed) policy p with sum_a p(a | s) = 1 write P_p(s, s') = sum_a p(a | s) P(s' | s, a). Then
+All else is two sweeps. For a (signed) policy p with sum_a p(a | s) = 1 write P_p(s, s') = sum_a p(a
+| s) P(s' | s, a). Then
 
     forward:    u = source + P_p' u        backward:    v = reward + P_p v
 
@@ -30,7 +32,8 @@ from torch_occ.mdp.validation import broadcast
 
 
 class LayeredFlow:
-    """The transitions as linear operators, layer by layer; any batch of MDPs broadcasts against any batch of arguments.
+    """The transitions as linear operators, layer by layer; any batch of MDPs broadcasts against any
+    batch of arguments.
 
     In order, their bits depend on nothing but the numbers (torch_occ.mdp.in_order).
     """
@@ -78,7 +81,9 @@ class LayeredFlow:
 
 
 class DenseFlow:
-    """The same operators through one `(S, A, S)` tensor: fewer and larger operations, the better choice for small MDPs."""
+    """The same operators through one `(S, A, S)` tensor: fewer and larger operations, the better
+    choice for small MDPs.
+    """
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
@@ -93,7 +98,9 @@ class DenseFlow:
         return self.whole.ahead(v)
 
     def one_step(self, policy: Tensor) -> Tensor:
-        """I - P_p, unit upper triangular because transitions only lead to later states, `(*batch, S, S)`."""
+        """I - P_p, unit upper triangular because transitions only lead to later states, `(*batch,
+        S, S)`.
+        """
         return self.identity - (policy.unsqueeze(-2) @ self.kernel).squeeze(-2)
 
     def forward(self, policy: Tensor, source: Tensor) -> Tensor:
@@ -107,9 +114,11 @@ Flow = DenseFlow | LayeredFlow
 
 
 def flow_of(mdp: LayeredMDP, elements: int = 32) -> Flow:
-    """The representation of the transitions that is faster for this MDP and a batch of so many elements.
+    """The representation of the transitions that is faster for this MDP and a batch of so many
+    elements.
 
-    One large matrix saves operations, a loop over layers saves arithmetic; experiments/benchmark.py measures where they meet.
+    One large matrix saves operations, a loop over layers saves arithmetic; experiments/benchmark.py
+    measures where they meet.
     """
     small = mdp.num_states <= (DENSE_STATES if elements <= 4 else DENSE_STATES // 2)
     return DenseFlow(mdp) if small and not mdp.is_sparse else LayeredFlow(mdp)
@@ -129,7 +138,8 @@ def join(parts: list[Tensor], event_dims: int) -> Tensor:
     )
 
 
-# -- the constraints ------------------------------------------------------------------------------------------------------
+# -- the constraints
+# ------------------------------------------------------------------------------------------------------
 
 
 def flow_source(mdp: LayeredMDP) -> Tensor:
@@ -147,7 +157,8 @@ def flow_adjoint(mdp: LayeredMDP, value: Tensor) -> Tensor:
     return torch.where(mdp.actions, value.unsqueeze(-1) - flow_of(mdp).lookahead(value), 0.0)
 
 
-# -- policies -------------------------------------------------------------------------------------------------------------
+# -- policies
+# -------------------------------------------------------------------------------------------------------------
 
 
 def uniform_policy(mdp: LayeredMDP) -> Tensor:
@@ -157,10 +168,12 @@ def uniform_policy(mdp: LayeredMDP) -> Tensor:
 
 
 def occupancy(mdp: LayeredMDP, policy: Tensor, *, in_order: bool = False) -> Tensor:
-    """q^pi, `(*batch, S, A)`. Only positive numbers are added, so every entry is accurate relative to its own size.
+    """q^pi, `(*batch, S, A)`. Only positive numbers are added, so every entry is accurate relative
+    to its own size.
 
     Args:
-        in_order: take every sum in the order of its entries: the same bits in every batch (torch_occ.mdp.in_order), and slower.
+        in_order: take every sum in the order of its entries: the same bits in every batch
+            (torch_occ.mdp.in_order), and slower.
     """
     flow = LayeredFlow(mdp, in_order=True) if in_order else flow_of(mdp)
     return flow.forward(policy, flow_source(mdp)).unsqueeze(-1) * policy
@@ -173,14 +186,19 @@ def policy_of(mdp: LayeredMDP, q: Tensor) -> Tensor:
 
 
 def interior_point(mdp: LayeredMDP) -> Tensor:
-    """The occupancy of the uniform policy: strictly positive on every reachable pair. Runs begin here, so it is taken in order."""
+    """The occupancy of the uniform policy: strictly positive on every reachable pair. Runs begin
+    here, so it is taken in order.
+    """
     return occupancy(mdp, uniform_policy(mdp), in_order=True)
 
 
 def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
-    """p^pi(s' | s), `(*batch, S, S)`: the probability of passing through s' after s; one on the diagonal, zero backwards."""
+    """p^pi(s' | s), `(*batch, S, S)`: the probability of passing through s' after s; one on the
+    diagonal, zero backwards.
+    """
     identity = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
-    # One more batch dimension, for the state that the sweep starts from, goes behind those of the MDP.
+    # One more batch dimension, for the state that the sweep starts from, goes behind those of the
+    # MDP.
     spread = mdp.with_probabilities(
         mdp.initial.unsqueeze(-2),
         *(layer.probabilities.unsqueeze(-1 - layer.event_dims) for layer in mdp.layers),
@@ -190,7 +208,8 @@ def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
     )
 
 
-# -- planning -------------------------------------------------------------------------------------------------------------
+# -- planning
+# -------------------------------------------------------------------------------------------------------------
 
 
 def tie_in(dtype: torch.dtype) -> float:
@@ -199,18 +218,24 @@ def tie_in(dtype: torch.dtype) -> float:
 
 
 def likeliest(mdp: LayeredMDP, q: Tensor) -> Tensor:
-    """The action of largest q in each state, the first of those that are tied, as 0 or 1 `(*batch, S, A)`."""
+    """The action of largest q in each state, the first of those that are tied, as 0 or 1 `(*batch,
+    S, A)`.
+    """
     tied = mdp.actions & (q >= (1 - tie_in(q.dtype)) * q.amax(-1, keepdim=True))
     return _first(tied).to(q.dtype)
 
 
 def cheapest(mdp: LayeredMDP, Q: Tensor) -> Tensor:
-    """The action of smallest Q in each state, the first of those that are tied, as 0 or 1 `(*batch, S, A)`.
+    """The action of smallest Q in each state, the first of those that are tied, as 0 or 1 `(*batch,
+    S, A)`.
 
-    Numbers below 1 are compared absolutely, since losses are of that size. Q is infinite on masked pairs.
+    Numbers below 1 are compared absolutely, since losses are of that size. Q is infinite on masked
+    pairs.
     """
     best = Q.amin(-1, keepdim=True)
-    limit = best + tie_in(Q.dtype) * best.abs().clamp(1.0, torch.finfo(Q.dtype).max)  # a Q of -inf is tied with itself
+    limit = best + tie_in(Q.dtype) * best.abs().clamp(
+        1.0, torch.finfo(Q.dtype).max
+    )  # a Q of -inf is tied with itself
     return _first(mdp.actions & (limit >= Q)).to(Q.dtype)
 
 
@@ -233,10 +258,12 @@ def optimal_policy(mdp: LayeredMDP, loss: Tensor, *, in_order: bool = False) -> 
 
     Args:
         loss: `(*batch, S, A)`.
-        in_order: take every sum in the order of its entries: the same bits in every batch (torch_occ.mdp.in_order), and slower.
+        in_order: take every sum in the order of its entries: the same bits in every batch
+            (torch_occ.mdp.in_order), and slower.
 
-    The paper writes the gap as Q(s, a) - min_{a' != a} Q(s, a'); that would be negative at the optimal action. We read it as
-    Q(s, a) - min_{a'} Q(s, a'), which is what `eq:self_bounding_constraint` needs.
+    The paper writes the gap as Q(s, a) - min_{a' != a} Q(s, a'); that would be negative at the
+    optimal action. We read it as Q(s, a) - min_{a'} Q(s, a'), which is what
+    `eq:self_bounding_constraint` needs.
     """
     losses, masks = mdp.split(loss, -2), mdp.split(mdp.actions, -2)
     maps = LayeredFlow(mdp, in_order=in_order).maps

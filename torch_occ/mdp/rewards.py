@@ -1,4 +1,6 @@
-"""Rewards as losses: the map between them, and a layered MDP that knows the rewards of the finite MDP that it was made from."""
+"""Rewards as losses: the map between them, and a layered MDP that knows the rewards of the finite
+MDP that it was made from.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from torch_occ.mdp.layered import LayeredMDP
 class RewardMap:
     """loss = (high - reward) / (high - low) and back: rewards in [low, high] are losses in [0, 1].
 
-    Summed over an episode of L steps, return = L high - (high - low) * total loss, so a regret is (high - low) times as large in rewards.
+    Summed over an episode of L steps, return = L high - (high - low) * total loss, so a regret is
+    (high - low) times as large in rewards.
     """
 
     low: float
@@ -29,7 +32,9 @@ class RewardMap:
 
     @classmethod
     def covering(cls, rewards: Tensor) -> RewardMap:
-        """From the smallest reward to the largest, zero included: that is what the end of an episode pays while it waits."""
+        """From the smallest reward to the largest, zero included: that is what the end of an
+        episode pays while it waits.
+        """
         if not bool(rewards.isfinite().all()):
             raise ValueError(
                 f"rewards: expected finite numbers, found {float(rewards[~rewards.isfinite()][0])}"
@@ -66,9 +71,11 @@ class RewardMap:
 
 
 class RewardMDP(LayeredMDP):
-    """A `LayeredMDP` with rewards: expected ones `(S, A)`, zero where the episode is over, and the map that makes them losses.
+    """A `LayeredMDP` with rewards: expected ones `(S, A)`, zero where the episode is over, and the
+    map that makes them losses.
 
-    What is derived from it (`to`, `prune`, `with_transitions`) is a plain `LayeredMDP`. Importers make it; see `LayeredMDP.from_gymnasium`.
+    What is derived from it (`to`, `prune`, `with_transitions`) is a plain `LayeredMDP`. Importers
+    make it; see `LayeredMDP.from_gymnasium`.
 
     Args:
         reward: expected rewards `(original S, A)` of the original MDP.

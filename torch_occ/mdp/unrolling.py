@@ -1,7 +1,8 @@
-"""Unrolling: an ordinary finite MDP becomes one with layers, a copy of each state for every step at which it can be occupied.
+"""Unrolling: an ordinary finite MDP becomes one with layers, a copy of each state for every step at
+which it can be occupied.
 
-The finite MDP is a list of outcomes (state, action, next state, probability), whatever it was read from; so is every layer, until
-`layer_tensor` gives it the form in which `LayeredMDP` stores it.
+The finite MDP is a list of outcomes (state, action, next state, probability), whatever it was read
+from; so is every layer, until `layer_tensor` gives it the form in which `LayeredMDP` stores it.
 """
 
 from __future__ import annotations
@@ -16,19 +17,23 @@ from torch import Tensor
 
 from torch_occ.mdp.validation import check_rows, row_tolerance
 
-#: Instead of a state: "the episode is over". The `origin` of the absorbing end, and the next state of an outcome that ends the episode.
+#: Instead of a state: "the episode is over". The `origin` of the absorbing end, and the next state
+#: of an outcome that ends the episode.
 ABSORBING = -1
 
 #: Dense transitions of more bytes than this are refused before memory is asked for.
 MAX_BYTES = 4 << 30
 
-#: Up to this many entries, all layers together, an MDP that may be stored either way is stored densely: the engine reads it as it likes.
+#: Up to this many entries, all layers together, an MDP that may be stored either way is stored
+#: densely: the engine reads it as it likes.
 DENSE_ENTRIES = 1 << 22
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The transitions of a finite MDP, one line an outcome. Lines with the same state, action and next state add up."""
+    """The transitions of a finite MDP, one line an outcome. Lines with the same state, action and
+    next state add up.
+    """
 
     state: Tensor  # (n,)
     action: Tensor  # (n,)
@@ -59,9 +64,11 @@ class Outcomes:
 def outcomes_of(
     transition: Any, terminal: tuple[int, ...] = (), actions: Tensor | None = None
 ) -> Outcomes:
-    """The outcomes of a table: a dense or sparse tensor `(S, A, S)`, or a sparse matrix `(S * A, S)` of torch or SciPy.
+    """The outcomes of a table: a dense or sparse tensor `(S, A, S)`, or a sparse matrix `(S * A,
+    S)` of torch or SciPy.
 
-    Entering a terminal state ends the episode; its own rows are ignored, like those of pairs outside `actions`.
+    Entering a terminal state ends the episode; its own rows are ignored, like those of pairs
+    outside `actions`.
     """
     state, action, after, probability, (num_states, num_actions) = _entries(transition)
     everything = torch.ones(num_states, num_actions, dtype=torch.bool, device=probability.device)
@@ -80,14 +87,16 @@ def finish(
     actions = outcomes.actions if actions is None else actions
     if actions.dtype != torch.bool or tuple(actions.shape) != shape:
         raise ValueError(
-            f"actions: expected a boolean mask of shape {shape}, got {actions.dtype} {tuple(actions.shape)}"
+            f"actions: expected a boolean mask of shape {shape}, got {actions.dtype} "
+            f"{tuple(actions.shape)}"
         )
     ends = torch.zeros(shape[0], dtype=torch.bool, device=device)
     ends[list(terminal)] = True
     idle = (~actions.any(-1) & ~ends).nonzero()
     if len(idle):
         raise ValueError(
-            f"actions: state {int(idle[0])} has no action; give every state at least one, or name it in terminal"
+            f"actions: state {int(idle[0])} has no action; give every state at least one, or name "
+            "it in terminal"
         )
     after = torch.where(ends[outcomes.next], ABSORBING, outcomes.next)
     found = Outcomes(
@@ -130,7 +139,8 @@ def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int
         values = torch.as_tensor(matrix.data)
     else:
         raise TypeError(
-            f"transition: expected a tensor or a sparse matrix, got {type(transition).__name__}; torch.as_tensor converts an array"
+            f"transition: expected a tensor or a sparse matrix, got {type(transition).__name__}; "
+            "torch.as_tensor converts an array"
         )
     if len(shape) == 3 and shape[0] == shape[2]:
         return index[0], index[1], index[2], values, (shape[0], shape[1])
@@ -165,7 +175,8 @@ def _check(outcomes: Outcomes) -> None:
         row = probability[(outcomes.state == state) & (outcomes.action == action)]
         smallest = float(row.min()) if len(row) else 0.0
         raise ValueError(
-            f"transition: state {state}, action {action}: expected non-negative probabilities that sum to 1, "
+            f"transition: state {state}, action {action}: expected non-negative probabilities that "
+            "sum to 1, "
             f"got smallest {smallest:.12g} and sum {float(sums[state, action]):.12g}"
         )
 
@@ -188,13 +199,16 @@ def initial_distribution(initial: Tensor | int, num_states: int, like: Tensor) -
 def unroll(
     outcomes: Outcomes, horizon: int, initial: Tensor | int, *, sparse: bool | None = None
 ) -> dict[str, Any]:
-    """The arguments of `LayeredMDP` for `horizon` steps of a finite MDP, stored as its size suggests unless `sparse` says how."""
+    """The arguments of `LayeredMDP` for `horizon` steps of a finite MDP, stored as its size
+    suggests unless `sparse` says how.
+    """
     if horizon < 1:
         raise ValueError(f"horizon: expected at least 1, got {horizon}")
     num_states, num_actions = outcomes.actions.shape
     initial = initial_distribution(initial, num_states, outcomes.probability)
 
-    # One more state, the absorbing end, which has one action and leads to itself. Whoever has no action is there from the start.
+    # One more state, the absorbing end, which has one action and leads to itself. Whoever has no
+    # action is there from the start.
     end, device = num_states, outcomes.probability.device
     alive = outcomes.actions.any(-1)
     first = torch.arange(num_actions, device=device).eq(0).unsqueeze(0)
@@ -226,8 +240,10 @@ def unroll(
     sparse = size > DENSE_ENTRIES if sparse is None else sparse
     if not sparse and size * probability.element_size() > MAX_BYTES:
         raise ValueError(
-            f"horizon: {horizon} steps of this MDP make layers of up to {max(map(len, layers)):,} states; their dense transitions would "
-            f"take {size * probability.element_size() / 2**30:,.3g} GiB (the limit is {MAX_BYTES / 2**30:g}); pass a sparse table"
+            f"horizon: {horizon} steps of this MDP make layers of up to {max(map(len, layers)):,} "
+            "states; their dense transitions would "
+            f"take {size * probability.element_size() / 2**30:,.3g} GiB (the limit is "
+            f"{MAX_BYTES / 2**30:g}); pass a sparse table"
         )
     transitions: list[Tensor] = []
     for k, shape in enumerate(shapes):
@@ -255,7 +271,9 @@ def layer_tensor(
     shape: tuple[int, int, int],
     sparse: bool,
 ) -> Tensor:
-    """A layer of transitions from its outcomes (state, action, next state): `(S_k, A, S_{k+1})`, or sparse `(S_k * A, S_{k+1})`."""
+    """A layer of transitions from its outcomes (state, action, next state): `(S_k, A, S_{k+1})`, or
+    sparse `(S_k * A, S_{k+1})`.
+    """
     if not sparse:
         return probability.new_zeros(shape).index_put(index, probability, accumulate=True)
     (state, action, after), (num_states, num_actions, num_next) = index, shape

@@ -1,4 +1,6 @@
-"""What a valid layered MDP is. Every error names the argument, the place and the value, and says what was expected."""
+"""What a valid layered MDP is. Every error names the argument, the place and the value, and says
+what was expected.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
-    """`torch.broadcast_shapes`, which takes tens of microseconds, for the many times when there is nothing to do."""
+    """`torch.broadcast_shapes`, which takes tens of microseconds, for the many times when there is
+    nothing to do.
+    """
     distinct = {shape for shape in shapes if shape}
     if len(distinct) <= 1:
         return torch.Size(*distinct)
@@ -37,11 +41,13 @@ def check_shapes(
             raise ValueError(f"{name}: expected a floating-point tensor, got {kind}")
         if p.dtype != first.dtype or p.device != first.device:
             raise ValueError(
-                f"{name}: is {p.dtype} on {p.device}, transitions[0] is {first.dtype} on {first.device}; convert one of them"
+                f"{name}: is {p.dtype} on {p.device}, transitions[0] is {first.dtype} on "
+                f"{first.device}; convert one of them"
             )
         if p.layout != torch.strided and (p.dim() != 2 or p.dense_dim() or 0 in p.shape):
             raise ValueError(
-                f"{name}: expected a sparse tensor of shape (S_{k} * A, S_{k + 1}), got {tuple(p.shape)}"
+                f"{name}: expected a sparse tensor of shape (S_{k} * A, S_{k + 1}), got "
+                f"{tuple(p.shape)}"
             )
         if p.layout != torch.strided:
             _check_indices(name, p)
@@ -57,16 +63,19 @@ def check_shapes(
             if p.shape[-2] != num_actions or 0 in p.shape:
                 expected = num_actions if k else "A"
                 raise ValueError(
-                    f"{name}: expected shape (*batch, S_{k}, {expected}, S_{k + 1}), got {tuple(p.shape)}"
+                    f"{name}: expected shape (*batch, S_{k}, {expected}, S_{k + 1}), got "
+                    f"{tuple(p.shape)}"
                 )
         elif p.shape[0] % num_actions:
             raise ValueError(
-                f"{name}: expected a row for each of the {num_actions} actions of a state, got {p.shape[0]} rows"
+                f"{name}: expected a row for each of the {num_actions} actions of a state, got "
+                f"{p.shape[0]} rows"
             )
         num_states = _num_states(p, num_actions)
         if k and num_states != tensors[k - 1].shape[-1]:
             raise ValueError(
-                f"{name}: layer {k} has {num_states} states, but transitions[{k - 1}] leads to {tensors[k - 1].shape[-1]}"
+                f"{name}: layer {k} has {num_states} states, but transitions[{k - 1}] leads to "
+                f"{tensors[k - 1].shape[-1]}"
             )
         _broadcast(name, p.shape[:-3], *(other.shape[:-3] for other in tensors[:k]))
     last = tensors[-1]
@@ -78,7 +87,8 @@ def check_shapes(
             else f"({num_states * num_actions}, 1)"
         )
         raise ValueError(
-            f"transitions[{len(tensors) - 1}]: the last layer must lead to the single terminal state, "
+            f"transitions[{len(tensors) - 1}]: the last layer must lead to the single terminal "
+            "state, "
             f"shape {expected}, got {tuple(last.shape)}"
         )
     return tensors, num_actions
@@ -95,13 +105,15 @@ def _check_indices(name: str, p: Tensor) -> None:
             rows, columns = p.row_indices(), p.ccol_indices()[-1:] - len(p.values())
         case _:
             raise ValueError(
-                f"{name}: expected the layout COO, CSR or CSC, got {p.layout}; convert it with p.to_sparse_csr()"
+                f"{name}: expected the layout COO, CSR or CSC, got {p.layout}; convert it with "
+                "p.to_sparse_csr()"
             )
     for what, index, size in (("row", rows, p.shape[0]), ("column", columns, p.shape[1])):
         wrong = ((index < 0) | (index >= size)).nonzero()
         if len(wrong):
             raise ValueError(
-                f"{name}: the {what} index {int(index[wrong[0]])} is outside a tensor of shape {tuple(p.shape)}"
+                f"{name}: the {what} index {int(index[wrong[0]])} is outside a tensor of shape "
+                f"{tuple(p.shape)}"
             )
 
 
@@ -127,7 +139,8 @@ def _count_actions(
     if first % num_states:
         k = min(len(tensors) - 1, 1)
         raise ValueError(
-            f"transitions[{k}]: expected A rows for each of the {num_states} states of layer {k}, got {first} rows"
+            f"transitions[{k}]: expected A rows for each of the {num_states} states of layer {k}, "
+            f"got {first} rows"
         )
     return first // num_states
 
@@ -137,7 +150,8 @@ def check_actions(mdp: LayeredMDP) -> None:
     expected, mask = (mdp.num_states, mdp.num_actions), mdp.actions
     if mask.dtype != torch.bool or tuple(mask.shape) != expected:
         raise ValueError(
-            f"actions: expected a boolean mask of shape {expected}, got {mask.dtype} of shape {tuple(mask.shape)}"
+            f"actions: expected a boolean mask of shape {expected}, got {mask.dtype} of shape "
+            f"{tuple(mask.shape)}"
         )
     if mask.device != mdp.device:
         raise ValueError(
@@ -178,7 +192,8 @@ def _broadcast(argument: str, shape: torch.Size, *others: torch.Size) -> torch.S
         return broadcast(shape, *others)
     except RuntimeError:
         raise ValueError(
-            f"{argument}: its batch shape {tuple(shape)} does not broadcast with {[tuple(s) for s in others]}"
+            f"{argument}: its batch shape {tuple(shape)} does not broadcast with "
+            f"{[tuple(s) for s in others]}"
         ) from None
 
 
@@ -188,7 +203,9 @@ def row_tolerance(dtype: torch.dtype) -> float:
 
 
 def check_rows(argument: str, rows: Tensor, used: Tensor | None, words: tuple[str, ...]) -> None:
-    """Rows are distributions. `words` name the last dimensions of a row's index; what comes before them is the batch."""
+    """Rows are distributions. `words` name the last dimensions of a row's index; what comes before
+    them is the batch.
+    """
     check_entries(
         argument, rows, lambda entry: _unravel(entry, rows.shape), rows.sum(-1), used, words
     )
@@ -215,7 +232,8 @@ def check_entries(
         *row, column = locate(int(improper[0]))
         found = float(entries.flatten()[improper[0]])
         raise ValueError(
-            f"{place(row)}the probability of {'next ' if words else ''}state {column} is {found}; expected a number in [0, 1]"
+            f"{place(row)}the probability of {'next ' if words else ''}state {column} is {found}; "
+            "expected a number in [0, 1]"
         )
     wrong = (sums - 1).abs() > row_tolerance(entries.dtype)
     wrong = (wrong if used is None else wrong & used).nonzero()

@@ -1,4 +1,5 @@
-"""A second opinion on the FTRL step: the same problem in cvxpy and cvxpylayers, compared by residuals.
+"""A second opinion on the FTRL step: the same problem in cvxpy and cvxpylayers, compared by
+residuals.
 
 comparison    torch_occ and cvxpylayers side by side, q and all gradients
 cvxpy_layer   the problem stated in cvxpy, and as a layer of cvxpylayers

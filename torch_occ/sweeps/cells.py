@@ -16,7 +16,9 @@ Function = Callable[[Config], dict[str, Any]]
 
 
 def grid(**axes: Iterable[Any]) -> list[Config]:
-    """All combinations, the last axis fastest: `grid(gamma=[0.5, 1.0], seed=range(3))` has six cells. Grids add up with `+`."""
+    """All combinations, the last axis fastest: `grid(gamma=[0.5, 1.0], seed=range(3))` has six
+    cells. Grids add up with `+`.
+    """
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
@@ -52,7 +54,8 @@ def attempt(function: Function, config: Config) -> dict[str, Any] | Failure:
         result = function(config)
         if not isinstance(result, dict) or set(result) & set(config):
             raise TypeError(
-                f"the function must return a dictionary with keys other than the configuration's, got {result!r}"
+                "the function must return a dictionary with keys other than the configuration's, "
+                f"got {result!r}"
             )
         found: dict[str, Any] = json.loads(
             json.dumps(result)

@@ -1,4 +1,5 @@
-"""Sweeps: a function over a grid of configurations, on local processes or on a Dask cluster, every cell exactly once.
+"""Sweeps: a function over a grid of configurations, on local processes or on a Dask cluster, every
+cell exactly once.
 
 A cell is a dictionary that JSON can hold, and so is what the function returns for it. The driver
 stores each finished cell at once, in a file of its own that is complete or not there; a sweep that
@@ -37,7 +38,9 @@ ANSWER_WITHIN = 10.0
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The finished cells in the order of the grid, each the configuration and what the function returned, and those that failed."""
+    """The finished cells in the order of the grid, each the configuration and what the function
+    returned, and those that failed.
+    """
 
     rows: list[dict[str, Any]]
     failures: list[Failure]
@@ -55,15 +58,17 @@ def sweep(
 ) -> SweepResult:
     """Call `function(config)` for every cell that `directory` does not hold yet.
 
-    It leaves `cells/<key>.json` for every finished cell, `results.csv` with a line for each, `failures.json` if there are any (they
-    are tried again next time), `tensorboard/` with the hparams of each, and `sweep.lock`.
+    It leaves `cells/<key>.json` for every finished cell, `results.csv` with a line for each,
+    `failures.json` if there are any (they are tried again next time), `tensorboard/` with the
+    hparams of each, and `sweep.lock`.
 
     Args:
         function: a deterministic function of the configuration, which the workers can import. Use
             another directory when you change it: cells that other code computed are refused.
         cells: configurations that JSON can hold, for example from `grid`.
         processes: how many local processes to start, without a cluster.
-        cluster: the address of a Dask scheduler, `tcp://host:port`, whose workers have this package and the function installed.
+        cluster: the address of a Dask scheduler, `tcp://host:port`, whose workers have this package
+            and the function installed.
         progress: show a progress bar.
         tensorboard: log the numbers and strings of every cell for the HParams dashboard.
 
@@ -134,7 +139,8 @@ def _sweep(
     return SweepResult(rows, failures)
 
 
-# -- files ------------------------------------------------------------------------------------------------------------------
+# -- files
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _check(cells: Sequence[Config]) -> Sequence[Config]:
@@ -156,11 +162,13 @@ def _name(function: Function) -> str:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if module is None or name is None or "<" in name:  # <lambda>, <locals>
         raise ValueError(
-            f"function: expected a function at the top level of a module, which workers can import by its name, got {function!r}"
+            "function: expected a function at the top level of a module, which workers can import "
+            f"by its name, got {function!r}"
         )
     if module == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         raise ValueError(
-            f"function: {name} was defined interactively; put it into a module, so that workers can import it"
+            f"function: {name} was defined interactively; put it into a module, so that workers "
+            "can import it"
         )
     return f"{module}.{name}"
 
@@ -210,7 +218,9 @@ def _write_failures(path: Path, failures: Sequence[Failure]) -> None:
 
 
 def log_hparams(directory: Path, config: Config, result: dict[str, Any]) -> None:
-    """One run of TensorBoard's HParams dashboard. It appears complete, and a second call changes nothing."""
+    """One run of TensorBoard's HParams dashboard. It appears complete, and a second call changes
+    nothing.
+    """
     if directory.exists():
         return
     with extra("experiments", "hparams need tensorboard, or tensorboard=False"):
@@ -225,7 +235,8 @@ def log_hparams(directory: Path, config: Config, result: dict[str, Any]) -> None
                 for name, value in config.items()
             }
             _, start, end = hparams(values, {})
-            # Without the first summary, a list of columns, TensorBoard collects the columns of all runs, which need not have the same.
+            # Without the first summary, a list of columns, TensorBoard collects the columns of all
+            # runs, which need not have the same.
             for summary in (start, end):
                 writer.file_writer.add_summary(summary, 0)
             for name, value in metrics.items():
@@ -237,7 +248,8 @@ def log_hparams(directory: Path, config: Config, result: dict[str, Any]) -> None
         raise
 
 
-# -- progress ---------------------------------------------------------------------------------------------------------------
+# -- progress
+# ---------------------------------------------------------------------------------------------------------------
 
 
 class _Silent:

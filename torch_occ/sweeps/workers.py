@@ -1,7 +1,8 @@
-"""Where the cells of a sweep run: on processes of this machine, or on the workers of a Dask cluster.
+"""Where the cells of a sweep run: on processes of this machine, or on the workers of a Dask
+cluster.
 
-Both yield (cell, result or Failure) as cells finish, each exactly once, and survive the death of a worker: its cell is run again, and
-only a cell whose workers keep dying is given up.
+Both yield (cell, result or Failure) as cells finish, each exactly once, and survive the death of a
+worker: its cell is run again, and only a cell whose workers keep dying is given up.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from torch_occ.sweeps.cells import Cell, Failure, Function, Work, attempt
 DEATHS = 2
 
 
-# -- local processes --------------------------------------------------------------------------------------------------------
+# -- local processes
+# --------------------------------------------------------------------------------------------------------
 
 
 def on_processes(function: Function, cells: Sequence[Cell], processes: int) -> Work:
@@ -36,7 +38,8 @@ def on_processes(function: Function, cells: Sequence[Cell], processes: int) -> W
         raise ValueError(f"processes: expected at least 1, got {processes}")
     waiting, suspects, deaths = deque(cells), deque[Cell](), Counter[str]()
     while waiting or suspects:
-        # When a process dies, every cell that was running is a suspect, and suspects are tried again one at a time.
+        # When a process dies, every cell that was running is a suspect, and suspects are tried
+        # again one at a time.
         queue, width = (suspects, 1) if suspects else (waiting, min(processes, len(waiting)))
         running: dict[Future[Any], Cell] = {}
         pool = ProcessPoolExecutor(width, _context(), initializer=_prepare_worker)
@@ -68,7 +71,8 @@ def on_processes(function: Function, cells: Sequence[Cell], processes: int) -> W
                         cell,
                         Failure(
                             cell.config,
-                            "its process died while it ran, more than once; out of memory, or killed?",
+                            "its process died while it ran, more than once; out of memory, or "
+                            "killed?",
                         ),
                     )
         finally:
@@ -78,7 +82,9 @@ def on_processes(function: Function, cells: Sequence[Cell], processes: int) -> W
 
 
 def _context() -> BaseContext:
-    """Processes forked from a clean one that has imported torch once; to fork this one would copy the locks of torch's threads."""
+    """Processes forked from a clean one that has imported torch once; to fork this one would copy
+    the locks of torch's threads.
+    """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -99,14 +105,18 @@ def _prepare_worker() -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-# -- a Dask cluster ---------------------------------------------------------------------------------------------------------
+# -- a Dask cluster
+# ---------------------------------------------------------------------------------------------------------
 
 
 def connect(address: str, seconds: float) -> Any:
     """A client of the scheduler at this address, or an error that says what to do."""
     with extra("dask", "cluster: a Dask cluster needs distributed"):
         from distributed import Client
-    advice = "start one with `dask scheduler`, check the address, or leave the cluster out to run on local processes"
+    advice = (
+        "start one with `dask scheduler`, check the address, or leave the cluster out to run "
+        "on local processes"
+    )
     try:
         return Client(address, timeout=seconds, set_as_default=False)
     except (OSError, TimeoutError) as error:
@@ -115,12 +125,15 @@ def connect(address: str, seconds: float) -> Any:
         ) from error
     except ValueError as error:
         raise ValueError(
-            f"cluster: {address!r} is not an address such as tcp://10.0.0.1:8786 ({error}); {advice}"
+            f"cluster: {address!r} is not an address such as tcp://10.0.0.1:8786 ({error}); "
+            f"{advice}"
         ) from error
 
 
 def on_cluster(function: Function, cells: Sequence[Cell], client: Any) -> Work:
-    """The scheduler runs the cells of a lost worker again by itself; it gives a cell up after `allowed-failures` (3) workers."""
+    """The scheduler runs the cells of a lost worker again by itself; it gives a cell up after
+    `allowed-failures` (3) workers.
+    """
     from concurrent.futures import CancelledError
 
     from distributed import as_completed
@@ -151,7 +164,8 @@ def on_cluster(function: Function, cells: Sequence[Cell], client: Any) -> Work:
             except CancelledError as error:
                 left = len(futures) + 1
                 raise ConnectionError(
-                    f"cluster: the scheduler was lost with {left} cells to go; the others are stored: run the sweep again to continue"
+                    f"cluster: the scheduler was lost with {left} cells to go; the others are "
+                    "stored: run the sweep again to continue"
                 ) from error
             except Exception as error:  # the function cannot be unpickled there, for example
                 outcome = Failure(cell.config, f"{type(error).__name__}: {error}")

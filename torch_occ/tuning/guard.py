@@ -1,12 +1,15 @@
-"""Worlds that cannot be forecast, because their losses answer to the learner: there a regularizer is judged by playing.
+"""Worlds that cannot be forecast, because their losses answer to the learner: there a regularizer
+is judged by playing.
 
-A guard demands of a regularizer that in none of its worlds it be worse than a reference. With R the mean regret of the runs, R_ref that
-of the reference, both played with the same seeds, and d = (R - R_ref) / |R_ref|,
+A guard demands of a regularizer that in none of its worlds it be worse than a reference. With R the
+mean regret of the runs, R_ref that of the reference, both played with the same seeds, and d = (R -
+R_ref) / |R_ref|,
 
     excess = max_e ( mean_{MDPs of e} d  +  caution * its standard error ),
 
-and a regularizer passes if its excess is at most `-margin`. Worlds of one name are averaged: for a bound on every MDP give each a name of
-its own. Nothing here has a gradient: `refine` fits the excess by a quadratic.
+and a regularizer passes if its excess is at most `-margin`. Worlds of one name are averaged: for a
+bound on every MDP give each a name of its own. Nothing here has a gradient: `refine` fits the
+excess by a quadratic.
 """
 
 from __future__ import annotations
@@ -25,14 +28,17 @@ from torch_occ.game.losses import LossProcess
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.tuning.objectives import World
 
-#: What an excess of 1, beyond what is allowed, adds to the objective of `refine`: a percent of excess outweighs 30 % of regret elsewhere.
+#: What an excess of 1, beyond what is allowed, adds to the objective of `refine`: a percent of
+#: excess outweighs 30 % of regret elsewhere.
 PENALTY = 30.0
 
 
 class Verdict(NamedTuple):
     """What a guard found by playing with one regularizer."""
 
-    excess: float  # in the worst world, relative to the reference, errors included; NaN if a run had a step without certificate
+    # in the worst world, relative to the reference, errors included; NaN if a run had a step
+    # without certificate
+    excess: float
     regrets: dict[str, float]  # by environment, the mean over its MDPs and seeds
 
 
@@ -40,14 +46,18 @@ class Guard:
     """Real runs in worlds whose losses no forecast knows, against a reference.
 
     Args:
-        worlds: each with one MDP and a loss process, for example `GreedyAdversary()`. Worlds of one name are averaged.
-        reference: which regularizer not to be worse than, for example `jin_luo(mdp)` with the paper's constants.
-        estimator: of the losses, for all regularizers that are judged; importance-weighted by default. Nothing has to be forecast here, so
-            any will do; take that of the objective.
+        worlds: each with one MDP and a loss process, for example `GreedyAdversary()`. Worlds of one
+            name are averaged.
+        reference: which regularizer not to be worse than, for example `jin_luo(mdp)` with the
+            paper's constants.
+        estimator: of the losses, for all regularizers that are judged; importance-weighted by
+            default. Nothing has to be forecast here, so any will do; take that of the objective.
         reference_estimator: that of the reference; importance-weighted by default, as in the paper.
         seeds: of the runs, the same for every regularizer.
-        margin: how much better than the reference to be, as a share of its regret: other MDPs are different; a negative one tolerates.
-        caution: standard errors of the difference by which it has to be better, since runs are few; needs two seeds.
+        margin: how much better than the reference to be, as a share of its regret: other MDPs are
+            different; a negative one tolerates.
+        caution: standard errors of the difference by which it has to be better, since runs are few;
+            needs two seeds.
     """
 
     def __init__(
@@ -65,17 +75,34 @@ class Guard:
         if not worlds:
             raise ValueError("worlds: expected at least one")
         if not caution >= 0 or (caution > 0 and len(seeds) < 2):
-            raise ValueError(f"caution: expected a non-negative number, and two seeds for a standard error, got {caution} and {len(seeds)}")
+            raise ValueError(
+                "caution: expected a non-negative number, and two seeds for a standard error, got "
+                f"{caution} and {len(seeds)}"
+            )
         for world in worlds:
             if not isinstance(world.losses, LossProcess) or world.mdp.batch_shape:
-                raise ValueError(f"worlds: {world.name!r} is played, so it takes one MDP and a loss process, not means or a batch")
-        self.worlds, self.episodes, self.seeds, self.margin, self.caution = tuple(worlds), episodes, tuple(seeds), margin, caution
+                raise ValueError(
+                    f"worlds: {world.name!r} is played, so it takes one MDP and a loss process, "
+                    "not means or a batch"
+                )
+        self.worlds, self.episodes, self.seeds, self.margin, self.caution = (
+            tuple(worlds),
+            episodes,
+            tuple(seeds),
+            margin,
+            caution,
+        )
         self.estimator = estimator
-        self.references = [self._play(world, FTRL(world.mdp, reference, reference_estimator)) for world in worlds]  # (seeds,) each
+        self.references = [
+            self._play(world, FTRL(world.mdp, reference, reference_estimator)) for world in worlds
+        ]  # (seeds,) each
         self.scales = [float(regrets.mean()) for regrets in self.references]
         for world, scale in zip(worlds, self.scales, strict=True):
             if not 0 < abs(scale) < torch.inf:
-                raise ValueError(f"reference: its regret in {world.name!r} is {scale}; nothing can be compared with that")
+                raise ValueError(
+                    f"reference: its regret in {world.name!r} is {scale}; nothing can be compared "
+                    "with that"
+                )
 
     def __call__(self, regularizer: Regularizer) -> Verdict:
         """Play with a regularizer; its parameters are scalars."""
@@ -85,8 +112,12 @@ class Guard:
             found = self._play(world, FTRL(world.mdp, regularizer, self.estimator))
             regrets.setdefault(world.name, []).append(float(found.mean()))
             ratios.setdefault(world.name, []).append((found - before) / abs(scale))
-        worst = torch.stack([self._excess(torch.stack(parts)) for parts in ratios.values()]).max()  # NaN if any is
-        return Verdict(float(worst), {name: sum(parts) / len(parts) for name, parts in regrets.items()})
+        worst = torch.stack(
+            [self._excess(torch.stack(parts)) for parts in ratios.values()]
+        ).max()  # NaN if any is
+        return Verdict(
+            float(worst), {name: sum(parts) / len(parts) for name, parts in regrets.items()}
+        )
 
     def penalty(self, excess: Tensor) -> Tensor:
         """What is added to an objective: nothing for who passes."""
@@ -104,5 +135,16 @@ class Guard:
         """The regret of every seed; NaN if any step had no certificate."""
         assert isinstance(world.losses, LossProcess)
         with torch.no_grad(), uncertified_is_handled():
-            history = simulate(world.mdp, learner, world.losses, self.episodes, self.seeds, checkpoints=[self.episodes])
-        return history.regret[:, -1] if not bool(history.uncertified.any()) else torch.full_like(history.regret[:, -1], torch.nan)
+            history = simulate(
+                world.mdp,
+                learner,
+                world.losses,
+                self.episodes,
+                self.seeds,
+                checkpoints=[self.episodes],
+            )
+        return (
+            history.regret[:, -1]
+            if not bool(history.uncertified.any())
+            else torch.full_like(history.regret[:, -1], torch.nan)
+        )

@@ -1,12 +1,13 @@
-"""What a meta-tuner minimizes: the forecast regret in one environment or in several, each measured against a reference.
+"""What a meta-tuner minimizes: the forecast regret in one environment or in several, each measured
+against a reference.
 
-In environment e, x_e is the mean over its MDPs of log((regret + floor) / (reference regret + floor)). The objective is a soft maximum over
-environments,
+In environment e, x_e is the mean over its MDPs of log((regret + floor) / (reference regret +
+floor)). The objective is a soft maximum over environments,
 
     value = 1/robustness log mean_e exp(robustness x_e),
 
-the mean of the x_e for robustness -> 0, the worst of them for robustness -> infinity: so what is tuned for one world cannot be ruinous in
-another.
+the mean of the x_e for robustness -> 0, the worst of them for robustness -> infinity: so what is
+tuned for one world cannot be ruinous in another.
 """
 
 from __future__ import annotations
@@ -49,15 +50,18 @@ class ForecastObjective:
     """Forecast regret after `episodes` episodes, over all worlds.
 
     Args:
-        reference: what regrets are divided by, for example `jin_luo(mdp)` with the paper's constants; by default the floor. Its loss
-            estimates are importance-weighted, whatever `estimator` is.
-        estimator: of the losses, for all regularizers that are judged; importance-weighted by default, or `ReducedVariance`. With a
-            baseline keep a log-barrier's beta above 1/2: below, rare visits may ruin what the mean path promises.
+        reference: what regrets are divided by, for example `jin_luo(mdp)` with the paper's
+            constants; by default the floor. Its loss estimates are importance-weighted, whatever
+            `estimator` is.
+        estimator: of the losses, for all regularizers that are judged; importance-weighted by
+            default, or `ReducedVariance`. With a baseline keep a log-barrier's beta above 1/2:
+            below, rare visits may ruin what the mean path promises.
         robustness: how much the worst environment counts.
-        trust: the share of noise in a forecast beyond which it is not believed; the objective rises steeply from there on, because a
-            tuner would otherwise look for its errors. 1 believes everything.
-        floor: added to every regret before its logarithm is taken; a negative regret counts as none, and differences far below the floor
-            do not count.
+        trust: the share of noise in a forecast beyond which it is not believed; the objective rises
+            steeply from there on, because a tuner would otherwise look for its errors. 1 believes
+            everything.
+        floor: added to every regret before its logarithm is taken; a negative regret counts as
+            none, and differences far below the floor do not count.
     """
 
     def __init__(
@@ -96,7 +100,8 @@ class ForecastObjective:
             for world, scale in zip(worlds, self.scales, strict=True):
                 if not bool(scale.isfinite().all()):
                     raise ValueError(
-                        f"reference: its forecast regret in {world.name!r} is {scale.tolist()}; it has no certificate"
+                        f"reference: its forecast regret in {world.name!r} is {scale.tolist()}; it "
+                        "has no certificate"
                     )
 
     @classmethod

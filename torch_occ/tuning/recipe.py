@@ -19,7 +19,9 @@ from torch_occ.tuning.tuner import tune
 
 @dataclass(frozen=True)
 class Recipe:
-    """How much of everything. The defaults are what docs/meta_tuning.md measures, for an objective over sixteen MDPs."""
+    """How much of everything. The defaults are what docs/meta_tuning.md measures, for an objective
+    over sixteen MDPs.
+    """
 
     steps: int = 12
     """of the optimizer"""
@@ -50,17 +52,20 @@ def tune_and_refine(
     directory: str | Path | None = None,
     save_to: str | Path | None = None,
 ) -> Refined:
-    """Minimize an objective over a regularizer's parameters: by gradients of the forecast, then by trials around the best point.
+    """Minimize an objective over a regularizer's parameters: by gradients of the forecast, then by
+    trials around the best point.
 
     Args:
-        objective: forecast regret over some worlds; sixteen MDPs are enough for a result that holds on others.
+        objective: forecast regret over some worlds; sixteen MDPs are enough for a result that holds
+            on others.
         regularizer: its parameters, scalars, are the first start; it is left as it is.
         recipe: how many steps, points and particles.
         bounds: of each parameter by name; 1e-4 to 1e4 by default.
         guard: worlds in which the result may not be worse than a reference.
         seed: of the starts and of the trials.
         directory: where TensorBoard's `meta/*` go.
-        save_to: a file in which the part by gradients is kept, so that it can continue after an interruption.
+        save_to: a file in which the part by gradients is kept, so that it can continue after an
+            interruption.
 
     Returns:
         What `refine` returns; `result.tuned.load_into(regularizer)` sets the parameters.

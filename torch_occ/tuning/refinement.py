@@ -1,16 +1,21 @@
-"""From the optimum of the forecast to that of trials: a trust region, with leaping or real play as the judge.
+"""From the optimum of the forecast to that of trials: a trust region, with leaping or real play as
+the judge.
 
-The mean-path forecast has exact gradients but fails where q fluctuates much, and the best parameters lie at the edge of there. Trials
-(`trials.py`) are right there but noisy and have no gradient. So each round tries some points that fill a region around the best one so
-far, but none that the forecast says is hopeless; fits a response surface (`surfaces.py`) to what was tried in the region,
+The mean-path forecast has exact gradients but fails where q fluctuates much, and the best
+parameters lie at the edge of there. Trials (`trials.py`) are right there but noisy and have no
+gradient. So each round tries some points that fill a region around the best one so far, but none
+that the forecast says is hopeless; fits a response surface (`surfaces.py`) to what was tried in the
+region,
 
     log regret by trial = c + g . x + x' H x,
 
-and tries its minimum too. The fit, not the lowest noisy value, says what is best and where the next region lies. In the end the best
-points are tried again with new random numbers, and a last fit to everything chooses among them.
+and tries its minimum too. The fit, not the lowest noisy value, says what is best and where the next
+region lies. In the end the best points are tried again with new random numbers, and a last fit to
+everything chooses among them.
 
-Worlds whose losses answer to the learner can be neither forecast nor leapt through. A `Guard` plays in them for real at the same points;
-its excess has a surface of its own, and its penalty is added to the other.
+Worlds whose losses answer to the learner can be neither forecast nor leapt through. A `Guard` plays
+in them for real at the same points; its excess has a surface of its own, and its penalty is added
+to the other.
 """
 
 from __future__ import annotations
@@ -34,20 +39,24 @@ from torch_occ.tuning.tuner import Tuned
 
 #: A region shrinks by so much when its best point is not at its border.
 SHRINK = 0.6
-#: The forecast is right within some 30 % almost everywhere, and points that are worse than the best by more say little about it.
+#: The forecast is right within some 30 % almost everywhere, and points that are worse than the best
+#: by more say little about it.
 HOPELESS = 0.3
 #: So many candidates are forecast for each point that is tried, at most.
 SCREENED = 4
 #: Points among which the minimum of a surface is looked for.
 CANDIDATES = 512
-#: A quadratic follows no cliffs: points whose value, a logarithm, is worse than the best by more have no part in a fit.
+#: A quadratic follows no cliffs: points whose value, a logarithm, is worse than the best by more
+#: have no part in a fit.
 STEEP = 1.0
 
 
 class Refined(NamedTuple):
     """What refining leaves behind; a point that was tried twice is there twice."""
 
-    tuned: Tuned  # the point chosen; value and regrets are means over its trials, path and values those of all points tried
+    # the point chosen; value and regrets are means over its trials, path and values those of all
+    # points tried
+    tuned: Tuned
     values: Tensor  # (points,), the objective by trials
     fitted: Tensor  # (points,), by the last surface
     points: Tensor  # (points, parameters)
@@ -79,18 +88,21 @@ def refine(
     Args:
         objective: the one that was tuned.
         regularizer: the one that was tuned; it is left as it is.
-        judge: leaping, real play, or any function of a regularizer and a seed. Playing is unbiased, and cheap for some 1e5 episodes.
+        judge: leaping, real play, or any function of a regularizer and a seed. Playing is unbiased,
+            and cheap for some 1e5 episodes.
         rounds: each tries `points` points and the minimum of the fit.
         points: 2 p for p parameters by default.
-        radius: of the first region in the unconstrained space; the region shrinks when its best point is not at its border.
-        hopeless: a point whose forecast is worse than the best trial by more, in logarithms, is not tried. Infinity tries all points and
-            forecasts none, where a trial costs no more than a forecast.
+        radius: of the first region in the unconstrained space; the region shrinks when its best
+            point is not at its border.
+        hopeless: a point whose forecast is worse than the best trial by more, in logarithms, is not
+            tried. Infinity tries all points and forecasts none, where a trial costs no more than a
+            forecast.
         finalists: so many of the best points are tried again with new random numbers, at the end.
         particles: of each trial by leaping, on every MDP; few are enough where MDPs are many.
         accuracy: of leaping.
         runs: of each trial by playing, on every MDP.
-        guard: worlds in which the result may not be worse than a reference. Its penalty is part of `values`, its regrets of
-            `tuned.regrets`; `excess` says what it found.
+        guard: worlds in which the result may not be worse than a reference. Its penalty is part of
+            `values`, its regrets of `tuned.regrets`; `excess` says what it found.
     """
     begun = time.monotonic()
     if not hopeless > 0:
@@ -166,7 +178,9 @@ class Search:
         count: int,
         hopeless: float,
     ) -> Iterator[Tensor]:
-        """Points that fill a region, without those whose forecast is hopeless by what was tried before; some, if all of them are."""
+        """Points that fill a region, without those whose forecast is hopeless by what was tried
+        before; some, if all of them are.
+        """
         screened = 1 if math.isinf(hopeless) else SCREENED
         drawn = low + sobol.draw(screened * count, dtype=torch.float64) * (high - low)
         given, lowest = (
@@ -197,7 +211,9 @@ class Search:
         self.judged.append(_guarded(found, verdict, self.guard))
 
     def fit(self, centre: Tensor, radius: float) -> None:
-        """Surfaces through the points tried in a region, or the nearest ones, enough of them for a fit to smooth; none on a cliff."""
+        """Surfaces through the points tried in a region, or the nearest ones, enough of them for a
+        fit to smooth; none on a cliff.
+        """
         u, values = torch.stack(self.points), torch.tensor(self.tried, dtype=torch.float64)
         low = values < values.min() + STEEP
         distance = torch.where(low, (u - centre).abs().amax(-1), torch.inf)
@@ -205,7 +221,8 @@ class Search:
         self.used = low & (distance <= max(radius, float(distance.sort().values[enough - 1])))
         if not bool(self.used.any()):
             raise RuntimeError(
-                f"none of {len(u)} trials was finite and certified; start elsewhere, or look at the judge"
+                f"none of {len(u)} trials was finite and certified; start elsewhere, or look at "
+                "the judge"
             )
         excess = torch.tensor(self.excess, dtype=torch.float64)[self.used]
         self.surface = fit_surface(u[self.used], values[self.used], centre, radius)
@@ -237,7 +254,9 @@ class Search:
         return found
 
     def minimum(self, sobol: torch.quasirandom.SobolEngine) -> Tensor:
-        """The best of many points by the surfaces, which are believed only between the good points tried."""
+        """The best of many points by the surfaces, which are believed only between the good points
+        tried.
+        """
         fitted = self.fitted()
         good = torch.stack(self.points)[fitted < fitted.min() + HOPELESS]
         drawn = good.amin(0) + sobol.draw(CANDIDATES, dtype=torch.float64) * (
@@ -285,7 +304,8 @@ def _judge(
 ) -> Trial:
     if name not in ("leap", "play"):
         raise ValueError(
-            f"judge: expected 'leap', 'play' or a function of a regularizer and a seed, got {name!r}"
+            "judge: expected 'leap', 'play' or a function of a regularizer and a seed, got "
+            f"{name!r}"
         )
     return (
         by_playing(objective, runs=runs)

@@ -1,6 +1,8 @@
-"""The space in which parameters are tuned: unconstrained coordinates u, one per parameter, inside bounds.
+"""The space in which parameters are tuned: unconstrained coordinates u, one per parameter, inside
+bounds.
 
-A parameter is the image of its coordinate under the transform of its declared domain: logarithms of positive numbers, logits of intervals.
+A parameter is the image of its coordinate under the transform of its declared domain: logarithms of
+positive numbers, logits of intervals.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ class ParameterSpace:
 
     Args:
         regularizer: its parameters are scalars.
-        only: names of the parameters to tune, whole (`terms.1.beta`) or their last part (`beta`); all by default.
+        only: names of the parameters to tune, whole (`terms.1.beta`) or their last part (`beta`);
+            all by default.
         bounds: by the same names; 1e-4 to 1e4 by default.
 
     Raises:
-        ValueError: if a name is unknown, a parameter is not a scalar or belongs to a module that is no
-            `Parametrized`, or a value is outside its bounds.
+        ValueError: if a name is unknown, a parameter is not a scalar or belongs to a module that is
+            no `Parametrized`, or a value is outside its bounds.
     """
 
     def __init__(
@@ -47,7 +50,8 @@ class ParameterSpace:
             for name in given:
                 if name not in known:
                     raise ValueError(
-                        f"{argument}: the regularizer has no parameter {name!r}; it has {', '.join(domains)}"
+                        f"{argument}: the regularizer has no parameter {name!r}; it has "
+                        f"{', '.join(domains)}"
                     )
         if not self.names:
             raise ValueError("regularizer: there is no parameter to tune")
@@ -65,17 +69,20 @@ class ParameterSpace:
                 )
             if value.dim():
                 raise ValueError(
-                    f"regularizer: {name} has shape {tuple(value.shape)}; tune scalars, the starts are the batch"
+                    f"regularizer: {name} has shape {tuple(value.shape)}; tune scalars, the starts "
+                    "are the batch"
                 )
             limits = bounds.get(name, bounds.get(_last(name), _default_bounds(domains[name])))
             ends = [transform.inv(torch.tensor(limit, dtype=torch.float64)) for limit in limits]
             if not (bool(ends[0].isfinite()) and bool(ends[1].isfinite()) and ends[0] < ends[1]):
                 raise ValueError(
-                    f"bounds: {name} must satisfy {domains[name]} with a lower and a higher end inside, got {limits}"
+                    f"bounds: {name} must satisfy {domains[name]} with a lower and a higher end "
+                    f"inside, got {limits}"
                 )
             if not limits[0] <= float(value) <= limits[1]:
                 raise ValueError(
-                    f"regularizer: {name} is {float(value):g}, outside its bounds {limits}; start inside, or give other bounds"
+                    f"regularizer: {name} is {float(value):g}, outside its bounds {limits}; start "
+                    "inside, or give other bounds"
                 )
             centre.append(transform.inv(value))
             low.append(ends[0])
@@ -104,7 +111,9 @@ class ParameterSpace:
         return u.clamp(self.low, self.high)
 
     def at_bounds(self, u: Tensor) -> tuple[str, ...]:
-        """The names of the parameters that are at a bound of theirs, for coordinates `(parameters,)`."""
+        """The names of the parameters that are at a bound of theirs, for coordinates
+        `(parameters,)`.
+        """
         met = (u <= self.low) | (u >= self.high)
         return tuple(name for name, flag in zip(self.names, met.tolist(), strict=True) if flag)
 

@@ -1,11 +1,12 @@
-"""Response surfaces: a noisy function around a point, by the quadratic with mixed terms that best predicts what it has not seen.
+"""Response surfaces: a noisy function around a point, by the quadratic with mixed terms that best
+predicts what it has not seen.
 
 With x = (u - centre) / scale, a surface is
 
     f(u) ~ c + g . x + x' H x,
 
-by least squares with a ridge on g and H. The ridge is chosen by the errors at points left out one by one, which a linear fit has in
-closed form: residual_i / (1 - leverage_i).
+by least squares with a ridge on g and H. The ridge is chosen by the errors at points left out one
+by one, which a linear fit has in closed form: residual_i / (1 - leverage_i).
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
-"""The run of importance-weighted FTRL with its tangents carried along: forward mode, in memory that does not grow with T.
+"""The run of importance-weighted FTRL with its tangents carried along: forward mode, in memory that
+does not grow with T.
 
-With the sampled actions held fixed, a parameter theta moves q_t and the cumulative loss estimate Lhat together,
+With the sampled actions held fixed, a parameter theta moves q_t and the cumulative loss estimate
+Lhat together,
 
-    dq_t = -Pi_t ( dLhat + d grad psi_t(q_t) / d log theta ),        dLhat <- dLhat - loss / q_t^2 dq_t  on the visited pairs,
+    dq_t = -Pi_t ( dLhat + d grad psi_t(q_t) / d log theta ),        dLhat <- dLhat - loss / q_t^2
+    dq_t  on the visited pairs,
 
-and with them the probability of what was sampled, d log pi(a | s) = dq(s,a) / q(s,a) - dq(s) / q(s). This is the torch path;
-torch_occ.tuning.compiled_tangents is the compiled one. Both only play; torch_occ.tuning.metagradients makes estimates of what they saw.
+and with them the probability of what was sampled, d log pi(a | s) = dq(s,a) / q(s,a) - dq(s) /
+q(s). This is the torch path; torch_occ.tuning.compiled_tangents is the compiled one. Both only
+play; torch_occ.tuning.metagradients makes estimates of what they saw.
 """
 
 from __future__ import annotations

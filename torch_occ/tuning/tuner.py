@@ -1,7 +1,9 @@
-"""Meta-tuning: the parameters of a regularizer, found by gradients of an objective such as the forecast regret.
+"""Meta-tuning: the parameters of a regularizer, found by gradients of an objective such as the
+forecast regret.
 
-Every parameter is moved in an unconstrained space (torch_occ.tuning.space). Several starts are one batch: parameters of shape `(starts, 1)`. A start whose objective is not finite,
-or whose forecast has no certificate, goes back to its best point so far, and that is counted and reported.
+Every parameter is moved in an unconstrained space (torch_occ.tuning.space). Several starts are one
+batch: parameters of shape `(starts, 1)`. A start whose objective is not finite, or whose forecast
+has no certificate, goes back to its best point so far, and that is counted and reported.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Tuned:
 
     def __str__(self) -> str:
         lines = [
-            f"objective {self.value:.6g} by start {self.start}, {len(self.values)} evaluations, {self.seconds:.1f} s"
+            f"objective {self.value:.6g} by start {self.start}, {len(self.values)} evaluations, "
+            f"{self.seconds:.1f} s"
         ]
         lines += [
             f"  {name} = {value:.6g}{' (at its bound)' * (name in self.at_bounds)}"
@@ -64,7 +67,8 @@ class Tuned:
         lines += [f"  regret, {name}: {value:.6g}" for name, value in self.regrets.items()]
         if int(self.failures.sum()):
             lines.append(
-                f"  {int(self.failures.sum())} of {self.failures.numel()} evaluations were not finite or not certified"
+                f"  {int(self.failures.sum())} of {self.failures.numel()} evaluations were not "
+                "finite or not certified"
             )
         return "\n".join(lines)
 
@@ -86,14 +90,18 @@ def tune(
     save_to: str | Path | None = None,
     resume: bool = True,
 ) -> Tuned:
-    """Minimize an objective over the parameters of a regularizer, which is left as it is (`Tuned.load_into` changes it).
+    """Minimize an objective over the parameters of a regularizer, which is left as it is
+    (`Tuned.load_into` changes it).
 
     Args:
-        objective: called with a regularizer whose parameters have shape `(starts, 1)`; for example a `ForecastObjective`.
+        objective: called with a regularizer whose parameters have shape `(starts, 1)`; for example
+            a `ForecastObjective`.
         regularizer: its parameters, scalars, are the first start.
         steps: of the optimizer.
-        starts: the others are drawn around the first one, with standard deviation `spread` in the unconstrained space.
-        only: names of the parameters to tune, whole (`terms.1.beta`) or their last part (`beta`); all by default.
+        starts: the others are drawn around the first one, with standard deviation `spread` in the
+            unconstrained space.
+        only: names of the parameters to tune, whole (`terms.1.beta`) or their last part (`beta`);
+            all by default.
         bounds: by the same names; 1e-4 to 1e4 by default.
         rate: the learning rate of the optimizer; it falls to zero along a cosine.
         optimizer: `(tensors, rate) -> torch.optim.Optimizer`; Adam by default.
@@ -255,7 +263,8 @@ class Tuner:
         best = int(self.best_values.argmin())
         if not bool(self.best_values.isfinite().any()):
             raise RuntimeError(
-                f"the objective was not finite and certified at any of {len(self.values)} evaluations of {self.starts} starts; "
+                f"the objective was not finite and certified at any of {len(self.values)} "
+                f"evaluations of {self.starts} starts; "
                 "start elsewhere, or look at objective(regularizer)"
             )
         parameters = self.space.parameters_at(self.best_u[best])
