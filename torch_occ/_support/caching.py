@@ -40,9 +40,8 @@ def stamp_of(sources: Sequence[Path]) -> str:
     """
     digest = hashlib.sha256(f"{VERSION} {numba.__version__} {llvmlite.__version__}".encode())
     for source in sources:
-        content = (
-            source.read_bytes() if source.exists() else b""
-        )  # a frozen program has no sources, and one version
+        # a frozen program has no sources, and one version
+        content = source.read_bytes() if source.exists() else b""
         digest.update(f"\n{source.parent.name}/{source.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 

@@ -43,10 +43,8 @@ def uniforms(
 
     def fill(n: int) -> None:
         philox = np.random.Philox(0)
-        generator, fresh = (
-            np.random.Generator(philox),
-            philox.state,
-        )  # keyed anew, it does not gather entropy that nobody asked for
+        # keyed anew, it does not gather entropy that nobody asked for
+        generator, fresh = np.random.Generator(philox), philox.state
         for block, chunk in zip(numbers[n], chunks, strict=True):
             fresh["state"]["key"] = _key(seeds[n], purpose, chunk)
             philox.state = fresh

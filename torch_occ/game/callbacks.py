@@ -135,10 +135,8 @@ class TensorBoard(Callback):
         with extra("experiments", "the TensorBoard callback needs tensorboard and matplotlib"):
             import matplotlib  # noqa: F401  (missing it is better said now than at the first image)
 
-        self.begun, self.known = (
-            run.t,
-            run.t > 0 and any(self.directory.glob("events.out.tfevents.*")),
-        )
+        self.begun = run.t
+        self.known = run.t > 0 and any(self.directory.glob("events.out.tfevents.*"))
         self.next_image = run.t + 1.0
         # A run from its beginning replaces whatever the directory holds; a resumed one, what lies
         # beyond its first episode.

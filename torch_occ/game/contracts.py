@@ -37,10 +37,8 @@ class Contract:
     ) -> None:
         self.mdp, self.seeds = mdp, seeds
         self.learner, self.losses = type(learner).__name__, type(losses).__name__
-        self.trusts_learner, self.trusts_draws = (
-            built_in(learner),
-            type(losses).draw is LossProcess.draw,
-        )
+        self.trusts_learner = built_in(learner)
+        self.trusts_draws = type(losses).draw is LossProcess.draw
         self.flow, self.source = flow_of(mdp), flow_source(mdp).detach()
         self.tolerance = occupancy_tolerance(mdp.dtype)
 
@@ -74,10 +72,8 @@ class Contract:
         missing = "the state has no such action; expected 0"
         check_entries(what, q, self.mdp.actions | (q <= self.tolerance), self.mdp, where, missing)
         element, state = divmod(int(residual.abs().argmax()), self.mdp.num_states)
-        out, source = (
-            float(q[element, state].sum()),
-            "initial" if state < self.mdp.layer_sizes[0] else "incoming",
-        )
+        out = float(q[element, state].sum())
+        source = "initial" if state < self.mdp.layer_sizes[0] else "incoming"
         raise ValueError(
             f"{what} at {where(element)}, {self.mdp.locate(state)} is no occupancy measure: its "
             f"actions sum to {out:.6g}, "

@@ -51,13 +51,8 @@ class Corrupted(LossProcess):
                 "target: the targeted strategy needs the mean loss (S, A) whose optimal actions it "
                 "attacks"
             )
-        self.base, self.budget, self.strategy, self.episodes, self.target = (
-            base,
-            budget,
-            strategy,
-            episodes,
-            target,
-        )
+        self.base, self.budget, self.strategy, self.episodes = base, budget, strategy, episodes
+        self.target = target
         self.noise, self.stride, self.length = base.noise, min(base.stride, CHUNK), base.length
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
@@ -76,9 +71,8 @@ class Corrupted(LossProcess):
         }
         clean, inner = self.base.means(mdp, inner, t0, n, q)
         clean = clean.expand(n, *clean.shape[1:])
-        attack = torch.where(
-            mdp.actions, self._attack(mdp, clean) - clean, 0.0
-        )  # (n, N or 1, S, A)
+        # (n, N or 1, S, A)
+        attack = torch.where(mdp.actions, self._attack(mdp, clean) - clean, 0.0)
         cost = 2 * sum(layer.abs().amax((-2, -1)) for layer in mdp.split(attack, -2))  # (n, N or 1)
         assert isinstance(cost, Tensor)
         if self.strategy == "uniform":
@@ -89,9 +83,8 @@ class Corrupted(LossProcess):
         else:
             share = torch.ones_like(cost)
         left = self.budget - state["corruption"]  # (N,)
-        left = torch.where(
-            left > 1e-12 * self.budget, left, 0.0
-        )  # what rounding leaves over is not worth an attack
+        # what rounding leaves over is not worth an attack
+        left = torch.where(left > 1e-12 * self.budget, left, 0.0)
         asked = share * cost
         before = asked.cumsum(0) - asked
         granted = torch.minimum(asked, (left - before).clamp(min=0))  # (n, N)

@@ -124,10 +124,11 @@ def centred(estimator: Estimator | None) -> CentredEstimator:
     """
     if estimator is None:
         return ImportanceWeighted()
+    # whoever estimates in a way of its own has another covariance
     ways = (
         CentredEstimator.__call__,
         ImportanceWeighted.__call__,
-    )  # whoever estimates in a way of its own has another covariance
+    )
     if not isinstance(estimator, CentredEstimator) or type(estimator).__call__ not in ways:
         raise TypeError(
             f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or give "

@@ -168,14 +168,11 @@ def occupancy_figure(
         for layer in mdp.split(torch.where(mdp.actions, q, torch.nan), -2)
     ]
     columns, rows = min(mdp.horizon, PANELS), -(-mdp.horizon // PANELS)
-    height, width = (
-        min(max(1.2, 0.5 * max(mdp.layer_sizes)), 6.0),
-        min(max(0.9, 0.5 * mdp.num_actions), 4.0),
-    )
+    height = min(max(1.2, 0.5 * max(mdp.layer_sizes)), 6.0)
+    width = min(max(0.9, 0.5 * mdp.num_actions), 4.0)
     size = (1.6 + columns * (width + 0.25), 0.75 + rows * (height + 0.35))
-    figure = _figure(
-        size, layout=None
-    )  # margins by hand: matplotlib would draw several times to find them
+    # margins by hand: matplotlib would draw several times to find them
+    figure = _figure(size, layout=None)
     grid = {
         "left": 0.6 / size[0],
         "right": 1 - 1.05 / size[0],

@@ -117,11 +117,8 @@ class SwitchingLosses(LossProcess):
     """
 
     def __init__(self, tables: Tensor, period: int, noise: Noise = "none") -> None:
-        self.tables, self.period, self.noise = (
-            check_unit_interval("tables", tables),
-            period,
-            check_noise(noise),
-        )
+        self.tables, self.period = check_unit_interval("tables", tables), period
+        self.noise = check_noise(noise)
         if tables.dim() != 3:
             raise ValueError(f"tables: expected shape (K, S, A), got {tuple(tables.shape)}")
         if period < 1:
@@ -212,12 +209,8 @@ class StochasticallyConstrained(LossProcess):
             raise ValueError(f"swing: expected a number in [0, 1), got {swing}")
         if not growth > 1:
             raise ValueError(f"growth: expected more than 1, got {growth}")
-        self.base, self.swing, self.growth, self.noise = (
-            check_unit_interval("base", base),
-            swing,
-            growth,
-            check_noise(noise),
-        )
+        self.base, self.swing, self.growth = check_unit_interval("base", base), swing, growth
+        self.noise = check_noise(noise)
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
         check_table("base", self.base, mdp)

@@ -44,9 +44,8 @@ class TorchPlayer:
             run.q = q.clone()  # the learner may go on working in its own memory
             mean = means[min(i, len(means) - 1)].expand_as(q)
             table = None if tables is None else run.losses.draw(mean, tables[:, i])
-            table = (
-                mean.clone() if table is mean else table
-            )  # the learner gets it, the process keeps its own
+            # the learner gets it, the process keeps its own
+            table = mean.clone() if table is mean else table
             feedback = self.walk(run, mean, table, numbers[:, i])
             run.contract.drawn(run.t, feedback)
             run.tally(mean, feedback)

@@ -117,10 +117,8 @@ class Auditor:
         if self.together.log_wealth > self.alone.log_wealth:
             where, (seen, steps) = "outcomes", self.together.frequencies(profile)
         else:
-            where, (seen, steps) = (
-                f"outcomes of P[{state}][{action}]",
-                self.alone.frequencies((state, action)),
-            )
+            where = f"outcomes of P[{state}][{action}]"
+            (seen, steps) = self.alone.frequencies((state, action))
         return (
             f"{where} of probabilities ({said}) were seen with frequencies ({seen}) in {steps} "
             "steps"

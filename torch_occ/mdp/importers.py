@@ -315,12 +315,8 @@ def _rows(table: Any, state: int, num_actions: int, name: str) -> list[tuple[int
 def _outcome(outcome: Any, num_states: int, place: str) -> tuple[int, float, float]:
     try:
         probability, after, reward, terminated = outcome
-        probability, after, reward, terminated = (
-            float(probability),
-            int(after),
-            float(reward),
-            bool(terminated),
-        )
+        probability, after, reward = float(probability), int(after), float(reward)
+        terminated = bool(terminated)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{place}: expected (probability, next state, reward, terminated), got {outcome!r}"

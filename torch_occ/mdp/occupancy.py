@@ -40,9 +40,8 @@ class LayeredFlow:
 
     def __init__(self, mdp: LayeredMDP, *, in_order: bool = False) -> None:
         self.mdp = mdp
-        self.layers = mdp.layers[
-            :-1
-        ]  # the last one leads to the terminal state, which has no row in E
+        # the last one leads to the terminal state, which has no row in E
+        self.layers = mdp.layers[:-1]
         self.maps: Sequence[Layer | InOrder] = (
             [InOrder(layer) for layer in self.layers] if in_order else self.layers
         )
@@ -233,9 +232,8 @@ def cheapest(mdp: LayeredMDP, Q: Tensor) -> Tensor:
     pairs.
     """
     best = Q.amin(-1, keepdim=True)
-    limit = best + tie_in(Q.dtype) * best.abs().clamp(
-        1.0, torch.finfo(Q.dtype).max
-    )  # a Q of -inf is tied with itself
+    # a Q of -inf is tied with itself
+    limit = best + tie_in(Q.dtype) * best.abs().clamp(1.0, torch.finfo(Q.dtype).max)
     return _first(mdp.actions & (limit >= Q)).to(Q.dtype)
 
 

@@ -44,9 +44,8 @@ class RewardMap:
             if rewards.numel()
             else (0.0, 0.0)
         )
-        return cls(
-            low, high if high > low else low + 1.0
-        )  # if all rewards are zero, any interval will do
+        # if all rewards are zero, any interval will do
+        return cls(low, high if high > low else low + 1.0)
 
     @property
     def span(self) -> float:

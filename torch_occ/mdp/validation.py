@@ -130,10 +130,8 @@ def _count_actions(
             return p.shape[-2] or 1  # a zero is reported with the shapes
     if actions is not None and actions.dim() == 2 and actions.shape[-1]:
         return actions.shape[-1]
-    first, num_states = (
-        tensors[0].shape[0],
-        1 if initial is None or not initial.dim() else initial.shape[-1],
-    )
+    first = tensors[0].shape[0]
+    num_states = 1 if initial is None or not initial.dim() else initial.shape[-1]
     if len(tensors) > 1:
         first, num_states = tensors[1].shape[0], tensors[0].shape[1]
     if first % num_states:

@@ -58,9 +58,8 @@ def compare(
         torch.as_tensor(t, dtype=mdp.dtype).detach().requires_grad_(),
     )
     layers: dict[str, nn.Module] = {"torch_occ": FTRLStep(mdp, regularizer)}
-    ask(
-        "torch_occ", layers["torch_occ"], equations, c
-    )  # the first derivative of a process takes torch a second; do not time it
+    # the first derivative of a process takes torch a second; do not time it
+    ask("torch_occ", layers["torch_occ"], equations, c)
     layers |= {
         _name(each): CvxpyLayer(mdp, regularizer, each) for each in settings if each.installed
     }
@@ -82,9 +81,8 @@ def ask(name: str, layer: nn.Module, equations: Equations, c: Tensor) -> Answer:
     loss = equations.loss.clone().requires_grad_()
     inputs = {"loss": loss} | differentiable_inputs(equations.regularizer, equations.t)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter(
-            "always", UserWarning
-        )  # diffcp tells of an inaccurate solve in this way
+        # diffcp tells of an inaccurate solve in this way
+        warnings.simplefilter("always", UserWarning)
         start = time.perf_counter()
         q = layer(loss, equations.t)
         found = torch.autograd.grad((c * q).sum(), list(inputs.values()), allow_unused=True)

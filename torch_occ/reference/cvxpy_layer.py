@@ -97,11 +97,8 @@ def flow_constraints(mdp: LayeredMDP) -> tuple[Tensor, Tensor]:
         )
     state = mdp.actions.nonzero()[:, 0]
     number = mdp.actions.flatten().cumsum(0) - 1  # of each pair among the existing ones
-    rows, columns, values = (
-        [state],
-        [torch.arange(len(state))],
-        [torch.ones(len(state), dtype=mdp.dtype)],
-    )
+    rows, columns = [state], [torch.arange(len(state))]
+    values = [torch.ones(len(state), dtype=mdp.dtype)]
     for (here, there), layer in zip(
         pairwise(mdp.layer_slices), mdp.to_sparse().layers, strict=False
     ):
@@ -135,15 +132,10 @@ def state_in_cvxpy(
         shape=tuple(E.shape),
     )
     siblings = sums.T @ sums  # which pairs share a state
-    several, neighbours = (
-        mdp.actions.sum(-1)[state] > 1,
-        mdp.layer[state].bincount()[mdp.layer[state]],
-    )
-    q, loss, weights = (
-        cp.Variable(len(state)),
-        cp.Parameter(len(state)),
-        [cp.Parameter(nonneg=True) for _ in which],
-    )
+    several = mdp.actions.sum(-1)[state] > 1
+    neighbours = mdp.layer[state].bincount()[mdp.layer[state]]
+    q, loss = cp.Variable(len(state)), cp.Parameter(len(state))
+    weights = [cp.Parameter(nonneg=True) for _ in which]
     arguments = {
         "pair": q,
         "rest": (siblings - scipy.eye_array(len(state))).tocsr()[several.numpy()]

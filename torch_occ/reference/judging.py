@@ -62,10 +62,8 @@ class Equations:
 
     def implied_gradients(self, q: Tensor, gradient: Tensor) -> dict[str, Tensor]:
         """<gradient in the loss, d(grad psi)/dtheta> for every parameter and for t."""
-        x, inputs = (
-            q.detach()[self.mdp.actions].requires_grad_(),
-            differentiable_inputs(self.regularizer, self.t),
-        )
+        x = q.detach()[self.mdp.actions].requires_grad_()
+        inputs = differentiable_inputs(self.regularizer, self.t)
         (slope,) = torch.autograd.grad(self._psi(x), x, create_graph=True)
         found = torch.autograd.grad(
             (slope * gradient[self.mdp.actions]).sum(),
@@ -107,9 +105,8 @@ class Answer:
 
     name: str
     q: Tensor  # (S, A)
-    gradients: Mapping[
-        str, Tensor | None
-    ]  # of <c, q> in "loss", the parameters and "t"; None where there is none
+    # of <c, q> in "loss", the parameters and "t"; None where there is none
+    gradients: Mapping[str, Tensor | None]
     seconds: float = torch.nan  # to solve and differentiate once
     warning: str = ""
     errors: Mapping[str, float] = field(default_factory=dict)

@@ -47,9 +47,8 @@ Work = Generator[tuple[Cell, dict[str, Any] | Failure], None, None]
 
 def attempt(function: Function, config: Config) -> dict[str, Any] | Failure:
     """What a worker does: run a cell, and turn whatever goes wrong into words."""
-    torch.set_num_threads(
-        1
-    )  # one cell, one thread: cells run beside each other, and sums are added up in one order
+    # one cell, one thread: cells run beside each other, and sums are added up in one order
+    torch.set_num_threads(1)
     try:
         result = function(config)
         if not isinstance(result, dict) or set(result) & set(config):
@@ -57,9 +56,8 @@ def attempt(function: Function, config: Config) -> dict[str, Any] | Failure:
                 "the function must return a dictionary with keys other than the configuration's, "
                 f"got {result!r}"
             )
-        found: dict[str, Any] = json.loads(
-            json.dumps(result)
-        )  # as it will be read from its file; floats keep every bit
+        # as it will be read from its file; floats keep every bit
+        found: dict[str, Any] = json.loads(json.dumps(result))
     except Exception as error:
         return Failure(config, f"{type(error).__name__}: {error}", traceback.format_exc())
     return found

@@ -108,9 +108,8 @@ def _sweep(
             with _warning_if_full():
                 log_hparams(board / cell.key, cell.config, found[cell.key])
     failures: list[Failure] = []
-    client = (
-        connect(cluster, ANSWER_WITHIN) if cluster is not None and missing else None
-    )  # before anything else can be lost
+    # before anything else can be lost
+    client = connect(cluster, ANSWER_WITHIN) if cluster is not None and missing else None
     work = (
         on_processes(function, missing, processes)
         if client is None

@@ -83,10 +83,8 @@ def play_compiled(
 
         def play_seed(i: int) -> None:
             numbers = uniforms([seeds[i]], Purpose.EPISODES, [chunk], (mdp.horizon, 3))[0].numpy()
-            own, scratch = (
-                Carried(*(x[i] for x in carried)),
-                (np.zeros(mdp.num_states), make_work(model)),
-            )
+            own = Carried(*(x[i] for x in carried))
+            scratch = (np.zeros(mdp.num_states), make_work(model))
             play_with_tangents(
                 model, terms, weights, pushes, world, numbers, own, record[i], middle, *scratch
             )

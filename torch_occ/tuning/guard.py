@@ -85,17 +85,13 @@ class Guard:
                     f"worlds: {world.name!r} is played, so it takes one MDP and a loss process, "
                     "not means or a batch"
                 )
-        self.worlds, self.episodes, self.seeds, self.margin, self.caution = (
-            tuple(worlds),
-            episodes,
-            tuple(seeds),
-            margin,
-            caution,
-        )
+        self.worlds, self.episodes, self.seeds = tuple(worlds), episodes, tuple(seeds)
+        self.margin, self.caution = margin, caution
         self.estimator = estimator
+        # (seeds,) each
         self.references = [
             self._play(world, FTRL(world.mdp, reference, reference_estimator)) for world in worlds
-        ]  # (seeds,) each
+        ]
         self.scales = [float(regrets.mean()) for regrets in self.references]
         for world, scale in zip(worlds, self.scales, strict=True):
             if not 0 < abs(scale) < torch.inf:

@@ -82,12 +82,8 @@ class ForecastObjective:
             raise ValueError(
                 f"robustness, floor: expected positive numbers, got {robustness} and {floor}"
             )
-        self.worlds, self.episodes, self.robustness, self.per_decade = (
-            tuple(worlds),
-            episodes,
-            robustness,
-            per_decade,
-        )
+        self.worlds, self.episodes, self.robustness = tuple(worlds), episodes, robustness
+        self.per_decade = per_decade
         self.trust, self.floor, self.estimator = trust, floor, centred(estimator)
         self.scales = [torch.zeros((), dtype=torch.float64) for _ in worlds]
         if reference is not None:
@@ -133,9 +129,8 @@ class ForecastObjective:
             final = _batched(regret)
             plain.setdefault(world.name, []).append(final)
             ratios.setdefault(world.name, []).append(self._log(final) - self._log(scale))
-        x = torch.stack(
-            [torch.cat(parts, -1).mean(-1) for parts in ratios.values()]
-        )  # (environments, B)
+        # (environments, B)
+        x = torch.stack([torch.cat(parts, -1).mean(-1) for parts in ratios.values()])
         value = (self.robustness * x).logsumexp(0) / self.robustness - math.log(
             len(x)
         ) / self.robustness

@@ -183,10 +183,8 @@ class Search:
         """
         screened = 1 if math.isinf(hopeless) else SCREENED
         drawn = low + sobol.draw(screened * count, dtype=torch.float64) * (high - low)
-        given, lowest = (
-            0,
-            min(_trusted(found) for found in self.judged),
-        )  # a guard's penalty counts: what does not pass sets no standard
+        # a guard's penalty counts: what does not pass sets no standard
+        given, lowest = 0, min(_trusted(found) for found in self.judged)
         for i, u in enumerate(drawn):
             if given < count and (
                 len(drawn) - i <= count - given or self.forecast(u) < lowest + hopeless
@@ -266,10 +264,8 @@ class Search:
 
     def result(self, tuned: Tuned, chosen: int, seconds: float) -> Refined:
         """With one of the points as the result."""
-        values, parameters = (
-            torch.tensor([_trusted(found) for found in self.judged]),
-            self.space.parameters_at(torch.stack(self.points)),
-        )
+        values = torch.tensor([_trusted(found) for found in self.judged])
+        parameters = self.space.parameters_at(torch.stack(self.points))
         own = [i for i, u in enumerate(self.points) if torch.equal(u, self.points[chosen])]
         regrets = self.judged[chosen].regrets
         result = replace(

@@ -87,11 +87,9 @@ class ParameterSpace:
             centre.append(transform.inv(value))
             low.append(ends[0])
             high.append(ends[1])
-        self.centre, self.low, self.high = (
-            torch.stack(centre),
-            torch.stack(low),
-            torch.stack(high),
-        )  # (parameters,)
+        # (parameters,)
+        self.centre, self.low = torch.stack(centre), torch.stack(low)
+        self.high = torch.stack(high)
 
     def parameters_at(self, u: Tensor) -> Tensor:
         """Parameters from coordinates, `(..., parameters)` both."""

@@ -67,9 +67,8 @@ def play_in_torch(
             solution = solution.merge(again, again.converged & ~solution.converged)
         q, certified = solution.q, certified & solution.converged
         now = torch.full((N,), float(t), dtype=q.dtype, device=q.device)
-        tangent = -Linearization(step, q, now).apply(
-            tangent_loss + _force(step, q, now)
-        )  # (P, N, S, A)
+        # (P, N, S, A)
+        tangent = -Linearization(step, q, now).apply(tangent_loss + _force(step, q, now))
         slope = (tangent * gaps).sum((-2, -1))
         yield Stretch(
             (q * gaps).sum((-2, -1))[:, None],

@@ -35,18 +35,16 @@ class Tuned:
     value: float  # the objective there
     regrets: dict[str, float]  # and its regrets, by environment
     start: int  # which start found it
-    at_bounds: tuple[
-        str, ...
-    ]  # parameters of the best point that ended at a bound: the optimum may lie beyond
+    # parameters of the best point that ended at a bound: the optimum may lie beyond
+    at_bounds: tuple[str, ...]
     failures: Tensor  # (evaluations, starts), where the objective was not finite or not certified
     values: Tensor  # (evaluations, starts), NaN at failures
     path: Tensor  # (evaluations, starts, parameters)
     names: tuple[str, ...]
     seconds: float
     finished: bool
-    bounds: dict[str, tuple[float, float]] = field(
-        default_factory=dict
-    )  # as they were given to `tune`
+    # as they were given to `tune`
+    bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def load_into(self, regularizer: Regularizer) -> None:
         """Set a regularizer's parameters to the best ones."""
@@ -181,12 +179,8 @@ class Tuner:
             )
         self.space = space = ParameterSpace(regularizer, only, bounds)
         self.names, self.low, self.high = space.names, space.low, space.high
-        self.caller, self.steps, self.starts, self.rate = (
-            _Caller(objective, regularizer),
-            steps,
-            starts,
-            rate,
-        )
+        self.caller, self.steps, self.starts = _Caller(objective, regularizer), steps, starts
+        self.rate = rate
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(starts, len(self.names), dtype=torch.float64, generator=generator)
         noise[0] = 0.0
