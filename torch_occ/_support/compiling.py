@@ -1,5 +1,6 @@
-"""A word to whoever waits while the engine compiles: the first call on a machine, after which the
-result is on disk.
+"""The message that is shown while kernels compile.
+
+Kernels compile at the first call on a machine; later calls load them from disk.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ import sys
 import threading
 
 
-class _Patiently:
-    """Says something on standard error if the first thing that it surrounds in this process takes
-    longer than a few seconds.
+class _CompileMessage:
+    """A context manager that prints a message on standard error after three seconds.
+
+    Only the first block in a process can print, because later ones find the kernels compiled.
     """
 
     def __init__(self) -> None:
@@ -34,4 +36,4 @@ class _Patiently:
             self.timer = None
 
 
-patiently = _Patiently()
+compile_message = _CompileMessage()

@@ -186,8 +186,7 @@ class TensorBoard(Callback):
                 self._hparams(run, "end")
         self.writer.close()
 
-    # -- what is logged
-    # -------------------------------------------------------------------------------------------------------
+    # -- what is logged ------------------------------------------------------------------------
 
     def _curves(self, run: Simulation, i: int) -> dict[str, float]:
         """The numbers of the i-th checkpoint, over all seeds."""
@@ -302,8 +301,7 @@ def _check_directory(directory: Path) -> None:
         ) from error
 
 
-# -- the numbers of a learner
-# ---------------------------------------------------------------------------------------------
+# -- the numbers of a learner ------------------------------------------------------------------
 
 
 def parameters(learner: Learner, t: int) -> dict[str, float]:

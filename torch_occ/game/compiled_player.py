@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.compiling import patiently
+from torch_occ._support.compiling import compile_message
 from torch_occ._support.spacing import CHUNK
 from torch_occ._support.threads import for_each
 from torch_occ.game.estimators import (
@@ -165,7 +165,7 @@ class EnginePlayer:
             play(seed, charged[min(seed, len(charged) - 1)], drawn[seed], tally)
 
         begun = time.monotonic()
-        with patiently:
+        with compile_message:
             for_each(play_seed, count)
         for name, column in zip(_SCALARS, scalars.T, strict=True):
             sums[name] = torch.from_numpy(column.copy())

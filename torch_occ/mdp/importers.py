@@ -50,8 +50,7 @@ def _wait_once(outcomes: Outcomes, reward: Tensor) -> Outcomes:
     return kept.select(actions[outcomes.state, outcomes.action])
 
 
-# -- arrays of other packages
-# -----------------------------------------------------------------------------------------------
+# -- arrays of other packages ------------------------------------------------------------------
 
 
 def from_arrays(
@@ -177,8 +176,7 @@ def _reward_of(reward: Any, outcomes: Outcomes, action_axis: int) -> Tensor:
     )
 
 
-# -- Gymnasium
-# --------------------------------------------------------------------------------------------------------------
+# -- Gymnasium ---------------------------------------------------------------------------------
 
 
 def from_gymnasium(

@@ -106,7 +106,7 @@ class LayeredMDP(Layout, Constructors):
         """Whether a layer is stored sparsely; then nothing of the size of a dense one is ever made."""
         return any(isinstance(layer, SparseLayer) for layer in self.layers)
 
-    # -- sizes ------------------------------------------------------------------------------------------------------------
+    # -- sizes ---------------------------------------------------------------------------------
 
     @cached_property
     def layer_sizes(self) -> tuple[int, ...]:
@@ -167,7 +167,7 @@ class LayeredMDP(Layout, Constructors):
             f"num_pairs={self.num_pairs}{batch})"
         )
 
-    # -- derived models ---------------------------------------------------------------------------------------------------
+    # -- derived models ------------------------------------------------------------------------
 
     def with_transitions(
         self, transitions: Sequence[Tensor], initial: Tensor | None = None

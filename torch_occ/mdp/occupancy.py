@@ -137,8 +137,7 @@ def join(parts: list[Tensor], event_dims: int) -> Tensor:
     )
 
 
-# -- the constraints
-# ------------------------------------------------------------------------------------------------------
+# -- the constraints ---------------------------------------------------------------------------
 
 
 def flow_source(mdp: LayeredMDP) -> Tensor:
@@ -156,8 +155,7 @@ def flow_adjoint(mdp: LayeredMDP, value: Tensor) -> Tensor:
     return torch.where(mdp.actions, value.unsqueeze(-1) - flow_of(mdp).lookahead(value), 0.0)
 
 
-# -- policies
-# -------------------------------------------------------------------------------------------------------------
+# -- policies ----------------------------------------------------------------------------------
 
 
 def uniform_policy(mdp: LayeredMDP) -> Tensor:
@@ -207,8 +205,7 @@ def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
     )
 
 
-# -- planning
-# -------------------------------------------------------------------------------------------------------------
+# -- planning ----------------------------------------------------------------------------------
 
 
 def tie_in(dtype: torch.dtype) -> float:

@@ -24,8 +24,7 @@ from torch_occ.regularizers.catalog import TabularRegularizer
 from torch_occ.regularizers.frozen import Frozen
 from torch_occ.regularizers.terms import Log, Power
 
-# -- the problem, from the tables alone
-# -----------------------------------------------------------------------------------
+# -- the problem, from the tables alone --------------------------------------------------------
 
 #: A convex function of an argument: an exponent p stands for x^p (-x^p for 0 < p < 1), the others
 #: for themselves.
@@ -196,8 +195,7 @@ def largest(weights: Mapping[Atom, Tensor]) -> Tensor:
     return torch.stack(torch.broadcast_tensors(*weights.values())).detach().amax(0)
 
 
-# -- as a layer
-# -----------------------------------------------------------------------------------------------------------
+# -- as a layer --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

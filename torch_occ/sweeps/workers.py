@@ -28,8 +28,7 @@ from torch_occ.sweeps.cells import Cell, Failure, Function, Work, attempt
 DEATHS = 2
 
 
-# -- local processes
-# --------------------------------------------------------------------------------------------------------
+# -- local processes ---------------------------------------------------------------------------
 
 
 def on_processes(function: Function, cells: Sequence[Cell], processes: int) -> Work:
@@ -105,8 +104,7 @@ def _prepare_worker() -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-# -- a Dask cluster
-# ---------------------------------------------------------------------------------------------------------
+# -- a Dask cluster ----------------------------------------------------------------------------
 
 
 def connect(address: str, seconds: float) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_occ._support.compiling import patiently
+from torch_occ._support.compiling import compile_message
 from torch_occ._support.spacing import CHUNK
 from torch_occ._support.streams import Purpose, uniforms
 from torch_occ._support.threads import for_each
@@ -25,8 +25,8 @@ from torch_occ.kernels.tangents import (
     FAILED,
     TANGENTS,
     Carried,
+    Opponent,
     Pushes,
-    World,
     play_with_tangents,
 )
 from torch_occ.mdp.occupancy import interior_point, optimal_policy
@@ -64,7 +64,7 @@ def play_compiled(
     mean, gaps, middle = (
         x.detach().flatten().numpy() for x in (losses.mean, plan.gaps, interior_point(mdp))
     )
-    world = World(
+    opponent = Opponent(
         mean,
         gaps,
         NOISE[losses.noise],
@@ -86,10 +86,10 @@ def play_compiled(
             own = Carried(*(x[i] for x in carried))
             scratch = (np.zeros(mdp.num_states), make_work(model))
             play_with_tangents(
-                model, terms, weights, pushes, world, numbers, own, record[i], middle, *scratch
+                model, terms, weights, pushes, opponent, numbers, own, record[i], middle, *scratch
             )
 
-        with patiently:
+        with compile_message:
             for_each(play_seed, N)
         return torch.from_numpy(record)
 
