@@ -57,8 +57,8 @@ def keep(dispatcher: Any) -> Any:
 def _nowhere(reason: str) -> None:
     warnings.warn(
         "torch_occ: compiled kernels cannot be kept, and every process compiles them anew, for "
-        f"about half a minute: {reason}. "
-        "Name a folder that can be written to in the environment variable NUMBA_CACHE_DIR.",
+        f"about half a minute: {reason}. Name a folder that can be written to in the environment "
+        "variable NUMBA_CACHE_DIR.",
         stacklevel=2,
     )
 

@@ -22,8 +22,8 @@ class _CompileMessage:
     def __enter__(self) -> None:
         if self.first:
             message = (
-                "torch_occ: compiling the engine, once for this machine; this takes about "
-                "half a minute ..."
+                "torch_occ: compiling the engine, once for this machine; this takes about half a "
+                "minute ..."
             )
             self.timer = threading.Timer(3.0, lambda: print(message, file=sys.stderr))
             self.timer.daemon = True

@@ -58,9 +58,8 @@ def phases_of(
         return _corrupted(mdp, losses, episodes), losses.noise
     raise TypeError(
         f"losses: {type(losses).__name__} cannot be forecast, because its means are not fixed "
-        "beforehand in few phases; simulate it, "
-        "or give means, BernoulliLosses, UniformLosses, SwitchingLosses, "
-        "StochasticallyConstrained, or Corrupted around a fixed mean"
+        "beforehand in few phases; simulate it, or give means, BernoulliLosses, UniformLosses, "
+        "SwitchingLosses, StochasticallyConstrained, or Corrupted around a fixed mean"
     )
 
 

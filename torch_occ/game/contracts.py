@@ -1,8 +1,8 @@
-"""What learners, loss processes and estimators may return, and warnings about uncertified steps.
+"""Checks of what learners, loss processes and estimators return; warnings of uncertified steps.
 
-Parts that a user wrote are checked in every episode. Parts of this package are not: they are
-certified or tested. An error names the class, the episode, the seed, the layer, the state and the
-value, and says what was expected.
+Parts that a user wrote are checked in every episode. Parts of this package are not checked, because
+they are certified or tested. An error names the class, the episode, the seed, the layer, the state
+and the value, and says what was expected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch_occ.game.learners import Learner
     from torch_occ.game.simulation import Simulation
 
-#: What `Learner.diagnostics` returns; `status` may be missing.
+#: The entries that `Learner.diagnostics` returns; `status` is optional.
 DIAGNOSTICS = ("newton_steps", "dual_residual", "flow_residual", "uncertified", "status")
 
 
@@ -43,9 +43,7 @@ class Contract:
         self.tolerance = occupancy_tolerance(mdp.dtype)
 
     def proposal(self, t: int, q: Tensor) -> None:
-        """q_t is an occupancy measure: q >= 0 and E q = b, `(N or 1, S, A)`; one residual for all
-        seeds.
-        """
+        """Check that q_t `(N or 1, S, A)` is an occupancy measure: q >= 0 and E q = b."""
         if self.trusts_learner:
             return
         what = f"learner: q from {self.learner}.propose"
@@ -54,11 +52,11 @@ class Contract:
         error = torch.maximum(residual.abs().amax(), -q.amin())
         if self.mdp.missing["pair"] is not None:
             error = torch.maximum(error, q.masked_fill(self.mdp.actions, 0.0).amax())
-        if not float(error) <= self.tolerance:  # NaN is not
+        if not float(error) <= self.tolerance:  # also true for NaN
             self._tell(what, t, q, residual)
 
     def _tell(self, what: str, t: int, q: Tensor, residual: Tensor) -> None:
-        """What is wrong with a q, and where."""
+        """Raise an error that says what is wrong with q, and where."""
         where = self._where(t, len(q))
         check_entries(what, q, q.isfinite(), self.mdp, where, "expected finite numbers")
         check_entries(
@@ -76,16 +74,13 @@ class Contract:
         source = "initial" if state < self.mdp.layer_sizes[0] else "incoming"
         raise ValueError(
             f"{what} at {where(element)}, {self.mdp.locate(state)} is no occupancy measure: its "
-            f"actions sum to {out:.6g}, "
-            f"but the {source} probability is {out - float(residual[element, state]):.6g}. If it "
-            "is a policy, "
-            "return occ.occupancy(mdp, policy)"
+            f"actions sum to {out:.6g}, but the {source} probability is "
+            f"{out - float(residual[element, state]):.6g}. If it is a policy, return "
+            "occ.occupancy(mdp, policy)"
         )
 
     def means(self, found: tuple[Tensor, State], first: int, n: int) -> tuple[Tensor, State]:
-        """Means `(n or 1, N or 1, S, A)` of episodes first, ..., in [0, 1], and the next state of
-        the process.
-        """
+        """Check means `(n or 1, N or 1, S, A)` in [0, 1], and the next state of the process."""
         what = f"losses: {self.losses}.means"
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
             raise TypeError(
@@ -104,7 +99,7 @@ class Contract:
         return means, state
 
     def drawn(self, t: int, feedback: Feedback) -> None:
-        """Losses from a user's `draw` are finite numbers, one for each mean."""
+        """Check that losses from a user's `draw` are finite, one for each mean."""
         if self.trusts_draws:
             return
         what, shape = f"losses: {self.losses}.draw", tuple(feedback.states.shape)
@@ -129,7 +124,7 @@ class Contract:
             )
 
     def diagnostics(self, t: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Nothing, or tensors `(N,)` under the names of `DIAGNOSTICS`."""
+        """Check that diagnostics are empty, or tensors `(N,)` with the names in `DIAGNOSTICS`."""
         if self.trusts_learner or not found:
             return found
         what = f"learner: {self.learner}.diagnostics at episode {t}"
@@ -147,7 +142,7 @@ class Contract:
         return found
 
     def _where(self, t: int, count: int) -> Where:
-        """Names the episode and the seed of an element; of one that stands for all, every seed."""
+        """Names the episode and the seed of a batch element; all seeds if there is one element."""
         return Where(
             t,
             tuple(f"seed {seed}" for seed in self.seeds)
@@ -157,7 +152,7 @@ class Contract:
 
 
 class Where:
-    """Episode and seed of an element of a batch, in words."""
+    """The episode and the seed of a batch element, for messages."""
 
     def __init__(self, t: int, names: Sequence[str]) -> None:
         self.t, self.names = t, names
@@ -169,7 +164,7 @@ class Where:
 def check_estimate(
     mdp: LayeredMDP, estimator: Estimator, estimate: Tensor, t: int, count: int
 ) -> Tensor:
-    """The estimate, once it is known to be finite and of shape `(N, S, A)`."""
+    """Return the estimate if it is finite and of shape `(N, S, A)`; raise an error otherwise."""
     if built_in(estimator):
         return estimate
     what = f"estimator: {type(estimator).__name__}"
@@ -188,8 +183,10 @@ def check_estimate(
 
 
 def check_policy(mdp: LayeredMDP, policy: Tensor) -> Tensor:
-    """The policy `(S, A)`, once every row is known to be a distribution over the actions of its
-    state.
+    """Return the policy `(S, A)` if each row is a distribution over the actions of its state.
+
+    Raises:
+        ValueError: otherwise; it names the state, the action and the value.
     """
     check_tensor("policy", policy, mdp, (), "")
     wrong = (~((policy >= 0) & (mdp.actions | (policy == 0)))).nonzero()
@@ -216,8 +213,9 @@ def check_policy(mdp: LayeredMDP, policy: Tensor) -> Tensor:
 def check_tensor(
     what: str, x: Any, mdp: LayeredMDP, batch: Sequence[int], when: str, *, strict: bool = False
 ) -> None:
-    """A tensor of the MDP's kind and of shape `(*batch, S, A)`; where not `strict`, a 1 may stand
-    for a batch dimension.
+    """Check the type, the device and the shape `(*batch, S, A)` of a tensor.
+
+    Without `strict`, a batch dimension of size 1 stands for all elements.
     """
     expected = (*batch, mdp.num_states, mdp.num_actions)
     at = f" at {when}" if when else ""
@@ -242,7 +240,7 @@ def check_tensor(
 def check_entries(
     what: str, x: Tensor, good: Tensor, mdp: LayeredMDP, where: Where, expected: str
 ) -> None:
-    """Name the first entry of x `(N, S, A)` that is not good."""
+    """Raise a ValueError that names the first entry of x `(N, S, A)` that is not good."""
     wrong = (~good.expand_as(x)).nonzero()
     if len(wrong):
         element, state, action = wrong[0].tolist()
@@ -254,14 +252,15 @@ def check_entries(
 
 
 def occupancy_tolerance(dtype: torch.dtype) -> float:
-    """How far a user's q may be from the flow constraints; a solver of moderate accuracy is
-    welcome.
+    """The largest accepted violation of the flow constraints by a user's q.
+
+    It allows solvers of moderate accuracy.
     """
     return 1e-6 if dtype == torch.float64 else 1e-4
 
 
 def built_in(part: Any) -> bool:
-    """Whether its class is one of this package."""
+    """Whether the class of `part` belongs to this package."""
     return type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -270,19 +269,19 @@ def _kind(x: Any) -> str:
 
 
 class UncertifiedWarning(UserWarning):
-    """Steps of a run could not be certified, so that its q and its regret may be wrong."""
+    """Some steps of a run could not be certified, so its q and its regret may be wrong."""
 
 
 @contextmanager
 def uncertified_is_handled() -> Iterator[None]:
-    """No `UncertifiedWarning` from runs whose caller looks at `history.uncertified` itself."""
+    """Silence `UncertifiedWarning` for callers that check `history.uncertified` themselves."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncertifiedWarning)
         yield
 
 
 def warn_of_first(run: Simulation) -> bool:
-    """Warn of the first step that was not certified; returns whether there was one."""
+    """Warn of the first step that was not certified; return whether there was one."""
     first = run.sums["first_uncertified"]
     if not bool(first.any()):
         return False
@@ -299,7 +298,7 @@ def warn_of_first(run: Simulation) -> bool:
 
 
 def warn_of_all(run: Simulation) -> None:
-    """Warn if steps were not certified, with their number. For the end of a run."""
+    """Warn of uncertified steps, with their number, at the end of a run."""
     if count := int(run.sums["uncertified"].sum()):
         warnings.warn(
             f"{type(run.learner).__name__}: {count:,} of {run.t * len(run.seeds):,} steps were not "

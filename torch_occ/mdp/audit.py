@@ -128,8 +128,8 @@ class Auditor:
         """The refusal."""
         return ValueError(
             f"env: the table of {self.name} does not tell the truth about it: {reason}. Its "
-            "dynamics have more to them than "
-            "env.unwrapped.P, or a wrapper changes them (verify=0 leaves the check out)"
+            "dynamics have more to them than env.unwrapped.P, or a wrapper changes them (verify=0 "
+            "leaves the check out)"
         )
 
 
@@ -145,8 +145,8 @@ def refuse_untruthful(
     if getattr(env.unwrapped, "fickle_passenger", False):
         raise ValueError(
             f"env: {auditor.name} with fickle_passenger=True does not do what its table says: the "
-            "passenger's change of mind depends on "
-            "a hidden variable that is not part of the state; make it with fickle_passenger=False"
+            "passenger's change of mind depends on a hidden variable that is not part of the "
+            "state; make it with fickle_passenger=False"
         )
     if env.unwrapped.render_mode == "human":
         raise ValueError(

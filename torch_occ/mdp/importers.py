@@ -217,9 +217,8 @@ def _make(env: Any, options: Mapping[str, Any] | None) -> tuple[gymnasium.Env[An
             env = gymnasium.make(env, **(options or {}))
         except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
             advice = (
-                "gymnasium.pprint_registry() lists the ids; import the package that "
-                "registers "
-                "it first if it is not Gymnasium's own"
+                "gymnasium.pprint_registry() lists the ids; import the package that registers it "
+                "first if it is not Gymnasium's own"
             )
             raise ValueError(f"env: there is no {env!r}: {error} ({advice})") from error
         except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
@@ -249,8 +248,8 @@ def _read_table(env: Any, name: str) -> tuple[Outcomes, Tensor]:
     if table is None:
         raise ValueError(
             f"env: {name} publishes no table of its dynamics (env.unwrapped.P), and they cannot be "
-            "read off its code; "
-            "write its transitions down and use LayeredMDP.from_tables or from_arrays"
+            "read off its code; write its transitions down and use LayeredMDP.from_tables or "
+            "from_arrays"
         )
     for space, of in ((env.observation_space, "observation"), (env.action_space, "action")):
         if not isinstance(space, Discrete) or space.start != 0:

@@ -176,8 +176,7 @@ def _check(outcomes: Outcomes) -> None:
         smallest = float(row.min()) if len(row) else 0.0
         raise ValueError(
             f"transition: state {state}, action {action}: expected non-negative probabilities that "
-            "sum to 1, "
-            f"got smallest {smallest:.12g} and sum {float(sums[state, action]):.12g}"
+            f"sum to 1, got smallest {smallest:.12g} and sum {float(sums[state, action]):.12g}"
         )
 
 
@@ -241,8 +240,8 @@ def unroll(
     if not sparse and size * probability.element_size() > MAX_BYTES:
         raise ValueError(
             f"horizon: {horizon} steps of this MDP make layers of up to {max(map(len, layers)):,} "
-            "states; their dense transitions would "
-            f"take {size * probability.element_size() / 2**30:,.3g} GiB (the limit is "
+            "states; their dense transitions would take "
+            f"{size * probability.element_size() / 2**30:,.3g} GiB (the limit is "
             f"{MAX_BYTES / 2**30:g}); pass a sparse table"
         )
     transitions: list[Tensor] = []

@@ -88,8 +88,7 @@ def check_shapes(
         )
         raise ValueError(
             f"transitions[{len(tensors) - 1}]: the last layer must lead to the single terminal "
-            "state, "
-            f"shape {expected}, got {tuple(last.shape)}"
+            f"state, shape {expected}, got {tuple(last.shape)}"
         )
     return tensors, num_actions
 
@@ -172,8 +171,8 @@ def check_probabilities(mdp: LayeredMDP) -> None:
     initial = mdp.initial
     if initial.dtype != mdp.dtype or initial.device != mdp.device or initial.shape[-1:] != (size,):
         raise ValueError(
-            f"initial: expected a {mdp.dtype} tensor on {mdp.device} of shape ({size},), "
-            f"got {initial.dtype} on {initial.device} of shape {tuple(initial.shape)}"
+            f"initial: expected a {mdp.dtype} tensor on {mdp.device} of shape ({size},), got "
+            f"{initial.dtype} on {initial.device} of shape {tuple(initial.shape)}"
         )
     _broadcast(
         "initial",

@@ -112,8 +112,8 @@ def connect(address: str, seconds: float) -> Any:
     with extra("dask", "cluster: a Dask cluster needs distributed"):
         from distributed import Client
     advice = (
-        "start one with `dask scheduler`, check the address, or leave the cluster out to run "
-        "on local processes"
+        "start one with `dask scheduler`, check the address, or leave the cluster out to run on "
+        "local processes"
     )
     try:
         return Client(address, timeout=seconds, set_as_default=False)

@@ -63,8 +63,8 @@ class ParameterSpace:
             owner = regularizer.get_submodule(name.rpartition(".")[0])
             if not isinstance(owner, Parametrized):
                 raise ValueError(
-                    f"regularizer: {name} belongs to a {type(owner).__name__}, which cannot tell "
-                    "a batch of starts from its own shape; give the parameter to the regularizer "
+                    f"regularizer: {name} belongs to a {type(owner).__name__}, which cannot tell a "
+                    "batch of starts from its own shape; give the parameter to the regularizer "
                     "itself, or leave it out with only="
                 )
             if value.dim():

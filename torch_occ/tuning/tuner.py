@@ -258,8 +258,8 @@ class Tuner:
         if not bool(self.best_values.isfinite().any()):
             raise RuntimeError(
                 f"the objective was not finite and certified at any of {len(self.values)} "
-                f"evaluations of {self.starts} starts; "
-                "start elsewhere, or look at objective(regularizer)"
+                f"evaluations of {self.starts} starts; start elsewhere, or look at "
+                "objective(regularizer)"
             )
         parameters = self.space.parameters_at(self.best_u[best])
         return Tuned(
