@@ -1,8 +1,7 @@
-"""The cross-check: torch_occ and cvxpylayers side by side, q and all gradients, judged by their KKT
-residuals.
+"""A comparison of torch_occ and cvxpylayers: q and all gradients, checked by KKT residuals.
 
-`print(compare(mdp, psi, loss, t))` shows it; docs/cvxpylayers.md tells what to make of it. The
-layer itself is in torch_occ.reference.cvxpy_layer, the judge in torch_occ.reference.judging.
+`print(compare(mdp, psi, loss, t))` shows it, and docs/cvxpylayers.md explains it. The layer is in
+torch_occ.reference.cvxpy_layer, the residuals in torch_occ.reference.judging.
 """
 
 from __future__ import annotations
@@ -31,15 +30,17 @@ def compare(
     *,
     tolerance: float = 1e-3,
 ) -> Comparison:
-    """torch_occ, and cvxpylayers under each of the settings: q, and the gradients of <c, q> for
-    some fixed c.
+    """Solve one step with torch_occ, and with cvxpylayers under each of the settings.
 
-    Settings whose packages are not installed are left out, and named in `Comparison.left_out` and
-    where it is printed.
+    Compared are q and the gradients of <c, q> for a fixed c. Settings whose packages are not
+    installed are listed in `Comparison.left_out`, and when the comparison is printed.
+
+    Returns:
+        All answers with their residuals.
 
     Raises:
-        ImportError: none of the settings is installed, so there is nothing to compare with.
-        ValueError: there are no settings.
+        ImportError: if none of the settings is installed.
+        ValueError: if there are no settings.
     """
     if not settings:
         raise ValueError(
@@ -58,7 +59,7 @@ def compare(
         torch.as_tensor(t, dtype=mdp.dtype).detach().requires_grad_(),
     )
     layers: dict[str, nn.Module] = {"torch_occ": FTRLStep(mdp, regularizer)}
-    # the first derivative of a process takes torch a second; do not time it
+    # The first derivative in a process takes torch a second, which is not timed.
     ask("torch_occ", layers["torch_occ"], equations, c)
     layers |= {
         _name(each): CvxpyLayer(mdp, regularizer, each) for each in settings if each.installed
@@ -81,7 +82,7 @@ def ask(name: str, layer: nn.Module, equations: Equations, c: Tensor) -> Answer:
     loss = equations.loss.clone().requires_grad_()
     inputs = {"loss": loss} | differentiable_inputs(equations.regularizer, equations.t)
     with warnings.catch_warnings(record=True) as caught:
-        # diffcp tells of an inaccurate solve in this way
+        # diffcp reports an inaccurate solve by a UserWarning.
         warnings.simplefilter("always", UserWarning)
         start = time.perf_counter()
         q = layer(loss, equations.t)

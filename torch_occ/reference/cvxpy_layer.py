@@ -1,8 +1,8 @@
-"""The FTRL step in cvxpy, and as a cvxpylayers layer.
+"""The FTRL step in cvxpy, and as a layer of cvxpylayers.
 
-The constraints E q = b are read off the transitions, and psi off the tables of its terms; nothing
-of Newton's method is used here. The packages that this needs, `pip install torch-occ[reference]`,
-are imported when they are used. On the CPU, in double precision.
+The constraints E q = b are built from the transitions, and psi from the tables of its terms. No
+code of Newton's method is used. The packages (`pip install torch-occ[reference]`) are imported when
+they are used. It runs on the CPU, in double precision.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ from torch_occ.regularizers.terms import Log, Power
 
 # -- the problem, from the tables alone --------------------------------------------------------
 
-#: A convex function of an argument: an exponent p stands for x^p (-x^p for 0 < p < 1), the others
-#: for themselves.
+#: A convex function of an argument. An exponent p stands for x^p (-x^p for 0 < p < 1); the other
+#: functions have names.
 Atom = tuple[str, float | str]
 
-#: q(s,a) log( q(s,a) / q(s) ): two terms that are convex only together.
+#: q(s,a) log( q(s,a) / q(s) ): two terms of which only the sum is convex.
 CONDITIONAL: Atom = ("pair given state", "x log x")
 
 
 def atoms(regularizer: Regularizer, t: Tensor | float) -> dict[Atom, Tensor]:
-    """psi_t as a combination of convex atoms with positive weights; equal atoms are merged, and
-    those of weight zero left out.
+    """psi_t as a combination of convex atoms with positive weights.
 
-    Products such as alpha / eta_t are taken here, in torch, because cvxpy's rules for parameters
-    (DPP) allow none; autograd carries the derivative in a weight on to alpha, gamma and t.
+    Equal atoms are merged, and atoms of weight zero are left out. Products such as alpha / eta_t
+    are computed in torch, because cvxpy's rules for parameters (DPP) forbid them. Autograd then
+    passes the derivative in a weight on to alpha, gamma and t.
+
+    Raises:
+        TypeError: if a part of the regularizer has no table of terms.
+        ValueError: if a term is not convex.
     """
     weights: dict[Atom, Tensor] = {}
     nothing = torch.zeros((), dtype=torch.float64)
@@ -83,19 +87,19 @@ def gather(mdp: LayeredMDP, loss: Tensor) -> Tensor:
 
 
 def spread(mdp: LayeredMDP, x: Tensor) -> Tensor:
-    """The inverse: `(*batch, N)` -> `(*batch, S, A)`, zero on masked pairs."""
+    """The inverse of `gather`: `(*batch, N)` -> `(*batch, S, A)`, zero on masked pairs."""
     place = (mdp.actions.flatten().cumsum(0) - 1).clamp(min=0).view(mdp.actions.shape)
     return torch.where(mdp.actions, x[..., place], 0.0)
 
 
 def flow_constraints(mdp: LayeredMDP) -> tuple[Tensor, Tensor]:
-    """E `(S, N)` over the existing pairs, sparse, and b `(S,)`."""
+    """The sparse matrix E `(S, N)` over the existing pairs, and b `(S,)`."""
     if mdp.batch_shape:
         raise ValueError(
             f"mdp: expected a single MDP, got a batch of shape {tuple(mdp.batch_shape)}"
         )
     state = mdp.actions.nonzero()[:, 0]
-    number = mdp.actions.flatten().cumsum(0) - 1  # of each pair among the existing ones
+    number = mdp.actions.flatten().cumsum(0) - 1  # the index of each pair among the existing ones
     rows, columns = [state], [torch.arange(len(state))]
     values = [torch.ones(len(state), dtype=mdp.dtype)]
     for (here, there), layer in zip(
@@ -115,11 +119,14 @@ def flow_constraints(mdp: LayeredMDP) -> tuple[Tensor, Tensor]:
 def state_in_cvxpy(
     mdp: LayeredMDP, which: Sequence[Atom], *, exact_powers: bool = False
 ) -> tuple[Any, Any, list[Any]]:
-    """The step as a DPP problem: the problem, its variable q over the N existing pairs, its
-    parameters: the loss and a weight an atom.
+    """The step as a DPP problem.
 
-    Powers other than 1/2 become second-order cones, their exponent a nearby fraction, unless
-    `exact_powers` asks for power cones, which diffcp does not know.
+    Powers other than 1/2 become second-order cones, with a nearby fraction as the exponent. With
+    `exact_powers` they become power cones, which diffcp does not support.
+
+    Returns:
+        The problem, its variable q over the N existing pairs, and its parameters: the loss, and one
+        weight per atom.
     """
     cp = _require("cvxpy")
     scipy = _require("scipy.sparse")
@@ -130,7 +137,7 @@ def state_in_cvxpy(
         (torch.ones(len(state)).double().numpy(), (state.numpy(), range(len(state)))),
         shape=tuple(E.shape),
     )
-    siblings = sums.T @ sums  # which pairs share a state
+    siblings = sums.T @ sums  # pairs that share a state
     several = mdp.actions.sum(-1)[state] > 1
     neighbours = mdp.layer[state].bincount()[mdp.layer[state]]
     q, loss = cp.Variable(len(state)), cp.Parameter(len(state))
@@ -138,9 +145,9 @@ def state_in_cvxpy(
     arguments = {
         "pair": q,
         "rest": (siblings - scipy.eye_array(len(state))).tocsr()[several.numpy()]
-        @ q,  # a lone action has none
+        @ q,  # not for the only action of a state
         "state": sums @ q,
-        "complement": 1 - q[(neighbours > 1).numpy()],  # a lone pair of its layer has none
+        "complement": 1 - q[(neighbours > 1).numpy()],  # not for the only pair of a layer
     }
 
     def value(atom: Atom) -> Any:
@@ -169,8 +176,13 @@ def _clarabel(tolerance: float) -> dict[str, float]:
 def solve_cvxpy(
     mdp: LayeredMDP, regularizer: Regularizer, loss: Tensor, t: Tensor | float = 1.0, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """q `(S, A)` and the multipliers v `(S,)` by cvxpy; Clarabel with tight tolerances, unless the
-    options for `Problem.solve` differ.
+    """Solve the step with cvxpy; by default with Clarabel and tight tolerances.
+
+    Args:
+        options: options of `Problem.solve` that replace the defaults.
+
+    Returns:
+        q `(S, A)` and the multipliers v `(S,)`.
     """
     weights = atoms(regularizer, t)
     problem, q, parameters = state_in_cvxpy(mdp, list(weights), exact_powers=True)
@@ -178,7 +190,7 @@ def solve_cvxpy(
     for parameter, given in zip(parameters, [gather(mdp, loss), *weights.values()], strict=True):
         parameter.value = (given.detach() / scale).numpy()
     with warnings.catch_warnings():
-        # Asked for more digits than it can certify, Clarabel returns its best point and cvxpy
+        # If Clarabel cannot certify the digits asked for, it returns its best point, and cvxpy
         # warns.
         warnings.filterwarnings("ignore", "Solution may be inaccurate", UserWarning)
         problem.solve(**({"solver": "CLARABEL", **_clarabel(1e-14)} | options))
@@ -189,8 +201,10 @@ def solve_cvxpy(
 
 
 def largest(weights: Mapping[Atom, Tensor]) -> Tensor:
-    """`()` or `(B,)`: loss and weights can be divided by it without moving q, and the solvers are
-    much better with numbers near one.
+    """The largest weight, `()` or `(B,)`.
+
+    Dividing the loss and all weights by it does not change q, and solvers are far more accurate
+    with numbers near one.
     """
     return torch.stack(torch.broadcast_tensors(*weights.values())).detach().amax(0)
 
@@ -200,17 +214,17 @@ def largest(weights: Mapping[Atom, Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Settings:
-    """How cvxpylayers shall solve and differentiate."""
+    """Options with which cvxpylayers solves and differentiates."""
 
     name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # its `solver_args`
-    mode: str | None = None  # how diffcp solves for the derivative; None leaves it to diffcp
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # the layer's `solver_args`
+    mode: str | None = None  # diffcp's method for derivatives; None is its default
     solver: str | None = None  # the backend; None is diffcp
     normalize: bool = False  # divide loss and weights by the largest weight first
 
     @property
     def missing(self) -> str:
-        """What is not installed and how to get it, in words; empty if nothing is missing."""
+        """Which package is missing and how to install it; empty if none is."""
         solver = "diffcp" if self.solver is None else self.solver.lower()
         method = (
             str(self.arguments.get("solve_method", "scs")).lower()
@@ -227,7 +241,7 @@ class Settings:
 
     @property
     def installed(self) -> bool:
-        """Whether all packages that this needs are there."""
+        """Whether all packages that these settings need are installed."""
         return not self.missing
 
 
@@ -247,11 +261,11 @@ ALL_SETTINGS = (DEFAULT, LSMR, MOREAU, ACCURATE_SCS, ACCURATE_CLARABEL)
 
 
 class CvxpyLayer(Frozen):
-    """The step by cvxpylayers: `layer(loss, t)` -> q, differentiable in the loss, in t and in the
-    regularizer's parameters.
+    """The step by cvxpylayers: `layer(loss, t)` -> q.
 
-    An exponent is fixed at construction and gets no gradient; nor does the parameter of a term that
-    has weight zero then.
+    It is differentiable in the loss, in t and in the regularizer's parameters. Exponents are fixed
+    at construction and get no gradient. Neither does the parameter of a term whose weight is zero
+    at construction.
     """
 
     fixed: ClassVar = dict.fromkeys(
@@ -278,8 +292,7 @@ class CvxpyLayer(Frozen):
             gather(self.mdp, loss) / scale.unsqueeze(-1),
             *(weights[atom] / scale for atom in self.atoms),
         ]
-        # Without a gradient to compute, diffcp would hand the mode to the solver, which does not
-        # know it.
+        # Without a gradient to compute, diffcp would pass the mode to the solver, which rejects it.
         differentiable = torch.is_grad_enabled() and any(given.requires_grad for given in inputs)
         (q,) = self.layer(
             *inputs,

@@ -1,7 +1,7 @@
-"""Who is right: answers measured against the equations that they must satisfy, with a dense Hessian
-and least squares.
+"""Residuals of an answer in the equations that it must satisfy.
 
-It trusts neither side and shares no code with the solver. An answer is right when
+They are computed with a dense Hessian and least squares, and share no code with the solver. An
+answer is correct if
 
     q                      grad psi(q) + loss = E'v   and   E q = b
     d<c,q>/dloss = -u      H u = c - E'w              and   E u = 0,      H the Hessian of psi at q
@@ -23,9 +23,9 @@ from torch_occ.regularizers.base import Regularizer
 
 @dataclass(frozen=True)
 class Equations:
-    """What a right answer satisfies, as residuals.
+    """Residuals of the equations that a correct answer satisfies.
 
-    Each equation of a pair is multiplied by q(s,a), so that the same relative error of q counts the
+    The equation of a pair is multiplied by q(s,a), so that the same relative error of q counts the
     same in rare and in frequent pairs.
     """
 
@@ -35,8 +35,9 @@ class Equations:
     t: Tensor
 
     def residual_of_q(self, q: Tensor) -> float:
-        """The larger of |grad psi(q) + loss - E'v| for the best v, relative to its terms, and |E q
-        - b|; infinite unless q > 0.
+        """The larger of two residuals of q; infinite unless q > 0.
+
+        They are |grad psi(q) + loss - E'v| for the best v, relative to its terms, and |E q - b|.
         """
         x, (E, b) = q.detach()[self.mdp.actions], _constraints(self.mdp)
         if not bool(((x > 0) & x.isfinite()).all()):
@@ -46,15 +47,16 @@ class Equations:
         return float(torch.maximum(stationarity, (E @ x - b).abs().amax()))
 
     def residual_of_gradient(self, q: Tensor, c: Tensor, gradient: Tensor) -> float:
-        """With u = -gradient in the loss, the larger of |c - H u - E'w| for the best w, relative to
-        u = 0, and |E u|, relative to |u|.
+        """The larger of two residuals of the gradient in the loss, -u.
+
+        They are |c - H u - E'w| for the best w, relative to u = 0, and |E u|, relative to |u|.
         """
         x, (E, _) = q.detach()[self.mdp.actions], _constraints(self.mdp)
         u, c = -gradient[self.mdp.actions], c[self.mdp.actions]
         if not bool(((x > 0) & u.isfinite()).all()):
             return torch.inf
         H = torch.autograd.functional.hessian(self._psi, x)
-        # Where Omega is a single point, every c is E'w up to rounding, and u = 0 is right.
+        # If Omega is a single point, every c is E'w up to rounding, and u = 0 is correct.
         stationarity = _off_range(E, c - H @ u, x) / _off_range(E, c, x).clamp(
             min=1e-12 * float((x * c).norm())
         )
@@ -88,7 +90,7 @@ def _off_range(E: Tensor, y: Tensor, scale: Tensor) -> Tensor:
 
 
 def differentiable_inputs(regularizer: Regularizer, t: Tensor) -> dict[str, Tensor]:
-    """The parameters by the last part of their name, where that is enough, and t."""
+    """t, and the parameters by the last part of their name where that is unique."""
     parameters = dict(regularizer.named_parameters())
     short = [name.rpartition(".")[2] for name in parameters]
     return {
@@ -99,13 +101,14 @@ def differentiable_inputs(regularizer: Regularizer, t: Tensor) -> dict[str, Tens
 
 @dataclass(frozen=True)
 class Answer:
-    """What one side says, and what the judge finds: the residuals of "q" and "loss", the relative
-    errors of the other gradients.
+    """One side's answer, and its errors.
+
+    The errors of "q" and "loss" are residuals; those of the other gradients are relative errors.
     """
 
     name: str
     q: Tensor  # (S, A)
-    # of <c, q> in "loss", the parameters and "t"; None where there is none
+    # Gradients of <c, q> in "loss", the parameters and "t"; None if there is none.
     gradients: Mapping[str, Tensor | None]
     seconds: float = torch.nan  # to solve and differentiate once
     warning: str = ""
@@ -114,15 +117,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All sides, judged; print it."""
+    """All answers with their errors; print it."""
 
     answers: tuple[Answer, ...]
     tolerance: float
-    left_out: Mapping[str, str] = field(default_factory=dict)  # who was not compared, and why
+    left_out: Mapping[str, str] = field(default_factory=dict)  # what was not compared, and why
 
     @property
     def wrong(self) -> dict[str, list[str]]:
-        """For each culprit, what it has wrong."""
+        """The entries that are wrong, by the name of the answer."""
         found = {
             answer.name: [
                 what for what, error in answer.errors.items() if not error <= self.tolerance
@@ -170,10 +173,17 @@ class Comparison:
 def judge(
     equations: Equations, c: Tensor, answers: Sequence[Answer], *, tolerance: float = 1e-3
 ) -> Comparison:
-    """Measure every answer, whose gradients are those of <c, q>, against the equations.
+    """Measure every answer against the equations.
 
-    H is taken at the q of smallest residual, and the d loss of smallest residual implies the other
-    gradients, whoever gave them. If even these miss the tolerance, everybody is wrong.
+    The gradients are those of <c, q>. H is taken at the q with the smallest residual. The gradient
+    in the loss with the smallest residual implies the other gradients. If even these exceed the
+    tolerance, every answer counts as wrong.
+
+    Returns:
+        The answers with their errors.
+
+    Raises:
+        ValueError: if there is no answer.
     """
     if not answers:
         raise ValueError("answers: expected at least one")

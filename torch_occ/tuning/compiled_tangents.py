@@ -1,8 +1,6 @@
-"""The run with tangents carried along, compiled: torch_occ.tuning.tangents for regularizers that
-are tables of elementary terms.
+"""The compiled version of torch_occ.tuning.tangents, for tables of elementary terms.
 
-How weights and exponents depend on the parameters is worked out in torch, once per chunk of
-episodes.
+Torch computes how weights and exponents depend on the parameters, once per chunk of episodes.
 """
 
 from __future__ import annotations
@@ -53,8 +51,9 @@ def why_not_carry(step: FTRLStep, losses: LossProcess) -> str | None:
 def play_compiled(
     step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequence[int]
 ) -> Iterator[Stretch]:
-    """Play as `simulate` does, from the same random numbers, a chunk of episodes a stretch; the
-    seeds side by side in threads.
+    """Play as `simulate` does, from the same random numbers; yield one chunk at a time.
+
+    The seeds run in parallel threads.
     """
     mdp, model, table = step.mdp, model_of(step.mdp), _Table(step.regularizer)
     N, P, num_pairs = len(seeds), len(step.evaluator.names), mdp.num_states * mdp.num_actions
@@ -75,7 +74,7 @@ def play_compiled(
     carried = Carried(np.tile(middle, (N, 1)), *(np.zeros((N, *shape)) for shape in shapes))
 
     def play_chunk(chunk: int, n: int) -> Tensor:
-        # All of the chunk, for the same bits in runs of any length.
+        # The whole chunk, so that runs of any length have the same bits.
         t = chunk * CHUNK + torch.arange(1, CHUNK + 1, dtype=torch.float64)
         weights, exponents, pushes = table.differentiate(step.evaluator.names, logs, t)
         weights = weights[:n]
@@ -100,8 +99,9 @@ def play_compiled(
 
 
 class _Table(nn.Module):
-    """t `(n,)` -> weights `(n, K)` and exponents `(K,)`, as a module: `functional_call` can
-    exchange its parameters.
+    """A module from t `(n,)` to weights `(n, K)` and exponents `(K,)`.
+
+    It is a module so that `functional_call` can exchange its parameters.
     """
 
     def __init__(self, regularizer: Regularizer) -> None:
@@ -115,7 +115,7 @@ class _Table(nn.Module):
     def differentiate(
         self, names: Sequence[str], logs: Sequence[Tensor], t: Tensor
     ) -> tuple[Floats, Floats, Pushes]:
-        """Weights and exponents, and how they move with the logarithm of each parameter."""
+        """Weights, exponents, and their derivatives in the logarithm of each parameter."""
 
         def table(*logs: Tensor) -> tuple[Tensor, Tensor]:
             named = {

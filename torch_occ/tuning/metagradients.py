@@ -1,19 +1,19 @@
-"""Gradients of the regret through the run itself, in the logarithms of the regularizer's
-parameters, and what they are worth.
+"""Gradients of the regret through the run itself, in the logarithms of the parameters.
 
-A learner with bandit feedback depends on its parameters in two ways: its q_t moves, and so do the
-actions that it samples. Holding the sampled actions fixed and differentiating everything else is
-the **pathwise** estimator, sum_t <dq_t, gaps>: biased. The **unbiased** one adds the score,
+A learner with bandit feedback depends on its parameters in two ways: through q_t, and through the
+actions that it samples. The **pathwise** estimator, sum_t <dq_t, gaps>, keeps the sampled actions
+fixed and differentiates everything else, so it is biased. The **unbiased** estimator adds the
+score,
 
     sum_t ( <q_t, gaps> - baseline_t ) sum_{tau < t} d log pi_tau(a_tau | s_tau),
 
-with the mean of the other seeds as the baseline. Both carry a handful of tangents along the run
-(torch_occ.tuning.tangents), in memory that does not grow with T. `finite_differences` with common
-random numbers is the reference.
+where the baseline is the mean of the other seeds. Both propagate one tangent per parameter along
+the run (torch_occ.tuning.tangents), in memory that does not grow with T. `finite_differences` with
+common random numbers is the reference.
 
-The first two fail in long runs: a visit multiplies the tangent of Lhat by 1 + Pi loss/q^2, so that
-the standard error explodes with T, which is reported and not hidden. docs/meta_tuning.md shows
-where each one stops being usable, and torch_occ.forecasting.mean_path is what to use beyond.
+The first two fail in long runs. A visit multiplies the tangent of Lhat by 1 + Pi loss/q^2, so the
+standard error explodes with T; it is reported with the estimate. docs/meta_tuning.md shows up to
+which T each is usable. Beyond, use torch_occ.forecasting.mean_path.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ from torch_occ.tuning.tangents import Stretch, play_in_torch
 class Estimate(NamedTuple):
     """A gradient of the expected regret at C episodes, from N seeds."""
 
-    # (N, C, parameters), one estimate a seed; those of the unbiased estimator share baselines
+    # (N, C, parameters), one estimate per seed; those of the unbiased estimator share baselines
     samples: Tensor
 
     @property
     def mean(self) -> Tensor:
-        """`(C, parameters)`."""
+        """The mean over seeds, `(C, parameters)`."""
         return self.samples.mean(0)
 
     @property
     def standard_error(self) -> Tensor:
-        """Of the mean, `(C, parameters)`."""
+        """The standard error of the mean, `(C, parameters)`."""
         return self.samples.std(0) / len(self.samples) ** 0.5
 
     @property
     def heaviest(self) -> Tensor:
-        """The share of one seed in the variance, `(C, parameters)`: where it is not small, the
-        standard error is not to be believed.
+        """The largest share of one seed in the variance, `(C, parameters)`.
+
+        Where it is not small, the standard error is unreliable.
         """
         squares = (self.samples - self.mean).square()
         return squares.amax(0) / squares.sum(0)
@@ -72,7 +73,7 @@ class Gradients(NamedTuple):
     certified: (
         Tensor  # (N,), whether every step was; others have NaN as their samples from there on
     )
-    backend: str  # which one played, "torch" or "engine"
+    backend: str  # the one that played: "torch" or "engine"
 
 
 @torch.no_grad()
@@ -86,13 +87,21 @@ def run_gradients(
     checkpoints: Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> Gradients:
-    """Play importance-weighted FTRL as `simulate` does, from the same random numbers, with the
-    tangents of q and Lhat carried along.
+    """Play importance-weighted FTRL with the tangents of q and Lhat.
+
+    The run is that of `simulate`, from the same random numbers.
 
     Args:
-        checkpoints: episodes at which there is an estimate; 20 a decade by default, and the last.
-        backend: "engine" is compiled, for built-in regularizers; "torch" does everything; "auto"
-            takes the engine where it can.
+        checkpoints: episodes at which there is an estimate; by default 20 per decade, and the last.
+        backend: "engine" is compiled, for built-in regularizers; "torch" plays everything; "auto"
+            uses the engine where it can.
+
+    Returns:
+        Both estimates, for every seed and checkpoint.
+
+    Raises:
+        ValueError: if there are fewer than two seeds, a checkpoint is out of range, or the
+            regularizer has no scalar parameters.
     """
     seeds = [int(seed) for seed in seeds]
     if len(seeds) < 2:
@@ -100,7 +109,7 @@ def run_gradients(
     wanted = sorted(set(log_spaced(episodes) if checkpoints is None else checkpoints))
     if not wanted or wanted[0] < 1 or wanted[-1] > episodes:
         raise ValueError(f"checkpoints: expected episodes from 1 to {episodes}, got {wanted}")
-    losses.start(mdp, seeds)  # checks that they fit
+    losses.start(mdp, seeds)  # checks that they fit the MDP
     step = FTRLStep(mdp, regularizer, backend="torch" if backend == "torch" else "auto")
     if not step.evaluator.names or any(
         parameter.dim() for parameter in step.evaluator.own_parameters
@@ -142,7 +151,7 @@ Play = Callable[[FTRLStep, Stationary, int, Sequence[int]], Iterator[Stretch]]
 
 
 def _choose(backend: Backend, step: FTRLStep, losses: Stationary) -> tuple[str, Play]:
-    """Who plays; an error that says why if the engine was asked for and cannot."""
+    """The function that plays, and its name; an error if the engine is required but cannot."""
 
     def why_not() -> str | None:
         return later("tuning.compiled_tangents").why_not_carry(step, losses)
@@ -163,11 +172,16 @@ def finite_differences(
     checkpoints: Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> Estimate:
-    """The gradient in the logarithms of the parameters by central differences of simulated regret,
-    with common random numbers.
+    """The gradient in the logarithms of the parameters, by central differences of simulated regret.
 
-    A seed with a step that could not be certified has NaN as its sample from there on. The backend
-    is that of `simulate`.
+    Both runs have the same random numbers. If a step of a seed could not be certified, its samples
+    are NaN from there on. The backend is that of `simulate`.
+
+    Returns:
+        One estimate per seed and checkpoint.
+
+    Raises:
+        ValueError: if `step` is not positive.
     """
     if not step > 0:
         raise ValueError(f"step: expected a positive number, got {step}")

@@ -1,8 +1,7 @@
-"""The space in which parameters are tuned: unconstrained coordinates u, one per parameter, inside
-bounds.
+"""The space in which parameters are tuned: one unconstrained coordinate per parameter, in bounds.
 
-A parameter is the image of its coordinate under the transform of its declared domain: logarithms of
-positive numbers, logits of intervals.
+A parameter is the image of its coordinate under the transform of its declared domain: logarithms
+for positive numbers, logits for intervals.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from torch.distributions import constraints, transform_to
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.parametrized import Parametrized
 
-#: Where positive parameters are kept, unless `bounds` says otherwise.
+#: The bounds of positive parameters, unless `bounds` gives others.
 LOWEST, HIGHEST = 1e-4, 1e4
 
 
 class ParameterSpace:
-    """The parameters of a regularizer that are tuned, their transforms and their bounds.
+    """The parameters of a regularizer that are tuned, with their transforms and bounds.
 
     Args:
         regularizer: its parameters are scalars.
-        only: names of the parameters to tune, whole (`terms.1.beta`) or their last part (`beta`);
-            all by default.
+        only: names of the parameters to tune: full names (`terms.1.beta`) or their last part
+            (`beta`); all by default.
         bounds: by the same names; 1e-4 to 1e4 by default.
 
     Raises:
-        ValueError: if a name is unknown, a parameter is not a scalar or belongs to a module that is
-            no `Parametrized`, or a value is outside its bounds.
+        ValueError: if a name is unknown, a parameter is not a scalar, a parameter belongs to a
+            module that is not `Parametrized`, or a value is outside its bounds.
     """
 
     def __init__(
@@ -109,9 +108,7 @@ class ParameterSpace:
         return u.clamp(self.low, self.high)
 
     def at_bounds(self, u: Tensor) -> tuple[str, ...]:
-        """The names of the parameters that are at a bound of theirs, for coordinates
-        `(parameters,)`.
-        """
+        """The names of the parameters that are at a bound, for coordinates `(parameters,)`."""
         met = (u <= self.low) | (u >= self.high)
         return tuple(name for name, flag in zip(self.names, met.tolist(), strict=True) if flag)
 

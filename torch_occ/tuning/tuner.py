@@ -1,9 +1,8 @@
-"""Meta-tuning: the parameters of a regularizer, found by gradients of an objective such as the
-forecast regret.
+"""Meta-tuning: minimize an objective over a regularizer's parameters, by gradients.
 
-Every parameter is moved in an unconstrained space (torch_occ.tuning.space). Several starts are one
-batch: parameters of shape `(starts, 1)`. A start whose objective is not finite, or whose forecast
-has no certificate, goes back to its best point so far, and that is counted and reported.
+Parameters are optimized in an unconstrained space (torch_occ.tuning.space). All starts are one
+batch: parameters of shape `(starts, 1)`. If the objective of a start is not finite, or its forecast
+has no certificate, the start returns to its best point so far. Such failures are recorded.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from torch_occ.tuning.space import ParameterSpace
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a tuner leaves behind; everything over `steps + 1` evaluations and all starts."""
+    """The result of tuning, over `steps + 1` evaluations and all starts."""
 
     parameters: dict[str, float]  # the best ones, by their names in the regularizer
     value: float  # the objective there
-    regrets: dict[str, float]  # and its regrets, by environment
-    start: int  # which start found it
-    # parameters of the best point that ended at a bound: the optimum may lie beyond
+    regrets: dict[str, float]  # the regrets there, by environment
+    start: int  # the index of the start that found it
+    # Parameters of the best point that are at a bound; the optimum may lie beyond it.
     at_bounds: tuple[str, ...]
     failures: Tensor  # (evaluations, starts), where the objective was not finite or not certified
     values: Tensor  # (evaluations, starts), NaN at failures
@@ -43,7 +42,7 @@ class Tuned:
     names: tuple[str, ...]
     seconds: float
     finished: bool
-    # as they were given to `tune`
+    # The bounds that were given to `tune`.
     bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def load_into(self, regularizer: Regularizer) -> None:
@@ -88,34 +87,35 @@ def tune(
     save_to: str | Path | None = None,
     resume: bool = True,
 ) -> Tuned:
-    """Minimize an objective over the parameters of a regularizer, which is left as it is
-    (`Tuned.load_into` changes it).
+    """Minimize an objective over the parameters of a regularizer.
+
+    The regularizer is not changed; `Tuned.load_into` sets its parameters.
 
     Args:
         objective: called with a regularizer whose parameters have shape `(starts, 1)`; for example
             a `ForecastObjective`.
-        regularizer: its parameters, scalars, are the first start.
+        regularizer: its scalar parameters are the first start.
         steps: of the optimizer.
-        starts: the others are drawn around the first one, with standard deviation `spread` in the
-            unconstrained space.
-        only: names of the parameters to tune, whole (`terms.1.beta`) or their last part (`beta`);
-            all by default.
+        starts: the other starts are drawn around the first one, with standard deviation `spread`
+            in the unconstrained space.
+        only: names of the parameters to tune: full names (`terms.1.beta`) or their last part
+            (`beta`); all by default.
         bounds: by the same names; 1e-4 to 1e4 by default.
-        rate: the learning rate of the optimizer; it falls to zero along a cosine.
+        rate: the learning rate of the optimizer; it decreases to zero along a cosine.
         optimizer: `(tensors, rate) -> torch.optim.Optimizer`; Adam by default.
-        directory: where TensorBoard's `meta/*` go.
-        save_to: a file in which the tuning is kept after every step, so that it can continue after
-            an interruption, with the same numbers. It is tried before the first step; if a later
-            save fails, a warning says so, and the tuning goes on.
+        directory: a directory for TensorBoard's `meta/*`.
+        save_to: a file in which the tuning is saved after every step, so that it can continue
+            after an interruption, with the same numbers. Writing is tested before the first step.
+            If a later save fails, there is a warning, and the tuning continues.
         resume: continue from `save_to` if it exists; otherwise a tuning saved there is replaced.
 
     Returns:
-        The best point found, and the way there.
+        The best point found, and all evaluations.
 
     Raises:
-        KeyboardInterrupt: after Ctrl-C, with `error.result`, a `Tuned` of the steps so far (None if
-            none was certified), and `error.saved_to`. The same call continues.
-        SystemExit: likewise after SIGTERM, as in `simulate`.
+        KeyboardInterrupt: after Ctrl-C. `error.result` is a `Tuned` of the steps so far (None if
+            none was certified), and `error.saved_to` is the file. The same call continues.
+        SystemExit: after SIGTERM, in the same way; see `simulate`.
         ValueError: if an argument is wrong, or `save_to` is damaged or belongs to another tuning.
         OSError: if `save_to` cannot be written, before the first step.
         RuntimeError: if no evaluation was finite and certified.
@@ -204,7 +204,7 @@ class Tuner:
         return fingerprints(objective=objective, regularizer=regularizer, options=self.options)
 
     def advance(self) -> None:
-        """Evaluate at the present point, and move on."""
+        """Evaluate the objective at the current points, and make one step."""
         begun = time.monotonic()
         u = self.u.detach().clone().requires_grad_()
         parameters = self.space.parameters_at(u)
@@ -214,7 +214,8 @@ class Tuner:
         fine = value.isfinite() & evaluation.certified.expand(self.starts)
         gradient = torch.zeros_like(u)
         if bool(fine.any()):
-            # The starts are independent rows of a batch, so that one which failed spoils no other.
+            # The starts are independent rows of a batch, so a failed one does not affect the
+            # others.
             (gradient,) = torch.autograd.grad(torch.where(fine, value, 0.0).sum(), u)
             fine = fine & gradient.isfinite().all(-1)
             gradient = torch.where(fine[:, None], gradient, 0.0)
@@ -253,7 +254,7 @@ class Tuner:
             )
 
     def result(self) -> Tuned:
-        """The best point so far."""
+        """The best point so far; a RuntimeError if none was finite and certified."""
         best = int(self.best_values.argmin())
         if not bool(self.best_values.isfinite().any()):
             raise RuntimeError(
@@ -295,7 +296,7 @@ class Tuner:
         return copied(now | {"optimizer": self.optimizer.state_dict()})
 
     def restore(self, state: State) -> None:
-        """Go on from what `state` returned, in this process or another."""
+        """Continue from a result of `state`, in this process or another."""
         state = copied(state)
         self.optimizer.load_state_dict(state.pop("optimizer"))
         with torch.no_grad():
@@ -317,7 +318,7 @@ class _Caller(nn.Module):
         return self.objective(self.regularizer)
 
     def at(self, parameters: dict[str, Tensor]) -> Evaluation:
-        """The objective with these in place of the parameters of those names."""
+        """The objective with these values in place of the parameters with these names."""
         return torch.func.functional_call(
             self, {f"regularizer.{name}": value for name, value in parameters.items()}, ()
         )
