@@ -1,6 +1,4 @@
-"""What a leaping particle plays against: phases of constant means, and the episodes beyond which no
-leap goes.
-"""
+"""The course of a leaping particle: phases of constant means, and episodes where leaps end."""
 
 from __future__ import annotations
 
@@ -22,13 +20,13 @@ WIDEST = 0.25
 
 
 class Course(NamedTuple):
-    """What is known before the first leap."""
+    """Losses, stops and comparators, which are known before the first leap."""
 
-    stops: Tensor  # (C,), episodes beyond which no leap goes: checkpoints and ends of phases
-    phase: Tensor  # (C,), the phase that ends, or goes on, at each
+    stops: Tensor  # (C,), episodes that no leap crosses: checkpoints and ends of phases
+    phase: Tensor  # (C,), the phase before each stop
     means: Tensor  # (P, S, A)
     gaps: Tensor  # (P, S, A)
-    best: Tensor  # (C,), what the best fixed policy pays beyond the best policy of every phase
+    best: Tensor  # (C,), loss of the best fixed policy minus that of the best of every phase
     noise: Noise
 
     @classmethod

@@ -1,7 +1,7 @@
-"""MDPs from elsewhere: arrays of other packages, and Gymnasium's tables.
+"""Importers of MDPs: arrays of other packages, and tables of Gymnasium.
 
-Each importer reads a list of outcomes with a reward each, and `build` does the rest: states that
-only wait keep one action, the MDP is unrolled into layers, and the rewards become losses.
+Each importer makes a list of outcomes with rewards. `build` unrolls them into layers and turns the
+rewards into losses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def build(outcomes: Outcomes, rewards: Tensor, horizon: int, initial: Tensor | int) -> RewardMDP:
-    """The layered MDP of a list of outcomes, each with its reward `(n,)`."""
+    """The layered MDP of a list of outcomes, with a reward `(n,)` for each."""
     scale = RewardMap.covering(rewards)
     reward = outcomes.sums(outcomes.probability * rewards)
     return RewardMDP(
@@ -32,15 +32,9 @@ def build(outcomes: Outcomes, rewards: Tensor, horizon: int, initial: Tensor | i
 
 
 def _wait_once(outcomes: Outcomes, reward: Tensor) -> Outcomes:
-    """A state whose every action leads back to it, for the same reward, decides nothing and keeps
-    its first action only.
-    """
-    leaves = (
-        outcomes.sums(
-            ((outcomes.next != outcomes.state) & (outcomes.probability > 0)).to(reward.dtype)
-        )
-        > 0
-    )
+    """Keep only the first action of states where every action stays, for the same reward."""
+    moves = (outcomes.next != outcomes.state) & (outcomes.probability > 0)
+    leaves = outcomes.sums(moves.to(reward.dtype)) > 0
     first = outcomes.actions.to(torch.int8).argmax(-1, keepdim=True)
     same = (reward == reward.gather(-1, first)) | ~outcomes.actions
     waits = ((same & ~leaves) | ~outcomes.actions).all(-1)
@@ -91,16 +85,14 @@ def from_arrays(
         probability,
         torch.ones(num_states, num_actions, dtype=torch.bool),
     )
-    # Rewards are looked up by the next state itself, before terminal ones are merged into the end.
+    # Look up rewards before terminal states are merged into the absorbing end.
     rewards = _reward_of(reward, outcomes, action_axis)
     alive = finish(outcomes, tuple(terminal))
     return build(alive, rewards[alive.actions[outcomes.state, outcomes.action]], horizon, initial)
 
 
 def _per_action(transition: Any, action_axis: int | None) -> tuple[list[Any], int]:
-    """A matrix `(S, S)` for every action, dense or sparse, and which axis of an array counts the
-    actions.
-    """
+    """One `(S, S)` matrix per action, dense or sparse, and the axis that counts the actions."""
     if isinstance(transition, Tensor):
         transition = transition.detach().cpu().numpy()
     if isinstance(transition, np.ndarray) and transition.dtype != object:
@@ -136,9 +128,7 @@ def _per_action(transition: Any, action_axis: int | None) -> tuple[list[Any], in
 
 
 def _reward_of(reward: Any, outcomes: Outcomes, action_axis: int) -> Tensor:
-    """The reward of every outcome, from a table `(S,)`, `(S, A)`, one like the transitions, or an
-    `(S, S)` matrix for every action.
-    """
+    """The reward of every outcome; `reward` may have any form that `from_arrays` accepts."""
     if isinstance(reward, Tensor):
         reward = reward.detach().cpu().numpy()
     num_states, num_actions = shape = tuple(outcomes.actions.shape)
@@ -241,7 +231,7 @@ def _make(env: Any, options: Mapping[str, Any] | None) -> tuple[gymnasium.Env[An
 
 
 def _read_table(env: Any, name: str) -> tuple[Outcomes, Tensor]:
-    """`env.unwrapped.P`: {state: {action: [(probability, next state, reward, terminated), ...]}}."""
+    """`env.unwrapped.P`: {state: {action: [(probability, next state, reward, terminated)]}}."""
     from gymnasium.spaces import Discrete
 
     table = getattr(env.unwrapped, "P", None)
@@ -287,7 +277,7 @@ def _read_table(env: Any, name: str) -> tuple[Outcomes, Tensor]:
 
 
 def _rows(table: Any, state: int, num_actions: int, name: str) -> list[tuple[int, Any]]:
-    """The actions of a state with their lists of outcomes. No row, no actions."""
+    """The actions of a state with their lists of outcomes; none if the table has no row."""
     try:
         rows = table[state]
         found = list(rows.items()) if isinstance(rows, Mapping) else list(enumerate(rows))

@@ -1,5 +1,6 @@
-"""What a valid layered MDP is. Every error names the argument, the place and the value, and says
-what was expected.
+"""The conditions that a valid layered MDP satisfies.
+
+Every error names the argument, the place and the value, and says what was expected.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
-    """`torch.broadcast_shapes`, which takes tens of microseconds, for the many times when there is
-    nothing to do.
+    """`torch.broadcast_shapes`, with a fast path if all nonempty shapes are equal.
+
+    The original takes tens of microseconds.
     """
     distinct = {shape for shape in shapes if shape}
     if len(distinct) <= 1:
@@ -29,10 +31,10 @@ def broadcast(*shapes: torch.Size) -> torch.Size:
 def check_shapes(
     transitions: Sequence[Tensor], actions: Tensor | None, initial: Tensor | None
 ) -> tuple[tuple[Tensor, ...], int]:
-    """Layers fit together, and there is one number type on one device. Returns the tensors and A."""
+    """Check that layers fit together, with one dtype and device; return the tensors and A."""
     tensors = tuple(transitions)
     if not tensors:
-        raise ValueError("transitions: expected one tensor a layer, got none")
+        raise ValueError("transitions: expected one tensor per layer, got none")
     first = tensors[0]
     for k, p in enumerate(tensors):
         name = f"transitions[{k}]"
@@ -94,7 +96,7 @@ def check_shapes(
 
 
 def _check_indices(name: str, p: Tensor) -> None:
-    """torch does not look at them by default, and would read whatever memory a wrong one points to."""
+    """Check the indices of a sparse tensor; torch would read memory out of bounds."""
     match p.layout:
         case torch.sparse_coo:
             rows, columns = indices(p)
@@ -123,10 +125,10 @@ def _num_states(p: Tensor, num_actions: int) -> int:
 def _count_actions(
     tensors: tuple[Tensor, ...], actions: Tensor | None, initial: Tensor | None
 ) -> int:
-    """A, which the shape of a sparse tensor does not tell alone."""
+    """A, which does not follow from the shape of a sparse tensor alone."""
     for p in tensors:
         if p.layout == torch.strided:
-            return p.shape[-2] or 1  # a zero is reported with the shapes
+            return p.shape[-2] or 1  # zero is reported later, with the shapes
     if actions is not None and actions.dim() == 2 and actions.shape[-1]:
         return actions.shape[-1]
     first = tensors[0].shape[0]
@@ -143,7 +145,7 @@ def _count_actions(
 
 
 def check_actions(mdp: LayeredMDP) -> None:
-    """Every state has an action."""
+    """Check that every state has an action, and the shapes of masks."""
     expected, mask = (mdp.num_states, mdp.num_actions), mdp.actions
     if mask.dtype != torch.bool or tuple(mask.shape) != expected:
         raise ValueError(
@@ -166,7 +168,7 @@ def check_actions(mdp: LayeredMDP) -> None:
 
 
 def check_probabilities(mdp: LayeredMDP) -> None:
-    """Every row is a distribution; masked rows are ignored."""
+    """Check that every row is a distribution; masked rows are ignored."""
     size = mdp.layer_sizes[0]
     initial = mdp.initial
     if initial.dtype != mdp.dtype or initial.device != mdp.device or initial.shape[-1:] != (size,):
@@ -195,13 +197,14 @@ def _broadcast(argument: str, shape: torch.Size, *others: torch.Size) -> torch.S
 
 
 def row_tolerance(dtype: torch.dtype) -> float:
-    """How far from one the sum of a row of probabilities may be by rounding."""
+    """How much the sum of a row of probabilities may differ from one by rounding."""
     return 1e-9 if dtype == torch.float64 else 1e-5
 
 
 def check_rows(argument: str, rows: Tensor, used: Tensor | None, words: tuple[str, ...]) -> None:
-    """Rows are distributions. `words` name the last dimensions of a row's index; what comes before
-    them is the batch.
+    """Check that rows are distributions.
+
+    `words` name the last dimensions of a row's index; the dimensions before them are the batch.
     """
     check_entries(
         argument, rows, lambda entry: _unravel(entry, rows.shape), rows.sum(-1), used, words
@@ -216,7 +219,7 @@ def check_entries(
     used: Tensor | None,
     words: tuple[str, ...],
 ) -> None:
-    """The same of entries, the index `(*row, column)` of each, and the sums of the rows."""
+    """Check sparse entries, with the index `(*row, column)` of each, and their row sums."""
 
     def place(index: Sequence[int]) -> str:
         batch, own = index[: len(index) - len(words)], index[len(index) - len(words) :]

@@ -184,10 +184,7 @@ class Search:
         count: int,
         hopeless: float,
     ) -> Iterator[Tensor]:
-        """Points that fill a region, without those whose forecast is hopeless.
-
-        If all are hopeless, the best of them.
-        """
+        """`count` points that fill a region, preferably without hopeless forecasts."""
         screened = 1 if math.isinf(hopeless) else SCREENED
         drawn = low + sobol.draw(screened * count, dtype=torch.float64) * (high - low)
         # With the guard's penalty: a point that does not pass is not the standard.
