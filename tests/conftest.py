@@ -1,4 +1,6 @@
-"""What every test shares: one thread, no leaks of global state, and the same examples on every machine."""
+"""What every test shares: one thread, no leaks of global state, and the same examples on every
+machine.
+"""
 
 import warnings
 
@@ -11,19 +13,24 @@ import torch_occ as occ
 
 torch.set_num_threads(1)
 
-# The first use of forward mode loads torch's own deprecated code; in a test its warning would be an error.
+# The first use of forward mode loads torch's own deprecated code; in a test its warning would be an
+# error.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch._decomp.decompositions_for_jvp
 
 # The same examples in every run, whatever PYTHONHASHSEED says: nothing is stored, nothing is timed.
-settings.register_profile("torch_occ", derandomize=True, deadline=None, database=None, print_blob=True)
+settings.register_profile(
+    "torch_occ", derandomize=True, deadline=None, database=None, print_blob=True
+)
 settings.load_profile("torch_occ")
 
 
 @pytest.fixture(autouse=True)
 def global_state_is_left_alone():
-    """float64 is the package's own default and not torch's: a test that needed `set_default_dtype` would hide a mistake."""
+    """float64 is the package's own default and not torch's: a test that needed `set_default_dtype`
+    would hide a mistake.
+    """
     before = torch.get_rng_state()
     yield
     assert torch.get_default_dtype() == torch.float32
@@ -34,7 +41,9 @@ def global_state_is_left_alone():
 
 @pytest.fixture(scope="module", params=["torch", "auto"])
 def both_backends(request):
-    """Everything in a module twice: on the torch path, and with the engine wherever `FTRLStep` takes it by itself."""
+    """Everything in a module twice: on the torch path, and with the engine wherever `FTRLStep`
+    takes it by itself.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(occ.FTRLStep.__init__.__kwdefaults__, "backend", request.param)
         yield request.param

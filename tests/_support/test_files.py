@@ -79,7 +79,7 @@ def test_others_may_read_the_file_as_far_as_the_umask_allows(tmp_path):
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
 
 
-# -- the file of a run ----------------------------------------------------------------------------------------------------
+# -- the file of a run -------------------------------------------------------------------------
 
 
 def save(path, learner=None, losses=None, **options):
@@ -153,11 +153,14 @@ def test_a_checkpoint_holds_no_more_than_it_needs(tmp_path):
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_the_fingerprint_is_the_same_in_every_process(hash_seed, tmp_path):
-    """Neither the hash seed of Python nor a cache that was filled meanwhile may part a run from its file."""
+    """Neither the hash seed of Python nor a cache that was filled meanwhile may part a run from its
+    file.
+    """
     script = (
-        "import torch_occ as occ; from torch_occ.game.simulation import Simulation; mdp = occ.LayeredMDP.random(2, 2, 2); "
-        "learner = occ.FTRL(mdp, 2.0 * occ.jin_luo(mdp) + occ.Tsallis(0.4) / occ.Polynomial(1.0, 0.5)); "
-        "print(Simulation(mdp, learner, occ.RandomWalkLosses(), 10, [0], None, {}, 'torch').fingerprints)"
+        "import torch_occ as occ; from torch_occ.game.simulation import Simulation; mdp = "
+        "occ.LayeredMDP.random(2, 2, 2); learner = occ.FTRL(mdp, 2.0 * occ.jin_luo(mdp) + "
+        "occ.Tsallis(0.4) / occ.Polynomial(1.0, 0.5)); print(Simulation(mdp, learner, "
+        "occ.RandomWalkLosses(), 10, [0], None, {}, 'torch').fingerprints)"
     )
     environment = os.environ | {
         "PYTHONHASHSEED": hash_seed,

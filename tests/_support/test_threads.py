@@ -1,4 +1,6 @@
-"""Threads: all of the work is done, exceptions come through, and a forked process has threads of its own."""
+"""Threads: all of the work is done, exceptions come through, and a forked process has threads of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import torch_occ as occ
 from torch_occ._support.threads import for_each
 
 MDP = occ.LayeredMDP.random(2, 2, 2, seed=0)
-MEAN = torch.rand(MDP.num_states, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+MEAN = torch.rand(
+    MDP.num_states, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+)
 
 
 def work(count: int = 16) -> list[int]:
@@ -26,7 +30,9 @@ def play() -> torch.Tensor:
 
 
 def in_child(function) -> object:
-    """What the function returns in a forked process; an error if that takes longer than anything in this file should."""
+    """What the function returns in a forked process; an error if that takes longer than anything in
+    this file should.
+    """
     context = multiprocessing.get_context("fork")
     mine, theirs = context.Pipe(duplex=False)
     child = context.Process(target=lambda: theirs.send(function()), daemon=True)
@@ -44,11 +50,15 @@ def test_an_exception_in_a_thread_is_raised():
         for_each(lambda i: 1 // (i - 3), 5)
 
 
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system has no fork")
+@pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(), reason="this system has no fork"
+)
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("function", [work, lambda: play().tolist()])
 def test_a_forked_process_has_threads_of_its_own(function):
-    """Only the thread that forks lives on in the child; a pool that was at work before has none there."""
+    """Only the thread that forks lives on in the child; a pool that was at work before has none
+    there.
+    """
     here = function()
     assert in_child(function) == here
     assert function() == here  # and the parent's pool is as it was

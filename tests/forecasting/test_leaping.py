@@ -1,4 +1,6 @@
-"""Leaping: leaps of one episode are the algorithm, both backends agree, and the reparametrized kind has the gradients of its own value."""
+"""Leaping: leaps of one episode are the algorithm, both backends agree, and the reparametrized kind
+has the gradients of its own value.
+"""
 
 import math
 
@@ -179,7 +181,8 @@ def test_the_longest_leap_is_what_keeps_q_from_changing():
     hessian = bound.deriver(torch.Size())(q).hessian
     short, long = (float(longest_leap(mdp, hessian, q, accuracy)) for accuracy in (0.01, 0.02))
     assert 2 * short - 1e-9 <= long <= 4 * short + 1e-9
-    # A force of one for that many episodes on a single pair moves it by no more than a small multiple of the accuracy.
+    # A force of one for that many episodes on a single pair moves it by no more than a small
+    # multiple of the accuracy.
     for s in range(mdp.num_states):
         for a in range(mdp.num_actions):
             pushed = 200 * mean
@@ -209,7 +212,8 @@ def test_smooth_leaps_are_differentiable(draws):
             sides.append(float(value().detach()))
         with torch.no_grad():
             parameter.copy_(kept)
-        # torch's gamma sampler follows another path than its implicit derivative: only expectations agree.
+        # torch's gamma sampler follows another path than its implicit derivative: only expectations
+        # agree.
         assert float(slope) == pytest.approx(
             (sides[0] - sides[1]) / (2 * h * float(kept)), rel=0.05 if draws == "gamma" else 1e-5
         )

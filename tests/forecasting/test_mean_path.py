@@ -1,4 +1,6 @@
-"""The forecast: its sums equal plain ones, its noise equals what brute force finds, its gradients equal finite differences."""
+"""The forecast: its sums equal plain ones, its noise equals what brute force finds, its gradients
+equal finite differences.
+"""
 
 import pytest
 import torch
@@ -27,7 +29,8 @@ def test_quadrature_sums_smooth_functions_over_a_million_episodes():
     for f in (lambda t: 1 / t, lambda t: t**-0.5, lambda t: t.log() / t):
         exact = f(every).cumsum(0)
         assert torch.allclose(grid.sums(f(grid.t)), exact[grid.ends - 1], rtol=1e-5)
-        # Before a node means: all whole episodes before it, for nodes between two episodes by interpolation.
+        # Before a node means: all whole episodes before it, for nodes between two episodes by
+        # interpolation.
         at = grid.t.round()
         whole = (grid.t - at).abs() < 1e-9
         before = torch.cat([torch.zeros(1, dtype=torch.float64), exact])[(at - 1).long()]
@@ -170,9 +173,8 @@ def test_drift_and_stability_equal_plain_sums_over_every_episode(estimator):
         - (flat - b)[:, :, None] * (flat - b)[:, None]
     )
     Pi, second = linear.dense(), increments + flat[:, None] * flat
-    smooth = (
-        estimator is not ESTIMATORS[2]
-    )  # quadrature does not see at which episode a baseline sets in
+    # quadrature does not see at which episode a baseline sets in
+    smooth = estimator is not ESTIMATORS[2]
     square = 0.5 * (Pi * second).sum((-2, -1)).cumsum(0)[found.episodes - 1]
     assert torch.allclose(found.stability, square, rtol=1e-4 if smooth else 0.03)
     C = increments.cumsum(0) - increments
@@ -322,7 +324,8 @@ def test_what_cannot_be_forecast_is_refused():
         for predict in (occ.forecast, occ.leap, occ.predict):
             with pytest.raises(
                 TypeError,
-                match=f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or give Importance",
+                match=f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or "
+                "give Importance",
             ):
                 predict(mdp, psi, mean, 100, estimator=estimator)
         with pytest.raises(

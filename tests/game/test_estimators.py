@@ -23,8 +23,12 @@ def trajectories(mdp, q, loss):
     """Every (s0, a0, s1, a1) as a batch of feedback, and its probability."""
     policy, width, later = policy_of(mdp, q), mdp.layer_sizes[0], mdp.layer_sizes[1]
     paths, chances = [], []
-    for s, a, s2, a2 in itertools.product(range(width), range(mdp.num_actions), range(later), range(mdp.num_actions)):
-        chance = mdp.initial[s] * policy[s, a] * mdp.transitions[0][s, a, s2] * policy[width + s2, a2]
+    for s, a, s2, a2 in itertools.product(
+        range(width), range(mdp.num_actions), range(later), range(mdp.num_actions)
+    ):
+        chance = (
+            mdp.initial[s] * policy[s, a] * mdp.transitions[0][s, a, s2] * policy[width + s2, a2]
+        )
         if chance > 0:
             paths.append((s, a, width + s2, a2))
             chances.append(chance)
@@ -53,7 +57,8 @@ def test_importance_weights_are_unbiased(seed):
     assert bool(((estimates != 0).sum((-2, -1)) == MDP.horizon).all())
 
 
-@pytest.mark.parametrize("gamma", [1e-3, 0.05, 0.11, 10.0])  # the baseline everywhere, somewhere, nowhere
+# The baseline applies everywhere, somewhere (twice), and nowhere.
+@pytest.mark.parametrize("gamma", [1e-3, 0.05, 0.11, 10.0])
 @pytest.mark.parametrize("t", [1, 4])
 def test_reduced_variance_is_unbiased(gamma, t):
     q, estimates, mean = expectation(occ.ReducedVariance(occ.InverseSqrt(gamma)), t)
@@ -64,7 +69,9 @@ def test_reduced_variance_is_unbiased(gamma, t):
         for s, a in itertools.product(range(MDP.num_states), range(MDP.num_actions)):
             baseline = 0.5 if q[s, a] >= eta**2 else 0.0
             seen = any(s == i and a == j for i, j in zip(states, actions, strict=True))
-            assert float(estimate[s, a]) == pytest.approx(float(baseline + seen * (LOSS[s, a] - baseline) / q[s, a] if seen else baseline))
+            assert float(estimate[s, a]) == pytest.approx(
+                float(baseline + seen * (LOSS[s, a] - baseline) / q[s, a] if seen else baseline)
+            )
 
 
 @pytest.mark.parametrize("bias", [1e-3, 0.2])
@@ -101,5 +108,7 @@ def test_an_estimator_of_ones_own_takes_a_few_lines():
             return feedback.scatter((feedback.losses / feedback.gather(q)).clamp(max=2.0), q)
 
     losses, kept = occ.BernoulliLosses(torch.ones(4, 2, dtype=torch.float64)), Kept()
-    occ.simulate(MDP, occ.FTRL(MDP, occ.Tsallis(), Clipped()), losses, 5, range(2), callbacks=[kept])
+    occ.simulate(
+        MDP, occ.FTRL(MDP, occ.Tsallis(), Clipped()), losses, 5, range(2), callbacks=[kept]
+    )
     assert 2 < float(kept.learner.state["cumulative_loss"].max()) <= 10

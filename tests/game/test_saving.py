@@ -35,7 +35,7 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-# -- interrupted ------------------------------------------------------------------------------
+# -- interrupted -------------------------------------------------------------------------------
 
 
 def test_what_is_played_before_ctrl_c_is_saved(tmp_path, at):
@@ -233,7 +233,7 @@ def test_calls_of_the_engine_become_short_where_episodes_are_slow(monkeypatch):
     assert slow.most == 4096
 
 
-# -- places that cannot be written ------------------------------------------------------------
+# -- places that cannot be written -------------------------------------------------------------
 
 
 class NothingIsPlayed(occ.FixedPolicy):
@@ -265,7 +265,9 @@ def test_an_impossible_place_is_an_error_before_the_first_episode(tmp_path, plac
 def test_a_full_disk_is_noticed_first(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match=r"save_to: .*No space left"):
-        occ.simulate(MDP, NothingIsPlayed(MDP), walk(), 10, save_to=tmp_path / "run", backend="torch")
+        occ.simulate(
+            MDP, NothingIsPlayed(MDP), walk(), 10, save_to=tmp_path / "run", backend="torch"
+        )
     assert not os.listdir(tmp_path)
 
 
@@ -340,7 +342,7 @@ def test_runs_that_are_not_saved_may_hold_anything():
         occ.simulate(MDP, learner, walk(), 3, backend="torch", save_to="unused")
 
 
-# -- damaged files ----------------------------------------------------------------------------
+# -- damaged files -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
