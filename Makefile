@@ -52,13 +52,17 @@ board: $(READY)  ## open TensorBoard on runs/
 bench: $(READY)  ## run the benchmark
 	$(BIN)/python -m experiments.benchmark $(ARGS)
 
-docs: $(READY)  ## build the documentation into build/site; warnings are errors
-	@$(BIN)/python -c 'import mkdocs, mkdocstrings' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+docs: $(READY).docs  ## build the documentation into build/site; warnings are errors
+	$(BIN)/zensical build --clean --strict $(ARGS)
+
+$(READY).docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[docs]'
+	@touch $@
 
 clean:  ## remove the environment, caches and build leftovers; runs/ stays
-	rm -rf $(VENV) .venv-test-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-test-* build dist *.egg-info
+	rm -rf .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find torch_occ experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## list the targets

@@ -2,6 +2,7 @@
 machine.
 """
 
+import os
 import warnings
 
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import settings
 
 import torch_occ as occ
 
-torch.set_num_threads(1)
+#: One thread, unless the environment says otherwise (`make test-machines`).
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
+torch.set_num_threads(THREADS)
 
 # The first use of forward mode loads torch's own deprecated code; in a test its warning would be an
 # error.
@@ -35,7 +38,7 @@ def global_state_is_left_alone():
     yield
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
-    assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == THREADS
     torch.set_rng_state(before)
 
 

@@ -1,6 +1,11 @@
-"""The documentation is true: its code runs and prints what it says, its links lead somewhere, and every page is on the site."""
+"""The documentation is true: its code runs and prints what it says, its links lead somewhere.
 
+Every page is on the site, its formulas can be typeset, and nothing comes from another host.
+"""
+
+import inspect
 import io
+import pkgutil
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -8,16 +13,34 @@ from pathlib import Path
 import pytest
 from documents import documented
 
+import torch_occ as occ
+
 DOCS = Path(__file__).parent.parent / "docs"
+ASSETS = DOCS / "assets"
 PAGES = sorted(DOCS.rglob("*.md"))
-NAVIGATION = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2].partition("markdown_extensions:")[0]
+EXECUTED = ["index", "tour", "step", "regularizers", "gymnasium", "meta_tuning"]
+SETTINGS = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+NAVIGATION = SETTINGS.partition("nav:")[2].partition("markdown_extensions:")[0]
+FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(?!\s)([^$]+)(?<!\s)\$", re.DOTALL)
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 
 
 def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["tour", "step", "regularizers", "gymnasium", "meta_tuning"])
+def without_code(text: str) -> str:
+    text = re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^(?: {4,}\S.*\n?)+|`[^`]*`", "", text, flags=re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    return without_code(page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", EXECUTED)
 def test_examples_run_and_print_what_they_say(name):
     page = DOCS / f"{name}.md"
     session: dict[str, object] = {"__name__": name}
@@ -29,11 +52,13 @@ def test_examples_run_and_print_what_they_say(name):
         assert output.getvalue().splitlines() == documented(block), block
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+@each_page
 def test_examples_compile_and_links_lead_somewhere(page):
     for number, block in enumerate(blocks(page)):
         compile(block, f"{page.name}, example {number}", "exec")
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+    text = page.read_text(encoding="utf-8")
+    inline = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    for target in inline + re.findall(r"^\[[^\]]+\]: ([^#\s]+)", text, re.MULTILINE):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
@@ -42,11 +67,53 @@ def test_every_page_is_on_the_site():
     assert listed == {str(page.relative_to(DOCS)) for page in PAGES}
 
 
-def test_every_public_name_is_in_the_reference():
-    import torch_occ as occ
+@each_page
+def test_formulas_can_be_typeset(page):
+    """Known commands and balanced brackets; a single dollar sign is a formula without an end."""
+    katex = (ASSETS / "katex/katex.min.js").read_text(encoding="utf-8")
+    known = {*re.findall(r'"\\(\\[A-Za-z]+)"', katex), r"\end", r"\middle"}
+    for block, inline in FORMULA.findall(prose(page)):
+        formula = block or inline
+        assert set(re.findall(r"\\[A-Za-z]+", formula)) <= known, formula
+        for start, end in [("{", "}"), (r"\\left\b", r"\\right\b"), (r"\\begin\b", r"\\end\b")]:
+            assert len(re.findall(start, formula)) == len(re.findall(end, formula)), formula
+    assert "$" not in FORMULA.sub("", prose(page)).replace(r"\$", "")
 
-    reference = " ".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
-    whole = {"torch_occ.regularizers.schedules"}  # modules whose every member is shown
-    public = {name for name, thing in vars(occ).items() if not name.startswith("_") and callable(thing)}
-    missing = {name for name in public if not re.search(rf"\b{name}\b", reference) and vars(occ)[name].__module__ not in whole}
-    assert not missing
+
+def test_the_site_loads_nothing_from_another_host():
+    without_comments = re.sub(r"(^|\s)#.*", "", SETTINGS)
+    assert "//" not in without_comments
+    # Two defaults name a host: the fonts of the theme, and the script of `offline` for the search.
+    assert re.search(r"^  font: false$", without_comments, re.MULTILINE)
+    assert re.search(r"^  polyfills: \[assets/iframe-worker/", without_comments, re.MULTILINE)
+    assert re.search(r"^  - offline$", without_comments, re.MULTILINE)
+    for asset in re.findall(r"\bassets/[\w./-]+", without_comments):
+        assert (DOCS / asset).is_file(), asset
+    for asset in [*ASSETS.rglob("*.css"), *ASSETS.rglob("*.js")]:
+        hosts = set(re.findall(r"//([\w-]+\.[\w.-]+)", asset.read_text(encoding="utf-8")))
+        assert hosts <= {"www.w3.org"}, asset  # the names of XML namespaces, which are not loaded
+    loaded = re.compile(r"!\[[^\]]*\]\(\w+:|\bsrc=[\"']?\w*:?//|<(?:script|link|iframe)\b")
+    assert not [page for page in PAGES if loaded.search(prose(page))]
+
+
+def reference() -> dict[str, object]:
+    """What the reference shows, by the path behind `:::`."""
+    text = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
+    paths = re.findall(r"^::: (\S+)", text, re.MULTILINE)
+    assert len(paths) == len(set(paths))
+    return {path: pkgutil.resolve_name(path) for path in paths}
+
+
+@pytest.mark.parametrize("package", [occ, occ.theory], ids=["torch_occ", "torch_occ.theory"])
+def test_every_public_name_is_in_the_reference(package):
+    public = {
+        f"{package.__name__}.{name}"
+        for name, thing in vars(package).items()
+        if not name.startswith("_") and not inspect.ismodule(thing)
+    }
+    assert public <= set(reference())
+
+
+def test_the_reference_has_something_to_show():
+    """mkdocstrings leaves out what has no docstring, without a warning."""
+    assert not [name for name, thing in reference().items() if not inspect.getdoc(thing)]
