@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from games import MDP, Patient, walk
+from games import MDP, Interruptible, walk
 
 import torch_occ as occ
 from torch_occ._support.files import write_atomically
@@ -85,7 +85,7 @@ def test_others_may_read_the_file_as_far_as_the_umask_allows(tmp_path):
 def save(path, learner=None, losses=None, **options):
     return simulate(
         MDP,
-        learner or Patient(MDP),
+        learner or Interruptible(MDP),
         losses or walk(),
         **{"episodes": 10, "seeds": (1, 2), "save_to": path} | options,
     )

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from games import MDP, Patient, same, walk
+from games import MDP, Interruptible, same, walk
 from zoo import random_loss
 
 import torch_occ as occ
@@ -120,10 +120,10 @@ def interrupt():
 @pytest.mark.parametrize("t", [1, 5, 20])
 @pytest.mark.bits
 def test_ctrl_c_is_raised_with_what_there_is(at, t):
-    whole = simulate(MDP, Patient(MDP), walk(), 20, (0, 1))
+    whole = simulate(MDP, Interruptible(MDP), walk(), 20, (0, 1))
     at(t, interrupt)
     with pytest.raises(KeyboardInterrupt) as caught:
-        simulate(MDP, Patient(MDP), walk(), 20, (0, 1))
+        simulate(MDP, Interruptible(MDP), walk(), 20, (0, 1))
     history = caught.value.result
     assert caught.value.saved_to is None
     assert not history.finished
@@ -177,10 +177,10 @@ def test_a_finished_run_is_lengthened_exactly_or_not_at_all(tmp_path):
 SCRIPT = """
 import os, signal, sys
 sys.path[:0] = sys.argv[2:]
-from games import MDP, Patient, walk
+from games import MDP, Interruptible, walk
 from torch_occ.game.driver import simulate
-Patient.calls = {300: lambda: os.kill(os.getpid(), signal.SIGKILL)}
-simulate(MDP, Patient(MDP), walk(), 320, (1, 2), save_to=sys.argv[1], save_every=0.0)
+Interruptible.calls = {300: lambda: os.kill(os.getpid(), signal.SIGKILL)}
+simulate(MDP, Interruptible(MDP), walk(), 320, (1, 2), save_to=sys.argv[1], save_every=0.0)
 """
 
 
@@ -189,6 +189,6 @@ def test_a_killed_run_continues_exactly(tmp_path, at):
     path = tmp_path / "run"
     command = [sys.executable, "-c", SCRIPT, str(path), *sys.path]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    whole = simulate(MDP, Patient(MDP), walk(), 320, (1, 2))
+    whole = simulate(MDP, Interruptible(MDP), walk(), 320, (1, 2))
     at(256, interrupt)  # it must not play any episode again
-    same(whole, simulate(MDP, Patient(MDP), walk(), 320, (1, 2), save_to=path))
+    same(whole, simulate(MDP, Interruptible(MDP), walk(), 320, (1, 2), save_to=path))

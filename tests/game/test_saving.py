@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from games import MDP, Patient, same, walk
+from games import MDP, Interruptible, same, walk
 from zoo import random_loss
 
 import torch_occ as occ
@@ -28,7 +28,7 @@ ENVIRONMENT = os.environ | {
 
 def run(path, episodes=600, **options):
     arguments = {"seeds": (1, 2), "save_to": path} | options
-    return occ.simulate(MDP, Patient(MDP), walk(), episodes, **arguments)
+    return occ.simulate(MDP, Interruptible(MDP), walk(), episodes, **arguments)
 
 
 def interrupt():
@@ -355,7 +355,7 @@ def saved(tmp_path_factory):
 def refused(path, message, **options):
     before = path.read_bytes()
     with pytest.raises(ValueError, match=message) as caught:
-        occ.simulate(MDP, Patient(MDP), walk(), 300, (1, 2), save_to=path, **options)
+        occ.simulate(MDP, Interruptible(MDP), walk(), 300, (1, 2), save_to=path, **options)
     assert str(caught.value).startswith(f"{path}: ")
     assert "It is left as it is: move it away to begin anew, or name another" in str(caught.value)
     assert path.read_bytes() == before
