@@ -1,6 +1,4 @@
-"""Kernels on disk: none is used that was compiled from something else, and without a disk they are
-compiled all the same.
-"""
+"""Kernels on disk: stale ones are never used; without a disk, kernels still compile."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ print(float(history.realised_regret[0, -1]), sum(play_fixed.stats.cache_hits.val
 
 @pytest.fixture
 def copied(tmp_path):
-    """The package in a folder of its own, without compiled kernels; `run` plays with it in a new
-    process.
-    """
+    """A copy of the package without compiled kernels; `run` plays with it in a new process."""
     shutil.copytree(PACKAGE, tmp_path / "torch_occ", ignore=shutil.ignore_patterns("__pycache__"))
 
     def run(**changed):
@@ -176,9 +172,7 @@ def test_the_stamp_knows_contents_names_and_versions(tmp_path, monkeypatch):
 
 
 def test_every_name_in_a_kernel_comes_from_a_source_in_the_stamp():
-    """Numba puts the value of a global name into the kernel; so the file that it is imported from
-    belongs to the stamp.
-    """
+    """Numba compiles values of global names into a kernel, so their files belong to the stamp."""
     decorators = {"kernel", "adder", "part", "inlined"}
     checked = 0
     for path in sorted((PACKAGE / "kernels").glob("*.py")):

@@ -153,9 +153,7 @@ def test_a_checkpoint_holds_no_more_than_it_needs(tmp_path):
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_the_fingerprint_is_the_same_in_every_process(hash_seed, tmp_path):
-    """Neither the hash seed of Python nor a cache that was filled meanwhile may part a run from its
-    file.
-    """
+    """Neither Python's hash seed nor a filled cache changes the fingerprint of a run."""
     script = (
         "import torch_occ as occ; from torch_occ.game.simulation import Simulation; mdp = "
         "occ.LayeredMDP.random(2, 2, 2); learner = occ.FTRL(mdp, 2.0 * occ.jin_luo(mdp) + "

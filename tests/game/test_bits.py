@@ -1,6 +1,4 @@
-"""The same bits, as docs/performance.md promises them: on this machine, and on one that adds in
-another order for every shape.
-"""
+"""The same bits, as docs/performance.md promises: on this machine, and on a simulated other one."""
 
 from __future__ import annotations
 
@@ -156,9 +154,7 @@ def test_a_continued_run_has_the_bits_of_an_uninterrupted_one(learner, tmp_path)
 
 @pytest.mark.parametrize("mdp", ["dense", "sparse"])
 def test_tangents_have_the_same_bits_in_every_batch(mdp, monkeypatch):
-    """Torch has no machine of another kind inside `jacfwd`; so the rounding of the weights comes
-    after it.
-    """
+    """The simulated machine does not work inside `jacfwd`, so weights are rounded after it."""
     mdp, differentiate = MDPS[mdp], _Table.differentiate
 
     def rounded(*arguments):

@@ -11,8 +11,8 @@ from zoo import PROBLEMS, REGULARIZERS, Kept, random_loss, refused_by_the_engine
 import torch_occ as occ
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
-MEAN = torch.rand(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-TABLES = torch.rand(5, 7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+MEAN = random_loss(MDP, seed=1)
+TABLES = random_loss(MDP, seed=2, batch=(5,))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -48,8 +48,9 @@ GAMES = {
 @pytest.mark.parametrize("game", GAMES)
 @pytest.mark.bits
 def test_the_game_is_the_same(game):
-    """Same random numbers, same trajectories; importance weights amplify rounding along the run, so
-    q agrees to fewer digits.
+    """Random numbers and trajectories are the same; q agrees to fewer digits.
+
+    Importance weights amplify rounding errors along the run.
     """
     estimator, losses = GAMES[game]
     torch_run, engine_run = (
@@ -112,9 +113,7 @@ def test_a_baseline_plays_the_same_game_in_any_mdp(baseline, problem):
 
 
 def check_baseline(mdp, build, losses, episodes):
-    """Plans are discrete, so nothing amplifies rounding; trajectories are the same, and so is what
-    the learner remembers.
-    """
+    """Plans are discrete, so rounding is not amplified: trajectories and states are the same."""
     learner, kept = build(mdp), (Kept(), Kept())
     expected, found = (
         occ.simulate(mdp, learner, losses, episodes, [0, 7], backend=backend, callbacks=[keep])
@@ -143,7 +142,7 @@ def check_baseline(mdp, build, losses, episodes):
 
 def test_ucb1_is_the_index_of_auer_and_others():
     """Played by hand: mean loss - sqrt(2 log t / n), every arm once first."""
-    bandit = occ.LayeredMDP([torch.ones(1, 4, 1, dtype=torch.float64)])
+    bandit = PROBLEMS["bandit"]().mdp
     table = torch.rand(200, 1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     visits, losses, pulls = [0] * 4, [0.0] * 4, []
     for t in range(1, 201):
@@ -172,8 +171,9 @@ def test_ucb1_is_the_index_of_auer_and_others():
 @pytest.mark.parametrize("beta", [192.0, 1.0])
 @pytest.mark.bits
 def test_factors_from_earlier_episodes_do_no_harm(beta):
-    """Late in a run they serve many episodes; q is still the solution, and neither checkpoints nor
-    chunks change a bit of the run.
+    """Late in a run, factors serve many episodes. q is still the solution.
+
+    Neither checkpoints nor chunks change a bit of the run.
     """
     learner, losses = occ.FTRL(MDP, occ.jin_luo(MDP, beta=beta)), occ.BernoulliLosses(MEAN)
     episodes, kept = 5000, Kept()

@@ -492,9 +492,7 @@ TIED = {
 @pytest.mark.parametrize("name", TIED)
 @pytest.mark.parametrize("seed", range(6))
 def test_trajectories_against_the_adversary_agree(name, seed):
-    """Ties are the rule here: before anything is seen all actions are alike, and the adversary
-    keeps them so.
-    """
+    """Ties are common here: all actions are alike at first, and the adversary keeps them so."""
     mdp = occ.LayeredMDP.random(2 + seed % 3, 2 + seed % 2, 2 + seed % 3, seed=seed)
     learner = TIED[name](mdp)
     engine, plain = (

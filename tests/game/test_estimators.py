@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from zoo import PROBLEMS, Kept, random_loss
+from zoo import PROBLEMS, Kept, random_loss, trajectories
 
 import torch_occ as occ
-from torch_occ.mdp.occupancy import interior_point, occupancy, policy_of
+from torch_occ.mdp.occupancy import interior_point, occupancy
 
 PROBLEM = PROBLEMS["masked"]()
 MDP = PROBLEM.mdp
@@ -19,28 +19,16 @@ def some_q(mdp, seed=0):
     return occupancy(mdp, weights / weights.sum(-1, keepdim=True))
 
 
-def trajectories(mdp, q, loss):
-    """Every (s0, a0, s1, a1) as a batch of feedback, and its probability."""
-    policy, width, later = policy_of(mdp, q), mdp.layer_sizes[0], mdp.layer_sizes[1]
-    paths, chances = [], []
-    for s, a, s2, a2 in itertools.product(
-        range(width), range(mdp.num_actions), range(later), range(mdp.num_actions)
-    ):
-        chance = (
-            mdp.initial[s] * policy[s, a] * mdp.transitions[0][s, a, s2] * policy[width + s2, a2]
-        )
-        if chance > 0:
-            paths.append((s, a, width + s2, a2))
-            chances.append(chance)
-    paths = torch.tensor(paths)
-    states, actions = paths[:, ::2], paths[:, 1::2]
-    table = loss.expand(len(paths), -1, -1)
-    return occ.Feedback(states, actions, loss[states, actions], table), torch.stack(chances)
+def all_feedback(q):
+    """Every trajectory as a batch of feedback, and their probabilities."""
+    states, actions, chances = trajectories(MDP, q)
+    table = LOSS.expand(len(chances), -1, -1)
+    return occ.Feedback(states, actions, LOSS[states, actions], table), chances
 
 
 def expectation(estimator, t=1, seed=0):
     q = some_q(MDP, seed)
-    feedback, chances = trajectories(MDP, q, LOSS)
+    feedback, chances = all_feedback(q)
     assert abs(float(chances.sum()) - 1) < 1e-14
     estimates = estimator(feedback, q.expand(len(chances), -1, -1), t)
     return q, estimates, (chances[:, None, None] * estimates).sum(0)
@@ -64,8 +52,7 @@ def test_reduced_variance_is_unbiased(gamma, t):
     q, estimates, mean = expectation(occ.ReducedVariance(occ.InverseSqrt(gamma)), t)
     torch.testing.assert_close(mean, EXISTING, rtol=1e-13, atol=1e-13)
     eta = 4 * gamma / t**0.5  # of Zimmert and Seldin
-    feedback, _ = trajectories(MDP, q, LOSS)
-    for estimate, states, actions in zip(estimates, feedback.states, feedback.actions, strict=True):
+    for estimate, states, actions in zip(estimates, *trajectories(MDP, q)[:2], strict=True):
         for s, a in itertools.product(range(MDP.num_states), range(MDP.num_actions)):
             baseline = 0.5 if q[s, a] >= eta**2 else 0.0
             seen = any(s == i and a == j for i, j in zip(states, actions, strict=True))
@@ -91,7 +78,7 @@ def test_full_information_is_the_table():
 
 
 def test_scatter_and_gather_are_inverse():
-    feedback, _ = trajectories(MDP, interior_point(MDP), LOSS)
+    feedback, _ = all_feedback(interior_point(MDP))
     values = torch.arange(feedback.losses.numel(), dtype=torch.float64).view_as(feedback.losses)
     assert torch.equal(feedback.gather(feedback.scatter(values, feedback.table)), values)
 

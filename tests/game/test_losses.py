@@ -87,8 +87,9 @@ def test_chunks_do_not_matter(name, chunk):
 
 
 def test_a_walk_may_be_asked_for_in_pieces():
-    """Or it must refuse: a run of 300 episodes, saved and continued with more, starts again inside
-    a chunk.
+    """A run that is saved after 300 episodes and continued starts inside a chunk.
+
+    The process must then give the same means, or refuse.
     """
     whole = play(occ.RandomWalkLosses(0.1), 200, (0,))[0]
     pieces = play(occ.RandomWalkLosses(0.1), 200, (0,), chunk=50)[0]

@@ -1,6 +1,4 @@
-"""Sparse MDPs in the compiled episode loop: the same game as on the torch path, in memory that
-sparse transitions deserve.
-"""
+"""Sparse MDPs in the engine: the same game as in torch, without dense memory."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ def lake() -> occ.LayeredMDP:
 
 
 def masked() -> occ.LayeredMDP:
-    """Every pair has two or three successors, every state its own actions, and the first state is
-    drawn.
-    """
+    """Two or three successors per pair, masked actions, and a random first state."""
     generator = torch.Generator().manual_seed(3)
     transitions = []
     for here, there in ((3, 6), (6, 5), (5, 4), (4, 1)):
@@ -53,7 +49,7 @@ def alone() -> occ.LayeredMDP:
     return occ.LayeredMDP([torch.ones(3, 1, dtype=torch.float64).to_sparse()])
 
 
-WORLDS = {
+STORED_SPARSELY = {
     "lake": lake,
     "masked": masked,
     "mixed": mixed,
@@ -83,16 +79,16 @@ LEARNERS = {
     "optimistic": occ.OptimisticValueIteration,
 }
 
-#: Every learner in some world, and every world with the paper's.
-GAMES = [("jin_luo", world) for world in WORLDS] + [
+#: Every learner in some MDP, and every MDP with the paper's learner.
+GAMES = [("jin_luo", name) for name in STORED_SPARSELY] + [
     (learner, "masked") for learner in LEARNERS if learner != "jin_luo"
 ]
 
 
-@pytest.mark.parametrize(("learner", "world"), GAMES)
-def test_the_game_is_the_same(learner, world):
+@pytest.mark.parametrize(("learner", "name"), GAMES)
+def test_the_game_is_the_same(learner, name):
     """Same random numbers, same trajectories."""
-    mdp = WORLDS[world]()
+    mdp = STORED_SPARSELY[name]()
     check_game(mdp, LEARNERS[learner], occ.BernoulliLosses(random_loss(mdp, seed=3)))
 
 
@@ -137,15 +133,13 @@ def check_game(mdp, build, losses, episodes=40):
     torch.testing.assert_close(found.last_q, expected.last_q, rtol=1e-8, atol=0)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", STORED_SPARSELY)
 @pytest.mark.parametrize(
     "regularizer", ["jin_luo", "tsallis", "shannon", "log barrier", "complement"]
 )
-def test_the_step_is_the_same(regularizer, world):
-    """q to 1e-11 and the gradients, in the loss and the parameters, to the same number of digits
-    relative to the largest.
-    """
-    mdp = WORLDS[world]()
+def test_the_step_is_the_same(regularizer, name):
+    """q to 1e-11, and gradients in the loss and the parameters relative to the largest one."""
+    mdp = STORED_SPARSELY[name]()
     psi = LEARNERS[regularizer](mdp).step.regularizer
     loss = (10 * random_loss(mdp, seed=5)).requires_grad_()
     inputs, solutions, gradients = (loss, *psi.parameters()), [], []
@@ -188,9 +182,7 @@ def test_an_interrupted_run_continues_to_the_same_bits(tmp_path):
 
 
 def test_nothing_as_large_as_a_dense_layer_is_ever_made():
-    """A grid whose transitions would take 35 GiB as tables, and 0.5 GiB for a single square of a
-    layer.
-    """
+    """A grid whose dense transitions would take 35 GiB, 0.5 GiB for one square of a layer."""
     mdp = wide.grid(90, 3)
     pairs = mdp.num_states * mdp.num_actions
     entries = sum(layer.probabilities.numel() for layer in mdp.layers[:-1])
@@ -225,9 +217,7 @@ def test_dense_transitions_are_read_as_what_is_faster():
 
 
 def test_leaps_agree_however_the_mdp_is_stored():
-    """The last bit of q decides how many random numbers a leap draws, so only averages are the
-    same.
-    """
+    """The last bit of q decides how many random numbers a leap draws, so only means agree."""
     mdp = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", horizon=4)
     mean = random_loss(mdp, seed=9)
     runs = [

@@ -1,5 +1,4 @@
-"""What the answer must be, by other means than the package's: closed forms, and a dense Newton
-step.
+"""Independent answers: closed forms, and a dense Newton step.
 
 @exact    () -> Exact, a problem and its regularizer with the answer in closed form
 """
@@ -41,8 +40,7 @@ def flow_matrix(mdp: occ.LayeredMDP) -> Tensor:
 def dense_newton(
     mdp: occ.LayeredMDP, psi: occ.Regularizer, loss: Tensor, t: Tensor | float, q: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One undamped Newton step from q, and the multipliers: dense, in plain torch operations that
-    record gradients.
+    """One undamped Newton step from q, and the multipliers, in dense differentiable operations.
 
     The unknowns are relative changes and every row has unit size, so that rare pairs count as much
     as common ones.
@@ -104,9 +102,7 @@ def log_barrier_bandit() -> Exact:
 
 @exact
 def shannon_contexts() -> Exact:
-    """Shannon at L = 1 is exponential weights in each state, with its share of the initial
-    distribution.
-    """
+    """Shannon at L = 1: exponential weights in each state, times its initial probability."""
     mdp, loss, t = contexts()
     q = mdp.initial.unsqueeze(-1) * (-0.8 * loss).softmax(-1)
     return Exact(Problem(mdp, loss, t), occ.Shannon() / occ.Constant(0.8), q)
@@ -122,9 +118,7 @@ def shannon_rare() -> Exact:
 
 @exact
 def two_action_hybrid() -> Exact:
-    """With two actions and one state the rest of an action is the other one: alpha only adds to
-    1/eta.
-    """
+    """With two actions, the rest of an action is the other one: alpha only adds to 1/eta."""
     mdp = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
     loss, weight = tensor([[2.0, 7.0]]), 2.0 * 1.6
     q = normalized(lambda excess: (weight / (2 * excess)) ** 2, loss[0])

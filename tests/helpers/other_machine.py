@@ -83,9 +83,7 @@ class OtherMachine(TorchDispatchMode):
 
 
 def move(x: Tensor, name: str, key: int) -> Tensor:
-    """Every entry by -2 to 2 units in the last place, by an operation of this name; what any order
-    gets exactly, integers, stays.
-    """
+    """Change entries by -2 to 2 units in the last place; integers, which are exact, stay."""
     place = torch.arange(x.numel()).reshape(x.shape)
     if name in BY_POSITION:
         units = (place >= x.numel() - x.numel() % VECTOR).long()

@@ -1,5 +1,6 @@
-"""The zoo: regularizers, problems and exact answers. A new case joins with one decorator and is
-then tested everywhere.
+"""The zoo: regularizers, problems and exact answers.
+
+A new case is registered with one decorator, and then tested everywhere.
 
 @regularizer    mdp -> Regularizer
 @problem        () -> Problem
@@ -54,6 +55,30 @@ def random_loss(
     )
 
 
+def random_problem(
+    seed: int = 0, shape: tuple[int, int, int] = (2, 2, 2)
+) -> tuple[occ.LayeredMDP, Tensor]:
+    """A random MDP (horizon, width, actions), and mean losses in [0, 1]."""
+    mdp = occ.LayeredMDP.random(*shape, seed=seed)
+    return mdp, random_loss(mdp, seed=seed)
+
+
+def trajectories(mdp: occ.LayeredMDP, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All trajectories: states `(n, L)`, actions `(n, L)`, and their probabilities `(n,)`."""
+    policy = occ.policy_of(mdp, q)
+    found = [([], [], s, p) for s, p in enumerate(mdp.initial.tolist()) if p > 0]
+    for layer, P in zip(mdp.layer_slices, mdp.transitions, strict=True):
+        found = [
+            ([*states, layer.start + s], [*actions, a], after, p * chosen * moved)
+            for states, actions, s, p in found
+            for a, chosen in enumerate(policy[layer.start + s].tolist())
+            for after, moved in enumerate(P[s, a].tolist())
+            if chosen * moved > 0
+        ]
+    states, actions, _, probabilities = zip(*found, strict=True)
+    return torch.tensor(states), torch.tensor(actions), tensor(probabilities)
+
+
 # -- regularizers ------------------------------------------------------------------------------
 
 
@@ -79,9 +104,7 @@ class SmoothedHybrid(occ.SeparableRegularizer):
 
 
 class Centred(occ.StatewiseRegularizer):
-    """Entropy, and a penalty on the spread of a state's actions: its block is not diagonal plus
-    rank two of the built-in kind.
-    """
+    """Entropy, and a penalty on the spread of a state's actions: a dense block per state."""
 
     arg_constraints: ClassVar = {"weight": constraints.nonnegative}
 
@@ -240,9 +263,7 @@ def no_choice() -> Problem:
 
 @problem
 def corridor() -> Problem:
-    """Many layers of one state; a loss that outweighs the regularizer, so that one action takes
-    nearly everything.
-    """
+    """Many layers of one state; the loss is so large that one action has nearly all mass."""
     mdp = occ.LayeredMDP.random(horizon=10, width=1, num_actions=2)
     return Problem(mdp, random_loss(mdp, 200.0, seed=3), 1e3)
 

@@ -1,6 +1,4 @@
-"""MDPs from elsewhere, held against their source: backward induction and Markov chains over the
-source's own table.
-"""
+"""Imported MDPs against backward induction and Markov chains on the original tables."""
 
 import pickle
 import re
@@ -35,9 +33,7 @@ def expect(error, *fragments):
 
 
 def induction(env, horizon):
-    """max over policies of the expected return of `horizon` steps, from the environment's table
-    alone.
-    """
+    """The largest expected return of any policy in `horizon` steps, from the table alone."""
     table = env.unwrapped.P
     value = np.zeros(len(table))
     for _ in range(horizon):
@@ -54,9 +50,7 @@ def induction(env, horizon):
 
 
 def chain(env, horizon):
-    """Where the uniform policy is after 0, 1, ... steps, and what it collects: `(horizon, S)` and a
-    number, from the table alone.
-    """
+    """The state distributions `(horizon, S)` of the uniform policy, and its expected return."""
     table = env.unwrapped.P
     now, rows, collected = np.array(env.unwrapped.initial_state_distrib), [], 0.0
     for _ in range(horizon):

@@ -192,9 +192,7 @@ def test_random_depends_on_the_seed_alone():
 
 @pytest.mark.parametrize("concentration", [0.01, 1.0, 30.0])
 def test_random_rows_are_dirichlet(concentration):
-    """Of n entries, sum p^2 has the mean (c + 1) / (n c + 1), at 0.01 nearly that of deterministic
-    rows, and each p the mean 1 / n.
-    """
+    """Of n entries, each p has mean 1 / n, and sum p^2 has mean (c + 1) / (n c + 1)."""
     n = 4
     rows = (
         occ.LayeredMDP.random(3, n, 2000, concentration=concentration).transitions[1].flatten(0, 1)

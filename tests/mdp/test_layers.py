@@ -1,6 +1,4 @@
-"""A sparse MDP and its dense twin: every function gives the same, and what is wrong is named the
-same way.
-"""
+"""A sparse MDP and its dense twin: the same results, and the same errors."""
 
 import copy
 import pickle
@@ -235,9 +233,7 @@ def test_the_same_numbers_draw_the_same_states(build):
 
 
 def change(entries, value):
-    """A good MDP with some of its middle entries replaced; state 1, action 0 goes to next states 0
-    and 1.
-    """
+    """A valid MDP with some middle entries replaced; state 1, action 0 leads to states 0 and 1."""
     mdp = occ.LayeredMDP(
         [
             torch.full((1, 2, 2), 0.5, dtype=F64),

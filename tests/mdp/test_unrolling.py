@@ -13,8 +13,9 @@ INITIALS = {"index": 2, "distribution": torch.tensor([0.5, 0.0, 0.25, 0.25, 0.0]
 
 
 def table(seed=0):
-    """Five states, sparse: 0 -> {0, 1}, 1 -> {2, 3}, 2 -> {0, 4}, 3 -> {3, 4}, 4 -> {1}; pairs
-    outside ACTIONS stay where they are.
+    """Five states: 0 -> {0, 1}, 1 -> {2, 3}, 2 -> {0, 4}, 3 -> {3, 4}, 4 -> {1}.
+
+    Pairs outside ACTIONS stay where they are.
     """
     generator = torch.Generator().manual_seed(seed)
     edges = torch.zeros(5, 1, 5, dtype=F64)
@@ -26,9 +27,7 @@ def table(seed=0):
 
 
 def markov_chain(P, initial, terminal, policy):
-    """The distribution over the original states at each step, terminal ones kept forever:
-    `(HORIZON, S)` by matrix powers.
-    """
+    """The state distributions `(HORIZON, S)`, by matrix powers; terminal states are absorbing."""
     step = torch.einsum("sa,sap->sp", policy, P)
     step[list(terminal)] = torch.eye(5, dtype=F64)[list(terminal)]
     start = torch.eye(5, dtype=F64)[initial] if isinstance(initial, int) else initial
@@ -156,8 +155,9 @@ def test_errors_speak_of_the_states_of_the_table(arguments, fragments):
 
 
 def partly_unreachable():
-    """Layers of 3, 3, 2; states 1, 4 and 6 are out of reach: only masked pairs and each other lead
-    there.
+    """Layers of 3, 3, 2. States 1, 4 and 6 are out of reach.
+
+    Only masked pairs and unreachable states lead there.
     """
     first = torch.tensor(
         [[[0.5, 0.0, 0.5], [0.0, 1.0, 0.0]], [[0, 1, 0], [0, 1, 0]], [[0.25, 0, 0.75], [1, 0, 0]]],

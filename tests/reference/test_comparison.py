@@ -8,6 +8,7 @@ from importlib import util
 import pytest
 import torch
 from torch import Tensor
+from zoo import random_loss
 
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_adjoint, flow_residual
@@ -49,9 +50,7 @@ torch.set_num_threads(1)
 
 
 def narrow() -> LayeredMDP:
-    """Two start states, masked actions, states with one action, a layer with one pair, and
-    transitions of probability zero.
-    """
+    """Two start states, masks, single actions, a layer with one pair, zero probabilities."""
     actions = torch.tensor(
         [[1, 1, 1], [0, 1, 1], [0, 1, 0], [0, 0, 1], [1, 0, 1]], dtype=torch.bool
     )
@@ -98,15 +97,6 @@ REGULARIZERS: dict[str, Callable[[LayeredMDP], Regularizer]] = {
         Shannon() / InverseSqrt() + 0.3 * ConditionalEntropy() + LogBarrier(0.1)
     ),
 }
-
-
-def random_loss(mdp: LayeredMDP, size: float = 1.0, seed: int = 0) -> Tensor:
-    return size * torch.rand(
-        mdp.num_states,
-        mdp.num_actions,
-        dtype=torch.float64,
-        generator=torch.Generator().manual_seed(seed),
-    )
 
 
 def equations_of(mdp: LayeredMDP, regularizer: Regularizer, loss: Tensor, t: float) -> Equations:

@@ -1,6 +1,4 @@
-"""Tangents in the engine: those of the torch path to rounding, over chunks, for every table of
-terms; and failures that are seen.
-"""
+"""Tangents in the engine agree with torch, for every table of terms; failures are reported."""
 
 import pytest
 import torch
@@ -75,8 +73,9 @@ def test_a_parameter_at_zero_has_no_derivative_in_its_logarithm():
 
 
 def test_the_standard_error_says_where_the_estimators_fail():
-    """At T = 100 the unbiased one is good; at T = 1,000 its error is many times the gradient, which
-    differences still find.
+    """The unbiased estimator is good at T = 100; at T = 1,000 only differences are.
+
+    There its error is many times the gradient.
     """
     psi, stops = occ.jin_luo(MDP, beta=10.0), [100, 1000]
     found = occ.run_gradients(MDP, psi, LOSSES, 1000, range(20), checkpoints=stops).unbiased

@@ -7,18 +7,13 @@ from typing import ClassVar
 import pytest
 import torch
 from torch.distributions import constraints
+from zoo import random_problem
 
 import torch_occ as occ
 from torch_occ.tuning.board import TuningBoard
 from torch_occ.tuning.objectives import Evaluation
 from torch_occ.tuning.refinement import HOPELESS, Search
 from torch_occ.tuning.trials import by_leaping
-
-
-def world(seed=0):
-    mdp = occ.LayeredMDP.random(2, 2, 2, seed=seed)
-    mean = torch.rand(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return mdp, mean
 
 
 def bowl(regularizer):
@@ -32,7 +27,9 @@ def bowl(regularizer):
 
 
 def psi_of(**parameters):
-    return occ.jin_luo(world()[0], **({"alpha": 0.5, "beta": 20.0, "gamma": 1.0} | parameters))
+    return occ.jin_luo(
+        random_problem()[0], **({"alpha": 0.5, "beta": 20.0, "gamma": 1.0} | parameters)
+    )
 
 
 def test_a_known_minimum_is_found_from_every_start():
@@ -116,7 +113,7 @@ def test_a_failing_certificate_is_a_failure():
 
 @pytest.mark.bits
 def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
-    mdp, mean = world()
+    mdp, mean = random_problem()
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 1000)
     whole = occ.tune(objective, psi_of(), steps=6, starts=2)
 
@@ -148,7 +145,7 @@ def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
 
 
 def test_a_full_disk_costs_neither_the_tuning_nor_its_result(tmp_path, monkeypatch):
-    mdp, mean = world()
+    mdp, mean = random_problem()
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 1000)
     whole = occ.tune(objective, psi_of(), steps=2, starts=1)
     replace = os.replace
@@ -198,7 +195,7 @@ def test_tensorboard_gets_the_meta_curves(tmp_path):
 
 
 def test_tuning_the_forecast_beats_the_papers_constants_where_it_is_played():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 2000, reference=psi)
     found = occ.tune(objective, psi, steps=25, starts=2, rate=0.4, bounds={"gamma": (0.25, 4.0)})
@@ -215,7 +212,7 @@ def test_tuning_the_forecast_beats_the_papers_constants_where_it_is_played():
 
 
 def test_robust_objective_is_between_the_mean_and_the_worst():
-    mdp, mean = world()
+    mdp, mean = random_problem()
     psi = occ.jin_luo(mdp, beta=2.0)
     worlds = [
         occ.World("stochastic", mdp, mean),
@@ -257,7 +254,7 @@ class Family(occ.SeparableRegularizer):
 
 
 def test_a_family_of_regularizers_is_tuned():
-    mdp, mean = world()
+    mdp, mean = random_problem()
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 500)
     for psi in (
         Family() / occ.InverseSqrt(0.5),
@@ -271,7 +268,7 @@ def test_a_family_of_regularizers_is_tuned():
 
 
 def test_refine_is_judged_by_leaping():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     objective = occ.ForecastObjective(
         [occ.World("stochastic", occ.stack([mdp]), mean[None])], 1000, reference=psi
@@ -287,7 +284,7 @@ def test_refine_is_judged_by_leaping():
 
 
 def test_refine_is_judged_by_playing_and_keeps_to_the_bounds():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     other = occ.UniformLosses(mean)
     objective = occ.ForecastObjective(
@@ -327,7 +324,7 @@ def test_refine_is_judged_by_playing_and_keeps_to_the_bounds():
 
 
 def test_refine_is_not_misled_by_a_lucky_trial():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
     tuned = occ.tune(objective, psi, steps=0, starts=1)
@@ -349,7 +346,7 @@ def test_refine_is_not_misled_by_a_lucky_trial():
 
 
 def test_refine_forecasts_points_only_to_leave_out_the_hopeless(monkeypatch):
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
     tuned = occ.tune(objective, psi, steps=0, starts=1)
@@ -383,7 +380,7 @@ def test_refine_forecasts_points_only_to_leave_out_the_hopeless(monkeypatch):
 
 
 def test_a_guard_plays_where_nothing_can_be_forecast():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     guard = occ.Guard(
         [occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2), margin=0.05
@@ -403,7 +400,7 @@ def test_a_guard_plays_where_nothing_can_be_forecast():
 
 
 def test_a_guard_bounds_worlds_of_different_names_one_by_one_and_counts_its_own_noise():
-    mdps = [world(seed)[0] for seed in (1, 2, 3)]
+    mdps = [random_problem(seed)[0] for seed in (1, 2, 3)]
     psi = occ.jin_luo(mdps[0])
     together = [occ.World("greedy", mdp, occ.GreedyAdversary()) for mdp in mdps]
     apart = [played._replace(name=f"greedy {i}") for i, played in enumerate(together)]
@@ -441,7 +438,7 @@ def test_a_guard_bounds_worlds_of_different_names_one_by_one_and_counts_its_own_
 
 
 def test_refine_under_a_guard_chooses_what_passes():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
     # ruinous against the adversary
@@ -459,7 +456,7 @@ def test_refine_under_a_guard_chooses_what_passes():
 
 
 def test_the_estimator_of_an_objective_is_what_is_forecast_leapt_and_played():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi, own = occ.jin_luo(mdp, beta=2.0), occ.ReducedVariance(occ.InverseSqrt(0.01))
     worlds = [occ.World("stochastic", mdp, mean)]
     objective = occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp), estimator=own)
@@ -487,7 +484,7 @@ def test_the_estimator_of_an_objective_is_what_is_forecast_leapt_and_played():
 
 
 def test_a_guard_plays_with_an_estimator_against_the_papers():
-    mdp, _ = world(1)
+    mdp, _ = random_problem(1)
     psi, own = occ.jin_luo(mdp, beta=2.0), occ.ReducedVariance(occ.InverseSqrt(0.01))
     greedy = occ.GreedyAdversary()
     worlds = [occ.World("greedy", mdp, greedy)]
@@ -509,7 +506,7 @@ def test_a_guard_plays_with_an_estimator_against_the_papers():
 
 
 def test_a_point_that_does_not_pass_the_guard_makes_no_other_hopeless(monkeypatch):
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
     guard = occ.Guard([occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2))
