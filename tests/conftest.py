@@ -60,3 +60,4 @@ def small_chunks(monkeypatch):
     """Chunks of eight episodes, so that a short run has many."""
     for module in ("simulation", "losses"):
         monkeypatch.setattr(f"torch_occ.game.{module}.CHUNK", 8)
+    monkeypatch.setattr(occ.LossProcess, "stride", 8)

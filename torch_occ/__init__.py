@@ -42,10 +42,10 @@ from torch_occ.regularizers.catalog import LogBarrier as LogBarrier
 from torch_occ.regularizers.catalog import jin_luo as jin_luo
 
 # The step
-from torch_occ.step.newton import Solution as Solution
-from torch_occ.step.newton import Status as Status
+from torch_occ.step.solution import Solution as Solution
+from torch_occ.step.solution import Status as Status
 from torch_occ.step.ftrl import FTRLStep as FTRLStep
-from torch_occ.step.ftrl import SolveError as SolveError
+from torch_occ.step.checks import SolveError as SolveError
 
 # Losses and what is seen of them
 from torch_occ.game.losses import LossProcess as LossProcess

@@ -312,7 +312,7 @@ def test_what_cannot_be_forecast_is_refused():
 def test_a_path_without_certificate_is_not_a_number():
     mdp, mean = random_problem(0, (2, 2, 2))
     etas = torch.tensor([1.0, 1e160], dtype=torch.float64)  # the second one underflows
-    found = occ.forecast(mdp, occ.Shannon() / occ.Constant(etas), mean, 100)
+    found = occ.forecast(mdp, occ.Tsallis(0.99) / occ.Constant(etas), mean, 100)
     assert found.certified.tolist() == [True, False]
     assert found.regret[0].isfinite().all()
     assert found.regret[1].isnan().all()

@@ -334,9 +334,19 @@ def test_a_state_that_could_not_be_read_back_is_refused_first(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+class Locked(occ.FixedPolicy):
+    """A learner that holds what can be neither copied nor hashed."""
+
+    def __init__(self, mdp):
+        super().__init__(mdp)
+        self.lock = threading.Lock()
+
+    def copy(self):
+        return Locked(self.mdp)
+
+
 def test_runs_that_are_not_saved_may_hold_anything():
-    learner = occ.FixedPolicy(MDP)
-    learner.lock = threading.Lock()
+    learner = Locked(MDP)
     assert occ.simulate(MDP, learner, walk(), 3, backend="torch").finished
     with pytest.raises(TypeError, match=r"learner\.lock: a lock cannot be hashed .* `save_to` out"):
         occ.simulate(MDP, learner, walk(), 3, backend="torch", save_to="unused")

@@ -24,10 +24,15 @@ def pair(mdp=MDP, psi=None):
 
 
 def gradients(step, loss, t, direction):
-    loss, t = loss.detach().clone().requires_grad_(), torch.as_tensor(t, dtype=torch.float64).clone().requires_grad_()
+    loss, t = (
+        loss.detach().clone().requires_grad_(),
+        torch.as_tensor(t, dtype=torch.float64).clone().requires_grad_(),
+    )
     solution = step.solve(loss, t, check=False)
     objective = (direction * solution.q).sum() + 0.1 * solution.value.sum()
-    return solution, torch.autograd.grad(objective, [loss, t, *step.parameters()], allow_unused=True, materialize_grads=True)
+    return solution, torch.autograd.grad(
+        objective, [loss, t, *step.parameters()], allow_unused=True, materialize_grads=True
+    )
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -37,8 +42,12 @@ def test_gradients_are_the_same(regularizer, problem):
     psi = REGULARIZERS[regularizer](mdp)
     if refused_by_the_engine(mdp, psi):
         return
-    direction = torch.randn(loss.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    (expected_from, expected), (found_from, found) = (gradients(step, loss, t, direction) for step in pair(mdp, psi))
+    direction = torch.randn(
+        loss.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    )
+    (expected_from, expected), (found_from, found) = (
+        gradients(step, loss, t, direction) for step in pair(mdp, psi)
+    )
     assert (expected_from.backend, found_from.backend) == ("torch", "engine")
     if bool(expected_from.converged.all()):
         for ours, theirs in zip(found, expected, strict=True):
@@ -57,17 +66,28 @@ def test_a_batch_is_its_elements_to_the_last_bit():
     together = step.solve(losses, t)
     assert together.backend == "engine"
     for i in (0, 17, 39):
-        alone = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=float(betas[i])), backend="engine").solve(losses[i], float(t[i]))
+        alone = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=float(betas[i])), backend="engine").solve(
+            losses[i], float(t[i])
+        )
         for name in ("q", "value", "steps", "dual_residual"):
             assert torch.equal(getattr(together, name)[i], getattr(alone, name))
-    torch.testing.assert_close(together.q, occ.FTRLStep(MDP, step.regularizer, backend="torch")(losses, t), rtol=1e-11, atol=0)
+    torch.testing.assert_close(
+        together.q,
+        occ.FTRLStep(MDP, step.regularizer, backend="torch")(losses, t),
+        rtol=1e-11,
+        atol=0,
+    )
 
 
 def test_batched_parameters_and_a_batched_start_have_the_right_gradients():
     psi = occ.jin_luo(MDP, beta=torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64))
     losses = torch.stack([LOSS, 2 * LOSS]).unsqueeze(1)  # (2, 1, S, A) against (3,)
-    direction = torch.randn(2, 3, 7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    (_, expected), (solution, found) = (gradients(step, losses, 7.0, direction) for step in pair(MDP, psi))
+    direction = torch.randn(
+        2, 3, 7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5)
+    )
+    (_, expected), (solution, found) = (
+        gradients(step, losses, 7.0, direction) for step in pair(MDP, psi)
+    )
     assert (solution.backend, solution.q.shape) == ("engine", (2, 3, 7, 3))
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
@@ -83,7 +103,10 @@ def test_gradcheck_and_double_backward():
         named = dict(zip((name for name, _ in step.named_parameters()), given, strict=True))
         return functional_call(step, named, (loss, t))
 
-    inputs = [LOSS.clone().requires_grad_(), torch.tensor(9.0, dtype=torch.float64, requires_grad=True)]
+    inputs = [
+        LOSS.clone().requires_grad_(),
+        torch.tensor(9.0, dtype=torch.float64, requires_grad=True),
+    ]
     inputs += [p.detach().clone().requires_grad_() for p in parameters]
     assert gradcheck(q, inputs, rtol=1e-6, check_forward_ad=True)
     assert gradgradcheck(q, inputs, rtol=1e-5)
@@ -91,18 +114,31 @@ def test_gradcheck_and_double_backward():
 
 def test_forward_mode_is_the_transpose_of_reverse_mode():
     torch_step, step = pair()
-    tangents = [DIRECTION, torch.tensor(0.3, dtype=torch.float64), *(torch.tensor(x, dtype=torch.float64) for x in (0.5, -1.0, 2.0))]
+    tangents = [
+        DIRECTION,
+        torch.tensor(0.3, dtype=torch.float64),
+        *(torch.tensor(x, dtype=torch.float64) for x in (0.5, -1.0, 2.0)),
+    ]
     found = []
     for one in (torch_step, step):
         inputs = [LOSS, torch.tensor(9.0, dtype=torch.float64), *one.parameters()]
         with forward_ad.dual_level():
-            named = {name: forward_ad.make_dual(p, dt) for (name, p), dt in zip(one.named_parameters(), tangents[2:], strict=True)}
-            duals = [forward_ad.make_dual(x.detach(), dx) for x, dx in zip(inputs[:2], tangents[:2], strict=True)]
+            named = {
+                name: forward_ad.make_dual(p, dt)
+                for (name, p), dt in zip(one.named_parameters(), tangents[2:], strict=True)
+            }
+            duals = [
+                forward_ad.make_dual(x.detach(), dx)
+                for x, dx in zip(inputs[:2], tangents[:2], strict=True)
+            ]
             solution = functional_call(one, named, tuple(duals))
             found.append(forward_ad.unpack_dual(solution).tangent)
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
     _, reverse = gradients(step, LOSS, 9.0, DIRECTION)
-    loss, t = LOSS.clone().requires_grad_(), torch.tensor(9.0, dtype=torch.float64, requires_grad=True)
+    loss, t = (
+        LOSS.clone().requires_grad_(),
+        torch.tensor(9.0, dtype=torch.float64, requires_grad=True),
+    )
     reverse = torch.autograd.grad((DIRECTION * step(loss, t)).sum(), [loss, t, *step.parameters()])
     along = torch.stack([(g * dx).sum() for g, dx in zip(reverse, tangents, strict=True)]).sum()
     torch.testing.assert_close(along, (DIRECTION * found[1]).sum(), rtol=1e-9, atol=1e-12)
@@ -113,7 +149,9 @@ def test_forward_over_reverse_needs_no_second_graph():
     for step in pair():
         with forward_ad.dual_level():
             loss = forward_ad.make_dual(LOSS.clone().requires_grad_(), DIRECTION)
-            (gradient,) = torch.autograd.grad((step(loss, 30.0) ** 2).sum() + 0.5 * (loss**2).sum(), loss)
+            (gradient,) = torch.autograd.grad(
+                (step(loss, 30.0) ** 2).sum() + 0.5 * (loss**2).sum(), loss
+            )
             found.append(forward_ad.unpack_dual(gradient).tangent)
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
     assert not torch.equal(found[0], DIRECTION)  # the step has a part in it
@@ -129,7 +167,9 @@ def test_transforms_go_to_the_torch_path():
 def test_a_shared_parameter_is_counted_once():
     gamma = occ.InverseSqrt(1.5)
     psi = occ.HybridTsallis(0.5) / gamma + occ.LogBarrier(1.0) / gamma
-    (_, expected), (solution, found) = (gradients(step, LOSS, 5.0, DIRECTION) for step in pair(MDP, psi))
+    (_, expected), (solution, found) = (
+        gradients(step, LOSS, 5.0, DIRECTION) for step in pair(MDP, psi)
+    )
     assert solution.backend == "engine"
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
@@ -146,7 +186,12 @@ def test_an_empty_batch_is_empty():
 def test_the_same_complaints():
     for step in pair():
         with pytest.raises(ValueError, match=r"cumulative_loss: layer 1, state 0.*action 2 is nan"):
-            step(LOSS.index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(torch.nan, dtype=torch.float64)), 3.0)
+            step(
+                LOSS.index_put(
+                    (torch.tensor(1), torch.tensor(2)), torch.tensor(torch.nan, dtype=torch.float64)
+                ),
+                3.0,
+            )
         with pytest.raises(ValueError, match=r"t: expected an episode of at least 1, got 0.5"):
             step(LOSS, 0.5)
         with pytest.raises(ValueError, match=r"warm_start: .* expected a positive occupancy"):
@@ -165,8 +210,8 @@ def test_the_same_complaints():
 
 
 def test_an_element_that_fails_poisons_its_own_derivative_only():
-    step = occ.FTRLStep(MDP, occ.Shannon() / occ.InverseSqrt(), backend="engine")
-    losses = torch.stack([LOSS, 1e6 * LOSS]).requires_grad_()
+    step = occ.FTRLStep(MDP, occ.Tsallis(0.99) / occ.InverseSqrt(), backend="engine")
+    losses = torch.stack([LOSS, 1e6 * LOSS]).requires_grad_()  # q falls like loss^-100
     with pytest.raises(occ.SolveError, match=r"batch element \(1,\): UNDERFLOW"):
         step(losses, 1.0)
     solution = step.solve(losses, 1.0, check=False)
@@ -197,7 +242,10 @@ def test_who_solves():
 
     wide = occ.LayeredMDP.random(2, 160, 2, seed=0)
     scattered = wide.to_sparse()
-    solve = lambda step, mdp: step.solve(torch.zeros(mdp.num_states, mdp.num_actions, dtype=mdp.dtype)).backend  # noqa: E731
+
+    def solve(step, mdp):
+        return step.solve(torch.zeros(mdp.num_states, mdp.num_actions, dtype=mdp.dtype)).backend
+
     assert solve(occ.FTRLStep(MDP, occ.jin_luo(MDP)), MDP) == "engine"
     assert solve(occ.FTRLStep(MDP, Custom()), MDP) == "torch"
     assert solve(occ.FTRLStep(wide, occ.jin_luo(wide)), wide) == "torch"

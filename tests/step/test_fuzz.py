@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from entropies import solve_exactly, worst_error
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from mpmath import mp, mpf
@@ -36,7 +37,10 @@ class Draw:
         sizes, A = self.sizes, self.num_actions
         kernels = []
         for here, there in zip(sizes, (*sizes[1:], 1), strict=True):
-            logits = torch.rand(here, A, there, dtype=torch.float64, generator=random).log() / self.concentration
+            logits = (
+                torch.rand(here, A, there, dtype=torch.float64, generator=random).log()
+                / self.concentration
+            )
             keep = torch.rand(here, A, there, generator=random) >= self.zeros
             keep.scatter_(-1, torch.randint(there, (here, A, 1), generator=random), True)
             kernels.append(logits.masked_fill(~keep, -torch.inf).softmax(-1))
@@ -69,27 +73,44 @@ class Family:
     build: object  # Draw -> Regularizer
     terms: object  # (Draw, 1/eta) -> terms
     excuses: tuple[Status, ...] = ()  # what a solve may end with besides success
+    entropy: object = None  # 1/eta -> (w, kappa) of torch_occ.entropic, whose q may fall to zero
 
 
 FAMILIES = {
     "hybrid": Family(
         lambda d: occ.HybridTsallis(d.alpha) / occ.InverseSqrt(d.gamma) + occ.LogBarrier(d.beta),
-        lambda d, w: [("pair", -w, ROOT), ("rest", -w * mpf(d.alpha), ROOT), ("pair", -mpf(d.beta), LOG)],
+        lambda d, w: [
+            ("pair", -w, ROOT),
+            ("rest", -w * mpf(d.alpha), ROOT),
+            ("pair", -mpf(d.beta), LOG),
+        ],
     ),
     "tsallis": Family(
-        lambda d: occ.Tsallis(torch.tensor(1 / 3, dtype=torch.float64)) / occ.InverseSqrt(d.gamma), lambda d, w: [("pair", -w, CUBE_ROOT)]
+        lambda d: occ.Tsallis(torch.tensor(1 / 3, dtype=torch.float64)) / occ.InverseSqrt(d.gamma),
+        lambda d, w: [("pair", -w, CUBE_ROOT)],
     ),
-    "log_barrier": Family(lambda d: occ.LogBarrier(d.beta + d.gamma), lambda d, w: [("pair", -mpf(d.beta + d.gamma), LOG)]),
-    "shannon": Family(lambda d: occ.Shannon() / occ.InverseSqrt(d.gamma), lambda d, w: [("pair", w, ENTROPY)], (Status.UNDERFLOW,)),
+    "log_barrier": Family(
+        lambda d: occ.LogBarrier(d.beta + d.gamma),
+        lambda d, w: [("pair", -mpf(d.beta + d.gamma), LOG)],
+    ),
+    "shannon": Family(
+        lambda d: occ.Shannon() / occ.InverseSqrt(d.gamma),
+        lambda d, w: [("pair", w, ENTROPY)],
+        entropy=lambda w: (w, w),
+    ),
     "conditional_entropy": Family(
         lambda d: occ.ConditionalEntropy() / occ.InverseSqrt(d.gamma),
         lambda d, w: [("pair", w, ENTROPY), ("state", -w, ENTROPY)],
-        (Status.UNDERFLOW,),
+        entropy=lambda w: (w, 0),
     ),
     # 1 - q can be as small as the rarest transition; then its slope, of size q^(-1/2), leaves no digit for the rest of the layer.
     "complement": Family(
         lambda d: occ.HybridComplement(d.alpha) / occ.InverseSqrt(d.gamma) + occ.LogBarrier(d.beta),
-        lambda d, w: [("pair", -w, ROOT), ("complement", -w * mpf(d.alpha), ROOT), ("pair", -mpf(d.beta), LOG)],
+        lambda d, w: [
+            ("pair", -w, ROOT),
+            ("complement", -w * mpf(d.alpha), ROOT),
+            ("pair", -mpf(d.beta), LOG),
+        ],
         (Status.STALLED,),
     ),
 }
@@ -100,8 +121,15 @@ def certificate(mdp: occ.LayeredMDP, loss: Tensor, q: Tensor, terms: list) -> tu
 
     The sum of losses along an episode is only known up to its rounding; that much of the residual is not held against anybody.
     """
-    rounding = 8 * mpf(torch.finfo(loss.dtype).eps) * mdp.horizon * mpf(float(loss[mdp.actions].abs().max()))
-    pairs = [[(s, a) for a in range(mdp.num_actions) if mdp.actions[s, a]] for s in range(mdp.num_states)]
+    rounding = (
+        8
+        * mpf(torch.finfo(loss.dtype).eps)
+        * mdp.horizon
+        * mpf(float(loss[mdp.actions].abs().max()))
+    )
+    pairs = [
+        [(s, a) for a in range(mdp.num_actions) if mdp.actions[s, a]] for s in range(mdp.num_states)
+    ]
     x = {pair: mpf(float(q[pair])) for state in pairs for pair in state}
     u = [mp.fsum(x[pair] for pair in state) for state in pairs]
     layers = [range(here.start, here.stop) for here in mdp.layer_slices]
@@ -121,22 +149,38 @@ def certificate(mdp: occ.LayeredMDP, loss: Tensor, q: Tensor, terms: list) -> tu
                         curvature[pair] += weight * second(rest)
                         for other in others:
                             slope[other] += weight * first(rest)
-                    elif argument == "complement" and (elsewhere := [*others, *(p for r in layer if r != s for p in pairs[r])]):
+                    elif argument == "complement" and (
+                        elsewhere := [*others, *(p for r in layer if r != s for p in pairs[r])]
+                    ):
                         complement = mp.fsum(x[other] for other in elsewhere)
                         slope[pair] -= weight * first(complement)
                         curvature[pair] += weight * second(complement)
     inflow = [mpf(float(p)) for p in mdp.initial] + [mpf(0)] * (mdp.num_states - len(mdp.initial))
     value, dual = [mpf(0)] * mdp.num_states, mpf(0)
-    for layer, following, kernel in reversed(list(zip(layers, [*layers[1:], []], mdp.transitions, strict=True))):
+    for layer, following, kernel in reversed(
+        list(zip(layers, [*layers[1:], []], mdp.transitions, strict=True))
+    ):
         for s in layer:
-            row = {(s, a): [(r, mpf(float(kernel[s - layer[0], a, r - following[0]]))) for r in following] for _, a in pairs[s]}
+            row = {
+                (s, a): [
+                    (r, mpf(float(kernel[s - layer[0], a, r - following[0]]))) for r in following
+                ]
+                for _, a in pairs[s]
+            }
             for pair, ahead in row.items():
                 for r, p in ahead:
                     inflow[r] += p * x[pair]
-            Q = {pair: mpf(float(loss[pair])) + slope[pair] + mp.fsum(p * value[r] for r, p in row[pair]) for pair in row}
+            Q = {
+                pair: mpf(float(loss[pair]))
+                + slope[pair]
+                + mp.fsum(p * value[r] for r, p in row[pair])
+                for pair in row
+            }
             unit = {pair: x[pair] * curvature[pair] for pair in row}
             # The multiplier that suits all actions of the state best.
-            value[s] = mp.fsum(Q[pair] / unit[pair] ** 2 for pair in row) / mp.fsum(unit[pair] ** -2 for pair in row)
+            value[s] = mp.fsum(Q[pair] / unit[pair] ** 2 for pair in row) / mp.fsum(
+                unit[pair] ** -2 for pair in row
+            )
             dual = max(dual, *((abs(Q[pair] - value[s]) - rounding) / unit[pair] for pair in row))
     return max(abs(have - come) / have for have, come in zip(u, inflow, strict=True)), dual
 
@@ -175,15 +219,22 @@ def test_certified_or_honest(family, draw):
     status, q = Status(int(solution.status)), solution.q.detach()
     event(f"{family}: {status.name}")
     # 1 / q^2 is infinite for states that are reached with a probability below 1e-154.
-    out_of_range = status == Status.NOT_FINITE and float(occ.interior_point(mdp)[mdp.actions].min()) < 1e-150
+    out_of_range = (
+        status == Status.NOT_FINITE and float(occ.interior_point(mdp)[mdp.actions].min()) < 1e-150
+    )
     assert status == Status.CONVERGED or status in this.excuses or out_of_range
     slopes = torch.autograd.grad(solution.q.sum() + solution.value.sum(), loss)[0][mdp.actions]
     if status == Status.CONVERGED:
-        assert (q[mdp.actions] > 0).all()
         assert (q[~mdp.actions] == 0).all()
         assert slopes.isfinite().all()
         with mp.workdps(60):
-            flow, dual = certificate(mdp, loss.detach(), q, this.terms(draw, mp.sqrt(mpf(draw.t)) / mpf(draw.gamma)))
+            weight = mp.sqrt(mpf(draw.t)) / mpf(draw.gamma)
+            if this.entropy is not None:
+                exact = solve_exactly(mdp, loss.detach(), *this.entropy(weight))
+                assert worst_error(q, exact) < 1e-10
+                return
+            assert (q[mdp.actions] > 0).all()
+            flow, dual = certificate(mdp, loss.detach(), q, this.terms(draw, weight))
         assert flow < 1e-14
         assert dual < 1e-9
     else:

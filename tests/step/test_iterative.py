@@ -16,7 +16,7 @@ from torch_occ.mdp.occupancy import LayeredFlow
 from torch_occ.regularizers.derivatives import Evaluator, derivatives
 from torch_occ.step import iterative
 from torch_occ.step.iterative import ConjugateGradients
-from torch_occ.step.newton import Status
+from torch_occ.step.solution import Status
 from torch_occ.step.states import SeparableStates
 
 F64 = torch.float64
@@ -25,18 +25,25 @@ TorchStep = partial(occ.FTRLStep, backend="torch")
 
 def line(num_states, horizon, num_actions=3):
     """Walks on a line: each action stays, goes left or goes right, with a slip; sparse, masks in every seventh state."""
-    state, action = torch.arange(num_states).repeat_interleave(num_actions), torch.arange(num_actions).repeat(num_states)
+    state, action = (
+        torch.arange(num_states).repeat_interleave(num_actions),
+        torch.arange(num_actions).repeat(num_states),
+    )
     meant = (state + action % 3 - 1).clamp(0, num_states - 1)
     pair = torch.arange(num_states * num_actions)
     index = torch.cat([torch.stack([pair, meant]), torch.stack([pair, state])], -1)
-    values = torch.cat([torch.full_like(pair, 0.8, dtype=F64), torch.full_like(pair, 0.2, dtype=F64)])
+    values = torch.cat(
+        [torch.full_like(pair, 0.8, dtype=F64), torch.full_like(pair, 0.2, dtype=F64)]
+    )
     step = torch.sparse_coo_tensor(index, values, (len(pair), num_states), check_invariants=False)
     actions = torch.ones(num_states, num_actions, dtype=torch.bool)
     actions[::7, 0] = False
     actions[::14, 2] = False
     end = torch.ones(len(pair), 1, dtype=F64).to_sparse()
     initial = torch.full((num_states,), 1 / num_states, dtype=F64)
-    return occ.LayeredMDP([*[step] * (horizon - 1), end], actions=actions.repeat(horizon, 1), initial=initial)
+    return occ.LayeredMDP(
+        [*[step] * (horizon - 1), end], actions=actions.repeat(horizon, 1), initial=initial
+    )
 
 
 def rare():
@@ -65,7 +72,10 @@ def close(found, expected, tolerance=1e-11):
 @pytest.mark.parametrize("regularizer", SMOOTH)
 def test_the_solution_is_the_same(name, regularizer):
     mdp, loss, t = CASES[name]()
-    found, expected = (TorchStep(model, REGULARIZERS[regularizer](model)).solve(loss, t) for model in (mdp.to_sparse(), mdp.to_dense()))
+    found, expected = (
+        TorchStep(model, REGULARIZERS[regularizer](model)).solve(loss, t)
+        for model in (mdp.to_sparse(), mdp.to_dense())
+    )
     close(found.q, expected.q)
     size = float(expected.value.detach().abs().max())
     torch.testing.assert_close(found.value, expected.value, rtol=1e-10, atol=1e-11 * size)
@@ -75,8 +85,15 @@ def test_the_solution_is_the_same(name, regularizer):
 @pytest.mark.parametrize("scale", [1e4, 1e8, 1e12])
 def test_large_losses_and_small_occupancies(scale):
     mdp, loss, t = rare()
-    for psi in (occ.jin_luo(mdp, beta=0.1), occ.Shannon() / occ.Constant(100 / scale), occ.LogBarrier(2.0)):
-        found, expected = (TorchStep(model, psi).solve(loss * scale / 300, t, check=False) for model in (mdp.to_sparse(), mdp))
+    for psi in (
+        occ.jin_luo(mdp, beta=0.1),
+        occ.Shannon() / occ.Constant(100 / scale),
+        occ.LogBarrier(2.0),
+    ):
+        found, expected = (
+            TorchStep(model, psi).solve(loss * scale / 300, t, check=False)
+            for model in (mdp.to_sparse(), mdp)
+        )
         assert int(found.status) == int(expected.status) == Status.CONVERGED
         close(found.q, expected.q, 1e-10)
 
@@ -143,12 +160,16 @@ def test_an_unfinished_step_is_feasible_and_goes_downhill(name, monkeypatch):
     for _ in range(3):
         dq, _ = solver.solve(x, zero, zero)
         flow = dq.sum(-1) - LayeredFlow(mdp).inflow(dq)
-        assert float((flow / q.sum(-1)).abs().max()) <= 1e-12 * float((dq / q.where(q > 0, 1.0)).abs().max())
+        assert float((flow / q.sum(-1)).abs().max()) <= 1e-12 * float(
+            (dq / q.where(q > 0, 1.0)).abs().max()
+        )
         assert float((x * dq).sum()) > 0
         x = x + random_loss(mdp, seed=8)
 
 
-@pytest.mark.parametrize("name", ["bandit", "masked", "layers", "no_choice", "corridor", "rare", "walk"])
+@pytest.mark.parametrize(
+    "name", ["bandit", "masked", "layers", "no_choice", "corridor", "rare", "walk"]
+)
 @pytest.mark.parametrize("batch", [(), (1,), (2, 3)])
 def test_compiled_sweeps_are_those_in_torch(name, batch):
     sparse = pytest.importorskip("torch_occ.step.compiled_sweeps")
@@ -159,11 +180,19 @@ def test_compiled_sweeps_are_those_in_torch(name, batch):
         point = q if shared else q.expand(*batch, -1, -1)
         _, hessian = solver_at(mdp, point, occ.jin_luo(mdp, beta=0.1))
         states, x = SeparableStates(hessian), random_loss(mdp, batch=batch)
-        for force, source in ((x, x.sum(-1)), (None, None), (x[..., :1, :1] + torch.zeros_like(q), None)):
-            expected = iterative.TorchSweeps(states, LayeredFlow(mdp)).sweep(x[..., 0], force, source)
+        for force, source in (
+            (x, x.sum(-1)),
+            (None, None),
+            (x[..., :1, :1] + torch.zeros_like(q), None),
+        ):
+            expected = iterative.TorchSweeps(states, LayeredFlow(mdp)).sweep(
+                x[..., 0], force, source
+            )
             found = sparse.CompiledSweeps(states, mdp).sweep(x[..., 0], force, source)
             for y, z in zip(found, expected, strict=True):
-                torch.testing.assert_close(y, z.expand_as(y), rtol=1e-11, atol=1e-12 * float(z.abs().max()))
+                torch.testing.assert_close(
+                    y, z.expand_as(y), rtol=1e-11, atol=1e-12 * float(z.abs().max())
+                )
 
 
 def test_without_numba_the_sweeps_are_those_in_torch(monkeypatch):
@@ -177,7 +206,11 @@ def test_without_numba_the_sweeps_are_those_in_torch(monkeypatch):
 def test_the_number_of_iterations_does_not_depend_on_the_scale_of_q(monkeypatch):
     """The eigenvalues of M are bounded by the horizon and the number of actions, not by q."""
     for width, concentration in ((5, 0.03), (20, 0.03), (20, 1.0)):
-        mdp = occ.LayeredMDP.random(12, width, 3, seed=1, concentration=concentration).prune().to_sparse()
+        mdp = (
+            occ.LayeredMDP.random(12, width, 3, seed=1, concentration=concentration)
+            .prune()
+            .to_sparse()
+        )
         solver, _ = solver_at(mdp, occ.interior_point(mdp), occ.jin_luo(mdp, beta=0.1))
         solver.solve(-random_loss(mdp), torch.zeros(mdp.num_states, dtype=F64))
         assert solver.iterations < 100
@@ -217,20 +250,31 @@ def test_the_gradients_are_those_of_the_dense_twin(name):
     results = []
     for mdp in (given.to_sparse(), given.to_dense()):
         psi = occ.jin_luo(mdp, beta=0.2)
-        inputs = [loss.clone().requires_grad_(), torch.tensor(t, dtype=F64, requires_grad=True), *psi.parameters()]
+        inputs = [
+            loss.clone().requires_grad_(),
+            torch.tensor(t, dtype=F64, requires_grad=True),
+            *psi.parameters(),
+        ]
         model = [p.clone().requires_grad_() for p in mdp.probabilities]
         q = TorchStep(mdp, psi)(inputs[0], inputs[1], mdp=mdp.with_probabilities(*model))
         results.append(torch.autograd.grad((weight * q * mdp.actions).sum(), inputs + model))
     sparse, dense = results
     first = len(sparse) - given.horizon
-    for found, expected in zip(sparse, (*dense[:first], *entries_of(given.to_sparse(), dense[first:])), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10 * float(expected.abs().max()))
+    for found, expected in zip(
+        sparse, (*dense[:first], *entries_of(given.to_sparse(), dense[first:])), strict=True
+    ):
+        torch.testing.assert_close(
+            found, expected, rtol=1e-9, atol=1e-10 * float(expected.abs().max())
+        )
 
 
 def test_gradients_of_every_kind_and_order():
     mdp = occ.LayeredMDP.random(2, 2, 2, seed=3).to_sparse()
     step = TorchStep(mdp, occ.jin_luo(mdp, beta=0.3))
-    inputs = [random_loss(mdp, 3.0).requires_grad_(), *(p.clone().requires_grad_() for p in mdp.probabilities)]
+    inputs = [
+        random_loss(mdp, 3.0).requires_grad_(),
+        *(p.clone().requires_grad_() for p in mdp.probabilities),
+    ]
 
     def function(loss, *probabilities):
         return step(loss, 10.0, mdp=mdp.with_probabilities(*probabilities))
@@ -238,7 +282,10 @@ def test_gradients_of_every_kind_and_order():
     assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(function, inputs, rtol=1e-4, fast_mode=True)
     loss = random_loss(mdp, 3.0, batch=(3,))
-    jacobians = [torch.func.vmap(transform(lambda x: step(x, 10.0)))(loss) for transform in (torch.func.jacrev, torch.func.jacfwd)]
+    jacobians = [
+        torch.func.vmap(transform(lambda x: step(x, 10.0)))(loss)
+        for transform in (torch.func.jacrev, torch.func.jacfwd)
+    ]
     torch.testing.assert_close(*jacobians, rtol=1e-10, atol=1e-12)
 
 
@@ -258,7 +305,9 @@ def test_batches_of_losses_and_of_entries():
     entries = [p.clone().requires_grad_() for p in mdp.probabilities]
 
     def gradients(loss):
-        return torch.autograd.grad(step(loss, t, mdp=mdp.with_probabilities(*entries)).square().sum(), entries)
+        return torch.autograd.grad(
+            step(loss, t, mdp=mdp.with_probabilities(*entries)).square().sum(), entries
+        )
 
     for together, *alone in zip(gradients(losses), *map(gradients, losses), strict=True):
         torch.testing.assert_close(together, sum(alone), rtol=1e-9, atol=1e-12)
@@ -275,7 +324,9 @@ def test_single_precision():
     mdp, loss, t = walk()
     step = TorchStep(mdp, occ.jin_luo(mdp, beta=0.5))
     q = step(loss, t).detach()
-    torch.testing.assert_close(step.float()(loss.float(), t).detach().double(), q, rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        step.float()(loss.float(), t).detach().double(), q, rtol=1e-4, atol=0
+    )
 
 
 # -- what does not fit ----------------------------------------------------------------------------------------------------
@@ -297,7 +348,11 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor) and x.layout == torch.strided]
+        sizes = [
+            x.numel()
+            for x in tree_leaves(result)
+            if isinstance(x, torch.Tensor) and x.layout == torch.strided
+        ]
         self.found = max(self.found, *sizes, 0)
         return result
 
@@ -313,7 +368,13 @@ def test_no_tensor_is_larger_than_the_pairs_and_the_entries():
         torch.autograd.grad(q.square().sum(), [loss, *entries, *step.parameters()])
         occ.optimal_policy(mdp, loss.detach())
         mdp.prune()
-        occ.simulate(mdp, occ.FTRL(mdp, occ.jin_luo(mdp)), occ.BernoulliLosses(random_loss(mdp)), episodes=2, seeds=(0,))
+        occ.simulate(
+            mdp,
+            occ.FTRL(mdp, occ.jin_luo(mdp)),
+            occ.BernoulliLosses(random_loss(mdp)),
+            episodes=2,
+            seeds=(0,),
+        )
     pairs, nonzero = mdp.num_states * mdp.num_actions, sum(len(p) for p in mdp.probabilities[1:])
     assert largest.found <= pairs + nonzero < 400 * 3 * 400 / 10
 
@@ -324,6 +385,15 @@ def test_sparse_and_dense_play_the_same_game():
     histories = []
     for model in (mdp, mdp.to_dense()):
         learner = occ.FTRL(model, occ.jin_luo(model, beta=0.5))
-        histories.append(occ.simulate(model, learner, occ.BernoulliLosses(mean), episodes=10, seeds=(0, 1), backend="torch"))
+        histories.append(
+            occ.simulate(
+                model,
+                learner,
+                occ.BernoulliLosses(mean),
+                episodes=10,
+                seeds=(0, 1),
+                backend="torch",
+            )
+        )
     torch.testing.assert_close(histories[0].regret, histories[1].regret, rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(histories[0].last_q, histories[1].last_q, rtol=1e-9, atol=0)

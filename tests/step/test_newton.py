@@ -13,7 +13,9 @@ pytestmark = pytest.mark.usefixtures("both_backends")
 
 
 def close(found: Tensor, expected: Tensor, rtol: float) -> None:
-    torch.testing.assert_close(found.detach(), expected.detach(), rtol=rtol, atol=0, equal_nan=False)
+    torch.testing.assert_close(
+        found.detach(), expected.detach(), rtol=rtol, atol=0, equal_nan=False
+    )
 
 
 class Pairwise(occ.SeparableRegularizer):
@@ -48,16 +50,22 @@ def test_every_regularizer_on_every_problem(problem, regularizer):
     assert (q[actions] > 0).all()
     assert (q[~actions] == 0).all()
     assert 1 <= solution.steps <= 50
-    assert 0 <= solution.decrement < 1e-4  # at the iterate before the last, so about the root of the error
+    assert (
+        0 <= solution.decrement < 1e-4
+    )  # at the iterate before the last, so about the root of the error
     assert 0 <= solution.dual_residual < 1e-12
 
-    source = torch.cat([mdp.initial, torch.zeros(mdp.num_states - mdp.layer_sizes[0], dtype=torch.float64)])
+    source = torch.cat(
+        [mdp.initial, torch.zeros(mdp.num_states - mdp.layer_sizes[0], dtype=torch.float64)]
+    )
     flow_residual = ((flow_matrix(mdp) @ q[actions] - source) / q.sum(-1)).abs().max()
     assert flow_residual < 1e-14
     assert abs(flow_residual - solution.flow_residual) < 1e-14
     again, value = dense_newton(mdp, psi, loss, t, q)
     close(again[actions], q[actions], 1e-12)
-    torch.testing.assert_close(solution.value, value, rtol=1e-12, atol=1e-12 * float(value.detach().abs().max()))
+    torch.testing.assert_close(
+        solution.value, value, rtol=1e-12, atol=1e-12 * float(value.detach().abs().max())
+    )
 
 
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
@@ -69,7 +77,9 @@ def test_no_other_policy_does_better(regularizer):
     def objective(q: Tensor) -> Tensor:
         return (q * loss).sum((-2, -1)) + psi(q, t, mdp)
 
-    noise = torch.randn(40, *q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(
+        40, *q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     for size in (0.01, 1.0):
         policies = (occ.policy_of(mdp, q).log() + size * noise).softmax(-1)
         assert (objective(occ.occupancy(mdp, policies)) > objective(q)).all()
@@ -80,7 +90,9 @@ def test_shaping_leaves_q_and_shifts_the_value(regularizer):
     """Adding v(s) - E v(s') to the loss is felt by no policy."""
     mdp, loss, t = layers()
     step = occ.FTRLStep(mdp, REGULARIZERS[regularizer](mdp))
-    shift = 1e3 * torch.randn(mdp.num_states, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    shift = 1e3 * torch.randn(
+        mdp.num_states, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     shaped = loss + (flow_matrix(mdp).mT @ shift).view_as(loss)
     before, after = step.solve(loss, t), step.solve(shaped, t)
     close(after.q, before.q, 1e-11)  # the shaped loss itself is rounded by 1e3 eps
@@ -93,7 +105,9 @@ def test_scaling_identity(scale):
     mdp, loss, t = layers()
 
     def solve(scale: float, gamma: float, t: float) -> occ.Solution:
-        return occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=tensor(0.3 * scale), gamma=tensor(gamma))).solve(scale * loss, t)
+        return occ.FTRLStep(
+            mdp, occ.jin_luo(mdp, beta=tensor(0.3 * scale), gamma=tensor(gamma))
+        ).solve(scale * loss, t)
 
     once, scaled = solve(1.0, 0.9, t), solve(scale, 0.9 / scale, t)
     close(scaled.q, once.q, 1e-12)
@@ -104,7 +118,11 @@ def test_scaling_identity(scale):
 def test_complement_and_rest_agree_in_a_bandit():
     """With one state 1 - q(s, a) is q(s) - q(s, a)."""
     mdp, loss, t = PROBLEMS["bandit"]()
-    close(occ.FTRLStep(mdp, occ.HybridComplement(0.5))(loss, t), occ.FTRLStep(mdp, occ.HybridTsallis(0.5))(loss, t), 1e-14)
+    close(
+        occ.FTRLStep(mdp, occ.HybridComplement(0.5))(loss, t),
+        occ.FTRLStep(mdp, occ.HybridTsallis(0.5))(loss, t),
+        1e-14,
+    )
 
 
 class Statewise(occ.StatewiseRegularizer):
@@ -123,7 +141,11 @@ class Joint(occ.JointRegularizer):
 def test_states_that_feel_nothing_are_solved_at_every_level(problem, twin):
     """The conditional entropy of a state with one action is zero, curvature included; its q follows from the flow all the same."""
     mdp, loss, t = PROBLEMS[problem]()
-    close(occ.FTRLStep(mdp, twin)(loss, t), occ.FTRLStep(mdp, occ.ConditionalEntropy())(loss, t), 1e-11)
+    close(
+        occ.FTRLStep(mdp, twin)(loss, t),
+        occ.FTRLStep(mdp, occ.ConditionalEntropy())(loss, t),
+        1e-11,
+    )
 
 
 # -- batches --------------------------------------------------------------------------------------------------------------
@@ -152,10 +174,15 @@ def test_batched_equals_solo(regularizer):
 def test_a_hard_element_does_not_spoil_its_neighbours():
     """One element underflows, one takes many steps; the others stop early, and stay as they were."""
     mdp, loss, t = corridor()
-    step = occ.FTRLStep(mdp, occ.Shannon() / occ.Constant(0.5))
+    step = occ.FTRLStep(mdp, occ.Tsallis(0.99) / occ.Constant(0.5))
     losses = torch.stack([0.001 * loss, 1e9 * loss, loss, 0.01 * loss])
     batch = step.solve(losses, t, check=False)
-    assert batch.status.tolist() == [Status.CONVERGED, Status.UNDERFLOW, Status.CONVERGED, Status.CONVERGED]
+    assert batch.status.tolist() == [
+        Status.CONVERGED,
+        Status.UNDERFLOW,
+        Status.CONVERGED,
+        Status.CONVERGED,
+    ]
     assert batch.steps[2] > 3 * batch.steps[0]
     for i in (0, 2, 3):
         solo = step.solve(losses[i], t)
@@ -169,7 +196,9 @@ def test_a_hard_element_does_not_spoil_its_neighbours():
 
 def test_a_batch_of_models_equals_its_elements():
     mdps = [occ.LayeredMDP.random(3, 2, 2, seed=seed) for seed in range(3)]
-    joint = occ.LayeredMDP([torch.stack(kernels) for kernels in zip(*(m.transitions for m in mdps), strict=True)])
+    joint = occ.LayeredMDP(
+        [torch.stack(kernels) for kernels in zip(*(m.transitions for m in mdps), strict=True)]
+    )
     loss = random_loss(mdps[0], 10.0)
     batch = occ.FTRLStep(joint, occ.jin_luo(joint, beta=1.0))(loss, 50.0)
     for mdp, q in zip(mdps, batch, strict=True):
@@ -181,14 +210,38 @@ def test_a_batch_of_models_equals_its_elements():
 FAILURES = {
     "too_few_steps": (occ.Shannon(), layers, 1.0, 1, {Status.MAX_STEPS}),
     "no_steps_needed_but_one": (occ.Shannon(), PROBLEMS["no_choice"], 1.0, 1, {Status.CONVERGED}),
-    "exponentially_small": (occ.Shannon(), layers, 1e9, 200, {Status.UNDERFLOW}),
-    "overflowing": (Pairwise(lambda x: (1 / x).exp()), PROBLEMS["contexts"], 1.0, 200, {Status.NOT_FINITE}),
+    "falls_like_the_loss_to_minus_100": (occ.Tsallis(0.99), layers, 1e9, 200, {Status.UNDERFLOW}),
+    "overflowing": (
+        Pairwise(lambda x: (1 / x).exp()),
+        PROBLEMS["contexts"],
+        1.0,
+        200,
+        {Status.NOT_FINITE},
+    ),
     "not_a_number": (Pairwise(lambda x: x * torch.nan), layers, 1.0, 200, {Status.NOT_FINITE}),
-    "concave": (Pairwise(lambda x: -(x**2)), layers, 0.0, 200, {Status.NOT_FINITE, Status.STALLED, Status.MAX_STEPS}),
-    "not_convex": (Pairwise(lambda x: (20 * x).cos()), layers, 0.01, 200, {Status.NOT_FINITE, Status.STALLED, Status.MAX_STEPS}),
+    "concave": (
+        Pairwise(lambda x: -(x**2)),
+        layers,
+        0.0,
+        200,
+        {Status.NOT_FINITE, Status.STALLED, Status.MAX_STEPS},
+    ),
+    "not_convex": (
+        Pairwise(lambda x: (20 * x).cos()),
+        layers,
+        0.01,
+        200,
+        {Status.NOT_FINITE, Status.STALLED, Status.MAX_STEPS},
+    ),
     "linear": (Pairwise(lambda x: x), layers, 1.0, 200, {Status.NOT_FINITE, Status.UNDERFLOW}),
     "solution_on_the_boundary": (Pairwise(lambda x: x**2), layers, 1.0, 200, {Status.UNDERFLOW}),
-    "no_barrier_left": (occ.LogBarrier(0.0), layers, 1.0, 200, {Status.NOT_FINITE, Status.UNDERFLOW}),
+    "no_barrier_left": (
+        occ.LogBarrier(0.0),
+        layers,
+        1.0,
+        200,
+        {Status.NOT_FINITE, Status.UNDERFLOW},
+    ),
 }
 
 
@@ -238,7 +291,9 @@ def test_warm_start_gives_the_same_answer_in_fewer_steps(problem):
     last = step(loss, t)
     cold = step.solve(1.001 * loss, 1.001 * t)
     warm = step.solve(1.001 * loss, 1.001 * t, warm_start=last)
-    anything = step.solve(1.001 * loss, 1.001 * t, warm_start=random_loss(mdp, 1e-3) + 1e-9)  # positive is enough
+    anything = step.solve(
+        1.001 * loss, 1.001 * t, warm_start=random_loss(mdp, 1e-3) + 1e-9
+    )  # positive is enough
     assert warm.steps < cold.steps
     close(warm.q, cold.q, 1e-12)
     close(anything.q, cold.q, 1e-12)

@@ -19,7 +19,7 @@ from torch_occ.mdp.occupancy import interior_point
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.kernel_inputs import exponents_of, kinds_of, model_of, terms_of, weights_of
 from torch_occ.step.kernel_inputs import why_not as why_not_solve
-from torch_occ.step.newton import Options
+from torch_occ.step.solution import Options
 
 
 def why_not(mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimator) -> str | None:

@@ -115,7 +115,7 @@ def forecast(
     now = mean[grid.phase]  # (K, *batch, S, A)
     solution = step.solve(totals(phases, mean, grid.t - 1, grid.phase), t, check=False)
     certified = solution.converged.all(0)
-    q = solution.q
+    q = floored(mdp, solution.q)
     gaps = optimal_policy(mdp, mean).gaps  # (P, *batch, S, A)
     # With gaps in place of losses both sums lose what every policy pays, and nothing large has to cancel.
     ends = grid.ends.to(mdp.dtype)
@@ -159,6 +159,11 @@ def second_moment(
     joint = outer(flat - b) * later
     own = (mean_square(flat, noise) - 2 * b * flat + b**2) / torch.where(exists, q, 1.0).flatten(-2)
     return joint + joint.mT + torch.diag_embed(own)
+
+
+def floored(mdp: LayeredMDP, q: Tensor) -> Tensor:
+    """q, not so small on any pair that 1/q^3 overflows: the formulas are far from q = 0, and continuous."""
+    return torch.where(mdp.actions, q.clamp(min=torch.finfo(q.dtype).tiny ** 0.3), 0.0)
 
 
 def outer(x: Tensor) -> Tensor:

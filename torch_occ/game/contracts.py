@@ -19,7 +19,7 @@ from torch_occ.game.estimators import Estimator, Feedback
 from torch_occ.game.losses import LossProcess, State
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_of, flow_source
-from torch_occ.step.newton import Status
+from torch_occ.step.solution import Status
 
 if TYPE_CHECKING:
     from torch_occ.game.learners import Learner

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from torch_occ.kernels.entropic import entropy_of, minimize
 from torch_occ.kernels.layout import (
     COMPLEMENT,
     DQ,
@@ -28,7 +29,7 @@ from torch_occ.kernels.layout import (
     inlined,
     kernel,
 )
-from torch_occ.kernels.newton import derive, newton, retract
+from torch_occ.kernels.newton import derive, floor_pairs, retract
 from torch_occ.kernels.transitions import factorize, solve
 
 #: Reported instead of a status when an input is not what it should be.
@@ -47,10 +48,10 @@ def solve_steps(
     kinds: tuple[Ints, Ints],  # arguments and functions, (K,) each
     table: Floats,  # (2, N or 1, K), weights and exponents
     loss: Floats,  # (N * S or S, A)
-    start: Floats,  # (N * S or S, A), positive
+    start: Floats,  # (N * S or S, A), positive; for entropies it may be zero
     q: Floats,  # (N * S, A), out
     v: Floats,  # (N * S,), out
-    certificate: Floats,  # (N, 5), out: see torch_occ.step.newton.Solution
+    certificate: Floats,  # (N, 5), out: see torch_occ.step.solution.Solution
     tolerance: float,
     max_steps: int,
     first: int,
@@ -60,23 +61,32 @@ def solve_steps(
     """Elements first, ..., stop - 1 of a batch."""
     pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
     for n in range(first, stop):
-        own_loss, own_start = element(loss.reshape(-1), n, num_pairs), element(start.reshape(-1), n, num_pairs)
-        good = True
+        own_loss, own_start = (
+            element(loss.reshape(-1), n, num_pairs),
+            element(start.reshape(-1), n, num_pairs),
+        )
+        row = min(n, table.shape[1] - 1)
+        own_weights, terms = table[0, row], Terms(kinds[0], kinds[1], table[1, row])
+        in_logs, good = entropy_of(terms, own_weights)[0] > 0.0, True
         for i in range(num_pairs):
             if model.exists[PAIR, i]:
                 pairs[PAIR, i] = own_start[i]
-                good = good and np.isfinite(own_loss[i]) and 0.0 < own_start[i] < np.inf
+                good = good and np.isfinite(own_loss[i]) and 0.0 <= own_start[i] < np.inf
+                good = good and (in_logs or own_start[i] > 0.0)
             else:
                 pairs[PAIR, i] = 0.0
         if not good:
             certificate[n, 0] = BAD_INPUT
             continue
-        retract(model, PAIR, work)
-        row = min(n, table.shape[1] - 1)
-        own_weights, terms = table[0, row], Terms(kinds[0], kinds[1], table[1, row])
-        certificate[n, 0], certificate[n, 1], certificate[n, 2], certificate[n, 3], certificate[n, 4] = newton(
-            model, terms, own_weights, own_loss, tolerance, max_steps, v[:0], work
-        )
+        if not in_logs:
+            retract(model, PAIR, work)
+        (
+            certificate[n, 0],
+            certificate[n, 1],
+            certificate[n, 2],
+            certificate[n, 3],
+            certificate[n, 4],
+        ) = minimize(model, terms, own_weights, own_loss, tolerance, max_steps, v[:0], work)
         own_q, own_v = element(q.reshape(-1), n, num_pairs), element(v, n, num_states)
         for i in range(num_pairs):
             own_q[i] = pairs[PAIR, i]
@@ -102,12 +112,17 @@ def solve_linear(
     """H(q) u - E'm = -x, E u = r for elements first, ..., stop - 1 of a batch."""
     pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
     for n in range(first, stop):
-        at, right, source = element(q.reshape(-1), n, num_pairs), element(x.reshape(-1), n, num_pairs), element(r, n, num_states)
+        at, right, source = (
+            element(q.reshape(-1), n, num_pairs),
+            element(x.reshape(-1), n, num_pairs),
+            element(r, n, num_states),
+        )
         row = min(n, table.shape[1] - 1)
         own_weights, terms = table[0, row], Terms(kinds[0], kinds[1], table[1, row])
         for i in range(num_pairs):
             pairs[PAIR, i] = at[i]
             pairs[FORCE, i] = -right[i] if model.exists[PAIR, i] else 0.0
+        floor_pairs(model, work)
         derive(model, terms, own_weights, work)
         factorize(model, work)
         solve(model, source, work)
@@ -129,7 +144,13 @@ def pair_with(model: Model, terms: Terms, term: int, work: Work) -> tuple[float,
     for s in range(states.shape[1]):  # how the arguments change along u
         left, right = 0.0, 0.0
         for i in range(s * num_actions, (s + 1) * num_actions):
-            pairs[TRIAL, i] = left if argument == REST else -pairs[DQ, i] if argument == COMPLEMENT else pairs[DQ, i]
+            pairs[TRIAL, i] = (
+                left
+                if argument == REST
+                else -pairs[DQ, i]
+                if argument == COMPLEMENT
+                else pairs[DQ, i]
+            )
             left += pairs[DQ, i]
         for i in range((s + 1) * num_actions - 1, s * num_actions - 1, -1):
             pairs[TRIAL, i] += right if argument == REST else 0.0

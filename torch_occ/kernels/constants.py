@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# How a solve ended; torch_occ.step.newton.Status has what to do about each.
-CONVERGED, MAX_STEPS, STALLED, UNDERFLOW, NOT_FINITE = 0, 1, 2, 3, 4
+# How a solve ended; torch_occ.step.solution.Status has what to do about each.
+CONVERGED, MAX_STEPS, STALLED, UNDERFLOW, NOT_FINITE, NOT_CONVEX = 0, 1, 2, 3, 4, 5
 
 #: An unfinished Newton step by conjugate gradients may leave this part of the error that it found, and at most the square of that error.
 FORCING = 0.01
@@ -22,3 +22,16 @@ STALL_AFTER = 6
 #: rounding breaks in another way on every backend and machine; real differences are hardly ever so
 #: small.
 TIE = 1e-9
+
+#: State occupancies below this are only handled through their logarithms, in the steps of entropies.
+DEAD = 1e-250
+LOG_DEAD = -575.6462732485114
+
+#: So many Newton steps of an entropy have their full length, even if they are long ones.
+FULL_STEPS = 8
+
+#: Up to so many states, the Jacobian of an entropy's equations is formed.
+SQUARE = 256
+
+#: A curvature below zero by less than this, relative to what it is the sum of, is zero.
+NOISE = 1e-8

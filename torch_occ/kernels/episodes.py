@@ -8,8 +8,8 @@ import numpy as np
 
 from torch_occ._support.spacing import CHUNK
 from torch_occ.kernels.constants import CONVERGED, TIE
+from torch_occ.kernels.entropic import follow
 from torch_occ.kernels.layout import PAIR, Floats, Model, Terms, Work, inlined, kernel, part
-from torch_occ.kernels.newton import descend
 from torch_occ.kernels.transitions import likelihoods, successor
 
 NOISE = {"none": 0, "bernoulli": 1, "uniform": 2}
@@ -17,7 +17,10 @@ IMPORTANCE_WEIGHTED, IMPLICIT_EXPLORATION, REDUCED_VARIANCE, FULL_INFORMATION = 
 
 # Entries of `Tally.scalars`.
 EXPECTED, REALISED, NEWTON_STEPS, UNCERTIFIED, DUAL_RESIDUAL, FLOW_RESIDUAL = 0, 1, 2, 3, 4, 5
-FIRST_UNCERTIFIED, FIRST_STATUS = 6, 7  # the episode of the first step without certificate, 0 if none, and its status
+FIRST_UNCERTIFIED, FIRST_STATUS = (
+    6,
+    7,
+)  # the episode of the first step without certificate, 0 if none, and its status
 
 
 class Rules(NamedTuple):
@@ -38,7 +41,9 @@ class Tally(NamedTuple):
     cumulative_loss: Floats  # (S * A,)
     cumulative_occupancy: Floats  # (S * A,)
     total_mean: Floats  # (S * A,)
-    second_moment: Floats  # (S * A, S * A), as `losses.second_moments`; (0, 0) if nobody asks for it
+    second_moment: (
+        Floats  # (S * A, S * A), as `losses.second_moments`; (0, 0) if nobody asks for it
+    )
     scalars: Floats  # (8,): sums, the largest residuals, and the first failure
 
 
@@ -66,9 +71,13 @@ def play(
         if t > 0 and rules.greedy:
             favour(model, q, means)
         work.stale[0] += drift(weights, t)
-        if (before + t) % CHUNK == 0:  # nothing is taken over from one chunk to the next, so that a run may continue from a file
-            work.stale[0], work.stale[1] = np.inf, 0.0
-        status = propose(model, terms, weights[t + 1], loss, rules, middle, table, nowhere, scalars, work)
+        if (
+            (before + t) % CHUNK == 0
+        ):  # nothing is taken over from one chunk to the next, so that a run may continue from a file
+            work.stale[0], work.stale[1], work.stale[2] = np.inf, 0.0, 0.0
+        status = propose(
+            model, terms, weights[t + 1], loss, rules, middle, table, nowhere, scalars, work
+        )
         if status != CONVERGED and scalars[FIRST_UNCERTIFIED] == 0.0:
             scalars[FIRST_UNCERTIFIED], scalars[FIRST_STATUS] = before + t + 1, status
         row, expected = min(t, len(means) - 1), 0.0
@@ -115,19 +124,23 @@ def propose(
 ) -> int:
     """q_t from the last q; from the middle if that fails. Returns the status."""
     pairs = work.pairs
-    status, steps, _, flow, dual = descend(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
+    status, steps, _, flow, dual = follow(
+        model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work
+    )
     if status != CONVERGED:
         for i in range(len(middle)):
             table[1, i] = pairs[PAIR, i]
             pairs[PAIR, i] = middle[i]
-        work.stale[0] = np.inf
-        again, more, _, new_flow, new_dual = descend(model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work)
+        work.stale[0], work.stale[2] = np.inf, 0.0
+        again, more, _, new_flow, new_dual = follow(
+            model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work
+        )
         if again == CONVERGED:
             status, steps, flow, dual = again, more, new_flow, new_dual
         else:
             for i in range(len(middle)):
                 pairs[PAIR, i] = table[1, i]
-            work.stale[0] = np.inf
+            work.stale[0], work.stale[2] = np.inf, 0.0
     scalars[NEWTON_STEPS] += steps
     scalars[UNCERTIFIED] += status != CONVERGED
     scalars[DUAL_RESIDUAL] = max(scalars[DUAL_RESIDUAL], dual)
@@ -137,7 +150,15 @@ def propose(
 
 @kernel
 def walk(
-    model: Model, rules: Rules, t: int, means: Floats, row: int, table: Floats, q: Floats, numbers: Floats, cumulative_loss: Floats
+    model: Model,
+    rules: Rules,
+    t: int,
+    means: Floats,
+    row: int,
+    table: Floats,
+    q: Floats,
+    numbers: Floats,
+    cumulative_loss: Floats,
 ) -> float:
     """One trajectory: adds the estimate of the visited pairs to the cumulative loss and returns what was suffered."""
     start, num_actions = model.start, model.num_actions

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from torch_occ._support.caching import keep
 from torch_occ._support.private import NO_REFERENCE_COUNTS
+from torch_occ.kernels.constants import SQUARE
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Floats = NDArray[np.float64]
@@ -41,7 +42,8 @@ RESPONSE = 16  # R x
 DQ = 17
 TRIAL = 18
 AHEAD = 19  # E[v(next state)], of the multipliers
-PAIR_ROWS = 20
+ROUNDING = 20  # what it did to the gaps, see torch_occ.kernels.shaping
+PAIR_ROWS = 21
 
 # Rows of `work.states`; 0, SLOPE and BEND are those of q(s).
 PLAN = 1  # the value of the optimal policy, which shapes the loss
@@ -52,7 +54,9 @@ M = 7
 U = 8
 V = 9  # the multipliers
 OTHERS = 10
-STATE_ROWS = 11
+LIFT = 11  # a constant of the layer that is left out of the gradient, at its first state
+CURVES = 12  # 1 where psi curves upwards, 0 if it does so only at constant q(s), -1 if not
+STATE_ROWS = 13
 
 
 # -- compiling ------------------------------------------------------------------------------------------------------------
@@ -77,7 +81,9 @@ def adder(function: Function) -> Function:
 
 def part(function: Function) -> Function:
     """A kernel of which LLVM puts a copy wherever it is called, for handing over the arrays takes longer; Python cannot call it."""
-    options: dict[str, Any] = {"fastmath": {"contract"}, "forceinline": True} | _OPTIONS | _NO_WRAPPERS
+    options: dict[str, Any] = (
+        {"fastmath": {"contract"}, "forceinline": True} | _OPTIONS | _NO_WRAPPERS
+    )
     return keep(njit(**options)(function))
 
 
@@ -97,7 +103,11 @@ def either(dense: Function, sparse: Function) -> Function:
     def stub(*_: Any) -> Any:
         raise TypeError("called by kernels only")
 
-    options = {name: value for name, value in dense.targetoptions.items() if name not in ("nopython", "inline")}  # type: ignore[attr-defined]
+    options = {
+        name: value
+        for name, value in dense.targetoptions.items()  # type: ignore[attr-defined]
+        if name not in ("nopython", "inline")
+    }
     inline = dense.targetoptions.get("inline", "never")  # type: ignore[attr-defined]
 
     @overload(stub, inline=inline, strict=False, jit_options=options)  # type: ignore[arg-type]
@@ -110,7 +120,9 @@ def either(dense: Function, sparse: Function) -> Function:
 
 def _is_sparse(kind: Any) -> bool:
     """Whether a type of Numba's is that of `Rows`, or has them for a part."""
-    return getattr(kind, "instance_class", None) is Rows or any(_is_sparse(part) for part in getattr(kind, "types", ()))
+    return getattr(kind, "instance_class", None) is Rows or any(
+        _is_sparse(part) for part in getattr(kind, "types", ())
+    )
 
 
 # -- data -----------------------------------------------------------------------------------------------------------------
@@ -133,6 +145,7 @@ class Model(NamedTuple):
     arrivals: Floats  # the same transposed, (widest layer, S * A); empty if they are sparse
     exists: Bools  # (3, S * A): pairs, and those that have a rest and a complement
     initial: Floats  # (S_0,)
+    conserved: bool  # whether rows of transitions sum to one but for rounding
 
 
 class Terms(NamedTuple):
@@ -153,7 +166,12 @@ class Work(NamedTuple):
     gain: Floats  # (S, widest), the rows of Yhat
     centred: Floats  # (2 * widest, widest * A), transitions of a layer
     squares: Floats  # (3 * widest, widest), of a layer
-    stale: Floats  # (2,): how far the factors are off, relative to the Hessian; what the first steps of the last solves changed at most
+    jacobian: (
+        Floats  # (S, S + 1), for torch_occ.kernels.entropic; empty if there are too many states
+    )
+    # How far the factors are off, relative to the Hessian; what the first steps of the last solves
+    # changed at most; whether there is a guess for torch_occ.kernels.entropic.
+    stale: Floats  # (3,)
 
 
 #: Rows of `work.states` that conjugate gradients have in addition.
@@ -173,7 +191,8 @@ def make_work(model: Model) -> Work:
         np.zeros((num_states, widest)),
         np.zeros((2 * widest, widest * model.num_actions)),
         np.zeros((3 * widest, widest)),
-        np.array([np.inf, 0.0]),
+        np.zeros((num_states, num_states + 1) if num_states <= SQUARE else (0, 0)),
+        np.array([np.inf, 0.0, 0.0]),
     )
 
 
@@ -193,7 +212,9 @@ def dot(x: Floats, row: int, y: Floats, other: int, first: int, stop: int) -> fl
 
 
 @inlined
-def _ahead_dense(next_state: Floats, pair: int, states: Floats, row: int, first: int, width: int) -> float:
+def _ahead_dense(
+    next_state: Floats, pair: int, states: Floats, row: int, first: int, width: int
+) -> float:
     """E[v(next state) | pair] for v in a row of the states, of which the next layer's begin at `first`."""
     total = 0.0
     for j in range(width):
@@ -202,7 +223,9 @@ def _ahead_dense(next_state: Floats, pair: int, states: Floats, row: int, first:
 
 
 @inlined
-def _ahead_sparse(next_state: Rows, pair: int, states: Floats, row: int, first: int, width: int) -> float:
+def _ahead_sparse(
+    next_state: Rows, pair: int, states: Floats, row: int, first: int, width: int
+) -> float:
     total = 0.0
     for entry in range(next_state.starts[pair], next_state.starts[pair + 1]):
         total += next_state.probability[entry] * states[row, next_state.state[entry]]

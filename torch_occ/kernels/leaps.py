@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ.kernels.constants import CONVERGED
+from torch_occ.kernels.entropic import minimize
 from torch_occ.kernels.layout import (
     PAIR,
     REST,
@@ -20,7 +21,7 @@ from torch_occ.kernels.layout import (
     Work,
     kernel,
 )
-from torch_occ.kernels.newton import derive, newton
+from torch_occ.kernels.newton import derive, floor_pairs
 from torch_occ.kernels.transitions import likelihoods, successor
 
 #: From so many expected events on, a binomial number is drawn as a rounded normal one.
@@ -69,20 +70,27 @@ def leap(
         pairs[PAIR, i] = way.middle[i]
     while True:
         _weights_at(np.log(t), way.log_t, way.log_weights, way.signs, weights)
-        status = newton(model, terms, weights, loss, way.tolerance, way.max_steps, nowhere, work)[0]
+        status = minimize(model, terms, weights, loss, way.tolerance, way.max_steps, nowhere, work)[
+            0
+        ]
         if status != CONVERGED:
             for i in range(len(way.middle)):
                 pairs[PAIR, i] = way.middle[i]
-            status = newton(model, terms, weights, loss, way.tolerance, way.max_steps, nowhere, work)[0]
+            status = minimize(
+                model, terms, weights, loss, way.tolerance, way.max_steps, nowhere, work
+            )[0]
         counts[1] += status != CONVERGED
         if length > 0.0:
-            total += 0.5 * (length + 1.0) * opening + 0.5 * (length - 1.0) * _cost(pairs, way.gaps, way.phase[stop])
+            total += 0.5 * (length + 1.0) * opening + 0.5 * (length - 1.0) * _cost(
+                pairs, way.gaps, way.phase[stop]
+            )
             if t > way.stops[stop]:
                 regret[stop] = total
                 stop += 1
                 if stop == len(way.stops):
                     return
         opening = _cost(pairs, way.gaps, way.phase[stop])
+        floor_pairs(model, work)
         derive(model, terms, weights, work)
         length = max(1.0, np.floor(min(_longest_leap(model, way.accuracy, work), way.widest * t)))
         length = min(length, way.stops[stop] - t + 1.0)
@@ -123,7 +131,16 @@ def _longest_leap(model: Model, accuracy: float, work: Work) -> float:
 
 
 @kernel
-def _play(model: Model, way: Way, phase: int, threshold: float, length: float, loss: Floats, entering: Floats, work: Work) -> None:
+def _play(
+    model: Model,
+    way: Way,
+    phase: int,
+    threshold: float,
+    length: float,
+    loss: Floats,
+    entering: Floats,
+    work: Work,
+) -> None:
     """That many episodes with q as it is: how often every pair is visited, layer by layer, and what the estimator makes of it."""
     pairs, start, actions = work.pairs, model.start, model.num_actions
     for s in range(len(entering)):
@@ -145,13 +162,24 @@ def _play(model: Model, way: Way, phase: int, threshold: float, length: float, l
                 left -= visits
                 if visits > 0.0:
                     baseline = 0.5 if pairs[PAIR, i] >= threshold else 0.0
-                    loss[i] += (_charge(way.noise, way.means[phase, i], visits) - baseline * visits) / pairs[PAIR, i]
+                    loss[i] += (
+                        _charge(way.noise, way.means[phase, i], visits) - baseline * visits
+                    ) / pairs[PAIR, i]
                     if k + 1 < layers:
-                        _split(visits, model.next_state, i, start[k + 2] - start[k + 1], entering, start[k + 1])
+                        _split(
+                            visits,
+                            model.next_state,
+                            i,
+                            start[k + 2] - start[k + 1],
+                            entering,
+                            start[k + 1],
+                        )
 
 
 @kernel
-def _split(count: float, table: Floats | Rows, pair: int, width: int, into: Floats, offset: int) -> None:
+def _split(
+    count: float, table: Floats | Rows, pair: int, width: int, into: Floats, offset: int
+) -> None:
     """A multinomial number of arrivals in each state that follows a pair, added to `into`, in which the next layer begins at `offset`."""
     shares, first, size = likelihoods(table, pair, width)
     left, share = count, 0.0
@@ -211,14 +239,18 @@ def _few(n: float, p: float) -> float:
 
 
 @kernel
-def _weights_at(x: float, log_t: Floats, log_weights: Floats, signs: Floats, weights: Floats) -> None:
+def _weights_at(
+    x: float, log_t: Floats, log_weights: Floats, signs: Floats, weights: Floats
+) -> None:
     """The weights at t = exp(x), straight lines between the logarithms on the grid."""
     i, part = _place(x, log_t)
     for k in range(len(signs)):
         if signs[k] == 0.0:
             weights[k] = 0.0
         else:
-            weights[k] = signs[k] * np.exp((1.0 - part) * log_weights[i, k] + part * log_weights[i + 1, k])
+            weights[k] = signs[k] * np.exp(
+                (1.0 - part) * log_weights[i, k] + part * log_weights[i + 1, k]
+            )
 
 
 @kernel

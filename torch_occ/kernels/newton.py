@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import numpy as np
 
+from torch_occ.kernels.certificate import certify, fit_multipliers, is_convex
 from torch_occ.kernels.constants import (
     CONVERGED,
     MAX_STEPS,
+    NOT_CONVEX,
     NOT_FINITE,
     STALL_AFTER,
     STALLED,
     UNDERFLOW,
 )
 from torch_occ.kernels.layout import (
-    AHEAD,
     BEND,
     COMPLEMENT,
     DQ,
     FORCE,
     GAPS,
     GRADIENT,
+    LIFT,
     LOG,
     OTHERS,
     PAIR,
@@ -41,11 +43,11 @@ from torch_occ.kernels.layout import (
     V,
     W,
     Work,
-    ahead,
     kernel,
     part,
     span,
 )
+from torch_occ.kernels.shaping import least_unit, shape_finely, shape_loss
 from torch_occ.kernels.transitions import arrive, factorize, solve
 
 EPS = float(np.finfo(np.float64).eps)
@@ -58,11 +60,20 @@ LEFT, LIKELY = 1e-5 * EPS**0.5, 3e-14
 WORTH = 1e-3
 #: Steps that change no pair by more than this, relative to itself, stay on the manifold but for rounding; only the last is put back on it.
 SHORT = 1e-2
+#: The part of the tolerance that rounding may take before losses are added up finely.
+COARSE = 0.25
 
 
 @kernel
 def newton(
-    model: Model, terms: Terms, weights: Floats, loss: Floats, tolerance: float, max_steps: int, source: Floats, work: Work
+    model: Model,
+    terms: Terms,
+    weights: Floats,
+    loss: Floats,
+    tolerance: float,
+    max_steps: int,
+    source: Floats,
+    work: Work,
 ) -> tuple[int, int, float, float, float]:
     """Minimize from q, an occupancy measure. Returns status, steps, decrement, flow residual, dual residual; V holds the multipliers.
 
@@ -74,7 +85,14 @@ def newton(
 
 @kernel
 def descend(
-    model: Model, terms: Terms, weights: Floats, loss: Floats, tolerance: float, max_steps: int, source: Floats, work: Work
+    model: Model,
+    terms: Terms,
+    weights: Floats,
+    loss: Floats,
+    tolerance: float,
+    max_steps: int,
+    source: Floats,
+    work: Work,
 ) -> tuple[int, int, float, float, float]:
     """`newton`, with the factors that are in `work` as long as they are good enough.
 
@@ -83,12 +101,27 @@ def descend(
     `stale` leave an error of `stale` times the step, and Newton's method itself one of the step squared.
     """
     pairs, num_pairs, stale = work.pairs, work.pairs.shape[1], work.stale[0]
-    status, steps, patience, best, decrement, moved, done = MAX_STEPS, 0, STALL_AFTER, np.inf, np.inf, 0.0, False
+    status, steps, patience, best, decrement, moved, done = (
+        MAX_STEPS,
+        0,
+        STALL_AFTER,
+        np.inf,
+        np.inf,
+        0.0,
+        False,
+    )
     refresh = not stale <= min(WORTH, 0.1 * work.stale[1])
-    shape_loss(model, loss, work)
+    largest = shape_loss(model, loss, work)
+    fine = not EPS * largest <= COARSE * tolerance * least_unit(terms, weights)
+    if fine:
+        shape_finely(model, loss, work)
+    complement = uses(terms, COMPLEMENT)
     while True:
         derive(model, terms, weights, work)
-        if done or steps == max_steps:
+        last = done or steps == max_steps
+        if complement and model.conserved:
+            lift(model, not last, work)
+        if last:
             break
         if refresh:
             factorize(model, work)
@@ -103,9 +136,11 @@ def descend(
         patience = STALL_AFTER if moved < 0.5 * best or moved > 0.1 else patience - 1
         best = min(best, moved)
         done = (moved <= np.sqrt(EPS) and stale * moved <= LEFT) or patience == 0
-        length = 1.0 if fall <= 0.5 else 1.0 / (1.0 + fall)
-        for i in range(num_pairs):
-            pairs[TRIAL, i] = pairs[PAIR, i] + length * pairs[DQ, i]
+        if fall <= 0.5:
+            for i in range(num_pairs):
+                pairs[TRIAL, i] = pairs[PAIR, i] + pairs[DQ, i]
+        else:
+            shorten(model, fall, work)
         if (done or moved > SHORT) and not retract(model, TRIAL, work):
             status = UNDERFLOW
             break
@@ -124,32 +159,57 @@ def descend(
     if status != STALLED:
         for k in range(len(model.start) - 1):
             arrive(model, PAIR, k, work)
-    dual, flow = certify(model, work)
+    dual, flow = certify(model, complement, fine, work)
+    if status == STALLED and not dual <= tolerance:
+        dual = fit_multipliers(model, complement, fine, dual, work)
     if status == STALLED and dual <= tolerance and flow <= tolerance:
-        status = CONVERGED
+        status = CONVERGED if is_convex(model, terms, weights, work) else NOT_CONVEX
     for s in range(work.states.shape[1]):
         work.states[V, s] += work.states[PLAN, s]
+    if complement and model.conserved:
+        put_back(model, work)
     return status, steps, np.sqrt(max(decrement, 0.0)), flow, dual
 
 
-@part
-def shape_loss(model: Model, loss: Floats, work: Work) -> None:
-    """Replace the loss by the gaps of its optimal policy."""
+@kernel
+def shorten(model: Model, fall: float, work: Work) -> None:
+    """q + dq / (1 + fall) into TRIAL. As it stands, that rounds to zero if the fall is above 1/eps."""
+    pairs, length = work.pairs, 1.0 / (1.0 + fall)
+    for i in range(pairs.shape[1]):
+        if model.exists[PAIR, i]:
+            left = length * (1.0 + (fall + pairs[DQ, i] / pairs[PAIR, i]))
+            pairs[TRIAL, i] = pairs[PAIR, i] * left
+        else:
+            pairs[TRIAL, i] = 0.0
+
+
+@kernel
+def lift(model: Model, anew: bool, work: Work) -> None:
+    """Leave out of the gradient what it is at the likeliest pair of every layer, as it is or as it last was.
+
+    Every layer carries mass one, so nothing moves. The slope of 1 - q is huge where one pair takes nearly all of a layer.
+    """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
-    for k in range(len(start) - 2, -1, -1):
-        behind = start[k + 1]
-        after = start[k + 2] - behind if k + 2 < len(start) else 0
-        for s in span(start[k], behind):
-            best = np.inf
-            for i in span(s * num_actions, (s + 1) * num_actions):
-                if model.exists[PAIR, i]:
-                    total = loss[i] + ahead(model.next_state, i, states, PLAN, behind, after)
-                    pairs[GAPS, i] = total
-                    best = min(best, total)
-            states[PLAN, s] = best
-            states[V, s] = 0.0  # where an iterative solver begins
-            for i in span(s * num_actions, (s + 1) * num_actions):
-                pairs[GAPS, i] = pairs[GAPS, i] - best if model.exists[PAIR, i] else 0.0
+    for k in range(len(start) - 1):
+        first, stop = start[k] * num_actions, start[k + 1] * num_actions
+        if anew:
+            likeliest = first
+            for i in range(first, stop):
+                likeliest = i if pairs[PAIR, i] > pairs[PAIR, likeliest] else likeliest
+            states[LIFT, start[k]] = pairs[GRADIENT, likeliest]
+        for i in range(first, stop):
+            if model.exists[PAIR, i]:
+                pairs[GRADIENT, i] -= states[LIFT, start[k]]
+
+
+@kernel
+def put_back(model: Model, work: Work) -> None:
+    """What `lift` left out, into the multipliers."""
+    total = 0.0
+    for k in range(len(model.start) - 2, -1, -1):
+        total += work.states[LIFT, model.start[k]]
+        for s in range(model.start[k], model.start[k + 1]):
+            work.states[V, s] += total
 
 
 @part
@@ -170,14 +230,19 @@ def derive(model: Model, terms: Terms, weights: Floats, work: Work) -> None:
             if argument == STATE:
                 accumulate(terms.function[term], terms.exponent[term], weights[term], states, 0)
             else:
-                accumulate(terms.function[term], terms.exponent[term], weights[term], pairs, argument)
+                accumulate(
+                    terms.function[term], terms.exponent[term], weights[term], pairs, argument
+                )
     for s in range(states.shape[1]):
         first, left, right = s * num_actions, 0.0, 0.0
         for i in span(first, first + num_actions):
             pairs[GRADIENT, i] = left
             left += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
         for i in range(first + num_actions - 1, first - 1, -1):
-            gradient, d = pairs[GRADIENT, i] + right + states[SLOPE, s] + pairs[PAIR + SLOPE, i], pairs[PAIR + BEND, i]
+            gradient, d = (
+                pairs[GRADIENT, i] + right + states[SLOPE, s] + pairs[PAIR + SLOPE, i],
+                pairs[PAIR + BEND, i],
+            )
             if exists[COMPLEMENT, i]:
                 gradient -= pairs[COMPLEMENT + SLOPE, i]
                 d += pairs[COMPLEMENT + BEND, i]
@@ -223,7 +288,9 @@ def read_arguments(model: Model, rest: bool, complement: bool, work: Work) -> No
                 states[OTHERS, s] += right
                 right += states[0, s]
                 for i in span(s * num_actions, (s + 1) * num_actions):
-                    pairs[COMPLEMENT, i] = pairs[REST, i] + states[OTHERS, s] if model.exists[COMPLEMENT, i] else 1.0
+                    pairs[COMPLEMENT, i] = (
+                        pairs[REST, i] + states[OTHERS, s] if model.exists[COMPLEMENT, i] else 1.0
+                    )
     if rest:
         for i in range(pairs.shape[1]):
             pairs[REST, i] = pairs[REST, i] if model.exists[REST, i] else 1.0
@@ -259,7 +326,13 @@ def accumulate(function: int, p: float, weight: float, table: Floats, row: int) 
 @part
 def retract(model: Model, row: int, work: Work) -> bool:
     """q -> policy -> q of a row of the pairs, in place; False if a pair underflowed."""
-    start, num_actions, pairs, states, exists = model.start, model.num_actions, work.pairs, work.states, model.exists
+    start, num_actions, pairs, states, exists = (
+        model.start,
+        model.num_actions,
+        work.pairs,
+        work.states,
+        model.exists,
+    )
     alive = True
     for k in range(len(start) - 1):
         arrive(model, row, k, work)
@@ -272,6 +345,14 @@ def retract(model: Model, row: int, work: Work) -> bool:
                 pairs[row, i] *= ratio
                 alive = alive and (pairs[row, i] > SMALLEST or not exists[PAIR, i])
     return alive
+
+
+@part
+def floor_pairs(model: Model, work: Work) -> None:
+    """Where q fell to zero, the smallest number instead: psi has derivatives there."""
+    for i in range(work.pairs.shape[1]):
+        if model.exists[PAIR, i]:
+            work.pairs[PAIR, i] = max(work.pairs[PAIR, i], SMALLEST)
 
 
 @part
@@ -291,26 +372,3 @@ def measure(model: Model, work: Work) -> tuple[float, float, float]:
             fall = max(fall, -relative)
             moved = max(moved, abs(relative))
     return squared, fall, moved + bad
-
-
-@part
-def certify(model: Model, work: Work) -> tuple[float, float]:
-    """Dual and flow residual at q, relative to q as in torch_occ.step.newton.Solution; AHEAD belongs to V, and U holds the inflows."""
-    pairs, states, num_actions = work.pairs, work.states, model.num_actions
-    dual, flow, bad = 0.0, 0.0, 0.0
-    for s in range(states.shape[1]):
-        total = 0.0
-        for i in span(s * num_actions, (s + 1) * num_actions):
-            if model.exists[PAIR, i]:
-                total += pairs[PAIR, i]
-                shaping = states[V, s] - pairs[AHEAD, i]  # E'v
-                residual = pairs[GRADIENT, i] + pairs[GAPS, i] - shaping
-                unit = pairs[PAIR, i] * (pairs[D, i] + pairs[W, i])
-                if not model.exists[REST, i]:
-                    # A state with one action decides nothing, and its equation only says what v is: measured by its terms.
-                    unit = max(unit, abs(pairs[GRADIENT, i]) + abs(pairs[GAPS, i]) + abs(shaping) + TINY)
-                error = abs(residual / unit)
-                bad += error - error  # stays 0 unless something is not finite
-                dual = max(dual, error)
-        flow = max(flow, abs(total - states[U, s]) / total)
-    return dual + bad, flow

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from torch_occ.kernels.constants import NOISE
 from torch_occ.kernels.layout import (
     AHEAD,
     BEND,
+    CURVES,
     DQ,
     FORCE,
     INVERSE,
@@ -48,8 +50,13 @@ def factorize(model: Model, work: Work) -> None:
     for k in range(1, len(start) - 1):
         here, width = start[k], start[k + 1] - start[k]
         center_layer(model.num_actions, model.arrivals, start[k - 1], here, width, work)
-        reach_layer(start[k - 1], here, width, model.num_actions, work)
-        observe_layer(here, width, work)
+        if width == 1 and model.conserved:
+            work.gain[here, 0] = (
+                0.0  # all go there, whatever they do; summed up, rounding would be left
+            )
+        else:
+            reach_layer(start[k - 1], here, width, model.num_actions, work)
+            observe_layer(here, width, work)
 
 
 @part
@@ -60,12 +67,14 @@ def reduce_states(model: Model, work: Work) -> None:
     for s in range(states.shape[1]):
         first = s * num_actions
         softest, dominant, total, e, largest, stiffness = first, first, 0.0, 1.0, -1.0, 0.0
+        least = 0.0
         for i in span(first, first + num_actions):
             inverse = 1.0 / (pairs[D, i] + pairs[W, i]) if exists[0, i] else 0.0
             share = pairs[W, i] * inverse
             pairs[INVERSE, i] = inverse
             pairs[P, i] = share
             total += inverse
+            least = min(least, inverse)
             stiffness += share * pairs[D, i]
             if inverse > pairs[INVERSE, softest]:
                 softest = i
@@ -81,11 +90,16 @@ def reduce_states(model: Model, work: Work) -> None:
             pairs[P, i] += ratio * pairs[INVERSE, i]
         work.softest[s] = softest
         states[TOTAL, s] = total
-        states[KAPPA, s] = max(states[BEND, s] + stiffness + e * ratio, 0.0)
+        kappa = states[BEND, s] + stiffness + e * ratio
+        size = abs(states[BEND, s]) + abs(stiffness) + abs(e * ratio)
+        states[KAPPA, s] = max(kappa, 0.0)
+        states[CURVES, s] = -1.0 if least < 0.0 else 1.0 if kappa >= -NOISE * size else 0.0
 
 
 @part
-def center_layer(num_actions: int, arrivals: Floats, before: int, here: int, width: int, work: Work) -> None:
+def center_layer(
+    num_actions: int, arrivals: Floats, before: int, here: int, width: int, work: Work
+) -> None:
     """P_p of the layer before, and its transitions as deviations from their mean under 1/D, plain and weighted with it."""
     pairs, widest = work.pairs, len(work.moves)
     for s in span(before, here):
@@ -99,7 +113,9 @@ def center_layer(num_actions: int, arrivals: Floats, before: int, here: int, wid
             for i in span(first, first + num_actions):
                 deviation = (arrivals[j, i] - arrivals[j, softest]) - mean
                 work.centred[j, unsigned(i - shift)] = deviation
-                work.centred[unsigned(widest + j), unsigned(i - shift)] = pairs[INVERSE, i] * deviation
+                work.centred[unsigned(widest + j), unsigned(i - shift)] = (
+                    pairs[INVERSE, i] * deviation
+                )
 
 
 @inlined
@@ -113,7 +129,9 @@ def reach_layer(before: int, here: int, width: int, num_actions: int, work: Work
             for s in range(n):
                 total = 0.0
                 for m in range(n):
-                    total += work.gain[unsigned(before + s), m] * work.moves[j, unsigned(before + m)]
+                    total += (
+                        work.gain[unsigned(before + s), m] * work.moves[j, unsigned(before + m)]
+                    )
                 Y[unsigned(half + j), s] = total
     for i in range(width):
         for j in range(i + 1):
@@ -137,10 +155,14 @@ def observe_layer(here: int, width: int, work: Work) -> None:
         states[U, unsigned(here + i)] = np.sqrt(states[KAPPA, unsigned(here + i)])
     for i in range(width):
         for j in range(i + 1):
-            total = states[U, unsigned(here + i)] * Y[i, j] * states[U, unsigned(here + j)] + (1.0 if i == j else 0.0)
+            total = states[U, unsigned(here + i)] * Y[i, j] * states[U, unsigned(here + j)] + (
+                1.0 if i == j else 0.0
+            )
             for m in range(j):
                 total -= Y[unsigned(root + i), m] * Y[unsigned(root + j), m]
-            Y[unsigned(root + i), j] = total * Y[unsigned(root + j), j] if j < i else 1.0 / np.sqrt(total)
+            Y[unsigned(root + i), j] = (
+                total * Y[unsigned(root + j), j] if j < i else 1.0 / np.sqrt(total)
+            )
     for j in range(width):
         for i in range(width):
             total = states[U, unsigned(here + i)] * Y[i, j]
@@ -169,7 +191,9 @@ def solve(model: Model, source: Floats, work: Work) -> None:
     for k in range(layers):
         here, behind = start[k], start[k + 1]
         for s in span(here, behind):
-            states[PULL, s] = states[KAPPA, s] * states[M, s] - dot(pairs, P, pairs, FORCE, s * num_actions, (s + 1) * num_actions)
+            states[PULL, s] = states[KAPPA, s] * states[M, s] - dot(
+                pairs, P, pairs, FORCE, s * num_actions, (s + 1) * num_actions
+            )
         if k + 1 < layers:
             for s in span(here, behind):
                 passed = states[M, s]
@@ -177,8 +201,13 @@ def solve(model: Model, source: Floats, work: Work) -> None:
                     passed -= work.gain[s, j] * states[PULL, unsigned(here + j)]
                 for i in span(s * num_actions, (s + 1) * num_actions):
                     pairs[RESPONSE, i] += pairs[P, i] * passed
-            for j in range(start[k + 2] - behind):
-                states[M, unsigned(behind + j)] += dot(pairs, RESPONSE, model.arrivals, j, here * num_actions, behind * num_actions)
+            if start[k + 2] - behind == 1 and model.conserved:
+                states[M, behind] = mass(source, behind)
+            else:
+                for j in range(start[k + 2] - behind):
+                    states[M, unsigned(behind + j)] += dot(
+                        pairs, RESPONSE, model.arrivals, j, here * num_actions, behind * num_actions
+                    )
     for k in range(layers - 1, -1, -1):
         here, behind = start[k], start[k + 1]
         after = start[k + 2] - behind if k + 1 < layers else 0
@@ -201,8 +230,22 @@ def solve(model: Model, source: Floats, work: Work) -> None:
             for i in span(s * num_actions, (s + 1) * num_actions):
                 pairs[DQ, i] = pairs[P, i] * states[U, s] + pairs[RESPONSE, i]
         if k + 1 < layers:
-            for j in range(start[k + 2] - behind):
-                states[U, unsigned(behind + j)] += dot(pairs, DQ, model.arrivals, j, here * num_actions, behind * num_actions)
+            if start[k + 2] - behind == 1 and model.conserved:
+                states[U, behind] = mass(source, behind)
+            else:
+                for j in range(start[k + 2] - behind):
+                    states[U, unsigned(behind + j)] += dot(
+                        pairs, DQ, model.arrivals, j, here * num_actions, behind * num_actions
+                    )
+
+
+@inlined
+def mass(source: Floats, last: int) -> float:
+    """What sources up to a state have brought in, (S,) or empty."""
+    total = 0.0
+    for s in range(last + 1 if len(source) else 0):
+        total += source[s]
+    return total
 
 
 @part
@@ -234,4 +277,11 @@ def arrive(model: Model, row: int, k: int, work: Work) -> None:
         if k == 0:
             states[U, s] = model.initial[s]
         else:
-            states[U, s] = dot(work.pairs, row, model.arrivals, s - start[k], start[k - 1] * num_actions, start[k] * num_actions)
+            states[U, s] = dot(
+                work.pairs,
+                row,
+                model.arrivals,
+                s - start[k],
+                start[k - 1] * num_actions,
+                start[k] * num_actions,
+            )

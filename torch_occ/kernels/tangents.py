@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ.kernels.constants import CONVERGED
+from torch_occ.kernels.entropic import minimize
 from torch_occ.kernels.episodes import draw, index_drawn, state_drawn
 from torch_occ.kernels.layout import (
     COMPLEMENT,
@@ -26,7 +27,7 @@ from torch_occ.kernels.layout import (
     Work,
     kernel,
 )
-from torch_occ.kernels.newton import accumulate, derive, newton
+from torch_occ.kernels.newton import accumulate, derive, floor_pairs
 from torch_occ.kernels.transitions import factorize, solve
 
 # Columns of a record; those of the slopes and then of the scores begin at TANGENTS.
@@ -83,17 +84,26 @@ def play_with_tangents(
         for attempt in range(2):  # from the last q; from the middle if that fails
             for i in range(num_pairs):
                 pairs[PAIR, i] = q[i] if attempt == 0 else middle[i]
-            status = newton(model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], work)[0]
+            status = minimize(
+                model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], work
+            )[0]
             if status == CONVERGED:
                 break
         carried.failures[0] += status != CONVERGED
-        derive(model, terms, weights[t], work)  # at the solution itself, so that tangents are exact to rounding
+        floor_pairs(model, work)
+        derive(
+            model, terms, weights[t], work
+        )  # at the solution itself, so that tangents are exact to rounding
         factorize(model, work)
         push_gradient(model, terms, weights[t], pushes, t, tangent, work)
         for p in range(num_tangents):
             for i in range(num_pairs):
-                pairs[FORCE, i] = -(carried.tangent_loss[p, i] + tangent[p, i]) if model.exists[PAIR, i] else 0.0
-            solve(model, still, work)  # a source, though it is zero: to rounding, by whatever method
+                pairs[FORCE, i] = (
+                    -(carried.tangent_loss[p, i] + tangent[p, i]) if model.exists[PAIR, i] else 0.0
+                )
+            solve(
+                model, still, work
+            )  # a source, though it is zero: to rounding, by whatever method
             slope = 0.0
             for i in range(num_pairs):
                 tangent[p, i] = pairs[DQ, i]
@@ -110,7 +120,9 @@ def play_with_tangents(
 
 
 @kernel
-def push_gradient(model: Model, terms: Terms, weights: Floats, pushes: Pushes, t: int, out: Floats, work: Work) -> None:
+def push_gradient(
+    model: Model, terms: Terms, weights: Floats, pushes: Pushes, t: int, out: Floats, work: Work
+) -> None:
     """d grad psi / d log parameter for every parameter, (P, S * A). Needs the arguments at q; spoils their slopes and bends, DQ, TRIAL."""
     pairs = work.pairs
     num_tangents, num_pairs = out.shape
@@ -167,9 +179,16 @@ def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, w
 
 
 @kernel
-def walk_with_tangents(model: Model, opponent: Opponent, numbers: Floats, t: int, carried: Carried) -> None:
+def walk_with_tangents(
+    model: Model, opponent: Opponent, numbers: Floats, t: int, carried: Carried
+) -> None:
     """One trajectory, as `torch_occ.kernels.episodes.walk`: the estimates of the visited pairs, their tangents and the score."""
-    num_actions, q, tangent, layers = model.num_actions, carried.q, carried.tangent, len(model.start) - 1
+    num_actions, q, tangent, layers = (
+        model.num_actions,
+        carried.q,
+        carried.tangent,
+        len(model.start) - 1,
+    )
     s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
     for k in range(layers):
         first, total = s * num_actions, 0.0

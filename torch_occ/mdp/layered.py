@@ -130,7 +130,7 @@ class LayeredMDP(Layout, Constructors):
             raise ValueError(
                 "mdp: its transitions are sparse and are not made dense unasked; use mdp.to_dense() if it is small"
             )
-        return self._join() if self._joint is None else self._joint
+        return self.join_transitions()
 
     @cached_property
     def _joint(self) -> Tensor | None:
@@ -139,6 +139,10 @@ class LayeredMDP(Layout, Constructors):
             p.requires_grad for p in self.probabilities[1:]
         )
         return self._join() if constant and not self.is_sparse else None
+
+    def join_transitions(self) -> Tensor:
+        """`joint_transitions`, of sparse layers too."""
+        return self._join() if self._joint is None else self._joint
 
     def _join(self) -> Tensor:
         rows = []

@@ -3,6 +3,8 @@
     arrive    (P'x)(s') = sum_{s, a} P(s' | s, a) x(s, a)        where things go
     ahead     (P v)(s, a) = sum_{s'} P(s' | s, a) v(s')          what is expected to come
 
+and `arrive_logs`, the first of them on logarithms.
+
 Nothing else of P is needed for occupancy measures, so this is where its storage is decided: `DenseLayer` holds a table, `SparseLayer`
 the probabilities that are not zero. The rest of the package sees the two maps, and the one tensor of `probabilities` that a derivative
 can be taken in.
@@ -10,6 +12,7 @@ can be taken in.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from torch_occ._support.private import has_tangent, inside_transform
 from torch_occ._support.streams import invert
-from torch_occ.mdp.validation import check_entries, check_rows
+from torch_occ.mdp.validation import broadcast, check_entries, check_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +64,13 @@ class DenseLayer:
             if rows.dim() == 2
             else (x.flatten(-2).unsqueeze(-2) @ rows).squeeze(-2)
         )
+
+    def arrive_logs(self, x: Tensor) -> Tensor:
+        """log P' e^x for x `(*batch, S, A)`, `(*batch, S')`: nothing underflows."""
+        rows, x = self.probabilities.flatten(-3, -2), x.flatten(-2).unsqueeze(-1)
+        largest = torch.where(rows > 0, x, -torch.inf).amax(-2).detach()
+        relative = (x - largest.unsqueeze(-2)).clamp(max=largest_exponent(x.dtype))
+        return largest + (rows * relative.exp()).sum(-2).log()
 
     def ahead(self, v: Tensor) -> Tensor:
         """P v: `(*batch, S')` -> `(*batch, S, A)`."""
@@ -170,7 +180,10 @@ class SparseLayer:
 
     @property
     def dense(self) -> Tensor:
-        return self.tensor.to_dense().unflatten(0, self.sizes[:2])
+        num_states, num_actions, num_next = self.sizes
+        index = self.pattern.pair.long() * num_next + self.pattern.next
+        empty = self.probabilities.new_zeros(*self.batch_shape, num_states * num_actions * num_next)
+        return empty.index_add(-1, index, self.probabilities).unflatten(-1, self.sizes)
 
     def arrive(self, x: Tensor) -> Tensor:
         x = x.flatten(-2)
@@ -180,6 +193,17 @@ class SparseLayer:
         return flow.new_zeros(*flow.shape[:-1], self.sizes[2]).index_add(
             -1, self.pattern.next, flow
         )
+
+    def arrive_logs(self, x: Tensor) -> Tensor:
+        p, following = self.probabilities, self.pattern.next.long()
+        x = x.flatten(-2).index_select(-1, self.pattern.pair)
+        x = x.expand(broadcast(x.shape, p.shape))
+        index, fixed = following.expand(x.shape), torch.where(p > 0, x, -torch.inf).detach()
+        largest = fixed.new_full((*x.shape[:-1], self.sizes[2]), -torch.inf)
+        largest = largest.scatter_reduce(-1, index, fixed, "amax")
+        relative = (x - largest.gather(-1, index)).clamp(max=largest_exponent(x.dtype))
+        found = torch.zeros_like(largest).index_add(-1, following, p * relative.exp())
+        return largest + found.log()
 
     def ahead(self, v: Tensor) -> Tensor:
         if self._plain(v):
@@ -292,6 +316,11 @@ class SparseLayer:
 
 
 Layer = DenseLayer | SparseLayer
+
+
+def largest_exponent(dtype: torch.dtype) -> float:
+    """Of what the exponential function does not overflow, with some room for sums."""
+    return math.log(torch.finfo(dtype).max) - 10
 
 
 def _starts(sorted_rows: Tensor, num_rows: int) -> Tensor:

@@ -28,10 +28,16 @@ class Evaluator:
     batched. Then all other inputs carry those batch dimensions first.
     """
 
-    def __init__(self, regularizer: Regularizer, vmapped: tuple[tuple[bool, ...], ...] = ()) -> None:
+    def __init__(
+        self, regularizer: Regularizer, vmapped: tuple[tuple[bool, ...], ...] = ()
+    ) -> None:
         self.regularizer, self.vmapped = regularizer, vmapped
         # A module that is used twice has one name: exchanged under two, its parameter would not find its way back.
-        self.owners = [(path, module, name) for path, module in regularizer.named_modules() for name in own_parameter_names(module)]
+        self.owners = [
+            (path, module, name)
+            for path, module in regularizer.named_modules()
+            for name in own_parameter_names(module)
+        ]
         self.names = tuple(f"{path}.{name}" if path else name for path, _, name in self.owners)
         self._caller = _MethodCaller(regularizer)
         self.event_dims = [_event_dims(module, name) for _, module, name in self.owners]
@@ -75,17 +81,24 @@ class Evaluator:
         """inputs -> values at these parameters and this t."""
 
         def call(parameters: Sequence[Tensor], inputs: Inputs, t: Tensor) -> Values:
-            named = {f"module.{name}": tensor for name, tensor in zip(self.names, parameters, strict=True)}
+            named = {
+                f"module.{name}": tensor
+                for name, tensor in zip(self.names, parameters, strict=True)
+            }
             return torch.func.functional_call(self._caller, named, (inputs, t), tie_weights=False)
 
         for batched in reversed(self.vmapped):
-            call = torch.func.vmap(call, in_dims=(tuple(0 if flag else None for flag in batched), 0, 0))
+            call = torch.func.vmap(
+                call, in_dims=(tuple(0 if flag else None for flag in batched), 0, 0)
+            )
         return lambda inputs: call(tuple(parameters), inputs, t)
 
     def bind_constants(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
         """The same for plain tensors that need no derivative: the weights are worked out once."""
         own = self.own_parameters
-        if self.vmapped or any(given is not mine for given, mine in zip(parameters, own, strict=True)):
+        if self.vmapped or any(
+            given is not mine for given, mine in zip(parameters, own, strict=True)
+        ):
             return self.bind([parameter.detach() for parameter in parameters], t)
         with torch.no_grad():
             parts = [part.constant(weight) for part, weight in self.regularizer.parts(t)]
@@ -114,17 +127,37 @@ class Derivatives(NamedTuple):
     scalars: dict[Argument, Tensor]  # the arguments of the scalar terms there
     gradient: Tensor  # (*batch, S, A)
     hessian: Hessian
+    bends: dict[
+        Argument, Tensor
+    ]  # second derivatives of the scalar terms, zero where an argument does not exist
+    coarser: list[Tensor]  # (*batch, S, A) each, the diagonal of the Hessian of every other level
+
+    def unit(self, q: Tensor) -> Tensor:
+        """q times its curvature, `(*batch, S, A)`: the error of the gradient that stands for a relative error of one in q.
+
+        A term of q(s) - q(s,a) or 1 - q(s,a) counts with this argument where it is smaller: it is what the term determines.
+        """
+        terms = [
+            torch.minimum(q, self.scalars[name]) * bend
+            for name, bend in self.bends.items()
+            if name != "state"
+        ]
+        return sum([*terms, *(q * diagonal for diagonal in self.coarser)], torch.zeros_like(q))
 
 
-def derivatives(mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[Inputs], Values], q: Tensor) -> Derivatives:
+def derivatives(
+    mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[Inputs], Values], q: Tensor
+) -> Derivatives:
     """Gradient and Hessian at q, for plain tensors: nothing is recorded."""
     with torch.enable_grad():
         inputs = _leaves(regularizer.read(mdp, q.detach()))
         values = evaluate(inputs)
         _check_batch(inputs, values)
         levels: list[tuple[Tensor, Hessian]] = []  # from fine to coarse
+        bends: dict[Argument, Tensor] = {}
         if values.scalars:
-            levels.append(_of_scalars(mdp, inputs.scalars, values.scalars))
+            slope, separable, bends = _of_scalars(mdp, inputs.scalars, values.scalars)
+            levels.append((slope, separable))
         if values.per_state:
             levels.append(_of_states(mdp, inputs.per_state, values.per_state))
         if values.joint:
@@ -132,7 +165,9 @@ def derivatives(mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[I
     gradient, hessian = levels[0]
     for more, coarser in levels[1:]:
         gradient, hessian = gradient + more, combine(coarser, hessian)
-    return Derivatives({name: x.detach() for name, x in inputs.scalars.items()}, gradient, hessian)
+    arguments = {name: x.detach() for name, x in inputs.scalars.items()}
+    diagonals = [level.curvature for _, level in levels if not isinstance(level, Separable)]
+    return Derivatives(arguments, gradient, hessian, bends, diagonals)
 
 
 def _check_batch(inputs: Inputs, values: Values) -> None:
@@ -158,7 +193,9 @@ def _leaves(inputs: Inputs) -> Inputs:
     )
 
 
-def _grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: bool) -> tuple[Tensor, ...]:
+def _grad(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: bool
+) -> tuple[Tensor, ...]:
     """Derivatives of the sum of the outputs, zero where there is no dependence."""
     varying = [y for y in outputs if y.requires_grad]
     if not varying:
@@ -167,11 +204,20 @@ def _grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: bool) 
     return torch.autograd.grad(varying, inputs, ones, materialize_grads=True, **options)
 
 
-def _of_scalars(mdp: LayeredMDP, arguments: dict[Argument, Tensor], values: dict[Argument, Tensor]) -> tuple[Tensor, Separable]:
+def _of_scalars(
+    mdp: LayeredMDP,
+    arguments: dict[Argument, Tensor],
+    values: dict[Argument, Tensor],
+) -> tuple[Tensor, Separable, dict[Argument, Tensor]]:
+    """Gradient, Hessian, and the second derivatives by argument."""
     names, xs = list(arguments), list(arguments.values())
     slopes = _grad(list(values.values()), xs, create_graph=True)
-    bends = _grad(slopes, xs)  # the terms act entry by entry, so this is the diagonal of second derivatives
-    gradient = sum(pull_back(name, mdp, slope.detach()) for name, slope in zip(names, slopes, strict=True))
+    bends = _grad(
+        slopes, xs
+    )  # the terms act entry by entry, so this is the diagonal of second derivatives
+    gradient = sum(
+        pull_back(name, mdp, slope.detach()) for name, slope in zip(names, slopes, strict=True)
+    )
     second = {name: keep(name, mdp, bend, 0.0) for name, bend in zip(names, bends, strict=True)}
     assert isinstance(gradient, Tensor)
     zero = torch.zeros_like(gradient)
@@ -182,10 +228,12 @@ def _of_scalars(mdp: LayeredMDP, arguments: dict[Argument, Tensor], values: dict
         c=second.get("state", zero[..., 0]),
         actions=mdp.actions,
     )
-    return gradient, hessian
+    return gradient, hessian, second
 
 
-def _of_states(mdp: LayeredMDP, states: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Blocks]:
+def _of_states(
+    mdp: LayeredMDP, states: list[Tensor], values: list[Tensor]
+) -> tuple[Tensor, Blocks]:
     batch, pairs = states[0].shape[:-2], (mdp.num_states, mdp.num_actions)
     gradient = states[0].new_zeros(*batch, *pairs)
     blocks = states[0].new_zeros(*batch, *pairs, mdp.num_actions)
@@ -193,14 +241,19 @@ def _of_states(mdp: LayeredMDP, states: list[Tensor], values: list[Tensor]) -> t
         (slope,) = _grad([value], [x], create_graph=True)
         gradient[..., index[:, None], actions] = slope.detach()
         rows = [_grad([slope[..., i]], [x], retain_graph=True)[0] for i in range(x.shape[-1])]
-        blocks[..., index[:, None, None], actions[:, :, None], actions[:, None, :]] = torch.stack(rows, -2)
+        blocks[..., index[:, None, None], actions[:, :, None], actions[:, None, :]] = torch.stack(
+            rows, -2
+        )
     return gradient, Blocks(blocks, mdp.actions)
 
 
 def _of_joint(mdp: LayeredMDP, q: Tensor, value: Tensor) -> tuple[Tensor, Full]:
     (slope,) = _grad([value], [q], create_graph=True)
     entries = slope.flatten(-2)
-    rows = [_grad([entries[..., i]], [q], retain_graph=True)[0].flatten(-2) for i in range(entries.shape[-1])]
+    rows = [
+        _grad([entries[..., i]], [q], retain_graph=True)[0].flatten(-2)
+        for i in range(entries.shape[-1])
+    ]
     exists = mdp.actions.flatten()
     matrix = torch.where(exists & exists.unsqueeze(-1), torch.stack(rows, -2), 0.0)
     return keep("pair", mdp, slope.detach(), 0.0), Full(matrix, mdp.actions)

@@ -25,7 +25,9 @@ _ROWS: WeakKeyDictionary[LayeredMDP, Rows] = WeakKeyDictionary()
 def applies(mdp: LayeredMDP) -> bool:
     """Whether the kernel can read this MDP."""
     sparse = all(isinstance(layer, SparseLayer) for layer in mdp.layers[:-1])
-    return sparse and not mdp.batch_shape and mdp.device.type == "cpu" and mdp.dtype == torch.float64
+    return (
+        sparse and not mdp.batch_shape and mdp.device.type == "cpu" and mdp.dtype == torch.float64
+    )
 
 
 class CompiledSweeps:
@@ -36,19 +38,30 @@ class CompiledSweeps:
             _ROWS[mdp] = rows_of(mdp)
         self.rows = _ROWS[mdp]
         self.pairs = tuple(states.p.shape[-2:])
-        softest = states.softest.squeeze(-1) + torch.arange(self.pairs[0]) * self.pairs[1]  # numbers of pairs
+        softest = (
+            states.softest.squeeze(-1) + torch.arange(self.pairs[0]) * self.pairs[1]
+        )  # numbers of pairs
         self.states = [part.detach() for part in (states.p, states.inverse, states.total, softest)]
 
     def sweep(self, z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
         p, inverse, total, softest = self.states
-        given = [(z, 1), (p, 2)] + [(part, dims) for part, dims in ((x, 2), (r, 1)) if part is not None]
+        given = [(z, 1), (p, 2)] + [
+            (part, dims) for part, dims in ((x, 2), (r, 1)) if part is not None
+        ]
         batch = broadcast(*(part.shape[: part.dim() - dims] for part, dims in given))
-        v, within, du = z.new_empty(*batch, self.pairs[0]), z.new_empty(*batch, *self.pairs), z.new_zeros(*batch, self.pairs[0])
+        v, within, du = (
+            z.new_empty(*batch, self.pairs[0]),
+            z.new_empty(*batch, *self.pairs),
+            z.new_zeros(*batch, self.pairs[0]),
+        )
         count = batch.numel()
         if r is not None:
             du.copy_(r)
         force = np.zeros((1, 0)) if x is None else _flat(x, batch, 2)
-        parts: Any = tuple(_flat(part, batch, dims) for part, dims in ((p, 2), (inverse, 2), (total, 1), (softest, 1)))
+        parts: Any = tuple(
+            _flat(part, batch, dims)
+            for part, dims in ((p, 2), (inverse, 2), (total, 1), (softest, 1))
+        )
         out = (part.view(count, -1).numpy() for part in (v, within, du))
         sweep_all(self.pairs[1], self.rows, parts, _flat(z, batch, 1), force, x is not None, *out)
         return Swept(v, within, du)

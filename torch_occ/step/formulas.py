@@ -82,12 +82,21 @@ class Formula:
         outputs: places of the results.
     """
 
-    def __init__(self, inputs: int, constants: Sequence[float], instructions: Sequence[Instruction], outputs: Sequence[int]) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        constants: Sequence[float],
+        instructions: Sequence[Instruction],
+        outputs: Sequence[int],
+    ) -> None:
         self._arguments = (inputs, constants, instructions, outputs)
         self.inputs, self.constants, self.outputs = inputs, list(constants), list(outputs)
         self.forwards = [(OPERATIONS[name].value, a, b) for name, a, b in instructions]
         results = range(inputs + len(constants), inputs + len(constants) + len(instructions))
-        self.backwards = [(k, OPERATIONS[name].partials, a, b) for k, (name, a, b) in zip(results, instructions, strict=True)][::-1]
+        self.backwards = [
+            (k, OPERATIONS[name].partials, a, b)
+            for k, (name, a, b) in zip(results, instructions, strict=True)
+        ][::-1]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled by its instructions."""
@@ -124,9 +133,14 @@ def slots_of(regularizer: Regularizer) -> list[tuple[dict[str, Any], str]]:
 
 def record(regularizer: Regularizer) -> Formula | None:
     """The formula of a regularizer, or None if something in it is not built in, or does what this module has no name for."""
-    if not all(type(module).__module__.startswith(("torch_occ.", "torch.nn.")) for module in regularizer.modules()):
+    if not all(
+        type(module).__module__.startswith(("torch_occ.", "torch.nn."))
+        for module in regularizer.modules()
+    ):
         return None  # somebody else's schedule may do anything, and something else tomorrow
-    regularizer = copy.deepcopy(regularizer, {id(slot[name]): None for slot, name in slots_of(regularizer)})  # all but the parameters
+    regularizer = copy.deepcopy(
+        regularizer, {id(slot[name]): None for slot, name in slots_of(regularizer)}
+    )  # all but the parameters
     slots = slots_of(regularizer)
     tape = _Tape(1 + len(slots))
     t = _Symbol(tape, ("input", 0))
@@ -134,7 +148,9 @@ def record(regularizer: Regularizer) -> Formula | None:
         slot[name] = _Symbol(tape, ("input", i + 1))
     try:
         terms = terms_of(regularizer, t)  # type: ignore[arg-type]
-        outputs = [tape.place(x) for x in (*(term.weight for term in terms), *list_exponents(terms))]
+        outputs = [
+            tape.place(x) for x in (*(term.weight for term in terms), *list_exponents(terms))
+        ]
     except (TypeError, AttributeError):  # something that a symbol does not know
         return None
     return tape.formula(outputs)
@@ -171,7 +187,9 @@ class _Tape:
             return first[place[0]] + place[1]
 
         instructions = [Instruction(operation, index(a), index(b)) for operation, a, b in self.done]
-        return Formula(self.inputs, self.constants, instructions, [index(place) for place in outputs])
+        return Formula(
+            self.inputs, self.constants, instructions, [index(place) for place in outputs]
+        )
 
 
 class _Symbol:
@@ -213,7 +231,9 @@ class _Symbol:
         return self  # shapes are left to broadcasting
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.full_like:
             return args[1]
         return NotImplemented  # which torch makes a TypeError

@@ -30,7 +30,8 @@ from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.derivatives import Derivatives, Evaluator, derivatives
 from torch_occ.step.kkt import factorize
-from torch_occ.step.newton import Options, Solution, Status, newton
+from torch_occ.step.newton import newton
+from torch_occ.step.solution import Options, Solution, Status
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ class Bound:
 
     def deriver(self, batch: torch.Size) -> Callable[[Tensor], Derivatives]:
         """q `(*batch, S, A)` -> structured gradient and Hessian, for plain tensors."""
-        evaluate = self.evaluator.bind_constants(self.parameters, self.t.expand(batch) if self.t.dim() else self.t)
+        evaluate = self.evaluator.bind_constants(
+            self.parameters, self.t.expand(batch) if self.t.dim() else self.t
+        )
         return lambda q: derivatives(self.mdp, self.evaluator.regularizer, evaluate, q)
 
     def gradient(self, q: Tensor) -> Tensor:
@@ -102,18 +105,32 @@ class Stationarity:
         bound = self.setting.bind(tensors)
         self.check(bound, x, start)
         given = bound.evaluator.batch_shape(bound.parameters)
-        batch = broadcast(x.shape[:-2], start.shape[:-2], bound.t.shape, bound.mdp.batch_shape, given)
-        solution = newton(flow_of(bound.mdp, batch.numel()), bound.deriver(batch), -x.expand(*batch, *x.shape[-2:]), start, self.options)
+        batch = broadcast(
+            x.shape[:-2], start.shape[:-2], bound.t.shape, bound.mdp.batch_shape, given
+        )
+        solution = newton(
+            flow_of(bound.mdp, batch.numel()),
+            bound.deriver(batch),
+            -x.expand(*batch, *x.shape[-2:]),
+            start,
+            self.options,
+        )
         self.report(solution)
         return solution[:3]
 
-    def point(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    def point(
+        self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         """Where K is taken: (q, setting)."""
         return outputs[0], tensors[2:]
 
-    def operator(self, outputs: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def operator(
+        self, outputs: Sequence[Tensor], arguments: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         bound, q, v = self.setting.bind(arguments), outputs[0], outputs[1]
-        return bound.gradient(q) - flow_adjoint(bound.mdp, v), bound.flow(q) - flow_source(bound.mdp)
+        return bound.gradient(q) - flow_adjoint(bound.mdp, v), bound.flow(q) - flow_source(
+            bound.mdp
+        )
 
     def rhs_cotangents(self, x_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, None]:
         return x_bar, None
@@ -139,10 +156,14 @@ class Linearized:
         flow = flow_of(bound.mdp, whole.numel())
         return factorize(bound.deriver(batch)(q).hessian, flow, q, exact=True).solve(x, r)
 
-    def point(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    def point(
+        self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         return tensors[2], tensors[3:]
 
-    def operator(self, outputs: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def operator(
+        self, outputs: Sequence[Tensor], arguments: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         (q, *tensors), (u, m) = arguments, outputs
         bound = self.setting.bind(tensors)
         q = q.expand(broadcast(q.shape, u.shape))
@@ -151,7 +172,9 @@ class Linearized:
     def rhs_cotangents(self, x_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, Tensor]:
         return x_bar, r_bar
 
-    def rhs_tangents(self, x: Tensor | None, r: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def rhs_tangents(
+        self, x: Tensor | None, r: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         return x, r
 
 
@@ -175,7 +198,11 @@ class ImplicitSolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        equation, tensors, outputs = ctx.equation, ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        equation, tensors, outputs = (
+            ctx.equation,
+            ctx.saved_tensors[: ctx.count],
+            ctx.saved_tensors[ctx.count :],
+        )
         z_bar = poison(outputs, cotangents[:2])
         q, setting = equation.point(tensors, outputs)
         linearized = Linearized(equation.setting)
@@ -184,24 +211,37 @@ class ImplicitSolution(torch.autograd.Function):
         r_bar = -minus_r_bar
         arguments = tensors[2:]
         if any(ctx.needs_input_grad[3:]):
-            _, pull_back, *_ = torch.func.vjp(lambda *given: equation.operator(outputs, given), *arguments)
+            _, pull_back, *_ = torch.func.vjp(
+                lambda *given: equation.operator(outputs, given), *arguments
+            )
             pulled = pull_back((-x_bar, -r_bar))
         else:
             pulled = (None,) * len(arguments)
         grads = (*equation.rhs_cotangents(x_bar, r_bar), *pulled)
-        return (None, *(None if g is None else _sum_to(g, x) for g, x in zip(grads, tensors, strict=True)))
+        return (
+            None,
+            *(None if g is None else _sum_to(g, x) for g, x in zip(grads, tensors, strict=True)),
+        )
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        equation, tensors, outputs = ctx.equation, ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        equation, tensors, outputs = (
+            ctx.equation,
+            ctx.saved_tensors[: ctx.count],
+            ctx.saved_tensors[ctx.count :],
+        )
         q, setting = equation.point(tensors, outputs)
         x, r = equation.rhs_tangents(*tangents[:2])
         x = torch.zeros_like(outputs[0]) if x is None else x
         r = torch.zeros_like(outputs[1]) if r is None else r
         if any(tangent is not None for tangent in tangents[2:]):
-            moved = push_forward(lambda *given: equation.operator(outputs, given), tensors[2:], tangents[2:])
+            moved = push_forward(
+                lambda *given: equation.operator(outputs, given), tensors[2:], tangents[2:]
+            )
             x, r = x - moved[0], r - moved[1]
-        dq, dv = ImplicitSolution.apply(Linearized(equation.setting), *poison(outputs, (x, r)), q, *setting)
+        dq, dv = ImplicitSolution.apply(
+            Linearized(equation.setting), *poison(outputs, (x, r)), q, *setting
+        )
         return (dq, dv, *(None,) * (len(outputs) - 2))
 
     @staticmethod
@@ -209,9 +249,13 @@ class ImplicitSolution(torch.autograd.Function):
         info: Any, in_dims: tuple[int | None, ...], equation: Equation, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         dims = in_dims[1:]
-        front = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims, strict=True)]
+        front = [
+            x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims, strict=True)
+        ]
         events = (*equation.leading, *equation.setting.event_dims)
-        batched = [dim is not None for dim, event in zip(dims, events, strict=True) if event is None]
+        batched = [
+            dim is not None for dim, event in zip(dims, events, strict=True) if event is None
+        ]
         inside = any(batched) or bool(equation.setting.evaluator.vmapped)
         if inside:  # the regularizer must be evaluated under a vmap of its own, which wants the dimension everywhere
             evaluator = equation.setting.evaluator.under_vmap(batched)
@@ -230,18 +274,29 @@ def poison(outputs: Sequence[Tensor], z: Sequence[Tensor]) -> tuple[Tensor, Tens
     if len(outputs) == 2:
         return z[0], z[1]
     failed = outputs[2][..., 0] != Status.CONVERGED
-    return torch.where(failed[..., None, None], torch.nan, z[0]), torch.where(failed[..., None], torch.nan, z[1])
+    return torch.where(failed[..., None, None], torch.nan, z[0]), torch.where(
+        failed[..., None], torch.nan, z[1]
+    )
 
 
 def push_forward(
-    function: Callable[..., tuple[Tensor, Tensor]], at: Sequence[Tensor], tangents: Sequence[Tensor | None]
+    function: Callable[..., tuple[Tensor, Tensor]],
+    at: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     """The derivative along tangents by two reverse passes, because forward mode does not nest in itself."""
     (y0, y1), pull_back, *_ = torch.func.vjp(function, *at)
 
     def paired(cotangents: tuple[Tensor, Tensor]) -> Tensor:
         pulled = pull_back(cotangents)
-        return sum(((g * tangent).sum() for g, tangent in zip(pulled, tangents, strict=True) if tangent is not None), y0.new_zeros(()))
+        return sum(
+            (
+                (g * tangent).sum()
+                for g, tangent in zip(pulled, tangents, strict=True)
+                if tangent is not None
+            ),
+            y0.new_zeros(()),
+        )
 
     return torch.func.grad(paired)((torch.zeros_like(y0), torch.zeros_like(y1)))
 

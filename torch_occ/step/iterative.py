@@ -60,7 +60,14 @@ class TorchSweeps:
     def sweep(self, z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
         flow, split = self.flow, self.flow.mdp.split
         forces = split(z, -1)
-        v, ahead = [forces[-1]], [torch.zeros_like(forces[-1]).unsqueeze(-1).expand(*forces[-1].shape, flow.mdp.num_actions)]
+        v, ahead = (
+            [forces[-1]],
+            [
+                torch.zeros_like(forces[-1])
+                .unsqueeze(-1)
+                .expand(*forces[-1].shape, flow.mdp.num_actions)
+            ],
+        )
         for k in reversed(range(len(flow.layers))):
             ahead.insert(0, flow.layers[k].ahead(v[0]))
             v.insert(0, forces[k] + (self.policies[k] * ahead[0]).sum(-1))
@@ -108,7 +115,9 @@ class ConjugateGradients:
         for _ in range(RESTARTS):
             y = y + self._descend(residual, unit, goal)
             swept = self.sweep(self.root * y - mean, x, r)
-            residual = self.root * swept.du - y  # the true one, free of the rounding of the recurrence
+            residual = (
+                self.root * swept.du - y
+            )  # the true one, free of the rounding of the recurrence
             before, error = error, _largest(residual, unit)
             if not bool(((error > 2 * goal) & (error < 0.1 * before)).any()):
                 break
@@ -118,7 +127,9 @@ class ConjugateGradients:
             noise = torch.where(self.root > 0, eps * (mean.abs() + swept.v.abs()) / self.root, 0.0)
             accepted = eps**0.5 * (self.root * swept.size).norm(dim=-1) + 1e3 * noise.norm(dim=-1)
             failed = ~(residual.norm(dim=-1) <= accepted)
-            return dq.masked_fill(failed[..., None, None], torch.nan), swept.v.masked_fill(failed[..., None], torch.nan)
+            return dq.masked_fill(failed[..., None, None], torch.nan), swept.v.masked_fill(
+                failed[..., None], torch.nan
+            )
         return dq, swept.v + guess
 
     def _own_size(self, swept: Swept) -> Tensor:
@@ -128,7 +139,9 @@ class ConjugateGradients:
         the visits, whichever is less.
         """
         eps, size, visits = torch.finfo(self.root.dtype).eps, swept.size, self.visits
-        least = eps * torch.minimum(size.amax(-1, keepdim=True), visits * (size / visits).amax(-1, keepdim=True))
+        least = eps * torch.minimum(
+            size.amax(-1, keepdim=True), visits * (size / visits).amax(-1, keepdim=True)
+        )
         return torch.where(self.root > 0, self.root * torch.maximum(size, least), torch.inf)
 
     def _descend(self, residual: Tensor, unit: Tensor, goal: Tensor) -> Tensor:
@@ -145,7 +158,9 @@ class ConjugateGradients:
             length = torch.where(running, square / (direction * image).sum(-1), 0.0).unsqueeze(-1)
             y, residual = y + length * direction, residual - length * image
             before, square = square, (residual * residual).sum(-1)
-            direction = residual + torch.where(running, square / before, 0.0).unsqueeze(-1) * direction
+            direction = (
+                residual + torch.where(running, square / before, 0.0).unsqueeze(-1) * direction
+            )
             running = running & (_largest(residual, unit) > goal) & (square > 0)
         return y
 

@@ -32,7 +32,7 @@ from torch_occ.mdp.occupancy import DenseFlow, Flow, LayeredFlow
 from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.hessians import Full, Hessian, Separable
 from torch_occ.step.iterative import ConjugateGradients
-from torch_occ.step.states import GeneralStates, SeparableStates, States
+from torch_occ.step.states import GeneralStates, SeparableStates, States, has_inertia
 
 
 class Factorization(Protocol):
@@ -60,18 +60,38 @@ def factorize(hessian: Hessian, flow: Flow, q: Tensor, *, exact: bool = False) -
     return LayeredFactorization(states, flow)
 
 
+def is_convex(hessian: Hessian, mdp: LayeredMDP) -> Tensor:
+    """Whether psi curves upwards along the changes of q that keep E q, as it must at a minimum, `(*batch,)`.
+
+    For Hessians that are block-diagonal over states, each block must: R >= 0, and kappa >= 0 where q(s) is not given.
+    """
+    if isinstance(hessian, Full):
+        return FullFactorization(hessian, mdp).is_convex()
+    if isinstance(hessian, Separable) and all(
+        bool((x >= 0).all()) for x in (hessian.d, hessian.w, hessian.c)
+    ):
+        return torch.ones_like(hessian.c[..., 0], dtype=torch.bool)
+    states = SeparableStates(hessian) if isinstance(hessian, Separable) else GeneralStates(hessian)
+    within, between = states.curves_upwards()
+    return within.all(-1) & between[..., mdp.layer_sizes[0] :].all(-1)
+
+
 def prefers_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> bool:
     """Whether conjugate gradients are expected to be faster than a factorization layer by layer, for a batch of so many elements.
 
     Sparse transitions leave no choice. For dense ones, a model of the time that was fitted to measurements with one thread (a factor
     of two either way costs little, since they meet at an angle); `experiments.wide --sections crossover` measures it again.
     """
-    return mdp.is_sparse or _seconds_of_iterations(mdp, elements, exact) < _seconds_of_factorization(mdp, elements)
+    return mdp.is_sparse or _seconds_of_iterations(
+        mdp, elements, exact
+    ) < _seconds_of_factorization(mdp, elements)
 
 
 def _seconds_of_factorization(mdp: LayeredMDP, elements: int) -> float:
     sizes, num_actions = mdp.layer_sizes, mdp.num_actions
-    products = sum(2 * m * n * (num_actions * n + m + n) for m, n in pairwise(sizes)) + sum(4 * n**3 for n in sizes)
+    products = sum(2 * m * n * (num_actions * n + m + n) for m, n in pairwise(sizes)) + sum(
+        4 * n**3 for n in sizes
+    )
     return 0.08e-9 * products * elements + (0.4e-3 + 0.04e-3 * elements) * mdp.horizon
 
 
@@ -79,7 +99,9 @@ def _seconds_of_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> float
     entries = sum(layer.probabilities.numel() for layer in mdp.layers[:-1])
     shared = elements > 1 and not mdp.batch_shape  # then the products with P are matrix-matrix
     passes = 0.2e-9 * entries * elements if shared else 0.6e-9 * entries
-    return (40 if exact else 15) * (passes + 12e-9 * mdp.num_pairs * elements + 0.04e-3 * mdp.horizon)
+    return (40 if exact else 15) * (
+        passes + 12e-9 * mdp.num_pairs * elements + 0.04e-3 * mdp.horizon
+    )
 
 
 # -- all states -----------------------------------------------------------------------------------------------------------
@@ -90,7 +112,9 @@ class DenseFactorization:
 
     def __init__(self, states: States, flow: DenseFlow) -> None:
         self.states, self.flow = states, flow
-        self.B = torch.linalg.solve_triangular(flow.one_step(states.p), flow.identity, upper=True, unitriangular=True)
+        self.B = torch.linalg.solve_triangular(
+            flow.one_step(states.p), flow.identity, upper=True, unitriangular=True
+        )
         self.Q = states.covariance(flow.kernel)
         self.root = states.kappa.sqrt()
         reach = self.B * self.root.unsqueeze(-2)
@@ -156,17 +180,24 @@ class FullFactorization:
     def __init__(self, hessian: Full, mdp: LayeredMDP) -> None:
         exists = mdp.actions.flatten()
         # Scale pairs by their curvature and constraints to length one.
-        curvature = torch.where(mdp.actions & (hessian.curvature > 0), hessian.curvature, 1.0).flatten(-2)
+        curvature = torch.where(
+            mdp.actions & (hessian.curvature > 0), hessian.curvature, 1.0
+        ).flatten(-2)
         self.pair_scale = torch.where(exists, curvature.rsqrt(), 0.0)
         outflow = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device).unsqueeze(-2)
-        E = (outflow - mdp.joint_transitions).flatten(-3, -2).mT * self.pair_scale.unsqueeze(-2)  # (*batch, S, S*A)
+        E = (outflow - mdp.joint_transitions).flatten(-3, -2).mT * self.pair_scale.unsqueeze(
+            -2
+        )  # (*batch, S, S*A)
         self.state_scale = E.norm(dim=-1).reciprocal()
         E = E * self.state_scale.unsqueeze(-1)
         H = self.pair_scale.unsqueeze(-1) * hessian.matrix * self.pair_scale.unsqueeze(-2)
         H = H + torch.diag(1.0 - exists.to(H.dtype))
         batch = broadcast(E.shape[:-2], H.shape[:-2])
         E, H = E.expand(*batch, *E.shape[-2:]), H.expand(*batch, *H.shape[-2:])
-        system = torch.cat([torch.cat([H, -E.mT], -1), torch.nn.functional.pad(E, (0, mdp.num_states))], -2)
+        system = torch.cat(
+            [torch.cat([H, -E.mT], -1), torch.nn.functional.pad(E, (0, mdp.num_states))], -2
+        )
+        self.system = system
         self.lu, self.pivots, _ = torch.linalg.lu_factor_ex(system)
         self.pairs = tuple(mdp.actions.shape)
 
@@ -177,6 +208,13 @@ class FullFactorization:
         solution = torch.linalg.lu_solve(self.lu, self.pivots, rhs.unsqueeze(-1)).squeeze(-1)
         dq, v = solution.split([self.pair_scale.shape[-1], self.state_scale.shape[-1]], -1)
         return (self.pair_scale * dq).unflatten(-1, self.pairs), self.state_scale * v
+
+    def is_convex(self) -> Tensor:
+        """Whether the constraints are responsible for all negative eigenvalues of the system, with -E' made E'."""
+        num_states = self.state_scale.shape[-1]
+        sign = torch.ones_like(self.system[..., 0, :])
+        sign[..., -num_states:] = -1.0
+        return has_inertia(self.system * sign.unsqueeze(-2), num_states)
 
 
 def _apply(matrix: Tensor, x: Tensor) -> Tensor:

@@ -60,13 +60,21 @@ class Linearization:
 
         def value(*xs: Tensor) -> Tensor:
             values = evaluate(inputs._replace(scalars=dict(zip(names, xs, strict=True)))).scalars
-            return sum((keep(name, self.mdp, values[name], 0.0).sum() for name in names), xs[0].new_zeros(()))
+            return sum(
+                (keep(name, self.mdp, values[name], 0.0).sum() for name in names),
+                xs[0].new_zeros(()),
+            )
 
         def slopes(*xs: Tensor) -> Tensor:
-            return sum((slope.sum() for slope in torch.func.grad(value, every)(*xs)), xs[0].new_zeros(()))
+            return sum(
+                (slope.sum() for slope in torch.func.grad(value, every)(*xs)), xs[0].new_zeros(())
+            )
 
         def curvatures(*xs: Tensor) -> Tensor:
-            return sum((curvature.sum() for curvature in torch.func.grad(slopes, every)(*xs)), xs[0].new_zeros(()))
+            return sum(
+                (curvature.sum() for curvature in torch.func.grad(slopes, every)(*xs)),
+                xs[0].new_zeros(()),
+            )
 
         total = torch.zeros_like(u[..., 0, 0])
         for name, third in zip(names, torch.func.grad(curvatures, every)(*arguments), strict=True):
@@ -77,7 +85,9 @@ class Linearization:
     def _variance(self, name: Argument, G: Tensor) -> Tensor:
         """The variance of an argument of psi when q has covariance G."""
         S, A = self.q.shape[-2:]
-        blocks = G.unflatten(-1, (S, A)).unflatten(-3, (S, A)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)  # (*batch, S, A, A)
+        blocks = (
+            G.unflatten(-1, (S, A)).unflatten(-3, (S, A)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+        )  # (*batch, S, A, A)
         if name == "state":
             return blocks.sum((-2, -1))
         others = self.mdp.other_actions

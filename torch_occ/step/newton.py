@@ -3,7 +3,8 @@
 Minimize <q, loss> + psi_t(q) over Omega. Three things make it exact over the whole range that a long run produces:
 
 - **Shaping.** Adding E'v to the loss does not move the solution, so the loss is first replaced by the gaps of its optimal policy:
-  non-negative, zero at every best action. What remains has no large numbers that must cancel.
+  non-negative, zero at every best action. What remains has no large numbers that must cancel (torch_occ.shaping). Neither has the
+  gradient: where one pair takes nearly all of a layer, the slope of 1 - q there is huge, and as a constant of the layer it is left out.
 - **Steps by relative change.** All elementary terms satisfy |x f'''(x)| <= 2 f''(x) with f'' decreasing. If no argument of psi
   falls by more than the fraction rho along the Newton step, then the step of length 1/(1 + rho) decreases the objective, from
   everywhere, and the full step does for rho <= 1/2. No function values are compared, so nothing drowns in rounding.
@@ -19,116 +20,36 @@ leaves only rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_occ.kernels.constants import STALL_AFTER
-from torch_occ.mdp.occupancy import Flow, flow_adjoint, flow_residual, flow_source, optimal_policy
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import Flow, flow_adjoint, flow_residual, flow_source, join
 from torch_occ.regularizers.arguments import change, keep
 from torch_occ.regularizers.derivatives import Derivatives
-from torch_occ.step.kkt import factorize
+from torch_occ.step.kkt import factorize, is_convex
+from torch_occ.step.shaping import (
+    Shaped,
+    at_likeliest_pairs,
+    conserves_mass,
+    cut_before_single_states,
+    potential,
+    rejoin,
+    shape_finely,
+    shape_loss,
+)
+from torch_occ.step.solution import Options, Solution, Status, over
 
 
-class Status(IntEnum):
-    """How a solve ended."""
-
-    CONVERGED = 0
-    MAX_STEPS = 1
-    STALLED = 2
-    UNDERFLOW = 3
-    NOT_FINITE = 4
-
-    @property
-    def advice(self) -> str:
-        return _ADVICE[self]
-
-
-_ADVICE = {
-    Status.CONVERGED: "solved and certified",
-    Status.MAX_STEPS: "the iteration limit was reached; raise max_steps, or start closer with warm_start",
-    Status.STALLED: "rounding stopped the progress short of the tolerance; rescale the loss, or accept a larger tolerance",
-    Status.UNDERFLOW: "an occupancy fell below the smallest floating-point number; add a LogBarrier, or a smaller learning rate",
-    Status.NOT_FINITE: "a derivative of the regularizer overflowed; check that it is finite and convex inside Omega",
-}
-
-
-@dataclass(frozen=True)
-class Options:
-    """When to stop.
-
-    Args:
-        tolerance: the largest dual residual that counts as converged; by default eps^(2/3), 4e-11 in double precision.
-        max_steps: Newton steps allowed.
-    """
-
-    tolerance: float | None = None
-    max_steps: int = 200
-
-    def __post_init__(self) -> None:
-        if self.tolerance is not None and not self.tolerance > 0:
-            raise ValueError(f"tolerance: expected a positive number, got {self.tolerance}")
-        if self.max_steps < 1:
-            raise ValueError(f"max_steps: expected at least 1, got {self.max_steps}")
-
-    def tolerance_in(self, dtype: torch.dtype) -> float:
-        """The tolerance, or the default one for this precision."""
-        return torch.finfo(dtype).eps ** (2 / 3) if self.tolerance is None else self.tolerance
-
-
-class Solution(NamedTuple):
-    """The minimizer and its certificate; every tensor has the batch shape in front."""
-
-    q: Tensor  # (*batch, S, A)
-    value: Tensor  # (*batch, S), the multipliers v of the flow constraints
-    certificate: Tensor  # (*batch, 5), by name below; one tensor, since a tensor costs a tenth of a small solve
-    backend: str = "torch"  # or "engine": who solved it
-
-    @property
-    def status(self) -> Tensor:
-        """`(*batch,)`, see `Status`."""
-        return self.certificate[..., 0].long()
-
-    @property
-    def steps(self) -> Tensor:
-        """`(*batch,)`, Newton steps."""
-        return self.certificate[..., 1].long()
-
-    @property
-    def decrement(self) -> Tensor:
-        """`(*batch,)`, the Newton decrement at the last step."""
-        return self.certificate[..., 2]
-
-    @property
-    def flow_residual(self) -> Tensor:
-        """`(*batch,)`, the largest |E q - b| relative to q(s)."""
-        return self.certificate[..., 3]
-
-    @property
-    def dual_residual(self) -> Tensor:
-        """`(*batch,)`, the largest |grad psi + loss - E'v| in units of q times its curvature: the relative error of q that it stands for.
-
-        In a state with one action, where nothing is decided, relative to its terms.
-        """
-        return self.certificate[..., 4]
-
-    @property
-    def converged(self) -> Tensor:
-        """`(*batch,)`."""
-        return self.certificate[..., 0] == Status.CONVERGED
-
-    def merge(self, other: Solution, where: Tensor) -> Solution:
-        """The other solution at some elements `(*batch,)` of the batch, this one elsewhere."""
-        q, value, certificate = (
-            torch.where(_over(where, mine.dim() - where.dim()), theirs, mine) for mine, theirs in zip(self[:3], other[:3], strict=True)
-        )
-        return Solution(q, value, certificate, self.backend)
-
-
-def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, start: Tensor, options: Options) -> Solution:
+def newton(
+    flow: Flow,
+    derive: Callable[[Tensor], Derivatives],
+    loss: Tensor,
+    start: Tensor,
+    options: Options,
+) -> Solution:
     """Minimize from `start`, the occupancy of some interior policy. All elements of the batch advance together, each at its own pace.
 
     Args:
@@ -136,10 +57,28 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
         loss: `(*batch, S, A)`; its batch shape is the whole one.
         start: broadcasts against the loss.
     """
-    mdp, eps = flow.mdp, torch.finfo(loss.dtype).eps
-    smallest = torch.finfo(loss.dtype).tiny / eps
-    plan = optimal_policy(mdp, loss)
-    source, nothing = flow_source(mdp), torch.zeros_like(plan.value)
+    solution, rounding = _descend(flow, derive, shape_loss(flow.mdp, loss), start, options)
+    ended = (solution.status == Status.STALLED) | solution.converged
+    coarse = ended & (rounding > options.tolerance_in(loss.dtype) * _COARSE)
+    if bool(coarse.any()):
+        # A sum of losses along an episode has too few digits for the certificate, so they are added up once more.
+        finely, _ = _descend(flow, derive, shape_finely(flow.mdp, loss), solution.q, options)
+        finely.certificate[..., 1] += solution.certificate[..., 1]  # steps
+        solution = solution.merge(finely, coarse)
+    return solution
+
+
+def _descend(
+    flow: Flow,
+    derive: Callable[[Tensor], Derivatives],
+    shaped: Shaped,
+    start: Tensor,
+    options: Options,
+) -> tuple[Solution, Tensor]:
+    """The solution for a loss that is shaped already, and the relative error of q that rounding made in shaping it, `(*batch,)`."""
+    mdp, dtype = flow.mdp, shaped.gaps.dtype
+    eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny / torch.finfo(dtype).eps
+    source, nothing = flow_source(mdp), torch.zeros_like(shaped.value)
 
     def retract(q: Tensor) -> Tensor:
         policy = q / q.sum(-1, keepdim=True)
@@ -152,51 +91,93 @@ def newton(flow: Flow, derive: Callable[[Tensor], Derivatives], loss: Tensor, st
             status[where] = reason
         return running & ~where
 
-    q = retract(start.expand_as(plan.gaps))
+    def slope(psi: Derivatives, left_out: Tensor | None) -> Tensor:
+        """The gradient of the objective, without constants of the layers `(*batch, L)`."""
+        gradient = psi.gradient
+        if left_out is not None:
+            gradient = keep("pair", mdp, gradient - left_out[..., mdp.layer].unsqueeze(-1), 0.0)
+        return gradient + shaped.gaps
+
+    q = retract(start.expand_as(shaped.gaps))
     psi = derive(q)
+    lifted = "complement" in psi.scalars and conserves_mass(mdp)
+    system = type(flow)(cut_before_single_states(mdp)) if lifted else flow
     status = torch.full(q.shape[:-2], Status.MAX_STEPS, device=q.device)
     running = torch.ones_like(status, dtype=torch.bool)
     steps, patience = torch.zeros_like(status), torch.full_like(status, STALL_AFTER)
     decrement = torch.full_like(status, torch.inf, dtype=q.dtype)
     value, best = nothing, decrement
+    left_out = (
+        torch.zeros_like(at_likeliest_pairs(mdp, q, q)) if lifted else None
+    )  # what belongs to `value`
 
     for _ in range(options.max_steps):
-        downhill = -(psi.gradient + plan.gaps)
-        dq, v = factorize(psi.hessian, flow, q).solve(downhill, nothing, value)
+        now = at_likeliest_pairs(mdp, q, psi.gradient) if lifted else None
+        downhill = -slope(psi, now)
+        dq, v = factorize(psi.hessian, system, q).solve(downhill, nothing, value)
+        v = rejoin(mdp, v) if lifted else v
         squared = _dot(downhill, dq)
         fall, moved = _relative_change(flow, psi, q, dq)
         running = stop(running, ~moved.isfinite(), Status.NOT_FINITE)
 
         length = torch.where(fall <= 0.5, 1.0, 1 / (1 + fall))
         for _ in range(_BACKTRACKS):
-            trial = retract(q + _over(length, 2) * dq)
+            trial = retract(_step(mdp, q, dq, fall, length))
             alive = keep("pair", mdp, trial, 1.0).amin((-2, -1)) > smallest
-            trial = torch.where(_over(running & alive, 2), trial, q)
+            trial = torch.where(over(running & alive, 2), trial, q)
             psi = derive(trial)
             # Close to the solution the slope is all rounding, and the step is safe anyway.
-            overshot = running & (moved > 1e-3) & (_dot(psi.gradient + plan.gaps, dq) > 0.9 * squared)
+            overshot = running & (moved > 1e-3) & (_dot(slope(psi, now), dq) > 0.9 * squared)
             if not bool(overshot.any()):
                 break
             length = torch.where(overshot, length / 4, length)
 
         running = stop(running, ~alive, Status.UNDERFLOW)
-        q, value = trial, torch.where(_over(running, 1), v, value)
+        q, value = trial, torch.where(over(running, 1), v, value)
+        left_out = (
+            None
+            if now is None or left_out is None
+            else torch.where(over(running, 1), now, left_out)
+        )
         decrement = torch.where(running, squared, decrement)
         steps += running
         patience = torch.where((moved < 0.5 * best) | (moved > 0.1), STALL_AFTER, patience - 1)
         best = torch.minimum(best, moved)
-        running = stop(running, (moved <= eps**0.5) | (patience == 0), Status.STALLED)  # until certified below
+        running = stop(
+            running, (moved <= eps**0.5) | (patience == 0), Status.STALLED
+        )  # until certified below
         if not bool(running.any()):
             break
 
-    dual_residual = _dual_residual(flow, psi, plan.gaps, q, value)
+    tolerance, uphill = options.tolerance_in(dtype), slope(psi, left_out)
+    unit = keep("pair", mdp, psi.unit(q), torch.inf).abs()
+    rounding = (shaped.rounding / unit).amax((-2, -1))
+    if bool((rounding > tolerance * _COARSE).any()):
+        rounding = (_others(mdp, psi.hessian.curvature) * shaped.rounding / unit).amax((-2, -1))
+    residual = _residual(mdp, uphill, unit, value)
+    if bool(((status == Status.STALLED) & ~(residual <= tolerance)).any()):
+        # Multipliers of a system that is hard to solve may be less accurate than q. Others may fit it better.
+        v = _multipliers(mdp, uphill, unit)
+        found = _residual(mdp, uphill, unit, v)
+        value = torch.where(over(found < residual, 1), v, value)
+        residual = torch.where(found < residual, found, residual)
+    dual_residual = torch.where(rounding > tolerance * _COARSE, residual + rounding, residual)
     flow_error = (flow_residual(mdp, q) / q.sum(-1)).abs().amax(-1)
-    tolerance = options.tolerance_in(loss.dtype)
-    certified = (dual_residual <= tolerance) & (flow_error <= tolerance)
-    status = torch.where((status == Status.STALLED) & certified, Status.CONVERGED, status)
-    certificate = torch.stack([status.to(q), steps.to(q), decrement.clamp(min=0).sqrt(), flow_error, dual_residual], -1)
-    return Solution(q, value + plan.value, certificate)
+    certified = (
+        (status == Status.STALLED) & (dual_residual <= tolerance) & (flow_error <= tolerance)
+    )
+    if bool(certified.any()):
+        convex = torch.where(is_convex(psi.hessian, mdp), Status.CONVERGED, Status.NOT_CONVEX)
+        status = torch.where(certified, convex, status)
+    certificate = torch.stack(
+        [status.to(q), steps.to(q), decrement.clamp(min=0).sqrt(), flow_error, dual_residual], -1
+    )
+    value = value + shaped.value + potential(mdp, shaped.constants) + potential(mdp, left_out)
+    return Solution(q, value, certificate), rounding
 
+
+#: The part of the tolerance that rounding may take, before losses are added up finely and before it counts.
+_COARSE = 1 / 4
 
 #: How often a step is shortened to a quarter; after that, the next Newton step starts from where it led.
 _BACKTRACKS = 30
@@ -213,22 +194,49 @@ def _relative_change(flow: Flow, psi: Derivatives, q: Tensor, dq: Tensor) -> tup
     return fall, relative.abs().amax((-2, -1))
 
 
-def _dual_residual(flow: Flow, psi: Derivatives, loss: Tensor, q: Tensor, value: Tensor) -> Tensor:
-    shaping = flow_adjoint(flow.mdp, value)
-    residual = psi.gradient + loss - shaping
-    unit = keep("pair", flow.mdp, q * psi.hessian.curvature, torch.inf)
-    alone = flow.mdp.missing["rest"]
+def _step(mdp: LayeredMDP, q: Tensor, dq: Tensor, fall: Tensor, length: Tensor) -> Tensor:
+    """q + length dq, positive wherever length * fall < 1, however close to one that is."""
+    damped = length < 1
+    if not bool(damped.any()):
+        return q + dq
+    # 1 - fall / (1 + fall) is written 1 / (1 + fall): as it stands, it rounds to zero if the fall is above 1/eps.
+    left = torch.where(length * (1 + fall) < 0.5, 1 - length * fall, 1 / (1 + fall))
+    relative = dq / keep("pair", mdp, q, 1.0)
+    change = over(left, 2) + over(length, 2) * (over(fall, 2) + relative)
+    return torch.where(over(damped, 2), q * change, q + dq)
+
+
+def _others(mdp: LayeredMDP, curvature: Tensor) -> Tensor:
+    """How much an action moves when it is pushed at constant q(s), relative to 1/D: the share of the others in the sum of all 1/D.
+
+    An action that is alone does not move at all, and one that dominates its state hardly.
+    """
+    softness = keep("pair", mdp, curvature.reciprocal(), 0.0)
+    return keep("rest", mdp, 1 - softness / softness.sum(-1, keepdim=True), 0.0)
+
+
+def _residual(mdp: LayeredMDP, slope: Tensor, unit: Tensor, value: Tensor) -> Tensor:
+    """The largest |slope - E'v| in these units, `(*batch,)`."""
+    shaping = flow_adjoint(mdp, value)
+    alone = mdp.missing["rest"]
     if alone is not None:
         # A state with one action decides nothing, and its equation only says what v is: measured by its terms.
-        terms = psi.gradient.abs() + loss.abs() + shaping.abs() + torch.finfo(q.dtype).tiny
+        terms = slope.abs() + shaping.abs() + torch.finfo(slope.dtype).tiny
         unit = torch.where(alone, torch.maximum(terms, unit), unit)
-    return (residual / unit).abs().amax((-2, -1))
+    return ((slope - shaping) / unit).abs().amax((-2, -1))
+
+
+def _multipliers(mdp: LayeredMDP, slope: Tensor, unit: Tensor) -> Tensor:
+    """The v for which slope = E'v holds best, state by state from the last layer to the first: least squares in these units."""
+    weight = (unit.amin(-1, keepdim=True) / unit).square()
+    weight = weight / weight.sum(-1, keepdim=True)
+    slopes, weights = mdp.split(slope, -2), mdp.split(weight, -2)
+    values: list[Tensor] = []
+    for k in reversed(range(mdp.horizon)):
+        Q = slopes[k] + mdp.layers[k].ahead(values[0]) if values else slopes[k]
+        values.insert(0, (weights[k] * Q).sum(-1))
+    return join(values, 1)
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum((-2, -1))
-
-
-def _over(x: Tensor, event_dims: int) -> Tensor:
-    """`(*batch,)` ready to meet `(*batch, *event)`."""
-    return x[(..., *(None,) * event_dims)]

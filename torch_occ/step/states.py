@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_occ.kernels.constants import NOISE
 from torch_occ.regularizers.hessians import Blocks, Separable
 
 
@@ -39,7 +40,8 @@ class SeparableStates:
         self.softest = inverse.argmax(-1, keepdim=True)  # (*batch, S, 1)
         self.total = inverse.sum(-1)  # (*batch, S)
         self.p = (e / self.total).unsqueeze(-1) * inverse + share  # (*batch, S, A)
-        self.kappa = (hessian.c + (share * d).sum(-1) + e * e / self.total).clamp(min=0)  # (*batch, S)
+        self.parts = hessian.c, (share * d).sum(-1), e * e / self.total  # of kappa
+        self.kappa = (self.parts[0] + self.parts[1] + self.parts[2]).clamp(min=0)  # (*batch, S)
 
     def respond(self, x: Tensor) -> Tensor:
         """R x. Since R 1 = 0, x may be taken relative to its entry at the softest action, which then cancels with nothing."""
@@ -49,11 +51,22 @@ class SeparableStates:
     def covariance(self, kernel: Tensor, layer: slice = slice(None)) -> Tensor:
         """P' R P for transitions `(*batch, S_k, A, S')` out of a layer, `(*batch, S', S')`."""
         weight = self.inverse[..., layer, :].unsqueeze(-1)
-        softest = self.softest[..., layer, :].unsqueeze(-1).expand(*weight.shape[:-2], 1, kernel.shape[-1])
+        softest = (
+            self.softest[..., layer, :]
+            .unsqueeze(-1)
+            .expand(*weight.shape[:-2], 1, kernel.shape[-1])
+        )
         deviation = kernel - kernel.expand(*weight.shape[:-1], -1).gather(-2, softest)
         mean = (weight / self.total[..., layer, None, None]).mT @ deviation
-        deviation = deviation.sub_(mean).mul_(weight.sqrt()).flatten(-3, -2)  # in place: these are the largest tensors of a step
+        deviation = (
+            deviation.sub_(mean).mul_(weight.sqrt()).flatten(-3, -2)
+        )  # in place: these are the largest tensors of a step
         return deviation.mT @ deviation
+
+    def curves_upwards(self) -> tuple[Tensor, Tensor]:
+        """Whether R >= 0 and whether kappa >= 0, before it was clamped and but for rounding; `(*batch, S)` each."""
+        parts = torch.stack(self.parts)
+        return (self.inverse >= 0).all(-1), parts.sum(0) >= -NOISE * parts.abs().sum(0)
 
 
 class GeneralStates:
@@ -66,19 +79,37 @@ class GeneralStates:
         scale = torch.where(actions & (hessian.curvature > 0), hessian.curvature, 1.0).rsqrt()
         length = (scale * present).norm(dim=-1, keepdim=True)
         border = (scale * present / length).unsqueeze(-1)
-        core = scale.unsqueeze(-1) * hessian.blocks * scale.unsqueeze(-2) + torch.diag_embed(1 - present)
-        bordered = torch.cat([torch.cat([core, border], -1), torch.nn.functional.pad(border.mT, (0, 1))], -2)
+        core = scale.unsqueeze(-1) * hessian.blocks * scale.unsqueeze(-2) + torch.diag_embed(
+            1 - present
+        )
+        bordered = torch.cat(
+            [torch.cat([core, border], -1), torch.nn.functional.pad(border.mT, (0, 1))], -2
+        )
         inverse = torch.linalg.inv_ex(bordered).inverse
         pairs = actions.unsqueeze(-1) & actions.unsqueeze(-2)
-        self.R = torch.where(pairs, scale.unsqueeze(-1) * inverse[..., :-1, :-1] * scale.unsqueeze(-2), 0.0)
+        self.R = torch.where(
+            pairs, scale.unsqueeze(-1) * inverse[..., :-1, :-1] * scale.unsqueeze(-2), 0.0
+        )
         self.p = inverse[..., :-1, -1] * scale * present / length
-        self.kappa = (-inverse[..., -1, -1] / length.squeeze(-1) ** 2).clamp(min=0)
+        self.bordered, self.corner = bordered, -inverse[..., -1, -1]
+        self.kappa = (self.corner / length.squeeze(-1) ** 2).clamp(min=0)
 
     def respond(self, x: Tensor) -> Tensor:
         return (self.R @ x.unsqueeze(-1)).squeeze(-1)
 
     def covariance(self, kernel: Tensor, layer: slice = slice(None)) -> Tensor:
         return kernel.flatten(-3, -2).mT @ (self.R[..., layer, :, :] @ kernel).flatten(-3, -2)
+
+    def curves_upwards(self) -> tuple[Tensor, Tensor]:
+        """The same. R >= 0 when the border is responsible for the only negative eigenvalue of the bordered matrix."""
+        return has_inertia(self.bordered, 1), self.corner >= -NOISE
+
+
+def has_inertia(matrix: Tensor, negative: int) -> Tensor:
+    """Whether symmetric matrices `(*batch, n, n)` with entries of size one have so many negative eigenvalues, but for rounding."""
+    finite = matrix.isfinite().all(-1).all(-1)
+    eigenvalues = torch.linalg.eigvalsh(torch.where(finite[..., None, None], matrix, 0.0))
+    return finite & ((eigenvalues < -NOISE).sum(-1) == negative)
 
 
 States = SeparableStates | GeneralStates

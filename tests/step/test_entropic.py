@@ -1,0 +1,379 @@
+"""Entropies in logarithms: against 60 digits, where q falls to zero, and all derivatives."""
+
+import math
+
+import pytest
+import torch
+from entropies import numbers, solve_exactly, worst_error
+from mpmath import mp, mpf
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import functional_call, jacfwd, jacrev, vmap
+from zoo import masked, random_loss, tensor
+
+import torch_occ as occ
+from torch_occ import Status
+from torch_occ.kernels.constants import SQUARE
+from torch_occ.step import entropic
+
+MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
+
+
+def tree() -> occ.LayeredMDP:
+    """Two actions lead to two states with certainty; one is left when losses are large."""
+    split = torch.eye(2, dtype=torch.float64).reshape(1, 2, 2)
+    onward = torch.tensor([[[0.5, 0.5], [1.0, 0.0]], [[0.0, 1.0], [0.0, 1.0]]], dtype=torch.float64)
+    return occ.LayeredMDP([split, onward, torch.ones(2, 2, 1, dtype=torch.float64)])
+
+
+MODELS = {"random": lambda: MDP, "masked": lambda: masked().mdp, "tree": tree}
+
+ENTROPIES = {
+    "shannon": occ.Shannon() / occ.Constant(0.7),
+    "conditional": occ.ConditionalEntropy() / occ.InverseSqrt(2.0),
+    "both": occ.Shannon() * 0.3 + occ.ConditionalEntropy() / occ.InverseSqrt(0.5),
+}
+
+
+def solve_both(
+    psi: occ.Regularizer, mdp: occ.LayeredMDP, loss: Tensor, t: float
+) -> list[occ.Solution]:
+    steps = [occ.FTRLStep(mdp, psi, backend=backend) for backend in ("torch", "engine")]
+    with torch.no_grad():
+        return [step.solve(loss, t) for step in steps]
+
+
+def constants(psi: occ.Regularizer, t: float) -> tuple[float, float]:
+    with torch.no_grad():
+        weight, price = entropic.entropy_at(psi, tensor(t))
+    return float(weight), float(price)
+
+
+# -- the solution ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e6, 1e9, 1e12])
+@pytest.mark.parametrize("psi", ENTROPIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_solutions_have_all_their_digits(model, psi, scale):
+    mdp, psi = MODELS[model](), ENTROPIES[psi]
+    loss = random_loss(mdp, scale, seed=1)
+    with mp.workdps(60):
+        exact = solve_exactly(mdp, loss, *constants(psi, 3.0))
+        size = max(abs(v) for v in exact.value)
+        for solution in solve_both(psi, mdp, loss, 3.0):
+            assert worst_error(solution.q, exact) < 1e-12
+            values = zip(solution.value.tolist(), exact.value, strict=True)
+            assert max(abs(found - v) for found, v in values) < 1e-14 * size
+    assert (solution.q[~mdp.actions] == 0).all()
+    if scale > 1e4:
+        assert (solution.q[mdp.actions] == 0).any()
+
+
+def test_the_conditional_entropy_is_soft_value_iteration():
+    loss, weight, Q = random_loss(MDP, 40.0), 2.5, []
+    value = loss.new_zeros(1)
+    for here, kernel in reversed(list(zip(MDP.layer_slices, MDP.transitions, strict=True))):
+        Q.insert(0, loss[here] + kernel @ value)
+        value = -weight * (-Q[0] / weight).logsumexp(-1)
+    policy = torch.cat([(-q / weight).softmax(-1) for q in Q])
+    for solution in solve_both(occ.ConditionalEntropy() * weight, MDP, loss, 1.0):
+        torch.testing.assert_close(solution.q, occ.occupancy(MDP, policy), rtol=1e-13, atol=0)
+        assert solution.steps == 1
+
+
+@pytest.mark.parametrize("psi", ENTROPIES)
+def test_the_jacobian_is_that_of_the_equations(psi):
+    entropy = entropic.Entropy(*(tensor(x) for x in constants(ENTROPIES[psi], 2.0)))
+    loss, guess = random_loss(MDP, 5.0), occ.interior_point(MDP).sum(-1).log() - 0.3
+
+    def off(guess: Tensor) -> Tensor:
+        return guess - entropic.unfold(MDP, loss, entropy, guess).log_state
+
+    at = entropic.unfold(MDP, loss, entropy, guess)
+    torch.testing.assert_close(
+        entropic.jacobian(MDP, entropy, at), jacrev(off)(guess), rtol=1e-12, atol=1e-14
+    )
+
+
+def test_what_is_an_entropy():
+    assert all(entropic.is_entropy(psi) for psi in ENTROPIES.values())
+    for psi in (
+        occ.jin_luo(MDP),
+        occ.Shannon() + occ.LogBarrier(0.1),
+        occ.Tsallis(),
+        occ.ConditionalEntropy() + occ.Tsallis(),
+    ):
+        assert not entropic.is_entropy(psi)
+
+
+def test_starts_may_have_zeros_and_do_not_matter():
+    loss = random_loss(MDP, 1e4)
+    for backend in ("torch", "engine"):
+        step = occ.FTRLStep(MDP, ENTROPIES["shannon"], backend=backend)
+        cold = step.solve(loss).q.detach()
+        assert (cold == 0).any()
+        for start in (cold, torch.zeros_like(loss), torch.full_like(loss, 1e-300)):
+            torch.testing.assert_close(
+                step.solve(loss, warm_start=start).q, cold, rtol=1e-12, atol=0
+            )
+        with pytest.raises(
+            ValueError, match=r"warm_start: .* is -1.0; expected an occupancy of at least 0"
+        ):
+            step(loss, warm_start=-torch.ones_like(loss))
+
+
+def test_warm_starts_need_few_steps():
+    step = occ.FTRLStep(MDP, ENTROPIES["shannon"], backend="engine")
+    loss = random_loss(MDP, 30.0)
+    warm = step.solve(loss * 1.001, warm_start=step(loss).detach())
+    assert warm.steps <= 2
+
+
+def test_single_precision():
+    mdp, loss = MDP.to(dtype=torch.float32), random_loss(MDP, 300.0)
+    psi = occ.Shannon() / occ.Constant(0.7)
+    expected = occ.FTRLStep(MDP, psi)(loss).detach()
+    found = occ.FTRLStep(mdp, psi.to(torch.float32))(loss.float()).detach()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_sparse_models_are_solved_in_logarithms_too():
+    sparse, loss = MDP.to_sparse(), random_loss(MDP, 1e4)
+    for psi in ENTROPIES.values():
+        expected = occ.FTRLStep(MDP, psi, backend="engine")(loss)
+        for backend in ("torch", "engine"):
+            found = occ.FTRLStep(sparse, psi, backend=backend)(loss)
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=0)
+    thin, loss = tree().to_sparse(), random_loss(tree(), 1e6)
+    found, expected = (
+        solve_both(ENTROPIES["shannon"], mdp, loss, 1.0)[1] for mdp in (thin, tree())
+    )
+    torch.testing.assert_close(found.value, expected.value, rtol=1e-13, atol=0)
+
+
+def test_wide_models_say_so_when_a_whole_state_is_lost():
+    """Their Jacobian is not formed; pairs may fall to zero all the same."""
+    width = SQUARE
+    split = torch.eye(2, dtype=torch.float64).reshape(1, 2, 2)
+    spread = torch.full((2, 2, width), 1 / width, dtype=torch.float64)
+    last = torch.ones(width, 2, 1, dtype=torch.float64)
+    mdp, psi = occ.LayeredMDP([split, spread, last]), occ.Shannon()
+    loss = torch.zeros(mdp.num_states, 2, dtype=torch.float64)
+    loss[5:, 0] = 1e5
+    solution = occ.FTRLStep(mdp, psi, backend="engine").solve(loss)
+    assert (solution.q == 0).any()
+    loss[0, 0] = 1e5
+    solution = occ.FTRLStep(mdp, psi, backend="engine").solve(loss, check=False)
+    assert solution.status == Status.UNDERFLOW
+
+
+# -- derivatives ----------------------------------------------------------------------------------
+
+
+def differences(
+    mdp: occ.LayeredMDP, loss: Tensor, direction: Tensor, weights: tuple, push: float
+) -> tuple[Tensor, Tensor]:
+    """How q and v move along the direction while w and kappa are pushed: by differences."""
+    h, (weight, price) = mpf(10) ** -25, weights
+    rows = list(zip(numbers(loss), numbers(direction), strict=True))
+    ends = []
+    for sign in (1, -1):
+        moved = [[x + sign * h * d for x, d in zip(*row, strict=True)] for row in rows]
+        ends.append(solve_exactly(mdp, moved, weight + sign * h * push, price + sign * h * push))
+    slope_q = [
+        [float((mp.exp(a) - mp.exp(b)) / (2 * h)) for a, b in zip(*pair, strict=True)]
+        for pair in zip(ends[0].log_q, ends[1].log_q, strict=True)
+    ]
+    slope_v = [float((a - b) / (2 * h)) for a, b in zip(ends[0].value, ends[1].value, strict=True)]
+    return tensor(slope_q), tensor(slope_v)
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+@pytest.mark.parametrize("scale", [5.0, 1e4])
+@pytest.mark.parametrize("model", MODELS)
+def test_first_derivatives(model, scale, backend):
+    """Reverse and forward, of q and v, where pairs and where whole states have fallen to zero."""
+    mdp = MODELS[model]()
+    loss, direction = random_loss(mdp, scale, seed=1), random_loss(mdp, seed=2) - 0.5
+    direction = torch.where(mdp.actions, direction, 0.0)
+    eta = 0.7
+    psi = occ.Shannon() / occ.Constant(tensor(eta)) + occ.ConditionalEntropy() * 2
+    step = occ.FTRLStep(mdp, psi, backend=backend)
+    (rate,) = step.parameters()
+    push = 0.3 * eta * eta  # d(1 / eta) = -0.3
+    with mp.workdps(60):
+        weights = (1 / mpf(eta) + 2, 1 / mpf(eta))
+        by_loss = differences(mdp, loss, direction, weights, 0.0)
+        by_both = differences(mdp, loss, direction, weights, mpf(-0.3))
+    weight_q, weight_v = random_loss(mdp, seed=3), random_loss(mdp, seed=4)[:, 0]
+
+    tracked = loss.clone().requires_grad_()
+    solution = step.solve(tracked)
+    outcome = (weight_q * solution.q).sum() + (weight_v * solution.value).sum()
+    in_loss, in_rate = torch.autograd.grad(outcome, [tracked, rate])
+    expected = [(weight_q * q).sum() + (weight_v * v).sum() for q, v in (by_loss, by_both)]
+    torch.testing.assert_close((in_loss * direction).sum(), expected[0], rtol=1e-11, atol=1e-12)
+    along = (in_loss * direction).sum() + in_rate * push
+    torch.testing.assert_close(along, expected[1], rtol=1e-10, atol=1e-10)
+
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(loss, direction)
+        ((name, _),) = step.named_parameters()
+        moved = functional_call(
+            step, {name: forward_ad.make_dual(rate.detach(), tensor(push))}, (dual,)
+        )
+        tangent = forward_ad.unpack_dual(moved).tangent
+    torch.testing.assert_close(tangent, by_both[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_second_derivatives_of_both_backends_agree(model):
+    """Reverse over reverse and forward over reverse, and against the first ones by differences."""
+    mdp = MODELS[model]()
+    loss, direction = random_loss(mdp, 40.0, seed=1), random_loss(mdp, seed=2) - 0.5
+    psi = occ.Shannon() / occ.Constant(0.7)
+    found = []
+    for backend in ("torch", "engine"):
+        step = occ.FTRLStep(mdp, psi, backend=backend)
+
+        def slope(x: Tensor, step: occ.FTRLStep = step) -> Tensor:
+            x = x.detach().requires_grad_()
+            (first,) = torch.autograd.grad(step(x).square().sum(), x)
+            return first
+
+        tracked = loss.clone().requires_grad_()
+        (first,) = torch.autograd.grad(step(tracked).square().sum(), tracked, create_graph=True)
+        (second,) = torch.autograd.grad((first * direction).sum(), tracked)
+        found.append(second)
+        h = 1e-3
+        ahead, behind = (slope(loss + sign * h * direction) for sign in (1, -1))
+        torch.testing.assert_close(second, (ahead - behind) / (2 * h), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-13)
+
+
+def test_nothing_is_nan_where_everything_has_fallen_to_zero():
+    for backend in ("torch", "engine"):
+        for mdp in (MDP, tree()):
+            loss = random_loss(mdp, 1e9).requires_grad_()
+            step = occ.FTRLStep(mdp, ENTROPIES["shannon"], backend=backend)
+            solution = step.solve(loss)
+            outcome = solution.q.square().sum() + solution.value.sum()
+            (first,) = torch.autograd.grad(outcome, loss, create_graph=True)
+            (second,) = torch.autograd.grad(first.square().sum(), loss)
+            assert first.isfinite().all()
+            assert second.isfinite().all()
+            assert (
+                torch.autograd.grad(step(loss)[solution.q == 0].sum(), loss)[0].abs() < 1e-280
+            ).all()
+
+
+def test_probabilities_and_t_are_differentiated():
+    """With flushed zeros, against differences; the value of a lost state included."""
+    mdp, loss = tree(), random_loss(tree(), 3e3, seed=5)
+    step = occ.FTRLStep(mdp, occ.Shannon() / occ.InverseSqrt(1.3))
+    p = mdp.transitions[1].clone().requires_grad_()
+    t = tensor(2.0).requires_grad_()
+
+    def outcome(p: Tensor, t: Tensor) -> Tensor:
+        model = mdp.with_transitions([mdp.transitions[0], p, mdp.transitions[2]])
+        solution = step.solve(loss, t, mdp=model)
+        assert (solution.q == 0).any()
+        return solution.q.square().sum() + 1e-3 * solution.value.sum()
+
+    in_p, in_t = torch.autograd.grad(outcome(p, t), [p, t])
+    direction = torch.zeros_like(p)
+    direction[0, 0] = tensor([1.0, -1.0])
+    h = 1e-6
+    with torch.no_grad():
+        by_p = (outcome(p + h * direction, t) - outcome(p - h * direction, t)) / (2 * h)
+        by_t = (outcome(p, t + h) - outcome(p, t - h)) / (2 * h)
+    torch.testing.assert_close((in_p * direction).sum(), by_p, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(in_t, by_t, rtol=1e-6, atol=1e-8)
+
+
+def test_transforms_agree_with_a_loop():
+    loss = random_loss(MDP, 2e3, batch=(3,))
+    step = occ.FTRLStep(MDP, occ.Shannon() / occ.Constant(0.7))
+    expected = torch.stack([step(x) for x in loss]).detach()
+    torch.testing.assert_close(vmap(step)(loss).detach(), expected, rtol=1e-11, atol=0)
+    rows = torch.stack([jacrev(step)(x) for x in loss])
+    torch.testing.assert_close(vmap(jacfwd(step))(loss), rows, rtol=1e-9, atol=1e-14)
+    names = [name for name, _ in step.named_parameters()]
+
+    def with_rate(rate: Tensor, x: Tensor) -> Tensor:
+        return functional_call(step, {names[0]: rate}, (x,))
+
+    rates = tensor([0.5, 0.7, 0.9])
+    found = vmap(with_rate)(rates, loss)
+    solos = [
+        occ.FTRLStep(MDP, occ.Shannon() / occ.Constant(float(r)))(x)
+        for r, x in zip(rates, loss, strict=True)
+    ]
+    torch.testing.assert_close(found.detach(), torch.stack(solos).detach(), rtol=1e-11, atol=0)
+
+
+# -- in a run -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", [None, occ.FullInformation()], ids=["bandit", "full"])
+def test_every_step_of_a_run_is_certified(estimator):
+    """A learning rate so large that most pairs vanish; both backends play the same game."""
+    mean, histories = random_loss(MDP, seed=7), []
+    for backend in ("engine", "torch"):
+        learner = occ.FTRL(MDP, occ.Shannon() / occ.Constant(30.0), estimator)
+        history = occ.simulate(
+            MDP, learner, occ.BernoulliLosses(mean), 100, seeds=[3], backend=backend
+        )
+        assert history.uncertified.sum() == 0
+        assert bool((history.last_q < 1e-60).any())
+        histories.append(history)
+    # Importance weights amplify the last digit of q with every visit.
+    first = slice(None) if estimator is not None else histories[0].episodes <= 20
+    torch.testing.assert_close(
+        histories[0].regret[:, first], histories[1].regret[:, first], rtol=1e-9, atol=1e-9
+    )
+
+
+def test_a_run_goes_on_from_its_file_to_the_bit(tmp_path):
+    """What was saved has zeros in q, and that is all that the next step starts from."""
+
+    class Crash(occ.Callback):
+        def on_chunk(self, run: object) -> None:
+            if run.t > 5000:
+                raise RuntimeError("crash")
+
+    def play(**options: object) -> occ.History:
+        learner = occ.FTRL(MDP, occ.Shannon() / occ.Constant(30.0))
+        losses = occ.BernoulliLosses(random_loss(MDP, seed=7))
+        return occ.simulate(MDP, learner, losses, 9000, seeds=[3], backend="engine", **options)
+
+    whole, saved = play(), {"save_to": tmp_path / "run", "save_every": 0.0}
+    with pytest.raises(RuntimeError, match="crash"):
+        play(callbacks=[Crash()], **saved)
+    again = play(**saved)
+    assert (whole.last_q == 0).any()
+    assert whole.uncertified.sum() == 0
+    for name in ("regret", "realised_regret", "cumulative_occupancy", "last_q"):
+        assert torch.equal(getattr(again, name), getattr(whole, name))
+
+
+def test_o_reps_far_beyond_its_horizon():
+    """Planned as 2,000 episodes, q fell below 1e-290 and no step was certified any more."""
+    mean = random_loss(MDP, seed=1)
+    learner = occ.FTRL.o_reps(MDP, 2_000)
+    history = occ.simulate(MDP, learner, occ.BernoulliLosses(mean), 20_000, seeds=[0, 1])
+    assert history.backend == "engine"
+    assert history.uncertified.sum() == 0
+    assert float(history.dual_residual.max()) < 1e-11
+    assert math.isfinite(float(history.regret.sum()))
+
+
+@pytest.mark.parametrize("psi", ["shannon", "both"])
+def test_forecasts_and_leaps_go_on_where_q_falls_to_zero(psi):
+    mean, psi = random_loss(MDP, seed=1), ENTROPIES[psi]
+    forecast = occ.forecast(MDP, psi, mean, 10**5)
+    assert bool(forecast.certified)
+    assert forecast.regret.isfinite().all()
+    for backend in ("engine", "torch"):
+        assert occ.leap(MDP, psi, mean, 10**3, particles=4, backend=backend).regret.isfinite().all()

@@ -1,0 +1,125 @@
+"""The certificate of a step, compiled: how far q is from the solution, as torch_occ.step.solution.Solution defines it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torch_occ.kernels.layout import (
+    AHEAD,
+    BEND,
+    COMPLEMENT,
+    CURVES,
+    GAPS,
+    GRADIENT,
+    INVERSE,
+    PAIR,
+    REST,
+    ROUNDING,
+    TOTAL,
+    Floats,
+    M,
+    Model,
+    Terms,
+    U,
+    V,
+    W,
+    Work,
+    ahead,
+    inlined,
+    kernel,
+    part,
+    span,
+)
+from torch_occ.kernels.shaping import bend_at_one
+
+TINY = float(np.finfo(np.float64).tiny)
+
+
+@inlined
+def unit_of(model: Model, i: int, complement: bool, pairs: Floats) -> float:
+    """q times its curvature. A term of another argument counts with that argument where it is smaller."""
+    q = pairs[PAIR, i]
+    unit = q * pairs[PAIR + BEND, i] + min(q, pairs[REST, i]) * pairs[W, i]
+    if complement and model.exists[COMPLEMENT, i]:
+        unit += min(q, pairs[COMPLEMENT, i]) * pairs[COMPLEMENT + BEND, i]
+    return unit
+
+
+@part
+def certify(model: Model, complement: bool, fine: bool, work: Work) -> tuple[float, float]:
+    """Dual and flow residual at q, relative to q; AHEAD belongs to V, and U holds the inflows.
+
+    `fine` if ROUNDING holds what rounding did to the gaps.
+    """
+    pairs, states, num_actions = work.pairs, work.states, model.num_actions
+    dual, flow, bad = 0.0, 0.0, 0.0
+    for s in range(states.shape[1]):
+        total = 0.0
+        for i in span(s * num_actions, (s + 1) * num_actions):
+            if model.exists[PAIR, i]:
+                total += pairs[PAIR, i]
+                shaping = states[V, s] - pairs[AHEAD, i]  # E'v
+                residual = abs(pairs[GRADIENT, i] + pairs[GAPS, i] - shaping)
+                unit = unit_of(model, i, complement, pairs)
+                if not model.exists[REST, i]:
+                    # A state with one action decides nothing, and its equation only says what v is: measured by its terms.
+                    unit = max(
+                        unit, abs(pairs[GRADIENT, i]) + abs(pairs[GAPS, i]) + abs(shaping) + TINY
+                    )
+                elif fine:
+                    # What is added to all actions of a state moves none of them.
+                    residual += pairs[ROUNDING, i] * (1.0 - pairs[INVERSE, i] / states[TOTAL, s])
+                error = abs(residual / unit)
+                bad += error - error  # stays 0 unless something is not finite
+                dual = max(dual, error)
+        flow = max(flow, abs(total - states[U, s]) / total)
+    return dual + bad, flow
+
+
+@kernel
+def fit_multipliers(model: Model, complement: bool, fine: bool, dual: float, work: Work) -> float:
+    """Multipliers that fit q better than those of the last Newton step, if there are; returns the dual residual.
+
+    State by state from the last layer to the first, by least squares in units of q times its curvature.
+    """
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
+    for k in range(len(start) - 2, -1, -1):
+        behind = start[k + 1]
+        after = start[k + 2] - behind if k + 2 < len(start) else 0
+        for s in range(start[k], behind):
+            states[M, s] = states[V, s]
+            least, total, weights = np.inf, 0.0, 0.0
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                if model.exists[PAIR, i]:
+                    least = min(least, abs(unit_of(model, i, complement, pairs)))
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                if model.exists[PAIR, i]:
+                    pairs[AHEAD, i] = ahead(model.next_state, i, states, V, behind, after)
+                    weight = (least / unit_of(model, i, complement, pairs)) ** 2
+                    total += weight * (pairs[GRADIENT, i] + pairs[GAPS, i] + pairs[AHEAD, i])
+                    weights += weight
+            states[V, s] = total / weights
+    found = certify(model, complement, fine, work)[0]
+    if found < dual:
+        return found
+    for s in range(states.shape[1]):
+        states[V, s] = states[M, s]
+    return dual
+
+
+@part
+def is_convex(model: Model, terms: Terms, weights: Floats, work: Work) -> bool:
+    """Whether psi curves upwards along the changes of q that keep E q, where it was last factorized.
+
+    So it does where every term is convex. Else every state must, see torch_occ.step.kkt.is_convex.
+    """
+    convex = True
+    for term in range(len(weights)):
+        bend = bend_at_one(terms.function[term], terms.exponent[term]) * weights[term]
+        convex = convex and bend >= 0.0
+    if not convex:
+        convex = True
+        for s in range(work.states.shape[1]):
+            # The occupancies of the first layer are given, so they need not resist a change.
+            convex = convex and work.states[CURVES, s] >= (0.0 if s < model.start[1] else 1.0)
+    return convex

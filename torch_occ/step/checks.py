@@ -1,0 +1,179 @@
+"""What may be given to a step, and the words for what is wrong with it, for both backends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from torch_occ._support.private import forward_modes
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.validation import broadcast
+from torch_occ.step.solution import Solution, Status
+
+
+class SolveError(RuntimeError):
+    """A step that could not be certified. `solution` holds what was found."""
+
+    def __init__(self, message: str, solution: Solution) -> None:
+        super().__init__(message)
+        self.solution = solution
+
+
+def check_arguments(
+    mdp: LayeredMDP,
+    loss: Tensor,
+    t: Tensor | float,
+    start: Tensor,
+    parameters: dict[str, torch.Size],
+) -> tuple[Tensor, dict[str, torch.Size]]:
+    """Check shapes and types of a step's arguments.
+
+    Args:
+        parameters: the batch shape of every parameter, by the name that messages show.
+
+    Returns:
+        t as a tensor, and every batch shape by name.
+
+    Raises:
+        TypeError, ValueError: if something does not fit the MDP or does not broadcast.
+    """
+    check_like("cumulative_loss", loss, mdp)
+    if not isinstance(t, Tensor | int | float):
+        raise TypeError(f"t: expected a number or a tensor, got {type(t).__name__}")
+    t = torch.as_tensor(t, dtype=mdp.dtype, device=mdp.device)
+    check_like("warm_start", start, mdp)
+    shapes = {"cumulative_loss": loss.shape[:-2]} | parameters
+    shapes |= {"mdp": mdp.batch_shape, "t": t.shape, "warm_start": start.shape[:-2]}
+    check_batches(shapes)
+    return t, shapes
+
+
+def parameter_shapes(shapes: Mapping[str, torch.Size | Tensor]) -> dict[str, torch.Size]:
+    """Batch shapes of parameters under the names that messages show."""
+    return {
+        f"regularizer: {name}": x.shape if isinstance(x, Tensor) else x
+        for name, x in shapes.items()
+    }
+
+
+def check_types(parameters: Mapping[str, Tensor], mdp: LayeredMDP) -> None:
+    """Parameters have the number type of the MDP and are where it is."""
+    for name, parameter in parameters.items():
+        if parameter.dtype != mdp.dtype or parameter.device != mdp.device:
+            raise ValueError(
+                f"regularizer: {name} is {parameter.dtype} on {parameter.device}, the MDP "
+                f"{mdp.dtype} on {mdp.device}; use step.to(...) for both"
+            )
+
+
+def check_reachable(mdp: LayeredMDP) -> None:
+    """Some policy reaches every state."""
+    unreachable = (~mdp.reachable).nonzero()
+    if len(unreachable):
+        raise ValueError(
+            f"mdp: {len(unreachable)} states cannot be reached, the first is {mdp.locate(int(unreachable[0]))}; "
+            "Omega has no interior there. Remove them with mdp.prune()"
+        )
+
+
+def check_layout(mdp: LayeredMDP, own: LayeredMDP) -> LayeredMDP:
+    """The MDP has the layout of a step's own one; returns it."""
+    if mdp.layer_sizes != own.layer_sizes or not torch.equal(mdp.actions, own.actions):
+        raise ValueError(
+            f"mdp: expected the layout of {own}, got {mdp}; make it with mdp.with_transitions, or another FTRLStep"
+        )
+    return mdp
+
+
+def check_batches(shapes: dict[str, torch.Size]) -> None:
+    """Every batch shape must broadcast with those named before it."""
+    batch = torch.Size()
+    for name, shape in shapes.items():
+        try:
+            batch = broadcast(batch, shape)
+        except RuntimeError:
+            raise ValueError(
+                f"{name}: expected a batch shape that broadcasts against {tuple(batch)}, got {tuple(shape)}"
+            ) from None
+
+
+def check_transforms() -> None:
+    """torch loses tangents of a custom function under two forward modes, so that would be silently wrong."""
+    if forward_modes() > 1:
+        raise NotImplementedError(
+            "forward mode inside forward mode is not supported by torch here; use jacrev or grad for one of them"
+        )
+
+
+def check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
+    """A tensor `(*batch, S, A)` of the MDP's number type, where the MDP is."""
+    expected = (mdp.num_states, mdp.num_actions)
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name}: expected a tensor of shape (*batch, {expected[0]}, {expected[1]}), got {type(x).__name__}"
+        )
+    if tuple(x.shape[-2:]) != expected:
+        raise ValueError(
+            f"{name}: expected shape (*batch, {expected[0]}, {expected[1]}), got {tuple(x.shape)}"
+        )
+    if x.dtype != mdp.dtype or x.device != mdp.device:
+        raise ValueError(
+            f"{name}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; convert one of them"
+        )
+
+
+def check_values(
+    step_mdp: LayeredMDP, mdp: LayeredMDP, loss: Tensor, start: Tensor, t: Tensor, zeros: bool
+) -> None:
+    """Runs on plain tensors, inside every transform; `zeros` if a start may have them."""
+    early = (~((t >= 1) & t.isfinite())).nonzero()
+    if len(early):
+        raise ValueError(f"t: expected an episode of at least 1, got {float(t[tuple(early[0])])}")
+    if mdp is not step_mdp:  # other probabilities, which nobody has looked at yet
+        if not all(bool(p.isfinite().all()) for p in mdp.probabilities):
+            raise ValueError(
+                "mdp: a probability is not finite; LayeredMDP(transitions, ...) tells which"
+            )
+        check_reachable(mdp)
+    wrong = (~loss.isfinite() & mdp.actions).nonzero()
+    if len(wrong):
+        raise ValueError(
+            f"cumulative_loss: {_place(mdp, wrong[0])} is {float(loss[tuple(wrong[0])])}; expected a finite number"
+        )
+    good = (start >= 0) if zeros else (start > 0)
+    wrong = (~(good & start.isfinite()) & mdp.actions).nonzero()
+    if len(wrong):
+        expected = "an occupancy of at least 0" if zeros else "a positive occupancy"
+        raise ValueError(
+            f"warm_start: {_place(mdp, wrong[0])} is {float(start[tuple(wrong[0])])}; expected {expected}"
+        )
+
+
+def _place(mdp: LayeredMDP, index: Tensor) -> str:
+    *batch, state, action = index.tolist()
+    element = f"batch element {tuple(batch)}, " if batch else ""
+    return f"{element}{mdp.locate(state)}, action {action}"
+
+
+def report(check: bool, solution: Solution) -> None:
+    """Raise a `SolveError` if `check` is set and an element failed."""
+    if not check or not bool(solution.status.any()):
+        return
+    failed = (solution.status != Status.CONVERGED).nonzero()
+    lines = []
+    for index in failed[:5]:
+        status = Status(int(solution.status[tuple(index)]))
+        element = f"batch element {tuple(index.tolist())}" if len(index) else "the step"
+        lines.append(
+            f"{element}: {status.name} after {int(solution.steps[tuple(index)])} Newton steps, "
+            f"dual residual {float(solution.dual_residual[tuple(index)]):.1e}: {status.advice}"
+        )
+    more = f"\n... and {len(failed) - 5} more" if len(failed) > 5 else ""
+    raise SolveError(
+        "the FTRL step was not solved; check=False returns statuses instead\n"
+        + "\n".join(lines)
+        + more,
+        solution,
+    )

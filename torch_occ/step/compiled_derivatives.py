@@ -1,0 +1,178 @@
+"""Derivatives of a compiled step: closed forms where there are some, the torch path elsewhere.
+
+The kernels know how q and v depend on the weights and exponents of the terms; a formula knows how
+those depend on t and the parameters. Forward mode in the terms and double backward are left to the
+torch path, for a regularizer whose parameters are those weights and exponents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_occ._support.private import in_forward_mode
+from torch_occ.kernels.constants import DEAD
+from torch_occ.kernels.layout import Floats
+from torch_occ.step.formulas import Formula
+from torch_occ.step.implicit import poison, push_forward
+from torch_occ.step.kernel_inputs import rows, shaped, summed, untabulate
+
+if TYPE_CHECKING:
+    from torch_occ.step.compiled import CompiledStep
+
+
+class Found(NamedTuple):
+    """The solutions of a batch, in rows; the status may be BAD_INPUT."""
+
+    q: Floats  # (N * S, A)
+    v: Floats  # (N * S,)
+    certificate: Floats  # (N, 5)
+
+    def tensors(self, batch: torch.Size, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """q and v, on the same memory."""
+        if not batch:
+            return torch.from_numpy(self.q), torch.from_numpy(self.v)
+        return torch.from_numpy(self.q.reshape(*batch, *shape)), torch.from_numpy(
+            self.v.reshape(*batch, shape[0])
+        )
+
+
+class Origin(NamedTuple):
+    """Where a solution comes from: what its derivative needs besides tensors."""
+
+    step: CompiledStep
+    formula: Formula
+    replayed: list[Any]  # all values of the formula
+    terms: Floats  # (2, N or 1, K), weights and exponents
+    found: Found
+    batch: torch.Size
+    converged: bool
+
+    @property
+    def has_dead(self) -> bool:
+        """Whether a state's occupancy fell so far that only logarithms know how v moves there."""
+        return self.step.in_logs and bool((self.found.q.sum(-1) < DEAD).any())
+
+    @property
+    def certificate(self) -> Tensor:
+        return torch.from_numpy(self.found.certificate.reshape(*self.batch, 5))
+
+    def linear(
+        self, q: Tensor, x: Tensor | None, r: Tensor | None
+    ) -> tuple[Floats, Floats, Floats]:
+        """H(q) u - E'm = -x, E u = r at the solution; see `CompiledStep.linear`. NaN where it is none."""
+        if x is None or not self.converged:
+            x = torch.zeros_like(q) if x is None else x
+            x, r = poison(
+                (q, q, self.certificate), (x, torch.zeros_like(q[..., 0]) if r is None else r)
+            )
+        right = self.step.zeros if r is None else rows(r, self.batch, 1)
+        return self.step.linear(rows(x, self.batch, 2), right, self.found.q, self.terms)
+
+
+class Follow(torch.autograd.Function):
+    """(q, v), found already, as a function of the loss and of the formula's inputs, tensors or numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, origin: Origin, loss: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+        q, v = origin.found.tensors(origin.batch, origin.step.shape)
+        ctx.origin, ctx.numbers = origin, [None if isinstance(x, Tensor) else x for x in inputs]
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        ctx.save_for_backward(q, loss, *tensors)
+        if in_forward_mode():
+            ctx.save_for_forward(q, loss, *tensors)
+        ctx.set_materialize_grads(False)
+        return q, v
+
+    @staticmethod
+    def backward(ctx: Any, q_bar: Tensor | None, v_bar: Tensor | None) -> tuple[Any, ...]:
+        origin: Origin = ctx.origin
+        batch, needed = origin.batch, ctx.needs_input_grad[1:]
+        q, loss, inputs = _saved(ctx)
+        if (
+            torch.is_grad_enabled() or in_forward_mode()
+        ):  # somebody will differentiate this, or does so already
+            with torch.enable_grad():
+                return None, *_differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
+        if origin.has_dead:
+            with torch.enable_grad():
+                again = _differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
+            return None, *(None if x is None else x.detach() for x in again)
+        minus_x_bar, _, bars = origin.linear(
+            q, q_bar, v_bar
+        )  # K' and not K: the sign of v_bar differs
+        found = [
+            summed(torch.from_numpy(minus_x_bar.reshape(q.shape)), loss) if needed[0] else None
+        ]
+        if any(needed[1:]):
+            pulled = origin.formula.pull_back(origin.replayed, untabulate(bars, batch))
+            found += [
+                shaped(bar, x, batch) if need else None
+                for bar, x, need in zip(pulled, inputs, needed[1:], strict=True)
+            ]
+        return None, *found, *[None] * (len(needed) - len(found))
+
+    @staticmethod
+    def jvp(ctx: Any, _origin: None, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
+        origin: Origin = ctx.origin
+        q, loss, inputs = _saved(ctx)
+        if origin.has_dead:
+            return _push(origin, q, (loss, *inputs), tangents)
+        x = torch.zeros_like(q) if tangents[0] is None else tangents[0].expand_as(q)
+        if any(tangent is not None for tangent in tangents[1:]):
+            x = x + origin.step.push_gradient(origin.formula, q, inputs, tangents[1:])
+        u, m, _ = origin.linear(q, x, None)
+        return origin.found._replace(q=u, v=m).tensors(origin.batch, origin.step.shape)
+
+
+def _saved(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
+    """q, the loss, and the formula's inputs."""
+    q, loss, *tensors = ctx.saved_tensors
+    rest = iter(tensors)
+    return q, loss, [next(rest) if x is None else x for x in ctx.numbers]
+
+
+def _push(
+    origin: Origin, q: Tensor, inputs: Sequence[Any], tangents: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """Forward mode on the torch path."""
+    moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+
+    def again(*moved: Tensor) -> tuple[Tensor, Tensor]:
+        given = list(inputs)
+        for i, x in zip(moving, moved, strict=True):
+            given[i] = x
+        return origin.step.replay(origin.formula, q, given[0], given[1:])
+
+    return push_forward(again, [inputs[i] for i in moving], [tangents[i] for i in moving])
+
+
+def _differentiably(
+    origin: Origin,
+    q: Tensor,
+    inputs: Sequence[Any],
+    needed: Sequence[bool],
+    q_bar: Tensor | None,
+    v_bar: Tensor | None,
+) -> list[Tensor | None]:
+    """The backward pass in operations that autograd sees."""
+    v = origin.found.tensors(origin.batch, origin.step.shape)[1]
+    bars = (
+        torch.zeros_like(q) if q_bar is None else q_bar,
+        torch.zeros_like(v) if v_bar is None else v_bar,
+    )
+    again = origin.step.replay(origin.formula, q, inputs[0], inputs[1:])
+    wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
+    found = iter(
+        torch.autograd.grad(
+            again,
+            wanted,
+            poison((q, v, origin.certificate), bars),
+            create_graph=True,
+            allow_unused=True,
+        )
+    )
+    return [next(found) if need else None for need in needed]
