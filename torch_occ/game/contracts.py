@@ -152,8 +152,8 @@ class Contract:
         status = Status(int(sums["first_status"][i]))
         why = f": {status.name}, {status.advice}" if status else ""
         warnings.warn(
-            f"{self.learner}: the step of episode {t}, seed {self.seeds[i]}, was not certified{why}. "
-            "The run goes on; history.uncertified counts such steps",
+            f"{self.learner}: the step of episode {t}, seed {self.seeds[i]}, was not "
+            f"certified{why}. The run goes on; history.uncertified counts such steps",
             UncertifiedWarning,
             stacklevel=4,
         )
