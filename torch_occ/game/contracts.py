@@ -41,7 +41,6 @@ class Contract:
         self.trusts_draws = type(losses).draw is LossProcess.draw
         self.flow, self.source = flow_of(mdp), flow_source(mdp).detach()
         self.tolerance = occupancy_tolerance(mdp.dtype)
-        self.warned = False  # of the first step without certificate
 
     def proposal(self, t: int, q: Tensor) -> None:
         """Check that q_t `(N or 1, S, A)` is an occupancy measure: q >= 0 and E q = b."""
@@ -142,32 +141,6 @@ class Contract:
                 )
         return found
 
-    def warn_of_first(self, sums: dict[str, Tensor]) -> None:
-        """Warn, once in a run, of the first step that was not certified (`note_first`)."""
-        first = sums["first_uncertified"]
-        if self.warned or not bool(first.any()):
-            return
-        self.warned = True
-        t, i = min((t, i) for i, t in enumerate(first.long().tolist()) if t)
-        status = Status(int(sums["first_status"][i]))
-        why = f": {status.name}, {status.advice}" if status else ""
-        warnings.warn(
-            f"{self.learner}: the step of episode {t}, seed {self.seeds[i]}, was not "
-            f"certified{why}. The run goes on; history.uncertified counts such steps",
-            UncertifiedWarning,
-            stacklevel=4,
-        )
-
-    def warn_of_all(self, sums: dict[str, Tensor], episodes: int) -> None:
-        """Warn if steps were not certified, with their number. For the end of a run."""
-        if count := int(sums["uncertified"].sum()):
-            warnings.warn(
-                f"{self.learner}: {count:,} of {episodes * len(self.seeds):,} steps were not "
-                "certified; their q, and with it the regret, may be wrong",
-                UncertifiedWarning,
-                stacklevel=3,
-            )
-
     def _where(self, t: int, count: int) -> Where:
         """Names the episode and the seed of a batch element; all seeds if there is one element."""
         return Where(
@@ -176,15 +149,6 @@ class Contract:
             if count == len(self.seeds)
             else ("every seed",),
         )
-
-
-def note_first(sums: dict[str, Tensor], t: int, found: dict[str, Tensor]) -> None:
-    """Keep the episode and the status of each seed's first step without certificate."""
-    if bool(found["uncertified"].any()):
-        first = (sums["first_uncertified"] == 0) & (found["uncertified"] != 0)
-        sums["first_uncertified"][first] = float(t)
-        if "status" in found:
-            sums["first_status"][first] = found["status"][first].to(sums["first_status"].dtype)
 
 
 def copy_of(learner: Learner) -> Learner:
