@@ -47,9 +47,6 @@ def leap_in_torch(
     alive = torch.arange(particles, device=mdp.device)
     while True:
         solution = step.solve(cumulative_loss, t, warm_start=q, check=False)
-        if not bool(solution.converged.all()):
-            again = step.solve(cumulative_loss, t, check=False)
-            solution = solution.merge(again, again.converged & ~solution.converged)
         q = solution.q
         uncertified[alive] += (~solution.converged).long()
         closing = (q * course.gaps[course.phase[stop]]).sum((-2, -1))

@@ -142,11 +142,6 @@ class FTRL(Learner):
         solution = self.step.solve(
             state["cumulative_loss"], float(t), warm_start=state["q"], check=False
         )
-        if not bool(solution.converged.all()):
-            # A warm start can be too close to the boundary; Newton's method converges from the
-            # middle.
-            again = self.step.solve(state["cumulative_loss"], float(t), check=False)
-            solution = solution.merge(again, again.converged & ~solution.converged)
         state["q"] = solution.q
         state["newton_steps"] = solution.steps.to(self.mdp.dtype)
         state["dual_residual"] = solution.dual_residual

@@ -55,7 +55,9 @@ def play_empirical(
 
 
 @kernel
-def plan(model: Model, log: float, scale: float, floor: float, losses: Floats, visits: Floats, work: Work) -> None:
+def plan(
+    model: Model, log: float, scale: float, floor: float, losses: Floats, visits: Floats, work: Work
+) -> None:
     """Backward induction on the optimistic averages; `work.softest` holds the pair that each state plays,
     by `torch_occ.mdp.occupancy.cheapest`.
     """
@@ -98,12 +100,22 @@ def occupy(model: Model, q: Floats, work: Work) -> None:
             q[pair] = model.initial[s] if k == 0 else states[U, s]
             shares, begin, size = likelihoods(model.next_state, pair, width)
             for j in range(size):
-                states[U, successor(model.next_state, pair, j, start[k + 1])] += q[pair] * shares[begin + j]
+                states[U, successor(model.next_state, pair, j, start[k + 1])] += (
+                    q[pair] * shares[begin + j]
+                )
 
 
 @kernel
 def follow(
-    model: Model, rules: Rules, t: int, means: Floats, row: int, numbers: Floats, losses: Floats, visits: Floats, work: Work
+    model: Model,
+    rules: Rules,
+    t: int,
+    means: Floats,
+    row: int,
+    numbers: Floats,
+    losses: Floats,
+    visits: Floats,
+    work: Work,
 ) -> float:
     """One trajectory of the policy in `work.softest`: counts what it meets and returns what was suffered."""
     layers, suffered = len(model.start) - 1, 0.0
@@ -133,4 +145,6 @@ def play_fixed(model: Model, means: Floats, numbers: Floats, rules: Rules, tally
             tally.total_mean[i] += means[row, i]
         add_moments(rules, means, row, t, len(numbers), tally.second_moment)
         tally.scalars[EXPECTED] += expected
-        tally.scalars[REALISED] += walk(model, rules, t, means, row, means, q, numbers, tally.cumulative_loss)
+        tally.scalars[REALISED] += walk(
+            model, rules, t, means, row, means, q, numbers, tally.cumulative_loss
+        )

@@ -9,27 +9,20 @@ import numpy as np
 
 from torch_occ.kernels.entropic import entropy_of, minimize
 from torch_occ.kernels.layout import (
-    COMPLEMENT,
     DQ,
     FORCE,
-    LOG,
     PAIR,
-    POWER,
-    REST,
-    STATE,
-    TRIAL,
-    X_LOG_X,
     Floats,
     Ints,
     Model,
     Terms,
-    U,
     V,
     Work,
     inlined,
     kernel,
 )
-from torch_occ.kernels.newton import derive, floor_pairs, retract
+from torch_occ.kernels.newton import floor_pairs, retract
+from torch_occ.kernels.psi import derive, pair_with
 from torch_occ.kernels.transitions import factorize, solve
 
 #: Reported instead of a status when an input is not what it should be.
@@ -134,43 +127,3 @@ def solve_linear(
         for term in range(len(own_weights)):
             bars[0, n, term], slope = pair_with(model, terms, term, work)
             bars[1, n, term] = own_weights[term] * slope
-
-
-@kernel
-def pair_with(model: Model, terms: Terms, term: int, work: Work) -> tuple[float, float]:
-    """<u, grad f(argument)> for the function f of one term and u in DQ, and its derivative in the exponent."""
-    pairs, states, num_actions = work.pairs, work.states, model.num_actions
-    argument, function, p = terms.argument[term], terms.function[term], terms.exponent[term]
-    for s in range(states.shape[1]):  # how the arguments change along u
-        left, right = 0.0, 0.0
-        for i in range(s * num_actions, (s + 1) * num_actions):
-            pairs[TRIAL, i] = (
-                left
-                if argument == REST
-                else -pairs[DQ, i]
-                if argument == COMPLEMENT
-                else pairs[DQ, i]
-            )
-            left += pairs[DQ, i]
-        for i in range((s + 1) * num_actions - 1, s * num_actions - 1, -1):
-            pairs[TRIAL, i] += right if argument == REST else 0.0
-            right += pairs[DQ, i]
-        states[U, s] = left
-    value, slope = 0.0, 0.0
-    count = states.shape[1] if argument == STATE else pairs.shape[1]
-    for i in range(count):
-        if argument == STATE:
-            x, change = states[0, i], states[U, i]
-        elif model.exists[argument, i]:
-            x, change = pairs[argument, i], pairs[TRIAL, i]
-        else:
-            continue
-        if function == POWER:
-            power = x**p / x
-            value += p * power * change
-            slope += (1.0 + p * np.log(x)) * power * change
-        elif function == X_LOG_X:
-            value += (np.log(x) + 1.0) * change
-        elif function == LOG:
-            value += change / x
-    return value, slope

@@ -76,7 +76,9 @@ def solve(model: Model, source: Floats, work: Work) -> None:
     if inexact:
         for s in range(states.shape[1]):
             # In units of q(s), which is row 0; where changes cost nothing, there is no error.
-            states[SCALE, s] = 1.0 / (states[ROOT, s] * states[0, s]) if states[KAPPA, s] > 0.0 else 0.0
+            states[SCALE, s] = (
+                1.0 / (states[ROOT, s] * states[0, s]) if states[KAPPA, s] > 0.0 else 0.0
+            )
     else:
         take_own_size(num_actions, work)
     error = take_residual(work)
@@ -86,7 +88,10 @@ def solve(model: Model, source: Floats, work: Work) -> None:
         for s in range(states.shape[1]):
             states[Z, s] = states[ROOT, s] * states[Y, s] - states[MEAN, s]
         sweep_work(model, True, work)
-        before, error = error, take_residual(work)  # the true one, free of the rounding of the recurrence
+        before, error = (
+            error,
+            take_residual(work),
+        )  # the true one, free of the rounding of the recurrence
         if not (error > 2.0 * goal and error < 0.1 * before):
             break
     failed = not inexact and has_failed(num_actions, work)
@@ -115,7 +120,9 @@ def descend(model: Model, goal: float, work: Work) -> None:
         sweep_work(model, False, work)
         along = 0.0
         for s in range(n):
-            states[Z, s] = states[DIRECTION, s] - states[ROOT, s] * states[U, s]  # the image of the direction
+            states[Z, s] = (
+                states[DIRECTION, s] - states[ROOT, s] * states[U, s]
+            )  # the image of the direction
             along += states[DIRECTION, s] * states[Z, s]
         length, before, square, error = square / along, square, 0.0, 0.0
         for s in range(n):
@@ -156,7 +163,10 @@ def take_own_size(num_actions: int, work: Work) -> None:
     states, largest, steepest = work.states, 0.0, 0.0
     for s in range(states.shape[1]):
         states[SCALE, s] = size(s, num_actions, work)
-        largest, steepest = max(largest, states[SCALE, s]), max(steepest, states[SCALE, s] / states[0, s])
+        largest, steepest = (
+            max(largest, states[SCALE, s]),
+            max(steepest, states[SCALE, s] / states[0, s]),
+        )
     for s in range(states.shape[1]):
         unit = states[ROOT, s] * max(states[SCALE, s], EPS * min(largest, states[0, s] * steepest))
         states[SCALE, s] = 1.0 / unit if states[ROOT, s] > 0.0 else 0.0
@@ -189,14 +199,26 @@ def sweep_work(model: Model, forced: bool, work: Work) -> None:
     pairs, states = work.pairs, work.states
     load(states, U, states[SOURCE] if forced else states[SOURCE, :0])
     parts = pairs[P], pairs[INVERSE], states[TOTAL], work.softest
-    sweep(model.num_actions, model.next_state, parts, states[Z], pairs[FORCE], forced, states[V], pairs[RESPONSE], states[U])
+    sweep(
+        model.num_actions,
+        model.next_state,
+        parts,
+        states[Z],
+        pairs[FORCE],
+        forced,
+        states[V],
+        pairs[RESPONSE],
+        states[U],
+    )
 
 
 @kernel
 def sweep(
     num_actions: int,
     rows: Rows,
-    parts: tuple[Floats, Floats, Floats, Ints],  # of the states: p and 1/D, sum 1/D, and the softest pair
+    parts: tuple[
+        Floats, Floats, Floats, Ints
+    ],  # of the states: p and 1/D, sum 1/D, and the softest pair
     z: Floats,  # (S,)
     x: Floats,  # (S * A,), read if it is forced
     forced: bool,
@@ -263,4 +285,6 @@ def sweep_all(
     for b in range(len(v)):
         i = b % len(p)
         states = p[i], inverse[i], total[i], softest[i]
-        sweep(num_actions, rows, states, z[b % len(z)], x[b % len(x)], forced, v[b], within[b], du[b])
+        sweep(
+            num_actions, rows, states, z[b % len(z)], x[b % len(x)], forced, v[b], within[b], du[b]
+        )

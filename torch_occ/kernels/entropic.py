@@ -15,9 +15,7 @@ import numpy as np
 
 from torch_occ.kernels.constants import (
     CONVERGED,
-    DEAD,
     FULL_STEPS,
-    LOG_DEAD,
     MAX_STEPS,
     NOT_FINITE,
     STALL_AFTER,
@@ -28,17 +26,11 @@ from torch_occ.kernels.layout import (
     AHEAD,
     BEND,
     FORCE,
-    GAPS,
-    GRADIENT,
-    OTHERS,
+    KEPT,
     PAIR,
     PLAN,
-    PULL,
-    ROUNDING,
-    SLOPE,
     STATE,
     TOTAL,
-    X_LOG_X,
     D,
     Floats,
     M,
@@ -48,10 +40,18 @@ from torch_occ.kernels.layout import (
     V,
     W,
     Work,
-    ahead,
     kernel,
     part,
     span,
+)
+from torch_occ.kernels.log_passes import (
+    FOUND,
+    GUESS,
+    certify_logs,
+    look_ahead,
+    look_back,
+    turn_dead,
+    unit,
 )
 from torch_occ.kernels.newton import (
     COARSE,
@@ -63,13 +63,9 @@ from torch_occ.kernels.newton import (
     WORTH,
     descend,
 )
+from torch_occ.kernels.psi import X_LOG_X
 from torch_occ.kernels.shaping import shape_finely, shape_loss
-from torch_occ.kernels.transitions import arrive, factorize, likelihoods, solve, successor
-
-# Rows of the scratch memory that have another meaning in other steps.
-LOG_POLICY = GRADIENT  # log pi, of pairs
-GUESS = SLOPE  # of log u, of states
-FOUND = OTHERS  # log u as the forward pass finds it
+from torch_occ.kernels.transitions import factorize, solve
 
 
 @kernel
@@ -104,6 +100,39 @@ def follow(
     if weight > 0.0:
         return settle(model, weight, price, loss, tolerance, max_steps, source, work)
     return descend(model, terms, weights, loss, tolerance, max_steps, source, work)
+
+
+@kernel
+def follow_or_restart(
+    model: Model,
+    terms: Terms,
+    weights: Floats,
+    loss: Floats,
+    tolerance: float,
+    max_steps: int,
+    source: Floats,
+    middle: Floats,  # (S * A,), an interior point
+    work: Work,
+) -> tuple[int, int, float, float, float]:
+    """`follow` from q, and from the middle if that fails; the twin of `FTRLStep.solve`.
+
+    A warm start can lie too close to the boundary; from the middle, Newton's method is certain. If
+    both fail, q is what the first attempt found.
+    """
+    pairs = work.pairs
+    first = follow(model, terms, weights, loss, tolerance, max_steps, source, work)
+    if first[0] == CONVERGED:
+        return first
+    for i in range(len(middle)):
+        pairs[KEPT, i] = pairs[PAIR, i]
+        pairs[PAIR, i] = middle[i]
+    second = minimize(model, terms, weights, loss, tolerance, max_steps, source, work)
+    if second[0] == CONVERGED:
+        return second
+    for i in range(len(middle)):
+        pairs[PAIR, i] = pairs[KEPT, i]
+    work.stale[0], work.stale[2] = np.inf, 0.0
+    return first
 
 
 @part
@@ -210,180 +239,3 @@ def settle(
     for s in range(states.shape[1]):
         states[V, s] += states[PLAN, s]
     return status, steps, np.sqrt(max(decrement, 0.0)), flow, dual
-
-
-@part
-def look_ahead(model: Model, weight: float, price: float, work: Work) -> None:
-    """Soft value iteration: V, log pi, and pi itself in the row of the pairs."""
-    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
-    exists, inverse = model.exists, 1.0 / weight
-    for k in range(len(start) - 2, -1, -1):
-        behind = start[k + 1]
-        after = start[k + 2] - behind if k + 2 < len(start) else 0
-        for s in span(start[k], behind):
-            first, stop, least, total = s * num_actions, (s + 1) * num_actions, np.inf, 0.0
-            for i in span(first, stop):
-                if exists[PAIR, i]:
-                    cost = pairs[GAPS, i] + ahead(model.next_state, i, states, V, behind, after)
-                    pairs[LOG_POLICY, i] = cost
-                    least = min(least, cost)
-            for i in span(first, stop):
-                excess = (least - pairs[LOG_POLICY, i]) * inverse if exists[PAIR, i] else -np.inf
-                pairs[LOG_POLICY, i] = excess
-                pairs[PAIR, i] = np.exp(excess)
-                total += pairs[PAIR, i]
-            shift, share = np.log(total), 1.0 / total
-            for i in span(first, stop):
-                pairs[LOG_POLICY, i] -= shift
-                pairs[PAIR, i] *= share
-            states[V, s] = price * (1.0 + states[GUESS, s]) + least - weight * shift
-
-
-@part
-def look_back(model: Model, work: Work) -> bool:
-    """The occupancies of the policy: q, u in the row U and log u; whether all states are alive."""
-    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
-    alive = True
-    for k in range(len(start) - 1):
-        arrive(model, PAIR, k, work)
-        rare = False
-        for s in span(start[k], start[k + 1]):
-            rare = rare or not states[U, s] > DEAD
-            states[FOUND, s] = np.log(states[U, s])
-        if rare:
-            alive = False
-            gather_logs(model, k, work)
-        for s in span(start[k], start[k + 1]):
-            u = states[U, s]
-            if u > DEAD:
-                for i in span(s * num_actions, (s + 1) * num_actions):
-                    pairs[PAIR, i] *= u
-            else:
-                for i in span(s * num_actions, (s + 1) * num_actions):
-                    pairs[PAIR, i] = np.exp(states[FOUND, s] + pairs[LOG_POLICY, i])
-    return alive
-
-
-@kernel
-def gather_logs(model: Model, k: int, work: Work) -> None:
-    """log u of the dead states of layer k: a sum that is taken relative to its largest term."""
-    start, num_actions, states = model.start, model.num_actions, work.states
-    for s in range(start[k], start[k + 1]):
-        states[M, s], states[PULL, s] = -np.inf, 0.0
-        if k == 0:
-            states[M, s], states[PULL, s] = np.log(model.initial[s]), 1.0
-    width = start[k + 1] - start[k]
-    for summing in range(2 if k > 0 else 0):
-        for i in range(start[k - 1] * num_actions, start[k] * num_actions):
-            if not model.exists[PAIR, i]:
-                continue
-            own = states[FOUND, i // num_actions] + work.pairs[LOG_POLICY, i]
-            shares, begin, size = likelihoods(model.next_state, i, width)
-            for j in range(size):
-                if shares[begin + j] > 0.0:
-                    s = successor(model.next_state, i, j, start[k])
-                    log = own + np.log(shares[begin + j])
-                    if summing:
-                        states[PULL, s] += np.exp(log - states[M, s])
-                    else:
-                        states[M, s] = max(states[M, s], log)
-    for s in range(start[k], start[k + 1]):
-        if not states[U, s] > DEAD:
-            states[FOUND, s] = states[M, s] + np.log(states[PULL, s])
-            states[U, s] = np.exp(states[FOUND, s])
-
-
-@kernel
-def turn_dead(model: Model, weight: float, price: float, work: Work) -> None:
-    """The Newton direction less the mismatch into M, from the Jacobian in relative terms."""
-    states, jacobian, n = work.states, work.jacobian, work.states.shape[1]
-    for column in range(n):
-        push(model, weight, price, column, work)
-        for s in range(n):
-            jacobian[s, column] = (1.0 if s == column else 0.0) - states[U, s]
-    for s in range(n):
-        jacobian[s, n] = states[FOUND, s] - states[GUESS, s]
-    for column in range(n):  # elimination with row exchanges
-        pivot = column
-        for row in range(column + 1, n):
-            if abs(jacobian[row, column]) > abs(jacobian[pivot, column]):
-                pivot = row
-        for j in range(column, n + 1):
-            jacobian[column, j], jacobian[pivot, j] = jacobian[pivot, j], jacobian[column, j]
-        for row in range(column + 1, n):
-            factor = jacobian[row, column] / jacobian[column, column]
-            if factor != 0.0:
-                for j in range(column + 1, n + 1):
-                    jacobian[row, j] -= factor * jacobian[column, j]
-    for s in range(n - 1, -1, -1):
-        for j in range(s + 1, n):
-            jacobian[s, n] -= jacobian[s, j] * jacobian[j, n]
-        jacobian[s, n] /= jacobian[s, s]
-    for s in range(n):
-        states[M, s] = jacobian[s, n] - (states[FOUND, s] - states[GUESS, s])
-
-
-@kernel
-def push(model: Model, weight: float, price: float, moving: int, work: Work) -> None:
-    """How log u responds to the guess of one state, into U; PULL is the response of v."""
-    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
-    layers = len(start) - 1
-    for k in range(layers - 1, -1, -1):
-        behind = start[k + 1]
-        after = start[k + 2] - behind if k + 1 < layers else 0
-        for s in range(start[k], behind):
-            mean = 0.0
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                if model.exists[PAIR, i]:
-                    seen = ahead(model.next_state, i, states, PULL, behind, after)
-                    pairs[FORCE, i] = -seen / weight
-                    mean += np.exp(pairs[LOG_POLICY, i]) * seen
-            states[PULL, s] = mean + (price if s == moving else 0.0)
-            states[U, s] = 0.0
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                pairs[FORCE, i] += mean / weight
-    for k in range(layers - 1):
-        width = start[k + 2] - start[k + 1]
-        for i in range(start[k] * num_actions, start[k + 1] * num_actions):
-            if not model.exists[PAIR, i]:
-                continue
-            s = i // num_actions
-            own = states[FOUND, s] + pairs[LOG_POLICY, i]
-            shares, begin, size = likelihoods(model.next_state, i, width)
-            for j in range(size):
-                if shares[begin + j] > 0.0:
-                    there = successor(model.next_state, i, j, start[k + 1])
-                    share = shares[begin + j] * np.exp(own - states[FOUND, there])
-                    states[U, there] += share * (states[U, s] + pairs[FORCE, i])
-
-
-@part
-def unit(log: float) -> float:
-    """What an error of log u is measured by: 1, and in dead states log u itself."""
-    return max(log * (1.0 / LOG_DEAD), 1.0)
-
-
-@part
-def certify_logs(
-    model: Model,
-    weight: float,
-    price: float,
-    fine: bool,
-    work: Work,
-) -> tuple[float, float]:
-    """Dual and flow residual, see torch_occ.step.entropic; `fine` as in `certify`."""
-    pairs, states, num_actions = work.pairs, work.states, model.num_actions
-    dual, flow, rounding = 0.0, 0.0, 0.0
-    for s in range(states.shape[1]):
-        log, total = states[FOUND, s], 0.0
-        error = abs(log - states[GUESS, s]) / unit(log) if price > 0.0 else 0.0
-        dual = max(dual, price / weight * error) + (error - error)
-        for i in span(s * num_actions, (s + 1) * num_actions):
-            total += pairs[PAIR, i]
-            if fine and pairs[PAIR, i] > SMALLEST:
-                # What is added to all actions of a state moves none of them.
-                others = 1.0 - np.exp(pairs[LOG_POLICY, i])
-                rounding = max(rounding, pairs[ROUNDING, i] * others / weight)
-        if log > LOG_DEAD:
-            flow = max(flow, abs(total - states[U, s]) / states[U, s])
-    return max(dual, rounding), flow

@@ -18,35 +18,26 @@ from torch_occ.kernels.constants import (
     UNDERFLOW,
 )
 from torch_occ.kernels.layout import (
-    BEND,
     COMPLEMENT,
     DQ,
     FORCE,
     GAPS,
     GRADIENT,
     LIFT,
-    LOG,
-    OTHERS,
     PAIR,
     PLAN,
-    POWER,
-    REST,
-    SLOPE,
-    STATE,
     TRIAL,
-    X_LOG_X,
-    D,
     Floats,
     Model,
     Terms,
     U,
     V,
-    W,
     Work,
     kernel,
     part,
     span,
 )
+from torch_occ.kernels.psi import derive, uses
 from torch_occ.kernels.shaping import least_unit, shape_finely, shape_loss
 from torch_occ.kernels.transitions import arrive, factorize, solve
 
@@ -210,117 +201,6 @@ def put_back(model: Model, work: Work) -> None:
         total += work.states[LIFT, model.start[k]]
         for s in range(model.start[k], model.start[k + 1]):
             work.states[V, s] += total
-
-
-@part
-def derive(model: Model, terms: Terms, weights: Floats, work: Work) -> None:
-    """Gradient, d, w and c at q."""
-    pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
-    read_arguments(model, uses(terms, REST), uses(terms, COMPLEMENT), work)
-    for argument in range(3):
-        for i in range(pairs.shape[1]):
-            pairs[argument + SLOPE, i] = 0.0
-            pairs[argument + BEND, i] = 0.0
-    for s in range(states.shape[1]):
-        states[SLOPE, s] = 0.0
-        states[BEND, s] = 0.0
-    for term in range(len(weights)):
-        if weights[term] != 0.0:
-            argument = terms.argument[term]
-            if argument == STATE:
-                accumulate(terms.function[term], terms.exponent[term], weights[term], states, 0)
-            else:
-                accumulate(
-                    terms.function[term], terms.exponent[term], weights[term], pairs, argument
-                )
-    for s in range(states.shape[1]):
-        first, left, right = s * num_actions, 0.0, 0.0
-        for i in span(first, first + num_actions):
-            pairs[GRADIENT, i] = left
-            left += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
-        for i in range(first + num_actions - 1, first - 1, -1):
-            gradient, d = (
-                pairs[GRADIENT, i] + right + states[SLOPE, s] + pairs[PAIR + SLOPE, i],
-                pairs[PAIR + BEND, i],
-            )
-            if exists[COMPLEMENT, i]:
-                gradient -= pairs[COMPLEMENT + SLOPE, i]
-                d += pairs[COMPLEMENT + BEND, i]
-            pairs[GRADIENT, i] = gradient if exists[PAIR, i] else 0.0
-            pairs[D, i] = d if exists[PAIR, i] else 0.0
-            pairs[W, i] = pairs[REST + BEND, i] if exists[REST, i] else 0.0
-            right += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
-
-
-@part
-def uses(terms: Terms, argument: int) -> bool:
-    """Whether some term reads an argument."""
-    found = False
-    for i in range(len(terms.argument)):
-        found = found or terms.argument[i] == argument
-    return found
-
-
-@part
-def read_arguments(model: Model, rest: bool, complement: bool, work: Work) -> None:
-    """q(s), and where they are used q(s) - q(s,a) and 1 - q(s,a), without cancellation; 1 for what does not exist."""
-    pairs, states, num_actions = work.pairs, work.states, model.num_actions
-    for s in range(states.shape[1]):
-        first, left, right = s * num_actions, 0.0, 0.0
-        if rest or complement:
-            for i in span(first, first + num_actions):
-                pairs[REST, i] = left
-                left += pairs[PAIR, i]
-            for i in range(first + num_actions - 1, first - 1, -1):
-                pairs[REST, i] += right
-                right += pairs[PAIR, i]
-        else:
-            for i in span(first, first + num_actions):
-                left += pairs[PAIR, i]
-        states[0, s] = left
-    if complement:
-        for k in range(len(model.start) - 1):
-            left, right = 0.0, 0.0
-            for s in span(model.start[k], model.start[k + 1]):
-                states[OTHERS, s] = left
-                left += states[0, s]
-            for s in range(model.start[k + 1] - 1, model.start[k] - 1, -1):
-                states[OTHERS, s] += right
-                right += states[0, s]
-                for i in span(s * num_actions, (s + 1) * num_actions):
-                    pairs[COMPLEMENT, i] = (
-                        pairs[REST, i] + states[OTHERS, s] if model.exists[COMPLEMENT, i] else 1.0
-                    )
-    if rest:
-        for i in range(pairs.shape[1]):
-            pairs[REST, i] = pairs[REST, i] if model.exists[REST, i] else 1.0
-
-
-@part
-def accumulate(function: int, p: float, weight: float, table: Floats, row: int) -> None:
-    """Add slope and bend of weight * function(x), entry by entry: one loop a function, which vectorizes."""
-    n = table.shape[1]
-    if function == POWER and p == 0.5:
-        for i in range(n):
-            inverse = 1.0 / table[row, i]
-            first = 0.5 * weight * np.sqrt(table[row, i]) * inverse
-            table[row + SLOPE, i] += first
-            table[row + BEND, i] -= 0.5 * first * inverse
-    elif function == POWER:
-        for i in range(n):
-            inverse = 1.0 / table[row, i]
-            first = p * weight * table[row, i] ** p * inverse
-            table[row + SLOPE, i] += first
-            table[row + BEND, i] += (p - 1.0) * first * inverse
-    elif function == X_LOG_X:
-        for i in range(n):
-            table[row + SLOPE, i] += weight * (np.log(table[row, i]) + 1.0)
-            table[row + BEND, i] += weight / table[row, i]
-    elif function == LOG:
-        for i in range(n):
-            inverse = 1.0 / table[row, i]
-            table[row + SLOPE, i] += weight * inverse
-            table[row + BEND, i] -= weight * inverse * inverse
 
 
 @part

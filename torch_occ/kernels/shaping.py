@@ -11,16 +11,13 @@ import numpy as np
 from torch_occ.kernels.layout import (
     GAPS,
     LIFT,
-    LOG,
     OTHERS,
     PAIR,
     PLAN,
-    POWER,
     PULL,
     RESPONSE,
     ROUNDING,
     TRIAL,
-    X_LOG_X,
     Floats,
     M,
     Model,
@@ -37,6 +34,7 @@ from torch_occ.kernels.layout import (
     span,
     unsigned,
 )
+from torch_occ.kernels.psi import bend_at_one
 
 EPS = float(np.finfo(np.float64).eps)
 #: Binary digits of the leading parts of values, and what adds a number to cut P after 26 of them.
@@ -78,13 +76,6 @@ def least_unit(terms: Terms, weights: Floats) -> float:
         if terms.argument[term] == PAIR:
             unit += bend_at_one(terms.function[term], terms.exponent[term]) * weights[term]
     return unit
-
-
-@inlined
-def bend_at_one(function: int, p: float) -> float:
-    """f''(1)."""
-    bend = p * (p - 1.0) if function == POWER else 1.0 if function == X_LOG_X else 0.0
-    return -1.0 if function == LOG else bend
 
 
 @kernel

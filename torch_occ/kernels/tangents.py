@@ -10,16 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ.kernels.constants import CONVERGED
-from torch_occ.kernels.entropic import minimize
+from torch_occ.kernels.entropic import follow_or_restart
 from torch_occ.kernels.episodes import draw, index_drawn, state_drawn
 from torch_occ.kernels.layout import (
-    COMPLEMENT,
     DQ,
     FORCE,
     PAIR,
-    REST,
-    SLOPE,
-    STATE,
     TRIAL,
     Floats,
     Model,
@@ -27,7 +23,8 @@ from torch_occ.kernels.layout import (
     Work,
     kernel,
 )
-from torch_occ.kernels.newton import accumulate, derive, floor_pairs
+from torch_occ.kernels.newton import floor_pairs
+from torch_occ.kernels.psi import derive, term_gradient
 from torch_occ.kernels.transitions import factorize, solve
 
 # Columns of a record; those of the slopes and then of the scores begin at TANGENTS.
@@ -81,14 +78,12 @@ def play_with_tangents(
     num_tangents, num_pairs = tangent.shape
     limits = (opponent.tolerance, opponent.max_steps)
     for t in range(len(weights)):
-        for attempt in range(2):  # from the last q; from the middle if that fails
-            for i in range(num_pairs):
-                pairs[PAIR, i] = q[i] if attempt == 0 else middle[i]
-            status = minimize(
-                model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], work
-            )[0]
-            if status == CONVERGED:
-                break
+        for i in range(num_pairs):
+            pairs[PAIR, i] = q[i]
+        work.stale[0], work.stale[2] = np.inf, 0.0  # factors are those of the tangents
+        status = follow_or_restart(
+            model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], middle, work
+        )[0]
         carried.failures[0] += status != CONVERGED
         floor_pairs(model, work)
         derive(
@@ -143,39 +138,6 @@ def push_gradient(
             if pushes.exponents[p, term] != 0.0:
                 for i in range(num_pairs):
                     out[p, i] += weights[term] * pushes.exponents[p, term] * pairs[DQ, i]
-
-
-@kernel
-def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, work: Work) -> None:
-    """The gradient in q of one term of weight 1 into a row of the pairs, or its derivative in the exponent.
-
-    The slope of x^p is s = p x^(p-1), and its derivative in p is (1/p + log x) s.
-    """
-    pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
-    argument, p = terms.argument[term], terms.exponent[term]
-    rows, row = (states, 0) if argument == STATE else (pairs, argument)
-    for i in range(rows.shape[1]):
-        rows[row + SLOPE, i] = 0.0
-    accumulate(terms.function[term], p, 1.0, rows, row)
-    if bent:
-        for i in range(rows.shape[1]):
-            rows[row + SLOPE, i] *= 1.0 / p + np.log(rows[row, i])
-    for s in range(states.shape[1]):
-        first, left, right = s * num_actions, 0.0, 0.0
-        for i in range(first, first + num_actions):
-            if argument == REST:
-                pairs[out, i] = left
-                left += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
-            elif argument == COMPLEMENT:
-                pairs[out, i] = -pairs[COMPLEMENT + SLOPE, i] if exists[COMPLEMENT, i] else 0.0
-            else:
-                pairs[out, i] = states[SLOPE, s] if argument == STATE else pairs[PAIR + SLOPE, i]
-        if argument == REST:
-            for i in range(first + num_actions - 1, first - 1, -1):
-                pairs[out, i] += right
-                right += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
-        for i in range(first, first + num_actions):
-            pairs[out, i] = pairs[out, i] if exists[PAIR, i] else 0.0
 
 
 @kernel

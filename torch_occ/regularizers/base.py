@@ -39,7 +39,9 @@ class Inputs(NamedTuple):
 class Values(NamedTuple):
     """A regularizer taken apart by level, ready to be differentiated at each."""
 
-    scalars: dict[Argument, Tensor]  # the weighted scalar terms, elementwise, shaped like their argument
+    scalars: dict[
+        Argument, Tensor
+    ]  # the weighted scalar terms, elementwise, shaped like their argument
     per_state: list[Tensor]  # (*batch, G) for each group of states with one number of actions
     joint: list[Tensor]  # one (*batch,), or nothing
 
@@ -61,7 +63,9 @@ class Regularizer(Parametrized):
         """What the levels in use need of q."""
         return Inputs(
             {name: marginal(name, mdp, q) for name in self.arguments},
-            [gather(q, group) for group in mdp.action_groups] if StatewiseRegularizer in self.levels else [],
+            [gather(q, group) for group in mdp.action_groups]
+            if StatewiseRegularizer in self.levels
+            else [],
             [q] if JointRegularizer in self.levels else [],
         )
 
@@ -72,7 +76,12 @@ class Regularizer(Parametrized):
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments that the scalar terms read."""
-        used = {name for leaf in self.leaves() if isinstance(leaf, SeparableRegularizer) for name in leaf.arguments}
+        used = {
+            name
+            for leaf in self.leaves()
+            if isinstance(leaf, SeparableRegularizer)
+            for name in leaf.arguments
+        }
         return tuple(name for name in ARGUMENTS if name in used)
 
     def constant(self, weight: Tensor | None) -> tuple[Regularizer | Table, Tensor | None]:
@@ -96,12 +105,20 @@ class Regularizer(Parametrized):
         return self if other == 0 else NotImplemented  # what sum([...]) begins with
 
     def __mul__(self, factor: Schedule | float) -> Scaled:
-        return Scaled(self, factor, 1) if isinstance(factor, Schedule | int | float) else NotImplemented
+        return (
+            Scaled(self, factor, 1)
+            if isinstance(factor, Schedule | int | float)
+            else NotImplemented
+        )
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Schedule | float) -> Scaled:
-        return Scaled(self, divisor, -1) if isinstance(divisor, Schedule | int | float) else NotImplemented
+        return (
+            Scaled(self, divisor, -1)
+            if isinstance(divisor, Schedule | int | float)
+            else NotImplemented
+        )
 
 
 class SeparableRegularizer(Regularizer):
@@ -138,7 +155,11 @@ class SeparableRegularizer(Regularizer):
 
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
-        return tuple(name for name in ARGUMENTS if getattr(type(self), name) is not getattr(SeparableRegularizer, name))
+        return tuple(
+            name
+            for name in ARGUMENTS
+            if getattr(type(self), name) is not getattr(SeparableRegularizer, name)
+        )
 
 
 class StatewiseRegularizer(Regularizer):
@@ -182,7 +203,10 @@ class Sum(Frozen, Regularizer):
 class Scaled(Frozen, Regularizer):
     """psi times a schedule or number, to the power 1 or -1; fixed, but for the values of parameters."""
 
-    fixed: ClassVar = dict.fromkeys(("regularizer", "factor", "power"), "scale a new regularizer, and make a new FTRLStep with it")
+    fixed: ClassVar = dict.fromkeys(
+        ("regularizer", "factor", "power"),
+        "scale a new regularizer, and make a new FTRLStep with it",
+    )
 
     def __init__(self, regularizer: Regularizer, factor: Schedule | float, power: int) -> None:
         super().__init__()
@@ -191,7 +215,9 @@ class Scaled(Frozen, Regularizer):
         self.regularizer, self.factor, self.power = regularizer, factor, power
 
     def weight(self, t: Tensor) -> Tensor:
-        factor = self.factor(t) if isinstance(self.factor, Schedule) else torch.full_like(t, self.factor)
+        factor = (
+            self.factor(t) if isinstance(self.factor, Schedule) else torch.full_like(t, self.factor)
+        )
         return factor if self.power == 1 else 1 / factor
 
     def parts(self, t: Tensor) -> Iterator[tuple[Regularizer, Tensor | None]]:
@@ -210,7 +236,9 @@ def evaluate(parts: list[tuple[Regularizer | Table, Tensor | None]], inputs: Inp
         if isinstance(part, SeparableRegularizer | Table):
             for name in part.arguments:
                 value = part.scalar(name, inputs.scalars[name], weight)
-                values.scalars[name] = values.scalars[name] + value if name in values.scalars else value
+                values.scalars[name] = (
+                    values.scalars[name] + value if name in values.scalars else value
+                )
         elif isinstance(part, StatewiseRegularizer):
             _expected(part, inputs.per_state)
             found = [call(part, "per_state", q_s, 2, 1) for q_s in inputs.per_state]
@@ -220,7 +248,9 @@ def evaluate(parts: list[tuple[Regularizer | Table, Tensor | None]], inputs: Inp
             found = [call(part, "joint", q, 2, 0) for q in inputs.joint]
             _accumulate(values.joint, [weighted(weight, value, 0) for value in found])
         else:
-            raise TypeError(f"{type(part).__name__}: derive it from SeparableRegularizer, StatewiseRegularizer or JointRegularizer")
+            raise TypeError(
+                f"{type(part).__name__}: derive it from SeparableRegularizer, StatewiseRegularizer or JointRegularizer"
+            )
     return values
 
 
@@ -249,7 +279,10 @@ def call(part: Regularizer, method: str, x: Tensor, event_dims: int, result_dims
 
 def total(mdp: LayeredMDP, values: Values) -> Tensor:
     """The sum of all parts, `(*batch,)`."""
-    parts = [keep(name, mdp, value, 0.0).sum(-1 if name == "state" else (-2, -1)) for name, value in values.scalars.items()]
+    parts = [
+        keep(name, mdp, value, 0.0).sum(-1 if name == "state" else (-2, -1))
+        for name, value in values.scalars.items()
+    ]
     parts += [value.sum(-1) for value in values.per_state]
     parts += values.joint
     return sum(parts[1:], parts[0])
@@ -258,7 +291,9 @@ def total(mdp: LayeredMDP, values: Values) -> Tensor:
 def _expected(part: Regularizer, inputs: list[Tensor]) -> None:
     """What a part reads is worked out once for all parts; one that came later would be left out."""
     if not inputs:
-        raise RuntimeError(f"regularizer: {type(part).__name__} was added after the first use; make a new FTRLStep(mdp, regularizer)")
+        raise RuntimeError(
+            f"regularizer: {type(part).__name__} was added after the first use; make a new FTRLStep(mdp, regularizer)"
+        )
 
 
 def _accumulate(total: list[Tensor], values: list[Tensor]) -> None:
@@ -279,4 +314,6 @@ def gather(q: Tensor, group: tuple[Tensor, Tensor]) -> Tensor:
 def _single_layer(q: Tensor) -> LayeredMDP:
     num_states, num_actions = q.shape[-2:]
     initial = torch.full((num_states,), 1 / num_states, dtype=q.dtype, device=q.device)
-    return LayeredMDP([torch.ones(num_states, num_actions, 1, dtype=q.dtype, device=q.device)], initial=initial)
+    return LayeredMDP(
+        [torch.ones(num_states, num_actions, 1, dtype=q.dtype, device=q.device)], initial=initial
+    )

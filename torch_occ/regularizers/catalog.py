@@ -31,7 +31,9 @@ class TabularRegularizer(SeparableRegularizer):
                     f"{type(self).__name__}: {name} declares {dims} event dimensions, but a table "
                     "takes one number for each problem; derive from SeparableRegularizer instead"
                 )
-        self._arguments = tuple(name for name in ARGUMENTS if name in {term.argument for term in self.table()})
+        self._arguments = tuple(
+            name for name in ARGUMENTS if name in {term.argument for term in self.table()}
+        )
 
     def table(self) -> tuple[Term, ...]:
         raise NotImplementedError
@@ -114,7 +116,10 @@ class LogBarrier(TabularRegularizer):
 
 
 def jin_luo(
-    mdp: LayeredMDP, alpha: Tensor | float | None = None, beta: Tensor | float | None = None, gamma: Tensor | float | None = None
+    mdp: LayeredMDP,
+    alpha: Tensor | float | None = None,
+    beta: Tensor | float | None = None,
+    gamma: Tensor | float | None = None,
 ) -> Regularizer:
     """psi_t = phi_H / eta_t + phi_L with eta_t = gamma / sqrt(t); by default the constants of `thm:main`.
 
@@ -123,5 +128,8 @@ def jin_luo(
     alpha = mdp.num_actions**-0.5 if alpha is None else alpha
     beta = 64.0 * mdp.horizon if beta is None else beta
     gamma = 1.0 if gamma is None else gamma
-    alpha, beta, gamma = (torch.as_tensor(number, dtype=mdp.dtype, device=mdp.device) for number in (alpha, beta, gamma))
+    alpha, beta, gamma = (
+        torch.as_tensor(number, dtype=mdp.dtype, device=mdp.device)
+        for number in (alpha, beta, gamma)
+    )
     return HybridTsallis(alpha) / InverseSqrt(gamma) + LogBarrier(beta)

@@ -31,9 +31,13 @@ class Separable:
         return self.d + self.w
 
     def to_blocks(self) -> Blocks:
-        rank_two = (self.w.sum(-1) + self.c)[..., None, None] - self.w.unsqueeze(-1) - self.w.unsqueeze(-2)
+        rank_two = (
+            (self.w.sum(-1) + self.c)[..., None, None] - self.w.unsqueeze(-1) - self.w.unsqueeze(-2)
+        )
         pairs = self.actions.unsqueeze(-1) & self.actions.unsqueeze(-2)
-        return Blocks(torch.diag_embed(self.curvature) + torch.where(pairs, rank_two, 0.0), self.actions)
+        return Blocks(
+            torch.diag_embed(self.curvature) + torch.where(pairs, rank_two, 0.0), self.actions
+        )
 
     def to_full(self) -> Full:
         return self.to_blocks().to_full()
@@ -55,8 +59,12 @@ class Blocks:
 
     def to_full(self) -> Full:
         *batch, num_states, num_actions, _ = self.blocks.shape
-        full = torch.diag_embed(self.blocks.movedim(-3, -1), dim1=-4, dim2=-2)  # (*batch, S, A, S, A)
-        return Full(full.reshape(*batch, num_states * num_actions, num_states * num_actions), self.actions)
+        full = torch.diag_embed(
+            self.blocks.movedim(-3, -1), dim1=-4, dim2=-2
+        )  # (*batch, S, A, S, A)
+        return Full(
+            full.reshape(*batch, num_states * num_actions, num_states * num_actions), self.actions
+        )
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,12 @@
-"""Weighted elementary functions: the data that built-in regularizers consist of."""
+"""Weighted elementary functions: the data that built-in regularizers consist of.
+
+The `code` of a function is its number in torch_occ.kernels.psi, where its derivatives are.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -12,6 +16,8 @@ from torch_occ.regularizers.arguments import Argument
 @dataclass(frozen=True)
 class Power:
     """x^p."""
+
+    code: ClassVar[int] = 0
 
     p: Tensor | float
 
@@ -25,6 +31,8 @@ class Power:
 class XLogX:
     """x log x."""
 
+    code: ClassVar[int] = 1
+
     def __call__(self, x: Tensor, event_dims: int) -> Tensor:
         return x * x.log()
 
@@ -32,6 +40,8 @@ class XLogX:
 @dataclass(frozen=True)
 class Log:
     """log x."""
+
+    code: ClassVar[int] = 2
 
     def __call__(self, x: Tensor, event_dims: int) -> Tensor:
         return x.log()
@@ -54,7 +64,15 @@ class Table:
 
     def times(self, weight: Tensor | None) -> Table:
         """Every weight times another one of shape `()` or `(*batch,)`."""
-        return self if weight is None else Table(tuple(Term(term.argument, term.function, weight * term.weight) for term in self.terms))
+        return (
+            self
+            if weight is None
+            else Table(
+                tuple(
+                    Term(term.argument, term.function, weight * term.weight) for term in self.terms
+                )
+            )
+        )
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -65,7 +83,8 @@ class Table:
         assert weight is None, "see times"
         event_dims = 1 if name == "state" else 2
         values = [
-            (align(term.weight, event_dims) if isinstance(term.weight, Tensor) else term.weight) * term.function(x, event_dims)
+            (align(term.weight, event_dims) if isinstance(term.weight, Tensor) else term.weight)
+            * term.function(x, event_dims)
             for term in self.terms
             if term.argument == name
         ]

@@ -13,12 +13,9 @@ from torch import Tensor
 from torch_occ._support.private import in_forward_mode
 from torch_occ.kernels.layout import (
     COMPLEMENT,
-    LOG,
     PAIR,
-    POWER,
     REST,
     STATE,
-    X_LOG_X,
     Floats,
     Ints,
     Model,
@@ -29,7 +26,7 @@ from torch_occ.mdp.layers import SparseLayer
 from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import TabularRegularizer
-from torch_occ.regularizers.terms import Power, Term, XLogX
+from torch_occ.regularizers.terms import Power, Term
 from torch_occ.step.shaping import conserves_mass
 
 _ARGUMENTS = {"pair": PAIR, "rest": REST, "state": STATE, "complement": COMPLEMENT}
@@ -134,14 +131,7 @@ def terms_of(regularizer: Regularizer, t: Tensor) -> list[Term]:
 
 def kinds_of(terms: Sequence[Term]) -> tuple[Ints, Ints]:
     """Arguments and functions, `(K,)` each."""
-    functions = [
-        POWER
-        if isinstance(term.function, Power)
-        else X_LOG_X
-        if isinstance(term.function, XLogX)
-        else LOG
-        for term in terms
-    ]
+    functions = [term.function.code for term in terms]
     return np.array([_ARGUMENTS[term.argument] for term in terms], dtype=np.int64), np.array(
         functions, dtype=np.int64
     )

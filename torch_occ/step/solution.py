@@ -9,16 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.kernels import constants
+
 
 class Status(IntEnum):
     """How a solve ended."""
 
-    CONVERGED = 0
-    MAX_STEPS = 1
-    STALLED = 2
-    UNDERFLOW = 3
-    NOT_FINITE = 4
-    NOT_CONVEX = 5
+    CONVERGED = constants.CONVERGED
+    MAX_STEPS = constants.MAX_STEPS
+    STALLED = constants.STALLED
+    UNDERFLOW = constants.UNDERFLOW
+    NOT_FINITE = constants.NOT_FINITE
+    NOT_CONVEX = constants.NOT_CONVEX
 
     @property
     def advice(self) -> str:

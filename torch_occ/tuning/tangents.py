@@ -61,9 +61,6 @@ def play_in_torch(
                 mdp.device, mdp.dtype
             )
         solution = step.solve(cumulative_loss, float(t), warm_start=q, check=False)
-        if not bool(solution.converged.all()):
-            again = step.solve(cumulative_loss, float(t), check=False)
-            solution = solution.merge(again, again.converged & ~solution.converged)
         q, certified = solution.q, certified & solution.converged
         now = torch.full((N,), float(t), dtype=q.dtype, device=q.device)
         # (P, N, S, A)

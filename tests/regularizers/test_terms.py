@@ -1,0 +1,34 @@
+"""Elementary functions: the torch form and the kernels' form have one number and one derivative."""
+
+import pytest
+import torch
+
+import torch_occ as occ
+from torch_occ.kernels import psi
+from torch_occ.regularizers.terms import Log, Power, XLogX
+
+FUNCTIONS = {"power": Power(0.3), "x log x": XLogX(), "log": Log()}
+
+
+def test_numbers_agree():
+    assert (Power.code, XLogX.code, Log.code) == (psi.POWER, psi.X_LOG_X, psi.LOG)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_kernels_have_the_derivatives_of_the_torch_form(name):
+    function = FUNCTIONS[name]
+    x = torch.tensor([1e-6, 0.3, 1.0], dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(function(x, 0).sum(), x, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.sum(), x)
+    table = torch.zeros(9, 3, dtype=torch.float64).numpy()
+    table[0] = x.detach().numpy()
+    exponent = function.p if isinstance(function, Power) else 0.0
+    psi.accumulate.py_func(function.code, exponent, 1.0, table, 0)
+    torch.testing.assert_close(torch.from_numpy(table[3]), slope.detach(), rtol=1e-14, atol=0)
+    torch.testing.assert_close(torch.from_numpy(table[6]), bend, rtol=1e-14, atol=0)
+    assert psi.bend_at_one.py_func(function.code, exponent) == pytest.approx(float(bend[2]))
+
+
+def test_the_built_in_regularizers_use_them():
+    terms = [term for psi in (occ.Tsallis(), occ.Shannon(), occ.LogBarrier(1.0)) for term in psi.table()]
+    assert [term.function.code for term in terms] == [psi.POWER, psi.X_LOG_X, psi.LOG]

@@ -1,0 +1,227 @@
+"""psi and its derivatives at q: elementary functions, the arguments that they read, their sums.
+
+A new elementary function needs a number here, its loop in `accumulate` and its curvature in
+`bend_at_one`; torch_occ.regularizers.terms has its twin in torch, with the same number.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torch_occ.kernels.layout import (
+    BEND,
+    COMPLEMENT,
+    DQ,
+    GRADIENT,
+    OTHERS,
+    PAIR,
+    REST,
+    SLOPE,
+    STATE,
+    TRIAL,
+    D,
+    Floats,
+    Model,
+    Terms,
+    U,
+    W,
+    Work,
+    inlined,
+    kernel,
+    part,
+    span,
+)
+
+# Elementary functions; `code` in torch_occ.regularizers.terms.
+POWER, X_LOG_X, LOG = 0, 1, 2
+
+
+@part
+def accumulate(function: int, p: float, weight: float, table: Floats, row: int) -> None:
+    """Add slope and bend of weight * function(x), entry by entry: one loop a function, which vectorizes."""
+    n = table.shape[1]
+    if function == POWER and p == 0.5:
+        for i in range(n):
+            inverse = 1.0 / table[row, i]
+            first = 0.5 * weight * np.sqrt(table[row, i]) * inverse
+            table[row + SLOPE, i] += first
+            table[row + BEND, i] -= 0.5 * first * inverse
+    elif function == POWER:
+        for i in range(n):
+            inverse = 1.0 / table[row, i]
+            first = p * weight * table[row, i] ** p * inverse
+            table[row + SLOPE, i] += first
+            table[row + BEND, i] += (p - 1.0) * first * inverse
+    elif function == X_LOG_X:
+        for i in range(n):
+            table[row + SLOPE, i] += weight * (np.log(table[row, i]) + 1.0)
+            table[row + BEND, i] += weight / table[row, i]
+    elif function == LOG:
+        for i in range(n):
+            inverse = 1.0 / table[row, i]
+            table[row + SLOPE, i] += weight * inverse
+            table[row + BEND, i] -= weight * inverse * inverse
+
+
+@inlined
+def bend_at_one(function: int, p: float) -> float:
+    """f''(1)."""
+    bend = p * (p - 1.0) if function == POWER else 1.0 if function == X_LOG_X else 0.0
+    return -1.0 if function == LOG else bend
+
+
+@inlined
+def by_exponent(function: int, p: float, x: float) -> float:
+    """d log f'(x) / dp: the slope of x^p is p x^(p-1), so this is 1/p + log x; 0 without exponent."""
+    return 1.0 / p + np.log(x) if function == POWER else 0.0
+
+
+@part
+def slope_alone(function: int, p: float, table: Floats, row: int) -> None:
+    """The slopes of one function of weight 1, in place of those of psi; bends are spoilt."""
+    for i in range(table.shape[1]):
+        table[row + SLOPE, i] = 0.0
+    accumulate(function, p, 1.0, table, row)
+
+
+@part
+def derive(model: Model, terms: Terms, weights: Floats, work: Work) -> None:
+    """Gradient, d, w and c at q."""
+    pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
+    read_arguments(model, uses(terms, REST), uses(terms, COMPLEMENT), work)
+    for argument in range(3):
+        for i in range(pairs.shape[1]):
+            pairs[argument + SLOPE, i] = 0.0
+            pairs[argument + BEND, i] = 0.0
+    for s in range(states.shape[1]):
+        states[SLOPE, s] = 0.0
+        states[BEND, s] = 0.0
+    for term in range(len(weights)):
+        if weights[term] != 0.0:
+            argument = terms.argument[term]
+            if argument == STATE:
+                accumulate(terms.function[term], terms.exponent[term], weights[term], states, 0)
+            else:
+                accumulate(
+                    terms.function[term], terms.exponent[term], weights[term], pairs, argument
+                )
+    for s in range(states.shape[1]):
+        first, left, right = s * num_actions, 0.0, 0.0
+        for i in span(first, first + num_actions):
+            pairs[GRADIENT, i] = left
+            left += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+        for i in range(first + num_actions - 1, first - 1, -1):
+            gradient, d = (
+                pairs[GRADIENT, i] + right + states[SLOPE, s] + pairs[PAIR + SLOPE, i],
+                pairs[PAIR + BEND, i],
+            )
+            if exists[COMPLEMENT, i]:
+                gradient -= pairs[COMPLEMENT + SLOPE, i]
+                d += pairs[COMPLEMENT + BEND, i]
+            pairs[GRADIENT, i] = gradient if exists[PAIR, i] else 0.0
+            pairs[D, i] = d if exists[PAIR, i] else 0.0
+            pairs[W, i] = pairs[REST + BEND, i] if exists[REST, i] else 0.0
+            right += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+
+
+@part
+def uses(terms: Terms, argument: int) -> bool:
+    """Whether some term reads an argument."""
+    found = False
+    for i in range(len(terms.argument)):
+        found = found or terms.argument[i] == argument
+    return found
+
+
+@part
+def read_arguments(model: Model, rest: bool, complement: bool, work: Work) -> None:
+    """q(s), and where they are used q(s) - q(s,a) and 1 - q(s,a), without cancellation; 1 for what does not exist."""
+    pairs, states, num_actions = work.pairs, work.states, model.num_actions
+    for s in range(states.shape[1]):
+        first, left, right = s * num_actions, 0.0, 0.0
+        if rest or complement:
+            for i in span(first, first + num_actions):
+                pairs[REST, i] = left
+                left += pairs[PAIR, i]
+            for i in range(first + num_actions - 1, first - 1, -1):
+                pairs[REST, i] += right
+                right += pairs[PAIR, i]
+        else:
+            for i in span(first, first + num_actions):
+                left += pairs[PAIR, i]
+        states[0, s] = left
+    if complement:
+        for k in range(len(model.start) - 1):
+            left, right = 0.0, 0.0
+            for s in span(model.start[k], model.start[k + 1]):
+                states[OTHERS, s] = left
+                left += states[0, s]
+            for s in range(model.start[k + 1] - 1, model.start[k] - 1, -1):
+                states[OTHERS, s] += right
+                right += states[0, s]
+                for i in span(s * num_actions, (s + 1) * num_actions):
+                    pairs[COMPLEMENT, i] = (
+                        pairs[REST, i] + states[OTHERS, s] if model.exists[COMPLEMENT, i] else 1.0
+                    )
+    if rest:
+        for i in range(pairs.shape[1]):
+            pairs[REST, i] = pairs[REST, i] if model.exists[REST, i] else 1.0
+
+
+@kernel
+def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, work: Work) -> None:
+    """The gradient in q of one term of weight 1, or its derivative in the exponent, as a row."""
+    pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
+    argument, p = terms.argument[term], terms.exponent[term]
+    rows, row = (states, 0) if argument == STATE else (pairs, argument)
+    slope_alone(terms.function[term], p, rows, row)
+    if bent:
+        for i in range(rows.shape[1]):
+            rows[row + SLOPE, i] *= by_exponent(terms.function[term], p, rows[row, i])
+    for s in range(states.shape[1]):
+        first, left, right = s * num_actions, 0.0, 0.0
+        for i in range(first, first + num_actions):
+            if argument == REST:
+                pairs[out, i] = left
+                left += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+            elif argument == COMPLEMENT:
+                pairs[out, i] = -pairs[COMPLEMENT + SLOPE, i] if exists[COMPLEMENT, i] else 0.0
+            else:
+                pairs[out, i] = states[SLOPE, s] if argument == STATE else pairs[PAIR + SLOPE, i]
+        if argument == REST:
+            for i in range(first + num_actions - 1, first - 1, -1):
+                pairs[out, i] += right
+                right += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+        for i in range(first, first + num_actions):
+            pairs[out, i] = pairs[out, i] if exists[PAIR, i] else 0.0
+
+
+@kernel
+def pair_with(model: Model, terms: Terms, term: int, work: Work) -> tuple[float, float]:
+    """<u, grad f(argument)> for one term of weight 1, u in DQ, and its derivative in the exponent.
+
+    Spoils the slopes and bends of the argument, TRIAL and U.
+    """
+    pairs, states, num_actions = work.pairs, work.states, model.num_actions
+    argument, function, p = terms.argument[term], terms.function[term], terms.exponent[term]
+    for s in range(states.shape[1]):  # how the arguments change along u
+        left, right = 0.0, 0.0
+        for i in range(s * num_actions, (s + 1) * num_actions):
+            change = -pairs[DQ, i] if argument == COMPLEMENT else pairs[DQ, i]
+            pairs[TRIAL, i] = left if argument == REST else change
+            left += pairs[DQ, i]
+        for i in range((s + 1) * num_actions - 1, s * num_actions - 1, -1):
+            pairs[TRIAL, i] += right if argument == REST else 0.0
+            right += pairs[DQ, i]
+        states[U, s] = left
+    rows, row, moved, change = pairs, argument, pairs, TRIAL
+    if argument == STATE:
+        rows, row, moved, change = states, 0, states, U
+    slope_alone(function, p, rows, row)
+    value, in_exponent = 0.0, 0.0
+    for i in range(rows.shape[1]):
+        if argument == STATE or model.exists[argument, i]:
+            slope = rows[row + SLOPE, i] * moved[change, i]
+            value += slope
+            in_exponent += slope * by_exponent(function, p, rows[row, i])
+    return value, in_exponent
