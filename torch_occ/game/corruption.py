@@ -27,6 +27,10 @@ class Corrupted(LossProcess):
         "uniform" spreads the same change evenly over `episodes` episodes.
         "targeted" charges 1 for the optimal actions of the mean loss `target`, from the first
         episode on.
+
+    Raises:
+        ValueError: if the budget is negative, the strategy is unknown, or it lacks `episodes` or
+            `target`.
     """
 
     def __init__(

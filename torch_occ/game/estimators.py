@@ -92,7 +92,11 @@ class ReducedVariance(CentredEstimator):
 
 
 class ImplicitExploration(Estimator):
-    """loss / (q + bias) on the visited pairs (Neu, 2015): biased downwards, at most 1 / bias."""
+    """loss / (q + bias) on the visited pairs (Neu, 2015): biased downwards, at most 1 / bias.
+
+    Raises:
+        ValueError: if `bias` is not positive.
+    """
 
     def __init__(self, bias: float) -> None:
         if not bias > 0:

@@ -227,6 +227,10 @@ class OptimisticValueIteration(EmpiricalLearner):
     least `floor`. Pairs that were never seen cost `floor`, which is 0 by default, the smallest
     possible loss. For L = 1, scale = sqrt(2) and floor = -inf this is UCB1 (Auer, Cesa-Bianchi and
     Fischer, 2002).
+
+    Raises:
+        ValueError: if `scale` is not positive; or if `floor` is positive, or infinite with more
+            than one layer.
     """
 
     def __init__(self, mdp: LayeredMDP, scale: float = 0.5**0.5, floor: float = 0.0) -> None:

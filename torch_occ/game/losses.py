@@ -99,7 +99,11 @@ class UniformLosses(Stationary):
 
 
 class TableLosses(LossProcess):
-    """A fixed sequence of losses `(T, S, A)`, from an oblivious adversary."""
+    """A fixed sequence of losses `(T, S, A)`, from an oblivious adversary.
+
+    Raises:
+        ValueError: if the table does not have three dimensions, or a loss is not in [0, 1].
+    """
 
     def __init__(self, table: Tensor) -> None:
         self.table = check_unit_interval("table", table)
@@ -121,6 +125,10 @@ class SwitchingLosses(LossProcess):
     """An adversary that cycles through tables `(K, S, A)`, with `period` episodes for each.
 
     The best policy changes with every switch.
+
+    Raises:
+        ValueError: if the tables do not have three dimensions, a loss is not in [0, 1], or `period` is
+            less than 1.
     """
 
     def __init__(self, tables: Tensor, period: int, noise: Noise = "none") -> None:
@@ -143,7 +151,11 @@ class SwitchingLosses(LossProcess):
 
 
 class RandomWalkLosses(LossProcess):
-    """Every loss is a random walk, reflected in [0, 1], from 1/2; each seed has its own."""
+    """Every loss is a random walk, reflected in [0, 1], from 1/2; each seed has its own.
+
+    Raises:
+        ValueError: if `step` is not in (0, 1).
+    """
 
     def __init__(self, step: float = 0.01, noise: Noise = "none") -> None:
         if not 0 < step < 1:
@@ -206,6 +218,9 @@ class StochasticallyConstrained(LossProcess):
     of a layer, so the gaps Q(s,a) - min Q are constant. This is the setting of
     `eq:self_bounding_constraint` with C = 0, although losses are neither independent nor
     identically distributed.
+
+    Raises:
+        ValueError: if a loss is not in [0, 1], or `swing` or `growth` is out of range.
     """
 
     def __init__(

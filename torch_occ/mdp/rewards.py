@@ -36,6 +36,9 @@ class RewardMap:
         """The map from the smallest to the largest reward, including zero.
 
         Zero is the reward of the absorbing end.
+
+        Raises:
+            ValueError: if a reward is not finite.
         """
         if not bool(rewards.isfinite().all()):
             raise ValueError(
