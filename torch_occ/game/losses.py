@@ -127,8 +127,8 @@ class SwitchingLosses(LossProcess):
     The best policy changes with every switch.
 
     Raises:
-        ValueError: if the tables do not have three dimensions, a loss is not in [0, 1], or `period` is
-            less than 1.
+        ValueError: if the tables do not have three dimensions, a loss is not in [0, 1], or
+            `period` is less than 1.
     """
 
     def __init__(self, tables: Tensor, period: int, noise: Noise = "none") -> None:

@@ -74,10 +74,12 @@ class Auditor:
         if self.initial is None:
             return
         if state not in self.place:
-            raise self.lie(f"reset() gave state {state}, whose initial probability is said to be 0")
+            raise self.refusal(
+                f"reset() gave state {state}, whose tabulated initial probability is 0"
+            )
         self.starts.place(None, self.initial, self.place[state])
         if self.starts.log_wealth > math.log(WEALTH):
-            raise self.lie(
+            raise self.refusal(
                 "the frequencies of initial states are not those of its initial distribution"
             )
 
@@ -93,7 +95,7 @@ class Auditor:
         ]
         if not match:
             what = f"the end of the episode at state {after}" if terminated else f"state {after}"
-            raise self.lie(
+            raise self.refusal(
                 f"in state {state}, action {action} led to {what} with reward {reward:g}, which "
                 f"P[{state}][{action}] excludes"
             )
@@ -105,7 +107,7 @@ class Auditor:
         self.together.place(profile, probabilities, match[0])
         # The mean of two such martingales is also one.
         if max(self.alone.log_wealth, self.together.log_wealth) > math.log(2 * WEALTH):
-            raise self.lie(self._frequencies(state, action, profile))
+            raise self.refusal(self._frequencies(state, action, profile))
 
     def _frequencies(self, state: int, action: int, profile: tuple[float, ...]) -> str:
         said = ", ".join(f"{p:.3g}" for p in profile)
@@ -119,16 +121,16 @@ class Auditor:
             "steps"
         )
 
-    def lie(self, reason: str) -> ValueError:
+    def refusal(self, reason: str) -> ValueError:
         """The error that refuses the table."""
         return ValueError(
-            f"env: the table of {self.name} does not tell the truth about it: {reason}. Its "
-            "dynamics have more to them than env.unwrapped.P, or a wrapper changes them (verify=0 "
-            "leaves the check out)"
+            f"env: the table of {self.name} contradicts the environment: {reason}. The dynamics "
+            "depend on more than env.unwrapped.P, or a wrapper changes them; verify=0 skips this "
+            "check"
         )
 
 
-def refuse_untruthful(
+def check_by_playing(
     env: Any, auditor: Auditor, visited: Sequence[int], horizon: int, *, steps: int, seed: int
 ) -> None:
     """Play `steps` steps, and raise a ValueError if they refute the table.
@@ -162,7 +164,7 @@ def refuse_untruthful(
             auditor.saw(state, action, int(after), float(reward), bool(terminated))
             state, played = int(after), played + 1
             if truncated and not terminated and k + 1 < horizon:
-                raise auditor.lie(
+                raise auditor.refusal(
                     f"step {k + 1} of {horizon} was cut off (truncated), and the table knows of no "
                     "time limit"
                 )

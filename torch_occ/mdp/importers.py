@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.extras import extra
-from torch_occ.mdp.audit import Auditor, refuse_untruthful
+from torch_occ.mdp.audit import Auditor, check_by_playing
 from torch_occ.mdp.rewards import RewardMap, RewardMDP
 from torch_occ.mdp.unrolling import ABSORBING, Outcomes, finish, unroll
 
@@ -188,7 +188,7 @@ def from_gymnasium(
     mdp = build(outcomes, rewards, horizon, initial)
     if verify:
         visited = mdp.origin[mdp.origin != ABSORBING].unique().tolist()
-        refuse_untruthful(
+        check_by_playing(
             env,
             Auditor(name, outcomes, rewards, published),
             visited,
