@@ -43,8 +43,7 @@ TINY = float(np.finfo(np.float64).tiny)
 def unit_of(model: Model, i: int, complement: bool, pairs: Floats) -> float:
     """The unit of the dual residual at pair i: q times the curvature of psi.
 
-    The curvature of a term of another argument is multiplied by that argument instead, if it is
-    smaller than q.
+    A term of another argument contributes its curvature times the smaller of q and that argument.
     """
     q = pairs[PAIR, i]
     unit = q * pairs[PAIR + BEND, i] + min(q, pairs[REST, i]) * pairs[W, i]

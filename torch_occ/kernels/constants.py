@@ -1,4 +1,7 @@
-"""Constants that kernels share with their torch twins; it imports neither torch nor Numba."""
+"""Constants that kernels share with their torch twins.
+
+This module imports neither torch nor Numba.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from torch_occ.kernels.newton import floor_pairs
 from torch_occ.kernels.psi import derive
 from torch_occ.kernels.transitions import likelihoods, successor
 
-#: A binomial number is drawn as a rounded normal number if it expects at least this many events.
+#: A binomial number is drawn as a rounded normal number if at least this many events are expected.
 MANY = 50.0
 
 

@@ -1,4 +1,4 @@
-"""The derivatives of psi at q, a sum of weighted elementary functions of its arguments.
+"""The derivatives of psi at q; psi is a weighted sum of elementary functions of its arguments.
 
 The names follow torch_occ.kernels.layout: a slope is a first derivative, a bend a second one. A new
 elementary function needs a number here, a loop in `accumulate` and its curvature in `bend_at_one`.
