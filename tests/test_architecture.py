@@ -1,4 +1,4 @@
-"""The house: packages in one direction, no import inside a function but one, no name that hides a module."""
+"""The contract on imports: packages in one order, one module that imports later, no hidden module."""
 
 import ast
 import importlib
@@ -134,7 +134,7 @@ def test_a_module_imported_later_stands_beside_its_importer():
 
 
 def test_there_are_no_cycles():
-    """Not even inside a package, but for names that only the type checker reads and modules imported later."""
+    """Nor inside a package; imports for types and modules imported later do not count."""
     strict = {name_of(path): set[str]() for path in FILES}
     for path in FILES:
         later = set(re.findall(r"\blater\(\"([\w.]+)\"\)", path.read_text()))
