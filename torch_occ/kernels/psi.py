@@ -198,7 +198,7 @@ def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, w
 
 @kernel
 def pair_with(model: Model, terms: Terms, term: int, work: Work) -> tuple[float, float]:
-    """<u, grad f(argument)> for one term of weight 1, u in DQ, and its derivative in the exponent.
+    """⟨u, grad f(argument)⟩ for one term of weight 1, u in DQ, and its derivative in the exponent.
 
     Spoils the slopes and bends of the argument, TRIAL and U.
     """
