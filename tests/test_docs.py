@@ -21,8 +21,10 @@ import torch_occ as occ
 DOCS = ROOT / "docs"
 ASSETS = DOCS / "assets"
 PAGES = sorted(DOCS.rglob("*.md"))
-EXECUTED = ["index", "tour", "step", "regularizers", "gymnasium", "meta_tuning"]
-EXECUTED += ["wide", "cvxpylayers"]
+EXECUTED = [
+    *("index", "tour", "questions", "step", "regularizers", "learners", "losses", "estimators"),
+    *("results", "gymnasium", "meta_tuning", "theory", "wide", "cvxpylayers", "api/game"),
+]
 SETTINGS = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
 NAVIGATION = SETTINGS.partition("nav:")[2].partition("markdown_extensions:")[0]
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(?!\s)([^$]+)(?<!\s)\$", re.DOTALL)

@@ -26,6 +26,7 @@ from torch_occ.kernels.layout import (
     AHEAD,
     BEND,
     FORCE,
+    KEPT,
     PAIR,
     PLAN,
     STATE,
@@ -99,6 +100,39 @@ def follow(
     if weight > 0.0:
         return settle(model, weight, price, loss, tolerance, max_steps, source, work)
     return descend(model, terms, weights, loss, tolerance, max_steps, source, work)
+
+
+@kernel
+def follow_or_restart(
+    model: Model,
+    terms: Terms,
+    weights: Floats,
+    loss: Floats,
+    tolerance: float,
+    max_steps: int,
+    source: Floats,
+    middle: Floats,  # (S * A,), an interior point
+    work: Work,
+) -> tuple[int, int, float, float, float]:
+    """`follow` from q, and from the middle if that fails; the twin of `FTRLStep.solve`.
+
+    A warm start can lie too close to the boundary; from the middle, Newton's method is certain. If
+    both fail, q is what the first attempt found.
+    """
+    pairs = work.pairs
+    first = follow(model, terms, weights, loss, tolerance, max_steps, source, work)
+    if first[0] == CONVERGED:
+        return first
+    for i in range(len(middle)):
+        pairs[KEPT, i] = pairs[PAIR, i]
+        pairs[PAIR, i] = middle[i]
+    second = minimize(model, terms, weights, loss, tolerance, max_steps, source, work)
+    if second[0] == CONVERGED:
+        return second
+    for i in range(len(middle)):
+        pairs[PAIR, i] = pairs[KEPT, i]
+    work.stale[0], work.stale[2] = np.inf, 0.0
+    return first
 
 
 @part

@@ -8,7 +8,7 @@ import numpy as np
 
 from torch_occ._support.spacing import CHUNK
 from torch_occ.kernels.constants import CONVERGED, TIE
-from torch_occ.kernels.entropic import follow
+from torch_occ.kernels.entropic import follow_or_restart
 from torch_occ.kernels.layout import PAIR, Floats, Model, Terms, Work, inlined, kernel, part
 from torch_occ.kernels.transitions import likelihoods, successor
 
@@ -75,9 +75,7 @@ def play(
             (before + t) % CHUNK == 0
         ):  # nothing is taken over from one chunk to the next, so that a run may continue from a file
             work.stale[0], work.stale[1], work.stale[2] = np.inf, 0.0, 0.0
-        status = propose(
-            model, terms, weights[t + 1], loss, rules, middle, table, nowhere, scalars, work
-        )
+        status = propose(model, terms, weights[t + 1], loss, rules, middle, nowhere, scalars, work)
         if status != CONVERGED and scalars[FIRST_UNCERTIFIED] == 0.0:
             scalars[FIRST_UNCERTIFIED], scalars[FIRST_STATUS] = before + t + 1, status
         row, expected = min(t, len(means) - 1), 0.0
@@ -117,30 +115,14 @@ def propose(
     loss: Floats,
     rules: Rules,
     middle: Floats,
-    table: Floats,
     nowhere: Floats,
     scalars: Floats,
     work: Work,
 ) -> int:
     """q_t from the last q; from the middle if that fails. Returns the status."""
-    pairs = work.pairs
-    status, steps, _, flow, dual = follow(
-        model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work
+    status, steps, _, flow, dual = follow_or_restart(
+        model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, middle, work
     )
-    if status != CONVERGED:
-        for i in range(len(middle)):
-            table[1, i] = pairs[PAIR, i]
-            pairs[PAIR, i] = middle[i]
-        work.stale[0], work.stale[2] = np.inf, 0.0
-        again, more, _, new_flow, new_dual = follow(
-            model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, work
-        )
-        if again == CONVERGED:
-            status, steps, flow, dual = again, more, new_flow, new_dual
-        else:
-            for i in range(len(middle)):
-                pairs[PAIR, i] = table[1, i]
-            work.stale[0], work.stale[2] = np.inf, 0.0
     scalars[NEWTON_STEPS] += steps
     scalars[UNCERTIFIED] += status != CONVERGED
     scalars[DUAL_RESIDUAL] = max(scalars[DUAL_RESIDUAL], dual)

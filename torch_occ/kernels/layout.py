@@ -40,7 +40,8 @@ DQ = 17
 TRIAL = 18
 AHEAD = 19  # E[v(next state)], of the multipliers
 ROUNDING = 20  # what it did to the gaps, see torch_occ.kernels.shaping
-PAIR_ROWS = 21
+KEPT = 21  # q of a solve that failed, while another one is tried
+PAIR_ROWS = 22
 
 # Rows of `work.states`; 0, SLOPE and BEND are those of q(s).
 PLAN = 1  # the value of the optimal policy, which shapes the loss

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ.kernels.constants import CONVERGED
-from torch_occ.kernels.entropic import minimize
+from torch_occ.kernels.entropic import follow_or_restart
 from torch_occ.kernels.layout import (
     PAIR,
     REST,
@@ -71,15 +71,11 @@ def leap(
         pairs[PAIR, i] = way.middle[i]
     while True:
         _weights_at(np.log(t), way.log_t, way.log_weights, way.signs, weights)
-        status = minimize(model, terms, weights, loss, way.tolerance, way.max_steps, nowhere, work)[
+        work.stale[0], work.stale[2] = np.inf, 0.0  # no factors are kept from leap to leap
+        limits = (way.tolerance, way.max_steps)
+        status = follow_or_restart(model, terms, weights, loss, *limits, nowhere, way.middle, work)[
             0
         ]
-        if status != CONVERGED:
-            for i in range(len(way.middle)):
-                pairs[PAIR, i] = way.middle[i]
-            status = minimize(
-                model, terms, weights, loss, way.tolerance, way.max_steps, nowhere, work
-            )[0]
         counts[1] += status != CONVERGED
         if length > 0.0:
             total += 0.5 * (length + 1.0) * opening + 0.5 * (length - 1.0) * _cost(

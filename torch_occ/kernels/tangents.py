@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from torch_occ.kernels.constants import CONVERGED
-from torch_occ.kernels.entropic import minimize
+from torch_occ.kernels.entropic import follow_or_restart
 from torch_occ.kernels.episodes import draw, index_drawn, state_drawn
 from torch_occ.kernels.layout import (
     DQ,
@@ -36,8 +38,8 @@ class Pushes(NamedTuple):
     exponents: Floats  # (P, K)
 
 
-class World(NamedTuple):
-    """What is played against, and when a step counts as solved."""
+class Opponent(NamedTuple):
+    """The losses that are played against, and the limits of a solve."""
 
     mean: Floats  # (S * A,)
     gaps: Floats  # (S * A,)
@@ -63,7 +65,7 @@ def play_with_tangents(
     terms: Terms,
     weights: Floats,  # (n, K)
     pushes: Pushes,
-    world: World,
+    opponent: Opponent,
     numbers: Floats,  # (n, L, 3)
     carried: Carried,
     record: Floats,  # (n, 2 + 2 * P), out
@@ -74,16 +76,14 @@ def play_with_tangents(
     """n episodes."""
     pairs, q, tangent = work.pairs, carried.q, carried.tangent
     num_tangents, num_pairs = tangent.shape
-    limits = (world.tolerance, world.max_steps)
+    limits = (opponent.tolerance, opponent.max_steps)
     for t in range(len(weights)):
-        for attempt in range(2):  # from the last q; from the middle if that fails
-            for i in range(num_pairs):
-                pairs[PAIR, i] = q[i] if attempt == 0 else middle[i]
-            status = minimize(
-                model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], work
-            )[0]
-            if status == CONVERGED:
-                break
+        for i in range(num_pairs):
+            pairs[PAIR, i] = q[i]
+        work.stale[0], work.stale[2] = np.inf, 0.0  # factors are those of the tangents
+        status = follow_or_restart(
+            model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], middle, work
+        )[0]
         carried.failures[0] += status != CONVERGED
         floor_pairs(model, work)
         derive(
@@ -102,16 +102,16 @@ def play_with_tangents(
             slope = 0.0
             for i in range(num_pairs):
                 tangent[p, i] = pairs[DQ, i]
-                slope += pairs[DQ, i] * world.gaps[i]
+                slope += pairs[DQ, i] * opponent.gaps[i]
             record[t, TANGENTS + p] = slope
             record[t, TANGENTS + num_tangents + p] = carried.score[p]
         cost = 0.0
         for i in range(num_pairs):
             q[i] = pairs[PAIR, i]
-            cost += q[i] * world.gaps[i]
+            cost += q[i] * opponent.gaps[i]
         record[t, COST] = cost
         record[t, FAILED] = carried.failures[0]
-        walk_with_tangents(model, world, numbers, t, carried)
+        walk_with_tangents(model, opponent, numbers, t, carried)
 
 
 @kernel
@@ -142,7 +142,7 @@ def push_gradient(
 
 @kernel
 def walk_with_tangents(
-    model: Model, world: World, numbers: Floats, t: int, carried: Carried
+    model: Model, opponent: Opponent, numbers: Floats, t: int, carried: Carried
 ) -> None:
     """One trajectory, as `torch_occ.kernels.episodes.walk`: the estimates of the visited pairs, their tangents and the score."""
     num_actions, q, tangent, layers = (
@@ -157,7 +157,7 @@ def walk_with_tangents(
         for i in range(first, first + num_actions):
             total += q[i]
         chosen = first + index_drawn(q, first, num_actions, total, numbers[t, k, 0])
-        estimate = draw(world.noise, world.mean[chosen], numbers[t, k, 1]) / q[chosen]
+        estimate = draw(opponent.noise, opponent.mean[chosen], numbers[t, k, 1]) / q[chosen]
         carried.cumulative_loss[chosen] += estimate
         for p in range(len(tangent)):
             arriving, relative = 0.0, tangent[p, chosen] / q[chosen]

@@ -132,7 +132,9 @@ class FTRLStep(Frozen):
         Args:
             cumulative_loss: `(*batch, S, A)`. Values on masked pairs are ignored.
             t: the episode, at least 1: a number, or a tensor that broadcasts against `batch`.
-            warm_start: an occupancy measure to start from, positive on every pair; for example the last q.
+            warm_start: an occupancy measure to start from, positive on every pair; for example the
+                last q. Elements that fail from there are tried again without it (not inside
+                transforms of torch.func).
                 The q of an entropy (torch_occ.entropic) may have fallen to zero, and is taken as it is.
             mdp: the same layout with other probabilities (`mdp.with_transitions`), to differentiate in them.
             check: raise `SolveError` when an element fails. With False, look at `solution.status`; derivatives of failed elements
@@ -145,22 +147,39 @@ class FTRLStep(Frozen):
                 return self.solve(
                     cumulative_loss.clone(), episode, warm_start=start, mdp=mdp, check=check
                 )
-        if mdp is None and self._compiled is not None and not inside_transform():
-            found = self._compiled(
-                cumulative_loss, t, self.interior if warm_start is None else warm_start
-            )
+        if inside_transform():  # where no Python decision can depend on a result
+            return self._solve_in_torch(cumulative_loss, t, warm_start, mdp, check)
+        solution, converged = self._attempt(cumulative_loss, t, warm_start, mdp)
+        if converged:
+            return solution
+        if warm_start is not None:
+            # A warm start can lie too close to the boundary; from the middle, Newton's method is
+            # certain.
+            again, _ = self._attempt(cumulative_loss, t, None, mdp)
+            solution = solution.merge(again, again.converged & ~solution.converged)
+        report(check, solution)
+        return solution
+
+    def _attempt(
+        self,
+        cumulative_loss: Tensor,
+        t: Tensor | float,
+        warm_start: Tensor | None,
+        mdp: LayeredMDP | None,
+    ) -> tuple[Solution, bool]:
+        """The solution, and whether all of it converged."""
+        if mdp is None and self._compiled is not None:
+            start = self.interior if warm_start is None else warm_start
+            found = self._compiled(cumulative_loss, t, start)
             if found is not None:
-                solution, converged = found
-                if not converged:
-                    report(check, solution)
-                return solution
-        return self._solve_in_torch(cumulative_loss, t, warm_start=warm_start, mdp=mdp, check=check)
+                return found
+        solution = self._solve_in_torch(cumulative_loss, t, warm_start, mdp, check=False)
+        return solution, bool(solution.converged.all())
 
     def _solve_in_torch(
         self,
         cumulative_loss: Tensor,
         t: Tensor | float,
-        *,
         warm_start: Tensor | None,
         mdp: LayeredMDP | None,
         check: bool,

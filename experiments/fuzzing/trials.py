@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import torch_occ as occ
-from experiments.fuzz_judge import CAREFUL, EXACT, FAST, FLOOR, Floats, extended
-from experiments.fuzz_newton import judge
-from experiments.fuzz_problems import Backend, Batch, Generator
+from experiments.fuzzing.judge import CAREFUL, EXACT, FAST, FLOOR, Floats, extended
+from experiments.fuzzing.newton import judge
+from experiments.fuzzing.problems import Backend, Batch, Generator
 
 #: Relative errors of q up to here are never held against a certificate.
 HARMLESS = 1e-10

@@ -1,6 +1,6 @@
 """Newton's method of the judge of experiments/fuzz.py: the error of given occupancy measures.
 
-See experiments/fuzz_judge.py for what it relies on, and for the shapes.
+See experiments/fuzzing/judge.py for what it relies on, and for the shapes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.fuzz_judge import (
+from experiments.fuzzing.judge import (
     CAREFUL,
     EXACT,
     FAST,
