@@ -106,7 +106,7 @@ def leap(
 
 @kernel
 def _cost(pairs: Floats, gaps: Floats, phase: int) -> float:
-    """<q, gaps>."""
+    """⟨q, gaps⟩."""
     total = 0.0
     for i in range(pairs.shape[1]):
         total += pairs[PAIR, i] * gaps[phase, i]

@@ -208,7 +208,7 @@ def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, w
 
 @kernel
 def pair_with(model: Model, terms: Terms, term: int, work: Work) -> tuple[float, float]:
-    """<u, grad f(argument)> for one term of weight 1, and its derivative by the exponent.
+    """⟨u, grad f(argument)⟩ for one term of weight 1, and its derivative by the exponent.
 
     u is the row DQ.
     Overwrites the slopes and bends of the argument, TRIAL and U.
