@@ -61,7 +61,7 @@ def play(
     rules: Rules,
     tally: Tally,
     middle: Floats,  # (S * A,), an interior point for cold starts
-    table: Floats,  # (2, S * A), scratch; row 0 receives the losses under full information
+    table: Floats,  # (S * A,), scratch: the losses under full information
     nowhere: Floats,  # (0,)
     work: Work,  # the same for every call of a run
 ) -> None:
@@ -87,8 +87,8 @@ def play(
             tally.total_mean[i] += means[row, i]
         if rules.estimator == FULL_INFORMATION:
             for i in range(num_pairs):
-                table[0, i] = draw(rules.noise, means[row, i], tables[t, i])
-                loss[i] += table[0, i]
+                table[i] = draw(rules.noise, means[row, i], tables[t, i])
+                loss[i] += table[i]
         elif rules.estimator == REDUCED_VARIANCE:
             for i in range(num_pairs):
                 loss[i] += 0.5 if q[i] >= rules.setting[t] else 0.0
@@ -159,7 +159,7 @@ def walk(
             total += q[i]
         i = s * num_actions + index_drawn(q, s * num_actions, num_actions, total, numbers[t, k, 0])
         if rules.estimator == FULL_INFORMATION:
-            loss = table[0, i]
+            loss = table[i]
         else:
             loss = draw(rules.noise, means[row, i], numbers[t, k, 1])
             if rules.estimator == IMPORTANCE_WEIGHTED:

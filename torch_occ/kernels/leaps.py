@@ -80,9 +80,8 @@ def leap(
         _weights_at(np.log(t), way.log_t, way.log_weights, way.signs, weights)
         work.stale[0], work.stale[2] = np.inf, 0.0  # discard the factors of the last leap
         limits = (way.tolerance, way.max_steps)
-        status = follow_or_restart(model, terms, weights, loss, *limits, nowhere, way.middle, work)[
-            0
-        ]
+        found = follow_or_restart(model, terms, weights, loss, *limits, nowhere, way.middle, work)
+        status = found[0]
         counts[1] += status != CONVERGED
         if length > 0.0:
             total += 0.5 * (length + 1.0) * opening + 0.5 * (length - 1.0) * _cost(
