@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.compiling import patiently
+from torch_occ._support.compiling import compile_message
 from torch_occ._support.private import in_forward_mode
 from torch_occ._support.threads import for_each
 from torch_occ.kernels.batches import BAD_INPUT, solve_linear, solve_steps
@@ -76,7 +76,7 @@ def pays_off(mdp: LayeredMDP) -> bool:
 
 
 class CompiledStep:
-    """min <q, loss> + psi_t(q), for plain tensors outside every transform of torch.func."""
+    """min ⟨q, loss⟩ + psi_t(q), for plain tensors outside every transform of torch.func."""
 
     def __init__(self, mdp: LayeredMDP, regularizer: Regularizer, options: Options) -> None:
         self.mdp, self.regularizer, self.options = mdp, regularizer, options
@@ -222,7 +222,7 @@ class CompiledStep:
     def linear(
         self, x: Floats, r: Floats, q: Floats, terms: Floats
     ) -> tuple[Floats, Floats, Floats]:
-        """H(q) u - E'm = -x, E u = r, in rows: u and m, and the derivatives of <u, grad psi(q)> in weights and exponents, `(2, N, K)`."""
+        """H(q) u - E'm = -x, E u = r, in rows: u and m, and the derivatives of ⟨u, grad psi(q)⟩ in weights and exponents, `(2, N, K)`."""
         count = len(q) // self.shape[0]
         u, m = self._empty(count)
         bars = np.empty((2, count, terms.shape[2]))
@@ -237,7 +237,7 @@ class CompiledStep:
     def _run(self, count: int, kernel: Callable[..., None], *arguments: Any) -> None:
         """The kernel over a batch, in as many threads as are worth it."""
         if count < _ALONE:
-            with patiently:
+            with compile_message:
                 self._run_alone(0, count, kernel, *arguments)
             return
         threads = min(torch.get_num_threads(), count)
@@ -245,7 +245,7 @@ class CompiledStep:
         def share(i: int) -> None:
             self._run_alone(i * count // threads, (i + 1) * count // threads, kernel, *arguments)
 
-        with patiently:
+        with compile_message:
             for_each(share, threads)
 
     def _run_alone(
