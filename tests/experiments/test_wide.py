@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_occ as occ
-from experiments import wide
+from experiments import wide, wide_crossover
 from torch_occ.step import kkt
 
 
@@ -28,7 +28,7 @@ def test_the_grid_slips_and_stops_at_its_edge():
 
 def test_the_experiment_leaves_a_table_and_a_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wide, "in_new_process", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(wide, "CROSSOVER", ((2, 3, 2, 1), (3, 70, 2, 2)))
+    monkeypatch.setattr(wide_crossover, "CROSSOVER", ((2, 3, 2, 1), (3, 70, 2, 2)))
     chooser = kkt.prefers_iterations
     args = wide.Args(
         sides=(2, 3),
