@@ -65,3 +65,33 @@ def test_numbers_of_numpy_and_torch_are_welcome():
     history = occ.simulate(MDP, LEARNER, LOSSES, episodes, seeds, backend="torch")
     assert history.seeds == (0, 1)
     assert int(history.episodes[-1]) == 5
+
+
+def centred(baseline):
+    return type("Centred", (occ.CentredEstimator,), {"baseline": lambda self, q, t: baseline})()
+
+
+@pytest.mark.parametrize("baseline", [0.5, torch.zeros(4, 2, dtype=torch.float64)])
+def test_a_baseline_has_the_shape_of_q(baseline):
+    learner = occ.FTRL(MDP, occ.jin_luo(MDP), centred(baseline))
+    message = r"Centred.baseline at episode 1: expected a tensor that broadcasts to \(1, 3, 2\)"
+    with pytest.raises(ValueError, match=message):
+        occ.simulate(MDP, learner, LOSSES, 5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: occ.FTRL(MDP, 1.0), "regularizer: expected an occ.Regularizer, .* got float"),
+        (lambda: occ.FTRL(occ.jin_luo(MDP), MDP), "regularizer: expected .* got LayeredMDP"),
+        (
+            lambda: occ.FTRL(MDP, occ.jin_luo(MDP), occ.ImportanceWeighted),
+            "estimator: expected an occ.Estimator",
+        ),
+        (lambda: occ.ReducedVariance(0.1), "learning_rate: expected an occ.Schedule, .* got 0.1"),
+        (lambda: occ.Corrupted(MEAN, 1.0), "base: expected an occ.LossProcess, .* got Tensor"),
+    ],
+)
+def test_wrong_parts_are_named_when_they_are_put_together(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
