@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import torch_occ as occ
+from torch_occ.game.figures import occupancy_figure
 
 MDP = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=0)
 MEAN = torch.full((3, 2), 0.5, dtype=torch.float64)
@@ -95,3 +96,23 @@ def test_a_baseline_has_the_shape_of_q(baseline):
 def test_wrong_parts_are_named_when_they_are_put_together(make, message):
     with pytest.raises(TypeError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("learners", "options", "message"),
+    [
+        ([LEARNER, LEARNER], {}, 'learners: expected a dictionary, {"name": learner, ...}'),
+        ({"a": LEARNER, "b": LEARNER}, {"save_to": "run.pt"}, "save_to: a file holds one run"),
+    ],
+)
+def test_comparisons_name_wrong_arguments(learners, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        occ.compare_learners(MDP, learners, LOSSES, 5, **options)
+
+
+def test_a_heat_map_is_of_one_q():
+    q = occ.interior_point(MDP).expand(4, 3, 2)
+    with pytest.raises(
+        ValueError, match=r"q: expected shape \(3, 2\), got \(4, 3, 2\); of several"
+    ):
+        occupancy_figure(MDP, q)
