@@ -89,7 +89,7 @@ def keep(name: Argument, mdp: LayeredMDP, x: Tensor, otherwise: float) -> Tensor
 
 
 def sum_of_others(x: Tensor) -> Tensor:
-    """For each entry along the last dimension, return the sum of the others, without subtraction."""
+    """Return, for each entry along the last dimension, the sum of the others; nothing cancels."""
     before = torch.nn.functional.pad(x.cumsum(-1)[..., :-1], (1, 0))
     after = torch.nn.functional.pad(x.flip(-1).cumsum(-1)[..., :-1], (1, 0)).flip(-1)
     return before + after
