@@ -85,7 +85,11 @@ def entropy_at(regularizer: Regularizer, t: Tensor) -> Entropy:
     """w and kappa of psi_t."""
     terms: list[Term] = []
     for part, weight in regularizer.parts(t):
-        assert isinstance(part, TabularRegularizer)
+        if not isinstance(part, TabularRegularizer):
+            raise RuntimeError(
+                f"regularizer: {type(part).__name__} was added after the first use; "
+                "make a new FTRLStep(mdp, regularizer)"
+            )
         terms += part.constant(weight)[0].terms
     return entropy_of([(term.argument, torch.as_tensor(term.weight).to(t)) for term in terms])
 
