@@ -25,7 +25,7 @@ Its entries are of the order of the horizon. Its eigenvalues are at least 1, bec
 to the matrix M of torch_occ.step.kkt. The equations are nearly piecewise linear: full steps from
 the uniform policy take 1 to 8 iterations for losses of 1 to 1e12. The direction equals that of
 torch_occ.step.newton at q, which is a descent direction. From remote starts full steps may cycle,
-so the step length is 1/2 after the first FULL_STEPS iterations.
+so after FULL_STEPS iterations the step length is 1/2 until the steps are small.
 
 **Derivatives.** The equations are made of differentiable operations. Two Newton steps from the
 solution, g + J^-1 (log u - g), leave the value g unchanged and give its first three derivatives
