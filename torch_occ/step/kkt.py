@@ -80,8 +80,9 @@ def factorize(hessian: Hessian, flow: Flow, q: Tensor, *, exact: bool = False) -
 def is_convex(hessian: Hessian, mdp: LayeredMDP) -> Tensor:
     """Return whether H is positive semidefinite on the null space of E, `(*batch,)`.
 
-    This is necessary at a minimum. Hessians that are block-diagonal over states are checked block by
-    block: R >= 0 in every state, and kappa >= 0 in states after the first layer, where q(s) varies.
+    This is necessary at a minimum. Hessians that are block-diagonal over states are checked block
+    by block: R >= 0 in every state, and kappa >= 0 in states after the first layer, where q(s) can
+    change.
     """
     if isinstance(hessian, Full):
         return FullFactorization(hessian, mdp).is_convex()
