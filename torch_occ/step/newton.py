@@ -5,9 +5,9 @@ small occupancies of long runs:
 
 - **Shaping.** Adding E'v to the loss does not change the solution. So the loss is first replaced by
   the gaps of its optimal policy, which are non-negative, and zero at every best action. Then no
-  large numbers cancel (torch_occ.step.shaping). The gradient has a similar problem: where one pair
-  takes nearly all of a layer, the slope in 1 - q is huge. It is the same for the whole layer, a
-  constant of the objective, and is left out.
+  large numbers cancel (torch_occ.step.shaping). The gradient is treated in the same way: where one
+  pair takes nearly all of a layer, its slope in 1 - q is huge. This slope is subtracted from all
+  pairs of the layer, which changes the objective only by a constant.
 - **Step length by relative change.** All elementary terms satisfy |x f'''(x)| <= 2 f''(x), with f''
   decreasing. If no argument of psi falls by more than the fraction rho along the Newton step, then
   the step of length 1/(1 + rho) decreases the objective, from every start. For rho <= 1/2 the full

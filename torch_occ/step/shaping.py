@@ -1,10 +1,10 @@
 """Potential-based shaping: the loss is replaced by its gaps.
 
 Adding E'v to the loss does not change the solution of the FTRL step, for any potential v. With the
-value of the optimal policy as potential, the loss becomes its gaps, which are non-negative, and zero
-at every best action. `shape_loss` computes them in ordinary arithmetic, with an error of eps times
-the values. Gaps can be tiny compared with the values. `shape_finely` then computes them almost
-without rounding errors:
+value of the optimal policy as potential, the loss becomes its gaps, which are non-negative, and
+zero at every best action. `shape_loss` computes them in ordinary arithmetic, with an error of eps
+times the values. Gaps can be tiny compared with the values. `shape_finely` then computes them
+almost without rounding errors:
 
 - The smallest loss of each state is moved from its losses to its value. The common part of each
   layer is taken out of its values: it is a constant of the objective, because each layer has mass
@@ -192,7 +192,7 @@ def rejoin(mdp: LayeredMDP, v: Tensor) -> Tensor:
     In the cut MDP, E'v lacks the v of the single state that follows, a constant of the layer.
     """
     zero = torch.zeros_like(v[..., 0])
-    single = [there.stop - there.start == 1 for there in mdp.layer_slices[1:]]
-    pairs = zip(single, mdp.layer_slices[1:], strict=True)
-    constants = [v[..., there.start] if alone else zero for alone, there in pairs] + [zero]
+    following = zip(mdp.layer_sizes[1:], mdp.layer_slices[1:], strict=True)
+    constants = [v[..., there.start] if width == 1 else zero for width, there in following]
+    constants.append(zero)
     return v + potential(mdp, torch.stack(constants, -1))

@@ -12,7 +12,7 @@ separable terms, with D = d + w, a = sum 1/D and e = 1 - sum w/D,
     R x = (x - (sum x/D) / a) / D,    p = (e/a + w) / D,    kappa = c + sum w d / D + e^2 / a.
 
 This costs O(A). Nothing cancels if e is computed from its dominant action. H_s itself may be
-singular: a regularizer that does not depend on the scale of q(s), such as the conditional entropy,
+singular: a regularizer that is linear in q(s) at a fixed policy, such as the conditional entropy,
 has kappa = 0.
 """
 
