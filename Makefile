@@ -2,9 +2,11 @@
 #
 #     make demo ARGS="--seed 1"     passes arguments on
 #     make test PYTHON=python3.12   sets up with another interpreter
+#     make board RUN=corruption     opens the newest run of this experiment
 
 PYTHON ?= python3
 ARGS ?=
+RUN ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -46,8 +48,13 @@ format: $(READY)  ## sort imports, fix what is safe to fix, format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-board: $(READY)  ## open TensorBoard on runs/
-	$(BIN)/tensorboard --logdir runs $(ARGS)
+# With more than 40 logs, TensorBoard's Scalars start empty. So it opens one directory of runs/.
+LOGS = $(shell find runs/$(RUN)* -name 'events.out.tfevents.*' -exec ls -t {} + 2>/dev/null \
+	| head -n 1 | cut -d / -f 1,2)
+
+board: $(READY)  ## open TensorBoard on the newest run, or on that of RUN=<experiment>
+	@test -n "$(LOGS)" || { echo "no TensorBoard log in runs/$(RUN)*; try: make demo" >&2; exit 1; }
+	$(BIN)/tensorboard --logdir $(LOGS) $(ARGS)
 
 bench: $(READY)  ## run the benchmark
 	$(BIN)/python -m experiments.benchmark $(ARGS)

@@ -1,1 +1,5 @@
-"""Readable scripts, one a question: `python -m experiments.<name> --help`."""
+"""Readable scripts, one per question: `python -m experiments.<name> --help`."""
+
+from experiments._help import print_help
+
+print_help()

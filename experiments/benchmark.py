@@ -1,13 +1,14 @@
 """How fast is the step, and compared with what?
 
-    python -m experiments.benchmark                                        everything; about half an hour
-    python -m experiments.benchmark --sizes 3 3 3 5 5 4 --batches 1        the small sizes, one element
-    python -m experiments.benchmark --rivals moreau --sections rivals      one rival
-    python -m experiments.benchmark --sections flows profile               only torch_occ, taken apart
-    python -m experiments.benchmark --sections engine                      the compiled engine against a C loop
+    python -m experiments.benchmark                                      all; about half an hour
+    python -m experiments.benchmark --sizes 3 3 3 5 5 4 --batches 1      small sizes, one element
+    python -m experiments.benchmark --rivals moreau --sections rivals    one rival
+    python -m experiments.benchmark --sections flows profile             parts of torch_occ
+    python -m experiments.benchmark --sections engine                    the engine against C
 
-All contestants solve the same steps in turns, and what counts is the ratio of their medians: it stays when the machine is busy. A time says
-nothing without the accuracy it bought, so each row has the residuals of q and of the gradient, by the judge of torch_occ.reference.
+All contestants solve the same steps in turns. The ratios of their medians are compared, since they
+change little when the machine is busy. Solvers differ in accuracy, so each row has the residuals of
+q and of the gradient, computed by torch_occ.reference.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Literal
 
 import torch
 import tyro
-from matplotlib.figure import Figure
 
 from experiments.anatomy import Anatomy, draw_flows, measure_flows, measure_profile
+from experiments.benchmark_report import HEADER, Row, draw_rivals, summary, verdict
 from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
 from experiments.compiled import (
     draw_growth,
@@ -39,97 +40,78 @@ from torch_occ.reference import Equations
 
 @dataclass
 class Args:
-    """What to measure."""
+    """The measurements."""
 
     sizes: tuple[tuple[int, int, int], ...] = ((3, 3, 3), (5, 5, 4), (10, 10, 5), (10, 100, 10))
     """horizon, width and actions of each MDP"""
     batches: tuple[int, ...] = (1, 32, 256)
     """how many steps at once"""
-    rivals: tuple[Literal["cvxpy", "scs", "clarabel", "moreau"], ...] = ("cvxpy", "scs", "clarabel", "moreau")
-    """cvxpy with Clarabel; cvxpylayers with diffcp and SCS, diffcp and Clarabel (accurate settings), Moreau"""
-    sections: tuple[Literal["rivals", "flows", "profile", "engine", "growth"], ...] = ("rivals", "flows", "profile", "engine")
-    """the comparison; dense against layered linear algebra; where the time of a Newton iteration goes; the compiled engine against a C
-    loop; step time against pairs up to 1e5, which takes minutes and 4 GiB"""
+    rivals: tuple[Literal["cvxpy", "scs", "clarabel", "moreau"], ...] = (
+        "cvxpy",
+        "scs",
+        "clarabel",
+        "moreau",
+    )
+    """cvxpy with Clarabel; cvxpylayers with diffcp and SCS, diffcp and Clarabel, or Moreau"""
+    sections: tuple[Literal["rivals", "flows", "profile", "engine", "growth"], ...] = (
+        "rivals",
+        "flows",
+        "profile",
+        "engine",
+    )
+    """the comparison; dense against layered linear algebra; the time of a Newton iteration by part;
+    the engine against a C loop; step time up to 1e5 pairs, which takes minutes and 4 GiB"""
     repeats: int = 7
     """runs of which the median is taken, as far as the budget goes"""
     budget: float = 60.0
-    """seconds for one contestant in one cell: then no more repeats; a batch that would take longer is measured in part"""
+    """seconds for one contestant in one cell; a batch that would take longer is measured in part"""
     patience: float = 600.0
     """a contestant that would need more seconds than this for one step is skipped"""
     t: float = 1000.0
     """the episode"""
     clock: Literal["wall", "cpu"] = "wall"
-    """cpu counts the processor's time of all threads: for a machine that is busy with other things"""
+    """cpu counts processor time of all threads, for a busy machine"""
     threads: int = 1
-    """threads of torch; the rivals take what they like"""
+    """threads of torch; the rivals choose their own"""
     seed: int = 0
     """seed of the MDPs and the losses"""
     root: Path = Path("runs")
     """where the run's directory is made"""
 
 
-@dataclass
-class Row:
-    """One contestant in one cell. Times are seconds for the whole batch, ratios are multiples of torch_occ's time."""
-
-    horizon: int
-    width: int
-    actions: int
-    pairs: int
-    batch: int
-    contestant: str
-    accurate: bool
-    forward: float | None = None
-    backward: float | None = None
-    warm: float | None = None
-    residual_q: float | None = None
-    residual_gradient: float | None = None
-    ratio_forward: float | None = None
-    ratio_backward: float | None = None
-    ratio_total: float | None = None
-    ratio_warm: float | None = None
-    measured: int = 0  # elements of the batch that were run; the times are scaled up from them
-    repeats: int = 0
-    note: str = ""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.horizon, self.width, self.actions
-
-    def cells(self) -> list[str]:
-        """As printed."""
-        scaled = "" if self.measured == self.batch else "~"
-        times = [scaled + seconds(x) if x else "-" for x in (self.forward, self.backward, self.warm)]
-        residuals = [f"{x:.0e}" if x is not None else "-" for x in (self.residual_q, self.residual_gradient)]
-        ratios = [multiple(x) for x in (self.ratio_forward, self.ratio_backward, self.ratio_total, self.ratio_warm)]
-        return [f"{self.shape}", str(self.batch), self.contestant, *times, *residuals, *ratios, self.note]
-
-
-def multiple(x: float | None) -> str:
-    """A ratio with about as many digits as it deserves."""
-    return "-" if not x else f"{x:.1f}" if x < 10 else f"{x:,.0f}"
-
-
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-HEADER = ["size", "batch", "", "forward", "backward", "warm", "KKT q", "KKT grad", "×fwd", "×bwd", "×both", "×warm", "note"]
 
 
-# -- one cell -------------------------------------------------------------------------------------------------------------
+# -- one cell -------------------------------------------------------------------------------------
 
 
-def measure_cell(args: Args, case: Case, contestants: list[Contestant], single: dict[str, Trial]) -> list[Row]:
-    """All contestants on one size and batch, in turns. `single` holds the trials on one element of this size."""
+def measure_cell(
+    args: Args, case: Case, contestants: list[Contestant], single: dict[str, Trial]
+) -> list[Row]:
+    """All contestants on one size and batch, in turns.
+
+    `single` holds the trials on one element of this size.
+    """
     rows, running, trials = {}, {}, {contestant.label: list[Trial]() for contestant in contestants}
     for contestant in contestants:
         rows[contestant.label] = row = Row(
-            *case.shape, case.mdp.num_pairs, case.batch, contestant.label, contestant.accurate, note=contestant.missing
+            *case.shape,
+            case.mdp.num_pairs,
+            case.batch,
+            contestant.label,
+            contestant.accurate,
+            note=contestant.missing,
         )
         expected = contestant.predict(case.mdp.num_pairs)
         if not row.note and expected > args.patience:
-            row.note = f"skipped: a step would take {seconds(expected)}, by pairs^{contestant.growth:g}"
+            row.note = (
+                f"skipped: a step would take {seconds(expected)}, by pairs^{contestant.growth:g}"
+            )
         if row.note:
             continue
-        count = case.batch if contestant.whole else min(case.batch, max(1, int(args.budget / expected)))
+        count = (
+            case.batch if contestant.whole else min(case.batch, max(1, int(args.budget / expected)))
+        )
         if count < case.batch:
             row.note = f"{count} of {case.batch} measured"
         if count == 1 and contestant.label in single:  # slow, and known already
@@ -143,7 +125,10 @@ def measure_cell(args: Args, case: Case, contestants: list[Contestant], single: 
     for _ in range(args.repeats):
         for contestant in contestants:
             done = trials[contestant.label]
-            if contestant.label in running and sum(trial.total for trial in done) * (1 + 1 / max(len(done), 1)) <= args.budget:
+            if (
+                contestant.label in running
+                and sum(trial.total for trial in done) * (1 + 1 / max(len(done), 1)) <= args.budget
+            ):
                 run, count = running[contestant.label]
                 done.append(run(count))
 
@@ -169,11 +154,15 @@ def _summarize(row: Row, case: Case, trials: list[Trial]) -> None:
     row.forward = median([trial.forward for trial in trials])
     row.backward = median([trial.backward for trial in trials])
     row.warm = median([trial.warm for trial in trials])
-    judge = Equations(case.mdp, case.regularizer, case.loss[0], torch.tensor(case.t, dtype=torch.float64))
+    judge = Equations(
+        case.mdp, case.regularizer, case.loss[0], torch.tensor(case.t, dtype=torch.float64)
+    )
     row.residual_q = judge.residual_of_q(trials[0].q[0])
     if trials[0].gradient is not None:
         if case.mdp.num_pairs <= 2000:
-            row.residual_gradient = judge.residual_of_gradient(trials[0].q[0], case.direction, trials[0].gradient[0])
+            row.residual_gradient = judge.residual_of_gradient(
+                trials[0].q[0], case.direction, trials[0].gradient[0]
+            )
         else:
             row.note = "; ".join(filter(None, [row.note, "gradient not judged: too large"]))
 
@@ -182,13 +171,16 @@ def _compare(row: Row, ours: Row) -> None:
     def ratio(theirs: float | None, own: float | None) -> float | None:
         return theirs / own if theirs and own else None
 
-    row.ratio_forward, row.ratio_backward = ratio(row.forward, ours.forward), ratio(row.backward, ours.backward)
+    row.ratio_forward, row.ratio_backward = (
+        ratio(row.forward, ours.forward),
+        ratio(row.backward, ours.backward),
+    )
     if row.forward and row.backward and ours.forward and ours.backward:
         row.ratio_total = (row.forward + row.backward) / (ours.forward + ours.backward)
-    row.ratio_warm = ratio(row.warm or row.forward, ours.warm)  # who cannot start warm starts cold
+    row.ratio_warm = ratio(row.warm or row.forward, ours.warm)  # without a warm start: a cold one
 
 
-# -- all cells ------------------------------------------------------------------------------------------------------------
+# -- all cells ------------------------------------------------------------------------------------
 
 
 def measure_rivals(args: Args, directory: Path) -> list[Row]:
@@ -198,79 +190,28 @@ def measure_rivals(args: Args, directory: Path) -> list[Row]:
     for shape in args.sizes:
         single: dict[str, Trial] = {}
         for batch in args.batches:
-            cell = measure_cell(args, Case(shape, batch, args.seed, args.t, CLOCKS[args.clock]), contestants, single)
+            cell = measure_cell(
+                args, Case(shape, batch, args.seed, args.t, CLOCKS[args.clock]), contestants, single
+            )
             for row in cell:
-                print("  ".join(f"{name} {cell}".strip() for name, cell in zip(HEADER, row.cells(), strict=True) if cell not in ("", "-")))
+                print(
+                    "  ".join(
+                        f"{name} {cell}".strip()
+                        for name, cell in zip(HEADER, row.cells(), strict=True)
+                        if cell not in ("", "-")
+                    )
+                )
             rows += cell
             write_csv(directory / "benchmark.csv", [asdict(row) for row in rows])
     return rows
-
-
-def verdict(rows: list[Row]) -> list[str]:
-    """The two goals of the project, for every batch measured."""
-    lines = []
-    for shape, goal in (((5, 5, 4), 50), ((10, 10, 5), 5000)):
-        for batch in sorted({row.batch for row in rows}):
-            found = [row.ratio_total for row in rows if row.accurate and row.shape == shape and row.batch == batch and row.ratio_total]
-            if found:
-                outcome = "reached" if min(found) >= goal else "MISSED"
-                lines.append(f"{shape}, batch {batch}: {min(found):,.0f} times as fast as accurate cvxpylayers; goal {goal:,} {outcome}")
-    return lines
-
-
-def summary(rows: list[Row]) -> str:
-    """A step with its gradient, one size a line: the time of torch_occ, and how many times as long the others take; for the README."""
-    names = list(dict.fromkeys(row.contestant for row in rows))
-    batches = sorted({row.batch for row in rows})
-    ends = dict.fromkeys((batches[0], batches[-1]))
-    lines = []
-    for shape in dict.fromkeys(row.shape for row in rows):
-        line = [f"{shape}", ""]
-        for batch in ends:
-            cell = {row.contestant: row for row in rows if row.shape == shape and row.batch == batch}
-            ours = cell[names[0]]
-            line[1] = str(ours.pairs)
-            line.append(seconds(((ours.forward or 0.0) + (ours.backward or 0.0)) / batch))
-            line += [multiple(cell[name].ratio_total or cell[name].ratio_forward) for name in names[1:]]
-        lines.append(line)
-    header = ["size", "pairs"]
-    for batch in ends:
-        header += [f"batch {batch}: {names[0]}, a step", *names[1:]]
-    return table(header, lines)
-
-
-def draw_rivals(rows: list[Row]) -> Figure:
-    """Seconds a step, forward and backward together, over the batch; one panel a size."""
-    shapes = list(dict.fromkeys(row.shape for row in rows))
-    names = list(dict.fromkeys(row.contestant for row in rows if row.forward))
-    figure = Figure(figsize=(3.4 * len(shapes) + 1.2, 4.4), layout="constrained")
-    panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
-    for panel, shape in zip(panels, shapes, strict=True):
-        for i, name in enumerate(names):
-            here = [row for row in rows if row.shape == shape and row.contestant == name and row.forward]
-            points = [(row.batch, ((row.forward or 0) + (row.backward or 0)) / row.batch, row.measured == row.batch) for row in here]
-            label = name if any(row.backward for row in rows if row.contestant == name) else f"{name}, no gradient"
-            style = {"color": f"C{i}", "linewidth": 2.4 if i == 0 else 1.4, "zorder": 3 if i == 0 else 2}
-            panel.plot([point[0] for point in points], [point[1] for point in points], label=label, **style)
-            for batch, duration, whole in points:
-                panel.plot(batch, duration, "o", color=f"C{i}", markerfacecolor=f"C{i}" if whole else "white", zorder=4)
-        panel.set(xscale="log", yscale="log", xlabel="batch", title="horizon {}, width {}, {} actions".format(*shape))
-        panel.set_xticks(batches := sorted({row.batch for row in rows}), [str(batch) for batch in batches], minor=False)
-        panel.minorticks_off()
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("seconds a step, forward + backward")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
-    figure.suptitle("One FTRL step and its gradient (hollow: scaled up from part of the batch)", fontsize=11)
-    return figure
 
 
 def main(args: Args) -> Path:
     """Run the sections, print their tables, write them as CSV and PNG."""
     torch.set_num_threads(args.threads)
     directory = run_directory(args.root, "benchmark", args.seed)
-    print(f"{machine()}; torch uses {args.threads} thread{'s' * (args.threads > 1)}; {args.clock} time\n", flush=True)
+    threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
+    print(f"{machine()}; torch uses {threads}; {args.clock} time\n", flush=True)
     if "rivals" in args.sections:
         rows = measure_rivals(args, directory)
         print(
@@ -281,7 +222,9 @@ def main(args: Args) -> Path:
             flush=True,
         )
         write_figure(directory / "benchmark.png", draw_rivals(rows))
-    anatomy = Anatomy(args.batches, args.repeats, args.budget, args.t, args.seed, CLOCKS[args.clock])
+    anatomy = Anatomy(
+        args.batches, args.repeats, args.budget, args.t, args.seed, CLOCKS[args.clock]
+    )
     if "flows" in args.sections:
         flows = measure_flows(anatomy)
         write_csv(directory / "flows.csv", flows)
@@ -292,7 +235,10 @@ def main(args: Args) -> Path:
         loops = measure_loop(args.repeats, directory)
         numbers = measure_threads() | measure_calls() | measure_compiling()
         write_csv(directory / "engine.csv", loops)
-        write_csv(directory / "engine_calls.csv", [{"what": name, "measured": value} for name, value in numbers.items()])
+        write_csv(
+            directory / "engine_calls.csv",
+            [{"what": name, "measured": value} for name, value in numbers.items()],
+        )
         print(f"\n{report(loops, numbers)}\n", flush=True)
     if "growth" in args.sections:
         torch.set_num_threads(2)

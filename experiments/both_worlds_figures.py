@@ -18,8 +18,13 @@ Ratios = Sequence[tuple[float, float]]  # values and standard errors
 MARKERS = ("s", "*", "o", "^", "D")
 
 
-def draw_held_out(ratios: Mapping[tuple[str, str], Ratios], mdps: Sequence[int], episodes: int, seeds: int) -> Figure:
-    """MDP by MDP and on average, relative to the paper's: the stochastic world on the left, the adversary on the right."""
+def draw_held_out(
+    ratios: Mapping[tuple[str, str], Ratios], mdps: Sequence[int], episodes: int, seeds: int
+) -> Figure:
+    """Regret on each MDP and on average, relative to the paper's.
+
+    The stochastic world is on the left, the adversary on the right.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
@@ -32,7 +37,15 @@ def draw_held_out(ratios: Mapping[tuple[str, str], Ratios], mdps: Sequence[int],
             x = np.arange(len(values)) + 0.16 * (i - (len(names) - 1) / 2)
             size = 11 if MARKERS[i] == "*" else 5.5
             axes.errorbar(
-                x, values, 1.96 * errors, color=COLOURS[i], marker=MARKERS[i], markersize=size, linestyle="none", capsize=2, label=name
+                x,
+                values,
+                1.96 * errors,
+                color=COLOURS[i],
+                marker=MARKERS[i],
+                markersize=size,
+                linestyle="none",
+                capsize=2,
+                label=name,
             )
         axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
         axes.axvline(len(mdps) - 0.5, color="0.85", linewidth=0.8)
@@ -41,17 +54,26 @@ def draw_held_out(ratios: Mapping[tuple[str, str], Ratios], mdps: Sequence[int],
         axes.spines[["top", "right"]].set_visible(False)
     left, right = panels
     left.axhline(8.0, color=COLOURS[1], linewidth=0.9, linestyle="--")
-    left.set(yscale="log", ylabel="times less regret than the paper's", title=f"stochastic, T = {episodes:,} (dashed: eight times)")
+    left.set(
+        yscale="log",
+        ylabel="times less regret than the paper's",
+        title=f"stochastic, T = {episodes:,} (dashed: eight times)",
+    )
     left.yaxis.set_major_formatter("{x:g}")
     left.yaxis.set_minor_locator(LogLocator(subs=(2.0, 3.0, 5.0)))
     left.yaxis.set_minor_formatter("{x:g}")
-    right.set(ylabel="regret relative to the paper's", title=f"greedy adversary (dotted: as good), {seeds} seeds, 95 %")
+    right.set(
+        ylabel="regret relative to the paper's",
+        title=f"greedy adversary (dotted: as good), {seeds} seeds, 95 %",
+    )
     right.set_ylim(bottom=0)
     right.legend(frameon=False, fontsize="small", loc="lower left")
     return figure
 
 
-def draw_environments(rows: Sequence[dict[str, Any]], episodes: int, seeds: int, mdps: int) -> Figure:
+def draw_environments(
+    rows: Sequence[dict[str, Any]], episodes: int, seeds: int, mdps: int
+) -> Figure:
     """Bars: regret of every setting in every environment."""
     from matplotlib.figure import Figure
 
@@ -78,7 +100,10 @@ def draw_environments(rows: Sequence[dict[str, Any]], episodes: int, seeds: int,
             axes.text(at, 1.06 * top, f"{row['regret']:,.0f}", ha="center", va="bottom", fontsize=7)
     axes.set_yscale("symlog", linthresh=math.sqrt(episodes))  # a regret may be negative
     axes.axhline(0, color="0.3", linewidth=0.8)
-    axes.set(ylabel=f"regret at T = {episodes:,}", title=f"{mdps} held-out MDPs, {seeds} seeds, 95 % intervals")
+    axes.set(
+        ylabel=f"regret at T = {episodes:,}",
+        title=f"{mdps} held-out MDPs, {seeds} seeds, 95 % intervals",
+    )
     axes.set_xticks(range(len(places)), places)
     axes.legend(frameon=False, fontsize="small", ncols=2)
     axes.margins(y=0.15)
@@ -87,7 +112,7 @@ def draw_environments(rows: Sequence[dict[str, Any]], episodes: int, seeds: int,
 
 
 def draw_frontier(rows: Sequence[dict[str, Any]], episodes: int, mdps: int, seeds: int) -> Figure:
-    """What is gained in the stochastic world against what is paid to the adversary, a line for each family."""
+    """The gain in the stochastic world over the cost against the adversary, one line per family."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
@@ -114,9 +139,18 @@ def draw_frontier(rows: Sequence[dict[str, Any]], episodes: int, mdps: int, seed
             if row["gamma"] is not None and i in (0, 1):
                 offset = (5, -11) if i == 0 else (-34, 3)
                 at = (row["stochastic"], row["adversary"])
-                axes.annotate(f"γ = {row['gamma']:g}", at, offset, textcoords="offset points", fontsize=7, color=COLOURS[i])
+                axes.annotate(
+                    f"γ = {row['gamma']:g}",
+                    at,
+                    offset,
+                    textcoords="offset points",
+                    fontsize=7,
+                    color=COLOURS[i],
+                )
     low, high = axes.get_ylim()
-    axes.fill_between([8.0, 1000.0], min(low, 0.6), 1.0, color=COLOURS[2], alpha=0.1, linewidth=0, zorder=0)
+    axes.fill_between(
+        [8.0, 1000.0], min(low, 0.6), 1.0, color=COLOURS[2], alpha=0.1, linewidth=0, zorder=0
+    )
     axes.plot([1.0], [1.0], color="0.3", marker="X", markersize=8, linestyle="none", label="paper")
     axes.axhline(1.0, color="0.4", linewidth=0.8, linestyle=":")
     axes.axvline(8.0, color="0.4", linewidth=0.8, linestyle=":")
@@ -126,7 +160,7 @@ def draw_frontier(rows: Sequence[dict[str, Any]], episodes: int, mdps: int, seed
         ylim=(min(low, 0.6), high),
         xlabel="stochastic: times less regret than the paper's",
         ylabel="greedy adversary: regret relative to the paper's",
-        title=f"T = {episodes:,}, mean of {mdps} training MDPs, {seeds} seeds, 95 % (shaded: the aim)",
+        title=f"T = {episodes:,}, {mdps} training MDPs, {seeds} seeds, 95 % (shaded: the aim)",
     )
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(LogLocator(subs=(2.0, 3.0, 5.0, 8.0)))

@@ -1,4 +1,4 @@
-"""What the experiments share: where results go, how files are written, how tables are printed."""
+"""Shared by the experiments: run directories, figures, tables, durations, the machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,12 @@ def run_directory(root: Path, experiment: str, seed: int) -> Path:
 
 def write_figure(path: Path, figure: Figure) -> None:
     """A matplotlib figure as PNG, atomically."""
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150, bbox_inches="tight", facecolor="white"))
+    write_atomically(
+        path,
+        lambda file: figure.savefig(
+            file, format="png", dpi=150, bbox_inches="tight", facecolor="white"
+        ),
+    )
 
 
 def seconds(x: float) -> str:
@@ -49,11 +54,16 @@ def seconds(x: float) -> str:
 
 
 def machine() -> str:
-    """What the figures were measured on, in one line."""
+    """The machine and the versions, in one line."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.partition(":")[2].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         model = names[0] if names else model
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{os.cpu_count()} cores of {model}, {device}, Python {platform.python_version()}, torch {torch.__version__}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{os.cpu_count()} cores of {model}, {device}, {versions}"

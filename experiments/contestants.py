@@ -1,6 +1,7 @@
-"""Who takes part in experiments/benchmark.py: torch_occ, and the same step stated in cvxpy and in cvxpylayers.
+"""The solvers in experiments/benchmark.py: torch_occ, and the same step in cvxpy and cvxpylayers.
 
-Everything that can be done once is done once and not timed: the problem is stated, compiled and, where it is quick, solved a first time.
+Work that is needed once is not timed: the problem is stated, compiled and, where it is quick,
+solved a first time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch_occ.reference import (
 
 T = TypeVar("T")
 
-#: Asked for as many digits as the others, and with its inputs scaled, Moreau finds q to 1e-12; as it comes, to 1e-5.
+#: With these tolerances and scaled inputs Moreau finds q to 1e-12; with its defaults, to 1e-5.
 TIGHT_MOREAU = Settings(
     "tight Moreau",
     {"ipm_settings": dict.fromkeys(("tol_gap_abs", "tol_gap_rel", "tol_feas"), 1e-14)},
@@ -60,8 +61,14 @@ class Case:
 
     @cached_property
     def losses(self) -> Tensor:
-        """The cumulative losses at episode t and one episode later, and the direction of the gradient, `(2 * batch + 1, S, A)`."""
-        shape, generator = (self.mdp.num_states, self.mdp.num_actions), torch.Generator().manual_seed(self.seed)
+        """The direction of the gradient and the cumulative losses at episodes t and t + 1.
+
+        `(1 + 2 * batch, S, A)`.
+        """
+        shape, generator = (
+            (self.mdp.num_states, self.mdp.num_actions),
+            torch.Generator().manual_seed(self.seed),
+        )
         direction = torch.randn(1, *shape, dtype=torch.float64, generator=generator)
         mean = torch.rand(self.batch, *shape, dtype=torch.float64, generator=generator)
         new = torch.rand(self.batch, *shape, dtype=torch.float64, generator=generator)
@@ -82,7 +89,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Trial:
-    """One timed run over the first `count` elements of a batch; None for what the contestant cannot do."""
+    """One timed run over the first `count` elements of a batch.
+
+    A field is None if the contestant does not offer it.
+    """
 
     count: int
     q: Tensor  # (count, S, A)
@@ -97,14 +107,15 @@ class Trial:
 
 
 class Contestant:
-    """Subclasses write `prepare`, which returns what is timed."""
+    """A solver. Subclasses write `prepare`, which returns the function that is timed."""
 
     label: ClassVar[str]
     package: ClassVar[str] = "torch_occ"
-    #: What to expect before anything was measured: seconds for one element at 84 pairs, growing like pairs ** growth.
+    #: A guess before the first measurement: seconds for one element at 84 pairs. Times grow like
+    #: pairs ** growth.
     seconds: ClassVar[float] = 0.02
     growth: ClassVar[float] = 1.0
-    accurate: ClassVar[bool] = False  # whether its gradients are right to many digits, so that it is a yardstick
+    accurate: ClassVar[bool] = False  # whether its gradients have many right digits
     whole: ClassVar[bool] = False  # whether batches are always run whole, whatever the budget
 
     def __init__(self) -> None:
@@ -112,7 +123,7 @@ class Contestant:
 
     @property
     def missing(self) -> str:
-        """Why it cannot take part, or nothing."""
+        """Why it cannot take part, or an empty string."""
         return "" if util.find_spec(self.package) else f"{self.package} is not installed"
 
     def predict(self, pairs: int) -> float:
@@ -121,7 +132,7 @@ class Contestant:
         return seconds * max(pairs / base, 1.0) ** self.growth
 
     def learn(self, pairs: int, trial: Trial) -> None:
-        """Take note of what was measured."""
+        """Remember a measurement."""
         self.measured = (pairs, trial.total / trial.count)
 
     def prepare(self, case: Case) -> Callable[[int], Trial]:
@@ -143,16 +154,28 @@ class TorchOcc(Contestant):
             chosen = 0 if count == 1 else slice(count)
             loss = case.loss[chosen].clone().requires_grad_()
             q, forward = timed(case, lambda: step(loss, case.t))
-            found, backward = timed(case, lambda: torch.autograd.grad((case.direction * q).sum(), [loss, *parameters]))
+            found, backward = timed(
+                case, lambda: torch.autograd.grad((case.direction * q).sum(), [loss, *parameters])
+            )
             start, later = q.detach(), case.next_loss[chosen]
             _, warm = timed(case, lambda: step(later, case.t + 1, warm_start=start))
-            return Trial(count, q.detach().reshape(count, *q.shape[-2:]), found[0].reshape(count, *q.shape[-2:]), forward, backward, warm)
+            return Trial(
+                count,
+                q.detach().reshape(count, *q.shape[-2:]),
+                found[0].reshape(count, *q.shape[-2:]),
+                forward,
+                backward,
+                warm,
+            )
 
         return run
 
 
 class Cvxpy(Contestant):
-    """cvxpy with Clarabel at tight tolerances; no derivative, no warm start, one element after the other."""
+    """cvxpy with Clarabel at tight tolerances, one element at a time.
+
+    It has no derivative and no warm start.
+    """
 
     label = "cvxpy + Clarabel"
     package = "cvxpy"
@@ -177,7 +200,9 @@ class Cvxpy(Contestant):
             return spread(case.mdp, torch.as_tensor(variable.value))
 
         def run(count: int) -> Trial:
-            q, forward = timed(case, lambda: torch.stack([solve(loss) for loss in case.loss[:count]]))
+            q, forward = timed(
+                case, lambda: torch.stack([solve(loss) for loss in case.loss[:count]])
+            )
             return Trial(count, q, None, forward, None, None)
 
         return run
@@ -195,9 +220,13 @@ class Layers(Contestant):
         def run(count: int) -> Trial:
             loss = case.loss[:count].clone().requires_grad_()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # NumPy's about cvxpylayers, and diffcp's about what the residuals show anyway
+                # NumPy warns about cvxpylayers, and diffcp about what the residuals show anyway.
+                warnings.simplefilter("ignore")
                 q, forward = timed(case, lambda: layer(loss, case.t))
-                found, backward = timed(case, lambda: torch.autograd.grad((case.direction * q).sum(), [loss, *parameters]))
+                found, backward = timed(
+                    case,
+                    lambda: torch.autograd.grad((case.direction * q).sum(), [loss, *parameters]),
+                )
             return Trial(count, q.detach(), found[0], forward, backward, None)
 
         return run
@@ -220,7 +249,7 @@ class LayersClarabel(Layers):
 
 
 class LayersMoreau(Layers):
-    """Moreau, whose gradients keep few digits even so: see their residual."""
+    """Moreau. Its gradients have few right digits even with tight tolerances; see the residual."""
 
     label = "cvxpylayers + Moreau"
     package, settings = "moreau", TIGHT_MOREAU
@@ -237,7 +266,7 @@ CONTESTANTS: dict[str, type[Contestant]] = {
 
 
 def timed(case: Case, function: Callable[[], T]) -> tuple[T, float]:
-    """What it returns, and the seconds it took."""
+    """The result of a call, and its seconds."""
     start = case.clock()
     result = function()
     return result, case.clock() - start

@@ -2,15 +2,15 @@
 
 Random MDPs, losses and parameters, cold and warm starts, for every family of regularizers. Every
 certified answer is judged in extended precision by code that shares nothing with the solver
-(experiments/fuzz_judge.py). The certificate claims that q is right up to a relative error of about
-its dual residual. An answer is wrong if the largest relative error of a q(s,a) exceeds 1e-10 and
-ten times that claim: ten, because the residual is measured pair by pair, and the errors of pairs
-add up along an episode. What the judge cannot settle in long double is judged with 60 digits; what
-is not settled there either is counted as unjudged. In every batch some answers are falsified by
-1e-6 on purpose, and the judge has to find them.
+(experiments/fuzzing/judge.py). The certificate claims that q is right up to a relative error of
+about its dual residual. An answer is wrong if the largest relative error of a q(s,a) exceeds 1e-10
+and ten times that claim. The factor is ten because the residual is measured for each pair, and the
+errors of pairs add up along an episode. Answers that the judge cannot settle in long double are
+judged with 60 digits; answers that are not settled there either are counted as unjudged. In every
+batch some answers are falsified by 1e-6 on purpose, and the judge has to find them.
 
-The exit code is 1 if an answer is wrong or unjudged, or if a falsified one was not found. Problems
-worth a look are kept in `problems/`; `--replay <file>` solves and judges one of them again.
+The exit code is 1 if an answer is wrong or unjudged, or if a falsified one was not found. Failures
+are kept in `problems/`; `--replay <file>` solves and judges one of them again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -31,11 +31,19 @@ import tyro
 
 import torch_occ as occ
 from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
-from experiments.fuzz_figures import Points, draw_errors
-from experiments.fuzz_judge import EXACT, FAST, extended
-from experiments.fuzz_newton import judge
-from experiments.fuzz_problems import FAMILIES, Backend, Batch, Kind, draw, neighbours
-from experiments.fuzz_trials import HARMLESS, SAMPLE, SLACK, Tally, is_wrong, try_batch
+from experiments.fuzzing.figures import Points, draw_errors
+from experiments.fuzzing.judge import EXACT, FAST, extended
+from experiments.fuzzing.newton import judge
+from experiments.fuzzing.problems import (
+    FAMILIES,
+    Backend,
+    Batch,
+    FamilyName,
+    Kind,
+    draw,
+    neighbours,
+)
+from experiments.fuzzing.trials import HARMLESS, SAMPLE, SLACK, Tally, is_wrong, try_batch
 from experiments.games import write_configuration, write_text
 
 KINDS: tuple[Kind, ...] = ("reasonable", "extreme")
@@ -44,26 +52,26 @@ FAILURES = tuple(status for status in occ.Status if status != occ.Status.CONVERG
 
 @dataclass(frozen=True)
 class Args:
-    """How long, and over what."""
+    """Which steps are tried, and how many."""
 
     steps: int = 1_000_000
     """of all families and kinds together"""
     seed: int = 0
     """of the campaign; the same steps whatever the number of processes is"""
-    regularizers: tuple[str, ...] = tuple(FAMILIES)
+    regularizers: tuple[FamilyName, ...] = get_args(FamilyName)
     """families to try"""
     kind: Literal["reasonable", "extreme", "both"] = "both"
     """losses like t * mean, or up to 1e12 in size"""
     backend: Literal["engine", "torch", "both"] = "engine"
-    """who solves"""
+    """which solver is tried"""
     seconds: float = 0.0
-    """stop after so long; 0 is never"""
+    """stop after this many seconds; 0 for no limit"""
     batch: int = 256
     """cold starts over one MDP; as many warm starts follow where they succeed"""
     processes: int = 2
-    """that work at the same time"""
+    """processes that work at the same time"""
     keep: int = 3
-    """problems kept of each sort of failure"""
+    """how many problems are kept for each sort of failure"""
     replay: Path | None = None
     """solve and judge the problem in this file, and nothing else"""
     root: Path = Path("runs")
@@ -74,9 +82,9 @@ class Args:
             if name not in FAMILIES:
                 known = ", ".join(FAMILIES)
                 raise ValueError(f"regularizers: {name} is not a family; choose among {known}")
-        for name in ("steps", "batch", "processes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for field in ("steps", "batch", "processes"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}: expected at least 1, got {getattr(self, field)}")
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -88,7 +96,7 @@ class Args:
 
 
 class Cell(NamedTuple):
-    """What is counted together."""
+    """A family, a kind of problem and a backend, which are counted together."""
 
     family: str
     kind: Kind
@@ -152,7 +160,7 @@ def tasks(args: Args) -> Iterator[Task]:
 
 
 def results(args: Args) -> Iterator[Tallies]:
-    """Of all batches, from several processes, until the time is up."""
+    """The tallies of all batches, from several processes, until the time is up."""
     end = time.monotonic() + args.seconds if args.seconds > 0 else float("inf")
     waiting = tasks(args)
     if args.processes < 2:

@@ -1,7 +1,7 @@
-"""Pictures of learned policies on the maps of Gymnasium's grid worlds: where the learner goes, and what it does there.
+"""Learned policies on the maps of Gymnasium's grid worlds: visited squares and actions there.
 
-A layered policy has an arrow for every step and square; the picture shows their mean, weighted by how often the learner is there,
-pi(a | s) = sum_k q_k(s, a) / sum_k q_k(s).
+A layered policy has an arrow for every step and square. The map shows their mean, weighted by
+visits: pi(a | s) = sum_k q_k(s, a) / sum_k q_k(s).
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def family(env: Any) -> str:
     return type(env.unwrapped).__name__.removesuffix("Env")
 
 
-def visits(mdp: occ.LayeredMDP, q: Tensor, num_states: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def visits(
+    mdp: occ.LayeredMDP, q: Tensor, num_states: int
+) -> np.ndarray[Any, np.dtype[np.float64]]:
     """sum_k q_k(s, a) by the environment's own states, `(S, A)`."""
     alive = mdp.origin != ABSORBING
     total = torch.zeros(num_states, mdp.num_actions, dtype=q.dtype)
@@ -51,7 +53,11 @@ def visits(mdp: occ.LayeredMDP, q: Tensor, num_states: int) -> np.ndarray[Any, n
 
 
 def panels(env: Any, mdp: occ.LayeredMDP, q: Tensor) -> list[Panel]:
-    """One map for the lake and the cliff; two for a taxi trip, before and after it has its passenger, of the most frequent passenger."""
+    """One map for the lake and the cliff; two for a taxi.
+
+    The two maps of a taxi show the trip of the most frequent passenger, before and after the
+    passenger is aboard.
+    """
     base = env.unwrapped
     kind = family(env)
     if kind != TAXI:
@@ -65,19 +71,38 @@ def panels(env: Any, mdp: occ.LayeredMDP, q: Tensor) -> list[Panel]:
         (f"from {names[passenger]} to {names[destination]}, passenger aboard", len(base.locs)),
     )
     squares = [(row, column) for row in range(5) for column in range(5)]
-    return [Panel(title, {base.encode(r, c, place, destination): (r, c) for r, c in squares}) for title, place in stages]
+    return [
+        Panel(title, {base.encode(r, c, place, destination): (r, c) for r, c in squares})
+        for title, place in stages
+    ]
 
 
-def draw_policy(axes: Axes, env: Any, panel: Panel, seen: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-    """The map, shaded by visits an episode (a square-root scale), with an arrow for every action, its length the probability."""
+def draw_policy(
+    axes: Axes, env: Any, panel: Panel, seen: np.ndarray[Any, np.dtype[np.float64]]
+) -> None:
+    """The map, shaded by visits per episode, with arrows for actions.
+
+    The shade follows the square root of the visits. The length of an arrow is the probability of
+    its action.
+    """
     from matplotlib.patches import FancyArrow, Rectangle
 
     kind = family(env)
-    size = 1 + max(row for row, _ in panel.squares.values()), 1 + max(column for _, column in panel.squares.values())
+    size = (
+        1 + max(row for row, _ in panel.squares.values()),
+        1 + max(column for _, column in panel.squares.values()),
+    )
     for state, (row, column) in panel.squares.items():
         shade = min(1.0, float(seen[state].sum())) ** 0.5
         axes.add_patch(
-            Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=_blend("#FFFFFF", "#9CC3E6", shade), edgecolor="#D5DAE3", linewidth=0.8)
+            Rectangle(
+                (column - 0.5, row - 0.5),
+                1,
+                1,
+                facecolor=_blend("#FFFFFF", "#9CC3E6", shade),
+                edgecolor="#D5DAE3",
+                linewidth=0.8,
+            )
         )
     _landmarks(axes, env, kind)
     for state, (row, column) in panel.squares.items():
@@ -105,8 +130,25 @@ def draw_policy(axes: Axes, env: Any, panel: Panel, seen: np.ndarray[Any, np.dty
                 axes.add_patch(arrow)
             elif move is None and probability > 0.25:
                 word = "pick up" if action == 4 else "drop off"
-                axes.text(column, row + 0.33, word, ha="center", va="center", fontsize=6.5, color=INK, alpha=faint, weight="bold", zorder=4)
-    axes.set(xlim=(-0.55, size[1] - 0.45), ylim=(size[0] - 0.45, -0.55), aspect="equal", xticks=[], yticks=[])
+                axes.text(
+                    column,
+                    row + 0.33,
+                    word,
+                    ha="center",
+                    va="center",
+                    fontsize=6.5,
+                    color=INK,
+                    alpha=faint,
+                    weight="bold",
+                    zorder=4,
+                )
+    axes.set(
+        xlim=(-0.55, size[1] - 0.45),
+        ylim=(size[0] - 0.45, -0.55),
+        aspect="equal",
+        xticks=[],
+        yticks=[],
+    )
     axes.set_title(panel.title, fontsize=9)
     axes.spines[:].set_visible(False)
 
@@ -117,7 +159,17 @@ def _landmarks(axes: Axes, env: Any, kind: str) -> None:
     base = env.unwrapped
 
     def square(row: int, column: int, colour: str, text: str = "", ink: str = INK) -> None:
-        axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=colour, edgecolor="#D5DAE3", linewidth=0.8, zorder=1.5))
+        axes.add_patch(
+            Rectangle(
+                (column - 0.5, row - 0.5),
+                1,
+                1,
+                facecolor=colour,
+                edgecolor="#D5DAE3",
+                linewidth=0.8,
+                zorder=1.5,
+            )
+        )
         axes.text(column, row, text, ha="center", va="center", fontsize=8, color=ink, zorder=2)
 
     if kind == LAKE:
@@ -127,23 +179,65 @@ def _landmarks(axes: Axes, env: Any, kind: str) -> None:
             elif letter == b"G":
                 square(row, column, GOAL, "goal")
             elif letter == b"S":
-                axes.add_patch(Circle((column, row), 0.44, facecolor="none", edgecolor=START, linewidth=1.6, zorder=2))
+                axes.add_patch(
+                    Circle(
+                        (column, row),
+                        0.44,
+                        facecolor="none",
+                        edgecolor=START,
+                        linewidth=1.6,
+                        zorder=2,
+                    )
+                )
     elif kind == CLIFFS:
         for row, column in np.argwhere(base._cliff):
             square(int(row), int(column), CLIFF, "cliff" if column in (2, 6, 10) else "", "#8C3B2E")
         square(3, 11, GOAL, "goal")
-        axes.add_patch(Circle((0, 3), 0.44, facecolor="none", edgecolor=START, linewidth=1.6, zorder=2))
+        axes.add_patch(
+            Circle((0, 3), 0.44, facecolor="none", edgecolor=START, linewidth=1.6, zorder=2)
+        )
     else:
-        for (row, column), name, colour in zip(base.locs, "RGYB", ("#E76F6F", "#6FBF73", "#E5C454", "#6F8FE7"), strict=True):
-            axes.add_patch(Rectangle((column - 0.46, row - 0.46), 0.92, 0.92, facecolor="none", edgecolor=colour, linewidth=2.2, zorder=2))
-            axes.text(column - 0.3, row - 0.26, name, fontsize=8, color=colour, weight="bold", ha="center", va="center", zorder=2)
+        for (row, column), name, colour in zip(
+            base.locs, "RGYB", ("#E76F6F", "#6FBF73", "#E5C454", "#6F8FE7"), strict=True
+        ):
+            axes.add_patch(
+                Rectangle(
+                    (column - 0.46, row - 0.46),
+                    0.92,
+                    0.92,
+                    facecolor="none",
+                    edgecolor=colour,
+                    linewidth=2.2,
+                    zorder=2,
+                )
+            )
+            axes.text(
+                column - 0.3,
+                row - 0.26,
+                name,
+                fontsize=8,
+                color=colour,
+                weight="bold",
+                ha="center",
+                va="center",
+                zorder=2,
+            )
         for row in range(5):
             for column in range(4):
                 if base.desc[1 + row, 2 * column + 2] == b"|":
-                    axes.plot([column + 0.5] * 2, [row - 0.5, row + 0.5], color=INK, linewidth=2.4, solid_capstyle="round", zorder=2.5)
+                    axes.plot(
+                        [column + 0.5] * 2,
+                        [row - 0.5, row + 0.5],
+                        color=INK,
+                        linewidth=2.4,
+                        solid_capstyle="round",
+                        zorder=2.5,
+                    )
 
 
 def _blend(first: str, second: str, share: float) -> tuple[float, ...]:
     from matplotlib.colors import to_rgb
 
-    return tuple((1 - share) * a + share * b for a, b in zip(to_rgb(first), to_rgb(second), strict=True))
+    return tuple(
+        (1 - share) * a + share * b for a, b in zip(to_rgb(first), to_rgb(second), strict=True)
+    )

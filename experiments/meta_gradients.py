@@ -1,9 +1,10 @@
-"""Gradients of the regret through the run itself: bias, standard error and cost of each estimator against T, and where each stops being
-usable.
+"""Gradients of the regret through the run: bias, standard error and cost of each estimator over T.
 
-The reference is a central difference of simulated regret with common random numbers, on seeds of its own. The pathwise estimator holds the
-sampled actions fixed and is biased; adding the score makes it unbiased; both explode with T, the sooner the less the learner is
-regularized. The gradient of the forecast stands beside them.
+The reference is a central difference of simulated regret with common random numbers, on seeds of
+its own. The pathwise estimator holds the sampled actions fixed and is biased. Adding the score
+makes it unbiased. The errors of both explode with T, the sooner the less the learner is
+regularized. The gradient of the forecast is shown beside them. The script says where each stops
+being usable.
 """
 
 from __future__ import annotations
@@ -21,15 +22,7 @@ from torch import Tensor
 import torch_occ as occ
 from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
 from experiments.games import write_configuration, write_text
-from torch_occ.game.figures import COLOURS
-
-REFERENCE, PATHWISE, UNBIASED, FORECAST = "finite differences", "pathwise", "pathwise + score", "forecast"
-STYLES = {
-    REFERENCE: (COLOURS[6], "-", "o"),
-    PATHWISE: (COLOURS[1], "--", "s"),
-    UNBIASED: (COLOURS[0], "-", "D"),
-    FORECAST: (COLOURS[2], ":", "^"),
-}
+from experiments.meta_gradients_figure import FORECAST, PATHWISE, REFERENCE, UNBIASED, draw
 
 YEAR = 365 * 86400.0
 
@@ -48,7 +41,7 @@ class Args:
     budget: int = 250_000
     """episodes to play for each T by each estimator, from which the number of seeds follows"""
     seeds: int = 10_000
-    """at most"""
+    """the largest number of seeds"""
     step: float = 0.1
     """of the differences, in the logarithm of a parameter"""
     seed: int = 0
@@ -62,13 +55,13 @@ class Args:
     gamma: float = 1.0
     """eta_t = gamma / sqrt(t)"""
     shown: str = "gamma"
-    """the parameter that is drawn, and by which an estimator is usable or not"""
+    """the parameter that is drawn and that decides whether an estimator is usable"""
     root: Path = Path("runs")
     """where the run's directory goes"""
 
 
 class Answer(NamedTuple):
-    """What an estimator says at one T."""
+    """The result of an estimator at one T."""
 
     gradient: Tensor  # (P,)
     error: Tensor  # (P,)
@@ -81,21 +74,30 @@ def summarize(estimate: occ.Estimate, took: float) -> Answer:
     return Answer(estimate.mean[-1], estimate.standard_error[-1], estimate.heaviest[-1], took)
 
 
-def forecast_gradient(mdp: occ.LayeredMDP, psi: occ.Regularizer, mean: Tensor, episodes: int) -> Tensor:
-    """In the logarithms of the parameters."""
+def forecast_gradient(
+    mdp: occ.LayeredMDP, psi: occ.Regularizer, mean: Tensor, episodes: int
+) -> Tensor:
+    """The gradient of the forecast in the logarithms of the parameters."""
     parameters = list(psi.parameters())
     found = torch.autograd.grad(occ.forecast(mdp, psi, mean, episodes).final, parameters)
     return torch.stack([g * p.detach() for g, p in zip(found, parameters, strict=True)])
 
 
-def estimate(args: Args, mdp: occ.LayeredMDP, mean: Tensor, beta: float, T: int) -> tuple[dict[str, Answer], list[str], int, str]:
-    """All estimators at one setting and one T; the names of the parameters, the number of seeds, and who played."""
+def estimate(
+    args: Args, mdp: occ.LayeredMDP, mean: Tensor, beta: float, T: int
+) -> tuple[dict[str, Answer], list[str], int, str]:
+    """All estimators at one setting and one T.
+
+    Returns the answers, the names of the parameters, the number of seeds, and the backend.
+    """
     psi, losses = occ.jin_luo(mdp, beta=beta, gamma=args.gamma), occ.BernoulliLosses(mean)
     count = max(2, min(args.seeds, args.budget // T))
-    clock = [time.process_time()]  # the processor's: others may be at work here
+    clock = [time.process_time()]  # processor time, since the machine may be busy
     run = occ.run_gradients(mdp, psi, losses, T, range(1, count + 1), checkpoints=[T])
     clock.append(time.process_time())
-    reference = occ.finite_differences(mdp, psi, losses, T, range(FAR + 1, FAR + count + 1), step=args.step, checkpoints=[T])
+    reference = occ.finite_differences(
+        mdp, psi, losses, T, range(FAR + 1, FAR + count + 1), step=args.step, checkpoints=[T]
+    )
     clock.append(time.process_time())
     predicted = forecast_gradient(mdp, psi, mean, T)
     clock.append(time.process_time())
@@ -109,8 +111,10 @@ def estimate(args: Args, mdp: occ.LayeredMDP, mean: Tensor, beta: float, T: int)
     return answers, [name.rpartition(".")[2] for name in run.names], count, run.backend
 
 
-def rows_of(answers: dict[str, Answer], names: list[str], beta: float, T: int, count: int) -> list[dict[str, Any]]:
-    """One row an estimator and parameter, with its bias and its cost."""
+def rows_of(
+    answers: dict[str, Answer], names: list[str], beta: float, T: int, count: int
+) -> list[dict[str, Any]]:
+    """One row per estimator and parameter, with its bias and its cost."""
     reference, rows = answers[REFERENCE], []
     for estimator, answer in answers.items():
         for i, name in enumerate(names):
@@ -128,22 +132,29 @@ def rows_of(answers: dict[str, Answer], names: list[str], beta: float, T: int, c
                     "reference": truth,
                     "reference_error": theirs,
                     "relative_bias": own / truth - 1,
-                    "distance": 0.0 if estimator == REFERENCE else abs(own - truth) / (error**2 + theirs**2) ** 0.5,
+                    "distance": 0.0
+                    if estimator == REFERENCE
+                    else abs(own - truth) / (error**2 + theirs**2) ** 0.5,
                     "heaviest_seed": float(answer.heaviest[i]),
                     "seconds": answer.seconds,
                     # A standard error falls with the square root of the seeds.
-                    "seconds_to_10_percent": answer.seconds * max((error / (0.1 * abs(truth))) ** 2, 1 / max(count, 1)),
+                    "seconds_to_10_percent": answer.seconds
+                    * max((error / (0.1 * abs(truth))) ** 2, 1 / max(count, 1)),
                 }
             )
     return rows
 
 
 def verdicts(rows: list[dict[str, Any]], shown: str) -> list[str]:
-    """What the numbers say, decided by them alone."""
+    """Which estimators are usable; only the numbers decide."""
     lines = []
     for key in dict.fromkeys((row["beta"], row["episodes"]) for row in rows):
         for estimator in (PATHWISE, UNBIASED, FORECAST):
-            kept = {row["parameter"]: row for row in rows if (row["beta"], row["episodes"], row["estimator"]) == (*key, estimator)}
+            kept = {
+                row["parameter"]: row
+                for row in rows
+                if (row["beta"], row["episodes"], row["estimator"]) == (*key, estimator)
+            }
             own, apart = kept[shown], max(row["distance"] for row in kept.values())
             noise = own["standard_error"] / abs(own["reference"])
             if not np.isfinite(apart):
@@ -151,11 +162,13 @@ def verdicts(rows: list[dict[str, Any]], shown: str) -> list[str]:
             elif noise > 1:
                 note = f"not usable, its standard error is {noise:.3g} times the gradient"
             elif apart > 3:
-                note = f"biased, by {own['relative_bias']:+.1%}; up to {apart:.1f} standard errors away from the differences"
+                note = f"biased, by {own['relative_bias']:+.1%}"
+                note += f"; up to {apart:.1f} standard errors away from the differences"
             else:
                 note = f"within three standard errors of the differences (up to {apart:.1f})"
                 note += f"; its own is {noise:.1%} of the gradient" if own["seeds"] else ""
-            note += f"; one seed makes {own['heaviest_seed']:.0%} of its variance" if own["heaviest_seed"] > 0.25 else ""
+            if own["heaviest_seed"] > 0.25:
+                note += f"; one seed makes {own['heaviest_seed']:.0%} of its variance"
             lines.append(f"beta = {key[0]:g}, T = {key[1]}, {estimator}: {note}")
     return lines
 
@@ -164,56 +177,25 @@ def tabulate(rows: list[dict[str, Any]], shown: str) -> str:
     """A row for every setting, T and estimator."""
     names, cells = list(dict.fromkeys(row["parameter"] for row in rows)), []
     for key in dict.fromkeys((row["beta"], row["episodes"], row["estimator"]) for row in rows):
-        kept = {row["parameter"]: row for row in rows if (row["beta"], row["episodes"], row["estimator"]) == key}
+        kept = {
+            row["parameter"]: row
+            for row in rows
+            if (row["beta"], row["episodes"], row["estimator"]) == key
+        }
         own = kept[shown]
-        found = [f"{kept[name]['gradient']:.4g}" + (f" ± {kept[name]['standard_error']:.2g}" if own["seeds"] else "") for name in names]
-        price = "" if not own["seeds"] else seconds(own["seconds_to_10_percent"]) if own["seconds_to_10_percent"] < YEAR else "> a year"
-        cells.append([f"{key[0]:g}", str(key[1]), key[2], str(own["seeds"] or ""), *found, seconds(own["seconds"]), price])
-    header = ["beta", "T", "estimator", "seeds", *(f"d / d log {name}" for name in names), "core time", f"for 10 % in {shown}"]
+        found = [
+            f"{kept[name]['gradient']:.4g}"
+            + (f" ± {kept[name]['standard_error']:.2g}" if own["seeds"] else "")
+            for name in names
+        ]
+        price = own["seconds_to_10_percent"]
+        times = [seconds(own["seconds"])]
+        times += [seconds(price) if price < YEAR else "> a year"] if own["seeds"] else [""]
+        beta, T, estimator = key
+        cells.append([f"{beta:g}", str(T), estimator, str(own["seeds"] or ""), *found, *times])
+    header = ["beta", "T", "estimator", "seeds", *(f"d / d log {name}" for name in names)]
+    header += ["core time", f"for 10 % in {shown}"]
     return table(header, cells, left=(2,))
-
-
-def draw(rows: list[dict[str, Any]], shown: str) -> Any:
-    """A column for every setting: above, the gradient over its reference; below, what 1,000 seeds leave of uncertainty."""
-    from matplotlib.figure import Figure
-
-    rows, low, high = [row for row in rows if row["parameter"] == shown], -1.0, 4.0
-    betas = list(dict.fromkeys(row["beta"] for row in rows))
-    figure = Figure(figsize=(3.4 * len(betas) + 0.8, 6.2), layout="constrained")
-    grid = figure.subplots(2, len(betas), squeeze=False, sharex=True, sharey="row")
-    for beta, (above, below) in zip(betas, grid.T, strict=True):
-        for i, (estimator, (colour, style, marker)) in enumerate(STYLES.items()):
-            kept = [row for row in rows if row["beta"] == beta and row["estimator"] == estimator]
-            t, unit = np.array([row["episodes"] for row in kept]), np.array([row["reference"] for row in kept])
-            values = np.array([row["gradient"] for row in kept]) / unit
-            errors = np.array([row["standard_error"] for row in kept]) / abs(unit)
-            look = {"color": colour, "linestyle": style, "linewidth": 1.3, "marker": marker, "markersize": 4, "label": estimator}
-            beside = t * 1.08 ** (i - 1.5)
-            usable = errors < 1
-            above.errorbar(beside[usable], values[usable], yerr=1.96 * errors[usable], capsize=2.5, elinewidth=1, **look)
-            if not usable.all():  # pale, and not connected: noise
-                pale = {**look, "linestyle": "none", "alpha": 0.3, "label": None}
-                above.errorbar(beside[~usable], values[~usable], yerr=1.96 * errors[~usable], elinewidth=1, **pale)
-            for edge, outside in ((low, values < low), (high, values > high)):  # arrows for what is not in the picture
-                for x, solid in zip(beside[outside], usable[outside], strict=True):
-                    arrow = above.plot(x, edge, "v" if edge < 0 else "^", color=colour, alpha=1 if solid else 0.3, clip_on=False)
-                    arrow[0].set_in_layout(False)
-            if estimator != FORECAST:
-                below.plot(t, errors * np.sqrt(np.array([row["seeds"] for row in kept]) / 1000), **look)
-        above.axhline(1, color="0.75", linewidth=0.8, zorder=0)
-        above.set(title=f"β = {beta:g}", ylim=(low, high))
-        below.axhspan(1, 1e30, color="0.94", zorder=0, linewidth=0)
-        below.set(xscale="log", yscale="log", xlabel="episodes T", ylim=(1e-3, 1e8))
-        for axes in (above, below):
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(visible=True, which="major", color="0.9", linewidth=0.6)
-            axes.set_axisbelow(True)
-    grid[0, 0].set_ylabel("estimate / reference (95 %)")
-    grid[1, 0].set_ylabel("standard error of 1,000 seeds\n/ |gradient|")
-    grid[1, 0].text(0.04, 0.95, "error larger than the gradient", transform=grid[1, 0].transAxes, fontsize="small", color="0.35", va="top")
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(STYLES), frameon=False)
-    figure.suptitle(f"The gradient of the regret in log {shown}, through the run", fontsize="medium")
-    return figure
 
 
 def main(args: Args) -> Path:
@@ -224,7 +206,12 @@ def main(args: Args) -> Path:
     if args.shown not in ("alpha", "gamma", "beta"):
         raise ValueError(f"shown: expected alpha, gamma or beta, got {args.shown}")
     mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
-    mean = torch.rand(mdp.num_states, mdp.num_actions, dtype=torch.float64, generator=torch.Generator().manual_seed(args.seed))
+    mean = torch.rand(
+        mdp.num_states,
+        mdp.num_actions,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(args.seed),
+    )
     estimate(replace(args, seeds=2), mdp, mean, 1.0, 1)  # compiled before anything is timed
     rows: list[dict[str, Any]] = []
     for beta in args.betas:
@@ -232,7 +219,9 @@ def main(args: Args) -> Path:
             answers, names, count, backend = estimate(args, mdp, mean, beta, T)
             rows += rows_of(answers, names, beta, T, count)
             spent = seconds(sum(answer.seconds for answer in answers.values()))
-            print(f"beta = {beta:g}, T = {T}: {count} seeds, played by {backend}, {spent}", flush=True)
+            print(
+                f"beta = {beta:g}, T = {T}: {count} seeds, played by {backend}, {spent}", flush=True
+            )
             write_csv(directory / "gradients.csv", rows)
     write_figure(directory / "gradients.png", draw(rows, args.shown))
     text = "\n".join([tabulate(rows, args.shown), "", *verdicts(rows, args.shown), "", machine()])

@@ -1,8 +1,10 @@
-"""Tune (alpha, beta, gamma) by gradients of the forecast on some random MDPs, and play with them on others: is it worth it?
+"""Tune (alpha, beta, gamma) by gradients of the forecast on some random MDPs; play on others.
 
-Parts, each with a table and a figure. `accuracy`: the forecasts against simulated regret over a grid of settings. `rivals`: tuning for the
-stochastic world against searches by real simulation, on held-out MDPs: a fixed number of points, and random search and Optuna in the
-tuner's time. For tuning under a guard that plays against an adversary see `both_worlds`.
+There are two parts, each with a table and a figure. `accuracy` compares the forecasts with
+simulated regret over a grid of settings. `rivals` tunes for the stochastic world and compares with
+searches by simulation, on held-out MDPs: a search with a fixed number of points, and random search
+and Optuna with as much time as the tuner. For tuning under a guard against an adversary, see
+`both_worlds`.
 """
 
 from __future__ import annotations
@@ -29,20 +31,22 @@ from experiments.tuning_rivals import (
     warm_up,
 )
 from experiments.tuning_worlds import STOCHASTIC, Family, Setting
+from torch_occ.tuning.recipe import Recipe
 
-PAPER, APPENDIX, TUNED, RANDOM, OPTUNA = "paper", "paper's appendix", "tuned", "random search", "Optuna"
+PAPER, APPENDIX, TUNED = "paper", "paper's appendix", "tuned"
+RANDOM, OPTUNA = "random search", "Optuna"
 
 
 @dataclass(frozen=True)
 class Args:
-    """How much of everything."""
+    """How much is tuned, played and compared."""
 
     episodes: int = 10_000
     """T"""
     train: int = 2
     """MDPs to tune on"""
     rival_mdps: int = 4
-    """searches by simulation play the last so many of them; the tuner leaps through all"""
+    """searches by simulation play this many of them, the last ones; the tuner leaps on all"""
     test: int = 2
     """held-out MDPs"""
     seeds: int = 20
@@ -61,26 +65,26 @@ class Args:
     """A"""
     particles: int = 128
     """of a forecast by leaping, in the comparison with simulations"""
-    recipe: occ.Recipe = field(default_factory=occ.Recipe)
+    recipe: Recipe = field(default_factory=Recipe)
     """of the tuner"""
     points: int = 24
-    """of the search with a fixed number of points; each is played once on each of its MDPs; 0 for none"""
+    """of the search with a fixed number of points, each played once on each MDP; 0 for none"""
     again: int = 4
-    """so many of them, the best ones, are played again"""
+    """how many of these points, the best ones, are played again"""
     search_seeds: int = 4
-    """with so many runs; random search and Optuna play `rival_seeds`"""
+    """runs of each point that is played again"""
     rival_seeds: int = 1
     """runs of each point of random search and of Optuna"""
     finalists: int = 2
-    """the best points of the search with a fixed number of points, all played on the held-out MDPs; the best one there counts"""
+    """how many of these points are played on the held-out MDPs; the best one there counts"""
     budget: float = 0.0
     """seconds of processor time for random search and Optuna; 0 for as long as the tuner took"""
     parts: tuple[str, ...] = ("accuracy", "rivals")
     """which parts to run"""
     cache: Path = Path("runs/meta_tune_cache")
-    """where simulations are kept, so that none is ever repeated"""
+    """where simulations are kept, so that none is repeated"""
     only_cached: bool = False
-    """compare forecasts with those simulations only that have been made already"""
+    """compare forecasts only with simulations that are in the cache"""
     root: Path = Path("runs")
     """where the run's directory goes"""
 
@@ -104,46 +108,60 @@ class Args:
         return range(self.seed, self.seed + self.test)
 
 
-# -- forecasts against simulations ----------------------------------------------------------------------------------------
+# -- forecasts against simulations ----------------------------------------------------------------
 
 
 def accuracy(args: Args, directory: Path) -> list[str]:
-    """The grid: simulated, by the mean path, by leaping, and by what the rule chooses."""
+    """The grid of settings: simulated, and forecast by mean path, by leaping and by the rule."""
     rows: list[dict[str, Any]] = []
     for number in args.held_out:
         before = len(rows)
-        rows += [row for gamma in args.gammas for beta in args.betas if (row := compare_forecasts(args, number, beta, gamma))]
+        rows += [
+            row
+            for gamma in args.gammas
+            for beta in args.betas
+            if (row := compare_forecasts(args, number, beta, gamma))
+        ]
         print(f"  MDP {number}: forecasts of {len(rows) - before} settings compared", flush=True)
     write_csv(directory / "accuracy.csv", rows)
     alpha = args.actions**-0.5
     shown = [(args.betas[-1], 1.0), (10.0, 1.0), (1.0, 1.0), (1.0, 4.0), (args.betas[0], 4.0)]
     curves = {
-        (beta, gamma): args.family.simulated(args.cache, args.seed, (alpha, beta, gamma), STOCHASTIC, args.seeds)
+        (beta, gamma): args.family.simulated(
+            args.cache, args.seed, (alpha, beta, gamma), STOCHASTIC, args.seeds
+        )
         for beta, gamma in shown
         if beta in args.betas and gamma in args.gammas
     }
-    write_figure(directory / "accuracy.png", figures.draw_accuracy(args.family, rows, args.seed, curves, args.particles))
+    figure = figures.draw_accuracy(args.family, rows, args.seed, curves, args.particles)
+    write_figure(directory / "accuracy.png", figure)
     lines = []
-    for name, key in (("mean path", "mean_path"), ("leaping", "leaping"), ("by the rule", "chosen")):
+    keys = {"mean path": "mean_path", "leaping": "leaping", "by the rule": "chosen"}
+    for name, key in keys.items():
         errors = np.array([abs(row[key] / row["simulated"] - 1) for row in rows])
         within = f"{(errors <= 0.1).mean():.0%} of {len(rows)} within 10 %"
-        lines.append(f"{name}: {within}, median error {np.median(errors):.1%}, largest {errors.max():.1%}")
+        lines.append(
+            f"{name}: {within}, median error {np.median(errors):.1%}, largest {errors.max():.1%}"
+        )
         for number in dict.fromkeys(row["mdp"] for row in rows):
-            own = np.array([error for error, row in zip(errors, rows, strict=True) if row["mdp"] == number])
+            own = np.array(
+                [error for error, row in zip(errors, rows, strict=True) if row["mdp"] == number]
+            )
             lines.append(f"  MDP {number}: {(own <= 0.1).sum()} of {len(own)}")
-    lines += [
-        f"  missed: MDP {row['mdp']}, beta {row['beta']:g}, gamma {row['gamma']:g}: {row['chosen']:.0f} ({row['method']}), "
-        f"simulated {row['simulated']:.0f} +- {row['standard_error']:.0f}"
-        for row in rows
-        if abs(row["error"]) > 0.1
-    ]
+    for row in rows:
+        if abs(row["error"]) > 0.1:
+            setting = f"MDP {row['mdp']}, beta {row['beta']:g}, gamma {row['gamma']:g}"
+            forecast = f"{row['chosen']:.0f} ({row['method']})"
+            simulated = f"{row['simulated']:.0f} +- {row['standard_error']:.0f}"
+            lines.append(f"  missed: {setting}: {forecast}, simulated {simulated}")
     return lines
 
 
 def compare_forecasts(args: Args, number: int, beta: float, gamma: float) -> dict[str, Any] | None:
-    """One setting on one MDP; None if it has not been simulated and only what has been is asked for."""
+    """One setting on one MDP; None with `only_cached` if it is not in the cache."""
     setting = (args.actions**-0.5, beta, gamma)
-    if args.only_cached and not args.family.kept(args.cache, number, setting, STOCHASTIC, args.seeds).exists():
+    kept = args.family.kept(args.cache, number, setting, STOCHASTIC, args.seeds)
+    if args.only_cached and not kept.exists():
         return None
     history = args.family.simulated(args.cache, number, setting, STOCHASTIC, args.seeds)
     truth = history.regret[:, -1]
@@ -173,41 +191,55 @@ def compare_forecasts(args: Args, number: int, beta: float, gamma: float) -> dic
     }
 
 
-# -- tuning for the stochastic world, and searches by simulation -------------------------------------------------------------
+# -- tuning for the stochastic world, and searches by simulation ----------------------------------
 
 
 def objective_of(args: Args) -> tuple[occ.ForecastObjective, occ.Regularizer]:
-    """The forecast over the stochastic worlds of the training MDPs, and the regularizer with the paper's constants."""
+    """The forecast on the training MDPs, and the regularizer with the paper's constants."""
     psi = occ.jin_luo(args.family.problem(args.training[0])[0])
-    return occ.ForecastObjective([args.family.stochastic(args.training)], args.episodes, reference=psi, robustness=1.0), psi
+    return occ.ForecastObjective(
+        [args.family.stochastic(args.training)], args.episodes, reference=psi, robustness=1.0
+    ), psi
 
 
 def rivals(args: Args, directory: Path) -> list[str]:
-    """The tuner without a guard, against searches for the same thing."""
+    """The tuner without a guard, against searches with the same objective."""
     family = args.family
     warm_up(family, args.training)
     begun = time.process_time()
     objective, psi = objective_of(args)
-    options: dict[str, Any] = {"directory": directory / "tuning", "save_to": directory / "tuning.pt"}
-    refined = occ.tune_and_refine(objective, psi, args.recipe, bounds=BOX, **options)
+    refined = occ.tune_and_refine(
+        objective,
+        psi,
+        args.recipe,
+        bounds=BOX,
+        directory=directory / "tuning",
+        save_to=directory / "tuning.pt",
+    )
     tuned = refined.start
     spent = time.process_time() - begun
     print(f"{tuned}\nrefined: {refined.tuned}", flush=True)
     write_figure(directory / "landscape.png", figures.draw_landscape(objective, tuned, refined))
     budget = args.budget or spent
+    parts = f"{tuned.seconds:.1f} s by gradients, {refined.seconds:.1f} s by"
     lines = [
-        f"tuner: {spent:.1f} s of processor time; {tuned.seconds:.1f} s by gradients, {refined.seconds:.1f} s by {len(refined.values)} trials",
+        f"tuner: {spent:.1f} s of processor time; {parts} {len(refined.values)} trials",
         f"random search and Optuna got {seconds(budget)} each",
     ]
-    kept = args.cache / f"search_{family.sizes}_T{args.episodes}_mdps{args.played[0]}-{args.played[-1]}_{args.points}.csv"
+    mdps = f"mdps{args.played[0]}-{args.played[-1]}"
+    kept = args.cache / f"search_{family.sizes}_T{args.episodes}_{mdps}_{args.points}.csv"
+    fixed = None
+    if args.points:
+        fixed = search_points(
+            family, args.played, args.points, args.again, args.search_seeds, 0, kept
+        )
     searches: dict[str, Search | None] = {
-        f"search of {args.points} points": search_points(family, args.played, args.points, args.again, args.search_seeds, 0, kept)
-        if args.points
-        else None,
+        f"search of {args.points} points": fixed,
         RANDOM: search_randomly(family, args.played, args.rival_seeds, budget, args.seed),
         OPTUNA: search_optuna(family, args.played, args.rival_seeds, budget, args.seed),
     }
-    stochastic = occ.theory.tune_stochastic(family.problem(args.seed)[0])  # the appendix, with the paper's beta
+    # The constants of the appendix, with the paper's beta.
+    stochastic = occ.theory.tune_stochastic(family.problem(args.seed)[0])
     candidates: list[tuple[str, Setting, float]] = [
         (PAPER, family.paper, 0.0),
         (APPENDIX, (stochastic.alpha, family.paper[1], stochastic.gamma), 0.0),
@@ -217,20 +249,28 @@ def rivals(args: Args, directory: Path) -> list[str]:
         if found is not None:
             count = args.finalists if name.startswith("search") else 1
             candidates += [
-                (f"{name}, no. {i + 1}" if count > 1 else name, p.setting, found.seconds) for i, p in enumerate(found.best[:count])
+                (f"{name}, no. {i + 1}" if count > 1 else name, p.setting, found.seconds)
+                for i, p in enumerate(found.best[:count])
             ]
-            lines.append(f"{name}: {found.played} points, {seconds(found.seconds)} of processor time")
-    rows = [judge_held_out(args, name, setting) | {"seconds": spent} for name, setting, spent in candidates]
+            lines.append(
+                f"{name}: {found.played} points, {seconds(found.seconds)} of processor time"
+            )
+    rows = [
+        judge_held_out(args, name, setting) | {"seconds": spent}
+        for name, setting, spent in candidates
+    ]
     write_csv(directory / "rivals.csv", rows)
     write_figure(directory / "rivals.png", figures.draw_rivals(family, rows, args.seeds))
-    header = ["", "α", "β", "γ", "processor time", *(f"MDP {number}" for number in args.held_out), "mean", "relative to the tuned one"]
+    names = [f"MDP {number}" for number in args.held_out]
+    header = ["", "α", "β", "γ", "processor time", *names, "mean", "relative to the tuned one"]
     own = next(row for row in rows if row["setting"] == TUNED)
-    cells = [
-        [row["setting"], *(f"{row[key]:.3g}" for key in BOX), f"{row['seconds']:.0f} s" if row["seconds"] else ""]
-        + [f"{row[f'MDP {number}']:.0f} ± {row[f'MDP {number}, standard error']:.0f}" for number in args.held_out]
-        + [f"{row['regret']:.0f} ± {row['standard_error']:.0f}", f"{row['regret'] / own['regret']:.3g}"]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        line = [row["setting"], *(f"{row[key]:.3g}" for key in BOX)]
+        line += [f"{row['seconds']:.0f} s" if row["seconds"] else ""]
+        line += [f"{row[name]:.0f} ± {row[f'{name}, standard error']:.0f}" for name in names]
+        line += [f"{row['regret']:.0f} ± {row['standard_error']:.0f}"]
+        cells.append([*line, f"{row['regret'] / own['regret']:.3g}"])
     for name, setting, _ in candidates[3:]:
         excess, error = excess_of(args, figures.setting_of(refined.tuned), setting)
         lines.append(f"{TUNED}: {excess:+.1%} ± {error:.1%} of regret, relative to {name}")
@@ -238,10 +278,16 @@ def rivals(args: Args, directory: Path) -> list[str]:
 
 
 def excess_of(args: Args, setting: Setting, other: Setting) -> tuple[float, float]:
-    """How much more regret one setting has than another, relative to it, on the held-out MDPs; and the standard error, by seed."""
+    """How much more regret a setting has than another, as a share, on the held-out MDPs.
+
+    The second number is the standard error over seeds.
+    """
 
     def by_seed(candidate: Setting) -> torch.Tensor:
-        found = [args.family.simulated(args.cache, number, candidate, STOCHASTIC, args.seeds) for number in args.held_out]
+        found = [
+            args.family.simulated(args.cache, number, candidate, STOCHASTIC, args.seeds)
+            for number in args.held_out
+        ]
         return torch.stack([history.regret[:, -1] for history in found]).mean(0)
 
     own, its = by_seed(setting), by_seed(other)
@@ -254,11 +300,15 @@ def judge_held_out(args: Args, name: str, setting: Setting) -> dict[str, Any]:
     row: dict[str, Any] = {"setting": name} | dict(zip(BOX, setting, strict=True))
     means, errors = [], []
     for number in args.held_out:
-        regret = args.family.simulated(args.cache, number, setting, STOCHASTIC, args.seeds).regret[:, -1]
+        history = args.family.simulated(args.cache, number, setting, STOCHASTIC, args.seeds)
+        regret = history.regret[:, -1]
         means.append(float(regret.mean()))
         errors.append(float(regret.std()) / len(regret) ** 0.5)
         row |= {f"MDP {number}": means[-1], f"MDP {number}, standard error": errors[-1]}
-    return row | {"regret": float(np.mean(means)), "standard_error": float(np.linalg.norm(errors)) / len(means)}
+    return row | {
+        "regret": float(np.mean(means)),
+        "standard_error": float(np.linalg.norm(errors)) / len(means),
+    }
 
 
 PARTS = {"accuracy": accuracy, "rivals": rivals}

@@ -1,4 +1,7 @@
-"""The regularizer zoo on one MDP: swap the regularizer, keep everything else, compare. One of them is defined here, in five lines."""
+"""Seven regularizers on one MDP: swap the regularizer, keep everything else, compare.
+
+One of the regularizers, `Mine`, is defined in this file, in five lines.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from torch import Tensor
 
 import torch_occ as occ
 from experiments.common import run_directory, table, write_csv, write_figure
+from experiments.curves import draw_ratios
 from experiments.games import (
     Game,
     Settings,
-    draw_panels,
     growth_row,
     loss_with_gap,
     play_all,
@@ -27,7 +30,7 @@ STOCHASTIC, SWITCHING = "stochastic", "switching"
 
 
 class Mine(occ.SeparableRegularizer):
-    """A regularizer of one's own: Tsallis on q(s,a), Shannon on q(s) - q(s,a). Gradients and Hessians come by themselves."""
+    """Tsallis on q(s,a), Shannon on q(s) - q(s,a). Autograd computes gradients and Hessians."""
 
     def pair(self, x: Tensor) -> Tensor:
         return -x.sqrt()
@@ -57,9 +60,9 @@ class Args:
     beta: float = 1.0
     """weight of the log-barrier beside the hybrid regularizer; the paper has 64 L"""
     gamma: float = 1.0
-    """eta_t = gamma / sqrt(t), the same for all: with each at its own best gamma the order may be another"""
+    """eta_t = gamma / sqrt(t), the same for all; with the best gamma for each, ranks may change"""
     period: int = 50
-    """episodes after which the losses and their mirror image take turns in the switching environment"""
+    """episodes between two switches of the losses in the switching environment"""
     processes: int = 2
     """games played at the same time"""
     tensorboard: bool = True
@@ -69,7 +72,7 @@ class Args:
 
 
 def zoo(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Regularizer]:
-    """Name -> psi_t."""
+    """Name -> psi_t. The first one is the reference of the figure."""
     eta, alpha = occ.InverseSqrt(args.gamma), 1 / math.sqrt(args.actions)
     return {
         "hybrid + log-barrier": occ.jin_luo(mdp, beta=args.beta, gamma=args.gamma),
@@ -99,32 +102,40 @@ def main(args: Args) -> Path:
         for place, losses in environments.items()
         for name, regularizer in zoo(args, mdp).items()
     ]
-    games.sort(key=lambda game: game.name != "mine")  # the slowest first: what is not built in is not compiled
-    histories = play_all(games, Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed), directory)
+    # The slowest first: a regularizer that is not built in is not compiled.
+    games.sort(key=lambda game: game.name != "mine")
+    settings = Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed)
+    histories = play_all(games, settings, directory)
     names = list(zoo(args, mdp))
     histories = {(place, name): histories[place, name] for place in environments for name in names}
     fits = {key: growth(history.episodes, history.regret) for key, history in histories.items()}
     write_csv(directory / "regularizers.csv", [growth_row(*key, fit) for key, fit in fits.items()])
-    title = f"One MDP, one γ = {args.gamma:g}, {len(names)} regularizers; {args.seeds} seeds, 95 % bands"
-    write_figure(directory / "regularizers.png", draw_panels(histories, list(environments), names[0], title))
+    title = f"Regret as a multiple of that of {names[0]}, β = {args.beta:g}; "
+    title += f"γ = {args.gamma:g} for all, {args.seeds} seeds, 95 % bands"
+    figure = draw_ratios(histories, list(environments), names[0], title)
+    write_figure(directory / "regularizers.png", figure)
     cells = []
     for name in names:
         here = histories[STOCHASTIC, name]
-        steps, worst = (
-            float(here.newton_steps.mean()),
-            max(float(histories[place, name].uncertified[:, -1].sum()) for place in environments),
-        )
+        steps = float(here.newton_steps.mean())
+        worst = max(float(histories[x, name].uncertified[:, -1].sum()) for x in environments)
         speed = args.episodes * args.seeds / max(float(here.wall_time[-1]), 1e-9)
-        columns = [text for place in environments for text in (fits[place, name].final.text(1), fits[place, name].exponent.text())]
-        cells.append([name, *columns, f"{steps:.1f}", f"{worst:.0f}", f"{speed:,.0f} ({here.backend})"])
-    header = ["regularizer", "stochastic: R(T)", "exponent", "switching: R(T)", "exponent", "Newton steps", "uncertified", "episodes / s"]
+        columns = []
+        for place in environments:
+            columns += [fits[place, name].final.text(1), fits[place, name].exponent.text()]
+        columns += [f"{steps:.1f}", f"{worst:.0f}", f"{speed:,.0f} ({here.backend})"]
+        cells.append([name, *columns])
+    header = ["regularizer", "stochastic: R(T)", "exponent", "switching: R(T)", "exponent"]
+    header += ["Newton steps", "uncertified", "episodes / s"]
     print(f"\n{table(header, cells)}\n")
     for place in environments:
         order = sorted(names, key=lambda name: fits[place, name].final.value)
         best, second = fits[place, order[0]].final, fits[place, order[1]].final
-        clear = "clearly" if best.upper < second.lower else "but not beyond the intervals"
-        print(f"{place}: {order[0]} has the lowest regret at T, {clear} below {order[1]}; {order[-1]} the highest.")
-    print(f"With γ = {args.gamma:g} for all of them, on this MDP, at this T.\n\nwritten to {directory}")
+        clear = "by more than the intervals" if best.upper < second.lower else "not significantly"
+        lowest = f"{order[0]} has the lowest regret at T, {clear} below {order[1]}"
+        print(f"{place}: {lowest}; {order[-1]} has the highest.")
+    print(f"This is for γ = {args.gamma:g} for all of them, on this MDP, at this T.")
+    print(f"\nwritten to {directory}; regularizers.png shows ratios to {names[0]}")
     return directory
 
 

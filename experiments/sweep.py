@@ -1,7 +1,8 @@
 """A grid of MDPs x losses x learners x parameters x seeds, on local processes or on a Dask cluster.
 
-Every cell is one game with one seed. Stop it and call it again with `--directory` to continue; `--cluster tcp://host:8786` plays the
-same cells on a cluster (docs/sweeps.md), with the same results to the bit.
+Every cell is one game with one seed. If the script is stopped, call it again with `--directory` to
+continue. `--cluster tcp://host:8786` plays the same cells on a cluster (docs/sweeps.md), with the
+same results to the bit.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ import torch_occ as occ
 from experiments.common import machine, run_directory, table
 from experiments.games import loss_with_gap, write_configuration
 
-LearnerName = Literal["jin-luo", "tsallis", "log-barrier", "o-reps", "ucb", "follow-the-leader", "uniform"]
+LearnerName = Literal[
+    "jin-luo", "tsallis", "log-barrier", "o-reps", "ucb", "follow-the-leader", "uniform"
+]
 LossName = Literal["bernoulli", "constrained", "corrupted", "greedy"]
-PARAMETERS: dict[str, tuple[str, ...]] = {"jin-luo": ("alpha", "beta", "gamma"), "tsallis": ("gamma",), "log-barrier": ("gamma",)}
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "jin-luo": ("alpha", "beta", "gamma"),
+    "tsallis": ("gamma",),
+    "log-barrier": ("gamma",),
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Args:
     losses: tuple[LossName, ...] = ("bernoulli",)
     """of a random MDP; an environment has its own"""
     learners: tuple[LearnerName, ...] = ("jin-luo", "tsallis", "ucb")
-    """who plays"""
+    """learners to play"""
     alphas: tuple[float, ...] = (0.5,)
     """of jin-luo"""
     betas: tuple[float, ...] = (0.1, 1.0)
@@ -45,7 +52,7 @@ class Args:
     episodes: int = 1000
     """T"""
     processes: int = 2
-    """local processes, without a cluster"""
+    """local processes, if there is no cluster"""
     cluster: str | None = None
     """address of a Dask scheduler, tcp://host:port"""
     directory: Path | None = None
@@ -60,11 +67,18 @@ def cells(args: Args) -> list[dict[str, Any]]:
     """The grid as configurations."""
     found = []
     for mdp, learner in itertools.product(args.mdps, args.learners):
-        make_mdp(mdp)  # what cannot be made should be known before the first cell runs
+        make_mdp(mdp)  # errors before the first cell runs
         axes = {"alpha": args.alphas, "beta": args.betas, "gamma": args.gammas}
         own = {name: axes[name] for name in PARAMETERS.get(learner, ())}
         losses = args.losses if mdp.startswith("random:") else ("rewards",)
-        found += occ.grid(mdp=[mdp], losses=losses, learner=[learner], **own, episodes=[args.episodes], seed=range(args.seeds))
+        found += occ.grid(
+            mdp=[mdp],
+            losses=losses,
+            learner=[learner],
+            **own,
+            episodes=[args.episodes],
+            seed=range(args.seeds),
+        )
     return found
 
 
@@ -80,7 +94,9 @@ def make_mdp(name: str) -> occ.LayeredMDP:
             return occ.LayeredMDP.from_gymnasium(id_, int(steps), verify=1000)
     except ValueError as error:
         raise ValueError(f"mdps: {name!r}: {error}") from error
-    raise ValueError(f"mdps: expected random:<horizon>x<width>x<actions> or gym:<id>:<horizon>, got {name!r}")
+    raise ValueError(
+        f"mdps: expected random:<horizon>x<width>x<actions> or gym:<id>:<horizon>, got {name!r}"
+    )
 
 
 def make_losses(name: str, mdp: occ.LayeredMDP) -> occ.LossProcess:
@@ -98,7 +114,9 @@ def make_losses(name: str, mdp: occ.LayeredMDP) -> occ.LossProcess:
 def make_learner(config: dict[str, Any], mdp: occ.LayeredMDP) -> occ.Learner:
     """A learner by its name and parameters."""
     makers = {
-        "jin-luo": lambda: occ.FTRL(mdp, occ.jin_luo(mdp, config["alpha"], config["beta"], config["gamma"])),
+        "jin-luo": lambda: occ.FTRL(
+            mdp, occ.jin_luo(mdp, config["alpha"], config["beta"], config["gamma"])
+        ),
         "tsallis": lambda: occ.FTRL.tsallis(mdp, config["gamma"]),
         "log-barrier": lambda: occ.FTRL.log_barrier(mdp, config["gamma"]),
         "o-reps": lambda: occ.FTRL.o_reps(mdp, config["episodes"]),
@@ -110,11 +128,16 @@ def make_learner(config: dict[str, Any], mdp: occ.LayeredMDP) -> occ.Learner:
 
 
 def play(config: dict[str, Any]) -> dict[str, Any]:
-    """One cell. What it returns depends on nothing but the configuration."""
+    """One cell. The result depends on the configuration only."""
     mdp = make_mdp(config["mdp"])
     learner = make_learner(config, mdp)
-    history = occ.simulate(mdp, learner, make_losses(config["losses"], mdp), config["episodes"], seeds=[config["seed"]])
-    last = {name: float(getattr(history, name)[0, -1]) for name in ("regret", "realised_regret", "comparator", "uncertified")}
+    history = occ.simulate(
+        mdp, learner, make_losses(config["losses"], mdp), config["episodes"], seeds=[config["seed"]]
+    )
+    last = {
+        name: float(getattr(history, name)[0, -1])
+        for name in ("regret", "realised_regret", "comparator", "uncertified")
+    }
     # Named so that the regret comes first in the HParams dashboard, which sorts by name.
     result = {"regret": last["regret"], "regret_realised": last["realised_regret"]}
     result |= {"total_loss_of_best": last["comparator"], "uncertified": last["uncertified"]}
@@ -127,36 +150,54 @@ def summary(rows: list[dict[str, Any]]) -> str:
     """Mean regret over seeds, a line for every game."""
     games: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        parameters = ", ".join(f"{name} = {row[name]:g}" for name in ("alpha", "beta", "gamma") if name in row)
-        games.setdefault((row["mdp"], row["losses"], row["learner"], parameters), []).append(row["regret"])
+        parameters = ", ".join(
+            f"{name} = {row[name]:g}" for name in ("alpha", "beta", "gamma") if name in row
+        )
+        games.setdefault((row["mdp"], row["losses"], row["learner"], parameters), []).append(
+            row["regret"]
+        )
     lines = []
     for game, regrets in games.items():
         regret = torch.tensor(regrets, dtype=torch.float64)
         spread = f"± {float(regret.std() / len(regrets) ** 0.5):.1f}" if len(regrets) > 1 else ""
         lines.append([*game, f"{float(regret.mean()):.1f} {spread}".strip(), str(len(regrets))])
-    return table(["mdp", "losses", "learner", "parameters", "regret at T (standard error)", "seeds"], lines, left=(0, 1, 2, 3))
+    return table(
+        ["mdp", "losses", "learner", "parameters", "regret at T (standard error)", "seeds"],
+        lines,
+        left=(0, 1, 2, 3),
+    )
 
 
 def main(args: Args) -> Path:
-    """Run what is missing, and summarize."""
+    """Run the missing cells, and summarize."""
     grid = cells(args)
     directory = run_directory(args.root, "sweep", 0) if args.directory is None else args.directory
-    where = f"the cluster at {args.cluster}" if args.cluster else f"{args.processes} local processes"
+    where = (
+        f"the cluster at {args.cluster}" if args.cluster else f"{args.processes} local processes"
+    )
     print(f"{len(grid)} cells on {where}; {machine()}\n{directory}", flush=True)
     try:
-        done = occ.sweep(play, grid, directory, processes=args.processes, cluster=args.cluster, tensorboard=args.tensorboard)
+        done = occ.sweep(
+            play,
+            grid,
+            directory,
+            processes=args.processes,
+            cluster=args.cluster,
+            tensorboard=args.tensorboard,
+        )
     except KeyboardInterrupt:
-        sys.exit(f"\ninterrupted; what is finished is stored. Continue with --directory {directory}")
+        sys.exit(f"\ninterrupted; finished cells are stored. Continue with --directory {directory}")
     write_configuration(directory, args)
     print(f"\n{summary(done.rows)}\n\nwritten to {directory}: results.csv, cells/, tensorboard/")
     if done.failures:
         shown = "\n".join(f"  {failure}" for failure in done.failures[:10])
-        sys.exit(f"{len(done.failures)} cells failed (failures.json has their tracebacks; the same command tries them again):\n{shown}")
+        hint = f"failures.json has the tracebacks; --directory {directory} tries them again"
+        sys.exit(f"{len(done.failures)} cells failed ({hint}):\n{shown}")
     return directory
 
 
 if __name__ == "__main__":
-    # The function must have the same name here and on the workers, which `__main__.play` would not.
+    # `play` must have the same name here and on the workers; `__main__.play` would differ.
     from experiments import sweep
 
     sweep.main(tyro.cli(Args, description=__doc__))

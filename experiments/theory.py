@@ -59,7 +59,7 @@ class Args:
     """where the run's directory goes"""
 
 
-# -- the games -------------------------------------------------------------------------------------
+# -- the games ------------------------------------------------------------------------------------
 
 
 def environments(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.LossProcess]:
@@ -117,7 +117,7 @@ TERMS = {
 }
 
 
-# -- the statements --------------------------------------------------------------------------------
+# -- the statements -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -145,9 +145,7 @@ def summarize(found: Sequence[theory.Statement]) -> Summary:
     )
     if found[0].relation == "=":  # show the worst instance of an equality
         at = int((right - left).abs().argmax())
-    elif bool(
-        (right > 0).any()
-    ):  # the tightest of an inequality; one in which both sides vanish says nothing
+    elif bool((right > 0).any()):  # the tightest instance; two sides that vanish say nothing
         at = int(torch.where(right > 0, left / right, -torch.inf).argmax())
     else:
         at = int(left.argmax())
@@ -180,26 +178,14 @@ def evaluate(args: Args) -> list[Summary]:
 
 def statement_cells(summary: Summary) -> list[str]:
     """One line of the table."""
-    ratio = (
-        f"{summary.left / summary.right:.3g}"
-        if summary.right > 0 and summary.relation == "<="
-        else ""
-    )
+    ratio = ""
+    if summary.right > 0 and summary.relation == "<=":
+        ratio = f"{summary.left / summary.right:.3g}"
     verdict = "holds" if not summary.violations else f"FAILS in {summary.violations}"
-    sides = [
-        f"{summary.left:.4g}",
-        summary.relation,
-        f"{summary.right:.4g}",
-        f"{summary.slack:.3g}",
-        ratio,
-    ]
-    return [
-        WORDS.get(summary.label.partition(",")[0], ""),
-        summary.label,
-        f"{summary.instances}",
-        *sides,
-        verdict,
-    ]
+    sides = [f"{summary.left:.4g}", summary.relation, f"{summary.right:.4g}"]
+    words = WORDS.get(summary.label.partition(",")[0], "")
+    numbers = [f"{summary.instances}", *sides, f"{summary.slack:.3g}", ratio]
+    return [words, summary.label, *numbers, verdict]
 
 
 WORDS = {
@@ -245,7 +231,7 @@ WORDS = {
 }
 
 
-# -- main ------------------------------------------------------------------------------------------
+# -- main -----------------------------------------------------------------------------------------
 
 
 def main(args: Args) -> Path:
@@ -320,7 +306,7 @@ def number(curves: dict[str, Tensor], name: str) -> str:
 
 
 def run_rows(place: str, curves: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """Means over seeds, a row a checkpoint."""
+    """Means over seeds, one row per checkpoint."""
     names = [
         name for name in (*TERMS, "smoothness_min", "smoothness_max") if name != "bound_stochastic"
     ]

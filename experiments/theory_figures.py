@@ -38,7 +38,7 @@ TERMS = (
 
 
 def draw_runs(games: Mapping[str, Mapping[str, Tensor]], mdp: occ.LayeredMDP) -> Figure:
-    """A column a game: regret and its bounds, the terms and theirs, and the update's smoothness."""
+    """One column per game: regret and its bounds, terms and theirs, smoothness of the update."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.7 * len(games) + 3.6, 10.4), layout="constrained")
@@ -109,7 +109,7 @@ def _trivial(axes: Axes, t: np.ndarray, horizon: int) -> None:
         color="0.75",
         linewidth=1.0,
         linestyle="-.",
-        label="L T, which nobody can exceed",
+        label="L T, the largest regret possible",
     )
 
 
@@ -134,7 +134,7 @@ def _smoothness(axes: Axes, t: np.ndarray, curves: Mapping[str, Tensor]) -> None
 
 
 def draw_tightness(ratios: Mapping[str, list[float]], mdps: int) -> Figure:
-    """left / right of every inequality, one dot an instance; 1 is tight."""
+    """left / right of every inequality, one dot per instance; 1 is tight."""
     from matplotlib.figure import Figure
 
     order = sorted(ratios, key=lambda label: max(ratios[label]))
@@ -167,7 +167,7 @@ def draw_tightness(ratios: Mapping[str, list[float]], mdps: int) -> Figure:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(
         f"How tight the statements are on {mdps} random MDPs: "
-        "every instance, median (bar) and tightest (red)",
+        "every instance, median (bar) and tightest (large dot)",
         fontsize=11,
     )
     return figure

@@ -26,22 +26,43 @@ def setting_of(tuned: occ.Tuned) -> Setting:
     return by_name["alpha"], by_name["beta"], by_name["gamma"]
 
 
-def draw_accuracy(family: Family, rows: Rows, number: int, curves: dict[tuple[float, float], occ.History], particles: int) -> Figure:
-    """Left: every setting, forecast over simulated. Right: `curves` of one MDP, by (beta, gamma)."""
+def draw_accuracy(
+    family: Family,
+    rows: Rows,
+    number: int,
+    curves: dict[tuple[float, float], occ.History],
+    particles: int,
+) -> Figure:
+    """Left: forecast over simulated regret. Right: `curves` of one MDP, by (beta, gamma)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    ends = np.array([0.8 * min(row["simulated"] for row in rows), 1.25 * max(row["simulated"] for row in rows)])
+    ends = np.array(
+        [0.8 * min(row["simulated"] for row in rows), 1.25 * max(row["simulated"] for row in rows)]
+    )
     left.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.9", label="within 10 %")
     left.plot(ends, ends, color="0.5", linewidth=0.8)
-    for method, key, colour, marker in (("mean path", "mean_path", COLOURS[0], "o"), ("leaping", "leaping", COLOURS[1], "^")):
+    for method, key, colour, marker in (
+        ("mean path", "mean_path", COLOURS[0], "o"),
+        ("leaping", "leaping", COLOURS[1], "^"),
+    ):
         for taken in (True, False):
             kept = [row for row in rows if (row["method"] == method) == taken]
-            style: dict[str, Any] = {"color": colour} if taken else {"facecolors": "none", "edgecolors": colour, "alpha": 0.45}
+            style: dict[str, Any] = (
+                {"color": colour}
+                if taken
+                else {"facecolors": "none", "edgecolors": colour, "alpha": 0.45}
+            )
             label = f"{method}, {'chosen by the rule' if taken else 'not chosen'}"
             left.scatter(
-                [row["simulated"] for row in kept], [row[key] for row in kept], s=22, marker=marker, label=label, linewidths=0.8, **style
+                [row["simulated"] for row in kept],
+                [row[key] for row in kept],
+                s=22,
+                marker=marker,
+                label=label,
+                linewidths=0.8,
+                **style,
             )
     left.set(
         xscale="log",
@@ -81,13 +102,20 @@ def draw_accuracy(family: Family, rows: Rows, number: int, curves: dict[tuple[fl
     return figure
 
 
-def draw_landscape(objective: occ.ForecastObjective, tuned: occ.Tuned, refined: occ.Refined) -> Figure:
-    """The forecast over (beta, gamma) at the alpha found, the tuner's paths on it, and every point tried in the colour of its trial."""
+def draw_landscape(
+    objective: occ.ForecastObjective, tuned: occ.Tuned, refined: occ.Refined
+) -> Figure:
+    """The forecast over (beta, gamma) at the alpha found, the tuner's paths, and all trials.
+
+    A point that was tried has the colour of its trial.
+    """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
     (world,) = objective.worlds
-    betas, gammas = (torch.logspace(*ends, dtype=torch.float64) for ends in ((-2, 2.5, 25), (-0.9, 0.9, 17)))
+    betas, gammas = (
+        torch.logspace(*ends, dtype=torch.float64) for ends in ((-2, 2.5, 25), (-0.9, 0.9, 17))
+    )
     alpha, beta, gamma = setting_of(refined.tuned)
     ratios, shares = [], []
     for row in gammas:  # one after the other, since a batch of all of them would take much memory
@@ -103,17 +131,51 @@ def draw_landscape(objective: occ.ForecastObjective, tuned: occ.Tuned, refined: 
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
     shades = axes.contourf(betas, gammas, values, levels=levels, **shading)
-    axes.contourf(betas, gammas, share, levels=[1 / 3, 1.0], colors="none", hatches=["//"]).set_edgecolor("0.5")
-    axes.contour(betas, gammas, share, levels=[1 / 3], colors="white", linewidths=1.2, linestyles="--")
+    axes.contourf(
+        betas, gammas, share, levels=[1 / 3, 1.0], colors="none", hatches=["//"]
+    ).set_edgecolor("0.5")
+    axes.contour(
+        betas, gammas, share, levels=[1 / 3], colors="white", linewidths=1.2, linestyles="--"
+    )
     order = {name.rpartition(".")[2]: i for i, name in enumerate(tuned.names)}
     for start in range(tuned.path.shape[1]):
         walk = tuned.path[:, start]
-        axes.plot(walk[:, order["beta"]], walk[:, order["gamma"]], color="#D55E00", linewidth=1.2, marker=".", markersize=3)
-        axes.plot(*walk[0, [order["beta"], order["gamma"]]], color="#D55E00", marker="o", markerfacecolor="white")
+        axes.plot(
+            walk[:, order["beta"]],
+            walk[:, order["gamma"]],
+            color="#D55E00",
+            linewidth=1.2,
+            marker=".",
+            markersize=3,
+        )
+        axes.plot(
+            *walk[0, [order["beta"], order["gamma"]]],
+            color="#D55E00",
+            marker="o",
+            markerfacecolor="white",
+        )
     x, y = refined.points[:, order["beta"]], refined.points[:, order["gamma"]]
-    axes.scatter(x, y, c=tried, s=30, edgecolors="black", linewidths=0.7, zorder=3, label="tried, in the colour of the trial", **shading)
+    axes.scatter(
+        x,
+        y,
+        c=tried,
+        s=30,
+        edgecolors="black",
+        linewidths=0.7,
+        zorder=3,
+        label="tried, in the colour of the trial",
+        **shading,
+    )
     axes.plot(
-        [beta], [gamma], color="#E69F00", marker="*", markersize=16, markeredgecolor="black", linestyle="none", zorder=4, label="result"
+        [beta],
+        [gamma],
+        color="#E69F00",
+        marker="*",
+        markersize=16,
+        markeredgecolor="black",
+        linestyle="none",
+        zorder=4,
+        label="result",
     )
     axes.legend(frameon=True, fontsize="small", loc="lower left")
     axes.set(
@@ -121,7 +183,7 @@ def draw_landscape(objective: occ.ForecastObjective, tuned: occ.Tuned, refined: 
         yscale="log",
         xlabel="β",
         ylabel="γ",
-        title=f"forecast at T = {objective.episodes:,}, α = {alpha:.2g} (hatched: not to be believed)",
+        title=f"forecast at T = {objective.episodes:,}, α = {alpha:.2g} (hatched: not reliable)",
     )
     axes.set(xlim=(float(betas[0]), float(betas[-1])), ylim=(float(gammas[0]), float(gammas[-1])))
     axes.set_yticks((0.25, 0.5, 1, 2, 4), labels=("0.25", "0.5", "1", "2", "4"), minor=False)
@@ -133,7 +195,10 @@ def draw_landscape(objective: occ.ForecastObjective, tuned: occ.Tuned, refined: 
 
 
 def draw_rivals(family: Family, rows: Rows, seeds: int) -> Figure:
-    """Left: the mean over held-out MDPs against the time spent on finding the setting. Right: MDP by MDP, relative to the tuned one."""
+    """Left: mean regret on held-out MDPs over the time of the search. Right: each MDP.
+
+    On the right, regret is relative to that of the tuned setting.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
@@ -143,9 +208,19 @@ def draw_rivals(family: Family, rows: Rows, seeds: int) -> Figure:
     tuned = next(row for row in rows if row["setting"].startswith("tuned"))
     found = [row for row in rows if row["seconds"] > 0]
     for row, colour in zip(found, COLOURS[1:], strict=False):
-        style: dict[str, Any] = {"color": colour, "marker": "*" if row is tuned else "o", "markersize": 13 if row is tuned else 7}
+        style: dict[str, Any] = {
+            "color": colour,
+            "marker": "*" if row is tuned else "o",
+            "markersize": 13 if row is tuned else 7,
+        }
         left.errorbar(
-            [row["seconds"]], [row["regret"]], [1.96 * row["standard_error"]], label=row["setting"], capsize=3, linestyle="none", **style
+            [row["seconds"]],
+            [row["regret"]],
+            [1.96 * row["standard_error"]],
+            label=row["setting"],
+            capsize=3,
+            linestyle="none",
+            **style,
         )
         ratios = [row[key] / tuned[key] for key in numbers]
         errors = [1.96 * row[f"{key}, standard error"] / tuned[key] for key in numbers]
@@ -164,7 +239,10 @@ def draw_rivals(family: Family, rows: Rows, seeds: int) -> Figure:
     left.xaxis.set_major_formatter("{x:g}")
     left.xaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
     left.xaxis.set_minor_formatter("{x:g}")
-    right.set(ylabel="regret relative to the tuned setting", title=f"each held-out MDP, {seeds} seeds, 95 % (grey: within 5 %)")
+    right.set(
+        ylabel="regret relative to the tuned setting",
+        title=f"each held-out MDP, {seeds} seeds, 95 % (grey: within 5 %)",
+    )
     left.legend(frameon=False, fontsize="small")
     for axes in (left, right):
         axes.grid(visible=True, which="major", color="0.94", linewidth=0.6)

@@ -1,12 +1,13 @@
 """How does a step grow with the MDP, up to a million pairs?
 
-    python -m experiments.wide                                   everything; about ten minutes, most of them Clarabel's
-    python -m experiments.wide --sections growth --patience 0    only torch_occ
-    python -m experiments.wide --sections crossover              conjugate gradients against factorization, for dense transitions
+    python -m experiments.wide                                   everything; about ten minutes
+    python -m experiments.wide --sections growth --patience 0    without Clarabel
+    python -m experiments.wide --sections crossover              CG against factorization
 
-A robot on a slippery grid, in layers: every state of the grid at every step, five actions, at most five successors, stored sparsely.
-The learner is FTRL with the paper's constants in the middle of a run; what is timed is its next step after an episode with bandit
-feedback. Each size runs in a process of its own, so that its peak memory is its own.
+The MDP is a robot on a slippery grid, in layers: every state of the grid at every step, five
+actions, at most five successors, stored sparsely. The learner is FTRL with the paper's constants in
+the middle of a run. The script times its next step after an episode with bandit feedback. Each size
+runs in its own process, so that its peak memory can be measured. Most of the time is Clarabel's.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
+from experiments.wide_crossover import measure_crossover
+from experiments.wide_models import grid, losses, taxi
 from torch_occ import FTRL, FTRLStep, LayeredMDP, jin_luo, policy_of
 from torch_occ._support.backends import Backend
 from torch_occ._support.streams import invert
 from torch_occ.game.estimators import Feedback
 from torch_occ.reference import solve_cvxpy
-from torch_occ.step import kkt
 from torch_occ.step.iterative import ConjugateGradients
 
 
 @dataclass
 class Args:
-    """What to measure."""
+    """The measurements."""
 
     sides: tuple[int, ...] = (3, 5, 10, 16, 22, 32, 46, 71, 100)
     """sides of the grids; a layer has side * side states"""
@@ -49,17 +51,17 @@ class Args:
     sections: tuple[Literal["growth", "taxi", "crossover"], ...] = ("growth", "taxi", "crossover")
     """step time over size; Gymnasium's taxi; where factorization and iterations meet"""
     backend: Backend = "auto"
-    """who solves: torch or engine; only torch tells its iterations"""
+    """the solver; iterations are counted on the torch path only"""
     episodes: int = 5
     """warm steps of which the median is taken"""
     patience: float = 120.0
-    """Clarabel is not asked for a step that is expected to take longer than this many seconds"""
+    """Clarabel is left out where a step would take more seconds than this"""
     t: float = 1000.0
-    """the episode in whose place the learner stands"""
+    """the episode of the learner"""
     threads: int = 1
     """threads of torch; two help from about 100,000 pairs on, if both cores are free"""
     clock: Literal["wall", "cpu"] = "wall"
-    """cpu counts the processor's time of all threads: for a machine that is busy with other things"""
+    """cpu counts processor time of all threads, for a busy machine"""
     seed: int = 0
     """seed of the losses and the episodes"""
     root: Path = Path("runs")
@@ -69,40 +71,12 @@ class Args:
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-# -- models ---------------------------------------------------------------------------------------------------------------
-
-
-def grid(side: int, horizon: int, slip: float = 0.2) -> LayeredMDP:
-    """Stay or go to a neighbour; with probability `slip` one of the five at random. The start is anywhere."""
-    x, y = torch.arange(side * side) // side, torch.arange(side * side) % side
-    moves = torch.tensor([[0, 0], [1, 0], [-1, 0], [0, 1], [0, -1]])
-    goal = (x[:, None] + moves[:, 0]).clamp(0, side - 1) * side + (y[:, None] + moves[:, 1]).clamp(0, side - 1)  # (S, 5)
-    chance = torch.full((5, 5), slip / 5, dtype=torch.float64) + (1 - slip) * torch.eye(5, dtype=torch.float64)  # meant, done
-    return unrolled(goal.unsqueeze(1).expand(-1, 5, -1), chance.expand(side * side, -1, -1), horizon)
-
-
-def taxi(horizon: int) -> LayeredMDP:
-    """Gymnasium's: 500 states, of which some cannot be reached so soon, and 6 actions, all deterministic."""
-    return LayeredMDP.from_gymnasium("Taxi-v4", horizon=horizon)
-
-
-def unrolled(successors: Tensor, chances: Tensor, horizon: int) -> LayeredMDP:
-    """Every state at every step: successors and their chances `(S, A, m)` -> an MDP of `horizon` equal, sparse layers."""
-    num_states, num_actions, most = successors.shape
-    pair = torch.arange(num_states * num_actions).repeat_interleave(most)
-    index, shape = torch.stack([pair, successors.flatten()]), (num_states * num_actions, num_states)
-    step = torch.sparse_coo_tensor(index, chances.flatten(), shape, check_invariants=False).coalesce()
-    end = torch.ones(num_states * num_actions, 1, dtype=torch.float64).to_sparse()
-    initial = torch.full((num_states,), 1 / num_states, dtype=torch.float64)
-    return LayeredMDP([*[step] * (horizon - 1), end], initial=initial)
-
-
-# -- a learner in the middle of its run -----------------------------------------------------------------------------------
+# -- a learner in the middle of its run -----------------------------------------------------------
 
 
 @contextmanager
 def counting() -> Iterator[list[int]]:
-    """The iterations of every system that conjugate gradients solve inside."""
+    """Collect the iterations of every system that conjugate gradients solve in this context."""
     counts: list[int] = []
     original = ConjugateGradients.solve
 
@@ -148,13 +122,15 @@ class Row:
     newton: float  # Newton steps of a warm step, on average
     iterations: float  # of conjugate gradients in a warm step, on average
     dual_residual: float
-    memory: float  # what the process took at most, beyond what it took before the model was built
+    memory: float  # peak of the process, less its peak before the model was built
     clarabel: float | None = None
     clarabel_error: float | None = None  # the largest relative difference of its q
 
     def cells(self) -> list[str]:
         """As printed."""
-        rival = "-" if self.clarabel is None else f"{seconds(self.clarabel)} ({self.clarabel_error:.0e})"
+        rival = "-"
+        if self.clarabel is not None:
+            rival = f"{seconds(self.clarabel)} ({self.clarabel_error:.0e})"
         times = [seconds(x) for x in (self.build, self.cold, self.warm)]
         counts = [
             f"{self.newton:.1f}",
@@ -165,15 +141,18 @@ class Row:
         return [self.model, f"{self.pairs:,}", f"{self.entries:,}", *times, *counts, rival]
 
 
-HEADER = ["model", "pairs", "nnz(P)", "build", "cold", "warm", "Newton", "CG", "residual", "memory", "Clarabel (error)"]
+HEADER = ["model", "pairs", "nnz(P)", "build", "cold", "warm", "Newton", "CG", "residual", "memory"]
+HEADER += ["Clarabel (error)"]
 
 
 def measure(args: Args, side: int | None) -> Row:
-    """One model, in a process of its own; None is the taxi."""
+    """One grid, or the taxi for None. It should run in its own process."""
     torch.set_num_threads(args.threads)
     clock = CLOCKS[args.clock]
-    small = FTRLStep(tiny := LayeredMDP.random(2, 2, 2).to_sparse(), jin_luo(tiny), backend=args.backend)
-    small(torch.zeros_like(small.interior))  # what torch and the engine load once
+    small = FTRLStep(
+        tiny := LayeredMDP.random(2, 2, 2).to_sparse(), jin_luo(tiny), backend=args.backend
+    )
+    small(torch.zeros_like(small.interior))  # torch and the engine load their parts here
     before, begun = _peak(), clock()
     mdp = taxi(args.horizon) if side is None else grid(side, args.horizon)
     learner = FTRL(mdp, jin_luo(mdp))
@@ -211,33 +190,34 @@ def measure(args: Args, side: int | None) -> Row:
     )
 
 
-def losses(mdp: LayeredMDP, seed: int) -> Tensor:
-    """Mean losses, uniform in [0, 1]."""
-    return torch.rand(mdp.num_states, mdp.num_actions, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def _peak() -> float:
-    """The most memory that this process has had so far; `ru_maxrss` would count the process that started it too."""
+    """The peak memory of this process so far, in GiB.
+
+    `ru_maxrss` would include the process that started this one.
+    """
     status = Path("/proc/self/status")
     if status.exists():
-        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) / 2**20
+        lines = status.read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def in_new_process(function: Callable[..., Row], *arguments: Any) -> Row:
-    """Called in a fresh interpreter."""
+    """The result of a call in a fresh interpreter."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
-# -- growth ---------------------------------------------------------------------------------------------------------------
+# -- growth ---------------------------------------------------------------------------------------
 
 
 def measure_growth(args: Args, directory: Path) -> list[Row]:
-    """Every size, and Clarabel on the same cold step as far as the patience goes."""
+    """Every size, and Clarabel on the same cold step while it takes less than `patience`."""
     rows: list[Row] = []
     if args.patience:
-        solve_cvxpy(tiny := grid(2, 2), jin_luo(tiny), losses(tiny, 0))  # what cvxpy loads once
+        solve_cvxpy(
+            tiny := grid(2, 2), jin_luo(tiny), losses(tiny, 0)
+        )  # cvxpy loads its parts here
     for side in args.sides:
         rows.append(row := in_new_process(measure, args, side))
         known = [(before.pairs, before.clarabel) for before in rows[:-1] if before.clarabel]
@@ -247,7 +227,9 @@ def measure_growth(args: Args, directory: Path) -> list[Row]:
             psi, loss = jin_luo(mdp), args.t * losses(mdp, args.seed)
             clock = CLOCKS[args.clock]
             begun = clock()
-            theirs, _ = solve_cvxpy(mdp, psi, loss, args.t, tol_gap_abs=1e-8, tol_gap_rel=1e-8, tol_feas=1e-8)
+            theirs, _ = solve_cvxpy(
+                mdp, psi, loss, args.t, tol_gap_abs=1e-8, tol_gap_rel=1e-8, tol_feas=1e-8
+            )
             row.clarabel = clock() - begun
             q = FTRLStep(mdp, psi)(loss, args.t).detach()
             row.clarabel_error = float(((theirs - q) / q).abs().max())
@@ -257,9 +239,14 @@ def measure_growth(args: Args, directory: Path) -> list[Row]:
 
 
 def exponent(rows: list[Row], least: int = 40_000) -> float:
-    """The slope of log warm time over log nnz(P), from so many pairs on; NaN for fewer than two sizes."""
+    """The slope of log warm time over log nnz(P), for MDPs with at least `least` pairs.
+
+    NaN for fewer than two sizes.
+    """
     points = [(math.log(row.entries), math.log(row.warm)) for row in rows if row.pairs >= least]
-    return statistics.linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else math.nan
+    if len(points) < 2:
+        return math.nan
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
 def draw_growth(rows: list[Row], horizon: int) -> Figure:
@@ -269,18 +256,49 @@ def draw_growth(rows: list[Row], horizon: int) -> Figure:
     pairs = [row.pairs for row in rows]
     slope = exponent(rows)
     left.plot(
-        pairs, [row.warm for row in rows], "o-", color="C0", linewidth=2.4, label=f"warm step (slope {slope:.2f} from 40,000 pairs on)"
+        pairs,
+        [row.warm for row in rows],
+        "o-",
+        color="C0",
+        linewidth=2.4,
+        label=f"warm step (slope {slope:.2f} from 40,000 pairs on)",
     )
-    left.plot(pairs, [row.cold for row in rows], "s--", color="C0", alpha=0.5, label="first step, cold")
+    left.plot(
+        pairs,
+        [row.cold for row in rows],
+        "s--",
+        color="C0",
+        alpha=0.5,
+        label="first step, cold",
+    )
     rival = [row for row in rows if row.clarabel]
     if rival:
-        left.plot([row.pairs for row in rival], [row.clarabel for row in rival], "D-", color="C3", label="cvxpy + Clarabel, cold")
+        left.plot(
+            [row.pairs for row in rival],
+            [row.clarabel for row in rival],
+            "D-",
+            color="C3",
+            label="cvxpy + Clarabel, cold",
+        )
     last = rows[-1]
     left.plot(pairs, [last.warm * n / last.pairs for n in pairs], ":", color="gray", label="linear")
     left.set(ylabel="seconds", title=f"One FTRL step, horizon {horizon}")
     size = [row.entries + row.pairs for row in rows]
-    right.plot(pairs, [1024 * row.memory for row in rows], "o-", color="C2", linewidth=2.4, label="peak, above the bare process")
-    right.plot(pairs, [n * 8 / 2**20 for n in size], ":", color="gray", label="nnz(P) + pairs, 8 bytes each")
+    right.plot(
+        pairs,
+        [1024 * row.memory for row in rows],
+        "o-",
+        color="C2",
+        linewidth=2.4,
+        label="peak, above the bare process",
+    )
+    right.plot(
+        pairs,
+        [n * 8 / 2**20 for n in size],
+        ":",
+        color="gray",
+        label="nnz(P) + pairs, 8 bytes each",
+    )
     dense = [(row.pairs, row.pairs * row.pairs / horizon / 5 * 8 / 2**20) for row in rows]
     right.plot(*zip(*dense, strict=True), "--", color="C1", label="P alone, if it were dense")
     right.set(ylabel="MiB", title="Memory")
@@ -288,72 +306,35 @@ def draw_growth(rows: list[Row], horizon: int) -> Figure:
         panel.set(xscale="log", yscale="log", xlabel="state-action pairs")
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False, fontsize=9, loc="lower right" if panel is left else "upper left")
+        panel.legend(
+            frameon=False, fontsize=9, loc="lower right" if panel is left else "upper left"
+        )
     left.set_ylim(bottom=last.warm / 2e5)  # room for the legend
     right.set_ylim(bottom=1, top=1024 * 64)
     return figure
 
 
-# -- factorization or iterations ------------------------------------------------------------------------------------------
-
-CROSSOVER: tuple[tuple[int, int, int, int], ...] = (
-    (10, 20, 5, 1),
-    (40, 20, 3, 1),
-    (10, 40, 5, 1),
-    (10, 80, 3, 1),
-    (10, 100, 10, 1),
-    (10, 150, 5, 1),
-    (10, 200, 5, 1),
-)
-CROSSOVER += ((5, 300, 3, 1), (10, 20, 5, 32), (10, 40, 5, 8), (10, 80, 4, 8), (5, 20, 3, 128))
-
-
-def measure_crossover(args: Args) -> list[dict[str, Any]]:
-    """Processor time of a warm solve per Newton step on the torch path, both ways, for dense random MDPs; and which way is chosen."""
-    rows, chooser = [], kkt.prefers_iterations
-    for horizon, width, actions, batch in CROSSOVER:
-        mdp = LayeredMDP.random(horizon, width, actions, seed=args.seed)
-        step = FTRLStep(mdp, jin_luo(mdp), backend="torch")
-        generator = torch.Generator().manual_seed(args.seed)
-        loss = args.t * torch.rand(batch, mdp.num_states, actions, dtype=torch.float64, generator=generator)
-        times = []
-        with torch.no_grad():
-            q = step(loss, args.t)
-            later = loss.clone()
-            later[:, ::7, 0] += 1 / q[:, ::7, 0]
-            for iterate in (False, True):
-                kkt.prefers_iterations = lambda *_, choice=iterate: choice
-                trials = []
-                for _ in range(5):
-                    begun = time.process_time()
-                    solution = step.solve(later, args.t + 1, warm_start=q)
-                    trials.append((time.process_time() - begun) / int(solution.steps.max()))
-                times.append(min(trials))
-        kkt.prefers_iterations = chooser
-        chosen = "CG" if chooser(mdp, batch, False) else "factorization"
-        row = {"size": (horizon, width, actions), "batch": batch, "factorization": times[0], "CG": times[1], "chosen": chosen}
-        rows.append(row | {"lost": times[chosen == "CG"] / min(times) - 1})
-    return rows
-
-
 def main(args: Args) -> Path:
     """Run the sections, print their tables, write them as CSV and PNG."""
     directory = run_directory(args.root, "wide", args.seed)
-    print(f"{machine()}; torch uses {args.threads} thread{'s' * (args.threads > 1)}; {args.clock} time\n", flush=True)
+    threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
+    print(f"{machine()}; torch uses {threads}; {args.clock} time\n", flush=True)
     if "growth" in args.sections:
         rows = measure_growth(args, directory)
-        print(f"\n{table(HEADER, [row.cells() for row in rows])}\n\nwarm time ~ nnz(P)^{exponent(rows):.2f} from 40,000 pairs on\n")
+        print(f"\n{table(HEADER, [row.cells() for row in rows])}\n")
+        print(f"warm time ~ nnz(P)^{exponent(rows):.2f} from 40,000 pairs on\n")
         write_figure(directory / "wide.png", draw_growth(rows, args.horizon))
     if "taxi" in args.sections:
         print(f"{table(HEADER, [in_new_process(measure, args, None).cells()])}\n", flush=True)
     if "crossover" in args.sections:
         torch.set_num_threads(1)
-        crossover = measure_crossover(args)
+        crossover = measure_crossover(args.seed, args.t)
         write_csv(directory / "crossover.csv", crossover)
-        lines = [
-            [f"{r['size']}", f"{r['batch']}", seconds(r["factorization"]), seconds(r["CG"]), r["chosen"], f"{100 * r['lost']:.0f} %"]
-            for r in crossover
-        ]
+        lines = []
+        for x in crossover:
+            times = [seconds(x["factorization"]), seconds(x["CG"])]
+            lost = f"{100 * x['lost']:.0f} %"
+            lines.append([f"{x['size']}", f"{x['batch']}", *times, x["chosen"], lost])
         print(table(["size", "batch", "factorization", "CG", "chosen", "lost"], lines))
     print(f"\nwritten to {directory}")
     return directory

@@ -1,11 +1,11 @@
-"""What every test shares: one thread, no leaks of global state, and the same examples on every machine."""
+"""Settings of all tests: one thread, no leaks of global state, the same examples everywhere."""
 
 import os
 import warnings
 
 import pytest
 import torch
-from games import Patient
+from games import Interruptible
 from hypothesis import settings
 
 import torch_occ as occ
@@ -14,19 +14,25 @@ import torch_occ as occ
 THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
 torch.set_num_threads(THREADS)
 
-# The first use of forward mode loads torch's own deprecated code; in a test its warning would be an error.
+# The first use of forward mode imports deprecated code of torch, whose warning would fail a test.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch._decomp.decompositions_for_jvp
 
-# The same examples in every run, whatever PYTHONHASHSEED says: nothing is stored, nothing is timed.
-settings.register_profile("torch_occ", derandomize=True, deadline=None, database=None, print_blob=True)
+# The same examples in every run, for any PYTHONHASHSEED; nothing is stored, nothing is timed.
+settings.register_profile(
+    "torch_occ", derandomize=True, deadline=None, database=None, print_blob=True
+)
 settings.load_profile("torch_occ")
 
 
 @pytest.fixture(autouse=True)
 def global_state_is_left_alone():
-    """float64 is the package's own default and not torch's: a test that needed `set_default_dtype` would hide a mistake."""
+    """Check that a test leaves torch's settings alone.
+
+    float64 is the default of this package, not of torch: a test that needs `set_default_dtype`
+    hides a mistake.
+    """
     before = torch.get_rng_state()
     yield
     assert torch.get_default_dtype() == torch.float32
@@ -37,7 +43,7 @@ def global_state_is_left_alone():
 
 @pytest.fixture(scope="module", params=["torch", "auto"])
 def both_backends(request):
-    """Everything in a module twice: on the torch path, and with the engine wherever `FTRLStep` takes it by itself."""
+    """Run a module twice: in torch, and with the engine wherever `FTRLStep` chooses it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(occ.FTRLStep.__init__.__kwdefaults__, "backend", request.param)
         yield request.param
@@ -45,8 +51,8 @@ def both_backends(request):
 
 @pytest.fixture
 def at(monkeypatch):
-    """`at(t, call)`: the learner `Patient` calls `call` in episode t."""
-    return lambda t, call: monkeypatch.setattr(Patient, "calls", {t: call})
+    """`at(t, call)`: the learner `Interruptible` calls `call` in episode t."""
+    return lambda t, call: monkeypatch.setattr(Interruptible, "calls", {t: call})
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The house: packages in one direction, no import inside a function but one, no name that hides a module."""
+"""The contract on imports: packages in one order, one module that imports later, no hidden module."""
 
 import ast
 import importlib
@@ -53,20 +53,40 @@ def imports_of(path: Path) -> Iterator[Import]:
 
     def walk(node: ast.AST, inside: bool, types: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
-            deeper = inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            typing = types or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test))
-            if isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "torch_occ":
+            deeper = inside or isinstance(
+                child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+            )
+            typing = types or (
+                isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+            )
+            if (
+                isinstance(child, ast.ImportFrom)
+                and (child.module or "").split(".")[0] == "torch_occ"
+            ):
                 base = (child.module or "").removeprefix("torch_occ").removeprefix(".")
                 for alias in child.names:
                     whole = f"{base}.{alias.name}".removeprefix(".")
-                    is_module = (PACKAGE / f"{whole.replace('.', '/')}.py").exists() or (PACKAGE / whole).is_dir()
+                    is_module = (PACKAGE / f"{whole.replace('.', '/')}.py").exists() or (
+                        PACKAGE / whole
+                    ).is_dir()
                     yield Import(importer, whole if is_module else base, inside, types)
             elif isinstance(child, ast.Import):
                 for alias in child.names:
                     if alias.name.split(".")[0] == "torch_occ":
-                        yield Import(importer, alias.name.removeprefix("torch_occ").removeprefix("."), inside, types)
-            elif isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id == "later":
-                assert isinstance(child.args[0], ast.Constant), f"{importer}: later() needs the name of a module"
+                        yield Import(
+                            importer,
+                            alias.name.removeprefix("torch_occ").removeprefix("."),
+                            inside,
+                            types,
+                        )
+            elif (
+                isinstance(child, ast.Call)
+                and isinstance(child.func, ast.Name)
+                and child.func.id == "later"
+            ):
+                assert isinstance(child.args[0], ast.Constant), (
+                    f"{importer}: later() needs the name of a module"
+                )
                 yield Import(importer, child.args[0].value, False, False)
             yield from walk(child, deeper, typing)
 
@@ -85,13 +105,21 @@ def test_the_order_names_every_package():
 @pytest.mark.parametrize("package", ORDER)
 def test_imports_go_one_way(package):
     allowed = ORDER[: ORDER.index(package) + 1]
-    wrong = [x for x in IMPORTS if x.importer.split(".")[0] == package and x.imported.split(".")[0] not in allowed]
+    wrong = [
+        x
+        for x in IMPORTS
+        if x.importer.split(".")[0] == package and x.imported.split(".")[0] not in allowed
+    ]
     assert not wrong
 
 
 def test_no_import_inside_a_function():
     assert [x for x in IMPORTS if x.inside_function] == []
-    calls = [name_of(path) for path in FILES if re.search(r"\bimport_module\(f?\"torch_occ", path.read_text())]
+    calls = [
+        name_of(path)
+        for path in FILES
+        if re.search(r"\bimport_module\(f?\"torch_occ", path.read_text())
+    ]
     assert calls == [LATER]
 
 
@@ -106,12 +134,17 @@ def test_a_module_imported_later_stands_beside_its_importer():
 
 
 def test_there_are_no_cycles():
-    """Not even inside a package, but for names that only the type checker reads and modules imported later."""
+    """Nor inside a package; imports for types and modules imported later do not count."""
     strict = {name_of(path): set[str]() for path in FILES}
     for path in FILES:
         later = set(re.findall(r"\blater\(\"([\w.]+)\"\)", path.read_text()))
         for x in imports_of(path):
-            if not x.for_types and x.imported not in later and x.imported in strict and x.imported != x.importer:
+            if (
+                not x.for_types
+                and x.imported not in later
+                and x.imported in strict
+                and x.imported != x.importer
+            ):
                 strict[x.importer].add(x.imported)
     while leaves := [name for name, needs in strict.items() if not needs]:
         for name in leaves:
@@ -127,13 +160,18 @@ def test_kernels_do_not_know_torch():
 
 
 def test_what_is_private_of_others_stands_in_one_module():
-    pattern = r"\b(?:torch|forward_ad|pool|writer|p|module|functorch|numba)\._(?!_)[a-zA-Z]\w*|\"_nrt\""
+    pattern = (
+        r"\b(?:torch|forward_ad|pool|writer|p|module|functorch|numba)\._(?!_)[a-zA-Z]\w*|\"_nrt\""
+    )
     found = {name_of(path): re.findall(pattern, path.read_text()) for path in FILES}
     assert [name for name, uses in found.items() if uses] == ["_support.private"]
 
 
 def test_rooms_are_small():
-    assert len([path for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "py.typed")]) <= 12
+    assert (
+        len([path for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "py.typed")])
+        <= 12
+    )
     for package in ORDER:
         assert len(list((PACKAGE / package).glob("*.py"))) <= 17, package
     long = [str(path) for path in FILES if len(path.read_text().splitlines()) > 350]
@@ -144,7 +182,9 @@ def test_rooms_are_small():
 def test_a_package_lists_its_modules(package):
     listed = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
     modules = {path.stem for path in (PACKAGE / package).glob("*.py")} - {"__init__"}
-    assert {name for name in modules if not re.search(rf"^\s*{name}  ", listed, re.MULTILINE)} == set()
+    assert {
+        name for name in modules if not re.search(rf"^\s*{name}  ", listed, re.MULTILINE)
+    } == set()
 
 
 def test_nothing_hides_a_module():
@@ -152,10 +192,26 @@ def test_nothing_hides_a_module():
         module = importlib.import_module(f"torch_occ.{package}".removesuffix("."))
         for child in pkgutil.iter_modules(module.__path__):
             shown = getattr(module, child.name, None)
-            assert shown is None or type(shown).__name__ == "module", f"{module.__name__}.{child.name}"
+            assert shown is None or type(shown).__name__ == "module", (
+                f"{module.__name__}.{child.name}"
+            )
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_the_docstring_of_a_package_lists_its_modules(package):
+    """CONTRIBUTING.md sends readers there: one line per module, its name and what it holds."""
+    listed = re.findall(
+        r"^(\w+)  +\S", importlib.import_module(f"torch_occ.{package}").__doc__, re.M
+    )
+    modules = {path.stem for path in (PACKAGE / package).glob("*.py")} - {"__init__"}
+    assert sorted(listed) == sorted(modules)
 
 
 def test_public_names():
     """Names may be added, here and in the reference; a name that users have is never taken away."""
-    public = sorted(name for name in vars(occ) if not name.startswith("_") and name not in {*ORDER, "reference"} - {"theory"})
+    public = sorted(
+        name
+        for name in vars(occ)
+        if not name.startswith("_") and name not in {*ORDER, "reference"} - {"theory"}
+    )
     assert public == (ROOT / "tests" / "public_names.txt").read_text().split()

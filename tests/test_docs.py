@@ -3,22 +3,29 @@
 Every page is on the site, its formulas can be typeset, and nothing comes from another host.
 """
 
+import ast
 import inspect
 import io
+import os
 import pkgutil
 import re
+import subprocess
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from documents import documented
+from documents import ROOT, documented
 
 import torch_occ as occ
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = ROOT / "docs"
 ASSETS = DOCS / "assets"
 PAGES = sorted(DOCS.rglob("*.md"))
-EXECUTED = ["index", "tour", "step", "regularizers", "gymnasium", "meta_tuning"]
+EXECUTED = [
+    *("index", "tour", "questions", "step", "regularizers", "learners", "losses", "estimators"),
+    *("results", "gymnasium", "meta_tuning", "theory", "wide", "cvxpylayers", "api/game"),
+]
 SETTINGS = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
 NAVIGATION = SETTINGS.partition("nav:")[2].partition("markdown_extensions:")[0]
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(?!\s)([^$]+)(?<!\s)\$", re.DOTALL)
@@ -60,6 +67,38 @@ def test_examples_compile_and_links_lead_somewhere(page):
     inline = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
     for target in inline + re.findall(r"^\[[^\]]+\]: ([^#\s]+)", text, re.MULTILINE):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_the_sweep_runs_as_a_script(tmp_path):
+    """Worker processes import the script, so it cannot be executed in this one."""
+    script, block = tmp_path / "mine.py", blocks(DOCS / "sweeps.md")[0]
+    script.write_text(block, encoding="utf-8")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == documented(block), done.stderr
+
+
+@each_page
+def test_files_and_modules_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    folders = "torch_occ|tests|experiments|docs"
+    for path in re.findall(rf"(?<![\w/.])((?:{folders})/[\w/.-]*\w)", text):
+        assert (ROOT / path).exists(), path
+    assert not re.findall(r"`engine/\S*", text), "the folder engine/ is kernels/ and step/ now"
+    for module in re.findall(r"(?<![\w/])python -m (experiments\.[\w.]+)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    for name in re.findall(
+        r"\btorch_occ(?:\.[A-Za-z_]\w*)+", re.sub(r"torch_occ[\w/]*\.py", "", text)
+    ):
+        pkgutil.resolve_name(name)  # raises if it is not there
 
 
 def test_every_page_is_on_the_site():
@@ -117,3 +156,18 @@ def test_every_public_name_is_in_the_reference(package):
 def test_the_reference_has_something_to_show():
     """mkdocstrings leaves out what has no docstring, without a warning."""
     assert not [name for name, thing in reference().items() if not inspect.getdoc(thing)]
+
+
+def docstrings(module: Path) -> list[str]:
+    nodes = ast.walk(ast.parse(module.read_text(encoding="utf-8")))
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    return [ast.get_docstring(node) or "" for node in nodes if isinstance(node, owners)]
+
+
+def test_formulas_are_not_taken_for_html():
+    """The site drops `<q, loss>` as an unknown tag; it shows ⟨q, loss⟩ and `a < b`."""
+    texts = [(page, prose(page)) for page in PAGES]
+    for module in sorted((ROOT / "torch_occ").rglob("*.py")):
+        texts += [(module, without_code(text)) for text in docstrings(module)]
+    found = [(path, re.findall(r"<[A-Za-z/?].{,30}", text)) for path, text in texts]
+    assert not [(str(path.relative_to(ROOT)), tags) for path, tags in found if tags]

@@ -1,25 +1,35 @@
-"""The README is true: its code runs, in order and in one session, and prints what it says it prints."""
+"""The README is true: its code runs and prints what it says, links and badges are right."""
 
 import io
 import re
 from contextlib import redirect_stdout
-from pathlib import Path
 
 import pytest
-from documents import documented
+from badges import FOLDER, badges
+from documents import ROOT, documented
 
-ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+from torch_occ import Status, __version__
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of all headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_outputs_are_found():
-    assert documented("print(1)  # 1\nx = 2  # a number\nfor i in x:\n    print(i)\n# 2\n# 3\n# 4\n\n# no output") == ["1", "2", "3", "4"]
+    example = (
+        "print(1)  # 1\nx = 2  # a number\nfor i in x:\n    print(i)\n# 2\n# 3\n# 4\n\n# no output"
+    )
+    assert documented(example) == ["1", "2", "3", "4"]
     assert len(BLOCKS) >= 6
     assert sum(map(len, map(documented, BLOCKS))) >= 8
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # diffcp tells of an inaccurate solve in this way; that is the point
 def test_examples_run_and_print_what_they_say():
     session: dict[str, object] = {"__name__": "readme"}
     for number, block in enumerate(BLOCKS):
@@ -29,6 +39,61 @@ def test_examples_run_and_print_what_they_say():
         assert output.getvalue().splitlines() == documented(block), block
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", TEXT):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
+        if target.startswith("https://"):
+            continue
+        there = ROOT / (target or page)
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there.read_text(encoding="utf-8")), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_are_short(page):
+    """A line that is one link or one row of a table cannot be wrapped."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    assert not [x for x in lines if len(x) > 100 and not x.startswith(("|", "![", "["))]
+
+
+def test_badges_say_what_pyproject_says():
+    found = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.svg")}
+    assert found == badges(), "run: python tests/helpers/badges.py"
+    shown = re.findall(r"!\[([^]]*)\]\(docs/images/badges/(\w+\.svg)\)", README)
+    titles = {name: re.search("<title>(.*)</title>", text)[1] for name, text in badges().items()}
+    assert {name for _, name in shown} == set(badges())
+    for text, name in shown:
+        assert set(re.findall(r"[\d.]*\d", text)) == set(re.findall(r"[\d.]*\d", titles[name]))
+
+
+def test_the_citation_and_the_changelog_have_the_version():
+    assert f"version = {{{__version__}}}" in README
+    assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## \[([\d.]+)\]", changes, re.MULTILINE)[0] == __version__
+
+
+def test_diffs_in_contributing_are_code_of_the_package():
+    """Their lines are in the file that they name, in this order; others may stand between."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    diffs = "".join(re.findall(r"^```diff\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    parts = re.split(r"^\+\+\+ b/(\S+)\n", diffs, flags=re.MULTILINE)[1:]
+    assert len(parts) >= 2 * 6
+    for file, added in zip(parts[::2], parts[1::2], strict=True):
+        lines = iter((ROOT / file).read_text(encoding="utf-8").splitlines())
+        for line in added.splitlines():
+            assert line[1:] in lines, f"{file}: {line}"
+
+
+def test_contributing_lists_the_packages_in_order():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    architecture = (ROOT / "tests" / "test_architecture.py").read_text(encoding="utf-8")
+    order = re.findall(r'"(\w+)"', architecture.partition("ORDER = (")[2].partition(")")[0])
+    assert re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE) == order
+
+
+def test_the_page_of_questions_lists_every_status():
+    text = (ROOT / "docs" / "questions.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| ([A-Z_]+) \|", text, re.MULTILINE) == [x.name for x in Status]

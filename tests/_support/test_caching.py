@@ -1,4 +1,4 @@
-"""Kernels on disk: none is used that was compiled from something else, and without a disk they are compiled all the same."""
+"""Kernels on disk: stale ones are never used; without a disk, kernels still compile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from torch_occ._support import caching
 
 PACKAGE = Path(torch_occ.__file__).parent
 
-#: Compiles as little as `simulate` can, in two modules: `play_fixed`, which calls kernels of torch_occ.kernels.episodes.
+#: Compiles as little as `simulate` can, in two modules: `play_fixed`, which calls kernels of
+#: torch_occ.kernels.episodes.
 PLAY = """
 import torch, torch_occ as occ
 from torch_occ.kernels.baselines import play_fixed
@@ -31,7 +32,7 @@ print(float(history.realised_regret[0, -1]), sum(play_fixed.stats.cache_hits.val
 
 @pytest.fixture
 def copied(tmp_path):
-    """The package in a folder of its own, without compiled kernels; `run` plays with it in a new process."""
+    """A copy of the package without compiled kernels; `run` plays with it in a new process."""
     shutil.copytree(PACKAGE, tmp_path / "torch_occ", ignore=shutil.ignore_patterns("__pycache__"))
 
     def run(**changed):
@@ -39,7 +40,13 @@ def copied(tmp_path):
         environment = {name: value for name, value in os.environ.items() if name not in lost}
         environment |= {"PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "default"} | changed
         done = subprocess.run(
-            [sys.executable, "-c", PLAY], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+            [sys.executable, "-c", PLAY],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         regret, hits = done.stdout.split()
@@ -60,8 +67,11 @@ def test_an_edited_kernel_is_noticed_by_those_that_call_it(copied):
     files = {path.name for path in (copied.kernels / "__pycache__").glob("*.nb?")}
     after, hits, _ = copied()
     assert hits == 0
-    assert after == before - round(before + 50)  # the comparator pays 1/2 in either of two layers; now nothing is lost
-    assert {path.name for path in (copied.kernels / "__pycache__").glob("*.nb?")} == files  # old files are overwritten, not left behind
+    # the comparator pays 1/2 in either of two layers; now nothing is lost
+    assert after == before - round(before + 50)
+    assert {
+        path.name for path in (copied.kernels / "__pycache__").glob("*.nb?")
+    } == files  # old files are overwritten, not left behind
 
 
 def test_where_nothing_can_be_written_kernels_are_compiled_and_one_warning_says_so(copied):
@@ -72,12 +82,13 @@ def test_where_nothing_can_be_written_kernels_are_compiled_and_one_warning_says_
     assert said.count("compiled kernels cannot be kept") == 1
     assert "NUMBA_CACHE_DIR" in said
     elsewhere = copied.kernels.parent.parent / "elsewhere"
-    again, _, said = copied(HOME=os.devnull, NUMBA_CACHE_DIR=str(elsewhere))  # as the warning advises
+    # as the warning advises
+    again, _, said = copied(HOME=os.devnull, NUMBA_CACHE_DIR=str(elsewhere))
     assert (again, "cannot be kept" in said) == (before, False)
     assert list(elsewhere.rglob("baselines.play_fixed*.nbc"))
 
 
-# -- files that are not what the index says -------------------------------------------------------------------------------
+# -- files that are not what the index says ----------------------------------------------------
 
 TWO = """
 from torch_occ.kernels.layout import kernel
@@ -94,7 +105,7 @@ def two(x):
 
 @pytest.fixture
 def compiled_twice(tmp_path, monkeypatch):
-    """A function that imports two kernels anew, calls them, and tells how many came from the disk."""
+    """A function that imports and calls two kernels, and counts those that came from disk."""
     monkeypatch.setattr(caching.caching.config, "CACHE_DIR", str(tmp_path / "cache"))
     path = tmp_path / "kernels.py"
     path.write_text(TWO)
@@ -141,7 +152,7 @@ def test_a_disk_that_is_full_costs_a_warning_only(compiled_twice, monkeypatch):
     assert len(said) == 1
 
 
-# -- the stamp ------------------------------------------------------------------------------------------------------------
+# -- the stamp ---------------------------------------------------------------------------------
 
 
 def test_the_stamp_knows_contents_names_and_versions(tmp_path, monkeypatch):
@@ -161,7 +172,7 @@ def test_the_stamp_knows_contents_names_and_versions(tmp_path, monkeypatch):
 
 
 def test_every_name_in_a_kernel_comes_from_a_source_in_the_stamp():
-    """Numba puts the value of a global name into the kernel; so the file that it is imported from belongs to the stamp."""
+    """Numba compiles values of global names into a kernel, so their files belong to the stamp."""
     decorators = {"kernel", "adder", "part", "inlined"}
     checked = 0
     for path in sorted((PACKAGE / "kernels").glob("*.py")):
@@ -169,13 +180,23 @@ def test_every_name_in_a_kernel_comes_from_a_source_in_the_stamp():
         origin = {
             name.asname or name.name: statement.module
             for statement in tree.body
-            if isinstance(statement, ast.ImportFrom) and statement.module and statement.module.startswith("torch_occ")
+            if isinstance(statement, ast.ImportFrom)
+            and statement.module
+            and statement.module.startswith("torch_occ")
             for name in statement.names
         }
         for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
             if decorators & {d.id for d in function.decorator_list if isinstance(d, ast.Name)}:
-                for name in (node.id for line in function.body for node in ast.walk(line) if isinstance(node, ast.Name)):
+                for name in (
+                    node.id
+                    for line in function.body
+                    for node in ast.walk(line)
+                    if isinstance(node, ast.Name)
+                ):
                     if name in origin:
                         checked += 1
-                        assert PACKAGE.parent / (origin[name].replace(".", "/") + ".py") in caching.SOURCES, f"{path.name}: {name}"
+                        assert (
+                            PACKAGE.parent / (origin[name].replace(".", "/") + ".py")
+                            in caching.SOURCES
+                        ), f"{path.name}: {name}"
     assert checked > 50

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from games import MDP, Patient, walk
+from games import MDP, Interruptible, walk
 
 import torch_occ as occ
 from torch_occ._support.files import write_atomically
@@ -79,13 +79,13 @@ def test_others_may_read_the_file_as_far_as_the_umask_allows(tmp_path):
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
 
 
-# -- the file of a run ----------------------------------------------------------------------------------------------------
+# -- the file of a run -------------------------------------------------------------------------
 
 
 def save(path, learner=None, losses=None, **options):
     return simulate(
         MDP,
-        learner or Patient(MDP),
+        learner or Interruptible(MDP),
         losses or walk(),
         **{"episodes": 10, "seeds": (1, 2), "save_to": path} | options,
     )
@@ -153,11 +153,12 @@ def test_a_checkpoint_holds_no_more_than_it_needs(tmp_path):
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_the_fingerprint_is_the_same_in_every_process(hash_seed, tmp_path):
-    """Neither the hash seed of Python nor a cache that was filled meanwhile may part a run from its file."""
+    """Neither Python's hash seed nor a filled cache changes the fingerprint of a run."""
     script = (
-        "import torch_occ as occ; from torch_occ.game.simulation import Simulation; mdp = occ.LayeredMDP.random(2, 2, 2); "
-        "learner = occ.FTRL(mdp, 2.0 * occ.jin_luo(mdp) + occ.Tsallis(0.4) / occ.Polynomial(1.0, 0.5)); "
-        "print(Simulation(mdp, learner, occ.RandomWalkLosses(), 10, [0], None, {}, 'torch').fingerprints)"
+        "import torch_occ as occ; from torch_occ.game.simulation import Simulation; mdp = "
+        "occ.LayeredMDP.random(2, 2, 2); learner = occ.FTRL(mdp, 2.0 * occ.jin_luo(mdp) + "
+        "occ.Tsallis(0.4) / occ.Polynomial(1.0, 0.5)); print(Simulation(mdp, learner, "
+        "occ.RandomWalkLosses(), 10, [0], None, {}, 'torch').fingerprints)"
     )
     environment = os.environ | {
         "PYTHONHASHSEED": hash_seed,

@@ -1,4 +1,4 @@
-"""Threads: all of the work is done, exceptions come through, and a forked process has threads of its own."""
+"""Threads: all work is done, exceptions are raised, and a forked process has its own threads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import multiprocessing
 
 import pytest
 import torch
+from zoo import random_loss
 
 import torch_occ as occ
 from torch_occ._support.threads import for_each
 
 MDP = occ.LayeredMDP.random(2, 2, 2, seed=0)
-MEAN = torch.rand(MDP.num_states, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+MEAN = random_loss(MDP, seed=1)
 
 
 def work(count: int = 16) -> list[int]:
@@ -26,7 +27,7 @@ def play() -> torch.Tensor:
 
 
 def in_child(function) -> object:
-    """What the function returns in a forked process; an error if that takes longer than anything in this file should."""
+    """The result of the function in a forked process; an error if it takes too long."""
     context = multiprocessing.get_context("fork")
     mine, theirs = context.Pipe(duplex=False)
     child = context.Process(target=lambda: theirs.send(function()), daemon=True)
@@ -44,11 +45,13 @@ def test_an_exception_in_a_thread_is_raised():
         for_each(lambda i: 1 // (i - 3), 5)
 
 
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system has no fork")
+@pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(), reason="this system has no fork"
+)
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("function", [work, lambda: play().tolist()])
 def test_a_forked_process_has_threads_of_its_own(function):
-    """Only the thread that forks lives on in the child; a pool that was at work before has none there."""
+    """A forked child has only the forking thread, so the parent's pool has no threads there."""
     here = function()
     assert in_child(function) == here
     assert function() == here  # and the parent's pool is as it was

@@ -9,11 +9,12 @@ from many_digits import Oracle
 from mpmath import mp
 
 import torch_occ as occ
-from experiments import fuzz, fuzz_newton, fuzz_trials
-from experiments.fuzz_judge import CAREFUL, EXACT, FAST, shape
-from experiments.fuzz_newton import judge
-from experiments.fuzz_problems import FAMILIES, Batch, draw, neighbours
-from experiments.fuzz_trials import is_wrong, try_batch
+from experiments import fuzz
+from experiments.fuzzing import newton, trials
+from experiments.fuzzing.judge import CAREFUL, EXACT, FAST, shape
+from experiments.fuzzing.newton import judge
+from experiments.fuzzing.problems import FAMILIES, Batch, draw, neighbours
+from experiments.fuzzing.trials import is_wrong, try_batch
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -59,6 +60,10 @@ def test_every_family(family):
             assert kind == "extreme" or found.wrong == 0
 
 
+def test_the_arguments_name_every_family():
+    assert fuzz.Args().regularizers == tuple(FAMILIES)
+
+
 def test_the_torch_path_is_tried_too():
     task = fuzz.Task(fuzz.Args(batch=5, backend="both"), "jin_luo", "reasonable", 0)
     tallies = fuzz.play(task)
@@ -101,7 +106,7 @@ def test_a_wrong_certificate_ends_with_an_error_and_can_be_replayed(tmp_path, mo
 
 
 def test_what_does_not_settle_is_counted_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(fuzz_newton, "STEPS", dict.fromkeys(fuzz_newton.STEPS, 0))
+    monkeypatch.setattr(newton, "STEPS", dict.fromkeys(newton.STEPS, 0))
     assert fuzz.main(small(tmp_path, "reasonable", "tsallis")) == 1
     (report,) = tmp_path.glob("*/fuzz.md")
     assert "16 unjudged" in report.read_text()
@@ -109,11 +114,11 @@ def test_what_does_not_settle_is_counted_and_kept(tmp_path, monkeypatch):
 
 
 def test_without_long_double_a_sample_is_judged_with_60_digits(monkeypatch):
-    monkeypatch.setattr(fuzz_trials, "extended", lambda: False)
+    monkeypatch.setattr(trials, "extended", lambda: False)
     random = np.random.default_rng(3)
     found, _ = try_batch(random, draw(random, "tsallis", "reasonable", 9), "engine")
     assert found.certified == 9
-    assert fuzz_trials.SAMPLE <= len(found.errors) < 9
+    assert trials.SAMPLE <= len(found.errors) < 9
     assert found.rechecked == len(found.errors) + found.planted
     assert found.wrong == found.unjudged == found.missed == 0
 

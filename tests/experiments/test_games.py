@@ -7,7 +7,15 @@ import pytest
 import torch
 
 import torch_occ as occ
-from experiments import bandit, best_of_both_worlds, corruption, games, regularizers, theory
+from experiments import (
+    bandit,
+    best_of_both_worlds,
+    corruption,
+    curves,
+    games,
+    regularizers,
+    theory,
+)
 
 SMALLEST = {"episodes": 30, "seeds": 2, "processes": 1, "tensorboard": False}
 
@@ -22,11 +30,16 @@ def check_run(directory: Path, figure: str, count: int) -> None:
     assert (directory / figure).read_bytes().startswith(b"\x89PNG")
     found = [occ.History.load(path) for path in directory.glob("*/*/history.npz")]
     assert len(found) == count
-    assert all(history.finished and history.regret.shape[0] == 2 and not history.uncertified.any() for history in found)
+    assert all(
+        history.finished and history.regret.shape[0] == 2 and not history.uncertified.any()
+        for history in found
+    )
 
 
 def test_best_of_both_worlds(tmp_path, capsys):
-    args = best_of_both_worlds.Args(**SMALLEST, horizon=2, width=2, actions=2, budget=10.0, root=tmp_path)
+    args = best_of_both_worlds.Args(
+        **SMALLEST, horizon=2, width=2, actions=2, budget=10.0, root=tmp_path
+    )
     directory = best_of_both_worlds.main(args)
     check_run(directory, "regret.png", 28)
     assert len(rows(directory / "growth.csv")) == 28
@@ -36,6 +49,25 @@ def test_best_of_both_worlds(tmp_path, capsys):
     assert (directory / "report.txt").read_text() in printed
 
 
+def test_a_colour_means_a_learner():
+    """In every panel of the headline figure; environments have markers instead."""
+    args = best_of_both_worlds.Args()
+    mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
+    history = occ.simulate(mdp, occ.FixedPolicy(mdp), occ.GreedyAdversary(), 30, range(2))
+    places = best_of_both_worlds.environments(args, mdp)
+    players = best_of_both_worlds.learners(args, mdp)
+    histories = {(place, name): history for place in places for name in players}
+    upper, lower = best_of_both_worlds.draw(args, histories).subfigs
+    expected = curves.colours(histories)
+    assert len(set(expected.values())) == len(players)
+    for axes in lower.axes:
+        drawn = {line.get_label(): line.get_color() for line in axes.lines}
+        assert {name: drawn[name] for name in players} == expected
+    found = [line for axes in upper.axes for line in axes.lines if line.get_marker() != "None"]
+    assert {line.get_color() for line in found} == {expected[best_of_both_worlds.SMALL]}
+    assert len({line.get_marker() for line in found}) == len(places)
+
+
 def test_the_switching_adversary_is_an_option(tmp_path):
     args = best_of_both_worlds.Args(adversary="switching", root=tmp_path)
     found = best_of_both_worlds.environments(args, occ.LayeredMDP.random(3, 3, 3, seed=1))
@@ -43,17 +75,41 @@ def test_the_switching_adversary_is_an_option(tmp_path):
 
 
 def test_corruption(tmp_path, capsys):
-    directory = corruption.main(corruption.Args(**SMALLEST, horizon=2, width=2, actions=2, budgets=(5.0, 10.0, 20.0), root=tmp_path))
+    directory = corruption.main(
+        corruption.Args(
+            **SMALLEST, horizon=2, width=2, actions=2, budgets=(5.0, 10.0, 20.0), root=tmp_path
+        )
+    )
     check_run(directory, "corruption.png", 16)
     spent = [float(row["spent"]) for row in rows(directory / "corruption.csv")][:4]
     assert spent == pytest.approx([0, 5, 10, 20])
     assert "exponent of C" in capsys.readouterr().out
 
 
+def test_references_of_corruption_point_up():
+    """They go through the largest excess, even if a larger C lowers the regret."""
+    spent = torch.tensor([0.0, 10.0, 20.0, 40.0])
+    falling = torch.tensor([[100.0, 110.0, 130.0, -50.0], [100.0, 120.0, 140.0, -70.0]])
+    assert corruption.anchor(spent, falling) == (20.0, 35.0)
+    assert corruption.anchor(spent, -falling.abs().cumsum(-1)) is None
+    figure = corruption.draw({"one": (spent, falling)}, "title")
+    lines = {line.get_label(): line.get_ydata() for line in figure.axes[1].lines}
+    for label in (r"$\propto \sqrt{C}$", r"$\propto C$"):
+        assert lines[label][-1] > lines[label][1] > lines[label][0] == 0
+    figure = corruption.draw({"one": (spent, -falling.abs().cumsum(-1))}, "title")
+    assert not any("propto" in str(line.get_label()) for line in figure.axes[1].lines)
+
+
 def test_regularizers(tmp_path, capsys):
-    directory = regularizers.main(regularizers.Args(**SMALLEST, horizon=2, width=2, actions=2, root=tmp_path))
+    directory = regularizers.main(
+        regularizers.Args(**SMALLEST, horizon=2, width=2, actions=2, root=tmp_path)
+    )
     check_run(directory, "regularizers.png", 14)
-    assert {row["learner"] for row in rows(directory / "regularizers.csv")} >= {"mine", "Shannon", "hybrid + log-barrier"}
+    assert {row["learner"] for row in rows(directory / "regularizers.csv")} >= {
+        "mine",
+        "Shannon",
+        "hybrid + log-barrier",
+    }
     assert "lowest regret" in capsys.readouterr().out
 
 
@@ -69,7 +125,13 @@ def test_bandit(tmp_path, capsys):
 
 def test_tensorboard_logs(tmp_path):
     mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
-    game = games.Game("here", "a & b", occ.FixedPolicy(mdp), occ.BernoulliLosses(games.loss_with_gap(mdp, 0.4, 0)), pictures=True)
+    game = games.Game(
+        "here",
+        "a & b",
+        occ.FixedPolicy(mdp),
+        occ.BernoulliLosses(games.loss_with_gap(mdp, 0.4, 0)),
+        pictures=True,
+    )
     found = games.play_all([game], games.Settings(10, 2, processes=1), tmp_path)
     assert list(found) == [("here", "a & b")]
     assert len(list(tmp_path.glob("here/a-b/events.out.tfevents.*"))) == 1
@@ -92,14 +154,28 @@ def test_every_suboptimal_action_has_the_gap_asked_for():
 
 
 def test_the_bandit_environment_has_the_means_its_docstring_says():
-    losses = occ.StochasticallyConstrained(torch.tensor([[1.0, 0.0]]).double(), swing=0.875, growth=1.6)
+    losses = occ.StochasticallyConstrained(
+        torch.tensor([[1.0, 0.0]]).double(), swing=0.875, growth=1.6
+    )
     mdp = occ.LayeredMDP([torch.ones(1, 2, 1).double()])
     means, _ = losses.means(mdp, {}, 1, 50, torch.zeros(1, 1, 2))
-    assert {tuple(mean.flatten().tolist()) for mean in means.double()} == {(0.125, 0.0), (1.0, 0.875)}
+    assert {tuple(mean.flatten().tolist()) for mean in means.double()} == {
+        (0.125, 0.0),
+        (1.0, 0.875),
+    }
 
 
 def test_theory(tmp_path, capsys):
-    args = theory.Args(episodes=30, seeds=2, mdps=2, sizes=((1, 1, 2), (2, 2, 2)), horizon=2, width=2, actions=2, root=tmp_path)
+    args = theory.Args(
+        episodes=30,
+        seeds=2,
+        mdps=2,
+        sizes=((1, 1, 2), (2, 2, 2)),
+        horizon=2,
+        width=2,
+        actions=2,
+        root=tmp_path,
+    )
     directory = theory.main(args)
     assert json.loads((directory / "config.json").read_text())["episodes"] == 30
     for figure in ("theory.png", "tightness.png"):
@@ -116,6 +192,10 @@ def test_theory(tmp_path, capsys):
 
 def test_the_other_adversaries(tmp_path):
     mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
-    for adversary, kind in (("greedy", occ.GreedyAdversary), ("switching", occ.SwitchingLosses), ("walk", occ.RandomWalkLosses)):
+    for adversary, kind in (
+        ("greedy", occ.GreedyAdversary),
+        ("switching", occ.SwitchingLosses),
+        ("walk", occ.RandomWalkLosses),
+    ):
         found = theory.environments(theory.Args(adversary=adversary, root=tmp_path), mdp)
         assert isinstance(found[theory.ADVERSARIAL], kind)

@@ -11,6 +11,7 @@ from experiments.growth import (
     late,
     log_slope,
     power_slope,
+    ratio_band,
     resampled_means,
     slope,
 )
@@ -20,7 +21,9 @@ T = torch.unique(torch.logspace(0, 4, 81).round()).double()
 
 def noisy(curve, seeds=32, scale=0.05):
     """Copies of a curve, each with its own factor."""
-    factors = 1 + scale * torch.randn(seeds, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    factors = 1 + scale * torch.randn(
+        seeds, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     return factors * curve
 
 
@@ -40,16 +43,34 @@ def test_slope_over_log_t_and_the_better_model():
     assert growth(T, noisy(5 + T.sqrt())).log_share == 0.0
 
 
+def test_a_ratio_has_a_band_over_seeds_that_are_resampled_together():
+    generator = torch.Generator().manual_seed(3)
+    reference = T.sqrt() * torch.rand(12, 1, dtype=torch.float64, generator=generator)
+    for factor in (1.0, 2.5):  # the same seeds: the ratio is certain, although both are noisy
+        for x in ratio_band(factor * reference, reference):
+            torch.testing.assert_close(x, torch.full_like(T, factor))
+    other = T.sqrt() * torch.rand(12, 1, dtype=torch.float64, generator=generator)
+    value, lower, upper = ratio_band(other, reference)
+    torch.testing.assert_close(value, other.mean(0) / reference.mean(0))
+    assert bool((lower < value).all())
+    assert bool((value < upper).all())
+    reference[:, 0] = -1.0
+    assert [bool(x[:2].isnan()[0]) for x in ratio_band(other, reference)] == [True] * 3
+    assert not bool(ratio_band(other, reference).value[1:].isnan().any())
+
+
 def test_slope_ignores_the_intercept():
     x = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
     assert float(slope(x, 4 - 3 * x)) == pytest.approx(-3)
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say():
-    """100 experiments of 30 seeds each, whose regret at every checkpoint is normal around sqrt T."""
+    """100 experiments of 30 seeds each; regret is normal around sqrt T at every checkpoint."""
     generator, hits = torch.Generator().manual_seed(1), 0
     for _ in range(100):
-        curves = T.sqrt() * (1 + 0.2 * torch.randn(30, len(T), dtype=torch.float64, generator=generator))
+        curves = T.sqrt() * (
+            1 + 0.2 * torch.randn(30, len(T), dtype=torch.float64, generator=generator)
+        )
         fit = growth(T, curves, resamples=200).exponent
         hits += fit.lower <= 0.5 <= fit.upper
     assert 85 <= hits <= 100  # 95 expected; percentile intervals of 30 seeds are a little short

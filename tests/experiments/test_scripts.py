@@ -1,4 +1,4 @@
-"""The scripts run from the command line, in their smallest configuration, and leave behind what they promise."""
+"""The scripts from the command line, in their smallest configuration."""
 
 import csv
 
@@ -20,7 +20,18 @@ def check_gradients(printed: str) -> None:
 
 
 def test_step(tmp_path):
-    printed = run("step", "--horizon", "2", "--width", "2", "--num-actions", "2", "--no-cross-check", "--root", str(tmp_path))
+    printed = run(
+        "step",
+        "--horizon",
+        "2",
+        "--width",
+        "2",
+        "--num-actions",
+        "2",
+        "--no-cross-check",
+        "--root",
+        str(tmp_path),
+    )
     found = only_directory(tmp_path, "step")
     assert (found / "step.png").read_bytes().startswith(PNG)
     assert list(found.glob("events.out.tfevents.*"))
@@ -30,7 +41,22 @@ def test_step(tmp_path):
 
 
 def test_demo(tmp_path):
-    size = ["--horizon", "2", "--width", "2", "--actions", "2", "--episodes", "30", "--seeds", "2", "--budget", "10", "--seed", "0"]
+    size = [
+        "--horizon",
+        "2",
+        "--width",
+        "2",
+        "--actions",
+        "2",
+        "--episodes",
+        "30",
+        "--seeds",
+        "2",
+        "--budget",
+        "10",
+        "--seed",
+        "0",
+    ]
     printed = run("demo", *size, "--processes", "1", "--no-tensorboard", "--root", str(tmp_path))
     found = only_directory(tmp_path, "best_of_both_worlds")
     assert (found / "regret.png").read_bytes().startswith(PNG)
@@ -42,7 +68,17 @@ def test_demo(tmp_path):
 
 def test_benchmark(tmp_path):
     sizes = ["--sizes", "2", "2", "2", "2", "2", "3", "--batches", "1", "2", "--repeats", "1"]
-    printed = run("benchmark", *sizes, "--rivals", "cvxpy", "--sections", "rivals", "profile", "--root", str(tmp_path))
+    printed = run(
+        "benchmark",
+        *sizes,
+        "--rivals",
+        "cvxpy",
+        "--sections",
+        "rivals",
+        "profile",
+        "--root",
+        str(tmp_path),
+    )
     found = only_directory(tmp_path, "benchmark")
     assert (found / "benchmark.png").read_bytes().startswith(PNG)
     with (found / "benchmark.csv").open() as file:
@@ -62,7 +98,7 @@ def test_benchmark(tmp_path):
     assert len((found / "profile.csv").read_text().splitlines()) == 5
 
 
-# -- the benchmark's rules ------------------------------------------------------------------------------------------------
+# -- the benchmark's rules ------------------------------------------------------------------------
 
 
 class Slow(TorchOcc):
@@ -98,7 +134,12 @@ def test_a_batch_beyond_the_budget_is_measured_in_part_and_says_so():
 
 
 def test_who_is_too_slow_or_absent_is_skipped_with_the_reason():
-    rows = measure_cell(Args(patience=5.0, repeats=1), Case((2, 2, 2), 1, 0, 10.0), [TorchOcc(), Slow(), Absent()], {})
+    rows = measure_cell(
+        Args(patience=5.0, repeats=1),
+        Case((2, 2, 2), 1, 0, 10.0),
+        [TorchOcc(), Slow(), Absent()],
+        {},
+    )
     assert rows[1].note.startswith("skipped: a step would take 10 s")
     assert rows[2].note == "no_such_package is not installed"
     assert rows[1].forward is rows[2].forward is None
@@ -120,14 +161,17 @@ def test_a_case_is_reproducible_and_leaves_the_global_generator_alone():
 
 
 def test_verdict_takes_the_faster_of_the_accurate_rivals():
-    rows = [Row(5, 5, 4, 84, 1, name, name != "c", ratio_total=ratio) for name, ratio in (("a", 80.0), ("b", 60.0), ("c", 2.0))]
+    rows = [
+        Row(5, 5, 4, 84, 1, name, name != "c", ratio_total=ratio)
+        for name, ratio in (("a", 80.0), ("b", 60.0), ("c", 2.0))
+    ]
     (line,) = verdict(rows)
     assert line == "(5, 5, 4), batch 1: 60 times as fast as accurate cvxpylayers; goal 50 reached"
     rows[1].ratio_total = 40.0
     assert verdict(rows)[0].endswith("MISSED")
 
 
-# -- what they share ------------------------------------------------------------------------------------------------------
+# -- what they share ------------------------------------------------------------------------------
 
 
 def test_run_directories_are_never_shared(tmp_path):
@@ -140,7 +184,10 @@ def test_csv_and_table(tmp_path):
     write_csv(tmp_path / "a.csv", [{"x": 1, "y": None}, {"x": 2.5, "y": "z"}])
     assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
     assert (tmp_path / "a.csv").read_text() == "x,y\n1,\n2.5,z\n"
-    assert table(["", "n"], [["a", "10"], ["bc", "2"]]) == "|    |  n |\n|----|---:|\n| a  | 10 |\n| bc |  2 |"
+    assert (
+        table(["", "n"], [["a", "10"], ["bc", "2"]])
+        == "|    |  n |\n|----|---:|\n| a  | 10 |\n| bc |  2 |"
+    )
     assert [seconds(x) for x in (9e5, 7200.0, 600.0, 240.0, 12.3456, 0.0123, 4.2e-6)] == [
         "10.4 days",
         "2 h",

@@ -17,8 +17,12 @@ def test_the_grid_slips_and_stops_at_its_edge():
     assert (mdp.layer_sizes, mdp.num_actions, mdp.is_sparse) == ((9, 9), 5, True)
     P = mdp.to_dense().transitions[0]
     torch.testing.assert_close(P.sum(-1), torch.ones(9, 5, dtype=torch.float64))
-    assert P[4, 1].tolist() == pytest.approx([0, 0.1, 0, 0.1, 0.1, 0.1, 0, 0.6, 0])  # from the middle, down
-    assert P[0, 2].tolist() == pytest.approx([0.8, 0.1, 0, 0.1, 0, 0, 0, 0, 0])  # from a corner into the wall
+    assert P[4, 1].tolist() == pytest.approx(
+        [0, 0.1, 0, 0.1, 0.1, 0.1, 0, 0.6, 0]
+    )  # from the middle, down
+    assert P[0, 2].tolist() == pytest.approx(
+        [0.8, 0.1, 0, 0.1, 0, 0, 0, 0, 0]
+    )  # from a corner into the wall
     assert int((P > 0).sum(-1).max()) == 5
 
 
@@ -26,7 +30,14 @@ def test_the_experiment_leaves_a_table_and_a_picture(tmp_path, monkeypatch, caps
     monkeypatch.setattr(wide, "in_new_process", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(wide, "CROSSOVER", ((2, 3, 2, 1), (3, 70, 2, 2)))
     chooser = kkt.prefers_iterations
-    args = wide.Args(sides=(2, 3), horizon=3, episodes=2, patience=0.0, sections=("growth", "taxi", "crossover"), root=tmp_path)
+    args = wide.Args(
+        sides=(2, 3),
+        horizon=3,
+        episodes=2,
+        patience=0.0,
+        sections=("growth", "taxi", "crossover"),
+        root=tmp_path,
+    )
     directory = wide.main(args)
     assert kkt.prefers_iterations is chooser
     assert (directory / "wide.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -46,14 +57,23 @@ def test_the_example_of_the_page_runs():
 
 
 def test_the_exponent_is_a_slope():
-    rows = [wide.Row("", n, 5 * n, 0, 0, 1e-6 * n**1.5, 0, 0, 0, 0) for n in (10, 50_000, 100_000, 1_000_000)]
+    rows = [
+        wide.Row("", n, 5 * n, 0, 0, 1e-6 * n**1.5, 0, 0, 0, 0)
+        for n in (10, 50_000, 100_000, 1_000_000)
+    ]
     assert wide.exponent(rows) == pytest.approx(1.5)
 
 
 def test_feedback_follows_the_transitions():
     mdp = wide.grid(3, 4)
-    feedback = wide.play(mdp, occ.interior_point(mdp)[None], wide.losses(mdp, 0), torch.Generator().manual_seed(0))
+    feedback = wide.play(
+        mdp, occ.interior_point(mdp)[None], wide.losses(mdp, 0), torch.Generator().manual_seed(0)
+    )
     P = mdp.to_dense()
     for k in range(3):
-        here, action, there = int(feedback.states[0, k]) - 9 * k, int(feedback.actions[0, k]), int(feedback.states[0, k + 1]) - 9 * (k + 1)
+        here, action, there = (
+            int(feedback.states[0, k]) - 9 * k,
+            int(feedback.actions[0, k]),
+            int(feedback.states[0, k + 1]) - 9 * (k + 1),
+        )
         assert float(P.transitions[k][here, action, there]) > 0

@@ -35,7 +35,9 @@ def test_the_deviation_is_that_of_the_returns():
     uniform = occ.uniform_policy(task.mdp)
     mean, deviation = gym_control.moments(task, uniform)
     returns = gym_control.play_policy(task, uniform, 1500, seed=3)
-    assert mean == pytest.approx(float(task.mdp.expected_return(occ.occupancy(task.mdp, uniform))), abs=1e-10)
+    assert mean == pytest.approx(
+        float(task.mdp.expected_return(occ.occupancy(task.mdp, uniform))), abs=1e-10
+    )
     assert abs(returns.mean() - mean) < 4 * deviation / np.sqrt(1500)
     assert returns.std() == pytest.approx(deviation, rel=0.1)
 
@@ -65,7 +67,14 @@ def test_visits_are_counted_by_the_environments_states():
 
 def test_gym_control(tmp_path, capsys):
     args = gym_control.Args(
-        games=("lake:6", "trip:2"), episodes=20, seeds=2, rollouts=50, processes=1, tensorboard=False, alone=300, root=tmp_path
+        games=("lake:6", "trip:2"),
+        episodes=20,
+        seeds=2,
+        rollouts=50,
+        processes=1,
+        tensorboard=False,
+        alone=300,
+        root=tmp_path,
     )
     directory = gym_control.main(args)
     with (directory / "gym_control.csv").open() as file:
@@ -77,12 +86,27 @@ def test_gym_control(tmp_path, capsys):
         ("trip:2", gym_control.LEADER),
     ]
     assert all(row["agrees"] == "True" for row in rows)
-    assert float(rows[2]["regret_in_rewards"]) == pytest.approx(30 * float(rows[2]["regret_in_losses"]))
+    assert float(rows[2]["regret_in_rewards"]) == pytest.approx(
+        30 * float(rows[2]["regret_in_losses"])
+    )
     figures = list(directory.glob("*.png"))
     assert len(figures) == 4
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures)
     assert "4 of 4 predictions" in capsys.readouterr().out
     assert json.loads((directory / "config.json").read_text())["rollouts"] == 50
+
+
+def test_the_report_says_who_is_ahead_and_why():
+    def row(game, learner, regret):
+        return {"game": game, "learner": learner, "regret_in_losses": regret}
+
+    ftrl, leader = gym_control.FTRL, gym_control.LEADER
+    rows = [row("a", ftrl, 9.0), row("a", leader, 1.0), row("b", ftrl, 2.0), row("b", leader, 3.0)]
+    text = gym_control.comparison(rows)
+    assert text.startswith(f"{leader}: less regret than {ftrl} in 1 of 2 games.")
+    assert "robustness" in text
+    assert "robustness" not in gym_control.comparison(rows[2:])
+    assert gym_control.comparison([row("taxi", leader, 3.0)]) == ""
 
 
 def test_a_world_that_does_not_exist():
@@ -91,13 +115,16 @@ def test_a_world_that_does_not_exist():
             gym_control.make_task(name)
 
 
-# -- sweep ------------------------------------------------------------------------------------------------------------------
+# -- sweep ----------------------------------------------------------------------------------------
 
 SMALL = {"mdps": ("random:2x2x2",), "episodes": 20, "seeds": 2, "tensorboard": False}
 
 
 def test_parameters_multiply_only_the_learners_that_have_them():
-    args = sweep.Args(**SMALL | {"mdps": ("random:2x2x2", "gym:FrozenLake-v1:3")}, learners=("jin-luo", "tsallis", "ucb"))
+    args = sweep.Args(
+        **SMALL | {"mdps": ("random:2x2x2", "gym:FrozenLake-v1:3")},
+        learners=("jin-luo", "tsallis", "ucb"),
+    )
     cells = sweep.cells(args)
     per_mdp = 2 * (1 * 2 * 3 + 3 + 1)
     assert len(cells) == 2 * per_mdp
@@ -106,17 +133,23 @@ def test_parameters_multiply_only_the_learners_that_have_them():
 
 
 def test_sweep(tmp_path, capsys):
-    args = sweep.Args(**SMALL, learners=("ucb", "uniform"), losses=("bernoulli", "greedy"), root=tmp_path)
+    args = sweep.Args(
+        **SMALL, learners=("ucb", "uniform"), losses=("bernoulli", "greedy"), root=tmp_path
+    )
     directory = sweep.main(args)
     with (directory / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 8
-    played = sweep.play({"mdp": "random:2x2x2", "losses": "bernoulli", "learner": "ucb", "episodes": 20, "seed": 1})
+    played = sweep.play(
+        {"mdp": "random:2x2x2", "losses": "bernoulli", "learner": "ucb", "episodes": 20, "seed": 1}
+    )
     assert float(rows[1]["regret"]) == played["regret"]
     assert "| random:2x2x2 | bernoulli | ucb " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["random:3x3", "gym:NoSuchLake-v1:3", "gym:FrozenLake-v1:many", "chess"])
+@pytest.mark.parametrize(
+    "name", ["random:3x3", "gym:NoSuchLake-v1:3", "gym:FrozenLake-v1:many", "chess"]
+)
 def test_an_mdp_that_cannot_be_made_is_an_error_before_anything_runs(name, tmp_path):
     with pytest.raises(ValueError, match="mdps: "):
         sweep.main(sweep.Args(**SMALL | {"mdps": (name,)}, root=tmp_path))
@@ -125,7 +158,15 @@ def test_an_mdp_that_cannot_be_made_is_an_error_before_anything_runs(name, tmp_p
 
 def test_every_learner_and_every_loss_can_be_played():
     mdp = sweep.make_mdp("random:2x2x2")
-    for name in ("jin-luo", "tsallis", "log-barrier", "o-reps", "ucb", "follow-the-leader", "uniform"):
+    for name in (
+        "jin-luo",
+        "tsallis",
+        "log-barrier",
+        "o-reps",
+        "ucb",
+        "follow-the-leader",
+        "uniform",
+    ):
         config = {"learner": name, "alpha": 0.5, "beta": 1.0, "gamma": 1.0, "episodes": 5}
         assert isinstance(sweep.make_learner(config, mdp), occ.Learner)
     for name in ("bernoulli", "constrained", "corrupted", "greedy"):

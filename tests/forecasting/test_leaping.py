@@ -1,24 +1,14 @@
-"""Leaping: leaps of one episode are the algorithm, both backends agree, and the reparametrized kind has the gradients of its own value."""
+"""Leaping: leaps of one episode are the algorithm, backends agree, and gradients are correct."""
 
 import math
 
 import pytest
 import torch
+from zoo import random_problem
 
 import torch_occ as occ
 from torch_occ.forecasting.torch_leaps import _multinomial, longest_leap
 from torch_occ.step.implicit import Setting
-
-
-def world(seed=0, shape=(2, 2, 2)):
-    mdp = occ.LayeredMDP.random(*shape, seed=seed)
-    mean = torch.rand(
-        mdp.num_states,
-        mdp.num_actions,
-        dtype=torch.float64,
-        generator=torch.Generator().manual_seed(seed),
-    )
-    return mdp, mean
 
 
 def apart(a, b):
@@ -36,7 +26,7 @@ class Halfway(occ.CentredEstimator):
 @pytest.mark.parametrize("backend", ["torch", "engine"])
 @pytest.mark.parametrize("estimator", [None, occ.ReducedVariance(occ.InverseSqrt(0.2))])
 def test_leaps_of_one_episode_are_the_algorithm(backend, estimator):
-    mdp, mean = world()
+    mdp, mean = random_problem()
     psi = occ.jin_luo(mdp, beta=0.1, gamma=2.0)
     found = occ.leap(
         mdp, psi, mean, 60, estimator=estimator, particles=128, accuracy=1e-9, backend=backend
@@ -58,7 +48,7 @@ def test_leaps_of_one_episode_are_the_algorithm(backend, estimator):
 
 
 def test_backends_agree_and_leaps_grow_like_the_logarithm():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp, beta=0.5, gamma=1.0)
     compiled = occ.leap(mdp, psi, mean, 10**4, particles=128)
     plain = occ.leap(mdp, psi, mean, 10**4, particles=48, backend="torch")
@@ -72,7 +62,7 @@ def test_backends_agree_and_leaps_grow_like_the_logarithm():
 
 
 def test_a_baseline_of_ones_own_is_leapt_with_in_torch():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.ConditionalEntropy() / occ.InverseSqrt(0.3) + occ.LogBarrier(0.5)
     everywhere = occ.ReducedVariance(occ.InverseSqrt(1e-6))
     own = occ.leap(mdp, psi, mean, 3000, estimator=Halfway(), particles=48)
@@ -95,7 +85,7 @@ def test_a_baseline_of_ones_own_is_leapt_with_in_torch():
 
 @pytest.mark.parametrize("estimator", [None, occ.ReducedVariance(occ.InverseSqrt(0.01))])
 def test_leaping_forecasts_the_under_regularized_corner(estimator):
-    mdp, mean = world(0)
+    mdp, mean = random_problem(0)
     psi = occ.jin_luo(mdp, beta=0.05, gamma=3.0)
     learner = occ.FTRL(mdp, psi, estimator)
     played = occ.simulate(
@@ -109,7 +99,7 @@ def test_leaping_forecasts_the_under_regularized_corner(estimator):
 
 
 def test_leaping_sees_what_a_visit_without_loss_overturns():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.ConditionalEntropy() / occ.InverseSqrt(0.5) + occ.LogBarrier(0.1)
     baseline = occ.ReducedVariance(occ.InverseSqrt(1e-3))
     played = occ.simulate(
@@ -135,7 +125,7 @@ def test_leaping_sees_what_a_visit_without_loss_overturns():
 
 @pytest.mark.bits
 def test_same_seed_same_bits():
-    mdp, mean = world()
+    mdp, mean = random_problem()
     psi = occ.jin_luo(mdp, beta=1.0)
     for backend in ("engine", "torch"):
         first, second = (
@@ -149,7 +139,7 @@ def test_same_seed_same_bits():
 
 
 def test_phases_are_leapt_through_against_the_best_policy_in_hindsight():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp, beta=5.0, gamma=0.5)
     losses = occ.SwitchingLosses(torch.stack([mean, 1 - mean]), 300, noise="bernoulli")
     played = occ.simulate(
@@ -171,7 +161,7 @@ def test_multinomial_counts():
 
 
 def test_the_longest_leap_is_what_keeps_q_from_changing():
-    mdp, mean = world(0, (2, 2, 3))
+    mdp, mean = random_problem(0, (2, 2, 3))
     step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.5))
     t = torch.tensor(200.0, dtype=torch.float64)
     q = step(200 * mean, t).detach()
@@ -179,7 +169,8 @@ def test_the_longest_leap_is_what_keeps_q_from_changing():
     hessian = bound.deriver(torch.Size())(q).hessian
     short, long = (float(longest_leap(mdp, hessian, q, accuracy)) for accuracy in (0.01, 0.02))
     assert 2 * short - 1e-9 <= long <= 4 * short + 1e-9
-    # A force of one for that many episodes on a single pair moves it by no more than a small multiple of the accuracy.
+    # A force of one for that many episodes on a single pair moves it by no more than a small
+    # multiple of the accuracy.
     for s in range(mdp.num_states):
         for a in range(mdp.num_actions):
             pushed = 200 * mean
@@ -189,7 +180,7 @@ def test_the_longest_leap_is_what_keeps_q_from_changing():
 
 @pytest.mark.parametrize("draws", ["gamma", "gaussian"])
 def test_smooth_leaps_are_differentiable(draws):
-    mdp, mean = world(0)
+    mdp, mean = random_problem(0)
     psi = occ.jin_luo(mdp, beta=5.0, gamma=0.5)
 
     def value():
@@ -209,14 +200,15 @@ def test_smooth_leaps_are_differentiable(draws):
             sides.append(float(value().detach()))
         with torch.no_grad():
             parameter.copy_(kept)
-        # torch's gamma sampler follows another path than its implicit derivative: only expectations agree.
+        # torch's gamma sampler follows another path than its implicit derivative: only expectations
+        # agree.
         assert float(slope) == pytest.approx(
             (sides[0] - sides[1]) / (2 * h * float(kept)), rel=0.05 if draws == "gamma" else 1e-5
         )
 
 
 def test_smooth_leaps_of_a_regularized_learner_agree_with_exact_ones():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp, beta=10.0, gamma=0.5)
     exact = occ.leap(mdp, psi, mean, 2000, particles=256).regret[:, -1]
     with torch.no_grad():
@@ -228,7 +220,7 @@ def test_smooth_leaps_of_a_regularized_learner_agree_with_exact_ones():
 
 
 def test_bad_input_is_named():
-    mdp, mean = world()
+    mdp, mean = random_problem()
     psi = occ.jin_luo(mdp)
     for options, message in (
         ({"particles": 0}, "particles: expected at least 1"),

@@ -1,7 +1,8 @@
-"""The forecast: its sums equal plain ones, its noise equals what brute force finds, its gradients equal finite differences."""
+"""The forecast: sums equal plain sums, noise equals brute force, gradients finite differences."""
 
 import pytest
 import torch
+from zoo import random_problem, trajectories
 
 import torch_occ as occ
 from torch_occ.forecasting.mean_path import second_moment
@@ -10,24 +11,14 @@ from torch_occ.forecasting.quadrature import Quadrature
 from torch_occ.step.linearization import Linearization
 
 
-def world(seed=0, shape=(3, 3, 3)):
-    mdp = occ.LayeredMDP.random(*shape, seed=seed)
-    mean = torch.rand(
-        mdp.num_states,
-        mdp.num_actions,
-        dtype=torch.float64,
-        generator=torch.Generator().manual_seed(seed),
-    )
-    return mdp, mean
-
-
 def test_quadrature_sums_smooth_functions_over_a_million_episodes():
     grid = Quadrature.over([0], 10**6, 3.0, torch.zeros(1, dtype=torch.float64))
     every = torch.arange(1, 10**6 + 1, dtype=torch.float64)
     for f in (lambda t: 1 / t, lambda t: t**-0.5, lambda t: t.log() / t):
         exact = f(every).cumsum(0)
         assert torch.allclose(grid.sums(f(grid.t)), exact[grid.ends - 1], rtol=1e-5)
-        # Before a node means: all whole episodes before it, for nodes between two episodes by interpolation.
+        # Before a node means: all whole episodes before it, for nodes between two episodes by
+        # interpolation.
         at = grid.t.round()
         whole = (grid.t - at).abs() < 1e-9
         before = torch.cat([torch.zeros(1, dtype=torch.float64), exact])[(at - 1).long()]
@@ -53,37 +44,17 @@ def test_quadrature_restarts_in_every_phase():
     assert set(starts[1:]) <= set(grid.ends.tolist())
 
 
-def trajectories(mdp, q):
-    """Every trajectory of the MDP: (visited pairs, probability)."""
-    policy = occ.policy_of(mdp, q)
-    found = [([], s, p) for s, p in enumerate(mdp.initial.tolist())]
-    for k, layer in enumerate(mdp.layer_slices):
-        longer = []
-        for visited, s, p in found:
-            for a in range(mdp.num_actions):
-                here = layer.start + s
-                for after, r in enumerate(mdp.transitions[k][s, a].tolist()):
-                    longer.append(
-                        (
-                            [*visited, here * mdp.num_actions + a],
-                            after,
-                            p * float(policy[here, a]) * r,
-                        )
-                    )
-        found = longer
-    return [(visited, p) for visited, _, p in found]
-
-
 @pytest.mark.parametrize("height", [0.0, 0.5, 1.0])
 def test_second_moment_equals_the_sum_over_all_trajectories(height):
-    mdp, mean = world(3, (3, 2, 2))
+    mdp, mean = random_problem(3, (3, 2, 2))
     q = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.3))(20 * mean, t=20).detach()
     baseline = height * torch.rand(
         q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
     flat, weights, b = mean.flatten(), q.flatten(), baseline.flatten()
     expected = torch.zeros(len(flat), len(flat), dtype=torch.float64)
-    for visited, p in trajectories(mdp, q):
+    states, actions, chances = trajectories(mdp, q)
+    for visited, p in zip(states * mdp.num_actions + actions, chances, strict=True):
         for i in visited:
             for j in visited:
                 # Coins: (1 - b)^2 with probability mean, b^2 otherwise.
@@ -101,7 +72,7 @@ def test_second_moment_equals_the_sum_over_all_trajectories(height):
 
 
 def test_linearization_is_the_derivative_of_the_step():
-    mdp, mean = world(1, (3, 2, 3))
+    mdp, mean = random_problem(1, (3, 2, 3))
     psi = occ.jin_luo(mdp, beta=0.5)
     step = occ.FTRLStep(mdp, psi)
     loss, t = 30 * mean, torch.tensor(30.0, dtype=torch.float64)
@@ -131,7 +102,7 @@ class PerState(occ.StatewiseRegularizer):
 
 
 def test_bend_is_the_same_at_every_level_of_a_regularizer():
-    mdp, mean = world(2, (2, 2, 3))
+    mdp, mean = random_problem(2, (2, 2, 3))
     found = [
         occ.forecast(mdp, leaf / occ.InverseSqrt(0.5) + occ.LogBarrier(0.1), mean, 60)
         for leaf in (occ.Tsallis(0.5), PerState())
@@ -149,7 +120,7 @@ ESTIMATORS = [
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_drift_and_stability_equal_plain_sums_over_every_episode(estimator):
-    mdp, mean = world(0, (2, 2, 2))
+    mdp, mean = random_problem(0, (2, 2, 2))
     psi = occ.jin_luo(mdp, beta=1.0, gamma=0.7)
     episodes = 400
     found = occ.forecast(mdp, psi, mean, episodes, estimator=estimator)
@@ -170,9 +141,8 @@ def test_drift_and_stability_equal_plain_sums_over_every_episode(estimator):
         - (flat - b)[:, :, None] * (flat - b)[:, None]
     )
     Pi, second = linear.dense(), increments + flat[:, None] * flat
-    smooth = (
-        estimator is not ESTIMATORS[2]
-    )  # quadrature does not see at which episode a baseline sets in
+    # quadrature does not see at which episode a baseline sets in
+    smooth = estimator is not ESTIMATORS[2]
     square = 0.5 * (Pi * second).sum((-2, -1)).cumsum(0)[found.episodes - 1]
     assert torch.allclose(found.stability, square, rtol=1e-4 if smooth else 0.03)
     C = increments.cumsum(0) - increments
@@ -207,7 +177,7 @@ def objective(mdp, psi, episodes, estimator=None):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_gradcheck_in_the_parameters_and_the_means(estimator):
-    mdp, mean = world(0, (2, 2, 2))
+    mdp, mean = random_problem(0, (2, 2, 2))
     inputs = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.5, 0.7, 1.3)]
     call = objective(mdp, occ.jin_luo(mdp), 20, estimator)
     assert torch.autograd.gradcheck(
@@ -216,7 +186,7 @@ def test_gradcheck_in_the_parameters_and_the_means(estimator):
 
 
 def test_gradient_at_a_million_episodes_equals_finite_differences():
-    mdp, mean = world(0)
+    mdp, mean = random_problem(0, (3, 3, 3))
     call = objective(mdp, occ.jin_luo(mdp), 10**6)
     theta = torch.tensor([0.577, 1.0, 1.0], dtype=torch.float64)
     inputs = theta.clone().requires_grad_()
@@ -231,7 +201,7 @@ def test_gradient_at_a_million_episodes_equals_finite_differences():
 
 
 def test_batches_of_mdps_and_parameters_equal_single_forecasts():
-    worlds = [world(seed, (2, 2, 2)) for seed in (0, 1)]
+    worlds = [random_problem(seed, (2, 2, 2)) for seed in (0, 1)]
     stacked = occ.LayeredMDP(
         [torch.stack(p) for p in zip(*(mdp.transitions for mdp, _ in worlds), strict=True)]
     )
@@ -248,7 +218,7 @@ def test_batches_of_mdps_and_parameters_equal_single_forecasts():
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("entropy", [False, True])
 def test_regularized_learner_is_forecast_to_a_few_percent(estimator, entropy):
-    mdp, mean = world(0, (2, 2, 2))
+    mdp, mean = random_problem(0, (2, 2, 2))
     psi = (
         occ.ConditionalEntropy() / occ.InverseSqrt(0.2) + occ.LogBarrier(2.0)
         if entropy
@@ -272,7 +242,7 @@ def test_regularized_learner_is_forecast_to_a_few_percent(estimator, entropy):
 
 
 def test_phases_are_the_means_that_the_processes_give():
-    mdp, mean = world(0, (2, 2, 2))
+    mdp, mean = random_problem(0, (2, 2, 2))
     bernoulli = occ.BernoulliLosses(mean)
     processes = [
         bernoulli,
@@ -298,7 +268,7 @@ def test_phases_are_the_means_that_the_processes_give():
 
 
 def test_full_corruption_is_forecast_against_the_best_policy_in_hindsight():
-    mdp, mean = world(1, (2, 2, 2))
+    mdp, mean = random_problem(1, (2, 2, 2))
     psi = occ.jin_luo(mdp, beta=20.0, gamma=0.3)
     losses = occ.SwitchingLosses(torch.stack([mean, 1 - mean]), 500, noise="bernoulli")
     found = occ.forecast(mdp, psi, losses, 2000)
@@ -311,7 +281,7 @@ def test_full_corruption_is_forecast_against_the_best_policy_in_hindsight():
 
 
 def test_what_cannot_be_forecast_is_refused():
-    mdp, mean = world(0, (2, 2, 2))
+    mdp, mean = random_problem(0, (2, 2, 2))
     psi = occ.jin_luo(mdp)
 
     class Clipped(occ.ImportanceWeighted):
@@ -322,7 +292,8 @@ def test_what_cannot_be_forecast_is_refused():
         for predict in (occ.forecast, occ.leap, occ.predict):
             with pytest.raises(
                 TypeError,
-                match=f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or give Importance",
+                match=f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or "
+                "give Importance",
             ):
                 predict(mdp, psi, mean, 100, estimator=estimator)
         with pytest.raises(
@@ -339,7 +310,7 @@ def test_what_cannot_be_forecast_is_refused():
 
 
 def test_a_path_without_certificate_is_not_a_number():
-    mdp, mean = world(0, (2, 2, 2))
+    mdp, mean = random_problem(0, (2, 2, 2))
     etas = torch.tensor([1.0, 1e160], dtype=torch.float64)  # the second one underflows
     found = occ.forecast(mdp, occ.Tsallis(0.99) / occ.Constant(etas), mean, 100)
     assert found.certified.tolist() == [True, False]

@@ -1,4 +1,4 @@
-"""The same bits, as docs/performance.md promises them: on this machine, and on one that adds in another order for every shape."""
+"""The same bits, as docs/performance.md promises: on this machine, and on a simulated other one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ from torch_occ.tuning.compiled_tangents import _Table
 pytestmark = pytest.mark.bits
 
 MDP = occ.LayeredMDP.random(3, 5, 3, seed=0)
-MDPS = {"dense": MDP, "sparse": MDP.to_sparse(), "one layer": occ.LayeredMDP.random(1, 1, 7, seed=2)}
+MDPS = {
+    "dense": MDP,
+    "sparse": MDP.to_sparse(),
+    "one layer": occ.LayeredMDP.random(1, 1, 7, seed=2),
+}
 SEEDS = [0, 7, 3]
 
 PSI = {
@@ -49,7 +53,9 @@ def losses_of(mdp) -> dict[str, occ.LossProcess]:
 LEARNERS = {
     "importance weighted": lambda mdp: occ.FTRL(mdp, PSI["paper"](mdp)),
     "powers": lambda mdp: occ.FTRL(mdp, PSI["powers"](mdp), occ.ImplicitExploration(0.01)),
-    "reduced variance": lambda mdp: occ.FTRL(mdp, PSI["powers"](mdp), occ.ReducedVariance(occ.Polynomial(0.2, 0.37))),
+    "reduced variance": lambda mdp: occ.FTRL(
+        mdp, PSI["powers"](mdp), occ.ReducedVariance(occ.Polynomial(0.2, 0.37))
+    ),
     "full information": lambda mdp: occ.FTRL(mdp, PSI["paper"](mdp), occ.FullInformation()),
     "optimistic": occ.OptimisticValueIteration,
     "leader": occ.FollowTheLeader,
@@ -57,12 +63,22 @@ LEARNERS = {
 }
 
 
-def play(learner: str, losses: str, seeds=SEEDS, mdp=MDP, threads: int = 1, episodes: int = 70, **options) -> occ.History:
+def play(
+    learner: str, losses: str, seeds=SEEDS, mdp=MDP, threads: int = 1, episodes: int = 70, **options
+) -> occ.History:
     """On another machine, with so many threads in the engine, and in the mind of that machine."""
     torch.set_num_threads(threads)
     try:
         with OtherMachine(threads):
-            found = occ.simulate(mdp, LEARNERS[learner](mdp), losses_of(mdp)[losses], episodes, seeds, backend="engine", **options)
+            found = occ.simulate(
+                mdp,
+                LEARNERS[learner](mdp),
+                losses_of(mdp)[losses],
+                episodes,
+                seeds,
+                backend="engine",
+                **options,
+            )
     finally:
         torch.set_num_threads(1)
     assert found.backend == "engine"
@@ -75,13 +91,19 @@ def same(found: occ.History, expected: occ.History, rows=slice(None)) -> None:
         mine, theirs = getattr(found, field.name), getattr(expected, field.name)
         if isinstance(theirs, Tensor) and field.name != "wall_time":
             theirs = theirs if field.name == "episodes" else theirs[rows]
-            assert torch.equal(mine, theirs), f"{field.name}: off by {float((mine - theirs).abs().max())}"
+            assert torch.equal(mine, theirs), (
+                f"{field.name}: off by {float((mine - theirs).abs().max())}"
+            )
 
 
 def check_every_batch(learner: str, losses: str, mdp=MDP) -> None:
     together = play(learner, losses, mdp=mdp)
     same(play(learner, losses, [7], mdp), together, [1])
-    same(play(learner, losses, [3, 5, 7, 0], mdp, threads=2), play(learner, losses, [7, 0, 5, 3], mdp), [3, 2, 0, 1])
+    same(
+        play(learner, losses, [3, 5, 7, 0], mdp, threads=2),
+        play(learner, losses, [7, 0, 5, 3], mdp),
+        [3, 2, 0, 1],
+    )
     same(play(learner, losses, SEEDS, mdp, threads=2), together)
 
 
@@ -104,8 +126,12 @@ def test_so_it_has_in_every_mdp(learner, mdp):
 @pytest.mark.parametrize("learner", ["powers", "reduced variance", "optimistic"])
 def test_neither_checkpoints_nor_the_length_of_a_run_change_a_bit(learner):
     """3,000 episodes end in the second block of weights, and some stretch lies across its edge."""
-    whole = play(learner, "bernoulli", [5], episodes=3000, checkpoints=[100, 2047, 2048, 2049, 3000])
-    same_at_the_end = play(learner, "bernoulli", [5], episodes=3000, checkpoints=[1, 2, 77, 2500, 3000])
+    whole = play(
+        learner, "bernoulli", [5], episodes=3000, checkpoints=[100, 2047, 2048, 2049, 3000]
+    )
+    same_at_the_end = play(
+        learner, "bernoulli", [5], episodes=3000, checkpoints=[1, 2, 77, 2500, 3000]
+    )
     shorter = play(learner, "bernoulli", [5], episodes=2049, checkpoints=[2049])
     assert torch.equal(same_at_the_end.regret[:, -1], whole.regret[:, -1])
     assert torch.equal(same_at_the_end.last_q, whole.last_q)
@@ -115,7 +141,9 @@ def test_neither_checkpoints_nor_the_length_of_a_run_change_a_bit(learner):
 @pytest.mark.parametrize("learner", ["powers", "optimistic"])
 def test_a_continued_run_has_the_bits_of_an_uninterrupted_one(learner, tmp_path):
     with OtherMachine():
-        run = Simulation(MDP, LEARNERS[learner](MDP), losses_of(MDP)["walk"], 700, SEEDS, None, {}, "engine")
+        run = Simulation(
+            MDP, LEARNERS[learner](MDP), losses_of(MDP)["walk"], 700, SEEDS, None, {}, "engine"
+        )
         run.player.chunks = 1
         list(run.play_chunk())
         assert run.t == 256
@@ -126,7 +154,7 @@ def test_a_continued_run_has_the_bits_of_an_uninterrupted_one(learner, tmp_path)
 
 @pytest.mark.parametrize("mdp", ["dense", "sparse"])
 def test_tangents_have_the_same_bits_in_every_batch(mdp, monkeypatch):
-    """Torch has no machine of another kind inside `jacfwd`; so the rounding of the weights comes after it."""
+    """The simulated machine does not work inside `jacfwd`, so weights are rounded after it."""
     mdp, differentiate = MDPS[mdp], _Table.differentiate
 
     def rounded(*arguments):
@@ -140,9 +168,18 @@ def test_tangents_have_the_same_bits_in_every_batch(mdp, monkeypatch):
 
     def run(seeds, episodes, threads=1):
         with OtherMachine(threads):
-            return occ.run_gradients(mdp, PSI["powers"](mdp), losses, episodes, seeds, checkpoints=[20, 30], backend="engine")
+            return occ.run_gradients(
+                mdp,
+                PSI["powers"](mdp),
+                losses,
+                episodes,
+                seeds,
+                checkpoints=[20, 30],
+                backend="engine",
+            )
 
-    together, pair = run(SEEDS, 40), run([7, 3], 30, threads=2)  # the baseline of the unbiased one is that of a batch
+    # the baseline of the unbiased one is that of a batch
+    together, pair = run(SEEDS, 40), run([7, 3], 30, threads=2)
     assert torch.equal(pair.regret, together.regret[1:])
     assert torch.equal(pair.pathwise.samples, together.pathwise.samples[1:])
 
@@ -164,16 +201,20 @@ def test_a_batch_of_steps_has_the_bits_of_its_elements(psi):
             assert torch.equal(torch.autograd.grad((weight * alone.q).sum(), loss)[0], slope[i])
 
 
-# -- sums in order --------------------------------------------------------------------------------------------------------
+# -- sums in order -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_maps_in_order_are_sums_one_after_the_other(kind):
-    """To the bit, wherever the numbers stand in memory and however many batches stand beside them."""
+    """To the bit, for any place in memory and any size of the batch."""
     dense, layer = MDP.layers[1].dense, InOrder(MDPS[kind].layers[1])
     num_states, num_actions, num_next = dense.shape
-    v = torch.rand(11, 2 * num_next + 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))[:, 3::2]  # no place is aligned
-    x = torch.rand(num_actions, num_states, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).permute(2, 1, 0)
+    v = torch.rand(
+        11, 2 * num_next + 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )[:, 3::2]  # no place is aligned
+    x = torch.rand(
+        num_actions, num_states, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    ).permute(2, 1, 0)
     ahead, arrived = layer.ahead(v), layer.arrive(x)
     for n in (0, 10):
         for s in range(num_states):
@@ -205,7 +246,7 @@ def test_a_sum_in_order():
     assert float(total(x, 0)) == 0.0  # each 1 is lost in turn; 2.0 if they were added first
 
 
-# -- the other machine ----------------------------------------------------------------------------------------------------
+# -- the other machine -------------------------------------------------------------------------
 
 
 def test_on_the_other_machine_a_product_depends_on_its_batch():

@@ -24,13 +24,28 @@ EPISODES, SEEDS = 30, range(3)
 def play(directory, learner=None, losses=None, episodes=EPISODES, **options):
     learner = occ.FTRL(MDP, occ.jin_luo(MDP, beta=1.0)) if learner is None else learner
     losses = occ.BernoulliLosses(MEAN) if losses is None else losses
-    callbacks = [*options.pop("before", []), occ.TensorBoard(directory, images_per_decade=options.pop("images", 0))]
+    callbacks = [
+        *options.pop("before", []),
+        occ.TensorBoard(directory, images_per_decade=options.pop("images", 0)),
+    ]
     config = {"note": "a|b", "deep": {"x": [1]}}
-    return occ.simulate(MDP, learner, losses, episodes, SEEDS, callbacks=callbacks, config=config, backend="torch", **options)
+    return occ.simulate(
+        MDP,
+        learner,
+        losses,
+        episodes,
+        SEEDS,
+        callbacks=callbacks,
+        config=config,
+        backend="torch",
+        **options,
+    )
 
 
 def read(directory):
-    found = event_accumulator.EventAccumulator(str(directory), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+    found = event_accumulator.EventAccumulator(
+        str(directory), size_guidance={"scalars": 0, "images": 0, "tensors": 0}
+    )
     return found.Reload()
 
 
@@ -56,11 +71,12 @@ def test_every_curve_equals_the_history(tmp_path):
         "solver/dual_residual": history.dual_residual.amax(0),
         "solver/flow_residual": history.flow_residual.amax(0),
         "solver/uncertified": history.uncertified.sum(0),
-        "learner/learning_rate": 1 / t.sqrt(),
-        "learner/alpha": torch.full_like(mean, 2**-0.5),
-        "learner/beta": torch.ones_like(mean),
-        "learner/gamma": torch.ones_like(mean),
+        "theta/learning_rate": 1 / t.sqrt(),
+        "theta/alpha": torch.full_like(mean, 2**-0.5),
+        "theta/beta": torch.ones_like(mean),
+        "theta/gamma": torch.ones_like(mean),
     }
+    assert max(expected) in {"theta/learning_rate", "theta/gamma"}  # constants are the last charts
     for tag, values in expected.items():
         steps, logged = curve(found, tag)
         assert steps == t.tolist(), tag
@@ -84,11 +100,21 @@ def test_policy_numbers_at_the_uniform_policy_and_at_the_optimum(tmp_path):
     assert curve(uniform, "policy/entropy")[1][-1] == pytest.approx(torch.tensor(2.0).log().item())
     optimal = occ.occupancy(MDP, occ.optimal_policy(MDP, MEAN).policy)
     q = occ.interior_point(MDP)
-    assert curve(uniform, "policy/distance_to_optimal")[1][-1] == pytest.approx(float((q - optimal).abs().sum()) / 4)
-    assert curve(uniform, "policy/loss_above_optimal")[1][-1] == pytest.approx(float(((q - optimal) * MEAN).sum()))
+    assert curve(uniform, "policy/distance_to_optimal")[1][-1] == pytest.approx(
+        float((q - optimal).abs().sum()) / 4
+    )
+    assert curve(uniform, "policy/loss_above_optimal")[1][-1] == pytest.approx(
+        float(((q - optimal) * MEAN).sum())
+    )
     for name in ("entropy", "distance_to_optimal", "loss_above_optimal"):
-        torch.testing.assert_close(curve(best, f"policy/{name}")[1], torch.zeros(len(curve(best, f"policy/{name}")[0])), atol=1e-7, rtol=0)
-    assert not any(tag.startswith("solver/") for tag in uniform.Tags()["scalars"])  # no solver, no curves of one
+        torch.testing.assert_close(
+            curve(best, f"policy/{name}")[1],
+            torch.zeros(len(curve(best, f"policy/{name}")[0])),
+            atol=1e-7,
+            rtol=0,
+        )
+    # no solver, no curves of one
+    assert not any(tag.startswith("solver/") for tag in uniform.Tags()["scalars"])
 
 
 def test_images_text_layout_and_hparams(tmp_path):
@@ -113,6 +139,8 @@ def test_images_text_layout_and_hparams(tmp_path):
     start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
     assert start.hparams["beta"].number_value == 1.0
     assert start.hparams["learner"].string_value == "FTRL"
+    shown = set(start.hparams) - {"note", "learner", "losses", "alpha", "beta", "gamma"}
+    assert shown == {"episodes", "seeds", "horizon", "states", "actions"}  # and no plumbing
     assert metadata.SESSION_END_INFO_TAG in content
     columns = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
     assert {metric.name.tag for metric in columns.metric_infos} <= {*found.Tags()["scalars"]}
@@ -120,7 +148,9 @@ def test_images_text_layout_and_hparams(tmp_path):
 
 def test_corruption_is_a_curve_where_there_is_some(tmp_path):
     history = play(tmp_path, losses=occ.Corrupted(occ.BernoulliLosses(MEAN), budget=5.0))
-    torch.testing.assert_close(curve(read(tmp_path), "regret/corruption_spent")[1], history.corruption.mean(0).float())
+    torch.testing.assert_close(
+        curve(read(tmp_path), "regret/corruption_spent")[1], history.corruption.mean(0).float()
+    )
 
 
 class Killed(occ.Callback):
@@ -141,17 +171,25 @@ def next_second():
 
 @pytest.mark.parametrize("moved", [False, True], ids=["same directory", "fresh directory"])
 def test_a_resumed_run_has_every_point_once(tmp_path, moved):
-    options = {"episodes": 300, "checkpoints": [1, 50, 250, 256, 280, 300], "learner": occ.FixedPolicy(MDP)}
+    options = {
+        "episodes": 300,
+        "checkpoints": [1, 50, 250, 256, 280, 300],
+        "learner": occ.FixedPolicy(MDP),
+    }
     whole = play(tmp_path / "whole", **options)
     kept = {"save_to": tmp_path / "run.pt", "save_every": 0.0}
     with pytest.raises(MemoryError):
-        play(tmp_path / "parts", before=[Killed(300)], **kept, **options)  # has logged 280, saved 256
+        # has logged 280, saved 256
+        play(tmp_path / "parts", before=[Killed(300)], **kept, **options)
     assert curve(read(tmp_path / "parts"), "regret/mean")[0] == [1, 50, 250, 256, 280]
     next_second()
     directory = tmp_path / ("other" if moved else "parts")
     play(directory, **kept, **options)
     found = read(directory)
-    for tag, values in (("regret/mean", whole.regret.mean(0)), ("regret/realised_mean", whole.realised_regret.mean(0))):
+    for tag, values in (
+        ("regret/mean", whole.regret.mean(0)),
+        ("regret/realised_mean", whole.realised_regret.mean(0)),
+    ):
         steps, logged = curve(found, tag)
         assert steps == whole.episodes.tolist()
         torch.testing.assert_close(logged, values.float())
@@ -175,7 +213,9 @@ class NothingIsPlayed(occ.FixedPolicy):
 
 def test_an_impossible_directory_is_an_error_before_the_run(tmp_path):
     (tmp_path / "file").write_text("not a directory")
-    with pytest.raises(OSError, match=r"TensorBoard cannot write here .*name another directory.*file/run"):
+    with pytest.raises(
+        OSError, match=r"TensorBoard cannot write here .*name another directory.*file/run"
+    ):
         play(tmp_path / "file" / "run", NothingIsPlayed(MDP))
     with pytest.raises(OSError, match="TensorBoard cannot write here"):
         play(Path("/proc/nowhere"), NothingIsPlayed(MDP))
@@ -195,7 +235,9 @@ class Loses(occ.Callback):
 def test_a_directory_that_vanishes_costs_a_warning_and_not_the_run(tmp_path):
     expected = play(tmp_path / "other").regret
     log = tmp_path / "log"
-    with pytest.warns(UserWarning, match="TensorBoard's directory has gone.*log'; the run goes on") as caught:
+    with pytest.warns(
+        UserWarning, match="TensorBoard's directory has gone.*log'; the run goes on"
+    ) as caught:
         history = play(log, before=[Loses(log)])
     assert len(caught) == 1
     assert history.finished
@@ -209,28 +251,40 @@ def test_a_full_disk_costs_a_warning_and_not_the_run(tmp_path):
     class Fills(occ.Callback):
         def on_checkpoint(self, run):
             if run.t == 10:
-                board.writer.file_writer.event_writer._async_writer._worker.exception = OSError(28, "No space left")
+                board.writer.file_writer.event_writer._async_writer._worker.exception = OSError(
+                    28, "No space left"
+                )
 
-    board, certificate = occ.TensorBoard(tmp_path / "log", images_per_decade=0), occ.theory.Certificate()
+    board = occ.TensorBoard(tmp_path / "log", images_per_decade=0)
+    certificate = occ.theory.Certificate()
     certificate.board = board
     learner, losses = occ.FTRL(MDP, occ.jin_luo(MDP, beta=1.0)), occ.BernoulliLosses(MEAN)
     callbacks = [Fills(), board, certificate]
     with pytest.warns(UserWarning, match="No space left") as caught:
-        history = occ.simulate(MDP, learner, losses, EPISODES, SEEDS, callbacks=callbacks, backend="torch")
+        history = occ.simulate(
+            MDP, learner, losses, EPISODES, SEEDS, callbacks=callbacks, backend="torch"
+        )
     messages = sorted(str(warning.message) for warning in caught)
     assert len(messages) == 2
     assert "No space left; its curves are not logged any more" in messages[0]
     assert "No space left; the run goes on without this callback" in messages[1]
     assert history.finished
-    assert certificate.curves["episodes"].tolist() == history.episodes.tolist()  # nothing of it is lost
+    # nothing of it is lost
+    assert certificate.curves["episodes"].tolist() == history.episodes.tolist()
 
 
-@pytest.mark.parametrize(("missing", "callback"), [("tqdm", occ.ProgressBar), ("matplotlib", occ.TensorBoard)])
+@pytest.mark.parametrize(
+    ("missing", "callback"), [("tqdm", occ.ProgressBar), ("matplotlib", occ.TensorBoard)]
+)
 def test_a_missing_package_is_named(monkeypatch, tmp_path, missing, callback):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=rf"{missing}.*pip install torch-occ\[experiments\]"):
         occ.simulate(
-            MDP, NothingIsPlayed(MDP), occ.BernoulliLosses(MEAN), 1, callbacks=[callback(*[tmp_path] * (callback is occ.TensorBoard))]
+            MDP,
+            NothingIsPlayed(MDP),
+            occ.BernoulliLosses(MEAN),
+            1,
+            callbacks=[callback(*[tmp_path] * (callback is occ.TensorBoard))],
         )
 
 
@@ -238,16 +292,31 @@ def test_parameters_are_found_and_named_apart():
     twice = occ.Tsallis(0.3) / occ.InverseSqrt(2.0) + occ.LogBarrier(1.0) / occ.InverseSqrt(3.0)
     found = parameters(occ.FTRL(MDP, twice, occ.ImplicitExploration(0.1)), 4)
     assert found == pytest.approx(
-        {"bias": 0.1, "learning_rate": 1.0, "learning_rate_2": 1.5, "power": 0.3, "gamma": 2.0, "beta": 1.0, "gamma_2": 3.0}
+        {
+            "bias": 0.1,
+            "learning_rate": 1.0,
+            "learning_rate_2": 1.5,
+            "power": 0.3,
+            "gamma": 2.0,
+            "beta": 1.0,
+            "gamma_2": 3.0,
+        }
     )
-    assert parameters(occ.OptimisticValueIteration(MDP, scale=0.25), 1) == {"scale": 0.25, "floor": 0.0}
+    assert parameters(occ.OptimisticValueIteration(MDP, scale=0.25), 1) == {
+        "scale": 0.25,
+        "floor": 0.0,
+    }
     assert parameters(occ.FixedPolicy(MDP), 1) == {}
 
 
 def test_a_description_has_the_numbers_but_no_tables():
-    assert describe(2 * (occ.Shannon() + occ.LogBarrier(3.0))) == "(Shannon() + LogBarrier(beta=3)) * 2"
+    assert (
+        describe(2 * (occ.Shannon() + occ.LogBarrier(3.0)))
+        == "(Shannon() + LogBarrier(beta=3)) * 2"
+    )
     assert describe(occ.Corrupted(occ.BernoulliLosses(MEAN), 5.0)) == (
-        "Corrupted(base=BernoulliLosses(noise=bernoulli), budget=5, strategy=front, noise=bernoulli)"
+        "Corrupted(base=BernoulliLosses(noise=bernoulli), budget=5, strategy=front, "
+        "noise=bernoulli)"
     )
     run = Simulation(MDP, occ.FixedPolicy(MDP), occ.BernoulliLosses(MEAN), 5, range(20), None, {})
     assert "0, 1, 2, 3, 4, 5, 6, 7, ... (20)" in configuration(run)

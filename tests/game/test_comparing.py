@@ -11,7 +11,11 @@ LOSSES = occ.BernoulliLosses(random_loss(MDP, seed=3))
 
 
 def learners():
-    return {"FTRL": occ.FTRL.tsallis(MDP), "UCB_1 & co": occ.OptimisticValueIteration(MDP), "uniform": occ.FixedPolicy(MDP)}
+    return {
+        "FTRL": occ.FTRL.tsallis(MDP),
+        "UCB_1 & co": occ.OptimisticValueIteration(MDP),
+        "uniform": occ.FixedPolicy(MDP),
+    }
 
 
 @pytest.fixture(scope="module")

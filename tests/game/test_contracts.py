@@ -268,7 +268,7 @@ def test_a_learner_that_works_in_shared_memory_changes_no_record():
     assert torch.equal(losses.mean, MEAN)
 
 
-# -- steps without certificate --------------------------------------------------------------------------------------------
+# -- steps without certificate -----------------------------------------------------------------
 
 
 class Concave(occ.SeparableRegularizer):
@@ -294,7 +294,8 @@ def test_steps_without_certificate_are_warned_of(backend):
     assert all(warning.filename == __file__ for warning in caught)
     first, last = (str(warning.message) for warning in caught)
     assert first.startswith(
-        "FTRL: the step of episode 1, seed 5, was not certified: MAX_STEPS, the iteration limit was reached"
+        "FTRL: the step of episode 1, seed 5, was not certified: MAX_STEPS, the iteration limit "
+        "was reached"
     )
     count = int(history.uncertified[:, -1].sum())
     assert count >= 2
@@ -330,7 +331,7 @@ def test_who_handles_it_is_not_warned():
     assert int(history.uncertified[0, -1]) == 2
 
 
-# -- the caller's learner -------------------------------------------------------------------------------------------------
+# -- the caller's learner ----------------------------------------------------------------------
 
 
 def snapshot(learner):
@@ -445,10 +446,8 @@ def test_other_bad_settings_are_refused_by_both_backends(backend):
 
 @pytest.mark.parametrize("backend", ["torch", "engine"])
 def test_an_estimator_may_be_exchanged_before_a_run(backend):
-    learner, fresh = (
-        occ.FTRL(MDP, occ.Tsallis()),
-        occ.FTRL(MDP, occ.Tsallis(), occ.FullInformation()),
-    )
+    learner = occ.FTRL(MDP, occ.Tsallis())
+    fresh = occ.FTRL(MDP, occ.Tsallis(), occ.FullInformation())
     learner.estimator = occ.FullInformation()
     regrets = [
         occ.simulate(MDP, each, LOSSES, 30, backend=backend).regret for each in (learner, fresh)
@@ -456,7 +455,7 @@ def test_an_estimator_may_be_exchanged_before_a_run(backend):
     assert torch.equal(*regrets)
 
 
-# -- ties -----------------------------------------------------------------------------------------------------------------
+# -- ties --------------------------------------------------------------------------------------
 
 
 def test_ties_are_broken_by_the_lowest_index():
@@ -493,7 +492,7 @@ TIED = {
 @pytest.mark.parametrize("name", TIED)
 @pytest.mark.parametrize("seed", range(6))
 def test_trajectories_against_the_adversary_agree(name, seed):
-    """Ties are the rule here: before anything is seen all actions are alike, and the adversary keeps them so."""
+    """Ties are common here: all actions are alike at first, and the adversary keeps them so."""
     mdp = occ.LayeredMDP.random(2 + seed % 3, 2 + seed % 2, 2 + seed % 3, seed=seed)
     learner = TIED[name](mdp)
     engine, plain = (

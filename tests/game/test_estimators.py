@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from zoo import PROBLEMS, Kept, random_loss
+from zoo import PROBLEMS, Kept, random_loss, trajectories
 
 import torch_occ as occ
-from torch_occ.mdp.occupancy import interior_point, occupancy, policy_of
+from torch_occ.mdp.occupancy import interior_point, occupancy
 
 PROBLEM = PROBLEMS["masked"]()
 MDP = PROBLEM.mdp
@@ -19,24 +19,16 @@ def some_q(mdp, seed=0):
     return occupancy(mdp, weights / weights.sum(-1, keepdim=True))
 
 
-def trajectories(mdp, q, loss):
-    """Every (s0, a0, s1, a1) as a batch of feedback, and its probability."""
-    policy, width, later = policy_of(mdp, q), mdp.layer_sizes[0], mdp.layer_sizes[1]
-    paths, chances = [], []
-    for s, a, s2, a2 in itertools.product(range(width), range(mdp.num_actions), range(later), range(mdp.num_actions)):
-        chance = mdp.initial[s] * policy[s, a] * mdp.transitions[0][s, a, s2] * policy[width + s2, a2]
-        if chance > 0:
-            paths.append((s, a, width + s2, a2))
-            chances.append(chance)
-    paths = torch.tensor(paths)
-    states, actions = paths[:, ::2], paths[:, 1::2]
-    table = loss.expand(len(paths), -1, -1)
-    return occ.Feedback(states, actions, loss[states, actions], table), torch.stack(chances)
+def all_feedback(q):
+    """Every trajectory as a batch of feedback, and their probabilities."""
+    states, actions, chances = trajectories(MDP, q)
+    table = LOSS.expand(len(chances), -1, -1)
+    return occ.Feedback(states, actions, LOSS[states, actions], table), chances
 
 
 def expectation(estimator, t=1, seed=0):
     q = some_q(MDP, seed)
-    feedback, chances = trajectories(MDP, q, LOSS)
+    feedback, chances = all_feedback(q)
     assert abs(float(chances.sum()) - 1) < 1e-14
     estimates = estimator(feedback, q.expand(len(chances), -1, -1), t)
     return q, estimates, (chances[:, None, None] * estimates).sum(0)
@@ -53,18 +45,20 @@ def test_importance_weights_are_unbiased(seed):
     assert bool(((estimates != 0).sum((-2, -1)) == MDP.horizon).all())
 
 
-@pytest.mark.parametrize("gamma", [1e-3, 0.05, 0.11, 10.0])  # the baseline everywhere, somewhere, nowhere
+# The baseline applies everywhere, somewhere (twice), and nowhere.
+@pytest.mark.parametrize("gamma", [1e-3, 0.05, 0.11, 10.0])
 @pytest.mark.parametrize("t", [1, 4])
 def test_reduced_variance_is_unbiased(gamma, t):
     q, estimates, mean = expectation(occ.ReducedVariance(occ.InverseSqrt(gamma)), t)
     torch.testing.assert_close(mean, EXISTING, rtol=1e-13, atol=1e-13)
     eta = 4 * gamma / t**0.5  # of Zimmert and Seldin
-    feedback, _ = trajectories(MDP, q, LOSS)
-    for estimate, states, actions in zip(estimates, feedback.states, feedback.actions, strict=True):
+    for estimate, states, actions in zip(estimates, *trajectories(MDP, q)[:2], strict=True):
         for s, a in itertools.product(range(MDP.num_states), range(MDP.num_actions)):
             baseline = 0.5 if q[s, a] >= eta**2 else 0.0
             seen = any(s == i and a == j for i, j in zip(states, actions, strict=True))
-            assert float(estimate[s, a]) == pytest.approx(float(baseline + seen * (LOSS[s, a] - baseline) / q[s, a] if seen else baseline))
+            assert float(estimate[s, a]) == pytest.approx(
+                float(baseline + seen * (LOSS[s, a] - baseline) / q[s, a] if seen else baseline)
+            )
 
 
 @pytest.mark.parametrize("bias", [1e-3, 0.2])
@@ -84,7 +78,7 @@ def test_full_information_is_the_table():
 
 
 def test_scatter_and_gather_are_inverse():
-    feedback, _ = trajectories(MDP, interior_point(MDP), LOSS)
+    feedback, _ = all_feedback(interior_point(MDP))
     values = torch.arange(feedback.losses.numel(), dtype=torch.float64).view_as(feedback.losses)
     assert torch.equal(feedback.gather(feedback.scatter(values, feedback.table)), values)
 
@@ -101,5 +95,7 @@ def test_an_estimator_of_ones_own_takes_a_few_lines():
             return feedback.scatter((feedback.losses / feedback.gather(q)).clamp(max=2.0), q)
 
     losses, kept = occ.BernoulliLosses(torch.ones(4, 2, dtype=torch.float64)), Kept()
-    occ.simulate(MDP, occ.FTRL(MDP, occ.Tsallis(), Clipped()), losses, 5, range(2), callbacks=[kept])
+    occ.simulate(
+        MDP, occ.FTRL(MDP, occ.Tsallis(), Clipped()), losses, 5, range(2), callbacks=[kept]
+    )
     assert 2 < float(kept.learner.state["cumulative_loss"].max()) <= 10

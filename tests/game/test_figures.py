@@ -15,7 +15,20 @@ def history(regret, episodes):
     curves = torch.as_tensor(regret, dtype=torch.float64)
     zeros, table = torch.zeros_like(curves), torch.zeros(len(curves), 1, 1)
     t = torch.tensor(episodes)
-    return occ.History(t, curves, curves + 1, *[zeros] * 6, t.double(), table, table, table, tuple(range(len(curves))), "torch", True, {})
+    return occ.History(
+        t,
+        curves,
+        curves + 1,
+        *[zeros] * 6,
+        t.double(),
+        table,
+        table,
+        table,
+        tuple(range(len(curves))),
+        "torch",
+        True,
+        {},
+    )
 
 
 T = [1, 2, 5, 10, 100, 1000, 10000]
@@ -24,7 +37,15 @@ LOGARITHMIC = history([[3 * math.log(t) + 0.1 * seed for t in T] for seed in ran
 
 def test_students_quantiles():
     # Tables: 2.5706, 2.2281, 2.0423, 1.9840
-    for degrees, quantile in {1: 12.7062, 2: 4.3027, 4: 2.7764, 5: 2.5706, 10: 2.2281, 30: 2.0423, 100: 1.9840}.items():
+    for degrees, quantile in {
+        1: 12.7062,
+        2: 4.3027,
+        4: 2.7764,
+        5: 2.5706,
+        10: 2.2281,
+        30: 2.0423,
+        100: 1.9840,
+    }.items():
         assert student(degrees) == pytest.approx(quantile, rel=2e-3)
 
 
@@ -41,7 +62,12 @@ def test_one_seed_has_no_band():
 
 def test_the_regret_figure_has_axes_on_which_the_references_are_straight():
     left, right = regret_figure(LOGARITHMIC, title="a run").axes
-    assert (left.get_xscale(), left.get_yscale(), right.get_xscale(), right.get_yscale()) == ("log", "log", "log", "linear")
+    assert (left.get_xscale(), left.get_yscale(), right.get_xscale(), right.get_yscale()) == (
+        "log",
+        "log",
+        "log",
+        "linear",
+    )
     assert [text.get_text() for text in right.get_legend().get_texts()] == [
         "pseudo-regret",
         "realised regret",
@@ -51,8 +77,12 @@ def test_the_regret_figure_has_axes_on_which_the_references_are_straight():
     curve, logarithm, root = left.lines
     assert curve.get_ydata() == pytest.approx(LOGARITHMIC.regret.mean(0).numpy())
     assert logarithm.get_xdata()[[0, -1]] == pytest.approx([100, 10000])
-    assert [logarithm.get_ydata()[0], root.get_ydata()[0]] == pytest.approx([float(LOGARITHMIC.regret.mean(0)[4])] * 2)
-    assert np.diff(np.log(root.get_ydata())) / np.diff(np.log(root.get_xdata())) == pytest.approx(0.5)
+    assert [logarithm.get_ydata()[0], root.get_ydata()[0]] == pytest.approx(
+        [float(LOGARITHMIC.regret.mean(0)[4])] * 2
+    )
+    assert np.diff(np.log(root.get_ydata())) / np.diff(np.log(root.get_xdata())) == pytest.approx(
+        0.5
+    )
     steps = np.diff(logarithm.get_ydata()) / np.diff(np.log(logarithm.get_xdata()))
     assert steps == pytest.approx(steps[0])
 
@@ -91,10 +121,14 @@ def test_the_heat_map_has_a_panel_a_layer_and_leaves_masked_pairs_out():
     base = occ.LayeredMDP.random(horizon=3, width=3, num_actions=3, seed=0)
     mdp = occ.LayeredMDP(list(base.transitions), initial=base.initial, actions=actions)
     q = occ.interior_point(mdp)
-    figure = occupancy_figure(mdp, q, optimal=occ.optimal_policy(mdp, torch.rand_like(q)).policy, title="q")
+    figure = occupancy_figure(
+        mdp, q, optimal=occ.optimal_policy(mdp, torch.rand_like(q)).policy, title="q"
+    )
     *panels, _ = figure.axes
     assert [panel.get_title() for panel in panels] == ["layer 0", "layer 1", "layer 2"]
-    shown = torch.cat([torch.from_numpy(panel.images[0].get_array().filled(-1.0)) for panel in panels])
+    shown = torch.cat(
+        [torch.from_numpy(panel.images[0].get_array().filled(-1.0)) for panel in panels]
+    )
     torch.testing.assert_close(shown, torch.where(actions, q, -1.0))
     assert [len(panel.collections[0].get_offsets()) for panel in panels] == [1, 3, 3]
     image = pixels(figure)

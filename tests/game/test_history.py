@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from games import MDP, Patient, same, walk
+from games import MDP, Interruptible, same, walk
 from zoo import random_loss
 
 import torch_occ as occ
@@ -16,12 +16,23 @@ from torch_occ.game.driver import simulate
 def history():
     losses = occ.Corrupted(occ.BernoulliLosses(random_loss(MDP)), 3.0)
     config = {"name": "α", "numbers": [1, 2.5, None], "nested": {"flag": True}}
-    return occ.simulate(MDP, occ.FTRL(MDP, occ.jin_luo(MDP)), losses, 12, (4, 2), config=config, backend="torch")
+    return occ.simulate(
+        MDP, occ.FTRL(MDP, occ.jin_luo(MDP)), losses, 12, (4, 2), config=config, backend="torch"
+    )
 
 
 def test_shapes(history):
     points = len(history.episodes)
-    for name in ("regret", "realised_regret", "comparator", "corruption", "newton_steps", "dual_residual", "flow_residual", "uncertified"):
+    for name in (
+        "regret",
+        "realised_regret",
+        "comparator",
+        "corruption",
+        "newton_steps",
+        "dual_residual",
+        "flow_residual",
+        "uncertified",
+    ):
         assert getattr(history, name).shape == (2, points), name
         assert getattr(history, name).dtype == torch.float64, name
     for name in ("cumulative_occupancy", "total_mean", "last_q"):
@@ -37,8 +48,14 @@ def test_shapes(history):
 
 def test_final_is_the_mean_over_seeds(history):
     regret = history.regret[:, -1]
-    assert history.final() == (pytest.approx(float(regret.mean())), pytest.approx(float(regret.std()) / 2**0.5), 2)
-    assert history.final("corruption").mean == pytest.approx(float(history.corruption[:, -1].mean()))
+    assert history.final() == (
+        pytest.approx(float(regret.mean())),
+        pytest.approx(float(regret.std()) / 2**0.5),
+        2,
+    )
+    assert history.final("corruption").mean == pytest.approx(
+        float(history.corruption[:, -1].mean())
+    )
     with pytest.raises(ValueError, match=r"curve: expected one of \['regret', .* got 'regrets'"):
         history.final("regrets")
 
@@ -84,10 +101,16 @@ def test_a_failed_save_leaves_the_old_file(history, tmp_path, monkeypatch):
 
 def test_a_config_that_json_cannot_hold_is_refused_before_the_run():
     with pytest.raises((TypeError, ValueError), match=r"config|JSON"):
-        occ.simulate(MDP, occ.FixedPolicy(MDP), occ.GreedyAdversary(), 2, config={"device": torch.device("cpu")})
+        occ.simulate(
+            MDP,
+            occ.FixedPolicy(MDP),
+            occ.GreedyAdversary(),
+            2,
+            config={"device": torch.device("cpu")},
+        )
 
 
-# -- interruption ---------------------------------------------------------------------------------------------------------
+# -- interruption ------------------------------------------------------------------------------
 
 
 def interrupt():
@@ -97,10 +120,10 @@ def interrupt():
 @pytest.mark.parametrize("t", [1, 5, 20])
 @pytest.mark.bits
 def test_ctrl_c_is_raised_with_what_there_is(at, t):
-    whole = simulate(MDP, Patient(MDP), walk(), 20, (0, 1))
+    whole = simulate(MDP, Interruptible(MDP), walk(), 20, (0, 1))
     at(t, interrupt)
     with pytest.raises(KeyboardInterrupt) as caught:
-        simulate(MDP, Patient(MDP), walk(), 20, (0, 1))
+        simulate(MDP, Interruptible(MDP), walk(), 20, (0, 1))
     history = caught.value.result
     assert caught.value.saved_to is None
     assert not history.finished
@@ -110,7 +133,11 @@ def test_ctrl_c_is_raised_with_what_there_is(at, t):
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("build", [lambda: occ.FTRL(MDP, occ.jin_luo(MDP)), lambda: occ.FollowTheLeader(MDP)], ids=["ftrl", "leader"])
+@pytest.mark.parametrize(
+    "build",
+    [lambda: occ.FTRL(MDP, occ.jin_luo(MDP)), lambda: occ.FollowTheLeader(MDP)],
+    ids=["ftrl", "leader"],
+)
 @pytest.mark.bits
 def test_a_run_that_broke_off_continues_exactly(build, tmp_path):
     class Crash(occ.Callback):
@@ -118,7 +145,13 @@ def test_a_run_that_broke_off_continues_exactly(build, tmp_path):
             if run.t == 24:
                 raise RuntimeError("crash")
 
-    arguments = {"episodes": 30, "seeds": (1, 2), "backend": "torch", "save_to": tmp_path / "run", "save_every": 0.0}
+    arguments = {
+        "episodes": 30,
+        "seeds": (1, 2),
+        "backend": "torch",
+        "save_to": tmp_path / "run",
+        "save_every": 0.0,
+    }
     with pytest.raises(RuntimeError, match="crash"):
         simulate(MDP, build(), walk(), callbacks=[Crash()], **arguments)
     whole = simulate(MDP, build(), walk(), **arguments | {"save_to": None})
@@ -133,7 +166,9 @@ def test_a_finished_run_is_lengthened_exactly_or_not_at_all(tmp_path):
     simulate(MDP, occ.FollowTheLeader(MDP), walk(), 12, save_to=tmp_path / "run", **arguments)
     whole = simulate(MDP, occ.FollowTheLeader(MDP), walk(), 30, **arguments)
     try:
-        longer = simulate(MDP, occ.FollowTheLeader(MDP), walk(), 30, save_to=tmp_path / "run", **arguments)
+        longer = simulate(
+            MDP, occ.FollowTheLeader(MDP), walk(), 30, save_to=tmp_path / "run", **arguments
+        )
     except ValueError:
         return
     same(whole, longer)
@@ -142,10 +177,10 @@ def test_a_finished_run_is_lengthened_exactly_or_not_at_all(tmp_path):
 SCRIPT = """
 import os, signal, sys
 sys.path[:0] = sys.argv[2:]
-from games import MDP, Patient, walk
+from games import MDP, Interruptible, walk
 from torch_occ.game.driver import simulate
-Patient.calls = {300: lambda: os.kill(os.getpid(), signal.SIGKILL)}
-simulate(MDP, Patient(MDP), walk(), 320, (1, 2), save_to=sys.argv[1], save_every=0.0)
+Interruptible.calls = {300: lambda: os.kill(os.getpid(), signal.SIGKILL)}
+simulate(MDP, Interruptible(MDP), walk(), 320, (1, 2), save_to=sys.argv[1], save_every=0.0)
 """
 
 
@@ -154,6 +189,6 @@ def test_a_killed_run_continues_exactly(tmp_path, at):
     path = tmp_path / "run"
     command = [sys.executable, "-c", SCRIPT, str(path), *sys.path]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    whole = simulate(MDP, Patient(MDP), walk(), 320, (1, 2))
+    whole = simulate(MDP, Interruptible(MDP), walk(), 320, (1, 2))
     at(256, interrupt)  # it must not play any episode again
-    same(whole, simulate(MDP, Patient(MDP), walk(), 320, (1, 2), save_to=path))
+    same(whole, simulate(MDP, Interruptible(MDP), walk(), 320, (1, 2), save_to=path))

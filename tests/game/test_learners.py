@@ -14,15 +14,22 @@ BANDIT = occ.LayeredMDP([torch.ones(1, 3, 1, dtype=torch.float64)])
 def feedback_at(t, n, mdp=MDP):
     """Some trajectory of each of n runs, with losses."""
     generator = torch.Generator().manual_seed(t)
-    states = torch.stack([torch.randint(s.start, s.stop, (n,), generator=generator) for s in mdp.layer_slices], -1)
+    states = torch.stack(
+        [torch.randint(s.start, s.stop, (n,), generator=generator) for s in mdp.layer_slices], -1
+    )
     actions = torch.randint(0, mdp.num_actions, (n, mdp.horizon), generator=generator)
-    return occ.Feedback(states, actions, torch.rand(n, mdp.horizon, dtype=torch.float64, generator=generator), None)
+    return occ.Feedback(
+        states, actions, torch.rand(n, mdp.horizon, dtype=torch.float64, generator=generator), None
+    )
 
 
 LEARNERS = {
     "jin_luo": (lambda: occ.FTRL(MDP, occ.jin_luo(MDP)), lambda: occ.jin_luo(MDP)),
     "tsallis": (lambda: occ.FTRL.tsallis(MDP, 0.7), lambda: occ.Tsallis() / occ.InverseSqrt(0.7)),
-    "log_barrier": (lambda: occ.FTRL.log_barrier(MDP, 0.2), lambda: occ.LogBarrier(1.0) / occ.InverseSqrt(0.2)),
+    "log_barrier": (
+        lambda: occ.FTRL.log_barrier(MDP, 0.2),
+        lambda: occ.LogBarrier(1.0) / occ.InverseSqrt(0.2),
+    ),
     "o_reps": (
         lambda: occ.FTRL.o_reps(MDP, 50),
         lambda: occ.Shannon() / occ.Constant(math.sqrt(2 * math.log(6 / 2) / (50 * 6))),
@@ -41,12 +48,20 @@ def test_ftrl_is_the_loop_over_steps(name):
         for i in range(3):
             expected = step(total[i], t).detach()
             torch.testing.assert_close(q[i], expected, rtol=1e-9, atol=0)
-            for s, a, loss in zip(feedback.states[i], feedback.actions[i], feedback.losses[i], strict=True):
+            for s, a, loss in zip(
+                feedback.states[i], feedback.actions[i], feedback.losses[i], strict=True
+            ):
                 total[i, s, a] += loss / expected[s, a]
         learner.observe(t, q, feedback)
         torch.testing.assert_close(learner.state["cumulative_loss"], total, rtol=1e-9, atol=0)
         found = learner.diagnostics()
-        assert set(found) == {"newton_steps", "dual_residual", "flow_residual", "uncertified", "status"}
+        assert set(found) == {
+            "newton_steps",
+            "dual_residual",
+            "flow_residual",
+            "uncertified",
+            "status",
+        }
         assert all(value.shape == (3,) for value in found.values())
         assert not bool(found["uncertified"].any())
     assert not q.requires_grad
@@ -62,7 +77,11 @@ def test_tsallis_inf_is_the_closed_form(t):
     low, high = -10.0 * t, 0.0
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (low, middle) if middle == 0 or float((t / (losses - middle) ** 2).sum()) > 1 else (middle, high)
+        low, high = (
+            (low, middle)
+            if middle == 0 or float((t / (losses - middle) ** 2).sum()) > 1
+            else (middle, high)
+        )
     torch.testing.assert_close(learner.propose(t), t / (losses - low) ** 2, rtol=1e-10, atol=0)
 
 
@@ -95,7 +114,9 @@ def test_follow_the_leader_by_hand():
     assert learner.propose(1).argmax() == 0
     for t, (arm, loss, leader) in enumerate(script, 1):
         learner.observe(t, learner.propose(t), one_arm(arm, loss))
-        assert torch.equal(learner.propose(t + 1), torch.eye(3, dtype=torch.float64)[leader][None, None])
+        assert torch.equal(
+            learner.propose(t + 1), torch.eye(3, dtype=torch.float64)[leader][None, None]
+        )
     torch.testing.assert_close(learner.index(6), tensor([[[0.65, 0.55, 0.9]]]))
 
 
@@ -105,7 +126,9 @@ def test_optimistic_value_iteration_by_hand():
     for t, (arm, loss) in enumerate([(0, 0.9), (0, 0.7), (1, 0.05)], 1):
         learner.observe(t, learner.propose(t), one_arm(arm, loss))
     root = math.sqrt(math.log(100))
-    torch.testing.assert_close(learner.index(100), tensor([[[0.8 - 0.1 * root / 2**0.5, 0.0, 0.0]]]))
+    torch.testing.assert_close(
+        learner.index(100), tensor([[[0.8 - 0.1 * root / 2**0.5, 0.0, 0.0]]])
+    )
     learner.observe(4, learner.propose(4), one_arm(2, 1.0))
     assert learner.propose(5).argmax() == 1
     with pytest.raises(ValueError, match="scale"):
@@ -133,14 +156,19 @@ def test_fixed_policies():
     assert torch.equal(occ.FixedPolicy(MDP).propose(3)[0], interior_point(MDP))
     policy = optimal_policy(MDP, random_loss(MDP)).policy
     assert torch.equal(occ.FixedPolicy(MDP, policy).propose(3)[0], occupancy(MDP, policy))
-    assert torch.equal(occ.FixedPolicy.best_in_hindsight(MDP, random_loss(MDP)).propose(1)[0], occupancy(MDP, policy))
+    assert torch.equal(
+        occ.FixedPolicy.best_in_hindsight(MDP, random_loss(MDP)).propose(1)[0],
+        occupancy(MDP, policy),
+    )
 
 
 @pytest.mark.parametrize("name", ["masked", "contexts", "layers"])
 def test_the_best_policy_in_hindsight_has_no_regret(name):
     mdp = PROBLEMS[name]().mdp
     mean = random_loss(mdp, seed=9)
-    history = occ.simulate(mdp, occ.FixedPolicy.best_in_hindsight(mdp, mean), occ.BernoulliLosses(mean), 50, range(3))
+    history = occ.simulate(
+        mdp, occ.FixedPolicy.best_in_hindsight(mdp, mean), occ.BernoulliLosses(mean), 50, range(3)
+    )
     assert float(history.regret.abs().max()) < 1e-12
 
 

@@ -22,7 +22,9 @@ PROCESSES = {
     "front walk": lambda: occ.Corrupted(occ.RandomWalkLosses(0.1), 50.0),
     "spread": lambda: occ.Corrupted(occ.UniformLosses(MEAN), 20.0, "uniform", episodes=500),
     "targeted": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), 77.7, "targeted", target=MEAN),
-    "targeted switching": lambda: occ.Corrupted(occ.SwitchingLosses(TABLES, 9), 33.0, "targeted", target=TABLES[0]),
+    "targeted switching": lambda: occ.Corrupted(
+        occ.SwitchingLosses(TABLES, 9), 33.0, "targeted", target=TABLES[0]
+    ),
 }
 every_process = pytest.mark.parametrize("name", PROCESSES)
 
@@ -44,7 +46,11 @@ def play(process, episodes, seeds, mdp=MDP, chunk=CHUNK):
 def test_means_and_draws_stay_in_the_unit_interval(name):
     process = PROCESSES[name]()
     means, _ = play(process, 600, (0, 1))
-    for uniform in (torch.zeros_like(means), torch.full_like(means, 1 - 2.0**-53), random_loss(MDP, batch=(600, 2))):
+    for uniform in (
+        torch.zeros_like(means),
+        torch.full_like(means, 1 - 2.0**-53),
+        random_loss(MDP, batch=(600, 2)),
+    ):
         losses = process.draw(means, uniform)
         assert losses.shape == means.shape
         assert bool(((means >= 0) & (means <= 1) & (losses >= 0) & (losses <= 1)).all())
@@ -64,20 +70,29 @@ def test_a_batch_of_seeds_is_each_seed_alone(name):
 @every_process
 @pytest.mark.bits
 def test_a_shorter_run_is_the_beginning_of_a_longer_one(name):
-    assert torch.equal(play(PROCESSES[name](), 300, (0, 5))[0], play(PROCESSES[name](), 600, (0, 5))[0][:300])
+    assert torch.equal(
+        play(PROCESSES[name](), 300, (0, 5))[0], play(PROCESSES[name](), 600, (0, 5))[0][:300]
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in PROCESSES if "walk" not in name])
 @pytest.mark.parametrize("chunk", [1, 50, 10**6])
 def test_chunks_do_not_matter(name, chunk):
     torch.testing.assert_close(
-        play(PROCESSES[name](), 300, (0,))[0], play(PROCESSES[name](), 300, (0,), chunk=chunk)[0], rtol=0, atol=1e-10
+        play(PROCESSES[name](), 300, (0,))[0],
+        play(PROCESSES[name](), 300, (0,), chunk=chunk)[0],
+        rtol=0,
+        atol=1e-10,
     )
 
 
 def test_a_walk_may_be_asked_for_in_pieces():
-    """Or it must refuse: a run of 300 episodes, saved and continued with more, starts again inside a chunk."""
-    whole, pieces = play(occ.RandomWalkLosses(0.1), 200, (0,))[0], play(occ.RandomWalkLosses(0.1), 200, (0,), chunk=50)[0]
+    """A run that is saved after 300 episodes and continued starts inside a chunk.
+
+    The process must then give the same means, or refuse.
+    """
+    whole = play(occ.RandomWalkLosses(0.1), 200, (0,))[0]
+    pieces = play(occ.RandomWalkLosses(0.1), 200, (0,), chunk=50)[0]
     torch.testing.assert_close(whole, pieces, rtol=0, atol=1e-12)
 
 
@@ -87,7 +102,11 @@ def test_draws_have_the_mean(noise):
     uniform = torch.rand(n, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     losses = Stationary(mean, noise).draw(mean.expand(n, -1), uniform)
     half = torch.minimum(mean, 1 - mean)
-    deviation = {"none": 0 * mean, "bernoulli": (mean * (1 - mean)).sqrt(), "uniform": half / 3**0.5}[noise]
+    deviation = {
+        "none": 0 * mean,
+        "bernoulli": (mean * (1 - mean)).sqrt(),
+        "uniform": half / 3**0.5,
+    }[noise]
     assert bool(((losses.mean(0) - mean).abs() <= 4 * deviation / n**0.5 + 1e-12).all())
     torch.testing.assert_close(losses.std(0), deviation, rtol=0.05, atol=1e-12)
 
@@ -104,7 +123,8 @@ def test_the_walk_is_reflected():
     assert float(means.max()) > 0.99
     torch.testing.assert_close(means.mean((0, 1)), torch.full_like(MEAN, 0.5), rtol=0, atol=0.06)
     small, _ = play(occ.RandomWalkLosses(1e-3), 600, (0,))
-    moves = torch.cat([small[:1] - 0.5, small.diff(dim=0)])  # far from the walls: a plain Gaussian walk, across the chunk's edge too
+    # far from the walls: a plain Gaussian walk, across the chunk's edge too
+    moves = torch.cat([small[:1] - 0.5, small.diff(dim=0)])
     assert abs(float(moves.std()) - 1e-3) < 3e-5
     assert float(moves.abs().max()) < 5e-3
 
@@ -121,8 +141,12 @@ def test_stochastically_constrained_gaps_never_move(swing):
     process = occ.StochasticallyConstrained(MEAN, swing, 1.5)
     means, _ = play(process, 400, (0,))
     gaps = optimal_policy(MDP, process.gap_table).gaps
-    torch.testing.assert_close(optimal_policy(MDP, means[:, 0]).gaps, gaps.expand(400, -1, -1), rtol=0, atol=1e-14)
-    changes = (means[1:, 0] != means[:-1, 0]).any(-1).any(-1).nonzero().flatten() + 1  # phases of 1, 2, 3, 4, 6, 8, ... episodes
+    torch.testing.assert_close(
+        optimal_policy(MDP, means[:, 0]).gaps, gaps.expand(400, -1, -1), rtol=0, atol=1e-14
+    )
+    changes = (means[1:, 0] != means[:-1, 0]).any(-1).any(
+        -1
+    ).nonzero().flatten() + 1  # phases of 1, 2, 3, 4, 6, 8, ... episodes
     assert changes[:6].tolist() == ([1, 3, 6, 10, 16, 24] if swing else [])
 
 
@@ -143,7 +167,9 @@ def test_corruption_is_what_the_means_say(base, strategy, budget):
     if budget in (1.3, 40.0):
         torch.testing.assert_close(spent.sum(0), tensor([budget, budget]), rtol=1e-9, atol=0)
         if strategy == "uniform":
-            torch.testing.assert_close(spent, torch.full_like(spent, budget / 500), rtol=1e-6, atol=1e-12)
+            torch.testing.assert_close(
+                spent, torch.full_like(spent, budget / 500), rtol=1e-6, atol=1e-12
+            )
         else:
             assert bool((spent[100:] == 0).all())
     if strategy == "targeted" and budget == 1e9:
@@ -155,11 +181,15 @@ def test_corruption_of_pairs_that_do_not_exist_costs_nothing():
     mdp = PROBLEMS["masked"]().mdp
     mean = 0.4 * mdp.actions.double()
     means, state = play(occ.Corrupted(occ.BernoulliLosses(mean), 1e9), 10, (0,), mdp)
-    torch.testing.assert_close(state["corruption"], spent_on(mdp, means, mean).sum(0), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        state["corruption"], spent_on(mdp, means, mean).sum(0), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("value", [-1e-9, 1.0001, torch.nan, torch.inf])
-@pytest.mark.parametrize("build", [occ.BernoulliLosses, occ.UniformLosses, occ.StochasticallyConstrained])
+@pytest.mark.parametrize(
+    "build", [occ.BernoulliLosses, occ.UniformLosses, occ.StochasticallyConstrained]
+)
 def test_losses_outside_the_unit_interval_are_refused(build, value):
     mean = MEAN.clone()
     mean[2, 1] = value
@@ -169,7 +199,9 @@ def test_losses_outside_the_unit_interval_are_refused(build, value):
 
 BAD = {
     "tables: expected shape": lambda: occ.SwitchingLosses(MEAN, 3),
-    "tables: expected at least one|tables: expected shape": lambda: occ.SwitchingLosses(TABLES[:0], 3).start(MDP, (0,)),
+    "tables: expected at least one|tables: expected shape": lambda: occ.SwitchingLosses(
+        TABLES[:0], 3
+    ).start(MDP, (0,)),
     "table: expected shape": lambda: occ.TableLosses(MEAN),
     "period": lambda: occ.SwitchingLosses(TABLES, 0),
     "step": lambda: occ.RandomWalkLosses(0.0),
@@ -177,10 +209,16 @@ BAD = {
     "growth": lambda: occ.StochasticallyConstrained(MEAN, growth=1.0),
     "budget": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), torch.nan),
     "strategy": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), 1.0, "back"),
-    "episodes: expected the number": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), 1.0, "uniform"),
-    "episodes: expected": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), 1.0, "uniform", episodes=0),
+    "episodes: expected the number": lambda: occ.Corrupted(
+        occ.BernoulliLosses(MEAN), 1.0, "uniform"
+    ),
+    "episodes: expected": lambda: occ.Corrupted(
+        occ.BernoulliLosses(MEAN), 1.0, "uniform", episodes=0
+    ),
     "target: the": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), 1.0, "targeted"),
-    "target: expected": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), 1.0, "targeted", target=MEAN[:2]).start(MDP, (0,)),
+    "target: expected": lambda: occ.Corrupted(
+        occ.BernoulliLosses(MEAN), 1.0, "targeted", target=MEAN[:2]
+    ).start(MDP, (0,)),
     "noise": lambda: Stationary(MEAN, "Bernoulli"),
     "mean: expected torch.float64 of shape": lambda: occ.BernoulliLosses(MEAN[:3]).start(MDP, (0,)),
     "mean: expected torch.float64": lambda: occ.BernoulliLosses(MEAN.float()).start(MDP, (0,)),

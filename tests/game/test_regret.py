@@ -14,7 +14,10 @@ def brute_force(mdp, total):
     """The best of all deterministic policies, one by one."""
     choices = [mask.nonzero().flatten().tolist() for mask in mdp.actions]
     identity = torch.eye(mdp.num_actions, dtype=torch.float64)
-    return min(float((occupancy(mdp, identity[list(picks)]) * total).sum()) for picks in itertools.product(*choices))
+    return min(
+        float((occupancy(mdp, identity[list(picks)]) * total).sum())
+        for picks in itertools.product(*choices)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -29,10 +32,16 @@ def test_the_comparator_is_the_best_deterministic_policy(name):
 
 def play(name, losses, mean, learner=None, episodes=60):
     mdp = PROBLEMS[name]().mdp
-    history = occ.simulate(mdp, learner or occ.OptimisticValueIteration(mdp), losses, episodes, range(4))
+    history = occ.simulate(
+        mdp, learner or occ.OptimisticValueIteration(mdp), losses, episodes, range(4)
+    )
     plan = optimal_policy(mdp, mean)
     return history, occ.self_bounding(
-        history.regret[:, -1], history.cumulative_occupancy, plan.gaps, plan.policy, history.corruption[:, -1]
+        history.regret[:, -1],
+        history.cumulative_occupancy,
+        plan.gaps,
+        plan.policy,
+        history.corruption[:, -1],
     )
 
 
@@ -60,11 +69,15 @@ def test_self_bounding_holds_as_an_inequality_under_corruption(strategy, budget)
     assert bool((sides.left > sides.right).all())
     assert bool((history.corruption[:, -1] > 0).all())
     without = optimal_policy(mdp, mean)
-    free = occ.self_bounding(history.regret[:, -1], history.cumulative_occupancy, without.gaps, without.policy)
+    free = occ.self_bounding(
+        history.regret[:, -1], history.cumulative_occupancy, without.gaps, without.policy
+    )
     torch.testing.assert_close(free.right - history.corruption[:, -1], sides.right)
 
 
 def test_self_bounding_by_hand():
-    sides = occ.self_bounding(tensor([3.0]), tensor([[[4.0, 6.0]]]), tensor([[0.7, 0.5]]), tensor([[1.0, 0.0]]), 1.0)
+    sides = occ.self_bounding(
+        tensor([3.0]), tensor([[[4.0, 6.0]]]), tensor([[0.7, 0.5]]), tensor([[1.0, 0.0]]), 1.0
+    )
     assert sides.left.tolist() == [3.0]
     assert sides.right.tolist() == [2.0]

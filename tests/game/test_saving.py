@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from games import MDP, Patient, same, walk
+from games import MDP, Interruptible, same, walk
 from zoo import random_loss
 
 import torch_occ as occ
@@ -28,14 +28,14 @@ ENVIRONMENT = os.environ | {
 
 def run(path, episodes=600, **options):
     arguments = {"seeds": (1, 2), "save_to": path} | options
-    return occ.simulate(MDP, Patient(MDP), walk(), episodes, **arguments)
+    return occ.simulate(MDP, Interruptible(MDP), walk(), episodes, **arguments)
 
 
 def interrupt():
     raise KeyboardInterrupt
 
 
-# -- interrupted ------------------------------------------------------------------------------
+# -- interrupted -------------------------------------------------------------------------------
 
 
 def test_what_is_played_before_ctrl_c_is_saved(tmp_path, at):
@@ -233,7 +233,7 @@ def test_calls_of_the_engine_become_short_where_episodes_are_slow(monkeypatch):
     assert slow.most == 4096
 
 
-# -- places that cannot be written ------------------------------------------------------------
+# -- places that cannot be written -------------------------------------------------------------
 
 
 class NothingIsPlayed(occ.FixedPolicy):
@@ -265,7 +265,9 @@ def test_an_impossible_place_is_an_error_before_the_first_episode(tmp_path, plac
 def test_a_full_disk_is_noticed_first(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match=r"save_to: .*No space left"):
-        occ.simulate(MDP, NothingIsPlayed(MDP), walk(), 10, save_to=tmp_path / "run", backend="torch")
+        occ.simulate(
+            MDP, NothingIsPlayed(MDP), walk(), 10, save_to=tmp_path / "run", backend="torch"
+        )
     assert not os.listdir(tmp_path)
 
 
@@ -350,7 +352,7 @@ def test_runs_that_are_not_saved_may_hold_anything():
         occ.simulate(MDP, learner, walk(), 3, backend="torch", save_to="unused")
 
 
-# -- damaged files ----------------------------------------------------------------------------
+# -- damaged files -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -363,7 +365,7 @@ def saved(tmp_path_factory):
 def refused(path, message, **options):
     before = path.read_bytes()
     with pytest.raises(ValueError, match=message) as caught:
-        occ.simulate(MDP, Patient(MDP), walk(), 300, (1, 2), save_to=path, **options)
+        occ.simulate(MDP, Interruptible(MDP), walk(), 300, (1, 2), save_to=path, **options)
     assert str(caught.value).startswith(f"{path}: ")
     assert "It is left as it is: move it away to begin anew, or name another" in str(caught.value)
     assert path.read_bytes() == before

@@ -35,7 +35,9 @@ class Spy(occ.Learner):
         self.seen.append((t, q, feedback))
 
 
-@pytest.mark.parametrize("name", ["masked", "contexts", "layers", "nearly_deterministic", "no_choice"])
+@pytest.mark.parametrize(
+    "name", ["masked", "contexts", "layers", "nearly_deterministic", "no_choice"]
+)
 def test_visits_follow_the_occupancy_and_losses_the_mean(name):
     mdp = PROBLEMS[name]().mdp
     spy, mean = Spy(mdp), random_loss(mdp, seed=8)
@@ -45,12 +47,22 @@ def test_visits_follow_the_occupancy_and_losses_the_mean(name):
         expected, variance = expected + q.sum(0), variance + (q * (1 - q)).sum(0)
         visits += feedback.scatter(torch.ones_like(feedback.losses), q).sum(0)
         losses += feedback.scatter(feedback.losses, q).sum(0)
-    assert bool(((visits - expected).abs() <= 4.5 * variance.sqrt() + 1e-6 * expected + 3 * (variance < 5)).all())
+    assert bool(
+        (
+            (visits - expected).abs()
+            <= 4.5 * variance.sqrt() + 1e-6 * expected + 3 * (variance < 5)
+        ).all()
+    )
     assert bool((visits[~mdp.actions] == 0).all())
-    assert bool(((losses - visits * mean).abs() <= 4.5 * (visits * mean * (1 - mean)).sqrt() + 1).all())
+    assert bool(
+        ((losses - visits * mean).abs() <= 4.5 * (visits * mean * (1 - mean)).sqrt() + 1).all()
+    )
 
 
-@pytest.mark.parametrize("losses", [occ.SwitchingLosses(random_loss(MDP, batch=(2,)), 5, "uniform"), occ.BernoulliLosses(MEAN)])
+@pytest.mark.parametrize(
+    "losses",
+    [occ.SwitchingLosses(random_loss(MDP, batch=(2,)), 5, "uniform"), occ.BernoulliLosses(MEAN)],
+)
 def test_regrets_by_hand(losses):
     spy, checkpoints = Spy(MDP), [1, 4, 13, 30]
     history = simulate(MDP, spy, losses, 30, (2, 7), checkpoints=checkpoints)
@@ -59,7 +71,8 @@ def test_regrets_by_hand(losses):
     total, expected, realised = torch.zeros_like(MEAN), torch.zeros(2), torch.zeros(2)
     for t, q, feedback in spy.seen:
         mean = losses.means(MDP, {}, t, 1, q)[0][0, 0]
-        total, expected, realised = total + mean, expected + (q * mean).sum((-2, -1)), realised + feedback.losses.sum(-1)
+        total, expected = total + mean, expected + (q * mean).sum((-2, -1))
+        realised = realised + feedback.losses.sum(-1)
         if t in checkpoints:
             best, i = occ.comparator(MDP, total), checkpoints.index(t)
             torch.testing.assert_close(history.comparator[:, i], best.expand(2))
@@ -83,7 +96,8 @@ def test_full_information_shows_the_losses_that_are_charged():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_uniform_number_draws_the_impossible(dtype):
     cumulative = torch.tensor([[0.0, 0.5, 0.5, 1.0, 1.0]], dtype=dtype)
-    numbers = torch.tensor([0.0, 0.25, 0.5, 0.75, 1 - 2.0**-53], dtype=torch.float64).to(dtype)  # as simulate converts them
+    # as simulate converts them
+    numbers = torch.tensor([0.0, 0.25, 0.5, 0.75, 1 - 2.0**-53], dtype=torch.float64).to(dtype)
     assert invert(cumulative.expand(5, -1), numbers).tolist() == [1, 1, 3, 3, 3]
 
 
@@ -109,13 +123,30 @@ def test_seeds_are_independent_and_reproducible(name):
     same(together, simulate(MDP, learner(name), walk(), episodes, (5, 0, 3), backend="torch"))
     for i, seed in enumerate((5, 0, 3)):
         alone = simulate(MDP, learner(name), walk(), episodes, (seed,), backend="torch")
-        for curve in ("regret", "realised_regret", "comparator", "corruption", "cumulative_occupancy", "newton_steps"):
-            torch.testing.assert_close(getattr(together, curve)[i], getattr(alone, curve)[0], rtol=0, atol=0)
+        for curve in (
+            "regret",
+            "realised_regret",
+            "comparator",
+            "corruption",
+            "cumulative_occupancy",
+            "newton_steps",
+        ):
+            torch.testing.assert_close(
+                getattr(together, curve)[i], getattr(alone, curve)[0], rtol=0, atol=0
+            )
 
 
 def test_corruption_is_what_was_spent_so_far():
-    history = simulate(MDP, occ.FixedPolicy(MDP), occ.Corrupted(occ.BernoulliLosses(MEAN), 1e9), 20, checkpoints=range(1, 21))
-    torch.testing.assert_close(history.corruption[0], history.episodes * history.corruption[0, -1] / 20)
+    history = simulate(
+        MDP,
+        occ.FixedPolicy(MDP),
+        occ.Corrupted(occ.BernoulliLosses(MEAN), 1e9),
+        20,
+        checkpoints=range(1, 21),
+    )
+    torch.testing.assert_close(
+        history.corruption[0], history.episodes * history.corruption[0, -1] / 20
+    )
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -129,7 +160,15 @@ def test_memory_does_not_grow_with_episodes():
 
     tracemalloc.start()
     try:
-        simulate(MDP, occ.FollowTheLeader(MDP), walk(), 80, checkpoints=[80], callbacks=[Memory()], backend="torch")
+        simulate(
+            MDP,
+            occ.FollowTheLeader(MDP),
+            walk(),
+            80,
+            checkpoints=[80],
+            callbacks=[Memory()],
+            backend="torch",
+        )
     finally:
         tracemalloc.stop()
     assert len(Memory.used) == 10
@@ -160,7 +199,8 @@ def test_a_users_own_noise_is_drawn_by_every_backend(backend):
         history = simulate(MDP, learner("ftrl"), Halves(), 20, range(4), backend=backend)
     finally:
         torch.set_num_threads(1)
-    suffered = history.realised_regret[:, -1] + history.comparator[:, -1]  # multiples of 1/2, and not 40/4 for every seed
+    # multiples of 1/2, and not 40/4 for every seed
+    suffered = history.realised_regret[:, -1] + history.comparator[:, -1]
     assert len(suffered.unique()) > 1
     assert torch.equal((2 * suffered).round(), 2 * suffered)
 
@@ -178,8 +218,12 @@ BAD = {
     "checkpoints: expected episodes from 1 to 5, got 0": {"checkpoints": [0, 3]},
     "checkpoints: expected episodes from 1 to 5, got 2 to 6": {"checkpoints": [2, 6]},
     "checkpoints: expected at least": {"checkpoints": []},
-    "losses: the table has 4 episodes, but 5": {"losses": occ.TableLosses(random_loss(MDP, batch=(4,)))},
-    "losses: the table has 4 episodes": {"losses": occ.Corrupted(occ.TableLosses(random_loss(MDP, batch=(4,))), 1.0)},
+    "losses: the table has 4 episodes, but 5": {
+        "losses": occ.TableLosses(random_loss(MDP, batch=(4,)))
+    },
+    "losses: the table has 4 episodes": {
+        "losses": occ.Corrupted(occ.TableLosses(random_loss(MDP, batch=(4,))), 1.0)
+    },
     "mean: expected": {"losses": occ.BernoulliLosses(random_loss(OTHER))},
     r"\[0, 1\]": {"losses": TooMuch()},
     "backend": {"backend": "cuda"},
@@ -189,6 +233,11 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_input_is_named(message):
-    good = {"learner": occ.FixedPolicy(MDP), "losses": occ.BernoulliLosses(MEAN), "episodes": 5, "seeds": (0,)}
+    good = {
+        "learner": occ.FixedPolicy(MDP),
+        "losses": occ.BernoulliLosses(MEAN),
+        "episodes": 5,
+        "seeds": (0,),
+    }
     with pytest.raises(ValueError, match=message):
         simulate(MDP, **good | BAD[message])

@@ -1,4 +1,4 @@
-"""Sparse MDPs in the compiled episode loop: the same game as on the torch path, in memory that sparse transitions deserve."""
+"""Sparse MDPs in the engine: the same game as in torch, without dense memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lake() -> occ.LayeredMDP:
 
 
 def masked() -> occ.LayeredMDP:
-    """Every pair has two or three successors, every state its own actions, and the first state is drawn."""
+    """Two or three successors per pair, masked actions, and a random first state."""
     generator = torch.Generator().manual_seed(3)
     transitions = []
     for here, there in ((3, 6), (6, 5), (5, 4), (4, 1)):
@@ -32,7 +32,9 @@ def masked() -> occ.LayeredMDP:
         transitions.append((P / P.sum(-1, keepdim=True)).flatten(0, 1).to_sparse())
     actions = torch.rand(18, 4, generator=generator) < 0.6
     actions[:, 1] |= ~actions.any(-1)
-    return occ.LayeredMDP(transitions, actions=actions, initial=torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)).prune()
+    return occ.LayeredMDP(
+        transitions, actions=actions, initial=torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    ).prune()
 
 
 def mixed() -> occ.LayeredMDP:
@@ -47,38 +49,58 @@ def alone() -> occ.LayeredMDP:
     return occ.LayeredMDP([torch.ones(3, 1, dtype=torch.float64).to_sparse()])
 
 
-WORLDS = {"lake": lake, "masked": masked, "mixed": mixed, "alone": alone, "grid": lambda: wide.grid(3, 5)}
+STORED_SPARSELY = {
+    "lake": lake,
+    "masked": masked,
+    "mixed": mixed,
+    "alone": alone,
+    "grid": lambda: wide.grid(3, 5),
+}
 
 LEARNERS = {
     "jin_luo": lambda mdp: occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5)),
     "tsallis": occ.FTRL.tsallis,
     "shannon": lambda mdp: occ.FTRL.o_reps(mdp, 60),
     "log barrier": occ.FTRL.log_barrier,
-    "complement": lambda mdp: occ.FTRL(mdp, occ.HybridComplement() / occ.InverseSqrt() + occ.LogBarrier(0.1)),
-    "implicit exploration": lambda mdp: occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5), occ.ImplicitExploration(0.01)),
-    "reduced variance": lambda mdp: occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5), occ.ReducedVariance(occ.InverseSqrt())),
-    "full information": lambda mdp: occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5), occ.FullInformation()),
+    "complement": lambda mdp: occ.FTRL(
+        mdp, occ.HybridComplement() / occ.InverseSqrt() + occ.LogBarrier(0.1)
+    ),
+    "implicit exploration": lambda mdp: occ.FTRL(
+        mdp, occ.jin_luo(mdp, beta=0.5), occ.ImplicitExploration(0.01)
+    ),
+    "reduced variance": lambda mdp: occ.FTRL(
+        mdp, occ.jin_luo(mdp, beta=0.5), occ.ReducedVariance(occ.InverseSqrt())
+    ),
+    "full information": lambda mdp: occ.FTRL(
+        mdp, occ.jin_luo(mdp, beta=0.5), occ.FullInformation()
+    ),
     "uniform": occ.FixedPolicy,
     "leader": occ.FollowTheLeader,
     "optimistic": occ.OptimisticValueIteration,
 }
 
-#: Every learner in some world, and every world with the paper's.
-GAMES = [("jin_luo", world) for world in WORLDS] + [(learner, "masked") for learner in LEARNERS if learner != "jin_luo"]
+#: Every learner in some MDP, and every MDP with the paper's learner.
+GAMES = [("jin_luo", name) for name in STORED_SPARSELY] + [
+    (learner, "masked") for learner in LEARNERS if learner != "jin_luo"
+]
 
 
-@pytest.mark.parametrize(("learner", "world"), GAMES)
-def test_the_game_is_the_same(learner, world):
+@pytest.mark.parametrize(("learner", "name"), GAMES)
+def test_the_game_is_the_same(learner, name):
     """Same random numbers, same trajectories."""
-    mdp = WORLDS[world]()
+    mdp = STORED_SPARSELY[name]()
     check_game(mdp, LEARNERS[learner], occ.BernoulliLosses(random_loss(mdp, seed=3)))
 
 
-@pytest.mark.parametrize("process", ["uniform", "switching", "corrupted", "adaptive", "constrained"])
+@pytest.mark.parametrize(
+    "process", ["uniform", "switching", "corrupted", "adaptive", "constrained"]
+)
 def test_the_game_is_the_same_whoever_chooses_the_losses(process):
     mdp = masked()
     mean = random_loss(mdp, seed=4)
-    tables = torch.rand(5, *mean.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    tables = torch.rand(
+        5, *mean.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
     losses = {
         "uniform": occ.UniformLosses(mean),
         "switching": occ.SwitchingLosses(tables, 20),
@@ -91,7 +113,10 @@ def test_the_game_is_the_same_whoever_chooses_the_losses(process):
 
 def check_game(mdp, build, losses, episodes=40):
     assert mdp.is_sparse
-    expected, found = (occ.simulate(mdp, build(mdp), losses, episodes, [0, 7], backend=backend) for backend in ("torch", "auto"))
+    expected, found = (
+        occ.simulate(mdp, build(mdp), losses, episodes, [0, 7], backend=backend)
+        for backend in ("torch", "auto")
+    )
     assert (expected.backend, found.backend) == ("torch", "engine")
     alone = occ.simulate(mdp, build(mdp), losses, episodes, [7], backend="engine")
     assert torch.equal(alone.cumulative_occupancy[0], found.cumulative_occupancy[1])
@@ -102,27 +127,38 @@ def check_game(mdp, build, losses, episodes=40):
     assert float(found.dual_residual.max()) < 4e-11
     assert float(found.flow_residual.max()) < 1e-14
     for name in ("regret", "comparator", "corruption", "cumulative_occupancy", "total_mean"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            getattr(found, name), getattr(expected, name), rtol=1e-9, atol=1e-9
+        )
     torch.testing.assert_close(found.last_q, expected.last_q, rtol=1e-8, atol=0)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("regularizer", ["jin_luo", "tsallis", "shannon", "log barrier", "complement"])
-def test_the_step_is_the_same(regularizer, world):
-    """q to 1e-11 and the gradients, in the loss and the parameters, to the same number of digits relative to the largest."""
-    mdp = WORLDS[world]()
+@pytest.mark.parametrize("name", STORED_SPARSELY)
+@pytest.mark.parametrize(
+    "regularizer", ["jin_luo", "tsallis", "shannon", "log barrier", "complement"]
+)
+def test_the_step_is_the_same(regularizer, name):
+    """q to 1e-11, and gradients in the loss and the parameters relative to the largest one."""
+    mdp = STORED_SPARSELY[name]()
     psi = LEARNERS[regularizer](mdp).step.regularizer
     loss = (10 * random_loss(mdp, seed=5)).requires_grad_()
     inputs, solutions, gradients = (loss, *psi.parameters()), [], []
     for backend in ("torch", "engine"):
         solution = occ.FTRLStep(mdp, psi, backend=backend).solve(loss, 30)
-        weight = torch.rand(solution.q.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+        weight = torch.rand(
+            solution.q.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64
+        )
         solutions.append(solution)
         gradients.append(torch.autograd.grad((weight * solution.q).sum(), inputs))
     expected, found = solutions
     assert (expected.backend, found.backend) == ("torch", "engine")
     torch.testing.assert_close(found.q, expected.q, rtol=1e-11, atol=0)
-    torch.testing.assert_close(found.value, expected.value, rtol=1e-11, atol=1e-11 * float(expected.value.detach().abs().max()))
+    torch.testing.assert_close(
+        found.value,
+        expected.value,
+        rtol=1e-11,
+        atol=1e-11 * float(expected.value.detach().abs().max()),
+    )
     for own, other in zip(*gradients, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-10 * float(other.abs().max()))
 
@@ -138,13 +174,15 @@ def test_an_interrupted_run_continues_to_the_same_bits(tmp_path):
     list(run.play_chunk())
     assert run.t == 256
     Kept(tmp_path / "run", "run", run.fingerprints).keep(run.state(), last=True)
-    again = occ.simulate(mdp, LEARNERS["jin_luo"](mdp), losses, **arguments, save_to=tmp_path / "run")
+    again = occ.simulate(
+        mdp, LEARNERS["jin_luo"](mdp), losses, **arguments, save_to=tmp_path / "run"
+    )
     for name in ("regret", "realised_regret", "cumulative_occupancy", "last_q"):
         assert torch.equal(getattr(again, name), getattr(whole, name))
 
 
 def test_nothing_as_large_as_a_dense_layer_is_ever_made():
-    """A grid whose transitions would take 35 GiB as tables, and 0.5 GiB for a single square of a layer."""
+    """A grid whose dense transitions would take 35 GiB, 0.5 GiB for one square of a layer."""
     mdp = wide.grid(90, 3)
     pairs = mdp.num_states * mdp.num_actions
     entries = sum(layer.probabilities.numel() for layer in mdp.layers[:-1])
@@ -159,13 +197,18 @@ def test_nothing_as_large_as_a_dense_layer_is_ever_made():
     assert peak < 8 * (40 * pairs + 4 * entries)
     model, work = model_of(mdp), make_work(model_of(mdp))
     assert isinstance(model.next_state, Rows)
-    assert sum(array.nbytes for array in (*model.next_state, *work)) < 8 * (30 * pairs + 2 * entries)
+    assert sum(array.nbytes for array in (*model.next_state, *work)) < 8 * (
+        30 * pairs + 2 * entries
+    )
 
 
 def test_dense_transitions_are_read_as_what_is_faster():
     """Layers of a map are mostly zeros; those of a small random MDP are not."""
     tables = (occ.LayeredMDP.random(3, 3, 3, seed=0), occ.LayeredMDP.random(10, 20, 10, seed=0))
-    maps = (occ.LayeredMDP.from_gymnasium("FrozenLake-v1", horizon=12), occ.LayeredMDP.from_gymnasium("CliffWalking-v1", horizon=6))
+    maps = (
+        occ.LayeredMDP.from_gymnasium("FrozenLake-v1", horizon=12),
+        occ.LayeredMDP.from_gymnasium("CliffWalking-v1", horizon=6),
+    )
     assert not any(mdp.is_sparse or isinstance(model_of(mdp).next_state, Rows) for mdp in tables)
     for mdp in maps:
         rows, again = model_of(mdp).next_state, model_of(mdp.to_sparse()).next_state
@@ -174,10 +217,13 @@ def test_dense_transitions_are_read_as_what_is_faster():
 
 
 def test_leaps_agree_however_the_mdp_is_stored():
-    """The last bit of q decides how many random numbers a leap draws, so only averages are the same."""
+    """The last bit of q decides how many random numbers a leap draws, so only means agree."""
     mdp = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", horizon=4)
     mean = random_loss(mdp, seed=9)
-    runs = [occ.leap(m, occ.jin_luo(m, beta=0.5), mean, 300, particles=60, backend="engine") for m in (mdp.to_dense(), mdp.to_sparse())]
+    runs = [
+        occ.leap(m, occ.jin_luo(m, beta=0.5), mean, 300, particles=60, backend="engine")
+        for m in (mdp.to_dense(), mdp.to_sparse())
+    ]
     first, last = (torch.stack([run.regret[:, i] for run in runs]) for i in (0, -1))
     torch.testing.assert_close(first[1], first[0], rtol=1e-12, atol=1e-12)
     assert abs(float(last[1].mean() - last[0].mean())) < 4 * float((last.var(-1).sum() / 60).sqrt())

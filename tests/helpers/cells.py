@@ -60,5 +60,7 @@ def game(config: dict[str, Any]) -> dict[str, Any]:
     mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
     mean = torch.rand(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     learner = occ.FTRL(mdp, occ.jin_luo(mdp, beta=1.0, gamma=config["gamma"]))
-    history = occ.simulate(mdp, learner, occ.BernoulliLosses(mean), 30, seeds=[config["seed"]], backend="torch")
+    history = occ.simulate(
+        mdp, learner, occ.BernoulliLosses(mean), 30, seeds=[config["seed"]], backend="torch"
+    )
     return {"regret": float(history.regret[0, -1])}

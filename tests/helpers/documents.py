@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def documented(block: str) -> list[str]:
-    """The outputs that a block shows: the comment behind a `print(...)`, or the lines of comments after it."""
+    """The outputs that a block shows: comments behind a `print(...)`, or in the lines after it."""
     found: list[str] = []
     after_print = False
     for line in block.splitlines():

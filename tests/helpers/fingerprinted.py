@@ -67,7 +67,9 @@ def cycle(value):
 
 
 def user_class(body, default="2"):
-    return make(f"class made(occ.Learner):\n    def rule(self, m, power={default}):\n        {body}\n")
+    return make(
+        f"class made(occ.Learner):\n    def rule(self, m, power={default}):\n        {body}\n"
+    )
 
 
 def hooked(scale):

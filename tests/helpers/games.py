@@ -24,14 +24,14 @@ def same(one, other):
             assert type(mine) is type(theirs), field.name
 
 
-class Patient(occ.FollowTheLeader):
-    """Calls something at one episode, which is no part of the configuration."""
+class Interruptible(occ.FollowTheLeader):
+    """A learner that calls a function in one episode; it is not part of the fingerprint."""
 
     fingerprint_ignores = ("calls",)
     calls: ClassVar = {}
 
     def propose(self, t):
-        Patient.calls.get(t, int)()
+        Interruptible.calls.get(t, int)()
         return super().propose(t)
 
 
@@ -40,7 +40,7 @@ def walk():
 
 
 def endless(path, backend, episodes, *callbacks):
-    """A run to be interrupted, saved only then."""
+    """A long run, which is saved only when it is interrupted."""
     mdp = occ.LayeredMDP.random(3, 3, 3, seed=0)
     losses = occ.BernoulliLosses(random_loss(mdp))
     learner = occ.FTRL(mdp, occ.jin_luo(mdp))

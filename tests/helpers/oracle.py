@@ -1,4 +1,4 @@
-"""What the answer must be, by other means than the package's: closed forms, and a dense Newton step.
+"""Independent answers: closed forms, and a dense Newton step.
 
 @exact    () -> Exact, a problem and its regularizer with the answer in closed form
 """
@@ -24,21 +24,26 @@ EXACT: dict[str, Callable[[], Exact]] = {}
 exact = joins(EXACT)
 
 
-# -- the dense oracle -------------------------------------------------------------------------------------------------------
+# -- the dense oracle --------------------------------------------------------------------------
 
 
 def flow_matrix(mdp: occ.LayeredMDP) -> Tensor:
     """E over the pairs that exist, `(S, pairs)`, entry by entry from its definition."""
     arrivals = torch.zeros(mdp.num_states, mdp.num_actions, mdp.num_states, dtype=mdp.dtype)
-    for kernel, here, there in zip(mdp.transitions[:-1], mdp.layer_slices, mdp.layer_slices[1:], strict=False):
+    for kernel, here, there in zip(
+        mdp.transitions[:-1], mdp.layer_slices, mdp.layer_slices[1:], strict=False
+    ):
         arrivals[here, :, there] = kernel
     return (torch.eye(mdp.num_states, dtype=mdp.dtype).unsqueeze(1) - arrivals)[mdp.actions].mT
 
 
-def dense_newton(mdp: occ.LayeredMDP, psi: occ.Regularizer, loss: Tensor, t: Tensor | float, q: Tensor) -> tuple[Tensor, Tensor]:
-    """One undamped Newton step from q, and the multipliers: dense, in plain torch operations that record gradients.
+def dense_newton(
+    mdp: occ.LayeredMDP, psi: occ.Regularizer, loss: Tensor, t: Tensor | float, q: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One undamped Newton step from q, and the multipliers, in dense differentiable operations.
 
-    The unknowns are relative changes and every row has unit size, so that rare pairs count as much as common ones.
+    The unknowns are relative changes and every row has unit size, so that rare pairs count as much
+    as common ones.
     """
 
     def objective(x: Tensor) -> Tensor:
@@ -52,11 +57,13 @@ def dense_newton(mdp: occ.LayeredMDP, psi: occ.Regularizer, loss: Tensor, t: Ten
     rhs = torch.cat([-jacobian(objective, x, create_graph=True), source - E @ x])
     system = torch.cat([top, bottom])
     scale = system.detach().abs().amax(-1)
-    relative, value = torch.linalg.solve(system / scale.unsqueeze(-1), rhs / scale).split([len(x), len(E)])
+    relative, value = torch.linalg.solve(system / scale.unsqueeze(-1), rhs / scale).split(
+        [len(x), len(E)]
+    )
     return (x * (1 + relative) @ spread).view_as(q), value
 
 
-# -- exact answers --------------------------------------------------------------------------------------------------------
+# -- exact answers -----------------------------------------------------------------------------
 
 
 def root(decreasing: Callable[[float], float], low: float, high: float) -> float:
@@ -78,18 +85,24 @@ def half_tsallis_bandit() -> Exact:
     mdp, loss, t = bandit()
     eta = 2 / t**0.5
     q = normalized(lambda excess: 4 / (eta * excess) ** 2, loss[0])
-    return Exact(Problem(mdp, loss, t), occ.jin_luo(mdp, alpha=0.0, beta=0.0, gamma=0.5), q.unsqueeze(0))
+    return Exact(
+        Problem(mdp, loss, t), occ.jin_luo(mdp, alpha=0.0, beta=0.0, gamma=0.5), q.unsqueeze(0)
+    )
 
 
 @exact
 def log_barrier_bandit() -> Exact:
     mdp, loss, t = bandit()
-    return Exact(Problem(mdp, loss, t), occ.LogBarrier(0.7), normalized(lambda excess: 0.7 / excess, loss[0]).unsqueeze(0))
+    return Exact(
+        Problem(mdp, loss, t),
+        occ.LogBarrier(0.7),
+        normalized(lambda excess: 0.7 / excess, loss[0]).unsqueeze(0),
+    )
 
 
 @exact
 def shannon_contexts() -> Exact:
-    """Shannon at L = 1 is exponential weights in each state, with its share of the initial distribution."""
+    """Shannon at L = 1: exponential weights in each state, times its initial probability."""
     mdp, loss, t = contexts()
     q = mdp.initial.unsqueeze(-1) * (-0.8 * loss).softmax(-1)
     return Exact(Problem(mdp, loss, t), occ.Shannon() / occ.Constant(0.8), q)
@@ -105,16 +118,18 @@ def shannon_rare() -> Exact:
 
 @exact
 def two_action_hybrid() -> Exact:
-    """With two actions and one state the rest of an action is the other one: alpha only adds to 1/eta."""
+    """With two actions, the rest of an action is the other one: alpha only adds to 1/eta."""
     mdp = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
     loss, weight = tensor([[2.0, 7.0]]), 2.0 * 1.6
     q = normalized(lambda excess: (weight / (2 * excess)) ** 2, loss[0])
-    return Exact(Problem(mdp, loss, 4.0), occ.HybridTsallis(0.6) / occ.InverseSqrt(), q.unsqueeze(0))
+    return Exact(
+        Problem(mdp, loss, 4.0), occ.HybridTsallis(0.6) / occ.InverseSqrt(), q.unsqueeze(0)
+    )
 
 
 @exact
 def soft_value_iteration() -> Exact:
-    """ConditionalEntropy / eta is solved by V(s) = - log sum_a exp(- eta (loss + E V(s'))) / eta."""
+    """ConditionalEntropy / eta: V(s) = - log sum_a exp(- eta (loss + E V(s'))) / eta."""
     (mdp, loss, t), eta = layers(), 0.1
     values, policies = torch.zeros(1, dtype=torch.float64), []
     for kernel, here in zip(reversed(mdp.transitions), reversed(mdp.layer_slices), strict=True):

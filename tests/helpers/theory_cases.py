@@ -25,11 +25,8 @@ class Case(NamedTuple):
 @st.composite
 def cases(draw, smallest_horizon: int = 1) -> Case:
     """Random and nearly deterministic MDPs and policies, alpha from 0.03 to 30."""
-    horizon, width, actions = (
-        draw(st.integers(smallest_horizon, 4)),
-        draw(st.integers(1, 3)),
-        draw(st.integers(2, 4)),
-    )
+    horizon, width = draw(st.integers(smallest_horizon, 4)), draw(st.integers(1, 3))
+    actions = draw(st.integers(2, 4))
     seed = draw(st.integers(0, 10**6))
     mdp = batch_of_mdps(2, horizon, width, actions, seed, draw(st.sampled_from([1.0, 0.05])))
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,6 @@
-"""The zoo: regularizers, problems and exact answers. A new case joins with one decorator and is then tested everywhere.
+"""The zoo: regularizers, problems and exact answers.
+
+A new case is registered with one decorator, and then tested everywhere.
 
 @regularizer    mdp -> Regularizer
 @problem        () -> Problem
@@ -44,12 +46,40 @@ def tensor(*values: object) -> Tensor:
     return torch.tensor(*values, dtype=torch.float64)
 
 
-def random_loss(mdp: occ.LayeredMDP, scale: float = 1.0, seed: int = 0, batch: tuple[int, ...] = ()) -> Tensor:
+def random_loss(
+    mdp: occ.LayeredMDP, scale: float = 1.0, seed: int = 0, batch: tuple[int, ...] = ()
+) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return scale * torch.rand(*batch, mdp.num_states, mdp.num_actions, dtype=torch.float64, generator=generator)
+    return scale * torch.rand(
+        *batch, mdp.num_states, mdp.num_actions, dtype=torch.float64, generator=generator
+    )
 
 
-# -- regularizers ---------------------------------------------------------------------------------------------------------
+def random_problem(
+    seed: int = 0, shape: tuple[int, int, int] = (2, 2, 2)
+) -> tuple[occ.LayeredMDP, Tensor]:
+    """A random MDP (horizon, width, actions), and mean losses in [0, 1]."""
+    mdp = occ.LayeredMDP.random(*shape, seed=seed)
+    return mdp, random_loss(mdp, seed=seed)
+
+
+def trajectories(mdp: occ.LayeredMDP, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All trajectories: states `(n, L)`, actions `(n, L)`, and their probabilities `(n,)`."""
+    policy = occ.policy_of(mdp, q)
+    found = [([], [], s, p) for s, p in enumerate(mdp.initial.tolist()) if p > 0]
+    for layer, P in zip(mdp.layer_slices, mdp.transitions, strict=True):
+        found = [
+            ([*states, layer.start + s], [*actions, a], after, p * chosen * moved)
+            for states, actions, s, p in found
+            for a, chosen in enumerate(policy[layer.start + s].tolist())
+            for after, moved in enumerate(P[s, a].tolist())
+            if chosen * moved > 0
+        ]
+    states, actions, _, probabilities = zip(*found, strict=True)
+    return torch.tensor(states), torch.tensor(actions), tensor(probabilities)
+
+
+# -- regularizers ------------------------------------------------------------------------------
 
 
 class SmoothedHybrid(occ.SeparableRegularizer):
@@ -74,7 +104,7 @@ class SmoothedHybrid(occ.SeparableRegularizer):
 
 
 class Centred(occ.StatewiseRegularizer):
-    """Entropy, and a penalty on the spread of a state's actions: its block is not diagonal plus rank two of the built-in kind."""
+    """Entropy, and a penalty on the spread of a state's actions: a dense block per state."""
 
     arg_constraints: ClassVar = {"weight": constraints.nonnegative}
 
@@ -83,7 +113,11 @@ class Centred(occ.StatewiseRegularizer):
 
     def per_state(self, q_s: Tensor) -> Tensor:
         centred = q_s - q_s.mean(-1, keepdim=True)
-        return (q_s * q_s.log()).sum(-1) + self.weight * centred.square().sum(-1) + (1 + q_s).prod(-1).log() ** 2
+        return (
+            (q_s * q_s.log()).sum(-1)
+            + self.weight * centred.square().sum(-1)
+            + (1 + q_s).prod(-1).log() ** 2
+        )
 
 
 class Coupled(occ.JointRegularizer):
@@ -97,7 +131,9 @@ class Coupled(occ.JointRegularizer):
     def joint(self, q: Tensor) -> Tensor:
         positive = torch.where(q > 0, q, 1.0)  # masked pairs must not matter
         rank = 1 + torch.arange(q.shape[-2] * q.shape[-1], dtype=q.dtype).reshape(q.shape[-2:])
-        return (positive * positive.log()).sum((-2, -1)) + self.weight * (q / rank).sum((-2, -1)) ** 2
+        return (positive * positive.log()).sum((-2, -1)) + self.weight * (q / rank).sum(
+            (-2, -1)
+        ) ** 2
 
 
 @regularizer
@@ -171,19 +207,25 @@ def all_levels(mdp: occ.LayeredMDP) -> occ.Regularizer:
     return Coupled(0.5) + Centred(0.3) / occ.InverseSqrt() + SmoothedHybrid(0.4)
 
 
-# -- problems -------------------------------------------------------------------------------------------------------------
+# -- problems ----------------------------------------------------------------------------------
 
 
 @problem
 def bandit() -> Problem:
     """L = 1, one state."""
-    return Problem(occ.LayeredMDP([torch.ones(1, 4, 1, dtype=torch.float64)]), tensor([[3.0, 1.0, 4.0, 1.5]]), 5.0)
+    return Problem(
+        occ.LayeredMDP([torch.ones(1, 4, 1, dtype=torch.float64)]),
+        tensor([[3.0, 1.0, 4.0, 1.5]]),
+        5.0,
+    )
 
 
 @problem
 def contexts() -> Problem:
     """L = 1, several states that the initial distribution chooses among, one of them rare."""
-    mdp = occ.LayeredMDP([torch.ones(3, 3, 1, dtype=torch.float64)], initial=tensor([0.5, 0.4999, 0.0001]))
+    mdp = occ.LayeredMDP(
+        [torch.ones(3, 3, 1, dtype=torch.float64)], initial=tensor([0.5, 0.4999, 0.0001])
+    )
     return Problem(mdp, random_loss(mdp, 10.0), 20.0)
 
 
@@ -192,7 +234,11 @@ def masked() -> Problem:
     """Two start states, masks, states with one action, zero probabilities."""
     first = tensor([[[0.25, 0.75], [1.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]])
     actions = torch.tensor([[True, True], [True, False], [True, True], [False, True]])
-    mdp = occ.LayeredMDP([first, torch.ones(2, 2, 1, dtype=torch.float64)], actions=actions, initial=tensor([0.7, 0.3]))
+    mdp = occ.LayeredMDP(
+        [first, torch.ones(2, 2, 1, dtype=torch.float64)],
+        actions=actions,
+        initial=tensor([0.7, 0.3]),
+    )
     return Problem(mdp, tensor([[1.0, 2.0], [0.5, 9.0], [0.3, 1.7], [9.0, 1.0]]), 3.0)
 
 
@@ -217,7 +263,7 @@ def no_choice() -> Problem:
 
 @problem
 def corridor() -> Problem:
-    """Many layers of one state; a loss that outweighs the regularizer, so that one action takes nearly everything."""
+    """Many layers of one state; the loss is so large that one action has nearly all mass."""
     mdp = occ.LayeredMDP.random(horizon=10, width=1, num_actions=2)
     return Problem(mdp, random_loss(mdp, 200.0, seed=3), 1e3)
 
@@ -226,7 +272,9 @@ def refused_by_the_engine(mdp, psi):
     """Whether the engine cannot solve this; if so, it must say why."""
     reason = why_not(mdp, psi)
     if reason is not None:
-        with pytest.raises(ValueError, match=rf"^backend: {re.escape(reason)}; use backend='torch'$"):
+        with pytest.raises(
+            ValueError, match=rf"^backend: {re.escape(reason)}; use backend='torch'$"
+        ):
             occ.FTRLStep(mdp, psi, backend="engine")
     return reason is not None
 

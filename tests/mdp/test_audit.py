@@ -1,4 +1,4 @@
-"""Environments that lie about themselves, each in one way."""
+"""Environments that contradict their own tables, each in one way."""
 
 import re
 
@@ -14,7 +14,7 @@ gymnasium = pytest.importorskip("gymnasium")
 
 def refused(*fragments):
     return pytest.raises(
-        ValueError, match="(?s)does not tell the truth.*" + ".*".join(map(re.escape, fragments))
+        ValueError, match="(?s)contradicts the environment.*" + ".*".join(map(re.escape, fragments))
     )
 
 

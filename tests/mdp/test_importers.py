@@ -1,4 +1,4 @@
-"""MDPs from elsewhere, held against their source: backward induction and Markov chains over the source's own table."""
+"""Imported MDPs against backward induction and Markov chains on the original tables."""
 
 import pickle
 import re
@@ -33,7 +33,7 @@ def expect(error, *fragments):
 
 
 def induction(env, horizon):
-    """max over policies of the expected return of `horizon` steps, from the environment's table alone."""
+    """The largest expected return of any policy in `horizon` steps, from the table alone."""
     table = env.unwrapped.P
     value = np.zeros(len(table))
     for _ in range(horizon):
@@ -50,7 +50,7 @@ def induction(env, horizon):
 
 
 def chain(env, horizon):
-    """Where the uniform policy is after 0, 1, ... steps, and what it collects: `(horizon, S)` and a number, from the table alone."""
+    """The state distributions `(horizon, S)` of the uniform policy, and its expected return."""
     table = env.unwrapped.P
     now, rows, collected = np.array(env.unwrapped.initial_state_distrib), [], 0.0
     for _ in range(horizon):
@@ -137,7 +137,7 @@ def test_it_survives_pickling_for_other_processes():
     assert again.num_pairs == mdp.num_pairs
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*out of date.*:DeprecationWarning")
@@ -238,7 +238,7 @@ def test_a_pair_that_the_table_leaves_out_is_no_action():
     assert mdp.actions[0].tolist() == [True, True, False, True]
 
 
-# -- arrays of other packages -----------------------------------------------------------------------------------------------
+# -- arrays of other packages ------------------------------------------------------------------
 
 
 def arrays(num_states=5, num_actions=3, seed=0):
@@ -344,7 +344,7 @@ def test_wrong_arrays_are_named(arguments, fragments):
         occ.LayeredMDP.from_arrays(**({"transition": P, "reward": R, "horizon": 4} | arguments))
 
 
-# -- sparse tables ----------------------------------------------------------------------------------------------------------
+# -- sparse tables -----------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")

@@ -24,7 +24,7 @@ def expect(*fragments):
     return pytest.raises(ValueError, match=".*".join(re.escape(fragment) for fragment in fragments))
 
 
-# -- validation -----------------------------------------------------------------------------------------------------------
+# -- validation --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [(), (4,), (2, 3)])
@@ -143,7 +143,7 @@ def test_several_start_states_need_an_initial_distribution():
             occ.LayeredMDP([ways_out], initial=initial)
 
 
-# -- immutability ---------------------------------------------------------------------------------------------------------
+# -- immutability ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["transitions", "actions", "initial", "origin", "horizon", "new"])
@@ -176,7 +176,7 @@ def test_gradients_reach_the_tensors_of_the_caller():
     assert all(bool(p.grad.any()) for p in transitions[:2])
 
 
-# -- random ---------------------------------------------------------------------------------------------------------------
+# -- random ------------------------------------------------------------------------------------
 
 
 def test_random_depends_on_the_seed_alone():
@@ -192,7 +192,7 @@ def test_random_depends_on_the_seed_alone():
 
 @pytest.mark.parametrize("concentration", [0.01, 1.0, 30.0])
 def test_random_rows_are_dirichlet(concentration):
-    """Of n entries, sum p^2 has the mean (c + 1) / (n c + 1), at 0.01 nearly that of deterministic rows, and each p the mean 1 / n."""
+    """Of n entries, each p has mean 1 / n, and sum p^2 has mean (c + 1) / (n c + 1)."""
     n = 4
     rows = (
         occ.LayeredMDP.random(3, n, 2000, concentration=concentration).transitions[1].flatten(0, 1)
@@ -223,7 +223,7 @@ def test_random_names_a_bad_argument(name, value):
         occ.LayeredMDP.random(**({"horizon": 2, "width": 2, "num_actions": 2} | {name: value}))
 
 
-# -- layout and derived models --------------------------------------------------------------------------------------------
+# -- layout and derived models -----------------------------------------------------------------
 
 
 def test_sizes_and_places():

@@ -1,4 +1,4 @@
-"""A sparse MDP and its dense twin: every function gives the same, and what is wrong is named the same way."""
+"""A sparse MDP and its dense twin: the same results, and the same errors."""
 
 import copy
 import pickle
@@ -58,7 +58,7 @@ def expect(*fragments):
     return pytest.raises(ValueError, match=".*".join(re.escape(fragment) for fragment in fragments))
 
 
-# -- the same model -------------------------------------------------------------------------------------------------------
+# -- the same model ----------------------------------------------------------------------------
 
 
 @every_mdp
@@ -133,7 +133,7 @@ def test_copies_and_files_after_use():
         assert torch.equal(occ.interior_point(other), q)
 
 
-# -- the same functions ---------------------------------------------------------------------------------------------------
+# -- the same functions ------------------------------------------------------------------------
 
 
 @every_mdp
@@ -141,11 +141,8 @@ def test_copies_and_files_after_use():
 def test_the_flow_is_the_same(build, leading):
     mdp = build()
     dense, sparse = LayeredFlow(mdp), flow_of(mdp.to_sparse())
-    x, v, policy = (
-        random_loss(mdp, batch=leading),
-        random_loss(mdp, seed=1, batch=leading).sum(-1),
-        policies(mdp, *leading),
-    )
+    x, v = random_loss(mdp, batch=leading), random_loss(mdp, seed=1, batch=leading).sum(-1)
+    policy = policies(mdp, *leading)
     close(sparse.inflow(x), dense.inflow(x))
     close(sparse.lookahead(v), dense.lookahead(v))
     close(sparse.forward(policy, v), dense.forward(policy, v))
@@ -214,7 +211,7 @@ def test_a_user_s_sparse_tensor_gets_a_gradient(layout):
     close(found.to_dense().unflatten(0, (3, 2)), expected)
 
 
-# -- draws ----------------------------------------------------------------------------------------------------------------
+# -- draws -------------------------------------------------------------------------------------
 
 
 @every_mdp
@@ -232,11 +229,11 @@ def test_the_same_numbers_draw_the_same_states(build):
         assert torch.equal(entries.draw(state, action, uniform), table.draw(state, action, uniform))
 
 
-# -- bad input ------------------------------------------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------------------------
 
 
 def change(entries, value):
-    """A good MDP with some of its middle entries replaced; state 1, action 0 goes to next states 0 and 1."""
+    """A valid MDP with some middle entries replaced; state 1, action 0 leads to states 0 and 1."""
     mdp = occ.LayeredMDP(
         [
             torch.full((1, 2, 2), 0.5, dtype=F64),

@@ -46,7 +46,7 @@ def close(found, expected, tolerance=1e-13):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-# -- the operators --------------------------------------------------------------------------------------------------------
+# -- the operators -----------------------------------------------------------------------------
 
 
 @every_mdp
@@ -99,7 +99,7 @@ def test_joint_transitions_hold_every_layer_in_its_place():
     assert torch.equal(batch_of_mdps(2, 3).joint_transitions, expected)
 
 
-# -- policies and occupancies ---------------------------------------------------------------------------------------------
+# -- policies and occupancies ------------------------------------------------------------------
 
 
 @every_mdp
@@ -148,7 +148,7 @@ def test_reachability_is_the_product_of_the_steps_between(build, leading):
     close(occ.reachability(mdp, policy), expected)
 
 
-# -- planning -------------------------------------------------------------------------------------------------------------
+# -- planning ----------------------------------------------------------------------------------
 
 
 def deterministic_policies(mdp):
@@ -196,7 +196,7 @@ def test_the_first_of_equal_actions_is_chosen():
     assert plan.gaps.tolist() == [[1.0, 0.0, 0.0]]
 
 
-# -- derivatives in the probabilities -------------------------------------------------------------------------------------
+# -- derivatives in the probabilities ----------------------------------------------------------
 
 
 def test_an_earlier_use_without_gradients_does_not_switch_them_off():

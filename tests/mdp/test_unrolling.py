@@ -13,7 +13,10 @@ INITIALS = {"index": 2, "distribution": torch.tensor([0.5, 0.0, 0.25, 0.25, 0.0]
 
 
 def table(seed=0):
-    """Five states, sparse: 0 -> {0, 1}, 1 -> {2, 3}, 2 -> {0, 4}, 3 -> {3, 4}, 4 -> {1}; pairs outside ACTIONS stay where they are."""
+    """Five states: 0 -> {0, 1}, 1 -> {2, 3}, 2 -> {0, 4}, 3 -> {3, 4}, 4 -> {1}.
+
+    Pairs outside ACTIONS stay where they are.
+    """
     generator = torch.Generator().manual_seed(seed)
     edges = torch.zeros(5, 1, 5, dtype=F64)
     for state, nexts in enumerate([(0, 1), (2, 3), (0, 4), (3, 4), (1,)]):
@@ -24,7 +27,7 @@ def table(seed=0):
 
 
 def markov_chain(P, initial, terminal, policy):
-    """The distribution over the original states at each step, terminal ones kept forever: `(HORIZON, S)` by matrix powers."""
+    """The state distributions `(HORIZON, S)`, by matrix powers; terminal states are absorbing."""
     step = torch.einsum("sa,sap->sp", policy, P)
     step[list(terminal)] = torch.eye(5, dtype=F64)[list(terminal)]
     start = torch.eye(5, dtype=F64)[initial] if isinstance(initial, int) else initial
@@ -148,11 +151,14 @@ def test_errors_speak_of_the_states_of_the_table(arguments, fragments):
         )
 
 
-# -- states that no policy reaches ----------------------------------------------------------------------------------------
+# -- states that no policy reaches -------------------------------------------------------------
 
 
 def partly_unreachable():
-    """Layers of 3, 3, 2; states 1, 4 and 6 are out of reach: only masked pairs and each other lead there."""
+    """Layers of 3, 3, 2. States 1, 4 and 6 are out of reach.
+
+    Only masked pairs and unreachable states lead there.
+    """
     first = torch.tensor(
         [[[0.5, 0.0, 0.5], [0.0, 1.0, 0.0]], [[0, 1, 0], [0, 1, 0]], [[0.25, 0, 0.75], [1, 0, 0]]],
         dtype=F64,
@@ -184,11 +190,8 @@ def test_in_a_batch_a_state_is_reachable_if_every_element_reaches_it_by_whatever
         return torch.tensor([[first], [second]], dtype=F64)
 
     halves, ways_out = torch.full((1, 1, 2), 0.5, dtype=F64), torch.ones(2, 1, 1, dtype=F64)
-    straight, crossed, merged = (
-        crossing([1, 0], [0, 1]),
-        crossing([0, 1], [1, 0]),
-        crossing([1, 0], [1, 0]),
-    )
+    straight, crossed = crossing([1, 0], [0, 1]), crossing([0, 1], [1, 0])
+    merged = crossing([1, 0], [1, 0])
     mdp = occ.LayeredMDP([halves, torch.stack([straight, crossed]), ways_out])
     assert mdp.reachable.tolist() == [True] * 5
     mdp = occ.LayeredMDP([halves, torch.stack([straight, merged]), ways_out])

@@ -43,7 +43,7 @@ def table(directory: Path) -> list[dict[str, str]]:
     return list(csv.DictReader((directory / "results.csv").read_text().splitlines()))
 
 
-# -- local ------------------------------------------------------------------------------------------------------------------
+# -- local -------------------------------------------------------------------------------------
 
 
 def test_grid():
@@ -142,7 +142,10 @@ def test_a_driver_that_is_killed_leaves_no_process_and_loses_no_finished_cell(tm
     log = tmp_path / "log"
     log.mkdir()
     grid = occ.grid(cell=range(6), log=[str(log)])
-    script = f"import cells, torch_occ as occ\nocc.sweep(cells.gated, {grid!r}, {str(tmp_path / 'out')!r}, **{QUIET!r})"
+    script = (
+        f"import cells, torch_occ as occ\nocc.sweep(cells.gated, {grid!r}, "
+        f"{str(tmp_path / 'out')!r}, **{QUIET!r})"
+    )
     driver = subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT)
     store = tmp_path / "out" / "cells"
     wait_for(
@@ -205,8 +208,12 @@ def test_control_c_ends_at_once_and_keeps_what_is_finished(tmp_path):
     grid = occ.grid(cell=[0], seconds=[0], log=[str(log)]) + occ.grid(
         cell=[1], seconds=[600], log=[str(log)]
     )
-    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what runs in the background is born deaf to it
-    script = f"{heard}import cells, torch_occ as occ\nocc.sweep(cells.slow, {grid!r}, {str(tmp_path / 'out')!r}, **{QUIET!r})"
+    # what runs in the background is born deaf to it
+    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    script = (
+        f"{heard}import cells, torch_occ as occ\nocc.sweep(cells.slow, {grid!r}, "
+        f"{str(tmp_path / 'out')!r}, **{QUIET!r})"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", script], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     ) as driver:
@@ -287,7 +294,10 @@ def test_a_second_driver_is_refused_while_the_first_works_and_not_after_it_was_k
     log, out = tmp_path / "log", tmp_path / "out"
     log.mkdir()
     grid = occ.grid(cell=range(4), log=[str(log)])
-    script = f"import cells, torch_occ as occ\nocc.sweep(cells.gated, {grid!r}, {str(out)!r}, **{QUIET!r})"
+    script = (
+        f"import cells, torch_occ as occ\nocc.sweep(cells.gated, {grid!r}, {str(out)!r}, "
+        f"**{QUIET!r})"
+    )
     with subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT) as driver:
         try:
             wait_for(lambda: {"2.begun", "3.begun"} <= set(events(log)))
@@ -330,11 +340,11 @@ def test_processes_are_counted(tmp_path):
         occ.sweep(cells.square, [{"x": 1.0}], tmp_path, processes=0, **QUIET)
 
 
-# -- a cluster --------------------------------------------------------------------------------------------------------------
+# -- a cluster ---------------------------------------------------------------------------------
 
 
 class Cluster:
-    """A scheduler and workers, each a process of its own on loopback, ended by their own handles."""
+    """A scheduler and workers on loopback, each in its own process."""
 
     def __init__(self, directory: Path, workers: int) -> None:
         self.directory, file = directory, directory / "scheduler.json"
@@ -441,7 +451,8 @@ def test_an_unreachable_cluster_is_an_error_before_any_work(tmp_path, monkeypatc
     monkeypatch.setattr("torch_occ.sweeps.driver.ANSWER_WITHIN", 0.3)
     with pytest.raises(
         ConnectionError,
-        match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:9 within 0\.3 s; start one with `dask scheduler`",
+        match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:9 within 0\.3 s; "
+        "start one with `dask scheduler`",
     ):
         occ.sweep(cells.square, [{"x": 1.0}], tmp_path, cluster="tcp://127.0.0.1:9", **QUIET)
     with pytest.raises((ValueError, ConnectionError), match="cluster: "):

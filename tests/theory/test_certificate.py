@@ -403,12 +403,12 @@ def test_a_resumed_run_has_every_point_once_on_the_board(tmp_path, moved):
     assert [event.step for event in found] == options["checkpoints"]
 
 
-@pytest.mark.parametrize(("together", "patience"), [(1, 2.0), (5, 2.0), (1000, 0.0)])
-def test_evaluating_together_or_one_by_one_makes_no_difference(monkeypatch, together, patience):
+@pytest.mark.parametrize(("together", "seconds"), [(1, 2.0), (5, 2.0), (1000, 0.0)])
+def test_evaluating_together_or_one_by_one_makes_no_difference(monkeypatch, together, seconds):
     expected, found = theory.Certificate(), theory.Certificate()
     play(300, expected)
     monkeypatch.setattr(module, "TOGETHER", together)
-    monkeypatch.setattr(module, "PATIENCE", patience)
+    monkeypatch.setattr(module, "EVALUATE_EVERY", seconds)
     play(300, found)
     assert len(found.known) != len(expected.known)
     for name, curve in expected.curves.items():

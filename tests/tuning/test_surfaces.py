@@ -7,7 +7,10 @@ from torch_occ.tuning.surfaces import RIDGES, _ridge, fit_surface, monomials
 
 
 def points(n, p=3, seed=0):
-    return torch.quasirandom.SobolEngine(p, scramble=True, seed=seed).draw(n, dtype=torch.float64) * 4 - 2
+    return (
+        torch.quasirandom.SobolEngine(p, scramble=True, seed=seed).draw(n, dtype=torch.float64) * 4
+        - 2
+    )
 
 
 def bowl(u):
@@ -38,4 +41,6 @@ def test_the_error_is_that_of_points_left_out():
             others = torch.arange(len(u)) != i
             fitted = _ridge(monomials(u[others] / 2), values[others], ridge, centre, 2.0)
             errors.append(float(fitted(u[i]) - values[i]))
-        assert _ridge(monomials(u / 2), values, ridge, centre, 2.0).error == pytest.approx(torch.tensor(errors).square().mean().sqrt())
+        assert _ridge(monomials(u / 2), values, ridge, centre, 2.0).error == pytest.approx(
+            torch.tensor(errors).square().mean().sqrt()
+        )

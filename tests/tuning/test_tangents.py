@@ -1,4 +1,4 @@
-"""Tangents in the engine: those of the torch path to rounding, over chunks, for every table of terms; and failures that are seen."""
+"""Tangents in the engine agree with torch, for every table of terms; failures are reported."""
 
 import pytest
 import torch
@@ -9,13 +9,20 @@ from torch_occ.step.kernel_inputs import why_not
 from torch_occ.tuning.compiled_tangents import play_compiled
 from torch_occ.tuning.tangents import play_in_torch
 
-TABLES = [name for name, build in REGULARIZERS.items() if why_not(PROBLEMS["masked"]().mdp, build(PROBLEMS["masked"]().mdp)) is None]
+TABLES = [
+    name
+    for name, build in REGULARIZERS.items()
+    if why_not(PROBLEMS["masked"]().mdp, build(PROBLEMS["masked"]().mdp)) is None
+]
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
 LOSSES = occ.BernoulliLosses(random_loss(MDP))
 
 
 def check_both(mdp, psi, losses, episodes, seeds):
-    runs = [occ.run_gradients(mdp, psi, losses, episodes, seeds, backend=backend) for backend in ("engine", "torch")]
+    runs = [
+        occ.run_gradients(mdp, psi, losses, episodes, seeds, backend=backend)
+        for backend in ("engine", "torch")
+    ]
     assert [run.backend for run in runs] == ["engine", "torch"]
     assert runs[0].names == runs[1].names
     assert torch.equal(runs[0].certified, runs[1].certified)
@@ -23,12 +30,14 @@ def check_both(mdp, psi, losses, episodes, seeds):
     for name in ("pathwise", "unbiased"):
         found, expected = (getattr(run, name).samples for run in runs)
         assert float(expected.abs().amax()) > 0
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11 * float(expected.abs().amax()))
+        torch.testing.assert_close(
+            found, expected, rtol=1e-9, atol=1e-11 * float(expected.abs().amax())
+        )
 
 
 @pytest.mark.parametrize("regularizer", TABLES)
 def test_the_engine_carries_the_tangents_of_the_torch_path(regularizer):
-    """Every argument, function and schedule, over states with masked actions and with a single one."""
+    """Every argument, function and schedule; some states have masked actions, or only one."""
     mdp = PROBLEMS["masked"]().mdp
     check_both(mdp, REGULARIZERS[regularizer](mdp), occ.UniformLosses(random_loss(mdp)), 3, [0, 5])
 
@@ -51,7 +60,8 @@ def test_the_run_goes_on_over_chunks_and_is_that_of_simulate():
     torch.testing.assert_close(found.regret, played.regret, rtol=1e-9, atol=0)
     again = occ.run_gradients(MDP, psi, LOSSES, 300, seeds, checkpoints=[300])
     assert torch.equal(again.unbiased.samples[:, 0], found.unbiased.samples[:, 2])
-    moved = occ.finite_differences(MDP, psi, LOSSES, 300, [3, 1, 2], step=1e-6, checkpoints=stops)  # no sampled action changes
+    # no sampled action changes
+    moved = occ.finite_differences(MDP, psi, LOSSES, 300, [3, 1, 2], step=1e-6, checkpoints=stops)
     torch.testing.assert_close(found.pathwise.samples, moved.samples, rtol=1e-4, atol=1e-6)
 
 
@@ -63,10 +73,15 @@ def test_a_parameter_at_zero_has_no_derivative_in_its_logarithm():
 
 
 def test_the_standard_error_says_where_the_estimators_fail():
-    """At T = 100 the unbiased one is good; at T = 1,000 its error is many times the gradient, which differences still find."""
+    """The unbiased estimator is good at T = 100; at T = 1,000 only differences are.
+
+    There its error is many times the gradient.
+    """
     psi, stops = occ.jin_luo(MDP, beta=10.0), [100, 1000]
     found = occ.run_gradients(MDP, psi, LOSSES, 1000, range(20), checkpoints=stops).unbiased
-    reference = occ.finite_differences(MDP, psi, LOSSES, 1000, range(20, 40), step=0.2, checkpoints=stops)
+    reference = occ.finite_differences(
+        MDP, psi, LOSSES, 1000, range(20, 40), step=0.2, checkpoints=stops
+    )
     relative = found.standard_error / reference.mean.abs()
     assert bool((relative[0, 1:] < 0.5).all())
     assert bool((relative[1] > 5).all())
@@ -93,7 +108,10 @@ def test_who_plays():
 
     own = REGULARIZERS["custom_separable"](MDP)
     assert occ.run_gradients(MDP, own, LOSSES, 1, [0, 1]).backend == "torch"
-    with pytest.raises(ValueError, match="backend: SmoothedHybrid is not a table of elementary terms; use backend='torch'"):
+    with pytest.raises(
+        ValueError,
+        match="backend: SmoothedHybrid is not a table of elementary terms; use backend='torch'",
+    ):
         occ.run_gradients(MDP, own, LOSSES, 1, [0, 1], backend="engine")
     with pytest.raises(ValueError, match="backend: Doubled draws its losses in its own way"):
         occ.run_gradients(MDP, occ.jin_luo(MDP), Doubled(LOSSES.mean), 1, [0, 1], backend="engine")

@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch.distributions import constraints
+from zoo import random_problem
 
 import torch_occ as occ
 from torch_occ.tuning.board import TuningBoard
@@ -15,21 +16,20 @@ from torch_occ.tuning.refinement import HOPELESS, Search
 from torch_occ.tuning.trials import by_leaping
 
 
-def world(seed=0):
-    mdp = occ.LayeredMDP.random(2, 2, 2, seed=seed)
-    mean = torch.rand(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return mdp, mean
-
-
 def bowl(regularizer):
     """A known minimum: log beta = 1, log gamma = -1, whatever alpha is."""
-    named = {name.rpartition(".")[2]: parameter.reshape(-1) for name, parameter in regularizer.named_parameters()}
+    named = {
+        name.rpartition(".")[2]: parameter.reshape(-1)
+        for name, parameter in regularizer.named_parameters()
+    }
     value = (named["beta"].log() - 1) ** 2 + (named["gamma"].log() + 1) ** 2 + 0 * named["alpha"]
     return Evaluation(value, {"bowl": value}, torch.ones_like(value, dtype=torch.bool))
 
 
 def psi_of(**parameters):
-    return occ.jin_luo(world()[0], **({"alpha": 0.5, "beta": 20.0, "gamma": 1.0} | parameters))
+    return occ.jin_luo(
+        random_problem()[0], **({"alpha": 0.5, "beta": 20.0, "gamma": 1.0} | parameters)
+    )
 
 
 def test_a_known_minimum_is_found_from_every_start():
@@ -42,7 +42,10 @@ def test_a_known_minimum_is_found_from_every_start():
     assert found.at_bounds == ()
     psi = psi_of()
     found.load_into(psi)
-    assert float(dict(psi.named_parameters())["terms.1.beta"].detach()) == found.parameters["terms.1.beta"]
+    assert (
+        float(dict(psi.named_parameters())["terms.1.beta"].detach())
+        == found.parameters["terms.1.beta"]
+    )
 
 
 def test_only_the_named_parameters_move():
@@ -78,7 +81,9 @@ def test_an_objective_that_is_not_finite_is_reported_and_never_chosen():
     assert found.values[found.failures].isnan().all()
     assert found.parameters["terms.1.beta"] >= 10
     assert "not finite or not certified" in str(found)
-    with pytest.raises(RuntimeError, match="not finite and certified at any of 3 evaluations of 2 starts"):
+    with pytest.raises(
+        RuntimeError, match="not finite and certified at any of 3 evaluations of 2 starts"
+    ):
         occ.tune(broken_beyond(math.inf), psi_of(), steps=2, starts=2)
 
 
@@ -86,7 +91,8 @@ def test_a_gradient_that_is_not_finite_is_a_failure():
     def objective(regularizer):
         found = bowl(regularizer)
         beta = dict(regularizer.named_parameters())["terms.1.beta"][..., 0]
-        spoilt = torch.cat([(beta[:1] - beta[:1]).sqrt(), torch.zeros_like(beta[1:])])  # zero, with a slope that is not finite
+        # zero, with a slope that is not finite
+        spoilt = torch.cat([(beta[:1] - beta[:1]).sqrt(), torch.zeros_like(beta[1:])])
         return found._replace(value=found.value + spoilt)
 
     found = occ.tune(objective, psi_of(), steps=3, starts=2)
@@ -107,7 +113,7 @@ def test_a_failing_certificate_is_a_failure():
 
 @pytest.mark.bits
 def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
-    mdp, mean = world()
+    mdp, mean = random_problem()
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 1000)
     whole = occ.tune(objective, psi_of(), steps=6, starts=2)
 
@@ -139,7 +145,7 @@ def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
 
 
 def test_a_full_disk_costs_neither_the_tuning_nor_its_result(tmp_path, monkeypatch):
-    mdp, mean = world()
+    mdp, mean = random_problem()
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 1000)
     whole = occ.tune(objective, psi_of(), steps=2, starts=1)
     replace = os.replace
@@ -189,7 +195,7 @@ def test_tensorboard_gets_the_meta_curves(tmp_path):
 
 
 def test_tuning_the_forecast_beats_the_papers_constants_where_it_is_played():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 2000, reference=psi)
     found = occ.tune(objective, psi, steps=25, starts=2, rate=0.4, bounds={"gamma": (0.25, 4.0)})
@@ -198,18 +204,34 @@ def test_tuning_the_forecast_beats_the_papers_constants_where_it_is_played():
     for apply in (False, True):
         if apply:
             found.load_into(psi)
-        history = occ.simulate(mdp, occ.FTRL(mdp, psi), occ.BernoulliLosses(mean), 2000, range(8), checkpoints=[2000])
+        history = occ.simulate(
+            mdp, occ.FTRL(mdp, psi), occ.BernoulliLosses(mean), 2000, range(8), checkpoints=[2000]
+        )
         regrets.append(float(history.regret.mean()))
     assert regrets[1] < regrets[0] / 2
 
 
 def test_robust_objective_is_between_the_mean_and_the_worst():
-    mdp, mean = world()
+    mdp, mean = random_problem()
     psi = occ.jin_luo(mdp, beta=2.0)
-    worlds = [occ.World("stochastic", mdp, mean), occ.World("switching", mdp, occ.SwitchingLosses(torch.stack([mean, 1 - mean]), 100))]
-    alone = [float(occ.ForecastObjective([w], 300, reference=occ.jin_luo(mdp), trust=1.0)(psi).value.detach()) for w in worlds]
+    worlds = [
+        occ.World("stochastic", mdp, mean),
+        occ.World("switching", mdp, occ.SwitchingLosses(torch.stack([mean, 1 - mean]), 100)),
+    ]
+    alone = [
+        float(
+            occ.ForecastObjective([w], 300, reference=occ.jin_luo(mdp), trust=1.0)(
+                psi
+            ).value.detach()
+        )
+        for w in worlds
+    ]
     soft, hard = (
-        float(occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp), robustness=r, trust=1.0)(psi).value.detach())
+        float(
+            occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp), robustness=r, trust=1.0)(
+                psi
+            ).value.detach()
+        )
         for r in (0.01, 100.0)
     )
     assert soft == pytest.approx(sum(alone) / 2, abs=0.02)
@@ -219,7 +241,10 @@ def test_robust_objective_is_between_the_mean_and_the_worst():
 class Family(occ.SeparableRegularizer):
     """A mixture of a power and an entropy: a regularizer that is itself a family."""
 
-    arg_constraints: ClassVar = {"power": constraints.interval(0.05, 0.95), "mix": constraints.unit_interval}
+    arg_constraints: ClassVar = {
+        "power": constraints.interval(0.05, 0.95),
+        "mix": constraints.unit_interval,
+    }
 
     def __init__(self, power=0.5, mix=0.3):
         super().__init__(power=power, mix=mix)
@@ -229,9 +254,12 @@ class Family(occ.SeparableRegularizer):
 
 
 def test_a_family_of_regularizers_is_tuned():
-    mdp, mean = world()
+    mdp, mean = random_problem()
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 500)
-    for psi in (Family() / occ.InverseSqrt(0.5), occ.Tsallis(0.5) / occ.InverseSqrt(0.5) + occ.LogBarrier(1.0)):
+    for psi in (
+        Family() / occ.InverseSqrt(0.5),
+        occ.Tsallis(0.5) / occ.InverseSqrt(0.5) + occ.LogBarrier(1.0),
+    ):
         found = occ.tune(objective, psi, steps=6, starts=2, spread=0.3)
         assert found.value < float(found.values[0].min())
         power = next(value for name, value in found.parameters.items() if name.endswith("power"))
@@ -240,9 +268,11 @@ def test_a_family_of_regularizers_is_tuned():
 
 
 def test_refine_is_judged_by_leaping():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
-    objective = occ.ForecastObjective([occ.World("stochastic", occ.stack([mdp]), mean[None])], 1000, reference=psi)
+    objective = occ.ForecastObjective(
+        [occ.World("stochastic", occ.stack([mdp]), mean[None])], 1000, reference=psi
+    )
     tuned = occ.tune(objective, psi, steps=8, starts=1, rate=0.5, bounds={"gamma": (0.25, 4.0)})
     before = [parameter.detach().clone() for parameter in psi.parameters()]
     found = occ.refine(objective, psi, tuned, rounds=1, particles=16, accuracy=1.0)
@@ -254,32 +284,47 @@ def test_refine_is_judged_by_leaping():
 
 
 def test_refine_is_judged_by_playing_and_keeps_to_the_bounds():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     other = occ.UniformLosses(mean)
-    objective = occ.ForecastObjective([occ.World("bernoulli", mdp, mean), occ.World("uniform", mdp, other)], 300, reference=psi)
+    objective = occ.ForecastObjective(
+        [occ.World("bernoulli", mdp, mean), occ.World("uniform", mdp, other)], 300, reference=psi
+    )
     bounds = {"gamma": (0.5, 2.0), "beta": (0.5, 200.0)}
     tuned = occ.tune(objective, psi, steps=8, starts=1, rate=0.5, bounds=bounds)
-    found = occ.refine(objective, psi, tuned, judge="play", runs=2, rounds=2, points=5, radius=3.0, finalists=2)
+    found = occ.refine(
+        objective, psi, tuned, judge="play", runs=2, rounds=2, points=5, radius=3.0, finalists=2
+    )
     assert len(found.values) == 1 + 2 * (5 + 1) + 2
     for name, (low, high) in bounds.items():
         (column,) = (i for i, full in enumerate(tuned.names) if full.endswith(name))
-        assert low * (1 - 1e-12) <= float(found.points[:, column].min()) < float(found.points[:, column].max()) <= high * (1 + 1e-12)
+        assert (
+            low * (1 - 1e-12)
+            <= float(found.points[:, column].min())
+            < float(found.points[:, column].max())
+            <= high * (1 + 1e-12)
+        )
     found.tuned.load_into(psi)
     again = torch.nonzero((found.points == found.points[found.chosen]).all(-1)).flatten()
     assert len(again) == 2  # the chosen point was confirmed by other seeds
     for name, losses in (("bernoulli", occ.BernoulliLosses(mean)), ("uniform", other)):
-        history = occ.simulate(mdp, occ.FTRL(mdp, psi), losses, 300, (1, 2, 3, 4), checkpoints=[300])
+        history = occ.simulate(
+            mdp, occ.FTRL(mdp, psi), losses, 300, (1, 2, 3, 4), checkpoints=[300]
+        )
         assert found.tuned.regrets[name] == pytest.approx(float(history.regret.mean()))
     assert found.tuned.value == pytest.approx(float(found.values[again].mean()))
-    with pytest.raises(ValueError, match="judge: expected 'leap', 'play' or a function of a regularizer and a seed, got 'guess'"):
+    with pytest.raises(
+        ValueError,
+        match="judge: expected 'leap', 'play' or a function of a regularizer and a seed, got "
+        "'guess'",
+    ):
         occ.refine(objective, psi, tuned, judge="guess")
     with pytest.raises(ValueError, match="hopeless: expected a positive number, got 0"):
         occ.refine(objective, psi, tuned, hopeless=0)
 
 
 def test_refine_is_not_misled_by_a_lucky_trial():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
     tuned = occ.tune(objective, psi, steps=0, starts=1)
@@ -289,7 +334,9 @@ def test_refine_is_not_misled_by_a_lucky_trial():
     def bowl(regularizer, _):
         logs = torch.stack([parameter.detach().log() for parameter in regularizer.parameters()])
         trials.append(0.1 * float((logs - goal).square().sum()))
-        return occ.Evaluation(torch.tensor([trials[-1] - 0.3 * (len(trials) == 9)]), {}, torch.tensor([True]))
+        return occ.Evaluation(
+            torch.tensor([trials[-1] - 0.3 * (len(trials) == 9)]), {}, torch.tensor([True])
+        )
 
     found = occ.refine(objective, psi, tuned, judge=bowl, rounds=2, points=12, radius=2.0)
     assert int(found.values.argmin()) == 8
@@ -299,7 +346,7 @@ def test_refine_is_not_misled_by_a_lucky_trial():
 
 
 def test_refine_forecasts_points_only_to_leave_out_the_hopeless(monkeypatch):
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
     tuned = occ.tune(objective, psi, steps=0, starts=1)
@@ -317,7 +364,9 @@ def test_refine_forecasts_points_only_to_leave_out_the_hopeless(monkeypatch):
 
     def forecasts_and_hopeless_points(hopeless):
         forecasts.clear()
-        found = occ.refine(objective, psi, tuned, judge=flat, rounds=1, points=12, radius=2.0, hopeless=hopeless)
+        found = occ.refine(
+            objective, psi, tuned, judge=flat, rounds=1, points=12, radius=2.0, hopeless=hopeless
+        )
         assert len(found.values) == 1 + 12 + 1
         return len(forecasts), int((found.points[1:13, 0].log() > centre).sum())
 
@@ -331,9 +380,11 @@ def test_refine_forecasts_points_only_to_leave_out_the_hopeless(monkeypatch):
 
 
 def test_a_guard_plays_where_nothing_can_be_forecast():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
-    guard = occ.Guard([occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2), margin=0.05)
+    guard = occ.Guard(
+        [occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2), margin=0.05
+    )
     assert guard(psi).excess == 0  # the same seeds, the same runs
     wild = occ.jin_luo(mdp, beta=0.1, gamma=4.0)
     verdict = guard(wild)
@@ -342,97 +393,152 @@ def test_a_guard_plays_where_nothing_can_be_forecast():
     assert verdict.excess == pytest.approx(verdict.regrets["greedy"] / guard.scales[0] - 1)
     assert verdict.excess > 0.5
     assert guard.penalty(torch.tensor([-0.06, 0.05])).tolist() == pytest.approx([0.0, 3.0])
-    with pytest.raises(ValueError, match="worlds: 'stochastic' is played, so it takes one MDP and a loss process"):
+    with pytest.raises(
+        ValueError, match="worlds: 'stochastic' is played, so it takes one MDP and a loss process"
+    ):
         occ.Guard([occ.World("stochastic", mdp, mean)], 10, psi)
 
 
 def test_a_guard_bounds_worlds_of_different_names_one_by_one_and_counts_its_own_noise():
-    mdps = [world(seed)[0] for seed in (1, 2, 3)]
+    mdps = [random_problem(seed)[0] for seed in (1, 2, 3)]
     psi = occ.jin_luo(mdps[0])
     together = [occ.World("greedy", mdp, occ.GreedyAdversary()) for mdp in mdps]
     apart = [played._replace(name=f"greedy {i}") for i, played in enumerate(together)]
     milder = occ.jin_luo(mdps[0], beta=10.0)
     seeds = (1, 2, 3)
     each = torch.stack(
-        [occ.simulate(mdp, occ.FTRL(mdp, milder), occ.GreedyAdversary(), 100, seeds).regret[:, -1] for mdp in mdps]
-    ) - torch.stack([occ.simulate(mdp, occ.FTRL(mdp, psi), occ.GreedyAdversary(), 100, seeds).regret[:, -1] for mdp in mdps])
+        [
+            occ.simulate(mdp, occ.FTRL(mdp, milder), occ.GreedyAdversary(), 100, seeds).regret[
+                :, -1
+            ]
+            for mdp in mdps
+        ]
+    ) - torch.stack(
+        [
+            occ.simulate(mdp, occ.FTRL(mdp, psi), occ.GreedyAdversary(), 100, seeds).regret[:, -1]
+            for mdp in mdps
+        ]
+    )
     scales = torch.tensor(occ.Guard(apart, 100, psi, seeds=seeds).scales)[:, None]
-    assert occ.Guard(together, 100, psi, seeds=seeds)(milder).excess == pytest.approx(float((each / scales).mean()))
-    assert occ.Guard(apart, 100, psi, seeds=seeds)(milder).excess == pytest.approx(float((each / scales).mean(1).max()))
+    assert occ.Guard(together, 100, psi, seeds=seeds)(milder).excess == pytest.approx(
+        float((each / scales).mean())
+    )
+    assert occ.Guard(apart, 100, psi, seeds=seeds)(milder).excess == pytest.approx(
+        float((each / scales).mean(1).max())
+    )
     upper = (each / scales).mean(1) + 2 * (each / scales).std(1) / len(seeds) ** 0.5
     cautious = occ.Guard(apart, 100, psi, seeds=seeds, caution=2.0)
     assert cautious(milder).excess == pytest.approx(float(upper.max()))
     assert cautious(psi).excess == 0
-    with pytest.raises(ValueError, match="caution: expected a non-negative number, and two seeds for a standard error"):
+    with pytest.raises(
+        ValueError,
+        match="caution: expected a non-negative number, and two seeds for a standard error",
+    ):
         occ.Guard(apart, 10, psi, seeds=(1,), caution=1.0)
 
 
 def test_refine_under_a_guard_chooses_what_passes():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
-    start = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)  # ruinous against the adversary
+    # ruinous against the adversary
+    start = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)
     guard = occ.Guard([occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2))
-    found = occ.refine(objective, psi, start, rounds=1, particles=8, accuracy=1.0, radius=2.0, guard=guard)
+    found = occ.refine(
+        objective, psi, start, rounds=1, particles=8, accuracy=1.0, radius=2.0, guard=guard
+    )
     assert float(found.excess[0]) > 0.5
     chosen = found.chosen
     assert float(found.excess[chosen]) < float(found.excess[0]) / 2
-    assert found.tuned.regrets["greedy"] == pytest.approx(guard.scales[0] * (1 + float(found.excess[chosen])))
+    assert found.tuned.regrets["greedy"] == pytest.approx(
+        guard.scales[0] * (1 + float(found.excess[chosen]))
+    )
 
 
 def test_the_estimator_of_an_objective_is_what_is_forecast_leapt_and_played():
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi, own = occ.jin_luo(mdp, beta=2.0), occ.ReducedVariance(occ.InverseSqrt(0.01))
     worlds = [occ.World("stochastic", mdp, mean)]
     objective = occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp), estimator=own)
-    assert objective.scales == occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp)).scales  # the reference is the paper's
+    # the reference is the paper's
+    assert objective.scales == occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp)).scales
     with torch.no_grad():
         forecast = objective(psi).regrets["stochastic"]
         assert float(forecast) == float(occ.forecast(mdp, psi, mean, 300, estimator=own).final)
         assert float(forecast) < float(occ.forecast(mdp, psi, mean, 300).final)
-        assert torch.equal(occ.ForecastObjective.believing(objective)(psi).regrets["stochastic"], forecast)
+        assert torch.equal(
+            occ.ForecastObjective.believing(objective)(psi).regrets["stochastic"], forecast
+        )
     tuned = occ.tune(objective, psi, steps=0, starts=1)
-    leapt = occ.refine(objective, psi, tuned, rounds=0, particles=8, accuracy=1.0).tuned.regrets["stochastic"]
-    assert leapt == pytest.approx(float(occ.leap(mdp, psi, mean, 300, estimator=own, particles=8, accuracy=1.0).final))
-    played = occ.refine(objective, psi, tuned, rounds=0, judge="play", runs=2).tuned.regrets["stochastic"]
+    leapt = occ.refine(objective, psi, tuned, rounds=0, particles=8, accuracy=1.0).tuned.regrets[
+        "stochastic"
+    ]
+    assert leapt == pytest.approx(
+        float(occ.leap(mdp, psi, mean, 300, estimator=own, particles=8, accuracy=1.0).final)
+    )
+    played = occ.refine(objective, psi, tuned, rounds=0, judge="play", runs=2).tuned.regrets[
+        "stochastic"
+    ]
     history = occ.simulate(mdp, occ.FTRL(mdp, psi, own), occ.BernoulliLosses(mean), 300, (1, 2))
     assert played == pytest.approx(float(history.regret[:, -1].mean()))
 
 
 def test_a_guard_plays_with_an_estimator_against_the_papers():
-    mdp, _ = world(1)
-    psi, own, greedy = occ.jin_luo(mdp, beta=2.0), occ.ReducedVariance(occ.InverseSqrt(0.01)), occ.GreedyAdversary()
+    mdp, _ = random_problem(1)
+    psi, own = occ.jin_luo(mdp, beta=2.0), occ.ReducedVariance(occ.InverseSqrt(0.01))
+    greedy = occ.GreedyAdversary()
     worlds = [occ.World("greedy", mdp, greedy)]
     with_own, plain = (
-        float(occ.simulate(mdp, occ.FTRL(mdp, psi, estimator), greedy, 100, (1, 2)).regret[:, -1].mean()) for estimator in (own, None)
+        float(
+            occ.simulate(mdp, occ.FTRL(mdp, psi, estimator), greedy, 100, (1, 2))
+            .regret[:, -1]
+            .mean()
+        )
+        for estimator in (own, None)
     )
     guard = occ.Guard(worlds, 100, psi, estimator=own, seeds=(1, 2))
     assert guard.scales == [plain]
     assert guard(psi).regrets["greedy"] == with_own
     assert guard(psi).excess == pytest.approx(with_own / plain - 1)
-    assert occ.Guard(worlds, 100, psi, estimator=own, reference_estimator=own, seeds=(1, 2)).scales == [with_own]
+    assert occ.Guard(
+        worlds, 100, psi, estimator=own, reference_estimator=own, seeds=(1, 2)
+    ).scales == [with_own]
 
 
 def test_a_point_that_does_not_pass_the_guard_makes_no_other_hopeless(monkeypatch):
-    mdp, mean = world(1)
+    mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
     guard = occ.Guard([occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2))
-    tuned = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)  # ruinous against the adversary
+    # ruinous against the adversary
+    tuned = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)
     search = Search(objective, psi, tuned, by_leaping(objective, particles=8, accuracy=1.0), guard)
     search.attempt(search.space.coordinates_of(tuned.parameters), 0)
     assert float(search.judged[0].value) > search.tried[0] + 1
-    for worse, first in ((0.9, True), (1 + float(search.judged[0].value) - search.tried[0], False)):  # than what was tried, by forecast
+    for worse, first in (
+        (0.9, True),
+        (1 + float(search.judged[0].value) - search.tried[0], False),
+    ):  # than what was tried, by forecast
         monkeypatch.setattr(search, "forecast", lambda _, worse=worse: search.tried[0] + worse)
         low, high = search.region(search.points[0], 1.0)
-        found = torch.stack(list(search.promising(low, high, torch.quasirandom.SobolEngine(3, scramble=True, seed=1), 2, HOPELESS)))
-        drawn = low + torch.quasirandom.SobolEngine(3, scramble=True, seed=1).draw(8, dtype=torch.float64) * (high - low)
+        found = torch.stack(
+            list(
+                search.promising(
+                    low, high, torch.quasirandom.SobolEngine(3, scramble=True, seed=1), 2, HOPELESS
+                )
+            )
+        )
+        drawn = low + torch.quasirandom.SobolEngine(3, scramble=True, seed=1).draw(
+            8, dtype=torch.float64
+        ) * (high - low)
         assert torch.equal(found, drawn[:2] if first else drawn[-2:])
 
 
 def test_the_recipe_tunes_and_then_refines():
     mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
-    mean = torch.rand(mdp.num_states, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mean = torch.rand(
+        mdp.num_states, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 1000)
     psi = occ.jin_luo(mdp)
     recipe = occ.Recipe(steps=2, rounds=1, points=3, particles=4)
@@ -440,6 +546,16 @@ def test_the_recipe_tunes_and_then_refines():
     found = occ.tune_and_refine(objective, psi, recipe, bounds=bounds, seed=3)
     tuned = occ.tune(objective, psi, steps=2, starts=1, rate=recipe.rate, bounds=bounds, seed=3)
     assert found.start.parameters == tuned.parameters
-    again = occ.refine(objective, psi, tuned, rounds=1, points=3, radius=recipe.radius, hopeless=math.inf, particles=4, seed=3)
+    again = occ.refine(
+        objective,
+        psi,
+        tuned,
+        rounds=1,
+        points=3,
+        radius=recipe.radius,
+        hopeless=math.inf,
+        particles=4,
+        seed=3,
+    )
     assert found.tuned.parameters == again.tuned.parameters
     assert [x.item() for x in psi.parameters()] == [x.item() for x in occ.jin_luo(mdp).parameters()]

@@ -1,4 +1,4 @@
-"""Which backend solves or plays, torch or the compiled engine, and modules that are imported only when they are needed."""
+"""The choice between torch and the compiled engine, and modules that are imported on demand."""
 
 from __future__ import annotations
 
@@ -10,26 +10,32 @@ Backend = Literal["auto", "torch", "engine"]
 
 
 def later(module: str) -> Any:
-    """The module `torch_occ.<module>`, imported when it is first asked for.
+    """Import the module `torch_occ.<module>` on demand.
 
-    Two kinds of modules wait: adapters to compiled kernels, since Numba takes long to import and need not be installed, and
-    importers, which make MDPs of a class that is derived from theirs. No other module of the package imports inside a function.
+    This is for two kinds of modules. Adapters to compiled kernels need Numba, which is slow to
+    import and optional. Importers build MDPs of a class that is derived from the class that calls
+    them. No other module of the package imports torch_occ inside a function.
     """
     return import_module(f"torch_occ.{module}")
 
 
 def check_backend(backend: Backend) -> Backend:
-    """One of the three."""
+    """Return `backend` if it is "auto", "torch" or "engine"; otherwise raise a ValueError."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend: expected auto, torch or engine, got {backend!r}")
     return backend
 
 
 def engine_takes(backend: Backend, why_not: Callable[[], str | None]) -> bool:
-    """Whether the engine is to be used; an error that says why if it was asked for and cannot.
+    """Whether to use the engine.
 
     Args:
-        why_not: imports the engine, and returns the reason why it cannot do this, or None if it can.
+        why_not: imports the engine and returns the reason why it cannot do this work, or None if
+            it can.
+
+    Raises:
+        ImportError: if `backend` is "engine" and numba is not installed.
+        ValueError: if `backend` is "engine" and `why_not` gives a reason, or if it is unknown.
     """
     if check_backend(backend) == "torch":
         return False

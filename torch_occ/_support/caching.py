@@ -1,10 +1,12 @@
-"""Where compiled kernels are kept, and what they must have been compiled from to be used again.
+"""The cache of compiled kernels on disk, and the stamp that decides whether an entry is valid.
 
-Numba knows a kernel by its own file. But a kernel holds copies of the kernels that it calls and of their constants, which stand in other
-files. So kernels are kept with a stamp: a hash of every source that any of them is compiled from, and the versions that compiled them.
-Another stamp, another kernel; the file of the old one is overwritten. Where nothing can be written, kernels are compiled in every process.
+Numba validates a cached kernel by the file in which the kernel stands. But a kernel contains copies
+of the kernels and constants that it uses from other files. So every entry here has a stamp: a hash
+of all sources that any kernel is compiled from, and of the versions that compiled them. An entry
+with another stamp is compiled again and overwritten. If no cache folder is writable, kernels are
+compiled in every process.
 
-Whatever of Numba's cache this needs, public or private, is used in this module only.
+No other module uses Numba's cache classes.
 """
 
 from __future__ import annotations
@@ -24,24 +26,29 @@ from torch_occ._support.version import VERSION
 
 _SUPPORT = Path(__file__).parent
 
-#: Every file that kernels are compiled from: their own package, and those from which it imports constants and options.
-SOURCES = (*sorted((_SUPPORT.parent / "kernels").glob("*.py")), *(_SUPPORT / name for name in ("caching.py", "private.py", "spacing.py")))
+#: Every file that kernels are compiled from: the package `kernels`, and the modules from which it
+#: imports constants and options.
+SOURCES = (
+    *sorted((_SUPPORT.parent / "kernels").glob("*.py")),
+    *(_SUPPORT / name for name in ("caching.py", "private.py", "spacing.py")),
+)
 
 
 def stamp_of(sources: Sequence[Path]) -> str:
-    """A hash of these files, of their names, and of the versions of this package, of Numba and of llvmlite."""
+    """A hash of the files, their names, and the versions of torch_occ, Numba and llvmlite."""
     digest = hashlib.sha256(f"{VERSION} {numba.__version__} {llvmlite.__version__}".encode())
     for source in sources:
-        content = source.read_bytes() if source.exists() else b""  # a frozen program has no sources, and one version
+        # A frozen program has no source files; its version is enough.
+        content = source.read_bytes() if source.exists() else b""
         digest.update(f"\n{source.parent.name}/{source.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
 
 def keep(dispatcher: Any) -> Any:
-    """Give a compiled function its place on disk, if there is one to be had."""
+    """Cache a compiled function on disk if a folder is writable; return the function."""
     try:
         dispatcher._cache = _KernelCache(dispatcher.py_func)
-    except RuntimeError:  # Numba found no place
+    except RuntimeError:  # Numba found no writable folder
         _nowhere("neither the package's own folder nor the user's cache folder can be written to")
     return dispatcher
 
@@ -49,24 +56,27 @@ def keep(dispatcher: Any) -> Any:
 @cache
 def _nowhere(reason: str) -> None:
     warnings.warn(
-        f"torch_occ: compiled kernels cannot be kept, and every process compiles them anew, for about half a minute: {reason}. "
-        "Name a folder that can be written to in the environment variable NUMBA_CACHE_DIR.",
+        "torch_occ: compiled kernels cannot be kept, and every process compiles them anew, for "
+        f"about half a minute: {reason}. Name a folder that can be written to in the environment "
+        "variable NUMBA_CACHE_DIR.",
         stacklevel=2,
     )
 
 
-#: Of the files as they are imported. A process that goes on after an edit keeps what it compiles under the old stamp.
+#: Computed at import. If a source is edited while a process runs, what this process compiles is
+#: stored under the old stamp.
 _STAMP = stamp_of(SOURCES)
 
 
 class _Stamped:
-    """The part of a locator that says what a kernel was compiled from."""
+    """The part of a cache locator that returns our stamp instead of Numba's."""
 
     def get_source_stamp(self) -> str:
         return _STAMP
 
     def get_disambiguator(self) -> str:
-        return "engine"  # Numba takes the number of the line, and then each edit above a kernel leaves a file behind
+        # Numba would use the line number, so that each edit above a kernel leaves a stale file.
+        return "engine"
 
 
 class _Provided(_Stamped, caching.UserProvidedCacheLocator):
@@ -82,14 +92,15 @@ class _UserWide(_Stamped, caching.UserWideCacheLocator):
 
 
 class _Implementation(caching.CompileResultCacheImpl):
-    _locator_classes = [_Provided, _InTree, _UserWide]  # noqa: RUF012 - as Numba declares it
+    _locator_classes = [_Provided, _InTree, _UserWide]  # noqa: RUF012 - declared like this in Numba
 
 
 class _KernelCache(caching.FunctionCache):
-    """Every file says which kernel it holds.
+    """A cache in which every file contains a label of the kernel that it holds.
 
-    Numba writes an index and a file for each kernel, one after the other. When two processes do so at once, an index may lead to
-    another kernel; nothing without the right label is taken.
+    Numba writes an index and a data file for each kernel, one after the other. If two processes
+    write at the same time, an index may point to another kernel. A file with the wrong label is
+    ignored.
     """
 
     _impl_class = _Implementation
@@ -98,7 +109,7 @@ class _KernelCache(caching.FunctionCache):
         key = self._index_key(sig, target_context.codegen())
         try:
             label, payload = self._cache_file.load(key)
-        except Exception:  # none, or one that cannot be read: whatever it is, it is compiled again
+        except Exception:  # missing or unreadable, for any reason: compile again
             return None
         return self._impl.rebuild(target_context, payload) if label == self._label(key) else None
 
@@ -108,9 +119,9 @@ class _KernelCache(caching.FunctionCache):
             try:
                 self._impl.locator.ensure_cache_path()
                 self._cache_file.save(key, (self._label(key), self._impl.reduce(data)))
-            except OSError as error:  # the disk is full, or the folder is gone
+            except OSError as error:  # for example a full disk, or a deleted folder
                 _nowhere(f"{self.cache_path}: {error.strerror}")
 
     def _label(self, key: Any) -> tuple[Any, ...]:
-        """The stamp, the kernel, its signature and the processor."""
+        """The stamp, the kernel's name, its signature and the processor."""
         return _STAMP, self._py_func.__module__, self._py_func.__qualname__, key

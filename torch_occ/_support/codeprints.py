@@ -1,8 +1,8 @@
-"""What a function or a class is made of, for `fingerprints`: the parts that decide what it does.
+"""The parts of a function or a class that decide what it does; `fingerprints` hashes them.
 
-Code of the user counts with its bytecode, constants, defaults, closures and the global names that
-it reads; a class with everything that it defines, and its bases. Code of Python, of installed
-packages and of this package counts by its name and the version of its package.
+User code counts with its bytecode, constants, defaults, closures and the global names that it
+reads. A user's class counts with everything that it defines and with its bases. Code of Python, of
+installed packages and of torch_occ counts with its name and the version of its package.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from types import (
 )
 from typing import Any, NamedTuple
 
-#: Entries of a class that say nothing about what it does.
+#: Entries of a class that do not decide what it does.
 _MADE_BY_PYTHON = frozenset({"__class_getitem__", "_abc_impl", "_backward_cls", "__annotate__"})
 _HERE = __name__.partition(".")[0]
 _STANDARD = tuple(Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib"))
 
 
 class Parts(NamedTuple):
-    """What something is made of: parts with the way to each, such as `'s default`."""
+    """The parts of an object, each with its path from the object, such as `'s default`."""
 
     tag: str
     parts: list[tuple[str, Any]]
 
 
 class Global(NamedTuple):
-    """A global name that code reads. If its value cannot be hashed, its type stands for it."""
+    """A global name that code reads. If its value cannot be hashed, its type is hashed."""
 
     name: str
     value: Any
 
 
 def parts_of_code(part: Any) -> Parts | None:
-    """The parts of a function, a method, a class, a module or bytecode; None for all the rest."""
+    """The parts of a function, method, class, module or bytecode; None for anything else."""
     if isinstance(part, FunctionType):
         return _function(part)
     if isinstance(part, type):
@@ -65,7 +65,7 @@ def parts_of_code(part: Any) -> Parts | None:
         return Parts("property", [("", part.fget), ("'s setter", part.fset)])
     if isinstance(part, functools.cached_property):
         return Parts("cached property", [("", part.func)])
-    if isinstance(part, type(_installed)):  # what `functools.cache` makes
+    if isinstance(part, type(_installed)):  # the type that `functools.cache` returns
         return Parts("cache", [("", part.__wrapped__)])
     if isinstance(part, MemberDescriptorType | GetSetDescriptorType):
         return Parts("slot", [("", part.__name__)])
@@ -75,7 +75,7 @@ def parts_of_code(part: Any) -> Parts | None:
 
 
 def attributes(owner: type, state: dict[str, Any]) -> dict[str, Any]:
-    """The entries that count: not those that a class of the owner lists as deciding nothing."""
+    """The entries of `state` that no class of the owner lists in `fingerprint_ignores`."""
     ignored = {"fingerprint_ignores"}
     for base in owner.__mro__:
         ignored.update(vars(base).get("fingerprint_ignores", ()))
@@ -83,7 +83,7 @@ def attributes(owner: type, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_of(thing: Any) -> str:
-    """Module and qualified name; for an installed package also its version."""
+    """Module and qualified name, and for an installed package also its version."""
     module = getattr(thing, "__module__", None) or ""
     root, version = module.partition(".")[0], ""
     if _installed(module) and root not in (_HERE, "torch", "numpy"):  # these only round otherwise
@@ -106,7 +106,7 @@ def _function(part: FunctionType) -> Parts:
 
 
 def _globals(part: FunctionType) -> Iterator[Global]:
-    """What the code reads of its module and, through it, of other modules of the user."""
+    """The global names that the code reads, also through other modules of the user."""
     names, seen = sorted(_names(part.__code__)), set[str]()
     waiting = [(name, part.__globals__[name]) for name in names if name in part.__globals__]
     while waiting:
@@ -119,7 +119,7 @@ def _globals(part: FunctionType) -> Iterator[Global]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """All names that code and the code inside it read."""
+    """All names that the code reads, including nested code."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*(_names(constant) for constant in inner))
 
@@ -127,12 +127,12 @@ def _names(code: CodeType) -> set[str]:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty
+    except ValueError:  # the cell is empty
         return None
 
 
 def _bytecode(part: CodeType) -> Parts:
-    """Without file names and line numbers."""
+    """Bytecode without file names and line numbers."""
     shape = (part.co_argcount, part.co_posonlyargcount, part.co_kwonlyargcount, part.co_flags)
     names = (part.co_names, part.co_varnames, part.co_freevars, part.co_cellvars)
     held = [part.co_code, part.co_exceptiontable, shape, names, part.co_consts]
@@ -156,7 +156,7 @@ def _class(part: type) -> Parts:
 
 @functools.cache
 def _installed(module: str | None) -> bool:
-    """Whether code is of Python, of an installed package or of this one, and not the user's."""
+    """Whether a module belongs to Python, to an installed package or to torch_occ."""
     root = (module or "").partition(".")[0]
     if root == "__main__":
         return False

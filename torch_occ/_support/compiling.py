@@ -1,4 +1,7 @@
-"""A word to whoever waits while the engine compiles: the first call on a machine, after which the result is on disk."""
+"""The message that is shown while kernels compile.
+
+Kernels compile at the first call on a machine; later calls load them from disk.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import sys
 import threading
 
 
-class _Patiently:
-    """Says something on standard error if the first thing that it surrounds in this process takes longer than a few seconds."""
+class _CompileMessage:
+    """A context manager that prints a message on standard error after three seconds.
+
+    Only the first block in a process can print, because later ones find the kernels compiled.
+    """
 
     def __init__(self) -> None:
         self.timer: threading.Timer | None = None
@@ -15,7 +21,10 @@ class _Patiently:
 
     def __enter__(self) -> None:
         if self.first:
-            message = "torch_occ: compiling the engine, once for this machine; this takes about half a minute ..."
+            message = (
+                "torch_occ: compiling the engine, once for this machine; this takes about half a "
+                "minute ..."
+            )
             self.timer = threading.Timer(3.0, lambda: print(message, file=sys.stderr))
             self.timer.daemon = True
             self.timer.start()
@@ -27,4 +36,4 @@ class _Patiently:
             self.timer = None
 
 
-patiently = _Patiently()
+compile_message = _CompileMessage()

@@ -1,4 +1,4 @@
-"""Packages that need not be installed, imported where they are used; who lacks one is told how to get it."""
+"""Optional packages, imported where they are used; an error says how to install a missing one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from typing import Any
 
 @contextmanager
 def extra(name: str, need: str) -> Iterator[None]:
-    """Around an import: `need` says what needs which package, `name` is the extra that installs it."""
+    """Turn an ImportError inside the block into one that says what to install.
+
+    Args:
+        name: the extra of torch-occ that installs the package.
+        need: what needs which package, for the message.
+    """
     try:
         yield
     except ImportError as error:
@@ -18,7 +23,7 @@ def extra(name: str, need: str) -> Iterator[None]:
 
 
 def progress_bar(total: int, done: int, unit: str, label: str = "") -> Any:
-    """A bar on standard error, with its speed and the time that is left."""
+    """A progress bar on standard error, with the speed and the time left."""
     with extra("experiments", "the progress bar needs tqdm"):
         from tqdm import tqdm
     return tqdm(
@@ -32,7 +37,7 @@ def progress_bar(total: int, done: int, unit: str, label: str = "") -> Any:
 
 
 def summary_writer(directory: str | Path, **options: Any) -> Any:
-    """TensorBoard's."""
+    """A SummaryWriter of TensorBoard."""
     with extra("experiments", "logging needs tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
     return SummaryWriter(str(directory), **options)

@@ -1,9 +1,9 @@
-"""Files that are complete or not there, and that are known to be undamaged when they are read back.
+"""Files that are written atomically and checked for damage when they are read.
 
-A file is written under another name beside its target and then renamed, so nothing that was saved
-is ever lost. A file that work continues from also carries a seal: what kind of file it is, the
-version of its format and of this package, and a checksum of all that and of the content. A binary
-file has its seal in a last line, so NumPy and torch still read it by themselves; a JSON file has
+A file is first written under another name in the same folder and then renamed. So a failure never
+destroys what was saved before. Files from which work continues also have a seal: the kind of file,
+the version of its format and of this package, and a checksum of these and of the content. A binary
+file has its seal in a last line, so that NumPy and torch can still read the file. A JSON file has
 it in the entry "seal".
 """
 
@@ -20,20 +20,20 @@ from typing import Any, BinaryIO
 
 from torch_occ._support.version import VERSION
 
-#: The version of what the files of this package hold; a file of another format is refused.
+#: The version of the file format; files of another format are refused.
 FORMAT = 1
 
 _ADVICE = "It is left as it is: move it away to begin anew, or name another file"
 
 
-# -- complete or not there --------------------------------------------------------------------
+# -- atomic writing ----------------------------------------------------------------------------
 
 
 def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Call `write` with an open binary file that becomes `path` once it is complete and on disk.
+    """Call `write` with an open binary file that is renamed to `path` once it is on disk.
 
     Raises:
-        OSError: with the path, if that fails; the old file is still there.
+        OSError: if this fails; it names the path, and the old file is unchanged.
     """
     path = Path(path)
     with _complete_file(path, write) as temporary:
@@ -41,10 +41,10 @@ def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> N
 
 
 def try_to_write(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Do everything that `write_atomically` does but for the last step: `path` stays as it is.
+    """Do everything that `write_atomically` does except the renaming; `path` is unchanged.
 
     Raises:
-        OSError: with the path, if nothing can be written there.
+        OSError: if nothing can be written there; it names the path.
     """
     path = Path(path)
     with _complete_file(path, write) as temporary:
@@ -55,7 +55,7 @@ def try_to_write(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
 
 @contextmanager
 def _complete_file(path: Path, write: Callable[[BinaryIO], object]) -> Iterator[str]:
-    """A temporary file beside `path` with its whole content on disk; it is gone after an error."""
+    """Write a temporary file beside `path`, yield its name, and remove it after an error."""
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,11 +77,11 @@ def _complete_file(path: Path, write: Callable[[BinaryIO], object]) -> Iterator[
         raise
 
 
-# -- undamaged --------------------------------------------------------------------------------
+# -- checksums ---------------------------------------------------------------------------------
 
 
 def write_checked(path: str | Path, kind: str, payload: bytes) -> None:
-    """Write bytes and their seal, atomically; `kind` says what they are, in words for messages."""
+    """Write bytes and their seal atomically; `kind` names what they are, such as "a run"."""
     write_atomically(path, lambda file: file.write(sealed(kind, payload)))
 
 
@@ -91,15 +91,18 @@ def sealed(kind: str, payload: bytes) -> bytes:
 
 
 def read_checked(path: str | Path, kind: str, *, any_version: bool = False) -> bytes:
-    """The bytes that `write_checked` wrote, once they are known to be the same.
+    """Read the bytes that `write_checked` wrote.
 
     Args:
-        kind: as it was written.
-        any_version: accept what another version of this package wrote in the same format.
+        kind: the kind that was given to `write_checked`.
+        any_version: accept a file that another version of this package wrote in the same format.
+
+    Returns:
+        The bytes, without the seal.
 
     Raises:
-        ValueError: with the path, if the file is empty, damaged, truncated, of another kind, of
-            another version, or not a file of this package at all.
+        ValueError: if the file is empty, damaged, truncated, of another kind, of another version,
+            or not a file of this package; it names the path.
     """
     content = Path(path).read_bytes()
     body, seal = _parted(content)
@@ -116,9 +119,9 @@ def write_checked_json(path: str | Path, kind: str, content: dict[str, Any]) -> 
 
 
 def read_checked_json(path: str | Path, kind: str) -> dict[str, Any]:
-    """The dictionary that `write_checked_json` wrote; the errors are those of `read_checked`."""
+    """Read the dictionary that `write_checked_json` wrote; raises what `read_checked` raises."""
     text, content, seal = Path(path).read_bytes(), {}, None
-    with suppress(ValueError):  # what is not JSON has no seal
+    with suppress(ValueError):  # not JSON, so there is no seal
         found = json.loads(text)
         if isinstance(found, dict):
             content, seal = found, found.pop("seal", None)
@@ -129,7 +132,7 @@ def read_checked_json(path: str | Path, kind: str) -> dict[str, Any]:
 
 
 def check_replaceable(path: str | Path) -> None:
-    """Raise a ValueError if `path` holds something that this package has not written whole."""
+    """Raise a ValueError if `path` holds anything but a complete file of this package."""
     path = Path(path)
     if not path.is_file():
         return
@@ -140,7 +143,7 @@ def check_replaceable(path: str | Path) -> None:
 
 
 def _parted(content: bytes) -> tuple[bytes, Any]:
-    """The payload and the seal in the last line; None for a seal that is not there or not whole."""
+    """The payload, and the seal from the last line; the seal is None if missing or incomplete."""
     body, _, line = content.removesuffix(b"\n").rpartition(b"\n")
     with suppress(ValueError, TypeError):
         seal = json.loads(line)
@@ -155,7 +158,7 @@ def _seal(kind: str, payload: bytes) -> dict[str, Any]:
 
 
 def _sha256(seal: dict[str, Any], payload: bytes) -> str:
-    """Of the payload and of everything else in the seal."""
+    """The checksum of the payload and of the other entries of the seal."""
     named = {name: seal.get(name) for name in ("kind", "format", "version")}
     return hashlib.sha256(_canonical(named) + b"\n" + payload).hexdigest()
 
@@ -169,7 +172,7 @@ def _last_line(seal: dict[str, Any]) -> bytes:
 
 
 def _trouble(kind: str, payload: bytes, seal: Any, any_version: bool) -> str | None:
-    """What is wrong with a payload and its seal; None if nothing is."""
+    """A description of what is wrong with a payload and its seal, or None."""
     found = seal if isinstance(seal, dict) else {}
     own, version = str(found.get("kind", "")), found.get("version")
     if not own.startswith("torch_occ "):

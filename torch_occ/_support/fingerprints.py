@@ -1,11 +1,11 @@
-"""A hash of everything that decides the numbers of a run, so a saved run is not taken for another.
+"""Hashes of everything that decides the numbers of a run, to recognize a saved run.
 
-Data is hashed by its bytes, code by what `codeprints` says that it is made of, and other objects
-by what `pickle` would keep of them. Nothing goes by `repr`, `id` or `hash`, so the result is the
-same in every process. What cannot be hashed is refused, with the way to it.
+Data is hashed by its bytes, code by the parts that `codeprints` lists, and other objects by what
+`pickle` would store of them. `repr`, `id` and `hash` are never used, so the result is the same in
+every process. An object that cannot be hashed is refused, and the error gives the path to it.
 
 A class may list attributes that decide nothing, such as caches and counters, in
-`fingerprint_ignores`. Cached properties never count.
+`fingerprint_ignores`. Cached properties are never hashed.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from torch_occ._support.codeprints import Global, attributes, name_of, parts_of_
 from torch_occ._support.private import held_by, indices, values
 from torch_occ._support.version import VERSION
 
-#: The version of the rules by which things are hashed.
+#: The version of the rules of hashing.
 RULES = 2
 
 
 class UnhashableError(TypeError):
-    """Something that a saved run cannot be recognized by."""
+    """An object cannot be hashed, so a saved run that holds it could not be recognized."""
 
 
 def fingerprint(**parts: Any) -> str:
-    """One hash of all parts, their names and the package's version; errors as `fingerprints`."""
+    """One hash of all parts, their names and the package's version; raises as `fingerprints`."""
     return _joined("all", (text.encode() for text in fingerprints(**parts).values())).hex()
 
 
 def fingerprints(**parts: Any) -> dict[str, str]:
-    """The hash of each part, by its name; the package's version counts.
+    """The hash of each part and of the package's version, by the name of the part.
 
     Raises:
-        UnhashableError: if something cannot be hashed, with the way to it: `learner.step.lock`.
+        UnhashableError: if an object cannot be hashed; it gives the path, as `learner.step.lock`.
     """
     hasher = _Hasher()
     found = {name: hasher.digest(part, name) for name, part in parts.items()}
@@ -53,7 +53,7 @@ def fingerprints(**parts: Any) -> dict[str, str]:
 
 
 def differences(saved: Any, now: dict[str, str]) -> list[str]:
-    """The names of the parts that two results of `fingerprints` do not share."""
+    """The names of the parts whose hashes differ between two results of `fingerprints`."""
     known = saved if isinstance(saved, dict) else {}
     return [name for name in {**now, **known} if known.get(name) != now.get(name)]
 
@@ -62,11 +62,13 @@ class _Hasher:
     """Hashes trees of objects; each object is hashed once."""
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[Any, bytes]] = {}  # by id, which is taken while it is kept
-        self.open: dict[int, str] = {}  # objects that are being hashed, and where they stand
+        self.known: dict[
+            int, tuple[Any, bytes]
+        ] = {}  # by id; holds the object, so its id is unique
+        self.open: dict[int, str] = {}  # the paths of objects that are being hashed
 
     def digest(self, part: Any, where: str) -> bytes:
-        """The hash of one object; `where` is the way to it."""
+        """The hash of one object; `where` is the path to it."""
         plain = _plain(part)
         if plain is not None:
             return _joined(type(part).__qualname__, [plain])
@@ -85,7 +87,7 @@ class _Hasher:
         return _joined(tag, [self.digest(part, where) for where, part in parts])
 
     def _mapping(self, part: Any, where: str, way: str) -> bytes:
-        """In an order that does not depend on insertion."""
+        """Hash a mapping in an order that does not depend on insertion."""
         pairs = []
         for key, value in part.items():
             name = self.digest(key, f"a key of {where}")
@@ -123,7 +125,7 @@ class _Hasher:
         return self._pickled(part, where)
 
     def _tensor(self, part: Tensor, where: str) -> bytes:
-        """Shape, type and numbers, for every layout; gradients do not count."""
+        """Hash shape, type and numbers of any layout; gradients are ignored."""
         part = part.detach()
         label = f"tensor {part.layout} {part.dtype} {tuple(part.shape)}"
         if part.layout == torch.sparse_coo:
@@ -160,11 +162,11 @@ class _Hasher:
     def _global(self, part: Global, where: str) -> bytes:
         try:
             return _joined(part.name, [self.digest(part.value, where)])
-        except UnhashableError:  # a lock or a file, say: code may read it without being refused
+        except UnhashableError:  # for example a lock or a file, which code may read
             return _joined(part.name, [name_of(type(part.value)).encode()])
 
     def _pickled(self, part: Any, where: str) -> bytes:
-        """The class of an object, what it is made from, and its attributes."""
+        """Hash the class of an object, its constructor's arguments, and its attributes."""
         try:
             reduced = part.__reduce_ex__(4)
         except Exception as error:
@@ -184,7 +186,7 @@ class _Hasher:
         return _joined("object", found)
 
     def _state(self, part: Any, state: Any, where: str) -> bytes:
-        """Attributes, without caches; None is an object that has none."""
+        """Hash attributes, without caches; None is an object without attributes."""
         state = {} if state is None else state
         if type(state) is not dict:
             return self.digest(state, where)
@@ -197,12 +199,12 @@ class _Hasher:
         return self._mapping(kept, where, "{}.{}")
 
 
-#: What `nn.Module` keeps for itself; the tables and hooks among it are hashed by name.
+#: Attributes of `nn.Module` itself; its tables and hooks are hashed by name.
 _TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
 
 
 def _joined(tag: str, parts: Iterable[bytes]) -> bytes:
-    """A hash of a tag and of some bytes, each with its length, so that nothing runs together."""
+    """A hash of a tag and of byte strings, each with its length, so that they stay separate."""
     digest = hashlib.sha256()
     for part in (tag.encode(), *parts):
         digest.update(struct.pack("<q", len(part)))

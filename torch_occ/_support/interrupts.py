@@ -1,9 +1,9 @@
-"""Work that is told to stop saves what it has, and tells its caller.
+"""Work that is interrupted saves its state and tells the caller.
 
-Ctrl-C is a KeyboardInterrupt, as always. While work with a file runs in the main thread, SIGTERM
-(from a batch system, or `kill`) is a SystemExit with code 143, so that it can be saved too. The
-work saves and raises the same exception again, with `error.result`, what there is so far, and
-`error.saved_to`, the file from which the same call continues, or None.
+Ctrl-C raises KeyboardInterrupt, as usual. SIGTERM (from a batch system, or `kill`) raises
+SystemExit with code 143 while work with a file runs in the main thread, so that it can be saved
+too. The work saves its state and raises the same exception again. `error.result` is the result so
+far, and `error.saved_to` is the file from which the same call continues, or None.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-#: The exit code of a process that SIGTERM ends, as shells report it.
+#: The exit code that shells report for a process ended by SIGTERM.
 TERMINATED = 128 + signal.SIGTERM
 
 
 @contextmanager
 def sigterm_raises(wanted: bool = True) -> Iterator[Callable[[], None]]:
-    """Let SIGTERM raise SystemExit(143) inside the block; yields a function that makes it deaf.
+    """Let SIGTERM raise SystemExit(143) inside the block.
 
-    Nothing changes outside the main thread, where signals cannot be handled, or if the program
-    handles SIGTERM by itself.
+    Yields a function after which SIGTERM is ignored. Nothing changes outside the main thread, where
+    signals cannot be handled, or if the program has a handler of its own.
     """
     own = threading.current_thread() is threading.main_thread()
     if not (wanted and own and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
@@ -43,12 +43,12 @@ def sigterm_raises(wanted: bool = True) -> Iterator[Callable[[], None]]:
 
 
 def asked_to_stop(error: BaseException) -> bool:
-    """Whether an exception is Ctrl-C or the end of the program, and not a mistake."""
+    """Whether an exception is an interruption (Ctrl-C or the program's exit), not an error."""
     return isinstance(error, KeyboardInterrupt | SystemExit)
 
 
 def explain(error: BaseException, progress: str, result: Any, saved_to: Path | None) -> None:
-    """Give the exception `result` and `saved_to`, and say how to continue."""
+    """Set `result` and `saved_to` on the exception, and add a note on how to continue."""
     error.__dict__.update(result=result, saved_to=saved_to)
     how = f"saved to {saved_to}; the same call continues" if saved_to else "nothing is saved"
     message = f"torch_occ: stopped {progress}; {how}"

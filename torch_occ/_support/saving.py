@@ -1,6 +1,6 @@
-"""The state of some work in a file: tried first, saved from time to time, continued by the same.
+"""The state of a run or a tuning in a file: saved from time to time, loaded to continue.
 
-A state is a dictionary of tensors, plain values and lists and dictionaries of them.
+A state is a dictionary of tensors and plain values, and of lists and dictionaries of them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ State = dict[str, Any]
 
 
 class Kept:
-    """Keeps the latest state of some work in memory, and in a file every so many seconds.
+    """Keeps the latest state of some work in memory, and saves it to a file at intervals.
 
     Args:
         path: the file.
-        kind: what is kept, for messages: "run" or "tuning".
-        fingerprints: what the work is recognized by.
+        kind: the kind of work, for messages: "run" or "tuning".
+        fingerprints: hashes by which the work is recognized.
         every: seconds between two saves.
     """
 
@@ -50,7 +50,10 @@ class Kept:
         self.begun = time.monotonic()
 
     def load(self) -> State | None:
-        """The state in the file, or None if there is no file.
+        """Read the state from the file.
+
+        Returns:
+            The state, or None if there is no file.
 
         Raises:
             ValueError: if the file is damaged, or belongs to other work.
@@ -69,11 +72,11 @@ class Kept:
         return state
 
     def try_first(self, state: State) -> None:
-        """Raise an error now if this state could not be written or not be read back.
+        """Check, before the work begins, that this state can be written and read back.
 
         Raises:
             OSError: if the file cannot be written.
-            ValueError: if the path holds something else, or the state more than can be read back.
+            ValueError: if `path` holds something else, or the state cannot be read back.
         """
         if not self.in_file:
             check_replaceable(self.path)
@@ -93,13 +96,13 @@ class Kept:
             raise OSError(error.errno, reason, str(self.path)) from error
 
     def keep(self, state: State, *, last: bool = False) -> None:
-        """Remember a state that nothing changes any more; save it if it is time, or the last."""
+        """Remember a state, which must not change any more; save it if it is due, or the last."""
         self.latest = state
         if last or time.monotonic() - self.begun > self.every:
             self.save()
 
     def save(self) -> None:
-        """Write the latest state. If that fails, warn and go on: the work is worth more."""
+        """Write the latest state. If this fails, warn and continue with the work."""
         if self.latest is None:
             return
         try:
@@ -110,7 +113,7 @@ class Kept:
         self.begun = time.monotonic()
 
     def rescue(self) -> Path | None:
-        """Save what is not saved yet; returns the file if it holds a state of this work."""
+        """Save what is not saved yet; return the file if it holds a state of this work."""
         self.save()
         return self.path if self.in_file else None
 
@@ -121,7 +124,7 @@ class Kept:
 
 
 def copied(part: Any) -> Any:
-    """A tree of tensors, dictionaries and lists that shares nothing with the original."""
+    """A deep copy of a tree of tensors, dictionaries and lists; tensors are detached."""
     if isinstance(part, Tensor):
         return part.detach().clone()
     if isinstance(part, dict):

@@ -1,7 +1,8 @@
-"""Random numbers by name: (seed, purpose, chunk) -> the same numbers, whenever and wherever they are asked for.
+"""Random numbers that are a function of seed, purpose and chunk.
 
-A counter-based generator (Philox) is keyed afresh for every chunk of episodes, so a run can stop at a chunk's edge and continue without a
-generator state to restore, and the torch path and the compiled path are fed the same numbers.
+A counter-based generator (Philox) gets a new key for every chunk of episodes. So a run can stop at
+the end of a chunk and continue without saving the state of a generator, and the torch path and the
+compiled path get the same numbers.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch_occ._support.threads import for_each
 
 
 class Purpose(IntEnum):
-    """What a stream is for; no two purposes share numbers."""
+    """The use of a stream; different purposes have independent numbers."""
 
     EPISODES = 0  # per layer: action, loss, next state
     TABLES = 1  # whole loss tables, for full information
-    WALKS = 2  # the environment's own moves
+    WALKS = 2  # moves of the loss process itself
 
 
 def stream(seed: int, purpose: Purpose, chunk: int) -> np.random.Generator:
@@ -34,15 +35,17 @@ def stream(seed: int, purpose: Purpose, chunk: int) -> np.random.Generator:
 def uniforms(
     seeds: Sequence[int], purpose: Purpose, chunks: Sequence[int], shape: tuple[int, ...]
 ) -> Tensor:
-    """Uniform numbers in [0, 1) for the episodes of some chunks, `(N, len(chunks) * CHUNK, *shape)`."""
+    """Uniform numbers in [0, 1) for all episodes of some chunks.
+
+    Returns:
+        A tensor `(len(seeds), len(chunks) * CHUNK, *shape)`.
+    """
     numbers = np.empty((len(seeds), len(chunks), CHUNK, *shape))
 
     def fill(n: int) -> None:
         philox = np.random.Philox(0)
-        generator, fresh = (
-            np.random.Generator(philox),
-            philox.state,
-        )  # keyed anew, it does not gather entropy that nobody asked for
+        # One generator per seed gets new keys; a new Philox would gather entropy for nothing.
+        generator, fresh = np.random.Generator(philox), philox.state
         for block, chunk in zip(numbers[n], chunks, strict=True):
             fresh["state"]["key"] = _key(seeds[n], purpose, chunk)
             philox.state = fresh
@@ -59,7 +62,10 @@ def _key(seed: int, purpose: Purpose, chunk: int) -> NDArray[np.uint64]:
 
 
 def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
-    """The index drawn by a uniform number from cumulative (unnormalized) probabilities: `(N, K)`, `(N,)` -> `(N,)`."""
-    # Just below one, so that the product stays below the total and an entry of probability zero is never drawn.
+    """Sample an index from cumulative, unnormalized probabilities by inversion.
+
+    `(N, K)` probabilities and `(N,)` uniform numbers give `(N,)` indices.
+    """
+    # Keep the product below the total, so that an entry of probability zero is never drawn.
     target = uniform.clamp(max=1 - 4 * torch.finfo(uniform.dtype).eps) * cumulative[..., -1]
     return (cumulative <= target.unsqueeze(-1)).sum(-1)

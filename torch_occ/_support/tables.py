@@ -14,7 +14,7 @@ from torch_occ._support.files import write_atomically
 def markdown(
     header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
 ) -> str:
-    """A Markdown table that reads well as plain text. The columns `left` are aligned to the left."""
+    """A Markdown table with aligned columns; those in `left` are aligned to the left."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -55,7 +55,7 @@ def _escape(text: str) -> str:
     return text
 
 
-#: The backslash first, because the others are written with one.
+#: The backslash comes first, because the other replacements contain one.
 _WRITTEN = {
     "\\": r"\textbackslash ",
     **{character: f"\\{character}" for character in "&%$#_{}"},
@@ -69,7 +69,7 @@ def write_csv(path: str | Path, rows: Sequence[dict[str, Any]], first: Sequence[
     """Write one line per row, atomically.
 
     Args:
-        rows: dictionaries; a column for every key that any of them has, empty where a row does not have it.
+        rows: dictionaries. There is a column for every key of any row; missing values are empty.
         first: columns that come first.
     """
     columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))

@@ -1,6 +1,6 @@
-"""Kernels release the interpreter lock, so plain threads run them side by side.
+"""Kernels in plain threads. They run in parallel, because kernels release the interpreter lock.
 
-Nothing is shared with torch's own threads.
+The threads are separate from those of torch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 
 def for_each(function: Callable[[int], None], count: int) -> None:
-    """function(0), ..., function(count - 1), in as many threads as torch would use.
+    """Call function(0), ..., function(count - 1), in as many threads as torch would use.
 
-    Nothing may depend on their order. After Ctrl-C no further one begins, and the interrupt is
-    raised when those that run are done: nothing is written behind the caller's back.
+    The calls must not depend on their order. After Ctrl-C no further call begins, and the interrupt
+    is raised once the running calls have returned, so nothing runs in the background.
     """
     if count == 1:
         function(0)
@@ -47,6 +47,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="torch_occ")
 
 
-# A forked process has the pools but not their threads, and would wait for them for ever; it makes new ones.
+# A forked process has the pools but not their threads, and would wait for them for ever; it makes
+# new ones.
 if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
     os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.compiling import patiently
+from torch_occ._support.compiling import compile_message
 from torch_occ._support.threads import for_each
 from torch_occ.forecasting.course import WIDEST, Course
 from torch_occ.game.estimators import CentredEstimator, ImportanceWeighted, ReducedVariance
@@ -40,15 +40,21 @@ def leap_compiled(
     seed: int,
     accuracy: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the particles paid beyond the best policy of every phase `(N, C)`, and their leaps and uncertified steps `(N,)`."""
+    """Leap with all particles.
+
+    Returns:
+        Their losses minus those of the best policy of every phase `(N, C)`, and their numbers of
+        leaps and of uncertified steps, `(N,)` each.
+    """
     regularizer.validate()
-    # Weights are products of powers of t for every built-in schedule, so that straight lines between logarithms are exact.
+    # For every built-in schedule, weights are products of powers of t, so linear interpolation of
+    # logarithms is exact.
     log_t = torch.linspace(0, float(course.stops[-1].log()) + 0.1, 400, dtype=torch.float64)
     with torch.no_grad():
         found = terms_of(regularizer, log_t.exp())
         weights = weights_of(found).expand(len(log_t), -1)
         terms = Terms(*kinds_of(found), exponents_of(found).numpy())
-        # No q reaches a threshold of 2.
+        # A threshold of 2 is above every q, so there is no baseline.
         threshold = (
             estimator.threshold(log_t.exp())
             if isinstance(estimator, ReducedVariance)
@@ -87,6 +93,6 @@ def leap_compiled(
         )
         leap_alone(model, terms, way, seeds[i], regret[i].numpy(), counts[i].numpy(), *scratch)
 
-    with patiently:
+    with compile_message:
         for_each(play, particles)
     return regret, counts[:, 0], counts[:, 1]

@@ -1,4 +1,4 @@
-"""What a leaping particle plays against: phases of constant means, and the episodes beyond which no leap goes."""
+"""The course of a leaping particle: phases of constant means, and episodes where leaps end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ WIDEST = 0.25
 
 
 class Course(NamedTuple):
-    """What is known before the first leap."""
+    """Losses, stops and comparators, which are known before the first leap."""
 
-    stops: Tensor  # (C,), episodes beyond which no leap goes: checkpoints and ends of phases
-    phase: Tensor  # (C,), the phase that ends, or goes on, at each
+    stops: Tensor  # (C,), episodes that no leap crosses: checkpoints and ends of phases
+    phase: Tensor  # (C,), the phase before each stop
     means: Tensor  # (P, S, A)
     gaps: Tensor  # (P, S, A)
-    best: Tensor  # (C,), what the best fixed policy pays beyond the best policy of every phase
+    best: Tensor  # (C,), loss of the best fixed policy minus that of the best of every phase
     noise: Noise
 
     @classmethod
@@ -36,7 +36,8 @@ class Course(NamedTuple):
         phases, noise = phases_of(mdp, losses, episodes)
         if mdp.batch_shape or phases[0].mean.dim() != 2:
             raise ValueError(
-                "leaping takes one MDP and one table of means (S, A) at a time; forecast takes batches"
+                "leaping takes one MDP and one table of means (S, A) at a time; forecast takes "
+                "batches"
             )
         every = {*log_spaced(episodes, per_decade), *(phase.start for phase in phases[1:])}
         stops = torch.tensor(sorted(every), dtype=mdp.dtype, device=mdp.device)

@@ -1,18 +1,23 @@
-"""The regret of FTRL by leaping: many episodes at once, as long as the policy would hardly have changed in between.
+"""The regret of FTRL by leaping: many episodes at once, while the policy would hardly change.
 
-A particle is one run of the learner. Instead of solving for q in every episode it plays `length` episodes with one q, draws at once how
-often they visit every pair (multinomial down the layers, so that a trajectory stays one) and what they are charged there, adds the
-estimates, and solves again:
+A particle is one run of the learner. Instead of solving for q in every episode, it plays `length`
+episodes with one q. It draws at once how often these visit every pair (by multinomials along the
+layers, so that trajectories stay intact) and the losses there, adds the estimates, and solves
+again:
 
-    n ~ visits of `length` episodes with q,        Lhat += (losses(n) - n b) / q + length b,        t += length,
+    n ~ visits of `length` episodes with q,
+    Lhat += (losses(n) - n b) / q + length b,
+    t += length,
 
-with b the baseline of the estimator, nothing for importance weights.
+where b is the baseline of the estimator, zero for importance weights.
 
-Leaps of one episode are the algorithm itself. The only error is that q stands still during a leap, and leaps are as long as that allows
-(`longest_leap`). Everything changes on the scale of t, and so the number of leaps grows with log T, however little the learner is
-regularized: where a single visit changes everything, visits are rare.
+Leaps of one episode are the algorithm itself. The only error is that q is constant during a leap,
+and leaps are as long as that allows (`longest_leap`). Everything changes on the scale of t, so the
+number of leaps grows with log T. This also holds where the learner is hardly regularized: there a
+single visit changes much, but visits are rare.
 
-`leap` draws exact counts, and is the forecast for where torch_occ.forecasting.mean_path is out of its depth; `predict` chooses between the two.
+`leap` draws exact counts. Use it where the expansion of torch_occ.forecasting.mean_path fails;
+`predict` chooses between the two.
 """
 
 from __future__ import annotations
@@ -31,10 +36,10 @@ from torch_occ.game.losses import LossProcess
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 
-#: The relative change of q that is tolerated in a leap. Measured in docs/meta_tuning.md.
+#: The relative change of q that is allowed in a leap; docs/meta_tuning.md has measurements.
 ACCURACY = 0.5
 
-#: Particles of a forecast.
+#: The default number of particles.
 PARTICLES = 128
 
 
@@ -43,17 +48,17 @@ class Leaps(NamedTuple):
 
     episodes: Tensor  # (C,)
     regret: Tensor  # (N, C)
-    leaps: Tensor  # (N,), how many it took
-    uncertified: Tensor  # (N,), steps among them without certificate
+    leaps: Tensor  # (N,), the number of leaps
+    uncertified: Tensor  # (N,), the number of steps without certificate
 
     @property
     def mean(self) -> Tensor:
-        """Over the particles, `(C,)`; NaN if a step was not certified."""
+        """The mean over the particles, `(C,)`; NaN if a step was not certified."""
         return torch.where(self.uncertified.any(), torch.nan, self.regret.mean(0))
 
     @property
     def standard_error(self) -> Tensor:
-        """Of the mean, `(C,)`."""
+        """The standard error of the mean, `(C,)`."""
         return self.regret.std(0) / len(self.regret) ** 0.5
 
     @property
@@ -63,7 +68,7 @@ class Leaps(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """A forecast of the regret at T by the method that suits it."""
+    """A forecast of the regret at T, by the method that was chosen."""
 
     regret: Tensor  # ()
     standard_error: Tensor  # (), zero for the mean path
@@ -80,9 +85,14 @@ def predict(
     particles: int = PARTICLES,
     seed: int = 0,
 ) -> Prediction:
-    """The regret at T: by `forecast` where its own noise says that it may be believed, by `leap` elsewhere; no simulation decides.
+    """Forecast the regret at T by `forecast` where it is reliable, and by `leap` elsewhere.
 
-    With a baseline it is always `leap`: a rare visit without loss may overturn all that was learnt, of which covariances say nothing.
+    The noise of the forecast decides; nothing is simulated. With a baseline the method is always
+    `leap`: a rare visit without loss may change the estimates completely, and covariances do not
+    show this.
+
+    Returns:
+        The regret, its standard error, and the method.
     """
     if type(centred(estimator)) is ImportanceWeighted:
         with torch.no_grad():
@@ -107,15 +117,26 @@ def leap(
     accuracy: float = ACCURACY,
     backend: Backend = "auto",
 ) -> Leaps:
-    """Predict the regret of `FTRL(mdp, regularizer, estimator)` over any number of episodes up to 1e12.
+    """Predict the regret of `FTRL(mdp, regularizer, estimator)` for up to 1e12 episodes.
 
     Args:
-        losses: means `(S, A)` of Bernoulli losses, or a loss process whose means are fixed beforehand.
-        estimator: importance-weighted by default; or `ReducedVariance`, or any other `CentredEstimator`.
-        particles: independent runs.
+        losses: means `(S, A)` of Bernoulli losses, or a loss process whose means are fixed in
+            advance.
+        estimator: importance-weighted by default; or `ReducedVariance`, or any other
+            `CentredEstimator`.
+        particles: the number of independent runs.
         seed: the same seed gives the same numbers on the same backend.
-        accuracy: how much q may change in a leap, relatively; smaller is slower and closer to the algorithm.
-        backend: "engine" is compiled and knows what is built in, "torch" knows all; "auto" takes the engine where it can.
+        accuracy: the relative change of q that is allowed in a leap. Smaller is slower and closer
+            to the algorithm.
+        backend: "engine" is compiled and takes built-in regularizers and estimators; "torch" takes
+            all; "auto" uses the engine where it can.
+
+    Returns:
+        The regret of every particle.
+
+    Raises:
+        ValueError: if an argument is wrong, or the engine is required but cannot be used.
+        TypeError: if the losses or the estimator cannot be forecast.
     """
     if not 1 <= episodes <= 10**12:
         raise ValueError(f"episodes: expected a number from 1 to 1e12, got {episodes}")

@@ -1,6 +1,7 @@
-"""Loss processes as a forecast sees them: stretches of episodes with one mean each.
+"""Loss processes as phases: stretches of episodes with constant means.
 
-Only what is fixed beforehand can be forecast. An adversary that reacts to the learner, or a mean that walks at random, has to be simulated.
+Only losses that are fixed in advance can be forecast. An adversary that reacts to the learner, or a
+random walk, has to be simulated.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from torch_occ.game.losses import (
 )
 from torch_occ.mdp.layered import LayeredMDP
 
-#: A forecast takes a fixed number of solves for each phase; beyond so many of them simulating is the better way.
+#: A forecast takes a fixed number of solves per phase. With more phases, simulation is better.
 MOST_PHASES = 256
 
 
 class Phase(NamedTuple):
-    """Episodes after `start`, up to the next phase's start."""
+    """The episodes after `start`, up to the start of the next phase."""
 
     start: int
     mean: Tensor  # (*batch, S, A)
@@ -35,7 +36,14 @@ class Phase(NamedTuple):
 def phases_of(
     mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int
 ) -> tuple[list[Phase], Noise]:
-    """The phases of the first `episodes` episodes, and the kind of noise; means `(*batch, S, A)` alone stand for Bernoulli losses."""
+    """The phases of the first `episodes` episodes, and the kind of noise.
+
+    A tensor of means `(*batch, S, A)` stands for Bernoulli losses.
+
+    Raises:
+        TypeError: if the means are not fixed in advance.
+        ValueError: if there are too many phases.
+    """
     if isinstance(losses, Tensor):
         return [Phase(0, losses)], "bernoulli"
     if isinstance(losses, Stationary):
@@ -53,13 +61,14 @@ def phases_of(
     if isinstance(losses, Corrupted) and isinstance(losses.base, Stationary):
         return _corrupted(mdp, losses, episodes), losses.noise
     raise TypeError(
-        f"losses: {type(losses).__name__} cannot be forecast, because its means are not fixed beforehand in few phases; simulate it, "
-        "or give means, BernoulliLosses, UniformLosses, SwitchingLosses, StochasticallyConstrained, or Corrupted around a fixed mean"
+        f"losses: {type(losses).__name__} cannot be forecast, because its means are not fixed "
+        "beforehand in few phases; simulate it, or give means, BernoulliLosses, UniformLosses, "
+        "SwitchingLosses, StochasticallyConstrained, or Corrupted around a fixed mean"
     )
 
 
 def _corrupted(mdp: LayeredMDP, losses: Corrupted, episodes: int) -> list[Phase]:
-    """Full corruption while the budget lasts (one episode may get what is left of it), then none."""
+    """Full corruption while the budget lasts, one episode with the remainder, then none."""
     assert isinstance(losses.base, Stationary)
     clean, attacked = losses.base.mean, _first_mean(mdp, losses, 0)
     cost = 2 * sum(
@@ -78,7 +87,7 @@ def _corrupted(mdp: LayeredMDP, losses: Corrupted, episodes: int) -> list[Phase]
 
 
 def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
-    """The mean of the episode after `start`, as the process itself gives it."""
+    """The mean of the episode after `start`, from the process itself."""
     means, _ = losses.means(mdp, losses.start(mdp, [0]), start + 1, 1, torch.empty(0))
     return means[0, 0]
 
@@ -86,5 +95,6 @@ def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
 def _check_count(losses: LossProcess, count: int) -> None:
     if count > MOST_PHASES:
         raise ValueError(
-            f"losses: {type(losses).__name__} has {count} phases, more than {MOST_PHASES}; forecast fewer episodes, or simulate"
+            f"losses: {type(losses).__name__} has {count} phases, more than {MOST_PHASES}; "
+            "forecast fewer episodes, or simulate"
         )

@@ -1,9 +1,10 @@
-"""Sums over a great many episodes from a few of them.
+"""Sums over very many episodes from few evaluations.
 
-Something that changes smoothly on the scale of t itself is summed exactly over the first episodes of every phase, and from there on by
-Gauss quadrature over panels evenly spaced in the logarithm: by Euler and Maclaurin, sum_{a < t <= b} f(t) is the integral of f from a +
-1/2 to b + 1/2 less (f'(b + 1/2) - f'(a + 1/2)) / 24, up to terms in the third derivative. A thousandfold of episodes costs as much as the
-one before it.
+A function that changes smoothly on the scale of t is summed exactly over the first episodes of
+every phase. From there on it is summed by Gauss quadrature, over panels that are evenly spaced in
+the logarithm: by Euler and Maclaurin, sum_{a < t <= b} f(t) is the integral of f from a + 1/2 to
+b + 1/2 minus (f'(b + 1/2) - f'(a + 1/2)) / 24, up to terms in the third derivative. So every
+tenfold of episodes has the same cost.
 """
 
 from __future__ import annotations
@@ -16,32 +17,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Gauss nodes in a panel, and episodes at the beginning of a phase that are summed one by one.
+#: Gauss nodes per panel, and episodes at the beginning of a phase that are summed one by one.
 NODES, HEAD = 3, 8
 
 
 @dataclass(frozen=True)
 class Quadrature:
-    """Where a function of the episode is evaluated, and the sums that follow from it as matrices."""
+    """The nodes at which a function of the episode is evaluated, and its sums as matrices."""
 
     t: Tensor  # (K,), nodes
     phase: Tensor  # (K,), the phase of each node
-    before: Tensor  # (K, K): its row k makes of f(t) the sum over all episodes before node k
+    before: Tensor  # (K, K): row k maps f(t) to the sum over all episodes before node k
     ends: Tensor  # (C,), episodes at which curves have a point
-    upto: Tensor  # (C, K): its row c makes of f(t) the sum over the first ends[c] episodes
+    upto: Tensor  # (C, K): row c maps f(t) to the sum over the first ends[c] episodes
 
     @classmethod
     def over(
         cls, starts: Sequence[int], episodes: int, per_decade: float, like: Tensor
     ) -> Quadrature:
-        """Panels for phases that begin after the episodes `starts` (the first is 0), so many for every tenfold since the phase began."""
+        """Nodes for phases that begin after the episodes `starts`, of which the first is 0.
+
+        There are `per_decade` panels for every tenfold of episodes since the phase began.
+        """
         inside, weights, slopes = _gauss(NODES)
         t: list[float] = []
         phase: list[int] = []
         before: list[dict[int, float]] = []
         upto: list[dict[int, float]] = []
         ends: list[int] = []
-        total: dict[int, float] = {}  # the sum so far, node -> weight
+        total: dict[int, float] = {}  # the sum so far, as node -> weight
         for p, (start, stop) in enumerate(zip(starts, [*starts[1:], episodes], strict=True)):
             for episode in range(start + 1, min(start + HEAD, stop) + 1):
                 before.append(dict(total))
@@ -60,7 +64,7 @@ class Quadrature:
                 first, width = len(t), np.log(high / low)
                 local = low * np.exp(width * inside[0])
                 for i in range(NODES):
-                    # Up to the middle of node i, less the half of its own episode that lies before it.
+                    # Up to the middle of node i, minus the half of its own episode before it.
                     row = dict(total)
                     for j in range(NODES):
                         row[first + j] = width * inside[1][i, j] * local[j] - (
@@ -92,7 +96,12 @@ class Quadrature:
 
 
 def _gauss(n: int) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray]:
-    """On [0, 1]: the nodes with the matrix that integrates up to each, the weights of the whole, and what gives the slope at 0 and at 1."""
+    """Gauss quadrature on [0, 1].
+
+    Returns:
+        The nodes with the matrix that integrates up to each node, the weights of the whole
+        interval, and the coefficients of the slopes at 0 and at 1.
+    """
     x, w = np.polynomial.legendre.leggauss(n)
     nodes, powers = (x + 1) / 2, np.arange(n)
     basis = np.linalg.inv(nodes[:, None] ** powers)  # values at the nodes -> coefficients

@@ -1,4 +1,4 @@
-"""The regret by leaps whose random numbers are reparametrized, so that it is differentiable: torch_occ.forecasting.leaping on a fixed grid of times."""
+"""Leaps with reparametrized random numbers, on a fixed grid of times: differentiable regret."""
 
 from __future__ import annotations
 
@@ -28,13 +28,20 @@ def leap_smoothly(
     per_decade: int = 20,
     draws: Literal["gamma", "gaussian"] = "gamma",
 ) -> Leaps:
-    """The regret by leaps whose random numbers are reparametrized, so that it has gradients in the regularizer's parameters.
+    """The regret by leaps, differentiable in the regularizer's parameters.
 
-    Estimates are importance-weighted. Leaps end at log-spaced times, the same for all particles. With "gaussian" draws the estimates of
-    a leap are normal with their exact covariance, joint visits included; where a leap expects less than a visit to a pair, that is a bad
-    likeness. "gamma" draws what a pair is charged from the gamma distribution with the mean and the variance of a Poisson number: never
-    negative, and as skewed as rare visits are, but independent between pairs; its gradient is right in expectation, not for a single
-    seed. Regularizers may have parameters of a batch shape `(B,)`; then the regret is `(N, B, C)`.
+    Estimates are importance-weighted. Leaps end at log-spaced times, the same for all particles.
+
+    With "gaussian" draws, the estimates of a leap are normal with their exact covariance, including
+    joint visits. This is a poor approximation for a pair with less than one expected visit.
+    "gamma" draws the losses of a pair from the gamma distribution with the mean and the variance of
+    a Poisson number. They are never negative, and as skewed as rare visits are, but independent
+    between pairs; the gradient is right in expectation, not for a single seed.
+
+    Parameters of the regularizer may have a batch shape `(B,)`; then the regret is `(N, B, C)`.
+
+    Returns:
+        The regret of every particle.
     """
     course = Course.of(mdp, losses, int(episodes), per_decade)
     step = FTRLStep(mdp, regularizer)
@@ -81,7 +88,7 @@ def _smooth_estimates(
     draws: str,
     generator: torch.Generator,
 ) -> Tensor:
-    """The loss estimates of `length` episodes with q, reparametrized."""
+    """Reparametrized loss estimates of `length` episodes with q."""
     if draws == "gaussian":
         flat = mean.flatten()
         moment = second_moment(mdp, q, mean.expand_as(q), noise, torch.zeros_like(q)) - outer(flat)

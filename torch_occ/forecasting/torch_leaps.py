@@ -1,4 +1,4 @@
-"""Leaps of many episodes in torch, for any regularizer; torch_occ.forecasting.leaping has the formulas."""
+"""Leaps of many episodes in torch, for any regularizer; see torch_occ.forecasting.leaping."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ def leap_in_torch(
     seed: int,
     accuracy: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the particles paid beyond the best policy of every phase `(N, C)`, and their leaps and uncertified steps `(N,)`."""
+    """Leap with all particles.
+
+    Returns:
+        Their losses minus those of the best policy of every phase `(N, C)`, and their numbers of
+        leaps and of uncertified steps, `(N,)` each.
+    """
     step = FTRLStep(mdp, regularizer)
     setting = Setting(mdp, step.evaluator, False)
     generator = torch.Generator(device=mdp.device).manual_seed(seed)
@@ -88,7 +93,7 @@ def _visits(mdp: LayeredMDP, q: Tensor, length: Tensor, generator: torch.Generat
 
 
 def _multinomial(count: Tensor, probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """Counts `(*shape, K)` of so many draws `(*shape,)`, one binomial after the other."""
+    """Multinomial counts `(*shape, K)` of `count` draws `(*shape,)`, by successive binomials."""
     left, drawn = count, []
     remaining = probabilities.flip(-1).cumsum(-1).flip(-1)
     for i in range(probabilities.shape[-1]):
@@ -101,10 +106,10 @@ def _multinomial(count: Tensor, probabilities: Tensor, generator: torch.Generato
 
 
 def _charge(noise: Noise, mean: Tensor, visits: Tensor, generator: torch.Generator) -> Tensor:
-    """The sum of the losses of so many visits."""
+    """The sum of the losses of all visits."""
     if noise == "bernoulli":
         return torch.binomial(visits, mean.expand_as(visits), generator=generator)
-    if noise == "uniform":  # the sum of many uniform numbers is normal; of few, nearly
+    if noise == "uniform":  # a sum of many uniform numbers is normal; of few, approximately
         normal = torch.randn(
             visits.shape, dtype=visits.dtype, device=visits.device, generator=generator
         )
@@ -113,12 +118,13 @@ def _charge(noise: Noise, mean: Tensor, visits: Tensor, generator: torch.Generat
 
 
 def longest_leap(mdp: LayeredMDP, hessian: Hessian, q: Tensor, accuracy: float) -> Tensor:
-    """For how many episodes q `(*batch, S, A)` may stay as it is, `(*batch,)`.
+    """The number of episodes `(*batch,)` during which q `(*batch, S, A)` may stay constant.
 
-    At fixed q(s), a force of one on an action moves its q by R = (1/D_a) (sum_{b != a} 1/D_b) / (sum_b 1/D_b), with D the curvature of psi
-    (torch_occ.step.kkt). Each episode brings a force of about one. While a pair is not visited, q changes relatively by R/q an episode; over
-    many visits the forces average out, and what remains is their fluctuation, R/q sqrt(length/q). The larger of the two lengths is
-    allowed.
+    At fixed q(s), a unit force on an action changes its q by R = (1/D_a) (sum_{b != a} 1/D_b) /
+    (sum_b 1/D_b), where D is the curvature of psi (torch_occ.step.kkt). Each episode brings a force
+    of about one. While a pair is not visited, q changes relatively by R/q per episode. Over many
+    visits the forces average out, and their fluctuation R/q sqrt(length/q) remains. The larger of
+    the two lengths is allowed.
     """
     exists = mdp.actions
     softness = torch.where(exists, 1 / torch.where(exists, hessian.curvature, 1.0), 0.0)

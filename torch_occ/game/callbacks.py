@@ -1,4 +1,4 @@
-"""Things that watch a simulation. A callback that does nothing is the base class; override what you need."""
+"""Callbacks: they watch a simulation. Derive from `Callback` and override the hooks you need."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Hooks, in the order in which they are called.
+    """The base class, whose hooks do nothing; they are listed in the order of the calls.
 
-    An OSError in `on_start` is raised. Later on it would cost the run, so the callback is left out
-    with a warning. Every other exception ends the run.
+    An OSError in `on_start` is raised. An OSError in a later hook does not end the run: the
+    callback is dropped with a warning. Every other exception ends the run.
     """
 
     def on_start(self, run: Simulation) -> None:
-        """Before the first episode, or the first after a resume."""
+        """Called before the first episode, or before the first one after a resume."""
 
     def on_checkpoint(self, run: Simulation) -> None:
-        """After the curves have got a new point."""
+        """Called after the curves have got a new point."""
 
     def on_chunk(self, run: Simulation) -> None:
-        """At a chunk's edge, a few hundred episodes apart."""
+        """Called at the end of each chunk, every few hundred episodes."""
 
     def on_end(self, run: Simulation, history: History) -> None:
-        """After the last episode, or when the run is interrupted."""
+        """Called after the last episode, or when the run is interrupted."""
 
 
 def tell(callbacks: list[Callback], hook: str, *arguments: Any) -> None:
-    """Call a hook of each; one whose files fail (an OSError) is left out, with a warning."""
+    """Call a hook of every callback; drop a callback with an OSError, and warn."""
     for callback in tuple(callbacks):
         try:
             getattr(callback, hook)(*arguments)
@@ -77,7 +77,7 @@ class ProgressBar(Callback):
         self.bar.close()
 
 
-#: Columns of the HParams dashboard: parameters to begin with, and curves whose last values follow.
+#: Columns of the HParams dashboard: the first parameters, and the curves whose last value is shown.
 _COMPARED = ("learner", "losses", "alpha", "beta", "gamma")
 _METRICS = (
     "regret/mean",
@@ -107,16 +107,19 @@ _LAYOUT = {
 
 
 class TensorBoard(Callback):
-    """Curves, images and the configuration of a run, for TensorBoard; the step axis is the episode. docs/tensorboard.md is a tour.
+    """Writes curves, images and the configuration of a run for TensorBoard; steps are episodes.
 
-    If its files fail during a run, it warns, and the run goes on without it.
+    docs/tensorboard.md is a tour. If writing fails during a run, the callback is dropped with a
+    warning, and the run continues.
 
-    Nothing happens between checkpoints. When a run is resumed, points beyond the episode at which it continues are purged, and
-    a fresh directory gets the earlier part of the regret and solver curves too.
+    Nothing is written between checkpoints. When a run is resumed, points after the episode at which
+    it continues are purged. A new directory also gets the earlier part of the regret and solver
+    curves.
 
     Args:
-        directory: where the event file goes, one directory a run; made if it is missing.
-        images_per_decade: heat maps of q for every tenfold of episodes, besides the last; 0 for none.
+        directory: where the event file goes, one directory per run; it is created if missing.
+        images_per_decade: heat maps of q for every tenfold of episodes, besides the last; 0 for
+            none.
     """
 
     def __init__(self, directory: str | Path, *, images_per_decade: int = 1) -> None:
@@ -128,14 +131,13 @@ class TensorBoard(Callback):
     def on_start(self, run: Simulation) -> None:
         _check_directory(self.directory)
         with extra("experiments", "the TensorBoard callback needs tensorboard and matplotlib"):
-            import matplotlib  # noqa: F401  (missing it is better said now than at the first image)
+            import matplotlib  # noqa: F401  (fail here if it is missing, not at the first image)
 
-        self.begun, self.known = (
-            run.t,
-            run.t > 0 and any(self.directory.glob("events.out.tfevents.*")),
-        )
+        self.begun = run.t
+        self.known = run.t > 0 and any(self.directory.glob("events.out.tfevents.*"))
         self.next_image = run.t + 1.0
-        # A run from its beginning replaces whatever the directory holds; a resumed one, what lies beyond its first episode.
+        # A new run replaces what the directory holds; a resumed run replaces the points after
+        # the episode at which it continues.
         self.writer = summary_writer(
             self.directory, purge_step=run.t + 1 if self.known else 0, max_queue=1000, flush_secs=10
         )
@@ -149,18 +151,17 @@ class TensorBoard(Callback):
 
     @torch.no_grad()
     def on_checkpoint(self, run: Simulation) -> None:
-        if not self.directory.is_dir():  # the open file would swallow everything without a word
+        if not self.directory.is_dir():  # writing to the open file would fail silently
             raise FileNotFoundError(2, "TensorBoard's directory has gone", str(self.directory))
-        learner = {
-            f"learner/{name}": value for name, value in parameters(run.learner, run.t).items()
-        }
-        self._scalars(self._curves(run, len(run.recorded) - 1) | self._policy(run) | learner, run.t)
+        # TensorBoard sorts charts by name: "theta" puts these, which are mostly constant, last.
+        theta = {f"theta/{name}": value for name, value in parameters(run.learner, run.t).items()}
+        self._scalars(self._curves(run, len(run.recorded) - 1) | self._policy(run) | theta, run.t)
         if self.images_per_decade and (run.t >= self.next_image or run.t == run.episodes):
             self._heat_map(run)
             self.next_image = run.t * 10 ** (1 / self.images_per_decade)
 
     def on_chunk(self, run: Simulation) -> None:
-        # Whatever `simulate` saves after this is on disk here as well, so that a killed run leaves no hole.
+        # `simulate` saves the run after this. Flush first, so that a killed run leaves no gap.
         try:
             self.writer.flush()
         except OSError as error:
@@ -172,7 +173,8 @@ class TensorBoard(Callback):
             image = pixels(
                 regret_figure(
                     history,
-                    title=f"{type(run.learner).__name__}, {len(run.seeds)} seeds: mean and 95 % band",
+                    title=f"{type(run.learner).__name__}, {len(run.seeds)} seeds: mean and 95 % "
+                    "band",
                 )
             )
             self.writer.add_image("regret/figure", image, run.t, dataformats="HWC")
@@ -180,10 +182,10 @@ class TensorBoard(Callback):
                 self._hparams(run, "end")
         self.writer.close()
 
-    # -- what is logged -------------------------------------------------------------------------------------------------------
+    # -- what is logged ------------------------------------------------------------------------
 
     def _curves(self, run: Simulation, i: int) -> dict[str, float]:
-        """The numbers of the i-th checkpoint, over all seeds."""
+        """The values of the i-th checkpoint, over all seeds."""
         t, now = run.recorded[i], {name: rows[i] for name, rows in run.curves.items()}
         values = {f"regret/{name}": float(x) for name, x in band(now["regret"])._asdict().items()}
         values |= {
@@ -208,7 +210,10 @@ class TensorBoard(Callback):
         return values
 
     def _policy(self, run: Simulation) -> dict[str, float]:
-        """How far q_t is from certain, and from the best policy for the first t episodes; means over seeds and layers."""
+        """Entropy of the policy, and its distance to the best policy for the first t episodes.
+
+        All are means over seeds and layers.
+        """
         mdp, q, mean = run.mdp, run.q, run.sums["total_mean"] / run.t
         best = occupancy(mdp, optimal_policy(mdp, mean).policy)
         policy = policy_of(mdp, q)
@@ -227,7 +232,10 @@ class TensorBoard(Callback):
         self.writer.add_image("policy/q", image, run.t, dataformats="HWC")
 
     def _hparams(self, run: Simulation, moment: Literal["start", "end"]) -> None:
-        """What a run is set by and judged by, for the HParams dashboard. It shows the columns that any one run declares."""
+        """Write the parameters and metrics of a run for the HParams dashboard.
+
+        The dashboard shows every column that at least one run declares.
+        """
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
         from torch.utils.tensorboard.summary import hparams
@@ -259,7 +267,7 @@ class TensorBoard(Callback):
             return
         columns = [
             api_pb2.HParamInfo(name=name, differs=name in _COMPARED)
-            for name in {*_COMPARED, *values}
+            for name in dict.fromkeys((*_COMPARED, *values))
         ]
         metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in _METRICS]
         data = plugin_data_pb2.HParamsPluginData(
@@ -277,7 +285,7 @@ class TensorBoard(Callback):
 
 
 def _check_directory(directory: Path) -> None:
-    """Make it and write a file there, or say what is wrong before any episode is played."""
+    """Create the directory and write a test file there; raise an OSError if that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
@@ -291,11 +299,14 @@ def _check_directory(directory: Path) -> None:
         ) from error
 
 
-# -- the numbers of a learner ---------------------------------------------------------------------------------------------
+# -- the numbers of a learner ------------------------------------------------------------------
 
 
 def parameters(learner: Learner, t: int) -> dict[str, float]:
-    """Every number that a learner is set by, by its own name (a second one of the same name gets _2), and learning rates at t."""
+    """Every number that a learner has, by its name, and learning rates at episode t.
+
+    A second number of the same name gets the suffix _2, and so on.
+    """
     found: dict[str, float] = {}
     counts: Counter[str] = Counter()
     for name, value in _numbers(learner, t):

@@ -1,4 +1,4 @@
-"""Several learners in the same game, on the same seeds, and what their differences are worth."""
+"""Several learners in the same game, on the same seeds, with paired differences."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LearnerComparison:
-    """The histories of several learners, by name, that played the same game on the same seeds.
+    """The histories of several learners that played the same game on the same seeds, by name.
 
-    Differences are paired: seed by seed, so that what all learners suffer from a seed cancels. `print` shows the Markdown table.
+    Differences are paired seed by seed, so that effects of a seed on all learners cancel. `print`
+    shows the Markdown table.
     """
 
     histories: dict[str, History]
     baseline: str
 
     def final(self) -> dict[str, Mean]:
-        """The pseudo-regret after the last episode of every learner: mean over seeds and standard error."""
+        """Mean over seeds and standard error of the final pseudo-regret, by learner."""
         return {name: history.final() for name, history in self.histories.items()}
 
     def differences(self) -> dict[str, Mean]:
-        """The final pseudo-regret of every other learner minus that of the baseline, paired by seed."""
+        """Final pseudo-regret minus the baseline's, paired by seed, by learner."""
         reference = self.histories[self.baseline].regret[:, -1]
         return {
             name: Mean.of(history.regret[:, -1] - reference)
@@ -43,7 +44,10 @@ class LearnerComparison:
         }
 
     def markdown(self) -> str:
-        """One row per learner: final regret, and its paired difference from the baseline with a 95 % interval."""
+        """One row per learner: the final regret, and its difference from the baseline.
+
+        The difference is paired by seed and has a 95 % interval.
+        """
         return markdown(*self._table())
 
     def latex(self) -> str:
@@ -51,7 +55,7 @@ class LearnerComparison:
         return latex(*self._table())
 
     def figure(self, title: str = "") -> Figure:
-        """Regret over the number of episodes, with 95 % bands; needs matplotlib."""
+        """Regret over the number of episodes, with 95 % bands; requires matplotlib."""
         return regret_figure(self.histories, title=title)
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
@@ -87,15 +91,16 @@ def compare_learners(
     Args:
         learners: by the name that tables and figures show.
         losses: the loss process that all of them play against.
-        seeds: at least two, so that there are intervals.
+        seeds: at least two, because intervals need two.
         baseline: the learner that the others are compared with; the first by default.
-        options: what `simulate` takes besides: `checkpoints`, `callbacks`, `backend`.
+        options: further options of `simulate`: `checkpoints`, `callbacks`, `backend`.
 
     Returns:
         The histories, with paired differences, a figure and tables.
 
     Raises:
-        ValueError: if there are fewer than two learners or seeds, or if no learner has the name of the baseline.
+        ValueError: if there are fewer than two learners or seeds, or if no learner has the name of
+            the baseline.
     """
     if len(learners) < 2:
         raise ValueError(f"learners: expected at least two to compare, got {list(learners)}")

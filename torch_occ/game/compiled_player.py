@@ -1,4 +1,4 @@
-"""The engine as a player of `simulate`: the same game as torch_occ.game.torch_player, from the same random numbers."""
+"""The engine as a player of `simulate`: the same game as in torch, from the same random numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.compiling import patiently
+from torch_occ._support.compiling import compile_message
 from torch_occ._support.spacing import CHUNK
 from torch_occ._support.threads import for_each
 from torch_occ.game.estimators import (
@@ -62,13 +62,13 @@ _ESTIMATORS: dict[type[Estimator], int] = {
     FullInformation: FULL_INFORMATION,
 }
 
-#: Episodes in a block of `_OverTime`; of so few numbers, torch gives no part to another thread.
+#: Episodes in a block of `_OverTime`; torch does not split so few numbers between threads.
 _BLOCK = 2048
 
-#: Seconds that one call of a kernel should take at most.
-PATIENCE = 0.2
+#: The longest time in seconds that one call of a kernel should take.
+LONGEST_CALL = 0.2
 
-#: What `Tally.scalars` holds, in the words of `Simulation.sums`.
+#: The entries of `Tally.scalars`, by their names in `Simulation.sums`.
 _SCALARS = (
     *("expected", "realised", "newton_steps", "uncertified", "dual_residual", "flow_residual"),
     *("first_uncertified", "first_status"),
@@ -91,19 +91,20 @@ def why_not_play(learner: Learner, losses: LossProcess) -> str | None:
 
 
 class _OverTime:
-    """A function of the episode, worked out by torch for a whole block of episodes.
+    """A function of the episode, computed by torch for a whole block of episodes.
 
-    The last bit of a power or a logarithm depends on where a number stands among others and how many there are: most go through vector
-    instructions, the last few through another function. A block is always the same episodes, wherever a run stops, continues or records.
+    The last bit of a power or a logarithm depends on the position of a number in a tensor and on
+    the tensor's size: most entries go through vector instructions, the last few through another
+    function. So a block always has the same episodes, wherever a run stops, continues or records.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self.function = function
-        self.blocks: dict[int, Floats] = {}  # those of the last call
+        self.blocks: dict[int, Floats] = {}  # the blocks of the last call
 
     @torch.no_grad()
     def __call__(self, first: int, stop: int) -> Floats:
-        """At the episodes first, ..., stop - 1, of which 0 counts as 1: `(n, ...)`."""
+        """The values at episodes first, ..., stop - 1, `(n, ...)`; episode 0 counts as 1."""
         numbers = range(first // _BLOCK, (stop - 1) // _BLOCK + 1)
         self.blocks = {b: self.blocks[b] if b in self.blocks else self._block(b) for b in numbers}
         begin = numbers.start * _BLOCK
@@ -116,7 +117,7 @@ class _OverTime:
 
 
 def engine_player(learner: Learner, losses: LossProcess) -> EnginePlayer:
-    """The player of a learner for which `why_not_play` has no reason."""
+    """The player for a learner; `why_not_play` must have returned None for it."""
     if isinstance(learner, FTRL):
         return FTRLPlayer(learner, losses)
     return (
@@ -127,23 +128,29 @@ def engine_player(learner: Learner, losses: LossProcess) -> EnginePlayer:
 
 
 class EnginePlayer:
-    """Plays whole segments in compiled code, the seeds side by side in threads; by itself, a fixed policy."""
+    """Plays segments in compiled code, with seeds in threads; here, a fixed policy."""
 
     name = "engine"
-    chunks = 16  # at once, if memory allows: what Python does for each should not be seen next to what the engine does
-    most: int  # episodes in one call, of at most about `PATIENCE` seconds: Ctrl-C waits for it
+    chunks = 16  # per call, if memory allows, so that the overhead of Python is negligible
+    most: int  # episodes per call, of about `LONGEST_CALL` seconds, because Ctrl-C waits for it
 
     def __init__(self, learner: Learner, losses: LossProcess) -> None:
         self.learner = learner
         self.model = model_of(learner.mdp)
         self.chunks = max(1, min(self.chunks, 10_000 // learner.mdp.num_pairs))
         self.most = self.limit = self.chunks * CHUNK
-        if learner.mdp.num_pairs > 1000:  # may be slow; the first calls show how slow
+        if learner.mdp.num_pairs > 1000:  # may be slow; the first calls measure it
             self.most = 8
         self.reacts = type(losses) is GreedyAdversary
 
     def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
-        """Episodes run.t+1, ...: means `(n or 1, N or 1, S, A)`, numbers `(N, n, L, 3)`, tables `(N, n, S, A)`."""
+        """Play episodes run.t + 1, ....
+
+        Args:
+            means: mean losses `(n or 1, N or 1, S, A)`.
+            numbers: uniform numbers `(N, n, L, 3)`.
+            tables: uniform numbers `(N, n, S, A)` for whole loss tables, or None.
+        """
         count, n, sums = len(run.seeds), numbers.shape[1], run.sums
         t = range(run.t + 1, run.t + 1 + n)
         q, cumulative_loss = self.memory(count)
@@ -154,9 +161,8 @@ class EnginePlayer:
         asked = sums.get("second_moment")
         moments = np.zeros((count, 0, 0)) if asked is None else asked.numpy()
         scalars = torch.stack([sums[name] for name in _SCALARS], -1).numpy()
-        charged = [
-            np.array(mean.flatten(-2).numpy()) for mean in means.unbind(1)
-        ]  # (n or 1, S * A) each, to be written to
+        # Copies `(n or 1, S * A)`, because the kernel may write to them.
+        charged = [np.array(mean.flatten(-2).numpy()) for mean in means.unbind(1)]
         drawn = numbers.contiguous().numpy()
         play = self.prepare(run, t, tables)
 
@@ -165,7 +171,7 @@ class EnginePlayer:
             play(seed, charged[min(seed, len(charged) - 1)], drawn[seed], tally)
 
         begun = time.monotonic()
-        with patiently:
+        with compile_message:
             for_each(play_seed, count)
         for name, column in zip(_SCALARS, scalars.T, strict=True):
             sums[name] = torch.from_numpy(column.copy())
@@ -176,13 +182,13 @@ class EnginePlayer:
 
     def adapt(self, episodes: int, seconds: float) -> None:
         """Play fewer episodes in the next call if these took too long for a seed, else more."""
-        if seconds > PATIENCE:
-            self.most = max(1, int(episodes * PATIENCE / seconds))
-        elif self.most < self.limit and 2 * self.most * seconds < episodes * PATIENCE:
+        if seconds > LONGEST_CALL:
+            self.most = max(1, int(episodes * LONGEST_CALL / seconds))
+        elif self.most < self.limit and 2 * self.most * seconds < episodes * LONGEST_CALL:
             self.most = min(2 * self.most, self.limit)
 
     def memory(self, count: int) -> tuple[Tensor, Tensor]:
-        """The learner's q and the sum that it learns by, both `(N, S, A)`, updated in place."""
+        """The learner's q and its cumulative statistics, both `(N, S, A)`, updated in place."""
         assert isinstance(self.learner, FixedPolicy)
         q = self.learner.q.expand(count, *self.learner.q.shape).clone()
         return q, torch.zeros_like(q)
@@ -190,19 +196,19 @@ class EnginePlayer:
     def prepare(
         self, run: Simulation, t: range, tables: Tensor | None
     ) -> Callable[[int, Floats, Floats, Tally], None]:
-        """What plays one seed in the episodes t: a function of the seed's number, means, random numbers and tally."""
+        """A function of the seed's index, means, random numbers and tally that plays episodes t."""
         rules = self.rules(run.losses.noise, t)
         return lambda seed, means, numbers, tally: play_fixed(
             self.model, means, numbers, rules, tally
         )
 
     def rules(self, noise: str, t: range) -> Rules:
-        """Those of a learner that solves nothing."""
+        """The rules for a learner that solves nothing."""
         return Rules(self.reacts, NOISE[noise], IMPORTANCE_WEIGHTED, np.zeros(len(t)), 0.0, 0)
 
 
 class EmpiricalPlayer(EnginePlayer):
-    """Plays the learners that plan on averages."""
+    """Plays the learners that plan with averages."""
 
     def __init__(self, learner: Learner, losses: LossProcess) -> None:
         super().__init__(learner, losses)
@@ -215,11 +221,8 @@ class EmpiricalPlayer(EnginePlayer):
     def prepare(
         self, run: Simulation, t: range, tables: Tensor | None
     ) -> Callable[[int, Floats, Floats, Tally], None]:
-        learner, rules, logs = (
-            self.learner,
-            self.rules(run.losses.noise, t),
-            self.logs(t.start, t.stop),
-        )
+        learner, rules = self.learner, self.rules(run.losses.noise, t)
+        logs = self.logs(t.start, t.stop)
         scale, floor = (
             (learner.scale, learner.floor)
             if isinstance(learner, OptimisticValueIteration)
@@ -251,8 +254,8 @@ class FTRLPlayer(EnginePlayer):
         super().__init__(learner, losses)
         self.ftrl = learner
         self.middle = interior_point(learner.mdp).detach().numpy().flatten()
-        self.valid: list[Any] = []  # values of the parameters that were found valid
-        self.works: dict[int, Work] = {}  # of every seed, with the factors from its last episode
+        self.valid: list[Any] = []  # the last values of the parameters that were valid
+        self.works: dict[int, Work] = {}  # by seed, with the factors of its last episode
         regularizer, own = learner.step.regularizer, learner.estimator
         with torch.no_grad():
             found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
@@ -274,7 +277,7 @@ class FTRLPlayer(EnginePlayer):
         if values != self.valid:  # a callback may have changed them
             self.ftrl.step.check_parameters()
             self.valid = values
-        terms, weights = self.terms, self.weights(t.start - 1, t.stop)  # from the episode before on
+        terms, weights = self.terms, self.weights(t.start - 1, t.stop)  # begins one episode earlier
         rules, unseen = self.rules(run.losses.noise, t), np.zeros((0, 0))
         seen = None if tables is None else tables.flatten(-2).contiguous().numpy()
 

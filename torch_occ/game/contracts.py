@@ -1,8 +1,8 @@
-"""What learners, loss processes and estimators may return, and warnings about uncertified steps.
+"""Checks of what learners, loss processes and estimators return; warnings of uncertified steps.
 
-Parts that a user wrote are checked in every episode. Parts of this package are not: they are
-certified or tested. An error names the class, the episode, the seed, the layer, the state and the
-value, and says what was expected.
+Parts that a user wrote are checked in every episode. Parts of this package are not checked, because
+they are certified or tested. An error names the class, the episode, the seed, the layer, the state
+and the value, and says what was expected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch_occ.game.learners import Learner
     from torch_occ.game.simulation import Simulation
 
-#: What `Learner.diagnostics` returns; `status` may be missing.
+#: The entries that `Learner.diagnostics` returns; `status` is optional.
 DIAGNOSTICS = ("newton_steps", "dual_residual", "flow_residual", "uncertified", "status")
 
 
@@ -37,16 +37,13 @@ class Contract:
     ) -> None:
         self.mdp, self.seeds = mdp, seeds
         self.learner, self.losses = type(learner).__name__, type(losses).__name__
-        self.trusts_learner, self.trusts_draws = (
-            built_in(learner),
-            type(losses).draw is LossProcess.draw,
-        )
+        self.trusts_learner = built_in(learner)
+        self.trusts_draws = type(losses).draw is LossProcess.draw
         self.flow, self.source = flow_of(mdp), flow_source(mdp).detach()
         self.tolerance = occupancy_tolerance(mdp.dtype)
-        self.warned = False  # of the first step without certificate
 
     def proposal(self, t: int, q: Tensor) -> None:
-        """q_t is an occupancy measure: q >= 0 and E q = b, `(N or 1, S, A)`; one residual for all seeds."""
+        """Check that q_t `(N or 1, S, A)` is an occupancy measure: q >= 0 and E q = b."""
         if self.trusts_learner:
             return
         what = f"learner: q from {self.learner}.propose"
@@ -55,11 +52,11 @@ class Contract:
         error = torch.maximum(residual.abs().amax(), -q.amin())
         if self.mdp.missing["pair"] is not None:
             error = torch.maximum(error, q.masked_fill(self.mdp.actions, 0.0).amax())
-        if not float(error) <= self.tolerance:  # NaN is not
+        if not float(error) <= self.tolerance:  # also true for NaN
             self._tell(what, t, q, residual)
 
     def _tell(self, what: str, t: int, q: Tensor, residual: Tensor) -> None:
-        """What is wrong with a q, and where."""
+        """Raise an error that says what is wrong with q, and where."""
         where = self._where(t, len(q))
         check_entries(what, q, q.isfinite(), self.mdp, where, "expected finite numbers")
         check_entries(
@@ -73,22 +70,22 @@ class Contract:
         missing = "the state has no such action; expected 0"
         check_entries(what, q, self.mdp.actions | (q <= self.tolerance), self.mdp, where, missing)
         element, state = divmod(int(residual.abs().argmax()), self.mdp.num_states)
-        out, source = (
-            float(q[element, state].sum()),
-            "initial" if state < self.mdp.layer_sizes[0] else "incoming",
-        )
+        out = float(q[element, state].sum())
+        source = "initial" if state < self.mdp.layer_sizes[0] else "incoming"
         raise ValueError(
-            f"{what} at {where(element)}, {self.mdp.locate(state)} is no occupancy measure: its actions sum to {out:.6g}, "
-            f"but the {source} probability is {out - float(residual[element, state]):.6g}. If it is a policy, "
-            "return occ.occupancy(mdp, policy)"
+            f"{what} at {where(element)}, {self.mdp.locate(state)} is no occupancy measure: its "
+            f"actions sum to {out:.6g}, but the {source} probability is "
+            f"{out - float(residual[element, state]):.6g}. If it is a policy, return "
+            "occ.occupancy(mdp, policy)"
         )
 
     def means(self, found: tuple[Tensor, State], first: int, n: int) -> tuple[Tensor, State]:
-        """Means `(n or 1, N or 1, S, A)` of episodes first, ..., in [0, 1], and the next state of the process."""
+        """Check means `(n or 1, N or 1, S, A)` in [0, 1], and the next state of the process."""
         what = f"losses: {self.losses}.means"
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
             raise TypeError(
-                f"{what} returned {_kind(found)}; expected a pair: a tensor of means, and the next state, a dict"
+                f"{what} returned {_kind(found)}; expected a pair: a tensor of means, and the next "
+                "state, a dict"
             )
         means, state = found
         check_tensor(
@@ -102,7 +99,7 @@ class Contract:
         return means, state
 
     def drawn(self, t: int, feedback: Feedback) -> None:
-        """Losses from a user's `draw` are finite numbers, one for each mean."""
+        """Check that losses from a user's `draw` are finite, one for each mean."""
         if self.trusts_draws:
             return
         what, shape = f"losses: {self.losses}.draw", tuple(feedback.states.shape)
@@ -110,76 +107,48 @@ class Contract:
         if tuple(losses.shape) != shape or losses.dtype != self.mdp.dtype:
             found = f"{losses.dtype} of shape {tuple(losses.shape)}"
             raise ValueError(
-                f"{what} at episode {t}: expected {self.mdp.dtype} of shape {shape}, like its means, got {found}"
+                f"{what} at episode {t}: expected {self.mdp.dtype} of shape {shape}, like its "
+                f"means, got {found}"
             )
         wrong = (~losses.isfinite()).nonzero()
         if len(wrong):
             i, k = wrong[0].tolist()
-            place = f"{self.mdp.locate(int(feedback.states[i, k]))}, action {int(feedback.actions[i, k])}"
+            place = (
+                f"{self.mdp.locate(int(feedback.states[i, k]))}, action "
+                f"{int(feedback.actions[i, k])}"
+            )
             value = float(losses[i, k])
             raise ValueError(
-                f"{what} at {self._where(t, len(losses))(i)}, {place} is {value}; expected finite numbers"
+                f"{what} at {self._where(t, len(losses))(i)}, {place} is {value}; expected finite "
+                "numbers"
             )
 
     def diagnostics(self, t: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Nothing, or tensors `(N,)` under the names of `DIAGNOSTICS`."""
+        """Check that diagnostics are empty, or tensors `(N,)` with the names in `DIAGNOSTICS`."""
         if self.trusts_learner or not found:
             return found
         what = f"learner: {self.learner}.diagnostics at episode {t}"
         if {*found} - {*DIAGNOSTICS} or {*DIAGNOSTICS[:4]} - {*found}:
             raise ValueError(
-                f"{what}: expected nothing, or the names {', '.join(DIAGNOSTICS[:4])}, got {', '.join(map(str, found))}"
+                f"{what}: expected nothing, or the names {', '.join(DIAGNOSTICS[:4])}, got "
+                f"{', '.join(map(str, found))}"
             )
         for name, value in found.items():
             if not isinstance(value, Tensor) or tuple(value.shape) != (len(self.seeds),):
                 raise ValueError(
-                    f"{what}: expected {name} to be a tensor of shape ({len(self.seeds)},), got {_kind(value)}"
+                    f"{what}: expected {name} to be a tensor of shape ({len(self.seeds)},), got "
+                    f"{_kind(value)}"
                 )
         return found
 
-    def warn_of_first(self, sums: dict[str, Tensor]) -> None:
-        """Warn, once in a run, of the first step that was not certified (`note_first`)."""
-        first = sums["first_uncertified"]
-        if self.warned or not bool(first.any()):
-            return
-        self.warned = True
-        t, i = min((t, i) for i, t in enumerate(first.long().tolist()) if t)
-        status = Status(int(sums["first_status"][i]))
-        why = f": {status.name}, {status.advice}" if status else ""
-        warnings.warn(
-            f"{self.learner}: the step of episode {t}, seed {self.seeds[i]}, was not certified{why}. "
-            "The run goes on; history.uncertified counts such steps",
-            UncertifiedWarning,
-            stacklevel=4,
-        )
-
-    def warn_of_all(self, sums: dict[str, Tensor], episodes: int) -> None:
-        """Warn if steps were not certified, with their number. For the end of a run."""
-        if count := int(sums["uncertified"].sum()):
-            warnings.warn(
-                f"{self.learner}: {count:,} of {episodes * len(self.seeds):,} steps were not "
-                "certified; their q, and with it the regret, may be wrong",
-                UncertifiedWarning,
-                stacklevel=3,
-            )
-
     def _where(self, t: int, count: int) -> Where:
-        """Names the episode and the seed of an element; of one that stands for all, every seed."""
+        """Names the episode and the seed of a batch element; all seeds if there is one element."""
         return Where(
             t,
             tuple(f"seed {seed}" for seed in self.seeds)
             if count == len(self.seeds)
             else ("every seed",),
         )
-
-
-def note_first(sums: dict[str, Tensor], t: int, found: dict[str, Tensor]) -> None:
-    """Keep the episode and the status of each seed's first step without certificate."""
-    if bool(found["uncertified"].any()):
-        first = (sums["first_uncertified"] == 0) & (found["uncertified"] != 0)
-        sums["first_uncertified"][first] = float(t)
-        if "status" in found:
-            sums["first_status"][first] = found["status"][first].to(sums["first_status"].dtype)
 
 
 def copy_of(learner: Learner) -> Learner:
@@ -195,7 +164,7 @@ def copy_of(learner: Learner) -> Learner:
 
 
 class Where:
-    """Episode and seed of an element of a batch, in words."""
+    """The episode and the seed of a batch element, for messages."""
 
     def __init__(self, t: int, names: Sequence[str]) -> None:
         self.t, self.names = t, names
@@ -207,7 +176,7 @@ class Where:
 def check_estimate(
     mdp: LayeredMDP, estimator: Estimator, estimate: Tensor, t: int, count: int
 ) -> Tensor:
-    """The estimate, once it is known to be finite and of shape `(N, S, A)`."""
+    """Return the estimate if it is finite and of shape `(N, S, A)`; raise an error otherwise."""
     if built_in(estimator):
         return estimate
     what = f"estimator: {type(estimator).__name__}"
@@ -226,7 +195,11 @@ def check_estimate(
 
 
 def check_policy(mdp: LayeredMDP, policy: Tensor) -> Tensor:
-    """The policy `(S, A)`, once every row is known to be a distribution over the actions of its state."""
+    """Return the policy `(S, A)` if each row is a distribution over the actions of its state.
+
+    Raises:
+        ValueError: otherwise; it names the state, the action and the value.
+    """
     check_tensor("policy", policy, mdp, (), "")
     wrong = (~((policy >= 0) & (mdp.actions | (policy == 0)))).nonzero()
     if len(wrong):
@@ -235,14 +208,16 @@ def check_policy(mdp: LayeredMDP, policy: Tensor) -> Tensor:
             "a probability" if bool(mdp.actions[state, action]) else "0, as there is no such action"
         )
         raise ValueError(
-            f"policy: {mdp.locate(state)}, action {action} is {float(policy[state, action])}; expected {expected}"
+            f"policy: {mdp.locate(state)}, action {action} is {float(policy[state, action])}; "
+            f"expected {expected}"
         )
     sums = policy.sum(-1)
     wrong = (~((sums - 1).abs() <= occupancy_tolerance(mdp.dtype))).nonzero()
     if len(wrong):
         state = int(wrong[0])
         raise ValueError(
-            f"policy: {mdp.locate(state)}: the probabilities sum to {float(sums[state]):.12g}; expected 1"
+            f"policy: {mdp.locate(state)}: the probabilities sum to {float(sums[state]):.12g}; "
+            "expected 1"
         )
     return policy
 
@@ -250,7 +225,10 @@ def check_policy(mdp: LayeredMDP, policy: Tensor) -> Tensor:
 def check_tensor(
     what: str, x: Any, mdp: LayeredMDP, batch: Sequence[int], when: str, *, strict: bool = False
 ) -> None:
-    """A tensor of the MDP's kind and of shape `(*batch, S, A)`; where not `strict`, a 1 may stand for a batch dimension."""
+    """Check the type, the device and the shape `(*batch, S, A)` of a tensor.
+
+    Without `strict`, a batch dimension of size 1 stands for all elements.
+    """
     expected = (*batch, mdp.num_states, mdp.num_actions)
     at = f" at {when}" if when else ""
     if not isinstance(x, Tensor):
@@ -266,30 +244,35 @@ def check_tensor(
         raise ValueError(f"{what}{at}: expected shape {expected}{ones}, got {tuple(x.shape)}")
     if x.dtype != mdp.dtype or x.device != mdp.device:
         raise ValueError(
-            f"{what}{at}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; convert one of them"
+            f"{what}{at}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; convert "
+            "one of them"
         )
 
 
 def check_entries(
     what: str, x: Tensor, good: Tensor, mdp: LayeredMDP, where: Where, expected: str
 ) -> None:
-    """Name the first entry of x `(N, S, A)` that is not good."""
+    """Raise a ValueError that names the first entry of x `(N, S, A)` that is not good."""
     wrong = (~good.expand_as(x)).nonzero()
     if len(wrong):
         element, state, action = wrong[0].tolist()
         value = float(x[element, state, action])
         raise ValueError(
-            f"{what} at {where(element)}, {mdp.locate(state)}, action {action} is {value}; {expected}"
+            f"{what} at {where(element)}, {mdp.locate(state)}, action {action} is {value}; "
+            f"{expected}"
         )
 
 
 def occupancy_tolerance(dtype: torch.dtype) -> float:
-    """How far a user's q may be from the flow constraints; a solver of moderate accuracy is welcome."""
+    """The largest accepted violation of the flow constraints by a user's q.
+
+    It allows solvers of moderate accuracy.
+    """
     return 1e-6 if dtype == torch.float64 else 1e-4
 
 
 def built_in(part: Any) -> bool:
-    """Whether its class is one of this package."""
+    """Whether the class of `part` belongs to this package."""
     return type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -298,19 +281,19 @@ def _kind(x: Any) -> str:
 
 
 class UncertifiedWarning(UserWarning):
-    """Steps of a run could not be certified, so that its q and its regret may be wrong."""
+    """Some steps of a run could not be certified, so its q and its regret may be wrong."""
 
 
 @contextmanager
 def uncertified_is_handled() -> Iterator[None]:
-    """No `UncertifiedWarning` from runs whose caller looks at `history.uncertified` itself."""
+    """Silence `UncertifiedWarning` for callers that check `history.uncertified` themselves."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncertifiedWarning)
         yield
 
 
 def warn_of_first(run: Simulation) -> bool:
-    """Warn of the first step that was not certified; returns whether there was one."""
+    """Warn of the first step that was not certified; return whether there was one."""
     first = run.sums["first_uncertified"]
     if not bool(first.any()):
         return False
@@ -327,7 +310,7 @@ def warn_of_first(run: Simulation) -> bool:
 
 
 def warn_of_all(run: Simulation) -> None:
-    """Warn if steps were not certified, with their number. For the end of a run."""
+    """Warn of uncertified steps, with their number, at the end of a run."""
     if count := int(run.sums["uncertified"].sum()):
         warnings.warn(
             f"{type(run.learner).__name__}: {count:,} of {run.t * len(run.seeds):,} steps were not "

@@ -1,4 +1,4 @@
-"""Corrupted losses: another process whose means are moved, within a budget."""
+"""Corrupted losses: the means of another process are changed, within a budget."""
 
 from __future__ import annotations
 
@@ -15,14 +15,22 @@ from torch_occ.mdp.occupancy import optimal_policy
 
 
 class Corrupted(LossProcess):
-    """Another process, corrupted until a budget is spent.
+    """Another process whose means are corrupted until a budget is spent.
 
-    The corruption of an episode is 2 sum_k max_{s in S_k, a} |mean - mean'|, mean' being the uncorrupted one, as in
-    `sec:preliminaries_self_bounding`. `state["corruption"]` holds what was really spent by each seed, `(N,)`, and
-    `state["corruption_so_far"]` how that grew over the last episodes asked for, `(N, n)`.
+    The corruption of an episode is 2 sum_k max_{s in S_k, a} |mean - mean'|, where mean' is the
+    uncorrupted mean, as in `sec:preliminaries_self_bounding`. `state["corruption"]` is the
+    corruption spent so far by each seed, `(N,)`. `state["corruption_so_far"]` is its course over
+    the last episodes, `(N, n)`.
 
-    Strategies: "front" turns every loss l into 1 - l from the first episode on; "uniform" does so a little in each of `episodes`
-    episodes; "targeted" charges 1 for the optimal actions of the mean loss `target`, from the first episode on.
+    Strategies:
+        "front" replaces every loss l by 1 - l from the first episode on.
+        "uniform" spreads the same change evenly over `episodes` episodes.
+        "targeted" charges 1 for the optimal actions of the mean loss `target`, from the first
+        episode on.
+
+    Raises:
+        ValueError: if the budget is negative, the strategy is unknown, or it lacks `episodes` or
+            `target`.
     """
 
     def __init__(
@@ -40,19 +48,16 @@ class Corrupted(LossProcess):
             raise ValueError(f"strategy: expected front, uniform or targeted, got {strategy!r}")
         if strategy == "uniform" and (episodes is None or episodes < 1):
             raise ValueError(
-                f"episodes: expected the number of episodes over which to spread the budget, got {episodes}"
+                "episodes: expected the number of episodes over which to spread the budget, got "
+                f"{episodes}"
             )
         if strategy == "targeted" and target is None:
             raise ValueError(
-                "target: the targeted strategy needs the mean loss (S, A) whose optimal actions it attacks"
+                "target: the targeted strategy needs the mean loss (S, A) whose optimal actions "
+                "it attacks"
             )
-        self.base, self.budget, self.strategy, self.episodes, self.target = (
-            base,
-            budget,
-            strategy,
-            episodes,
-            target,
-        )
+        self.base, self.budget, self.strategy, self.episodes = base, budget, strategy, episodes
+        self.target = target
         self.noise, self.stride, self.length = base.noise, min(base.stride, CHUNK), base.length
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
@@ -71,9 +76,8 @@ class Corrupted(LossProcess):
         }
         clean, inner = self.base.means(mdp, inner, t0, n, q)
         clean = clean.expand(n, *clean.shape[1:])
-        attack = torch.where(
-            mdp.actions, self._attack(mdp, clean) - clean, 0.0
-        )  # (n, N or 1, S, A)
+        # (n, N or 1, S, A)
+        attack = torch.where(mdp.actions, self._attack(mdp, clean) - clean, 0.0)
         cost = 2 * sum(layer.abs().amax((-2, -1)) for layer in mdp.split(attack, -2))  # (n, N or 1)
         assert isinstance(cost, Tensor)
         if self.strategy == "uniform":
@@ -84,9 +88,8 @@ class Corrupted(LossProcess):
         else:
             share = torch.ones_like(cost)
         left = self.budget - state["corruption"]  # (N,)
-        left = torch.where(
-            left > 1e-12 * self.budget, left, 0.0
-        )  # what rounding leaves over is not worth an attack
+        # A remainder of the size of rounding errors counts as nothing.
+        left = torch.where(left > 1e-12 * self.budget, left, 0.0)
         asked = share * cost
         before = asked.cumsum(0) - asked
         granted = torch.minimum(asked, (left - before).clamp(min=0))  # (n, N)

@@ -1,4 +1,4 @@
-"""`simulate`: learner x losses x seeds -> History, with callbacks, files and interruptions."""
+"""`simulate`: play a learner against losses for all seeds, with callbacks and saved runs."""
 
 from __future__ import annotations
 
@@ -35,38 +35,42 @@ def simulate(
 ) -> History:
     """Play `episodes` episodes for every seed.
 
-    The run plays a copy of the learner (`Learner.copy`), and the given one is left as it is. Callbacks see the copy as `run.learner`;
-    its state after the last episode is there in `on_end`.
+    The run plays a copy of the learner (`Learner.copy`); the given learner does not change.
+    Callbacks see the copy as `run.learner`, with its final state in `on_end`.
 
     Args:
-        checkpoints: episodes at which the curves have a point; 20 a decade by default, and the last.
-        save_to: a file in which the run is kept, so that it can continue after an interruption.
-            It is tried before the first episode. If a later save fails, a warning says so, and
-            the run goes on.
+        checkpoints: episodes at which the curves have a point; by default 20 per decade, and the
+            last.
+        save_to: a file in which the run is saved, so that it can continue after an interruption.
+            Writing is tested before the first episode. If a later save fails, there is a warning,
+            and the run continues.
         save_every: seconds between two saves.
         resume: continue from `save_to` if it exists; otherwise a run saved there is replaced.
-        config: anything that JSON can hold, kept in the history.
-        backend: "engine" is compiled and plays the learners of this package, FTRL with built-in regularizers; "torch" plays everything;
-            "auto" takes the engine where it can. `history.backend` says which one played.
+        config: anything that JSON can hold; it is stored in the history.
+        backend: "engine" is compiled; it plays the learners of this package, with built-in
+            regularizers for FTRL. "torch" plays everything. "auto" uses the engine where it can.
+            `history.backend` says which one played.
 
     Returns:
         The history of all episodes.
 
     Raises:
-        KeyboardInterrupt: after Ctrl-C, which is felt within a second (or one episode of a huge
-            MDP, or while the engine compiles). The run is saved to `save_to` as it was at the
-            last chunk's edge, and the same call continues it to the same bits. `error.result` is
-            the history up to the last checkpoint, and `error.saved_to` the file, or None.
-        SystemExit: likewise, with code 143, after SIGTERM, if there is a `save_to` and the
-            program does not handle this signal by itself.
-        ValueError: if an argument is wrong, or `save_to` is damaged or belongs to another run; or if a
-            learner, a loss process or an estimator returned what cannot be right, for example a q
-            that is no occupancy measure; with the episode, the seed, the layer and the state.
+        KeyboardInterrupt: after Ctrl-C. It takes effect within a second; later only during an
+            episode of a huge MDP, or while the engine compiles. The run is saved to `save_to` in
+            its state at the end of the last chunk, and the same call continues it to the same
+            bits. `error.result` is the history up to the last checkpoint. `error.saved_to` is the
+            file, or None.
+        SystemExit: after SIGTERM, with code 143, if there is a `save_to` and the program has no
+            handler for this signal. The run is saved in the same way.
+        ValueError: if an argument is wrong; if `save_to` is damaged or belongs to another run; or
+            if a learner, a loss process or an estimator returns something invalid, for example a
+            q that is no occupancy measure. The error names the episode, the seed, the layer and
+            the state.
         OSError: if `save_to` cannot be written, before the first episode.
 
     Warns:
-        UncertifiedWarning: a step could not be certified; at the first one, and with their number at
-            the end.
+        UncertifiedWarning: if steps could not be certified: at the first one, and with their
+            number at the end.
     """
     simulation = Simulation(
         mdp, learner, losses, episodes, seeds, checkpoints, config or {}, backend

@@ -1,4 +1,4 @@
-"""From what an episode shows to an estimate of its loss function, `(N, S, A)`."""
+"""Estimators: from the feedback of an episode to an estimate of its loss function, `(N, S, A)`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_occ.regularizers.schedules import Schedule
 
 
 class Feedback(NamedTuple):
-    """What N learners saw in one episode."""
+    """What N learners observed in one episode."""
 
     states: Tensor  # (N, L), numbered over all layers
     actions: Tensor  # (N, L)
@@ -19,7 +19,7 @@ class Feedback(NamedTuple):
     table: Tensor | None  # (N, S, A), the whole loss function; only under full information
 
     def scatter(self, values: Tensor, like: Tensor) -> Tensor:
-        """`(N, L)` values on the visited pairs, zero elsewhere, `(N, S, A)`."""
+        """Put values `(N, L)` on the visited pairs of a table `(N, S, A)`, zero elsewhere."""
         index = self.states * like.shape[-1] + self.actions
         return torch.zeros_like(like).flatten(-2).scatter(-1, index, values).view_as(like)
 
@@ -29,20 +29,21 @@ class Feedback(NamedTuple):
 
 
 class Estimator:
-    """Base class."""
+    """Base class of estimators."""
 
     #: Whether the learner is shown the whole loss function.
     full_information = False
 
     def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
-        """The estimate from episode t, in which q `(N, S, A)` was played."""
+        """Estimate the loss function `(N, S, A)` of episode t, in which q was played."""
         raise NotImplementedError
 
 
 class CentredEstimator(Estimator):
-    """(loss - b) / q on the visited pairs, plus b everywhere: unbiased for every baseline b that is chosen before the episode.
+    """(loss - b) / q on the visited pairs, plus a baseline b everywhere.
 
-    Subclasses write `baseline`. They can be forecast (torch_occ.forecasting.mean_path), because b is all that their covariance needs besides q.
+    It is unbiased if b is chosen before the episode. Subclasses define `baseline`. They can be
+    forecast (torch_occ.forecasting.mean_path), because their covariance depends only on q and b.
     """
 
     def baseline(self, q: Tensor, t: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ class ImportanceWeighted(CentredEstimator):
     """loss / q on the visited pairs, zero elsewhere: unbiased, `alg:main_alg`."""
 
     def baseline(self, q: Tensor, t: Tensor) -> Tensor:
-        """None."""
+        """Zero."""
         return torch.zeros_like(q)
 
     def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
@@ -73,24 +74,29 @@ class ImportanceWeighted(CentredEstimator):
 class ReducedVariance(CentredEstimator):
     """(loss - b) / q 1{visited} + b with b = 1/2 where q >= (4 eta_t)^2, and 0 elsewhere: unbiased.
 
-    The estimator of Tsallis-INF (Zimmert and Seldin, 2021, section 3), for the 1/2-Tsallis entropy as this package writes it: their
-    learning rate is 4 eta_t. A small eta_t is a baseline nearly everywhere.
+    This is the estimator of Tsallis-INF (Zimmert and Seldin, 2021, section 3), for the 1/2-Tsallis
+    entropy as this package writes it: their learning rate is 4 eta_t. If eta_t is small, b = 1/2
+    nearly everywhere.
     """
 
     def __init__(self, learning_rate: Schedule) -> None:
         self.learning_rate = learning_rate
 
     def threshold(self, t: Tensor) -> Tensor:
-        """(4 eta_t)^2."""
+        """The smallest q with a baseline, (4 eta_t)^2."""
         return (4 * self.learning_rate(t).detach()) ** 2
 
     def baseline(self, q: Tensor, t: Tensor) -> Tensor:
-        """1/2 where q has reached the threshold."""
+        """1/2 where q is at least the threshold, and 0 elsewhere."""
         return torch.where(q >= self.threshold(t)[..., None, None], 0.5, 0.0).to(q.dtype)
 
 
 class ImplicitExploration(Estimator):
-    """loss / (q + bias) on the visited pairs (Neu, 2015): a little optimistic, and bounded by 1 / bias."""
+    """loss / (q + bias) on the visited pairs (Neu, 2015): biased downwards, at most 1 / bias.
+
+    Raises:
+        ValueError: if `bias` is not positive.
+    """
 
     def __init__(self, bias: float) -> None:
         if not bias > 0:
@@ -102,7 +108,7 @@ class ImplicitExploration(Estimator):
 
 
 class FullInformation(Estimator):
-    """The loss function itself."""
+    """The loss function itself, which the learner is shown."""
 
     full_information = True
 
@@ -114,16 +120,19 @@ class FullInformation(Estimator):
 
 
 def centred(estimator: Estimator | None) -> CentredEstimator:
-    """The estimator, importance-weighted by default, if its covariance is known beforehand; an error otherwise."""
+    """Return the estimator if its covariance is known in advance; None is `ImportanceWeighted`.
+
+    Raises:
+        TypeError: for any other estimator.
+    """
     if estimator is None:
         return ImportanceWeighted()
-    ways = (
-        CentredEstimator.__call__,
-        ImportanceWeighted.__call__,
-    )  # whoever estimates in a way of its own has another covariance
+    # An estimator with its own `__call__` has another covariance.
+    ways = (CentredEstimator.__call__, ImportanceWeighted.__call__)
     if not isinstance(estimator, CentredEstimator) or type(estimator).__call__ not in ways:
         raise TypeError(
-            f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or give ImportanceWeighted, ReducedVariance or a "
-            "CentredEstimator of your own, with a baseline and no __call__"
+            f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or give "
+            "ImportanceWeighted, ReducedVariance or a CentredEstimator of your own, with a "
+            "baseline and no __call__"
         )
     return estimator

@@ -1,7 +1,7 @@
-"""What TensorBoard and the experiments show of a run: regret curves with a band over seeds, heat maps of q, the configuration.
+"""Figures of a run: regret curves with bands over seeds, heat maps of q, and the configuration.
 
-Everything is drawn on `matplotlib.figure.Figure` itself and never through pyplot, so no window opens, no global state changes and any
-thread may draw. Save a figure with `figure.savefig(path)`.
+Figures are drawn on `matplotlib.figure.Figure` and never through pyplot. So no window opens, no
+global state changes and any thread may draw. Save a figure with `figure.savefig(path)`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 
     from torch_occ.game.simulation import Simulation
 
-#: Okabe and Ito's colours, which can be told apart by everybody.
+#: The colours of Okabe and Ito, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
-#: Panels of a heat map in one row, and cells in one direction up to which numbers are written into them.
+#: Panels per row of a heat map, and the number of cells in one direction up to which numbers are
+#: written into them.
 PANELS, WRITTEN = 8, 8
 
 
-# -- regret ---------------------------------------------------------------------------------------------------------------
+# -- regret ------------------------------------------------------------------------------------
 
 
 def plot_regret(
@@ -48,7 +49,7 @@ def plot_regret(
     colour: str = COLOURS[0],
     realised: bool = False,
 ) -> None:
-    """Draw the mean over seeds of the pseudo-regret (or the realised one) with its 95 % band."""
+    """Draw the mean pseudo-regret (or realised regret) over seeds with its 95 % band."""
     t = history.episodes.numpy()
     curves = (history.realised_regret if realised else history.regret).cpu()
     mean, lower, upper = (x.numpy() for x in band(curves))
@@ -56,13 +57,16 @@ def plot_regret(
         t, mean, color=colour, label=label, linewidth=1.6, linestyle="--" if realised else "-"
     )
     if len(curves) > 1:
-        # Where a band reaches below zero, a logarithmic axis would drop the whole polygon.
+        # On a logarithmic axis, a band that reaches below zero would not be drawn at all.
         floor = np.where(mean > 0, mean * 1e-3, lower) if axes.get_yscale() == "log" else lower
         axes.fill_between(t, np.maximum(lower, floor), upper, color=colour, alpha=0.2, linewidth=0)
 
 
 def plot_references(axes: Axes, start: float, regret: float, end: float) -> None:
-    """Draw what log T and sqrt T would make of a regret at `start` > 1, up to `end`: dotted and dash-dotted, in grey."""
+    """Draw grey lines proportional to log T (dotted) and sqrt T (dash-dotted).
+
+    Both pass through `regret` at `start` > 1 and end at `end`.
+    """
     t = np.geomspace(start, end, 50)
     axes.plot(
         t,
@@ -85,13 +89,17 @@ def plot_references(axes: Axes, start: float, regret: float, end: float) -> None
 def regret_figure(
     histories: History | Mapping[str, History], *, title: str = "", realised: bool = True
 ) -> Figure:
-    """Regret over the number of episodes, of one run or of several by name, on two pairs of axes.
+    """Regret over the number of episodes, of one run or of several by name, in two panels.
 
-    The left panel is doubly logarithmic: there sqrt T is straight, with slope 1/2. The right one is logarithmic in T only: there log T is
-    straight. Both references start on the first curve, at a hundredth of its last episode.
+    The left panel has two logarithmic axes; there sqrt T is a straight line of slope 1/2. The right
+    panel has a logarithmic T; there log T is a straight line. Both reference lines start on the
+    first curve, at a hundredth of its last episode.
 
     Args:
-        realised: show the realised regret too, dashed and on the right; for one run only.
+        realised: also show the realised regret, dashed, in the right panel; for one run only.
+
+    Returns:
+        A matplotlib figure.
     """
     runs = {"pseudo-regret": histories} if isinstance(histories, History) else dict(histories)
     figure = _figure((8.0, 3.4))
@@ -129,7 +137,7 @@ def regret_figure(
 
 
 def _anchor(history: History) -> tuple[float, float, float] | None:
-    """Where the references start and end: episode, mean regret, last episode; None while there is nothing to start from."""
+    """Start of the reference lines (episode, mean regret) and last episode; None if too early."""
     t, mean = history.episodes, history.regret.mean(0)
     usable = ((t >= 2) & (mean > 0) & (t < t.amax())).nonzero().flatten() if len(t) else t
     if not len(usable):
@@ -138,18 +146,22 @@ def _anchor(history: History) -> tuple[float, float, float] | None:
     return float(t[i]), float(mean[i]), float(t[-1])
 
 
-# -- occupancy ------------------------------------------------------------------------------------------------------------
+# -- occupancy ---------------------------------------------------------------------------------
 
 
 def occupancy_figure(
     mdp: LayeredMDP, q: Tensor, *, optimal: Tensor | None = None, title: str = ""
 ) -> Figure:
-    """A heat map of q `(S, A)`: one panel a layer, one row a state, one column an action.
+    """A heat map of q `(S, A)`: one panel per layer, one row per state, one column per action.
 
-    The colour grows with the square root of q, so that rarely visited pairs can be told from never visited ones. Masked pairs are white.
+    The colour is proportional to the square root of q, so that rarely visited pairs differ from
+    pairs that are never visited. Masked pairs are white.
 
     Args:
         optimal: a deterministic policy `(S, A)` whose actions get a ring.
+
+    Returns:
+        A matplotlib figure.
     """
     from matplotlib.colors import PowerNorm
 
@@ -158,14 +170,11 @@ def occupancy_figure(
         for layer in mdp.split(torch.where(mdp.actions, q, torch.nan), -2)
     ]
     columns, rows = min(mdp.horizon, PANELS), -(-mdp.horizon // PANELS)
-    height, width = (
-        min(max(1.2, 0.5 * max(mdp.layer_sizes)), 6.0),
-        min(max(0.9, 0.5 * mdp.num_actions), 4.0),
-    )
+    height = min(max(1.2, 0.5 * max(mdp.layer_sizes)), 6.0)
+    width = min(max(0.9, 0.5 * mdp.num_actions), 4.0)
     size = (1.6 + columns * (width + 0.25), 0.75 + rows * (height + 0.35))
-    figure = _figure(
-        size, layout=None
-    )  # margins by hand: matplotlib would draw several times to find them
+    # Margins are set by hand, because matplotlib draws several times to find them.
+    figure = _figure(size, layout=None)
     grid = {
         "left": 0.6 / size[0],
         "right": 1 - 1.05 / size[0],
@@ -226,11 +235,11 @@ def _ticks(axes: Axes, shape: tuple[int, ...]) -> None:
 
 
 def _short(x: float) -> str:
-    """Two or three characters for a probability: .25, 1, 3e-4 as ~0."""
+    """A probability in two or three characters: .25, 1, and ~0 for 3e-4."""
     return "1" if x > 0.995 else f"{x:.2f}".lstrip("0") if x >= 0.005 else "~0"
 
 
-# -- matplotlib -----------------------------------------------------------------------------------------------------------
+# -- matplotlib --------------------------------------------------------------------------------
 
 
 def _figure(
@@ -250,11 +259,11 @@ def pixels(figure: Figure) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
-# -- words ----------------------------------------------------------------------------------------------------------------
+# -- words -------------------------------------------------------------------------------------
 
 
 def describe(thing: Any) -> str:
-    """A learner, a loss process or a regularizer in one line, with its numbers."""
+    """A learner, a loss process or a regularizer with its numbers, in one line."""
     if isinstance(thing, Sum):
         return " + ".join(describe(term) for term in thing.terms)
     if isinstance(thing, Scaled):

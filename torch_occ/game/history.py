@@ -1,4 +1,4 @@
-"""What a simulation leaves behind: curves over checkpoints and seeds, and how to read them."""
+"""The result of a simulation: curves over checkpoints and seeds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_occ._support.files import read_checked, write_checked
 from torch_occ._support.tables import markdown
 from torch_occ.game.intervals import Mean
 
-#: Episodes that a printed history shows.
+#: Episodes that are shown when a history is printed.
 _POWERS_OF_TEN = {10**k for k in range(13)}
 
 
@@ -25,12 +25,12 @@ _POWERS_OF_TEN = {10**k for k in range(13)}
 class History:
     """Curves over C checkpoints for N seeds.
 
-    The pseudo-regret compares expected losses, sum_{tau<=t} <q_tau - q_opt, mean_tau>, with q_opt the best fixed policy for the first t
-    episodes; the realised regret puts the losses that were really suffered in place of <q_tau, mean_tau>. Neither is ever mixed
-    with the other.
+    The pseudo-regret compares expected losses, sum_{tau<=t} ⟨q_tau - q_opt, mean_tau⟩, where q_opt
+    is the best fixed policy for the first t episodes. The realised regret has the losses that were
+    suffered in place of ⟨q_tau, mean_tau⟩.
 
-    q_opt is the best policy of each seed. Against an adaptive adversary the mean over seeds is then
-    E max, where the paper has max E; `theory.Certificate` has both.
+    q_opt is the best policy for each seed. Against an adaptive adversary the mean over seeds is
+    therefore E max, while the paper has max E; `theory.Certificate` has both.
     """
 
     episodes: Tensor  # (C,)
@@ -58,7 +58,8 @@ class History:
             curve: the name of a curve, for example "regret" or "realised_regret".
 
         Returns:
-            `Mean(mean, standard_error, seeds)`; its `interval` is Student's 95 % confidence interval.
+            `Mean(mean, standard_error, seeds)`; its `interval` is Student's 95 % confidence
+            interval.
 
         Raises:
             ValueError: if there is no such curve, or no checkpoint was reached.
@@ -71,7 +72,10 @@ class History:
         return Mean.of(values[:, -1].cpu())
 
     def to_dataframe(self) -> Any:
-        """Every curve as a pandas DataFrame: one row per seed and checkpoint, with columns `seed`, `episode` and the curves.
+        """Every curve as a pandas DataFrame.
+
+        Returns:
+            One row per seed and checkpoint, with columns `seed`, `episode` and the curves.
 
         Raises:
             ImportError: if pandas is not installed.
@@ -89,7 +93,7 @@ class History:
         return pandas.DataFrame(columns)
 
     def _curves(self) -> dict[str, Tensor]:
-        """Everything with a value for each seed and checkpoint."""
+        """All tensors with a value for each seed and checkpoint, by name."""
         shape = (len(self.seeds), len(self.episodes))
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
@@ -99,7 +103,7 @@ class History:
         }
 
     def __repr__(self) -> str:
-        """One line, then the regret at every power of ten and at the end: mean over seeds and standard error."""
+        """One line, and the regret (mean and standard error) at powers of ten and at the end."""
         episodes = self.episodes.tolist()
         last = episodes[-1] if episodes else 0
         uncertified = int(self.uncertified[:, -1].sum()) if episodes else 0
@@ -121,7 +125,11 @@ class History:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write everything to one `.npz` file with a checksum, atomically; NumPy can read it."""
+        """Write the history to one `.npz` file with a checksum, atomically; NumPy can read it.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
         arrays: dict[str, Any] = {}
         plain: dict[str, Any] = {}
         for field in fields(self):
@@ -136,7 +144,7 @@ class History:
 
     @classmethod
     def load(cls, path: str | Path) -> History:
-        """Read what `save` wrote, in this version of the package or another.
+        """Read a history that `save` wrote, also with another version of the package.
 
         Raises:
             ValueError: if the file is damaged, empty, or not a history.

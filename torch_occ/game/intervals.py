@@ -1,4 +1,4 @@
-"""Means over seeds, and Student's 95 % confidence intervals for them."""
+"""Means over seeds, and Student's 95 % confidence intervals of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ class Band(NamedTuple):
 
 
 def band(curves: Tensor) -> Band:
-    """Mean over the first dimension and Student's 95 % interval: `(N, C)` -> `(C,)` each; no width for one seed."""
+    """Mean over the first dimension and Student's 95 % interval: `(N, C)` -> `(C,)` each.
+
+    For one seed the interval has width zero.
+    """
     mean, n = curves.mean(0), len(curves)
     if n < 2:
         return Band(mean, mean, mean)
@@ -26,7 +29,7 @@ def band(curves: Tensor) -> Band:
 
 
 class Mean(NamedTuple):
-    """A mean over seeds with its standard error; NaN for one seed."""
+    """A mean over seeds with its standard error, which is NaN for one seed."""
 
     mean: float
     standard_error: float
@@ -34,7 +37,7 @@ class Mean(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor) -> Mean:
-        """Of one value per seed, `(N,)`."""
+        """The mean of one value per seed, `(N,)`."""
         n = len(values)
         error = float(values.std()) / math.sqrt(n) if n > 1 else math.nan
         return cls(float(values.mean()), error, n)
@@ -54,12 +57,15 @@ class Mean(NamedTuple):
 
 
 def number(x: float, digits: int = 4) -> str:
-    """A number with about so many significant digits, and thousands apart from 1,000 on."""
+    """A number with about `digits` significant digits, and separated thousands from 1,000 on."""
     return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.{digits}g}"
 
 
 def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t distribution; from five degrees on by its expansion, correct to 0.2 %."""
+    """The 97.5 % quantile of Student's t distribution.
+
+    From five degrees of freedom on it comes from an expansion that is correct to 0.2 %.
+    """
     exact = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445}
     z, n = 1.959964, degrees
     correction = (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)

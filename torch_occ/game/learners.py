@@ -1,8 +1,10 @@
-"""Learners: an occupancy measure for every episode, from what the earlier ones showed.
+"""Learners: an occupancy measure for every episode, learned from earlier episodes.
 
-A learner plays N independent runs at once, one for every seed. To write one, derive from `Learner`: `start` makes its state, `propose`
-returns q_t, `observe` learns. Everything that must survive an interruption is a tensor in `self.state`. `simulate` plays a copy, so one
-learner serves any number of runs, also at the same time; callbacks see the copy as `run.learner`, in `on_end` with its last state.
+A learner plays N independent runs at once, one per seed. To write one, derive from `Learner`:
+`start` makes its state, `propose` returns q_t, and `observe` learns. Everything that must survive
+an interruption is a tensor in `self.state`. `simulate` plays a copy, so one learner can be used in
+any number of runs, also at the same time. Callbacks see the copy as `run.learner`, with its last
+state in `on_end`.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from torch_occ.step.ftrl import FTRLStep
 
 
 class Learner:
-    """The protocol. `state` holds tensors whose first dimension is the seed."""
+    """Base class. `state` holds tensors whose first dimension is the seed."""
 
     full_information = False
-    #: Attributes that do not decide what is played; a saved run does not depend on them.
+    #: Attributes that do not change what is played; the fingerprint of a saved run ignores them.
     fingerprint_ignores: ClassVar[tuple[str, ...]] = ("state",)
 
     def __init__(self, mdp: LayeredMDP) -> None:
@@ -37,26 +39,31 @@ class Learner:
         self.state: dict[str, Tensor] = {}
 
     def copy(self) -> Self:
-        """A learner with the same settings and with memory of its own, for one run; the MDP, which never changes, is shared.
+        """A learner with the same settings and its own state, for one run; the MDP is shared.
 
-        Override it for a learner that holds what cannot be copied.
+        Override it for a learner with attributes that cannot be copied.
         """
         return copy.deepcopy(self, {id(self.mdp): self.mdp})
 
     def start(self, num_seeds: int) -> None:
-        """Forget everything and get ready for N runs; raise a ValueError if the settings are not valid."""
+        """Reset the state for N runs; raise a ValueError if the settings are not valid."""
         self.state = {}
 
     def propose(self, t: int) -> Tensor:
-        """q_t, an occupancy measure `(N, S, A)`, or `(1, S, A)` when all are the same. `simulate` checks it."""
+        """q_t, an occupancy measure `(N, S, A)`, or `(1, S, A)` if it is the same for all seeds.
+
+        `simulate` checks it.
+        """
         raise NotImplementedError
 
     def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
         """Learn from episode t, in which q was played."""
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """Numbers `(N,)` about the last proposal: newton_steps, dual_residual, flow_residual, uncertified (1 if it is so, else 0), and
-        if you like status, an `occ.Status`; or nothing.
+        """Numbers `(N,)` about the last proposal, by name; empty by default.
+
+        The names are newton_steps, dual_residual, flow_residual, uncertified (0 or 1) and,
+        optionally, status (an `occ.Status`).
         """
         return {}
 
@@ -71,7 +78,10 @@ class Learner:
 
 
 class FTRL(Learner):
-    """Follow the regularized leader over occupancy measures; `alg:main_alg` with `jin_luo(mdp)` and importance weights."""
+    """Follow the regularized leader over occupancy measures.
+
+    With `jin_luo(mdp)` and importance weights this is `alg:main_alg`.
+    """
 
     def __init__(
         self, mdp: LayeredMDP, regularizer: Regularizer, estimator: Estimator | None = None
@@ -82,21 +92,26 @@ class FTRL(Learner):
 
     @property
     def full_information(self) -> bool:  # type: ignore[override]
-        """Whether the estimator is shown the whole loss function."""
+        """Whether the estimator needs the whole loss function."""
         return self.estimator.full_information
 
     @classmethod
     def o_reps(cls, mdp: LayeredMDP, episodes: int) -> FTRL:
-        """O-REPS (Zimin and Neu, 2013): Shannon entropy, with the constant learning rate for a known number of episodes."""
-        choices = max(
-            math.log(mdp.num_pairs / mdp.horizon), math.log(2)
-        )  # with nothing to choose any rate will do
+        """O-REPS (Zimin and Neu, 2013): Shannon entropy with a constant learning rate.
+
+        The rate depends on the number of episodes, which must be known.
+        """
+        # If there is nothing to choose, any rate will do.
+        choices = max(math.log(mdp.num_pairs / mdp.horizon), math.log(2))
         eta = math.sqrt(mdp.horizon * choices / (episodes * mdp.num_pairs))
         return cls(mdp, Shannon() / Constant(eta))
 
     @classmethod
     def tsallis(cls, mdp: LayeredMDP, gamma: float = 1.0) -> FTRL:
-        """The 1/2-Tsallis entropy on pairs with eta_t = gamma / sqrt(t); for L = 1 and gamma = 1/2, Tsallis-INF."""
+        """The 1/2-Tsallis entropy on pairs with eta_t = gamma / sqrt(t).
+
+        For L = 1 and gamma = 1/2 this is Tsallis-INF.
+        """
         return cls(mdp, Tsallis() / InverseSqrt(gamma))
 
     @classmethod
@@ -129,10 +144,8 @@ class FTRL(Learner):
         )
         state["q"] = solution.q
         state["newton_steps"] = solution.steps.to(self.mdp.dtype)
-        state["dual_residual"], state["flow_residual"] = (
-            solution.dual_residual,
-            solution.flow_residual,
-        )
+        state["dual_residual"] = solution.dual_residual
+        state["flow_residual"] = solution.flow_residual
         state["uncertified"] = (~solution.converged).to(self.mdp.dtype)
         state["status"] = solution.status.to(self.mdp.dtype)
         return solution.q
@@ -158,7 +171,7 @@ def _same(one: LayeredMDP, other: LayeredMDP) -> bool:
 
 
 class FixedPolicy(Learner):
-    """The same policy in every episode: the uniform one by default."""
+    """The same policy in every episode; uniform by default."""
 
     def __init__(self, mdp: LayeredMDP, policy: Tensor | None = None) -> None:
         super().__init__(mdp)
@@ -170,7 +183,7 @@ class FixedPolicy(Learner):
 
     @classmethod
     def best_in_hindsight(cls, mdp: LayeredMDP, mean: Tensor) -> FixedPolicy:
-        """The optimal policy of the (average) mean loss `(S, A)`, which no learner knows."""
+        """The optimal policy for the (average) mean loss `(S, A)`, which no learner knows."""
         return cls(mdp, optimal_policy(mdp, mean, in_order=True).policy)
 
     def propose(self, t: int) -> Tensor:
@@ -180,14 +193,15 @@ class FixedPolicy(Learner):
 class EmpiricalLearner(Learner):
     """Plays the optimal policy of an estimate built from counts and observed losses.
 
-    Actions whose Q is within 1e-9 of the smallest are tied, and the one with the lowest index is played.
+    Actions whose Q is within 1e-9 of the smallest are tied; the one with the lowest index is
+    played.
     """
 
     def start(self, num_seeds: int) -> None:
         self.state = {"visits": self._zeros(num_seeds), "losses": self._zeros(num_seeds)}
 
     def index(self, t: int) -> Tensor:
-        """The loss `(N, S, A)` that is planned with."""
+        """The loss `(N, S, A)` for which the policy is optimal."""
         raise NotImplementedError
 
     def propose(self, t: int) -> Tensor:
@@ -200,17 +214,23 @@ class EmpiricalLearner(Learner):
 
 
 class FollowTheLeader(EmpiricalLearner):
-    """The optimal policy of the average observed losses, unseen pairs counting as free."""
+    """The optimal policy for the average observed losses; unseen pairs cost nothing."""
 
     def index(self, t: int) -> Tensor:
         return self.state["losses"] / self.state["visits"].clamp(min=1)
 
 
 class OptimisticValueIteration(EmpiricalLearner):
-    """UCB-style value iteration for known transitions: the average observed loss minus scale * sqrt(log t / visits), at least `floor`.
+    """UCB-style value iteration for known transitions.
 
-    Pairs that were never seen are believed to cost `floor`, which is 0 by default, since no loss is less. For L = 1, scale = sqrt(2) and
-    floor = -inf it is UCB1 (Auer, Cesa-Bianchi and Fischer, 2002).
+    The policy is optimal for the average observed loss minus scale * sqrt(log t / visits), but at
+    least `floor`. Pairs that were never seen cost `floor`, which is 0 by default, the smallest
+    possible loss. For L = 1, scale = sqrt(2) and floor = -inf this is UCB1 (Auer, Cesa-Bianchi and
+    Fischer, 2002).
+
+    Raises:
+        ValueError: if `scale` is not positive; or if `floor` is positive, or infinite with more
+            than one layer.
     """
 
     def __init__(self, mdp: LayeredMDP, scale: float = 0.5**0.5, floor: float = 0.0) -> None:
@@ -219,7 +239,8 @@ class OptimisticValueIteration(EmpiricalLearner):
             raise ValueError(f"scale: expected a positive number, got {scale}")
         if not floor <= 0 or (math.isinf(floor) and mdp.horizon > 1):
             raise ValueError(
-                f"floor: expected a number of at most 0, finite if there is more than one layer, got {floor}"
+                "floor: expected a number of at most 0, finite if there is more than one layer, "
+                f"got {floor}"
             )
         self.scale, self.floor = scale, floor
 

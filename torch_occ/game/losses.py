@@ -1,12 +1,13 @@
-"""Loss processes: what the environment charges in each episode.
+"""Loss processes: the losses that the environment charges in each episode.
 
-A process is a stream of means with a kind of noise around them. For episodes t0 <= t < t0 + n it returns the means
-`(n or 1, N or 1, S, A)`, where N is the number of seeds and a 1 stands for "the same for all"; the losses themselves are drawn only at
-the pairs that are visited, from a uniform number each. So a million episodes never sit in memory, and a wide MDP costs no more for
-its width.
+A process gives the mean losses, and the kind of noise around them. For episodes t0 <= t < t0 + n it
+returns the means `(n or 1, N or 1, S, A)`, where N is the number of seeds and a 1 stands for "the
+same for all". Losses are drawn only at visited pairs, each from one uniform number. So a million
+episodes need no memory, and the cost does not grow with the width of the MDP.
 
-Processes are stateless where they can be. What a process must remember between chunks (a random walk's position, a corruption
-budget) is a dictionary of tensors that `simulate` carries and saves.
+Most processes have no state. A process that must remember something between chunks (the position
+of a random walk, a corruption budget) keeps it in a dictionary of tensors, which `simulate` passes
+on and saves.
 """
 
 from __future__ import annotations
@@ -28,27 +29,36 @@ State = dict[str, Tensor]
 
 
 class LossProcess:
-    """Base class. Subclasses write `means`, and `start` if they remember something."""
+    """Base class. Subclasses define `means`, and `start` if they have a state."""
 
-    #: How a loss is drawn around its mean: exactly it, 0 or 1, or uniform on the widest interval around it inside [0, 1].
+    #: How a loss is drawn: equal to its mean, as 0 or 1, or uniformly on the widest interval around
+    #: the mean inside [0, 1].
     noise: Noise = "none"
-    #: The most episodes that one call of `means` may cover; 1 for an adversary that reacts to every q.
+    #: The most episodes per call of `means`; 1 for an adversary that reacts to every q.
     stride: int = CHUNK
-    #: The number of episodes that the process has losses for, if it is limited.
+    #: The number of episodes for which the process has losses, if it is limited.
     length: int | None = None
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
-        """The state before the first episode, after checking that the process fits the MDP."""
+        """Check that the process fits the MDP, and return the state before the first episode."""
         return {}
 
     def means(
         self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
     ) -> tuple[Tensor, State]:
-        """Means of episodes t0..t0+n-1 (t counts from 1) and the next state; q `(N, S, A)` is the learner's occupancy before t0."""
+        """Mean losses of episodes t0, ..., t0 + n - 1, where t counts from 1.
+
+        Args:
+            state: the state before episode t0.
+            q: the learner's occupancy measures before t0, `(N, S, A)`.
+
+        Returns:
+            The means `(n or 1, N or 1, S, A)`, and the state after these episodes.
+        """
         raise NotImplementedError
 
     def draw(self, mean: Tensor, uniform: Tensor) -> Tensor:
-        """Losses with these means from uniform numbers of the same shape."""
+        """Draw losses with these means from uniform numbers of the same shape."""
         if self.noise == "bernoulli":
             return (uniform < mean).to(mean.dtype)
         if self.noise == "uniform":
@@ -57,7 +67,7 @@ class LossProcess:
 
 
 class Stationary(LossProcess):
-    """The same means for ever; without noise a constant loss."""
+    """The same means in every episode; without noise, a constant loss."""
 
     stride = 1 << 62
 
@@ -82,14 +92,18 @@ class BernoulliLosses(Stationary):
 
 
 class UniformLosses(Stationary):
-    """i.i.d. losses, uniform on the widest interval around the mean that stays in [0, 1]."""
+    """i.i.d. losses, uniform on the widest interval around the mean inside [0, 1]."""
 
     def __init__(self, mean: Tensor) -> None:
         super().__init__(mean, "uniform")
 
 
 class TableLosses(LossProcess):
-    """A fixed sequence `(T, S, A)`, chosen by an oblivious adversary."""
+    """A fixed sequence of losses `(T, S, A)`, from an oblivious adversary.
+
+    Raises:
+        ValueError: if the table does not have three dimensions, or a loss is not in [0, 1].
+    """
 
     def __init__(self, table: Tensor) -> None:
         self.table = check_unit_interval("table", table)
@@ -108,14 +122,18 @@ class TableLosses(LossProcess):
 
 
 class SwitchingLosses(LossProcess):
-    """An adversary that goes round several tables `(K, S, A)`, each for `period` episodes, so that the best policy keeps changing."""
+    """An adversary that cycles through tables `(K, S, A)`, with `period` episodes for each.
+
+    The best policy changes with every switch.
+
+    Raises:
+        ValueError: if the tables do not have three dimensions, a loss is not in [0, 1], or
+            `period` is less than 1.
+    """
 
     def __init__(self, tables: Tensor, period: int, noise: Noise = "none") -> None:
-        self.tables, self.period, self.noise = (
-            check_unit_interval("tables", tables),
-            period,
-            check_noise(noise),
-        )
+        self.tables, self.period = check_unit_interval("tables", tables), period
+        self.noise = check_noise(noise)
         if tables.dim() != 3:
             raise ValueError(f"tables: expected shape (K, S, A), got {tuple(tables.shape)}")
         if period < 1:
@@ -133,7 +151,11 @@ class SwitchingLosses(LossProcess):
 
 
 class RandomWalkLosses(LossProcess):
-    """Every loss is a random walk reflected in [0, 1], started at 1/2, another one for every seed."""
+    """Every loss is a random walk, reflected in [0, 1], from 1/2; each seed has its own.
+
+    Raises:
+        ValueError: if `step` is not in (0, 1).
+    """
 
     def __init__(self, step: float = 0.01, noise: Noise = "none") -> None:
         if not 0 < step < 1:
@@ -151,7 +173,8 @@ class RandomWalkLosses(LossProcess):
         chunk, row = divmod(t0 - 1, CHUNK)
         if row + n > CHUNK:
             raise ValueError(
-                f"a random walk is asked for chunk by chunk, of {CHUNK} episodes; got {t0} to {t0 + n - 1}"
+                f"a random walk is asked for chunk by chunk, of {CHUNK} episodes; got {t0} to "
+                f"{t0 + n - 1}"
             )
         moves = np.stack(
             [
@@ -168,14 +191,15 @@ class RandomWalkLosses(LossProcess):
 
 
 class GreedyAdversary(LossProcess):
-    """An adaptive adversary: every state charges 1 for the most likely action of the last q, else 0.
+    """An adaptive adversary: each state charges 1 for the most likely action of the last q.
 
-    The best policy in hindsight depends on the learner's random choices, so the mean over seeds of
-    `History.regret` estimates E max, not the paper's max E. `theory.Certificate` has both.
+    All other actions cost 0. The best policy in hindsight depends on the learner's random choices,
+    so the mean over seeds of `History.regret` estimates E max, not the paper's max E.
+    `theory.Certificate` has both.
 
     Actions whose q is within a relative 1e-9 of the largest are tied, and the one with the lowest
-    index is charged (`torch_occ.mdp.occupancy.likeliest`): a learner that treats two actions alike
-    has q equal up to rounding, and rounding must not decide.
+    index is charged (`torch_occ.mdp.occupancy.likeliest`). A learner that treats two actions alike
+    has q that are equal up to rounding, and rounding errors must not decide.
     """
 
     stride = 1
@@ -187,11 +211,16 @@ class GreedyAdversary(LossProcess):
 
 
 class StochasticallyConstrained(LossProcess):
-    """Gaps fixed, means moving: in phases of growing length all losses of a layer rise and fall together.
+    """Means that change with fixed gaps: all losses of a layer rise and fall together.
 
-    In phase j, of length ceil(growth^j), layer k charges base(s, a) * (1 - swing) plus a level, 0 or `swing`, that alternates with the
-    phase and the layer. A level that is the same for a whole layer is paid by every policy, so Q(s,a) - min Q never moves: the setting
-    of `eq:self_bounding_constraint` with C = 0, though losses are neither independent nor identically distributed.
+    Phase j has ceil(growth^j) episodes. In it, layer k charges base(s, a) * (1 - swing) plus a
+    level, 0 or `swing`, which alternates with the phase and the layer. Every policy pays the level
+    of a layer, so the gaps Q(s,a) - min Q are constant. This is the setting of
+    `eq:self_bounding_constraint` with C = 0, although losses are neither independent nor
+    identically distributed.
+
+    Raises:
+        ValueError: if a loss is not in [0, 1], or `swing` or `growth` is out of range.
     """
 
     def __init__(
@@ -201,12 +230,8 @@ class StochasticallyConstrained(LossProcess):
             raise ValueError(f"swing: expected a number in [0, 1), got {swing}")
         if not growth > 1:
             raise ValueError(f"growth: expected more than 1, got {growth}")
-        self.base, self.swing, self.growth, self.noise = (
-            check_unit_interval("base", base),
-            swing,
-            growth,
-            check_noise(noise),
-        )
+        self.base, self.swing, self.growth = check_unit_interval("base", base), swing, growth
+        self.noise = check_noise(noise)
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
         check_table("base", self.base, mdp)
@@ -214,7 +239,7 @@ class StochasticallyConstrained(LossProcess):
 
     @property
     def gap_table(self) -> Tensor:
-        """A loss `(S, A)` with the gaps that hold in every episode."""
+        """A loss `(S, A)` whose gaps hold in every episode."""
         return self.base * (1 - self.swing)
 
     def means(
@@ -234,7 +259,7 @@ class StochasticallyConstrained(LossProcess):
 
 
 def check_unit_interval(name: str, table: Tensor) -> Tensor:
-    """A copy of the table, once every entry is known to be in [0, 1]."""
+    """Return a copy of the table; raise a ValueError if an entry is not in [0, 1]."""
     wrong = (~((table >= 0) & (table <= 1))).nonzero()
     if len(wrong):
         index = tuple(wrong[0].tolist())
@@ -249,7 +274,10 @@ def check_unit_interval(name: str, table: Tensor) -> Tensor:
 
 
 def mean_square(mean: Tensor, noise: Noise) -> Tensor:
-    """E[loss^2] of losses drawn by `LossProcess.draw`: m for a coin, m^2 + min(m, 1-m)^2 / 3 for the uniform one, m^2 without noise."""
+    """E[loss^2] of losses that `LossProcess.draw` draws with mean m.
+
+    It is m for Bernoulli, m^2 + min(m, 1-m)^2 / 3 for uniform, and m^2 without noise.
+    """
     if noise == "bernoulli":
         return mean
     return (
@@ -260,10 +288,10 @@ def mean_square(mean: Tensor, noise: Noise) -> Tensor:
 
 
 def second_moments(mean: Tensor, square: Tensor) -> Tensor:
-    """E[loss_i loss_j] for every two pairs i <= j, from E[loss] and E[loss^2] of each pair.
+    """E[loss_i loss_j] for all pairs i <= j, from E[loss] and E[loss^2] of each pair.
 
-    Losses of different pairs are independent given their means. Pairs are flat and i comes before
-    j, so the matrix is upper triangular: `(*batch, S, A)` -> `(*batch, S * A, S * A)`.
+    Losses of different pairs are independent given their means. Pairs are flattened and i <= j, so
+    the matrix is upper triangular: `(*batch, S, A)` -> `(*batch, S * A, S * A)`.
     """
     flat = mean.flatten(-2)
     products = torch.triu(flat.unsqueeze(-1) * flat.unsqueeze(-2), 1)
@@ -271,14 +299,14 @@ def second_moments(mean: Tensor, square: Tensor) -> Tensor:
 
 
 def check_noise(noise: Noise) -> Noise:
-    """The noise, if it is a known kind."""
+    """Return the noise; raise a ValueError if it is unknown."""
     if noise not in ("none", "bernoulli", "uniform"):
         raise ValueError(f"noise: expected none, bernoulli or uniform, got {noise!r}")
     return noise
 
 
 def check_table(name: str, table: Tensor, mdp: LayeredMDP) -> None:
-    """Raise a ValueError if a table of means does not have the shape of the MDP."""
+    """Raise a ValueError if a table does not have the shape, type and device of the MDP."""
     expected = (mdp.num_states, mdp.num_actions)
     if tuple(table.shape) != expected or table.dtype != mdp.dtype or table.device != mdp.device:
         found = f"{table.dtype} of shape {tuple(table.shape)} on {table.device}"

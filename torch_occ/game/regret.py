@@ -1,4 +1,4 @@
-"""Comparators, regrets, and the condition that makes the paper's bounds logarithmic."""
+"""Comparators, and the self-bounding condition, under which the paper's bounds are logarithmic."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from torch_occ.mdp.occupancy import optimal_policy
 
 
 def comparator(mdp: LayeredMDP, total_mean: Tensor) -> Tensor:
-    """min over policies of the total expected loss: `(*batch, S, A)`, the sum of the means of all episodes -> `(*batch,)`.
+    """The smallest total expected loss of any policy.
 
-    The same bits for a seed alone and in any batch.
+    The result has the same bits for a seed alone and in any batch.
+
+    Args:
+        total_mean: the sum of the mean losses of all episodes, `(*batch, S, A)`.
+
+    Returns:
+        A tensor `(*batch,)`.
     """
     first = optimal_policy(mdp, total_mean, in_order=True).value[..., : mdp.layer_sizes[0]]
     return total(mdp.initial * first, -1)
@@ -35,14 +41,17 @@ def self_bounding(
     policy: Tensor,
     corruption: Tensor | float = 0.0,
 ) -> SelfBounding:
-    """The self-bounding condition on a finished run.
+    """Both sides of the self-bounding condition for a finished run.
 
     Args:
         regret: pseudo-regret of each seed `(N,)`.
         cumulative_occupancy: sum_t q_t `(N, S, A)`.
         gaps: the gap function `(S, A)`.
         policy: the mapping pi*, one-hot `(S, A)`.
-        corruption: C, a number or one for every seed.
+        corruption: C, one number for all seeds or one for each.
+
+    Returns:
+        `SelfBounding(left, right)`, each `(N,)`.
     """
     suboptimal = torch.where(policy > 0, 0.0, gaps)
     return SelfBounding(regret, (cumulative_occupancy * suboptimal).sum((-2, -1)) - corruption)

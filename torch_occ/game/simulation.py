@@ -1,8 +1,8 @@
-"""A run in progress: what it adds up, what callbacks look at, and what a saved file restores.
+"""A run in progress: its sums and curves, which callbacks read, and its state in a file.
 
 Episodes are played by torch_occ.game.torch_player or by torch_occ.game.compiled_player, all seeds
-together. Random numbers and means come in chunks of episodes. A run can be saved and continued at a
-chunk's edge, and ends with exactly the numbers of an uninterrupted one.
+together. Random numbers and means come in chunks of episodes. A run can be saved and continued at
+the end of a chunk. It then ends with exactly the numbers of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from torch_occ.mdp.occupancy import interior_point
 
 
 class Player(Protocol):
-    """Plays a segment of episodes for all seeds and adds it up in the simulation."""
+    """Plays a segment of episodes for all seeds, and adds its results to the simulation."""
 
     name: str
-    chunks: int  # to play at once
-    most: int  # episodes in one call
-    reacts: bool  # plays the adversary too: it asks for the means of the first episode only
+    chunks: int  # per call
+    most: int  # episodes per call
+    reacts: bool  # plays the adversary itself, and needs only the means of the first episode
 
     def play(
         self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None
@@ -50,7 +50,7 @@ class Player(Protocol):
 def choose_player(
     backend: Backend, mdp: LayeredMDP, learner: Learner, losses: LossProcess
 ) -> Player:
-    """The player for a learner; an error that says why if the engine was asked for and cannot play."""
+    """The player for a learner; a ValueError if the engine is required but cannot play."""
 
     def why_not() -> str | None:
         return later("game.compiled_player").why_not_play(learner, losses)
@@ -61,20 +61,21 @@ def choose_player(
 
 
 def _copy(learner: Learner) -> Learner:
-    """The run's own learner: nothing that it does is seen by the caller, or by another run in another thread."""
+    """A copy of the learner for this run; the caller's learner does not change."""
     try:
         return learner.copy()
     except Exception as error:
         name = type(learner).__name__
         raise TypeError(
-            f"learner: {name} cannot be copied ({error}), and a run plays a copy; override {name}.copy"
+            f"learner: {name} cannot be copied ({error}), and a run plays a copy; override "
+            f"{name}.copy"
         ) from error
 
 
-#: Bytes of random numbers held at once.
+#: The largest number of bytes of random numbers in memory.
 _MEMORY = 1 << 25
 
-#: Chunks, over all seeds, from one edge to the next: after Ctrl-C no more than these are lost.
+#: The largest number of chunks, over all seeds, that are lost after Ctrl-C.
 _RUNS = 512
 
 _CURVES = (
@@ -90,7 +91,7 @@ _CURVES = (
 
 
 class Simulation:
-    """A run in progress: what callbacks look at, and what a saved file restores."""
+    """A run in progress: what callbacks read, and what a saved file restores."""
 
     def __init__(
         self,
@@ -115,15 +116,17 @@ class Simulation:
             raise ValueError("seeds: expected at least one")
         if learner.mdp is not mdp:
             raise ValueError(
-                "learner: was made for another MDP than the one to simulate; make both with the same LayeredMDP"
+                "learner: was made for another MDP than the one to simulate; make both with the "
+                "same LayeredMDP"
             )
-        json.dumps(config)  # a TypeError now rather than after the run
+        json.dumps(config)  # raises a TypeError before the run, not after it
         self.checkpoints = sorted(set(log_spaced(episodes) if checkpoints is None else checkpoints))
         if not self.checkpoints:
             raise ValueError("checkpoints: expected at least one episode")
         if self.checkpoints[0] < 1 or self.checkpoints[-1] > episodes:
             raise ValueError(
-                f"checkpoints: expected episodes from 1 to {episodes}, got {self.checkpoints[0]} to {self.checkpoints[-1]}"
+                f"checkpoints: expected episodes from 1 to {episodes}, got {self.checkpoints[0]} "
+                f"to {self.checkpoints[-1]}"
             )
         self.learner = learner = _copy(learner)
         self.contract = Contract(mdp, learner, losses, self.seeds)
@@ -142,13 +145,11 @@ class Simulation:
             "flow_residual",
             "uncertified",
         )
-        failed = (
-            "first_uncertified",
-            "first_status",
-        )  # the episode of the first step without certificate, 0 if none, and its status
+        # The episode of the first step without certificate (0 if none), and its status.
+        failed = ("first_uncertified", "first_status")
         self.sums = {name: zeros[:, 0, 0].clone() for name in names + failed}
         self.sums |= {"cumulative_occupancy": zeros.clone(), "total_mean": zeros.clone()}
-        self.warned = False  # of the first step without certificate
+        self.warned = False  # whether there was a warning of an uncertified step
         self.since = 0  # episodes since the last checkpoint
         self.recorded: list[int] = []
         self.times: list[float] = []
@@ -157,36 +158,19 @@ class Simulation:
         if backend == "torch" and isinstance(learner, FTRL):
             learner.step.use("torch")
         self.segment = 0  # the episode before the last means
-        self.at_checkpoint = self._tables()  # at the last one
+        self.at_checkpoint = self._tables()  # the tables at the last checkpoint
 
     def play_chunk(self) -> Iterator[int]:
-        """Play to a chunk's edge or the end; yields at every checkpoint, once its numbers are recorded."""
-        begun, mdp, origin, first_chunk = (
-            time.monotonic(),
-            self.mdp,
-            self.t - self.t % CHUNK,
-            self.t // CHUNK,
-        )
+        """Play some chunks; yield t at every checkpoint, after it is recorded."""
+        begun, mdp, origin = time.monotonic(), self.mdp, self.t - self.t % CHUNK
+        first_chunk = self.t // CHUNK
         table = (mdp.num_states, mdp.num_actions)
-        doubles = (
-            CHUNK
-            * len(self.seeds)
-            * (3 * mdp.horizon + (math.prod(table) if self.learner.full_information else 0))
-        )
-        few = _RUNS // len(self.seeds)
-        count = max(
-            1,
-            min(
-                self.player.chunks,
-                few,
-                _MEMORY // (8 * doubles),
-                -(-(self.episodes - origin) // CHUNK),
-            ),
-        )
-        chunks, until = (
-            range(first_chunk, first_chunk + count),
-            min(origin + count * CHUNK, self.episodes),
-        )
+        per_episode = 3 * mdp.horizon + self.learner.full_information * math.prod(table)
+        fits = _MEMORY // (8 * CHUNK * len(self.seeds) * per_episode)
+        left = -(-(self.episodes - origin) // CHUNK)
+        count = max(1, min(self.player.chunks, _RUNS // len(self.seeds), fits, left))
+        chunks = range(first_chunk, first_chunk + count)
+        until = min(origin + count * CHUNK, self.episodes)
         numbers = uniforms(self.seeds, Purpose.EPISODES, chunks, (mdp.horizon, 3)).to(
             mdp.device, mdp.dtype
         )
@@ -196,9 +180,8 @@ class Simulation:
         due = {t for t in self.checkpoints if self.t < t <= until}
         while self.t < until:
             first = self.segment = self.t
-            if (
-                self.player.reacts
-            ):  # to the next checkpoint, from means for the first of these episodes
+            if self.player.reacts:
+                # Play to the next checkpoint with the means of the first of these episodes.
                 n, asked = self._next_stop(until) - first, 1
             else:
                 n = asked = min(self.losses.stride, until - first)
@@ -220,12 +203,12 @@ class Simulation:
         self.seconds += time.monotonic() - begun
 
     def _next_stop(self, latest: int) -> int:
-        """Where the next call of the player ends: at a checkpoint, or when it has played long."""
+        """The last episode of the player's next call, at most the next checkpoint."""
         i = bisect_right(self.checkpoints, self.t)
         return min(latest, self.t + self.player.most, *self.checkpoints[i : i + 1])
 
     def tally(self, mean: Tensor, feedback: Feedback) -> None:
-        """Add up one episode, in which `self.q` was played and the means were `(N, S, A)`."""
+        """Add the results of one episode, in which `self.q` was played, to the sums."""
         sums = self.sums
         sums["expected"] += (self.q * mean).sum((-2, -1))
         sums["realised"] += feedback.losses.sum(-1)
@@ -246,10 +229,10 @@ class Simulation:
                     sums["first_status"][first] = found["status"][first].to(self.q.dtype)
 
     def ask_for_second_moments(self) -> None:
-        """From now on add up E[loss_i loss_j] of every episode in `sums["second_moment"]`.
+        """Sum E[loss_i loss_j] over all further episodes, in `sums["second_moment"]`.
 
-        Its shape is `(N, S * A, S * A)`, and only the entries i <= j are filled. Callbacks ask for
-        it in `on_start`; a run that nobody asks pays nothing for it.
+        Its shape is `(N, S * A, S * A)`, and only the entries i <= j are filled. Callbacks call
+        this in `on_start`; otherwise nothing is computed.
         """
         pairs = self.mdp.num_states * self.mdp.num_actions
         if "second_moment" not in self.sums:
@@ -277,15 +260,15 @@ class Simulation:
         self.since = 0
         self.at_checkpoint = self._tables()
         self.times.append(self.seconds)
-        self.recorded.append(self.t)  # last: what is interrupted before here is not recorded
+        self.recorded.append(self.t)  # last, so that an interrupted checkpoint does not count
 
     def _tables(self) -> dict[str, Tensor]:
-        """Copies of the tables that a history holds."""
+        """Copies of the tables that are part of a history."""
         tables = {name: self.sums[name].clone() for name in ("cumulative_occupancy", "total_mean")}
         return tables | {"last_q": self.q.clone()}
 
     def history(self, *, interrupted: bool = False) -> History:
-        """Everything recorded so far; if interrupted, with the tables of the last checkpoint."""
+        """The history so far; if interrupted, with the tables of the last checkpoint."""
         n, points = len(self.seeds), len(self.recorded)
         none = self.q.new_zeros(n, 0)
         curves = {
@@ -303,19 +286,19 @@ class Simulation:
             **curves,
         )
 
-    # -- saving -----------------------------------------------------------------------------------------------------------
+    # -- saving --------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """A copy of the whole state. Call it at a chunk's edge only."""
+        """A copy of the whole state, to be taken at the end of a chunk."""
         now = {name: getattr(self, name) for name in ("t", "seconds", "since", "at_checkpoint")}
         now |= {name: copied(getattr(self, name)) for name in ("q", "process_state", "sums")}
-        # The points of a curve never change, so they need not be copied.
+        # The points of a curve never change, so lists of them are copied, not the points.
         now |= {"curves": {name: [*rows] for name, rows in self.curves.items()}}
         now |= {"recorded": [*self.recorded], "times": [*self.times]}
         return now | {"learner": copied(self.learner.state)}
 
     def restore(self, state: State) -> None:
-        """Go on from what `state` returned, in this process or another."""
+        """Continue from a result of `state`, in this process or another."""
         for name, value in state.items():
             if name == "learner":
                 self.learner.state = copied(value)

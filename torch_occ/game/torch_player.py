@@ -1,4 +1,7 @@
-"""One episode of every seed, in torch: the learner proposes, its policy is played along a trajectory, and it sees the losses there."""
+"""The torch player: one episode of every seed at a time.
+
+The learner proposes q, its policy is played along a trajectory, and it observes the losses there.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TorchPlayer:
-    """Plays any learner; no Python work is done for a single seed."""
+    """Plays any learner; all seeds are played as one batch."""
 
     name = "torch"
     chunks = 1
@@ -30,19 +33,24 @@ class TorchPlayer:
         self.first = mdp.initial.cumsum(-1)
 
     def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
-        """Episodes run.t+1, ...: means `(n or 1, N or 1, S, A)`, numbers `(N, n, L, 3)`, tables `(N, n, S, A)`."""
+        """Play episodes run.t + 1, ....
+
+        Args:
+            means: mean losses `(n or 1, N or 1, S, A)`.
+            numbers: uniform numbers `(N, n, L, 3)`.
+            tables: uniform numbers `(N, n, S, A)` for whole loss tables, or None.
+        """
         for i in range(numbers.shape[1]):
             run.t += 1
             run.since += 1
             q = run.learner.propose(run.t)
             run.contract.proposal(run.t, q)
             q = q.detach().expand(len(run.seeds), *q.shape[1:])
-            run.q = q.clone()  # the learner may go on working in its own memory
+            run.q = q.clone()  # the learner may change its own tensor later
             mean = means[min(i, len(means) - 1)].expand_as(q)
             table = None if tables is None else run.losses.draw(mean, tables[:, i])
-            table = (
-                mean.clone() if table is mean else table
-            )  # the learner gets it, the process keeps its own
+            # A copy: the learner may change it, and the process keeps the original.
+            table = mean.clone() if table is mean else table
             feedback = self.walk(run, mean, table, numbers[:, i])
             run.contract.drawn(run.t, feedback)
             run.tally(mean, feedback)
@@ -51,9 +59,10 @@ class TorchPlayer:
     def walk(
         self, run: Simulation, mean: Tensor, table: Tensor | None, numbers: Tensor
     ) -> Feedback:
-        """Sample a trajectory a seed. Per layer the numbers `(N, L, 3)` decide the action, the loss and the next state.
+        """Sample one trajectory per seed.
 
-        The last layer's next state is the end, so its number is left for the first state.
+        In each layer, the three numbers of `(N, L, 3)` decide the action, the loss and the next
+        state. The last layer has no next state, so its third number decides the first state.
         """
         policy, every = policy_of(self.mdp, run.q), torch.arange(len(run.q), device=run.q.device)
         local = invert(self.first.expand(len(run.q), -1), numbers[:, -1, 2])

@@ -1,4 +1,4 @@
-"""Where layered MDPs come from: random numbers, tables, arrays of other packages, Gymnasium."""
+"""Constructors of layered MDPs: random, from tables, arrays of other packages, and Gymnasium."""
 
 from __future__ import annotations
 
@@ -35,9 +35,16 @@ class Constructors:
         concentration: float = 1.0,
         dtype: torch.dtype = torch.float64,
     ) -> Self:
-        """One start state, then layers of `width` states; rows of P drawn from a symmetric Dirichlet.
+        """A random MDP: one start state, then layers of `width` states.
 
-        `concentration` 1 is uniform on the simplex; towards 0 the transitions become nearly deterministic.
+        Rows of P are drawn from a symmetric Dirichlet distribution. `concentration` 1 is uniform on
+        the simplex; towards 0 the transitions become nearly deterministic.
+
+        Returns:
+            A `LayeredMDP`.
+
+        Raises:
+            ValueError: if a size is less than one, or the concentration is not positive.
         """
         return cls(random_transitions(horizon, width, num_actions, seed, concentration, dtype))
 
@@ -53,16 +60,23 @@ class Constructors:
     ) -> Self:
         """Unroll an ordinary finite MDP for `horizon` steps.
 
-        Layer k holds the states that can be occupied after k steps. A terminal state ends the episode: it becomes an absorbing
-        end of one action, which waits until the horizon. States that no policy reaches at a step are not created.
-        `mdp.origin` maps every layered state back, and `mdp.lift(loss)` turns a loss table `(S, A)` into a layered one.
+        Layer k holds the states that can be occupied after k steps; other states are left out. A
+        terminal state ends the episode: it becomes the absorbing end, which has one action and
+        lasts until the horizon. `mdp.origin` maps every layered state back, and `mdp.lift(loss)`
+        turns a loss table `(S, A)` into a layered one.
 
         Args:
-            transition: `(S, A, S)`, dense or sparse, or a sparse matrix `(S * A, S)` of torch or SciPy; the layers are stored likewise.
-                Rows of terminal states are ignored.
+            transition: `(S, A, S)`, dense or sparse, or a sparse matrix `(S * A, S)` of torch or
+                SciPy; the layers are stored in the same way. Rows of terminal states are ignored.
             initial: a distribution `(S,)` or the index of the start state.
             terminal: indices of terminal states.
             actions: boolean mask `(S, A)` of available actions; all by default.
+
+        Returns:
+            A `LayeredMDP`.
+
+        Raises:
+            ValueError: if an argument is not valid; it names the state and the action.
         """
         sparse = not isinstance(transition, Tensor) or transition.layout != torch.strided
         return cls(
@@ -82,14 +96,24 @@ class Constructors:
         terminal: Sequence[int] = (),
         action_axis: int | None = None,
     ) -> RewardMDP:
-        """Unroll the arrays of another MDP package, rewards included.
+        """Unroll the arrays of another MDP package, including rewards.
 
         Args:
-            transition: `(A, S, S)` as in pymdptoolbox, `(S, A, S)`, or one `(S, S)` matrix for every action, dense or sparse (SciPy).
-            reward: `(S,)`, `(S, A)`, one for every transition in the same order of axes, or one `(S, S)` matrix for every action.
+            transition: `(A, S, S)` as in pymdptoolbox, `(S, A, S)`, or one `(S, S)` matrix per
+                action, dense or sparse (SciPy).
+            reward: `(S,)`, `(S, A)`, one per transition with the same order of axes, or one
+                `(S, S)` matrix per action.
             initial: a distribution `(S,)` or the index of the start state.
-            terminal: indices of terminal states: to enter one ends the episode, with the reward of that step.
-            action_axis: which axis of `transition` counts the actions, 0 or 1; needed if there are as many actions as states.
+            terminal: indices of terminal states. Entering one ends the episode, with the reward of
+                that step.
+            action_axis: the axis of `transition` that counts the actions, 0 or 1; required if there
+                are as many actions as states.
+
+        Returns:
+            A `RewardMDP`.
+
+        Raises:
+            ValueError: if an argument is not valid; it names the state and the action.
         """
         return later("mdp.importers").from_arrays(
             transition, reward, horizon, initial, terminal=terminal, action_axis=action_axis
@@ -106,19 +130,29 @@ class Constructors:
         verify: int = 10_000,
         seed: int = 0,
     ) -> RewardMDP:
-        """Unroll a Gymnasium environment that publishes its table (`env.unwrapped.P`), rewards included.
+        """Unroll a Gymnasium environment that publishes its table (`env.unwrapped.P`).
 
-        A terminated outcome leads to the absorbing end; duplicate next states add up. `mdp.origin` maps every layered state back to the
-        environment's, `mdp.loss` holds its losses, and `mdp.reward_map` the way back to rewards.
+        A terminated outcome leads to the absorbing end; duplicate next states add up. `mdp.origin`
+        maps every layered state back to the environment's state, `mdp.loss` holds the losses, and
+        `mdp.reward_map` maps losses back to rewards.
 
-        The environment is reset and played, to refuse a table that is not true; so pass one that nobody else is using.
+        The environment is reset and played, to refuse a wrong table. So pass an environment that is
+        not in use elsewhere.
 
         Args:
             env: an environment or its id.
-            initial: a distribution `(S,)` or the index of the start state; the environment's own by default.
-            options: what `gymnasium.make` takes besides the id.
-            verify: how many steps to play in the check; 0 for none.
-            seed: of that check.
+            initial: a distribution `(S,)` or the index of the start state; by default that of the
+                environment.
+            options: options of `gymnasium.make`, if `env` is an id.
+            verify: the number of steps to play in the check; 0 for no check.
+            seed: of the check.
+
+        Returns:
+            A `RewardMDP`.
+
+        Raises:
+            ImportError: if Gymnasium, or a package that the environment needs, is not installed.
+            ValueError: if the environment publishes no valid table, or contradicts it.
         """
         return later("mdp.importers").from_gymnasium(
             env, horizon, initial, options=options, verify=verify, seed=seed

@@ -18,7 +18,7 @@ def random_transitions(
     concentration: float,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """One start state, then layers of `width` states; one tensor `(S_k, A, S_{k+1})` per layer.
+    """Transitions `(S_k, A, S_{k+1})` of each layer: one start state, then `width` states each.
 
     Raises:
         ValueError: if a size is less than one, or the concentration is not positive.
@@ -36,9 +36,10 @@ def random_transitions(
 
 
 def _dirichlet(shape: tuple[int, ...], concentration: float, generator: torch.Generator) -> Tensor:
-    """Symmetric Dirichlet rows from an explicit generator, in log space so that small concentrations do not underflow.
+    """Symmetric Dirichlet rows from an explicit generator.
 
-    Gamma(c) = Gamma(c + 1) * U^(1/c); the first factor stays away from zero.
+    They are computed in log space, so that small concentrations do not underflow:
+    Gamma(c) = Gamma(c + 1) * U^(1/c), where the first factor stays away from zero.
     """
     shape_plus_one = torch.full(shape, concentration + 1.0, dtype=torch.float64)
     log_gamma = standard_gamma(shape_plus_one, generator).log()

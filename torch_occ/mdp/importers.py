@@ -1,7 +1,7 @@
-"""MDPs from elsewhere: arrays of other packages, and Gymnasium's tables.
+"""Importers of MDPs: arrays of other packages, and tables of Gymnasium.
 
-Each importer reads a list of outcomes with a reward each, and `build` does the rest: states that only wait keep one action, the MDP is
-unrolled into layers, and the rewards become losses.
+Each importer makes a list of outcomes with rewards. `build` unrolls them into layers and turns the
+rewards into losses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.extras import extra
-from torch_occ.mdp.audit import Auditor, refuse_untruthful
+from torch_occ.mdp.audit import Auditor, check_by_playing
 from torch_occ.mdp.rewards import RewardMap, RewardMDP
 from torch_occ.mdp.unrolling import ABSORBING, Outcomes, finish, unroll
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def build(outcomes: Outcomes, rewards: Tensor, horizon: int, initial: Tensor | int) -> RewardMDP:
-    """The layered MDP of a list of outcomes, each with its reward `(n,)`."""
+    """The layered MDP of a list of outcomes, with a reward `(n,)` for each."""
     scale = RewardMap.covering(rewards)
     reward = outcomes.sums(outcomes.probability * rewards)
     return RewardMDP(
@@ -32,13 +32,9 @@ def build(outcomes: Outcomes, rewards: Tensor, horizon: int, initial: Tensor | i
 
 
 def _wait_once(outcomes: Outcomes, reward: Tensor) -> Outcomes:
-    """A state whose every action leads back to it, for the same reward, decides nothing and keeps its first action only."""
-    leaves = (
-        outcomes.sums(
-            ((outcomes.next != outcomes.state) & (outcomes.probability > 0)).to(reward.dtype)
-        )
-        > 0
-    )
+    """Keep only the first action of states where every action stays, for the same reward."""
+    moves = (outcomes.next != outcomes.state) & (outcomes.probability > 0)
+    leaves = outcomes.sums(moves.to(reward.dtype)) > 0
     first = outcomes.actions.to(torch.int8).argmax(-1, keepdim=True)
     same = (reward == reward.gather(-1, first)) | ~outcomes.actions
     waits = ((same & ~leaves) | ~outcomes.actions).all(-1)
@@ -48,7 +44,7 @@ def _wait_once(outcomes: Outcomes, reward: Tensor) -> Outcomes:
     return kept.select(actions[outcomes.state, outcomes.action])
 
 
-# -- arrays of other packages -----------------------------------------------------------------------------------------------
+# -- arrays of other packages ------------------------------------------------------------------
 
 
 def from_arrays(
@@ -67,7 +63,8 @@ def from_arrays(
     for a, piece in enumerate(pieces):
         if tuple(piece.shape) != (num_states, num_states):
             raise ValueError(
-                f"transition: action {a}: expected shape ({num_states}, {num_states}), got {tuple(piece.shape)}"
+                f"transition: action {a}: expected shape ({num_states}, {num_states}), got "
+                f"{tuple(piece.shape)}"
             )
         state, after = piece.nonzero()
         entries.append(
@@ -88,14 +85,14 @@ def from_arrays(
         probability,
         torch.ones(num_states, num_actions, dtype=torch.bool),
     )
-    # Rewards are looked up by the next state itself, before terminal ones are merged into the end.
+    # Look up rewards before terminal states are merged into the absorbing end.
     rewards = _reward_of(reward, outcomes, action_axis)
     alive = finish(outcomes, tuple(terminal))
     return build(alive, rewards[alive.actions[outcomes.state, outcomes.action]], horizon, initial)
 
 
 def _per_action(transition: Any, action_axis: int | None) -> tuple[list[Any], int]:
-    """A matrix `(S, S)` for every action, dense or sparse, and which axis of an array counts the actions."""
+    """One `(S, S)` matrix per action, dense or sparse, and the axis that counts the actions."""
     if isinstance(transition, Tensor):
         transition = transition.detach().cpu().numpy()
     if isinstance(transition, np.ndarray) and transition.dtype != object:
@@ -110,12 +107,14 @@ def _per_action(transition: Any, action_axis: int | None) -> tuple[list[Any], in
                 else "neither reading has as many next states as states"
             )
             raise ValueError(
-                f"transition: shape {shape} is neither clearly (A, S, S) nor (S, A, S): {reason}; pass action_axis=0 or 1"
+                f"transition: shape {shape} is neither clearly (A, S, S) nor (S, A, S): {reason}; "
+                "pass action_axis=0 or 1"
             )
         axis = fits[0] if action_axis is None else action_axis
         if axis not in fits:
             raise ValueError(
-                f"action_axis: with axis {action_axis} counting the actions, shape {shape} is not that of transitions"
+                f"action_axis: with axis {action_axis} counting the actions, shape {shape} is not "
+                "that of transitions"
             )
         return list(np.moveaxis(transition, axis, 0)), axis
     pieces = [
@@ -129,7 +128,7 @@ def _per_action(transition: Any, action_axis: int | None) -> tuple[list[Any], in
 
 
 def _reward_of(reward: Any, outcomes: Outcomes, action_axis: int) -> Tensor:
-    """The reward of every outcome, from a table `(S,)`, `(S, A)`, one like the transitions, or an `(S, S)` matrix for every action."""
+    """The reward of every outcome; `reward` may have any form that `from_arrays` accepts."""
     if isinstance(reward, Tensor):
         reward = reward.detach().cpu().numpy()
     num_states, num_actions = shape = tuple(outcomes.actions.shape)
@@ -141,7 +140,8 @@ def _reward_of(reward: Any, outcomes: Outcomes, action_axis: int) -> Tensor:
             tuple(piece.shape) != (num_states, num_states) for piece in reward
         ):
             raise ValueError(
-                f"reward: expected {num_actions} matrices of shape ({num_states}, {num_states}), one for every action"
+                f"reward: expected {num_actions} matrices of shape ({num_states}, {num_states}), "
+                "one for every action"
             )
         found = np.empty(len(state))
         for a, piece in enumerate(reward):
@@ -166,7 +166,7 @@ def _reward_of(reward: Any, outcomes: Outcomes, action_axis: int) -> Tensor:
     )
 
 
-# -- Gymnasium --------------------------------------------------------------------------------------------------------------
+# -- Gymnasium ---------------------------------------------------------------------------------
 
 
 def from_gymnasium(
@@ -188,7 +188,7 @@ def from_gymnasium(
     mdp = build(outcomes, rewards, horizon, initial)
     if verify:
         visited = mdp.origin[mdp.origin != ABSORBING].unique().tolist()
-        refuse_untruthful(
+        check_by_playing(
             env,
             Auditor(name, outcomes, rewards, published),
             visited,
@@ -206,7 +206,10 @@ def _make(env: Any, options: Mapping[str, Any] | None) -> tuple[gymnasium.Env[An
         try:
             env = gymnasium.make(env, **(options or {}))
         except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
-            advice = "gymnasium.pprint_registry() lists the ids; import the package that registers it first if it is not Gymnasium's own"
+            advice = (
+                "gymnasium.pprint_registry() lists the ids; import the package that registers it "
+                "first if it is not Gymnasium's own"
+            )
             raise ValueError(f"env: there is no {env!r}: {error} ({advice})") from error
         except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
             raise ImportError(
@@ -228,19 +231,21 @@ def _make(env: Any, options: Mapping[str, Any] | None) -> tuple[gymnasium.Env[An
 
 
 def _read_table(env: Any, name: str) -> tuple[Outcomes, Tensor]:
-    """`env.unwrapped.P`: {state: {action: [(probability, next state, reward, terminated), ...]}}."""
+    """`env.unwrapped.P`: {state: {action: [(probability, next state, reward, terminated)]}}."""
     from gymnasium.spaces import Discrete
 
     table = getattr(env.unwrapped, "P", None)
     if table is None:
         raise ValueError(
-            f"env: {name} publishes no table of its dynamics (env.unwrapped.P), and they cannot be read off its code; "
-            "write its transitions down and use LayeredMDP.from_tables or from_arrays"
+            f"env: {name} publishes no table of its dynamics (env.unwrapped.P), and they cannot be "
+            "read off its code; write its transitions down and use LayeredMDP.from_tables or "
+            "from_arrays"
         )
     for space, of in ((env.observation_space, "observation"), (env.action_space, "action")):
         if not isinstance(space, Discrete) or space.start != 0:
             raise ValueError(
-                f"env: {name}: the {of} space must be Discrete(n) from 0, got {space}: the table cannot be matched with it"
+                f"env: {name}: the {of} space must be Discrete(n) from 0, got {space}: the table "
+                "cannot be matched with it"
             )
     num_states, num_actions = int(env.observation_space.n), int(env.action_space.n)
     lines: list[tuple[int, int, int, float, float]] = []
@@ -259,7 +264,8 @@ def _read_table(env: Any, name: str) -> tuple[Outcomes, Tensor]:
     sums = found.sums(probability)
     for s, a in (actions & ((sums - 1).abs() > 1e-9)).nonzero()[:1].tolist():
         raise ValueError(
-            f"env: {name}: P[{s}][{a}]: the probabilities sum to {float(sums[s, a]):.12g}; expected 1"
+            f"env: {name}: P[{s}][{a}]: the probabilities sum to {float(sums[s, a]):.12g}; "
+            "expected 1"
         )
     stranded = (after != ABSORBING) & (probability > 0) & ~actions.any(-1)[after]
     for line in stranded.nonzero()[:1, 0].tolist():
@@ -271,7 +277,7 @@ def _read_table(env: Any, name: str) -> tuple[Outcomes, Tensor]:
 
 
 def _rows(table: Any, state: int, num_actions: int, name: str) -> list[tuple[int, Any]]:
-    """The actions of a state with their lists of outcomes. No row, no actions."""
+    """The actions of a state with their lists of outcomes; none if the table has no row."""
     try:
         rows = table[state]
         found = list(rows.items()) if isinstance(rows, Mapping) else list(enumerate(rows))
@@ -282,7 +288,8 @@ def _rows(table: Any, state: int, num_actions: int, name: str) -> list[tuple[int
     for action, row in found:
         if not 0 <= int(action) < num_actions:
             raise ValueError(
-                f"env: {name}: P[{state}] has an action {action}, which is not one of the {num_actions} actions"
+                f"env: {name}: P[{state}] has an action {action}, which is not one of the "
+                f"{num_actions} actions"
             )
         if not isinstance(row, Sequence) or isinstance(row, str):
             wanted = "a list of (probability, next state, reward, terminated)"
@@ -295,19 +302,16 @@ def _rows(table: Any, state: int, num_actions: int, name: str) -> list[tuple[int
 def _outcome(outcome: Any, num_states: int, place: str) -> tuple[int, float, float]:
     try:
         probability, after, reward, terminated = outcome
-        probability, after, reward, terminated = (
-            float(probability),
-            int(after),
-            float(reward),
-            bool(terminated),
-        )
+        probability, after, reward = float(probability), int(after), float(reward)
+        terminated = bool(terminated)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{place}: expected (probability, next state, reward, terminated), got {outcome!r}"
         ) from error
     if not 0 <= probability <= 1 + 1e-9:
         raise ValueError(
-            f"{place}: the probability of next state {after} is {probability}; expected a number in [0, 1]"
+            f"{place}: the probability of next state {after} is {probability}; expected a number "
+            "in [0, 1]"
         )
     if not 0 <= after < num_states:
         raise ValueError(f"{place}: next state {after} is not one of the {num_states} states")
@@ -329,7 +333,8 @@ def _published_initial(env: Any, name: str, num_states: int) -> Tensor:
                 )
             return initial
     raise ValueError(
-        f"initial: {name} does not publish its initial distribution (initial_state_distrib); pass one as initial"
+        f"initial: {name} does not publish its initial distribution (initial_state_distrib); pass "
+        "one as initial"
     )
 
 
@@ -337,5 +342,6 @@ def _check_time_limit(env: Any, name: str, horizon: int) -> None:
     limit = env.spec.max_episode_steps if env.spec is not None else None
     if limit is not None and limit < horizon:
         raise ValueError(
-            f"horizon: {name} is cut off after {limit} steps, before the horizon of {horizon}; make it with max_episode_steps={horizon}"
+            f"horizon: {name} is cut off after {limit} steps, before the horizon of {horizon}; "
+            f"make it with max_episode_steps={horizon}"
         )

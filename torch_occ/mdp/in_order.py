@@ -1,8 +1,9 @@
-"""The two maps of a layer with every sum taken one entry after the other, and sums likewise.
+"""The two maps of a layer, and sums, in a fixed order of summation.
 
-The last bits of a matrix product depend on the order of its sums, and a library chooses that order by the processor, the size of the
-batch, the place in memory and the number of threads. Here the order is that of the entries, whatever stands beside them. What promises
-the same bits for a seed alone and among others (docs/performance.md) goes this way, and no other.
+The last bits of a matrix product depend on the order of its sums. A library chooses this order by
+the processor, the size of the batch, the place in memory and the number of threads. Here the order
+is that of the entries, independently of the rest of the batch. Every computation that promises the
+same bits for a seed alone and among others (docs/performance.md) uses this module.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from torch import Tensor
 
 from torch_occ.mdp.layers import DenseLayer, Layer
 
-#: Products that are held at once, unless one element of a batch has more.
+#: The largest number of products in memory, unless one batch element has more.
 _MOST = 1 << 20
 
 
 def total(x: Tensor, dim: int) -> Tensor:
-    """The sum along a dimension, from the first entry to the last: a running sum has no other order."""
+    """The sum along a dimension, from the first entry to the last, as a running sum."""
     return x.cumsum(dim).select(dim, -1)
 
 
 @dataclass(frozen=True, eq=False)
 class InOrder:
-    """`arrive` and `ahead` of torch_occ.mdp.layers."""
+    """`arrive` and `ahead` of torch_occ.mdp.layers, in order."""
 
     layer: Layer
 
@@ -49,7 +50,7 @@ class InOrder:
         return found.unflatten(-1, self.layer.sizes[:2])
 
     def _in_parts(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """function(x) `(*batch, n)` for some elements of the batch at a time, so that their products fit into memory."""
+        """Apply `function` to x `(*batch, n)` in parts, so that the products fit into memory."""
         batch, each = x.shape[:-1], self.layer.probabilities.numel()
         if self.layer.batch_shape or batch.numel() * each <= _MOST:
             return function(x)
@@ -57,12 +58,15 @@ class InOrder:
         return torch.cat([function(part) for part in parts]).unflatten(0, batch)
 
     def _scattered(self, x: Tensor, source: Tensor, target: Tensor, size: int) -> Tensor:
-        """Entry by entry, what stands at its source times its probability is added to its target: `(*batch, m)` -> `(*batch, size)`."""
+        """Add x[source] * probability to the target, entry by entry.
+
+        `(*batch, m)` -> `(*batch, size)`.
+        """
         probabilities = self.layer.probabilities
         if self.layer.batch_shape:
             seen = probabilities * x.index_select(-1, source)
             return seen.new_zeros(*seen.shape[:-1], size).index_add(-1, target, seen)
-        if x.dim() > 1:  # one vector at a time, for which torch has a faster loop
+        if x.dim() > 1:  # one vector at a time, because torch has a faster loop for it
             return torch.stack(
                 [self._scattered(row, source, target, size) for row in x.flatten(0, -2)]
             ).unflatten(0, x.shape[:-1])

@@ -1,10 +1,12 @@
-"""The layered MDP: states in layers, known transitions, and nothing else.
+"""The layered MDP: states in layers, and known transitions.
 
-The paper's model (`sec:probform`): layers S_0, ..., S_L, transitions only from one layer to the next, and a single
-terminal state s_L. Two generalizations cost nothing and are allowed throughout: the first layer may have several states with an
-initial distribution, and every state may have its own set of actions.
+This is the paper's model (`sec:probform`): layers S_0, ..., S_L, transitions only from one layer to
+the next, and a single terminal state s_L. Two generalizations are allowed throughout: the first
+layer may have several states with an initial distribution, and every state may have its own set of
+actions.
 
-Non-terminal states are numbered in layer order, so that every quantity of the package is one `(*batch, S, A)` tensor.
+Non-terminal states are numbered in layer order, so that every quantity of the package is one
+`(*batch, S, A)` tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +25,8 @@ from torch_occ.mdp.layout import Layout
 from torch_occ.mdp.unrolling import ABSORBING
 from torch_occ.mdp.validation import broadcast, check_actions, check_probabilities, check_shapes
 
-if TYPE_CHECKING:
-    pass
-
-#: Up to this many states one dense matrix beats a loop over layers, for a single problem; half as many for a batch.
+#: Up to this many states, one dense matrix is faster than a loop over layers; half as many in a
+#: batch.
 DENSE_STATES = 128
 
 
@@ -35,13 +35,20 @@ class LayeredMDP(Layout, Constructors):
     """A finite episodic MDP with known transitions, validated and immutable.
 
     Args:
-        transitions: one tensor a layer k = 0..L-1, `P_k[s, a, s'] = P(s' | s, a)` of shape `(*batch, S_k, A, S_{k+1})`; the last
-            one leads to the single terminal state, so its shape is `(*batch, S_{L-1}, A, 1)`. They may require gradients. A layer
-            may also be a sparse tensor `(S_k * A, S_{k+1})` of any layout, one row a pair; it is never made dense.
-        actions: boolean mask `(S, A)` of the actions that each state has; all of them by default. What `transitions` says
-            about a masked pair is ignored.
-        initial: distribution `(*batch, S_0)` over the first layer; may be left out when that layer has one state.
-        origin: for an unrolled MDP, the state of the original MDP behind each state `(S,)`, or `ABSORBING`.
+        transitions: one tensor per layer k = 0..L-1, `P_k[s, a, s'] = P(s' | s, a)` of shape
+            `(*batch, S_k, A, S_{k+1})`. The last one leads to the single terminal state, so its
+            shape is `(*batch, S_{L-1}, A, 1)`. They may require gradients. A layer may also be a
+            sparse tensor `(S_k * A, S_{k+1})` of any layout, with one row per pair; it is never
+            made dense.
+        actions: boolean mask `(S, A)` of the actions of each state; all by default. The
+            transitions of masked pairs are ignored.
+        initial: distribution `(*batch, S_0)` over the first layer; optional if that layer has one
+            state.
+        origin: for an unrolled MDP, the state of the original MDP behind each state `(S,)`, or
+            `ABSORBING`.
+
+    Raises:
+        ValueError: if an argument is not valid; it names the argument, the place and the value.
     """
 
     layers: tuple[Layer, ...]
@@ -64,7 +71,8 @@ class LayeredMDP(Layout, Constructors):
         if initial is None:
             if first != 1:
                 raise ValueError(
-                    f"initial: layer 0 has {first} states, so a distribution of shape ({first},) over them is needed"
+                    f"initial: layer 0 has {first} states, so a distribution of shape ({first},) "
+                    "over them is needed"
                 )
             initial = like.new_ones(1)
         if actions is None:
@@ -93,20 +101,20 @@ class LayeredMDP(Layout, Constructors):
 
     @property
     def transitions(self) -> tuple[Tensor, ...]:
-        """P of each layer: a table `(*batch, S_k, A, S_{k+1})`, or a sparse (COO) tensor `(S_k * A, S_{k+1})`."""
+        """P of each layer: a table `(*batch, S_k, A, S_{k+1})`, or sparse `(S_k * A, S_{k+1})`."""
         return tuple(layer.tensor for layer in self.layers)
 
     @property
     def probabilities(self) -> tuple[Tensor, ...]:
-        """All that a derivative can be taken in: the initial distribution, and the table or the entries of each layer."""
+        """The tensors with derivatives: the initial distribution, and one per layer."""
         return (self.initial, *(layer.probabilities for layer in self.layers))
 
     @cached_property
     def is_sparse(self) -> bool:
-        """Whether a layer is stored sparsely; then nothing of the size of a dense one is ever made."""
+        """Whether a layer is sparse; then nothing of the size of a dense layer is ever made."""
         return any(isinstance(layer, SparseLayer) for layer in self.layers)
 
-    # -- sizes ------------------------------------------------------------------------------------------------------------
+    # -- sizes ---------------------------------------------------------------------------------
 
     @cached_property
     def layer_sizes(self) -> tuple[int, ...]:
@@ -120,28 +128,34 @@ class LayeredMDP(Layout, Constructors):
 
     @cached_property
     def batch_shape(self) -> torch.Size:
-        """Leading dimensions of the transitions: a batch of MDPs of one layout."""
+        """Leading dimensions of the transitions: a batch of MDPs with the same layout."""
         return broadcast(self.initial.shape[:-1], *(layer.batch_shape for layer in self.layers))
 
     @property
     def joint_transitions(self) -> Tensor:
-        """All layers in one tensor `(*batch, S, A, S)`: P(s' | s, a) over the non-terminal states, zero elsewhere."""
+        """P(s' | s, a) of all layers in one tensor `(*batch, S, A, S)`, zero elsewhere.
+
+        Raises:
+            ValueError: if the transitions are sparse.
+        """
         if self.is_sparse:
             raise ValueError(
-                "mdp: its transitions are sparse and are not made dense unasked; use mdp.to_dense() if it is small"
+                "mdp: its transitions are sparse and are not made dense unasked; use "
+                "mdp.to_dense() if it is small"
             )
         return self.join_transitions()
 
     @cached_property
     def _joint(self) -> Tensor | None:
-        # Kept only for a small model of constants: a graph must not be kept, nor a tensor of a transform that has ended.
+        # Cached only for small constant models. A graph must not be kept, nor a tensor of a
+        # transform that has ended.
         constant = self.num_states <= DENSE_STATES and not any(
             p.requires_grad for p in self.probabilities[1:]
         )
         return self._join() if constant and not self.is_sparse else None
 
     def join_transitions(self) -> Tensor:
-        """`joint_transitions`, of sparse layers too."""
+        """`joint_transitions`, also for sparse layers."""
         return self._join() if self._joint is None else self._joint
 
     def _join(self) -> Tensor:
@@ -167,30 +181,30 @@ class LayeredMDP(Layout, Constructors):
     def __repr__(self) -> str:
         batch = f", batch={tuple(self.batch_shape)}" if self.batch_shape else ""
         return (
-            f"LayeredMDP(horizon={self.horizon}, layers={list(self.layer_sizes)}, num_actions={self.num_actions}, "
-            f"num_pairs={self.num_pairs}{batch})"
+            f"LayeredMDP(horizon={self.horizon}, layers={list(self.layer_sizes)}, "
+            f"num_actions={self.num_actions}, num_pairs={self.num_pairs}{batch})"
         )
 
-    # -- derived models ---------------------------------------------------------------------------------------------------
+    # -- derived models ------------------------------------------------------------------------
 
     def with_transitions(
         self, transitions: Sequence[Tensor], initial: Tensor | None = None
     ) -> LayeredMDP:
-        """The same layout with other probabilities, not validated: for use inside `torch.func` transforms."""
+        """The same layout with other probabilities, not validated, for `torch.func` transforms."""
         other = replace_fields(
             self, layers=tuple(layer_of(p, self.num_actions) for p in transitions)
         )
         return other if initial is None else replace_fields(other, initial=initial)
 
     def with_probabilities(self, initial: Tensor, *probabilities: Tensor) -> LayeredMDP:
-        """The inverse of `probabilities`: other numbers in the same places, not validated."""
+        """The inverse of `probabilities`: the same layout with these numbers, not validated."""
         changed = (
             layer.with_probabilities(p) for layer, p in zip(self.layers, probabilities, strict=True)
         )
         return replace_fields(self, layers=tuple(changed), initial=initial)
 
     def to_dense(self) -> LayeredMDP:
-        """The same model with every layer as a table; for small MDPs, which dense linear algebra solves faster."""
+        """The same model with dense layers; small MDPs are solved faster in this form."""
         if not self.is_sparse:
             return self
         return LayeredMDP(
@@ -201,10 +215,15 @@ class LayeredMDP(Layout, Constructors):
         )
 
     def to_sparse(self) -> LayeredMDP:
-        """The same model with every layer as a sparse tensor of its probabilities that are not zero."""
+        """The same model with sparse layers.
+
+        Raises:
+            ValueError: for a batch of MDPs.
+        """
         if any(layer.batch_shape for layer in self.layers):
             raise ValueError(
-                f"mdp: a sparse layer holds a single MDP, this is a batch of shape {tuple(self.batch_shape)}"
+                "mdp: a sparse layer holds a single MDP, this is a batch of shape "
+                f"{tuple(self.batch_shape)}"
             )
         layers = [
             layer.tensor
@@ -221,7 +240,7 @@ class LayeredMDP(Layout, Constructors):
         return self.map_tensors(lambda x: x.to(device, dtype if x.is_floating_point() else None))
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> LayeredMDP:
-        """The same model with every tensor converted, as `nn.Module._apply` does it."""
+        """The same model with every tensor converted, like `nn.Module._apply`."""
         return replace_fields(
             self,
             layers=tuple(layer.map_tensors(function) for layer in self.layers),
@@ -232,7 +251,7 @@ class LayeredMDP(Layout, Constructors):
 
     @cached_property
     def reachable(self) -> Tensor:
-        """Which states some policy reaches, `(S,)`; in a batch, in every element."""
+        """Whether some policy reaches a state, `(S,)`; in a batch, in every element."""
         flags = [self.initial.detach() > 0]
         for layer in self.layers[:-1]:
             somewhere = (
@@ -244,7 +263,7 @@ class LayeredMDP(Layout, Constructors):
         return torch.cat([flag.reshape(-1, flag.shape[-1]).all(0) for flag in flags])
 
     def prune(self) -> LayeredMDP:
-        """The MDP without the states that no policy reaches. `origin` tells which states were kept."""
+        """The MDP without unreachable states; `origin` says which states were kept."""
         if bool(self.reachable.all()):
             return self
         keep = self.split(self.reachable, 0)
@@ -260,13 +279,13 @@ class LayeredMDP(Layout, Constructors):
         )
 
     def lift(self, table: Tensor) -> Tensor:
-        """A table `(*batch, original S, A)` of the original MDP on the states of this one; zero in the absorbing end."""
+        """Map a table `(*batch, original S, A)` to this MDP; zero in the absorbing end."""
         lifted = table.index_select(-2, self.origin.clamp(min=0))
         return torch.where((self.origin == ABSORBING).unsqueeze(-1), 0.0, lifted)
 
 
 def replace_fields(mdp: LayeredMDP, **fields: Any) -> LayeredMDP:
-    """A copy with other fields that skips validation, for changes which cannot break it."""
+    """A copy with other fields, without validation, for changes that cannot be invalid."""
     other = object.__new__(LayeredMDP)
     names = ("layers", "actions", "initial", "origin")
     _set(other, **({name: getattr(mdp, name) for name in names} | fields))
@@ -276,7 +295,8 @@ def replace_fields(mdp: LayeredMDP, **fields: Any) -> LayeredMDP:
     return other
 
 
-#: Derived properties that the probabilities do not change; made at construction, before any transform can wrap them.
+#: Derived properties that do not depend on probabilities; computed at construction, before a
+#: transform can wrap them.
 _LAYOUT = ("layer_sizes", "layer_slices", "layer", "missing", "action_groups", "other_actions")
 
 
@@ -286,7 +306,7 @@ def _set(mdp: LayeredMDP, **fields: Any) -> None:
 
 
 def layer_of(tensor: Tensor, num_actions: int) -> Layer:
-    """A layer stored as the tensor is."""
+    """A layer with the storage of the tensor."""
     return (
         DenseLayer(tensor)
         if tensor.layout == torch.strided

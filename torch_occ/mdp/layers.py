@@ -1,13 +1,13 @@
 """One layer of transitions as a linear map between its pairs and the states of the next layer.
 
-    arrive    (P'x)(s') = sum_{s, a} P(s' | s, a) x(s, a)        where things go
-    ahead     (P v)(s, a) = sum_{s'} P(s' | s, a) v(s')          what is expected to come
+    arrive    (P'x)(s') = sum_{s, a} P(s' | s, a) x(s, a)        the mass that arrives
+    ahead     (P v)(s, a) = sum_{s'} P(s' | s, a) v(s')          the expected next value
 
-and `arrive_logs`, the first of them on logarithms.
+and `arrive_logs`, the first map on logarithms.
 
-Nothing else of P is needed for occupancy measures, so this is where its storage is decided: `DenseLayer` holds a table, `SparseLayer`
-the probabilities that are not zero. The rest of the package sees the two maps, and the one tensor of `probabilities` that a derivative
-can be taken in.
+Occupancy measures need nothing else of P, so its storage is decided here: `DenseLayer` holds a
+table, `SparseLayer` the probabilities that are not zero. The rest of the package uses only
+these maps, and one differentiable tensor of `probabilities`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DenseLayer:
 
     probabilities: Tensor
 
-    #: Dimensions of `probabilities` behind the batch shape.
+    #: The dimensions of `probabilities` after the batch shape.
     event_dims = 3
 
     @property
@@ -48,12 +48,12 @@ class DenseLayer:
 
     @property
     def tensor(self) -> Tensor:
-        """As the user gave it."""
+        """The transitions in the form in which the user gave them."""
         return self.probabilities
 
     @property
     def dense(self) -> Tensor:
-        """`(*batch, S, A, S')`."""
+        """The table `(*batch, S, A, S')`."""
         return self.probabilities
 
     def arrive(self, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class DenseLayer:
         )
 
     def arrive_logs(self, x: Tensor) -> Tensor:
-        """log P' e^x for x `(*batch, S, A)`, `(*batch, S')`: nothing underflows."""
+        """log P' e^x without underflow: `(*batch, S, A)` -> `(*batch, S')`."""
         rows, x = self.probabilities.flatten(-3, -2), x.flatten(-2).unsqueeze(-1)
         largest = torch.where(rows > 0, x, -torch.inf).amax(-2).detach()
         relative = (x - largest.unsqueeze(-2)).clamp(max=largest_exponent(x.dtype))
@@ -75,13 +75,12 @@ class DenseLayer:
     def ahead(self, v: Tensor) -> Tensor:
         """P v: `(*batch, S')` -> `(*batch, S, A)`."""
         rows = self.probabilities.flatten(-3, -2)
-        expected = (
-            v @ rows.mT if rows.dim() == 2 else (rows @ v.unsqueeze(-1)).squeeze(-1)
-        )  # one product for a whole batch of v
+        # If P has no batch shape, one product serves a whole batch of v.
+        expected = v @ rows.mT if rows.dim() == 2 else (rows @ v.unsqueeze(-1)).squeeze(-1)
         return expected.unflatten(-1, self.probabilities.shape[-3:-1])
 
     def draw(self, state: Tensor, action: Tensor, uniform: Tensor) -> Tensor:
-        """The next states `(N,)` that uniform numbers draw."""
+        """Draw next states `(N,)` from uniform numbers."""
         return invert(self._cumulative[state, action], uniform)
 
     @cached_property
@@ -89,23 +88,23 @@ class DenseLayer:
         return self.probabilities.cumsum(-1)
 
     def with_probabilities(self, probabilities: Tensor) -> DenseLayer:
-        """Other numbers in the same places."""
+        """The same layer with other probabilities."""
         return DenseLayer(probabilities)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DenseLayer:
-        """Every tensor converted."""
+        """The same layer with every tensor converted."""
         return DenseLayer(function(self.probabilities))
 
     def mask(self, actions: Tensor) -> DenseLayer:
-        """Nothing leaves a pair that does not exist."""
+        """Set the probabilities of pairs that do not exist to zero."""
         return DenseLayer(torch.where(actions.unsqueeze(-1), self.probabilities, 0.0))
 
     def restrict(self, here: Tensor, there: Tensor) -> DenseLayer:
-        """Only some states `(S,)`, and some of the next `(S',)`."""
+        """Keep some states, by masks `(S,)` and `(S',)`."""
         return DenseLayer(self.probabilities[..., here, :, :][..., there])
 
     def check(self, k: int, actions: Tensor) -> None:
-        """Raise a ValueError that tells where the rows are no distributions."""
+        """Raise a ValueError that names the first row that is not a distribution."""
         check_rows(
             f"transitions[{k}]",
             self.probabilities.detach(),
@@ -116,7 +115,7 @@ class DenseLayer:
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Where the probabilities of a sparse layer stand: ordered by pair, then by next state."""
+    """The positions of the probabilities of a sparse layer, by pair, then by next state."""
 
     pair: Tensor  # (nnz,) int32, s * A + a
     next: Tensor  # (nnz,) int32
@@ -124,12 +123,12 @@ class Pattern:
 
     @cached_property
     def starts(self) -> Tensor:
-        """Where each pair's entries begin, and the end, `(S * A + 1,)`."""
+        """The index of each pair's first entry, and the number of entries, `(S * A + 1,)`."""
         return _starts(self.pair, self.sizes[0] * self.sizes[1])
 
     @cached_property
     def by_next(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The transposed order: a permutation of the entries, then their pairs and the starts of each next state."""
+        """The transposed order: a permutation of the entries, their pairs, and the starts."""
         order = torch.argsort(self.next, stable=True)
         return order, self.pair[order], _starts(self.next[order], self.sizes[2])
 
@@ -138,8 +137,9 @@ class Pattern:
 class SparseLayer:
     """The probabilities `(*batch, nnz)` of a pattern; given as a sparse tensor `(S * A, S')`.
 
-    Plain numbers are multiplied in compressed rows, of P and of P', by the library that torch was built with. Derivatives, transforms and
-    batches of probabilities take gathers and scatters instead, which torch can see through.
+    Plain numbers are multiplied with P and P' in compressed rows, by torch's sparse library.
+    Derivatives, transforms and batches of probabilities use gathers and scatters instead, which
+    torch can differentiate.
     """
 
     pattern: Pattern
@@ -149,7 +149,7 @@ class SparseLayer:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor, num_actions: int) -> SparseLayer:
-        """Of a sparse tensor of any layout. Entries that occur twice add up, as torch defines it."""
+        """A layer from a sparse tensor of any layout; entries that occur twice add up."""
         coo = (tensor if tensor.layout == torch.sparse_coo else tensor.to_sparse_coo()).coalesce()
         pair, following = coo.indices().to(torch.int32)
         return cls(
@@ -170,10 +170,8 @@ class SparseLayer:
     @property
     def tensor(self) -> Tensor:
         num_states, num_actions, num_next = self.sizes
-        index, shape = (
-            torch.stack([self.pattern.pair, self.pattern.next]).long(),
-            (num_states * num_actions, num_next),
-        )
+        index = torch.stack([self.pattern.pair, self.pattern.next]).long()
+        shape = (num_states * num_actions, num_next)
         return torch.sparse_coo_tensor(
             index, self.probabilities, shape, is_coalesced=True, check_invariants=False
         )
@@ -216,7 +214,7 @@ class SparseLayer:
         return expected.unflatten(-1, self.sizes[:2])
 
     def _plain(self, x: Tensor) -> bool:
-        """No derivative is being recorded, no transform is at work, and there is a single set of probabilities."""
+        """Whether there is one set of probabilities, no derivative and no transform."""
         single = (
             self.probabilities.numel() == self.probabilities.shape[-1]
             and len(self.batch_shape) <= x.dim() - 1
@@ -252,15 +250,14 @@ class SparseLayer:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and files without the caches: torch cannot copy compressed tensors."""
+        """The state without caches, because torch cannot copy compressed tensors."""
         return {"pattern": self.pattern, "probabilities": self.probabilities}
 
     def draw(self, state: Tensor, action: Tensor, uniform: Tensor) -> Tensor:
         pair = state * self.sizes[1] + action
         first, end = self.pattern.starts[pair].long(), self.pattern.starts[pair + 1].long()
-        entries = first.unsqueeze(-1) + torch.arange(
-            int((end - first).max()), device=pair.device
-        )  # (N, most successors)
+        # (N, most successors)
+        entries = first.unsqueeze(-1) + torch.arange(int((end - first).max()), device=pair.device)
         exists = entries < end.unsqueeze(-1)
         entries = torch.where(exists, entries, 0)
         chosen = invert(torch.where(exists, self.probabilities[entries], 0.0).cumsum(-1), uniform)
@@ -283,9 +280,8 @@ class SparseLayer:
             here.repeat_interleave(num_actions).index_select(0, pattern.pair)
             & there.index_select(0, pattern.next)
         )
-        state, following = (
-            flags.cumsum(0, dtype=torch.int32) - 1 for flags in (here, there)
-        )  # the new numbers
+        # The new indices of the states that are kept.
+        state, following = (flags.cumsum(0, dtype=torch.int32) - 1 for flags in (here, there))
         old = kept.pattern.pair
         pair = state.index_select(0, old // num_actions) * num_actions + old % num_actions
         sizes = (int(here.sum()), num_actions, int(there.sum()))
@@ -319,7 +315,7 @@ Layer = DenseLayer | SparseLayer
 
 
 def largest_exponent(dtype: torch.dtype) -> float:
-    """Of what the exponential function does not overflow, with some room for sums."""
+    """The largest x for which e^x does not overflow, with some room for sums."""
     return math.log(torch.finfo(dtype).max) - 10
 
 
@@ -337,7 +333,7 @@ def _compressed(starts: Tensor, columns: Tensor, values: Tensor, shape: tuple[in
 
 
 def _multiply(matrix: Tensor, x: Tensor) -> Tensor:
-    """matrix `(n, m)` times every vector of `(*batch, m)`."""
+    """Multiply a matrix `(n, m)` with every vector of `(*batch, m)`."""
     x = x.detach()
     if x.numel() == x.shape[-1]:
         return (matrix @ x.flatten()).view(*x.shape[:-1], matrix.shape[0])

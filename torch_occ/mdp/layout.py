@@ -1,4 +1,4 @@
-"""The layout of a layered MDP: its layers, states and actions, and nothing about probabilities."""
+"""The layout of a layered MDP: its layers, states and actions, without probabilities."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 class Layout:
     """Sizes, numbering and masks. Non-terminal states are numbered in layer order."""
 
-    actions: Tensor  # (S, A), boolean: which actions each state has
+    actions: Tensor  # (S, A), boolean: the actions of each state
 
     @cached_property
     def layer_sizes(self) -> tuple[int, ...]:
@@ -26,12 +26,12 @@ class Layout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number type of every tensor."""
+        """The dtype of every tensor."""
         raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
-        """Where every tensor is."""
+        """The device of every tensor."""
         return self.actions.device
 
     @cached_property
@@ -41,7 +41,7 @@ class Layout:
 
     @cached_property
     def layer_slices(self) -> tuple[slice, ...]:
-        """Where each layer's states stand among all states."""
+        """The slice of each layer's states among all states."""
         ends = tuple(accumulate(self.layer_sizes))
         return tuple(
             slice(end - size, end) for end, size in zip(ends, self.layer_sizes, strict=True)
@@ -59,13 +59,16 @@ class Layout:
 
     @cached_property
     def layer(self) -> Tensor:
-        """k(s) of every state, `(S,)`."""
+        """The layer k(s) of every state, `(S,)`."""
         sizes = torch.tensor(self.layer_sizes, device=self.device)
         return torch.repeat_interleave(torch.arange(self.horizon, device=self.device), sizes)
 
     @cached_property
     def missing(self) -> dict[str, Tensor | None]:
-        """Where the arguments of `torch_occ.regularizers.arguments` do not exist, as masks; None where all do."""
+        """Masks of pairs or states where an argument of a regularizer does not exist, by its name.
+
+        None means that it exists everywhere. See `torch_occ.regularizers.arguments`.
+        """
         in_state = self.actions.sum(-1)
         in_layer = torch.cat([count.sum().expand_as(count) for count in self.split(in_state, -1)])
         absent = ~self.actions
@@ -79,12 +82,15 @@ class Layout:
 
     @cached_property
     def other_actions(self) -> Tensor:
-        """`(A, A)`, one off the diagonal and zero on it: `q @ other_actions` is q(s) - q(s, a) without cancellation."""
+        """`(A, A)`, one off the diagonal and zero on it.
+
+        `q @ other_actions` is q(s) - q(s, a) without cancellation.
+        """
         return 1 - torch.eye(self.num_actions, dtype=self.dtype, device=self.device)
 
     @cached_property
     def action_groups(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """States by their number n of actions: for each n, the states `(G,)` and their actions `(G, n)`."""
+        """States by their number n of actions: the states `(G,)` and their actions `(G, n)`."""
         counts = self.actions.sum(-1)
         groups = []
         for n in map(int, counts.unique()):  # torch 2.6 has no `tolist` under its transforms
@@ -93,7 +99,7 @@ class Layout:
         return tuple(groups)
 
     def split(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
-        """Cut a tensor with a state dimension into its layers."""
+        """Split a tensor with a state dimension into its layers."""
         return x.split(self.layer_sizes, dim)
 
     def locate(self, state: int) -> str:

@@ -1,13 +1,15 @@
-"""Omega, the set of occupancy measures, and what moves along its layers.
+"""Omega, the set of occupancy measures, and operations along its layers.
 
-An occupancy measure is a `q >= 0` of shape `(*batch, S, A)` that satisfies the flow constraints `E q = b`, one row a state:
+An occupancy measure is a `q >= 0` of shape `(*batch, S, A)` that satisfies the flow constraints
+`E q = b`, one row per state:
 
     (E q)(s) = q(s) - sum_{s', a'} P(s | s', a') q(s', a'),        b = (initial, 0, ..., 0),
 
-with q(s) = sum_a q(s, a). This is `eq:occupancy_measure_cond_2` of the paper; its first condition, that every layer carries mass
-one, follows by summing over a layer.
+with q(s) = sum_a q(s, a). This is `eq:occupancy_measure_cond_2` of the paper. Its first condition,
+that every layer has total mass one, follows by summing over a layer.
 
-All else is two sweeps. For a (signed) policy p with sum_a p(a | s) = 1 write P_p(s, s') = sum_a p(a | s) P(s' | s, a). Then
+Everything else uses two recursions. For a (signed) policy p with sum_a p(a | s) = 1, let
+P_p(s, s') = sum_a p(a | s) P(s' | s, a). Then
 
     forward:    u = source + P_p' u        backward:    v = reward + P_p v
 
@@ -30,22 +32,22 @@ from torch_occ.mdp.validation import broadcast
 
 
 class LayeredFlow:
-    """The transitions as linear operators, layer by layer; any batch of MDPs broadcasts against any batch of arguments.
+    """The transitions as linear operators, layer by layer.
 
-    In order, their bits depend on nothing but the numbers (torch_occ.mdp.in_order).
+    Batches of MDPs broadcast with batches of arguments. With `in_order`, the bits do not depend on
+    the batch (torch_occ.mdp.in_order).
     """
 
     def __init__(self, mdp: LayeredMDP, *, in_order: bool = False) -> None:
         self.mdp = mdp
-        self.layers = mdp.layers[
-            :-1
-        ]  # the last one leads to the terminal state, which has no row in E
+        # The last layer leads to the terminal state, which has no row in E.
+        self.layers = mdp.layers[:-1]
         self.maps: Sequence[Layer | InOrder] = (
             [InOrder(layer) for layer in self.layers] if in_order else self.layers
         )
 
     def inflow(self, x: Tensor) -> Tensor:
-        """P' x: `(*batch, S, A)` -> `(*batch, S)`, what arrives in each state."""
+        """P' x: `(*batch, S, A)` -> `(*batch, S)`, the mass that arrives in each state."""
         parts = self.mdp.split(x, -2)
         arrivals = [torch.zeros_like(parts[0][..., 0])]
         arrivals += [layer.arrive(part) for part, layer in zip(parts[:-1], self.maps, strict=True)]
@@ -61,7 +63,7 @@ class LayeredFlow:
         return join([*ahead, last], 2)
 
     def forward(self, policy: Tensor, source: Tensor) -> Tensor:
-        """u = source + P_p' u. For b as the source, the state occupancy of the policy."""
+        """u = source + P_p' u. With source b, this is the state occupancy of the policy."""
         policies, sources = self.mdp.split(policy, -2), self.mdp.split(source, -1)
         u = [sources[0]]
         for k, layer in enumerate(self.maps):
@@ -69,7 +71,7 @@ class LayeredFlow:
         return join(u, 1)
 
     def backward(self, policy: Tensor, reward: Tensor) -> Tensor:
-        """v = reward + P_p v. For the expected loss as the reward, the value of the policy."""
+        """v = reward + P_p v. With the expected loss as reward, this is the value of the policy."""
         policies, rewards = self.mdp.split(policy, -2), self.mdp.split(reward, -1)
         v = [rewards[-1]]
         for k in reversed(range(len(self.maps))):
@@ -78,7 +80,10 @@ class LayeredFlow:
 
 
 class DenseFlow:
-    """The same operators through one `(S, A, S)` tensor: fewer and larger operations, the better choice for small MDPs."""
+    """The same operators with one `(S, A, S)` tensor: fewer and larger operations.
+
+    It is faster for small MDPs.
+    """
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
@@ -93,7 +98,7 @@ class DenseFlow:
         return self.whole.ahead(v)
 
     def one_step(self, policy: Tensor) -> Tensor:
-        """I - P_p, unit upper triangular because transitions only lead to later states, `(*batch, S, S)`."""
+        """I - P_p `(*batch, S, S)`, unit upper triangular because states lead to later ones."""
         return self.identity - (policy.unsqueeze(-2) @ self.kernel).squeeze(-2)
 
     def forward(self, policy: Tensor, source: Tensor) -> Tensor:
@@ -107,9 +112,10 @@ Flow = DenseFlow | LayeredFlow
 
 
 def flow_of(mdp: LayeredMDP, elements: int = 32) -> Flow:
-    """The representation of the transitions that is faster for this MDP and a batch of so many elements.
+    """The flow that is faster for this MDP and a batch of `elements` elements.
 
-    One large matrix saves operations, a loop over layers saves arithmetic; experiments/benchmark.py measures where they meet.
+    One large matrix needs fewer operations; a loop over layers needs less arithmetic.
+    experiments/benchmark.py measures the break-even point.
     """
     small = mdp.num_states <= (DENSE_STATES if elements <= 4 else DENSE_STATES // 2)
     return DenseFlow(mdp) if small and not mdp.is_sparse else LayeredFlow(mdp)
@@ -129,7 +135,7 @@ def join(parts: list[Tensor], event_dims: int) -> Tensor:
     )
 
 
-# -- the constraints ------------------------------------------------------------------------------------------------------
+# -- the constraints ---------------------------------------------------------------------------
 
 
 def flow_source(mdp: LayeredMDP) -> Tensor:
@@ -143,11 +149,14 @@ def flow_residual(mdp: LayeredMDP, q: Tensor) -> Tensor:
 
 
 def flow_adjoint(mdp: LayeredMDP, value: Tensor) -> Tensor:
-    """E' v = v(s) - E[v(s') | s, a], `(*batch, S, A)`: the shaping term that no policy can feel."""
+    """E' v = v(s) - E[v(s') | s, a], `(*batch, S, A)`.
+
+    As a loss this is potential-based shaping; it leaves every policy's regret unchanged.
+    """
     return torch.where(mdp.actions, value.unsqueeze(-1) - flow_of(mdp).lookahead(value), 0.0)
 
 
-# -- policies -------------------------------------------------------------------------------------------------------------
+# -- policies ----------------------------------------------------------------------------------
 
 
 def uniform_policy(mdp: LayeredMDP) -> Tensor:
@@ -157,30 +166,39 @@ def uniform_policy(mdp: LayeredMDP) -> Tensor:
 
 
 def occupancy(mdp: LayeredMDP, policy: Tensor, *, in_order: bool = False) -> Tensor:
-    """q^pi, `(*batch, S, A)`. Only positive numbers are added, so every entry is accurate relative to its own size.
+    """The occupancy measure q^pi of a policy, `(*batch, S, A)`.
+
+    Only nonnegative numbers are added, so every entry has a small relative error.
 
     Args:
-        in_order: take every sum in the order of its entries: the same bits in every batch (torch_occ.mdp.in_order), and slower.
+        in_order: take every sum in the order of its entries. The bits are then the same in every
+            batch (torch_occ.mdp.in_order), but it is slower.
     """
     flow = LayeredFlow(mdp, in_order=True) if in_order else flow_of(mdp)
     return flow.forward(policy, flow_source(mdp)).unsqueeze(-1) * policy
 
 
 def policy_of(mdp: LayeredMDP, q: Tensor) -> Tensor:
-    """pi(a | s) = q(s, a) / q(s); uniform where q(s) = 0."""
+    """The policy pi(a | s) = q(s, a) / q(s), `(*batch, S, A)`; uniform where q(s) = 0."""
     state = q.sum(-1, keepdim=True)
     return torch.where(state > 0, q / torch.where(state > 0, state, 1.0), uniform_policy(mdp))
 
 
 def interior_point(mdp: LayeredMDP) -> Tensor:
-    """The occupancy of the uniform policy: strictly positive on every reachable pair. Runs begin here, so it is taken in order."""
+    """The occupancy measure of the uniform policy: positive on every reachable pair.
+
+    Runs begin here, so it is computed in order.
+    """
     return occupancy(mdp, uniform_policy(mdp), in_order=True)
 
 
 def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
-    """p^pi(s' | s), `(*batch, S, S)`: the probability of passing through s' after s; one on the diagonal, zero backwards."""
+    """p^pi(s' | s), `(*batch, S, S)`: the probability of visiting s' after s.
+
+    It is one on the diagonal, and zero for earlier states s'.
+    """
     identity = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
-    # One more batch dimension, for the state that the sweep starts from, goes behind those of the MDP.
+    # The state that the pass starts from is one more batch dimension, after those of the MDP.
     spread = mdp.with_probabilities(
         mdp.initial.unsqueeze(-2),
         *(layer.probabilities.unsqueeze(-1 - layer.event_dims) for layer in mdp.layers),
@@ -190,37 +208,39 @@ def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
     )
 
 
-# -- planning -------------------------------------------------------------------------------------------------------------
+# -- planning ----------------------------------------------------------------------------------
 
 
 def tie_in(dtype: torch.dtype) -> float:
-    """`TIE`, or a few units in the last place where the precision is lower."""
+    """The relative difference that counts as a tie: `TIE`, or more in low precision."""
     return max(TIE, 32 * torch.finfo(dtype).eps)
 
 
 def likeliest(mdp: LayeredMDP, q: Tensor) -> Tensor:
-    """The action of largest q in each state, the first of those that are tied, as 0 or 1 `(*batch, S, A)`."""
+    """A 0-1 mask `(*batch, S, A)` of the action of largest q in each state; the first of ties."""
     tied = mdp.actions & (q >= (1 - tie_in(q.dtype)) * q.amax(-1, keepdim=True))
     return _first(tied).to(q.dtype)
 
 
 def cheapest(mdp: LayeredMDP, Q: Tensor) -> Tensor:
-    """The action of smallest Q in each state, the first of those that are tied, as 0 or 1 `(*batch, S, A)`.
+    """A 0-1 mask `(*batch, S, A)` of the action of smallest Q in each state; the first of ties.
 
-    Numbers below 1 are compared absolutely, since losses are of that size. Q is infinite on masked pairs.
+    Numbers below 1 are compared absolutely, since losses are of that size. Q is infinite on masked
+    pairs.
     """
     best = Q.amin(-1, keepdim=True)
-    limit = best + tie_in(Q.dtype) * best.abs().clamp(1.0, torch.finfo(Q.dtype).max)  # a Q of -inf is tied with itself
+    # If the smallest Q is -inf, it is tied with itself.
+    limit = best + tie_in(Q.dtype) * best.abs().clamp(1.0, torch.finfo(Q.dtype).max)
     return _first(mdp.actions & (limit >= Q)).to(Q.dtype)
 
 
 def _first(true: Tensor) -> Tensor:
-    """Only the first True along the last dimension."""
+    """Keep only the first True along the last dimension."""
     return true & (true.cumsum(-1) == 1)
 
 
 class Plan(NamedTuple):
-    """The optimal policy of a loss and what it is worth."""
+    """The optimal policy for a loss, with its values and gaps."""
 
     policy: Tensor  # (*batch, S, A), deterministic: the first of the minimizing actions
     value: Tensor  # (*batch, S)
@@ -229,14 +249,19 @@ class Plan(NamedTuple):
 
 
 def optimal_policy(mdp: LayeredMDP, loss: Tensor, *, in_order: bool = False) -> Plan:
-    """Backward induction.
+    """The optimal policy for a loss, by backward induction.
+
+    The paper writes the gap as Q(s, a) - min_{a' != a} Q(s, a'), which would be negative at the
+    optimal action. We read it as Q(s, a) - min_{a'} Q(s, a'), as `eq:self_bounding_constraint`
+    requires.
 
     Args:
         loss: `(*batch, S, A)`.
-        in_order: take every sum in the order of its entries: the same bits in every batch (torch_occ.mdp.in_order), and slower.
+        in_order: take every sum in the order of its entries. The bits are then the same in every
+            batch (torch_occ.mdp.in_order), but it is slower.
 
-    The paper writes the gap as Q(s, a) - min_{a' != a} Q(s, a'); that would be negative at the optimal action. We read it as
-    Q(s, a) - min_{a'} Q(s, a'), which is what `eq:self_bounding_constraint` needs.
+    Returns:
+        The policy, its values, Q and the gaps.
     """
     losses, masks = mdp.split(loss, -2), mdp.split(mdp.actions, -2)
     maps = LayeredFlow(mdp, in_order=in_order).maps

@@ -1,4 +1,4 @@
-"""Rewards as losses: the map between them, and a layered MDP that knows the rewards of the finite MDP that it was made from."""
+"""Rewards as losses: the map between them, and a layered MDP with rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from torch_occ.mdp.layered import LayeredMDP
 class RewardMap:
     """loss = (high - reward) / (high - low) and back: rewards in [low, high] are losses in [0, 1].
 
-    Summed over an episode of L steps, return = L high - (high - low) * total loss, so a regret is (high - low) times as large in rewards.
+    Over an episode of L steps, return = L high - (high - low) * total loss. So a regret in rewards
+    is (high - low) times the regret in losses.
+
+    Raises:
+        ValueError: unless low < high are finite.
     """
 
     low: float
@@ -29,7 +33,13 @@ class RewardMap:
 
     @classmethod
     def covering(cls, rewards: Tensor) -> RewardMap:
-        """From the smallest reward to the largest, zero included: that is what the end of an episode pays while it waits."""
+        """The map from the smallest to the largest reward, including zero.
+
+        Zero is the reward of the absorbing end.
+
+        Raises:
+            ValueError: if a reward is not finite.
+        """
         if not bool(rewards.isfinite().all()):
             raise ValueError(
                 f"rewards: expected finite numbers, found {float(rewards[~rewards.isfinite()][0])}"
@@ -39,13 +49,12 @@ class RewardMap:
             if rewards.numel()
             else (0.0, 0.0)
         )
-        return cls(
-            low, high if high > low else low + 1.0
-        )  # if all rewards are zero, any interval will do
+        # If all rewards are zero, any interval will do.
+        return cls(low, high if high > low else low + 1.0)
 
     @property
     def span(self) -> float:
-        """high - low: a loss of one, in rewards."""
+        """high - low: the rewards that a loss of one stands for."""
         return self.high - self.low
 
     def loss(self, reward: Tensor) -> Tensor:
@@ -61,19 +70,21 @@ class RewardMap:
         return horizon * self.high - self.span * total_loss
 
     def regret(self, regret: Tensor) -> Tensor:
-        """A regret in losses, in rewards."""
+        """Convert a regret in losses to rewards."""
         return self.span * regret
 
 
 class RewardMDP(LayeredMDP):
-    """A `LayeredMDP` with rewards: expected ones `(S, A)`, zero where the episode is over, and the map that makes them losses.
+    """A `LayeredMDP` with rewards and the map that turns them into losses.
 
-    What is derived from it (`to`, `prune`, `with_transitions`) is a plain `LayeredMDP`. Importers make it; see `LayeredMDP.from_gymnasium`.
+    `reward` holds expected rewards `(S, A)`, zero where the episode is over. `to`, `prune` and
+    `with_transitions` return a plain `LayeredMDP`. Importers make it; see
+    `LayeredMDP.from_gymnasium`.
 
     Args:
         reward: expected rewards `(original S, A)` of the original MDP.
-        reward_map: how they become losses.
-        layout: what `LayeredMDP` takes.
+        reward_map: the map from rewards to losses.
+        layout: arguments of `LayeredMDP`.
     """
 
     reward: Tensor
@@ -86,14 +97,14 @@ class RewardMDP(LayeredMDP):
 
     @property
     def loss(self) -> Tensor:
-        """The mean losses `(S, A)`, in [0, 1]; the end's is that of a reward of zero."""
-        # Rounding of an expectation of extreme rewards may step out of the interval by an ulp.
+        """The mean losses `(S, A)`, in [0, 1]; at the absorbing end, that of a zero reward."""
+        # Rounding may move an expectation of extreme rewards out of the interval by one ulp.
         return self.reward_map.loss(self.reward).clamp(0.0, 1.0)
 
     def expected_return(self, q: Tensor) -> Tensor:
-        """<q, reward>: `(*batch, S, A)` -> `(*batch,)`."""
+        """The expected return ⟨q, reward⟩: `(*batch, S, A)` -> `(*batch,)`."""
         return (q * self.reward).sum((-2, -1))
 
     def regret_in_rewards(self, regret: Tensor) -> Tensor:
-        """The regret of a `History`, in the units of the rewards."""
+        """Convert the regret of a `History` to rewards."""
         return self.reward_map.regret(regret)

@@ -1,7 +1,8 @@
-"""Unrolling: an ordinary finite MDP becomes one with layers, a copy of each state for every step at which it can be occupied.
+"""Unrolling: from an ordinary finite MDP to layers.
 
-The finite MDP is a list of outcomes (state, action, next state, probability), whatever it was read from; so is every layer, until
-`layer_tensor` gives it the form in which `LayeredMDP` stores it.
+The layered MDP has one copy of a state for every step at which the state can be occupied. The
+finite MDP is a list of outcomes (state, action, next state, probability), and so is every layer,
+until `layer_tensor` converts it to the form that `LayeredMDP` stores.
 """
 
 from __future__ import annotations
@@ -16,19 +17,24 @@ from torch import Tensor
 
 from torch_occ.mdp.validation import check_rows, row_tolerance
 
-#: Instead of a state: "the episode is over". The `origin` of the absorbing end, and the next state of an outcome that ends the episode.
+#: Instead of a state: the episode is over. It is the `origin` of the absorbing end, and the next
+#: state of an outcome that ends the episode.
 ABSORBING = -1
 
-#: Dense transitions of more bytes than this are refused before memory is asked for.
+#: Dense transitions of more bytes than this are refused before memory is allocated.
 MAX_BYTES = 4 << 30
 
-#: Up to this many entries, all layers together, an MDP that may be stored either way is stored densely: the engine reads it as it likes.
+#: An MDP that may be stored either way is dense if it has at most this many entries in all layers.
+#: The engine can read both.
 DENSE_ENTRIES = 1 << 22
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The transitions of a finite MDP, one line an outcome. Lines with the same state, action and next state add up."""
+    """The transitions of a finite MDP as a list of outcomes.
+
+    Outcomes with the same state, action and next state add up.
+    """
 
     state: Tensor  # (n,)
     action: Tensor  # (n,)
@@ -37,7 +43,7 @@ class Outcomes:
     actions: Tensor  # (S, A), which pairs exist
 
     def sums(self, values: Tensor) -> Tensor:
-        """Add up a number `(n,)` of every outcome in its pair, `(S, A)`."""
+        """Sum a number `(n,)` per outcome over the outcomes of each pair, `(S, A)`."""
         index = self.state * self.actions.shape[1] + self.action
         return (
             values.new_zeros(self.actions.numel())
@@ -59,9 +65,11 @@ class Outcomes:
 def outcomes_of(
     transition: Any, terminal: tuple[int, ...] = (), actions: Tensor | None = None
 ) -> Outcomes:
-    """The outcomes of a table: a dense or sparse tensor `(S, A, S)`, or a sparse matrix `(S * A, S)` of torch or SciPy.
+    """The outcomes of a table.
 
-    Entering a terminal state ends the episode; its own rows are ignored, like those of pairs outside `actions`.
+    The table is a dense or sparse tensor `(S, A, S)`, or a sparse matrix `(S * A, S)` of torch or
+    SciPy. Entering a terminal state ends the episode. Rows of terminal states and of pairs outside
+    `actions` are ignored.
     """
     state, action, after, probability, (num_states, num_actions) = _entries(transition)
     everything = torch.ones(num_states, num_actions, dtype=torch.bool, device=probability.device)
@@ -72,7 +80,7 @@ def outcomes_of(
 def finish(
     outcomes: Outcomes, terminal: tuple[int, ...], actions: Tensor | None = None
 ) -> Outcomes:
-    """The same outcomes with terminal states made the end, masked pairs left out, and all checked."""
+    """Check outcomes, leave out masked pairs, and let terminal states end the episode."""
     shape, device = tuple(outcomes.actions.shape), outcomes.actions.device
     for state in terminal:
         if not 0 <= state < shape[0]:
@@ -80,14 +88,16 @@ def finish(
     actions = outcomes.actions if actions is None else actions
     if actions.dtype != torch.bool or tuple(actions.shape) != shape:
         raise ValueError(
-            f"actions: expected a boolean mask of shape {shape}, got {actions.dtype} {tuple(actions.shape)}"
+            f"actions: expected a boolean mask of shape {shape}, got {actions.dtype} "
+            f"{tuple(actions.shape)}"
         )
     ends = torch.zeros(shape[0], dtype=torch.bool, device=device)
     ends[list(terminal)] = True
     idle = (~actions.any(-1) & ~ends).nonzero()
     if len(idle):
         raise ValueError(
-            f"actions: state {int(idle[0])} has no action; give every state at least one, or name it in terminal"
+            f"actions: state {int(idle[0])} has no action; give every state at least one, or name "
+            "it in terminal"
         )
     after = torch.where(ends[outcomes.next], ABSORBING, outcomes.next)
     found = Outcomes(
@@ -104,7 +114,7 @@ def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int
     if isinstance(transition, Tensor) and transition.layout == torch.strided:
         if len(shape) != 3 or shape[0] != shape[2]:
             raise ValueError(f"transition: expected shape (S, A, S), got {shape}")
-        # With gradients every entry is kept, so that a zero has one too.
+        # With gradients every entry is kept, so that zeros have a gradient too.
         kept = (
             torch.ones_like(transition, dtype=torch.bool)
             if transition.requires_grad
@@ -130,7 +140,8 @@ def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int
         values = torch.as_tensor(matrix.data)
     else:
         raise TypeError(
-            f"transition: expected a tensor or a sparse matrix, got {type(transition).__name__}; torch.as_tensor converts an array"
+            f"transition: expected a tensor or a sparse matrix, got {type(transition).__name__}; "
+            "torch.as_tensor converts an array"
         )
     if len(shape) == 3 and shape[0] == shape[2]:
         return index[0], index[1], index[2], values, (shape[0], shape[1])
@@ -149,7 +160,7 @@ def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int
 
 
 def _check(outcomes: Outcomes) -> None:
-    """Report a bad row by the user's own state numbers, before layers exist."""
+    """Report a bad row with the user's own state numbers, before layers exist."""
     probability = outcomes.probability.detach()
     if not probability.is_floating_point():
         raise ValueError(
@@ -165,13 +176,13 @@ def _check(outcomes: Outcomes) -> None:
         row = probability[(outcomes.state == state) & (outcomes.action == action)]
         smallest = float(row.min()) if len(row) else 0.0
         raise ValueError(
-            f"transition: state {state}, action {action}: expected non-negative probabilities that sum to 1, "
-            f"got smallest {smallest:.12g} and sum {float(sums[state, action]):.12g}"
+            f"transition: state {state}, action {action}: expected non-negative probabilities that "
+            f"sum to 1, got smallest {smallest:.12g} and sum {float(sums[state, action]):.12g}"
         )
 
 
 def initial_distribution(initial: Tensor | int, num_states: int, like: Tensor) -> Tensor:
-    """A distribution `(S,)` over the states, checked."""
+    """Check a distribution `(S,)` over the states, or make one from the index of a state."""
     if not isinstance(initial, Tensor):
         initial = operator.index(initial)
         if not 0 <= initial < num_states:
@@ -188,13 +199,17 @@ def initial_distribution(initial: Tensor | int, num_states: int, like: Tensor) -
 def unroll(
     outcomes: Outcomes, horizon: int, initial: Tensor | int, *, sparse: bool | None = None
 ) -> dict[str, Any]:
-    """The arguments of `LayeredMDP` for `horizon` steps of a finite MDP, stored as its size suggests unless `sparse` says how."""
+    """The arguments of `LayeredMDP` for `horizon` steps of a finite MDP.
+
+    `sparse` says how to store it; by default its size decides.
+    """
     if horizon < 1:
         raise ValueError(f"horizon: expected at least 1, got {horizon}")
     num_states, num_actions = outcomes.actions.shape
     initial = initial_distribution(initial, num_states, outcomes.probability)
 
-    # One more state, the absorbing end, which has one action and leads to itself. Whoever has no action is there from the start.
+    # One more state, the absorbing end, has one action and leads to itself. States without an
+    # action are there from the start.
     end, device = num_states, outcomes.probability.device
     alive = outcomes.actions.any(-1)
     first = torch.arange(num_actions, device=device).eq(0).unsqueeze(0)
@@ -217,7 +232,7 @@ def unroll(
     for _ in range(horizon):
         position = torch.full((num_states + 1,), -1, device=device)
         position[layers[-1]] = torch.arange(len(layers[-1]), device=device)
-        place.append(position)  # where each state stands in its layer; -1 if it does not
+        place.append(position)  # the index of each state in its layer, or -1
         reached = torch.zeros(num_states + 1, dtype=torch.bool, device=device)
         reached[after[possible & (position[state] >= 0)]] = True
         layers.append(reached.nonzero().squeeze(-1))
@@ -226,8 +241,10 @@ def unroll(
     sparse = size > DENSE_ENTRIES if sparse is None else sparse
     if not sparse and size * probability.element_size() > MAX_BYTES:
         raise ValueError(
-            f"horizon: {horizon} steps of this MDP make layers of up to {max(map(len, layers)):,} states; their dense transitions would "
-            f"take {size * probability.element_size() / 2**30:,.3g} GiB (the limit is {MAX_BYTES / 2**30:g}); pass a sparse table"
+            f"horizon: {horizon} steps of this MDP make layers of up to {max(map(len, layers)):,} "
+            "states; their dense transitions would take "
+            f"{size * probability.element_size() / 2**30:,.3g} GiB (the limit is "
+            f"{MAX_BYTES / 2**30:g}); pass a sparse table"
         )
     transitions: list[Tensor] = []
     for k, shape in enumerate(shapes):
@@ -255,7 +272,11 @@ def layer_tensor(
     shape: tuple[int, int, int],
     sparse: bool,
 ) -> Tensor:
-    """A layer of transitions from its outcomes (state, action, next state): `(S_k, A, S_{k+1})`, or sparse `(S_k * A, S_{k+1})`."""
+    """The transitions of a layer from outcomes (state, action, next state).
+
+    Returns:
+        A dense tensor `(S_k, A, S_{k+1})`, or a sparse one `(S_k * A, S_{k+1})`.
+    """
     if not sparse:
         return probability.new_zeros(shape).index_put(index, probability, accumulate=True)
     (state, action, after), (num_states, num_actions, num_next) = index, shape

@@ -1,4 +1,7 @@
-"""What a valid layered MDP is. Every error names the argument, the place and the value, and says what was expected."""
+"""The conditions that a valid layered MDP satisfies.
+
+Every error names the argument, the place and the value, and says what was expected.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
-    """`torch.broadcast_shapes`, which takes tens of microseconds, for the many times when there is nothing to do."""
+    """`torch.broadcast_shapes`, with a fast path if all nonempty shapes are equal.
+
+    The original takes tens of microseconds.
+    """
     distinct = {shape for shape in shapes if shape}
     if len(distinct) <= 1:
         return torch.Size(*distinct)
@@ -25,10 +31,10 @@ def broadcast(*shapes: torch.Size) -> torch.Size:
 def check_shapes(
     transitions: Sequence[Tensor], actions: Tensor | None, initial: Tensor | None
 ) -> tuple[tuple[Tensor, ...], int]:
-    """Layers fit together, and there is one number type on one device. Returns the tensors and A."""
+    """Check that layers fit together, with one dtype and device; return the tensors and A."""
     tensors = tuple(transitions)
     if not tensors:
-        raise ValueError("transitions: expected one tensor a layer, got none")
+        raise ValueError("transitions: expected one tensor per layer, got none")
     first = tensors[0]
     for k, p in enumerate(tensors):
         name = f"transitions[{k}]"
@@ -37,11 +43,13 @@ def check_shapes(
             raise ValueError(f"{name}: expected a floating-point tensor, got {kind}")
         if p.dtype != first.dtype or p.device != first.device:
             raise ValueError(
-                f"{name}: is {p.dtype} on {p.device}, transitions[0] is {first.dtype} on {first.device}; convert one of them"
+                f"{name}: is {p.dtype} on {p.device}, transitions[0] is {first.dtype} on "
+                f"{first.device}; convert one of them"
             )
         if p.layout != torch.strided and (p.dim() != 2 or p.dense_dim() or 0 in p.shape):
             raise ValueError(
-                f"{name}: expected a sparse tensor of shape (S_{k} * A, S_{k + 1}), got {tuple(p.shape)}"
+                f"{name}: expected a sparse tensor of shape (S_{k} * A, S_{k + 1}), got "
+                f"{tuple(p.shape)}"
             )
         if p.layout != torch.strided:
             _check_indices(name, p)
@@ -57,16 +65,19 @@ def check_shapes(
             if p.shape[-2] != num_actions or 0 in p.shape:
                 expected = num_actions if k else "A"
                 raise ValueError(
-                    f"{name}: expected shape (*batch, S_{k}, {expected}, S_{k + 1}), got {tuple(p.shape)}"
+                    f"{name}: expected shape (*batch, S_{k}, {expected}, S_{k + 1}), got "
+                    f"{tuple(p.shape)}"
                 )
         elif p.shape[0] % num_actions:
             raise ValueError(
-                f"{name}: expected a row for each of the {num_actions} actions of a state, got {p.shape[0]} rows"
+                f"{name}: expected a row for each of the {num_actions} actions of a state, got "
+                f"{p.shape[0]} rows"
             )
         num_states = _num_states(p, num_actions)
         if k and num_states != tensors[k - 1].shape[-1]:
             raise ValueError(
-                f"{name}: layer {k} has {num_states} states, but transitions[{k - 1}] leads to {tensors[k - 1].shape[-1]}"
+                f"{name}: layer {k} has {num_states} states, but transitions[{k - 1}] leads to "
+                f"{tensors[k - 1].shape[-1]}"
             )
         _broadcast(name, p.shape[:-3], *(other.shape[:-3] for other in tensors[:k]))
     last = tensors[-1]
@@ -78,14 +89,14 @@ def check_shapes(
             else f"({num_states * num_actions}, 1)"
         )
         raise ValueError(
-            f"transitions[{len(tensors) - 1}]: the last layer must lead to the single terminal state, "
-            f"shape {expected}, got {tuple(last.shape)}"
+            f"transitions[{len(tensors) - 1}]: the last layer must lead to the single terminal "
+            f"state, shape {expected}, got {tuple(last.shape)}"
         )
     return tensors, num_actions
 
 
 def _check_indices(name: str, p: Tensor) -> None:
-    """torch does not look at them by default, and would read whatever memory a wrong one points to."""
+    """Check the indices of a sparse tensor; torch would read memory out of bounds."""
     match p.layout:
         case torch.sparse_coo:
             rows, columns = indices(p)
@@ -95,13 +106,15 @@ def _check_indices(name: str, p: Tensor) -> None:
             rows, columns = p.row_indices(), p.ccol_indices()[-1:] - len(p.values())
         case _:
             raise ValueError(
-                f"{name}: expected the layout COO, CSR or CSC, got {p.layout}; convert it with p.to_sparse_csr()"
+                f"{name}: expected the layout COO, CSR or CSC, got {p.layout}; convert it with "
+                "p.to_sparse_csr()"
             )
     for what, index, size in (("row", rows, p.shape[0]), ("column", columns, p.shape[1])):
         wrong = ((index < 0) | (index >= size)).nonzero()
         if len(wrong):
             raise ValueError(
-                f"{name}: the {what} index {int(index[wrong[0]])} is outside a tensor of shape {tuple(p.shape)}"
+                f"{name}: the {what} index {int(index[wrong[0]])} is outside a tensor of shape "
+                f"{tuple(p.shape)}"
             )
 
 
@@ -112,32 +125,32 @@ def _num_states(p: Tensor, num_actions: int) -> int:
 def _count_actions(
     tensors: tuple[Tensor, ...], actions: Tensor | None, initial: Tensor | None
 ) -> int:
-    """A, which the shape of a sparse tensor does not tell alone."""
+    """A, which does not follow from the shape of a sparse tensor alone."""
     for p in tensors:
         if p.layout == torch.strided:
-            return p.shape[-2] or 1  # a zero is reported with the shapes
+            return p.shape[-2] or 1  # zero is reported later, with the shapes
     if actions is not None and actions.dim() == 2 and actions.shape[-1]:
         return actions.shape[-1]
-    first, num_states = (
-        tensors[0].shape[0],
-        1 if initial is None or not initial.dim() else initial.shape[-1],
-    )
+    first = tensors[0].shape[0]
+    num_states = 1 if initial is None or not initial.dim() else initial.shape[-1]
     if len(tensors) > 1:
         first, num_states = tensors[1].shape[0], tensors[0].shape[1]
     if first % num_states:
         k = min(len(tensors) - 1, 1)
         raise ValueError(
-            f"transitions[{k}]: expected A rows for each of the {num_states} states of layer {k}, got {first} rows"
+            f"transitions[{k}]: expected A rows for each of the {num_states} states of layer {k}, "
+            f"got {first} rows"
         )
     return first // num_states
 
 
 def check_actions(mdp: LayeredMDP) -> None:
-    """Every state has an action."""
+    """Check that every state has an action, and the shapes of masks."""
     expected, mask = (mdp.num_states, mdp.num_actions), mdp.actions
     if mask.dtype != torch.bool or tuple(mask.shape) != expected:
         raise ValueError(
-            f"actions: expected a boolean mask of shape {expected}, got {mask.dtype} of shape {tuple(mask.shape)}"
+            f"actions: expected a boolean mask of shape {expected}, got {mask.dtype} of shape "
+            f"{tuple(mask.shape)}"
         )
     if mask.device != mdp.device:
         raise ValueError(
@@ -155,13 +168,13 @@ def check_actions(mdp: LayeredMDP) -> None:
 
 
 def check_probabilities(mdp: LayeredMDP) -> None:
-    """Every row is a distribution; masked rows are ignored."""
+    """Check that every row is a distribution; masked rows are ignored."""
     size = mdp.layer_sizes[0]
     initial = mdp.initial
     if initial.dtype != mdp.dtype or initial.device != mdp.device or initial.shape[-1:] != (size,):
         raise ValueError(
-            f"initial: expected a {mdp.dtype} tensor on {mdp.device} of shape ({size},), "
-            f"got {initial.dtype} on {initial.device} of shape {tuple(initial.shape)}"
+            f"initial: expected a {mdp.dtype} tensor on {mdp.device} of shape ({size},), got "
+            f"{initial.dtype} on {initial.device} of shape {tuple(initial.shape)}"
         )
     _broadcast(
         "initial",
@@ -178,17 +191,21 @@ def _broadcast(argument: str, shape: torch.Size, *others: torch.Size) -> torch.S
         return broadcast(shape, *others)
     except RuntimeError:
         raise ValueError(
-            f"{argument}: its batch shape {tuple(shape)} does not broadcast with {[tuple(s) for s in others]}"
+            f"{argument}: its batch shape {tuple(shape)} does not broadcast with "
+            f"{[tuple(s) for s in others]}"
         ) from None
 
 
 def row_tolerance(dtype: torch.dtype) -> float:
-    """How far from one the sum of a row of probabilities may be by rounding."""
+    """How much the sum of a row of probabilities may differ from one by rounding."""
     return 1e-9 if dtype == torch.float64 else 1e-5
 
 
 def check_rows(argument: str, rows: Tensor, used: Tensor | None, words: tuple[str, ...]) -> None:
-    """Rows are distributions. `words` name the last dimensions of a row's index; what comes before them is the batch."""
+    """Check that rows are distributions.
+
+    `words` name the last dimensions of a row's index; the dimensions before them are the batch.
+    """
     check_entries(
         argument, rows, lambda entry: _unravel(entry, rows.shape), rows.sum(-1), used, words
     )
@@ -202,7 +219,7 @@ def check_entries(
     used: Tensor | None,
     words: tuple[str, ...],
 ) -> None:
-    """The same of entries, the index `(*row, column)` of each, and the sums of the rows."""
+    """Check sparse entries, with the index `(*row, column)` of each, and their row sums."""
 
     def place(index: Sequence[int]) -> str:
         batch, own = index[: len(index) - len(words)], index[len(index) - len(words) :]
@@ -215,7 +232,8 @@ def check_entries(
         *row, column = locate(int(improper[0]))
         found = float(entries.flatten()[improper[0]])
         raise ValueError(
-            f"{place(row)}the probability of {'next ' if words else ''}state {column} is {found}; expected a number in [0, 1]"
+            f"{place(row)}the probability of {'next ' if words else ''}state {column} is {found}; "
+            "expected a number in [0, 1]"
         )
     wrong = (sums - 1).abs() > row_tolerance(entries.dtype)
     wrong = (wrong if used is None else wrong & used).nonzero()

@@ -1,8 +1,8 @@
-"""A second opinion on the FTRL step: the same problem in cvxpy and cvxpylayers, compared by residuals.
+"""The FTRL step in cvxpy and cvxpylayers, and a comparison with torch_occ by residuals.
 
-comparison    torch_occ and cvxpylayers side by side, q and all gradients
-cvxpy_layer   the problem stated in cvxpy, and as a layer of cvxpylayers
-judging       residuals of the equations that a right answer satisfies
+comparison    torch_occ and cvxpylayers on the same problem: q and all gradients
+cvxpy_layer   the problem in cvxpy, and as a layer of cvxpylayers
+judging       residuals of the equations that a correct answer satisfies
 """
 
 from torch_occ.reference.comparison import ask as ask

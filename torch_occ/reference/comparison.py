@@ -1,7 +1,7 @@
-"""The cross-check: torch_occ and cvxpylayers side by side, q and all gradients, judged by their KKT residuals.
+"""A comparison of torch_occ and cvxpylayers: q and all gradients, checked by KKT residuals.
 
-`print(compare(mdp, psi, loss, t))` shows it; docs/cvxpylayers.md tells what to make of it. The layer itself is in
-torch_occ.reference.cvxpy_layer, the judge in torch_occ.reference.judging.
+`print(compare(mdp, psi, loss, t))` shows it, and docs/cvxpylayers.md explains it. The layer is in
+torch_occ.reference.cvxpy_layer, the residuals in torch_occ.reference.judging.
 """
 
 from __future__ import annotations
@@ -30,26 +30,46 @@ def compare(
     *,
     tolerance: float = 1e-3,
 ) -> Comparison:
-    """torch_occ, and cvxpylayers under each of the settings: q, and the gradients of <c, q> for some fixed c.
+    """Solve one step with torch_occ, and with cvxpylayers under each of the settings.
 
-    Settings whose packages are not installed are left out, and named in `Comparison.left_out` and where it is printed.
+    Compared are q and the gradients of ⟨c, q⟩ for a fixed c. Settings whose packages are not
+    installed are listed in `Comparison.left_out`, and when the comparison is printed.
+
+    Returns:
+        All answers with their residuals.
 
     Raises:
-        ImportError: none of the settings is installed, so there is nothing to compare with.
-        ValueError: there are no settings.
+        ImportError: if none of the settings is installed.
+        ValueError: if there are no settings.
     """
     if not settings:
-        raise ValueError("settings: expected at least one to compare with; `judge` measures answers without cvxpylayers")
+        raise ValueError(
+            "settings: expected at least one to compare with; `judge` measures answers without "
+            "cvxpylayers"
+        )
     left_out = {_name(each): each.missing for each in settings if each.missing}
     if len(left_out) == len({_name(each) for each in settings}):
         reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
         raise ImportError(f"settings: nothing to compare with. {reasons}")
     c = torch.arange(1, mdp.actions.numel() + 1, dtype=mdp.dtype).cos().view(mdp.actions.shape)
-    equations = Equations(mdp, regularizer, loss.detach(), torch.as_tensor(t, dtype=mdp.dtype).detach().requires_grad_())
+    equations = Equations(
+        mdp,
+        regularizer,
+        loss.detach(),
+        torch.as_tensor(t, dtype=mdp.dtype).detach().requires_grad_(),
+    )
     layers: dict[str, nn.Module] = {"torch_occ": FTRLStep(mdp, regularizer)}
-    ask("torch_occ", layers["torch_occ"], equations, c)  # the first derivative of a process takes torch a second; do not time it
-    layers |= {_name(each): CvxpyLayer(mdp, regularizer, each) for each in settings if each.installed}
-    found = judge(equations, c, [ask(name, layer, equations, c) for name, layer in layers.items()], tolerance=tolerance)
+    # The first derivative in a process takes torch a second, which is not timed.
+    ask("torch_occ", layers["torch_occ"], equations, c)
+    layers |= {
+        _name(each): CvxpyLayer(mdp, regularizer, each) for each in settings if each.installed
+    }
+    found = judge(
+        equations,
+        c,
+        [ask(name, layer, equations, c) for name, layer in layers.items()],
+        tolerance=tolerance,
+    )
     return replace(found, left_out=left_out)
 
 
@@ -62,10 +82,13 @@ def ask(name: str, layer: nn.Module, equations: Equations, c: Tensor) -> Answer:
     loss = equations.loss.clone().requires_grad_()
     inputs = {"loss": loss} | differentiable_inputs(equations.regularizer, equations.t)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)  # diffcp tells of an inaccurate solve in this way
+        # diffcp reports an inaccurate solve by a UserWarning.
+        warnings.simplefilter("always", UserWarning)
         start = time.perf_counter()
         q = layer(loss, equations.t)
         found = torch.autograd.grad((c * q).sum(), list(inputs.values()), allow_unused=True)
         seconds = time.perf_counter() - start
-    warning = "; ".join(sorted({str(each.message) for each in caught if issubclass(each.category, UserWarning)}))
+    warning = "; ".join(
+        sorted({str(each.message) for each in caught if issubclass(each.category, UserWarning)})
+    )
     return Answer(name, q.detach(), dict(zip(inputs, found, strict=True)), seconds, warning)

@@ -1,7 +1,8 @@
-"""The FTRL step in cvxpy, and as a cvxpylayers layer.
+"""The FTRL step in cvxpy, and as a layer of cvxpylayers.
 
-The constraints E q = b are read off the transitions, and psi off the tables of its terms; nothing of Newton's method is used here. The
-packages that this needs, `pip install torch-occ[reference]`, are imported when they are used. On the CPU, in double precision.
+The constraints E q = b are built from the transitions, and psi from the tables of its terms. No
+code of Newton's method is used. The packages (`pip install torch-occ[reference]`) are imported when
+they are used. It runs on the CPU, in double precision.
 """
 
 from __future__ import annotations
@@ -23,26 +24,35 @@ from torch_occ.regularizers.catalog import TabularRegularizer
 from torch_occ.regularizers.frozen import Frozen
 from torch_occ.regularizers.terms import Log, Power
 
-# -- the problem, from the tables alone -----------------------------------------------------------------------------------
+# -- the problem, from the tables alone --------------------------------------------------------
 
-#: A convex function of an argument: an exponent p stands for x^p (-x^p for 0 < p < 1), the others for themselves.
+#: A convex function of an argument. An exponent p stands for x^p (-x^p for 0 < p < 1); the other
+#: functions have names.
 Atom = tuple[str, float | str]
 
-#: q(s,a) log( q(s,a) / q(s) ): two terms that are convex only together.
+#: q(s,a) log( q(s,a) / q(s) ): two terms of which only the sum is convex.
 CONDITIONAL: Atom = ("pair given state", "x log x")
 
 
 def atoms(regularizer: Regularizer, t: Tensor | float) -> dict[Atom, Tensor]:
-    """psi_t as a combination of convex atoms with positive weights; equal atoms are merged, and those of weight zero left out.
+    """psi_t as a combination of convex atoms with positive weights.
 
-    Products such as alpha / eta_t are taken here, in torch, because cvxpy's rules for parameters (DPP) allow none; autograd carries the
-    derivative in a weight on to alpha, gamma and t.
+    Equal atoms are merged, and atoms of weight zero are left out. Products such as alpha / eta_t
+    are computed in torch, because cvxpy's rules for parameters (DPP) forbid them. Autograd then
+    passes the derivative in a weight on to alpha, gamma and t.
+
+    Raises:
+        TypeError: if a part of the regularizer has no table of terms.
+        ValueError: if a term is not convex.
     """
     weights: dict[Atom, Tensor] = {}
     nothing = torch.zeros((), dtype=torch.float64)
     for part, scale in regularizer.parts(torch.as_tensor(t, dtype=torch.float64)):
         if not isinstance(part, TabularRegularizer):
-            raise TypeError(f"{type(part).__name__} has no table of terms, so it cannot be stated in cvxpy; use a TabularRegularizer")
+            raise TypeError(
+                f"{type(part).__name__} has no table of terms, so it cannot be stated in cvxpy; "
+                "use a TabularRegularizer"
+            )
         for term in part.table():
             weight = term.weight * (torch.ones_like(nothing) if scale is None else scale)
             function: float | str = "x log x"
@@ -59,60 +69,85 @@ def atoms(regularizer: Regularizer, t: Tensor | float) -> dict[Atom, Tensor]:
         weights[pair] = weights.get(pair, nothing) - weights[CONDITIONAL]
     for (argument, function), weight in weights.items():
         if bool((weight < 0).any()):
-            raise ValueError(f"the term {function} of {argument} is not convex with this sign, so psi cannot be stated in cvxpy")
+            raise ValueError(
+                f"the term {function} of {argument} is not convex with this sign, so psi cannot be "
+                "stated in cvxpy"
+            )
     return {atom: weight for atom, weight in weights.items() if bool((weight != 0).any())}
 
 
 def gather(mdp: LayeredMDP, loss: Tensor) -> Tensor:
     """The loss on the N existing pairs, `(*batch, N)`."""
     if loss.shape[-2:] != mdp.actions.shape or not bool(loss[..., mdp.actions].isfinite().all()):
-        raise ValueError(f"loss: expected finite values of shape (*batch, {mdp.num_states}, {mdp.num_actions}), got {loss}")
+        raise ValueError(
+            f"loss: expected finite values of shape (*batch, {mdp.num_states}, {mdp.num_actions}), "
+            f"got {loss}"
+        )
     return loss[..., mdp.actions]
 
 
 def spread(mdp: LayeredMDP, x: Tensor) -> Tensor:
-    """The inverse: `(*batch, N)` -> `(*batch, S, A)`, zero on masked pairs."""
+    """The inverse of `gather`: `(*batch, N)` -> `(*batch, S, A)`, zero on masked pairs."""
     place = (mdp.actions.flatten().cumsum(0) - 1).clamp(min=0).view(mdp.actions.shape)
     return torch.where(mdp.actions, x[..., place], 0.0)
 
 
 def flow_constraints(mdp: LayeredMDP) -> tuple[Tensor, Tensor]:
-    """E `(S, N)` over the existing pairs, sparse, and b `(S,)`."""
+    """The sparse matrix E `(S, N)` over the existing pairs, and b `(S,)`."""
     if mdp.batch_shape:
-        raise ValueError(f"mdp: expected a single MDP, got a batch of shape {tuple(mdp.batch_shape)}")
+        raise ValueError(
+            f"mdp: expected a single MDP, got a batch of shape {tuple(mdp.batch_shape)}"
+        )
     state = mdp.actions.nonzero()[:, 0]
-    number = mdp.actions.flatten().cumsum(0) - 1  # of each pair among the existing ones
-    rows, columns, values = [state], [torch.arange(len(state))], [torch.ones(len(state), dtype=mdp.dtype)]
-    for (here, there), layer in zip(pairwise(mdp.layer_slices), mdp.to_sparse().layers, strict=False):
+    number = mdp.actions.flatten().cumsum(0) - 1  # the index of each pair among the existing ones
+    rows, columns = [state], [torch.arange(len(state))]
+    values = [torch.ones(len(state), dtype=mdp.dtype)]
+    for (here, there), layer in zip(
+        pairwise(mdp.layer_slices), mdp.to_sparse().layers, strict=False
+    ):
         entries = layer.tensor.detach()
         rows.append(there.start + entries.indices()[1])
         columns.append(number[here.start * mdp.num_actions + entries.indices()[0]])
         values.append(-entries.values())
     index, shape = torch.stack([torch.cat(rows), torch.cat(columns)]), (mdp.num_states, len(state))
     E = torch.sparse_coo_tensor(index, torch.cat(values), shape, check_invariants=False).coalesce()
-    return E, torch.nn.functional.pad(mdp.initial.detach(), (0, mdp.num_states - mdp.layer_sizes[0]))
+    return E, torch.nn.functional.pad(
+        mdp.initial.detach(), (0, mdp.num_states - mdp.layer_sizes[0])
+    )
 
 
-def state_in_cvxpy(mdp: LayeredMDP, which: Sequence[Atom], *, exact_powers: bool = False) -> tuple[Any, Any, list[Any]]:
-    """The step as a DPP problem: the problem, its variable q over the N existing pairs, its parameters: the loss and a weight an atom.
+def state_in_cvxpy(
+    mdp: LayeredMDP, which: Sequence[Atom], *, exact_powers: bool = False
+) -> tuple[Any, Any, list[Any]]:
+    """The step as a DPP problem.
 
-    Powers other than 1/2 become second-order cones, their exponent a nearby fraction, unless `exact_powers` asks for power cones, which
-    diffcp does not know.
+    Powers other than 1/2 become second-order cones, with a nearby fraction as the exponent. With
+    `exact_powers` they become power cones, which diffcp does not support.
+
+    Returns:
+        The problem, its variable q over the N existing pairs, and its parameters: the loss, and one
+        weight per atom.
     """
     cp = _require("cvxpy")
     scipy = _require("scipy.sparse")
     E, b = flow_constraints(mdp)
     state = mdp.actions.nonzero()[:, 0]
     flows = scipy.csr_array((E.values().numpy(), tuple(E.indices().numpy())), shape=tuple(E.shape))
-    sums = scipy.csr_array((torch.ones(len(state)).double().numpy(), (state.numpy(), range(len(state)))), shape=tuple(E.shape))
-    siblings = sums.T @ sums  # which pairs share a state
-    several, neighbours = mdp.actions.sum(-1)[state] > 1, mdp.layer[state].bincount()[mdp.layer[state]]
-    q, loss, weights = cp.Variable(len(state)), cp.Parameter(len(state)), [cp.Parameter(nonneg=True) for _ in which]
+    sums = scipy.csr_array(
+        (torch.ones(len(state)).double().numpy(), (state.numpy(), range(len(state)))),
+        shape=tuple(E.shape),
+    )
+    siblings = sums.T @ sums  # pairs that share a state
+    several = mdp.actions.sum(-1)[state] > 1
+    neighbours = mdp.layer[state].bincount()[mdp.layer[state]]
+    q, loss = cp.Variable(len(state)), cp.Parameter(len(state))
+    weights = [cp.Parameter(nonneg=True) for _ in which]
     arguments = {
         "pair": q,
-        "rest": (siblings - scipy.eye_array(len(state))).tocsr()[several.numpy()] @ q,  # a lone action has none
+        "rest": (siblings - scipy.eye_array(len(state))).tocsr()[several.numpy()]
+        @ q,  # not for the only action of a state
         "state": sums @ q,
-        "complement": 1 - q[(neighbours > 1).numpy()],  # a lone pair of its layer has none
+        "complement": 1 - q[(neighbours > 1).numpy()],  # not for the only pair of a layer
     }
 
     def value(atom: Atom) -> Any:
@@ -120,98 +155,151 @@ def state_in_cvxpy(mdp: LayeredMDP, which: Sequence[Atom], *, exact_powers: bool
             return cp.sum(cp.rel_entr(q, siblings @ q))
         x, function = arguments[atom[0]], atom[1]
         if isinstance(function, float):
-            power = cp.sqrt(x) if function == 0.5 else cp.power(x, function, approx=not exact_powers)
+            power = (
+                cp.sqrt(x) if function == 0.5 else cp.power(x, function, approx=not exact_powers)
+            )
             return cp.sum(-power if 0 < function < 1 else power)
         return cp.sum(-cp.entr(x) if function == "x log x" else -cp.log(x))
 
     terms = [weight * value(atom) for weight, atom in zip(weights, which, strict=True)]
-    return cp.Problem(cp.Minimize(loss @ q + sum(terms)), [flows @ q == b.numpy()]), q, [loss, *weights]
+    return (
+        cp.Problem(cp.Minimize(loss @ q + sum(terms)), [flows @ q == b.numpy()]),
+        q,
+        [loss, *weights],
+    )
 
 
 def _clarabel(tolerance: float) -> dict[str, float]:
     return dict.fromkeys(("tol_gap_abs", "tol_gap_rel", "tol_feas"), tolerance)
 
 
-def solve_cvxpy(mdp: LayeredMDP, regularizer: Regularizer, loss: Tensor, t: Tensor | float = 1.0, **options: Any) -> tuple[Tensor, Tensor]:
-    """q `(S, A)` and the multipliers v `(S,)` by cvxpy; Clarabel with tight tolerances, unless the options for `Problem.solve` differ."""
+def solve_cvxpy(
+    mdp: LayeredMDP, regularizer: Regularizer, loss: Tensor, t: Tensor | float = 1.0, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Solve the step with cvxpy; by default with Clarabel and tight tolerances.
+
+    Args:
+        options: options of `Problem.solve` that replace the defaults.
+
+    Returns:
+        q `(S, A)` and the multipliers v `(S,)`.
+    """
     weights = atoms(regularizer, t)
     problem, q, parameters = state_in_cvxpy(mdp, list(weights), exact_powers=True)
     scale = largest(weights)
     for parameter, given in zip(parameters, [gather(mdp, loss), *weights.values()], strict=True):
         parameter.value = (given.detach() / scale).numpy()
     with warnings.catch_warnings():
-        # Asked for more digits than it can certify, Clarabel returns its best point and cvxpy warns.
+        # If Clarabel cannot certify the digits asked for, it returns its best point, and cvxpy
+        # warns.
         warnings.filterwarnings("ignore", "Solution may be inaccurate", UserWarning)
         problem.solve(**({"solver": "CLARABEL", **_clarabel(1e-14)} | options))
     # cvxpy adds y'(E q - b) to the objective, so v = -y.
-    return spread(mdp, torch.as_tensor(q.value)), -scale * torch.as_tensor(problem.constraints[0].dual_value)
+    return spread(mdp, torch.as_tensor(q.value)), -scale * torch.as_tensor(
+        problem.constraints[0].dual_value
+    )
 
 
 def largest(weights: Mapping[Atom, Tensor]) -> Tensor:
-    """`()` or `(B,)`: loss and weights can be divided by it without moving q, and the solvers are much better with numbers near one."""
+    """The largest weight, `()` or `(B,)`.
+
+    Dividing the loss and all weights by it does not change q, and solvers are far more accurate
+    with numbers near one.
+    """
     return torch.stack(torch.broadcast_tensors(*weights.values())).detach().amax(0)
 
 
-# -- as a layer -----------------------------------------------------------------------------------------------------------
+# -- as a layer --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How cvxpylayers shall solve and differentiate."""
+    """Options with which cvxpylayers solves and differentiates."""
 
     name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # its `solver_args`
-    mode: str | None = None  # how diffcp solves for the derivative; None leaves it to diffcp
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # the layer's `solver_args`
+    mode: str | None = None  # diffcp's method for derivatives; None is its default
     solver: str | None = None  # the backend; None is diffcp
     normalize: bool = False  # divide loss and weights by the largest weight first
 
     @property
     def missing(self) -> str:
-        """What is not installed and how to get it, in words; empty if nothing is missing."""
+        """Which package is missing and how to install it; empty if none is."""
         solver = "diffcp" if self.solver is None else self.solver.lower()
-        method = str(self.arguments.get("solve_method", "scs")).lower() if self.solver is None else solver
-        absent = [name for name in ("cvxpy", "cvxpylayers", solver, method) if util.find_spec(name) is None]
+        method = (
+            str(self.arguments.get("solve_method", "scs")).lower()
+            if self.solver is None
+            else solver
+        )
+        absent = [
+            name
+            for name in ("cvxpy", "cvxpylayers", solver, method)
+            if util.find_spec(name) is None
+        ]
         which = "reference" if self.solver is None else "benchmark"
         return f"{absent[0]} is not installed: pip install torch-occ[{which}]" if absent else ""
 
     @property
     def installed(self) -> bool:
-        """Whether all packages that this needs are there."""
+        """Whether all packages that these settings need are installed."""
         return not self.missing
 
 
 DEFAULT = Settings("default")
 LSMR = Settings("lsmr", mode="lsmr")
 MOREAU = Settings("Moreau", solver="MOREAU")
-ACCURATE_SCS = Settings("accurate SCS", {"eps": 1e-10, "max_iters": 200_000}, mode="dense", normalize=True)
-ACCURATE_CLARABEL = Settings("accurate Clarabel", {"solve_method": "Clarabel", **_clarabel(1e-12)}, mode="dense", normalize=True)
+ACCURATE_SCS = Settings(
+    "accurate SCS", {"eps": 1e-10, "max_iters": 200_000}, mode="dense", normalize=True
+)
+ACCURATE_CLARABEL = Settings(
+    "accurate Clarabel",
+    {"solve_method": "Clarabel", **_clarabel(1e-12)},
+    mode="dense",
+    normalize=True,
+)
 ALL_SETTINGS = (DEFAULT, LSMR, MOREAU, ACCURATE_SCS, ACCURATE_CLARABEL)
 
 
 class CvxpyLayer(Frozen):
-    """The step by cvxpylayers: `layer(loss, t)` -> q, differentiable in the loss, in t and in the regularizer's parameters.
+    """The step by cvxpylayers: `layer(loss, t)` -> q.
 
-    An exponent is fixed at construction and gets no gradient; nor does the parameter of a term that has weight zero then.
+    It is differentiable in the loss, in t and in the regularizer's parameters. Exponents are fixed
+    at construction and get no gradient. Neither does the parameter of a term whose weight is zero
+    at construction.
     """
 
-    fixed: ClassVar = dict.fromkeys(("mdp", "regularizer", "settings", "atoms", "layer"), "make a new CvxpyLayer")
+    fixed: ClassVar = dict.fromkeys(
+        ("mdp", "regularizer", "settings", "atoms", "layer"), "make a new CvxpyLayer"
+    )
 
-    def __init__(self, mdp: LayeredMDP, regularizer: Regularizer, settings: Settings = ACCURATE_CLARABEL) -> None:
+    def __init__(
+        self, mdp: LayeredMDP, regularizer: Regularizer, settings: Settings = ACCURATE_CLARABEL
+    ) -> None:
         super().__init__()
         self.mdp, self.regularizer, self.settings = mdp, regularizer, settings
         self.atoms = list(atoms(regularizer, 1.0))
         problem, q, parameters = state_in_cvxpy(mdp, self.atoms)
         layer = _require("cvxpylayers.torch").CvxpyLayer
-        self.layer = layer(problem, parameters, [q], solver=settings.solver, solver_args=dict(settings.arguments))
+        self.layer = layer(
+            problem, parameters, [q], solver=settings.solver, solver_args=dict(settings.arguments)
+        )
 
     def forward(self, loss: Tensor, t: Tensor | float = 1.0) -> Tensor:
         """loss `(S, A)` or `(B, S, A)`; t and the parameters are scalars or `(B,)`."""
         weights = atoms(self.regularizer, t)
         scale = largest(weights) if self.settings.normalize else torch.ones(())
-        inputs = [gather(self.mdp, loss) / scale.unsqueeze(-1), *(weights[atom] / scale for atom in self.atoms)]
-        # Without a gradient to compute, diffcp would hand the mode to the solver, which does not know it.
+        inputs = [
+            gather(self.mdp, loss) / scale.unsqueeze(-1),
+            *(weights[atom] / scale for atom in self.atoms),
+        ]
+        # Without a gradient to compute, diffcp would pass the mode to the solver, which rejects it.
         differentiable = torch.is_grad_enabled() and any(given.requires_grad for given in inputs)
-        (q,) = self.layer(*inputs, solver_args={"mode": self.settings.mode} if self.settings.mode and differentiable else {})
+        (q,) = self.layer(
+            *inputs,
+            solver_args={"mode": self.settings.mode}
+            if self.settings.mode and differentiable
+            else {},
+        )
         return spread(self.mdp, q)
 
 

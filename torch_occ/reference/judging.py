@@ -1,6 +1,7 @@
-"""Who is right: answers measured against the equations that they must satisfy, with a dense Hessian and least squares.
+"""Residuals of an answer in the equations that it must satisfy.
 
-It trusts neither side and shares no code with the solver. An answer is right when
+They are computed with a dense Hessian and least squares, and share no code with the solver. An
+answer is correct if
 
     q                      grad psi(q) + loss = E'v   and   E q = b
     d<c,q>/dloss = -u      H u = c - E'w              and   E u = 0,      H the Hessian of psi at q
@@ -22,9 +23,10 @@ from torch_occ.regularizers.base import Regularizer
 
 @dataclass(frozen=True)
 class Equations:
-    """What a right answer satisfies, as residuals.
+    """Residuals of the equations that a correct answer satisfies.
 
-    Each equation of a pair is multiplied by q(s,a), so that the same relative error of q counts the same in rare and in frequent pairs.
+    The equation of a pair is multiplied by q(s,a), so that the same relative error of q counts the
+    same in rare and in frequent pairs.
     """
 
     mdp: LayeredMDP
@@ -33,7 +35,10 @@ class Equations:
     t: Tensor
 
     def residual_of_q(self, q: Tensor) -> float:
-        """The larger of |grad psi(q) + loss - E'v| for the best v, relative to its terms, and |E q - b|; infinite unless q > 0."""
+        """The larger of two residuals of q; infinite unless q > 0.
+
+        They are |grad psi(q) + loss - E'v| for the best v, relative to its terms, and |E q - b|.
+        """
         x, (E, b) = q.detach()[self.mdp.actions], _constraints(self.mdp)
         if not bool(((x > 0) & x.isfinite()).all()):
             return torch.inf
@@ -42,21 +47,31 @@ class Equations:
         return float(torch.maximum(stationarity, (E @ x - b).abs().amax()))
 
     def residual_of_gradient(self, q: Tensor, c: Tensor, gradient: Tensor) -> float:
-        """With u = -gradient in the loss, the larger of |c - H u - E'w| for the best w, relative to u = 0, and |E u|, relative to |u|."""
+        """The larger of two residuals of the gradient in the loss, -u.
+
+        They are |c - H u - E'w| for the best w, relative to u = 0, and |E u|, relative to |u|.
+        """
         x, (E, _) = q.detach()[self.mdp.actions], _constraints(self.mdp)
         u, c = -gradient[self.mdp.actions], c[self.mdp.actions]
         if not bool(((x > 0) & u.isfinite()).all()):
             return torch.inf
         H = torch.autograd.functional.hessian(self._psi, x)
-        # Where Omega is a single point, every c is E'w up to rounding, and u = 0 is right.
-        stationarity = _off_range(E, c - H @ u, x) / _off_range(E, c, x).clamp(min=1e-12 * float((x * c).norm()))
+        # If Omega is a single point, every c is E'w up to rounding, and u = 0 is correct.
+        stationarity = _off_range(E, c - H @ u, x) / _off_range(E, c, x).clamp(
+            min=1e-12 * float((x * c).norm())
+        )
         return float(torch.maximum(stationarity, (E @ u).norm() / u.norm().clamp(min=1e-300)))
 
     def implied_gradients(self, q: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-        """<gradient in the loss, d(grad psi)/dtheta> for every parameter and for t."""
-        x, inputs = q.detach()[self.mdp.actions].requires_grad_(), differentiable_inputs(self.regularizer, self.t)
+        """⟨gradient in the loss, d(grad psi)/dtheta⟩ for every parameter and for t."""
+        x = q.detach()[self.mdp.actions].requires_grad_()
+        inputs = differentiable_inputs(self.regularizer, self.t)
         (slope,) = torch.autograd.grad(self._psi(x), x, create_graph=True)
-        found = torch.autograd.grad((slope * gradient[self.mdp.actions]).sum(), list(inputs.values()), materialize_grads=True)
+        found = torch.autograd.grad(
+            (slope * gradient[self.mdp.actions]).sum(),
+            list(inputs.values()),
+            materialize_grads=True,
+        )
         return dict(zip(inputs, found, strict=True))
 
     def _psi(self, x: Tensor) -> Tensor:
@@ -75,19 +90,26 @@ def _off_range(E: Tensor, y: Tensor, scale: Tensor) -> Tensor:
 
 
 def differentiable_inputs(regularizer: Regularizer, t: Tensor) -> dict[str, Tensor]:
-    """The parameters by the last part of their name, where that is enough, and t."""
+    """t, and the parameters by the last part of their name where that is unique."""
     parameters = dict(regularizer.named_parameters())
     short = [name.rpartition(".")[2] for name in parameters]
-    return {last if short.count(last) == 1 else name: parameters[name] for last, name in zip(short, parameters, strict=True)} | {"t": t}
+    return {
+        last if short.count(last) == 1 else name: parameters[name]
+        for last, name in zip(short, parameters, strict=True)
+    } | {"t": t}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one side says, and what the judge finds: the residuals of "q" and "loss", the relative errors of the other gradients."""
+    """One side's answer, and its errors.
+
+    The errors of "q" and "loss" are residuals; those of the other gradients are relative errors.
+    """
 
     name: str
     q: Tensor  # (S, A)
-    gradients: Mapping[str, Tensor | None]  # of <c, q> in "loss", the parameters and "t"; None where there is none
+    # Gradients of ⟨c, q⟩ in "loss", the parameters and "t"; None if there is none.
+    gradients: Mapping[str, Tensor | None]
     seconds: float = torch.nan  # to solve and differentiate once
     warning: str = ""
     errors: Mapping[str, float] = field(default_factory=dict)
@@ -95,47 +117,81 @@ class Answer:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All sides, judged; print it."""
+    """All answers with their errors; print it."""
 
     answers: tuple[Answer, ...]
     tolerance: float
-    left_out: Mapping[str, str] = field(default_factory=dict)  # who was not compared, and why
+    left_out: Mapping[str, str] = field(default_factory=dict)  # what was not compared, and why
 
     @property
     def wrong(self) -> dict[str, list[str]]:
-        """For each culprit, what it has wrong."""
-        found = {answer.name: [what for what, error in answer.errors.items() if not error <= self.tolerance] for answer in self.answers}
+        """The entries that are wrong, by the name of the answer."""
+        found = {
+            answer.name: [
+                what for what, error in answer.errors.items() if not error <= self.tolerance
+            ]
+            for answer in self.answers
+        }
         return {name: what for name, what in found.items() if what}
 
     def __str__(self) -> str:
         names = [name for name in self.answers[0].gradients if name != "loss"]
-        rows = [["", "ms", "q: residual", "d loss: residual", *(f"d {name} (error)" for name in names)]]
+        rows = [
+            ["", "ms", "q: residual", "d loss: residual", *(f"d {name} (error)" for name in names)]
+        ]
         for answer in self.answers:
             residuals = [f"{answer.errors[name]:.0e}" for name in ("q", "loss")]
             given = ((answer.gradients[name], answer.errors.get(name)) for name in names)
-            cells = ["none" if gradient is None else f"{gradient.sum().item():+.3e} ({error:.0e})" for gradient, error in given]
+            cells = [
+                "none" if gradient is None else f"{gradient.sum().item():+.3e} ({error:.0e})"
+                for gradient, error in given
+            ]
             rows.append([answer.name, f"{1e3 * answer.seconds:.4g}", *residuals, *cells])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines += [f"{answer.name} warned: {answer.warning}" for answer in self.answers if answer.warning]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        lines += [
+            f"{answer.name} warned: {answer.warning}" for answer in self.answers if answer.warning
+        ]
         lines += [f"{name} is wrong in {', '.join(what)}." for name, what in self.wrong.items()]
         lines += [f"{name} was not compared: {why}" for name, why in self.left_out.items()]
-        all_of_them = ", ".join(answer.name for answer in self.answers) if self.left_out or len(self.answers) == 1 else "All"
+        all_of_them = (
+            ", ".join(answer.name for answer in self.answers)
+            if self.left_out or len(self.answers) == 1
+            else "All"
+        )
         verb = "satisfies" if len(self.answers) == 1 else "satisfy"
-        return "\n".join(lines if self.wrong else [*lines, f"{all_of_them} {verb} the equations to {self.tolerance:g}."])
+        return "\n".join(
+            lines
+            if self.wrong
+            else [*lines, f"{all_of_them} {verb} the equations to {self.tolerance:g}."]
+        )
 
 
-def judge(equations: Equations, c: Tensor, answers: Sequence[Answer], *, tolerance: float = 1e-3) -> Comparison:
-    """Measure every answer, whose gradients are those of <c, q>, against the equations.
+def judge(
+    equations: Equations, c: Tensor, answers: Sequence[Answer], *, tolerance: float = 1e-3
+) -> Comparison:
+    """Measure every answer against the equations.
 
-    H is taken at the q of smallest residual, and the d loss of smallest residual implies the other gradients, whoever gave them. If even
-    these miss the tolerance, everybody is wrong.
+    The gradients are those of ⟨c, q⟩. H is taken at the q with the smallest residual. The gradient
+    in the loss with the smallest residual implies the other gradients. If even these exceed the
+    tolerance, every answer counts as wrong.
+
+    Returns:
+        The answers with their errors.
+
+    Raises:
+        ValueError: if there is no answer.
     """
     if not answers:
         raise ValueError("answers: expected at least one")
     of_q = [equations.residual_of_q(answer.q) for answer in answers]
     q = answers[of_q.index(min(of_q))].q
-    given = [torch.zeros_like(q) if (g := answer.gradients["loss"]) is None else g for answer in answers]
+    given = [
+        torch.zeros_like(q) if (g := answer.gradients["loss"]) is None else g for answer in answers
+    ]
     of_loss = [equations.residual_of_gradient(q, c, gradient) for gradient in given]
     implied = equations.implied_gradients(q, given[of_loss.index(min(of_loss))])
     judged = []
@@ -143,6 +199,10 @@ def judge(equations: Equations, c: Tensor, answers: Sequence[Answer], *, toleran
         errors = {"q": residual, "loss": loss_residual}
         for name, right in implied.items():
             if (found := answer.gradients[name]) is not None:
-                errors[name] = 0.0 if torch.equal(found, right) else float((found - right).norm() / right.norm())
+                errors[name] = (
+                    0.0
+                    if torch.equal(found, right)
+                    else float((found - right).norm() / right.norm())
+                )
         judged.append(replace(answer, errors=errors))
     return Comparison(tuple(judged), tolerance)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.compiling import patiently
+from torch_occ._support.compiling import compile_message
 from torch_occ._support.private import in_forward_mode
 from torch_occ._support.threads import for_each
 from torch_occ.kernels.batches import BAD_INPUT, solve_linear, solve_steps
@@ -241,7 +241,7 @@ class CompiledStep:
     def _run(self, count: int, kernel: Callable[..., None], *arguments: Any) -> None:
         """Run a kernel over a batch, in several threads if the batch is large enough."""
         if count < _ALONE:
-            with patiently:
+            with compile_message:
                 self._run_alone(0, count, kernel, *arguments)
             return
         threads = min(torch.get_num_threads(), count)
@@ -249,7 +249,7 @@ class CompiledStep:
         def share(i: int) -> None:
             self._run_alone(i * count // threads, (i + 1) * count // threads, kernel, *arguments)
 
-        with patiently:
+        with compile_message:
             for_each(share, threads)
 
     def _run_alone(

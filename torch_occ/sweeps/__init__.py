@@ -1,7 +1,7 @@
-"""A function over a grid of configurations, on local processes or on a Dask cluster.
+"""Sweeps: a function over a grid of configurations, on local processes or on a Dask cluster.
 
-driver   the sweep: every cell is run once and stored at once
-cells    what a cell is, and what a worker does with one
+driver   `sweep`: run every cell once, and store it when it is finished
+cells    cells, failures, and the code that a worker runs
 locks    one driver per directory
-workers  where cells run
+workers  local processes and Dask clusters
 """

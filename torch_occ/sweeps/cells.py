@@ -1,4 +1,4 @@
-"""The cells of a sweep: what they are made of, and what a worker does with one."""
+"""Cells of a sweep, failures, and the code that a worker runs for a cell."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ Function = Callable[[Config], dict[str, Any]]
 
 
 def grid(**axes: Iterable[Any]) -> list[Config]:
-    """All combinations, the last axis fastest: `grid(gamma=[0.5, 1.0], seed=range(3))` has six cells. Grids add up with `+`."""
+    """All combinations of the values, with the last axis fastest.
+
+    `grid(gamma=[0.5, 1.0], seed=range(3))` has six cells. Join grids with `+`.
+
+    Returns:
+        One configuration, a dictionary, per cell.
+    """
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A cell that raised an exception or lost its process again and again."""
+    """A cell that raised an exception, or whose process died repeatedly."""
 
     config: Config
     error: str
@@ -44,19 +50,18 @@ Work = Generator[tuple[Cell, dict[str, Any] | Failure], None, None]
 
 
 def attempt(function: Function, config: Config) -> dict[str, Any] | Failure:
-    """What a worker does: run a cell, and turn whatever goes wrong into words."""
-    torch.set_num_threads(
-        1
-    )  # one cell, one thread: cells run beside each other, and sums are added up in one order
+    """Run a cell in a worker; return its result, or a Failure that describes the exception."""
+    # One thread per cell: cells run in parallel, and sums have a fixed order.
+    torch.set_num_threads(1)
     try:
         result = function(config)
         if not isinstance(result, dict) or set(result) & set(config):
             raise TypeError(
-                f"the function must return a dictionary with keys other than the configuration's, got {result!r}"
+                "the function must return a dictionary with keys other than the configuration's, "
+                f"got {result!r}"
             )
-        found: dict[str, Any] = json.loads(
-            json.dumps(result)
-        )  # as it will be read from its file; floats keep every bit
+        # As it will be read from its file; floats keep every bit.
+        found: dict[str, Any] = json.loads(json.dumps(result))
     except Exception as error:
         return Failure(config, f"{type(error).__name__}: {error}", traceback.format_exc())
     return found

@@ -1,9 +1,9 @@
-"""Sweeps: a function over a grid of configurations, on local processes or on a Dask cluster, every cell exactly once.
+"""Sweeps: call a function once for every cell of a grid, on local processes or a Dask cluster.
 
-A cell is a dictionary that JSON can hold, and so is what the function returns for it. The driver
-stores each finished cell at once, in a file of its own that is complete or not there; a sweep that
-was interrupted is continued by running it again with the same directory. One driver at a time
-works on a directory. Workers write nothing, so a cluster needs no shared file system.
+A cell is a dictionary that JSON can hold, and so is the result of the function. The driver writes
+each finished cell at once to a file of its own, atomically. To continue an interrupted sweep, run
+it again with the same directory. Only one driver at a time can use a directory. Workers write
+nothing, so a cluster needs no shared file system.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ from torch_occ.sweeps.cells import Cell, Config, Failure, Function
 from torch_occ.sweeps.locks import sole_user
 from torch_occ.sweeps.workers import connect, on_cluster, on_processes
 
-#: What a stored cell is called in messages.
+#: The name of a stored cell in messages.
 _KIND = "a cell of a sweep"
 
-#: Seconds in which a scheduler must answer.
+#: Seconds within which a scheduler must answer.
 ANSWER_WITHIN = 10.0
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The finished cells in the order of the grid, each the configuration and what the function returned, and those that failed."""
+    """The finished cells in the order of the grid, and the failed ones.
+
+    Each finished cell is a dictionary of the configuration and the function's result.
+    """
 
     rows: list[dict[str, Any]]
     failures: list[Failure]
@@ -55,27 +58,30 @@ def sweep(
 ) -> SweepResult:
     """Call `function(config)` for every cell that `directory` does not hold yet.
 
-    It leaves `cells/<key>.json` for every finished cell, `results.csv` with a line for each, `failures.json` if there are any (they
-    are tried again next time), `tensorboard/` with the hparams of each, and `sweep.lock`.
+    The directory then holds `cells/<key>.json` for every finished cell, `results.csv` with one line
+    per cell, `failures.json` if cells failed (the next sweep tries them again), `tensorboard/` with
+    the hyperparameters of each, and `sweep.lock`.
 
     Args:
-        function: a deterministic function of the configuration, which the workers can import. Use
-            another directory when you change it: cells that other code computed are refused.
+        function: a deterministic function of the configuration that workers can import. Use
+            another directory when you change it: cells computed by other code are refused.
         cells: configurations that JSON can hold, for example from `grid`.
-        processes: how many local processes to start, without a cluster.
-        cluster: the address of a Dask scheduler, `tcp://host:port`, whose workers have this package and the function installed.
+        processes: the number of local processes, without a cluster.
+        cluster: the address of a Dask scheduler, `tcp://host:port`, whose workers have this package
+            and the function installed.
         progress: show a progress bar.
         tensorboard: log the numbers and strings of every cell for the HParams dashboard.
 
     Returns:
-        What is finished and what failed. If the disk is full, warnings say so, and the results
-        are returned all the same.
+        The finished and the failed cells. If the disk is full, there are warnings, and the
+        results are still returned.
 
     Raises:
-        RuntimeError: if another sweep works on this directory.
-        ValueError: if an argument is wrong, or a stored cell is damaged or was computed by other
-            code or by another version of this package.
-        KeyboardInterrupt: after Ctrl-C; what is finished is stored.
+        RuntimeError: if another sweep uses this directory.
+        ValueError: if an argument is wrong, or if a stored cell is damaged or was computed by
+            other code or by another version of this package.
+        ConnectionError: if no Dask scheduler answers, or it is lost.
+        KeyboardInterrupt: after Ctrl-C; finished cells are stored.
     """
     Path(directory).mkdir(parents=True, exist_ok=True)
     with sole_user(Path(directory), "sweep"):
@@ -103,9 +109,8 @@ def _sweep(
             with _warning_if_full():
                 log_hparams(board / cell.key, cell.config, found[cell.key])
     failures: list[Failure] = []
-    client = (
-        connect(cluster, ANSWER_WITHIN) if cluster is not None and missing else None
-    )  # before anything else can be lost
+    # Connect first, so that a wrong address fails before any work is done.
+    client = connect(cluster, ANSWER_WITHIN) if cluster is not None and missing else None
     work = (
         on_processes(function, missing, processes)
         if client is None
@@ -134,7 +139,7 @@ def _sweep(
     return SweepResult(rows, failures)
 
 
-# -- files ------------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------
 
 
 def _check(cells: Sequence[Config]) -> Sequence[Config]:
@@ -156,11 +161,13 @@ def _name(function: Function) -> str:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if module is None or name is None or "<" in name:  # <lambda>, <locals>
         raise ValueError(
-            f"function: expected a function at the top level of a module, which workers can import by its name, got {function!r}"
+            "function: expected a function at the top level of a module, which workers can import "
+            f"by its name, got {function!r}"
         )
     if module == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         raise ValueError(
-            f"function: {name} was defined interactively; put it into a module, so that workers can import it"
+            f"function: {name} was defined interactively; put it into a module, so that workers "
+            "can import it"
         )
     return f"{module}.{name}"
 
@@ -170,7 +177,7 @@ def _key(name: str, config: Config) -> str:
 
 
 def _read(store: Path, cell: Cell, code: str) -> dict[str, Any] | None:
-    """The stored result of a cell, None if there is none; an error if it is not this cell's."""
+    """The stored result of a cell, or None; a ValueError if the file belongs to another cell."""
     path = store / f"{cell.key}.json"
     if not path.exists():
         return None
@@ -194,7 +201,7 @@ def _write(store: Path, cell: Cell, code: str, result: dict[str, Any]) -> None:
 
 @contextmanager
 def _warning_if_full() -> Iterator[None]:
-    """What has been computed is worth more than a file that cannot be written."""
+    """Turn an OSError into a warning, so that the results that were computed are not lost."""
     try:
         yield
     except OSError as error:
@@ -210,7 +217,7 @@ def _write_failures(path: Path, failures: Sequence[Failure]) -> None:
 
 
 def log_hparams(directory: Path, config: Config, result: dict[str, Any]) -> None:
-    """One run of TensorBoard's HParams dashboard. It appears complete, and a second call changes nothing."""
+    """Write one run for TensorBoard's HParams dashboard, atomically; do nothing if it exists."""
     if directory.exists():
         return
     with extra("experiments", "hparams need tensorboard, or tensorboard=False"):
@@ -225,7 +232,8 @@ def log_hparams(directory: Path, config: Config, result: dict[str, Any]) -> None
                 for name, value in config.items()
             }
             _, start, end = hparams(values, {})
-            # Without the first summary, a list of columns, TensorBoard collects the columns of all runs, which need not have the same.
+            # Leave out the first summary, a list of columns. TensorBoard then collects the columns
+            # of all runs, which may differ.
             for summary in (start, end):
                 writer.file_writer.add_summary(summary, 0)
             for name, value in metrics.items():
@@ -237,7 +245,7 @@ def log_hparams(directory: Path, config: Config, result: dict[str, Any]) -> None
         raise
 
 
-# -- progress ---------------------------------------------------------------------------------------------------------------
+# -- progress ----------------------------------------------------------------------------------
 
 
 class _Silent:

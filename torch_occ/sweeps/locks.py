@@ -1,8 +1,8 @@
-"""One process at a time in a directory.
+"""A lock that lets one process at a time use a directory.
 
-The lock is the operating system's, on a file in the directory, so it ends with the process that
-holds it, however that ends; nothing has to be removed after a crash. The file itself stays and
-says who holds the lock.
+The lock is a lock of the operating system on a file in the directory. It ends with the process that
+holds it, also after a crash, and nothing has to be removed. The file itself stays; it names the
+holder of the lock.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 def sole_user(directory: Path, purpose: str) -> Iterator[None]:
     """Hold the lock of a directory, `<purpose>.lock`, while the block runs.
 
-    Where a file system has no locks, or on Windows, a warning says so, and there is no lock.
+    If the file system has no locks, or on Windows, there is a warning and no lock.
 
     Raises:
-        RuntimeError: if another process holds it, with its machine and number.
+        RuntimeError: if another process holds the lock; it names the machine and the process.
     """
     path = directory / f"{purpose}.lock"
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -41,7 +41,7 @@ def sole_user(directory: Path, purpose: str) -> Iterator[None]:
 
 
 def _lock(handle: int, path: Path) -> bool:
-    """Lock an open file; False if somebody else has."""
+    """Lock an open file; return False if another process holds the lock."""
     if sys.platform == "win32":
         return True
     import fcntl

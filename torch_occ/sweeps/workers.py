@@ -1,7 +1,7 @@
-"""Where the cells of a sweep run: on processes of this machine, or on the workers of a Dask cluster.
+"""Workers that run the cells of a sweep: local processes, or a Dask cluster.
 
-Both yield (cell, result or Failure) as cells finish, each exactly once, and survive the death of a worker: its cell is run again, and
-only a cell whose workers keep dying is given up.
+Both yield (cell, result or Failure) once per cell, as cells finish. If a worker dies, its cell is
+run again. A cell whose workers die repeatedly becomes a Failure.
 """
 
 from __future__ import annotations
@@ -23,20 +23,25 @@ from torch_occ._support.extras import extra
 from torch_occ._support.private import processes_of
 from torch_occ.sweeps.cells import Cell, Failure, Function, Work, attempt
 
-#: How often a cell may lose its process while it runs alone, before it is taken for the cause.
+#: How often a cell may lose its process while it runs alone, before it becomes a Failure.
 DEATHS = 2
 
 
-# -- local processes --------------------------------------------------------------------------------------------------------
+# -- local processes ---------------------------------------------------------------------------
 
 
 def on_processes(function: Function, cells: Sequence[Cell], processes: int) -> Work:
-    """A pool of processes that is replaced when one of them dies."""
+    """Run cells in a pool of processes; start a new pool when a process dies.
+
+    Raises:
+        ValueError: if `processes` is less than 1.
+    """
     if processes < 1:
         raise ValueError(f"processes: expected at least 1, got {processes}")
     waiting, suspects, deaths = deque(cells), deque[Cell](), Counter[str]()
     while waiting or suspects:
-        # When a process dies, every cell that was running is a suspect, and suspects are tried again one at a time.
+        # When a process dies, any running cell may be the cause. These suspects are run again,
+        # one at a time.
         queue, width = (suspects, 1) if suspects else (waiting, min(processes, len(waiting)))
         running: dict[Future[Any], Cell] = {}
         pool = ProcessPoolExecutor(width, _context(), initializer=_prepare_worker)
@@ -68,7 +73,8 @@ def on_processes(function: Function, cells: Sequence[Cell], processes: int) -> W
                         cell,
                         Failure(
                             cell.config,
-                            "its process died while it ran, more than once; out of memory, or killed?",
+                            "its process died while it ran, more than once; out of memory, or "
+                            "killed?",
                         ),
                     )
         finally:
@@ -78,7 +84,10 @@ def on_processes(function: Function, cells: Sequence[Cell], processes: int) -> W
 
 
 def _context() -> BaseContext:
-    """Processes forked from a clean one that has imported torch once; to fork this one would copy the locks of torch's threads."""
+    """Fork workers from a clean process that has imported torch.
+
+    A fork of this process would copy the locks of torch's threads.
+    """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -87,7 +96,7 @@ def _context() -> BaseContext:
 
 
 def _prepare_worker() -> None:
-    """Ctrl-C is the driver's business; and when the driver is gone, so is the worker."""
+    """Ignore Ctrl-C, which the driver handles, and exit when the driver is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     driver = multiprocessing.parent_process()
     assert driver is not None
@@ -99,14 +108,22 @@ def _prepare_worker() -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-# -- a Dask cluster ---------------------------------------------------------------------------------------------------------
+# -- a Dask cluster ----------------------------------------------------------------------------
 
 
 def connect(address: str, seconds: float) -> Any:
-    """A client of the scheduler at this address, or an error that says what to do."""
+    """A client of the scheduler at this address.
+
+    Raises:
+        ConnectionError: if no scheduler answers in time.
+        ValueError: if the address is malformed.
+    """
     with extra("dask", "cluster: a Dask cluster needs distributed"):
         from distributed import Client
-    advice = "start one with `dask scheduler`, check the address, or leave the cluster out to run on local processes"
+    advice = (
+        "start one with `dask scheduler`, check the address, or leave the cluster out to run on "
+        "local processes"
+    )
     try:
         return Client(address, timeout=seconds, set_as_default=False)
     except (OSError, TimeoutError) as error:
@@ -115,18 +132,23 @@ def connect(address: str, seconds: float) -> Any:
         ) from error
     except ValueError as error:
         raise ValueError(
-            f"cluster: {address!r} is not an address such as tcp://10.0.0.1:8786 ({error}); {advice}"
+            f"cluster: {address!r} is not an address such as tcp://10.0.0.1:8786 ({error}); "
+            f"{advice}"
         ) from error
 
 
 def on_cluster(function: Function, cells: Sequence[Cell], client: Any) -> Work:
-    """The scheduler runs the cells of a lost worker again by itself; it gives a cell up after `allowed-failures` (3) workers."""
+    """Run cells on a cluster.
+
+    The scheduler itself runs the cells of a lost worker again. It gives a cell up after
+    `allowed-failures` (3) lost workers.
+    """
     from concurrent.futures import CancelledError
 
     from distributed import as_completed
     from distributed.scheduler import KilledWorker
 
-    token = uuid.uuid4().hex  # not the result of an earlier sweep that the scheduler may still hold
+    token = uuid.uuid4().hex  # unique, so that results of an earlier sweep are not reused
     with client:
         if not client.scheduler_info()["workers"]:
             print(
@@ -151,9 +173,10 @@ def on_cluster(function: Function, cells: Sequence[Cell], client: Any) -> Work:
             except CancelledError as error:
                 left = len(futures) + 1
                 raise ConnectionError(
-                    f"cluster: the scheduler was lost with {left} cells to go; the others are stored: run the sweep again to continue"
+                    f"cluster: the scheduler was lost with {left} cells to go; the others are "
+                    "stored: run the sweep again to continue"
                 ) from error
-            except Exception as error:  # the function cannot be unpickled there, for example
+            except Exception as error:  # for example, the function cannot be unpickled there
                 outcome = Failure(cell.config, f"{type(error).__name__}: {error}")
             yield cell, outcome
             future.release()

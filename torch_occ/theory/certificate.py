@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch_occ.game.history import History
     from torch_occ.game.simulation import Simulation
 
-#: At most this many checkpoints are evaluated together, and the first waits this many seconds.
-TOGETHER, PATIENCE = 16, 2.0
+#: Checkpoints are evaluated together: at most this many, and at least every so many seconds.
+TOGETHER, EVALUATE_EVERY = 16, 2.0
 
 #: Prefix of the certificate's entries in `Simulation.sums`, with which a saved run continues.
 _KEPT = "theory/"
@@ -100,7 +100,7 @@ class Certificate(Callback):
             self._evaluate(run)
 
     def on_chunk(self, run: Simulation) -> None:
-        if len(self.records) > self.evaluated and time.monotonic() - self.since > PATIENCE:
+        if len(self.records) > self.evaluated and time.monotonic() - self.since > EVALUATE_EVERY:
             self._evaluate(run)
             self._to_board(TensorBoard.on_chunk, run)  # what is saved as evaluated must be on disk
         if self.unsaved:

@@ -1,15 +1,15 @@
 """Tuning a regularizer's parameters.
 
-objectives         what a tuner minimizes, over several environments
-recipe             gradients first, then trials: tune_and_refine
+objectives         the objective that a tuner minimizes, over several environments
+recipe             tune_and_refine: first gradients, then trials
 space              unconstrained coordinates of the parameters, and their bounds
 tuner              tuning by gradients of the forecast
-refinement         a local search from there, judged by leaping or playing
-trials             one setting tried in all environments
-surfaces           quadratics through noisy values
-guard              environments that cannot be forecast: not worse than a reference, by playing
+refinement         a local search around the tuned point, with values from leaping or playing
+trials             the objective by leaping or playing, at one setting
+surfaces           quadratics fitted to noisy values
+guard              a comparison with a reference by playing, where nothing can be forecast
 metagradients      gradients through the run itself, and their standard errors
 tangents           the run with its tangents, in torch
-board              what TensorBoard shows of a tuning
+board              a tuning in TensorBoard
 compiled_tangents  the run with its tangents, in compiled kernels
 """

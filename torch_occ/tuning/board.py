@@ -1,4 +1,4 @@
-"""A tuning as TensorBoard shows it."""
+"""A tuning in TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class TuningBoard:
-    """TensorBoard's `meta/*`; the step axis is the optimizer's.
+    """Writes `meta/*` for TensorBoard; steps are those of the optimizer.
 
-    If its files fail, it warns and logs no more: the tuning is worth more.
+    If writing fails, there is a warning, and the tuning continues without TensorBoard.
     """
 
     def __init__(self, directory: str | Path, tuner: Tuner) -> None:
@@ -52,7 +52,7 @@ class TuningBoard:
             self.writer.add_scalar(tag, value, step)
 
     def close(self, tuner: Tuner) -> None:
-        """Log the result, and end."""
+        """Log the result, and close the file."""
         if self.writer is None:
             return
         try:

@@ -1,6 +1,6 @@
-"""The run with tangents carried along, compiled: torch_occ.tuning.tangents for regularizers that are tables of elementary terms.
+"""The compiled version of torch_occ.tuning.tangents, for tables of elementary terms.
 
-How weights and exponents depend on the parameters is worked out in torch, once per chunk of episodes.
+Torch computes how weights and exponents depend on the parameters, once per chunk of episodes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_occ._support.compiling import patiently
+from torch_occ._support.compiling import compile_message
 from torch_occ._support.spacing import CHUNK
 from torch_occ._support.streams import Purpose, uniforms
 from torch_occ._support.threads import for_each
@@ -23,8 +23,8 @@ from torch_occ.kernels.tangents import (
     FAILED,
     TANGENTS,
     Carried,
+    Opponent,
     Pushes,
-    World,
     play_with_tangents,
 )
 from torch_occ.mdp.occupancy import interior_point, optimal_policy
@@ -48,20 +48,33 @@ def why_not_carry(step: FTRLStep, losses: LossProcess) -> str | None:
     return why_not(step.mdp, step.regularizer)
 
 
-def play_compiled(step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequence[int]) -> Iterator[Stretch]:
-    """Play as `simulate` does, from the same random numbers, a chunk of episodes a stretch; the seeds side by side in threads."""
+def play_compiled(
+    step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequence[int]
+) -> Iterator[Stretch]:
+    """Play as `simulate` does, from the same random numbers; yield one chunk at a time.
+
+    The seeds run in parallel threads.
+    """
     mdp, model, table = step.mdp, model_of(step.mdp), _Table(step.regularizer)
     N, P, num_pairs = len(seeds), len(step.evaluator.names), mdp.num_states * mdp.num_actions
     logs = [parameter.detach().log() for parameter in step.evaluator.own_parameters]
     kinds = kinds_of(terms_of(step.regularizer, torch.ones((), dtype=torch.float64)))
     plan = optimal_policy(mdp, losses.mean, in_order=True)
-    mean, gaps, middle = (x.detach().flatten().numpy() for x in (losses.mean, plan.gaps, interior_point(mdp)))
-    world = World(mean, gaps, NOISE[losses.noise], step.options.tolerance_in(torch.float64), step.options.max_steps)
+    mean, gaps, middle = (
+        x.detach().flatten().numpy() for x in (losses.mean, plan.gaps, interior_point(mdp))
+    )
+    opponent = Opponent(
+        mean,
+        gaps,
+        NOISE[losses.noise],
+        step.options.tolerance_in(torch.float64),
+        step.options.max_steps,
+    )
     shapes = ((num_pairs,), (P, num_pairs), (P, num_pairs), (P,), (1,))
     carried = Carried(np.tile(middle, (N, 1)), *(np.zeros((N, *shape)) for shape in shapes))
 
     def play_chunk(chunk: int, n: int) -> Tensor:
-        # All of the chunk, for the same bits in runs of any length.
+        # The whole chunk, so that runs of any length have the same bits.
         t = chunk * CHUNK + torch.arange(1, CHUNK + 1, dtype=torch.float64)
         weights, exponents, pushes = table.differentiate(step.evaluator.names, logs, t)
         weights = weights[:n]
@@ -69,10 +82,13 @@ def play_compiled(step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequ
 
         def play_seed(i: int) -> None:
             numbers = uniforms([seeds[i]], Purpose.EPISODES, [chunk], (mdp.horizon, 3))[0].numpy()
-            own, scratch = Carried(*(x[i] for x in carried)), (np.zeros(mdp.num_states), make_work(model))
-            play_with_tangents(model, terms, weights, pushes, world, numbers, own, record[i], middle, *scratch)
+            own = Carried(*(x[i] for x in carried))
+            scratch = (np.zeros(mdp.num_states), make_work(model))
+            play_with_tangents(
+                model, terms, weights, pushes, opponent, numbers, own, record[i], middle, *scratch
+            )
 
-        with patiently:
+        with compile_message:
             for_each(play_seed, N)
         return torch.from_numpy(record)
 
@@ -83,7 +99,10 @@ def play_compiled(step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequ
 
 
 class _Table(nn.Module):
-    """t `(n,)` -> weights `(n, K)` and exponents `(K,)`, as a module: `functional_call` can exchange its parameters."""
+    """A module from t `(n,)` to weights `(n, K)` and exponents `(K,)`.
+
+    It is a module so that `functional_call` can exchange its parameters.
+    """
 
     def __init__(self, regularizer: Regularizer) -> None:
         super().__init__()
@@ -93,14 +112,20 @@ class _Table(nn.Module):
         terms = terms_of(self.regularizer, t)
         return weights_of(terms).expand(len(t), -1), exponents_of(terms)
 
-    def differentiate(self, names: Sequence[str], logs: Sequence[Tensor], t: Tensor) -> tuple[Floats, Floats, Pushes]:
-        """Weights and exponents, and how they move with the logarithm of each parameter."""
+    def differentiate(
+        self, names: Sequence[str], logs: Sequence[Tensor], t: Tensor
+    ) -> tuple[Floats, Floats, Pushes]:
+        """Weights, exponents, and their derivatives in the logarithm of each parameter."""
 
         def table(*logs: Tensor) -> tuple[Tensor, Tensor]:
-            named = {f"regularizer.{name}": log.exp() for name, log in zip(names, logs, strict=True)}
+            named = {
+                f"regularizer.{name}": log.exp() for name, log in zip(names, logs, strict=True)
+            }
             return torch.func.functional_call(self, named, (t,), tie_weights=False)
 
         moves = torch.func.jacfwd(table, tuple(range(len(logs))))(*logs)
-        pushes = (torch.stack([x.detach() for x in move], -2).contiguous().numpy() for move in moves)
+        pushes = (
+            torch.stack([x.detach() for x in move], -2).contiguous().numpy() for move in moves
+        )
         weights, exponents = (x.detach().contiguous().numpy() for x in self(t))
         return weights, exponents, Pushes(*pushes)

@@ -1,12 +1,12 @@
-"""What a meta-tuner minimizes: the forecast regret in one environment or in several, each measured against a reference.
+"""The objective of a meta-tuner: forecast regret in several environments, relative to a reference.
 
-In environment e, x_e is the mean over its MDPs of log((regret + floor) / (reference regret + floor)). The objective is a soft maximum over
-environments,
+In environment e, x_e is the mean over its MDPs of log((regret + floor) / (reference regret +
+floor)). The objective is a soft maximum over environments,
 
-    value = 1/robustness log mean_e exp(robustness x_e),
+    value = 1/robustness log mean_e exp(robustness x_e).
 
-the mean of the x_e for robustness -> 0, the worst of them for robustness -> infinity: so what is tuned for one world cannot be ruinous in
-another.
+It is the mean of the x_e for robustness -> 0 and the largest of them for robustness -> infinity. So
+a regularizer that is tuned for one world cannot fail badly in another.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch_occ.game.losses import LossProcess
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 
-#: How steeply the objective rises with the square of untrusted noise.
+#: The weight of the squared excess of noise over `trust`.
 DISTRUST = 30.0
 
 
 class World(NamedTuple):
-    """An environment. Worlds of one name are averaged."""
+    """An environment: MDPs with their losses. Worlds with the same name are averaged."""
 
     name: str
     mdp: LayeredMDP  # one, or a batch of one layout (`stack`)
@@ -38,26 +38,33 @@ class World(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The objective at B settings of the parameters at once."""
+    """The objective at B settings of the parameters."""
 
     value: Tensor  # (B,)
-    regrets: dict[str, Tensor]  # by environment, the mean over its MDPs, (B,)
-    certified: Tensor  # (B,), whether every forecast behind it was
+    regrets: dict[str, Tensor]  # by environment: the mean over its MDPs, (B,)
+    certified: Tensor  # (B,), whether every forecast was certified
 
 
 class ForecastObjective:
     """Forecast regret after `episodes` episodes, over all worlds.
 
     Args:
-        reference: what regrets are divided by, for example `jin_luo(mdp)` with the paper's constants; by default the floor. Its loss
-            estimates are importance-weighted, whatever `estimator` is.
-        estimator: of the losses, for all regularizers that are judged; importance-weighted by default, or `ReducedVariance`. With a
-            baseline keep a log-barrier's beta above 1/2: below, rare visits may ruin what the mean path promises.
+        reference: a regularizer whose regrets are the divisors, for example `jin_luo(mdp)` with
+            the paper's constants; by default the divisor is the floor. Its loss estimates are
+            importance-weighted, also if `estimator` is given.
+        estimator: the loss estimator of all regularizers; importance-weighted by default, or
+            `ReducedVariance`. With a baseline, keep a log-barrier's beta above 1/2: below, rare
+            visits may make the regret much larger than the mean path predicts.
         robustness: how much the worst environment counts.
-        trust: the share of noise in a forecast beyond which it is not believed; the objective rises steeply from there on, because a
-            tuner would otherwise look for its errors. 1 believes everything.
-        floor: added to every regret before its logarithm is taken; a negative regret counts as none, and differences far below the floor
-            do not count.
+        trust: the largest share of noise at which a forecast is trusted. Beyond it, the objective
+            rises steeply, because a tuner would otherwise exploit errors of the forecast. 1 trusts
+            every forecast.
+        floor: added to every regret before the logarithm. A negative regret counts as zero, and
+            differences far below the floor have no effect.
+
+    Raises:
+        ValueError: if there are no worlds, a number is not positive, or the forecast of the
+            reference has no certificate.
     """
 
     def __init__(
@@ -78,12 +85,8 @@ class ForecastObjective:
             raise ValueError(
                 f"robustness, floor: expected positive numbers, got {robustness} and {floor}"
             )
-        self.worlds, self.episodes, self.robustness, self.per_decade = (
-            tuple(worlds),
-            episodes,
-            robustness,
-            per_decade,
-        )
+        self.worlds, self.episodes, self.robustness = tuple(worlds), episodes, robustness
+        self.per_decade = per_decade
         self.trust, self.floor, self.estimator = trust, floor, centred(estimator)
         self.scales = [torch.zeros((), dtype=torch.float64) for _ in worlds]
         if reference is not None:
@@ -96,18 +99,19 @@ class ForecastObjective:
             for world, scale in zip(worlds, self.scales, strict=True):
                 if not bool(scale.isfinite().all()):
                     raise ValueError(
-                        f"reference: its forecast regret in {world.name!r} is {scale.tolist()}; it has no certificate"
+                        f"reference: its forecast regret in {world.name!r} is {scale.tolist()}; it "
+                        "has no certificate"
                     )
 
     @classmethod
     def believing(cls, other: ForecastObjective) -> ForecastObjective:
-        """The same objective without distrust."""
+        """The same objective with full trust in every forecast."""
         found = copy(other)
         found.trust = 1.0
         return found
 
     def __call__(self, regularizer: Regularizer) -> Evaluation:
-        """The parameters may have shape `(B, 1)`, so that they meet the batch of MDPs of a world."""
+        """Evaluate the objective; parameters `(B, 1)` broadcast with the MDPs of a world."""
         options: dict[str, Any] = {"estimator": self.estimator, "per_decade": self.per_decade}
         paths = [
             forecast(world.mdp, regularizer, world.losses, self.episodes, **options)
@@ -128,9 +132,8 @@ class ForecastObjective:
             final = _batched(regret)
             plain.setdefault(world.name, []).append(final)
             ratios.setdefault(world.name, []).append(self._log(final) - self._log(scale))
-        x = torch.stack(
-            [torch.cat(parts, -1).mean(-1) for parts in ratios.values()]
-        )  # (environments, B)
+        # (environments, B)
+        x = torch.stack([torch.cat(parts, -1).mean(-1) for parts in ratios.values()])
         value = (self.robustness * x).logsumexp(0) / self.robustness - math.log(
             len(x)
         ) / self.robustness
@@ -144,12 +147,12 @@ class ForecastObjective:
 
 
 def _batched(x: Tensor) -> Tensor:
-    """`(B, M)`, for one setting or one MDP too."""
+    """Give x the shape `(B, M)`, also for one setting or one MDP."""
     return x.reshape(1, -1) if x.dim() < 2 else x
 
 
 def stack(mdps: Sequence[LayeredMDP]) -> LayeredMDP:
-    """MDPs of one layout as a batch."""
+    """Stack MDPs of the same layout into a batch; raise a ValueError if layouts differ."""
     first = mdps[0]
     for i, other in enumerate(mdps):
         if other.layer_sizes != first.layer_sizes or not torch.equal(other.actions, first.actions):

@@ -1,6 +1,6 @@
-"""The recipe of tuning: gradients of the forecast first, then a local search judged by leaping.
+"""The recipe of tuning: gradients of the forecast, then a local search with values by leaping.
 
-docs/meta_tuning.md has what it finds and what it costs, beside searches by simulation.
+docs/meta_tuning.md shows its results and its cost, and compares it with searches by simulation.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ from torch_occ.tuning.tuner import tune
 
 @dataclass(frozen=True)
 class Recipe:
-    """How much of everything. The defaults are what docs/meta_tuning.md measures, for an objective over sixteen MDPs."""
+    """The numbers of steps, points and particles of `tune_and_refine`.
+
+    The defaults are those that docs/meta_tuning.md measures, for an objective over sixteen MDPs.
+    """
 
     steps: int = 12
     """of the optimizer"""
     starts: int = 1
     """of the optimizer"""
     rate: float = 0.7
-    """its learning rate"""
+    """learning rate of the optimizer"""
     rounds: int = 4
     """of the refinement"""
     points: int = 12
     """of each round; 0 for twice as many as there are parameters"""
     radius: float = 3.5
-    """of the first region, in logarithms; wide, since gradients stop where the forecast is no longer reliable"""
+    """of the first region, in logarithms; wide, because gradients stop where forecasts fail"""
     particles: int = 8
     """of each point by leaping, on every MDP"""
     hopeless: float = math.inf
-    """a point whose forecast is worse than the best trial by more is not tried; infinity tries all points"""
+    """points whose forecast is worse than the best trial by more are not tried"""
 
 
 def tune_and_refine(
@@ -50,23 +53,27 @@ def tune_and_refine(
     directory: str | Path | None = None,
     save_to: str | Path | None = None,
 ) -> Refined:
-    """Minimize an objective over a regularizer's parameters: by gradients of the forecast, then by trials around the best point.
+    """Minimize an objective over a regularizer's parameters.
+
+    First come gradients of the forecast, then trials around the best point.
 
     Args:
-        objective: forecast regret over some worlds; sixteen MDPs are enough for a result that holds on others.
-        regularizer: its parameters, scalars, are the first start; it is left as it is.
+        objective: forecast regret over some worlds. Sixteen MDPs are enough for a result that
+            holds on other MDPs.
+        regularizer: its scalar parameters are the first start; it is not changed.
         recipe: how many steps, points and particles.
         bounds: of each parameter by name; 1e-4 to 1e4 by default.
-        guard: worlds in which the result may not be worse than a reference.
+        guard: worlds in which the result must not be worse than a reference.
         seed: of the starts and of the trials.
-        directory: where TensorBoard's `meta/*` go.
-        save_to: a file in which the part by gradients is kept, so that it can continue after an interruption.
+        directory: a directory for TensorBoard's `meta/*`.
+        save_to: a file in which the part by gradients is saved, so that it can continue after an
+            interruption.
 
     Returns:
-        What `refine` returns; `result.tuned.load_into(regularizer)` sets the parameters.
+        The result of `refine`; `result.tuned.load_into(regularizer)` sets the parameters.
 
     Raises:
-        ValueError: if a bound names no parameter or does not hold the first start.
+        ValueError: if a bound names no parameter, or the first start is outside its bounds.
         RuntimeError: if no point was finite and certified.
     """
     recipe = Recipe() if recipe is None else recipe

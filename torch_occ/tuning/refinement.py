@@ -1,16 +1,20 @@
-"""From the optimum of the forecast to that of trials: a trust region, with leaping or real play as the judge.
+"""From the optimum of the forecast to the optimum of trials, with a trust region.
 
-The mean-path forecast has exact gradients but fails where q fluctuates much, and the best parameters lie at the edge of there. Trials
-(`trials.py`) are right there but noisy and have no gradient. So each round tries some points that fill a region around the best one so
-far, but none that the forecast says is hopeless; fits a response surface (`surfaces.py`) to what was tried in the region,
+The mean-path forecast has exact gradients but fails where q fluctuates much, and the best
+parameters lie near that region. Trials (`trials.py`), by leaping or playing, are correct there, but
+they are noisy and have no gradient. So each round tries points that fill a region around the best
+point so far, except those that the forecast excludes. It fits a response surface (`surfaces.py`) to
+the trials in the region,
 
     log regret by trial = c + g . x + x' H x,
 
-and tries its minimum too. The fit, not the lowest noisy value, says what is best and where the next region lies. In the end the best
-points are tried again with new random numbers, and a last fit to everything chooses among them.
+and tries its minimum too. The fit, not the lowest noisy value, decides which point is best and
+where the next region lies. At the end the best points are tried again with new random numbers, and
+a last fit to all trials chooses among them.
 
-Worlds whose losses answer to the learner can be neither forecast nor leapt through. A `Guard` plays in them for real at the same points;
-its excess has a surface of its own, and its penalty is added to the other.
+Worlds whose losses react to the learner can be neither forecast nor leapt through. A `Guard` plays
+in them at the same points. Its excess has a surface of its own, and its penalty is added to the
+objective.
 """
 
 from __future__ import annotations
@@ -32,29 +36,33 @@ from torch_occ.tuning.surfaces import fit_surface, monomials
 from torch_occ.tuning.trials import Trial, by_leaping, by_playing
 from torch_occ.tuning.tuner import Tuned
 
-#: A region shrinks by so much when its best point is not at its border.
+#: The factor by which a region shrinks if its best point is not at its border.
 SHRINK = 0.6
-#: The forecast is right within some 30 % almost everywhere, and points that are worse than the best by more say little about it.
+#: The forecast is right within about 30 % almost everywhere, and points that are worse than the
+#: best by more carry little information.
 HOPELESS = 0.3
-#: So many candidates are forecast for each point that is tried, at most.
+#: The largest number of candidates that are forecast per point that is tried.
 SCREENED = 4
-#: Points among which the minimum of a surface is looked for.
+#: Points among which the minimum of a surface is searched.
 CANDIDATES = 512
-#: A quadratic follows no cliffs: points whose value, a logarithm, is worse than the best by more have no part in a fit.
+#: A quadratic cannot fit cliffs: points whose value, a logarithm, is worse than the best by more
+#: are left out of a fit.
 STEEP = 1.0
 
 
 class Refined(NamedTuple):
-    """What refining leaves behind; a point that was tried twice is there twice."""
+    """The result of `refine`; a point that was tried twice occurs twice."""
 
-    tuned: Tuned  # the point chosen; value and regrets are means over its trials, path and values those of all points tried
+    # The chosen point. Its value and regrets are means over its trials; path and values are those
+    # of all points tried.
+    tuned: Tuned
     values: Tensor  # (points,), the objective by trials
-    fitted: Tensor  # (points,), by the last surface
+    fitted: Tensor  # (points,), the objective by the last surface
     points: Tensor  # (points, parameters)
-    excess: Tensor  # (points,), what the guard found; zeros without a guard
-    chosen: int  # the first trial of the point chosen
+    excess: Tensor  # (points,), the guard's excess; zeros without a guard
+    chosen: int  # the index of the first trial of the chosen point
     seconds: float
-    start: Tuned  # what refining began with
+    start: Tuned  # the result of `tune` from which it started
 
 
 def refine(
@@ -74,23 +82,33 @@ def refine(
     seed: int = 0,
     guard: Guard | None = None,
 ) -> Refined:
-    """Go on from what `tune` found, inside its bounds.
+    """Continue from the result of `tune`, inside its bounds.
 
     Args:
-        objective: the one that was tuned.
-        regularizer: the one that was tuned; it is left as it is.
-        judge: leaping, real play, or any function of a regularizer and a seed. Playing is unbiased, and cheap for some 1e5 episodes.
+        objective: the objective that was tuned.
+        regularizer: the regularizer that was tuned; it is not changed.
+        judge: "leap", "play", or any function of a regularizer and a seed. Playing is unbiased, and
+            cheap for up to about 1e5 episodes.
         rounds: each tries `points` points and the minimum of the fit.
         points: 2 p for p parameters by default.
-        radius: of the first region in the unconstrained space; the region shrinks when its best point is not at its border.
-        hopeless: a point whose forecast is worse than the best trial by more, in logarithms, is not tried. Infinity tries all points and
-            forecasts none, where a trial costs no more than a forecast.
-        finalists: so many of the best points are tried again with new random numbers, at the end.
-        particles: of each trial by leaping, on every MDP; few are enough where MDPs are many.
+        radius: of the first region, in the unconstrained space; the region shrinks when its best
+            point is not at its border.
+        hopeless: a point whose forecast is worse than the best trial by more than this, in
+            logarithms, is not tried. With infinity all points are tried and none is forecast; use
+            it where a trial costs no more than a forecast.
+        finalists: the number of best points that are tried again with new random numbers.
+        particles: of each trial by leaping, on every MDP; a few are enough if there are many MDPs.
         accuracy: of leaping.
         runs: of each trial by playing, on every MDP.
-        guard: worlds in which the result may not be worse than a reference. Its penalty is part of `values`, its regrets of
-            `tuned.regrets`; `excess` says what it found.
+        guard: worlds in which the result must not be worse than a reference. Its penalty is part
+            of `values`, its regrets are part of `tuned.regrets`, and `excess` is its excess.
+
+    Returns:
+        The chosen point, and all points that were tried.
+
+    Raises:
+        ValueError: if an argument is wrong.
+        RuntimeError: if no trial was finite and certified.
     """
     begun = time.monotonic()
     if not hopeless > 0:
@@ -124,7 +142,7 @@ def refine(
 
 
 class Search:
-    """All points tried so far, and the surfaces fitted to those in a region."""
+    """All points tried so far, and the surfaces fitted to the points of a region."""
 
     def __init__(
         self,
@@ -139,21 +157,21 @@ class Search:
         self.regularizer, self.own = regularizer, dict(regularizer.named_parameters())
         self.points: list[Tensor] = []
         self.tried: list[float] = []  # without the guard's penalty
-        self.judged: list[Evaluation] = []  # with it
+        self.judged: list[Evaluation] = []  # with the guard's penalty
         self.excess: list[float] = []
 
     def region(self, centre: Tensor, radius: float) -> tuple[Tensor, Tensor]:
-        """Its lower and upper ends, inside the bounds."""
+        """The lower and upper ends of a region, inside the bounds."""
         return (centre - radius).clamp(min=self.space.low), (centre + radius).clamp(
             max=self.space.high
         )
 
     def set_point(self, u: Tensor) -> None:
-        """Give the regularizer the parameters of a point."""
+        """Set the regularizer's parameters to those of a point."""
         self.set_parameters(dict(zip(self.space.names, self.space.parameters_at(u), strict=True)))
 
     def set_parameters(self, values: dict[str, Tensor]) -> None:
-        """Give the regularizer parameters, by name."""
+        """Set the regularizer's parameters, by name."""
         with torch.no_grad():
             for name, value in values.items():
                 self.own[name].copy_(value)
@@ -166,13 +184,11 @@ class Search:
         count: int,
         hopeless: float,
     ) -> Iterator[Tensor]:
-        """Points that fill a region, without those whose forecast is hopeless by what was tried before; some, if all of them are."""
+        """`count` points that fill a region, preferably without hopeless forecasts."""
         screened = 1 if math.isinf(hopeless) else SCREENED
         drawn = low + sobol.draw(screened * count, dtype=torch.float64) * (high - low)
-        given, lowest = (
-            0,
-            min(_trusted(found) for found in self.judged),
-        )  # a guard's penalty counts: what does not pass sets no standard
+        # With the guard's penalty: a point that does not pass is not the standard.
+        given, lowest = 0, min(_trusted(found) for found in self.judged)
         for i, u in enumerate(drawn):
             if given < count and (
                 len(drawn) - i <= count - given or self.forecast(u) < lowest + hopeless
@@ -181,13 +197,13 @@ class Search:
                 yield u
 
     def forecast(self, u: Tensor) -> float:
-        """The objective by the mean path."""
+        """The objective at u by the mean path."""
         self.set_point(u)
         with torch.no_grad():
             return float(self.plain(self.regularizer).value)
 
     def attempt(self, u: Tensor, seed: int) -> None:
-        """Try a point, and let the guard play."""
+        """Try a point, also with the guard."""
         self.set_point(u)
         found = self.trial(self.regularizer, seed)
         verdict = self.guard(self.regularizer) if self.guard is not None else Verdict(0.0, {})
@@ -197,7 +213,10 @@ class Search:
         self.judged.append(_guarded(found, verdict, self.guard))
 
     def fit(self, centre: Tensor, radius: float) -> None:
-        """Surfaces through the points tried in a region, or the nearest ones, enough of them for a fit to smooth; none on a cliff."""
+        """Fit surfaces to the trials in a region, without those on a cliff.
+
+        If there are too few for a smooth fit, the nearest others are added.
+        """
         u, values = torch.stack(self.points), torch.tensor(self.tried, dtype=torch.float64)
         low = values < values.min() + STEEP
         distance = torch.where(low, (u - centre).abs().amax(-1), torch.inf)
@@ -205,7 +224,8 @@ class Search:
         self.used = low & (distance <= max(radius, float(distance.sort().values[enough - 1])))
         if not bool(self.used.any()):
             raise RuntimeError(
-                f"none of {len(u)} trials was finite and certified; start elsewhere, or look at the judge"
+                f"none of {len(u)} trials was finite and certified; start elsewhere, or look at "
+                "the judge"
             )
         excess = torch.tensor(self.excess, dtype=torch.float64)[self.used]
         self.surface = fit_surface(u[self.used], values[self.used], centre, radius)
@@ -214,18 +234,18 @@ class Search:
         )
 
     def surfaces_at(self, u: Tensor) -> Tensor:
-        """What the surfaces say of points `(n, p)`, the guard's penalty included."""
+        """The objective by the surfaces at points `(n, p)`, with the guard's penalty."""
         values = self.surface(u)
         if self.guard is not None and self.excess_surface is not None:
             values = values + self.guard.penalty(self.excess_surface(u))
         return values
 
     def fitted(self) -> Tensor:
-        """What they say of the points tried; infinite for those that had no part in the fit."""
+        """The surfaces at the points tried; infinite at points that were left out of the fit."""
         return torch.where(self.used, self.surfaces_at(torch.stack(self.points)), torch.inf)
 
     def best(self, count: int) -> list[int]:
-        """The first trials of so many different points that the surfaces like best."""
+        """The first trials of the `count` different points that are best by the surfaces."""
         found: list[int] = []
         for i in self.fitted().argsort().tolist():
             if (
@@ -237,7 +257,10 @@ class Search:
         return found
 
     def minimum(self, sobol: torch.quasirandom.SobolEngine) -> Tensor:
-        """The best of many points by the surfaces, which are believed only between the good points tried."""
+        """The best of many points by the surfaces.
+
+        Surfaces are used only between the good points that were tried.
+        """
         fitted = self.fitted()
         good = torch.stack(self.points)[fitted < fitted.min() + HOPELESS]
         drawn = good.amin(0) + sobol.draw(CANDIDATES, dtype=torch.float64) * (
@@ -246,11 +269,9 @@ class Search:
         return drawn[self.surfaces_at(drawn).argmin()]
 
     def result(self, tuned: Tuned, chosen: int, seconds: float) -> Refined:
-        """With one of the points as the result."""
-        values, parameters = (
-            torch.tensor([_trusted(found) for found in self.judged]),
-            self.space.parameters_at(torch.stack(self.points)),
-        )
+        """The result, with one of the points as the chosen one."""
+        values = torch.tensor([_trusted(found) for found in self.judged])
+        parameters = self.space.parameters_at(torch.stack(self.points))
         own = [i for i, u in enumerate(self.points) if torch.equal(u, self.points[chosen])]
         regrets = self.judged[chosen].regrets
         result = replace(
@@ -285,7 +306,8 @@ def _judge(
 ) -> Trial:
     if name not in ("leap", "play"):
         raise ValueError(
-            f"judge: expected 'leap', 'play' or a function of a regularizer and a seed, got {name!r}"
+            "judge: expected 'leap', 'play' or a function of a regularizer and a seed, got "
+            f"{name!r}"
         )
     return (
         by_playing(objective, runs=runs)
@@ -295,13 +317,13 @@ def _judge(
 
 
 def _trusted(found: Evaluation) -> float:
-    """The value, infinite if it is not a number or not certified."""
+    """The value; infinite if it is NaN or not certified."""
     value = float(found.value)
     return value if bool(found.certified.all()) and math.isfinite(value) else math.inf
 
 
 def _guarded(found: Evaluation, verdict: Verdict, guard: Guard | None) -> Evaluation:
-    """An evaluation with what a guard adds to it; an excess that is not a number is no certificate."""
+    """An evaluation with the guard's penalty; a NaN excess removes the certificate."""
     if guard is None:
         return found
     excess = torch.tensor(verdict.excess, dtype=torch.float64)

@@ -1,6 +1,7 @@
-"""The space in which parameters are tuned: unconstrained coordinates u, one per parameter, inside bounds.
+"""The space in which parameters are tuned: one unconstrained coordinate per parameter, in bounds.
 
-A parameter is the image of its coordinate under the transform of its declared domain: logarithms of positive numbers, logits of intervals.
+A parameter is the image of its coordinate under the transform of its declared domain: logarithms
+for positive numbers, logits for intervals.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from torch.distributions import constraints, transform_to
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.parametrized import Parametrized
 
-#: Where positive parameters are kept, unless `bounds` says otherwise.
+#: The bounds of positive parameters, unless `bounds` gives others.
 LOWEST, HIGHEST = 1e-4, 1e4
 
 
 class ParameterSpace:
-    """The parameters of a regularizer that are tuned, their transforms and their bounds.
+    """The parameters of a regularizer that are tuned, with their transforms and bounds.
 
     Args:
         regularizer: its parameters are scalars.
-        only: names of the parameters to tune, whole (`terms.1.beta`) or their last part (`beta`); all by default.
+        only: names of the parameters to tune: full names (`terms.1.beta`) or their last part
+            (`beta`); all by default.
         bounds: by the same names; 1e-4 to 1e4 by default.
 
     Raises:
-        ValueError: if a name is unknown, a parameter is not a scalar or belongs to a module that is no
-            `Parametrized`, or a value is outside its bounds.
+        ValueError: if a name is unknown, a parameter is not a scalar, a parameter belongs to a
+            module that is not `Parametrized`, or a value is outside its bounds.
     """
 
     def __init__(
@@ -47,7 +49,8 @@ class ParameterSpace:
             for name in given:
                 if name not in known:
                     raise ValueError(
-                        f"{argument}: the regularizer has no parameter {name!r}; it has {', '.join(domains)}"
+                        f"{argument}: the regularizer has no parameter {name!r}; it has "
+                        f"{', '.join(domains)}"
                     )
         if not self.names:
             raise ValueError("regularizer: there is no parameter to tune")
@@ -59,32 +62,33 @@ class ParameterSpace:
             owner = regularizer.get_submodule(name.rpartition(".")[0])
             if not isinstance(owner, Parametrized):
                 raise ValueError(
-                    f"regularizer: {name} belongs to a {type(owner).__name__}, which cannot tell "
-                    "a batch of starts from its own shape; give the parameter to the regularizer "
+                    f"regularizer: {name} belongs to a {type(owner).__name__}, which cannot tell a "
+                    "batch of starts from its own shape; give the parameter to the regularizer "
                     "itself, or leave it out with only="
                 )
             if value.dim():
                 raise ValueError(
-                    f"regularizer: {name} has shape {tuple(value.shape)}; tune scalars, the starts are the batch"
+                    f"regularizer: {name} has shape {tuple(value.shape)}; tune scalars, the starts "
+                    "are the batch"
                 )
             limits = bounds.get(name, bounds.get(_last(name), _default_bounds(domains[name])))
             ends = [transform.inv(torch.tensor(limit, dtype=torch.float64)) for limit in limits]
             if not (bool(ends[0].isfinite()) and bool(ends[1].isfinite()) and ends[0] < ends[1]):
                 raise ValueError(
-                    f"bounds: {name} must satisfy {domains[name]} with a lower and a higher end inside, got {limits}"
+                    f"bounds: {name} must satisfy {domains[name]} with a lower and a higher end "
+                    f"inside, got {limits}"
                 )
             if not limits[0] <= float(value) <= limits[1]:
                 raise ValueError(
-                    f"regularizer: {name} is {float(value):g}, outside its bounds {limits}; start inside, or give other bounds"
+                    f"regularizer: {name} is {float(value):g}, outside its bounds {limits}; start "
+                    "inside, or give other bounds"
                 )
             centre.append(transform.inv(value))
             low.append(ends[0])
             high.append(ends[1])
-        self.centre, self.low, self.high = (
-            torch.stack(centre),
-            torch.stack(low),
-            torch.stack(high),
-        )  # (parameters,)
+        # (parameters,)
+        self.centre, self.low = torch.stack(centre), torch.stack(low)
+        self.high = torch.stack(high)
 
     def parameters_at(self, u: Tensor) -> Tensor:
         """Parameters from coordinates, `(..., parameters)` both."""
@@ -104,7 +108,7 @@ class ParameterSpace:
         return u.clamp(self.low, self.high)
 
     def at_bounds(self, u: Tensor) -> tuple[str, ...]:
-        """The names of the parameters that are at a bound of theirs, for coordinates `(parameters,)`."""
+        """The names of the parameters that are at a bound, for coordinates `(parameters,)`."""
         met = (u <= self.low) | (u >= self.high)
         return tuple(name for name, flag in zip(self.names, met.tolist(), strict=True) if flag)
 

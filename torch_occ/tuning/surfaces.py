@@ -1,11 +1,11 @@
-"""Response surfaces: a noisy function around a point, by the quadratic with mixed terms that best predicts what it has not seen.
+"""Response surfaces: quadratics with mixed terms, fitted to a noisy function around a point.
 
 With x = (u - centre) / scale, a surface is
 
     f(u) ~ c + g . x + x' H x,
 
-by least squares with a ridge on g and H. The ridge is chosen by the errors at points left out one by one, which a linear fit has in
-closed form: residual_i / (1 - leverage_i).
+by least squares with a ridge on g and H. The ridge is chosen by leave-one-out errors, which a
+linear fit has in closed form: residual_i / (1 - leverage_i).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Ridges to choose from, in units of scaled monomials: from nearly none to nearly flat.
+#: The ridges to choose from, in units of scaled monomials: from almost none to almost constant.
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 
 
@@ -25,10 +25,10 @@ class Surface(NamedTuple):
     centre: Tensor  # (p,)
     scale: float
     coefficients: Tensor  # (monomials,)
-    error: float  # root mean square of the errors at points left out
+    error: float  # root mean square of the leave-one-out errors
 
     def __call__(self, u: Tensor) -> Tensor:
-        """`(..., p)` -> `(...,)`."""
+        """Evaluate the surface: `(..., p)` -> `(...,)`."""
         return monomials((u - self.centre) / self.scale) @ self.coefficients
 
 
@@ -40,7 +40,7 @@ def monomials(x: Tensor) -> Tensor:
 
 
 def fit_surface(u: Tensor, values: Tensor, centre: Tensor, scale: float) -> Surface:
-    """The surface through noisy values at points `(n, p)`; values that are not finite are left out."""
+    """Fit a surface to noisy values at points `(n, p)`; values that are not finite are ignored."""
     fine = values.isfinite()
     columns = monomials((u[fine] - centre) / scale)
     return min(
@@ -51,7 +51,7 @@ def fit_surface(u: Tensor, values: Tensor, centre: Tensor, scale: float) -> Surf
 
 def _ridge(columns: Tensor, values: Tensor, ridge: float, centre: Tensor, scale: float) -> Surface:
     penalty = ridge * torch.eye(columns.shape[-1], dtype=columns.dtype)
-    penalty[0, 0] = 1e-12  # the constant is free
+    penalty[0, 0] = 1e-12  # no ridge on the constant
     solver = torch.linalg.solve(columns.T @ columns + penalty, columns.T)  # (monomials, n)
     coefficients = solver @ values
     leverage = (columns * solver.T).sum(-1)

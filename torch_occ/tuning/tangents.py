@@ -1,11 +1,14 @@
-"""The run of importance-weighted FTRL with its tangents carried along: forward mode, in memory that does not grow with T.
+"""The run of importance-weighted FTRL with tangents, in forward mode and constant memory.
 
-With the sampled actions held fixed, a parameter theta moves q_t and the cumulative loss estimate Lhat together,
+With the sampled actions held fixed, a parameter theta changes q_t and the cumulative loss estimate
+Lhat together,
 
-    dq_t = -Pi_t ( dLhat + d grad psi_t(q_t) / d log theta ),        dLhat <- dLhat - loss / q_t^2 dq_t  on the visited pairs,
+    dq_t  = -Pi_t ( dLhat + d grad psi_t(q_t) / d log theta ),
+    dLhat <- dLhat - loss / q_t^2 dq_t  on the visited pairs,
 
-and with them the probability of what was sampled, d log pi(a | s) = dq(s,a) / q(s,a) - dq(s) / q(s). This is the torch path;
-torch_occ.tuning.compiled_tangents is the compiled one. Both only play; torch_occ.tuning.metagradients makes estimates of what they saw.
+and the probability of the sampled actions changes by d log pi(a | s) = dq(s,a) / q(s,a) - dq(s) /
+q(s). This module plays in torch; torch_occ.tuning.compiled_tangents plays in kernels. Both only
+play; torch_occ.tuning.metagradients computes estimates from their results.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ class Stretch(NamedTuple):
 
     cost: Tensor  # (N, n), <q_t, gaps>
     slope: Tensor  # (N, n, P), <dq_t, gaps>
-    score: Tensor  # (N, n, P), the sum of d log pi over all episodes before
-    certified: Tensor  # (N, n), whether every step so far was
+    score: Tensor  # (N, n, P), the sum of d log pi over all previous episodes
+    certified: Tensor  # (N, n), whether every step so far was certified
 
 
 class _Game(NamedTuple):
-    """What `TorchPlayer.walk` asks of a run."""
+    """The parts of a run that `TorchPlayer.walk` uses."""
 
     q: Tensor
     losses: Stationary
@@ -45,7 +48,7 @@ class _Game(NamedTuple):
 def play_in_torch(
     step: FTRLStep, losses: Stationary, episodes: int, seeds: Sequence[int]
 ) -> Iterator[Stretch]:
-    """Play as `simulate` does, from the same random numbers, one episode a stretch."""
+    """Play as `simulate` does, from the same random numbers; yield one episode at a time."""
     mdp, player = step.mdp, TorchPlayer(step.mdp)
     N, P = len(seeds), len(step.evaluator.names)
     gaps, mean = optimal_policy(mdp, losses.mean).gaps, losses.mean.expand(N, -1, -1)
@@ -60,9 +63,8 @@ def play_in_torch(
         solution = step.solve(cumulative_loss, float(t), warm_start=q, check=False)
         q, certified = solution.q, certified & solution.converged
         now = torch.full((N,), float(t), dtype=q.dtype, device=q.device)
-        tangent = -Linearization(step, q, now).apply(
-            tangent_loss + _force(step, q, now)
-        )  # (P, N, S, A)
+        # (P, N, S, A)
+        tangent = -Linearization(step, q, now).apply(tangent_loss + _force(step, q, now))
         slope = (tangent * gaps).sum((-2, -1))
         yield Stretch(
             (q * gaps).sum((-2, -1))[:, None],
@@ -89,7 +91,7 @@ def _force(step: FTRLStep, q: Tensor, t: Tensor) -> Tensor:
     logs = tuple(parameter.detach().log() for parameter in evaluator.own_parameters)
     columns = []
     for i in range(len(logs)):
-        # Twice in reverse is forward: psi's own gradient is taken by torch.func.grad inside.
+        # Reverse mode twice gives forward mode, because psi's own gradient uses torch.func.grad.
         direction = tuple(
             torch.ones_like(x) if i == j else torch.zeros_like(x) for j, x in enumerate(logs)
         )
@@ -98,7 +100,7 @@ def _force(step: FTRLStep, q: Tensor, t: Tensor) -> Tensor:
 
 
 def _log_policy_tangent(feedback: Feedback, q: Tensor, tangent: Tensor) -> Tensor:
-    """d log pi of the trajectory that was sampled, `(P, N)`."""
+    """d log pi of the sampled trajectory, `(P, N)`."""
     states = q.sum(-1).gather(-1, feedback.states)
     total = torch.zeros_like(tangent[..., 0, 0])
     for i, dq in enumerate(tangent):

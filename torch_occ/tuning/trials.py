@@ -1,8 +1,9 @@
-"""One setting tried in every world of an objective: by leaping, or by playing for real.
+"""Trials: the objective at one setting in every world, by leaping or by playing.
 
-Leaping costs a time that grows with log T and averages over many particles at once, but is biased upwards by some percent where the
-learner is hardly regularized. Playing is the truth with the noise of a few runs, at a cost that grows with T. Either averages over the MDPs
-of the objective as well: many of them with few runs on each are as precise as few with many, and say more about others.
+The cost of leaping grows with log T, and it averages over many particles at once. But it is biased
+upwards by some percent where the learner is hardly regularized. Playing is unbiased, with the noise
+of a few runs, and its cost grows with T. Both also average over the MDPs of the objective. Many
+MDPs with few runs on each are as precise as few MDPs with many runs, and say more about other MDPs.
 """
 
 from __future__ import annotations
@@ -21,30 +22,48 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.tuning.objectives import Evaluation, ForecastObjective, World
 
-#: A regularizer with scalar parameters, and a seed: the same seed, the same random numbers at every setting.
+#: A function of a regularizer with scalar parameters and a seed. The same seed gives the same
+#: random numbers at every setting.
 Trial = Callable[[Regularizer, int], Evaluation]
 
 
-def by_leaping(objective: ForecastObjective, *, particles: int = 64, accuracy: float = 0.7) -> Trial:
-    """The objective with leaping in place of the mean path."""
+def by_leaping(
+    objective: ForecastObjective, *, particles: int = 64, accuracy: float = 0.7
+) -> Trial:
+    """The objective with regrets from leaping instead of the mean path."""
 
-    def final(mdp: LayeredMDP, losses: Tensor | LossProcess, regularizer: Regularizer, seed: int) -> tuple[Tensor, Tensor]:
+    def final(
+        mdp: LayeredMDP, losses: Tensor | LossProcess, regularizer: Regularizer, seed: int
+    ) -> tuple[Tensor, Tensor]:
         estimator, episodes = objective.estimator, objective.episodes
-        run = leap(mdp, regularizer, losses, episodes, estimator=estimator, particles=particles, accuracy=accuracy, seed=seed)
+        run = leap(
+            mdp,
+            regularizer,
+            losses,
+            episodes,
+            estimator=estimator,
+            particles=particles,
+            accuracy=accuracy,
+            seed=seed,
+        )
         return run.regret[:, -1].mean(), ~run.uncertified.any()
 
     return lambda regularizer, seed: _everywhere(objective, final, regularizer, seed)
 
 
 def by_playing(objective: ForecastObjective, *, runs: int = 1) -> Trial:
-    """The objective with the mean of some real runs in place of the mean path."""
+    """The objective with mean regrets of real runs instead of the mean path."""
 
-    def final(mdp: LayeredMDP, losses: Tensor | LossProcess, regularizer: Regularizer, seed: int) -> tuple[Tensor, Tensor]:
+    def final(
+        mdp: LayeredMDP, losses: Tensor | LossProcess, regularizer: Regularizer, seed: int
+    ) -> tuple[Tensor, Tensor]:
         process = BernoulliLosses(losses) if isinstance(losses, Tensor) else losses
         seeds = range(1 + seed * runs, 1 + (seed + 1) * runs)
         learner = FTRL(mdp, regularizer, objective.estimator)
         with uncertified_is_handled():
-            history = simulate(mdp, learner, process, objective.episodes, seeds, checkpoints=[objective.episodes])
+            history = simulate(
+                mdp, learner, process, objective.episodes, seeds, checkpoints=[objective.episodes]
+            )
         return history.regret[:, -1].mean(), ~history.uncertified.any()
 
     return lambda regularizer, seed: _everywhere(objective, final, regularizer, seed)
@@ -56,7 +75,7 @@ def _everywhere(
     regularizer: Regularizer,
     seed: int,
 ) -> Evaluation:
-    """The objective from the final regret on every MDP of every world, and whether it is certified."""
+    """The objective from the final regret on every MDP of every world, with its certificate."""
     regrets, certified = [], []
     with torch.no_grad():
         for world in objective.worlds:
@@ -67,7 +86,7 @@ def _everywhere(
 
 
 def elements(world: World) -> Iterator[tuple[LayeredMDP, Tensor | LossProcess]]:
-    """The MDPs of a world, one by one."""
+    """The MDPs of a world with their losses, one by one."""
     mdp, losses = world.mdp, world.losses
     if not mdp.batch_shape:
         yield mdp, losses
@@ -76,4 +95,11 @@ def elements(world: World) -> Iterator[tuple[LayeredMDP, Tensor | LossProcess]]:
     (count,) = mdp.batch_shape
     initial, means = mdp.initial.expand(count, -1), losses.expand(count, -1, -1)
     for i in range(count):
-        yield LayeredMDP([p.expand(count, *p.shape[-3:])[i] for p in mdp.transitions], actions=mdp.actions, initial=initial[i]), means[i]
+        yield (
+            LayeredMDP(
+                [p.expand(count, *p.shape[-3:])[i] for p in mdp.transitions],
+                actions=mdp.actions,
+                initial=initial[i],
+            ),
+            means[i],
+        )

@@ -1,7 +1,8 @@
-"""Meta-tuning: the parameters of a regularizer, found by gradients of an objective such as the forecast regret.
+"""Meta-tuning: minimize an objective over a regularizer's parameters, by gradients.
 
-Every parameter is moved in an unconstrained space (torch_occ.tuning.space). Several starts are one batch: parameters of shape `(starts, 1)`. A start whose objective is not finite,
-or whose forecast has no certificate, goes back to its best point so far, and that is counted and reported.
+Parameters are optimized in an unconstrained space (torch_occ.tuning.space). All starts are one
+batch: parameters of shape `(starts, 1)`. If the objective of a start is not finite, or its forecast
+has no certificate, the start returns to its best point so far. Such failures are recorded.
 """
 
 from __future__ import annotations
@@ -27,24 +28,22 @@ from torch_occ.tuning.space import ParameterSpace
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a tuner leaves behind; everything over `steps + 1` evaluations and all starts."""
+    """The result of tuning, over `steps + 1` evaluations and all starts."""
 
     parameters: dict[str, float]  # the best ones, by their names in the regularizer
     value: float  # the objective there
-    regrets: dict[str, float]  # and its regrets, by environment
-    start: int  # which start found it
-    at_bounds: tuple[
-        str, ...
-    ]  # parameters of the best point that ended at a bound: the optimum may lie beyond
+    regrets: dict[str, float]  # the regrets there, by environment
+    start: int  # the index of the start that found it
+    # Parameters of the best point that are at a bound; the optimum may lie beyond it.
+    at_bounds: tuple[str, ...]
     failures: Tensor  # (evaluations, starts), where the objective was not finite or not certified
     values: Tensor  # (evaluations, starts), NaN at failures
     path: Tensor  # (evaluations, starts, parameters)
     names: tuple[str, ...]
     seconds: float
     finished: bool
-    bounds: dict[str, tuple[float, float]] = field(
-        default_factory=dict
-    )  # as they were given to `tune`
+    # The bounds that were given to `tune`.
+    bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def load_into(self, regularizer: Regularizer) -> None:
         """Set a regularizer's parameters to the best ones."""
@@ -55,7 +54,8 @@ class Tuned:
 
     def __str__(self) -> str:
         lines = [
-            f"objective {self.value:.6g} by start {self.start}, {len(self.values)} evaluations, {self.seconds:.1f} s"
+            f"objective {self.value:.6g} by start {self.start}, {len(self.values)} evaluations, "
+            f"{self.seconds:.1f} s"
         ]
         lines += [
             f"  {name} = {value:.6g}{' (at its bound)' * (name in self.at_bounds)}"
@@ -64,7 +64,8 @@ class Tuned:
         lines += [f"  regret, {name}: {value:.6g}" for name, value in self.regrets.items()]
         if int(self.failures.sum()):
             lines.append(
-                f"  {int(self.failures.sum())} of {self.failures.numel()} evaluations were not finite or not certified"
+                f"  {int(self.failures.sum())} of {self.failures.numel()} evaluations were not "
+                "finite or not certified"
             )
         return "\n".join(lines)
 
@@ -86,30 +87,35 @@ def tune(
     save_to: str | Path | None = None,
     resume: bool = True,
 ) -> Tuned:
-    """Minimize an objective over the parameters of a regularizer, which is left as it is (`Tuned.load_into` changes it).
+    """Minimize an objective over the parameters of a regularizer.
+
+    The regularizer is not changed; `Tuned.load_into` sets its parameters.
 
     Args:
-        objective: called with a regularizer whose parameters have shape `(starts, 1)`; for example a `ForecastObjective`.
-        regularizer: its parameters, scalars, are the first start.
+        objective: called with a regularizer whose parameters have shape `(starts, 1)`; for example
+            a `ForecastObjective`.
+        regularizer: its scalar parameters are the first start.
         steps: of the optimizer.
-        starts: the others are drawn around the first one, with standard deviation `spread` in the unconstrained space.
-        only: names of the parameters to tune, whole (`terms.1.beta`) or their last part (`beta`); all by default.
+        starts: the other starts are drawn around the first one, with standard deviation `spread`
+            in the unconstrained space.
+        only: names of the parameters to tune: full names (`terms.1.beta`) or their last part
+            (`beta`); all by default.
         bounds: by the same names; 1e-4 to 1e4 by default.
-        rate: the learning rate of the optimizer; it falls to zero along a cosine.
+        rate: the learning rate of the optimizer; it decreases to zero along a cosine.
         optimizer: `(tensors, rate) -> torch.optim.Optimizer`; Adam by default.
-        directory: where TensorBoard's `meta/*` go.
-        save_to: a file in which the tuning is kept after every step, so that it can continue after
-            an interruption, with the same numbers. It is tried before the first step; if a later
-            save fails, a warning says so, and the tuning goes on.
+        directory: a directory for TensorBoard's `meta/*`.
+        save_to: a file in which the tuning is saved after every step, so that it can continue
+            after an interruption, with the same numbers. Writing is tested before the first step.
+            If a later save fails, there is a warning, and the tuning continues.
         resume: continue from `save_to` if it exists; otherwise a tuning saved there is replaced.
 
     Returns:
-        The best point found, and the way there.
+        The best point found, and all evaluations.
 
     Raises:
-        KeyboardInterrupt: after Ctrl-C, with `error.result`, a `Tuned` of the steps so far (None if
-            none was certified), and `error.saved_to`. The same call continues.
-        SystemExit: likewise after SIGTERM, as in `simulate`.
+        KeyboardInterrupt: after Ctrl-C. `error.result` is a `Tuned` of the steps so far (None if
+            none was certified), and `error.saved_to` is the file. The same call continues.
+        SystemExit: after SIGTERM, in the same way; see `simulate`.
         ValueError: if an argument is wrong, or `save_to` is damaged or belongs to another tuning.
         OSError: if `save_to` cannot be written, before the first step.
         RuntimeError: if no evaluation was finite and certified.
@@ -173,12 +179,8 @@ class Tuner:
             )
         self.space = space = ParameterSpace(regularizer, only, bounds)
         self.names, self.low, self.high = space.names, space.low, space.high
-        self.caller, self.steps, self.starts, self.rate = (
-            _Caller(objective, regularizer),
-            steps,
-            starts,
-            rate,
-        )
+        self.caller, self.steps, self.starts = _Caller(objective, regularizer), steps, starts
+        self.rate = rate
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(starts, len(self.names), dtype=torch.float64, generator=generator)
         noise[0] = 0.0
@@ -202,7 +204,7 @@ class Tuner:
         return fingerprints(objective=objective, regularizer=regularizer, options=self.options)
 
     def advance(self) -> None:
-        """Evaluate at the present point, and move on."""
+        """Evaluate the objective at the current points, and make one step."""
         begun = time.monotonic()
         u = self.u.detach().clone().requires_grad_()
         parameters = self.space.parameters_at(u)
@@ -212,7 +214,8 @@ class Tuner:
         fine = value.isfinite() & evaluation.certified.expand(self.starts)
         gradient = torch.zeros_like(u)
         if bool(fine.any()):
-            # The starts are independent rows of a batch, so that one which failed spoils no other.
+            # The starts are independent rows of a batch, so a failed one does not affect the
+            # others.
             (gradient,) = torch.autograd.grad(torch.where(fine, value, 0.0).sum(), u)
             fine = fine & gradient.isfinite().all(-1)
             gradient = torch.where(fine[:, None], gradient, 0.0)
@@ -251,12 +254,13 @@ class Tuner:
             )
 
     def result(self) -> Tuned:
-        """The best point so far."""
+        """The best point so far; a RuntimeError if none was finite and certified."""
         best = int(self.best_values.argmin())
         if not bool(self.best_values.isfinite().any()):
             raise RuntimeError(
-                f"the objective was not finite and certified at any of {len(self.values)} evaluations of {self.starts} starts; "
-                "start elsewhere, or look at objective(regularizer)"
+                f"the objective was not finite and certified at any of {len(self.values)} "
+                f"evaluations of {self.starts} starts; start elsewhere, or look at "
+                "objective(regularizer)"
             )
         parameters = self.space.parameters_at(self.best_u[best])
         return Tuned(
@@ -292,7 +296,7 @@ class Tuner:
         return copied(now | {"optimizer": self.optimizer.state_dict()})
 
     def restore(self, state: State) -> None:
-        """Go on from what `state` returned, in this process or another."""
+        """Continue from a result of `state`, in this process or another."""
         state = copied(state)
         self.optimizer.load_state_dict(state.pop("optimizer"))
         with torch.no_grad():
@@ -314,7 +318,7 @@ class _Caller(nn.Module):
         return self.objective(self.regularizer)
 
     def at(self, parameters: dict[str, Tensor]) -> Evaluation:
-        """The objective with these in place of the parameters of those names."""
+        """The objective with these values in place of the parameters with these names."""
         return torch.func.functional_call(
             self, {f"regularizer.{name}": value for name, value in parameters.items()}, ()
         )

@@ -1,6 +1,6 @@
 """Newton's method of the judge of experiments/fuzz.py: the error of given occupancy measures.
 
-See experiments/fuzz_judge.py for what it relies on, and for the shapes.
+See experiments/fuzzing/judge.py for what it relies on, and for the shapes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.fuzz_judge import (
+from experiments.fuzzing.judge import (
     CAREFUL,
     EXACT,
     FAST,
@@ -121,7 +121,7 @@ def step(problem: Problem, point: Point) -> Point:
 
 
 class Stage(NamedTuple):
-    """What the sweep backwards leaves for the sweep forwards in one layer."""
+    """The results of the backward sweep in one layer, for the forward sweep."""
 
     zeta: Array  # (n, B) for y = 0
     slope: Array  # (n, S_k, B), its derivative in y

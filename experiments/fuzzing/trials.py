@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import torch_occ as occ
-from experiments.fuzz_judge import CAREFUL, EXACT, FAST, FLOOR, Floats, extended
-from experiments.fuzz_newton import judge
-from experiments.fuzz_problems import Backend, Batch, Generator
+from experiments.fuzzing.judge import CAREFUL, EXACT, FAST, FLOOR, Floats, extended
+from experiments.fuzzing.newton import judge
+from experiments.fuzzing.problems import Backend, Batch, Generator
 
 #: Relative errors of q up to here are never held against a certificate.
 HARMLESS = 1e-10
@@ -40,7 +40,7 @@ def _none() -> Floats:
 
 @dataclass
 class Tally:
-    """What happened in some batches."""
+    """The results of some batches, added up."""
 
     statuses: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(occ.Status), np.int64))
     errors: Floats = field(default_factory=_none)  # of judged answers; NaN where nothing settled
@@ -81,7 +81,7 @@ class Tally:
         return float(np.nanmax(self.errors, initial=0.0))
 
     def share(self, status: occ.Status) -> float:
-        """Of the steps."""
+        """The share of steps with this status."""
         return float(self.statuses[status] / max(self.steps, 1))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from experiments.fuzz_judge import Floats
+from experiments.fuzzing.judge import Floats
 
 #: Errors and claims below this are drawn at it.
 LEAST = 1e-18

@@ -18,11 +18,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import torch_occ as occ
-from experiments.fuzz_judge import Arithmetic, Array, Floats, Model, Term
+from experiments.fuzzing.judge import Arithmetic, Array, Floats, Model, Term
 from torch_occ._support.files import write_atomically
 
 Kind = Literal["reasonable", "extreme"]
 Backend = Literal["engine", "torch"]
+FamilyName = Literal[
+    "tsallis",
+    "powers",
+    "jin_luo",
+    "log_barrier_sqrt",
+    "entropy_barrier",
+    "hybrid",
+    "complement",
+    "complement_barrier",
+    "shannon",
+    "conditional_entropy",
+    "log_barrier",
+]
 Generator = np.random.Generator
 Parameters = dict[str, Floats]  # by name, (B,) each
 
@@ -63,7 +76,7 @@ def _entropy(argument: Any, weight: Array) -> Term:
     return Term(argument, "x log x", weight)
 
 
-FAMILIES = {
+FAMILIES: dict[str, Family] = {
     "tsallis": Family(
         "Tsallis 1/2",
         {"gamma": GAMMA},
@@ -215,7 +228,7 @@ class Batch:
 
     @classmethod
     def load(cls, path: Path) -> Batch:
-        """What `save` wrote."""
+        """A batch that `save` wrote."""
         with np.load(path) as arrays:
             horizon = sum(name.startswith("transitions_") for name in arrays)
             tables = [torch.from_numpy(arrays[f"transitions_{k}"]) for k in range(horizon)]

@@ -1,8 +1,8 @@
 """A judge of FTRL steps in extended precision, for experiments/fuzz.py; no code of the solver's.
 
 The question is how far a given q is from the minimizer of <q, loss> + psi(q). From q, the judge
-takes Newton steps until nothing moves any more (experiments/fuzz_newton.py); the way that q went is
-its error. What it relies on:
+takes Newton steps until nothing moves any more (experiments/fuzzing/newton.py). The distance from
+the given q to the last point is its error. The judge relies on these choices:
 
 - **Numbers.** Residuals are computed in `numpy.longdouble` (64 bits of mantissa on x86) or in
   mpmath with 60 digits. The linear systems may be solved in less: an inaccurate solve costs another

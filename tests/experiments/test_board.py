@@ -1,0 +1,50 @@
+"""`make board` opens one directory of runs/: the newest, or the newest of an experiment."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+from documents import ROOT
+
+
+@pytest.fixture
+def make(tmp_path):
+    """`make board` where TensorBoard prints its arguments, with three runs and a cache."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    binaries = tmp_path / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    for name in ("pyproject.toml", "constraints.txt", ".venv/.ready"):
+        (tmp_path / name).touch()
+    tensorboard = binaries / "tensorboard"
+    tensorboard.write_text('#!/bin/sh\necho "$@"\n')
+    tensorboard.chmod(0o755)
+    runs = ("corruption__1__10/C=0/a", "corruption__1__20/C=0/a", "step__0__30")
+    for age, run in enumerate(runs):
+        events = tmp_path / "runs" / run / "events.out.tfevents.1"
+        events.parent.mkdir(parents=True)
+        events.touch()
+        os.utime(events, (1000 + age, 1000 + age))
+    (tmp_path / "runs" / "meta_tune_cache").mkdir()  # the newest directory, without a log
+
+    def run(*arguments):
+        command = ["make", "--silent", "board", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def test_the_newest_run_is_opened(make):
+    assert make().stdout == "--logdir runs/step__0__30\n"
+
+
+def test_an_experiment_can_be_chosen_and_arguments_passed_on(make):
+    assert make("RUN=corruption").stdout == "--logdir runs/corruption__1__20\n"
+    assert make("RUN=corruption__1__10").stdout == "--logdir runs/corruption__1__10\n"
+    assert make("ARGS=--port 7000").stdout == "--logdir runs/step__0__30 --port 7000\n"
+
+
+def test_a_run_that_does_not_exist(make):
+    done = make("RUN=nothing")
+    assert done.returncode != 0
+    assert "no TensorBoard log in runs/nothing*" in done.stderr
