@@ -77,7 +77,7 @@ def pays_off(mdp: LayeredMDP) -> bool:
 
 
 class CompiledStep:
-    """min <q, loss> + psi_t(q) in compiled kernels, for tensors outside torch.func transforms."""
+    """min ⟨q, loss⟩ + psi_t(q) in compiled kernels, for tensors outside torch.func transforms."""
 
     def __init__(self, mdp: LayeredMDP, regularizer: Regularizer, options: Options) -> None:
         self.mdp, self.regularizer, self.options = mdp, regularizer, options
@@ -224,7 +224,7 @@ class CompiledStep:
         """Solve H(q) u - E'm = -x, E u = r for a batch, stored in rows.
 
         Returns:
-            u, m, and the derivatives of <u, grad psi(q)> with respect to weights and exponents,
+            u, m, and the derivatives of ⟨u, grad psi(q)⟩ with respect to weights and exponents,
             `(2, N, K)`.
         """
         count = len(q) // self.shape[0]

@@ -5,7 +5,7 @@ Weighted sums of `Shannon` and `ConditionalEntropy` have the form
     psi(q) = w sum q(s,a) log pi(a|s) + kappa sum u(s) log u(s),    q(s,a) = u(s) pi(a|s),
 
 with 0 <= kappa <= w: kappa = w for Shannon's entropy, kappa = 0 for the conditional one. Given a
-guess g of log u, the derivative of <q, loss> + psi(q) vanishes if
+guess g of log u, the derivative of ⟨q, loss⟩ + psi(q) vanishes if
 
     v(s)        = kappa (1 + g(s)) - w log sum_a exp(-Q(s,a) / w),    Q = loss + P v,
     log pi(a|s) = log softmax_a(-Q(s,a) / w),

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class FTRLStep(Frozen):
     """The FTRL step over occupancy measures.
 
-        q_t = argmin over q in Omega of <q, cumulative_loss> + psi_t(q)        (`alg:main_alg`)
+        q_t = argmin over q in Omega of ⟨q, cumulative_loss⟩ + psi_t(q)        (`alg:main_alg`)
 
     It is differentiable with respect to the loss, t, the parameters of the regularizer and the
     probabilities of the MDP. The MDP, the structure of the regularizer and the options are fixed;

@@ -16,7 +16,7 @@ one with P'.
 
 The error of a step is measured relative to q(s) in each state, so that rare states are as accurate
 as frequent ones. Newton's method can use an unfinished step: y is orthogonal to the residual, so
-the step is a descent direction, <x, dq> >= |y|^2, and it satisfies all constraints.
+the step is a descent direction, ⟨x, dq⟩ >= |y|^2, and it satisfies all constraints.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """First and second derivatives of the FTRL step with respect to the loss; both differentiable.
 
-At q = argmin <q, L> + psi_t(q) over Omega, a small change x of the loss L changes q by -Pi x. Here
+At q = argmin ⟨q, L⟩ + psi_t(q) over Omega, a small change x of the loss L changes q by -Pi x. Here
 
     Pi = H^-1 - H^-1 E'(E H^-1 E')^-1 E H^-1
 

@@ -1,6 +1,6 @@
 """Damped Newton iterations on the manifold of occupancy measures.
 
-Minimize <q, loss> + psi_t(q) over Omega. Three ideas keep it accurate for the large losses and
+Minimize ⟨q, loss⟩ + psi_t(q) over Omega. Three ideas keep it accurate for the large losses and
 small occupancies of long runs:
 
 - **Shaping.** Adding E'v to the loss does not change the solution. So the loss is first replaced by
@@ -55,7 +55,7 @@ def newton(
     start: Tensor,
     options: Options,
 ) -> Solution:
-    """Minimize <q, loss> + psi_t(q) for a batch; each element stops on its own.
+    """Minimize ⟨q, loss⟩ + psi_t(q) for a batch; each element stops on its own.
 
     Args:
         derive: q -> gradient and Hessian of psi_t at q.
