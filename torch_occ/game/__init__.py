@@ -4,6 +4,7 @@ losses           loss processes: stochastic and adversarial
 corruption       corrupted losses
 estimators       estimates of the loss function from the feedback of an episode
 learners         FTRL, and learners to compare it with
+arguments        checks of what simulate is given
 contracts        checks of what learners, loss processes and estimators return
 driver           simulate: learner x losses x seeds -> History
 simulation       a run in progress

@@ -36,7 +36,9 @@ class Estimator:
 
     def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
         """Estimate the loss function `(N, S, A)` of episode t, in which q was played."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__}: write __call__(feedback, q, t) -> (N, S, A)"
+        )
 
 
 class CentredEstimator(Estimator):
@@ -48,7 +50,7 @@ class CentredEstimator(Estimator):
 
     def baseline(self, q: Tensor, t: Tensor) -> Tensor:
         """b `(*batch, S, A)`, given q `(*batch, S, A)` and the episode `(*batch,)`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}: write baseline(q, t) -> (*batch, S, A)")
 
     def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
         baseline = self.baseline(

@@ -54,7 +54,7 @@ class Learner:
 
         `simulate` checks it.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}: write propose(t) -> q, (N, S, A)")
 
     def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
         """Learn from episode t, in which q was played."""
@@ -202,7 +202,7 @@ class EmpiricalLearner(Learner):
 
     def index(self, t: int) -> Tensor:
         """The loss `(N, S, A)` for which the policy is optimal."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}: write index(t) -> loss, (N, S, A)")
 
     def propose(self, t: int) -> Tensor:
         return occupancy(self.mdp, cheapest(self.mdp, optimal_policy(self.mdp, self.index(t)).Q))

@@ -55,7 +55,9 @@ class LossProcess:
         Returns:
             The means `(n or 1, N or 1, S, A)`, and the state after these episodes.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__}: write means(mdp, state, t0, n, q) -> (means, state)"
+        )
 
     def draw(self, mean: Tensor, uniform: Tensor) -> Tensor:
         """Draw losses with these means from uniform numbers of the same shape."""
@@ -136,8 +138,8 @@ class SwitchingLosses(LossProcess):
         self.noise = check_noise(noise)
         if tables.dim() != 3:
             raise ValueError(f"tables: expected shape (K, S, A), got {tuple(tables.shape)}")
-        if period < 1:
-            raise ValueError(f"period: expected at least one episode, got {period}")
+        if not isinstance(period, int) or period < 1:
+            raise ValueError(f"period: expected a whole number of at least 1, got {period}")
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
         check_table("tables", self.tables[0], mdp)
@@ -260,6 +262,11 @@ class StochasticallyConstrained(LossProcess):
 
 def check_unit_interval(name: str, table: Tensor) -> Tensor:
     """Return a copy of the table; raise a ValueError if an entry is not in [0, 1]."""
+    if not isinstance(table, Tensor):
+        raise TypeError(
+            f"{name}: expected a torch tensor, got {type(table).__name__}; "
+            "make one by torch.as_tensor(..., dtype=torch.float64)"
+        )
     wrong = (~((table >= 0) & (table <= 1))).nonzero()
     if len(wrong):
         index = tuple(wrong[0].tolist())

@@ -7,7 +7,6 @@ the end of a chunk. It then ends with exactly the numbers of an uninterrupted ru
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from bisect import bisect_right
@@ -23,6 +22,13 @@ from torch_occ._support.fingerprints import fingerprints
 from torch_occ._support.saving import State, copied
 from torch_occ._support.spacing import CHUNK, log_spaced
 from torch_occ._support.streams import Purpose, uniforms
+from torch_occ.game.arguments import (
+    check_config,
+    check_players,
+    check_state,
+    integers,
+    whole,
+)
 from torch_occ.game.contracts import Contract, warn_of_first
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History
@@ -104,23 +110,15 @@ class Simulation:
         config: dict[str, Any],
         backend: Backend = "auto",
     ) -> None:
-        if episodes < 1:
-            raise ValueError(f"episodes: expected at least 1, got {episodes}")
-        if losses.length is not None and losses.length < episodes:
-            raise ValueError(
-                f"losses: the table has {losses.length} episodes, but {episodes} were asked for"
-            )
+        episodes = whole("episodes", episodes)
+        check_players(mdp, learner, losses, episodes)
+        check_config(config)
         self.mdp, self.losses, self.episodes = mdp, losses, episodes
-        self.seeds, self.config = tuple(int(seed) for seed in seeds), config
+        self.seeds, self.config = integers("seeds", seeds), config
         if not self.seeds:
             raise ValueError("seeds: expected at least one")
-        if learner.mdp is not mdp:
-            raise ValueError(
-                "learner: was made for another MDP than the one to simulate; make both with the "
-                "same LayeredMDP"
-            )
-        json.dumps(config)  # raises a TypeError before the run, not after it
-        self.checkpoints = sorted(set(log_spaced(episodes) if checkpoints is None else checkpoints))
+        points = log_spaced(episodes) if checkpoints is None else checkpoints
+        self.checkpoints = sorted({*integers("checkpoints", points)})
         if not self.checkpoints:
             raise ValueError("checkpoints: expected at least one episode")
         if self.checkpoints[0] < 1 or self.checkpoints[-1] > episodes:
@@ -136,7 +134,7 @@ class Simulation:
         self.t = 0
         self.seconds = 0.0
         self.q = interior_point(mdp).detach().expand_as(zeros).clone()
-        self.process_state = losses.start(mdp, self.seeds)
+        self.process_state = check_state(losses, losses.start(mdp, self.seeds))
         names = (
             "expected",
             "realised",

@@ -76,7 +76,7 @@ def pays_off(mdp: LayeredMDP) -> bool:
 
 
 class CompiledStep:
-    """min <q, loss> + psi_t(q), for plain tensors outside every transform of torch.func."""
+    """min ⟨q, loss⟩ + psi_t(q), for plain tensors outside every transform of torch.func."""
 
     def __init__(self, mdp: LayeredMDP, regularizer: Regularizer, options: Options) -> None:
         self.mdp, self.regularizer, self.options = mdp, regularizer, options
@@ -222,7 +222,7 @@ class CompiledStep:
     def linear(
         self, x: Floats, r: Floats, q: Floats, terms: Floats
     ) -> tuple[Floats, Floats, Floats]:
-        """H(q) u - E'm = -x, E u = r, in rows: u and m, and the derivatives of <u, grad psi(q)> in weights and exponents, `(2, N, K)`."""
+        """H(q) u - E'm = -x, E u = r, in rows: u and m, and the derivatives of ⟨u, grad psi(q)⟩ in weights and exponents, `(2, N, K)`."""
         count = len(q) // self.shape[0]
         u, m = self._empty(count)
         bars = np.empty((2, count, terms.shape[2]))

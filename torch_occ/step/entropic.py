@@ -5,7 +5,7 @@ Sums of `Shannon` and `ConditionalEntropy`, each with its weight, are of the for
     psi(q) = w sum q(s,a) log pi(a|s) + kappa sum u(s) log u(s),    q(s,a) = u(s) pi(a|s),
 
 with 0 <= kappa <= w: kappa = w for Shannon's entropy, kappa = 0 for the conditional one. Where the
-derivative of <q, loss> + psi(q) vanishes, for a guess g of log u,
+derivative of ⟨q, loss⟩ + psi(q) vanishes, for a guess g of log u,
 
     v(s)        = kappa (1 + g(s)) - w log sum_a exp(-Q(s,a) / w),    Q = loss + P v,
     log pi(a|s) = log softmax_a(-Q(s,a) / w),

@@ -1,6 +1,6 @@
 """The FTRL step as a torch module.
 
-q_t = argmin over q in Omega of <q, cumulative_loss> + psi_t(q)        (`alg:main_alg`)
+q_t = argmin over q in Omega of ⟨q, cumulative_loss⟩ + psi_t(q)        (`alg:main_alg`)
 """
 
 from __future__ import annotations

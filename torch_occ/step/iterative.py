@@ -11,7 +11,7 @@ state than the state receives, at most of the order of the horizon squared times
 practice a few dozen. An iteration costs one product with P and one with P'.
 
 The error of a step is judged in units of q(s), state by state, so that rare states are as right as frequent ones. y is orthogonal to the
-residual, so an unfinished step still goes downhill, <x, dq> >= |y|^2, and satisfies all constraints: Newton's method can use it.
+residual, so an unfinished step still goes downhill, ⟨x, dq⟩ >= |y|^2, and satisfies all constraints: Newton's method can use it.
 """
 
 from __future__ import annotations

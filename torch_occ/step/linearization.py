@@ -1,6 +1,6 @@
 """What a solution of the FTRL step does when it is pushed: its linear response Pi and the bend of it, differentiable themselves.
 
-At q = argmin <q, L> + psi_t(q) over Omega, a small change x of the loss L moves q by -Pi x, where Pi = H^-1 - H^-1 E'(E H^-1 E')^-1 E H^-1
+At q = argmin ⟨q, L⟩ + psi_t(q) over Omega, a small change x of the loss L moves q by -Pi x, where Pi = H^-1 - H^-1 E'(E H^-1 E')^-1 E H^-1
 is symmetric and positive semidefinite. Moving on, Pi itself changes,
 
     d/ds Pi(L + s m) = Pi D3psi[Pi m] Pi,        D3psi[u] = d/ds H(q + s u),

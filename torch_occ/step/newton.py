@@ -1,6 +1,6 @@
 """Damped Newton iterations on the manifold of occupancy measures.
 
-Minimize <q, loss> + psi_t(q) over Omega. Three things make it exact over the whole range that a long run produces:
+Minimize ⟨q, loss⟩ + psi_t(q) over Omega. Three things make it exact over the whole range that a long run produces:
 
 - **Shaping.** Adding E'v to the loss does not move the solution, so the loss is first replaced by the gaps of its optimal policy:
   non-negative, zero at every best action. What remains has no large numbers that must cancel (torch_occ.shaping). Neither has the

@@ -1,0 +1,67 @@
+"""A wrong argument of `simulate` is named before the first episode, with what to pass instead."""
+
+import pytest
+import torch
+
+import torch_occ as occ
+
+MDP = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=0)
+MEAN = torch.full((3, 2), 0.5, dtype=torch.float64)
+LOSSES = occ.BernoulliLosses(MEAN)
+LEARNER = occ.FollowTheLeader(MDP)
+
+
+class Still(occ.LossProcess):
+    def means(self, mdp, state, t0, n, q):
+        return MEAN[None, None], state
+
+
+def process(**attributes):
+    return type("Process", (Still,), attributes)()
+
+
+class Uninitialized(occ.Learner):
+    def __init__(self, mdp):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"learner": None}, "learner: expected an occ.Learner, .* got NoneType"),
+        ({"learner": occ.FollowTheLeader}, "got the class FollowTheLeader; make an object of it"),
+        ({"learner": Uninitialized(MDP)}, r"Uninitialized has no mdp; call super\(\).__init__"),
+        ({"learner": occ.Learner(MDP)}, r"Learner: write propose\(t\)"),
+        ({"losses": MEAN}, "losses: expected an occ.LossProcess, .* got Tensor"),
+        ({"losses": occ.LossProcess()}, "LossProcess: write means"),
+        ({"losses": process(noise="bernouli")}, "noise: expected .* got 'bernouli'"),
+        ({"losses": process(stride=0)}, "Process.stride to be a positive integer, got 0"),
+        ({"losses": process(start=lambda *_: None)}, "Process.start returned NoneType; expected"),
+        ({"episodes": 1e2}, "episodes: expected a whole number, got 100.0"),
+        ({"episodes": 0}, "episodes: expected at least 1, got 0"),
+        ({"seeds": 4}, r"seeds: expected integers, for example range\(1, 9\), got 4"),
+        ({"seeds": [0.5]}, r"seeds: expected integers, .* got \[0.5\]"),
+        ({"checkpoints": 3}, "checkpoints: expected integers"),
+        ({"config": {"mean": MEAN}}, "config: .*JSON serializable; it may hold numbers"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_wrong_arguments_are_named(changed, message, backend):
+    arguments = {"learner": LEARNER, "losses": LOSSES, "episodes": 5, "backend": backend} | changed
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
+        occ.simulate(MDP, **arguments)
+
+
+@pytest.mark.parametrize("table", [MEAN.tolist(), MEAN.numpy()], ids=["list", "array"])
+def test_a_table_is_a_tensor(table):
+    with pytest.raises(TypeError, match=r"mean: expected a torch tensor, got .*torch.as_tensor"):
+        occ.BernoulliLosses(table)
+
+
+def test_numbers_of_numpy_and_torch_are_welcome():
+    seeds = torch.arange(2).numpy()
+    episodes = torch.tensor(5)
+    history = occ.simulate(MDP, LEARNER, LOSSES, episodes, seeds, backend="torch")
+    assert history.seeds == (0, 1)
+    assert int(history.episodes[-1]) == 5
