@@ -45,7 +45,7 @@ FAR_TOO_MUCH = 2e7
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What to measure."""
+    """The measurements."""
 
     batches: tuple[int, ...]
     repeats: int

@@ -40,7 +40,7 @@ from torch_occ.reference import Equations
 
 @dataclass
 class Args:
-    """What to measure."""
+    """The measurements."""
 
     sizes: tuple[tuple[int, int, int], ...] = ((3, 3, 3), (5, 5, 4), (10, 10, 5), (10, 100, 10))
     """horizon, width and actions of each MDP"""

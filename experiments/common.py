@@ -1,4 +1,4 @@
-"""What the experiments share: where results go, how files are written, how tables are printed."""
+"""Shared by the experiments: run directories, figures, tables, durations, the machine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def seconds(x: float) -> str:
 
 
 def machine() -> str:
-    """What the figures were measured on, in one line."""
+    """The machine and the versions, in one line."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -96,7 +96,7 @@ class Args:
 
 
 class Cell(NamedTuple):
-    """What is counted together."""
+    """A family, a kind of problem and a backend, which are counted together."""
 
     family: str
     kind: Kind
@@ -160,7 +160,7 @@ def tasks(args: Args) -> Iterator[Task]:
 
 
 def results(args: Args) -> Iterator[Tallies]:
-    """Of all batches, from several processes, until the time is up."""
+    """The tallies of all batches, from several processes, until the time is up."""
     end = time.monotonic() + args.seconds if args.seconds > 0 else float("inf")
     waiting = tasks(args)
     if args.processes < 2:

@@ -73,7 +73,7 @@ class Args:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was predicted of a learned policy, and what it returned in the environment."""
+    """A learned policy: its predicted return, and its returns in the environment."""
 
     task: Task
     learner: str

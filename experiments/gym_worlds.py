@@ -16,7 +16,7 @@ from torch_occ.mdp.unrolling import ABSORBING
 
 
 @dataclass(frozen=True)
-class World:
+class GridWorld:
     """An environment, the noise of its losses, and where it starts.
 
     The start is a row, a column, a passenger and a destination; None leaves it to the environment.
@@ -29,13 +29,13 @@ class World:
 
 
 WORLDS = {
-    "lake": World("FrozenLake-v1", {"is_slippery": False}),
-    "slippery": World("FrozenLake-v1", {}, "bernoulli"),
-    "big-lake": World("FrozenLake8x8-v1", {"is_slippery": False}),
-    "cliff": World("CliffWalking-v1", {}),
-    "slippery-cliff": World("CliffWalkingSlippery-v1", {}, "bernoulli"),
-    "trip": World("Taxi-v4", {}, start=(1, 1, 0, 2)),
-    "taxi": World("Taxi-v4", {}),
+    "lake": GridWorld("FrozenLake-v1", {"is_slippery": False}),
+    "slippery": GridWorld("FrozenLake-v1", {}, "bernoulli"),
+    "big-lake": GridWorld("FrozenLake8x8-v1", {"is_slippery": False}),
+    "cliff": GridWorld("CliffWalking-v1", {}),
+    "slippery-cliff": GridWorld("CliffWalkingSlippery-v1", {}, "bernoulli"),
+    "trip": GridWorld("Taxi-v4", {}, start=(1, 1, 0, 2)),
+    "taxi": GridWorld("Taxi-v4", {}),
 }
 
 
@@ -44,7 +44,7 @@ class Task:
     """A world unrolled to a horizon."""
 
     name: str
-    world: World
+    world: GridWorld
     env: gymnasium.Env[Any, Any]
     mdp: occ.RewardMDP
 

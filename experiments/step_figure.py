@@ -21,7 +21,7 @@ SHOWN = (1, 1_000, 10_000, 1_000_000)
 
 @dataclass
 class Result:
-    """What is drawn."""
+    """The numbers that are drawn."""
 
     q: Tensor  # (len(SHOWN), S, A)
     gaps: Tensor  # (S, A): what each action costs beyond the best one

@@ -42,7 +42,7 @@ from torch_occ.step.iterative import ConjugateGradients
 
 @dataclass
 class Args:
-    """What to measure."""
+    """The measurements."""
 
     sides: tuple[int, ...] = (3, 5, 10, 16, 22, 32, 46, 71, 100)
     """sides of the grids; a layer has side * side states"""

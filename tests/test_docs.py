@@ -3,6 +3,7 @@
 Every page is on the site, its formulas can be typeset, and nothing comes from another host.
 """
 
+import ast
 import inspect
 import io
 import os
@@ -155,3 +156,18 @@ def test_every_public_name_is_in_the_reference(package):
 def test_the_reference_has_something_to_show():
     """mkdocstrings leaves out what has no docstring, without a warning."""
     assert not [name for name, thing in reference().items() if not inspect.getdoc(thing)]
+
+
+def docstrings(module: Path) -> list[str]:
+    nodes = ast.walk(ast.parse(module.read_text(encoding="utf-8")))
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    return [ast.get_docstring(node) or "" for node in nodes if isinstance(node, owners)]
+
+
+def test_formulas_are_not_taken_for_html():
+    """The site drops `<q, loss>` as an unknown tag; it shows ⟨q, loss⟩ and `a < b`."""
+    texts = [(page, prose(page)) for page in PAGES]
+    for module in sorted((ROOT / "torch_occ").rglob("*.py")):
+        texts += [(module, without_code(text)) for text in docstrings(module)]
+    found = [(path, re.findall(r"<[A-Za-z/?].{,30}", text)) for path, text in texts]
+    assert not [(str(path.relative_to(ROOT)), tags) for path, tags in found if tags]

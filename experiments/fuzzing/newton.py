@@ -121,7 +121,7 @@ def step(problem: Problem, point: Point) -> Point:
 
 
 class Stage(NamedTuple):
-    """What the sweep backwards leaves for the sweep forwards in one layer."""
+    """The results of the backward sweep in one layer, for the forward sweep."""
 
     zeta: Array  # (n, B) for y = 0
     slope: Array  # (n, S_k, B), its derivative in y

@@ -228,7 +228,7 @@ class Batch:
 
     @classmethod
     def load(cls, path: Path) -> Batch:
-        """What `save` wrote."""
+        """A batch that `save` wrote."""
         with np.load(path) as arrays:
             horizon = sum(name.startswith("transitions_") for name in arrays)
             tables = [torch.from_numpy(arrays[f"transitions_{k}"]) for k in range(horizon)]

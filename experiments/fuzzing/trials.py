@@ -40,7 +40,7 @@ def _none() -> Floats:
 
 @dataclass
 class Tally:
-    """What happened in some batches."""
+    """The results of some batches, added up."""
 
     statuses: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(occ.Status), np.int64))
     errors: Floats = field(default_factory=_none)  # of judged answers; NaN where nothing settled
@@ -81,7 +81,7 @@ class Tally:
         return float(np.nanmax(self.errors, initial=0.0))
 
     def share(self, status: occ.Status) -> float:
-        """Of the steps."""
+        """The share of steps with this status."""
         return float(self.statuses[status] / max(self.steps, 1))
 
 

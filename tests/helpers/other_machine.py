@@ -33,8 +33,8 @@ lt masked_fill masked_fill_ max maximum min minimum mul mul_ ne neg new_empty ne
 new_full new_ones new_zeros nonzero ones ones_like permute rand reciprocal record_stream
 remainder repeat repeat_interleave resize_ round rsub scalar_tensor scatter select
 select_backward set_ sign slice slice_backward sort split split_with_sizes sqrt square squeeze
-stack sub sub_ sym_size t topk transpose trunc unbind unfold unique_consecutive unsqueeze values
-view where zero_ zeros zeros_like
+squeeze_ stack sub sub_ sym_size t topk transpose trunc unbind unfold unique_consecutive
+unsqueeze values view where zero_ zeros zeros_like
 """
 EXACT = frozenset(_EXACT.split())
 

@@ -1,4 +1,4 @@
-"""Bad input: an error that names the argument and what was expected, and nothing is changed by a call that fails."""
+"""Bad input: errors name the argument and what was expected, and failed calls change nothing."""
 
 import copy
 
@@ -32,28 +32,72 @@ class Empty(occ.SeparableRegularizer):
 LOSS, ONES = masked().loss, torch.ones(4, 2, dtype=torch.float64)
 UNREACHABLE = [tensor([[[0.0, 1.0]] * 2] * 2), torch.ones(2, 2, 1, dtype=torch.float64)]
 BAD_CALLS = {  # name: (what is called, words that the message must have)
-    "nan_loss": (lambda step: step(replaced(LOSS, (2, 1), NAN)), ["cumulative_loss", "layer 1, state 0, action 1", "nan", "finite"]),
-    "infinite_loss": (lambda step: step(replaced(torch.stack([LOSS] * 3), (1, 0, 1), -INF)), ["cumulative_loss", "element (1,)", "-inf"]),
-    "loss_of_wrong_shape": (lambda step: step(LOSS.mT), ["cumulative_loss", "(*batch, 4, 2)", "(2, 4)"]),
-    "loss_of_one_dimension": (lambda step: step(LOSS[0]), ["cumulative_loss", "(*batch, 4, 2)", "(2,)"]),
-    "loss_in_single_precision": (lambda step: step(LOSS.float()), ["cumulative_loss", "float32", "float64"]),
+    "nan_loss": (
+        lambda step: step(replaced(LOSS, (2, 1), NAN)),
+        ["cumulative_loss", "layer 1, state 0, action 1", "nan", "finite"],
+    ),
+    "infinite_loss": (
+        lambda step: step(replaced(torch.stack([LOSS] * 3), (1, 0, 1), -INF)),
+        ["cumulative_loss", "element (1,)", "-inf"],
+    ),
+    "loss_of_wrong_shape": (
+        lambda step: step(LOSS.mT),
+        ["cumulative_loss", "(*batch, 4, 2)", "(2, 4)"],
+    ),
+    "loss_of_one_dimension": (
+        lambda step: step(LOSS[0]),
+        ["cumulative_loss", "(*batch, 4, 2)", "(2,)"],
+    ),
+    "loss_in_single_precision": (
+        lambda step: step(LOSS.float()),
+        ["cumulative_loss", "float32", "float64"],
+    ),
     "loss_of_integers": (lambda step: step(LOSS.long()), ["cumulative_loss", "int64", "float64"]),
     "loss_as_list": (lambda step: step(LOSS.tolist()), ["cumulative_loss", "tensor", "list"]),
     "t_zero": (lambda step: step(LOSS, 0), ["t:", "at least 1", "0.0"]),
     "t_negative": (lambda step: step(LOSS, tensor([3.0, -2.0])), ["t:", "at least 1", "-2.0"]),
     "t_nan": (lambda step: step(LOSS, NAN), ["t:", "at least 1", "nan"]),
     "t_infinite": (lambda step: step(LOSS, INF), ["t:", "at least 1", "inf"]),
-    "t_of_wrong_shape": (lambda step: step(torch.stack([LOSS] * 3), tensor([1.0, 2.0])), ["t:", "(3,)", "(2,)"]),
+    "t_of_wrong_shape": (
+        lambda step: step(torch.stack([LOSS] * 3), tensor([1.0, 2.0])),
+        ["t:", "(3,)", "(2,)"],
+    ),
     "t_as_text": (lambda step: step(LOSS, "one"), ["t:"]),
-    "warm_start_zero": (lambda step: step(LOSS, warm_start=replaced(ONES, (0, 1), 0.0)), ["warm_start", "state 0, action 1", "positive"]),
-    "warm_start_negative": (lambda step: step(LOSS, warm_start=-ONES), ["warm_start", "-1.0", "positive"]),
-    "warm_start_nan": (lambda step: step(LOSS, warm_start=NAN * ONES), ["warm_start", "nan", "positive"]),
-    "warm_start_of_wrong_shape": (lambda step: step(LOSS, warm_start=ONES[:2]), ["warm_start", "(*batch, 4, 2)", "(2, 2)"]),
-    "warm_start_of_wrong_batch": (lambda step: step(torch.stack([LOSS] * 3), warm_start=torch.stack([ONES] * 2)), ["warm_start"]),
-    "warm_start_in_single_precision": (lambda step: step(LOSS, warm_start=ONES.float()), ["warm_start", "float32", "float64"]),
+    "warm_start_zero": (
+        lambda step: step(LOSS, warm_start=replaced(ONES, (0, 1), 0.0)),
+        ["warm_start", "state 0, action 1", "positive"],
+    ),
+    "warm_start_negative": (
+        lambda step: step(LOSS, warm_start=-ONES),
+        ["warm_start", "-1.0", "positive"],
+    ),
+    "warm_start_nan": (
+        lambda step: step(LOSS, warm_start=NAN * ONES),
+        ["warm_start", "nan", "positive"],
+    ),
+    "warm_start_of_wrong_shape": (
+        lambda step: step(LOSS, warm_start=ONES[:2]),
+        ["warm_start", "(*batch, 4, 2)", "(2, 2)"],
+    ),
+    "warm_start_of_wrong_batch": (
+        lambda step: step(torch.stack([LOSS] * 3), warm_start=torch.stack([ONES] * 2)),
+        ["warm_start"],
+    ),
+    "warm_start_in_single_precision": (
+        lambda step: step(LOSS, warm_start=ONES.float()),
+        ["warm_start", "float32", "float64"],
+    ),
     "model_of_other_layout": (lambda step: step(layers().loss, mdp=layers().mdp), ["mdp"]),
-    "model_with_unreachable_state": (lambda step: step(LOSS, mdp=step.mdp.with_transitions(UNREACHABLE)), ["mdp", "layer 1, state 0"]),
-    "model_with_nan": (lambda step: step(LOSS, mdp=step.mdp.with_transitions([NAN * p for p in step.mdp.transitions])), ["mdp"]),
+    "model_with_unreachable_state": (
+        lambda step: step(LOSS, mdp=step.mdp.with_transitions(UNREACHABLE)),
+        ["mdp", "layer 1, state 0"],
+    ),
+    "model_with_nan": (
+        lambda step: step(
+            LOSS, mdp=step.mdp.with_transitions([NAN * p for p in step.mdp.transitions])
+        ),
+        ["mdp"],
+    ),
     "regularizer_in_single_precision": (
         lambda step: occ.FTRLStep(step.mdp, occ.LogBarrier(torch.tensor(1.0)))(LOSS),
         ["regularizer", "beta", "float32", "float64"],
@@ -62,18 +106,29 @@ BAD_CALLS = {  # name: (what is called, words that the message must have)
         lambda step: occ.FTRLStep(step.mdp, occ.LogBarrier(ONES[0]))(torch.stack([LOSS] * 3)),
         ["beta", "(2,)", "(3,)"],
     ),
-    "regularizer_without_terms": (lambda step: occ.FTRLStep(step.mdp, Empty())(LOSS), ["Empty", "pair"]),
+    "regularizer_without_terms": (
+        lambda step: occ.FTRLStep(step.mdp, Empty())(LOSS),
+        ["Empty", "pair"],
+    ),
     "unreachable_state": (
-        lambda step: occ.FTRLStep(occ.LayeredMDP(UNREACHABLE, initial=tensor([0.5, 0.5])), occ.Shannon()),
+        lambda step: occ.FTRLStep(
+            occ.LayeredMDP(UNREACHABLE, initial=tensor([0.5, 0.5])), occ.Shannon()
+        ),
         ["mdp", "layer 1, state 0", "prune"],
     ),
     "alpha_negative": (lambda step: occ.HybridTsallis(-0.1), ["HybridTsallis", "alpha", "-0.1"]),
     "beta_nan": (lambda step: occ.LogBarrier(NAN), ["LogBarrier", "beta", "nan"]),
     "beta_infinite": (lambda step: occ.LogBarrier(INF), ["LogBarrier", "beta", "inf"]),
     "gamma_zero": (lambda step: occ.InverseSqrt(0.0), ["InverseSqrt", "gamma", "0.0"]),
-    "gamma_negative": (lambda step: occ.jin_luo(step.mdp, gamma=-1.0), ["InverseSqrt", "gamma", "-1.0"]),
+    "gamma_negative": (
+        lambda step: occ.jin_luo(step.mdp, gamma=-1.0),
+        ["InverseSqrt", "gamma", "-1.0"],
+    ),
     "no_steps": (lambda step: occ.FTRLStep(step.mdp, step.regularizer, max_steps=0), ["max_steps"]),
-    "tolerance_negative": (lambda step: occ.FTRLStep(step.mdp, step.regularizer, tolerance=-1.0), ["tolerance"]),
+    "tolerance_negative": (
+        lambda step: occ.FTRLStep(step.mdp, step.regularizer, tolerance=-1.0),
+        ["tolerance"],
+    ),
 }
 
 
@@ -109,4 +164,6 @@ def test_what_is_said_about_masked_pairs_is_ignored(step):
     mask, q = step.mdp.actions, step(LOSS, 3.0)
     assert torch.equal(step(torch.where(mask, LOSS, torch.nan), 3.0), q)
     for anything in (0.7, torch.nan):
-        torch.testing.assert_close(step(LOSS, 3.0, warm_start=torch.where(mask, q, anything)), q, rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            step(LOSS, 3.0, warm_start=torch.where(mask, q, anything)), q, rtol=1e-12, atol=0
+        )

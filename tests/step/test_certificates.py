@@ -1,4 +1,4 @@
-"""A certificate is right: what is certified is solved, what is solved is certified, and a maximum is neither."""
+"""Certificates: a certified q solves the problem, a solution is certified, and a maximum is not."""
 
 import mpmath
 import pytest
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.usefixtures("both_backends")
 
 
 def newton_step(mdp: occ.LayeredMDP, loss: Tensor, q: Tensor, arguments: dict[str, mpf]) -> float:
-    """The largest relative change of q in a Newton step with 80 digits, for psi = - sum weight * sqrt(argument).
+    """The largest relative change of q in a Newton step with 80 digits.
 
-    Rows of P are read as distributions.
+    psi = - sum weight * sqrt(argument), and rows of P are read as distributions.
     """
     with mp.workdps(80):
         pairs = [tuple(pair) for pair in mdp.actions.nonzero().tolist()]
@@ -86,7 +86,10 @@ def test_what_all_pairs_of_a_layer_pay_does_not_matter(sparse):
 
 
 def test_rounding_that_nobody_can_undo_is_no_success():
-    """Two actions of the same value, 0.75e12: that they are equal is beyond all digits, and LogBarrier(1e-12) would know."""
+    """Two actions have the same value, 0.75e12, up to a rounding error that decides the solution.
+
+    LogBarrier(1e-12) is weak enough for that.
+    """
     table = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]], dtype=torch.float64)
     mdp = occ.LayeredMDP([table, torch.ones(2, 2, 1, dtype=torch.float64)])
     loss = torch.tensor([[0.0, 0.25e12], [0.0, 0.0], [1e12, 1e12]], dtype=torch.float64)
@@ -95,7 +98,7 @@ def test_rounding_that_nobody_can_undo_is_no_success():
     assert solution.dual_residual > 1
 
 
-# -- maxima -----------------------------------------------------------------------------------------------------------------
+# -- maxima ----------------------------------------------------------------------------------------
 
 
 class Table(TabularRegularizer):
@@ -130,7 +133,7 @@ MAXIMA = {
 
 @pytest.mark.parametrize("name", MAXIMA)
 def test_a_maximum_is_not_certified(name):
-    """All rows of P are equal, so the uniform policy is stationary, and it is where the iteration starts."""
+    """All rows of P are equal, so the uniform policy is stationary. The iteration starts there."""
     mdp = occ.LayeredMDP(
         [torch.full((n, 2, m), 1 / m, dtype=torch.float64) for n, m in ((1, 2), (2, 2), (2, 1))]
     )

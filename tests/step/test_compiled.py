@@ -1,4 +1,4 @@
-"""FTRLStep on the engine: the same derivatives as the torch path, in every mode, and the same complaints."""
+"""FTRLStep on the engine: the same derivatives as the torch path in every mode, the same errors."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_who_solves():
 
 
 def test_shared_modules_and_shared_parameters_stay_where_they_are():
-    """Solving exchanges parameters on the way, and must leave each in its place, or an optimizer would lose it."""
+    """A solve exchanges parameters for a while. It must put them back, or optimizers lose them."""
     gamma = occ.InverseSqrt(1.5)
     shared_module = occ.HybridTsallis(0.5) / gamma + occ.LogBarrier(1.0) / gamma
     first, second = occ.LogBarrier(1.0), occ.LogBarrier(1.0)

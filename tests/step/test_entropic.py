@@ -49,7 +49,7 @@ def constants(psi: occ.Regularizer, t: float) -> tuple[float, float]:
     return float(weight), float(price)
 
 
-# -- the solution ---------------------------------------------------------------------------------
+# -- the solution ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e3, 1e6, 1e9, 1e12])
@@ -168,7 +168,7 @@ def test_wide_models_say_so_when_a_whole_state_is_lost():
     assert solution.status == Status.UNDERFLOW
 
 
-# -- derivatives ----------------------------------------------------------------------------------
+# -- derivatives -----------------------------------------------------------------------------------
 
 
 def differences(
@@ -313,7 +313,7 @@ def test_transforms_agree_with_a_loop():
     torch.testing.assert_close(found.detach(), torch.stack(solos).detach(), rtol=1e-11, atol=0)
 
 
-# -- in a run -------------------------------------------------------------------------------------
+# -- in a run --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("estimator", [None, occ.FullInformation()], ids=["bandit", "full"])

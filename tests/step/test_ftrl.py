@@ -1,4 +1,4 @@
-"""FTRLStep as a user meets it: solves that fail, modules that move, parameters that are tuned, paths that must agree."""
+"""FTRLStep as a module: failed solves, moves, tuned parameters, equal results on all paths."""
 
 import copy
 import pickle
@@ -33,7 +33,7 @@ def step():
     return occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.5))
 
 
-# -- failed solves --------------------------------------------------------------------------------------------------------
+# -- failed solves ---------------------------------------------------------------------------------
 
 
 def test_the_error_names_the_elements_and_what_to_do(step):
@@ -101,7 +101,7 @@ def test_a_failed_element_has_nan_derivatives_and_its_neighbours_right_ones(step
                 close(found, expected, 1e-11)
 
 
-# -- modules that move ----------------------------------------------------------------------------------------------------
+# -- modules that move -----------------------------------------------------------------------------
 
 
 def test_to_moves_the_model_with_the_parameters(step):
@@ -181,20 +181,22 @@ def test_tuning_by_gradient_descent_goes_down(step):
         error = (step(LOSS, 3.0) - target).square().sum()
         error.backward()
         for name, parameter in step.named_parameters():
-            close(
-                parameter.grad, slopes[name], rtol=1e-9
-            )  # torch and engine; the distance is 1e-6 of what it is the difference of
+            # One gradient is from torch, one from the engine; q - target cancels six digits.
+            close(parameter.grad, slopes[name], rtol=1e-9)
         optimizer.step()
         distances.append(error.item())
     assert distances[-1] < 0.1 * distances[0]
 
 
-# -- edges and paths -----------------------------------------------------------------------------------------------------
+# -- edges and paths -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,)])
 def test_parameters_with_a_batch_shape(shape):
-    """One solve for several values of a parameter, whatever else has a batch shape: the elements, or an error that says why not."""
+    """One solve for several values of a parameter, with and without other batch shapes.
+
+    The result equals the elements solved alone, or there is an error that gives the reason.
+    """
     mdp, loss, t = masked()
     betas = tensor([0.5, 1.0, 2.0])
     try:
@@ -238,14 +240,13 @@ def test_single_precision(problem):
     q = step(loss, t)
     single = step.to(torch.float32).solve(loss.float(), t)
     assert single.q.dtype == single.value.dtype == torch.float32
-    close(
-        single.q.double()[mdp.actions], q[mdp.actions], 2e-4
-    )  # rounding alone moves the loss by 1e-7 of its size
+    # Rounding the loss to single precision alone changes it by 1e-7 of its size.
+    close(single.q.double()[mdp.actions], q[mdp.actions], 2e-4)
 
 
 @pytest.mark.parametrize("problem", [*PROBLEMS, "large"])
 def test_layered_path_equals_dense_path(problem, monkeypatch):
-    """More than 64 states go layer by layer; both paths must give the same answer and the same gradients."""
+    """More than 64 states are factorized layer by layer; solutions and gradients are the same."""
     big = occ.LayeredMDP.random(horizon=8, width=10, num_actions=3, concentration=0.2)
     mdp, loss, t = (
         Problem(big, random_loss(big, 20.0), 40.0) if problem == "large" else PROBLEMS[problem]()

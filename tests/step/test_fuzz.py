@@ -1,4 +1,4 @@
-"""Fuzzing: every answer is certified, and then certified again here with 60 digits; or else its status says what went wrong."""
+"""Fuzzing: every solution is certified, here again with 60 digits, or its status says why not."""
 
 from dataclasses import dataclass
 
@@ -58,7 +58,7 @@ class Draw:
         return sign * size * (torch.rand(shape, generator=random) >= self.zeros)
 
 
-# -- a certificate of our own ---------------------------------------------------------------------------------------------
+# -- a certificate of our own ----------------------------------------------------------------------
 
 ROOT = (lambda x: 1 / (2 * mp.sqrt(x)), lambda x: -1 / (4 * x * mp.sqrt(x)))
 LOG = (lambda x: 1 / x, lambda x: -1 / x**2)
@@ -103,7 +103,8 @@ FAMILIES = {
         lambda d, w: [("pair", w, ENTROPY), ("state", -w, ENTROPY)],
         entropy=lambda w: (w, 0),
     ),
-    # 1 - q can be as small as the rarest transition; then its slope, of size q^(-1/2), leaves no digit for the rest of the layer.
+    # 1 - q can be as small as the rarest transition. Then the slope of its root is so large that
+    # the rest of the layer is lost to rounding.
     "complement": Family(
         lambda d: occ.HybridComplement(d.alpha) / occ.InverseSqrt(d.gamma) + occ.LogBarrier(d.beta),
         lambda d, w: [
@@ -117,9 +118,10 @@ FAMILIES = {
 
 
 def certificate(mdp: occ.LayeredMDP, loss: Tensor, q: Tensor, terms: list) -> tuple[mpf, mpf]:
-    """The largest errors of the flow, relative to q(s), and of stationarity, relative to q times its curvature.
+    """The largest errors of the flow, relative to q(s), and of stationarity.
 
-    The sum of losses along an episode is only known up to its rounding; that much of the residual is not held against anybody.
+    The unit of stationarity is q times its curvature. Sums of losses along an episode are known
+    only up to rounding; that part of the residual is subtracted.
     """
     rounding = (
         8
@@ -185,7 +187,7 @@ def certificate(mdp: occ.LayeredMDP, loss: Tensor, q: Tensor, terms: list) -> tu
     return max(abs(have - come) / have for have, come in zip(u, inflow, strict=True)), dual
 
 
-# -- the fuzz -------------------------------------------------------------------------------------------------------------
+# -- the fuzz --------------------------------------------------------------------------------------
 
 
 def powers_of_ten(low: float, high: float) -> st.SearchStrategy[float]:

@@ -1,4 +1,7 @@
-"""Derivatives: implicit = unrolled = finite differences, to second order, in every mode and under every transform."""
+"""Derivatives: implicit = unrolled = finite differences.
+
+To second order, in every mode and under every transform.
+"""
 
 import pytest
 import torch
@@ -26,7 +29,10 @@ class Both(nn.Module):
 
 
 class Case:
-    """A step as a function of everything: the loss, theta = (parameters, t), and logits that tilt the probabilities."""
+    """A step as a function of the loss, of theta = (parameters, t), and of logits.
+
+    The logits tilt the transition probabilities.
+    """
 
     def __init__(self, regularizer: str, problem: Problem) -> None:
         self.mdp, self.loss, t = problem
@@ -35,12 +41,18 @@ class Case:
         self.names = [name for name, _ in self.step.named_parameters()]
         self.theta = torch.stack([*(p.detach() for p in self.step.parameters()), tensor(t)])
         self.tables = [self.mdp.initial, *self.mdp.transitions]
-        self.inputs = (self.loss, self.theta, torch.zeros(sum(p.numel() for p in self.tables), dtype=torch.float64))
+        self.inputs = (
+            self.loss,
+            self.theta,
+            torch.zeros(sum(p.numel() for p in self.tables), dtype=torch.float64),
+        )
 
     def tilted(self, logits: Tensor) -> occ.LayeredMDP:
         """Stays on the simplex, keeps zeros and rows of masked pairs."""
         moved = []
-        for table, x in zip(self.tables, logits.split([p.numel() for p in self.tables]), strict=True):
+        for table, x in zip(
+            self.tables, logits.split([p.numel() for p in self.tables]), strict=True
+        ):
             weight = table * x.view_as(table).exp()
             total = weight.sum(-1, keepdim=True)
             moved.append(weight / torch.where(total > 0, total, 1.0))
@@ -51,12 +63,17 @@ class Case:
 
     def implicit(self, loss: Tensor, theta: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         options = {"mdp": self.tilted(logits)}
-        return functional_call(Both(self.step), self.parameters(theta, "step."), (loss, theta[-1]), options)
+        return functional_call(
+            Both(self.step), self.parameters(theta, "step."), (loss, theta[-1]), options
+        )
 
     def unrolled(self, loss: Tensor, theta: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Newton's method from a nearby policy, four recorded steps: more than enough for two derivatives."""
+        """Four recorded Newton steps from a nearby policy: enough for two derivatives."""
         mdp = self.tilted(logits)
-        named = {name.removeprefix("regularizer."): value for name, value in self.parameters(theta).items()}
+        named = {
+            name.removeprefix("regularizer."): value
+            for name, value in self.parameters(theta).items()
+        }
 
         def psi(*arguments):
             return functional_call(self.psi, named, arguments)
@@ -82,19 +99,28 @@ def close(found: Tensor, expected: Tensor, rtol: float = 1e-10) -> None:
     torch.testing.assert_close(found.detach(), expected.detach(), rtol=rtol, atol=rtol * scale)
 
 
-# -- implicit = finite differences = unrolled -----------------------------------------------------------------------------
+# -- implicit = finite differences = unrolled ------------------------------------------------------
 
 
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
 def test_gradcheck(regularizer):
     this = case(regularizer)
-    assert torch.autograd.gradcheck(this.implicit, leaves(this.inputs), check_forward_ad=True, fast_mode=True, rtol=1e-5, atol=1e-7)
+    assert torch.autograd.gradcheck(
+        this.implicit,
+        leaves(this.inputs),
+        check_forward_ad=True,
+        fast_mode=True,
+        rtol=1e-5,
+        atol=1e-7,
+    )
 
 
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
 def test_gradgradcheck(regularizer):
     this = case(regularizer)
-    assert torch.autograd.gradgradcheck(this.implicit, leaves(this.inputs), fast_mode=True, rtol=1e-5, atol=1e-7)
+    assert torch.autograd.gradgradcheck(
+        this.implicit, leaves(this.inputs), fast_mode=True, rtol=1e-5, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
@@ -111,13 +137,18 @@ def test_every_entry_of_the_jacobian_equals_the_unrolled_one(regularizer):
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
 def test_second_derivatives_equal_the_unrolled_ones(regularizer):
     this = case(regularizer)
-    weights = [torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) for shape in ((4, 2), (4,))]
+    weights = [
+        torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        for shape in ((4, 2), (4,))
+    ]
 
     def twice(function):
         inputs = leaves(this.inputs)
         scalar = sum((w * z).sum() for w, z in zip(weights, function(*inputs), strict=True))
         first = torch.autograd.grad(scalar, inputs, create_graph=True)
-        return torch.autograd.grad(sum((x.cos() * g).sum() for x, g in zip(inputs, first, strict=True)), inputs)
+        return torch.autograd.grad(
+            sum((x.cos() * g).sum() for x, g in zip(inputs, first, strict=True)), inputs
+        )
 
     for a, b in zip(twice(this.implicit), twice(this.unrolled), strict=True):
         close(a, b, 1e-9)
@@ -126,25 +157,35 @@ def test_second_derivatives_equal_the_unrolled_ones(regularizer):
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
 @pytest.mark.parametrize("problem", ["masked", "contexts", "nearly_deterministic"])
 def test_jacobian_in_the_loss_is_symmetric_and_negative_semidefinite(problem, regularizer):
-    """- Pi: minus the Hessian of a concave function of the loss; shaping directions lie in its kernel."""
+    """The Jacobian is - Pi, the Hessian of a concave function; shaping lies in its kernel."""
     this = Case(regularizer, PROBLEMS[problem]())
     mdp, t = this.mdp, this.theta[-1]
     J = jacrev(lambda loss: this.step(loss, t))(this.loss).detach().flatten(2).flatten(0, 1)
     size = J.abs().max()
     assert (J - J.mT).abs().max() < 1e-12 * size
     assert torch.linalg.eigvalsh((J + J.mT) / 2).max() < 1e-12 * size
-    shaping = occ.flow_adjoint(mdp, torch.randn(mdp.num_states, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    shaping = occ.flow_adjoint(
+        mdp,
+        torch.randn(
+            mdp.num_states, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+        ),
+    )
     assert (J @ shaping.flatten()).abs().max() < 1e-11 * size
     assert size > 0
 
 
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
 def test_envelope_theorem(regularizer):
-    """The derivative of the minimum is the derivative of the objective at the minimizer: q in the loss, the value in E q = b."""
+    """The derivative of the minimum is that of the objective at the minimizer.
+
+    It is q by the loss, and the multipliers by the right-hand side of E q = b.
+    """
     this = case(regularizer)
     (loss, theta, logits), mdp = leaves(this.inputs), this.mdp
     q, value = this.implicit(loss, theta, logits)
-    named = {name.removeprefix("regularizer."): value for name, value in this.parameters(theta).items()}
+    named = {
+        name.removeprefix("regularizer."): value for name, value in this.parameters(theta).items()
+    }
     minimum = (q * loss).sum() + functional_call(this.psi, named, (q, theta[-1], mdp))
     found = torch.autograd.grad(minimum, [loss, theta, logits])
 
@@ -154,27 +195,51 @@ def test_envelope_theorem(regularizer):
     close(found[1], partial)
     model = this.tilted(logits)
     lagrangian = (model.initial * value[mdp.layer_slices[0]]).sum()
-    for kernel, here, there in zip(model.transitions[:-1], mdp.layer_slices, mdp.layer_slices[1:], strict=False):
+    for kernel, here, there in zip(
+        model.transitions[:-1], mdp.layer_slices, mdp.layer_slices[1:], strict=False
+    ):
         lagrangian = lagrangian + (q[here] * (kernel @ value[there])).sum()
     close(found[2], torch.autograd.grad(lagrangian, logits)[0])
 
 
-# -- transforms -----------------------------------------------------------------------------------------------------------
+# -- transforms ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("regularizer", ["jin_luo", "long_sum", "custom_separable", "custom_statewise", "custom_joint"])
+@pytest.mark.parametrize(
+    "regularizer", ["jin_luo", "long_sum", "custom_separable", "custom_statewise", "custom_joint"]
+)
 def test_vmap_equals_a_loop(regularizer):
-    """Over the loss, theta, the probabilities, all of them, and one inside the other; for values and for Jacobians."""
+    """vmap over the loss, theta, the logits or all of them, and nested; for q and for Jacobians."""
     this = case(regularizer)
     batch = tuple(torch.stack([x, 1.1 * x + 0.01, 1.3 * x + 0.1]) for x in this.inputs)
     for in_dims in [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0)]:
-        elements = [tuple(x if dim is None else b[i] for x, b, dim in zip(this.inputs, batch, in_dims, strict=True)) for i in range(3)]
-        arguments = tuple(x if dim is None else b for x, b, dim in zip(this.inputs, batch, in_dims, strict=True))
-        close(vmap(this.implicit, in_dims)(*arguments)[0], torch.stack([this.implicit(*e)[0] for e in elements]), 1e-12)
+        elements = [
+            tuple(
+                x if dim is None else b[i]
+                for x, b, dim in zip(this.inputs, batch, in_dims, strict=True)
+            )
+            for i in range(3)
+        ]
+        arguments = tuple(
+            x if dim is None else b for x, b, dim in zip(this.inputs, batch, in_dims, strict=True)
+        )
+        close(
+            vmap(this.implicit, in_dims)(*arguments)[0],
+            torch.stack([this.implicit(*e)[0] for e in elements]),
+            1e-12,
+        )
     jacobian = jacrev(lambda *inputs: this.implicit(*inputs)[0], argnums=1)
-    close(vmap(jacobian)(*batch), torch.stack([jacobian(*(b[i] for b in batch)) for i in range(3)]), 1e-12)
-    nested = vmap(vmap(this.implicit, (0, None, None)), (None, 0, None))(batch[0], batch[1], this.inputs[2])[0]
-    loop = [[this.implicit(loss, theta, this.inputs[2])[0] for loss in batch[0]] for theta in batch[1]]
+    close(
+        vmap(jacobian)(*batch),
+        torch.stack([jacobian(*(b[i] for b in batch)) for i in range(3)]),
+        1e-12,
+    )
+    nested = vmap(vmap(this.implicit, (0, None, None)), (None, 0, None))(
+        batch[0], batch[1], this.inputs[2]
+    )[0]
+    loop = [
+        [this.implicit(loss, theta, this.inputs[2])[0] for loss in batch[0]] for theta in batch[1]
+    ]
     close(nested, torch.stack([torch.stack(row) for row in loop]), 1e-12)
 
 
@@ -197,11 +262,18 @@ def test_compositions_of_modes_agree():
     close(jacrev(jacfwd(scalar))(this.theta), expected)
     third = jacfwd(jacrev(jacrev(scalar)))(this.theta)
     small = torch.zeros_like(this.theta).index_fill(0, torch.tensor(1), 1e-4)
-    close(third[..., 1], (hessian(scalar)(this.theta + small) - hessian(scalar)(this.theta - small)) / 2e-4, 1e-5)
+    close(
+        third[..., 1],
+        (hessian(scalar)(this.theta + small) - hessian(scalar)(this.theta - small)) / 2e-4,
+        1e-5,
+    )
 
 
 def test_forward_over_forward_is_right_or_refused():
-    """torch drops tangents in a Function under two forward modes (pytorch/pytorch#197867); that must not pass for a derivative."""
+    """torch drops tangents of a Function under two forward modes (pytorch/pytorch#197867).
+
+    The result must not be returned as a derivative.
+    """
     this = case("jin_luo")
 
     def scalar(theta: Tensor) -> Tensor:
@@ -217,7 +289,10 @@ def test_forward_over_forward_is_right_or_refused():
 
 def test_forward_mode_equals_reverse_mode():
     this = case("jin_luo")
-    tangents = tuple(torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(2)) for x in this.inputs)
+    tangents = tuple(
+        torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(2))
+        for x in this.inputs
+    )
     (q, value), (dq, dvalue) = jvp(this.implicit, this.inputs, tangents)
     with forward_ad.dual_level():
         duals = (forward_ad.make_dual(x, dx) for x, dx in zip(this.inputs, tangents, strict=True))
@@ -236,7 +311,9 @@ def test_probabilities_inside_the_model_are_differentiated_in_every_mode():
     direction[0, 0] = tensor([1.0, -1.0])
 
     def first(kernel: Tensor) -> Tensor:
-        model = occ.LayeredMDP([kernel, mdp.transitions[1]], actions=mdp.actions, initial=mdp.initial)
+        model = occ.LayeredMDP(
+            [kernel, mdp.transitions[1]], actions=mdp.actions, initial=mdp.initial
+        )
         return occ.FTRLStep(model, occ.jin_luo(model, beta=0.5))(loss, t)[0, 0]
 
     small = 1e-5

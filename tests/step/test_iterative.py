@@ -1,6 +1,7 @@
-"""Newton's method by conjugate gradients: the same solutions, certificates and derivatives as by factorization.
+"""Newton's method by conjugate gradients, compared with factorizations, on the torch path.
 
-This is about the torch path; test_sparse_engine holds the engine to it.
+Solutions, certificates and derivatives are the same. tests/game/test_sparse_games.py compares the
+engine with the torch path.
 """
 
 from functools import partial
@@ -24,7 +25,10 @@ TorchStep = partial(occ.FTRLStep, backend="torch")
 
 
 def line(num_states, horizon, num_actions=3):
-    """Walks on a line: each action stays, goes left or goes right, with a slip; sparse, masks in every seventh state."""
+    """Walks on a line, sparse, with masks in every seventh state.
+
+    Each action stays, goes left or goes right, and may slip.
+    """
     state, action = (
         torch.arange(num_states).repeat_interleave(num_actions),
         torch.arange(num_actions).repeat(num_states),
@@ -65,7 +69,7 @@ def close(found, expected, tolerance=1e-11):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-300)
 
 
-# -- solutions ------------------------------------------------------------------------------------------------------------
+# -- solutions -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -128,7 +132,7 @@ def test_a_warm_start_takes_fewer_iterations(monkeypatch):
     assert max(count) < 60
 
 
-# -- the solver -----------------------------------------------------------------------------------------------------------
+# -- the solver ------------------------------------------------------------------------------------
 
 
 def solver_at(mdp, q, psi, t=100.0):
@@ -140,7 +144,10 @@ def solver_at(mdp, q, psi, t=100.0):
 
 @pytest.mark.parametrize("name", ["masked", "layers", "walk"])
 def test_a_large_force_is_no_excuse(name):
-    """Forces that cancel in the end may begin with any error: what is left must be small next to q, not next to where it began."""
+    """Forces that cancel may start with any error.
+
+    The remaining error must be small relative to q, not relative to the initial error.
+    """
     mdp, loss, _ = CASES[name]()
     mdp, q = mdp.to_sparse(), occ.interior_point(mdp)
     solver, _ = solver_at(mdp, q, occ.jin_luo(mdp, beta=0.1))
@@ -232,7 +239,7 @@ def test_without_enough_iterations_newton_either_certifies_or_says_so(monkeypatc
     assert float(solution.dual_residual) > 1e-6
 
 
-# -- derivatives ----------------------------------------------------------------------------------------------------------
+# -- derivatives -----------------------------------------------------------------------------------
 
 
 def entries_of(mdp, gradients):
@@ -329,7 +336,7 @@ def test_single_precision():
     )
 
 
-# -- what does not fit ----------------------------------------------------------------------------------------------------
+# -- what does not fit -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("regularizer", ["custom_joint", "all_levels"])

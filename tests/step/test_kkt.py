@@ -37,14 +37,16 @@ def hessian_at(mdp, q, kind):
 
 KINDS = ["tsallis", "hybrid", "jin_luo", "conditional_entropy", "everything"]
 
-# -- one state ------------------------------------------------------------------------------------------------------------
+# -- one state -------------------------------------------------------------------------------------
 
 
 def exact_bordered_inverse(hessian, state):
     """(R, p, kappa) of one state from its d, w and c in 100 digits, as dictionaries by action."""
     actions = hessian.actions[state].nonzero().flatten().tolist()
     with mpmath.workdps(100):
-        d, w = ({a: mpmath.mpf(float(x[state, a])) for a in actions} for x in (hessian.d, hessian.w))
+        d, w = (
+            {a: mpmath.mpf(float(x[state, a])) for a in actions} for x in (hessian.d, hessian.w)
+        )
         common = sum(w.values()) + mpmath.mpf(float(hessian.c[state]))
         bordered = mpmath.matrix(len(actions) + 1)
         for i, a in enumerate(actions):
@@ -58,11 +60,17 @@ def exact_bordered_inverse(hessian, state):
 
 
 def compare(states, hessian, relative, absolute=0.0):
-    """R, P'RP, p and kappa, entry by entry relative to its own size; `absolute` is in units of the curvature."""
+    """Compare R, P'RP, p and kappa, each entry relative to its own size.
+
+    `absolute` is in units of the curvature.
+    """
     num_states, num_actions = hessian.actions.shape
-    units = torch.eye(num_actions, dtype=F64).unsqueeze(1).expand(-1, num_states, -1)  # one action of every state at a time
+    # One action of every state at a time.
+    units = torch.eye(num_actions, dtype=F64).unsqueeze(1).expand(-1, num_states, -1)
     responses = states.respond(units * hessian.actions)
-    kernel = torch.rand(num_states, num_actions, 1, dtype=F64, generator=torch.Generator().manual_seed(0)) * hessian.actions.unsqueeze(-1)
+    kernel = torch.rand(
+        num_states, num_actions, 1, dtype=F64, generator=torch.Generator().manual_seed(0)
+    ) * hessian.actions.unsqueeze(-1)
     assert not bool(responses[:, ~hessian.actions].any() or states.p[~hessian.actions].any())
 
     def near(found, expected, unit):
@@ -70,13 +78,24 @@ def compare(states, hessian, relative, absolute=0.0):
 
     for s in range(num_states):
         R, p, kappa = exact_bordered_inverse(hessian, s)
-        scale, P = hessian.curvature[s].rsqrt().tolist(), [mpmath.mpf(x) for x in kernel[s, :, 0].tolist()]
+        scale, P = (
+            hessian.curvature[s].rsqrt().tolist(),
+            [mpmath.mpf(x) for x in kernel[s, :, 0].tolist()],
+        )
         with mpmath.workdps(100):
             variance = mpmath.fsum(P[a] * R[a, b] * P[b] for a, b in R)
-        assert near(states.covariance(kernel[s : s + 1], slice(s, s + 1)), variance, max(scale[a] for a in p) ** 2)
+        assert near(
+            states.covariance(kernel[s : s + 1], slice(s, s + 1)),
+            variance,
+            max(scale[a] for a in p) ** 2,
+        )
         assert near(states.kappa[s], kappa, abs(float(hessian.c[s])))
-        rounding = {a: 1e-15 * float(hessian.w[s, a] * scale[a] ** 2) for a in p}  # p is a sum of signed parts of the size w / D
-        assert all(near(states.p[s, a], p[a], 1.0) or abs(float(states.p[s, a]) - p[a]) <= rounding[a] for a in p)
+        # p is a sum of signed parts of the size w / D.
+        rounding = {a: 1e-15 * float(hessian.w[s, a] * scale[a] ** 2) for a in p}
+        assert all(
+            near(states.p[s, a], p[a], 1.0) or abs(float(states.p[s, a]) - p[a]) <= rounding[a]
+            for a in p
+        )
         assert all(near(responses[b, s, a], R[a, b], scale[a] * scale[b]) for a, b in R)
 
 
@@ -95,22 +114,36 @@ def test_a_nearly_deterministic_state_keeps_its_digits(kind, small):
     """The tiny entries of the dominant action too: they are the derivative of its occupancy."""
     visits = torch.linspace(0.1, 1.0, 23, dtype=F64)  # many, because rounding is kind to some
     mdp = occ.LayeredMDP([torch.ones(23, 3, 1, dtype=F64)], initial=visits / visits.sum())
-    hessian = hessian_at(mdp, visits.unsqueeze(-1) * torch.tensor([small, 1 - 1.5 * small, 0.5 * small], dtype=F64), kind)
+    hessian = hessian_at(
+        mdp,
+        visits.unsqueeze(-1) * torch.tensor([small, 1 - 1.5 * small, 0.5 * small], dtype=F64),
+        kind,
+    )
     compare(SeparableStates(hessian), hessian, 1e-10)
 
 
 def test_a_function_of_the_policy_alone_costs_nothing_in_a_state_with_one_action():
     """Its block is [0]; the bordered inverse exists all the same, with R = 0, p = 1, kappa = 0."""
     actions = torch.tensor([[True, True], [True, False]])
-    d, c = torch.tensor([[2.0, 4.0], [3.0, 0.0]], dtype=F64), torch.tensor([-4 / 3, -3.0], dtype=F64)
+    d, c = (
+        torch.tensor([[2.0, 4.0], [3.0, 0.0]], dtype=F64),
+        torch.tensor([-4 / 3, -3.0], dtype=F64),
+    )
     hessian = Separable(d, torch.zeros_like(d), c, actions)
     for states in (SeparableStates(hessian), GeneralStates(hessian.to_blocks())):
         torch.testing.assert_close(states.kappa, torch.zeros(2, dtype=F64), rtol=0, atol=1e-15)
-        torch.testing.assert_close(states.p, torch.tensor([[2 / 3, 1 / 3], [1.0, 0.0]], dtype=F64), rtol=1e-15, atol=0)
-        torch.testing.assert_close(states.respond(torch.ones(2, 2, dtype=F64)), torch.zeros(2, 2, dtype=F64), rtol=0, atol=1e-15)
+        torch.testing.assert_close(
+            states.p, torch.tensor([[2 / 3, 1 / 3], [1.0, 0.0]], dtype=F64), rtol=1e-15, atol=0
+        )
+        torch.testing.assert_close(
+            states.respond(torch.ones(2, 2, dtype=F64)),
+            torch.zeros(2, 2, dtype=F64),
+            rtol=0,
+            atol=1e-15,
+        )
 
 
-# -- all states -----------------------------------------------------------------------------------------------------------
+# -- all states ------------------------------------------------------------------------------------
 
 
 def iterative(states, mdp):
@@ -119,12 +152,20 @@ def iterative(states, mdp):
 
 FACTORIZATIONS = {
     "dense": lambda hessian, mdp: DenseFactorization(SeparableStates(hessian), DenseFlow(mdp)),
-    "layered": lambda hessian, mdp: LayeredFactorization(SeparableStates(hessian), LayeredFlow(mdp)),
-    "dense, blocks": lambda hessian, mdp: DenseFactorization(GeneralStates(hessian.to_blocks()), DenseFlow(mdp)),
-    "layered, blocks": lambda hessian, mdp: LayeredFactorization(GeneralStates(hessian.to_blocks()), LayeredFlow(mdp)),
+    "layered": lambda hessian, mdp: LayeredFactorization(
+        SeparableStates(hessian), LayeredFlow(mdp)
+    ),
+    "dense, blocks": lambda hessian, mdp: DenseFactorization(
+        GeneralStates(hessian.to_blocks()), DenseFlow(mdp)
+    ),
+    "layered, blocks": lambda hessian, mdp: LayeredFactorization(
+        GeneralStates(hessian.to_blocks()), LayeredFlow(mdp)
+    ),
     "iterative": lambda hessian, mdp: iterative(SeparableStates(hessian), mdp),
     "iterative, blocks": lambda hessian, mdp: iterative(GeneralStates(hessian.to_blocks()), mdp),
-    "iterative, sparse": lambda hessian, mdp: iterative(SeparableStates(hessian), mdp if mdp.batch_shape else mdp.to_sparse()),
+    "iterative, sparse": lambda hessian, mdp: iterative(
+        SeparableStates(hessian), mdp if mdp.batch_shape else mdp.to_sparse()
+    ),
     "full": lambda hessian, mdp: FullFactorization(hessian.to_full(), mdp),
 }
 every_factorization = pytest.mark.parametrize("build", FACTORIZATIONS.values(), ids=FACTORIZATIONS)
@@ -134,11 +175,19 @@ def batch_of_mdps():
     mdps = [occ.LayeredMDP.random(3, 3, 2, seed=seed) for seed in range(4)]
     actions = torch.ones(7, 2, dtype=torch.bool)
     actions[2, 0] = False
-    return occ.LayeredMDP([torch.stack(layer) for layer in zip(*(mdp.transitions for mdp in mdps), strict=True)], actions=actions)
+    return occ.LayeredMDP(
+        [torch.stack(layer) for layer in zip(*(mdp.transitions for mdp in mdps), strict=True)],
+        actions=actions,
+    )
 
 
 MDPS = {name: (lambda build=build: build().mdp) for name, build in PROBLEMS.items()}
-MDPS |= {"batch": batch_of_mdps, "concentration 0.01": lambda: occ.LayeredMDP.random(5, 4, 3, seed=3, concentration=0.01).prune()}
+MDPS |= {
+    "batch": batch_of_mdps,
+    "concentration 0.01": lambda: occ.LayeredMDP.random(
+        5, 4, 3, seed=3, concentration=0.01
+    ).prune(),
+}
 
 
 def system(name, kind, *batch):
@@ -146,21 +195,28 @@ def system(name, kind, *batch):
     weights = (random_loss(mdp, seed=9) + 0.05) * mdp.actions
     q = occ.occupancy(mdp, weights / weights.sum(-1, keepdim=True))
     curvature = hessian_at(mdp, q, kind).curvature
-    # Right-hand sides of the size that they have in a run: x in units of the curvature, r of the flow.
+    # Right-hand sides as large as in a run: x in units of the curvature, r in units of the flow.
     x = (random_loss(mdp, seed=1, batch=batch) - 0.5) * curvature.sqrt()
     r = (random_loss(mdp, seed=2, batch=batch).sum(-1) - 0.5) * q.sum(-1)
     return mdp, hessian_at(mdp, q, kind), x, r
 
 
 def residuals(mdp, hessian, x, r, dq, v):
-    """Of H dq - E'v = x in units of the root of the curvature, and of E dq = r in units of the largest flow."""
+    """The residuals of H dq - E'v = x and of E dq = r.
+
+    Their units are the root of the curvature and the largest flow.
+    """
     H = hessian.to_full().matrix
     H_dq = (H @ dq.flatten(-2).unsqueeze(-1)).squeeze(-1).unflatten(-1, dq.shape[-2:])
     E_v = occ.flow_adjoint(mdp, v)
     root = torch.where(mdp.actions, hessian.curvature, torch.inf).sqrt()
-    size = torch.stack([(part / root).abs().amax((-2, -1)) for part in torch.broadcast_tensors(H_dq, E_v, x)]).amax(0)
+    size = torch.stack(
+        [(part / root).abs().amax((-2, -1)) for part in torch.broadcast_tensors(H_dq, E_v, x)]
+    ).amax(0)
     flow = occ.flow_residual(mdp, dq) + flow_source(mdp) - r
-    return ((H_dq - E_v - x) / root).abs().amax((-2, -1)) / size, flow.abs().amax(-1) / dq.abs().amax((-2, -1))
+    return ((H_dq - E_v - x) / root).abs().amax((-2, -1)) / size, flow.abs().amax(
+        -1
+    ) / dq.abs().amax((-2, -1))
 
 
 @every_factorization
@@ -180,7 +236,10 @@ def test_the_system_is_solved(build, kind, name):
 def test_all_factorizations_agree(kind, name):
     mdp, hessian, x, r = system(name, kind)
     root = hessian.curvature.sqrt()
-    expected, *others = ((dq * root, v) for dq, v in (build(hessian, mdp).solve(x, r) for build in FACTORIZATIONS.values()))
+    expected, *others = (
+        (dq * root, v)
+        for dq, v in (build(hessian, mdp).solve(x, r) for build in FACTORIZATIONS.values())
+    )
     for found in others:
         for y, z in zip(found, expected, strict=True):
             torch.testing.assert_close(y, z, rtol=1e-9, atol=1e-11 * float(z.abs().max()))
@@ -218,4 +277,6 @@ def test_the_cheapest_factorization_is_chosen():
     for flow, kind in ((wide, ConjugateGradients), (narrow, LayeredFactorization)):
         q = occ.interior_point(flow.mdp)
         for exact in (False, True):
-            assert isinstance(factorize(hessian_at(flow.mdp, q, "hybrid"), flow, q, exact=exact), kind)
+            assert isinstance(
+                factorize(hessian_at(flow.mdp, q, "hybrid"), flow, q, exact=exact), kind
+            )

@@ -85,7 +85,7 @@ def test_forty_digits(case):
     direction = torch.randn(loss.shape, dtype=torch.float64, generator=random) * mdp.actions
     v_bar = torch.randn(solution.value.shape, dtype=torch.float64, generator=random)
     nothing = torch.zeros_like(v_bar)
-    # An ordinary cotangent, one that weighs rare pairs as much as common ones, and one of the multipliers.
+    # A plain cotangent, one that weighs rare pairs as much as common ones, one of the multipliers.
     relative = direction / torch.where(mdp.actions, solution.q.detach(), 1.0)
     for q_bar, m_bar in [
         (direction, nothing),

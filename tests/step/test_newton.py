@@ -1,4 +1,4 @@
-"""The solver: right everywhere, certified by its own account and by ours, batched, and honest when it fails."""
+"""The solver: correct and certified solutions, batches, and a true status when a solve fails."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ class Pairwise(occ.SeparableRegularizer):
         return self.function(x)
 
 
-# -- right answers --------------------------------------------------------------------------------------------------------
+# -- right answers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -50,9 +50,8 @@ def test_every_regularizer_on_every_problem(problem, regularizer):
     assert (q[actions] > 0).all()
     assert (q[~actions] == 0).all()
     assert 1 <= solution.steps <= 50
-    assert (
-        0 <= solution.decrement < 1e-4
-    )  # at the iterate before the last, so about the root of the error
+    # The decrement belongs to the iterate before the last: about the root of the error.
+    assert 0 <= solution.decrement < 1e-4
     assert 0 <= solution.dual_residual < 1e-12
 
     source = torch.cat(
@@ -101,7 +100,10 @@ def test_shaping_leaves_q_and_shifts_the_value(regularizer):
 
 @pytest.mark.parametrize("scale", [1e-6, 3.0, 1e9])
 def test_scaling_identity(scale):
-    """(loss, 1/eta, beta) -> scale * (loss, 1/eta, beta) is the same problem; t does to 1/eta what its root says."""
+    """scale * (loss, 1/eta, beta) is the same problem as (loss, 1/eta, beta).
+
+    1/eta is proportional to the root of t.
+    """
     mdp, loss, t = layers()
 
     def solve(scale: float, gamma: float, t: float) -> occ.Solution:
@@ -139,7 +141,10 @@ class Joint(occ.JointRegularizer):
 @pytest.mark.parametrize("twin", [Statewise(), Joint()], ids=["statewise", "joint"])
 @pytest.mark.parametrize("problem", ["masked", "contexts", "no_choice"])
 def test_states_that_feel_nothing_are_solved_at_every_level(problem, twin):
-    """The conditional entropy of a state with one action is zero, curvature included; its q follows from the flow all the same."""
+    """The conditional entropy of a state with one action is zero, and so is its curvature.
+
+    Its q follows from the flow.
+    """
     mdp, loss, t = PROBLEMS[problem]()
     close(
         occ.FTRLStep(mdp, twin)(loss, t),
@@ -148,7 +153,7 @@ def test_states_that_feel_nothing_are_solved_at_every_level(problem, twin):
     )
 
 
-# -- batches --------------------------------------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
@@ -172,7 +177,7 @@ def test_batched_equals_solo(regularizer):
 
 @pytest.mark.bits
 def test_a_hard_element_does_not_spoil_its_neighbours():
-    """One element underflows, one takes many steps; the others stop early, and stay as they were."""
+    """One element underflows and one takes many steps; the others stop early and do not change."""
     mdp, loss, t = corridor()
     step = occ.FTRLStep(mdp, occ.Tsallis(0.99) / occ.Constant(0.5))
     losses = torch.stack([0.001 * loss, 1e9 * loss, loss, 0.01 * loss])
@@ -205,7 +210,7 @@ def test_a_batch_of_models_equals_its_elements():
         close(q, occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=1.0))(loss, 50.0), 1e-12)
 
 
-# -- honesty --------------------------------------------------------------------------------------------------------------
+# -- honesty ---------------------------------------------------------------------------------------
 
 FAILURES = {
     "too_few_steps": (occ.Shannon(), layers, 1.0, 1, {Status.MAX_STEPS}),
@@ -281,7 +286,7 @@ def test_wild_third_derivatives_are_tamed_by_backtracking(name, scale):
     close(dense_newton(mdp, psi, scale * loss, t, solution.q)[0], solution.q, 1e-9)
 
 
-# -- starts --------------------------------------------------------------------------------------------------------------
+# -- starts ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("problem", ["masked", "layers", "nearly_deterministic", "corridor"])
@@ -291,9 +296,8 @@ def test_warm_start_gives_the_same_answer_in_fewer_steps(problem):
     last = step(loss, t)
     cold = step.solve(1.001 * loss, 1.001 * t)
     warm = step.solve(1.001 * loss, 1.001 * t, warm_start=last)
-    anything = step.solve(
-        1.001 * loss, 1.001 * t, warm_start=random_loss(mdp, 1e-3) + 1e-9
-    )  # positive is enough
+    # A warm start needs to be positive, nothing else.
+    anything = step.solve(1.001 * loss, 1.001 * t, warm_start=random_loss(mdp, 1e-3) + 1e-9)
     assert warm.steps < cold.steps
     close(warm.q, cold.q, 1e-12)
     close(anything.q, cold.q, 1e-12)

@@ -282,7 +282,7 @@ class FTRLPlayer(EnginePlayer):
         seen = None if tables is None else tables.flatten(-2).contiguous().numpy()
 
         def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            scratch, shown = np.zeros((2, len(self.middle))), unseen if seen is None else seen[seed]
+            scratch, shown = np.zeros(len(self.middle)), unseen if seen is None else seen[seed]
             work = self.works[seed] = self.works.get(seed) or make_work(self.model)
             play(
                 self.model,

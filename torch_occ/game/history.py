@@ -25,9 +25,9 @@ _POWERS_OF_TEN = {10**k for k in range(13)}
 class History:
     """Curves over C checkpoints for N seeds.
 
-    The pseudo-regret compares expected losses, sum_{tau<=t} <q_tau - q_opt, mean_tau>, where q_opt
+    The pseudo-regret compares expected losses, sum_{tau<=t} ⟨q_tau - q_opt, mean_tau⟩, where q_opt
     is the best fixed policy for the first t episodes. The realised regret has the losses that were
-    suffered in place of <q_tau, mean_tau>.
+    suffered in place of ⟨q_tau, mean_tau⟩.
 
     q_opt is the best policy for each seed. Against an adaptive adversary the mean over seeds is
     therefore E max, while the paper has max E; `theory.Certificate` has both.

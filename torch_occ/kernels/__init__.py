@@ -1,21 +1,22 @@
-"""Compiled code: NumPy arrays in and out, no torch.
+"""Compiled kernels: NumPy arrays in and out, no torch.
 
-Adapters stand beside their torch twins in step, game, forecasting and tuning.
+Each kernel has a twin in torch that computes the same. The adapters that convert between tensors
+and arrays stand beside these twins, in the packages step, game, forecasting and tuning.
 
-constants     numbers that kernels share with their twins in torch; needs no Numba
-layout        what kernels read and write, and how they are compiled
+constants     constants that kernels share with their torch twins; needs no Numba
+layout        the arrays that kernels read and write, and how kernels are compiled
 psi           elementary functions, psi and its derivatives
 newton        the FTRL step for one problem
-shaping       losses replaced by gaps, without rounding errors
-certificate   how far q is from the solution
-entropic      the step of entropies, in logarithms
-log_passes    passes through the layers in logarithms
-sweeps        the linear algebra of a step for dense transitions
-conjugate     the linear algebra of a step for sparse transitions
-transitions   dense or sparse, decided when a kernel is compiled
-batches       many steps, and their derivatives
+shaping       replace the loss by the gaps of its optimal policy
+certificate   dual and flow residual, and a check of convexity
+entropic      the FTRL step of an entropy, in logarithms
+log_passes    backward and forward passes of that step
+sweeps        the linear system of a Newton step, for dense transitions
+conjugate     the linear system of a Newton step, for sparse transitions
+transitions   functions that choose between dense and sparse at compile time
+batches       a batch of steps, and their derivatives
 episodes      the episode loop of FTRL
-baselines     the episode loop of the other learners
-leaps         many episodes at once
-tangents      the episode loop with tangents
+baselines     the episode loops of the other learners
+leaps         regret forecasts that play many episodes at once
+tangents      the episode loop of FTRL with forward-mode derivatives
 """

@@ -1,6 +1,8 @@
-"""The learners that FTRL is compared with, compiled: plan on averages of what was seen, or play one policy for ever.
+"""The episode loops of the baselines, compiled: empirical learners and fixed policies.
 
-The same games as those of torch_occ.game.learners under torch_occ.game.torch_player, from the same random numbers; tests hold the two together.
+These are the compiled twins of `EmpiricalLearner` and `FixedPolicy` in torch_occ.game.learners,
+played by torch_occ.game.torch_player. Both backends read the same random numbers and play the same
+game; tests compare them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def play_empirical(
     model: Model,
     logs: Floats,  # (n,), log t
     scale: float,  # of the optimism sqrt(log t / visits); 0 for follow-the-leader
-    floor: float,  # what unseen pairs are believed to cost, and the least that optimism believes
+    floor: float,  # the index of pairs without visits, and the lower bound of every index
     means: Floats,  # (n or 1, S * A)
     numbers: Floats,  # (n, L, 3)
     rules: Rules,
@@ -37,7 +39,10 @@ def play_empirical(
     visits: Floats,  # (S * A,)
     work: Work,
 ) -> None:
-    """n episodes of `EmpiricalLearner`; the sums of the observed losses are the tally's `cumulative_loss`."""
+    """Play n episodes of `EmpiricalLearner`.
+
+    The tally's `cumulative_loss` holds the sums of the observed losses.
+    """
     q, losses, scalars, num_pairs = tally.q, tally.cumulative_loss, tally.scalars, len(tally.q)
     for t in range(len(numbers)):
         row, expected = min(t, len(means) - 1), 0.0
@@ -58,8 +63,10 @@ def play_empirical(
 def plan(
     model: Model, log: float, scale: float, floor: float, losses: Floats, visits: Floats, work: Work
 ) -> None:
-    """Backward induction on the optimistic averages; `work.softest` holds the pair that each state plays,
-    by `torch_occ.mdp.occupancy.cheapest`.
+    """Backward induction on the optimistic averages of the losses.
+
+    `work.softest` receives the pair that each state plays. Ties are broken as in
+    `torch_occ.mdp.occupancy.cheapest`.
     """
     start, num_actions, states, pairs = model.start, model.num_actions, work.states, work.pairs
     for k in range(len(start) - 2, -1, -1):
@@ -87,7 +94,7 @@ def plan(
 
 @kernel
 def occupy(model: Model, q: Floats, work: Work) -> None:
-    """The occupancy measure of the policy in `work.softest`."""
+    """Write the occupancy measure of the policy in `work.softest` into q."""
     start, num_actions, states = model.start, model.num_actions, work.states
     for s in range(start[1], start[-1]):
         states[U, s] = 0.0
@@ -117,7 +124,10 @@ def follow(
     visits: Floats,
     work: Work,
 ) -> float:
-    """One trajectory of the policy in `work.softest`: counts what it meets and returns what was suffered."""
+    """Play one trajectory of the policy in `work.softest`, and return its total loss.
+
+    `losses` and `visits` are updated at the visited pairs.
+    """
     layers, suffered = len(model.start) - 1, 0.0
     s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
     for k in range(layers):
@@ -133,7 +143,7 @@ def follow(
 
 @kernel
 def play_fixed(model: Model, means: Floats, numbers: Floats, rules: Rules, tally: Tally) -> None:
-    """n episodes of `FixedPolicy`, whose q is the tally's; its `cumulative_loss` is scratch."""
+    """Play n episodes of `FixedPolicy` with the tally's q; `cumulative_loss` is scratch memory."""
     q = tally.q
     for t in range(len(numbers)):
         row, expected = min(t, len(means) - 1), 0.0

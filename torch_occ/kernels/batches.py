@@ -1,6 +1,7 @@
-"""Many steps in one call, and their derivatives: what `FTRLStep` asks of the engine.
+"""A batch of FTRL steps in one call, and their derivatives; `FTRLStep` calls these kernels.
 
-N is the batch, and merged into the states: what is (N, S, A) elsewhere is (N * S, A) here. What all elements share may be there once.
+N is the size of the batch. It is merged into the states: arrays that are (N, S, A) elsewhere are
+(N * S, A) here. An array that is the same for all elements may be passed once.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from torch_occ.kernels.newton import floor_pairs, retract
 from torch_occ.kernels.psi import derive, pair_with
 from torch_occ.kernels.transitions import factorize, solve
 
-#: Reported instead of a status when an input is not what it should be.
+#: Reported instead of a status when an input is invalid.
 BAD_INPUT = -1
 
 
 @inlined
 def element(x: Floats, n: int, size: int) -> Floats:
-    """Numbers n * size to (n + 1) * size, or all of them if there are no more."""
+    """Element n of a flat batch, `size` numbers; all of x if the elements share it."""
     return x[n * size : (n + 1) * size] if len(x) > size else x
 
 
@@ -51,7 +52,7 @@ def solve_steps(
     stop: int,
     work: Work,
 ) -> None:
-    """Elements first, ..., stop - 1 of a batch."""
+    """Solve the steps of elements first, ..., stop - 1 of a batch."""
     pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
     for n in range(first, stop):
         own_loss, own_start = (
@@ -97,12 +98,12 @@ def solve_linear(
     r: Floats,  # (N * S or S,)
     u: Floats,  # (N * S, A), out
     m: Floats,  # (N * S,), out
-    bars: Floats,  # (2, N, K), out: the derivatives of <u, grad psi> in weights and exponents
+    bars: Floats,  # (2, N, K), out: derivatives of <u, grad psi> by weights and exponents
     first: int,
     stop: int,
     work: Work,
 ) -> None:
-    """H(q) u - E'm = -x, E u = r for elements first, ..., stop - 1 of a batch."""
+    """Solve H(q) u - E'm = -x, E u = r for elements first, ..., stop - 1 of a batch."""
     pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
     for n in range(first, stop):
         at, right, source = (

@@ -1,4 +1,8 @@
-"""The certificate of a step, compiled: how far q is from the solution, as torch_occ.step.solution.Solution defines it."""
+"""The certificate of a step, compiled: residuals that measure how far q is from the solution.
+
+torch_occ.step.solution.Solution defines the dual and the flow residual. The torch twin is the end
+of torch_occ.step.newton.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,10 @@ TINY = float(np.finfo(np.float64).tiny)
 
 @inlined
 def unit_of(model: Model, i: int, complement: bool, pairs: Floats) -> float:
-    """q times its curvature. A term of another argument counts with that argument where it is smaller."""
+    """The unit of the dual residual at pair i: q times the curvature of psi.
+
+    A term of another argument contributes its curvature times the smaller of q and that argument.
+    """
     q = pairs[PAIR, i]
     unit = q * pairs[PAIR + BEND, i] + min(q, pairs[REST, i]) * pairs[W, i]
     if complement and model.exists[COMPLEMENT, i]:
@@ -47,9 +54,10 @@ def unit_of(model: Model, i: int, complement: bool, pairs: Floats) -> float:
 
 @part
 def certify(model: Model, complement: bool, fine: bool, work: Work) -> tuple[float, float]:
-    """Dual and flow residual at q, relative to q; AHEAD belongs to V, and U holds the inflows.
+    """The dual and the flow residual at q, relative to q.
 
-    `fine` if ROUNDING holds what rounding did to the gaps.
+    AHEAD must hold E[v(next state)] for the multipliers in V, and U the inflow of every state.
+    `fine` says that ROUNDING holds the estimated rounding errors of the gaps.
     """
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     dual, flow, bad = 0.0, 0.0, 0.0
@@ -62,12 +70,13 @@ def certify(model: Model, complement: bool, fine: bool, work: Work) -> tuple[flo
                 residual = abs(pairs[GRADIENT, i] + pairs[GAPS, i] - shaping)
                 unit = unit_of(model, i, complement, pairs)
                 if not model.exists[REST, i]:
-                    # A state with one action decides nothing, and its equation only says what v is: measured by its terms.
+                    # A state with one action has no choice; its equation only determines v.
+                    # Its residual is relative to the terms of the equation.
                     unit = max(
                         unit, abs(pairs[GRADIENT, i]) + abs(pairs[GAPS, i]) + abs(shaping) + TINY
                     )
                 elif fine:
-                    # What is added to all actions of a state moves none of them.
+                    # An error common to all actions of a state does not change q.
                     residual += pairs[ROUNDING, i] * (1.0 - pairs[INVERSE, i] / states[TOTAL, s])
                 error = abs(residual / unit)
                 bad += error - error  # stays 0 unless something is not finite
@@ -78,9 +87,10 @@ def certify(model: Model, complement: bool, fine: bool, work: Work) -> tuple[flo
 
 @kernel
 def fit_multipliers(model: Model, complement: bool, fine: bool, dual: float, work: Work) -> float:
-    """Multipliers that fit q better than those of the last Newton step, if there are; returns the dual residual.
+    """Fit the multipliers to q by least squares, and return the dual residual.
 
-    State by state from the last layer to the first, by least squares in units of q times its curvature.
+    One state after the other, from the last layer to the first, in units of q times the curvature.
+    The multipliers of the last Newton step are kept if their residual is not larger.
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     for k in range(len(start) - 2, -1, -1):
@@ -109,9 +119,10 @@ def fit_multipliers(model: Model, complement: bool, fine: bool, dual: float, wor
 
 @part
 def is_convex(model: Model, terms: Terms, weights: Floats, work: Work) -> bool:
-    """Whether psi curves upwards along the changes of q that keep E q, where it was last factorized.
+    """Whether psi is convex along the changes of q that keep E q, at the last factorization.
 
-    So it does where every term is convex. Else every state must, see torch_occ.step.kkt.is_convex.
+    It is if every term is convex. Otherwise every state is checked; the twin of
+    `torch_occ.step.kkt.is_convex`.
     """
     convex = True
     for term in range(len(weights)):
@@ -120,6 +131,6 @@ def is_convex(model: Model, terms: Terms, weights: Floats, work: Work) -> bool:
     if not convex:
         convex = True
         for s in range(work.states.shape[1]):
-            # The occupancies of the first layer are given, so they need not resist a change.
+            # The state occupancies of the first layer are fixed; their kappa may be negative.
             convex = convex and work.states[CURVES, s] >= (0.0 if s < model.start[1] else 1.0)
     return convex

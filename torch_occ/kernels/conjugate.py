@@ -1,7 +1,8 @@
-"""The linear algebra of torch_occ.step.iterative in loops: sparse transitions, swept back and forth by conjugate gradients.
+"""Conjugate gradients for the linear system of a Newton step with sparse transitions.
 
-The formulas are explained there. Everything lives in rows of the states and pairs, so memory is in proportion to the pairs, and every
-probability is read once on the way back and once on the way forth.
+This is the compiled twin of torch_occ.step.iterative, which explains the formulas. All quantities
+are rows of the states and pairs, so memory is proportional to the number of pairs. Each iteration
+sweeps backward and forward through the layers, and each sweep reads every probability once.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from torch_occ.kernels.layout import (
 from torch_occ.kernels.sweeps import load, reduce_states
 
 # Rows of `work.states`, in addition to those of torch_occ.kernels.layout.
-ROOT = STATE_ROWS  # of kappa
-SCALE = STATE_ROWS + 1  # one over the residual that stands for the unit of errors
+ROOT = STATE_ROWS  # the square root of kappa
+SCALE = STATE_ROWS + 1  # errors are measured as |RESIDUAL * SCALE|
 MEAN = STATE_ROWS + 2  # p'x
-GUESS = STATE_ROWS + 3
-Y = STATE_ROWS + 4
+GUESS = STATE_ROWS + 3  # the multipliers that an inexact solve starts from
+Y = STATE_ROWS + 4  # the unknown of M y = b
 RESIDUAL = STATE_ROWS + 5  # b - M y
-DIRECTION = STATE_ROWS + 6
-Z = STATE_ROWS + 7  # what the sweeps start from
+DIRECTION = STATE_ROWS + 6  # the search direction
+Z = STATE_ROWS + 7  # the input of the sweeps; in `descend` also M times the direction
 SOURCE = STATE_ROWS + 8  # r
 
 EPS = float(np.finfo(np.float64).eps)
@@ -51,7 +52,7 @@ GOAL = EPS ** (5 / 6)
 
 @adder
 def factorize(model: Model, work: Work) -> None:
-    """(R, p, kappa) of every state, and the root of the last."""
+    """Compute (R, p, kappa) of every state, and the square root of kappa."""
     states = work.states
     reduce_states(model, work)
     for s in range(states.shape[1]):
@@ -60,8 +61,10 @@ def factorize(model: Model, work: Work) -> None:
 
 @adder
 def solve(model: Model, source: Floats, work: Work) -> None:
-    """What sweeps.solve does. With an empty source, from the multipliers in V and only as far as Newton's method has use for; else to
-    rounding, and dq and v are NaN if that fails.
+    """Solve H dq = x + E'v, E dq = r, with the same arguments as `sweeps.solve`.
+
+    With an empty source, the solve starts from the multipliers in V and is only as accurate as
+    Newton's method needs. Otherwise it is accurate to rounding; dq and v are NaN if that fails.
     """
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     inexact = len(source) == 0
@@ -75,7 +78,7 @@ def solve(model: Model, source: Floats, work: Work) -> None:
     sweep_work(model, True, work)
     if inexact:
         for s in range(states.shape[1]):
-            # In units of q(s), which is row 0; where changes cost nothing, there is no error.
+            # Errors are relative to q(s), which is row 0. States with kappa = 0 have no error.
             states[SCALE, s] = (
                 1.0 / (states[ROOT, s] * states[0, s]) if states[KAPPA, s] > 0.0 else 0.0
             )
@@ -88,10 +91,8 @@ def solve(model: Model, source: Floats, work: Work) -> None:
         for s in range(states.shape[1]):
             states[Z, s] = states[ROOT, s] * states[Y, s] - states[MEAN, s]
         sweep_work(model, True, work)
-        before, error = (
-            error,
-            take_residual(work),
-        )  # the true one, free of the rounding of the recurrence
+        # The true residual, free of the rounding errors of the recurrence.
+        before, error = error, take_residual(work)
         if not (error > 2.0 * goal and error < 0.1 * before):
             break
     failed = not inexact and has_failed(num_actions, work)
@@ -105,7 +106,10 @@ def solve(model: Model, source: Floats, work: Work) -> None:
 
 @kernel
 def descend(model: Model, goal: float, work: Work) -> None:
-    """Conjugate gradients on M dy = residual from zero; adds dy to y, until no state's error is above the goal."""
+    """Solve M dy = residual by conjugate gradients from dy = 0, and add dy to y.
+
+    The iteration stops when no state's error is above the goal.
+    """
     states, n = work.states, work.states.shape[1]
     square, error = 0.0, 0.0
     for s in range(n):
@@ -120,9 +124,8 @@ def descend(model: Model, goal: float, work: Work) -> None:
         sweep_work(model, False, work)
         along = 0.0
         for s in range(n):
-            states[Z, s] = (
-                states[DIRECTION, s] - states[ROOT, s] * states[U, s]
-            )  # the image of the direction
+            # M times the direction.
+            states[Z, s] = states[DIRECTION, s] - states[ROOT, s] * states[U, s]
             along += states[DIRECTION, s] * states[Z, s]
         length, before, square, error = square / along, square, 0.0, 0.0
         for s in range(n):
@@ -139,7 +142,10 @@ def descend(model: Model, goal: float, work: Work) -> None:
 
 @kernel
 def follow_guess(model: Model, work: Work) -> None:
-    """x + E'v for the guess in V, which moves to GUESS: what is left to find is small."""
+    """Add E'v to x for the guess v in V, and move v to GUESS.
+
+    The solve then finds only the difference from the guess, which is small.
+    """
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     for s in range(states.shape[1]):
         states[GUESS, s] = states[V, s]
@@ -149,7 +155,7 @@ def follow_guess(model: Model, work: Work) -> None:
 
 @kernel
 def take_residual(work: Work) -> float:
-    """K^(1/2) du - y, and the largest error that it stands for."""
+    """Compute the residual K^(1/2) du - y, and return the largest error."""
     states, error = work.states, 0.0
     for s in range(states.shape[1]):
         states[RESIDUAL, s] = states[ROOT, s] * states[U, s] - states[Y, s]
@@ -159,7 +165,11 @@ def take_residual(work: Work) -> float:
 
 @kernel
 def take_own_size(num_actions: int, work: Work) -> None:
-    """The unit of errors where nothing is known about the right-hand side, as in torch_occ.step.iterative."""
+    """Set SCALE for a right-hand side of unknown size.
+
+    The unit of a state's error is the size of its own change after the first sweeps; the twin of
+    `_own_size` in torch_occ.step.iterative.
+    """
     states, largest, steepest = work.states, 0.0, 0.0
     for s in range(states.shape[1]):
         states[SCALE, s] = size(s, num_actions, work)
@@ -174,7 +184,7 @@ def take_own_size(num_actions: int, work: Work) -> None:
 
 @kernel
 def has_failed(num_actions: int, work: Work) -> bool:
-    """Whether the residual is more than rounding makes of these forces."""
+    """Whether the residual is larger than rounding errors explain."""
     states, left, scale, noise = work.states, 0.0, 0.0, 0.0
     for s in range(states.shape[1]):
         left += states[RESIDUAL, s] ** 2
@@ -186,7 +196,7 @@ def has_failed(num_actions: int, work: Work) -> bool:
 
 @inlined
 def size(s: int, num_actions: int, work: Work) -> float:
-    """How much a state changes."""
+    """The size of the change of a state: |du| plus the absolute responses of its actions."""
     total = abs(work.states[U, s])
     for i in range(s * num_actions, (s + 1) * num_actions):
         total += abs(work.pairs[RESPONSE, i])
@@ -195,7 +205,10 @@ def size(s: int, num_actions: int, work: Work) -> float:
 
 @inlined
 def sweep_work(model: Model, forced: bool, work: Work) -> None:
-    """The two sweeps from Z, with FORCE and SOURCE or without; V, RESPONSE and U are what they make."""
+    """Run both sweeps from Z; the results are V, RESPONSE and U.
+
+    FORCE and SOURCE are used if `forced` is true, and are taken as zero otherwise.
+    """
     pairs, states = work.pairs, work.states
     load(states, U, states[SOURCE] if forced else states[SOURCE, :0])
     parts = pairs[P], pairs[INVERSE], states[TOTAL], work.softest
@@ -216,17 +229,19 @@ def sweep_work(model: Model, forced: bool, work: Work) -> None:
 def sweep(
     num_actions: int,
     rows: Rows,
-    parts: tuple[
-        Floats, Floats, Floats, Ints
-    ],  # of the states: p and 1/D, sum 1/D, and the softest pair
+    # p and 1/D, (S * A,); sum 1/D and the softest pair, (S,)
+    parts: tuple[Floats, Floats, Floats, Ints],
     z: Floats,  # (S,)
-    x: Floats,  # (S * A,), read if it is forced
+    x: Floats,  # (S * A,), read if `forced` is true
     forced: bool,
     v: Floats,  # (S,), out
     within: Floats,  # (S * A,), out
-    du: Floats,  # (S,), r before and du after
+    du: Floats,  # (S,), holds r on entry and du on return
 ) -> None:
-    """Back and forth, as in torch_occ.step.iterative. Indices have no sign, because looking at it would take half of the time."""
+    """The backward and the forward sweep of torch_occ.step.iterative.
+
+    Indices are unsigned: testing their signs would take half of the time.
+    """
     p, inverse, total, softest = parts
     starts, state, probability = rows.starts, rows.state, rows.probability
     width, one, num_states = np.uint64(num_actions), np.uint64(1), np.uint64(len(z))
@@ -243,7 +258,7 @@ def sweep(
         v[s] = value
     entry = starts[0]
     for s in range(num_states):  # type: ignore[assignment]
-        # R of these forces, relative to the one at the softest action; see torch_occ.step.states.
+        # R times these forces, taken relative to the softest action; see torch_occ.step.states.
         reference, mean, change = within[softest[s]], 0.0, du[s]
         for i in range(s * width, (s + one) * width):
             mean += inverse[i] * (within[i] - reference)
@@ -258,7 +273,7 @@ def sweep(
 
 @inlined
 def arrive(model: Model, row: int, k: int, work: Work) -> None:
-    """q(s) of layer k into U: what flows in from the row of pairs, or the initial distribution."""
+    """Write the inflow of layer k into U: from a row of the pairs, or the initial distribution."""
     start, num_actions, states, rows = model.start, model.num_actions, work.states, model.next_state
     for s in range(start[k], start[k + 1]):
         states[U, s] = model.initial[s] if k == 0 else 0.0
@@ -280,7 +295,7 @@ def sweep_all(
     within: Floats,
     du: Floats,
 ) -> None:
-    """The arguments of `sweep`, a row for every element of a batch."""
+    """Run `sweep` for a batch: every argument has one row per element, or one row for all."""
     p, inverse, total, softest = parts
     for b in range(len(v)):
         i = b % len(p)

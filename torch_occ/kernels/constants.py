@@ -1,37 +1,43 @@
-"""Numbers that kernels share with their twins in torch. This module needs neither torch nor Numba."""
+"""Constants that kernels share with their torch twins.
+
+This module imports neither torch nor Numba.
+"""
 
 from __future__ import annotations
 
-# How a solve ended; torch_occ.step.solution.Status has what to do about each.
+# How a solve ended; torch_occ.step.solution.Status says what to do about each.
 CONVERGED, MAX_STEPS, STALLED, UNDERFLOW, NOT_FINITE, NOT_CONVEX = 0, 1, 2, 3, 4, 5
 
-#: An unfinished Newton step by conjugate gradients may leave this part of the error that it found, and at most the square of that error.
+#: An inexact Newton step by conjugate gradients stops at an error of this factor times the square
+#: of min(1, initial error). Errors are relative to q(s).
 FORCING = 0.01
 
-#: Iterations of conjugate gradients after which a solve is given up. The bound in torch_occ.step.iterative allows for a hundred or two.
+#: The largest number of iterations of conjugate gradients. By the bound on the eigenvalues in
+#: torch_occ.step.iterative, one or two hundred should be enough.
 MAX_ITERATIONS = 1000
 
-#: How often conjugate gradients start again from the true residual.
+#: How often conjugate gradients are started, each time from the true residual.
 RESTARTS = 3
 
-#: Newton steps without halving the relative change before the iteration is called stalled.
+#: The iteration has stalled after this many Newton steps that do not halve the relative change.
 STALL_AFTER = 6
 
-#: Where a choice depends on the order of two numbers, they are tied if they differ by less than
-#: this share of them, and the action with the lowest index wins. Symmetric problems have ties that
-#: rounding breaks in another way on every backend and machine; real differences are hardly ever so
-#: small.
+#: Two numbers whose order decides between actions are tied if their relative difference is less
+#: than this; then the action with the lowest index is chosen. In symmetric problems, rounding would
+#: break ties differently on every backend and machine. Real differences are hardly ever this small.
 TIE = 1e-9
 
-#: State occupancies below this are only handled through their logarithms, in the steps of entropies.
+#: Steps of entropies represent state occupancies below this value only by their logarithms. Such
+#: states are called dead. LOG_DEAD is log(DEAD).
 DEAD = 1e-250
 LOG_DEAD = -575.6462732485114
 
-#: So many Newton steps of an entropy have their full length, even if they are long ones.
+#: The first Newton steps of an entropy, this many, have full length however long they are.
 FULL_STEPS = 8
 
-#: Up to so many states, the Jacobian of an entropy's equations is formed.
+#: The largest number of states for which the Jacobian of an entropy's equations is formed.
 SQUARE = 256
 
-#: A curvature below zero by less than this, relative to what it is the sum of, is zero.
+#: A sum of curvatures that is negative counts as zero if its absolute value is at most this factor
+#: times the sum of the absolute values.
 NOISE = 1e-8

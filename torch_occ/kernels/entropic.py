@@ -1,12 +1,17 @@
-"""The FTRL step of an entropy in logarithms, compiled: torch_occ.step.entropic for one problem.
+"""The FTRL step of an entropy in logarithms, compiled, for one problem.
 
-The formulas and the reasons stand there; tests hold the two together. Here, too, q may fall to
-zero, and log u is what the iteration works on. As long as no state's occupancy falls below `DEAD`,
-the Newton direction comes from the linear system of all regularizers
-(torch_occ.kernels.transitions), with factors that are kept from one episode to the next. Otherwise
-it comes from the Jacobian in relative terms, a dense matrix, for up to `SQUARE` states.
+This is the compiled twin of torch_occ.step.entropic, which derives the formulas; tests compare the
+two. The unknown of the iteration is log u, the logarithm of the state occupancy, so q may underflow
+to zero.
 
-`minimize` and `follow` are what other kernels call for any psi; see `newton` and `descend`.
+The Newton direction is found in one of two ways:
+
+- While no state occupancy is below `DEAD`, by the linear system that all regularizers share
+  (torch_occ.kernels.transitions). Its factors are kept from one episode to the next.
+- Otherwise by the Jacobian for relative changes of u, a dense matrix, for up to `SQUARE` states.
+
+Other kernels call `minimize` or `follow` for any psi. Regularizers that are not entropies are
+passed on to `torch_occ.kernels.newton.descend`.
 """
 
 from __future__ import annotations
@@ -79,7 +84,7 @@ def minimize(
     source: Floats,
     work: Work,
 ) -> tuple[int, int, float, float, float]:
-    """Minimize from q, whatever psi is; see `torch_occ.kernels.newton.newton`."""
+    """Minimize from q, for any psi; see `torch_occ.kernels.newton.newton` for the arguments."""
     work.stale[0], work.stale[2] = np.inf, 0.0
     return follow(model, terms, weights, loss, tolerance, max_steps, source, work)
 
@@ -95,7 +100,7 @@ def follow(
     source: Floats,
     work: Work,
 ) -> tuple[int, int, float, float, float]:
-    """`minimize`, with the factors that are in `work` as long as they are good enough."""
+    """`minimize`, reusing the factors in `work` while they are accurate enough."""
     weight, price = entropy_of(terms, weights)
     if weight > 0.0:
         return settle(model, weight, price, loss, tolerance, max_steps, source, work)
@@ -114,10 +119,10 @@ def follow_or_restart(
     middle: Floats,  # (S * A,), an interior point
     work: Work,
 ) -> tuple[int, int, float, float, float]:
-    """`follow` from q, and from the middle if that fails; the twin of `FTRLStep.solve`.
+    """`follow` from q, and from the middle if that fails; the compiled twin of `FTRLStep.solve`.
 
-    A warm start can lie too close to the boundary; from the middle, Newton's method is certain. If
-    both fail, q is what the first attempt found.
+    A warm start may lie too close to the boundary; the middle is a safe start. If both attempts
+    fail, the result is that of the first.
     """
     pairs = work.pairs
     first = follow(model, terms, weights, loss, tolerance, max_steps, source, work)
@@ -137,7 +142,7 @@ def follow_or_restart(
 
 @part
 def entropy_of(terms: Terms, weights: Floats) -> tuple[float, float]:
-    """(w, kappa) as in torch_occ.step.entropic; (0, 0) if psi is not such an entropy."""
+    """(w, kappa) as in torch_occ.step.entropic; (0, 0) if psi is not an entropy of that form."""
     weight, price, others = 0.0, 0.0, False
     for i in range(len(weights)):
         others = others or terms.function[i] != X_LOG_X
@@ -162,15 +167,16 @@ def settle(
     source: Floats,
     work: Work,
 ) -> tuple[int, int, float, float, float]:
-    """Solve log u(guess) = guess by Newton's method; returns what `descend` does."""
+    """Solve log u(guess) = guess by Newton's method; returns the same as `descend`."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     stale, status, steps, patience = work.stale[0], MAX_STEPS, 0, STALL_AFTER
-    best, decrement, done = np.inf, 0.0, price == 0.0  # then there is nothing to guess
+    # With price = 0, the step has a closed form that does not depend on the guess.
+    best, decrement, done = np.inf, 0.0, price == 0.0
     refresh = not stale <= min(WORTH, 0.1 * work.stale[1])
     fine = not EPS * shape_loss(model, loss, work) <= COARSE * weight
     if fine:
         shape_finely(model, loss, work)
-    if work.stale[2] == 0.0:  # else there is a guess from the last step
+    if work.stale[2] == 0.0:  # otherwise the guess of the last step is used
         for s in range(states.shape[1]):
             total = 0.0
             for i in span(s * num_actions, (s + 1) * num_actions):
@@ -203,7 +209,7 @@ def settle(
                 factorize(model, work)
                 stale = 0.0
             for s in range(states.shape[1]):
-                states[V, s] = 0.0  # where an iterative solver begins
+                states[V, s] = 0.0  # the start of an iterative solver
                 force = -price * (states[FOUND, s] - states[GUESS, s])
                 for i in span(s * num_actions, (s + 1) * num_actions):
                     pairs[FORCE, i] = force

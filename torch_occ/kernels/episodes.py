@@ -1,4 +1,8 @@
-"""The episode loop, compiled: solve, sample, estimate, update, for one seed."""
+"""The episode loop of FTRL, compiled, for one seed: solve, sample, estimate, update.
+
+This is the compiled twin of torch_occ.game.torch_player with the learner `FTRL`. Both backends read
+the same random numbers and play the same game.
+"""
 
 from __future__ import annotations
 
@@ -17,53 +21,51 @@ IMPORTANCE_WEIGHTED, IMPLICIT_EXPLORATION, REDUCED_VARIANCE, FULL_INFORMATION = 
 
 # Entries of `Tally.scalars`.
 EXPECTED, REALISED, NEWTON_STEPS, UNCERTIFIED, DUAL_RESIDUAL, FLOW_RESIDUAL = 0, 1, 2, 3, 4, 5
-FIRST_UNCERTIFIED, FIRST_STATUS = (
-    6,
-    7,
-)  # the episode of the first step without certificate, 0 if none, and its status
+# The episode of the first step without certificate (0 if there is none), and its status.
+FIRST_UNCERTIFIED, FIRST_STATUS = 6, 7
 
 
 class Rules(NamedTuple):
-    """How losses are chosen, drawn and estimated, and when a step counts as solved."""
+    """How losses are chosen, drawn and estimated, and the limits of a solve."""
 
-    greedy: bool  # the means after the first episode are those of `GreedyAdversary`
+    greedy: bool  # whether `GreedyAdversary` sets the means after the first episode
     noise: int
     estimator: int
-    setting: Floats  # (n,): the bias of implicit exploration, or the threshold of the reduced-variance estimator
+    # (n,): the bias of implicit exploration, or the threshold of the reduced-variance estimator
+    setting: Floats
     tolerance: float
     max_steps: int
 
 
 class Tally(NamedTuple):
-    """What one seed adds up along the run, updated in place; pairs are flat."""
+    """The running sums of one seed, updated in place; pairs are flat."""
 
     q: Floats  # (S * A,)
     cumulative_loss: Floats  # (S * A,)
     cumulative_occupancy: Floats  # (S * A,)
     total_mean: Floats  # (S * A,)
-    second_moment: (
-        Floats  # (S * A, S * A), as `losses.second_moments`; (0, 0) if nobody asks for it
-    )
-    scalars: Floats  # (8,): sums, the largest residuals, and the first failure
+    # (S * A, S * A), as `losses.second_moments`; (0, 0) if it is not needed
+    second_moment: Floats
+    scalars: Floats  # (8,), by the indices above
 
 
 @kernel
 def play(
     model: Model,
     terms: Terms,
-    weights: Floats,  # (n + 1, K), from the episode before on
-    before: int,  # the number of that episode
-    means: Floats,  # (n or 1, S * A); one row that is written to, under a greedy adversary
+    weights: Floats,  # (n + 1, K), of the previous episode and of these n
+    before: int,  # the number of the previous episode
+    means: Floats,  # (n or 1, S * A); with a greedy adversary one row, which is overwritten
     numbers: Floats,  # (n, L, 3)
     tables: Floats,  # (n, S * A) under full information, else empty
     rules: Rules,
     tally: Tally,
     middle: Floats,  # (S * A,), an interior point for cold starts
-    table: Floats,  # (2, S * A), scratch: the losses drawn, and a q kept aside
+    table: Floats,  # (S * A,), scratch: the losses under full information
     nowhere: Floats,  # (0,)
     work: Work,  # the same for every call of a run
 ) -> None:
-    """n episodes."""
+    """Play n episodes."""
     q, loss, scalars, num_pairs = tally.q, tally.cumulative_loss, tally.scalars, len(tally.q)
     for i in range(num_pairs):
         work.pairs[PAIR, i] = q[i]
@@ -71,9 +73,8 @@ def play(
         if t > 0 and rules.greedy:
             favour(model, q, means)
         work.stale[0] += drift(weights, t)
-        if (
-            (before + t) % CHUNK == 0
-        ):  # nothing is taken over from one chunk to the next, so that a run may continue from a file
+        # Nothing is kept from one chunk to the next, so that a run can continue from a file.
+        if (before + t) % CHUNK == 0:
             work.stale[0], work.stale[1], work.stale[2] = np.inf, 0.0, 0.0
         status = propose(model, terms, weights[t + 1], loss, rules, middle, nowhere, scalars, work)
         if status != CONVERGED and scalars[FIRST_UNCERTIFIED] == 0.0:
@@ -86,8 +87,8 @@ def play(
             tally.total_mean[i] += means[row, i]
         if rules.estimator == FULL_INFORMATION:
             for i in range(num_pairs):
-                table[0, i] = draw(rules.noise, means[row, i], tables[t, i])
-                loss[i] += table[0, i]
+                table[i] = draw(rules.noise, means[row, i], tables[t, i])
+                loss[i] += table[i]
         elif rules.estimator == REDUCED_VARIANCE:
             for i in range(num_pairs):
                 loss[i] += 0.5 if q[i] >= rules.setting[t] else 0.0
@@ -98,7 +99,7 @@ def play(
 
 @part
 def drift(weights: Floats, t: int) -> float:
-    """The largest change of a weight from row t to the next, relative to itself."""
+    """The largest relative change of a weight from row t to row t + 1."""
     most = 0.0
     for k in range(weights.shape[1]):
         change = abs(weights[t + 1, k] - weights[t, k])
@@ -119,7 +120,10 @@ def propose(
     scalars: Floats,
     work: Work,
 ) -> int:
-    """q_t from the last q; from the middle if that fails. Returns the status."""
+    """Solve for q_t, starting from the last q, or from the middle if that fails.
+
+    Returns the status.
+    """
     status, steps, _, flow, dual = follow_or_restart(
         model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, middle, work
     )
@@ -142,7 +146,10 @@ def walk(
     numbers: Floats,
     cumulative_loss: Floats,
 ) -> float:
-    """One trajectory: adds the estimate of the visited pairs to the cumulative loss and returns what was suffered."""
+    """Play one trajectory and return its total loss.
+
+    The estimates of the losses of the visited pairs are added to the cumulative loss.
+    """
     start, num_actions = model.start, model.num_actions
     layers, suffered = len(start) - 1, 0.0
     s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
@@ -152,7 +159,7 @@ def walk(
             total += q[i]
         i = s * num_actions + index_drawn(q, s * num_actions, num_actions, total, numbers[t, k, 0])
         if rules.estimator == FULL_INFORMATION:
-            loss = table[0, i]
+            loss = table[i]
         else:
             loss = draw(rules.noise, means[row, i], numbers[t, k, 1])
             if rules.estimator == IMPORTANCE_WEIGHTED:
@@ -169,7 +176,7 @@ def walk(
 
 @inlined
 def state_drawn(model: Model, pair: int, k: int, uniform: float) -> int:
-    """The state of layer k + 1 that a uniform number draws after a pair."""
+    """Draw the state of layer k + 1 that follows a pair, from a uniform number."""
     first = model.start[k + 1]
     shares, begin, size = likelihoods(model.next_state, pair, model.start[k + 2] - first)
     return successor(model.next_state, pair, index_drawn(shares, begin, size, 1.0, uniform), first)
@@ -177,7 +184,11 @@ def state_drawn(model: Model, pair: int, k: int, uniform: float) -> int:
 
 @kernel
 def favour(model: Model, q: Floats, means: Floats) -> None:
-    """What `GreedyAdversary` charges after q: 1 for each state's action by `torch_occ.mdp.occupancy.likeliest`, 0 for the others."""
+    """Write the mean losses of `GreedyAdversary` after q into `means`.
+
+    The mean is 1 for the likeliest action of each state, and 0 for the others. Ties are broken as
+    in `torch_occ.mdp.occupancy.likeliest`.
+    """
     num_actions = model.num_actions
     for first in range(0, len(q), num_actions):
         most = 0.0
@@ -192,9 +203,9 @@ def favour(model: Model, q: Floats, means: Floats) -> None:
 
 @inlined
 def add_moments(rules: Rules, means: Floats, row: int, t: int, count: int, total: Floats) -> None:
-    """Add E[loss_i loss_j] of episode t of `count` to the total, if it is asked for.
+    """Add E[loss_i loss_j] of episode t of `count` to the total, if the total is not empty.
 
-    Means that do not change are added once, for all episodes of the call.
+    If the means do not change, the sum over all episodes of the call is added at t = 0.
     """
     if len(total) > 0:
         if rules.greedy or len(means) > 1:
@@ -205,7 +216,7 @@ def add_moments(rules: Rules, means: Floats, row: int, t: int, count: int, total
 
 @kernel
 def add_products(noise: int, means: Floats, row: int, times: float, total: Floats) -> None:
-    """Add `times` E[loss_i loss_j] for i <= j: the twin of `losses.second_moments`."""
+    """Add `times` E[loss_i loss_j] for i <= j; the compiled twin of `losses.second_moments`."""
     for i in range(len(total)):
         mean = means[row, i]
         if mean > 0.0:
@@ -221,7 +232,7 @@ def add_products(noise: int, means: Floats, row: int, times: float, total: Float
 
 @kernel
 def draw(noise: int, mean: float, uniform: float) -> float:
-    """A loss with this mean from a uniform number, as `LossProcess.draw`."""
+    """Draw a loss with this mean from a uniform number; the compiled twin of `LossProcess.draw`."""
     if noise == 1:
         return 1.0 if uniform < mean else 0.0
     if noise == 2:
@@ -231,7 +242,10 @@ def draw(noise: int, mean: float, uniform: float) -> float:
 
 @kernel
 def index_drawn(shares: Floats, first: int, size: int, unit: float, uniform: float) -> int:
-    """The index that a uniform number draws from shares / unit; the same rule as `torch_occ.game.torch_player.invert`."""
+    """Draw an index with probabilities shares / unit from a uniform number.
+
+    The rule is that of `torch_occ._support.streams.invert`.
+    """
     total = 0.0
     for j in range(first, first + size):
         total += shares[j] / unit

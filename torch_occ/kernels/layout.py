@@ -1,7 +1,11 @@
-"""What the compiled kernels read and write: plain arrays, few of them, because every array handed to a kernel costs time.
+"""The arrays that kernels read and write, and the decorators that compile kernels.
 
-States are numbered over all layers; the pair (s, a) is number s * num_actions + a. Scratch memory has a row for every quantity:
-`work.pairs[D, i]` is d at pair i. The rows of an argument x of psi, of its slopes and of its bends lie `SLOPE` and `BEND` apart.
+There are few arrays, because every array that is passed to a kernel costs time. States are numbered
+over all layers, and the pair (s, a) has the number s * num_actions + a.
+
+Scratch memory has one row per quantity: `work.pairs[D, i]` is d at pair i. If row x holds an
+argument of psi, then row x + SLOPE holds the first derivative of psi by it, and row x + BEND the
+second.
 """
 
 from __future__ import annotations
@@ -24,61 +28,69 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# Arguments of elementary terms; in `work.pairs` the rows of their values. STATE has its rows in `work.states`.
+# Arguments of elementary terms: q(s,a), q(s) - q(s,a), 1 - q(s,a) and q(s). The first three are
+# rows of `work.pairs`; q(s) is row 0 of `work.states`.
 PAIR, REST, COMPLEMENT, STATE = 0, 1, 2, 3
-SLOPE, BEND = 3, 6  # rows further down
+SLOPE, BEND = 3, 6  # offsets from the row of an argument to those of its derivatives
 
 # More rows of `work.pairs`.
 GAPS = 9  # the shaped loss
-GRADIENT = 10  # of psi
+GRADIENT = 10  # the gradient of psi
 D, W = 11, 12  # second derivatives, as in torch_occ.regularizers.hessians.Separable
 INVERSE = 13  # 1 / (d + w)
 P = 14  # the signed policy p
-FORCE = 15  # the right-hand side x, less what the next layer's multipliers take of it
+FORCE = 15  # the right-hand side x; `solve` subtracts AHEAD from it
 RESPONSE = 16  # R x
-DQ = 17
-TRIAL = 18
-AHEAD = 19  # E[v(next state)], of the multipliers
-ROUNDING = 20  # what it did to the gaps, see torch_occ.kernels.shaping
-KEPT = 21  # q of a solve that failed, while another one is tried
+DQ = 17  # the Newton step
+TRIAL = 18  # the next q, and scratch memory
+AHEAD = 19  # E[v(next state)] for the multipliers v
+ROUNDING = 20  # estimated rounding errors of the gaps, see torch_occ.kernels.shaping
+KEPT = 21  # q of a failed solve, while another start is tried
 PAIR_ROWS = 22
 
-# Rows of `work.states`; 0, SLOPE and BEND are those of q(s).
+# Rows of `work.states`; rows 0, SLOPE and BEND belong to q(s).
 PLAN = 1  # the value of the optimal policy, which shapes the loss
-TOTAL = 2  # sum of INVERSE
+TOTAL = 2  # the sum of INVERSE over the actions
 KAPPA = 4
-PULL = 5
-M = 7
-U = 8
+PULL = 5  # kappa times M, minus p'x
+M = 7  # the change of q(s) that the filter predicts from the layers before
+U = 8  # the change of q(s), or its inflow
 V = 9  # the multipliers
-OTHERS = 10
+OTHERS = 10  # the sum of q over the other states of the layer
 LIFT = 11  # a constant of the layer that is left out of the gradient, at its first state
-CURVES = 12  # 1 where psi curves upwards, 0 if it does so only at constant q(s), -1 if not
+CURVES = 12  # 1 where psi is convex, 0 where it is convex only at constant q(s), -1 elsewhere
 STATE_ROWS = 13
 
 
-# -- compiling ------------------------------------------------------------------------------------------------------------
+# -- compiling -------------------------------------------------------------------------------------
 
-#: Divisions by zero give infinities, as in torch, and are noticed where it matters; threads may run kernels side by side. Kernels do not
-#: allocate and do not own arrays, so no references are counted.
+#: Divisions by zero give infinities, as in torch; the solvers check for them. Threads may run
+#: kernels in parallel. Kernels neither allocate nor own arrays, so references are not counted.
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, **NO_REFERENCE_COUNTS}
 
-#: For what only kernels call: what Python would call it by takes longer to compile than the function.
+#: For functions that only kernels call. The wrapper for calls from Python would take longer to
+#: compile than the function.
 _NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 def kernel(function: Function) -> Function:
-    """Compiled once for the machine and kept on disk; products and sums may be fused, nothing else."""
+    """Compile a function for this machine, once, and keep it on disk.
+
+    Products and sums may be fused; no other floating-point optimization is allowed.
+    """
     return keep(njit(fastmath={"contract"}, **_OPTIONS)(function))
 
 
 def adder(function: Function) -> Function:
-    """A kernel whose sums may be added in any order, so that they vectorize."""
+    """Compile a kernel whose sums may be taken in any order, so that they vectorize."""
     return keep(njit(fastmath={"contract", "reassoc"}, **_OPTIONS)(function))
 
 
 def part(function: Function) -> Function:
-    """A kernel of which LLVM puts a copy wherever it is called, for handing over the arrays takes longer; Python cannot call it."""
+    """Compile a kernel that LLVM inlines into its callers; Python cannot call it.
+
+    A call would take longer than the function, because all arrays are passed.
+    """
     options: dict[str, Any] = (
         {"fastmath": {"contract"}, "forceinline": True} | _OPTIONS | _NO_WRAPPERS
     )
@@ -86,16 +98,20 @@ def part(function: Function) -> Function:
 
 
 def inlined(function: Function) -> Function:
-    """A helper too small to be called: arguments cost more than it does."""
+    """Let Numba inline a helper that is so small that a call would take longer than its work."""
     return njit(inline="always", **_OPTIONS)(function)
 
 
-#: Numba lets an index count from the end, as in Python, and asks at every access whether it does. Unsigned ones cannot; see `span`, too.
+#: As in Python, a negative index counts from the end, and Numba tests the sign at every access.
+#: Unsigned indices need no test. See also `span`.
 unsigned = np.uint64
 
 
 def either(dense: Function, sparse: Function) -> Function:
-    """One of two functions for kernels, by the transitions in the first argument (or that it is); decided when the kernel is compiled."""
+    """Dispatch on dense or sparse transitions when the calling kernel is compiled.
+
+    The type of the first argument decides: the transitions, or a tuple that contains them.
+    """
 
     @wraps(dense.py_func)  # type: ignore[attr-defined]
     def stub(*_: Any) -> Any:
@@ -117,17 +133,20 @@ def either(dense: Function, sparse: Function) -> Function:
 
 
 def _is_sparse(kind: Any) -> bool:
-    """Whether a type of Numba's is that of `Rows`, or has them for a part."""
+    """Whether a Numba type is that of `Rows`, or contains it."""
     return getattr(kind, "instance_class", None) is Rows or any(
         _is_sparse(part) for part in getattr(kind, "types", ())
     )
 
 
-# -- data -----------------------------------------------------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
-    """Sparse transitions of all layers: the successors of pair i stand from `starts[i]` to `starts[i + 1]`."""
+    """Sparse transitions of all layers, in compressed rows.
+
+    The successors of pair i are the entries `starts[i]`, ..., `starts[i + 1] - 1`.
+    """
 
     starts: NDArray[np.uint64]  # (S * A + 1,)
     state: NDArray[np.uint32]  # (nnz,), numbered over all layers
@@ -135,19 +154,22 @@ class Rows(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A layered MDP as arrays. Numba compiles every kernel for the kind of transitions that it meets, dense or sparse, and for no other."""
+    """A layered MDP as arrays.
+
+    Numba compiles a kernel for dense or sparse transitions when it is first called with them.
+    """
 
     num_actions: int
     start: Ints  # (L + 1,), the first state of every layer
     next_state: Any  # Floats (S * A, widest layer), probabilities; or Rows
-    arrivals: Floats  # the same transposed, (widest layer, S * A); empty if they are sparse
-    exists: Bools  # (3, S * A): pairs, and those that have a rest and a complement
+    arrivals: Floats  # dense `next_state` transposed, (widest layer, S * A); else empty
+    exists: Bools  # (3, S * A): whether PAIR, REST and COMPLEMENT exist
     initial: Floats  # (S_0,)
-    conserved: bool  # whether rows of transitions sum to one but for rounding
+    conserved: bool  # whether all rows of the transitions sum to one, up to rounding
 
 
 class Terms(NamedTuple):
-    """The elementary terms of a regularizer; their weights change with t and come apart."""
+    """The elementary terms of a regularizer. The weights depend on t and are passed separately."""
 
     argument: Ints  # (K,)
     function: Ints  # (K,)
@@ -158,26 +180,28 @@ class Work(NamedTuple):
     """Scratch memory of one solve."""
 
     pairs: Floats  # (PAIR_ROWS, S * A)
-    states: Floats  # (STATE_ROWS, S); more of them for torch_occ.kernels.conjugate
+    states: Floats  # (STATE_ROWS, S); CONJUGATE_ROWS more if transitions are sparse
     softest: Ints  # (S,), the pair of least curvature in every state
     moves: Floats  # (widest, S), P_p transposed
     gain: Floats  # (S, widest), the rows of Yhat
-    centred: Floats  # (2 * widest, widest * A), transitions of a layer
-    squares: Floats  # (3 * widest, widest), of a layer
-    jacobian: (
-        Floats  # (S, S + 1), for torch_occ.kernels.entropic; empty if there are too many states
-    )
-    # How far the factors are off, relative to the Hessian; what the first steps of the last solves
-    # changed at most; whether there is a guess for torch_occ.kernels.entropic.
-    stale: Floats  # (3,)
+    centred: Floats  # (2 * widest, widest * A), centred transitions of a layer
+    squares: Floats  # (3 * widest, widest), matrices of a layer
+    # (S, S + 1), for torch_occ.kernels.entropic; empty if there are more than SQUARE states
+    jacobian: Floats
+    # (3,): the error of the factors, relative to the Hessian; the largest relative change of q in
+    # the first Newton steps of recent solves; 1 if there is a guess for torch_occ.kernels.entropic
+    stale: Floats
 
 
-#: Rows of `work.states` that conjugate gradients have in addition.
+#: Additional rows of `work.states` for torch_occ.kernels.conjugate.
 CONJUGATE_ROWS = 9
 
 
 def make_work(model: Model) -> Work:
-    """Scratch memory for an MDP; with sparse transitions, in proportion to its pairs."""
+    """Allocate scratch memory for an MDP.
+
+    With sparse transitions and many states, it is proportional to the number of pairs.
+    """
     num_pairs = model.exists.shape[1]
     num_states, sparse = num_pairs // model.num_actions, isinstance(model.next_state, Rows)
     widest = 0 if sparse else model.next_state.shape[1]
@@ -196,7 +220,7 @@ def make_work(model: Model) -> Work:
 
 @inlined
 def span(first: int, stop: int) -> Any:
-    """range(first, stop), and a word to the compiler that none of it is negative."""
+    """range(first, stop), in a form that tells the compiler that no index is negative."""
     return range(max(first, 0), stop)
 
 
@@ -213,7 +237,7 @@ def dot(x: Floats, row: int, y: Floats, other: int, first: int, stop: int) -> fl
 def _ahead_dense(
     next_state: Floats, pair: int, states: Floats, row: int, first: int, width: int
 ) -> float:
-    """E[v(next state) | pair] for v in a row of the states, of which the next layer's begin at `first`."""
+    """E[v(next state) | pair] for v in a row of the states; the next layer begins at `first`."""
     total = 0.0
     for j in range(width):
         total += next_state[pair, j] * states[row, unsigned(first + j)]

@@ -1,4 +1,9 @@
-"""Leaping, compiled: one particle on its way. torch_occ.forecasting.leaping explains what a leap is."""
+"""Leaping, compiled: the regret of one particle that plays many episodes per step.
+
+This is the compiled twin of torch_occ.forecasting.torch_leaps; torch_occ.forecasting.leaping
+explains the method. The twins draw different random numbers, so their results agree only
+statistically.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +30,28 @@ from torch_occ.kernels.newton import floor_pairs
 from torch_occ.kernels.psi import derive
 from torch_occ.kernels.transitions import likelihoods, successor
 
-#: From so many expected events on, a binomial number is drawn as a rounded normal one.
+#: A binomial number is drawn as a rounded normal number if at least this many events are expected.
 MANY = 50.0
 
 
 class Way(NamedTuple):
-    """What all particles have in common."""
+    """The inputs that all particles share."""
 
     log_t: Floats  # (G,), a fine grid
-    log_weights: Floats  # (G, K), logarithms of |weights| there, between which they are straight lines for every power of t
+    # (G, K), log |weights| on the grid. Linear interpolation is exact for powers of t.
+    log_weights: Floats
     signs: Floats  # (K,), signs of the weights
-    log_threshold: Floats  # (G,), likewise: where q has reached the threshold the estimator has a baseline of 1/2
+    # (G,), the logarithm of a threshold. The baseline of the estimator is 1/2 where q reaches it.
+    log_threshold: Floats
     means: Floats  # (P, S * A), by phase
     gaps: Floats  # (P, S * A)
     noise: int
-    stops: Floats  # (C,), no leap goes beyond one
+    stops: Floats  # (C,), checkpoints; leaps end there
     phase: Ints  # (C,), the phase before each stop
     initial: Floats  # (1, S_0)
     middle: Floats  # (S * A,), an interior point
-    accuracy: float
-    widest: float
+    accuracy: float  # the largest relative change of q during a leap
+    widest: float  # the largest length of a leap, relative to t
     tolerance: float
     max_steps: int
 
@@ -55,15 +62,15 @@ def leap(
     terms: Terms,
     way: Way,
     seed: int,
-    regret: Floats,  # (C,), filled
-    counts: Ints,  # (2,), filled: leaps, and steps without certificate
+    regret: Floats,  # (C,), out
+    counts: Ints,  # (2,), out: leaps, and steps without certificate
     loss: Floats,  # (S * A,), zeros
     weights: Floats,  # (K,), scratch
     entering: Floats,  # (S,), scratch
     nowhere: Floats,  # (0,)
     work: Work,
 ) -> None:
-    """From the first episode to the last stop."""
+    """Play one particle from the first episode to the last stop."""
     np.random.seed(seed)  # noqa: NPY002  (every thread has its own generator)
     pairs, stop = work.pairs, 0
     t, total, length, opening = 1.0, 0.0, 0.0, 0.0
@@ -71,11 +78,10 @@ def leap(
         pairs[PAIR, i] = way.middle[i]
     while True:
         _weights_at(np.log(t), way.log_t, way.log_weights, way.signs, weights)
-        work.stale[0], work.stale[2] = np.inf, 0.0  # no factors are kept from leap to leap
+        work.stale[0], work.stale[2] = np.inf, 0.0  # discard the factors of the last leap
         limits = (way.tolerance, way.max_steps)
-        status = follow_or_restart(model, terms, weights, loss, *limits, nowhere, way.middle, work)[
-            0
-        ]
+        found = follow_or_restart(model, terms, weights, loss, *limits, nowhere, way.middle, work)
+        status = found[0]
         counts[1] += status != CONVERGED
         if length > 0.0:
             total += 0.5 * (length + 1.0) * opening + 0.5 * (length - 1.0) * _cost(
@@ -99,7 +105,7 @@ def leap(
 
 @kernel
 def _cost(pairs: Floats, gaps: Floats, phase: int) -> float:
-    """<q, gaps>."""
+    """⟨q, gaps⟩."""
     total = 0.0
     for i in range(pairs.shape[1]):
         total += pairs[PAIR, i] * gaps[phase, i]
@@ -108,7 +114,7 @@ def _cost(pairs: Floats, gaps: Floats, phase: int) -> float:
 
 @kernel
 def _longest_leap(model: Model, accuracy: float, work: Work) -> float:
-    """For how many episodes q may stay as it is; the formula is that of torch_occ.forecasting.leaping."""
+    """For how many episodes q may be kept; see `torch_occ.forecasting.torch_leaps.longest_leap`."""
     pairs, actions, longest = work.pairs, model.num_actions, np.inf
     for s in range(work.states.shape[1]):
         total = 0.0
@@ -138,7 +144,10 @@ def _play(
     entering: Floats,
     work: Work,
 ) -> None:
-    """That many episodes with q as it is: how often every pair is visited, layer by layer, and what the estimator makes of it."""
+    """Play `length` episodes with the same q, and add the estimates to the cumulative loss.
+
+    The numbers of visits of all pairs are drawn layer by layer.
+    """
     pairs, start, actions = work.pairs, model.start, model.num_actions
     for s in range(len(entering)):
         entering[s] = 0.0
@@ -177,7 +186,10 @@ def _play(
 def _split(
     count: float, table: Floats | Rows, pair: int, width: int, into: Floats, offset: int
 ) -> None:
-    """A multinomial number of arrivals in each state that follows a pair, added to `into`, in which the next layer begins at `offset`."""
+    """Draw how many of `count` visits of a pair go to each next state, and add them to `into`.
+
+    The numbers are multinomial. The next layer begins at `offset` in `into`.
+    """
     shares, first, size = likelihoods(table, pair, width)
     left, share = count, 0.0
     for j in range(first, first + size):
@@ -193,7 +205,7 @@ def _split(
 
 @kernel
 def _charge(noise: int, mean: float, visits: float) -> float:
-    """The sum of the losses of so many visits."""
+    """Draw the sum of the losses of this many visits."""
     if noise == 1:
         return _binomial(visits, mean)
     if noise == 2:
@@ -209,7 +221,7 @@ def _charge(noise: int, mean: float, visits: float) -> float:
 
 @kernel
 def _binomial(n: float, p: float) -> float:
-    """A binomial number, by inversion where few events are expected."""
+    """Draw a binomial number: by inversion if few events are expected, else as a rounded normal."""
     if p >= 1.0 or p <= 0.0:
         return n if p >= 1.0 else 0.0
     if p > 0.5:
@@ -219,7 +231,7 @@ def _binomial(n: float, p: float) -> float:
 
 @kernel
 def _few(n: float, p: float) -> float:
-    """The same for 0 < p <= 1/2."""
+    """`_binomial` for 0 < p <= 1/2."""
     if n * p >= MANY:
         drawn = np.round(n * p + np.sqrt(n * p * (1.0 - p)) * np.random.standard_normal())  # noqa: NPY002
         return min(max(drawn, 0.0), n)
@@ -239,7 +251,7 @@ def _few(n: float, p: float) -> float:
 def _weights_at(
     x: float, log_t: Floats, log_weights: Floats, signs: Floats, weights: Floats
 ) -> None:
-    """The weights at t = exp(x), straight lines between the logarithms on the grid."""
+    """Write the weights at t = exp(x), by linear interpolation of their logarithms."""
     i, part = _place(x, log_t)
     for k in range(len(signs)):
         if signs[k] == 0.0:
@@ -252,14 +264,14 @@ def _weights_at(
 
 @kernel
 def _between(x: float, log_t: Floats, values: Floats) -> float:
-    """The straight line between values on the grid, at x."""
+    """The value at x, by linear interpolation on the grid."""
     i, part = _place(x, log_t)
     return (1.0 - part) * values[i] + part * values[i + 1]
 
 
 @kernel
 def _place(x: float, log_t: Floats) -> tuple[int, float]:
-    """The interval of the grid that x lies in, and where in it."""
+    """The interval of the grid that contains x, and the position of x in it, from 0 to 1."""
     width = log_t[1] - log_t[0]
     i = min(max(int(x / width), 0), len(log_t) - 2)
     return i, (x - log_t[i]) / width

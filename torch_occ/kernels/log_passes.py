@@ -1,17 +1,15 @@
-"""Passes through the layers in logarithms, for the step of an entropy (torch_occ.kernels.entropic).
+"""Backward and forward passes in logarithms, for the step of an entropy.
 
-Backwards go the multipliers and the policy, forwards the logarithms of the state occupancies, and
-both again for the derivatives of states whose occupancy is too small for a number.
+The backward pass computes multipliers and policy, the forward pass the logarithms of the state
+occupancies. If a state is dead (its occupancy is below `DEAD`), the Jacobian is formed by another
+pair of passes for every state. The torch twin is torch_occ.step.entropic.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from torch_occ.kernels.constants import (
-    DEAD,
-    LOG_DEAD,
-)
+from torch_occ.kernels.constants import DEAD, LOG_DEAD
 from torch_occ.kernels.layout import (
     FORCE,
     GAPS,
@@ -34,15 +32,15 @@ from torch_occ.kernels.layout import (
 from torch_occ.kernels.newton import SMALLEST
 from torch_occ.kernels.transitions import arrive, likelihoods, successor
 
-# Rows of the scratch memory that have another meaning in other steps.
-LOG_POLICY = GRADIENT  # log pi, of pairs
-GUESS = SLOPE  # of log u, of states
-FOUND = OTHERS  # log u as the forward pass finds it
+# Rows of the scratch memory that have another meaning in the steps of other regularizers.
+LOG_POLICY = GRADIENT  # of pairs: log pi
+GUESS = SLOPE  # of states: the guess of log u
+FOUND = OTHERS  # of states: log u from the forward pass
 
 
 @part
 def look_ahead(model: Model, weight: float, price: float, work: Work) -> None:
-    """Soft value iteration: V, log pi, and pi itself in the row of the pairs."""
+    """Soft value iteration: writes V, log pi, and pi into the row PAIR."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     exists, inverse = model.exists, 1.0 / weight
     for k in range(len(start) - 2, -1, -1):
@@ -69,7 +67,10 @@ def look_ahead(model: Model, weight: float, price: float, work: Work) -> None:
 
 @part
 def look_back(model: Model, work: Work) -> bool:
-    """The occupancies of the policy: q, u in the row U and log u; whether all states are alive."""
+    """Write the occupancies of the policy: q, u in row U, and log u.
+
+    The row PAIR must hold the policy on entry. Returns whether no state is dead.
+    """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     alive = True
     for k in range(len(start) - 1):
@@ -94,7 +95,7 @@ def look_back(model: Model, work: Work) -> bool:
 
 @kernel
 def gather_logs(model: Model, k: int, work: Work) -> None:
-    """log u of the dead states of layer k: a sum that is taken relative to its largest term."""
+    """Compute log u of the dead states of layer k, as a sum relative to its largest term."""
     start, num_actions, states = model.start, model.num_actions, work.states
     for s in range(start[k], start[k + 1]):
         states[M, s], states[PULL, s] = -np.inf, 0.0
@@ -123,7 +124,11 @@ def gather_logs(model: Model, k: int, work: Work) -> None:
 
 @kernel
 def turn_dead(model: Model, weight: float, price: float, work: Work) -> None:
-    """The Newton direction less the mismatch into M, from the Jacobian in relative terms."""
+    """Write the Newton direction minus (log u - guess) into M.
+
+    The Jacobian of guess - log u by the guess is formed column by column, and the system is solved
+    by Gaussian elimination.
+    """
     states, jacobian, n = work.states, work.jacobian, work.states.shape[1]
     for column in range(n):
         push(model, weight, price, column, work)
@@ -131,7 +136,7 @@ def turn_dead(model: Model, weight: float, price: float, work: Work) -> None:
             jacobian[s, column] = (1.0 if s == column else 0.0) - states[U, s]
     for s in range(n):
         jacobian[s, n] = states[FOUND, s] - states[GUESS, s]
-    for column in range(n):  # elimination with row exchanges
+    for column in range(n):  # Gaussian elimination with partial pivoting
         pivot = column
         for row in range(column + 1, n):
             if abs(jacobian[row, column]) > abs(jacobian[pivot, column]):
@@ -153,7 +158,7 @@ def turn_dead(model: Model, weight: float, price: float, work: Work) -> None:
 
 @kernel
 def push(model: Model, weight: float, price: float, moving: int, work: Work) -> None:
-    """How log u responds to the guess of one state, into U; PULL is the response of v."""
+    """Write the derivative of log u by the guess of one state into U, and that of v into PULL."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     layers = len(start) - 1
     for k in range(layers - 1, -1, -1):
@@ -187,7 +192,7 @@ def push(model: Model, weight: float, price: float, moving: int, work: Work) -> 
 
 @part
 def unit(log: float) -> float:
-    """What an error of log u is measured by: 1, and in dead states log u itself."""
+    """The unit of errors of log u: 1, or log u / LOG_DEAD in dead states."""
     return max(log * (1.0 / LOG_DEAD), 1.0)
 
 
@@ -199,7 +204,7 @@ def certify_logs(
     fine: bool,
     work: Work,
 ) -> tuple[float, float]:
-    """Dual and flow residual, see torch_occ.step.entropic; `fine` as in `certify`."""
+    """The dual and the flow residual, as in torch_occ.step.entropic; `fine` as in `certify`."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     dual, flow, rounding = 0.0, 0.0, 0.0
     for s in range(states.shape[1]):
@@ -209,7 +214,7 @@ def certify_logs(
         for i in span(s * num_actions, (s + 1) * num_actions):
             total += pairs[PAIR, i]
             if fine and pairs[PAIR, i] > SMALLEST:
-                # What is added to all actions of a state moves none of them.
+                # An error common to all actions of a state does not change q.
                 others = 1.0 - np.exp(pairs[LOG_POLICY, i])
                 rounding = max(rounding, pairs[ROUNDING, i] * others / weight)
         if log > LOG_DEAD:

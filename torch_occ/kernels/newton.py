@@ -1,6 +1,7 @@
-"""The FTRL step, compiled: torch_occ.step.newton for one problem whose psi_t is a table of elementary terms.
+"""Newton's method for one FTRL step, compiled, for regularizers made of elementary terms.
 
-The reasons stand there; tests hold the two together. q lives in the row PAIR of the scratch memory, before and after.
+This is the compiled twin of torch_occ.step.newton, which explains the method; tests compare them.
+The row PAIR of the scratch memory holds the starting point q on entry and the solution on return.
 """
 
 from __future__ import annotations
@@ -44,14 +45,17 @@ from torch_occ.kernels.transitions import arrive, factorize, solve
 EPS = float(np.finfo(np.float64).eps)
 TINY = float(np.finfo(np.float64).tiny)
 SMALLEST = TINY / EPS
-#: Relative to q: what stale factors may leave of an error at the end, and what they may be expected to leave if they are to be used again.
+#: Bounds on the error from stale factors, relative to q. LEFT bounds the error at the end.
+#: Factors are reused if the predicted error is at most LIKELY.
 LEFT, LIKELY = 1e-5 * EPS**0.5, 3e-14
-#: Factors from an earlier solve are used if they are off by less than this, and by less than a tenth of what first steps change lately:
-#: then a step with them is nearly as good as Newton's.
+#: Factors from an earlier solve are used if their relative error is at most this, and at most a
+#: tenth of the relative change of q in recent first steps. Then a step with them is nearly as good
+#: as a Newton step.
 WORTH = 1e-3
-#: Steps that change no pair by more than this, relative to itself, stay on the manifold but for rounding; only the last is put back on it.
+#: Steps with no relative change of a pair above this stay on the manifold up to rounding. They are
+#: not followed by a retraction, except for the last.
 SHORT = 1e-2
-#: The part of the tolerance that rounding may take before losses are added up finely.
+#: Losses are shaped by `shape_finely` if rounding could exceed this fraction of the tolerance.
 COARSE = 0.25
 
 
@@ -66,9 +70,10 @@ def newton(
     source: Floats,
     work: Work,
 ) -> tuple[int, int, float, float, float]:
-    """Minimize from q, an occupancy measure. Returns status, steps, decrement, flow residual, dual residual; V holds the multipliers.
+    """Minimize from q, an occupancy measure.
 
-    `loss` is flat, (S * A,); `source` is empty.
+    `loss` is flat, (S * A,), and `source` is empty. Returns status, steps, decrement, flow residual
+    and dual residual; the row V receives the multipliers.
     """
     work.stale[0] = np.inf
     return descend(model, terms, weights, loss, tolerance, max_steps, source, work)
@@ -85,11 +90,12 @@ def descend(
     source: Floats,
     work: Work,
 ) -> tuple[int, int, float, float, float]:
-    """`newton`, with the factors that are in `work` as long as they are good enough.
+    """`newton`, reusing the factors in `work` while they are accurate enough.
 
-    Every term of the Hessian is a power of its argument, down to the inverse square, and no argument changes by more than the pairs do,
-    relative to itself. So a step that changes no pair by more than m leaves factors that are off by 2 m; factors that are off by
-    `stale` leave an error of `stale` times the step, and Newton's method itself one of the step squared.
+    `stale` is the relative error of the factors. Every term of the Hessian is a power of its
+    argument with exponent -2 or more, and the relative change of an argument is at most that of
+    the pairs. So a step with a relative change of m adds 2 m to `stale`. The error after the step
+    is (stale + m) m: `stale` times m from the factors, and m squared from Newton's method.
     """
     pairs, num_pairs, stale = work.pairs, work.pairs.shape[1], work.stale[0]
     status, steps, patience, best, decrement, moved, done = (
@@ -164,7 +170,10 @@ def descend(
 
 @kernel
 def shorten(model: Model, fall: float, work: Work) -> None:
-    """q + dq / (1 + fall) into TRIAL. As it stands, that rounds to zero if the fall is above 1/eps."""
+    """Write q + dq / (1 + fall) into TRIAL.
+
+    The sum is rearranged, because this formula rounds to zero if the fall is above 1/eps.
+    """
     pairs, length = work.pairs, 1.0 / (1.0 + fall)
     for i in range(pairs.shape[1]):
         if model.exists[PAIR, i]:
@@ -176,9 +185,11 @@ def shorten(model: Model, fall: float, work: Work) -> None:
 
 @kernel
 def lift(model: Model, anew: bool, work: Work) -> None:
-    """Leave out of the gradient what it is at the likeliest pair of every layer, as it is or as it last was.
+    """Subtract from the gradient of every layer its entry at the layer's likeliest pair.
 
-    Every layer carries mass one, so nothing moves. The slope of 1 - q is huge where one pair takes nearly all of a layer.
+    `anew` says whether to take this constant from the present gradient or from the last call. The
+    solution does not change, because every layer has mass one. The derivative of a term of 1 - q is
+    huge if one pair has nearly all mass of a layer; then the constant would cause rounding errors.
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     for k in range(len(start) - 1):
@@ -195,7 +206,7 @@ def lift(model: Model, anew: bool, work: Work) -> None:
 
 @kernel
 def put_back(model: Model, work: Work) -> None:
-    """What `lift` left out, into the multipliers."""
+    """Add the constants that `lift` subtracted to the multipliers."""
     total = 0.0
     for k in range(len(model.start) - 2, -1, -1):
         total += work.states[LIFT, model.start[k]]
@@ -205,7 +216,7 @@ def put_back(model: Model, work: Work) -> None:
 
 @part
 def retract(model: Model, row: int, work: Work) -> bool:
-    """q -> policy -> q of a row of the pairs, in place; False if a pair underflowed."""
+    """Retract a row of the pairs in place, q -> policy -> q; False if a pair underflows."""
     start, num_actions, pairs, states, exists = (
         model.start,
         model.num_actions,
@@ -229,7 +240,7 @@ def retract(model: Model, row: int, work: Work) -> bool:
 
 @part
 def floor_pairs(model: Model, work: Work) -> None:
-    """Where q fell to zero, the smallest number instead: psi has derivatives there."""
+    """Raise q to at least SMALLEST, where the derivatives of psi are finite."""
     for i in range(work.pairs.shape[1]):
         if model.exists[PAIR, i]:
             work.pairs[PAIR, i] = max(work.pairs[PAIR, i], SMALLEST)
@@ -237,9 +248,9 @@ def floor_pairs(model: Model, work: Work) -> None:
 
 @part
 def measure(model: Model, work: Work) -> tuple[float, float, float]:
-    """The squared decrement, the largest relative fall of a pair, and its largest relative change.
+    """The squared decrement, and the largest relative decrease and relative change of a pair.
 
-    The other arguments are sums of pairs: none of them falls by more, relative to itself, than one of its parts.
+    The other arguments are sums of pairs, so none has a larger relative decrease than its parts.
     """
     pairs, exists = work.pairs, model.exists
     squared, fall, moved, bad = 0.0, -np.inf, 0.0, 0.0

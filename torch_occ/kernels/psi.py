@@ -1,7 +1,8 @@
-"""psi and its derivatives at q: elementary functions, the arguments that they read, their sums.
+"""The derivatives of psi at q; psi is a weighted sum of elementary functions of its arguments.
 
-A new elementary function needs a number here, its loop in `accumulate` and its curvature in
-`bend_at_one`; torch_occ.regularizers.terms has its twin in torch, with the same number.
+The names follow torch_occ.kernels.layout: a slope is a first derivative, a bend a second one. A new
+elementary function needs a number here, a loop in `accumulate` and its curvature in `bend_at_one`.
+Its torch twin in torch_occ.regularizers.terms has the same number.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ from torch_occ.kernels.layout import (
     span,
 )
 
-# Elementary functions; `code` in torch_occ.regularizers.terms.
+# Elementary functions, by the attribute `code` in torch_occ.regularizers.terms.
 POWER, X_LOG_X, LOG = 0, 1, 2
 
 
 @part
 def accumulate(function: int, p: float, weight: float, table: Floats, row: int) -> None:
-    """Add slope and bend of weight * function(x), entry by entry: one loop a function, which vectorizes."""
+    """Add slope and bend of weight * function(x) for every entry x of a row.
+
+    Each function has its own loop, so that the loops vectorize.
+    """
     n = table.shape[1]
     if function == POWER and p == 0.5:
         for i in range(n):
@@ -72,13 +76,13 @@ def bend_at_one(function: int, p: float) -> float:
 
 @inlined
 def by_exponent(function: int, p: float, x: float) -> float:
-    """d log f'(x) / dp: the slope of x^p is p x^(p-1), so this is 1/p + log x; 0 without exponent."""
+    """d log f'(x) / dp: 1/p + log x for f(x) = x^p, and 0 for functions without exponent."""
     return 1.0 / p + np.log(x) if function == POWER else 0.0
 
 
 @part
 def slope_alone(function: int, p: float, table: Floats, row: int) -> None:
-    """The slopes of one function of weight 1, in place of those of psi; bends are spoilt."""
+    """Overwrite the slopes with those of one function of weight 1; the bends become invalid."""
     for i in range(table.shape[1]):
         table[row + SLOPE, i] = 0.0
     accumulate(function, p, 1.0, table, row)
@@ -86,7 +90,7 @@ def slope_alone(function: int, p: float, table: Floats, row: int) -> None:
 
 @part
 def derive(model: Model, terms: Terms, weights: Floats, work: Work) -> None:
-    """Gradient, d, w and c at q."""
+    """Compute the gradient of psi, and d, w and c of its Hessian, at q."""
     pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
     read_arguments(model, uses(terms, REST), uses(terms, COMPLEMENT), work)
     for argument in range(3):
@@ -126,7 +130,7 @@ def derive(model: Model, terms: Terms, weights: Floats, work: Work) -> None:
 
 @part
 def uses(terms: Terms, argument: int) -> bool:
-    """Whether some term reads an argument."""
+    """Whether any term has this argument."""
     found = False
     for i in range(len(terms.argument)):
         found = found or terms.argument[i] == argument
@@ -135,7 +139,10 @@ def uses(terms: Terms, argument: int) -> bool:
 
 @part
 def read_arguments(model: Model, rest: bool, complement: bool, work: Work) -> None:
-    """q(s), and where they are used q(s) - q(s,a) and 1 - q(s,a), without cancellation; 1 for what does not exist."""
+    """Compute the arguments q(s), and, if they are used, q(s) - q(s,a) and 1 - q(s,a).
+
+    They are sums of positive numbers, so nothing cancels. Arguments that do not exist are set to 1.
+    """
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     for s in range(states.shape[1]):
         first, left, right = s * num_actions, 0.0, 0.0
@@ -170,7 +177,10 @@ def read_arguments(model: Model, rest: bool, complement: bool, work: Work) -> No
 
 @kernel
 def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, work: Work) -> None:
-    """The gradient in q of one term of weight 1, or its derivative in the exponent, as a row."""
+    """Write the gradient by q of one term of weight 1 into row `out`.
+
+    If `bent` is true, write the derivative of this gradient by the exponent instead.
+    """
     pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
     argument, p = terms.argument[term], terms.exponent[term]
     rows, row = (states, 0) if argument == STATE else (pairs, argument)
@@ -198,9 +208,10 @@ def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, w
 
 @kernel
 def pair_with(model: Model, terms: Terms, term: int, work: Work) -> tuple[float, float]:
-    """<u, grad f(argument)> for one term of weight 1, u in DQ, and its derivative in the exponent.
+    """⟨u, grad f(argument)⟩ for one term of weight 1, and its derivative by the exponent.
 
-    Spoils the slopes and bends of the argument, TRIAL and U.
+    u is the row DQ.
+    Overwrites the slopes and bends of the argument, TRIAL and U.
     """
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     argument, function, p = terms.argument[term], terms.function[term], terms.exponent[term]

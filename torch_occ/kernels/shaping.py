@@ -1,7 +1,8 @@
-"""Shaping, compiled: the loss as the gaps of its optimal policy.
+"""Potential-based shaping, compiled: replace the loss by the gaps of its optimal policy.
 
-`shape_loss` adds up as the numbers come. Rounding leaves an error of eps times the values; where that
-is too much for the certificate, `shape_finely` does what torch_occ.step.shaping explains.
+This is the compiled twin of torch_occ.step.shaping. `shape_loss` is plain backward induction, with
+a rounding error of eps times the values. If that is too much for the certificate, `shape_finely`
+computes the gaps with compensated sums; torch_occ.step.shaping explains how.
 """
 
 from __future__ import annotations
@@ -37,17 +38,18 @@ from torch_occ.kernels.layout import (
 from torch_occ.kernels.psi import bend_at_one
 
 EPS = float(np.finfo(np.float64).eps)
-#: Binary digits of the leading parts of values, and what adds a number to cut P after 26 of them.
+#: The leading parts of values have DIGITS binary digits. Adding and subtracting CUTTER rounds a
+#: probability to 26 binary digits.
 DIGITS, CUTTER = 24, 1.5 * 2.0**26
-FINE = EPS * 2.0 ** (2 - DIGITS)
+FINE = EPS * 2.0 ** (2 - DIGITS)  # the rounding error of `shape_finely`, relative to the values
 
-# Rows of the states that nobody else needs while the loss is shaped.
+# Rows of the states that are free while the loss is shaped.
 LOW, LEADING, LEFT, BASE = PULL, U, M, OTHERS
 
 
 @part
 def shape_loss(model: Model, loss: Floats, work: Work) -> float:
-    """Replace the loss by the gaps of its optimal policy. Returns the largest value, PLAN."""
+    """Write the gaps of the loss into GAPS, its values into PLAN; returns the largest |value|."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     largest = 0.0
     for k in range(len(start) - 2, -1, -1):
@@ -62,7 +64,7 @@ def shape_loss(model: Model, loss: Floats, work: Work) -> float:
                     best = min(best, total)
             states[PLAN, s] = best
             largest = max(largest, abs(best))
-            states[V, s] = 0.0  # where an iterative solver begins
+            states[V, s] = 0.0  # the start of an iterative solver
             for i in span(s * num_actions, (s + 1) * num_actions):
                 pairs[GAPS, i] = pairs[GAPS, i] - best if model.exists[PAIR, i] else 0.0
     return largest
@@ -70,7 +72,7 @@ def shape_loss(model: Model, loss: Floats, work: Work) -> float:
 
 @part
 def least_unit(terms: Terms, weights: Floats) -> float:
-    """A lower bound of q times its curvature: x f''(x) falls with x, and q is at most 1."""
+    """A lower bound of q times the curvature of psi: x f''(x) decreases in x, and q <= 1."""
     unit = 0.0
     for term in range(len(weights)):
         if terms.argument[term] == PAIR:
@@ -80,9 +82,10 @@ def least_unit(terms: Terms, weights: Floats) -> float:
 
 @kernel
 def shape_finely(model: Model, loss: Floats, work: Work) -> None:
-    """The same as `shape_loss` without rounding errors, and ROUNDING, an estimate of what is left of them.
+    """`shape_loss` with compensated sums.
 
-    The layers' constants go into LIFT, at their first state.
+    ROUNDING receives an estimate of the remaining rounding errors of the gaps. LIFT receives the
+    constant of every layer, at its first state.
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     exists = model.exists
@@ -115,12 +118,13 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
                 if exists[PAIR, i]:
                     gap = (pairs[GAPS, i] - high) + (pairs[TRIAL, i] - low)
                     pairs[GAPS, i] = gap
-                    # Where the same is expected, rounding did the same.
+                    # Where the expected values are equal, so are their rounding errors.
                     both = pairs[ROUNDING, i] + size
                     pairs[ROUNDING, i] = FINE * both if pairs[RESPONSE, i] != same else 0.0
             states[PLAN, s], states[LOW, s] = high, low
-            states[V, s] = 0.0  # where an iterative solver begins
-        # The base of this layer that is closest to zero: no number becomes larger by taking it out.
+            states[V, s] = 0.0  # the start of an iterative solver
+        # The number closest to zero between the lowest and the highest base. Subtracting it makes
+        # no base larger in absolute value.
         constant = max(lowest, 0.0) + min(highest, 0.0) if model.conserved else 0.0
         states[LIFT, here] = constant
         for s in range(here, behind):
@@ -136,13 +140,13 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
 
 @inlined
 def before(pairs: Floats, i: int, j: int) -> float:
-    """Negative if the total of pair i is less than that of pair j."""
+    """The difference of the totals of pairs i and j; negative if that of i is smaller."""
     return (pairs[GAPS, i] - pairs[GAPS, j]) + (pairs[TRIAL, i] - pairs[TRIAL, j])
 
 
 @inlined
 def two_sum(a: float, b: float) -> tuple[float, float]:
-    """a + b, and what its rounding left out (Knuth)."""
+    """a + b and its rounding error (Knuth's two-sum)."""
     total = a + b
     piece = total - a
     return total, (a - (total - piece)) + (b - piece)
@@ -150,7 +154,7 @@ def two_sum(a: float, b: float) -> tuple[float, float]:
 
 @part
 def cut_values(first: int, stop: int, states: Floats) -> None:
-    """Values PLAN + LOW as LEADING + LEFT, the former with few digits."""
+    """Split the values PLAN + LOW into LEADING, with few digits, and the remainder LEFT."""
     size = 0.0
     for s in range(first, stop):
         size = max(size, abs(states[PLAN, s]))
@@ -165,7 +169,7 @@ def cut_values(first: int, stop: int, states: Floats) -> None:
 def _expect_dense(
     next_state: Floats, pair: int, states: Floats, first: int, width: int
 ) -> tuple[float, float, float, float]:
-    """E[value | pair] as two numbers, by how much the row sums to more than one, and E|value|."""
+    """E[value | pair] as a sum of two numbers, the row sum of P minus one, and E|value|."""
     exact, rest, total, more, size = 0.0, 0.0, 0.0, 0.0, 0.0
     for j in range(width):
         s = unsigned(first + j)

@@ -1,7 +1,9 @@
-"""The linear algebra of torch_occ.step.kkt in loops: every state reduced to (R, p, kappa), the layers filtered, and sweeps that solve.
+"""The linear system of a Newton step with dense transitions, solved layer by layer.
 
-The formulas are explained there. Where a state's p or R meets the transitions, one pass over its pairs does both:
-sum_a p_a P_a u + sum_a (R x)_a P_a = sum_a dq_a P_a.
+This is the compiled twin of `LayeredFactorization` in torch_occ.step.kkt, which explains the
+formulas. `factorize` reduces every state to (R, p, kappa) and runs the filter through the layers.
+`solve` sweeps forward, backward and forward again. One pass over the pairs of a state multiplies
+both p and R by the transitions: sum_a p_a P_a u + sum_a (R x)_a P_a = sum_a dq_a P_a.
 """
 
 from __future__ import annotations
@@ -41,19 +43,18 @@ from torch_occ.kernels.layout import (
 
 @adder
 def factorize(model: Model, work: Work) -> None:
-    """(R, p, kappa) of every state from d, w and c, then the gains layer by layer."""
+    """Compute (R, p, kappa) of every state from d, w and c, then the gains layer by layer."""
     start = model.start
     reduce_states(model, work)
     for s in range(start[1]):
         for j in range(start[1]):
-            work.gain[s, j] = 0.0  # the first layer's occupancy is given
+            work.gain[s, j] = 0.0  # q(s) is fixed in the first layer
     for k in range(1, len(start) - 1):
         here, width = start[k], start[k + 1] - start[k]
         center_layer(model.num_actions, model.arrivals, start[k - 1], here, width, work)
         if width == 1 and model.conserved:
-            work.gain[here, 0] = (
-                0.0  # all go there, whatever they do; summed up, rounding would be left
-            )
+            # All mass goes to this state, whatever the policy. A sum would leave rounding errors.
+            work.gain[here, 0] = 0.0
         else:
             reach_layer(start[k - 1], here, width, model.num_actions, work)
             observe_layer(here, width, work)
@@ -61,7 +62,10 @@ def factorize(model: Model, work: Work) -> None:
 
 @part
 def reduce_states(model: Model, work: Work) -> None:
-    """INVERSE, TOTAL, P and KAPPA, and the softest pair of every state."""
+    """Compute INVERSE, TOTAL, P, KAPPA, CURVES and the softest pair of every state.
+
+    The twin of torch_occ.step.states.SeparableStates.
+    """
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     exists = model.exists
     for s in range(states.shape[1]):
@@ -80,7 +84,7 @@ def reduce_states(model: Model, work: Work) -> None:
                 softest = i
             if exists[0, i] and share > largest:
                 dominant, largest = i, share
-        # e = 1 - sum w/D cancels when one action dominates its state; there 1 - w/D is d/D.
+        # e = 1 - sum w/D cancels if one action dominates its state. For that action, 1 - w/D = d/D.
         e = pairs[D, dominant] * pairs[INVERSE, dominant]
         for i in span(first, first + num_actions):
             if i != dominant:
@@ -100,7 +104,11 @@ def reduce_states(model: Model, work: Work) -> None:
 def center_layer(
     num_actions: int, arrivals: Floats, before: int, here: int, width: int, work: Work
 ) -> None:
-    """P_p of the layer before, and its transitions as deviations from their mean under 1/D, plain and weighted with it."""
+    """Compute P_p of the previous layer, and its centred transitions.
+
+    The transitions are centred at their mean with weights 1/D. The first half of `centred` holds
+    the deviations, the second half their products with 1/D.
+    """
     pairs, widest = work.pairs, len(work.moves)
     for s in span(before, here):
         first, softest, shift = s * num_actions, work.softest[s], before * num_actions
@@ -120,11 +128,11 @@ def center_layer(
 
 @inlined
 def reach_layer(before: int, here: int, width: int, num_actions: int, work: Work) -> None:
-    """Y = Q + P_p' Yhat P_p, the covariance that reaches a layer, into the first rows of `squares`."""
+    """Write Y = Q + P_p' Yhat P_p, the covariance that reaches a layer, to the top of `squares`."""
     n, Y = here - before, work.squares
     widest = len(work.moves)
     half = widest
-    if before > 0:  # the first layer passes nothing on
+    if before > 0:  # Yhat is zero in the first layer
         for j in range(width):
             for s in range(n):
                 total = 0.0
@@ -147,10 +155,10 @@ def reach_layer(before: int, here: int, width: int, num_actions: int, work: Work
 
 @inlined
 def observe_layer(here: int, width: int, work: Work) -> None:
-    """Yhat = (Y^-1 + K)^-1 = Y - Y K^1/2 (I + K^1/2 Y K^1/2)^-1 K^1/2 Y into the rows of `gain`."""
+    """Write Yhat = (Y^-1 + K)^-1 = Y - Y K^1/2 (I + K^1/2 Y K^1/2)^-1 K^1/2 Y into `gain`."""
     states, Y = work.states, work.squares
     half = len(work.moves)
-    root = 2 * half  # the Cholesky factor, with the inverse of its diagonal
+    root = 2 * half  # the Cholesky factor; its diagonal is stored inverted
     for i in range(width):
         states[U, unsigned(here + i)] = np.sqrt(states[KAPPA, unsigned(here + i)])
     for i in range(width):
@@ -180,9 +188,10 @@ def observe_layer(here: int, width: int, work: Work) -> None:
 
 @adder
 def solve(model: Model, source: Floats, work: Work) -> None:
-    """H dq = x + E'v, E dq = r with x in the row FORCE (overwritten) and r in `source` (S,) or empty.
+    """Solve H dq = x + E'v, E dq = r.
 
-    dq and v are the rows DQ and V; what v is in the next state, in expectation, is AHEAD.
+    x is the row FORCE, which is overwritten. r is `source`, (S,), or zero if `source` is empty. The
+    rows DQ, V and AHEAD receive dq, v and E[v(next state)].
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     layers = len(start) - 1
@@ -241,7 +250,7 @@ def solve(model: Model, source: Floats, work: Work) -> None:
 
 @inlined
 def mass(source: Floats, last: int) -> float:
-    """What sources up to a state have brought in, (S,) or empty."""
+    """The sum of the sources of all states up to `last`; `source` is (S,) or empty."""
     total = 0.0
     for s in range(last + 1 if len(source) else 0):
         total += source[s]
@@ -250,14 +259,14 @@ def mass(source: Floats, last: int) -> float:
 
 @part
 def load(states: Floats, row: int, source: Floats) -> None:
-    """A row of the states from an array (S,), or zeros from an empty one."""
+    """Fill a row of the states from an array (S,), or with zeros if the array is empty."""
     for s in range(states.shape[1]):
         states[row, s] = source[s] if len(source) else 0.0
 
 
 @part
 def respond(num_actions: int, work: Work) -> None:
-    """R x of every state, x in FORCE, into RESPONSE."""
+    """Write R x of every state into RESPONSE, for x in FORCE."""
     pairs, states = work.pairs, work.states
     for s in range(states.shape[1]):
         first, mean = s * num_actions, 0.0
@@ -271,7 +280,7 @@ def respond(num_actions: int, work: Work) -> None:
 
 @inlined
 def arrive(model: Model, row: int, k: int, work: Work) -> None:
-    """q(s) of layer k into U: what flows in from the row of pairs, or the initial distribution."""
+    """Write the inflow of layer k into U: from a row of the pairs, or the initial distribution."""
     start, num_actions, states = model.start, model.num_actions, work.states
     for s in span(start[k], start[k + 1]):
         if k == 0:

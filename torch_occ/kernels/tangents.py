@@ -1,6 +1,8 @@
-"""The episode loop of torch_occ.kernels.episodes with tangents carried along; torch_occ.tuning.tangents has the formulas.
+"""The episode loop with forward-mode derivatives: tangents of q and of the cumulative loss.
 
-An episode costs one factorization and one solve for each parameter more than without tangents.
+This is the compiled twin of torch_occ.tuning.tangents, which has the formulas. The loop is that of
+torch_occ.kernels.episodes. Tangents add one factorization to an episode, and one solve per
+parameter.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from torch_occ.kernels.newton import floor_pairs
 from torch_occ.kernels.psi import derive, term_gradient
 from torch_occ.kernels.transitions import factorize, solve
 
-# Columns of a record; those of the slopes and then of the scores begin at TANGENTS.
+# Columns of a record. The P slopes begin at column TANGENTS, and the P scores follow them.
 COST, FAILED, TANGENTS = 0, 1, 2
 
 
 class Pushes(NamedTuple):
-    """How P parameters push the terms, by their logarithms."""
+    """Derivatives of the weights and exponents of the terms by the logarithms of P parameters."""
 
     weights: Floats  # (n, P, K)
     exponents: Floats  # (P, K)
@@ -49,7 +51,7 @@ class Opponent(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What one seed carries along, updated in place; pairs are flat."""
+    """The state of one seed, updated in place; pairs are flat."""
 
     q: Floats  # (S * A,)
     cumulative_loss: Floats  # (S * A,)
@@ -73,22 +75,21 @@ def play_with_tangents(
     still: Floats,  # (S,), zeros
     work: Work,
 ) -> None:
-    """n episodes."""
+    """Play n episodes and write one row of the record per episode."""
     pairs, q, tangent = work.pairs, carried.q, carried.tangent
     num_tangents, num_pairs = tangent.shape
     limits = (opponent.tolerance, opponent.max_steps)
     for t in range(len(weights)):
         for i in range(num_pairs):
             pairs[PAIR, i] = q[i]
-        work.stale[0], work.stale[2] = np.inf, 0.0  # factors are those of the tangents
+        work.stale[0], work.stale[2] = np.inf, 0.0  # the factors belong to the last tangents
         status = follow_or_restart(
             model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], middle, work
         )[0]
         carried.failures[0] += status != CONVERGED
         floor_pairs(model, work)
-        derive(
-            model, terms, weights[t], work
-        )  # at the solution itself, so that tangents are exact to rounding
+        # The Hessian is taken at the solution itself, so that tangents are exact up to rounding.
+        derive(model, terms, weights[t], work)
         factorize(model, work)
         push_gradient(model, terms, weights[t], pushes, t, tangent, work)
         for p in range(num_tangents):
@@ -96,9 +97,8 @@ def play_with_tangents(
                 pairs[FORCE, i] = (
                     -(carried.tangent_loss[p, i] + tangent[p, i]) if model.exists[PAIR, i] else 0.0
                 )
-            solve(
-                model, still, work
-            )  # a source, though it is zero: to rounding, by whatever method
+            # With a source that is not empty, even if zero, iterative solvers solve to rounding.
+            solve(model, still, work)
             slope = 0.0
             for i in range(num_pairs):
                 tangent[p, i] = pairs[DQ, i]
@@ -118,7 +118,11 @@ def play_with_tangents(
 def push_gradient(
     model: Model, terms: Terms, weights: Floats, pushes: Pushes, t: int, out: Floats, work: Work
 ) -> None:
-    """d grad psi / d log parameter for every parameter, (P, S * A). Needs the arguments at q; spoils their slopes and bends, DQ, TRIAL."""
+    """Write d grad psi / d log parameter for every parameter into `out`, (P, S * A).
+
+    The scratch memory must hold the arguments of psi at q. Overwrites their slopes and bends, DQ
+    and TRIAL.
+    """
     pairs = work.pairs
     num_tangents, num_pairs = out.shape
     for p in range(num_tangents):
@@ -144,7 +148,11 @@ def push_gradient(
 def walk_with_tangents(
     model: Model, opponent: Opponent, numbers: Floats, t: int, carried: Carried
 ) -> None:
-    """One trajectory, as `torch_occ.kernels.episodes.walk`: the estimates of the visited pairs, their tangents and the score."""
+    """Play one trajectory, as in `torch_occ.kernels.episodes.walk`.
+
+    Adds the estimates of the visited pairs to the cumulative loss, their tangents to
+    `tangent_loss`, and the derivatives of the log-probabilities of the chosen actions to `score`.
+    """
     num_actions, q, tangent, layers = (
         model.num_actions,
         carried.q,

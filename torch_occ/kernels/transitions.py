@@ -1,5 +1,7 @@
-"""What kernels ask of transitions, for dense and for sparse ones. Who answers is decided when the asking kernel is compiled, by the type of
-its model, so that neither kind costs the other anything.
+"""Functions of transitions that exist in a dense and a sparse version.
+
+The version is chosen when the calling kernel is compiled, by the type of its model. A version that
+is not used costs no time, neither at run time nor in compiling.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from torch_occ.kernels.layout import Floats, Rows, either, inlined
 
 @inlined
 def _likelihoods_dense(next_state: Floats, pair: int, width: int) -> tuple[Floats, int, int]:
-    """An array with the probabilities of what follows a pair, where they begin and how many they are."""
+    """An array with the probabilities of the next states, their first index and their number."""
     return next_state[pair], 0, width
 
 
@@ -24,7 +26,7 @@ def _likelihoods_sparse(next_state: Rows, pair: int, width: int) -> tuple[Floats
 
 @inlined
 def _successor_dense(next_state: Floats, pair: int, index: int, first: int) -> int:
-    """The state that the probability with some index belongs to; the next layer begins at `first`."""
+    """The next state that probability number `index` belongs to; its layer begins at `first`."""
     return first + index
 
 

@@ -102,7 +102,7 @@ class RewardMDP(LayeredMDP):
         return self.reward_map.loss(self.reward).clamp(0.0, 1.0)
 
     def expected_return(self, q: Tensor) -> Tensor:
-        """The expected return <q, reward>: `(*batch, S, A)` -> `(*batch,)`."""
+        """The expected return ⟨q, reward⟩: `(*batch, S, A)` -> `(*batch,)`."""
         return (q * self.reward).sum((-2, -1))
 
     def regret_in_rewards(self, regret: Tensor) -> Tensor:

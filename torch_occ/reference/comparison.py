@@ -32,7 +32,7 @@ def compare(
 ) -> Comparison:
     """Solve one step with torch_occ, and with cvxpylayers under each of the settings.
 
-    Compared are q and the gradients of <c, q> for a fixed c. Settings whose packages are not
+    Compared are q and the gradients of ⟨c, q⟩ for a fixed c. Settings whose packages are not
     installed are listed in `Comparison.left_out`, and when the comparison is printed.
 
     Returns:

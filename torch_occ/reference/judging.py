@@ -63,7 +63,7 @@ class Equations:
         return float(torch.maximum(stationarity, (E @ u).norm() / u.norm().clamp(min=1e-300)))
 
     def implied_gradients(self, q: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-        """<gradient in the loss, d(grad psi)/dtheta> for every parameter and for t."""
+        """⟨gradient in the loss, d(grad psi)/dtheta⟩ for every parameter and for t."""
         x = q.detach()[self.mdp.actions].requires_grad_()
         inputs = differentiable_inputs(self.regularizer, self.t)
         (slope,) = torch.autograd.grad(self._psi(x), x, create_graph=True)
@@ -108,7 +108,7 @@ class Answer:
 
     name: str
     q: Tensor  # (S, A)
-    # Gradients of <c, q> in "loss", the parameters and "t"; None if there is none.
+    # Gradients of ⟨c, q⟩ in "loss", the parameters and "t"; None if there is none.
     gradients: Mapping[str, Tensor | None]
     seconds: float = torch.nan  # to solve and differentiate once
     warning: str = ""
@@ -175,7 +175,7 @@ def judge(
 ) -> Comparison:
     """Measure every answer against the equations.
 
-    The gradients are those of <c, q>. H is taken at the q with the smallest residual. The gradient
+    The gradients are those of ⟨c, q⟩. H is taken at the q with the smallest residual. The gradient
     in the loss with the smallest residual implies the other gradients. If even these exceed the
     tolerance, every answer counts as wrong.
 

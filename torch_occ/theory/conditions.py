@@ -33,7 +33,7 @@ def minimal_gap(mdp: LayeredMDP, gap: Tensor, mapping: Tensor) -> Tensor:
 
 
 def corruption(mdp: LayeredMDP, losses: Tensor, clean: Tensor) -> Tensor:
-    """C = 2 sum_t sum_{k<L} max_{s in S_k, a} |loss_t(s,a) - clean_t(s,a)|.
+    """C = 2 sum_t sum_{k < L} max_{s in S_k, a} |loss_t(s,a) - clean_t(s,a)|.
 
     Both arguments are `(T, *batch, S, A)`; the result is `(*batch,)`.
     """
@@ -44,7 +44,7 @@ def corruption(mdp: LayeredMDP, losses: Tensor, clean: Tensor) -> Tensor:
 
 
 def performance_difference(mdp: LayeredMDP, q: Tensor, mean: Tensor) -> Statement:
-    """<q - q_opt, mean> = sum_s sum_{a != pi*(s)} q(s,a) Delta(s,a).
+    """⟨q - q_opt, mean⟩ = sum_s sum_{a != pi*(s)} q(s,a) Delta(s,a).
 
     So stochastic losses satisfy the self-bounding condition with equality and C = 0.
     """

@@ -131,7 +131,7 @@ class Decomposition:
 
     mdp: LayeredMDP
     parameters: Parameters
-    regret: Tensor  # <q_t - u, estimate_t>
+    regret: Tensor  # ⟨q_t - u, estimate_t⟩
     stability: Tensor  # <q_t, estimate_t> + F_t(q_t) - G_t(tilde q_t)
     mixed_penalty: Tensor  # G_t(tilde q_t) - F_t(q_t) - <u, estimate_t>, from values of F and G
     penalty: Tensor  # (1/eta_t - 1/eta_{t-1}) (phi_H(u) - phi_H(q_t))
@@ -145,7 +145,7 @@ class Decomposition:
     tilde_q: Tensor  # (T, *batch, S, A)
 
     def simple_decomposition(self) -> Statement:
-        """`eq:simple_decomposition`: <q_t - u, estimate_t> = stability + mixed penalty."""
+        """`eq:simple_decomposition`: ⟨q_t - u, estimate_t⟩ = stability + mixed penalty."""
         found = self.stability + self.mixed_penalty
         return self._statement(
             "eq:simple_decomposition", self.regret, found, self.size, relation="="
@@ -180,7 +180,7 @@ class Decomposition:
             phi_L(u) - phi_L(q_1) + sum_t (1/eta_t - 1/eta_{t-1}) (phi_H(u) - phi_H(q_t)).
 
         The second statement is an equality: the difference of the two sides is
-        sum_{t<T} ( G_t(q_{t+1}) - G_t(tilde q_t) ) + G_T(u) - G_T(tilde q_T) >= 0.
+        sum_{t < T} ( G_t(q_{t+1}) - G_t(tilde q_t) ) + G_T(u) - G_T(tilde q_T) >= 0.
 
         Read: the lemma is printed as an equality, but its proof begins with an inequality. In the
         second line of the proof, q_{T+1} is u; with q_{T+1} itself the third line does not follow.
@@ -198,7 +198,7 @@ class Decomposition:
     def key_lemma(self) -> Statement:
         """`lem:key_lemma_ftrl` for one run, before expectations.
 
-        sum_t <q_t - u, estimate_t> is at most
+        sum_t ⟨q_t - u, estimate_t⟩ is at most
 
             phi_L(u) - phi_L(q_1) + sum_t (1/eta_t - 1/eta_{t-1}) (phi_H(u) - phi_H(q_t))
               + 8 sum_t eta_t |estimate_t|^2,

@@ -134,7 +134,7 @@ def hessian_of_step(mdp: LayeredMDP, q: Tensor, parameters: Parameters, t: Tenso
 
 
 def bregman(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Tensor) -> Tensor:
-    """psi_t(q) - psi_t(p) - <grad psi_t(p), q - p> >= 0, the Bregman divergence; `(*batch,)`.
+    """psi_t(q) - psi_t(p) - ⟨grad psi_t(p), q - p⟩ >= 0, the Bregman divergence; `(*batch,)`.
 
     q and p are positive and in Omega. If p minimizes <., x> + psi_t over Omega, the divergence is
     the difference of the values at q and at p, because grad psi_t(p) = E'v - x and E (q - p) = 0.

@@ -1,7 +1,7 @@
 """One update of FTRL: tilde q_t, and how far it is from q_t (`app:appendix_proof_ftrl`).
 
-q_t minimizes F_t(q) = <q, hat L_{t-1}> + psi_t(q) over Omega, and tilde q_t minimizes
-G_t(q) = <q, hat L_t> + psi_t(q). The log-barrier keeps the two close.
+q_t minimizes F_t(q) = ⟨q, hat L_{t-1}⟩ + psi_t(q) over Omega, and tilde q_t minimizes
+G_t(q) = ⟨q, hat L_t⟩ + psi_t(q). The log-barrier keeps the two close.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch_occ.theory.statements import Statement, statement
 
 
 def tilde(step: FTRLStep, q: Tensor, cumulative_loss: Tensor, t: Tensor | float) -> Tensor:
-    """tilde q_t = argmin over Omega of G_t(q) = <q, hat L_t> + psi_t(q), `eq:tilde_q_def`.
+    """tilde q_t = argmin over Omega of G_t(q) = ⟨q, hat L_t⟩ + psi_t(q), `eq:tilde_q_def`.
 
     hat L_t = `cumulative_loss` includes the estimate of episode t. The shape is that of q.
 
-    Read: G_t is printed as <q_t, hat L_t> + psi_t(q). Its minimizer would not depend on the losses.
+    Read: G_t is printed as ⟨q_t, hat L_t⟩ + psi_t(q). Its minimizer would not depend on the losses.
     """
     with torch.no_grad():
         solution = step.solve(cumulative_loss, t, warm_start=q, check=False)

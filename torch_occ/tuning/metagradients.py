@@ -1,7 +1,7 @@
 """Gradients of the regret through the run itself, in the logarithms of the parameters.
 
 A learner with bandit feedback depends on its parameters in two ways: through q_t, and through the
-actions that it samples. The **pathwise** estimator, sum_t <dq_t, gaps>, keeps the sampled actions
+actions that it samples. The **pathwise** estimator, sum_t ⟨dq_t, gaps⟩, keeps the sampled actions
 fixed and differentiates everything else, so it is biased. The **unbiased** estimator adds the
 score,
 
