@@ -1,4 +1,4 @@
-"""The contract on imports: packages in one order, one module that imports later, no hidden module."""
+"""The contract on imports: packages in one order, one module that imports later, no name hidden."""
 
 import ast
 import importlib

@@ -1,10 +1,12 @@
-"""torch_occ: FTRL over occupancy measures, differentiable and exact, in PyTorch (Jin and Luo, 2020).
+"""FTRL over occupancy measures in PyTorch, differentiable and exact (Jin and Luo, 2020).
 
-The model: LayeredMDP and its occupancy measures. The step: a regularizer and FTRLStep. The game: losses, learners, simulate.
+The model: `LayeredMDP` and its occupancy measures.
+The step: a regularizer and `FTRLStep`.
+The game: losses, learners and `simulate`.
 """
 
 # isort: skip_file
-# The order is the package's: each line needs only what stands above it.
+# The imports follow the order of the packages: each line needs only those above it.
 
 from torch_occ._support.version import VERSION as __version__  # noqa: F401, N811
 
@@ -28,7 +30,7 @@ from torch_occ.regularizers.schedules import Constant as Constant
 from torch_occ.regularizers.schedules import InverseSqrt as InverseSqrt
 from torch_occ.regularizers.schedules import Polynomial as Polynomial
 
-# Regularizers: what to derive a new one from, and the built-in ones
+# Regularizers: the base classes, and the built-in ones
 from torch_occ.regularizers.base import Regularizer as Regularizer
 from torch_occ.regularizers.base import SeparableRegularizer as SeparableRegularizer
 from torch_occ.regularizers.base import StatewiseRegularizer as StatewiseRegularizer
@@ -47,7 +49,7 @@ from torch_occ.step.solution import Status as Status
 from torch_occ.step.ftrl import FTRLStep as FTRLStep
 from torch_occ.step.checks import SolveError as SolveError
 
-# Losses and what is seen of them
+# Losses and their estimators
 from torch_occ.game.losses import LossProcess as LossProcess
 from torch_occ.game.losses import BernoulliLosses as BernoulliLosses
 from torch_occ.game.losses import UniformLosses as UniformLosses
@@ -84,7 +86,7 @@ from torch_occ.game.driver import simulate as simulate
 from torch_occ.game.comparing import LearnerComparison as LearnerComparison
 from torch_occ.game.comparing import compare_learners as compare_learners
 
-# Regret without playing, and tuning by it
+# Forecasts of the regret, and tuning
 from torch_occ.forecasting.mean_path import Forecast as Forecast
 from torch_occ.forecasting.mean_path import forecast as forecast
 from torch_occ.forecasting.leaping import Leaps as Leaps
@@ -112,7 +114,7 @@ from torch_occ.tuning.metagradients import run_gradients as run_gradients
 # The paper, executable
 from torch_occ import theory as theory
 
-# Many games
+# Sweeps over many games
 from torch_occ.sweeps.cells import Failure as Failure
 from torch_occ.sweeps.driver import SweepResult as SweepResult
 from torch_occ.sweeps.cells import grid as grid

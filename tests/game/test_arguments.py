@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import torch_occ as occ
+from torch_occ.game.figures import occupancy_figure
 
 MDP = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=0)
 MEAN = torch.full((3, 2), 0.5, dtype=torch.float64)
@@ -65,3 +66,53 @@ def test_numbers_of_numpy_and_torch_are_welcome():
     history = occ.simulate(MDP, LEARNER, LOSSES, episodes, seeds, backend="torch")
     assert history.seeds == (0, 1)
     assert int(history.episodes[-1]) == 5
+
+
+def centred(baseline):
+    return type("Centred", (occ.CentredEstimator,), {"baseline": lambda self, q, t: baseline})()
+
+
+@pytest.mark.parametrize("baseline", [0.5, torch.zeros(4, 2, dtype=torch.float64)])
+def test_a_baseline_has_the_shape_of_q(baseline):
+    learner = occ.FTRL(MDP, occ.jin_luo(MDP), centred(baseline))
+    message = r"Centred.baseline at episode 1: expected a tensor that broadcasts to \(1, 3, 2\)"
+    with pytest.raises(ValueError, match=message):
+        occ.simulate(MDP, learner, LOSSES, 5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: occ.FTRL(MDP, 1.0), "regularizer: expected an occ.Regularizer, .* got float"),
+        (lambda: occ.FTRL(occ.jin_luo(MDP), MDP), "regularizer: expected .* got LayeredMDP"),
+        (
+            lambda: occ.FTRL(MDP, occ.jin_luo(MDP), occ.ImportanceWeighted),
+            "estimator: expected an occ.Estimator",
+        ),
+        (lambda: occ.ReducedVariance(0.1), "learning_rate: expected an occ.Schedule, .* got 0.1"),
+        (lambda: occ.Corrupted(MEAN, 1.0), "base: expected an occ.LossProcess, .* got Tensor"),
+    ],
+)
+def test_wrong_parts_are_named_when_they_are_put_together(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("learners", "options", "message"),
+    [
+        ([LEARNER, LEARNER], {}, 'learners: expected a dictionary, {"name": learner, ...}'),
+        ({"a": LEARNER, "b": LEARNER}, {"save_to": "run.pt"}, "save_to: a file holds one run"),
+    ],
+)
+def test_comparisons_name_wrong_arguments(learners, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        occ.compare_learners(MDP, learners, LOSSES, 5, **options)
+
+
+def test_a_heat_map_is_of_one_q():
+    q = occ.interior_point(MDP).expand(4, 3, 2)
+    with pytest.raises(
+        ValueError, match=r"q: expected shape \(3, 2\), got \(4, 3, 2\); of several"
+    ):
+        occupancy_figure(MDP, q)

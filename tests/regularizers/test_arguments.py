@@ -14,25 +14,29 @@ every_argument = pytest.mark.parametrize("name", ARGUMENTS)
 
 
 def masked_mdp():
-    """Layers {0}, {1, 2}, {3}: states with 3, 1, 2 and 1 actions; the last layer holds a single pair."""
+    """Layers {0}, {1, 2}, {3}: states with 3, 1, 2, 1 actions; the last layer has one pair."""
     actions = torch.tensor([[1, 1, 1], [0, 1, 0], [1, 0, 1], [1, 0, 0]], dtype=torch.bool)
     halves = torch.full((1, 3, 2), 0.5, dtype=F64)
-    return occ.LayeredMDP([halves, torch.ones(2, 3, 1, dtype=F64), torch.ones(1, 3, 1, dtype=F64)], actions=actions)
+    ones = [torch.ones(width, 3, 1, dtype=F64) for width in (2, 1)]
+    return occ.LayeredMDP([halves, *ones], actions=actions)
 
 
-MDPS = {name: (lambda build=build: build().mdp) for name, build in PROBLEMS.items()} | {"three actions": masked_mdp}
+MDPS = {name: (lambda build=build: build().mdp) for name, build in PROBLEMS.items()}
+MDPS["three actions"] = masked_mdp
 every_mdp = pytest.mark.parametrize("build", MDPS.values(), ids=MDPS)
 
 
-# -- which exist ----------------------------------------------------------------------------------------------------------
+# -- which exist -----------------------------------------------------------------------------------
 
 
 def test_missing_and_groups():
     mdp = masked_mdp()
     assert mdp.missing["state"] is None
     assert torch.equal(mdp.missing["pair"], ~mdp.actions)
-    assert torch.equal(~mdp.missing["rest"], mdp.actions & torch.tensor([1, 0, 1, 0], dtype=torch.bool).unsqueeze(-1))
-    assert torch.equal(~mdp.missing["complement"], mdp.actions & torch.tensor([1, 1, 1, 0], dtype=torch.bool).unsqueeze(-1))
+    several_actions = torch.tensor([[1], [0], [1], [0]], dtype=torch.bool)
+    several_pairs = torch.tensor([[1], [1], [1], [0]], dtype=torch.bool)  # in the layer
+    assert torch.equal(~mdp.missing["rest"], mdp.actions & several_actions)
+    assert torch.equal(~mdp.missing["complement"], mdp.actions & several_pairs)
     groups = [(states.tolist(), actions.tolist()) for states, actions in mdp.action_groups]
     assert groups == [([1, 3], [[1], [0]]), ([2], [[0, 2]]), ([0], [[0, 1, 2]])]
     assert all(mask is None for mask in occ.LayeredMDP.random(3, 2, 2).missing.values())
@@ -50,7 +54,7 @@ def test_an_argument_that_does_not_exist_takes_no_part(name):
     assert bool((marginal(name, mdp, q) > 0).all())
 
 
-# -- their values ---------------------------------------------------------------------------------------------------------
+# -- their values ----------------------------------------------------------------------------------
 
 
 @every_argument
@@ -62,19 +66,26 @@ def test_values_on_omega(name, build):
     plain = {"pair": q, "rest": state.unsqueeze(-1) - q, "state": state, "complement": 1 - q}[name]
     missing = mdp.missing[name]
     expected = plain if missing is None else torch.where(missing, 1.0, plain)
-    torch.testing.assert_close(marginal(name, mdp, q.expand(2, *q.shape)), expected.expand(2, *expected.shape), rtol=0, atol=4 * EPS)
+    found = marginal(name, mdp, q.expand(2, *q.shape))
+    expected = expected.expand(2, *expected.shape)
+    torch.testing.assert_close(found, expected, rtol=0, atol=4 * EPS)
 
 
 def exact_sum(numbers):
     return sum(map(Fraction, numbers), Fraction(0))
 
 
-@pytest.mark.parametrize(("largest", "others"), [(1 - 3e-14, 1e-14), (1.0, 1e-20), (1 - EPS / 2, 1e-20), (1 - EPS, 1e-30)])
+@pytest.mark.parametrize(
+    ("largest", "others"),
+    [(1 - 3e-14, 1e-14), (1.0, 1e-20), (1 - EPS / 2, 1e-20), (1 - EPS, 1e-30)],
+)
 @pytest.mark.parametrize("name", ["rest", "complement"])
 def test_no_digit_is_lost_when_one_action_takes_nearly_all(name, largest, others):
-    """Two states, one of which holds nearly everything, in one action. `largest` may be an ulp off, as rounding leaves it."""
-    mdp = occ.LayeredMDP([torch.ones(2, 3, 1, dtype=F64)], initial=torch.tensor([0.5, 0.5], dtype=F64))
-    q = torch.tensor([[others, largest, 0.3 * others], [0.7 * others, 0.1 * others, 0.9 * others]], dtype=F64)
+    """One of two states has nearly all of the mass, in one action; `largest` may be an ulp off."""
+    initial = torch.tensor([0.5, 0.5], dtype=F64)
+    mdp = occ.LayeredMDP([torch.ones(2, 3, 1, dtype=F64)], initial=initial)
+    rows = [[others, largest, 0.3 * others], [0.7 * others, 0.1 * others, 0.9 * others]]
+    q = torch.tensor(rows, dtype=F64)
     found = marginal(name, mdp, q)
     for s, a in ((s, a) for s in range(2) for a in range(3)):
         row = [float(q[s, b]) for b in range(3) if b != a]
@@ -84,7 +95,7 @@ def test_no_digit_is_lost_when_one_action_takes_nearly_all(name, largest, others
 
 @pytest.mark.parametrize("size", [1, 2, 5, 64, 65, 200])
 def test_sum_of_others_adds_exactly_the_others(size):
-    """On both sides of the size at which the algorithm changes, relative to each sum, over twenty orders of magnitude."""
+    """Entries differ by twenty orders of magnitude; errors are relative to each sum."""
     generator = torch.Generator().manual_seed(size)
     x = 10 ** (-20 * torch.rand(3, size, dtype=F64, generator=generator))
     x[:, size // 2] = 1.0
@@ -96,13 +107,13 @@ def test_sum_of_others_adds_exactly_the_others(size):
             assert abs(Fraction(other) - exact) <= 2 * size * EPS * exact
 
 
-def test_both_ways_of_summing_agree():
+def test_another_entry_that_is_zero_changes_no_sum():
     x = torch.rand(4, 64, dtype=F64, generator=torch.Generator().manual_seed(0))
-    padded = torch.nn.functional.pad(x, (0, 1))  # 65 entries: prefix and suffix sums
-    torch.testing.assert_close(sum_of_others(padded)[:, :64], sum_of_others(x), rtol=64 * EPS, atol=0)
+    found = sum_of_others(torch.nn.functional.pad(x, (0, 1)))[:, :64]
+    torch.testing.assert_close(found, sum_of_others(x), rtol=64 * EPS, atol=0)
 
 
-# -- their derivatives ----------------------------------------------------------------------------------------------------
+# -- their derivatives -----------------------------------------------------------------------------
 
 
 @every_argument
@@ -127,9 +138,11 @@ def test_change_is_the_derivative_of_the_argument(name, build):
     torch.testing.assert_close(change(name, mdp, dq), derivative, rtol=1e-14, atol=1e-15)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch.func.hessian, on its first call
+# torch.func.hessian warns on its first call.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_nothing_made_inside_a_transform_outlives_it():
-    x = torch.rand(11, dtype=F64, generator=torch.Generator().manual_seed(2))  # a size that no other test uses
+    # A size that no other test uses.
+    x = torch.rand(11, dtype=F64, generator=torch.Generator().manual_seed(2))
     for _ in range(2):
         found = torch.func.hessian(lambda x: sum_of_others(x).square().sum())(x)
     torch.testing.assert_close(found, 18.0 + 2.0 * torch.eye(11, dtype=F64), rtol=1e-15, atol=0)

@@ -20,7 +20,7 @@ def point(*batch):
     return occ.interior_point(mdp).expand(*batch, 4, 2), mdp
 
 
-# -- the algebra ----------------------------------------------------------------------------------------------------------
+# -- the algebra -----------------------------------------------------------------------------------
 
 A, B, C = occ.Tsallis(), Centred(0.5), Coupled(0.25)
 
@@ -45,7 +45,8 @@ A, B, C = occ.Tsallis(), Centred(0.5), Coupled(0.25)
 )
 def test_values_follow_the_algebra(psi, weights):
     q, mdp = point()
-    expected = sum(weight * part(q, 9.0, mdp) for weight, part in zip(weights, (A, B, C), strict=True))
+    pairs = zip(weights, (A, B, C), strict=True)
+    expected = sum(weight * part(q, 9.0, mdp) for weight, part in pairs)
     torch.testing.assert_close(psi(q, 9.0, mdp), expected, rtol=1e-14, atol=0)
 
 
@@ -71,7 +72,11 @@ def test_an_operation_without_a_meaning_is_a_type_error(combine):
 
 @pytest.mark.parametrize("factor", [0, 0.0, -1.0, torch.nan, torch.inf])
 def test_only_positive_numbers_scale(factor):
-    for combine in (lambda: occ.Shannon() * factor, lambda: factor * occ.Shannon(), lambda: occ.Shannon() / factor):
+    for combine in (
+        lambda: occ.Shannon() * factor,
+        lambda: factor * occ.Shannon(),
+        lambda: occ.Shannon() / factor,
+    ):
         with pytest.raises(ValueError, match=re.escape(f"positive number, got {factor}")):
             combine()
 
@@ -80,23 +85,29 @@ def test_the_parameters_of_a_sum_are_those_of_its_terms():
     psi = occ.HybridTsallis(0.5) / occ.InverseSqrt(2.0) + occ.LogBarrier(3.0)
     named = {name: parameter.item() for name, parameter in psi.named_parameters()}
     assert sorted(named.values()) == [0.5, 2.0, 3.0]
-    assert all(isinstance(parameter, torch.nn.Parameter) and parameter.dtype == F64 for parameter in psi.parameters())
+    assert all(isinstance(parameter, torch.nn.Parameter) for parameter in psi.parameters())
+    assert all(parameter.dtype == F64 for parameter in psi.parameters())
     twice = psi + occ.LogBarrier(4.0)
     assert len(list(twice.parameters())) == 4
 
 
 def test_batched_t_and_parameters_give_a_batch_of_values():
     q, mdp = point(3)
-    t, alpha, beta, gamma = tensor([1.0, 4.0, 9.0]), tensor([0.5, 0.25, 0.0]), tensor([1.0, 2.0, 3.0]), tensor([3.0, 2.0, 1.0])
+    t, alpha = tensor([1.0, 4.0, 9.0]), tensor([0.5, 0.25, 0.0])
+    beta, gamma = tensor([1.0, 2.0, 3.0]), tensor([3.0, 2.0, 1.0])
     found = (occ.HybridTsallis(alpha) / occ.InverseSqrt(gamma) + occ.LogBarrier(beta))(q, t, mdp)
     one_by_one = [
-        (occ.HybridTsallis(float(a)) / occ.InverseSqrt(float(g)) + occ.LogBarrier(float(b)))(q[0], float(t), mdp)
+        (occ.HybridTsallis(float(a)) / occ.InverseSqrt(float(g)) + occ.LogBarrier(float(b)))(
+            q[0], float(t), mdp
+        )
         for t, a, b, g in zip(t, alpha, beta, gamma, strict=True)
     ]
     torch.testing.assert_close(found, torch.stack(one_by_one), rtol=1e-15, atol=0)
 
 
-@pytest.mark.parametrize("psi", [A, SmoothedHybrid(0.5), B, C], ids=["built-in", "separable", "statewise", "joint"])
+@pytest.mark.parametrize(
+    "psi", [A, SmoothedHybrid(0.5), B, C], ids=["built-in", "separable", "statewise", "joint"]
+)
 def test_without_an_mdp_all_states_form_one_layer(psi):
     q = tensor([[0.1, 0.2, 0.3], [0.2, 0.1, 0.1]])
     mdp = occ.LayeredMDP([torch.ones(2, 3, 1, dtype=F64)], initial=tensor([0.5, 0.5]))
@@ -105,7 +116,7 @@ def test_without_an_mdp_all_states_form_one_layer(psi):
     torch.testing.assert_close(batched, torch.stack([psi(q), psi(q.flip(0))]), rtol=1e-15, atol=0)
 
 
-# -- parameters -----------------------------------------------------------------------------------------------------------
+# -- parameters ------------------------------------------------------------------------------------
 
 BUILT_IN = {
     "Tsallis": ("power", [0.0, 1.0, -0.5, 2.0, torch.nan]),
@@ -146,7 +157,10 @@ def test_a_python_number_keeps_all_its_digits(value):
     assert occ.InverseSqrt(value).gamma.item() == value
 
 
-@pytest.mark.parametrize(("given", "dtype"), [(2, F64), (0.5, F64), (torch.tensor(2), F64), (torch.tensor(0.5), torch.float32)])
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [(2, F64), (0.5, F64), (torch.tensor(2), F64), (torch.tensor(0.5), torch.float32)],
+)
 def test_the_number_type_of_a_parameter(given, dtype):
     assert occ.LogBarrier(given).beta.dtype == dtype
 
@@ -158,7 +172,7 @@ def test_a_parameter_is_a_copy():
     assert barrier.beta.item() == 2.0
 
 
-# -- new regularizers -----------------------------------------------------------------------------------------------------
+# -- new regularizers ------------------------------------------------------------------------------
 
 
 class Quadratic(occ.SeparableRegularizer):

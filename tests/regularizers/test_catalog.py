@@ -20,7 +20,7 @@ def other_actions(mdp, s, a):
 
 
 def over_pairs(term):
-    """sum of term(q(s, a), q(s), the number of other actions in the state, of other pairs in the layer)."""
+    """Sum term(q(s, a), q(s), number of other actions of s, of other pairs in the layer)."""
 
     def value(mdp, q):
         q, layer, total = q.numpy(), mdp.layer.numpy(), 0.0
@@ -40,11 +40,20 @@ def root_if(exists, x):
 FORMULAS = {
     "half Tsallis": (occ.Tsallis(), over_pairs(lambda x, u, others, pairs: -np.sqrt(x))),
     "Tsallis": (occ.Tsallis(0.3), over_pairs(lambda x, u, others, pairs: -(x**0.3))),
-    "HybridTsallis": (occ.HybridTsallis(0.6), over_pairs(lambda x, u, others, pairs: -np.sqrt(x) - 0.6 * root_if(others, u - x))),
+    "HybridTsallis": (
+        occ.HybridTsallis(0.6),
+        over_pairs(lambda x, u, others, pairs: -np.sqrt(x) - 0.6 * root_if(others, u - x)),
+    ),
     "alpha = 0": (occ.HybridTsallis(0.0), over_pairs(lambda x, u, others, pairs: -np.sqrt(x))),
-    "HybridComplement": (occ.HybridComplement(), over_pairs(lambda x, u, others, pairs: -np.sqrt(x) - root_if(pairs, 1 - x))),
+    "HybridComplement": (
+        occ.HybridComplement(),
+        over_pairs(lambda x, u, others, pairs: -np.sqrt(x) - root_if(pairs, 1 - x)),
+    ),
     "Shannon": (occ.Shannon(), over_pairs(lambda x, u, others, pairs: x * np.log(x))),
-    "ConditionalEntropy": (occ.ConditionalEntropy(), over_pairs(lambda x, u, others, pairs: x * np.log(x / u))),
+    "ConditionalEntropy": (
+        occ.ConditionalEntropy(),
+        over_pairs(lambda x, u, others, pairs: x * np.log(x / u)),
+    ),
     "LogBarrier": (occ.LogBarrier(2.5), over_pairs(lambda x, u, others, pairs: -2.5 * np.log(x))),
     "beta = 0": (occ.LogBarrier(0.0), over_pairs(lambda x, u, others, pairs: 0.0)),
 }
@@ -58,12 +67,18 @@ def test_values_are_those_of_the_formula(psi, formula, problem):
     assert float(psi(q, 1.0, mdp).detach()) == pytest.approx(expected, rel=1e-13, abs=1e-13)
     batch = psi(q.expand(2, 3, *q.shape), 1.0, mdp)
     assert batch.shape == (2, 3)
-    torch.testing.assert_close(batch, torch.full((2, 3), expected, dtype=F64), rtol=1e-13, atol=1e-13)
+    expected = torch.full((2, 3), expected, dtype=F64)
+    torch.testing.assert_close(batch, expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize(
     ("build", "values"),
-    [(occ.Tsallis, [0.3, 0.5]), (occ.HybridTsallis, [0.0, 2.0]), (occ.HybridComplement, [0.1, 1.0]), (occ.LogBarrier, [0.5, 8.0])],
+    [
+        (occ.Tsallis, [0.3, 0.5]),
+        (occ.HybridTsallis, [0.0, 2.0]),
+        (occ.HybridComplement, [0.1, 1.0]),
+        (occ.LogBarrier, [0.5, 8.0]),
+    ],
 )
 def test_batched_parameters_give_one_value_for_each(build, values):
     mdp, q = point("masked")
@@ -80,7 +95,10 @@ def test_batched_parameters_give_one_value_for_each(build, values):
         (occ.HybridComplement(), ("pair", "complement")),
         (occ.Shannon(), ("pair",)),
         (occ.ConditionalEntropy(), ("pair", "state")),
-        (occ.ConditionalEntropy() / 2 + occ.HybridTsallis(1.0) + occ.LogBarrier(), ("pair", "rest", "state")),
+        (
+            occ.ConditionalEntropy() / 2 + occ.HybridTsallis(1.0) + occ.LogBarrier(),
+            ("pair", "rest", "state"),
+        ),
     ],
 )
 def test_only_the_arguments_in_use_are_read(psi, arguments):
@@ -96,14 +114,16 @@ def test_jin_luo_with_the_constants_of_the_paper(problem, t):
     psi = occ.jin_luo(mdp)
     parameters = sorted(x.item() for x in psi.parameters())
     assert parameters == sorted([mdp.num_actions**-0.5, 64.0 * mdp.horizon, 1.0])
-    hybrid, barrier = occ.HybridTsallis(mdp.num_actions**-0.5)(q, 1.0, mdp), occ.LogBarrier(64.0 * mdp.horizon)(q, 1.0, mdp)
+    hybrid = occ.HybridTsallis(mdp.num_actions**-0.5)(q, 1.0, mdp)
+    barrier = occ.LogBarrier(64.0 * mdp.horizon)(q, 1.0, mdp)
     torch.testing.assert_close(psi(q, t, mdp), t**0.5 * hybrid + barrier, rtol=1e-14, atol=0)
 
 
 def test_jin_luo_with_other_constants():
     mdp, q = point("layers")
     found = occ.jin_luo(mdp, alpha=0.0, beta=0.25, gamma=0.5)(q, 9.0, mdp)
-    torch.testing.assert_close(found, 6 * occ.Tsallis()(q, 1.0, mdp) + 0.25 * occ.LogBarrier()(q, 1.0, mdp), rtol=1e-14, atol=0)
+    expected = 6 * occ.Tsallis()(q, 1.0, mdp) + 0.25 * occ.LogBarrier()(q, 1.0, mdp)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
 
 
 def test_jin_luo_fits_an_mdp_in_single_precision():

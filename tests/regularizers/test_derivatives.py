@@ -26,7 +26,7 @@ def derive(mdp, psi, q, t=1.0, parameters=None):
 
 
 def dense(mdp, psi, q, t=1.0):
-    """Gradient and Hessian of `forward` on the pairs that exist, by plain autograd: `(N,)`, `(N, N)`."""
+    """Gradient `(N,)` and Hessian `(N, N)` of `forward` on existing pairs, by plain autograd."""
     own = mdp.actions
 
     def value(x):
@@ -39,7 +39,8 @@ def dense(mdp, psi, q, t=1.0):
 
 def on_pairs(mdp, found):
     own = mdp.actions.flatten()
-    return found.gradient.flatten(-2)[..., own], found.hessian.to_full().matrix[..., own, :][..., own]
+    hessian = found.hessian.to_full().matrix[..., own, :][..., own]
+    return found.gradient.flatten(-2)[..., own], hessian
 
 
 def close(found, expected, tolerance=1e-12):
@@ -67,19 +68,27 @@ def test_a_batch_is_its_elements(name):
     found = derive(mdp, psi, q, t)
     for i in range(3):
         alone = derive(mdp, psi, q[i], t[i])
-        close((found.gradient[i], found.hessian.to_full().matrix[i]), (alone.gradient, alone.hessian.to_full().matrix), 1e-15)
+        close(
+            (found.gradient[i], found.hessian.to_full().matrix[i]),
+            (alone.gradient, alone.hessian.to_full().matrix),
+            1e-15,
+        )
 
 
-@pytest.mark.parametrize("name", ["hybrid_complement", "jin_luo", "custom_statewise", "custom_joint"])
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch.func.hessian, on its first call
+@pytest.mark.parametrize(
+    "name", ["hybrid_complement", "jin_luo", "custom_statewise", "custom_joint"]
+)
+# torch.func.hessian warns on its first call.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_forward_can_be_differentiated_by_torch_func(name):
     mdp, q = point("layers")
     psi = REGULARIZERS[name](mdp)
-    by_func = torch.func.hessian(lambda q: psi(q, 7.0, mdp))(q).reshape(q.numel(), q.numel()).detach()
+    by_func = torch.func.hessian(lambda q: psi(q, 7.0, mdp))(q).detach()
+    by_func = by_func.reshape(q.numel(), q.numel())
     close([by_func], [dense(mdp, psi, q, 7.0)[1]])
 
 
-# -- one function at three levels -----------------------------------------------------------------------------------------
+# -- one function at three levels ------------------------------------------------------------------
 
 
 class BySeparable(occ.SeparableRegularizer):
@@ -125,11 +134,24 @@ def test_the_three_levels_agree(problem, batch):
 
 @pytest.mark.parametrize("problem", ["masked", "layers"])
 @pytest.mark.parametrize(
-    ("levels", "kind"), [("aa", Separable), ("ab", Blocks), ("ba", Blocks), ("bb", Blocks), ("ca", Full), ("bc", Full), ("abc", Full)]
+    ("levels", "kind"),
+    [
+        ("aa", Separable),
+        ("ab", Blocks),
+        ("ba", Blocks),
+        ("bb", Blocks),
+        ("ca", Full),
+        ("bc", Full),
+        ("abc", Full),
+    ],
 )
 def test_sums_of_levels(levels, kind, problem):
     mdp, q = point(problem)
-    parts = {"a": occ.HybridTsallis(0.5) / occ.InverseSqrt(), "b": Centred(0.3) * 2, "c": Coupled(0.5)}
+    parts = {
+        "a": occ.HybridTsallis(0.5) / occ.InverseSqrt(),
+        "b": Centred(0.3) * 2,
+        "c": Coupled(0.5),
+    }
     total = parts[levels[0]]
     for level in levels[1:]:
         total = total + parts[level]
@@ -139,12 +161,18 @@ def test_sums_of_levels(levels, kind, problem):
     close(on_pairs(mdp, found), [sum(x) for x in zip(*separate, strict=True)], 1e-14)
 
 
-# -- closed forms ---------------------------------------------------------------------------------------------------------
+# -- closed forms ----------------------------------------------------------------------------------
 
 CLOSED = {  # d, w, c at x = q(s, a), r = q(s) - q(s, a), u = q(s), y = 1 - q(s, a)
     "Tsallis": (occ.Tsallis(0.25), lambda x, r, u, y: (0.25 * 0.75 * x**-1.75, 0 * x, 0 * u)),
-    "HybridTsallis": (occ.HybridTsallis(0.5), lambda x, r, u, y: (x**-1.5 / 4, 0.5 * r**-1.5 / 4, 0 * u)),
-    "HybridComplement": (occ.HybridComplement(0.5), lambda x, r, u, y: (x**-1.5 / 4 + 0.5 * y**-1.5 / 4, 0 * x, 0 * u)),
+    "HybridTsallis": (
+        occ.HybridTsallis(0.5),
+        lambda x, r, u, y: (x**-1.5 / 4, 0.5 * r**-1.5 / 4, 0 * u),
+    ),
+    "HybridComplement": (
+        occ.HybridComplement(0.5),
+        lambda x, r, u, y: (x**-1.5 / 4 + 0.5 * y**-1.5 / 4, 0 * x, 0 * u),
+    ),
     "Shannon": (occ.Shannon(), lambda x, r, u, y: (1 / x, 0 * x, 0 * u)),
     "ConditionalEntropy": (occ.ConditionalEntropy(), lambda x, r, u, y: (1 / x, 0 * x, -1 / u)),
     "LogBarrier": (occ.LogBarrier(3.0), lambda x, r, u, y: (3 / x**2, 0 * x, 0 * u)),
@@ -153,20 +181,22 @@ CLOSED = {  # d, w, c at x = q(s, a), r = q(s) - q(s, a), u = q(s), y = 1 - q(s,
 
 @pytest.mark.parametrize(("psi", "closed"), CLOSED.values(), ids=CLOSED)
 def test_closed_forms_of_the_second_derivatives(psi, closed):
-    """At a point where one action of a state holds nearly everything, every entry to rounding of its own size."""
+    """Every entry is accurate relative to its own size, where one action has nearly all of q(s)."""
     mdp = occ.LayeredMDP.random(3, 2, 3, seed=2)
     policy = random_loss(mdp, 60.0, seed=3).neg().softmax(-1)
     q = occ.occupancy(mdp, policy)
     assert float(q.min()) < 1e-15
     rest = torch.stack([q[:, [1, 2]].sum(-1), q[:, [0, 2]].sum(-1), q[:, [0, 1]].sum(-1)], -1)
-    elsewhere = torch.cat([layer.sum(-1).flip(0) if len(layer) > 1 else torch.zeros(1, dtype=F64) for layer in mdp.split(q, 0)])
+    zero, layers = torch.zeros(1, dtype=F64), mdp.split(q, 0)
+    elsewhere = [layer.sum(-1).flip(0) if len(layer) > 1 else zero for layer in layers]
+    elsewhere = torch.cat(elsewhere)
     expected = closed(q, rest, q.sum(-1), rest + elsewhere.unsqueeze(-1))
     hessian = derive(mdp, psi, q).hessian
     for x, y in zip((hessian.d, hessian.w, hessian.c), expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-14, atol=0)
 
 
-# -- parameters from outside ----------------------------------------------------------------------------------------------
+# -- parameters from outside -----------------------------------------------------------------------
 
 
 def test_the_evaluator_takes_other_parameters():
@@ -185,12 +215,15 @@ def test_the_evaluator_takes_other_parameters():
 
 
 def test_batched_parameters_never_add_up():
-    """At one q for all of them there is a Hessian for each parameter, or an error; not their sum."""
+    """With one q for several parameters, there is a Hessian per parameter or an error; no sum."""
     mdp, q = point("masked")
     beta = torch.tensor([1.0, 5.0], dtype=F64)
     together = derive(mdp, occ.LogBarrier(beta), q.expand(2, *q.shape)).hessian.d
     torch.testing.assert_close(
-        together, torch.stack([derive(mdp, occ.LogBarrier(float(b)), q).hessian.d for b in beta]), rtol=1e-15, atol=0
+        together,
+        torch.stack([derive(mdp, occ.LogBarrier(float(b)), q).hessian.d for b in beta]),
+        rtol=1e-15,
+        atol=0,
     )
     try:
         broadcast = derive(mdp, occ.LogBarrier(beta), q).hessian.d

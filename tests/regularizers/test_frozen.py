@@ -1,4 +1,4 @@
-"""What a step was made for cannot change behind its back, and everything else of nn.Module still works."""
+"""The structure of a step cannot change, and all other features of nn.Module still work."""
 
 import copy
 import pickle

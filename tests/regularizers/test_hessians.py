@@ -21,7 +21,8 @@ def separable(*batch, seed=0):
 
 def blocks(*batch, seed=1):
     pairs = ACTIONS.unsqueeze(-1) & ACTIONS.unsqueeze(-2)
-    return Blocks(torch.rand(*batch, 3, 3, 3, dtype=F64, generator=torch.Generator().manual_seed(seed)) * pairs, ACTIONS)
+    generator = torch.Generator().manual_seed(seed)
+    return Blocks(torch.rand(*batch, 3, 3, 3, dtype=F64, generator=generator) * pairs, ACTIONS)
 
 
 def full(*batch, seed=2):
@@ -33,7 +34,7 @@ def full(*batch, seed=2):
 LEVELS = {"separable": separable, "blocks": blocks, "full": full}
 
 
-# -- the three levels -----------------------------------------------------------------------------------------------------
+# -- the three levels ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (4, 1)])
@@ -41,7 +42,8 @@ def test_a_separable_block_is_the_second_derivative_of_its_terms(batch):
     """sum_a d x_a^2 / 2 + w (x(s) - x_a)^2 / 2 + c x(s)^2 / 2 has exactly this Hessian."""
     hessian = separable(*batch)
     found = hessian.to_blocks().blocks
-    for index in torch.cartesian_prod(*(torch.arange(size) for size in (*batch, 3))).reshape(-1, len(batch) + 1).tolist():
+    indices = torch.cartesian_prod(*(torch.arange(size) for size in (*batch, 3)))
+    for index in indices.reshape(-1, len(batch) + 1).tolist():
         *element, state = index
         d, w, c = (x[(*element, state)] for x in (hessian.d, hessian.w, hessian.c))
         here = ACTIONS[state]
@@ -73,24 +75,27 @@ def test_a_sum_is_held_at_the_coarser_level(left, right, batches):
     a, b = LEVELS[left](*batches[0], seed=3), LEVELS[right](*batches[1], seed=4)
     found = combine(a, b)
     assert type(found) is max(type(a), type(b), key=[Separable, Blocks, Full].index)
-    torch.testing.assert_close(found.to_full().matrix, a.to_full().matrix + b.to_full().matrix, rtol=1e-15, atol=1e-15)
+    expected = a.to_full().matrix + b.to_full().matrix
+    torch.testing.assert_close(found.to_full().matrix, expected, rtol=1e-15, atol=1e-15)
 
 
 def test_curvature():
-    """What is left on the diagonal between directions that keep q(s); for matrices, the diagonal."""
+    """D = d + w for separable Hessians; the diagonal for matrices."""
     assert torch.equal(separable().curvature, separable().d + separable().w)
     assert torch.equal(blocks(2).curvature, blocks(2).blocks.diagonal(dim1=-2, dim2=-1))
-    assert torch.equal(full(2).curvature, full(2).matrix.diagonal(dim1=-2, dim2=-1).reshape(2, 3, 3))
+    diagonal = full(2).matrix.diagonal(dim1=-2, dim2=-1)
+    assert torch.equal(full(2).curvature, diagonal.reshape(2, 3, 3))
 
 
-# -- the paper's Hessian (`lem:hessian_derivaties`) -----------------------------------------------------------------------
+# -- the paper's Hessian (`lem:hessian_derivaties`) ------------------------------------------------
 
 ALPHA = 0.625
 
 
 def inflow(mdp, q):
-    """q(s) as the analysis defines it: what arrives, and the initial distribution in the first layer."""
-    return DenseFlow(mdp).inflow(q) + torch.nn.functional.pad(mdp.initial, (0, mdp.num_states - mdp.layer_sizes[0]))
+    """q(s) as in the analysis: the inflow, and in the first layer the initial distribution."""
+    later = mdp.num_states - mdp.layer_sizes[0]
+    return DenseFlow(mdp).inflow(q) + torch.nn.functional.pad(mdp.initial, (0, later))
 
 
 def phi_by_inflow(mdp, q):
@@ -110,7 +115,8 @@ def lemma(mdp, q):
         if layer[s2] == layer[s] - 1:
             H[s2, a2, s, a] = H[s, a, s2, a2] = -P[s2, a2, s] * bend[s, a]
         elif layer[s2] == layer[s]:
-            H[s2, a2, s, a] = (P[s, a] * P[s2, a2] * bend.sum(-1)).sum()  # over s'': P is zero but for the next layer
+            # The sum is over s''; P is zero except in the next layer.
+            H[s2, a2, s, a] = (P[s, a] * P[s2, a2] * bend.sum(-1)).sum()
             if (s, a) == (s2, a2):
                 H[s, a, s, a] += 1 / (4 * q[s, a] ** 1.5) + bend[s, a]
     return H
@@ -126,28 +132,35 @@ def quadratic_form(H, w):
 
 @pytest.fixture(params=["layers", "contexts", "short"])
 def point(request):
-    mdp = occ.LayeredMDP.random(3, 2, 2, seed=4) if request.param == "short" else PROBLEMS[request.param]().mdp
+    short = request.param == "short"
+    mdp = occ.LayeredMDP.random(3, 2, 2, seed=4) if short else PROBLEMS[request.param]().mdp
     return mdp, occ.occupancy(mdp, random_loss(mdp, 2.0).softmax(-1))
 
 
 def test_the_lemma_is_the_hessian_of_the_inflow_version(point):
     mdp, q = point
-    torch.testing.assert_close(lemma(mdp, q), autograd_hessian(lambda q: phi_by_inflow(mdp, q), q), rtol=1e-11, atol=1e-11)
+    expected = autograd_hessian(lambda q: phi_by_inflow(mdp, q), q)
+    torch.testing.assert_close(lemma(mdp, q), expected, rtol=1e-11, atol=1e-11)
 
 
 def test_both_definitions_agree_on_omega_and_on_its_tangent_space_only(point):
     mdp, q = point
-    torch.testing.assert_close(phi_by_inflow(mdp, q), occ.HybridTsallis(ALPHA)(q, 1.0, mdp).detach(), rtol=1e-13, atol=0)
+    expected = occ.HybridTsallis(ALPHA)(q, 1.0, mdp).detach()
+    torch.testing.assert_close(phi_by_inflow(mdp, q), expected, rtol=1e-13, atol=0)
     paper, package = lemma(mdp, q), ours(mdp, q)
     anything = random_loss(mdp, seed=7) - 0.5
     tangent = q - occ.occupancy(mdp, random_loss(mdp, 3.0, seed=8).softmax(-1))  # E w = 0
     assert float((occ.flow_residual(mdp, q + tangent)).abs().max()) < 1e-15
-    assert quadratic_form(paper, tangent) == pytest.approx(quadratic_form(package, tangent), rel=1e-10)
-    assert quadratic_form(paper, anything) != pytest.approx(quadratic_form(package, anything), rel=1e-3)
+    on_omega, off_omega = quadratic_form(package, tangent), quadratic_form(package, anything)
+    assert quadratic_form(paper, tangent) == pytest.approx(on_omega, rel=1e-10)
+    assert quadratic_form(paper, anything) != pytest.approx(off_omega, rel=1e-3)
 
 
 def test_the_quadratic_form_of_the_lemma(point):
-    """`eq:quadratic_form`: 1/4 sum w^2 / q^(3/2) + alpha (h(s) - w)^2 / (q(s) - q)^(3/2), with h the inflow of w."""
+    """`eq:quadratic_form`: 1/4 sum w^2 / q^(3/2) + alpha (h(s) - w)^2 / (q(s) - q)^(3/2).
+
+    h is the inflow of w.
+    """
     mdp, q = point
     w = random_loss(mdp, seed=7) - 0.5
     h = DenseFlow(mdp).inflow(w).unsqueeze(-1)

@@ -20,7 +20,8 @@ T = torch.tensor([1.0, 2.0, 100.0, 1e8], dtype=F64)
 )
 def test_values(schedule, expected):
     torch.testing.assert_close(schedule(T), expected, rtol=1e-15, atol=0)
-    torch.testing.assert_close(schedule(T.reshape(2, 2)), expected.reshape(2, 2), rtol=1e-15, atol=0)
+    found = schedule(T.reshape(2, 2))
+    torch.testing.assert_close(found, expected.reshape(2, 2), rtol=1e-15, atol=0)
     torch.testing.assert_close(schedule(T[2]), expected[2], rtol=1e-15, atol=0)
 
 
@@ -32,7 +33,9 @@ def test_a_batched_rate_gives_a_batch(build, t):
     torch.testing.assert_close(build(rates)(t), one_by_one, rtol=1e-15, atol=0)
 
 
-@pytest.mark.parametrize("schedule", [occ.Constant(0.7), occ.InverseSqrt(0.7), occ.Polynomial(0.7, 0.3)])
+@pytest.mark.parametrize(
+    "schedule", [occ.Constant(0.7), occ.InverseSqrt(0.7), occ.Polynomial(0.7, 0.3)]
+)
 def test_derivatives_in_t_and_every_parameter(schedule):
     names = [name for name, _ in schedule.named_parameters()]
 

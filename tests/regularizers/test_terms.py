@@ -30,5 +30,6 @@ def test_kernels_have_the_derivatives_of_the_torch_form(name):
 
 
 def test_the_built_in_regularizers_use_them():
-    terms = [term for psi in (occ.Tsallis(), occ.Shannon(), occ.LogBarrier(1.0)) for term in psi.table()]
+    regularizers = (occ.Tsallis(), occ.Shannon(), occ.LogBarrier(1.0))
+    terms = [term for regularizer in regularizers for term in regularizer.table()]
     assert [term.function.code for term in terms] == [psi.POWER, psi.X_LOG_X, psi.LOG]

@@ -102,6 +102,13 @@ def compare_learners(
         ValueError: if there are fewer than two learners or seeds, or if no learner has the name of
             the baseline.
     """
+    if not isinstance(learners, Mapping):
+        raise TypeError(
+            'learners: expected a dictionary, {"name": learner, ...}, got '
+            f"{type(learners).__name__}"
+        )
+    if "save_to" in options:
+        raise ValueError("save_to: a file holds one run; simulate each learner with its own file")
     if len(learners) < 2:
         raise ValueError(f"learners: expected at least two to compare, got {list(learners)}")
     if len(seeds) < 2:

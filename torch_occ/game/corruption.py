@@ -42,6 +42,11 @@ class Corrupted(LossProcess):
         episodes: int | None = None,
         target: Tensor | None = None,
     ) -> None:
+        if not isinstance(base, LossProcess):
+            raise TypeError(
+                "base: expected an occ.LossProcess, for example occ.BernoulliLosses(mean), got "
+                f"{type(base).__name__}"
+            )
         if not budget >= 0:
             raise ValueError(f"budget: expected a non-negative number, got {budget}")
         if strategy not in ("front", "uniform", "targeted"):

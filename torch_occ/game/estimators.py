@@ -53,9 +53,15 @@ class CentredEstimator(Estimator):
         raise NotImplementedError(f"{type(self).__name__}: write baseline(q, t) -> (*batch, S, A)")
 
     def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
-        baseline = self.baseline(
-            q, torch.tensor(float(t), dtype=q.dtype, device=q.device)
-        ).expand_as(q)
+        found = self.baseline(q, torch.tensor(float(t), dtype=q.dtype, device=q.device))
+        try:
+            baseline = found.expand_as(q)
+        except (AttributeError, RuntimeError):
+            kind = f"of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+            raise ValueError(
+                f"estimator: {type(self).__name__}.baseline at episode {t}: expected a tensor "
+                f"that broadcasts to {tuple(q.shape)}, got {kind}"
+            ) from None
         return (
             feedback.scatter((feedback.losses - feedback.gather(baseline)) / feedback.gather(q), q)
             + baseline
@@ -82,6 +88,11 @@ class ReducedVariance(CentredEstimator):
     """
 
     def __init__(self, learning_rate: Schedule) -> None:
+        if not isinstance(learning_rate, Schedule):
+            raise TypeError(
+                "learning_rate: expected an occ.Schedule, for example occ.InverseSqrt(0.5), got "
+                f"{learning_rate!r}"
+            )
         self.learning_rate = learning_rate
 
     def threshold(self, t: Tensor) -> Tensor:

@@ -165,6 +165,11 @@ def occupancy_figure(
     """
     from matplotlib.colors import PowerNorm
 
+    if tuple(q.shape) != (mdp.num_states, mdp.num_actions):
+        raise ValueError(
+            f"q: expected shape {(mdp.num_states, mdp.num_actions)}, got {tuple(q.shape)}; "
+            "of several seeds, draw one or their mean, q.mean(0)"
+        )
     layers = [
         layer.detach().cpu().numpy()
         for layer in mdp.split(torch.where(mdp.actions, q, torch.nan), -2)

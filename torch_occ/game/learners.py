@@ -87,6 +87,16 @@ class FTRL(Learner):
         self, mdp: LayeredMDP, regularizer: Regularizer, estimator: Estimator | None = None
     ) -> None:
         super().__init__(mdp)
+        if not isinstance(regularizer, Regularizer):
+            raise TypeError(
+                "regularizer: expected an occ.Regularizer, for example occ.jin_luo(mdp), got "
+                f"{type(regularizer).__name__}"
+            )
+        if not isinstance(estimator, Estimator | None):
+            raise TypeError(
+                "estimator: expected an occ.Estimator, for example occ.ImportanceWeighted(), got "
+                f"{estimator!r}"
+            )
         self.step = FTRLStep(mdp, regularizer)
         self.estimator = ImportanceWeighted() if estimator is None else estimator
 

@@ -156,5 +156,5 @@ def play_fixed(model: Model, means: Floats, numbers: Floats, rules: Rules, tally
         add_moments(rules, means, row, t, len(numbers), tally.second_moment)
         tally.scalars[EXPECTED] += expected
         tally.scalars[REALISED] += walk(
-            model, rules, t, means, row, means, q, numbers, tally.cumulative_loss
+            model, rules, t, means, row, means[row], q, numbers, tally.cumulative_loss
         )

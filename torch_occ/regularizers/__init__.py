@@ -1,12 +1,12 @@
 """Regularizers, learning rates and their derivatives.
 
-base          what a regularizer is; sums, scaling, division by a schedule
+base          the three base classes; sums, scaling, division by a schedule
 catalog       the built-in regularizers, and jin_luo
-terms         elementary functions as data
+terms         weighted elementary functions, the data of built-in regularizers
 arguments     q(s,a), q(s) - q(s,a), q(s) and 1 - q(s,a), without cancellation
 schedules     learning rates eta_t
-parametrized  modules whose parameters declare their domain
+parametrized  modules whose parameters declare their domains
 derivatives   gradients and Hessians of psi by autograd
 frozen        modules whose structure is fixed
-hessians      Hessians at the cheapest level that holds them
+hessians      Hessians: three vectors, one block per state, or one full matrix
 """

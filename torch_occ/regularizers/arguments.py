@@ -1,15 +1,16 @@
-"""The positive numbers that a separable regularizer reads off an occupancy measure, each without cancellation.
+"""The arguments of separable regularizers, computed from q without cancellation.
 
     pair        q(s, a)
     rest        q(s) - q(s, a)        the other actions of the state
     state       q(s)
     complement  1 - q(s, a)           all other pairs of the layer
 
-When one action takes nearly all of a state, q(s) - q(s, a) computed as written has no correct digit left, and the regularizers of this
-package have infinite slope there. So `rest` and `complement` are summed from the other entries instead.
+When one action takes nearly all of a state, the subtraction q(s) - q(s, a) leaves no correct
+digit, and the regularizers of this package have infinite slope there. So `rest` and `complement`
+are sums of the other entries.
 
-An argument that is identically zero (the rest of a state with one action) or that belongs to a masked pair does not exist: it takes
-no part in anything, and a harmless 1 stands in its place.
+An argument does not exist if it is identically zero (the rest of a state with one action) or
+belongs to a masked pair. Its value is then set to 1, and its terms are left out of every sum.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ ARGUMENTS: tuple[Argument, ...] = ("pair", "rest", "state", "complement")
 
 
 def marginal(name: Argument, mdp: LayeredMDP, q: Tensor) -> Tensor:
-    """One argument at q `(*batch, S, A)`, which must vanish on masked pairs. `state` is `(*batch, S)`, the others `(*batch, S, A)`."""
+    """Compute one argument at q.
+
+    Args:
+        q: `(*batch, S, A)`, zero on masked pairs.
+
+    Returns:
+        `(*batch, S)` for `state`, `(*batch, S, A)` for the others; 1 where it does not exist.
+    """
     match name:
         case "pair":
             found = q
@@ -37,13 +45,14 @@ def marginal(name: Argument, mdp: LayeredMDP, q: Tensor) -> Tensor:
         case "complement":
             elsewhere = torch.cat([sum_of_others(layer) for layer in mdp.split(q.sum(-1), -1)], -1)
             accurate = q @ mdp.other_actions + elsewhere.unsqueeze(-1)
-            # On Omega both are equal; `accurate` has the digits, and 1 - q the derivative that this package means.
+            # On Omega, `accurate` equals 1 - q. Take the value from `accurate`, which does not
+            # cancel, and the derivative from 1 - q.
             found = accurate.detach() - (q - q.detach())
     return keep(name, mdp, found, 1.0)
 
 
 def change(name: Argument, mdp: LayeredMDP, dq: Tensor) -> Tensor:
-    """How the argument moves when q moves by dq."""
+    """Return the change of the argument when q changes by dq; 0 where it does not exist."""
     match name:
         case "pair":
             moved = dq
@@ -57,7 +66,10 @@ def change(name: Argument, mdp: LayeredMDP, dq: Tensor) -> Tensor:
 
 
 def pull_back(name: Argument, mdp: LayeredMDP, slope: Tensor) -> Tensor:
-    """The gradient in q of scalar terms with this slope, `(*batch, S, A)`: the adjoint of `change`."""
+    """Return the gradient in q `(*batch, S, A)` of scalar terms with this slope.
+
+    This is the adjoint of `change`.
+    """
     slope = keep(name, mdp, slope, 0.0)
     match name:
         case "pair":
@@ -71,13 +83,13 @@ def pull_back(name: Argument, mdp: LayeredMDP, slope: Tensor) -> Tensor:
 
 
 def keep(name: Argument, mdp: LayeredMDP, x: Tensor, otherwise: float) -> Tensor:
-    """x where the argument exists, `otherwise` elsewhere."""
+    """Return x where the argument exists, and `otherwise` elsewhere."""
     mask = mdp.missing[name]
     return x if mask is None else x.masked_fill(mask, otherwise)
 
 
 def sum_of_others(x: Tensor) -> Tensor:
-    """Along the last dimension, the sum of all entries but this one, adding only what belongs to it."""
+    """Return, for each entry along the last dimension, the sum of the others; nothing cancels."""
     before = torch.nn.functional.pad(x.cumsum(-1)[..., :-1], (1, 0))
     after = torch.nn.functional.pad(x.flip(-1).cumsum(-1)[..., :-1], (1, 0)).flip(-1)
     return before + after

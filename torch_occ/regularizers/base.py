@@ -1,11 +1,12 @@
-"""What a regularizer is: a convex function of q and of the episode t, written at one of three levels.
+"""Regularizers: convex functions of q and of the episode t, written at one of three levels.
 
-    SeparableRegularizer   scalar functions of q(s,a), q(s)-q(s,a), q(s) and 1-q(s,a): `pair`, `rest`, `state`, `complement`
+    SeparableRegularizer   scalar functions of q(s,a), q(s)-q(s,a), q(s) and 1-q(s,a):
+                           `pair`, `rest`, `state`, `complement`
     StatewiseRegularizer   one function of the actions of a state: `per_state`
     JointRegularizer       one function of all of q: `joint`
 
-Only the function is written; gradients and Hessians come from autograd, at the level that fits. Regularizers add up, scale by numbers,
-and multiply by or divide by schedules:
+A subclass writes only the function. Autograd computes gradients and Hessians, at the level of the
+class. Regularizers can be added, and multiplied or divided by numbers and schedules:
 
     psi = HybridTsallis(alpha) / InverseSqrt(gamma) + LogBarrier(beta)
 """
@@ -29,53 +30,64 @@ from torch_occ.regularizers.terms import Table, align
 
 
 class Inputs(NamedTuple):
-    """An occupancy measure as the three levels read it."""
+    """The arguments of the functions at the three levels; empty for levels not in use."""
 
     scalars: dict[Argument, Tensor]  # see torch_occ.regularizers.arguments
     per_state: list[Tensor]  # (*batch, G, n) for each group of G states with n actions
-    joint: list[Tensor]  # one (*batch, S, A), or nothing
+    joint: list[Tensor]  # at most one, (*batch, S, A)
 
 
 class Values(NamedTuple):
-    """A regularizer taken apart by level, ready to be differentiated at each."""
+    """The values of a regularizer, summed within each level only, so that each can be derived."""
 
-    scalars: dict[
-        Argument, Tensor
-    ]  # the weighted scalar terms, elementwise, shaped like their argument
-    per_state: list[Tensor]  # (*batch, G) for each group of states with one number of actions
-    joint: list[Tensor]  # one (*batch,), or nothing
+    scalars: dict[Argument, Tensor]  # weighted scalar terms, elementwise, shaped as their argument
+    per_state: list[Tensor]  # (*batch, G) for each group of G states with n actions
+    joint: list[Tensor]  # at most one, (*batch,)
 
 
 class Regularizer(Parametrized):
-    """Base of all regularizers: the algebra, and the value psi_t(q)."""
+    """Base of all regularizers: sums, scaling, and the value psi_t(q)."""
 
     def parts(self, t: Tensor) -> Iterator[tuple[Regularizer, Tensor | None]]:
-        """The elementary regularizers with their weights at t (None is 1)."""
+        """Yield the elementary regularizers with their weights at t (None means 1)."""
         yield self, None
 
     def forward(self, q: Tensor, t: Tensor | float = 1.0, mdp: LayeredMDP | None = None) -> Tensor:
-        """psi_t(q), `(*batch,)`. The mdp tells which pairs exist and how states form layers; without it, q is one layer."""
+        """Evaluate psi_t(q).
+
+        Args:
+            q: `(*batch, S, A)`.
+            t: the episode, a number or a tensor that broadcasts against `batch`.
+            mdp: says which pairs exist and which states form a layer. By default all pairs exist
+                and all states form one layer.
+
+        Returns:
+            `(*batch,)`.
+
+        Raises:
+            TypeError: if a part is derived from none of the three base classes of the levels.
+            ValueError: if a function of a part returns a tensor of the wrong shape.
+        """
         mdp = _single_layer(q) if mdp is None else mdp
         t = torch.as_tensor(t, dtype=q.dtype, device=q.device)
         return total(mdp, self.evaluate(self.read(mdp, q), t))
 
     def read(self, mdp: LayeredMDP, q: Tensor) -> Inputs:
-        """What the levels in use need of q."""
+        """Compute the arguments of all functions at q."""
+        groups = mdp.action_groups if StatewiseRegularizer in self.levels else []
         return Inputs(
             {name: marginal(name, mdp, q) for name in self.arguments},
-            [gather(q, group) for group in mdp.action_groups]
-            if StatewiseRegularizer in self.levels
-            else [],
+            [gather(q, group) for group in groups],
             [q] if JointRegularizer in self.levels else [],
         )
 
     def evaluate(self, inputs: Inputs, t: Tensor) -> Values:
-        """The weighted value of every elementary regularizer, summed within its level and nowhere else."""
+        """Evaluate all elementary regularizers with their weights; sum within each level only."""
         return evaluate(list(self.parts(t)), inputs)
 
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
-        """The arguments that the scalar terms read."""
+        """The arguments of the scalar terms."""
         used = {
             name
             for leaf in self.leaves()
@@ -85,16 +97,16 @@ class Regularizer(Parametrized):
         return tuple(name for name in ARGUMENTS if name in used)
 
     def constant(self, weight: Tensor | None) -> tuple[Regularizer | Table, Tensor | None]:
-        """This regularizer and its weight, with what does not depend on q worked out once and for all."""
+        """Return this regularizer and its weight, with all that does not depend on q computed."""
         return self, weight
 
     def leaves(self) -> Iterator[Regularizer]:
-        """The elementary regularizers, without weights."""
+        """Yield the elementary regularizers, without weights."""
         yield self
 
     @cached_property
     def levels(self) -> set[type[Regularizer]]:
-        """Which of the three levels are in use."""
+        """The levels in use, as base classes."""
         kinds = (SeparableRegularizer, StatewiseRegularizer, JointRegularizer)
         return {kind for kind in kinds for leaf in self.leaves() if isinstance(leaf, kind)}
 
@@ -102,34 +114,32 @@ class Regularizer(Parametrized):
         return Sum(self, other) if isinstance(other, Regularizer) else NotImplemented
 
     def __radd__(self, other: int) -> Regularizer:
-        return self if other == 0 else NotImplemented  # what sum([...]) begins with
+        return self if other == 0 else NotImplemented  # sum([...]) starts from 0
 
     def __mul__(self, factor: Schedule | float) -> Scaled:
-        return (
-            Scaled(self, factor, 1)
-            if isinstance(factor, Schedule | int | float)
-            else NotImplemented
-        )
+        if not isinstance(factor, Schedule | int | float):
+            return NotImplemented
+        return Scaled(self, factor, 1)
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Schedule | float) -> Scaled:
-        return (
-            Scaled(self, divisor, -1)
-            if isinstance(divisor, Schedule | int | float)
-            else NotImplemented
-        )
+        if not isinstance(divisor, Schedule | int | float):
+            return NotImplemented
+        return Scaled(self, divisor, -1)
 
 
 class SeparableRegularizer(Regularizer):
-    """A sum of scalar functions. Override the ones that you need; each acts entry by entry and must be convex on x > 0.
+    """A sum of scalar functions. Override those that you need.
+
+    Each function acts entry by entry and must be convex on x > 0.
 
     When a parameter has a batch shape, a function is called for one element of the batch: it sees
     the parameter without its batch shape and x of shape `(S, A)`, or `(S,)` in `state`. Otherwise x
     is `(*batch, S, A)`. So `self.strength * x` means the same in both cases, at every level.
 
-    For Newton's method to need no line search, f should satisfy |x f'''(x)| <= 2 f''(x), as powers, x log x and -log x do. Other
-    functions work too, by backtracking.
+    Newton's method needs no line search if |x f'''(x)| <= 2 f''(x), as for powers, x log x and
+    -log x. For other functions it backtracks.
     """
 
     def pair(self, x: Tensor) -> Tensor:
@@ -149,7 +159,7 @@ class SeparableRegularizer(Regularizer):
         raise NotImplementedError
 
     def scalar(self, name: Argument, x: Tensor, weight: Tensor | None) -> Tensor:
-        """weight times the function of this argument."""
+        """Return weight times the function of this argument."""
         event_dims = 1 if name == "state" else 2
         return weighted(weight, call(self, name, x, event_dims, event_dims), event_dims)
 
@@ -166,20 +176,20 @@ class StatewiseRegularizer(Regularizer):
     """A sum over states of a function of the state's actions."""
 
     def per_state(self, q_s: Tensor) -> Tensor:
-        """`(*batch, G, n)`, the occupancies of the n available actions of G states -> `(*batch, G)`."""
+        """Map the occupancies of G states with n actions `(*batch, G, n)` to `(*batch, G)`."""
         raise NotImplementedError
 
 
 class JointRegularizer(Regularizer):
-    """A function of the whole occupancy measure; its Hessian is dense, so this is for small MDPs."""
+    """A function of the whole occupancy measure, for small MDPs: its Hessian is dense."""
 
     def joint(self, q: Tensor) -> Tensor:
-        """`(*batch, S, A)` -> `(*batch,)`. Masked pairs are zero and must not matter."""
+        """Map q `(*batch, S, A)` to `(*batch,)`; the result must not depend on masked pairs."""
         raise NotImplementedError
 
 
 class Sum(Frozen, Regularizer):
-    """psi_1 + psi_2 + ...; which terms there are is fixed, the values of their parameters are not."""
+    """psi_1 + psi_2 + ... The list of terms is fixed; the values of parameters may change."""
 
     fixed: ClassVar = {"terms": "add up a new regularizer, and make a new FTRLStep with it"}
     terms: list[Regularizer]
@@ -201,7 +211,13 @@ class Sum(Frozen, Regularizer):
 
 
 class Scaled(Frozen, Regularizer):
-    """psi times a schedule or number, to the power 1 or -1; fixed, but for the values of parameters."""
+    """psi * factor^power, with power 1 or -1 and a factor that is a schedule or a number.
+
+    All three are fixed; the values of parameters may change.
+
+    Raises:
+        ValueError: if the factor is a number that is not positive and finite.
+    """
 
     fixed: ClassVar = dict.fromkeys(
         ("regularizer", "factor", "power"),
@@ -215,9 +231,9 @@ class Scaled(Frozen, Regularizer):
         self.regularizer, self.factor, self.power = regularizer, factor, power
 
     def weight(self, t: Tensor) -> Tensor:
-        factor = (
-            self.factor(t) if isinstance(self.factor, Schedule) else torch.full_like(t, self.factor)
-        )
+        """Return factor(t)^power."""
+        given = self.factor
+        factor = given(t) if isinstance(given, Schedule) else torch.full_like(t, given)
         return factor if self.power == 1 else 1 / factor
 
     def parts(self, t: Tensor) -> Iterator[tuple[Regularizer, Tensor | None]]:
@@ -230,15 +246,20 @@ class Scaled(Frozen, Regularizer):
 
 
 def evaluate(parts: list[tuple[Regularizer | Table, Tensor | None]], inputs: Inputs) -> Values:
-    """The sum of weighted elementary regularizers, level by level."""
+    """Sum weighted elementary regularizers, level by level.
+
+    Raises:
+        TypeError: if a part is derived from none of the three base classes of the levels.
+        ValueError: if a function of a part returns a tensor of the wrong shape.
+        RuntimeError: if a part was added after the inputs were computed.
+    """
     values = Values({}, [], [])
     for part, weight in parts:
         if isinstance(part, SeparableRegularizer | Table):
             for name in part.arguments:
                 value = part.scalar(name, inputs.scalars[name], weight)
-                values.scalars[name] = (
-                    values.scalars[name] + value if name in values.scalars else value
-                )
+                before = values.scalars.get(name)
+                values.scalars[name] = value if before is None else before + value
         elif isinstance(part, StatewiseRegularizer):
             _expected(part, inputs.per_state)
             found = [call(part, "per_state", q_s, 2, 1) for q_s in inputs.per_state]
@@ -249,16 +270,19 @@ def evaluate(parts: list[tuple[Regularizer | Table, Tensor | None]], inputs: Inp
             _accumulate(values.joint, [weighted(weight, value, 0) for value in found])
         else:
             raise TypeError(
-                f"{type(part).__name__}: derive it from SeparableRegularizer, StatewiseRegularizer or JointRegularizer"
+                f"{type(part).__name__}: derive it from SeparableRegularizer, "
+                "StatewiseRegularizer or JointRegularizer"
             )
     return values
 
 
 def call(part: Regularizer, method: str, x: Tensor, event_dims: int, result_dims: int) -> Tensor:
-    """What the user wrote, at x `(*batch, *event)`; it never sees the batch shape of a parameter.
+    """Call a function written by a user at x `(*batch, *event)`.
+
+    The function never sees the batch shape of a parameter.
 
     Raises:
-        ValueError: the function does not return one number for each entry, state or q.
+        ValueError: if the function does not return one number per entry, state or q.
     """
 
     reduced = event_dims - result_dims
@@ -278,7 +302,7 @@ def call(part: Regularizer, method: str, x: Tensor, event_dims: int, result_dims
 
 
 def total(mdp: LayeredMDP, values: Values) -> Tensor:
-    """The sum of all parts, `(*batch,)`."""
+    """Return the sum of all values, `(*batch,)`."""
     parts = [
         keep(name, mdp, value, 0.0).sum(-1 if name == "state" else (-2, -1))
         for name, value in values.scalars.items()
@@ -289,10 +313,11 @@ def total(mdp: LayeredMDP, values: Values) -> Tensor:
 
 
 def _expected(part: Regularizer, inputs: list[Tensor]) -> None:
-    """What a part reads is worked out once for all parts; one that came later would be left out."""
+    """Refuse a part that was added later: the inputs were chosen for the parts at that time."""
     if not inputs:
         raise RuntimeError(
-            f"regularizer: {type(part).__name__} was added after the first use; make a new FTRLStep(mdp, regularizer)"
+            f"regularizer: {type(part).__name__} was added after the first use; "
+            "make a new FTRLStep(mdp, regularizer)"
         )
 
 
@@ -301,12 +326,12 @@ def _accumulate(total: list[Tensor], values: list[Tensor]) -> None:
 
 
 def weighted(weight: Tensor | None, value: Tensor, event_dims: int) -> Tensor:
-    """weight * value, the weight's batch shape lined up with the value's."""
+    """Return weight * value, with the batch shape of the weight aligned to that of the value."""
     return value if weight is None else align(weight, event_dims) * value
 
 
 def gather(q: Tensor, group: tuple[Tensor, Tensor]) -> Tensor:
-    """The occupancies of a group of states with equally many actions, `(*batch, G, n)`."""
+    """Return the occupancies `(*batch, G, n)` of a group of G states with n actions each."""
     states, actions = group
     return q[..., states.unsqueeze(-1), actions]
 
@@ -314,6 +339,5 @@ def gather(q: Tensor, group: tuple[Tensor, Tensor]) -> Tensor:
 def _single_layer(q: Tensor) -> LayeredMDP:
     num_states, num_actions = q.shape[-2:]
     initial = torch.full((num_states,), 1 / num_states, dtype=q.dtype, device=q.device)
-    return LayeredMDP(
-        [torch.ones(num_states, num_actions, 1, dtype=q.dtype, device=q.device)], initial=initial
-    )
+    transitions = torch.ones(num_states, num_actions, 1, dtype=q.dtype, device=q.device)
+    return LayeredMDP([transitions], initial=initial)

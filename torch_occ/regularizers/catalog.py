@@ -1,7 +1,7 @@
 """The built-in regularizers, as data.
 
-Each is a table of weighted elementary terms (argument, function, weight), see torch_occ.regularizers.terms: a formula stands in one place, and
-whatever evaluates regularizers reads it there.
+Each is a table of weighted elementary terms (argument, function, weight); see
+torch_occ.regularizers.terms. The torch path and the compiled kernels read the same table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from torch_occ.regularizers.terms import Log, Power, Table, Term, XLogX
 
 
 class TabularRegularizer(SeparableRegularizer):
-    """A separable regularizer given by its table of terms."""
+    """A separable regularizer given by its table of terms.
+
+    Raises:
+        ValueError: if a parameter is outside its domain or declares event dimensions.
+    """
 
     def __init__(self, **parameters: Tensor | float) -> None:
         super().__init__(**parameters)
@@ -36,6 +40,7 @@ class TabularRegularizer(SeparableRegularizer):
         )
 
     def table(self) -> tuple[Term, ...]:
+        """Return the terms; subclasses write this method."""
         raise NotImplementedError
 
     @cached_property
@@ -50,7 +55,10 @@ class TabularRegularizer(SeparableRegularizer):
 
 
 class Tsallis(TabularRegularizer):
-    """- sum q(s,a)^power with 0 < power < 1; the 1/2-Tsallis entropy by default (Audibert and Bubeck; Zimmert and Seldin)."""
+    """- sum q(s,a)^power with 0 < power < 1.
+
+    The default is the 1/2-Tsallis entropy (Audibert and Bubeck; Zimmert and Seldin).
+    """
 
     arg_constraints: ClassVar = {"power": constraints.interval(1e-3, 1 - 1e-3)}
     power: Tensor
@@ -76,7 +84,10 @@ class HybridTsallis(TabularRegularizer):
 
 
 class HybridComplement(TabularRegularizer):
-    """- sum ( sqrt(q(s,a)) + alpha sqrt(1 - q(s,a)) ), the regularizer of Zimmert, Luo and Wei (2019) at alpha = 1."""
+    """- sum ( sqrt(q(s,a)) + alpha sqrt(1 - q(s,a)) ).
+
+    At alpha = 1 this is the regularizer of Zimmert, Luo and Wei (2019).
+    """
 
     arg_constraints: ClassVar = {"alpha": constraints.nonnegative}
     alpha: Tensor
@@ -96,7 +107,10 @@ class Shannon(TabularRegularizer):
 
 
 class ConditionalEntropy(TabularRegularizer):
-    """sum q(s,a) log( q(s,a) / q(s) ), whose minimizer is the softmax policy of soft value iteration."""
+    """sum q(s,a) log( q(s,a) / q(s) ).
+
+    The step is then soft value iteration: its policy is a softmax.
+    """
 
     def table(self) -> tuple[Term, ...]:
         return (Term("pair", XLogX(), 1.0), Term("state", XLogX(), -1.0))
@@ -121,9 +135,21 @@ def jin_luo(
     beta: Tensor | float | None = None,
     gamma: Tensor | float | None = None,
 ) -> Regularizer:
-    """psi_t = phi_H / eta_t + phi_L with eta_t = gamma / sqrt(t); by default the constants of `thm:main`.
+    """Make the regularizer of Jin and Luo, with the constants of `thm:main` by default.
 
-    alpha = 1 / sqrt(A), beta = 64 L, gamma = 1.
+        psi_t = phi_H / eta_t + phi_L,        eta_t = gamma / sqrt(t)
+
+    Args:
+        mdp: gives A, L, the number type and the device.
+        alpha: the weight in phi_H (`HybridTsallis`); by default 1 / sqrt(A).
+        beta: the weight of phi_L (`LogBarrier`); by default 64 L.
+        gamma: the factor of the learning rate; by default 1.
+
+    Returns:
+        `HybridTsallis(alpha) / InverseSqrt(gamma) + LogBarrier(beta)`.
+
+    Raises:
+        ValueError: if alpha or beta is negative, or gamma is not positive.
     """
     alpha = mdp.num_actions**-0.5 if alpha is None else alpha
     beta = 64.0 * mdp.horizon if beta is None else beta

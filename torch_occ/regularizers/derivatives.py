@@ -1,7 +1,8 @@
-"""Gradient and Hessian of psi_t by autograd, at the level at which it is written.
+"""Gradient and Hessian of psi_t by autograd, at the level at which psi is written.
 
-Scalar terms cost two backward passes whatever their number; per-state functions one more for each action; joint functions one for
-each pair. `Evaluator` is psi with its parameters made explicit, so that they can be tensors of a `torch.func` transform.
+Scalar terms cost two backward passes, whatever their number. Per-state functions cost one more per
+action, and joint functions one per pair. `Evaluator` makes psi a function of its parameters, so
+that they can be tensors of a `torch.func` transform.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ from torch_occ.regularizers.parametrized import Parametrized
 class Evaluator:
     """`regularizer.evaluate` as a function of its parameters.
 
-    `vmapped` has one entry for every enclosing `vmap` over parameters, the outermost first: for each parameter, whether it is
-    batched. Then all other inputs carry those batch dimensions first.
+    Args:
+        vmapped: one entry for every enclosing `vmap` over parameters, the outermost first. It says
+            for each parameter whether it is batched. All other inputs have these batch dimensions
+            in front.
     """
 
     def __init__(
         self, regularizer: Regularizer, vmapped: tuple[tuple[bool, ...], ...] = ()
     ) -> None:
         self.regularizer, self.vmapped = regularizer, vmapped
-        # A module that is used twice has one name: exchanged under two, its parameter would not find its way back.
+        # A module that is used twice is listed once: functional_call would not restore a parameter
+        # that it exchanged under two names.
         self.owners = [
             (path, module, name)
             for path, module in regularizer.named_modules()
@@ -43,31 +47,36 @@ class Evaluator:
         self.event_dims = [_event_dims(module, name) for _, module, name in self.owners]
 
     def under_vmap(self, batched: Sequence[bool]) -> Evaluator:
+        """Return the evaluator for one more enclosing `vmap`, which batches these parameters."""
         return Evaluator(self.regularizer, (tuple(batched), *self.vmapped))
 
     @property
     def own_parameters(self) -> tuple[Tensor, ...]:
-        """The regularizer's own; one that two modules share appears twice."""
+        """The parameters of the regularizer; one that two modules share appears twice."""
         return tuple(getattr(module, name) for _, module, name in self.owners)
 
     def validate(self, parameters: Sequence[Tensor]) -> None:
-        """Raise a ValueError that names a parameter outside its domain."""
+        """Check that all parameters are in their domains.
+
+        Raises:
+            ValueError: if one is not; the message names it.
+        """
         self.regularizer.validate(dict(zip(self.names, parameters, strict=True)))
 
     def batch_shape(self, parameters: Sequence[Tensor]) -> torch.Size:
-        """The batch shape of all parameters together, behind the dimensions of enclosing vmaps."""
+        """Return the batch shape of all parameters together, after the enclosing vmaps'."""
         shapes = self._batch_shapes(parameters)
         rank = max((len(own) for _, own in shapes), default=0)
         padded = [torch.Size((*outer, *(1,) * (rank - len(own)), *own)) for outer, own in shapes]
         return broadcast(*padded)
 
     def batch_shapes(self, parameters: Sequence[Tensor]) -> dict[str, torch.Size]:
-        """The batch shape of each parameter by its name, without enclosing vmaps."""
+        """Return the batch shape of each parameter by name, without enclosing vmaps."""
         shapes = self._batch_shapes(parameters)
         return {name: own for name, (_, own) in zip(self.names, shapes, strict=True)}
 
     def _batch_shapes(self, parameters: Sequence[Tensor]) -> list[tuple[torch.Size, torch.Size]]:
-        """Of each parameter its sizes in enclosing vmaps, 1 where it has none, and its batch."""
+        """Return for each parameter its sizes under the vmaps (1 if unbatched) and its batch."""
         found = []
         for i, (parameter, event_dims) in enumerate(zip(parameters, self.event_dims, strict=True)):
             sizes = iter(parameter.shape)
@@ -78,27 +87,22 @@ class Evaluator:
         return found
 
     def bind(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
-        """inputs -> values at these parameters and this t."""
+        """Return the function from inputs to values, at these parameters and this t."""
 
         def call(parameters: Sequence[Tensor], inputs: Inputs, t: Tensor) -> Values:
-            named = {
-                f"module.{name}": tensor
-                for name, tensor in zip(self.names, parameters, strict=True)
-            }
+            pairs = zip(self.names, parameters, strict=True)
+            named = {f"module.{name}": tensor for name, tensor in pairs}
             return torch.func.functional_call(self._caller, named, (inputs, t), tie_weights=False)
 
         for batched in reversed(self.vmapped):
-            call = torch.func.vmap(
-                call, in_dims=(tuple(0 if flag else None for flag in batched), 0, 0)
-            )
+            dims = tuple(0 if flag else None for flag in batched)
+            call = torch.func.vmap(call, in_dims=(dims, 0, 0))
         return lambda inputs: call(tuple(parameters), inputs, t)
 
     def bind_constants(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
-        """The same for plain tensors that need no derivative: the weights are worked out once."""
-        own = self.own_parameters
-        if self.vmapped or any(
-            given is not mine for given, mine in zip(parameters, own, strict=True)
-        ):
+        """Do the same for plain tensors that need no derivative; weights are computed once."""
+        pairs = zip(parameters, self.own_parameters, strict=True)
+        if self.vmapped or any(given is not own for given, own in pairs):
             return self.bind([parameter.detach() for parameter in parameters], t)
         with torch.no_grad():
             parts = [part.constant(weight) for part, weight in self.regularizer.parts(t)]
@@ -106,12 +110,15 @@ class Evaluator:
 
 
 def _event_dims(module: nn.Module, name: str) -> int | None:
-    """None for a module that declares nothing, such as nn.Linear: it has no batch shape."""
+    """Return the number of event dimensions; None for other modules, such as nn.Linear.
+
+    Parameters of such modules have no batch shape.
+    """
     return module.event_dims(name) if isinstance(module, Parametrized) else None
 
 
 class _MethodCaller(nn.Module):
-    """`functional_call` reaches only `forward`; this makes it reach `evaluate`."""
+    """Calls `evaluate` in its `forward`, because `functional_call` calls only `forward`."""
 
     def __init__(self, module: Regularizer) -> None:
         super().__init__()
@@ -122,20 +129,21 @@ class _MethodCaller(nn.Module):
 
 
 class Derivatives(NamedTuple):
-    """psi_t at a point."""
+    """Gradient and Hessian of psi_t at a point."""
 
-    scalars: dict[Argument, Tensor]  # the arguments of the scalar terms there
+    scalars: dict[Argument, Tensor]  # the arguments of the scalar terms at this point
     gradient: Tensor  # (*batch, S, A)
     hessian: Hessian
-    bends: dict[
-        Argument, Tensor
-    ]  # second derivatives of the scalar terms, zero where an argument does not exist
+    # Second derivatives of the scalar terms, zero where an argument does not exist.
+    bends: dict[Argument, Tensor]
     coarser: list[Tensor]  # (*batch, S, A) each, the diagonal of the Hessian of every other level
 
     def unit(self, q: Tensor) -> Tensor:
-        """q times its curvature, `(*batch, S, A)`: the error of the gradient that stands for a relative error of one in q.
+        """Return q times its curvature, `(*batch, S, A)`, the unit of dual residuals.
 
-        A term of q(s) - q(s,a) or 1 - q(s,a) counts with this argument where it is smaller: it is what the term determines.
+        An error of one unit in the gradient corresponds to a relative error of one in q. In a term
+        of q(s) - q(s,a) or 1 - q(s,a), that argument replaces q where it is smaller, because the
+        term determines the argument.
         """
         terms = [
             torch.minimum(q, self.scalars[name]) * bend
@@ -148,7 +156,15 @@ class Derivatives(NamedTuple):
 def derivatives(
     mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[Inputs], Values], q: Tensor
 ) -> Derivatives:
-    """Gradient and Hessian at q, for plain tensors: nothing is recorded."""
+    """Compute gradient and Hessian at q, for plain tensors; the results carry no graph.
+
+    Args:
+        evaluate: inputs -> values of psi_t, from `Evaluator.bind` or `bind_constants`.
+        q: `(*batch, S, A)`.
+
+    Raises:
+        ValueError: if a parameter has a larger batch than q.
+    """
     with torch.enable_grad():
         inputs = _leaves(regularizer.read(mdp, q.detach()))
         values = evaluate(inputs)
@@ -171,7 +187,7 @@ def derivatives(
 
 
 def _check_batch(inputs: Inputs, values: Values) -> None:
-    """Parameters and weights with a larger batch than q would have their Hessians added up."""
+    """Refuse parameters and weights with a larger batch than q: their Hessians would add up."""
     found: list[tuple[str, Tensor, Tensor, int]]
     found = [(name, x, values.scalars[name], 0) for name, x in inputs.scalars.items()]
     states = zip(inputs.per_state, values.per_state, strict=True)
@@ -196,7 +212,7 @@ def _leaves(inputs: Inputs) -> Inputs:
 def _grad(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: bool
 ) -> tuple[Tensor, ...]:
-    """Derivatives of the sum of the outputs, zero where there is no dependence."""
+    """Return derivatives of the sum of the outputs, zero where there is no dependence."""
     varying = [y for y in outputs if y.requires_grad]
     if not varying:
         return tuple(torch.zeros_like(x) for x in inputs)
@@ -209,15 +225,13 @@ def _of_scalars(
     arguments: dict[Argument, Tensor],
     values: dict[Argument, Tensor],
 ) -> tuple[Tensor, Separable, dict[Argument, Tensor]]:
-    """Gradient, Hessian, and the second derivatives by argument."""
+    """Return gradient, Hessian, and the second derivatives by argument."""
     names, xs = list(arguments), list(arguments.values())
     slopes = _grad(list(values.values()), xs, create_graph=True)
-    bends = _grad(
-        slopes, xs
-    )  # the terms act entry by entry, so this is the diagonal of second derivatives
-    gradient = sum(
-        pull_back(name, mdp, slope.detach()) for name, slope in zip(names, slopes, strict=True)
-    )
+    # The terms act entry by entry, so the derivative of the sum of slopes is the diagonal.
+    bends = _grad(slopes, xs)
+    pairs = zip(names, slopes, strict=True)
+    gradient = sum(pull_back(name, mdp, slope.detach()) for name, slope in pairs)
     second = {name: keep(name, mdp, bend, 0.0) for name, bend in zip(names, bends, strict=True)}
     assert isinstance(gradient, Tensor)
     zero = torch.zeros_like(gradient)
@@ -241,9 +255,8 @@ def _of_states(
         (slope,) = _grad([value], [x], create_graph=True)
         gradient[..., index[:, None], actions] = slope.detach()
         rows = [_grad([slope[..., i]], [x], retain_graph=True)[0] for i in range(x.shape[-1])]
-        blocks[..., index[:, None, None], actions[:, :, None], actions[:, None, :]] = torch.stack(
-            rows, -2
-        )
+        place = (index[:, None, None], actions[:, :, None], actions[:, None, :])
+        blocks[..., *place] = torch.stack(rows, -2)
     return gradient, Blocks(blocks, mdp.actions)
 
 

@@ -1,7 +1,8 @@
-"""Modules whose structure is fixed: attributes that are set once, and lists of modules that never change.
+"""Modules with a fixed structure: attributes that are set once, and lists that never change.
 
-A step works out much about its regularizer when it is made (which arguments it reads, how its weights follow from t and
-the parameters), so a structure that changed later would be ignored. Values of parameters may change at any time.
+A step analyses its regularizer when it is made: which arguments it reads, and how its weights
+depend on t and the parameters. It would ignore later changes of the structure, so they are errors.
+The values of parameters may change at any time.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from torch import nn
 
 
 class Frozen(nn.Module):
-    """Attributes named in `fixed` can be set once; `fixed` says what to do instead of setting them again."""
+    """A module whose attributes named in `fixed` can be set only once.
+
+    `fixed` maps each name to advice: what to do instead of setting the attribute again.
+
+    Raises:
+        AttributeError: if such an attribute is set again or deleted.
+    """
 
     fixed: ClassVar[dict[str, str]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.fixed and (
-            name in self.__dict__ or name in self.__dict__.get("_modules", ())
-        ):
+        own = self.__dict__
+        if name in self.fixed and (name in own or name in own.get("_modules", ())):
             self._refuse(name)
         super().__setattr__(name, value)
 
@@ -34,7 +40,15 @@ class Frozen(nn.Module):
 
 
 class FrozenList(nn.ModuleList):
-    """A list of modules that cannot be changed; `advice` says what to do instead."""
+    """A list of modules that cannot be changed.
+
+    Args:
+        modules: the entries.
+        advice: what to do instead of a change, for the error message.
+
+    Raises:
+        AttributeError: if the list is changed.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], advice: str = "make a new list") -> None:
         super().__init__()
@@ -45,9 +59,8 @@ class FrozenList(nn.ModuleList):
     def _refuse(self, *_: Any, **__: Any) -> Never:
         raise AttributeError(f"the modules in this list cannot be changed; {self._advice}")
 
-    __setitem__ = __delitem__ = __iadd__ = append = extend = insert = pop = add_module = (
-        register_module
-    ) = _refuse
+    __setitem__ = __delitem__ = __iadd__ = append = extend = insert = pop = _refuse
+    add_module = register_module = _refuse
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):

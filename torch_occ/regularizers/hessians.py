@@ -1,11 +1,11 @@
-"""Hessians of regularizers, stored at the cheapest level that holds them.
+"""Hessians of regularizers, in one of three forms from cheap to general.
 
     Separable   three vectors d, w, c: the block of a state is
                     H_s = diag(d + w) + (sum w + c) 1 1' - 1 w' - w 1'
-    Blocks      one A x A matrix a state
+    Blocks      one A x A matrix per state
     Full        one matrix over all pairs
 
-`combine` adds two of them at the coarser level. Entries of masked pairs are zero.
+`combine` adds two of them in the more general form of the two. Entries of masked pairs are zero.
 """
 
 from __future__ import annotations
@@ -27,17 +27,15 @@ class Separable:
 
     @property
     def curvature(self) -> Tensor:
-        """D = d + w, all that is left of H_s between directions that keep q(s), `(*batch, S, A)`."""
+        """D = d + w, `(*batch, S, A)`. If x and y keep q(s), then x' H_s y = sum x D y."""
         return self.d + self.w
 
     def to_blocks(self) -> Blocks:
-        rank_two = (
-            (self.w.sum(-1) + self.c)[..., None, None] - self.w.unsqueeze(-1) - self.w.unsqueeze(-2)
-        )
+        constant = (self.w.sum(-1) + self.c)[..., None, None]
+        rank_two = constant - self.w.unsqueeze(-1) - self.w.unsqueeze(-2)
         pairs = self.actions.unsqueeze(-1) & self.actions.unsqueeze(-2)
-        return Blocks(
-            torch.diag_embed(self.curvature) + torch.where(pairs, rank_two, 0.0), self.actions
-        )
+        blocks = torch.diag_embed(self.curvature) + torch.where(pairs, rank_two, 0.0)
+        return Blocks(blocks, self.actions)
 
     def to_full(self) -> Full:
         return self.to_blocks().to_full()
@@ -45,7 +43,7 @@ class Separable:
 
 @dataclass(frozen=True)
 class Blocks:
-    """One matrix a state, `(*batch, S, A, A)`."""
+    """One matrix per state, `(*batch, S, A, A)`."""
 
     blocks: Tensor
     actions: Tensor
@@ -59,12 +57,10 @@ class Blocks:
 
     def to_full(self) -> Full:
         *batch, num_states, num_actions, _ = self.blocks.shape
-        full = torch.diag_embed(
-            self.blocks.movedim(-3, -1), dim1=-4, dim2=-2
-        )  # (*batch, S, A, S, A)
-        return Full(
-            full.reshape(*batch, num_states * num_actions, num_states * num_actions), self.actions
-        )
+        states_last = self.blocks.movedim(-3, -1)
+        full = torch.diag_embed(states_last, dim1=-4, dim2=-2)  # (*batch, S, A, S, A)
+        count = num_states * num_actions
+        return Full(full.reshape(*batch, count, count), self.actions)
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ Hessian = Separable | Blocks | Full
 
 
 def combine(first: Hessian, second: Hessian) -> Hessian:
-    """The sum, at the coarser of the two levels."""
+    """Return the sum, in the more general form of the two."""
     if isinstance(first, Full) or isinstance(second, Full):
         return Full(first.to_full().matrix + second.to_full().matrix, first.actions)
     if isinstance(first, Blocks) or isinstance(second, Blocks):

@@ -1,9 +1,9 @@
-"""Modules whose parameters declare their domain as class data, as in `torch.distributions`.
+"""Modules whose parameters declare their domains as class data, as in `torch.distributions`.
 
-A parameter has the shape `(*batch, *event)`. Its event shape is what one problem needs: nothing
-for a scalar, (S, A) for one number a pair. Its batch shape is that of the problems that it is used
-with. A function that a user writes knows nothing of batches: `one_by_one` shows it each parameter
-without its batch shape, so that a batch cannot be taken for states or actions.
+A parameter has the shape `(*batch, *event)`. The event shape belongs to one problem: `()` for a
+scalar, `(S, A)` for one number per pair. The batch shape is that of the problems it is used with.
+A function written by a user does not handle batches. `one_by_one` gives it each parameter without
+its batch shape, so that batch dimensions cannot be mistaken for states or actions.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from torch.distributions import constraints
 from torch_occ._support.private import has_children, own_parameters
 from torch_occ.mdp.validation import broadcast
 
-#: What is read in place of a parameter, by the identity of the parameter; of this thread only.
+#: Tensors that replace parameters, by the `id` of the parameter; one mapping per thread.
 _views: ContextVar[Mapping[int, Tensor] | None] = ContextVar("views", default=None)
 
 
 def _seen(found: Any) -> Any:
-    """A parameter as the function that runs now may see it."""
+    """Return the replacement of a parameter inside `one_by_one`, else the parameter itself."""
     views = _views.get()
     return found if views is None else views.get(id(found), found)
 
 
 class Parametrized(nn.Module):
-    """Registers `nn.Parameter`s and checks them against `arg_constraints`.
+    """A module that registers `nn.Parameter`s and checks them against `arg_constraints`.
 
-    They are checked at construction and before every solve. A parameter is a scalar, or has the
-    batch shape of the problems that it is used with. One that needs more than a number for each
+    Parameters are checked at construction and before every solve. A parameter is a scalar, or has
+    the batch shape of the problems it is used with. A parameter with more than one number per
     problem declares its event dimensions, as in `torch.distributions`: for the shape
-    `(*batch, S, A)` its constraint is `constraints.independent(constraints.positive, 2)`. A
-    parameter that is neither declared nor given to `__init__`, but set as an attribute, has the
-    event shape with which it is first set.
+    `(*batch, S, A)` the constraint is `constraints.independent(constraints.positive, 2)`. For a
+    parameter that is only set as an attribute, the first shape that is set is the event shape.
+
+    Raises:
+        ValueError: if a parameter is outside its domain; the message names it.
     """
 
     arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
@@ -59,11 +61,11 @@ class Parametrized(nn.Module):
             self._event_dims.setdefault(name, param.dim())
 
     def event_dims(self, name: str) -> int:
-        """How many dimensions a parameter's event shape has; those before are its batch shape."""
+        """Return the number of event dimensions; the dimensions before them are the batch."""
         return self._event_dims[name]
 
     def batched(self) -> list[tuple[Tensor, torch.Size]]:
-        """The parameters that have a batch shape, here and in modules inside, with that shape."""
+        """Return all parameters that have a batch shape, with that shape; submodules included."""
         found = []
         for owner in self.modules() if has_children(self) else (self,):
             if isinstance(owner, Parametrized):
@@ -81,10 +83,13 @@ class Parametrized(nn.Module):
             yield name, _seen(parameter)
 
     def validate(self, parameters: Mapping[str, Tensor] | None = None) -> None:
-        """Raise a ValueError that names the first parameter outside its domain.
+        """Check that all parameters are in their domains.
 
         Args:
             parameters: values to check instead of the module's own, by name in `named_parameters`.
+
+        Raises:
+            ValueError: if one is not; the message names the first one.
         """
         for path, module in self.named_modules():
             if isinstance(module, Parametrized):
@@ -100,17 +105,20 @@ def one_by_one(
     x: Tensor,
     event_dims: int,
 ) -> Tensor:
-    """function(x), as if called for each element of the batch with that element's parameters.
+    """Call a function as if for each element of the batch, with the parameters of that element.
+
+    If no parameter has a batch shape, the function is called once with all of x.
 
     Args:
-        owner: whose parameters the function reads.
+        owner: the module whose parameters the function reads.
         x: `(*batch, *event)`.
-        event_dims: how many dimensions the event shape of x has.
+        event_dims: the number of event dimensions of x.
 
     Returns:
         `(*batch, *result)`, where batch is that of x and of all parameters together.
 
-    While no parameter has a batch shape, the function is called once with all of x.
+    Raises:
+        RuntimeError: if the function fails under `torch.func.vmap`.
     """
     batched = owner.batched()
     if not batched:
@@ -120,7 +128,7 @@ def one_by_one(
 
     def flat(value: Tensor, dims: int) -> Tensor:
         event = value.shape[dims:]
-        if not count:  # torch.func.vmap wants an element; it is dropped below
+        if not count:  # torch.func.vmap needs at least one element; it is dropped below
             return value.new_ones(1, *event)
         return value.expand(*batch, *event).reshape(count, *event)
 
@@ -145,6 +153,7 @@ def one_by_one(
 
 @contextmanager
 def _seen_as(views: Mapping[int, Tensor]) -> Iterator[None]:
+    """Replace parameters by these tensors, by `id`, within the context."""
     token = _views.set({**(_views.get() or {}), **views})
     try:
         yield
@@ -153,7 +162,7 @@ def _seen_as(views: Mapping[int, Tensor]) -> Iterator[None]:
 
 
 def _check(owner: str, name: str, value: Tensor, constraint: constraints.Constraint) -> None:
-    while isinstance(constraint, constraints.independent):  # to name the entry that is wrong
+    while isinstance(constraint, constraints.independent):  # so that the message shows the entry
         constraint = constraint.base_constraint
     valid = constraint.check(value)[(..., *(None,) * constraint.event_dim)] & value.isfinite()
     if not bool(valid.all()):

@@ -11,9 +11,10 @@ from torch_occ.regularizers.parametrized import Parametrized
 
 
 class Schedule(Parametrized):
-    """A positive function of the episode. Subclasses write `forward(t)`, with t a tensor of any shape."""
+    """A positive function of the episode. Subclasses write `forward`."""
 
     def forward(self, t: Tensor) -> Tensor:
+        """Return eta_t for a tensor t of any shape."""
         raise NotImplementedError
 
 

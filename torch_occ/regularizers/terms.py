@@ -1,6 +1,6 @@
-"""Weighted elementary functions: the data that built-in regularizers consist of.
+"""Weighted elementary functions, the data of built-in regularizers.
 
-The `code` of a function is its number in torch_occ.kernels.psi, where its derivatives are.
+The `code` of a function is its number in torch_occ.kernels.psi, which has its derivatives.
 """
 
 from __future__ import annotations
@@ -63,24 +63,19 @@ class Table:
     terms: tuple[Term, ...]
 
     def times(self, weight: Tensor | None) -> Table:
-        """Every weight times another one of shape `()` or `(*batch,)`."""
-        return (
-            self
-            if weight is None
-            else Table(
-                tuple(
-                    Term(term.argument, term.function, weight * term.weight) for term in self.terms
-                )
-            )
-        )
+        """Return the table with every weight multiplied by one of shape `()` or `(*batch,)`."""
+        if weight is None:
+            return self
+        terms = (Term(term.argument, term.function, weight * term.weight) for term in self.terms)
+        return Table(tuple(terms))
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
         return tuple(dict.fromkeys(term.argument for term in self.terms))
 
     def scalar(self, name: Argument, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The terms of one argument at x, entry by entry."""
-        assert weight is None, "see times"
+        """Return the sum of the terms of one argument at x, entry by entry."""
+        assert weight is None, "use Table.times for a weight"
         event_dims = 1 if name == "state" else 2
         values = [
             (align(term.weight, event_dims) if isinstance(term.weight, Tensor) else term.weight)
@@ -92,5 +87,8 @@ class Table:
 
 
 def align(parameter: Tensor, event_dims: int) -> Tensor:
-    """A parameter of shape `()` or `(*batch,)` ready to multiply something of shape `(*batch, *event)`."""
+    """Append event dimensions to a parameter `(*batch,)`, to multiply tensors `(*batch, *event)`.
+
+    A scalar is returned as it is.
+    """
     return parameter if parameter.dim() == 0 else parameter[(..., *(None,) * event_dims)]

@@ -1,4 +1,4 @@
-"""What may be given to a step, and the words for what is wrong with it, for both backends."""
+"""Checks of the arguments of a step, with the error messages of both backends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_occ.step.solution import Solution, Status
 
 
 class SolveError(RuntimeError):
-    """A step that could not be certified. `solution` holds what was found."""
+    """Raised when a step could not be certified. `solution` holds the uncertified result."""
 
     def __init__(self, message: str, solution: Solution) -> None:
         super().__init__(message)
@@ -31,13 +31,15 @@ def check_arguments(
     """Check shapes and types of a step's arguments.
 
     Args:
-        parameters: the batch shape of every parameter, by the name that messages show.
+        parameters: the batch shape of every parameter, by the name in error messages.
 
     Returns:
         t as a tensor, and every batch shape by name.
 
     Raises:
-        TypeError, ValueError: if something does not fit the MDP or does not broadcast.
+        TypeError: if an argument is not a tensor, or t not a number.
+        ValueError: if a shape, number type or device does not fit the MDP, or batch shapes do not
+            broadcast.
     """
     check_like("cumulative_loss", loss, mdp)
     if not isinstance(t, Tensor | int | float):
@@ -51,7 +53,7 @@ def check_arguments(
 
 
 def parameter_shapes(shapes: Mapping[str, torch.Size | Tensor]) -> dict[str, torch.Size]:
-    """Batch shapes of parameters under the names that messages show."""
+    """Return batch shapes of parameters by their names in error messages."""
     return {
         f"regularizer: {name}": x.shape if isinstance(x, Tensor) else x
         for name, x in shapes.items()
@@ -59,7 +61,11 @@ def parameter_shapes(shapes: Mapping[str, torch.Size | Tensor]) -> dict[str, tor
 
 
 def check_types(parameters: Mapping[str, Tensor], mdp: LayeredMDP) -> None:
-    """Parameters have the number type of the MDP and are where it is."""
+    """Check that parameters have the number type and the device of the MDP.
+
+    Raises:
+        ValueError: if one does not; the message names it.
+    """
     for name, parameter in parameters.items():
         if parameter.dtype != mdp.dtype or parameter.device != mdp.device:
             raise ValueError(
@@ -69,50 +75,81 @@ def check_types(parameters: Mapping[str, Tensor], mdp: LayeredMDP) -> None:
 
 
 def check_reachable(mdp: LayeredMDP) -> None:
-    """Some policy reaches every state."""
+    """Check that some policy reaches every state.
+
+    Raises:
+        ValueError: if a state cannot be reached; the message names the first one.
+    """
     unreachable = (~mdp.reachable).nonzero()
     if len(unreachable):
         raise ValueError(
-            f"mdp: {len(unreachable)} states cannot be reached, the first is {mdp.locate(int(unreachable[0]))}; "
-            "Omega has no interior there. Remove them with mdp.prune()"
+            f"mdp: {len(unreachable)} states cannot be reached, the first is "
+            f"{mdp.locate(int(unreachable[0]))}; the set Omega of occupancy measures has no "
+            "interior then. Remove them with mdp.prune()"
         )
 
 
 def check_layout(mdp: LayeredMDP, own: LayeredMDP) -> LayeredMDP:
-    """The MDP has the layout of a step's own one; returns it."""
+    """Check that an MDP has the layout of the step's own one.
+
+    Returns:
+        The MDP.
+
+    Raises:
+        ValueError: if layer sizes or available actions differ.
+    """
     if mdp.layer_sizes != own.layer_sizes or not torch.equal(mdp.actions, own.actions):
         raise ValueError(
-            f"mdp: expected the layout of {own}, got {mdp}; make it with mdp.with_transitions, or another FTRLStep"
+            f"mdp: expected the layout of {own}, got {mdp}; "
+            "make it with mdp.with_transitions, or make another FTRLStep"
         )
     return mdp
 
 
 def check_batches(shapes: dict[str, torch.Size]) -> None:
-    """Every batch shape must broadcast with those named before it."""
+    """Check that all batch shapes broadcast.
+
+    Raises:
+        ValueError: if a shape does not broadcast against those before it; the message names it.
+    """
     batch = torch.Size()
     for name, shape in shapes.items():
         try:
             batch = broadcast(batch, shape)
         except RuntimeError:
             raise ValueError(
-                f"{name}: expected a batch shape that broadcasts against {tuple(batch)}, got {tuple(shape)}"
+                f"{name}: expected a batch shape that broadcasts against {tuple(batch)}, "
+                f"got {tuple(shape)}"
             ) from None
 
 
 def check_transforms() -> None:
-    """torch loses tangents of a custom function under two forward modes, so that would be silently wrong."""
+    """Refuse forward mode inside forward mode.
+
+    torch loses tangents of a custom function there, and the result would be silently wrong.
+
+    Raises:
+        NotImplementedError: if two forward modes are active.
+    """
     if forward_modes() > 1:
         raise NotImplementedError(
-            "forward mode inside forward mode is not supported by torch here; use jacrev or grad for one of them"
+            "torch does not support forward mode inside forward mode here; "
+            "use jacrev or grad for one of them"
         )
 
 
 def check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
-    """A tensor `(*batch, S, A)` of the MDP's number type, where the MDP is."""
+    """Check that x is a tensor `(*batch, S, A)` with the number type and the device of the MDP.
+
+    Raises:
+        TypeError: if x is not a tensor.
+        ValueError: if its shape, number type or device is wrong.
+    """
     expected = (mdp.num_states, mdp.num_actions)
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"{name}: expected a tensor of shape (*batch, {expected[0]}, {expected[1]}), got {type(x).__name__}"
+            f"{name}: expected a tensor of shape (*batch, {expected[0]}, {expected[1]}), "
+            f"got {type(x).__name__}"
         )
     if tuple(x.shape[-2:]) != expected:
         raise ValueError(
@@ -120,34 +157,47 @@ def check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
         )
     if x.dtype != mdp.dtype or x.device != mdp.device:
         raise ValueError(
-            f"{name}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; convert one of them"
+            f"{name}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; "
+            "convert one of them"
         )
 
 
 def check_values(
     step_mdp: LayeredMDP, mdp: LayeredMDP, loss: Tensor, start: Tensor, t: Tensor, zeros: bool
 ) -> None:
-    """Runs on plain tensors, inside every transform; `zeros` if a start may have them."""
+    """Check the values of plain tensors; runs inside every transform.
+
+    Args:
+        step_mdp: the MDP of the step, which was checked when the step was made.
+        zeros: whether `start` may have zeros.
+
+    Raises:
+        ValueError: if t is below 1, a state cannot be reached, or a number is not finite or has
+            the wrong sign; the message names the place.
+    """
     early = (~((t >= 1) & t.isfinite())).nonzero()
     if len(early):
         raise ValueError(f"t: expected an episode of at least 1, got {float(t[tuple(early[0])])}")
-    if mdp is not step_mdp:  # other probabilities, which nobody has looked at yet
+    if mdp is not step_mdp:  # other probabilities, not checked yet
         if not all(bool(p.isfinite().all()) for p in mdp.probabilities):
             raise ValueError(
-                "mdp: a probability is not finite; LayeredMDP(transitions, ...) tells which"
+                "mdp: a probability is not finite; make it with LayeredMDP(transitions, ...), "
+                "whose error names the place"
             )
         check_reachable(mdp)
     wrong = (~loss.isfinite() & mdp.actions).nonzero()
     if len(wrong):
         raise ValueError(
-            f"cumulative_loss: {_place(mdp, wrong[0])} is {float(loss[tuple(wrong[0])])}; expected a finite number"
+            f"cumulative_loss: {_place(mdp, wrong[0])} is {float(loss[tuple(wrong[0])])}; "
+            "expected a finite number"
         )
     good = (start >= 0) if zeros else (start > 0)
     wrong = (~(good & start.isfinite()) & mdp.actions).nonzero()
     if len(wrong):
         expected = "an occupancy of at least 0" if zeros else "a positive occupancy"
         raise ValueError(
-            f"warm_start: {_place(mdp, wrong[0])} is {float(start[tuple(wrong[0])])}; expected {expected}"
+            f"warm_start: {_place(mdp, wrong[0])} is {float(start[tuple(wrong[0])])}; "
+            f"expected {expected}"
         )
 
 
@@ -158,7 +208,11 @@ def _place(mdp: LayeredMDP, index: Tensor) -> str:
 
 
 def report(check: bool, solution: Solution) -> None:
-    """Raise a `SolveError` if `check` is set and an element failed."""
+    """Report failed elements of a solution if `check` is set.
+
+    Raises:
+        SolveError: if an element failed; the message lists the first five.
+    """
     if not check or not bool(solution.status.any()):
         return
     failed = (solution.status != Status.CONVERGED).nonzero()
@@ -172,7 +226,7 @@ def report(check: bool, solution: Solution) -> None:
         )
     more = f"\n... and {len(failed) - 5} more" if len(failed) > 5 else ""
     raise SolveError(
-        "the FTRL step was not solved; check=False returns statuses instead\n"
+        "the FTRL step was not solved; step.solve(..., check=False) returns statuses instead\n"
         + "\n".join(lines)
         + more,
         solution,

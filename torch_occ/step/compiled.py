@@ -1,8 +1,8 @@
-"""The engine behind `FTRLStep`: tensors in, tensors out, for one MDP and a batch of problems.
+"""The engine of `FTRLStep`: compiled solves of a batch of problems over one MDP.
 
-A problem has its own loss, t, warm start and parameters. Between torch and the kernels stand the
-weights and exponents of the elementary terms. A formula (torch_occ.step.formulas) knows how they
-follow from t and the parameters; for regularizers with parts of a user, torch works them out.
+Each problem has its own loss, t, warm start and parameters. The kernels read weights and exponents
+of the elementary terms. A formula (torch_occ.step.formulas) computes them from t and the
+parameters. For regularizers with parts written by a user, torch computes them.
 """
 
 from __future__ import annotations
@@ -61,22 +61,23 @@ from torch_occ.step.solution import Options, Solution
 
 __all__ = ["CompiledStep", "pays_off", "why_not"]
 
-#: Beyond this width of dense layers, BLAS on the torch path catches up: measured with 2 to 10 layers and actions, one thread.
+#: The widest dense layer for which the engine is faster than BLAS on the torch path. Measured with
+#: 2 to 10 layers and actions, one thread.
 WIDEST = 150
 
 _SINGLE = torch.Size()
 
-#: Elements of a batch below which threads are not worth waking.
+#: The smallest batch that is shared among threads.
 _ALONE = 16
 
 
 def pays_off(mdp: LayeredMDP) -> bool:
-    """Whether the engine is expected to be faster than the torch path."""
+    """Return whether the engine is expected to be faster than the torch path."""
     return mdp.is_sparse or max(mdp.layer_sizes) <= WIDEST
 
 
 class CompiledStep:
-    """min ⟨q, loss⟩ + psi_t(q), for plain tensors outside every transform of torch.func."""
+    """min ⟨q, loss⟩ + psi_t(q) in compiled kernels, for tensors outside torch.func transforms."""
 
     def __init__(self, mdp: LayeredMDP, regularizer: Regularizer, options: Options) -> None:
         self.mdp, self.regularizer, self.options = mdp, regularizer, options
@@ -84,11 +85,11 @@ class CompiledStep:
         self.tolerance = options.tolerance_in(torch.float64)
         self.zeros = np.zeros(mdp.num_states)
         self.slots = slots_of(regularizer)
-        self.valid: list[Any] = []  # values of the parameters that were found valid
-        self.works: list[Work] = []  # scratch memory at rest
+        self.valid: list[Any] = []  # the last values of the parameters that were valid
+        self.works: list[Work] = []  # scratch memory that no thread uses now
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has memory of its own."""
+        """Copy and pickle without scratch memory, so that a copy makes its own."""
         return CompiledStep, (self.mdp, self.regularizer, self.options)
 
     @cached_property
@@ -97,7 +98,7 @@ class CompiledStep:
 
     @cached_property
     def template(self) -> list[Term]:
-        """The terms at some t: their arguments and functions are what they are at every t."""
+        """The terms at t = 1; their arguments and functions are the same at every t."""
         with torch.no_grad():
             return terms_of(self.regularizer, torch.ones((), dtype=torch.float64))
 
@@ -111,40 +112,39 @@ class CompiledStep:
 
     @cached_property
     def explicit(self) -> Evaluator:
-        """The same psi with weights and exponents for parameters."""
+        """psi with the weights and exponents of its terms as parameters."""
         return Evaluator(_Explicit(self.template))
 
     @cached_property
     def in_logs(self) -> bool:
-        """Whether psi is an entropy, and the torch path solves it in logarithms, too."""
+        """Whether psi is an entropy, and the MDP small enough to solve it in logarithms."""
         return is_entropy(self.regularizer) and self.shape[0] <= SQUARE
 
     def __call__(
         self, loss: Tensor, t: Tensor | float, start: Tensor
     ) -> tuple[Solution, bool] | None:
-        """The solution, and whether all of it converged; None if only the torch path can solve this.
+        """Solve the step.
+
+        Returns:
+            The solution, and whether all elements converged; None if the engine does not support
+            these inputs.
 
         Raises:
-            ValueError, TypeError: if an argument is wrong, in the words of the torch path.
+            ValueError, TypeError: if an argument is wrong, with the message of the torch path.
         """
         inputs: list[Any] = [t, *[slot[name] for slot, name in self.slots]]
         values = [number(x) for x in inputs]
-        if (
-            not (plain(loss) and plain(start))
-            or any(x is None for x in values)
-            or not self._in_domain(values)
-        ):
+        readable = plain(loss) and plain(start) and not any(x is None for x in values)
+        if not readable or not self._in_domain(values):
             self._complain(loss, t, start)
             return None
         formula = self.formula
-        if formula is None:  # then torch works out the terms, and they are the inputs
+        if formula is None:  # then torch computes the terms, and they are the inputs
             terms = terms_of(self.regularizer, torch.as_tensor(t, dtype=torch.float64))
             self._check_kinds(terms)
             outputs = (*(term.weight for term in terms), *list_exponents(terms))
-            inputs, formula = (
-                [x.double() if isinstance(x, Tensor) else x for x in outputs],
-                identity(2 * len(terms)),
-            )
+            inputs = [x.double() if isinstance(x, Tensor) else x for x in outputs]
+            formula = identity(2 * len(terms))
             values = [number(x) for x in inputs]
         batch = self._batch(loss, start, values)
         if batch is None:
@@ -161,40 +161,39 @@ class CompiledStep:
             self._complain(loss, t, start)
             return None
         converged = not any(statuses)
-        certificate = (
-            found.certificate if converged else found.certificate.copy()
-        )  # derivatives look at failures once more
+        # The user gets a copy of failures, because derivatives read them from `found` later.
+        certificate = found.certificate if converged else found.certificate.copy()
         if in_forward_mode() or (torch.is_grad_enabled() and followed(loss, *inputs)):
-            q, v = Follow.apply(
-                Origin(self, formula, replayed, table, found, batch, converged), loss, *inputs
-            )
+            origin = Origin(self, formula, replayed, table, found, batch, converged)
+            q, v = Follow.apply(origin, loss, *inputs)
         else:
             q, v = found.tensors(batch, self.shape)
         return Solution(q, v, torch.from_numpy(certificate.reshape(*batch, 5)), "engine"), converged
 
     def _complain(self, loss: Tensor, t: Tensor | float, start: Tensor) -> None:
-        """Raise an error that says what is wrong with the input, if something is."""
+        """Raise the error of the torch path if an argument is wrong, else return."""
         parameters = dict(self.regularizer.named_parameters())
         t, _ = check_arguments(self.mdp, loss, t, start, parameter_shapes(parameters))
         check_types(parameters, self.mdp)
         check_values(self.mdp, self.mdp, loss.detach(), start, t.detach(), zeros=self.in_logs)
 
     def _check_kinds(self, terms: Sequence[Term]) -> None:
-        """A user's table may say something else today; its kinds are what kernels and derivatives were made for."""
-        found, known = (
-            [(term.argument, type(term.function)) for term in each]
-            for each in (terms, self.template)
-        )
+        """Check that arguments and functions of a user's terms are those at construction."""
+        found = [(term.argument, type(term.function)) for term in terms]
+        known = [(term.argument, type(term.function)) for term in self.template]
         if found != known:
             raise RuntimeError(
-                f"regularizer: its terms were {known}, and are {found} now; make a new FTRLStep(mdp, regularizer)"
+                f"regularizer: its terms were {known}, and are {found} now; "
+                "make a new FTRLStep(mdp, regularizer)"
             )
 
     def _in_domain(self, values: list[Any]) -> bool:
+        """Return whether t is finite and at least 1; validate parameters that have changed."""
         t = values[0]
-        good = (
-            1.0 <= t < math.inf if type(t) is float else bool(((t >= 1.0) & (t < math.inf)).all())
-        )
+        if type(t) is float:
+            good = 1.0 <= t < math.inf
+        else:
+            good = bool(((t >= 1.0) & (t < math.inf)).all())
         known = [x if type(x) is float else x.tolist() for x in values[1:]]
         if known != self.valid:
             self.regularizer.validate()
@@ -202,7 +201,7 @@ class CompiledStep:
         return good
 
     def _batch(self, loss: Tensor, start: Tensor, values: list[Any]) -> torch.Size | None:
-        """The batch shape, or None if there is none."""
+        """Return the batch shape, or None if shapes are wrong or do not broadcast."""
         if loss.shape == self.shape == start.shape and all(type(x) is float for x in values):
             return _SINGLE
         try:
@@ -212,7 +211,7 @@ class CompiledStep:
         return batch if loss.shape[-2:] == self.shape == start.shape[-2:] else None
 
     def solve(self, batch: torch.Size, start: Tensor, loss: Tensor, terms: Floats) -> Found:
-        """Every element of a batch."""
+        """Solve every element of a batch; `terms` are weights and exponents `(2, N or 1, K)`."""
         count = batch.numel()
         found = Found(*self._empty(count), np.empty((count, 5)))
         inputs = (self.model, self.kinds, terms, rows(loss, batch, 2), rows(start, batch, 2))
@@ -222,7 +221,12 @@ class CompiledStep:
     def linear(
         self, x: Floats, r: Floats, q: Floats, terms: Floats
     ) -> tuple[Floats, Floats, Floats]:
-        """H(q) u - E'm = -x, E u = r, in rows: u and m, and the derivatives of ⟨u, grad psi(q)⟩ in weights and exponents, `(2, N, K)`."""
+        """Solve H(q) u - E'm = -x, E u = r for a batch, stored in rows.
+
+        Returns:
+            u, m, and the derivatives of ⟨u, grad psi(q)⟩ with respect to weights and exponents,
+            `(2, N, K)`.
+        """
         count = len(q) // self.shape[0]
         u, m = self._empty(count)
         bars = np.empty((2, count, terms.shape[2]))
@@ -230,12 +234,12 @@ class CompiledStep:
         return u, m, bars
 
     def _empty(self, count: int) -> tuple[Floats, Floats]:
-        """Rows of pairs and rows of states."""
+        """Allocate rows of pairs and rows of states."""
         num_states, num_actions = self.shape
         return np.empty((count * num_states, num_actions)), np.empty(count * num_states)
 
     def _run(self, count: int, kernel: Callable[..., None], *arguments: Any) -> None:
-        """The kernel over a batch, in as many threads as are worth it."""
+        """Run a kernel over a batch, in several threads if the batch is large enough."""
         if count < _ALONE:
             with compile_message:
                 self._run_alone(0, count, kernel, *arguments)
@@ -251,7 +255,7 @@ class CompiledStep:
     def _run_alone(
         self, first: int, stop: int, kernel: Callable[..., None], *arguments: Any
     ) -> None:
-        """Elements first, ..., stop - 1, with scratch memory that nobody else has in hand."""
+        """Run a kernel over elements first, ..., stop - 1, with scratch memory of its own."""
         try:
             work = self.works.pop()
         except IndexError:
@@ -259,57 +263,50 @@ class CompiledStep:
         kernel(*arguments, first, stop, work)
         self.works.append(work)
 
-    # -- on the torch path ------------------------------------------------------------------------------------------------
+    # -- on the torch path -------------------------------------------------------------------------
 
     def replay(
         self, formula: Formula, q: Tensor, loss: Tensor, inputs: Sequence[Any]
     ) -> tuple[Tensor, Tensor]:
-        """(q, v) once more, from the solution, in operations that autograd sees."""
+        """Return (q, v) in differentiable operations, starting from the solution q."""
+        rank = q.dim() - 2
+        one = torch.ones((1,) * rank, dtype=q.dtype)  # stands for t, on which nothing depends
+        named = self._named(formula, inputs)
         if self.in_logs:
-            named = zip(
-                (term.argument for term in self.template), self._named(formula, inputs), strict=True
-            )
-            entropy = Entropy(
-                *(x[(None,) * (q.dim() - 2 - x.dim())] for x in entropy_of(list(named)))
-            )
+            arguments = (term.argument for term in self.template)
+            entropy = entropy_of(list(zip(arguments, named, strict=True)))
+            entropy = Entropy(*(x[(None,) * (rank - x.dim())] for x in entropy))
             task = Task(self.mdp, self.options, False, check=lambda *_: None, report=lambda _: None)
-            one = torch.ones((1,) * (q.dim() - 2), dtype=q.dtype)
             again = solve_entropic(task, loss.expand_as(q), q.detach(), entropy, one, True)
             return again.q, again.value
         setting = Setting(self.mdp, self.explicit, probabilities=False)
         equation = Stationarity(setting, self.options, check=lambda *_: None, report=lambda _: None)
-        one = torch.ones((1,) * (q.dim() - 2), dtype=q.dtype)  # nothing depends on t any more
-        found = ImplicitSolution.apply(
-            equation, -loss.expand_as(q), q.detach(), one, *self._named(formula, inputs)
-        )
+        found = ImplicitSolution.apply(equation, -loss.expand_as(q), q.detach(), one, *named)
         return found[0], found[1]
 
     def push_gradient(
         self, formula: Formula, q: Tensor, at: Sequence[Any], tangents: Sequence[Tensor | None]
     ) -> Tensor:
-        """The derivative of grad psi(q) along tangents of the formula's inputs."""
+        """Return the derivative of grad psi(q) along tangents of the formula's inputs."""
         one, zero = torch.ones(q.shape[:-2], dtype=q.dtype), torch.zeros((), dtype=q.dtype)
-        q = torch.where(
-            self.mdp.actions, q.clamp(min=SMALLEST), 0.0
-        )  # as torch_occ.kernels.newton.floor_pairs
+        # The same floor as in torch_occ.kernels.newton.floor_pairs.
+        q = torch.where(self.mdp.actions, q.clamp(min=SMALLEST), 0.0)
         moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
 
         def gradient(*moved: Tensor) -> tuple[Tensor, Tensor]:
             inputs = list(at)
             for i, x in zip(moving, moved, strict=True):
                 inputs[i] = x
-            return Bound(self.mdp, self.explicit, one, self._named(formula, inputs)).gradient(
-                q
-            ), zero
+            bound = Bound(self.mdp, self.explicit, one, self._named(formula, inputs))
+            return bound.gradient(q), zero
 
         return push_forward(gradient, [at[i] for i in moving], [tangents[i] for i in moving])[0]
 
     def _named(self, formula: Formula, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-        """In the order of `explicit`: the weights, then the exponents of the powers."""
+        """Return the parameters of `explicit`: the weights, then the exponents of the powers."""
         _, outputs = formula.replay(inputs)
-        wanted = [True] * len(self.template) + [
-            isinstance(term.function, Power) for term in self.template
-        ]
+        powers = [isinstance(term.function, Power) for term in self.template]
+        wanted = [True] * len(self.template) + powers
         outputs = [x for x, want in zip(outputs, wanted, strict=True) if want]
         return tuple(
             x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in outputs

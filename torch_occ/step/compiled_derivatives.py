@@ -1,8 +1,8 @@
-"""Derivatives of a compiled step: closed forms where there are some, the torch path elsewhere.
+"""Derivatives of a compiled step: by kernels where possible, by the torch path elsewhere.
 
-The kernels know how q and v depend on the weights and exponents of the terms; a formula knows how
-those depend on t and the parameters. Forward mode in the terms and double backward are left to the
-torch path, for a regularizer whose parameters are those weights and exponents.
+The kernels differentiate q and v with respect to the weights and exponents of the terms; a formula
+differentiates those with respect to t and the parameters. Forward mode in the terms and second
+derivatives use the torch path, with the weights and exponents as parameters of the regularizer.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ class Found(NamedTuple):
     certificate: Floats  # (N, 5)
 
     def tensors(self, batch: torch.Size, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """q and v, on the same memory."""
+        """Return q and v as tensors that share memory with these arrays."""
         if not batch:
             return torch.from_numpy(self.q), torch.from_numpy(self.v)
-        return torch.from_numpy(self.q.reshape(*batch, *shape)), torch.from_numpy(
-            self.v.reshape(*batch, shape[0])
-        )
+        q, v = self.q.reshape(*batch, *shape), self.v.reshape(*batch, shape[0])
+        return torch.from_numpy(q), torch.from_numpy(v)
 
 
 class Origin(NamedTuple):
-    """Where a solution comes from: what its derivative needs besides tensors."""
+    """All that the derivative of a solution needs, apart from tensors."""
 
     step: CompiledStep
     formula: Formula
@@ -53,7 +52,7 @@ class Origin(NamedTuple):
 
     @property
     def has_dead(self) -> bool:
-        """Whether a state's occupancy fell so far that only logarithms know how v moves there."""
+        """Whether some q(s) is so small that v must be differentiated in logarithms."""
         return self.step.in_logs and bool((self.found.q.sum(-1) < DEAD).any())
 
     @property
@@ -63,18 +62,17 @@ class Origin(NamedTuple):
     def linear(
         self, q: Tensor, x: Tensor | None, r: Tensor | None
     ) -> tuple[Floats, Floats, Floats]:
-        """H(q) u - E'm = -x, E u = r at the solution; see `CompiledStep.linear`. NaN where it is none."""
+        """Solve H(q) u - E'm = -x, E u = r; see `CompiledStep.linear`. Failed elements are NaN."""
         if x is None or not self.converged:
             x = torch.zeros_like(q) if x is None else x
-            x, r = poison(
-                (q, q, self.certificate), (x, torch.zeros_like(q[..., 0]) if r is None else r)
-            )
+            r = torch.zeros_like(q[..., 0]) if r is None else r
+            x, r = poison((q, q, self.certificate), (x, r))
         right = self.step.zeros if r is None else rows(r, self.batch, 1)
         return self.step.linear(rows(x, self.batch, 2), right, self.found.q, self.terms)
 
 
 class Follow(torch.autograd.Function):
-    """(q, v), found already, as a function of the loss and of the formula's inputs, tensors or numbers."""
+    """(q, v), which are known already, as a function of the loss and of the formula's inputs."""
 
     @staticmethod
     def forward(ctx: Any, origin: Origin, loss: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -92,21 +90,17 @@ class Follow(torch.autograd.Function):
         origin: Origin = ctx.origin
         batch, needed = origin.batch, ctx.needs_input_grad[1:]
         q, loss, inputs = _saved(ctx)
-        if (
-            torch.is_grad_enabled() or in_forward_mode()
-        ):  # somebody will differentiate this, or does so already
+        if torch.is_grad_enabled() or in_forward_mode():  # this pass is differentiated, too
             with torch.enable_grad():
                 return None, *_differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
         if origin.has_dead:
             with torch.enable_grad():
                 again = _differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
             return None, *(None if x is None else x.detach() for x in again)
-        minus_x_bar, _, bars = origin.linear(
-            q, q_bar, v_bar
-        )  # K' and not K: the sign of v_bar differs
-        found = [
-            summed(torch.from_numpy(minus_x_bar.reshape(q.shape)), loss) if needed[0] else None
-        ]
+        # The system is K' and not K: the sign of v_bar differs.
+        minus_x_bar, _, bars = origin.linear(q, q_bar, v_bar)
+        loss_bar = torch.from_numpy(minus_x_bar.reshape(q.shape))
+        found = [summed(loss_bar, loss) if needed[0] else None]
         if any(needed[1:]):
             pulled = origin.formula.pull_back(origin.replayed, untabulate(bars, batch))
             found += [
@@ -129,7 +123,7 @@ class Follow(torch.autograd.Function):
 
 
 def _saved(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
-    """q, the loss, and the formula's inputs."""
+    """Return q, the loss, and the formula's inputs."""
     q, loss, *tensors = ctx.saved_tensors
     rest = iter(tensors)
     return q, loss, [next(rest) if x is None else x for x in ctx.numbers]
@@ -138,7 +132,7 @@ def _saved(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
 def _push(
     origin: Origin, q: Tensor, inputs: Sequence[Any], tangents: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
-    """Forward mode on the torch path."""
+    """Compute the derivative along tangents on the torch path."""
     moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
 
     def again(*moved: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,21 +152,13 @@ def _differentiably(
     q_bar: Tensor | None,
     v_bar: Tensor | None,
 ) -> list[Tensor | None]:
-    """The backward pass in operations that autograd sees."""
+    """Run the backward pass in differentiable operations."""
     v = origin.found.tensors(origin.batch, origin.step.shape)[1]
-    bars = (
-        torch.zeros_like(q) if q_bar is None else q_bar,
-        torch.zeros_like(v) if v_bar is None else v_bar,
-    )
+    q_bar = torch.zeros_like(q) if q_bar is None else q_bar
+    v_bar = torch.zeros_like(v) if v_bar is None else v_bar
     again = origin.step.replay(origin.formula, q, inputs[0], inputs[1:])
     wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
-    found = iter(
-        torch.autograd.grad(
-            again,
-            wanted,
-            poison((q, v, origin.certificate), bars),
-            create_graph=True,
-            allow_unused=True,
-        )
-    )
+    bars = poison((q, v, origin.certificate), (q_bar, v_bar))
+    grads = torch.autograd.grad(again, wanted, bars, create_graph=True, allow_unused=True)
+    found = iter(grads)
     return [next(found) if need else None for need in needed]

@@ -1,19 +1,19 @@
-"""The FTRL step of an entropy, in logarithms: q may underflow, its logarithm does not.
+"""The FTRL step for entropies, in logarithms: q may underflow, but log q does not.
 
-Sums of `Shannon` and `ConditionalEntropy`, each with its weight, are of the form
+Weighted sums of `Shannon` and `ConditionalEntropy` have the form
 
     psi(q) = w sum q(s,a) log pi(a|s) + kappa sum u(s) log u(s),    q(s,a) = u(s) pi(a|s),
 
-with 0 <= kappa <= w: kappa = w for Shannon's entropy, kappa = 0 for the conditional one. Where the
-derivative of ⟨q, loss⟩ + psi(q) vanishes, for a guess g of log u,
+with 0 <= kappa <= w: kappa = w for Shannon's entropy, kappa = 0 for the conditional one. Given a
+guess g of log u, the derivative of ⟨q, loss⟩ + psi(q) vanishes if
 
     v(s)        = kappa (1 + g(s)) - w log sum_a exp(-Q(s,a) / w),    Q = loss + P v,
     log pi(a|s) = log softmax_a(-Q(s,a) / w),
     log u(s')   = log sum_{s,a} P(s'|s,a) exp(log u(s) + log pi(a|s)),
 
-soft value iteration back through the layers and a forward pass, and the step is solved when
-log u = g. Only these S equations are left to solve; nothing in them overflows or underflows,
-however small q is. With kappa = 0 nothing depends on g, and the step has a closed form.
+This is soft value iteration backward through the layers, then a forward pass. The step is solved
+when log u = g. These are S equations; nothing in them overflows or underflows, however small q is.
+If kappa = 0, nothing depends on g, and the step has a closed form.
 
 **Newton's method.** Let rho(s,a|s') = q(s,a) P(s'|s,a) / u(s') be the probability of coming from
 (s,a), P_pi and rho_pi the two kernels with the actions summed out, and C(s', .) the covariance
@@ -21,20 +21,19 @@ sum rho(s,a|s') (P(.|s,a) - P_pi(.|s)) / w. Then d(g - log u) / dg is the Jacobi
 
     J = I + kappa (I - rho_pi)^-1 C (I - P_pi)^-1,
 
-whose entries are of the order of the horizon and whose eigenvalues are at least 1: it is similar
-to the matrix M of torch_occ.step.kkt. The equations are nearly piecewise linear, and full steps
-from the uniform policy take 1 to 8 iterations for losses of 1 to 1e12. (The direction is that of
-torch_occ.step.newton at q, which descends; from starts that are far off, full steps may cycle, and
-half steps end that.)
+Its entries are of the order of the horizon. Its eigenvalues are at least 1, because it is similar
+to the matrix M of torch_occ.step.kkt. The equations are nearly piecewise linear: full steps from
+the uniform policy take 1 to 8 iterations for losses of 1 to 1e12. The direction equals that of
+torch_occ.step.newton at q, which is a descent direction. From remote starts full steps may cycle,
+so after FULL_STEPS iterations the step length is 1/2 until the steps are small.
 
-**Derivatives.** g is the solution of equations whose terms are ordinary differentiable operations.
-Two Newton steps from the solution, g + J^-1 (log u - g), written in operations that autograd sees,
-are g in value and have its first three derivatives, in the loss, w, kappa and the probabilities.
-What
-underflows has the derivative 0, and v is differentiated even where a whole state underflows.
+**Derivatives.** The equations are made of differentiable operations. Two Newton steps from the
+solution, g + J^-1 (log u - g), leave the value g unchanged and give its first three derivatives
+with respect to the loss, w, kappa and the probabilities. Entries of q that underflow have the
+derivative 0. The derivative of v is right even where all of q(s) underflows.
 
-**Certificate.** The dual residual is kappa / w |log u - g|, the error of log q; in states of which
-log u < log DEAD, relative to log u.
+**Certificate.** The dual residual is kappa / w |log u - g|, the error of log q. In dead states,
+where log u < log DEAD, the error is relative to log u.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ from torch_occ.step.solution import Options, Solution, Status
 
 
 class Entropy(NamedTuple):
-    """w and kappa, `()` or `(*batch,)`."""
+    """The weights w and kappa, of shape `()` or `(*batch,)`."""
 
-    weight: Tensor
-    price: Tensor
+    weight: Tensor  # w
+    price: Tensor  # kappa
 
 
 def is_entropy(regularizer: Regularizer) -> bool:
-    """Whether psi_t has the form above, for all parameters and every t."""
+    """Return whether psi_t has the form above, for all parameters and every t."""
     for leaf in regularizer.leaves():
         if not isinstance(leaf, TabularRegularizer):
             return False
@@ -82,23 +81,31 @@ def is_entropy(regularizer: Regularizer) -> bool:
 
 
 def entropy_at(regularizer: Regularizer, t: Tensor) -> Entropy:
-    """w and kappa of psi_t."""
+    """Return w and kappa of psi_t.
+
+    Raises:
+        RuntimeError: if a part that is not an entropy was added after the first use.
+    """
     terms: list[Term] = []
     for part, weight in regularizer.parts(t):
-        assert isinstance(part, TabularRegularizer)
+        if not isinstance(part, TabularRegularizer):
+            raise RuntimeError(
+                f"regularizer: {type(part).__name__} was added after the first use; "
+                "make a new FTRLStep(mdp, regularizer)"
+            )
         terms += part.constant(weight)[0].terms
     return entropy_of([(term.argument, torch.as_tensor(term.weight).to(t)) for term in terms])
 
 
 def entropy_of(terms: Sequence[tuple[str, Tensor]]) -> Entropy:
-    """w and kappa from the arguments and weights of the terms."""
+    """Return w and kappa from the arguments and weights of the terms."""
     pairs = [weight for argument, weight in terms if argument == "pair"]
     every = [weight for _, weight in terms]
     return Entropy(sum(pairs[1:], pairs[0]), sum(every[1:], every[0]))
 
 
 class Unfolded(NamedTuple):
-    """What follows from a guess of log u."""
+    """Value, policy and log u that follow from a guess of log u."""
 
     value: Tensor  # (*batch, S), v
     log_policy: Tensor  # (*batch, S, A), minus infinity on masked pairs
@@ -106,14 +113,15 @@ class Unfolded(NamedTuple):
 
 
 def unfold(mdp: LayeredMDP, loss: Tensor, entropy: Entropy, guess: Tensor) -> Unfolded:
-    """Back by soft value iteration, and forth by the policy; in differentiable operations."""
+    """Run soft value iteration backward and the policy forward, in differentiable operations."""
     losses, masks, guesses = mdp.split(loss, -2), mdp.split(mdp.actions, -2), mdp.split(guess, -1)
     weight, price = entropy.weight.unsqueeze(-1), entropy.price.unsqueeze(-1)  # (*batch, 1)
     values: list[Tensor] = []
     policies: list[Tensor] = []
     for k in reversed(range(mdp.horizon)):
         Q = losses[k] + mdp.layers[k].ahead(values[0]) if values else losses[k]
-        least = torch.where(masks[k], Q, torch.inf).amin(-1).detach()  # any constant would do
+        # Subtract the minimum so that exp does not overflow; the result does not depend on it.
+        least = torch.where(masks[k], Q, torch.inf).amin(-1).detach()
         scores = torch.where(masks[k], (least.unsqueeze(-1) - Q) / weight.unsqueeze(-1), -torch.inf)
         soft = scores.logsumexp(-1)
         policies.insert(0, scores - soft.unsqueeze(-1))
@@ -125,7 +133,7 @@ def unfold(mdp: LayeredMDP, loss: Tensor, entropy: Entropy, guess: Tensor) -> Un
 
 
 def jacobian(mdp: LayeredMDP, entropy: Entropy, at: Unfolded) -> Tensor:
-    """J, `(*batch, S, S)`, in differentiable operations."""
+    """Return J, `(*batch, S, S)`, in differentiable operations."""
     kernel = mdp.join_transitions()  # (*batch, S, A, S)
     policy = at.log_policy.exp()
     onward = (policy.unsqueeze(-2) @ kernel).squeeze(-2)  # P_pi, (*batch, S, S)
@@ -146,13 +154,13 @@ def _divide(triangle: Tensor, x: Tensor) -> Tensor:
 
 
 def occupancy_of(mdp: LayeredMDP, log_policy: Tensor) -> Tensor:
-    """q of the policy, `(*batch, S, A)`, zero where it underflows."""
+    """Return q of the policy, `(*batch, S, A)`, zero where it underflows."""
     policy = log_policy.exp()
     return flow_of(mdp).forward(policy, flow_source(mdp)).unsqueeze(-1) * policy
 
 
 def error_unit(log_state: Tensor) -> Tensor:
-    """What an error of log u is measured by: 1, and in dead states log u itself."""
+    """Return the unit of errors of log u: 1, and in dead states the size of log u."""
     return (log_state / LOG_DEAD).clamp(min=1.0)
 
 
@@ -166,12 +174,13 @@ def settle(
     guess: Tensor,
     options: Options,
 ) -> tuple[Tensor, Solution]:
-    """Solve log u(g) = g from a guess `(*batch, S)`, for plain tensors; returns g, too.
+    """Solve log u(g) = g from a guess `(*batch, S)`, for plain tensors.
 
-    The value of the solution is that of the shaped loss.
+    Returns:
+        g, and the solution; its `value` belongs to the shaped loss.
     """
     loss, eps = shaped.gaps, torch.finfo(guess.dtype).eps
-    done = entropy.price == 0  # then there is nothing to guess
+    done = entropy.price == 0  # then the step has a closed form
     status = torch.full(guess.shape[:-1], Status.MAX_STEPS, device=guess.device)
     running, steps = torch.ones_like(done), done.to(status.dtype)
     patience = torch.full_like(status, STALL_AFTER)
@@ -203,7 +212,7 @@ def settle(
     q = occupancy_of(mdp, found.log_policy)
     error = torch.where(closed, 0.0, off) / error_unit(found.log_state)
     dual = entropy.price / entropy.weight * error.abs().amax(-1)
-    # What is added to all actions of a state moves none of them.
+    # A constant added to all actions of a state does not change its policy.
     others = 1 - found.log_policy.exp()
     seen = torch.where(q > torch.finfo(q.dtype).tiny / eps, shaped.rounding * others, 0.0)
     dual = torch.maximum(dual, seen.amax((-2, -1)) / entropy.weight)
@@ -223,17 +232,17 @@ def _solve(matrix: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """What of a step is no tensor."""
+    """The data of a step that are not tensors."""
 
     mdp: LayeredMDP
     options: Options
-    probabilities: bool  # whether a derivative may be taken in them
+    probabilities: bool  # whether derivatives with respect to them may be taken
     check: Callable[[LayeredMDP, Tensor, Tensor, Entropy, Tensor], None]  # raises for wrong inputs
-    report: Callable[[Solution], None]  # raises if a step failed and that is an error
+    report: Callable[[Solution], None]  # raises if a step failed, unless failures are allowed
 
 
 class Settled(torch.autograd.Function):
-    """g, gaps and potential of the shaped loss, q, v and the certificate; without derivatives."""
+    """g, the gaps and potential of the shaped loss, q, v, certificate; not differentiable."""
 
     @staticmethod
     def forward(task: Task, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -268,7 +277,7 @@ class Settled(torch.autograd.Function):
 
 
 class Poisoned(torch.autograd.Function):
-    """x, with the derivative NaN where a step has failed."""
+    """x, with NaN as derivative where a step has failed."""
 
     @staticmethod
     def forward(x: Tensor, certificate: Tensor) -> Tensor:
@@ -301,7 +310,7 @@ class Poisoned(torch.autograd.Function):
 
 
 def _in_front(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Every tensor with the dimension of a `vmap` in front."""
+    """Move the dimension of a `vmap` to the front of every tensor, or expand it there."""
     pairs = zip(tensors, dims, strict=True)
     return [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in pairs]
 
@@ -314,11 +323,14 @@ def solve_entropic(
     t: Tensor,
     differentiable: bool,
 ) -> Solution:
-    """The step, for tensors of one batch rank.
+    """Solve the step, for tensors that all have the same number of batch dimensions.
 
     Args:
-        start: an occupancy measure that may be zero in places; only q(s) counts.
-        differentiable: whether derivatives may be asked for; they cost two Newton steps more.
+        start: an occupancy measure, which may have zeros; only q(s) is used.
+        differentiable: whether derivatives are needed; they cost two more Newton steps.
+
+    Raises:
+        ValueError, SolveError: from `task.check` and `task.report`.
     """
     mdp = task.mdp
     tensors = (loss, start, *entropy, t, *(mdp.probabilities if task.probabilities else ()))
@@ -326,7 +338,7 @@ def solve_entropic(
     if not differentiable:
         return Solution(*found)
     certificate = found[2]
-    # The gaps in value, and in their derivatives loss + P shift - shift.
+    # The value is that of the gaps; the derivative is that of loss + P shift - shift.
     moving = loss + flow_of(mdp).lookahead(shift)
     shaped = torch.where(mdp.actions, gaps + (moving - moving.detach()), 0.0)
     at = unfold(mdp, shaped, entropy, guess)

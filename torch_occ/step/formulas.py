@@ -1,8 +1,9 @@
 """The weights and exponents of the terms as a function of t and the parameters, without torch.
 
-The formula stands in torch_occ.regularizers, in torch. It is recorded there once, with symbols in place of tensors, as a list of
-instructions. A list runs on whatever knows arithmetic: plain numbers, many times as fast as scalar tensors; arrays, for a batch; tensors,
-where autograd must see it. The chain rule runs through it backwards.
+The regularizers compute them in torch. `record` runs that computation once, with symbols in place
+of tensors, and keeps it as a list of instructions. The list can be run on plain numbers (many times
+faster than scalar tensors), on arrays for a batch, and on tensors for autograd. `pull_back` applies
+the chain rule to it in reverse.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from torch_occ._support.private import parameter_slots
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.kernel_inputs import list_exponents, terms_of
 
-# The last bit of a power or a logarithm depends on who computes it, and NumPy has several functions
-# for one processor. A batch is to have the bits of its elements, so arrays go through Python's, one
-# by one: 0.1 us each, where a solve takes several. Roots are correctly rounded by all.
+# The last bit of a power or a logarithm depends on the implementation, and NumPy has several. A
+# batch must have the same bits as its elements one by one, so arrays use Python's functions: 0.1 us
+# per entry, where a solve takes several. Square roots are correctly rounded everywhere.
 _powers: Any = np.frompyfunc(operator.pow, 2, 1)
 _logs: Any = np.frompyfunc(math.log, 1, 1)
 
@@ -46,7 +47,10 @@ def _log(x: Any) -> Any:
 
 
 class Operation(NamedTuple):
-    """y = value(a, b), and its partial derivatives as functions of a, b and y; one operand for a function of a alone."""
+    """y = value(a, b), and its partial derivatives as functions of a, b and y.
+
+    A function of a alone has one partial derivative.
+    """
 
     value: Callable[[Any, Any], Any]
     partials: tuple[Callable[[Any, Any, Any], Any], ...]
@@ -63,7 +67,7 @@ OPERATIONS = {
 
 
 class Instruction(NamedTuple):
-    """The name of an operation and the places of its operands among all values; a single operand stands twice."""
+    """The name of an operation, and the indices of its operands; a single operand is repeated."""
 
     operation: str
     a: int
@@ -71,15 +75,16 @@ class Instruction(NamedTuple):
 
 
 class Formula:
-    """(t, *parameters) -> K weights and K exponents, 0 for functions other than powers.
+    """A function from (t, *parameters) to K weights and K exponents.
 
-    All values stand in one list: the inputs, then constants, then the result of every instruction.
+    Exponents are 0 for functions other than powers. All values are in one list: the inputs, then
+    the constants, then the result of every instruction.
 
     Args:
-        inputs: how many there are.
-        constants: numbers that the formula has.
+        inputs: the number of inputs.
+        constants: the constants in the formula.
         instructions: in the order of their results.
-        outputs: places of the results.
+        outputs: the indices of the outputs in the list.
     """
 
     def __init__(
@@ -99,18 +104,21 @@ class Formula:
         ][::-1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and pickled by its instructions."""
+        """Copy and pickle by the arguments, because functions cannot be pickled."""
         return Formula, self._arguments
 
     def replay(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """All values, and the outputs."""
+        """Run the formula; return all values, and the outputs."""
         values = [*inputs, *self.constants]
         for value, a, b in self.forwards:
             values.append(value(values[a], values[b]))
         return values, [values[i] for i in self.outputs]
 
     def pull_back(self, values: Sequence[Any], bars: Sequence[Any]) -> list[Any]:
-        """From derivatives in the outputs to derivatives in the inputs. Shapes that were broadcast are not summed."""
+        """Return derivatives with respect to the inputs from those with respect to the outputs.
+
+        They are not summed over dimensions that were broadcast.
+        """
         total: list[Any] = [0.0] * len(values)
         for i, bar in zip(self.outputs, bars, strict=True):
             total[i] = total[i] + bar
@@ -122,25 +130,30 @@ class Formula:
 
 @cache
 def identity(count: int) -> Formula:
-    """For terms that are known already."""
+    """Return the formula whose outputs are its inputs, for terms that are known already."""
     return Formula(count, (), (), range(count))
 
 
 def slots_of(regularizer: Regularizer) -> list[tuple[dict[str, Any], str]]:
-    """Where its parameters are. Dictionaries, because `torch.func.functional_call` exchanges what is in them."""
+    """Return the dictionary and name of each parameter.
+
+    The values are read at each call, because `torch.func.functional_call` exchanges them.
+    """
     return list(parameter_slots(regularizer))
 
 
 def record(regularizer: Regularizer) -> Formula | None:
-    """The formula of a regularizer, or None if something in it is not built in, or does what this module has no name for."""
-    if not all(
-        type(module).__module__.startswith(("torch_occ.", "torch.nn."))
-        for module in regularizer.modules()
-    ):
-        return None  # somebody else's schedule may do anything, and something else tomorrow
-    regularizer = copy.deepcopy(
-        regularizer, {id(slot[name]): None for slot, name in slots_of(regularizer)}
-    )  # all but the parameters
+    """Record the formula of a regularizer.
+
+    Returns:
+        None if a part is not built in, or uses an operation that is not in OPERATIONS.
+    """
+    for module in regularizer.modules():
+        # A user's schedule may compute something else at every call.
+        if not type(module).__module__.startswith(("torch_occ.", "torch.nn.")):
+            return None
+    skipped = {id(slot[name]): None for slot, name in slots_of(regularizer)}
+    regularizer = copy.deepcopy(regularizer, skipped)  # without the parameters
     slots = slots_of(regularizer)
     tape = _Tape(1 + len(slots))
     t = _Symbol(tape, ("input", 0))
@@ -148,20 +161,22 @@ def record(regularizer: Regularizer) -> Formula | None:
         slot[name] = _Symbol(tape, ("input", i + 1))
     try:
         terms = terms_of(regularizer, t)  # type: ignore[arg-type]
-        outputs = [
-            tape.place(x) for x in (*(term.weight for term in terms), *list_exponents(terms))
-        ]
-    except (TypeError, AttributeError):  # something that a symbol does not know
+        found = (*(term.weight for term in terms), *list_exponents(terms))
+        outputs = [tape.place(x) for x in found]
+    except (TypeError, AttributeError):  # an operation that symbols do not have
         return None
     return tape.formula(outputs)
 
 
-#: Where a value stands: among the inputs, the constants or the results.
+#: The place of a value: its kind, and its index among the values of this kind.
 _Place = tuple[Literal["input", "constant", "result"], int]
 
 
 class _Tape:
-    """What was done with the symbols. Where results stand is known when all constants are."""
+    """A record of the operations on symbols, and of the constants in them.
+
+    Indices in the list of all values are known only when all constants are.
+    """
 
     def __init__(self, inputs: int) -> None:
         self.inputs, self.constants = inputs, list[float]()
@@ -173,7 +188,7 @@ class _Tape:
         if isinstance(x, int | float):
             self.constants.append(float(x))
             return ("constant", len(self.constants) - 1)
-        raise TypeError(f"no place for {type(x).__name__}")
+        raise TypeError(f"a formula cannot contain a {type(x).__name__}")
 
     def add(self, operation: str, *operands: Any) -> _Symbol:
         places = [self.place(x) for x in operands]
@@ -193,7 +208,7 @@ class _Tape:
 
 
 class _Symbol:
-    """Stands for a scalar tensor, and writes down what is done with it."""
+    """A stand-in for a scalar tensor that records the operations on it."""
 
     def __init__(self, tape: _Tape, place: _Place) -> None:
         self.tape, self.place = tape, place
@@ -228,7 +243,7 @@ class _Symbol:
         return 0
 
     def expand_as(self, other: Any) -> _Symbol:
-        return self  # shapes are left to broadcasting
+        return self  # broadcasting does the same later
 
     @classmethod
     def __torch_function__(
@@ -236,4 +251,4 @@ class _Symbol:
     ) -> Any:
         if function is torch.full_like:
             return args[1]
-        return NotImplemented  # which torch makes a TypeError
+        return NotImplemented  # torch raises a TypeError then

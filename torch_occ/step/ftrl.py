@@ -41,18 +41,28 @@ if TYPE_CHECKING:
 
 
 class FTRLStep(Frozen):
-    """The occupancy-measure FTRL step, differentiable in the loss, t, the regularizer's parameters and the MDP's probabilities.
+    """The FTRL step over occupancy measures.
+
+        q_t = argmin over q in Omega of ⟨q, cumulative_loss⟩ + psi_t(q)        (`alg:main_alg`)
+
+    It is differentiable with respect to the loss, t, the parameters of the regularizer and the
+    probabilities of the MDP. The MDP, the structure of the regularizer and the options are fixed;
+    changing them raises an AttributeError. The values of parameters may change at any time.
 
     Args:
         mdp: every state must be reachable; see `LayeredMDP.prune`.
         regularizer: psi_t, for example `jin_luo(mdp)`.
-        tolerance: the largest dual residual, a relative error of q, that counts as solved; eps^(2/3) by default.
-        max_steps: Newton steps allowed.
-        backend: "engine" is compiled, for built-in regularizers over a single MDP on the CPU in double precision; "torch" does everything;
-            "auto" takes the engine where it can and where layers are not so wide that BLAS is faster. `solution.backend` says who solved.
+        tolerance: the largest dual residual (a relative error of q) that counts as solved; by
+            default eps^(2/3).
+        max_steps: the largest number of Newton steps.
+        backend: "engine" is compiled and supports built-in regularizers over a single MDP on the
+            CPU in double precision. "torch" supports everything. "auto" uses the engine where it
+            is supported, unless layers are so wide that BLAS is faster. `solution.backend` is the
+            one that was used.
 
-    The MDP, the structure of the regularizer and the options are fixed, and changing them is an error. The values of parameters may
-    change at any time.
+    Raises:
+        ValueError: if a state cannot be reached, the regularizer has no term, an option is wrong,
+            or backend is "engine" and the engine does not support this step.
 
     Example:
         >>> mdp = LayeredMDP.random(horizon=3, width=3, num_actions=3)
@@ -60,7 +70,7 @@ class FTRLStep(Frozen):
         >>> q = step(torch.rand(mdp.num_states, mdp.num_actions, dtype=torch.float64), t=100)
     """
 
-    #: What follows from the rest, and the compiled step with its caches.
+    #: Attributes that follow from the others, and the compiled step with its caches.
     fingerprint_ignores: ClassVar[tuple[str, ...]] = ("evaluator", "interior", "_compiled")
     fixed: ClassVar = {"backend": "call step.use(backend)"} | dict.fromkeys(
         ("mdp", "regularizer", "options", "evaluator", "interior"),
@@ -82,7 +92,8 @@ class FTRLStep(Frozen):
         for leaf in regularizer.leaves():
             if isinstance(leaf, SeparableRegularizer) and not leaf.arguments:
                 raise ValueError(
-                    f"regularizer: {type(leaf).__name__} has no term; override pair, rest, state or complement"
+                    f"regularizer: {type(leaf).__name__} has no term; "
+                    "override pair, rest, state or complement"
                 )
         self.mdp, self.regularizer = mdp, regularizer
         self.options = Options(tolerance, max_steps)
@@ -93,15 +104,18 @@ class FTRLStep(Frozen):
         self.use(backend)
 
     def use(self, backend: Backend) -> None:
-        """Choose who solves from now on; see the class. Nothing is compiled before the first solve."""
+        """Choose the backend; see the class. Nothing is compiled before the first solve.
+
+        Raises:
+            ValueError: if the name is unknown, or the engine does not support this step.
+        """
         self.__dict__.update(backend=check_backend(backend), _compiled=None)
 
         def why_not() -> str | None:
             return later("step.kernel_inputs").why_not(self.mdp, self.regularizer)
 
-        if any(carries_derivative(p) for p in self.mdp.probabilities) or not engine_takes(
-            backend, why_not
-        ):
+        differentiated = any(carries_derivative(p) for p in self.mdp.probabilities)
+        if differentiated or not engine_takes(backend, why_not):
             return
         compiled = later("step.compiled")
         if backend == "engine" or compiled.pays_off(self.mdp):
@@ -115,7 +129,15 @@ class FTRLStep(Frozen):
         warm_start: Tensor | None = None,
         mdp: LayeredMDP | None = None,
     ) -> Tensor:
-        """q_t, `(*batch, S, A)`. Raises `SolveError` if an element cannot be certified. The arguments are those of `solve`."""
+        """Solve the step; the arguments are those of `solve`.
+
+        Returns:
+            q_t, `(*batch, S, A)`.
+
+        Raises:
+            SolveError: if an element could not be certified.
+            TypeError, ValueError: if an argument is wrong; see `solve`.
+        """
         return self.solve(cumulative_loss, t, warm_start=warm_start, mdp=mdp).q
 
     def solve(
@@ -127,34 +149,43 @@ class FTRLStep(Frozen):
         mdp: LayeredMDP | None = None,
         check: bool = True,
     ) -> Solution:
-        """The step with its certificate.
+        """Solve the step and certify the solution.
 
         Args:
             cumulative_loss: `(*batch, S, A)`. Values on masked pairs are ignored.
             t: the episode, at least 1: a number, or a tensor that broadcasts against `batch`.
             warm_start: an occupancy measure to start from, positive on every pair; for example the
-                last q. Elements that fail from there are tried again without it (not inside
-                transforms of torch.func).
-                The q of an entropy (torch_occ.entropic) may have fallen to zero, and is taken as it is.
-            mdp: the same layout with other probabilities (`mdp.with_transitions`), to differentiate in them.
-            check: raise `SolveError` when an element fails. With False, look at `solution.status`; derivatives of failed elements
-                are NaN.
+                last q. With entropies (torch_occ.step.entropic) it may have zeros. Elements that
+                fail are solved again without it, except inside transforms of torch.func.
+            mdp: an MDP with the same layout and other probabilities (`mdp.with_transitions`), to
+                differentiate with respect to them.
+            check: whether to raise `SolveError` if an element fails. With False, read
+                `solution.status`; derivatives of failed elements are NaN.
+
+        Returns:
+            q_t, the multipliers v of the flow constraints, and the certificate of each element.
+
+        Raises:
+            SolveError: if `check` is set and an element could not be certified.
+            TypeError: if an argument is not a tensor, or t not a number.
+            ValueError: if a shape or value is wrong; the message names the argument and the place.
+            NotImplementedError: inside two nested forward modes.
         """
-        if torch.is_inference_mode_enabled():  # Newton's method needs autograd for its Hessians
+        if torch.is_inference_mode_enabled():  # Newton's method needs autograd for Hessians
             with torch.inference_mode(False):
                 start = None if warm_start is None else warm_start.clone()
                 episode = t.clone() if isinstance(t, Tensor) else t
                 return self.solve(
                     cumulative_loss.clone(), episode, warm_start=start, mdp=mdp, check=check
                 )
-        if inside_transform():  # where no Python decision can depend on a result
+        if inside_transform():  # there, control flow cannot depend on the result
             return self._solve_in_torch(cumulative_loss, t, warm_start, mdp, check)
         solution, converged = self._attempt(cumulative_loss, t, warm_start, mdp)
         if converged:
             return solution
         if warm_start is not None:
-            # A warm start can lie too close to the boundary; from the middle, Newton's method is
-            # certain.
+            # A warm start can be too close to the boundary. From the interior point, Newton's
+            # method converges.
             again, _ = self._attempt(cumulative_loss, t, None, mdp)
             solution = solution.merge(again, again.converged & ~solution.converged)
         report(check, solution)
@@ -167,7 +198,7 @@ class FTRLStep(Frozen):
         warm_start: Tensor | None,
         mdp: LayeredMDP | None,
     ) -> tuple[Solution, bool]:
-        """The solution, and whether all of it converged."""
+        """Return the solution, and whether all elements converged."""
         if mdp is None and self._compiled is not None:
             start = self.interior if warm_start is None else warm_start
             found = self._compiled(cumulative_loss, t, start)
@@ -199,25 +230,22 @@ class FTRLStep(Frozen):
                 model, cumulative_loss, t, start.detach(), probabilities, check
             )
         setting = Setting(model, self.evaluator, probabilities)
-        # A vmap puts its dimension in front of this rank: parameters must not line up with it.
+        # All tensors get the same number of batch dimensions, so that the dimension that a vmap
+        # puts in front of them is aligned.
         rank = max(map(len, shapes.values()))
         tensors = [_rank(t, rank, 0), *self.evaluator.own_parameters]
         if probabilities:
             dims = (1, *(layer.event_dims for layer in model.layers))
-            tensors += [
-                _rank(p, rank, event_dims)
-                for p, event_dims in zip(model.probabilities, dims, strict=True)
-            ]
+            pairs = zip(model.probabilities, dims, strict=True)
+            tensors += [_rank(p, rank, dim) for p, dim in pairs]
 
         def validate(bound: Bound, x: Tensor, start: Tensor) -> None:
             bound.evaluator.validate(bound.parameters)
             check_values(self.mdp, bound.mdp, -x, start, bound.t, zeros=False)
 
         equation = Stationarity(setting, self.options, validate, partial(report, check))
-        outputs = ImplicitSolution.apply(
-            equation, _rank(-cumulative_loss, rank, 2), _rank(start.detach(), rank, 2), *tensors
-        )
-        return Solution(*outputs)
+        x, start = _rank(-cumulative_loss, rank, 2), _rank(start.detach(), rank, 2)
+        return Solution(*ImplicitSolution.apply(equation, x, start, *tensors))
 
     def _solve_in_logs(
         self,
@@ -228,7 +256,7 @@ class FTRLStep(Frozen):
         probabilities: bool,
         check: bool,
     ) -> Solution:
-        """The step of an entropy; see torch_occ.step.entropic."""
+        """Solve the step for an entropy; see torch_occ.step.entropic."""
         if not inside_transform():
             self.regularizer.validate()
         entropy = entropy_at(self.regularizer, t)
@@ -237,10 +265,8 @@ class FTRLStep(Frozen):
         entropy = Entropy(*(_rank(x, rank, 0) for x in entropy))
         if probabilities:
             dims = (1, *(layer.event_dims for layer in model.layers))
-            tensors = [
-                _rank(p, rank, dim) for p, dim in zip(model.probabilities, dims, strict=True)
-            ]
-            model = model.with_probabilities(*tensors)
+            pairs = zip(model.probabilities, dims, strict=True)
+            model = model.with_probabilities(*(_rank(p, rank, dim) for p, dim in pairs))
 
         def validate(
             mdp: LayeredMDP, loss: Tensor, start: Tensor, entropy: Entropy, t: Tensor
@@ -258,12 +284,17 @@ class FTRLStep(Frozen):
         return solve_entropic(task, loss, start, entropy, t, differentiable)
 
     def check_parameters(self) -> None:
-        """Raise a ValueError that names a parameter outside its domain, or of another type than the MDP's."""
+        """Check the parameters of the regularizer.
+
+        Raises:
+            ValueError: if one is outside its domain, or has another number type or device than
+                the MDP; the message names it.
+        """
         check_types(dict(self.regularizer.named_parameters()), self.mdp)
         self.regularizer.validate()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Self:
-        """Moves the MDP together with the parameters."""
+        """Move the MDP together with the parameters."""
         super()._apply(fn, *args)
         self.__dict__.update(mdp=self.mdp.map_tensors(fn), interior=fn(self.interior))
         self.use(self.backend)
@@ -271,5 +302,5 @@ class FTRLStep(Frozen):
 
 
 def _rank(x: Tensor, rank: int, event_dims: int) -> Tensor:
-    """x with leading ones up to a batch rank."""
+    """Add leading dimensions of size 1 to x until it has `rank` batch dimensions."""
     return x[(None,) * (rank + event_dims - x.dim())] if x.dim() < rank + event_dims else x

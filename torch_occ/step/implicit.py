@@ -1,18 +1,18 @@
-"""Differentiating through a solution without differentiating through the solver.
+"""Derivatives of a solution by the implicit function theorem, not through the solver.
 
-An equation `operator(z; arguments) = rhs` has a solution z = (q, v) and a Jacobian K there. The implicit function theorem gives
+Let z = (q, v) solve `operator(z; arguments) = rhs`, with the Jacobian K at the solution. Then
 
     forward:    K dz = d rhs - d operator
     reverse:    K' lambda = z_bar,    rhs_bar = lambda,    arguments_bar = - (d operator)' lambda
 
-Solving with K is itself such an equation, linear and with the same K. So one `autograd.Function` serves both: the derivative of a
-solution is the solution of a linear equation, whose derivative is again one, to any order, in reverse and in forward mode. No
-factorization is ever differentiated.
+A linear system with K is itself such an equation, with the same K. So one `autograd.Function`
+serves both: the derivative of a solution is the solution of a linear equation. This gives
+derivatives of any order, in reverse and in forward mode. No factorization is differentiated.
 
-Two equations stand behind it, both about the system of torch_occ.step.kkt:
+There are two equations, both with the system of torch_occ.step.kkt:
 
-    Stationarity   grad psi_t(q) - E'v = x,  E q = b       x = - cumulative loss: the FTRL step
-    Linearized     H(q) u - E'm = x,         E u = r       what its derivatives need
+    Stationarity   grad psi_t(q) - E'v = x,  E q = b       the FTRL step, x = - cumulative loss
+    Linearized     H(q) u - E'm = x,         E u = r       its derivatives
 """
 
 from __future__ import annotations
@@ -36,23 +36,25 @@ from torch_occ.step.solution import Options, Solution, Status
 
 @dataclass(frozen=True)
 class Setting:
-    """psi_t over an MDP, with every tensor that a derivative may be taken in pulled out of it.
+    """psi_t over an MDP, without the tensors that it may be differentiated with respect to.
 
-    The tensors are `(t, *parameters)`, or `(t, *parameters, *mdp.probabilities)` when they take part too. All but the
-    parameters have one batch rank, so that a `vmap` can put its dimension in front of all of them.
+    Those tensors are `(t, *parameters)`, followed by `mdp.probabilities` if these are
+    differentiated. All but the parameters have the same number of batch dimensions, so that a
+    `vmap` can put its dimension in front of all of them.
     """
 
     mdp: LayeredMDP
     evaluator: Evaluator
-    probabilities: bool
+    probabilities: bool  # whether they are among the tensors
 
     @property
     def event_dims(self) -> tuple[int | None, ...]:
-        """Dimensions of each tensor behind its batch shape; None for parameters, which may have any."""
+        """The number of event dimensions of each tensor; None for parameters, which have any."""
         model = (1, *(layer.event_dims for layer in self.mdp.layers)) if self.probabilities else ()
         return (0, *(None,) * len(self.evaluator.names), *model)
 
     def bind(self, tensors: Sequence[Tensor]) -> Bound:
+        """Return psi_t and the MDP with these tensors."""
         t, count = tensors[0], len(self.evaluator.names)
         mdp = self.mdp
         if self.probabilities:
@@ -62,7 +64,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Bound:
-    """A setting with its tensors in place."""
+    """A setting with its tensors."""
 
     mdp: LayeredMDP
     evaluator: Evaluator
@@ -70,23 +72,23 @@ class Bound:
     parameters: tuple[Tensor, ...]
 
     def deriver(self, batch: torch.Size) -> Callable[[Tensor], Derivatives]:
-        """q `(*batch, S, A)` -> structured gradient and Hessian, for plain tensors."""
-        evaluate = self.evaluator.bind_constants(
-            self.parameters, self.t.expand(batch) if self.t.dim() else self.t
-        )
+        """Return the function from q `(*batch, S, A)` to gradient and Hessian; plain tensors."""
+        t = self.t.expand(batch) if self.t.dim() else self.t
+        evaluate = self.evaluator.bind_constants(self.parameters, t)
         return lambda q: derivatives(self.mdp, self.evaluator.regularizer, evaluate, q)
 
     def gradient(self, q: Tensor) -> Tensor:
-        """grad psi_t(q) in operations that any transform can see through."""
+        """Return grad psi_t(q), in operations that every transform supports."""
         evaluate = self.evaluator.bind(self.parameters, self.t.expand(q.shape[:-2]))
         read = self.evaluator.regularizer.read
         return torch.func.grad(lambda q: total(self.mdp, evaluate(read(self.mdp, q))).sum())(q)
 
     def hessian_product(self, q: Tensor, u: Tensor) -> Tensor:
-        """H(q) u, likewise."""
+        """Return H(q) u, in operations that every transform supports."""
         return torch.func.grad(lambda q: (self.gradient(q) * u).sum())(q)
 
     def flow(self, q: Tensor) -> Tensor:
+        """Return E q, `(*batch, S)`."""
         return q.sum(-1) - flow_of(self.mdp).inflow(q)
 
 
@@ -121,16 +123,15 @@ class Stationarity:
     def point(
         self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Where K is taken: (q, setting)."""
+        """Return q and the tensors of the setting at which K is evaluated."""
         return outputs[0], tensors[2:]
 
     def operator(
         self, outputs: Sequence[Tensor], arguments: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         bound, q, v = self.setting.bind(arguments), outputs[0], outputs[1]
-        return bound.gradient(q) - flow_adjoint(bound.mdp, v), bound.flow(q) - flow_source(
-            bound.mdp
-        )
+        flow = bound.flow(q) - flow_source(bound.mdp)
+        return bound.gradient(q) - flow_adjoint(bound.mdp, v), flow
 
     def rhs_cotangents(self, x_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, None]:
         return x_bar, None
@@ -151,7 +152,7 @@ class Linearized:
         bound = self.setting.bind(tensors)
         batch = broadcast(q.shape[:-2], bound.t.shape)
         q = q.expand(*batch, *q.shape[-2:])
-        whole = broadcast(x.shape[:-2], batch)  # under a vmap q may have a dimension that x has not
+        whole = broadcast(x.shape[:-2], batch)  # under a vmap, q may have a dimension that x lacks
         x, r = x.expand(*whole, *x.shape[-2:]), r.expand(*whole, *r.shape[-1:])
         flow = flow_of(bound.mdp, whole.numel())
         return factorize(bound.deriver(batch)(q).hessian, flow, q, exact=True).solve(x, r)
@@ -198,50 +199,39 @@ class ImplicitSolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        equation, tensors, outputs = (
-            ctx.equation,
-            ctx.saved_tensors[: ctx.count],
-            ctx.saved_tensors[ctx.count :],
-        )
+        equation, saved = ctx.equation, ctx.saved_tensors
+        tensors, outputs = saved[: ctx.count], saved[ctx.count :]
         z_bar = poison(outputs, cotangents[:2])
         q, setting = equation.point(tensors, outputs)
         linearized = Linearized(equation.setting)
-        # K' has the signs of the off-diagonal blocks exchanged.
+        # K' is K with the signs of its off-diagonal blocks changed.
         x_bar, minus_r_bar = ImplicitSolution.apply(linearized, z_bar[0], -z_bar[1], q, *setting)
         r_bar = -minus_r_bar
         arguments = tensors[2:]
         if any(ctx.needs_input_grad[3:]):
-            _, pull_back, *_ = torch.func.vjp(
-                lambda *given: equation.operator(outputs, given), *arguments
-            )
+            operator = equation.operator
+            _, pull_back, *_ = torch.func.vjp(lambda *given: operator(outputs, given), *arguments)
             pulled = pull_back((-x_bar, -r_bar))
         else:
             pulled = (None,) * len(arguments)
         grads = (*equation.rhs_cotangents(x_bar, r_bar), *pulled)
-        return (
-            None,
-            *(None if g is None else _sum_to(g, x) for g, x in zip(grads, tensors, strict=True)),
-        )
+        pairs = zip(grads, tensors, strict=True)
+        return None, *(None if g is None else _sum_to(g, x) for g, x in pairs)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        equation, tensors, outputs = (
-            ctx.equation,
-            ctx.saved_tensors[: ctx.count],
-            ctx.saved_tensors[ctx.count :],
-        )
+        equation, saved = ctx.equation, ctx.saved_tensors
+        tensors, outputs = saved[: ctx.count], saved[ctx.count :]
         q, setting = equation.point(tensors, outputs)
         x, r = equation.rhs_tangents(*tangents[:2])
         x = torch.zeros_like(outputs[0]) if x is None else x
         r = torch.zeros_like(outputs[1]) if r is None else r
         if any(tangent is not None for tangent in tangents[2:]):
-            moved = push_forward(
-                lambda *given: equation.operator(outputs, given), tensors[2:], tangents[2:]
-            )
+            operator = equation.operator
+            moved = push_forward(lambda *given: operator(outputs, given), tensors[2:], tangents[2:])
             x, r = x - moved[0], r - moved[1]
-        dq, dv = ImplicitSolution.apply(
-            Linearized(equation.setting), *poison(outputs, (x, r)), q, *setting
-        )
+        x, r = poison(outputs, (x, r))
+        dq, dv = ImplicitSolution.apply(Linearized(equation.setting), x, r, q, *setting)
         return (dq, dv, *(None,) * (len(outputs) - 2))
 
     @staticmethod
@@ -249,15 +239,15 @@ class ImplicitSolution(torch.autograd.Function):
         info: Any, in_dims: tuple[int | None, ...], equation: Equation, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         dims = in_dims[1:]
-        front = [
-            x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims, strict=True)
-        ]
+        pairs = zip(tensors, dims, strict=True)
+        front = [x if dim is None else x.movedim(dim, 0) for x, dim in pairs]
         events = (*equation.leading, *equation.setting.event_dims)
-        batched = [
-            dim is not None for dim, event in zip(dims, events, strict=True) if event is None
-        ]
+        kinds = zip(dims, events, strict=True)
+        batched = [dim is not None for dim, event in kinds if event is None]
         inside = any(batched) or bool(equation.setting.evaluator.vmapped)
-        if inside:  # the regularizer must be evaluated under a vmap of its own, which wants the dimension everywhere
+        if inside:
+            # The regularizer must be evaluated under a vmap of its own, and all tensors need the
+            # dimension of that vmap.
             evaluator = equation.setting.evaluator.under_vmap(batched)
             equation = replace(equation, setting=replace(equation.setting, evaluator=evaluator))
         for i, event in enumerate(events):
@@ -270,13 +260,12 @@ class ImplicitSolution(torch.autograd.Function):
 
 
 def poison(outputs: Sequence[Tensor], z: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """NaN for the elements whose solve failed: a derivative there would be silently wrong."""
+    """Set z to NaN for elements that failed: their derivatives would be silently wrong."""
     if len(outputs) == 2:
         return z[0], z[1]
     failed = outputs[2][..., 0] != Status.CONVERGED
-    return torch.where(failed[..., None, None], torch.nan, z[0]), torch.where(
-        failed[..., None], torch.nan, z[1]
-    )
+    x = torch.where(failed[..., None, None], torch.nan, z[0])
+    return x, torch.where(failed[..., None], torch.nan, z[1])
 
 
 def push_forward(
@@ -284,19 +273,13 @@ def push_forward(
     at: Sequence[Tensor],
     tangents: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor]:
-    """The derivative along tangents by two reverse passes, because forward mode does not nest in itself."""
+    """Return the derivative along tangents, by two reverse passes; forward mode does not nest."""
     (y0, y1), pull_back, *_ = torch.func.vjp(function, *at)
 
     def paired(cotangents: tuple[Tensor, Tensor]) -> Tensor:
-        pulled = pull_back(cotangents)
-        return sum(
-            (
-                (g * tangent).sum()
-                for g, tangent in zip(pulled, tangents, strict=True)
-                if tangent is not None
-            ),
-            y0.new_zeros(()),
-        )
+        pairs = zip(pull_back(cotangents), tangents, strict=True)
+        terms = ((g * tangent).sum() for g, tangent in pairs if tangent is not None)
+        return sum(terms, y0.new_zeros(()))
 
     return torch.func.grad(paired)((torch.zeros_like(y0), torch.zeros_like(y1)))
 

@@ -1,17 +1,22 @@
-"""The Newton system of torch_occ.step.kkt by conjugate gradients: no matrix is formed, and P is only ever applied.
+"""Conjugate gradients for the Newton system of torch_occ.step.kkt, without forming a matrix.
 
-Two sweeps through the layers, back and forth, turn a guess z of the states' forces into what follows from it:
+Let z be a guess of kappa du - p'x, one number per state. A backward and a forward sweep through the
+layers compute
 
-    back:     v = z + P_p v                      the multipliers
-    forth:    du = r + P'(R(x - P v) + p du)     the change of q(s), with every flow constraint satisfied
+    backward:   v = z + P_p v                      the multipliers
+    forward:    du = r + P'(R(x - P v) + p du)     the change of q(s); all flow constraints hold
 
-and z is right when kappa du = z + p'x. With z = K^(1/2) y - p'x, that is M y = b for the matrix M = I + K^(1/2) B' Q B K^(1/2) of
-torch_occ.step.kkt, and K^(1/2) du - y is the residual b - M y. All eigenvalues of M are at least one and, since no pair can send more into a
-state than the state receives, at most of the order of the horizon squared times the number of actions, whatever q and P are; in
-practice a few dozen. An iteration costs one product with P and one with P'.
+The guess is right when kappa du = z + p'x. With z = K^(1/2) y - p'x this is M y = b for the matrix
+M = I + K^(1/2) B' Q B K^(1/2) of torch_occ.step.kkt, and K^(1/2) du - y is the residual b - M y.
 
-The error of a step is judged in units of q(s), state by state, so that rare states are as right as frequent ones. y is orthogonal to the
-residual, so an unfinished step still goes downhill, ⟨x, dq⟩ >= |y|^2, and satisfies all constraints: Newton's method can use it.
+All eigenvalues of M are at least one. They are at most of the order of the horizon squared times
+the number of actions, whatever q and P are, because no pair sends more mass into a state than the
+state receives. In practice they are at most a few dozen. An iteration costs one product with P and
+one with P'.
+
+The error of a step is measured relative to q(s) in each state, so that rare states are as accurate
+as frequent ones. Newton's method can use an unfinished step: y is orthogonal to the residual, so
+the step is a descent direction, ⟨x, dq⟩ >= |y|^2, and it satisfies all constraints.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from torch_occ.step.states import SeparableStates, States
 
 
 class Swept(NamedTuple):
-    """What the two sweeps make of z."""
+    """The result of the two sweeps for a guess z."""
 
     v: Tensor  # (*batch, S)
     within: Tensor  # (*batch, S, A), the change of q at constant q(s)
@@ -38,20 +43,23 @@ class Swept(NamedTuple):
 
     @property
     def size(self) -> Tensor:
-        """How much a state changes, `(*batch, S)`."""
+        """The size of the change of each state, `(*batch, S)`."""
         return self.du.abs() + self.within.abs().sum(-1)
 
 
 class Sweeps(Protocol):
-    """Both sweeps at once."""
+    """An implementation of the two sweeps."""
 
     def sweep(self, z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
-        """Back from z `(*batch, S)`, forth with x `(*batch, S, A)` and r `(*batch, S)`; None is zero."""
+        """Run both sweeps for z `(*batch, S)`, x `(*batch, S, A)` and r `(*batch, S)`.
+
+        None stands for zero.
+        """
         ...
 
 
 class TorchSweeps:
-    """Layer by layer, whatever the layers are."""
+    """The sweeps in torch, layer by layer, for dense and sparse layers."""
 
     def __init__(self, states: States, flow: LayeredFlow) -> None:
         self.states, self.flow = states, flow
@@ -60,14 +68,9 @@ class TorchSweeps:
     def sweep(self, z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
         flow, split = self.flow, self.flow.mdp.split
         forces = split(z, -1)
-        v, ahead = (
-            [forces[-1]],
-            [
-                torch.zeros_like(forces[-1])
-                .unsqueeze(-1)
-                .expand(*forces[-1].shape, flow.mdp.num_actions)
-            ],
-        )
+        v = [forces[-1]]
+        zero = torch.zeros_like(v[0]).unsqueeze(-1)
+        ahead = [zero.expand(*v[0].shape, flow.mdp.num_actions)]
         for k in reversed(range(len(flow.layers))):
             ahead.insert(0, flow.layers[k].ahead(v[0]))
             v.insert(0, forces[k] + (self.policies[k] * ahead[0]).sum(-1))
@@ -82,22 +85,26 @@ class TorchSweeps:
 
 
 class ConjugateGradients:
-    """Solves with M by applying it.
+    """Solves the Newton system by conjugate gradients on M.
 
     Args:
-        visits: `(*batch, S)`, q(s) where the system was taken: the unit of errors.
+        visits: `(*batch, S)`, q(s) at the current iterate, the unit of errors.
     """
 
     def __init__(self, states: States, flow: LayeredFlow, visits: Tensor) -> None:
         self.states, self.flow, self.visits = states, flow, visits
         self.root = states.kappa.sqrt()
         self.sweep = sweeps_of(states, flow).sweep
-        # A residual y stands for an error of y / root in du; where changes cost nothing, there is no error.
+        # A residual y corresponds to an error of y / root in du. States with kappa = 0 have none.
         self.unit = torch.where(states.kappa > 0, self.root * visits, torch.inf)  # (*batch, S)
         self.iterations = 0
 
     def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(dq, v). With a guess of v, only as accurately as Newton's method has use for; else to rounding, or NaN if that fails."""
+        """Return (dq, v).
+
+        With a guess of v, the solution is only as accurate as Newton's method needs. Without one,
+        it is accurate to rounding; elements where that fails are NaN.
+        """
         states, flow, eps = self.states, self.flow, torch.finfo(x.dtype).eps
         if guess is not None:
             x = x + (guess.unsqueeze(-1) - flow.lookahead(guess))
@@ -115,37 +122,34 @@ class ConjugateGradients:
         for _ in range(RESTARTS):
             y = y + self._descend(residual, unit, goal)
             swept = self.sweep(self.root * y - mean, x, r)
-            residual = (
-                self.root * swept.du - y
-            )  # the true one, free of the rounding of the recurrence
+            # Compute the true residual; that of the recurrence has accumulated rounding errors.
+            residual = self.root * swept.du - y
             before, error = error, _largest(residual, unit)
             if not bool(((error > 2 * goal) & (error < 0.1 * before)).any()):
                 break
         dq = states.p * swept.du.unsqueeze(-1) + swept.within
         if guess is None:
-            # Forces that cancel, as those of a constant loss do, leave their rounding and nothing else.
+            # If x is constant within layers, its effect cancels, and only rounding errors are left.
             noise = torch.where(self.root > 0, eps * (mean.abs() + swept.v.abs()) / self.root, 0.0)
             accepted = eps**0.5 * (self.root * swept.size).norm(dim=-1) + 1e3 * noise.norm(dim=-1)
             failed = ~(residual.norm(dim=-1) <= accepted)
-            return dq.masked_fill(failed[..., None, None], torch.nan), swept.v.masked_fill(
-                failed[..., None], torch.nan
-            )
+            dq = dq.masked_fill(failed[..., None, None], torch.nan)
+            return dq, swept.v.masked_fill(failed[..., None], torch.nan)
         return dq, swept.v + guess
 
     def _own_size(self, swept: Swept) -> Tensor:
-        """The unit of errors where nothing is known about the right-hand side: what each state itself begins with.
+        """Return the unit of errors for an unknown right-hand side: the first change of each state.
 
-        Rounding makes something of a state that should do nothing, so the smallest is eps times the largest, as masses or relative to
-        the visits, whichever is less.
+        A state that should not change at all has only rounding errors. So the unit is at least eps
+        times the largest change, absolute or relative to the visits, whichever is less.
         """
         eps, size, visits = torch.finfo(self.root.dtype).eps, swept.size, self.visits
-        least = eps * torch.minimum(
-            size.amax(-1, keepdim=True), visits * (size / visits).amax(-1, keepdim=True)
-        )
+        relative = visits * (size / visits).amax(-1, keepdim=True)
+        least = eps * torch.minimum(size.amax(-1, keepdim=True), relative)
         return torch.where(self.root > 0, self.root * torch.maximum(size, least), torch.inf)
 
     def _descend(self, residual: Tensor, unit: Tensor, goal: Tensor) -> Tensor:
-        """Conjugate gradients on M y = residual from zero, each element of the batch until its own error is below its goal."""
+        """Solve M y = residual from zero; each element stops when its error is below its goal."""
         y, direction = torch.zeros_like(residual), residual
         square = (residual * residual).sum(-1)
         running = (_largest(residual, unit) > goal) & (square > 0)
@@ -154,19 +158,18 @@ class ConjugateGradients:
                 break
             self.iterations += 1
             image = direction - self.root * self.sweep(self.root * direction, None, None).du
-            # Elements that are done stand still.
+            # Elements that have stopped do not change.
             length = torch.where(running, square / (direction * image).sum(-1), 0.0).unsqueeze(-1)
             y, residual = y + length * direction, residual - length * image
             before, square = square, (residual * residual).sum(-1)
-            direction = (
-                residual + torch.where(running, square / before, 0.0).unsqueeze(-1) * direction
-            )
+            carried = torch.where(running, square / before, 0.0).unsqueeze(-1)
+            direction = residual + carried * direction
             running = running & (_largest(residual, unit) > goal) & (square > 0)
         return y
 
 
 def sweeps_of(states: States, flow: LayeredFlow) -> Sweeps:
-    """The compiled sweeps where they apply and Numba is installed, else those in torch."""
+    """Return the compiled sweeps where they apply and Numba is installed, else those in torch."""
     if isinstance(states, SeparableStates) and flow.mdp.is_sparse and _has_numba():
         compiled = later("step.compiled_sweeps")
         if compiled.applies(flow.mdp):

@@ -1,4 +1,4 @@
-"""From torch objects to the arrays that the compiled kernels read, and the question whether they can."""
+"""Conversion of torch objects to the arrays of the compiled kernels, and what these support."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ARGUMENTS = {"pair": PAIR, "rest": REST, "state": STATE, "complement": COMPLEME
 
 
 def why_not_model(mdp: LayeredMDP) -> str | None:
-    """The reason why the engine cannot work with this MDP, or None if it can."""
+    """Return the reason why the engine does not support this MDP, or None if it does."""
     if mdp.device.type != "cpu" or mdp.dtype != torch.float64:
         return f"the engine works in float64 on the CPU, the MDP is {mdp.dtype} on {mdp.device}"
     if mdp.batch_shape:
@@ -42,7 +42,7 @@ def why_not_model(mdp: LayeredMDP) -> str | None:
 
 
 def why_not(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
-    """The reason why the engine cannot solve this step, or None if it can."""
+    """Return the reason why the engine does not support this step, or None if it does."""
     for leaf in regularizer.leaves():
         if not isinstance(leaf, TabularRegularizer):
             return f"{type(leaf).__name__} is not a table of elementary terms"
@@ -50,15 +50,13 @@ def why_not(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
 
 
 def model_of(mdp: LayeredMDP) -> Model:
-    """The MDP as arrays; transitions that are sparse stay so, and dense ones become so if that is expected to be faster."""
+    """Return the MDP as arrays; transitions are sparse if `prefers_rows`, else dense."""
 
     def exists(name: str) -> np.ndarray:
         missing = mdp.missing[name]
-        return (
-            np.ones(tuple(mdp.actions.shape), dtype=np.bool_)
-            if missing is None
-            else ~missing.numpy()
-        )
+        if missing is None:
+            return np.ones(tuple(mdp.actions.shape), dtype=np.bool_)
+        return ~missing.numpy()
 
     start = np.array([0, *(layer.stop for layer in mdp.layer_slices)], dtype=np.int64)
     flags = np.stack([exists(name).reshape(-1) for name in ("pair", "rest", "complement")])
@@ -69,24 +67,26 @@ def model_of(mdp: LayeredMDP) -> Model:
 
 
 def prefers_rows(mdp: LayeredMDP) -> bool:
-    """Whether the engine reads only the probabilities that are not zero (torch_occ.kernels.conjugate) and does not factor whole layers
-    (torch_occ.kernels.sweeps).
+    """Return whether the engine uses sparse transitions and conjugate gradients.
 
-    Sparse transitions leave no choice. For dense ones, a model of both times in nanoseconds a Newton step, fitted to measurements from
-    (3,3,3) to layers of 60 states; where they are close, factors it is.
+    The alternative is dense transitions and a factorization of every layer
+    (torch_occ.kernels.conjugate, torch_occ.kernels.sweeps). Sparse transitions stay sparse. For
+    dense ones, a model predicts both times in nanoseconds per Newton step. It was fitted to
+    measurements from (3,3,3) to layers of 60 states. Where the times are close, the factorization
+    is used.
     """
     if mdp.is_sparse:
         return True
-    products = sum(
-        m * n * (mdp.num_actions * n + m + n) for m, n in pairwise(mdp.layer_sizes)
-    ) + sum(2 * n**3 for n in mdp.layer_sizes)
+    sizes, num_actions = mdp.layer_sizes, mdp.num_actions
+    products = sum(m * n * (num_actions * n + m + n) for m, n in pairwise(sizes))
+    products += sum(2 * n**3 for n in sizes)
     entries = sum(int(layer.probabilities.count_nonzero()) for layer in mdp.layers[:-1])
     pairs = mdp.num_states * mdp.num_actions
     return 12 * entries + 110 * pairs < (0.25 * products + 150 * pairs) / 1.5
 
 
 def _table_of(mdp: LayeredMDP) -> Floats:
-    """Dense transitions of all layers, `(S * A, widest layer)`."""
+    """Return dense transitions of all layers, `(S * A, widest layer)`."""
     widest = max(mdp.layer_sizes)
     table = np.zeros((mdp.num_states, mdp.num_actions, widest))
     for here, p in zip(mdp.layer_slices[:-1], mdp.transitions[:-1], strict=True):
@@ -95,13 +95,14 @@ def _table_of(mdp: LayeredMDP) -> Floats:
 
 
 def rows_of(mdp: LayeredMDP) -> Rows:
-    """Sparse transitions of all layers. The last layer leads to the terminal state, which has no number."""
-    starts, states, probabilities, count = (
-        [np.zeros(1, dtype=np.uint64)],
-        [np.zeros(0, dtype=np.uint32)],
-        [np.zeros(0)],
-        0,
-    )
+    """Return sparse transitions of all layers.
+
+    Rows of the last layer are empty: it leads to the terminal state, which has no index.
+    """
+    starts = [np.zeros(1, dtype=np.uint64)]
+    states = [np.zeros(0, dtype=np.uint32)]
+    probabilities = [np.zeros(0)]
+    count = 0
     for layer, there in zip(mdp.layers[:-1], mdp.layer_slices[1:], strict=True):
         if not isinstance(layer, SparseLayer):
             layer = SparseLayer.from_tensor(layer.dense.flatten(0, 1).to_sparse(), mdp.num_actions)
@@ -116,44 +117,46 @@ def rows_of(mdp: LayeredMDP) -> Rows:
 
 
 def terms_of(regularizer: Regularizer, t: Tensor) -> list[Term]:
-    """The elementary terms with their weights at t, as tensors that autograd follows."""
+    """Return the elementary terms with their weights at t, as differentiable tensors.
+
+    Raises:
+        RuntimeError: if a part was added that is not a table of terms.
+    """
     found: list[Term] = []
     for part, weight in regularizer.parts(t):
-        if not isinstance(
-            part, TabularRegularizer
-        ):  # `why_not` looked at the parts that there were
+        if not isinstance(part, TabularRegularizer):  # `why_not` has checked the parts before
             raise RuntimeError(
-                f"regularizer: {type(part).__name__} was added after the first use; make a new FTRLStep(mdp, regularizer)"
+                f"regularizer: {type(part).__name__} was added after the first use; "
+                "make a new FTRLStep(mdp, regularizer)"
             )
         found += part.constant(weight)[0].terms
     return found
 
 
 def kinds_of(terms: Sequence[Term]) -> tuple[Ints, Ints]:
-    """Arguments and functions, `(K,)` each."""
+    """Return the codes of arguments and of functions, `(K,)` each."""
+    arguments = [_ARGUMENTS[term.argument] for term in terms]
     functions = [term.function.code for term in terms]
-    return np.array([_ARGUMENTS[term.argument] for term in terms], dtype=np.int64), np.array(
-        functions, dtype=np.int64
-    )
+    return np.array(arguments, dtype=np.int64), np.array(functions, dtype=np.int64)
 
 
 def weights_of(terms: Sequence[Term]) -> Tensor:
-    """Weights, `(*batch, K)`."""
+    """Return the weights, `(*batch, K)`."""
     return _stack([term.weight for term in terms])
 
 
 def exponents_of(terms: Sequence[Term]) -> Tensor:
-    """Exponents of the powers, `(*batch, K)`; 0 for other functions."""
+    """Return the exponents of the powers, `(*batch, K)`; 0 for other functions."""
     return _stack(list_exponents(terms))
 
 
 def list_exponents(terms: Sequence[Term]) -> list[Tensor | float]:
-    """One for each term; 0 for functions other than powers."""
+    """Return one exponent per term; 0 for functions other than powers."""
     return [term.function.p if isinstance(term.function, Power) else 0.0 for term in terms]
 
 
 def _stack(values: Sequence[Tensor | float]) -> Tensor:
-    """Scalars and `(*batch,)` tensors along a last dimension."""
+    """Stack scalars and `(*batch,)` tensors along a new last dimension."""
     if not any(isinstance(x, Tensor) for x in values):
         return torch.tensor(values, dtype=torch.float64)
     tensors = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in values]
@@ -161,16 +164,16 @@ def _stack(values: Sequence[Tensor | float]) -> Tensor:
     return torch.stack([x if x.shape == batch else x.expand(batch) for x in tensors], -1)
 
 
-# -- tensors, arrays and numbers: a batch is rows, a single problem has plain numbers --------------
+# -- tensors, arrays and numbers: a batch is stored in rows, a single problem has plain numbers ----
 
 
 def plain(x: Any) -> bool:
-    """Whether it is a tensor that kernels can read."""
+    """Return whether x is a tensor that kernels can read: float64 on the CPU."""
     return isinstance(x, Tensor) and x.dtype is torch.float64 and x.is_cpu
 
 
 def number(x: Any) -> Any:
-    """A number, or an array for a batch of them; None for what is neither."""
+    """Return x as a number, or as an array for a batch; None if x is neither."""
     if type(x) is float:
         return x
     if plain(x):
@@ -179,12 +182,12 @@ def number(x: Any) -> Any:
 
 
 def followed(*inputs: Tensor | float) -> bool:
-    """Whether autograd wants to know what becomes of them."""
+    """Return whether any input requires grad."""
     return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
 def tabulate(values: list[Any], batch: torch.Size) -> Floats:
-    """2 K numbers or arrays as `(2, N or 1, K)`."""
+    """Return 2 K numbers or arrays as one array `(2, N or 1, K)`."""
     if not batch:
         return np.array(values).reshape(2, 1, -1)
     table = np.array([np.broadcast_to(x, batch).ravel() for x in values])
@@ -192,31 +195,27 @@ def tabulate(values: list[Any], batch: torch.Size) -> Floats:
 
 
 def untabulate(table: Floats, batch: torch.Size) -> list[Any]:
-    """`(2, N, K)` as 2 K numbers or arrays."""
-    values: list[Any] = (
-        table.ravel().tolist()
-        if not batch
-        else list(table.swapaxes(1, 2).reshape(2 * table.shape[2], *batch))
-    )
-    return values
+    """Return an array `(2, N, K)` as 2 K numbers or arrays."""
+    if not batch:
+        numbers: list[Any] = table.ravel().tolist()
+        return numbers
+    return list(table.swapaxes(1, 2).reshape(2 * table.shape[2], *batch))
 
 
 def shaped(bar: Any, x: Tensor, batch: torch.Size) -> Tensor:
-    """The derivative in x, as a tensor of its shape."""
-    return (
-        summed(torch.from_numpy(np.broadcast_to(bar, batch).copy()), x)
-        if batch
-        else torch.from_numpy(np.array(bar))
-    )
+    """Return the derivative with respect to x as a tensor of the shape of x."""
+    if not batch:
+        return torch.from_numpy(np.array(bar))
+    return summed(torch.from_numpy(np.broadcast_to(bar, batch).copy()), x)
 
 
 def summed(bar: Tensor, x: Tensor) -> Tensor:
-    """Over what x was broadcast along."""
+    """Sum a derivative over the dimensions along which x was broadcast."""
     return bar if bar.shape == x.shape else bar.sum_to_size(x.shape)
 
 
 def rows(x: Tensor, batch: torch.Size, event_dims: int) -> Floats:
-    """`(*some of batch, S, ...)` as `(N * S or S, ...)`, contiguous."""
+    """Return `(*some of batch, S, ...)` as a contiguous array `(N * S or S, ...)`."""
     x = x.detach() if x.requires_grad or in_forward_mode() else x
     split = x.dim() - event_dims
     if split and x.shape[:split].numel() > 1:

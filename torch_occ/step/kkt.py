@@ -1,22 +1,30 @@
-"""The linear algebra of one Newton step: solve
+"""The linear system of one Newton step: solve
 
     H dq = x + E' v,        E dq = r
 
-for the step dq `(*batch, S, A)` and the multipliers v `(*batch, S)`, with H block-diagonal over states.
+for the step dq `(*batch, S, A)` and the multipliers v `(*batch, S)`. H is block-diagonal over
+states, except for joint regularizers.
 
-**One state** is reduced to its bordered inverse (R, p, kappa) by torch_occ.step.states.
+**One state.** torch_occ.step.states eliminates the actions of a state and leaves (R, p, kappa).
 
-**All states.** With B = (I - P_p)^-1, a sweep through the layers, Q = P' R P, the covariance of the next state under R, and du
-the change of q(s), eliminating actions leaves
+**All states.** Let du be the change of q(s), K = diag(kappa), P_p the transition matrix under p,
+and Q = P' R P the covariance of the next state under R. Eliminating the actions leaves
 
     kappa du = p'x + (I - P_p) v,        (I - P_p)' du = r + P'R x - Q v.
 
-So M = I + K^(1/2) B' Q B K^(1/2) is all that remains to be factored: symmetric, every eigenvalue at least 1, and in practice at
-most a few dozen whatever the scale of q. Small MDPs form it. Wide and sparse ones only ever apply it (torch_occ.step.iterative). Others
-run through the layers as a Kalman filter does: Y_k is the covariance that reaches layer k, and kappa the information that it meets
-there,
+With B = (I - P_p)^-1, which is a sweep through the layers, only the matrix
 
-    Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
+    M = I + K^(1/2) B' Q B K^(1/2)
+
+has to be factored. It is symmetric. Its eigenvalues are at least 1, and in practice at most a few
+dozen, whatever the scale of q. There are three methods:
+
+- Small MDPs form M and factor it.
+- Wide and sparse MDPs only apply M, in conjugate gradients (torch_occ.step.iterative).
+- Others proceed layer by layer, as in a Kalman filter. Y_k is the covariance that arrives in layer
+  k, and K_k the information there:
+
+      Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
 """
 
 from __future__ import annotations
@@ -36,20 +44,29 @@ from torch_occ.step.states import GeneralStates, SeparableStates, States, has_in
 
 
 class Factorization(Protocol):
-    """Factor once, solve many times."""
+    """A factored system, which solves for many right-hand sides."""
 
     def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(dq, v) for right-hand sides x `(*batch, S, A)` and r `(*batch, S)`.
+        """Solve for right-hand sides x `(*batch, S, A)` and r `(*batch, S)`.
 
         Args:
-            guess: multipliers near v `(*batch, S)`, which Newton's method has. An iterative solver starts there, and stops when the
-                error is small compared with the one that it began with.
+            guess: multipliers close to v, `(*batch, S)`, from the last Newton step. An iterative
+                solver starts from them, and stops when the error is small compared with the first
+                one. The others ignore them.
+
+        Returns:
+            (dq, v).
         """
         ...
 
 
 def factorize(hessian: Hessian, flow: Flow, q: Tensor, *, exact: bool = False) -> Factorization:
-    """The cheapest way to solve the system of this Hessian, taken at q; `exact` if there will be no guess."""
+    """Factor the system by the method that is expected to be fastest.
+
+    Args:
+        hessian: the Hessian of psi at q.
+        exact: whether systems will be solved to rounding, without a guess.
+    """
     if isinstance(hessian, Full):
         return FullFactorization(hessian, flow.mdp)
     states = SeparableStates(hessian) if isinstance(hessian, Separable) else GeneralStates(hessian)
@@ -61,9 +78,11 @@ def factorize(hessian: Hessian, flow: Flow, q: Tensor, *, exact: bool = False) -
 
 
 def is_convex(hessian: Hessian, mdp: LayeredMDP) -> Tensor:
-    """Whether psi curves upwards along the changes of q that keep E q, as it must at a minimum, `(*batch,)`.
+    """Return whether H is positive semidefinite on the null space of E, `(*batch,)`.
 
-    For Hessians that are block-diagonal over states, each block must: R >= 0, and kappa >= 0 where q(s) is not given.
+    This is necessary at a minimum. Hessians that are block-diagonal over states are checked block
+    by block: R >= 0 in every state, and kappa >= 0 in states after the first layer, where q(s) can
+    change.
     """
     if isinstance(hessian, Full):
         return FullFactorization(hessian, mdp).is_convex()
@@ -77,21 +96,26 @@ def is_convex(hessian: Hessian, mdp: LayeredMDP) -> Tensor:
 
 
 def prefers_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> bool:
-    """Whether conjugate gradients are expected to be faster than a factorization layer by layer, for a batch of so many elements.
+    """Return whether conjugate gradients are expected to be faster than `LayeredFactorization`.
 
-    Sparse transitions leave no choice. For dense ones, a model of the time that was fitted to measurements with one thread (a factor
-    of two either way costs little, since they meet at an angle); `experiments.wide --sections crossover` measures it again.
+    Sparse transitions always use conjugate gradients. For dense ones, the times are predicted by
+    models that were fitted to measurements with one thread. Near the crossover both methods take
+    similar times, so an error of a factor of two costs little. `experiments.wide --sections
+    crossover` measures the times again.
+
+    Args:
+        elements: the number of elements in the batch.
+        exact: whether systems will be solved to rounding, without a guess.
     """
-    return mdp.is_sparse or _seconds_of_iterations(
-        mdp, elements, exact
-    ) < _seconds_of_factorization(mdp, elements)
+    if mdp.is_sparse:
+        return True
+    return _seconds_of_iterations(mdp, elements, exact) < _seconds_of_factorization(mdp, elements)
 
 
 def _seconds_of_factorization(mdp: LayeredMDP, elements: int) -> float:
     sizes, num_actions = mdp.layer_sizes, mdp.num_actions
-    products = sum(2 * m * n * (num_actions * n + m + n) for m, n in pairwise(sizes)) + sum(
-        4 * n**3 for n in sizes
-    )
+    products = sum(2 * m * n * (num_actions * n + m + n) for m, n in pairwise(sizes))
+    products += sum(4 * n**3 for n in sizes)
     return 0.08e-9 * products * elements + (0.4e-3 + 0.04e-3 * elements) * mdp.horizon
 
 
@@ -99,16 +123,15 @@ def _seconds_of_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> float
     entries = sum(layer.probabilities.numel() for layer in mdp.layers[:-1])
     shared = elements > 1 and not mdp.batch_shape  # then the products with P are matrix-matrix
     passes = 0.2e-9 * entries * elements if shared else 0.6e-9 * entries
-    return (40 if exact else 15) * (
-        passes + 12e-9 * mdp.num_pairs * elements + 0.04e-3 * mdp.horizon
-    )
+    iteration = passes + 12e-9 * mdp.num_pairs * elements + 0.04e-3 * mdp.horizon
+    return (40 if exact else 15) * iteration
 
 
-# -- all states -----------------------------------------------------------------------------------------------------------
+# -- all states ------------------------------------------------------------------------------------
 
 
 class DenseFactorization:
-    """Cholesky of M, formed as one S x S matrix."""
+    """Cholesky factorization of M as one S x S matrix."""
 
     def __init__(self, states: States, flow: DenseFlow) -> None:
         self.states, self.flow = states, flow
@@ -124,7 +147,7 @@ class DenseFactorization:
         states, flow = self.states, self.flow
         mean = (states.p * x).sum(-1)
         arrived = r + flow.inflow(states.respond(x)) + _apply(self.Q, _apply(self.B, mean))
-        free = self.root * _apply(self.B.mT, arrived)  # K^(1/2) du if q(s) could change for nothing
+        free = self.root * _apply(self.B.mT, arrived)  # K^(1/2) du if kappa were zero
         held = torch.cholesky_solve(free.unsqueeze(-1), self.cholesky).squeeze(-1)
         v = _apply(self.B, self.root * held - mean)
         within = states.respond(x - flow.lookahead(v))
@@ -133,7 +156,7 @@ class DenseFactorization:
 
 
 class LayeredFactorization:
-    """The same M factored layer by layer; never more than one layer's square at a time."""
+    """Factorization of M layer by layer; the largest matrix has the width of one layer."""
 
     def __init__(self, states: States, flow: LayeredFlow) -> None:
         self.states, self.flow = states, flow
@@ -155,7 +178,7 @@ class LayeredFactorization:
         states, flow, split = self.states, self.flow, self.flow.mdp.split
         means = split((states.p * x).sum(-1), -1)
         arrivals = split(r + flow.inflow(states.respond(x)), -1)
-        pull = []  # what layer k alone would make of v_k
+        pull = []  # v_k from the layers up to k, without the later ones
         m = arrivals[0]
         for k, (kappa, gain, mean) in enumerate(zip(self.kappas, self.gains, means, strict=True)):
             pull.append(kappa * m - mean)
@@ -175,28 +198,25 @@ class LayeredFactorization:
 
 
 class FullFactorization:
-    """LU of the whole system, for Hessians without structure."""
+    """LU factorization of the whole system, for Hessians without structure."""
 
     def __init__(self, hessian: Full, mdp: LayeredMDP) -> None:
         exists = mdp.actions.flatten()
-        # Scale pairs by their curvature and constraints to length one.
-        curvature = torch.where(
-            mdp.actions & (hessian.curvature > 0), hessian.curvature, 1.0
-        ).flatten(-2)
+        # Scale pairs by their curvature, and the rows of E to length one.
+        curved = mdp.actions & (hessian.curvature > 0)
+        curvature = torch.where(curved, hessian.curvature, 1.0).flatten(-2)
         self.pair_scale = torch.where(exists, curvature.rsqrt(), 0.0)
         outflow = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device).unsqueeze(-2)
-        E = (outflow - mdp.joint_transitions).flatten(-3, -2).mT * self.pair_scale.unsqueeze(
-            -2
-        )  # (*batch, S, S*A)
+        E = (outflow - mdp.joint_transitions).flatten(-3, -2).mT  # (*batch, S, S*A)
+        E = E * self.pair_scale.unsqueeze(-2)
         self.state_scale = E.norm(dim=-1).reciprocal()
         E = E * self.state_scale.unsqueeze(-1)
         H = self.pair_scale.unsqueeze(-1) * hessian.matrix * self.pair_scale.unsqueeze(-2)
         H = H + torch.diag(1.0 - exists.to(H.dtype))
         batch = broadcast(E.shape[:-2], H.shape[:-2])
         E, H = E.expand(*batch, *E.shape[-2:]), H.expand(*batch, *H.shape[-2:])
-        system = torch.cat(
-            [torch.cat([H, -E.mT], -1), torch.nn.functional.pad(E, (0, mdp.num_states))], -2
-        )
+        upper, lower = torch.cat([H, -E.mT], -1), torch.nn.functional.pad(E, (0, mdp.num_states))
+        system = torch.cat([upper, lower], -2)
         self.system = system
         self.lu, self.pivots, _ = torch.linalg.lu_factor_ex(system)
         self.pairs = tuple(mdp.actions.shape)
@@ -210,7 +230,11 @@ class FullFactorization:
         return (self.pair_scale * dq).unflatten(-1, self.pairs), self.state_scale * v
 
     def is_convex(self) -> Tensor:
-        """Whether the constraints are responsible for all negative eigenvalues of the system, with -E' made E'."""
+        """Return whether H is positive semidefinite on the null space of E, `(*batch,)`.
+
+        This holds if the symmetric system, with E' in place of -E', has exactly one negative
+        eigenvalue per constraint.
+        """
         num_states = self.state_scale.shape[-1]
         sign = torch.ones_like(self.system[..., 0, :])
         sign[..., -num_states:] = -1.0
@@ -222,7 +246,7 @@ def _apply(matrix: Tensor, x: Tensor) -> Tensor:
 
 
 def _filter(Y: Tensor, kappa: Tensor) -> Tensor:
-    """(Y^-1 + K)^-1 for Y >= 0 and K = diag(kappa) >= 0, neither of which need be invertible."""
+    """Return (Y^-1 + K)^-1 for Y >= 0 and K = diag(kappa) >= 0; both may be singular."""
     root = kappa.sqrt()
     half = root.unsqueeze(-1) * Y  # K^(1/2) Y
     identity = torch.eye(Y.shape[-1], dtype=Y.dtype, device=Y.device)

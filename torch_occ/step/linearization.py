@@ -1,11 +1,14 @@
-"""What a solution of the FTRL step does when it is pushed: its linear response Pi and the bend of it, differentiable themselves.
+"""First and second derivatives of the FTRL step with respect to the loss; both differentiable.
 
-At q = argmin ⟨q, L⟩ + psi_t(q) over Omega, a small change x of the loss L moves q by -Pi x, where Pi = H^-1 - H^-1 E'(E H^-1 E')^-1 E H^-1
-is symmetric and positive semidefinite. Moving on, Pi itself changes,
+At q = argmin ⟨q, L⟩ + psi_t(q) over Omega, a small change x of the loss L changes q by -Pi x. Here
 
-    d/ds Pi(L + s m) = Pi D3psi[Pi m] Pi,        D3psi[u] = d/ds H(q + s u),
+    Pi = H^-1 - H^-1 E'(E H^-1 E')^-1 E H^-1
 
-so with third derivatives of psi one has all that a second-order expansion of q in random losses needs.
+is symmetric and positive semidefinite. Its derivative in the direction m is
+
+    d/ds Pi(L + s m) = Pi D3psi[Pi m] Pi,        D3psi[u] = d/ds H(q + s u).
+
+So a second-order expansion of q in random losses needs Pi and the third derivatives of psi.
 """
 
 from __future__ import annotations
@@ -21,7 +24,14 @@ from torch_occ.step.implicit import Bound, ImplicitSolution, Linearized, Setting
 
 
 class Linearization:
-    """The step around one of its solutions q `(*batch, S, A)` at t `(*batch,)`, for MDPs of at most a few hundred pairs."""
+    """First and second derivatives of a step at its solution q.
+
+    For MDPs of at most a few hundred pairs.
+
+    Args:
+        q: a solution of the step, `(*batch, S, A)`.
+        t: its episodes, `(*batch,)`.
+    """
 
     def __init__(self, step: FTRLStep, q: Tensor, t: Tensor) -> None:
         self.mdp: LayeredMDP = step.mdp
@@ -30,24 +40,29 @@ class Linearization:
         self.setting = Setting(self.mdp, step.evaluator, False)
 
     def apply(self, x: Tensor) -> Tensor:
-        """Pi x for x of shape `(*more, *batch, S, A)`."""
+        """Return Pi x for x of shape `(*more, *batch, S, A)`."""
         nothing = torch.zeros(x.shape[:-1], dtype=x.dtype, device=x.device)
-        # One rank for all, so that a vmap can put its dimension in front.
+        # All tensors get the same number of batch dimensions, so that the dimension that a vmap
+        # puts in front of them is aligned.
         q, t = _rank(self.q, x.dim() - 2, 2), _rank(self.tensors[0], x.dim() - 2, 0)
         tensors = (x, nothing, q, t, *self.tensors[1:])
         moved, _ = ImplicitSolution.apply(Linearized(self.setting), *tensors)
         return moved
 
     def dense(self) -> Tensor:
-        """Pi as a matrix over all pairs, `(*batch, S * A, S * A)`."""
+        """Return Pi as a matrix over all pairs, `(*batch, S * A, S * A)`."""
         identity = torch.eye(self.q.shape[-2:].numel(), dtype=self.q.dtype, device=self.q.device)
         return self.apply(self._columns(identity)).flatten(-2).movedim(0, -1)
 
     def bend(self, u: Tensor, G: Tensor) -> Tensor:
-        """D3psi[u](G) = d/ds tr(H(q + s u) G), `(*batch,)`, for u `(*batch, S, A)` and a symmetric G `(*batch, S * A, S * A)`.
+        """Return D3psi[u](G) = d/ds tr(H(q + s u) G), `(*batch,)`.
 
-        For scalar terms f(x) of arguments x that are linear in q, it is the sum over them of the third derivative of f, times what u
-        does to x, times the variance of x under G.
+        For scalar terms f(x), with x linear in q, this is the sum of f'''(x) times the change of x
+        along u times the variance of x if q has the covariance G.
+
+        Args:
+            u: `(*batch, S, A)`.
+            G: symmetric, `(*batch, S * A, S * A)`.
         """
         bound = self.setting.bind(self.tensors)
         regularizer = bound.evaluator.regularizer
@@ -60,21 +75,16 @@ class Linearization:
 
         def value(*xs: Tensor) -> Tensor:
             values = evaluate(inputs._replace(scalars=dict(zip(names, xs, strict=True)))).scalars
-            return sum(
-                (keep(name, self.mdp, values[name], 0.0).sum() for name in names),
-                xs[0].new_zeros(()),
-            )
+            parts = (keep(name, self.mdp, values[name], 0.0).sum() for name in names)
+            return sum(parts, xs[0].new_zeros(()))
 
         def slopes(*xs: Tensor) -> Tensor:
-            return sum(
-                (slope.sum() for slope in torch.func.grad(value, every)(*xs)), xs[0].new_zeros(())
-            )
+            parts = (slope.sum() for slope in torch.func.grad(value, every)(*xs))
+            return sum(parts, xs[0].new_zeros(()))
 
         def curvatures(*xs: Tensor) -> Tensor:
-            return sum(
-                (curvature.sum() for curvature in torch.func.grad(slopes, every)(*xs)),
-                xs[0].new_zeros(()),
-            )
+            parts = (curvature.sum() for curvature in torch.func.grad(slopes, every)(*xs))
+            return sum(parts, xs[0].new_zeros(()))
 
         total = torch.zeros_like(u[..., 0, 0])
         for name, third in zip(names, torch.func.grad(curvatures, every)(*arguments), strict=True):
@@ -83,18 +93,17 @@ class Linearization:
         return total
 
     def _variance(self, name: Argument, G: Tensor) -> Tensor:
-        """The variance of an argument of psi when q has covariance G."""
+        """Return the variance of an argument of psi if q has the covariance G."""
         S, A = self.q.shape[-2:]
-        blocks = (
-            G.unflatten(-1, (S, A)).unflatten(-3, (S, A)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-        )  # (*batch, S, A, A)
+        paired = G.unflatten(-1, (S, A)).unflatten(-3, (S, A))  # (*batch, S, A, S, A)
+        blocks = paired.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)  # (*batch, S, A, A)
         if name == "state":
             return blocks.sum((-2, -1))
         others = self.mdp.other_actions
         return (others @ blocks @ others if name == "rest" else blocks).diagonal(dim1=-2, dim2=-1)
 
     def _bend_by_columns(self, bound: Bound, u: Tensor, G: Tensor) -> Tensor:
-        """The same for any regularizer, with one Hessian product for each column of G."""
+        """Compute `bend` for any regularizer, with one Hessian product per column of G."""
         rows = G.movedim(-1, 0).unflatten(-1, self.q.shape[-2:])  # (S * A, *batch, S, A)
         picks = self._columns(torch.eye(len(rows), dtype=G.dtype, device=G.device))
 
@@ -104,6 +113,6 @@ class Linearization:
         return (torch.func.grad(trace)(self.q) * u).sum((-2, -1))
 
     def _columns(self, matrix: Tensor) -> Tensor:
-        """Rows of a matrix over pairs as a leading batch, `(S * A, *batch, S, A)`."""
+        """Return the rows of a matrix over pairs as a leading batch, `(S * A, *batch, S, A)`."""
         batch, pairs = self.q.shape[:-2], self.q.shape[-2:]
         return matrix.reshape(-1, *(1,) * len(batch), *pairs).expand(-1, *batch, *pairs)

@@ -1,20 +1,25 @@
 """Damped Newton iterations on the manifold of occupancy measures.
 
-Minimize ⟨q, loss⟩ + psi_t(q) over Omega. Three things make it exact over the whole range that a long run produces:
+Minimize ⟨q, loss⟩ + psi_t(q) over Omega. Three ideas keep it accurate for the large losses and
+small occupancies of long runs:
 
-- **Shaping.** Adding E'v to the loss does not move the solution, so the loss is first replaced by the gaps of its optimal policy:
-  non-negative, zero at every best action. What remains has no large numbers that must cancel (torch_occ.shaping). Neither has the
-  gradient: where one pair takes nearly all of a layer, the slope of 1 - q there is huge, and as a constant of the layer it is left out.
-- **Steps by relative change.** All elementary terms satisfy |x f'''(x)| <= 2 f''(x) with f'' decreasing. If no argument of psi
-  falls by more than the fraction rho along the Newton step, then the step of length 1/(1 + rho) decreases the objective, from
-  everywhere, and the full step does for rho <= 1/2. No function values are compared, so nothing drowns in rounding.
-  Regularizers of other kinds are guarded by the slope at the end of the step: where the objective has begun to rise steeply, the
+- **Shaping.** Adding E'v to the loss does not change the solution. So the loss is first replaced by
+  the gaps of its optimal policy, which are non-negative, and zero at every best action. Then no
+  large numbers cancel (torch_occ.step.shaping). The gradient is treated in the same way: where one
+  pair takes nearly all of a layer, its slope in 1 - q is huge. This slope is subtracted from all
+  pairs of the layer, which changes the objective only by a constant.
+- **Step length by relative change.** All elementary terms satisfy |x f'''(x)| <= 2 f''(x), with f''
+  decreasing. If no argument of psi falls by more than the fraction rho along the Newton step, then
+  the step of length 1/(1 + rho) decreases the objective, from every start. For rho <= 1/2 the full
+  step does. No function values are compared, so rounding errors do not matter. For other
+  regularizers the slope at the end of the step is checked: where the objective rises steeply, the
   step is shortened.
-- **Retraction.** Each iterate is the occupancy of its own policy, q -> pi -> q, computed with additions of positive numbers only:
-  the flow constraints hold to the last digit in every state, however rarely it is visited.
+- **Retraction.** Each iterate is replaced by the occupancy of its own policy, q -> pi -> q, by
+  additions of positive numbers only. So the flow constraints hold to the last digit in every state,
+  however rarely it is visited.
 
-The iteration stops when no pair changes by more than sqrt(eps) relative to itself; since Newton squares the error, the last step
-leaves only rounding.
+The iteration stops when no pair changes by more than sqrt(eps) relative to itself. Newton's method
+squares the error, so only rounding errors are left after the last step.
 """
 
 from __future__ import annotations
@@ -50,18 +55,22 @@ def newton(
     start: Tensor,
     options: Options,
 ) -> Solution:
-    """Minimize from `start`, the occupancy of some interior policy. All elements of the batch advance together, each at its own pace.
+    """Minimize ⟨q, loss⟩ + psi_t(q) for a batch; each element stops on its own.
 
     Args:
-        derive: q -> gradient and Hessian of psi_t there.
-        loss: `(*batch, S, A)`; its batch shape is the whole one.
-        start: broadcasts against the loss.
+        derive: q -> gradient and Hessian of psi_t at q.
+        loss: `(*batch, S, A)`, with the full batch shape.
+        start: the occupancy of an interior policy, which broadcasts against the loss.
+
+    Returns:
+        The solution with a status per element; failures do not raise.
     """
     solution, rounding = _descend(flow, derive, shape_loss(flow.mdp, loss), start, options)
     ended = (solution.status == Status.STALLED) | solution.converged
     coarse = ended & (rounding > options.tolerance_in(loss.dtype) * _COARSE)
     if bool(coarse.any()):
-        # A sum of losses along an episode has too few digits for the certificate, so they are added up once more.
+        # Sums of losses along an episode have too few digits for the certificate. Compute them
+        # again without rounding errors.
         finely, _ = _descend(flow, derive, shape_finely(flow.mdp, loss), solution.q, options)
         finely.certificate[..., 1] += solution.certificate[..., 1]  # steps
         solution = solution.merge(finely, coarse)
@@ -75,7 +84,11 @@ def _descend(
     start: Tensor,
     options: Options,
 ) -> tuple[Solution, Tensor]:
-    """The solution for a loss that is shaped already, and the relative error of q that rounding made in shaping it, `(*batch,)`."""
+    """Minimize for a loss that is shaped already.
+
+    Returns:
+        The solution, and the relative error of q from rounding in the shaping, `(*batch,)`.
+    """
     mdp, dtype = flow.mdp, shaped.gaps.dtype
     eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny / torch.finfo(dtype).eps
     source, nothing = flow_source(mdp), torch.zeros_like(shaped.value)
@@ -85,14 +98,14 @@ def _descend(
         return flow.forward(policy, source).unsqueeze(-1) * policy
 
     def stop(running: Tensor, where: Tensor, reason: Status) -> Tensor:
-        """Freeze elements with a status; returns those still running."""
+        """Stop elements with a status; return those still running."""
         where = running & where
         if bool(where.any()):
             status[where] = reason
         return running & ~where
 
     def slope(psi: Derivatives, left_out: Tensor | None) -> Tensor:
-        """The gradient of the objective, without constants of the layers `(*batch, L)`."""
+        """Return the gradient of the objective, less the constants of the layers `(*batch, L)`."""
         gradient = psi.gradient
         if left_out is not None:
             gradient = keep("pair", mdp, gradient - left_out[..., mdp.layer].unsqueeze(-1), 0.0)
@@ -107,9 +120,8 @@ def _descend(
     steps, patience = torch.zeros_like(status), torch.full_like(status, STALL_AFTER)
     decrement = torch.full_like(status, torch.inf, dtype=q.dtype)
     value, best = nothing, decrement
-    left_out = (
-        torch.zeros_like(at_likeliest_pairs(mdp, q, q)) if lifted else None
-    )  # what belongs to `value`
+    # The constants of the layers that were left out when `value` was computed.
+    left_out = torch.zeros_like(at_likeliest_pairs(mdp, q, q)) if lifted else None
 
     for _ in range(options.max_steps):
         now = at_likeliest_pairs(mdp, q, psi.gradient) if lifted else None
@@ -126,7 +138,7 @@ def _descend(
             alive = keep("pair", mdp, trial, 1.0).amin((-2, -1)) > smallest
             trial = torch.where(over(running & alive, 2), trial, q)
             psi = derive(trial)
-            # Close to the solution the slope is all rounding, and the step is safe anyway.
+            # Close to the solution the slope is only rounding error, and the full step is safe.
             overshot = running & (moved > 1e-3) & (_dot(slope(psi, now), dq) > 0.9 * squared)
             if not bool(overshot.any()):
                 break
@@ -134,18 +146,14 @@ def _descend(
 
         running = stop(running, ~alive, Status.UNDERFLOW)
         q, value = trial, torch.where(over(running, 1), v, value)
-        left_out = (
-            None
-            if now is None or left_out is None
-            else torch.where(over(running, 1), now, left_out)
-        )
+        if now is not None and left_out is not None:
+            left_out = torch.where(over(running, 1), now, left_out)
         decrement = torch.where(running, squared, decrement)
         steps += running
         patience = torch.where((moved < 0.5 * best) | (moved > 0.1), STALL_AFTER, patience - 1)
         best = torch.minimum(best, moved)
-        running = stop(
-            running, (moved <= eps**0.5) | (patience == 0), Status.STALLED
-        )  # until certified below
+        # STALLED becomes CONVERGED below if the solution is certified.
+        running = stop(running, (moved <= eps**0.5) | (patience == 0), Status.STALLED)
         if not bool(running.any()):
             break
 
@@ -156,35 +164,39 @@ def _descend(
         rounding = (_others(mdp, psi.hessian.curvature) * shaped.rounding / unit).amax((-2, -1))
     residual = _residual(mdp, uphill, unit, value)
     if bool(((status == Status.STALLED) & ~(residual <= tolerance)).any()):
-        # Multipliers of a system that is hard to solve may be less accurate than q. Others may fit it better.
+        # If the system is ill-conditioned, its multipliers may be less accurate than q. Others may
+        # fit q better.
         v = _multipliers(mdp, uphill, unit)
         found = _residual(mdp, uphill, unit, v)
         value = torch.where(over(found < residual, 1), v, value)
         residual = torch.where(found < residual, found, residual)
     dual_residual = torch.where(rounding > tolerance * _COARSE, residual + rounding, residual)
     flow_error = (flow_residual(mdp, q) / q.sum(-1)).abs().amax(-1)
-    certified = (
-        (status == Status.STALLED) & (dual_residual <= tolerance) & (flow_error <= tolerance)
-    )
+    accurate = (dual_residual <= tolerance) & (flow_error <= tolerance)
+    certified = (status == Status.STALLED) & accurate
     if bool(certified.any()):
         convex = torch.where(is_convex(psi.hessian, mdp), Status.CONVERGED, Status.NOT_CONVEX)
         status = torch.where(certified, convex, status)
-    certificate = torch.stack(
-        [status.to(q), steps.to(q), decrement.clamp(min=0).sqrt(), flow_error, dual_residual], -1
-    )
+    decrement = decrement.clamp(min=0).sqrt()
+    numbers = (status.to(q), steps.to(q), decrement, flow_error, dual_residual)
+    certificate = torch.stack(numbers, -1)
     value = value + shaped.value + potential(mdp, shaped.constants) + potential(mdp, left_out)
     return Solution(q, value, certificate), rounding
 
 
-#: The part of the tolerance that rounding may take, before losses are added up finely and before it counts.
+#: Rounding errors of the shaping below this fraction of the tolerance are ignored. Above it, the
+#: loss is shaped again without rounding errors, and what is left is added to the dual residual.
 _COARSE = 1 / 4
 
-#: How often a step is shortened to a quarter; after that, the next Newton step starts from where it led.
+#: How often a step is shortened to a quarter. After that, the iteration goes on from its end.
 _BACKTRACKS = 30
 
 
 def _relative_change(flow: Flow, psi: Derivatives, q: Tensor, dq: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest relative fall of any argument of psi along dq, and the largest relative change of any pair; `(*batch,)` each."""
+    """Return the largest relative fall of an argument of psi, and relative change of a pair.
+
+    Both are along dq and of shape `(*batch,)`.
+    """
     relative = dq / keep("pair", flow.mdp, q, 1.0)
     fall = -relative.amin((-2, -1))
     for name, x in psi.scalars.items():
@@ -195,11 +207,12 @@ def _relative_change(flow: Flow, psi: Derivatives, q: Tensor, dq: Tensor) -> tup
 
 
 def _step(mdp: LayeredMDP, q: Tensor, dq: Tensor, fall: Tensor, length: Tensor) -> Tensor:
-    """q + length dq, positive wherever length * fall < 1, however close to one that is."""
+    """Return q + length dq, which is positive if length * fall < 1, however close to one."""
     damped = length < 1
     if not bool(damped.any()):
         return q + dq
-    # 1 - fall / (1 + fall) is written 1 / (1 + fall): as it stands, it rounds to zero if the fall is above 1/eps.
+    # 1 - fall / (1 + fall) is computed as 1 / (1 + fall), because the difference rounds to zero if
+    # the fall is above 1/eps.
     left = torch.where(length * (1 + fall) < 0.5, 1 - length * fall, 1 / (1 + fall))
     relative = dq / keep("pair", mdp, q, 1.0)
     change = over(left, 2) + over(length, 2) * (over(fall, 2) + relative)
@@ -207,27 +220,32 @@ def _step(mdp: LayeredMDP, q: Tensor, dq: Tensor, fall: Tensor, length: Tensor) 
 
 
 def _others(mdp: LayeredMDP, curvature: Tensor) -> Tensor:
-    """How much an action moves when it is pushed at constant q(s), relative to 1/D: the share of the others in the sum of all 1/D.
+    """Return 1 - (1/D) / sum(1/D), the share of the other actions in the sum of 1/D.
 
-    An action that is alone does not move at all, and one that dominates its state hardly.
+    It is the response of q(s,a) to a change of its loss at constant q(s), relative to 1/D. A single
+    action does not respond at all, and one that dominates its state hardly does.
     """
     softness = keep("pair", mdp, curvature.reciprocal(), 0.0)
     return keep("rest", mdp, 1 - softness / softness.sum(-1, keepdim=True), 0.0)
 
 
 def _residual(mdp: LayeredMDP, slope: Tensor, unit: Tensor, value: Tensor) -> Tensor:
-    """The largest |slope - E'v| in these units, `(*batch,)`."""
+    """Return the largest |slope - E'v| in these units, `(*batch,)`."""
     shaping = flow_adjoint(mdp, value)
     alone = mdp.missing["rest"]
     if alone is not None:
-        # A state with one action decides nothing, and its equation only says what v is: measured by its terms.
+        # A state with one action has no decision to make. Its equation only determines v, so the
+        # residual is relative to the terms of the equation.
         terms = slope.abs() + shaping.abs() + torch.finfo(slope.dtype).tiny
         unit = torch.where(alone, torch.maximum(terms, unit), unit)
     return ((slope - shaping) / unit).abs().amax((-2, -1))
 
 
 def _multipliers(mdp: LayeredMDP, slope: Tensor, unit: Tensor) -> Tensor:
-    """The v for which slope = E'v holds best, state by state from the last layer to the first: least squares in these units."""
+    """Return the v that fits slope = E'v, state by state from the last layer to the first.
+
+    In each state it is the least-squares fit in these units.
+    """
     weight = (unit.amin(-1, keepdim=True) / unit).square()
     weight = weight / weight.sum(-1, keepdim=True)
     slopes, weights = mdp.split(slope, -2), mdp.split(weight, -2)

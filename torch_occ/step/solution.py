@@ -1,4 +1,4 @@
-"""What a solve returns, for both backends: the minimizer, its certificate, and how it ended."""
+"""The result of a solve, for both backends: the minimizer, its certificate, its status."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_occ.kernels import constants
 
 
 class Status(IntEnum):
-    """How a solve ended."""
+    """The outcome of a solve; everything but CONVERGED is a failure."""
 
     CONVERGED = constants.CONVERGED
     MAX_STEPS = constants.MAX_STEPS
@@ -24,18 +24,22 @@ class Status(IntEnum):
 
     @property
     def advice(self) -> str:
-        """What it means and what to do."""
+        """The meaning of the status, and what to do."""
         return _ADVICE[self]
 
 
 _ADVICE = {
     Status.CONVERGED: "solved and certified",
-    Status.MAX_STEPS: "the iteration limit was reached; raise max_steps, or start closer with warm_start",
-    Status.STALLED: "rounding stopped the progress short of the tolerance; rescale the loss, or accept a larger tolerance",
-    Status.UNDERFLOW: "an occupancy fell below the smallest floating-point number; add a LogBarrier, or a smaller learning rate",
-    Status.NOT_FINITE: "a derivative of the regularizer overflowed; check that it is finite and convex inside Omega",
-    Status.NOT_CONVEX: "the regularizer curves downwards at the point found, so this may be no minimum; "
-    "check that it is convex: the signs of its weights, the curvature of its functions",
+    Status.MAX_STEPS: "the iteration limit was reached; "
+    "raise max_steps, or start closer with warm_start",
+    Status.STALLED: "rounding errors stopped the progress before the tolerance was reached; "
+    "rescale the loss, or accept a larger tolerance",
+    Status.UNDERFLOW: "an occupancy fell below the smallest floating-point number; "
+    "add a LogBarrier, or use a smaller learning rate",
+    Status.NOT_FINITE: "a derivative of the regularizer overflowed; "
+    "check that the regularizer is finite and convex inside Omega",
+    Status.NOT_CONVEX: "the regularizer is not convex at the point found, which may be no minimum; "
+    "check the signs of its weights and the curvature of its functions",
 }
 
 
@@ -44,8 +48,12 @@ class Options:
     """When to stop.
 
     Args:
-        tolerance: the largest dual residual that counts as converged; by default eps^(2/3), 4e-11 in double precision.
-        max_steps: Newton steps allowed.
+        tolerance: the largest dual residual that counts as converged; by default eps^(2/3), which
+            is 4e-11 in double precision.
+        max_steps: the largest number of Newton steps.
+
+    Raises:
+        ValueError: if the tolerance is not positive, or max_steps is below 1.
     """
 
     tolerance: float | None = None
@@ -58,26 +66,27 @@ class Options:
             raise ValueError(f"max_steps: expected at least 1, got {self.max_steps}")
 
     def tolerance_in(self, dtype: torch.dtype) -> float:
-        """The tolerance, or the default one for this precision."""
+        """Return the tolerance, or its default for this number type."""
         return torch.finfo(dtype).eps ** (2 / 3) if self.tolerance is None else self.tolerance
 
 
 class Solution(NamedTuple):
-    """The minimizer and its certificate; every tensor has the batch shape in front."""
+    """The minimizer and its certificate, for a batch of problems."""
 
     q: Tensor  # (*batch, S, A)
     value: Tensor  # (*batch, S), the multipliers v of the flow constraints
-    certificate: Tensor  # (*batch, 5), by name below; one tensor, since a tensor costs a tenth of a small solve
-    backend: str = "torch"  # or "engine": who solved it
+    # (*batch, 5), read by the properties below. One tensor, because making five costs time.
+    certificate: Tensor
+    backend: str = "torch"  # "torch" or "engine", the backend that solved it
 
     @property
     def status(self) -> Tensor:
-        """`(*batch,)`, see `Status`."""
+        """`(*batch,)`, the outcome of each element as a number of `Status`."""
         return self.certificate[..., 0].long()
 
     @property
     def steps(self) -> Tensor:
-        """`(*batch,)`, Newton steps."""
+        """`(*batch,)`, the number of Newton steps."""
         return self.certificate[..., 1].long()
 
     @property
@@ -92,20 +101,21 @@ class Solution(NamedTuple):
 
     @property
     def dual_residual(self) -> Tensor:
-        """`(*batch,)`, the largest |grad psi + loss - E'v| in units of q times its curvature: the relative error of q that it stands for.
+        """`(*batch,)`, the largest |grad psi + loss - E'v|, in units of q times its curvature.
 
-        The residual includes the rounding of the losses' sums along an episode, which no solver can undo. In a state with one action,
-        where nothing is decided, it is relative to its terms.
+        In these units it is the relative error of q. It includes the rounding errors of the sums
+        of losses along an episode, which no solver can undo. A state with one action has no
+        decision to make; its residual is relative to the terms of its equation.
         """
         return self.certificate[..., 4]
 
     @property
     def converged(self) -> Tensor:
-        """`(*batch,)`."""
+        """`(*batch,)`, whether each element was solved and certified."""
         return self.certificate[..., 0] == Status.CONVERGED
 
     def merge(self, other: Solution, where: Tensor) -> Solution:
-        """The other solution at some elements `(*batch,)` of the batch, this one elsewhere."""
+        """Return `other` at the elements given by `where` `(*batch,)`, this solution elsewhere."""
         q, value, certificate = (
             torch.where(over(where, mine.dim() - where.dim()), theirs, mine)
             for mine, theirs in zip(self[:3], other[:3], strict=True)
@@ -114,5 +124,5 @@ class Solution(NamedTuple):
 
 
 def over(x: Tensor, event_dims: int) -> Tensor:
-    """`(*batch,)` ready to meet `(*batch, *event)`."""
+    """Append event dimensions to x `(*batch,)`, to broadcast against `(*batch, *event)`."""
     return x[(..., *(None,) * event_dims)]
