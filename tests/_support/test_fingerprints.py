@@ -148,3 +148,9 @@ def test_a_run_is_not_continued_with_another_function(tmp_path):
     play(lambda m: m)
     with pytest.raises(ValueError, match=r"belongs to another run, .* the same losses; name"):
         play(lambda m: 1 - m)
+
+
+def test_a_number_from_the_middle_of_a_tensor():
+    """Its stride is that of the tensor, though it has one entry only."""
+    table = torch.arange(33, dtype=torch.float64).reshape(3, 11)
+    assert fingerprints(x=table[:1, 4]) == fingerprints(x=torch.tensor([4.0], dtype=torch.float64))

@@ -1,8 +1,6 @@
 """The experiment on wide MDPs, in its smallest configuration; and the models that it is about."""
 
 import csv
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -46,14 +44,6 @@ def test_the_experiment_leaves_a_table_and_a_picture(tmp_path, monkeypatch, caps
     assert [(row["pairs"], row["clarabel"]) for row in rows] == [("60", ""), ("135", "")]
     assert all(float(row["dual_residual"]) < 1e-10 for row in rows)
     assert "(3, 70, 2)" in capsys.readouterr().out
-
-
-def test_the_example_of_the_page_runs():
-    page = (Path(__file__).parents[2] / "docs" / "wide.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    found: dict[str, object] = {}
-    exec(example, found)
-    assert found["q"].shape == (20_000, 3)
 
 
 def test_the_exponent_is_a_slope():

@@ -356,7 +356,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         sizes = [
-            x.numel()
+            x.nbytes // 8  # in numbers of double precision
             for x in tree_leaves(result)
             if isinstance(x, torch.Tensor) and x.layout == torch.strided
         ]

@@ -135,7 +135,9 @@ class _Hasher:
         elif part.layout in (torch.sparse_csc, torch.sparse_bsc):
             inner = [part.ccol_indices(), part.row_indices(), part.values()]
         elif part.layout == torch.strided and not part.is_meta and not part.is_quantized:
-            flat = part.resolve_conj().resolve_neg().cpu().reshape(-1).contiguous()
+            # A tensor with one entry counts as contiguous whatever its stride is, so it is copied.
+            flat = torch.empty(part.numel(), dtype=part.dtype)
+            flat.copy_(part.resolve_conj().resolve_neg().reshape(-1))
             return _joined(label, [flat.view(torch.uint8).numpy().tobytes()])
         else:
             raise _refusal(part, where, "its numbers cannot be read")

@@ -66,13 +66,15 @@ _WRITTEN = {
 
 
 def write_csv(path: str | Path, rows: Sequence[dict[str, Any]], first: Sequence[str] = ()) -> None:
-    """Write one line per row, atomically.
+    """Write one line per row, atomically; nothing if there is no column.
 
     Args:
         rows: dictionaries. There is a column for every key of any row; missing values are empty.
         first: columns that come first.
     """
     columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
+    if not columns:
+        return
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=columns, lineterminator="\n", restval="")
     writer.writeheader()
