@@ -45,9 +45,11 @@ def leap_in_torch(
         torch.zeros(particles, dtype=torch.long, device=mdp.device) for _ in range(3)
     )
     alive = torch.arange(particles, device=mdp.device)
+    smallest = torch.finfo(mdp.dtype).tiny / torch.finfo(mdp.dtype).eps
     while True:
         solution = step.solve(cumulative_loss, t, warm_start=q, check=False)
-        q = solution.q
+        # The q of an entropy may fall to zero; psi has derivatives at the smallest number.
+        q = torch.where(mdp.actions, solution.q.clamp(min=smallest), 0.0)
         uncertified[alive] += (~solution.converged).long()
         closing = (q * course.gaps[course.phase[stop]]).sum((-2, -1))
         total = torch.where(
