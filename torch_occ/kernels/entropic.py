@@ -173,7 +173,7 @@ def settle(
     # With price = 0, the step has a closed form that does not depend on the guess.
     best, decrement, done = np.inf, 0.0, price == 0.0
     refresh = not stale <= min(WORTH, 0.1 * work.stale[1])
-    fine = not EPS * shape_loss(model, loss, work) <= COARSE * weight
+    fine = not EPS * shape_loss(model, loss, work) <= COARSE * tolerance * weight
     if fine:
         shape_finely(model, loss, work)
     if work.stale[2] == 0.0:  # otherwise the guess of the last step is used

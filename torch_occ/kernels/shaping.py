@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from torch_occ.kernels.layout import (
+    DQ,
     GAPS,
     LIFT,
     OTHERS,
@@ -109,18 +110,18 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
                     rest -= expected * off if model.conserved else 0.0
                     high, lost = two_sum(high, expected)
                     pairs[GAPS, i], pairs[TRIAL, i] = two_sum(high, low + lost + rest)
-                    pairs[ROUNDING, i], pairs[RESPONSE, i] = size, expected + rest
+                    pairs[ROUNDING, i], pairs[RESPONSE, i], pairs[DQ, i] = size, expected, rest
                     if best < 0 or before(pairs, i, best) < 0.0:
                         best = i
-            high, low, same = pairs[GAPS, best], pairs[TRIAL, best], pairs[RESPONSE, best]
-            size = pairs[ROUNDING, best]
+            high, low, size = pairs[GAPS, best], pairs[TRIAL, best], pairs[ROUNDING, best]
+            expected, rest = pairs[RESPONSE, best], pairs[DQ, best]
             for i in range(first, first + num_actions):
                 if exists[PAIR, i]:
                     gap = (pairs[GAPS, i] - high) + (pairs[TRIAL, i] - low)
                     pairs[GAPS, i] = gap
                     # Where the expected values are equal, so are their rounding errors.
-                    both = pairs[ROUNDING, i] + size
-                    pairs[ROUNDING, i] = FINE * both if pairs[RESPONSE, i] != same else 0.0
+                    apart = pairs[RESPONSE, i] != expected or pairs[DQ, i] != rest
+                    pairs[ROUNDING, i] = FINE * (pairs[ROUNDING, i] + size) if apart else 0.0
             states[PLAN, s], states[LOW, s] = high, low
             states[V, s] = 0.0  # the start of an iterative solver
         # The number closest to zero between the lowest and the highest base. Subtracting it makes
