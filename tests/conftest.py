@@ -1,17 +1,15 @@
 """Settings of all tests: one thread, no leaks of global state, the same examples everywhere."""
 
-import os
 import warnings
 
 import pytest
 import torch
 from games import Interruptible
 from hypothesis import settings
+from threads import THREADS
 
 import torch_occ as occ
 
-#: One thread, unless the environment says otherwise (`make test-machines`).
-THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
 torch.set_num_threads(THREADS)
 
 # The first use of forward mode imports deprecated code of torch, whose warning would fail a test.

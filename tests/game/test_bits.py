@@ -7,6 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 from other_machine import OtherMachine, move
+from threads import THREADS
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from zoo import random_loss
@@ -80,7 +81,7 @@ def play(
                 **options,
             )
     finally:
-        torch.set_num_threads(1)
+        torch.set_num_threads(THREADS)
     assert found.backend == "engine"
     return found
 

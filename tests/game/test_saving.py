@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from games import MDP, Interruptible, same, walk
+from threads import THREADS
 from zoo import random_loss
 
 import torch_occ as occ
@@ -196,7 +197,7 @@ def test_after_ctrl_c_no_further_seed_is_begun():
             for_each(slow, 100)
     finally:
         signal.signal(signal.SIGINT, before)
-        torch.set_num_threads(1)
+        torch.set_num_threads(THREADS)
     after = len(begun)
     assert after <= 4
     time.sleep(0.15)

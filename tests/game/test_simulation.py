@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 from games import same, walk
+from threads import THREADS
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
@@ -178,9 +179,9 @@ def test_memory_does_not_grow_with_episodes():
 def test_simulate_leaves_the_number_of_threads_alone():
     try:
         history = simulate(MDP, learner("ftrl"), occ.BernoulliLosses(MEAN), 3, backend="auto")
-        assert torch.get_num_threads() == 1, history.backend
+        assert torch.get_num_threads() == THREADS, history.backend
     finally:
-        torch.set_num_threads(1)
+        torch.set_num_threads(THREADS)
 
 
 class Halves(occ.LossProcess):
@@ -198,7 +199,7 @@ def test_a_users_own_noise_is_drawn_by_every_backend(backend):
     try:
         history = simulate(MDP, learner("ftrl"), Halves(), 20, range(4), backend=backend)
     finally:
-        torch.set_num_threads(1)
+        torch.set_num_threads(THREADS)
     # multiples of 1/2, and not 40/4 for every seed
     suffered = history.realised_regret[:, -1] + history.comparator[:, -1]
     assert len(suffered.unique()) > 1

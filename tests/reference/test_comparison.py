@@ -46,8 +46,6 @@ from torch_occ.regularizers.catalog import (
 from torch_occ.regularizers.schedules import Constant, InverseSqrt
 from torch_occ.step.ftrl import FTRLStep
 
-torch.set_num_threads(1)
-
 
 def narrow() -> LayeredMDP:
     """Two start states, masks, single actions, a layer with one pair, zero probabilities."""

@@ -49,6 +49,15 @@ def constants(psi: occ.Regularizer, t: float) -> tuple[float, float]:
     return float(weight), float(price)
 
 
+@pytest.mark.parametrize("psi", ENTROPIES)
+def test_a_common_offset_of_the_losses_changes_nothing(psi):
+    """Losses of 1e12 and more: sums along an episode must not lose the digits of their gaps."""
+    loss = random_loss(MDP, 8.0, seed=2).mul(2.0**12).round().mul(2.0**-12)  # exact beside 2^40
+    plain, shifted = (solve_both(ENTROPIES[psi], MDP, loss + x, 50.0) for x in (0.0, 2.0**40))
+    for one, other in zip(plain, shifted, strict=True):
+        torch.testing.assert_close(one.q, other.q, rtol=1e-11, atol=0)
+
+
 # -- the solution ----------------------------------------------------------------------------------
 
 
