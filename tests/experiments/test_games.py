@@ -17,6 +17,8 @@ from experiments import (
     theory,
 )
 
+pytestmark = pytest.mark.slow
+
 SMALLEST = {"episodes": 30, "seeds": 2, "processes": 1, "tensorboard": False}
 
 

@@ -9,6 +9,8 @@ from experiments.common import write_csv
 from experiments.tuning_rivals import BOX, judge, quasi_random, search_points
 from experiments.tuning_worlds import Family
 
+pytestmark = pytest.mark.slow
+
 
 def test_meta_gradients(tmp_path):
     small = [

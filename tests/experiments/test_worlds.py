@@ -11,6 +11,8 @@ import torch_occ as occ
 from experiments import gym_control, sweep
 from experiments.maps import panels, visits
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", ["lake:8", "slippery:6", "cliff:14", "trip:12", "big-lake:14"])
 def test_the_best_policy_does_in_the_environment_what_is_predicted(name):
