@@ -98,10 +98,14 @@ class Formula:
         self.inputs, self.constants, self.outputs = inputs, list(constants), list(outputs)
         self.forwards = [(OPERATIONS[name].value, a, b) for name, a, b in instructions]
         results = range(inputs + len(constants), inputs + len(constants) + len(instructions))
+        # One entry per operand that is not a constant: the place of the result, of the operand, its
+        # partial derivative, and the operands of that.
         self.backwards = [
-            (k, OPERATIONS[name].partials, a, b)
-            for k, (name, a, b) in zip(results, instructions, strict=True)
-        ][::-1]
+            (k, place, partial, a, b)
+            for k, (name, a, b) in reversed(list(zip(results, instructions, strict=True)))
+            for place, partial in zip((a, b), OPERATIONS[name].partials, strict=False)
+            if not inputs <= place < results.start
+        ]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by the arguments, because functions cannot be pickled."""
@@ -122,9 +126,8 @@ class Formula:
         total: list[Any] = [0.0] * len(values)
         for i, bar in zip(self.outputs, bars, strict=True):
             total[i] = total[i] + bar
-        for k, partials, a, b in self.backwards:
-            for place, partial in zip((a, b), partials, strict=False):
-                total[place] = total[place] + total[k] * partial(values[a], values[b], values[k])
+        for k, place, partial, a, b in self.backwards:
+            total[place] = total[place] + total[k] * partial(values[a], values[b], values[k])
         return total[: self.inputs]
 
 
