@@ -84,7 +84,7 @@ def minimize(
     source: Floats,
     work: Work,
 ) -> tuple[int, int, float, float, float]:
-    """Minimize from q, for any psi; see `torch_occ.kernels.newton.newton` for the arguments."""
+    """Minimize from q, for any psi; see `torch_occ.kernels.newton.descend` for the arguments."""
     work.stale[0], work.stale[2] = np.inf, 0.0
     return follow(model, terms, weights, loss, tolerance, max_steps, source, work)
 

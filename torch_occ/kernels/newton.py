@@ -60,26 +60,6 @@ COARSE = 0.25
 
 
 @kernel
-def newton(
-    model: Model,
-    terms: Terms,
-    weights: Floats,
-    loss: Floats,
-    tolerance: float,
-    max_steps: int,
-    source: Floats,
-    work: Work,
-) -> tuple[int, int, float, float, float]:
-    """Minimize from q, an occupancy measure.
-
-    `loss` is flat, (S * A,), and `source` is empty. Returns status, steps, decrement, flow residual
-    and dual residual; the row V receives the multipliers.
-    """
-    work.stale[0] = np.inf
-    return descend(model, terms, weights, loss, tolerance, max_steps, source, work)
-
-
-@kernel
 def descend(
     model: Model,
     terms: Terms,
@@ -90,7 +70,10 @@ def descend(
     source: Floats,
     work: Work,
 ) -> tuple[int, int, float, float, float]:
-    """`newton`, reusing the factors in `work` while they are accurate enough.
+    """Minimize from q, reusing the factors in `work` while they are accurate enough.
+
+    `loss` is flat, (S * A,), and `source` is empty. Returns status, steps, decrement, flow residual
+    and dual residual; the row V receives the multipliers.
 
     `stale` is the relative error of the factors. Every term of the Hessian is a power of its
     argument with exponent -2 or more, and the relative change of an argument is at most that of

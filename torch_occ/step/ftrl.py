@@ -233,18 +233,18 @@ class FTRLStep(Frozen):
         # All tensors get the same number of batch dimensions, so that the dimension that a vmap
         # puts in front of them is aligned.
         rank = max(map(len, shapes.values()))
-        tensors = [_rank(t, rank, 0), *self.evaluator.own_parameters]
+        tensors = [with_rank(t, rank, 0), *self.evaluator.own_parameters]
         if probabilities:
             dims = (1, *(layer.event_dims for layer in model.layers))
             pairs = zip(model.probabilities, dims, strict=True)
-            tensors += [_rank(p, rank, dim) for p, dim in pairs]
+            tensors += [with_rank(p, rank, dim) for p, dim in pairs]
 
         def validate(bound: Bound, x: Tensor, start: Tensor) -> None:
             bound.evaluator.validate(bound.parameters)
             check_values(self.mdp, bound.mdp, -x, start, bound.t, zeros=False)
 
         equation = Stationarity(setting, self.options, validate, partial(report, check))
-        x, start = _rank(-cumulative_loss, rank, 2), _rank(start.detach(), rank, 2)
+        x, start = with_rank(-cumulative_loss, rank, 2), with_rank(start.detach(), rank, 2)
         return Solution(*ImplicitSolution.apply(equation, x, start, *tensors))
 
     def _solve_in_logs(
@@ -262,11 +262,11 @@ class FTRLStep(Frozen):
         entropy = entropy_at(self.regularizer, t)
         batches = (*(x.dim() for x in (t, *entropy)), len(model.batch_shape))
         rank = max(loss.dim() - 2, start.dim() - 2, *batches)
-        entropy = Entropy(*(_rank(x, rank, 0) for x in entropy))
+        entropy = Entropy(*(with_rank(x, rank, 0) for x in entropy))
         if probabilities:
             dims = (1, *(layer.event_dims for layer in model.layers))
             pairs = zip(model.probabilities, dims, strict=True)
-            model = model.with_probabilities(*(_rank(p, rank, dim) for p, dim in pairs))
+            model = model.with_probabilities(*(with_rank(p, rank, dim) for p, dim in pairs))
 
         def validate(
             mdp: LayeredMDP, loss: Tensor, start: Tensor, entropy: Entropy, t: Tensor
@@ -280,7 +280,7 @@ class FTRLStep(Frozen):
         task = Task(model, self.options, probabilities, validate, partial(report, check))
         inputs = (loss, t, *entropy, *model.probabilities)
         differentiable = any(carries_derivative(x) for x in inputs)
-        loss, start, t = _rank(loss, rank, 2), _rank(start, rank, 2), _rank(t, rank, 0)
+        loss, start, t = with_rank(loss, rank, 2), with_rank(start, rank, 2), with_rank(t, rank, 0)
         return solve_entropic(task, loss, start, entropy, t, differentiable)
 
     def check_parameters(self) -> None:
@@ -301,6 +301,6 @@ class FTRLStep(Frozen):
         return self
 
 
-def _rank(x: Tensor, rank: int, event_dims: int) -> Tensor:
+def with_rank(x: Tensor, rank: int, event_dims: int) -> Tensor:
     """Add leading dimensions of size 1 to x until it has `rank` batch dimensions."""
     return x[(None,) * (rank + event_dims - x.dim())] if x.dim() < rank + event_dims else x

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.arguments import Argument, change, keep
 from torch_occ.regularizers.base import SeparableRegularizer
-from torch_occ.step.ftrl import FTRLStep, _rank
+from torch_occ.step.ftrl import FTRLStep, with_rank
 from torch_occ.step.implicit import Bound, ImplicitSolution, Linearized, Setting
 
 
@@ -36,7 +36,7 @@ class Linearization:
     def __init__(self, step: FTRLStep, q: Tensor, t: Tensor) -> None:
         self.mdp: LayeredMDP = step.mdp
         self.q = q
-        self.tensors = [_rank(t, q.dim() - 2, 0), *step.evaluator.own_parameters]
+        self.tensors = [with_rank(t, q.dim() - 2, 0), *step.evaluator.own_parameters]
         self.setting = Setting(self.mdp, step.evaluator, False)
 
     def apply(self, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Linearization:
         nothing = torch.zeros(x.shape[:-1], dtype=x.dtype, device=x.device)
         # All tensors get the same number of batch dimensions, so that the dimension that a vmap
         # puts in front of them is aligned.
-        q, t = _rank(self.q, x.dim() - 2, 2), _rank(self.tensors[0], x.dim() - 2, 0)
+        q, t = with_rank(self.q, x.dim() - 2, 2), with_rank(self.tensors[0], x.dim() - 2, 0)
         tensors = (x, nothing, q, t, *self.tensors[1:])
         moved, _ = ImplicitSolution.apply(Linearized(self.setting), *tensors)
         return moved
