@@ -68,11 +68,11 @@ from torch_occ.game.estimators import ReducedVariance as ReducedVariance
 from torch_occ.game.estimators import FullInformation as FullInformation
 
 # Learners and the game
-from torch_occ.game.learners import Learner as Learner
-from torch_occ.game.learners import FTRL as FTRL
-from torch_occ.game.learners import FixedPolicy as FixedPolicy
-from torch_occ.game.learners import FollowTheLeader as FollowTheLeader
-from torch_occ.game.learners import OptimisticValueIteration as OptimisticValueIteration
+from torch_occ.game.learners.base import Learner as Learner
+from torch_occ.game.learners.ftrl import FTRL as FTRL
+from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy
+from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
+from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
 from torch_occ.game.callbacks import Callback as Callback
 from torch_occ.game.callbacks import ProgressBar as ProgressBar
 from torch_occ.game.callbacks import TensorBoard as TensorBoard

@@ -18,10 +18,10 @@ from torch_occ._support import caching
 PACKAGE = Path(torch_occ.__file__).parent
 
 #: Compiles as little as `simulate` can, in two modules: `play_fixed`, which calls kernels of
-#: torch_occ.kernels.episodes.
+#: torch_occ.kernels.play.episodes.
 PLAY = """
 import torch, torch_occ as occ
-from torch_occ.kernels.baselines import play_fixed
+from torch_occ.kernels.play.baselines import play_fixed
 mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
 losses = occ.BernoulliLosses(torch.full((mdp.num_states, 2), 0.5, dtype=torch.float64))
 history = occ.simulate(mdp, occ.FixedPolicy(mdp), losses, 50)
@@ -52,7 +52,7 @@ def copied(tmp_path):
         regret, hits = done.stdout.split()
         return float(regret), int(hits), done.stderr
 
-    run.kernels = tmp_path / "torch_occ" / "kernels"
+    run.kernels = tmp_path / "torch_occ" / "kernels" / "play"
     return run
 
 
@@ -81,7 +81,7 @@ def test_where_nothing_can_be_written_kernels_are_compiled_and_one_warning_says_
     assert hits == 0
     assert said.count("compiled kernels cannot be kept") == 1
     assert "NUMBA_CACHE_DIR" in said
-    elsewhere = copied.kernels.parent.parent / "elsewhere"
+    elsewhere = copied.kernels.parent.parent.parent / "elsewhere"
     # as the warning advises
     again, _, said = copied(HOME=os.devnull, NUMBA_CACHE_DIR=str(elsewhere))
     assert (again, "cannot be kept" in said) == (before, False)
@@ -175,7 +175,7 @@ def test_every_name_in_a_kernel_comes_from_a_source_in_the_stamp():
     """Numba compiles values of global names into a kernel, so their files belong to the stamp."""
     decorators = {"kernel", "adder", "part", "inlined"}
     checked = 0
-    for path in sorted((PACKAGE / "kernels").glob("*.py")):
+    for path in sorted((PACKAGE / "kernels").rglob("*.py")):
         tree = ast.parse(path.read_text())
         origin = {
             name.asname or name.name: statement.module

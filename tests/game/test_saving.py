@@ -206,7 +206,7 @@ def test_after_ctrl_c_no_further_seed_is_begun():
 
 def test_calls_of_the_engine_become_short_where_episodes_are_slow(monkeypatch):
     """And that changes no bit."""
-    from torch_occ.game import compiled_player as player
+    from torch_occ.game.players import engine as player
 
     mdp = occ.LayeredMDP.random(3, 3, 3, seed=0)
     called = []

@@ -13,7 +13,7 @@ from experiments import wide
 from torch_occ._support.saving import Kept
 from torch_occ.game.simulation import Simulation
 from torch_occ.kernels.layout import Rows, make_work
-from torch_occ.step.kernel_inputs import model_of, why_not
+from torch_occ.step.compiled.inputs import model_of, why_not
 
 
 def lake() -> occ.LayeredMDP:

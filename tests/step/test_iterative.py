@@ -179,7 +179,7 @@ def test_an_unfinished_step_is_feasible_and_goes_downhill(name, monkeypatch):
 )
 @pytest.mark.parametrize("batch", [(), (1,), (2, 3)])
 def test_compiled_sweeps_are_those_in_torch(name, batch):
-    sparse = pytest.importorskip("torch_occ.step.compiled_sweeps")
+    sparse = pytest.importorskip("torch_occ.step.compiled.sweeps")
     mdp = CASES[name]().mdp.to_sparse()
     q = occ.interior_point(mdp)
     assert sparse.applies(mdp)

@@ -21,7 +21,7 @@ MEAN = torch.rand(
 @pytest.fixture(autouse=True)
 def one_chunk_at_a_time(monkeypatch):
     """So that short runs are saved on the way."""
-    monkeypatch.setattr("torch_occ.game.compiled_player.EnginePlayer.chunks", 1)
+    monkeypatch.setattr("torch_occ.game.players.engine.EnginePlayer.chunks", 1)
 
 
 def play(episodes, *callbacks, mdp=MDP, mean=MEAN, losses=None, **options):

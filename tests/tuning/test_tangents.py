@@ -5,7 +5,7 @@ import torch
 from zoo import PROBLEMS, REGULARIZERS, random_loss
 
 import torch_occ as occ
-from torch_occ.step.kernel_inputs import why_not
+from torch_occ.step.compiled.inputs import why_not
 from torch_occ.tuning.compiled_tangents import play_compiled
 from torch_occ.tuning.tangents import play_in_torch
 

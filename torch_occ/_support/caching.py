@@ -29,7 +29,7 @@ _SUPPORT = Path(__file__).parent
 #: Every file that kernels are compiled from: the package `kernels`, and the modules from which it
 #: imports constants and options.
 SOURCES = (
-    *sorted((_SUPPORT.parent / "kernels").glob("*.py")),
+    *sorted((_SUPPORT.parent / "kernels").rglob("*.py")),
     *(_SUPPORT / name for name in ("caching.py", "private.py", "spacing.py")),
 )
 

@@ -10,15 +10,15 @@ from torch_occ._support.compiling import compile_message
 from torch_occ._support.threads import for_each
 from torch_occ.forecasting.course import WIDEST, Course
 from torch_occ.game.estimators import CentredEstimator, ImportanceWeighted, ReducedVariance
-from torch_occ.kernels.episodes import NOISE
 from torch_occ.kernels.layout import Terms, make_work
-from torch_occ.kernels.leaps import Way
-from torch_occ.kernels.leaps import leap as leap_alone
+from torch_occ.kernels.play.episodes import NOISE
+from torch_occ.kernels.play.leaps import Way
+from torch_occ.kernels.play.leaps import leap as leap_alone
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.step.kernel_inputs import exponents_of, kinds_of, model_of, terms_of, weights_of
-from torch_occ.step.kernel_inputs import why_not as why_not_solve
+from torch_occ.step.compiled.inputs import exponents_of, kinds_of, model_of, terms_of, weights_of
+from torch_occ.step.compiled.inputs import why_not as why_not_solve
 from torch_occ.step.solution import Options
 
 

@@ -8,8 +8,7 @@ arguments        checks of what simulate is given
 contracts        checks of what learners, loss processes and estimators return
 driver           simulate: learner x losses x seeds -> History
 simulation       a run in progress
-torch_player     one episode of every seed, in torch
-compiled_player  the same game in compiled kernels
+players          who plays the episodes: torch, or compiled kernels
 comparing        several learners on the same seeds, with paired differences
 intervals        means over seeds and their confidence intervals
 history          the result of a simulation

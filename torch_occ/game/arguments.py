@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_occ.game.learners import Learner
+from torch_occ.game.learners.base import Learner
 from torch_occ.game.losses import LossProcess, check_noise
 from torch_occ.mdp.layered import LayeredMDP
 

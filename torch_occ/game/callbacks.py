@@ -17,7 +17,7 @@ from torch import nn
 from torch_occ._support.extras import extra, progress_bar, summary_writer
 from torch_occ.game.figures import configuration, occupancy_figure, pixels, regret_figure
 from torch_occ.game.intervals import band
-from torch_occ.game.learners import Learner
+from torch_occ.game.learners.base import Learner
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.regularizers.base import Scaled
 from torch_occ.regularizers.schedules import Schedule

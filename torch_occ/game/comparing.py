@@ -11,7 +11,7 @@ from torch_occ.game.driver import simulate
 from torch_occ.game.figures import regret_figure
 from torch_occ.game.history import History
 from torch_occ.game.intervals import Mean, number
-from torch_occ.game.learners import Learner
+from torch_occ.game.learners.base import Learner
 from torch_occ.game.losses import LossProcess
 from torch_occ.mdp.layered import LayeredMDP
 

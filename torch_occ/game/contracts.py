@@ -22,7 +22,7 @@ from torch_occ.mdp.occupancy import flow_of, flow_source
 from torch_occ.step.solution import Status
 
 if TYPE_CHECKING:
-    from torch_occ.game.learners import Learner
+    from torch_occ.game.learners.base import Learner
     from torch_occ.game.simulation import Simulation
 
 #: The entries that `Learner.diagnostics` returns; `status` is optional.

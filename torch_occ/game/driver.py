@@ -12,7 +12,7 @@ from torch_occ._support.saving import Kept
 from torch_occ.game.callbacks import Callback, tell
 from torch_occ.game.contracts import warn_of_all
 from torch_occ.game.history import History
-from torch_occ.game.learners import Learner
+from torch_occ.game.learners.base import Learner
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.simulation import Simulation
 from torch_occ.mdp.layered import LayeredMDP

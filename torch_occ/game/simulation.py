@@ -1,6 +1,6 @@
 """A run in progress: its sums and curves, which callbacks read, and its state in a file.
 
-Episodes are played by torch_occ.game.torch_player or by torch_occ.game.compiled_player, all seeds
+Episodes are played by torch_occ.game.players.torch_player or by torch_occ.game.players, all seeds
 together. Random numbers and means come in chunks of episodes. A run can be saved and continued at
 the end of a chunk. It then ends with exactly the numbers of an uninterrupted run.
 """
@@ -32,10 +32,11 @@ from torch_occ.game.arguments import (
 from torch_occ.game.contracts import Contract, warn_of_first
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History
-from torch_occ.game.learners import FTRL, Learner
+from torch_occ.game.learners.base import Learner
+from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.losses import LossProcess, mean_square, second_moments
+from torch_occ.game.players.torch_player import TorchPlayer
 from torch_occ.game.regret import comparator
-from torch_occ.game.torch_player import TorchPlayer
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 
@@ -59,11 +60,11 @@ def choose_player(
     """The player for a learner; a ValueError if the engine is required but cannot play."""
 
     def why_not() -> str | None:
-        return later("game.compiled_player").why_not_play(learner, losses)
+        return later("game.players.choice").why_not_play(learner, losses)
 
     if not engine_takes(backend, why_not):
         return TorchPlayer(mdp)
-    return later("game.compiled_player").engine_player(learner, losses)
+    return later("game.players.choice").engine_player(learner, losses)
 
 
 def _copy(learner: Learner) -> Learner:

@@ -44,7 +44,7 @@ RESPONSE = 16  # R x
 DQ = 17  # the Newton step
 TRIAL = 18  # the next q, and scratch memory
 AHEAD = 19  # E[v(next state)] for the multipliers v
-ROUNDING = 20  # estimated rounding errors of the gaps, see torch_occ.kernels.shaping
+ROUNDING = 20  # estimated rounding errors of the gaps, see torch_occ.kernels.solver.shaping
 KEPT = 21  # q of a failed solve, while another start is tried
 PAIR_ROWS = 22
 
@@ -186,14 +186,15 @@ class Work(NamedTuple):
     gain: Floats  # (S, widest), the rows of Yhat
     centred: Floats  # (2 * widest, widest * A), centred transitions of a layer
     squares: Floats  # (3 * widest, widest), matrices of a layer
-    # (S, S + 1), for torch_occ.kernels.entropic; empty if there are more than SQUARE states
+    # (S, S + 1), for torch_occ.kernels.solver.entropic; empty if there are more than SQUARE states
     jacobian: Floats
     # (3,): the error of the factors, relative to the Hessian; the largest relative change of q in
-    # the first Newton steps of recent solves; 1 if there is a guess for torch_occ.kernels.entropic
+    # the first Newton steps of recent solves; 1 if there is a guess for
+    # torch_occ.kernels.solver.entropic
     stale: Floats
 
 
-#: Additional rows of `work.states` for torch_occ.kernels.conjugate.
+#: Additional rows of `work.states` for torch_occ.kernels.solver.conjugate.
 CONJUGATE_ROWS = 9
 
 

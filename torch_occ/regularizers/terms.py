@@ -1,6 +1,6 @@
 """Weighted elementary functions, the data of built-in regularizers.
 
-The `code` of a function is its number in torch_occ.kernels.psi, which has its derivatives.
+The `code` of a function is its number in torch_occ.kernels.solver.psi, which has its derivatives.
 """
 
 from __future__ import annotations

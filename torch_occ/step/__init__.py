@@ -1,19 +1,15 @@
 """The FTRL step, its derivatives and its linear algebra.
 
-ftrl                  FTRLStep, the module that users call
-checks                checks of the arguments, and their error messages
-solution              the result of a solve: the minimizer, its certificate, its status
-newton                damped Newton iterations, and a certificate per batch element
-shaping               losses replaced by gaps, without rounding errors
-entropic              the step for entropies, in logarithms
-implicit              derivatives of the solution, of any order
-kkt                   the linear system of a Newton step
-states                the blocks of that system: one state, with its actions eliminated
-iterative             conjugate gradients for that system, for wide and sparse MDPs
-linearization         first and second derivatives of the step with respect to the loss
-compiled              the step in compiled kernels
-compiled_derivatives  derivatives of the compiled step
-compiled_sweeps       the sweeps of `iterative` in compiled kernels
-kernel_inputs         conversion of torch objects to the arrays of the kernels, and back
-formulas              weights of the terms as a function of t and the parameters
+ftrl           FTRLStep, the module that users call
+checks         checks of the arguments, and their error messages
+solution       the result of a solve: the minimizer, its certificate, its status
+newton         damped Newton iterations, and a certificate per batch element
+shaping        losses replaced by gaps, without rounding errors
+entropic       the step for entropies, in logarithms
+implicit       derivatives of the solution, of any order
+kkt            the linear system of a Newton step
+states         the blocks of that system: one state, with its actions eliminated
+iterative      conjugate gradients for that system, for wide and sparse MDPs
+linearization  first and second derivatives of the step with respect to the loss
+compiled       the step in compiled kernels
 """

@@ -37,7 +37,7 @@ from torch_occ.step.implicit import Bound, ImplicitSolution, Setting, Stationari
 from torch_occ.step.solution import Options, Solution
 
 if TYPE_CHECKING:
-    from torch_occ.step.compiled import CompiledStep
+    from torch_occ.step.compiled.solving import CompiledStep
 
 
 class FTRLStep(Frozen):
@@ -112,12 +112,12 @@ class FTRLStep(Frozen):
         self.__dict__.update(backend=check_backend(backend), _compiled=None)
 
         def why_not() -> str | None:
-            return later("step.kernel_inputs").why_not(self.mdp, self.regularizer)
+            return later("step.compiled.inputs").why_not(self.mdp, self.regularizer)
 
         differentiated = any(carries_derivative(p) for p in self.mdp.probabilities)
         if differentiated or not engine_takes(backend, why_not):
             return
-        compiled = later("step.compiled")
+        compiled = later("step.compiled.solving")
         if backend == "engine" or compiled.pays_off(self.mdp):
             self._compiled = compiled.CompiledStep(self.mdp, self.regularizer, self.options)
 

@@ -171,7 +171,7 @@ class ConjugateGradients:
 def sweeps_of(states: States, flow: LayeredFlow) -> Sweeps:
     """Return the compiled sweeps where they apply and Numba is installed, else those in torch."""
     if isinstance(states, SeparableStates) and flow.mdp.is_sparse and _has_numba():
-        compiled = later("step.compiled_sweeps")
+        compiled = later("step.compiled.sweeps")
         if compiled.applies(flow.mdp):
             return compiled.CompiledSweeps(states, flow.mdp)
     return TorchSweeps(states, flow)

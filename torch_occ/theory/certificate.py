@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torch_occ._support.private import event_writer
 from torch_occ.game.callbacks import Callback, TensorBoard
-from torch_occ.game.learners import FTRL
+from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.theory.certificate_curves import Records, evaluate
 from torch_occ.theory.parameters import Parameters
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from torch_occ.game.estimators import ImportanceWeighted
-from torch_occ.game.learners import FTRL, Learner
+from torch_occ.game.learners.base import Learner
+from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer, Scaled, Sum
 from torch_occ.regularizers.catalog import HybridTsallis, LogBarrier, jin_luo

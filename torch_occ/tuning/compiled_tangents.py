@@ -16,9 +16,9 @@ from torch_occ._support.spacing import CHUNK
 from torch_occ._support.streams import Purpose, uniforms
 from torch_occ._support.threads import for_each
 from torch_occ.game.losses import LossProcess, Stationary
-from torch_occ.kernels.episodes import NOISE
 from torch_occ.kernels.layout import Floats, Terms, make_work
-from torch_occ.kernels.tangents import (
+from torch_occ.kernels.play.episodes import NOISE
+from torch_occ.kernels.play.tangents import (
     COST,
     FAILED,
     TANGENTS,
@@ -29,8 +29,7 @@ from torch_occ.kernels.tangents import (
 )
 from torch_occ.mdp.occupancy import interior_point, optimal_policy
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.kernel_inputs import (
+from torch_occ.step.compiled.inputs import (
     exponents_of,
     kinds_of,
     model_of,
@@ -38,6 +37,7 @@ from torch_occ.step.kernel_inputs import (
     weights_of,
     why_not,
 )
+from torch_occ.step.ftrl import FTRLStep
 from torch_occ.tuning.tangents import Stretch
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch_occ.game.contracts import uncertified_is_handled
 from torch_occ.game.driver import simulate
 from torch_occ.game.estimators import Estimator
-from torch_occ.game.learners import FTRL
+from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.losses import LossProcess
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.tuning.objectives import World

@@ -28,7 +28,7 @@ from torch_occ._support.backends import Backend, engine_takes, later
 from torch_occ._support.spacing import log_spaced
 from torch_occ.game.contracts import uncertified_is_handled
 from torch_occ.game.driver import simulate
-from torch_occ.game.learners import FTRL
+from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.losses import Stationary
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer

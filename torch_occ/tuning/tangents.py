@@ -23,7 +23,7 @@ from torch_occ._support.spacing import CHUNK
 from torch_occ._support.streams import Purpose, uniforms
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.losses import Stationary
-from torch_occ.game.torch_player import TorchPlayer
+from torch_occ.game.players.torch_player import TorchPlayer
 from torch_occ.mdp.occupancy import interior_point, optimal_policy
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.linearization import Linearization

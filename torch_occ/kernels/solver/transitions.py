@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_occ.kernels import conjugate, sweeps
 from torch_occ.kernels.layout import Floats, Rows, either, inlined
+from torch_occ.kernels.solver import conjugate, sweeps
 
 
 @inlined

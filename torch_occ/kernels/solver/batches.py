@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_occ.kernels.entropic import entropy_of, minimize
 from torch_occ.kernels.layout import (
     DQ,
     FORCE,
@@ -22,9 +21,10 @@ from torch_occ.kernels.layout import (
     inlined,
     kernel,
 )
-from torch_occ.kernels.newton import floor_pairs, retract
-from torch_occ.kernels.psi import derive, pair_with
-from torch_occ.kernels.transitions import factorize, solve
+from torch_occ.kernels.solver.entropic import entropy_of, minimize
+from torch_occ.kernels.solver.newton import floor_pairs, retract
+from torch_occ.kernels.solver.psi import derive, pair_with
+from torch_occ.kernels.solver.transitions import factorize, solve
 
 #: Reported instead of a status when an input is invalid.
 BAD_INPUT = -1

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torch_occ._support.private import parameter_slots
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.step.kernel_inputs import list_exponents, terms_of
+from torch_occ.step.compiled.inputs import list_exponents, terms_of
 
 # The last bit of a power or a logarithm depends on the implementation, and NumPy has several. A
 # batch must have the same bits as its elements one by one, so arrays use Python's functions: 0.1 us

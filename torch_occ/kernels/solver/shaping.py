@@ -36,7 +36,7 @@ from torch_occ.kernels.layout import (
     span,
     unsigned,
 )
-from torch_occ.kernels.psi import bend_at_one
+from torch_occ.kernels.solver.psi import bend_at_one
 
 EPS = float(np.finfo(np.float64).eps)
 #: The leading parts of values have DIGITS binary digits. Adding and subtracting CUTTER rounds a

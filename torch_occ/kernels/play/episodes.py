@@ -1,7 +1,7 @@
 """The episode loop of FTRL, compiled, for one seed: solve, sample, estimate, update.
 
-This is the compiled twin of torch_occ.game.torch_player with the learner `FTRL`. Both backends read
-the same random numbers and play the same game.
+This is the compiled twin of torch_occ.game.players.torch_player with the learner `FTRL`. Both
+backends read the same random numbers and play the same game.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 
 from torch_occ._support.spacing import CHUNK
 from torch_occ.kernels.constants import CONVERGED, TIE
-from torch_occ.kernels.entropic import follow_or_restart
 from torch_occ.kernels.layout import PAIR, Floats, Model, Terms, Work, inlined, kernel, part
-from torch_occ.kernels.transitions import likelihoods, successor
+from torch_occ.kernels.solver.entropic import follow_or_restart
+from torch_occ.kernels.solver.transitions import likelihoods, successor
 
 NOISE = {"none": 0, "bernoulli": 1, "uniform": 2}
 IMPORTANCE_WEIGHTED, IMPLICIT_EXPLORATION, REDUCED_VARIANCE, FULL_INFORMATION = 0, 1, 2, 3

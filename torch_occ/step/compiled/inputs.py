@@ -70,8 +70,8 @@ def prefers_rows(mdp: LayeredMDP) -> bool:
     """Return whether the engine uses sparse transitions and conjugate gradients.
 
     The alternative is dense transitions and a factorization of every layer
-    (torch_occ.kernels.conjugate, torch_occ.kernels.sweeps). Sparse transitions stay sparse. For
-    dense ones, a model predicts both times in nanoseconds per Newton step. It was fitted to
+    (the modules conjugate and sweeps of torch_occ.kernels.solver). Sparse transitions stay sparse.
+    For dense ones, a model predicts both times in nanoseconds per Newton step. It was fitted to
     measurements from (3,3,3) to layers of 60 states. Where the times are close, the factorization
     is used.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_occ.kernels.certificate import certify, fit_multipliers, is_convex
 from torch_occ.kernels.constants import (
     CONVERGED,
     MAX_STEPS,
@@ -38,9 +37,10 @@ from torch_occ.kernels.layout import (
     part,
     span,
 )
-from torch_occ.kernels.psi import derive, uses
-from torch_occ.kernels.shaping import least_unit, shape_finely, shape_loss
-from torch_occ.kernels.transitions import arrive, factorize, solve
+from torch_occ.kernels.solver.certificate import certify, fit_multipliers, is_convex
+from torch_occ.kernels.solver.psi import derive, uses
+from torch_occ.kernels.solver.shaping import least_unit, shape_finely, shape_loss
+from torch_occ.kernels.solver.transitions import arrive, factorize, solve
 
 EPS = float(np.finfo(np.float64).eps)
 TINY = float(np.finfo(np.float64).tiny)

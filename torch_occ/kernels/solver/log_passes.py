@@ -29,8 +29,8 @@ from torch_occ.kernels.layout import (
     part,
     span,
 )
-from torch_occ.kernels.newton import SMALLEST
-from torch_occ.kernels.transitions import arrive, likelihoods, successor
+from torch_occ.kernels.solver.newton import SMALLEST
+from torch_occ.kernels.solver.transitions import arrive, likelihoods, successor
 
 # Rows of the scratch memory that have another meaning in the steps of other regularizers.
 LOG_POLICY = GRADIENT  # of pairs: log pi

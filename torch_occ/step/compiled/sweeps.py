@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_occ.kernels.conjugate import sweep_all
 from torch_occ.kernels.layout import Rows
+from torch_occ.kernels.solver.conjugate import sweep_all
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import SparseLayer
 from torch_occ.mdp.validation import broadcast
+from torch_occ.step.compiled.inputs import rows_of
 from torch_occ.step.iterative import Swept
-from torch_occ.step.kernel_inputs import rows_of
 from torch_occ.step.states import SeparableStates
 
 _ROWS: WeakKeyDictionary[LayeredMDP, Rows] = WeakKeyDictionary()

@@ -1,8 +1,8 @@
 """The episode loops of the baselines, compiled: empirical learners and fixed policies.
 
 These are the compiled twins of `EmpiricalLearner` and `FixedPolicy` in torch_occ.game.learners,
-played by torch_occ.game.torch_player. Both backends read the same random numbers and play the same
-game; tests compare them.
+played by torch_occ.game.players.torch_player. Both backends read the same random numbers and play
+the same game; tests compare them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from torch_occ.kernels.constants import TIE
-from torch_occ.kernels.episodes import (
+from torch_occ.kernels.layout import PAIR, PLAN, TRIAL, Floats, Model, U, Work, ahead, kernel
+from torch_occ.kernels.play.episodes import (
     EXPECTED,
     REALISED,
     Rules,
@@ -22,8 +23,7 @@ from torch_occ.kernels.episodes import (
     state_drawn,
     walk,
 )
-from torch_occ.kernels.layout import PAIR, PLAN, TRIAL, Floats, Model, U, Work, ahead, kernel
-from torch_occ.kernels.transitions import likelihoods, successor
+from torch_occ.kernels.solver.transitions import likelihoods, successor
 
 
 @kernel

@@ -34,7 +34,7 @@ from torch_occ.kernels.layout import (
     part,
     span,
 )
-from torch_occ.kernels.psi import bend_at_one
+from torch_occ.kernels.solver.psi import bend_at_one
 
 TINY = float(np.finfo(np.float64).tiny)
 

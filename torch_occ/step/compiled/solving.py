@@ -1,7 +1,7 @@
 """The engine of `FTRLStep`: compiled solves of a batch of problems over one MDP.
 
 Each problem has its own loss, t, warm start and parameters. The kernels read weights and exponents
-of the elementary terms. A formula (torch_occ.step.formulas) computes them from t and the
+of the elementary terms. A formula (torch_occ.step.compiled.formulas) computes them from t and the
 parameters. For regularizers with parts written by a user, torch computes them.
 """
 
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch_occ._support.compiling import compile_message
 from torch_occ._support.private import in_forward_mode
 from torch_occ._support.threads import for_each
-from torch_occ.kernels.batches import BAD_INPUT, solve_linear, solve_steps
 from torch_occ.kernels.constants import SQUARE
 from torch_occ.kernels.layout import Floats, Ints, Model, Work, make_work
-from torch_occ.kernels.newton import SMALLEST
+from torch_occ.kernels.solver.batches import BAD_INPUT, solve_linear, solve_steps
+from torch_occ.kernels.solver.newton import SMALLEST
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.base import Regularizer
@@ -35,17 +35,9 @@ from torch_occ.step.checks import (
     check_values,
     parameter_shapes,
 )
-from torch_occ.step.compiled_derivatives import Follow, Found, Origin
-from torch_occ.step.entropic import Entropy, Task, entropy_of, is_entropy, solve_entropic
-from torch_occ.step.formulas import Formula, identity, record, slots_of
-from torch_occ.step.implicit import (
-    Bound,
-    ImplicitSolution,
-    Setting,
-    Stationarity,
-    push_forward,
-)
-from torch_occ.step.kernel_inputs import (
+from torch_occ.step.compiled.derivatives import Follow, Found, Origin
+from torch_occ.step.compiled.formulas import Formula, identity, record, slots_of
+from torch_occ.step.compiled.inputs import (
     followed,
     kinds_of,
     list_exponents,
@@ -56,6 +48,14 @@ from torch_occ.step.kernel_inputs import (
     tabulate,
     terms_of,
     why_not,
+)
+from torch_occ.step.entropic import Entropy, Task, entropy_of, is_entropy, solve_entropic
+from torch_occ.step.implicit import (
+    Bound,
+    ImplicitSolution,
+    Setting,
+    Stationarity,
+    push_forward,
 )
 from torch_occ.step.solution import Options, Solution
 
@@ -289,7 +289,7 @@ class CompiledStep:
     ) -> Tensor:
         """Return the derivative of grad psi(q) along tangents of the formula's inputs."""
         one, zero = torch.ones(q.shape[:-2], dtype=q.dtype), torch.zeros((), dtype=q.dtype)
-        # The same floor as in torch_occ.kernels.newton.floor_pairs.
+        # The same floor as in torch_occ.kernels.solver.newton.floor_pairs.
         q = torch.where(self.mdp.actions, q.clamp(min=SMALLEST), 0.0)
         moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch_occ._support.private import in_forward_mode
 from torch_occ.kernels.constants import DEAD
 from torch_occ.kernels.layout import Floats
-from torch_occ.step.formulas import Formula
+from torch_occ.step.compiled.formulas import Formula
+from torch_occ.step.compiled.inputs import rows, shaped, summed, untabulate
 from torch_occ.step.implicit import poison, push_forward
-from torch_occ.step.kernel_inputs import rows, shaped, summed, untabulate
 
 if TYPE_CHECKING:
-    from torch_occ.step.compiled import CompiledStep
+    from torch_occ.step.compiled.solving import CompiledStep
 
 
 class Found(NamedTuple):

@@ -7,11 +7,11 @@ to zero.
 The Newton direction is found in one of two ways:
 
 - While no state occupancy is below `DEAD`, by the linear system that all regularizers share
-  (torch_occ.kernels.transitions). Its factors are kept from one episode to the next.
+  (torch_occ.kernels.solver.transitions). Its factors are kept from one episode to the next.
 - Otherwise by the Jacobian for relative changes of u, a dense matrix, for up to `SQUARE` states.
 
 Other kernels call `minimize` or `follow` for any psi. Regularizers that are not entropies are
-passed on to `torch_occ.kernels.newton.descend`.
+passed on to `torch_occ.kernels.solver.newton.descend`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from torch_occ.kernels.layout import (
     part,
     span,
 )
-from torch_occ.kernels.log_passes import (
+from torch_occ.kernels.solver.log_passes import (
     FOUND,
     GUESS,
     certify_logs,
@@ -58,7 +58,7 @@ from torch_occ.kernels.log_passes import (
     turn_dead,
     unit,
 )
-from torch_occ.kernels.newton import (
+from torch_occ.kernels.solver.newton import (
     COARSE,
     EPS,
     LEFT,
@@ -68,9 +68,9 @@ from torch_occ.kernels.newton import (
     WORTH,
     descend,
 )
-from torch_occ.kernels.psi import X_LOG_X
-from torch_occ.kernels.shaping import shape_finely, shape_loss
-from torch_occ.kernels.transitions import factorize, solve
+from torch_occ.kernels.solver.psi import X_LOG_X
+from torch_occ.kernels.solver.shaping import shape_finely, shape_loss
+from torch_occ.kernels.solver.transitions import factorize, solve
 
 
 @kernel
@@ -84,7 +84,7 @@ def minimize(
     source: Floats,
     work: Work,
 ) -> tuple[int, int, float, float, float]:
-    """Minimize from q, for any psi; see `torch_occ.kernels.newton.descend` for the arguments."""
+    """Minimize from q, for any psi; the arguments are those of `newton.descend`."""
     work.stale[0], work.stale[2] = np.inf, 0.0
     return follow(model, terms, weights, loss, tolerance, max_steps, source, work)
 

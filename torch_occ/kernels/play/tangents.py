@@ -1,7 +1,7 @@
 """The episode loop with forward-mode derivatives: tangents of q and of the cumulative loss.
 
 This is the compiled twin of torch_occ.tuning.tangents, which has the formulas. The loop is that of
-torch_occ.kernels.episodes. Tangents add one factorization to an episode, and one solve per
+torch_occ.kernels.play.episodes. Tangents add one factorization to an episode, and one solve per
 parameter.
 """
 
@@ -12,8 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ.kernels.constants import CONVERGED
-from torch_occ.kernels.entropic import follow_or_restart
-from torch_occ.kernels.episodes import draw, index_drawn, state_drawn
 from torch_occ.kernels.layout import (
     DQ,
     FORCE,
@@ -25,9 +23,11 @@ from torch_occ.kernels.layout import (
     Work,
     kernel,
 )
-from torch_occ.kernels.newton import floor_pairs
-from torch_occ.kernels.psi import derive, term_gradient
-from torch_occ.kernels.transitions import factorize, solve
+from torch_occ.kernels.play.episodes import draw, index_drawn, state_drawn
+from torch_occ.kernels.solver.entropic import follow_or_restart
+from torch_occ.kernels.solver.newton import floor_pairs
+from torch_occ.kernels.solver.psi import derive, term_gradient
+from torch_occ.kernels.solver.transitions import factorize, solve
 
 # Columns of a record. The P slopes begin at column TANGENTS, and the P scores follow them.
 COST, FAILED, TANGENTS = 0, 1, 2
@@ -148,7 +148,7 @@ def push_gradient(
 def walk_with_tangents(
     model: Model, opponent: Opponent, numbers: Floats, t: int, carried: Carried
 ) -> None:
-    """Play one trajectory, as in `torch_occ.kernels.episodes.walk`.
+    """Play one trajectory, as in `torch_occ.kernels.play.episodes.walk`.
 
     Adds the estimates of the visited pairs to the cumulative loss, their tangents to
     `tangent_loss`, and the derivatives of the log-probabilities of the chosen actions to `score`.

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ.kernels.constants import CONVERGED
-from torch_occ.kernels.entropic import follow_or_restart
 from torch_occ.kernels.layout import (
     PAIR,
     REST,
@@ -26,9 +25,10 @@ from torch_occ.kernels.layout import (
     Work,
     kernel,
 )
-from torch_occ.kernels.newton import floor_pairs
-from torch_occ.kernels.psi import derive
-from torch_occ.kernels.transitions import likelihoods, successor
+from torch_occ.kernels.solver.entropic import follow_or_restart
+from torch_occ.kernels.solver.newton import floor_pairs
+from torch_occ.kernels.solver.psi import derive
+from torch_occ.kernels.solver.transitions import likelihoods, successor
 
 #: A binomial number is drawn as a rounded normal number if at least this many events are expected.
 MANY = 50.0

@@ -1,0 +1,6 @@
+"""Learners: an occupancy measure for every episode, learned from earlier episodes.
+
+base       what a learner is
+ftrl       follow the regularized leader
+baselines  a fixed policy, and learners that plan with averages
+"""

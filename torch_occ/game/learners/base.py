@@ -1,0 +1,69 @@
+"""What a learner is.
+
+A learner plays N independent runs at once, one per seed. To write one, derive from `Learner`:
+`start` makes its state, `propose` returns q_t, and `observe` learns. Everything that must survive
+an interruption is a tensor in `self.state`. `simulate` plays a copy, so one learner can be used in
+any number of runs, also at the same time. Callbacks see the copy as `run.learner`, with its last
+state in `on_end`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from torch_occ.game.estimators import Feedback
+from torch_occ.mdp.layered import LayeredMDP
+
+
+class Learner:
+    """Base class. `state` holds tensors whose first dimension is the seed."""
+
+    full_information = False
+    #: Attributes that do not change what is played; the fingerprint of a saved run ignores them.
+    fingerprint_ignores: ClassVar[tuple[str, ...]] = ("state",)
+
+    def __init__(self, mdp: LayeredMDP) -> None:
+        self.mdp = mdp
+        self.state: dict[str, Tensor] = {}
+
+    def copy(self) -> Self:
+        """A learner with the same settings and its own state, for one run; the MDP is shared.
+
+        Override it for a learner with attributes that cannot be copied.
+        """
+        return copy.deepcopy(self, {id(self.mdp): self.mdp})
+
+    def start(self, num_seeds: int) -> None:
+        """Reset the state for N runs; raise a ValueError if the settings are not valid."""
+        self.state = {}
+
+    def propose(self, t: int) -> Tensor:
+        """q_t, an occupancy measure `(N, S, A)`, or `(1, S, A)` if it is the same for all seeds.
+
+        `simulate` checks it.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: write propose(t) -> q, (N, S, A)")
+
+    def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
+        """Learn from episode t, in which q was played."""
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """Numbers `(N,)` about the last proposal, by name; empty by default.
+
+        The names are newton_steps, dual_residual, flow_residual, uncertified (0 or 1) and,
+        optionally, status (an `occ.Status`).
+        """
+        return {}
+
+    def _zeros(self, num_seeds: int) -> Tensor:
+        return torch.zeros(
+            num_seeds,
+            self.mdp.num_states,
+            self.mdp.num_actions,
+            dtype=self.mdp.dtype,
+            device=self.mdp.device,
+        )

@@ -1,0 +1,8 @@
+"""Players of `simulate`: each plays a segment of episodes for all seeds.
+
+torch_player  any learner, in torch, one episode of every seed at a time
+choice        which learners have a compiled player
+engine        what compiled players share; the player of a fixed policy
+ftrl          the compiled player of FTRL
+baselines     the compiled player of learners that plan with averages
+"""

@@ -1,0 +1,60 @@
+"""The compiled player of learners that plan with averages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torch_occ.game.learners.base import Learner
+from torch_occ.game.learners.baselines import OptimisticValueIteration
+from torch_occ.game.losses import LossProcess
+from torch_occ.game.players.engine import EnginePlayer, OverTime
+from torch_occ.kernels.layout import Floats, make_work
+from torch_occ.kernels.play.baselines import play_empirical
+from torch_occ.kernels.play.episodes import Tally
+
+if TYPE_CHECKING:
+    from torch_occ.game.simulation import Simulation
+
+
+class EmpiricalPlayer(EnginePlayer):
+    """Plays the learners that plan with averages."""
+
+    def __init__(self, learner: Learner, losses: LossProcess) -> None:
+        super().__init__(learner, losses)
+        self.logs = OverTime(lambda t: t.clamp(min=2).log())
+
+    def memory(self, count: int) -> tuple[Tensor, Tensor]:
+        losses = self.learner.state["losses"]
+        return torch.zeros_like(losses), losses
+
+    def prepare(
+        self, run: Simulation, t: range, tables: Tensor | None
+    ) -> Callable[[int, Floats, Floats, Tally], None]:
+        learner, rules = self.learner, self.rules(run.losses.noise, t)
+        logs = self.logs(t.start, t.stop)
+        scale, floor = (
+            (learner.scale, learner.floor)
+            if isinstance(learner, OptimisticValueIteration)
+            else (0.0, 0.0)
+        )
+        visits = learner.state["visits"].numpy().reshape(len(run.seeds), -1)
+
+        def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
+            play_empirical(
+                self.model,
+                logs,
+                scale,
+                floor,
+                means,
+                numbers,
+                rules,
+                tally,
+                visits[seed],
+                make_work(self.model),
+            )
+
+        return play_seed

@@ -1,0 +1,39 @@
+"""Which learners have a compiled player.
+
+The type must be the learner's own: a class that derives from a learner may play another game.
+"""
+
+from __future__ import annotations
+
+from torch_occ.game.learners.base import Learner
+from torch_occ.game.learners.baselines import (
+    FixedPolicy,
+    FollowTheLeader,
+    OptimisticValueIteration,
+)
+from torch_occ.game.learners.ftrl import FTRL
+from torch_occ.game.losses import LossProcess
+from torch_occ.game.players.baselines import EmpiricalPlayer
+from torch_occ.game.players.engine import EnginePlayer
+from torch_occ.game.players.ftrl import FTRLPlayer
+
+PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
+    FixedPolicy: EnginePlayer,
+    FollowTheLeader: EmpiricalPlayer,
+    OptimisticValueIteration: EmpiricalPlayer,
+    FTRL: FTRLPlayer,
+}
+
+
+def why_not_play(learner: Learner, losses: LossProcess) -> str | None:
+    """The reason why the engine cannot play this game, or None if it can."""
+    if type(losses).draw is not LossProcess.draw:
+        return f"{type(losses).__name__} draws its losses in its own way"
+    if type(learner) not in PLAYERS:
+        return f"the engine does not know the learner {type(learner).__name__}"
+    return PLAYERS[type(learner)].why_not(learner)
+
+
+def engine_player(learner: Learner, losses: LossProcess) -> EnginePlayer:
+    """The player for a learner; `why_not_play` must have returned None for it."""
+    return PLAYERS[type(learner)](learner, losses)

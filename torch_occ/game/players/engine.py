@@ -1,0 +1,151 @@
+"""The engine as a player of `simulate`: the same game as in torch, from the same random numbers.
+
+`EnginePlayer` plays a fixed policy. The players of other learners derive from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_occ._support.compiling import compile_message
+from torch_occ._support.spacing import CHUNK
+from torch_occ._support.threads import for_each
+from torch_occ.game.learners.base import Learner
+from torch_occ.game.learners.baselines import FixedPolicy
+from torch_occ.game.losses import GreedyAdversary, LossProcess
+from torch_occ.kernels.layout import Floats
+from torch_occ.kernels.play.baselines import play_fixed
+from torch_occ.kernels.play.episodes import IMPORTANCE_WEIGHTED, NOISE, Rules, Tally
+from torch_occ.step.compiled.inputs import model_of, why_not_model
+
+if TYPE_CHECKING:
+    from torch_occ.game.simulation import Simulation
+
+#: Episodes in a block of `OverTime`; torch does not split so few numbers between threads.
+_BLOCK = 2048
+
+#: The longest time in seconds that one call of a kernel should take.
+LONGEST_CALL = 0.2
+
+#: The entries of `Tally.scalars`, by their names in `Simulation.sums`.
+_SCALARS = (
+    *("expected", "realised", "newton_steps", "uncertified", "dual_residual", "flow_residual"),
+    *("first_uncertified", "first_status"),
+)
+
+
+class OverTime:
+    """A function of the episode, computed by torch for a whole block of episodes.
+
+    The last bit of a power or a logarithm depends on the position of a number in a tensor and on
+    the tensor's size: most entries go through vector instructions, the last few through another
+    function. So a block always has the same episodes, wherever a run stops, continues or records.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+        self.blocks: dict[int, Floats] = {}  # the blocks of the last call
+
+    @torch.no_grad()
+    def __call__(self, first: int, stop: int) -> Floats:
+        """The values at episodes first, ..., stop - 1, `(n, ...)`; episode 0 counts as 1."""
+        numbers = range(first // _BLOCK, (stop - 1) // _BLOCK + 1)
+        self.blocks = {b: self.blocks[b] if b in self.blocks else self._block(b) for b in numbers}
+        begin = numbers.start * _BLOCK
+        return np.concatenate(list(self.blocks.values()))[first - begin : stop - begin]
+
+    def _block(self, number: int) -> Floats:
+        t = torch.arange(number * _BLOCK, (number + 1) * _BLOCK, dtype=torch.float64).clamp(min=1)
+        found = self.function(t)
+        return found.expand(_BLOCK, *found.shape[1:]).contiguous().numpy()
+
+
+class EnginePlayer:
+    """Plays segments in compiled code, with seeds in threads; here, a fixed policy."""
+
+    name = "engine"
+    chunks = 16  # per call, if memory allows, so that the overhead of Python is negligible
+    most: int  # episodes per call, of about `LONGEST_CALL` seconds, because Ctrl-C waits for it
+
+    @staticmethod
+    def why_not(learner: Learner) -> str | None:
+        """The reason why this player cannot play the learner, or None if it can."""
+        return why_not_model(learner.mdp)
+
+    def __init__(self, learner: Learner, losses: LossProcess) -> None:
+        self.learner = learner
+        self.model = model_of(learner.mdp)
+        self.chunks = max(1, min(self.chunks, 10_000 // learner.mdp.num_pairs))
+        self.most = self.limit = self.chunks * CHUNK
+        if learner.mdp.num_pairs > 1000:  # may be slow; the first calls measure it
+            self.most = 8
+        self.reacts = type(losses) is GreedyAdversary
+
+    def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
+        """Play episodes run.t + 1, ....
+
+        Args:
+            means: mean losses `(n or 1, N or 1, S, A)`.
+            numbers: uniform numbers `(N, n, L, 3)`.
+            tables: uniform numbers `(N, n, S, A)` for whole loss tables, or None.
+        """
+        count, n, sums = len(run.seeds), numbers.shape[1], run.sums
+        t = range(run.t + 1, run.t + 1 + n)
+        q, cumulative_loss = self.memory(count)
+        per_pair = [
+            x.numpy().reshape(count, -1)
+            for x in (q, cumulative_loss, sums["cumulative_occupancy"], sums["total_mean"])
+        ]
+        asked = sums.get("second_moment")
+        moments = np.zeros((count, 0, 0)) if asked is None else asked.numpy()
+        scalars = torch.stack([sums[name] for name in _SCALARS], -1).numpy()
+        # Copies `(n or 1, S * A)`, because the kernel may write to them.
+        charged = [np.array(mean.flatten(-2).numpy()) for mean in means.unbind(1)]
+        drawn = numbers.contiguous().numpy()
+        play = self.prepare(run, t, tables)
+
+        def play_seed(seed: int) -> None:
+            tally = Tally(*(x[seed] for x in (*per_pair, moments, scalars)))
+            play(seed, charged[min(seed, len(charged) - 1)], drawn[seed], tally)
+
+        begun = time.monotonic()
+        with compile_message:
+            for_each(play_seed, count)
+        for name, column in zip(_SCALARS, scalars.T, strict=True):
+            sums[name] = torch.from_numpy(column.copy())
+        run.t += n
+        run.since += n
+        run.q = q
+        self.adapt(n, (time.monotonic() - begun) / -(-count // torch.get_num_threads()))
+
+    def adapt(self, episodes: int, seconds: float) -> None:
+        """Play fewer episodes in the next call if these took too long for a seed, else more."""
+        if seconds > LONGEST_CALL:
+            self.most = max(1, int(episodes * LONGEST_CALL / seconds))
+        elif self.most < self.limit and 2 * self.most * seconds < episodes * LONGEST_CALL:
+            self.most = min(2 * self.most, self.limit)
+
+    def memory(self, count: int) -> tuple[Tensor, Tensor]:
+        """The learner's q and its cumulative statistics, both `(N, S, A)`, updated in place."""
+        assert isinstance(self.learner, FixedPolicy)
+        q = self.learner.q.expand(count, *self.learner.q.shape).clone()
+        return q, torch.zeros_like(q)
+
+    def prepare(
+        self, run: Simulation, t: range, tables: Tensor | None
+    ) -> Callable[[int, Floats, Floats, Tally], None]:
+        """A function of the seed's index, means, random numbers and tally that plays episodes t."""
+        rules = self.rules(run.losses.noise, t)
+        return lambda seed, means, numbers, tally: play_fixed(
+            self.model, means, numbers, rules, tally
+        )
+
+    def rules(self, noise: str, t: range) -> Rules:
+        """The rules for a learner that solves nothing."""
+        return Rules(self.reacts, NOISE[noise], IMPORTANCE_WEIGHTED, np.zeros(len(t)), 0.0, 0)

@@ -1,0 +1,122 @@
+"""The compiled player of FTRL with a built-in regularizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_occ.game.estimators import (
+    Estimator,
+    FullInformation,
+    ImplicitExploration,
+    ImportanceWeighted,
+    ReducedVariance,
+)
+from torch_occ.game.learners.base import Learner
+from torch_occ.game.learners.ftrl import FTRL
+from torch_occ.game.losses import LossProcess
+from torch_occ.game.players.engine import EnginePlayer, OverTime
+from torch_occ.kernels.layout import Floats, Terms, Work, make_work
+from torch_occ.kernels.play.episodes import (
+    FULL_INFORMATION,
+    IMPLICIT_EXPLORATION,
+    IMPORTANCE_WEIGHTED,
+    NOISE,
+    REDUCED_VARIANCE,
+    Rules,
+    Tally,
+    play,
+)
+from torch_occ.mdp.occupancy import interior_point
+from torch_occ.step.compiled.inputs import exponents_of, kinds_of, terms_of, weights_of, why_not
+
+if TYPE_CHECKING:
+    from torch_occ.game.simulation import Simulation
+
+ESTIMATORS: dict[type[Estimator], int] = {
+    ImportanceWeighted: IMPORTANCE_WEIGHTED,
+    ImplicitExploration: IMPLICIT_EXPLORATION,
+    ReducedVariance: REDUCED_VARIANCE,
+    FullInformation: FULL_INFORMATION,
+}
+
+
+class FTRLPlayer(EnginePlayer):
+    """Plays FTRL with a built-in regularizer."""
+
+    @staticmethod
+    def why_not(learner: Learner) -> str | None:
+        assert isinstance(learner, FTRL)
+        if type(learner.estimator) not in ESTIMATORS:
+            return f"the engine does not know the estimator {type(learner.estimator).__name__}"
+        if any(parameter.dim() for parameter in learner.step.regularizer.parameters()):
+            return "the regularizer has batched parameters"
+        return why_not(learner.mdp, learner.step.regularizer)
+
+    def __init__(self, learner: Learner, losses: LossProcess) -> None:
+        assert isinstance(learner, FTRL)
+        super().__init__(learner, losses)
+        self.ftrl = learner
+        self.middle = interior_point(learner.mdp).detach().numpy().flatten()
+        self.valid: list[Any] = []  # the last values of the parameters that were valid
+        self.works: dict[int, Work] = {}  # by seed, with the factors of its last episode
+        regularizer, own = learner.step.regularizer, learner.estimator
+        with torch.no_grad():
+            found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
+            self.terms = Terms(*kinds_of(found), exponents_of(found).numpy())
+        self.weights = OverTime(lambda t: weights_of(terms_of(regularizer, t)).expand(len(t), -1))
+        if isinstance(own, ReducedVariance):
+            self.setting = OverTime(own.threshold)
+        else:
+            bias = own.bias if isinstance(own, ImplicitExploration) else 0.0
+            self.setting = OverTime(lambda t: torch.full_like(t, bias))
+
+    def memory(self, count: int) -> tuple[Tensor, Tensor]:
+        return self.ftrl.state["q"], self.ftrl.state["cumulative_loss"]
+
+    def prepare(
+        self, run: Simulation, t: range, tables: Tensor | None
+    ) -> Callable[[int, Floats, Floats, Tally], None]:
+        values = [parameter.tolist() for parameter in self.ftrl.step.parameters()]
+        if values != self.valid:  # a callback may have changed them
+            self.ftrl.step.check_parameters()
+            self.valid = values
+        terms, weights = self.terms, self.weights(t.start - 1, t.stop)  # begins one episode earlier
+        rules, unseen = self.rules(run.losses.noise, t), np.zeros((0, 0))
+        seen = None if tables is None else tables.flatten(-2).contiguous().numpy()
+
+        def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
+            scratch, shown = np.zeros(len(self.middle)), unseen if seen is None else seen[seed]
+            work = self.works[seed] = self.works.get(seed) or make_work(self.model)
+            play(
+                self.model,
+                terms,
+                weights,
+                run.t,
+                means,
+                numbers,
+                shown,
+                rules,
+                tally,
+                self.middle,
+                scratch,
+                np.zeros(0),
+                work,
+            )
+
+        return play_seed
+
+    def rules(self, noise: str, t: range) -> Rules:
+        options = self.ftrl.step.options
+        limits = (options.tolerance_in(torch.float64), options.max_steps)
+        return Rules(
+            self.reacts,
+            NOISE[noise],
+            ESTIMATORS[type(self.ftrl.estimator)],
+            self.setting(t.start, t.stop),
+            *limits,
+        )

@@ -1,0 +1,8 @@
+"""The step in compiled kernels: adapters between tensors and arrays.
+
+solving      the step
+derivatives  its derivatives
+sweeps       the sweeps of torch_occ.step.iterative
+inputs       conversion of torch objects to the arrays of the kernels, and back
+formulas     weights of the terms as a function of t and the parameters
+"""
