@@ -69,6 +69,9 @@ from torch_occ.game.estimators import FullInformation as FullInformation
 
 # Transitions that are learned
 from torch_occ.game.beliefs.counts import empirical_transitions as empirical_transitions
+from torch_occ.game.beliefs.widths import Bonus as Bonus
+from torch_occ.game.beliefs.widths import Widths as Widths
+from torch_occ.game.beliefs.occupancy_bounds import upper_occupancy as upper_occupancy
 
 # Learners and the game
 from torch_occ.game.learners.base import Learner as Learner
