@@ -1,4 +1,4 @@
-"""Constructors of layered MDPs: random, from tables, arrays of other packages, Gymnasium, graphs."""
+"""Constructors of layered MDPs: random, tables, arrays of other packages, Gymnasium, graphs."""
 
 from __future__ import annotations
 
