@@ -96,7 +96,7 @@ class GraphMDP(LayeredMDP):
         return flat.index_select(-1, self._pairs)
 
     def occupancy_of(self, flows: Tensor) -> Tensor:
-        """The occupancy measure of flows, the inverse of `flows`: `(*batch, E)` -> `(*batch, S, A)`.
+        """The occupancy measure of flows `(*batch, E)` -> `(*batch, S, A)`: the inverse of `flows`.
 
         Args:
             flows: a unit of flow from the source to the target, for example a path as zeros and
