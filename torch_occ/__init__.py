@@ -14,6 +14,7 @@ from torch_occ._support.version import VERSION as __version__  # noqa: F401, N81
 from torch_occ.mdp.layered import LayeredMDP as LayeredMDP
 from torch_occ.mdp.rewards import RewardMap as RewardMap
 from torch_occ.mdp.rewards import RewardMDP as RewardMDP
+from torch_occ.mdp.graphs import GraphMDP as GraphMDP
 from torch_occ.mdp.occupancy import Plan as Plan
 from torch_occ.mdp.occupancy import flow_adjoint as flow_adjoint
 from torch_occ.mdp.occupancy import flow_residual as flow_residual
