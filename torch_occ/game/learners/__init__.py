@@ -3,6 +3,7 @@
 base       what a learner is
 counting   what learners share that do not know the transitions: counts and epochs
 ftrl       follow the regularized leader
+unknown    FTRL for unknown transitions
 baselines  a fixed policy, and learners that plan with averages
 sampling   Gamma and Beta variates for learners that sample
 """

@@ -34,6 +34,10 @@ class Learner:
     #: them (torch_occ.game.learners.sampling), so that it is a function of its seed.
     seeds: tuple[int, ...] = ()
 
+    #: The largest number of episodes for which the settings hold, for example a confidence level;
+    #: None if there is no limit. `simulate` refuses longer runs.
+    max_episodes: int | None = None
+
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
         self.state: dict[str, Tensor] = {}
