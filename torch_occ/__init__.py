@@ -73,6 +73,10 @@ from torch_occ.game.learners.ftrl import FTRL as FTRL
 from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy
 from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
+from torch_occ.game.learners.ucbvi import UCBVI as UCBVI
+from torch_occ.game.learners.euler import EULER as EULER
+from torch_occ.game.learners.euler import StrongEuler as StrongEuler
+from torch_occ.game.learners.psrl import PSRL as PSRL
 from torch_occ.game.callbacks import Callback as Callback
 from torch_occ.game.callbacks import ProgressBar as ProgressBar
 from torch_occ.game.callbacks import TensorBoard as TensorBoard
