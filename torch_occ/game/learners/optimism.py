@@ -6,11 +6,10 @@ They count transitions and add up observed losses. `PlanningLearner` keeps these
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from torch_occ.game.arguments import whole
 from torch_occ.game.beliefs.counts import num_transitions, split_transitions, visited_transitions
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners.base import Learner
@@ -103,11 +102,12 @@ class OptimisticLearner(PlanningLearner):
 
 
 def needed_episodes(algorithm: str, episodes: int | None, why: str) -> int:
-    """The number of episodes that an algorithm needs; a clear error if there is none."""
+    """The number of episodes that an algorithm needs.
+
+    Raises:
+        TypeError: if it is no whole number.
+        ValueError: if there is none, or if it is not positive.
+    """
     if episodes is None:
         raise ValueError(f"episodes: {algorithm} needs the number of episodes, {why}")
-    if isinstance(episodes, bool) or not math.isfinite(episodes) or episodes != int(episodes):
-        raise TypeError(f"episodes: {algorithm} needs a whole number of episodes, got {episodes!r}")
-    if episodes < 1:
-        raise ValueError(f"episodes: {algorithm} needs at least 1, got {episodes}")
-    return int(episodes)
+    return whole(f"episodes of {algorithm}", episodes)

@@ -77,7 +77,17 @@ def play_planner(
         scalars[EXPECTED] += enter(means, row, tally)
         add_moments(rules, means, row, t, len(numbers), tally.second_moment)
         scalars[REALISED] += explore(
-            model, rules, t, means, row, numbers, losses, planner.visits, planner.counts, planner.entry, work
+            model,
+            rules,
+            t,
+            means,
+            row,
+            numbers,
+            losses,
+            planner.visits,
+            planner.counts,
+            planner.entry,
+            work,
         )
 
 

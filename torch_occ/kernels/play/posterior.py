@@ -72,9 +72,7 @@ def play_posterior(
 
 
 @kernel
-def plan_in_sample(
-    model: Model, posterior: Posterior, t: int, losses: Floats, work: Work
-) -> None:
+def plan_in_sample(model: Model, posterior: Posterior, t: int, losses: Floats, work: Work) -> None:
     """Draw a model and plan in it; `work.softest` receives the pair that each state plays."""
     start, num_actions, layers = model.start, model.num_actions, len(model.start) - 1
     drawn, values = posterior.drawn, posterior.values
