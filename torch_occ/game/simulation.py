@@ -131,6 +131,7 @@ class Simulation:
         self.contract = Contract(mdp, learner, losses, self.seeds)
         n = len(self.seeds)
         zeros = torch.zeros(n, mdp.num_states, mdp.num_actions, dtype=mdp.dtype, device=mdp.device)
+        learner.seeds = self.seeds
         learner.start(n)
         self.t = 0
         self.seconds = 0.0

@@ -3,4 +3,5 @@
 base       what a learner is
 ftrl       follow the regularized leader
 baselines  a fixed policy, and learners that plan with averages
+sampling   Gamma and Beta variates for learners that sample
 """

@@ -24,7 +24,10 @@ class Learner:
 
     full_information = False
     #: Attributes that do not change what is played; the fingerprint of a saved run ignores them.
-    fingerprint_ignores: ClassVar[tuple[str, ...]] = ("state",)
+    fingerprint_ignores: ClassVar[tuple[str, ...]] = ("state", "seeds")
+    #: The seeds of the run, which `simulate` sets before `start`. A learner that samples draws from
+    #: them (torch_occ.game.learners.sampling), so that it is a function of its seed.
+    seeds: tuple[int, ...] = ()
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
