@@ -60,11 +60,11 @@ def choose_player(
     """The player for a learner; a ValueError if the engine is required but cannot play."""
 
     def why_not() -> str | None:
-        return later("game.players.choice").why_not_play(learner, losses)
+        return later("game.players.choice").why_not_play(mdp, learner, losses)
 
     if not engine_takes(backend, why_not):
         return TorchPlayer(mdp)
-    return later("game.players.choice").engine_player(learner, losses)
+    return later("game.players.choice").engine_player(mdp, learner, losses)
 
 
 def _copy(learner: Learner) -> Learner:
