@@ -91,9 +91,7 @@ def test_a_batch_is_solved_element_by_element():
 def test_starting_from_the_solution_takes_few_steps():
     step, loss, t, budgets = case()
     cold = step.solve(loss, t, constraints=budgets)
-    warm = step.solve(
-        loss, t, constraints=budgets, warm_start=cold.q, multipliers=cold.multipliers
-    )
+    warm = step.solve(loss, t, constraints=budgets, warm_start=cold.q, multipliers=cold.multipliers)
     assert int(warm.steps) <= 4 < int(cold.steps)
     torch.testing.assert_close(warm.q, cold.q, rtol=1e-12, atol=0)
 
