@@ -48,6 +48,8 @@ from torch_occ.step.solution import Solution as Solution
 from torch_occ.step.solution import Status as Status
 from torch_occ.step.ftrl import FTRLStep as FTRLStep
 from torch_occ.step.checks import SolveError as SolveError
+from torch_occ.step.projection.module import KLProjection as KLProjection
+from torch_occ.step.projection.module import Projection as Projection
 
 # Losses and their estimators
 from torch_occ.game.losses import LossProcess as LossProcess
