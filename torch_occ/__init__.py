@@ -69,8 +69,12 @@ from torch_occ.game.estimators import ImplicitExploration as ImplicitExploration
 from torch_occ.game.estimators import ReducedVariance as ReducedVariance
 from torch_occ.game.estimators import FullInformation as FullInformation
 
+# Transitions that are learned
+from torch_occ.game.beliefs.counts import empirical_transitions as empirical_transitions
+
 # Learners and the game
 from torch_occ.game.learners.base import Learner as Learner
+from torch_occ.game.learners.counting import CountingLearner as CountingLearner
 from torch_occ.game.learners.ftrl import FTRL as FTRL
 from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy
 from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader

@@ -41,3 +41,8 @@ SQUARE = 256
 #: A sum of curvatures that is negative counts as zero if its absolute value is at most this factor
 #: times the sum of the absolute values.
 NOISE = 1e-8
+
+#: The increment and the two multipliers of SplitMix64, the hash behind the random numbers of
+#: learners that sample.
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_ONE, MIX_TWO = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -2,6 +2,7 @@
 
 episodes   the episode loop of FTRL
 baselines  the episode loops of the other learners
+sampling   Gamma and Beta variates for learners that sample
 leaps      regret forecasts that play many episodes at once
 tangents   the episode loop of FTRL with forward-mode derivatives
 """
