@@ -23,6 +23,7 @@ from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import TabularRegularizer
 from torch_occ.regularizers.frozen import Frozen
 from torch_occ.regularizers.terms import Log, Power
+from torch_occ.step.budgets.limits import Budgets
 
 # -- the problem, from the tables alone --------------------------------------------------------
 
@@ -175,11 +176,18 @@ def clarabel(tolerance: float) -> dict[str, float]:
 
 
 def solve_cvxpy(
-    mdp: LayeredMDP, regularizer: Regularizer, loss: Tensor, t: Tensor | float = 1.0, **options: Any
+    mdp: LayeredMDP,
+    regularizer: Regularizer,
+    loss: Tensor,
+    t: Tensor | float = 1.0,
+    *,
+    constraints: Budgets | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Solve the step with cvxpy; by default with Clarabel and tight tolerances.
 
     Args:
+        constraints: budgets without a batch.
         options: options of `Problem.solve` that replace the defaults.
 
     Returns:
@@ -187,6 +195,10 @@ def solve_cvxpy(
     """
     weights = atoms(regularizer, t)
     problem, q, parameters = state_in_cvxpy(mdp, list(weights), exact_powers=True)
+    if constraints is not None:
+        spent = gather(mdp, constraints.costs).detach().numpy() @ q
+        limits = constraints.limits.detach().numpy()
+        problem = type(problem)(problem.objective, [*problem.constraints, spent <= limits])
     scale = largest(weights)
     for parameter, given in zip(parameters, [gather(mdp, loss), *weights.values()], strict=True):
         parameter.value = (given.detach() / scale).numpy()

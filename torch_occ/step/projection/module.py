@@ -18,7 +18,7 @@ from torch_occ.mdp.occupancy import join
 from torch_occ.mdp.validation import broadcast
 from torch_occ.step.checks import check_transforms, report
 from torch_occ.step.entropic import Poisoned, in_front
-from torch_occ.step.ftrl import with_rank
+from torch_occ.step.problem import with_rank
 from torch_occ.step.projection.checks import check_layout, check_shapes, check_values
 from torch_occ.step.projection.dual import Problem, arrive, direction, settle, unfold
 from torch_occ.step.projection.rows import Active
