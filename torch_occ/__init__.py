@@ -54,6 +54,11 @@ from torch_occ.step.checks import SolveError as SolveError
 from torch_occ.step.projection.module import KLProjection as KLProjection
 from torch_occ.step.projection.module import Projection as Projection
 
+# Losses for learning
+from torch_occ.learning.fenchel_young import fenchel_young_loss as fenchel_young_loss
+from torch_occ.learning.objectives import expected_cost as expected_cost
+from torch_occ.learning.objectives import negative_log_likelihood as negative_log_likelihood
+
 # Losses and their estimators
 from torch_occ.game.losses import LossProcess as LossProcess
 from torch_occ.game.losses import BernoulliLosses as BernoulliLosses

@@ -91,9 +91,7 @@ def test_a_batch_is_solved_element_by_element():
 def test_starting_from_the_solution_takes_few_steps():
     step, loss, t, budgets = case()
     cold = step.solve(loss, t, constraints=budgets)
-    warm = step.solve(
-        loss, t, constraints=budgets, warm_start=cold.q, multipliers=cold.multipliers
-    )
+    warm = step.solve(loss, t, constraints=budgets, warm_start=cold.q, multipliers=cold.multipliers)
     assert int(warm.steps) <= 4 < int(cold.steps)
     torch.testing.assert_close(warm.q, cold.q, rtol=1e-12, atol=0)
 
@@ -107,7 +105,7 @@ def solved(step, loss, costs, limits, t=100.0):
 
 
 def test_derivatives_are_those_of_finite_differences():
-    step, loss, t, budgets = case((2, 2, 3), shares=(0.6, 1.4))
+    step, loss, _, budgets = case((2, 2, 3), shares=(0.6, 1.4))
     inputs = [x.clone().requires_grad_() for x in (loss, budgets.costs, budgets.limits)]
     assert torch.autograd.gradcheck(
         lambda *x: solved(step, *x), inputs, eps=1e-6, atol=1e-6, rtol=1e-5
@@ -126,7 +124,7 @@ def test_derivatives_are_those_of_finite_differences():
 
 @pytest.mark.slow
 def test_second_derivatives_are_those_of_finite_differences():
-    step, loss, t, budgets = case((2, 2, 2), shares=(0.7,))
+    step, loss, _, budgets = case((2, 2, 2), shares=(0.7,))
     inputs = [x.clone().requires_grad_() for x in (loss, budgets.costs, budgets.limits)]
     assert torch.autograd.gradgradcheck(
         lambda *x: solved(step, *x)[0], inputs, eps=1e-6, atol=1e-5, rtol=1e-4
@@ -203,7 +201,7 @@ def test_wrong_budgets_are_refused():
         occ.Budgets(costs, torch.where(torch.arange(3) == 1, torch.inf, limits))
     with pytest.raises(ValueError, match=r"constraints: expected costs of shape"):
         step(loss, t, constraints=occ.Budgets(costs[:, :2], limits))
-    with pytest.raises(ValueError, match="constraints: costs are torch.float32"):
+    with pytest.raises(ValueError, match=r"constraints: costs are torch\.float32"):
         step(loss, t, constraints=occ.Budgets(costs.float(), limits.float()))
     bad = costs.clone()
     bad[1, 2, 0] = torch.nan

@@ -189,7 +189,7 @@ def check_values(
     wrong = (~loss.isfinite() & mdp.actions).nonzero()
     if len(wrong):
         raise ValueError(
-            f"cumulative_loss: {_place(mdp, wrong[0])} is {float(loss[tuple(wrong[0])])}; "
+            f"cumulative_loss: {place_of(mdp, wrong[0])} is {float(loss[tuple(wrong[0])])}; "
             "expected a finite number"
         )
     good = (start >= 0) if zeros else (start > 0)
@@ -197,12 +197,13 @@ def check_values(
     if len(wrong):
         expected = "an occupancy of at least 0" if zeros else "a positive occupancy"
         raise ValueError(
-            f"warm_start: {_place(mdp, wrong[0])} is {float(start[tuple(wrong[0])])}; "
+            f"warm_start: {place_of(mdp, wrong[0])} is {float(start[tuple(wrong[0])])}; "
             f"expected {expected}"
         )
 
 
-def _place(mdp: LayeredMDP, index: Tensor) -> str:
+def place_of(mdp: LayeredMDP, index: Tensor) -> str:
+    """Return the batch element, layer, state and action of an index, for error messages."""
     *batch, state, action = index.tolist()
     element = f"batch element {tuple(batch)}, " if batch else ""
     return f"{element}{mdp.locate(state)}, action {action}"
