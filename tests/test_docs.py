@@ -24,6 +24,8 @@ ASSETS = DOCS / "assets"
 PAGES = sorted(DOCS.rglob("*.md"))
 EXECUTED = [
     *("index", "tour", "questions", "step", "regularizers", "learners", "losses", "estimators"),
+    *("results", "gymnasium", "meta_tuning", "theory", "wide", "cvxpylayers", "api/game"),
+    "projection",
     *(
         "networks",
         "results",

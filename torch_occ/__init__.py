@@ -51,6 +51,8 @@ from torch_occ.step.budgets.limits import Budgets as Budgets
 from torch_occ.step.budgets.limits import InfeasibleError as InfeasibleError
 from torch_occ.step.ftrl import FTRLStep as FTRLStep
 from torch_occ.step.checks import SolveError as SolveError
+from torch_occ.step.projection.module import KLProjection as KLProjection
+from torch_occ.step.projection.module import Projection as Projection
 
 # Losses for learning
 from torch_occ.learning.fenchel_young import fenchel_young_loss as fenchel_young_loss
