@@ -8,8 +8,8 @@ C is a sum of covariances of loss estimates. Such an estimate is (loss - b) / q 
 goes, and visits along a trajectory form a Markov chain. So a Gaussian chain with the same
 covariance can be drawn layer by layer,
 
-    x(s')   = sum_{s, a} P(s' | s, a) n(s, a)  +  e(s'),      e  has the covariance of one transition,
-    n(s, a) = pi(a | s) x(s)  +  f(s, a),                     f  has the covariance of one choice,
+    x(s')   = sum_{s, a} P(s' | s, a) n(s, a)  +  e(s'),    e has the covariance of one transition,
+    n(s, a) = pi(a | s) x(s)  +  f(s, a),                   f has the covariance of one choice,
 
 where a choice from the distribution p has the covariance diag(p) - p p' = B B' with
 B = (I - p 1') diag(sqrt(p)). The numbers are smooth in q, so the noise has gradients.
@@ -148,9 +148,7 @@ class Edges(NamedTuple):
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum over the edges out of each pair: `(*batch, E)` -> `(*batch, S * A)`."""
-        return x.new_zeros(*x.shape[:-1], self.sizes[0] * self.sizes[1]).index_add(
-            -1, self.pair, x
-        )
+        return x.new_zeros(*x.shape[:-1], self.sizes[0] * self.sizes[1]).index_add(-1, self.pair, x)
 
 
 def _root(q: Tensor, exists: Tensor) -> Tensor:

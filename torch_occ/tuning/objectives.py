@@ -178,8 +178,8 @@ def elements(world: World) -> Iterator[tuple[LayeredMDP, Tensor | LossProcess]]:
     mdp, losses = world.mdp, world.losses
     if not mdp.batch_shape:
         # Many tables of means for one MDP are a batch, too.
-        tables = isinstance(losses, Tensor) and losses.dim() == 3
-        yield from ((mdp, mean) for mean in losses) if tables else [(mdp, losses)]
+        tables = list(losses) if isinstance(losses, Tensor) and losses.dim() == 3 else [losses]
+        yield from ((mdp, table) for table in tables)
         return
     assert isinstance(losses, Tensor), "a batch of MDPs goes with a tensor of means"
     (count,) = mdp.batch_shape

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.tuning.guard import Guard
 from torch_occ.tuning.objectives import ForecastObjective
 from torch_occ.tuning.refinement import Refined, refine
-from torch_occ.tuning.tuner import tune, untuned
+from torch_occ.tuning.space import ParameterSpace
+from torch_occ.tuning.tuner import Tuned, tune
 
 
 @dataclass(frozen=True)
@@ -106,4 +109,24 @@ def tune_and_refine(
         particles=recipe.particles,
         seed=seed,
         guard=guard,
+    )
+
+
+def untuned(regularizer: Regularizer, bounds: dict[str, tuple[float, float]]) -> Tuned:
+    """The regularizer's own parameters in the form of a result, without any evaluation."""
+    space = ParameterSpace(regularizer, None, bounds)
+    parameters, nothing = space.parameters_at(space.centre), torch.empty(0, 1, dtype=torch.float64)
+    return Tuned(
+        parameters=dict(zip(space.names, parameters.tolist(), strict=True)),
+        value=math.nan,
+        regrets={},
+        start=0,
+        at_bounds=space.at_bounds(space.centre),
+        failures=nothing.bool(),
+        values=nothing,
+        path=parameters.new_empty(0, 1, len(space.names)),
+        names=space.names,
+        seconds=0.0,
+        finished=True,
+        bounds=space.bounds,
     )

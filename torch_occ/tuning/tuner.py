@@ -157,26 +157,6 @@ def tune(
     return tuner.result()
 
 
-def untuned(regularizer: Regularizer, bounds: dict[str, tuple[float, float]]) -> Tuned:
-    """The regularizer's own parameters in the form of a result, without any evaluation."""
-    space = ParameterSpace(regularizer, None, bounds)
-    parameters, nothing = space.parameters_at(space.centre), torch.empty(0, 1, dtype=torch.float64)
-    return Tuned(
-        parameters=dict(zip(space.names, parameters.tolist(), strict=True)),
-        value=math.nan,
-        regrets={},
-        start=0,
-        at_bounds=space.at_bounds(space.centre),
-        failures=nothing.bool(),
-        values=nothing,
-        path=parameters.new_empty(0, 1, len(space.names)),
-        names=space.names,
-        seconds=0.0,
-        finished=True,
-        bounds=space.bounds,
-    )
-
-
 class Tuner:
     """A tuning in progress."""
 
