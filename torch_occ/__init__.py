@@ -87,9 +87,14 @@ from torch_occ.game.beliefs.occupancy_bounds import upper_occupancy as upper_occ
 from torch_occ.game.learners.base import Learner as Learner
 from torch_occ.game.learners.counting import CountingLearner as CountingLearner
 from torch_occ.game.learners.ftrl import FTRL as FTRL
+from torch_occ.game.learners.unknown import UnknownFTRL as UnknownFTRL
 from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy
 from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
+from torch_occ.game.learners.ucbvi import UCBVI as UCBVI
+from torch_occ.game.learners.euler import EULER as EULER
+from torch_occ.game.learners.euler import StrongEuler as StrongEuler
+from torch_occ.game.learners.psrl import PSRL as PSRL
 from torch_occ.game.callbacks import Callback as Callback
 from torch_occ.game.callbacks import ProgressBar as ProgressBar
 from torch_occ.game.callbacks import TensorBoard as TensorBoard
