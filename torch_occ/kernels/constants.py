@@ -6,7 +6,7 @@ This module imports neither torch nor Numba.
 from __future__ import annotations
 
 # How a solve ended; torch_occ.step.solution.Status says what to do about each.
-CONVERGED, MAX_STEPS, STALLED, UNDERFLOW, NOT_FINITE, NOT_CONVEX = 0, 1, 2, 3, 4, 5
+CONVERGED, MAX_STEPS, STALLED, UNDERFLOW, NOT_FINITE, NOT_CONVEX, INFEASIBLE = range(7)
 
 #: An inexact Newton step by conjugate gradients stops at an error of this factor times the square
 #: of min(1, initial error). Errors are relative to q(s).

@@ -2,22 +2,13 @@
 
 import pytest
 import torch
+from beliefs import random_counts
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 from torch_occ.game.beliefs import counts as counting
 
 MDP = PROBLEMS["layers"]().mdp
-
-
-def random_counts(mdp, batch=(), seed=0, most=6):
-    """Visit counts of pairs that exist, one tensor per layer."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = counting.transition_shapes(mdp)
-    return tuple(
-        torch.randint(0, most, (*batch, *shape), generator=generator).double() * mask.unsqueeze(-1)
-        for shape, mask in zip(shapes, mdp.split(mdp.actions, 0), strict=True)
-    )
 
 
 @pytest.mark.parametrize("name", ["masked", "contexts", "layers"])
