@@ -51,6 +51,13 @@ from torch_occ.step.budgets.limits import Budgets as Budgets
 from torch_occ.step.budgets.limits import InfeasibleError as InfeasibleError
 from torch_occ.step.ftrl import FTRLStep as FTRLStep
 from torch_occ.step.checks import SolveError as SolveError
+from torch_occ.step.projection.module import KLProjection as KLProjection
+from torch_occ.step.projection.module import Projection as Projection
+
+# Losses for learning
+from torch_occ.learning.fenchel_young import fenchel_young_loss as fenchel_young_loss
+from torch_occ.learning.objectives import expected_cost as expected_cost
+from torch_occ.learning.objectives import negative_log_likelihood as negative_log_likelihood
 
 # Losses and their estimators
 from torch_occ.game.losses import LossProcess as LossProcess
@@ -83,6 +90,10 @@ from torch_occ.game.learners.ftrl import FTRL as FTRL
 from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy
 from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
+from torch_occ.game.learners.ucbvi import UCBVI as UCBVI
+from torch_occ.game.learners.euler import EULER as EULER
+from torch_occ.game.learners.euler import StrongEuler as StrongEuler
+from torch_occ.game.learners.psrl import PSRL as PSRL
 from torch_occ.game.callbacks import Callback as Callback
 from torch_occ.game.callbacks import ProgressBar as ProgressBar
 from torch_occ.game.callbacks import TensorBoard as TensorBoard

@@ -4,5 +4,10 @@ base       what a learner is
 counting   what learners share that do not know the transitions: counts and epochs
 ftrl       follow the regularized leader
 baselines  a fixed policy, and learners that plan with averages
+planning   bonuses, and backward induction with lower and upper values
+optimism   what learners share that plan with estimated transitions
+ucbvi      UCBVI with its two printed bonuses and a sharper one
+euler      EULER and StrongEuler
+psrl       posterior sampling
 sampling   Gamma and Beta variates for learners that sample
 """
