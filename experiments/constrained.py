@@ -89,11 +89,17 @@ def random_budgets(mdp: occ.LayeredMDP, mean: Tensor, share: float, m: int, seed
     return occ.Budgets(costs, least + share * (spent - least))
 
 
-class Excess(occ.Callback):
-    """Keeps the largest expected cost of an episode above its limit, over all episodes."""
+class Spending(occ.Callback):
+    """Keeps the average cost at every checkpoint, and the largest excess over all episodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, costs: Tensor) -> None:
+        self.costs = costs
+        self.averages: list[Tensor] = []
         self.largest: Tensor | None = None
+
+    def on_checkpoint(self, run: Any) -> None:
+        spent = (self.costs * run.sums["cumulative_occupancy"]).sum((-2, -1))
+        self.averages.append(spent / run.t)
 
     def on_end(self, run: Any, history: occ.History) -> None:
         self.largest = run.learner.state.get("budget_excess")
@@ -112,8 +118,8 @@ def play(args: Args, directory: Path) -> list[list[str]]:
     }
     lines, curves = [], {}
     for name, learner in learners.items():
-        excess = Excess()
-        callbacks: list[occ.Callback] = [excess]
+        spending = Spending(budgets.costs[0])
+        callbacks: list[occ.Callback] = [spending]
         if args.tensorboard:
             callbacks.append(occ.TensorBoard(directory / name.replace(" ", "-")))
         history = occ.simulate(
@@ -126,42 +132,46 @@ def play(args: Args, directory: Path) -> list[list[str]]:
         )
         # Against the best policy within the budget, in place of the best policy.
         regret = history.regret + history.comparator - best * history.episodes
-        spent = (budgets.costs * history.cumulative_occupancy).sum((-2, -1)) / args.episodes
-        curves[name] = history.episodes, regret
+        averages = torch.stack(spending.averages, -1)  # (N, C)
+        curves[name] = history.episodes, regret, averages
         final = occ.Mean.of(regret[:, -1])
-        worst = float("nan") if excess.largest is None else float(excess.largest.max())
+        largest = spending.largest
         lines.append(
             [
                 name,
                 str(final),
-                f"{float(spent.mean()):.4f}",
+                f"{float(averages[:, -1].mean()):.4f}",
                 f"{float(budgets.limits):.4f}",
-                "-" if excess.largest is None else f"{worst:.1e}",
+                "-" if largest is None else f"{float(largest.max()):.1e}",
                 f"{int(history.uncertified[:, -1].sum())}",
             ]
         )
         print(f"  {name}: {lines[-1][1]}", flush=True)
-    write_figure(directory / "constrained.png", draw(curves, args))
+    write_figure(directory / "constrained.png", draw(curves, float(budgets.limits), args))
     return lines
 
 
-def draw(curves: dict[str, tuple[Tensor, Tensor]], args: Args) -> Figure:
-    """Regret against the best policy within the budget, mean and range over seeds."""
+def draw(curves: dict[str, tuple[Tensor, Tensor, Tensor]], limit: float, args: Args) -> Figure:
+    """Left: regret within the budget. Right: average cost so far. Mean and range over seeds."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for (name, (episodes, regret)), color in zip(curves.items(), ("C0", "C3"), strict=True):
-        axes.plot(episodes, regret.mean(0), color=color, label=name)
-        axes.fill_between(
-            episodes, regret.amin(0), regret.amax(0), color=color, alpha=0.2, linewidth=0
-        )
-    axes.axhline(0, color="0.6", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.set_yscale("symlog", linthresh=10)
-    axes.set(xlabel="episode", ylabel="regret against the best policy within the budget")
-    axes.set_title(f"FTRL with a budget on expected costs; {args.seeds} seeds, mean and range")
-    axes.legend()
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for (name, (episodes, regret, averages)), color in zip(
+        curves.items(), ("C0", "C3"), strict=True
+    ):
+        panels = [(right, averages)] if color == "C3" else [(left, regret), (right, averages)]
+        for axes, y in panels:
+            axes.plot(episodes, y.mean(0), color=color, label=name)
+            axes.fill_between(episodes, y.amin(0), y.amax(0), color=color, alpha=0.2, linewidth=0)
+            axes.set_xscale("log")
+            axes.set_xlabel("episode")
+    right.axhline(limit, color="0.3", linestyle="--", label="limit")
+    left.set_title("regret against the best policy within the budget")
+    right.set_title("expected cost of an episode, average so far")
+    right.legend()
+    left.legend()
+    figure.suptitle(f"FTRL with a budget on expected costs; {args.seeds} seeds, mean and range")
     return figure
 
 
