@@ -35,6 +35,12 @@ def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> 
             f"learner: {type(learner).__name__} has no mdp; call super().__init__(mdp) in __init__"
         )
     _check_learner(mdp, learner)
+    if learner.max_episodes is not None and episodes > learner.max_episodes:
+        raise ValueError(
+            f"episodes: {type(learner).__name__} was made for {learner.max_episodes} episodes, but "
+            f"{episodes} were asked for; its confidence level does not hold beyond. Make it with "
+            f"episodes={episodes}"
+        )
     if type(losses).draw is LossProcess.draw:
         check_noise(losses.noise)
     if not isinstance(losses.stride, int) or losses.stride < 1:

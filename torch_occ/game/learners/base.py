@@ -37,6 +37,10 @@ class Learner:
     #: `simulate` plays no more.
     episodes: int | None = None
 
+    #: The largest number of episodes for which the settings hold, for example a confidence level;
+    #: None if there is no limit. `simulate` refuses longer runs.
+    max_episodes: int | None = None
+
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
         self.state: dict[str, Tensor] = {}
