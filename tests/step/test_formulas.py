@@ -78,8 +78,8 @@ def test_arrays_and_tensors_replay_too():
     formula, numbers = record(psi), [x.item() for x in inputs_of(psi)]
     alone = formula.replay(numbers)[1]
     for kind in (np.array, lambda x: torch.tensor(x, dtype=F64)):
-        together = formula.replay([kind([x, 2 * x]) for x in numbers])[1]
-        assert [float(x[0]) if hasattr(x, "shape") else x for x in together] == pytest.approx(
+        together = formula.replay(formula.spread([kind([x, 2 * x]) for x in numbers]))[1]
+        assert [float(x[0, 0, 0]) if hasattr(x, "shape") else x for x in together] == pytest.approx(
             alone, rel=1e-14
         )
 

@@ -52,6 +52,7 @@ from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source, join
 from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import TabularRegularizer
+from torch_occ.regularizers.places import fit
 from torch_occ.regularizers.terms import Term, XLogX
 from torch_occ.step.shaping import Shaped, potential, shape_finely
 from torch_occ.step.solution import Options, Solution, Status
@@ -66,6 +67,8 @@ class Entropy(NamedTuple):
 
 def is_entropy(regularizer: Regularizer) -> bool:
     """Return whether psi_t has the form above, for all parameters and every t."""
+    if regularizer.places():  # then w depends on the pair
+        return False
     for leaf in regularizer.leaves():
         if not isinstance(leaf, TabularRegularizer):
             return False
@@ -94,7 +97,9 @@ def entropy_at(regularizer: Regularizer, t: Tensor) -> Entropy:
                 "make a new FTRLStep(mdp, regularizer)"
             )
         terms += part.constant(weight)[0].terms
-    return entropy_of([(term.argument, torch.as_tensor(term.weight).to(t)) for term in terms])
+    weights = [fit(torch.as_tensor(term.weight).to(t), 0) for term in terms]
+    arguments = [term.argument for term in terms]
+    return entropy_of(list(zip(arguments, weights, strict=True)))
 
 
 def entropy_of(terms: Sequence[tuple[str, Tensor]]) -> Entropy:

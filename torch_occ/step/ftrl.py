@@ -61,8 +61,9 @@ class FTRLStep(Frozen):
             one that was used.
 
     Raises:
-        ValueError: if a state cannot be reached, the regularizer has no term, an option is wrong,
-            or backend is "engine" and the engine does not support this step.
+        ValueError: if a state cannot be reached, the regularizer has no term or belongs to another
+            layout, an option is wrong, or backend is "engine" and the engine does not support this
+            step.
 
     Example:
         >>> mdp = LayeredMDP.random(horizon=3, width=3, num_actions=3)
@@ -95,6 +96,7 @@ class FTRLStep(Frozen):
                     f"regularizer: {type(leaf).__name__} has no term; "
                     "override pair, rest, state or complement"
                 )
+        regularizer.check_places(mdp)
         self.mdp, self.regularizer = mdp, regularizer
         self.options = Options(tolerance, max_steps)
         self.evaluator = Evaluator(regularizer)
