@@ -25,6 +25,17 @@ PAGES = sorted(DOCS.rglob("*.md"))
 EXECUTED = [
     *("index", "tour", "questions", "step", "regularizers", "learners", "losses", "estimators"),
     *("results", "gymnasium", "meta_tuning", "theory", "wide", "cvxpylayers", "api/game"),
+    "projection",
+    *(
+        "networks",
+        "results",
+        "gymnasium",
+        "meta_tuning",
+        "theory",
+        "wide",
+        "cvxpylayers",
+        "api/game",
+    ),
 ]
 SETTINGS = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
 NAVIGATION = SETTINGS.partition("nav:")[2].partition("markdown_extensions:")[0]

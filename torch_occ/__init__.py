@@ -14,6 +14,7 @@ from torch_occ._support.version import VERSION as __version__  # noqa: F401, N81
 from torch_occ.mdp.layered import LayeredMDP as LayeredMDP
 from torch_occ.mdp.rewards import RewardMap as RewardMap
 from torch_occ.mdp.rewards import RewardMDP as RewardMDP
+from torch_occ.mdp.graphs import GraphMDP as GraphMDP
 from torch_occ.mdp.occupancy import Plan as Plan
 from torch_occ.mdp.occupancy import flow_adjoint as flow_adjoint
 from torch_occ.mdp.occupancy import flow_residual as flow_residual
@@ -51,8 +52,17 @@ from torch_occ.regularizers.catalog import jin_luo as jin_luo
 # The step
 from torch_occ.step.solution import Solution as Solution
 from torch_occ.step.solution import Status as Status
+from torch_occ.step.budgets.limits import Budgets as Budgets
+from torch_occ.step.budgets.limits import InfeasibleError as InfeasibleError
 from torch_occ.step.ftrl import FTRLStep as FTRLStep
 from torch_occ.step.checks import SolveError as SolveError
+from torch_occ.step.projection.module import KLProjection as KLProjection
+from torch_occ.step.projection.module import Projection as Projection
+
+# Losses for learning
+from torch_occ.learning.fenchel_young import fenchel_young_loss as fenchel_young_loss
+from torch_occ.learning.objectives import expected_cost as expected_cost
+from torch_occ.learning.objectives import negative_log_likelihood as negative_log_likelihood
 
 # Losses and their estimators
 from torch_occ.game.losses import LossProcess as LossProcess
@@ -72,12 +82,24 @@ from torch_occ.game.estimators import ImplicitExploration as ImplicitExploration
 from torch_occ.game.estimators import ReducedVariance as ReducedVariance
 from torch_occ.game.estimators import FullInformation as FullInformation
 
+# Transitions that are learned
+from torch_occ.game.beliefs.counts import empirical_transitions as empirical_transitions
+from torch_occ.game.beliefs.widths import Bonus as Bonus
+from torch_occ.game.beliefs.widths import Widths as Widths
+from torch_occ.game.beliefs.occupancy_bounds import upper_occupancy as upper_occupancy
+
 # Learners and the game
 from torch_occ.game.learners.base import Learner as Learner
+from torch_occ.game.learners.counting import CountingLearner as CountingLearner
 from torch_occ.game.learners.ftrl import FTRL as FTRL
+from torch_occ.game.learners.unknown import UnknownFTRL as UnknownFTRL
 from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy
 from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
+from torch_occ.game.learners.ucbvi import UCBVI as UCBVI
+from torch_occ.game.learners.euler import EULER as EULER
+from torch_occ.game.learners.euler import StrongEuler as StrongEuler
+from torch_occ.game.learners.psrl import PSRL as PSRL
 from torch_occ.game.callbacks import Callback as Callback
 from torch_occ.game.callbacks import ProgressBar as ProgressBar
 from torch_occ.game.callbacks import TensorBoard as TensorBoard

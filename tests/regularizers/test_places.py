@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def test_a_batch_of_parameters_is_in_front(name, backend):
 
 def test_users_functions_see_them_spread():
     class Mine(occ.SeparableRegularizer):
-        arg_constraints = {"strength": constraints.positive}
+        arg_constraints: ClassVar = {"strength": constraints.positive}
 
         def __init__(self, strength):
             super().__init__(strength=strength)
@@ -150,7 +151,7 @@ def test_users_functions_see_them_spread():
         q = occ.FTRLStep(MDP, Mine(values))(LOSS)
         same = occ.FTRLStep(MDP, Barrier() * occ.Constant(values))(LOSS)
         torch.testing.assert_close(q, same, rtol=1e-10, atol=1e-14)
-    with pytest.raises(ValueError, match="one value per pair.*one value per state"):
+    with pytest.raises(ValueError, match=r"one value per pair.*one value per state"):
         occ.FTRLStep(MDP, Mine(random("pair", 0.5, 1.0)))(LOSS)
 
 
@@ -198,8 +199,10 @@ def test_they_are_tuned_entry_by_entry(tmp_path):
     objective = occ.ForecastObjective([occ.World("random", MDP, MEAN)], 1000, per_decade=4)
     options = {"steps": 2, "starts": 2, "only": ["gamma", "beta"], "directory": tmp_path}
     tuned = occ.tune(objective, psi, bounds={"beta[0]": (1.5, 2.5)}, **options)
-    assert len(tuned.names) == L + S and tuned.path.shape == (3, 2, L + S)
-    assert "gamma[1]" in tuned.names[1] and "terms.1.beta[6]" in tuned.parameters
+    assert len(tuned.names) == L + S
+    assert tuned.path.shape == (3, 2, L + S)
+    assert "gamma[1]" in tuned.names[1]
+    assert "terms.1.beta[6]" in tuned.parameters
     with torch.no_grad():
         assert tuned.value < float(objective(psi).value)
     assert "7 numbers from" in str(tuned)
@@ -207,7 +210,8 @@ def test_they_are_tuned_entry_by_entry(tmp_path):
     with torch.no_grad():
         assert float(objective(psi).value) == pytest.approx(tuned.value, rel=1e-9)
     beta = psi.terms[1].beta.detach().clone()
-    assert beta.unique().numel() > 1 and 1.5 <= float(beta[0]) <= 2.5
+    assert beta.unique().numel() > 1
+    assert 1.5 <= float(beta[0]) <= 2.5
     refined = occ.refine(objective, psi, tuned, rounds=1, points=2, particles=2, finalists=1)
     torch.testing.assert_close(psi.terms[1].beta.detach(), beta)
     assert refined.tuned.names == tuned.names
@@ -257,5 +261,5 @@ def test_bad_input():
         occ.run_gradients(MDP, occ.LogBarrier(occ.PerState(MDP, 1.0)), losses, 10, [0, 1])
     conditional = occ.ConditionalEntropy() / occ.InverseSqrt(occ.PerPair(MDP, 1.0))
     for backend in ("torch", "engine"):
-        with pytest.raises(ValueError, match="one value per pair.*one value per state"):
+        with pytest.raises(ValueError, match=r"one value per pair.*one value per state"):
             occ.FTRLStep(MDP, conditional, backend=backend)(LOSS)

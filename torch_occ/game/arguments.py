@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_occ.game.learners.base import Learner
@@ -19,8 +20,9 @@ def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> 
 
     Raises:
         TypeError: if one of them is something else.
-        ValueError: if the learner is for another MDP, the noise is not a known kind, the stride is
-            not a positive integer, or there are not enough losses.
+        ValueError: if the learner is for another MDP or another layout, the noise is not a known
+            kind, the stride is not a positive integer, there are not enough losses, or the learner
+            was made for fewer episodes.
     """
     if not isinstance(learner, Learner):
         raise TypeError(f"learner: expected an occ.Learner, for example occ.FTRL, {_got(learner)}")
@@ -32,10 +34,12 @@ def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> 
         raise TypeError(
             f"learner: {type(learner).__name__} has no mdp; call super().__init__(mdp) in __init__"
         )
-    if learner.mdp is not mdp:
+    _check_learner(mdp, learner)
+    if learner.max_episodes is not None and episodes > learner.max_episodes:
         raise ValueError(
-            "learner: was made for another MDP than the one to simulate; make both with the "
-            "same LayeredMDP"
+            f"episodes: {type(learner).__name__} was made for {learner.max_episodes} episodes, but "
+            f"{episodes} were asked for; its confidence level does not hold beyond. Make it with "
+            f"episodes={episodes}"
         )
     if type(losses).draw is LossProcess.draw:
         check_noise(losses.noise)
@@ -46,6 +50,41 @@ def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> 
     if losses.length is not None and losses.length < episodes:
         raise ValueError(
             f"losses: the table has {losses.length} episodes, but {episodes} were asked for"
+        )
+    if learner.episodes is not None and learner.episodes < episodes:
+        raise ValueError(
+            f"learner: {type(learner).__name__} was made for {learner.episodes} episodes, but "
+            f"{episodes} were asked for; make it with episodes={episodes}"
+        )
+
+
+def _check_learner(mdp: LayeredMDP, learner: Learner) -> None:
+    """Raise an error unless the learner is for this MDP, or for its layout if it is blind."""
+    name, kind = type(learner).__name__, type(learner)
+    if learner.proposes_policy and kind.propose is not Learner.propose:
+        raise TypeError(
+            f"learner: {name} has both propose and propose_policy; write one of them, propose if "
+            "it knows the transitions"
+        )
+    if not learner.mdp.is_blind:
+        if learner.mdp is not mdp:
+            raise ValueError(
+                "learner: was made for another MDP than the one to simulate; make both with the "
+                "same LayeredMDP"
+            )
+        return
+    if not learner.proposes_policy:
+        raise TypeError(
+            f"learner: {name} does not know the transitions (its mdp is blind), so it cannot "
+            "propose q; write propose_policy instead of propose"
+        )
+    difference = learner.mdp.layout_difference(mdp)
+    if difference is None and not torch.equal(learner.mdp.initial, mdp.initial):
+        difference = "another initial distribution"
+    if difference is not None:
+        raise ValueError(
+            f"learner: {name} was made for another layout than that of the MDP to simulate: it has "
+            f"{difference}; make both with the same LayeredMDP"
         )
 
 

@@ -55,6 +55,17 @@ class Contract:
         if not float(error) <= self.tolerance:  # also true for NaN
             self._tell(what, t, q, residual)
 
+    def policy(self, t: int, policy: Tensor) -> None:
+        """Check that a policy `(N or 1, S, A)` has a distribution over actions in every state."""
+        if self.trusts_learner:
+            return
+        what = f"learner: policy from {self.learner}.propose_policy"
+        check_tensor(what, policy, self.mdp, (len(self.seeds),), f"episode {t}")
+        fault = _fault(self.mdp, policy)
+        if fault is not None:
+            element, problem = fault
+            raise ValueError(f"{what} at {self._where(t, len(policy))(element)}, {problem}")
+
     def _tell(self, what: str, t: int, q: Tensor, residual: Tensor) -> None:
         """Raise an error that says what is wrong with q, and where."""
         where = self._where(t, len(q))
@@ -151,18 +162,6 @@ class Contract:
         )
 
 
-def copy_of(learner: Learner) -> Learner:
-    """The run's own learner: the caller, or a run in another thread, sees nothing that it does."""
-    try:
-        return learner.copy()
-    except Exception as error:
-        name = type(learner).__name__
-        raise TypeError(
-            f"learner: {name} cannot be copied ({error}), and a run plays a copy; "
-            f"override {name}.copy"
-        ) from error
-
-
 class Where:
     """The episode and the seed of a batch element, for messages."""
 
@@ -201,25 +200,29 @@ def check_policy(mdp: LayeredMDP, policy: Tensor) -> Tensor:
         ValueError: otherwise; it names the state, the action and the value.
     """
     check_tensor("policy", policy, mdp, (), "")
-    wrong = (~((policy >= 0) & (mdp.actions | (policy == 0)))).nonzero()
-    if len(wrong):
-        state, action = wrong[0].tolist()
-        expected = (
-            "a probability" if bool(mdp.actions[state, action]) else "0, as there is no such action"
-        )
-        raise ValueError(
-            f"policy: {mdp.locate(state)}, action {action} is {float(policy[state, action])}; "
-            f"expected {expected}"
-        )
-    sums = policy.sum(-1)
-    wrong = (~((sums - 1).abs() <= occupancy_tolerance(mdp.dtype))).nonzero()
-    if len(wrong):
-        state = int(wrong[0])
-        raise ValueError(
-            f"policy: {mdp.locate(state)}: the probabilities sum to {float(sums[state]):.12g}; "
-            "expected 1"
-        )
+    fault = _fault(mdp, policy[None])
+    if fault is not None:
+        raise ValueError(f"policy: {fault[1]}")
     return policy
+
+
+def _fault(mdp: LayeredMDP, policy: Tensor) -> tuple[int, str] | None:
+    """The first row of `(N, S, A)` that is no distribution: its batch element, and a message."""
+    good = (policy >= 0) & policy.isfinite() & (mdp.actions | (policy == 0))
+    sums = policy.sum(-1)
+    if bool(good.all()) and float((sums - 1).abs().max()) <= occupancy_tolerance(mdp.dtype):
+        return None
+    wrong = (~good).nonzero()
+    if len(wrong):
+        element, state, action = wrong[0].tolist()
+        exists = bool(mdp.actions[state, action])
+        expected = "a probability" if exists else "0, as there is no such action"
+        value = float(policy[element, state, action])
+        return element, f"{mdp.locate(state)}, action {action} is {value}; expected {expected}"
+    off = (sums - 1).abs() > occupancy_tolerance(mdp.dtype)
+    element, state = off.nonzero()[0].tolist()
+    found = float(sums[element, state])
+    return element, f"{mdp.locate(state)}: the probabilities sum to {found:.12g}; expected 1"
 
 
 def check_tensor(

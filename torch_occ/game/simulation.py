@@ -60,11 +60,11 @@ def choose_player(
     """The player for a learner; a ValueError if the engine is required but cannot play."""
 
     def why_not() -> str | None:
-        return later("game.players.choice").why_not_play(learner, losses)
+        return later("game.players.choice").why_not_play(mdp, learner, losses)
 
     if not engine_takes(backend, why_not):
         return TorchPlayer(mdp)
-    return later("game.players.choice").engine_player(learner, losses)
+    return later("game.players.choice").engine_player(mdp, learner, losses)
 
 
 def _copy(learner: Learner) -> Learner:
@@ -131,6 +131,7 @@ class Simulation:
         self.contract = Contract(mdp, learner, losses, self.seeds)
         n = len(self.seeds)
         zeros = torch.zeros(n, mdp.num_states, mdp.num_actions, dtype=mdp.dtype, device=mdp.device)
+        learner.seeds = self.seeds
         learner.start(n)
         self.t = 0
         self.seconds = 0.0

@@ -6,7 +6,7 @@ This module imports neither torch nor Numba.
 from __future__ import annotations
 
 # How a solve ended; torch_occ.step.solution.Status says what to do about each.
-CONVERGED, MAX_STEPS, STALLED, UNDERFLOW, NOT_FINITE, NOT_CONVEX = 0, 1, 2, 3, 4, 5
+CONVERGED, MAX_STEPS, STALLED, UNDERFLOW, NOT_FINITE, NOT_CONVEX, INFEASIBLE = range(7)
 
 #: An inexact Newton step by conjugate gradients stops at an error of this factor times the square
 #: of min(1, initial error). Errors are relative to q(s).
@@ -41,3 +41,8 @@ SQUARE = 256
 #: A sum of curvatures that is negative counts as zero if its absolute value is at most this factor
 #: times the sum of the absolute values.
 NOISE = 1e-8
+
+#: The increment and the two multipliers of SplitMix64, the hash behind the random numbers of
+#: learners that sample.
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_ONE, MIX_TWO = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -1,4 +1,4 @@
-"""Constructors of layered MDPs: random, from tables, arrays of other packages, and Gymnasium."""
+"""Constructors of layered MDPs: random, tables, arrays of other packages, Gymnasium, graphs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch_occ.mdp.unrolling import outcomes_of, unroll
 if TYPE_CHECKING:
     import gymnasium
 
+    from torch_occ.mdp.graphs import GraphMDP
     from torch_occ.mdp.rewards import RewardMDP
 
 
@@ -157,3 +158,30 @@ class Constructors:
         return later("mdp.importers").from_gymnasium(
             env, horizon, initial, options=options, verify=verify, seed=seed
         )
+
+    @classmethod
+    def from_graph(
+        cls, graph: Any, source: Any, target: Any, *, dtype: torch.dtype = torch.float64
+    ) -> GraphMDP:
+        """Make a layered MDP of a directed acyclic graph: its deterministic paths are the graph's.
+
+        The layer of a node is the length of the longest path to it. Edges that skip layers lead to
+        states of waiting with one action. `mdp.losses(costs)` turns costs of edges `(*batch, E)`
+        into losses `(*batch, S, A)`, `mdp.flows(q)` turns q into flows through the edges. Both are
+        differentiable. Edges on no path from the source to the target have no pair; their cost does
+        not matter.
+
+        Args:
+            graph: a directed graph of networkx, or a sequence of edges (tail, head). Nodes are
+                hashable objects. An edge may occur several times.
+            source: the node where every path begins.
+            target: the node where every path ends.
+
+        Returns:
+            A `GraphMDP`.
+
+        Raises:
+            ValueError: if a node is unknown, the target cannot be reached, or a path could run
+                through a cycle; the message shows it.
+        """
+        return later("mdp.graphs").from_graph(graph, source, target, dtype)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,8 @@ class LayeredMDP(Layout, Constructors):
     actions: Tensor
     initial: Tensor
     origin: Tensor
+    #: Whether the probabilities are hidden; see `blind`.
+    is_blind: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -203,6 +205,26 @@ class LayeredMDP(Layout, Constructors):
         )
         return replace_fields(self, layers=tuple(changed), initial=initial)
 
+    def blind(self) -> LayeredMDP:
+        """The layout without the probabilities, for learners that do not know the transitions.
+
+        Layers, actions and the initial distribution stay. From every pair, all states of the next
+        layer are equally likely. The layers are dense, since the pattern of a sparse layer would
+        tell which states can follow. `is_blind` is True.
+        """
+        if self.is_blind:
+            return self
+        sizes = (*self.layer_sizes, 1)
+        uniform = (
+            mask.to(self.dtype).unsqueeze(-1).expand(-1, -1, sizes[k + 1]) / sizes[k + 1]
+            for k, mask in enumerate(self.split(self.actions, 0))
+        )
+        hidden = LayeredMDP(
+            [*uniform], actions=self.actions, initial=self.initial.detach(), origin=self.origin
+        )
+        _set(hidden, is_blind=True)
+        return hidden
+
     def to_dense(self) -> LayeredMDP:
         """The same model with dense layers; small MDPs are solved faster in this form."""
         if not self.is_sparse:
@@ -241,13 +263,16 @@ class LayeredMDP(Layout, Constructors):
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> LayeredMDP:
         """The same model with every tensor converted, like `nn.Module._apply`."""
-        return replace_fields(
+        other = replace_fields(
             self,
             layers=tuple(layer.map_tensors(function) for layer in self.layers),
             initial=function(self.initial),
             actions=function(self.actions),
             origin=function(self.origin),
         )
+        if self.is_blind:
+            _set(other, is_blind=True)
+        return other
 
     @cached_property
     def reachable(self) -> Tensor:

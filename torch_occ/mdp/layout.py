@@ -102,6 +102,21 @@ class Layout:
         """Split a tensor with a state dimension into its layers."""
         return x.split(self.layer_sizes, dim)
 
+    def layout_difference(self, other: Layout) -> str | None:
+        """How this layout differs from another one, or None if they are the same."""
+        if self.layer_sizes != other.layer_sizes:
+            return f"layers of {[*self.layer_sizes]} states instead of {[*other.layer_sizes]}"
+        if self.num_actions != other.num_actions:
+            return f"{self.num_actions} actions instead of {other.num_actions}"
+        if (self.dtype, self.device) != (other.dtype, other.device):
+            return f"{self.dtype} on {self.device} instead of {other.dtype} on {other.device}"
+        changed = (self.actions != other.actions).nonzero()
+        if len(changed):
+            state, action = changed[0].tolist()
+            which = "an" if bool(self.actions[state, action]) else "no"
+            return f"{which} action {action} in {self.locate(state)}"
+        return None
+
     def locate(self, state: int) -> str:
         """`layer k, state i` for error messages; i counts within the layer."""
         k = int(self.layer[state])

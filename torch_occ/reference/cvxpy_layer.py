@@ -24,6 +24,7 @@ from torch_occ.regularizers.catalog import TabularRegularizer
 from torch_occ.regularizers.frozen import Frozen
 from torch_occ.regularizers.places import fit
 from torch_occ.regularizers.terms import Log, Power
+from torch_occ.step.budgets.limits import Budgets
 
 # -- the problem, from the tables alone --------------------------------------------------------
 
@@ -134,8 +135,8 @@ def state_in_cvxpy(
         The problem, its variable q over the N existing pairs, and its parameters: the loss, and one
         weight per atom.
     """
-    cp = _require("cvxpy")
-    scipy = _require("scipy.sparse")
+    cp = require("cvxpy")
+    scipy = require("scipy.sparse")
     E, b = flow_constraints(mdp)
     state = mdp.actions.nonzero()[:, 0]
     flows = scipy.csr_array((E.values().numpy(), tuple(E.indices().numpy())), shape=tuple(E.shape))
@@ -175,16 +176,24 @@ def state_in_cvxpy(
     )
 
 
-def _clarabel(tolerance: float) -> dict[str, float]:
+def clarabel(tolerance: float) -> dict[str, float]:
+    """The options of Clarabel for one tolerance."""
     return dict.fromkeys(("tol_gap_abs", "tol_gap_rel", "tol_feas"), tolerance)
 
 
 def solve_cvxpy(
-    mdp: LayeredMDP, regularizer: Regularizer, loss: Tensor, t: Tensor | float = 1.0, **options: Any
+    mdp: LayeredMDP,
+    regularizer: Regularizer,
+    loss: Tensor,
+    t: Tensor | float = 1.0,
+    *,
+    constraints: Budgets | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Solve the step with cvxpy; by default with Clarabel and tight tolerances.
 
     Args:
+        constraints: budgets without a batch.
         options: options of `Problem.solve` that replace the defaults.
 
     Returns:
@@ -192,6 +201,10 @@ def solve_cvxpy(
     """
     weights = atoms(regularizer, t)
     problem, q, parameters = state_in_cvxpy(mdp, list(weights), exact_powers=True)
+    if constraints is not None:
+        spent = gather(mdp, constraints.costs).detach().numpy() @ q
+        limits = constraints.limits.detach().numpy()
+        problem = type(problem)(problem.objective, [*problem.constraints, spent <= limits])
     scale = largest(weights)
     for parameter, given in zip(parameters, [gather(mdp, loss), *weights.values()], strict=True):
         parameter.value = (given.detach() / scale).numpy()
@@ -199,7 +212,7 @@ def solve_cvxpy(
         # If Clarabel cannot certify the digits asked for, it returns its best point, and cvxpy
         # warns.
         warnings.filterwarnings("ignore", "Solution may be inaccurate", UserWarning)
-        problem.solve(**({"solver": "CLARABEL", **_clarabel(1e-14)} | options))
+        problem.solve(**({"solver": "CLARABEL", **clarabel(1e-14)} | options))
     # cvxpy adds y'(E q - b) to the objective, so v = -y.
     return spread(mdp, torch.as_tensor(q.value)), -scale * torch.as_tensor(
         problem.constraints[0].dual_value
@@ -259,7 +272,7 @@ ACCURATE_SCS = Settings(
 )
 ACCURATE_CLARABEL = Settings(
     "accurate Clarabel",
-    {"solve_method": "Clarabel", **_clarabel(1e-12)},
+    {"solve_method": "Clarabel", **clarabel(1e-12)},
     mode="dense",
     normalize=True,
 )
@@ -285,7 +298,7 @@ class CvxpyLayer(Frozen):
         self.mdp, self.regularizer, self.settings = mdp, regularizer, settings
         self.atoms = list(atoms(regularizer, 1.0))
         problem, q, parameters = state_in_cvxpy(mdp, self.atoms)
-        layer = _require("cvxpylayers.torch").CvxpyLayer
+        layer = require("cvxpylayers.torch").CvxpyLayer
         self.layer = layer(
             problem, parameters, [q], solver=settings.solver, solver_args=dict(settings.arguments)
         )
@@ -309,6 +322,7 @@ class CvxpyLayer(Frozen):
         return spread(self.mdp, q)
 
 
-def _require(module: str) -> Any:
+def require(module: str) -> Any:
+    """Import an optional package; the error says how to install it."""
     with extra("reference", f"torch_occ.reference needs {module.partition('.')[0]}"):
         return import_module(module)

@@ -130,4 +130,4 @@ def fit(x: Tensor, event_dims: int) -> Tensor:
             f"regularizer: a weight has one value per {kind}, but the function that it multiplies "
             f"has one value per {'problem' if event_dims == 0 else 'state'}"
         )
-    return x[(..., *(0,) * (2 - event_dims))]
+    return x[..., 0] if event_dims == 1 else x[..., 0, 0]

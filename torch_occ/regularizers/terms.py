@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from torch_occ.regularizers.arguments import Argument
@@ -35,7 +36,7 @@ class XLogX:
     code: ClassVar[int] = 1
 
     def __call__(self, x: Tensor, event_dims: int) -> Tensor:
-        return x * x.log()
+        return -torch.special.entr(x)  # zero at x = 0
 
 
 @dataclass(frozen=True)

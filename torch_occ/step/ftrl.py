@@ -21,6 +21,8 @@ from torch_occ.regularizers.arguments import keep
 from torch_occ.regularizers.base import Regularizer, SeparableRegularizer
 from torch_occ.regularizers.derivatives import Evaluator
 from torch_occ.regularizers.frozen import Frozen
+from torch_occ.step.budgets.limits import Budgets
+from torch_occ.step.budgets.solving import solve_with_budgets
 from torch_occ.step.checks import (
     check_arguments,
     check_layout,
@@ -33,7 +35,8 @@ from torch_occ.step.checks import (
     report,
 )
 from torch_occ.step.entropic import Entropy, Task, entropy_at, is_entropy, solve_entropic
-from torch_occ.step.implicit import Bound, ImplicitSolution, Setting, Stationarity
+from torch_occ.step.implicit import ImplicitSolution, Setting, Stationarity
+from torch_occ.step.problem import Problem, with_rank
 from torch_occ.step.solution import Options, Solution
 
 if TYPE_CHECKING:
@@ -59,6 +62,7 @@ class FTRLStep(Frozen):
             CPU in double precision. "torch" supports everything. "auto" uses the engine where it
             is supported, unless layers are so wide that BLAS is faster. `solution.backend` is the
             one that was used.
+        constraints: budgets on expected costs, ⟨G_i, q⟩ <= h_i.
 
     Raises:
         ValueError: if a state cannot be reached, the regularizer has no term or belongs to another
@@ -74,7 +78,7 @@ class FTRLStep(Frozen):
     #: Attributes that follow from the others, and the compiled step with its caches.
     fingerprint_ignores: ClassVar[tuple[str, ...]] = ("evaluator", "interior", "_compiled")
     fixed: ClassVar = {"backend": "call step.use(backend)"} | dict.fromkeys(
-        ("mdp", "regularizer", "options", "evaluator", "interior"),
+        ("mdp", "regularizer", "options", "evaluator", "interior", "constraints"),
         "make a new FTRLStep(mdp, regularizer, ...)",
     )
     backend: Backend
@@ -87,8 +91,11 @@ class FTRLStep(Frozen):
         tolerance: float | None = None,
         max_steps: int = 200,
         backend: Backend = "auto",
+        constraints: Budgets | None = None,
     ) -> None:
         super().__init__()
+        if constraints is not None:
+            constraints.check(mdp)
         check_reachable(mdp)
         for leaf in regularizer.leaves():
             if isinstance(leaf, SeparableRegularizer) and not leaf.arguments:
@@ -97,7 +104,7 @@ class FTRLStep(Frozen):
                     "override pair, rest, state or complement"
                 )
         regularizer.check_places(mdp)
-        self.mdp, self.regularizer = mdp, regularizer
+        self.mdp, self.regularizer, self.constraints = mdp, regularizer, constraints
         self.options = Options(tolerance, max_steps)
         self.evaluator = Evaluator(regularizer)
         self.in_logs = is_entropy(regularizer)
@@ -130,6 +137,7 @@ class FTRLStep(Frozen):
         *,
         warm_start: Tensor | None = None,
         mdp: LayeredMDP | None = None,
+        constraints: Budgets | None = None,
     ) -> Tensor:
         """Solve the step; the arguments are those of `solve`.
 
@@ -140,7 +148,9 @@ class FTRLStep(Frozen):
             SolveError: if an element could not be certified.
             TypeError, ValueError: if an argument is wrong; see `solve`.
         """
-        return self.solve(cumulative_loss, t, warm_start=warm_start, mdp=mdp).q
+        return self.solve(
+            cumulative_loss, t, warm_start=warm_start, mdp=mdp, constraints=constraints
+        ).q
 
     def solve(
         self,
@@ -150,6 +160,8 @@ class FTRLStep(Frozen):
         warm_start: Tensor | None = None,
         mdp: LayeredMDP | None = None,
         check: bool = True,
+        constraints: Budgets | None = None,
+        multipliers: Tensor | None = None,
     ) -> Solution:
         """Solve the step and certify the solution.
 
@@ -163,12 +175,17 @@ class FTRLStep(Frozen):
                 differentiate with respect to them.
             check: whether to raise `SolveError` if an element fails. With False, read
                 `solution.status`; derivatives of failed elements are NaN.
+            constraints: budgets for this call, instead of those of the step.
+            multipliers: where to start the multipliers of the budgets, `(*batch, m)`; for example
+                those of the last solution.
 
         Returns:
             q_t, the multipliers v of the flow constraints, and the certificate of each element.
+            With budgets, also their multipliers and slack.
 
         Raises:
-            SolveError: if `check` is set and an element could not be certified.
+            SolveError: if `check` is set and an element could not be certified. If no policy meets
+                the budgets, it is an `InfeasibleError`.
             TypeError: if an argument is not a tensor, or t not a number.
             ValueError: if a shape or value is wrong; the message names the argument and the place.
             NotImplementedError: inside two nested forward modes.
@@ -178,8 +195,21 @@ class FTRLStep(Frozen):
                 start = None if warm_start is None else warm_start.clone()
                 episode = t.clone() if isinstance(t, Tensor) else t
                 return self.solve(
-                    cumulative_loss.clone(), episode, warm_start=start, mdp=mdp, check=check
+                    cumulative_loss.clone(),
+                    episode,
+                    warm_start=start,
+                    mdp=mdp,
+                    check=check,
+                    constraints=constraints,
+                    multipliers=multipliers,
                 )
+        budgets = self.constraints if constraints is None else constraints
+        if budgets is not None:
+            problem = self.prepare(cumulative_loss, t, warm_start, mdp)
+            engine = self._compiled if mdp is None and not inside_transform() else None
+            return solve_with_budgets(
+                problem, engine, -cumulative_loss, budgets, multipliers, check
+            )
         if inside_transform():  # there, control flow cannot depend on the result
             return self._solve_in_torch(cumulative_loss, t, warm_start, mdp, check)
         solution, converged = self._attempt(cumulative_loss, t, warm_start, mdp)
@@ -217,6 +247,21 @@ class FTRLStep(Frozen):
         mdp: LayeredMDP | None,
         check: bool,
     ) -> Solution:
+        problem = self.prepare(cumulative_loss, t, warm_start, mdp)
+        if self.in_logs and problem.mdp.num_states <= SQUARE:
+            return self._solve_in_logs(problem, cumulative_loss, check)
+        setting = Setting(problem.mdp, self.evaluator, problem.probabilities)
+        equation = Stationarity(setting, self.options, problem.validate, partial(report, check))
+        return Solution(*ImplicitSolution.apply(equation, *problem.align(-cumulative_loss)))
+
+    def prepare(
+        self,
+        cumulative_loss: Tensor,
+        t: Tensor | float,
+        warm_start: Tensor | None,
+        mdp: LayeredMDP | None,
+    ) -> Problem:
+        """Check the arguments of `solve`, and collect what the torch path needs."""
         model = self.mdp if mdp is None else check_layout(mdp, self.mdp)
         start = self.interior
         if warm_start is not None:
@@ -227,38 +272,12 @@ class FTRLStep(Frozen):
         check_transforms()
         check_types(dict(self.regularizer.named_parameters()), model)
         probabilities = mdp is not None or any(carries_derivative(p) for p in model.probabilities)
-        if self.in_logs and model.num_states <= SQUARE:
-            return self._solve_in_logs(
-                model, cumulative_loss, t, start.detach(), probabilities, check
-            )
-        setting = Setting(model, self.evaluator, probabilities)
-        # All tensors get the same number of batch dimensions, so that the dimension that a vmap
-        # puts in front of them is aligned.
         rank = max(map(len, shapes.values()))
-        tensors = [with_rank(t, rank, 0), *self.evaluator.own_parameters]
-        if probabilities:
-            dims = (1, *(layer.event_dims for layer in model.layers))
-            pairs = zip(model.probabilities, dims, strict=True)
-            tensors += [with_rank(p, rank, dim) for p, dim in pairs]
+        return Problem(self, model, t, start.detach(), probabilities, rank)
 
-        def validate(bound: Bound, x: Tensor, start: Tensor) -> None:
-            bound.evaluator.validate(bound.parameters)
-            check_values(self.mdp, bound.mdp, -x, start, bound.t, zeros=False)
-
-        equation = Stationarity(setting, self.options, validate, partial(report, check))
-        x, start = with_rank(-cumulative_loss, rank, 2), with_rank(start.detach(), rank, 2)
-        return Solution(*ImplicitSolution.apply(equation, x, start, *tensors))
-
-    def _solve_in_logs(
-        self,
-        model: LayeredMDP,
-        loss: Tensor,
-        t: Tensor,
-        start: Tensor,
-        probabilities: bool,
-        check: bool,
-    ) -> Solution:
+    def _solve_in_logs(self, problem: Problem, loss: Tensor, check: bool) -> Solution:
         """Solve the step for an entropy; see torch_occ.step.entropic."""
+        _, model, t, start, probabilities, _ = problem
         if not inside_transform():
             self.regularizer.validate()
         entropy = entropy_at(self.regularizer, t)
@@ -301,8 +320,3 @@ class FTRLStep(Frozen):
         self.__dict__.update(mdp=self.mdp.map_tensors(fn), interior=fn(self.interior))
         self.use(self.backend)
         return self
-
-
-def with_rank(x: Tensor, rank: int, event_dims: int) -> Tensor:
-    """Add leading dimensions of size 1 to x until it has `rank` batch dimensions."""
-    return x[(None,) * (rank + event_dims - x.dim())] if x.dim() < rank + event_dims else x

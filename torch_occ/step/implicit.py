@@ -29,7 +29,7 @@ from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_source
 from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.derivatives import Derivatives, Evaluator, derivatives
-from torch_occ.step.kkt import factorize
+from torch_occ.step.kkt import Factorization, factorize
 from torch_occ.step.newton import newton
 from torch_occ.step.solution import Options, Solution, Status
 
@@ -87,9 +87,23 @@ class Bound:
         """Return H(q) u, in operations that every transform supports."""
         return torch.func.grad(lambda q: (self.gradient(q) * u).sum())(q)
 
-    def flow(self, q: Tensor) -> Tensor:
-        """Return E q, `(*batch, S)`."""
+    def constrain(self, q: Tensor, v: Tensor) -> Tensor:
+        """Return E q, `(*batch, S)`; constraints of a subclass may depend on v, too."""
         return q.sum(-1) - flow_of(self.mdp).inflow(q)
+
+    def adjoint(self, v: Tensor) -> Tensor:
+        """Return E'v, `(*batch, S, A)`."""
+        return flow_adjoint(self.mdp, v)
+
+    @property
+    def source(self) -> Tensor:
+        """Return b of the constraints E q = b."""
+        return flow_source(self.mdp)
+
+    def factorize(self, q: Tensor, batch: torch.Size, elements: int) -> Factorization:
+        """Factor K at q, for right-hand sides with this number of elements."""
+        hessian = self.deriver(batch)(q).hessian
+        return factorize(hessian, flow_of(self.mdp, elements), q, exact=True)
 
 
 @dataclass(frozen=True)
@@ -130,8 +144,7 @@ class Stationarity:
         self, outputs: Sequence[Tensor], arguments: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         bound, q, v = self.setting.bind(arguments), outputs[0], outputs[1]
-        flow = bound.flow(q) - flow_source(bound.mdp)
-        return bound.gradient(q) - flow_adjoint(bound.mdp, v), flow
+        return bound.gradient(q) - bound.adjoint(v), bound.constrain(q, v) - bound.source
 
     def rhs_cotangents(self, x_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, None]:
         return x_bar, None
@@ -154,8 +167,7 @@ class Linearized:
         q = q.expand(*batch, *q.shape[-2:])
         whole = broadcast(x.shape[:-2], batch)  # under a vmap, q may have a dimension that x lacks
         x, r = x.expand(*whole, *x.shape[-2:]), r.expand(*whole, *r.shape[-1:])
-        flow = flow_of(bound.mdp, whole.numel())
-        return factorize(bound.deriver(batch)(q).hessian, flow, q, exact=True).solve(x, r)
+        return bound.factorize(q, batch, whole.numel()).solve(x, r)
 
     def point(
         self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]
@@ -168,7 +180,7 @@ class Linearized:
         (q, *tensors), (u, m) = arguments, outputs
         bound = self.setting.bind(tensors)
         q = q.expand(broadcast(q.shape, u.shape))
-        return bound.hessian_product(q, u) - flow_adjoint(bound.mdp, m), bound.flow(u)
+        return bound.hessian_product(q, u) - bound.adjoint(m), bound.constrain(u, m)
 
     def rhs_cotangents(self, x_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, Tensor]:
         return x_bar, r_bar

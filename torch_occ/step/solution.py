@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ class Status(IntEnum):
     UNDERFLOW = constants.UNDERFLOW
     NOT_FINITE = constants.NOT_FINITE
     NOT_CONVEX = constants.NOT_CONVEX
+    INFEASIBLE = constants.INFEASIBLE
 
     @property
     def advice(self) -> str:
@@ -40,6 +41,7 @@ _ADVICE = {
     "check that the regularizer is finite and convex inside Omega",
     Status.NOT_CONVEX: "the regularizer is not convex at the point found, which may be no minimum; "
     "check the signs of its weights and the curvature of its functions",
+    Status.INFEASIBLE: "no policy meets the budgets; raise their limits",
 }
 
 
@@ -78,6 +80,8 @@ class Solution(NamedTuple):
     # (*batch, 5), read by the properties below. One tensor, because making five costs time.
     certificate: Tensor
     backend: str = "torch"  # "torch" or "engine", the backend that solved it
+    multipliers: Tensor | None = None  # (*batch, m), of the budgets; None without budgets
+    slack: Tensor | None = None  # (*batch, m), limits minus expected costs; None without budgets
 
     @property
     def status(self) -> Tensor:
@@ -114,6 +118,16 @@ class Solution(NamedTuple):
         """`(*batch,)`, whether each element was solved and certified."""
         return self.certificate[..., 0] == Status.CONVERGED
 
+    @property
+    def duality_gap(self) -> Tensor:
+        """`(*batch,)`, how far the objective is above the optimum with budgets, at most.
+
+        It is the sum of multipliers times slack: zero up to rounding, also without budgets.
+        """
+        if self.multipliers is None or self.slack is None:
+            return torch.zeros_like(self.certificate[..., 0])
+        return (self.multipliers * self.slack).abs().sum(-1)
+
     def merge(self, other: Solution, where: Tensor) -> Solution:
         """Return `other` at the elements given by `where` `(*batch,)`, this solution elsewhere."""
         q, value, certificate = (
@@ -121,6 +135,19 @@ class Solution(NamedTuple):
             for mine, theirs in zip(self[:3], other[:3], strict=True)
         )
         return Solution(q, value, certificate, self.backend)
+
+
+class Certified(Protocol):
+    """A result with a status per batch element, `(*batch,)`."""
+
+    @property
+    def status(self) -> Tensor: ...
+
+    @property
+    def steps(self) -> Tensor: ...
+
+    @property
+    def dual_residual(self) -> Tensor: ...
 
 
 def over(x: Tensor, event_dims: int) -> Tensor:

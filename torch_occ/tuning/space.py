@@ -69,8 +69,8 @@ class ParameterSpace:
         for number, transform in zip(self.names, self.transforms, strict=True):
             name, i = self.entries[number]
             value, own_names = self.own[name][i], (*_names(number), *_names(name))
-            given = (bounds[each] for each in own_names if each in bounds)
-            limits = next(given, _default_bounds(domains[name]))
+            asked = [bounds[each] for each in own_names if each in bounds]
+            limits = (*asked, _default_bounds(domains[name]))[0]
             ends = [transform.inv(torch.tensor(limit, dtype=torch.float64)) for limit in limits]
             if not (bool(ends[0].isfinite()) and bool(ends[1].isfinite()) and ends[0] < ends[1]):
                 raise ValueError(
@@ -79,8 +79,8 @@ class ParameterSpace:
                 )
             if not limits[0] <= float(value) <= limits[1]:
                 raise ValueError(
-                    f"regularizer: {number} is {float(value):g}, outside its bounds {limits}; start "
-                    "inside, or give other bounds"
+                    f"regularizer: {number} is {float(value):g}, outside its bounds {limits}; "
+                    "start inside, or give other bounds"
                 )
             centre.append(transform.inv(value))
             low.append(ends[0])

@@ -24,7 +24,7 @@ from torch_occ._support.streams import Purpose, uniforms
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.losses import Stationary
 from torch_occ.game.players.torch_player import TorchPlayer
-from torch_occ.mdp.occupancy import interior_point, optimal_policy
+from torch_occ.mdp.occupancy import interior_point, optimal_policy, policy_of
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.linearization import Linearization
 
@@ -36,13 +36,6 @@ class Stretch(NamedTuple):
     slope: Tensor  # (N, n, P), <dq_t, gaps>
     score: Tensor  # (N, n, P), the sum of d log pi over all previous episodes
     certified: Tensor  # (N, n), whether every step so far was certified
-
-
-class _Game(NamedTuple):
-    """The parts of a run that `TorchPlayer.walk` uses."""
-
-    q: Tensor
-    losses: Stationary
 
 
 def play_in_torch(
@@ -72,7 +65,8 @@ def play_in_torch(
             score.T[:, None],
             certified[:, None],
         )
-        feedback = player.walk(_Game(q, losses), mean, None, numbers[:, (t - 1) % CHUNK])  # type: ignore[arg-type]
+        now_drawn = numbers[:, (t - 1) % CHUNK]
+        feedback = player.walk(losses, policy_of(mdp, q), mean, None, now_drawn)
         score = score + _log_policy_tangent(feedback, q, tangent)
         visited = feedback.scatter(feedback.losses, q)
         safe = torch.where(mdp.actions, q, 1.0)

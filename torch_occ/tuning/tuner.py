@@ -1,8 +1,8 @@
 """Meta-tuning: minimize an objective over a regularizer's parameters, by gradients.
 
 Parameters are optimized in an unconstrained space (torch_occ.tuning.space). All starts are one
-batch: parameters of shape `(starts, 1, *event)`. If the objective of a start is not finite, or its forecast
-has no certificate, the start returns to its best point so far. Such failures are recorded.
+batch: parameters of shape `(starts, 1, *event)`. If the objective of a start is not finite, or its
+forecast has no certificate, the start returns to its best point so far. Such failures are recorded.
 """
 
 from __future__ import annotations

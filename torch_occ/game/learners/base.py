@@ -5,6 +5,11 @@ A learner plays N independent runs at once, one per seed. To write one, derive f
 an interruption is a tensor in `self.state`. `simulate` plays a copy, so one learner can be used in
 any number of runs, also at the same time. Callbacks see the copy as `run.learner`, with its last
 state in `on_end`.
+
+A learner that does not know the transitions keeps `mdp.blind()`, which has the layout and no
+probabilities. It writes `propose_policy` instead of `propose`, since q depends on the transitions:
+the simulation computes q with the true MDP and does not show it. `observe` is given what was
+proposed: q, or the policy. So the policies are a function of trajectories and losses only.
 """
 
 from __future__ import annotations
@@ -24,7 +29,17 @@ class Learner:
 
     full_information = False
     #: Attributes that do not change what is played; the fingerprint of a saved run ignores them.
-    fingerprint_ignores: ClassVar[tuple[str, ...]] = ("state",)
+    fingerprint_ignores: ClassVar[tuple[str, ...]] = ("state", "seeds")
+    #: The seeds of the run, which `simulate` sets before `start`. A learner that samples draws from
+    #: them (torch_occ.game.learners.sampling), so that it is a function of its seed.
+    seeds: tuple[int, ...] = ()
+    #: The number of episodes that the learner was made for, if its settings depend on it;
+    #: `simulate` plays no more.
+    episodes: int | None = None
+
+    #: The largest number of episodes for which the settings hold, for example a confidence level;
+    #: None if there is no limit. `simulate` refuses longer runs.
+    max_episodes: int | None = None
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
@@ -46,10 +61,27 @@ class Learner:
 
         `simulate` checks it.
         """
-        raise NotImplementedError(f"{type(self).__name__}: write propose(t) -> q, (N, S, A)")
+        raise NotImplementedError(
+            f"{type(self).__name__}: write propose(t) -> q, (N, S, A), or propose_policy(t)"
+        )
+
+    def propose_policy(self, t: int) -> Tensor:
+        """The policy of episode t, `(N, S, A)`, or `(1, S, A)` if it is the same for all seeds.
+
+        Write it instead of `propose`. `simulate` checks it, and computes q with the true MDP.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: write propose_policy(t) -> (N, S, A)")
+
+    @property
+    def proposes_policy(self) -> bool:
+        """Whether the learner proposes policies (`propose_policy`) and not occupancy measures."""
+        return type(self).propose_policy is not Learner.propose_policy
 
     def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
-        """Learn from episode t, in which q was played."""
+        """Learn from episode t, in which q was played.
+
+        A learner with `propose_policy` is given its policy `(N, S, A)` in place of q.
+        """
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Numbers `(N,)` about the last proposal, by name; empty by default.

@@ -17,6 +17,7 @@ from torch_occ.regularizers.catalog import LogBarrier, Shannon, Tsallis
 from torch_occ.regularizers.parametrized import Parametrized
 from torch_occ.regularizers.schedules import Constant, InverseSqrt
 from torch_occ.step.ftrl import FTRLStep
+from torch_occ.step.solution import Solution
 
 
 class FTRL(Learner):
@@ -95,11 +96,7 @@ class FTRL(Learner):
             state["cumulative_loss"], float(t), warm_start=state["q"], check=False
         )
         state["q"] = solution.q
-        state["newton_steps"] = solution.steps.to(self.mdp.dtype)
-        state["dual_residual"] = solution.dual_residual
-        state["flow_residual"] = solution.flow_residual
-        state["uncertified"] = (~solution.converged).to(self.mdp.dtype)
-        state["status"] = solution.status.to(self.mdp.dtype)
+        note(state, solution)
         return solution.q
 
     @torch.no_grad()
@@ -111,6 +108,16 @@ class FTRL(Learner):
 
     def diagnostics(self) -> dict[str, Tensor]:
         return {name: self.state[name] for name in DIAGNOSTICS}
+
+
+def note(state: dict[str, Tensor], solution: Solution) -> None:
+    """Write the diagnostics of a solution into the state of a learner."""
+    dtype = solution.q.dtype
+    state["newton_steps"] = solution.steps.to(dtype)
+    state["dual_residual"] = solution.dual_residual
+    state["flow_residual"] = solution.flow_residual
+    state["uncertified"] = (~solution.converged).to(dtype)
+    state["status"] = solution.status.to(dtype)
 
 
 def _same(one: LayeredMDP, other: LayeredMDP) -> bool:

@@ -5,4 +5,5 @@ choice        which learners have a compiled player
 engine        what compiled players share; the player of a fixed policy
 ftrl          the compiled player of FTRL
 baselines     the compiled player of learners that plan with averages
+planning      the compiled players of learners that plan with estimated transitions
 """

@@ -15,6 +15,7 @@ from torch_occ.game.players.engine import EnginePlayer, OverTime
 from torch_occ.kernels.layout import Floats, make_work
 from torch_occ.kernels.play.baselines import play_empirical
 from torch_occ.kernels.play.episodes import Tally
+from torch_occ.mdp.layered import LayeredMDP
 
 if TYPE_CHECKING:
     from torch_occ.game.simulation import Simulation
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 class EmpiricalPlayer(EnginePlayer):
     """Plays the learners that plan with averages."""
 
-    def __init__(self, learner: Learner, losses: LossProcess) -> None:
-        super().__init__(learner, losses)
+    def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
+        super().__init__(mdp, learner, losses)
         self.logs = OverTime(lambda t: t.clamp(min=2).log())
 
     def memory(self, count: int) -> tuple[Tensor, Tensor]:

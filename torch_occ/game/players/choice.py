@@ -11,29 +11,38 @@ from torch_occ.game.learners.baselines import (
     FollowTheLeader,
     OptimisticValueIteration,
 )
+from torch_occ.game.learners.euler import EULER, StrongEuler
 from torch_occ.game.learners.ftrl import FTRL
+from torch_occ.game.learners.psrl import PSRL
+from torch_occ.game.learners.ucbvi import UCBVI
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.baselines import EmpiricalPlayer
 from torch_occ.game.players.engine import EnginePlayer
 from torch_occ.game.players.ftrl import FTRLPlayer
+from torch_occ.game.players.planning import OptimisticPlayer, PosteriorPlayer
+from torch_occ.mdp.layered import LayeredMDP
 
 PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
     FixedPolicy: EnginePlayer,
     FollowTheLeader: EmpiricalPlayer,
     OptimisticValueIteration: EmpiricalPlayer,
     FTRL: FTRLPlayer,
+    UCBVI: OptimisticPlayer,
+    EULER: OptimisticPlayer,
+    StrongEuler: OptimisticPlayer,
+    PSRL: PosteriorPlayer,
 }
 
 
-def why_not_play(learner: Learner, losses: LossProcess) -> str | None:
+def why_not_play(mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> str | None:
     """The reason why the engine cannot play this game, or None if it can."""
     if type(losses).draw is not LossProcess.draw:
         return f"{type(losses).__name__} draws its losses in its own way"
     if type(learner) not in PLAYERS:
         return f"the engine does not know the learner {type(learner).__name__}"
-    return PLAYERS[type(learner)].why_not(learner)
+    return PLAYERS[type(learner)].why_not(mdp, learner)
 
 
-def engine_player(learner: Learner, losses: LossProcess) -> EnginePlayer:
+def engine_player(mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> EnginePlayer:
     """The player for a learner; `why_not_play` must have returned None for it."""
-    return PLAYERS[type(learner)](learner, losses)
+    return PLAYERS[type(learner)](mdp, learner, losses)

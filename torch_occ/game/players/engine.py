@@ -22,6 +22,7 @@ from torch_occ.game.losses import GreedyAdversary, LossProcess
 from torch_occ.kernels.layout import Floats
 from torch_occ.kernels.play.baselines import play_fixed
 from torch_occ.kernels.play.episodes import IMPORTANCE_WEIGHTED, NOISE, Rules, Tally
+from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.step.compiled.inputs import model_of, why_not_model
 
 if TYPE_CHECKING:
@@ -74,16 +75,16 @@ class EnginePlayer:
     most: int  # episodes per call, of about `LONGEST_CALL` seconds, because Ctrl-C waits for it
 
     @staticmethod
-    def why_not(learner: Learner) -> str | None:
+    def why_not(mdp: LayeredMDP, learner: Learner) -> str | None:
         """The reason why this player cannot play the learner, or None if it can."""
-        return why_not_model(learner.mdp)
+        return why_not_model(mdp)
 
-    def __init__(self, learner: Learner, losses: LossProcess) -> None:
+    def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
         self.learner = learner
-        self.model = model_of(learner.mdp)
-        self.chunks = max(1, min(self.chunks, 10_000 // learner.mdp.num_pairs))
+        self.model = model_of(mdp)  # the true one; the learner's may be blind
+        self.chunks = max(1, min(self.chunks, 10_000 // mdp.num_pairs))
         self.most = self.limit = self.chunks * CHUNK
-        if learner.mdp.num_pairs > 1000:  # may be slow; the first calls measure it
+        if mdp.num_pairs > 1000:  # may be slow; the first calls measure it
             self.most = 8
         self.reacts = type(losses) is GreedyAdversary
 

@@ -31,6 +31,7 @@ from torch_occ.kernels.play.episodes import (
     Tally,
     play,
 )
+from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 from torch_occ.step.compiled.inputs import exponents_of, kinds_of, terms_of, weights_of, why_not
 
@@ -49,17 +50,17 @@ class FTRLPlayer(EnginePlayer):
     """Plays FTRL with a built-in regularizer."""
 
     @staticmethod
-    def why_not(learner: Learner) -> str | None:
+    def why_not(mdp: LayeredMDP, learner: Learner) -> str | None:
         assert isinstance(learner, FTRL)
         if type(learner.estimator) not in ESTIMATORS:
             return f"the engine does not know the estimator {type(learner.estimator).__name__}"
         if learner.step.regularizer.batched():
             return "the regularizer has batched parameters"
-        return why_not(learner.mdp, learner.step.regularizer)
+        return why_not(mdp, learner.step.regularizer)
 
-    def __init__(self, learner: Learner, losses: LossProcess) -> None:
+    def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
         assert isinstance(learner, FTRL)
-        super().__init__(learner, losses)
+        super().__init__(mdp, learner, losses)
         self.ftrl = learner
         self.middle = interior_point(learner.mdp).detach().numpy().flatten()
         self.valid: list[Any] = []  # the last values of the parameters that were valid

@@ -142,13 +142,8 @@ class CompiledStep:
             self._complain(loss, t, start)
             return None
         formula = self.formula
-        if formula is None:  # then torch computes the terms, and they are the inputs
-            terms = terms_of(self.regularizer, torch.as_tensor(t, dtype=torch.float64))
-            self._check_kinds(terms)
-            outputs = (*(term.weight for term in terms), *list_exponents(terms))
-            inputs = [x.double() if isinstance(x, Tensor) else x for x in outputs]
-            formula = identity(2 * len(terms))
-            values = [number(x) for x in inputs]
+        if formula is None:
+            formula, inputs, values = self.computed_by_torch(t)
         values = formula.spread(values)
         batch = self._batch(loss, start, values)
         if batch is None:
@@ -174,12 +169,18 @@ class CompiledStep:
             q, v = found.tensors(batch, self.shape)
         return Solution(q, v, torch.from_numpy(certificate.reshape(*batch, 5)), "engine"), converged
 
+    def computed_by_torch(self, t: Tensor | float) -> tuple[Formula, list[Any], list[Any]]:
+        """Return a formula whose inputs are the weights and exponents; they, and their values."""
+        terms = terms_of(self.regularizer, torch.as_tensor(t, dtype=torch.float64))
+        self._check_kinds(terms)
+        outputs = (*(term.weight for term in terms), *list_exponents(terms))
+        inputs = [x.double() if isinstance(x, Tensor) else x for x in outputs]
+        return identity(2 * len(terms)), inputs, [number(x) for x in inputs]
+
     def _complain(self, loss: Tensor, t: Tensor | float, start: Tensor) -> None:
         """Raise the error of the torch path if an argument is wrong, else return."""
-        parameters, evaluator = (
-            dict(self.regularizer.named_parameters()),
-            Evaluator(self.regularizer),
-        )
+        parameters = dict(self.regularizer.named_parameters())
+        evaluator = Evaluator(self.regularizer)
         given = evaluator.batch_shapes(evaluator.own_parameters)
         t, _ = check_arguments(self.mdp, loss, t, start, parameter_shapes(given))
         check_types(parameters, self.mdp)

@@ -1,0 +1,224 @@
+"""Learners that do not know the transitions are given the layout, and nothing that tells more."""
+
+import pytest
+import torch
+from beliefs import trajectories
+from zoo import PROBLEMS, random_loss
+
+import torch_occ as occ
+from torch_occ.game.players.torch_player import TorchPlayer
+from torch_occ.mdp.occupancy import occupancy, uniform_policy
+
+MDP = occ.LayeredMDP.random(horizon=3, width=3, num_actions=3, seed=0)
+LOSSES = occ.BernoulliLosses(random_loss(MDP, seed=3))
+EPISODES = 40
+
+
+class Softmax(occ.CountingLearner):
+    """A user's blind learner: exponential weights of the losses and of the believed next ones."""
+
+    def start(self, num_seeds):
+        super().start(num_seeds)
+        self.state["scores"] = self._zeros(num_seeds)
+
+    def propose_policy(self, t):
+        belief = self.mdp.with_transitions(self.transitions())
+        scores = occ.optimal_policy(belief, self.state["scores"], in_order=True).Q
+        return (-scores / t**0.5).softmax(-1)
+
+    def observe(self, t, q, feedback):
+        self.state["scores"] = self.state["scores"] + feedback.scatter(feedback.losses, q)
+        super().observe(t, q, feedback)
+
+
+#: Learners that do not know the transitions, by name. Those of the package belong here, too.
+BLIND = {
+    "a user's": Softmax,
+    "plug-in": lambda mdp: occ.UnknownFTRL(mdp, occ.jin_luo(mdp, beta=1.0)),
+    "practical": occ.UnknownFTRL.practical,
+    "jin_huang_luo": lambda mdp: occ.UnknownFTRL.jin_huang_luo(mdp, EPISODES),
+    "full information": lambda mdp: occ.UnknownFTRL.jin_huang_luo(
+        mdp, EPISODES, full_information=True
+    ),
+}
+
+
+class Policies(occ.Callback):
+    """Keeps what the learner proposed and what it was given, in every episode."""
+
+    def __init__(self):
+        self.proposed, self.given, self.q = [], [], []
+
+    def on_start(self, run):
+        learner, ask, learn = run.learner, run.learner.propose_policy, run.learner.observe
+
+        def propose_policy(t):
+            policy = ask(t)
+            self.proposed.append(policy.expand(len(run.seeds), -1, -1).clone())
+            return policy
+
+        def observe(t, q, feedback):
+            self.given.append(q.clone())
+            self.q.append(run.q.clone())
+            learn(t, q, feedback)
+
+        learner.propose_policy, learner.observe = propose_policy, observe
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_the_same_trajectories_lead_to_the_same_policies(name, monkeypatch):
+    """On two MDPs with one layout and other probabilities: the policies have the same bits."""
+    seen = []
+    for seed in (0, 1):
+        mdp = occ.LayeredMDP.random(horizon=3, width=3, num_actions=3, seed=seed)
+        episodes = iter(range(1, EPISODES + 1))
+        monkeypatch.setattr(
+            TorchPlayer, "walk", lambda *_, e=episodes, m=mdp: trajectories(m, next(e), 4)
+        )
+        kept = Policies()
+        losses = occ.BernoulliLosses(random_loss(mdp, seed=3))
+        options = {"callbacks": [kept], "backend": "torch"}
+        occ.simulate(mdp, BLIND[name](mdp), losses, EPISODES, range(4), **options)
+        seen.append(kept)
+    one, other = seen
+    assert len(one.proposed) == EPISODES
+    assert all(map(torch.equal, one.proposed, other.proposed))
+    assert not torch.equal(one.proposed[0], one.proposed[-1])  # it learns
+    assert not torch.equal(one.q[-1], other.q[-1])  # the MDPs do differ
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_the_simulation_computes_q_and_shows_the_policy(name):
+    kept = Policies()
+    history = occ.simulate(
+        MDP, BLIND[name](MDP), LOSSES, EPISODES, range(3), callbacks=[kept], backend="torch"
+    )
+    for proposed, given, q in zip(kept.proposed, kept.given, kept.q, strict=True):
+        assert torch.equal(proposed, given)
+        assert torch.equal(q, occupancy(MDP, proposed, in_order=True))
+    assert torch.equal(history.last_q, kept.q[-1])
+    expected = sum((q * LOSSES.mean).sum((-2, -1)) for q in kept.q)
+    torch.testing.assert_close(
+        history.regret[:, -1], expected - history.comparator[:, -1], rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_learners_hold_no_probabilities(name):
+    learner = BLIND[name](MDP)
+    assert learner.mdp.is_blind
+    assert learner.proposes_policy
+    for inner in vars(learner).values():
+        assert inner is not MDP
+        assert getattr(inner, "mdp", None) is not MDP
+
+
+@pytest.mark.parametrize("name", ["masked", "contexts", "layers", "no_choice", "corridor"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_blind_mdp_has_the_layout_and_uniform_rows(name, sparse):
+    mdp = PROBLEMS[name]().mdp
+    blind = (mdp.to_sparse() if sparse else mdp).blind()
+    assert blind.is_blind
+    assert not mdp.is_blind
+    assert blind.layout_difference(mdp) is None
+    assert torch.equal(blind.initial, mdp.initial)
+    assert not blind.is_sparse
+    for layer, mask in zip(blind.transitions, mdp.split(mdp.actions, 0), strict=True):
+        assert torch.equal(layer, mask.double().unsqueeze(-1).expand_as(layer) / layer.shape[-1])
+    assert blind.blind() is blind
+    assert blind.to(dtype=torch.float32).is_blind
+    assert not blind.with_transitions(mdp.to_dense().transitions).is_blind
+    history = occ.simulate(
+        mdp, Softmax(mdp), occ.BernoulliLosses(random_loss(mdp)), 20, (0, 1), backend="torch"
+    )
+    assert history.finished
+
+
+def test_another_layout_is_refused():
+    learner = Softmax(occ.LayeredMDP.random(3, 2, 3, seed=0))
+    with pytest.raises(ValueError, match=r"Softmax .* \[1, 2, 2\] states instead of \[1, 3, 3\]"):
+        occ.simulate(MDP, learner, LOSSES, 5)
+    with pytest.raises(ValueError, match="2 actions instead of 3"):
+        occ.simulate(MDP, Softmax(occ.LayeredMDP.random(3, 3, 2, seed=0)), LOSSES, 5)
+    with pytest.raises(ValueError, match=r"float32 on cpu instead of torch.float64"):
+        occ.simulate(MDP, Softmax(MDP.to(dtype=torch.float32)), LOSSES, 5)
+    masked = PROBLEMS["masked"]().mdp
+    free = occ.LayeredMDP(
+        [torch.full_like(p, 1 / p.shape[-1]) for p in masked.transitions], initial=masked.initial
+    )
+    losses = occ.BernoulliLosses(random_loss(masked))
+    with pytest.raises(ValueError, match="an action 1 in layer 0, state 1"):
+        occ.simulate(masked, Softmax(free), losses, 5)
+    other = occ.LayeredMDP(
+        masked.transitions, actions=masked.actions, initial=masked.initial.flip(0)
+    )
+    with pytest.raises(ValueError, match="another initial distribution"):
+        occ.simulate(masked, Softmax(other), losses, 5)
+
+
+def test_the_two_ways_to_propose_are_not_mixed():
+    class Both(Softmax):
+        def propose(self, t):
+            return occ.interior_point(self.mdp)[None]
+
+    with pytest.raises(TypeError, match="Both has both propose and propose_policy"):
+        occ.simulate(MDP, Both(MDP), LOSSES, 5)
+    with pytest.raises(TypeError, match="FollowTheLeader does not know the transitions"):
+        occ.simulate(MDP, occ.FollowTheLeader(MDP.blind()), LOSSES, 5)
+
+
+def replaced(x, index, value):
+    x = x.clone()
+    x[index] = value
+    return x
+
+
+UNIFORM = uniform_policy(PROBLEMS["masked"]().mdp)
+POLICIES = {  # what is proposed to seeds 5 and 9, and words that the message must have
+    "not a number": (
+        replaced(UNIFORM.expand(2, -1, -1), (1, 2, 1), torch.nan),
+        ["episode 4, seed 9, layer 1, state 0, action 1 is nan", "a probability"],
+    ),
+    "infinite": (
+        replaced(UNIFORM.expand(2, -1, -1), (0, 0, 0), torch.inf),
+        ["episode 4, seed 5, layer 0, state 0, action 0 is inf"],
+    ),
+    "negative": (
+        UNIFORM[None] + torch.tensor([0.75, -0.75], dtype=torch.float64),
+        ["every seed, layer 0, state 0, action 1 is -0.25", "a probability"],
+    ),
+    "no such action": (
+        torch.full((2, 4, 2), 0.5, dtype=torch.float64),
+        ["action 1 is 0.5", "no such action"],
+    ),
+    "too much": (
+        replaced(UNIFORM.expand(2, -1, -1), (1, 2, 1), 0.7),
+        ["seed 9, layer 1, state 0", "sum to 1.2", "expected 1"],
+    ),
+    "single precision": (UNIFORM[None].float(), ["float32", "float64"]),
+    "another shape": (UNIFORM, ["(2, 4, 2)", "got (4, 2)"]),
+    "nothing": (None, ["NoneType"]),
+}
+
+
+class ProposesPolicy(occ.Learner):
+    """The uniform policy up to episode 3, another one then."""
+
+    def __init__(self, mdp, bad):
+        super().__init__(mdp)
+        self.bad = bad
+
+    def propose_policy(self, t):
+        return UNIFORM[None] if t < 4 else self.bad
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("blind", [False, True])
+def test_what_is_no_policy_is_refused(name, blind):
+    bad, words = POLICIES[name]
+    mdp = PROBLEMS["masked"]().mdp
+    learner = ProposesPolicy(mdp.blind() if blind else mdp, bad)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        occ.simulate(mdp, learner, occ.BernoulliLosses(random_loss(mdp)), 5, (5, 9))
+    for word in ["learner: policy from ProposesPolicy.propose_policy", "episode 4", *words]:
+        assert word in str(caught.value), str(caught.value)

@@ -1,0 +1,227 @@
+"""The Fenchel-Young loss: its value, all its derivatives, its targets and its errors."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+from zoo import PROBLEMS, REGULARIZERS, random_loss, tensor
+
+import torch_occ as occ
+from torch_occ.step.linearization import Linearization
+
+pytestmark = pytest.mark.usefixtures("both_backends")
+
+
+def vertex(mdp, seed=7):
+    """The occupancy measure of a deterministic policy: it has zeros."""
+    return occ.occupancy(mdp, occ.optimal_policy(mdp, random_loss(mdp, seed=seed)).policy)
+
+
+def interior(mdp, seed=5):
+    """The occupancy measure of a random policy."""
+    return occ.occupancy(
+        mdp, random_loss(mdp, seed=seed).where(mdp.actions, -torch.inf).softmax(-1)
+    )
+
+
+def small(seed=0):
+    return occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=seed)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_with_one_state_and_shannon_it_is_the_logistic_loss(rate):
+    mdp = occ.LayeredMDP([torch.ones(1, 4, 1, dtype=torch.float64)])
+    step = occ.FTRLStep(mdp, occ.Shannon() / occ.Constant(rate))
+    loss = random_loss(mdp, 5.0, batch=(4,)).requires_grad_()
+    label = torch.arange(4)
+    target = torch.nn.functional.one_hot(label, 4).double().unsqueeze(-2)
+    mine = occ.fenchel_young_loss(step, loss, target)
+    theirs = torch.nn.functional.cross_entropy(-rate * loss[:, 0], label, reduction="none") / rate
+    torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
+    gradients = [torch.autograd.grad(x.sum(), loss)[0] for x in (mine, theirs)]
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
+
+
+def test_with_tsallis_and_two_actions_it_is_the_closed_form():
+    """q = argmin of q x - sqrt(q) - sqrt(1 - q): with the answer q, x = d/dq (sqrt + sqrt)."""
+    mdp = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
+    q = tensor(0.2)
+    slope = (q**-0.5 - (1 - q) ** -0.5) / 2
+    value = occ.fenchel_young_loss(
+        occ.FTRLStep(mdp, occ.Tsallis()),
+        torch.stack([slope, 0 * slope])[None],
+        tensor([[0.0, 1.0]]),
+    )
+    expected = -1 - (q * slope - q.sqrt() - (1 - q).sqrt())
+    torch.testing.assert_close(value, expected, atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("problem", ["masked", "layers", "contexts", "no_choice"])
+@pytest.mark.parametrize("name", REGULARIZERS)
+def test_gradient_is_target_minus_q_and_the_value_is_zero_at_the_target(name, problem):
+    mdp, loss, t = PROBLEMS[problem]()
+    step = occ.FTRLStep(mdp, REGULARIZERS[name](mdp))
+    loss = loss.clone().requires_grad_()
+    q = step(loss, t).detach()
+    for target in (vertex(mdp), interior(mdp)):
+        (found,) = torch.autograd.grad(occ.fenchel_young_loss(step, loss, target, t), loss)
+        assert torch.equal(found, target - q)
+    assert occ.fenchel_young_loss(step, loss, interior(mdp), t) > -1e-9
+    scale = 1 + abs(step.regularizer(q, t, mdp).item())
+    assert abs(occ.fenchel_young_loss(step, loss, q, t).item()) < 1e-9 * scale
+
+
+@pytest.mark.parametrize("name", REGULARIZERS)
+def test_derivatives_equal_finite_differences(name):
+    mdp = small()
+    step = occ.FTRLStep(mdp, REGULARIZERS[name](mdp), tolerance=1e-13)
+    # gradgradcheck mistakes the order of its outputs if the value does not depend on an input.
+    constant = name in ("tsallis_power", "shannon", "log_barrier")
+    t = tensor(2.5).requires_grad_(not constant)
+
+    def value(loss, *_):
+        return occ.fenchel_young_loss(step, loss, interior(mdp), t)
+
+    inputs = (random_loss(mdp, 3.0).requires_grad_(), t, *step.parameters())
+    assert gradcheck(value, inputs, fast_mode=True)
+    assert gradgradcheck(value, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["tsallis", "shannon", "conditional_entropy", "log_barrier"])
+def test_derivatives_at_a_vertex_equal_finite_differences(name):
+    mdp, loss, t = PROBLEMS["masked"]()
+    step = occ.FTRLStep(mdp, REGULARIZERS[name](mdp), tolerance=1e-13)
+    t = tensor(t).requires_grad_(name in ("tsallis", "conditional_entropy"))
+    inputs = (loss.clone().requires_grad_(), t)
+
+    def value(loss, t, *_):
+        return occ.fenchel_young_loss(step, loss, vertex(mdp), t)
+
+    assert gradcheck(value, (*inputs, *step.parameters()), fast_mode=True)
+    assert gradgradcheck(value, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["jin_luo", "conditional_entropy", "custom_statewise"])
+def test_second_derivative_is_pi(name):
+    mdp = small()
+    step = occ.FTRLStep(mdp, REGULARIZERS[name](mdp))
+    loss, t = random_loss(mdp, 3.0), tensor(4.0)
+    target = vertex(mdp)
+    hessian = torch.autograd.functional.hessian(
+        lambda x: occ.fenchel_young_loss(step, x, target, t), loss
+    )
+    expected = Linearization(step, step(loss, t).detach(), t).dense().detach()
+    torch.testing.assert_close(hessian.reshape(expected.shape), expected, atol=1e-10, rtol=1e-8)
+
+
+def test_derivatives_in_the_probabilities():
+    mdp = small()
+    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.3), tolerance=1e-13)
+    loss, scores = random_loss(mdp, 3.0), random_loss(mdp)[:1, :, None] * tensor([1.0, -2.0])
+    scores.requires_grad_()
+
+    def value(scores):
+        other = mdp.with_transitions([scores.softmax(-1), mdp.transitions[1]])
+        target = interior(other).detach()
+        fixed = occ.fenchel_young_loss(step, loss, target, 3.0, mdp=other)
+        # Undo the move of the target, which a user would hold fixed.
+        return fixed - (target * loss).sum() - step.regularizer(target, 3.0, mdp)
+
+    assert gradcheck(value, scores)
+    assert gradgradcheck(value, scores)
+
+
+def test_infinite_constants_are_left_out_element_by_element():
+    mdp = small()
+    step = occ.FTRLStep(mdp, occ.LogBarrier(0.5))
+    loss = random_loss(mdp, 3.0).requires_grad_()
+    both = torch.stack([vertex(mdp), interior(mdp)])
+    found = occ.fenchel_young_loss(step, loss, both)
+    q = step(loss).detach()
+    assert (found[0] - ((vertex(mdp) - q) * loss).sum() + step.regularizer(q)).abs() < 1e-12
+    assert torch.equal(found[1], occ.fenchel_young_loss(step, loss, interior(mdp)))
+    grads = torch.autograd.grad(found.sum(), (loss, *step.parameters()))
+    torch.testing.assert_close(grads[0], (both - q).sum(0), atol=1e-15, rtol=0)
+    assert all(g.isfinite().all() for g in grads)
+
+
+def test_batches_of_losses_targets_and_episodes():
+    mdp = small()
+    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.3))
+    losses, t = random_loss(mdp, 3.0, batch=(3, 1)), tensor([1.0, 5.0])
+    found = occ.fenchel_young_loss(step, losses, interior(mdp), t)
+    one_by_one = [
+        [occ.fenchel_young_loss(step, loss[0], interior(mdp), s) for s in t] for loss in losses
+    ]
+    torch.testing.assert_close(found, torch.stack([torch.stack(x) for x in one_by_one]))
+
+
+def test_transforms():
+    mdp = small()
+    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.3))
+    losses, targets = random_loss(mdp, 3.0, batch=(3,)), interior(mdp).expand(3, -1, -1)
+
+    def value(loss, target):
+        return occ.fenchel_young_loss(step, loss, target, 2.0)
+
+    expected = value(losses, targets)
+    torch.testing.assert_close(torch.func.vmap(value)(losses, targets), expected)
+    gradients = torch.func.vmap(torch.func.grad(value))(losses, targets)
+    torch.testing.assert_close(gradients, targets - step(losses, 2.0))
+    _, pushed = torch.func.jvp(lambda x: value(x, targets), (losses,), (losses,))
+    torch.testing.assert_close(pushed, (gradients * losses).sum((-2, -1)))
+    hessian = torch.func.hessian(value)(losses[0], targets[0])
+    reverse = torch.func.jacrev(torch.func.jacrev(value))(losses[0], targets[0])
+    torch.testing.assert_close(hessian, reverse)
+
+
+def test_a_network_learns_the_target():
+    """Gradient descent on the loss makes the step answer with the target."""
+    mdp = small()
+    step = occ.FTRLStep(mdp, occ.Shannon())
+    loss = torch.zeros_like(random_loss(mdp)).requires_grad_()
+    optimizer = torch.optim.LBFGS([loss], max_iter=100, tolerance_grad=1e-10)
+    target = interior(mdp)
+
+    def closure():
+        optimizer.zero_grad()
+        value = occ.fenchel_young_loss(step, loss, target)
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    torch.testing.assert_close(step(loss), target, atol=1e-5, rtol=0)
+
+
+def test_float32_predictions_and_targets():
+    mdp = small()
+    step = occ.FTRLStep(mdp, occ.Shannon())
+    target = interior(mdp)
+    exact = occ.fenchel_young_loss(step, random_loss(mdp), target)
+    near = occ.fenchel_young_loss(step, random_loss(mdp), target.float())
+    assert near.dtype == torch.float64
+    torch.testing.assert_close(near, exact, atol=1e-6, rtol=0)
+
+
+def test_wrong_targets_are_refused_with_the_place():
+    mdp, loss, t = PROBLEMS["masked"]()
+    step = occ.FTRLStep(mdp, occ.Shannon())
+    good = interior(mdp)
+
+    def refused(target, match, kind=ValueError):
+        with pytest.raises(kind, match=match):
+            occ.fenchel_young_loss(step, loss, target, t)
+
+    moved = good.clone()
+    moved[2, 0] += 0.1
+    refused(moved, r"target: layer 1, state 0 has the mass 0\.\d+, but 0\.\d+ arrives there")
+    refused(torch.stack([good, moved]), r"batch element \(1,\), layer 1, state 0")
+    negative = good.clone()
+    negative[0, 1] = -0.2
+    refused(negative, r"target: layer 0, state 0, action 1 is -0\.2; expected .* at least 0")
+    masked = good.clone()
+    masked[1, 1] = 0.3
+    refused(masked, r"layer 0, state 1, action 1 is 0\.3, but this action does not exist")
+    refused(good * torch.nan, "layer 0, state 0, action 0 is nan")
+    refused(good[:2], r"target: expected shape \(\*batch, 4, 2\), got \(2, 2\)")
+    refused("shortest", "target: expected a tensor", TypeError)
+    refused(good.long(), "target: is torch.int64")

@@ -1,0 +1,193 @@
+"""Layered MDPs of directed acyclic graphs, against networkx and against all paths."""
+
+import itertools
+
+import networkx
+import pytest
+import torch
+
+import torch_occ as occ
+from torch_occ.mdp.unrolling import ABSORBING
+
+F64 = torch.float64
+
+#: Paths of two, three and four edges; `d` is a dead end, and nothing leads to `z`.
+EDGES = [
+    ("s", "a"), ("s", "b"), ("a", "b"), ("a", "t"), ("b", "c"), ("c", "t"), ("s", "t"),
+    ("a", "d"), ("z", "c"), ("t", "d"),
+]  # fmt: skip
+PATHS = [["s", "a", "b", "c", "t"], ["s", "a", "t"], ["s", "b", "c", "t"], ["s", "t"]]
+
+
+def grid(n):
+    right = [((i, j), (i, j + 1)) for i in range(n) for j in range(n - 1)]
+    return right + [((i, j), (i + 1, j)) for i in range(n - 1) for j in range(n)]
+
+
+def random_dag(seed, nodes=9, chance=0.5):
+    generator = torch.Generator().manual_seed(seed)
+    pairs = list(itertools.combinations(range(nodes), 2))
+    kept = torch.rand(len(pairs), generator=generator) < chance
+    edges = [pair for pair, keep in zip(pairs, kept, strict=True) if keep]
+    return list(dict.fromkeys([*edges, (0, nodes - 1)]))  # so that there is a path
+
+
+def as_flow(edges, path):
+    steps = set(itertools.pairwise(path))
+    return torch.tensor([float(edge in steps) for edge in edges], dtype=F64)
+
+
+def deterministic_policies(mdp):
+    counts = mdp.actions.sum(-1)
+    for choice in itertools.product(*(range(int(n)) for n in counts)):
+        yield torch.nn.functional.one_hot(torch.tensor(choice), mdp.num_actions).to(F64)
+
+
+def test_layers_and_waiting():
+    mdp = occ.LayeredMDP.from_graph(EDGES, "s", "t")
+    # s | a | b | c, with states of waiting for b in layer 1 and for t from layer 1 on.
+    assert mdp.layer_sizes == (1, 3, 2, 2)
+    names = [mdp.nodes[i] if i != ABSORBING else "wait" for i in mdp.origin.tolist()]
+    assert names == ["s", "a", "wait", "wait", "b", "wait", "c", "wait"]
+    assert bool(mdp.reachable.all())
+
+
+def test_paths_of_the_graph_and_of_the_mdp_are_the_same():
+    mdp = occ.LayeredMDP.from_graph(EDGES, "s", "t")
+    found = {tuple(mdp.flows(occ.occupancy(mdp, p)).tolist()) for p in deterministic_policies(mdp)}
+    assert found == {tuple(as_flow(EDGES, path).tolist()) for path in PATHS}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shortest_paths_are_those_of_networkx(seed):
+    edges = random_dag(seed)
+    mdp = occ.LayeredMDP.from_graph(edges, 0, 8)
+    costs = torch.randn(4, len(edges), dtype=F64, generator=torch.Generator().manual_seed(seed))
+    flows = mdp.shortest_path(costs)
+    for flow, cost in zip(flows, costs, strict=True):
+        graph = networkx.DiGraph()
+        graph.add_weighted_edges_from(
+            (*edge, float(c)) for edge, c in zip(edges, cost, strict=True)
+        )
+        best = networkx.bellman_ford_path(graph, 0, 8)
+        torch.testing.assert_close(flow, as_flow(edges, best))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_entropy_over_paths(seed):
+    """With `ConditionalEntropy`, a path has the probability of a softmax over all paths."""
+    edges = random_dag(seed, nodes=7)
+    mdp = occ.LayeredMDP.from_graph(networkx.DiGraph(edges), 0, 6)
+    edges = mdp.edges  # networkx has an order of its own
+    costs = torch.rand(len(edges), dtype=F64, generator=torch.Generator().manual_seed(seed))
+    flows = torch.stack(
+        [as_flow(edges, p) for p in networkx.all_simple_paths(networkx.DiGraph(edges), 0, 6)]
+    )
+    expected = torch.softmax(-flows @ costs, 0) @ flows
+    step = occ.FTRLStep(mdp, occ.ConditionalEntropy())
+    torch.testing.assert_close(mdp.flows(step(mdp.losses(costs))), expected)
+
+
+def test_losses_and_flows_are_adjoint_and_differentiable():
+    mdp = occ.LayeredMDP.from_graph(EDGES, "s", "t")
+    generator = torch.Generator().manual_seed(0)
+    costs = torch.rand(3, len(EDGES), dtype=F64, generator=generator, requires_grad=True)
+    q = torch.rand(3, mdp.num_states, mdp.num_actions, dtype=F64, generator=generator)
+    q.requires_grad_()
+    torch.testing.assert_close((mdp.losses(costs) * q).sum(), (mdp.flows(q) * costs).sum())
+    assert torch.autograd.gradcheck(mdp.losses, costs)
+    assert torch.autograd.gradcheck(mdp.flows, q)
+    step = occ.FTRLStep(mdp, occ.Tsallis())
+    assert torch.autograd.gradcheck(lambda c: mdp.flows(step(mdp.losses(c))), costs)
+    unused = [EDGES.index(edge) for edge in [("a", "d"), ("z", "c"), ("t", "d")]]
+    assert bool((mdp.flows(q)[:, unused] == 0).all())
+
+
+def test_occupancy_of_inverts_flows():
+    mdp = occ.LayeredMDP.from_graph(EDGES, "s", "t")
+    q = occ.interior_point(mdp)
+    torch.testing.assert_close(mdp.occupancy_of(mdp.flows(q)), q)
+    paths = torch.stack([as_flow(EDGES, path) for path in PATHS])
+    found = mdp.occupancy_of(paths.float())  # as a network has them
+    assert found.dtype == F64
+    torch.testing.assert_close(mdp.flows(found), paths)
+    assert float(occ.flow_residual(mdp, found).abs().max()) == 0.0
+
+
+def test_parallel_edges_are_two_actions():
+    mdp = occ.LayeredMDP.from_graph(networkx.MultiDiGraph([(0, 1), (0, 1)]), 0, 1)
+    assert mdp.layer_sizes == (1,)
+    costs = torch.tensor([2.0, 1.0], dtype=F64)
+    assert mdp.shortest_path(costs).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("n", [5, 30])
+def test_grids(n):
+    mdp = occ.LayeredMDP.from_graph(grid(n), (0, 0), (n - 1, n - 1))
+    assert mdp.horizon == 2 * n - 2
+    assert mdp.num_states == n * n - 1
+    costs = torch.rand(len(mdp.edges), dtype=F64, generator=torch.Generator().manual_seed(n))
+    graph = networkx.DiGraph()
+    graph.add_weighted_edges_from(
+        (*edge, c) for edge, c in zip(mdp.edges, costs.tolist(), strict=True)
+    )
+    best = networkx.dijkstra_path_length(graph, (0, 0), (n - 1, n - 1))
+    assert float((mdp.shortest_path(costs) * costs).sum()) == pytest.approx(best)
+
+
+def test_wide_layers_are_sparse():
+    edges = [("s", i) for i in range(200)] + [(i, (i, "next")) for i in range(200)]
+    edges += [((i, "next"), "t") for i in range(200)]
+    mdp = occ.LayeredMDP.from_graph(edges, "s", "t")
+    assert mdp.is_sparse
+    costs = torch.rand(len(edges), dtype=F64, generator=torch.Generator().manual_seed(0))
+    q = occ.FTRLStep(mdp, occ.ConditionalEntropy())(mdp.losses(costs))
+    expected = torch.softmax(-costs.reshape(3, 200).sum(0), 0)
+    torch.testing.assert_close(mdp.flows(q), expected.repeat(3))
+
+
+@pytest.mark.parametrize(
+    ("edges", "source", "target", "message"),
+    [
+        ([], 0, 1, "graph: it has no edge"),
+        ([(0, 1), (1, 2, 3)], 0, 1, r"graph: edge 1 is \(1, 2, 3\); expected a pair"),
+        (["ab"], "a", "b", "graph: edge 0 is 'ab'; expected a pair"),
+        ([(0, 1)], 7, 1, "source: no edge has the node 7"),
+        ([(0, 1)], 0, "b", "target: no edge has the node 'b'"),
+        ([(0, 1)], 0, 0, "target: 0 is the source"),
+        ([(0, 1), (2, 3)], 0, 3, r"no path leads from 0 to 3; the edges lead to 1 other nodes \(1"),
+        ([(0, 1), (1, 2), (2, 1), (2, 3)], 0, 3, "graph: it has the cycle (1 -> 2 -> 1|2 -> 1 ->)"),
+        ([(0, 0), (0, 1)], 0, 1, "graph: it has the cycle 0 -> 0"),
+        (networkx.Graph([(0, 1)]), 0, 1, "graph: its edges have no direction"),
+    ],
+)
+def test_bad_graphs_are_refused(edges, source, target, message):
+    with pytest.raises(ValueError, match=message):
+        occ.LayeredMDP.from_graph(edges, source, target)
+
+
+def test_cycles_beside_all_paths_do_no_harm():
+    mdp = occ.LayeredMDP.from_graph([(0, 1), (0, 2), (2, 3), (3, 2), (1, 0.5)], 0, 1)
+    assert mdp.num_pairs == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.losses(torch.zeros(3)), r"costs: expected shape \(\*batch, 10\).*got \(3,\)"),
+        (lambda m: m.shortest_path(torch.zeros(())), "costs: expected shape"),
+        (lambda m: m.flows(torch.zeros(10)), r"q: expected shape \(\*batch, 8, 3\)"),
+        (lambda m: m.occupancy_of(torch.zeros(2, 9)), "flows: expected shape"),
+        (
+            lambda m: m.occupancy_of(torch.eye(10, dtype=F64)[:1]),
+            r"flows: edge 0, \('s', 'a'\)|flows: edge 2, \('a', 'b'\), element \[0\]",
+        ),
+        (
+            lambda m: m.occupancy_of(2 * as_flow(EDGES, PATHS[0]) - as_flow(EDGES, PATHS[1])),
+            r"flows: edge 3, \('a', 't'\): found -1",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(occ.LayeredMDP.from_graph(EDGES, "s", "t"))

@@ -1,0 +1,223 @@
+"""Budgets: the same q as cvxpy, exact derivatives, certificates of infeasibility."""
+
+import pytest
+import torch
+from torch.func import functional_call, jacrev, vmap
+from zoo import PROBLEMS, REGULARIZERS, random_loss, random_problem, tensor
+
+import torch_occ as occ
+from torch_occ.reference.cvxpy_layer import solve_cvxpy
+
+pytestmark = pytest.mark.usefixtures("both_backends")
+
+BOTH = ("torch", "engine")
+
+
+def budgets_for(step, loss, t, shares, seed=0):
+    """Budgets on random costs, as shares of what the step spends without budgets."""
+    mdp = step.mdp
+    costs = random_loss(mdp, seed=seed + 50, batch=(len(shares),))
+    with torch.no_grad():
+        spent = (costs * step(loss, t)).sum((-2, -1))
+    least = torch.stack([occ.comparator(mdp, row) for row in costs])
+    # Between the least possible cost (share 0) and that without budgets (share 1).
+    return occ.Budgets(costs, least + tensor(shares) * (spent - least))
+
+
+def case(shape=(3, 3, 3), shares=(0.6, 0.9, 1.3), seed=0, t=100.0, beta=1.0):
+    mdp, mean = random_problem(seed, shape)
+    psi = occ.HybridTsallis(0.5) / occ.InverseSqrt(1.0) + occ.LogBarrier(beta)
+    step = occ.FTRLStep(mdp, psi)
+    return step, t * mean, t, budgets_for(step, t * mean, t, shares, seed)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 4), (3, 3, 3), (4, 5, 3)])
+@pytest.mark.parametrize("shares", [(0.5,), (0.6, 0.9, 1.3), (0.9, 0.8, 0.95, 0.7, 2.0)])
+def test_q_is_that_of_cvxpy(shape, shares):
+    step, loss, t, budgets = case(shape, shares)
+    with torch.no_grad():
+        found = step.solve(loss, t, constraints=budgets)
+    q, value = solve_cvxpy(step.mdp, step.regularizer, loss, t, constraints=budgets)
+    torch.testing.assert_close(found.q, q, rtol=0, atol=1e-8)
+    torch.testing.assert_close(found.value, value, rtol=1e-5, atol=1e-4)
+    assert float(found.slack.min()) > -1e-14
+    assert float(found.multipliers.min()) >= 0
+    assert float(found.duality_gap) < 1e-11
+
+
+@pytest.mark.parametrize("problem", [name for name in PROBLEMS if "sparse" not in name])
+@pytest.mark.parametrize("name", ["shannon", "conditional_entropy", "tsallis", "jin_luo"])
+def test_every_problem_is_solved_and_certified(name, problem):
+    mdp, loss, t = PROBLEMS[problem]()
+    step = occ.FTRLStep(mdp, REGULARIZERS[name](mdp))
+    budgets = budgets_for(step, loss, t, (0.7,))
+    with torch.no_grad():
+        found, free = step.solve(loss, t, constraints=budgets), step.solve(loss, t)
+    assert bool(found.converged)
+    assert float(found.slack) > -1e-13
+    # One budget that costs more than allowed holds with equality.
+    spent = (budgets.costs * free.q).sum()
+    if float(spent) > float(budgets.limits) + 1e-9:
+        assert abs(float(found.slack)) < 1e-13
+        assert float(found.multipliers) > 0
+
+
+def test_without_a_binding_budget_nothing_changes():
+    step, loss, t, budgets = case(shares=(1.5, 2.0))
+    found, free = step.solve(loss, t, constraints=budgets), step.solve(loss, t)
+    assert torch.equal(found.q, free.q)
+    assert not bool(found.multipliers.any())
+
+
+def test_multipliers_are_prices():
+    """The step without budgets gives the same q if the loss contains the multipliers as prices."""
+    step, loss, t, budgets = case()
+    found = step.solve(loss, t, constraints=budgets)
+    priced = loss + (budgets.costs * found.multipliers[:, None, None]).sum(0)
+    torch.testing.assert_close(step(priced, t), found.q, rtol=1e-12, atol=0)
+
+
+def test_a_batch_is_solved_element_by_element():
+    step, loss, t, budgets = case()
+    losses = loss * tensor([0.1, 1.0, 3.0])[:, None, None]
+    limits = budgets.limits * tensor([1.0, 1.1, 0.99])[:, None]
+    both = step.solve(losses, t, constraints=occ.Budgets(budgets.costs, limits))
+    for i in range(3):
+        alone = step.solve(losses[i], t, constraints=occ.Budgets(budgets.costs, limits[i]))
+        torch.testing.assert_close(both.q[i], alone.q, rtol=1e-12, atol=0)
+        torch.testing.assert_close(both.multipliers[i], alone.multipliers, rtol=1e-9, atol=1e-9)
+
+
+def test_starting_from_the_solution_takes_few_steps():
+    step, loss, t, budgets = case()
+    cold = step.solve(loss, t, constraints=budgets)
+    warm = step.solve(loss, t, constraints=budgets, warm_start=cold.q, multipliers=cold.multipliers)
+    assert int(warm.steps) <= 4 < int(cold.steps)
+    torch.testing.assert_close(warm.q, cold.q, rtol=1e-12, atol=0)
+
+
+# -- derivatives -----------------------------------------------------------------------------------
+
+
+def solved(step, loss, costs, limits, t=100.0):
+    found = step.solve(loss, t, constraints=occ.Budgets(costs, limits))
+    return found.q, found.multipliers
+
+
+def test_derivatives_are_those_of_finite_differences():
+    step, loss, _, budgets = case((2, 2, 3), shares=(0.6, 1.4))
+    inputs = [x.clone().requires_grad_() for x in (loss, budgets.costs, budgets.limits)]
+    assert torch.autograd.gradcheck(
+        lambda *x: solved(step, *x), inputs, eps=1e-6, atol=1e-6, rtol=1e-5
+    )
+    parameters = list(step.parameters())
+    found = torch.autograd.grad(solved(step, *inputs)[0][0, 0], parameters)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter += sign * 1e-6
+                values.append(float(solved(step, *inputs)[0][0, 0]))
+                parameter -= sign * 1e-6
+        assert float(gradient) == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-5, abs=1e-8)
+
+
+@pytest.mark.slow
+def test_second_derivatives_are_those_of_finite_differences():
+    step, loss, _, budgets = case((2, 2, 2), shares=(0.7,))
+    inputs = [x.clone().requires_grad_() for x in (loss, budgets.costs, budgets.limits)]
+    assert torch.autograd.gradgradcheck(
+        lambda *x: solved(step, *x)[0], inputs, eps=1e-6, atol=1e-5, rtol=1e-4
+    )
+
+
+def test_transforms_of_torch_func():
+    step, loss, t, budgets = case((2, 2, 2), shares=(0.7, 1.2))
+    losses = torch.stack([loss, 1.1 * loss])
+    each = torch.stack([solved(step, x, budgets.costs, budgets.limits)[0] for x in losses])
+    found = vmap(lambda x: solved(step, x, budgets.costs, budgets.limits)[0])(losses)
+    torch.testing.assert_close(found, each, rtol=1e-12, atol=0)
+    jacobian = jacrev(lambda h: solved(step, loss, budgets.costs, h)[0])(budgets.limits)
+    # The expected cost of an active budget moves with its limit.
+    moved = (budgets.costs[0, ..., None] * jacobian).sum((0, 1))
+    torch.testing.assert_close(moved, tensor([1.0, 0.0]), rtol=0, atol=1e-10)
+    names = dict(step.named_parameters())
+    again = functional_call(step, names, (loss, t), {"constraints": budgets})
+    torch.testing.assert_close(again, each[0], rtol=1e-12, atol=0)
+
+
+def test_probabilities_are_differentiated():
+    step, loss, t, budgets = case((2, 2, 2), shares=(0.7,))
+    P = [p.clone().requires_grad_() for p in step.mdp.transitions]
+
+    def spent(*P):
+        mdp = step.mdp.with_transitions([p / p.sum(-1, keepdim=True) for p in P])
+        return step.solve(loss, t, mdp=mdp, constraints=budgets).q
+
+    assert torch.autograd.gradcheck(spent, P, eps=1e-6, atol=1e-6, rtol=1e-5)
+
+
+# -- what cannot be had ----------------------------------------------------------------------------
+
+
+def test_infeasible_budgets_come_with_a_proof():
+    step, loss, t, budgets = case(shares=(0.5, 0.5))
+    # Costs 0 and 1 add up to 1 in every pair, so together they cost L = 3.
+    costs = torch.stack([budgets.costs[0], 1 - budgets.costs[0]])
+    limits = (costs * occ.interior_point(step.mdp)).sum((-2, -1)) - 0.01
+    with pytest.raises(occ.InfeasibleError, match="no policy meets the budgets") as caught:
+        step.solve(loss, t, constraints=occ.Budgets(costs, limits))
+    y = caught.value.certificate
+    assert bool((y >= 0).all())
+    least = occ.comparator(step.mdp, (costs * y[:, None, None]).sum(0))
+    assert float(least) > float((y * limits).sum())
+    found = step.solve(loss, t, constraints=occ.Budgets(costs, limits), check=False)
+    assert int(found.status) == occ.Status.INFEASIBLE
+    # One element of a batch may be feasible.
+    both = torch.stack([limits + 0.1, limits])
+    found = step.solve(loss, t, constraints=occ.Budgets(costs, both), check=False)
+    assert found.status.tolist() == [occ.Status.CONVERGED, occ.Status.INFEASIBLE]
+
+
+def test_a_single_impossible_limit_is_named():
+    step, loss, t, budgets = case(shares=(0.5, 0.5))
+    limits = budgets.limits.clone()
+    limits[1] = occ.comparator(step.mdp, budgets.costs[1]) - 1e-3
+    with pytest.raises(occ.InfeasibleError) as caught:
+        step(loss, t, constraints=occ.Budgets(budgets.costs, limits))
+    y = caught.value.certificate
+    weighted = (budgets.costs * y[:, None, None]).sum(0)
+    assert float(occ.comparator(step.mdp, weighted)) > float((y * limits).sum())
+
+
+def test_wrong_budgets_are_refused():
+    step, loss, t, budgets = case()
+    costs, limits = budgets.costs, budgets.limits
+    with pytest.raises(ValueError, match="2 limits for 3 rows of costs"):
+        occ.Budgets(costs, limits[:2])
+    with pytest.raises(TypeError, match="limits: expected a tensor"):
+        occ.Budgets(costs, [1.0])
+    with pytest.raises(ValueError, match=r"limits: entry \(1,\) is inf"):
+        occ.Budgets(costs, torch.where(torch.arange(3) == 1, torch.inf, limits))
+    with pytest.raises(ValueError, match=r"constraints: expected costs of shape"):
+        step(loss, t, constraints=occ.Budgets(costs[:, :2], limits))
+    with pytest.raises(ValueError, match=r"constraints: costs are torch\.float32"):
+        step(loss, t, constraints=occ.Budgets(costs.float(), limits.float()))
+    bad = costs.clone()
+    bad[1, 2, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"budget 1, layer 1, state .*, action 0 is nan"):
+        step(loss, t, constraints=occ.Budgets(bad, limits))
+    with pytest.raises(ValueError, match="multipliers: expected numbers of at least 0"):
+        step.solve(loss, t, constraints=budgets, multipliers=-torch.ones(3).double())
+    with pytest.raises(ValueError, match="constraints: limits: expected a batch shape"):
+        step(torch.stack([loss] * 2), t, constraints=occ.Budgets(costs, torch.stack([limits] * 3)))
+
+
+def test_the_budgets_of_a_step_move_with_it():
+    step, loss, t, budgets = case()
+    own = occ.FTRLStep(step.mdp, step.regularizer, constraints=budgets)
+    assert torch.equal(own(loss, t), step(loss, t, constraints=budgets))
+    single = own.to(torch.float32)
+    assert single.constraints.costs.dtype == torch.float32
+    q = single(loss.float(), t).detach()
+    assert float(((budgets.costs.float() * q).sum((-2, -1)) - budgets.limits.float()).max()) < 1e-5

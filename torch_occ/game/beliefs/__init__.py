@@ -1,0 +1,6 @@
+"""Transitions that are not known: what trajectories tell about them, and how surely.
+
+counts             visit counts, the empirical transitions, and doubling epochs
+widths             confidence widths of the sources, and bonuses
+occupancy_bounds   upper occupancy bounds over a confidence set (Comp-UOB)
+"""

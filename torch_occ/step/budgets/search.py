@@ -1,0 +1,202 @@
+"""The multipliers of budgets, by Newton's method on the dual problem.
+
+For multipliers y >= 0, the budgets act on the step as an additional loss G'y. Let q(y) be the
+solution of the step without budgets for the loss L + G'y. The multipliers maximize
+
+    D(y) = min over q in Omega of ⟨q, L + G'y⟩ + psi_t(q) - ⟨y, h⟩,
+
+which is concave, with the derivatives
+
+    grad D = G q(y) - h,        hess D = - G Pi G',
+
+where -Pi is the derivative of q with respect to the loss (torch_occ.step.linearization). So one
+step on m multipliers needs q(y) and m solutions of a linear system that is factored once. Nothing
+else is added to the step.
+
+**Step.** The multipliers of the quadratic model that are best among y >= 0, by pivoting.
+**Step length.** D is concave, so its slope along a step decreases. If the slope at the end is
+negative and steep, the step is shortened. No function values are compared.
+**Infeasible budgets.** If no policy meets them, D is unbounded. Some y >= 0 then has
+min over q of ⟨G'y, q⟩ > ⟨y, h⟩, which proves it. Every iterate is tried as such a y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.step.budgets.limits import least_cost
+from torch_occ.step.solution import Solution, Status, over
+
+#: The largest number of Newton steps on the multipliers, and how often one is shortened.
+_STEPS, _SHORTENINGS = 100, 40
+#: Violations below this multiple of the rounding error are not reduced further.
+_NOISE = 8.0
+
+
+class Without(NamedTuple):
+    """The step without budgets, for plain tensors with the full batch shape."""
+
+    #: (loss `(*batch, S, A)`, start) -> solution, with a status per element
+    solve: Callable[[Tensor, Tensor], Solution]
+    #: (solution, x `(m, *batch, S, A)`) -> Pi x at the solution
+    respond: Callable[[Solution, Tensor], Tensor]
+
+
+class Found(NamedTuple):
+    """The solution with budgets."""
+
+    solution: Solution  # of the loss with the price of the budgets, with the status of the search
+    multipliers: Tensor  # (*batch, m)
+    certificate: Tensor  # (*batch, m), weights that prove that the budgets are infeasible
+
+
+def find_multipliers(
+    mdp: LayeredMDP,
+    without: Without,
+    loss: Tensor,
+    costs: Tensor,
+    limits: Tensor,
+    start: Tensor,
+    guess: Tensor,
+    tolerance: float,
+) -> Found:
+    """Solve the step with budgets for a batch; each element stops on its own.
+
+    Args:
+        loss: `(*batch, S, A)`, with the full batch shape.
+        costs: `(*batch, m, S, A)`, zero on masked pairs.
+        limits: `(*batch, m)`.
+        start: where the step without budgets starts, `(*batch, S, A)`.
+        guess: multipliers to start from, `(*batch, m)`, at least zero.
+        tolerance: the largest violation that counts as solved, relative to the terms of the sum
+            ⟨G_i, q⟩ - h_i.
+    """
+
+    def solve(y: Tensor, q: Tensor) -> tuple[Solution, Tensor]:
+        """Return the solution with the additional loss G'y, and G q - h."""
+        found = without.solve(loss + (costs * over(y, 2)).sum(-3), q)
+        return found, (costs * found.q.unsqueeze(-3)).sum((-2, -1)) - limits
+
+    rows = costs.movedim(-3, 0)  # (m, *batch, S, A)
+    y, eps = guess, torch.finfo(loss.dtype).eps
+    now, excess = solve(y, start)
+    steps = now.certificate[..., 1].clone()
+    status = torch.full(y.shape[:-1], Status.MAX_STEPS, device=y.device)
+    running = torch.ones_like(status, dtype=torch.bool)
+    certificate = torch.zeros_like(y)
+    patience, best = torch.full_like(status, 3), torch.full_like(loss[..., 0, 0], torch.inf)
+    for _ in range(_STEPS):
+        size = (costs.abs() * now.q.unsqueeze(-3)).sum((-2, -1)) + limits.abs()
+        error = (torch.where(y > 0, excess.abs(), excess.clamp(min=0)) / size).amax(-1)
+        # At the level of rounding errors, a step no longer improves. Two more tries are made.
+        patience = torch.where(error < 0.5 * best, 3, patience - 1)
+        best = torch.minimum(best, error)
+        solved = now.converged & (error <= tolerance)
+        done = running & solved & ((error <= _NOISE * eps) | (patience <= 0))
+        status = torch.where(done, Status.CONVERGED, status)
+        stuck = running & ~solved & ((patience < -_STEPS // 2) | ~error.isfinite())
+        status = torch.where(stuck, torch.where(now.converged, Status.STALLED, now.status), status)
+        running = running & ~done & ~stuck
+        impossible = running & _is_infeasible(mdp, costs, limits, y, excess, certificate, tolerance)
+        status = torch.where(impossible, Status.INFEASIBLE, status)
+        running = running & ~impossible
+        if not bool(running.any()):
+            break
+        response = without.respond(now, rows).movedim(0, -3)  # (*batch, m, S, A)
+        curvature = costs.flatten(-2) @ response.flatten(-2).mT
+        step = _best_multipliers(curvature, excess, y) - y
+        climb = (excess * step).sum(-1)
+        length = torch.where(running, 1.0, 0.0).to(y.dtype)
+        trial, after = now, excess
+        for _ in range(_SHORTENINGS):
+            trial, after = solve(y + over(length, 1) * step, now.q)
+            steps += torch.where(running, trial.certificate[..., 1], 0.0)
+            slope = (after * step).sum(-1)
+            far = running & (error > tolerance) & ~(slope >= -0.5 * climb)
+            far = far | (running & ~trial.converged & (length > 1e-12))
+            if not bool(far.any()):
+                break
+            ratio = (climb / (climb - slope)).nan_to_num(0.1).clamp(0.1, 0.5)
+            length = torch.where(far, length * ratio, length)
+        moved = over(running, 1)
+        y = torch.where(moved, (y + over(length, 1) * step).clamp(min=0), y)
+        now, excess = now.merge(trial, running), torch.where(moved, after, excess)
+    status = torch.where(~now.converged & (status == Status.CONVERGED), now.status, status)
+    numbers = torch.cat(
+        [status.to(loss).unsqueeze(-1), steps.unsqueeze(-1), now.certificate[..., 2:]], -1
+    )
+    return Found(now._replace(certificate=numbers), y, certificate)
+
+
+def _is_infeasible(
+    mdp: LayeredMDP,
+    costs: Tensor,
+    limits: Tensor,
+    y: Tensor,
+    excess: Tensor,
+    certificate: Tensor,
+    tolerance: float,
+) -> Tensor:
+    """Return whether y or the present violations prove that no policy meets the budgets.
+
+    The proof, with largest weight one, is written into `certificate`.
+    """
+    found = torch.zeros(y.shape[:-1], dtype=torch.bool, device=y.device)
+    for weights in (y, excess.clamp(min=0)):
+        largest = weights.amax(-1, keepdim=True)
+        weights = weights / torch.where(largest > 0, largest, 1.0)
+        weighted = (costs * over(weights, 2)).sum(-3)
+        least, allowed = least_cost(mdp, weighted), (weights * limits).sum(-1)
+        proved = least - allowed > tolerance * (least.abs() + allowed.abs())
+        certificate[proved & ~found] = weights[proved & ~found]
+        found = found | proved
+    return found
+
+
+def _best_multipliers(curvature: Tensor, excess: Tensor, y: Tensor) -> Tensor:
+    """Maximize ⟨excess, z - y⟩ - (z - y)' C (z - y) / 2 over z >= 0.
+
+    Block principal pivoting: guess which z are positive, solve for them, and exchange those that
+    violate a sign. If that cycles, only the last one is exchanged, which ends for certain.
+
+    Args:
+        curvature: C, `(*batch, m, m)`, symmetric and positive semidefinite.
+        excess: `(*batch, m)`.
+        y: `(*batch, m)`, at least zero.
+    """
+    m = y.shape[-1]
+    diagonal = curvature.diagonal(dim1=-2, dim2=-1)
+    # Scale to a unit diagonal, so that budgets in any unit are treated alike. The ridge makes
+    # budgets that say the same twice share their multiplier.
+    scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
+    eps = torch.finfo(y.dtype).eps
+    unit = torch.eye(m, dtype=y.dtype, device=y.device)
+    C = curvature * scale.unsqueeze(-1) * scale.unsqueeze(-2) + 16 * m * eps * unit
+    start = y / scale
+    target = excess * scale + (C @ start.unsqueeze(-1)).squeeze(-1)  # C z = target where z > 0
+    positive = (start > 0) | (excess > 0)
+    fewest = torch.full(y.shape[:-1], m + 1, device=y.device)
+    tries = torch.full_like(fewest, 3)
+    z = start
+    for _ in range(20 * m + 20):
+        both = positive.unsqueeze(-1) & positive.unsqueeze(-2)
+        matrix = torch.where(both, C, unit)
+        right = torch.where(positive, target, 0.0)
+        z = torch.linalg.solve_ex(matrix, right.unsqueeze(-1)).result.squeeze(-1)
+        slope = target - (C @ z.unsqueeze(-1)).squeeze(-1)
+        noise = 64 * eps * (target.abs() + (C.abs() @ z.abs().unsqueeze(-1)).squeeze(-1))
+        wrong = (positive & (z < 0)) | (~positive & (slope > noise))
+        count = wrong.sum(-1)
+        if not bool(count.any()):
+            break
+        better = count < fewest
+        tries = torch.where(better, 3, tries - 1)
+        fewest = torch.where(better, count, fewest)
+        last = wrong & (wrong.flip(-1).cumsum(-1).flip(-1) == 1)
+        positive = positive ^ torch.where(over(tries > 0, 1), wrong, last)
+    return z.clamp(min=0) * scale
