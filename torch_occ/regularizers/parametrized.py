@@ -87,13 +87,17 @@ class Parametrized(nn.Module):
         """Return the number of event dimensions; the dimensions before them are the batch."""
         return self._event_dims[name]
 
+    def place(self, name: str) -> Place | None:
+        """Return the place of an own parameter; None for a scalar."""
+        return self._places.get(name)
+
     def places(self) -> dict[str, Place]:
         """Return the places of the parameters that have one, by name; submodules included."""
         return {
             f"{path}.{name}" if path else name: place
-            for path, module in self.named_modules()
-            if isinstance(module, Parametrized)
-            for name, place in module._places.items()
+            for path, owner in self.named_modules()
+            if isinstance(owner, Parametrized)
+            for name, place in owner._places.items()
         }
 
     def check_places(self, mdp: LayeredMDP) -> None:

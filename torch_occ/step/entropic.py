@@ -67,10 +67,8 @@ class Entropy(NamedTuple):
 
 def is_entropy(regularizer: Regularizer) -> bool:
     """Return whether psi_t has the form above, for all parameters and every t."""
-    if regularizer.places():  # then w depends on the pair
-        return False
-    for leaf in regularizer.leaves():
-        if not isinstance(leaf, TabularRegularizer):
+    for leaf in regularizer.leaves():  # with a place, w may depend on the pair
+        if not isinstance(leaf, TabularRegularizer) or regularizer.places():
             return False
         weights = {"pair": 0.0, "state": 0.0}
         for term in leaf.table():
@@ -97,9 +95,9 @@ def entropy_at(regularizer: Regularizer, t: Tensor) -> Entropy:
                 "make a new FTRLStep(mdp, regularizer)"
             )
         terms += part.constant(weight)[0].terms
-    weights = [fit(torch.as_tensor(term.weight).to(t), 0) for term in terms]
-    arguments = [term.argument for term in terms]
-    return entropy_of(list(zip(arguments, weights, strict=True)))
+    return entropy_of(
+        [(term.argument, fit(torch.as_tensor(term.weight).to(t), 0)) for term in terms]
+    )
 
 
 def entropy_of(terms: Sequence[tuple[str, Tensor]]) -> Entropy:

@@ -159,7 +159,7 @@ def slots_of(regularizer: Regularizer) -> list[tuple[dict[str, Any], str]]:
 def places_of(regularizer: Regularizer) -> list[Place | None]:
     """Return the place of each parameter, in the order of `slots_of`; None for a scalar."""
     return [
-        module._places.get(name) if isinstance(module, Parametrized) else None
+        module.place(name) if isinstance(module, Parametrized) else None
         for module in regularizer.modules()
         for name in own_parameter_names(module)
     ]
