@@ -93,6 +93,7 @@ from torch_occ.game.learners.base import Learner as Learner
 from torch_occ.game.learners.counting import CountingLearner as CountingLearner
 from torch_occ.game.learners.ftrl import FTRL as FTRL
 from torch_occ.game.learners.unknown import UnknownFTRL as UnknownFTRL
+from torch_occ.game.learners.uob_reps import UOBREPS as UOBREPS
 from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy
 from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
@@ -140,6 +141,10 @@ from torch_occ.tuning.metagradients import run_gradients as run_gradients
 
 # The paper, executable
 from torch_occ import theory as theory
+
+# The least regret of any learner
+from torch_occ.theory.limits.graves_lai import LowerBound as LowerBound
+from torch_occ.theory.limits.graves_lai import lower_bound as lower_bound
 
 # Sweeps over many games
 from torch_occ.sweeps.cells import Failure as Failure
