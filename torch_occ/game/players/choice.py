@@ -15,11 +15,13 @@ from torch_occ.game.learners.euler import EULER, StrongEuler
 from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.learners.psrl import PSRL
 from torch_occ.game.learners.ucbvi import UCBVI
+from torch_occ.game.learners.unknown import UnknownFTRL
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.baselines import EmpiricalPlayer
 from torch_occ.game.players.engine import EnginePlayer
 from torch_occ.game.players.ftrl import FTRLPlayer
 from torch_occ.game.players.planning import OptimisticPlayer, PosteriorPlayer
+from torch_occ.game.players.unknown import UnknownPlayer
 from torch_occ.mdp.layered import LayeredMDP
 
 PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
@@ -27,6 +29,7 @@ PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
     FollowTheLeader: EmpiricalPlayer,
     OptimisticValueIteration: EmpiricalPlayer,
     FTRL: FTRLPlayer,
+    UnknownFTRL: UnknownPlayer,
     UCBVI: OptimisticPlayer,
     EULER: OptimisticPlayer,
     StrongEuler: OptimisticPlayer,
