@@ -211,9 +211,10 @@ def tabulate(values: list[Any], batch: torch.Size, pairs: torch.Size) -> Floats:
         pairs: `(S, A)`, or `ONE` if every array has one number per problem.
 
     Returns:
-        `(2, N or 1, K)`, or `(2, N or 1, K * S * A)` with one number per pair.
+        `(2, N or 1, K)`, or `(2, N or 1, K * S * A)` with one number per pair; 1 if the batch
+        shares them.
     """
-    if not batch and pairs is ONE:
+    if pairs is ONE and (not batch or all(type(x) is float for x in values)):
         return np.array(values).reshape(2, 1, -1)
     table = np.array([np.broadcast_to(x, (*batch, *pairs)).ravel() for x in values])
     count = len(values) // 2
