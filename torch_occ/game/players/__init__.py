@@ -5,5 +5,6 @@ choice        which learners have a compiled player
 engine        what compiled players share; the player of a fixed policy
 ftrl          the compiled player of FTRL
 baselines     the compiled player of learners that plan with averages
+indices       the compiled player of KL-UCB and Thompson sampling
 planning      the compiled players of learners that plan with estimated transitions
 """
