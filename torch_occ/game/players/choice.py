@@ -17,12 +17,14 @@ from torch_occ.game.learners.kl_ucb import KLUCB
 from torch_occ.game.learners.psrl import PSRL
 from torch_occ.game.learners.thompson import Thompson
 from torch_occ.game.learners.ucbvi import UCBVI
+from torch_occ.game.learners.unknown import UnknownFTRL
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.baselines import EmpiricalPlayer
 from torch_occ.game.players.engine import EnginePlayer
 from torch_occ.game.players.ftrl import FTRLPlayer
 from torch_occ.game.players.indices import IndexPlayer
 from torch_occ.game.players.planning import OptimisticPlayer, PosteriorPlayer
+from torch_occ.game.players.unknown import UnknownPlayer
 from torch_occ.mdp.layered import LayeredMDP
 
 PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
@@ -32,6 +34,7 @@ PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
     KLUCB: IndexPlayer,
     Thompson: IndexPlayer,
     FTRL: FTRLPlayer,
+    UnknownFTRL: UnknownPlayer,
     UCBVI: OptimisticPlayer,
     EULER: OptimisticPlayer,
     StrongEuler: OptimisticPlayer,
