@@ -2,6 +2,8 @@
 
 ftrl           FTRLStep, the module that users call
 checks         checks of the arguments, and their error messages
+operator       the step as an operator of torch, for torch.compile and torch.export
+surroundings   other number types, autocast and inference mode around a step
 problem        the checked arguments of a step, as the torch path needs them
 solution       the result of a solve: the minimizer, its certificate, its status
 newton         damped Newton iterations, and a certificate per batch element
