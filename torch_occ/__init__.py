@@ -51,6 +51,8 @@ from torch_occ.step.budgets.limits import Budgets as Budgets
 from torch_occ.step.budgets.limits import InfeasibleError as InfeasibleError
 from torch_occ.step.ftrl import FTRLStep as FTRLStep
 from torch_occ.step.checks import SolveError as SolveError
+from torch_occ.step.projection.module import KLProjection as KLProjection
+from torch_occ.step.projection.module import Projection as Projection
 
 # Losses for learning
 from torch_occ.learning.fenchel_young import fenchel_young_loss as fenchel_young_loss
@@ -85,9 +87,15 @@ from torch_occ.game.beliefs.occupancy_bounds import upper_occupancy as upper_occ
 from torch_occ.game.learners.base import Learner as Learner
 from torch_occ.game.learners.counting import CountingLearner as CountingLearner
 from torch_occ.game.learners.ftrl import FTRL as FTRL
+from torch_occ.game.learners.unknown import UnknownFTRL as UnknownFTRL
+from torch_occ.game.learners.uob_reps import UOBREPS as UOBREPS
 from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy
 from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
+from torch_occ.game.learners.ucbvi import UCBVI as UCBVI
+from torch_occ.game.learners.euler import EULER as EULER
+from torch_occ.game.learners.euler import StrongEuler as StrongEuler
+from torch_occ.game.learners.psrl import PSRL as PSRL
 from torch_occ.game.callbacks import Callback as Callback
 from torch_occ.game.callbacks import ProgressBar as ProgressBar
 from torch_occ.game.callbacks import TensorBoard as TensorBoard
@@ -128,6 +136,10 @@ from torch_occ.tuning.metagradients import run_gradients as run_gradients
 
 # The paper, executable
 from torch_occ import theory as theory
+
+# The least regret of any learner
+from torch_occ.theory.limits.graves_lai import LowerBound as LowerBound
+from torch_occ.theory.limits.graves_lai import lower_bound as lower_bound
 
 # Sweeps over many games
 from torch_occ.sweeps.cells import Failure as Failure

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from beliefs import trajectories
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
@@ -33,6 +34,13 @@ class Softmax(occ.CountingLearner):
 #: Learners that do not know the transitions, by name. Those of the package belong here, too.
 BLIND = {
     "a user's": Softmax,
+    "plug-in": lambda mdp: occ.UnknownFTRL(mdp, occ.jin_luo(mdp, beta=1.0)),
+    "practical": occ.UnknownFTRL.practical,
+    "jin_huang_luo": lambda mdp: occ.UnknownFTRL.jin_huang_luo(mdp, EPISODES),
+    "full information": lambda mdp: occ.UnknownFTRL.jin_huang_luo(
+        mdp, EPISODES, full_information=True
+    ),
+    "uob-reps": lambda mdp: occ.UOBREPS(mdp, EPISODES),
 }
 
 
@@ -56,18 +64,6 @@ class Policies(occ.Callback):
             learn(t, q, feedback)
 
         learner.propose_policy, learner.observe = propose_policy, observe
-
-
-def trajectories(mdp, t, n):
-    """Some trajectory of n runs."""
-    generator = torch.Generator().manual_seed(t)
-    states = [torch.randint(s.start, s.stop, (n,), generator=generator) for s in mdp.layer_slices]
-    rows = torch.stack(states, -1)
-    weights = mdp.actions[rows].double() + 0.0
-    actions = torch.multinomial(weights.flatten(0, 1), 1, generator=generator).view_as(rows)
-    losses = torch.rand(n, mdp.horizon, dtype=torch.float64, generator=generator)
-    table = torch.rand(n, *mdp.actions.shape, dtype=torch.float64, generator=generator)
-    return occ.Feedback(rows, actions, losses, table)
 
 
 @pytest.mark.parametrize("name", BLIND)

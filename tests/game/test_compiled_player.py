@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from games import check_same_game
 from zoo import PROBLEMS, REGULARIZERS, Kept, random_loss, refused_by_the_engine
 
 import torch_occ as occ
@@ -101,43 +102,15 @@ BASELINES = {
 )
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_a_baseline_plays_the_same_game(baseline, game):
-    check_baseline(MDP, BASELINES[baseline], GAMES[game][1], 300)
+    check_same_game(MDP, BASELINES[baseline], GAMES[game][1], 300)
 
 
 @pytest.mark.parametrize("problem", ["masked", "contexts", "layers"])
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_a_baseline_plays_the_same_game_in_any_mdp(baseline, problem):
     mdp = PROBLEMS[problem]().mdp
-    check_baseline(mdp, BASELINES[baseline], occ.BernoulliLosses(random_loss(mdp, seed=3)), 100)
-    check_baseline(mdp, BASELINES[baseline], occ.GreedyAdversary(), 100)
-
-
-def check_baseline(mdp, build, losses, episodes):
-    """Plans are discrete, so rounding is not amplified: trajectories and states are the same."""
-    learner, kept = build(mdp), (Kept(), Kept())
-    expected, found = (
-        occ.simulate(mdp, learner, losses, episodes, [0, 7], backend=backend, callbacks=[keep])
-        for keep, backend in zip(kept, ("torch", "engine"), strict=True)
-    )
-    assert (expected.backend, found.backend) == ("torch", "engine")
-    for name in (
-        "regret",
-        "realised_regret",
-        "comparator",
-        "corruption",
-        "newton_steps",
-        "cumulative_occupancy",
-        "total_mean",
-        "last_q",
-    ):
-        torch.testing.assert_close(
-            getattr(found, name), getattr(expected, name), rtol=0, atol=1e-10
-        )
-    states = [keep.learner.state for keep in kept]
-    assert states[0].keys() == states[1].keys()
-    assert bool(states[0]) != isinstance(learner, occ.FixedPolicy)
-    for name, value in states[0].items():
-        torch.testing.assert_close(states[1][name], value, rtol=0, atol=1e-12)
+    check_same_game(mdp, BASELINES[baseline], occ.BernoulliLosses(random_loss(mdp, seed=3)), 100)
+    check_same_game(mdp, BASELINES[baseline], occ.GreedyAdversary(), 100)
 
 
 def test_ucb1_is_the_index_of_auer_and_others():

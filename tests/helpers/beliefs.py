@@ -1,4 +1,4 @@
-"""Random counts, beliefs and policies."""
+"""Random counts, beliefs, policies and trajectories."""
 
 import torch
 
@@ -27,3 +27,15 @@ def random_policy(mdp, seed=0, batch=()):
     weights = torch.rand(*batch, *mdp.actions.shape, dtype=torch.float64, generator=generator)
     weights = torch.where(mdp.actions, weights**3, 0.0)
     return weights / weights.sum(-1, keepdim=True)
+
+
+def trajectories(mdp, t, n):
+    """Some trajectory of n runs."""
+    generator = torch.Generator().manual_seed(t)
+    states = [torch.randint(s.start, s.stop, (n,), generator=generator) for s in mdp.layer_slices]
+    rows = torch.stack(states, -1)
+    weights = mdp.actions[rows].double() + 0.0
+    actions = torch.multinomial(weights.flatten(0, 1), 1, generator=generator).view_as(rows)
+    losses = torch.rand(n, mdp.horizon, dtype=torch.float64, generator=generator)
+    table = torch.rand(n, *mdp.actions.shape, dtype=torch.float64, generator=generator)
+    return occ.Feedback(rows, actions, losses, table)

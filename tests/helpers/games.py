@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import ClassVar
 
 import torch
-from zoo import PROBLEMS, random_loss
+from zoo import PROBLEMS, Kept, random_loss
 
 import torch_occ as occ
 
@@ -46,3 +46,34 @@ def endless(path, backend, episodes, *callbacks):
     learner = occ.FTRL(mdp, occ.jin_luo(mdp))
     options = {"backend": backend, "save_to": path, "save_every": 1e9, "callbacks": callbacks}
     return occ.simulate(mdp, learner, losses, episodes, range(3), checkpoints=[100], **options)
+
+
+def check_same_game(mdp, build, losses, episodes):
+    """Both backends play the same game with a learner that plays deterministic policies.
+
+    Plans are discrete, so rounding is not amplified: trajectories and states are the same.
+    """
+    learner, kept = build(mdp), (Kept(), Kept())
+    expected, found = (
+        occ.simulate(mdp, learner, losses, episodes, [0, 7], backend=backend, callbacks=[keep])
+        for keep, backend in zip(kept, ("torch", "engine"), strict=True)
+    )
+    assert (expected.backend, found.backend) == ("torch", "engine")
+    for name in (
+        "regret",
+        "realised_regret",
+        "comparator",
+        "corruption",
+        "newton_steps",
+        "cumulative_occupancy",
+        "total_mean",
+        "last_q",
+    ):
+        torch.testing.assert_close(
+            getattr(found, name), getattr(expected, name), rtol=0, atol=1e-10
+        )
+    states = [keep.learner.state for keep in kept]
+    assert states[0].keys() == states[1].keys()
+    assert bool(states[0]) != isinstance(learner, occ.FixedPolicy)
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=0, atol=1e-12)

@@ -21,7 +21,8 @@ def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> 
     Raises:
         TypeError: if one of them is something else.
         ValueError: if the learner is for another MDP or another layout, the noise is not a known
-            kind, the stride is not a positive integer, or there are not enough losses.
+            kind, the stride is not a positive integer, there are not enough losses, or the learner
+            was made for fewer episodes.
     """
     if not isinstance(learner, Learner):
         raise TypeError(f"learner: expected an occ.Learner, for example occ.FTRL, {_got(learner)}")
@@ -34,6 +35,12 @@ def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> 
             f"learner: {type(learner).__name__} has no mdp; call super().__init__(mdp) in __init__"
         )
     _check_learner(mdp, learner)
+    if learner.max_episodes is not None and episodes > learner.max_episodes:
+        raise ValueError(
+            f"episodes: {type(learner).__name__} was made for {learner.max_episodes} episodes, but "
+            f"{episodes} were asked for; its confidence level does not hold beyond. Make it with "
+            f"episodes={episodes}"
+        )
     if type(losses).draw is LossProcess.draw:
         check_noise(losses.noise)
     if not isinstance(losses.stride, int) or losses.stride < 1:
@@ -43,6 +50,11 @@ def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> 
     if losses.length is not None and losses.length < episodes:
         raise ValueError(
             f"losses: the table has {losses.length} episodes, but {episodes} were asked for"
+        )
+    if learner.episodes is not None and learner.episodes < episodes:
+        raise ValueError(
+            f"learner: {type(learner).__name__} was made for {learner.episodes} episodes, but "
+            f"{episodes} were asked for; make it with episodes={episodes}"
         )
 
 

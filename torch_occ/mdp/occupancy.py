@@ -228,10 +228,15 @@ def cheapest(mdp: LayeredMDP, Q: Tensor) -> Tensor:
     Numbers below 1 are compared absolutely, since losses are of that size. Q is infinite on masked
     pairs.
     """
+    return cheapest_of(mdp.actions, Q)
+
+
+def cheapest_of(actions: Tensor, Q: Tensor) -> Tensor:
+    """`cheapest` for some states only, with their actions `(*batch, S_k, A)`."""
     best = Q.amin(-1, keepdim=True)
     # If the smallest Q is -inf, it is tied with itself.
     limit = best + tie_in(Q.dtype) * best.abs().clamp(1.0, torch.finfo(Q.dtype).max)
-    return _first(mdp.actions & (limit >= Q)).to(Q.dtype)
+    return _first(actions & (limit >= Q)).to(Q.dtype)
 
 
 def _first(true: Tensor) -> Tensor:

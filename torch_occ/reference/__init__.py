@@ -1,8 +1,9 @@
 """The FTRL step in cvxpy and cvxpylayers, and a comparison with torch_occ by residuals.
 
-comparison    torch_occ and cvxpylayers on the same problem: q and all gradients
-cvxpy_layer   the problem in cvxpy, and as a layer of cvxpylayers
-judging       residuals of the equations that a correct answer satisfies
+comparison        torch_occ and cvxpylayers on the same problem: q and all gradients
+cvxpy_layer       the problem in cvxpy, and as a layer of cvxpylayers
+cvxpy_projection  the Kullback-Leibler projection in cvxpy
+judging           residuals of the equations that a correct answer satisfies
 """
 
 from torch_occ.reference.comparison import ask as ask
@@ -22,6 +23,7 @@ from torch_occ.reference.cvxpy_layer import largest as largest
 from torch_occ.reference.cvxpy_layer import solve_cvxpy as solve_cvxpy
 from torch_occ.reference.cvxpy_layer import spread as spread
 from torch_occ.reference.cvxpy_layer import state_in_cvxpy as state_in_cvxpy
+from torch_occ.reference.cvxpy_projection import project_cvxpy as project_cvxpy
 from torch_occ.reference.judging import Answer as Answer
 from torch_occ.reference.judging import Comparison as Comparison
 from torch_occ.reference.judging import Equations as Equations

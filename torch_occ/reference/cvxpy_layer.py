@@ -129,8 +129,8 @@ def state_in_cvxpy(
         The problem, its variable q over the N existing pairs, and its parameters: the loss, and one
         weight per atom.
     """
-    cp = _require("cvxpy")
-    scipy = _require("scipy.sparse")
+    cp = require("cvxpy")
+    scipy = require("scipy.sparse")
     E, b = flow_constraints(mdp)
     state = mdp.actions.nonzero()[:, 0]
     flows = scipy.csr_array((E.values().numpy(), tuple(E.indices().numpy())), shape=tuple(E.shape))
@@ -170,7 +170,8 @@ def state_in_cvxpy(
     )
 
 
-def _clarabel(tolerance: float) -> dict[str, float]:
+def clarabel(tolerance: float) -> dict[str, float]:
+    """The options of Clarabel for one tolerance."""
     return dict.fromkeys(("tol_gap_abs", "tol_gap_rel", "tol_feas"), tolerance)
 
 
@@ -205,7 +206,7 @@ def solve_cvxpy(
         # If Clarabel cannot certify the digits asked for, it returns its best point, and cvxpy
         # warns.
         warnings.filterwarnings("ignore", "Solution may be inaccurate", UserWarning)
-        problem.solve(**({"solver": "CLARABEL", **_clarabel(1e-14)} | options))
+        problem.solve(**({"solver": "CLARABEL", **clarabel(1e-14)} | options))
     # cvxpy adds y'(E q - b) to the objective, so v = -y.
     return spread(mdp, torch.as_tensor(q.value)), -scale * torch.as_tensor(
         problem.constraints[0].dual_value
@@ -265,7 +266,7 @@ ACCURATE_SCS = Settings(
 )
 ACCURATE_CLARABEL = Settings(
     "accurate Clarabel",
-    {"solve_method": "Clarabel", **_clarabel(1e-12)},
+    {"solve_method": "Clarabel", **clarabel(1e-12)},
     mode="dense",
     normalize=True,
 )
@@ -291,7 +292,7 @@ class CvxpyLayer(Frozen):
         self.mdp, self.regularizer, self.settings = mdp, regularizer, settings
         self.atoms = list(atoms(regularizer, 1.0))
         problem, q, parameters = state_in_cvxpy(mdp, self.atoms)
-        layer = _require("cvxpylayers.torch").CvxpyLayer
+        layer = require("cvxpylayers.torch").CvxpyLayer
         self.layer = layer(
             problem, parameters, [q], solver=settings.solver, solver_args=dict(settings.arguments)
         )
@@ -315,6 +316,7 @@ class CvxpyLayer(Frozen):
         return spread(self.mdp, q)
 
 
-def _require(module: str) -> Any:
+def require(module: str) -> Any:
+    """Import an optional package; the error says how to install it."""
     with extra("reference", f"torch_occ.reference needs {module.partition('.')[0]}"):
         return import_module(module)

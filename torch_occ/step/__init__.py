@@ -14,6 +14,7 @@ kkt            the linear system of a Newton step
 states         the blocks of that system: one state, with its actions eliminated
 iterative      conjugate gradients for that system, for wide and sparse MDPs
 linearization  first and second derivatives of the step with respect to the loss
+projection     the Kullback-Leibler projection onto q(s,a,s') under transition bounds
 budgets        the step with limits on expected costs
 compiled       the step in compiled kernels
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,15 +11,15 @@ from torch import Tensor
 from torch_occ._support.private import forward_modes
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.validation import broadcast
-from torch_occ.step.solution import Solution, Status
+from torch_occ.step.solution import Certified, Status
 
 
 class SolveError(RuntimeError):
     """Raised when a step could not be certified. `solution` holds the uncertified result."""
 
-    def __init__(self, message: str, solution: Solution) -> None:
+    def __init__(self, message: str, solution: Certified) -> None:
         super().__init__(message)
-        self.solution = solution
+        self.solution: Any = solution  # a Solution or a Projection
 
 
 def check_arguments(
@@ -208,8 +209,8 @@ def place_of(mdp: LayeredMDP, index: Tensor) -> str:
     return f"{element}{mdp.locate(state)}, action {action}"
 
 
-def report(check: bool, solution: Solution) -> None:
-    """Report failed elements of a solution if `check` is set.
+def report(check: bool, solution: Certified, what: str = "the FTRL step") -> None:
+    """Report failed elements of a solution if `check` is set; `what` names the problem.
 
     Raises:
         SolveError: if an element failed; the message lists the first five.
@@ -220,14 +221,14 @@ def report(check: bool, solution: Solution) -> None:
     lines = []
     for index in failed[:5]:
         status = Status(int(solution.status[tuple(index)]))
-        element = f"batch element {tuple(index.tolist())}" if len(index) else "the step"
+        element = f"batch element {tuple(index.tolist())}" if len(index) else what
         lines.append(
             f"{element}: {status.name} after {int(solution.steps[tuple(index)])} Newton steps, "
             f"dual residual {float(solution.dual_residual[tuple(index)]):.1e}: {status.advice}"
         )
     more = f"\n... and {len(failed) - 5} more" if len(failed) > 5 else ""
     raise SolveError(
-        "the FTRL step was not solved; step.solve(..., check=False) returns statuses instead\n"
+        f"{what} was not solved; solve(..., check=False) returns statuses instead\n"
         + "\n".join(lines)
         + more,
         solution,

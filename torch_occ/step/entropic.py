@@ -272,7 +272,7 @@ class Settled(torch.autograd.Function):
         task: Task,
         *tensors: Tensor,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        outputs = Settled.apply(task, *_in_front(info.batch_size, in_dims[1:], tensors))
+        outputs = Settled.apply(task, *in_front(info.batch_size, in_dims[1:], tensors))
         return outputs, (0,) * len(outputs)
 
 
@@ -306,10 +306,10 @@ class Poisoned(torch.autograd.Function):
         x: Tensor,
         certificate: Tensor,
     ) -> tuple[Tensor, int]:
-        return Poisoned.apply(*_in_front(info.batch_size, in_dims, (x, certificate))), 0
+        return Poisoned.apply(*in_front(info.batch_size, in_dims, (x, certificate))), 0
 
 
-def _in_front(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
+def in_front(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Move the dimension of a `vmap` to the front of every tensor, or expand it there."""
     pairs = zip(tensors, dims, strict=True)
     return [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in pairs]

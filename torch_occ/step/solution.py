@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -135,6 +135,19 @@ class Solution(NamedTuple):
             for mine, theirs in zip(self[:3], other[:3], strict=True)
         )
         return Solution(q, value, certificate, self.backend)
+
+
+class Certified(Protocol):
+    """A result with a status per batch element, `(*batch,)`."""
+
+    @property
+    def status(self) -> Tensor: ...
+
+    @property
+    def steps(self) -> Tensor: ...
+
+    @property
+    def dual_residual(self) -> Tensor: ...
 
 
 def over(x: Tensor, event_dims: int) -> Tensor:

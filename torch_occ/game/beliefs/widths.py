@@ -57,10 +57,13 @@ class Widths:
     Args:
         source: a row of `SOURCES`, or your own constants.
         iota: one number per layer.
+        episodes: T.
     """
 
     source: Source
     iota: tuple[float, ...]
+    #: The number of episodes for which the widths hold; None if they promise nothing.
+    episodes: int | None = None
 
     @classmethod
     def of(
@@ -96,9 +99,8 @@ class Widths:
             raise ValueError(f"delta: the widths of {name} need a number in (0, 1), got {delta}")
         base = math.log(episodes) + math.log(mdp.num_pairs) - math.log(delta)
         sizes = (*mdp.layer_sizes[1:], 1)
-        return cls(
-            source, tuple(base + (math.log(2 * n) if source.two_sided else 0.0) for n in sizes)
-        )
+        iota = tuple(base + (math.log(2 * n) if source.two_sided else 0.0) for n in sizes)
+        return cls(source, iota, episodes)
 
     def __call__(self, mdp: LayeredMDP, transitions: Sequence[Tensor], visits: Tensor) -> Table:
         """B(s, a, s'), one tensor `(*batch, S_k, A, S_{k+1})` per layer.

@@ -3,6 +3,13 @@
 base       what a learner is
 counting   what learners share that do not know the transitions: counts and epochs
 ftrl       follow the regularized leader
+unknown    FTRL for unknown transitions
+uob_reps   UOB-REPS: mirror descent over a confidence set of transitions
 baselines  a fixed policy, and learners that plan with averages
+planning   bonuses, and backward induction with lower and upper values
+optimism   what learners share that plan with estimated transitions
+ucbvi      UCBVI with its two printed bonuses and a sharper one
+euler      EULER and StrongEuler
+psrl       posterior sampling
 sampling   Gamma and Beta variates for learners that sample
 """

@@ -11,11 +11,17 @@ from torch_occ.game.learners.baselines import (
     FollowTheLeader,
     OptimisticValueIteration,
 )
+from torch_occ.game.learners.euler import EULER, StrongEuler
 from torch_occ.game.learners.ftrl import FTRL
+from torch_occ.game.learners.psrl import PSRL
+from torch_occ.game.learners.ucbvi import UCBVI
+from torch_occ.game.learners.unknown import UnknownFTRL
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.baselines import EmpiricalPlayer
 from torch_occ.game.players.engine import EnginePlayer
 from torch_occ.game.players.ftrl import FTRLPlayer
+from torch_occ.game.players.planning import OptimisticPlayer, PosteriorPlayer
+from torch_occ.game.players.unknown import UnknownPlayer
 from torch_occ.mdp.layered import LayeredMDP
 
 PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
@@ -23,6 +29,11 @@ PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
     FollowTheLeader: EmpiricalPlayer,
     OptimisticValueIteration: EmpiricalPlayer,
     FTRL: FTRLPlayer,
+    UnknownFTRL: UnknownPlayer,
+    UCBVI: OptimisticPlayer,
+    EULER: OptimisticPlayer,
+    StrongEuler: OptimisticPlayer,
+    PSRL: PosteriorPlayer,
 }
 
 

@@ -1,0 +1,124 @@
+"""The compiled players of learners that plan with estimated transitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_occ.game.learners.base import Learner
+from torch_occ.game.learners.euler import EULER, StrongEuler
+from torch_occ.game.learners.optimism import OptimisticLearner
+from torch_occ.game.learners.ucbvi import UCBVI
+from torch_occ.game.losses import LossProcess
+from torch_occ.game.players.engine import EnginePlayer, OverTime
+from torch_occ.kernels.layout import Floats, make_work
+from torch_occ.kernels.play import planning
+from torch_occ.kernels.play.episodes import Tally
+from torch_occ.kernels.play.planning import Planner, entries, play_planner
+from torch_occ.kernels.play.posterior import Posterior, play_posterior
+from torch_occ.mdp.layered import LayeredMDP
+
+if TYPE_CHECKING:
+    from torch_occ.game.simulation import Simulation
+
+_UCBVI = {
+    "hoeffding": planning.UCBVI_HOEFFDING,
+    "bernstein": planning.UCBVI_BERNSTEIN,
+    "sharp": planning.SHARP_HOEFFDING,
+}
+
+
+class CountingPlayer(EnginePlayer):
+    """What the players here share: visits, counts and sums of losses."""
+
+    def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
+        super().__init__(mdp, learner, losses)
+        self.entry = entries(self.model)
+
+    def memory(self, count: int) -> tuple[Tensor, Tensor]:
+        losses = self.learner.state["losses"]
+        return torch.zeros_like(losses), losses
+
+    def rows(self, name: str) -> Floats:
+        """A tensor of the learner's state, one row per seed; kernels change it in place."""
+        return self.learner.state[name].flatten(1).numpy()
+
+
+class OptimisticPlayer(CountingPlayer):
+    """Plays `UCBVI`, `EULER` and `StrongEuler`."""
+
+    def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
+        assert isinstance(learner, OptimisticLearner)
+        super().__init__(mdp, learner, losses)
+        self.optimist = learner
+        self.logs = OverTime(learner.log)
+        self.corruption = 0.0
+        if isinstance(learner, UCBVI):
+            self.bonus, self.corruption = _UCBVI[learner.kind], learner.corruption
+        else:
+            codes = {EULER: planning.EULER, StrongEuler: planning.STRONG_EULER}
+            self.bonus = codes[type(learner)]
+
+    def prepare(
+        self, run: Simulation, t: range, tables: Tensor | None
+    ) -> Callable[[int, Floats, Floats, Tally], None]:
+        learner, mdp = self.optimist, self.optimist.mdp
+        rules, logs = self.rules(run.losses.noise, t), self.logs(t.start, t.stop)
+        visits, counts = self.rows("visits"), self.rows("counts")
+        lower = self.rows("lower") if learner.monotone else None
+        settings = (learner.monotone, float(learner.floor), float(self.corruption))
+        size = (float(mdp.num_states), float(mdp.num_actions))
+
+        def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
+            bounds = np.zeros((2, visits.shape[1]))
+            if lower is not None:
+                bounds[planning.LOWER] = lower[seed]
+            planner = Planner(
+                self.bonus,
+                *settings,
+                *size,
+                visits[seed],
+                counts[seed],
+                self.entry,
+                bounds,
+                np.zeros((3, mdp.num_states)),
+            )
+            play_planner(
+                self.model, planner, logs, means, numbers, rules, tally, make_work(self.model)
+            )
+            if lower is not None:
+                lower[seed] = bounds[planning.LOWER]
+
+        return play_seed
+
+
+class PosteriorPlayer(CountingPlayer):
+    """Plays `PSRL`."""
+
+    def prepare(
+        self, run: Simulation, t: range, tables: Tensor | None
+    ) -> Callable[[int, Floats, Floats, Tally], None]:
+        rules, visits, counts = self.rules(run.losses.noise, t), *map(self.rows, _SEEN)
+
+        def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
+            posterior = Posterior(
+                run.seeds[seed],
+                visits[seed],
+                counts[seed],
+                self.entry,
+                np.zeros(visits.shape[1]),
+                np.zeros(visits.shape[1] // self.model.num_actions),
+            )
+            play_posterior(
+                self.model, posterior, run.t, means, numbers, rules, tally, make_work(self.model)
+            )
+
+        return play_seed
+
+
+#: The state of the learner that its kernel changes, besides the losses.
+_SEEN = ("visits", "counts")
