@@ -2,8 +2,6 @@
 
 ftrl           FTRLStep, the module that users call
 checks         checks of the arguments, and their error messages
-operator       the step as an operator of torch, for torch.compile and torch.export
-surroundings   other number types, autocast and inference mode around a step
 problem        the checked arguments of a step, as the torch path needs them
 solution       the result of a solve: the minimizer, its certificate, its status
 newton         damped Newton iterations, and a certificate per batch element
@@ -16,5 +14,6 @@ iterative      conjugate gradients for that system, for wide and sparse MDPs
 linearization  first and second derivatives of the step with respect to the loss
 projection     the Kullback-Leibler projection onto q(s,a,s') under transition bounds
 budgets        the step with limits on expected costs
+network        the step inside a network: torch.compile, other number types, autocast
 compiled       the step in compiled kernels
 """

@@ -36,10 +36,10 @@ from torch_occ.step.checks import (
 )
 from torch_occ.step.entropic import Entropy, Task, entropy_at, is_entropy, solve_entropic
 from torch_occ.step.implicit import ImplicitSolution, Setting, Stationarity
-from torch_occ.step.operator import enroll, solve_in_graph
+from torch_occ.step.network.operator import enroll, solve_in_graph
+from torch_occ.step.network.surroundings import autocasts, promote, solve_plainly
 from torch_occ.step.problem import Problem, with_rank
 from torch_occ.step.solution import Options, Solution
-from torch_occ.step.surroundings import autocasts, promote, solve_plainly
 
 if TYPE_CHECKING:
     from torch_occ.step.compiled.solving import CompiledStep
