@@ -22,6 +22,7 @@ LEARNERS = {
     "euler": occ.EULER,
     "strong": occ.StrongEuler,
     "psrl": occ.PSRL,
+    "layers": lambda mdp: occ.MultiLayerUCBVI(mdp, 9000),
 }
 GAMES = {
     "bernoulli": occ.BernoulliLosses(MEAN),
@@ -188,6 +189,31 @@ def test_known_corruption_keeps_the_bounds_valid():
     assert bool(broken[0.0].any())
 
 
+def test_slow_layers_keep_the_optimal_actions():
+    """With C = 100, no layer with 2^r >= C excludes them; a layer that is not told of C does."""
+    bandit = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
+    mean = torch.tensor([[0.1, 0.9]], dtype=torch.float64)
+    losses = occ.Corrupted(occ.BernoulliLosses(mean), 100.0, "targeted", target=mean)
+    learner, kept = occ.MultiLayerUCBVI(bandit, 20_000), Kept()
+    assert learner.layers == 15
+    history = occ.simulate(bandit, learner, losses, 20_000, range(20), callbacks=[kept])
+    assert float(history.corruption[:, -1].min()) == pytest.approx(100)
+    found = kept.learner.possible()
+    assert found.shape == (20, 15, 1, 2)
+    assert bool(found[:, 6:, 0, 0].all())  # 2^7 >= 100
+    assert not bool(found[:, 0, 0, 1].any())  # the fast layer has found the bad arm out
+    assert bool((found[:, :-1] <= found[:, 1:]).all())  # nested
+
+
+def test_layers_are_drawn_with_halving_probabilities():
+    learner = occ.MultiLayerUCBVI(MDP, 60)
+    learner.seeds = tuple(range(20_000))
+    learner.start(20_000)
+    shares = torch.bincount(learner.drawn(5), minlength=6) / 20_000
+    expected = torch.tensor([1 / 2 + 1 / 64, *(0.5**r for r in range(2, 7))])
+    torch.testing.assert_close(shares, expected, rtol=0, atol=4 * (0.25 / 20_000) ** 0.5)
+
+
 def test_the_logarithm_of_the_printed_bonuses_is_that_of_the_paper():
     learner = occ.UCBVI(MDP, 1000, delta=0.05)
     t = torch.tensor([1.0, 900.0], dtype=torch.float64)
@@ -285,6 +311,8 @@ def test_policies_are_a_function_of_what_was_observed(name):
         (lambda: occ.UCBVI(MDP, 10, bonus="freedman"), "hoeffding, bernstein, sharp"),
         (lambda: occ.UCBVI(MDP, 10, delta=0.0), "UCBVI needs a probability between 0 and 1"),
         (lambda: occ.StrongEuler(MDP, delta=1.5), "StrongEuler needs a probability"),
+        (lambda: occ.MultiLayerUCBVI(MDP, None), "MultiLayerUCBVI needs the number of episodes"),
+        (lambda: occ.MultiLayerUCBVI(MDP, 9, delta=1.0), "MultiLayerUCBVI needs a probability"),
         (lambda: occ.UCBVI(MDP, bonus="sharp", corruption=-1.0), "corruption: expected a finite"),
         (lambda: occ.UCBVI(MDP, 9, bonus="bernstein", corruption=1.0), "estimates variances"),
         (lambda: occ.UCBVI(MDP, bonus="sharp", floor=0.5), "floor: expected a number of at most"),

@@ -152,6 +152,7 @@ def test_both_backends_plan_as_by_hand(name, most, problem):
         compiled.entries(model),
         np.full((2, visits.size), np.inf),
         np.zeros((3, mdp.num_states)),
+        mdp.actions.numpy().ravel(),
     )
     compiled.plan(model, planner, LOG, losses.ravel(), work)
     for row, expected in ((compiled.LOWER, lower), (compiled.UPPER, upper)):

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.game.beliefs.counts import split_transitions
 from torch_occ.mdp.in_order import total
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import cheapest_of
@@ -34,6 +35,13 @@ class Averages(NamedTuple):
     visits: Tensor  # (N, S, A)
     loss: Tensor  # (N, S, A), the average loss of a pair; any number where it was not visited
     shares: tuple[Tensor, ...]  # per layer (N, S_k, A, S_{k+1}), how often a state came next
+
+    @classmethod
+    def of(cls, mdp: LayeredMDP, visits: Tensor, losses: Tensor, counts: Tensor) -> Averages:
+        """The averages of visits and sums of losses `(N, S, A)` and of flat counts `(N, M)`."""
+        once = visits.clamp(min=1)
+        layers = zip(split_transitions(mdp, counts), mdp.split(once, -2), strict=True)
+        return cls(visits, losses / once, tuple(m / n.unsqueeze(-1) for m, n in layers))
 
 
 class Stage(NamedTuple):

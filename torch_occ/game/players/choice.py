@@ -13,13 +13,14 @@ from torch_occ.game.learners.baselines import (
 )
 from torch_occ.game.learners.euler import EULER, StrongEuler
 from torch_occ.game.learners.ftrl import FTRL
+from torch_occ.game.learners.multilayer import MultiLayerUCBVI
 from torch_occ.game.learners.psrl import PSRL
 from torch_occ.game.learners.ucbvi import UCBVI
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.baselines import EmpiricalPlayer
 from torch_occ.game.players.engine import EnginePlayer
 from torch_occ.game.players.ftrl import FTRLPlayer
-from torch_occ.game.players.planning import OptimisticPlayer, PosteriorPlayer
+from torch_occ.game.players.planning import MultiLayerPlayer, OptimisticPlayer, PosteriorPlayer
 from torch_occ.mdp.layered import LayeredMDP
 
 PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
@@ -31,6 +32,7 @@ PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
     EULER: OptimisticPlayer,
     StrongEuler: OptimisticPlayer,
     PSRL: PosteriorPlayer,
+    MultiLayerUCBVI: MultiLayerPlayer,
 }
 
 

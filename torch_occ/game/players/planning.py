@@ -11,13 +11,15 @@ from torch import Tensor
 
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.euler import EULER, StrongEuler
+from torch_occ.game.learners.multilayer import MultiLayerUCBVI
 from torch_occ.game.learners.optimism import OptimisticLearner
 from torch_occ.game.learners.ucbvi import UCBVI
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.engine import EnginePlayer, OverTime
-from torch_occ.kernels.layout import Floats, make_work
+from torch_occ.kernels.layout import PAIR, Floats, make_work
 from torch_occ.kernels.play import planning
 from torch_occ.kernels.play.episodes import Tally
+from torch_occ.kernels.play.multilayer import Stack, play_stack
 from torch_occ.kernels.play.planning import Planner, entries, play_planner
 from torch_occ.kernels.play.posterior import Posterior, play_posterior
 from torch_occ.mdp.layered import LayeredMDP
@@ -86,6 +88,7 @@ class OptimisticPlayer(CountingPlayer):
                 self.entry,
                 bounds,
                 np.zeros((3, mdp.num_states)),
+                self.model.exists[PAIR],
             )
             play_planner(
                 self.model, planner, logs, means, numbers, rules, tally, make_work(self.model)
@@ -115,6 +118,41 @@ class PosteriorPlayer(CountingPlayer):
             )
             play_posterior(
                 self.model, posterior, run.t, means, numbers, rules, tally, make_work(self.model)
+            )
+
+        return play_seed
+
+
+class MultiLayerPlayer(CountingPlayer):
+    """Plays `MultiLayerUCBVI`."""
+
+    def memory(self, count: int) -> tuple[Tensor, Tensor]:
+        mdp = self.learner.mdp
+        q = torch.zeros(count, mdp.num_states, mdp.num_actions, dtype=mdp.dtype)
+        return q, torch.zeros_like(q)
+
+    def prepare(
+        self, run: Simulation, t: range, tables: Tensor | None
+    ) -> Callable[[int, Floats, Floats, Tally], None]:
+        learner, rules = self.learner, self.rules(run.losses.noise, t)
+        assert isinstance(learner, MultiLayerUCBVI)
+        sums = [learner.state[name].flatten(2).numpy() for name in ("visits", "losses", "counts")]
+        settings = (learner.log, learner.corruption)
+        num_states, num_pairs = learner.mdp.num_states, sums[0].shape[-1]
+
+        def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
+            stack = Stack(
+                run.seeds[seed],
+                *settings,
+                *(x[seed] for x in sums),
+                self.entry,
+                np.zeros((2, num_pairs)),
+                np.zeros((3, num_states)),
+                np.stack([self.model.exists[PAIR]] * (learner.layers + 1)),
+                np.zeros((learner.layers, num_states), np.int64),
+            )
+            play_stack(
+                self.model, stack, run.t, means, numbers, rules, tally, make_work(self.model)
             )
 
         return play_seed

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ.kernels.constants import TIE
-from torch_occ.kernels.layout import PAIR, Floats, Ints, Model, Work, kernel, part
+from torch_occ.kernels.layout import PAIR, Bools, Floats, Ints, Model, Work, kernel, part
 from torch_occ.kernels.play.baselines import occupy
 from torch_occ.kernels.play.episodes import (
     EXPECTED,
@@ -46,6 +46,7 @@ class Planner(NamedTuple):
     entry: Ints  # (S * A,), the first entry of each pair in `counts`
     bounds: Floats  # (2, S * A), Q_lower and Q_upper
     values: Floats  # (3, S), V_lower, V_upper and the visits of every state
+    allowed: Bools  # (S * A,), the pairs that may be played
 
 
 def entries(model: Model) -> Ints:
@@ -124,11 +125,12 @@ def plan(model: Model, planner: Planner, log: float, losses: Floats, work: Work)
                     if planner.monotone:
                         low = max(low, bounds[LOWER, i])
                     bounds[LOWER, i], bounds[UPPER, i] = low, high
-                    best = min(best, low)
+                    if planner.allowed[i]:
+                        best = min(best, low)
             values[LOWER, s], values[ARRIVALS, s] = best, arrived
             limit = best if np.isinf(best) else best + TIE * max(1.0, abs(best))
             for i in range(s * num_actions, (s + 1) * num_actions):
-                if model.exists[PAIR, i] and bounds[LOWER, i] <= limit:
+                if planner.allowed[i] and bounds[LOWER, i] <= limit:
                     work.softest[s] = i
                     values[UPPER, s] = bounds[UPPER, i]
                     break

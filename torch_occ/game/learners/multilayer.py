@@ -1,0 +1,121 @@
+"""Multi-layer UCBVI (simplified): losses of which an unknown part was changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_occ.game.beliefs.counts import num_transitions, visited_transitions
+from torch_occ.game.estimators import Feedback
+from torch_occ.game.learners.base import Learner
+from torch_occ.game.learners.optimism import check_delta, needed_episodes
+from torch_occ.game.learners.planning import Averages, Bounds, plan, sharp_hoeffding
+from torch_occ.game.learners.sampling import keys_of, uniform
+from torch_occ.mdp.layered import LayeredMDP
+
+
+class MultiLayerUCBVI(Learner):
+    """Multi-layer UCBVI, simplified (after Lykouris, Simchowitz, Slivkins and Sun, 2021).
+
+    The losses are stochastic, but an adversary has changed some of them, by an unknown amount C
+    (`occ.Corrupted`). There are R = ceil(log2 T) copies of UCBVI, called layers. An episode belongs
+    to layer r with probability 2^-r (the rest to layer 1), and only this layer learns from it. So
+    a layer with 2^r >= C sees changes of at most ln(2 L R / delta) + 3 per pair, with high
+    probability, whatever C is: its bonus is that of `UCBVI(bonus="sharp")` plus
+    min(1, (ln(2 L R / delta) + 3) / N). The slow layers supervise the fast ones. A layer may play
+    an action only if every slower layer finds it possible: its lower bound is at most the smallest
+    upper bound. Among these actions the layer plays the one with its smallest lower bound.
+
+    What is simplified: the paper passes control to slower layers within an episode, so that they
+    see states that only fast layers reach; it has a second estimate from the data of all layers;
+    its bonuses are larger, and it also covers changed transitions. Its guarantee does not carry
+    over. What holds here by the argument above, with probability 1 - delta: no layer with
+    2^r >= C excludes an optimal action. For L = 1 this is the multi-layer race of Lykouris,
+    Mirrokni and Paes Leme (2018) with confidence bounds of this package, and with the smallest
+    lower bound in place of a random action.
+
+    Raises:
+        TypeError: if `episodes` is no whole number.
+        ValueError: if `episodes` or `delta` is not valid.
+    """
+
+    def __init__(self, mdp: LayeredMDP, episodes: int, delta: float = 0.1) -> None:
+        super().__init__(mdp.blind())
+        self.max_episodes = needed_episodes(
+            "MultiLayerUCBVI", episodes, "which decides the number of its layers"
+        )
+        self.delta = check_delta("MultiLayerUCBVI", delta)
+
+    @property
+    def layers(self) -> int:
+        """R, the number of layers."""
+        assert self.max_episodes is not None
+        return max(1, math.ceil(math.log2(self.max_episodes)))
+
+    @property
+    def log(self) -> float:
+        """The logarithm in the bonus, ln(4 S A R T / delta): a union over layers and visits."""
+        assert self.max_episodes is not None
+        return math.log(4 * self.mdp.num_pairs * self.layers * self.max_episodes / self.delta)
+
+    @property
+    def corruption(self) -> float:
+        """Twice the changes that a slow layer sees, as `UCBVI` counts them."""
+        return 2 * (math.log(2 * self.mdp.horizon * self.layers / self.delta) + 3)
+
+    def start(self, num_seeds: int) -> None:
+        pairs = self._zeros(num_seeds).unsqueeze(1).repeat(1, self.layers, 1, 1)
+        counts = pairs.new_zeros(num_seeds, self.layers, num_transitions(self.mdp))
+        self.state = {"visits": pairs, "losses": pairs.clone(), "counts": counts}
+
+    def drawn(self, t: int) -> Tensor:
+        """The layer of episode t for every seed, `(N,)`, numbered from 0."""
+        seeds = self.seeds or range(len(self.state["visits"]))
+        numbers = uniform(keys_of(seeds, t, 1)[:, 0], 0)
+        shares = 0.5 ** np.arange(1, self.layers + 1)
+        layer = (numbers[:, None] < shares).sum(-1)  # R if the number belongs to no layer
+        return torch.from_numpy(np.where(layer < self.layers, layer, 0)).to(self.mdp.device)
+
+    @torch.no_grad()
+    def propose_policy(self, t: int) -> Tensor:
+        layer = self.drawn(t)[:, None, None]
+        policy = torch.zeros_like(self.state["visits"][:, 0])
+        for r, bounds, _ in self._plans():
+            policy = torch.where(layer == r, bounds.policy, policy)
+        return policy
+
+    @torch.no_grad()
+    def possible(self) -> Tensor:
+        """The actions that each layer and all slower ones find possible, `(N, R, S, A)`."""
+        return torch.stack([allowed for _, _, allowed in self._plans()][::-1], 1)
+
+    def _plans(self) -> Iterator[tuple[int, Bounds, Tensor]]:
+        """Every layer, the slowest first: its number, its plan, and the actions it leaves."""
+        log, changed = self.log, self.corruption
+        allowed = self.mdp.actions.expand_as(self.state["visits"][:, 0])
+        for r in reversed(range(self.layers)):
+            sums = (self.state[name][:, r] for name in ("visits", "losses", "counts"))
+            bounds = plan(
+                self.mdp,
+                Averages.of(self.mdp, *sums),
+                lambda stage: sharp_hoeffding(stage, log, changed),
+                allowed=allowed,
+            )
+            best = torch.where(allowed, bounds.upper, torch.inf).amin(-1, keepdim=True)
+            allowed = allowed & (bounds.lower <= best)
+            yield r, bounds, allowed
+
+    @torch.no_grad()
+    def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
+        mine = torch.arange(self.layers, device=self.mdp.device) == self.drawn(t)[:, None]  # (N, R)
+        seen, ones = mine[:, :, None, None].to(self.mdp.dtype), torch.ones_like(feedback.losses)
+        state, like = self.state, self.state["visits"][:, 0]
+        places = visited_transitions(self.mdp, feedback)
+        counted = torch.zeros_like(state["counts"][:, 0]).scatter_add(-1, places, ones)
+        state["visits"] = state["visits"] + seen * feedback.scatter(ones, like)[:, None]
+        state["losses"] = state["losses"] + seen * feedback.scatter(feedback.losses, like)[:, None]
+        state["counts"] = state["counts"] + seen[..., 0] * counted[:, None]
