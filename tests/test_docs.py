@@ -24,7 +24,6 @@ ASSETS = DOCS / "assets"
 PAGES = sorted(DOCS.rglob("*.md"))
 EXECUTED = [
     *("index", "tour", "questions", "step", "regularizers", "learners", "losses", "estimators"),
-    *("results", "gymnasium", "meta_tuning", "theory", "wide", "cvxpylayers", "api/game"),
     "projection",
     *(
         "networks",

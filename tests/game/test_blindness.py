@@ -40,6 +40,7 @@ BLIND = {
     "full information": lambda mdp: occ.UnknownFTRL.jin_huang_luo(
         mdp, EPISODES, full_information=True
     ),
+    "uob-reps": lambda mdp: occ.UOBREPS(mdp, EPISODES),
 }
 
 

@@ -4,6 +4,7 @@ base       what a learner is
 counting   what learners share that do not know the transitions: counts and epochs
 ftrl       follow the regularized leader
 unknown    FTRL for unknown transitions
+uob_reps   UOB-REPS: mirror descent over a confidence set of transitions
 baselines  a fixed policy, and learners that plan with averages
 planning   bonuses, and backward induction with lower and upper values
 optimism   what learners share that plan with estimated transitions

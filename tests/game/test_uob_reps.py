@@ -1,0 +1,122 @@
+"""UOB-REPS: one episode by hand, closed forms, settings, and the engine."""
+
+import math
+
+import pytest
+import torch
+from beliefs import trajectories
+from zoo import PROBLEMS, random_loss, tensor
+
+import torch_occ as occ
+from torch_occ.game.beliefs.counts import split_transitions
+from torch_occ.reference import project_cvxpy
+
+MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
+
+
+def learned(learner, episodes, num_seeds=2):
+    """Give a learner some trajectories; return them."""
+    learner.start(num_seeds)
+    given = []
+    for t in range(1, episodes + 1):
+        policy = learner.propose_policy(t)
+        given.append(trajectories(learner.mdp, t, num_seeds))
+        learner.observe(t, policy, given[-1])
+    return given
+
+
+def test_the_first_policy_is_uniform_and_every_transition_is_possible():
+    mdp = PROBLEMS["masked"]().mdp
+    learner = occ.UOBREPS(mdp, 100)
+    learner.start(3)
+    expected = occ.uniform_policy(mdp).expand(3, -1, -1)
+    torch.testing.assert_close(learner.propose_policy(1), expected, rtol=1e-15, atol=0)
+    for q in mdp.split(learner.state["q"], -2):
+        torch.testing.assert_close(q.sum((-2, -1)), torch.ones(3).double(), rtol=1e-15, atol=0)
+    lower, upper = (
+        split_transitions(learner.mdp, learner.state[name]) for name in ("lower", "upper")
+    )
+    assert all(bool((low == 0).all()) for low in lower[:-1])
+    for high, mask in zip(upper[:-1], mdp.split(mdp.actions, 0), strict=False):
+        assert bool((high[:, mask] == 1).all())
+
+
+def test_the_constants_are_those_of_the_paper():
+    learner = occ.UOBREPS(MDP, 1000, delta=0.05)
+    expected = math.sqrt(3 * math.log(3 * 21 / 0.05) / (1000 * 21))
+    assert learner.learning_rate == learner.bias == pytest.approx(expected, rel=1e-14)
+    assert learner.widths.iota == (pytest.approx(math.log(1000 * 21 / 0.05)),) * 3
+    assert learner.widths.source[:3] == (2, 14 / 3, (1, 1))
+
+
+def test_an_episode_by_hand():
+    """The estimate with upper occupancy bounds of the old set, the projection onto the new one."""
+    learner = occ.UOBREPS(MDP, 50, widths=occ.Widths.of("practical", MDP))
+    learned(learner, 30, num_seeds=1)
+    before = {name: value.clone() for name, value in learner.state.items()}
+    policy, episode = learner.propose_policy(31), trajectories(MDP, 31, 1)
+    reach = occ.upper_occupancy(learner.mdp, policy, learner.transitions(), learner.confidence())
+    loss = torch.zeros(7, 3).double()
+    for s, a, x in zip(episode.states[0], episode.actions[0], episode.losses[0], strict=True):
+        loss[s, a] = x / (policy[0, s, a] * reach[0, s] + learner.bias)
+    learner.observe(31, policy, episode)
+
+    counts = [m[0] for m in learner.counted()]
+    assert sum(int(m.sum()) for m in counts) == 31 * 3
+    visits = torch.cat([m.sum(-1) for m in counts])
+    new = visits >= (2 * before["epoch_visits"][0]).clamp(min=1)
+    assert bool(new.any()) == (float(learner.state["epochs"]) > float(before["epochs"]))
+    belief = [p[0] for p in learner.transitions()]
+    widths = [b[0] for b in learner.confidence()]
+    lower = [(p - b).clamp(min=0) for p, b in zip(belief, widths, strict=True)]
+    upper = [(p + b).clamp(max=1) for p, b in zip(belief, widths, strict=True)]
+    rows = split_transitions(MDP, before["rows"][0])
+    q = before["q"][0]
+    expected, _ = project_cvxpy(MDP, q, rows, lower, upper, loss, learner.learning_rate)
+    found = torch.cat([x.sum(-1) for x in expected])
+    torch.testing.assert_close(learner.state["q"][0], found, rtol=0, atol=1e-8)
+    assert float(learner.state["flow_residual"]) < 1e-12
+
+
+def test_one_layer_is_exponential_weights_with_implicit_exploration():
+    """No transitions: u is the policy itself (Exp3-IX)."""
+    mdp = occ.LayeredMDP([torch.ones(1, 4, 1).double()])
+    learner = occ.UOBREPS(mdp, 100, learning_rate=0.3, bias=0.05)
+    given = learned(learner, 20)
+    scores = torch.zeros(2, 4).double()
+    policy = torch.full((2, 4), 0.25).double()
+    for episode in given:
+        estimate = episode.losses / (policy.gather(-1, episode.actions) + 0.05)
+        scores = scores.scatter_add(-1, episode.actions, -0.3 * estimate)
+        policy = scores.softmax(-1)
+    torch.testing.assert_close(learner.propose_policy(21)[:, 0], policy, rtol=1e-12, atol=0)
+
+
+def test_a_seed_alone_plays_as_among_others():
+    losses = occ.BernoulliLosses(random_loss(MDP))
+    learner = occ.UOBREPS(MDP, 40)
+    both = occ.simulate(MDP, learner, losses, 40, [3, 4], backend="torch")
+    alone = occ.simulate(MDP, learner, losses, 40, [4], backend="torch")
+    torch.testing.assert_close(both.regret[1:], alone.regret, rtol=1e-9, atol=1e-9)
+    assert float(both.uncertified.max()) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"episodes": 0}, r"episodes: UOB-REPS needs the number of episodes.* got 0"),
+        ({"episodes": None}, r"episodes: UOB-REPS needs the number of episodes.* got None"),
+        ({"delta": 1.0}, r"delta: UOB-REPS needs a number in \(0, 1\), got 1\.0"),
+        ({"learning_rate": -1.0}, r"learning_rate: expected a positive number, got -1\.0"),
+        ({"bias": 0.0}, r"bias: expected a positive number, got 0\.0"),
+    ],
+)
+def test_errors_say_what_it_needs(options, message):
+    with pytest.raises(ValueError, match=message):
+        occ.UOBREPS(MDP, **({"episodes": 10} | options))
+
+
+def test_the_first_episode_begins_an_epoch():
+    learner = occ.UOBREPS(MDP, 10)
+    learned(learner, 1)
+    assert tensor([2.0, 2.0]).equal(learner.state["epochs"])
