@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch_occ.game.beliefs.counts import num_transitions, visited_transitions
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.optimism import check_delta, needed_episodes
-from torch_occ.game.learners.planning import Averages, Bounds, plan, sharp_hoeffding
+from torch_occ.game.learners.planning import Averages, plan, sharp_hoeffding
 from torch_occ.game.learners.sampling import keys_of, uniform
 from torch_occ.mdp.layered import LayeredMDP
 
@@ -22,21 +21,25 @@ class MultiLayerUCBVI(Learner):
     """Multi-layer UCBVI, simplified (after Lykouris, Simchowitz, Slivkins and Sun, 2021).
 
     The losses are stochastic, but an adversary has changed some of them, by an unknown amount C
-    (`occ.Corrupted`). There are R = ceil(log2 T) copies of UCBVI, called layers. An episode belongs
-    to layer r with probability 2^-r (the rest to layer 1), and only this layer learns from it. So
-    a layer with 2^r >= C sees changes of at most ln(2 L R / delta) + 3 per pair, with high
-    probability, whatever C is: its bonus is that of `UCBVI(bonus="sharp")` plus
-    min(1, (ln(2 L R / delta) + 3) / N). The slow layers supervise the fast ones. A layer may play
-    an action only if every slower layer finds it possible: its lower bound is at most the smallest
-    upper bound. Among these actions the layer plays the one with its smallest lower bound.
+    (`occ.Corrupted`). There are R = ceil(log2 T) copies of UCBVI, called layers; layer r is robust
+    to C = 2^r. An episode belongs to layer r with probability 2^-r (the rest to layer 1). A layer
+    has the tightest bounds of two kinds of data, with the bonus of `UCBVI(bonus="sharp")` plus
+
+    - min(1, (ln(2 L R / delta) + 3) / N) for its own episodes: if C <= 2^r, they contain changes of
+      at most ln(2 L R / delta) + 3 per pair, with high probability, because so few episodes belong
+      to it;
+    - min(1, 2^r / (2 N)) for the episodes of all layers.
+
+    The slow layers supervise the fast ones. When a layer has planned, it finds those actions
+    possible whose lower bound is at most the smallest upper bound. A layer plays the smallest lower
+    bound among the actions that every slower layer found possible at its last turn. (If slower
+    layers leave no action in a state, the slowest ones count.)
 
     What is simplified: the paper passes control to slower layers within an episode, so that they
-    see states that only fast layers reach; it has a second estimate from the data of all layers;
-    its bonuses are larger, and it also covers changed transitions. Its guarantee does not carry
-    over. What holds here by the argument above, with probability 1 - delta: no layer with
-    2^r >= C excludes an optimal action. For L = 1 this is the multi-layer race of Lykouris,
-    Mirrokni and Paes Leme (2018) with confidence bounds of this package, and with the smallest
-    lower bound in place of a random action.
+    see states that only fast layers reach; its bonuses are larger; it also covers changed
+    transitions. Its guarantee does not carry over. What holds here by the argument above, with
+    probability 1 - delta: no layer with 2^r >= C excludes an optimal action. For L = 1 it resembles
+    the multi-layer race of Lykouris, Mirrokni and Paes Leme (2018).
 
     Raises:
         TypeError: if `episodes` is no whole number.
@@ -58,9 +61,9 @@ class MultiLayerUCBVI(Learner):
 
     @property
     def log(self) -> float:
-        """The logarithm in the bonus, ln(4 S A R T / delta): a union over layers and visits."""
+        """The logarithm in the bonus, ln(4 S A (R + 1) T / delta): a union over data and visits."""
         assert self.max_episodes is not None
-        return math.log(4 * self.mdp.num_pairs * self.layers * self.max_episodes / self.delta)
+        return math.log(4 * self.mdp.num_pairs * (self.layers + 1) * self.max_episodes / self.delta)
 
     @property
     def corruption(self) -> float:
@@ -71,6 +74,7 @@ class MultiLayerUCBVI(Learner):
         pairs = self._zeros(num_seeds).unsqueeze(1).repeat(1, self.layers, 1, 1)
         counts = pairs.new_zeros(num_seeds, self.layers, num_transitions(self.mdp))
         self.state = {"visits": pairs, "losses": pairs.clone(), "counts": counts}
+        self.state["possible"] = self.mdp.actions.to(pairs).expand_as(pairs).clone()
 
     def drawn(self, t: int) -> Tensor:
         """The layer of episode t for every seed, `(N,)`, numbered from 0."""
@@ -82,32 +86,33 @@ class MultiLayerUCBVI(Learner):
 
     @torch.no_grad()
     def propose_policy(self, t: int) -> Tensor:
-        layer = self.drawn(t)[:, None, None]
-        policy = torch.zeros_like(self.state["visits"][:, 0])
-        for r, bounds, _ in self._plans():
-            policy = torch.where(layer == r, bounds.policy, policy)
-        return policy
+        state, layer, log = self.state, self.drawn(t), self.log
+        every = torch.arange(len(layer), device=layer.device)
+        own, together = (
+            Averages.of(self.mdp, *(pick(state[name]) for name in ("visits", "losses", "counts")))
+            for pick in (lambda x: x[every, layer], lambda x: x.sum(1))
+        )
+        robust_to = 2.0 ** (layer + 1).to(self.mdp.dtype)[:, None, None]  # layers count from 0
+        found = plan(
+            self.mdp,
+            own,
+            lambda stage: sharp_hoeffding(stage, log, self.corruption),
+            allowed=self.allowed(layer),
+            also=[(together, lambda stage: sharp_hoeffding(stage, log, robust_to))],
+        )
+        state["possible"] = state["possible"].index_put(
+            (every, layer), found.possible.to(self.mdp.dtype)
+        )
+        return found.policy
 
-    @torch.no_grad()
-    def possible(self) -> Tensor:
-        """The actions that each layer and all slower ones find possible, `(N, R, S, A)`."""
-        return torch.stack([allowed for _, _, allowed in self._plans()][::-1], 1)
-
-    def _plans(self) -> Iterator[tuple[int, Bounds, Tensor]]:
-        """Every layer, the slowest first: its number, its plan, and the actions it leaves."""
-        log, changed = self.log, self.corruption
+    def allowed(self, layer: Tensor) -> Tensor:
+        """The actions that all layers slower than `layer` `(N,)` found possible, `(N, S, A)`."""
         allowed = self.mdp.actions.expand_as(self.state["visits"][:, 0])
-        for r in reversed(range(self.layers)):
-            sums = (self.state[name][:, r] for name in ("visits", "losses", "counts"))
-            bounds = plan(
-                self.mdp,
-                Averages.of(self.mdp, *sums),
-                lambda stage: sharp_hoeffding(stage, log, changed),
-                allowed=allowed,
-            )
-            best = torch.where(allowed, bounds.upper, torch.inf).amin(-1, keepdim=True)
-            allowed = allowed & (bounds.lower <= best)
-            yield r, bounds, allowed
+        for r in reversed(range(1, self.layers)):
+            fewer = allowed & (self.state["possible"][:, r] > 0)
+            counts = (layer < r)[:, None, None] & fewer.any(-1, keepdim=True)
+            allowed = torch.where(counts, fewer, allowed)
+        return allowed
 
     @torch.no_grad()
     def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:

@@ -84,6 +84,7 @@ class OptimisticPlayer(CountingPlayer):
                 *settings,
                 *size,
                 visits[seed],
+                tally.cumulative_loss,
                 counts[seed],
                 self.entry,
                 bounds,
@@ -136,24 +137,29 @@ class MultiLayerPlayer(CountingPlayer):
     ) -> Callable[[int, Floats, Floats, Tally], None]:
         learner, rules = self.learner, self.rules(run.losses.noise, t)
         assert isinstance(learner, MultiLayerUCBVI)
-        sums = [learner.state[name].flatten(2).numpy() for name in ("visits", "losses", "counts")]
+        names = ("visits", "losses", "counts")
+        sums = [learner.state[name].flatten(2).numpy() for name in names]  # (N, R, ...)
+        possible = learner.state["possible"].flatten(2).numpy()
         settings = (learner.log, learner.corruption)
-        num_states, num_pairs = learner.mdp.num_states, sums[0].shape[-1]
+        num_pairs, num_states = possible.shape[-1], learner.mdp.num_states
 
         def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
+            rows = [np.concatenate([x[seed], x[seed].sum(0, keepdims=True)]) for x in sums]
             stack = Stack(
                 run.seeds[seed],
                 *settings,
-                *(x[seed] for x in sums),
+                *rows,
+                possible[seed],
                 self.entry,
                 np.zeros((2, num_pairs)),
                 np.zeros((3, num_states)),
-                np.stack([self.model.exists[PAIR]] * (learner.layers + 1)),
-                np.zeros((learner.layers, num_states), np.int64),
+                np.zeros(num_pairs, np.bool_),
             )
             play_stack(
                 self.model, stack, run.t, means, numbers, rules, tally, make_work(self.model)
             )
+            for x, found in zip(sums, rows, strict=True):
+                x[seed] = found[:-1]
 
         return play_seed
 

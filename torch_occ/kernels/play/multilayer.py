@@ -1,7 +1,6 @@
 """The episode loop of multi-layer UCBVI, compiled.
 
-This is the compiled twin of torch_occ.game.learners.multilayer. The plan of a layer changes only
-when the layer or a slower one has learned, so plans are kept until then.
+This is the compiled twin of torch_occ.game.learners.multilayer, from the same random numbers.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torch_occ.kernels.layout import Bools, Floats, Ints, Model, Work, kernel, part
+from torch_occ.kernels.layout import PAIR, Bools, Floats, Ints, Model, Work, kernel, part
 from torch_occ.kernels.play.baselines import occupy
 from torch_occ.kernels.play.episodes import (
     EXPECTED,
@@ -33,20 +32,22 @@ from torch_occ.kernels.play.sampling import key_of, uniform
 
 
 class Stack(NamedTuple):
-    """The settings and the memory of R layers, for one seed; the first layer is the fastest."""
+    """The settings and the memory of R layers, for one seed; the first layer is the fastest.
+
+    Row R of `visits`, `losses` and `counts` has the data of all layers.
+    """
 
     seed: int
     log: float
     corruption: float
-    visits: Floats  # (R, S * A)
-    losses: Floats  # (R, S * A), sums of observed losses
-    counts: Floats  # (R, M)
+    visits: Floats  # (R + 1, S * A)
+    losses: Floats  # (R + 1, S * A), sums of observed losses
+    counts: Floats  # (R + 1, M)
+    possible: Floats  # (R, S * A), 1 where the layer found the action possible at its last turn
     entry: Ints  # (S * A,)
     bounds: Floats  # (2, S * A)
     values: Floats  # (3, S)
-    # (R + 1, S * A): row r has the actions that the layers r, r + 1, ... find possible; row R all
-    allowed: Bools
-    chosen: Ints  # (R, S), the pair that each state plays
+    allowed: Bools  # (S * A,)
 
 
 @kernel
@@ -61,70 +62,84 @@ def play_stack(
     work: Work,
 ) -> None:
     """Play n episodes."""
-    q, scalars, planned = tally.q, tally.scalars, len(stack.visits)  # plans from `planned` on hold
+    q, scalars, everything = tally.q, tally.scalars, len(stack.possible)
     for t in range(len(numbers)):
         row = min(t, len(means) - 1)
         if t > 0 and rules.greedy:
             favour(model, q, means)
         layer = layer_drawn(stack, before + t + 1)
-        while planned > layer:
-            planned -= 1
-            plan_layer(model, stack, planned, work)
-        for s in range(len(work.softest)):
-            work.softest[s] = stack.chosen[layer, s]
+        plan_layer(model, stack, layer, work)
         occupy(model, q, work)
         scalars[EXPECTED] += enter(means, row, tally)
         add_moments(rules, means, row, t, len(numbers), tally.second_moment)
-        scalars[REALISED] += explore(
-            model,
-            rules,
-            t,
-            means,
-            row,
-            numbers,
-            stack.losses[layer],
-            stack.visits[layer],
-            stack.counts[layer],
-            stack.entry,
-            work,
-        )
-        planned = layer + 1
+        for r in (layer, everything):  # the same trajectory twice: into both sets of data
+            suffered = explore(
+                model,
+                rules,
+                t,
+                means,
+                row,
+                numbers,
+                stack.losses[r],
+                stack.visits[r],
+                stack.counts[r],
+                stack.entry,
+                work,
+            )
+        scalars[REALISED] += suffered
 
 
 @part
 def layer_drawn(stack: Stack, t: int) -> int:
     """The layer of episode t: r with probability 2^-(r + 1), and 0 for the rest."""
     number, layer, share = uniform(np.uint64(key_of(stack.seed, t, 0)), 0), 0, 0.5
-    while layer < len(stack.visits) and number < share:
+    while layer < len(stack.possible) and number < share:
         layer += 1
         share *= 0.5
-    return layer if layer < len(stack.visits) else 0
+    return layer if layer < len(stack.possible) else 0
 
 
-@kernel
-def plan_layer(model: Model, stack: Stack, r: int, work: Work) -> None:
-    """Plan with the data of layer r and the actions that slower layers find possible."""
-    num_actions, bounds = model.num_actions, stack.bounds
-    planner = Planner(
+@part
+def planner_of(stack: Stack, r: int, corruption: float) -> Planner:
+    """A row of data with its bonus."""
+    return Planner(
         SHARP_HOEFFDING,
         False,
         0.0,
-        stack.corruption,
+        corruption,
         0.0,  # the numbers of states and actions are not in this bonus
         0.0,
         stack.visits[r],
+        stack.losses[r],
         stack.counts[r],
         stack.entry,
-        bounds,
+        stack.bounds,
         stack.values,
-        stack.allowed[r + 1],
+        stack.allowed,
     )
-    plan(model, planner, stack.log, stack.losses[r], work)
-    for s in range(len(work.softest)):
-        stack.chosen[r, s] = work.softest[s]
+
+
+@kernel
+def plan_layer(model: Model, stack: Stack, layer: int, work: Work) -> None:
+    """Plan the turn of a layer with the actions that slower layers found possible."""
+    num_actions, bounds, allowed = model.num_actions, stack.bounds, stack.allowed
+    for i in range(len(allowed)):
+        allowed[i] = model.exists[PAIR, i]
+    for r in range(len(stack.possible) - 1, layer, -1):
+        for first in range(0, len(allowed), num_actions):
+            left = False
+            for i in range(first, first + num_actions):
+                left = left or (allowed[i] and stack.possible[r, i] > 0.0)
+            if left:
+                for i in range(first, first + num_actions):
+                    allowed[i] = allowed[i] and stack.possible[r, i] > 0.0
+    own = planner_of(stack, layer, stack.corruption)
+    together = planner_of(stack, len(stack.possible), 2.0 ** (layer + 1))
+    plan(model, own, together, True, stack.log, work)
+    for first in range(0, len(allowed), num_actions):
         best = np.inf
-        for i in range(s * num_actions, (s + 1) * num_actions):
-            if stack.allowed[r + 1, i]:
+        for i in range(first, first + num_actions):
+            if allowed[i]:
                 best = min(best, bounds[UPPER, i])
-        for i in range(s * num_actions, (s + 1) * num_actions):
-            stack.allowed[r, i] = stack.allowed[r + 1, i] and bounds[LOWER, i] <= best
+        for i in range(first, first + num_actions):
+            stack.possible[layer, i] = 1.0 if allowed[i] and bounds[LOWER, i] <= best else 0.0
