@@ -138,6 +138,10 @@ from torch_occ.tuning.metagradients import run_gradients as run_gradients
 # The paper, executable
 from torch_occ import theory as theory
 
+# The least regret of any learner
+from torch_occ.theory.limits.graves_lai import LowerBound as LowerBound
+from torch_occ.theory.limits.graves_lai import lower_bound as lower_bound
+
 # Sweeps over many games
 from torch_occ.sweeps.cells import Failure as Failure
 from torch_occ.sweeps.driver import SweepResult as SweepResult

@@ -199,3 +199,31 @@ def test_a_user_can_write_a_learner():
 def test_the_protocol_asks_for_a_proposal():
     with pytest.raises(NotImplementedError):
         occ.simulate(MDP, occ.Learner(MDP), occ.GreedyAdversary(), 1)
+
+
+def test_a_learner_with_budgets_meets_them_in_every_episode():
+    mdp = occ.LayeredMDP.random(2, 2, 3, seed=0)
+    mean = random_loss(mdp, seed=1)
+    best = occ.occupancy(mdp, occ.optimal_policy(mdp, mean).policy)
+    costs = best[None] + 0.1  # what the best policy does is expensive
+    limits = 0.5 * (costs * best).sum((-2, -1)) + 0.5 * occ.comparator(mdp, costs[0])
+    budgets = occ.Budgets(costs, limits)
+    learner = occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5), constraints=budgets)
+
+    class Watch(occ.Callback):
+        def on_end(self, run, history):
+            self.excess = run.learner.state["budget_excess"]
+
+    watch = Watch()
+    history = occ.simulate(mdp, learner, occ.BernoulliLosses(mean), 60, range(3), callbacks=[watch])
+    assert not bool(history.uncertified.any())
+    assert float(watch.excess.max()) < 1e-13
+    spent = (costs * history.cumulative_occupancy / 60).sum((-2, -1))
+    assert bool((spent <= limits + 1e-13).all())
+    # Without budgets some runs spend more.
+    free = occ.simulate(
+        mdp, occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5)), occ.BernoulliLosses(mean), 60, range(3)
+    )
+    assert bool(((costs * free.cumulative_occupancy / 60).sum((-2, -1)) > limits).any())
+    with pytest.raises(ValueError, match="budgets without a batch"):
+        occ.FTRL(mdp, occ.jin_luo(mdp), constraints=occ.Budgets(costs[None], limits[None]))

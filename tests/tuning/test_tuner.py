@@ -559,3 +559,22 @@ def test_the_recipe_tunes_and_then_refines():
     )
     assert found.tuned.parameters == again.tuned.parameters
     assert [x.item() for x in psi.parameters()] == [x.item() for x in occ.jin_luo(mdp).parameters()]
+
+
+def test_the_recipe_can_do_without_forecasts(monkeypatch):
+    mdp, mean = random_problem(0, (2, 2, 2))
+
+    def never(*args, **options):
+        raise AssertionError("a forecast")
+
+    monkeypatch.setattr("torch_occ.tuning.objectives.forecast", never)
+    psi = occ.jin_luo(mdp)
+    # Two tables of means for one MDP are two worlds with one name.
+    worlds = [occ.World("stochastic", mdp, torch.stack([mean, 1 - mean]))]
+    objective = occ.ForecastObjective(worlds, 2000, reference=psi, particles=8)
+    assert objective.scales[0].shape == (2,)
+    recipe = occ.Recipe(steps=0, rounds=2, points=4, particles=8)
+    found = occ.tune_and_refine(objective, psi, recipe, bounds={"gamma": (0.25, 4.0)})
+    assert found.tuned.value < -1  # less than a third of the regret of the paper's constants
+    assert found.start.values.shape == (0, 1)
+    assert found.start.parameters["terms.1.beta"] == pytest.approx(128.0)

@@ -1,6 +1,7 @@
 """Forecasts of the regret of FTRL, without playing every episode.
 
 mean_path        the regret on the mean path, with gradients
+probes           the noise of the mean path without matrices, for large MDPs
 leaping          the regret by leaps of many episodes; `predict` chooses between the two
 torch_leaps      leaps in torch
 compiled_leaps   leaps in compiled kernels

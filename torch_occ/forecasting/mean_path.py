@@ -34,6 +34,7 @@ from torch import Tensor
 
 from torch_occ._support.private import readable
 from torch_occ.forecasting.phases import Phase, phases_of
+from torch_occ.forecasting.probes import probe_noise
 from torch_occ.forecasting.quadrature import Quadrature
 from torch_occ.game.estimators import Estimator, centred
 from torch_occ.game.losses import LossProcess, Noise, mean_square
@@ -50,6 +51,12 @@ PER_DECADE = 3.0
 #: Noise above this share of a forecast is no small correction; docs/meta_tuning.md measures it.
 SMALL_NOISE = 1 / 3
 
+#: Up to so many pairs the noise is computed from matrices; beyond, by so many probes.
+EXACT_PAIRS, PROBES = 512, 8
+
+#: The largest size of a matrix over pairs at all nodes.
+MOST_BYTES = 4 * 10**9
+
 
 class Forecast(NamedTuple):
     """Predicted pseudo-regret at C episodes; NaN if a step could not be certified."""
@@ -59,6 +66,7 @@ class Forecast(NamedTuple):
     noise: Tensor  # (*batch, C), the contribution of fluctuations of the loss estimates
     stability: Tensor  # (*batch, C), 1/2 sum_t E |loss_estimate_t|^2_{Pi_t}, for comparison
     certified: Tensor  # (*batch,), whether every step on the path was certified
+    noise_error: Tensor  # (*batch, C), the standard error of the noise; zero without probes
 
     @property
     def regret(self) -> Tensor:
@@ -93,6 +101,8 @@ def forecast(
     *,
     estimator: Estimator | None = None,
     per_decade: float = PER_DECADE,
+    probes: int | None = None,
+    seed: int = 0,
 ) -> Forecast:
     """Predict the regret of `FTRL(mdp, regularizer, estimator)` for up to 1e12 episodes.
 
@@ -108,16 +118,25 @@ def forecast(
         estimator: importance-weighted by default; or `ReducedVariance`, or any other
             `CentredEstimator`.
         per_decade: panels of three solves per tenfold of episodes.
+        probes: the number of random vectors by which the noise is computed without matrices, at
+            the cost of some hundred steps (torch_occ.forecasting.probes); 0 computes it exactly
+            from matrices over all pairs. By default 0 up to 512 pairs, and 8 beyond.
+        seed: of the probes.
 
     Returns:
         The curves of drift, noise and stability.
 
     Raises:
-        ValueError: if `episodes` is out of range, or the losses have too many phases.
+        ValueError: if `episodes` or `probes` is out of range, the losses have too many phases, or
+            matrices are demanded that would need more than 4 GB.
         TypeError: if the losses or the estimator cannot be forecast.
     """
     if not 1 <= episodes <= 10**12:
         raise ValueError(f"episodes: expected a number from 1 to 1e12, got {episodes}")
+    if probes is not None and (probes < 0 or probes == 1):
+        raise ValueError(
+            f"probes: expected at least 2, because their spread is the error, or 0, got {probes}"
+        )
     estimate = centred(estimator)
     phases, noise = phases_of(mdp, losses, int(episodes))
     step = FTRLStep(mdp, regularizer)
@@ -142,22 +161,52 @@ def forecast(
     drift = grid.sums((q * gaps[grid.phase]).sum((-2, -1))) - best
 
     linear = Linearization(step, q, t)
-    Pi = linear.dense()  # (K, *batch, S * A, S * A)
     baseline = torch.where(mdp.actions, estimate.baseline(q, t), 0.0)
-    visited = second_moment(mdp, q, now, noise, baseline)
-    flat, b = now.flatten(-2), baseline.flatten(-2)
-    C = grid.sums_before(visited - outer(flat - b))
-    u = (Pi @ flat.unsqueeze(-1)).squeeze(-1).unflatten(-1, q.shape[-2:])
-    bend = linear.bend(u, Pi @ C @ Pi)
-    # E |loss_estimate|^2_Pi
-    square = (Pi * visited).sum((-2, -1)) + (b.unsqueeze(-2) @ Pi @ (2 * flat - b).unsqueeze(-1))[
-        ..., 0, 0
-    ]
-    curves = (drift, grid.sums(-0.5 * bend), grid.sums(0.5 * square))
+    if probes is None:
+        probes = 0 if mdp.num_states * mdp.num_actions <= EXACT_PAIRS else PROBES
+    if probes:
+        found = probe_noise(mdp, linear, grid, now, noise, baseline, probes, seed)
+        each = torch.stack([grid.sums(-0.5 * bend) for bend in found.bend])  # (R, C, *batch)
+        fluctuation, square = each.mean(0), found.square
+        error = each.detach().std(0) / probes**0.5
+    else:
+        bend, square = _exact_noise(mdp, linear, grid, now, noise, baseline)
+        fluctuation = grid.sums(-0.5 * bend)
+        error = torch.zeros_like(fluctuation)
+    curves = (drift, fluctuation, grid.sums(0.5 * square))
     drift, fluctuation, stability = (
         torch.where(certified, curve, torch.nan).movedim(0, -1) for curve in curves
     )
-    return Forecast(grid.ends, drift, fluctuation, stability, certified)
+    return Forecast(grid.ends, drift, fluctuation, stability, certified, error.movedim(0, -1))
+
+
+def _exact_noise(
+    mdp: LayeredMDP,
+    linear: Linearization,
+    grid: Quadrature,
+    mean: Tensor,
+    noise: Noise,
+    baseline: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """D3psi[Pi m](Pi C Pi) and E |loss_estimate|^2_Pi at every node, `(K, *batch)`, by matrices."""
+    q = linear.q
+    nodes, pairs = q.shape[:-2].numel(), q.shape[-2:].numel()
+    size = nodes * pairs**2 * q.element_size()
+    if size > MOST_BYTES:
+        raise ValueError(
+            f"probes: without probes the noise needs matrices of {size / 1e9:.1f} GB, for "
+            f"{pairs:,} pairs at {nodes:,} nodes; give a number of probes, or use occ.leap"
+        )
+    Pi = linear.dense()  # (K, *batch, S * A, S * A)
+    visited = second_moment(mdp, q, mean, noise, baseline)
+    flat, b = mean.flatten(-2), baseline.flatten(-2)
+    C = grid.sums_before(visited - outer(flat - b))
+    u = (Pi @ flat.unsqueeze(-1)).squeeze(-1).unflatten(-1, q.shape[-2:])
+    bend = linear.bend(u, Pi @ C @ Pi)
+    square = (Pi * visited).sum((-2, -1)) + (b.unsqueeze(-2) @ Pi @ (2 * flat - b).unsqueeze(-1))[
+        ..., 0, 0
+    ]
+    return bend, square
 
 
 def second_moment(

@@ -46,3 +46,6 @@ NOISE = 1e-8
 #: learners that sample.
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_ONE, MIX_TWO = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+#: The largest number of Newton steps on the multipliers of budgets, and how often one is shortened.
+STEPS, SHORTENINGS = 100, 40

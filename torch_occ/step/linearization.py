@@ -27,7 +27,8 @@ from torch_occ.step.problem import with_rank
 class Linearization:
     """First and second derivatives of a step at its solution q.
 
-    For MDPs of at most a few hundred pairs.
+    `dense` and `bend` are for MDPs of at most a few hundred pairs, `apply` and `bend_along` for
+    all.
 
     Args:
         q: a solution of the step, `(*batch, S, A)`.
@@ -66,9 +67,37 @@ class Linearization:
             G: symmetric, `(*batch, S * A, S * A)`.
         """
         bound = self.setting.bind(self.tensors)
-        regularizer = bound.evaluator.regularizer
-        if regularizer.levels != {SeparableRegularizer}:
+        if bound.evaluator.regularizer.levels != {SeparableRegularizer}:
             return self._bend_by_columns(bound, u, G)
+        total = torch.zeros_like(u[..., 0, 0])
+        for name, third in self._third_derivatives(bound).items():
+            moment = third * change(name, self.mdp, u) * self._variance(name, G)
+            total = total + moment.sum(-1 if name == "state" else (-2, -1))
+        return total
+
+    def bend_along(self, u: Tensor, y: Tensor) -> Tensor:
+        """Return D3psi[u](y y') for vectors y `(*more, *batch, S, A)`, without matrices.
+
+        Returns:
+            `(*more, *batch)`.
+        """
+        bound = self.setting.bind(self.tensors)
+        total = torch.zeros_like(y[..., 0, 0])
+        if bound.evaluator.regularizer.levels != {SeparableRegularizer}:
+            q = self.q.expand(y.shape)
+
+            def form(q: Tensor) -> Tensor:
+                return (bound.hessian_product(q, y) * y).sum()
+
+            return total + (torch.func.grad(form)(q) * u).sum((-2, -1))
+        for name, third in self._third_derivatives(bound).items():
+            moment = third * change(name, self.mdp, u) * change(name, self.mdp, y).square()
+            total = total + moment.sum(-1 if name == "state" else (-2, -1))
+        return total
+
+    def _third_derivatives(self, bound: Bound) -> dict[Argument, Tensor]:
+        """Return the third derivatives at q of the scalar terms, by argument."""
+        regularizer = bound.evaluator.regularizer
         evaluate = bound.evaluator.bind(bound.parameters, bound.t.expand(self.q.shape[:-2]))
         inputs = regularizer.read(self.mdp, self.q)
         names, arguments = list(inputs.scalars), tuple(inputs.scalars.values())
@@ -87,11 +116,7 @@ class Linearization:
             parts = (curvature.sum() for curvature in torch.func.grad(slopes, every)(*xs))
             return sum(parts, xs[0].new_zeros(()))
 
-        total = torch.zeros_like(u[..., 0, 0])
-        for name, third in zip(names, torch.func.grad(curvatures, every)(*arguments), strict=True):
-            moment = third * change(name, self.mdp, u) * self._variance(name, G)
-            total = total + moment.sum(-1 if name == "state" else (-2, -1))
-        return total
+        return dict(zip(names, torch.func.grad(curvatures, every)(*arguments), strict=True))
 
     def _variance(self, name: Argument, G: Tensor) -> Tensor:
         """Return the variance of an argument of psi if q has the covariance G."""

@@ -19,6 +19,7 @@ decomposition       the regret of a run as penalty and stability    lem:key_lemm
 surveys             the statements on random data
 certificate_curves  the terms of the regret bound at checkpoints
 certificate         the callback that evaluates them during a run
+limits              the least regret of any consistent learner (Graves and Lai)
 """
 
 # isort: skip_file

@@ -12,13 +12,14 @@ a regularizer that is tuned for one world cannot fail badly in another.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_occ.forecasting.leaping import leap
 from torch_occ.forecasting.mean_path import PER_DECADE, SMALL_NOISE, forecast
 from torch_occ.game.estimators import Estimator, centred
 from torch_occ.game.losses import LossProcess
@@ -61,6 +62,9 @@ class ForecastObjective:
             every forecast.
         floor: added to every regret before the logarithm. A negative regret counts as zero, and
             differences far below the floor have no effect.
+        probes: of the forecasts, for MDPs of more than some hundred pairs; see `forecast`.
+        particles: if given, the regrets of the reference are found by leaping with so many
+            particles, and nothing is forecast before the objective is called.
 
     Raises:
         ValueError: if there are no worlds, a number is not positive, or the forecast of the
@@ -78,6 +82,8 @@ class ForecastObjective:
         trust: float = SMALL_NOISE,
         floor: float = 1.0,
         per_decade: float = PER_DECADE,
+        probes: int | None = None,
+        particles: int = 0,
     ) -> None:
         if not worlds:
             raise ValueError("worlds: expected at least one")
@@ -86,16 +92,24 @@ class ForecastObjective:
                 f"robustness, floor: expected positive numbers, got {robustness} and {floor}"
             )
         self.worlds, self.episodes, self.robustness = tuple(worlds), episodes, robustness
-        self.per_decade = per_decade
+        self.per_decade, self.probes = per_decade, probes
         self.trust, self.floor, self.estimator = trust, floor, centred(estimator)
         self.scales = [torch.zeros((), dtype=torch.float64) for _ in worlds]
         if reference is not None:
             with torch.no_grad():
-                found = [
-                    forecast(world.mdp, reference, world.losses, episodes, per_decade=per_decade)
+                self.scales = [
+                    _leaped(world, reference, episodes, particles)
+                    if particles
+                    else forecast(
+                        world.mdp,
+                        reference,
+                        world.losses,
+                        episodes,
+                        per_decade=per_decade,
+                        probes=probes,
+                    ).final
                     for world in worlds
                 ]
-            self.scales = [path.final for path in found]
             for world, scale in zip(worlds, self.scales, strict=True):
                 if not bool(scale.isfinite().all()):
                     raise ValueError(
@@ -112,7 +126,11 @@ class ForecastObjective:
 
     def __call__(self, regularizer: Regularizer) -> Evaluation:
         """Evaluate the objective; parameters `(B, 1)` broadcast with the MDPs of a world."""
-        options: dict[str, Any] = {"estimator": self.estimator, "per_decade": self.per_decade}
+        options: dict[str, Any] = {
+            "estimator": self.estimator,
+            "per_decade": self.per_decade,
+            "probes": self.probes,
+        }
         paths = [
             forecast(world.mdp, regularizer, world.losses, self.episodes, **options)
             for world in self.worlds
@@ -144,6 +162,37 @@ class ForecastObjective:
 
     def _log(self, regret: Tensor) -> Tensor:
         return (regret.clamp(min=0) + self.floor).log()
+
+
+def _leaped(world: World, reference: Regularizer, episodes: int, particles: int) -> Tensor:
+    """The mean regret of importance-weighted FTRL by leaping, `(M,)`."""
+    runs = [
+        leap(mdp, reference, losses, episodes, particles=particles)
+        for mdp, losses in elements(world)
+    ]
+    return torch.stack([run.final for run in runs])
+
+
+def elements(world: World) -> Iterator[tuple[LayeredMDP, Tensor | LossProcess]]:
+    """The MDPs of a world with their losses, one by one."""
+    mdp, losses = world.mdp, world.losses
+    if not mdp.batch_shape:
+        # Many tables of means for one MDP are a batch, too.
+        tables = list(losses) if isinstance(losses, Tensor) and losses.dim() == 3 else [losses]
+        yield from ((mdp, table) for table in tables)
+        return
+    assert isinstance(losses, Tensor), "a batch of MDPs goes with a tensor of means"
+    (count,) = mdp.batch_shape
+    initial, means = mdp.initial.expand(count, -1), losses.expand(count, -1, -1)
+    for i in range(count):
+        yield (
+            LayeredMDP(
+                [p.expand(count, *p.shape[-3:])[i] for p in mdp.transitions],
+                actions=mdp.actions,
+                initial=initial[i],
+            ),
+            means[i],
+        )
 
 
 def _batched(x: Tensor) -> Tensor:

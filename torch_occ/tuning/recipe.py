@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.tuning.guard import Guard
 from torch_occ.tuning.objectives import ForecastObjective
 from torch_occ.tuning.refinement import Refined, refine
-from torch_occ.tuning.tuner import tune
+from torch_occ.tuning.space import ParameterSpace
+from torch_occ.tuning.tuner import Tuned, tune
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Recipe:
     """
 
     steps: int = 12
-    """of the optimizer"""
+    """of the optimizer; 0 leaves the gradients out, and nothing is forecast"""
     starts: int = 1
     """of the optimizer"""
     rate: float = 0.7
@@ -55,7 +58,9 @@ def tune_and_refine(
 ) -> Refined:
     """Minimize an objective over a regularizer's parameters.
 
-    First come gradients of the forecast, then trials around the best point.
+    First come gradients of the forecast, then trials around the best point. With
+    `Recipe(steps=0)` there are only trials: this is the way where forecasts are slow or not
+    reliable.
 
     Args:
         objective: forecast regret over some worlds. Sixteen MDPs are enough for a result that
@@ -77,16 +82,21 @@ def tune_and_refine(
         RuntimeError: if no point was finite and certified.
     """
     recipe = Recipe() if recipe is None else recipe
-    tuned = tune(
-        objective,
-        regularizer,
-        steps=recipe.steps,
-        starts=recipe.starts,
-        rate=recipe.rate,
-        bounds=dict(bounds or {}),
-        seed=seed,
-        directory=directory,
-        save_to=save_to,
+    limits = dict(bounds or {})
+    tuned = (
+        tune(
+            objective,
+            regularizer,
+            steps=recipe.steps,
+            starts=recipe.starts,
+            rate=recipe.rate,
+            bounds=limits,
+            seed=seed,
+            directory=directory,
+            save_to=save_to,
+        )
+        if recipe.steps
+        else untuned(regularizer, limits)
     )
     return refine(
         objective,
@@ -99,4 +109,24 @@ def tune_and_refine(
         particles=recipe.particles,
         seed=seed,
         guard=guard,
+    )
+
+
+def untuned(regularizer: Regularizer, bounds: dict[str, tuple[float, float]]) -> Tuned:
+    """The regularizer's own parameters in the form of a result, without any evaluation."""
+    space = ParameterSpace(regularizer, None, bounds)
+    parameters, nothing = space.parameters_at(space.centre), torch.empty(0, 1, dtype=torch.float64)
+    return Tuned(
+        parameters=dict(zip(space.names, parameters.tolist(), strict=True)),
+        value=math.nan,
+        regrets={},
+        start=0,
+        at_bounds=space.at_bounds(space.centre),
+        failures=nothing.bool(),
+        values=nothing,
+        path=parameters.new_empty(0, 1, len(space.names)),
+        names=space.names,
+        seconds=0.0,
+        finished=True,
+        bounds=space.bounds,
     )

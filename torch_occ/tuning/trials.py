@@ -8,7 +8,7 @@ MDPs with few runs on each are as precise as few MDPs with many runs, and say mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.losses import BernoulliLosses, LossProcess
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.tuning.objectives import Evaluation, ForecastObjective, World
+from torch_occ.tuning.objectives import Evaluation, ForecastObjective, elements
 
 #: A function of a regularizer with scalar parameters and a seed. The same seed gives the same
 #: random numbers at every setting.
@@ -83,23 +83,3 @@ def _everywhere(
             regrets.append(torch.stack([regret for regret, _ in found])[None])
             certified.append(torch.stack([fine for _, fine in found])[None])
     return objective.combine(regrets, certified)
-
-
-def elements(world: World) -> Iterator[tuple[LayeredMDP, Tensor | LossProcess]]:
-    """The MDPs of a world with their losses, one by one."""
-    mdp, losses = world.mdp, world.losses
-    if not mdp.batch_shape:
-        yield mdp, losses
-        return
-    assert isinstance(losses, Tensor), "a batch of MDPs goes with a tensor of means"
-    (count,) = mdp.batch_shape
-    initial, means = mdp.initial.expand(count, -1), losses.expand(count, -1, -1)
-    for i in range(count):
-        yield (
-            LayeredMDP(
-                [p.expand(count, *p.shape[-3:])[i] for p in mdp.transitions],
-                actions=mdp.actions,
-                initial=initial[i],
-            ),
-            means[i],
-        )

@@ -16,6 +16,7 @@ from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import LogBarrier, Shannon, Tsallis
 from torch_occ.regularizers.parametrized import Parametrized
 from torch_occ.regularizers.schedules import Constant, InverseSqrt
+from torch_occ.step.budgets.limits import Budgets
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.solution import Solution
 
@@ -24,10 +25,22 @@ class FTRL(Learner):
     """Follow the regularized leader over occupancy measures.
 
     With `jin_luo(mdp)` and importance weights this is `alg:main_alg`.
+
+    Args:
+        mdp: the MDP of the game.
+        regularizer: psi_t.
+        estimator: of the losses; by default importance weights.
+        constraints: budgets on expected costs, without a batch. Every q_t then meets them. The
+            entry `budget_excess` of the state is the largest ⟨G_i, q_t⟩ - h_i so far, `(N,)`.
     """
 
     def __init__(
-        self, mdp: LayeredMDP, regularizer: Regularizer, estimator: Estimator | None = None
+        self,
+        mdp: LayeredMDP,
+        regularizer: Regularizer,
+        estimator: Estimator | None = None,
+        *,
+        constraints: Budgets | None = None,
     ) -> None:
         super().__init__(mdp)
         if not isinstance(regularizer, Regularizer):
@@ -40,7 +53,15 @@ class FTRL(Learner):
                 "estimator: expected an occ.Estimator, for example occ.ImportanceWeighted(), got "
                 f"{estimator!r}"
             )
-        self.step = FTRLStep(mdp, regularizer)
+        if constraints is not None and (constraints.costs.dim(), constraints.limits.dim()) != (
+            3,
+            1,
+        ):
+            raise ValueError(
+                "constraints: expected budgets without a batch, costs (m, S, A) and limits (m,), "
+                f"got {tuple(constraints.costs.shape)} and {tuple(constraints.limits.shape)}"
+            )
+        self.step = FTRLStep(mdp, regularizer, constraints=constraints)
         self.estimator = ImportanceWeighted() if estimator is None else estimator
 
     @property
@@ -88,13 +109,25 @@ class FTRL(Learner):
             "q": interior_point(self.mdp).expand_as(zero).clone(),
         }
         self.state |= dict.fromkeys(DIAGNOSTICS, count)
+        if self.step.constraints is not None:
+            limits = self.step.constraints.limits.detach()
+            self.state["multipliers"] = torch.zeros_like(limits).expand(num_seeds, -1).clone()
+            self.state["budget_excess"] = torch.full_like(count, -torch.inf)
 
     @torch.no_grad()
     def propose(self, t: int) -> Tensor:
         state = self.state
         solution = self.step.solve(
-            state["cumulative_loss"], float(t), warm_start=state["q"], check=False
+            state["cumulative_loss"],
+            float(t),
+            warm_start=state["q"],
+            check=False,
+            multipliers=state.get("multipliers"),
         )
+        if solution.multipliers is not None and solution.slack is not None:
+            state["multipliers"] = solution.multipliers
+            excess = -solution.slack.amin(-1)
+            state["budget_excess"] = torch.maximum(state["budget_excess"], excess)
         state["q"] = solution.q
         note(state, solution)
         return solution.q

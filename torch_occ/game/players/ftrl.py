@@ -52,6 +52,8 @@ class FTRLPlayer(EnginePlayer):
     @staticmethod
     def why_not(mdp: LayeredMDP, learner: Learner) -> str | None:
         assert isinstance(learner, FTRL)
+        if learner.step.constraints is not None:
+            return "the compiled episode loop does not know budgets"
         if type(learner.estimator) not in ESTIMATORS:
             return f"the engine does not know the estimator {type(learner.estimator).__name__}"
         if any(parameter.dim() for parameter in learner.step.regularizer.parameters()):

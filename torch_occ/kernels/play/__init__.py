@@ -1,6 +1,8 @@
 """Episode loops in compiled code.
 
 episodes   the episode loop of FTRL
+beliefs    transitions that are learned: counts, epochs, occupancy bounds
+unknown    the episode loop of FTRL for unknown transitions
 baselines  the episode loops of the other learners
 planning   the episode loop of optimistic learners with estimated transitions
 posterior  the episode loop of posterior sampling

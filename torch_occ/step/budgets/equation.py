@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from torch_occ.step.kkt import Factorization
 from torch_occ.step.newton import newton
 from torch_occ.step.solution import Solution, over
 
+if TYPE_CHECKING:
+    from torch_occ.step.compiled.budgets import CompiledBudgets
+
 
 @dataclass(frozen=True)
 class BudgetedBound(Bound):
@@ -35,6 +39,7 @@ class BudgetedBound(Bound):
     costs: Tensor  # (*batch, m, S, A), zero for the other budgets
     limits: Tensor  # (*batch, m), zero for the other budgets
     active: Tensor  # (*batch, m), 0 or 1
+    engine: CompiledBudgets | None = None
 
     def _split(self, v: Tensor) -> tuple[Tensor, Tensor]:
         m = self.active.shape[-1]
@@ -54,7 +59,8 @@ class BudgetedBound(Bound):
         return join([super().source, -self.limits], 1)
 
     def factorize(self, q: Tensor, batch: torch.Size, elements: int) -> Factorization:
-        return Bordered(super().factorize(q, batch, elements), self.costs, self.active)
+        inner = self.engine.factorize(q) if self.engine else super().factorize(q, batch, elements)
+        return Bordered(inner, self.costs, self.active)
 
 
 class Bordered:
@@ -89,7 +95,12 @@ class Bordered:
 
 @dataclass(frozen=True)
 class BudgetedSetting(Setting):
-    """A setting whose last tensors are G, h and a."""
+    """A setting whose last tensors are G, h and a.
+
+    With `engine`, which must have the same weights, compiled kernels solve its linear systems.
+    """
+
+    engine: CompiledBudgets | None = None
 
     @property
     def event_dims(self) -> tuple[int | None, ...]:
@@ -106,6 +117,7 @@ class BudgetedSetting(Setting):
             costs * over(active, 2),
             limits * active,
             active,
+            self.engine,
         )
 
     def bind_without(self, tensors: Sequence[Tensor]) -> Bound:
@@ -118,7 +130,6 @@ class BudgetedStationarity(Stationarity):
     """The equations above; tensors `(x, start, *setting, G, h, guess of y)`."""
 
     interior: Tensor
-    engine: Without | None
     #: reports failures, from the solution, costs, limits and certificates of infeasibility
     tell: Callable[[Solution, Tensor, Tensor, Tensor], None]
 
@@ -137,6 +148,26 @@ class BudgetedStationarity(Stationarity):
             limits.shape[:-1],
             guess.shape[:-1],
         )
+        m = limits.shape[-1]
+        given = (
+            -x.expand(*batch, *x.shape[-2:]),
+            costs.expand(*batch, m, *x.shape[-2:]),
+            limits.expand(*batch, m),
+            start.expand(*batch, *x.shape[-2:]),
+            guess.expand(*batch, m),
+        )
+        if setting.engine:
+            found = setting.engine.search(*given)
+        else:
+            without = self._without(bound, batch)
+            tolerance = self.options.tolerance_in(x.dtype)
+            found = find_multipliers(bound.mdp, without, *given, tolerance)
+        q, value, certificate = found.solution[:3]
+        self.tell(found.solution, *given[1:3], found.certificate)
+        return q, torch.cat([value, found.multipliers], -1), certificate
+
+    def _without(self, bound: Bound, batch: torch.Size) -> Without:
+        """Return the step without budgets in torch; failed elements start again in the middle."""
         flow, derive = flow_of(bound.mdp, batch.numel()), bound.deriver(batch)
 
         def solve(loss: Tensor, start: Tensor) -> Solution:
@@ -147,26 +178,10 @@ class BudgetedStationarity(Stationarity):
             return found
 
         def respond(solution: Solution, x: Tensor) -> Tensor:
-            q = solution.q
-            return bound.factorize(q, batch, x.shape[:-2].numel()).solve(
-                x, torch.zeros_like(x[..., 0])
-            )[0]
+            system = bound.factorize(solution.q, batch, x.shape[:-2].numel())
+            return system.solve(x, torch.zeros_like(x[..., 0]))[0]
 
-        m = limits.shape[-1]
-        costs, limits = costs.expand(*batch, m, *x.shape[-2:]), limits.expand(*batch, m)
-        found = find_multipliers(
-            bound.mdp,
-            self.engine or Without(solve, respond),
-            -x.expand(*batch, *x.shape[-2:]),
-            costs,
-            limits,
-            start.expand(*batch, *x.shape[-2:]),
-            guess.expand(*batch, m).clamp(min=0),
-            self.options.tolerance_in(x.dtype),
-        )
-        q, value, certificate = found.solution[:3]
-        self.tell(found.solution, costs, limits, found.certificate)
-        return q, torch.cat([value, found.multipliers], -1), certificate
+        return Without(solve, respond)
 
     def point(
         self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]

@@ -28,12 +28,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.kernels.constants import SHORTENINGS, STEPS
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.step.budgets.limits import least_cost
 from torch_occ.step.solution import Solution, Status, over
 
-#: The largest number of Newton steps on the multipliers, and how often one is shortened.
-_STEPS, _SHORTENINGS = 100, 40
 #: Violations below this multiple of the rounding error are not reduced further.
 _NOISE = 8.0
 
@@ -90,7 +89,7 @@ def find_multipliers(
     running = torch.ones_like(status, dtype=torch.bool)
     certificate = torch.zeros_like(y)
     patience, best = torch.full_like(status, 3), torch.full_like(loss[..., 0, 0], torch.inf)
-    for _ in range(_STEPS):
+    for _ in range(STEPS):
         size = (costs.abs() * now.q.unsqueeze(-3)).sum((-2, -1)) + limits.abs()
         error = (torch.where(y > 0, excess.abs(), excess.clamp(min=0)) / size).amax(-1)
         # At the level of rounding errors, a step no longer improves. Two more tries are made.
@@ -99,7 +98,7 @@ def find_multipliers(
         solved = now.converged & (error <= tolerance)
         done = running & solved & ((error <= _NOISE * eps) | (patience <= 0))
         status = torch.where(done, Status.CONVERGED, status)
-        stuck = running & ~solved & ((patience < -_STEPS // 2) | ~error.isfinite())
+        stuck = running & ~solved & ((patience < -(STEPS // 2)) | ~error.isfinite())
         status = torch.where(stuck, torch.where(now.converged, Status.STALLED, now.status), status)
         running = running & ~done & ~stuck
         impossible = running & _is_infeasible(mdp, costs, limits, y, excess, certificate, tolerance)
@@ -113,7 +112,7 @@ def find_multipliers(
         climb = (excess * step).sum(-1)
         length = torch.where(running, 1.0, 0.0).to(y.dtype)
         trial, after = now, excess
-        for _ in range(_SHORTENINGS):
+        for _ in range(SHORTENINGS):
             trial, after = solve(y + over(length, 1) * step, now.q)
             steps += torch.where(running, trial.certificate[..., 1], 0.0)
             slope = (after * step).sum(-1)

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.backends import later
-from torch_occ._support.private import carries_derivative
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.step.budgets.equation import BudgetedSetting, BudgetedStationarity
 from torch_occ.step.budgets.limits import Budgets, InfeasibleError, least_cost
-from torch_occ.step.budgets.search import Without
 from torch_occ.step.checks import check_batches, report
 from torch_occ.step.implicit import ImplicitSolution
 from torch_occ.step.problem import Problem, with_rank
@@ -57,15 +55,16 @@ def solve_with_budgets(
     tensors = problem.align(x)
     tensors += [with_rank(costs, rank, 3), with_rank(limits, rank, 1), with_rank(guess, rank, 1)]
     engine = None
-    if compiled is not None and not any(carries_derivative(p) for p in problem.mdp.probabilities):
-        engine = _by_engine(problem, compiled)
+    if compiled is not None:
+        engine = later("step.compiled.budgets").CompiledBudgets(
+            compiled, problem.t.detach(), problem.step.interior
+        )
     equation = BudgetedStationarity(
-        BudgetedSetting(problem.mdp, problem.step.evaluator, problem.probabilities),
+        BudgetedSetting(problem.mdp, problem.step.evaluator, problem.probabilities, engine),
         problem.step.options,
         problem.validate,
         lambda _: None,
         problem.step.interior,
-        engine,
         partial(_tell, check, problem.mdp),
     )
     q, value, certificate = ImplicitSolution.apply(equation, *tensors)
@@ -73,27 +72,6 @@ def solve_with_budgets(
     slack = limits - (costs * q.unsqueeze(-3)).sum((-2, -1))
     name = "torch" if engine is None else "engine"
     return Solution(q, value[..., :-m], certificate, name, value[..., -m:], slack)
-
-
-def _by_engine(problem: Problem, compiled: CompiledStep) -> Without:
-    """The step without budgets in compiled kernels; failed elements start again in the middle."""
-    t, interior = problem.t, problem.step.interior
-
-    def solve(loss: Tensor, start: Tensor) -> Solution:
-        found = compiled(loss, t, start)
-        assert found is not None  # the arguments were checked
-        solution, converged = found
-        if not converged:
-            found = compiled(loss, t, interior)
-            assert found is not None
-            again = found[0]
-            solution = solution.merge(again, again.converged & ~solution.converged)
-        return solution
-
-    def respond(solution: Solution, x: Tensor) -> Tensor:
-        return later("step.compiled.derivatives").respond(compiled, solution.q, t, x)
-
-    return Without(solve, respond)
 
 
 def _tell(

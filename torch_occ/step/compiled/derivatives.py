@@ -17,7 +17,7 @@ from torch_occ._support.private import in_forward_mode
 from torch_occ.kernels.constants import DEAD
 from torch_occ.kernels.layout import Floats
 from torch_occ.step.compiled.formulas import Formula
-from torch_occ.step.compiled.inputs import number, rows, shaped, summed, tabulate, untabulate
+from torch_occ.step.compiled.inputs import rows, shaped, summed, untabulate
 from torch_occ.step.implicit import poison, push_forward
 
 if TYPE_CHECKING:
@@ -162,19 +162,3 @@ def _differentiably(
     grads = torch.autograd.grad(again, wanted, bars, create_graph=True, allow_unused=True)
     found = iter(grads)
     return [next(found) if need else None for need in needed]
-
-
-def respond(step: CompiledStep, q: Tensor, t: Tensor | float, x: Tensor) -> Tensor:
-    """Return Pi x, minus the change of the solution q if the loss changes by x; plain tensors.
-
-    Args:
-        q: `(*batch, S, A)`, a solution.
-        x: `(*more, *batch, S, A)`.
-    """
-    formula, values = step.formula, [number(v) for v in (t, *(s[n] for s, n in step.slots))]
-    if formula is None:
-        formula, _, values = step.computed_by_torch(t)
-    whole = x.shape[:-2]
-    table = tabulate(formula.replay(values)[1], whole)
-    u, _, _ = step.linear(rows(-x, whole, 2), step.zeros, rows(q.expand_as(x), whole, 2), table)
-    return torch.from_numpy(u.reshape(x.shape))

@@ -49,8 +49,8 @@ def why_not(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
     return why_not_model(mdp)
 
 
-def model_of(mdp: LayeredMDP) -> Model:
-    """Return the MDP as arrays; transitions are sparse if `prefers_rows`, else dense."""
+def model_of(mdp: LayeredMDP, *, dense: bool = False) -> Model:
+    """Return the MDP as arrays; unless `dense`, transitions are sparse if `prefers_rows`."""
 
     def exists(name: str) -> np.ndarray:
         missing = mdp.missing[name]
@@ -60,7 +60,8 @@ def model_of(mdp: LayeredMDP) -> Model:
 
     start = np.array([0, *(layer.stop for layer in mdp.layer_slices)], dtype=np.int64)
     flags = np.stack([exists(name).reshape(-1) for name in ("pair", "rest", "complement")])
-    next_state: Floats | Rows = rows_of(mdp) if prefers_rows(mdp) else _table_of(mdp)
+    in_rows = not dense and prefers_rows(mdp)
+    next_state: Floats | Rows = rows_of(mdp) if in_rows else _table_of(mdp)
     arrivals = np.zeros((0, 0)) if isinstance(next_state, Rows) else next_state.T.copy()
     initial = mdp.initial.detach().numpy().copy()
     return Model(mdp.num_actions, start, next_state, arrivals, flags, initial, conserves_mass(mdp))

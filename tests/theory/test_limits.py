@@ -1,0 +1,335 @@
+"""The Graves-Lai constant: closed forms, an independent twin, corners and bad input."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog, minimize
+from sparse_worlds import sparse_world
+from zoo import random_loss
+
+import torch_occ as occ
+from torch_occ.theory.limits.excursions import excursions_of
+from torch_occ.theory.limits.families import Bernoulli, Gaussian
+from torch_occ.theory.limits.separation import Separation
+
+BANDIT = occ.LayeredMDP.random(1, 1, 4)
+
+
+def kl(p, q):
+    return sum(x * math.log(x / y) for x, y in ((p, q), (1 - p, 1 - q)) if x > 0)
+
+
+def row(*means):
+    return torch.tensor([means], dtype=torch.float64)
+
+
+def closed_form(mdp, mean, visited=None):
+    """sum gap / kl(mean, mean - gap) over the pairs of visited states."""
+    gaps, total = occ.optimal_policy(mdp, mean).gaps, 0.0
+    for s, a in mdp.actions.nonzero().tolist():
+        gap, m = float(gaps[s, a]), float(mean[s, a])
+        if 1e-9 < gap < m and (visited is None or visited[s]):
+            total += gap / kl(m, m - gap)
+    return total
+
+
+# -- the constant ----------------------------------------------------------------------------------
+
+
+def test_one_state_is_the_bound_of_lai_and_robbins():
+    found = occ.lower_bound(BANDIT, row(0.3, 0.5, 0.45, 0.9))
+    terms = {1: 0.2 / kl(0.5, 0.3), 2: 0.15 / kl(0.45, 0.3), 3: 0.6 / kl(0.9, 0.3)}
+    assert found.value == found.upper == pytest.approx(sum(terms.values()), rel=1e-14)
+    assert (found.exact, found.rounds, found.method) == (True, 0, "closed form")
+    visits = [0.0, 1 / kl(0.5, 0.3), 1 / kl(0.45, 0.3), 1 / kl(0.9, 0.3)]
+    torch.testing.assert_close(found.allocation, row(*visits))
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 3), (5, 5, 4), (12, 20, 6)])
+def test_the_closed_form_where_optimal_policies_visit_every_state(shape):
+    mdp = occ.LayeredMDP.random(*shape, seed=1)
+    mean = 0.1 + 0.8 * random_loss(mdp)
+    found = occ.lower_bound(mdp, mean)
+    # kl of this file loses digits where gaps are small.
+    assert found.value == pytest.approx(closed_form(mdp, mean), rel=1e-9)
+    assert found.method == "closed form"
+
+
+def test_the_demo_of_the_package():
+    """The number of an independent prototype for the MDP and the losses of `make demo`."""
+    from experiments.games import loss_with_gap
+
+    mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
+    found = occ.lower_bound(mdp, loss_with_gap(mdp, 0.4, 1))
+    assert found.value == pytest.approx(15.9901, abs=1e-4)
+
+
+def information(n, policy_q, mean, cost, support):
+    """The least information about tables for which a policy is as good as the optimal one, and one.
+
+    Independent of the package: all pairs at once, by SLSQP. n: observations; cost: that of the
+    optimal policy; support: pairs that the optimal policy plays.
+    """
+    free = np.flatnonzero((policy_q > 0) & ~support)
+    best = float(policy_q @ mean) - cost  # how much must be gained
+    if best < 1e-12 or policy_q[free] @ mean[free] <= best:
+        return math.inf, None
+    m, weight = mean[free], policy_q[free]
+
+    def value(x):
+        return float(n[free] @ (m * np.log(m / x) + (1 - m) * np.log((1 - m) / (1 - x))))
+
+    def gradient(x):
+        return n[free] * (x - m) / (x * (1 - x))
+
+    share = best / (weight @ m)
+    start = m * (1 - 0.5 * (1 + share))  # gains enough, with something left
+    solved = minimize(
+        value,
+        start,
+        jac=gradient,
+        bounds=[(1e-9, x) for x in m],
+        constraints={
+            "type": "ineq",
+            "fun": lambda x: weight @ (m - x) - best,
+            "jac": lambda x: -weight,
+        },
+        method="SLSQP",
+        options={"ftol": 1e-14, "maxiter": 500},
+    )
+    table = np.zeros(len(mean))
+    x = solved.x
+    table[free] = m * np.log(m / x) + (1 - m) * np.log((1 - m) / (1 - x))
+    return solved.fun, table
+
+
+def twin(mdp, mean, rounds=25):
+    """The constant from all deterministic policies of the whole MDP."""
+    S, A = mean.shape
+    m, plan = mean.flatten().numpy(), occ.optimal_policy(mdp, mean)
+    support = (occ.occupancy(mdp, plan.policy) > 0).flatten().numpy()
+    cost = float(occ.occupancy(mdp, plan.policy).flatten().numpy() @ m)
+    choices = torch.tensor(list(itertools.product(range(A), repeat=S)))
+    every = occ.occupancy(mdp, torch.nn.functional.one_hot(choices, A).to(mean.dtype))
+    every = np.unique(every.flatten(1).numpy().round(14), axis=0)
+    # n = sum over policies of eta * q, so the program is over eta and the cost is eta * regret.
+    regrets = np.maximum(every @ m - cost, 0.0)
+    n, cuts, value = np.full(S * A, 1.0), [], 0.0
+    for _ in range(rounds):
+        found = [information(np.maximum(n, 1e-6), q, m, cost, support) for q in every]
+        least = min(value for value, _ in found)
+        if cuts and least > 1 - 1e-6:
+            return value
+        scale = 0.99 if cuts else math.inf
+        cuts += [table for x, table in found if x < max(1.0, least / scale) and table is not None]
+        solved = linprog(regrets, A_ub=-np.array(cuts) @ every.T, b_ub=-np.ones(len(cuts)))
+        value, n = solved.fun, solved.x @ every
+    raise AssertionError(f"the twin did not converge: least information {least}")
+
+
+@pytest.mark.parametrize(
+    "world", [(3, 2, 2, 1, 0), (3, 2, 2, 1, 5), (3, 3, 2, 1, 4), (3, 3, 2, 2, 0), (3, 3, 2, 2, 3)]
+)
+def test_an_independent_program_over_all_policies_agrees(world):
+    mdp, mean = sparse_world(*world)
+    assert len(excursions_of(mdp, mean).hidden) > 0
+    assert occ.lower_bound(mdp, mean).value == pytest.approx(twin(mdp, mean), rel=2e-4)
+
+
+@pytest.mark.parametrize("successors", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_bounds_meet_and_the_allocation_satisfies_every_constraint(successors, seed):
+    mdp, mean = sparse_world(3, 3, 3, successors, seed)
+    found = occ.lower_bound(mdp, mean)
+    assert found.exact
+    assert found.value <= found.upper <= (1 + 1e-5) * found.value
+    gaps = occ.optimal_policy(mdp, mean).gaps
+    assert float((gaps * found.allocation).sum()) == pytest.approx(found.upper, rel=1e-12)
+    q = occ.occupancy(mdp, occ.optimal_policy(mdp, mean).policy)
+    assert bool((found.allocation[q > 0] == 0).all())
+    hidden = q.sum(-1) == 0
+    flow = found.allocation.sum(-1) - torch.einsum(
+        "sa,sat->t", found.allocation, mdp.joint_transitions
+    )
+    # Free visits also lead to visited states, so only hidden ones have a balance.
+    assert float(flow[hidden].abs().max() if bool(hidden.any()) else 0.0) < 1e-9 * found.upper
+    # More states must be explored than those that the optimal policy visits.
+    assert found.value >= (1 - 1e-5) * closed_form(mdp, mean, ~hidden)
+
+
+def test_the_search_equals_the_enumeration_of_all_excursions():
+    """Bounds of partial policies leave nothing out."""
+    mdp, mean = sparse_world(4, 5, 3, 2, 0)
+    found = excursions_of(mdp, mean)
+    assert len(found.hidden) >= 4
+    n = np.random.default_rng(0).exponential(size=len(found.gap))
+    searched = Separation(found, Bernoulli()).search(n, math.inf)
+    clever = Separation(found, Bernoulli(), budget=10**6)
+    nodes, least = clever._roots(), math.inf
+    while len(nodes.entry):
+        leaves = ~(nodes.inflow > 0).any(1)
+        if leaves.any():
+            least = min(least, clever._bound(nodes.take(np.flatnonzero(leaves)), n).min())
+        rest = nodes.take(np.flatnonzero(~leaves))
+        nodes = clever._children(rest) if len(rest.entry) else rest
+    assert clever.search(n, 1.5 * least).least == pytest.approx(least, rel=1e-7)
+    assert searched.least <= least * (1 + 1e-7)
+
+
+def test_a_five_layer_world_is_exact():
+    mdp, mean = sparse_world(5, 5, 4, 2, 0)
+    found = occ.lower_bound(mdp, mean)
+    assert found.exact
+    assert found.upper <= (1 + 1e-5) * found.value
+    assert str(found).startswith(f"C = {found.value:.6g} (cutting planes, ")
+
+
+def test_a_short_search_still_brackets_the_constant():
+    mdp, mean = sparse_world(5, 5, 4, 1, 0)
+    short, whole = occ.lower_bound(mdp, mean, budget=30, max_rounds=4), occ.lower_bound(mdp, mean)
+    assert whole.exact
+    assert not short.exact
+    assert 0 < short.value < whole.value < short.upper
+    assert "cut short" in str(short)
+
+
+# -- corners ---------------------------------------------------------------------------------------
+
+
+def test_a_gap_larger_than_the_mean_costs_nothing():
+    """Its loss cannot be lower by the gap: action 1 leads to a state that is bad for certain."""
+    layers = [torch.eye(2, dtype=torch.float64)[None], torch.ones(2, 2, 1, dtype=torch.float64)]
+    mdp = occ.LayeredMDP(layers, actions=torch.tensor([[True, True], [True, False], [True, False]]))
+    mean = torch.tensor([[0.5, 0.1], [0.2, 0.0], [0.9, 0.0]], dtype=torch.float64)
+    # Confusing tables lower (0, 1) and the hidden state (2, 0) together by the gap 0.3.
+    found = occ.lower_bound(mdp, mean)
+    assert found.exact
+    assert found.value > 0
+    # With a sure loss of 1 that no table lowers enough, nothing has to be explored.
+    sure = mean.clone()
+    sure[1, 0], sure[0, 0], sure[2, 0] = 0.0, 0.0, 0.0
+    sure[0, 1] = 0.4
+    assert occ.lower_bound(mdp, sure).value == 0.0
+    dense = occ.LayeredMDP.random(2, 2, 2, seed=0)
+    mean = torch.tensor([[0.05, 0.1], [0.0, 0.9], [0.9, 0.95]], dtype=torch.float64)
+    assert occ.lower_bound(dense, mean).value == pytest.approx(closed_form(dense, mean), rel=1e-12)
+
+
+def test_tied_actions_are_all_free():
+    assert occ.lower_bound(BANDIT, row(0.4, 0.4, 0.6, 0.4)).value == pytest.approx(
+        0.2 / kl(0.6, 0.4)
+    )
+    assert occ.lower_bound(BANDIT, row(0.4, 0.4, 0.4, 0.4)).value == 0.0
+    # Two optimal actions lead to both states of a layer, so no state is hidden.
+    layers = [torch.eye(2, dtype=torch.float64)[None], torch.ones(2, 2, 1, dtype=torch.float64)]
+    mdp = occ.LayeredMDP(layers)
+    mean = torch.tensor([[0.5, 0.4], [0.2, 0.5], [0.3, 0.7]], dtype=torch.float64)
+    found = occ.lower_bound(mdp, mean)
+    assert found.value == pytest.approx(0.3 / kl(0.5, 0.2) + 0.4 / kl(0.7, 0.3), rel=1e-12)
+    # An action that is worse by a hair hides its state, and costs what such a gap costs.
+    mean[0, 1] += 1e-4
+    apart = occ.lower_bound(mdp, mean)
+    assert apart.exact
+    assert apart.value > 1000
+
+
+def test_unreachable_states_and_masked_actions_play_no_part():
+    mdp, mean = sparse_world(3, 3, 3, 1, 1)
+    value = occ.lower_bound(mdp, mean).value
+    pruned = mdp.prune()
+    rest = mean[mdp.reachable]
+    assert occ.lower_bound(pruned, rest).value == pytest.approx(value, rel=1e-6)
+    nonsense = torch.where(mdp.reachable[:, None], mean, torch.nan)
+    assert occ.lower_bound(mdp, nonsense).value == pytest.approx(value, rel=1e-12)
+    # A fourth action that no state has.
+    wide = occ.LayeredMDP(
+        [torch.cat([p, p[:, :1]], 1) for p in mdp.transitions],
+        actions=torch.tensor([True, True, True, False]).expand(mdp.num_states, 4),
+    )
+    masked = torch.cat([mean, torch.full((mdp.num_states, 1), torch.nan)], 1)
+    found = occ.lower_bound(wide, masked)
+    assert found.value == pytest.approx(value, rel=1e-5)
+    assert bool((found.allocation[:, 3] == 0).all())
+    assert occ.lower_bound(mdp.to_sparse(), mean).value == pytest.approx(value, rel=1e-6)
+
+
+def test_means_of_zero_and_one():
+    found = occ.lower_bound(BANDIT, row(0.0, 0.5, 1.0, 0.25))
+    assert found.value == 0.0  # no loss is less than zero, so nothing can be confused
+    found = occ.lower_bound(BANDIT, row(0.5, 1.0, 1.0, 1.0))
+    assert found.value == pytest.approx(3 * 0.5 / math.log(2), rel=1e-12)
+
+
+def test_gaussian_losses():
+    found = occ.lower_bound(BANDIT, row(-3.0, -1.0, 5.0, -2.5), noise="gaussian", variance=0.25)
+    assert found.value == pytest.approx(2 * 0.25 * (1 / 2 + 1 / 8 + 1 / 0.5), rel=1e-12)
+    mdp, mean = sparse_world(3, 3, 3, 1, 1)
+    one, four = (occ.lower_bound(mdp, mean, noise="gaussian", variance=v) for v in (0.1, 0.4))
+    assert one.exact
+    assert four.value == pytest.approx(4 * one.value, rel=2e-5)
+
+
+@pytest.mark.parametrize("family", [Bernoulli(), Gaussian(0.2)])
+def test_tilts_minimize(family):
+    mean = np.repeat(np.array([0.0, 1e-3, 0.3, 0.7, 1.0]), 6)
+    r = np.tile(np.array([0.0, 1e-6, 0.1, 1.0, 3.0, 1e3]), 5)
+    d = family.tilt(mean, r)
+    assert (d >= 0).all()
+    assert (d <= family.most(mean)).all()
+    best = family.information(mean, d) - r * d
+    for factor in (0.99, 1.01):
+        other = d * factor
+        possible = other < family.most(mean)
+        value = family.information(mean, other) - r * other
+        assert (value[possible] >= best[possible] - 1e-12 * (1 + r[possible])).all()
+    np.testing.assert_allclose(
+        Bernoulli().information(np.array([0.3, 0.3]), np.array([0.2, 1e-9])),
+        [kl(0.3, 0.1), 1e-18 / 0.42],
+        rtol=1e-6,
+    )
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mean": row(0.1, 0.2, 1.5, 0.3)}, "layer 0, state 0, action 2 is 1.5; .* in \\[0, 1\\]"),
+        ({"mean": row(0.1, math.nan, 0.5, 0.3)}, "action 1 is nan"),
+        ({"mean": row(0.1, 0.2)}, "mean: expected shape \\(1, 4\\), got \\(1, 2\\)"),
+        ({"noise": "uniform"}, "bernoulli or gaussian, got 'uniform'.* not implemented"),
+        ({"noise": "none"}, "one visit reveals"),
+        ({"noise": "gaussian"}, "variance: Gaussian losses need"),
+        ({"noise": "gaussian", "variance": -1.0}, "positive, finite variance, got -1.0"),
+        ({"variance": 0.2}, "leave it out"),
+        ({"tolerance": 0.0}, "tolerance: expected a positive number"),
+        ({"mdp": occ.LayeredMDP([torch.ones(2, 1, 4, 1).double()])}, "got a batch of \\(2,\\)"),
+    ],
+)
+def test_bad_input(change, message):
+    arguments = {"mdp": BANDIT, "mean": row(0.1, 0.2, 0.5, 0.3)} | change
+    with pytest.raises(ValueError, match=message):
+        occ.lower_bound(**arguments)
+
+
+def test_too_many_hidden_states_are_refused():
+    width = 8000
+    first = torch.zeros(1, 2, width, dtype=torch.float64)
+    first[0, 0, 0], first[0, 1, 1:] = 1.0, 1 / (width - 1)
+    layers = [first.flatten(0, 1).to_sparse(), torch.ones(2 * width, 1).double().to_sparse()]
+    mdp = occ.LayeredMDP(layers)
+    mean = torch.full((mdp.num_states, 2), 0.5, dtype=torch.float64)
+    mean[0, 1] = 0.6
+    with pytest.raises(ValueError, match="7,999 states are reachable but not visited"):
+        occ.lower_bound(mdp, mean)
+
+
+def test_arguments_of_a_wrong_type():
+    with pytest.raises(TypeError, match=r"mdp: expected an occ\.LayeredMDP"):
+        occ.lower_bound("mdp", row(0.5))
+    with pytest.raises(TypeError, match="mean: expected a torch tensor"):
+        occ.lower_bound(BANDIT, [[0.5]])
