@@ -87,6 +87,7 @@ def twins(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
         "Jin-Luo 2020": occ.FTRL(mdp, occ.jin_luo(mdp)),
         "O-REPS": occ.FTRL.o_reps(mdp, args.episodes),
         "UCB value iteration": occ.OptimisticValueIteration(mdp),
+        "Thompson sampling": occ.Thompson(mdp),
     }
 
 
@@ -105,7 +106,7 @@ def rivals(args: Args, mdp: occ.LayeredMDP) -> dict[str, Rival]:
         "StrongEuler": Rival(occ.StrongEuler(mdp, delta), ucb, 1),
         "EULER": Rival(occ.EULER(mdp, delta), ucb, 1),
         "UCBVI, sharp": Rival(occ.UCBVI(mdp, bonus="sharp", delta=delta), ucb, 1),
-        "PSRL": Rival(occ.PSRL(mdp), ucb, 1),
+        "PSRL": Rival(occ.PSRL(mdp), "Thompson sampling", 1),
     }
 
 

@@ -92,6 +92,8 @@ from torch_occ.game.learners.uob_reps import UOBREPS as UOBREPS
 from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy
 from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
+from torch_occ.game.learners.kl_ucb import KLUCB as KLUCB
+from torch_occ.game.learners.thompson import Thompson as Thompson
 from torch_occ.game.learners.ucbvi import UCBVI as UCBVI
 from torch_occ.game.learners.euler import EULER as EULER
 from torch_occ.game.learners.euler import StrongEuler as StrongEuler

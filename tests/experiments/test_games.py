@@ -158,7 +158,7 @@ def test_exp3_plus_plus_by_hand():
 
 def test_unknown(tmp_path, capsys):
     directory = unknown.main(unknown.Args(**SMALLEST, horizon=2, width=2, actions=2, root=tmp_path))
-    check_run(directory, "unknown.png", 30)
+    check_run(directory, "unknown.png", 32)
     found = rows(directory / "unknown.csv")
     assert len(found) == 20
     assert {row["twin"] for row in found} == set(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torch_occ._support.extras import extra, progress_bar, summary_writer
+from torch_occ.game.beliefs.monitoring import belief_numbers
 from torch_occ.game.figures import configuration, occupancy_figure, pixels, regret_figure
 from torch_occ.game.intervals import band
 from torch_occ.game.learners.base import Learner
@@ -155,7 +156,10 @@ class TensorBoard(Callback):
             raise FileNotFoundError(2, "TensorBoard's directory has gone", str(self.directory))
         # TensorBoard sorts charts by name: "theta" puts these, which are mostly constant, last.
         theta = {f"theta/{name}": value for name, value in parameters(run.learner, run.t).items()}
-        self._scalars(self._curves(run, len(run.recorded) - 1) | self._policy(run) | theta, run.t)
+        believed = belief_numbers(run.mdp, run.learner, run.q)
+        belief = {f"belief/{name}": value for name, value in believed.items()}
+        curves = self._curves(run, len(run.recorded) - 1)
+        self._scalars(curves | self._policy(run) | belief | theta, run.t)
         if self.images_per_decade and (run.t >= self.next_image or run.t == run.episodes):
             self._heat_map(run)
             self.next_image = run.t * 10 ** (1 / self.images_per_decade)

@@ -89,6 +89,8 @@ class Follow(torch.autograd.Function):
     def backward(ctx: Any, q_bar: Tensor | None, v_bar: Tensor | None) -> tuple[Any, ...]:
         origin: Origin = ctx.origin
         batch, needed = origin.batch, ctx.needs_input_grad[1:]
+        if q_bar is None and v_bar is None:  # as after the envelope theorem (torch_occ.learning)
+            return None, *[None] * len(needed)
         q, loss, inputs = _saved(ctx)
         if torch.is_grad_enabled() or in_forward_mode():  # this pass is differentiated, too
             with torch.enable_grad():

@@ -188,8 +188,8 @@ def followed(*inputs: Tensor | float) -> bool:
 
 
 def tabulate(values: list[Any], batch: torch.Size) -> Floats:
-    """Return 2 K numbers or arrays as one array `(2, N or 1, K)`."""
-    if not batch:
+    """Return 2 K numbers or arrays as one array `(2, N or 1, K)`; 1 if the batch shares them."""
+    if not batch or all(type(x) is float for x in values):
         return np.array(values).reshape(2, 1, -1)
     table = np.array([np.broadcast_to(x, batch).ravel() for x in values])
     return np.ascontiguousarray(table.reshape(2, len(values) // 2, batch.numel()).swapaxes(1, 2))
