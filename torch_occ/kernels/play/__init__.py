@@ -6,6 +6,7 @@ unknown    the episode loop of FTRL for unknown transitions
 baselines  the episode loops of the other learners
 planning   the episode loop of optimistic learners with estimated transitions
 posterior  the episode loop of posterior sampling
+indices    the episode loop of KL-UCB and Thompson sampling
 sampling   Gamma and Beta variates for learners that sample
 leaps      regret forecasts that play many episodes at once
 tangents   the episode loop of FTRL with forward-mode derivatives
