@@ -25,6 +25,11 @@ from torch_occ.mdp.occupancy import policy_of as policy_of
 from torch_occ.mdp.occupancy import reachability as reachability
 from torch_occ.mdp.occupancy import uniform_policy as uniform_policy
 
+# Parameters with one value per layer, state or pair
+from torch_occ.regularizers.places import PerLayer as PerLayer
+from torch_occ.regularizers.places import PerState as PerState
+from torch_occ.regularizers.places import PerPair as PerPair
+
 # Learning rates
 from torch_occ.regularizers.schedules import Schedule as Schedule
 from torch_occ.regularizers.schedules import Constant as Constant
