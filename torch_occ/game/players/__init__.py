@@ -6,5 +6,6 @@ engine        what compiled players share; the player of a fixed policy
 ftrl          the compiled player of FTRL
 unknown       the compiled player of FTRL for unknown transitions
 baselines     the compiled player of learners that plan with averages
+uob_reps      the compiled player of UOB-REPS
 planning      the compiled players of learners that plan with estimated transitions
 """

@@ -16,12 +16,14 @@ from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.learners.psrl import PSRL
 from torch_occ.game.learners.ucbvi import UCBVI
 from torch_occ.game.learners.unknown import UnknownFTRL
+from torch_occ.game.learners.uob_reps import UOBREPS
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.baselines import EmpiricalPlayer
 from torch_occ.game.players.engine import EnginePlayer
 from torch_occ.game.players.ftrl import FTRLPlayer
 from torch_occ.game.players.planning import OptimisticPlayer, PosteriorPlayer
 from torch_occ.game.players.unknown import UnknownPlayer
+from torch_occ.game.players.uob_reps import UOBREPSPlayer
 from torch_occ.mdp.layered import LayeredMDP
 
 PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
@@ -30,6 +32,7 @@ PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
     OptimisticValueIteration: EmpiricalPlayer,
     FTRL: FTRLPlayer,
     UnknownFTRL: UnknownPlayer,
+    UOBREPS: UOBREPSPlayer,
     UCBVI: OptimisticPlayer,
     EULER: OptimisticPlayer,
     StrongEuler: OptimisticPlayer,
