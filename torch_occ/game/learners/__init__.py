@@ -6,6 +6,8 @@ ftrl       follow the regularized leader
 unknown    FTRL for unknown transitions
 uob_reps   UOB-REPS: mirror descent over a confidence set of transitions
 baselines  a fixed policy, and learners that plan with averages
+kl_ucb     KL-UCB for known transitions
+thompson   Thompson sampling for known transitions
 planning   bonuses, and backward induction with lower and upper values
 optimism   what learners share that plan with estimated transitions
 ucbvi      UCBVI with its two printed bonuses and a sharper one

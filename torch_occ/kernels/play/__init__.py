@@ -7,6 +7,7 @@ baselines  the episode loops of the other learners
 planning   the episode loop of optimistic learners with estimated transitions
 uob_reps   the episode loop of UOB-REPS
 posterior  the episode loop of posterior sampling
+indices    the episode loop of KL-UCB and Thompson sampling
 sampling   Gamma and Beta variates for learners that sample
 leaps      regret forecasts that play many episodes at once
 tangents   the episode loop of FTRL with forward-mode derivatives
