@@ -140,15 +140,17 @@ class MultiLayerPlayer(CountingPlayer):
         names = ("visits", "losses", "counts")
         sums = [learner.state[name].flatten(2).numpy() for name in names]  # (N, R, ...)
         possible = learner.state["possible"].flatten(2).numpy()
-        settings = (learner.log, learner.corruption)
         num_pairs, num_states = possible.shape[-1], learner.mdp.num_states
 
         def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
             rows = [np.concatenate([x[seed], x[seed].sum(0, keepdims=True)]) for x in sums]
             stack = Stack(
                 run.seeds[seed],
-                *settings,
-                *rows,
+                learner.log,
+                learner.corruption,
+                rows[0],
+                rows[1],
+                rows[2],
                 possible[seed],
                 self.entry,
                 np.zeros((2, num_pairs)),
