@@ -62,7 +62,7 @@ def test_a_colour_means_a_learner():
     places = best_of_both_worlds.environments(args, mdp)
     players = best_of_both_worlds.learners(args, mdp)
     histories = {(place, name): history for place in places for name in players}
-    upper, lower = best_of_both_worlds.draw(args, histories).subfigs
+    upper, lower = best_of_both_worlds.draw(args, histories, 5.0).subfigs
     expected = curves.colours(histories)
     assert len(set(expected.values())) == len(players)
     for axes in lower.axes:
