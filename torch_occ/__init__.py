@@ -104,6 +104,7 @@ from torch_occ.game.learners.ucbvi import UCBVI as UCBVI
 from torch_occ.game.learners.euler import EULER as EULER
 from torch_occ.game.learners.euler import StrongEuler as StrongEuler
 from torch_occ.game.learners.psrl import PSRL as PSRL
+from torch_occ.game.learners.multilayer import MultiLayerUCBVI as MultiLayerUCBVI
 from torch_occ.game.callbacks import Callback as Callback
 from torch_occ.game.callbacks import ProgressBar as ProgressBar
 from torch_occ.game.callbacks import TensorBoard as TensorBoard
@@ -137,6 +138,7 @@ from torch_occ.tuning.refinement import Refined as Refined
 from torch_occ.tuning.refinement import refine as refine
 from torch_occ.tuning.recipe import Recipe as Recipe
 from torch_occ.tuning.recipe import tune_and_refine as tune_and_refine
+from torch_occ.tuning.recommended import recommended as recommended
 from torch_occ.tuning.metagradients import Estimate as Estimate
 from torch_occ.tuning.metagradients import Gradients as Gradients
 from torch_occ.tuning.metagradients import finite_differences as finite_differences

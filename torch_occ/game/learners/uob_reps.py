@@ -76,7 +76,7 @@ class UOBREPS(CountingLearner):
         printed = math.sqrt(
             mdp.horizon * math.log(mdp.horizon * pairs / delta) / (episodes * pairs)
         )
-        self.episodes, self.delta = episodes, delta
+        self.episodes, self.max_episodes, self.delta = episodes, episodes, delta
         self.learning_rate = _positive("learning_rate", learning_rate, printed)
         self.bias = _positive("bias", bias, printed)
         self.widths = Widths.of("uob_reps", self.mdp, episodes, delta) if widths is None else widths

@@ -15,6 +15,7 @@ from torch_occ.game.learners.dilated import PolicyOptimization
 from torch_occ.game.learners.euler import EULER, StrongEuler
 from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.learners.kl_ucb import KLUCB
+from torch_occ.game.learners.multilayer import MultiLayerUCBVI
 from torch_occ.game.learners.psrl import PSRL
 from torch_occ.game.learners.thompson import Thompson
 from torch_occ.game.learners.ucbvi import UCBVI
@@ -26,7 +27,7 @@ from torch_occ.game.players.dilated import PolicyOptimizationPlayer
 from torch_occ.game.players.engine import EnginePlayer
 from torch_occ.game.players.ftrl import FTRLPlayer
 from torch_occ.game.players.indices import IndexPlayer
-from torch_occ.game.players.planning import OptimisticPlayer, PosteriorPlayer
+from torch_occ.game.players.planning import MultiLayerPlayer, OptimisticPlayer, PosteriorPlayer
 from torch_occ.game.players.unknown import UnknownPlayer
 from torch_occ.game.players.uob_reps import UOBREPSPlayer
 from torch_occ.mdp.layered import LayeredMDP
@@ -45,6 +46,7 @@ PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
     EULER: OptimisticPlayer,
     StrongEuler: OptimisticPlayer,
     PSRL: PosteriorPlayer,
+    MultiLayerUCBVI: MultiLayerPlayer,
 }
 
 
