@@ -41,9 +41,10 @@ def global_state_is_left_alone():
 
 @pytest.fixture(scope="module", params=["torch", "auto"])
 def both_backends(request):
-    """Run a module twice: in torch, and with the engine wherever `FTRLStep` chooses it."""
+    """Run a module twice: in torch, and with the engine wherever the step chooses it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(occ.FTRLStep.__init__.__kwdefaults__, "backend", request.param)
+        for module in (occ.FTRLStep, occ.KLProjection):
+            patch.setitem(module.__init__.__kwdefaults__, "backend", request.param)
         yield request.param
 
 

@@ -25,6 +25,11 @@ from torch_occ.mdp.occupancy import policy_of as policy_of
 from torch_occ.mdp.occupancy import reachability as reachability
 from torch_occ.mdp.occupancy import uniform_policy as uniform_policy
 
+# Parameters with one value per layer, state or pair
+from torch_occ.regularizers.places import PerLayer as PerLayer
+from torch_occ.regularizers.places import PerState as PerState
+from torch_occ.regularizers.places import PerPair as PerPair
+
 # Learning rates
 from torch_occ.regularizers.schedules import Schedule as Schedule
 from torch_occ.regularizers.schedules import Constant as Constant
@@ -92,10 +97,13 @@ from torch_occ.game.learners.uob_reps import UOBREPS as UOBREPS
 from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy
 from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
+from torch_occ.game.learners.kl_ucb import KLUCB as KLUCB
+from torch_occ.game.learners.thompson import Thompson as Thompson
 from torch_occ.game.learners.ucbvi import UCBVI as UCBVI
 from torch_occ.game.learners.euler import EULER as EULER
 from torch_occ.game.learners.euler import StrongEuler as StrongEuler
 from torch_occ.game.learners.psrl import PSRL as PSRL
+from torch_occ.game.learners.multilayer import MultiLayerUCBVI as MultiLayerUCBVI
 from torch_occ.game.callbacks import Callback as Callback
 from torch_occ.game.callbacks import ProgressBar as ProgressBar
 from torch_occ.game.callbacks import TensorBoard as TensorBoard

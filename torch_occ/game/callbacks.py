@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from torch_occ._support.extras import extra, progress_bar, summary_writer
+from torch_occ.game.beliefs.monitoring import belief_numbers
 from torch_occ.game.figures import configuration, occupancy_figure, pixels, regret_figure
 from torch_occ.game.intervals import band
 from torch_occ.game.learners.base import Learner
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.regularizers.base import Scaled
+from torch_occ.regularizers.parametrized import spreading
 from torch_occ.regularizers.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -155,7 +157,10 @@ class TensorBoard(Callback):
             raise FileNotFoundError(2, "TensorBoard's directory has gone", str(self.directory))
         # TensorBoard sorts charts by name: "theta" puts these, which are mostly constant, last.
         theta = {f"theta/{name}": value for name, value in parameters(run.learner, run.t).items()}
-        self._scalars(self._curves(run, len(run.recorded) - 1) | self._policy(run) | theta, run.t)
+        believed = belief_numbers(run.mdp, run.learner, run.q)
+        belief = {f"belief/{name}": value for name, value in believed.items()}
+        curves = self._curves(run, len(run.recorded) - 1)
+        self._scalars(curves | self._policy(run) | belief | theta, run.t)
         if self.images_per_decade and (run.t >= self.next_image or run.t == run.episodes):
             self._heat_map(run)
             self.next_image = run.t * 10 ** (1 / self.images_per_decade)
@@ -324,7 +329,12 @@ def _numbers(learner: Learner, t: int) -> Iterator[tuple[str, float]]:
         if isinstance(module, nn.Module):
             for part in module.modules():
                 if isinstance(part, Scaled) and isinstance(part.factor, Schedule):
-                    rate = part.factor(torch.tensor(float(t), dtype=torch.float64)).detach()
+                    with spreading():
+                        rate = part.factor(torch.tensor(float(t), dtype=torch.float64)).detach()
                     yield "learning_rate" if part.power == -1 else "weight", float(rate.mean())
             for path, parameter in module.named_parameters():
-                yield path.rpartition(".")[2], float(parameter.detach().mean())
+                name, x = path.rpartition(".")[2], parameter.detach()
+                yield name, float(x.mean())
+                if x.numel() > 1:  # one value per layer, state or pair
+                    yield f"{name}_least", float(x.min())
+                    yield f"{name}_largest", float(x.max())

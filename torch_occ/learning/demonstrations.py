@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import inside_transform
+from torch_occ._support.private import values_are_hidden
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import DenseLayer, Layer
 from torch_occ.mdp.validation import broadcast
@@ -38,7 +38,7 @@ def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> No
             f"actions: expected the shape of states, {tuple(states.shape)}, "
             f"got {tuple(actions.shape)}"
         )
-    if inside_transform():
+    if values_are_hidden():
         return
     bounds = torch.tensor([(part.start, part.stop) for part in mdp.layer_slices])
     first, stop = bounds.to(states.device).unbind(-1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import inside_transform
+from torch_occ._support.private import outside_graphs, values_are_hidden
 from torch_occ.learning.envelope import optimal_value
 from torch_occ.learning.targets import check_target
 from torch_occ.mdp.layered import LayeredMDP
@@ -57,10 +57,13 @@ def fenchel_young_loss(
     Raises:
         ValueError: if the target is not an occupancy measure of the MDP; the message names the
             place. Inside transforms of torch.func the values of the target are not checked.
+        NotImplementedError: if the budgets of the step require gradients.
         SolveError, TypeError, ValueError: as the step.
     """
+    if torch.compiler.is_compiling():
+        return _between_graphs(step, loss, target, t, warm_start=warm_start, mdp=mdp)
     model = step.mdp if mdp is None else mdp
-    target = check_target(model, target)
+    target = check_target(model, target, step.constraints)
     solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
     t = torch.as_tensor(t, dtype=model.dtype, device=model.device)
     loss = keep("pair", model, loss.to(model.dtype), 0.0)
@@ -68,12 +71,16 @@ def fenchel_young_loss(
     return paid - optimal_value(step, solution, loss, t, model)
 
 
+#: torch.compile divides the graph here: the derivative of psi is computed by transforms.
+_between_graphs = outside_graphs(fenchel_young_loss)
+
+
 def _psi_if_finite(step: FTRLStep, target: Tensor, t: Tensor, mdp: LayeredMDP) -> Tensor:
     """Return psi_t(target) with its derivatives, or zero for elements where it is not finite."""
     psi = step.regularizer
     value = psi(target, t, mdp)
     finite = value.detach().isfinite()
-    if not inside_transform() and bool(finite.all()):
+    if not values_are_hidden() and bool(finite.all()):
         return value
     # Derivatives of the infinite elements would be NaN, even behind a `where`.
     inside = torch.where(finite[..., None, None], target, step.interior)

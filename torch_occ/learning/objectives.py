@@ -100,7 +100,7 @@ def _log_policy(
     step: FTRLStep, solution: Solution, loss: Tensor, t: Tensor | float, mdp: LayeredMDP
 ) -> Tensor:
     """Return log pi `(*batch, S, A)`; values on masked pairs are meaningless."""
-    if step.in_logs:  # a softmax; see torch_occ.step.entropic
+    if step.in_logs and step.constraints is None:  # a softmax; see torch_occ.step.entropic
         episode = torch.as_tensor(t, dtype=mdp.dtype, device=mdp.device)
         weight = entropy_at(step.regularizer, episode).weight[..., None, None]
         Q = loss + flow_of(mdp).lookahead(solution.value)

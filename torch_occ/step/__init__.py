@@ -14,5 +14,6 @@ iterative      conjugate gradients for that system, for wide and sparse MDPs
 linearization  first and second derivatives of the step with respect to the loss
 projection     the Kullback-Leibler projection onto q(s,a,s') under transition bounds
 budgets        the step with limits on expected costs
+network        the step inside a network: torch.compile, other number types, autocast
 compiled       the step in compiled kernels
 """

@@ -36,6 +36,8 @@ from torch_occ.step.checks import (
 )
 from torch_occ.step.entropic import Entropy, Task, entropy_at, is_entropy, solve_entropic
 from torch_occ.step.implicit import ImplicitSolution, Setting, Stationarity
+from torch_occ.step.network.operator import enroll, solve_in_graph
+from torch_occ.step.network.surroundings import autocasts, promote, solve_plainly
 from torch_occ.step.problem import Problem, with_rank
 from torch_occ.step.solution import Options, Solution
 
@@ -65,8 +67,9 @@ class FTRLStep(Frozen):
         constraints: budgets on expected costs, ⟨G_i, q⟩ <= h_i.
 
     Raises:
-        ValueError: if a state cannot be reached, the regularizer has no term, an option is wrong,
-            or backend is "engine" and the engine does not support this step.
+        ValueError: if a state cannot be reached, the regularizer has no term or belongs to another
+            layout, an option is wrong, or backend is "engine" and the engine does not support this
+            step.
 
     Example:
         >>> mdp = LayeredMDP.random(horizon=3, width=3, num_actions=3)
@@ -75,7 +78,12 @@ class FTRLStep(Frozen):
     """
 
     #: Attributes that follow from the others, and the compiled step with its caches.
-    fingerprint_ignores: ClassVar[tuple[str, ...]] = ("evaluator", "interior", "_compiled")
+    fingerprint_ignores: ClassVar[tuple[str, ...]] = (
+        "evaluator",
+        "interior",
+        "name_in_graphs",
+        "_compiled",
+    )
     fixed: ClassVar = {"backend": "call step.use(backend)"} | dict.fromkeys(
         ("mdp", "regularizer", "options", "evaluator", "interior", "constraints"),
         "make a new FTRLStep(mdp, regularizer, ...)",
@@ -102,12 +110,14 @@ class FTRLStep(Frozen):
                     f"regularizer: {type(leaf).__name__} has no term; "
                     "override pair, rest, state or complement"
                 )
+        regularizer.check_places(mdp)
         self.mdp, self.regularizer, self.constraints = mdp, regularizer, constraints
         self.options = Options(tolerance, max_steps)
         self.evaluator = Evaluator(regularizer)
         self.in_logs = is_entropy(regularizer)
         self.interior = interior_point(mdp).detach()
         self._compiled: CompiledStep | None = None
+        self.name_in_graphs = enroll(self)
         self.use(backend)
 
     def use(self, backend: Backend) -> None:
@@ -164,7 +174,8 @@ class FTRLStep(Frozen):
         """Solve the step and certify the solution.
 
         Args:
-            cumulative_loss: `(*batch, S, A)`. Values on masked pairs are ignored.
+            cumulative_loss: `(*batch, S, A)`. Values on masked pairs are ignored. Numbers of lower
+                precision than the MDP's are converted, and their gradients converted back.
             t: the episode, at least 1: a number, or a tensor that broadcasts against `batch`.
             warm_start: an occupancy measure to start from, positive on every pair; for example the
                 last q. With entropies (torch_occ.step.entropic) it may have zeros. Elements that
@@ -188,20 +199,19 @@ class FTRLStep(Frozen):
             ValueError: if a shape or value is wrong; the message names the argument and the place.
             NotImplementedError: inside two nested forward modes.
         """
-        if torch.is_inference_mode_enabled():  # Newton's method needs autograd for Hessians
-            with torch.inference_mode(False):
-                start = None if warm_start is None else warm_start.clone()
-                episode = t.clone() if isinstance(t, Tensor) else t
-                return self.solve(
-                    cumulative_loss.clone(),
-                    episode,
-                    warm_start=start,
-                    mdp=mdp,
-                    check=check,
-                    constraints=constraints,
-                    multipliers=multipliers,
-                )
+        cumulative_loss = promote(cumulative_loss, self.mdp)
         budgets = self.constraints if constraints is None else constraints
+        if torch.compiler.is_compiling():
+            given = {"mdp": mdp, "constraints": budgets, "multipliers": multipliers}
+            return solve_in_graph(self, cumulative_loss, t, warm_start, check, given)
+        if torch.is_inference_mode_enabled() or autocasts(cumulative_loss):
+            return solve_plainly(
+                partial(self.solve, mdp=mdp, check=check, constraints=constraints),
+                cumulative_loss,
+                t,
+                warm_start,
+                multipliers,
+            )
         if budgets is not None:
             problem = self.prepare(cumulative_loss, t, warm_start, mdp)
             engine = self._compiled if mdp is None and not inside_transform() else None
@@ -302,6 +312,11 @@ class FTRLStep(Frozen):
         loss, start, t = with_rank(loss, rank, 2), with_rank(start, rank, 2), with_rank(t, rank, 0)
         return solve_entropic(task, loss, start, entropy, t, differentiable)
 
+    @property
+    def expected_backend(self) -> str:
+        """The backend that solves this step, unless an input needs the other one."""
+        return "torch" if self._compiled is None else "engine"
+
     def check_parameters(self) -> None:
         """Check the parameters of the regularizer.
 
@@ -311,6 +326,11 @@ class FTRLStep(Frozen):
         """
         check_types(dict(self.regularizer.named_parameters()), self.mdp)
         self.regularizer.validate()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give a copy its own name; compiled graphs refer to steps by name."""
+        super().__setstate__(state)
+        self.name_in_graphs = enroll(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Self:
         """Move the MDP together with the parameters."""

@@ -6,10 +6,13 @@ ftrl       follow the regularized leader
 unknown    FTRL for unknown transitions
 uob_reps   UOB-REPS: mirror descent over a confidence set of transitions
 baselines  a fixed policy, and learners that plan with averages
+kl_ucb     KL-UCB for known transitions
+thompson   Thompson sampling for known transitions
 planning   bonuses, and backward induction with lower and upper values
 optimism   what learners share that plan with estimated transitions
 ucbvi      UCBVI with its two printed bonuses and a sharper one
 euler      EULER and StrongEuler
 psrl       posterior sampling
+multilayer  multi-layer UCBVI, simplified: an unknown corruption of the losses
 sampling   Gamma and Beta variates for learners that sample
 """

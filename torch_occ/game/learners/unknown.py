@@ -179,7 +179,7 @@ class UnknownFTRL(CountingLearner):
             state["widths"] = torch.zeros_like(state["counts"])
         state["q"] = zero.clone()
         self._believe(torch.ones(num_seeds, dtype=torch.bool, device=zero.device), None)
-        count = zero[:, 0, 0]
+        count = zero.new_zeros(num_seeds)
         if self.adaptive is not None:
             state["spread"] = count.clone()
         state |= dict.fromkeys(DIAGNOSTICS, count)
@@ -244,9 +244,10 @@ class UnknownFTRL(CountingLearner):
         loss = state["cumulative_loss"] - counted[:, None, None] * state["bonus"]
         if self.adaptive is None:
             return loss, counted + 1
-        return loss, self.adaptive + state["spread"] / self._choices()
+        return loss, self.adaptive + state["spread"] / self.choices
 
-    def _choices(self) -> float:
+    @property
+    def choices(self) -> float:
         """L ln(S A); at least L ln 2, for there may be nothing to choose."""
         return self.mdp.horizon * math.log(max(self.mdp.num_pairs, 2))
 

@@ -45,7 +45,7 @@ class Origin(NamedTuple):
     step: CompiledStep
     formula: Formula
     replayed: list[Any]  # all values of the formula
-    terms: Floats  # (2, N or 1, K), weights and exponents
+    terms: Floats  # (2, N or 1, K or K * S * A), weights and exponents
     found: Found
     batch: torch.Size
     converged: bool
@@ -89,6 +89,8 @@ class Follow(torch.autograd.Function):
     def backward(ctx: Any, q_bar: Tensor | None, v_bar: Tensor | None) -> tuple[Any, ...]:
         origin: Origin = ctx.origin
         batch, needed = origin.batch, ctx.needs_input_grad[1:]
+        if q_bar is None and v_bar is None:  # as after the envelope theorem (torch_occ.learning)
+            return None, *[None] * len(needed)
         q, loss, inputs = _saved(ctx)
         if torch.is_grad_enabled() or in_forward_mode():  # this pass is differentiated, too
             with torch.enable_grad():
@@ -102,10 +104,13 @@ class Follow(torch.autograd.Function):
         loss_bar = torch.from_numpy(minus_x_bar.reshape(q.shape))
         found = [summed(loss_bar, loss) if needed[0] else None]
         if any(needed[1:]):
-            pulled = origin.formula.pull_back(origin.replayed, untabulate(bars, batch))
+            formula, pairs = origin.formula, origin.step.pairs
+            pulled = formula.pull_back(origin.replayed, untabulate(bars, batch, pairs))
             found += [
-                shaped(bar, x, batch) if need else None
-                for bar, x, need in zip(pulled, inputs, needed[1:], strict=True)
+                shaped(bar, x, place, batch, pairs) if need else None
+                for bar, x, place, need in zip(
+                    pulled, inputs, formula.places, needed[1:], strict=True
+                )
             ]
         return None, *found, *[None] * (len(needed) - len(found))
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from torch_occ._support.private import carries_derivative
+from torch_occ._support.backends import Backend, check_backend, engine_takes, later
+from torch_occ._support.private import carries_derivative, inside_transform
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import join
 from torch_occ.mdp.validation import broadcast
@@ -23,6 +24,12 @@ from torch_occ.step.projection.checks import check_layout, check_shapes, check_v
 from torch_occ.step.projection.dual import Problem, arrive, direction, settle, unfold
 from torch_occ.step.projection.rows import Active
 from torch_occ.step.solution import Options, Status
+
+if TYPE_CHECKING:
+    from torch_occ.step.projection.compiled import CompiledProjection, Found
+
+
+Rows = tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 class Projection(NamedTuple):
@@ -63,9 +70,13 @@ class KLProjection(nn.Module):
         tolerance: the largest dual residual (a relative error of q) that counts as solved; by
             default eps^(2/3).
         max_steps: the largest number of Newton steps.
+        backend: "engine" is compiled and works on the CPU in double precision, with one initial
+            distribution. "torch" supports everything. "auto" uses the engine where it is
+            supported. Problems that the engine cannot solve are solved again in torch.
 
     Raises:
-        ValueError: if the layers of the MDP are sparse, or an option is wrong.
+        ValueError: if the layers of the MDP are sparse, an option is wrong, or backend is "engine"
+            and the engine does not support this MDP.
 
     Example:
         >>> mdp = LayeredMDP.random(horizon=3, width=3, num_actions=3)
@@ -75,12 +86,37 @@ class KLProjection(nn.Module):
         >>> q, p = project(interior_point(mdp), mdp.transitions, lower, upper, loss, 0.1)
     """
 
+    #: The compiled projection follows from the other attributes.
+    fingerprint_ignores: ClassVar[tuple[str, ...]] = ("_compiled",)
+
     def __init__(
-        self, mdp: LayeredMDP, *, tolerance: float | None = None, max_steps: int = 200
+        self,
+        mdp: LayeredMDP,
+        *,
+        tolerance: float | None = None,
+        max_steps: int = 200,
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
         check_layout(mdp)
         self.mdp, self.options = mdp, Options(tolerance, max_steps)
+        self.use(backend)
+
+    def use(self, backend: Backend) -> None:
+        """Choose the backend; see the class. Nothing is compiled before the first solve.
+
+        Raises:
+            ValueError: if the name is unknown, or the engine does not support this MDP.
+        """
+        self.backend: Backend = check_backend(backend)
+        self._compiled: CompiledProjection | None = None
+
+        def why_not() -> str | None:
+            return later("step.compiled.inputs").why_not_model(self.mdp)
+
+        if not carries_derivative(self.mdp.initial) and engine_takes(backend, why_not):
+            compiled = later("step.projection.compiled")
+            self._compiled = compiled.CompiledProjection(self.mdp, self.options)
 
     def forward(
         self,
@@ -141,13 +177,21 @@ class KLProjection(nn.Module):
             *(with_rank(rate, rank, 0), with_rank(mdp.initial, rank, 1)),
             *(with_rank(x, rank, 3) for x in layers),
         ]
-        task = Task(mdp, self.options, lambda found: report(check, found, "the projection"))
-        guess, certificate, *masks = Solve.apply(task, *(x.detach() for x in tensors))
-        active = tuple(map(Active, masks[0::2], masks[1::2]))
         problem = problem_of(mdp, tensors)
+        differentiable = any(carries_derivative(x) for x in tensors)
+        found = None if inside_transform() else self._solve_compiled(tensors)
+        if found is not None:
+            certificate, guess, active = found.certificate, found.guess, None
+            if not differentiable:
+                return Projection(found.q, found.rows, found.value, *_read(certificate))
+        else:
+            task = Task(mdp, self.options, lambda found: report(check, found, "the projection"))
+            guess, certificate, *masks = Solve.apply(task, *(x.detach() for x in tensors))
+            active = tuple(map(Active, masks[0::2], masks[1::2]))
         at = unfold(mdp, problem, guess, active)
-        if not any(carries_derivative(x) for x in tensors):
+        if not differentiable:
             return Projection(at.q(), at.rows, join(list(at.value), 1), *_read(certificate))
+        active = at.active
         for _ in range(2):
             guess = guess + direction(mdp, at, guess)[0]
             at = unfold(mdp, problem, guess, active)
@@ -158,10 +202,20 @@ class KLProjection(nn.Module):
             *_read(certificate),
         )
 
+    def _solve_compiled(self, tensors: Sequence[Tensor]) -> Found | None:
+        """Solve in the engine; None if it does not support this, or an element failed."""
+        if self._compiled is None:
+            return None
+        q, loss, rate, _, *layers = (x.detach() for x in tensors)
+        check_values(self.mdp, q, loss, rate, split_rows(self.mdp, layers))
+        found: Found = self._compiled(q, loss, rate, *layers)
+        return found if not bool(found.certificate[..., 0].any()) else None
+
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Self:
         """Move the MDP together with the module."""
         super()._apply(fn, *args)
         self.mdp = self.mdp.map_tensors(fn)
+        self.use(self.backend)
         return self
 
 
@@ -177,10 +231,9 @@ class Task:
 def problem_of(mdp: LayeredMDP, tensors: Sequence[Tensor]) -> Problem:
     """Build the problem from q, loss, rate, initial distribution, transitions and bounds."""
     q, loss, rate, initial, *layers = tensors
-    available = mdp.actions
+    available, (p, lower, upper) = mdp.actions, split_rows(mdp, layers)
     log_weight = torch.where(available, q, 1.0).log() - rate[..., None, None] * loss
     log_weight = torch.where(available, log_weight, -torch.inf)
-    p, lower, upper = (tuple(layers[i * mdp.horizon :][: mdp.horizon]) for i in range(3))
     # Masked pairs and impossible successors take no part; any numbers do.
     masks = [mask.unsqueeze(-1) for mask in mdp.split(available, -2)]
     return Problem(
@@ -195,14 +248,19 @@ def problem_of(mdp: LayeredMDP, tensors: Sequence[Tensor]) -> Problem:
     )
 
 
+def split_rows(mdp: LayeredMDP, layers: Sequence[Tensor]) -> Rows:
+    """Transitions, lower and upper bounds, from a list of all their layers."""
+    L = mdp.horizon
+    return tuple(layers[:L]), tuple(layers[L : 2 * L]), tuple(layers[2 * L :])
+
+
 class Solve(torch.autograd.Function):
     """log q(s), the certificate and the active bounds of every layer; not differentiable."""
 
     @staticmethod
     def forward(task: Task, *tensors: Tensor) -> tuple[Tensor, ...]:
         mdp, (q, loss, rate, initial, *layers) = task.mdp, tensors
-        rows = tuple(layers[i * mdp.horizon :][: mdp.horizon] for i in range(3))
-        check_values(mdp, q, loss, rate, rows)  # type: ignore[arg-type]
+        check_values(mdp, q, loss, rate, split_rows(mdp, layers))
         batch = broadcast(
             *(x.shape[:-2] for x in (q, loss)),
             *(rate.shape, initial.shape[:-1]),

@@ -6,8 +6,8 @@ For a reference p̃ and multipliers v of the successors,
 
 With the scores log p̃ - v, the minimizer is p = clip(c exp(score), lower, upper), where c makes the
 sum one. The sum is piecewise linear and increasing in c. Its 2n breakpoints are sorted, and the
-piece that passes through one is found by running sums. On that piece everything is a closed
-formula, which autograd differentiates.
+piece that passes through one is found by bisection. Logarithms of c are compared, so the scores may
+differ by any amount. On that piece everything is a closed formula, which autograd differentiates.
 """
 
 from __future__ import annotations
@@ -30,22 +30,26 @@ def active_bounds(scores: Tensor, lower: Tensor, upper: Tensor) -> Active:
 
     Entries with upper = 0 count as entries at the lower bound.
     """
-    possible = upper > 0
-    scores = torch.where(possible, scores, -torch.inf)
-    top = scores.amax(-1, keepdim=True)
-    z = torch.where(possible, (scores - top).exp().clamp(min=torch.finfo(scores.dtype).tiny), 1.0)
-    # Increasing c, an entry is at its lower bound up to lower / z, free, and from upper / z on at
-    # its upper bound. Lower bounds are first, so that the order of ties is right.
-    shape = torch.broadcast_shapes(z.shape, lower.shape, upper.shape)
-    z, lower, upper = z.expand(shape), lower.expand(shape), upper.expand(shape)
-    ends, order = torch.cat([lower / z, upper / z], -1).sort(dim=-1, stable=True)
-    slope = torch.cat([z, -z], -1).gather(-1, order).cumsum(-1)
-    level = torch.cat([-lower, upper], -1).gather(-1, order).cumsum(-1)
-    sums = lower.sum(-1, keepdim=True) + level + slope * ends
-    passed = (sums < 1).sum(-1, keepdim=True)  # the breakpoints before c
-    rank = order.argsort(-1)
-    low = (rank[..., : z.shape[-1]] >= passed) | ~possible
-    return Active(low, (rank[..., z.shape[-1] :] < passed) & ~low)
+    shape = torch.broadcast_shapes(scores.shape, lower.shape, upper.shape)
+    scores, lower, upper = scores.expand(shape), lower.expand(shape), upper.expand(shape)
+    # With log c increasing, an entry is at its lower bound up to log(lower) - score, then free, and
+    # from log(upper) - score on at its upper bound.
+    leave, arrive = lower.log() - scores, upper.log() - scores
+    ends = torch.cat([leave, arrive], -1).sort(-1).values
+    # Bisect for the number of breakpoints whose sum is below one.
+    few = torch.zeros_like(ends[..., :1], dtype=torch.long)
+    many = few + ends.shape[-1]
+    for _ in range(ends.shape[-1].bit_length()):
+        middle = (few + many) // 2
+        at = ends.gather(-1, middle.clamp(max=ends.shape[-1] - 1))
+        below = (at + scores).exp().clamp(lower, upper).sum(-1, keepdim=True) < 1
+        below = below & (few < many)
+        few, many = torch.where(below, middle + 1, few), torch.where(below, many, middle)
+    last = ends.gather(-1, (few - 1).clamp(min=0))
+    last = torch.where(few > 0, last, -torch.inf)  # the last breakpoint before c
+    ahead = ends.gather(-1, few.clamp(max=ends.shape[-1] - 1))
+    low = torch.where(few < ends.shape[-1], leave >= ahead, False) | (upper <= 0)
+    return Active(low, (arrive <= last) & ~low)
 
 
 class Row(NamedTuple):
