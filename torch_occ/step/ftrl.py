@@ -88,6 +88,7 @@ class FTRLStep(Frozen):
         "make a new FTRLStep(mdp, regularizer, ...)",
     )
     backend: Backend
+    evaluator: Evaluator
 
     def __init__(
         self,
@@ -111,7 +112,6 @@ class FTRLStep(Frozen):
                 )
         self.mdp, self.regularizer, self.constraints = mdp, regularizer, constraints
         self.options = Options(tolerance, max_steps)
-        self.evaluator = Evaluator(regularizer)
         self.in_logs = is_entropy(regularizer)
         self.interior = interior_point(mdp).detach()
         self._compiled: CompiledStep | None = None
@@ -124,7 +124,8 @@ class FTRLStep(Frozen):
         Raises:
             ValueError: if the name is unknown, or the engine does not support this step.
         """
-        self.__dict__.update(backend=check_backend(backend), _compiled=None)
+        evaluator = Evaluator(self.regularizer)
+        self.__dict__.update(backend=check_backend(backend), evaluator=evaluator, _compiled=None)
 
         def why_not() -> str | None:
             return later("step.compiled.inputs").why_not(self.mdp, self.regularizer)
