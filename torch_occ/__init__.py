@@ -25,6 +25,11 @@ from torch_occ.mdp.occupancy import policy_of as policy_of
 from torch_occ.mdp.occupancy import reachability as reachability
 from torch_occ.mdp.occupancy import uniform_policy as uniform_policy
 
+# Parameters with one value per layer, state or pair
+from torch_occ.regularizers.places import PerLayer as PerLayer
+from torch_occ.regularizers.places import PerState as PerState
+from torch_occ.regularizers.places import PerPair as PerPair
+
 # Learning rates
 from torch_occ.regularizers.schedules import Schedule as Schedule
 from torch_occ.regularizers.schedules import Constant as Constant
@@ -99,6 +104,7 @@ from torch_occ.game.learners.ucbvi import UCBVI as UCBVI
 from torch_occ.game.learners.euler import EULER as EULER
 from torch_occ.game.learners.euler import StrongEuler as StrongEuler
 from torch_occ.game.learners.psrl import PSRL as PSRL
+from torch_occ.game.learners.multilayer import MultiLayerUCBVI as MultiLayerUCBVI
 from torch_occ.game.callbacks import Callback as Callback
 from torch_occ.game.callbacks import ProgressBar as ProgressBar
 from torch_occ.game.callbacks import TensorBoard as TensorBoard

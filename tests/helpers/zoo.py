@@ -177,6 +177,17 @@ def jin_luo(mdp: occ.LayeredMDP) -> occ.Regularizer:
 
 
 @regularizer
+def per_place(mdp: occ.LayeredMDP) -> occ.Regularizer:
+    """Parameters with one value per layer, state and pair."""
+    states = torch.arange(mdp.num_states, dtype=mdp.dtype)
+    actions = torch.arange(mdp.num_actions, dtype=mdp.dtype)
+    alpha = occ.PerState(mdp, 0.3 + 0.1 * states)
+    gamma = occ.PerPair(mdp, 1 + 0.2 * torch.sin(states[:, None] + 2 * actions))
+    beta = occ.PerLayer(mdp, 0.5 + 0.3 * torch.arange(mdp.horizon, dtype=mdp.dtype))
+    return occ.HybridTsallis(alpha) / occ.InverseSqrt(gamma) + occ.LogBarrier(beta)
+
+
+@regularizer
 def long_sum(mdp: occ.LayeredMDP) -> occ.Regularizer:
     """Sums of sums, a schedule that multiplies, and one schedule shared by two terms."""
     eta = occ.InverseSqrt(0.9)

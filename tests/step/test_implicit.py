@@ -39,7 +39,9 @@ class Case:
         self.psi = REGULARIZERS[regularizer](self.mdp)
         self.step = occ.FTRLStep(self.mdp, self.psi)
         self.names = [name for name, _ in self.step.named_parameters()]
-        self.theta = torch.stack([*(p.detach() for p in self.step.parameters()), tensor(t)])
+        self.shapes = [p.shape for p in self.step.parameters()]
+        parameters = [p.detach().flatten() for p in self.step.parameters()]
+        self.theta = torch.cat([*parameters, tensor(t).reshape(1)])
         self.tables = [self.mdp.initial, *self.mdp.transitions]
         self.inputs = (
             self.loss,
@@ -59,7 +61,11 @@ class Case:
         return self.mdp.with_transitions(moved[1:], moved[0])
 
     def parameters(self, theta: Tensor, prefix: str = "") -> dict[str, Tensor]:
-        return {prefix + name: value for name, value in zip(self.names, theta[:-1], strict=True)}
+        parts = theta[:-1].split([shape.numel() for shape in self.shapes])
+        return {
+            prefix + name: part.view(shape)
+            for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
+        }
 
     def implicit(self, loss: Tensor, theta: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         options = {"mdp": self.tilted(logits)}

@@ -26,7 +26,7 @@ def why_not(mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimat
     """The reason why the kernels cannot leap with these, or None if they can."""
     if type(estimator) not in (ImportanceWeighted, ReducedVariance):
         return f"the engine does not know the estimator {type(estimator).__name__}"
-    if any(parameter.dim() for parameter in regularizer.parameters()):
+    if regularizer.batched():
         return "the regularizer has batched parameters"
     return why_not_solve(mdp, regularizer)
 
@@ -52,8 +52,9 @@ def leap_compiled(
     log_t = torch.linspace(0, float(course.stops[-1].log()) + 0.1, 400, dtype=torch.float64)
     with torch.no_grad():
         found = terms_of(regularizer, log_t.exp())
-        weights = weights_of(found).expand(len(log_t), -1)
-        terms = Terms(*kinds_of(found), exponents_of(found).numpy())
+        pairs = mdp.actions.shape
+        weights = weights_of(found, pairs).expand(len(log_t), -1)
+        terms = Terms(*kinds_of(found), exponents_of(found, pairs).numpy())
         # A threshold of 2 is above every q, so there is no baseline.
         threshold = (
             estimator.threshold(log_t.exp())

@@ -21,6 +21,7 @@ from torch_occ.game.intervals import band
 from torch_occ.game.learners.base import Learner
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.regularizers.base import Scaled
+from torch_occ.regularizers.parametrized import spreading
 from torch_occ.regularizers.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -328,7 +329,12 @@ def _numbers(learner: Learner, t: int) -> Iterator[tuple[str, float]]:
         if isinstance(module, nn.Module):
             for part in module.modules():
                 if isinstance(part, Scaled) and isinstance(part.factor, Schedule):
-                    rate = part.factor(torch.tensor(float(t), dtype=torch.float64)).detach()
+                    with spreading():
+                        rate = part.factor(torch.tensor(float(t), dtype=torch.float64)).detach()
                     yield "learning_rate" if part.power == -1 else "weight", float(rate.mean())
             for path, parameter in module.named_parameters():
-                yield path.rpartition(".")[2], float(parameter.detach().mean())
+                name, x = path.rpartition(".")[2], parameter.detach()
+                yield name, float(x.mean())
+                if x.numel() > 1:  # one value per layer, state or pair
+                    yield f"{name}_least", float(x.min())
+                    yield f"{name}_largest", float(x.max())

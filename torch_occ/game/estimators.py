@@ -93,6 +93,10 @@ class ReducedVariance(CentredEstimator):
                 "learning_rate: expected an occ.Schedule, for example occ.InverseSqrt(0.5), got "
                 f"{learning_rate!r}"
             )
+        if learning_rate.places():
+            raise ValueError(
+                "learning_rate: expected one rate for all pairs, got one per layer, state or pair"
+            )
         self.learning_rate = learning_rate
 
     def threshold(self, t: Tensor) -> Tensor:

@@ -169,11 +169,15 @@ class Model(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The elementary terms of a regularizer. The weights depend on t and are passed separately."""
+    """The elementary terms of a regularizer. The weights depend on t and are passed separately.
+
+    Weights and exponents have one number per term, (K,), or one per term and pair, (K * S * A,).
+    Then a term of q(s) uses that of the first pair of the state.
+    """
 
     argument: Ints  # (K,)
     function: Ints  # (K,)
-    exponent: Floats  # (K,)
+    exponent: Floats  # (K,) or (K * S * A,)
 
 
 class Work(NamedTuple):

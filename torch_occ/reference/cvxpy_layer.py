@@ -22,6 +22,7 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import TabularRegularizer
 from torch_occ.regularizers.frozen import Frozen
+from torch_occ.regularizers.places import fit
 from torch_occ.regularizers.terms import Log, Power
 from torch_occ.step.budgets.limits import Budgets
 
@@ -44,8 +45,13 @@ def atoms(regularizer: Regularizer, t: Tensor | float) -> dict[Atom, Tensor]:
 
     Raises:
         TypeError: if a part of the regularizer has no table of terms.
-        ValueError: if a term is not convex.
+        ValueError: if a term is not convex, or a parameter has one value per layer, state or pair.
     """
+    for name, place in regularizer.places().items():
+        raise ValueError(
+            f"regularizer: {name} has one value per {place.kind}, and the statement in cvxpy has "
+            "one weight per term; give a scalar"
+        )
     weights: dict[Atom, Tensor] = {}
     nothing = torch.zeros((), dtype=torch.float64)
     for part, scale in regularizer.parts(torch.as_tensor(t, dtype=torch.float64)):
@@ -55,7 +61,7 @@ def atoms(regularizer: Regularizer, t: Tensor | float) -> dict[Atom, Tensor]:
                 "use a TabularRegularizer"
             )
         for term in part.table():
-            weight = term.weight * (torch.ones_like(nothing) if scale is None else scale)
+            weight = term.weight * (torch.ones_like(nothing) if scale is None else fit(scale, 0))
             function: float | str = "x log x"
             if isinstance(term.function, Log):
                 function, weight = "-log x", -weight

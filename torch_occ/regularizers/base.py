@@ -24,9 +24,10 @@ from torch import Tensor
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.arguments import ARGUMENTS, Argument, keep, marginal
 from torch_occ.regularizers.frozen import Frozen, FrozenList
-from torch_occ.regularizers.parametrized import Parametrized, one_by_one
+from torch_occ.regularizers.parametrized import Parametrized, one_by_one, spreading
+from torch_occ.regularizers.places import fit, spread_batch
 from torch_occ.regularizers.schedules import Schedule
-from torch_occ.regularizers.terms import Table, align
+from torch_occ.regularizers.terms import Table
 
 
 class Inputs(NamedTuple):
@@ -49,7 +50,10 @@ class Regularizer(Parametrized):
     """Base of all regularizers: sums, scaling, and the value psi_t(q)."""
 
     def parts(self, t: Tensor) -> Iterator[tuple[Regularizer, Tensor | None]]:
-        """Yield the elementary regularizers with their weights at t (None means 1)."""
+        """Yield the elementary regularizers with their weights at t (None means 1).
+
+        The weights are in the spread form of torch_occ.regularizers.places.
+        """
         yield self, None
 
     def forward(self, q: Tensor, t: Tensor | float = 1.0, mdp: LayeredMDP | None = None) -> Tensor:
@@ -231,9 +235,10 @@ class Scaled(Frozen, Regularizer):
         self.regularizer, self.factor, self.power = regularizer, factor, power
 
     def weight(self, t: Tensor) -> Tensor:
-        """Return factor(t)^power."""
-        given = self.factor
-        factor = given(t) if isinstance(given, Schedule) else torch.full_like(t, given)
+        """Return factor(t)^power in its spread form."""
+        given, t = self.factor, spread_batch(t)
+        with spreading():
+            factor = given(t) if isinstance(given, Schedule) else torch.full_like(t, given)
         return factor if self.power == 1 else 1 / factor
 
     def parts(self, t: Tensor) -> Iterator[tuple[Regularizer, Tensor | None]]:
@@ -263,7 +268,9 @@ def evaluate(parts: list[tuple[Regularizer | Table, Tensor | None]], inputs: Inp
         elif isinstance(part, StatewiseRegularizer):
             _expected(part, inputs.per_state)
             found = [call(part, "per_state", q_s, 2, 1) for q_s in inputs.per_state]
-            _accumulate(values.per_state, [weighted(weight, value, 1) for value in found])
+            # The groups number the states differently, so the weight must be one number.
+            one = None if weight is None else spread_batch(fit(weight, 0))
+            _accumulate(values.per_state, [weighted(one, value, 1) for value in found])
         elif isinstance(part, JointRegularizer):
             _expected(part, inputs.joint)
             found = [call(part, "joint", q, 2, 0) for q in inputs.joint]
@@ -288,7 +295,8 @@ def call(part: Regularizer, method: str, x: Tensor, event_dims: int, result_dims
     reduced = event_dims - result_dims
 
     def checked(x: Tensor) -> Tensor:
-        value = getattr(part, method)(x)
+        with spreading(event_dims):
+            value = getattr(part, method)(x)
         expected = x.shape if reduced == 0 else x.shape[: x.dim() - reduced]
         if not isinstance(value, Tensor) or value.shape != expected:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -326,14 +334,13 @@ def _accumulate(total: list[Tensor], values: list[Tensor]) -> None:
 
 
 def weighted(weight: Tensor | None, value: Tensor, event_dims: int) -> Tensor:
-    """Return weight * value, with the batch shape of the weight aligned to that of the value."""
-    return value if weight is None else align(weight, event_dims) * value
+    """Return weight * value, for a weight in its spread form."""
+    return value if weight is None else fit(weight, event_dims) * value
 
 
 def gather(q: Tensor, group: tuple[Tensor, Tensor]) -> Tensor:
     """Return the occupancies `(*batch, G, n)` of a group of G states with n actions each."""
-    states, actions = group
-    return q[..., states.unsqueeze(-1), actions]
+    return q[..., group[0].unsqueeze(-1), group[1]]
 
 
 def _single_layer(q: Tensor) -> LayeredMDP:

@@ -16,6 +16,7 @@ from torch.distributions import constraints
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.arguments import ARGUMENTS, Argument
 from torch_occ.regularizers.base import Regularizer, SeparableRegularizer
+from torch_occ.regularizers.parametrized import Value, spreading
 from torch_occ.regularizers.schedules import InverseSqrt
 from torch_occ.regularizers.terms import Log, Power, Table, Term, XLogX
 
@@ -27,10 +28,10 @@ class TabularRegularizer(SeparableRegularizer):
         ValueError: if a parameter is outside its domain or declares event dimensions.
     """
 
-    def __init__(self, **parameters: Tensor | float) -> None:
+    def __init__(self, **parameters: Value) -> None:
         super().__init__(**parameters)
         for name, dims in self._event_dims.items():
-            if dims:
+            if dims and name not in self._places:
                 raise ValueError(
                     f"{type(self).__name__}: {name} declares {dims} event dimensions, but a table "
                     "takes one number for each problem; derive from SeparableRegularizer instead"
@@ -48,10 +49,11 @@ class TabularRegularizer(SeparableRegularizer):
         return self._arguments
 
     def scalar(self, name: Argument, x: Tensor, weight: Tensor | None) -> Tensor:
-        return Table(self.table()).times(weight).scalar(name, x, None)
+        return self.constant(weight)[0].scalar(name, x, None)
 
     def constant(self, weight: Tensor | None) -> tuple[Table, None]:
-        return Table(self.table()).times(weight), None
+        with spreading():
+            return Table(self.table()).times(weight), None
 
 
 class Tsallis(TabularRegularizer):
@@ -63,7 +65,7 @@ class Tsallis(TabularRegularizer):
     arg_constraints: ClassVar = {"power": constraints.interval(1e-3, 1 - 1e-3)}
     power: Tensor
 
-    def __init__(self, power: Tensor | float = 0.5) -> None:
+    def __init__(self, power: Value = 0.5) -> None:
         super().__init__(power=power)
 
     def table(self) -> tuple[Term, ...]:
@@ -76,7 +78,7 @@ class HybridTsallis(TabularRegularizer):
     arg_constraints: ClassVar = {"alpha": constraints.nonnegative}
     alpha: Tensor
 
-    def __init__(self, alpha: Tensor | float) -> None:
+    def __init__(self, alpha: Value) -> None:
         super().__init__(alpha=alpha)
 
     def table(self) -> tuple[Term, ...]:
@@ -92,7 +94,7 @@ class HybridComplement(TabularRegularizer):
     arg_constraints: ClassVar = {"alpha": constraints.nonnegative}
     alpha: Tensor
 
-    def __init__(self, alpha: Tensor | float = 1.0) -> None:
+    def __init__(self, alpha: Value = 1.0) -> None:
         super().__init__(alpha=alpha)
 
     def table(self) -> tuple[Term, ...]:
@@ -122,7 +124,7 @@ class LogBarrier(TabularRegularizer):
     arg_constraints: ClassVar = {"beta": constraints.nonnegative}
     beta: Tensor
 
-    def __init__(self, beta: Tensor | float = 1.0) -> None:
+    def __init__(self, beta: Value = 1.0) -> None:
         super().__init__(beta=beta)
 
     def table(self) -> tuple[Term, ...]:
@@ -131,9 +133,9 @@ class LogBarrier(TabularRegularizer):
 
 def jin_luo(
     mdp: LayeredMDP,
-    alpha: Tensor | float | None = None,
-    beta: Tensor | float | None = None,
-    gamma: Tensor | float | None = None,
+    alpha: Value | None = None,
+    beta: Value | None = None,
+    gamma: Value | None = None,
 ) -> Regularizer:
     """Make the regularizer of Jin and Luo, with the constants of `thm:main` by default.
 
@@ -155,7 +157,9 @@ def jin_luo(
     beta = 64.0 * mdp.horizon if beta is None else beta
     gamma = 1.0 if gamma is None else gamma
     alpha, beta, gamma = (
-        torch.as_tensor(number, dtype=mdp.dtype, device=mdp.device)
-        for number in (alpha, beta, gamma)
+        torch.as_tensor(value, dtype=mdp.dtype, device=mdp.device)
+        if isinstance(value, Tensor | int | float)
+        else value
+        for value in (alpha, beta, gamma)
     )
     return HybridTsallis(alpha) / InverseSqrt(gamma) + LogBarrier(beta)

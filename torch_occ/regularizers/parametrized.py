@@ -4,6 +4,8 @@ A parameter has the shape `(*batch, *event)`. The event shape belongs to one pro
 scalar, `(S, A)` for one number per pair. The batch shape is that of the problems it is used with.
 A function written by a user does not handle batches. `one_by_one` gives it each parameter without
 its batch shape, so that batch dimensions cannot be mistaken for states or actions.
+
+Within `spreading`, parameters have the forms of torch_occ.regularizers.places.
 """
 
 from __future__ import annotations
@@ -18,10 +20,15 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from torch_occ._support.private import has_children, own_parameters
+from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.validation import broadcast
+from torch_occ.regularizers.places import PerLayer, PerPair, PerState, Place, fit, spread_batch
 
 #: Tensors that replace parameters, by the `id` of the parameter; one mapping per thread.
 _views: ContextVar[Mapping[int, Tensor] | None] = ContextVar("views", default=None)
+
+#: The number of event dimensions that parameters are spread to; None outside `spreading`.
+_spread_to: ContextVar[int | None] = ContextVar("spread_to", default=None)
 
 
 def _seen(found: Any) -> Any:
@@ -34,6 +41,10 @@ def _seen(found: Any) -> Any:
     return found
 
 
+#: What a parameter can be made from.
+Value = Tensor | float | PerLayer | PerState | PerPair
+
+
 class Parametrized(nn.Module):
     """A module that registers `nn.Parameter`s and checks them against `arg_constraints`.
 
@@ -41,7 +52,9 @@ class Parametrized(nn.Module):
     the batch shape of the problems it is used with. A parameter with more than one number per
     problem declares its event dimensions, as in `torch.distributions`: for the shape
     `(*batch, S, A)` the constraint is `constraints.independent(constraints.positive, 2)`. For a
-    parameter that is only set as an attribute, the first shape that is set is the event shape.
+    parameter that is only set as an attribute, the first shape that is set is the event shape. A
+    scalar parameter gets one value per layer, state or pair if it is given as `PerLayer`,
+    `PerState` or `PerPair`.
 
     Raises:
         ValueError: if a parameter is outside its domain; the message names it.
@@ -49,11 +62,21 @@ class Parametrized(nn.Module):
 
     arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
 
-    def __init__(self, **parameters: Tensor | float) -> None:
+    def __init__(self, **parameters: Value) -> None:
         super().__init__()
         self._event_dims = dict.fromkeys(parameters, 0)
         self._event_dims |= {name: each.event_dim for name, each in self.arg_constraints.items()}
+        self._places: dict[str, Place] = {}
         for name, value in parameters.items():
+            if isinstance(value, PerLayer | PerState | PerPair):
+                if self._event_dims[name]:
+                    raise ValueError(
+                        f"{type(self).__name__}: {name} declares {self._event_dims[name]} event "
+                        f"dimensions, so it cannot be a {type(value).__name__}; give a tensor"
+                    )
+                self._places[name] = value.place
+                self._event_dims[name] = len(value.place.shape)
+                value = value.values
             floating = isinstance(value, Tensor) and value.is_floating_point()
             given = torch.as_tensor(value, dtype=None if floating else torch.float64)
             self.register_parameter(name, nn.Parameter(given.detach().clone()))
@@ -68,6 +91,33 @@ class Parametrized(nn.Module):
         """Return the number of event dimensions; the dimensions before them are the batch."""
         return self._event_dims[name]
 
+    def place(self, name: str) -> Place | None:
+        """Return the place of an own parameter; None for a scalar."""
+        return self._places.get(name)
+
+    def places(self) -> dict[str, Place]:
+        """Return the places of the parameters that have one, by name; submodules included."""
+        return {
+            f"{path}.{name}" if path else name: place
+            for path, owner in self.named_modules()
+            if isinstance(owner, Parametrized)
+            for name, place in owner._places.items()
+        }
+
+    def check_places(self, mdp: LayeredMDP) -> None:
+        """Check that parameters with a value per layer, state or pair belong to this MDP.
+
+        Raises:
+            ValueError: if one belongs to another layout; the message names it.
+        """
+        for name, place in self.places().items():
+            if not place.fits(mdp):
+                raise ValueError(
+                    f"regularizer: {name} has one value per {place.kind} of an MDP with layers of "
+                    f"{place.layer_sizes} states and {place.num_actions} actions, and this is "
+                    f"{mdp}; make the regularizer for it"
+                )
+
     def batched(self) -> list[tuple[Tensor, torch.Size]]:
         """Return all parameters that have a batch shape, with that shape; submodules included."""
         found = []
@@ -80,7 +130,12 @@ class Parametrized(nn.Module):
         return found
 
     def __getattr__(self, name: str) -> Any:
-        return _seen(super().__getattr__(name))
+        found, event_dims = _seen(super().__getattr__(name)), _spread_to.get()
+        if event_dims is None or name not in self._event_dims:
+            return found
+        if name in self._places:
+            return fit(self._places[name].spread(found), event_dims)
+        return found if self._event_dims[name] else spread_batch(found)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in super().named_parameters(*args, **kwargs):
@@ -169,8 +224,23 @@ def one_by_one(
 
 
 @contextmanager
+<<<<<<< HEAD
 def seen_as(views: Mapping[int, Tensor]) -> Iterator[None]:
     """Replace parameters by these tensors, by `id`, within the context and in this thread only."""
+=======
+def spreading(event_dims: int = 2) -> Iterator[None]:
+    """Show parameters in their spread form, with one or two event dimensions."""
+    token = _spread_to.set(event_dims)
+    try:
+        yield
+    finally:
+        _spread_to.reset(token)
+
+
+@contextmanager
+def _seen_as(views: Mapping[int, Tensor]) -> Iterator[None]:
+    """Replace parameters by these tensors, by `id`, within the context."""
+>>>>>>> main
     token = _views.set({**(_views.get() or {}), **views})
     try:
         yield
@@ -183,5 +253,6 @@ def _check(owner: str, name: str, value: Tensor, constraint: constraints.Constra
         constraint = constraint.base_constraint
     valid = constraint.check(value)[(..., *(None,) * constraint.event_dim)] & value.isfinite()
     if not bool(valid.all()):
-        wrong = value[~valid].flatten()[0].item() if value.dim() else value.item()
-        raise ValueError(f"{owner}: {name} must satisfy {constraint}, got {wrong}")
+        place = tuple((~valid).nonzero()[0].tolist())  # () for a scalar
+        at = f" at {place}" if place else ""
+        raise ValueError(f"{owner}: {name} must satisfy {constraint}, got {value[place]}{at}")

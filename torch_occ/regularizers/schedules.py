@@ -7,11 +7,16 @@ from typing import ClassVar
 from torch import Tensor
 from torch.distributions import constraints
 
-from torch_occ.regularizers.parametrized import Parametrized
+from torch_occ.regularizers.parametrized import Parametrized, Value
 
 
 class Schedule(Parametrized):
-    """A positive function of the episode. Subclasses write `forward`."""
+    """A positive function of the episode. Subclasses write `forward`.
+
+    A regularizer that is scaled by the schedule calls it with t and the parameters in the spread
+    form of torch_occ.regularizers.places. So `forward` acts entry by entry, and a parameter may be
+    given as `PerLayer`, `PerState` or `PerPair`.
+    """
 
     def forward(self, t: Tensor) -> Tensor:
         """Return eta_t for a tensor t of any shape."""
@@ -24,7 +29,7 @@ class Constant(Schedule):
     arg_constraints: ClassVar = {"rate": constraints.positive}
     rate: Tensor
 
-    def __init__(self, rate: Tensor | float) -> None:
+    def __init__(self, rate: Value) -> None:
         super().__init__(rate=rate)
 
     def forward(self, t: Tensor) -> Tensor:
@@ -38,7 +43,7 @@ class Polynomial(Schedule):
     gamma: Tensor
     exponent: Tensor
 
-    def __init__(self, gamma: Tensor | float = 1.0, exponent: Tensor | float = 0.5) -> None:
+    def __init__(self, gamma: Value = 1.0, exponent: Value = 0.5) -> None:
         super().__init__(gamma=gamma, exponent=exponent)
 
     def forward(self, t: Tensor) -> Tensor:
@@ -51,7 +56,7 @@ class InverseSqrt(Schedule):
     arg_constraints: ClassVar = {"gamma": constraints.positive}
     gamma: Tensor
 
-    def __init__(self, gamma: Tensor | float = 1.0) -> None:
+    def __init__(self, gamma: Value = 1.0) -> None:
         super().__init__(gamma=gamma)
 
     def forward(self, t: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.regularizers.arguments import Argument
+from torch_occ.regularizers.places import fit
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Power:
     def __call__(self, x: Tensor, event_dims: int) -> Tensor:
         if isinstance(self.p, float):
             return x.sqrt() if self.p == 0.5 else x**self.p
-        return x ** align(self.p, event_dims)
+        return x ** fit(self.p, event_dims)
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ class Log:
 
 @dataclass(frozen=True)
 class Term:
-    """weight * function(argument), summed over states or pairs."""
+    """weight * function(argument), summed over states or pairs.
+
+    Tensors have the spread form of torch_occ.regularizers.places.
+    """
 
     argument: Argument
     function: Power | XLogX | Log
@@ -64,7 +68,7 @@ class Table:
     terms: tuple[Term, ...]
 
     def times(self, weight: Tensor | None) -> Table:
-        """Return the table with every weight multiplied by one of shape `()` or `(*batch,)`."""
+        """Return the table with every weight multiplied by one in its spread form."""
         if weight is None:
             return self
         terms = (Term(term.argument, term.function, weight * term.weight) for term in self.terms)
@@ -79,17 +83,9 @@ class Table:
         assert weight is None, "use Table.times for a weight"
         event_dims = 1 if name == "state" else 2
         values = [
-            (align(term.weight, event_dims) if isinstance(term.weight, Tensor) else term.weight)
+            (fit(term.weight, event_dims) if isinstance(term.weight, Tensor) else term.weight)
             * term.function(x, event_dims)
             for term in self.terms
             if term.argument == name
         ]
         return sum(values[1:], values[0])
-
-
-def align(parameter: Tensor, event_dims: int) -> Tensor:
-    """Append event dimensions to a parameter `(*batch,)`, to multiply tensors `(*batch, *event)`.
-
-    A scalar is returned as it is.
-    """
-    return parameter if parameter.dim() == 0 else parameter[(..., *(None,) * event_dims)]

@@ -52,7 +52,8 @@ from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source, join
 from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import TabularRegularizer
-from torch_occ.regularizers.terms import Term, XLogX
+from torch_occ.regularizers.places import fit
+from torch_occ.regularizers.terms import XLogX
 from torch_occ.step.shaping import Shaped, potential, shape_finely
 from torch_occ.step.solution import Options, Solution, Status
 
@@ -66,8 +67,8 @@ class Entropy(NamedTuple):
 
 def is_entropy(regularizer: Regularizer) -> bool:
     """Return whether psi_t has the form above, for all parameters and every t."""
-    for leaf in regularizer.leaves():
-        if not isinstance(leaf, TabularRegularizer):
+    for leaf in regularizer.leaves():  # with a place, w may depend on the pair
+        if not isinstance(leaf, TabularRegularizer) or regularizer.places():
             return False
         weights = {"pair": 0.0, "state": 0.0}
         for term in leaf.table():
@@ -86,21 +87,21 @@ def entropy_at(regularizer: Regularizer, t: Tensor) -> Entropy:
     Raises:
         RuntimeError: if a part that is not an entropy was added after the first use.
     """
-    terms: list[Term] = []
+    terms: list[tuple[str, Tensor]] = []
     for part, weight in regularizer.parts(t):
         if not isinstance(part, TabularRegularizer):
             raise RuntimeError(
                 f"regularizer: {type(part).__name__} was added after the first use; "
                 "make a new FTRLStep(mdp, regularizer)"
             )
-        terms += part.constant(weight)[0].terms
-    return entropy_of([(term.argument, torch.as_tensor(term.weight).to(t)) for term in terms])
+        for term in part.constant(weight)[0].terms:
+            terms.append((term.argument, fit(torch.as_tensor(term.weight).to(t), 0)))
+    return entropy_of(terms)
 
 
 def entropy_of(terms: Sequence[tuple[str, Tensor]]) -> Entropy:
     """Return w and kappa from the arguments and weights of the terms."""
-    pairs = [weight for argument, weight in terms if argument == "pair"]
-    every = [weight for _, weight in terms]
+    pairs, every = [w for name, w in terms if name == "pair"], [w for _, w in terms]
     return Entropy(sum(pairs[1:], pairs[0]), sum(every[1:], every[0]))
 
 

@@ -67,8 +67,9 @@ class FTRLStep(Frozen):
         constraints: budgets on expected costs, ⟨G_i, q⟩ <= h_i.
 
     Raises:
-        ValueError: if a state cannot be reached, the regularizer has no term, an option is wrong,
-            or backend is "engine" and the engine does not support this step.
+        ValueError: if a state cannot be reached, the regularizer has no term or belongs to another
+            layout, an option is wrong, or backend is "engine" and the engine does not support this
+            step.
 
     Example:
         >>> mdp = LayeredMDP.random(horizon=3, width=3, num_actions=3)
@@ -110,6 +111,7 @@ class FTRLStep(Frozen):
                     f"regularizer: {type(leaf).__name__} has no term; "
                     "override pair, rest, state or complement"
                 )
+        regularizer.check_places(mdp)
         self.mdp, self.regularizer, self.constraints = mdp, regularizer, constraints
         self.options = Options(tolerance, max_steps)
         self.in_logs = is_entropy(regularizer)

@@ -40,10 +40,13 @@ class TuningBoard:
             "meta/best": float(tuner.best_values[best]),
         }
         values |= {f"meta/objective_of_start/{i}": float(x) for i, x in enumerate(tuner.values[-1])}
-        values |= {
-            f"meta/{name}": float(x)
-            for name, x in zip(tuner.names, tuner.path[-1][best], strict=True)
-        }
+        for name, x in tuner.space.tensors(tuner.path[-1][best]).items():
+            if x.dim():  # a curve for every number would be too many
+                self.writer.add_histogram(f"meta/{name}", x, step)
+                ends = {"least": x.min(), "mean": x.mean(), "largest": x.max()}
+                values |= {f"meta/{name}/{end}": float(y) for end, y in ends.items()}
+            else:
+                values[f"meta/{name}"] = float(x)
         values |= {f"meta/regret/{name}": float(x[best]) for name, x in tuner.best_regrets.items()}
         values["meta/gradient_norm"] = float(tuner.gradient_norm[best])
         values["meta/failures"] = float(tuner.failures[-1].sum())

@@ -30,6 +30,7 @@ from torch_occ.kernels.play.tangents import (
 from torch_occ.mdp.occupancy import interior_point, optimal_policy
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.compiled.inputs import (
+    ONE,
     exponents_of,
     kinds_of,
     model_of,
@@ -110,7 +111,7 @@ class _Table(nn.Module):
 
     def forward(self, t: Tensor) -> tuple[Tensor, Tensor]:
         terms = terms_of(self.regularizer, t)
-        return weights_of(terms).expand(len(t), -1), exponents_of(terms)
+        return weights_of(terms, ONE).expand(len(t), -1), exponents_of(terms, ONE)
 
     def differentiate(
         self, names: Sequence[str], logs: Sequence[Tensor], t: Tensor

@@ -114,7 +114,10 @@ def run_gradients(
     if not step.evaluator.names or any(
         parameter.dim() for parameter in step.evaluator.own_parameters
     ):
-        raise ValueError("regularizer: expected scalar parameters, at least one")
+        raise ValueError(
+            "regularizer: expected scalar parameters, at least one; use tune with a forecast for "
+            "one value per layer, state or pair"
+        )
     step.evaluator.validate(step.evaluator.own_parameters)
     name, play = _choose(backend, step, losses)
     curves: dict[str, list[Tensor]] = {"regret": [], "pathwise": [], "unbiased": []}

@@ -90,7 +90,7 @@ def refine(
         judge: "leap", "play", or any function of a regularizer and a seed. Playing is unbiased, and
             cheap for up to about 1e5 episodes.
         rounds: each tries `points` points and the minimum of the fit.
-        points: 2 p for p parameters by default.
+        points: 2 p for p numbers by default.
         radius: of the first region, in the unconstrained space; the region shrinks when its best
             point is not at its border.
         hopeless: a point whose forecast is worse than the best trial by more than this, in
@@ -116,7 +116,7 @@ def refine(
     trial = judge if callable(judge) else _judge(judge, objective, particles, accuracy, runs)
     search = Search(objective, regularizer, tuned, trial, guard)
     sobol = torch.quasirandom.SobolEngine(len(tuned.names), scramble=True, seed=seed)
-    kept = {name: search.own[name].detach().clone() for name in tuned.names}
+    kept = search.space.own
     try:
         centre = search.space.coordinates_of(tuned.parameters)
         search.attempt(centre, seed)
@@ -168,7 +168,7 @@ class Search:
 
     def set_point(self, u: Tensor) -> None:
         """Set the regularizer's parameters to those of a point."""
-        self.set_parameters(dict(zip(self.space.names, self.space.parameters_at(u), strict=True)))
+        self.set_parameters(self.space.tensors(self.space.parameters_at(u)))
 
     def set_parameters(self, values: dict[str, Tensor]) -> None:
         """Set the regularizer's parameters, by name."""

@@ -1,12 +1,14 @@
-"""The space in which parameters are tuned: one unconstrained coordinate per parameter, in bounds.
+"""The space in which parameters are tuned: one unconstrained coordinate per number, in bounds.
 
-A parameter is the image of its coordinate under the transform of its declared domain: logarithms
-for positive numbers, logits for intervals.
+A number is the image of its coordinate under the transform of its parameter's domain: logarithms
+for positive numbers, logits for intervals. A parameter with one value per layer, state or pair has
+as many numbers, named by their indices: `beta[2]`, `beta[2,0]`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -23,13 +25,13 @@ class ParameterSpace:
     """The parameters of a regularizer that are tuned, with their transforms and bounds.
 
     Args:
-        regularizer: its parameters are scalars.
-        only: names of the parameters to tune: full names (`terms.1.beta`) or their last part
-            (`beta`); all by default.
+        regularizer: its parameters have no batch shape.
+        only: names of the parameters to tune: full names (`terms.1.beta`), their last part
+            (`beta`), or the same for numbers (`terms.1.beta[2]`, `beta[2]`); all by default.
         bounds: by the same names; 1e-4 to 1e4 by default.
 
     Raises:
-        ValueError: if a name is unknown, a parameter is not a scalar, a parameter belongs to a
+        ValueError: if a name is unknown, a parameter has a batch shape, a parameter belongs to a
             module that is not `Parametrized`, or a value is outside its bounds.
     """
 
@@ -39,12 +41,17 @@ class ParameterSpace:
         only: Sequence[str] | None,
         bounds: Mapping[str, tuple[float, float]],
     ) -> None:
-        domains = _domains(regularizer)
+        domains, own = _domains(regularizer), dict(regularizer.named_parameters())
         self.bounds = dict(bounds)
-        self.names = tuple(
-            name for name in domains if only is None or name in only or _last(name) in only
-        )
-        known = {*domains, *map(_last, domains)}
+        # The parameter and the index of every number, by its name.
+        every = {number: (name, i) for name in domains for number, i in numbers(name, own[name])}
+        self.entries = {
+            number: (name, i)
+            for number, (name, i) in every.items()
+            if only is None or not {*_names(number), *_names(name)}.isdisjoint(only)
+        }
+        self.names = tuple(self.entries)
+        known = {each for name in (*every, *domains) for each in _names(name)}
         for argument, given in (("only", only or ()), ("bounds", bounds)):
             for name in given:
                 if name not in known:
@@ -54,50 +61,57 @@ class ParameterSpace:
                     )
         if not self.names:
             raise ValueError("regularizer: there is no parameter to tune")
-        self.transforms = [transform_to(domains[name]) for name in self.names]
-        own = dict(regularizer.named_parameters())
+        for name in dict.fromkeys(name for name, _ in self.entries.values()):
+            _check_tunable(regularizer, name, own[name])
+        self.own = {name: own[name].detach().double().clone() for name, _ in self.entries.values()}
+        self.transforms = [transform_to(domains[name]) for name, _ in self.entries.values()]
         centre, low, high = [], [], []
-        for name, transform in zip(self.names, self.transforms, strict=True):
-            value = own[name].detach().double()
-            owner = regularizer.get_submodule(name.rpartition(".")[0])
-            if not isinstance(owner, Parametrized):
-                raise ValueError(
-                    f"regularizer: {name} belongs to a {type(owner).__name__}, which cannot tell a "
-                    "batch of starts from its own shape; give the parameter to the regularizer "
-                    "itself, or leave it out with only="
-                )
-            if value.dim():
-                raise ValueError(
-                    f"regularizer: {name} has shape {tuple(value.shape)}; tune scalars, the starts "
-                    "are the batch"
-                )
-            limits = bounds.get(name, bounds.get(_last(name), _default_bounds(domains[name])))
+        for number, transform in zip(self.names, self.transforms, strict=True):
+            name, i = self.entries[number]
+            value, own_names = self.own[name][i], (*_names(number), *_names(name))
+            asked = [bounds[each] for each in own_names if each in bounds]
+            limits = (*asked, _default_bounds(domains[name]))[0]
             ends = [transform.inv(torch.tensor(limit, dtype=torch.float64)) for limit in limits]
             if not (bool(ends[0].isfinite()) and bool(ends[1].isfinite()) and ends[0] < ends[1]):
                 raise ValueError(
-                    f"bounds: {name} must satisfy {domains[name]} with a lower and a higher end "
+                    f"bounds: {number} must satisfy {domains[name]} with a lower and a higher end "
                     f"inside, got {limits}"
                 )
             if not limits[0] <= float(value) <= limits[1]:
                 raise ValueError(
-                    f"regularizer: {name} is {float(value):g}, outside its bounds {limits}; start "
-                    "inside, or give other bounds"
+                    f"regularizer: {number} is {float(value):g}, outside its bounds {limits}; "
+                    "start inside, or give other bounds"
                 )
             centre.append(transform.inv(value))
             low.append(ends[0])
             high.append(ends[1])
-        # (parameters,)
+        # (numbers,)
         self.centre, self.low = torch.stack(centre), torch.stack(low)
         self.high = torch.stack(high)
 
     def parameters_at(self, u: Tensor) -> Tensor:
-        """Parameters from coordinates, `(..., parameters)` both."""
+        """Numbers from coordinates, `(..., numbers)` both."""
         return torch.stack(
             [transform(u[..., i]) for i, transform in enumerate(self.transforms)], -1
         )
 
+    def tensors(self, parameters: Tensor) -> dict[str, Tensor]:
+        """Every parameter `(..., *event)` by its name, from numbers `(..., numbers)`.
+
+        Numbers that are not tuned keep their values.
+        """
+        columns = dict(zip(self.names, parameters.unbind(-1), strict=True))
+        found = {}
+        for name, own in self.own.items():
+            parts = [
+                columns.get(number, own[i].expand(parameters.shape[:-1]))
+                for number, i in numbers(name, own)
+            ]
+            found[name] = torch.stack(parts, -1).reshape(*parameters.shape[:-1], *own.shape)
+        return found
+
     def coordinates_of(self, parameters: Mapping[str, float]) -> Tensor:
-        """Coordinates `(parameters,)` of values by name, moved inside the bounds."""
+        """Coordinates `(numbers,)` of values by name, moved inside the bounds."""
         pairs = zip(self.names, self.transforms, strict=True)
         u = torch.stack(
             [
@@ -108,13 +122,46 @@ class ParameterSpace:
         return u.clamp(self.low, self.high)
 
     def at_bounds(self, u: Tensor) -> tuple[str, ...]:
-        """The names of the parameters that are at a bound, for coordinates `(parameters,)`."""
+        """The names of the numbers that are at a bound, for coordinates `(numbers,)`."""
         met = (u <= self.low) | (u >= self.high)
         return tuple(name for name, flag in zip(self.names, met.tolist(), strict=True) if flag)
 
 
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
+def numbers(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ...]]]:
+    """The names and indices of the numbers of a parameter; a scalar has one, with its name."""
+    indices = product(*map(range, parameter.shape))
+    return [(f"{name}[{','.join(map(str, i))}]" if i else name, i) for i in indices]
+
+
+def load_numbers(regularizer: Regularizer, values: Mapping[str, float]) -> None:
+    """Set numbers of the parameters by their names."""
+    with torch.no_grad():
+        for name, parameter in regularizer.named_parameters():
+            for number, i in numbers(name, parameter):
+                if number in values:
+                    parameter[i] = values[number]
+
+
+def _check_tunable(regularizer: Regularizer, name: str, parameter: Tensor) -> None:
+    owner, _, last = name.rpartition(".")
+    module = regularizer.get_submodule(owner)
+    if not isinstance(module, Parametrized):
+        raise ValueError(
+            f"regularizer: {name} belongs to a {type(module).__name__}, which cannot tell a "
+            "batch of starts from its own shape; give the parameter to the regularizer "
+            "itself, or leave it out with only="
+        )
+    if parameter.dim() > module.event_dims(last):
+        raise ValueError(
+            f"regularizer: {name} has shape {tuple(parameter.shape)}; tune one regularizer, the "
+            "starts are the batch. For one value per layer, state or pair, give occ.PerLayer, "
+            "occ.PerState or occ.PerPair"
+        )
+
+
+def _names(name: str) -> tuple[str, str]:
+    """A full name and its last part."""
+    return name, name.rpartition(".")[2]
 
 
 def _domains(regularizer: Regularizer) -> dict[str, constraints.Constraint]:

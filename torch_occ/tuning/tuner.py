@@ -1,8 +1,8 @@
 """Meta-tuning: minimize an objective over a regularizer's parameters, by gradients.
 
 Parameters are optimized in an unconstrained space (torch_occ.tuning.space). All starts are one
-batch: parameters of shape `(starts, 1)`. If the objective of a start is not finite, or its forecast
-has no certificate, the start returns to its best point so far. Such failures are recorded.
+batch: parameters of shape `(starts, 1, *event)`. If the objective of a start is not finite, or its
+forecast has no certificate, the start returns to its best point so far. Such failures are recorded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from torch_occ._support.saving import Kept, State, copied
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.tuning.board import TuningBoard
 from torch_occ.tuning.objectives import Evaluation
-from torch_occ.tuning.space import ParameterSpace
+from torch_occ.tuning.space import ParameterSpace, load_numbers
 
 
 @dataclass(frozen=True)
 class Tuned:
     """The result of tuning, over `steps + 1` evaluations and all starts."""
 
-    parameters: dict[str, float]  # the best ones, by their names in the regularizer
+    # The best numbers, by their names in the regularizer: `terms.1.beta`, or `terms.1.beta[2]` for
+    # a parameter with one value per layer, state or pair.
+    parameters: dict[str, float]
     value: float  # the objective there
     regrets: dict[str, float]  # the regrets there, by environment
     start: int  # the index of the start that found it
@@ -47,20 +49,21 @@ class Tuned:
 
     def load_into(self, regularizer: Regularizer) -> None:
         """Set a regularizer's parameters to the best ones."""
-        own = dict(regularizer.named_parameters())
-        with torch.no_grad():
-            for name, value in self.parameters.items():
-                own[name].fill_(value)
+        load_numbers(regularizer, self.parameters)
 
     def __str__(self) -> str:
         lines = [
             f"objective {self.value:.6g} by start {self.start}, {len(self.values)} evaluations, "
             f"{self.seconds:.1f} s"
         ]
-        lines += [
-            f"  {name} = {value:.6g}{' (at its bound)' * (name in self.at_bounds)}"
-            for name, value in self.parameters.items()
-        ]
+        for name, numbers in self._grouped().items():
+            bound = sum(name == each.partition("[")[0] for each in self.at_bounds)
+            if len(numbers) == 1:
+                lines.append(f"  {name} = {numbers[0]:.6g}{' (at its bound)' * bool(bound)}")
+            else:
+                note = f" ({bound} at their bounds)" if bound else ""
+                span = f"{min(numbers):.6g} to {max(numbers):.6g}"
+                lines.append(f"  {name} = {len(numbers)} numbers from {span}{note}")
         lines += [f"  regret, {name}: {value:.6g}" for name, value in self.regrets.items()]
         if int(self.failures.sum()):
             lines.append(
@@ -68,6 +71,13 @@ class Tuned:
                 "finite or not certified"
             )
         return "\n".join(lines)
+
+    def _grouped(self) -> dict[str, list[float]]:
+        """The numbers of each parameter."""
+        found: dict[str, list[float]] = {}
+        for name, value in self.parameters.items():
+            found.setdefault(name.partition("[")[0], []).append(value)
+        return found
 
 
 def tune(
@@ -92,9 +102,10 @@ def tune(
     The regularizer is not changed; `Tuned.load_into` sets its parameters.
 
     Args:
-        objective: called with a regularizer whose parameters have shape `(starts, 1)`; for example
-            a `ForecastObjective`.
-        regularizer: its scalar parameters are the first start.
+        objective: called with a regularizer whose parameters have shape `(starts, 1)`, and
+            `(starts, 1, *event)` with one value per layer, state or pair; for example a
+            `ForecastObjective`.
+        regularizer: its parameters, which have no batch shape, are the first start.
         steps: of the optimizer.
         starts: the other starts are drawn around the first one, with standard deviation `spread`
             in the unconstrained space.
@@ -208,7 +219,7 @@ class Tuner:
         begun = time.monotonic()
         u = self.u.detach().clone().requires_grad_()
         parameters = self.space.parameters_at(u)
-        named = {name: parameters[:, i, None] for i, name in enumerate(self.names)}
+        named = {name: x.unsqueeze(1) for name, x in self.space.tensors(parameters).items()}
         evaluation = self.caller.at(named)
         value = evaluation.value.expand(self.starts).double()
         fine = value.isfinite() & evaluation.certified.expand(self.starts)

@@ -56,7 +56,7 @@ class FTRLPlayer(EnginePlayer):
             return "the compiled episode loop does not know budgets"
         if type(learner.estimator) not in ESTIMATORS:
             return f"the engine does not know the estimator {type(learner.estimator).__name__}"
-        if any(parameter.dim() for parameter in learner.step.regularizer.parameters()):
+        if learner.step.regularizer.batched():
             return "the regularizer has batched parameters"
         return why_not(mdp, learner.step.regularizer)
 
@@ -70,8 +70,11 @@ class FTRLPlayer(EnginePlayer):
         regularizer, own = learner.step.regularizer, learner.estimator
         with torch.no_grad():
             found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
-            self.terms = Terms(*kinds_of(found), exponents_of(found).numpy())
-        self.weights = OverTime(lambda t: weights_of(terms_of(regularizer, t)).expand(len(t), -1))
+            pairs = learner.mdp.actions.shape
+            self.terms = Terms(*kinds_of(found), exponents_of(found, pairs).numpy())
+        self.weights = OverTime(
+            lambda t: weights_of(terms_of(regularizer, t), pairs).expand(len(t), -1)
+        )
         if isinstance(own, ReducedVariance):
             self.setting = OverTime(own.threshold)
         else:

@@ -53,14 +53,15 @@ ESTIMATORS: dict[type[Estimator], int] = {
 }
 
 
-def powers_of(regularizer: Regularizer) -> Floats | None:
-    """The weights of psi as powers of time: weight k is `[0, k]` * t ** `[1, k]`, `(2, K)`.
+def powers_of(regularizer: Regularizer, pairs: torch.Size) -> Floats | None:
+    """The weights of psi as powers of time: weight k is `[0, k]` * t ** `[1, k]`.
 
+    `(2, K)`, or `(2, K * S * A)` if they differ between pairs; `pairs` is `(S, A)`.
     None if a weight is not of this form, within rounding.
     """
     times = torch.tensor([1.0, 4.0, 1e6, 3e8], dtype=torch.float64)
     with torch.no_grad():
-        found = weights_of(terms_of(regularizer, times)).expand(len(times), -1)  # (4, K)
+        found = weights_of(terms_of(regularizer, times), pairs).expand(len(times), -1)  # (4, K)
     one, four = found[0], found[1]
     exponents = torch.where(one == 0, 0.0, (four / one).abs().log2() / 2)
     # 0.5 is the usual one, and exact then.
@@ -91,10 +92,10 @@ class UnknownPlayer(EnginePlayer):
         if type(learner.estimator) not in ESTIMATORS:
             name = type(learner.estimator).__name__
             return f"the engine does not know the estimator {name} for unknown transitions"
-        if any(parameter.dim() for parameter in regularizer.parameters()):
+        if regularizer.batched():
             return "the regularizer has batched parameters"
         reason = why_not(mdp, regularizer)
-        if reason is None and powers_of(regularizer) is None:
+        if reason is None and powers_of(regularizer, mdp.actions.shape) is None:
             reason = "the weights of the regularizer are not powers of t"
         return reason
 
@@ -110,7 +111,7 @@ class UnknownPlayer(EnginePlayer):
         regularizer = learner.step.regularizer
         with torch.no_grad():
             found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
-            self.terms = Terms(*kinds_of(found), exponents_of(found).numpy())
+            self.terms = Terms(*kinds_of(found), exponents_of(found, mdp.actions.shape).numpy())
         widths, bonus, L = learner.widths, learner.bonus, mdp.horizon
         source = None if widths is None else widths.source
         self.confidence = Confidence(
@@ -139,7 +140,7 @@ class UnknownPlayer(EnginePlayer):
         if values != self.valid:  # a callback may have changed them
             learner.step.check_parameters()
             self.valid = values
-        powers = powers_of(learner.step.regularizer)
+        powers = powers_of(learner.step.regularizer, learner.mdp.actions.shape)
         assert powers is not None
         course = Course(
             powers,

@@ -53,7 +53,7 @@ class Tally(NamedTuple):
 def play(
     model: Model,
     terms: Terms,
-    weights: Floats,  # (n + 1, K), of the previous episode and of these n
+    weights: Floats,  # (n + 1, K or K * S * A), of the previous episode and of these n
     before: int,  # the number of the previous episode
     means: Floats,  # (n or 1, S * A); with a greedy adversary one row, which is overwritten
     numbers: Floats,  # (n, L, 3)

@@ -38,9 +38,9 @@ class Way(NamedTuple):
     """The inputs that all particles share."""
 
     log_t: Floats  # (G,), a fine grid
-    # (G, K), log |weights| on the grid. Linear interpolation is exact for powers of t.
+    # (G, K or K * S * A), log |weights| on the grid. Linear interpolation is exact for powers of t.
     log_weights: Floats
-    signs: Floats  # (K,), signs of the weights
+    signs: Floats  # (K or K * S * A,), signs of the weights
     # (G,), the logarithm of a threshold. The baseline of the estimator is 1/2 where q reaches it.
     log_threshold: Floats
     means: Floats  # (P, S * A), by phase
@@ -65,7 +65,7 @@ def leap(
     regret: Floats,  # (C,), out
     counts: Ints,  # (2,), out: leaps, and steps without certificate
     loss: Floats,  # (S * A,), zeros
-    weights: Floats,  # (K,), scratch
+    weights: Floats,  # (K or K * S * A,), scratch
     entering: Floats,  # (S,), scratch
     nowhere: Floats,  # (0,)
     work: Work,

@@ -40,7 +40,7 @@ def element(x: Floats, n: int, size: int) -> Floats:
 def solve_steps(
     model: Model,
     kinds: tuple[Ints, Ints],  # arguments and functions, (K,) each
-    table: Floats,  # (2, N or 1, K), weights and exponents
+    table: Floats,  # (2, N or 1, K or K * S * A), weights and exponents
     loss: Floats,  # (N * S or S, A)
     start: Floats,  # (N * S or S, A), positive; for entropies it may be zero
     q: Floats,  # (N * S, A), out
@@ -92,13 +92,14 @@ def solve_steps(
 def solve_linear(
     model: Model,
     kinds: tuple[Ints, Ints],
-    table: Floats,  # (2, N or 1, K), weights and exponents
+    table: Floats,  # (2, N or 1, K or K * S * A), weights and exponents
     q: Floats,  # (N * S, A)
     x: Floats,  # (N * S or S, A)
     r: Floats,  # (N * S or S,)
     u: Floats,  # (N * S, A), out
     m: Floats,  # (N * S,), out
-    bars: Floats,  # (2, N, K), out: derivatives of <u, grad psi> by weights and exponents
+    # (2, N, K or K * S * A), out: derivatives of <u, grad psi> by weights and exponents
+    bars: Floats,
     first: int,
     stop: int,
     work: Work,
@@ -125,6 +126,5 @@ def solve_linear(
             own_u[i] = pairs[DQ, i]
         for s in range(num_states):
             own_m[s] = work.states[V, s]
-        for term in range(len(own_weights)):
-            bars[0, n, term], slope = pair_with(model, terms, term, work)
-            bars[1, n, term] = own_weights[term] * slope
+        for term in range(len(terms.argument)):
+            pair_with(model, terms, term, own_weights, bars[0, n], bars[1, n], work)

@@ -34,7 +34,7 @@ from torch_occ.kernels.layout import (
     part,
     span,
 )
-from torch_occ.kernels.solver.psi import bend_at_one
+from torch_occ.kernels.solver.psi import bend_at_one, number_of
 
 TINY = float(np.finfo(np.float64).tiny)
 
@@ -125,9 +125,13 @@ def is_convex(model: Model, terms: Terms, weights: Floats, work: Work) -> bool:
     `torch_occ.step.kkt.is_convex`.
     """
     convex = True
-    for term in range(len(weights)):
-        bend = bend_at_one(terms.function[term], terms.exponent[term]) * weights[term]
-        convex = convex and bend >= 0.0
+    # The numbers of a term follow one another: one, or one per pair.
+    each = max(len(weights), len(terms.exponent)) // len(terms.argument)
+    for term in range(len(terms.argument)):
+        for i in range(each):
+            p = number_of(terms, terms.exponent, term, i)
+            bend = bend_at_one(terms.function[term], p) * number_of(terms, weights, term, i)
+            convex = convex and bend >= 0.0
     if not convex:
         convex = True
         for s in range(work.states.shape[1]):

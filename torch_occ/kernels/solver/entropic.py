@@ -68,7 +68,7 @@ from torch_occ.kernels.solver.newton import (
     WORTH,
     descend,
 )
-from torch_occ.kernels.solver.psi import X_LOG_X
+from torch_occ.kernels.solver.psi import X_LOG_X, varies
 from torch_occ.kernels.solver.shaping import shape_finely, shape_loss
 from torch_occ.kernels.solver.transitions import factorize, solve
 
@@ -143,8 +143,8 @@ def follow_or_restart(
 @part
 def entropy_of(terms: Terms, weights: Floats) -> tuple[float, float]:
     """(w, kappa) as in torch_occ.step.entropic; (0, 0) if psi is not an entropy of that form."""
-    weight, price, others = 0.0, 0.0, False
-    for i in range(len(weights)):
+    weight, price, others = 0.0, 0.0, varies(terms, weights)
+    for i in range(len(terms.argument)):
         others = others or terms.function[i] != X_LOG_X
         if terms.argument[i] == PAIR:
             weight += weights[i]

@@ -31,10 +31,40 @@ from torch_occ.kernels.layout import (
     kernel,
     part,
     span,
+    unsigned,
 )
 
 # Elementary functions, by the attribute `code` in torch_occ.regularizers.terms.
 POWER, X_LOG_X, LOG = 0, 1, 2
+
+
+@inlined
+def of_root(weight: float, x: float) -> tuple[float, float]:
+    """Slope and bend of weight * sqrt(x)."""
+    inverse = 1.0 / x
+    first = 0.5 * weight * np.sqrt(x) * inverse
+    return first, -0.5 * first * inverse
+
+
+@inlined
+def of_power(p: float, weight: float, x: float) -> tuple[float, float]:
+    """Slope and bend of weight * x^p."""
+    inverse = 1.0 / x
+    first = p * weight * x**p * inverse
+    return first, (p - 1.0) * first * inverse
+
+
+@inlined
+def of_x_log_x(weight: float, x: float) -> tuple[float, float]:
+    """Slope and bend of weight * x log x."""
+    return weight * (np.log(x) + 1.0), weight / x
+
+
+@inlined
+def of_log(weight: float, x: float) -> tuple[float, float]:
+    """Slope and bend of weight * log x."""
+    inverse = 1.0 / x
+    return weight * inverse, -weight * inverse * inverse
 
 
 @part
@@ -46,25 +76,68 @@ def accumulate(function: int, p: float, weight: float, table: Floats, row: int) 
     n = table.shape[1]
     if function == POWER and p == 0.5:
         for i in range(n):
-            inverse = 1.0 / table[row, i]
-            first = 0.5 * weight * np.sqrt(table[row, i]) * inverse
-            table[row + SLOPE, i] += first
-            table[row + BEND, i] -= 0.5 * first * inverse
+            slope, bend = of_root(weight, table[row, i])
+            table[row + SLOPE, i] += slope
+            table[row + BEND, i] += bend
     elif function == POWER:
         for i in range(n):
-            inverse = 1.0 / table[row, i]
-            first = p * weight * table[row, i] ** p * inverse
-            table[row + SLOPE, i] += first
-            table[row + BEND, i] += (p - 1.0) * first * inverse
+            slope, bend = of_power(p, weight, table[row, i])
+            table[row + SLOPE, i] += slope
+            table[row + BEND, i] += bend
     elif function == X_LOG_X:
         for i in range(n):
-            table[row + SLOPE, i] += weight * (np.log(table[row, i]) + 1.0)
-            table[row + BEND, i] += weight / table[row, i]
+            slope, bend = of_x_log_x(weight, table[row, i])
+            table[row + SLOPE, i] += slope
+            table[row + BEND, i] += bend
     elif function == LOG:
         for i in range(n):
-            inverse = 1.0 / table[row, i]
-            table[row + SLOPE, i] += weight * inverse
-            table[row + BEND, i] -= weight * inverse * inverse
+            slope, bend = of_log(weight, table[row, i])
+            table[row + SLOPE, i] += slope
+            table[row + BEND, i] += bend
+
+
+@kernel
+def accumulate_each(
+    terms: Terms, term: int, weights: Floats, step: int, table: Floats, row: int
+) -> None:
+    """`accumulate` with one weight or exponent per entry; entry i belongs to pair step * i."""
+    n, function, p = table.shape[1], terms.function[term], number_of(terms, terms.exponent, term, 0)
+    if function == POWER and p == 0.5 and len(terms.exponent) == len(terms.argument):
+        for i in range(n):
+            weight = number_of(terms, weights, term, step * i)
+            slope, bend = of_root(weight, table[row, i])
+            table[row + SLOPE, i] += slope if weight != 0.0 else 0.0
+            table[row + BEND, i] += bend if weight != 0.0 else 0.0
+    elif function == LOG:
+        for i in range(n):
+            weight = number_of(terms, weights, term, step * i)
+            slope, bend = of_log(weight, table[row, i])
+            table[row + SLOPE, i] += slope if weight != 0.0 else 0.0
+            table[row + BEND, i] += bend if weight != 0.0 else 0.0
+    else:
+        for i in range(n):
+            weight = number_of(terms, weights, term, step * i)
+            if weight != 0.0:
+                if function == POWER:
+                    p = number_of(terms, terms.exponent, term, step * i)
+                    slope, bend = of_power(p, weight, table[row, i])
+                else:
+                    slope, bend = of_x_log_x(weight, table[row, i])
+                table[row + SLOPE, i] += slope
+                table[row + BEND, i] += bend
+
+
+@inlined
+def number_of(terms: Terms, x: Floats, term: int, pair: int) -> float:
+    """The weight or exponent of a term at a pair; x is (K,) or (K * S * A,)."""
+    count = len(terms.argument)
+    return x[term] if len(x) == count else x[unsigned(term * (len(x) // count) + pair)]
+
+
+@inlined
+def varies(terms: Terms, weights: Floats) -> bool:
+    """Whether there is one weight or exponent per pair."""
+    return max(len(weights), len(terms.exponent)) > len(terms.argument)
 
 
 @inlined
@@ -81,11 +154,19 @@ def by_exponent(function: int, p: float, x: float) -> float:
 
 
 @part
-def slope_alone(function: int, p: float, table: Floats, row: int) -> None:
-    """Overwrite the slopes with those of one function of weight 1; the bends become invalid."""
+def slope_alone(terms: Terms, term: int, step: int, table: Floats, row: int) -> None:
+    """Overwrite the slopes with those of one function of weight 1; the bends become invalid.
+
+    Entry i belongs to pair step * i.
+    """
     for i in range(table.shape[1]):
         table[row + SLOPE, i] = 0.0
-    accumulate(function, p, 1.0, table, row)
+    if terms.function[term] == POWER and len(terms.exponent) > len(terms.argument):
+        for i in range(table.shape[1]):
+            p = number_of(terms, terms.exponent, term, step * i)
+            table[row + SLOPE, i] = of_power(p, 1.0, table[row, i])[0]
+    else:
+        accumulate(terms.function[term], terms.exponent[term], 1.0, table, row)
 
 
 @part
@@ -100,9 +181,15 @@ def derive(model: Model, terms: Terms, weights: Floats, work: Work) -> None:
     for s in range(states.shape[1]):
         states[SLOPE, s] = 0.0
         states[BEND, s] = 0.0
-    for term in range(len(weights)):
-        if weights[term] != 0.0:
-            argument = terms.argument[term]
+    each = varies(terms, weights)
+    for term in range(len(terms.argument)):
+        argument = terms.argument[term]
+        if each:
+            if argument == STATE:
+                accumulate_each(terms, term, weights, num_actions, states, 0)
+            else:
+                accumulate_each(terms, term, weights, 1, pairs, argument)
+        elif weights[term] != 0.0:
             if argument == STATE:
                 accumulate(terms.function[term], terms.exponent[term], weights[term], states, 0)
             else:
@@ -179,12 +266,13 @@ def read_arguments(model: Model, rest: bool, complement: bool, work: Work) -> No
 def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, work: Work) -> None:
     """Write the gradient by q of one term of weight 1 into row `out`.
 
-    If `bent` is true, write the derivative of this gradient by the exponent instead.
+    Weights and exponents must be (K,). If `bent` is true, write the derivative of this gradient by
+    the exponent instead.
     """
     pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
     argument, p = terms.argument[term], terms.exponent[term]
     rows, row = (states, 0) if argument == STATE else (pairs, argument)
-    slope_alone(terms.function[term], p, rows, row)
+    slope_alone(terms, term, num_actions if argument == STATE else 1, rows, row)
     if bent:
         for i in range(rows.shape[1]):
             rows[row + SLOPE, i] *= by_exponent(terms.function[term], p, rows[row, i])
@@ -207,14 +295,22 @@ def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, w
 
 
 @kernel
-def pair_with(model: Model, terms: Terms, term: int, work: Work) -> tuple[float, float]:
-    """⟨u, grad f(argument)⟩ for one term of weight 1, and its derivative by the exponent.
+def pair_with(
+    model: Model,
+    terms: Terms,
+    term: int,
+    weights: Floats,
+    by_weights: Floats,
+    by_exponents: Floats,
+    work: Work,
+) -> None:
+    """Write the derivatives of ⟨u, grad psi⟩ by the weights and exponents of one term.
 
-    u is the row DQ.
+    u is the row DQ. If weights or exponents have one number per pair, so have the derivatives.
     Overwrites the slopes and bends of the argument, TRIAL and U.
     """
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
-    argument, function, p = terms.argument[term], terms.function[term], terms.exponent[term]
+    argument, function, each = terms.argument[term], terms.function[term], varies(terms, weights)
     for s in range(states.shape[1]):  # how the arguments change along u
         left, right = 0.0, 0.0
         for i in range(s * num_actions, (s + 1) * num_actions):
@@ -225,14 +321,23 @@ def pair_with(model: Model, terms: Terms, term: int, work: Work) -> tuple[float,
             pairs[TRIAL, i] += right if argument == REST else 0.0
             right += pairs[DQ, i]
         states[U, s] = left
-    rows, row, moved, change = pairs, argument, pairs, TRIAL
+    rows, row, moved, change, step = pairs, argument, pairs, TRIAL, 1
     if argument == STATE:
-        rows, row, moved, change = states, 0, states, U
-    slope_alone(function, p, rows, row)
-    value, in_exponent = 0.0, 0.0
+        rows, row, moved, change, step = states, 0, states, U, num_actions
+    slope_alone(terms, term, step, rows, row)
+    first, value, in_exponent = term * pairs.shape[1], 0.0, 0.0
+    if each:
+        for i in range(first, first + pairs.shape[1]):
+            by_weights[i], by_exponents[i] = 0.0, 0.0
     for i in range(rows.shape[1]):
         if argument == STATE or model.exists[argument, i]:
+            p = number_of(terms, terms.exponent, term, step * i)
             slope = rows[row + SLOPE, i] * moved[change, i]
+            bent = slope * by_exponent(function, p, rows[row, i])
             value += slope
-            in_exponent += slope * by_exponent(function, p, rows[row, i])
-    return value, in_exponent
+            in_exponent += bent
+            if each:
+                weight = number_of(terms, weights, term, step * i)
+                by_weights[first + step * i], by_exponents[first + step * i] = slope, weight * bent
+    if not each:
+        by_weights[term], by_exponents[term] = value, weights[term] * in_exponent

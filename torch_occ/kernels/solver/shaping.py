@@ -36,7 +36,7 @@ from torch_occ.kernels.layout import (
     span,
     unsigned,
 )
-from torch_occ.kernels.solver.psi import bend_at_one
+from torch_occ.kernels.solver.psi import bend_at_one, number_of, varies
 
 EPS = float(np.finfo(np.float64).eps)
 #: The leading parts of values have DIGITS binary digits. Adding and subtracting CUTTER rounds a
@@ -74,11 +74,27 @@ def shape_loss(model: Model, loss: Floats, work: Work) -> float:
 @part
 def least_unit(terms: Terms, weights: Floats) -> float:
     """A lower bound of q times the curvature of psi: x f''(x) decreases in x, and q <= 1."""
+    if varies(terms, weights):
+        return least_of_each(terms, weights)
     unit = 0.0
-    for term in range(len(weights)):
+    for term in range(len(terms.argument)):
         if terms.argument[term] == PAIR:
             unit += bend_at_one(terms.function[term], terms.exponent[term]) * weights[term]
     return unit
+
+
+@kernel
+def least_of_each(terms: Terms, weights: Floats) -> float:
+    """`least_unit` with one weight or exponent per pair."""
+    count, least = len(terms.argument), np.inf
+    for i in range(max(len(weights), len(terms.exponent)) // count):
+        unit = 0.0
+        for term in range(count):
+            if terms.argument[term] == PAIR:
+                p = number_of(terms, terms.exponent, term, i)
+                unit += bend_at_one(terms.function[term], p) * number_of(terms, weights, term, i)
+        least = min(least, unit)
+    return least
 
 
 @kernel

@@ -2,6 +2,7 @@
 
 solving      the step
 derivatives  its derivatives
+explicit     terms whose weights and exponents are parameters, for derivatives in torch
 budgets      the step with limits on expected costs
 sweeps       the sweeps of torch_occ.step.iterative
 inputs       conversion of torch objects to the arrays of the kernels, and back

@@ -28,7 +28,7 @@ class CompiledBudgets:
         formula, values = step.formula, [number(v) for v in (t, *(s[n] for s, n in step.slots))]
         if formula is None:
             formula, _, values = step.computed_by_torch(t)
-        self.numbers = formula.replay(values)[1]
+        self.numbers = formula.replay(formula.spread(values))[1]
 
     def search(
         self, loss: Tensor, costs: Tensor, limits: Tensor, start: Tensor, guess: Tensor
@@ -36,7 +36,7 @@ class CompiledBudgets:
         """The compiled twin of `torch_occ.step.budgets.search.find_multipliers`."""
         step, batch = self.step, loss.shape[:-2]
         count, pairs, m = batch.numel(), loss.shape[-2:].numel(), limits.shape[-1]
-        table = tabulate(self.numbers, batch)
+        table = tabulate(self.numbers, batch, step.pairs)
         given = [rows(x, batch, 2).reshape(-1, pairs) for x in (loss, start)]
         prices = rows(costs.flatten(-2), batch, 2).reshape(-1, m, pairs)
         allowed = rows(limits, batch, 1).reshape(-1, m)
@@ -97,7 +97,7 @@ class CompiledSystem:
     def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Solve H u - E'w = x, E u = r, for x `(*more, *batch, S, A)`."""
         step, whole = self.budgets.step, x.shape[:-2]
-        table = tabulate(self.budgets.numbers, whole)
+        table = tabulate(self.budgets.numbers, whole, step.pairs)
         at = rows(self.q.expand_as(x), whole, 2)
         u, w, _ = step.linear(rows(-x, whole, 2), rows(r, whole, 1), at, table)
         return torch.from_numpy(u.reshape(x.shape)), torch.from_numpy(w.reshape(r.shape))

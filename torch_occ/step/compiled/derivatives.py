@@ -50,7 +50,7 @@ class Origin(NamedTuple):
     step: CompiledStep
     formula: Formula
     replayed: list[Any]  # all values of the formula
-    terms: Floats  # (2, N or 1, K), weights and exponents
+    terms: Floats  # (2, N or 1, K or K * S * A), weights and exponents
     found: Found
     batch: torch.Size
     converged: bool
@@ -111,10 +111,13 @@ class Follow(torch.autograd.Function):
         loss_bar = torch.from_numpy(minus_x_bar.reshape(q.shape))
         found = [summed(loss_bar, loss) if needed[0] else None]
         if any(needed[1:]):
-            pulled = origin.formula.pull_back(origin.replayed, untabulate(bars, batch))
+            formula, pairs = origin.formula, origin.step.pairs
+            pulled = formula.pull_back(origin.replayed, untabulate(bars, batch, pairs))
             found += [
-                shaped(bar, x, batch) if need else None
-                for bar, x, need in zip(pulled, inputs, needed[1:], strict=True)
+                shaped(bar, x, place, batch, pairs) if need else None
+                for bar, x, place, need in zip(
+                    pulled, inputs, formula.places, needed[1:], strict=True
+                )
             ]
         return None, *found, *[None] * (len(needed) - len(found))
 

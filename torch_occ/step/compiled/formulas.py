@@ -19,9 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import parameter_slots
+from torch_occ._support.private import own_parameter_names, parameter_slots
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.step.compiled.inputs import list_exponents, terms_of
+from torch_occ.regularizers.parametrized import Parametrized
+from torch_occ.regularizers.places import Place
+from torch_occ.step.compiled.inputs import list_exponents, spread, terms_of
 
 # The last bit of a power or a logarithm depends on the implementation, and NumPy has several. A
 # batch must have the same bits as its elements one by one, so arrays use Python's functions: 0.1 us
@@ -78,10 +80,11 @@ class Formula:
     """A function from (t, *parameters) to K weights and K exponents.
 
     Exponents are 0 for functions other than powers. All values are in one list: the inputs, then
-    the constants, then the result of every instruction.
+    the constants, then the result of every instruction. Inputs and results that are not numbers are
+    in the spread form of torch_occ.regularizers.places.
 
     Args:
-        inputs: the number of inputs.
+        places: of the inputs; None for t and for scalar parameters.
         constants: the constants in the formula.
         instructions: in the order of their results.
         outputs: the indices of the outputs in the list.
@@ -89,12 +92,13 @@ class Formula:
 
     def __init__(
         self,
-        inputs: int,
+        places: Sequence[Place | None],
         constants: Sequence[float],
         instructions: Sequence[Instruction],
         outputs: Sequence[int],
     ) -> None:
-        self._arguments = (inputs, constants, instructions, outputs)
+        self._arguments = (places, constants, instructions, outputs)
+        self.places, inputs = list(places), len(places)
         self.inputs, self.constants, self.outputs = inputs, list(constants), list(outputs)
         self.forwards = [(OPERATIONS[name].value, a, b) for name, a, b in instructions]
         results = range(inputs + len(constants), inputs + len(constants) + len(instructions))
@@ -111,8 +115,15 @@ class Formula:
         """Copy and pickle by the arguments, because functions cannot be pickled."""
         return Formula, self._arguments
 
+    def spread(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return the inputs in their spread form."""
+        return [
+            x if type(x) is float else spread(x, place)
+            for x, place in zip(inputs, self.places, strict=True)
+        ]
+
     def replay(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Run the formula; return all values, and the outputs."""
+        """Run the formula on inputs in their spread form; return all values, and the outputs."""
         values = [*inputs, *self.constants]
         for value, a, b in self.forwards:
             values.append(value(values[a], values[b]))
@@ -121,7 +132,7 @@ class Formula:
     def pull_back(self, values: Sequence[Any], bars: Sequence[Any]) -> list[Any]:
         """Return derivatives with respect to the inputs from those with respect to the outputs.
 
-        They are not summed over dimensions that were broadcast.
+        All are in the spread form. They are not summed over dimensions that were broadcast.
         """
         total: list[Any] = [0.0] * len(values)
         for i, bar in zip(self.outputs, bars, strict=True):
@@ -134,7 +145,7 @@ class Formula:
 @cache
 def identity(count: int) -> Formula:
     """Return the formula whose outputs are its inputs, for terms that are known already."""
-    return Formula(count, (), (), range(count))
+    return Formula([Place("pair", (), 0)] * count, (), (), range(count))  # spread already
 
 
 def slots_of(regularizer: Regularizer) -> list[tuple[dict[str, Any], str]]:
@@ -143,6 +154,15 @@ def slots_of(regularizer: Regularizer) -> list[tuple[dict[str, Any], str]]:
     The values are read at each call, because `torch.func.functional_call` exchanges them.
     """
     return list(parameter_slots(regularizer))
+
+
+def places_of(regularizer: Regularizer) -> list[Place | None]:
+    """Return the place of each parameter, in the order of `slots_of`; None for a scalar."""
+    return [
+        module.place(name) if isinstance(module, Parametrized) else None
+        for module in regularizer.modules()
+        for name in own_parameter_names(module)
+    ]
 
 
 def record(regularizer: Regularizer) -> Formula | None:
@@ -158,7 +178,7 @@ def record(regularizer: Regularizer) -> Formula | None:
     skipped = {id(slot[name]): None for slot, name in slots_of(regularizer)}
     regularizer = copy.deepcopy(regularizer, skipped)  # without the parameters
     slots = slots_of(regularizer)
-    tape = _Tape(1 + len(slots))
+    tape = _Tape([None, *places_of(regularizer)])
     t = _Symbol(tape, ("input", 0))
     for i, (slot, name) in enumerate(slots):
         slot[name] = _Symbol(tape, ("input", i + 1))
@@ -181,8 +201,8 @@ class _Tape:
     Indices in the list of all values are known only when all constants are.
     """
 
-    def __init__(self, inputs: int) -> None:
-        self.inputs, self.constants = inputs, list[float]()
+    def __init__(self, places: Sequence[Place | None]) -> None:
+        self.places, self.constants = places, list[float]()
         self.done: list[tuple[str, _Place, _Place]] = []
 
     def place(self, x: Any) -> _Place:
@@ -199,14 +219,15 @@ class _Tape:
         return _Symbol(self, ("result", len(self.done) - 1))
 
     def formula(self, outputs: Sequence[_Place]) -> Formula:
-        first = {"input": 0, "constant": self.inputs, "result": self.inputs + len(self.constants)}
+        inputs = len(self.places)
+        first = {"input": 0, "constant": inputs, "result": inputs + len(self.constants)}
 
         def index(place: _Place) -> int:
             return first[place[0]] + place[1]
 
         instructions = [Instruction(operation, index(a), index(b)) for operation, a, b in self.done]
         return Formula(
-            self.inputs, self.constants, instructions, [index(place) for place in outputs]
+            self.places, self.constants, instructions, [index(place) for place in outputs]
         )
 
 

@@ -26,8 +26,12 @@ from torch_occ.mdp.layers import SparseLayer
 from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import TabularRegularizer
+from torch_occ.regularizers.places import Place, fit
 from torch_occ.regularizers.terms import Power, Term
 from torch_occ.step.shaping import conserves_mass
+
+#: The shape of the pairs for numbers that are the same for all pairs.
+ONE = torch.Size((1, 1))
 
 _ARGUMENTS = {"pair": PAIR, "rest": REST, "state": STATE, "complement": COMPLEMENT}
 
@@ -122,6 +126,7 @@ def terms_of(regularizer: Regularizer, t: Tensor) -> list[Term]:
 
     Raises:
         RuntimeError: if a part was added that is not a table of terms.
+        ValueError: if a term of q(s) has one weight per pair.
     """
     found: list[Term] = []
     for part, weight in regularizer.parts(t):
@@ -131,6 +136,9 @@ def terms_of(regularizer: Regularizer, t: Tensor) -> list[Term]:
                 "make a new FTRLStep(mdp, regularizer)"
             )
         found += part.constant(weight)[0].terms
+    for term in found:
+        if term.argument == "state" and isinstance(term.weight, Tensor):
+            fit(term.weight, 1)  # refuses one value per pair
     return found
 
 
@@ -141,14 +149,18 @@ def kinds_of(terms: Sequence[Term]) -> tuple[Ints, Ints]:
     return np.array(arguments, dtype=np.int64), np.array(functions, dtype=np.int64)
 
 
-def weights_of(terms: Sequence[Term]) -> Tensor:
-    """Return the weights, `(*batch, K)`."""
-    return _stack([term.weight for term in terms])
+def weights_of(terms: Sequence[Term], pairs: torch.Size) -> Tensor:
+    """Return the weights, `(*batch, K)`; `(*batch, K * S * A)` if they differ between pairs.
+
+    Args:
+        pairs: `(S, A)`.
+    """
+    return _stack([term.weight for term in terms], pairs)
 
 
-def exponents_of(terms: Sequence[Term]) -> Tensor:
-    """Return the exponents of the powers, `(*batch, K)`; 0 for other functions."""
-    return _stack(list_exponents(terms))
+def exponents_of(terms: Sequence[Term], pairs: torch.Size) -> Tensor:
+    """Return the exponents of the powers, shaped as the weights; 0 for other functions."""
+    return _stack(list_exponents(terms), pairs)
 
 
 def list_exponents(terms: Sequence[Term]) -> list[Tensor | float]:
@@ -156,12 +168,17 @@ def list_exponents(terms: Sequence[Term]) -> list[Tensor | float]:
     return [term.function.p if isinstance(term.function, Power) else 0.0 for term in terms]
 
 
-def _stack(values: Sequence[Tensor | float]) -> Tensor:
-    """Stack scalars and `(*batch,)` tensors along a new last dimension."""
+def _stack(values: Sequence[Tensor | float], pairs: torch.Size) -> Tensor:
+    """Stack numbers and tensors in their spread form, one after the other for each problem."""
     if not any(isinstance(x, Tensor) for x in values):
         return torch.tensor(values, dtype=torch.float64)
     tensors = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in values]
-    batch = broadcast(*(x.shape for x in tensors))
+    shape = broadcast(*(x.shape for x in tensors))
+    if any(size > 1 for size in shape[-2:]):
+        whole = torch.Size((*shape[:-2], *pairs))
+        return torch.stack([x.expand(whole) for x in tensors], -3).flatten(-3)
+    tensors = [fit(x, 0) for x in tensors]
+    batch = shape[:-2]
     return torch.stack([x if x.shape == batch else x.expand(batch) for x in tensors], -1)
 
 
@@ -187,27 +204,56 @@ def followed(*inputs: Tensor | float) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
-def tabulate(values: list[Any], batch: torch.Size) -> Floats:
-    """Return 2 K numbers or arrays as one array `(2, N or 1, K)`; 1 if the batch shares them."""
-    if not batch or all(type(x) is float for x in values):
+def tabulate(values: list[Any], batch: torch.Size, pairs: torch.Size) -> Floats:
+    """Return 2 K numbers or arrays in their spread form as one array for the kernels.
+
+    Args:
+        pairs: `(S, A)`, or `ONE` if every array has one number per problem.
+
+    Returns:
+        `(2, N or 1, K)`, or `(2, N or 1, K * S * A)` with one number per pair; 1 if the batch
+        shares them.
+    """
+    if pairs is ONE and (not batch or all(type(x) is float for x in values)):
         return np.array(values).reshape(2, 1, -1)
-    table = np.array([np.broadcast_to(x, batch).ravel() for x in values])
-    return np.ascontiguousarray(table.reshape(2, len(values) // 2, batch.numel()).swapaxes(1, 2))
+    table = np.array([np.broadcast_to(x, (*batch, *pairs)).ravel() for x in values])
+    count = len(values) // 2
+    table = table.reshape(2, count, batch.numel(), pairs.numel()).swapaxes(1, 2)
+    return np.ascontiguousarray(table).reshape(2, batch.numel(), count * pairs.numel())
 
 
-def untabulate(table: Floats, batch: torch.Size) -> list[Any]:
-    """Return an array `(2, N, K)` as 2 K numbers or arrays."""
-    if not batch:
+def untabulate(table: Floats, batch: torch.Size, pairs: torch.Size) -> list[Any]:
+    """Return the array of `tabulate` as 2 K numbers, or arrays `(*batch, *pairs)`."""
+    if not batch and pairs is ONE:
         numbers: list[Any] = table.ravel().tolist()
         return numbers
-    return list(table.swapaxes(1, 2).reshape(2 * table.shape[2], *batch))
+    count = table.shape[2] // pairs.numel()
+    table = table.reshape(2, batch.numel(), count, pairs.numel()).swapaxes(1, 2)
+    return list(table.reshape(2 * count, *batch, *pairs))
 
 
-def shaped(bar: Any, x: Tensor, batch: torch.Size) -> Tensor:
-    """Return the derivative with respect to x as a tensor of the shape of x."""
-    if not batch:
+def spread(x: Any, place: Place | None) -> Any:
+    """Return the spread form of a number, tensor or array; None is the place of a scalar."""
+    if isinstance(x, float | int) or x.ndim == 0:
+        return x
+    return x[..., None, None] if place is None else place.spread(x)
+
+
+def shaped(
+    bar: Any, x: Tensor, place: Place | None, batch: torch.Size, pairs: torch.Size
+) -> Tensor:
+    """Return the derivative with respect to x, of its shape, from that in its spread form.
+
+    Args:
+        bar: a number, or an array that broadcasts to `(*batch, *pairs)`.
+    """
+    if not batch and pairs is ONE:
         return torch.from_numpy(np.array(bar))
-    return summed(torch.from_numpy(np.broadcast_to(bar, batch).copy()), x)
+    whole = torch.from_numpy(np.broadcast_to(bar, (*batch, *pairs)).copy())
+    if x.dim() == 0:
+        return whole.sum()
+    whole = summed(whole, spread(x.detach(), place))
+    return whole[..., 0, 0] if place is None else place.collect(whole)
 
 
 def summed(bar: Tensor, x: Tensor) -> Tensor:

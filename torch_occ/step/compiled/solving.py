@@ -26,7 +26,6 @@ from torch_occ.kernels.solver.newton import SMALLEST
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.regularizers.catalog import TabularRegularizer
 from torch_occ.regularizers.derivatives import Evaluator
 from torch_occ.regularizers.terms import Power, Term
 from torch_occ.step.checks import (
@@ -36,8 +35,10 @@ from torch_occ.step.checks import (
     parameter_shapes,
 )
 from torch_occ.step.compiled.derivatives import Follow, Found, Origin
+from torch_occ.step.compiled.explicit import Explicit, in_form
 from torch_occ.step.compiled.formulas import Formula, identity, record, slots_of
 from torch_occ.step.compiled.inputs import (
+    ONE,
     followed,
     kinds_of,
     list_exponents,
@@ -84,6 +85,8 @@ class CompiledStep:
         self.shape = torch.Size((mdp.num_states, mdp.num_actions))
         self.tolerance = options.tolerance_in(torch.float64)
         self.zeros = np.zeros(mdp.num_states)
+        # The shape of weights and exponents: one per pair if a parameter has one per layer, ...
+        self.pairs = self.shape if regularizer.places() else ONE
         self.slots = slots_of(regularizer)
         self.valid: list[Any] = []  # the last values of the parameters that were valid
         self.works: list[Work] = []  # scratch memory that no thread uses now
@@ -113,7 +116,7 @@ class CompiledStep:
     @cached_property
     def explicit(self) -> Evaluator:
         """psi with the weights and exponents of its terms as parameters."""
-        return Evaluator(_Explicit(self.template))
+        return Evaluator(Explicit(self.template, None if self.pairs is ONE else self.mdp))
 
     @cached_property
     def in_logs(self) -> bool:
@@ -144,6 +147,7 @@ class CompiledStep:
         formula = self.formula
         if formula is None:
             formula, inputs, values = self.computed_by_torch(t)
+        values = formula.spread(values)
         batch = self._batch(loss, start, values)
         if batch is None:
             self._complain(loss, t, start)
@@ -152,7 +156,7 @@ class CompiledStep:
             replayed, numbers = formula.replay(values)
         except ArithmeticError:
             return None
-        table = tabulate(numbers, batch)
+        table = tabulate(numbers, batch, self.pairs)
         found = self.solve(batch, start, loss, table)
         statuses = found.certificate[:, 0].tolist()
         if BAD_INPUT in statuses:
@@ -179,7 +183,9 @@ class CompiledStep:
     def _complain(self, loss: Tensor, t: Tensor | float, start: Tensor) -> None:
         """Raise the error of the torch path if an argument is wrong, else return."""
         parameters = dict(self.regularizer.named_parameters())
-        t, _ = check_arguments(self.mdp, loss, t, start, parameter_shapes(parameters))
+        evaluator = Evaluator(self.regularizer)
+        given = evaluator.batch_shapes(evaluator.own_parameters)
+        t, _ = check_arguments(self.mdp, loss, t, start, parameter_shapes(given))
         check_types(parameters, self.mdp)
         check_values(self.mdp, self.mdp, loss.detach(), start, t.detach(), zeros=self.in_logs)
 
@@ -211,13 +217,14 @@ class CompiledStep:
         if loss.shape == self.shape == start.shape and all(type(x) is float for x in values):
             return _SINGLE
         try:
-            batch = broadcast(loss.shape[:-2], start.shape[:-2], *(np.shape(x) for x in values))
+            batches = (np.shape(x)[:-2] for x in values)  # of the spread forms
+            batch = broadcast(loss.shape[:-2], start.shape[:-2], *batches)
         except RuntimeError:
             return None
         return batch if loss.shape[-2:] == self.shape == start.shape[-2:] else None
 
     def solve(self, batch: torch.Size, start: Tensor, loss: Tensor, terms: Floats) -> Found:
-        """Solve every element of a batch; `terms` are weights and exponents `(2, N or 1, K)`."""
+        """Solve every element of a batch; `terms` are weights and exponents of `tabulate`."""
         count = batch.numel()
         found = Found(*self._empty(count), np.empty((count, 5)))
         inputs = (self.model, self.kinds, terms, rows(loss, batch, 2), rows(start, batch, 2))
@@ -231,7 +238,7 @@ class CompiledStep:
 
         Returns:
             u, m, and the derivatives of ⟨u, grad psi(q)⟩ with respect to weights and exponents,
-            `(2, N, K)`.
+            `(2, N, K or K * S * A)`.
         """
         count = len(q) // self.shape[0]
         u, m = self._empty(count)
@@ -310,33 +317,12 @@ class CompiledStep:
 
     def _named(self, formula: Formula, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return the parameters of `explicit`: the weights, then the exponents of the powers."""
-        _, outputs = formula.replay(inputs)
+        _, outputs = formula.replay(formula.spread(inputs))
         powers = [isinstance(term.function, Power) for term in self.template]
         wanted = [True] * len(self.template) + powers
-        outputs = [x for x, want in zip(outputs, wanted, strict=True) if want]
+        terms = [*self.template, *self.template]
         return tuple(
-            x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in outputs
-        )
-
-
-class _Explicit(TabularRegularizer):
-    """A table of terms whose weights and exponents are its parameters."""
-
-    def __init__(self, terms: Sequence[Term]) -> None:
-        self.terms = tuple(terms)
-        powers = {
-            f"p{i}": term.function.p
-            for i, term in enumerate(terms)
-            if isinstance(term.function, Power)
-        }
-        super().__init__(**{f"w{i}": term.weight for i, term in enumerate(terms)}, **powers)
-
-    def table(self) -> tuple[Term, ...]:
-        functions = [
-            Power(getattr(self, f"p{i}")) if isinstance(term.function, Power) else term.function
-            for i, term in enumerate(self.terms)
-        ]
-        return tuple(
-            Term(term.argument, functions[i], getattr(self, f"w{i}"))
-            for i, term in enumerate(self.terms)
+            in_form(term, x, None if self.pairs is ONE else self.shape)
+            for term, x, want in zip(terms, outputs, wanted, strict=True)
+            if want
         )

@@ -1,0 +1,265 @@
+"""Parameters with one value per layer, state or pair: in both backends, with derivatives, tuned."""
+
+from __future__ import annotations
+
+import copy
+from typing import ClassVar
+
+import pytest
+import torch
+from torch.distributions import constraints
+
+import torch_occ as occ
+from torch_occ._support.fingerprints import fingerprints
+
+F64 = torch.float64
+MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
+S, A, L = MDP.num_states, MDP.num_actions, MDP.horizon
+LOSS = 10 * torch.rand(S, A, dtype=F64, generator=torch.Generator().manual_seed(1))
+MEAN = torch.rand(S, A, dtype=F64, generator=torch.Generator().manual_seed(2))
+KINDS = {"layer": occ.PerLayer, "state": occ.PerState, "pair": occ.PerPair}
+SHAPES = {"layer": (L,), "state": (S,), "pair": (S, A)}
+
+
+def random(kind, low, high, seed=0, batch=()):
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(*batch, *SHAPES[kind], dtype=F64, generator=generator)
+    return KINDS[kind](MDP, low + (high - low) * uniform)
+
+
+def varied(batch=()):
+    """A parameter of every kind, and every elementary function."""
+    return {
+        "hybrid": occ.HybridTsallis(random("state", 0.1, 1, 1, batch))
+        / occ.InverseSqrt(random("pair", 1, 2, 2, batch))
+        + occ.LogBarrier(random("layer", 0.1, 1, 3, batch)),
+        "powers": occ.Tsallis(random("state", 0.2, 0.7, 4, batch))
+        / occ.Polynomial(random("pair", 1, 2, 5, batch), random("layer", 0.2, 0.6, 6, batch)),
+        "entropy": occ.ConditionalEntropy() / occ.InverseSqrt(random("state", 1, 2, 7, batch)),
+        "complement": occ.HybridComplement(random("pair", 0.1, 1, 8, batch))
+        / occ.Constant(random("layer", 0.1, 0.3, 9, batch)),
+        "barrier": occ.LogBarrier(random("pair", 0.1, 1, 10, batch)),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_equal_values_are_a_scalar(kind, backend):
+    psi = occ.jin_luo(MDP, KINDS[kind](MDP, 0.5), KINDS[kind](MDP, 2.0), KINDS[kind](MDP, 1.5))
+    scalar = occ.jin_luo(MDP, 0.5, 2.0, 1.5)
+    steps = [occ.FTRLStep(MDP, x, backend=backend) for x in (psi, scalar)]
+    t = torch.tensor([3.0, 40.0], dtype=F64)
+    for episode in (7.0, t):
+        found, expected = (step(LOSS, episode) for step in steps)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+        each, total = (
+            torch.autograd.grad(q[..., 0, 0].sum(), list(step.parameters()))
+            for q, step in zip((found, expected), steps, strict=True)
+        )
+        # The derivative in a scalar is the sum of those in its copies.
+        torch.testing.assert_close([x.sum() for x in each], list(total), rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", varied())
+def test_backends_agree_with_derivatives(name):
+    psi = varied()[name]
+    t = torch.tensor([10.0, 20.0, 3.0], dtype=F64, requires_grad=True)
+    loss = LOSS.clone().requires_grad_()
+    weight = torch.rand(3, S, A, dtype=F64, generator=torch.Generator().manual_seed(3))
+    inputs, found = [loss, t, *psi.parameters()], []
+    for backend in ("torch", "engine"):
+        step = occ.FTRLStep(MDP, psi, backend=backend)
+        solution = step.solve(loss, t)
+        assert solution.backend == backend
+        grads = torch.autograd.grad(
+            (solution.q * weight).sum(), inputs, allow_unused=True, materialize_grads=True
+        )
+        found.append([solution.q.detach(), *grads])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+@pytest.mark.parametrize("name", varied())
+def test_derivatives_are_finite_differences(name, backend):
+    psi = varied()[name]
+    step = occ.FTRLStep(MDP, psi, backend=backend)
+    parameters = [p.detach().clone() for p in psi.parameters()]
+    names = [name for name, _ in psi.named_parameters()]
+
+    def q(*values):
+        named = {f"regularizer.{n}": x for n, x in zip(names, values, strict=True)}
+        return torch.func.functional_call(step, named, (LOSS, 12.0))
+
+    inputs = [p.requires_grad_() for p in parameters]
+    assert torch.autograd.gradcheck(q, inputs, eps=1e-5, atol=1e-7, check_forward_ad=True)
+
+
+@pytest.mark.parametrize("name", varied())
+def test_second_derivatives(name):
+    psi = varied()[name]
+    step = occ.FTRLStep(MDP, psi, backend="engine")
+    first = next(iter(psi.named_parameters()))[0]
+
+    def q(value):
+        found = torch.func.functional_call(step, {f"regularizer.{first}": value}, (LOSS, 12.0))
+        return found[:2].flatten()
+
+    value = dict(psi.named_parameters())[first].detach().clone().requires_grad_()
+    assert torch.autograd.gradgradcheck(q, (value,), eps=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+@pytest.mark.parametrize("name", varied())
+def test_a_batch_of_parameters_is_in_front(name, backend):
+    together = varied(batch=(2,))[name]
+    weight = torch.rand(2, S, A, dtype=F64, generator=torch.Generator().manual_seed(3))
+    q = occ.FTRLStep(MDP, together, backend=backend)(LOSS, 9.0)
+    grads = torch.autograd.grad((q * weight).sum(), list(together.parameters()))
+    for i in range(2):
+        alone = copy.deepcopy(together)
+        for _, module in alone.named_modules():
+            for key, value in list(module._parameters.items()):
+                module._parameters[key] = torch.nn.Parameter(value.detach()[i])
+        own = occ.FTRLStep(MDP, alone, backend=backend)(LOSS, 9.0)
+        torch.testing.assert_close(q[i], own, rtol=1e-10, atol=1e-14)
+        expected = torch.autograd.grad((own * weight[i]).sum(), list(alone.parameters()))
+        torch.testing.assert_close([g[i] for g in grads], list(expected), rtol=1e-8, atol=1e-12)
+
+
+def test_users_functions_see_them_spread():
+    class Mine(occ.SeparableRegularizer):
+        arg_constraints: ClassVar = {"strength": constraints.positive}
+
+        def __init__(self, strength):
+            super().__init__(strength=strength)
+
+        def pair(self, x):
+            return -self.strength * x.log()
+
+        def state(self, x):
+            return self.strength * x.square()
+
+    class Barrier(occ.SeparableRegularizer):
+        def pair(self, x):
+            return -x.log()
+
+        def state(self, x):
+            return x.square()
+
+    for batch in ((), (2,)):
+        values = random("state", 0.5, 1.0, batch=batch)
+        q = occ.FTRLStep(MDP, Mine(values))(LOSS)
+        same = occ.FTRLStep(MDP, Barrier() * occ.Constant(values))(LOSS)
+        torch.testing.assert_close(q, same, rtol=1e-10, atol=1e-14)
+    with pytest.raises(ValueError, match=r"one value per pair.*one value per state"):
+        occ.FTRLStep(MDP, Mine(random("pair", 0.5, 1.0)))(LOSS)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "powers", "barrier"])
+def test_both_backends_play_the_same_game(name):
+    losses = occ.BernoulliLosses(MEAN)
+    played = [
+        occ.simulate(MDP, occ.FTRL(MDP, varied()[name]), losses, 150, [0, 1], backend=backend)
+        for backend in ("torch", "engine")
+    ]
+    torch.testing.assert_close(played[0].regret, played[1].regret, rtol=1e-9, atol=1e-9)
+    assert not played[1].uncertified.any()
+
+
+def test_leaps():
+    psi, scalar = occ.jin_luo(MDP, 0.5, occ.PerState(MDP, 1.0), 1.0), occ.jin_luo(MDP, 0.5, 1.0)
+    losses = occ.BernoulliLosses(MEAN)
+    found, expected = (
+        occ.leap(MDP, x, losses, 300, particles=4, backend="torch").regret for x in (psi, scalar)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
+    # In the engine, the last bits decide how many visits are drawn.
+    found, expected = (
+        occ.leap(MDP, x, losses, 300, particles=400, backend="engine").regret[:, -1]
+        for x in (psi, scalar)
+    )
+    error = ((found.var() + expected.var()) / 400).sqrt()
+    assert abs(found.mean() - expected.mean()) < 4 * error
+
+
+def test_forecasts():
+    psi, scalar = occ.jin_luo(MDP, 0.5, occ.PerState(MDP, 1.0), 1.0), occ.jin_luo(MDP, 0.5, 1.0)
+    losses = occ.BernoulliLosses(MEAN)
+    found, expected = (occ.forecast(MDP, x, losses, 300).final for x in (psi, scalar))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    each = torch.autograd.grad(found, psi.terms[1].beta)[0]
+    total = torch.autograd.grad(expected, scalar.terms[1].beta)[0]
+    torch.testing.assert_close(each.sum(), total, rtol=1e-7, atol=1e-9)
+
+
+def test_they_are_tuned_entry_by_entry(tmp_path):
+    psi = occ.Tsallis() / occ.InverseSqrt(occ.PerLayer(MDP, 1.0)) + occ.LogBarrier(
+        occ.PerState(MDP, 2.0)
+    )
+    objective = occ.ForecastObjective([occ.World("random", MDP, MEAN)], 1000, per_decade=4)
+    options = {"steps": 2, "starts": 2, "only": ["gamma", "beta"], "directory": tmp_path}
+    tuned = occ.tune(objective, psi, bounds={"beta[0]": (1.5, 2.5)}, **options)
+    assert len(tuned.names) == L + S
+    assert tuned.path.shape == (3, 2, L + S)
+    assert "gamma[1]" in tuned.names[1]
+    assert "terms.1.beta[6]" in tuned.parameters
+    with torch.no_grad():
+        assert tuned.value < float(objective(psi).value)
+    assert "7 numbers from" in str(tuned)
+    tuned.load_into(psi)
+    with torch.no_grad():
+        assert float(objective(psi).value) == pytest.approx(tuned.value, rel=1e-9)
+    beta = psi.terms[1].beta.detach().clone()
+    assert beta.unique().numel() > 1
+    assert 1.5 <= float(beta[0]) <= 2.5
+    refined = occ.refine(objective, psi, tuned, rounds=1, points=2, particles=2, finalists=1)
+    torch.testing.assert_close(psi.terms[1].beta.detach(), beta)
+    assert refined.tuned.names == tuned.names
+    assert list(tmp_path.iterdir())
+
+
+def test_only_some_entries_are_tuned():
+    psi = occ.LogBarrier(occ.PerState(MDP, 2.0)) / occ.InverseSqrt(1.0)
+    objective = occ.ForecastObjective([occ.World("random", MDP, MEAN)], 100, per_decade=4)
+    tuned = occ.tune(objective, psi, steps=1, starts=1, only=["regularizer.beta[3]"])
+    tuned.load_into(psi)
+    moved = psi.regularizer.beta != 2.0
+    assert moved.tolist() == [i == 3 for i in range(S)]
+
+
+def test_they_are_saved_and_told_apart(tmp_path):
+    psi = occ.LogBarrier(random("state", 1, 2))
+    other = occ.LogBarrier(occ.PerState(MDP, 1.0))
+    other.load_state_dict(psi.state_dict())
+    torch.testing.assert_close(other.beta, psi.beta)
+    assert fingerprints(x=psi) == fingerprints(x=other)
+    square = occ.LayeredMDP.random(2, 1, 2, seed=0)  # as many layers as states
+    same = [occ.LogBarrier(kind(square, 1.0)) for kind in (occ.PerLayer, occ.PerState)]
+    assert fingerprints(x=same[0]) != fingerprints(x=same[1])
+    learner = occ.FTRL(MDP, psi)
+    board = occ.TensorBoard(tmp_path)
+    occ.simulate(MDP, learner, occ.BernoulliLosses(MEAN), 50, [0], callbacks=[board])
+    from torch_occ.game.callbacks import parameters
+
+    logged = parameters(learner, 1)
+    assert logged["beta"] == pytest.approx(float(psi.beta.detach().mean()))
+    assert logged["beta_least"] < logged["beta"] < logged["beta_largest"]
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"PerState: expected .* shape \(7,\).*got \(3,\)"):
+        occ.PerState(MDP, torch.ones(3))
+    with pytest.raises(ValueError, match=r"LogBarrier: beta must satisfy .* got -1.0 at \(2,\)"):
+        occ.LogBarrier(occ.PerState(MDP, [1.0, 1, -1, 1, 1, 1, 1]))
+    wide = occ.LayeredMDP.random(3, 4, 3, seed=0)
+    with pytest.raises(ValueError, match="beta has one value per state of an MDP with layers"):
+        occ.FTRLStep(wide, occ.LogBarrier(occ.PerState(MDP, 1.0)))
+    with pytest.raises(ValueError, match="learning_rate: expected one rate for all pairs"):
+        occ.ReducedVariance(occ.InverseSqrt(occ.PerState(MDP, 1.0)))
+    losses = occ.BernoulliLosses(MEAN)
+    with pytest.raises(ValueError, match="expected scalar parameters"):
+        occ.run_gradients(MDP, occ.LogBarrier(occ.PerState(MDP, 1.0)), losses, 10, [0, 1])
+    conditional = occ.ConditionalEntropy() / occ.InverseSqrt(occ.PerPair(MDP, 1.0))
+    for backend in ("torch", "engine"):
+        with pytest.raises(ValueError, match=r"one value per pair.*one value per state"):
+            occ.FTRLStep(MDP, conditional, backend=backend)(LOSS)
