@@ -64,6 +64,22 @@ def test_learning_the_regularizer_of_an_expert():
     assert step.regularizer.factor.rate.item() == pytest.approx(2.0, rel=1e-3)
 
 
+def test_parameters_with_one_value_per_state():
+    mdp, loss = small(), random_loss(small(), 3.0)
+    values = tensor([0.1, 0.2, 0.4])
+
+    def per_state():
+        psi = occ.Tsallis() / occ.InverseSqrt() + occ.LogBarrier(occ.PerState(mdp, values))
+        return occ.FTRLStep(mdp, psi)
+
+    step, free = per_state(), occ.unconstrain(per_state(), only=["beta"])
+    torch.testing.assert_close(free(loss, 3.0), step(loss, 3.0), atol=1e-14, rtol=1e-12)
+    for each in (step, free):
+        each(loss, 3.0).square().sum().backward()
+    found = free.regularizer.terms[1].parametrizations.beta.original.grad
+    torch.testing.assert_close(found, values * step.regularizer.terms[1].beta.grad)
+
+
 def test_values_can_be_read_and_set():
     step = occ.unconstrain(make())
     barrier = step.regularizer.terms[1]

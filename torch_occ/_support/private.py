@@ -87,24 +87,21 @@ def one_by_one_in_batch(
     """
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    batched = [is_batched_by_autograd(x) for x in tensors]
-    sizes = [_size_in_batch(x, level) for x in tensors if is_batched_by_autograd(x)]
+    batched = [x is not None and is_batched_by_autograd(x) for x in tensors]
+    # The size that is passed matters only for tensors that are not batched.
     pairs = zip(tensors, batched, strict=True)
-    plain = [torch._remove_batch_dim(x, level, sizes[0], 0) if b else x for x, b in pairs]
+    plain = [
+        torch._remove_batch_dim(x, level, 1, 0) if x is not None and b else x for x, b in pairs
+    ]
+    count = next(len(x) for x, b in zip(plain, batched, strict=True) if x is not None and b)
     found = [
-        function(*(x[i] if b else x for x, b in zip(plain, batched, strict=True)))
-        for i in range(sizes[0])
+        function(*(x[i] if x is not None and b else x for x, b in zip(plain, batched, strict=True)))
+        for i in range(count)
     ]
     return tuple(
         None if column[0] is None else torch._add_batch_dim(torch.stack(column), 0, level)
         for column in zip(*found, strict=True)
     )
-
-
-def _size_in_batch(x: Tensor, level: int) -> int:
-    """The size of the batch dimension, which torch does not show."""
-    whole = torch._remove_batch_dim(x, level, 1, 0)
-    return whole.shape[0]
 
 
 #: What torch dispatches to outside of any operator.

@@ -24,14 +24,14 @@ Module = TypeVar("Module", bound=nn.Module)
 class Domain(nn.Module):
     """A map from all real numbers to a domain, with its inverse, for torch's parametrizations."""
 
-    def __init__(self, constraint: constraints.Constraint) -> None:
+    def __init__(self, owner: Parametrized, name: str, constraint: constraints.Constraint) -> None:
         super().__init__()
-        self.constraint = constraint
         self.transform = transform_to(constraint)
+        self.name, self.owner = name, (owner,)  # in a tuple, so that it is not a submodule
 
     def forward(self, free: Tensor) -> Tensor:
-        """Return the parameter."""
-        return self.transform(free)
+        """Return the parameter, as the functions of its regularizer see it."""
+        return self.owner[0].shown(self.name, self.transform(free))
 
     def right_inverse(self, parameter: Tensor) -> Tensor:
         """Return the free parameter."""
@@ -78,7 +78,7 @@ def unconstrain(module: Module, only: Sequence[str] | None = None) -> Module:
     for owner, name, constraint in found:
         _check(owner, name, constraint)
     for owner, name, constraint in found:
-        parametrize.register_parametrization(owner, name, Domain(constraint))
+        parametrize.register_parametrization(owner, name, Domain(owner, name, constraint))
     for part in module.modules():
         if isinstance(part, FTRLStep):
             part.use(part.backend)  # it looks up the parameters again

@@ -65,7 +65,8 @@ class Evaluator:
             RuntimeError: if a parameter was replaced by a parametrization after construction.
         """
         try:
-            return tuple(own_parameters(module)[name] for _, module, name in self.owners)
+            found = (own_parameters(module)[name] for _, module, name in self.owners)
+            return tuple(found)  # type: ignore[arg-type]
         except KeyError as error:
             raise RuntimeError(
                 f"regularizer: the parameter {error} was replaced after the step was made, by a "

@@ -130,7 +130,11 @@ class Parametrized(nn.Module):
         return found
 
     def __getattr__(self, name: str) -> Any:
-        found, event_dims = _seen(super().__getattr__(name)), _spread_to.get()
+        return self.shown(name, _seen(super().__getattr__(name)))
+
+    def shown(self, name: str, found: Any) -> Any:
+        """Return an attribute as functions of the regularizer see it: spread, if asked for."""
+        event_dims = _spread_to.get()
         if event_dims is None or name not in self._event_dims:
             return found
         if name in self._places:
@@ -224,10 +228,6 @@ def one_by_one(
 
 
 @contextmanager
-<<<<<<< HEAD
-def seen_as(views: Mapping[int, Tensor]) -> Iterator[None]:
-    """Replace parameters by these tensors, by `id`, within the context and in this thread only."""
-=======
 def spreading(event_dims: int = 2) -> Iterator[None]:
     """Show parameters in their spread form, with one or two event dimensions."""
     token = _spread_to.set(event_dims)
@@ -238,9 +238,8 @@ def spreading(event_dims: int = 2) -> Iterator[None]:
 
 
 @contextmanager
-def _seen_as(views: Mapping[int, Tensor]) -> Iterator[None]:
-    """Replace parameters by these tensors, by `id`, within the context."""
->>>>>>> main
+def seen_as(views: Mapping[int, Tensor]) -> Iterator[None]:
+    """Replace parameters by these tensors, by `id`, within the context and in this thread only."""
     token = _views.set({**(_views.get() or {}), **views})
     try:
         yield
