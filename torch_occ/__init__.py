@@ -103,6 +103,7 @@ from torch_occ.game.learners.ucbvi import UCBVI as UCBVI
 from torch_occ.game.learners.euler import EULER as EULER
 from torch_occ.game.learners.euler import StrongEuler as StrongEuler
 from torch_occ.game.learners.psrl import PSRL as PSRL
+from torch_occ.game.learners.multilayer import MultiLayerUCBVI as MultiLayerUCBVI
 from torch_occ.game.callbacks import Callback as Callback
 from torch_occ.game.callbacks import ProgressBar as ProgressBar
 from torch_occ.game.callbacks import TensorBoard as TensorBoard

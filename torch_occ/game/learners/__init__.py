@@ -13,5 +13,6 @@ optimism   what learners share that plan with estimated transitions
 ucbvi      UCBVI with its two printed bonuses and a sharper one
 euler      EULER and StrongEuler
 psrl       posterior sampling
+multilayer  multi-layer UCBVI, simplified: an unknown corruption of the losses
 sampling   Gamma and Beta variates for learners that sample
 """

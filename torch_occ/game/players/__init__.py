@@ -6,6 +6,7 @@ engine        what compiled players share; the player of a fixed policy
 ftrl          the compiled player of FTRL
 unknown       the compiled player of FTRL for unknown transitions
 baselines     the compiled player of learners that plan with averages
+uob_reps      the compiled player of UOB-REPS
 indices       the compiled player of KL-UCB and Thompson sampling
 planning      the compiled players of learners that plan with estimated transitions
 """
