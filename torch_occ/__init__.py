@@ -137,6 +137,7 @@ from torch_occ.tuning.refinement import Refined as Refined
 from torch_occ.tuning.refinement import refine as refine
 from torch_occ.tuning.recipe import Recipe as Recipe
 from torch_occ.tuning.recipe import tune_and_refine as tune_and_refine
+from torch_occ.tuning.recommended import recommended as recommended
 from torch_occ.tuning.metagradients import Estimate as Estimate
 from torch_occ.tuning.metagradients import Gradients as Gradients
 from torch_occ.tuning.metagradients import finite_differences as finite_differences
