@@ -5,6 +5,7 @@ The type must be the learner's own: a class that derives from a learner may play
 
 from __future__ import annotations
 
+from torch_occ.game.learners.adaptive import AdaptiveFTRL
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.baselines import (
     FixedPolicy,
@@ -19,6 +20,7 @@ from torch_occ.game.learners.thompson import Thompson
 from torch_occ.game.learners.ucbvi import UCBVI
 from torch_occ.game.learners.unknown import UnknownFTRL
 from torch_occ.game.losses import LossProcess
+from torch_occ.game.players.adaptive import AdaptivePlayer
 from torch_occ.game.players.baselines import EmpiricalPlayer
 from torch_occ.game.players.engine import EnginePlayer
 from torch_occ.game.players.ftrl import FTRLPlayer
@@ -34,6 +36,7 @@ PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
     KLUCB: IndexPlayer,
     Thompson: IndexPlayer,
     FTRL: FTRLPlayer,
+    AdaptiveFTRL: AdaptivePlayer,
     UnknownFTRL: UnknownPlayer,
     UCBVI: OptimisticPlayer,
     EULER: OptimisticPlayer,
