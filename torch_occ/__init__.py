@@ -92,13 +92,15 @@ from torch_occ.game.beliefs.occupancy_bounds import upper_occupancy as upper_occ
 from torch_occ.game.learners.base import Learner as Learner
 from torch_occ.game.learners.counting import CountingLearner as CountingLearner
 from torch_occ.game.learners.ftrl import FTRL as FTRL
-from torch_occ.game.adaptive.hints import Hints as Hints
-from torch_occ.game.adaptive.hints import MeanHints as MeanHints
-from torch_occ.game.adaptive.hints import GradientHints as GradientHints
-from torch_occ.game.adaptive.rates import Rates as Rates
-from torch_occ.game.adaptive.rates import AdaptiveRates as AdaptiveRates
-from torch_occ.game.adaptive.rates import StabilityPenaltyMatching as StabilityPenaltyMatching
-from torch_occ.game.learners.adaptive import AdaptiveFTRL as AdaptiveFTRL
+from torch_occ.game.learners.adaptive.hints import Hints as Hints
+from torch_occ.game.learners.adaptive.hints import MeanHints as MeanHints
+from torch_occ.game.learners.adaptive.hints import GradientHints as GradientHints
+from torch_occ.game.learners.adaptive.rates import Rates as Rates
+from torch_occ.game.learners.adaptive.rates import AdaptiveRates as AdaptiveRates
+from torch_occ.game.learners.adaptive.rates import (
+    StabilityPenaltyMatching as StabilityPenaltyMatching,
+)
+from torch_occ.game.learners.adaptive.learner import AdaptiveFTRL as AdaptiveFTRL
 from torch_occ.game.learners.unknown import UnknownFTRL as UnknownFTRL
 from torch_occ.game.learners.uob_reps import UOBREPS as UOBREPS
 from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy

@@ -4,7 +4,6 @@ losses           loss processes: stochastic and adversarial
 corruption       corrupted losses
 estimators       estimates of the loss function from the feedback of an episode
 beliefs          transitions that are learned: counts, confidence, occupancy bounds
-adaptive         hints and learning rates that follow from what was observed
 learners         FTRL, and learners to compare it with
 arguments        checks of what simulate is given
 contracts        checks of what learners, loss processes and estimators return

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ.game.adaptive.hints import GradientHints, MeanHints
-from torch_occ.game.adaptive.rates import AdaptiveRates, StabilityPenaltyMatching
-from torch_occ.game.learners.adaptive import AdaptiveFTRL
+from torch_occ.game.learners.adaptive.hints import GradientHints, MeanHints
+from torch_occ.game.learners.adaptive.learner import AdaptiveFTRL
+from torch_occ.game.learners.adaptive.rates import AdaptiveRates, StabilityPenaltyMatching
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.engine import EnginePlayer, OverTime

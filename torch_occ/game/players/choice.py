@@ -5,7 +5,7 @@ The type must be the learner's own: a class that derives from a learner may play
 
 from __future__ import annotations
 
-from torch_occ.game.learners.adaptive import AdaptiveFTRL
+from torch_occ.game.learners.adaptive.learner import AdaptiveFTRL
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.baselines import (
     FixedPolicy,

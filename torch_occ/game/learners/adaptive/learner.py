@@ -3,8 +3,8 @@
     q_t = argmin over q in Omega of ⟨q, Lhat_{t-1} + m_t⟩ + sum b_t(s,a) psi_t(q(s,a)),
     lhat_t = m_t + 1_t (loss_t - m_t) / q_t
 
-m_t are hints (torch_occ.game.adaptive.hints), b_t = 1 / eta_t are rates
-(torch_occ.game.adaptive.rates). Without both, this is `FTRL` with importance weights.
+m_t are hints (torch_occ.game.learners.adaptive.hints), b_t = 1 / eta_t are rates
+(torch_occ.game.learners.adaptive.rates). Without both, this is `FTRL` with importance weights.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_occ.game.adaptive.hints import Hints, MeanHints
-from torch_occ.game.adaptive.rates import AdaptiveRates, Rates, StabilityPenaltyMatching
 from torch_occ.game.contracts import check_estimate
 from torch_occ.game.estimators import Feedback
+from torch_occ.game.learners.adaptive.hints import Hints, MeanHints
+from torch_occ.game.learners.adaptive.rates import AdaptiveRates, Rates, StabilityPenaltyMatching
 from torch_occ.game.learners.ftrl import FTRL, note
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer, Scaled
