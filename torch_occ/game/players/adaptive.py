@@ -104,7 +104,10 @@ class AdaptivePlayer(EnginePlayer):
         per_pair = learner.rates is not None and learner.rates.per_pair
         width = len(self.terms.argument) * num_pairs if per_pair else weights.shape[1]
         none = np.zeros((count, 0))
-        inverse = state["inverse_rate"].numpy().reshape(count, -1) if learner.rates else none
+        if learner.rates is not None:
+            learner.set_rate(state["inverse_rate"])  # shown by TensorBoard
+        inverse = none if learner.rates is None else state["inverse_rate"].numpy()
+        inverse = inverse.reshape(count, -1)
         visits = state["hint_visits"].numpy().reshape(count, -1) if "hint_visits" in state else none
         kept = state.get("hint_losses", state.get("hint_hint"))
         losses = none if kept is None else kept.numpy().reshape(count, -1)

@@ -90,7 +90,7 @@ class AdaptiveFTRL(FTRL):
 
     def start(self, num_seeds: int) -> None:
         if isinstance(self.step.regularizer, Scaled) and self.rates is not None:
-            self._set_rate(torch.full_like(self._rate(), self.first))
+            self.set_rate(torch.full_like(self._rate(), self.first))
         super().start(num_seeds)
         zero = self._zeros(num_seeds)
         if self.rates is not None:
@@ -108,7 +108,8 @@ class AdaptiveFTRL(FTRL):
         assert isinstance(scaled.factor, Constant)
         return scaled.factor.rate
 
-    def _set_rate(self, b: Tensor) -> None:
+    def set_rate(self, b: Tensor) -> None:
+        """Give the step the inverse rates b_t of all seeds."""
         self._rate().data = b
 
     def _keep(self, state: dict[str, Tensor]) -> None:
@@ -131,7 +132,7 @@ class AdaptiveFTRL(FTRL):
     def propose(self, t: int) -> Tensor:
         state, hint = self.state, self.hint()
         if self.rates is not None:
-            self._set_rate(state["inverse_rate"])
+            self.set_rate(state["inverse_rate"])
         loss = state["cumulative_loss"]
         loss = loss if hint is None else loss + hint
         solution = self.step.solve(loss, float(t), warm_start=state["q"], check=False)
