@@ -1,6 +1,7 @@
 """The multi-armed bandit, L = 1, against published values, bounds and statements.
 
-The learners are Tsallis-INF, the hybrid regularizer, Shannon's (Exp3) and UCB1. Published values:
+The learners are Tsallis-INF, the hybrid regularizer, Shannon's (Exp3), UCB1, EXP3++ and, for
+corrupted losses, a multi-layer race. Published values:
 the benchmark DataWraith/banditbench prints regrets of Tsallis-INF, UCB1 and random play. We read
 its settings in its source and play these games again (`PUBLISHED`). Of Zimmert and Seldin (2021) we
 could read the abstract, but not the experiments, so none of their numbers is reproduced. Regrets
@@ -24,6 +25,7 @@ from torch import Tensor
 import torch_occ as occ
 from experiments.common import run_directory, table, write_csv, write_figure
 from experiments.curves import draw_panels
+from experiments.exp3 import Exp3PlusPlus
 from experiments.games import (
     GROWTH_HEADER,
     Game,
@@ -37,15 +39,17 @@ from experiments.growth import Growth, growth
 from torch_occ._support.streams import Purpose, stream
 from torch_occ.game.intervals import band
 
-IW, RV, HYBRID, SHANNON, UCB = (
+IW, RV, HYBRID, SHANNON, UCB, PLUS, RACE = (
     "Tsallis-INF (IW)",
     "Tsallis-INF (RV)",
     "hybrid",
     "Shannon (Exp3)",
     "UCB1",
+    "EXP3++",
+    "multi-layer race",
 )
 RANDOM = "uniformly random"
-STOCHASTIC, CONSTRAINED = "stochastic", "stochastically constrained"
+STOCHASTIC, CONSTRAINED, CORRUPTED = "stochastic", "stochastically constrained", "corrupted"
 Fits = dict[tuple[str, str], Growth]  # by environment and learner
 
 
@@ -59,6 +63,8 @@ class Args:
     """of every arm but one"""
     episodes: int = 100_000
     """T"""
+    budget: float = 1000.0
+    """C; it is spent from the first episode on and makes the best arm look bad"""
     seeds: int = 16
     """independent runs of each game"""
     seed: int = 1
@@ -77,7 +83,8 @@ def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
     """The learners.
 
     This package's eta_t is a quarter of Zimmert and Seldin's: their 2 / sqrt(t) and 4 / sqrt(t) are
-    gamma = 1/2 and gamma = 1 here.
+    gamma = 1/2 and gamma = 1 here. The race is that of Lykouris, Mirrokni and Paes Leme (2018) with
+    the changes that `occ.MultiLayerUCBVI` describes.
     """
     return {
         IW: occ.FTRL.tsallis(mdp, gamma=0.5),
@@ -89,6 +96,8 @@ def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
             mdp, occ.Shannon() / occ.InverseSqrt(math.sqrt(math.log(args.arms) / args.arms))
         ),
         UCB: occ.OptimisticValueIteration(mdp, scale=math.sqrt(2), floor=-math.inf),
+        PLUS: Exp3PlusPlus(mdp),
+        RACE: occ.MultiLayerUCBVI(mdp, args.episodes),
     }
 
 
@@ -279,12 +288,14 @@ def main(args: Args) -> Path:
     mdp = occ.LayeredMDP([torch.ones(1, args.arms, 1, dtype=torch.float64)])
     worse = torch.ones(1, args.arms, dtype=torch.float64)
     worse[0, -1] = 0.0  # the last arm is the best: breaking ties by order gains nothing
-    environments = {
-        STOCHASTIC: occ.BernoulliLosses((1 - args.gap) / 2 + args.gap * worse),
+    mean = (1 - args.gap) / 2 + args.gap * worse
+    environments: dict[str, occ.LossProcess] = {
+        STOCHASTIC: occ.BernoulliLosses(mean),
         CONSTRAINED: occ.StochasticallyConstrained(worse, swing=1 - args.gap, growth=1.6),
+        CORRUPTED: occ.Corrupted(occ.BernoulliLosses(mean), args.budget, "targeted", target=mean),
     }
     games = [
-        Game(place, name, player, losses)
+        Game(place, name, player, losses, mdp=mdp)
         for place, losses in environments.items()
         for name, player in learners(args, mdp).items()
     ]
@@ -293,7 +304,8 @@ def main(args: Args) -> Path:
     fits = {key: growth(history.episodes, history.regret) for key, history in histories.items()}
     write_csv(directory / "bandit.csv", [growth_row(*key, fit) for key, fit in fits.items()])
     title = f"K = {args.arms} arms, gap {args.gap:g}; {args.seeds} seeds, 95 % bands"
-    write_figure(directory / "bandit.png", draw_panels(histories, list(environments), RV, title))
+    figure = draw_panels(histories, list(environments), RV, title, columns=3)
+    write_figure(directory / "bandit.png", figure)
     cells = [growth_cells(*key, fit) for key, fit in fits.items()]
     print(f"\n{table(GROWTH_HEADER, cells, left=(0, 1))}\n")
     compare_with_bounds(args, fits, directory)

@@ -33,7 +33,7 @@ from experiments.games import (
     write_configuration,
     write_text,
 )
-from experiments.growth import Growth, growth
+from experiments.growth import Growth, growth, late
 
 PAPER, SMALL, UNIFORM = "Jin-Luo, β = 64 L", "Jin-Luo, small β", "uniform policy"
 STOCHASTIC, CONSTRAINED, CORRUPTED, ADVERSARIAL = (
@@ -181,7 +181,25 @@ def worst_case(args: Args, mdp: occ.LayeredMDP, fit: Growth) -> tuple[bool, str]
     return True, f"{line}: compatible with sqrt T."
 
 
-def draw(args: Args, histories: Histories) -> Any:
+def distances(fits: Fits, limit: float) -> str:
+    """The slopes of learners in the stochastic environment, as multiples of the limit's."""
+    names = (name for place, name in fits if place == STOCHASTIC and name != UNIFORM)
+    parts = (f"{name} {fits[STOCHASTIC, name].per_log.value / limit:.1f}" for name in names)
+    return (
+        f"The limit, {STOCHASTIC}: d R / d log T is at least {limit:.1f} for every consistent "
+        f"learner in the long run. As multiples of it: {', '.join(parts)}."
+    )
+
+
+def draw_limit(axes: Any, history: occ.History, window: float, limit: float) -> None:
+    """A line of the limit's slope, from a point of the curve on."""
+    t, y = late(history.episodes, history.regret.mean(0, keepdim=True), window)
+    x, line = t.tolist(), (y[0, 0] + limit * (t / t[0]).log()).tolist()
+    label = rf"slope of the limit, {limit:.1f} per $\log T$"
+    axes.plot(x, line, color="0.1", linestyle="--", linewidth=1.6, label=label)
+
+
+def draw(args: Args, histories: Histories, limit: float) -> Any:
     """Above, the algorithm in both worlds; below, all learners in every environment.
 
     Everywhere a colour means a learner. Above, a marker means an environment.
@@ -201,6 +219,7 @@ def draw(args: Args, histories: Histories) -> Any:
     colour = colours(histories)[SMALL]
     draw_growth(left, easy, "log", args.window, colour, ("o", "s", "^"))
     draw_growth(right, hard, "sqrt", args.window, colour, ("D",))
+    draw_limit(left, histories[STOCHASTIC, SMALL], args.window, limit)
     left.set_title(r"the paper promises $\log T$: it is straight on this axis", fontsize=11)
     right.set_title(r"the paper promises $\sqrt{T}$: it is straight on this axis", fontsize=11)
     fits = [
@@ -240,13 +259,15 @@ def main(args: Args) -> Path:
         for key, history in histories.items()
     }
     write_csv(directory / "growth.csv", [growth_row(*key, fit) for key, fit in fits.items()])
-    write_figure(directory / "regret.png", draw(args, histories))
+    limit = occ.lower_bound(mdp, loss_with_gap(mdp, args.gap, args.seed)).value
+    write_figure(directory / "regret.png", draw(args, histories, limit))
     cells = [growth_cells(*key, fit) for key, fit in fits.items()]
     start = f"{args.window * args.episodes:g}"
     print(f"\nGrowth from T = {start} on, with 95 % bootstrap intervals over {args.seeds} seeds")
     print("(an exponent of 0.5 is sqrt T, 1 is linear; that of a + b log T tends to 0)\n")
     print(f"{table(GROWTH_HEADER, cells, left=(0, 1))}\n")
     shows, not_shown = verdict(args, mdp, fits, histories)
+    shows.append(distances(fits, limit))
     lines = ["What this run shows", *(f"  + {line}" for line in shows)]
     lines += ["What it does not show", *(f"  - {line}" for line in not_shown)]
     write_text(directory / "report.txt", "\n".join(lines))

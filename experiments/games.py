@@ -46,6 +46,7 @@ class Game:
     learner: occ.Learner
     losses: occ.LossProcess
     pictures: bool = False  # heat maps of q in TensorBoard; drawing them takes longer than playing
+    mdp: occ.LayeredMDP | None = None  # the true one, if the learner's is blind
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def play(game: Game, settings: Settings, directory: Path) -> occ.History:
     place = directory / slug(game.environment) / slug(game.name)
     board = occ.TensorBoard(place, images_per_decade=int(game.pictures))
     history = occ.simulate(
-        game.learner.mdp,
+        game.learner.mdp if game.mdp is None else game.mdp,
         game.learner,
         game.losses,
         settings.episodes,

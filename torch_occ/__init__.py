@@ -103,6 +103,7 @@ from torch_occ.game.learners.adaptive.rates import (
 from torch_occ.game.learners.adaptive.learner import AdaptiveFTRL as AdaptiveFTRL
 from torch_occ.game.learners.unknown import UnknownFTRL as UnknownFTRL
 from torch_occ.game.learners.uob_reps import UOBREPS as UOBREPS
+from torch_occ.game.learners.dilated import PolicyOptimization as PolicyOptimization
 from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy
 from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
@@ -112,6 +113,7 @@ from torch_occ.game.learners.ucbvi import UCBVI as UCBVI
 from torch_occ.game.learners.euler import EULER as EULER
 from torch_occ.game.learners.euler import StrongEuler as StrongEuler
 from torch_occ.game.learners.psrl import PSRL as PSRL
+from torch_occ.game.learners.multilayer import MultiLayerUCBVI as MultiLayerUCBVI
 from torch_occ.game.callbacks import Callback as Callback
 from torch_occ.game.callbacks import ProgressBar as ProgressBar
 from torch_occ.game.callbacks import TensorBoard as TensorBoard
@@ -145,6 +147,7 @@ from torch_occ.tuning.refinement import Refined as Refined
 from torch_occ.tuning.refinement import refine as refine
 from torch_occ.tuning.recipe import Recipe as Recipe
 from torch_occ.tuning.recipe import tune_and_refine as tune_and_refine
+from torch_occ.tuning.recommended import recommended as recommended
 from torch_occ.tuning.metagradients import Estimate as Estimate
 from torch_occ.tuning.metagradients import Gradients as Gradients
 from torch_occ.tuning.metagradients import finite_differences as finite_differences

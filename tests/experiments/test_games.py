@@ -1,5 +1,6 @@
 import csv
 import json
+import math
 import pickle
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from experiments import (
     games,
     regularizers,
     theory,
+    unknown,
 )
+from experiments.exp3 import Exp3PlusPlus
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +62,7 @@ def test_a_colour_means_a_learner():
     places = best_of_both_worlds.environments(args, mdp)
     players = best_of_both_worlds.learners(args, mdp)
     histories = {(place, name): history for place in places for name in players}
-    upper, lower = best_of_both_worlds.draw(args, histories).subfigs
+    upper, lower = best_of_both_worlds.draw(args, histories, 5.0).subfigs
     expected = curves.colours(histories)
     assert len(set(expected.values())) == len(players)
     for axes in lower.axes:
@@ -117,12 +120,53 @@ def test_regularizers(tmp_path, capsys):
 
 def test_bandit(tmp_path, capsys):
     directory = bandit.main(bandit.Args(**SMALLEST, arms=3, runs=200, root=tmp_path))
-    check_run(directory, "bandit.png", 10)
+    check_run(directory, "bandit.png", 21)
     assert all(float(row["share"]) < 1 for row in rows(directory / "bounds.csv"))
     for row in rows(directory / "published.csv"):  # 200 runs only, so three half-widths
         published, ours, lower = (float(row[name]) for name in ("published", "ours", "lower"))
         assert abs(published - ours) < 3 * (ours - lower) + 0.05 * published, row
     assert "abstract" in capsys.readouterr().out
+
+
+def test_exp3_plus_plus_by_hand():
+    """Two arms whose gap is known: the better one is played, the other explored at its rate."""
+    mdp = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
+    learner = Exp3PlusPlus(mdp, beta=0.5)
+    learner.start(1)
+    assert learner.propose(1).tolist() == [[[0.5, 0.5]]]
+    t, n, mean = 10**6, (900_000.0, 90_000.0), (0.2, 0.7)
+    width = [math.sqrt(3 * math.log(t * 2 ** (1 / 3)) / (2 * visits)) for visits in n]
+    gap = (mean[1] - width[1]) - (mean[0] + width[0])
+    eta = 0.5 * math.sqrt(math.log(2) / (t * 2))
+    table = torch.tensor([[[0.0, 1.0]]], dtype=torch.float64)
+    learner.state["visits"] = torch.tensor([[n]], dtype=torch.float64)
+    learner.state["losses"] = torch.tensor([[n]], dtype=torch.float64) * torch.tensor(
+        [[mean]], dtype=torch.float64
+    )
+    learner.state["estimates"] = table * 1e6
+    explore = [eta, 0.5 * math.log(t) / (t * gap**2)]
+    assert explore[1] < eta
+    weight = 1 / (1 + math.exp(-eta * 1e6))
+    expected = [
+        (1 - sum(explore)) * weight + explore[0],
+        (1 - sum(explore)) * (1 - weight) + explore[1],
+    ]
+    assert learner.propose(t)[0, 0].tolist() == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(ValueError, match="one state, got 2"):
+        Exp3PlusPlus(occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)] * 2))
+
+
+def test_unknown(tmp_path, capsys):
+    directory = unknown.main(unknown.Args(**SMALLEST, horizon=2, width=2, actions=2, root=tmp_path))
+    check_run(directory, "unknown.png", 32)
+    found = rows(directory / "unknown.csv")
+    assert len(found) == 20
+    assert {row["twin"] for row in found} == set(
+        unknown.twins(unknown.Args(), occ.LayeredMDP.random(2, 2, 2, seed=0))
+    )
+    printed = capsys.readouterr().out
+    assert "What this run shows" in printed
+    assert (directory / "report.txt").read_text() in printed
 
 
 def test_tensorboard_logs(tmp_path):

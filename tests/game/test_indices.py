@@ -4,10 +4,10 @@ import mpmath
 import pytest
 import torch
 from games import check_same_game, same
-from sparse_worlds import sparse_world
 from zoo import random_loss
 
 import torch_occ as occ
+from experiments.limit_worlds import few_successors
 from torch_occ.game.learners.kl_ucb import kl_lower
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
@@ -43,7 +43,7 @@ GAMES = {
     "deterministic": lambda: [
         f(x)
         for f, x in zip(
-            (lambda x: x, occ.BernoulliLosses), sparse_world(3, 3, 3, 1, 1), strict=True
+            (lambda x: x, occ.BernoulliLosses), few_successors(3, 3, 3, 1, 1), strict=True
         )
     ],
 }

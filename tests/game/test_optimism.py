@@ -22,6 +22,7 @@ LEARNERS = {
     "euler": occ.EULER,
     "strong": occ.StrongEuler,
     "psrl": occ.PSRL,
+    "layers": lambda mdp: occ.MultiLayerUCBVI(mdp, 9000),
 }
 GAMES = {
     "bernoulli": occ.BernoulliLosses(MEAN),
@@ -188,6 +189,33 @@ def test_known_corruption_keeps_the_bounds_valid():
     assert bool(broken[0.0].any())
 
 
+def test_slow_layers_keep_the_optimal_actions():
+    """With C = 400, no layer with 2^r >= C excludes the best arm, and they exclude the other."""
+    bandit = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
+    mean = torch.tensor([[0.1, 0.9]], dtype=torch.float64)
+    losses = occ.Corrupted(occ.BernoulliLosses(mean), 400.0, "targeted", target=mean)
+    learner, kept = occ.MultiLayerUCBVI(bandit, 20_000), Kept()
+    assert learner.layers == 15
+    history = occ.simulate(bandit, learner, losses, 20_000, range(20), callbacks=[kept])
+    assert float(history.corruption[:, -1].min()) == pytest.approx(400)
+    possible = kept.learner.state["possible"] > 0
+    assert possible.shape == (20, 15, 1, 2)
+    assert bool(possible[:, 8:, 0, 0].all())  # 2^9 >= 400
+    allowed = kept.learner.allowed(torch.zeros(20, dtype=torch.long))
+    assert bool(allowed[:, 0, 0].all())
+    assert not bool(allowed[:, 0, 1].any())  # slow layers have excluded the bad arm
+    assert float(history.regret[:, -1].max()) < 100
+
+
+def test_layers_are_drawn_with_halving_probabilities():
+    learner = occ.MultiLayerUCBVI(MDP, 60)
+    learner.seeds = tuple(range(20_000))
+    learner.start(20_000)
+    shares = torch.bincount(learner.drawn(5), minlength=6) / 20_000
+    expected = torch.tensor([1 / 2 + 1 / 64, *(0.5**r for r in range(2, 7))])
+    torch.testing.assert_close(shares, expected, rtol=0, atol=4 * (0.25 / 20_000) ** 0.5)
+
+
 def test_the_logarithm_of_the_printed_bonuses_is_that_of_the_paper():
     learner = occ.UCBVI(MDP, 1000, delta=0.05)
     t = torch.tensor([1.0, 900.0], dtype=torch.float64)
@@ -285,6 +313,8 @@ def test_policies_are_a_function_of_what_was_observed(name):
         (lambda: occ.UCBVI(MDP, 10, bonus="freedman"), "hoeffding, bernstein, sharp"),
         (lambda: occ.UCBVI(MDP, 10, delta=0.0), "UCBVI needs a probability between 0 and 1"),
         (lambda: occ.StrongEuler(MDP, delta=1.5), "StrongEuler needs a probability"),
+        (lambda: occ.MultiLayerUCBVI(MDP, None), "MultiLayerUCBVI needs the number of episodes"),
+        (lambda: occ.MultiLayerUCBVI(MDP, 9, delta=1.0), "MultiLayerUCBVI needs a probability"),
         (lambda: occ.UCBVI(MDP, bonus="sharp", corruption=-1.0), "corruption: expected a finite"),
         (lambda: occ.UCBVI(MDP, 9, bonus="bernstein", corruption=1.0), "estimates variances"),
         (lambda: occ.UCBVI(MDP, bonus="sharp", floor=0.5), "floor: expected a number of at most"),

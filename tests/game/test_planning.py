@@ -148,12 +148,14 @@ def test_both_backends_plan_as_by_hand(name, most, problem):
         float(mdp.num_states),
         float(mdp.num_actions),
         visits.ravel(),
+        losses.ravel(),
         np.concatenate([part.ravel() for part in counts]),
         compiled.entries(model),
         np.full((2, visits.size), np.inf),
         np.zeros((3, mdp.num_states)),
+        mdp.actions.numpy().ravel(),
     )
-    compiled.plan(model, planner, LOG, losses.ravel(), work)
+    compiled.plan(model, planner, planner, False, LOG, work)
     for row, expected in ((compiled.LOWER, lower), (compiled.UPPER, upper)):
         np.testing.assert_allclose(planner.bounds[row], expected.ravel(), rtol=1e-12, atol=1e-12)
     assert (work.softest % mdp.num_actions).tolist() == chosen

@@ -122,7 +122,9 @@ def test_a_seed_has_the_same_bits_in_any_company():
 
 @pytest.mark.parametrize("name", ["practical", "restarts", "adaptive"])
 @pytest.mark.bits
-def test_a_run_continues_to_the_same_bits(name, tmp_path):
+def test_a_run_continues_to_the_same_bits(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch_occ.game.players.engine.EnginePlayer.chunks", 1)
+
     class Stop(occ.Callback):
         def on_checkpoint(self, run):
             if run.t == 600:
@@ -132,7 +134,7 @@ def test_a_run_continues_to_the_same_bits(name, tmp_path):
     options = {"checkpoints": [10, 600, 900], "backend": "engine"}
     whole = occ.simulate(MDP, build(MDP), losses, 900, [1, 2], **options)
     path = tmp_path / "run.pt"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="at episode 600"):
         occ.simulate(
             MDP, build(MDP), losses, 900, [1, 2], save_to=path, callbacks=[Stop()], **options
         )

@@ -118,3 +118,79 @@ def test_the_first_episode_begins_an_epoch():
     learner = occ.UOBREPS(MDP, 10)
     learned(learner, 1)
     assert tensor([2.0, 2.0]).equal(learner.state["epochs"])
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+
+def in_torch(mdp, episodes, **options):
+    """A learner whose projection is solved in torch."""
+    learner = occ.UOBREPS(mdp, episodes, **options)
+    learner.project.use("torch")
+    return learner
+
+
+@pytest.mark.parametrize("losses", ["stochastic", "greedy"])
+@pytest.mark.parametrize("name", ["random", "masked"])
+def test_both_backends_play_the_same_game(name, losses):
+    mdp = MDP if name == "random" else PROBLEMS[name]().mdp
+    process = occ.GreedyAdversary() if losses == "greedy" else occ.BernoulliLosses(random_loss(mdp))
+    options = {"widths": occ.Widths.of("practical", mdp), "learning_rate": 0.1}
+    found = occ.simulate(mdp, occ.UOBREPS(mdp, 60, **options), process, 60, [1, 2])
+    expected = occ.simulate(mdp, in_torch(mdp, 60, **options), process, 60, [1, 2], backend="torch")
+    assert (found.backend, expected.backend) == ("engine", "torch")
+    torch.testing.assert_close(found.last_q, expected.last_q, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.realised_regret, expected.realised_regret)
+    torch.testing.assert_close(found.regret, expected.regret, rtol=1e-9, atol=1e-9)
+    # Rounding decides at times whether one more step is needed.
+    assert float((found.newton_steps - expected.newton_steps).abs().max()) <= 1
+    assert float(found.flow_residual.max()) < 1e-12
+    assert float(found.uncertified.max()) == 0
+
+
+class State(occ.Callback):
+    """Keeps the learner's last state."""
+
+    def on_end(self, run, history):
+        self.state = run.learner.state
+
+
+def test_both_backends_end_in_the_same_state():
+    ends = []
+    for backend in ("engine", "torch"):
+        ends.append(State())
+        losses = occ.BernoulliLosses(random_loss(MDP))
+        options = {"backend": backend, "callbacks": [ends[-1]]}
+        occ.simulate(MDP, occ.UOBREPS(MDP, 50), losses, 50, [1, 2], **options)
+    mine, theirs = (end.state for end in ends)
+    assert {*mine} == {*theirs}
+    for name in {*mine} - {"dual_residual", "flow_residual", "newton_steps"}:
+        torch.testing.assert_close(mine[name], theirs[name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_seed_has_the_same_bits_alone_and_a_run_continues_to_them(tmp_path, small_chunks):
+    losses, learner = occ.BernoulliLosses(random_loss(MDP)), occ.UOBREPS(MDP, 100)
+    whole = occ.simulate(MDP, learner, losses, 100, [3, 4])
+    alone = occ.simulate(MDP, learner, losses, 100, [4])
+    assert whole.regret[1:].equal(alone.regret)
+
+    class Stop(occ.Callback):
+        def on_chunk(self, run):
+            if run.t >= 40:
+                raise KeyboardInterrupt
+
+    path = tmp_path / "run.pt"
+    with pytest.raises(KeyboardInterrupt):
+        occ.simulate(MDP, learner, losses, 100, [3, 4], save_to=path, callbacks=[Stop()])
+    continued = occ.simulate(MDP, learner, losses, 100, [3, 4], save_to=path)
+    assert continued.regret.equal(whole.regret)
+    assert continued.last_q.equal(whole.last_q)
+
+
+def test_it_learns():
+    mdp, episodes = MDP, 20_000
+    mean = 0.3 + 0.4 * (torch.arange(3) != 1).double().expand(7, 3)
+    found = occ.simulate(mdp, occ.UOBREPS(mdp, episodes), occ.BernoulliLosses(mean), episodes, [0])
+    uniform = episodes * 3 * 0.4 * 2 / 3
+    assert float(found.regret[0, -1]) < 0.15 * uniform
+    assert float(found.uncertified[0, -1]) == 0

@@ -133,6 +133,22 @@ def test_values_of_successors_may_differ_by_any_amount():
     torch.testing.assert_close(found.transitions[0][0, 0], expected, rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("distance", [1e-4, 1e-7, 1e-9, 1e-12, 0.0, -1e-9, -1e-7])
+def test_bounds_that_are_only_just_active(distance):
+    """The Newton step crosses a kink, so a short one need not be the last."""
+    given = case(MDP, 2, 0.5)
+    found = occ.KLProjection(MDP).solve(*given)
+    upper = [x.clone() for x in given.upper]
+    for k in (0, 1):
+        p = found.transitions[k]
+        upper[k][:, 1] = torch.maximum(p + distance, given.lower[k])[:, 1]
+        upper[k][:, 1, 0] = given.upper[k][:, 1, 0]
+    again = occ.KLProjection(MDP).solve(*given._replace(upper=tuple(upper)))
+    assert float(again.dual_residual) < 1e-12
+    if distance >= 0:
+        torch.testing.assert_close(again.q, found.q, rtol=1e-11, atol=0)
+
+
 @pytest.mark.parametrize("width", [0.02, 0.2, 1.0, 20.0])
 @pytest.mark.parametrize("shape", [(3, 3, 3), (5, 6, 4)])
 def test_both_backends_find_the_same(shape, width):

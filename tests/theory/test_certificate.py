@@ -9,8 +9,8 @@ from theory_cases import F64, masked
 import torch_occ as occ
 from torch_occ import theory
 from torch_occ.game.losses import Stationary, mean_square
-from torch_occ.theory import certificate as module
-from torch_occ.theory.certificate_curves import interpolation_weights, running_weights
+from torch_occ.theory.certificates import known as module
+from torch_occ.theory.certificates.curves import interpolation_weights, running_weights
 
 MDP = occ.LayeredMDP.random(3, 2, 3, seed=1)
 MEAN = torch.rand(

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import linprog, minimize
-from sparse_worlds import sparse_world
 from zoo import random_loss
 
 import torch_occ as occ
+from experiments.limit_worlds import few_successors
 from torch_occ.theory.limits.excursions import excursions_of
 from torch_occ.theory.limits.families import Bernoulli, Gaussian
 from torch_occ.theory.limits.separation import Separation
@@ -134,7 +134,7 @@ def twin(mdp, mean, rounds=25):
     "world", [(3, 2, 2, 1, 0), (3, 2, 2, 1, 5), (3, 3, 2, 1, 4), (3, 3, 2, 2, 0), (3, 3, 2, 2, 3)]
 )
 def test_an_independent_program_over_all_policies_agrees(world):
-    mdp, mean = sparse_world(*world)
+    mdp, mean = few_successors(*world)
     assert len(excursions_of(mdp, mean).hidden) > 0
     assert occ.lower_bound(mdp, mean).value == pytest.approx(twin(mdp, mean), rel=2e-4)
 
@@ -142,7 +142,7 @@ def test_an_independent_program_over_all_policies_agrees(world):
 @pytest.mark.parametrize("successors", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_bounds_meet_and_the_allocation_satisfies_every_constraint(successors, seed):
-    mdp, mean = sparse_world(3, 3, 3, successors, seed)
+    mdp, mean = few_successors(3, 3, 3, successors, seed)
     found = occ.lower_bound(mdp, mean)
     assert found.exact
     assert found.value <= found.upper <= (1 + 1e-5) * found.value
@@ -162,7 +162,7 @@ def test_bounds_meet_and_the_allocation_satisfies_every_constraint(successors, s
 
 def test_the_search_equals_the_enumeration_of_all_excursions():
     """Bounds of partial policies leave nothing out."""
-    mdp, mean = sparse_world(4, 5, 3, 2, 0)
+    mdp, mean = few_successors(4, 5, 3, 2, 0)
     found = excursions_of(mdp, mean)
     assert len(found.hidden) >= 4
     n = np.random.default_rng(0).exponential(size=len(found.gap))
@@ -180,7 +180,7 @@ def test_the_search_equals_the_enumeration_of_all_excursions():
 
 
 def test_a_five_layer_world_is_exact():
-    mdp, mean = sparse_world(5, 5, 4, 2, 0)
+    mdp, mean = few_successors(5, 5, 4, 2, 0)
     found = occ.lower_bound(mdp, mean)
     assert found.exact
     assert found.upper <= (1 + 1e-5) * found.value
@@ -188,7 +188,7 @@ def test_a_five_layer_world_is_exact():
 
 
 def test_a_short_search_still_brackets_the_constant():
-    mdp, mean = sparse_world(5, 5, 4, 1, 0)
+    mdp, mean = few_successors(5, 5, 4, 1, 0)
     short, whole = occ.lower_bound(mdp, mean, budget=30, max_rounds=4), occ.lower_bound(mdp, mean)
     assert whole.exact
     assert not short.exact
@@ -237,7 +237,7 @@ def test_tied_actions_are_all_free():
 
 
 def test_unreachable_states_and_masked_actions_play_no_part():
-    mdp, mean = sparse_world(3, 3, 3, 1, 1)
+    mdp, mean = few_successors(3, 3, 3, 1, 1)
     value = occ.lower_bound(mdp, mean).value
     pruned = mdp.prune()
     rest = mean[mdp.reachable]
@@ -266,7 +266,7 @@ def test_means_of_zero_and_one():
 def test_gaussian_losses():
     found = occ.lower_bound(BANDIT, row(-3.0, -1.0, 5.0, -2.5), noise="gaussian", variance=0.25)
     assert found.value == pytest.approx(2 * 0.25 * (1 / 2 + 1 / 8 + 1 / 0.5), rel=1e-12)
-    mdp, mean = sparse_world(3, 3, 3, 1, 1)
+    mdp, mean = few_successors(3, 3, 3, 1, 1)
     one, four = (occ.lower_bound(mdp, mean, noise="gaussian", variance=v) for v in (0.1, 0.4))
     assert one.exact
     assert four.value == pytest.approx(4 * one.value, rel=2e-5)

@@ -51,11 +51,6 @@ def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> 
         raise ValueError(
             f"losses: the table has {losses.length} episodes, but {episodes} were asked for"
         )
-    if learner.episodes is not None and learner.episodes < episodes:
-        raise ValueError(
-            f"learner: {type(learner).__name__} was made for {learner.episodes} episodes, but "
-            f"{episodes} were asked for; make it with episodes={episodes}"
-        )
 
 
 def _check_learner(mdp: LayeredMDP, learner: Learner) -> None:

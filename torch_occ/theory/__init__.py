@@ -17,8 +17,7 @@ tuning              alpha and gamma for stochastic losses           app:appendix
 updates             tilde q_t and the smoothness of an update     lem:smooth_update
 decomposition       the regret of a run as penalty and stability    lem:key_lemma_ftrl
 surveys             the statements on random data
-certificate_curves  the terms of the regret bound at checkpoints
-certificate         the callback that evaluates them during a run
+certificates        the terms of the regret bounds, evaluated during a run
 limits              the least regret of any consistent learner (Graves and Lai)
 """
 
@@ -129,4 +128,9 @@ from torch_occ.theory.decomposition import comparator_point as comparator_point
 from torch_occ.theory.decomposition import decompose as decompose
 from torch_occ.theory.decomposition import proper_comparator as proper_comparator
 from torch_occ.theory.surveys import survey as survey
-from torch_occ.theory.certificate import Certificate as Certificate
+from torch_occ.theory.certificates.known import Certificate as Certificate
+
+# Unknown transitions (Jin, Huang and Luo, 2021)
+from torch_occ.theory.certificates.unknown_parts import UnknownParts as UnknownParts
+from torch_occ.theory.certificates.unknown_parts import unknown_parts as unknown_parts
+from torch_occ.theory.certificates.unknown import UnknownCertificate as UnknownCertificate

@@ -6,6 +6,7 @@ ftrl       follow the regularized leader
 adaptive   FTRL with hints and with rates that adapt along the run
 unknown    FTRL for unknown transitions
 uob_reps   UOB-REPS: mirror descent over a confidence set of transitions
+dilated    policy optimization with dilated bonuses
 baselines  a fixed policy, and learners that plan with averages
 kl_ucb     KL-UCB for known transitions
 thompson   Thompson sampling for known transitions
@@ -14,5 +15,6 @@ optimism   what learners share that plan with estimated transitions
 ucbvi      UCBVI with its two printed bonuses and a sharper one
 euler      EULER and StrongEuler
 psrl       posterior sampling
+multilayer  multi-layer UCBVI, simplified: an unknown corruption of the losses
 sampling   Gamma and Beta variates for learners that sample
 """

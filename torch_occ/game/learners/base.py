@@ -33,9 +33,6 @@ class Learner:
     #: The seeds of the run, which `simulate` sets before `start`. A learner that samples draws from
     #: them (torch_occ.game.learners.sampling), so that it is a function of its seed.
     seeds: tuple[int, ...] = ()
-    #: The number of episodes that the learner was made for, if its settings depend on it;
-    #: `simulate` plays no more.
-    episodes: int | None = None
 
     #: The largest number of episodes for which the settings hold, for example a confidence level;
     #: None if there is no limit. `simulate` refuses longer runs.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.game.arguments import whole
-from torch_occ.game.beliefs.counts import num_transitions, split_transitions, visited_transitions
+from torch_occ.game.beliefs.counts import num_transitions, visited_transitions
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.planning import Averages, Bonus, Bounds, plan
@@ -57,12 +57,7 @@ class OptimisticLearner(PlanningLearner):
 
     def __init__(self, mdp: LayeredMDP, delta: float = 0.1) -> None:
         super().__init__(mdp)
-        if not 0 < delta < 1:
-            raise ValueError(
-                f"delta: {type(self).__name__} needs a probability between 0 and 1, the one with "
-                f"which its bounds may fail, for example 0.1; got {delta}"
-            )
-        self.delta = delta
+        self.delta = check_delta(type(self).__name__, delta)
 
     def start(self, num_seeds: int) -> None:
         super().start(num_seeds)
@@ -79,13 +74,8 @@ class OptimisticLearner(PlanningLearner):
 
     def averages(self) -> Averages:
         """The averages of all episodes so far."""
-        visits = self.state["visits"]
-        counts = split_transitions(self.mdp, self.state["counts"])
-        once = visits.clamp(min=1)
-        shares = zip(counts, self.mdp.split(once, -2), strict=True)
-        return Averages(
-            visits, self.state["losses"] / once, tuple(m / n.unsqueeze(-1) for m, n in shares)
-        )
+        state = self.state
+        return Averages.of(self.mdp, state["visits"], state["losses"], state["counts"])
 
     @torch.no_grad()
     def plan(self, t: int) -> Bounds:
@@ -111,3 +101,13 @@ def needed_episodes(algorithm: str, episodes: int | None, why: str) -> int:
     if episodes is None:
         raise ValueError(f"episodes: {algorithm} needs the number of episodes, {why}")
     return whole(f"episodes of {algorithm}", episodes)
+
+
+def check_delta(algorithm: str, delta: float) -> float:
+    """Return `delta` if it is in (0, 1); otherwise raise a ValueError that names the algorithm."""
+    if not 0 < delta < 1:
+        raise ValueError(
+            f"delta: {algorithm} needs a probability between 0 and 1, the one with which its "
+            f"bounds may fail, for example 0.1; got {delta}"
+        )
+    return delta

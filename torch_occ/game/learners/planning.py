@@ -17,12 +17,13 @@ the next layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_occ.game.beliefs.counts import split_transitions
 from torch_occ.mdp.in_order import total
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import cheapest_of
@@ -34,6 +35,13 @@ class Averages(NamedTuple):
     visits: Tensor  # (N, S, A)
     loss: Tensor  # (N, S, A), the average loss of a pair; any number where it was not visited
     shares: tuple[Tensor, ...]  # per layer (N, S_k, A, S_{k+1}), how often a state came next
+
+    @classmethod
+    def of(cls, mdp: LayeredMDP, visits: Tensor, losses: Tensor, counts: Tensor) -> Averages:
+        """The averages of visits and sums of losses `(N, S, A)` and of flat counts `(N, M)`."""
+        once = visits.clamp(min=1)
+        layers = zip(split_transitions(mdp, counts), mdp.split(once, -2), strict=True)
+        return cls(visits, losses / once, tuple(m / n.unsqueeze(-1) for m, n in layers))
 
 
 class Stage(NamedTuple):
@@ -75,6 +83,7 @@ class Bounds(NamedTuple):
     lower: Tensor  # (N, S, A), Q_lower, infinite on masked pairs
     upper: Tensor  # (N, S, A), Q_upper, infinite on masked pairs
     value: Tensor  # (N, S), V_lower
+    possible: Tensor  # (N, S, A), the allowed actions whose Q_lower is at most the smallest Q_upper
 
 
 def plan(
@@ -85,6 +94,7 @@ def plan(
     floor: float = 0.0,
     least: Tensor | None = None,
     allowed: Tensor | None = None,
+    also: Sequence[tuple[Averages, Bonus]] = (),
 ) -> Bounds:
     """Backward induction with a bonus.
 
@@ -93,32 +103,48 @@ def plan(
         floor: the smallest value of Q_lower.
         least: earlier lower bounds `(N, S, A)`; Q_lower does not fall below them.
         allowed: the actions that may be played, `(N, S, A)`; all by default.
+        also: other data with their own bonuses. The tightest bounds of all data count.
     """
-    visits, losses = mdp.split(averages.visits, -2), mdp.split(averages.loss, -2)
     actions = mdp.split(mdp.actions if allowed is None else allowed & mdp.actions, -2)
     previous = None if least is None else mdp.split(least, -2)
-    nothing = averages.visits.new_zeros(len(averages.visits), 1)  # the terminal state
-    lower, upper, arrivals = nothing, nothing, nothing
-    found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    lower = upper = averages.visits.new_zeros(len(averages.visits), 1)  # the terminal state
+    found: list[tuple[Tensor, ...]] = []
     for k in reversed(range(mdp.horizon)):
-        left, here = mdp.horizon - k, mdp.split(mdp.actions, -2)[k]
-        next_layer = (x[:, None, None] for x in (lower, upper, arrivals))
-        stage = Stage(left, visits[k], losses[k], averages.shares[k], *next_layer)
-        b, seen = bonus(stage), visits[k] > 0
-        low = (stage.loss + stage.expected(stage.lower) - b).clamp(min=floor)
-        low = torch.where(seen, low, floor)
+        low, high = _bounds(mdp, k, averages, bonus, lower, upper, floor)
+        for data, other in also:
+            tighter = _bounds(mdp, k, data, other, lower, upper, floor)
+            low, high = torch.maximum(low, tighter[0]), torch.minimum(high, tighter[1])
         low = low if previous is None else torch.maximum(low, previous[k])
-        high = (stage.loss + stage.expected(stage.upper) + b).clamp(max=float(left))
-        high = torch.where(seen, high, float(left))
-        low, high = (torch.where(here, x, torch.inf) for x in (low, high))
-        choices = torch.where(actions[k], low, torch.inf)
-        choice = cheapest_of(actions[k], choices)
-        lower = choices.amin(-1)
-        upper = torch.where(choice > 0, high, 0.0).amax(-1)
-        arrivals = total(visits[k], -1)
-        found.insert(0, (choice, low, high, lower))
+        exists = mdp.split(mdp.actions, -2)[k]
+        low, high = (torch.where(exists, x, torch.inf) for x in (low, high))
+        lowest, highest = (torch.where(actions[k], x, torch.inf) for x in (low, high))
+        choice = cheapest_of(actions[k], lowest)
+        possible = actions[k] & (low <= highest.amin(-1, keepdim=True))
+        lower, upper = lowest.amin(-1), torch.where(choice > 0, high, 0.0).amax(-1)
+        found.insert(0, (choice, low, high, lower, possible))
     parts = list(zip(*found, strict=True))
     return Bounds(*(torch.cat(part, 1) for part in parts))
+
+
+def _bounds(
+    mdp: LayeredMDP,
+    k: int,
+    averages: Averages,
+    bonus: Bonus,
+    lower: Tensor,  # (N, n), of the next layer
+    upper: Tensor,  # (N, n)
+    floor: float,
+) -> tuple[Tensor, Tensor]:
+    """Q_lower and Q_upper of layer k, `(N, S_k, A)`, by one set of data."""
+    left, visits = mdp.horizon - k, mdp.split(averages.visits, -2)
+    arrivals = total(visits[k + 1], -1) if left > 1 else torch.zeros_like(lower)
+    after = (x[:, None, None] for x in (lower, upper, arrivals))
+    loss, seen = mdp.split(averages.loss, -2)[k], visits[k] > 0
+    stage = Stage(left, visits[k], loss, averages.shares[k], *after)
+    b = bonus(stage)
+    low = (stage.loss + stage.expected(stage.lower) - b).clamp(min=floor)
+    high = (stage.loss + stage.expected(stage.upper) + b).clamp(max=float(left))
+    return torch.where(seen, low, floor), torch.where(seen, high, float(left))
 
 
 # -- bonuses ---------------------------------------------------------------------------------------
@@ -154,7 +180,7 @@ def ucbvi_bernstein(
     return b + loss_bonus(stage, log)
 
 
-def sharp_hoeffding(stage: Stage, log: float, corruption: float = 0.0) -> Tensor:
+def sharp_hoeffding(stage: Stage, log: float, corruption: float | Tensor = 0.0) -> Tensor:
     """(L - k) sqrt(log / (2 N)) + `changed_bonus`: Hoeffding's inequality for loss + V*(s').
 
     This sum of the loss and the optimal value of the next state is in [0, L - k], and its samples
@@ -165,7 +191,7 @@ def sharp_hoeffding(stage: Stage, log: float, corruption: float = 0.0) -> Tensor
     return b + changed_bonus(stage, corruption)
 
 
-def changed_bonus(stage: Stage, corruption: float) -> Tensor:
+def changed_bonus(stage: Stage, corruption: float | Tensor) -> Tensor:
     """min(1, C / (2 N)) for losses that were changed.
 
     C is twice the sum over episodes and layers of the largest change (`occ.Corrupted`), so an

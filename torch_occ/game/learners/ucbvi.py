@@ -84,13 +84,14 @@ class UCBVI(OptimisticLearner):
                 "floor: expected a number of at most 0, finite if there is more than one layer, "
                 f"got {floor}"
             )
-        self.kind, self.episodes, self.corruption, self.floor = bonus, episodes, corruption, floor
+        self.kind, self.corruption, self.floor = bonus, corruption, floor
+        self.max_episodes = None if bonus == "sharp" else episodes
         self.monotone = bonus != "sharp"
 
     def log(self, t: Tensor) -> Tensor:
-        if self.kind == "sharp" or self.episodes is None:
+        if self.max_episodes is None:
             return super().log(t)
-        steps = float(self.mdp.horizon * self.episodes)  # their T counts steps
+        steps = float(self.mdp.horizon * self.max_episodes)  # their T counts steps
         return torch.full_like(t, math.log(5 * self.mdp.num_pairs * steps / self.delta))
 
     def bonus(self, log: float) -> Bonus:

@@ -38,8 +38,8 @@ class UOBREPS(CountingLearner):
     1 - O(delta).
 
     The empirical transitions have no pseudo-counts, as printed. The state has, beyond that of
-    `CountingLearner`, `q` `(N, S, A)`, and `rows`, `lower` and `upper` `(N, M)`: the transitions
-    inside q_t and their bounds.
+    `CountingLearner`, `q` `(N, S, A)`, and `rows`, `widths`, `lower` and `upper` `(N, M)`: the
+    transitions inside q_t, and the confidence set.
 
     Args:
         mdp: only its layout and its initial distribution are used.
@@ -76,10 +76,11 @@ class UOBREPS(CountingLearner):
         printed = math.sqrt(
             mdp.horizon * math.log(mdp.horizon * pairs / delta) / (episodes * pairs)
         )
-        self.episodes, self.delta = episodes, delta
+        self.episodes, self.max_episodes, self.delta = episodes, episodes, delta
         self.learning_rate = _positive("learning_rate", learning_rate, printed)
         self.bias = _positive("bias", bias, printed)
         self.widths = Widths.of("uob_reps", self.mdp, episodes, delta) if widths is None else widths
+        self.max_episodes = self.widths.episodes
         self.project = KLProjection(self.mdp)
 
     def start(self, num_seeds: int) -> None:
@@ -108,26 +109,30 @@ class UOBREPS(CountingLearner):
         found = self.project.solve(
             state["q"], rows, lower, upper, estimate, self.learning_rate, check=False
         )
-        state["q"], state["rows"] = found.q, join_transitions(found.transitions)
+        good = found.converged  # a projection that failed is left out
+        state["q"] = torch.where(good[:, None, None], found.q, state["q"])
+        state["rows"] = torch.where(
+            good[:, None], join_transitions(found.transitions), state["rows"]
+        )
         state["newton_steps"] = found.steps.to(policy)
         state["dual_residual"] = found.dual_residual
         state["flow_residual"] = found.flow_residual
-        state["uncertified"] = (~found.converged).to(policy)
+        state["uncertified"] = (~good).to(policy)
         state["status"] = found.status.to(policy)
 
     def confidence(self) -> tuple[Tensor, ...]:
         """The confidence widths of the epoch, one tensor `(N, S_k, A, S_{k+1})` per layer."""
-        return self.widths(self.mdp, self.transitions(), self.state["epoch_visits"])
+        return split_transitions(self.mdp, self.state["widths"])
 
     def _bound(self, new: Tensor) -> None:
-        """Set the bounds of the seeds `(N,)` for which a new epoch begins."""
+        """Set widths and bounds, if a new epoch begins for some of the seeds `(N,)`."""
         if not bool(new.any()):
             return
-        belief, widths = self.state["belief"], join_transitions(self.confidence())
-        bounds = {"lower": (belief - widths).clamp(min=0), "upper": (belief + widths).clamp(max=1)}
-        for name, bound in bounds.items():
-            known = self.state.get(name, bound)
-            self.state[name] = torch.where(new.unsqueeze(-1), bound, known)
+        belief, visits = self.state["belief"], self.state["epoch_visits"]
+        widths = join_transitions(self.widths(self.mdp, self.transitions(), visits))
+        self.state["widths"] = widths
+        self.state["lower"] = (belief - widths).clamp(min=0)
+        self.state["upper"] = (belief + widths).clamp(max=1)
 
     def diagnostics(self) -> dict[str, Tensor]:
         return {name: self.state[name] for name in DIAGNOSTICS}

@@ -12,21 +12,26 @@ from torch_occ.game.learners.baselines import (
     FollowTheLeader,
     OptimisticValueIteration,
 )
+from torch_occ.game.learners.dilated import PolicyOptimization
 from torch_occ.game.learners.euler import EULER, StrongEuler
 from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.learners.kl_ucb import KLUCB
+from torch_occ.game.learners.multilayer import MultiLayerUCBVI
 from torch_occ.game.learners.psrl import PSRL
 from torch_occ.game.learners.thompson import Thompson
 from torch_occ.game.learners.ucbvi import UCBVI
 from torch_occ.game.learners.unknown import UnknownFTRL
+from torch_occ.game.learners.uob_reps import UOBREPS
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.adaptive import AdaptivePlayer
 from torch_occ.game.players.baselines import EmpiricalPlayer
+from torch_occ.game.players.dilated import PolicyOptimizationPlayer
 from torch_occ.game.players.engine import EnginePlayer
 from torch_occ.game.players.ftrl import FTRLPlayer
 from torch_occ.game.players.indices import IndexPlayer
-from torch_occ.game.players.planning import OptimisticPlayer, PosteriorPlayer
+from torch_occ.game.players.planning import MultiLayerPlayer, OptimisticPlayer, PosteriorPlayer
 from torch_occ.game.players.unknown import UnknownPlayer
+from torch_occ.game.players.uob_reps import UOBREPSPlayer
 from torch_occ.mdp.layered import LayeredMDP
 
 PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
@@ -38,10 +43,13 @@ PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
     FTRL: FTRLPlayer,
     AdaptiveFTRL: AdaptivePlayer,
     UnknownFTRL: UnknownPlayer,
+    UOBREPS: UOBREPSPlayer,
+    PolicyOptimization: PolicyOptimizationPlayer,
     UCBVI: OptimisticPlayer,
     EULER: OptimisticPlayer,
     StrongEuler: OptimisticPlayer,
     PSRL: PosteriorPlayer,
+    MultiLayerUCBVI: MultiLayerPlayer,
 }
 
 

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.euler import EULER, StrongEuler
+from torch_occ.game.learners.multilayer import MultiLayerUCBVI
 from torch_occ.game.learners.optimism import OptimisticLearner
 from torch_occ.game.learners.ucbvi import UCBVI
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.engine import EnginePlayer, OverTime
-from torch_occ.kernels.layout import Floats, make_work
+from torch_occ.kernels.layout import PAIR, Floats, make_work
 from torch_occ.kernels.play import planning
 from torch_occ.kernels.play.episodes import Tally
+from torch_occ.kernels.play.multilayer import Stack, play_stack
 from torch_occ.kernels.play.planning import Planner, entries, play_planner
 from torch_occ.kernels.play.posterior import Posterior, play_posterior
 from torch_occ.mdp.layered import LayeredMDP
@@ -82,10 +84,12 @@ class OptimisticPlayer(CountingPlayer):
                 *settings,
                 *size,
                 visits[seed],
+                tally.cumulative_loss,
                 counts[seed],
                 self.entry,
                 bounds,
                 np.zeros((3, mdp.num_states)),
+                self.model.exists[PAIR],
             )
             play_planner(
                 self.model, planner, logs, means, numbers, rules, tally, make_work(self.model)
@@ -116,6 +120,48 @@ class PosteriorPlayer(CountingPlayer):
             play_posterior(
                 self.model, posterior, run.t, means, numbers, rules, tally, make_work(self.model)
             )
+
+        return play_seed
+
+
+class MultiLayerPlayer(CountingPlayer):
+    """Plays `MultiLayerUCBVI`."""
+
+    def memory(self, count: int) -> tuple[Tensor, Tensor]:
+        mdp = self.learner.mdp
+        q = torch.zeros(count, mdp.num_states, mdp.num_actions, dtype=mdp.dtype)
+        return q, torch.zeros_like(q)
+
+    def prepare(
+        self, run: Simulation, t: range, tables: Tensor | None
+    ) -> Callable[[int, Floats, Floats, Tally], None]:
+        learner, rules = self.learner, self.rules(run.losses.noise, t)
+        assert isinstance(learner, MultiLayerUCBVI)
+        names = ("visits", "losses", "counts")
+        sums = [learner.state[name].flatten(2).numpy() for name in names]  # (N, R, ...)
+        possible = learner.state["possible"].flatten(2).numpy()
+        num_pairs, num_states = possible.shape[-1], learner.mdp.num_states
+
+        def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
+            rows = [np.concatenate([x[seed], x[seed].sum(0, keepdims=True)]) for x in sums]
+            stack = Stack(
+                run.seeds[seed],
+                learner.log,
+                learner.corruption,
+                rows[0],
+                rows[1],
+                rows[2],
+                possible[seed],
+                self.entry,
+                np.zeros((2, num_pairs)),
+                np.zeros((3, num_states)),
+                np.zeros(num_pairs, np.bool_),
+            )
+            play_stack(
+                self.model, stack, run.t, means, numbers, rules, tally, make_work(self.model)
+            )
+            for x, found in zip(sums, rows, strict=True):
+                x[seed] = found[:-1]
 
         return play_seed
 

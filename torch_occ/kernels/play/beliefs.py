@@ -68,7 +68,9 @@ def estimate_transitions(model: Model, confidence: Confidence, belief: Belief) -
             if not model.exists[PAIR, i]:
                 continue
             for e in range(belief.entry[i], belief.entry[i] + width):
-                p = (belief.counts[e] + kappa / width) / (m + kappa)
+                p = 1.0 / width
+                if m + kappa > 0.0:
+                    p = (belief.counts[e] + kappa / width) / (m + kappa)
                 belief.transitions[e] = p
                 if confidence.bounded:
                     B = 0.0

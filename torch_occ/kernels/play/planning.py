@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ.kernels.constants import TIE
-from torch_occ.kernels.layout import PAIR, Floats, Ints, Model, Work, kernel, part
+from torch_occ.kernels.layout import PAIR, Bools, Floats, Ints, Model, Work, kernel, part
 from torch_occ.kernels.play.baselines import occupy
 from torch_occ.kernels.play.episodes import (
     EXPECTED,
@@ -33,7 +33,10 @@ LOWER, UPPER, ARRIVALS = 0, 1, 2
 
 
 class Planner(NamedTuple):
-    """The settings of an optimistic learner, and its memory for one seed."""
+    """The settings of an optimistic learner, and its memory for one seed.
+
+    Two planners may share `bounds`, `values` and `allowed`: two sets of data for one plan.
+    """
 
     bonus: int
     monotone: bool  # whether lower bounds never fall
@@ -42,10 +45,12 @@ class Planner(NamedTuple):
     states: float  # S
     actions: float  # A
     visits: Floats  # (S * A,)
+    losses: Floats  # (S * A,), sums of observed losses
     counts: Floats  # (M,), visits by next state, as torch_occ.game.beliefs.counts
     entry: Ints  # (S * A,), the first entry of each pair in `counts`
     bounds: Floats  # (2, S * A), Q_lower and Q_upper
     values: Floats  # (3, S), V_lower, V_upper and the visits of every state
+    allowed: Bools  # (S * A,), the pairs that may be played
 
 
 def entries(model: Model) -> Ints:
@@ -66,13 +71,13 @@ def play_planner(
     tally: Tally,
     work: Work,
 ) -> None:
-    """Play n episodes. The tally's `cumulative_loss` holds the sums of the observed losses."""
-    q, losses, scalars = tally.q, tally.cumulative_loss, tally.scalars
+    """Play n episodes."""
+    q, scalars = tally.q, tally.scalars
     for t in range(len(numbers)):
         row = min(t, len(means) - 1)
         if t > 0 and rules.greedy:
             favour(model, q, means)
-        plan(model, planner, logs[t], losses, work)
+        plan(model, planner, planner, False, logs[t], work)
         occupy(model, q, work)
         scalars[EXPECTED] += enter(means, row, tally)
         add_moments(rules, means, row, t, len(numbers), tally.second_moment)
@@ -83,7 +88,7 @@ def play_planner(
             means,
             row,
             numbers,
-            losses,
+            planner.losses,
             planner.visits,
             planner.counts,
             planner.entry,
@@ -103,8 +108,13 @@ def enter(means: Floats, row: int, tally: Tally) -> float:
 
 
 @kernel
-def plan(model: Model, planner: Planner, log: float, losses: Floats, work: Work) -> None:
-    """Backward induction with a bonus; `work.softest` receives the pair that each state plays."""
+def plan(
+    model: Model, planner: Planner, other: Planner, both: bool, log: float, work: Work
+) -> None:
+    """Backward induction with a bonus; `work.softest` receives the pair that each state plays.
+
+    If `both`, then the tightest bounds of the data of both planners count.
+    """
     start, num_actions, layers = model.start, model.num_actions, len(model.start) - 1
     visits, bounds, values = planner.visits, planner.bounds, planner.values
     for k in range(layers - 1, -1, -1):
@@ -115,20 +125,19 @@ def plan(model: Model, planner: Planner, log: float, losses: Floats, work: Work)
             for i in range(s * num_actions, (s + 1) * num_actions):
                 if model.exists[PAIR, i]:
                     arrived += visits[i]
-                    low, high = planner.floor, left
-                    if visits[i] > 0.0:
-                        low, high = estimate(
-                            planner, log, layers, left, behind, size, i, losses[i] / visits[i]
-                        )
-                        low, high = max(low, planner.floor), min(high, left)
+                    low, high = estimate(planner, log, layers, left, behind, size, i)
+                    if both:
+                        lower, upper = estimate(other, log, layers, left, behind, size, i)
+                        low, high = max(low, lower), min(high, upper)
                     if planner.monotone:
                         low = max(low, bounds[LOWER, i])
                     bounds[LOWER, i], bounds[UPPER, i] = low, high
-                    best = min(best, low)
+                    if planner.allowed[i]:
+                        best = min(best, low)
             values[LOWER, s], values[ARRIVALS, s] = best, arrived
             limit = best if np.isinf(best) else best + TIE * max(1.0, abs(best))
             for i in range(s * num_actions, (s + 1) * num_actions):
-                if model.exists[PAIR, i] and bounds[LOWER, i] <= limit:
+                if planner.allowed[i] and bounds[LOWER, i] <= limit:
                     work.softest[s] = i
                     values[UPPER, s] = bounds[UPPER, i]
                     break
@@ -143,9 +152,11 @@ def estimate(
     first: int,  # the first state of the next layer
     size: int,  # the number of its states; 0 if it is the terminal state
     i: int,
-    loss: float,
 ) -> tuple[float, float]:
-    """Q_lower and Q_upper of a pair with visits, not clipped."""
+    """Q_lower and Q_upper of a pair."""
+    if planner.visits[i] == 0.0:
+        return planner.floor, left
+    loss = planner.losses[i] / planner.visits[i]
     n, values, bonus, entry = planner.visits[i], planner.values, planner.bonus, planner.entry[i]
     share, lower, upper, variance, distance, spread = 1.0 / n, 0.0, 0.0, 0.0, 0.0, 0.0
     for j in range(size):
@@ -183,7 +194,7 @@ def estimate(
             if bonus == STRONG_EULER:
                 b += np.sqrt(2.0 * size * log / rest) * distance
                 b += 7.0 * size * (left - 1.0) * log / (3.0 * rest)
-    return loss + lower - b, loss + upper + b
+    return max(loss + lower - b, planner.floor), min(loss + upper + b, left)
 
 
 @kernel

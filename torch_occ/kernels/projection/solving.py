@@ -55,7 +55,7 @@ def project(
     Returns the status, the number of Newton steps, the flow residual and the dual residual.
     """
     start_from(layers, reference.q, loss, rate, scratch)
-    status, steps = settle(layers, reference, max_steps, scratch)
+    status, steps = settle(layers, reference, tolerance, max_steps, scratch)
     states, q, dual = scratch.states, scratch.pairs[LOG_WEIGHT], 0.0
     for s in range(layers.start[-1]):
         for i in range(s * layers.num_actions, (s + 1) * layers.num_actions):
@@ -95,7 +95,7 @@ def start_from(layers: Layers, q: Floats, loss: Floats, rate: float, scratch: Sc
 
 @kernel
 def settle(
-    layers: Layers, reference: Reference, max_steps: int, scratch: Scratch
+    layers: Layers, reference: Reference, tolerance: float, max_steps: int, scratch: Scratch
 ) -> tuple[int, int]:
     """Maximize D from the guess in TRIAL; return the status and the number of steps."""
     states, num_states = scratch.states, layers.start[-1]
@@ -124,7 +124,11 @@ def settle(
         steps += 1
         patience = STALL_AFTER if moved < 0.5 * best or moved > 0.1 else patience - 1
         best = min(best, moved)
-        if moved <= np.sqrt(_EPS) or patience == 0:
+        # A short step leaves only rounding errors, unless a bound became active on its way.
+        solved = moved <= np.sqrt(_EPS)
+        for s in range(num_states):
+            solved = solved and abs(states[OFF, s]) <= tolerance
+        if solved or patience == 0:
             return STALLED, steps
     return MAX_STEPS, steps
 

@@ -208,7 +208,7 @@ def settle(mdp: LayeredMDP, problem: Problem, guess: Tensor, options: Options) -
     The status is STALLED where the steps have become small; the caller certifies the result.
     """
     eps = torch.finfo(guess.dtype).eps
-    smallest = torch.finfo(guess.dtype).tiny / eps
+    smallest, tolerance = torch.finfo(guess.dtype).tiny / eps, options.tolerance_in(guess.dtype)
     status = torch.full(guess.shape[:-1], int(Status.MAX_STEPS), device=guess.device)
     running = torch.ones_like(status, dtype=torch.bool)
     steps, patience = torch.zeros_like(status), torch.full_like(status, STALL_AFTER)
@@ -243,7 +243,9 @@ def settle(mdp: LayeredMDP, problem: Problem, guess: Tensor, options: Options) -
         steps = steps + running
         patience = torch.where((moved < 0.5 * best) | (moved > 0.1), STALL_AFTER, patience - 1)
         best = torch.minimum(best, moved)
-        stop((moved <= eps**0.5) | (patience == 0), Status.STALLED)
+        # A short step leaves only rounding errors, unless a bound became active on its way.
+        solved = (moved <= eps**0.5) & (at.off.abs().amax(-1) <= tolerance)
+        stop(solved | (patience == 0), Status.STALLED)
         if not bool(running.any()):
             break
     return Settled(guess, at, status, steps)

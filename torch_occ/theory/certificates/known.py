@@ -2,8 +2,8 @@
 
 The certificate does its work at checkpoints. Between them the run adds up the means of the losses
 and their second moments E[loss_i loss_j]. Several checkpoints are evaluated together, at the latest
-a few seconds later. torch_occ.theory.certificate_curves has the formulas and says which numbers are
-exact. Nothing is evaluated twice, and a saved run continues with its sums.
+a few seconds later. torch_occ.theory.certificates.curves has the formulas and says which numbers
+are exact. Nothing is evaluated twice, and a saved run continues with its sums.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_occ._support.private import event_writer
 from torch_occ.game.callbacks import Callback, TensorBoard
 from torch_occ.game.learners.ftrl import FTRL
-from torch_occ.theory.certificate_curves import Records, evaluate
+from torch_occ.theory.certificates.curves import Records, evaluate
 from torch_occ.theory.parameters import Parameters
 
 if TYPE_CHECKING:
