@@ -110,10 +110,10 @@ from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
 from torch_occ.game.learners.kl_ucb import KLUCB as KLUCB
 from torch_occ.game.learners.thompson import Thompson as Thompson
-from torch_occ.game.learners.ucbvi import UCBVI as UCBVI
-from torch_occ.game.learners.euler import EULER as EULER
-from torch_occ.game.learners.euler import StrongEuler as StrongEuler
-from torch_occ.game.learners.psrl import PSRL as PSRL
+from torch_occ.game.learners.planners.ucbvi import UCBVI as UCBVI
+from torch_occ.game.learners.planners.euler import EULER as EULER
+from torch_occ.game.learners.planners.euler import StrongEuler as StrongEuler
+from torch_occ.game.learners.planners.psrl import PSRL as PSRL
 from torch_occ.game.learners.multilayer import MultiLayerUCBVI as MultiLayerUCBVI
 from torch_occ.game.callbacks import Callback as Callback
 from torch_occ.game.callbacks import ProgressBar as ProgressBar

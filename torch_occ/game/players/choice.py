@@ -13,13 +13,13 @@ from torch_occ.game.learners.baselines import (
     OptimisticValueIteration,
 )
 from torch_occ.game.learners.dilated import PolicyOptimization
-from torch_occ.game.learners.euler import EULER, StrongEuler
 from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.learners.kl_ucb import KLUCB
 from torch_occ.game.learners.multilayer import MultiLayerUCBVI
-from torch_occ.game.learners.psrl import PSRL
+from torch_occ.game.learners.planners.euler import EULER, StrongEuler
+from torch_occ.game.learners.planners.psrl import PSRL
+from torch_occ.game.learners.planners.ucbvi import UCBVI
 from torch_occ.game.learners.thompson import Thompson
-from torch_occ.game.learners.ucbvi import UCBVI
 from torch_occ.game.learners.unknown import UnknownFTRL
 from torch_occ.game.learners.uob_reps import UOBREPS
 from torch_occ.game.losses import LossProcess
