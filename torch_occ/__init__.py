@@ -63,6 +63,7 @@ from torch_occ.step.projection.module import Projection as Projection
 from torch_occ.learning.fenchel_young import fenchel_young_loss as fenchel_young_loss
 from torch_occ.learning.objectives import expected_cost as expected_cost
 from torch_occ.learning.objectives import negative_log_likelihood as negative_log_likelihood
+from torch_occ.learning.unconstrained import unconstrain as unconstrain
 
 # Losses and their estimators
 from torch_occ.game.losses import LossProcess as LossProcess
