@@ -32,6 +32,7 @@ from experiments.games import write_configuration, write_text
 from experiments.tuning_worlds import ENVIRONMENTS, GREEDY, STOCHASTIC, Family
 
 PAPER, PAPER_CENTRED = "paper", "paper, with a baseline"
+TSALLIS = "Tsallis, untuned"
 TUNED, TUNED_PLAIN = "tuned", "tuned, without baseline"
 #: Below beta = 1/2 a single visit without loss may overturn what was learned. The mean path does
 #: not see this; docs/meta_tuning.md.
@@ -221,6 +222,7 @@ def judge(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
         PAPER_CENTRED: Contestant(paper, args.baseline),
         TUNED: Contestant(tuned, args.baseline),
         TUNED_PLAIN: Contestant(tuned, plain),
+        TSALLIS: Contestant(occ.Tsallis() / occ.InverseSqrt(1.0), plain),
     }
     found: dict[tuple[str, str], list[np.ndarray]] = {}
     for place in ENVIRONMENTS:

@@ -34,6 +34,7 @@ from experiments.tuning_worlds import STOCHASTIC, Family, Setting
 from torch_occ.tuning.recipe import Recipe
 
 PAPER, APPENDIX, TUNED = "paper", "paper's appendix", "tuned"
+TSALLIS = "Tsallis, untuned"
 RANDOM, OPTUNA = "random search", "Optuna"
 
 
@@ -243,6 +244,8 @@ def rivals(args: Args, directory: Path) -> list[str]:
     candidates: list[tuple[str, Setting, float]] = [
         (PAPER, family.paper, 0.0),
         (APPENDIX, (stochastic.alpha, family.paper[1], stochastic.gamma), 0.0),
+        # FTRL.tsallis(mdp): nothing is tuned, and there is no log-barrier.
+        (TSALLIS, (0.0, 0.0, 1.0), 0.0),
         (TUNED, figures.setting_of(refined.tuned), spent),
     ]
     for name, found in searches.items():
@@ -271,7 +274,9 @@ def rivals(args: Args, directory: Path) -> list[str]:
         line += [f"{row[name]:.0f} ± {row[f'{name}, standard error']:.0f}" for name in names]
         line += [f"{row['regret']:.0f} ± {row['standard_error']:.0f}"]
         cells.append([*line, f"{row['regret'] / own['regret']:.3g}"])
-    for name, setting, _ in candidates[3:]:
+    for name, setting, _ in candidates:
+        if name in (PAPER, APPENDIX, TUNED):
+            continue
         excess, error = excess_of(args, figures.setting_of(refined.tuned), setting)
         lines.append(f"{TUNED}: {excess:+.1%} ± {error:.1%} of regret, relative to {name}")
     return [*lines, table(header, cells)]

@@ -63,6 +63,7 @@ from torch_occ.step.projection.module import Projection as Projection
 from torch_occ.learning.fenchel_young import fenchel_young_loss as fenchel_young_loss
 from torch_occ.learning.objectives import expected_cost as expected_cost
 from torch_occ.learning.objectives import negative_log_likelihood as negative_log_likelihood
+from torch_occ.learning.unconstrained import unconstrain as unconstrain
 
 # Losses and their estimators
 from torch_occ.game.losses import LossProcess as LossProcess
@@ -94,6 +95,7 @@ from torch_occ.game.learners.counting import CountingLearner as CountingLearner
 from torch_occ.game.learners.ftrl import FTRL as FTRL
 from torch_occ.game.learners.unknown import UnknownFTRL as UnknownFTRL
 from torch_occ.game.learners.uob_reps import UOBREPS as UOBREPS
+from torch_occ.game.learners.dilated import PolicyOptimization as PolicyOptimization
 from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy
 from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
@@ -137,6 +139,7 @@ from torch_occ.tuning.refinement import Refined as Refined
 from torch_occ.tuning.refinement import refine as refine
 from torch_occ.tuning.recipe import Recipe as Recipe
 from torch_occ.tuning.recipe import tune_and_refine as tune_and_refine
+from torch_occ.tuning.recommended import recommended as recommended
 from torch_occ.tuning.metagradients import Estimate as Estimate
 from torch_occ.tuning.metagradients import Gradients as Gradients
 from torch_occ.tuning.metagradients import finite_differences as finite_differences

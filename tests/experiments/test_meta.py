@@ -68,7 +68,7 @@ def test_both_worlds(tmp_path):
         (found / f"{name}.csv").read_text().splitlines() for name in ("points", "held_out")
     )
     assert sum(line.endswith("True") for line in points) == 1
-    assert len(rows) == 1 + 4 * 4  # environments and contestants
+    assert len(rows) == 1 + 4 * 5  # environments and contestants
     assert len((found / "frontier.csv").read_text().splitlines()) == 1 + 3 * 2 + 1
     # What was tuned is played again without tuning, from the cache.
     gamma = next(line.split(",")[0] for line in points if line.endswith("True"))

@@ -578,3 +578,23 @@ def test_the_recipe_can_do_without_forecasts(monkeypatch):
     assert found.tuned.value < -1  # less than a third of the regret of the paper's constants
     assert found.start.values.shape == (0, 1)
     assert found.start.parameters["terms.1.beta"] == pytest.approx(128.0)
+
+
+def test_shrinkage_keeps_the_states_alike():
+    mdp, mean = random_problem(0, (2, 2, 2))
+    worlds = [occ.World("stochastic", mdp, mean)]
+
+    def spread(shrinkage):
+        psi = occ.Tsallis() / occ.InverseSqrt(occ.PerState(mdp, 1.0)) + occ.LogBarrier(1.0)
+        objective = occ.ForecastObjective(worlds, 500, shrinkage=shrinkage)
+        only, bounds = ("gamma", "beta"), {"gamma": (0.2, 5.0)}
+        tuned = occ.tune(objective, psi, steps=6, starts=2, rate=0.4, only=only, bounds=bounds)
+        tuned.load_into(psi)
+        gammas = next(p for name, p in psi.named_parameters() if name.endswith("gamma"))
+        return float(gammas.detach().log().std())
+
+    free, held = spread(0.0), spread(100.0)
+    assert free > 0.05
+    assert held < 0.2 * free
+    with pytest.raises(ValueError, match="shrinkage: expected a non-negative number, got -1"):
+        occ.ForecastObjective(worlds, 500, shrinkage=-1.0)

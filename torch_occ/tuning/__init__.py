@@ -1,6 +1,7 @@
 """Tuning a regularizer's parameters.
 
 objectives         the objective that a tuner minimizes, over several environments
+recommended        what to take without tuning, for each kind of world
 recipe             tune_and_refine: first gradients, then trials
 space              unconstrained coordinates of the parameters, and their bounds
 tuner              tuning by gradients of the forecast

@@ -62,6 +62,9 @@ class ForecastObjective:
             every forecast.
         floor: added to every regret before the logarithm. A negative regret counts as zero, and
             differences far below the floor have no effect.
+        shrinkage: the weight of a penalty on differences within a parameter that has one value per
+            layer, state or pair: the variance of its logarithms. It says that states are expected
+            to be alike, and keeps many parameters from fitting a few tables of losses.
         probes: of the forecasts, for MDPs of more than some hundred pairs; see `forecast`.
         particles: if given, the regrets of the reference are found by leaping with so many
             particles, and nothing is forecast before the objective is called.
@@ -82,6 +85,7 @@ class ForecastObjective:
         trust: float = SMALL_NOISE,
         floor: float = 1.0,
         per_decade: float = PER_DECADE,
+        shrinkage: float = 0.0,
         probes: int | None = None,
         particles: int = 0,
     ) -> None:
@@ -92,7 +96,9 @@ class ForecastObjective:
                 f"robustness, floor: expected positive numbers, got {robustness} and {floor}"
             )
         self.worlds, self.episodes, self.robustness = tuple(worlds), episodes, robustness
-        self.per_decade, self.probes = per_decade, probes
+        if not shrinkage >= 0:
+            raise ValueError(f"shrinkage: expected a non-negative number, got {shrinkage}")
+        self.per_decade, self.probes, self.shrinkage = per_decade, probes, shrinkage
         self.trust, self.floor, self.estimator = trust, floor, centred(estimator)
         self.scales = [torch.zeros((), dtype=torch.float64) for _ in worlds]
         if reference is not None:
@@ -140,7 +146,10 @@ class ForecastObjective:
             (_batched(path.noise_share) - self.trust).clamp(min=0).square().amax(-1)
             for path in paths
         ]
-        return found._replace(value=found.value + DISTRUST * torch.stack(beyond).amax(0))
+        value = found.value + DISTRUST * torch.stack(beyond).amax(0)
+        if self.shrinkage:
+            value = value + self.shrinkage * _differences(regularizer)
+        return found._replace(value=value)
 
     def combine(self, regrets: Sequence[Tensor], certified: Sequence[Tensor]) -> Evaluation:
         """The objective from the regret in every world, `(B, M)` or a number."""
@@ -162,6 +171,15 @@ class ForecastObjective:
 
     def _log(self, regret: Tensor) -> Tensor:
         return (regret.clamp(min=0) + self.floor).log()
+
+
+def _differences(regularizer: Regularizer) -> Tensor:
+    """The variance of the logarithms within every parameter that has a place, summed, `(B,)`."""
+    own, total = dict(regularizer.named_parameters()), torch.zeros(1, dtype=torch.float64)
+    for name, place in regularizer.places().items():
+        entries = tuple(range(-len(place.shape), 0))
+        total = total + _batched(own[name].log().var(entries, unbiased=False)).mean(-1)
+    return total
 
 
 def _leaped(world: World, reference: Regularizer, episodes: int, particles: int) -> Tensor:

@@ -107,7 +107,8 @@ class ParameterSpace:
                 columns.get(number, own[i].expand(parameters.shape[:-1]))
                 for number, i in numbers(name, own)
             ]
-            found[name] = torch.stack(parts, -1).reshape(*parameters.shape[:-1], *own.shape)
+            shape = (*parameters.shape[:-1], *own.shape)
+            found[name] = torch.stack(parts, -1).reshape(shape)
         return found
 
     def coordinates_of(self, parameters: Mapping[str, float]) -> Tensor:

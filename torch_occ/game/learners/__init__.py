@@ -5,6 +5,7 @@ counting   what learners share that do not know the transitions: counts and epoc
 ftrl       follow the regularized leader
 unknown    FTRL for unknown transitions
 uob_reps   UOB-REPS: mirror descent over a confidence set of transitions
+dilated    policy optimization with dilated bonuses
 baselines  a fixed policy, and learners that plan with averages
 kl_ucb     KL-UCB for known transitions
 thompson   Thompson sampling for known transitions

@@ -7,6 +7,7 @@ ftrl          the compiled player of FTRL
 unknown       the compiled player of FTRL for unknown transitions
 baselines     the compiled player of learners that plan with averages
 uob_reps      the compiled player of UOB-REPS
+dilated       the compiled player of policy optimization
 indices       the compiled player of KL-UCB and Thompson sampling
 planning      the compiled players of learners that plan with estimated transitions
 """

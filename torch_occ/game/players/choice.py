@@ -11,6 +11,7 @@ from torch_occ.game.learners.baselines import (
     FollowTheLeader,
     OptimisticValueIteration,
 )
+from torch_occ.game.learners.dilated import PolicyOptimization
 from torch_occ.game.learners.euler import EULER, StrongEuler
 from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.learners.kl_ucb import KLUCB
@@ -22,6 +23,7 @@ from torch_occ.game.learners.unknown import UnknownFTRL
 from torch_occ.game.learners.uob_reps import UOBREPS
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.baselines import EmpiricalPlayer
+from torch_occ.game.players.dilated import PolicyOptimizationPlayer
 from torch_occ.game.players.engine import EnginePlayer
 from torch_occ.game.players.ftrl import FTRLPlayer
 from torch_occ.game.players.indices import IndexPlayer
@@ -39,6 +41,7 @@ PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
     FTRL: FTRLPlayer,
     UnknownFTRL: UnknownPlayer,
     UOBREPS: UOBREPSPlayer,
+    PolicyOptimization: PolicyOptimizationPlayer,
     UCBVI: OptimisticPlayer,
     EULER: OptimisticPlayer,
     StrongEuler: OptimisticPlayer,

@@ -1,0 +1,285 @@
+"""One learner for all worlds: how close is it to the best learner of each?
+
+The candidates are FTRL with few parameters. On validation MDPs, the regret of each is divided by
+that of Thompson sampling in the stochastic world and by that of the best candidate against the
+greedy adversary. The candidate whose larger ratio is smallest is chosen. Then it plays held-out
+MDPs once, in five worlds, beside the specialists. FTRL leaps where the means are fixed beforehand,
+and plays where they are not; all other learners play.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import tyro
+from torch import Tensor
+
+import torch_occ as occ
+from experiments.all_worlds_figure import draw_frontier
+from experiments.common import machine, run_directory, table, write_csv, write_figure
+from experiments.games import write_configuration, write_text
+from experiments.tuning_worlds import CORRUPTED, GREEDY, STOCHASTIC, SWITCHING, Family
+
+CONSTRAINED = "constrained"
+WORLDS = (STOCHASTIC, GREEDY, CONSTRAINED, CORRUPTED, SWITCHING)
+THOMPSON, OPTIMISTIC = "Thompson sampling", "UCB"
+TSALLIS, TSALLIS_CENTRED = "Tsallis", "Tsallis, baseline"
+ENTROPY_CENTRED, PAPER_CENTRED = "conditional entropy, baseline", "paper, baseline"
+
+
+@dataclass(frozen=True)
+class Args:
+    """Which MDPs, and for how long."""
+
+    shape: tuple[int, int, int] = (3, 3, 3)
+    """horizon, width, actions"""
+    validation: int = 3
+    """MDPs that choose the candidate: 80, 81, ..."""
+    held_out: int = 5
+    """MDPs that are played once: 300, 301, ..."""
+    choose_episodes: int = 100_000
+    """T on the validation MDPs"""
+    episodes: int = 1_000_000
+    """T on the held-out MDPs"""
+    choose_seeds: int = 2
+    """runs on each validation MDP"""
+    seeds: int = 2
+    """runs on each held-out MDP"""
+    particles: int = 32
+    """of leaping, on each MDP"""
+    beta: float = 0.5
+    """of the log-barrier under the Tsallis entropy"""
+    rates: tuple[float, ...] = (0.4, 0.55, 0.7, 0.85, 1.0, 1.2)
+    """gamma of the Tsallis entropy with a baseline"""
+    setting: float | None = None
+    """gamma of the chosen candidate; None chooses it on the validation MDPs"""
+    root: Path = Path("runs")
+    """where the run's directory goes"""
+
+
+class Candidate(NamedTuple):
+    """FTRL with one regularizer and one estimator."""
+
+    family: str
+    gamma: float
+    regularizer: occ.Regularizer
+    estimator: occ.Estimator
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}, γ = {self.gamma:g}"
+
+
+def candidates(args: Args) -> list[Candidate]:
+    """All settings among which one is chosen."""
+    centred = occ.ReducedVariance(occ.InverseSqrt(0.001))
+    plain = occ.ImportanceWeighted()
+    found = [
+        Candidate(TSALLIS, g, occ.Tsallis() / occ.InverseSqrt(g), plain) for g in (0.5, 0.7, 1.0)
+    ]
+    found += [
+        Candidate(
+            TSALLIS_CENTRED,
+            g,
+            occ.Tsallis() / occ.InverseSqrt(g) + occ.LogBarrier(args.beta),
+            centred,
+        )
+        for g in args.rates
+    ]
+    return found + [
+        Candidate(
+            ENTROPY_CENTRED,
+            g,
+            occ.ConditionalEntropy() / occ.InverseSqrt(g) + occ.LogBarrier(1.0),
+            centred,
+        )
+        for g in (0.2, 0.2663, 0.4)
+    ]
+
+
+def environment(family: Family, number: int, world: str) -> occ.LossProcess:
+    """The losses of one MDP in one world."""
+    if world == CONSTRAINED:
+        return occ.StochasticallyConstrained(family.problem(number)[1])
+    return family.environment(number, world)
+
+
+def play(
+    family: Family, number: int, world: str, learner: occ.Learner, seeds: int
+) -> tuple[Tensor, Tensor]:
+    """Mean regret and its squared standard error, by playing."""
+    history = occ.simulate(
+        learner.mdp,
+        learner,
+        environment(family, number, world),
+        family.episodes,
+        range(1, 1 + seeds),
+        checkpoints=[family.episodes],
+    )
+    final = history.regret[:, -1]
+    error = final.var() / seeds if seeds > 1 else torch.zeros_like(final[0])
+    return final.mean(), error
+
+
+def regret_of(
+    args: Args, family: Family, number: int, world: str, candidate: Candidate, seeds: int
+) -> tuple[Tensor, Tensor]:
+    """The same for FTRL, by leaping where the means are fixed beforehand."""
+    mdp, _ = family.problem(number)
+    psi, estimator = candidate.regularizer, candidate.estimator
+    if world == GREEDY:
+        return play(family, number, world, occ.FTRL(mdp, psi, estimator), seeds)
+    found = occ.leap(
+        mdp,
+        psi,
+        environment(family, number, world),
+        family.episodes,
+        estimator=estimator,
+        particles=args.particles,
+    )
+    return found.final, found.standard_error[-1] ** 2
+
+
+class Regret(NamedTuple):
+    """A mean over MDPs, with its standard error over runs."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def over(cls, numbers: range, one: Callable[[int], tuple[Tensor, Tensor]]) -> Regret:
+        means, errors = zip(*map(one, numbers), strict=True)
+        total = float(torch.stack(errors).sum().sqrt())
+        return cls(float(torch.stack(means).mean()), total / len(numbers))
+
+    def __str__(self) -> str:
+        return f"{self.mean:,.0f} ± {1.96 * self.error:,.0f}"
+
+
+def choose(args: Args, directory: Path) -> tuple[Candidate, list[str]]:
+    """The candidate with the smallest larger ratio on the validation MDPs."""
+    family = Family(args.choose_episodes, *args.shape)
+    numbers = range(80, 80 + args.validation)
+    best = Regret.over(
+        numbers,
+        lambda n: play(
+            family, n, STOCHASTIC, occ.Thompson(family.problem(n)[0]), 4 * args.choose_seeds
+        ),
+    )
+    rows: list[dict[str, Any]] = []
+    for each in candidates(args):
+        row: dict[str, Any] = {"family": each.family, "gamma": each.gamma}
+        for world in (STOCHASTIC, GREEDY):
+            found = Regret.over(
+                numbers,
+                lambda n, each=each, world=world: regret_of(  # type: ignore[misc]
+                    args, family, n, world, each, args.choose_seeds
+                ),
+            )
+            row |= {world: found.mean, f"{world}, standard error": found.error}
+        rows.append(row)
+        print(f"  {each.name}: {row[STOCHASTIC]:.0f}, {row[GREEDY]:.0f}", flush=True)
+    floor = min(row[GREEDY] for row in rows)
+    for row in rows:
+        row |= {"to Thompson": row[STOCHASTIC] / best.mean, "to the best": row[GREEDY] / floor}
+    write_csv(directory / "frontier.csv", rows)
+    write_figure(directory / "frontier.png", draw_frontier(rows, args.choose_episodes))
+    chosen = min(
+        range(len(rows)), key=lambda i: max(rows[i]["to Thompson"], rows[i]["to the best"])
+    )
+    header = ["candidate", STOCHASTIC, "to Thompson", GREEDY, "to the best"]
+    cells = [
+        [
+            f"{row['family']}, γ = {row['gamma']:g}",
+            f"{row[STOCHASTIC]:.0f}",
+            f"{row['to Thompson']:.2f}",
+            f"{row[GREEDY]:.0f}",
+            f"{row['to the best']:.2f}",
+        ]
+        for row in rows
+    ]
+    lines = [
+        f"{args.validation} validation MDPs, T = {args.choose_episodes:,}; "
+        f"{THOMPSON}: {best}; chosen: {candidates(args)[chosen].name}",
+        table(header, cells),
+    ]
+    return candidates(args)[chosen], lines
+
+
+def judge(args: Args, directory: Path, chosen: Candidate) -> list[str]:
+    """The chosen candidate and the specialists in all worlds, on the held-out MDPs."""
+    family, numbers = Family(args.episodes, *args.shape), range(300, 300 + args.held_out)
+    every = {each.name: each for each in candidates(args)}
+    paper = Candidate(
+        PAPER_CENTRED,
+        1.0,
+        occ.jin_luo(family.problem(300)[0]),
+        occ.ReducedVariance(occ.InverseSqrt(0.001)),
+    )
+    players: dict[str, Candidate | Callable[[occ.LayeredMDP], occ.Learner]] = {
+        chosen.name: chosen,
+        f"{TSALLIS}, untuned": every[f"{TSALLIS}, γ = 1"],
+        ENTROPY_CENTRED: every[f"{ENTROPY_CENTRED}, γ = 0.2663"],
+        PAPER_CENTRED: paper,
+        THOMPSON: occ.Thompson,
+        OPTIMISTIC: occ.OptimisticValueIteration,
+    }
+    found: dict[tuple[str, str], Regret] = {}
+    for world in WORLDS:
+        for name, player in players.items():
+
+            def one(n: int, player: Any = player, world: str = world) -> tuple[Tensor, Tensor]:
+                if isinstance(player, Candidate):
+                    return regret_of(args, family, n, world, player, args.seeds)
+                return play(family, n, world, player(family.problem(n)[0]), args.seeds)
+
+            found[world, name] = Regret.over(numbers, one)
+            print(f"  {world}, {name}: {found[world, name]}", flush=True)
+    rows = [
+        {"world": world, "learner": name, "regret": r.mean, "standard error": r.error}
+        for (world, name), r in found.items()
+    ]
+    write_csv(directory / "held_out.csv", rows)
+    cells = [[name, *(str(found[world, name]) for world in WORLDS)] for name in players]
+    lines = [
+        f"mean regret on {args.held_out} held-out MDPs, T = {args.episodes:,}, ± 95 %:",
+        table(["learner", *WORLDS], cells),
+    ]
+    for world in WORLDS:
+        least = min(found[world, name].mean for name in players)
+        own = found[world, chosen.name].mean
+        relative = f"{own / least:.2f} times" if least > 0 else f"{own - least:,.0f} more than"
+        lines.append(f"{world}: {relative} the least regret, {least:,.0f}")
+    return lines
+
+
+def main(args: Args) -> Path:
+    """Choose, then play."""
+    torch.set_num_threads(1)
+    directory = run_directory(args.root, "all_worlds", args.held_out)
+    write_configuration(directory, args)
+    lines = [machine(), ""]
+    if args.setting is None:
+        chosen, report = choose(args, directory)
+    else:
+        names = {(each.family, each.gamma): each for each in candidates(args)}
+        if (TSALLIS_CENTRED, args.setting) not in names:
+            raise SystemExit(f"setting: expected one of the rates {args.rates}, got {args.setting}")
+        chosen, report = names[TSALLIS_CENTRED, args.setting], [f"given: γ = {args.setting:g}"]
+    print("\n".join(report), flush=True)
+    lines += [*report, ""]
+    if args.held_out:
+        report = judge(args, directory, chosen)
+        print("\n".join(report), flush=True)
+        lines += report
+    write_text(directory / "report.txt", "\n".join(lines))
+    print(f"\nwritten to {directory}")
+    return directory
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,32 @@
+"""Recommended learners: one per kind of world, with the constants that were measured."""
+
+import pytest
+import torch
+from zoo import random_problem
+
+import torch_occ as occ
+
+
+def test_there_is_a_learner_for_every_kind_of_world():
+    mdp, mean = random_problem(0, (2, 2, 2))
+    learner = occ.recommended(mdp)
+    assert isinstance(learner, occ.FTRL)
+    values = {
+        name.rpartition(".")[2]: float(p.detach()) for name, p in learner.step.named_parameters()
+    }
+    assert (values["gamma"], values["beta"]) == (0.85, 0.5)
+    q, t = torch.full((1, 3, 2), 1e-4, dtype=torch.float64), torch.tensor([10.0])
+    assert bool((learner.estimator.baseline(q, t) == 0.5).all())
+    assert isinstance(occ.recommended(mdp, "stochastic"), occ.Thompson)
+    assert isinstance(occ.recommended(mdp, "adversarial"), occ.FTRL)
+    for world in ("any", "stochastic", "adversarial"):
+        history = occ.simulate(
+            mdp, occ.recommended(mdp, world), occ.BernoulliLosses(mean), 50, seeds=[0]
+        )
+        assert history.regret.isfinite().all()
+
+
+def test_an_unknown_world_is_named():
+    mdp, _ = random_problem(0, (2, 2, 2))
+    with pytest.raises(ValueError, match=r"world: expected one of 'any', .* got 'benign'"):
+        occ.recommended(mdp, "benign")

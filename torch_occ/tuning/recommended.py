@@ -1,0 +1,53 @@
+"""What to take without tuning: one learner for each kind of world."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch_occ.game.estimators import ReducedVariance
+from torch_occ.game.learners.base import Learner
+from torch_occ.game.learners.ftrl import FTRL
+from torch_occ.game.learners.thompson import Thompson
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.regularizers.catalog import ConditionalEntropy, LogBarrier, Tsallis
+from torch_occ.regularizers.schedules import InverseSqrt
+
+World = Literal["any", "stochastic", "adversarial"]
+
+#: gamma and beta of "any", chosen on validation MDPs by experiments/all_worlds.py.
+ANY = (0.85, 0.5)
+
+#: gamma and beta of "adversarial", chosen on training MDPs by experiments/both_worlds.py.
+ADVERSARIAL = (0.2663, 1.0)
+
+#: A rate so small that the baseline is 1/2 wherever q is not tiny.
+EVERYWHERE = 0.001
+
+
+def recommended(mdp: LayeredMDP, world: World = "any") -> Learner:
+    """Return a learner with constants that were good on MDPs on which they were not chosen.
+
+    - "any": nothing is known about the losses. FTRL with the 1/2-Tsallis entropy,
+      eta_t = 0.85 / sqrt(t), a log-barrier of weight 0.5, and estimates with a baseline of 1/2.
+    - "stochastic": losses are independent with the same means in every episode. Thompson sampling.
+      Its regret may be linear in any other world.
+    - "adversarial": losses react to the learner. FTRL with the conditional entropy,
+      eta_t = 0.2663 / sqrt(t), a log-barrier of weight 1, and the same estimates.
+
+    docs/meta_tuning.md has the measurements. They are for losses whose means are spread over
+    [0, 1]; if nearly all losses are equal, another baseline is better.
+
+    Raises:
+        ValueError: if the world is not one of these.
+    """
+    if world not in get_args(World):
+        expected = ", ".join(map(repr, get_args(World)))
+        raise ValueError(f"world: expected one of {expected}, got {world!r}")
+    if world == "stochastic":
+        return Thompson(mdp)
+    estimator = ReducedVariance(InverseSqrt(EVERYWHERE))
+    if world == "adversarial":
+        gamma, beta = ADVERSARIAL
+        return FTRL(mdp, ConditionalEntropy() / InverseSqrt(gamma) + LogBarrier(beta), estimator)
+    gamma, beta = ANY
+    return FTRL(mdp, Tsallis() / InverseSqrt(gamma) + LogBarrier(beta), estimator)
