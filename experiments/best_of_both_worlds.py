@@ -36,6 +36,7 @@ from experiments.games import (
 from experiments.growth import Growth, growth, late
 
 PAPER, SMALL, UNIFORM = "Jin-Luo, β = 64 L", "Jin-Luo, small β", "uniform policy"
+UCB = "UCB value iteration"
 STOCHASTIC, CONSTRAINED, CORRUPTED, ADVERSARIAL = (
     "stochastic",
     "stochastically constrained",
@@ -105,7 +106,7 @@ def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
         SMALL: occ.FTRL(mdp, occ.jin_luo(mdp, beta=args.beta)),
         "Tsallis": occ.FTRL.tsallis(mdp),
         "O-REPS (knows T)": occ.FTRL.o_reps(mdp, args.episodes),
-        "UCB value iteration": occ.OptimisticValueIteration(mdp),
+        UCB: occ.OptimisticValueIteration(mdp),
         "follow the leader": occ.FollowTheLeader(mdp),
         UNIFORM: occ.FixedPolicy(mdp),
     }
@@ -234,6 +235,7 @@ def draw(args: Args, histories: Histories, limit: float) -> Any:
     parts[0].suptitle(title, fontsize=13)
     panels = parts[1].subplots(1, 4)
     fill_panels(parts[1], panels, histories, places, SMALL)
+    draw_limit(panels[0], histories[STOCHASTIC, UCB], args.window, limit)
     for axes in panels[1:]:
         axes.set_ylabel("")
     title = "The same algorithm (thick) beside the others, on doubly logarithmic axes"

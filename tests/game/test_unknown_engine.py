@@ -1,5 +1,7 @@
 """FTRL for unknown transitions in the engine: the same game as in torch, from the same numbers."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -226,3 +228,20 @@ def test_learning_is_seen_and_the_printed_constants_do_not_learn():
     assert found["practical"].mean < 0.5 * found["uniform"].mean
     assert found["uniform"].mean == pytest.approx(1600, abs=0.5)
     assert found["printed"].mean == pytest.approx(1609, abs=20)
+
+
+@pytest.mark.slow
+def test_the_time_of_an_episode():
+    """At most 1.5 times that of FTRL with known transitions: the least of five runs in turns."""
+    losses, T = occ.BernoulliLosses(MEAN), 20_000
+    learners = {"known": occ.FTRL(MDP, psi())}
+    learners |= {name: LEARNERS[name](MDP) for name in ("plug-in", "practical")}
+    times = {name: [] for name in learners}
+    for _ in range(5):
+        for name, learner in learners.items():
+            begun = time.process_time()
+            occ.simulate(MDP, learner, losses, T, backend="engine")
+            times[name].append(time.process_time() - begun)
+    least = {name: min(found) for name, found in times.items()}
+    assert least["plug-in"] < 1.5 * least["known"], least
+    assert least["practical"] < 1.5 * least["known"], least

@@ -292,6 +292,29 @@ def test_tilts_minimize(family):
     )
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_corners_at_random(seed):
+    """Ties, means of 0 and 1, gaps above the mean, masks: always exact, and never a warning."""
+    generator = np.random.default_rng(seed)
+    sizes = (int(generator.integers(1, most)) for most in (5, 5, 4, 4))
+    mdp, mean = few_successors(*sizes, seed)
+    if seed % 4 == 0:
+        mean = (5 * mean).round() / 5
+    elif seed % 4 == 1:
+        mean = mean.round()
+    elif seed % 4 == 2:
+        mean = 0.0005 + 0.999 * mean.round()
+    else:
+        actions = torch.from_numpy(generator.random(mean.shape) < 0.7)
+        actions[:, 0] = True
+        mdp = occ.LayeredMDP(mdp.transitions, actions=actions)
+    found = occ.lower_bound(mdp, mean)
+    assert found.exact
+    assert 0 <= found.value <= found.upper <= (1 + 1e-5) * found.value
+    assert bool((found.allocation >= 0).all())
+    assert bool((found.allocation[~mdp.actions] == 0).all())
+
+
 # -- bad input -------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ those of Numba's cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
@@ -67,6 +67,41 @@ def outside_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
     The public torch.compiler.disable imports torch's compiler at once, which takes seconds.
     """
     return torch._compile._disable_dynamo(function)
+
+
+def is_batched_by_autograd(*tensors: Tensor | None) -> bool:
+    """Whether autograd batches derivatives, with `is_grads_batched` or `vectorize=True`.
+
+    It has its own kind of batched tensors for this, older than torch.func, with few operations.
+    """
+    check = torch._C._functorch.is_legacy_batchedtensor
+    return any(x is not None and check(x) for x in tensors)
+
+
+def one_by_one_in_batch(
+    function: Callable[..., Sequence[Tensor | None]], *tensors: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Call a function for each element of tensors that autograd has batched.
+
+    The innermost of nested batches is taken.
+    """
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    batched = [x is not None and is_batched_by_autograd(x) for x in tensors]
+    # The size that is passed matters only for tensors that are not batched.
+    pairs = zip(tensors, batched, strict=True)
+    plain = [
+        torch._remove_batch_dim(x, level, 1, 0) if x is not None and b else x for x, b in pairs
+    ]
+    count = next(len(x) for x, b in zip(plain, batched, strict=True) if x is not None and b)
+    found = [
+        function(*(x[i] if x is not None and b else x for x, b in zip(plain, batched, strict=True)))
+        for i in range(count)
+    ]
+    return tuple(
+        None if column[0] is None else torch._add_batch_dim(torch.stack(column), 0, level)
+        for column in zip(*found, strict=True)
+    )
 
 
 #: What torch dispatches to outside of any operator.

@@ -8,18 +8,22 @@ that they can be tensors of a `torch.func` transform.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import RLock
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torch_occ._support.private import own_parameter_names
+from torch_occ._support.private import own_parameter_names, own_parameters
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.arguments import Argument, keep, pull_back
 from torch_occ.regularizers.base import Inputs, Regularizer, Values, evaluate
 from torch_occ.regularizers.hessians import Blocks, Full, Hessian, Separable, combine
-from torch_occ.regularizers.parametrized import Parametrized
+from torch_occ.regularizers.parametrized import Parametrized, seen_as
+
+#: functional_call exchanges the parameters of a module for all threads.
+_one_at_a_time = RLock()
 
 
 class Evaluator:
@@ -43,7 +47,10 @@ class Evaluator:
             for name in own_parameter_names(module)
         ]
         self.names = tuple(f"{path}.{name}" if path else name for path, _, name in self.owners)
+        # Other modules, such as nn.Linear, do not look for replacements of their parameters.
+        self.replaceable = all(isinstance(module, Parametrized) for _, module, _ in self.owners)
         self._caller = _MethodCaller(regularizer)
+        self._names_in_caller = [f"module.{name}" for name in self.names]
         self.event_dims = [_event_dims(module, name) for _, module, name in self.owners]
 
     def under_vmap(self, batched: Sequence[bool]) -> Evaluator:
@@ -52,8 +59,19 @@ class Evaluator:
 
     @property
     def own_parameters(self) -> tuple[Tensor, ...]:
-        """The parameters of the regularizer; one that two modules share appears twice."""
-        return tuple(getattr(module, name) for _, module, name in self.owners)
+        """The parameters of the regularizer; one that two modules share appears twice.
+
+        Raises:
+            RuntimeError: if a parameter was replaced by a parametrization after construction.
+        """
+        try:
+            found = (own_parameters(module)[name] for _, module, name in self.owners)
+            return tuple(found)  # type: ignore[arg-type]
+        except KeyError as error:
+            raise RuntimeError(
+                f"regularizer: the parameter {error} was replaced after the step was made, by a "
+                "parametrization for example; call step.use(step.backend), or make a new FTRLStep"
+            ) from None
 
     def validate(self, parameters: Sequence[Tensor]) -> None:
         """Check that all parameters are in their domains.
@@ -90,9 +108,15 @@ class Evaluator:
         """Return the function from inputs to values, at these parameters and this t."""
 
         def call(parameters: Sequence[Tensor], inputs: Inputs, t: Tensor) -> Values:
-            pairs = zip(self.names, parameters, strict=True)
-            named = {f"module.{name}": tensor for name, tensor in pairs}
-            return torch.func.functional_call(self._caller, named, (inputs, t), tie_weights=False)
+            if self.replaceable:
+                pairs = zip(self.own_parameters, parameters, strict=True)
+                with seen_as({id(own): given for own, given in pairs if given is not own}):
+                    return self.regularizer.evaluate(inputs, t)
+            named = dict(zip(self._names_in_caller, parameters, strict=True))
+            with _one_at_a_time:
+                return torch.func.functional_call(
+                    self._caller, named, (inputs, t), tie_weights=False
+                )
 
         for batched in reversed(self.vmapped):
             dims = tuple(0 if flag else None for flag in batched)

@@ -32,9 +32,13 @@ _spread_to: ContextVar[int | None] = ContextVar("spread_to", default=None)
 
 
 def _seen(found: Any) -> Any:
-    """Return the replacement of a parameter inside `one_by_one`, else the parameter itself."""
+    """Return the replacement of a parameter inside `seen_as`, else the parameter itself."""
     views = _views.get()
-    return found if views is None else views.get(id(found), found)
+    if views is None:
+        return found
+    while id(found) in views:  # a replacement may be replaced in turn, inside a further context
+        found = views[id(found)]
+    return found
 
 
 #: What a parameter can be made from.
@@ -126,7 +130,11 @@ class Parametrized(nn.Module):
         return found
 
     def __getattr__(self, name: str) -> Any:
-        found, event_dims = _seen(super().__getattr__(name)), _spread_to.get()
+        return self.shown(name, _seen(super().__getattr__(name)))
+
+    def shown(self, name: str, found: Any) -> Any:
+        """Return an attribute as functions of the regularizer see it: spread, if asked for."""
+        event_dims = _spread_to.get()
         if event_dims is None or name not in self._event_dims:
             return found
         if name in self._places:
@@ -150,8 +158,21 @@ class Parametrized(nn.Module):
             if isinstance(module, Parametrized):
                 for name, constraint in module.arg_constraints.items():
                     full = f"{path}.{name}" if path else name
-                    value = getattr(module, name) if parameters is None else parameters[full]
+                    if parameters is None:
+                        value = getattr(module, name)
+                    elif full in parameters:
+                        value = parameters[full]
+                    else:  # it is the image of others; see torch.nn.utils.parametrize
+                        value = _image(module, name, full.removesuffix(name), parameters)
                     _check(type(module).__name__, name, value.detach(), constraint)
+
+
+def _image(module: Parametrized, name: str, path: str, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Return a parameter that torch.nn.utils.parametrize computes from others."""
+    images = module.get_submodule(f"parametrizations.{name}")
+    prefix = f"{path}parametrizations.{name}."
+    given = {own: parameters[f"{prefix}{own}"] for own, _ in images.named_parameters()}
+    return torch.func.functional_call(images, given, ())
 
 
 def one_by_one(
@@ -189,7 +210,7 @@ def one_by_one(
 
     def at_one(x: Tensor, *values: Tensor) -> Tensor:
         pairs = zip(batched, values, strict=True)
-        with _seen_as({id(parameter): value for (parameter, _), value in pairs}):
+        with seen_as({id(parameter): value for (parameter, _), value in pairs}):
             return function(x)
 
     xs = flat(x, x.dim() - event_dims)
@@ -217,8 +238,8 @@ def spreading(event_dims: int = 2) -> Iterator[None]:
 
 
 @contextmanager
-def _seen_as(views: Mapping[int, Tensor]) -> Iterator[None]:
-    """Replace parameters by these tensors, by `id`, within the context."""
+def seen_as(views: Mapping[int, Tensor]) -> Iterator[None]:
+    """Replace parameters by these tensors, by `id`, within the context and in this thread only."""
     token = _views.set({**(_views.get() or {}), **views})
     try:
         yield

@@ -89,6 +89,7 @@ class FTRLStep(Frozen):
         "make a new FTRLStep(mdp, regularizer, ...)",
     )
     backend: Backend
+    evaluator: Evaluator
 
     def __init__(
         self,
@@ -113,7 +114,6 @@ class FTRLStep(Frozen):
         regularizer.check_places(mdp)
         self.mdp, self.regularizer, self.constraints = mdp, regularizer, constraints
         self.options = Options(tolerance, max_steps)
-        self.evaluator = Evaluator(regularizer)
         self.in_logs = is_entropy(regularizer)
         self.interior = interior_point(mdp).detach()
         self._compiled: CompiledStep | None = None
@@ -126,7 +126,8 @@ class FTRLStep(Frozen):
         Raises:
             ValueError: if the name is unknown, or the engine does not support this step.
         """
-        self.__dict__.update(backend=check_backend(backend), _compiled=None)
+        evaluator = Evaluator(self.regularizer)
+        self.__dict__.update(backend=check_backend(backend), evaluator=evaluator, _compiled=None)
 
         def why_not() -> str | None:
             return later("step.compiled.inputs").why_not(self.mdp, self.regularizer)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_occ.game.beliefs.widths import Bonus, Widths
 from torch_occ.game.estimators import (
     Estimator,
     FullInformation,
@@ -112,19 +113,19 @@ class UnknownPlayer(EnginePlayer):
         with torch.no_grad():
             found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
             self.terms = Terms(*kinds_of(found), exponents_of(found, mdp.actions.shape).numpy())
-        widths, bonus, L = learner.widths, learner.bonus, mdp.horizon
-        source = None if widths is None else widths.source
+        widths = learner.widths or Widths.of("practical", mdp)  # not used if there are none
+        bonus = learner.bonus or Bonus(scale=0.0)
         self.confidence = Confidence(
             float(learner.pseudo_count),
-            source is not None,
-            0.0 if source is None else source.c1,
-            0.0 if source is None else source.c2,
-            np.array((0, 0) if source is None else source.fewer, dtype=np.float64),
-            source is not None and source.variance,
-            np.ones(L) if widths is None else np.array(widths.iota),
-            0.0 if bonus is None else float(bonus.scale),
-            0.0 if bonus is None else float(bonus.share),
-            bonus is not None and bonus.remaining,
+            learner.widths is not None,
+            widths.source.c1,
+            widths.source.c2,
+            np.array(widths.source.fewer, dtype=np.float64),
+            widths.source.variance,
+            np.array(widths.iota),
+            float(bonus.scale),
+            float(bonus.share),
+            bonus.remaining,
             FLOOR if learner.optimistic else 1.0,
         )
 

@@ -11,4 +11,5 @@ conjugate     the linear system of a Newton step, for sparse transitions
 transitions   functions that choose between dense and sparse at compile time
 batches       a batch of steps, and their derivatives
 budgets       the FTRL step with limits on expected costs
+multipliers   the quadratic model of its dual
 """

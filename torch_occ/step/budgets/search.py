@@ -13,9 +13,13 @@ where -Pi is the derivative of q with respect to the loss (torch_occ.step.linear
 step on m multipliers needs q(y) and m solutions of a linear system that is factored once. Nothing
 else is added to the step.
 
-**Step.** The multipliers of the quadratic model that are best among y >= 0, by pivoting.
+**Step.** The multipliers of the quadratic model that are best among y >= 0, by pivoting. Where q(y)
+hardly responds, the model would ask for huge steps; no multiplier grows more than tenfold.
 **Step length.** D is concave, so its slope along a step decreases. If the slope at the end is
-negative and steep, the step is shortened. No function values are compared.
+negative, the zero of the slope is bracketed and approached. No function values are compared.
+**Large losses.** If the loss is large compared with psi, q(y) changes abruptly, and Newton's method
+may fail. Then the budgets are met for the loss zero first, and for a growing share of the loss
+after that. The multipliers are nearly linear in this share, so each solution predicts the next.
 **Infeasible budgets.** If no policy meets them, D is unbounded. Some y >= 0 then has
 min over q of ⟨G'y, q⟩ > ⟨y, h⟩, which proves it. Every iterate is tried as such a y.
 """
@@ -28,7 +32,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.kernels.constants import SHORTENINGS, STEPS
+from torch_occ.kernels.constants import (
+    GROWTH,
+    LEAST_RATIO,
+    LEAST_SHARE,
+    SHARES,
+    SHORTENINGS,
+    STEPS,
+)
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.step.budgets.limits import least_cost
 from torch_occ.step.solution import Solution, Status, over
@@ -53,6 +64,17 @@ class Found(NamedTuple):
     multipliers: Tensor  # (*batch, m)
     certificate: Tensor  # (*batch, m), weights that prove that the budgets are infeasible
 
+    def merge(self, other: Found, element: tuple[int, ...]) -> Found:
+        """Return `other` at one element, this one elsewhere."""
+        where = torch.zeros(self.solution.status.shape, dtype=torch.bool)
+        where[element] = True
+        where = where.to(self.multipliers.device)
+        return Found(
+            self.solution.merge(other.solution, where),
+            torch.where(over(where, 1), other.multipliers, self.multipliers),
+            torch.where(over(where, 1), other.certificate, self.certificate),
+        )
+
 
 def find_multipliers(
     mdp: LayeredMDP,
@@ -75,61 +97,154 @@ def find_multipliers(
         tolerance: the largest violation that counts as solved, relative to the terms of the sum
             ⟨G_i, q⟩ - h_i.
     """
+    search = _Search(mdp, without, loss, costs, limits, tolerance)
+    found = search.climb(1.0, start, guess)
+    failed = (found.solution.status != Status.CONVERGED) & (
+        found.solution.status != Status.INFEASIBLE
+    )
+    for index in failed.nonzero().tolist():
+        # Each element has its own share of the loss. Few fail, so they are solved one by one.
+        element = tuple(index)
+        again = search.alone(element).follow(start, guess)
+        found = found.merge(again, element)
+    return found
 
-    def solve(y: Tensor, q: Tensor) -> tuple[Solution, Tensor]:
-        """Return the solution with the additional loss G'y, and G q - h."""
-        found = without.solve(loss + (costs * over(y, 2)).sum(-3), q)
-        return found, (costs * found.q.unsqueeze(-3)).sum((-2, -1)) - limits
 
-    rows = costs.movedim(-3, 0)  # (m, *batch, S, A)
-    y, eps = guess, torch.finfo(loss.dtype).eps
-    now, excess = solve(y, start)
-    steps = now.certificate[..., 1].clone()
-    status = torch.full(y.shape[:-1], Status.MAX_STEPS, device=y.device)
-    running = torch.ones_like(status, dtype=torch.bool)
-    certificate = torch.zeros_like(y)
-    patience, best = torch.full_like(status, 3), torch.full_like(loss[..., 0, 0], torch.inf)
-    for _ in range(STEPS):
-        size = (costs.abs() * now.q.unsqueeze(-3)).sum((-2, -1)) + limits.abs()
-        error = (torch.where(y > 0, excess.abs(), excess.clamp(min=0)) / size).amax(-1)
-        # At the level of rounding errors, a step no longer improves. Two more tries are made.
-        patience = torch.where(error < 0.5 * best, 3, patience - 1)
-        best = torch.minimum(best, error)
-        solved = now.converged & (error <= tolerance)
-        done = running & solved & ((error <= _NOISE * eps) | (patience <= 0))
-        status = torch.where(done, Status.CONVERGED, status)
-        stuck = running & ~solved & ((patience < -(STEPS // 2)) | ~error.isfinite())
-        status = torch.where(stuck, torch.where(now.converged, Status.STALLED, now.status), status)
-        running = running & ~done & ~stuck
-        impossible = running & _is_infeasible(mdp, costs, limits, y, excess, certificate, tolerance)
-        status = torch.where(impossible, Status.INFEASIBLE, status)
-        running = running & ~impossible
-        if not bool(running.any()):
-            break
-        response = without.respond(now, rows).movedim(0, -3)  # (*batch, m, S, A)
-        curvature = costs.flatten(-2) @ response.flatten(-2).mT
-        step = _best_multipliers(curvature, excess, y) - y
+class _Search(NamedTuple):
+    """The problem of `find_multipliers`; `only` marks the elements that are solved."""
+
+    mdp: LayeredMDP
+    without: Without
+    loss: Tensor
+    costs: Tensor
+    limits: Tensor
+    tolerance: float
+    only: Tensor | None = None
+
+    def alone(self, element: tuple[int, ...]) -> _Search:
+        only = torch.zeros(self.loss.shape[:-2], dtype=torch.bool, device=self.loss.device)
+        only[element] = True
+        return self._replace(only=only)
+
+    def solve(self, share: float, y: Tensor, q: Tensor) -> tuple[Solution, Tensor]:
+        """Return the solution for a share of the loss and the prices G'y, and G q - h."""
+        priced = share * self.loss + (self.costs * over(y, 2)).sum(-3)
+        found = self.without.solve(priced, q)
+        return found, (self.costs * found.q.unsqueeze(-3)).sum((-2, -1)) - self.limits
+
+    def follow(self, start: Tensor, guess: Tensor) -> Found:
+        """Solve for a growing share of the loss, from 0 to 1."""
+        assert self.only is not None
+        share, ratio, tried = 0.0, 10.0, 1.0
+        before, share_before = torch.zeros_like(guess), -1.0
+        now = self.climb(0.0, start, before)
+        if int(now.solution.status[self.only]) != Status.CONVERGED:
+            return now
+        trial = now
+        for _ in range(SHARES):
+            slope = (now.multipliers - before) / (share - share_before) if share > 0 else 0.0
+            y = (now.multipliers + (tried - share) * slope).clamp(min=0)
+            trial = self.climb(tried, now.solution.q, y)
+            if int(trial.solution.status[self.only]) == Status.CONVERGED:
+                before, share_before = now.multipliers, share
+                now, share = trial, tried
+                if share == 1.0:
+                    break
+                ratio = min(ratio * ratio, 10.0)
+                tried = min(1.0, share * ratio)
+            elif share == 0.0:
+                tried /= 10.0
+            else:
+                ratio = ratio**0.5
+                tried = min(1.0, share * ratio)
+            if tried < LEAST_SHARE or ratio < LEAST_RATIO:
+                break
+        return trial
+
+    def climb(self, share: float, start: Tensor, guess: Tensor) -> Found:
+        """Newton's method on the multipliers, for a share of the loss."""
+        loss, costs, limits, tolerance = self.loss, self.costs, self.limits, self.tolerance
+        rows = costs.movedim(-3, 0)  # (m, *batch, S, A)
+        y, eps = guess, torch.finfo(loss.dtype).eps
+        now, excess = self.solve(share, y, start)
+        steps = now.certificate[..., 1].clone()
+        status = torch.full(y.shape[:-1], Status.MAX_STEPS, device=y.device)
+        running = torch.ones_like(status, dtype=torch.bool) if self.only is None else self.only
+        certificate = torch.zeros_like(y)
+        patience, best = torch.full_like(status, 3), torch.full_like(loss[..., 0, 0], torch.inf)
+        # The price at which a budget matters as much as the loss.
+        natural = (loss.abs().amax((-2, -1)) + 1.0).unsqueeze(-1) / costs.abs().amax((-2, -1))
+        natural = torch.where(natural.isfinite(), natural, 1.0)
+        for _ in range(STEPS):
+            size = (costs.abs() * now.q.unsqueeze(-3)).sum((-2, -1)) + limits.abs()
+            error = (torch.where(y > 0, excess.abs(), excess.clamp(min=0)) / size).amax(-1)
+            # At the level of rounding errors, a step no longer improves. Two more are tried.
+            patience = torch.where(error < 0.5 * best, 3, patience - 1)
+            best = torch.minimum(best, error)
+            solved = now.converged & (error <= tolerance)
+            done = running & solved & ((error <= _NOISE * eps) | (patience <= 0))
+            status = torch.where(done, Status.CONVERGED, status)
+            lost = running & ~done & ~(error.isfinite() & now.converged)
+            status = torch.where(
+                lost, torch.where(now.converged, Status.STALLED, now.status), status
+            )
+            running = running & ~done & ~lost
+            if bool(running.any()):
+                impossible = running & _is_infeasible(
+                    self.mdp, costs, limits, y, excess, certificate, tolerance
+                )
+                status = torch.where(impossible, Status.INFEASIBLE, status)
+                running = running & ~impossible
+            if not bool(running.any()):
+                break
+            response = self.without.respond(now, rows).movedim(0, -3)  # (*batch, m, S, A)
+            curvature = costs.flatten(-2) @ response.flatten(-2).mT
+            step = _best_multipliers(curvature, excess, y, GROWTH * (y + natural)) - y
+            y, now, excess = self._move(share, y, step, now, excess, running, error, steps)
+        numbers = (status.to(loss).unsqueeze(-1), steps.unsqueeze(-1), now.certificate[..., 2:])
+        return Found(now._replace(certificate=torch.cat(numbers, -1)), y, certificate)
+
+    def _move(
+        self,
+        share: float,
+        y: Tensor,
+        step: Tensor,
+        now: Solution,
+        excess: Tensor,
+        running: Tensor,
+        error: Tensor,
+        steps: Tensor,
+    ) -> tuple[Tensor, Solution, Tensor]:
+        """Take a step, shortened until the slope of D at its end is nearly positive."""
         climb = (excess * step).sum(-1)
+        low, high = torch.zeros_like(climb), torch.full_like(climb, torch.inf)
+        at_low, at_high = climb, climb
         length = torch.where(running, 1.0, 0.0).to(y.dtype)
         trial, after = now, excess
         for _ in range(SHORTENINGS):
-            trial, after = solve(y + over(length, 1) * step, now.q)
+            trial, after = self.solve(share, y + over(length, 1) * step, now.q)
             steps += torch.where(running, trial.certificate[..., 1], 0.0)
-            slope = (after * step).sum(-1)
-            far = running & (error > tolerance) & ~(slope >= -0.5 * climb)
-            far = far | (running & ~trial.converged & (length > 1e-12))
+            slope = torch.where(trial.converged, (after * step).sum(-1), -torch.inf)
+            above = slope < 0
+            far = running & (error > self.tolerance) & (slope < -0.1 * climb)
+            # Slopes that are positive again after a bracket was found: go on towards the zero.
+            far = far | (running & (high < torch.inf) & (slope > 0.5 * climb))
+            far = far & (high - low > 1e-14 * low)
             if not bool(far.any()):
                 break
-            ratio = (climb / (climb - slope)).nan_to_num(0.1).clamp(0.1, 0.5)
-            length = torch.where(far, length * ratio, length)
+            high = torch.where(far & above, length, high)
+            at_high = torch.where(far & above, slope, at_high)
+            low = torch.where(far & ~above, length, low)
+            at_low = torch.where(far & ~above, slope, at_low)
+            # Where the slope is zero if it is linear, but inside the bracket by a tenth.
+            ratio = (at_low / (at_low - at_high)).nan_to_num(0.1).clamp(0.1, 0.9)
+            length = torch.where(far, low + ratio * (high - low), length)
         moved = over(running, 1)
-        y = torch.where(moved, (y + over(length, 1) * step).clamp(min=0), y)
-        now, excess = now.merge(trial, running), torch.where(moved, after, excess)
-    status = torch.where(~now.converged & (status == Status.CONVERGED), now.status, status)
-    numbers = torch.cat(
-        [status.to(loss).unsqueeze(-1), steps.unsqueeze(-1), now.certificate[..., 2:]], -1
-    )
-    return Found(now._replace(certificate=numbers), y, certificate)
+        return (
+            torch.where(moved, (y + over(length, 1) * step).clamp(min=0), y),
+            now.merge(trial, running),
+            torch.where(moved, after, excess),
+        )
 
 
 def _is_infeasible(
@@ -157,7 +272,7 @@ def _is_infeasible(
     return found
 
 
-def _best_multipliers(curvature: Tensor, excess: Tensor, y: Tensor) -> Tensor:
+def _best_multipliers(curvature: Tensor, excess: Tensor, y: Tensor, most: Tensor) -> Tensor:
     """Maximize ⟨excess, z - y⟩ - (z - y)' C (z - y) / 2 over z >= 0.
 
     Block principal pivoting: guess which z are positive, solve for them, and exchange those that
@@ -167,9 +282,15 @@ def _best_multipliers(curvature: Tensor, excess: Tensor, y: Tensor) -> Tensor:
         curvature: C, `(*batch, m, m)`, symmetric and positive semidefinite.
         excess: `(*batch, m)`.
         y: `(*batch, m)`, at least zero.
+        most: `(*batch, m)`, positive. Where the curvature alone would ask for a larger step, it is
+            raised.
     """
     m = y.shape[-1]
-    diagonal = curvature.diagonal(dim1=-2, dim2=-1)
+    curvature = curvature.nan_to_num(0.0)
+    diagonal = curvature.diagonal(dim1=-2, dim2=-1).clamp(min=0)
+    raised = torch.maximum(diagonal, excess.abs() / most)
+    curvature = curvature + torch.diag_embed(raised - diagonal)
+    diagonal = raised
     # Scale to a unit diagonal, so that budgets in any unit are treated alike. The ridge makes
     # budgets that say the same twice share their multiplier.
     scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch_occ._support.compiling import compile_message
 from torch_occ._support.threads import for_each
 from torch_occ.kernels.layout import PAIR, Floats, Terms, V, make_work
-from torch_occ.kernels.solver.budgets import find_multipliers, make_room
+from torch_occ.kernels.solver.budgets import Budget, find_multipliers
+from torch_occ.kernels.solver.multipliers import make_room
 from torch_occ.step.budgets.search import Found
 from torch_occ.step.compiled.inputs import number, rows, tabulate
 from torch_occ.step.compiled.solving import CompiledStep
@@ -52,21 +53,19 @@ class CompiledBudgets:
             work, weights = make_work(step.model), own(table[0], n)
             terms = Terms(*step.kinds, own(table[1], n))
             work.pairs[PAIR] = own(given[1], n)
-            certificate[n] = find_multipliers(
-                step.model,
-                terms,
-                weights,
+            budget = Budget(
                 own(given[0], n),
                 own(prices, n),
                 own(allowed, n),
                 y[n],
                 proof[n],
+                self.middle,
+                nowhere,
                 step.tolerance,
                 step.options.max_steps,
-                nowhere,
-                self.middle,
-                make_room(pairs, m),
-                work,
+            )
+            certificate[n] = find_multipliers(
+                step.model, terms, weights, budget, make_room(pairs, m), work
             )
             q[n], v[n] = work.pairs[PAIR], work.states[V]
 

@@ -135,7 +135,10 @@ class CompiledStep:
         Raises:
             ValueError, TypeError: if an argument is wrong, with the message of the torch path.
         """
-        inputs: list[Any] = [t, *[slot[name] for slot, name in self.slots]]
+        try:
+            inputs: list[Any] = [t, *[slot[name] for slot, name in self.slots]]
+        except KeyError:  # a parametrization was registered; the torch path says what to do
+            return None
         values = [number(x) for x in inputs]
         readable = plain(loss) and plain(start) and not any(x is None for x in values)
         if not readable or not self._in_domain(values):

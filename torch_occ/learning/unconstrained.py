@@ -1,0 +1,102 @@
+"""Parameters that plain optimizers cannot drive out of their domains.
+
+Every parameter of a regularizer declares its domain (torch_occ.regularizers.parametrized). Here it
+becomes the image of a free parameter, under the transform of `torch.distributions.transform_to`:
+exp for positive numbers, a scaled sigmoid for intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from torch import Tensor, nn
+from torch.distributions import constraints, transform_to
+from torch.nn.utils import parametrize
+
+from torch_occ._support.private import own_parameters
+from torch_occ.regularizers.parametrized import Parametrized
+from torch_occ.step.ftrl import FTRLStep
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Domain(nn.Module):
+    """A map from all real numbers to a domain, with its inverse, for torch's parametrizations."""
+
+    def __init__(self, owner: Parametrized, name: str, constraint: constraints.Constraint) -> None:
+        super().__init__()
+        self.transform = transform_to(constraint)
+        self.name, self.owner = name, (owner,)  # in a tuple, so that it is not a submodule
+
+    def forward(self, free: Tensor) -> Tensor:
+        """Return the parameter, as the functions of its regularizer see it."""
+        return self.owner[0].shown(self.name, self.transform(free))
+
+    def right_inverse(self, parameter: Tensor) -> Tensor:
+        """Return the free parameter."""
+        return self.transform.inv(parameter)
+
+
+def unconstrain(module: Module, only: Sequence[str] | None = None) -> Module:
+    """Let the parameters of a step, a regularizer or a network with steps live in free spaces.
+
+    Afterwards `module.parameters()` has free parameters, with the names
+    `...parametrizations.beta.original`, and every step of any optimizer keeps `beta` in its domain.
+    `regularizer.beta` is the value as before, and may be set as before. It uses
+    `torch.nn.utils.parametrize`. Call it before the optimizer is made. Calling it twice changes
+    nothing.
+
+    Args:
+        module: an `FTRLStep`, a `Regularizer`, a `Schedule`, or a network that contains steps.
+        only: last parts of names, such as `["beta"]`; all parameters by default.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ValueError: if a parameter is at the edge of its domain, which no free parameter reaches;
+            if it has a batch shape; or if no parameter has a name in `only`. Nothing is changed.
+    """
+    found = [
+        (owner, name, constraint)
+        for owner in module.modules()
+        if isinstance(owner, Parametrized)
+        for name, constraint in owner.arg_constraints.items()
+        if name in own_parameters(owner) and (only is None or name in only)
+    ]
+    names = {name for _, name, _ in found}
+    free = {
+        name
+        for owner in module.modules()
+        if isinstance(owner, Parametrized) and parametrize.is_parametrized(owner)
+        for name in owner.parametrizations
+    }
+    for name in only or ():
+        if name not in names | free:
+            raise ValueError(f"only: there is no parameter {name!r} with a declared domain")
+    for owner, name, constraint in found:
+        _check(owner, name, constraint)
+    for owner, name, constraint in found:
+        parametrize.register_parametrization(owner, name, Domain(owner, name, constraint))
+    for part in module.modules():
+        if isinstance(part, FTRLStep):
+            part.use(part.backend)  # it looks up the parameters again
+    return module
+
+
+def _check(owner: Parametrized, name: str, constraint: constraints.Constraint) -> None:
+    value: Tensor = getattr(owner, name)
+    place = f"{type(owner).__name__}: {name}"
+    if value.dim() > owner.event_dims(name):
+        raise ValueError(
+            f"{place} has the shape {tuple(value.shape)}, a batch; only parameters without a batch "
+            "shape can be unconstrained"
+        )
+    free = transform_to(constraint).inv(value.detach())
+    if not bool(free.isfinite().all()):
+        edge = value.detach()[~free.isfinite()].flatten()[0].item()
+        raise ValueError(
+            f"{place} is {edge:g}, at the edge of its domain {constraint}; start inside, or leave "
+            "it out with only="
+        )
