@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from experiments.common import seconds, table
-from experiments.decision_methods import BATCH, CANDIDATES, METHODS, RIVALS, Trained
+from experiments.decision_methods import BATCH, CANDIDATES, RIVALS, Trained
 from torch_occ.game.figures import COLOURS
 from torch_occ.game.intervals import Mean
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN = ("two-stage", "SPO+", "PFY", "DBB", "torch_occ")
+
+#: A row of the table has at least these; other methods may be missing.
+NEEDED = {"two-stage", "SPO+", "PFY", "margin 0.3", "margin 1", "margin 3"}
 
 
 class Cell(NamedTuple):
@@ -57,21 +60,21 @@ class Row(NamedTuple):
     chosen: dict[str, int]  # how often each candidate was chosen
 
 
-def rows(found: dict[Cell, Trained], grid: int) -> list[Row]:
-    """Every (points, noise, degree) for which all methods were run with the same seeds."""
+def rows(saved: dict[Cell, Trained], grid: int) -> list[Row]:
+    """Every (points, noise, degree) for which the methods were run with the same seeds."""
     groups: dict[tuple[int, float, int], dict[tuple[int, ...], dict[str, Trained]]] = {}
-    for cell, trained in found.items():
+    for cell, trained in saved.items():
         if cell.grid == grid:
             group = groups.setdefault((cell.points, cell.noise, cell.degree), {})
             group.setdefault(cell.seeds, {})[cell.method] = trained
     result = []
     for (points, noise, degree), group in sorted(groups.items()):
-        whole = [seeds for seeds, runs in group.items() if set(METHODS) <= set(runs)]
+        whole = [seeds for seeds, runs in group.items() if set(runs) >= NEEDED]
         if not whole:
             continue
         runs = group[max(whole, key=len)]
-        picks = choose({name: runs[name] for name in CANDIDATES})
-        regrets = {name: 100 * torch.tensor(runs[name].test) for name in METHODS}
+        picks = choose({name: runs[name] for name in CANDIDATES if name in runs})
+        regrets = {name: 100 * torch.tensor(found.test) for name, found in runs.items()}
         mine = [regrets[pick][i] for i, pick in enumerate(picks)]
         regrets["torch_occ"] = torch.stack(mine)
         chosen = {name: picks.count(name) for name in CANDIDATES if name in picks}
@@ -99,10 +102,10 @@ def regret_table(result: list[Row]) -> str:
     body = []
     for row in result:
         picks = ", ".join(f"{name} ({n})" for name, n in row.chosen.items())
-        shown = [spread(row.regrets[name]) for name in SHOWN]
+        shown = [spread(row.regrets[name]) if name in row.regrets else None for name in SHOWN]
         count = len(row.regrets["SPO+"])
         body.append([f"{row.points:,}", f"{row.noise:g}", str(row.degree), str(count)])
-        body[-1] += [f"{mean:.2f} ± {half:.2f}" for mean, half in shown] + [picks]
+        body[-1] += [f"{x[0]:.2f} ± {x[1]:.2f}" if x else "-" for x in shown] + [picks]
     return table(["points", "noise", "degree", "seeds", *SHOWN, "chosen"], body)
 
 
@@ -116,7 +119,7 @@ def verdict(result: list[Row]) -> list[str]:
     """Compare with the best rival of each column: the mean of the differences seed by seed."""
     lines = []
     for row in result:
-        best = min(RIVALS, key=lambda name: float(row.regrets[name].mean()))
+        best = min(RIVALS.keys() & row.regrets, key=lambda name: float(row.regrets[name].mean()))
         mean, half = spread(row.regrets["torch_occ"] - row.regrets[best])
         word = "worse" if mean - half > 0 else "better" if mean + half < 0 else "level"
         lines.append(
@@ -143,16 +146,18 @@ def figure(result: list[Row], times: dict[int, dict[str, float]]) -> Figure:
     """Regret by degree, one panel per number of points and noise; time by size of the grid."""
     from matplotlib.figure import Figure
 
-    drawing = Figure(figsize=(13, 6.4), layout="constrained")
-    grid = drawing.add_gridspec(2, 3)
     panels = sorted({(row.points, row.noise) for row in result}, reverse=True)
-    for i, (points, noise) in enumerate(panels[:4]):
+    height = max(1, math.ceil(len(panels) / 2))
+    drawing = Figure(figsize=(13, 0.6 + 3.2 * height), layout="constrained")
+    grid = drawing.add_gridspec(height, 3)
+    for i, (points, noise) in enumerate(panels):
         axes = drawing.add_subplot(grid[i // 2, i % 2])
         mine = sorted(row for row in result if (row.points, row.noise) == (points, noise))
         for n, name in enumerate(SHOWN):
-            spreads = [spread(row.regrets[name]) for row in mine]
+            having = [row for row in mine if name in row.regrets]
+            spreads = [spread(row.regrets[name]) for row in having]
             axes.errorbar(
-                [row.degree + 0.1 * (n - 2) for row in mine],
+                [row.degree + 0.1 * (n - 2) for row in having],
                 [mean for mean, _ in spreads],
                 [half for _, half in spreads],
                 color=COLOURS[n],

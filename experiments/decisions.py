@@ -167,7 +167,8 @@ def report(args: Args) -> None:
     }
     text = [regret_table(result), "", *verdict(result), "", time_table(times)]
     count, worst = disagreement(found)
-    text += ["", f"{count} cells with both solvers; regrets differ by at most {100 * worst:.2g} %."]
+    if count:
+        text += ["", f"SPO+ with both solvers, {count} times: {100 * worst:.2g} % apart at most."]
     text += ["", machine()]
     content = "\n".join(text) + "\n"
     print(content)

@@ -57,7 +57,7 @@ class Args:
     """Of lake, big-lake, cliff and taxi."""
     demonstrations: int = 200
     held_out: int = 1000
-    updates: int = 300
+    updates: int = 200
     """Of Adam, for every fit of a reward."""
     episodes: tuple[int, ...] = (20, 200)
     """Of random play, to fit transitions to."""

@@ -1,8 +1,9 @@
 """Demonstrations on Gymnasium's maps, and three programs that fit a reward to them.
 
-The reward is a function r(s) of the environment's state, plus one end state that terminated
-episodes stay in. All programs see the same finite MDP: transitions (S, A, S), a first distribution
-and a horizon. The gradient of maximum-causal-entropy IRL (Ziebart, 2010) in r(s) is
+The reward is a function r(s) of the environment's state. An episode that has terminated stays in
+its last state until the horizon. All programs see the same finite MDP: transitions (S, A, S), a
+first distribution and a horizon. The gradient of maximum-causal-entropy IRL (Ziebart, 2010) in
+r(s) is
 
     visits of the demonstrations - visits of the soft-optimal policy of r.
 """
@@ -40,18 +41,24 @@ class World:
 
     @cached_property
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """P `(S, A, S)`, rewards `(S, A)` and the first distribution `(S,)`, with the end state."""
+        """P `(S, A, S)`, rewards `(S, A)` and the first distribution `(S,)`."""
         published = self.env.P
-        end, num_actions = len(published), len(published[0])
-        transition = torch.zeros(end + 1, num_actions, end + 1, dtype=F64)
-        reward = torch.zeros(end + 1, num_actions, dtype=F64)
-        for s, a in np.ndindex(end, num_actions):
-            for p, following, r, done in published[s][a]:
-                transition[s, a, end if done else following] += p
+        size, num_actions = len(published), len(published[0])
+        outcomes = [
+            (s, a, *outcome)
+            for s, a in np.ndindex(size, num_actions)
+            for outcome in published[s][a]
+        ]
+        last = {following for *_, following, _, done in outcomes if done}
+        transition = torch.zeros(size, num_actions, size, dtype=F64)
+        reward = torch.zeros(size, num_actions, dtype=F64)
+        for s, a, p, following, r, _ in outcomes:
+            if s in last:
+                transition[s, a, s] = 1.0
+            else:
+                transition[s, a, following] += p
                 reward[s, a] += p * r
-        transition[end, :, end] = 1.0
-        first = torch.from_numpy(np.append(self.env.initial_state_distrib, 0.0))
-        return transition, reward, first
+        return transition, reward, torch.from_numpy(self.env.initial_state_distrib.astype(float))
 
     @cached_property
     def mdp(self) -> occ.LayeredMDP:
@@ -71,8 +78,7 @@ class World:
             places = [[s // columns, s % columns, self._tile(s)] for s in range(count)]
         index = torch.tensor(places)
         parts = [torch.nn.functional.one_hot(x).to(F64) for x in index.T]
-        end = torch.ones(1, 1, dtype=F64)
-        return torch.block_diag(torch.cat(parts, -1), end)
+        return torch.cat(parts, -1)
 
     def _tile(self, s: int) -> int:
         if hasattr(self.env, "desc"):

@@ -93,6 +93,15 @@ from torch_occ.game.beliefs.occupancy_bounds import upper_occupancy as upper_occ
 from torch_occ.game.learners.base import Learner as Learner
 from torch_occ.game.learners.counting import CountingLearner as CountingLearner
 from torch_occ.game.learners.ftrl import FTRL as FTRL
+from torch_occ.game.learners.adaptive.hints import Hints as Hints
+from torch_occ.game.learners.adaptive.hints import MeanHints as MeanHints
+from torch_occ.game.learners.adaptive.hints import GradientHints as GradientHints
+from torch_occ.game.learners.adaptive.rates import Rates as Rates
+from torch_occ.game.learners.adaptive.rates import AdaptiveRates as AdaptiveRates
+from torch_occ.game.learners.adaptive.rates import (
+    StabilityPenaltyMatching as StabilityPenaltyMatching,
+)
+from torch_occ.game.learners.adaptive.learner import AdaptiveFTRL as AdaptiveFTRL
 from torch_occ.game.learners.unknown import UnknownFTRL as UnknownFTRL
 from torch_occ.game.learners.uob_reps import UOBREPS as UOBREPS
 from torch_occ.game.learners.dilated import PolicyOptimization as PolicyOptimization
@@ -101,10 +110,10 @@ from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
 from torch_occ.game.learners.kl_ucb import KLUCB as KLUCB
 from torch_occ.game.learners.thompson import Thompson as Thompson
-from torch_occ.game.learners.ucbvi import UCBVI as UCBVI
-from torch_occ.game.learners.euler import EULER as EULER
-from torch_occ.game.learners.euler import StrongEuler as StrongEuler
-from torch_occ.game.learners.psrl import PSRL as PSRL
+from torch_occ.game.learners.planners.ucbvi import UCBVI as UCBVI
+from torch_occ.game.learners.planners.euler import EULER as EULER
+from torch_occ.game.learners.planners.euler import StrongEuler as StrongEuler
+from torch_occ.game.learners.planners.psrl import PSRL as PSRL
 from torch_occ.game.learners.multilayer import MultiLayerUCBVI as MultiLayerUCBVI
 from torch_occ.game.callbacks import Callback as Callback
 from torch_occ.game.callbacks import ProgressBar as ProgressBar

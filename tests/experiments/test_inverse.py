@@ -62,7 +62,7 @@ def test_demonstrations_follow_the_policy():
 def test_rewards_are_one_number_per_state(make):
     world = WORLDS["lake"]
     kind = "linear" if make is linear_reward else "neural"
-    assert make(world, 0)(inputs_of(world, kind)).shape == (17,)
+    assert make(world, 0)(inputs_of(world, kind)).shape == (16,)
 
 
 def test_the_model_of_the_lake():

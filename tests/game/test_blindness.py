@@ -40,7 +40,11 @@ BLIND = {
     "full information": lambda mdp: occ.UnknownFTRL.jin_huang_luo(
         mdp, EPISODES, full_information=True
     ),
+    "optimistic transitions": lambda mdp: occ.UnknownFTRL(
+        mdp, occ.jin_luo(mdp, beta=1.0), widths=occ.Widths.of("practical", mdp), optimistic=True
+    ),
     "uob-reps": lambda mdp: occ.UOBREPS(mdp, EPISODES),
+    "psrl": occ.PSRL,
 }
 
 

@@ -3,6 +3,7 @@
 base       what a learner is
 counting   what learners share that do not know the transitions: counts and epochs
 ftrl       follow the regularized leader
+adaptive   FTRL with hints and with rates that adapt along the run
 unknown    FTRL for unknown transitions
 uob_reps   UOB-REPS: mirror descent over a confidence set of transitions
 dilated    policy optimization with dilated bonuses
@@ -11,9 +12,7 @@ kl_ucb     KL-UCB for known transitions
 thompson   Thompson sampling for known transitions
 planning   bonuses, and backward induction with lower and upper values
 optimism   what learners share that plan with estimated transitions
-ucbvi      UCBVI with its two printed bonuses and a sharper one
-euler      EULER and StrongEuler
-psrl       posterior sampling
+planners   UCBVI, EULER and posterior sampling
 multilayer  multi-layer UCBVI, simplified: an unknown corruption of the losses
 sampling   Gamma and Beta variates for learners that sample
 """

@@ -4,6 +4,7 @@ torch_player  any learner, in torch, one episode of every seed at a time
 choice        which learners have a compiled player
 engine        what compiled players share; the player of a fixed policy
 ftrl          the compiled player of FTRL
+adaptive      the compiled player of FTRL with hints and adaptive rates
 unknown       the compiled player of FTRL for unknown transitions
 baselines     the compiled player of learners that plan with averages
 uob_reps      the compiled player of UOB-REPS

@@ -5,6 +5,7 @@ The type must be the learner's own: a class that derives from a learner may play
 
 from __future__ import annotations
 
+from torch_occ.game.learners.adaptive.learner import AdaptiveFTRL
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.baselines import (
     FixedPolicy,
@@ -12,16 +13,17 @@ from torch_occ.game.learners.baselines import (
     OptimisticValueIteration,
 )
 from torch_occ.game.learners.dilated import PolicyOptimization
-from torch_occ.game.learners.euler import EULER, StrongEuler
 from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.learners.kl_ucb import KLUCB
 from torch_occ.game.learners.multilayer import MultiLayerUCBVI
-from torch_occ.game.learners.psrl import PSRL
+from torch_occ.game.learners.planners.euler import EULER, StrongEuler
+from torch_occ.game.learners.planners.psrl import PSRL
+from torch_occ.game.learners.planners.ucbvi import UCBVI
 from torch_occ.game.learners.thompson import Thompson
-from torch_occ.game.learners.ucbvi import UCBVI
 from torch_occ.game.learners.unknown import UnknownFTRL
 from torch_occ.game.learners.uob_reps import UOBREPS
 from torch_occ.game.losses import LossProcess
+from torch_occ.game.players.adaptive import AdaptivePlayer
 from torch_occ.game.players.baselines import EmpiricalPlayer
 from torch_occ.game.players.dilated import PolicyOptimizationPlayer
 from torch_occ.game.players.engine import EnginePlayer
@@ -39,6 +41,7 @@ PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
     KLUCB: IndexPlayer,
     Thompson: IndexPlayer,
     FTRL: FTRLPlayer,
+    AdaptiveFTRL: AdaptivePlayer,
     UnknownFTRL: UnknownPlayer,
     UOBREPS: UOBREPSPlayer,
     PolicyOptimization: PolicyOptimizationPlayer,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from torch_occ.game.learners.base import Learner
-from torch_occ.game.learners.euler import EULER, StrongEuler
 from torch_occ.game.learners.multilayer import MultiLayerUCBVI
 from torch_occ.game.learners.optimism import OptimisticLearner
-from torch_occ.game.learners.ucbvi import UCBVI
+from torch_occ.game.learners.planners.euler import EULER, StrongEuler
+from torch_occ.game.learners.planners.ucbvi import UCBVI
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.engine import EnginePlayer, OverTime
 from torch_occ.kernels.layout import PAIR, Floats, make_work

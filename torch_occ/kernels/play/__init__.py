@@ -1,6 +1,7 @@
 """Episode loops in compiled code.
 
 episodes   the episode loop of FTRL
+adaptive   the episode loop of FTRL with hints and adaptive rates
 beliefs    transitions that are learned: counts, epochs, occupancy bounds
 unknown    the episode loop of FTRL for unknown transitions
 baselines  the episode loops of the other learners

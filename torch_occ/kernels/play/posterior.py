@@ -1,6 +1,6 @@
 """The episode loop of PSRL, compiled: draw a model, plan in it, play.
 
-This is the compiled twin of torch_occ.game.learners.psrl, from the same random numbers.
+This is the compiled twin of torch_occ.game.learners.planners.psrl, from the same random numbers.
 """
 
 from __future__ import annotations

@@ -1,0 +1,155 @@
+"""The compiled player of FTRL with hints and adaptive rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_occ.game.learners.adaptive.hints import GradientHints, MeanHints
+from torch_occ.game.learners.adaptive.learner import AdaptiveFTRL
+from torch_occ.game.learners.adaptive.rates import AdaptiveRates, StabilityPenaltyMatching
+from torch_occ.game.learners.base import Learner
+from torch_occ.game.losses import LossProcess
+from torch_occ.game.players.engine import EnginePlayer, OverTime
+from torch_occ.kernels.layout import Floats, Terms, Work, make_work
+from torch_occ.kernels.play.adaptive import (
+    ADAPTIVE_RATES,
+    GRADIENT_HINTS,
+    MATCHING_RATES,
+    MEAN_HINTS,
+    NO_HINTS,
+    NO_RATES,
+    Manner,
+    Memory,
+    play_adaptive,
+)
+from torch_occ.kernels.play.episodes import IMPORTANCE_WEIGHTED, NOISE, Rules, Tally
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import interior_point
+from torch_occ.step.compiled.inputs import exponents_of, kinds_of, terms_of, weights_of, why_not
+
+if TYPE_CHECKING:
+    from torch_occ.game.simulation import Simulation
+
+HINTS = {type(None): NO_HINTS, MeanHints: MEAN_HINTS, GradientHints: GRADIENT_HINTS}
+RATES = {
+    type(None): NO_RATES,
+    AdaptiveRates: ADAPTIVE_RATES,
+    StabilityPenaltyMatching: MATCHING_RATES,
+}
+
+
+class Seed(NamedTuple):
+    """Scratch memory of one seed, for a whole run."""
+
+    weights: Floats
+    work: Work
+
+
+class AdaptivePlayer(EnginePlayer):
+    """Plays `AdaptiveFTRL` with a built-in regularizer, and built-in hints and rates."""
+
+    @staticmethod
+    def why_not(mdp: LayeredMDP, learner: Learner) -> str | None:
+        assert isinstance(learner, AdaptiveFTRL)
+        for found, known in ((learner.hints, HINTS), (learner.rates, RATES)):
+            if type(found) not in known:
+                return f"the engine does not know {type(found).__name__}"
+        if learner.unscaled.batched():
+            return "the regularizer has batched parameters"
+        return why_not(mdp, learner.unscaled)
+
+    def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
+        assert isinstance(learner, AdaptiveFTRL)
+        super().__init__(mdp, learner, losses)
+        self.adaptive = learner
+        self.middle = interior_point(mdp).detach().numpy().flatten()
+        self.valid: list[Any] = []  # the last values of the parameters that were valid
+        self.seeds: dict[int, Seed] = {}
+        regularizer, pairs = learner.unscaled, mdp.actions.shape
+        with torch.no_grad():
+            found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
+            self.terms = Terms(*kinds_of(found), exponents_of(found, pairs).numpy())
+        self.weights = OverTime(
+            lambda t: weights_of(terms_of(regularizer, t), pairs).expand(len(t), -1)
+        )
+        hints, rates = learner.hints, learner.rates
+        self.manner = Manner(
+            HINTS[type(hints)],
+            hints.prior if isinstance(hints, MeanHints) else 0.0,
+            hints.count if isinstance(hints, MeanHints) else 1.0,
+            hints.step if isinstance(hints, GradientHints) else 0.0,
+            RATES[type(rates)],
+            math.log(rates.episodes or 1) if isinstance(rates, AdaptiveRates) else 0.0,
+        )
+
+    def memory(self, count: int) -> tuple[Tensor, Tensor]:
+        return self.adaptive.state["q"], self.adaptive.state["cumulative_loss"]
+
+    def prepare(
+        self, run: Simulation, t: range, tables: Tensor | None
+    ) -> Callable[[int, Floats, Floats, Tally], None]:
+        learner, state, count = self.adaptive, self.adaptive.state, len(run.seeds)
+        values = [parameter.tolist() for parameter in learner.unscaled.parameters()]
+        if values != self.valid:  # a callback may have changed them
+            learner.step.check_parameters()
+            self.valid = values
+        weights = self.weights(t.start, t.stop)
+        num_pairs, num_states = len(self.middle), learner.mdp.num_states
+        per_pair = learner.rates is not None and learner.rates.per_pair
+        width = len(self.terms.argument) * num_pairs if per_pair else weights.shape[1]
+        none = np.zeros((count, 0))
+        if learner.rates is not None:
+            learner.set_rate(state["inverse_rate"])  # shown by TensorBoard
+        inverse = none if learner.rates is None else state["inverse_rate"].numpy()
+        inverse = inverse.reshape(count, -1)
+        visits = state["hint_visits"].numpy().reshape(count, -1) if "hint_visits" in state else none
+        kept = state.get("hint_losses", state.get("hint_hint"))
+        losses = none if kept is None else kept.numpy().reshape(count, -1)
+        rules, before = self.rules(run.losses.noise, t), run.t
+
+        def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
+            if seed not in self.seeds:
+                self.seeds[seed] = Seed(np.ones((2, width)), make_work(self.model))
+            own = self.seeds[seed]
+            loss, hint, excess = np.zeros((3, num_pairs))
+            memory = Memory(
+                visits[seed],
+                losses[seed],
+                inverse[seed],
+                own.weights,
+                loss,
+                hint,
+                excess,
+                np.zeros((1, num_states)),
+                np.zeros(learner.mdp.horizon, np.int64),
+                np.zeros(learner.mdp.horizon),
+            )
+            play_adaptive(
+                self.model,
+                self.terms,
+                weights,
+                before,
+                means,
+                numbers,
+                rules,
+                self.manner,
+                tally,
+                memory,
+                self.middle,
+                np.zeros(0),
+                own.work,
+            )
+
+        return play_seed
+
+    def rules(self, noise: str, t: range) -> Rules:
+        options = self.adaptive.step.options
+        limits = (options.tolerance_in(torch.float64), options.max_steps)
+        # The setting of an estimator is not used.
+        return Rules(self.reacts, NOISE[noise], IMPORTANCE_WEIGHTED, np.zeros(len(t)), *limits)
