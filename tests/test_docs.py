@@ -51,6 +51,9 @@ def prose(page: Path) -> str:
     return without_code(page.read_text(encoding="utf-8"))
 
 
+# torch hides these two of its own from users; its compiler causes them.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("name", EXECUTED)
 def test_examples_run_and_print_what_they_say(name):
     page = DOCS / f"{name}.md"

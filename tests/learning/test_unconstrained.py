@@ -1,6 +1,7 @@
 """Free parameters: the same step, gradients by the chain rule, and optimizers that stay inside."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -107,6 +108,8 @@ def test_a_network_with_several_steps_a_copy_and_a_state():
     other[0].regularizer.terms[1].beta = tensor(2.0)
     other.load_state_dict(net.state_dict())
     assert torch.equal(net[0](loss), other[0](loss))
+    with pytest.raises(RuntimeError, match="Serialization of parametrized modules"):
+        pickle.dumps(net)
 
 
 def test_a_parametrization_of_yours():
