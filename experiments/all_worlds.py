@@ -2,9 +2,10 @@
 
 The candidates are FTRL with few parameters. On validation MDPs, the regret of each is divided by
 that of Thompson sampling in the stochastic world and by that of the best candidate against the
-greedy adversary. The candidate whose larger ratio is smallest is chosen. Then it plays held-out
-MDPs once, in five worlds, beside the specialists. FTRL leaps where the means are fixed beforehand,
-and plays where they are not; all other learners play.
+greedy adversary. Of those within twice the best against the adversary, the one with the least
+stochastic regret is chosen. Then it plays held-out MDPs once, in five worlds, beside the
+specialists. FTRL leaps where the means are fixed beforehand, and plays where they are not; all
+other learners play.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Args:
     """runs on each held-out MDP"""
     particles: int = 32
     """of leaping, on each MDP"""
+    limit: float = 2.0
+    """the largest ratio to the best candidate against the adversary"""
     beta: float = 0.5
     """of the log-barrier under the Tsallis entropy"""
     rates: tuple[float, ...] = (0.4, 0.55, 0.7, 0.85, 1.0, 1.2)
@@ -161,7 +164,7 @@ class Regret(NamedTuple):
 
 
 def choose(args: Args, directory: Path) -> tuple[Candidate, list[str]]:
-    """The candidate with the smallest larger ratio on the validation MDPs."""
+    """The candidate with the least stochastic regret within `limit` of the best elsewhere."""
     family = Family(args.choose_episodes, *args.shape)
     numbers = range(80, 80 + args.validation)
     best = Regret.over(
@@ -188,9 +191,8 @@ def choose(args: Args, directory: Path) -> tuple[Candidate, list[str]]:
         row |= {"to Thompson": row[STOCHASTIC] / best.mean, "to the best": row[GREEDY] / floor}
     write_csv(directory / "frontier.csv", rows)
     write_figure(directory / "frontier.png", draw_frontier(rows, args.choose_episodes))
-    chosen = min(
-        range(len(rows)), key=lambda i: max(rows[i]["to Thompson"], rows[i]["to the best"])
-    )
+    within = [i for i, row in enumerate(rows) if row["to the best"] <= args.limit]
+    chosen = min(within, key=lambda i: rows[i][STOCHASTIC])
     header = ["candidate", STOCHASTIC, "to Thompson", GREEDY, "to the best"]
     cells = [
         [

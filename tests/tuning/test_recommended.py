@@ -14,7 +14,7 @@ def test_there_is_a_learner_for_every_kind_of_world():
     values = {
         name.rpartition(".")[2]: float(p.detach()) for name, p in learner.step.named_parameters()
     }
-    assert (values["gamma"], values["beta"]) == (0.85, 0.5)
+    assert (values["gamma"], values["beta"]) == (1.0, 0.5)
     q, t = torch.full((1, 3, 2), 1e-4, dtype=torch.float64), torch.tensor([10.0])
     assert bool((learner.estimator.baseline(q, t) == 0.5).all())
     assert isinstance(occ.recommended(mdp, "stochastic"), occ.Thompson)

@@ -12,10 +12,10 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.catalog import ConditionalEntropy, LogBarrier, Tsallis
 from torch_occ.regularizers.schedules import InverseSqrt
 
-World = Literal["any", "stochastic", "adversarial"]
+Kind = Literal["any", "stochastic", "adversarial"]
 
 #: gamma and beta of "any", chosen on validation MDPs by experiments/all_worlds.py.
-ANY = (0.85, 0.5)
+ANY = (1.0, 0.5)
 
 #: gamma and beta of "adversarial", chosen on training MDPs by experiments/both_worlds.py.
 ADVERSARIAL = (0.2663, 1.0)
@@ -24,11 +24,11 @@ ADVERSARIAL = (0.2663, 1.0)
 EVERYWHERE = 0.001
 
 
-def recommended(mdp: LayeredMDP, world: World = "any") -> Learner:
+def recommended(mdp: LayeredMDP, world: Kind = "any") -> Learner:
     """Return a learner with constants that were good on MDPs on which they were not chosen.
 
     - "any": nothing is known about the losses. FTRL with the 1/2-Tsallis entropy,
-      eta_t = 0.85 / sqrt(t), a log-barrier of weight 0.5, and estimates with a baseline of 1/2.
+      eta_t = 1 / sqrt(t), a log-barrier of weight 0.5, and estimates with a baseline of 1/2.
     - "stochastic": losses are independent with the same means in every episode. Thompson sampling.
       Its regret may be linear in any other world.
     - "adversarial": losses react to the learner. FTRL with the conditional entropy,
@@ -40,8 +40,8 @@ def recommended(mdp: LayeredMDP, world: World = "any") -> Learner:
     Raises:
         ValueError: if the world is not one of these.
     """
-    if world not in get_args(World):
-        expected = ", ".join(map(repr, get_args(World)))
+    if world not in get_args(Kind):
+        expected = ", ".join(map(repr, get_args(Kind)))
         raise ValueError(f"world: expected one of {expected}, got {world!r}")
     if world == "stochastic":
         return Thompson(mdp)
