@@ -147,8 +147,9 @@ class CompiledStep:
         formula = self.formula
         if formula is None:
             formula, inputs, values = self.computed_by_torch(t)
-        values = formula.spread(values)
-        batch = self._batch(loss, start, values)
+        scalars = all(type(x) is float for x in values)
+        values = values if scalars else formula.spread(values)
+        batch = self._batch(loss, start, values, scalars)
         if batch is None:
             self._complain(loss, t, start)
             return None
@@ -212,9 +213,14 @@ class CompiledStep:
             self.valid = known
         return good
 
-    def _batch(self, loss: Tensor, start: Tensor, values: list[Any]) -> torch.Size | None:
-        """Return the batch shape, or None if shapes are wrong or do not broadcast."""
-        if loss.shape == self.shape == start.shape and all(type(x) is float for x in values):
+    def _batch(
+        self, loss: Tensor, start: Tensor, values: list[Any], scalars: bool
+    ) -> torch.Size | None:
+        """Return the batch shape, or None if shapes are wrong or do not broadcast.
+
+        `scalars` says that all values are numbers.
+        """
+        if scalars and loss.shape == self.shape == start.shape:
             return _SINGLE
         try:
             batches = (np.shape(x)[:-2] for x in values)  # of the spread forms

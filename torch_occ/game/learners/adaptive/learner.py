@@ -61,7 +61,7 @@ class AdaptiveFTRL(FTRL):
             first = rates.start(mdp, regularizer)
             rate = PerPair(mdp, first) if rates.per_pair else first
             regularizer = regularizer * Constant(rate)
-            self.episodes = rates.episodes
+            self.max_episodes = rates.episodes
         self.first = first
         super().__init__(mdp, regularizer)
 
