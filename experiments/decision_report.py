@@ -174,6 +174,7 @@ def figure(result: list[Row], times: dict[int, dict[str, float]]) -> Figure:
             title=f"{points:,} training points, noise {noise:g}",
         )
         axes.set_xticks([row.degree for row in mine])
+        axes.set_xlim(0.5, 8.7)  # PyEPO's degrees
         axes.grid(visible=True, color="0.92", linewidth=0.6)
     if panels:
         axes.legend(frameon=False)

@@ -160,7 +160,8 @@ def draw(limits: dict[str, occ.LowerBound], slopes: Slopes, histories: Histories
         axes.set_yticklabels([])
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-    seeds = len(next(iter(histories.values())).regret)
+    counts = sorted({len(history.regret) for history in histories.values()})
+    seeds = " to ".join(str(x) for x in dict.fromkeys((counts[0], counts[-1])))
     title = f"What an e-fold of episodes costs, and must cost: means of {seeds} seeds"
     figure.suptitle(f"{title}, 95 % intervals, slopes of the last decade")
     return figure

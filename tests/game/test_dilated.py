@@ -119,6 +119,7 @@ def test_both_backends_play_the_same_game(name, losses):
     torch.testing.assert_close(found.regret, expected.regret, rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.bits
 def test_a_run_continues_to_the_same_bits(tmp_path, small_chunks):
     losses, learner = occ.BernoulliLosses(random_loss(MDP)), occ.PolicyOptimization(MDP)
     whole = occ.simulate(MDP, learner, losses, 100, [3, 4])

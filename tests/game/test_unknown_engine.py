@@ -197,7 +197,7 @@ def test_what_the_engine_does_not_play():
             return 1 / (1 + t.log())
 
     learner = occ.UnknownFTRL(MDP, occ.Tsallis() / Slow())
-    assert powers_of(learner.step.regularizer) is None
+    assert powers_of(learner.step.regularizer, MDP.actions.shape) is None
     losses = occ.BernoulliLosses(MEAN)
     assert occ.simulate(MDP, learner, losses, 3).backend == "torch"
     with pytest.raises(ValueError, match="not powers of t"):

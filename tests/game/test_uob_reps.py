@@ -131,9 +131,10 @@ def in_torch(mdp, episodes, **options):
 
 
 @pytest.mark.parametrize("losses", ["stochastic", "greedy"])
-@pytest.mark.parametrize("name", ["random", "masked"])
+@pytest.mark.parametrize("name", ["random", "masked", "contexts", "layers", "sparse"])
 def test_both_backends_play_the_same_game(name, losses):
-    mdp = MDP if name == "random" else PROBLEMS[name]().mdp
+    mdp = PROBLEMS[name]().mdp if name in ("masked", "contexts", "layers") else MDP
+    mdp = mdp.to_sparse() if name == "sparse" else mdp
     process = occ.GreedyAdversary() if losses == "greedy" else occ.BernoulliLosses(random_loss(mdp))
     options = {"widths": occ.Widths.of("practical", mdp), "learning_rate": 0.1}
     found = occ.simulate(mdp, occ.UOBREPS(mdp, 60, **options), process, 60, [1, 2])
@@ -168,6 +169,7 @@ def test_both_backends_end_in_the_same_state():
         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.bits
 def test_a_seed_has_the_same_bits_alone_and_a_run_continues_to_them(tmp_path, small_chunks):
     losses, learner = occ.BernoulliLosses(random_loss(MDP)), occ.UOBREPS(MDP, 100)
     whole = occ.simulate(MDP, learner, losses, 100, [3, 4])

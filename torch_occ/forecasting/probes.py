@@ -1,6 +1,6 @@
 """The noise of the forecast without matrices, by random vectors with the right covariance.
 
-The noise at a node is <D3psi[Pi m], Pi C Pi> (torch_occ.forecasting.mean_path). If z is random with
+The noise at a node is ⟨D3psi[Pi m], Pi C Pi⟩ (torch_occ.forecasting.mean_path). If z is random with
 the covariance C, this is the expectation of D3psi[Pi m](y y') with y = Pi z. So a few random z, the
 probes, replace all matrices over pairs. A probe costs one application of Pi per node.
 

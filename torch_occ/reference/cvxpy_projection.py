@@ -69,7 +69,9 @@ def project_cvxpy(
         # If Clarabel cannot certify the digits asked for, it returns its best point, and cvxpy
         # warns.
         warnings.filterwarnings("ignore", "Solution may be inaccurate", UserWarning)
-        problem.solve(**({"solver": "CLARABEL", **clarabel(1e-13)} | options))
+        # With its usual steps of 0.99 Clarabel stalls at errors of up to 1e-7 in some problems.
+        tight = {"solver": "CLARABEL", "max_step_fraction": 0.95, **clarabel(1e-13)}
+        problem.solve(**(tight | options))
     found = []
     for x, mask in variables:
         whole = torch.zeros(*mask.shape, x.shape[1], dtype=torch.float64)
