@@ -10,6 +10,7 @@ Within `spreading`, parameters have the forms of torch_occ.regularizers.places.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,8 +28,18 @@ from torch_occ.regularizers.places import PerLayer, PerPair, PerState, Place, fi
 #: Tensors that replace parameters, by the `id` of the parameter; one mapping per thread.
 _views: ContextVar[Mapping[int, Tensor] | None] = ContextVar("views", default=None)
 
+
 #: The number of event dimensions that parameters are spread to; None outside `spreading`.
-_spread_to: ContextVar[int | None] = ContextVar("spread_to", default=None)
+class _Spread(threading.local):
+    """Per thread: the event dimensions in which parameters are shown; None for their own form.
+
+    torch.compile can trace a change of a threading.local, but not of a ContextVar.
+    """
+
+    event_dims: int | None = None
+
+
+_spread = _Spread()
 
 
 def _seen(found: Any) -> Any:
@@ -134,7 +145,7 @@ class Parametrized(nn.Module):
 
     def shown(self, name: str, found: Any) -> Any:
         """Return an attribute as functions of the regularizer see it: spread, if asked for."""
-        event_dims = _spread_to.get()
+        event_dims = _spread.event_dims
         if event_dims is None or name not in self._event_dims:
             return found
         if name in self._places:
@@ -230,11 +241,12 @@ def one_by_one(
 @contextmanager
 def spreading(event_dims: int = 2) -> Iterator[None]:
     """Show parameters in their spread form, with one or two event dimensions."""
-    token = _spread_to.set(event_dims)
+    before = _spread.event_dims
+    _spread.event_dims = event_dims
     try:
         yield
     finally:
-        _spread_to.reset(token)
+        _spread.event_dims = before
 
 
 @contextmanager
