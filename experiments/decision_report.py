@@ -175,6 +175,8 @@ def figure(result: list[Row], times: dict[int, dict[str, float]]) -> Figure:
         )
         axes.set_xticks([row.degree for row in mine])
         axes.set_xlim(0.5, 8.7)  # PyEPO's degrees
+        # Regrets of nearly zero would take most of the axis.
+        axes.set_ylim(bottom=max(axes.get_ylim()[0], 1e-2))
         axes.grid(visible=True, color="0.92", linewidth=0.6)
     if panels:
         axes.legend(frameon=False)
