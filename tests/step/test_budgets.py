@@ -197,6 +197,8 @@ def test_wrong_budgets_are_refused():
         occ.Budgets(costs, limits[:2])
     with pytest.raises(TypeError, match="limits: expected a tensor"):
         occ.Budgets(costs, [1.0])
+    with pytest.raises(TypeError, match=r"constraints: expected occ\.Budgets.*got int"):
+        occ.FTRLStep(step.mdp, step.regularizer, constraints=3)
     with pytest.raises(ValueError, match=r"limits: entry \(1,\) is inf"):
         occ.Budgets(costs, torch.where(torch.arange(3) == 1, torch.inf, limits))
     with pytest.raises(ValueError, match=r"constraints: expected costs of shape"):

@@ -102,6 +102,11 @@ class FTRLStep(Frozen):
         constraints: Budgets | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(constraints, Budgets | None):
+            raise TypeError(
+                "constraints: expected occ.Budgets(costs, limits), got "
+                f"{type(constraints).__name__}"
+            )
         if constraints is not None:
             constraints.check(mdp)
         check_reachable(mdp)

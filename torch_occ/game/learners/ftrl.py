@@ -53,15 +53,12 @@ class FTRL(Learner):
                 "estimator: expected an occ.Estimator, for example occ.ImportanceWeighted(), got "
                 f"{estimator!r}"
             )
-        if constraints is not None and (constraints.costs.dim(), constraints.limits.dim()) != (
-            3,
-            1,
-        ):
+        self.step = FTRLStep(mdp, regularizer, constraints=constraints)
+        if constraints is not None and constraints.costs.dim() + constraints.limits.dim() > 4:
             raise ValueError(
                 "constraints: expected budgets without a batch, costs (m, S, A) and limits (m,), "
                 f"got {tuple(constraints.costs.shape)} and {tuple(constraints.limits.shape)}"
             )
-        self.step = FTRLStep(mdp, regularizer, constraints=constraints)
         self.estimator = ImportanceWeighted() if estimator is None else estimator
 
     @property

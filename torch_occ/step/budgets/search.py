@@ -105,7 +105,7 @@ def find_multipliers(
     for index in failed.nonzero().tolist():
         # Each element has its own share of the loss. Few fail, so they are solved one by one.
         element = tuple(index)
-        again = search.alone(element).follow(start, guess)
+        again = search.alone(element).follow(start)
         found = found.merge(again, element)
     return found
 
@@ -122,6 +122,7 @@ class _Search(NamedTuple):
     only: Tensor | None = None
 
     def alone(self, element: tuple[int, ...]) -> _Search:
+        """Return the same search, in which the other elements stay where they are."""
         only = torch.zeros(self.loss.shape[:-2], dtype=torch.bool, device=self.loss.device)
         only[element] = True
         return self._replace(only=only)
@@ -132,11 +133,11 @@ class _Search(NamedTuple):
         found = self.without.solve(priced, q)
         return found, (self.costs * found.q.unsqueeze(-3)).sum((-2, -1)) - self.limits
 
-    def follow(self, start: Tensor, guess: Tensor) -> Found:
+    def follow(self, start: Tensor) -> Found:
         """Solve for a growing share of the loss, from 0 to 1."""
         assert self.only is not None
         share, ratio, tried = 0.0, 10.0, 1.0
-        before, share_before = torch.zeros_like(guess), -1.0
+        before, share_before = torch.zeros_like(self.limits), -1.0
         now = self.climb(0.0, start, before)
         if int(now.solution.status[self.only]) != Status.CONVERGED:
             return now
