@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch_occ._support.caching import keep
 from torch_occ._support.private import NO_REFERENCE_COUNTS
 from torch_occ.kernels.constants import SQUARE
+from torch_occ.kernels.lanes.arrays import in_lanes, lane
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Floats = NDArray[np.float64]
@@ -46,7 +47,8 @@ TRIAL = 18  # the next q, and scratch memory
 AHEAD = 19  # E[v(next state)] for the multipliers v
 ROUNDING = 20  # estimated rounding errors of the gaps, see torch_occ.kernels.solver.shaping
 KEPT = 21  # q of a failed solve, while another start is tried
-PAIR_ROWS = 22
+SOFT = 22  # 1 at the pair of least curvature of every state, 0 at the others
+PAIR_ROWS = 23
 
 # Rows of `work.states`; rows 0, SLOPE and BEND belong to q(s).
 PLAN = 1  # the value of the optimal policy, which shapes the loss
@@ -59,7 +61,8 @@ V = 9  # the multipliers
 OTHERS = 10  # the sum of q over the other states of the layer
 LIFT = 11  # a constant of the layer that is left out of the gradient, at its first state
 CURVES = 12  # 1 where psi is convex, 0 where it is convex only at constant q(s), -1 elsewhere
-STATE_ROWS = 13
+FITTED = 13  # the multipliers of the last Newton step
+STATE_ROWS = 14
 
 
 # -- compiling -------------------------------------------------------------------------------------
@@ -181,16 +184,18 @@ class Terms(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Scratch memory of one solve."""
+    """Scratch memory of one solve, or of one in every lane."""
 
     pairs: Floats  # (PAIR_ROWS, S * A)
     states: Floats  # (STATE_ROWS, S); CONJUGATE_ROWS more if transitions are sparse
-    softest: Ints  # (S,), the pair of least curvature in every state
+    # (S,): the pair of least curvature in every state, or the pair that a policy plays
+    softest: Ints
     moves: Floats  # (widest, S), P_p transposed
     gain: Floats  # (S, widest), the rows of Yhat
     centred: Floats  # (2 * widest, widest * A), centred transitions of a layer
     squares: Floats  # (3 * widest, widest), matrices of a layer
-    # (S, S + 1), for torch_occ.kernels.solver.entropic; empty if there are more than SQUARE states
+    # (S, S + 1), for torch_occ.kernels.solver.entropic; empty if there are more than SQUARE states.
+    # Lanes use it one after the other.
     jacobian: Floats
     # (3,): the error of the factors, relative to the Hessian; the largest relative change of q in
     # the first Newton steps of recent solves; 1 if there is a guess for
@@ -198,29 +203,95 @@ class Work(NamedTuple):
     stale: Floats
 
 
+#: The largest layer of an MDP whose problems are solved in lanes.
+NARROW = 24
+
 #: Additional rows of `work.states` for torch_occ.kernels.solver.conjugate.
 CONJUGATE_ROWS = 9
 
 
-def make_work(model: Model) -> Work:
-    """Allocate scratch memory for an MDP.
+def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(shape)) -> Work:
+    """Allocate scratch memory for an MDP, by default for one solve.
 
     With sparse transitions and many states, it is proportional to the number of pairs.
     """
     num_pairs = model.exists.shape[1]
     num_states, sparse = num_pairs // model.num_actions, isinstance(model.next_state, Rows)
     widest = 0 if sparse else model.next_state.shape[1]
-    return Work(
-        np.zeros((PAIR_ROWS, num_pairs)),
-        np.zeros((STATE_ROWS + (CONJUGATE_ROWS if sparse else 0), num_states)),
+    work = Work(
+        new(PAIR_ROWS, num_pairs),
+        new(STATE_ROWS + (CONJUGATE_ROWS if sparse else 0), num_states),
         np.zeros(num_states, np.int64),
-        np.zeros((widest, num_states)),
-        np.zeros((num_states, widest)),
-        np.zeros((2 * widest, widest * model.num_actions)),
-        np.zeros((3 * widest, widest)),
+        new(widest, num_states),
+        new(num_states, widest),
+        new(2 * widest, widest * model.num_actions),
+        new(3 * widest, widest),
         np.zeros((num_states, num_states + 1) if num_states <= SQUARE else (0, 0)),
-        np.array([np.inf, 0.0, 0.0]),
+        new(3),
     )
+    work.stale[0] = np.inf
+    return work
+
+
+def narrow(model: Model) -> bool:
+    """Whether problems are solved in lanes: with dense transitions and narrow layers.
+
+    One problem in wide layers is faster in plain arrays, whose inner loops are long. The rule
+    depends on the MDP alone, so an element has the same result in any batch.
+    """
+    return not isinstance(model.next_state, Rows) and model.next_state.shape[1] <= NARROW
+
+
+@inlined
+def work_in_lanes(work: Work) -> Work:
+    """The arrays in lanes that the plain arrays `(..., LANES)` of `make_work` hold."""
+    return Work(
+        in_lanes(work.pairs),
+        in_lanes(work.states),
+        work.softest,
+        in_lanes(work.moves),
+        in_lanes(work.gain),
+        in_lanes(work.centred),
+        in_lanes(work.squares),
+        work.jacobian,
+        in_lanes(work.stale),
+    )
+
+
+@inlined
+def work_of_lane(work: Work, n: int) -> Work:
+    """The scratch memory of one lane, for kernels that are needed too rarely to run in lanes."""
+    return Work(
+        lane(work.pairs, n),
+        lane(work.states, n),
+        work.softest,
+        lane(work.moves, n),
+        lane(work.gain, n),
+        lane(work.centred, n),
+        lane(work.squares, n),
+        work.jacobian,
+        lane(work.stale, n),
+    )
+
+
+@inlined
+def model_of_lane(model: Model, n: int) -> Model:
+    """The MDP of one lane."""
+    return Model(
+        model.num_actions,
+        model.start,
+        lane(model.next_state, n),
+        lane(model.arrivals, n),
+        model.exists,
+        lane(model.initial, n),
+        model.conserved,
+    )
+
+
+@inlined
+def finite(x: Any) -> Any:
+    """Whether a number is finite, or in which lanes."""
+    return x - x == 0.0
 
 
 @inlined

@@ -19,6 +19,8 @@ from torch_occ._support.threads import for_each
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.baselines import FixedPolicy
 from torch_occ.game.losses import GreedyAdversary, LossProcess
+from torch_occ.kernels.lanes.arrays import gather, scatter
+from torch_occ.kernels.lanes.vectors import LANES
 from torch_occ.kernels.layout import Floats
 from torch_occ.kernels.play.baselines import play_fixed
 from torch_occ.kernels.play.episodes import IMPORTANCE_WEIGHTED, NOISE, Rules, Tally
@@ -71,6 +73,7 @@ class EnginePlayer:
     """Plays segments in compiled code, with seeds in threads; here, a fixed policy."""
 
     name = "engine"
+    in_lanes = False  # whether `prepare` returns a function that plays one seed per lane
     chunks = 16  # per call, if memory allows, so that the overhead of Python is negligible
     most: int  # episodes per call, of about `LONGEST_CALL` seconds, because Ctrl-C waits for it
 
@@ -106,18 +109,33 @@ class EnginePlayer:
         asked = sums.get("second_moment")
         moments = np.zeros((count, 0, 0)) if asked is None else asked.numpy()
         scalars = torch.stack([sums[name] for name in _SCALARS], -1).numpy()
+        sums_of_seeds = (*per_pair, moments, scalars)
         # Copies `(n or 1, S * A)`, because the kernel may write to them.
         charged = [np.array(mean.flatten(-2).numpy()) for mean in means.unbind(1)]
         drawn = numbers.contiguous().numpy()
         play = self.prepare(run, t, tables)
 
         def play_seed(seed: int) -> None:
-            tally = Tally(*(x[seed] for x in (*per_pair, moments, scalars)))
+            tally = Tally(*(x[seed] for x in sums_of_seeds))
             play(seed, charged[min(seed, len(charged) - 1)], drawn[seed], tally)
+
+        def play_lanes(group: int) -> None:
+            seeds = range(group * LANES, min((group + 1) * LANES, count))
+            lanes = [min(seed, count - 1) for seed in range(group * LANES, (group + 1) * LANES)]
+            tally = Tally(*(gather(x, lanes) for x in sums_of_seeds))
+            shown = charged[0]
+            if self.reacts or len(charged) > 1:
+                shown = gather(charged, [min(seed, len(charged) - 1) for seed in lanes])
+            play(group, shown, drawn[seeds.start : seeds.stop], tally)
+            for x, found in zip(sums_of_seeds, tally, strict=True):
+                scatter(found, x, seeds)
 
         begun = time.monotonic()
         with compile_message:
-            for_each(play_seed, count)
+            if self.in_lanes:
+                for_each(play_lanes, -(-count // LANES))
+            else:
+                for_each(play_seed, count)
         for name, column in zip(_SCALARS, scalars.T, strict=True):
             sums[name] = torch.from_numpy(column.copy())
         run.t += n

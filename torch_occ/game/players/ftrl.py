@@ -20,7 +20,9 @@ from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.engine import EnginePlayer, OverTime
-from torch_occ.kernels.layout import Floats, Terms, Work, make_work
+from torch_occ.kernels.lanes.arrays import gather, zeros
+from torch_occ.kernels.lanes.vectors import LANES
+from torch_occ.kernels.layout import Floats, Terms, Work, make_work, narrow
 from torch_occ.kernels.play.episodes import (
     FULL_INFORMATION,
     IMPLICIT_EXPLORATION,
@@ -30,6 +32,7 @@ from torch_occ.kernels.play.episodes import (
     Rules,
     Tally,
     play,
+    play_in_lanes,
 )
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
@@ -66,12 +69,16 @@ class FTRLPlayer(EnginePlayer):
         self.ftrl = learner
         self.middle = interior_point(learner.mdp).detach().numpy().flatten()
         self.valid: list[Any] = []  # the last values of the parameters that were valid
-        self.works: dict[int, Work] = {}  # by seed, with the factors of its last episode
+        self.works: dict[int, Work] = {}  # by group of seeds, with the factors of the last episode
         regularizer, own = learner.step.regularizer, learner.estimator
         with torch.no_grad():
             found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
             pairs = learner.mdp.actions.shape
-            self.terms = Terms(*kinds_of(found), exponents_of(found, pairs).numpy())
+            exponents = exponents_of(found, pairs).numpy()
+        self.in_lanes = narrow(self.model)
+        if self.in_lanes:
+            exponents = gather([exponents], [0] * LANES)
+        self.terms = Terms(*kinds_of(found), exponents)
         self.weights = OverTime(
             lambda t: weights_of(terms_of(regularizer, t), pairs).expand(len(t), -1)
         )
@@ -91,30 +98,33 @@ class FTRLPlayer(EnginePlayer):
         if values != self.valid:  # a callback may have changed them
             self.ftrl.step.check_parameters()
             self.valid = values
-        terms, weights = self.terms, self.weights(t.start - 1, t.stop)  # begins one episode earlier
-        rules, unseen = self.rules(run.losses.noise, t), np.zeros((0, 0))
-        seen = None if tables is None else tables.flatten(-2).contiguous().numpy()
+        weights = self.weights(t.start - 1, t.stop)  # begins one episode earlier
+        rules, width = self.rules(run.losses.noise, t), LANES if self.in_lanes else 1
+        seen = np.zeros((len(run.seeds), 0, 0))
+        if tables is not None:
+            seen = tables.flatten(-2).contiguous().numpy()
+        new = zeros if self.in_lanes else lambda *shape: np.zeros(shape)
 
-        def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            scratch, shown = np.zeros(len(self.middle)), unseen if seen is None else seen[seed]
-            work = self.works[seed] = self.works.get(seed) or make_work(self.model)
-            play(
+        def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
+            work = self.works[group] = self.works.get(group) or make_work(self.model, new)
+            (play_in_lanes if self.in_lanes else play)(
                 self.model,
-                terms,
+                self.terms,
                 weights,
                 run.t,
                 means,
-                numbers,
-                shown,
+                numbers.reshape(-1, *numbers.shape[-3:]),
+                seen[group * width : (group + 1) * width],
                 rules,
                 tally,
                 self.middle,
-                scratch,
-                np.zeros(0),
+                new(len(self.middle)),
+                new(weights.shape[1]),
+                new(0),
                 work,
             )
 
-        return play_seed
+        return play_group
 
     def rules(self, noise: str, t: range) -> Rules:
         options = self.ftrl.step.options

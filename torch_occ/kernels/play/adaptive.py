@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ._support.spacing import CHUNK
-from torch_occ.kernels.constants import CONVERGED
 from torch_occ.kernels.layout import (
     PAIR,
     Floats,
@@ -24,8 +23,6 @@ from torch_occ.kernels.layout import (
 )
 from torch_occ.kernels.play.episodes import (
     EXPECTED,
-    FIRST_STATUS,
-    FIRST_UNCERTIFIED,
     REALISED,
     Rules,
     Tally,
@@ -99,11 +96,8 @@ def play_adaptive(
         if (before + t) % CHUNK == 0:
             work.stale[0], work.stale[1], work.stale[2] = np.inf, 0.0, 0.0
         predict(model, manner, tally.cumulative_loss, memory)
-        status = propose(
-            model, terms, memory.weights[1], memory.loss, rules, middle, nowhere, scalars, work
-        )
-        if status != CONVERGED and scalars[FIRST_UNCERTIFIED] == 0.0:
-            scalars[FIRST_UNCERTIFIED], scalars[FIRST_STATUS] = before + t + 1, status
+        own, episode = memory.weights[1], before + t + 1
+        propose(model, terms, own, memory.loss, rules, middle, nowhere, episode, scalars, work)
         row, expected = min(t, len(means) - 1), 0.0
         for i in range(num_pairs):
             q[i] = work.pairs[PAIR, i]

@@ -1,4 +1,4 @@
-"""The episode loop of FTRL, compiled, for one seed: solve, sample, estimate, update.
+"""The episode loop of FTRL, compiled, for one seed or one per lane: solve, sample, estimate, update.
 
 This is the compiled twin of torch_occ.game.players.torch_player with the learner `FTRL`. Both
 backends read the same random numbers and play the same game.
@@ -6,13 +6,33 @@ backends read the same random numbers and play the same game.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba.extending import overload
 
 from torch_occ._support.spacing import CHUNK
 from torch_occ.kernels.constants import CONVERGED, TIE
-from torch_occ.kernels.layout import PAIR, Floats, Model, Terms, Work, inlined, kernel, part
+from torch_occ.kernels.lanes.arrays import (
+    LaneArray,
+    in_lanes,
+    in_lanes_or_shared,
+    lane,
+    lanes_of,
+)
+from torch_occ.kernels.lanes.vectors import called_by_kernels, where
+from torch_occ.kernels.layout import (
+    PAIR,
+    Floats,
+    Model,
+    Terms,
+    Work,
+    inlined,
+    kernel,
+    model_of_lane,
+    part,
+    work_in_lanes,
+)
 from torch_occ.kernels.solver.entropic import follow_or_restart
 from torch_occ.kernels.solver.transitions import likelihoods, successor
 
@@ -38,7 +58,7 @@ class Rules(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """The running sums of one seed, updated in place; pairs are flat."""
+    """The running sums of one seed, or of one per lane, updated in place; pairs are flat."""
 
     q: Floats  # (S * A,)
     cumulative_loss: Floats  # (S * A,)
@@ -56,12 +76,13 @@ def play(
     weights: Floats,  # (n + 1, K or K * S * A), of the previous episode and of these n
     before: int,  # the number of the previous episode
     means: Floats,  # (n or 1, S * A); with a greedy adversary one row, which is overwritten
-    numbers: Floats,  # (n, L, 3)
-    tables: Floats,  # (n, S * A) under full information, else empty
+    numbers: Floats,  # (lanes, n, L, 3)
+    tables: Floats,  # (lanes, n, S * A) under full information, else empty
     rules: Rules,
     tally: Tally,
     middle: Floats,  # (S * A,), an interior point for cold starts
     table: Floats,  # (S * A,), scratch: the losses under full information
+    own: Floats,  # (K or K * S * A,), scratch: the weights of an episode
     nowhere: Floats,  # (0,)
     work: Work,  # the same for every call of a run
 ) -> None:
@@ -71,30 +92,90 @@ def play(
         work.pairs[PAIR, i] = q[i]
     for t in range(len(weights) - 1):
         if t > 0 and rules.greedy:
-            favour(model, q, means)
+            react(model, q, means)
         work.stale[0] += drift(weights, t)
         # Nothing is kept from one chunk to the next, so that a run can continue from a file.
         if (before + t) % CHUNK == 0:
             work.stale[0], work.stale[1], work.stale[2] = np.inf, 0.0, 0.0
-        status = propose(model, terms, weights[t + 1], loss, rules, middle, nowhere, scalars, work)
-        if status != CONVERGED and scalars[FIRST_UNCERTIFIED] == 0.0:
-            scalars[FIRST_UNCERTIFIED], scalars[FIRST_STATUS] = before + t + 1, status
+        for k in range(len(own)):
+            own[k] = weights[t + 1, k]
+        propose(model, terms, own, loss, rules, middle, nowhere, before + t + 1, scalars, work)
         row, expected = min(t, len(means) - 1), 0.0
         for i in range(num_pairs):
-            q[i] = work.pairs[PAIR, i]
-            expected += q[i] * means[row, i]
-            tally.cumulative_occupancy[i] += q[i]
+            x = work.pairs[PAIR, i]
+            q[i] = x
+            expected += x * means[row, i]
+            tally.cumulative_occupancy[i] += x
             tally.total_mean[i] += means[row, i]
-        if rules.estimator == FULL_INFORMATION:
-            for i in range(num_pairs):
-                table[i] = draw(rules.noise, means[row, i], tables[t, i])
-                loss[i] += table[i]
-        elif rules.estimator == REDUCED_VARIANCE:
-            for i in range(num_pairs):
-                loss[i] += 0.5 if q[i] >= rules.setting[t] else 0.0
-        add_moments(rules, means, row, t, len(weights) - 1, tally.second_moment)
+            if rules.estimator == REDUCED_VARIANCE:
+                loss[i] += where(x >= rules.setting[t], 0.5, 0.0)
         scalars[EXPECTED] += expected
-        scalars[REALISED] += walk(model, rules, t, means, row, table, q, numbers, loss)
+        for n in range(lanes_of(q)):
+            # Trajectories differ from lane to lane, so they are played one after the other.
+            charged, shown = lane(means, n), lane(table, n)
+            if rules.estimator == FULL_INFORMATION:
+                for i in range(num_pairs):
+                    shown[i] = draw(rules.noise, charged[row, i], tables[min(n, len(tables) - 1), t, i])
+                    lane(loss, n)[i] += shown[i]
+            add_moments(rules, charged, row, t, len(weights) - 1, lane(tally.second_moment, n))
+            lane(scalars, n)[REALISED] += walk(
+                model_of_lane(model, n),
+                rules,
+                t,
+                charged,
+                row,
+                shown,
+                lane(q, n),
+                numbers[min(n, len(numbers) - 1)],
+                lane(loss, n),
+            )
+
+
+@kernel
+def play_in_lanes(
+    model: Model,
+    terms: Terms,
+    weights: Floats,
+    before: int,
+    means: Floats,
+    numbers: Floats,
+    tables: Floats,
+    rules: Rules,
+    tally: Tally,
+    middle: Floats,
+    table: Floats,
+    own: Floats,
+    nowhere: Floats,
+    work: Work,
+) -> None:
+    """`play` with one seed per lane.
+
+    Exponents, tally, table, own, nowhere and work have a last axis of lanes; the means have one if
+    they differ between seeds. If there are fewer seeds than lanes, the last is played repeatedly.
+    """
+    play(
+        model,
+        Terms(terms.argument, terms.function, in_lanes(terms.exponent)),
+        weights,
+        before,
+        in_lanes_or_shared(means),
+        numbers,
+        tables,
+        rules,
+        Tally(
+            in_lanes(tally.q),
+            in_lanes(tally.cumulative_loss),
+            in_lanes(tally.cumulative_occupancy),
+            in_lanes(tally.total_mean),
+            in_lanes(tally.second_moment),
+            in_lanes(tally.scalars),
+        ),
+        middle,
+        in_lanes(table),
+        in_lanes(own),
+        in_lanes(nowhere),
+        work_in_lanes(work),
+    )
 
 
 @part
@@ -117,21 +198,22 @@ def propose(
     rules: Rules,
     middle: Floats,
     nowhere: Floats,
+    episode: int,
     scalars: Floats,
     work: Work,
-) -> int:
-    """Solve for q_t, starting from the last q, or from the middle if that fails.
-
-    Returns the status.
-    """
+) -> None:
+    """Solve for q_t, starting from the last q, or from the middle if that fails."""
     status, steps, _, flow, dual = follow_or_restart(
         model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, middle, work
     )
+    failed = status != CONVERGED
     scalars[NEWTON_STEPS] += steps
-    scalars[UNCERTIFIED] += status != CONVERGED
+    scalars[UNCERTIFIED] += where(failed, 1.0, 0.0)
     scalars[DUAL_RESIDUAL] = max(scalars[DUAL_RESIDUAL], dual)
     scalars[FLOW_RESIDUAL] = max(scalars[FLOW_RESIDUAL], flow)
-    return status
+    fresh = failed & (scalars[FIRST_UNCERTIFIED] == 0.0)
+    scalars[FIRST_UNCERTIFIED] = where(fresh, float(episode), scalars[FIRST_UNCERTIFIED])
+    scalars[FIRST_STATUS] = where(fresh, status, scalars[FIRST_STATUS])
 
 
 @kernel
@@ -191,14 +273,25 @@ def favour(model: Model, q: Floats, means: Floats) -> None:
     """
     num_actions = model.num_actions
     for first in range(0, len(q), num_actions):
-        most = 0.0
+        most, open_ = 0.0, True
         for i in range(first, first + num_actions):
-            means[0, i] = 0.0
             most = max(most, q[i])
         for i in range(first, first + num_actions):
-            if model.exists[PAIR, i] and q[i] >= (1.0 - TIE) * most:
-                means[0, i] = 1.0
-                break
+            chosen = open_ & (q[i] >= (1.0 - TIE) * most) & model.exists[PAIR, i]
+            means[0, i] = where(chosen, 1.0, 0.0)
+            open_ = open_ & (not chosen)
+
+
+def react(model: Model, q: Floats, means: Floats) -> None:
+    """`favour`; means that all lanes share are never those of a greedy adversary."""
+    called_by_kernels(model, q, means)
+
+
+@overload(react, strict=False)
+def _react(model: Any, q: Any, means: Any) -> Any:
+    if isinstance(q, LaneArray) and not isinstance(means, LaneArray):
+        return lambda model, q, means: None
+    return lambda model, q, means: favour(model, q, means)
 
 
 @inlined

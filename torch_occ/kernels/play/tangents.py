@@ -90,7 +90,7 @@ def play_with_tangents(
         floor_pairs(model, work)
         # The Hessian is taken at the solution itself, so that tangents are exact up to rounding.
         derive(model, terms, weights[t], work)
-        factorize(model, work)
+        factorize(model, True, work)
         push_gradient(model, terms, weights[t], pushes, t, tangent, work)
         for p in range(num_tangents):
             for i in range(num_pairs):

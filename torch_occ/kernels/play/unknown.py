@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ._support.spacing import CHUNK
-from torch_occ.kernels.constants import CONVERGED
 from torch_occ.kernels.layout import PAIR, Floats, Ints, Model, Terms, Work, kernel
 from torch_occ.kernels.play.beliefs import (
     FIRST,
@@ -28,8 +27,6 @@ from torch_occ.kernels.play.beliefs import (
 )
 from torch_occ.kernels.play.episodes import (
     EXPECTED,
-    FIRST_STATUS,
-    FIRST_UNCERTIFIED,
     FULL_INFORMATION,
     REALISED,
     Rules,
@@ -102,7 +99,7 @@ def play_unknown(
         if (t - 1) % CHUNK == 0:
             forget(work)
         set_time(course, belief, memory, tally.cumulative_loss, t, work)
-        status = propose(
+        propose(
             believed,
             terms,
             memory.weights[1],
@@ -110,11 +107,10 @@ def play_unknown(
             rules,
             memory.middle,
             memory.nowhere,
+            t,
             scalars,
             work,
         )
-        if status != CONVERGED and scalars[FIRST_UNCERTIFIED] == 0.0:
-            scalars[FIRST_UNCERTIFIED], scalars[FIRST_STATUS] = t, status
         take_policy(believed, memory, work)
         occupy_by(truth, memory.policy, tally.q, scratch)
         scalars[EXPECTED] += enter(means, row, tally)

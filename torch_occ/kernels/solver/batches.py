@@ -73,7 +73,7 @@ def solve_steps(
             certificate[n, 0] = BAD_INPUT
             continue
         if not in_logs:
-            retract(model, PAIR, work)
+            retract(model, PAIR, True, work)
         (
             certificate[n, 0],
             certificate[n, 1],
@@ -119,7 +119,7 @@ def solve_linear(
             pairs[FORCE, i] = -right[i] if model.exists[PAIR, i] else 0.0
         floor_pairs(model, work)
         derive(model, terms, own_weights, work)
-        factorize(model, work)
+        factorize(model, True, work)
         solve(model, source, work)
         own_u, own_m = element(u.reshape(-1), n, num_pairs), element(m, n, num_states)
         for i in range(num_pairs):

@@ -145,7 +145,7 @@ def climb(
     rows, count = room.budgets, len(limits)
     best, patience, total, status = np.inf, 3, 0, MAX_STEPS
     if not entropy_of(terms, weights)[0] > 0.0:
-        retract(model, PAIR, work)
+        retract(model, PAIR, True, work)
     found = price(model, terms, weights, budget, share, y, room, work)
     total += found[1]
     spend(costs, limits, EXCESS, room, work)

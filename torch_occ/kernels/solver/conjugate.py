@@ -17,6 +17,7 @@ from torch_occ.kernels.layout import (
     INVERSE,
     KAPPA,
     RESPONSE,
+    SOFT,
     STATE_ROWS,
     TOTAL,
     Floats,
@@ -51,12 +52,15 @@ GOAL = EPS ** (5 / 6)
 
 
 @adder
-def factorize(model: Model, work: Work) -> None:
-    """Compute (R, p, kappa) of every state, and the square root of kappa."""
-    states = work.states
-    reduce_states(model, work)
+def factorize(model: Model, refresh: bool, work: Work) -> None:
+    """Compute (R, p, kappa) of every state, the square root of kappa, and the softest pair."""
+    pairs, states, num_actions = work.pairs, work.states, model.num_actions
+    reduce_states(model, refresh, work)
     for s in range(states.shape[1]):
         states[ROOT, s] = np.sqrt(states[KAPPA, s])
+        for i in range(s * num_actions, (s + 1) * num_actions):
+            if pairs[SOFT, i] == 1.0:
+                work.softest[s] = i
 
 
 @adder

@@ -16,6 +16,8 @@ passed on to `torch_occ.kernels.solver.newton.descend`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from torch_occ.kernels.constants import (
@@ -27,6 +29,7 @@ from torch_occ.kernels.constants import (
     STALLED,
     UNDERFLOW,
 )
+from torch_occ.kernels.lanes.vectors import anywhere, log, sqrt, where
 from torch_occ.kernels.layout import (
     AHEAD,
     BEND,
@@ -45,6 +48,8 @@ from torch_occ.kernels.layout import (
     V,
     W,
     Work,
+    finite,
+    inlined,
     kernel,
     part,
     span,
@@ -55,7 +60,7 @@ from torch_occ.kernels.solver.log_passes import (
     certify_logs,
     look_ahead,
     look_back,
-    turn_dead,
+    turn_rarely,
     unit,
 )
 from torch_occ.kernels.solver.newton import (
@@ -63,13 +68,14 @@ from torch_occ.kernels.solver.newton import (
     EPS,
     LEFT,
     LIKELY,
+    ROOT_EPS,
     SMALLEST,
     TINY,
     WORTH,
     descend,
 )
 from torch_occ.kernels.solver.psi import X_LOG_X, varies
-from torch_occ.kernels.solver.shaping import shape_finely, shape_loss
+from torch_occ.kernels.solver.shaping import shape_loss, shape_rarely
 from torch_occ.kernels.solver.transitions import factorize, solve
 
 
@@ -83,10 +89,12 @@ def minimize(
     max_steps: int,
     source: Floats,
     work: Work,
-) -> tuple[int, int, float, float, float]:
+) -> tuple[Any, Any, Any, Any, Any]:
     """Minimize from q, for any psi; the arguments are those of `newton.descend`."""
     work.stale[0], work.stale[2] = np.inf, 0.0
-    return follow(model, terms, weights, loss, tolerance, max_steps, source, work)
+    return follow(
+        model, terms, weights, loss, tolerance, max_steps, source, work.stale[2] == 0.0, work
+    )
 
 
 @kernel
@@ -98,13 +106,17 @@ def follow(
     tolerance: float,
     max_steps: int,
     source: Floats,
+    running: Any,
     work: Work,
-) -> tuple[int, int, float, float, float]:
-    """`minimize`, reusing the factors in `work` while they are accurate enough."""
+) -> tuple[Any, Any, Any, Any, Any]:
+    """`minimize` where `running`, reusing the factors in `work` while they are accurate enough.
+
+    Either psi is an entropy in all lanes that are running, or in none.
+    """
     weight, price = entropy_of(terms, weights)
-    if weight > 0.0:
-        return settle(model, weight, price, loss, tolerance, max_steps, source, work)
-    return descend(model, terms, weights, loss, tolerance, max_steps, source, work)
+    if anywhere(running & (weight > 0.0)):
+        return settle(model, weight, price, loss, tolerance, max_steps, source, running, work)
+    return descend(model, terms, weights, loss, tolerance, max_steps, source, running, work)
 
 
 @kernel
@@ -118,30 +130,44 @@ def follow_or_restart(
     source: Floats,
     middle: Floats,  # (S * A,), an interior point
     work: Work,
-) -> tuple[int, int, float, float, float]:
+) -> tuple[Any, Any, Any, Any, Any]:
     """`follow` from q, and from the middle if that fails; the compiled twin of `FTRLStep.solve`.
 
     A warm start may lie too close to the boundary; the middle is a safe start. If both attempts
     fail, the result is that of the first.
     """
-    pairs = work.pairs
-    first = follow(model, terms, weights, loss, tolerance, max_steps, source, work)
-    if first[0] == CONVERGED:
+    pairs, stale, limits = work.pairs, work.stale, (tolerance, max_steps)
+    everywhere = stale[2] == stale[2]
+    first = follow(model, terms, weights, loss, *limits, source, everywhere, work)
+    failed = first[0] != CONVERGED
+    if not anywhere(failed):
         return first
     for i in range(len(middle)):
         pairs[KEPT, i] = pairs[PAIR, i]
-        pairs[PAIR, i] = middle[i]
-    second = minimize(model, terms, weights, loss, tolerance, max_steps, source, work)
-    if second[0] == CONVERGED:
-        return second
+        pairs[PAIR, i] = where(failed, middle[i], pairs[PAIR, i])
+    stale[0], stale[2] = where(failed, np.inf, stale[0]), where(failed, 0.0, stale[2])
+    second = follow(model, terms, weights, loss, *limits, source, failed, work)
+    lost = failed & (second[0] != CONVERGED)
     for i in range(len(middle)):
-        pairs[PAIR, i] = pairs[KEPT, i]
-    work.stale[0], work.stale[2] = np.inf, 0.0
-    return first
+        pairs[PAIR, i] = where(lost, pairs[KEPT, i], pairs[PAIR, i])
+    stale[0], stale[2] = where(lost, np.inf, stale[0]), where(lost, 0.0, stale[2])
+    return choose(failed & (not lost), second, first)
+
+
+@inlined
+def choose(condition: Any, x: Any, y: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """x where the condition holds, y elsewhere, for the results of two solves."""
+    return (
+        where(condition, x[0], y[0]),
+        where(condition, x[1], y[1]),
+        where(condition, x[2], y[2]),
+        where(condition, x[3], y[3]),
+        where(condition, x[4], y[4]),
+    )
 
 
 @part
-def entropy_of(terms: Terms, weights: Floats) -> tuple[float, float]:
+def entropy_of(terms: Terms, weights: Floats) -> tuple[Any, Any]:
     """(w, kappa) as in torch_occ.step.entropic; (0, 0) if psi is not an entropy of that form."""
     weight, price, others = 0.0, 0.0, varies(terms, weights)
     for i in range(len(terms.argument)):
@@ -151,63 +177,61 @@ def entropy_of(terms: Terms, weights: Floats) -> tuple[float, float]:
         elif terms.argument[i] != STATE:
             others = True
         price += weights[i]
-    if others or not (0.0 <= price <= weight < np.inf):
-        return 0.0, 0.0
-    return weight, price
+    good = (0.0 <= price) & (price <= weight) & (weight < np.inf) & (not others)
+    return where(good, weight, 0.0), where(good, price, 0.0)
 
 
 @kernel
 def settle(
     model: Model,
-    weight: float,
-    price: float,
+    weight: Any,
+    price: Any,
     loss: Floats,
     tolerance: float,
     max_steps: int,
     source: Floats,
+    running: Any,
     work: Work,
-) -> tuple[int, int, float, float, float]:
+) -> tuple[Any, Any, Any, Any, Any]:
     """Solve log u(guess) = guess by Newton's method; returns the same as `descend`."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
-    stale, status, steps, patience = work.stale[0], MAX_STEPS, 0, STALL_AFTER
-    # With price = 0, the step has a closed form that does not depend on the guess.
-    best, decrement, done = np.inf, 0.0, price == 0.0
-    refresh = not stale <= min(WORTH, 0.1 * work.stale[1])
-    fine = not EPS * shape_loss(model, loss, work) <= COARSE * tolerance * weight
-    if fine:
-        shape_finely(model, loss, work)
-    if work.stale[2] == 0.0:  # otherwise the guess of the last step is used
+    stale, status, steps, patience = work.stale[0], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
+    best, decrement, first = np.inf, 0.0, True
+    solved = running
+    refresh = not (stale <= min(WORTH, 0.1 * work.stale[1]))
+    fine = not (EPS * shape_loss(model, loss, work) <= COARSE * tolerance * weight)
+    if anywhere(fine):
+        shape_rarely(model, loss, fine, work)
+    anew = work.stale[2] == 0.0  # otherwise the guess of the last step is used
+    if anywhere(anew):
         for s in range(states.shape[1]):
             total = 0.0
             for i in span(s * num_actions, (s + 1) * num_actions):
                 total += pairs[PAIR, i]
-            states[GUESS, s] = np.log(max(total, TINY))
+            states[GUESS, s] = where(anew, log(max(total, TINY)), states[GUESS, s])
+    # With price = 0, the step has a closed form that does not depend on the guess.
+    closed = running & (price == 0.0)
+    status, steps = where(closed, STALLED, status), where(closed, 1.0, steps)
+    running = running & (not closed) & (steps < max_steps)
     while True:
         look_ahead(model, weight, price, work)
         alive = look_back(model, work)
-        if done:
-            status, steps = STALLED, max(steps, 1)  # until certified below
+        if len(work.jacobian) == 0:
+            status = where(running & (not alive), UNDERFLOW, status)
+            running = running & alive
+        if not anywhere(running):
             break
-        if steps == max_steps:
-            break
-        if not alive:
-            if len(work.jacobian) == 0:
-                status = UNDERFLOW
-                break
-            turn_dead(model, weight, price, work)
-            stale = np.inf
-            for s in range(states.shape[1]):
-                states[U, s] = states[M, s] * np.exp(states[FOUND, s])
-        else:
-            if refresh or stale == np.inf:
+        if anywhere(running & alive):
+            refresh = (refresh | (stale == np.inf)) & running & alive
+            if anywhere(refresh):
                 for s in range(states.shape[1]):
                     states[0, s] = states[U, s]
                     states[BEND, s] = (price - weight) / states[U, s]
                     for i in span(s * num_actions, (s + 1) * num_actions):
                         pairs[D, i] = weight / max(pairs[PAIR, i], SMALLEST)
                         pairs[W, i] = 0.0
-                factorize(model, work)
-                stale = 0.0
+                factorize(model, refresh, work)
+                stale = where(refresh, 0.0, stale)
             for s in range(states.shape[1]):
                 states[V, s] = 0.0  # the start of an iterative solver
                 force = -price * (states[FOUND, s] - states[GUESS, s])
@@ -217,31 +241,43 @@ def settle(
             solve(model, source, work)
             for s in range(states.shape[1]):
                 states[M, s] = states[U, s] / (weight * states[TOTAL, s])
-        decrement, moved = 0.0, 0.0
+        dead = running & (not alive)
+        if anywhere(dead):
+            turn_rarely(model, weight, price, dead, work)
+            stale = where(dead, np.inf, stale)
+        squared, moved = 0.0, 0.0
         for s in range(states.shape[1]):
             off = states[FOUND, s] - states[GUESS, s]
             step = off + states[M, s]
-            decrement -= price * off * states[U, s]
+            squared -= price * off * states[U, s]
             moved = max(moved, abs(step) / unit(states[FOUND, s])) + (step - step)
-        if not np.isfinite(moved):
-            status = NOT_FINITE
-            break
-        length = 1.0 if steps < FULL_STEPS or moved < 0.1 else 0.5
+        status = where(running & (not finite(moved)), NOT_FINITE, status)
+        running = running & finite(moved)
+        decrement = where(running, squared, decrement)
+        length = where((steps < FULL_STEPS) | (moved < 0.1), 1.0, 0.5)
         for s in range(states.shape[1]):
-            states[GUESS, s] += length * (states[FOUND, s] - states[GUESS, s] + states[M, s])
-        patience = STALL_AFTER if moved < 0.5 * best or moved > 0.1 else patience - 1
+            step = length * (states[FOUND, s] - states[GUESS, s] + states[M, s])
+            states[GUESS, s] = where(running, states[GUESS, s] + step, states[GUESS, s])
+        progress = (moved < 0.5 * best) | (moved > 0.1)
+        patience = where(progress, STALL_AFTER, patience - 1.0)
         best = min(best, moved)
-        done = patience == 0 or (moved <= np.sqrt(EPS) and (not alive or stale * moved <= LEFT))
-        if steps == 0:
-            work.stale[1] = max(moved, 0.9 * work.stale[1])
-        steps += 1
+        done = (patience == 0.0) | (
+            (moved <= ROOT_EPS) & ((not alive) | (stale * moved <= LEFT))
+        )
+        if first:
+            recent = max(moved, 0.9 * work.stale[1])
+            work.stale[1] = where(running, recent, work.stale[1])
+            first = False
+        status = where(running & done, STALLED, status)  # until certified below
+        steps = where(running, steps + 1.0, steps)
         following = (stale + moved) * moved
-        stale += 2.0 * moved
-        refresh = not stale * following <= LIKELY
-    work.stale[0], work.stale[2] = stale, 1.0
+        stale = where(running, stale + 2.0 * moved, stale)
+        refresh = not (stale * following <= LIKELY)
+        running = running & (not done) & (steps < max_steps)
+    work.stale[0] = where(solved, stale, work.stale[0])
+    work.stale[2] = where(solved, 1.0, work.stale[2])
     dual, flow = certify_logs(model, weight, price, fine, work)
-    if status == STALLED and dual <= tolerance and flow <= tolerance:
-        status = CONVERGED
+    good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance)
     for s in range(states.shape[1]):
         states[V, s] += states[PLAN, s]
-    return status, steps, np.sqrt(max(decrement, 0.0)), flow, dual
+    return where(good, CONVERGED, status), steps, sqrt(max(decrement, 0.0)), flow, dual

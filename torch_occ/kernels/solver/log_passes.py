@@ -7,9 +7,13 @@ pair of passes for every state. The torch twin is torch_occ.step.entropic.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from torch_occ.kernels.constants import DEAD, LOG_DEAD
+from torch_occ.kernels.lanes.arrays import lane, lanes_of
+from torch_occ.kernels.lanes.vectors import anywhere, exp, log, where
 from torch_occ.kernels.layout import (
     FORCE,
     GAPS,
@@ -26,8 +30,10 @@ from torch_occ.kernels.layout import (
     Work,
     ahead,
     kernel,
+    model_of_lane,
     part,
     span,
+    work_of_lane,
 )
 from torch_occ.kernels.solver.newton import SMALLEST
 from torch_occ.kernels.solver.transitions import arrive, likelihoods, successor
@@ -39,7 +45,7 @@ FOUND = OTHERS  # of states: log u from the forward pass
 
 
 @part
-def look_ahead(model: Model, weight: float, price: float, work: Work) -> None:
+def look_ahead(model: Model, weight: Any, price: Any, work: Work) -> None:
     """Soft value iteration: writes V, log pi, and pi into the row PAIR."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     exists, inverse = model.exists, 1.0 / weight
@@ -56,9 +62,9 @@ def look_ahead(model: Model, weight: float, price: float, work: Work) -> None:
             for i in span(first, stop):
                 excess = (least - pairs[LOG_POLICY, i]) * inverse if exists[PAIR, i] else -np.inf
                 pairs[LOG_POLICY, i] = excess
-                pairs[PAIR, i] = np.exp(excess)
+                pairs[PAIR, i] = exp(excess)
                 total += pairs[PAIR, i]
-            shift, share = np.log(total), 1.0 / total
+            shift, share = log(total), 1.0 / total
             for i in span(first, stop):
                 pairs[LOG_POLICY, i] -= shift
                 pairs[PAIR, i] *= share
@@ -66,10 +72,10 @@ def look_ahead(model: Model, weight: float, price: float, work: Work) -> None:
 
 
 @part
-def look_back(model: Model, work: Work) -> bool:
+def look_back(model: Model, work: Work) -> Any:
     """Write the occupancies of the policy: q, u in row U, and log u.
 
-    The row PAIR must hold the policy on entry. Returns whether no state is dead.
+    The row PAIR must hold the policy on entry. Returns whether no state is dead, or in which lanes.
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     alive = True
@@ -77,19 +83,21 @@ def look_back(model: Model, work: Work) -> bool:
         arrive(model, PAIR, k, work)
         rare = False
         for s in span(start[k], start[k + 1]):
-            rare = rare or not states[U, s] > DEAD
-            states[FOUND, s] = np.log(states[U, s])
-        if rare:
-            alive = False
-            gather_logs(model, k, work)
+            rare = rare | (not (states[U, s] > DEAD))
+            states[FOUND, s] = log(states[U, s])
+        alive = alive & (not rare)
+        for n in range(lanes_of(work.stale) if anywhere(rare) else 0):
+            if lane(rare, n):
+                gather_logs(model_of_lane(model, n), k, work_of_lane(work, n))
         for s in span(start[k], start[k + 1]):
             u = states[U, s]
-            if u > DEAD:
+            if anywhere(not (u > DEAD)):
                 for i in span(s * num_actions, (s + 1) * num_actions):
-                    pairs[PAIR, i] *= u
+                    small = exp(states[FOUND, s] + pairs[LOG_POLICY, i])
+                    pairs[PAIR, i] = where(u > DEAD, pairs[PAIR, i] * u, small)
             else:
                 for i in span(s * num_actions, (s + 1) * num_actions):
-                    pairs[PAIR, i] = np.exp(states[FOUND, s] + pairs[LOG_POLICY, i])
+                    pairs[PAIR, i] *= u
     return alive
 
 
@@ -120,6 +128,17 @@ def gather_logs(model: Model, k: int, work: Work) -> None:
         if not states[U, s] > DEAD:
             states[FOUND, s] = states[M, s] + np.log(states[PULL, s])
             states[U, s] = np.exp(states[FOUND, s])
+
+
+@part
+def turn_rarely(model: Model, weight: Any, price: Any, dead: Any, work: Work) -> None:
+    """`turn_dead` in the lanes that have dead states; U receives the change of u."""
+    for n in range(lanes_of(work.stale)):
+        if lane(dead, n):
+            own = work_of_lane(work, n)
+            turn_dead(model_of_lane(model, n), lane(weight, n), lane(price, n), own)
+            for s in range(own.states.shape[1]):
+                own.states[U, s] = own.states[M, s] * np.exp(own.states[FOUND, s])
 
 
 @kernel
@@ -191,32 +210,33 @@ def push(model: Model, weight: float, price: float, moving: int, work: Work) -> 
 
 
 @part
-def unit(log: float) -> float:
+def unit(log_u: Any) -> Any:
     """The unit of errors of log u: 1, or log u / LOG_DEAD in dead states."""
-    return max(log * (1.0 / LOG_DEAD), 1.0)
+    return max(log_u * (1.0 / LOG_DEAD), 1.0)
 
 
 @part
 def certify_logs(
     model: Model,
-    weight: float,
-    price: float,
-    fine: bool,
+    weight: Any,
+    price: Any,
+    fine: Any,
     work: Work,
-) -> tuple[float, float]:
+) -> tuple[Any, Any]:
     """The dual and the flow residual, as in torch_occ.step.entropic; `fine` as in `certify`."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     dual, flow, rounding = 0.0, 0.0, 0.0
     for s in range(states.shape[1]):
-        log, total = states[FOUND, s], 0.0
-        error = abs(log - states[GUESS, s]) / unit(log) if price > 0.0 else 0.0
+        log_u, total = states[FOUND, s], 0.0
+        error = where(price > 0.0, abs(log_u - states[GUESS, s]) / unit(log_u), 0.0)
         dual = max(dual, price / weight * error) + (error - error)
         for i in span(s * num_actions, (s + 1) * num_actions):
             total += pairs[PAIR, i]
-            if fine and pairs[PAIR, i] > SMALLEST:
+            if anywhere(fine):
                 # An error common to all actions of a state does not change q.
-                others = 1.0 - np.exp(pairs[LOG_POLICY, i])
-                rounding = max(rounding, pairs[ROUNDING, i] * others / weight)
-        if log > LOG_DEAD:
-            flow = max(flow, abs(total - states[U, s]) / states[U, s])
+                error = pairs[ROUNDING, i] * (1.0 - exp(pairs[LOG_POLICY, i])) / weight
+                counts = fine & (pairs[PAIR, i] > SMALLEST)
+                rounding = max(rounding, where(counts, error, 0.0))
+        error = abs(total - states[U, s]) / states[U, s]
+        flow = max(flow, where(log_u > LOG_DEAD, error, 0.0))
     return max(dual, rounding), flow

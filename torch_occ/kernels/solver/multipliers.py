@@ -55,7 +55,7 @@ def respond(
     """Write the curvatures G Pi G' at q into the rows from MATRIX on."""
     pairs, num_pairs = work.pairs, costs.shape[1]
     derive(model, terms, weights, work)
-    factorize(model, work)
+    factorize(model, True, work)
     for i in range(len(costs)):
         for p in range(num_pairs):
             pairs[FORCE, p] = costs[i, p]

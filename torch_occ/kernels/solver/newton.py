@@ -6,6 +6,8 @@ The row PAIR of the scratch memory holds the starting point q on entry and the s
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from torch_occ.kernels.constants import (
@@ -17,9 +19,12 @@ from torch_occ.kernels.constants import (
     STALLED,
     UNDERFLOW,
 )
+from torch_occ.kernels.lanes.vectors import anywhere, sqrt, where
 from torch_occ.kernels.layout import (
+    AHEAD,
     COMPLEMENT,
     DQ,
+    FITTED,
     FORCE,
     GAPS,
     GRADIENT,
@@ -33,18 +38,20 @@ from torch_occ.kernels.layout import (
     U,
     V,
     Work,
+    ahead,
+    finite,
     kernel,
     part,
     span,
 )
 from torch_occ.kernels.solver.certificate import certify, fit_multipliers, is_convex
 from torch_occ.kernels.solver.psi import derive, uses
-from torch_occ.kernels.solver.shaping import least_unit, shape_finely, shape_loss
+from torch_occ.kernels.solver.shaping import least_unit, shape_loss, shape_rarely
 from torch_occ.kernels.solver.transitions import arrive, factorize, solve
 
 EPS = float(np.finfo(np.float64).eps)
 TINY = float(np.finfo(np.float64).tiny)
-SMALLEST = TINY / EPS
+SMALLEST, ROOT_EPS = TINY / EPS, EPS**0.5
 #: Bounds on the error from stale factors, relative to q. LEFT bounds the error at the end.
 #: Factors are reused if the predicted error is at most LIKELY.
 LEFT, LIKELY = 1e-5 * EPS**0.5, 3e-14
@@ -68,92 +75,110 @@ def descend(
     tolerance: float,
     max_steps: int,
     source: Floats,
+    running: Any,
     work: Work,
-) -> tuple[int, int, float, float, float]:
+) -> tuple[Any, Any, Any, Any, Any]:
     """Minimize from q, reusing the factors in `work` while they are accurate enough.
 
-    `loss` is flat, (S * A,), and `source` is empty. Returns status, steps, decrement, flow residual
-    and dual residual; the row V receives the multipliers.
+    `loss` is flat, (S * A,), and `source` is empty. `running` says which lanes to solve; the others
+    keep their q. Returns status, steps, decrement, flow residual and dual residual; the row V
+    receives the multipliers.
 
     `stale` is the relative error of the factors. Every term of the Hessian is a power of its
     argument with exponent -2 or more, and the relative change of an argument is at most that of
     the pairs. So a step with a relative change of m adds 2 m to `stale`. The error after the step
     is (stale + m) m: `stale` times m from the factors, and m squared from Newton's method.
+
+    Lanes iterate together until the last one has finished. A lane that has finished keeps q, its
+    factors and its multipliers, so its certificate does not depend on the others.
     """
-    pairs, num_pairs, stale = work.pairs, work.pairs.shape[1], work.stale[0]
-    status, steps, patience, best, decrement, moved, done = (
-        MAX_STEPS,
-        0,
-        STALL_AFTER,
-        np.inf,
-        np.inf,
-        0.0,
-        False,
-    )
-    refresh = not stale <= min(WORTH, 0.1 * work.stale[1])
+    pairs, states, num_pairs = work.pairs, work.states, work.pairs.shape[1]
+    stale, first = work.stale[0], True
+    status, steps, patience, best, decrement = MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0, np.inf, np.inf
+    refresh = not (stale <= min(WORTH, 0.1 * work.stale[1]))
     largest = shape_loss(model, loss, work)
-    fine = not EPS * largest <= COARSE * tolerance * least_unit(terms, weights)
-    if fine:
-        shape_finely(model, loss, work)
+    fine = not (EPS * largest <= COARSE * tolerance * least_unit(terms, weights))
+    if anywhere(fine):
+        shape_rarely(model, loss, fine, work)
     complement = uses(terms, COMPLEMENT)
+    running = running & (steps < max_steps)
     while True:
         derive(model, terms, weights, work)
-        last = done or steps == max_steps
         if complement and model.conserved:
-            lift(model, not last, work)
-        if last:
+            lift(model, running, work)
+        if not anywhere(running):
             break
-        if refresh:
-            factorize(model, work)
-            stale = 0.0
+        refresh = refresh & running
+        if anywhere(refresh):
+            factorize(model, refresh, work)
+            stale = where(refresh, 0.0, stale)
         for i in range(num_pairs):
             pairs[FORCE, i] = -(pairs[GRADIENT, i] + pairs[GAPS, i])
         solve(model, source, work)
+        for s in range(states.shape[1]):
+            states[FITTED, s] = where(running, states[V, s], states[FITTED, s])
         squared, fall, moved = measure(model, work)
-        if not np.isfinite(moved):
-            status = NOT_FINITE
-            break
-        patience = STALL_AFTER if moved < 0.5 * best or moved > 0.1 else patience - 1
+        status = where(running & (not finite(moved)), NOT_FINITE, status)
+        running = running & finite(moved)
+        progress = (moved < 0.5 * best) | (moved > 0.1)
+        patience = where(progress, STALL_AFTER, patience - 1.0)
         best = min(best, moved)
-        done = (moved <= np.sqrt(EPS) and stale * moved <= LEFT) or patience == 0
-        if fall <= 0.5:
-            for i in range(num_pairs):
-                pairs[TRIAL, i] = pairs[PAIR, i] + pairs[DQ, i]
-        else:
-            shorten(model, fall, work)
-        if (done or moved > SHORT) and not retract(model, TRIAL, work):
-            status = UNDERFLOW
-            break
+        done = ((moved <= ROOT_EPS) & (stale * moved <= LEFT)) | (patience == 0.0)
         for i in range(num_pairs):
-            pairs[PAIR, i] = pairs[TRIAL, i]
-        if done:
-            status = STALLED  # until certified below
-        if steps == 0:
-            work.stale[1] = max(moved, 0.9 * work.stale[1])
-        decrement = squared
-        steps += 1
+            pairs[TRIAL, i] = pairs[PAIR, i] + pairs[DQ, i]
+        if anywhere(running & (fall > 0.5)):
+            shorten(model, fall, work)
+        back = running & (done | (moved > SHORT))
+        if anywhere(back):
+            alive = retract(model, TRIAL, back, work)
+            status = where(back & (not alive), UNDERFLOW, status)
+            running = running & (alive | (not back))
+        for i in range(num_pairs):
+            pairs[PAIR, i] = where(running, pairs[TRIAL, i], pairs[PAIR, i])
+        if first:
+            recent = max(moved, 0.9 * work.stale[1])
+            work.stale[1] = where(running, recent, work.stale[1])
+            first = False
+        status = where(running & done, STALLED, status)  # until certified below
+        decrement = where(running, squared, decrement)
+        steps = where(running, steps + 1.0, steps)
         following = (stale + moved) * moved
-        stale += 2.0 * moved
+        stale = where(running, stale + 2.0 * moved, stale)
         refresh = stale * following > LIKELY
+        running = running & (not done) & (steps < max_steps)
     work.stale[0] = stale
-    if status != STALLED:
-        for k in range(len(model.start) - 1):
-            arrive(model, PAIR, k, work)
+    follow_multipliers(model, work)
     dual, flow = certify(model, complement, fine, work)
-    if status == STALLED and not dual <= tolerance:
-        dual = fit_multipliers(model, complement, fine, dual, work)
-    if status == STALLED and dual <= tolerance and flow <= tolerance:
-        status = CONVERGED if is_convex(model, terms, weights, work) else NOT_CONVEX
-    for s in range(work.states.shape[1]):
-        work.states[V, s] += work.states[PLAN, s]
+    unsure = (status == STALLED) & (not (dual <= tolerance))
+    if anywhere(unsure):
+        dual = fit_multipliers(model, complement, fine, unsure, dual, work)
+    good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance)
+    convex = is_convex(model, terms, weights, work)
+    status = where(good, where(convex, CONVERGED, NOT_CONVEX), status)
+    for s in range(states.shape[1]):
+        states[V, s] += states[PLAN, s]
     if complement and model.conserved:
         put_back(model, work)
-    return status, steps, np.sqrt(max(decrement, 0.0)), flow, dual
+    return status, steps, sqrt(max(decrement, 0.0)), flow, dual
+
+
+@part
+def follow_multipliers(model: Model, work: Work) -> None:
+    """Copy the multipliers of the last Newton step to V, and compute what a certificate reads."""
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
+    for s in range(states.shape[1]):
+        states[V, s] = states[FITTED, s]
+    for k in range(len(start) - 1):
+        arrive(model, PAIR, k, work)
+        behind = start[k + 1]
+        after = start[k + 2] - behind if k + 2 < len(start) else 0
+        for i in span(start[k] * num_actions, behind * num_actions):
+            pairs[AHEAD, i] = ahead(model.next_state, i, states, V, behind, after)
 
 
 @kernel
-def shorten(model: Model, fall: float, work: Work) -> None:
-    """Write q + dq / (1 + fall) into TRIAL.
+def shorten(model: Model, fall: Any, work: Work) -> None:
+    """Write q + dq / (1 + fall) into TRIAL where the fall is more than 1/2.
 
     The sum is rearranged, because this formula rounds to zero if the fall is above 1/eps.
     """
@@ -161,13 +186,11 @@ def shorten(model: Model, fall: float, work: Work) -> None:
     for i in range(pairs.shape[1]):
         if model.exists[PAIR, i]:
             left = length * (1.0 + (fall + pairs[DQ, i] / pairs[PAIR, i]))
-            pairs[TRIAL, i] = pairs[PAIR, i] * left
-        else:
-            pairs[TRIAL, i] = 0.0
+            pairs[TRIAL, i] = where(fall > 0.5, pairs[PAIR, i] * left, pairs[TRIAL, i])
 
 
 @kernel
-def lift(model: Model, anew: bool, work: Work) -> None:
+def lift(model: Model, anew: Any, work: Work) -> None:
     """Subtract from the gradient of every layer its entry at the layer's likeliest pair.
 
     `anew` says whether to take this constant from the present gradient or from the last call. The
@@ -176,15 +199,15 @@ def lift(model: Model, anew: bool, work: Work) -> None:
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     for k in range(len(start) - 1):
-        first, stop = start[k] * num_actions, start[k + 1] * num_actions
-        if anew:
-            likeliest = first
-            for i in range(first, stop):
-                likeliest = i if pairs[PAIR, i] > pairs[PAIR, likeliest] else likeliest
-            states[LIFT, start[k]] = pairs[GRADIENT, likeliest]
-        for i in range(first, stop):
+        most, constant = -1.0, 0.0
+        for i in range(start[k] * num_actions, start[k + 1] * num_actions):
+            constant = where(pairs[PAIR, i] > most, pairs[GRADIENT, i], constant)
+            most = max(pairs[PAIR, i], most)
+        constant = where(anew, constant, states[LIFT, start[k]])
+        states[LIFT, start[k]] = constant
+        for i in range(start[k] * num_actions, start[k + 1] * num_actions):
             if model.exists[PAIR, i]:
-                pairs[GRADIENT, i] -= states[LIFT, start[k]]
+                pairs[GRADIENT, i] -= constant
 
 
 @kernel
@@ -198,8 +221,11 @@ def put_back(model: Model, work: Work) -> None:
 
 
 @part
-def retract(model: Model, row: int, work: Work) -> bool:
-    """Retract a row of the pairs in place, q -> policy -> q; False if a pair underflows."""
+def retract(model: Model, row: int, wanted: Any, work: Work) -> Any:
+    """Retract a row of the pairs in place where `wanted`, q -> policy -> q.
+
+    False where a pair underflows.
+    """
     start, num_actions, pairs, states, exists = (
         model.start,
         model.num_actions,
@@ -214,10 +240,11 @@ def retract(model: Model, row: int, work: Work) -> bool:
             total = 0.0
             for i in span(s * num_actions, (s + 1) * num_actions):
                 total += pairs[row, i]
-            ratio = states[U, s] / total
+            ratio = where(wanted, states[U, s] / total, 1.0)
             for i in span(s * num_actions, (s + 1) * num_actions):
                 pairs[row, i] *= ratio
-                alive = alive and (pairs[row, i] > SMALLEST or not exists[PAIR, i])
+                if exists[PAIR, i]:
+                    alive = alive & (pairs[row, i] > SMALLEST)
     return alive
 
 
@@ -230,7 +257,7 @@ def floor_pairs(model: Model, work: Work) -> None:
 
 
 @part
-def measure(model: Model, work: Work) -> tuple[float, float, float]:
+def measure(model: Model, work: Work) -> tuple[Any, Any, Any]:
     """The squared decrement, and the largest relative decrease and relative change of a pair.
 
     The other arguments are sums of pairs, so none has a larger relative decrease than its parts.

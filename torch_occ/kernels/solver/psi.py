@@ -7,8 +7,9 @@ Its torch twin in torch_occ.regularizers.terms has the same number.
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
+from torch_occ.kernels.lanes.vectors import anywhere, log, power, sqrt, where
 from torch_occ.kernels.layout import (
     BEND,
     COMPLEMENT,
@@ -39,42 +40,42 @@ POWER, X_LOG_X, LOG = 0, 1, 2
 
 
 @inlined
-def of_root(weight: float, x: float) -> tuple[float, float]:
+def of_root(weight: Any, x: Any) -> tuple[Any, Any]:
     """Slope and bend of weight * sqrt(x)."""
     inverse = 1.0 / x
-    first = 0.5 * weight * np.sqrt(x) * inverse
+    first = 0.5 * weight * sqrt(x) * inverse
     return first, -0.5 * first * inverse
 
 
 @inlined
-def of_power(p: float, weight: float, x: float) -> tuple[float, float]:
-    """Slope and bend of weight * x^p."""
+def of_power(p: Any, weight: Any, x: Any) -> tuple[Any, Any]:
+    """Slope and bend of weight * x^p; for p = 1/2 exactly those of `of_root`."""
     inverse = 1.0 / x
-    first = p * weight * x**p * inverse
+    first = p * weight * where(p == 0.5, sqrt(x), power(x, p)) * inverse
     return first, (p - 1.0) * first * inverse
 
 
 @inlined
-def of_x_log_x(weight: float, x: float) -> tuple[float, float]:
+def of_x_log_x(weight: Any, x: Any) -> tuple[Any, Any]:
     """Slope and bend of weight * x log x."""
-    return weight * (np.log(x) + 1.0), weight / x
+    return weight * (log(x) + 1.0), weight / x
 
 
 @inlined
-def of_log(weight: float, x: float) -> tuple[float, float]:
+def of_log(weight: Any, x: Any) -> tuple[Any, Any]:
     """Slope and bend of weight * log x."""
     inverse = 1.0 / x
     return weight * inverse, -weight * inverse * inverse
 
 
 @part
-def accumulate(function: int, p: float, weight: float, table: Floats, row: int) -> None:
+def accumulate(function: int, p: Any, weight: Any, table: Floats, row: int) -> None:
     """Add slope and bend of weight * function(x) for every entry x of a row.
 
     Each function has its own loop, so that the loops vectorize.
     """
     n = table.shape[1]
-    if function == POWER and p == 0.5:
+    if function == POWER and not anywhere(p != 0.5):
         for i in range(n):
             slope, bend = of_root(weight, table[row, i])
             table[row + SLOPE, i] += slope
@@ -102,33 +103,33 @@ def accumulate_each(
 ) -> None:
     """`accumulate` with one weight or exponent per entry; entry i belongs to pair step * i."""
     n, function, p = table.shape[1], terms.function[term], number_of(terms, terms.exponent, term, 0)
-    if function == POWER and p == 0.5 and len(terms.exponent) == len(terms.argument):
+    if function == POWER and not anywhere(p != 0.5) and len(terms.exponent) == len(terms.argument):
         for i in range(n):
             weight = number_of(terms, weights, term, step * i)
             slope, bend = of_root(weight, table[row, i])
-            table[row + SLOPE, i] += slope if weight != 0.0 else 0.0
-            table[row + BEND, i] += bend if weight != 0.0 else 0.0
+            table[row + SLOPE, i] += where(weight != 0.0, slope, 0.0)
+            table[row + BEND, i] += where(weight != 0.0, bend, 0.0)
     elif function == LOG:
         for i in range(n):
             weight = number_of(terms, weights, term, step * i)
             slope, bend = of_log(weight, table[row, i])
-            table[row + SLOPE, i] += slope if weight != 0.0 else 0.0
-            table[row + BEND, i] += bend if weight != 0.0 else 0.0
+            table[row + SLOPE, i] += where(weight != 0.0, slope, 0.0)
+            table[row + BEND, i] += where(weight != 0.0, bend, 0.0)
     else:
         for i in range(n):
             weight = number_of(terms, weights, term, step * i)
-            if weight != 0.0:
+            if anywhere(weight != 0.0):
                 if function == POWER:
                     p = number_of(terms, terms.exponent, term, step * i)
                     slope, bend = of_power(p, weight, table[row, i])
                 else:
                     slope, bend = of_x_log_x(weight, table[row, i])
-                table[row + SLOPE, i] += slope
-                table[row + BEND, i] += bend
+                table[row + SLOPE, i] += where(weight != 0.0, slope, 0.0)
+                table[row + BEND, i] += where(weight != 0.0, bend, 0.0)
 
 
 @inlined
-def number_of(terms: Terms, x: Floats, term: int, pair: int) -> float:
+def number_of(terms: Terms, x: Floats, term: int, pair: int) -> Any:
     """The weight or exponent of a term at a pair; x is (K,) or (K * S * A,)."""
     count = len(terms.argument)
     return x[term] if len(x) == count else x[unsigned(term * (len(x) // count) + pair)]
@@ -141,16 +142,16 @@ def varies(terms: Terms, weights: Floats) -> bool:
 
 
 @inlined
-def bend_at_one(function: int, p: float) -> float:
+def bend_at_one(function: int, p: Any) -> Any:
     """f''(1)."""
     bend = p * (p - 1.0) if function == POWER else 1.0 if function == X_LOG_X else 0.0
     return -1.0 if function == LOG else bend
 
 
 @inlined
-def by_exponent(function: int, p: float, x: float) -> float:
+def by_exponent(function: int, p: Any, x: Any) -> Any:
     """d log f'(x) / dp: 1/p + log x for f(x) = x^p, and 0 for functions without exponent."""
-    return 1.0 / p + np.log(x) if function == POWER else 0.0
+    return 1.0 / p + log(x) if function == POWER else 0.0
 
 
 @part
@@ -189,7 +190,7 @@ def derive(model: Model, terms: Terms, weights: Floats, work: Work) -> None:
                 accumulate_each(terms, term, weights, num_actions, states, 0)
             else:
                 accumulate_each(terms, term, weights, 1, pairs, argument)
-        elif weights[term] != 0.0:
+        elif anywhere(weights[term] != 0.0):
             if argument == STATE:
                 accumulate(terms.function[term], terms.exponent[term], weights[term], states, 0)
             else:

@@ -7,8 +7,11 @@ computes the gaps with compensated sums; torch_occ.step.shaping explains how.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from torch_occ.kernels.lanes.arrays import lane, lanes_of
 from torch_occ.kernels.layout import (
     DQ,
     GAPS,
@@ -32,9 +35,11 @@ from torch_occ.kernels.layout import (
     either,
     inlined,
     kernel,
+    model_of_lane,
     part,
     span,
     unsigned,
+    work_of_lane,
 )
 from torch_occ.kernels.solver.psi import bend_at_one, number_of, varies
 
@@ -49,7 +54,7 @@ LOW, LEADING, LEFT, BASE = PULL, U, M, OTHERS
 
 
 @part
-def shape_loss(model: Model, loss: Floats, work: Work) -> float:
+def shape_loss(model: Model, loss: Floats, work: Work) -> Any:
     """Write the gaps of the loss into GAPS, its values into PLAN; returns the largest |value|."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     largest = 0.0
@@ -72,7 +77,7 @@ def shape_loss(model: Model, loss: Floats, work: Work) -> float:
 
 
 @part
-def least_unit(terms: Terms, weights: Floats) -> float:
+def least_unit(terms: Terms, weights: Floats) -> Any:
     """A lower bound of q times the curvature of psi: x f''(x) decreases in x, and q <= 1."""
     if varies(terms, weights):
         return least_of_each(terms, weights)
@@ -84,7 +89,7 @@ def least_unit(terms: Terms, weights: Floats) -> float:
 
 
 @kernel
-def least_of_each(terms: Terms, weights: Floats) -> float:
+def least_of_each(terms: Terms, weights: Floats) -> Any:
     """`least_unit` with one weight or exponent per pair."""
     count, least = len(terms.argument), np.inf
     for i in range(max(len(weights), len(terms.exponent)) // count):
@@ -153,6 +158,14 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
         total += states[LIFT, start[k]]
         for s in range(start[k], start[k + 1]):
             states[PLAN, s] += total
+
+
+@part
+def shape_rarely(model: Model, loss: Floats, fine: Any, work: Work) -> None:
+    """`shape_finely` in the lanes that need it."""
+    for n in range(lanes_of(work.stale)):
+        if lane(fine, n):
+            shape_finely(model_of_lane(model, n), lane(loss, n), work_of_lane(work, n))
 
 
 @inlined

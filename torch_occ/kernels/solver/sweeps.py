@@ -8,9 +8,12 @@ both p and R by the transitions: sum_a p_a P_a u + sum_a (R x)_a P_a = sum_a dq_
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from torch_occ.kernels.constants import NOISE
+from torch_occ.kernels.lanes.vectors import sqrt, where
 from torch_occ.kernels.layout import (
     AHEAD,
     BEND,
@@ -21,7 +24,9 @@ from torch_occ.kernels.layout import (
     KAPPA,
     PULL,
     RESPONSE,
+    SOFT,
     TOTAL,
+    TRIAL,
     D,
     Floats,
     M,
@@ -42,27 +47,30 @@ from torch_occ.kernels.layout import (
 
 
 @adder
-def factorize(model: Model, work: Work) -> None:
-    """Compute (R, p, kappa) of every state from d, w and c, then the gains layer by layer."""
+def factorize(model: Model, refresh: Any, work: Work) -> None:
+    """Compute (R, p, kappa) of every state from d, w and c, then the gains layer by layer.
+
+    `refresh` says in which lanes; the others keep their factors. Overwrites TRIAL.
+    """
     start = model.start
-    reduce_states(model, work)
+    reduce_states(model, refresh, work)
     for s in range(start[1]):
         for j in range(start[1]):
             work.gain[s, j] = 0.0  # q(s) is fixed in the first layer
     for k in range(1, len(start) - 1):
         here, width = start[k], start[k + 1] - start[k]
-        center_layer(model.num_actions, model.arrivals, start[k - 1], here, width, work)
+        center_layer(model.num_actions, model.arrivals, start[k - 1], here, width, refresh, work)
         if width == 1 and model.conserved:
             # All mass goes to this state, whatever the policy. A sum would leave rounding errors.
             work.gain[here, 0] = 0.0
         else:
             reach_layer(start[k - 1], here, width, model.num_actions, work)
-            observe_layer(here, width, work)
+            observe_layer(here, width, refresh, work)
 
 
 @part
-def reduce_states(model: Model, work: Work) -> None:
-    """Compute INVERSE, TOTAL, P, KAPPA, CURVES and the softest pair of every state.
+def reduce_states(model: Model, refresh: Any, work: Work) -> None:
+    """Compute INVERSE, TOTAL, P, KAPPA, CURVES and SOFT of every state.
 
     The twin of torch_occ.step.states.SeparableStates.
     """
@@ -70,39 +78,46 @@ def reduce_states(model: Model, work: Work) -> None:
     exists = model.exists
     for s in range(states.shape[1]):
         first = s * num_actions
-        softest, dominant, total, e, largest, stiffness = first, first, 0.0, 1.0, -1.0, 0.0
-        least = 0.0
+        total, e, stiffness, least, most, largest = 0.0, 0.0, 0.0, 0.0, -np.inf, -1.0
+        softest, dominant = float(first), float(first)
         for i in span(first, first + num_actions):
             inverse = 1.0 / (pairs[D, i] + pairs[W, i]) if exists[0, i] else 0.0
             share = pairs[W, i] * inverse
-            pairs[INVERSE, i] = inverse
-            pairs[P, i] = share
+            pairs[INVERSE, i] = where(refresh, inverse, pairs[INVERSE, i])
+            pairs[TRIAL, i] = share
             total += inverse
             least = min(least, inverse)
             stiffness += share * pairs[D, i]
-            if inverse > pairs[INVERSE, softest]:
-                softest = i
-            if exists[0, i] and share > largest:
-                dominant, largest = i, share
+            softest = where(inverse > most, float(i), softest)
+            most = max(inverse, most)
+            if exists[0, i]:
+                dominant = where(share > largest, float(i), dominant)
+                largest = max(share, largest)
         # e = 1 - sum w/D cancels if one action dominates its state. For that action, 1 - w/D = d/D.
-        e = pairs[D, dominant] * pairs[INVERSE, dominant]
         for i in span(first, first + num_actions):
-            if i != dominant:
-                e -= pairs[P, i]
+            e += where(dominant == i, pairs[D, i] * pairs[INVERSE, i], -pairs[TRIAL, i])
         ratio = e / total
         for i in span(first, first + num_actions):
-            pairs[P, i] += ratio * pairs[INVERSE, i]
-        work.softest[s] = softest
-        states[TOTAL, s] = total
+            p = pairs[TRIAL, i] + ratio * pairs[INVERSE, i]
+            pairs[P, i] = where(refresh, p, pairs[P, i])
+            pairs[SOFT, i] = where(refresh, where(softest == i, 1.0, 0.0), pairs[SOFT, i])
         kappa = states[BEND, s] + stiffness + e * ratio
         size = abs(states[BEND, s]) + abs(stiffness) + abs(e * ratio)
-        states[KAPPA, s] = max(kappa, 0.0)
-        states[CURVES, s] = -1.0 if least < 0.0 else 1.0 if kappa >= -NOISE * size else 0.0
+        curves = where(least < 0.0, -1.0, where(kappa >= -NOISE * size, 1.0, 0.0))
+        states[TOTAL, s] = where(refresh, total, states[TOTAL, s])
+        states[KAPPA, s] = where(refresh, max(kappa, 0.0), states[KAPPA, s])
+        states[CURVES, s] = where(refresh, curves, states[CURVES, s])
 
 
 @part
 def center_layer(
-    num_actions: int, arrivals: Floats, before: int, here: int, width: int, work: Work
+    num_actions: int,
+    arrivals: Floats,
+    before: int,
+    here: int,
+    width: int,
+    refresh: Any,
+    work: Work,
 ) -> None:
     """Compute P_p of the previous layer, and its centred transitions.
 
@@ -111,15 +126,17 @@ def center_layer(
     """
     pairs, widest = work.pairs, len(work.moves)
     for s in span(before, here):
-        first, softest, shift = s * num_actions, work.softest[s], before * num_actions
+        first, shift, share = s * num_actions, before * num_actions, 1.0 / work.states[TOTAL, s]
         for j in range(width):
-            work.moves[j, s] = dot(pairs, P, arrivals, j, first, first + num_actions)
+            moved = dot(pairs, P, arrivals, j, first, first + num_actions)
+            work.moves[j, s] = where(refresh, moved, work.moves[j, s])
+            origin = dot(pairs, SOFT, arrivals, j, first, first + num_actions)
             mean = 0.0
             for i in span(first, first + num_actions):
-                mean += pairs[INVERSE, i] * (arrivals[j, i] - arrivals[j, softest])
-            mean /= work.states[TOTAL, s]
+                mean += pairs[INVERSE, i] * (arrivals[j, i] - origin)
+            mean *= share
             for i in span(first, first + num_actions):
-                deviation = (arrivals[j, i] - arrivals[j, softest]) - mean
+                deviation = (arrivals[j, i] - origin) - mean
                 work.centred[j, unsigned(i - shift)] = deviation
                 work.centred[unsigned(widest + j), unsigned(i - shift)] = (
                     pairs[INVERSE, i] * deviation
@@ -154,13 +171,13 @@ def reach_layer(before: int, here: int, width: int, num_actions: int, work: Work
 
 
 @inlined
-def observe_layer(here: int, width: int, work: Work) -> None:
+def observe_layer(here: int, width: int, refresh: Any, work: Work) -> None:
     """Write Yhat = (Y^-1 + K)^-1 = Y - Y K^1/2 (I + K^1/2 Y K^1/2)^-1 K^1/2 Y into `gain`."""
     states, Y = work.states, work.squares
     half = len(work.moves)
     root = 2 * half  # the Cholesky factor; its diagonal is stored inverted
     for i in range(width):
-        states[U, unsigned(here + i)] = np.sqrt(states[KAPPA, unsigned(here + i)])
+        states[U, unsigned(here + i)] = sqrt(states[KAPPA, unsigned(here + i)])
     for i in range(width):
         for j in range(i + 1):
             total = states[U, unsigned(here + i)] * Y[i, j] * states[U, unsigned(here + j)] + (
@@ -169,7 +186,7 @@ def observe_layer(here: int, width: int, work: Work) -> None:
             for m in range(j):
                 total -= Y[unsigned(root + i), m] * Y[unsigned(root + j), m]
             Y[unsigned(root + i), j] = (
-                total * Y[unsigned(root + j), j] if j < i else 1.0 / np.sqrt(total)
+                total * Y[unsigned(root + j), j] if j < i else 1.0 / sqrt(total)
             )
     for j in range(width):
         for i in range(width):
@@ -182,6 +199,7 @@ def observe_layer(here: int, width: int, work: Work) -> None:
             total = Y[i, j]
             for m in range(width):
                 total -= Y[unsigned(half + i), m] * Y[unsigned(half + j), m]
+            total = where(refresh, total, work.gain[unsigned(here + i), j])
             work.gain[unsigned(here + i), j] = total
             work.gain[unsigned(here + j), i] = total
 
@@ -270,7 +288,7 @@ def respond(num_actions: int, work: Work) -> None:
     pairs, states = work.pairs, work.states
     for s in range(states.shape[1]):
         first, mean = s * num_actions, 0.0
-        origin = pairs[FORCE, work.softest[s]]
+        origin = dot(pairs, SOFT, pairs, FORCE, first, first + num_actions)
         for i in span(first, first + num_actions):
             mean += pairs[INVERSE, i] * (pairs[FORCE, i] - origin)
         mean /= states[TOTAL, s]

@@ -1,0 +1,231 @@
+"""Vectors and masks: one number or bool per lane, with the operators of plain ones.
+
+Vectors are LLVM vectors. Where registers are narrower, LLVM splits them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.datamodel import models
+from numba.core.typeconv import Conversion
+from numba.core.typing.templates import signature
+from numba.extending import lower_builtin, lower_cast, register_model, type_callable
+
+#: The number of lanes. It is the same on every machine, because results must be.
+LANES = 8
+
+NUMBERS = ir.VectorType(ir.DoubleType(), LANES)
+_BITS = ir.VectorType(ir.IntType(1), LANES)
+
+#: Products and sums may be fused, as in all kernels. Sums are never reordered.
+_FUSED = ("contract",)
+
+
+class _LaneType(types.Type):
+    """A type with one value per lane; a plain value converts to it by repetition."""
+
+    def __init__(self, name: str, plain: type[types.Type]) -> None:
+        self.plain = plain
+        super().__init__(name=name)
+
+    def unify(self, typingctx: Any, other: types.Type) -> types.Type | None:
+        return self if isinstance(other, self.plain) else None
+
+    def can_convert_from(self, typingctx: Any, other: types.Type) -> Any:
+        return Conversion.safe if isinstance(other, self.plain) else None
+
+    def takes(self, *kinds: types.Type) -> bool:
+        """Whether some of the types are this one, and the others convert to it."""
+        return self in kinds and all(kind == self or isinstance(kind, self.plain) for kind in kinds)
+
+
+class Vector(_LaneType):
+    """One float per lane."""
+
+
+class Mask(_LaneType):
+    """One bool per lane."""
+
+
+vector, mask = Vector("Vector", types.Number), Mask("Mask", types.Boolean)
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: types.Type) -> None:
+        super().__init__(dmm, fe_type, NUMBERS)
+
+
+@register_model(Mask)
+class _MaskModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: types.Type) -> None:
+        super().__init__(dmm, fe_type, _BITS)
+
+
+def _repeat(builder: Any, value: Any, kind: ir.VectorType) -> Any:
+    """A vector with the same value in every lane."""
+    undefined, first = ir.Constant(kind, ir.Undefined), ir.Constant(ir.IntType(32), 0)
+    one = builder.insert_element(undefined, value, first)
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    return builder.shuffle_vector(one, undefined, zeros)
+
+
+@lower_cast(types.Number, Vector)
+def _number_to_vector(context: Any, builder: Any, kind: Any, _: Any, value: Any) -> Any:
+    return _repeat(builder, context.cast(builder, value, kind, types.float64), NUMBERS)
+
+
+@lower_cast(types.Boolean, Mask)
+def _bool_to_mask(context: Any, builder: Any, kind: Any, _: Any, value: Any) -> Any:
+    return _repeat(builder, value, _BITS)
+
+
+# -- operators -------------------------------------------------------------------------------------
+
+
+def _define(functions: Any, takes: _LaneType, gives: _LaneType, build: Callable[..., Any]) -> None:
+    """Define functions of vectors or masks by the instruction that they become."""
+    arity = build.__code__.co_argcount - 1
+    for function in functions:
+
+        @type_callable(function)
+        def type_it(context: Any) -> Any:
+            def typer(a: Any, b: Any = None) -> Any:
+                found = (a,) if b is None else (a, b)
+                if len(found) == arity and takes.takes(*found):
+                    return signature(gives, *[takes] * arity)
+                return None
+
+            # Numba passes as many arguments as the function has parameters.
+            return (lambda a: typer(a)) if arity == 1 else (lambda a, b: typer(a, b))
+
+        @lower_builtin(function, *[type(takes)] * arity)
+        def lower_it(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
+            return build(builder, *arguments)
+
+
+def _intrinsic(builder: Any, name: str, *arguments: Any) -> Any:
+    """Call one of LLVM's functions that exist for numbers and vectors."""
+    kind = arguments[0].type
+    suffix = f"v{LANES}f64" if kind == NUMBERS else "f64"
+    own = ir.FunctionType(kind, [kind] * len(arguments))
+    function = cgutils.get_or_insert_function(builder.module, own, f"{name}.{suffix}")
+    return builder.call(function, arguments)
+
+
+def _larger(sign: str) -> Callable[[Any, Any, Any], Any]:
+    return lambda builder, x, y: builder.select(builder.fcmp_ordered(sign, x, y), x, y)
+
+
+_define((operator.add, operator.iadd), vector, vector, lambda b, x, y: b.fadd(x, y, flags=_FUSED))
+_define((operator.sub, operator.isub), vector, vector, lambda b, x, y: b.fsub(x, y, flags=_FUSED))
+_define((operator.mul, operator.imul), vector, vector, lambda b, x, y: b.fmul(x, y, flags=_FUSED))
+_define((operator.truediv, operator.itruediv), vector, vector, lambda b, x, y: b.fdiv(x, y))
+_define((operator.neg,), vector, vector, lambda b, x: b.fneg(x))
+_define((abs,), vector, vector, lambda b, x: _intrinsic(b, "llvm.fabs", x))
+_define((max,), vector, vector, _larger(">"))
+_define((min,), vector, vector, _larger("<"))
+_define((operator.lt,), vector, mask, lambda b, x, y: b.fcmp_ordered("<", x, y))
+_define((operator.le,), vector, mask, lambda b, x, y: b.fcmp_ordered("<=", x, y))
+_define((operator.gt,), vector, mask, lambda b, x, y: b.fcmp_ordered(">", x, y))
+_define((operator.ge,), vector, mask, lambda b, x, y: b.fcmp_ordered(">=", x, y))
+_define((operator.eq,), vector, mask, lambda b, x, y: b.fcmp_ordered("==", x, y))
+_define((operator.ne,), vector, mask, lambda b, x, y: b.fcmp_unordered("!=", x, y))
+_define((operator.and_, operator.iand), mask, mask, lambda b, x, y: b.and_(x, y))
+_define((operator.or_, operator.ior), mask, mask, lambda b, x, y: b.or_(x, y))
+_define((operator.not_,), mask, mask, lambda b, x: b.not_(x))
+
+
+# -- functions of numbers and vectors --------------------------------------------------------------
+
+
+def called_by_kernels(*_: Any) -> Any:
+    """The body of a function that only kernels call; Numba replaces it."""
+    raise TypeError("called by kernels only")
+
+
+def _elementary(name: str, arity: int) -> Callable[..., Any]:
+    """A function of numbers or vectors."""
+
+    def function(*x: Any) -> Any:
+        return called_by_kernels(*x)
+
+    function.__name__ = name
+
+    def result(*kinds: Any) -> Any:
+        if vector.takes(*kinds):
+            return signature(vector, *[vector] * arity)
+        if all(isinstance(kind, types.Number) for kind in kinds):
+            return signature(types.float64, *[types.float64] * arity)
+        return None
+
+    @type_callable(function)
+    def type_it(context: Any) -> Any:
+        return (lambda x: result(x)) if arity == 1 else (lambda x, y: result(x, y))
+
+    @lower_builtin(function, *[types.Any] * arity)
+    def lower_it(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
+        return _intrinsic(builder, f"llvm.{name}", *arguments)
+
+    return function
+
+
+sqrt = _elementary("sqrt", 1)
+log = _elementary("log", 1)
+exp = _elementary("exp", 1)
+power = _elementary("pow", 2)
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """x where the condition holds, y elsewhere; both are computed."""
+    return called_by_kernels(condition, x, y)
+
+
+@type_callable(where)
+def _type_where(context: Any) -> Any:
+    def typer(condition: Any, x: Any, y: Any) -> Any:
+        if condition == mask:
+            kind = mask if mask.takes(mask, x, y) else vector
+            return signature(kind, mask, kind, kind)
+        if isinstance(condition, types.Boolean):
+            kind = context.unify_types(x, y)
+            return signature(kind, types.boolean, kind, kind)
+        return None
+
+    return typer
+
+
+@lower_builtin(where, types.Any, types.Any, types.Any)
+def _lower_where(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
+    return builder.select(*arguments)
+
+
+def anywhere(condition: Any) -> bool:
+    """Whether a condition holds in any lane."""
+    return bool(called_by_kernels(condition))
+
+
+@type_callable(anywhere)
+def _type_anywhere(context: Any) -> Any:
+    def typer(condition: Any) -> Any:
+        if condition == mask or isinstance(condition, types.Boolean):
+            return signature(types.boolean, condition)
+        return None
+
+    return typer
+
+
+@lower_builtin(anywhere, types.Boolean)
+def _lower_anywhere(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
+    return arguments[0]
+
+
+@lower_builtin(anywhere, Mask)
+def _lower_anywhere_mask(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
+    bits = ir.IntType(LANES)
+    return builder.icmp_unsigned("!=", builder.bitcast(arguments[0], bits), ir.Constant(bits, 0))
