@@ -153,12 +153,9 @@ def walk(
     """Play one trajectory, keep its pairs and losses, and return its total loss."""
     start, num_actions = model.start, model.num_actions
     layers, suffered = len(start) - 1, 0.0
-    s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
+    s = index_drawn(model.initial, 0, len(model.initial), numbers[t, layers - 1, 2])
     for k in range(layers):
-        total = 0.0
-        for i in range(s * num_actions, (s + 1) * num_actions):
-            total += q[i]
-        i = s * num_actions + index_drawn(q, s * num_actions, num_actions, total, numbers[t, k, 0])
+        i = s * num_actions + index_drawn(q, s * num_actions, num_actions, numbers[t, k, 0])
         memory.visited[k], memory.seen[k] = i, draw(rules.noise, means[row, i], numbers[t, k, 1])
         suffered += memory.seen[k]
         if k + 1 < layers:

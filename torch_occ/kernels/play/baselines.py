@@ -129,7 +129,7 @@ def follow(
     `losses` and `visits` are updated at the visited pairs.
     """
     layers, suffered = len(model.start) - 1, 0.0
-    s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
+    s = index_drawn(model.initial, 0, len(model.initial), numbers[t, layers - 1, 2])
     for k in range(layers):
         i = work.softest[s]
         loss = draw(rules.noise, means[row, i], numbers[t, k, 1])

@@ -157,12 +157,12 @@ def roam(
 ) -> float:
     """Play one trajectory, keep its path, and return its total loss."""
     num_actions, layers, suffered = model.num_actions, len(model.start) - 1, 0.0
-    s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
+    s = index_drawn(model.initial, 0, len(model.initial), numbers[t, layers - 1, 2])
     for k in range(layers):
         first, mass = s * num_actions, 0.0
         for i in range(first, first + num_actions):
             mass += q[i]
-        i = first + index_drawn(q, first, num_actions, mass, numbers[t, k, 0])
+        i = first + index_drawn(q, first, num_actions, numbers[t, k, 0])
         loss = draw(rules.noise, means[row, i], numbers[t, k, 1])
         optimizer.path[0, k], optimizer.path[1, k] = i, loss
         suffered += loss

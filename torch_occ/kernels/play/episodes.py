@@ -115,7 +115,9 @@ def play(
             charged, shown = lane(means, n), lane(table, n)
             if rules.estimator == FULL_INFORMATION:
                 for i in range(num_pairs):
-                    shown[i] = draw(rules.noise, charged[row, i], tables[min(n, len(tables) - 1), t, i])
+                    shown[i] = draw(
+                        rules.noise, charged[row, i], tables[min(n, len(tables) - 1), t, i]
+                    )
                     lane(loss, n)[i] += shown[i]
             add_moments(rules, charged, row, t, len(weights) - 1, lane(tally.second_moment, n))
             lane(scalars, n)[REALISED] += walk(
@@ -234,12 +236,9 @@ def walk(
     """
     start, num_actions = model.start, model.num_actions
     layers, suffered = len(start) - 1, 0.0
-    s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
+    s = index_drawn(model.initial, 0, len(model.initial), numbers[t, layers - 1, 2])
     for k in range(layers):
-        total = 0.0
-        for i in range(s * num_actions, (s + 1) * num_actions):
-            total += q[i]
-        i = s * num_actions + index_drawn(q, s * num_actions, num_actions, total, numbers[t, k, 0])
+        i = s * num_actions + index_drawn(q, s * num_actions, num_actions, numbers[t, k, 0])
         if rules.estimator == FULL_INFORMATION:
             loss = table[i]
         else:
@@ -261,7 +260,7 @@ def state_drawn(model: Model, pair: int, k: int, uniform: float) -> int:
     """Draw the state of layer k + 1 that follows a pair, from a uniform number."""
     first = model.start[k + 1]
     shares, begin, size = likelihoods(model.next_state, pair, model.start[k + 2] - first)
-    return successor(model.next_state, pair, index_drawn(shares, begin, size, 1.0, uniform), first)
+    return successor(model.next_state, pair, index_drawn(shares, begin, size, uniform), first)
 
 
 @kernel
@@ -333,19 +332,18 @@ def draw(noise: int, mean: float, uniform: float) -> float:
     return mean
 
 
-@kernel
-def index_drawn(shares: Floats, first: int, size: int, unit: float, uniform: float) -> int:
-    """Draw an index with probabilities shares / unit from a uniform number.
+@part
+def index_drawn(shares: Floats, first: int, size: int, uniform: float) -> int:
+    """Draw an index with probabilities proportional to some entries, from a uniform number.
 
     The rule is that of `torch_occ._support.streams.invert`.
     """
     total = 0.0
     for j in range(first, first + size):
-        total += shares[j] / unit
+        total += shares[j]
     target = min(uniform, 1 - 2.0**-50) * total
     cumulative, index = 0.0, 0
-    for j in range(size):
-        cumulative += shares[first + j] / unit
-        if cumulative <= target:
-            index = j + 1
+    for j in range(first, first + size - 1):
+        cumulative += shares[j]
+        index += cumulative <= target
     return index

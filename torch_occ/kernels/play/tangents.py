@@ -159,12 +159,12 @@ def walk_with_tangents(
         carried.tangent,
         len(model.start) - 1,
     )
-    s = index_drawn(model.initial, 0, len(model.initial), 1.0, numbers[t, layers - 1, 2])
+    s = index_drawn(model.initial, 0, len(model.initial), numbers[t, layers - 1, 2])
     for k in range(layers):
         first, total = s * num_actions, 0.0
         for i in range(first, first + num_actions):
             total += q[i]
-        chosen = first + index_drawn(q, first, num_actions, total, numbers[t, k, 0])
+        chosen = first + index_drawn(q, first, num_actions, numbers[t, k, 0])
         estimate = draw(opponent.noise, opponent.mean[chosen], numbers[t, k, 1]) / q[chosen]
         carried.cumulative_loss[chosen] += estimate
         for p in range(len(tangent)):

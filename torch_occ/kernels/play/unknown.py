@@ -211,10 +211,10 @@ def venture(
     full, layers, suffered = rules.estimator == FULL_INFORMATION, len(truth.start) - 1, 0.0
     for i in range(len(estimate)):
         estimate[i] = draw(rules.noise, means[row, i], tables[n, i]) if full else 0.0
-    s = index_drawn(truth.initial, 0, len(truth.initial), 1.0, numbers[n, layers - 1, 2])
+    s = index_drawn(truth.initial, 0, len(truth.initial), numbers[n, layers - 1, 2])
     for k in range(layers):
         begun = s * num_actions
-        i = begun + index_drawn(policy, begun, num_actions, 1.0, numbers[n, k, 0])
+        i = begun + index_drawn(policy, begun, num_actions, numbers[n, k, 0])
         if full:
             suffered += estimate[i]
         else:

@@ -261,9 +261,7 @@ def settle(
         progress = (moved < 0.5 * best) | (moved > 0.1)
         patience = where(progress, STALL_AFTER, patience - 1.0)
         best = min(best, moved)
-        done = (patience == 0.0) | (
-            (moved <= ROOT_EPS) & ((not alive) | (stale * moved <= LEFT))
-        )
+        done = (patience == 0.0) | ((moved <= ROOT_EPS) & ((not alive) | (stale * moved <= LEFT)))
         if first:
             recent = max(moved, 0.9 * work.stale[1])
             work.stale[1] = where(running, recent, work.stale[1])

@@ -94,7 +94,13 @@ def descend(
     """
     pairs, states, num_pairs = work.pairs, work.states, work.pairs.shape[1]
     stale, first = work.stale[0], True
-    status, steps, patience, best, decrement = MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0, np.inf, np.inf
+    status, steps, patience, best, decrement = (
+        MAX_STEPS + 0.0,
+        0.0,
+        STALL_AFTER + 0.0,
+        np.inf,
+        np.inf,
+    )
     refresh = not (stale <= min(WORTH, 0.1 * work.stale[1]))
     largest = shape_loss(model, loss, work)
     fine = not (EPS * largest <= COARSE * tolerance * least_unit(terms, weights))

@@ -128,10 +128,11 @@ def center_layer(
     for s in span(before, here):
         first, shift, share = s * num_actions, before * num_actions, 1.0 / work.states[TOTAL, s]
         for j in range(width):
-            moved = dot(pairs, P, arrivals, j, first, first + num_actions)
+            moved, origin, mean = 0.0, 0.0, 0.0
+            for i in span(first, first + num_actions):
+                moved += pairs[P, i] * arrivals[j, i]
+                origin += pairs[SOFT, i] * arrivals[j, i]
             work.moves[j, s] = where(refresh, moved, work.moves[j, s])
-            origin = dot(pairs, SOFT, arrivals, j, first, first + num_actions)
-            mean = 0.0
             for i in span(first, first + num_actions):
                 mean += pairs[INVERSE, i] * (arrivals[j, i] - origin)
             mean *= share
@@ -146,28 +147,26 @@ def center_layer(
 @inlined
 def reach_layer(before: int, here: int, width: int, num_actions: int, work: Work) -> None:
     """Write Y = Q + P_p' Yhat P_p, the covariance that reaches a layer, to the top of `squares`."""
-    n, Y = here - before, work.squares
-    widest = len(work.moves)
-    half = widest
+    n, Y, half = here - before, work.squares, len(work.moves)
     if before > 0:  # Yhat is zero in the first layer
-        for j in range(width):
-            for s in range(n):
-                total = 0.0
-                for m in range(n):
-                    total += (
-                        work.gain[unsigned(before + s), m] * work.moves[j, unsigned(before + m)]
-                    )
-                Y[unsigned(half + j), s] = total
-    for i in range(width):
-        for j in range(i + 1):
-            total = 0.0
-            for m in range(n * num_actions):
-                total += work.centred[i, m] * work.centred[unsigned(widest + j), m]
+        for j in range(0, width, 2):
+            for s in range(0, n, 2):
+                more_j, more_s = min(j + 1, width - 1), min(s + 1, n - 1)
+                a, b, c, d = four_dots(
+                    work.moves, (j, more_j, before), work.gain, (before + s, before + more_s, 0), n
+                )
+                Y[half + j, s], Y[half + j, more_s] = a, b
+                Y[half + more_j, s], Y[half + more_j, more_s] = c, d
+    for i in range(0, width, 2):
+        for j in range(0, i + 1, 2):
+            more_i, more_j = min(i + 1, width - 1), min(j + 1, width - 1)
+            rows, columns = (i, more_i, 0), (half + j, half + more_j, 0)
+            a, b, c, d = four_dots(work.centred, rows, work.centred, columns, n * num_actions)
             if before > 0:
-                for s in range(n):
-                    total += work.moves[i, unsigned(before + s)] * Y[unsigned(half + j), s]
-            Y[i, j] = total
-            Y[j, i] = total
+                rows = (i, more_i, before)
+                e, f, g, h = four_dots(work.moves, rows, Y, columns, n)
+                a, b, c, d = a + e, b + f, c + g, d + h
+            write_four(Y, 0, (i, more_i, j, more_j), (a, b, c, d))
 
 
 @inlined
@@ -188,20 +187,60 @@ def observe_layer(here: int, width: int, refresh: Any, work: Work) -> None:
             Y[unsigned(root + i), j] = (
                 total * Y[unsigned(root + j), j] if j < i else 1.0 / sqrt(total)
             )
-    for j in range(width):
+    for j in range(0, width, 2):
+        more_j = min(j + 1, width - 1)
         for i in range(width):
-            total = states[U, unsigned(here + i)] * Y[i, j]
+            scale = states[U, unsigned(here + i)]
+            a, b = scale * Y[i, j], scale * Y[i, more_j]
             for m in range(i):
-                total -= Y[unsigned(root + i), m] * Y[unsigned(half + j), m]
-            Y[unsigned(half + j), i] = total * Y[unsigned(root + i), i]
-    for i in range(width):
-        for j in range(i + 1):
-            total = Y[i, j]
-            for m in range(width):
-                total -= Y[unsigned(half + i), m] * Y[unsigned(half + j), m]
-            total = where(refresh, total, work.gain[unsigned(here + i), j])
-            work.gain[unsigned(here + i), j] = total
-            work.gain[unsigned(here + j), i] = total
+                a -= Y[unsigned(root + i), m] * Y[unsigned(half + j), m]
+                b -= Y[unsigned(root + i), m] * Y[unsigned(half + more_j), m]
+            Y[unsigned(half + j), i] = a * Y[unsigned(root + i), i]
+            Y[unsigned(half + more_j), i] = b * Y[unsigned(root + i), i]
+    for i in range(0, width, 2):
+        for j in range(0, i + 1, 2):
+            more_i, more_j = min(i + 1, width - 1), min(j + 1, width - 1)
+            rows, columns = (half + i, half + more_i, 0), (half + j, half + more_j, 0)
+            a, b, c, d = four_dots(Y, rows, Y, columns, width)
+            a = where(refresh, Y[i, j] - a, work.gain[here + i, j])
+            b = where(refresh, Y[i, more_j] - b, work.gain[here + i, more_j])
+            c = where(refresh, Y[more_i, j] - c, work.gain[here + more_i, j])
+            d = where(refresh, Y[more_i, more_j] - d, work.gain[here + more_i, more_j])
+            write_four(work.gain, here, (i, more_i, j, more_j), (a, b, c, d))
+
+
+@inlined
+def four_dots(
+    x: Floats, rows: tuple[int, int, int], y: Floats, columns: tuple[int, int, int], n: int
+) -> tuple[Any, Any, Any, Any]:
+    """The products of two rows of x with two rows of y, over n entries.
+
+    `rows` and `columns` are the two rows, and where their entries begin. Four sums at once need
+    half of the loads, and none waits for another.
+    """
+    a, b, c, d = 0.0, 0.0, 0.0, 0.0
+    i, more_i, shift = unsigned(rows[0]), unsigned(rows[1]), rows[2]
+    j, more_j, other = unsigned(columns[0]), unsigned(columns[1]), columns[2]
+    for m in range(n):
+        left, right = x[i, unsigned(shift + m)], x[more_i, unsigned(shift + m)]
+        upper, lower = y[j, unsigned(other + m)], y[more_j, unsigned(other + m)]
+        a += left * upper
+        b += left * lower
+        c += right * upper
+        d += right * lower
+    return a, b, c, d
+
+
+@inlined
+def write_four(
+    x: Floats, shift: int, place: tuple[int, int, int, int], values: tuple[Any, Any, Any, Any]
+) -> None:
+    """Write four entries of a symmetric matrix that begins at row `shift`."""
+    i, more_i, j, more_j = place
+    x[shift + i, j], x[shift + j, i] = values[0], values[0]
+    x[shift + i, more_j], x[shift + more_j, i] = values[1], values[1]
+    x[shift + more_i, j], x[shift + j, more_i] = values[2], values[2]
+    x[shift + more_i, more_j], x[shift + more_j, more_i] = values[3], values[3]
 
 
 @adder
@@ -231,10 +270,7 @@ def solve(model: Model, source: Floats, work: Work) -> None:
             if start[k + 2] - behind == 1 and model.conserved:
                 states[M, behind] = mass(source, behind)
             else:
-                for j in range(start[k + 2] - behind):
-                    states[M, unsigned(behind + j)] += dot(
-                        pairs, RESPONSE, model.arrivals, j, here * num_actions, behind * num_actions
-                    )
+                flow_on(model, k, RESPONSE, M, True, work)
     for k in range(layers - 1, -1, -1):
         here, behind = start[k], start[k + 1]
         after = start[k + 2] - behind if k + 1 < layers else 0
@@ -260,10 +296,7 @@ def solve(model: Model, source: Floats, work: Work) -> None:
             if start[k + 2] - behind == 1 and model.conserved:
                 states[U, behind] = mass(source, behind)
             else:
-                for j in range(start[k + 2] - behind):
-                    states[U, unsigned(behind + j)] += dot(
-                        pairs, DQ, model.arrivals, j, here * num_actions, behind * num_actions
-                    )
+                flow_on(model, k, DQ, U, True, work)
 
 
 @inlined
@@ -299,16 +332,38 @@ def respond(num_actions: int, work: Work) -> None:
 @inlined
 def arrive(model: Model, row: int, k: int, work: Work) -> None:
     """Write the inflow of layer k into U: from a row of the pairs, or the initial distribution."""
-    start, num_actions, states = model.start, model.num_actions, work.states
-    for s in span(start[k], start[k + 1]):
-        if k == 0:
-            states[U, s] = model.initial[s]
-        else:
-            states[U, s] = dot(
-                work.pairs,
-                row,
-                model.arrivals,
-                s - start[k],
-                start[k - 1] * num_actions,
-                start[k] * num_actions,
+    if k > 0:
+        flow_on(model, k - 1, row, U, False, work)
+    else:
+        for s in span(0, model.start[1]):
+            work.states[U, s] = model.initial[s]
+
+
+@part
+def flow_on(model: Model, k: int, row: int, out: int, add: bool, work: Work) -> None:
+    """Write the inflow of layer k + 1 from a row of the pairs, or add it if `add` is true."""
+    start, arrivals, pairs, states = model.start, model.arrivals, work.pairs, work.states
+    first, stop, there = (
+        start[k] * model.num_actions,
+        start[k + 1] * model.num_actions,
+        start[k + 1],
+    )
+    last = start[k + 2] - there - 1
+    for j in range(0, last + 1, 4):  # four sums at once, none of which waits for another
+        l, m, n = min(j + 1, last), min(j + 2, last), min(j + 3, last)
+        a, b, c, d = 0.0, 0.0, 0.0, 0.0
+        for i in span(first, stop):
+            x = pairs[row, i]
+            a += x * arrivals[j, i]
+            b += x * arrivals[l, i]
+            c += x * arrivals[m, i]
+            d += x * arrivals[n, i]
+        if add:
+            a, b, c, d = (
+                a + states[out, there + j],
+                b + states[out, there + l],
+                c + states[out, there + m],
+                d + states[out, there + n],
             )
+        states[out, there + j], states[out, there + l] = a, b
+        states[out, there + m], states[out, there + n] = c, d
