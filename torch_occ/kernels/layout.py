@@ -23,6 +23,7 @@ from torch_occ._support.caching import keep
 from torch_occ._support.private import NO_REFERENCE_COUNTS
 from torch_occ.kernels.constants import SQUARE
 from torch_occ.kernels.lanes.arrays import in_lanes, lane
+from torch_occ.kernels.lanes.vectors import LANES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Floats = NDArray[np.float64]
@@ -197,6 +198,7 @@ class Work(NamedTuple):
     # (S, S + 1), for torch_occ.kernels.solver.entropic; empty if there are more than SQUARE states.
     # Lanes use it one after the other.
     jacobian: Floats
+    places: Ints  # (LANES,), the state of every lane on its trajectory
     # (3,): the error of the factors, relative to the Hessian; the largest relative change of q in
     # the first Newton steps of recent solves; 1 if there is a guess for
     # torch_occ.kernels.solver.entropic
@@ -227,6 +229,7 @@ def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(sh
         new(2 * widest, widest * model.num_actions),
         new(3 * widest, widest),
         np.zeros((num_states, num_states + 1) if num_states <= SQUARE else (0, 0)),
+        np.zeros(LANES, np.int64),
         new(3),
     )
     work.stale[0] = np.inf
@@ -254,6 +257,7 @@ def work_in_lanes(work: Work) -> Work:
         in_lanes(work.centred),
         in_lanes(work.squares),
         work.jacobian,
+        work.places,
         in_lanes(work.stale),
     )
 
@@ -270,6 +274,7 @@ def work_of_lane(work: Work, n: int) -> Work:
         lane(work.centred, n),
         lane(work.squares, n),
         work.jacobian,
+        work.places,
         lane(work.stale, n),
     )
 

@@ -162,7 +162,7 @@ class EnginePlayer:
         """A function of the seed's index, means, random numbers and tally that plays episodes t."""
         rules = self.rules(run.losses.noise, t)
         return lambda seed, means, numbers, tally: play_fixed(
-            self.model, means, numbers, rules, tally
+            self.model, means, numbers[None], rules, tally, np.zeros(1, np.int64)
         )
 
     def rules(self, noise: str, t: range) -> Rules:

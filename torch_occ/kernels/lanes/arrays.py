@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numba.core import cgutils, types
 from numba.core.datamodel import models
+from numba.core.ir_utils import alias_func_extensions
 from numba.core.typing.templates import signature
 from numba.extending import (
     lower_builtin,
@@ -95,6 +96,15 @@ def in_lanes_or_shared(x: Any) -> Any:
 @overload(in_lanes_or_shared, inline="always", strict=False)
 def _in_lanes_or_shared(x: Any) -> Any:
     return (lambda x: in_lanes(x)) if x.ndim == 3 else (lambda x: x)
+
+
+def _keep_writes(found: str, arguments: Any, aliases: Any, reachable: set[str]) -> None:
+    """Tell Numba that an array shares memory with an argument; it would drop writes to others."""
+    reachable.add(found)
+
+
+for _name in ("in_lanes", "in_lanes_or_shared", "lane"):
+    alias_func_extensions[_name, __name__] = _keep_writes
 
 
 def _index_type(x: LaneArray, index: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from torch_occ.kernels.constants import TIE
-from torch_occ.kernels.layout import PAIR, PLAN, TRIAL, Floats, Model, U, Work, ahead, kernel
+from torch_occ.kernels.layout import PAIR, PLAN, TRIAL, Floats, Ints, Model, U, Work, ahead, kernel
 from torch_occ.kernels.play.episodes import (
     EXPECTED,
     REALISED,
@@ -142,10 +142,17 @@ def follow(
 
 
 @kernel
-def play_fixed(model: Model, means: Floats, numbers: Floats, rules: Rules, tally: Tally) -> None:
+def play_fixed(
+    model: Model,
+    means: Floats,
+    numbers: Floats,  # (1, n, L, 3)
+    rules: Rules,
+    tally: Tally,
+    places: Ints,  # (1,), scratch
+) -> None:
     """Play n episodes of `FixedPolicy` with the tally's q; `cumulative_loss` is scratch memory."""
     q = tally.q
-    for t in range(len(numbers)):
+    for t in range(numbers.shape[1]):
         row, expected = min(t, len(means) - 1), 0.0
         if t > 0 and rules.greedy:
             favour(model, q, means)
@@ -153,8 +160,7 @@ def play_fixed(model: Model, means: Floats, numbers: Floats, rules: Rules, tally
             expected += q[i] * means[row, i]
             tally.cumulative_occupancy[i] += q[i]
             tally.total_mean[i] += means[row, i]
-        add_moments(rules, means, row, t, len(numbers), tally.second_moment)
+        add_moments(rules, means, row, t, numbers.shape[1], tally.second_moment)
         tally.scalars[EXPECTED] += expected
-        tally.scalars[REALISED] += walk(
-            model, rules, t, means, row, means[row], q, numbers, tally.cumulative_loss
-        )
+        loss, scalars = tally.cumulative_loss, tally.scalars
+        walk(model, rules, t, means, row, means[row], q, numbers, loss, scalars, places)

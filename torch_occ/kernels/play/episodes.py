@@ -24,6 +24,7 @@ from torch_occ.kernels.lanes.vectors import called_by_kernels, where
 from torch_occ.kernels.layout import (
     PAIR,
     Floats,
+    Ints,
     Model,
     Terms,
     Work,
@@ -111,26 +112,14 @@ def play(
                 loss[i] += where(x >= rules.setting[t], 0.5, 0.0)
         scalars[EXPECTED] += expected
         for n in range(lanes_of(q)):
-            # Trajectories differ from lane to lane, so they are played one after the other.
-            charged, shown = lane(means, n), lane(table, n)
+            charged, shown, total = lane(means, n), lane(table, n), lane(loss, n)
             if rules.estimator == FULL_INFORMATION:
                 for i in range(num_pairs):
-                    shown[i] = draw(
-                        rules.noise, charged[row, i], tables[min(n, len(tables) - 1), t, i]
-                    )
-                    lane(loss, n)[i] += shown[i]
+                    own_number = tables[min(n, len(tables) - 1), t, i]
+                    shown[i] = draw(rules.noise, charged[row, i], own_number)
+                    total[i] += shown[i]
             add_moments(rules, charged, row, t, len(weights) - 1, lane(tally.second_moment, n))
-            lane(scalars, n)[REALISED] += walk(
-                model_of_lane(model, n),
-                rules,
-                t,
-                charged,
-                row,
-                shown,
-                lane(q, n),
-                numbers[min(n, len(numbers) - 1)],
-                lane(loss, n),
-            )
+        walk(model, rules, t, means, row, table, q, numbers, loss, scalars, work.places)
 
 
 @kernel
@@ -227,32 +216,41 @@ def walk(
     row: int,
     table: Floats,
     q: Floats,
-    numbers: Floats,
+    numbers: Floats,  # (lanes, n, L, 3)
     cumulative_loss: Floats,
-) -> float:
-    """Play one trajectory and return its total loss.
+    scalars: Floats,
+    places: Ints,  # (lanes,), scratch: the state of every lane
+) -> None:
+    """Play one trajectory per lane, and add its losses to REALISED.
 
-    The estimates of the losses of the visited pairs are added to the cumulative loss.
+    The estimates of the losses of the visited pairs are added to the cumulative loss. Lanes take
+    their steps in turns, since the steps of one trajectory must wait for each other.
     """
-    start, num_actions = model.start, model.num_actions
-    layers, suffered = len(start) - 1, 0.0
-    s = index_drawn(model.initial, 0, len(model.initial), numbers[t, layers - 1, 2])
+    start, num_actions, layers = model.start, model.num_actions, len(model.start) - 1
+    for n in range(lanes_of(q)):
+        initial, uniform = (
+            lane(model.initial, n),
+            numbers[min(n, len(numbers) - 1), t, layers - 1, 2],
+        )
+        places[n] = index_drawn(initial, 0, start[1], uniform)
     for k in range(layers):
-        i = s * num_actions + index_drawn(q, s * num_actions, num_actions, numbers[t, k, 0])
-        if rules.estimator == FULL_INFORMATION:
-            loss = table[i]
-        else:
-            loss = draw(rules.noise, means[row, i], numbers[t, k, 1])
-            if rules.estimator == IMPORTANCE_WEIGHTED:
-                cumulative_loss[i] += loss / q[i]
-            elif rules.estimator == IMPLICIT_EXPLORATION:
-                cumulative_loss[i] += loss / (q[i] + rules.setting[t])
+        for n in range(lanes_of(q)):
+            own, total, s = lane(q, n), lane(cumulative_loss, n), places[n]
+            uniforms = numbers[min(n, len(numbers) - 1), t, k]
+            i = s * num_actions + index_drawn(own, s * num_actions, num_actions, uniforms[0])
+            if rules.estimator == FULL_INFORMATION:
+                loss = lane(table, n)[i]
             else:
-                cumulative_loss[i] += (loss - (0.5 if q[i] >= rules.setting[t] else 0.0)) / q[i]
-        suffered += loss
-        if k + 1 < layers:
-            s = state_drawn(model, i, k, numbers[t, k, 2])
-    return suffered
+                loss = draw(rules.noise, lane(means, n)[row, i], uniforms[1])
+                if rules.estimator == IMPORTANCE_WEIGHTED:
+                    total[i] += loss / own[i]
+                elif rules.estimator == IMPLICIT_EXPLORATION:
+                    total[i] += loss / (own[i] + rules.setting[t])
+                else:
+                    total[i] += (loss - (0.5 if own[i] >= rules.setting[t] else 0.0)) / own[i]
+            lane(scalars, n)[REALISED] += loss
+            if k + 1 < layers:
+                places[n] = state_drawn(model_of_lane(model, n), i, k, uniforms[2])
 
 
 @inlined
@@ -322,7 +320,7 @@ def add_products(noise: int, means: Floats, row: int, times: float, total: Float
                 total[i, j] += weight * means[row, j]
 
 
-@kernel
+@part
 def draw(noise: int, mean: float, uniform: float) -> float:
     """Draw a loss with this mean from a uniform number; the compiled twin of `LossProcess.draw`."""
     if noise == 1:

@@ -135,10 +135,10 @@ def turn_rarely(model: Model, weight: Any, price: Any, dead: Any, work: Work) ->
     """`turn_dead` in the lanes that have dead states; U receives the change of u."""
     for n in range(lanes_of(work.stale)):
         if lane(dead, n):
-            own = work_of_lane(work, n)
+            own, states = work_of_lane(work, n), lane(work.states, n)
             turn_dead(model_of_lane(model, n), lane(weight, n), lane(price, n), own)
-            for s in range(own.states.shape[1]):
-                own.states[U, s] = own.states[M, s] * np.exp(own.states[FOUND, s])
+            for s in range(states.shape[1]):
+                states[U, s] = states[M, s] * np.exp(states[FOUND, s])
 
 
 @kernel

@@ -174,46 +174,69 @@ def slope_alone(terms: Terms, term: int, step: int, table: Floats, row: int) -> 
 def derive(model: Model, terms: Terms, weights: Floats, work: Work) -> None:
     """Compute the gradient of psi, and d, w and c of its Hessian, at q."""
     pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
-    read_arguments(model, uses(terms, REST), uses(terms, COMPLEMENT), work)
-    for argument in range(3):
-        for i in range(pairs.shape[1]):
-            pairs[argument + SLOPE, i] = 0.0
-            pairs[argument + BEND, i] = 0.0
-    for s in range(states.shape[1]):
-        states[SLOPE, s] = 0.0
-        states[BEND, s] = 0.0
-    each = varies(terms, weights)
-    for term in range(len(terms.argument)):
-        argument = terms.argument[term]
-        if each:
-            if argument == STATE:
-                accumulate_each(terms, term, weights, num_actions, states, 0)
-            else:
-                accumulate_each(terms, term, weights, 1, pairs, argument)
-        elif anywhere(weights[term] != 0.0):
-            if argument == STATE:
-                accumulate(terms.function[term], terms.exponent[term], weights[term], states, 0)
-            else:
-                accumulate(
-                    terms.function[term], terms.exponent[term], weights[term], pairs, argument
-                )
+    rest, complement = uses(terms, REST), uses(terms, COMPLEMENT)
+    read_arguments(model, rest, complement, work)
+    differentiate(terms, weights, PAIR, 1, pairs, PAIR)
+    if rest:
+        differentiate(terms, weights, REST, 1, pairs, REST)
+    if complement:
+        differentiate(terms, weights, COMPLEMENT, 1, pairs, COMPLEMENT)
+    differentiate(terms, weights, STATE, num_actions, states, 0)
     for s in range(states.shape[1]):
         first, left, right = s * num_actions, 0.0, 0.0
-        for i in span(first, first + num_actions):
-            pairs[GRADIENT, i] = left
-            left += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+        if rest:
+            for i in span(first, first + num_actions):
+                pairs[GRADIENT, i] = left
+                left += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
         for i in range(first + num_actions - 1, first - 1, -1):
-            gradient, d = (
-                pairs[GRADIENT, i] + right + states[SLOPE, s] + pairs[PAIR + SLOPE, i],
-                pairs[PAIR + BEND, i],
-            )
-            if exists[COMPLEMENT, i]:
+            gradient, d = states[SLOPE, s] + pairs[PAIR + SLOPE, i], pairs[PAIR + BEND, i]
+            if rest:
+                gradient += pairs[GRADIENT, i] + right
+                pairs[W, i] = pairs[REST + BEND, i] if exists[REST, i] else 0.0
+                right += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+            if complement and exists[COMPLEMENT, i]:
                 gradient -= pairs[COMPLEMENT + SLOPE, i]
                 d += pairs[COMPLEMENT + BEND, i]
             pairs[GRADIENT, i] = gradient if exists[PAIR, i] else 0.0
             pairs[D, i] = d if exists[PAIR, i] else 0.0
-            pairs[W, i] = pairs[REST + BEND, i] if exists[REST, i] else 0.0
-            right += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+
+
+@kernel
+def differentiate(
+    terms: Terms, weights: Floats, argument: int, step: int, table: Floats, row: int
+) -> None:
+    """Write slope and bend of all terms of an argument, whose values are a row of the table.
+
+    Square roots and logarithms share one loop and one division; entry i belongs to pair step * i.
+    """
+    each, root, barrier = varies(terms, weights), 0.0, 0.0
+    for term in range(len(terms.argument)):
+        if terms.argument[term] == argument and not each:
+            p, function = terms.exponent[term], terms.function[term]
+            root += where((function == POWER) & (p == 0.5), weights[term], 0.0)
+            barrier += weights[term] if function == LOG else 0.0
+    if anywhere(root != 0.0):
+        for i in range(table.shape[1]):
+            x = table[row, i]
+            inverse = 1.0 / x
+            half, slope = 0.5 * root * sqrt(x) * inverse, barrier * inverse
+            table[row + SLOPE, i] = half + slope
+            table[row + BEND, i] = -inverse * (0.5 * half + slope)
+    else:
+        for i in range(table.shape[1]):
+            inverse = 1.0 / table[row, i]
+            slope = barrier * inverse
+            table[row + SLOPE, i] = slope
+            table[row + BEND, i] = -inverse * slope
+    for term in range(len(terms.argument)):
+        if terms.argument[term] == argument:
+            p, function = terms.exponent[term], terms.function[term]
+            if each:
+                accumulate_each(terms, term, weights, step, table, row)
+            elif function == X_LOG_X:
+                accumulate(function, p, weights[term], table, row)
+            elif function == POWER and anywhere((p != 0.5) & (weights[term] != 0.0)):
+                accumulate(function, p, where(p == 0.5, 0.0, weights[term]), table, row)
 
 
 @part
