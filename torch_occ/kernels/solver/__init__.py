@@ -10,6 +10,7 @@ sweeps        the linear system of a Newton step, for dense transitions
 conjugate     the linear system of a Newton step, for sparse transitions
 transitions   functions that choose between dense and sparse at compile time
 batches       a batch of steps, and their derivatives
+models        the same where every element has its own MDP
 budgets       the FTRL step with limits on expected costs
 multipliers   the quadratic model of its dual
 """

@@ -2,26 +2,37 @@
 
 N is the size of the batch. It is merged into the states: arrays that are (N, S, A) elsewhere are
 (N * S, A) here. An array that is the same for all elements may be passed once.
+
+Elements are solved in groups: of one element in plain arrays, of LANES elements in lanes. `order`
+lists the elements of one group after the other, and may repeat an element to fill a group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import numpy as np
 
+from torch_occ.kernels.lanes.arrays import in_lanes, lane, lanes_of
+from torch_occ.kernels.lanes.vectors import anywhere
 from torch_occ.kernels.layout import (
     DQ,
     FORCE,
     PAIR,
+    Bools,
     Floats,
     Ints,
     Model,
     Terms,
     V,
     Work,
+    finite,
     inlined,
     kernel,
+    work_in_lanes,
 )
-from torch_occ.kernels.solver.entropic import entropy_of, minimize
+from torch_occ.kernels.solver.entropic import entropy_of, follow
 from torch_occ.kernels.solver.newton import floor_pairs, retract
 from torch_occ.kernels.solver.psi import derive, pair_with
 from torch_occ.kernels.solver.transitions import factorize, solve
@@ -30,10 +41,66 @@ from torch_occ.kernels.solver.transitions import factorize, solve
 BAD_INPUT = -1
 
 
+class Room(NamedTuple):
+    """Memory for what a group reads and writes beside `Work`, for one element or one per lane."""
+
+    weights: Floats  # (K or K * S * A,)
+    exponents: Floats  # as the weights
+    by_weights: Floats  # as the weights, derivatives
+    by_exponents: Floats
+    loss: Floats  # (S * A,)
+    source: Floats  # (S,)
+    nowhere: Floats  # (0,), a source that is zero
+
+
+def make_room(numbers: int, model: Model, new: Callable[..., Any]) -> Room:
+    """Allocate memory for a group; `numbers` is K or K * S * A."""
+    num_pairs = model.exists.shape[1]
+    tables = [new(numbers) for _ in range(4)]
+    return Room(*tables, new(num_pairs), new(num_pairs // model.num_actions), new(0))
+
+
+@inlined
+def room_in_lanes(room: Room) -> Room:
+    """The arrays in lanes that the plain arrays `(..., LANES)` of a room hold."""
+    return Room(
+        in_lanes(room.weights),
+        in_lanes(room.exponents),
+        in_lanes(room.by_weights),
+        in_lanes(room.by_exponents),
+        in_lanes(room.loss),
+        in_lanes(room.source),
+        in_lanes(room.nowhere),
+    )
+
+
 @inlined
 def element(x: Floats, n: int, size: int) -> Floats:
     """Element n of a flat batch, `size` numbers; all of x if the elements share it."""
     return x[n * size : (n + 1) * size] if len(x) > size else x
+
+
+@inlined
+def copy(x: Floats, out: Floats) -> None:
+    """Copy an array (n,)."""
+    for i in range(len(x)):
+        out[i] = x[i]
+
+
+@inlined
+def read_terms(table: Floats, e: int, n: int, room: Room) -> None:
+    """Copy weights and exponents of element e to lane n."""
+    row = min(e, table.shape[1] - 1)
+    copy(table[0, row], lane(room.weights, n))
+    copy(table[1, row], lane(room.exponents, n))
+
+
+@kernel
+def find_entropies(kinds: tuple[Ints, Ints], table: Floats, found: Bools) -> None:
+    """Write for every row of a table of weights and exponents whether psi is an entropy."""
+    for row in range(table.shape[1]):
+        terms = Terms(kinds[0], kinds[1], table[1, row])
+        found[row] = entropy_of(terms, table[0, row])[0] > 0.0
 
 
 @kernel
@@ -48,44 +115,45 @@ def solve_steps(
     certificate: Floats,  # (N, 5), out: see torch_occ.step.solution.Solution
     tolerance: float,
     max_steps: int,
+    order: Ints,  # (groups * lanes,)
     first: int,
     stop: int,
+    room: Room,
     work: Work,
 ) -> None:
-    """Solve the steps of elements first, ..., stop - 1 of a batch."""
+    """Solve the steps of groups first, ..., stop - 1 of a batch.
+
+    In a group, psi is an entropy in all elements or in none; see `find_entropies`.
+    """
     pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
-    for n in range(first, stop):
-        own_loss, own_start = (
-            element(loss.reshape(-1), n, num_pairs),
-            element(start.reshape(-1), n, num_pairs),
-        )
-        row = min(n, table.shape[1] - 1)
-        own_weights, terms = table[0, row], Terms(kinds[0], kinds[1], table[1, row])
-        in_logs, good = entropy_of(terms, own_weights)[0] > 0.0, True
+    lanes, terms = lanes_of(work.stale), Terms(kinds[0], kinds[1], room.exponents)
+    for group in range(first, stop):
+        for n in range(lanes):
+            e, own = order[group * lanes + n], lane(pairs, n)
+            read_terms(table, e, n, room)
+            copy(element(loss.reshape(-1), e, num_pairs), lane(room.loss, n))
+            own_start = element(start.reshape(-1), e, num_pairs)
+            for i in range(num_pairs):
+                own[PAIR, i] = own_start[i] if model.exists[PAIR, i] else 0.0
+        in_logs, good = entropy_of(terms, room.weights)[0] > 0.0, work.stale[2] == work.stale[2]
         for i in range(num_pairs):
             if model.exists[PAIR, i]:
-                pairs[PAIR, i] = own_start[i]
-                good = good and np.isfinite(own_loss[i]) and 0.0 <= own_start[i] < np.inf
-                good = good and (in_logs or own_start[i] > 0.0)
-            else:
-                pairs[PAIR, i] = 0.0
-        if not good:
-            certificate[n, 0] = BAD_INPUT
-            continue
-        if not in_logs:
-            retract(model, PAIR, True, work)
-        (
-            certificate[n, 0],
-            certificate[n, 1],
-            certificate[n, 2],
-            certificate[n, 3],
-            certificate[n, 4],
-        ) = minimize(model, terms, own_weights, own_loss, tolerance, max_steps, v[:0], work)
-        own_q, own_v = element(q.reshape(-1), n, num_pairs), element(v, n, num_states)
-        for i in range(num_pairs):
-            own_q[i] = pairs[PAIR, i]
-        for s in range(num_states):
-            own_v[s] = work.states[V, s]
+                x = pairs[PAIR, i]
+                good = good & finite(room.loss[i]) & (x >= 0.0) & (x < np.inf)
+                good = good & (in_logs | (x > 0.0))
+        if anywhere(good & (not in_logs)):
+            retract(model, PAIR, good & (not in_logs), work)
+        work.stale[0], work.stale[2] = np.inf, 0.0
+        status, steps, decrement, flow, dual = follow(
+            model, terms, room.weights, room.loss, tolerance, max_steps, room.nowhere, good, work
+        )
+        for n in range(lanes):
+            e, own, own_v = order[group * lanes + n], lane(pairs, n), lane(work.states, n)
+            certificate[e, 0] = lane(status, n) if lane(good, n) else BAD_INPUT
+            certificate[e, 1], certificate[e, 2] = lane(steps, n), lane(decrement, n)
+            certificate[e, 3], certificate[e, 4] = lane(flow, n), lane(dual, n)
+            copy(own[PAIR], element(q.reshape(-1), e, num_pairs))
+            copy(own_v[V], element(v, e, num_states))
 
 
 @kernel
@@ -98,33 +166,90 @@ def solve_linear(
     r: Floats,  # (N * S or S,)
     u: Floats,  # (N * S, A), out
     m: Floats,  # (N * S,), out
-    # (2, N, K or K * S * A), out: derivatives of <u, grad psi> by weights and exponents
+    # (0, 1 or 2, N, K or K * S * A), out: derivatives of <u, grad psi> by weights and exponents
     bars: Floats,
+    order: Ints,  # (groups * lanes,)
     first: int,
     stop: int,
+    room: Room,
     work: Work,
 ) -> None:
-    """Solve H(q) u - E'm = -x, E u = r for elements first, ..., stop - 1 of a batch."""
+    """Solve H(q) u - E'm = -x, E u = r for groups first, ..., stop - 1 of a batch."""
     pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
-    for n in range(first, stop):
-        at, right, source = (
-            element(q.reshape(-1), n, num_pairs),
-            element(x.reshape(-1), n, num_pairs),
-            element(r, n, num_states),
-        )
-        row = min(n, table.shape[1] - 1)
-        own_weights, terms = table[0, row], Terms(kinds[0], kinds[1], table[1, row])
-        for i in range(num_pairs):
-            pairs[PAIR, i] = at[i]
-            pairs[FORCE, i] = -right[i] if model.exists[PAIR, i] else 0.0
+    lanes, terms = lanes_of(work.stale), Terms(kinds[0], kinds[1], room.exponents)
+    for group in range(first, stop):
+        for n in range(lanes):
+            e, own = order[group * lanes + n], lane(pairs, n)
+            read_terms(table, e, n, room)
+            copy(element(r, e, num_states), lane(room.source, n))
+            at, right = (
+                element(q.reshape(-1), e, num_pairs),
+                element(x.reshape(-1), e, num_pairs),
+            )
+            for i in range(num_pairs):
+                own[PAIR, i] = at[i]
+                own[FORCE, i] = -right[i] if model.exists[PAIR, i] else 0.0
         floor_pairs(model, work)
-        derive(model, terms, own_weights, work)
-        factorize(model, True, work)
-        solve(model, source, work)
-        own_u, own_m = element(u.reshape(-1), n, num_pairs), element(m, n, num_states)
-        for i in range(num_pairs):
-            own_u[i] = pairs[DQ, i]
-        for s in range(num_states):
-            own_m[s] = work.states[V, s]
-        for term in range(len(terms.argument)):
-            pair_with(model, terms, term, own_weights, bars[0, n], bars[1, n], work)
+        derive(model, terms, room.weights, work)
+        factorize(model, work.stale[2] == work.stale[2], work)
+        solve(model, room.source, work)
+        for term in range(len(terms.argument) if len(bars) > 0 else 0):
+            numbers = (room.weights, room.by_weights, room.by_exponents)
+            pair_with(model, terms, term, *numbers, len(bars) > 1, work)
+        for n in range(lanes):
+            e, own, own_m = order[group * lanes + n], lane(pairs, n), lane(work.states, n)
+            copy(own[DQ], element(u.reshape(-1), e, num_pairs))
+            copy(own_m[V], element(m, e, num_states))
+            if len(bars) > 0:
+                copy(lane(room.by_weights, n), bars[0, e])
+            if len(bars) > 1:
+                copy(lane(room.by_exponents, n), bars[1, e])
+
+
+@kernel
+def solve_steps_in_lanes(
+    model: Model,
+    kinds: tuple[Ints, Ints],
+    table: Floats,
+    loss: Floats,
+    start: Floats,
+    q: Floats,
+    v: Floats,
+    certificate: Floats,
+    tolerance: float,
+    max_steps: int,
+    order: Ints,
+    first: int,
+    stop: int,
+    room: Room,
+    work: Work,
+) -> None:
+    """`solve_steps` with one element per lane; room and work have a last axis of lanes."""
+    own, scratch = room_in_lanes(room), work_in_lanes(work)
+    limits = (tolerance, max_steps)
+    solve_steps(
+        model, kinds, table, loss, start, q, v, certificate, *limits, order, first, stop, own,
+        scratch,
+    )  # fmt: skip
+
+
+@kernel
+def solve_linear_in_lanes(
+    model: Model,
+    kinds: tuple[Ints, Ints],
+    table: Floats,
+    q: Floats,
+    x: Floats,
+    r: Floats,
+    u: Floats,
+    m: Floats,
+    bars: Floats,
+    order: Ints,
+    first: int,
+    stop: int,
+    room: Room,
+    work: Work,
+) -> None:
+    """`solve_linear` with one element per lane; room and work have a last axis of lanes."""
+    own, scratch = room_in_lanes(room), work_in_lanes(work)
+    solve_linear(model, kinds, table, q, x, r, u, m, bars, order, first, stop, own, scratch)

@@ -326,11 +326,12 @@ def pair_with(
     weights: Floats,
     by_weights: Floats,
     by_exponents: Floats,
+    bent: bool,
     work: Work,
 ) -> None:
     """Write the derivatives of ⟨u, grad psi⟩ by the weights and exponents of one term.
 
-    u is the row DQ. If weights or exponents have one number per pair, so have the derivatives.
+    Those by the exponents are zero unless `bent`. u is the row DQ. If weights or exponents have one number per pair, so have the derivatives.
     Overwrites the slopes and bends of the argument, TRIAL and U.
     """
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
@@ -338,8 +339,8 @@ def pair_with(
     for s in range(states.shape[1]):  # how the arguments change along u
         left, right = 0.0, 0.0
         for i in range(s * num_actions, (s + 1) * num_actions):
-            change = -pairs[DQ, i] if argument == COMPLEMENT else pairs[DQ, i]
-            pairs[TRIAL, i] = left if argument == REST else change
+            own = -pairs[DQ, i] if argument == COMPLEMENT else pairs[DQ, i]
+            pairs[TRIAL, i] = left if argument == REST else own
             left += pairs[DQ, i]
         for i in range((s + 1) * num_actions - 1, s * num_actions - 1, -1):
             pairs[TRIAL, i] += right if argument == REST else 0.0
@@ -357,11 +358,12 @@ def pair_with(
         if argument == STATE or model.exists[argument, i]:
             p = number_of(terms, terms.exponent, term, step * i)
             slope = rows[row + SLOPE, i] * moved[change, i]
-            bent = slope * by_exponent(function, p, rows[row, i])
+            turned = slope * by_exponent(function, p, rows[row, i]) if bent else 0.0
             value += slope
-            in_exponent += bent
+            in_exponent += turned
             if each:
                 weight = number_of(terms, weights, term, step * i)
-                by_weights[first + step * i], by_exponents[first + step * i] = slope, weight * bent
+                by_weights[first + step * i] = slope
+                by_exponents[first + step * i] = weight * turned
     if not each:
         by_weights[term], by_exponents[term] = value, weights[term] * in_exponent

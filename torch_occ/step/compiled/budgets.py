@@ -98,5 +98,5 @@ class CompiledSystem:
         step, whole = self.budgets.step, x.shape[:-2]
         table = tabulate(self.budgets.numbers, whole, step.pairs)
         at = rows(self.q.expand_as(x), whole, 2)
-        u, w, _ = step.linear(rows(-x, whole, 2), rows(r, whole, 1), at, table)
+        u, w, _ = step.linear(whole, rows(-x, whole, 2), rows(r, whole, 1), at, table)
         return torch.from_numpy(u.reshape(x.shape)), torch.from_numpy(w.reshape(r.shape))

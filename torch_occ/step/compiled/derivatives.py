@@ -65,7 +65,7 @@ class Origin(NamedTuple):
         return torch.from_numpy(self.found.certificate.reshape(*self.batch, 5))
 
     def linear(
-        self, q: Tensor, x: Tensor | None, r: Tensor | None
+        self, q: Tensor, x: Tensor | None, r: Tensor | None, wanted: int = 0
     ) -> tuple[Floats, Floats, Floats]:
         """Solve H(q) u - E'm = -x, E u = r; see `CompiledStep.linear`. Failed elements are NaN."""
         if x is None or not self.converged:
@@ -73,7 +73,8 @@ class Origin(NamedTuple):
             r = torch.zeros_like(q[..., 0]) if r is None else r
             x, r = poison((q, q, self.certificate), (x, r))
         right = self.step.zeros if r is None else rows(r, self.batch, 1)
-        return self.step.linear(rows(x, self.batch, 2), right, self.found.q, self.terms)
+        x_rows = rows(x, self.batch, 2)
+        return self.step.linear(self.batch, x_rows, right, self.found.q, self.terms, wanted)
 
 
 class Follow(torch.autograd.Function):
@@ -107,12 +108,15 @@ class Follow(torch.autograd.Function):
                 again = _differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
             return None, *(None if x is None else x.detach() for x in again)
         # The system is K' and not K: the sign of v_bar differs.
-        minus_x_bar, _, bars = origin.linear(q, q_bar, v_bar)
+        wanted = origin.formula.depth if any(needed[1:]) else 0
+        minus_x_bar, _, bars = origin.linear(q, q_bar, v_bar, wanted)
         loss_bar = torch.from_numpy(minus_x_bar.reshape(q.shape))
         found = [summed(loss_bar, loss) if needed[0] else None]
         if any(needed[1:]):
             formula, pairs = origin.formula, origin.step.pairs
-            pulled = formula.pull_back(origin.replayed, untabulate(bars, batch, pairs))
+            given = untabulate(bars, batch, pairs)
+            given += [0.0] * (len(formula.outputs) - len(given))  # exponents that are constants
+            pulled = formula.pull_back(origin.replayed, given)
             found += [
                 shaped(bar, x, place, batch, pairs) if need else None
                 for bar, x, place, need in zip(

@@ -101,6 +101,10 @@ class Formula:
         self.places, inputs = list(places), len(places)
         self.inputs, self.constants, self.outputs = inputs, list(constants), list(outputs)
         self.forwards = [(OPERATIONS[name].value, a, b) for name, a, b in instructions]
+        # 2 if an exponent depends on the inputs, 1 if only weights do.
+        exponents = self.outputs[len(self.outputs) // 2 :]
+        fixed = range(inputs, inputs + len(constants))
+        self.depth = 1 if all(i in fixed for i in exponents) else 2
         results = range(inputs + len(constants), inputs + len(constants) + len(instructions))
         # One entry per operand that is not a constant: the place of the result, of the operand, its
         # partial derivative, and the operands of that.

@@ -223,13 +223,16 @@ def tabulate(values: list[Any], batch: torch.Size, pairs: torch.Size) -> Floats:
 
 
 def untabulate(table: Floats, batch: torch.Size, pairs: torch.Size) -> list[Any]:
-    """Return the array of `tabulate` as 2 K numbers, or arrays `(*batch, *pairs)`."""
+    """Return an array as from `tabulate`, `(n, N, ...)`, as n K numbers or arrays.
+
+    An array has the shape `(*batch, *pairs)`.
+    """
     if not batch and pairs is ONE:
         numbers: list[Any] = table.ravel().tolist()
         return numbers
     count = table.shape[2] // pairs.numel()
-    table = table.reshape(2, batch.numel(), count, pairs.numel()).swapaxes(1, 2)
-    return list(table.reshape(2 * count, *batch, *pairs))
+    table = table.reshape(len(table), batch.numel(), count, pairs.numel()).swapaxes(1, 2)
+    return list(table.reshape(len(table) * count, *batch, *pairs))
 
 
 def spread(x: Any, place: Place | None) -> Any:

@@ -8,7 +8,7 @@ parameters. For regularizers with parts written by a user, torch computes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,12 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.compiling import compile_message
 from torch_occ._support.private import in_forward_mode
-from torch_occ._support.threads import for_each
 from torch_occ.kernels.constants import SQUARE
-from torch_occ.kernels.layout import Floats, Ints, Model, Work, make_work
-from torch_occ.kernels.solver.batches import BAD_INPUT, solve_linear, solve_steps
+from torch_occ.kernels.layout import Floats, Ints, Model
+from torch_occ.kernels.solver.batches import BAD_INPUT
 from torch_occ.kernels.solver.newton import SMALLEST
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.validation import broadcast
@@ -37,6 +35,7 @@ from torch_occ.step.checks import (
 from torch_occ.step.compiled.derivatives import Follow, Found, Origin
 from torch_occ.step.compiled.explicit import Explicit, in_form
 from torch_occ.step.compiled.formulas import Formula, identity, record, slots_of
+from torch_occ.step.compiled.groups import Groups
 from torch_occ.step.compiled.inputs import (
     ONE,
     followed,
@@ -68,9 +67,6 @@ WIDEST = 150
 
 _SINGLE = torch.Size()
 
-#: The smallest batch that is shared among threads.
-_ALONE = 16
-
 
 def pays_off(mdp: LayeredMDP) -> bool:
     """Return whether the engine is expected to be faster than the torch path."""
@@ -89,7 +85,6 @@ class CompiledStep:
         self.pairs = self.shape if regularizer.places() else ONE
         self.slots = slots_of(regularizer)
         self.valid: list[Any] = []  # the last values of the parameters that were valid
-        self.works: list[Work] = []  # scratch memory that no thread uses now
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle without scratch memory, so that a copy makes its own."""
@@ -108,6 +103,10 @@ class CompiledStep:
     @cached_property
     def kinds(self) -> tuple[Ints, Ints]:
         return kinds_of(self.template)
+
+    @cached_property
+    def groups(self) -> Groups:
+        return Groups(self.model, self.kinds)
 
     @cached_property
     def formula(self) -> Formula | None:
@@ -231,56 +230,29 @@ class CompiledStep:
 
     def solve(self, batch: torch.Size, start: Tensor, loss: Tensor, terms: Floats) -> Found:
         """Solve every element of a batch; `terms` are weights and exponents of `tabulate`."""
-        count = batch.numel()
-        found = Found(*self._empty(count), np.empty((count, 5)))
-        inputs = (self.model, self.kinds, terms, rows(loss, batch, 2), rows(start, batch, 2))
-        self._run(count, solve_steps, *inputs, *found, self.tolerance, self.options.max_steps)
-        return found
+        found = self.groups.solve(
+            batch,
+            terms,
+            rows(loss, batch, 2),
+            rows(start, batch, 2),
+            self.tolerance,
+            self.options.max_steps,
+        )
+        return Found(*found)
 
     def linear(
-        self, x: Floats, r: Floats, q: Floats, terms: Floats
+        self, batch: torch.Size, x: Floats, r: Floats, q: Floats, terms: Floats, wanted: int = 0
     ) -> tuple[Floats, Floats, Floats]:
         """Solve H(q) u - E'm = -x, E u = r for a batch, stored in rows.
 
+        Args:
+            wanted: 1 to differentiate ⟨u, grad psi(q)⟩ with respect to the weights, 2 with respect
+                to weights and exponents, 0 otherwise.
+
         Returns:
-            u, m, and the derivatives of ⟨u, grad psi(q)⟩ with respect to weights and exponents,
-            `(2, N, K or K * S * A)`.
+            u, m, and these derivatives, `(wanted, N, K or K * S * A)`.
         """
-        count = len(q) // self.shape[0]
-        u, m = self._empty(count)
-        bars = np.empty((2, count, terms.shape[2]))
-        self._run(count, solve_linear, self.model, self.kinds, terms, q, x, r, u, m, bars)
-        return u, m, bars
-
-    def _empty(self, count: int) -> tuple[Floats, Floats]:
-        """Allocate rows of pairs and rows of states."""
-        num_states, num_actions = self.shape
-        return np.empty((count * num_states, num_actions)), np.empty(count * num_states)
-
-    def _run(self, count: int, kernel: Callable[..., None], *arguments: Any) -> None:
-        """Run a kernel over a batch, in several threads if the batch is large enough."""
-        if count < _ALONE:
-            with compile_message:
-                self._run_alone(0, count, kernel, *arguments)
-            return
-        threads = min(torch.get_num_threads(), count)
-
-        def share(i: int) -> None:
-            self._run_alone(i * count // threads, (i + 1) * count // threads, kernel, *arguments)
-
-        with compile_message:
-            for_each(share, threads)
-
-    def _run_alone(
-        self, first: int, stop: int, kernel: Callable[..., None], *arguments: Any
-    ) -> None:
-        """Run a kernel over elements first, ..., stop - 1, with scratch memory of its own."""
-        try:
-            work = self.works.pop()
-        except IndexError:
-            work = make_work(self.model)
-        kernel(*arguments, first, stop, work)
-        self.works.append(work)
+        return self.groups.linear(batch, terms, q, x, r, wanted)
 
     # -- on the torch path -------------------------------------------------------------------------
 
