@@ -90,6 +90,20 @@ def check_reachable(mdp: LayeredMDP) -> None:
         )
 
 
+def check_probabilities(mdp: LayeredMDP) -> None:
+    """Check probabilities that are not those of the step's own MDP, and were not checked yet.
+
+    Raises:
+        ValueError: if one is not finite, or a state cannot be reached.
+    """
+    if not all(bool(p.isfinite().all()) for p in mdp.probabilities):
+        raise ValueError(
+            "mdp: a probability is not finite; make it with LayeredMDP(transitions, ...), "
+            "whose error names the place"
+        )
+    check_reachable(mdp)
+
+
 def check_layout(mdp: LayeredMDP, own: LayeredMDP) -> LayeredMDP:
     """Check that an MDP has the layout of the step's own one.
 
@@ -179,13 +193,8 @@ def check_values(
     early = (~((t >= 1) & t.isfinite())).nonzero()
     if len(early):
         raise ValueError(f"t: expected an episode of at least 1, got {float(t[tuple(early[0])])}")
-    if mdp is not step_mdp:  # other probabilities, not checked yet
-        if not all(bool(p.isfinite().all()) for p in mdp.probabilities):
-            raise ValueError(
-                "mdp: a probability is not finite; make it with LayeredMDP(transitions, ...), "
-                "whose error names the place"
-            )
-        check_reachable(mdp)
+    if mdp is not step_mdp:
+        check_probabilities(mdp)
     wrong = (~loss.isfinite() & mdp.actions).nonzero()
     if len(wrong):
         raise ValueError(

@@ -60,10 +60,10 @@ class FTRLStep(Frozen):
         tolerance: the largest dual residual (a relative error of q) that counts as solved; by
             default eps^(2/3).
         max_steps: the largest number of Newton steps.
-        backend: "engine" is compiled and supports built-in regularizers over a single MDP on the
-            CPU in double precision. "torch" supports everything. "auto" uses the engine where it
-            is supported, unless layers are so wide that BLAS is faster. `solution.backend` is the
-            one that was used.
+        backend: "engine" is compiled and supports built-in regularizers on the CPU in double
+            precision, over one MDP, or over a batch of MDPs with layers of up to 24 states. "torch"
+            supports everything. "auto" uses the engine where it is supported, unless layers are so
+            wide that BLAS is faster. `solution.backend` is the one that was used.
         constraints: budgets on expected costs, ⟨G_i, q⟩ <= h_i.
 
     Raises:
@@ -135,10 +135,9 @@ class FTRLStep(Frozen):
         self.__dict__.update(backend=check_backend(backend), evaluator=evaluator, _compiled=None)
 
         def why_not() -> str | None:
-            return later("step.compiled.inputs").why_not(self.mdp, self.regularizer)
+            return later("step.compiled.worlds").why_not(self.mdp, self.regularizer)
 
-        differentiated = any(carries_derivative(p) for p in self.mdp.probabilities)
-        if differentiated or not engine_takes(backend, why_not):
+        if not engine_takes(backend, why_not):
             return
         compiled = later("step.compiled.solving")
         if backend == "engine" or compiled.pays_off(self.mdp):
@@ -220,7 +219,8 @@ class FTRLStep(Frozen):
             )
         if budgets is not None:
             problem = self.prepare(cumulative_loss, t, warm_start, mdp)
-            engine = self._compiled if mdp is None and not inside_transform() else None
+            single = mdp is None and not problem.probabilities and not self.mdp.batch_shape
+            engine = self._compiled if single and not inside_transform() else None
             return solve_with_budgets(
                 problem, engine, -cumulative_loss, budgets, multipliers, check
             )
@@ -245,9 +245,9 @@ class FTRLStep(Frozen):
         mdp: LayeredMDP | None,
     ) -> tuple[Solution, bool]:
         """Return the solution, and whether all elements converged."""
-        if mdp is None and self._compiled is not None:
+        if self._compiled is not None:
             start = self.interior if warm_start is None else warm_start
-            found = self._compiled(cumulative_loss, t, start)
+            found = self._compiled(cumulative_loss, t, start, mdp)
             if found is not None:
                 return found
         solution = self._solve_in_torch(cumulative_loss, t, warm_start, mdp, check=False)

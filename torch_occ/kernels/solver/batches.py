@@ -226,11 +226,8 @@ def solve_steps_in_lanes(
 ) -> None:
     """`solve_steps` with one element per lane; room and work have a last axis of lanes."""
     own, scratch = room_in_lanes(room), work_in_lanes(work)
-    limits = (tolerance, max_steps)
-    solve_steps(
-        model, kinds, table, loss, start, q, v, certificate, *limits, order, first, stop, own,
-        scratch,
-    )  # fmt: skip
+    found, limits, groups = (q, v, certificate), (tolerance, max_steps), (order, first, stop)
+    solve_steps(model, kinds, table, loss, start, *found, *limits, *groups, own, scratch)
 
 
 @kernel

@@ -331,7 +331,8 @@ def pair_with(
 ) -> None:
     """Write the derivatives of ⟨u, grad psi⟩ by the weights and exponents of one term.
 
-    Those by the exponents are zero unless `bent`. u is the row DQ. If weights or exponents have one number per pair, so have the derivatives.
+    u is the row DQ. Derivatives by the exponents are zero unless `bent`. If weights or exponents
+    have one number per pair, so have the derivatives.
     Overwrites the slopes and bends of the argument, TRIAL and U.
     """
     pairs, states, num_actions = work.pairs, work.states, model.num_actions

@@ -2,6 +2,7 @@
 
 solving      the step
 derivatives  its derivatives
+worlds       the MDPs of a batch: one for all elements, or one for each
 groups       calls of the kernels for a batch, in plain arrays or in lanes
 explicit     terms whose weights and exponents are parameters, for derivatives in torch
 budgets      the step with limits on expected costs

@@ -98,5 +98,6 @@ class CompiledSystem:
         step, whole = self.budgets.step, x.shape[:-2]
         table = tabulate(self.budgets.numbers, whole, step.pairs)
         at = rows(self.q.expand_as(x), whole, 2)
-        u, w, _ = step.linear(whole, rows(-x, whole, 2), rows(r, whole, 1), at, table)
+        given = (at, rows(-x, whole, 2), rows(r, whole, 1))
+        u, w, _ = step.groups.linear(step.world, whole, table, *given, wanted=0)
         return torch.from_numpy(u.reshape(x.shape)), torch.from_numpy(w.reshape(r.shape))

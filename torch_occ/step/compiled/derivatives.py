@@ -23,6 +23,7 @@ from torch_occ.kernels.constants import DEAD
 from torch_occ.kernels.layout import Floats
 from torch_occ.step.compiled.formulas import Formula
 from torch_occ.step.compiled.inputs import rows, shaped, summed, untabulate
+from torch_occ.step.compiled.worlds import World
 from torch_occ.step.implicit import poison, push_forward
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Origin(NamedTuple):
     """All that the derivative of a solution needs, apart from tensors."""
 
     step: CompiledStep
+    world: World
     formula: Formula
     replayed: list[Any]  # all values of the formula
     terms: Floats  # (2, N or 1, K or K * S * A), weights and exponents
@@ -67,18 +69,29 @@ class Origin(NamedTuple):
     def linear(
         self, q: Tensor, x: Tensor | None, r: Tensor | None, wanted: int = 0
     ) -> tuple[Floats, Floats, Floats]:
-        """Solve H(q) u - E'm = -x, E u = r; see `CompiledStep.linear`. Failed elements are NaN."""
+        """Solve H(q) u - E'm = -x, E u = r. Failed elements are NaN.
+
+        Args:
+            wanted: 1 to differentiate ⟨u, grad psi(q)⟩ with respect to the weights, 2 with respect
+                to weights and exponents, 0 otherwise.
+
+        Returns:
+            u, m, and these derivatives, `(wanted, N, K or K * S * A)`.
+        """
         if x is None or not self.converged:
             x = torch.zeros_like(q) if x is None else x
             r = torch.zeros_like(q[..., 0]) if r is None else r
             x, r = poison((q, q, self.certificate), (x, r))
         right = self.step.zeros if r is None else rows(r, self.batch, 1)
-        x_rows = rows(x, self.batch, 2)
-        return self.step.linear(self.batch, x_rows, right, self.found.q, self.terms, wanted)
+        given = (self.terms, self.found.q, rows(x, self.batch, 2), right)
+        return self.step.groups.linear(self.world, self.batch, *given, wanted)
 
 
 class Follow(torch.autograd.Function):
-    """(q, v), which are known already, as a function of the loss and of the formula's inputs."""
+    """(q, v), which are known already, as a function of the loss and the formula's inputs.
+
+    The probabilities follow if they are differentiated.
+    """
 
     @staticmethod
     def forward(ctx: Any, origin: Origin, loss: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -108,22 +121,27 @@ class Follow(torch.autograd.Function):
                 again = _differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
             return None, *(None if x is None else x.detach() for x in again)
         # The system is K' and not K: the sign of v_bar differs.
-        wanted = origin.formula.depth if any(needed[1:]) else 0
-        minus_x_bar, _, bars = origin.linear(q, q_bar, v_bar, wanted)
+        last = 1 + origin.formula.inputs  # the probabilities follow
+        wanted = origin.formula.depth if any(needed[1:last]) else 0
+        minus_x_bar, r_bar, bars = origin.linear(q, q_bar, v_bar, wanted)
         loss_bar = torch.from_numpy(minus_x_bar.reshape(q.shape))
-        found = [summed(loss_bar, loss) if needed[0] else None]
-        if any(needed[1:]):
+        found = [summed(loss_bar, loss) if needed[0] else None, *[None] * (len(needed) - 1)]
+        if wanted:
             formula, pairs = origin.formula, origin.step.pairs
             given = untabulate(bars, batch, pairs)
             given += [0.0] * (len(formula.outputs) - len(given))  # exponents that are constants
             pulled = formula.pull_back(origin.replayed, given)
-            found += [
+            found[1:last] = [
                 shaped(bar, x, place, batch, pairs) if need else None
                 for bar, x, place, need in zip(
-                    pulled, inputs, formula.places, needed[1:], strict=True
+                    pulled, inputs[: last - 1], formula.places, needed[1:last], strict=True
                 )
             ]
-        return None, *found, *[None] * (len(needed) - len(found))
+        if any(needed[last:]):
+            v = origin.found.tensors(batch, origin.step.shape)[1]
+            m = torch.from_numpy(r_bar.reshape(v.shape))
+            found[last:] = origin.world.pull_back(q, v, loss_bar, m, needed[last:])
+        return None, *found
 
     @staticmethod
     def jvp(ctx: Any, _origin: None, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -134,15 +152,22 @@ class Follow(torch.autograd.Function):
         q, loss, inputs = _saved(ctx)
         if origin.has_dead:
             return _push(origin, q, (loss, *inputs), tangents)
+        last = 1 + origin.formula.inputs  # the probabilities follow
         x = torch.zeros_like(q) if tangents[0] is None else tangents[0].expand_as(q)
-        if any(tangent is not None for tangent in tangents[1:]):
-            x = x + origin.step.push_gradient(origin.formula, q, inputs, tangents[1:])
-        u, m, _ = origin.linear(q, x, None)
+        r = None
+        if any(tangent is not None for tangent in tangents[1:last]):
+            moved = inputs[: last - 1], tangents[1:last]
+            x = x + origin.step.push_gradient(origin.formula, q, *moved)
+        if any(tangent is not None for tangent in tangents[last:]):
+            v = origin.found.tensors(origin.batch, origin.step.shape)[1]
+            more, r = origin.world.push_forward(q, v, tangents[last:])
+            x = x + more
+        u, m, _ = origin.linear(q, x, r)
         return origin.found._replace(q=u, v=m).tensors(origin.batch, origin.step.shape)
 
 
 def _saved(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
-    """Return q, the loss, and the formula's inputs."""
+    """Return q, the loss, and the other inputs."""
     q, loss, *tensors = ctx.saved_tensors
     rest = iter(tensors)
     return q, loss, [next(rest) if x is None else x for x in ctx.numbers]
@@ -158,7 +183,7 @@ def _push(
         given = list(inputs)
         for i, x in zip(moving, moved, strict=True):
             given[i] = x
-        return origin.step.replay(origin.formula, q, given[0], given[1:])
+        return origin.step.replay(origin.formula, origin.world.mdp, q, given[0], given[1:])
 
     return push_forward(again, [inputs[i] for i in moving], [tangents[i] for i in moving])
 
@@ -175,7 +200,7 @@ def _differentiably(
     v = origin.found.tensors(origin.batch, origin.step.shape)[1]
     q_bar = torch.zeros_like(q) if q_bar is None else q_bar
     v_bar = torch.zeros_like(v) if v_bar is None else v_bar
-    again = origin.step.replay(origin.formula, q, inputs[0], inputs[1:])
+    again = origin.step.replay(origin.formula, origin.world.mdp, q, inputs[0], inputs[1:])
     wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
     bars = poison((q, v, origin.certificate), (q_bar, v_bar))
     grads = torch.autograd.grad(again, wanted, bars, create_graph=True, allow_unused=True)

@@ -7,7 +7,8 @@ does not depend on the size of the batch, so an element has the same bits in eve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,16 @@ from torch_occ._support.compiling import compile_message
 from torch_occ._support.threads import for_each
 from torch_occ.kernels.lanes.arrays import zeros
 from torch_occ.kernels.lanes.vectors import LANES
-from torch_occ.kernels.layout import Floats, Ints, Model, Work, make_work, narrow
+from torch_occ.kernels.layout import (
+    Bools,
+    Floats,
+    Ints,
+    Model,
+    Rows,
+    Work,
+    make_work,
+    narrow,
+)
 from torch_occ.kernels.solver.batches import (
     Room,
     find_entropies,
@@ -27,12 +37,12 @@ from torch_occ.kernels.solver.batches import (
     solve_steps,
     solve_steps_in_lanes,
 )
+from torch_occ.kernels.solver.models import Models, solve_linear_of_models, solve_steps_of_models
 from torch_occ.kernels.solver.psi import X_LOG_X
+from torch_occ.step.compiled.worlds import World
 
 #: The smallest batch that is shared among threads.
 _ALONE = 16
-
-_ONLY = np.zeros(1, dtype=np.int64)
 
 
 class Groups:
@@ -42,16 +52,15 @@ class Groups:
         kinds: arguments and functions of the terms, `(K,)` each.
     """
 
-    def __init__(self, model: Model, kinds: tuple[Ints, Ints]) -> None:
-        self.model, self.kinds = model, kinds
-        self.narrow = narrow(model)
-        self.num_states = model.exists.shape[1] // model.num_actions
+    def __init__(self, kinds: tuple[Ints, Ints]) -> None:
+        self.kinds = kinds
         self.entropic = bool((kinds[1] == X_LOG_X).all())
-        # Memory that no thread uses now: in plain arrays, and in lanes.
-        self.free: tuple[list[tuple[Room, Work]], ...] = ([], [])
+        # Memory that no thread uses now, by the kind of groups.
+        self.free: dict[Any, list[tuple[Room, Work, Model]]] = defaultdict(list)
 
     def solve(
         self,
+        world: World,
         batch: torch.Size,
         terms: Floats,
         loss: Floats,
@@ -61,15 +70,24 @@ class Groups:
     ) -> tuple[Floats, Floats, Floats]:
         """Solve all steps; see `solve_steps`. Returns q, v and the certificates."""
         count = batch.numel()
-        found = (*self._empty(count), np.empty((count, 5)))
-        kernel = solve_steps_in_lanes if self._in_lanes(batch) else solve_steps
-        order = self._order(batch, terms)
-        inputs = (self.model, self.kinds, terms, loss, start)
-        self._run(batch, terms, order, kernel, *inputs, *found, tolerance, max_steps)
+        found = (*_empty(world, count), np.empty((count, 5)))
+        kernels = (solve_steps, solve_steps_in_lanes, solve_steps_of_models)
+        entropies = np.zeros(count, dtype=np.bool_)
+        if self.entropic and terms.shape[1] > 1:
+            find_entropies(self.kinds, terms, entropies)
+        arguments = (loss, start, *found, tolerance, max_steps)
+        self._run(world, batch, terms, entropies, kernels, *arguments)
         return found
 
     def linear(
-        self, batch: torch.Size, terms: Floats, q: Floats, x: Floats, r: Floats, wanted: int
+        self,
+        world: World,
+        batch: torch.Size,
+        terms: Floats,
+        q: Floats,
+        x: Floats,
+        r: Floats,
+        wanted: int,
     ) -> tuple[Floats, Floats, Floats]:
         """Solve all linear systems; see `solve_linear`. Returns u, m and bars.
 
@@ -77,63 +95,75 @@ class Groups:
             wanted: the length of bars.
         """
         count = batch.numel()
-        found = (*self._empty(count), np.empty((wanted, count, terms.shape[2])))
-        kernel = solve_linear_in_lanes if self._in_lanes(batch) else solve_linear
-        order = _fill([np.arange(count)]) if self._in_lanes(batch) else np.arange(count)
-        self._run(batch, terms, order, kernel, self.model, self.kinds, terms, q, x, r, *found)
+        found = (*_empty(world, count), np.empty((wanted, count, terms.shape[2])))
+        kernels = (solve_linear, solve_linear_in_lanes, solve_linear_of_models)
+        self._run(world, batch, terms, np.zeros(count, dtype=np.bool_), kernels, q, x, r, *found)
         return found
-
-    def _in_lanes(self, batch: torch.Size) -> bool:
-        return self.narrow and len(batch) > 0
-
-    def _empty(self, count: int) -> tuple[Floats, Floats]:
-        """Allocate rows of pairs and rows of states."""
-        num_rows = count * self.num_states
-        return np.empty((num_rows, self.model.num_actions)), np.empty(num_rows)
-
-    def _order(self, batch: torch.Size, terms: Floats) -> Ints:
-        """The elements of one group after the other; see `solve_steps`."""
-        count = batch.numel()
-        if not self._in_lanes(batch):
-            return np.arange(count) if batch else _ONLY
-        if not self.entropic or terms.shape[1] == 1:
-            return _fill([np.arange(count)])
-        entropies = np.empty(count, dtype=np.bool_)
-        find_entropies(self.kinds, terms, entropies)
-        return _fill([entropies.nonzero()[0], (~entropies).nonzero()[0]])
 
     def _run(
         self,
+        world: World,
         batch: torch.Size,
         terms: Floats,
-        order: Ints,
-        kernel: Callable[..., None],
+        entropies: Bools,
+        kernels: Sequence[Callable[..., None]],
         *arguments: Any,
     ) -> None:
-        """Run a kernel over all groups, in several threads if the batch is large enough."""
-        in_lanes = self._in_lanes(batch)
-        groups = len(order) // (LANES if in_lanes else 1)
-        threads = 1 if batch.numel() < _ALONE else min(torch.get_num_threads(), groups)
+        """Run a kernel over all groups, in several threads if the batch is large enough.
+
+        Args:
+            kernels: for plain arrays, for lanes, and for lanes with an MDP for every element.
+        """
+        model, many = world.model, len(world.batch_shape) > 0
+        way = (2 if many else 1) if batch and narrow(model) else 0
+        numbers: Any = model
+        order = np.arange(len(entropies))
+        if many:
+            owners = world.owners(batch)
+            numbers = (*world.tables, owners)
+            order = order_of(entropies + 2 * world.tables[2][owners])
+        elif way:
+            order = order_of(entropies)
+        kernel, groups = kernels[way], len(order) // (LANES if way else 1)
+        threads = 1 if len(entropies) < _ALONE else min(torch.get_num_threads(), groups)
+        free = self.free[way, isinstance(model.next_state, Rows)]
 
         def share(i: int) -> None:
-            first, stop = i * groups // threads, (i + 1) * groups // threads
-            room, work = self._memory(terms.shape[2], in_lanes)
-            kernel(*arguments, order, first, stop, room, work)
-            self.free[in_lanes].append((room, work))
+            try:
+                memory = free.pop()
+            except IndexError:
+                memory = _memory(model, terms.shape[2], way)
+            room, work, own = memory
+            world_of_group = Models(*numbers, own) if many else model
+            bounds = (i * groups // threads, (i + 1) * groups // threads)
+            kernel(world_of_group, self.kinds, terms, *arguments, order, *bounds, room, work)
+            free.append(memory)
 
         with compile_message:
             for_each(share, threads)
 
-    def _memory(self, numbers: int, in_lanes: bool) -> tuple[Room, Work]:
-        """Memory for a group; `numbers` is the number of weights, which is the same in all calls."""
-        try:
-            return self.free[in_lanes].pop()
-        except IndexError:
-            new = zeros if in_lanes else lambda *shape: np.zeros(shape)
-            return make_room(numbers, self.model, new), make_work(self.model, new)
+
+def _empty(world: World, count: int) -> tuple[Floats, Floats]:
+    """Allocate rows of pairs and rows of states."""
+    num_rows = count * world.mdp.num_states
+    return np.empty((num_rows, world.mdp.num_actions)), np.empty(num_rows)
 
 
-def _fill(parts: list[Ints]) -> Ints:
-    """Join parts of a batch, each filled to whole groups with copies of its last element."""
+def _memory(model: Model, numbers: int, way: int) -> tuple[Room, Work, Model]:
+    """Allocate memory for a group; `numbers` is the number of weights and `way` as in `_run`."""
+    new = zeros if way else lambda *shape: np.zeros(shape)
+    own = model
+    if way == 2:
+        tables = (model.next_state, model.arrivals, model.initial)
+        next_state, arrivals, initial = (zeros(*x.shape) for x in tables)
+        own = model._replace(next_state=next_state, arrivals=arrivals, initial=initial)
+    return make_room(numbers, model, new), make_work(model, new), own
+
+
+def order_of(kinds: Any) -> Ints:
+    """Sort elements by kind, and fill the groups of each kind with copies of its last element."""
+    if not kinds.any():  # one kind
+        return np.minimum(np.arange(-(-len(kinds) // LANES) * LANES), len(kinds) - 1)
+    parts = [(kinds == kind).nonzero()[0] for kind in np.unique(kinds)]
     filled = [np.append(part, np.repeat(part[-1:], -len(part) % LANES)) for part in parts]
     return np.concatenate(filled)

@@ -36,21 +36,30 @@ ONE = torch.Size((1, 1))
 _ARGUMENTS = {"pair": PAIR, "rest": REST, "state": STATE, "complement": COMPLEMENT}
 
 
-def why_not_model(mdp: LayeredMDP) -> str | None:
-    """Return the reason why the engine does not support this MDP, or None if it does."""
+def why_not_model(mdp: LayeredMDP, *, batch: bool = False) -> str | None:
+    """Return the reason why the engine does not support this MDP, or None if it does.
+
+    Args:
+        batch: whether a batch of MDPs is supported.
+    """
     if mdp.device.type != "cpu" or mdp.dtype != torch.float64:
         return f"the engine works in float64 on the CPU, the MDP is {mdp.dtype} on {mdp.device}"
-    if mdp.batch_shape:
+    if mdp.batch_shape and not batch:
         return "the engine works with a single MDP, this is a batch"
     return None
 
 
-def why_not(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
-    """Return the reason why the engine does not support this step, or None if it does."""
+def why_not_terms(regularizer: Regularizer) -> str | None:
+    """Return the reason why the engine does not support this regularizer, or None if it does."""
     for leaf in regularizer.leaves():
         if not isinstance(leaf, TabularRegularizer):
             return f"{type(leaf).__name__} is not a table of elementary terms"
-    return why_not_model(mdp)
+    return None
+
+
+def why_not(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
+    """Return the reason why the engine does not play with this MDP and regularizer, or None."""
+    return why_not_terms(regularizer) or why_not_model(mdp)
 
 
 def model_of(mdp: LayeredMDP, *, dense: bool = False) -> Model:
@@ -65,7 +74,7 @@ def model_of(mdp: LayeredMDP, *, dense: bool = False) -> Model:
     start = np.array([0, *(layer.stop for layer in mdp.layer_slices)], dtype=np.int64)
     flags = np.stack([exists(name).reshape(-1) for name in ("pair", "rest", "complement")])
     in_rows = not dense and prefers_rows(mdp)
-    next_state: Floats | Rows = rows_of(mdp) if in_rows else _table_of(mdp)
+    next_state: Floats | Rows = rows_of(mdp) if in_rows else table_of(mdp)
     arrivals = np.zeros((0, 0)) if isinstance(next_state, Rows) else next_state.T.copy()
     initial = mdp.initial.detach().numpy().copy()
     return Model(mdp.num_actions, start, next_state, arrivals, flags, initial, conserves_mass(mdp))
@@ -90,13 +99,13 @@ def prefers_rows(mdp: LayeredMDP) -> bool:
     return 12 * entries + 110 * pairs < (0.25 * products + 150 * pairs) / 1.5
 
 
-def _table_of(mdp: LayeredMDP) -> Floats:
-    """Return dense transitions of all layers, `(S * A, widest layer)`."""
-    widest = max(mdp.layer_sizes)
-    table = np.zeros((mdp.num_states, mdp.num_actions, widest))
+def table_of(mdp: LayeredMDP) -> Floats:
+    """Return dense transitions of all layers, `(*batch, S * A, widest layer)`."""
+    widest, batch = max(mdp.layer_sizes), mdp.batch_shape
+    table = np.zeros((*batch, mdp.num_states, mdp.num_actions, widest))
     for here, p in zip(mdp.layer_slices[:-1], mdp.transitions[:-1], strict=True):
-        table[here, :, : p.shape[-1]] = p.detach().numpy()
-    return table.reshape(-1, widest)
+        table[..., here, :, : p.shape[-1]] = p.detach().numpy()
+    return table.reshape(*batch, -1, widest)
 
 
 def rows_of(mdp: LayeredMDP) -> Rows:

@@ -1,8 +1,9 @@
-"""The engine of `FTRLStep`: compiled solves of a batch of problems over one MDP.
+"""The engine of `FTRLStep`: compiled solves of a batch of problems.
 
-Each problem has its own loss, t, warm start and parameters. The kernels read weights and exponents
-of the elementary terms. A formula (torch_occ.step.compiled.formulas) computes them from t and the
-parameters. For regularizers with parts written by a user, torch computes them.
+Each problem has its own loss, t, warm start and parameters, and may have its own transitions. The
+kernels read weights and exponents of the elementary terms. A formula
+(torch_occ.step.compiled.formulas) computes them from t and the parameters. For regularizers with
+parts written by a user, torch computes them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from torch_occ.regularizers.derivatives import Evaluator
 from torch_occ.regularizers.terms import Power, Term
 from torch_occ.step.checks import (
     check_arguments,
+    check_layout,
+    check_probabilities,
     check_types,
     check_values,
     parameter_shapes,
@@ -41,14 +44,13 @@ from torch_occ.step.compiled.inputs import (
     followed,
     kinds_of,
     list_exponents,
-    model_of,
     number,
     plain,
     rows,
     tabulate,
     terms_of,
-    why_not,
 )
+from torch_occ.step.compiled.worlds import World, pays_off, why_not, why_not_world
 from torch_occ.step.entropic import Entropy, Task, entropy_of, is_entropy, solve_entropic
 from torch_occ.step.implicit import (
     Bound,
@@ -57,20 +59,12 @@ from torch_occ.step.implicit import (
     Stationarity,
     push_forward,
 )
+from torch_occ.step.problem import with_rank
 from torch_occ.step.solution import Options, Solution
 
 __all__ = ["CompiledStep", "pays_off", "why_not"]
 
-#: The widest dense layer for which the engine is faster than BLAS on the torch path. Measured with
-#: 2 to 10 layers and actions, one thread.
-WIDEST = 150
-
 _SINGLE = torch.Size()
-
-
-def pays_off(mdp: LayeredMDP) -> bool:
-    """Return whether the engine is expected to be faster than the torch path."""
-    return mdp.is_sparse or max(mdp.layer_sizes) <= WIDEST
 
 
 class CompiledStep:
@@ -91,8 +85,12 @@ class CompiledStep:
         return CompiledStep, (self.mdp, self.regularizer, self.options)
 
     @cached_property
+    def world(self) -> World:
+        return World(self.mdp)
+
+    @property
     def model(self) -> Model:
-        return model_of(self.mdp)
+        return self.world.model
 
     @cached_property
     def template(self) -> list[Term]:
@@ -106,7 +104,7 @@ class CompiledStep:
 
     @cached_property
     def groups(self) -> Groups:
-        return Groups(self.model, self.kinds)
+        return Groups(self.kinds)
 
     @cached_property
     def formula(self) -> Formula | None:
@@ -123,9 +121,12 @@ class CompiledStep:
         return is_entropy(self.regularizer) and self.shape[0] <= SQUARE
 
     def __call__(
-        self, loss: Tensor, t: Tensor | float, start: Tensor
+        self, loss: Tensor, t: Tensor | float, start: Tensor, mdp: LayeredMDP | None = None
     ) -> tuple[Solution, bool] | None:
         """Solve the step.
+
+        Args:
+            mdp: other probabilities for the step's layout; by default its own MDP.
 
         Returns:
             The solution, and whether all elements converged; None if the engine does not support
@@ -138,36 +139,40 @@ class CompiledStep:
             inputs: list[Any] = [t, *[slot[name] for slot, name in self.slots]]
         except KeyError:  # a parametrization was registered; the torch path says what to do
             return None
+        world = self.world_of(mdp)
+        if world is None:
+            return None
         values = [number(x) for x in inputs]
         readable = plain(loss) and plain(start) and not any(x is None for x in values)
         if not readable or not self._in_domain(values):
-            self._complain(loss, t, start)
+            self._complain(world, loss, t, start)
             return None
         formula = self.formula
         if formula is None:
             formula, inputs, values = self.computed_by_torch(t)
         scalars = all(type(x) is float for x in values)
         values = values if scalars else formula.spread(values)
-        batch = self._batch(loss, start, values, scalars)
+        batch = self._batch(world, loss, start, values, scalars)
         if batch is None:
-            self._complain(loss, t, start)
+            self._complain(world, loss, t, start)
             return None
         try:
             replayed, numbers = formula.replay(values)
         except ArithmeticError:
             return None
         table = tabulate(numbers, batch, self.pairs)
-        found = self.solve(batch, start, loss, table)
+        found = self.solve(world, batch, start, loss, table)
         statuses = found.certificate[:, 0].tolist()
         if BAD_INPUT in statuses:
-            self._complain(loss, t, start)
+            self._complain(world, loss, t, start)
             return None
         converged = not any(statuses)
         # The user gets a copy of failures, because derivatives read them from `found` later.
         certificate = found.certificate if converged else found.certificate.copy()
-        if in_forward_mode() or (torch.is_grad_enabled() and followed(loss, *inputs)):
-            origin = Origin(self, formula, replayed, table, found, batch, converged)
-            q, v = Follow.apply(origin, loss, *inputs)
+        given = (loss, *inputs, *world.tensors)
+        if in_forward_mode() or (torch.is_grad_enabled() and followed(*given)):
+            origin = Origin(self, world, formula, replayed, table, found, batch, converged)
+            q, v = Follow.apply(origin, *given)
         else:
             q, v = found.tensors(batch, self.shape)
         return Solution(q, v, torch.from_numpy(certificate.reshape(*batch, 5)), "engine"), converged
@@ -180,12 +185,27 @@ class CompiledStep:
         inputs = [x.double() if isinstance(x, Tensor) else x for x in outputs]
         return identity(2 * len(terms)), inputs, [number(x) for x in inputs]
 
-    def _complain(self, loss: Tensor, t: Tensor | float, start: Tensor) -> None:
+    def world_of(self, mdp: LayeredMDP | None) -> World | None:
+        """Return the MDPs of a call; None if the engine does not support them.
+
+        Raises:
+            ValueError: if the layout is not that of the step, or a probability is wrong.
+        """
+        if mdp is None and not self.world.tensors:
+            return self.world
+        # The user may have changed tensors that are differentiated, so they are read again.
+        mdp = self.mdp if mdp is None else check_layout(mdp, self.mdp)
+        if mdp.is_sparse or why_not_world(mdp) is not None or not pays_off(mdp):
+            return None
+        check_probabilities(mdp)
+        return World(mdp)
+
+    def _complain(self, world: World, loss: Tensor, t: Tensor | float, start: Tensor) -> None:
         """Raise the error of the torch path if an argument is wrong, else return."""
         parameters = dict(self.regularizer.named_parameters())
         evaluator = Evaluator(self.regularizer)
         given = evaluator.batch_shapes(evaluator.own_parameters)
-        t, _ = check_arguments(self.mdp, loss, t, start, parameter_shapes(given))
+        t, _ = check_arguments(world.mdp, loss, t, start, parameter_shapes(given))
         check_types(parameters, self.mdp)
         check_values(self.mdp, self.mdp, loss.detach(), start, t.detach(), zeros=self.in_logs)
 
@@ -213,24 +233,27 @@ class CompiledStep:
         return good
 
     def _batch(
-        self, loss: Tensor, start: Tensor, values: list[Any], scalars: bool
+        self, world: World, loss: Tensor, start: Tensor, values: list[Any], scalars: bool
     ) -> torch.Size | None:
         """Return the batch shape, or None if shapes are wrong or do not broadcast.
 
         `scalars` says that all values are numbers.
         """
-        if scalars and loss.shape == self.shape == start.shape:
+        if scalars and loss.shape == self.shape == start.shape and not world.batch_shape:
             return _SINGLE
         try:
             batches = (np.shape(x)[:-2] for x in values)  # of the spread forms
-            batch = broadcast(loss.shape[:-2], start.shape[:-2], *batches)
+            batch = broadcast(loss.shape[:-2], start.shape[:-2], world.batch_shape, *batches)
         except RuntimeError:
             return None
         return batch if loss.shape[-2:] == self.shape == start.shape[-2:] else None
 
-    def solve(self, batch: torch.Size, start: Tensor, loss: Tensor, terms: Floats) -> Found:
+    def solve(
+        self, world: World, batch: torch.Size, start: Tensor, loss: Tensor, terms: Floats
+    ) -> Found:
         """Solve every element of a batch; `terms` are weights and exponents of `tabulate`."""
         found = self.groups.solve(
+            world,
             batch,
             terms,
             rows(loss, batch, 2),
@@ -240,39 +263,33 @@ class CompiledStep:
         )
         return Found(*found)
 
-    def linear(
-        self, batch: torch.Size, x: Floats, r: Floats, q: Floats, terms: Floats, wanted: int = 0
-    ) -> tuple[Floats, Floats, Floats]:
-        """Solve H(q) u - E'm = -x, E u = r for a batch, stored in rows.
-
-        Args:
-            wanted: 1 to differentiate ⟨u, grad psi(q)⟩ with respect to the weights, 2 with respect
-                to weights and exponents, 0 otherwise.
-
-        Returns:
-            u, m, and these derivatives, `(wanted, N, K or K * S * A)`.
-        """
-        return self.groups.linear(batch, terms, q, x, r, wanted)
-
     # -- on the torch path -------------------------------------------------------------------------
 
     def replay(
-        self, formula: Formula, q: Tensor, loss: Tensor, inputs: Sequence[Any]
+        self, formula: Formula, mdp: LayeredMDP, q: Tensor, loss: Tensor, inputs: Sequence[Any]
     ) -> tuple[Tensor, Tensor]:
-        """Return (q, v) in differentiable operations, starting from the solution q."""
-        rank = q.dim() - 2
+        """Return (q, v) in differentiable operations, starting from the solution q.
+
+        Args:
+            inputs: those of the formula, followed by the probabilities if they are differentiated.
+        """
+        rank, count = q.dim() - 2, formula.inputs
         one = torch.ones((1,) * rank, dtype=q.dtype)  # stands for t, on which nothing depends
-        named = self._named(formula, inputs)
+        dims = (1, *(layer.event_dims for layer in mdp.layers))
+        given = [with_rank(p, rank, dim) for p, dim in zip(inputs[count:], dims, strict=False)]
+        differentiated, named = len(given) > 0, self._named(formula, inputs[:count])
+        mdp = mdp.with_probabilities(*given) if differentiated else mdp
         if self.in_logs:
             arguments = (term.argument for term in self.template)
             entropy = entropy_of(list(zip(arguments, named, strict=True)))
             entropy = Entropy(*(x[(None,) * (rank - x.dim())] for x in entropy))
-            task = Task(self.mdp, self.options, False, check=lambda *_: None, report=lambda _: None)
+            task = Task(mdp, self.options, differentiated, lambda *_: None, lambda _: None)
             again = solve_entropic(task, loss.expand_as(q), q.detach(), entropy, one, True)
             return again.q, again.value
-        setting = Setting(self.mdp, self.explicit, probabilities=False)
+        setting = Setting(mdp, self.explicit, differentiated)
         equation = Stationarity(setting, self.options, check=lambda *_: None, report=lambda _: None)
-        found = ImplicitSolution.apply(equation, -loss.expand_as(q), q.detach(), one, *named)
+        tensors = (-loss.expand_as(q), q.detach(), one, *named, *given)
+        found = ImplicitSolution.apply(equation, *tensors)
         return found[0], found[1]
 
     def push_gradient(

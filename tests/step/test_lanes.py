@@ -1,0 +1,224 @@
+"""Batches in lanes: neighbours do not change the bits of an element; every element with its MDP."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import torch_occ as occ
+from torch_occ.kernels.lanes.vectors import LANES
+from torch_occ.kernels.layout import PAIR, STATE
+from torch_occ.kernels.solver.batches import BAD_INPUT
+from torch_occ.kernels.solver.psi import X_LOG_X
+from torch_occ.step.compiled.groups import Groups, order_of
+from torch_occ.step.compiled.inputs import tabulate
+from torch_occ.step.compiled.worlds import World
+
+MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
+COUNT = 17
+T = torch.linspace(1.0, 300.0, COUNT, dtype=torch.float64)
+
+
+def random(seed, *shape):
+    return torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+# From easy to hard: different numbers of Newton steps, and losses that are shaped finely.
+LOSSES = random(1, COUNT, 7, 3) * torch.logspace(-1, 5, COUNT, dtype=torch.float64)[:, None, None]
+WEIGHTS = random(2, COUNT, 7, 3)
+
+REGULARIZERS = {
+    "Jin and Luo": lambda: occ.jin_luo(MDP, beta=0.5),
+    "Shannon": lambda: occ.Shannon() / occ.InverseSqrt(),
+    "a power": lambda: occ.Tsallis(0.7) / occ.InverseSqrt() + occ.LogBarrier(0.1),
+    "1 - q": lambda: occ.HybridComplement(0.5) / occ.InverseSqrt() + occ.LogBarrier(1.0),
+}
+
+
+def run(step, chosen, mdp=None, tensors=()):
+    """Everything that belongs to an element: q, v, certificate, and derivatives."""
+    losses, t = LOSSES[chosen].requires_grad_(), T[chosen].requires_grad_()
+    own = [x[chosen].detach().requires_grad_() for x in tensors]
+    given = None if mdp is None else mdp.with_transitions(own[1:], own[0])
+    solution = step.solve(losses, t, mdp=given)
+    assert solution.backend == "engine"
+    objective = (WEIGHTS[chosen] * solution.q).sum() + 0.1 * solution.value.sum()
+    found = torch.autograd.grad(objective, [losses, t, *own])
+    return (solution.q, solution.value, solution.certificate, *found)
+
+
+def same(found, expected, chosen):
+    return all(torch.equal(x, y[chosen]) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", REGULARIZERS)
+def test_an_element_has_the_same_bits_in_every_batch(name):
+    step = occ.FTRLStep(MDP, REGULARIZERS[name]())
+    expected = run(step, torch.arange(COUNT))
+    for count in range(1, COUNT + 1):
+        chosen = torch.arange(COUNT - count, COUNT)
+        assert same(run(step, chosen), expected, chosen)
+    for seed in range(3):
+        chosen = torch.randperm(COUNT, generator=torch.Generator().manual_seed(seed))
+        assert same(run(step, chosen), expected, chosen)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert same(run(step, torch.arange(COUNT)), expected, torch.arange(COUNT))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.bits
+def test_entropies_and_other_terms_in_one_batch():
+    """q log q + w q(s) log q(s) is solved in logarithms if w <= 0, by another solver else."""
+    kinds = np.array([PAIR, STATE]), np.array([X_LOG_X, X_LOG_X])
+    w = np.linspace(-1.0, 1.0, COUNT)
+    table = np.zeros((2, COUNT, 2))
+    table[0, :, 0], table[0, :, 1] = 1.0, w
+    world, groups = World(MDP), Groups(kinds)
+    start = np.tile(occ.interior_point(MDP).numpy(), (COUNT, 1))
+    losses = (1e-3 * LOSSES).numpy().reshape(-1, 3)
+
+    def solve(first, stop):
+        rows, batch = slice(7 * first, 7 * stop), torch.Size((stop - first,))
+        given = np.ascontiguousarray(table[:, first:stop]), losses[rows], start[rows]
+        return groups.solve(world, batch, *given, 1e-10, 200)
+
+    q, v, certificate = solve(0, COUNT)
+    assert not certificate[:, 0].any()
+    for i in range(COUNT):
+        own_q, own_v, own = solve(i, i + 1)
+        assert np.array_equal(own_q, q[7 * i : 7 * i + 7])
+        assert np.array_equal(own_v, v[7 * i : 7 * i + 7])
+        assert np.array_equal(own[0], certificate[i])
+
+
+def test_every_group_has_one_kind():
+    kinds = np.array([0, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0])
+    order = order_of(kinds)
+    assert set(order) == set(range(len(kinds)))
+    assert len(order) % LANES == 0
+    assert all(len(set(kinds[group])) == 1 for group in order.reshape(-1, LANES))
+
+
+@pytest.mark.bits
+def test_a_bad_element_does_not_touch_its_neighbours():
+    step = occ.FTRLStep(MDP, REGULARIZERS["Jin and Luo"]())
+    compiled, batch = step._compiled, torch.Size((COUNT,))
+    numbers = compiled.formula.replay([3.0, *map(float, step.parameters())])[1]
+    table = tabulate(numbers, batch, compiled.pairs)
+    starts = step.interior.expand(COUNT, 7, 3).clone()
+    expected = compiled.solve(compiled.world, batch, starts, LOSSES, table)
+    losses = LOSSES.clone()
+    losses[3, 0, 0], losses[9], starts[5] = torch.nan, torch.inf, 0.0
+    found = compiled.solve(compiled.world, batch, starts, losses, table)
+    good = np.ones(COUNT, dtype=bool)
+    good[[3, 5, 9]] = False
+    assert (found.certificate[~good, 0] == BAD_INPUT).all()
+    assert np.array_equal(found.certificate[good], expected.certificate[good])
+    q, other = (x.q.reshape(COUNT, 7, 3)[good] for x in (found, expected))
+    assert np.array_equal(q, other)
+
+
+# -- batches of MDPs -------------------------------------------------------------------------------
+
+
+def worlds(count=COUNT):
+    """The initial distributions and transitions of different MDPs."""
+    found = [occ.LayeredMDP.random(3, 3, 3, seed=seed) for seed in range(count)]
+    return [torch.stack(tensors) for tensors in zip(*(m.probabilities for m in found), strict=True)]
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", REGULARIZERS)
+def test_an_element_with_its_own_mdp_has_the_same_bits_in_every_batch(name):
+    step, tensors = occ.FTRLStep(MDP, REGULARIZERS[name]()), worlds()
+    expected = run(step, torch.arange(COUNT), MDP, tensors)
+    for count in range(1, COUNT + 1, 5):
+        chosen = torch.arange(COUNT - count, COUNT)
+        assert same(run(step, chosen, MDP, tensors), expected, chosen)
+    chosen = torch.randperm(COUNT, generator=torch.Generator().manual_seed(0))
+    assert same(run(step, chosen, MDP, tensors), expected, chosen)
+
+
+@pytest.mark.parametrize("name", REGULARIZERS)
+def test_batches_of_mdps_are_those_of_the_torch_path(name):
+    psi, tensors = REGULARIZERS[name](), worlds()
+    tensors[1][4:7] *= 0.9  # mass is lost on the way; such MDPs have groups of their own
+    losses = (LOSSES.clamp(max=1e3)).requires_grad_()
+    tensors = [x.requires_grad_() for x in tensors]
+    mdp, answers = MDP.with_transitions(tensors[1:], tensors[0]), []
+    for backend in ("torch", "engine"):
+        step = occ.FTRLStep(MDP, psi, backend=backend)
+        solution = step.solve(losses, T, mdp=mdp)
+        assert solution.backend == backend
+        assert bool(solution.converged.all())
+        objective = (WEIGHTS * solution.q).sum() + 0.1 * solution.value.sum()
+        inputs = [losses, *tensors, *psi.parameters()]
+        found = torch.autograd.grad(objective, inputs, allow_unused=True, materialize_grads=True)
+        answers.append((solution.q, solution.value, *found))
+    for theirs, ours in zip(*answers, strict=True):
+        scale = float(theirs.abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * scale)
+
+
+def test_batched_mdps_of_the_step_itself_and_shared_layers():
+    _, *layers = worlds(6)
+    mdp = occ.LayeredMDP([layers[0].reshape(2, 3, 1, 3, 3), layers[1][0], layers[2][0]])
+    assert mdp.batch_shape == (2, 3)
+    psi, losses = occ.jin_luo(mdp, beta=0.5), LOSSES[:3]
+    steps = [occ.FTRLStep(mdp, psi, backend=backend) for backend in ("torch", "engine")]
+    expected, found = (step.solve(losses, 5.0) for step in steps)
+    assert (found.backend, found.q.shape) == ("engine", (2, 3, 7, 3))
+    torch.testing.assert_close(found.q, expected.q, rtol=1e-9, atol=0)
+    again = steps[1].solve(losses, 5.0, warm_start=found.q)
+    torch.testing.assert_close(again.q, found.q, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+@pytest.mark.parametrize("name", ["Jin and Luo", "Shannon"])
+def test_gradients_and_forward_mode_in_transitions(shape, name):
+    step = occ.FTRLStep(MDP, REGULARIZERS[name](), backend="engine")
+    logits = [random(k, *shape, *p.shape) for k, p in enumerate(MDP.transitions[:-1])]
+    loss = (3 * random(9, *shape, 7, 3)).requires_grad_()
+
+    def solve(loss, *logits):
+        transitions = [x.softmax(-1) for x in logits]
+        last = MDP.transitions[-1].expand(*shape, 3, 3, 1)
+        solution = step.solve(loss, 4.0, mdp=MDP.with_transitions([*transitions, last]))
+        assert solution.backend == "engine"
+        return solution.q, solution.value
+
+    inputs = (loss, *(x.requires_grad_() for x in logits))
+    assert torch.autograd.gradcheck(solve, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(solve, inputs, atol=1e-4)
+
+
+def test_tensors_that_change_in_place_are_read_again():
+    transitions = [p.clone().requires_grad_() for p in MDP.transitions]
+    step = occ.FTRLStep(MDP.with_transitions(transitions), occ.jin_luo(MDP))
+    before = step.solve(LOSSES[0], 3.0)
+    with torch.no_grad():
+        transitions[1].copy_(transitions[1].flip(-1))
+    after = step.solve(LOSSES[0], 3.0)
+    assert before.backend == after.backend == "engine"
+    expected = occ.FTRLStep(step.mdp, occ.jin_luo(MDP), backend="torch").solve(LOSSES[0], 3.0)
+    torch.testing.assert_close(after.q, expected.q, rtol=1e-10, atol=0)
+
+
+def test_wrong_mdps_are_named():
+    step, tensors = occ.FTRLStep(MDP, occ.jin_luo(MDP)), worlds(2)
+    broken = tensors[2].clone()
+    broken[1, 0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match="mdp: a probability is not finite"):
+        step(LOSSES[:2], 3.0, mdp=MDP.with_transitions([tensors[1], broken, tensors[3]]))
+    with pytest.raises(ValueError, match=r"cumulative_loss|mdp: expected a batch shape"):
+        step(LOSSES[:3], 3.0, mdp=MDP.with_transitions(tensors[1:]))
+    wide = occ.LayeredMDP.random(2, 30, 2, seed=0)
+    many = wide.with_transitions([p.expand(2, *p.shape) for p in wide.transitions])
+    with pytest.raises(ValueError, match="layers of up to 24 states"):
+        occ.FTRLStep(many, occ.jin_luo(wide), backend="engine")
