@@ -56,8 +56,15 @@ class Room(NamedTuple):
 def make_room(numbers: int, model: Model, new: Callable[..., Any]) -> Room:
     """Allocate memory for a group; `numbers` is K or K * S * A."""
     num_pairs = model.exists.shape[1]
-    tables = [new(numbers) for _ in range(4)]
-    return Room(*tables, new(num_pairs), new(num_pairs // model.num_actions), new(0))
+    return Room(
+        weights=new(numbers),
+        exponents=new(numbers),
+        by_weights=new(numbers),
+        by_exponents=new(numbers),
+        loss=new(num_pairs),
+        source=new(num_pairs // model.num_actions),
+        nowhere=new(0),
+    )
 
 
 @inlined
@@ -127,12 +134,13 @@ def solve_steps(
     """
     pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
     lanes, terms = lanes_of(work.stale), Terms(kinds[0], kinds[1], room.exponents)
+    losses, starts, solutions = loss.reshape(-1), start.reshape(-1), q.reshape(-1)
     for group in range(first, stop):
         for n in range(lanes):
             e, own = order[group * lanes + n], lane(pairs, n)
             read_terms(table, e, n, room)
-            copy(element(loss.reshape(-1), e, num_pairs), lane(room.loss, n))
-            own_start = element(start.reshape(-1), e, num_pairs)
+            copy(element(losses, e, num_pairs), lane(room.loss, n))
+            own_start = element(starts, e, num_pairs)
             for i in range(num_pairs):
                 own[PAIR, i] = own_start[i] if model.exists[PAIR, i] else 0.0
         in_logs, good = entropy_of(terms, room.weights)[0] > 0.0, work.stale[2] == work.stale[2]
@@ -152,7 +160,7 @@ def solve_steps(
             certificate[e, 0] = lane(status, n) if lane(good, n) else BAD_INPUT
             certificate[e, 1], certificate[e, 2] = lane(steps, n), lane(decrement, n)
             certificate[e, 3], certificate[e, 4] = lane(flow, n), lane(dual, n)
-            copy(own[PAIR], element(q.reshape(-1), e, num_pairs))
+            copy(own[PAIR], element(solutions, e, num_pairs))
             copy(own_v[V], element(v, e, num_states))
 
 
@@ -177,15 +185,13 @@ def solve_linear(
     """Solve H(q) u - E'm = -x, E u = r for groups first, ..., stop - 1 of a batch."""
     pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
     lanes, terms = lanes_of(work.stale), Terms(kinds[0], kinds[1], room.exponents)
+    points, sides, solutions = q.reshape(-1), x.reshape(-1), u.reshape(-1)
     for group in range(first, stop):
         for n in range(lanes):
             e, own = order[group * lanes + n], lane(pairs, n)
             read_terms(table, e, n, room)
             copy(element(r, e, num_states), lane(room.source, n))
-            at, right = (
-                element(q.reshape(-1), e, num_pairs),
-                element(x.reshape(-1), e, num_pairs),
-            )
+            at, right = element(points, e, num_pairs), element(sides, e, num_pairs)
             for i in range(num_pairs):
                 own[PAIR, i] = at[i]
                 own[FORCE, i] = -right[i] if model.exists[PAIR, i] else 0.0
@@ -198,7 +204,7 @@ def solve_linear(
             pair_with(model, terms, term, *numbers, len(bars) > 1, work)
         for n in range(lanes):
             e, own, own_m = order[group * lanes + n], lane(pairs, n), lane(work.states, n)
-            copy(own[DQ], element(u.reshape(-1), e, num_pairs))
+            copy(own[DQ], element(solutions, e, num_pairs))
             copy(own_m[V], element(m, e, num_states))
             if len(bars) > 0:
                 copy(lane(room.by_weights, n), bars[0, e])
@@ -226,8 +232,8 @@ def solve_steps_in_lanes(
 ) -> None:
     """`solve_steps` with one element per lane; room and work have a last axis of lanes."""
     own, scratch = room_in_lanes(room), work_in_lanes(work)
-    found, limits, groups = (q, v, certificate), (tolerance, max_steps), (order, first, stop)
-    solve_steps(model, kinds, table, loss, start, *found, *limits, *groups, own, scratch)
+    found, limits = (q, v, certificate), (tolerance, max_steps)
+    solve_steps(model, kinds, table, loss, start, *found, *limits, order, first, stop, own, scratch)
 
 
 @kernel

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -72,8 +73,9 @@ class Groups:
         count = batch.numel()
         found = (*_empty(world, count), np.empty((count, 5)))
         kernels = (solve_steps, solve_steps_in_lanes, solve_steps_of_models)
-        entropies = np.zeros(count, dtype=np.bool_)
+        entropies = None
         if self.entropic and terms.shape[1] > 1:
+            entropies = np.empty(count, dtype=np.bool_)
             find_entropies(self.kinds, terms, entropies)
         arguments = (loss, start, *found, tolerance, max_steps)
         self._run(world, batch, terms, entropies, kernels, *arguments)
@@ -97,7 +99,7 @@ class Groups:
         count = batch.numel()
         found = (*_empty(world, count), np.empty((wanted, count, terms.shape[2])))
         kernels = (solve_linear, solve_linear_in_lanes, solve_linear_of_models)
-        self._run(world, batch, terms, np.zeros(count, dtype=np.bool_), kernels, q, x, r, *found)
+        self._run(world, batch, terms, None, kernels, q, x, r, *found)
         return found
 
     def _run(
@@ -105,7 +107,7 @@ class Groups:
         world: World,
         batch: torch.Size,
         terms: Floats,
-        entropies: Bools,
+        entropies: Bools | None,
         kernels: Sequence[Callable[..., None]],
         *arguments: Any,
     ) -> None:
@@ -114,18 +116,19 @@ class Groups:
         Args:
             kernels: for plain arrays, for lanes, and for lanes with an MDP for every element.
         """
-        model, many = world.model, len(world.batch_shape) > 0
+        model, many, count = world.model, len(world.batch_shape) > 0, batch.numel()
         way = (2 if many else 1) if batch and narrow(model) else 0
-        numbers: Any = model
-        order = np.arange(len(entropies))
-        if many:
+        numbers: tuple[Any, ...] = ()
+        if way == 0:
+            order = np.arange(count)
+        elif many:
             owners = world.owners(batch)
             numbers = (*world.tables, owners)
-            order = order_of(entropies + 2 * world.tables[2][owners])
-        elif way:
-            order = order_of(entropies)
+            order = order_of(world.tables[2][owners] + (0 if entropies is None else 2 * entropies))
+        else:
+            order = plain_order(count) if entropies is None else order_of(entropies)
         kernel, groups = kernels[way], len(order) // (LANES if way else 1)
-        threads = 1 if len(entropies) < _ALONE else min(torch.get_num_threads(), groups)
+        threads = 1 if count < _ALONE else min(torch.get_num_threads(), groups)
         free = self.free[way, isinstance(model.next_state, Rows)]
 
         def share(i: int) -> None:
@@ -134,7 +137,7 @@ class Groups:
             except IndexError:
                 memory = _memory(model, terms.shape[2], way)
             room, work, own = memory
-            world_of_group = Models(*numbers, own) if many else model
+            world_of_group = Models(*numbers, memory=own) if many else model
             bounds = (i * groups // threads, (i + 1) * groups // threads)
             kernel(world_of_group, self.kinds, terms, *arguments, order, *bounds, room, work)
             free.append(memory)
@@ -160,10 +163,13 @@ def _memory(model: Model, numbers: int, way: int) -> tuple[Room, Work, Model]:
     return make_room(numbers, model, new), make_work(model, new), own
 
 
+@lru_cache(16)
+def plain_order(count: int) -> Ints:
+    """The elements of a batch in groups; copies of the last element fill the last group."""
+    return np.minimum(np.arange(-(-count // LANES) * LANES), count - 1)
+
+
 def order_of(kinds: Any) -> Ints:
-    """Sort elements by kind, and fill the groups of each kind with copies of its last element."""
-    if not kinds.any():  # one kind
-        return np.minimum(np.arange(-(-len(kinds) // LANES) * LANES), len(kinds) - 1)
+    """`plain_order` for each kind of elements, one after the other."""
     parts = [(kinds == kind).nonzero()[0] for kind in np.unique(kinds)]
-    filled = [np.append(part, np.repeat(part[-1:], -len(part) % LANES)) for part in parts]
-    return np.concatenate(filled)
+    return np.concatenate([np.arange(0), *(part[plain_order(len(part))] for part in parts)])

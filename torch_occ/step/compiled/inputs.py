@@ -225,10 +225,11 @@ def tabulate(values: list[Any], batch: torch.Size, pairs: torch.Size) -> Floats:
     """
     if pairs is ONE and (not batch or all(type(x) is float for x in values)):
         return np.array(values).reshape(2, 1, -1)
-    table = np.array([np.broadcast_to(x, (*batch, *pairs)).ravel() for x in values])
     count = len(values) // 2
-    table = table.reshape(2, count, batch.numel(), pairs.numel()).swapaxes(1, 2)
-    return np.ascontiguousarray(table).reshape(2, batch.numel(), count * pairs.numel())
+    table = np.empty((2, *batch, count, *pairs))
+    for i, x in enumerate(values):
+        table[i // count, ..., i % count, :, :] = x
+    return table.reshape(2, batch.numel(), count * pairs.numel())
 
 
 def untabulate(table: Floats, batch: torch.Size, pairs: torch.Size) -> list[Any]:
@@ -261,7 +262,8 @@ def shaped(
     """
     if not batch and pairs is ONE:
         return torch.from_numpy(np.array(bar))
-    whole = torch.from_numpy(np.broadcast_to(bar, (*batch, *pairs)).copy())
+    whole = torch.empty(*batch, *pairs, dtype=torch.float64)
+    whole.numpy()[...] = bar
     if x.dim() == 0:
         return whole.sum()
     whole = summed(whole, spread(x.detach(), place))

@@ -162,11 +162,11 @@ class CompiledStep:
             return None
         table = tabulate(numbers, batch, self.pairs)
         found = self.solve(world, batch, start, loss, table)
-        statuses = found.certificate[:, 0].tolist()
-        if BAD_INPUT in statuses:
+        statuses = found.certificate[:, 0]
+        converged = not statuses.any()
+        if not converged and (statuses == BAD_INPUT).any():
             self._complain(world, loss, t, start)
             return None
-        converged = not any(statuses)
         # The user gets a copy of failures, because derivatives read them from `found` later.
         certificate = found.certificate if converged else found.certificate.copy()
         given = (loss, *inputs, *world.tensors)
