@@ -138,12 +138,14 @@ class Formula:
 
         All are in the spread form. They are not summed over dimensions that were broadcast.
         """
-        total: list[Any] = [0.0] * len(values)
+        total: list[Any] = [None] * len(values)
         for i, bar in zip(self.outputs, bars, strict=True):
-            total[i] = total[i] + bar
+            total[i] = bar if total[i] is None else total[i] + bar
         for k, place, partial, a, b in self.backwards:
-            total[place] = total[place] + total[k] * partial(values[a], values[b], values[k])
-        return total[: self.inputs]
+            if total[k] is not None:
+                bar = total[k] * partial(values[a], values[b], values[k])
+                total[place] = bar if total[place] is None else total[place] + bar
+        return [0.0 if bar is None else bar for bar in total[: self.inputs]]
 
 
 @cache

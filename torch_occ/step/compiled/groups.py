@@ -116,14 +116,12 @@ class Groups:
         Args:
             kernels: for plain arrays, for lanes, and for lanes with an MDP for every element.
         """
-        model, many, count = world.model, len(world.batch_shape) > 0, batch.numel()
-        way = (2 if many else 1) if batch and narrow(model) else 0
-        numbers: tuple[Any, ...] = ()
+        model, count = world.model, batch.numel()
+        owners = world.owners(batch) if world.batch_shape else None
+        way = 0 if not batch or not narrow(model) else 1 if owners is None else 2
         if way == 0:
             order = np.arange(count)
-        elif many:
-            owners = world.owners(batch)
-            numbers = (*world.tables, owners)
+        elif owners is not None:
             order = order_of(world.tables[2][owners] + (0 if entropies is None else 2 * entropies))
         else:
             order = plain_order(count) if entropies is None else order_of(entropies)
@@ -137,9 +135,9 @@ class Groups:
             except IndexError:
                 memory = _memory(model, terms.shape[2], way)
             room, work, own = memory
-            world_of_group = Models(*numbers, memory=own) if many else model
+            given = model if owners is None else Models(*world.tables, owners, own)
             bounds = (i * groups // threads, (i + 1) * groups // threads)
-            kernel(world_of_group, self.kinds, terms, *arguments, order, *bounds, room, work)
+            kernel(given, self.kinds, terms, *arguments, order, *bounds, room, work)
             free.append(memory)
 
         with compile_message:

@@ -241,8 +241,8 @@ class CompiledStep:
         """
         if scalars and loss.shape == self.shape == start.shape and not world.batch_shape:
             return _SINGLE
+        batches = [x.shape[:-2] for x in values if type(x) is not float]  # of the spread forms
         try:
-            batches = (np.shape(x)[:-2] for x in values)  # of the spread forms
             batch = broadcast(loss.shape[:-2], start.shape[:-2], world.batch_shape, *batches)
         except RuntimeError:
             return None

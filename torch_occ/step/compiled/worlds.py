@@ -94,8 +94,8 @@ class World:
     ) -> list[Tensor | None]:
         """Return derivatives with respect to the probabilities, of their shapes.
 
-        (-u, m) is the solution lambda of the adjoint system of torch_occ.step.implicit. The
-        equations contain P in -E'v and E q, and the initial distribution in b.
+        (-u, m) is lambda of torch_occ.step.implicit. The equations contain P in -E'v and E q, and
+        the initial distribution in b.
         """
         slices, layers = self.mdp.layer_slices, self.mdp.layers
         found: list[Tensor | None] = [None] * len(needed)
