@@ -102,6 +102,7 @@ from torch_occ.game.learners.adaptive.rates import (
     StabilityPenaltyMatching as StabilityPenaltyMatching,
 )
 from torch_occ.game.learners.adaptive.learner import AdaptiveFTRL as AdaptiveFTRL
+from torch_occ.game.learners.adaptive.corrected import CorrectedFTRL as CorrectedFTRL
 from torch_occ.game.learners.unknown import UnknownFTRL as UnknownFTRL
 from torch_occ.game.learners.uob_reps import UOBREPS as UOBREPS
 from torch_occ.game.learners.dilated import PolicyOptimization as PolicyOptimization

@@ -3,7 +3,7 @@
 base       what a learner is
 counting   what learners share that do not know the transitions: counts and epochs
 ftrl       follow the regularized leader
-adaptive   FTRL with hints and with rates that adapt along the run
+adaptive   FTRL with hints, with rates that adapt along the run, and on corrected means
 unknown    FTRL for unknown transitions
 uob_reps   UOB-REPS: mirror descent over a confidence set of transitions
 dilated    policy optimization with dilated bonuses

@@ -5,6 +5,7 @@ choice        which learners have a compiled player
 engine        what compiled players share; the player of a fixed policy
 ftrl          the compiled player of FTRL
 adaptive      the compiled player of FTRL with hints and adaptive rates
+corrected     the compiled player of FTRL on corrected empirical means
 unknown       the compiled player of FTRL for unknown transitions
 baselines     the compiled player of learners that plan with averages
 uob_reps      the compiled player of UOB-REPS

@@ -5,6 +5,7 @@ The type must be the learner's own: a class that derives from a learner may play
 
 from __future__ import annotations
 
+from torch_occ.game.learners.adaptive.corrected import CorrectedFTRL
 from torch_occ.game.learners.adaptive.learner import AdaptiveFTRL
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.baselines import (
@@ -25,6 +26,7 @@ from torch_occ.game.learners.uob_reps import UOBREPS
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.adaptive import AdaptivePlayer
 from torch_occ.game.players.baselines import EmpiricalPlayer
+from torch_occ.game.players.corrected import CorrectedPlayer
 from torch_occ.game.players.dilated import PolicyOptimizationPlayer
 from torch_occ.game.players.engine import EnginePlayer
 from torch_occ.game.players.ftrl import FTRLPlayer
@@ -42,6 +44,7 @@ PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
     Thompson: IndexPlayer,
     FTRL: FTRLPlayer,
     AdaptiveFTRL: AdaptivePlayer,
+    CorrectedFTRL: CorrectedPlayer,
     UnknownFTRL: UnknownPlayer,
     UOBREPS: UOBREPSPlayer,
     PolicyOptimization: PolicyOptimizationPlayer,

@@ -84,13 +84,17 @@ class FTRLPlayer(EnginePlayer):
     def memory(self, count: int) -> tuple[Tensor, Tensor]:
         return self.ftrl.state["q"], self.ftrl.state["cumulative_loss"]
 
+    def check(self) -> None:
+        """Check the parameters if they have changed; a callback may have done that."""
+        values = [parameter.tolist() for parameter in self.ftrl.step.parameters()]
+        if values != self.valid:
+            self.ftrl.step.check_parameters()
+            self.valid = values
+
     def prepare(
         self, run: Simulation, t: range, tables: Tensor | None
     ) -> Callable[[int, Floats, Floats, Tally], None]:
-        values = [parameter.tolist() for parameter in self.ftrl.step.parameters()]
-        if values != self.valid:  # a callback may have changed them
-            self.ftrl.step.check_parameters()
-            self.valid = values
+        self.check()
         terms, weights = self.terms, self.weights(t.start - 1, t.stop)  # begins one episode earlier
         rules, unseen = self.rules(run.losses.noise, t), np.zeros((0, 0))
         seen = None if tables is None else tables.flatten(-2).contiguous().numpy()
