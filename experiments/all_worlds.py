@@ -182,6 +182,8 @@ class Regret(NamedTuple):
         return f"{value:.2f} ± {student(count - 1) * float(error):.2f}"
 
     def __str__(self) -> str:
+        if not self.error:  # one run of each MDP
+            return f"{self.mean:,.0f}"
         return f"{self.mean:,.0f} ± {1.96 * self.error:,.0f}"
 
 
