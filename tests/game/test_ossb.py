@@ -36,7 +36,7 @@ def started(learner, seeds=1):
 
 
 def test_visits_come_close_to_what_the_limit_asks_for():
-    """At T = 20,000 the costs of exploration are near C log T, in states that count."""
+    """At T = 10,000 the costs of exploration are near C log T, in states that count."""
     mdp, mean = world_with_hidden_states(3, 3, 3, 2, 1, 0.05)
     limit, kept = occ.lower_bound(mdp, mean), []
 
@@ -45,10 +45,10 @@ def test_visits_come_close_to_what_the_limit_asks_for():
             kept.append(run.learner.state)
 
     occ.simulate(
-        mdp, occ.OSSB(mdp), occ.BernoulliLosses(mean), 20_000, range(4), callbacks=[Keep()]
+        mdp, occ.OSSB(mdp), occ.BernoulliLosses(mean), 10_000, range(2), callbacks=[Keep()]
     )
     gaps, visits = occ.optimal_policy(mdp, mean).gaps, kept[0]["visits"]
-    cost = (gaps * visits).sum((-1, -2)) / (limit.value * math.log(20_000))
+    cost = (gaps * visits).sum((-1, -2)) / (limit.value * math.log(10_000))
     assert bool(((cost > 0.5) & (cost < 2)).all())
 
 
@@ -60,6 +60,14 @@ def test_a_state_that_is_hardly_ever_visited_is_not_waited_for():
     mean = torch.tensor([[0.1, 0.9], [0.5, 0.5], [0.5, 0.5]], dtype=torch.float64)
     history = occ.simulate(mdp, occ.OSSB(mdp), occ.BernoulliLosses(mean), 3000, range(4))
     assert float(history.regret[:, -1].max()) < 100
+
+
+def test_tied_actions_do_not_make_exploration_endless():
+    """They are explored for ever, at no cost, but other pairs no more than log t times for that."""
+    mdp = occ.LayeredMDP.random(1, 1, 3)
+    losses = occ.BernoulliLosses(torch.tensor([[0.2, 0.2, 0.9]], dtype=torch.float64))
+    history = occ.simulate(mdp, occ.OSSB(mdp, share=0.1), losses, 20_000, range(4))
+    assert float(history.regret[:, -1].max()) < 0.7 * 4 * math.log(20_000)
 
 
 def test_greedy_pairs_are_known_best():

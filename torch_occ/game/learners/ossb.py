@@ -29,8 +29,9 @@ class OSSB(Learner):
     - In a state that the greedy policy visits, the action with the fewest visits is played among
       the greedy one and those to explore. So greedy pairs are known best.
     - In other states it is the one with the fewest visits among those to explore.
-    - A pair with at most `share` times as many visits as there were episodes of exploration is
-      played for: by the policy that most likely visits it. Attempts count as visits.
+    - If there is something to explore, a pair with at most `share` times as many visits as there
+      were episodes of exploration, and at most log t visits, is played for first: by the policy
+      that most likely visits it. Attempts count as visits.
 
     This is OSSB (Combes, Magureanu and Proutiere, 2017) with changes. The printed algorithm
     explores until the visits of every pair reach the program's solution for no visits at all. Here,
@@ -40,11 +41,18 @@ class OSSB(Learner):
 
     The losses must be in [0, 1]. Needs SciPy if there are states that a greedy policy leaves out.
 
-    Its state, for N seeds: `visits` and `losses`, the number of visits of each pair and the sum of
-    its losses; `goals`, the visits up to which a pair is explored; `tries`, the episodes played for
-    a pair; `due`, the visits of a pair that make a new plan due, `(N, S, A)` each; `greedy`, the
-    action that the greedy policy plays, and `visited`, whether it visits a state, `(N, S)`; `next`,
-    the episode in which a new plan is due, and `explored`, the episodes of exploration, `(N,)`.
+    Its state, for N seeds:
+
+    | name | shape | what it is |
+    |---|---|---|
+    | `visits`, `losses` | `(N, S, A)` | the visits of each pair, and the sum of its losses |
+    | `tries` | `(N, S, A)` | the episodes played for a pair |
+    | `goals` | `(N, S, A)` | the visits up to which a pair is explored |
+    | `greedy` | `(N, S)` | the action of the greedy policy |
+    | `visited` | `(N, S)` | whether the greedy policy visits a state |
+    | `floor` | `(N,)` | the visits that every pair should have |
+    | `due`, `next` | `(N, S, A)`, `(N,)` | the visits, and the episode, that make a new plan due |
+    | `explored` | `(N,)` | the episodes of exploration |
 
     Args:
         margin: how much more information than log t is gathered.
@@ -87,6 +95,7 @@ class OSSB(Learner):
             "visited": torch.zeros_like(states, dtype=torch.bool),
             "next": runs.clone(),
             "explored": runs.clone(),
+            "floor": runs.clone(),
         }
 
     # -- plans ---------------------------------------------------------------------------------
@@ -114,6 +123,8 @@ class OSSB(Learner):
             level = (1 + self.margin) * math.log(max(t, 2))
             missing = missing_visits(self.mdp, mean, visits / level)
             state["goals"][seed] += (level * missing.to(visits)).ceil()
+        # Tied actions are explored for ever, at no cost; log t bounds what that asks of others.
+        state["floor"][seed] = min(self.share * float(state["explored"][seed]), math.log(max(t, 2)))
         state["due"][seed] = ((1 + self.growth) * visits).floor() + 1
         state["next"][seed] = math.floor((1 + self.growth) * t) + 1
 
@@ -132,7 +143,7 @@ class OSSB(Learner):
         tried = torch.where(self.pairs, self.tried(slice(None)), torch.inf).flatten(1)
         fewest, rare = tried.amin(-1), first_least(tried)
         exploring = (explore & visited).any(-1)
-        aims = (fewest == 0) | (exploring & (fewest <= self.share * state["explored"]))
+        aims = (fewest == 0) | (exploring & (fewest <= state["floor"]))
         policy = torch.nn.functional.one_hot(choice, self.mdp.num_actions).to(visits)
         if bool(aims.any()):
             target = torch.nn.functional.one_hot(rare, tried.shape[-1]).to(visits).view_as(visits)

@@ -71,7 +71,7 @@ class GoalPlayer(EmpiricalPlayer):
                 played = play_goals(
                     self.model,
                     possible,
-                    learner.share,
+                    float(state["floor"][seed]),
                     AIM,
                     before,
                     played,

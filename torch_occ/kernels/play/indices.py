@@ -93,7 +93,7 @@ class Goals(NamedTuple):
 def play_goals(
     model: Model,
     pairs: Bools,  # (S * A,), whether some policy visits a pair
-    share: float,
+    floor: float,  # the visits that every pair should have
     aim: float,  # the reward for the pair that is played for
     before: int,  # the number of the episode before the first of all n
     first: int,  # how many of the n episodes were played
@@ -121,7 +121,7 @@ def play_goals(
         row = min(t, len(means) - 1)
         if t > 0 and rules.greedy:
             favour(model, q, means)
-        rare = choose(model, pairs, share, state, work)
+        rare = choose(model, pairs, floor, state, work)
         if rare >= 0:
             for i in range(len(visits)):
                 index[i] = min(max(losses[i] / max(visits[i], 1.0), 0.0), 1.0)
@@ -139,7 +139,7 @@ def play_goals(
 
 
 @kernel
-def choose(model: Model, pairs: Bools, share: float, state: Goals, work: Work) -> int:
+def choose(model: Model, pairs: Bools, floor: float, state: Goals, work: Work) -> int:
     """Write the pair that each state plays to `work.softest`.
 
     Returns the pair that is to be played for instead, or -1.
@@ -163,7 +163,7 @@ def choose(model: Model, pairs: Bools, share: float, state: Goals, work: Work) -
             if pairs[i] and visits[i] + state.tries[i] < fewest:
                 fewest = visits[i] + state.tries[i]
                 rare = i
-    if fewest == 0.0 or (exploring and fewest <= share * state.explored[0]):
+    if fewest == 0.0 or (exploring and fewest <= floor):
         return rare
     return -1
 
