@@ -17,6 +17,7 @@ from torch_occ.game.learners.dilated import PolicyOptimization
 from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.learners.kl_ucb import KLUCB
 from torch_occ.game.learners.multilayer import MultiLayerUCBVI
+from torch_occ.game.learners.ossb import OSSB
 from torch_occ.game.learners.planners.euler import EULER, StrongEuler
 from torch_occ.game.learners.planners.psrl import PSRL
 from torch_occ.game.learners.planners.ucbvi import UCBVI
@@ -30,7 +31,7 @@ from torch_occ.game.players.corrected import CorrectedPlayer
 from torch_occ.game.players.dilated import PolicyOptimizationPlayer
 from torch_occ.game.players.engine import EnginePlayer
 from torch_occ.game.players.ftrl import FTRLPlayer
-from torch_occ.game.players.indices import IndexPlayer
+from torch_occ.game.players.indices import GoalPlayer, IndexPlayer
 from torch_occ.game.players.planning import MultiLayerPlayer, OptimisticPlayer, PosteriorPlayer
 from torch_occ.game.players.unknown import UnknownPlayer
 from torch_occ.game.players.uob_reps import UOBREPSPlayer
@@ -42,6 +43,7 @@ PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
     OptimisticValueIteration: EmpiricalPlayer,
     KLUCB: IndexPlayer,
     Thompson: IndexPlayer,
+    OSSB: GoalPlayer,
     FTRL: FTRLPlayer,
     AdaptiveFTRL: AdaptivePlayer,
     CorrectedFTRL: CorrectedPlayer,
