@@ -94,7 +94,9 @@ def test_without_hints_and_rates_it_is_ftrl(backend):
         found, own = play(learner, backend=backend)
         # In the engine, FTRL plays its seeds in lanes, and sums round differently.
         torch.testing.assert_close(found.regret, expected.regret, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(own["cumulative_loss"], state["cumulative_loss"], rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            own["cumulative_loss"], state["cumulative_loss"], rtol=1e-9, atol=0
+        )
 
 
 def test_hints_that_are_right_have_no_errors():

@@ -350,20 +350,20 @@ def flow_on(model: Model, k: int, row: int, out: int, add: bool, work: Work) -> 
     )
     last = start[k + 2] - there - 1
     for j in range(0, last + 1, 4):  # four sums at once, none of which waits for another
-        l, m, n = min(j + 1, last), min(j + 2, last), min(j + 3, last)
+        second, third, fourth = min(j + 1, last), min(j + 2, last), min(j + 3, last)
         a, b, c, d = 0.0, 0.0, 0.0, 0.0
         for i in span(first, stop):
             x = pairs[row, i]
             a += x * arrivals[j, i]
-            b += x * arrivals[l, i]
-            c += x * arrivals[m, i]
-            d += x * arrivals[n, i]
+            b += x * arrivals[second, i]
+            c += x * arrivals[third, i]
+            d += x * arrivals[fourth, i]
         if add:
             a, b, c, d = (
                 a + states[out, there + j],
-                b + states[out, there + l],
-                c + states[out, there + m],
-                d + states[out, there + n],
+                b + states[out, there + second],
+                c + states[out, there + third],
+                d + states[out, there + fourth],
             )
-        states[out, there + j], states[out, there + l] = a, b
-        states[out, there + m], states[out, there + n] = c, d
+        states[out, there + j], states[out, there + second] = a, b
+        states[out, there + third], states[out, there + fourth] = c, d
