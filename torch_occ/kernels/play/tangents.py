@@ -26,7 +26,8 @@ from torch_occ.kernels.layout import (
 from torch_occ.kernels.play.episodes import draw, index_drawn, state_drawn
 from torch_occ.kernels.solver.entropic import follow_or_restart
 from torch_occ.kernels.solver.newton import floor_pairs
-from torch_occ.kernels.solver.psi import derive, term_gradient
+from torch_occ.kernels.solver.parameters import term_gradient
+from torch_occ.kernels.solver.psi import derive
 from torch_occ.kernels.solver.transitions import factorize, solve
 
 # Columns of a record. The P slopes begin at column TANGENTS, and the P scores follow them.

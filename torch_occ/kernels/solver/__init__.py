@@ -1,6 +1,7 @@
 """The FTRL step in compiled code, and its derivatives.
 
 psi           elementary functions, psi and its derivatives
+parameters    derivatives of its gradient by weights and exponents
 newton        the FTRL step for one problem
 shaping       replace the loss by the gaps of its optimal policy
 certificate   dual and flow residual, and a check of convexity

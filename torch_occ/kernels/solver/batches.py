@@ -34,7 +34,8 @@ from torch_occ.kernels.layout import (
 )
 from torch_occ.kernels.solver.entropic import entropy_of, follow
 from torch_occ.kernels.solver.newton import floor_pairs, retract
-from torch_occ.kernels.solver.psi import derive, pair_with
+from torch_occ.kernels.solver.parameters import pair_with
+from torch_occ.kernels.solver.psi import derive
 from torch_occ.kernels.solver.transitions import factorize, solve
 
 #: Reported instead of a status when an input is invalid.
