@@ -24,7 +24,6 @@ from torch_occ.kernels.layout import (
     Floats,
     Ints,
     Model,
-    Rows,
     Work,
     make_work,
     narrow,
@@ -45,6 +44,8 @@ from torch_occ.step.compiled.worlds import World
 #: The smallest batch that is shared among threads.
 _ALONE = 16
 
+_ONLY = np.zeros(1, dtype=np.int64)
+
 
 class Groups:
     """The kernels of a step, with scratch memory that calls share.
@@ -56,7 +57,7 @@ class Groups:
     def __init__(self, kinds: tuple[Ints, Ints]) -> None:
         self.kinds = kinds
         self.entropic = bool((kinds[1] == X_LOG_X).all())
-        # Memory that no thread uses now, by the kind of groups.
+        # Memory that no thread uses now, by the way of solving and the storage of transitions.
         self.free: dict[Any, list[tuple[Room, Work, Model]]] = defaultdict(list)
 
     def solve(
@@ -116,9 +117,14 @@ class Groups:
         Args:
             kernels: for plain arrays, for lanes, and for lanes with an MDP for every element.
         """
-        model, count = world.model, batch.numel()
+        model = world.model
+        if not batch:  # a single problem should not wait for Python
+            with compile_message:
+                self._run_single(model, terms, kernels[0], *arguments)
+            return
+        count = batch.numel()
         owners = world.owners(batch) if world.batch_shape else None
-        way = 0 if not batch or not narrow(model) else 1 if owners is None else 2
+        way = 0 if not narrow(model) else 1 if owners is None else 2
         if way == 0:
             order = np.arange(count)
         elif owners is not None:
@@ -127,7 +133,8 @@ class Groups:
             order = plain_order(count) if entropies is None else order_of(entropies)
         kernel, groups = kernels[way], len(order) // (LANES if way else 1)
         threads = 1 if count < _ALONE else min(torch.get_num_threads(), groups)
-        free = self.free[way, isinstance(model.next_state, Rows)]
+
+        free = self.free[way, type(model.next_state)]
 
         def share(i: int) -> None:
             try:
@@ -142,6 +149,17 @@ class Groups:
 
         with compile_message:
             for_each(share, threads)
+
+    def _run_single(
+        self, model: Model, terms: Floats, kernel: Callable[..., None], *arguments: Any
+    ) -> None:
+        free = self.free[0, type(model.next_state)]
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = _memory(model, terms.shape[2], 0)
+        kernel(model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2])
+        free.append(memory)
 
 
 def _empty(world: World, count: int) -> tuple[Floats, Floats]:

@@ -163,7 +163,7 @@ class CompiledStep:
         table = tabulate(numbers, batch, self.pairs)
         found = self.solve(world, batch, start, loss, table)
         statuses = found.certificate[:, 0]
-        converged = not statuses.any()
+        converged = not (statuses.any() if batch else statuses.item())
         if not converged and (statuses == BAD_INPUT).any():
             self._complain(world, loss, t, start)
             return None
