@@ -91,13 +91,17 @@ def play_compiled(
         records = [new(n, 2 + 2 * P) for _ in groups]
 
         def play_group(i: int) -> None:
+            # One seed after the other: for several seeds, `uniforms` would start threads.
+            numbers = [
+                uniforms([seed], Purpose.EPISODES, [chunk], (mdp.horizon, 3)) for seed in groups[i]
+            ]
             (play_with_tangents_in_lanes if in_lanes else play_with_tangents)(
                 model,
                 terms,
                 weights[:n],
                 pushes,
                 opponent,
-                uniforms(groups[i], Purpose.EPISODES, [chunk], (mdp.horizon, 3)).numpy(),
+                torch.cat(numbers).numpy(),
                 carried[i],
                 records[i],
                 middle,
