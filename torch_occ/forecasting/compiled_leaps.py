@@ -87,16 +87,18 @@ def leap_compiled(
         Options().max_steps,
     )
     shapes = ((4,), (2,), way.stops.shape, way.middle.shape, way.signs.shape, (mdp.num_states,))
-    seeds = np.random.SeedSequence(seed).generate_state(particles, np.uint64)
-    # If there are fewer particles than lanes, the last is played repeatedly.
-    groups = [
-        Particle(
-            *(new(*shape) for shape in shapes),
-            np.zeros(width, np.int64),
-            seeds[np.minimum(range(first, first + width), particles - 1)],
+    seeds = np.random.SeedSequence(seed).generate_state(particles, np.uint64).astype(np.uint64)
+    groups = []
+    for first in range(0, particles, width):
+        members = np.arange(first, first + width)
+        groups.append(
+            Particle(
+                # Lanes without a particle have finished.
+                np.where(members < particles, 0, len(way.stops)),
+                seeds[np.minimum(members, particles - 1)],
+                *(new(*shape) for shape in shapes),
+            )
         )
-        for first in range(0, particles, width)
-    ]
 
     def play(i: int) -> None:
         kernel = leap_in_lanes if in_lanes else leap_alone

@@ -80,26 +80,32 @@ def _accepted(count: float, p: float, generators: Generators, n: int) -> float:
     Numbers from a distribution that lies above the binomial one are accepted with the ratio of the
     two probabilities.
     """
-    spread, odds = np.sqrt(count * p * (1.0 - p)), p / (1.0 - p)
+    spread = np.sqrt(count * p * (1.0 - p))
     b = 1.15 + 2.53 * spread
-    a, alpha = -0.0873 + 0.0248 * b + 0.01 * p, (2.83 + 5.1 / b) * spread
-    mode = np.floor((count + 1.0) * p)
+    a, safe = -0.0873 + 0.0248 * b + 0.01 * p, 0.92 - 4.2 / b
     while True:
         u, v = uniform_drawn(generators, n) - 0.5, uniform_drawn(generators, n)
         slack = 0.5 - abs(u)
         k = np.floor((2.0 * a / slack + b) * u + count * p + 0.5)
-        if slack >= 0.07 and v <= 0.92 - 4.2 / b:
-            return k  # below the curve for certain
+        if slack >= 0.07 and v <= safe:
+            return k  # below the ratio for certain
         if 0.0 <= k <= count:
-            left, most = count - k, count - mode
-            ratio = (
-                (mode + 0.5) * np.log((mode + 1.0) / (odds * (most + 1.0)))
-                + (count + 1.0) * np.log1p((k - mode) / (left + 1.0))
-                + (k + 0.5) * np.log(odds * (left + 1.0) / (k + 1.0))
-                + (_stirling(mode) + _stirling(most) - _stirling(k) - _stirling(left))
-            )
-            if np.log(v * alpha / (a / (slack * slack) + b)) <= ratio:
+            height = v * (2.83 + 5.1 / b) * spread / (a / (slack * slack) + b)
+            if np.log(height) <= _log_ratio(count, p, k):
                 return k
+
+
+@kernel
+def _log_ratio(count: float, p: float, k: float) -> float:
+    """The logarithm of the probability of k, divided by that of the likeliest number."""
+    odds, mode = p / (1.0 - p), np.floor((count + 1.0) * p)
+    left, others = count - k, count - mode
+    return (
+        (mode + 0.5) * np.log((mode + 1.0) / (odds * (others + 1.0)))
+        + (count + 1.0) * np.log1p((k - mode) / (left + 1.0))
+        + (k + 0.5) * np.log(odds * (left + 1.0) / (k + 1.0))
+        + (_stirling(mode) + _stirling(others) - _stirling(k) - _stirling(left))
+    )
 
 
 @part

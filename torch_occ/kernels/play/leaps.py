@@ -69,16 +69,16 @@ class Way(NamedTuple):
 
 
 class Particle(NamedTuple):
-    """The state of one particle, or of one per lane, updated in place. It begins with zeros."""
+    """The state of one particle, or of one per lane, updated in place; floats begin with zeros."""
 
+    stop: Ints  # (lanes,), the number of stops that have been reached; all, if nobody is there
+    generators: Generators  # (lanes,); these begin with the seeds
     clock: Floats  # (4,), by the indices above
     counts: Floats  # (2,), by the indices above
     regret: Floats  # (C,), at the stops
     loss: Floats  # (S * A,)
     weights: Floats  # (K or K * S * A,), scratch
     entering: Floats  # (S,), scratch: visits
-    stop: Ints  # (lanes,), the number of stops that have been reached
-    generators: Generators  # (lanes,); these begin with the seeds
 
 
 @kernel
@@ -129,14 +129,14 @@ def leap_in_lanes(
         Terms(terms.argument, terms.function, in_lanes(terms.exponent)),
         way,
         Particle(
+            particle.stop,
+            particle.generators,
             in_lanes(particle.clock),
             in_lanes(particle.counts),
             in_lanes(particle.regret),
             in_lanes(particle.loss),
             in_lanes(particle.weights),
             in_lanes(particle.entering),
-            particle.stop,
-            particle.generators,
         ),
         in_lanes(nowhere),
         work_in_lanes(work),
@@ -214,15 +214,18 @@ def _play(
     _split(length, way.initial, 0, way.initial.shape[1], entering, 0, generators, n)
     for k in range(layers):
         for s in range(start[k], start[k + 1]):
-            left, share = entering[s], 0.0
+            left, share, last = entering[s], 0.0, -1
             for i in range(s * actions, (s + 1) * actions):
                 if model.exists[PAIR, i]:
                     share += pairs[PAIR, i]
                     loss[i] += 0.5 * length if pairs[PAIR, i] >= threshold else 0.0
-            for i in range(s * actions, (s + 1) * actions):
+                    last = i
+            for i in range(s * actions, last + 1):
                 if left <= 0.0 or not model.exists[PAIR, i]:
                     continue
-                visits = binomial_drawn(left, pairs[PAIR, i] / share, generators, n)
+                visits = left
+                if i < last:
+                    visits = binomial_drawn(left, pairs[PAIR, i] / share, generators, n)
                 share -= pairs[PAIR, i]
                 left -= visits
                 if visits > 0.0:
@@ -253,10 +256,11 @@ def _split(
     The numbers are multinomial. The next layer begins at `offset` in `into`.
     """
     shares, first, size = likelihoods(table, pair, width)
-    left, share = count, 0.0
-    for j in range(first, first + size):
-        share += shares[j]
+    left, share, last = count, 0.0, 0
     for j in range(size):
+        share += shares[first + j]
+        last = j if shares[first + j] > 0.0 else last
+    for j in range(last):
         if left <= 0.0:
             return
         part = shares[first + j] / share if share > 0.0 else 0.0
@@ -264,6 +268,7 @@ def _split(
         share -= shares[first + j]
         into[successor(table, pair, j, offset)] += drawn
         left -= drawn
+    into[successor(table, pair, last, offset)] += left
 
 
 @kernel
