@@ -199,9 +199,9 @@ class Work(NamedTuple):
     # Lanes use it one after the other.
     jacobian: Floats
     places: Ints  # (LANES,), the state of every lane on its trajectory
-    # (3,): the error of the factors, relative to the Hessian; the largest relative change of q in
+    # (4,): the error of the factors, relative to the Hessian; the largest relative change of q in
     # the first Newton steps of recent solves; 1 if there is a guess for
-    # torch_occ.kernels.solver.entropic
+    # torch_occ.kernels.solver.entropic; 1 if the lane is in use
     stale: Floats
 
 
@@ -230,9 +230,9 @@ def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(sh
         new(3 * widest, widest),
         np.zeros((num_states, num_states + 1) if num_states <= SQUARE else (0, 0)),
         np.zeros(LANES, np.int64),
-        new(3),
+        new(4),
     )
-    work.stale[0] = np.inf
+    work.stale[0], work.stale[3] = np.inf, 1.0
     return work
 
 
@@ -246,19 +246,19 @@ def narrow(model: Model) -> bool:
 
 
 @inlined
-def work_in_lanes(work: Work) -> Work:
-    """The arrays in lanes that the plain arrays `(..., LANES)` of `make_work` hold."""
+def work_in_lanes(work: Work, width: Any = None) -> Work:
+    """The arrays in lanes that the plain arrays `(..., lanes)` of `make_work` hold."""
     return Work(
-        in_lanes(work.pairs),
-        in_lanes(work.states),
+        in_lanes(work.pairs, width),
+        in_lanes(work.states, width),
         work.softest,
-        in_lanes(work.moves),
-        in_lanes(work.gain),
-        in_lanes(work.centred),
-        in_lanes(work.squares),
+        in_lanes(work.moves, width),
+        in_lanes(work.gain, width),
+        in_lanes(work.centred, width),
+        in_lanes(work.squares, width),
         work.jacobian,
         work.places,
-        in_lanes(work.stale),
+        in_lanes(work.stale, width),
     )
 
 

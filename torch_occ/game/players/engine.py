@@ -20,7 +20,7 @@ from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.baselines import FixedPolicy
 from torch_occ.game.losses import GreedyAdversary, LossProcess
 from torch_occ.kernels.lanes.arrays import gather, scatter
-from torch_occ.kernels.lanes.vectors import LANES
+from torch_occ.kernels.lanes.vectors import lanes_for
 from torch_occ.kernels.layout import Floats
 from torch_occ.kernels.play.baselines import play_fixed
 from torch_occ.kernels.play.episodes import IMPORTANCE_WEIGHTED, NOISE, Rules, Tally
@@ -119,9 +119,11 @@ class EnginePlayer:
             tally = Tally(*(x[seed] for x in sums_of_seeds))
             play(seed, charged[min(seed, len(charged) - 1)], drawn[seed], tally)
 
+        width = lanes_for(count)
+
         def play_lanes(group: int) -> None:
-            seeds = range(group * LANES, min((group + 1) * LANES, count))
-            lanes = [min(seed, count - 1) for seed in range(group * LANES, (group + 1) * LANES)]
+            seeds = range(group * width, min((group + 1) * width, count))
+            lanes = [min(seed, count - 1) for seed in range(group * width, (group + 1) * width)]
             tally = Tally(*(gather(x, lanes) for x in sums_of_seeds))
             shown = charged[0]
             if self.reacts or len(charged) > 1:
@@ -133,7 +135,7 @@ class EnginePlayer:
         begun = time.monotonic()
         with compile_message:
             if self.in_lanes:
-                for_each(play_lanes, -(-count // LANES))
+                for_each(play_lanes, -(-count // width))
             else:
                 for_each(play_seed, count)
         for name, column in zip(_SCALARS, scalars.T, strict=True):

@@ -21,7 +21,7 @@ from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.engine import EnginePlayer, OverTime
 from torch_occ.kernels.lanes.arrays import gather, zeros
-from torch_occ.kernels.lanes.vectors import LANES
+from torch_occ.kernels.lanes.vectors import lanes_for
 from torch_occ.kernels.layout import Floats, Terms, Work, make_work, narrow
 from torch_occ.kernels.play.episodes import (
     FULL_INFORMATION,
@@ -76,8 +76,6 @@ class FTRLPlayer(EnginePlayer):
             pairs = learner.mdp.actions.shape
             exponents = exponents_of(found, pairs).numpy()
         self.in_lanes = narrow(self.model)
-        if self.in_lanes:
-            exponents = gather([exponents], [0] * LANES)
         self.terms = Terms(*kinds_of(found), exponents)
         self.weights = OverTime(
             lambda t: weights_of(terms_of(regularizer, t), pairs).expand(len(t), -1)
@@ -99,17 +97,26 @@ class FTRLPlayer(EnginePlayer):
             self.ftrl.step.check_parameters()
             self.valid = values
         weights = self.weights(t.start - 1, t.stop)  # begins one episode earlier
-        rules, width = self.rules(run.losses.noise, t), LANES if self.in_lanes else 1
+        rules, width = self.rules(run.losses.noise, t), 1
+        if self.in_lanes:
+            width = lanes_for(len(run.seeds))
         seen = np.zeros((len(run.seeds), 0, 0))
         if tables is not None:
             seen = tables.flatten(-2).contiguous().numpy()
-        new = zeros if self.in_lanes else lambda *shape: np.zeros(shape)
+        terms, marks = self.terms, (0,) * width
+        if self.in_lanes:
+            terms = terms._replace(exponent=gather([terms.exponent], [0] * width))
+
+        def new(*shape: int) -> Floats:
+            return zeros(*shape, lanes=width) if self.in_lanes else np.zeros(shape)
 
         def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
             work = self.works[group] = self.works.get(group) or make_work(self.model, new)
-            (play_in_lanes if self.in_lanes else play)(
+            if self.in_lanes:
+                work.stale[3, len(numbers) :] = 0.0
+            arguments = (
                 self.model,
-                self.terms,
+                terms,
                 weights,
                 run.t,
                 means,
@@ -123,6 +130,10 @@ class FTRLPlayer(EnginePlayer):
                 new(0),
                 work,
             )
+            if self.in_lanes:
+                play_in_lanes(*arguments, marks)
+            else:
+                play(*arguments)
 
         return play_group
 

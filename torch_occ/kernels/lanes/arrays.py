@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.datamodel import models
 from numba.core.ir_utils import alias_func_extensions
@@ -20,15 +21,15 @@ from numba.extending import (
 )
 from numba.np.arrayobj import populate_array
 
-from torch_occ.kernels.lanes.vectors import LANES, NUMBERS, Mask, Vector, called_by_kernels, vector
+from torch_occ.kernels.lanes.vectors import LANES, Mask, Vector, called_by_kernels
 
 
 class LaneArray(types.Type):
     """An array whose entries are vectors; in memory its last axis has the lanes."""
 
-    def __init__(self, ndim: int) -> None:
-        self.ndim = ndim
-        super().__init__(name=f"LaneArray({ndim})")
+    def __init__(self, ndim: int, width: int) -> None:
+        self.ndim, self.width = ndim, width
+        super().__init__(name=f"LaneArray({ndim}, {width})")
 
 
 @register_model(LaneArray)
@@ -39,17 +40,17 @@ class _LaneArrayModel(models.StructModel):
         super().__init__(dmm, fe_type, [("data", data), ("shape", shape)])
 
 
-def zeros(*shape: int) -> Any:
-    """Memory for an array in lanes, `(*shape, LANES)`, aligned to the widest registers."""
-    size = int(np.prod(shape)) * LANES
-    memory = np.zeros(size + LANES)
-    skip = -memory.ctypes.data % (8 * LANES) // 8
-    return memory[skip : skip + size].reshape(*shape, LANES)
+def zeros(*shape: int, lanes: int = LANES) -> Any:
+    """Memory for an array in lanes, `(*shape, lanes)`, aligned to the widest registers."""
+    size = int(np.prod(shape)) * lanes
+    memory = np.zeros(size + 8)
+    skip = -memory.ctypes.data % 64 // 8
+    return memory[skip : skip + size].reshape(*shape, lanes)
 
 
 def gather(elements: Any, lanes: Sequence[int]) -> Any:
     """Memory for an array in lanes, with a copy of one element in each lane."""
-    found = zeros(*elements[0].shape)
+    found = zeros(*elements[0].shape, lanes=len(lanes))
     for n, element in enumerate(lanes):
         found[..., n] = elements[element]
     return found
@@ -61,22 +62,29 @@ def scatter(x: Any, elements: Any, lanes: Sequence[int]) -> None:
         elements[element] = x[..., n]
 
 
-def in_lanes(x: Any) -> Any:
-    """The array in lanes that a plain array `(..., LANES)` holds."""
-    return called_by_kernels(x)
+def in_lanes(x: Any, width: Any = None) -> Any:
+    """The array in lanes that a plain array `(..., lanes)` holds.
+
+    `width` is any tuple with as many entries as lanes, so that the number is part of its type; None
+    for LANES.
+    """
+    return called_by_kernels(x, width)
 
 
 @type_callable(in_lanes)
 def _type_in_lanes(context: Any) -> Any:
-    def typer(x: Any) -> Any:
+    def typer(x: Any, width: Any = None) -> Any:
         if isinstance(x, types.Array) and x.dtype == types.float64 and x.layout == "C":
-            return signature(LaneArray(x.ndim - 1), x)
+            lanes = len(width) if isinstance(width, types.BaseTuple) else LANES
+            found = LaneArray(x.ndim - 1, lanes)
+            return signature(found, x) if width is None else signature(found, x, width)
         return None
 
     return typer
 
 
 @lower_builtin(in_lanes, types.Array)
+@lower_builtin(in_lanes, types.Array, types.Any)
 def _lower_in_lanes(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
     plain = context.make_array(sig.args[0])(context, builder, arguments[0])
     found = cgutils.create_struct_proxy(sig.return_type)(context, builder)
@@ -88,14 +96,14 @@ def _lower_in_lanes(context: Any, builder: Any, sig: Any, arguments: Any) -> Any
     return found._getvalue()
 
 
-def in_lanes_or_shared(x: Any) -> Any:
+def in_lanes_or_shared(x: Any, width: Any) -> Any:
     """`in_lanes` of an array with three axes; one with two is shared by all lanes."""
-    return called_by_kernels(x)
+    return called_by_kernels(x, width)
 
 
 @overload(in_lanes_or_shared, inline="always", strict=False)
-def _in_lanes_or_shared(x: Any) -> Any:
-    return (lambda x: in_lanes(x)) if x.ndim == 3 else (lambda x: x)
+def _in_lanes_or_shared(x: Any, width: Any) -> Any:
+    return (lambda x, width: in_lanes(x, width)) if x.ndim == 3 else (lambda x, width: x)
 
 
 def _keep_writes(found: str, arguments: Any, aliases: Any, reachable: set[str]) -> None:
@@ -120,7 +128,7 @@ def _index_type(x: LaneArray, index: Any) -> Any:
 def _type_getitem(context: Any) -> Any:
     def typer(x: Any, index: Any) -> Any:
         kind = _index_type(x, index) if isinstance(x, LaneArray) else None
-        return None if kind is None else signature(vector, x, kind)
+        return None if kind is None else signature(Vector(x.width), x, kind)
 
     return typer
 
@@ -129,7 +137,7 @@ def _type_getitem(context: Any) -> Any:
 def _type_setitem(context: Any) -> Any:
     def typer(x: Any, index: Any, value: Any) -> Any:
         kind = _index_type(x, index) if isinstance(x, LaneArray) else None
-        return None if kind is None else signature(types.none, x, kind, vector)
+        return None if kind is None else signature(types.none, x, kind, Vector(x.width))
 
     return typer
 
@@ -142,7 +150,8 @@ def _place(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
         index, *others = cgutils.unpack_tuple(builder, arguments[1])
         for size, other in zip(cgutils.unpack_tuple(builder, x.shape)[1:], others, strict=True):
             index = builder.add(builder.mul(index, size, flags=("nsw",)), other, flags=("nsw",))
-    data = builder.bitcast(x.data, NUMBERS.as_pointer())
+    entries = ir.VectorType(ir.DoubleType(), sig.args[0].width)
+    data = builder.bitcast(x.data, entries.as_pointer())
     return builder.gep(data, [index], inbounds=True)
 
 
@@ -188,13 +197,14 @@ def _len(x: Any) -> Any:
 
 
 def lanes_of(x: Any) -> int:
-    """The number of problems that an array holds: LANES, or 1 for a plain array."""
+    """The number of problems that an array holds; 1 for a plain array."""
     return int(called_by_kernels(x))
 
 
 @overload(lanes_of, inline="always", strict=False)
 def _lanes_of(x: Any) -> Any:
-    return (lambda x: LANES) if isinstance(x, LaneArray) else (lambda x: 1)
+    width = x.width if isinstance(x, LaneArray) else 1
+    return lambda x: width
 
 
 def lane(x: Any, n: int) -> Any:
@@ -234,7 +244,7 @@ def _lower_lane(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
 @lower_builtin(lane, LaneArray, types.Integer)
 def _lower_lane_array(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
     x = cgutils.create_struct_proxy(sig.args[0])(context, builder, value=arguments[0])
-    stride, strides = context.get_constant(types.intp, 8 * LANES), []
+    stride, strides = context.get_constant(types.intp, 8 * sig.args[0].width), []
     for size in reversed(cgutils.unpack_tuple(builder, x.shape)):
         strides.append(stride)
         stride = builder.mul(stride, size)

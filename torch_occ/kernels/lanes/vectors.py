@@ -16,11 +16,15 @@ from numba.core.typeconv import Conversion
 from numba.core.typing.templates import signature
 from numba.extending import lower_builtin, lower_cast, register_model, type_callable
 
-#: The number of lanes. It is the same on every machine, because results must be.
-LANES = 8
+#: The number of lanes of a batch, and of one or two problems. Both give the same bits, because the
+#: same operations are done in every lane.
+LANES, FEW_LANES = 8, 2
 
-NUMBERS = ir.VectorType(ir.DoubleType(), LANES)
-_BITS = ir.VectorType(ir.IntType(1), LANES)
+
+def lanes_for(count: int) -> int:
+    """The number of lanes for some problems."""
+    return LANES if count > FEW_LANES else FEW_LANES
+
 
 #: Products and sums may be fused, as in all kernels. Sums are never reordered.
 _FUSED = ("contract",)
@@ -29,9 +33,11 @@ _FUSED = ("contract",)
 class _LaneType(types.Type):
     """A type with one value per lane; a plain value converts to it by repetition."""
 
-    def __init__(self, name: str, plain: type[types.Type]) -> None:
-        self.plain = plain
-        super().__init__(name=name)
+    plain: type[types.Type]
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        super().__init__(name=f"{type(self).__name__}({width})")
 
     def unify(self, typingctx: Any, other: types.Type) -> types.Type | None:
         return self if isinstance(other, self.plain) else None
@@ -39,56 +45,62 @@ class _LaneType(types.Type):
     def can_convert_from(self, typingctx: Any, other: types.Type) -> Any:
         return Conversion.safe if isinstance(other, self.plain) else None
 
-    def takes(self, *kinds: types.Type) -> bool:
-        """Whether some of the types are this one, and the others convert to it."""
-        return self in kinds and all(kind == self or isinstance(kind, self.plain) for kind in kinds)
+    @classmethod
+    def among(cls, *kinds: Any) -> _LaneType | None:
+        """The one type of this class among some, if the others convert to it; else None."""
+        found = {kind for kind in kinds if isinstance(kind, cls)}
+        others = all(isinstance(kind, cls.plain) for kind in kinds if kind not in found)
+        return found.pop() if len(found) == 1 and others else None
 
 
 class Vector(_LaneType):
     """One float per lane."""
 
+    plain = types.Number
+
 
 class Mask(_LaneType):
     """One bool per lane."""
 
-
-vector, mask = Vector("Vector", types.Number), Mask("Mask", types.Boolean)
+    plain = types.Boolean
 
 
 @register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
-    def __init__(self, dmm: Any, fe_type: types.Type) -> None:
-        super().__init__(dmm, fe_type, NUMBERS)
+    def __init__(self, dmm: Any, fe_type: Vector) -> None:
+        super().__init__(dmm, fe_type, ir.VectorType(ir.DoubleType(), fe_type.width))
 
 
 @register_model(Mask)
 class _MaskModel(models.PrimitiveModel):
-    def __init__(self, dmm: Any, fe_type: types.Type) -> None:
-        super().__init__(dmm, fe_type, _BITS)
+    def __init__(self, dmm: Any, fe_type: Mask) -> None:
+        super().__init__(dmm, fe_type, ir.VectorType(ir.IntType(1), fe_type.width))
 
 
-def _repeat(builder: Any, value: Any, kind: ir.VectorType) -> Any:
+def _repeat(builder: Any, value: Any, width: int) -> Any:
     """A vector with the same value in every lane."""
-    undefined, first = ir.Constant(kind, ir.Undefined), ir.Constant(ir.IntType(32), 0)
-    one = builder.insert_element(undefined, value, first)
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    undefined = ir.Constant(ir.VectorType(value.type, width), ir.Undefined)
+    one = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
     return builder.shuffle_vector(one, undefined, zeros)
 
 
 @lower_cast(types.Number, Vector)
-def _number_to_vector(context: Any, builder: Any, kind: Any, _: Any, value: Any) -> Any:
-    return _repeat(builder, context.cast(builder, value, kind, types.float64), NUMBERS)
+def _number_to_vector(context: Any, builder: Any, kind: Any, to: Vector, value: Any) -> Any:
+    return _repeat(builder, context.cast(builder, value, kind, types.float64), to.width)
 
 
 @lower_cast(types.Boolean, Mask)
-def _bool_to_mask(context: Any, builder: Any, kind: Any, _: Any, value: Any) -> Any:
-    return _repeat(builder, value, _BITS)
+def _bool_to_mask(context: Any, builder: Any, kind: Any, to: Mask, value: Any) -> Any:
+    return _repeat(builder, value, to.width)
 
 
 # -- operators -------------------------------------------------------------------------------------
 
 
-def _define(functions: Any, takes: _LaneType, gives: _LaneType, build: Callable[..., Any]) -> None:
+def _define(
+    functions: Any, takes: type[_LaneType], gives: type[_LaneType], build: Callable[..., Any]
+) -> None:
     """Define functions of vectors or masks by the instruction that they become."""
     arity = build.__code__.co_argcount - 1
     for function in functions:
@@ -96,15 +108,13 @@ def _define(functions: Any, takes: _LaneType, gives: _LaneType, build: Callable[
         @type_callable(function)
         def type_it(context: Any) -> Any:
             def typer(a: Any, b: Any = None) -> Any:
-                found = (a,) if b is None else (a, b)
-                if len(found) == arity and takes.takes(*found):
-                    return signature(gives, *[takes] * arity)
-                return None
+                kind = takes.among(a) if b is None else takes.among(a, b)
+                return None if kind is None else signature(gives(kind.width), *[kind] * arity)
 
             # Numba passes as many arguments as the function has parameters.
             return (lambda a: typer(a)) if arity == 1 else (lambda a, b: typer(a, b))
 
-        @lower_builtin(function, *[type(takes)] * arity)
+        @lower_builtin(function, *[takes] * arity)
         def lower_it(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
             return build(builder, *arguments)
 
@@ -112,7 +122,7 @@ def _define(functions: Any, takes: _LaneType, gives: _LaneType, build: Callable[
 def _intrinsic(builder: Any, name: str, *arguments: Any) -> Any:
     """Call one of LLVM's functions that exist for numbers and vectors."""
     kind = arguments[0].type
-    suffix = f"v{LANES}f64" if kind == NUMBERS else "f64"
+    suffix = f"v{kind.count}f64" if isinstance(kind, ir.VectorType) else "f64"
     own = ir.FunctionType(kind, [kind] * len(arguments))
     function = cgutils.get_or_insert_function(builder.module, own, f"{name}.{suffix}")
     return builder.call(function, arguments)
@@ -122,23 +132,23 @@ def _larger(sign: str) -> Callable[[Any, Any, Any], Any]:
     return lambda builder, x, y: builder.select(builder.fcmp_ordered(sign, x, y), x, y)
 
 
-_define((operator.add, operator.iadd), vector, vector, lambda b, x, y: b.fadd(x, y, flags=_FUSED))
-_define((operator.sub, operator.isub), vector, vector, lambda b, x, y: b.fsub(x, y, flags=_FUSED))
-_define((operator.mul, operator.imul), vector, vector, lambda b, x, y: b.fmul(x, y, flags=_FUSED))
-_define((operator.truediv, operator.itruediv), vector, vector, lambda b, x, y: b.fdiv(x, y))
-_define((operator.neg,), vector, vector, lambda b, x: b.fneg(x))
-_define((abs,), vector, vector, lambda b, x: _intrinsic(b, "llvm.fabs", x))
-_define((max,), vector, vector, _larger(">"))
-_define((min,), vector, vector, _larger("<"))
-_define((operator.lt,), vector, mask, lambda b, x, y: b.fcmp_ordered("<", x, y))
-_define((operator.le,), vector, mask, lambda b, x, y: b.fcmp_ordered("<=", x, y))
-_define((operator.gt,), vector, mask, lambda b, x, y: b.fcmp_ordered(">", x, y))
-_define((operator.ge,), vector, mask, lambda b, x, y: b.fcmp_ordered(">=", x, y))
-_define((operator.eq,), vector, mask, lambda b, x, y: b.fcmp_ordered("==", x, y))
-_define((operator.ne,), vector, mask, lambda b, x, y: b.fcmp_unordered("!=", x, y))
-_define((operator.and_, operator.iand), mask, mask, lambda b, x, y: b.and_(x, y))
-_define((operator.or_, operator.ior), mask, mask, lambda b, x, y: b.or_(x, y))
-_define((operator.not_,), mask, mask, lambda b, x: b.not_(x))
+_define((operator.add, operator.iadd), Vector, Vector, lambda b, x, y: b.fadd(x, y, flags=_FUSED))
+_define((operator.sub, operator.isub), Vector, Vector, lambda b, x, y: b.fsub(x, y, flags=_FUSED))
+_define((operator.mul, operator.imul), Vector, Vector, lambda b, x, y: b.fmul(x, y, flags=_FUSED))
+_define((operator.truediv, operator.itruediv), Vector, Vector, lambda b, x, y: b.fdiv(x, y))
+_define((operator.neg,), Vector, Vector, lambda b, x: b.fneg(x))
+_define((abs,), Vector, Vector, lambda b, x: _intrinsic(b, "llvm.fabs", x))
+_define((max,), Vector, Vector, _larger(">"))
+_define((min,), Vector, Vector, _larger("<"))
+_define((operator.lt,), Vector, Mask, lambda b, x, y: b.fcmp_ordered("<", x, y))
+_define((operator.le,), Vector, Mask, lambda b, x, y: b.fcmp_ordered("<=", x, y))
+_define((operator.gt,), Vector, Mask, lambda b, x, y: b.fcmp_ordered(">", x, y))
+_define((operator.ge,), Vector, Mask, lambda b, x, y: b.fcmp_ordered(">=", x, y))
+_define((operator.eq,), Vector, Mask, lambda b, x, y: b.fcmp_ordered("==", x, y))
+_define((operator.ne,), Vector, Mask, lambda b, x, y: b.fcmp_unordered("!=", x, y))
+_define((operator.and_, operator.iand), Mask, Mask, lambda b, x, y: b.and_(x, y))
+_define((operator.or_, operator.ior), Mask, Mask, lambda b, x, y: b.or_(x, y))
+_define((operator.not_,), Mask, Mask, lambda b, x: b.not_(x))
 
 
 # -- functions of numbers and vectors --------------------------------------------------------------
@@ -158,8 +168,9 @@ def _elementary(name: str, arity: int) -> Callable[..., Any]:
     function.__name__ = name
 
     def result(*kinds: Any) -> Any:
-        if vector.takes(*kinds):
-            return signature(vector, *[vector] * arity)
+        found = Vector.among(*kinds)
+        if found is not None:
+            return signature(found, *[found] * arity)
         if all(isinstance(kind, types.Number) for kind in kinds):
             return signature(types.float64, *[types.float64] * arity)
         return None
@@ -189,9 +200,9 @@ def where(condition: Any, x: Any, y: Any) -> Any:
 @type_callable(where)
 def _type_where(context: Any) -> Any:
     def typer(condition: Any, x: Any, y: Any) -> Any:
-        if condition == mask:
-            kind = mask if mask.takes(mask, x, y) else vector
-            return signature(kind, mask, kind, kind)
+        if isinstance(condition, Mask):
+            kind = Mask.among(condition, x, y) or Vector(condition.width)
+            return signature(kind, condition, kind, kind)
         if isinstance(condition, types.Boolean):
             kind = context.unify_types(x, y)
             return signature(kind, types.boolean, kind, kind)
@@ -213,7 +224,7 @@ def anywhere(condition: Any) -> bool:
 @type_callable(anywhere)
 def _type_anywhere(context: Any) -> Any:
     def typer(condition: Any) -> Any:
-        if condition == mask or isinstance(condition, types.Boolean):
+        if isinstance(condition, (Mask, types.Boolean)):
             return signature(types.boolean, condition)
         return None
 
@@ -227,5 +238,5 @@ def _lower_anywhere(context: Any, builder: Any, sig: Any, arguments: Any) -> Any
 
 @lower_builtin(anywhere, Mask)
 def _lower_anywhere_mask(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
-    bits = ir.IntType(LANES)
+    bits = ir.IntType(sig.args[0].width)
     return builder.icmp_unsigned("!=", builder.bitcast(arguments[0], bits), ir.Constant(bits, 0))

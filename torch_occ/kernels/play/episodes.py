@@ -18,7 +18,6 @@ from torch_occ.kernels.lanes.arrays import (
     in_lanes,
     in_lanes_or_shared,
     lane,
-    lanes_of,
 )
 from torch_occ.kernels.lanes.vectors import called_by_kernels, where
 from torch_occ.kernels.layout import (
@@ -77,8 +76,8 @@ def play(
     weights: Floats,  # (n + 1, K or K * S * A), of the previous episode and of these n
     before: int,  # the number of the previous episode
     means: Floats,  # (n or 1, S * A); with a greedy adversary one row, which is overwritten
-    numbers: Floats,  # (lanes, n, L, 3)
-    tables: Floats,  # (lanes, n, S * A) under full information, else empty
+    numbers: Floats,  # (N, n, L, 3) for N seeds, at most as many as lanes
+    tables: Floats,  # (N, n, S * A) under full information, else empty
     rules: Rules,
     tally: Tally,
     middle: Floats,  # (S * A,), an interior point for cold starts
@@ -111,12 +110,11 @@ def play(
             if rules.estimator == REDUCED_VARIANCE:
                 loss[i] += where(x >= rules.setting[t], 0.5, 0.0)
         scalars[EXPECTED] += expected
-        for n in range(lanes_of(q)):
+        for n in range(len(numbers)):
             charged, shown, total = lane(means, n), lane(table, n), lane(loss, n)
             if rules.estimator == FULL_INFORMATION:
                 for i in range(num_pairs):
-                    own_number = tables[min(n, len(tables) - 1), t, i]
-                    shown[i] = draw(rules.noise, charged[row, i], own_number)
+                    shown[i] = draw(rules.noise, charged[row, i], tables[n, t, i])
                     total[i] += shown[i]
             add_moments(rules, charged, row, t, len(weights) - 1, lane(tally.second_moment, n))
         walk(model, rules, t, means, row, table, q, numbers, loss, scalars, work.places)
@@ -138,34 +136,35 @@ def play_in_lanes(
     own: Floats,
     nowhere: Floats,
     work: Work,
+    width: tuple[int, ...],  # see `in_lanes`
 ) -> None:
     """`play` with one seed per lane.
 
     Exponents, tally, table, own, nowhere and work have a last axis of lanes; the means have one if
-    they differ between seeds. If there are fewer seeds than lanes, the last is played repeatedly.
+    they differ between seeds. There may be fewer seeds than lanes.
     """
     play(
         model,
-        Terms(terms.argument, terms.function, in_lanes(terms.exponent)),
+        Terms(terms.argument, terms.function, in_lanes(terms.exponent, width)),
         weights,
         before,
-        in_lanes_or_shared(means),
+        in_lanes_or_shared(means, width),
         numbers,
         tables,
         rules,
         Tally(
-            in_lanes(tally.q),
-            in_lanes(tally.cumulative_loss),
-            in_lanes(tally.cumulative_occupancy),
-            in_lanes(tally.total_mean),
-            in_lanes(tally.second_moment),
-            in_lanes(tally.scalars),
+            in_lanes(tally.q, width),
+            in_lanes(tally.cumulative_loss, width),
+            in_lanes(tally.cumulative_occupancy, width),
+            in_lanes(tally.total_mean, width),
+            in_lanes(tally.second_moment, width),
+            in_lanes(tally.scalars, width),
         ),
         middle,
-        in_lanes(table),
-        in_lanes(own),
-        in_lanes(nowhere),
-        work_in_lanes(work),
+        in_lanes(table, width),
+        in_lanes(own, width),
+        in_lanes(nowhere, width),
+        work_in_lanes(work, width),
     )
 
 
@@ -216,7 +215,7 @@ def walk(
     row: int,
     table: Floats,
     q: Floats,
-    numbers: Floats,  # (lanes, n, L, 3)
+    numbers: Floats,  # (N, n, L, 3)
     cumulative_loss: Floats,
     scalars: Floats,
     places: Ints,  # (lanes,), scratch: the state of every lane
@@ -227,16 +226,13 @@ def walk(
     their steps in turns, since the steps of one trajectory must wait for each other.
     """
     start, num_actions, layers = model.start, model.num_actions, len(model.start) - 1
-    for n in range(lanes_of(q)):
-        initial, uniform = (
-            lane(model.initial, n),
-            numbers[min(n, len(numbers) - 1), t, layers - 1, 2],
-        )
-        places[n] = index_drawn(initial, 0, start[1], uniform)
+    for n in range(len(numbers)):
+        initial = lane(model.initial, n)
+        places[n] = index_drawn(initial, 0, start[1], numbers[n, t, layers - 1, 2])
     for k in range(layers):
-        for n in range(lanes_of(q)):
+        for n in range(len(numbers)):
             own, total, s = lane(q, n), lane(cumulative_loss, n), places[n]
-            uniforms = numbers[min(n, len(numbers) - 1), t, k]
+            uniforms = numbers[n, t, k]
             i = s * num_actions + index_drawn(own, s * num_actions, num_actions, uniforms[0])
             if rules.estimator == FULL_INFORMATION:
                 loss = lane(table, n)[i]

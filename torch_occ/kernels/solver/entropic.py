@@ -92,9 +92,8 @@ def minimize(
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Minimize from q, for any psi; the arguments are those of `newton.descend`."""
     work.stale[0], work.stale[2] = np.inf, 0.0
-    return follow(
-        model, terms, weights, loss, tolerance, max_steps, source, work.stale[2] == 0.0, work
-    )
+    used = work.stale[3] > 0.0
+    return follow(model, terms, weights, loss, tolerance, max_steps, source, used, work)
 
 
 @kernel
@@ -137,9 +136,9 @@ def follow_or_restart(
     fail, the result is that of the first.
     """
     pairs, stale, limits = work.pairs, work.stale, (tolerance, max_steps)
-    everywhere = stale[2] == stale[2]
-    first = follow(model, terms, weights, loss, *limits, source, everywhere, work)
-    failed = first[0] != CONVERGED
+    used = stale[3] > 0.0
+    first = follow(model, terms, weights, loss, *limits, source, used, work)
+    failed = used & (first[0] != CONVERGED)
     if not anywhere(failed):
         return first
     for i in range(len(middle)):
