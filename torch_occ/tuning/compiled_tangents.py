@@ -95,6 +95,9 @@ def play_compiled(
             numbers = [
                 uniforms([seed], Purpose.EPISODES, [chunk], (mdp.horizon, 3)) for seed in groups[i]
             ]
+            work = make_work(model, new)
+            if in_lanes:
+                work.stale[3, len(numbers) :] = 0.0  # unused lanes rest
             (play_with_tangents_in_lanes if in_lanes else play_with_tangents)(
                 model,
                 terms,
@@ -108,7 +111,7 @@ def play_compiled(
                 new(weights.shape[1]),
                 new(mdp.num_states),
                 new(0),
-                make_work(model, new),
+                work,
             )
 
         with compile_message:

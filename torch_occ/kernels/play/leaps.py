@@ -87,7 +87,7 @@ def leap(
 ) -> None:
     """Play from the first episode to the last stop; `nowhere` is empty.
 
-    A lane that has finished waits for the others.
+    A lane that has finished rests until the others have.
     """
     lanes, limits = lanes_of(particle.loss), (way.tolerance, way.max_steps)
     for i in range(len(way.middle)):
@@ -95,6 +95,7 @@ def leap(
     particle.clock[T] = 1.0
     while True:
         for n in range(lanes):
+            lane(work.stale, n)[3] = 1.0 if particle.stop[n] < len(way.stops) else 0.0
             _weights_at(np.log(lane(particle.clock, n)[T]), way, lane(particle.weights, n))
         work.stale[0], work.stale[2] = np.inf, 0.0  # discard the factors of the last leap
         found = follow_or_restart(

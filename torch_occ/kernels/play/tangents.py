@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ.kernels.constants import CONVERGED
-from torch_occ.kernels.lanes.arrays import in_lanes, lane, lanes_of
+from torch_occ.kernels.lanes.arrays import in_lanes, lane
 from torch_occ.kernels.lanes.vectors import where
 from torch_occ.kernels.layout import (
     DQ,
@@ -72,7 +72,7 @@ def play_with_tangents(
     weights: Floats,  # (n, K)
     pushes: Pushes,
     opponent: Opponent,
-    numbers: Floats,  # (lanes, n, L, 3)
+    numbers: Floats,  # (N, n, L, 3) for N seeds, at most as many as lanes
     carried: Carried,
     record: Floats,  # (n, 2 + 2 * P), out
     middle: Floats,  # (S * A,), an interior point for cold starts
@@ -141,8 +141,8 @@ def play_with_tangents_in_lanes(
 ) -> None:
     """`play_with_tangents` with one seed per lane.
 
-    Exponents, carried, record, own, still, nowhere and work have a last axis of lanes. If there are
-    fewer seeds than lanes, the last is played repeatedly.
+    Exponents, carried, record, own, still, nowhere and work have a last axis of lanes. There may be
+    fewer seeds than lanes.
     """
     play_with_tangents(
         model,
@@ -202,7 +202,7 @@ def push_gradient(
 def walk_with_tangents(
     model: Model,
     opponent: Opponent,
-    numbers: Floats,  # (lanes, n, L, 3)
+    numbers: Floats,  # (N, n, L, 3)
     t: int,
     carried: Carried,
     places: Ints,  # (lanes,), scratch: the state of every lane
@@ -213,14 +213,14 @@ def walk_with_tangents(
     `tangent_loss`, and the derivatives of the log-probabilities of the chosen actions to `score`.
     """
     num_actions, layers = model.num_actions, len(model.start) - 1
-    for n in range(lanes_of(carried.q)):
-        uniform = numbers[min(n, len(numbers) - 1), t, layers - 1, 2]
+    for n in range(len(numbers)):
+        uniform = numbers[n, t, layers - 1, 2]
         places[n] = index_drawn(model.initial, 0, len(model.initial), uniform)
     for k in range(layers):
-        for n in range(lanes_of(carried.q)):
+        for n in range(len(numbers)):
             q, tangent, score = lane(carried.q, n), lane(carried.tangent, n), lane(carried.score, n)
             loss, tangent_loss = lane(carried.cumulative_loss, n), lane(carried.tangent_loss, n)
-            uniforms = numbers[min(n, len(numbers) - 1), t, k]
+            uniforms = numbers[n, t, k]
             first, total = places[n] * num_actions, 0.0
             for i in range(first, first + num_actions):
                 total += q[i]
