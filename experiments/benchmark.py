@@ -1,14 +1,15 @@
-"""How fast is the step, and compared with what?
+"""How fast is the engine, and compared with what?
 
-    python -m experiments.benchmark                                      all; about half an hour
-    python -m experiments.benchmark --sizes 3 3 3 5 5 4 --batches 1      small sizes, one element
-    python -m experiments.benchmark --rivals moreau --sections rivals    one rival
-    python -m experiments.benchmark --sections flows profile             parts of torch_occ
-    python -m experiments.benchmark --sections engine                    the engine against C
+    python -m experiments.benchmark                                      the engine; a few minutes
+    python -m experiments.benchmark --sections loop                      against a C loop only
+    python -m experiments.benchmark --sections long                      64 million episodes
+    python -m experiments.benchmark --sections rivals flows profile      half an hour
+    python -m experiments.benchmark --sections rivals --rivals moreau    one rival
+    python -m experiments.benchmark --sections rivals --sizes 3 3 3 5 5 4 --batches 1
 
-All contestants solve the same steps in turns. The ratios of their medians are compared, since they
-change little when the machine is busy. Solvers differ in accuracy, so each row has the residuals of
-q and of the gradient, computed by torch_occ.reference.
+All contestants do the same in turns. The ratios of their times are compared, since they change
+little when the machine is busy. Rivals differ in accuracy, so each row has the residuals of q and
+of the gradient, computed by torch_occ.reference.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from experiments.benchmark_report import HEADER, Row, draw_rivals, summary, verd
 from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
 from experiments.compiled import (
     draw_growth,
+    measure_batches,
     measure_calls,
     measure_compiling,
     measure_growth,
-    measure_loop,
+    measure_long,
     measure_threads,
-    report,
 )
 from experiments.contestants import CONTESTANTS, Case, Contestant, Trial
+from experiments.loop import measure_loop, report_loop
 from torch_occ.reference import Equations
 
 
@@ -53,14 +55,13 @@ class Args:
         "moreau",
     )
     """cvxpy with Clarabel; cvxpylayers with diffcp and SCS, diffcp and Clarabel, or Moreau"""
-    sections: tuple[Literal["rivals", "flows", "profile", "engine", "growth"], ...] = (
-        "rivals",
-        "flows",
-        "profile",
-        "engine",
-    )
-    """the comparison; dense against layered linear algebra; the time of a Newton iteration by part;
-    the engine against a C loop; step time up to 1e5 pairs, which takes minutes and 4 GiB"""
+    sections: tuple[
+        Literal["loop", "engine", "long", "rivals", "flows", "profile", "growth"], ...
+    ] = ("loop", "engine")
+    """loop: simulations against a C loop and the floor of its arithmetic. engine: threads, one
+    call, batches, compiling. long: a million episodes of 64 seeds. rivals: steps against cvxpy and
+    cvxpylayers. flows: dense against layered linear algebra. profile: a Newton iteration by part.
+    growth: step time up to 1e5 pairs, which takes minutes and 4 GiB"""
     repeats: int = 7
     """runs of which the median is taken, as far as the budget goes"""
     budget: float = 60.0
@@ -206,6 +207,13 @@ def measure_rivals(args: Args, directory: Path) -> list[Row]:
     return rows
 
 
+def show_numbers(path: Path, numbers: dict[str, float]) -> None:
+    """Print named numbers as a table, and write them as CSV."""
+    write_csv(path, [{"what": name, "measured": value} for name, value in numbers.items()])
+    rows = [[name, f"{value:.4g}"] for name, value in numbers.items()]
+    print(f"\n{table(['what', 'measured'], rows)}\n", flush=True)
+
+
 def main(args: Args) -> Path:
     """Run the sections, print their tables, write them as CSV and PNG."""
     torch.set_num_threads(args.threads)
@@ -231,15 +239,15 @@ def main(args: Args) -> Path:
         write_figure(directory / "flows.png", draw_flows(flows))
     if "profile" in args.sections:
         write_csv(directory / "profile.csv", measure_profile(anatomy, args.sizes))
+    if "loop" in args.sections:
+        loops, throughput = measure_loop(args.repeats)
+        write_csv(directory / "loop.csv", loops)
+        print(f"\n{report_loop(loops, throughput)}\n", flush=True)
     if "engine" in args.sections:
-        loops = measure_loop(args.repeats, directory)
-        numbers = measure_threads() | measure_calls() | measure_compiling()
-        write_csv(directory / "engine.csv", loops)
-        write_csv(
-            directory / "engine_calls.csv",
-            [{"what": name, "measured": value} for name, value in numbers.items()],
-        )
-        print(f"\n{report(loops, numbers)}\n", flush=True)
+        numbers = measure_threads() | measure_calls() | measure_batches() | measure_compiling()
+        show_numbers(directory / "engine.csv", numbers)
+    if "long" in args.sections:
+        show_numbers(directory / "long.csv", measure_long())
     if "growth" in args.sections:
         torch.set_num_threads(2)
         grown = measure_growth()

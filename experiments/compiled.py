@@ -1,20 +1,16 @@
-"""The compiled engine: against a C loop of the same algorithm, in threads, one call, compiling.
+"""The compiled engine: in threads, one call, a batch of steps, a long run, compiling, growth.
 
-Part of experiments/benchmark.py. Whole simulations are timed, with all that Python does for them.
-Times are processor times, because the machine may be shared, and the smallest of a few runs.
+Part of experiments/benchmark.py; experiments/loop.py compares whole simulations with a C loop.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,156 +18,37 @@ import torch
 from matplotlib.figure import Figure
 
 import torch_occ as occ
-from experiments.common import seconds, table
-from torch_occ._support.spacing import CHUNK
-from torch_occ._support.streams import Purpose, uniforms
-
-Shape = tuple[int, int, int]
-
-#: Episodes that take about a second, so that the start of a run does not count.
-SHAPES: dict[Shape, int] = {
-    (3, 3, 3): 200_000,
-    (5, 5, 4): 40_000,
-    (10, 10, 5): 4_000,
-    (10, 20, 10): 800,
-}
-
-
-def game(shape: Shape) -> tuple[occ.LayeredMDP, torch.Tensor]:
-    """An MDP and mean losses."""
-    mdp = occ.LayeredMDP.random(*shape, seed=0)
-    generator = torch.Generator().manual_seed(1)
-    return mdp, torch.rand(
-        mdp.num_states, mdp.num_actions, dtype=torch.float64, generator=generator
-    )
-
-
-def smallest(
-    function: Callable[[], Any], repeats: int, clock: Callable[[], float] = time.process_time
-) -> float:
-    """Seconds of the quickest call, after a first one that does not count."""
-    function()
-    durations = []
-    for _ in range(repeats):
-        begun = clock()
-        function()
-        durations.append(clock() - begun)
-    return min(durations)
-
-
-# -- against C ------------------------------------------------------------------------------------
-
-
-def compile_yardstick(shape: Shape, directory: Path) -> ctypes.CDLL | None:
-    """experiments/yardstick.c for one size, with -O3 for this machine; None without a compiler."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        return None
-    names = ("LAYERS", "WIDTH", "ACTIONS")
-    sizes = [f"-D{name}={value}" for name, value in zip(names, shape, strict=True)]
-    library = directory / f"yardstick_{'_'.join(map(str, shape))}.so"
-    source = Path(__file__).with_name("yardstick.c")
-    command: list[str | Path] = [compiler, "-O3", "-march=native", "-shared", "-fPIC", *sizes]
-    subprocess.run([*command, "-o", library, source, "-lm"], check=True)
-    loaded = ctypes.CDLL(str(library))
-    loaded.play.restype = ctypes.c_double
-    return loaded
-
-
-def play_in_c(
-    library: ctypes.CDLL, mdp: occ.LayeredMDP, mean: torch.Tensor, beta: float, episodes: int
-) -> tuple[float, float]:
-    """Newton iterations per episode and total expected loss, with the random numbers of seed 0."""
-    width = max(mdp.layer_sizes)
-    transitions = np.zeros((mdp.num_states, mdp.num_actions, width))
-    for here, p in zip(mdp.layer_slices[:-1], mdp.transitions[:-1], strict=True):
-        transitions[here] = p.numpy()
-    chunks = range(-(-episodes // CHUNK))
-    numbers = uniforms((0,), Purpose.EPISODES, chunks, (mdp.horizon, 3)).numpy()
-    q, loss, expected = (
-        occ.interior_point(mdp).numpy().copy(),
-        np.zeros(tuple(mean.shape)),
-        np.zeros(1),
-    )
-    arrays = [x.ctypes.data_as(ctypes.c_void_p) for x in (transitions, mean.numpy(), numbers)]
-    results = [x.ctypes.data_as(ctypes.c_void_p) for x in (q, loss, expected)]
-    constants = [ctypes.c_double(x) for x in (mdp.num_actions**-0.5, beta, 1.0)]
-    steps = library.play(*arrays, ctypes.c_long(0), ctypes.c_long(episodes), *constants, *results)
-    return float(steps), float(expected[0])
-
-
-def measure_loop(repeats: int, directory: Path) -> list[dict[str, Any]]:
-    """Whole simulations beside the C loop, on one thread, with the paper's beta and a small one."""
-    rows = []
-    for shape, episodes in SHAPES.items():
-        mdp, mean = game(shape)
-        library = compile_yardstick(shape, directory)
-        for beta in (64.0 * mdp.horizon, 1.0):
-            learner = occ.FTRL(mdp, occ.jin_luo(mdp, beta=beta))
-
-            def simulate(
-                learner: occ.FTRL = learner, episodes: int = episodes, mean: torch.Tensor = mean
-            ) -> occ.History:
-                return occ.simulate(
-                    learner.mdp,
-                    learner,
-                    occ.BernoulliLosses(mean),
-                    episodes,
-                    backend="engine",
-                    checkpoints=[episodes],
-                )
-
-            history, engine = simulate(), smallest(simulate, repeats)
-            row: dict[str, Any] = {
-                "size": str(shape),
-                "beta": beta,
-                "engine, us": 1e6 * engine / episodes,
-                "C, us": None,
-                "ratio": None,
-            }
-            row["Newton steps"] = float(history.newton_steps[0, -1])
-            if library is not None:
-                own = smallest(lambda: play_in_c(library, mdp, mean, beta, episodes), repeats)  # noqa: B023
-                expected = play_in_c(library, mdp, mean, beta, episodes)[1]
-                incurred = float(history.regret[0, -1] + history.comparator[0, -1])
-                row |= {
-                    "C, us": 1e6 * own / episodes,
-                    "ratio": engine / own,
-                    "expected loss, relative difference": incurred / expected - 1,
-                }
-            rows.append(row)
-            print("  ".join(f"{key} {_short(value)}" for key, value in row.items()), flush=True)
-    return rows
-
+from experiments.common import seconds
+from experiments.timing import Shape, game, in_turns, smallest
 
 # -- threads, calls, compiling --------------------------------------------------------------------
 
 
-def measure_threads(episodes: int = 4_000, seeds: int = 64, repeats: int = 5) -> dict[str, float]:
+def measure_threads(episodes: int = 4_096, seeds: int = 64, repeats: int = 5) -> dict[str, float]:
     """Wall time of the same game in one thread and in two, in turns."""
     mdp, mean = game((3, 3, 3))
     learner = occ.FTRL(mdp, occ.jin_luo(mdp))
-    before, walls = torch.get_num_threads(), {1: np.inf, 2: np.inf}
-    for _ in range(repeats):
-        for threads in walls:
-            torch.set_num_threads(threads)
-            begun = time.perf_counter()
-            occ.simulate(
-                mdp,
-                learner,
-                occ.BernoulliLosses(mean),
-                episodes,
-                range(seeds),
-                backend="engine",
-                checkpoints=[episodes],
-            )
-            walls[threads] = min(walls[threads], time.perf_counter() - begun)
+
+    def simulate(threads: int) -> None:
+        torch.set_num_threads(threads)
+        occ.simulate(
+            mdp,
+            learner,
+            occ.BernoulliLosses(mean),
+            episodes,
+            range(seeds),
+            backend="engine",
+            checkpoints=[episodes],
+        )
+
+    before = torch.get_num_threads()
+    contestants = {"one": lambda: simulate(1), "two": lambda: simulate(2)}
+    found = in_turns(contestants, repeats, clock=time.perf_counter)
     torch.set_num_threads(before)
-    throughput = {threads: episodes * seeds / wall for threads, wall in walls.items()}
     return {
-        "one thread, episodes/s": throughput[1],
-        "two threads, episodes/s": throughput[2],
-        "ratio": throughput[2] / throughput[1],
+        "one thread, episodes/s": episodes * seeds / found["one"],
+        "two threads, episodes/s": episodes * seeds / found["two"],
+        "two threads against one": found["one"] / found["two"],
     }
 
 
@@ -217,6 +94,73 @@ class _Nothing(torch.autograd.Function):
     def backward(ctx: Any, bar: torch.Tensor) -> tuple[torch.Tensor, ...]:
         _, *rest = ctx.saved_tensors
         return bar, *rest
+
+
+def measure_batches(
+    shapes: Sequence[Shape] = ((3, 3, 3), (5, 5, 4), (10, 10, 5)),
+    batch: int = 256,
+    repeats: int = 10,
+) -> dict[str, float]:
+    """A batch of steps: forward, and with the gradients in the losses and all parameters.
+
+    Processor time in microseconds per element, from a cold start and from q one episode before.
+    """
+    return {
+        f"{shape}, batch of {batch}, {name}, us": 1e6 * duration / batch
+        for shape in shapes
+        for name, duration in _time_batch(shape, batch, repeats).items()
+    }
+
+
+def _time_batch(shape: Shape, batch: int, repeats: int) -> dict[str, float]:
+    mdp, mean = game(shape)
+    step = occ.FTRLStep(mdp, occ.jin_luo(mdp), backend="engine")
+    generator = torch.Generator().manual_seed(2)
+    noise = torch.rand((batch, *mean.shape), dtype=mean.dtype, generator=generator)
+    loss = 100 * mean + 10 * noise
+    q, leaf = step(loss, 100.0).detach(), (loss + noise).requires_grad_()
+    inputs = [leaf, *step.parameters()]
+
+    def forward(start: torch.Tensor | None) -> None:
+        with torch.no_grad():
+            step.solve(leaf, 101.0, warm_start=start)
+
+    def both(start: torch.Tensor | None) -> None:
+        torch.autograd.grad(step.solve(leaf, 101.0, warm_start=start).q, inputs, noise)
+
+    contestants = {
+        "cold, forward": lambda: forward(None),
+        "cold, forward and backward": lambda: both(None),
+        "warm, forward": lambda: forward(q),
+        "warm, forward and backward": lambda: both(q),
+    }
+    return in_turns(contestants, repeats)
+
+
+def measure_long(
+    episodes: int = 1_000_000, seeds: int = 64, shape: Shape = (3, 3, 3)
+) -> dict[str, float]:
+    """One long run of many seeds: wall time, processor time, and the largest residuals."""
+    mdp, mean = game(shape)
+    learner = occ.FTRL(mdp, occ.jin_luo(mdp))
+    wall, cpu = time.perf_counter(), time.process_time()
+    history = occ.simulate(
+        mdp,
+        learner,
+        occ.BernoulliLosses(mean),
+        episodes,
+        range(seeds),
+        backend="engine",
+        checkpoints=[episodes],
+    )
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return {
+        f"{episodes:,} episodes of {seeds} seeds at {shape}, wall s": wall,
+        "processor s": cpu,
+        "us per episode and seed": 1e6 * cpu / (episodes * seeds),
+        "Newton steps": float(history.newton_steps[:, -1].mean()),
+        "mean regret": float(history.regret[:, -1].mean()),
+    }
 
 
 _FIRST_CALL = """
@@ -319,20 +263,3 @@ def draw_growth(rows: list[dict[str, Any]]) -> tuple[Figure, float]:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     return figure, float(slope)
-
-
-def report(rows: list[dict[str, Any]], numbers: dict[str, float]) -> str:
-    """Both as tables."""
-    keys = ("engine, us", "C, us", "ratio", "Newton steps")
-    lines = [[row["size"], f"{row['beta']:g}", *(_short(row[key]) for key in keys)] for row in rows]
-    first = table(
-        ["size", "beta", "engine, us per episode", "C, us per episode", "ratio", "Newton steps"],
-        lines,
-    )
-    return f"{first}\n\n" + table(
-        ["what", "measured"], [[name, f"{value:.4g}"] for name, value in numbers.items()]
-    )
-
-
-def _short(value: float | str | None) -> str:
-    return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

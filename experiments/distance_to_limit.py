@@ -9,7 +9,7 @@ leave out states. The slopes are fitted to the last decade and divided by C.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class Args:
     """T"""
     seeds: int = 16
     """independent runs of each game"""
+    fast_seeds: int = 32
+    """runs of learners that plan with an index, which take less time"""
     seed: int = 1
     """of the MDPs, the losses and the first run"""
     horizon: int = 3
@@ -85,12 +87,16 @@ def learners(mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
     """Learners that know the transitions but not the number of episodes."""
     return {
         "Thompson": occ.Thompson(mdp),
+        "OSSB": occ.OSSB(mdp),
         "KL-UCB": occ.KLUCB(mdp),
         "UCB value iteration": occ.OptimisticValueIteration(mdp),
         "Tsallis": occ.FTRL.tsallis(mdp),
         "Jin-Luo, β = 1": occ.FTRL(mdp, occ.jin_luo(mdp, beta=1.0)),
     }
 
+
+#: Learners that are played with `fast_seeds`.
+FAST = (occ.Thompson, occ.KLUCB, occ.OptimisticValueIteration)
 
 Slopes = dict[tuple[str, str], Fit]  # d regret / d log T, by world and learner
 
@@ -105,6 +111,7 @@ def rows(limits: dict[str, occ.LowerBound], slopes: Slopes, histories: Histories
             {
                 "world": place,
                 "learner": name,
+                "seeds": len(history.regret),
                 "limit": limit,
                 "slope": slope.value,
                 "slope_over_limit": slope.value / limit,
@@ -159,7 +166,7 @@ def draw(limits: dict[str, occ.LowerBound], slopes: Slopes, histories: Histories
     for axes in grid[1, 1:]:
         axes.set_yticklabels([])
     handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=7, frameon=False)
     counts = sorted({len(history.regret) for history in histories.values()})
     seeds = " to ".join(str(x) for x in dict.fromkeys((counts[0], counts[-1])))
     title = f"What an e-fold of episodes costs, and must cost: means of {seeds} seeds"
@@ -207,7 +214,14 @@ def main(args: Args) -> Path:
         for name, learner in learners(mdp).items()
     ]
     settings = Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed)
-    histories = play_all(games, settings, directory)
+    groups = ((True, args.fast_seeds), (False, args.seeds))
+    played: Histories = {}
+    for fast, seeds in groups:
+        group = [game for game in games if isinstance(game.learner, FAST) == fast]
+        played |= play_all(group, replace(settings, seeds=seeds), directory)
+    histories = {
+        (game.environment, game.name): played[game.environment, game.name] for game in games
+    }
     slopes = {
         key: growth(history.episodes, history.regret, args.window).per_log
         for key, history in histories.items()
@@ -216,11 +230,12 @@ def main(args: Args) -> Path:
     write_csv(directory / "slopes.csv", found)
     figure = draw(limits, slopes, histories)
     write_figure(directory / "limit.png", figure)
-    header = ("world", "learner", "C", "slope / C", "R(T)", "R(T) / log T", "time")
+    header = ("world", "learner", "seeds", "C", "slope / C", "R(T)", "R(T) / log T", "time")
     cells = [
         [
             row["world"],
             row["learner"],
+            str(row["seeds"]),
             f"{row['limit']:.2f}",
             f"{row['slope_over_limit']:.2f} [{row['lower']:.2f}, {row['upper']:.2f}]",
             f"{row['regret']:.0f}",
@@ -231,7 +246,7 @@ def main(args: Args) -> Path:
     ]
     text = table(header, cells, left=(0, 1))
     print(f"\nSlopes d R / d log T from T = {args.window * args.episodes:g} on, over C, with 95 %")
-    print(f"bootstrap intervals over {args.seeds} seeds\n\n{text}\n")
+    print(f"bootstrap intervals over seeds\n\n{text}\n")
     if args.tensorboard:
         with summary_writer(directory / "limit") as writer:
             writer.add_figure("limit/slopes", figure, close=False)

@@ -1,7 +1,7 @@
 """What to take without tuning: `occ.recommended(mdp)` against the untuned Tsallis entropy.
 
 Both are played on MDPs of several shapes, each with losses of its own, in the stochastic world and
-against the greedy adversary. Nothing was chosen by these MDPs (their seeds begin at 9000).
+against the greedy adversary. Nothing was chosen by these MDPs (their seeds begin at 9100).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Args:
     """MDPs and losses of each shape"""
     seeds: int = 2
     """runs of each game"""
-    seed: int = 9000
+    seed: int = 9100
     """of the first MDP of each shape and its losses"""
     shapes: tuple[tuple[int, int, int], ...] = (
         (5, 3, 2),
@@ -77,6 +77,7 @@ def main(args: Args) -> Path:
 
     directory = run_directory(args.root, "untuned", args.seed)
     write_configuration(directory, args)
+    torch.set_num_threads(1)
     print(f"T = {args.episodes:,}, {args.draws} draws of each shape; {machine()}", flush=True)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

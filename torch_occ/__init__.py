@@ -25,6 +25,10 @@ from torch_occ.mdp.occupancy import policy_of as policy_of
 from torch_occ.mdp.occupancy import reachability as reachability
 from torch_occ.mdp.occupancy import uniform_policy as uniform_policy
 
+# The least regret of any learner
+from torch_occ.mdp.limits.graves_lai import LowerBound as LowerBound
+from torch_occ.mdp.limits.graves_lai import lower_bound as lower_bound
+
 # Parameters with one value per layer, state or pair
 from torch_occ.regularizers.places import PerLayer as PerLayer
 from torch_occ.regularizers.places import PerState as PerState
@@ -102,6 +106,7 @@ from torch_occ.game.learners.adaptive.rates import (
     StabilityPenaltyMatching as StabilityPenaltyMatching,
 )
 from torch_occ.game.learners.adaptive.learner import AdaptiveFTRL as AdaptiveFTRL
+from torch_occ.game.learners.adaptive.corrected import CorrectedFTRL as CorrectedFTRL
 from torch_occ.game.learners.unknown import UnknownFTRL as UnknownFTRL
 from torch_occ.game.learners.uob_reps import UOBREPS as UOBREPS
 from torch_occ.game.learners.dilated import PolicyOptimization as PolicyOptimization
@@ -110,6 +115,7 @@ from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
 from torch_occ.game.learners.kl_ucb import KLUCB as KLUCB
 from torch_occ.game.learners.thompson import Thompson as Thompson
+from torch_occ.game.learners.ossb import OSSB as OSSB
 from torch_occ.game.learners.planners.ucbvi import UCBVI as UCBVI
 from torch_occ.game.learners.planners.euler import EULER as EULER
 from torch_occ.game.learners.planners.euler import StrongEuler as StrongEuler
@@ -156,10 +162,6 @@ from torch_occ.tuning.metagradients import run_gradients as run_gradients
 
 # The paper, executable
 from torch_occ import theory as theory
-
-# The least regret of any learner
-from torch_occ.theory.limits.graves_lai import LowerBound as LowerBound
-from torch_occ.theory.limits.graves_lai import lower_bound as lower_bound
 
 # Sweeps over many games
 from torch_occ.sweeps.cells import Failure as Failure

@@ -52,7 +52,7 @@ def test_all_worlds(tmp_path, capsys):
     rows = rows_of(directory / "frontier.csv")
     assert len(rows) == len(all_worlds.candidates(args))
     assert min(float(row["to the best"]) for row in rows) == 1
-    assert len(rows_of(directory / "held_out.csv")) == 6 * len(all_worlds.WORLDS)
+    assert len(rows_of(directory / "held_out.csv")) == 7 * len(all_worlds.WORLDS)
     assert (directory / "frontier.png").stat().st_size > 10_000
     assert "times the least regret" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="setting: expected one of the rates"):

@@ -12,12 +12,14 @@ pytestmark = pytest.mark.slow
 
 def test_distance_to_limit(tmp_path, capsys):
     args = distance_to_limit.Args(
-        episodes=60, seeds=2, processes=1, actions=2, smallest_gap=0.01, root=tmp_path
+        episodes=60, seeds=2, fast_seeds=3, processes=1, actions=2, smallest_gap=0.01, root=tmp_path
     )
     directory = distance_to_limit.main(args)
     assert (directory / "limit.png").read_bytes().startswith(b"\x89PNG")
     found = list(csv.DictReader((directory / "slopes.csv").read_text().splitlines()))
-    assert len(found) == 15
+    assert len(found) == 18
+    seeds = {row["learner"]: int(row["seeds"]) for row in found}
+    assert (seeds["KL-UCB"], seeds["OSSB"]) == (3, 2)
     limits = {row["world"]: float(row["limit"]) for row in found}
     for name, (mdp, mean) in distance_to_limit.worlds(args).items():
         assert limits[name] == occ.lower_bound(mdp, mean).value

@@ -92,8 +92,11 @@ def test_without_hints_and_rates_it_is_ftrl(backend):
         learners.append(occ.AdaptiveFTRL(MDP, psi, hints=Zero()))
     for learner in learners:
         found, own = play(learner, backend=backend)
-        assert torch.equal(found.regret, expected.regret)
-        assert torch.equal(own["cumulative_loss"], state["cumulative_loss"])
+        # In the engine, FTRL plays its seeds in lanes, and sums round differently.
+        torch.testing.assert_close(found.regret, expected.regret, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            own["cumulative_loss"], state["cumulative_loss"], rtol=1e-9, atol=0
+        )
 
 
 def test_hints_that_are_right_have_no_errors():

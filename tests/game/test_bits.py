@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import fields
 
+import llvmlite.binding as llvm
 import pytest
 import torch
 from other_machine import OtherMachine, move
@@ -271,3 +275,48 @@ def test_on_the_other_machine_a_product_depends_on_its_batch():
     with OtherMachine():
         assert not torch.equal((t**0.37)[:50], t[:50] ** 0.37)
         assert torch.equal((t**0.37)[:32], t[:32] ** 0.37)
+
+
+@pytest.mark.parametrize("losses", ["bernoulli", "adaptive"])
+def test_a_seed_has_the_same_bits_in_batches_of_one_to_seventeen(losses):
+    """Seeds are played in lanes of two or eight, and the last group is not full."""
+    seeds = list(range(17))
+    alone = [play("importance weighted", losses, [seed], episodes=300) for seed in (0, 8, 16)]
+    for count in range(1, 18):
+        found = play("importance weighted", losses, seeds[:count], threads=1 + count % 2)
+        if count == 1:
+            first = found
+        same(first, found, [0])
+        if count == 17:
+            for number, own in zip((0, 8, 16), alone, strict=True):
+                together = play("importance weighted", losses, seeds, episodes=300)
+                same(own, together, [number])
+
+
+_OTHER_REGISTERS = """
+import torch, torch_occ as occ
+mdp = occ.LayeredMDP.random(3, 5, 3, seed=0)
+mean = torch.linspace(0, 1, mdp.num_states * mdp.num_actions, dtype=torch.float64)
+losses = occ.BernoulliLosses(mean.reshape(mdp.num_states, mdp.num_actions))
+learner = occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5))
+found = occ.simulate(mdp, learner, losses, 600, range(3), backend="engine")
+print([x.hex() for x in found.last_q.flatten().tolist()])
+"""
+
+
+def in_other_registers(**settings: str) -> str:
+    environment = os.environ | settings
+    command = [sys.executable, "-c", _OTHER_REGISTERS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@pytest.mark.skipif(
+    not llvm.get_host_cpu_features().get("avx512f"), reason="needs a processor with AVX-512"
+)
+def test_registers_of_other_widths_give_the_same_bits(tmp_path):
+    """Numba compiles for a processor with AVX2 and fused products, and for this one."""
+    narrow = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}
+    found = in_other_registers(NUMBA_CACHE_DIR=str(tmp_path), **narrow)
+    assert found.startswith("['0x")
+    assert found == in_other_registers()

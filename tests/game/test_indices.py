@@ -1,4 +1,4 @@
-"""KL-UCB and Thompson sampling: indices, the same game in both backends, known results."""
+"""KL-UCB, Thompson sampling and OSSB: indices, the same game in both backends, known results."""
 
 import mpmath
 import pytest
@@ -11,7 +11,7 @@ from experiments.limit_worlds import few_successors
 from torch_occ.game.learners.kl_ucb import kl_lower
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
-LEARNERS = {"kl-ucb": occ.KLUCB, "thompson": occ.Thompson}
+LEARNERS = {"kl-ucb": occ.KLUCB, "thompson": occ.Thompson, "ossb": occ.OSSB}
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e-6, 0.01, 0.5, 0.98, 1 - 1e-9, 1.0])

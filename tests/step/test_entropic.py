@@ -353,7 +353,7 @@ def test_a_run_goes_on_from_its_file_to_the_bit(tmp_path):
                 raise RuntimeError("crash")
 
     def play(**options: object) -> occ.History:
-        learner = occ.FTRL(MDP, occ.Shannon() / occ.Constant(30.0))
+        learner = occ.FTRL(MDP, occ.Shannon() / occ.Constant(100.0))
         losses = occ.BernoulliLosses(random_loss(MDP, seed=7))
         return occ.simulate(MDP, learner, losses, 9000, seeds=[3], backend="engine", **options)
 

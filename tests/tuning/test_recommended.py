@@ -10,15 +10,16 @@ import torch_occ as occ
 def test_there_is_a_learner_for_every_kind_of_world():
     mdp, mean = random_problem(0, (2, 2, 2))
     learner = occ.recommended(mdp)
-    assert isinstance(learner, occ.FTRL)
+    assert isinstance(learner, occ.CorrectedFTRL)
     values = {
         name.rpartition(".")[2]: float(p.detach()) for name, p in learner.step.named_parameters()
     }
-    assert (values["gamma"], values["beta"]) == (1.0, 0.5)
-    q, t = torch.full((1, 3, 2), 1e-4, dtype=torch.float64), torch.tensor([10.0])
-    assert bool((learner.estimator.baseline(q, t) == 0.5).all())
+    assert (values["gamma"], learner.width, learner.prior) == (0.85, 3.0, 0.0)
     assert isinstance(occ.recommended(mdp, "stochastic"), occ.Thompson)
-    assert isinstance(occ.recommended(mdp, "adversarial"), occ.FTRL)
+    adversarial = occ.recommended(mdp, "adversarial")
+    assert isinstance(adversarial, occ.FTRL)
+    q, t = torch.full((1, 3, 2), 1e-4, dtype=torch.float64), torch.tensor([10.0])
+    assert bool((adversarial.estimator.baseline(q, t) == 0.5).all())
     for world in ("any", "stochastic", "adversarial"):
         history = occ.simulate(
             mdp, occ.recommended(mdp, world), occ.BernoulliLosses(mean), 50, seeds=[0]

@@ -4,6 +4,7 @@ Each kernel has a twin in torch that computes the same. The adapters that conver
 and arrays stand beside these twins, in the packages step, game, forecasting and tuning.
 
 constants   constants that kernels share with their torch twins; needs no Numba
+lanes       vectors that hold one number of each of eight problems
 layout      the arrays that kernels read and write, and how kernels are compiled
 solver      the FTRL step and its derivatives
 projection  the Kullback-Leibler projection under transition bounds

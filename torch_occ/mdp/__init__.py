@@ -13,4 +13,5 @@ rewards       rewards as losses, and back
 graphs        MDPs from directed acyclic graphs, costs and flows of edges
 importers     MDPs from Gymnasium and from arrays of other packages
 audit         a test of a published table against its environment
+limits        the least regret of any consistent learner (Graves and Lai)
 """

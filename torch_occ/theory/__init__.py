@@ -18,7 +18,6 @@ updates             tilde q_t and the smoothness of an update     lem:smooth_upd
 decomposition       the regret of a run as penalty and stability    lem:key_lemma_ftrl
 surveys             the statements on random data
 certificates        the terms of the regret bounds, evaluated during a run
-limits              the least regret of any consistent learner (Graves and Lai)
 """
 
 # isort: skip_file

@@ -5,6 +5,7 @@ The type must be the learner's own: a class that derives from a learner may play
 
 from __future__ import annotations
 
+from torch_occ.game.learners.adaptive.corrected import CorrectedFTRL
 from torch_occ.game.learners.adaptive.learner import AdaptiveFTRL
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.baselines import (
@@ -16,6 +17,7 @@ from torch_occ.game.learners.dilated import PolicyOptimization
 from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.learners.kl_ucb import KLUCB
 from torch_occ.game.learners.multilayer import MultiLayerUCBVI
+from torch_occ.game.learners.ossb import OSSB
 from torch_occ.game.learners.planners.euler import EULER, StrongEuler
 from torch_occ.game.learners.planners.psrl import PSRL
 from torch_occ.game.learners.planners.ucbvi import UCBVI
@@ -25,10 +27,11 @@ from torch_occ.game.learners.uob_reps import UOBREPS
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.adaptive import AdaptivePlayer
 from torch_occ.game.players.baselines import EmpiricalPlayer
+from torch_occ.game.players.corrected import CorrectedPlayer
 from torch_occ.game.players.dilated import PolicyOptimizationPlayer
 from torch_occ.game.players.engine import EnginePlayer
 from torch_occ.game.players.ftrl import FTRLPlayer
-from torch_occ.game.players.indices import IndexPlayer
+from torch_occ.game.players.indices import GoalPlayer, IndexPlayer
 from torch_occ.game.players.planning import MultiLayerPlayer, OptimisticPlayer, PosteriorPlayer
 from torch_occ.game.players.unknown import UnknownPlayer
 from torch_occ.game.players.uob_reps import UOBREPSPlayer
@@ -40,8 +43,10 @@ PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
     OptimisticValueIteration: EmpiricalPlayer,
     KLUCB: IndexPlayer,
     Thompson: IndexPlayer,
+    OSSB: GoalPlayer,
     FTRL: FTRLPlayer,
     AdaptiveFTRL: AdaptivePlayer,
+    CorrectedFTRL: CorrectedPlayer,
     UnknownFTRL: UnknownPlayer,
     UOBREPS: UOBREPSPlayer,
     PolicyOptimization: PolicyOptimizationPlayer,

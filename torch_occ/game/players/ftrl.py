@@ -50,7 +50,9 @@ ESTIMATORS: dict[type[Estimator], int] = {
 
 
 class FTRLPlayer(EnginePlayer):
-    """Plays FTRL with a built-in regularizer."""
+    """Plays FTRL with a built-in regularizer, in lanes if layers are narrow."""
+
+    may_use_lanes = True
 
     @staticmethod
     def why_not(mdp: LayeredMDP, learner: Learner) -> str | None:
@@ -75,7 +77,7 @@ class FTRLPlayer(EnginePlayer):
             found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
             pairs = learner.mdp.actions.shape
             exponents = exponents_of(found, pairs).numpy()
-        self.in_lanes = narrow(self.model)
+        self.in_lanes = self.may_use_lanes and narrow(self.model)
         self.terms = Terms(*kinds_of(found), exponents)
         self.weights = OverTime(
             lambda t: weights_of(terms_of(regularizer, t), pairs).expand(len(t), -1)
@@ -89,13 +91,17 @@ class FTRLPlayer(EnginePlayer):
     def memory(self, count: int) -> tuple[Tensor, Tensor]:
         return self.ftrl.state["q"], self.ftrl.state["cumulative_loss"]
 
+    def check(self) -> None:
+        """Check the parameters if they have changed; a callback may have done that."""
+        values = [parameter.tolist() for parameter in self.ftrl.step.parameters()]
+        if values != self.valid:
+            self.ftrl.step.check_parameters()
+            self.valid = values
+
     def prepare(
         self, run: Simulation, t: range, tables: Tensor | None
     ) -> Callable[[int, Floats, Floats, Tally], None]:
-        values = [parameter.tolist() for parameter in self.ftrl.step.parameters()]
-        if values != self.valid:  # a callback may have changed them
-            self.ftrl.step.check_parameters()
-            self.valid = values
+        self.check()
         weights = self.weights(t.start - 1, t.stop)  # begins one episode earlier
         rules, width = self.rules(run.losses.noise, t), 1
         if self.in_lanes:

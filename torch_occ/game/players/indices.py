@@ -1,4 +1,4 @@
-"""The compiled player of learners with an index per pair: KL-UCB and Thompson sampling."""
+"""The compiled players of learners at the limit of regret: KL-UCB, Thompson sampling, OSSB."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from torch_occ.game.learners.ossb import AIM, OSSB
 from torch_occ.game.learners.thompson import Thompson
 from torch_occ.game.players.baselines import EmpiricalPlayer
 from torch_occ.kernels.layout import Floats, make_work
 from torch_occ.kernels.play.episodes import Tally
-from torch_occ.kernels.play.indices import KL_UCB, THOMPSON, play_indices
+from torch_occ.kernels.play.indices import KL_UCB, THOMPSON, Goals, play_goals, play_indices
 
 if TYPE_CHECKING:
     from torch_occ.game.simulation import Simulation
@@ -43,5 +44,48 @@ class IndexPlayer(EmpiricalPlayer):
                 np.zeros(visits.shape[1]),
                 make_work(self.model),
             )
+
+        return play_seed
+
+
+class GoalPlayer(EmpiricalPlayer):
+    """Plays `OSSB`. The learner makes the plans; the kernel plays from one to the next."""
+
+    def prepare(
+        self, run: Simulation, t: range, tables: Tensor | None
+    ) -> Callable[[int, Floats, Floats, Tally], None]:
+        learner, rules = self.learner, self.rules(run.losses.noise, t)
+        assert isinstance(learner, OSSB)
+        state, count, before = learner.state, len(run.seeds), run.t
+        per_pair = [
+            state[x].numpy().reshape(count, -1) for x in ("visits", "goals", "tries", "due")
+        ]
+        per_state = [state[name].numpy() for name in ("greedy", "visited")]
+        explored = state["explored"].numpy().reshape(count, 1)
+        possible = learner.pairs.numpy().ravel()
+
+        def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
+            goals = Goals(*(x[seed] for x in (*per_pair, *per_state, explored)))
+            index, work, played = np.zeros(len(possible)), make_work(self.model), 0
+            while True:
+                played = play_goals(
+                    self.model,
+                    possible,
+                    float(state["floor"][seed]),
+                    AIM,
+                    before,
+                    played,
+                    float(state["next"][seed]),
+                    means,
+                    numbers,
+                    rules,
+                    tally,
+                    goals,
+                    index,
+                    work,
+                )
+                if played == len(numbers):
+                    return
+                learner.renew(before + played + 1, seed)
 
         return play_seed

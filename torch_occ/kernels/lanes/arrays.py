@@ -183,7 +183,7 @@ def _lower_shape(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
     return cgutils.create_struct_proxy(sig.args[0])(context, builder, value=arguments[0]).shape
 
 
-@overload_attribute(LaneArray, "shape", inline="always", strict=False)
+@overload_attribute(LaneArray, "shape", inline="always", strict=False)  # type: ignore[call-arg]
 def _shape_attribute(x: Any) -> Any:
     return lambda x: _shape(x)
 

@@ -2,6 +2,7 @@
 
 episodes   the episode loop of FTRL
 adaptive   the episode loop of FTRL with hints and adaptive rates
+corrected  the episode loop of FTRL on corrected empirical means
 beliefs    transitions that are learned: counts, epochs, occupancy bounds
 unknown    the episode loop of FTRL for unknown transitions
 baselines  the episode loops of the other learners

@@ -106,7 +106,9 @@ def play_adaptive(
             tally.total_mean[i] += means[row, i]
         add_moments(rules, means, row, t, len(weights), tally.second_moment)
         scalars[EXPECTED] += expected
-        scalars[REALISED] += walk(model, rules, t, means, row, q, numbers, memory)
+        scalars[REALISED] += walk(
+            model, rules, t, means, row, q, numbers, memory.visited, memory.seen
+        )
         learn(model, terms, manner, q, tally.cumulative_loss, memory)
 
 
@@ -148,16 +150,17 @@ def walk(
     row: int,
     q: Floats,
     numbers: Floats,
-    memory: Memory,
+    visited: Ints,  # (L,), written
+    seen: Floats,  # (L,), written
 ) -> float:
-    """Play one trajectory, keep its pairs and losses, and return its total loss."""
+    """Play one trajectory, write its pairs and losses, and return its total loss."""
     start, num_actions = model.start, model.num_actions
     layers, suffered = len(start) - 1, 0.0
     s = index_drawn(model.initial, 0, len(model.initial), numbers[t, layers - 1, 2])
     for k in range(layers):
         i = s * num_actions + index_drawn(q, s * num_actions, num_actions, numbers[t, k, 0])
-        memory.visited[k], memory.seen[k] = i, draw(rules.noise, means[row, i], numbers[t, k, 1])
-        suffered += memory.seen[k]
+        visited[k], seen[k] = i, draw(rules.noise, means[row, i], numbers[t, k, 1])
+        suffered += seen[k]
         if k + 1 < layers:
             s = state_drawn(model, i, k, numbers[t, k, 2])
     return suffered

@@ -1,4 +1,4 @@
-"""The episode loop of FTRL, compiled, for one seed or one per lane: solve, sample, estimate, update.
+"""The episode loop of FTRL, compiled: solve, sample, estimate, update; one seed, or one per lane.
 
 This is the compiled twin of torch_occ.game.players.torch_player with the learner `FTRL`. Both
 backends read the same random numbers and play the same game.

@@ -1,15 +1,29 @@
-"""The episode loop of learners with an index per pair, compiled: KL-UCB and Thompson sampling.
+"""The episode loops of learners at the limit of regret, compiled: KL-UCB, Thompson sampling, OSSB.
 
-This is the compiled twin of torch_occ.game.learners.kl_ucb and torch_occ.game.learners.thompson.
+These are the compiled twins of kl_ucb, thompson and ossb in torch_occ.game.learners.
 Plans are discrete, so both backends play the same game although indices may differ by rounding.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from torch_occ.kernels.constants import KL_STEPS, KL_TOLERANCE, TIE
-from torch_occ.kernels.layout import PAIR, PLAN, TRIAL, Floats, Model, Work, ahead, kernel, part
+from torch_occ.kernels.layout import (
+    PAIR,
+    PLAN,
+    TRIAL,
+    Bools,
+    Floats,
+    Ints,
+    Model,
+    Work,
+    ahead,
+    kernel,
+    part,
+)
 from torch_occ.kernels.play.baselines import follow, occupy
 from torch_occ.kernels.play.episodes import (
     EXPECTED,
@@ -61,6 +75,106 @@ def play_indices(
         scalars[EXPECTED] += enter(means, row, tally)
         add_moments(rules, means, row, t, len(numbers), tally.second_moment)
         scalars[REALISED] += follow(model, rules, t, means, row, numbers, losses, visits, work)
+
+
+class Goals(NamedTuple):
+    """The state of `OSSB` for one seed, updated in place; its docstring says what the parts are."""
+
+    visits: Floats  # (S * A,)
+    goals: Floats  # (S * A,)
+    tries: Floats  # (S * A,)
+    due: Floats  # (S * A,)
+    greedy: Ints  # (S,)
+    visited: Bools  # (S,)
+    explored: Floats  # (1,)
+
+
+@kernel
+def play_goals(
+    model: Model,
+    pairs: Bools,  # (S * A,), whether some policy visits a pair
+    floor: float,  # the visits that every pair should have
+    aim: float,  # the reward for the pair that is played for
+    before: int,  # the number of the episode before the first of all n
+    first: int,  # how many of the n episodes were played
+    renewal: float,  # the episode in which a new plan is due
+    means: Floats,  # (n or 1, S * A)
+    numbers: Floats,  # (n, L, 3)
+    rules: Rules,
+    tally: Tally,
+    state: Goals,
+    index: Floats,  # (S * A,), scratch
+    work: Work,
+) -> int:
+    """Play episodes of `OSSB` until a new plan is due.
+
+    Returns how many of the n episodes were played, in all. The tally's `cumulative_loss` holds the
+    sums of the observed losses.
+    """
+    q, losses, scalars, visits = tally.q, tally.cumulative_loss, tally.scalars, state.visits
+    for t in range(first, len(numbers)):
+        if before + t + 1 >= renewal:
+            return t
+        for i in range(len(visits)):
+            if visits[i] >= state.due[i]:
+                return t
+        row = min(t, len(means) - 1)
+        if t > 0 and rules.greedy:
+            favour(model, q, means)
+        rare = choose(model, pairs, floor, state, work)
+        if rare >= 0:
+            for i in range(len(visits)):
+                index[i] = min(max(losses[i] / max(visits[i], 1.0), 0.0), 1.0)
+            index[rare] -= aim
+            plan_for(model, index, work)
+            state.tries[rare] += 1.0
+        occupy(model, q, work)
+        scalars[EXPECTED] += enter(means, row, tally)
+        add_moments(rules, means, row, t, len(numbers), tally.second_moment)
+        familiar = greedy_visits(model, state)
+        scalars[REALISED] += follow(model, rules, t, means, row, numbers, losses, visits, work)
+        if greedy_visits(model, state) - familiar < len(model.start) - 1:
+            state.explored[0] += 1.0
+    return len(numbers)
+
+
+@kernel
+def choose(model: Model, pairs: Bools, floor: float, state: Goals, work: Work) -> int:
+    """Write the pair that each state plays to `work.softest`.
+
+    Returns the pair that is to be played for instead, or -1.
+    """
+    visits, num_actions, exploring, rare, fewest = (
+        state.visits,
+        model.num_actions,
+        False,
+        -1,
+        np.inf,
+    )
+    for s in range(len(state.greedy)):
+        known = s * num_actions + state.greedy[s]
+        least = visits[known] if state.visited[s] else np.inf
+        work.softest[s] = known
+        for i in range(s * num_actions, (s + 1) * num_actions):
+            if state.goals[i] > visits[i] and visits[i] < least:
+                least = visits[i]
+                work.softest[s] = i
+                exploring = exploring or state.visited[s]
+            if pairs[i] and visits[i] + state.tries[i] < fewest:
+                fewest = visits[i] + state.tries[i]
+                rare = i
+    if fewest == 0.0 or (exploring and fewest <= floor):
+        return rare
+    return -1
+
+
+@part
+def greedy_visits(model: Model, state: Goals) -> float:
+    """The visits of the pairs that the greedy policy plays."""
+    total = 0.0
+    for s in range(len(state.greedy)):
+        total += state.visits[s * model.num_actions + state.greedy[s]]
+    return total
 
 
 @part

@@ -6,6 +6,7 @@ shaping       replace the loss by the gaps of its optimal policy
 certificate   dual and flow residual, and a check of convexity
 entropic      the FTRL step of an entropy, in logarithms
 log_passes    backward and forward passes of that step
+factors       the factors of the linear system of a Newton step, for dense transitions
 sweeps        the linear system of a Newton step, for dense transitions
 conjugate     the linear system of a Newton step, for sparse transitions
 transitions   functions that choose between dense and sparse at compile time

@@ -34,7 +34,8 @@ from torch_occ.kernels.layout import (
     inlined,
     kernel,
 )
-from torch_occ.kernels.solver.sweeps import load, reduce_states
+from torch_occ.kernels.solver.factors import reduce_states
+from torch_occ.kernels.solver.sweeps import load
 
 # Rows of `work.states`, in addition to those of torch_occ.kernels.layout.
 ROOT = STATE_ROWS  # the square root of kappa

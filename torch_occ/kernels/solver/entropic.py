@@ -176,7 +176,7 @@ def entropy_of(terms: Terms, weights: Floats) -> tuple[Any, Any]:
         elif terms.argument[i] != STATE:
             others = True
         price += weights[i]
-    good = (0.0 <= price) & (price <= weight) & (weight < np.inf) & (not others)
+    good = (price >= 0.0) & (price <= weight) & (weight < np.inf) & (not others)
     return where(good, weight, 0.0), where(good, price, 0.0)
 
 

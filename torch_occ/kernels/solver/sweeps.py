@@ -1,23 +1,14 @@
 """The linear system of a Newton step with dense transitions, solved layer by layer.
 
-This is the compiled twin of `LayeredFactorization` in torch_occ.step.kkt, which explains the
-formulas. `factorize` reduces every state to (R, p, kappa) and runs the filter through the layers.
-`solve` sweeps forward, backward and forward again. One pass over the pairs of a state multiplies
-both p and R by the transitions: sum_a p_a P_a u + sum_a (R x)_a P_a = sum_a dq_a P_a.
+`solve` sweeps forward, backward and forward again, with the factors of
+torch_occ.kernels.solver.factors. One pass over the pairs of a state multiplies both p and R by the
+transitions: sum_a p_a P_a u + sum_a (R x)_a P_a = sum_a dq_a P_a.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
-from torch_occ.kernels.constants import NOISE
-from torch_occ.kernels.lanes.vectors import sqrt, where
 from torch_occ.kernels.layout import (
     AHEAD,
-    BEND,
-    CURVES,
     DQ,
     FORCE,
     INVERSE,
@@ -26,15 +17,12 @@ from torch_occ.kernels.layout import (
     RESPONSE,
     SOFT,
     TOTAL,
-    TRIAL,
-    D,
     Floats,
     M,
     Model,
     P,
     U,
     V,
-    W,
     Work,
     adder,
     ahead,
@@ -44,203 +32,6 @@ from torch_occ.kernels.layout import (
     span,
     unsigned,
 )
-
-
-@adder
-def factorize(model: Model, refresh: Any, work: Work) -> None:
-    """Compute (R, p, kappa) of every state from d, w and c, then the gains layer by layer.
-
-    `refresh` says in which lanes; the others keep their factors. Overwrites TRIAL.
-    """
-    start = model.start
-    reduce_states(model, refresh, work)
-    for s in range(start[1]):
-        for j in range(start[1]):
-            work.gain[s, j] = 0.0  # q(s) is fixed in the first layer
-    for k in range(1, len(start) - 1):
-        here, width = start[k], start[k + 1] - start[k]
-        center_layer(model.num_actions, model.arrivals, start[k - 1], here, width, refresh, work)
-        if width == 1 and model.conserved:
-            # All mass goes to this state, whatever the policy. A sum would leave rounding errors.
-            work.gain[here, 0] = 0.0
-        else:
-            reach_layer(start[k - 1], here, width, model.num_actions, work)
-            observe_layer(here, width, refresh, work)
-
-
-@part
-def reduce_states(model: Model, refresh: Any, work: Work) -> None:
-    """Compute INVERSE, TOTAL, P, KAPPA, CURVES and SOFT of every state.
-
-    The twin of torch_occ.step.states.SeparableStates.
-    """
-    pairs, states, num_actions = work.pairs, work.states, model.num_actions
-    exists = model.exists
-    for s in range(states.shape[1]):
-        first = s * num_actions
-        total, e, stiffness, least, most, largest = 0.0, 0.0, 0.0, 0.0, -np.inf, -1.0
-        softest, dominant = float(first), float(first)
-        for i in span(first, first + num_actions):
-            inverse = 1.0 / (pairs[D, i] + pairs[W, i]) if exists[0, i] else 0.0
-            share = pairs[W, i] * inverse
-            pairs[INVERSE, i] = where(refresh, inverse, pairs[INVERSE, i])
-            pairs[TRIAL, i] = share
-            total += inverse
-            least = min(least, inverse)
-            stiffness += share * pairs[D, i]
-            softest = where(inverse > most, float(i), softest)
-            most = max(inverse, most)
-            if exists[0, i]:
-                dominant = where(share > largest, float(i), dominant)
-                largest = max(share, largest)
-        # e = 1 - sum w/D cancels if one action dominates its state. For that action, 1 - w/D = d/D.
-        for i in span(first, first + num_actions):
-            e += where(dominant == i, pairs[D, i] * pairs[INVERSE, i], -pairs[TRIAL, i])
-        ratio = e / total
-        for i in span(first, first + num_actions):
-            p = pairs[TRIAL, i] + ratio * pairs[INVERSE, i]
-            pairs[P, i] = where(refresh, p, pairs[P, i])
-            pairs[SOFT, i] = where(refresh, where(softest == i, 1.0, 0.0), pairs[SOFT, i])
-        kappa = states[BEND, s] + stiffness + e * ratio
-        size = abs(states[BEND, s]) + abs(stiffness) + abs(e * ratio)
-        curves = where(least < 0.0, -1.0, where(kappa >= -NOISE * size, 1.0, 0.0))
-        states[TOTAL, s] = where(refresh, total, states[TOTAL, s])
-        states[KAPPA, s] = where(refresh, max(kappa, 0.0), states[KAPPA, s])
-        states[CURVES, s] = where(refresh, curves, states[CURVES, s])
-
-
-@part
-def center_layer(
-    num_actions: int,
-    arrivals: Floats,
-    before: int,
-    here: int,
-    width: int,
-    refresh: Any,
-    work: Work,
-) -> None:
-    """Compute P_p of the previous layer, and its centred transitions.
-
-    The transitions are centred at their mean with weights 1/D. The first half of `centred` holds
-    the deviations, the second half their products with 1/D.
-    """
-    pairs, widest = work.pairs, len(work.moves)
-    for s in span(before, here):
-        first, shift, share = s * num_actions, before * num_actions, 1.0 / work.states[TOTAL, s]
-        for j in range(width):
-            moved, origin, mean = 0.0, 0.0, 0.0
-            for i in span(first, first + num_actions):
-                moved += pairs[P, i] * arrivals[j, i]
-                origin += pairs[SOFT, i] * arrivals[j, i]
-            work.moves[j, s] = where(refresh, moved, work.moves[j, s])
-            for i in span(first, first + num_actions):
-                mean += pairs[INVERSE, i] * (arrivals[j, i] - origin)
-            mean *= share
-            for i in span(first, first + num_actions):
-                deviation = (arrivals[j, i] - origin) - mean
-                work.centred[j, unsigned(i - shift)] = deviation
-                work.centred[unsigned(widest + j), unsigned(i - shift)] = (
-                    pairs[INVERSE, i] * deviation
-                )
-
-
-@inlined
-def reach_layer(before: int, here: int, width: int, num_actions: int, work: Work) -> None:
-    """Write Y = Q + P_p' Yhat P_p, the covariance that reaches a layer, to the top of `squares`."""
-    n, Y, half = here - before, work.squares, len(work.moves)
-    if before > 0:  # Yhat is zero in the first layer
-        for j in range(0, width, 2):
-            for s in range(0, n, 2):
-                more_j, more_s = min(j + 1, width - 1), min(s + 1, n - 1)
-                a, b, c, d = four_dots(
-                    work.moves, (j, more_j, before), work.gain, (before + s, before + more_s, 0), n
-                )
-                Y[half + j, s], Y[half + j, more_s] = a, b
-                Y[half + more_j, s], Y[half + more_j, more_s] = c, d
-    for i in range(0, width, 2):
-        for j in range(0, i + 1, 2):
-            more_i, more_j = min(i + 1, width - 1), min(j + 1, width - 1)
-            rows, columns = (i, more_i, 0), (half + j, half + more_j, 0)
-            a, b, c, d = four_dots(work.centred, rows, work.centred, columns, n * num_actions)
-            if before > 0:
-                rows = (i, more_i, before)
-                e, f, g, h = four_dots(work.moves, rows, Y, columns, n)
-                a, b, c, d = a + e, b + f, c + g, d + h
-            write_four(Y, 0, (i, more_i, j, more_j), (a, b, c, d))
-
-
-@inlined
-def observe_layer(here: int, width: int, refresh: Any, work: Work) -> None:
-    """Write Yhat = (Y^-1 + K)^-1 = Y - Y K^1/2 (I + K^1/2 Y K^1/2)^-1 K^1/2 Y into `gain`."""
-    states, Y = work.states, work.squares
-    half = len(work.moves)
-    root = 2 * half  # the Cholesky factor; its diagonal is stored inverted
-    for i in range(width):
-        states[U, unsigned(here + i)] = sqrt(states[KAPPA, unsigned(here + i)])
-    for i in range(width):
-        for j in range(i + 1):
-            total = states[U, unsigned(here + i)] * Y[i, j] * states[U, unsigned(here + j)] + (
-                1.0 if i == j else 0.0
-            )
-            for m in range(j):
-                total -= Y[unsigned(root + i), m] * Y[unsigned(root + j), m]
-            Y[unsigned(root + i), j] = (
-                total * Y[unsigned(root + j), j] if j < i else 1.0 / sqrt(total)
-            )
-    for j in range(0, width, 2):
-        more_j = min(j + 1, width - 1)
-        for i in range(width):
-            scale = states[U, unsigned(here + i)]
-            a, b = scale * Y[i, j], scale * Y[i, more_j]
-            for m in range(i):
-                a -= Y[unsigned(root + i), m] * Y[unsigned(half + j), m]
-                b -= Y[unsigned(root + i), m] * Y[unsigned(half + more_j), m]
-            Y[unsigned(half + j), i] = a * Y[unsigned(root + i), i]
-            Y[unsigned(half + more_j), i] = b * Y[unsigned(root + i), i]
-    for i in range(0, width, 2):
-        for j in range(0, i + 1, 2):
-            more_i, more_j = min(i + 1, width - 1), min(j + 1, width - 1)
-            rows, columns = (half + i, half + more_i, 0), (half + j, half + more_j, 0)
-            a, b, c, d = four_dots(Y, rows, Y, columns, width)
-            a = where(refresh, Y[i, j] - a, work.gain[here + i, j])
-            b = where(refresh, Y[i, more_j] - b, work.gain[here + i, more_j])
-            c = where(refresh, Y[more_i, j] - c, work.gain[here + more_i, j])
-            d = where(refresh, Y[more_i, more_j] - d, work.gain[here + more_i, more_j])
-            write_four(work.gain, here, (i, more_i, j, more_j), (a, b, c, d))
-
-
-@inlined
-def four_dots(
-    x: Floats, rows: tuple[int, int, int], y: Floats, columns: tuple[int, int, int], n: int
-) -> tuple[Any, Any, Any, Any]:
-    """The products of two rows of x with two rows of y, over n entries.
-
-    `rows` and `columns` are the two rows, and where their entries begin. Four sums at once need
-    half of the loads, and none waits for another.
-    """
-    a, b, c, d = 0.0, 0.0, 0.0, 0.0
-    i, more_i, shift = unsigned(rows[0]), unsigned(rows[1]), rows[2]
-    j, more_j, other = unsigned(columns[0]), unsigned(columns[1]), columns[2]
-    for m in range(n):
-        left, right = x[i, unsigned(shift + m)], x[more_i, unsigned(shift + m)]
-        upper, lower = y[j, unsigned(other + m)], y[more_j, unsigned(other + m)]
-        a += left * upper
-        b += left * lower
-        c += right * upper
-        d += right * lower
-    return a, b, c, d
-
-
-@inlined
-def write_four(
-    x: Floats, shift: int, place: tuple[int, int, int, int], values: tuple[Any, Any, Any, Any]
-) -> None:
-    """Write four entries of a symmetric matrix that begins at row `shift`."""
-    i, more_i, j, more_j = place
-    x[shift + i, j], x[shift + j, i] = values[0], values[0]
-    x[shift + i, more_j], x[shift + more_j, i] = values[1], values[1]
-    x[shift + more_i, j], x[shift + j, more_i] = values[2], values[2]
-    x[shift + more_i, more_j], x[shift + more_j, more_i] = values[3], values[3]
 
 
 @adder
@@ -350,20 +141,20 @@ def flow_on(model: Model, k: int, row: int, out: int, add: bool, work: Work) -> 
     )
     last = start[k + 2] - there - 1
     for j in range(0, last + 1, 4):  # four sums at once, none of which waits for another
-        l, m, n = min(j + 1, last), min(j + 2, last), min(j + 3, last)
+        second, third, fourth = min(j + 1, last), min(j + 2, last), min(j + 3, last)
         a, b, c, d = 0.0, 0.0, 0.0, 0.0
         for i in span(first, stop):
             x = pairs[row, i]
             a += x * arrivals[j, i]
-            b += x * arrivals[l, i]
-            c += x * arrivals[m, i]
-            d += x * arrivals[n, i]
+            b += x * arrivals[second, i]
+            c += x * arrivals[third, i]
+            d += x * arrivals[fourth, i]
         if add:
             a, b, c, d = (
                 a + states[out, there + j],
-                b + states[out, there + l],
-                c + states[out, there + m],
-                d + states[out, there + n],
+                b + states[out, there + second],
+                c + states[out, there + third],
+                d + states[out, there + fourth],
             )
-        states[out, there + j], states[out, there + l] = a, b
-        states[out, there + m], states[out, there + n] = c, d
+        states[out, there + j], states[out, there + second] = a, b
+        states[out, there + third], states[out, there + fourth] = c, d

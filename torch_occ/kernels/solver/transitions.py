@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from torch_occ.kernels.layout import Floats, Rows, either, inlined
-from torch_occ.kernels.solver import conjugate, sweeps
+from torch_occ.kernels.solver import conjugate, factors, sweeps
 
 
 @inlined
@@ -35,7 +35,7 @@ def _successor_sparse(next_state: Rows, pair: int, index: int, first: int) -> in
     return np.int64(next_state.state[np.int64(next_state.starts[pair]) + index])  # type: ignore[return-value]
 
 
-factorize = either(sweeps.factorize, conjugate.factorize)
+factorize = either(factors.factorize, conjugate.factorize)
 solve = either(sweeps.solve, conjugate.solve)
 arrive = either(sweeps.arrive, conjugate.arrive)
 likelihoods = either(_likelihoods_dense, _likelihoods_sparse)

@@ -4,7 +4,7 @@ A state is visited if some optimal policy visits it, and a pair is free if some 
 it: observing it costs no regret. A suboptimal pair of a visited state is an entry. After it, an
 episode may pass through hidden states, which no optimal policy visits, until it is back in a
 visited state or ends. This part of an episode is an excursion. Only entries and the pairs of hidden
-states cost regret or are worth observing; the program of torch_occ.theory.limits.graves_lai has one
+states cost regret or are worth observing; the program of torch_occ.mdp.limits.graves_lai has one
 variable for each, the entries first.
 """
 

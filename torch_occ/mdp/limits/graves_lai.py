@@ -14,8 +14,8 @@ table of means. So C depends on the policies only through the expected visits n,
 
 A table is confusing if it agrees with the means on all pairs that optimal policies play, and some
 other policy is optimal for it. Pairs of optimal policies are observed for free, so they have no
-variable; torch_occ.theory.limits.excursions says which others matter, and
-torch_occ.theory.limits.separation finds the violated constraints. A linear program with the
+variable; torch_occ.mdp.limits.excursions says which others matter, and
+torch_occ.mdp.limits.separation finds the violated constraints. A linear program with the
 constraints so far has a value below C. Its n, divided by the least information about a confusing
 table, satisfies all constraints, so its cost is above C.
 
@@ -36,9 +36,9 @@ from torch import Tensor
 
 from torch_occ._support.extras import extra
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.theory.limits.excursions import Excursions, Floats, excursions_of
-from torch_occ.theory.limits.families import Bernoulli, Family, Gaussian
-from torch_occ.theory.limits.separation import Separation
+from torch_occ.mdp.limits.excursions import Excursions, Floats, excursions_of
+from torch_occ.mdp.limits.families import Bernoulli, Family, Gaussian
+from torch_occ.mdp.limits.separation import Separation
 
 
 @dataclass(frozen=True)
@@ -98,19 +98,19 @@ def lower_bound(
         ImportError: if SciPy is needed but not installed.
     """
     family = _family(noise, variance)
-    mdp, mean = _checked(mdp, mean, family)
+    mdp, mean = checked(mdp, mean, family)
     for name, number in (("tolerance", tolerance), ("budget", budget), ("max_rounds", max_rounds)):
         if not number > 0:
             raise ValueError(f"{name}: expected a positive number, got {number}")
     excursions = excursions_of(mdp, mean)
     if len(excursions.hidden):
-        program = _Program(excursions, Separation(excursions, family, budget=budget), tolerance)
+        program = Program(excursions, Separation(excursions, family, budget=budget), tolerance)
         return program.solve(mdp, max_rounds)
     possible = excursions.gap < family.most(excursions.mean)
     information = family.information(excursions.mean, excursions.gap)
     n = np.divide(1.0, information, out=np.zeros_like(information), where=possible)
     value = float(excursions.gap @ n)
-    return LowerBound(value, value, _table(mdp, excursions, n), 0, True, "closed form")
+    return LowerBound(value, value, table_of(mdp, excursions, n), 0, True, "closed form")
 
 
 # -- cutting planes --------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class _Best(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Program:
+class Program:
     """The linear program, and the search for constraints that it violates."""
 
     excursions: Excursions
@@ -153,18 +153,24 @@ class _Program:
             n = least + 0.1**rounds * value / float(gap @ spread) * spread
         if np.isinf(best.cost) and not rounds:  # nothing can be confused
             best = _Best(0.0, np.zeros_like(n))
-        allocation = _table(mdp, self.excursions, best.n)
+        allocation = table_of(mdp, self.excursions, best.n)
         upper = max(best.cost, value)
         return LowerBound(value, upper, allocation, rounds, bool(exact), "cutting planes")
 
-    def cheapest(self, cuts: Floats) -> Floats:
-        """The cheapest n that satisfies the flow constraints and the cuts."""
+    def cheapest(self, cuts: Floats, observed: Floats | None = None) -> Floats:
+        """The cheapest n that satisfies the flow constraints and the cuts, beside what there is.
+
+        Args:
+            cuts: `(K, E + U * A)`, the information in one visit of each variable.
+            observed: `(E + U * A,)`, visits that were made already; none by default.
+        """
         with extra("limits", "the limit of regret of this MDP needs SciPy"):
             from scipy.optimize import linprog
+        needed = np.ones(len(cuts)) if observed is None else 1.0 - cuts @ observed
         found: Any = linprog(
             self.excursions.gap,
             A_ub=-cuts,
-            b_ub=-np.ones(len(cuts)),
+            b_ub=-needed,
             A_eq=self.excursions.balance(),
             b_eq=np.zeros(len(self.excursions.hidden)),
             bounds=[(0, None if exists else 0) for exists in self.excursions.exists],
@@ -186,7 +192,8 @@ def _spread(excursions: Excursions) -> Floats:
     return np.concatenate([np.ones(E), n.ravel()])
 
 
-def _table(mdp: LayeredMDP, excursions: Excursions, n: Floats) -> Tensor:
+def table_of(mdp: LayeredMDP, excursions: Excursions, n: Floats) -> Tensor:
+    """A vector of variables as a table `(S, A)`."""
     return torch.from_numpy(excursions.table(n)).view(mdp.num_states, mdp.num_actions)
 
 
@@ -214,7 +221,7 @@ def _family(noise: str, variance: float | None) -> Family:
     return Bernoulli()
 
 
-def _checked(mdp: LayeredMDP, mean: Tensor, family: Family) -> tuple[LayeredMDP, Tensor]:
+def checked(mdp: LayeredMDP, mean: Tensor, family: Family) -> tuple[LayeredMDP, Tensor]:
     """The MDP and the means in float64 on the CPU, or a ValueError."""
     if not isinstance(mdp, LayeredMDP):
         raise TypeError(f"mdp: expected an occ.LayeredMDP, got {type(mdp).__name__}")

@@ -1,6 +1,6 @@
 """The alternative that the fewest observations rule out, by branch and bound.
 
-An alternative lowers the means of entries and hidden pairs (torch_occ.theory.limits.excursions) and
+An alternative lowers the means of entries and hidden pairs (torch_occ.mdp.limits.excursions) and
 is confusing if some policy becomes optimal. Let w(z) be the expected visits of a pair z during an
 excursion that begins with the entry e and follows a policy on hidden states. Then a policy with the
 entry e pays off if the reductions d satisfy
@@ -21,21 +21,25 @@ w in {0, 1}, and the chord is exact.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from torch_occ.theory.limits.excursions import Bools, Excursions, Floats, Ints
-from torch_occ.theory.limits.families import Family
+from torch_occ.mdp.limits.excursions import Bools, Excursions, Floats, Ints
+from torch_occ.mdp.limits.families import Family
 
-#: The range of log theta, and the steps of bisection in it. Every theta gives a valid bound, and
-#: the bound is flat at the best one: an error of 1e-4 changes it by a relative 1e-8. An alternative
-#: needs theta itself.
-_RANGE, _COARSE, _FINE = (-32.0, 40.0), 20, 50
+#: The range of log theta. Every theta gives a valid bound, and the bound is flat at the best one:
+#: an error of 1e-4 changes it by a relative 1e-8. An alternative needs theta itself.
+_RANGE = (-32.0, 40.0)
 
 #: Fewer observations than this count as this many; none would make theta w / n infinite.
 _FEWEST = 1e-12
+
+#: A lower bound of the information as a function of log theta `(B,)`, and its derivative by theta.
+Dual = Callable[[Floats], tuple[Floats, Floats]]
 
 
 class Nodes(NamedTuple):
@@ -74,6 +78,8 @@ class Separation:
     family: Family
     batch: int = 256  # nodes that are bounded together
     budget: int = 20_000  # the most nodes in one search
+    coarse: int = 20  # steps of bisection for a bound, and for an alternative
+    fine: int = 50
 
     @property
     def most_cuts(self) -> int:
@@ -140,7 +146,7 @@ class Separation:
         mass[rows, at], inflow[rows, at], fixed[rows, at] = amount, 0.0, action
         return Nodes(child.entry, fixed, mass, inflow)
 
-    @property
+    @cached_property
     def _exists(self) -> Bools:
         """Whether a pair of a hidden state exists, `(U, A)`."""
         E = len(self.excursions.entries)
@@ -161,66 +167,83 @@ class Separation:
     ) -> tuple[Floats, Floats]:
         """The bracket for every pair, and its derivative by theta."""
         x = theta * w
-        observations = np.maximum(n, _FEWEST)
-        d = self.family.tilt(mean, x / observations)
+        d = self.family.tilt(mean, x / n)
         information = np.where(w > 0, self.family.information(mean, d), 0.0)
-        return observations * information - x * (d - gap), w * (gap - d)
+        return n * information - x * (d - gap), w * (gap - d)
 
-    def _dual(self, nodes: Nodes, n: Floats, log_theta: Floats) -> tuple[Floats, Floats]:
-        """The bound at a multiplier, and its derivative by theta, `(B,)` each."""
+    def _dual(self, nodes: Nodes, n: Floats) -> Dual:
+        """The bound as a function of the multiplier."""
         ex = self.excursions
-        theta = np.exp(log_theta)[:, None]
-        variables, w = self._fixed(nodes)
-        values, slopes = self._bracket(
-            n[variables], ex.mean[variables], ex.gap[variables], w, theta
-        )
-        value, slope = values.sum(1), slopes.sum(1)
-        if not (nodes.inflow > 0).any():
-            return value, slope
         E, A, U = len(ex.entries), ex.num_actions, len(ex.hidden)
+        variables, w = self._fixed(nodes)
+        fixed = n[variables], ex.mean[variables], ex.gap[variables], w
         most = nodes.inflow @ ex.reach  # (B, U), the largest visits of each state
         chord = np.maximum(most, 1e-300)[:, :, None]
         observed, mean, gap = (x[E:].reshape(U, A) for x in (n, ex.mean, ex.gap))
-        values, slopes = self._bracket(observed, mean, gap, most[:, :, None], theta[..., None])
-        values, slopes = values / chord, slopes / chord
-        values = np.where(self._exists, values, np.inf)
-        ahead, slope_ahead = np.zeros((2, len(value), U))
-        for k in sorted(set(ex.depth.tolist()), reverse=True):
-            here, there = np.flatnonzero(ex.depth == k), np.flatnonzero(ex.depth == k + 1)
-            moves = (
-                ex.onward[np.ix_(here, np.arange(A), there)].reshape(len(here) * A, len(there)).T
+        is_open = bool((nodes.inflow > 0).any())
+
+        def dual(log_theta: Floats) -> tuple[Floats, Floats]:
+            theta = np.exp(log_theta)[:, None]
+            values, slopes = self._bracket(*fixed, theta)
+            value, slope = values.sum(1), slopes.sum(1)
+            if not is_open:
+                return value, slope
+            values, slopes = self._bracket(observed, mean, gap, most[:, :, None], theta[..., None])
+            values = np.where(self._exists, values / chord, np.inf)
+            ahead, slope_ahead = self._backward(values, slopes / chord)
+            return (
+                value + (nodes.inflow * ahead).sum(1),
+                slope + (nodes.inflow * slope_ahead).sum(1),
             )
+
+        return dual
+
+    def _backward(self, values: Floats, slopes: Floats) -> tuple[Floats, Floats]:
+        """The least sum of values `(B, U, A)` from every state on, and the sum of its slopes."""
+        A = self.excursions.num_actions
+        ahead, slope_ahead = np.zeros((2, *values.shape[:2]))
+        for here, there, moves in self._moves:
             total, slope_total = (
-                part[:, here] + (later[:, there] @ moves).reshape(-1, len(here), A)
+                part[:, here] + (later[:, there] @ moves).reshape(len(part), -1, A)
                 for part, later in ((values, ahead), (slopes, slope_ahead))
             )
-            best = total.argmin(-1)[..., None]
-            ahead[:, here] = np.take_along_axis(total, best, -1)[..., 0]
-            slope_ahead[:, here] = np.take_along_axis(slope_total, best, -1)[..., 0]
-        return (
-            value + (nodes.inflow * ahead).sum(1),
-            slope + (nodes.inflow * slope_ahead).sum(1),
-        )
+            best = total == total.min(-1, keepdims=True)
+            ahead[:, here] = total.min(-1)
+            # Of tied actions, any slope is a derivative; the largest one is taken.
+            slope_ahead[:, here] = np.where(best, slope_total, -np.inf).max(-1)
+        return ahead, slope_ahead
 
-    def _multiplier(self, nodes: Nodes, n: Floats, steps: int) -> tuple[Floats, Floats]:
+    @cached_property
+    def _moves(self) -> list[tuple[slice, slice, Floats]]:
+        """Per layer, last first: its hidden states, those of the next, `(next, here * A)`."""
+        ex, A, found = self.excursions, self.excursions.num_actions, []
+        for k in sorted(set(ex.depth.tolist()), reverse=True):
+            first, stop, end = np.searchsorted(ex.depth, [k, k + 1, k + 2]).tolist()
+            moves = ex.onward[first:stop, :, stop:end].reshape((stop - first) * A, end - stop).T
+            found.append((slice(first, stop), slice(stop, end), moves))
+        return found
+
+    def _multiplier(self, dual: Dual, count: int, steps: int) -> tuple[Floats, Floats]:
         """The best log theta from below and from above, by bisection of the derivative."""
-        low, high = (np.full(len(nodes.entry), x) for x in _RANGE)
+        low, high = (np.full(count, x) for x in _RANGE)
         for _ in range(steps):
             middle = 0.5 * (low + high)
-            rising = self._dual(nodes, n, middle)[1] > 0
+            rising = dual(middle)[1] > 0
             low, high = np.where(rising, middle, low), np.where(rising, high, middle)
         return low, high
 
     def _bound(self, nodes: Nodes, n: Floats) -> Floats:
         """A lower bound of the information, exact for nodes with no open state, `(B,)`."""
-        low, high = self._multiplier(nodes, n, _COARSE)
-        return np.maximum(self._dual(nodes, n, low)[0], self._dual(nodes, n, high)[0])
+        dual = self._dual(nodes, np.maximum(n, _FEWEST))
+        low, high = self._multiplier(dual, len(nodes.entry), self.coarse)
+        return np.maximum(dual(low)[0], dual(high)[0])
 
     def _alternatives(self, nodes: Nodes, n: Floats) -> Floats:
         """kl of the alternatives that let these excursions pay off, `(B, E + U * A)`."""
-        _, high = self._multiplier(nodes, n, _FINE)
+        n = np.maximum(n, _FEWEST)
+        _, high = self._multiplier(self._dual(nodes, n), len(nodes.entry), self.fine)
         variables, w = self._fixed(nodes)
-        r = np.exp(high)[:, None] * w / np.maximum(n[variables], _FEWEST)
+        r = np.exp(high)[:, None] * w / n[variables]
         mean = self.excursions.mean[variables]
         information = np.where(w > 0, self.family.information(mean, self.family.tilt(mean, r)), 0.0)
         rows = np.zeros((len(w), len(n)))

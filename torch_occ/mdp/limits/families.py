@@ -50,7 +50,8 @@ class Bernoulli:
         # The other mean x solves m - x = r x (1 - x), and m / x = 1 + excess.
         root = np.sqrt((1 - r) ** 2 + 4 * r * (1 - mean))
         excess = 0.5 * r * (1 + (r + 2 - 4 * mean) / (root + 1))
-        return mean * excess / (1 + excess)
+        # No more than the largest number below 1: a loss of mean zero would have infinite kl.
+        return mean * np.minimum(excess / (1 + excess), 1 - 2.0**-53)
 
     def most(self, mean: Floats) -> Floats:
         return mean
