@@ -49,9 +49,9 @@ STOCHASTIC, CONSTRAINED, CORRUPTED, ADVERSARIAL = (
 class Args:
     """Which games are played, and how long."""
 
-    episodes: int = 100_000
+    episodes: int = 1_000_000
     """T"""
-    seeds: int = 12
+    seeds: int = 8
     """independent runs of each game"""
     seed: int = 1
     """of the MDP, the losses and the first run"""
