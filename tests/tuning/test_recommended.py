@@ -16,11 +16,17 @@ def test_there_is_a_learner_for_every_kind_of_world():
     }
     assert (values["gamma"], learner.width, learner.prior) == (0.85, 3.0, 0.0)
     assert isinstance(occ.recommended(mdp, "stochastic"), occ.Thompson)
-    adversarial = occ.recommended(mdp, "adversarial")
-    assert isinstance(adversarial, occ.FTRL)
     q, t = torch.full((1, 3, 2), 1e-4, dtype=torch.float64), torch.tensor([10.0])
-    assert bool((adversarial.estimator.baseline(q, t) == 0.5).all())
-    for world in ("any", "stochastic", "adversarial"):
+    for world, expected in (("varying", (1.0, 0.5)), ("adversarial", (0.2663, 1.0))):
+        learner = occ.recommended(mdp, world)
+        assert type(learner) is occ.FTRL
+        values = {
+            name.rpartition(".")[2]: float(p.detach())
+            for name, p in learner.step.named_parameters()
+        }
+        assert (values["gamma"], values["beta"]) == expected
+        assert bool((learner.estimator.baseline(q, t) == 0.5).all())
+    for world in ("any", "stochastic", "varying", "adversarial"):
         history = occ.simulate(
             mdp, occ.recommended(mdp, world), occ.BernoulliLosses(mean), 50, seeds=[0]
         )

@@ -38,7 +38,8 @@ class CorrectedFTRL(FTRL):
     farther than width sqrt(V) from that of `FTRL` with importance weights, in any coordinate of
     the cumulative loss.
 
-    There is no theorem. docs/corrected.md has what was measured.
+    There is no theorem. It is good with random losses and against an adversary that reacts. Where
+    means change from outside, it may follow too late. docs/corrected.md has what was measured.
 
     Args:
         mdp: the MDP.
