@@ -10,8 +10,14 @@ from torch import Tensor
 
 from torch_occ.game.learners.adaptive.corrected import CorrectedFTRL
 from torch_occ.game.players.ftrl import FTRLPlayer
-from torch_occ.kernels.layout import Floats, make_work
-from torch_occ.kernels.play.corrected import Record, Trust, play_corrected
+from torch_occ.kernels.lanes.arrays import gather, scatter
+from torch_occ.kernels.layout import Floats
+from torch_occ.kernels.play.corrected import (
+    Record,
+    Trust,
+    play_corrected,
+    play_corrected_in_lanes,
+)
 from torch_occ.kernels.play.episodes import Tally
 
 if TYPE_CHECKING:
@@ -19,9 +25,7 @@ if TYPE_CHECKING:
 
 
 class CorrectedPlayer(FTRLPlayer):
-    """Plays `CorrectedFTRL` with a built-in regularizer, one seed after the other."""
-
-    may_use_lanes = False
+    """Plays `CorrectedFTRL` with a built-in regularizer, in lanes if layers are narrow."""
 
     def prepare(
         self, run: Simulation, t: range, tables: Tensor | None
@@ -36,32 +40,39 @@ class CorrectedPlayer(FTRLPlayer):
             learner.state[name].numpy().reshape(count, -1)
             for name in ("visits", "losses", "squares")
         )
-        layers, num_pairs = learner.mdp.horizon, len(self.middle)
+        layers, width = learner.mdp.horizon, self.lanes(run)
+        terms, new = self.terms_in(width), self.allocator(width)
 
-        def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            work = self.works[seed] = self.works.get(seed) or make_work(self.model)
-            record = Record(
-                visits[seed],
-                losses[seed],
-                squares[seed],
-                np.zeros(num_pairs),
-                np.zeros(layers, np.int64),
-                np.zeros(layers),
-            )
-            play_corrected(
+        def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
+            seeds = range(group * width, min((group + 1) * width, count))
+            own = [
+                gather(x, [*seeds, *[seeds[-1]] * (width - len(seeds))])
+                if self.in_lanes
+                else x[group]
+                for x in (visits, losses, squares)
+            ]
+            visited, lost = np.zeros(layers, np.int64), np.zeros(layers)
+            arguments = (
                 self.model,
-                self.terms,
+                terms,
                 weights,
                 before,
                 means,
-                numbers,
+                numbers.reshape(-1, *numbers.shape[-3:]),
                 rules,
                 trust,
                 tally,
-                record,
+                Record(own[0], own[1], own[2], new(len(self.middle)), visited, lost),
                 self.middle,
-                np.zeros(0),
-                work,
+                new(weights.shape[1]),
+                new(0),
+                self.work(group, width, numbers),
             )
+            if not self.in_lanes:
+                play_corrected(*arguments)
+                return
+            play_corrected_in_lanes(*arguments, (0,) * width)
+            for x, found in zip((visits, losses, squares), own, strict=True):
+                scatter(found, x, seeds)
 
-        return play_seed
+        return play_group

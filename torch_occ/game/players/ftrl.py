@@ -52,8 +52,6 @@ ESTIMATORS: dict[type[Estimator], int] = {
 class FTRLPlayer(EnginePlayer):
     """Plays FTRL with a built-in regularizer, in lanes if layers are narrow."""
 
-    may_use_lanes = True
-
     @staticmethod
     def why_not(mdp: LayeredMDP, learner: Learner) -> str | None:
         assert isinstance(learner, FTRL)
@@ -77,7 +75,7 @@ class FTRLPlayer(EnginePlayer):
             found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
             pairs = learner.mdp.actions.shape
             exponents = exponents_of(found, pairs).numpy()
-        self.in_lanes = self.may_use_lanes and narrow(self.model)
+        self.in_lanes = narrow(self.model)
         self.terms = Terms(*kinds_of(found), exponents)
         self.weights = OverTime(
             lambda t: weights_of(terms_of(regularizer, t), pairs).expand(len(t), -1)
@@ -103,23 +101,13 @@ class FTRLPlayer(EnginePlayer):
     ) -> Callable[[int, Floats, Floats, Tally], None]:
         self.check()
         weights = self.weights(t.start - 1, t.stop)  # begins one episode earlier
-        rules, width = self.rules(run.losses.noise, t), 1
-        if self.in_lanes:
-            width = lanes_for(len(run.seeds))
+        rules, width = self.rules(run.losses.noise, t), self.lanes(run)
         seen = np.zeros((len(run.seeds), 0, 0))
         if tables is not None:
             seen = tables.flatten(-2).contiguous().numpy()
-        terms, marks = self.terms, (0,) * width
-        if self.in_lanes:
-            terms = terms._replace(exponent=gather([terms.exponent], [0] * width))
-
-        def new(*shape: int) -> Floats:
-            return zeros(*shape, lanes=width) if self.in_lanes else np.zeros(shape)
+        terms, new = self.terms_in(width), self.allocator(width)
 
         def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            work = self.works[group] = self.works.get(group) or make_work(self.model, new)
-            if self.in_lanes:
-                work.stale[3, len(numbers) :] = 0.0
             arguments = (
                 self.model,
                 terms,
@@ -134,14 +122,38 @@ class FTRLPlayer(EnginePlayer):
                 new(len(self.middle)),
                 new(weights.shape[1]),
                 new(0),
-                work,
+                self.work(group, width, numbers),
             )
             if self.in_lanes:
-                play_in_lanes(*arguments, marks)
+                play_in_lanes(*arguments, (0,) * width)
             else:
                 play(*arguments)
 
         return play_group
+
+    def lanes(self, run: Simulation) -> int:
+        """The number of seeds that are played together."""
+        return lanes_for(len(run.seeds)) if self.in_lanes else 1
+
+    def allocator(self, width: int) -> Callable[..., Floats]:
+        """A function that makes scratch memory of a shape."""
+        if self.in_lanes:
+            return lambda *shape: zeros(*shape, lanes=width)
+        return lambda *shape: np.zeros(shape)
+
+    def terms_in(self, width: int) -> Terms:
+        """The terms, with the same exponents in every lane."""
+        if self.in_lanes:
+            return self.terms._replace(exponent=gather([self.terms.exponent], [0] * width))
+        return self.terms
+
+    def work(self, group: int, width: int, numbers: Floats) -> Work:
+        """The scratch memory of a group of seeds; lanes without random numbers are not in use."""
+        if group not in self.works:
+            self.works[group] = make_work(self.model, self.allocator(width))
+            if self.in_lanes:
+                self.works[group].stale[3, len(numbers) :] = 0.0
+        return self.works[group]
 
     def rules(self, noise: str, t: range) -> Rules:
         options = self.ftrl.step.options

@@ -1,4 +1,4 @@
-"""The episode loop of FTRL on corrected empirical means, compiled, for one seed.
+"""The episode loop of FTRL on corrected empirical means, compiled; one seed, or one per lane.
 
 This is the compiled twin of torch_occ.game.learners.adaptive.corrected, which has the formulas. The
 loop is that of torch_occ.kernels.play.episodes.
@@ -11,7 +11,20 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ._support.spacing import CHUNK
-from torch_occ.kernels.layout import PAIR, Floats, Ints, Model, Terms, Work, kernel
+from torch_occ.kernels.lanes.arrays import in_lanes, in_lanes_or_shared, lane
+from torch_occ.kernels.lanes.vectors import where
+from torch_occ.kernels.layout import (
+    PAIR,
+    Floats,
+    Ints,
+    Model,
+    Terms,
+    Work,
+    kernel,
+    model_of_lane,
+    part,
+    work_in_lanes,
+)
 from torch_occ.kernels.play.adaptive import walk
 from torch_occ.kernels.play.episodes import (
     EXPECTED,
@@ -20,8 +33,9 @@ from torch_occ.kernels.play.episodes import (
     Tally,
     add_moments,
     drift,
-    favour,
     propose,
+    react,
+    tally_in_lanes,
 )
 
 
@@ -34,7 +48,7 @@ class Trust(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What one seed has observed, and scratch memory; pairs are flat."""
+    """What one seed, or one per lane, has observed, and scratch memory; pairs are flat."""
 
     visits: Floats  # (S * A,)
     losses: Floats  # (S * A,)
@@ -51,29 +65,31 @@ def play_corrected(
     weights: Floats,  # (n + 1, K or K * S * A), of the previous episode and of these n
     before: int,  # the number of the previous episode
     means: Floats,  # (n or 1, S * A); with a greedy adversary one row, which is overwritten
-    numbers: Floats,  # (n, L, 3)
+    numbers: Floats,  # (N, n, L, 3) for N seeds, at most as many as lanes
     rules: Rules,
     trust: Trust,
     tally: Tally,
     record: Record,
     middle: Floats,  # (S * A,), an interior point for cold starts
+    own: Floats,  # (K or K * S * A,), scratch: the weights of an episode
     nowhere: Floats,  # (0,)
     work: Work,  # the same for every call of a run
 ) -> None:
     """Play n episodes."""
-    visited, seen = record.visited, record.seen
     q, scalars, num_pairs = tally.q, tally.scalars, len(tally.q)
     for i in range(num_pairs):
         work.pairs[PAIR, i] = q[i]
     for t in range(len(weights) - 1):
         if t > 0 and rules.greedy:
-            favour(model, q, means)
+            react(model, q, means)
         work.stale[0] += drift(weights, t)
         # Nothing is kept from one chunk to the next, so that a run can continue from a file.
         if (before + t) % CHUNK == 0:
             work.stale[0], work.stale[1], work.stale[2] = np.inf, 0.0, 0.0
         correct(model, trust, float(before + t), tally.cumulative_loss, record)
-        own, episode = weights[t + 1], before + t + 1
+        for k in range(len(own)):
+            own[k] = weights[t + 1, k]
+        episode = before + t + 1
         propose(model, terms, own, record.loss, rules, middle, nowhere, episode, scalars, work)
         row, expected = min(t, len(means) - 1), 0.0
         for i in range(num_pairs):
@@ -81,16 +97,41 @@ def play_corrected(
             expected += q[i] * means[row, i]
             tally.cumulative_occupancy[i] += q[i]
             tally.total_mean[i] += means[row, i]
-        add_moments(rules, means, row, t, len(weights) - 1, tally.second_moment)
         scalars[EXPECTED] += expected
-        scalars[REALISED] += walk(model, rules, t, means, row, q, numbers, visited, seen)
-        for k in range(len(visited)):
-            i = visited[k]
-            weighted = seen[k] / q[i]
-            tally.cumulative_loss[i] += weighted
-            record.squares[i] += weighted**2
-            record.losses[i] += seen[k]
-            record.visits[i] += 1.0
+        for n in range(len(numbers)):
+            charged = lane(means, n)
+            add_moments(rules, charged, row, t, len(weights) - 1, lane(tally.second_moment, n))
+            observe(model_of_lane(model, n), rules, t, charged, row, numbers[n], n, tally, record)
+
+
+@part
+def observe(
+    model: Model,
+    rules: Rules,
+    t: int,
+    means: Floats,
+    row: int,
+    numbers: Floats,  # (n, L, 3)
+    n: int,
+    tally: Tally,
+    record: Record,
+) -> None:
+    """Play one trajectory of lane n, and record its losses."""
+    visited, seen, q = record.visited, record.seen, lane(tally.q, n)
+    squares, losses, visits = (
+        lane(record.squares, n),
+        lane(record.losses, n),
+        lane(record.visits, n),
+    )
+    total, scalars = lane(tally.cumulative_loss, n), lane(tally.scalars, n)
+    scalars[REALISED] += walk(model, rules, t, means, row, q, numbers, visited, seen)
+    for k in range(len(visited)):
+        i = visited[k]
+        weighted = seen[k] / q[i]
+        total[i] += weighted
+        squares[i] += weighted**2
+        losses[i] += seen[k]
+        visits[i] += 1.0
 
 
 @kernel
@@ -103,6 +144,50 @@ def correct(model: Model, trust: Trust, past: float, total: Floats, record: Reco
                 trust.strength + record.visits[i]
             )
             apart = total[i] - past * mean
-            noise = trust.width**2 * record.squares[i]
-            kept = 1.0 - noise / apart**2 if apart**2 > noise else 0.0
+            noise, square = trust.width * trust.width * record.squares[i], apart * apart
+            kept = where(square > noise, 1.0 - noise / square, 0.0)
             record.loss[i] = (past + 1.0) * mean + apart * kept
+
+
+@kernel
+def play_corrected_in_lanes(
+    model: Model,
+    terms: Terms,
+    weights: Floats,
+    before: int,
+    means: Floats,
+    numbers: Floats,
+    rules: Rules,
+    trust: Trust,
+    tally: Tally,
+    record: Record,
+    middle: Floats,
+    own: Floats,
+    nowhere: Floats,
+    work: Work,
+    width: tuple[int, ...],  # see `in_lanes`
+) -> None:
+    """`play_corrected` with one seed per lane, as in `episodes.play_in_lanes`."""
+    play_corrected(
+        model,
+        Terms(terms.argument, terms.function, in_lanes(terms.exponent, width)),
+        weights,
+        before,
+        in_lanes_or_shared(means, width),
+        numbers,
+        rules,
+        trust,
+        tally_in_lanes(tally, width),
+        Record(
+            in_lanes(record.visits, width),
+            in_lanes(record.losses, width),
+            in_lanes(record.squares, width),
+            in_lanes(record.loss, width),
+            record.visited,
+            record.seen,
+        ),
+        middle,
+        in_lanes(own, width),
+        in_lanes(nowhere, width),
+        work_in_lanes(work, width),
+    )

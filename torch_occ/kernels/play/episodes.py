@@ -152,19 +152,25 @@ def play_in_lanes(
         numbers,
         tables,
         rules,
-        Tally(
-            in_lanes(tally.q, width),
-            in_lanes(tally.cumulative_loss, width),
-            in_lanes(tally.cumulative_occupancy, width),
-            in_lanes(tally.total_mean, width),
-            in_lanes(tally.second_moment, width),
-            in_lanes(tally.scalars, width),
-        ),
+        tally_in_lanes(tally, width),
         middle,
         in_lanes(table, width),
         in_lanes(own, width),
         in_lanes(nowhere, width),
         work_in_lanes(work, width),
+    )
+
+
+@inlined
+def tally_in_lanes(tally: Tally, width: tuple[int, ...]) -> Tally:
+    """The arrays in lanes that the plain arrays `(..., lanes)` of a tally hold."""
+    return Tally(
+        in_lanes(tally.q, width),
+        in_lanes(tally.cumulative_loss, width),
+        in_lanes(tally.cumulative_occupancy, width),
+        in_lanes(tally.total_mean, width),
+        in_lanes(tally.second_moment, width),
+        in_lanes(tally.scalars, width),
     )
 
 
