@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
-from zoo import random_problem
+from threads import THREADS
+from zoo import REGULARIZERS, random_problem
 
 import torch_occ as occ
+from torch_occ.forecasting import compiled_leaps
 from torch_occ.forecasting.torch_leaps import _multinomial, longest_leap
 from torch_occ.step.implicit import Setting
 
@@ -136,6 +138,40 @@ def test_same_seed_same_bits():
         assert not torch.equal(
             first, occ.leap(mdp, psi, mean, 500, particles=6, seed=8, backend=backend).regret
         )
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_particle_has_the_same_bits_beside_any_others(threads):
+    mdp, mean = random_problem()
+    psi = occ.ConditionalEntropy() / occ.InverseSqrt(0.3) + occ.LogBarrier(0.5)
+    losses = occ.SwitchingLosses(torch.stack([mean, 1 - mean]), 300, noise="uniform")
+    torch.set_num_threads(threads)
+    try:
+        runs = [
+            occ.leap(mdp, psi, losses, 2000, particles=n, seed=7, backend="engine")
+            for n in (17, 1, 3, 8)
+        ]
+    finally:
+        torch.set_num_threads(THREADS)
+    whole = runs[0]
+    assert len(set(whole.leaps[:8].tolist())) > 1  # some lanes wait for others
+    for run in runs[1:]:
+        assert torch.equal(run.regret, whole.regret[: len(run.regret)])
+        assert torch.equal(run.leaps, whole.leaps[: len(run.regret)])
+
+
+@pytest.mark.parametrize("regularizer", ["jin_luo", "shannon", "per_place"])
+def test_lanes_leap_as_single_particles_do(regularizer, monkeypatch):
+    """From the same random numbers."""
+    mdp, mean = random_problem()
+    runs = []
+    for narrow in (True, False):
+        monkeypatch.setattr(compiled_leaps, "narrow", lambda model, narrow=narrow: narrow)
+        psi = REGULARIZERS[regularizer](mdp)
+        runs.append(occ.leap(mdp, psi, mean, 300, particles=10, backend="engine"))
+    assert torch.equal(runs[0].leaps, runs[1].leaps)
+    torch.testing.assert_close(runs[0].regret, runs[1].regret, rtol=1e-9, atol=1e-9)
 
 
 def test_phases_are_leapt_through_against_the_best_policy_in_hindsight():

@@ -5,7 +5,9 @@ import torch
 from zoo import PROBLEMS, REGULARIZERS, random_loss
 
 import torch_occ as occ
+from torch_occ._support.spacing import CHUNK
 from torch_occ.step.compiled.inputs import why_not
+from torch_occ.tuning import compiled_tangents
 from torch_occ.tuning.compiled_tangents import play_compiled
 from torch_occ.tuning.tangents import play_in_torch
 
@@ -116,3 +118,28 @@ def test_who_plays():
         occ.run_gradients(MDP, own, LOSSES, 1, [0, 1], backend="engine")
     with pytest.raises(ValueError, match="backend: Doubled draws its losses in its own way"):
         occ.run_gradients(MDP, occ.jin_luo(MDP), Doubled(LOSSES.mean), 1, [0, 1], backend="engine")
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("regularizer", ["jin_luo", "shannon", "tsallis_power"])
+def test_a_seed_has_the_same_bits_beside_any_others(regularizer):
+    psi, seeds = REGULARIZERS[regularizer](MDP), list(range(17))
+
+    def play(some):
+        return list(play_compiled(occ.FTRLStep(MDP, psi), LOSSES, CHUNK + 5, some))
+
+    whole = play(seeds)
+    for some in (seeds[4:5], seeds[5:8], seeds[8:16], seeds[::-1]):
+        for found, expected in zip(play(some), whole, strict=True):
+            for mine, theirs in zip(found, expected, strict=True):
+                assert torch.equal(mine, theirs[some])
+
+
+def test_lanes_carry_the_tangents_of_single_seeds(monkeypatch):
+    psi, runs = occ.jin_luo(MDP, beta=5.0), []
+    for narrow in (True, False):
+        monkeypatch.setattr(compiled_tangents, "narrow", lambda model, narrow=narrow: narrow)
+        (run,) = play_compiled(occ.FTRLStep(MDP, psi), LOSSES, 50, range(10))
+        runs.append(run)
+    for mine, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)

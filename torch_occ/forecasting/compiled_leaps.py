@@ -10,9 +10,11 @@ from torch_occ._support.compiling import compile_message
 from torch_occ._support.threads import for_each
 from torch_occ.forecasting.course import WIDEST, Course
 from torch_occ.game.estimators import CentredEstimator, ImportanceWeighted, ReducedVariance
-from torch_occ.kernels.layout import Terms, make_work
+from torch_occ.kernels.lanes.arrays import zeros
+from torch_occ.kernels.lanes.vectors import LANES
+from torch_occ.kernels.layout import Terms, make_work, narrow
 from torch_occ.kernels.play.episodes import NOISE
-from torch_occ.kernels.play.leaps import Way
+from torch_occ.kernels.play.leaps import LEAPS, UNCERTIFIED, Particle, Way, leap_in_lanes
 from torch_occ.kernels.play.leaps import leap as leap_alone
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
@@ -54,7 +56,7 @@ def leap_compiled(
         found = terms_of(regularizer, log_t.exp())
         pairs = mdp.actions.shape
         weights = weights_of(found, pairs).expand(len(log_t), -1)
-        terms = Terms(*kinds_of(found), exponents_of(found, pairs).numpy())
+        exponents = exponents_of(found, pairs).numpy()
         # A threshold of 2 is above every q, so there is no baseline.
         threshold = (
             estimator.threshold(log_t.exp())
@@ -63,6 +65,10 @@ def leap_compiled(
         )
     log_weights = torch.where(weights == 0, 1.0, weights.abs()).log().contiguous().numpy()
     model = model_of(mdp)
+    in_lanes = narrow(model)
+    width, new = (LANES, zeros) if in_lanes else (1, lambda *shape: np.zeros(shape))
+    terms = Terms(*kinds_of(found), new(*exponents.shape))
+    terms.exponent.T[...] = exponents  # the lanes are the last axis
     way = Way(
         log_t.numpy(),
         log_weights,
@@ -80,20 +86,28 @@ def leap_compiled(
         Options().tolerance_in(torch.float64),
         Options().max_steps,
     )
-    regret = torch.zeros(particles, len(course.stops), dtype=torch.float64)
-    counts = torch.zeros(particles, 2, dtype=torch.long)
-    seeds = np.random.SeedSequence(seed).generate_state(particles).astype(np.int64)
+    shapes = ((4,), (2,), way.stops.shape, way.middle.shape, way.signs.shape, (mdp.num_states,))
+    seeds = np.random.SeedSequence(seed).generate_state(particles, np.uint64).astype(np.uint64)
+    groups = []
+    for first in range(0, particles, width):
+        members = np.arange(first, first + width)
+        groups.append(
+            Particle(
+                # Lanes without a particle have finished.
+                np.where(members < particles, 0, len(way.stops)),
+                seeds[np.minimum(members, particles - 1)],
+                *(new(*shape) for shape in shapes),
+            )
+        )
 
     def play(i: int) -> None:
-        scratch = (
-            np.zeros(len(way.middle)),
-            np.zeros(len(way.signs)),
-            np.zeros(mdp.num_states),
-            np.zeros(0),
-            make_work(model),
-        )
-        leap_alone(model, terms, way, seeds[i], regret[i].numpy(), counts[i].numpy(), *scratch)
+        kernel = leap_in_lanes if in_lanes else leap_alone
+        kernel(model, terms, way, groups[i], new(0), make_work(model, new))
 
     with compile_message:
-        for_each(play, particles)
-    return regret, counts[:, 0], counts[:, 1]
+        for_each(play, len(groups))
+    regret, counts = (
+        torch.from_numpy(np.concatenate([x.reshape(-1, width).T for x in found])[:particles])
+        for found in zip(*((group.regret, group.counts) for group in groups), strict=True)
+    )
+    return regret, counts[:, LEAPS].long(), counts[:, UNCERTIFIED].long()

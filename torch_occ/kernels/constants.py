@@ -43,7 +43,7 @@ SQUARE = 256
 NOISE = 1e-8
 
 #: The increment and the two multipliers of SplitMix64, the hash behind the random numbers of
-#: learners that sample.
+#: learners that sample, and of leaping.
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_ONE, MIX_TWO = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 

@@ -16,7 +16,9 @@ from torch_occ._support.spacing import CHUNK
 from torch_occ._support.streams import Purpose, uniforms
 from torch_occ._support.threads import for_each
 from torch_occ.game.losses import LossProcess, Stationary
-from torch_occ.kernels.layout import Floats, Terms, make_work
+from torch_occ.kernels.lanes.arrays import zeros
+from torch_occ.kernels.lanes.vectors import LANES
+from torch_occ.kernels.layout import Floats, Terms, make_work, narrow
 from torch_occ.kernels.play.episodes import NOISE
 from torch_occ.kernels.play.tangents import (
     COST,
@@ -26,6 +28,7 @@ from torch_occ.kernels.play.tangents import (
     Opponent,
     Pushes,
     play_with_tangents,
+    play_with_tangents_in_lanes,
 )
 from torch_occ.mdp.occupancy import interior_point, optimal_policy
 from torch_occ.regularizers.base import Regularizer
@@ -54,7 +57,7 @@ def play_compiled(
 ) -> Iterator[Stretch]:
     """Play as `simulate` does, from the same random numbers; yield one chunk at a time.
 
-    The seeds run in parallel threads.
+    The seeds run in lanes if the layers are narrow, and the groups of seeds in parallel threads.
     """
     mdp, model, table = step.mdp, model_of(step.mdp), _Table(step.regularizer)
     N, P, num_pairs = len(seeds), len(step.evaluator.names), mdp.num_states * mdp.num_actions
@@ -71,27 +74,50 @@ def play_compiled(
         step.options.tolerance_in(torch.float64),
         step.options.max_steps,
     )
-    shapes = ((num_pairs,), (P, num_pairs), (P, num_pairs), (P,), (1,))
-    carried = Carried(np.tile(middle, (N, 1)), *(np.zeros((N, *shape)) for shape in shapes))
+    in_lanes = narrow(model)
+    width, new = (LANES, zeros) if in_lanes else (1, lambda *shape: np.zeros(shape))
+    groups = [seeds[i : i + width] for i in range(0, N, width)]
+    shapes = ((num_pairs,), (num_pairs,), (P, num_pairs), (P, num_pairs), (P,), (1,))
+    carried = [Carried(*(new(*shape) for shape in shapes)) for _ in groups]
+    for own in carried:
+        own.q.T[...] = middle  # the lanes are the last axis
 
     def play_chunk(chunk: int, n: int) -> Tensor:
         # The whole chunk, so that runs of any length have the same bits.
         t = chunk * CHUNK + torch.arange(1, CHUNK + 1, dtype=torch.float64)
         weights, exponents, pushes = table.differentiate(step.evaluator.names, logs, t)
-        weights = weights[:n]
-        terms, record = Terms(*kinds, exponents), np.empty((N, n, 2 + 2 * P))
+        terms = Terms(*kinds, new(*exponents.shape))
+        terms.exponent.T[...] = exponents
+        records = [new(n, 2 + 2 * P) for _ in groups]
 
-        def play_seed(i: int) -> None:
-            numbers = uniforms([seeds[i]], Purpose.EPISODES, [chunk], (mdp.horizon, 3))[0].numpy()
-            own = Carried(*(x[i] for x in carried))
-            scratch = (np.zeros(mdp.num_states), make_work(model))
-            play_with_tangents(
-                model, terms, weights, pushes, opponent, numbers, own, record[i], middle, *scratch
+        def play_group(i: int) -> None:
+            # One seed after the other: for several seeds, `uniforms` would start threads.
+            numbers = [
+                uniforms([seed], Purpose.EPISODES, [chunk], (mdp.horizon, 3)) for seed in groups[i]
+            ]
+            work = make_work(model, new)
+            if in_lanes:
+                work.stale[3, len(numbers) :] = 0.0  # unused lanes rest
+            (play_with_tangents_in_lanes if in_lanes else play_with_tangents)(
+                model,
+                terms,
+                weights[:n],
+                pushes,
+                opponent,
+                torch.cat(numbers).numpy(),
+                carried[i],
+                records[i],
+                middle,
+                new(weights.shape[1]),
+                new(mdp.num_states),
+                new(0),
+                work,
             )
 
         with compile_message:
-            for_each(play_seed, N)
-        return torch.from_numpy(record)
+            for_each(play_group, len(groups))
+        found = [record.reshape(n, -1, width).transpose(2, 0, 1) for record in records]
+        return torch.from_numpy(np.concatenate(found)[:N])
 
     for chunk in range(-(-episodes // CHUNK)):
         record = play_chunk(chunk, min(CHUNK, episodes - chunk * CHUNK))

@@ -1,18 +1,22 @@
-"""Leaping, compiled: the regret of one particle that plays many episodes per step.
+"""Leaping, compiled: the regret of particles that play many episodes per step.
 
 This is the compiled twin of torch_occ.forecasting.torch_leaps; torch_occ.forecasting.leaping
-explains the method. The twins draw different random numbers, so their results agree only
-statistically.
+explains the method. The kernel plays one particle, or one per lane. Lanes solve their steps
+together. Every lane has its own t and its own random numbers, so it plays and counts alone.
+
+The twins draw different random numbers, so their results agree only statistically.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torch_occ.kernels.constants import CONVERGED
+from torch_occ.kernels.lanes.arrays import in_lanes, lane, lanes_of
 from torch_occ.kernels.layout import (
+    INVERSE,
     PAIR,
     REST,
     D,
@@ -24,14 +28,22 @@ from torch_occ.kernels.layout import (
     W,
     Work,
     kernel,
+    work_in_lanes,
 )
+from torch_occ.kernels.play.draws import Generators, binomial_drawn, normal_drawn, uniform_drawn
 from torch_occ.kernels.solver.entropic import follow_or_restart
 from torch_occ.kernels.solver.newton import floor_pairs
 from torch_occ.kernels.solver.psi import derive
 from torch_occ.kernels.solver.transitions import likelihoods, successor
 
-#: A binomial number is drawn as a rounded normal number if at least this many events are expected.
+#: The sum of this many uniform losses is drawn as a normal number.
 MANY = 50.0
+
+# Entries of `Particle.clock`: the next episode, the regret so far, the length of the last leap, and
+# its regret per episode when it began.
+T, REGRET, LENGTH, OPENING = 0, 1, 2, 3
+# Entries of `Particle.counts`.
+LEAPS, UNCERTIFIED = 0, 1
 
 
 class Way(NamedTuple):
@@ -56,51 +68,99 @@ class Way(NamedTuple):
     max_steps: int
 
 
+class Particle(NamedTuple):
+    """The state of one particle, or of one per lane, updated in place; floats begin with zeros."""
+
+    stop: Ints  # (lanes,), the number of stops that have been reached; all, if nobody is there
+    generators: Generators  # (lanes,); these begin with the seeds
+    clock: Floats  # (4,), by the indices above
+    counts: Floats  # (2,), by the indices above
+    regret: Floats  # (C,), at the stops
+    loss: Floats  # (S * A,)
+    weights: Floats  # (K or K * S * A,), scratch
+    entering: Floats  # (S,), scratch: visits
+
+
 @kernel
 def leap(
-    model: Model,
-    terms: Terms,
-    way: Way,
-    seed: int,
-    regret: Floats,  # (C,), out
-    counts: Ints,  # (2,), out: leaps, and steps without certificate
-    loss: Floats,  # (S * A,), zeros
-    weights: Floats,  # (K or K * S * A,), scratch
-    entering: Floats,  # (S,), scratch
-    nowhere: Floats,  # (0,)
-    work: Work,
+    model: Model, terms: Terms, way: Way, particle: Particle, nowhere: Floats, work: Work
 ) -> None:
-    """Play one particle from the first episode to the last stop."""
-    np.random.seed(seed)  # noqa: NPY002  (every thread has its own generator)
-    pairs, stop = work.pairs, 0
-    t, total, length, opening = 1.0, 0.0, 0.0, 0.0
+    """Play from the first episode to the last stop; `nowhere` is empty.
+
+    A lane that has finished rests until the others have.
+    """
+    lanes, limits = lanes_of(particle.loss), (way.tolerance, way.max_steps)
     for i in range(len(way.middle)):
-        pairs[PAIR, i] = way.middle[i]
+        work.pairs[PAIR, i] = way.middle[i]
+    particle.clock[T] = 1.0
     while True:
-        _weights_at(np.log(t), way.log_t, way.log_weights, way.signs, weights)
+        for n in range(lanes):
+            lane(work.stale, n)[3] = 1.0 if particle.stop[n] < len(way.stops) else 0.0
+            _weights_at(np.log(lane(particle.clock, n)[T]), way, lane(particle.weights, n))
         work.stale[0], work.stale[2] = np.inf, 0.0  # discard the factors of the last leap
-        limits = (way.tolerance, way.max_steps)
-        found = follow_or_restart(model, terms, weights, loss, *limits, nowhere, way.middle, work)
-        status = found[0]
-        counts[1] += status != CONVERGED
-        if length > 0.0:
-            total += 0.5 * (length + 1.0) * opening + 0.5 * (length - 1.0) * _cost(
-                pairs, way.gaps, way.phase[stop]
-            )
-            if t > way.stops[stop]:
-                regret[stop] = total
-                stop += 1
-                if stop == len(way.stops):
-                    return
-        opening = _cost(pairs, way.gaps, way.phase[stop])
+        found = follow_or_restart(
+            model, terms, particle.weights, particle.loss, *limits, nowhere, way.middle, work
+        )
+        running = 0
+        for n in range(lanes):
+            if particle.stop[n] < len(way.stops):
+                lane(particle.counts, n)[UNCERTIFIED] += lane(found[0], n) != CONVERGED
+                _count(way, lane(work.pairs, n), particle, n)
+            running += particle.stop[n] < len(way.stops)
+        if running == 0:
+            return
         floor_pairs(model, work)
-        derive(model, terms, weights, work)
-        length = max(1.0, np.floor(min(_longest_leap(model, way.accuracy, work), way.widest * t)))
-        length = min(length, way.stops[stop] - t + 1.0)
-        threshold = np.exp(_between(np.log(t), way.log_t, way.log_threshold))
-        _play(model, way, way.phase[stop], threshold, length, loss, entering, work)
-        counts[0] += 1
-        t += length
+        derive(model, terms, particle.weights, work)
+        longest = _longest_leap(model, way.accuracy, work)
+        for n in range(lanes):
+            if particle.stop[n] < len(way.stops):
+                _play(model, way, lane(longest, n), lane(work.pairs, n), particle, n)
+
+
+@kernel
+def leap_in_lanes(
+    model: Model, terms: Terms, way: Way, particle: Particle, nowhere: Floats, work: Work
+) -> None:
+    """`leap` with one particle per lane.
+
+    Exponents, nowhere, work and the floats of the particle have a last axis of lanes.
+    """
+    leap(
+        model,
+        Terms(terms.argument, terms.function, in_lanes(terms.exponent)),
+        way,
+        Particle(
+            particle.stop,
+            particle.generators,
+            in_lanes(particle.clock),
+            in_lanes(particle.counts),
+            in_lanes(particle.regret),
+            in_lanes(particle.loss),
+            in_lanes(particle.weights),
+            in_lanes(particle.entering),
+        ),
+        in_lanes(nowhere),
+        work_in_lanes(work),
+    )
+
+
+@kernel
+def _count(way: Way, pairs: Floats, particle: Particle, n: int) -> None:
+    """Add the regret of the last leap of lane n, and record it at a stop.
+
+    The regret per episode is taken to change linearly over the leap.
+    """
+    clock, stop = lane(particle.clock, n), particle.stop[n]
+    length = clock[LENGTH]
+    if length > 0.0:
+        closing = _cost(pairs, way.gaps, way.phase[stop])
+        clock[REGRET] += 0.5 * (length + 1.0) * clock[OPENING] + 0.5 * (length - 1.0) * closing
+        if clock[T] > way.stops[stop]:
+            lane(particle.regret, n)[stop] = clock[REGRET]
+            stop += 1
+            particle.stop[n] = stop
+    if stop < len(way.stops):
+        clock[OPENING] = _cost(pairs, way.gaps, way.phase[stop])
 
 
 @kernel
@@ -113,153 +173,128 @@ def _cost(pairs: Floats, gaps: Floats, phase: int) -> float:
 
 
 @kernel
-def _longest_leap(model: Model, accuracy: float, work: Work) -> float:
-    """For how many episodes q may be kept; see `torch_occ.forecasting.torch_leaps.longest_leap`."""
+def _longest_leap(model: Model, accuracy: float, work: Work) -> Any:
+    """For how many episodes q may be kept; see `torch_occ.forecasting.torch_leaps.longest_leap`.
+
+    Overwrites INVERSE.
+    """
     pairs, actions, longest = work.pairs, model.num_actions, np.inf
     for s in range(work.states.shape[1]):
         total = 0.0
         for i in range(s * actions, (s + 1) * actions):
-            if model.exists[PAIR, i]:
-                total += 1.0 / (pairs[D, i] + pairs[W, i])
+            pairs[INVERSE, i] = 1.0 / (pairs[D, i] + pairs[W, i]) if model.exists[PAIR, i] else 0.0
+            total += pairs[INVERSE, i]
         for i in range(s * actions, (s + 1) * actions):
-            if not model.exists[REST, i]:
-                continue
-            own, others = 1.0 / (pairs[D, i] + pairs[W, i]), 0.0
-            for j in range(s * actions, (s + 1) * actions):
-                if j != i and model.exists[PAIR, j]:
-                    others += 1.0 / (pairs[D, j] + pairs[W, j])
-            slack = accuracy * pairs[PAIR, i] * total / (own * others)
-            longest = min(longest, max(slack, pairs[PAIR, i] * slack * slack))
+            if model.exists[REST, i]:
+                others = 0.0  # not total minus own, which could cancel
+                for j in range(s * actions, (s + 1) * actions):
+                    others += pairs[INVERSE, j] if j != i else 0.0
+                slack = accuracy * pairs[PAIR, i] * total / (pairs[INVERSE, i] * others)
+                longest = min(longest, max(slack, pairs[PAIR, i] * slack * slack))
     return longest
 
 
 @kernel
 def _play(
-    model: Model,
-    way: Way,
-    phase: int,
-    threshold: float,
-    length: float,
-    loss: Floats,
-    entering: Floats,
-    work: Work,
+    model: Model, way: Way, longest: float, pairs: Floats, particle: Particle, n: int
 ) -> None:
-    """Play `length` episodes with the same q, and add the estimates to the cumulative loss.
+    """Play a leap of lane n with the same q, and add the estimates to the cumulative loss.
 
     The numbers of visits of all pairs are drawn layer by layer.
     """
-    pairs, start, actions = work.pairs, model.start, model.num_actions
+    clock, loss = lane(particle.clock, n), lane(particle.loss, n)
+    entering = lane(particle.entering, n)
+    generators, start, actions = particle.generators, model.start, model.num_actions
+    t, stop, layers = clock[T], particle.stop[n], len(model.start) - 1
+    means = way.means[way.phase[stop]]
+    length = max(1.0, np.floor(min(longest, way.widest * t)))
+    length = min(length, way.stops[stop] - t + 1.0)
+    threshold = np.exp(_between(np.log(t), way.log_t, way.log_threshold))
     for s in range(len(entering)):
         entering[s] = 0.0
-    _split(length, way.initial, 0, way.initial.shape[1], entering, 0)
-    layers = len(start) - 1
+    _split(length, way.initial, 0, way.initial.shape[1], entering, 0, generators, n)
     for k in range(layers):
         for s in range(start[k], start[k + 1]):
-            left, share = entering[s], 0.0
+            left, share, last = entering[s], 0.0, -1
             for i in range(s * actions, (s + 1) * actions):
                 if model.exists[PAIR, i]:
                     share += pairs[PAIR, i]
                     loss[i] += 0.5 * length if pairs[PAIR, i] >= threshold else 0.0
-            for i in range(s * actions, (s + 1) * actions):
+                    last = i
+            for i in range(s * actions, last + 1):
                 if left <= 0.0 or not model.exists[PAIR, i]:
                     continue
-                visits = _binomial(left, pairs[PAIR, i] / share)
+                visits = left
+                if i < last:
+                    visits = binomial_drawn(left, pairs[PAIR, i] / share, generators, n)
                 share -= pairs[PAIR, i]
                 left -= visits
                 if visits > 0.0:
                     baseline = 0.5 if pairs[PAIR, i] >= threshold else 0.0
-                    loss[i] += (
-                        _charge(way.noise, way.means[phase, i], visits) - baseline * visits
-                    ) / pairs[PAIR, i]
+                    charge = _charge(way.noise, means[i], visits, generators, n)
+                    loss[i] += (charge - baseline * visits) / pairs[PAIR, i]
                     if k + 1 < layers:
-                        _split(
-                            visits,
-                            model.next_state,
-                            i,
-                            start[k + 2] - start[k + 1],
-                            entering,
-                            start[k + 1],
-                        )
+                        there, width = start[k + 1], start[k + 2] - start[k + 1]
+                        _split(visits, model.next_state, i, width, entering, there, generators, n)
+    lane(particle.counts, n)[LEAPS] += 1.0
+    clock[LENGTH] = length
+    clock[T] += length
 
 
 @kernel
 def _split(
-    count: float, table: Floats | Rows, pair: int, width: int, into: Floats, offset: int
+    count: float,
+    table: Floats | Rows,
+    pair: int,
+    width: int,
+    into: Floats,
+    offset: int,
+    generators: Generators,
+    n: int,
 ) -> None:
     """Draw how many of `count` visits of a pair go to each next state, and add them to `into`.
 
     The numbers are multinomial. The next layer begins at `offset` in `into`.
     """
     shares, first, size = likelihoods(table, pair, width)
-    left, share = count, 0.0
-    for j in range(first, first + size):
-        share += shares[j]
+    left, share, last = count, 0.0, 0
     for j in range(size):
+        share += shares[first + j]
+        last = j if shares[first + j] > 0.0 else last
+    for j in range(last):
         if left <= 0.0:
             return
-        drawn = _binomial(left, shares[first + j] / share) if share > 0.0 else 0.0
+        part = shares[first + j] / share if share > 0.0 else 0.0
+        drawn = binomial_drawn(left, part, generators, n)
         share -= shares[first + j]
         into[successor(table, pair, j, offset)] += drawn
         left -= drawn
+    into[successor(table, pair, last, offset)] += left
 
 
 @kernel
-def _charge(noise: int, mean: float, visits: float) -> float:
+def _charge(noise: int, mean: float, visits: float, generators: Generators, n: int) -> float:
     """Draw the sum of the losses of this many visits."""
     if noise == 1:
-        return _binomial(visits, mean)
+        return binomial_drawn(visits, mean, generators, n)
     if noise == 2:
         radius = min(mean, 1.0 - mean)
         if visits < MANY:
             total = 0.0
             for _ in range(int(visits)):
-                total += mean + radius * (2.0 * np.random.random() - 1.0)  # noqa: NPY002
+                total += mean + radius * (2.0 * uniform_drawn(generators, n) - 1.0)
             return total
-        return visits * mean + radius * np.sqrt(visits / 3.0) * np.random.standard_normal()  # noqa: NPY002
+        return visits * mean + radius * np.sqrt(visits / 3.0) * normal_drawn(generators, n)
     return visits * mean
 
 
 @kernel
-def _binomial(n: float, p: float) -> float:
-    """Draw a binomial number: by inversion if few events are expected, else as a rounded normal."""
-    if p >= 1.0 or p <= 0.0:
-        return n if p >= 1.0 else 0.0
-    if p > 0.5:
-        return n - _few(n, 1.0 - p)
-    return _few(n, p)
-
-
-@kernel
-def _few(n: float, p: float) -> float:
-    """`_binomial` for 0 < p <= 1/2."""
-    if n * p >= MANY:
-        drawn = np.round(n * p + np.sqrt(n * p * (1.0 - p)) * np.random.standard_normal())  # noqa: NPY002
-        return min(max(drawn, 0.0), n)
-    target, k = np.random.random(), 0.0  # noqa: NPY002
-    probability = np.exp(n * np.log1p(-p))
-    odds = p / (1.0 - p)
-    while target > probability and k < n:
-        target -= probability
-        k += 1.0
-        probability *= (n - k + 1.0) / k * odds
-        if probability < 1e-300:
-            break
-    return k
-
-
-@kernel
-def _weights_at(
-    x: float, log_t: Floats, log_weights: Floats, signs: Floats, weights: Floats
-) -> None:
+def _weights_at(x: float, way: Way, weights: Floats) -> None:
     """Write the weights at t = exp(x), by linear interpolation of their logarithms."""
-    i, part = _place(x, log_t)
-    for k in range(len(signs)):
-        if signs[k] == 0.0:
-            weights[k] = 0.0
-        else:
-            weights[k] = signs[k] * np.exp(
-                (1.0 - part) * log_weights[i, k] + part * log_weights[i + 1, k]
-            )
+    i, part = _place(x, way.log_t)
+    for k in range(len(weights)):
+        log_weight = (1.0 - part) * way.log_weights[i, k] + part * way.log_weights[i + 1, k]
+        weights[k] = way.signs[k] * np.exp(log_weight) if way.signs[k] != 0.0 else 0.0
 
 
 @kernel

@@ -1,8 +1,8 @@
 """The episode loop with forward-mode derivatives: tangents of q and of the cumulative loss.
 
 This is the compiled twin of torch_occ.tuning.tangents, which has the formulas. The loop is that of
-torch_occ.kernels.play.episodes. Tangents add one factorization to an episode, and one solve per
-parameter.
+torch_occ.kernels.play.episodes, for one seed or one per lane. Tangents add one factorization to an
+episode, and one solve per parameter.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ.kernels.constants import CONVERGED
+from torch_occ.kernels.lanes.arrays import in_lanes, lane
+from torch_occ.kernels.lanes.vectors import where
 from torch_occ.kernels.layout import (
     DQ,
     FORCE,
     PAIR,
     TRIAL,
     Floats,
+    Ints,
     Model,
     Terms,
     Work,
     kernel,
+    work_in_lanes,
 )
 from torch_occ.kernels.play.episodes import draw, index_drawn, state_drawn
 from torch_occ.kernels.solver.entropic import follow_or_restart
@@ -52,7 +56,7 @@ class Opponent(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """The state of one seed, updated in place; pairs are flat."""
+    """The state of one seed, or of one per lane, updated in place; pairs are flat."""
 
     q: Floats  # (S * A,)
     cumulative_loss: Floats  # (S * A,)
@@ -69,11 +73,13 @@ def play_with_tangents(
     weights: Floats,  # (n, K)
     pushes: Pushes,
     opponent: Opponent,
-    numbers: Floats,  # (n, L, 3)
+    numbers: Floats,  # (N, n, L, 3) for N seeds, at most as many as lanes
     carried: Carried,
     record: Floats,  # (n, 2 + 2 * P), out
     middle: Floats,  # (S * A,), an interior point for cold starts
+    own: Floats,  # (K,), scratch: the weights of an episode
     still: Floats,  # (S,), zeros
+    nowhere: Floats,  # (0,)
     work: Work,
 ) -> None:
     """Play n episodes and write one row of the record per episode."""
@@ -83,16 +89,19 @@ def play_with_tangents(
     for t in range(len(weights)):
         for i in range(num_pairs):
             pairs[PAIR, i] = q[i]
+        for k in range(len(own)):
+            own[k] = weights[t, k]
         work.stale[0], work.stale[2] = np.inf, 0.0  # the factors belong to the last tangents
         status = follow_or_restart(
-            model, terms, weights[t], carried.cumulative_loss, *limits, still[:0], middle, work
+            model, terms, own, carried.cumulative_loss, *limits, nowhere, middle, work
         )[0]
-        carried.failures[0] += status != CONVERGED
+        carried.failures[0] += where(status != CONVERGED, 1.0, 0.0)
         floor_pairs(model, work)
         # The Hessian is taken at the solution itself, so that tangents are exact up to rounding.
-        derive(model, terms, weights[t], work)
-        factorize(model, True, work)
-        push_gradient(model, terms, weights[t], pushes, t, tangent, work)
+        derive(model, terms, own, work)
+        everywhere = status == status
+        factorize(model, everywhere, work)
+        push_gradient(model, terms, own, pushes, t, tangent, work)
         for p in range(num_tangents):
             for i in range(num_pairs):
                 pairs[FORCE, i] = (
@@ -112,7 +121,52 @@ def play_with_tangents(
             cost += q[i] * opponent.gaps[i]
         record[t, COST] = cost
         record[t, FAILED] = carried.failures[0]
-        walk_with_tangents(model, opponent, numbers, t, carried)
+        walk_with_tangents(model, opponent, numbers, t, carried, work.places)
+
+
+@kernel
+def play_with_tangents_in_lanes(
+    model: Model,
+    terms: Terms,
+    weights: Floats,
+    pushes: Pushes,
+    opponent: Opponent,
+    numbers: Floats,
+    carried: Carried,
+    record: Floats,
+    middle: Floats,
+    own: Floats,
+    still: Floats,
+    nowhere: Floats,
+    work: Work,
+) -> None:
+    """`play_with_tangents` with one seed per lane.
+
+    Exponents, carried, record, own, still, nowhere and work have a last axis of lanes. There may be
+    fewer seeds than lanes.
+    """
+    play_with_tangents(
+        model,
+        Terms(terms.argument, terms.function, in_lanes(terms.exponent)),
+        weights,
+        pushes,
+        opponent,
+        numbers,
+        Carried(
+            in_lanes(carried.q),
+            in_lanes(carried.cumulative_loss),
+            in_lanes(carried.tangent_loss),
+            in_lanes(carried.tangent),
+            in_lanes(carried.score),
+            in_lanes(carried.failures),
+        ),
+        in_lanes(record),
+        middle,
+        in_lanes(own),
+        in_lanes(still),
+        in_lanes(nowhere),
+        work_in_lanes(work),
+    )
 
 
 @kernel
@@ -147,32 +201,38 @@ def push_gradient(
 
 @kernel
 def walk_with_tangents(
-    model: Model, opponent: Opponent, numbers: Floats, t: int, carried: Carried
+    model: Model,
+    opponent: Opponent,
+    numbers: Floats,  # (N, n, L, 3)
+    t: int,
+    carried: Carried,
+    places: Ints,  # (lanes,), scratch: the state of every lane
 ) -> None:
-    """Play one trajectory, as in `torch_occ.kernels.play.episodes.walk`.
+    """Play one trajectory per lane, as in `torch_occ.kernels.play.episodes.walk`.
 
     Adds the estimates of the visited pairs to the cumulative loss, their tangents to
     `tangent_loss`, and the derivatives of the log-probabilities of the chosen actions to `score`.
     """
-    num_actions, q, tangent, layers = (
-        model.num_actions,
-        carried.q,
-        carried.tangent,
-        len(model.start) - 1,
-    )
-    s = index_drawn(model.initial, 0, len(model.initial), numbers[t, layers - 1, 2])
+    num_actions, layers = model.num_actions, len(model.start) - 1
+    for n in range(len(numbers)):
+        uniform = numbers[n, t, layers - 1, 2]
+        places[n] = index_drawn(model.initial, 0, len(model.initial), uniform)
     for k in range(layers):
-        first, total = s * num_actions, 0.0
-        for i in range(first, first + num_actions):
-            total += q[i]
-        chosen = first + index_drawn(q, first, num_actions, numbers[t, k, 0])
-        estimate = draw(opponent.noise, opponent.mean[chosen], numbers[t, k, 1]) / q[chosen]
-        carried.cumulative_loss[chosen] += estimate
-        for p in range(len(tangent)):
-            arriving, relative = 0.0, tangent[p, chosen] / q[chosen]
+        for n in range(len(numbers)):
+            q, tangent, score = lane(carried.q, n), lane(carried.tangent, n), lane(carried.score, n)
+            loss, tangent_loss = lane(carried.cumulative_loss, n), lane(carried.tangent_loss, n)
+            uniforms = numbers[n, t, k]
+            first, total = places[n] * num_actions, 0.0
             for i in range(first, first + num_actions):
-                arriving += tangent[p, i]
-            carried.score[p] += relative - arriving / total
-            carried.tangent_loss[p, chosen] -= estimate * relative
-        if k + 1 < layers:
-            s = state_drawn(model, chosen, k, numbers[t, k, 2])
+                total += q[i]
+            chosen = first + index_drawn(q, first, num_actions, uniforms[0])
+            estimate = draw(opponent.noise, opponent.mean[chosen], uniforms[1]) / q[chosen]
+            loss[chosen] += estimate
+            for p in range(len(tangent)):
+                arriving, relative = 0.0, tangent[p, chosen] / q[chosen]
+                for i in range(first, first + num_actions):
+                    arriving += tangent[p, i]
+                score[p] += relative - arriving / total
+                tangent_loss[p, chosen] -= estimate * relative
+            if k + 1 < layers:
+                places[n] = state_drawn(model, chosen, k, uniforms[2])
