@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import torch_occ as occ
+from torch_occ._support.streams import check_memory
 from torch_occ.game.figures import occupancy_figure
 
 MDP = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=0)
@@ -116,3 +117,12 @@ def test_a_heat_map_is_of_one_q():
         ValueError, match=r"q: expected shape \(3, 2\), got \(4, 3, 2\); of several"
     ):
         occupancy_figure(MDP, q)
+
+
+def test_more_seeds_than_memory_are_refused_with_a_way_out():
+    mdp = occ.LayeredMDP.random(3, 3, 3)
+    losses = occ.BernoulliLosses(torch.full((7, 3), 0.5, dtype=torch.float64))
+    with pytest.raises(MemoryError, match=r"need .* GB of random numbers.*play fewer seeds"):
+        check_memory(10**10, 9)
+    found = occ.simulate(mdp, occ.FTRL.tsallis(mdp), losses, 3, range(1000))
+    assert found.regret.shape[0] == 1000

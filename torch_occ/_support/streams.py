@@ -7,6 +7,7 @@ compiled path get the same numbers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -53,6 +54,21 @@ def uniforms(
 
     for_each(fill, len(seeds))
     return torch.from_numpy(numbers).flatten(1, 2)
+
+
+def check_memory(seeds: int, per_episode: int) -> None:
+    """Raise MemoryError if the random numbers of one chunk do not fit into the machine's memory."""
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on Windows
+        return
+    needed = 8 * CHUNK * per_episode * seeds
+    if needed > memory:
+        raise MemoryError(
+            f"seeds: {CHUNK} episodes of {seeds:,} seeds need {needed / 1e9:,.1f} GB of random "
+            f"numbers, and this machine has {memory / 1e9:,.1f} GB; play fewer seeds in one call, "
+            "since a seed plays the same game in any batch"
+        )
 
 
 def _key(seed: int, purpose: Purpose, chunk: int) -> NDArray[np.uint64]:

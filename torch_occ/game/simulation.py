@@ -21,7 +21,7 @@ from torch_occ._support.backends import Backend, engine_takes, later
 from torch_occ._support.fingerprints import fingerprints
 from torch_occ._support.saving import State, copied
 from torch_occ._support.spacing import CHUNK, log_spaced
-from torch_occ._support.streams import Purpose, uniforms
+from torch_occ._support.streams import Purpose, check_memory, uniforms
 from torch_occ.game.arguments import (
     check_config,
     check_players,
@@ -127,6 +127,10 @@ class Simulation:
                 f"checkpoints: expected episodes from 1 to {episodes}, got {self.checkpoints[0]} "
                 f"to {self.checkpoints[-1]}"
             )
+        table = (mdp.num_states, mdp.num_actions)
+        per_episode = 3 * mdp.horizon + learner.full_information * math.prod(table)
+        check_memory(len(self.seeds), per_episode)
+        self.per_episode = per_episode  # random numbers
         self.learner = learner = _copy(learner)
         self.contract = Contract(mdp, learner, losses, self.seeds)
         n = len(self.seeds)
@@ -165,8 +169,7 @@ class Simulation:
         begun, mdp, origin = time.monotonic(), self.mdp, self.t - self.t % CHUNK
         first_chunk = self.t // CHUNK
         table = (mdp.num_states, mdp.num_actions)
-        per_episode = 3 * mdp.horizon + self.learner.full_information * math.prod(table)
-        fits = _MEMORY // (8 * CHUNK * len(self.seeds) * per_episode)
+        fits = _MEMORY // (8 * CHUNK * len(self.seeds) * self.per_episode)
         left = -(-(self.episodes - origin) // CHUNK)
         count = max(1, min(self.player.chunks, _RUNS // len(self.seeds), fits, left))
         chunks = range(first_chunk, first_chunk + count)

@@ -1,0 +1,110 @@
+"""Vectors, masks and arrays in lanes: every operation does in each lane what NumPy does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import njit
+
+from torch_occ.kernels.lanes.arrays import gather, in_lanes, lane, lanes_of, scatter, zeros
+from torch_occ.kernels.lanes.vectors import (
+    FEW_LANES,
+    LANES,
+    anywhere,
+    exp,
+    lanes_for,
+    log,
+    power,
+    sqrt,
+    where,
+)
+
+WIDTHS = (FEW_LANES, LANES)
+
+
+@njit(error_model="numpy")
+def arithmetic(x: Any, y: Any, out: Any) -> None:
+    out[0] = x[0] + y[0] * 2.0 - 1
+    out[1] = -x[0] / y[0]
+    out[2] = abs(x[0] - y[0])
+    out[3] = max(x[0], y[0]) + min(x[0], 0.5)
+    out[4] = where((x[0] < y[0]) & (not (x[0] <= 0.25)), x[0], 7)
+    out[5] = where((x[0] >= y[0]) | (x[0] == y[0]), 1.0, where(x[0] != y[0], 2.0, 3.0))
+    out[6] = sqrt(x[0]) + log(x[0])
+    out[7] = exp(x[0]) + power(x[0], y[0])
+    total = 0.0
+    for i in range(len(x)):
+        total += x[i] * y[i]
+    out[8] = total
+
+
+@njit
+def arithmetic_in_lanes(x: Any, y: Any, out: Any, width: Any) -> None:
+    arithmetic(in_lanes(x, width), in_lanes(y, width), in_lanes(out, width))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_lane_computes_what_a_number_computes(width):
+    generator = np.random.default_rng(0)
+    x, y, out = (zeros(n, lanes=width) for n in (5, 5, 9))
+    x[:], y[:] = generator.random(x.shape), generator.random(y.shape)
+    y[0, 0] = x[0, 0]
+    arithmetic_in_lanes(x, y, out, (0,) * width)
+    for n in range(width):
+        alone = np.zeros(9)
+        arithmetic(x[:, n].copy(), y[:, n].copy(), alone)
+        np.testing.assert_allclose(out[:, n], alone, rtol=1e-15)
+        a, b = x[0, n], y[0, n]
+        chosen = a if a < b and not a <= 0.25 else 7.0
+        np.testing.assert_allclose(
+            alone[:4], [a + 2 * b - 1, -a / b, abs(a - b), max(a, b) + min(a, 0.5)]
+        )
+        np.testing.assert_allclose(
+            alone[4:8],
+            [chosen, 1.0 if a >= b else 2.0, math.sqrt(a) + math.log(a), math.exp(a) + a**b],
+        )
+
+
+@njit
+def count_where_positive(x: Any, width: Any) -> int:
+    own, found = in_lanes(x, width), 0
+    if anywhere(own[0] > 0.0):
+        for n in range(lanes_of(own)):
+            if lane(own[0] > 0.0, n):
+                found += 1
+                row = lane(own, n)
+                row[1] += lane(own[0], n)
+    return found
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_lane_is_a_view(width):
+    """Numba would drop a write to an array that it does not know to share memory."""
+    x = zeros(2, lanes=width)
+    assert count_where_positive(x, (0,) * width) == 0
+    x[0, -1] = 3.0
+    assert count_where_positive(x, (0,) * width) == 1
+    assert x[1].tolist() == [0.0] * (width - 1) + [3.0]
+
+
+def test_memory_is_aligned_and_comes_back():
+    elements = np.arange(12.0).reshape(3, 4)
+    memory = gather(elements, [0, 2, 1, 1])
+    assert memory.shape == (4, 4)
+    assert zeros(3, 5).ctypes.data % 64 == 0
+    memory += 1
+    scatter(memory, elements, [0, 2])
+    assert elements[:, 0].tolist() == [1.0, 4.0, 9.0]
+
+
+def test_one_or_two_problems_have_few_lanes():
+    assert [lanes_for(n) for n in (1, 2, 3, 8, 9)] == [FEW_LANES, FEW_LANES, LANES, LANES, LANES]
+
+
+def test_python_cannot_call_them():
+    for function in (lambda: where(True, 1.0, 2.0), lambda: sqrt(1.0), lambda: in_lanes(zeros(1))):
+        with pytest.raises(TypeError, match="called by kernels only"):
+            function()
