@@ -190,7 +190,7 @@ def test_tangents_have_the_same_bits_in_every_batch(mdp, monkeypatch):
 
 
 @pytest.mark.parametrize("psi", PSI)
-def test_a_batch_of_steps_has_the_bits_of_its_elements(psi):
+def test_a_batch_of_steps_has_the_bits_of_batches_of_one(psi):
     losses = 30 * random_loss(MDP, batch=(21,), seed=4)
     t, weight = torch.linspace(1.0, 500.0, 21, dtype=torch.float64), random_loss(MDP, seed=5)
     with OtherMachine():
@@ -198,12 +198,12 @@ def test_a_batch_of_steps_has_the_bits_of_its_elements(psi):
         together = step.solve(losses, t)
         (slope,) = torch.autograd.grad((weight * step(losses.requires_grad_(), t)).sum(), losses)
         for i in (0, 7, 20):
-            loss = losses[i].detach().requires_grad_()
-            alone = step.solve(loss, float(t[i]))
+            loss = losses[i : i + 1].detach().requires_grad_()
+            alone = step.solve(loss, t[i : i + 1])
             assert alone.backend == together.backend == "engine"
             for name in ("q", "value", "steps", "dual_residual"):
-                assert torch.equal(getattr(together, name)[i], getattr(alone, name)), name
-            assert torch.equal(torch.autograd.grad((weight * alone.q).sum(), loss)[0], slope[i])
+                assert torch.equal(getattr(together, name)[i], getattr(alone, name)[0]), name
+            assert torch.equal(torch.autograd.grad((weight * alone.q).sum(), loss)[0][0], slope[i])
 
 
 # -- sums in order -----------------------------------------------------------------------------

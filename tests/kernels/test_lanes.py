@@ -104,7 +104,11 @@ def test_one_or_two_problems_have_few_lanes():
     assert [lanes_for(n) for n in (1, 2, 3, 8, 9)] == [FEW_LANES, FEW_LANES, LANES, LANES, LANES]
 
 
-def test_python_cannot_call_them():
-    for function in (lambda: where(True, 1.0, 2.0), lambda: sqrt(1.0), lambda: in_lanes(zeros(1))):
+def test_python_can_call_what_takes_plain_numbers():
+    assert where(True, 1.0, 2.0) == 1.0
+    assert where(False, 1.0, 2.0) == 2.0
+    assert anywhere(True)
+    assert sqrt(4.0) == power(2.0, 1.0) == 2.0
+    for function in (lambda: in_lanes(zeros(1)), lambda: lane(zeros(1), 0)):
         with pytest.raises(TypeError, match="called by kernels only"):
             function()

@@ -5,6 +5,7 @@ Vectors are LLVM vectors. Where registers are narrower, LLVM splits them.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -163,7 +164,7 @@ def _elementary(name: str, arity: int) -> Callable[..., Any]:
     """A function of numbers or vectors."""
 
     def function(*x: Any) -> Any:
-        return called_by_kernels(*x)
+        return getattr(math, name)(*x)
 
     function.__name__ = name
 
@@ -194,7 +195,7 @@ power = _elementary("pow", 2)
 
 def where(condition: Any, x: Any, y: Any) -> Any:
     """x where the condition holds, y elsewhere; both are computed."""
-    return called_by_kernels(condition, x, y)
+    return x if condition else y
 
 
 @type_callable(where)
@@ -218,7 +219,7 @@ def _lower_where(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
 
 def anywhere(condition: Any) -> bool:
     """Whether a condition holds in any lane."""
-    return bool(called_by_kernels(condition))
+    return bool(condition)
 
 
 @type_callable(anywhere)
