@@ -185,7 +185,7 @@ def drift(weights: Floats, t: int) -> float:
     return most
 
 
-@kernel
+@inlined
 def propose(
     model: Model,
     terms: Terms,

@@ -89,7 +89,7 @@ def leap(
 
     A lane that has finished rests until the others have.
     """
-    lanes, limits = lanes_of(particle.loss), (way.tolerance, way.max_steps)
+    lanes, loss = lanes_of(particle.loss), particle.loss
     for i in range(len(way.middle)):
         work.pairs[PAIR, i] = way.middle[i]
     particle.clock[T] = 1.0
@@ -98,8 +98,9 @@ def leap(
             lane(work.stale, n)[3] = 1.0 if particle.stop[n] < len(way.stops) else 0.0
             _weights_at(np.log(lane(particle.clock, n)[T]), way, lane(particle.weights, n))
         work.stale[0], work.stale[2] = np.inf, 0.0  # discard the factors of the last leap
+        own, tolerance, most = particle.weights, way.tolerance, way.max_steps
         found = follow_or_restart(
-            model, terms, particle.weights, particle.loss, *limits, nowhere, way.middle, work
+            model, terms, own, loss, tolerance, most, nowhere, way.middle, work
         )
         running = 0
         for n in range(lanes):

@@ -85,16 +85,15 @@ def play_with_tangents(
     """Play n episodes and write one row of the record per episode."""
     pairs, q, tangent = work.pairs, carried.q, carried.tangent
     num_tangents, num_pairs = tangent.shape
-    limits = (opponent.tolerance, opponent.max_steps)
+    loss, tolerance, most = carried.cumulative_loss, opponent.tolerance, opponent.max_steps
     for t in range(len(weights)):
         for i in range(num_pairs):
             pairs[PAIR, i] = q[i]
         for k in range(len(own)):
             own[k] = weights[t, k]
         work.stale[0], work.stale[2] = np.inf, 0.0  # the factors belong to the last tangents
-        status = follow_or_restart(
-            model, terms, own, carried.cumulative_loss, *limits, nowhere, middle, work
-        )[0]
+        found = follow_or_restart(model, terms, own, loss, tolerance, most, nowhere, middle, work)
+        status = found[0]
         carried.failures[0] += where(status != CONVERGED, 1.0, 0.0)
         floor_pairs(model, work)
         # The Hessian is taken at the solution itself, so that tangents are exact up to rounding.

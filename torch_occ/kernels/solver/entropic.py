@@ -96,7 +96,7 @@ def minimize(
     return follow(model, terms, weights, loss, tolerance, max_steps, source, used, work)
 
 
-@kernel
+@inlined
 def follow(
     model: Model,
     terms: Terms,
@@ -114,11 +114,13 @@ def follow(
     """
     weight, price = entropy_of(terms, weights)
     if anywhere(running & (weight > 0.0)):
-        return settle(model, weight, price, loss, tolerance, max_steps, source, running, work)
-    return descend(model, terms, weights, loss, tolerance, max_steps, source, running, work)
+        found = settle(model, weight, price, loss, tolerance, max_steps, source, running, work)
+    else:
+        found = descend(model, terms, weights, loss, tolerance, max_steps, source, running, work)
+    return found
 
 
-@kernel
+@inlined
 def follow_or_restart(
     model: Model,
     terms: Terms,
@@ -135,22 +137,22 @@ def follow_or_restart(
     A warm start may lie too close to the boundary; the middle is a safe start. If both attempts
     fail, the result is that of the first.
     """
-    pairs, stale, limits = work.pairs, work.stale, (tolerance, max_steps)
+    pairs, stale = work.pairs, work.stale
     used = stale[3] > 0.0
-    first = follow(model, terms, weights, loss, *limits, source, used, work)
-    failed = used & (first[0] != CONVERGED)
-    if not anywhere(failed):
-        return first
-    for i in range(len(middle)):
-        pairs[KEPT, i] = pairs[PAIR, i]
-        pairs[PAIR, i] = where(failed, middle[i], pairs[PAIR, i])
-    stale[0], stale[2] = where(failed, np.inf, stale[0]), where(failed, 0.0, stale[2])
-    second = follow(model, terms, weights, loss, *limits, source, failed, work)
-    lost = failed & (second[0] != CONVERGED)
-    for i in range(len(middle)):
-        pairs[PAIR, i] = where(lost, pairs[KEPT, i], pairs[PAIR, i])
-    stale[0], stale[2] = where(lost, np.inf, stale[0]), where(lost, 0.0, stale[2])
-    return choose(failed & (not lost), second, first)
+    found = follow(model, terms, weights, loss, tolerance, max_steps, source, used, work)
+    failed = used & (found[0] != CONVERGED)
+    if anywhere(failed):
+        for i in range(len(middle)):
+            pairs[KEPT, i] = pairs[PAIR, i]
+            pairs[PAIR, i] = where(failed, middle[i], pairs[PAIR, i])
+        stale[0], stale[2] = where(failed, np.inf, stale[0]), where(failed, 0.0, stale[2])
+        again = follow(model, terms, weights, loss, tolerance, max_steps, source, failed, work)
+        lost = failed & (again[0] != CONVERGED)
+        for i in range(len(middle)):
+            pairs[PAIR, i] = where(lost, pairs[KEPT, i], pairs[PAIR, i])
+        stale[0], stale[2] = where(lost, np.inf, stale[0]), where(lost, 0.0, stale[2])
+        found = choose(failed & (not lost), again, found)
+    return found
 
 
 @inlined
