@@ -119,7 +119,8 @@ class EnginePlayer:
             tally = Tally(*(x[seed] for x in sums_of_seeds))
             play(seed, charged[min(seed, len(charged) - 1)], drawn[seed], tally)
 
-        width = lanes_for(count)
+        width = lanes_for(count) if self.in_lanes else 1
+        calls = -(-count // width)
 
         def play_lanes(group: int) -> None:
             seeds = range(group * width, min((group + 1) * width, count))
@@ -134,19 +135,16 @@ class EnginePlayer:
 
         begun = time.monotonic()
         with compile_message:
-            if self.in_lanes:
-                for_each(play_lanes, -(-count // width))
-            else:
-                for_each(play_seed, count)
+            for_each(play_lanes if self.in_lanes else play_seed, calls)
         for name, column in zip(_SCALARS, scalars.T, strict=True):
             sums[name] = torch.from_numpy(column.copy())
         run.t += n
         run.since += n
         run.q = q
-        self.adapt(n, (time.monotonic() - begun) / -(-count // torch.get_num_threads()))
+        self.adapt(n, (time.monotonic() - begun) / -(-calls // torch.get_num_threads()))
 
     def adapt(self, episodes: int, seconds: float) -> None:
-        """Play fewer episodes in the next call if these took too long for a seed, else more."""
+        """Play fewer episodes in the next call of a kernel if this took too long, else more."""
         if seconds > LONGEST_CALL:
             self.most = max(1, int(episodes * LONGEST_CALL / seconds))
         elif self.most < self.limit and 2 * self.most * seconds < episodes * LONGEST_CALL:

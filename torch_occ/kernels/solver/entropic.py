@@ -10,8 +10,8 @@ The Newton direction is found in one of two ways:
   (torch_occ.kernels.solver.transitions). Its factors are kept from one episode to the next.
 - Otherwise by the Jacobian for relative changes of u, a dense matrix, for up to `SQUARE` states.
 
-Other kernels call `minimize` or `follow` for any psi. Regularizers that are not entropies are
-passed on to `torch_occ.kernels.solver.newton.descend`.
+Other kernels call `follow` for any psi. Regularizers that are not entropies are passed on to
+`torch_occ.kernels.solver.newton.descend`.
 """
 
 from __future__ import annotations
@@ -79,23 +79,6 @@ from torch_occ.kernels.solver.shaping import shape_loss, shape_rarely
 from torch_occ.kernels.solver.transitions import factorize, solve
 
 
-@kernel
-def minimize(
-    model: Model,
-    terms: Terms,
-    weights: Floats,
-    loss: Floats,
-    tolerance: float,
-    max_steps: int,
-    source: Floats,
-    work: Work,
-) -> tuple[Any, Any, Any, Any, Any]:
-    """Minimize from q, for any psi; the arguments are those of `newton.descend`."""
-    work.stale[0], work.stale[2] = np.inf, 0.0
-    used = work.stale[3] > 0.0
-    return follow(model, terms, weights, loss, tolerance, max_steps, source, used, work)
-
-
 @inlined
 def follow(
     model: Model,
@@ -108,7 +91,7 @@ def follow(
     running: Any,
     work: Work,
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """`minimize` where `running`, reusing the factors in `work` while they are accurate enough.
+    """Minimize from q where `running`, for any psi; the arguments are those of `newton.descend`.
 
     Either psi is an entropy in all lanes that are running, or in none.
     """
