@@ -189,8 +189,7 @@ class Work(NamedTuple):
 
     pairs: Floats  # (PAIR_ROWS, S * A)
     states: Floats  # (STATE_ROWS, S); CONJUGATE_ROWS more if transitions are sparse
-    # (S,): the pair of least curvature in every state, or the pair that a policy plays
-    softest: Ints
+    softest: Ints  # (S,): the pair that a policy plays
     moves: Floats  # (widest, S), P_p transposed
     gain: Floats  # (S, widest), the rows of Yhat
     centred: Floats  # (2 * widest, widest * A), centred transitions of a layer
@@ -209,7 +208,7 @@ class Work(NamedTuple):
 NARROW = 24
 
 #: Additional rows of `work.states` for torch_occ.kernels.solver.conjugate.
-CONJUGATE_ROWS = 9
+CONJUGATE_ROWS = 10
 
 
 def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(shape)) -> Work:

@@ -127,6 +127,8 @@ def _index_type(x: LaneArray, index: Any) -> Any:
 @type_callable(operator.getitem)
 def _type_getitem(context: Any) -> Any:
     def typer(x: Any, index: Any) -> Any:
+        if isinstance(x, LaneArray) and x.ndim == 2 and isinstance(index, types.Integer):
+            return signature(LaneArray(1, x.width), x, types.intp)  # a row
         kind = _index_type(x, index) if isinstance(x, LaneArray) else None
         return None if kind is None else signature(Vector(x.width), x, kind)
 
@@ -157,7 +159,20 @@ def _place(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
 
 @lower_builtin(operator.getitem, LaneArray, types.Any)
 def _lower_getitem(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
+    if isinstance(sig.return_type, LaneArray):
+        return _row(context, builder, sig, arguments)
     return builder.load(_place(context, builder, sig, arguments), align=8)
+
+
+def _row(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
+    """A row of an array with two axes, which shares its memory."""
+    x = cgutils.create_struct_proxy(sig.args[0])(context, builder, value=arguments[0])
+    found = cgutils.create_struct_proxy(sig.return_type)(context, builder)
+    size = cgutils.unpack_tuple(builder, x.shape)[1]
+    skipped = builder.mul(size, context.get_constant(types.intp, sig.args[0].width))
+    found.data = builder.gep(x.data, [builder.mul(arguments[1], skipped)], inbounds=True)
+    found.shape = context.make_tuple(builder, types.UniTuple(types.intp, 1), [size])
+    return found._getvalue()
 
 
 @lower_builtin(operator.setitem, LaneArray, types.Any, types.Any)

@@ -3,13 +3,19 @@
 This is the compiled twin of torch_occ.step.iterative, which explains the formulas. All quantities
 are rows of the states and pairs, so memory is proportional to the number of pairs. Each iteration
 sweeps backward and forward through the layers, and each sweep reads every probability once.
+
+Lanes share the probabilities and their places. They iterate together until the last has finished;
+a lane that has finished keeps its solution.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from torch_occ.kernels.constants import FORCING, MAX_ITERATIONS, RESTARTS
+from torch_occ.kernels.lanes.vectors import anywhere, sqrt, where
 from torch_occ.kernels.layout import (
     AHEAD,
     DQ,
@@ -21,7 +27,6 @@ from torch_occ.kernels.layout import (
     STATE_ROWS,
     TOTAL,
     Floats,
-    Ints,
     Model,
     P,
     Rows,
@@ -47,21 +52,23 @@ RESIDUAL = STATE_ROWS + 5  # b - M y
 DIRECTION = STATE_ROWS + 6  # the search direction
 Z = STATE_ROWS + 7  # the input of the sweeps; in `descend` also M times the direction
 SOURCE = STATE_ROWS + 8  # r
+SOFTEST = STATE_ROWS + 9  # the number of the action of least curvature
 
 EPS = float(np.finfo(np.float64).eps)
 GOAL = EPS ** (5 / 6)
 
 
 @adder
-def factorize(model: Model, refresh: bool, work: Work) -> None:
-    """Compute (R, p, kappa) of every state, the square root of kappa, and the softest pair."""
+def factorize(model: Model, refresh: Any, work: Work) -> None:
+    """Compute (R, p, kappa) of every state, the square root of kappa, and the softest action."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     reduce_states(model, refresh, work)
     for s in range(states.shape[1]):
-        states[ROOT, s] = np.sqrt(states[KAPPA, s])
-        for i in range(s * num_actions, (s + 1) * num_actions):
-            if pairs[SOFT, i] == 1.0:
-                work.softest[s] = i
+        states[ROOT, s] = sqrt(states[KAPPA, s])
+        softest = 0.0
+        for action in range(num_actions):
+            softest += action * pairs[SOFT, s * num_actions + action]
+        states[SOFTEST, s] = softest
 
 
 @adder
@@ -84,34 +91,37 @@ def solve(model: Model, source: Floats, work: Work) -> None:
     if inexact:
         for s in range(states.shape[1]):
             # Errors are relative to q(s), which is row 0. States with kappa = 0 have no error.
-            states[SCALE, s] = (
-                1.0 / (states[ROOT, s] * states[0, s]) if states[KAPPA, s] > 0.0 else 0.0
-            )
+            curved = states[KAPPA, s] > 0.0
+            states[SCALE, s] = where(curved, 1.0 / (states[ROOT, s] * states[0, s]), 0.0)
     else:
         take_own_size(num_actions, work)
     error = take_residual(work)
-    goal = max(FORCING * min(error, 1.0) ** 2, GOAL) if inexact else GOAL
+    goal = max(FORCING * min(error, 1.0) * min(error, 1.0), GOAL) if inexact else GOAL
+    going = work.stale[3] > 0.0
     for _ in range(RESTARTS):
-        descend(model, goal, work)
+        descend(model, goal, going, work)
         for s in range(states.shape[1]):
             states[Z, s] = states[ROOT, s] * states[Y, s] - states[MEAN, s]
         sweep_work(model, True, work)
         # The true residual, free of the rounding errors of the recurrence.
         before, error = error, take_residual(work)
-        if not (error > 2.0 * goal and error < 0.1 * before):
+        going = going & (error > 2.0 * goal) & (error < 0.1 * before)
+        if not anywhere(going):
             break
-    failed = not inexact and has_failed(num_actions, work)
+    failed = False if inexact else has_failed(num_actions, work)
     for s in range(states.shape[1]):
         for i in range(s * num_actions, (s + 1) * num_actions):
-            pairs[DQ, i] = np.nan if failed else pairs[P, i] * states[U, s] + pairs[RESPONSE, i]
-        states[V, s] = np.nan if failed else states[V, s] + (states[GUESS, s] if inexact else 0.0)
+            change = pairs[P, i] * states[U, s] + pairs[RESPONSE, i]
+            pairs[DQ, i] = where(failed, np.nan, change)
+        found = states[V, s] + (states[GUESS, s] if inexact else 0.0)
+        states[V, s] = where(failed, np.nan, found)
     for i in range(pairs.shape[1]):
         pairs[AHEAD, i] = ahead(model.next_state, i, states, V, 0, 0)
 
 
 @kernel
-def descend(model: Model, goal: float, work: Work) -> None:
-    """Solve M dy = residual by conjugate gradients from dy = 0, and add dy to y.
+def descend(model: Model, goal: Any, wanted: Any, work: Work) -> None:
+    """Solve M dy = residual by conjugate gradients from dy = 0, and add dy to y where `wanted`.
 
     The iteration stops when no state's error is above the goal.
     """
@@ -123,8 +133,9 @@ def descend(model: Model, goal: float, work: Work) -> None:
         states[Z, s] = states[ROOT, s] * residual
         square += residual * residual
         error = max(error, abs(residual * states[SCALE, s]))
+    running = wanted & (error > goal) & (square > 0.0)
     for _ in range(MAX_ITERATIONS):
-        if not (error > goal and square > 0.0):
+        if not anywhere(running):
             break
         sweep_work(model, False, work)
         along = 0.0
@@ -134,7 +145,8 @@ def descend(model: Model, goal: float, work: Work) -> None:
             along += states[DIRECTION, s] * states[Z, s]
         length, before, square, error = square / along, square, 0.0, 0.0
         for s in range(n):
-            states[Y, s] += length * states[DIRECTION, s]
+            found = states[Y, s] + length * states[DIRECTION, s]
+            states[Y, s] = where(running, found, states[Y, s])
             residual = states[RESIDUAL, s] - length * states[Z, s]
             states[RESIDUAL, s] = residual
             square += residual * residual
@@ -143,6 +155,7 @@ def descend(model: Model, goal: float, work: Work) -> None:
         for s in range(n):
             states[DIRECTION, s] = states[RESIDUAL, s] + ratio * states[DIRECTION, s]
             states[Z, s] = states[ROOT, s] * states[DIRECTION, s]
+        running = running & (error > goal) & (square > 0.0)
 
 
 @kernel
@@ -159,12 +172,13 @@ def follow_guess(model: Model, work: Work) -> None:
 
 
 @kernel
-def take_residual(work: Work) -> float:
+def take_residual(work: Work) -> Any:
     """Compute the residual K^(1/2) du - y, and return the largest error."""
     states, error = work.states, 0.0
     for s in range(states.shape[1]):
-        states[RESIDUAL, s] = states[ROOT, s] * states[U, s] - states[Y, s]
-        error = max(error, abs(states[RESIDUAL, s] * states[SCALE, s]))
+        residual = states[ROOT, s] * states[U, s] - states[Y, s]
+        states[RESIDUAL, s] = residual
+        error = max(error, abs(residual * states[SCALE, s]))
     return error
 
 
@@ -177,30 +191,30 @@ def take_own_size(num_actions: int, work: Work) -> None:
     """
     states, largest, steepest = work.states, 0.0, 0.0
     for s in range(states.shape[1]):
-        states[SCALE, s] = size(s, num_actions, work)
-        largest, steepest = (
-            max(largest, states[SCALE, s]),
-            max(steepest, states[SCALE, s] / states[0, s]),
-        )
+        own = size(s, num_actions, work)
+        states[SCALE, s] = own
+        largest, steepest = max(largest, own), max(steepest, own / states[0, s])
     for s in range(states.shape[1]):
         unit = states[ROOT, s] * max(states[SCALE, s], EPS * min(largest, states[0, s] * steepest))
-        states[SCALE, s] = 1.0 / unit if states[ROOT, s] > 0.0 else 0.0
+        states[SCALE, s] = where(states[ROOT, s] > 0.0, 1.0 / unit, 0.0)
 
 
 @kernel
-def has_failed(num_actions: int, work: Work) -> bool:
+def has_failed(num_actions: int, work: Work) -> Any:
     """Whether the residual is larger than rounding errors explain."""
     states, left, scale, noise = work.states, 0.0, 0.0, 0.0
     for s in range(states.shape[1]):
-        left += states[RESIDUAL, s] ** 2
-        scale += (states[ROOT, s] * size(s, num_actions, work)) ** 2
-        if states[ROOT, s] > 0.0:
-            noise += (EPS * (abs(states[MEAN, s]) + abs(states[V, s])) / states[ROOT, s]) ** 2
-    return not np.sqrt(left) <= np.sqrt(EPS * scale) + 1e3 * np.sqrt(noise)
+        root, residual = states[ROOT, s], states[RESIDUAL, s]
+        own = root * size(s, num_actions, work)
+        error = EPS * (abs(states[MEAN, s]) + abs(states[V, s])) / root
+        left += residual * residual
+        scale += own * own
+        noise += where(root > 0.0, error * error, 0.0)
+    return not (sqrt(left) <= sqrt(EPS * scale) + 1e3 * sqrt(noise))
 
 
 @inlined
-def size(s: int, num_actions: int, work: Work) -> float:
+def size(s: int, num_actions: int, work: Work) -> Any:
     """The size of the change of a state: |du| plus the absolute responses of its actions."""
     total = abs(work.states[U, s])
     for i in range(s * num_actions, (s + 1) * num_actions):
@@ -215,8 +229,9 @@ def sweep_work(model: Model, forced: bool, work: Work) -> None:
     FORCE and SOURCE are used if `forced` is true, and are taken as zero otherwise.
     """
     pairs, states = work.pairs, work.states
-    load(states, U, states[SOURCE] if forced else states[SOURCE, :0])
-    parts = pairs[P], pairs[INVERSE], states[TOTAL], work.softest
+    for s in range(states.shape[1]):
+        states[U, s] = states[SOURCE, s] if forced else 0.0
+    parts = pairs[P], pairs[INVERSE], states[TOTAL], states[SOFTEST]
     sweep(
         model.num_actions,
         model.next_state,
@@ -234,8 +249,8 @@ def sweep_work(model: Model, forced: bool, work: Work) -> None:
 def sweep(
     num_actions: int,
     rows: Rows,
-    # p and 1/D, (S * A,); sum 1/D and the softest pair, (S,)
-    parts: tuple[Floats, Floats, Floats, Ints],
+    # p and 1/D, (S * A,); sum 1/D and the number of the softest action, (S,)
+    parts: tuple[Floats, Floats, Floats, Floats],
     z: Floats,  # (S,)
     x: Floats,  # (S * A,), read if `forced` is true
     forced: bool,
@@ -252,24 +267,28 @@ def sweep(
     width, one, num_states = np.uint64(num_actions), np.uint64(1), np.uint64(len(z))
     for n in range(num_states):
         s = num_states - one - np.uint64(n)
-        value, entry = z[s], starts[s * width]
+        value, entry, reference, action, mean = z[s], starts[s * width], 0.0, 0.0, 0.0
         for i in range(s * width, (s + one) * width):
             expected, stop = 0.0, starts[i + one]
             while entry < stop:
                 expected += probability[entry] * v[state[entry]]
                 entry += one
             value += p[i] * expected
-            within[i] = x[i] - expected if forced else -expected
+            force = x[i] - expected if forced else -expected
+            within[i] = force
+            reference = where(softest[s] == action, force, reference)
+            action += 1.0
         v[s] = value
-    entry = starts[0]
-    for s in range(num_states):  # type: ignore[assignment]
         # R times these forces, taken relative to the softest action; see torch_occ.step.states.
-        reference, mean, change = within[softest[s]], 0.0, du[s]
         for i in range(s * width, (s + one) * width):
             mean += inverse[i] * (within[i] - reference)
         mean /= total[s]
         for i in range(s * width, (s + one) * width):
             within[i] = ((within[i] - reference) - mean) * inverse[i]
+    entry = starts[0]
+    for s in range(num_states):  # type: ignore[assignment]
+        change = du[s]
+        for i in range(s * width, (s + one) * width):
             flow, stop = within[i] + p[i] * change, starts[i + one]
             while entry < stop:
                 du[state[entry]] += probability[entry] * flow
@@ -292,7 +311,7 @@ def arrive(model: Model, row: int, k: int, work: Work) -> None:
 def sweep_all(
     num_actions: int,
     rows: Rows,
-    parts: tuple[Floats, Floats, Floats, Ints],
+    parts: tuple[Floats, Floats, Floats, Floats],
     z: Floats,
     x: Floats,
     forced: bool,

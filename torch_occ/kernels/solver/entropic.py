@@ -209,7 +209,7 @@ def settle(
             refresh = (refresh | (stale == np.inf)) & running & alive
             if anywhere(refresh):
                 for s in range(states.shape[1]):
-                    states[0, s] = states[U, s]
+                    states[0, s] = where(refresh, states[U, s], states[0, s])
                     states[BEND, s] = (price - weight) / states[U, s]
                     for i in span(s * num_actions, (s + 1) * num_actions):
                         pairs[D, i] = weight / max(pairs[PAIR, i], SMALLEST)

@@ -37,8 +37,7 @@ class CompiledSweeps:
             _ROWS[mdp] = rows_of(mdp)
         self.rows = _ROWS[mdp]
         self.pairs = tuple(states.p.shape[-2:])
-        first = torch.arange(self.pairs[0]) * self.pairs[1]  # index of each state's first pair
-        softest = states.softest.squeeze(-1) + first
+        softest = states.softest.squeeze(-1).to(states.p.dtype)
         self.states = [part.detach() for part in (states.p, states.inverse, states.total, softest)]
 
     def sweep(self, z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
