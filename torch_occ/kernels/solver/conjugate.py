@@ -17,7 +17,6 @@ import numpy as np
 from torch_occ.kernels.constants import FORCING, MAX_ITERATIONS, RESTARTS
 from torch_occ.kernels.lanes.vectors import anywhere, sqrt, where
 from torch_occ.kernels.layout import (
-    AHEAD,
     DQ,
     FORCE,
     INVERSE,
@@ -33,7 +32,6 @@ from torch_occ.kernels.layout import (
     U,
     V,
     Work,
-    adder,
     ahead,
     dot,
     inlined,
@@ -58,7 +56,7 @@ EPS = float(np.finfo(np.float64).eps)
 GOAL = EPS ** (5 / 6)
 
 
-@adder
+@kernel
 def factorize(model: Model, refresh: Any, work: Work) -> None:
     """Compute (R, p, kappa) of every state, the square root of kappa, and the softest action."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
@@ -71,7 +69,7 @@ def factorize(model: Model, refresh: Any, work: Work) -> None:
         states[SOFTEST, s] = softest
 
 
-@adder
+@kernel
 def solve(model: Model, source: Floats, work: Work) -> None:
     """Solve H dq = x + E'v, E dq = r, with the same arguments as `sweeps.solve`.
 
@@ -115,8 +113,6 @@ def solve(model: Model, source: Floats, work: Work) -> None:
             pairs[DQ, i] = where(failed, np.nan, change)
         found = states[V, s] + (states[GUESS, s] if inexact else 0.0)
         states[V, s] = where(failed, np.nan, found)
-    for i in range(pairs.shape[1]):
-        pairs[AHEAD, i] = ahead(model.next_state, i, states, V, 0, 0)
 
 
 @kernel
