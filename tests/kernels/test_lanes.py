@@ -109,6 +109,6 @@ def test_python_can_call_what_takes_plain_numbers():
     assert where(False, 1.0, 2.0) == 2.0
     assert anywhere(True)
     assert sqrt(4.0) == power(2.0, 1.0) == 2.0
-    for function in (lambda: in_lanes(zeros(1)), lambda: lane(zeros(1), 0)):
+    for function in (lambda: in_lanes(zeros(1), None), lambda: lane(zeros(1), 0)):
         with pytest.raises(TypeError, match="called by kernels only"):
             function()

@@ -10,12 +10,11 @@ from torch_occ._support.compiling import compile_message
 from torch_occ._support.threads import for_each
 from torch_occ.forecasting.course import WIDEST, Course
 from torch_occ.game.estimators import CentredEstimator, ImportanceWeighted, ReducedVariance
-from torch_occ.kernels.lanes.arrays import zeros
+from torch_occ.kernels.lanes.arrays import allocator, width_of
 from torch_occ.kernels.lanes.vectors import LANES
 from torch_occ.kernels.layout import Terms, make_work, narrow
 from torch_occ.kernels.play.episodes import NOISE
-from torch_occ.kernels.play.leaps import LEAPS, UNCERTIFIED, Particle, Way, leap_in_lanes
-from torch_occ.kernels.play.leaps import leap as leap_alone
+from torch_occ.kernels.play.leaps import LEAPS, UNCERTIFIED, Particle, Way, leap_to_the_end
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 from torch_occ.regularizers.base import Regularizer
@@ -65,8 +64,8 @@ def leap_compiled(
         )
     log_weights = torch.where(weights == 0, 1.0, weights.abs()).log().contiguous().numpy()
     model = model_of(mdp)
-    in_lanes = narrow(model)
-    width, new = (LANES, zeros) if in_lanes else (1, lambda *shape: np.zeros(shape))
+    lanes = LANES if narrow(model) else None
+    width, new = lanes or 1, allocator(lanes)
     terms = Terms(*kinds_of(found), new(*exponents.shape))
     terms.exponent.T[...] = exponents  # the lanes are the last axis
     way = Way(
@@ -101,8 +100,8 @@ def leap_compiled(
         )
 
     def play(i: int) -> None:
-        kernel = leap_in_lanes if in_lanes else leap_alone
-        kernel(model, terms, way, groups[i], new(0), make_work(model, new))
+        work = make_work(model, new)
+        leap_to_the_end(model, terms, way, groups[i], new(0), work, width_of(lanes))
 
     with compile_message:
         for_each(play, len(groups))

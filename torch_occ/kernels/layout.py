@@ -15,14 +15,14 @@ from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 from numba.extending import overload
 from numpy.typing import NDArray
 
 from torch_occ._support.caching import keep
 from torch_occ._support.private import NO_REFERENCE_COUNTS
 from torch_occ.kernels.constants import SQUARE
-from torch_occ.kernels.lanes.arrays import in_lanes, lane
+from torch_occ.kernels.lanes.arrays import Shared
 from torch_occ.kernels.lanes.vectors import LANES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -111,29 +111,34 @@ def inlined(function: Function) -> Function:
 unsigned = np.uint64
 
 
-def either(dense: Function, sparse: Function) -> Function:
-    """Dispatch on dense or sparse transitions when the calling kernel is compiled.
+def choose(test: Callable[..., bool], one: Function, other: Function) -> Function:
+    """Dispatch on the types of the arguments when the calling kernel is compiled.
 
-    The type of the first argument decides: the transitions, or a tuple that contains them.
+    `one` is called if the test of these types is true. What is not called is not compiled.
     """
 
-    @wraps(dense.py_func)  # type: ignore[attr-defined]
+    @wraps(one.py_func)  # type: ignore[attr-defined]
     def stub(*_: Any) -> Any:
         raise TypeError("called by kernels only")
 
     options = {
         name: value
-        for name, value in dense.targetoptions.items()  # type: ignore[attr-defined]
+        for name, value in one.targetoptions.items()  # type: ignore[attr-defined]
         if name not in ("nopython", "inline")
     }
-    inline = dense.targetoptions.get("inline", "never")  # type: ignore[attr-defined]
+    inline = one.targetoptions.get("inline", "never")  # type: ignore[attr-defined]
 
     @overload(stub, inline=inline, strict=False, jit_options=options)  # type: ignore[arg-type]
-    @wraps(dense.py_func)  # type: ignore[attr-defined]
-    def choose(*arguments: Any) -> Any:
-        return (sparse if _is_sparse(arguments[0]) else dense).py_func  # type: ignore[attr-defined]
+    @wraps(one.py_func)  # type: ignore[attr-defined]
+    def chosen(*arguments: Any) -> Any:
+        return (one if test(*arguments) else other).py_func  # type: ignore[attr-defined]
 
     return stub  # type: ignore[return-value]
+
+
+def either(dense: Function, sparse: Function) -> Function:
+    """Dispatch on dense or sparse transitions, the first argument or a part of it."""
+    return choose(lambda kind, *_: not _is_sparse(kind), dense, sparse)
 
 
 def _is_sparse(kind: Any) -> bool:
@@ -141,6 +146,12 @@ def _is_sparse(kind: Any) -> bool:
     return getattr(kind, "instance_class", None) is Rows or any(
         _is_sparse(part) for part in getattr(kind, "types", ())
     )
+
+
+def in_logs(*kinds: Any) -> bool:
+    """Whether psi may be an entropy, by the Numba type of the `Terms` among the arguments."""
+    terms = next(kind for kind in kinds if getattr(kind, "instance_class", None) is Terms)
+    return isinstance(terms.types[terms.fields.index("logs")], types.Boolean)
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -181,7 +192,14 @@ class Terms(NamedTuple):
 
     argument: Ints  # (K,)
     function: Ints  # (K,)
+    # True if all functions are x log x, so that psi may be an entropy; else None. Numba compiles
+    # the solver of entropies only for kernels that are called with True.
+    logs: Any
     exponent: Floats  # (K,) or (K * S * A,)
+
+
+#: The fields of `Terms` without the exponents.
+Kinds = tuple[Ints, Ints, Any]
 
 
 class Work(NamedTuple):
@@ -196,7 +214,7 @@ class Work(NamedTuple):
     squares: Floats  # (3 * widest, widest), matrices of a layer
     # (S, S + 1), for torch_occ.kernels.solver.entropic; empty if there are more than SQUARE states.
     # Lanes use it one after the other.
-    jacobian: Floats
+    jacobian: Shared
     places: Ints  # (LANES,), the state of every lane on its trajectory
     # (4,): the error of the factors, relative to the Hessian; the largest relative change of q in
     # the first Newton steps of recent solves; 1 if there is a guess for
@@ -242,54 +260,6 @@ def narrow(model: Model) -> bool:
     depends on the MDP alone, so an element has the same result in any batch.
     """
     return not isinstance(model.next_state, Rows) and model.next_state.shape[1] <= NARROW
-
-
-@inlined
-def work_in_lanes(work: Work, width: Any = None) -> Work:
-    """The arrays in lanes that the plain arrays `(..., lanes)` of `make_work` hold."""
-    return Work(
-        in_lanes(work.pairs, width),
-        in_lanes(work.states, width),
-        work.softest,
-        in_lanes(work.moves, width),
-        in_lanes(work.gain, width),
-        in_lanes(work.centred, width),
-        in_lanes(work.squares, width),
-        work.jacobian,
-        work.places,
-        in_lanes(work.stale, width),
-    )
-
-
-@inlined
-def work_of_lane(work: Work, n: int) -> Work:
-    """The scratch memory of one lane, for kernels that are needed too rarely to run in lanes."""
-    return Work(
-        lane(work.pairs, n),
-        lane(work.states, n),
-        work.softest,
-        lane(work.moves, n),
-        lane(work.gain, n),
-        lane(work.centred, n),
-        lane(work.squares, n),
-        work.jacobian,
-        work.places,
-        lane(work.stale, n),
-    )
-
-
-@inlined
-def model_of_lane(model: Model, n: int) -> Model:
-    """The MDP of one lane."""
-    return Model(
-        model.num_actions,
-        model.start,
-        lane(model.next_state, n),
-        lane(model.arrivals, n),
-        model.exists,
-        lane(model.initial, n),
-        model.conserved,
-    )
 
 
 @inlined

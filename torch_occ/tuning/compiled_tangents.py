@@ -16,7 +16,7 @@ from torch_occ._support.spacing import CHUNK
 from torch_occ._support.streams import Purpose, uniforms
 from torch_occ._support.threads import for_each
 from torch_occ.game.losses import LossProcess, Stationary
-from torch_occ.kernels.lanes.arrays import zeros
+from torch_occ.kernels.lanes.arrays import allocator, width_of
 from torch_occ.kernels.lanes.vectors import LANES
 from torch_occ.kernels.layout import Floats, Terms, make_work, narrow
 from torch_occ.kernels.play.episodes import NOISE
@@ -28,7 +28,6 @@ from torch_occ.kernels.play.tangents import (
     Opponent,
     Pushes,
     play_with_tangents,
-    play_with_tangents_in_lanes,
 )
 from torch_occ.mdp.occupancy import interior_point, optimal_policy
 from torch_occ.regularizers.base import Regularizer
@@ -74,8 +73,8 @@ def play_compiled(
         step.options.tolerance_in(torch.float64),
         step.options.max_steps,
     )
-    in_lanes = narrow(model)
-    width, new = (LANES, zeros) if in_lanes else (1, lambda *shape: np.zeros(shape))
+    lanes = LANES if narrow(model) else None
+    width, new = lanes or 1, allocator(lanes)
     groups = [seeds[i : i + width] for i in range(0, N, width)]
     shapes = ((num_pairs,), (num_pairs,), (P, num_pairs), (P, num_pairs), (P,), (1,))
     carried = [Carried(*(new(*shape) for shape in shapes)) for _ in groups]
@@ -96,9 +95,9 @@ def play_compiled(
                 uniforms([seed], Purpose.EPISODES, [chunk], (mdp.horizon, 3)) for seed in groups[i]
             ]
             work = make_work(model, new)
-            if in_lanes:
+            if lanes:
                 work.stale[3, len(numbers) :] = 0.0  # unused lanes rest
-            (play_with_tangents_in_lanes if in_lanes else play_with_tangents)(
+            play_with_tangents(
                 model,
                 terms,
                 weights[:n],
@@ -112,6 +111,7 @@ def play_compiled(
                 new(mdp.num_states),
                 new(0),
                 work,
+                width_of(lanes),
             )
 
         with compile_message:

@@ -10,14 +10,9 @@ from torch import Tensor
 
 from torch_occ.game.learners.adaptive.corrected import CorrectedFTRL
 from torch_occ.game.players.ftrl import FTRLPlayer
-from torch_occ.kernels.lanes.arrays import gather, scatter
+from torch_occ.kernels.lanes.arrays import allocator, gather, scatter, width_of
 from torch_occ.kernels.layout import Floats
-from torch_occ.kernels.play.corrected import (
-    Record,
-    Trust,
-    play_corrected,
-    play_corrected_in_lanes,
-)
+from torch_occ.kernels.play.corrected import Record, Trust, play_corrected
 from torch_occ.kernels.play.episodes import Tally
 
 if TYPE_CHECKING:
@@ -40,19 +35,19 @@ class CorrectedPlayer(FTRLPlayer):
             learner.state[name].numpy().reshape(count, -1)
             for name in ("visits", "losses", "squares")
         )
-        layers, width = learner.mdp.horizon, self.lanes(run)
-        terms, new = self.terms_in(width), self.allocator(width)
+        layers, lanes = learner.mdp.horizon, self.lanes(run)
+        terms, new, width = self.terms_in(lanes), allocator(lanes), lanes or 1
 
         def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
             seeds = range(group * width, min((group + 1) * width, count))
             own = [
-                gather(x, [*seeds, *[seeds[-1]] * (width - len(seeds))])
-                if self.in_lanes
-                else x[group]
+                x[group]
+                if lanes is None
+                else gather(x, [*seeds, *[seeds[-1]] * (lanes - len(seeds))])
                 for x in (visits, losses, squares)
             ]
             visited, lost = np.zeros(layers, np.int64), np.zeros(layers)
-            arguments = (
+            play_corrected(
                 self.model,
                 terms,
                 weights,
@@ -66,13 +61,11 @@ class CorrectedPlayer(FTRLPlayer):
                 self.middle,
                 new(weights.shape[1]),
                 new(0),
-                self.work(group, width, numbers),
+                self.work(group, lanes, numbers),
+                width_of(lanes),
             )
-            if not self.in_lanes:
-                play_corrected(*arguments)
-                return
-            play_corrected_in_lanes(*arguments, (0,) * width)
-            for x, found in zip((visits, losses, squares), own, strict=True):
-                scatter(found, x, seeds)
+            if lanes is not None:
+                for x, found in zip((visits, losses, squares), own, strict=True):
+                    scatter(found, x, seeds)
 
         return play_group

@@ -20,7 +20,7 @@ from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.engine import EnginePlayer, OverTime
-from torch_occ.kernels.lanes.arrays import gather, zeros
+from torch_occ.kernels.lanes.arrays import allocator, gather, width_of
 from torch_occ.kernels.lanes.vectors import lanes_for
 from torch_occ.kernels.layout import Floats, Terms, Work, make_work, narrow
 from torch_occ.kernels.play.episodes import (
@@ -32,7 +32,6 @@ from torch_occ.kernels.play.episodes import (
     Rules,
     Tally,
     play,
-    play_in_lanes,
 )
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
@@ -101,14 +100,15 @@ class FTRLPlayer(EnginePlayer):
     ) -> Callable[[int, Floats, Floats, Tally], None]:
         self.check()
         weights = self.weights(t.start - 1, t.stop)  # begins one episode earlier
-        rules, width = self.rules(run.losses.noise, t), self.lanes(run)
+        rules, lanes = self.rules(run.losses.noise, t), self.lanes(run)
+        width = lanes or 1
         seen = np.zeros((len(run.seeds), 0, 0))
         if tables is not None:
             seen = tables.flatten(-2).contiguous().numpy()
-        terms, new = self.terms_in(width), self.allocator(width)
+        terms, new = self.terms_in(lanes), allocator(lanes)
 
         def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            arguments = (
+            play(
                 self.model,
                 terms,
                 weights,
@@ -122,36 +122,27 @@ class FTRLPlayer(EnginePlayer):
                 new(len(self.middle)),
                 new(weights.shape[1]),
                 new(0),
-                self.work(group, width, numbers),
+                self.work(group, lanes, numbers),
+                width_of(lanes),
             )
-            if self.in_lanes:
-                play_in_lanes(*arguments, (0,) * width)
-            else:
-                play(*arguments)
 
         return play_group
 
-    def lanes(self, run: Simulation) -> int:
-        """The number of seeds that are played together."""
-        return lanes_for(len(run.seeds)) if self.in_lanes else 1
+    def lanes(self, run: Simulation) -> int | None:
+        """The number of seeds that are played together in lanes; None in plain arrays."""
+        return lanes_for(len(run.seeds)) if self.in_lanes else None
 
-    def allocator(self, width: int) -> Callable[..., Floats]:
-        """A function that makes scratch memory of a shape."""
-        if self.in_lanes:
-            return lambda *shape: zeros(*shape, lanes=width)
-        return lambda *shape: np.zeros(shape)
-
-    def terms_in(self, width: int) -> Terms:
+    def terms_in(self, lanes: int | None) -> Terms:
         """The terms, with the same exponents in every lane."""
-        if self.in_lanes:
-            return self.terms._replace(exponent=gather([self.terms.exponent], [0] * width))
-        return self.terms
+        if lanes is None:
+            return self.terms
+        return self.terms._replace(exponent=gather([self.terms.exponent], [0] * lanes))
 
-    def work(self, group: int, width: int, numbers: Floats) -> Work:
+    def work(self, group: int, lanes: int | None, numbers: Floats) -> Work:
         """The scratch memory of a group of seeds; lanes without random numbers are not in use."""
         if group not in self.works:
-            self.works[group] = make_work(self.model, self.allocator(width))
-            if self.in_lanes:
+            self.works[group] = make_work(self.model, allocator(lanes))
+            if lanes is not None:
                 self.works[group].stale[3, len(numbers) :] = 0.0
         return self.works[group]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 from llvmlite import ir
@@ -20,8 +20,12 @@ from numba.extending import (
     type_callable,
 )
 from numba.np.arrayobj import populate_array
+from numpy.typing import NDArray
 
 from torch_occ.kernels.lanes.vectors import LANES, Mask, Vector, called_by_kernels
+
+#: A field of a named tuple: a plain array that all lanes share.
+Shared = Annotated[NDArray[np.float64], "shared"]
 
 
 class LaneArray(types.Type):
@@ -48,6 +52,18 @@ def zeros(*shape: int, lanes: int = LANES) -> Any:
     return memory[skip : skip + size].reshape(*shape, lanes)
 
 
+def allocator(lanes: int | None) -> Callable[..., Any]:
+    """A function that allocates zeros of a shape: in lanes, or a plain array if that is None."""
+    if lanes is None:
+        return lambda *shape: np.zeros(shape)
+    return lambda *shape: zeros(*shape, lanes=lanes)
+
+
+def width_of(lanes: int | None) -> tuple[int, ...] | None:
+    """The `width` of `in_lanes`; None for plain arrays."""
+    return None if lanes is None else (0,) * lanes
+
+
 def gather(elements: Any, lanes: Sequence[int]) -> Any:
     """Memory for an array in lanes, with a copy of one element in each lane."""
     found = zeros(*elements[0].shape, lanes=len(lanes))
@@ -62,34 +78,68 @@ def scatter(x: Any, elements: Any, lanes: Sequence[int]) -> None:
         elements[element] = x[..., n]
 
 
-def in_lanes(x: Any, width: Any = None) -> Any:
-    """The array in lanes that a plain array `(..., lanes)` holds.
+def in_lanes(x: Any, width: Any) -> Any:
+    """The array in lanes that a plain array `(..., lanes)` of floats holds.
 
-    `width` is any tuple with as many entries as lanes, so that the number is part of its type; None
-    for LANES.
+    `width` is any tuple with as many entries as lanes, so that the number is part of its type. If
+    it is None, x is returned unchanged. If x is a named tuple, this is done to all its arrays of
+    floats, except those that its class declares as `Shared`.
     """
     return called_by_kernels(x, width)
 
 
+def _laned(x: Any, lanes: int) -> Any:
+    """The type of `in_lanes`."""
+    if isinstance(x, types.Array) and x.dtype == types.float64 and x.layout == "C":
+        return LaneArray(x.ndim - 1, lanes)
+    return x
+
+
+def _mapped(x: Any, function: Any) -> Any:
+    """The type of a value, or of a named tuple whose fields are replaced."""
+    if not hasattr(x, "instance_class"):
+        return function(x)
+    hints = get_type_hints(x.instance_class, include_extras=True)
+    parts = [
+        part if hints[name] is Shared else _mapped(part, function)
+        for name, part in zip(x.fields, x.types, strict=True)
+    ]
+    return types.BaseTuple.from_types(parts, x.instance_class)
+
+
 @type_callable(in_lanes)
 def _type_in_lanes(context: Any) -> Any:
-    def typer(x: Any, width: Any = None) -> Any:
-        if isinstance(x, types.Array) and x.dtype == types.float64 and x.layout == "C":
-            lanes = len(width) if isinstance(width, types.BaseTuple) else LANES
-            found = LaneArray(x.ndim - 1, lanes)
-            return signature(found, x) if width is None else signature(found, x, width)
+    def typer(x: Any, width: Any) -> Any:
+        if isinstance(width, types.NoneType):
+            return signature(x, x, width)
+        if isinstance(width, types.BaseTuple):
+            return signature(_mapped(x, lambda part: _laned(part, len(width))), x, width)
         return None
 
     return typer
 
 
-@lower_builtin(in_lanes, types.Array)
-@lower_builtin(in_lanes, types.Array, types.Any)
+@lower_builtin(in_lanes, types.Any, types.Any)
 def _lower_in_lanes(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
-    plain = context.make_array(sig.args[0])(context, builder, arguments[0])
-    found = cgutils.create_struct_proxy(sig.return_type)(context, builder)
+    return _convert(context, builder, sig.args[0], sig.return_type, arguments[0], _lane_array)
+
+
+def _convert(context: Any, builder: Any, kind: Any, to: Any, value: Any, convert: Any) -> Any:
+    """Convert a value, or every field of a named tuple whose type changes."""
+    if kind == to:
+        return value
+    if hasattr(kind, "instance_class"):
+        parts = zip(kind.types, to.types, cgutils.unpack_tuple(builder, value), strict=True)
+        found = [_convert(context, builder, *part, convert) for part in parts]
+        return context.make_tuple(builder, to, found)
+    return convert(context, builder, kind, to, value)
+
+
+def _lane_array(context: Any, builder: Any, kind: Any, to: Any, value: Any) -> Any:
+    plain = context.make_array(kind)(context, builder, value)
+    found = cgutils.create_struct_proxy(to)(context, builder)
     found.data = plain.data
-    shape = types.UniTuple(types.intp, sig.return_type.ndim)
+    shape = types.UniTuple(types.intp, to.ndim)
     found.shape = context.make_tuple(
         builder, shape, cgutils.unpack_tuple(builder, plain.shape)[:-1]
     )
@@ -225,48 +275,46 @@ def _lanes_of(x: Any) -> Any:
 def lane(x: Any, n: int) -> Any:
     """What lane n holds: a number, a bool, or a plain array that shares memory with x.
 
-    A plain x is returned unchanged.
+    A plain x is returned unchanged. If x is a named tuple, this is done to all its fields.
     """
     return called_by_kernels(x, n)
 
 
+def _single(x: Any) -> Any:
+    """The type of `lane`."""
+    if isinstance(x, Vector):
+        return types.float64
+    if isinstance(x, Mask):
+        return types.boolean
+    return types.Array(types.float64, x.ndim, "A") if isinstance(x, LaneArray) else x
+
+
 @type_callable(lane)
 def _type_lane(context: Any) -> Any:
-    def typer(x: Any, n: Any) -> Any:
-        found = x
-        if isinstance(x, Vector):
-            found = types.float64
-        elif isinstance(x, Mask):
-            found = types.boolean
-        elif isinstance(x, LaneArray):
-            found = types.Array(types.float64, x.ndim, "A")
-        return signature(found, x, types.intp)
-
-    return typer
+    return lambda x, n: signature(_mapped(x, _single), x, types.intp)
 
 
 @lower_builtin(lane, types.Any, types.Integer)
-def _lower_lane_plain(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
-    return arguments[0]
-
-
-@lower_builtin(lane, Vector, types.Integer)
-@lower_builtin(lane, Mask, types.Integer)
 def _lower_lane(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
-    return builder.extract_element(*arguments)
+    def convert(context: Any, builder: Any, kind: Any, to: Any, value: Any) -> Any:
+        if isinstance(kind, LaneArray):
+            return _strided(context, builder, kind, to, value, arguments[1])
+        return builder.extract_element(value, arguments[1])
+
+    return _convert(context, builder, sig.args[0], sig.return_type, arguments[0], convert)
 
 
-@lower_builtin(lane, LaneArray, types.Integer)
-def _lower_lane_array(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
-    x = cgutils.create_struct_proxy(sig.args[0])(context, builder, value=arguments[0])
-    stride, strides = context.get_constant(types.intp, 8 * sig.args[0].width), []
+def _strided(context: Any, builder: Any, kind: Any, to: Any, value: Any, n: Any) -> Any:
+    """The plain array of lane n."""
+    x = cgutils.create_struct_proxy(kind)(context, builder, value=value)
+    stride, strides = context.get_constant(types.intp, 8 * kind.width), []
     for size in reversed(cgutils.unpack_tuple(builder, x.shape)):
         strides.append(stride)
         stride = builder.mul(stride, size)
-    found = context.make_array(sig.return_type)(context, builder)
+    found = context.make_array(to)(context, builder)
     populate_array(
         found,
-        data=builder.gep(x.data, [arguments[1]]),
+        data=builder.gep(x.data, [n]),
         shape=x.shape,
         strides=strides[::-1],
         itemsize=context.get_constant(types.intp, 8),

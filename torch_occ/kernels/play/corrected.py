@@ -6,12 +6,12 @@ loop is that of torch_occ.kernels.play.episodes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torch_occ._support.spacing import CHUNK
-from torch_occ.kernels.lanes.arrays import in_lanes, in_lanes_or_shared, lane
+from torch_occ.kernels.lanes.arrays import Shared, in_lanes, in_lanes_or_shared, lane
 from torch_occ.kernels.lanes.vectors import where
 from torch_occ.kernels.layout import (
     PAIR,
@@ -21,9 +21,7 @@ from torch_occ.kernels.layout import (
     Terms,
     Work,
     kernel,
-    model_of_lane,
     part,
-    work_in_lanes,
 )
 from torch_occ.kernels.play.adaptive import walk
 from torch_occ.kernels.play.episodes import (
@@ -35,7 +33,6 @@ from torch_occ.kernels.play.episodes import (
     drift,
     propose,
     react,
-    tally_in_lanes,
 )
 
 
@@ -55,7 +52,7 @@ class Record(NamedTuple):
     squares: Floats  # (S * A,)
     loss: Floats  # (S * A,), scratch: the loss of the step
     visited: Ints  # (L,), scratch
-    seen: Floats  # (L,), scratch
+    seen: Shared  # (L,), scratch
 
 
 @kernel
@@ -74,8 +71,12 @@ def play_corrected(
     own: Floats,  # (K or K * S * A,), scratch: the weights of an episode
     nowhere: Floats,  # (0,)
     work: Work,  # the same for every call of a run
+    width: Any,  # see `in_lanes`
 ) -> None:
-    """Play n episodes."""
+    """Play n episodes; lanes are as in `torch_occ.kernels.play.episodes.play`."""
+    terms, tally, work = in_lanes(terms, width), in_lanes(tally, width), in_lanes(work, width)
+    record, own, nowhere = in_lanes(record, width), in_lanes(own, width), in_lanes(nowhere, width)
+    means = in_lanes_or_shared(means, width)
     q, scalars, num_pairs = tally.q, tally.scalars, len(tally.q)
     for i in range(num_pairs):
         work.pairs[PAIR, i] = q[i]
@@ -101,7 +102,7 @@ def play_corrected(
         for n in range(len(numbers)):
             charged = lane(means, n)
             add_moments(rules, charged, row, t, len(weights) - 1, lane(tally.second_moment, n))
-            observe(model_of_lane(model, n), rules, t, charged, row, numbers[n], n, tally, record)
+            observe(lane(model, n), rules, t, charged, row, numbers[n], n, tally, record)
 
 
 @part
@@ -147,47 +148,3 @@ def correct(model: Model, trust: Trust, past: float, total: Floats, record: Reco
             noise, square = trust.width * trust.width * record.squares[i], apart * apart
             kept = where(square > noise, 1.0 - noise / square, 0.0)
             record.loss[i] = (past + 1.0) * mean + apart * kept
-
-
-@kernel
-def play_corrected_in_lanes(
-    model: Model,
-    terms: Terms,
-    weights: Floats,
-    before: int,
-    means: Floats,
-    numbers: Floats,
-    rules: Rules,
-    trust: Trust,
-    tally: Tally,
-    record: Record,
-    middle: Floats,
-    own: Floats,
-    nowhere: Floats,
-    work: Work,
-    width: tuple[int, ...],  # see `in_lanes`
-) -> None:
-    """`play_corrected` with one seed per lane, as in `episodes.play_in_lanes`."""
-    play_corrected(
-        model,
-        Terms(terms.argument, terms.function, in_lanes(terms.exponent, width)),
-        weights,
-        before,
-        in_lanes_or_shared(means, width),
-        numbers,
-        rules,
-        trust,
-        tally_in_lanes(tally, width),
-        Record(
-            in_lanes(record.visits, width),
-            in_lanes(record.losses, width),
-            in_lanes(record.squares, width),
-            in_lanes(record.loss, width),
-            record.visited,
-            record.seen,
-        ),
-        middle,
-        in_lanes(own, width),
-        in_lanes(nowhere, width),
-        work_in_lanes(work, width),
-    )

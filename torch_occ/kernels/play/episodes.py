@@ -29,9 +29,7 @@ from torch_occ.kernels.layout import (
     Work,
     inlined,
     kernel,
-    model_of_lane,
     part,
-    work_in_lanes,
 )
 from torch_occ.kernels.solver.entropic import follow_or_restart
 from torch_occ.kernels.solver.transitions import likelihoods, successor
@@ -85,8 +83,16 @@ def play(
     own: Floats,  # (K or K * S * A,), scratch: the weights of an episode
     nowhere: Floats,  # (0,)
     work: Work,  # the same for every call of a run
+    width: Any,  # see `in_lanes`
 ) -> None:
-    """Play n episodes."""
+    """Play n episodes, with one seed per lane unless the width is None.
+
+    In lanes, exponents, tally, table, own, nowhere and work have a last axis of lanes; the means
+    have one if they differ between seeds. There may be fewer seeds than lanes.
+    """
+    terms, tally, work = in_lanes(terms, width), in_lanes(tally, width), in_lanes(work, width)
+    table, own, nowhere = in_lanes(table, width), in_lanes(own, width), in_lanes(nowhere, width)
+    means = in_lanes_or_shared(means, width)
     q, loss, scalars, num_pairs = tally.q, tally.cumulative_loss, tally.scalars, len(tally.q)
     for i in range(num_pairs):
         work.pairs[PAIR, i] = q[i]
@@ -118,60 +124,6 @@ def play(
                     total[i] += shown[i]
             add_moments(rules, charged, row, t, len(weights) - 1, lane(tally.second_moment, n))
         walk(model, rules, t, means, row, table, q, numbers, loss, scalars, work.places)
-
-
-@kernel
-def play_in_lanes(
-    model: Model,
-    terms: Terms,
-    weights: Floats,
-    before: int,
-    means: Floats,
-    numbers: Floats,
-    tables: Floats,
-    rules: Rules,
-    tally: Tally,
-    middle: Floats,
-    table: Floats,
-    own: Floats,
-    nowhere: Floats,
-    work: Work,
-    width: tuple[int, ...],  # see `in_lanes`
-) -> None:
-    """`play` with one seed per lane.
-
-    Exponents, tally, table, own, nowhere and work have a last axis of lanes; the means have one if
-    they differ between seeds. There may be fewer seeds than lanes.
-    """
-    play(
-        model,
-        Terms(terms.argument, terms.function, in_lanes(terms.exponent, width)),
-        weights,
-        before,
-        in_lanes_or_shared(means, width),
-        numbers,
-        tables,
-        rules,
-        tally_in_lanes(tally, width),
-        middle,
-        in_lanes(table, width),
-        in_lanes(own, width),
-        in_lanes(nowhere, width),
-        work_in_lanes(work, width),
-    )
-
-
-@inlined
-def tally_in_lanes(tally: Tally, width: tuple[int, ...]) -> Tally:
-    """The arrays in lanes that the plain arrays `(..., lanes)` of a tally hold."""
-    return Tally(
-        in_lanes(tally.q, width),
-        in_lanes(tally.cumulative_loss, width),
-        in_lanes(tally.cumulative_occupancy, width),
-        in_lanes(tally.total_mean, width),
-        in_lanes(tally.second_moment, width),
-        in_lanes(tally.scalars, width),
-    )
 
 
 @part
@@ -252,7 +204,7 @@ def walk(
                     total[i] += (loss - (0.5 if own[i] >= rules.setting[t] else 0.0)) / own[i]
             lane(scalars, n)[REALISED] += loss
             if k + 1 < layers:
-                places[n] = state_drawn(model_of_lane(model, n), i, k, uniforms[2])
+                places[n] = state_drawn(lane(model, n), i, k, uniforms[2])
 
 
 @inlined

@@ -28,7 +28,6 @@ from torch_occ.kernels.layout import (
     W,
     Work,
     kernel,
-    work_in_lanes,
 )
 from torch_occ.kernels.play.draws import Generators, binomial_drawn, normal_drawn, uniform_drawn
 from torch_occ.kernels.solver.entropic import follow_or_restart
@@ -82,13 +81,22 @@ class Particle(NamedTuple):
 
 
 @kernel
-def leap(
-    model: Model, terms: Terms, way: Way, particle: Particle, nowhere: Floats, work: Work
+def leap_to_the_end(
+    model: Model,
+    terms: Terms,
+    way: Way,
+    particle: Particle,
+    nowhere: Floats,  # (0,)
+    work: Work,
+    width: Any,  # see `in_lanes`
 ) -> None:
-    """Play from the first episode to the last stop; `nowhere` is empty.
+    """Play from the first episode to the last stop, with one particle per lane.
 
-    A lane that has finished rests until the others have.
+    In lanes, exponents, nowhere, work and the floats of the particle have a last axis of lanes. A
+    lane that has finished rests until the others have.
     """
+    terms, particle, work = in_lanes(terms, width), in_lanes(particle, width), in_lanes(work, width)
+    nowhere = in_lanes(nowhere, width)
     lanes, loss = lanes_of(particle.loss), particle.loss
     for i in range(len(way.middle)):
         work.pairs[PAIR, i] = way.middle[i]
@@ -116,33 +124,6 @@ def leap(
         for n in range(lanes):
             if particle.stop[n] < len(way.stops):
                 _play(model, way, lane(longest, n), lane(work.pairs, n), particle, n)
-
-
-@kernel
-def leap_in_lanes(
-    model: Model, terms: Terms, way: Way, particle: Particle, nowhere: Floats, work: Work
-) -> None:
-    """`leap` with one particle per lane.
-
-    Exponents, nowhere, work and the floats of the particle have a last axis of lanes.
-    """
-    leap(
-        model,
-        Terms(terms.argument, terms.function, in_lanes(terms.exponent)),
-        way,
-        Particle(
-            particle.stop,
-            particle.generators,
-            in_lanes(particle.clock),
-            in_lanes(particle.counts),
-            in_lanes(particle.regret),
-            in_lanes(particle.loss),
-            in_lanes(particle.weights),
-            in_lanes(particle.entering),
-        ),
-        in_lanes(nowhere),
-        work_in_lanes(work),
-    )
 
 
 @kernel

@@ -7,7 +7,7 @@ episode, and one solve per parameter.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from torch_occ.kernels.layout import (
     Terms,
     Work,
     kernel,
-    work_in_lanes,
 )
 from torch_occ.kernels.play.episodes import draw, index_drawn, state_drawn
 from torch_occ.kernels.solver.entropic import follow_or_restart
@@ -81,8 +80,16 @@ def play_with_tangents(
     still: Floats,  # (S,), zeros
     nowhere: Floats,  # (0,)
     work: Work,
+    width: Any,  # see `in_lanes`
 ) -> None:
-    """Play n episodes and write one row of the record per episode."""
+    """Play n episodes, with one seed per lane, and write one row of the record per episode.
+
+    In lanes, exponents, carried, record, own, still, nowhere and work have a last axis of lanes.
+    There may be fewer seeds than lanes.
+    """
+    terms, carried, work = in_lanes(terms, width), in_lanes(carried, width), in_lanes(work, width)
+    record, own = in_lanes(record, width), in_lanes(own, width)
+    still, nowhere = in_lanes(still, width), in_lanes(nowhere, width)
     pairs, q, tangent = work.pairs, carried.q, carried.tangent
     num_tangents, num_pairs = tangent.shape
     loss, tolerance, most = carried.cumulative_loss, opponent.tolerance, opponent.max_steps
@@ -121,51 +128,6 @@ def play_with_tangents(
         record[t, COST] = cost
         record[t, FAILED] = carried.failures[0]
         walk_with_tangents(model, opponent, numbers, t, carried, work.places)
-
-
-@kernel
-def play_with_tangents_in_lanes(
-    model: Model,
-    terms: Terms,
-    weights: Floats,
-    pushes: Pushes,
-    opponent: Opponent,
-    numbers: Floats,
-    carried: Carried,
-    record: Floats,
-    middle: Floats,
-    own: Floats,
-    still: Floats,
-    nowhere: Floats,
-    work: Work,
-) -> None:
-    """`play_with_tangents` with one seed per lane.
-
-    Exponents, carried, record, own, still, nowhere and work have a last axis of lanes. There may be
-    fewer seeds than lanes.
-    """
-    play_with_tangents(
-        model,
-        Terms(terms.argument, terms.function, in_lanes(terms.exponent)),
-        weights,
-        pushes,
-        opponent,
-        numbers,
-        Carried(
-            in_lanes(carried.q),
-            in_lanes(carried.cumulative_loss),
-            in_lanes(carried.tangent_loss),
-            in_lanes(carried.tangent),
-            in_lanes(carried.score),
-            in_lanes(carried.failures),
-        ),
-        in_lanes(record),
-        middle,
-        in_lanes(own),
-        in_lanes(still),
-        in_lanes(nowhere),
-        work_in_lanes(work),
-    )
 
 
 @kernel

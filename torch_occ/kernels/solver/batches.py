@@ -23,6 +23,7 @@ from torch_occ.kernels.layout import (
     Bools,
     Floats,
     Ints,
+    Kinds,
     Model,
     Terms,
     V,
@@ -30,7 +31,6 @@ from torch_occ.kernels.layout import (
     finite,
     inlined,
     kernel,
-    work_in_lanes,
 )
 from torch_occ.kernels.solver.entropic import entropy_of, follow
 from torch_occ.kernels.solver.newton import floor_pairs, retract
@@ -69,20 +69,6 @@ def make_room(numbers: int, model: Model, new: Callable[..., Any]) -> Room:
 
 
 @inlined
-def room_in_lanes(room: Room) -> Room:
-    """The arrays in lanes that the plain arrays `(..., LANES)` of a room hold."""
-    return Room(
-        in_lanes(room.weights),
-        in_lanes(room.exponents),
-        in_lanes(room.by_weights),
-        in_lanes(room.by_exponents),
-        in_lanes(room.loss),
-        in_lanes(room.source),
-        in_lanes(room.nowhere),
-    )
-
-
-@inlined
 def element(x: Floats, n: int, size: int) -> Floats:
     """Element n of a flat batch, `size` numbers; all of x if the elements share it."""
     return x[n * size : (n + 1) * size] if len(x) > size else x
@@ -104,17 +90,17 @@ def read_terms(table: Floats, e: int, n: int, room: Room) -> None:
 
 
 @kernel
-def find_entropies(kinds: tuple[Ints, Ints], table: Floats, found: Bools) -> None:
+def find_entropies(kinds: Kinds, table: Floats, found: Bools) -> None:
     """Write for every row of a table of weights and exponents whether psi is an entropy."""
     for row in range(table.shape[1]):
-        terms = Terms(kinds[0], kinds[1], table[1, row])
+        terms = Terms(kinds[0], kinds[1], kinds[2], table[1, row])
         found[row] = entropy_of(terms, table[0, row])[0] > 0.0
 
 
 @kernel
 def solve_steps(
     model: Model,
-    kinds: tuple[Ints, Ints],  # arguments and functions, (K,) each
+    kinds: Kinds,
     table: Floats,  # (2, N or 1, K or K * S * A), weights and exponents
     loss: Floats,  # (N * S or S, A)
     start: Floats,  # (N * S or S, A), positive; for entropies it may be zero
@@ -128,13 +114,16 @@ def solve_steps(
     stop: int,
     room: Room,
     work: Work,
+    width: Any,  # see `in_lanes`
 ) -> None:
     """Solve the steps of groups first, ..., stop - 1 of a batch.
 
-    In a group, psi is an entropy in all elements or in none; see `find_entropies`.
+    In lanes, room and work have a last axis of lanes. In a group, psi is an entropy in all elements
+    or in none; see `find_entropies`.
     """
+    room, work = in_lanes(room, width), in_lanes(work, width)
     pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
-    lanes, terms = lanes_of(work.stale), Terms(kinds[0], kinds[1], room.exponents)
+    lanes, terms = lanes_of(work.stale), Terms(kinds[0], kinds[1], kinds[2], room.exponents)
     losses, starts, solutions = loss.reshape(-1), start.reshape(-1), q.reshape(-1)
     for group in range(first, stop):
         for n in range(lanes):
@@ -144,14 +133,14 @@ def solve_steps(
             own_start = element(starts, e, num_pairs)
             for i in range(num_pairs):
                 own[PAIR, i] = own_start[i] if model.exists[PAIR, i] else 0.0
-        in_logs, good = entropy_of(terms, room.weights)[0] > 0.0, work.stale[2] == work.stale[2]
+        entropy, good = entropy_of(terms, room.weights)[0] > 0.0, work.stale[2] == work.stale[2]
         for i in range(num_pairs):
             if model.exists[PAIR, i]:
                 x = pairs[PAIR, i]
                 good = good & finite(room.loss[i]) & (x >= 0.0) & (x < np.inf)
-                good = good & (in_logs | (x > 0.0))
-        if anywhere(good & (not in_logs)):
-            retract(model, PAIR, good & (not in_logs), work)
+                good = good & (entropy | (x > 0.0))
+        if anywhere(good & (not entropy)):
+            retract(model, PAIR, good & (not entropy), work)
         work.stale[0], work.stale[2] = np.inf, 0.0
         status, steps, decrement, flow, dual = follow(
             model, terms, room.weights, room.loss, tolerance, max_steps, room.nowhere, good, work
@@ -168,7 +157,7 @@ def solve_steps(
 @kernel
 def solve_linear(
     model: Model,
-    kinds: tuple[Ints, Ints],
+    kinds: Kinds,
     table: Floats,  # (2, N or 1, K or K * S * A), weights and exponents
     q: Floats,  # (N * S, A)
     x: Floats,  # (N * S or S, A)
@@ -182,10 +171,12 @@ def solve_linear(
     stop: int,
     room: Room,
     work: Work,
+    width: Any,  # see `in_lanes`
 ) -> None:
     """Solve H(q) u - E'm = -x, E u = r for groups first, ..., stop - 1 of a batch."""
+    room, work = in_lanes(room, width), in_lanes(work, width)
     pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
-    lanes, terms = lanes_of(work.stale), Terms(kinds[0], kinds[1], room.exponents)
+    lanes, terms = lanes_of(work.stale), Terms(kinds[0], kinds[1], kinds[2], room.exponents)
     points, sides, solutions = q.reshape(-1), x.reshape(-1), u.reshape(-1)
     for group in range(first, stop):
         for n in range(lanes):
@@ -211,49 +202,3 @@ def solve_linear(
                 copy(lane(room.by_weights, n), bars[0, e])
             if len(bars) > 1:
                 copy(lane(room.by_exponents, n), bars[1, e])
-
-
-@kernel
-def solve_steps_in_lanes(
-    model: Model,
-    kinds: tuple[Ints, Ints],
-    table: Floats,
-    loss: Floats,
-    start: Floats,
-    q: Floats,
-    v: Floats,
-    certificate: Floats,
-    tolerance: float,
-    max_steps: int,
-    order: Ints,
-    first: int,
-    stop: int,
-    room: Room,
-    work: Work,
-) -> None:
-    """`solve_steps` with one element per lane; room and work have a last axis of lanes."""
-    own, scratch = room_in_lanes(room), work_in_lanes(work)
-    found, limits = (q, v, certificate), (tolerance, max_steps)
-    solve_steps(model, kinds, table, loss, start, *found, *limits, order, first, stop, own, scratch)
-
-
-@kernel
-def solve_linear_in_lanes(
-    model: Model,
-    kinds: tuple[Ints, Ints],
-    table: Floats,
-    q: Floats,
-    x: Floats,
-    r: Floats,
-    u: Floats,
-    m: Floats,
-    bars: Floats,
-    order: Ints,
-    first: int,
-    stop: int,
-    room: Room,
-    work: Work,
-) -> None:
-    """`solve_linear` with one element per lane; room and work have a last axis of lanes."""
-    own, scratch = room_in_lanes(room), work_in_lanes(work)
-    solve_linear(model, kinds, table, q, x, r, u, m, bars, order, first, stop, own, scratch)

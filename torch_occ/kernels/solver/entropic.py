@@ -11,7 +11,7 @@ The Newton direction is found in one of two ways:
 - Otherwise by the Jacobian for relative changes of u, a dense matrix, for up to `SQUARE` states.
 
 Other kernels call `follow` for any psi. Regularizers that are not entropies are passed on to
-`torch_occ.kernels.solver.newton.descend`.
+`torch_occ.kernels.solver.newton.descend`. If no entropy is possible, nothing of this is compiled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ from torch_occ.kernels.layout import (
     V,
     W,
     Work,
+    choose,
     finite,
+    in_logs,
     inlined,
     kernel,
     part,
@@ -79,8 +81,8 @@ from torch_occ.kernels.solver.shaping import shape_loss, shape_rarely
 from torch_occ.kernels.solver.transitions import factorize, solve
 
 
-@inlined
-def follow(
+@kernel
+def _settle_or_descend(
     model: Model,
     terms: Terms,
     weights: Floats,
@@ -91,16 +93,15 @@ def follow(
     running: Any,
     work: Work,
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """Minimize from q where `running`, for any psi; the arguments are those of `newton.descend`.
-
-    Either psi is an entropy in all lanes that are running, or in none.
-    """
+    """Minimize from q where `running`; psi is an entropy in all these lanes, or in none."""
     weight, price = entropy_of(terms, weights)
     if anywhere(running & (weight > 0.0)):
-        found = settle(model, weight, price, loss, tolerance, max_steps, source, running, work)
-    else:
-        found = descend(model, terms, weights, loss, tolerance, max_steps, source, running, work)
-    return found
+        return settle(model, weight, price, loss, tolerance, max_steps, source, running, work)
+    return descend(model, terms, weights, loss, tolerance, max_steps, source, running, work)
+
+
+#: Minimize from q, for any psi; the arguments are those of `newton.descend`.
+follow = choose(in_logs, _settle_or_descend, descend)
 
 
 @inlined
@@ -134,12 +135,12 @@ def follow_or_restart(
         for i in range(len(middle)):
             pairs[PAIR, i] = where(lost, pairs[KEPT, i], pairs[PAIR, i])
         stale[0], stale[2] = where(lost, np.inf, stale[0]), where(lost, 0.0, stale[2])
-        found = choose(failed & (not lost), again, found)
+        found = select(failed & (not lost), again, found)
     return found
 
 
 @inlined
-def choose(condition: Any, x: Any, y: Any) -> tuple[Any, Any, Any, Any, Any]:
+def select(condition: Any, x: Any, y: Any) -> tuple[Any, Any, Any, Any, Any]:
     """x where the condition holds, y elsewhere, for the results of two solves."""
     return (
         where(condition, x[0], y[0]),
@@ -151,7 +152,7 @@ def choose(condition: Any, x: Any, y: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 
 @part
-def entropy_of(terms: Terms, weights: Floats) -> tuple[Any, Any]:
+def _entropy_of(terms: Terms, weights: Floats) -> tuple[Any, Any]:
     """(w, kappa) as in torch_occ.step.entropic; (0, 0) if psi is not an entropy of that form."""
     weight, price, others = 0.0, 0.0, varies(terms, weights)
     for i in range(len(terms.argument)):
@@ -163,6 +164,14 @@ def entropy_of(terms: Terms, weights: Floats) -> tuple[Any, Any]:
         price += weights[i]
     good = (price >= 0.0) & (price <= weight) & (weight < np.inf) & (not others)
     return where(good, weight, 0.0), where(good, price, 0.0)
+
+
+@part
+def _no_entropy(terms: Terms, weights: Floats) -> tuple[Any, Any]:
+    return 0.0, 0.0
+
+
+entropy_of = choose(in_logs, _entropy_of, _no_entropy)
 
 
 @kernel

@@ -30,10 +30,8 @@ from torch_occ.kernels.layout import (
     Work,
     ahead,
     kernel,
-    model_of_lane,
     part,
     span,
-    work_of_lane,
 )
 from torch_occ.kernels.solver.newton import SMALLEST
 from torch_occ.kernels.solver.transitions import arrive, likelihoods, successor
@@ -88,7 +86,7 @@ def look_back(model: Model, work: Work) -> Any:
         alive = alive & (not rare)
         for n in range(lanes_of(work.stale) if anywhere(rare) else 0):
             if lane(rare, n):
-                gather_logs(model_of_lane(model, n), k, work_of_lane(work, n))
+                gather_logs(lane(model, n), k, lane(work, n))
         for s in span(start[k], start[k + 1]):
             u = states[U, s]
             if anywhere(not (u > DEAD)):
@@ -135,8 +133,8 @@ def turn_rarely(model: Model, weight: Any, price: Any, dead: Any, work: Work) ->
     """`turn_dead` in the lanes that have dead states; U receives the change of u."""
     for n in range(lanes_of(work.stale)):
         if lane(dead, n):
-            own, states = work_of_lane(work, n), lane(work.states, n)
-            turn_dead(model_of_lane(model, n), lane(weight, n), lane(price, n), own)
+            own, states = lane(work, n), lane(work.states, n)
+            turn_dead(lane(model, n), lane(weight, n), lane(price, n), own)
             for s in range(states.shape[1]):
                 states[U, s] = states[M, s] * np.exp(states[FOUND, s])
 

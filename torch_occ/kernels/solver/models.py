@@ -6,21 +6,20 @@ of its elements are copied to the lanes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch_occ.kernels.lanes.arrays import in_lanes
-from torch_occ.kernels.lanes.vectors import LANES
 from torch_occ.kernels.layout import (
     Bools,
     Floats,
     Ints,
+    Kinds,
     Model,
     Work,
     inlined,
     kernel,
-    work_in_lanes,
 )
-from torch_occ.kernels.solver.batches import Room, room_in_lanes, solve_linear, solve_steps
+from torch_occ.kernels.solver.batches import Room, solve_linear, solve_steps
 
 
 class Models(NamedTuple):
@@ -36,12 +35,13 @@ class Models(NamedTuple):
 
 
 @inlined
-def gather_models(models: Models, order: Ints, group: int) -> Model:
+def gather_models(models: Models, order: Ints, group: int, width: Any) -> Model:
     """Copy the MDPs of a group to the lanes."""
     memory = models.memory
     next_state, arrivals, initial = memory.next_state, memory.arrivals, memory.initial
-    for n in range(LANES):
-        m = models.owner[order[group * LANES + n]]
+    lanes = len(width)
+    for n in range(lanes):
+        m = models.owner[order[group * lanes + n]]
         for i in range(next_state.shape[0]):
             for j in range(next_state.shape[1]):
                 next_state[i, j, n] = models.next_state[m, i, j]
@@ -51,18 +51,18 @@ def gather_models(models: Models, order: Ints, group: int) -> Model:
     return Model(
         memory.num_actions,
         memory.start,
-        in_lanes(next_state),
-        in_lanes(arrivals),
+        in_lanes(next_state, width),
+        in_lanes(arrivals, width),
         memory.exists,
-        in_lanes(initial),
-        models.conserved[models.owner[order[group * LANES]]],
+        in_lanes(initial, width),
+        models.conserved[models.owner[order[group * lanes]]],
     )
 
 
 @kernel
 def solve_steps_of_models(
     models: Models,
-    kinds: tuple[Ints, Ints],
+    kinds: Kinds,
     table: Floats,
     loss: Floats,
     start: Floats,
@@ -76,19 +76,20 @@ def solve_steps_of_models(
     stop: int,
     room: Room,
     work: Work,
+    width: Any,
 ) -> None:
-    """`solve_steps_in_lanes`, every element with its own MDP."""
-    own, scratch, limits = room_in_lanes(room), work_in_lanes(work), (tolerance, max_steps)
+    """`solve_steps` in lanes, every element with its own MDP."""
     for group in range(first, stop):
-        model, place = gather_models(models, order, group), (group, group + 1)
-        found = (q, v, certificate)
-        solve_steps(model, kinds, table, loss, start, *found, *limits, order, *place, own, scratch)
+        model = gather_models(models, order, group, width)
+        given, found = (table, loss, start), (q, v, certificate)
+        limits, place = (tolerance, max_steps), (group, group + 1)
+        solve_steps(model, kinds, *given, *found, *limits, order, *place, room, work, width)
 
 
 @kernel
 def solve_linear_of_models(
     models: Models,
-    kinds: tuple[Ints, Ints],
+    kinds: Kinds,
     table: Floats,
     q: Floats,
     x: Floats,
@@ -101,9 +102,9 @@ def solve_linear_of_models(
     stop: int,
     room: Room,
     work: Work,
+    width: Any,
 ) -> None:
-    """`solve_linear_in_lanes`, every element with its own MDP."""
-    own, scratch = room_in_lanes(room), work_in_lanes(work)
+    """`solve_linear` in lanes, every element with its own MDP."""
     for group in range(first, stop):
-        model, place = gather_models(models, order, group), (group, group + 1)
-        solve_linear(model, kinds, table, q, x, r, u, m, bars, order, *place, own, scratch)
+        model, place = gather_models(models, order, group, width), (group, group + 1)
+        solve_linear(model, kinds, table, q, x, r, u, m, bars, order, *place, room, work, width)

@@ -35,11 +35,9 @@ from torch_occ.kernels.layout import (
     either,
     inlined,
     kernel,
-    model_of_lane,
     part,
     span,
     unsigned,
-    work_of_lane,
 )
 from torch_occ.kernels.solver.psi import bend_at_one, number_of, varies
 
@@ -165,7 +163,7 @@ def shape_rarely(model: Model, loss: Floats, fine: Any, work: Work) -> None:
     """`shape_finely` in the lanes that need it."""
     for n in range(lanes_of(work.stale)):
         if lane(fine, n):
-            shape_finely(model_of_lane(model, n), lane(loss, n), work_of_lane(work, n))
+            shape_finely(lane(model, n), lane(loss, n), lane(work, n))
 
 
 @inlined

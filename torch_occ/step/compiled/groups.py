@@ -17,12 +17,13 @@ import torch
 
 from torch_occ._support.compiling import compile_message
 from torch_occ._support.threads import for_each
-from torch_occ.kernels.lanes.arrays import zeros
+from torch_occ.kernels.lanes.arrays import allocator, width_of
 from torch_occ.kernels.lanes.vectors import LANES
 from torch_occ.kernels.layout import (
     Bools,
     Floats,
     Ints,
+    Kinds,
     Model,
     Work,
     make_work,
@@ -33,12 +34,9 @@ from torch_occ.kernels.solver.batches import (
     find_entropies,
     make_room,
     solve_linear,
-    solve_linear_in_lanes,
     solve_steps,
-    solve_steps_in_lanes,
 )
 from torch_occ.kernels.solver.models import Models, solve_linear_of_models, solve_steps_of_models
-from torch_occ.kernels.solver.psi import X_LOG_X
 from torch_occ.step.compiled.worlds import World
 
 #: The smallest batch that is shared among threads.
@@ -51,12 +49,11 @@ class Groups:
     """The kernels of a step, with scratch memory that calls share.
 
     Args:
-        kinds: arguments and functions of the terms, `(K,)` each.
+        kinds: what the terms are, without their weights and exponents.
     """
 
-    def __init__(self, kinds: tuple[Ints, Ints]) -> None:
+    def __init__(self, kinds: Kinds) -> None:
         self.kinds = kinds
-        self.entropic = bool((kinds[1] == X_LOG_X).all())
         # Memory that no thread uses now, by the way of solving and the storage of transitions.
         self.free: dict[Any, list[tuple[Room, Work, Model]]] = defaultdict(list)
 
@@ -73,9 +70,9 @@ class Groups:
         """Solve all steps; see `solve_steps`. Returns q, v and the certificates."""
         count = batch.numel()
         found = (*_empty(world, count), np.empty((count, 5)))
-        kernels = (solve_steps, solve_steps_in_lanes, solve_steps_of_models)
+        kernels = (solve_steps, solve_steps_of_models)
         entropies = None
-        if self.entropic and terms.shape[1] > 1:
+        if self.kinds[2] and terms.shape[1] > 1:
             entropies = np.empty(count, dtype=np.bool_)
             find_entropies(self.kinds, terms, entropies)
         arguments = (loss, start, *found, tolerance, max_steps)
@@ -99,7 +96,7 @@ class Groups:
         """
         count = batch.numel()
         found = (*_empty(world, count), np.empty((wanted, count, terms.shape[2])))
-        kernels = (solve_linear, solve_linear_in_lanes, solve_linear_of_models)
+        kernels = (solve_linear, solve_linear_of_models)
         self._run(world, batch, terms, None, kernels, q, x, r, *found)
         return found
 
@@ -115,7 +112,7 @@ class Groups:
         """Run a kernel over all groups, in several threads if the batch is large enough.
 
         Args:
-            kernels: for plain arrays, for lanes, and for lanes with an MDP for every element.
+            kernels: for one MDP, and for an MDP for every element.
         """
         model = world.model
         if not batch:  # a single problem should not wait for Python
@@ -131,7 +128,7 @@ class Groups:
             order = order_of(world.tables[2][owners] + (0 if entropies is None else 2 * entropies))
         else:
             order = plain_order(count) if entropies is None else order_of(entropies)
-        kernel, groups = kernels[way], len(order) // (LANES if way else 1)
+        kernel, groups = kernels[owners is not None], len(order) // (LANES if way else 1)
         threads = 1 if count < _ALONE else min(torch.get_num_threads(), groups)
 
         free = self.free[way, type(model.next_state)]
@@ -144,7 +141,10 @@ class Groups:
             room, work, own = memory
             given = model if owners is None else Models(*world.tables, owners, own)
             bounds = (i * groups // threads, (i + 1) * groups // threads)
-            kernel(given, self.kinds, terms, *arguments, order, *bounds, room, work)
+            kernel(
+                *(given, self.kinds, terms, *arguments),
+                *(order, *bounds, room, work, width_of(LANES if way else None)),
+            )
             free.append(memory)
 
         with compile_message:
@@ -158,7 +158,7 @@ class Groups:
             memory = free.pop()
         except IndexError:
             memory = _memory(model, terms.shape[2], 0)
-        kernel(model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2])
+        kernel(model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2], None)
         free.append(memory)
 
 
@@ -170,11 +170,11 @@ def _empty(world: World, count: int) -> tuple[Floats, Floats]:
 
 def _memory(model: Model, numbers: int, way: int) -> tuple[Room, Work, Model]:
     """Allocate memory for a group; `numbers` is the number of weights and `way` as in `_run`."""
-    new = zeros if way else lambda *shape: np.zeros(shape)
+    new = allocator(LANES if way else None)
     own = model
     if way == 2:
         tables = (model.next_state, model.arrivals, model.initial)
-        next_state, arrivals, initial = (zeros(*x.shape) for x in tables)
+        next_state, arrivals, initial = (new(*x.shape) for x in tables)
         own = model._replace(next_state=next_state, arrivals=arrivals, initial=initial)
     return make_room(numbers, model, new), make_work(model, new), own
 

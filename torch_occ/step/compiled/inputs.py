@@ -17,10 +17,11 @@ from torch_occ.kernels.layout import (
     REST,
     STATE,
     Floats,
-    Ints,
+    Kinds,
     Model,
     Rows,
 )
+from torch_occ.kernels.solver.psi import X_LOG_X
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import SparseLayer
 from torch_occ.mdp.validation import broadcast
@@ -151,11 +152,11 @@ def terms_of(regularizer: Regularizer, t: Tensor) -> list[Term]:
     return found
 
 
-def kinds_of(terms: Sequence[Term]) -> tuple[Ints, Ints]:
-    """Return the codes of arguments and of functions, `(K,)` each."""
-    arguments = [_ARGUMENTS[term.argument] for term in terms]
-    functions = [term.function.code for term in terms]
-    return np.array(arguments, dtype=np.int64), np.array(functions, dtype=np.int64)
+def kinds_of(terms: Sequence[Term]) -> Kinds:
+    """Return the first fields of `Terms`: all but the exponents."""
+    arguments = np.array([_ARGUMENTS[term.argument] for term in terms], dtype=np.int64)
+    functions = np.array([term.function.code for term in terms], dtype=np.int64)
+    return arguments, functions, True if (functions == X_LOG_X).all() else None
 
 
 def weights_of(terms: Sequence[Term], pairs: torch.Size) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torch_occ._support.private import in_forward_mode
 from torch_occ.kernels.constants import SQUARE
-from torch_occ.kernels.layout import Floats, Ints, Model
+from torch_occ.kernels.layout import Floats, Kinds, Model
 from torch_occ.kernels.solver.batches import BAD_INPUT
 from torch_occ.kernels.solver.newton import SMALLEST
 from torch_occ.mdp.layered import LayeredMDP
@@ -99,7 +99,7 @@ class CompiledStep:
             return terms_of(self.regularizer, torch.ones((), dtype=torch.float64))
 
     @cached_property
-    def kinds(self) -> tuple[Ints, Ints]:
+    def kinds(self) -> Kinds:
         return kinds_of(self.template)
 
     @cached_property
