@@ -190,11 +190,12 @@ def test_tangents_have_the_same_bits_in_every_batch(mdp, monkeypatch):
 
 
 @pytest.mark.parametrize("psi", PSI)
-def test_a_batch_of_steps_has_the_bits_of_batches_of_one(psi):
+@pytest.mark.parametrize("mdp", ["dense", "sparse"])
+def test_a_batch_of_steps_has_the_bits_of_batches_of_one(psi, mdp):
     losses = 30 * random_loss(MDP, batch=(21,), seed=4)
     t, weight = torch.linspace(1.0, 500.0, 21, dtype=torch.float64), random_loss(MDP, seed=5)
     with OtherMachine():
-        step = occ.FTRLStep(MDP, PSI[psi](MDP), backend="engine")
+        step = occ.FTRLStep(MDPS[mdp], PSI[psi](MDP), backend="engine")
         together = step.solve(losses, t)
         (slope,) = torch.autograd.grad((weight * step(losses.requires_grad_(), t)).sum(), losses)
         for i in (0, 7, 20):
@@ -277,26 +278,29 @@ def test_on_the_other_machine_a_product_depends_on_its_batch():
         assert torch.equal((t**0.37)[:32], t[:32] ** 0.37)
 
 
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
 @pytest.mark.parametrize("losses", ["bernoulli", "adaptive"])
-def test_a_seed_has_the_same_bits_in_batches_of_one_to_seventeen(losses):
-    """Seeds are played in lanes of two or eight, and the last group is not full."""
-    seeds = list(range(17))
-    first = play("importance weighted", losses, [0])
+def test_a_seed_has_the_same_bits_in_batches_of_one_to_seventeen(losses, kind):
+    """One or two seeds are played in few lanes, more in eight; the last group is not full."""
+    seeds, mdp = list(range(17)), MDPS[kind]
+    first = play("importance weighted", losses, [0], mdp)
     for count in range(2, 18):
-        same(first, play("importance weighted", losses, seeds[:count], threads=1 + count % 2), [0])
-    together = play("importance weighted", losses, seeds, episodes=300)
+        threads = 1 + count % 2
+        same(first, play("importance weighted", losses, seeds[:count], mdp, threads), [0])
+    together = play("importance weighted", losses, seeds, mdp, episodes=300)
     for seed in (0, 8, 16):
-        same(play("importance weighted", losses, [seed], episodes=300), together, [seed])
+        same(play("importance weighted", losses, [seed], mdp, episodes=300), together, [seed])
 
 
 _OTHER_REGISTERS = """
 import torch, torch_occ as occ
-mdp = occ.LayeredMDP.random(3, 5, 3, seed=0)
-mean = torch.linspace(0, 1, mdp.num_states * mdp.num_actions, dtype=torch.float64)
-losses = occ.BernoulliLosses(mean.reshape(mdp.num_states, mdp.num_actions))
-learner = occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5))
-found = occ.simulate(mdp, learner, losses, 600, range(3), backend="engine")
-print([x.hex() for x in found.last_q.flatten().tolist()])
+dense = occ.LayeredMDP.random(3, 5, 3, seed=0)
+for mdp in (dense, dense.to_sparse()):
+    mean = torch.linspace(0, 1, mdp.num_states * mdp.num_actions, dtype=torch.float64)
+    losses = occ.BernoulliLosses(mean.reshape(mdp.num_states, mdp.num_actions))
+    learner = occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5))
+    found = occ.simulate(mdp, learner, losses, 600, range(3), backend="engine")
+    print([x.hex() for x in found.last_q.flatten().tolist()])
 """
 
 

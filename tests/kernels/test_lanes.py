@@ -22,7 +22,7 @@ from torch_occ.kernels.lanes.vectors import (
     where,
 )
 
-WIDTHS = (FEW_LANES, LANES)
+WIDTHS = (1, FEW_LANES, LANES)
 
 
 @njit(error_model="numpy")
@@ -90,6 +90,24 @@ def test_a_lane_is_a_view(width):
     assert x[1].tolist() == [0.0] * (width - 1) + [3.0]
 
 
+@njit
+def add_rows(x: Any, width: Any) -> None:
+    own = in_lanes(x, width)
+    first, second = own[0], own[len(own) - 1]
+    for i in range(len(first)):
+        second[i] += first[i]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_row_is_a_view(width):
+    x = zeros(3, 4, lanes=width)
+    x[...] = np.arange(x.size).reshape(x.shape)
+    expected = x.copy()
+    expected[2] += expected[0]
+    add_rows(x, (0,) * width)
+    assert np.array_equal(x, expected)
+
+
 def test_memory_is_aligned_and_comes_back():
     elements = np.arange(12.0).reshape(3, 4)
     memory = gather(elements, [0, 2, 1, 1])
@@ -102,6 +120,7 @@ def test_memory_is_aligned_and_comes_back():
 
 def test_one_or_two_problems_have_few_lanes():
     assert [lanes_for(n) for n in (1, 2, 3, 8, 9)] == [FEW_LANES, FEW_LANES, LANES, LANES, LANES]
+    assert [lanes_for(n, 1) for n in (1, 2, 3)] == [1, 1, LANES]
 
 
 def test_python_can_call_what_takes_plain_numbers():

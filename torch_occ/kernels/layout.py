@@ -23,7 +23,7 @@ from torch_occ._support.caching import keep
 from torch_occ._support.private import NO_REFERENCE_COUNTS
 from torch_occ.kernels.constants import SQUARE
 from torch_occ.kernels.lanes.arrays import Shared
-from torch_occ.kernels.lanes.vectors import LANES
+from torch_occ.kernels.lanes.vectors import FEW_LANES, LANES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Floats = NDArray[np.float64]
@@ -222,8 +222,9 @@ class Work(NamedTuple):
     stale: Floats
 
 
-#: The largest layer of an MDP whose problems are solved in lanes.
-NARROW = 24
+#: The largest dense layer of an MDP whose problems are solved in lanes, and the largest number of
+#: pairs of a sparse one. In lanes, a small batch needs the memory of eight problems.
+NARROW, MANY = 24, 100_000
 
 #: Additional rows of `work.states` for torch_occ.kernels.solver.conjugate.
 CONJUGATE_ROWS = 10
@@ -254,12 +255,22 @@ def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(sh
 
 
 def narrow(model: Model) -> bool:
-    """Whether problems are solved in lanes: with dense transitions and narrow layers.
+    """Whether problems are solved in lanes: with narrow layers, or with sparse transitions.
 
-    One problem in wide layers is faster in plain arrays, whose inner loops are long. The rule
+    One problem in wide dense layers is faster in plain arrays, whose inner loops are long. The rule
     depends on the MDP alone, so an element has the same result in any batch.
     """
-    return not isinstance(model.next_state, Rows) and model.next_state.shape[1] <= NARROW
+    if isinstance(model.next_state, Rows):
+        return model.exists.shape[1] <= MANY
+    return model.next_state.shape[1] <= NARROW
+
+
+def few_lanes(model: Model) -> int:
+    """The number of lanes for one or two problems.
+
+    With sparse transitions, memory limits the speed, and a lane that is not used costs as much.
+    """
+    return 1 if isinstance(model.next_state, Rows) else FEW_LANES
 
 
 @inlined

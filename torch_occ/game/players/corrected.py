@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CorrectedPlayer(FTRLPlayer):
-    """Plays `CorrectedFTRL` with a built-in regularizer, in lanes if layers are narrow."""
+    """Plays `CorrectedFTRL` with a built-in regularizer, in lanes if `narrow`."""
 
     def prepare(
         self, run: Simulation, t: range, tables: Tensor | None

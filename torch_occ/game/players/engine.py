@@ -21,7 +21,7 @@ from torch_occ.game.learners.baselines import FixedPolicy
 from torch_occ.game.losses import GreedyAdversary, LossProcess
 from torch_occ.kernels.lanes.arrays import gather, scatter
 from torch_occ.kernels.lanes.vectors import lanes_for
-from torch_occ.kernels.layout import Floats
+from torch_occ.kernels.layout import Floats, few_lanes
 from torch_occ.kernels.play.baselines import play_fixed
 from torch_occ.kernels.play.episodes import IMPORTANCE_WEIGHTED, NOISE, Rules, Tally
 from torch_occ.mdp.layered import LayeredMDP
@@ -119,7 +119,7 @@ class EnginePlayer:
             tally = Tally(*(x[seed] for x in sums_of_seeds))
             play(seed, charged[min(seed, len(charged) - 1)], drawn[seed], tally)
 
-        width = lanes_for(count) if self.in_lanes else 1
+        width = self.lanes(run) or 1
         calls = -(-count // width)
 
         def play_lanes(group: int) -> None:
@@ -142,6 +142,10 @@ class EnginePlayer:
         run.since += n
         run.q = q
         self.adapt(n, (time.monotonic() - begun) / -(-calls // torch.get_num_threads()))
+
+    def lanes(self, run: Simulation) -> int | None:
+        """The number of seeds that are played together in lanes; None in plain arrays."""
+        return lanes_for(len(run.seeds), few_lanes(self.model)) if self.in_lanes else None
 
     def adapt(self, episodes: int, seconds: float) -> None:
         """Play fewer episodes in the next call of a kernel if this took too long, else more."""

@@ -21,7 +21,6 @@ from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.engine import EnginePlayer, OverTime
 from torch_occ.kernels.lanes.arrays import allocator, gather, width_of
-from torch_occ.kernels.lanes.vectors import lanes_for
 from torch_occ.kernels.layout import Floats, Terms, Work, make_work, narrow
 from torch_occ.kernels.play.episodes import (
     FULL_INFORMATION,
@@ -49,7 +48,7 @@ ESTIMATORS: dict[type[Estimator], int] = {
 
 
 class FTRLPlayer(EnginePlayer):
-    """Plays FTRL with a built-in regularizer, in lanes if layers are narrow."""
+    """Plays FTRL with a built-in regularizer, in lanes if `narrow`."""
 
     @staticmethod
     def why_not(mdp: LayeredMDP, learner: Learner) -> str | None:
@@ -127,10 +126,6 @@ class FTRLPlayer(EnginePlayer):
             )
 
         return play_group
-
-    def lanes(self, run: Simulation) -> int | None:
-        """The number of seeds that are played together in lanes; None in plain arrays."""
-        return lanes_for(len(run.seeds)) if self.in_lanes else None
 
     def terms_in(self, lanes: int | None) -> Terms:
         """The terms, with the same exponents in every lane."""

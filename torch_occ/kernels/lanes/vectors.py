@@ -22,9 +22,9 @@ from numba.extending import lower_builtin, lower_cast, register_model, type_call
 LANES, FEW_LANES = 8, 2
 
 
-def lanes_for(count: int) -> int:
-    """The number of lanes for some problems."""
-    return LANES if count > FEW_LANES else FEW_LANES
+def lanes_for(count: int, few: int = FEW_LANES) -> int:
+    """The number of lanes for some problems, `few` for one or two."""
+    return LANES if count > 2 else few
 
 
 #: Products and sums may be fused, as in all kernels. Sums are never reordered.

@@ -1,8 +1,8 @@
 """Calls of the kernels for a batch: elements in groups, groups in threads, and their memory.
 
-A batch over an MDP with narrow layers is solved in lanes, LANES elements at a time. A single
-problem and an MDP with wide layers are solved in plain arrays, one element at a time. The choice
-does not depend on the size of the batch, so an element has the same bits in every batch.
+A batch over a sparse MDP or one with narrow layers is solved in lanes, LANES elements at a time. A
+single problem and other MDPs are solved in plain arrays, one element at a time. The choice does not
+depend on the size of the batch, so an element has the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import torch
 from torch_occ._support.compiling import compile_message
 from torch_occ._support.threads import for_each
 from torch_occ.kernels.lanes.arrays import allocator, width_of
-from torch_occ.kernels.lanes.vectors import LANES
+from torch_occ.kernels.lanes.vectors import LANES, lanes_for
 from torch_occ.kernels.layout import (
     Bools,
     Floats,
     Ints,
     Kinds,
     Model,
+    Rows,
     Work,
+    few_lanes,
     make_work,
     narrow,
 )
@@ -122,28 +124,31 @@ class Groups:
         count = batch.numel()
         owners = world.owners(batch) if world.batch_shape else None
         way = 0 if not narrow(model) else 1 if owners is None else 2
-        if way == 0:
+        lanes = None if way == 0 else LANES
+        if way and isinstance(model.next_state, Rows):
+            lanes = lanes_for(count, few_lanes(model))
+        if lanes is None:
             order = np.arange(count)
         elif owners is not None:
             order = order_of(world.tables[2][owners] + (0 if entropies is None else 2 * entropies))
         else:
-            order = plain_order(count) if entropies is None else order_of(entropies)
-        kernel, groups = kernels[owners is not None], len(order) // (LANES if way else 1)
+            order = plain_order(count, lanes) if entropies is None else order_of(entropies, lanes)
+        kernel, groups = kernels[owners is not None], len(order) // (lanes or 1)
         threads = 1 if count < _ALONE else min(torch.get_num_threads(), groups)
 
-        free = self.free[way, type(model.next_state)]
+        free = self.free[way, lanes, type(model.next_state)]
 
         def share(i: int) -> None:
             try:
                 memory = free.pop()
             except IndexError:
-                memory = _memory(model, terms.shape[2], way)
+                memory = _memory(model, terms.shape[2], way, lanes)
             room, work, own = memory
             given = model if owners is None else Models(*world.tables, owners, own)
             bounds = (i * groups // threads, (i + 1) * groups // threads)
             kernel(
                 *(given, self.kinds, terms, *arguments),
-                *(order, *bounds, room, work, width_of(LANES if way else None)),
+                *(order, *bounds, room, work, width_of(lanes)),
             )
             free.append(memory)
 
@@ -153,11 +158,11 @@ class Groups:
     def _run_single(
         self, model: Model, terms: Floats, kernel: Callable[..., None], *arguments: Any
     ) -> None:
-        free = self.free[0, type(model.next_state)]
+        free = self.free[0, None, type(model.next_state)]
         try:
             memory = free.pop()
         except IndexError:
-            memory = _memory(model, terms.shape[2], 0)
+            memory = _memory(model, terms.shape[2], 0, None)
         kernel(model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2], None)
         free.append(memory)
 
@@ -168,9 +173,9 @@ def _empty(world: World, count: int) -> tuple[Floats, Floats]:
     return np.empty((num_rows, world.mdp.num_actions)), np.empty(num_rows)
 
 
-def _memory(model: Model, numbers: int, way: int) -> tuple[Room, Work, Model]:
+def _memory(model: Model, numbers: int, way: int, lanes: int | None) -> tuple[Room, Work, Model]:
     """Allocate memory for a group; `numbers` is the number of weights and `way` as in `_run`."""
-    new = allocator(LANES if way else None)
+    new = allocator(lanes)
     own = model
     if way == 2:
         tables = (model.next_state, model.arrivals, model.initial)
@@ -180,12 +185,12 @@ def _memory(model: Model, numbers: int, way: int) -> tuple[Room, Work, Model]:
 
 
 @lru_cache(16)
-def plain_order(count: int) -> Ints:
+def plain_order(count: int, lanes: int = LANES) -> Ints:
     """The elements of a batch in groups; copies of the last element fill the last group."""
-    return np.minimum(np.arange(-(-count // LANES) * LANES), count - 1)
+    return np.minimum(np.arange(-(-count // lanes) * lanes), count - 1)
 
 
-def order_of(kinds: Any) -> Ints:
+def order_of(kinds: Any, lanes: int = LANES) -> Ints:
     """`plain_order` for each kind of elements, one after the other."""
     parts = [(kinds == kind).nonzero()[0] for kind in np.unique(kinds)]
-    return np.concatenate([np.arange(0), *(part[plain_order(len(part))] for part in parts)])
+    return np.concatenate([np.arange(0), *(part[plain_order(len(part), lanes)] for part in parts)])
