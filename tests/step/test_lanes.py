@@ -109,14 +109,15 @@ def test_every_group_has_one_kind():
 
 @pytest.mark.parametrize("name", REGULARIZERS)
 def test_a_sparse_batch_is_that_of_the_dense_mdp(name):
-    """Also where the numbers of iterations differ much, and where lanes are certified one by one."""
+    """Also where lanes need very different numbers of iterations."""
     expected, found = (
         run(occ.FTRLStep(mdp, REGULARIZERS[name]()), torch.arange(COUNT)) for mdp in MDPS.values()
     )
-    assert torch.equal(found[2].converged, expected[2].converged)
+    assert torch.equal(found[2][:, 0], expected[2][:, 0])  # the status
     for ours, theirs in zip(found[:2] + found[3:], expected[:2] + expected[3:], strict=True):
-        scale = theirs.detach().flatten(1).abs().amax(1).reshape(-1, *[1] * (theirs.dim() - 1))
-        assert bool(((ours - theirs).abs() <= 1e-9 * scale).all())
+        for own, other in zip(ours, theirs, strict=True):
+            scale = float(other.detach().abs().max())
+            torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-9 * scale)
 
 
 @pytest.mark.bits
