@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torch_occ as occ
-from experiments import wide, wide_crossover
+from experiments import wide, wide_crossover, wide_seeds
 from torch_occ.step import kkt
 
 
@@ -44,6 +44,16 @@ def test_the_experiment_leaves_a_table_and_a_picture(tmp_path, monkeypatch, caps
     assert [(row["pairs"], row["clarabel"]) for row in rows] == [("60", ""), ("135", "")]
     assert all(float(row["dual_residual"]) < 1e-10 for row in rows)
     assert "(3, 70, 2)" in capsys.readouterr().out
+
+
+def test_lanes_and_plain_arrays_take_turns(monkeypatch, capsys):
+    monkeypatch.setitem(wide_seeds.WORLDS, "tiny", (lambda: wide.grid(2, 3), 3, 4))
+    args = wide_seeds.Args(worlds=("tiny",), betas=(0.5,), repeats=1, shorten=2)
+    wide_seeds.main(args)
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| tiny")]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[:5] == ["tiny", "60", "120", "0.5", "3"]
+    assert all(float(cell.replace(",", "")) > 0 for cell in cells[5:])
 
 
 def test_the_exponent_is_a_slope():
