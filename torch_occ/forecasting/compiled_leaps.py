@@ -11,8 +11,7 @@ from torch_occ._support.threads import for_each
 from torch_occ.forecasting.course import WIDEST, Course
 from torch_occ.game.estimators import CentredEstimator, ImportanceWeighted, ReducedVariance
 from torch_occ.kernels.lanes.arrays import allocator, width_of
-from torch_occ.kernels.lanes.vectors import LANES
-from torch_occ.kernels.layout import Terms, make_work, narrow
+from torch_occ.kernels.layout import Terms, lanes_in, make_work
 from torch_occ.kernels.play.episodes import NOISE
 from torch_occ.kernels.play.leaps import LEAPS, UNCERTIFIED, Particle, Way, leap_to_the_end
 from torch_occ.mdp.layered import LayeredMDP
@@ -64,7 +63,7 @@ def leap_compiled(
         )
     log_weights = torch.where(weights == 0, 1.0, weights.abs()).log().contiguous().numpy()
     model = model_of(mdp)
-    lanes = LANES if narrow(model) else None
+    lanes = lanes_in(model, particles)
     width, new = lanes or 1, allocator(lanes)
     terms = Terms(*kinds_of(found), new(*exponents.shape))
     terms.exponent.T[...] = exponents  # the lanes are the last axis

@@ -23,7 +23,7 @@ from torch_occ._support.caching import keep
 from torch_occ._support.private import NO_REFERENCE_COUNTS
 from torch_occ.kernels.constants import SQUARE
 from torch_occ.kernels.lanes.arrays import Shared
-from torch_occ.kernels.lanes.vectors import FEW_LANES, LANES
+from torch_occ.kernels.lanes.vectors import FEW_LANES, LANES, lanes_for
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Floats = NDArray[np.float64]
@@ -271,6 +271,16 @@ def few_lanes(model: Model) -> int:
     With sparse transitions, memory limits the speed, and a lane that is not used costs as much.
     """
     return 1 if isinstance(model.next_state, Rows) else FEW_LANES
+
+
+def lanes_in(model: Model, count: int) -> int | None:
+    """The number of lanes for a batch; None for plain arrays.
+
+    With dense transitions it is LANES for any batch, so that kernels are compiled once.
+    """
+    if not narrow(model):
+        return None
+    return lanes_for(count, few_lanes(model)) if isinstance(model.next_state, Rows) else LANES
 
 
 @inlined

@@ -17,8 +17,7 @@ from torch_occ._support.streams import Purpose, uniforms
 from torch_occ._support.threads import for_each
 from torch_occ.game.losses import LossProcess, Stationary
 from torch_occ.kernels.lanes.arrays import allocator, width_of
-from torch_occ.kernels.lanes.vectors import LANES
-from torch_occ.kernels.layout import Floats, Terms, make_work, narrow
+from torch_occ.kernels.layout import Floats, Terms, lanes_in, make_work
 from torch_occ.kernels.play.episodes import NOISE
 from torch_occ.kernels.play.tangents import (
     COST,
@@ -73,7 +72,7 @@ def play_compiled(
         step.options.tolerance_in(torch.float64),
         step.options.max_steps,
     )
-    lanes = LANES if narrow(model) else None
+    lanes = lanes_in(model, N)
     width, new = lanes or 1, allocator(lanes)
     groups = [seeds[i : i + width] for i in range(0, N, width)]
     shapes = ((num_pairs,), (num_pairs,), (P, num_pairs), (P, num_pairs), (P,), (1,))

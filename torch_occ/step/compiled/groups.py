@@ -18,18 +18,16 @@ import torch
 from torch_occ._support.compiling import compile_message
 from torch_occ._support.threads import for_each
 from torch_occ.kernels.lanes.arrays import allocator, width_of
-from torch_occ.kernels.lanes.vectors import LANES, lanes_for
+from torch_occ.kernels.lanes.vectors import LANES
 from torch_occ.kernels.layout import (
     Bools,
     Floats,
     Ints,
     Kinds,
     Model,
-    Rows,
     Work,
-    few_lanes,
+    lanes_in,
     make_work,
-    narrow,
 )
 from torch_occ.kernels.solver.batches import (
     Room,
@@ -123,10 +121,8 @@ class Groups:
             return
         count = batch.numel()
         owners = world.owners(batch) if world.batch_shape else None
-        way = 0 if not narrow(model) else 1 if owners is None else 2
-        lanes = None if way == 0 else LANES
-        if way and isinstance(model.next_state, Rows):
-            lanes = lanes_for(count, few_lanes(model))
+        lanes = lanes_in(model, count)
+        way = 0 if lanes is None else 1 if owners is None else 2
         if lanes is None:
             order = np.arange(count)
         elif owners is not None:
