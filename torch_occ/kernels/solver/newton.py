@@ -31,6 +31,7 @@ from torch_occ.kernels.layout import (
     LIFT,
     PAIR,
     PLAN,
+    ROOT,
     TRIAL,
     Floats,
     Model,
@@ -40,8 +41,8 @@ from torch_occ.kernels.layout import (
     Work,
     ahead,
     finite,
-    kernel,
     part,
+    routine,
     span,
 )
 from torch_occ.kernels.solver.certificate import certify, fit_multipliers, is_convex
@@ -66,7 +67,7 @@ SHORT = 1e-2
 COARSE = 0.25
 
 
-@kernel
+@routine
 def descend(
     model: Model,
     terms: Terms,
@@ -107,9 +108,11 @@ def descend(
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
     complement = uses(terms, COMPLEMENT)
+    # How far q has moved since its derivatives were computed.
+    moved = where((stale < np.inf) & (work.stale[4] > 0.0), 0.0, np.inf)
     running = running & (steps < max_steps)
     while True:
-        derive(model, terms, weights, work)
+        derive(model, terms, weights, moved, work)
         if complement and model.conserved:
             lift(model, running, work)
         if not anywhere(running):
@@ -130,11 +133,9 @@ def descend(
         patience = where(progress, STALL_AFTER, patience - 1.0)
         best = min(best, moved)
         done = ((moved <= ROOT_EPS) & (stale * moved <= LEFT)) | (patience == 0.0)
-        for i in range(num_pairs):
-            pairs[TRIAL, i] = pairs[PAIR, i] + pairs[DQ, i]
+        back = running & (done | (moved > SHORT))
         if anywhere(running & (fall > 0.5)):
             shorten(model, fall, work)
-        back = running & (done | (moved > SHORT))
         if anywhere(back):
             alive = retract(model, TRIAL, back, work)
             status = where(back & (not alive), UNDERFLOW, status)
@@ -151,8 +152,9 @@ def descend(
         following = (stale + moved) * moved
         stale = where(running, stale + 2.0 * moved, stale)
         refresh = stale * following > LIKELY
+        moved = where(running, moved, 0.0)
         running = running & (not done) & (steps < max_steps)
-    work.stale[0] = stale
+    work.stale[0], work.stale[4] = stale, 1.0
     follow_multipliers(model, work)
     dual, flow = certify(model, complement, fine, work)
     unsure = (status == STALLED) & (not (dual <= tolerance))
@@ -182,7 +184,7 @@ def follow_multipliers(model: Model, work: Work) -> None:
             pairs[AHEAD, i] = ahead(model.next_state, i, states, V, behind, after)
 
 
-@kernel
+@routine
 def shorten(model: Model, fall: Any, work: Work) -> None:
     """Write q + dq / (1 + fall) into TRIAL where the fall is more than 1/2.
 
@@ -195,7 +197,7 @@ def shorten(model: Model, fall: Any, work: Work) -> None:
             pairs[TRIAL, i] = where(fall > 0.5, pairs[PAIR, i] * left, pairs[TRIAL, i])
 
 
-@kernel
+@routine
 def lift(model: Model, anew: Any, work: Work) -> None:
     """Subtract from the gradient of every layer its entry at the layer's likeliest pair.
 
@@ -216,7 +218,7 @@ def lift(model: Model, anew: Any, work: Work) -> None:
                 pairs[GRADIENT, i] -= constant
 
 
-@kernel
+@routine
 def put_back(model: Model, work: Work) -> None:
     """Add the constants that `lift` subtracted to the multipliers."""
     total = 0.0
@@ -266,15 +268,17 @@ def floor_pairs(model: Model, work: Work) -> None:
 def measure(model: Model, work: Work) -> tuple[Any, Any, Any]:
     """The squared decrement, and the largest relative decrease and relative change of a pair.
 
+    TRIAL receives q + dq.
     The other arguments are sums of pairs, so none has a larger relative decrease than its parts.
     """
     pairs, exists = work.pairs, model.exists
     squared, fall, moved, bad = 0.0, -np.inf, 0.0, 0.0
     for i in range(pairs.shape[1]):
+        dq = pairs[DQ, i]
+        pairs[TRIAL, i] = pairs[PAIR, i] + dq
         if exists[PAIR, i]:
-            dq = pairs[DQ, i]
             squared -= (pairs[GRADIENT, i] + pairs[GAPS, i]) * dq
-            relative = dq / pairs[PAIR, i]
+            relative = dq * (pairs[PAIR + ROOT, i] * pairs[PAIR + ROOT, i])
             bad += relative - relative  # stays 0 unless something is not finite
             fall = max(fall, -relative)
             moved = max(moved, abs(relative))
