@@ -41,6 +41,7 @@ from torch_occ.kernels.layout import (
     Work,
     ahead,
     finite,
+    inlined,
     part,
     routine,
     span,
@@ -56,9 +57,9 @@ SMALLEST, ROOT_EPS = TINY / EPS, EPS**0.5
 #: Bounds on the error from stale factors, relative to q. LEFT bounds the error at the end.
 #: Factors are reused if the predicted error is at most LIKELY.
 LEFT, LIKELY = 1e-5 * EPS**0.5, 3e-14
-#: Factors from an earlier solve are used if their relative error is at most WORTH, and at most OFTEN
-#: times the relative change m of q in recent first steps. Then a step with them leaves an error of
-#: at most 4 m^2, and a Newton step one of m^2. This was measured to take no more steps.
+#: Factors from an earlier solve are used if their relative error is at most WORTH, and at most
+#: OFTEN times the relative change m of q in recent first steps. Then a step with them leaves an
+#: error of at most 4 m^2, and a Newton step one of m^2. This was measured to take no more steps.
 WORTH, OFTEN = 0.1, 3.0
 #: Steps with no relative change of a pair above this stay on the manifold up to rounding. They are
 #: not followed by a retraction, except for the last.
@@ -188,12 +189,13 @@ def follow_multipliers(model: Model, work: Work) -> None:
 def shorten(model: Model, fall: Any, work: Work) -> None:
     """Write q + dq / (1 + fall) into TRIAL where the fall is more than 1/2.
 
-    The sum is rearranged, because this formula rounds to zero if the fall is above 1/eps.
+    The sum is rearranged, because this formula rounds to zero if the fall is above 1/eps. Where the
+    fall is largest, its two terms cancel exactly.
     """
     pairs, length = work.pairs, 1.0 / (1.0 + fall)
     for i in range(pairs.shape[1]):
         if model.exists[PAIR, i]:
-            left = length * (1.0 + (fall + pairs[DQ, i] / pairs[PAIR, i]))
+            left = length * (1.0 + (fall + relative_change(i, pairs)))
             pairs[TRIAL, i] = where(fall > 0.5, pairs[PAIR, i] * left, pairs[TRIAL, i])
 
 
@@ -264,6 +266,12 @@ def floor_pairs(model: Model, work: Work) -> None:
             work.pairs[PAIR, i] = max(work.pairs[PAIR, i], SMALLEST)
 
 
+@inlined
+def relative_change(i: int, pairs: Floats) -> Any:
+    """dq / q at pair i."""
+    return pairs[DQ, i] * (pairs[PAIR + ROOT, i] * pairs[PAIR + ROOT, i])
+
+
 @part
 def measure(model: Model, work: Work) -> tuple[Any, Any, Any]:
     """The squared decrement, and the largest relative decrease and relative change of a pair.
@@ -278,7 +286,7 @@ def measure(model: Model, work: Work) -> tuple[Any, Any, Any]:
         pairs[TRIAL, i] = pairs[PAIR, i] + dq
         if exists[PAIR, i]:
             squared -= (pairs[GRADIENT, i] + pairs[GAPS, i]) * dq
-            relative = dq * (pairs[PAIR + ROOT, i] * pairs[PAIR + ROOT, i])
+            relative = relative_change(i, pairs)
             bad += relative - relative  # stays 0 unless something is not finite
             fall = max(fall, -relative)
             moved = max(moved, abs(relative))
