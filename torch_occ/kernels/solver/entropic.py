@@ -70,12 +70,11 @@ from torch_occ.kernels.solver.newton import (
     EPS,
     LEFT,
     LIKELY,
-    OFTEN,
     ROOT_EPS,
     SMALLEST,
     TINY,
-    WORTH,
     descend,
+    usable,
 )
 from torch_occ.kernels.solver.psi import X_LOG_X, varies
 from torch_occ.kernels.solver.shaping import shape_loss, shape_rarely
@@ -192,7 +191,7 @@ def settle(
     stale, status, steps, patience = work.stale[0], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
     best, decrement, first = np.inf, 0.0, True
     solved = running
-    refresh = not (stale <= min(WORTH, OFTEN * work.stale[1]))
+    refresh = not (stale <= usable(work.stale[1]))
     fine = not (EPS * shape_loss(model, loss, work) <= COARSE * tolerance * weight)
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)

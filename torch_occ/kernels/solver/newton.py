@@ -57,10 +57,11 @@ SMALLEST, ROOT_EPS = TINY / EPS, EPS**0.5
 #: Bounds on the error from stale factors, relative to q. LEFT bounds the error at the end.
 #: Factors are reused if the predicted error is at most LIKELY.
 LEFT, LIKELY = 1e-5 * EPS**0.5, 3e-14
-#: Factors from an earlier solve are used if their relative error is at most WORTH, and at most
-#: OFTEN times the relative change m of q in recent first steps. Then a step with them leaves an
-#: error of at most 4 m^2, and a Newton step one of m^2. This was measured to take no more steps.
-WORTH, OFTEN = 0.1, 3.0
+#: Factors from an earlier solve are used if their relative error is small beside the relative
+#: change m of q in recent first steps: at most a tenth of it, and WORTH. While m is below CALM,
+#: three times m is small enough: then two more steps with new factors reach the accuracy that ends
+#: a solve, as after a Newton step.
+WORTH, CALM = 1e-3, 5e-3
 #: Steps with no relative change of a pair above this stay on the manifold up to rounding. They are
 #: not followed by a retraction, except for the last.
 SHORT = 1e-2
@@ -103,7 +104,7 @@ def descend(
         np.inf,
         np.inf,
     )
-    refresh = not (stale <= min(WORTH, OFTEN * work.stale[1]))
+    refresh = not (stale <= usable(work.stale[1]))
     largest = shape_loss(model, loss, work)
     fine = not (EPS * largest <= COARSE * tolerance * least_unit(terms, weights))
     if anywhere(fine):
@@ -136,7 +137,7 @@ def descend(
         done = ((moved <= ROOT_EPS) & (stale * moved <= LEFT)) | (patience == 0.0)
         back = running & (done | (moved > SHORT))
         if anywhere(running & (fall > 0.5)):
-            shorten(model, fall, work)
+            shorten(model, fall > 0.5, work)
         if anywhere(back):
             alive = retract(model, TRIAL, back, work)
             status = where(back & (not alive), UNDERFLOW, status)
@@ -171,6 +172,12 @@ def descend(
     return status, steps, sqrt(max(decrement, 0.0)), flow, dual
 
 
+@inlined
+def usable(recent: Any) -> Any:
+    """The largest error of factors from an earlier solve, by the change in recent first steps."""
+    return where(recent < CALM, 3.0 * recent, min(WORTH, 0.1 * recent))
+
+
 @part
 def follow_multipliers(model: Model, work: Work) -> None:
     """Copy the multipliers of the last Newton step to V, and compute what a certificate reads."""
@@ -186,17 +193,21 @@ def follow_multipliers(model: Model, work: Work) -> None:
 
 
 @routine
-def shorten(model: Model, fall: Any, work: Work) -> None:
-    """Write q + dq / (1 + fall) into TRIAL where the fall is more than 1/2.
+def shorten(model: Model, wanted: Any, work: Work) -> None:
+    """Write q + dq / (1 + fall) into TRIAL where `wanted`; fall is the largest relative decrease.
 
-    The sum is rearranged, because this formula rounds to zero if the fall is above 1/eps. Where the
-    fall is largest, its two terms cancel exactly.
+    The sum is rearranged, because this formula rounds to zero if the fall is above 1/eps. The fall
+    is a quotient, so that it cancels exactly at its own pair.
     """
-    pairs, length = work.pairs, 1.0 / (1.0 + fall)
+    pairs, exists, fall = work.pairs, model.exists, 0.0
     for i in range(pairs.shape[1]):
-        if model.exists[PAIR, i]:
-            left = length * (1.0 + (fall + relative_change(i, pairs)))
-            pairs[TRIAL, i] = where(fall > 0.5, pairs[PAIR, i] * left, pairs[TRIAL, i])
+        if exists[PAIR, i]:
+            fall = max(fall, -(pairs[DQ, i] / pairs[PAIR, i]))
+    length = 1.0 / (1.0 + fall)
+    for i in range(pairs.shape[1]):
+        if exists[PAIR, i]:
+            left = length * (1.0 + (fall + pairs[DQ, i] / pairs[PAIR, i]))
+            pairs[TRIAL, i] = where(wanted, pairs[PAIR, i] * left, pairs[TRIAL, i])
 
 
 @routine
@@ -266,12 +277,6 @@ def floor_pairs(model: Model, work: Work) -> None:
             work.pairs[PAIR, i] = max(work.pairs[PAIR, i], SMALLEST)
 
 
-@inlined
-def relative_change(i: int, pairs: Floats) -> Any:
-    """dq / q at pair i."""
-    return pairs[DQ, i] * (pairs[PAIR + ROOT, i] * pairs[PAIR + ROOT, i])
-
-
 @part
 def measure(model: Model, work: Work) -> tuple[Any, Any, Any]:
     """The squared decrement, and the largest relative decrease and relative change of a pair.
@@ -286,7 +291,7 @@ def measure(model: Model, work: Work) -> tuple[Any, Any, Any]:
         pairs[TRIAL, i] = pairs[PAIR, i] + dq
         if exists[PAIR, i]:
             squared -= (pairs[GRADIENT, i] + pairs[GAPS, i]) * dq
-            relative = relative_change(i, pairs)
+            relative = dq * (pairs[PAIR + ROOT, i] * pairs[PAIR + ROOT, i])
             bad += relative - relative  # stays 0 unless something is not finite
             fall = max(fall, -relative)
             moved = max(moved, abs(relative))
