@@ -136,7 +136,7 @@ class AdaptivePlayer(EnginePlayer):
                 weights,
                 before,
                 means,
-                numbers,
+                numbers[0],
                 rules,
                 self.manner,
                 tally,

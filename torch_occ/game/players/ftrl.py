@@ -21,8 +21,7 @@ from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.engine import EnginePlayer, OverTime
 from torch_occ.kernels.lanes.arrays import allocator, gather, width_of
-from torch_occ.kernels.lanes.vectors import lanes_for
-from torch_occ.kernels.layout import Floats, Terms, Work, make_work, narrow
+from torch_occ.kernels.layout import Floats, Terms, Work, narrow
 from torch_occ.kernels.play.episodes import (
     FULL_INFORMATION,
     IMPLICIT_EXPLORATION,
@@ -68,7 +67,6 @@ class FTRLPlayer(EnginePlayer):
         self.ftrl = learner
         self.middle = interior_point(learner.mdp).detach().numpy().flatten()
         self.valid: list[Any] = []  # the last values of the parameters that were valid
-        self.works: dict[int, Work] = {}  # by group of seeds, with the factors of the last episode
         regularizer, own = learner.step.regularizer, learner.estimator
         with torch.no_grad():
             found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
@@ -114,7 +112,7 @@ class FTRLPlayer(EnginePlayer):
                 weights,
                 run.t,
                 means,
-                numbers.reshape(-1, *numbers.shape[-3:]),
+                numbers,
                 seen[group * width : (group + 1) * width],
                 rules,
                 tally,
@@ -128,10 +126,6 @@ class FTRLPlayer(EnginePlayer):
 
         return play_group
 
-    def lanes(self, run: Simulation) -> int | None:
-        """The number of seeds that are played together in lanes; None in plain arrays."""
-        return lanes_for(len(run.seeds)) if self.in_lanes else None
-
     def terms_in(self, lanes: int | None) -> Terms:
         """The terms, with the same exponents in every lane."""
         if lanes is None:
@@ -139,12 +133,8 @@ class FTRLPlayer(EnginePlayer):
         return self.terms._replace(exponent=gather([self.terms.exponent], [0] * lanes))
 
     def work(self, group: int, lanes: int | None, numbers: Floats) -> Work:
-        """The scratch memory of a group of seeds; lanes without random numbers are not in use."""
-        if group not in self.works:
-            self.works[group] = make_work(self.model, allocator(lanes))
-            if lanes is not None:
-                self.works[group].stale[3, len(numbers) :] = 0.0
-        return self.works[group]
+        """The scratch memory of a group of seeds, with the factors of the last episode."""
+        return self.scratch(group, lambda: self.new_work(lanes, numbers))
 
     def rules(self, noise: str, t: range) -> Rules:
         options = self.ftrl.step.options

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.ossb import AIM, OSSB
 from torch_occ.game.learners.thompson import Thompson
+from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.baselines import EmpiricalPlayer
-from torch_occ.kernels.layout import Floats, make_work
+from torch_occ.kernels.layout import Floats
 from torch_occ.kernels.play.episodes import Tally
 from torch_occ.kernels.play.indices import KL_UCB, THOMPSON, Goals, play_goals, play_indices
+from torch_occ.mdp.layered import LayeredMDP
 
 if TYPE_CHECKING:
     from torch_occ.game.simulation import Simulation
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
 
 class IndexPlayer(EmpiricalPlayer):
     """Plays `KLUCB` and `Thompson`."""
+
+    def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
+        super().__init__(mdp, learner, losses)
+        self.in_lanes = False
 
     def prepare(
         self, run: Simulation, t: range, tables: Tensor | None
@@ -30,6 +37,7 @@ class IndexPlayer(EmpiricalPlayer):
         visits = self.learner.state["visits"].numpy().reshape(len(run.seeds), -1)
 
         def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
+            work, blank = self.scratch(seed, lambda: self.make(None))
             play_indices(
                 self.model,
                 kind,
@@ -40,9 +48,9 @@ class IndexPlayer(EmpiricalPlayer):
                 numbers,
                 rules,
                 tally,
-                visits[seed],
+                blank._replace(visits=visits[seed], losses=tally.cumulative_loss),
                 np.zeros(visits.shape[1]),
-                make_work(self.model),
+                work,
             )
 
         return play_seed
@@ -51,22 +59,27 @@ class IndexPlayer(EmpiricalPlayer):
 class GoalPlayer(EmpiricalPlayer):
     """Plays `OSSB`. The learner makes the plans; the kernel plays from one to the next."""
 
+    def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
+        super().__init__(mdp, learner, losses)
+        self.in_lanes = False
+
     def prepare(
         self, run: Simulation, t: range, tables: Tensor | None
     ) -> Callable[[int, Floats, Floats, Tally], None]:
         learner, rules = self.learner, self.rules(run.losses.noise, t)
         assert isinstance(learner, OSSB)
         state, count, before = learner.state, len(run.seeds), run.t
-        per_pair = [
+        visits, *per_pair = (
             state[x].numpy().reshape(count, -1) for x in ("visits", "goals", "tries", "due")
-        ]
+        )
         per_state = [state[name].numpy() for name in ("greedy", "visited")]
         explored = state["explored"].numpy().reshape(count, 1)
         possible = learner.pairs.numpy().ravel()
 
         def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            goals = Goals(*(x[seed] for x in (*per_pair, *per_state, explored)))
-            index, work, played = np.zeros(len(possible)), make_work(self.model), 0
+            work, blank = self.scratch(seed, lambda: self.make(None))
+            seen, played = blank._replace(visits=visits[seed], losses=tally.cumulative_loss), 0
+            goals = Goals(seen, *(x[seed] for x in (*per_pair, *per_state, explored)))
             while True:
                 played = play_goals(
                     self.model,
@@ -81,10 +94,9 @@ class GoalPlayer(EmpiricalPlayer):
                     rules,
                     tally,
                     goals,
-                    index,
                     work,
                 )
-                if played == len(numbers):
+                if played == numbers.shape[1]:
                     return
                 learner.renew(before + played + 1, seed)
 

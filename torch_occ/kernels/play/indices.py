@@ -10,30 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torch_occ.kernels.constants import KL_STEPS, KL_TOLERANCE, TIE
-from torch_occ.kernels.layout import (
-    PAIR,
-    PLAN,
-    TRIAL,
-    Bools,
-    Floats,
-    Ints,
-    Model,
-    Work,
-    ahead,
-    kernel,
-    part,
-)
-from torch_occ.kernels.play.baselines import follow, occupy
-from torch_occ.kernels.play.episodes import (
-    EXPECTED,
-    REALISED,
-    Rules,
-    Tally,
-    add_moments,
-    favour,
-)
-from torch_occ.kernels.play.planning import enter
+from torch_occ.kernels.constants import KL_STEPS, KL_TOLERANCE
+from torch_occ.kernels.layout import PAIR, TRIAL, Bools, Floats, Ints, Model, Work, kernel, part
+from torch_occ.kernels.play.baselines import CHOICE, Seen, average, plan, play_plan
+from torch_occ.kernels.play.episodes import Rules, Tally, favour
 from torch_occ.kernels.play.sampling import beta
 
 KL_UCB, THOMPSON = 0, 1
@@ -47,40 +27,37 @@ def play_indices(
     before: int,  # the number of the previous episode
     logs: Floats,  # (n,), log t
     means: Floats,  # (n or 1, S * A)
-    numbers: Floats,  # (n, L, 3)
+    numbers: Floats,  # (1, n, L, 3)
     rules: Rules,
     tally: Tally,
-    visits: Floats,  # (S * A,)
+    seen: Seen,
     index: Floats,  # (S * A,), scratch
     work: Work,
 ) -> None:
-    """Play n episodes. The tally's `cumulative_loss` holds the sums of the observed losses."""
-    q, losses, scalars = tally.q, tally.cumulative_loss, tally.scalars
+    """Play n episodes."""
+    average(seen, 0.0)
     for i in range(len(index)):
         index[i] = 0.0
-    for t in range(len(numbers)):
-        row = min(t, len(means) - 1)
+    for t in range(numbers.shape[1]):
         if t > 0 and rules.greedy:
-            favour(model, q, means)
+            favour(model, tally.q, means)
         for i in range(len(index)):
             if model.exists[PAIR, i]:
                 if kind == THOMPSON:
-                    failures = max(visits[i] - losses[i], 0.0)
-                    index[i] = beta(seed, before + t + 1, i, 1.0 + losses[i], 1.0 + failures)
-                elif visits[i] > 0.0:
+                    failures = max(seen.visits[i] - seen.losses[i], 0.0)
+                    index[i] = beta(seed, before + t + 1, i, 1.0 + seen.losses[i], 1.0 + failures)
+                elif seen.visits[i] > 0.0:
                     # The last index is close to this one.
-                    index[i] = kl_lower(losses[i] / visits[i], logs[t] / visits[i], index[i])
-        plan_for(model, index, work)
-        occupy(model, q, work)
-        scalars[EXPECTED] += enter(means, row, tally)
-        add_moments(rules, means, row, t, len(numbers), tally.second_moment)
-        scalars[REALISED] += follow(model, rules, t, means, row, numbers, losses, visits, work)
+                    index[i] = kl_lower(seen.mean[i], logs[t] / seen.visits[i], index[i])
+            work.pairs[TRIAL, i] = index[i]
+        plan(model, work)
+        play_plan(model, rules, t, means, numbers, tally, seen, work)
 
 
 class Goals(NamedTuple):
     """The state of `OSSB` for one seed, updated in place; its docstring says what the parts are."""
 
-    visits: Floats  # (S * A,)
+    seen: Seen
     goals: Floats  # (S * A,)
     tries: Floats  # (S * A,)
     due: Floats  # (S * A,)
@@ -99,53 +76,49 @@ def play_goals(
     first: int,  # how many of the n episodes were played
     renewal: float,  # the episode in which a new plan is due
     means: Floats,  # (n or 1, S * A)
-    numbers: Floats,  # (n, L, 3)
+    numbers: Floats,  # (1, n, L, 3)
     rules: Rules,
     tally: Tally,
     state: Goals,
-    index: Floats,  # (S * A,), scratch
     work: Work,
 ) -> int:
     """Play episodes of `OSSB` until a new plan is due.
 
-    Returns how many of the n episodes were played, in all. The tally's `cumulative_loss` holds the
-    sums of the observed losses.
+    Returns how many of the n episodes were played, in all.
     """
-    q, losses, scalars, visits = tally.q, tally.cumulative_loss, tally.scalars, state.visits
-    for t in range(first, len(numbers)):
+    seen, loss = state.seen, work.pairs
+    visits = seen.visits
+    average(seen, 0.0)
+    for t in range(first, numbers.shape[1]):
         if before + t + 1 >= renewal:
             return t
         for i in range(len(visits)):
             if visits[i] >= state.due[i]:
                 return t
-        row = min(t, len(means) - 1)
         if t > 0 and rules.greedy:
-            favour(model, q, means)
+            favour(model, tally.q, means)
         rare = choose(model, pairs, floor, state, work)
         if rare >= 0:
             for i in range(len(visits)):
-                index[i] = min(max(losses[i] / max(visits[i], 1.0), 0.0), 1.0)
-            index[rare] -= aim
-            plan_for(model, index, work)
+                loss[TRIAL, i] = min(max(seen.mean[i], 0.0), 1.0)
+            loss[TRIAL, rare] -= aim
+            plan(model, work)
             state.tries[rare] += 1.0
-        occupy(model, q, work)
-        scalars[EXPECTED] += enter(means, row, tally)
-        add_moments(rules, means, row, t, len(numbers), tally.second_moment)
         familiar = greedy_visits(model, state)
-        scalars[REALISED] += follow(model, rules, t, means, row, numbers, losses, visits, work)
+        play_plan(model, rules, t, means, numbers, tally, seen, work)
         if greedy_visits(model, state) - familiar < len(model.start) - 1:
             state.explored[0] += 1.0
-    return len(numbers)
+    return numbers.shape[1]
 
 
 @kernel
 def choose(model: Model, pairs: Bools, floor: float, state: Goals, work: Work) -> int:
-    """Write the pair that each state plays to `work.softest`.
+    """Write the pair that each state plays to row CHOICE of the states.
 
     Returns the pair that is to be played for instead, or -1.
     """
     visits, num_actions, exploring, rare, fewest = (
-        state.visits,
+        state.seen.visits,
         model.num_actions,
         False,
         -1,
@@ -154,11 +127,11 @@ def choose(model: Model, pairs: Bools, floor: float, state: Goals, work: Work) -
     for s in range(len(state.greedy)):
         known = s * num_actions + state.greedy[s]
         least = visits[known] if state.visited[s] else np.inf
-        work.softest[s] = known
+        work.states[CHOICE, s] = float(known)
         for i in range(s * num_actions, (s + 1) * num_actions):
             if state.goals[i] > visits[i] and visits[i] < least:
                 least = visits[i]
-                work.softest[s] = i
+                work.states[CHOICE, s] = float(i)
                 exploring = exploring or state.visited[s]
             if pairs[i] and visits[i] + state.tries[i] < fewest:
                 fewest = visits[i] + state.tries[i]
@@ -173,7 +146,7 @@ def greedy_visits(model: Model, state: Goals) -> float:
     """The visits of the pairs that the greedy policy plays."""
     total = 0.0
     for s in range(len(state.greedy)):
-        total += state.visits[s * model.num_actions + state.greedy[s]]
+        total += state.seen.visits[s * model.num_actions + state.greedy[s]]
     return total
 
 
@@ -208,29 +181,3 @@ def kl_lower(mean: float, width: float, guess: float) -> float:
         if abs(step) <= KL_TOLERANCE:
             break
     return min(np.exp(x), mean)
-
-
-@kernel
-def plan_for(model: Model, loss: Floats, work: Work) -> None:
-    """Backward induction for a loss; `work.softest` receives the pair that each state plays.
-
-    Ties are broken as in `torch_occ.mdp.occupancy.cheapest`.
-    """
-    start, num_actions, states, pairs = model.start, model.num_actions, work.states, work.pairs
-    for k in range(len(start) - 2, -1, -1):
-        behind = start[k + 1]
-        after = start[k + 2] - behind if k + 2 < len(start) else 0
-        for s in range(start[k], behind):
-            best = np.inf
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                if model.exists[PAIR, i]:
-                    pairs[TRIAL, i] = loss[i] + ahead(
-                        model.next_state, i, states, PLAN, behind, after
-                    )
-                    best = min(best, pairs[TRIAL, i])
-            states[PLAN, s] = best
-            limit = best + TIE * max(1.0, abs(best))
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                if model.exists[PAIR, i] and pairs[TRIAL, i] <= limit:
-                    work.softest[s] = i
-                    break
