@@ -62,6 +62,13 @@ LEARNERS = {
         mdp, PSI["powers"](mdp), occ.ReducedVariance(occ.Polynomial(0.2, 0.37))
     ),
     "full information": lambda mdp: occ.FTRL(mdp, PSI["paper"](mdp), occ.FullInformation()),
+    "adaptive rates": lambda mdp: occ.AdaptiveFTRL.optimistic(mdp, 300),
+    "matching rates": lambda mdp: occ.AdaptiveFTRL(
+        mdp, occ.Tsallis(0.5), occ.GradientHints(), occ.StabilityPenaltyMatching()
+    ),
+    "corrected": occ.CorrectedFTRL,
+    "ucbvi": lambda mdp: occ.UCBVI(mdp, 300),
+    "euler": lambda mdp: occ.StrongEuler(mdp, 0.1),
     "optimistic": occ.OptimisticValueIteration,
     "leader": occ.FollowTheLeader,
     "best": lambda mdp: occ.FixedPolicy.best_in_hindsight(mdp, random_loss(mdp, seed=1)),
@@ -123,12 +130,14 @@ def test_so_it_has_with_every_learner(learner):
 
 
 @pytest.mark.parametrize("mdp", ["sparse", "one layer"])
-@pytest.mark.parametrize("learner", ["powers", "optimistic"])
+@pytest.mark.parametrize("learner", ["powers", "adaptive rates", "optimistic", "euler"])
 def test_so_it_has_in_every_mdp(learner, mdp):
     check_every_batch(learner, "front", MDPS[mdp])
 
 
-@pytest.mark.parametrize("learner", ["powers", "reduced variance", "optimistic"])
+@pytest.mark.parametrize(
+    "learner", ["powers", "reduced variance", "matching rates", "optimistic", "ucbvi"]
+)
 def test_neither_checkpoints_nor_the_length_of_a_run_change_a_bit(learner):
     """3,000 episodes end in the second block of weights, and some stretch lies across its edge."""
     whole = play(
@@ -143,7 +152,7 @@ def test_neither_checkpoints_nor_the_length_of_a_run_change_a_bit(learner):
     assert torch.equal(shorter.regret[:, 0], whole.regret[:, 3])
 
 
-@pytest.mark.parametrize("learner", ["powers", "optimistic"])
+@pytest.mark.parametrize("learner", ["powers", "adaptive rates", "optimistic", "euler"])
 def test_a_continued_run_has_the_bits_of_an_uninterrupted_one(learner, tmp_path):
     with OtherMachine():
         run = Simulation(
@@ -278,15 +287,18 @@ def test_on_the_other_machine_a_product_depends_on_its_batch():
 
 
 @pytest.mark.parametrize("losses", ["bernoulli", "adaptive"])
-def test_a_seed_has_the_same_bits_in_batches_of_one_to_seventeen(losses):
+@pytest.mark.parametrize(
+    "learner", ["importance weighted", "adaptive rates", "optimistic", "leader", "ucbvi", "euler"]
+)
+def test_a_seed_has_the_same_bits_in_batches_of_one_to_seventeen(learner, losses):
     """Seeds are played in lanes of two or eight, and the last group is not full."""
     seeds = list(range(17))
-    first = play("importance weighted", losses, [0])
+    first = play(learner, losses, [0])
     for count in range(2, 18):
-        same(first, play("importance weighted", losses, seeds[:count], threads=1 + count % 2), [0])
-    together = play("importance weighted", losses, seeds, episodes=300)
+        same(first, play(learner, losses, seeds[:count], threads=1 + count % 2), [0])
+    together = play(learner, losses, seeds, episodes=300)
     for seed in (0, 8, 16):
-        same(play("importance weighted", losses, [seed], episodes=300), together, [seed])
+        same(play(learner, losses, [seed], episodes=300), together, [seed])
 
 
 _OTHER_REGISTERS = """

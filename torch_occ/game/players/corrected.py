@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from torch_occ.game.learners.adaptive.corrected import CorrectedFTRL
+from torch_occ.game.players.engine import terms_in
 from torch_occ.game.players.ftrl import FTRLPlayer
 from torch_occ.kernels.lanes.arrays import allocator, width_of
 from torch_occ.kernels.layout import Floats
@@ -36,7 +37,7 @@ class CorrectedPlayer(FTRLPlayer):
             for name in ("visits", "losses", "squares")
         )
         layers, lanes = learner.mdp.horizon, self.lanes(run)
-        terms, new = self.terms_in(lanes), allocator(lanes)
+        terms, new = terms_in(self.terms, lanes), allocator(lanes)
 
         def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
             visited, lost = np.zeros(layers, np.int64), np.zeros(layers)

@@ -19,8 +19,8 @@ from torch_occ.game.estimators import (
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.losses import LossProcess
-from torch_occ.game.players.engine import EnginePlayer, OverTime
-from torch_occ.kernels.lanes.arrays import allocator, gather, width_of
+from torch_occ.game.players.engine import EnginePlayer, OverTime, terms_in
+from torch_occ.kernels.lanes.arrays import allocator, width_of
 from torch_occ.kernels.layout import Floats, Terms, Work, narrow
 from torch_occ.kernels.play.episodes import (
     FULL_INFORMATION,
@@ -103,7 +103,7 @@ class FTRLPlayer(EnginePlayer):
         seen = np.zeros((len(run.seeds), 0, 0))
         if tables is not None:
             seen = tables.flatten(-2).contiguous().numpy()
-        terms, new = self.terms_in(lanes), allocator(lanes)
+        terms, new = terms_in(self.terms, lanes), allocator(lanes)
 
         def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
             play(
@@ -125,12 +125,6 @@ class FTRLPlayer(EnginePlayer):
             )
 
         return play_group
-
-    def terms_in(self, lanes: int | None) -> Terms:
-        """The terms, with the same exponents in every lane."""
-        if lanes is None:
-            return self.terms
-        return self.terms._replace(exponent=gather([self.terms.exponent], [0] * lanes))
 
     def work(self, group: int, lanes: int | None, numbers: Floats) -> Work:
         """The scratch memory of a group of seeds, with the factors of the last episode."""
