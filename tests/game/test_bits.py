@@ -64,10 +64,15 @@ LEARNERS = {
     "full information": lambda mdp: occ.FTRL(mdp, PSI["paper"](mdp), occ.FullInformation()),
     "adaptive rates": lambda mdp: occ.AdaptiveFTRL.optimistic(mdp, 300),
     "matching rates": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.Tsallis(0.5), occ.GradientHints(), occ.StabilityPenaltyMatching()
+        mdp, occ.Tsallis(0.5), rates=occ.StabilityPenaltyMatching()
+    ),
+    "gradient hints": lambda mdp: occ.AdaptiveFTRL(
+        mdp, occ.LogBarrier(3.0), hints=occ.GradientHints()
     ),
     "corrected": occ.CorrectedFTRL,
     "ucbvi": lambda mdp: occ.UCBVI(mdp, 300),
+    "kl-ucb": occ.KLUCB,
+    "thompson": occ.Thompson,
     "euler": lambda mdp: occ.StrongEuler(mdp, 0.1),
     "optimistic": occ.OptimisticValueIteration,
     "leader": occ.FollowTheLeader,
@@ -130,7 +135,7 @@ def test_so_it_has_with_every_learner(learner):
 
 
 @pytest.mark.parametrize("mdp", ["sparse", "one layer"])
-@pytest.mark.parametrize("learner", ["powers", "adaptive rates", "optimistic", "euler"])
+@pytest.mark.parametrize("learner", ["powers", "adaptive rates", "optimistic", "kl-ucb", "euler"])
 def test_so_it_has_in_every_mdp(learner, mdp):
     check_every_batch(learner, "front", MDPS[mdp])
 
@@ -288,7 +293,8 @@ def test_on_the_other_machine_a_product_depends_on_its_batch():
 
 @pytest.mark.parametrize("losses", ["bernoulli", "adaptive"])
 @pytest.mark.parametrize(
-    "learner", ["importance weighted", "adaptive rates", "optimistic", "leader", "ucbvi", "euler"]
+    "learner",
+    ["importance weighted", "adaptive rates", "optimistic", "kl-ucb", "thompson", "ucbvi"],
 )
 def test_a_seed_has_the_same_bits_in_batches_of_one_to_seventeen(learner, losses):
     """Seeds are played in lanes of two or eight, and the last group is not full."""

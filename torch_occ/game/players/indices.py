@@ -13,9 +13,17 @@ from torch_occ.game.learners.ossb import AIM, OSSB
 from torch_occ.game.learners.thompson import Thompson
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.baselines import EmpiricalPlayer
+from torch_occ.kernels.lanes.arrays import allocator, width_of
 from torch_occ.kernels.layout import Floats
 from torch_occ.kernels.play.episodes import Tally
-from torch_occ.kernels.play.indices import KL_UCB, THOMPSON, Goals, play_goals, play_indices
+from torch_occ.kernels.play.indices import (
+    KL_UCB,
+    SERIES_ROWS,
+    THOMPSON,
+    Goals,
+    play_goals,
+    play_indices,
+)
 from torch_occ.mdp.layered import LayeredMDP
 
 if TYPE_CHECKING:
@@ -25,35 +33,36 @@ if TYPE_CHECKING:
 class IndexPlayer(EmpiricalPlayer):
     """Plays `KLUCB` and `Thompson`."""
 
-    def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
-        super().__init__(mdp, learner, losses)
-        self.in_lanes = False
-
     def prepare(
         self, run: Simulation, t: range, tables: Tensor | None
     ) -> Callable[[int, Floats, Floats, Tally], None]:
         rules, logs = self.rules(run.losses.noise, t), self.logs(t.start, t.stop)
         kind = THOMPSON if isinstance(self.learner, Thompson) else KL_UCB
         visits = self.learner.state["visits"].numpy().reshape(len(run.seeds), -1)
+        before, lanes = run.t, self.lanes(run)
+        each = lanes or 1
+        seeds = np.array([seed % 2**64 for seed in run.seeds], np.uint64)
 
-        def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            work, blank = self.scratch(seed, lambda: self.make(None))
-            play_indices(
-                self.model,
-                kind,
-                run.seeds[seed],
-                run.t,
-                logs,
-                means,
-                numbers,
-                rules,
-                tally,
-                blank._replace(visits=visits[seed], losses=tally.cumulative_loss),
-                np.zeros(visits.shape[1]),
-                work,
-            )
+        def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
+            work, blank = self.scratch(group, lambda: self.make(lanes))
+            with self.rows_of(run, group, [visits]) as own:
+                play_indices(
+                    self.model,
+                    kind,
+                    seeds[group * each : (group + 1) * each],
+                    before,
+                    logs,
+                    means,
+                    numbers,
+                    rules,
+                    tally,
+                    blank._replace(visits=own[0], losses=tally.cumulative_loss),
+                    allocator(lanes)(SERIES_ROWS, visits.shape[1]),
+                    work,
+                    width_of(lanes),
+                )
 
-        return play_seed
+        return play_group
 
 
 class GoalPlayer(EmpiricalPlayer):
