@@ -62,7 +62,7 @@ LEARNERS = {
         mdp, PSI["powers"](mdp), occ.ReducedVariance(occ.Polynomial(0.2, 0.37))
     ),
     "full information": lambda mdp: occ.FTRL(mdp, PSI["paper"](mdp), occ.FullInformation()),
-    "adaptive rates": lambda mdp: occ.AdaptiveFTRL.optimistic(mdp, 300),
+    "adaptive rates": lambda mdp: occ.AdaptiveFTRL.optimistic(mdp, 3000),
     "matching rates": lambda mdp: occ.AdaptiveFTRL(
         mdp, occ.Tsallis(0.5), rates=occ.StabilityPenaltyMatching()
     ),
@@ -70,7 +70,7 @@ LEARNERS = {
         mdp, occ.LogBarrier(3.0), hints=occ.GradientHints()
     ),
     "corrected": occ.CorrectedFTRL,
-    "ucbvi": lambda mdp: occ.UCBVI(mdp, 300),
+    "ucbvi": lambda mdp: occ.UCBVI(mdp, 3000),
     "kl-ucb": occ.KLUCB,
     "thompson": occ.Thompson,
     "euler": lambda mdp: occ.StrongEuler(mdp, 0.1),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.baselines import OptimisticValueIteration
 from torch_occ.game.losses import LossProcess
-from torch_occ.game.players.engine import EnginePlayer, OverTime
+from torch_occ.game.players.engine import EnginePlayer, OverTime, few_states
 from torch_occ.kernels.lanes.arrays import allocator, width_of
 from torch_occ.kernels.layout import Floats, Work, make_work
 from torch_occ.kernels.play.baselines import Seen, make_seen, play_empirical
@@ -27,7 +27,7 @@ class EmpiricalPlayer(EnginePlayer):
 
     def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
         super().__init__(mdp, learner, losses)
-        self.in_lanes = True
+        self.in_lanes = few_states(self.model)
         self.logs = OverTime(lambda t: t.clamp(min=2).log())
 
     def memory(self, count: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from torch_occ.game.learners.baselines import FixedPolicy
 from torch_occ.game.losses import GreedyAdversary, LossProcess
 from torch_occ.kernels.lanes.arrays import allocator, gather, scatter
 from torch_occ.kernels.lanes.vectors import lanes_for
-from torch_occ.kernels.layout import Floats, Terms, Work, make_work
+from torch_occ.kernels.layout import NARROW, Floats, Model, Terms, Work, make_work
 from torch_occ.kernels.play.baselines import play_fixed
 from torch_occ.kernels.play.episodes import IMPORTANCE_WEIGHTED, NOISE, Rules, Tally
 from torch_occ.mdp.layered import LayeredMDP
@@ -70,6 +70,15 @@ class OverTime:
         t = torch.arange(number * _BLOCK, (number + 1) * _BLOCK, dtype=torch.float64).clamp(min=1)
         found = self.function(t)
         return found.expand(_BLOCK, *found.shape[1:]).contiguous().numpy()
+
+
+def few_states(model: Model) -> bool:
+    """Whether the layers are narrow. Learners that solve nothing then play in lanes.
+
+    In wide layers the tables of eight seeds do not fit into the cache. The rule depends on the MDP
+    alone, so that a seed has the same bits in any batch.
+    """
+    return int(np.diff(model.start).max()) <= NARROW
 
 
 def terms_in(terms: Terms, lanes: int | None) -> Terms:

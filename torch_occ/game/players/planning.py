@@ -15,7 +15,7 @@ from torch_occ.game.learners.optimism import OptimisticLearner
 from torch_occ.game.learners.planners.euler import EULER, StrongEuler
 from torch_occ.game.learners.planners.ucbvi import UCBVI
 from torch_occ.game.losses import LossProcess
-from torch_occ.game.players.engine import EnginePlayer, OverTime
+from torch_occ.game.players.engine import EnginePlayer, OverTime, few_states
 from torch_occ.kernels.lanes.arrays import allocator, width_of
 from torch_occ.kernels.layout import PAIR, Floats, Work, make_work
 from torch_occ.kernels.play import planning
@@ -64,7 +64,7 @@ class OptimisticPlayer(CountingPlayer):
         assert isinstance(learner, OptimisticLearner)
         super().__init__(mdp, learner, losses)
         self.optimist = learner
-        self.in_lanes = True
+        self.in_lanes = few_states(self.model)
         self.logs = OverTime(learner.log)
         self.corruption = 0.0
         if isinstance(learner, UCBVI):
