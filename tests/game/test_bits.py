@@ -157,7 +157,7 @@ def test_neither_checkpoints_nor_the_length_of_a_run_change_a_bit(learner):
     assert torch.equal(shorter.regret[:, 0], whole.regret[:, 3])
 
 
-@pytest.mark.parametrize("learner", ["powers", "adaptive rates", "optimistic", "euler"])
+@pytest.mark.parametrize("learner", ["powers", "gradient hints", "optimistic", "euler"])
 def test_a_continued_run_has_the_bits_of_an_uninterrupted_one(learner, tmp_path):
     with OtherMachine():
         run = Simulation(
