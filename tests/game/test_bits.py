@@ -70,8 +70,6 @@ LEARNERS = {
         mdp, occ.LogBarrier(3.0), hints=occ.GradientHints()
     ),
     "corrected": occ.CorrectedFTRL,
-    "unknown": lambda mdp: occ.UnknownFTRL(mdp, PSI["powers"](mdp)),
-    "unknown, bounds": lambda mdp: occ.UnknownFTRL.practical(mdp),
     "ucbvi": lambda mdp: occ.UCBVI(mdp, 3000),
     "kl-ucb": occ.KLUCB,
     "thompson": occ.Thompson,
@@ -159,7 +157,7 @@ def test_neither_checkpoints_nor_the_length_of_a_run_change_a_bit(learner):
     assert torch.equal(shorter.regret[:, 0], whole.regret[:, 3])
 
 
-@pytest.mark.parametrize("learner", ["powers", "gradient hints", "unknown", "optimistic", "euler"])
+@pytest.mark.parametrize("learner", ["powers", "gradient hints", "optimistic", "euler"])
 def test_a_continued_run_has_the_bits_of_an_uninterrupted_one(learner, tmp_path):
     with OtherMachine():
         run = Simulation(
@@ -296,10 +294,7 @@ def test_on_the_other_machine_a_product_depends_on_its_batch():
 @pytest.mark.parametrize("losses", ["bernoulli", "adaptive"])
 @pytest.mark.parametrize(
     "learner",
-    [
-        *("importance weighted", "adaptive rates", "unknown, bounds"),
-        *("optimistic", "kl-ucb", "thompson", "ucbvi"),
-    ],
+    ["importance weighted", "adaptive rates", "optimistic", "kl-ucb", "thompson", "ucbvi"],
 )
 def test_a_seed_has_the_same_bits_in_batches_of_one_to_seventeen(learner, losses):
     """Seeds are played in lanes of two or eight, and the last group is not full."""
