@@ -75,7 +75,7 @@ def test_an_element_has_the_same_bits_in_every_batch(name):
 @pytest.mark.bits
 def test_entropies_and_other_terms_in_one_batch():
     """q log q + w q(s) log q(s) is solved in logarithms if w <= 0, by another solver else."""
-    kinds = np.array([PAIR, STATE]), np.array([X_LOG_X, X_LOG_X])
+    kinds = np.array([PAIR, STATE]), np.array([X_LOG_X, X_LOG_X]), True
     w = np.linspace(-1.0, 1.0, COUNT)
     table = np.zeros((2, COUNT, 2))
     table[0, :, 0], table[0, :, 1] = 1.0, w

@@ -5,7 +5,7 @@ over all layers, and the pair (s, a) has the number s * num_actions + a.
 
 Scratch memory has one row per quantity: `work.pairs[D, i]` is d at pair i. If row x holds an
 argument of psi, then row x + SLOPE holds the first derivative of psi by it, and row x + BEND the
-second.
+second. Row x + ROOT holds 1 / sqrt(argument).
 """
 
 from __future__ import annotations
@@ -33,37 +33,38 @@ Bools = NDArray[np.bool_]
 # Arguments of elementary terms: q(s,a), q(s) - q(s,a), 1 - q(s,a) and q(s). The first three are
 # rows of `work.pairs`; q(s) is row 0 of `work.states`.
 PAIR, REST, COMPLEMENT, STATE = 0, 1, 2, 3
-SLOPE, BEND = 3, 6  # offsets from the row of an argument to those of its derivatives
+SLOPE, BEND, ROOT = 3, 6, 9  # offsets from the row of an argument to those of its derivatives
 
 # More rows of `work.pairs`.
-GAPS = 9  # the shaped loss
-GRADIENT = 10  # the gradient of psi
-D, W = 11, 12  # second derivatives, as in torch_occ.regularizers.hessians.Separable
-INVERSE = 13  # 1 / (d + w)
-P = 14  # the signed policy p
-FORCE = 15  # the right-hand side x; `solve` subtracts AHEAD from it
-RESPONSE = 16  # R x
-DQ = 17  # the Newton step
-TRIAL = 18  # the next q, and scratch memory
-AHEAD = 19  # E[v(next state)] for the multipliers v
-ROUNDING = 20  # estimated rounding errors of the gaps, see torch_occ.kernels.solver.shaping
-KEPT = 21  # q of a failed solve, while another start is tried
-SOFT = 22  # 1 at the pair of least curvature of every state, 0 at the others
-PAIR_ROWS = 23
+GAPS = 12  # the shaped loss
+GRADIENT = 13  # the gradient of psi
+D, W = 14, 15  # second derivatives, as in torch_occ.regularizers.hessians.Separable
+INVERSE = 16  # 1 / (d + w)
+P = 17  # the signed policy p
+FORCE = 18  # the right-hand side x; `solve` subtracts AHEAD from it
+RESPONSE = 19  # R x
+DQ = 20  # the Newton step
+TRIAL = 21  # the next q, and scratch memory
+AHEAD = 22  # E[v(next state)] for the multipliers v
+ROUNDING = 23  # estimated rounding errors of the gaps, see torch_occ.kernels.solver.shaping
+KEPT = 24  # q of a failed solve, while another start is tried
+SOFT = 25  # 1 at the pair of least curvature of every state, 0 at the others
+PAIR_ROWS = 26
 
-# Rows of `work.states`; rows 0, SLOPE and BEND belong to q(s).
+# Rows of `work.states`; rows 0, SLOPE, BEND and ROOT belong to q(s).
 PLAN = 1  # the value of the optimal policy, which shapes the loss
 TOTAL = 2  # the sum of INVERSE over the actions
 KAPPA = 4
 PULL = 5  # kappa times M, minus p'x
 M = 7  # the change of q(s) that the filter predicts from the layers before
 U = 8  # the change of q(s), or its inflow
-V = 9  # the multipliers
-OTHERS = 10  # the sum of q over the other states of the layer
-LIFT = 11  # a constant of the layer that is left out of the gradient, at its first state
-CURVES = 12  # 1 where psi is convex, 0 where it is convex only at constant q(s), -1 elsewhere
-FITTED = 13  # the multipliers of the last Newton step
-STATE_ROWS = 14
+V = 10  # the multipliers
+OTHERS = 11  # the sum of q over the other states of the layer
+LIFT = 12  # a constant of the layer that is left out of the gradient, at its first state
+CURVES = 13  # 1 where psi is convex, 0 where it is convex only at constant q(s), -1 elsewhere
+FITTED = 14  # the multipliers of the last Newton step
+SHARE = 15  # 1 / TOTAL
+STATE_ROWS = 16
 
 
 # -- compiling -------------------------------------------------------------------------------------
@@ -78,20 +79,25 @@ _NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": 
 
 
 def kernel(function: Function) -> Function:
-    """Compile a function for this machine, once, and keep it on disk.
+    """Compile a function that Python calls for this machine, once, and keep it on disk.
 
     Products and sums may be fused; no other floating-point optimization is allowed.
     """
     return keep(njit(fastmath={"contract"}, **_OPTIONS)(function))
 
 
+def routine(function: Function) -> Function:
+    """Compile a function that only kernels call."""
+    return keep(njit(fastmath={"contract"}, **_OPTIONS, **_NO_WRAPPERS)(function))
+
+
 def adder(function: Function) -> Function:
-    """Compile a kernel whose sums may be taken in any order, so that they vectorize."""
-    return keep(njit(fastmath={"contract", "reassoc"}, **_OPTIONS)(function))
+    """Compile a routine whose sums may be taken in any order, so that they vectorize."""
+    return keep(njit(fastmath={"contract", "reassoc"}, **_OPTIONS, **_NO_WRAPPERS)(function))
 
 
 def part(function: Function) -> Function:
-    """Compile a kernel that LLVM inlines into its callers; Python cannot call it.
+    """Compile a routine that LLVM inlines into its callers.
 
     A call would take longer than the function, because all arrays are passed.
     """
@@ -217,9 +223,10 @@ class Work(NamedTuple):
     # Lanes use it one after the other.
     jacobian: Shared
     places: Ints  # (LANES,), the state of every lane on its trajectory
-    # (4,): the error of the factors, relative to the Hessian; the largest relative change of q in
+    # (5,): the error of the factors, relative to the Hessian; the largest relative change of q in
     # the first Newton steps of recent solves; 1 if there is a guess for
-    # torch_occ.kernels.solver.entropic; 1 if the lane is in use
+    # torch_occ.kernels.solver.entropic; 1 if the lane is in use; 1 if the rows ROOT belong to q,
+    # unless the error is infinite
     stale: Floats
 
 
@@ -248,7 +255,7 @@ def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(sh
         new(3 * widest, widest),
         np.zeros((num_states, num_states + 1) if num_states <= SQUARE else (0, 0)),
         np.zeros(LANES, np.int64),
-        new(4),
+        new(5),
     )
     work.stale[0], work.stale[3] = np.inf, 1.0
     return work

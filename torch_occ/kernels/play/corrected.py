@@ -22,6 +22,7 @@ from torch_occ.kernels.layout import (
     Work,
     kernel,
     part,
+    routine,
 )
 from torch_occ.kernels.play.adaptive import walk
 from torch_occ.kernels.play.episodes import (
@@ -135,7 +136,7 @@ def observe(
         visits[i] += 1.0
 
 
-@kernel
+@routine
 def correct(model: Model, trust: Trust, past: float, total: Floats, record: Record) -> None:
     """Write the loss of the step after `past` episodes, `CorrectedFTRL.loss`."""
     for i in range(len(total)):

@@ -30,6 +30,7 @@ from torch_occ.kernels.layout import (
     inlined,
     kernel,
     part,
+    routine,
 )
 from torch_occ.kernels.solver.entropic import follow_or_restart
 from torch_occ.kernels.solver.transitions import likelihoods, successor
@@ -164,7 +165,7 @@ def propose(
     scalars[FIRST_STATUS] = where(fresh, status, scalars[FIRST_STATUS])
 
 
-@kernel
+@routine
 def walk(
     model: Model,
     rules: Rules,
@@ -215,7 +216,7 @@ def state_drawn(model: Model, pair: int, k: int, uniform: float) -> int:
     return successor(model.next_state, pair, index_drawn(shares, begin, size, uniform), first)
 
 
-@kernel
+@routine
 def favour(model: Model, q: Floats, means: Floats) -> None:
     """Write the mean losses of `GreedyAdversary` after q into `means`.
 
@@ -258,7 +259,7 @@ def add_moments(rules: Rules, means: Floats, row: int, t: int, count: int, total
             add_products(rules.noise, means, row, float(count), total)
 
 
-@kernel
+@routine
 def add_products(noise: int, means: Floats, row: int, times: float, total: Floats) -> None:
     """Add `times` E[loss_i loss_j] for i <= j; the compiled twin of `losses.second_moments`."""
     for i in range(len(total)):

@@ -28,6 +28,7 @@ from torch_occ.kernels.layout import (
     W,
     Work,
     kernel,
+    routine,
 )
 from torch_occ.kernels.play.draws import Generators, binomial_drawn, normal_drawn, uniform_drawn
 from torch_occ.kernels.solver.entropic import follow_or_restart
@@ -119,14 +120,14 @@ def leap_to_the_end(
         if running == 0:
             return
         floor_pairs(model, work)
-        derive(model, terms, particle.weights, work)
+        derive(model, terms, particle.weights, np.inf, work)
         longest = _longest_leap(model, way.accuracy, work)
         for n in range(lanes):
             if particle.stop[n] < len(way.stops):
                 _play(model, way, lane(longest, n), lane(work.pairs, n), particle, n)
 
 
-@kernel
+@routine
 def _count(way: Way, pairs: Floats, particle: Particle, n: int) -> None:
     """Add the regret of the last leap of lane n, and record it at a stop.
 
@@ -145,7 +146,7 @@ def _count(way: Way, pairs: Floats, particle: Particle, n: int) -> None:
         clock[OPENING] = _cost(pairs, way.gaps, way.phase[stop])
 
 
-@kernel
+@routine
 def _cost(pairs: Floats, gaps: Floats, phase: int) -> float:
     """⟨q, gaps⟩."""
     total = 0.0
@@ -154,7 +155,7 @@ def _cost(pairs: Floats, gaps: Floats, phase: int) -> float:
     return total
 
 
-@kernel
+@routine
 def _longest_leap(model: Model, accuracy: float, work: Work) -> Any:
     """For how many episodes q may be kept; see `torch_occ.forecasting.torch_leaps.longest_leap`.
 
@@ -176,7 +177,7 @@ def _longest_leap(model: Model, accuracy: float, work: Work) -> Any:
     return longest
 
 
-@kernel
+@routine
 def _play(
     model: Model, way: Way, longest: float, pairs: Floats, particle: Particle, n: int
 ) -> None:
@@ -223,7 +224,7 @@ def _play(
     clock[T] += length
 
 
-@kernel
+@routine
 def _split(
     count: float,
     table: Floats | Rows,
@@ -254,7 +255,7 @@ def _split(
     into[successor(table, pair, last, offset)] += left
 
 
-@kernel
+@routine
 def _charge(noise: int, mean: float, visits: float, generators: Generators, n: int) -> float:
     """Draw the sum of the losses of this many visits."""
     if noise == 1:
@@ -270,7 +271,7 @@ def _charge(noise: int, mean: float, visits: float, generators: Generators, n: i
     return visits * mean
 
 
-@kernel
+@routine
 def _weights_at(x: float, way: Way, weights: Floats) -> None:
     """Write the weights at t = exp(x), by linear interpolation of their logarithms."""
     i, part = _place(x, way.log_t)
@@ -279,14 +280,14 @@ def _weights_at(x: float, way: Way, weights: Floats) -> None:
         weights[k] = way.signs[k] * np.exp(log_weight) if way.signs[k] != 0.0 else 0.0
 
 
-@kernel
+@routine
 def _between(x: float, log_t: Floats, values: Floats) -> float:
     """The value at x, by linear interpolation on the grid."""
     i, part = _place(x, log_t)
     return (1.0 - part) * values[i] + part * values[i + 1]
 
 
-@kernel
+@routine
 def _place(x: float, log_t: Floats) -> tuple[int, float]:
     """The interval of the grid that contains x, and the position of x in it, from 0 to 1."""
     width = log_t[1] - log_t[0]

@@ -25,6 +25,7 @@ from torch_occ.kernels.layout import (
     Terms,
     Work,
     kernel,
+    routine,
 )
 from torch_occ.kernels.play.episodes import draw, index_drawn, state_drawn
 from torch_occ.kernels.solver.entropic import follow_or_restart
@@ -104,7 +105,7 @@ def play_with_tangents(
         carried.failures[0] += where(status != CONVERGED, 1.0, 0.0)
         floor_pairs(model, work)
         # The Hessian is taken at the solution itself, so that tangents are exact up to rounding.
-        derive(model, terms, own, work)
+        derive(model, terms, own, np.inf, work)
         everywhere = status == status
         factorize(model, everywhere, work)
         push_gradient(model, terms, own, pushes, t, tangent, work)
@@ -130,7 +131,7 @@ def play_with_tangents(
         walk_with_tangents(model, opponent, numbers, t, carried, work.places)
 
 
-@kernel
+@routine
 def push_gradient(
     model: Model, terms: Terms, weights: Floats, pushes: Pushes, t: int, out: Floats, work: Work
 ) -> None:
@@ -160,7 +161,7 @@ def push_gradient(
                     out[p, i] += weights[term] * pushes.exponents[p, term] * pairs[DQ, i]
 
 
-@kernel
+@routine
 def walk_with_tangents(
     model: Model,
     opponent: Opponent,

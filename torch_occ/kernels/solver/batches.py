@@ -188,7 +188,7 @@ def solve_linear(
                 own[PAIR, i] = at[i]
                 own[FORCE, i] = -right[i] if model.exists[PAIR, i] else 0.0
         floor_pairs(model, work)
-        derive(model, terms, room.weights, work)
+        derive(model, terms, room.weights, np.inf, work)
         factorize(model, work.stale[2] == work.stale[2], work)
         solve(model, room.source, work)
         for term in range(len(terms.argument) if len(bars) > 0 else 0):

@@ -30,6 +30,7 @@ from torch_occ.kernels.layout import (
     Work,
     kernel,
     part,
+    routine,
 )
 from torch_occ.kernels.solver.entropic import entropy_of, follow_or_restart
 from torch_occ.kernels.solver.multipliers import (
@@ -77,7 +78,7 @@ def find_multipliers(
     return follow_shares(model, terms, weights, budget, found[1], room, work)
 
 
-@kernel
+@routine
 def follow_shares(
     model: Model,
     terms: Terms,
@@ -130,7 +131,7 @@ def follow_shares(
     return found[0], total, found[2], found[3], found[4]
 
 
-@kernel
+@routine
 def climb(
     model: Model,
     terms: Terms,
@@ -182,7 +183,7 @@ def climb(
     return status, total, found[2], found[3], found[4]
 
 
-@kernel
+@routine
 def move(
     model: Model,
     terms: Terms,
@@ -235,7 +236,7 @@ def move(
     return found[0], total, found[2], found[3], found[4]
 
 
-@kernel
+@routine
 def price(
     model: Model,
     terms: Terms,
@@ -280,7 +281,7 @@ def spend(costs: Floats, limits: Floats, row: int, room: Room, work: Work) -> No
         room.budgets[SIZE, i] = size
 
 
-@kernel
+@routine
 def is_infeasible(model: Model, budget: Budget, room: Room, work: Work) -> bool:
     """Whether y or the present violations prove that no policy meets the budgets.
 

@@ -22,7 +22,7 @@ from torch_occ.kernels.layout import (
     PAIR,
     REST,
     ROUNDING,
-    TOTAL,
+    SHARE,
     Floats,
     M,
     Model,
@@ -33,8 +33,8 @@ from torch_occ.kernels.layout import (
     Work,
     ahead,
     inlined,
-    kernel,
     part,
+    routine,
     span,
 )
 from torch_occ.kernels.solver.psi import bend_at_one, number_of
@@ -80,7 +80,7 @@ def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any,
                     )
                 elif anywhere(fine):
                     # An error common to all actions of a state does not change q.
-                    own = 1.0 - pairs[INVERSE, i] / states[TOTAL, s]
+                    own = 1.0 - pairs[INVERSE, i] * states[SHARE, s]
                     residual += where(fine, pairs[ROUNDING, i] * own, 0.0)
                 error = abs(residual / unit)
                 bad += error - error  # stays 0 unless something is not finite
@@ -89,7 +89,7 @@ def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any,
     return dual + bad, flow
 
 
-@kernel
+@routine
 def fit_multipliers(
     model: Model, complement: bool, fine: Any, wanted: Any, dual: Any, work: Work
 ) -> Any:

@@ -56,7 +56,7 @@ GOAL = EPS ** (5 / 6)
 def factorize(model: Model, refresh: bool, work: Work) -> None:
     """Compute (R, p, kappa) of every state, the square root of kappa, and the softest pair."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
-    reduce_states(model, refresh, work)
+    reduce_states(model, 0, states.shape[1], refresh, work)
     for s in range(states.shape[1]):
         states[ROOT, s] = np.sqrt(states[KAPPA, s])
         for i in range(s * num_actions, (s + 1) * num_actions):

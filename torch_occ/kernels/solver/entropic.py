@@ -37,8 +37,8 @@ from torch_occ.kernels.layout import (
     KEPT,
     PAIR,
     PLAN,
+    SHARE,
     STATE,
-    TOTAL,
     D,
     Floats,
     M,
@@ -52,8 +52,8 @@ from torch_occ.kernels.layout import (
     finite,
     in_logs,
     inlined,
-    kernel,
     part,
+    routine,
     span,
 )
 from torch_occ.kernels.solver.log_passes import (
@@ -73,15 +73,15 @@ from torch_occ.kernels.solver.newton import (
     ROOT_EPS,
     SMALLEST,
     TINY,
-    WORTH,
     descend,
+    usable,
 )
 from torch_occ.kernels.solver.psi import X_LOG_X, varies
 from torch_occ.kernels.solver.shaping import shape_loss, shape_rarely
 from torch_occ.kernels.solver.transitions import factorize, solve
 
 
-@kernel
+@routine
 def _settle_or_descend(
     model: Model,
     terms: Terms,
@@ -174,7 +174,7 @@ def _no_entropy(terms: Terms, weights: Floats) -> tuple[Any, Any]:
 entropy_of = choose(in_logs, _entropy_of, _no_entropy)
 
 
-@kernel
+@routine
 def settle(
     model: Model,
     weight: Any,
@@ -191,7 +191,7 @@ def settle(
     stale, status, steps, patience = work.stale[0], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
     best, decrement, first = np.inf, 0.0, True
     solved = running
-    refresh = not (stale <= min(WORTH, 0.1 * work.stale[1]))
+    refresh = not (stale <= usable(work.stale[1]))
     fine = not (EPS * shape_loss(model, loss, work) <= COARSE * tolerance * weight)
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
@@ -233,7 +233,7 @@ def settle(
                     pairs[AHEAD, i] = 0.0
             solve(model, source, work)
             for s in range(states.shape[1]):
-                states[M, s] = states[U, s] / (weight * states[TOTAL, s])
+                states[M, s] = states[U, s] * states[SHARE, s] / weight
         dead = running & (not alive)
         if anywhere(dead):
             turn_rarely(model, weight, price, dead, work)
@@ -267,6 +267,7 @@ def settle(
         running = running & (not done) & (steps < max_steps)
     work.stale[0] = where(solved, stale, work.stale[0])
     work.stale[2] = where(solved, 1.0, work.stale[2])
+    work.stale[4] = where(solved, 0.0, work.stale[4])
     dual, flow = certify_logs(model, weight, price, fine, work)
     good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance)
     for s in range(states.shape[1]):

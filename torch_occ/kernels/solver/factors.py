@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from torch_occ.kernels.constants import NOISE
-from torch_occ.kernels.lanes.vectors import sqrt, where
+from torch_occ.kernels.lanes.vectors import where
 from torch_occ.kernels.layout import (
     BEND,
     CURVES,
     INVERSE,
     KAPPA,
+    SHARE,
     SOFT,
     TOTAL,
     TRIAL,
@@ -24,7 +25,6 @@ from torch_occ.kernels.layout import (
     Floats,
     Model,
     P,
-    U,
     W,
     Work,
     adder,
@@ -42,12 +42,13 @@ def factorize(model: Model, refresh: Any, work: Work) -> None:
     `refresh` says in which lanes; the others keep their factors. Overwrites TRIAL.
     """
     start = model.start
-    reduce_states(model, refresh, work)
+    reduce_states(model, 0, start[1], refresh, work)
     for s in range(start[1]):
         for j in range(start[1]):
             work.gain[s, j] = 0.0  # q(s) is fixed in the first layer
     for k in range(1, len(start) - 1):
         here, width = start[k], start[k + 1] - start[k]
+        reduce_states(model, here, here + width, refresh, work)
         center_layer(model.num_actions, model.arrivals, start[k - 1], here, width, refresh, work)
         if width == 1 and model.conserved:
             # All mass goes to this state, whatever the policy. A sum would leave rounding errors.
@@ -58,14 +59,14 @@ def factorize(model: Model, refresh: Any, work: Work) -> None:
 
 
 @part
-def reduce_states(model: Model, refresh: Any, work: Work) -> None:
-    """Compute INVERSE, TOTAL, P, KAPPA, CURVES and SOFT of every state.
+def reduce_states(model: Model, here: int, behind: int, refresh: Any, work: Work) -> None:
+    """Compute INVERSE, TOTAL, SHARE, P, KAPPA, CURVES and SOFT of states here, ..., behind - 1.
 
     The twin of torch_occ.step.states.SeparableStates.
     """
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     exists = model.exists
-    for s in range(states.shape[1]):
+    for s in span(here, behind):
         first = s * num_actions
         total, e, stiffness, least, most, largest = 0.0, 0.0, 0.0, 0.0, -np.inf, -1.0
         softest, dominant = float(first), float(first)
@@ -85,7 +86,8 @@ def reduce_states(model: Model, refresh: Any, work: Work) -> None:
         # e = 1 - sum w/D cancels if one action dominates its state. For that action, 1 - w/D = d/D.
         for i in span(first, first + num_actions):
             e += where(dominant == i, pairs[D, i] * pairs[INVERSE, i], -pairs[TRIAL, i])
-        ratio = e / total
+        share = 1.0 / total
+        ratio = e * share
         for i in span(first, first + num_actions):
             p = pairs[TRIAL, i] + ratio * pairs[INVERSE, i]
             pairs[P, i] = where(refresh, p, pairs[P, i])
@@ -94,6 +96,7 @@ def reduce_states(model: Model, refresh: Any, work: Work) -> None:
         size = abs(states[BEND, s]) + abs(stiffness) + abs(e * ratio)
         curves = where(least < 0.0, -1.0, where(kappa >= -NOISE * size, 1.0, 0.0))
         states[TOTAL, s] = where(refresh, total, states[TOTAL, s])
+        states[SHARE, s] = where(refresh, share, states[SHARE, s])
         states[KAPPA, s] = where(refresh, max(kappa, 0.0), states[KAPPA, s])
         states[CURVES, s] = where(refresh, curves, states[CURVES, s])
 
@@ -115,7 +118,7 @@ def center_layer(
     """
     pairs, widest = work.pairs, len(work.moves)
     for s in span(before, here):
-        first, shift, share = s * num_actions, before * num_actions, 1.0 / work.states[TOTAL, s]
+        first, shift, share = s * num_actions, before * num_actions, work.states[SHARE, s]
         for j in range(width):
             moved, origin, mean = 0.0, 0.0, 0.0
             for i in span(first, first + num_actions):
@@ -160,42 +163,32 @@ def reach_layer(before: int, here: int, width: int, num_actions: int, work: Work
 
 @inlined
 def observe_layer(here: int, width: int, refresh: Any, work: Work) -> None:
-    """Write Yhat = (Y^-1 + K)^-1 = Y - Y K^1/2 (I + K^1/2 Y K^1/2)^-1 K^1/2 Y into `gain`."""
-    states, Y = work.states, work.squares
-    half = len(work.moves)
-    root = 2 * half  # the Cholesky factor; its diagonal is stored inverted
-    for i in range(width):
-        states[U, unsigned(here + i)] = sqrt(states[KAPPA, unsigned(here + i)])
+    """Write Yhat = (Y^-1 + K)^-1 into `gain`.
+
+    K is diagonal, so this is done for one state m after the other: Y becomes
+    Y - kappa y y' / (1 + kappa y_m), where y is column m of Y. That is y / (1 + kappa y_m) in
+    column m itself. Only the lower half of Y is kept.
+    """
+    Y, column = work.squares, len(work.moves)  # the row of `squares` with a copy of y
+    for m in range(width):
+        kappa = work.states[KAPPA, unsigned(here + m)]
+        left = 1.0 / (1.0 + kappa * Y[m, m])
+        for i in range(width):
+            Y[column, i] = Y[i, m] if i > m else Y[m, i]
+        for i in range(width):
+            change = kappa * left * Y[column, i]
+            for j in range(i + 1):
+                Y[i, j] -= change * Y[column, j]
+        for i in range(width):
+            value = left * Y[column, i]
+            if i > m:
+                Y[i, m] = value
+            else:
+                Y[m, i] = value
     for i in range(width):
         for j in range(i + 1):
-            total = states[U, unsigned(here + i)] * Y[i, j] * states[U, unsigned(here + j)] + (
-                1.0 if i == j else 0.0
-            )
-            for m in range(j):
-                total -= Y[unsigned(root + i), m] * Y[unsigned(root + j), m]
-            Y[unsigned(root + i), j] = (
-                total * Y[unsigned(root + j), j] if j < i else 1.0 / sqrt(total)
-            )
-    for j in range(0, width, 2):
-        more_j = min(j + 1, width - 1)
-        for i in range(width):
-            scale = states[U, unsigned(here + i)]
-            a, b = scale * Y[i, j], scale * Y[i, more_j]
-            for m in range(i):
-                a -= Y[unsigned(root + i), m] * Y[unsigned(half + j), m]
-                b -= Y[unsigned(root + i), m] * Y[unsigned(half + more_j), m]
-            Y[unsigned(half + j), i] = a * Y[unsigned(root + i), i]
-            Y[unsigned(half + more_j), i] = b * Y[unsigned(root + i), i]
-    for i in range(0, width, 2):
-        for j in range(0, i + 1, 2):
-            more_i, more_j = min(i + 1, width - 1), min(j + 1, width - 1)
-            rows, columns = (half + i, half + more_i, 0), (half + j, half + more_j, 0)
-            a, b, c, d = four_dots(Y, rows, Y, columns, width)
-            a = where(refresh, Y[i, j] - a, work.gain[here + i, j])
-            b = where(refresh, Y[i, more_j] - b, work.gain[here + i, more_j])
-            c = where(refresh, Y[more_i, j] - c, work.gain[here + more_i, j])
-            d = where(refresh, Y[more_i, more_j] - d, work.gain[here + more_i, more_j])
-            write_four(work.gain, here, (i, more_i, j, more_j), (a, b, c, d))
+            value = where(refresh, Y[i, j], work.gain[here + i, j])
+            work.gain[here + i, j], work.gain[here + j, i] = value, value
 
 
 @inlined

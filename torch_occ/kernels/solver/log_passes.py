@@ -29,8 +29,8 @@ from torch_occ.kernels.layout import (
     V,
     Work,
     ahead,
-    kernel,
     part,
+    routine,
     span,
 )
 from torch_occ.kernels.solver.newton import SMALLEST
@@ -99,7 +99,7 @@ def look_back(model: Model, work: Work) -> Any:
     return alive
 
 
-@kernel
+@routine
 def gather_logs(model: Model, k: int, work: Work) -> None:
     """Compute log u of the dead states of layer k, as a sum relative to its largest term."""
     start, num_actions, states = model.start, model.num_actions, work.states
@@ -139,7 +139,7 @@ def turn_rarely(model: Model, weight: Any, price: Any, dead: Any, work: Work) ->
                 states[U, s] = states[M, s] * np.exp(states[FOUND, s])
 
 
-@kernel
+@routine
 def turn_dead(model: Model, weight: float, price: float, work: Work) -> None:
     """Write the Newton direction minus (log u - guess) into M.
 
@@ -173,7 +173,7 @@ def turn_dead(model: Model, weight: float, price: float, work: Work) -> None:
         states[M, s] = jacobian[s, n] - (states[FOUND, s] - states[GUESS, s])
 
 
-@kernel
+@routine
 def push(model: Model, weight: float, price: float, moving: int, work: Work) -> None:
     """Write the derivative of log u by the guess of one state into U, and that of v into PULL."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states

@@ -19,8 +19,8 @@ from torch_occ.kernels.layout import (
     Terms,
     V,
     Work,
-    kernel,
     part,
+    routine,
 )
 from torch_occ.kernels.solver.newton import EPS
 from torch_occ.kernels.solver.psi import derive
@@ -48,13 +48,13 @@ def make_room(num_pairs: int, count: int) -> Room:
     )
 
 
-@kernel
+@routine
 def respond(
     model: Model, terms: Terms, weights: Floats, costs: Floats, room: Room, work: Work
 ) -> None:
     """Write the curvatures G Pi G' at q into the rows from MATRIX on."""
     pairs, num_pairs = work.pairs, costs.shape[1]
-    derive(model, terms, weights, work)
+    derive(model, terms, weights, np.inf, work)
     factorize(model, True, work)
     for i in range(len(costs)):
         for p in range(num_pairs):
@@ -69,7 +69,7 @@ def respond(
             room.budgets[MATRIX + i, j] = total
 
 
-@kernel
+@routine
 def choose(y: Floats, room: Room) -> None:
     """Write into STEP the step to the best multipliers of the quadratic model.
 

@@ -31,6 +31,7 @@ from torch_occ.kernels.layout import (
     LIFT,
     PAIR,
     PLAN,
+    ROOT,
     TRIAL,
     Floats,
     Model,
@@ -40,8 +41,9 @@ from torch_occ.kernels.layout import (
     Work,
     ahead,
     finite,
-    kernel,
+    inlined,
     part,
+    routine,
     span,
 )
 from torch_occ.kernels.solver.certificate import certify, fit_multipliers, is_convex
@@ -55,10 +57,11 @@ SMALLEST, ROOT_EPS = TINY / EPS, EPS**0.5
 #: Bounds on the error from stale factors, relative to q. LEFT bounds the error at the end.
 #: Factors are reused if the predicted error is at most LIKELY.
 LEFT, LIKELY = 1e-5 * EPS**0.5, 3e-14
-#: Factors from an earlier solve are used if their relative error is at most this, and at most a
-#: tenth of the relative change of q in recent first steps. Then a step with them is nearly as good
-#: as a Newton step.
-WORTH = 1e-3
+#: Factors from an earlier solve are used if their relative error is small beside the relative
+#: change m of q in recent first steps: at most a tenth of it, and WORTH. While m is below CALM,
+#: three times m is small enough: then two more steps with new factors reach the accuracy that ends
+#: a solve, as after a Newton step.
+WORTH, CALM = 1e-3, 5e-3
 #: Steps with no relative change of a pair above this stay on the manifold up to rounding. They are
 #: not followed by a retraction, except for the last.
 SHORT = 1e-2
@@ -66,7 +69,7 @@ SHORT = 1e-2
 COARSE = 0.25
 
 
-@kernel
+@routine
 def descend(
     model: Model,
     terms: Terms,
@@ -101,15 +104,17 @@ def descend(
         np.inf,
         np.inf,
     )
-    refresh = not (stale <= min(WORTH, 0.1 * work.stale[1]))
+    refresh = not (stale <= usable(work.stale[1]))
     largest = shape_loss(model, loss, work)
     fine = not (EPS * largest <= COARSE * tolerance * least_unit(terms, weights))
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
     complement = uses(terms, COMPLEMENT)
+    # How far q has moved since its derivatives were computed.
+    moved = where((stale < np.inf) & (work.stale[4] > 0.0), 0.0, np.inf)
     running = running & (steps < max_steps)
     while True:
-        derive(model, terms, weights, work)
+        derive(model, terms, weights, moved, work)
         if complement and model.conserved:
             lift(model, running, work)
         if not anywhere(running):
@@ -130,11 +135,9 @@ def descend(
         patience = where(progress, STALL_AFTER, patience - 1.0)
         best = min(best, moved)
         done = ((moved <= ROOT_EPS) & (stale * moved <= LEFT)) | (patience == 0.0)
-        for i in range(num_pairs):
-            pairs[TRIAL, i] = pairs[PAIR, i] + pairs[DQ, i]
-        if anywhere(running & (fall > 0.5)):
-            shorten(model, fall, work)
         back = running & (done | (moved > SHORT))
+        if anywhere(running & (fall > 0.5)):
+            shorten(model, fall > 0.5, work)
         if anywhere(back):
             alive = retract(model, TRIAL, back, work)
             status = where(back & (not alive), UNDERFLOW, status)
@@ -151,8 +154,9 @@ def descend(
         following = (stale + moved) * moved
         stale = where(running, stale + 2.0 * moved, stale)
         refresh = stale * following > LIKELY
+        moved = where(running, moved, 0.0)
         running = running & (not done) & (steps < max_steps)
-    work.stale[0] = stale
+    work.stale[0], work.stale[4] = stale, 1.0
     follow_multipliers(model, work)
     dual, flow = certify(model, complement, fine, work)
     unsure = (status == STALLED) & (not (dual <= tolerance))
@@ -166,6 +170,12 @@ def descend(
     if complement and model.conserved:
         put_back(model, work)
     return status, steps, sqrt(max(decrement, 0.0)), flow, dual
+
+
+@inlined
+def usable(recent: Any) -> Any:
+    """The largest error of factors from an earlier solve, by the change in recent first steps."""
+    return where(recent < CALM, 3.0 * recent, min(WORTH, 0.1 * recent))
 
 
 @part
@@ -182,20 +192,25 @@ def follow_multipliers(model: Model, work: Work) -> None:
             pairs[AHEAD, i] = ahead(model.next_state, i, states, V, behind, after)
 
 
-@kernel
-def shorten(model: Model, fall: Any, work: Work) -> None:
-    """Write q + dq / (1 + fall) into TRIAL where the fall is more than 1/2.
+@routine
+def shorten(model: Model, wanted: Any, work: Work) -> None:
+    """Write q + dq / (1 + fall) into TRIAL where `wanted`; fall is the largest relative decrease.
 
-    The sum is rearranged, because this formula rounds to zero if the fall is above 1/eps.
+    The sum is rearranged, because this formula rounds to zero if the fall is above 1/eps. The fall
+    is a quotient, so that it cancels exactly at its own pair.
     """
-    pairs, length = work.pairs, 1.0 / (1.0 + fall)
+    pairs, exists, fall = work.pairs, model.exists, 0.0
     for i in range(pairs.shape[1]):
-        if model.exists[PAIR, i]:
+        if exists[PAIR, i]:
+            fall = max(fall, -(pairs[DQ, i] / pairs[PAIR, i]))
+    length = 1.0 / (1.0 + fall)
+    for i in range(pairs.shape[1]):
+        if exists[PAIR, i]:
             left = length * (1.0 + (fall + pairs[DQ, i] / pairs[PAIR, i]))
-            pairs[TRIAL, i] = where(fall > 0.5, pairs[PAIR, i] * left, pairs[TRIAL, i])
+            pairs[TRIAL, i] = where(wanted, pairs[PAIR, i] * left, pairs[TRIAL, i])
 
 
-@kernel
+@routine
 def lift(model: Model, anew: Any, work: Work) -> None:
     """Subtract from the gradient of every layer its entry at the layer's likeliest pair.
 
@@ -216,7 +231,7 @@ def lift(model: Model, anew: Any, work: Work) -> None:
                 pairs[GRADIENT, i] -= constant
 
 
-@kernel
+@routine
 def put_back(model: Model, work: Work) -> None:
     """Add the constants that `lift` subtracted to the multipliers."""
     total = 0.0
@@ -266,15 +281,17 @@ def floor_pairs(model: Model, work: Work) -> None:
 def measure(model: Model, work: Work) -> tuple[Any, Any, Any]:
     """The squared decrement, and the largest relative decrease and relative change of a pair.
 
+    TRIAL receives q + dq.
     The other arguments are sums of pairs, so none has a larger relative decrease than its parts.
     """
     pairs, exists = work.pairs, model.exists
     squared, fall, moved, bad = 0.0, -np.inf, 0.0, 0.0
     for i in range(pairs.shape[1]):
+        dq = pairs[DQ, i]
+        pairs[TRIAL, i] = pairs[PAIR, i] + dq
         if exists[PAIR, i]:
-            dq = pairs[DQ, i]
             squared -= (pairs[GRADIENT, i] + pairs[GAPS, i]) * dq
-            relative = dq / pairs[PAIR, i]
+            relative = dq * (pairs[PAIR + ROOT, i] * pairs[PAIR + ROOT, i])
             bad += relative - relative  # stays 0 unless something is not finite
             fall = max(fall, -relative)
             moved = max(moved, abs(relative))

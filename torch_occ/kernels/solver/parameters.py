@@ -23,8 +23,8 @@ from torch_occ.kernels.layout import (
     U,
     Work,
     inlined,
-    kernel,
     part,
+    routine,
 )
 from torch_occ.kernels.solver.psi import POWER, accumulate, number_of, of_power, varies
 
@@ -51,7 +51,7 @@ def slope_alone(terms: Terms, term: int, step: int, table: Floats, row: int) -> 
         accumulate(terms.function[term], terms.exponent[term], 1.0, table, row)
 
 
-@kernel
+@routine
 def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, work: Work) -> None:
     """Write the gradient by q of one term of weight 1 into row `out`.
 
@@ -83,7 +83,7 @@ def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, w
             pairs[out, i] = pairs[out, i] if exists[PAIR, i] else 0.0
 
 
-@kernel
+@routine
 def pair_with(
     model: Model,
     terms: Terms,

@@ -34,8 +34,8 @@ from torch_occ.kernels.layout import (
     ahead,
     either,
     inlined,
-    kernel,
     part,
+    routine,
     span,
     unsigned,
 )
@@ -86,7 +86,7 @@ def least_unit(terms: Terms, weights: Floats) -> Any:
     return unit
 
 
-@kernel
+@routine
 def least_of_each(terms: Terms, weights: Floats) -> Any:
     """`least_unit` with one weight or exponent per pair."""
     count, least = len(terms.argument), np.inf
@@ -100,7 +100,7 @@ def least_of_each(terms: Terms, weights: Floats) -> Any:
     return least
 
 
-@kernel
+@routine
 def shape_finely(model: Model, loss: Floats, work: Work) -> None:
     """`shape_loss` with compensated sums.
 

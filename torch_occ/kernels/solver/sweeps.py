@@ -15,8 +15,8 @@ from torch_occ.kernels.layout import (
     KAPPA,
     PULL,
     RESPONSE,
+    SHARE,
     SOFT,
-    TOTAL,
     Floats,
     M,
     Model,
@@ -44,9 +44,9 @@ def solve(model: Model, source: Floats, work: Work) -> None:
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     layers = len(start) - 1
     load(states, M, source)
-    respond(num_actions, work)
     for k in range(layers):
         here, behind = start[k], start[k + 1]
+        respond(num_actions, here, behind, work)
         for s in span(here, behind):
             states[PULL, s] = states[KAPPA, s] * states[M, s] - dot(
                 pairs, P, pairs, FORCE, s * num_actions, (s + 1) * num_actions
@@ -77,9 +77,9 @@ def solve(model: Model, source: Floats, work: Work) -> None:
             pairs[AHEAD, i] = ahead(model.next_state, i, states, V, behind, after)
             pairs[FORCE, i] -= pairs[AHEAD, i]
     load(states, U, source)
-    respond(num_actions, work)
     for k in range(layers):
         here, behind = start[k], start[k + 1]
+        respond(num_actions, here, behind, work)
         for s in span(here, behind):
             for i in span(s * num_actions, (s + 1) * num_actions):
                 pairs[DQ, i] = pairs[P, i] * states[U, s] + pairs[RESPONSE, i]
@@ -107,15 +107,15 @@ def load(states: Floats, row: int, source: Floats) -> None:
 
 
 @part
-def respond(num_actions: int, work: Work) -> None:
-    """Write R x of every state into RESPONSE, for x in FORCE."""
+def respond(num_actions: int, here: int, behind: int, work: Work) -> None:
+    """Write R x of states here, ..., behind - 1 into RESPONSE, for x in FORCE."""
     pairs, states = work.pairs, work.states
-    for s in range(states.shape[1]):
+    for s in span(here, behind):
         first, mean = s * num_actions, 0.0
         origin = dot(pairs, SOFT, pairs, FORCE, first, first + num_actions)
         for i in span(first, first + num_actions):
             mean += pairs[INVERSE, i] * (pairs[FORCE, i] - origin)
-        mean /= states[TOTAL, s]
+        mean *= states[SHARE, s]
         for i in span(first, first + num_actions):
             pairs[RESPONSE, i] = ((pairs[FORCE, i] - origin) - mean) * pairs[INVERSE, i]
 
