@@ -35,6 +35,7 @@
 #define LEFT (1e-5 * CLOSE)
 #define LIKELY 3e-14
 #define WORTH 1e-3
+#define CALM 5e-3
 
 static inline int first(int k) { return k == 0 ? 0 : 1 + (k - 1) * W; }
 static inline int size(int k) { return k == 0 ? 1 : W; }
@@ -219,7 +220,7 @@ static void solve(void) {
  * change in the first steps of the last episodes. Adds to the numbers of steps and of factors. */
 static void newton(double weight, double alpha, double beta, double *stale, double *recent,
                    long *counts) {
-    int anew = !(*stale <= WORTH && *stale <= 0.1 * *recent);
+    int anew = *recent < CALM ? *stale > 3 * *recent : *stale > WORTH || *stale > 0.1 * *recent;
     for (int steps = 0; steps < 100; steps++) {
         derive(weight, alpha, beta);
         if (anew) {

@@ -157,7 +157,8 @@ def derive(model: Model, terms: Terms, weights: Floats, moved: Any, work: Work) 
     """
     pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
     rest, complement = uses(terms, REST), uses(terms, COMPLEMENT)
-    read_arguments(model, rest, complement, work)
+    if anywhere(not (moved <= 0.0)):
+        read_arguments(model, rest, complement, work)
     for argument in range(4):
         rows, row, step = pairs, argument, 1
         if argument == STATE:
