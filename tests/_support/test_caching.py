@@ -141,6 +141,16 @@ def test_a_damaged_file_is_compiled_again(compiled_twice):
     assert compiled_twice() == ((1.0, 2.0), 2)
 
 
+def test_an_index_that_cannot_be_read_is_replaced(compiled_twice):
+    """An earlier version may have left one that names a class of its own."""
+    compiled_twice()
+    for file in compiled_twice.files():
+        (index,) = file.parent.glob(file.name.split("-")[0] + "-*.nbi")
+        index.write_bytes(index.read_bytes()[:-20])
+    assert compiled_twice() == ((1.0, 2.0), 0)
+    assert compiled_twice() == ((1.0, 2.0), 2)
+
+
 def test_a_disk_that_is_full_costs_a_warning_only(compiled_twice, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

@@ -62,6 +62,18 @@ LEARNERS = {
         mdp, PSI["powers"](mdp), occ.ReducedVariance(occ.Polynomial(0.2, 0.37))
     ),
     "full information": lambda mdp: occ.FTRL(mdp, PSI["paper"](mdp), occ.FullInformation()),
+    "adaptive rates": lambda mdp: occ.AdaptiveFTRL.optimistic(mdp, 3000),
+    "matching rates": lambda mdp: occ.AdaptiveFTRL(
+        mdp, occ.Tsallis(0.5), rates=occ.StabilityPenaltyMatching()
+    ),
+    "gradient hints": lambda mdp: occ.AdaptiveFTRL(
+        mdp, occ.LogBarrier(3.0), hints=occ.GradientHints()
+    ),
+    "corrected": occ.CorrectedFTRL,
+    "ucbvi": lambda mdp: occ.UCBVI(mdp, 3000),
+    "kl-ucb": occ.KLUCB,
+    "thompson": occ.Thompson,
+    "euler": lambda mdp: occ.StrongEuler(mdp, 0.1),
     "optimistic": occ.OptimisticValueIteration,
     "leader": occ.FollowTheLeader,
     "best": lambda mdp: occ.FixedPolicy.best_in_hindsight(mdp, random_loss(mdp, seed=1)),
@@ -123,12 +135,14 @@ def test_so_it_has_with_every_learner(learner):
 
 
 @pytest.mark.parametrize("mdp", ["sparse", "one layer"])
-@pytest.mark.parametrize("learner", ["powers", "optimistic"])
+@pytest.mark.parametrize("learner", ["powers", "adaptive rates", "optimistic", "kl-ucb", "euler"])
 def test_so_it_has_in_every_mdp(learner, mdp):
     check_every_batch(learner, "front", MDPS[mdp])
 
 
-@pytest.mark.parametrize("learner", ["powers", "reduced variance", "optimistic"])
+@pytest.mark.parametrize(
+    "learner", ["powers", "reduced variance", "matching rates", "optimistic", "ucbvi"]
+)
 def test_neither_checkpoints_nor_the_length_of_a_run_change_a_bit(learner):
     """3,000 episodes end in the second block of weights, and some stretch lies across its edge."""
     whole = play(
@@ -143,7 +157,7 @@ def test_neither_checkpoints_nor_the_length_of_a_run_change_a_bit(learner):
     assert torch.equal(shorter.regret[:, 0], whole.regret[:, 3])
 
 
-@pytest.mark.parametrize("learner", ["powers", "optimistic"])
+@pytest.mark.parametrize("learner", ["powers", "gradient hints", "optimistic", "euler"])
 def test_a_continued_run_has_the_bits_of_an_uninterrupted_one(learner, tmp_path):
     with OtherMachine():
         run = Simulation(
@@ -280,16 +294,19 @@ def test_on_the_other_machine_a_product_depends_on_its_batch():
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 @pytest.mark.parametrize("losses", ["bernoulli", "adaptive"])
-def test_a_seed_has_the_same_bits_in_batches_of_one_to_seventeen(losses, kind):
+@pytest.mark.parametrize(
+    "learner",
+    ["importance weighted", "adaptive rates", "optimistic", "kl-ucb", "thompson", "ucbvi"],
+)
+def test_a_seed_has_the_same_bits_in_batches_of_one_to_seventeen(learner, losses, kind):
     """One or two seeds are played in few lanes, more in eight; the last group is not full."""
     seeds, mdp = list(range(17)), MDPS[kind]
-    first = play("importance weighted", losses, [0], mdp)
+    first = play(learner, losses, [0], mdp)
     for count in range(2, 18):
-        threads = 1 + count % 2
-        same(first, play("importance weighted", losses, seeds[:count], mdp, threads), [0])
-    together = play("importance weighted", losses, seeds, mdp, episodes=300)
+        same(first, play(learner, losses, seeds[:count], mdp, 1 + count % 2), [0])
+    together = play(learner, losses, seeds, mdp, episodes=300)
     for seed in (0, 8, 16):
-        same(play("importance weighted", losses, [seed], mdp, episodes=300), together, [seed])
+        same(play(learner, losses, [seed], mdp, episodes=300), together, [seed])
 
 
 _OTHER_REGISTERS = """

@@ -1,14 +1,20 @@
 """KL-UCB, Thompson sampling and OSSB: indices, the same game in both backends, known results."""
 
 import mpmath
+import numpy as np
 import pytest
 import torch
 from games import check_same_game, same
+from numba import njit
 from zoo import random_loss
 
 import torch_occ as occ
 from experiments.limit_worlds import few_successors
 from torch_occ.game.learners.kl_ucb import kl_lower
+from torch_occ.kernels.layout import TRIAL, make_work
+from torch_occ.kernels.play.baselines import Seen
+from torch_occ.kernels.play.indices import BEGIN, REACH, SERIES_ROWS, bound
+from torch_occ.step.compiled.inputs import model_of
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
 LEARNERS = {"kl-ucb": occ.KLUCB, "thompson": occ.Thompson, "ossb": occ.OSSB}
@@ -26,6 +32,36 @@ def test_the_index_of_kl_ucb(mean, width):
         information = p * mpmath.log(p / x)
         information += (1 - p) * mpmath.log((1 - p) / (1 - x)) if mean < 1 else 0
         assert float(information) == pytest.approx(width, rel=1e-7)
+
+
+@njit
+def indices(logs, seen, series, work, found):
+    """The indices of the engine at these values of log t, and how often each was expanded."""
+    expanded = np.zeros(len(seen.visits))
+    for n in range(len(logs)):
+        before = series[BEGIN].copy()
+        bound(logs[n], seen, series, work)
+        expanded += before != series[BEGIN]
+        found[n] = work.pairs[TRIAL]
+    return expanded
+
+
+def test_the_indices_of_the_engine_between_visits():
+    """The first pair has no visits, so its index is zero."""
+    visits = np.array([0.0, 1.0, 1.0, 1.0, 7.0, 7.0, 200.0, 3e3, 3e4, 3e4, 3e4, 3e4, 3e6])
+    mean = np.array([0.0, 0.0, 0.4, 1.0, 1.0, 0.1, 0.6, 0.01, 1e-4, 0.5, 1 - 1e-4, 0.0, 0.3])
+    logs, size = np.linspace(np.log(2.0), np.log(1e6), 5000), len(visits)
+    series, found = np.zeros((SERIES_ROWS, size)), np.zeros((len(logs), size))
+    series[REACH] = np.inf
+    one = occ.LayeredMDP.random(1, 1, size, seed=0)
+    seen = Seen(visits, mean * visits, mean, visits, np.zeros(0), np.zeros(0, np.int64))
+    expanded = indices(logs, seen, series, make_work(model_of(one)), found)
+    seen_often = torch.from_numpy(visits).clamp(min=1)
+    expected = kl_lower(
+        torch.from_numpy(mean).expand(5000, -1), torch.from_numpy(logs)[:, None] / seen_often
+    )
+    assert abs(found - expected.numpy()).max() < 1e-10
+    assert expanded.max() < 400
 
 
 def masked():

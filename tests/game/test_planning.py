@@ -12,6 +12,7 @@ from torch_occ.game.learners import planning
 from torch_occ.game.learners.planning import Averages, plan
 from torch_occ.kernels.layout import make_work
 from torch_occ.kernels.play import planning as compiled
+from torch_occ.kernels.play.baselines import CHOICE, Seen, average
 from torch_occ.step.compiled.inputs import model_of
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
@@ -140,6 +141,10 @@ def test_both_backends_plan_as_by_hand(name, most, problem):
     assert found.policy[0].argmax(-1).tolist() == chosen
 
     model, work = model_of(mdp), make_work(model_of(mdp))
+    flat = np.concatenate([part.ravel() for part in counts])
+    blank = np.zeros((2, visits.size))
+    seen = Seen(visits.ravel(), losses.ravel(), *blank, flat, compiled.entries(model))
+    average(seen, 0.0)
     planner = compiled.Planner(
         CODES[name],
         False,
@@ -147,10 +152,7 @@ def test_both_backends_plan_as_by_hand(name, most, problem):
         40.0 if name == "corrupted" else 0.0,
         float(mdp.num_states),
         float(mdp.num_actions),
-        visits.ravel(),
-        losses.ravel(),
-        np.concatenate([part.ravel() for part in counts]),
-        compiled.entries(model),
+        seen,
         np.full((2, visits.size), np.inf),
         np.zeros((3, mdp.num_states)),
         mdp.actions.numpy().ravel(),
@@ -158,7 +160,7 @@ def test_both_backends_plan_as_by_hand(name, most, problem):
     compiled.plan(model, planner, planner, False, LOG, work)
     for row, expected in ((compiled.LOWER, lower), (compiled.UPPER, upper)):
         np.testing.assert_allclose(planner.bounds[row], expected.ravel(), rtol=1e-12, atol=1e-12)
-    assert (work.softest % mdp.num_actions).tolist() == chosen
+    assert (work.states[CHOICE] % mdp.num_actions).tolist() == chosen
 
 
 def test_without_a_bonus_it_is_the_optimal_policy_of_the_averages():

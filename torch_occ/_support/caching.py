@@ -118,9 +118,17 @@ class _KernelCache(caching.FunctionCache):
             key = self._index_key(sig, data.codegen)
             try:
                 self._impl.locator.ensure_cache_path()
+                self._drop_unreadable_index()
                 self._cache_file.save(key, (self._label(key), self._impl.reduce(data)))
             except OSError as error:  # for example a full disk, or a deleted folder
                 _nowhere(f"{self.cache_path}: {error.strerror}")
+
+    def _drop_unreadable_index(self) -> None:
+        """Start a new index if an earlier version left one with classes that no longer exist."""
+        try:
+            self._cache_file._load_index()
+        except Exception:  # whatever it is, a new index replaces it
+            self._cache_file.flush()
 
     def _label(self, key: Any) -> tuple[Any, ...]:
         """The stamp, the kernel's name, its signature and the processor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from torch_occ.game.learners.adaptive.learner import AdaptiveFTRL
 from torch_occ.game.learners.adaptive.rates import AdaptiveRates, StabilityPenaltyMatching
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.losses import LossProcess
-from torch_occ.game.players.engine import EnginePlayer, OverTime
-from torch_occ.kernels.layout import Floats, Terms, Work, make_work
+from torch_occ.game.players.engine import EnginePlayer, OverTime, terms_in
+from torch_occ.kernels.lanes.arrays import allocator, width_of
+from torch_occ.kernels.layout import Floats, Terms, Work, narrow
 from torch_occ.kernels.play.adaptive import (
     ADAPTIVE_RATES,
     GRADIENT_HINTS,
@@ -44,15 +45,11 @@ RATES = {
 }
 
 
-class Seed(NamedTuple):
-    """Scratch memory of one seed, for a whole run."""
-
-    weights: Floats
-    work: Work
-
-
 class AdaptivePlayer(EnginePlayer):
-    """Plays `AdaptiveFTRL` with a built-in regularizer, and built-in hints and rates."""
+    """Plays `AdaptiveFTRL` with a built-in regularizer, and built-in hints and rates.
+
+    Seeds are in lanes if layers are narrow.
+    """
 
     @staticmethod
     def why_not(mdp: LayeredMDP, learner: Learner) -> str | None:
@@ -68,9 +65,9 @@ class AdaptivePlayer(EnginePlayer):
         assert isinstance(learner, AdaptiveFTRL)
         super().__init__(mdp, learner, losses)
         self.adaptive = learner
+        self.in_lanes = narrow(self.model)
         self.middle = interior_point(mdp).detach().numpy().flatten()
         self.valid: list[Any] = []  # the last values of the parameters that were valid
-        self.seeds: dict[int, Seed] = {}
         regularizer, pairs = learner.unscaled, mdp.actions.shape
         with torch.no_grad():
             found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
@@ -100,53 +97,63 @@ class AdaptivePlayer(EnginePlayer):
             learner.step.check_parameters()
             self.valid = values
         weights = self.weights(t.start, t.stop)
-        num_pairs, num_states = len(self.middle), learner.mdp.num_states
-        per_pair = learner.rates is not None and learner.rates.per_pair
-        width = len(self.terms.argument) * num_pairs if per_pair else weights.shape[1]
         none = np.zeros((count, 0))
         if learner.rates is not None:
             learner.set_rate(state["inverse_rate"])  # shown by TensorBoard
         inverse = none if learner.rates is None else state["inverse_rate"].numpy()
-        inverse = inverse.reshape(count, -1)
-        visits = state["hint_visits"].numpy().reshape(count, -1) if "hint_visits" in state else none
+        visits = state["hint_visits"].numpy() if "hint_visits" in state else none
         kept = state.get("hint_losses", state.get("hint_hint"))
-        losses = none if kept is None else kept.numpy().reshape(count, -1)
-        rules, before = self.rules(run.losses.noise, t), run.t
+        losses = none if kept is None else kept.numpy()
+        rows = [x.reshape(count, -1) for x in (visits, losses, inverse)]
+        rules, before, lanes = self.rules(run.losses.noise, t), run.t, self.lanes(run)
+        terms = terms_in(self.terms, lanes)
 
-        def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            if seed not in self.seeds:
-                self.seeds[seed] = Seed(np.ones((2, width)), make_work(self.model))
-            own = self.seeds[seed]
-            loss, hint, excess = np.zeros((3, num_pairs))
-            memory = Memory(
-                visits[seed],
-                losses[seed],
-                inverse[seed],
-                own.weights,
-                loss,
-                hint,
-                excess,
-                np.zeros((1, num_states)),
-                np.zeros(learner.mdp.horizon, np.int64),
-                np.zeros(learner.mdp.horizon),
-            )
-            play_adaptive(
-                self.model,
-                self.terms,
-                weights,
-                before,
-                means,
-                numbers,
-                rules,
-                self.manner,
-                tally,
-                memory,
-                self.middle,
-                np.zeros(0),
-                own.work,
-            )
+        def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
+            work, blank = self.scratch(group, lambda: self.make(lanes, weights.shape[1], numbers))
+            with self.rows_of(run, group, rows) as own:
+                play_adaptive(
+                    self.model,
+                    terms,
+                    weights,
+                    before,
+                    means,
+                    numbers,
+                    rules,
+                    self.manner,
+                    tally,
+                    blank._replace(visits=own[0], losses=own[1], inverse_rate=own[2]),
+                    self.middle,
+                    allocator(lanes)(0),
+                    work,
+                    width_of(lanes),
+                )
 
-        return play_seed
+        return play_group
+
+    def make(self, lanes: int | None, weights: int, numbers: Floats) -> tuple[Work, Memory]:
+        """Scratch memory of a group of seeds; `Memory` without the state of hints and rates."""
+        new, num_pairs, (num_seeds, _, horizon, _) = (
+            allocator(lanes),
+            len(self.middle),
+            numbers.shape,
+        )
+        rates = self.adaptive.rates
+        if rates is not None and rates.per_pair:
+            weights = len(self.terms.argument) * num_pairs
+        memory = Memory(
+            new(0),
+            new(0),
+            new(0),
+            new(weights),
+            new(num_pairs),
+            new(num_pairs),
+            new(num_pairs),
+            new(1, num_pairs // self.model.num_actions),
+            np.zeros((num_seeds, horizon), np.int64),
+            np.zeros((num_seeds, horizon)),
+        )
+        memory.weights[:] = 1.0
+        return self.new_work(lanes, numbers), memory
 
     def rules(self, noise: str, t: range) -> Rules:
         options = self.adaptive.step.options

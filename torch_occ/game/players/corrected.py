@@ -9,8 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from torch_occ.game.learners.adaptive.corrected import CorrectedFTRL
+from torch_occ.game.players.engine import terms_in
 from torch_occ.game.players.ftrl import FTRLPlayer
-from torch_occ.kernels.lanes.arrays import allocator, gather, scatter, width_of
+from torch_occ.kernels.lanes.arrays import allocator, width_of
 from torch_occ.kernels.layout import Floats
 from torch_occ.kernels.play.corrected import Record, Trust, play_corrected
 from torch_occ.kernels.play.episodes import Tally
@@ -36,36 +37,27 @@ class CorrectedPlayer(FTRLPlayer):
             for name in ("visits", "losses", "squares")
         )
         layers, lanes = learner.mdp.horizon, self.lanes(run)
-        terms, new, width = self.terms_in(lanes), allocator(lanes), lanes or 1
+        terms, new = terms_in(self.terms, lanes), allocator(lanes)
 
         def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            seeds = range(group * width, min((group + 1) * width, count))
-            own = [
-                x[group]
-                if lanes is None
-                else gather(x, [*seeds, *[seeds[-1]] * (lanes - len(seeds))])
-                for x in (visits, losses, squares)
-            ]
             visited, lost = np.zeros(layers, np.int64), np.zeros(layers)
-            play_corrected(
-                self.model,
-                terms,
-                weights,
-                before,
-                means,
-                numbers.reshape(-1, *numbers.shape[-3:]),
-                rules,
-                trust,
-                tally,
-                Record(own[0], own[1], own[2], new(len(self.middle)), visited, lost),
-                self.middle,
-                new(weights.shape[1]),
-                new(0),
-                self.work(group, lanes, numbers),
-                width_of(lanes),
-            )
-            if lanes is not None:
-                for x, found in zip((visits, losses, squares), own, strict=True):
-                    scatter(found, x, seeds)
+            with self.rows_of(run, group, (visits, losses, squares)) as own:
+                play_corrected(
+                    self.model,
+                    terms,
+                    weights,
+                    before,
+                    means,
+                    numbers,
+                    rules,
+                    trust,
+                    tally,
+                    Record(own[0], own[1], own[2], new(len(self.middle)), visited, lost),
+                    self.middle,
+                    new(weights.shape[1]),
+                    new(0),
+                    self.work(group, lanes, numbers),
+                    width_of(lanes),
+                )
 
         return play_group

@@ -36,7 +36,7 @@ class PolicyOptimizationPlayer(EnginePlayer):
                 learner.gamma, learner.scale, ITERATIONS, inverse[seed], np.zeros((2, layers))
             )
             play_policy_optimization(
-                self.model, optimizer, means, numbers, rules, tally, make_work(self.model)
+                self.model, optimizer, means, numbers[0], rules, tally, make_work(self.model)
             )
 
         return play_seed

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,9 +20,9 @@ from torch_occ._support.threads import for_each
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.baselines import FixedPolicy
 from torch_occ.game.losses import GreedyAdversary, LossProcess
-from torch_occ.kernels.lanes.arrays import gather, scatter
+from torch_occ.kernels.lanes.arrays import allocator, gather, scatter
 from torch_occ.kernels.lanes.vectors import lanes_for
-from torch_occ.kernels.layout import Floats, few_lanes
+from torch_occ.kernels.layout import NARROW, Floats, Model, Terms, Work, make_work
 from torch_occ.kernels.play.baselines import play_fixed
 from torch_occ.kernels.play.episodes import IMPORTANCE_WEIGHTED, NOISE, Rules, Tally
 from torch_occ.mdp.layered import LayeredMDP
@@ -29,6 +30,8 @@ from torch_occ.step.compiled.inputs import model_of, why_not_model
 
 if TYPE_CHECKING:
     from torch_occ.game.simulation import Simulation
+
+Memory = TypeVar("Memory")
 
 #: Episodes in a block of `OverTime`; torch does not split so few numbers between threads.
 _BLOCK = 2048
@@ -69,6 +72,22 @@ class OverTime:
         return found.expand(_BLOCK, *found.shape[1:]).contiguous().numpy()
 
 
+def few_states(model: Model) -> bool:
+    """Whether the layers are narrow. Learners that solve nothing then play in lanes.
+
+    In wide layers the tables of eight seeds do not fit into the cache. The rule depends on the MDP
+    alone, so that a seed has the same bits in any batch.
+    """
+    return int(np.diff(model.start).max()) <= NARROW
+
+
+def terms_in(terms: Terms, lanes: int | None) -> Terms:
+    """The terms, with the same exponents in every lane."""
+    if lanes is None:
+        return terms
+    return terms._replace(exponent=gather([terms.exponent], [0] * lanes))
+
+
 class EnginePlayer:
     """Plays segments in compiled code, with seeds in threads; here, a fixed policy."""
 
@@ -90,6 +109,7 @@ class EnginePlayer:
         if mdp.num_pairs > 1000:  # may be slow; the first calls measure it
             self.most = 8
         self.reacts = type(losses) is GreedyAdversary
+        self.kept: dict[int, Any] = {}
 
     def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
         """Play episodes run.t + 1, ....
@@ -117,7 +137,7 @@ class EnginePlayer:
 
         def play_seed(seed: int) -> None:
             tally = Tally(*(x[seed] for x in sums_of_seeds))
-            play(seed, charged[min(seed, len(charged) - 1)], drawn[seed], tally)
+            play(seed, charged[min(seed, len(charged) - 1)], drawn[seed : seed + 1], tally)
 
         width = self.lanes(run) or 1
         calls = -(-count // width)
@@ -145,7 +165,35 @@ class EnginePlayer:
 
     def lanes(self, run: Simulation) -> int | None:
         """The number of seeds that are played together in lanes; None in plain arrays."""
-        return lanes_for(len(run.seeds), few_lanes(self.model)) if self.in_lanes else None
+        return lanes_for(len(run.seeds)) if self.in_lanes else None
+
+    def scratch(self, group: int, make: Callable[[], Memory]) -> Memory:
+        """Scratch memory of a group of seeds, which is made once in a run."""
+        if group not in self.kept:
+            self.kept[group] = make()
+        return cast("Memory", self.kept[group])
+
+    def new_work(self, lanes: int | None, numbers: Floats) -> Work:
+        """Scratch memory for a group of seeds; lanes without random numbers are not in use."""
+        work = make_work(self.model, allocator(lanes))
+        if lanes is not None:
+            work.stale[3, len(numbers) :] = 0.0
+        return work
+
+    @contextmanager
+    def rows_of(
+        self, run: Simulation, group: int, rows: Sequence[Floats]
+    ) -> Iterator[list[Floats]]:
+        """Arrays of one group of seeds for a kernel that changes them; rows have one per seed."""
+        count, lanes = len(run.seeds), self.lanes(run)
+        if lanes is None:
+            yield [x[group] for x in rows]
+            return
+        seeds = range(group * lanes, min((group + 1) * lanes, count))
+        own = [gather(x, [*seeds, *[seeds[-1]] * (lanes - len(seeds))]) for x in rows]
+        yield own
+        for x, found in zip(rows, own, strict=True):
+            scatter(found, x, seeds)
 
     def adapt(self, episodes: int, seconds: float) -> None:
         """Play fewer episodes in the next call of a kernel if this took too long, else more."""
@@ -163,10 +211,13 @@ class EnginePlayer:
     def prepare(
         self, run: Simulation, t: range, tables: Tensor | None
     ) -> Callable[[int, Floats, Floats, Tally], None]:
-        """A function of the seed's index, means, random numbers and tally that plays episodes t."""
+        """A function that plays episodes t of one group of seeds; without lanes, of one seed.
+
+        Its arguments are the group's number, means, random numbers `(seeds, n, L, 3)` and tally.
+        """
         rules = self.rules(run.losses.noise, t)
         return lambda seed, means, numbers, tally: play_fixed(
-            self.model, means, numbers[None], rules, tally, np.zeros(1, np.int64)
+            self.model, means, numbers, rules, tally, np.zeros(1, np.int64)
         )
 
     def rules(self, noise: str, t: range) -> Rules:

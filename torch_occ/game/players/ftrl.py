@@ -19,9 +19,10 @@ from torch_occ.game.estimators import (
 from torch_occ.game.learners.base import Learner
 from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.losses import LossProcess
-from torch_occ.game.players.engine import EnginePlayer, OverTime
-from torch_occ.kernels.lanes.arrays import allocator, gather, width_of
-from torch_occ.kernels.layout import Floats, Terms, Work, make_work, narrow
+from torch_occ.game.players.engine import EnginePlayer, OverTime, terms_in
+from torch_occ.kernels.lanes.arrays import allocator, width_of
+from torch_occ.kernels.lanes.vectors import lanes_for
+from torch_occ.kernels.layout import Floats, Terms, Work, few_lanes, narrow
 from torch_occ.kernels.play.episodes import (
     FULL_INFORMATION,
     IMPLICIT_EXPLORATION,
@@ -67,7 +68,6 @@ class FTRLPlayer(EnginePlayer):
         self.ftrl = learner
         self.middle = interior_point(learner.mdp).detach().numpy().flatten()
         self.valid: list[Any] = []  # the last values of the parameters that were valid
-        self.works: dict[int, Work] = {}  # by group of seeds, with the factors of the last episode
         regularizer, own = learner.step.regularizer, learner.estimator
         with torch.no_grad():
             found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
@@ -83,6 +83,9 @@ class FTRLPlayer(EnginePlayer):
         else:
             bias = own.bias if isinstance(own, ImplicitExploration) else 0.0
             self.setting = OverTime(lambda t: torch.full_like(t, bias))
+
+    def lanes(self, run: Simulation) -> int | None:
+        return lanes_for(len(run.seeds), few_lanes(self.model)) if self.in_lanes else None
 
     def memory(self, count: int) -> tuple[Tensor, Tensor]:
         return self.ftrl.state["q"], self.ftrl.state["cumulative_loss"]
@@ -104,7 +107,7 @@ class FTRLPlayer(EnginePlayer):
         seen = np.zeros((len(run.seeds), 0, 0))
         if tables is not None:
             seen = tables.flatten(-2).contiguous().numpy()
-        terms, new = self.terms_in(lanes), allocator(lanes)
+        terms, new = terms_in(self.terms, lanes), allocator(lanes)
 
         def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
             play(
@@ -113,7 +116,7 @@ class FTRLPlayer(EnginePlayer):
                 weights,
                 run.t,
                 means,
-                numbers.reshape(-1, *numbers.shape[-3:]),
+                numbers,
                 seen[group * width : (group + 1) * width],
                 rules,
                 tally,
@@ -127,19 +130,9 @@ class FTRLPlayer(EnginePlayer):
 
         return play_group
 
-    def terms_in(self, lanes: int | None) -> Terms:
-        """The terms, with the same exponents in every lane."""
-        if lanes is None:
-            return self.terms
-        return self.terms._replace(exponent=gather([self.terms.exponent], [0] * lanes))
-
     def work(self, group: int, lanes: int | None, numbers: Floats) -> Work:
-        """The scratch memory of a group of seeds; lanes without random numbers are not in use."""
-        if group not in self.works:
-            self.works[group] = make_work(self.model, allocator(lanes))
-            if lanes is not None:
-                self.works[group].stale[3, len(numbers) :] = 0.0
-        return self.works[group]
+        """The scratch memory of a group of seeds, with the factors of the last episode."""
+        return self.scratch(group, lambda: self.new_work(lanes, numbers))
 
     def rules(self, noise: str, t: range) -> Rules:
         options = self.ftrl.step.options

@@ -15,13 +15,15 @@ from torch_occ.game.learners.optimism import OptimisticLearner
 from torch_occ.game.learners.planners.euler import EULER, StrongEuler
 from torch_occ.game.learners.planners.ucbvi import UCBVI
 from torch_occ.game.losses import LossProcess
-from torch_occ.game.players.engine import EnginePlayer, OverTime
-from torch_occ.kernels.layout import PAIR, Floats, make_work
+from torch_occ.game.players.engine import EnginePlayer, OverTime, few_states
+from torch_occ.kernels.lanes.arrays import allocator, width_of
+from torch_occ.kernels.layout import PAIR, Floats, Work, make_work
 from torch_occ.kernels.play import planning
+from torch_occ.kernels.play.baselines import Seen, make_seen
 from torch_occ.kernels.play.episodes import Tally
 from torch_occ.kernels.play.multilayer import Stack, play_stack
 from torch_occ.kernels.play.planning import Planner, entries, play_planner
-from torch_occ.kernels.play.posterior import Posterior, play_posterior
+from torch_occ.kernels.play.posterior import play_posterior
 from torch_occ.mdp.layered import LayeredMDP
 
 if TYPE_CHECKING:
@@ -49,6 +51,11 @@ class CountingPlayer(EnginePlayer):
         """A tensor of the learner's state, one row per seed; kernels change it in place."""
         return self.learner.state[name].flatten(1).numpy()
 
+    def make(self, lanes: int | None) -> tuple[Work, Seen]:
+        """Scratch memory of a group of seeds."""
+        seen = make_seen(self.model, allocator(lanes))
+        return make_work(self.model, allocator(lanes)), seen._replace(entry=self.entry)
+
 
 class OptimisticPlayer(CountingPlayer):
     """Plays `UCBVI`, `EULER` and `StrongEuler`."""
@@ -57,6 +64,7 @@ class OptimisticPlayer(CountingPlayer):
         assert isinstance(learner, OptimisticLearner)
         super().__init__(mdp, learner, losses)
         self.optimist = learner
+        self.in_lanes = few_states(self.model)
         self.logs = OverTime(learner.log)
         self.corruption = 0.0
         if isinstance(learner, UCBVI):
@@ -75,29 +83,45 @@ class OptimisticPlayer(CountingPlayer):
         settings = (learner.monotone, float(learner.floor), float(self.corruption))
         size = (float(mdp.num_states), float(mdp.num_actions))
 
-        def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            bounds = np.zeros((2, visits.shape[1]))
-            if lower is not None:
-                bounds[planning.LOWER] = lower[seed]
-            planner = Planner(
-                self.bonus,
-                *settings,
-                *size,
-                visits[seed],
-                tally.cumulative_loss,
-                counts[seed],
-                self.entry,
-                bounds,
-                np.zeros((3, mdp.num_states)),
-                self.model.exists[PAIR],
-            )
-            play_planner(
-                self.model, planner, logs, means, numbers, rules, tally, make_work(self.model)
-            )
-            if lower is not None:
-                lower[seed] = bounds[planning.LOWER]
+        lanes = self.lanes(run)
+        rows = [visits, counts] if lower is None else [visits, counts, lower]
 
-        return play_seed
+        def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
+            (work, blank), bounds, values = self.scratch(group, lambda: self.make_all(lanes))
+            with self.rows_of(run, group, rows) as own:
+                if lower is not None:
+                    bounds[planning.LOWER] = own[2]
+                losses = tally.cumulative_loss
+                seen = blank._replace(visits=own[0], losses=losses, counts=own[1])
+                planner = Planner(
+                    self.bonus,
+                    *settings,
+                    *size,
+                    seen,
+                    bounds,
+                    values,
+                    self.model.exists[PAIR],
+                )
+                play_planner(
+                    self.model,
+                    planner,
+                    logs,
+                    means,
+                    numbers,
+                    rules,
+                    tally,
+                    work,
+                    width_of(lanes),
+                )
+                if lower is not None:
+                    own[2][:] = bounds[planning.LOWER]
+
+        return play_group
+
+    def make_all(self, lanes: int | None) -> tuple[tuple[Work, Seen], Floats, Floats]:
+        """Scratch memory of a group of seeds; the last two are `bounds` and `values`."""
+        made, new, num_pairs = self.make(lanes), allocator(lanes), self.model.exists.shape[1]
+        return made, new(2, num_pairs), new(3, num_pairs // self.model.num_actions)
 
 
 class PosteriorPlayer(CountingPlayer):
@@ -109,16 +133,18 @@ class PosteriorPlayer(CountingPlayer):
         rules, visits, counts = self.rules(run.losses.noise, t), *map(self.rows, _SEEN)
 
         def play_seed(seed: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            posterior = Posterior(
-                run.seeds[seed],
-                visits[seed],
-                counts[seed],
-                self.entry,
-                np.zeros(visits.shape[1]),
-                np.zeros(visits.shape[1] // self.model.num_actions),
-            )
+            work, blank = self.scratch(seed, lambda: self.make(None))
+            losses = tally.cumulative_loss
             play_posterior(
-                self.model, posterior, run.t, means, numbers, rules, tally, make_work(self.model)
+                self.model,
+                run.seeds[seed],
+                run.t,
+                means,
+                numbers,
+                rules,
+                tally,
+                blank._replace(visits=visits[seed], losses=losses, counts=counts[seed]),
+                work,
             )
 
         return play_seed
@@ -151,11 +177,14 @@ class MultiLayerPlayer(CountingPlayer):
                 rows[0],
                 rows[1],
                 rows[2],
+                np.zeros_like(rows[0]),
+                np.zeros_like(rows[0]),
                 possible[seed],
                 self.entry,
                 np.zeros((2, num_pairs)),
                 np.zeros((3, num_states)),
                 np.zeros(num_pairs, np.bool_),
+                np.zeros(8),
             )
             play_stack(
                 self.model, stack, run.t, means, numbers, rules, tally, make_work(self.model)

@@ -202,7 +202,7 @@ class UnknownPlayer(EnginePlayer):
                 memory,
                 before,
                 means,
-                numbers,
+                numbers[0],
                 unseen if seen is None else seen[seed],
                 rules,
                 tally,

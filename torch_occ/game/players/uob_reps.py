@@ -109,7 +109,7 @@ class UOBREPSPlayer(EnginePlayer):
                 ),
                 before,
                 means,
-                numbers,
+                numbers[0],
                 np.zeros((0, 0)),
                 rules,
                 tally,

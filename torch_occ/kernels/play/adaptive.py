@@ -1,4 +1,4 @@
-"""The episode loop of FTRL with hints and adaptive rates, compiled, for one seed.
+"""The episode loop of FTRL with hints and adaptive rates, compiled; one seed, or one per lane.
 
 This is the compiled twin of torch_occ.game.learners.adaptive, which has the formulas. The loop is
 that of torch_occ.kernels.play.episodes.
@@ -6,11 +6,13 @@ that of torch_occ.kernels.play.episodes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torch_occ._support.spacing import CHUNK
+from torch_occ.kernels.lanes.arrays import Shared, in_lanes, in_lanes_or_shared, lane
+from torch_occ.kernels.lanes.vectors import anywhere, log, power, sqrt, where
 from torch_occ.kernels.layout import (
     PAIR,
     Floats,
@@ -20,18 +22,17 @@ from torch_occ.kernels.layout import (
     Work,
     ahead,
     kernel,
+    part,
 )
+from torch_occ.kernels.play.baselines import enter
 from torch_occ.kernels.play.episodes import (
-    EXPECTED,
     REALISED,
     Rules,
     Tally,
-    add_moments,
     draw,
-    drift,
-    favour,
     index_drawn,
     propose,
+    react,
     state_drawn,
 )
 from torch_occ.kernels.solver.psi import POWER
@@ -53,18 +54,21 @@ class Manner(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The state of hints and rates of one seed, and scratch memory; pairs are flat."""
+    """The state of hints and rates of one seed, or of one per lane, and scratch memory.
+
+    Pairs are flat.
+    """
 
     visits: Floats  # (S * A,), of `MeanHints`
     losses: Floats  # (S * A,), of `MeanHints`; the hints of `GradientHints`
     inverse_rate: Floats  # (S * A,), (1,), or (0,) without rates
-    weights: Floats  # (2, K or K * S * A), of the last episode and of this one
+    weights: Floats  # (K or K * S * A,), of the last episode
     loss: Floats  # (S * A,), scratch: the loss of the step
     hint: Floats  # (S * A,), scratch
     excess: Floats  # (S * A,), zeros between episodes
     value: Floats  # (1, S), scratch
-    visited: Ints  # (L,), scratch
-    seen: Floats  # (L,), scratch
+    visited: Ints  # (N, L), scratch
+    seen: Shared  # (N, L), scratch
 
 
 @kernel
@@ -74,7 +78,7 @@ def play_adaptive(
     weights: Floats,  # (n, K or K * S * A), without rates
     before: int,  # the number of the previous episode
     means: Floats,  # (n or 1, S * A); with a greedy adversary one row, which is overwritten
-    numbers: Floats,  # (n, L, 3)
+    numbers: Floats,  # (N, n, L, 3) for N seeds, at most as many as lanes
     rules: Rules,
     manner: Manner,
     tally: Tally,
@@ -82,48 +86,56 @@ def play_adaptive(
     middle: Floats,  # (S * A,), an interior point for cold starts
     nowhere: Floats,  # (0,)
     work: Work,  # the same for every call of a run
+    width: Any,  # see `in_lanes`
 ) -> None:
-    """Play n episodes."""
-    q, scalars, num_pairs = tally.q, tally.scalars, len(tally.q)
+    """Play n episodes; lanes are as in `torch_occ.kernels.play.episodes.play`."""
+    terms, tally, work = in_lanes(terms, width), in_lanes(tally, width), in_lanes(work, width)
+    memory, nowhere = in_lanes(memory, width), in_lanes(nowhere, width)
+    means = in_lanes_or_shared(means, width)
+    q, num_pairs, num_seeds = tally.q, len(tally.q), len(numbers)
     for i in range(num_pairs):
         work.pairs[PAIR, i] = q[i]
     for t in range(len(weights)):
         if t > 0 and rules.greedy:
-            favour(model, q, means)
-        weigh(terms, weights, t, num_pairs, memory)
-        work.stale[0] += drift(memory.weights, 0)
+            react(model, q, means)
+        work.stale[0] += weigh(terms, weights, t, num_pairs, memory)
         # Nothing is kept from one chunk to the next, so that a run can continue from a file.
         if (before + t) % CHUNK == 0:
             work.stale[0], work.stale[1], work.stale[2] = np.inf, 0.0, 0.0
         predict(model, manner, tally.cumulative_loss, memory)
-        own, episode = memory.weights[1], before + t + 1
-        propose(model, terms, own, memory.loss, rules, middle, nowhere, episode, scalars, work)
-        row, expected = min(t, len(means) - 1), 0.0
+        own, loss, scalars = memory.weights, memory.loss, tally.scalars
+        episode, row = before + t + 1, min(t, len(means) - 1)
+        propose(model, terms, own, loss, rules, middle, nowhere, episode, scalars, work)
         for i in range(num_pairs):
             q[i] = work.pairs[PAIR, i]
-            expected += q[i] * means[row, i]
-            tally.cumulative_occupancy[i] += q[i]
-            tally.total_mean[i] += means[row, i]
-        add_moments(rules, means, row, t, len(weights), tally.second_moment)
-        scalars[EXPECTED] += expected
-        scalars[REALISED] += walk(
-            model, rules, t, means, row, q, numbers, memory.visited, memory.seen
-        )
-        learn(model, terms, manner, q, tally.cumulative_loss, memory)
+        enter(rules, means, row, t, len(weights), num_seeds, tally)
+        for n in range(num_seeds):
+            visited, seen = memory.visited[n], memory.seen[n]
+            lane(scalars, n)[REALISED] += walk(
+                model, rules, t, lane(means, n), row, lane(q, n), numbers[n], visited, seen
+            )
+        learn(model, terms, manner, q, tally.cumulative_loss, num_seeds, memory)
 
 
 @kernel
-def weigh(terms: Terms, weights: Floats, t: int, num_pairs: int, memory: Memory) -> None:
-    """Multiply the weights of episode t by the inverse rates."""
-    inverse, each = memory.inverse_rate, memory.weights.shape[1]
-    count = len(terms.argument)
+def weigh(terms: Terms, weights: Floats, t: int, num_pairs: int, memory: Memory) -> Any:
+    """Multiply the weights of episode t by the inverse rates; return their largest change.
+
+    Changes are relative to the weights of the last episode.
+    """
+    inverse, own = memory.inverse_rate, memory.weights
+    count, each, most = len(terms.argument), len(own), 0.0
     for k in range(each):
-        memory.weights[0, k] = memory.weights[1, k]
-        term = k * count // each
-        own = weights[t, k] if weights.shape[1] == each else weights[t, term]
-        if len(inverse) > 0:
-            own *= inverse[k % num_pairs] if len(inverse) > 1 else inverse[0]
-        memory.weights[1, k] = own
+        factor, before = 1.0, own[k]
+        if len(inverse) > 1:
+            factor = inverse[k % num_pairs]
+        elif len(inverse) == 1:
+            factor = inverse[0]
+        at = k if weights.shape[1] == each else k * count // each
+        own[k] = weights[t, at] * factor
+        change = abs(own[k] - before)
+        most = max(most, where(change > 0.0, change / abs(before), 0.0))
+    return most
 
 
 @kernel
@@ -168,40 +180,68 @@ def walk(
 
 @kernel
 def learn(
-    model: Model, terms: Terms, manner: Manner, q: Floats, total: Floats, memory: Memory
+    model: Model,
+    terms: Terms,
+    manner: Manner,
+    q: Floats,
+    total: Floats,
+    num_seeds: int,
+    memory: Memory,
 ) -> None:
     """Update the cumulative loss, the rates and the hints after an episode."""
-    for k in range(len(memory.visited)):
-        i = memory.visited[k]
-        memory.excess[i] = (memory.seen[k] - memory.hint[i]) / q[i]
+    for n in range(num_seeds):
+        visited, seen = memory.visited[n], memory.seen[n]
+        note_excess(visited, seen, lane(q, n), lane(memory, n))
     for i in range(len(total)):
         total[i] += memory.excess[i] + memory.hint[i]
     if manner.rates == ADAPTIVE_RATES:
         evaluate(model, q, memory)
-        for k in range(len(memory.visited)):
-            i = memory.visited[k]
-            x, inverse = memory.excess[i], memory.inverse_rate[i]
-            advantage = lookahead(model, k, i, memory) - memory.value[0, i // model.num_actions]
-            zeta = q[i] ** 2 * min(x * x, (x + advantage) ** 2)
-            memory.inverse_rate[i] = inverse + zeta / (inverse * manner.log_episodes)
+        for n in range(num_seeds):
+            adapt_rates(model, manner, memory.visited[n], lane(q, n), lane(memory, n))
     elif manner.rates == MATCHING_RATES:
         match(model, terms, q, memory)
-    for k in range(len(memory.visited)):
-        i = memory.visited[k]
+    for n in range(num_seeds):
+        renew_hints(manner, memory.visited[n], memory.seen[n], lane(memory, n))
+
+
+@part
+def note_excess(visited: Ints, seen: Floats, q: Floats, memory: Memory) -> None:
+    """Write the estimates of the losses beyond the hints, of one lane."""
+    for k in range(len(visited)):
+        i = visited[k]
+        memory.excess[i] = (seen[k] - memory.hint[i]) / q[i]
+
+
+@part
+def adapt_rates(model: Model, manner: Manner, visited: Ints, q: Floats, memory: Memory) -> None:
+    """`AdaptiveRates.update` of one lane, from the values of `evaluate`."""
+    for k in range(len(visited)):
+        i = visited[k]
+        x, inverse = memory.excess[i], memory.inverse_rate[i]
+        advantage = lookahead(model, k, i, memory.value) - memory.value[0, i // model.num_actions]
+        zeta = q[i] ** 2 * min(x * x, (x + advantage) ** 2)
+        memory.inverse_rate[i] = inverse + zeta / (inverse * manner.log_episodes)
+
+
+@part
+def renew_hints(manner: Manner, visited: Ints, seen: Floats, memory: Memory) -> None:
+    """Clear the excess, and update the hints of one lane."""
+    for k in range(len(visited)):
+        i = visited[k]
         memory.excess[i] = 0.0
         if manner.hints == MEAN_HINTS:
             memory.visits[i] += 1.0
-            memory.losses[i] += memory.seen[k]
+            memory.losses[i] += seen[k]
         elif manner.hints == GRADIENT_HINTS:
-            memory.losses[i] += manner.step * (memory.seen[k] - memory.losses[i])
+            memory.losses[i] += manner.step * (seen[k] - memory.losses[i])
 
 
-@kernel
-def lookahead(model: Model, k: int, pair: int, memory: Memory) -> float:
+@part
+def lookahead(model: Model, k: int, pair: int, value: Floats) -> Any:
     """E[V(next state)] after a pair of layer k."""
     behind = model.start[k + 1]
     after = model.start[k + 2] - behind if k + 2 < len(model.start) else 0
-    return ahead(model.next_state, pair, memory.value, 0, behind, after)
+    return ahead(model.next_state, pair, value, 0, behind, after)
 
 
 @kernel
@@ -213,29 +253,34 @@ def evaluate(model: Model, q: Floats, memory: Memory) -> None:
             value, total = 0.0, 0.0
             for i in range(s * num_actions, (s + 1) * num_actions):
                 if model.exists[PAIR, i]:
-                    value += q[i] * (memory.excess[i] + lookahead(model, k, i, memory))
+                    value += q[i] * (memory.excess[i] + lookahead(model, k, i, memory.value))
                     total += q[i]
-            memory.value[0, s] = value / total if total > 0.0 else 0.0
+            memory.value[0, s] = where(total > 0.0, value / total, 0.0)
 
 
 @kernel
 def match(model: Model, terms: Terms, q: Floats, memory: Memory) -> None:
     """`StabilityPenaltyMatching.update` for the first term."""
-    p, power, num_actions = terms.exponent[0], terms.function[0] == POWER, model.num_actions
-    z, h = 0.0, 0.0
+    p, powers, num_actions = terms.exponent[0], terms.function[0] == POWER, model.num_actions
+    roots, z, h = not anywhere(p != 0.5), 0.0, 0.0
     for first in range(0, len(q), num_actions):
         total = 0.0
         for i in range(first, first + num_actions):
             total += q[i]
         for i in range(first, first + num_actions):
-            if model.exists[PAIR, i] and total > 0.0:
-                others = 1.0 - q[i] / total
-                if power:
-                    z += q[i] ** (1.0 - p) * others / (2.0 * p * (1.0 - p))
-                    h += q[i] ** p
+            if model.exists[PAIR, i]:
+                others = where(total > 0.0, 1.0 - q[i] / total, 0.0)
+                if powers and roots:
+                    x = sqrt(q[i])
+                    z += 2.0 * x * others
+                    h += x
+                elif powers:
+                    z += power(q[i], 1.0 - p) * others / (2.0 * p * (1.0 - p))
+                    h += power(q[i], p)
                 else:
                     z += 0.5 * others
-                    h -= q[i] * np.log(q[i] / total) if q[i] > 0.0 else 0.0
-        h -= total**p if power else 0.0
+                    h -= where(q[i] > 0.0, q[i] * log(q[i] / total), 0.0)
+        if powers:
+            h -= sqrt(total) if roots else power(total, p)
     inverse = memory.inverse_rate[0]
     memory.inverse_rate[0] = inverse + z / (inverse * max(h, TINY))

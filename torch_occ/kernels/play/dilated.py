@@ -10,18 +10,16 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ.kernels.layout import PAIR, PLAN, TRIAL, Floats, Model, U, Work, ahead, kernel
+from torch_occ.kernels.play.baselines import enter
 from torch_occ.kernels.play.episodes import (
-    EXPECTED,
     REALISED,
     Rules,
     Tally,
-    add_moments,
     draw,
     favour,
     index_drawn,
     state_drawn,
 )
-from torch_occ.kernels.play.planning import enter
 from torch_occ.kernels.solver.transitions import likelihoods, successor
 
 
@@ -52,8 +50,7 @@ def play_policy_optimization(
         if t > 0 and rules.greedy:
             favour(model, q, means)
         improve(model, optimizer, total, q, work)
-        scalars[EXPECTED] += enter(means, row, tally)
-        add_moments(rules, means, row, t, len(numbers), tally.second_moment)
+        enter(rules, means, row, t, len(numbers), 1, tally)
         subtract_bonus(model, optimizer, total, q, work)
         scalars[REALISED] += roam(model, optimizer, rules, t, means, row, numbers, q)
         to_go = 0.0

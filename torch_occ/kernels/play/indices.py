@@ -6,81 +6,125 @@ Plans are discrete, so both backends play the same game although indices may dif
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_occ.kernels.constants import KL_STEPS, KL_TOLERANCE, TIE
-from torch_occ.kernels.layout import (
-    PAIR,
-    PLAN,
-    TRIAL,
-    Bools,
-    Floats,
-    Ints,
-    Model,
-    Work,
-    ahead,
-    kernel,
-    part,
-)
-from torch_occ.kernels.play.baselines import follow, occupy
-from torch_occ.kernels.play.episodes import (
-    EXPECTED,
-    REALISED,
-    Rules,
-    Tally,
-    add_moments,
-    favour,
-)
-from torch_occ.kernels.play.planning import enter
+from torch_occ.kernels.constants import KL_STEPS, KL_TOLERANCE
+from torch_occ.kernels.lanes.arrays import in_lanes, in_lanes_or_shared, lane, lanes_of
+from torch_occ.kernels.lanes.vectors import anywhere
+from torch_occ.kernels.layout import PAIR, TRIAL, Bools, Floats, Ints, Model, Work, kernel, part
+from torch_occ.kernels.play.baselines import CHOICE, Seen, average, plan, play_plan
+from torch_occ.kernels.play.episodes import Rules, Tally, favour, react
 from torch_occ.kernels.play.sampling import beta
 
 KL_UCB, THOMPSON = 0, 1
+
+# Rows of the power series of KL-UCB's indices in log t: log t and the visits where it was expanded,
+# how far log t may grow before the last term exceeds KL_TOLERANCE, and ORDER + 1 coefficients.
+BEGIN, COUNT, REACH, FIRST, ORDER = 0, 1, 2, 3, 6
+SERIES_ROWS = FIRST + ORDER + 1
 
 
 @kernel
 def play_indices(
     model: Model,
     kind: int,  # KL_UCB or THOMPSON
-    seed: int,
+    seeds: Any,  # (N,), unsigned; at most as many as lanes
     before: int,  # the number of the previous episode
     logs: Floats,  # (n,), log t
     means: Floats,  # (n or 1, S * A)
-    numbers: Floats,  # (n, L, 3)
+    numbers: Floats,  # (N, n, L, 3)
     rules: Rules,
     tally: Tally,
-    visits: Floats,  # (S * A,)
-    index: Floats,  # (S * A,), scratch
+    seen: Seen,
+    series: Floats,  # (SERIES_ROWS, S * A), scratch
     work: Work,
+    width: Any,  # see `in_lanes`
 ) -> None:
-    """Play n episodes. The tally's `cumulative_loss` holds the sums of the observed losses."""
-    q, losses, scalars = tally.q, tally.cumulative_loss, tally.scalars
-    for i in range(len(index)):
-        index[i] = 0.0
-    for t in range(len(numbers)):
-        row = min(t, len(means) - 1)
+    """Play n episodes; lanes are as in `torch_occ.kernels.play.baselines.play_empirical`."""
+    tally, seen, work = in_lanes(tally, width), in_lanes(seen, width), in_lanes(work, width)
+    means, series = in_lanes_or_shared(means, width), in_lanes(series, width)
+    average(seen, 0.0)
+    for i in range(len(seen.visits)):
+        # This is the index 0 of a pair without visits. Others are expanded when they are needed.
+        for row in range(SERIES_ROWS):
+            series[row, i] = np.inf if row == REACH else 0.0
+    for t in range(numbers.shape[1]):
         if t > 0 and rules.greedy:
-            favour(model, q, means)
-        for i in range(len(index)):
-            if model.exists[PAIR, i]:
-                if kind == THOMPSON:
-                    failures = max(visits[i] - losses[i], 0.0)
-                    index[i] = beta(seed, before + t + 1, i, 1.0 + losses[i], 1.0 + failures)
-                elif visits[i] > 0.0:
-                    # The last index is close to this one.
-                    index[i] = kl_lower(losses[i] / visits[i], logs[t] / visits[i], index[i])
-        plan_for(model, index, work)
-        occupy(model, q, work)
-        scalars[EXPECTED] += enter(means, row, tally)
-        add_moments(rules, means, row, t, len(numbers), tally.second_moment)
-        scalars[REALISED] += follow(model, rules, t, means, row, numbers, losses, visits, work)
+            react(model, tally.q, means)
+        if kind == THOMPSON:
+            for n in range(len(seeds)):
+                sample(model, seeds[n], before + t + 1, lane(seen, n), lane(work.pairs, n))
+        else:
+            bound(logs[t], seen, series, work)
+        plan(model, work)
+        play_plan(model, rules, t, means, numbers, tally, seen, work)
+
+
+@kernel
+def sample(model: Model, seed: int, t: int, seen: Seen, loss: Floats) -> None:
+    """Draw the losses of `Thompson` from their posteriors into row TRIAL."""
+    for i in range(len(seen.visits)):
+        loss[TRIAL, i] = 0.0
+        if model.exists[PAIR, i]:
+            failures = max(seen.visits[i] - seen.losses[i], 0.0)
+            loss[TRIAL, i] = beta(seed, t, i, 1.0 + seen.losses[i], 1.0 + failures)
+
+
+@kernel
+def bound(log: float, seen: Seen, series: Floats, work: Work) -> None:
+    """Write the indices of `KLUCB` into row TRIAL.
+
+    An index is a smooth function of log t as long as its pair is not visited.
+    """
+    for i in range(len(seen.visits)):
+        grown = log - series[BEGIN, i]
+        usable = (seen.visits[i] == series[COUNT, i]) & (grown <= series[REACH, i])
+        if anywhere(not usable):
+            for n in range(lanes_of(seen.visits)):
+                if not lane(usable, n):
+                    expand(log, i, lane(seen, n), lane(series, n))
+            grown = log - series[BEGIN, i]
+        index = series[FIRST + ORDER, i]
+        for k in range(ORDER - 1, -1, -1):
+            index = index * grown + series[FIRST + k, i]
+        work.pairs[TRIAL, i] = index
+
+
+@kernel
+def expand(log: float, i: int, seen: Seen, series: Floats) -> None:
+    """The power series of the index x of a pair in log t.
+
+    From kl(m, x) = log t / visits follows (m - x) x' = (x^2 - x) / visits. Comparing powers gives
+    one coefficient after the other.
+    """
+    mean, visits = seen.mean[i], seen.visits[i]
+    index = kl_lower(mean, log / visits, series[FIRST, i])
+    series[BEGIN, i], series[COUNT, i], series[REACH, i] = log, visits, 0.0
+    series[FIRST, i] = index
+    for k in range(ORDER):
+        series[FIRST + k + 1, i] = 0.0
+    if mean > index:
+        for k in range(ORDER):
+            total = -series[FIRST + k, i]
+            for j in range(k + 1):
+                total += series[FIRST + j, i] * series[FIRST + k - j, i]
+            total /= visits
+            for j in range(1, k + 1):
+                total += series[FIRST + j, i] * (k + 1 - j) * series[FIRST + k + 1 - j, i]
+            series[FIRST + k + 1, i] = total / ((k + 1) * (mean - index))
+        last = abs(series[FIRST + ORDER, i])
+        # Near log t = 0 an index is a root of log t.
+        series[REACH, i] = min((KL_TOLERANCE / last) ** (1.0 / ORDER), 0.1 * log)
+    elif mean <= 0.0:
+        series[REACH, i] = np.inf
 
 
 class Goals(NamedTuple):
     """The state of `OSSB` for one seed, updated in place; its docstring says what the parts are."""
 
-    visits: Floats  # (S * A,)
+    seen: Seen
     goals: Floats  # (S * A,)
     tries: Floats  # (S * A,)
     due: Floats  # (S * A,)
@@ -99,53 +143,49 @@ def play_goals(
     first: int,  # how many of the n episodes were played
     renewal: float,  # the episode in which a new plan is due
     means: Floats,  # (n or 1, S * A)
-    numbers: Floats,  # (n, L, 3)
+    numbers: Floats,  # (1, n, L, 3)
     rules: Rules,
     tally: Tally,
     state: Goals,
-    index: Floats,  # (S * A,), scratch
     work: Work,
 ) -> int:
     """Play episodes of `OSSB` until a new plan is due.
 
-    Returns how many of the n episodes were played, in all. The tally's `cumulative_loss` holds the
-    sums of the observed losses.
+    Returns how many of the n episodes were played, in all.
     """
-    q, losses, scalars, visits = tally.q, tally.cumulative_loss, tally.scalars, state.visits
-    for t in range(first, len(numbers)):
+    seen, loss = state.seen, work.pairs
+    visits = seen.visits
+    average(seen, 0.0)
+    for t in range(first, numbers.shape[1]):
         if before + t + 1 >= renewal:
             return t
         for i in range(len(visits)):
             if visits[i] >= state.due[i]:
                 return t
-        row = min(t, len(means) - 1)
         if t > 0 and rules.greedy:
-            favour(model, q, means)
+            favour(model, tally.q, means)
         rare = choose(model, pairs, floor, state, work)
         if rare >= 0:
             for i in range(len(visits)):
-                index[i] = min(max(losses[i] / max(visits[i], 1.0), 0.0), 1.0)
-            index[rare] -= aim
-            plan_for(model, index, work)
+                loss[TRIAL, i] = min(max(seen.mean[i], 0.0), 1.0)
+            loss[TRIAL, rare] -= aim
+            plan(model, work)
             state.tries[rare] += 1.0
-        occupy(model, q, work)
-        scalars[EXPECTED] += enter(means, row, tally)
-        add_moments(rules, means, row, t, len(numbers), tally.second_moment)
         familiar = greedy_visits(model, state)
-        scalars[REALISED] += follow(model, rules, t, means, row, numbers, losses, visits, work)
+        play_plan(model, rules, t, means, numbers, tally, seen, work)
         if greedy_visits(model, state) - familiar < len(model.start) - 1:
             state.explored[0] += 1.0
-    return len(numbers)
+    return numbers.shape[1]
 
 
 @kernel
 def choose(model: Model, pairs: Bools, floor: float, state: Goals, work: Work) -> int:
-    """Write the pair that each state plays to `work.softest`.
+    """Write the pair that each state plays to row CHOICE of the states.
 
     Returns the pair that is to be played for instead, or -1.
     """
     visits, num_actions, exploring, rare, fewest = (
-        state.visits,
+        state.seen.visits,
         model.num_actions,
         False,
         -1,
@@ -154,11 +194,11 @@ def choose(model: Model, pairs: Bools, floor: float, state: Goals, work: Work) -
     for s in range(len(state.greedy)):
         known = s * num_actions + state.greedy[s]
         least = visits[known] if state.visited[s] else np.inf
-        work.softest[s] = known
+        work.states[CHOICE, s] = float(known)
         for i in range(s * num_actions, (s + 1) * num_actions):
             if state.goals[i] > visits[i] and visits[i] < least:
                 least = visits[i]
-                work.softest[s] = i
+                work.states[CHOICE, s] = float(i)
                 exploring = exploring or state.visited[s]
             if pairs[i] and visits[i] + state.tries[i] < fewest:
                 fewest = visits[i] + state.tries[i]
@@ -173,7 +213,7 @@ def greedy_visits(model: Model, state: Goals) -> float:
     """The visits of the pairs that the greedy policy plays."""
     total = 0.0
     for s in range(len(state.greedy)):
-        total += state.visits[s * model.num_actions + state.greedy[s]]
+        total += state.seen.visits[s * model.num_actions + state.greedy[s]]
     return total
 
 
@@ -208,29 +248,3 @@ def kl_lower(mean: float, width: float, guess: float) -> float:
         if abs(step) <= KL_TOLERANCE:
             break
     return min(np.exp(x), mean)
-
-
-@kernel
-def plan_for(model: Model, loss: Floats, work: Work) -> None:
-    """Backward induction for a loss; `work.softest` receives the pair that each state plays.
-
-    Ties are broken as in `torch_occ.mdp.occupancy.cheapest`.
-    """
-    start, num_actions, states, pairs = model.start, model.num_actions, work.states, work.pairs
-    for k in range(len(start) - 2, -1, -1):
-        behind = start[k + 1]
-        after = start[k + 2] - behind if k + 2 < len(start) else 0
-        for s in range(start[k], behind):
-            best = np.inf
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                if model.exists[PAIR, i]:
-                    pairs[TRIAL, i] = loss[i] + ahead(
-                        model.next_state, i, states, PLAN, behind, after
-                    )
-                    best = min(best, pairs[TRIAL, i])
-            states[PLAN, s] = best
-            limit = best + TIE * max(1.0, abs(best))
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                if model.exists[PAIR, i] and pairs[TRIAL, i] <= limit:
-                    work.softest[s] = i
-                    break

@@ -10,24 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ.kernels.layout import PAIR, Bools, Floats, Ints, Model, Work, kernel, part
-from torch_occ.kernels.play.baselines import occupy
-from torch_occ.kernels.play.episodes import (
-    EXPECTED,
-    REALISED,
-    Rules,
-    Tally,
-    add_moments,
-    favour,
-)
-from torch_occ.kernels.play.planning import (
-    LOWER,
-    SHARP_HOEFFDING,
-    UPPER,
-    Planner,
-    enter,
-    explore,
-    plan,
-)
+from torch_occ.kernels.play.baselines import Seen, average, enter, follow, occupy
+from torch_occ.kernels.play.episodes import Rules, Tally, favour
+from torch_occ.kernels.play.planning import LOWER, SHARP_HOEFFDING, UPPER, Planner, plan
 from torch_occ.kernels.play.sampling import key_of, uniform
 
 
@@ -43,11 +28,14 @@ class Stack(NamedTuple):
     visits: Floats  # (R + 1, S * A)
     losses: Floats  # (R + 1, S * A), sums of observed losses
     counts: Floats  # (R + 1, M)
+    mean: Floats  # (R + 1, S * A), scratch
+    root: Floats  # (R + 1, S * A), scratch
     possible: Floats  # (R, S * A), 1 where the layer found the action possible at its last turn
     entry: Ints  # (S * A,)
     bounds: Floats  # (2, S * A)
     values: Floats  # (3, S)
     allowed: Bools  # (S * A,)
+    ignored: Floats  # (8,), scratch: the scalars of a trajectory that is played again
 
 
 @kernel
@@ -56,37 +44,40 @@ def play_stack(
     stack: Stack,
     before: int,  # the number of the previous episode
     means: Floats,  # (n or 1, S * A)
-    numbers: Floats,  # (n, L, 3)
+    numbers: Floats,  # (1, n, L, 3)
     rules: Rules,
     tally: Tally,
     work: Work,
 ) -> None:
     """Play n episodes."""
-    q, scalars, everything = tally.q, tally.scalars, len(stack.possible)
-    for t in range(len(numbers)):
+    q, everything, count = tally.q, len(stack.possible), numbers.shape[1]
+    for r in range(everything + 1):
+        average(seen_of(stack, r), 0.0)
+    for t in range(count):
         row = min(t, len(means) - 1)
         if t > 0 and rules.greedy:
             favour(model, q, means)
         layer = layer_drawn(stack, before + t + 1)
         plan_layer(model, stack, layer, work)
         occupy(model, q, work)
-        scalars[EXPECTED] += enter(means, row, tally)
-        add_moments(rules, means, row, t, len(numbers), tally.second_moment)
-        for r in (layer, everything):  # the same trajectory twice: into both sets of data
-            suffered = explore(
-                model,
-                rules,
-                t,
-                means,
-                row,
-                numbers,
-                stack.losses[r],
-                stack.visits[r],
-                stack.counts[r],
-                stack.entry,
-                work,
-            )
-        scalars[REALISED] += suffered
+        enter(rules, means, row, t, count, 1, tally)
+        # The same trajectory twice: into both sets of data.
+        own, together = seen_of(stack, layer), seen_of(stack, everything)
+        follow(model, rules, t, means, row, numbers, tally.scalars, own, work)
+        follow(model, rules, t, means, row, numbers, stack.ignored, together, work)
+
+
+@part
+def seen_of(stack: Stack, r: int) -> Seen:
+    """A row of data."""
+    return Seen(
+        stack.visits[r],
+        stack.losses[r],
+        stack.mean[r],
+        stack.root[r],
+        stack.counts[r],
+        stack.entry,
+    )
 
 
 @part
@@ -109,10 +100,7 @@ def planner_of(stack: Stack, r: int, corruption: float) -> Planner:
         corruption,
         0.0,  # the numbers of states and actions are not in this bonus
         0.0,
-        stack.visits[r],
-        stack.losses[r],
-        stack.counts[r],
-        stack.entry,
+        seen_of(stack, r),
         stack.bounds,
         stack.values,
         stack.allowed,

@@ -6,34 +6,25 @@ are deterministic, and both backends break ties alike, so they play the same gam
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_occ.kernels.constants import TIE
+from torch_occ.kernels.lanes.arrays import in_lanes, in_lanes_or_shared
+from torch_occ.kernels.lanes.vectors import anywhere, sqrt, where
 from torch_occ.kernels.layout import PAIR, Bools, Floats, Ints, Model, Work, kernel, part
-from torch_occ.kernels.play.baselines import occupy
-from torch_occ.kernels.play.episodes import (
-    EXPECTED,
-    REALISED,
-    Rules,
-    Tally,
-    add_moments,
-    draw,
-    favour,
-    index_drawn,
-    state_drawn,
-)
+from torch_occ.kernels.play.baselines import CHOICE, Seen, average, cheapest, play_plan
+from torch_occ.kernels.play.episodes import Rules, Tally, react
 
 #: The bonuses of torch_occ.game.learners.planning.
 UCBVI_HOEFFDING, UCBVI_BERNSTEIN, SHARP_HOEFFDING, EULER, STRONG_EULER = 0, 1, 2, 3, 4
 
 # Rows of `values`; rows of `bounds`.
-LOWER, UPPER, ARRIVALS = 0, 1, 2
+LOWER, UPPER, SPREAD = 0, 1, 2
 
 
 class Planner(NamedTuple):
-    """The settings of an optimistic learner, and its memory for one seed.
+    """The settings of an optimistic learner, and its memory for one seed, or one per lane.
 
     Two planners may share `bounds`, `values` and `allowed`: two sets of data for one plan.
     """
@@ -44,12 +35,9 @@ class Planner(NamedTuple):
     corruption: float
     states: float  # S
     actions: float  # A
-    visits: Floats  # (S * A,)
-    losses: Floats  # (S * A,), sums of observed losses
-    counts: Floats  # (M,), visits by next state, as torch_occ.game.beliefs.counts
-    entry: Ints  # (S * A,), the first entry of each pair in `counts`
+    seen: Seen
     bounds: Floats  # (2, S * A), Q_lower and Q_upper
-    values: Floats  # (3, S), V_lower, V_upper and the visits of every state
+    values: Floats  # (3, S), V_lower, V_upper and the b' of UCBVI
     allowed: Bools  # (S * A,), the pairs that may be played
 
 
@@ -66,65 +54,43 @@ def play_planner(
     planner: Planner,
     logs: Floats,  # (n,), the logarithm in the bonus
     means: Floats,  # (n or 1, S * A)
-    numbers: Floats,  # (n, L, 3)
+    numbers: Floats,  # (N, n, L, 3) for N seeds, at most as many as lanes
     rules: Rules,
     tally: Tally,
     work: Work,
+    width: Any,  # see `in_lanes`
 ) -> None:
-    """Play n episodes."""
-    q, scalars = tally.q, tally.scalars
-    for t in range(len(numbers)):
-        row = min(t, len(means) - 1)
+    """Play n episodes; lanes are as in `torch_occ.kernels.play.baselines.play_empirical`."""
+    tally, planner, work = in_lanes(tally, width), in_lanes(planner, width), in_lanes(work, width)
+    means = in_lanes_or_shared(means, width)
+    average(planner.seen, 0.0)
+    for t in range(numbers.shape[1]):
         if t > 0 and rules.greedy:
-            favour(model, q, means)
+            react(model, tally.q, means)
         plan(model, planner, planner, False, logs[t], work)
-        occupy(model, q, work)
-        scalars[EXPECTED] += enter(means, row, tally)
-        add_moments(rules, means, row, t, len(numbers), tally.second_moment)
-        scalars[REALISED] += explore(
-            model,
-            rules,
-            t,
-            means,
-            row,
-            numbers,
-            planner.losses,
-            planner.visits,
-            planner.counts,
-            planner.entry,
-            work,
-        )
-
-
-@part
-def enter(means: Floats, row: int, tally: Tally) -> float:
-    """Add q and the means of an episode to the sums; return the expected loss of q."""
-    expected = 0.0
-    for i in range(len(tally.q)):
-        expected += tally.q[i] * means[row, i]
-        tally.cumulative_occupancy[i] += tally.q[i]
-        tally.total_mean[i] += means[row, i]
-    return expected
+        play_plan(model, rules, t, means, numbers, tally, planner.seen, work)
 
 
 @kernel
 def plan(
     model: Model, planner: Planner, other: Planner, both: bool, log: float, work: Work
 ) -> None:
-    """Backward induction with a bonus; `work.softest` receives the pair that each state plays.
+    """Backward induction with a bonus; row CHOICE of the states receives the pairs to play.
 
     If `both`, then the tightest bounds of the data of both planners count.
     """
     start, num_actions, layers = model.start, model.num_actions, len(model.start) - 1
-    visits, bounds, values = planner.visits, planner.bounds, planner.values
+    bounds, values = planner.bounds, planner.values
+    widest = float(layers * layers)
+    scale = 1e4 * widest * layers * log * log * planner.states * planner.states * planner.actions
     for k in range(layers - 1, -1, -1):
         behind, left = start[k + 1], float(layers - k)
         size = start[k + 2] - behind if k + 1 < layers else 0
         for s in range(start[k], behind):
-            best, arrived = np.inf, 0.0
+            arrived = 0.0
             for i in range(s * num_actions, (s + 1) * num_actions):
                 if model.exists[PAIR, i]:
-                    arrived += visits[i]
+                    arrived += planner.seen.visits[i]
                     low, high = estimate(planner, log, layers, left, behind, size, i)
                     if both:
                         lower, upper = estimate(other, log, layers, left, behind, size, i)
@@ -132,15 +98,14 @@ def plan(
                     if planner.monotone:
                         low = max(low, bounds[LOWER, i])
                     bounds[LOWER, i], bounds[UPPER, i] = low, high
-                    if planner.allowed[i]:
-                        best = min(best, low)
-            values[LOWER, s], values[ARRIVALS, s] = best, arrived
-            limit = best if np.isinf(best) else best + TIE * max(1.0, abs(best))
+            values[SPREAD, s] = where(arrived > 0.0, min(scale / max(arrived, 1.0), widest), widest)
+            values[LOWER, s], chosen = cheapest(
+                planner.allowed, bounds, LOWER, s * num_actions, (s + 1) * num_actions
+            )
+            work.states[CHOICE, s] = chosen
             for i in range(s * num_actions, (s + 1) * num_actions):
-                if planner.allowed[i] and bounds[LOWER, i] <= limit:
-                    work.softest[s] = i
-                    values[UPPER, s] = bounds[UPPER, i]
-                    break
+                if planner.allowed[i]:
+                    values[UPPER, s] = where(chosen == float(i), bounds[UPPER, i], values[UPPER, s])
 
 
 @part
@@ -152,80 +117,43 @@ def estimate(
     first: int,  # the first state of the next layer
     size: int,  # the number of its states; 0 if it is the terminal state
     i: int,
-) -> tuple[float, float]:
+) -> tuple[Any, Any]:
     """Q_lower and Q_upper of a pair."""
-    if planner.visits[i] == 0.0:
-        return planner.floor, left
-    loss = planner.losses[i] / planner.visits[i]
-    n, values, bonus, entry = planner.visits[i], planner.values, planner.bonus, planner.entry[i]
-    share, lower, upper, variance, distance, spread = 1.0 / n, 0.0, 0.0, 0.0, 0.0, 0.0
-    for j in range(size):
-        p = planner.counts[entry + j] * share
-        lower += p * values[LOWER, first + j]
-        upper += p * values[UPPER, first + j]
-    if bonus != UCBVI_HOEFFDING and bonus != SHARP_HOEFFDING:
-        widest = float(layers * layers)
-        scale = 1e4 * layers**3 * log * log
-        scale *= planner.states * planner.states * planner.actions
+    seen, values, bonus = planner.seen, planner.values, planner.bonus
+    n, loss, root, entry = seen.visits[i], seen.mean[i], seen.root[i], seen.entry[i]
+    known, share, rest = n > 0.0, root * root, max(n - 1.0, 1.0)
+    b, lower, upper, variance, distance, spread = loss - loss, 0.0, 0.0, 0.0, 0.0, 0.0
+    if anywhere(known):
         for j in range(size):
-            p = planner.counts[entry + j] * share
-            variance += p * (values[LOWER, first + j] - lower) ** 2
+            p = seen.counts[entry + j] * share
+            lower += p * values[LOWER, first + j]
+            upper += p * values[UPPER, first + j]
+        if bonus == UCBVI_HOEFFDING:
+            b = 7.0 * layers * log * root + min(1.0, 0.5 * planner.corruption * share)
+        elif bonus == SHARP_HOEFFDING:
+            b = left * np.sqrt(0.5 * log) * root + min(1.0, 0.5 * planner.corruption * share)
+        else:
+            for j in range(size):
+                p = seen.counts[entry + j] * share
+                apart = values[LOWER, first + j] - lower
+                variance += p * apart * apart
+                if bonus == UCBVI_BERNSTEIN:
+                    spread += p * values[SPREAD, first + j]
+                else:
+                    gap = values[UPPER, first + j] - values[LOWER, first + j]
+                    distance += p * gap * gap
+            each = log / rest
+            b = sqrt(2.0 * max(loss * (1.0 - loss), 0.0) * each) + 7.0 / 3.0 * each
             if bonus == UCBVI_BERNSTEIN:
-                arrived = values[ARRIVALS, first + j]
-                spread += p * (min(scale / arrived, widest) if arrived > 0.0 else widest)
-            else:
-                distance += p * (values[UPPER, first + j] - values[LOWER, first + j]) ** 2
-    b = 0.0
-    if bonus == UCBVI_HOEFFDING:
-        b = 7.0 * layers * log / np.sqrt(n) + min(1.0, planner.corruption / (2.0 * n))
-    elif bonus == SHARP_HOEFFDING:
-        b = left * np.sqrt(log / (2.0 * n)) + min(1.0, planner.corruption / (2.0 * n))
-    elif n < 2.0:
-        b = np.inf
-    else:
-        rest = n - 1.0
-        b = np.sqrt(2.0 * max(loss * (1.0 - loss), 0.0) * log / rest) + 7.0 * log / (3.0 * rest)
-        if bonus == UCBVI_BERNSTEIN:
-            b += np.sqrt(8.0 * log * variance / n) + 14.0 * layers * log / (3.0 * n)
-            b += np.sqrt(8.0 / n * spread)
-        elif size > 1:
-            distance, root = np.sqrt(distance), np.sqrt(2.0 * log / rest)
-            b += root * (np.sqrt(variance) + distance) + 7.0 * (left - 1.0) * log / (3.0 * rest)
-            if bonus == STRONG_EULER:
-                b += np.sqrt(2.0 * size * log / rest) * distance
-                b += 7.0 * size * (left - 1.0) * log / (3.0 * rest)
-    return max(loss + lower - b, planner.floor), min(loss + upper + b, left)
-
-
-@kernel
-def explore(
-    model: Model,
-    rules: Rules,
-    t: int,
-    means: Floats,
-    row: int,
-    numbers: Floats,
-    losses: Floats,
-    visits: Floats,
-    counts: Floats,
-    entry: Ints,
-    work: Work,
-) -> float:
-    """Play one trajectory of the policy in `work.softest`, and return its total loss.
-
-    `losses`, `visits` and `counts` are updated at the visited pairs.
-    """
-    layers, suffered = len(model.start) - 1, 0.0
-    s = index_drawn(model.initial, 0, len(model.initial), numbers[t, layers - 1, 2])
-    for k in range(layers):
-        i = work.softest[s]
-        loss = draw(rules.noise, means[row, i], numbers[t, k, 1])
-        losses[i] += loss
-        visits[i] += 1.0
-        suffered += loss
-        after = 0  # of the terminal state
-        if k + 1 < layers:
-            s = state_drawn(model, i, k, numbers[t, k, 2])
-            after = s - model.start[k + 1]
-        counts[entry[i] + after] += 1.0
-    return suffered
+                b += sqrt(8.0 * log * variance) * root + 14.0 / 3.0 * layers * log * share
+                b += sqrt(8.0 * spread) * root
+            elif size > 1:
+                distance = sqrt(distance)
+                b += sqrt(2.0 * each) * (sqrt(variance) + distance)
+                b += 7.0 / 3.0 * (left - 1.0) * each
+                if bonus == STRONG_EULER:
+                    b += sqrt(2.0 * size * each) * distance
+                    b += 7.0 / 3.0 * size * (left - 1.0) * each
+            b = where(n < 2.0, np.inf, b)
+    low = where(known, max(loss + lower - b, planner.floor), planner.floor)
+    return low, where(known, min(loss + upper + b, left), left)

@@ -14,6 +14,7 @@ import numpy as np
 
 from torch_occ._support.spacing import CHUNK
 from torch_occ.kernels.layout import PAIR, Floats, Ints, Model, Terms, Work, kernel
+from torch_occ.kernels.play.baselines import enter
 from torch_occ.kernels.play.beliefs import (
     FIRST,
     NUMBER,
@@ -26,12 +27,10 @@ from torch_occ.kernels.play.beliefs import (
     upper_bound,
 )
 from torch_occ.kernels.play.episodes import (
-    EXPECTED,
     FULL_INFORMATION,
     REALISED,
     Rules,
     Tally,
-    add_moments,
     draw,
     drift,
     favour,
@@ -39,7 +38,6 @@ from torch_occ.kernels.play.episodes import (
     propose,
     state_drawn,
 )
-from torch_occ.kernels.play.planning import enter
 
 
 class Course(NamedTuple):
@@ -113,8 +111,7 @@ def play_unknown(
         )
         take_policy(believed, memory, work)
         occupy_by(truth, memory.policy, tally.q, scratch)
-        scalars[EXPECTED] += enter(means, row, tally)
-        add_moments(rules, means, row, n, len(numbers), tally.second_moment)
+        enter(rules, means, row, n, len(numbers), 1, tally)
         scalars[REALISED] += venture(
             truth, believed, course, belief, memory, rules, n, means, row, numbers, tables
         )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch_occ.kernels.constants import CONVERGED
 from torch_occ.kernels.layout import PAIR, Floats, Model, Work, kernel
+from torch_occ.kernels.play.baselines import enter
 from torch_occ.kernels.play.beliefs import (
     FIRST,
     NUMBER,
@@ -23,7 +24,6 @@ from torch_occ.kernels.play.beliefs import (
 )
 from torch_occ.kernels.play.episodes import (
     DUAL_RESIDUAL,
-    EXPECTED,
     FIRST_STATUS,
     FIRST_UNCERTIFIED,
     FLOW_RESIDUAL,
@@ -32,10 +32,8 @@ from torch_occ.kernels.play.episodes import (
     UNCERTIFIED,
     Rules,
     Tally,
-    add_moments,
     favour,
 )
-from torch_occ.kernels.play.planning import enter
 from torch_occ.kernels.play.unknown import Course, Memory, venture
 from torch_occ.kernels.projection.arrays import Layers, Reference, Scratch
 from torch_occ.kernels.projection.solving import project
@@ -86,8 +84,7 @@ def play_uob_reps(
         scalars[FLOW_RESIDUAL] = max(scalars[FLOW_RESIDUAL], last[FLOW])
         if last[FAILED] != 0.0 and scalars[FIRST_UNCERTIFIED] == 0.0:
             scalars[FIRST_UNCERTIFIED], scalars[FIRST_STATUS] = t, last[STATUS]
-        scalars[EXPECTED] += enter(means, row, tally)
-        add_moments(rules, means, row, n, len(numbers), tally.second_moment)
+        enter(rules, means, row, n, len(numbers), 1, tally)
         scalars[REALISED] += venture(
             truth, believed, course, belief, memory, rules, n, means, row, numbers, tables
         )
