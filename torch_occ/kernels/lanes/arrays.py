@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, get_type_hints
@@ -46,7 +47,7 @@ class _LaneArrayModel(models.StructModel):
 
 def zeros(*shape: int, lanes: int = LANES) -> Any:
     """Memory for an array in lanes, `(*shape, lanes)`, aligned to the widest registers."""
-    size = int(np.prod(shape)) * lanes
+    size = math.prod(shape) * lanes
     memory = np.zeros(size + 8)
     skip = -memory.ctypes.data % 64 // 8
     return memory[skip : skip + size].reshape(*shape, lanes)
