@@ -166,8 +166,8 @@ def test_lanes_leap_as_single_particles_do(regularizer, monkeypatch):
     """From the same random numbers."""
     mdp, mean = random_problem()
     runs = []
-    for narrow in (True, False):
-        monkeypatch.setattr(compiled_leaps, "narrow", lambda model, narrow=narrow: narrow)
+    for lanes in (8, None):
+        monkeypatch.setattr(compiled_leaps, "lanes_in", lambda *_, lanes=lanes: lanes)
         psi = REGULARIZERS[regularizer](mdp)
         runs.append(occ.leap(mdp, psi, mean, 300, particles=10, backend="engine"))
     assert torch.equal(runs[0].leaps, runs[1].leaps)

@@ -137,8 +137,8 @@ def test_a_seed_has_the_same_bits_beside_any_others(regularizer):
 
 def test_lanes_carry_the_tangents_of_single_seeds(monkeypatch):
     psi, runs = occ.jin_luo(MDP, beta=5.0), []
-    for narrow in (True, False):
-        monkeypatch.setattr(compiled_tangents, "narrow", lambda model, narrow=narrow: narrow)
+    for lanes in (8, None):
+        monkeypatch.setattr(compiled_tangents, "lanes_in", lambda *_, lanes=lanes: lanes)
         (run,) = play_compiled(occ.FTRLStep(MDP, psi), LOSSES, 50, range(10))
         runs.append(run)
     for mine, theirs in zip(*runs, strict=True):

@@ -261,7 +261,7 @@ def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(sh
     return work
 
 
-def narrow(model: Model) -> bool:
+def suits_lanes(model: Model) -> bool:
     """Whether problems are solved in lanes: with narrow layers, or with sparse transitions.
 
     One problem in wide dense layers is faster in plain arrays, whose inner loops are long. The rule
@@ -285,7 +285,7 @@ def lanes_in(model: Model, count: int) -> int | None:
 
     With dense transitions it is LANES for any batch, so that kernels are compiled once.
     """
-    if not narrow(model):
+    if not suits_lanes(model):
         return None
     return lanes_for(count, few_lanes(model)) if isinstance(model.next_state, Rows) else LANES
 

@@ -17,7 +17,7 @@ from torch_occ.game.learners.base import Learner
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.engine import EnginePlayer, OverTime, terms_in
 from torch_occ.kernels.lanes.arrays import allocator, width_of
-from torch_occ.kernels.layout import Floats, Terms, Work, narrow
+from torch_occ.kernels.layout import Floats, Terms, Work, suits_lanes
 from torch_occ.kernels.play.adaptive import (
     ADAPTIVE_RATES,
     GRADIENT_HINTS,
@@ -48,7 +48,7 @@ RATES = {
 class AdaptivePlayer(EnginePlayer):
     """Plays `AdaptiveFTRL` with a built-in regularizer, and built-in hints and rates.
 
-    Seeds are in lanes if layers are narrow.
+    Seeds are in lanes if layers are suits_lanes.
     """
 
     @staticmethod
@@ -65,7 +65,7 @@ class AdaptivePlayer(EnginePlayer):
         assert isinstance(learner, AdaptiveFTRL)
         super().__init__(mdp, learner, losses)
         self.adaptive = learner
-        self.in_lanes = narrow(self.model)
+        self.in_lanes = suits_lanes(self.model)
         self.middle = interior_point(mdp).detach().numpy().flatten()
         self.valid: list[Any] = []  # the last values of the parameters that were valid
         regularizer, pairs = learner.unscaled, mdp.actions.shape

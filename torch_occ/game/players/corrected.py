@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CorrectedPlayer(FTRLPlayer):
-    """Plays `CorrectedFTRL` with a built-in regularizer, in lanes if `narrow`."""
+    """Plays `CorrectedFTRL` with a built-in regularizer, in lanes if `suits_lanes`."""
 
     def prepare(
         self, run: Simulation, t: range, tables: Tensor | None

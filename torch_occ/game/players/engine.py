@@ -22,7 +22,7 @@ from torch_occ.game.learners.baselines import FixedPolicy
 from torch_occ.game.losses import GreedyAdversary, LossProcess
 from torch_occ.kernels.lanes.arrays import allocator, gather, scatter
 from torch_occ.kernels.lanes.vectors import lanes_for
-from torch_occ.kernels.layout import NARROW, Floats, Model, Terms, Work, make_work
+from torch_occ.kernels.layout import NARROW, Floats, Model, Terms, Work, few_lanes, make_work
 from torch_occ.kernels.play.baselines import play_fixed
 from torch_occ.kernels.play.episodes import IMPORTANCE_WEIGHTED, NOISE, Rules, Tally
 from torch_occ.mdp.layered import LayeredMDP
@@ -165,7 +165,7 @@ class EnginePlayer:
 
     def lanes(self, run: Simulation) -> int | None:
         """The number of seeds that are played together in lanes; None in plain arrays."""
-        return lanes_for(len(run.seeds)) if self.in_lanes else None
+        return lanes_for(len(run.seeds), few_lanes(self.model)) if self.in_lanes else None
 
     def scratch(self, group: int, make: Callable[[], Memory]) -> Memory:
         """Scratch memory of a group of seeds, which is made once in a run."""

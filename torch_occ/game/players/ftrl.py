@@ -21,8 +21,7 @@ from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.engine import EnginePlayer, OverTime, terms_in
 from torch_occ.kernels.lanes.arrays import allocator, width_of
-from torch_occ.kernels.lanes.vectors import lanes_for
-from torch_occ.kernels.layout import Floats, Terms, Work, few_lanes, narrow
+from torch_occ.kernels.layout import Floats, Terms, Work, suits_lanes
 from torch_occ.kernels.play.episodes import (
     FULL_INFORMATION,
     IMPLICIT_EXPLORATION,
@@ -49,7 +48,7 @@ ESTIMATORS: dict[type[Estimator], int] = {
 
 
 class FTRLPlayer(EnginePlayer):
-    """Plays FTRL with a built-in regularizer, in lanes if `narrow`."""
+    """Plays FTRL with a built-in regularizer, in lanes if `suits_lanes`."""
 
     @staticmethod
     def why_not(mdp: LayeredMDP, learner: Learner) -> str | None:
@@ -73,7 +72,7 @@ class FTRLPlayer(EnginePlayer):
             found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
             pairs = learner.mdp.actions.shape
             exponents = exponents_of(found, pairs).numpy()
-        self.in_lanes = narrow(self.model)
+        self.in_lanes = suits_lanes(self.model)
         self.terms = Terms(*kinds_of(found), exponents)
         self.weights = OverTime(
             lambda t: weights_of(terms_of(regularizer, t), pairs).expand(len(t), -1)
@@ -83,9 +82,6 @@ class FTRLPlayer(EnginePlayer):
         else:
             bias = own.bias if isinstance(own, ImplicitExploration) else 0.0
             self.setting = OverTime(lambda t: torch.full_like(t, bias))
-
-    def lanes(self, run: Simulation) -> int | None:
-        return lanes_for(len(run.seeds), few_lanes(self.model)) if self.in_lanes else None
 
     def memory(self, count: int) -> tuple[Tensor, Tensor]:
         return self.ftrl.state["q"], self.ftrl.state["cumulative_loss"]
