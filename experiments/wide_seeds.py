@@ -18,18 +18,18 @@ from unittest.mock import patch
 import torch
 import tyro
 
+import torch_occ as occ
 from experiments.common import machine, table
 from experiments.timing import in_turns
 from experiments.wide_models import grid, losses, taxi
-from torch_occ import FTRL, BernoulliLosses, LayeredMDP, jin_luo, simulate
 
 #: How to make an MDP; seeds and episodes of a measurement.
-World = tuple[Callable[[], LayeredMDP], int, int]
+World = tuple[Callable[[], occ.LayeredMDP], int, int]
 
 WORLDS: dict[str, World] = {
-    "lake-4": (lambda: LayeredMDP.from_gymnasium("FrozenLake-v1", horizon=20), 64, 256),
-    "cliff": (lambda: LayeredMDP.from_gymnasium("CliffWalking-v1", horizon=15), 64, 128),
-    "lake-8": (lambda: LayeredMDP.from_gymnasium("FrozenLake8x8-v1", horizon=20), 64, 32),
+    "lake-4": (lambda: occ.LayeredMDP.from_gymnasium("FrozenLake-v1", horizon=20), 64, 256),
+    "cliff": (lambda: occ.LayeredMDP.from_gymnasium("CliffWalking-v1", horizon=15), 64, 128),
+    "lake-8": (lambda: occ.LayeredMDP.from_gymnasium("FrozenLake8x8-v1", horizon=20), 64, 32),
     "grid-3": (lambda: grid(3, 20), 64, 256),
     "grid-10": (lambda: grid(10, 20), 64, 16),
     "taxi": (lambda: taxi(20), 16, 8),
@@ -42,8 +42,8 @@ WORLDS: dict[str, World] = {
 class Args:
     """The measurements."""
 
-    worlds: tuple[str, ...] = tuple(WORLDS)
-    """names of the MDPs"""
+    worlds: tuple[str, ...] = ()
+    """names of the MDPs; all of them if none is given"""
     betas: tuple[float, ...] = (1280.0, 0.01)
     """weights of the log-barrier; the paper's is 64 L"""
     repeats: int = 3
@@ -53,15 +53,15 @@ class Args:
 
 
 def contestant(
-    mdp: LayeredMDP, beta: float, seeds: int, episodes: int, lanes: bool
+    mdp: occ.LayeredMDP, beta: float, seeds: int, episodes: int, lanes: bool
 ) -> Callable[[], Any]:
     """A function that plays, in lanes or in plain arrays."""
-    noise = BernoulliLosses(losses(mdp, 1))
+    noise = occ.BernoulliLosses(losses(mdp, 1))
 
     def play() -> None:
-        with patch("torch_occ.game.players.ftrl.narrow", lambda _: lanes):
-            learner = FTRL(mdp, jin_luo(mdp, beta=beta))
-            history = simulate(mdp, learner, noise, episodes, range(seeds), backend="engine")
+        with patch("torch_occ.game.players.ftrl.suits_lanes", lambda _: lanes):
+            learner = occ.FTRL(mdp, occ.jin_luo(mdp, beta=beta))
+            history = occ.simulate(mdp, learner, noise, episodes, range(seeds), backend="engine")
         if float(history.uncertified.max()):
             raise RuntimeError(f"a step of {mdp} was not certified")
 
@@ -98,7 +98,7 @@ def main(args: Args) -> None:
     torch.set_num_threads(1)
     print(f"{machine()}; microseconds per episode and seed, processor time of one thread\n")
     rows = []
-    for name in args.worlds:
+    for name in args.worlds or WORLDS:
         for beta in args.betas:
             rows.append(measure(name, beta, args.repeats, args.shorten))
             print("  ".join(rows[-1]), flush=True)

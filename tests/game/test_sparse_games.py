@@ -191,6 +191,7 @@ def test_nothing_as_large_as_a_dense_layer_is_ever_made():
     pairs = mdp.num_states * mdp.num_actions
     entries = sum(layer.probabilities.numel() for layer in mdp.layers[:-1])
     losses = occ.BernoulliLosses(random_loss(mdp, seed=8))
+    occ.simulate(mdp, LEARNERS["jin_luo"](mdp), losses, 1, backend="engine")  # may compile
     tracemalloc.start()
     try:
         found = occ.simulate(mdp, LEARNERS["jin_luo"](mdp), losses, 2, backend="engine")

@@ -38,18 +38,19 @@ SLOPE, BEND, ROOT = 3, 6, 9  # offsets from the row of an argument to those of i
 # More rows of `work.pairs`.
 GAPS = 12  # the shaped loss
 GRADIENT = 13  # the gradient of psi
-D, W = 14, 15  # second derivatives, as in torch_occ.regularizers.hessians.Separable
-INVERSE = 16  # 1 / (d + w)
-P = 17  # the signed policy p
-FORCE = 18  # the right-hand side x; `solve` subtracts AHEAD from it
-RESPONSE = 19  # R x
-DQ = 20  # the Newton step
-TRIAL = 21  # the next q, and scratch memory
-AHEAD = 22  # E[v(next state)] for the multipliers v
-ROUNDING = 23  # estimated rounding errors of the gaps, see torch_occ.kernels.solver.shaping
-KEPT = 24  # q of a failed solve, while another start is tried
-SOFT = 25  # 1 at the pair of least curvature of every state, 0 at the others
-PAIR_ROWS = 26
+# Second derivatives, as in torch_occ.regularizers.hessians.Separable. W is zero without REST.
+D, W = 14, REST + BEND
+INVERSE = 15  # 1 / (d + w)
+P = 16  # the signed policy p
+FORCE = 17  # the right-hand side x; `solve` subtracts AHEAD from it
+RESPONSE = 18  # R x
+DQ = 19  # the Newton step
+TRIAL = 20  # the next q, and scratch memory
+AHEAD = 21  # E[v(next state)] for the multipliers v
+ROUNDING = 22  # estimated rounding errors of the gaps, see torch_occ.kernels.solver.shaping
+KEPT = 23  # q of a failed solve, while another start is tried
+SOFT = 24  # 1 at the pair of least curvature of every state, 0 at the others
+PAIR_ROWS = 25
 
 # Rows of `work.states`; rows 0, SLOPE, BEND and ROOT belong to q(s).
 PLAN = 1  # the value of the optimal policy, which shapes the loss

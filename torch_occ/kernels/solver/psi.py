@@ -178,7 +178,8 @@ def derive(model: Model, terms: Terms, weights: Floats, moved: Any, work: Work) 
             gradient, d = states[SLOPE, s] + pairs[PAIR + SLOPE, i], pairs[PAIR + BEND, i]
             if rest:
                 gradient += pairs[GRADIENT, i] + right
-                pairs[W, i] = pairs[REST + BEND, i] if exists[REST, i] else 0.0
+                if not exists[REST, i]:
+                    pairs[W, i] = 0.0
                 right += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
             if complement and exists[COMPLEMENT, i]:
                 gradient -= pairs[COMPLEMENT + SLOPE, i]
