@@ -83,7 +83,7 @@ def _copy(learner: Learner) -> Learner:
 _MEMORY = 1 << 25
 
 #: The largest number of chunks, over all seeds, that are lost after Ctrl-C.
-_RUNS = 512
+_RUNS = 2048
 
 _CURVES = (
     "regret",

@@ -93,7 +93,7 @@ class EnginePlayer:
 
     name = "engine"
     in_lanes = False  # whether `prepare` returns a function that plays one seed per lane
-    chunks = 16  # per call, if memory allows, so that the overhead of Python is negligible
+    chunks = 32  # per call, if memory allows, so that starting threads takes negligible time
     most: int  # episodes per call, of about `LONGEST_CALL` seconds, because Ctrl-C waits for it
 
     @staticmethod
@@ -104,7 +104,7 @@ class EnginePlayer:
     def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
         self.learner = learner
         self.model = model_of(mdp)  # the true one; the learner's may be blind
-        self.chunks = max(1, min(self.chunks, 10_000 // mdp.num_pairs))
+        self.chunks = max(1, min(self.chunks, 4_000 // mdp.num_pairs))
         self.most = self.limit = self.chunks * CHUNK
         if mdp.num_pairs > 1000:  # may be slow; the first calls measure it
             self.most = 8
