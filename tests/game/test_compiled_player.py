@@ -185,10 +185,10 @@ def test_a_compiled_learner_continues_where_it_was_interrupted(build, tmp_path):
 
     class Crash(occ.Callback):
         def on_chunk(self, run):
-            if run.t > 5000:
+            if run.t > 9000:
                 raise RuntimeError("crash")
 
-    arguments = {"episodes": 9000, "seeds": [3], "backend": "engine"}
+    arguments = {"episodes": 17_000, "seeds": [3], "backend": "engine"}
     whole = occ.simulate(MDP, build(MDP), occ.GreedyAdversary(), **arguments)
     saved = {"save_to": tmp_path / "run", "save_every": 0.0}
     with pytest.raises(RuntimeError, match="crash"):

@@ -232,7 +232,7 @@ def test_calls_of_the_engine_become_short_where_episodes_are_slow(monkeypatch):
     assert slow.most == 27
     for _ in range(9):
         slow.adapt(slow.most, 1e-5 * slow.most)
-    assert slow.most == 4096
+    assert slow.most == slow.limit == 8192
 
 
 # -- places that cannot be written -------------------------------------------------------------
