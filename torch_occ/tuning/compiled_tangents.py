@@ -55,7 +55,7 @@ def play_compiled(
 ) -> Iterator[Stretch]:
     """Play as `simulate` does, from the same random numbers; yield one chunk at a time.
 
-    The seeds run in lanes if `narrow`, and the groups of seeds in parallel threads.
+    The seeds run in lanes if `suits_lanes`, and the groups of seeds in parallel threads.
     """
     mdp, model, table = step.mdp, model_of(step.mdp), _Table(step.regularizer)
     N, P, num_pairs = len(seeds), len(step.evaluator.names), mdp.num_states * mdp.num_actions

@@ -48,7 +48,7 @@ RATES = {
 class AdaptivePlayer(EnginePlayer):
     """Plays `AdaptiveFTRL` with a built-in regularizer, and built-in hints and rates.
 
-    Seeds are in lanes if layers are suits_lanes.
+    Seeds are in lanes if `suits_lanes`.
     """
 
     @staticmethod
