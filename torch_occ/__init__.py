@@ -8,6 +8,8 @@ The game: losses, learners and `simulate`.
 # isort: skip_file
 # The imports follow the order of the packages: each line needs only those above it.
 
+import typing as _typing
+
 from torch_occ._support.version import VERSION as __version__  # noqa: F401, N811
 
 # The model
@@ -109,13 +111,11 @@ from torch_occ.game.learners.adaptive.learner import AdaptiveFTRL as AdaptiveFTR
 from torch_occ.game.learners.adaptive.corrected import CorrectedFTRL as CorrectedFTRL
 from torch_occ.game.learners.unknown import UnknownFTRL as UnknownFTRL
 from torch_occ.game.learners.uob_reps import UOBREPS as UOBREPS
-from torch_occ.game.learners.dilated import PolicyOptimization as PolicyOptimization
 from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy
 from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
 from torch_occ.game.learners.kl_ucb import KLUCB as KLUCB
 from torch_occ.game.learners.thompson import Thompson as Thompson
-from torch_occ.game.learners.ossb import OSSB as OSSB
 from torch_occ.game.learners.planners.ucbvi import UCBVI as UCBVI
 from torch_occ.game.learners.planners.euler import EULER as EULER
 from torch_occ.game.learners.planners.euler import StrongEuler as StrongEuler
@@ -168,3 +168,16 @@ from torch_occ.sweeps.cells import Failure as Failure
 from torch_occ.sweeps.driver import SweepResult as SweepResult
 from torch_occ.sweeps.cells import grid as grid
 from torch_occ.sweeps.driver import sweep as sweep
+
+#: Names that were removed, and what to use instead.
+_GONE = {
+    "OSSB": "occ.Thompson has less regret; occ.lower_bound has the limit and its allocation",
+    "PolicyOptimization": "use occ.FTRL.tsallis, which has less regret",
+}
+
+if not _typing.TYPE_CHECKING:  # a type checker would take every name for one that exists
+
+    def __getattr__(name: str) -> object:
+        if name in _GONE:
+            raise AttributeError(f"torch_occ.{name} was removed: {_GONE[name]}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
