@@ -141,7 +141,6 @@ from torch_occ.forecasting.leaping import Leaps as Leaps
 from torch_occ.forecasting.leaping import Prediction as Prediction
 from torch_occ.forecasting.leaping import leap as leap
 from torch_occ.forecasting.leaping import predict as predict
-from torch_occ.forecasting.smooth_leaps import leap_smoothly as leap_smoothly
 from torch_occ.tuning.objectives import Evaluation as Evaluation
 from torch_occ.tuning.objectives import ForecastObjective as ForecastObjective
 from torch_occ.tuning.objectives import World as World
@@ -155,10 +154,6 @@ from torch_occ.tuning.refinement import refine as refine
 from torch_occ.tuning.recipe import Recipe as Recipe
 from torch_occ.tuning.recipe import tune_and_refine as tune_and_refine
 from torch_occ.tuning.recommended import recommended as recommended
-from torch_occ.tuning.metagradients import Estimate as Estimate
-from torch_occ.tuning.metagradients import Gradients as Gradients
-from torch_occ.tuning.metagradients import finite_differences as finite_differences
-from torch_occ.tuning.metagradients import run_gradients as run_gradients
 
 # The paper, executable
 from torch_occ import theory as theory
@@ -171,6 +166,11 @@ from torch_occ.sweeps.driver import sweep as sweep
 
 #: Names that were removed, and what to use instead.
 _GONE = {
+    "Estimate": "experiments/meta_gradients.py has estimates of gradients through a run",
+    "Gradients": "experiments/meta_gradients.py has estimates of gradients through a run",
+    "finite_differences": "differentiate occ.forecast, or play occ.simulate twice, same seeds",
+    "leap_smoothly": "use occ.leap for the regret and occ.forecast for its gradient",
+    "run_gradients": "differentiate occ.forecast; experiments/meta_gradients.py has the run's own",
     "OSSB": "occ.Thompson has less regret; occ.lower_bound has the limit and its allocation",
     "PolicyOptimization": "use occ.FTRL.tsallis, which has less regret",
 }

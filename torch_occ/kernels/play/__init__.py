@@ -14,5 +14,4 @@ indices    the episode loop of KL-UCB and Thompson sampling
 sampling   Gamma and Beta variates for learners that sample
 draws      uniform, normal and binomial numbers from a stream
 leaps      regret forecasts that play many episodes at once
-tangents   the episode loop of FTRL with forward-mode derivatives
 """
