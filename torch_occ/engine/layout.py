@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -77,6 +78,13 @@ _OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, **NO_REFERENC
 #: compile than the function.
 _NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
+_PART: dict[str, Any] = {
+    "fastmath": {"contract"},
+    "forceinline": True,
+    **_OPTIONS,
+    **_NO_WRAPPERS,
+}
+
 
 def kernel(function: Function) -> Function:
     """Compile a function that Python calls for this machine, once, and keep it on disk.
@@ -101,10 +109,7 @@ def part(function: Function) -> Function:
 
     A call would take longer than the function, because all arrays are passed.
     """
-    options: dict[str, Any] = (
-        {"fastmath": {"contract"}, "forceinline": True} | _OPTIONS | _NO_WRAPPERS
-    )
-    return keep(njit(**options)(function))
+    return keep(njit(**_PART)(function))
 
 
 def inlined(function: Function) -> Function:
@@ -140,6 +145,35 @@ def choose(test: Callable[..., bool], one: Function, other: Function) -> Functio
         return (one if test(*arguments) else other).py_func  # type: ignore[attr-defined]
 
     return stub  # type: ignore[return-value]
+
+
+def operation(function: Function) -> Any:
+    """Dispatch on the type of the parameter `learner`, when the calling kernel is compiled.
+
+    `register(kind)` is a decorator: the plain function behind it is called if the learner is a
+    named tuple of this class. It must have the same parameters, and is compiled as a `part`.
+    """
+    known: dict[type, Callable[..., Any]] = {}
+    place = [*signature(function).parameters].index("learner")
+
+    @wraps(function)
+    def stub(*_: Any) -> Any:
+        raise TypeError("called by kernels only")
+
+    def register(kind: type) -> Callable[[Function], Function]:
+        def enter(own: Function) -> Function:
+            known[kind] = own
+            return own
+
+        return enter
+
+    @overload(stub, strict=False, jit_options=_PART)  # type: ignore[arg-type]
+    @wraps(function)
+    def chosen(*arguments: Any) -> Any:
+        return known[arguments[place].instance_class]
+
+    stub.register = register  # type: ignore[attr-defined]
+    return stub
 
 
 def either(dense: Function, sparse: Function) -> Function:

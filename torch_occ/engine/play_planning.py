@@ -24,7 +24,7 @@ from torch_occ.engine.layout import (
     kernel,
     part,
 )
-from torch_occ.engine.play import (
+from torch_occ.engine.play_old import (
     CHOICE,
     Rules,
     Seen,

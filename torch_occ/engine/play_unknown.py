@@ -11,7 +11,7 @@ import numpy as np
 
 from torch_occ._support.constants import CHUNK
 from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Terms, U, Work, kernel
-from torch_occ.engine.play import (
+from torch_occ.engine.play_old import (
     FULL_INFORMATION,
     REALISED,
     Rules,

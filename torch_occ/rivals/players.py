@@ -12,7 +12,8 @@ from torch import Tensor
 from torch_occ.engine import play_planning as planning
 from torch_occ.engine.lanes import allocator, width_of
 from torch_occ.engine.layout import PAIR, Floats, Model, Terms, Work, make_work
-from torch_occ.engine.play import (
+from torch_occ.engine.play_indices import KL_UCB, SERIES_ROWS, THOMPSON, play_indices
+from torch_occ.engine.play_old import (
     FULL_INFORMATION,
     IMPLICIT_EXPLORATION,
     IMPORTANCE_WEIGHTED,
@@ -22,7 +23,6 @@ from torch_occ.engine.play import (
     Tally,
     make_seen,
 )
-from torch_occ.engine.play_indices import KL_UCB, SERIES_ROWS, THOMPSON, play_indices
 from torch_occ.engine.play_planning import (
     Planner,
     Stack,
@@ -43,7 +43,7 @@ from torch_occ.game.estimators import (
 )
 from torch_occ.game.learners import Learner
 from torch_occ.game.losses import LossProcess
-from torch_occ.game.players import EmpiricalPlayer, EnginePlayer, OverTime, few_states
+from torch_occ.game.players_old import EmpiricalPlayer, EnginePlayer, OverTime, few_states
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import uniform_policy
 from torch_occ.regularizers.base import Regularizer
