@@ -122,13 +122,15 @@ def plan(model: Model, choice: Floats, work: Work) -> None:
         for s in range(start[k], behind):
             for i in range(s * num_actions, (s + 1) * num_actions):
                 pairs[TRIAL, i] += ahead(model.next_state, i, states, PLAN, behind, after)
-            states[PLAN, s], choice[s] = cheapest(
+            states[PLAN, s], choice[s] = cheapest_pair(
                 model.exists[PAIR], pairs, TRIAL, s * num_actions, (s + 1) * num_actions
             )
 
 
 @part
-def cheapest(allowed: Bools, costs: Floats, row: int, first: int, stop: int) -> tuple[Any, Any]:
+def cheapest_pair(
+    allowed: Bools, costs: Floats, row: int, first: int, stop: int
+) -> tuple[Any, Any]:
     """The least cost of a pair that is allowed, and that pair.
 
     Ties are broken as in `torch_occ.mdp.occupancy.cheapest`.
@@ -236,11 +238,11 @@ def take_step(game: Game, t: int, loss: Floats, learner: Any, tally: Tally, work
     for i in range(len(q)):
         q[i] = work.pairs[PAIR, i]
         tally.q[i] = work.pairs[PAIR, i]
-    certify(episode, status, steps, flow, dual, tally)
+    note_solve(episode, status, steps, flow, dual, tally)
 
 
 @part
-def certify(episode: int, status: Any, steps: Any, flow: Any, dual: Any, tally: Tally) -> None:
+def note_solve(episode: int, status: Any, steps: Any, flow: Any, dual: Any, tally: Tally) -> None:
     """Add what a solve found to the sums."""
     failed = status != CONVERGED
     tally.newton_steps[0] += steps
@@ -285,7 +287,7 @@ class CompiledAdaptive(NamedTuple):
 @propose.register(CompiledAdaptive)
 def _propose_adaptive(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     work.stale[0] += scale_weights(learner, t)
-    predict(game.model, learner)
+    write_hints(game.model, learner)
     take_step(game, t, learner.loss, learner, tally, work)
 
 
@@ -299,7 +301,7 @@ def _observe_adaptive(game: Game, t: int, tally: Tally, learner: Any, work: Work
     for i in range(len(learner.q)):
         learner.cumulative_loss[i] += learner.excess[i] + learner.hint[i]
     if learner.rates == ADAPTIVE_RATES:
-        evaluate(game.model, learner)
+        value_excess(game.model, learner)
         for n in range(len(game.pairs)):
             adapt_rates(game, n, lane(learner, n))
     elif learner.rates == MATCHING_RATES:
@@ -330,7 +332,7 @@ def scale_weights(learner: CompiledAdaptive, t: int) -> Any:
 
 
 @routine
-def predict(model: Model, learner: CompiledAdaptive) -> None:
+def write_hints(model: Model, learner: CompiledAdaptive) -> None:
     """Write the hints, and the loss of the step."""
     for i in range(len(learner.q)):
         hint = 0.0
@@ -346,7 +348,7 @@ def predict(model: Model, learner: CompiledAdaptive) -> None:
 
 @part
 def adapt_rates(game: Game, n: int, learner: CompiledAdaptive) -> None:
-    """`AdaptiveRates.update` of seed n, from the values of `evaluate`."""
+    """`AdaptiveRates.update` of seed n, from the values of `value_excess`."""
     model, value = game.model, learner.value
     for k in range(game.pairs.shape[1]):
         i = game.pairs[n, k]
@@ -378,7 +380,7 @@ def lookahead(model: Model, k: int, pair: int, value: Floats) -> Any:
 
 
 @routine
-def evaluate(model: Model, learner: CompiledAdaptive) -> None:
+def value_excess(model: Model, learner: CompiledAdaptive) -> None:
     """Write V of the estimated excess and of the policy of q."""
     start, num_actions, q, V = model.start, model.num_actions, learner.q, learner.value
     for k in range(len(start) - 2, -1, -1):

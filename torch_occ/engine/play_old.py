@@ -1,25 +1,16 @@
-"""The episode loop of FTRL, compiled: solve, sample, estimate, update; one seed, or one per lane.
-
-This is the compiled twin of torch_occ.game.torch_player with the learner `FTRL`. Both
-backends read the same random numbers and play the same game.
-"""
+"""What the rivals still need of the loops that were their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numba.extending import overload
 
-from torch_occ._support.constants import CHUNK, CONVERGED, TIE
+from torch_occ._support.constants import CONVERGED
 from torch_occ.engine.entropic import follow_or_restart
 from torch_occ.engine.lanes import (
-    LaneArray,
     anywhere,
-    called_by_kernels,
-    in_lanes,
-    in_lanes_or_shared,
     lane,
     sqrt,
     where,
@@ -28,7 +19,6 @@ from torch_occ.engine.layout import (
     PAIR,
     PLAN,
     TRIAL,
-    Bools,
     Floats,
     Ints,
     Model,
@@ -37,18 +27,20 @@ from torch_occ.engine.layout import (
     V,
     Work,
     ahead,
-    finite,
     inlined,
     kernel,
     part,
-    routine,
 )
+from torch_occ.engine.learners import cheapest_pair as cheapest
+from torch_occ.engine.play import NOISE as NOISE
+from torch_occ.engine.play import add_products, draw, index_drawn, state_drawn
+from torch_occ.engine.play import favour as favour
+from torch_occ.engine.play import react as react
 from torch_occ.engine.transitions import likelihoods, successor
 
-NOISE = {"none": 0, "bernoulli": 1, "uniform": 2}
 IMPORTANCE_WEIGHTED, IMPLICIT_EXPLORATION, REDUCED_VARIANCE, FULL_INFORMATION = 0, 1, 2, 3
 
-# Entries of `Tally.scalars`.
+# Entries of `FlatTally.scalars`.
 EXPECTED, REALISED, NEWTON_STEPS, UNCERTIFIED, DUAL_RESIDUAL, FLOW_RESIDUAL = 0, 1, 2, 3, 4, 5
 # The episode of the first step without certificate (0 if there is none), and its status.
 FIRST_UNCERTIFIED, FIRST_STATUS = 6, 7
@@ -66,7 +58,7 @@ class Rules(NamedTuple):
     max_steps: int
 
 
-class Tally(NamedTuple):
+class FlatTally(NamedTuple):
     """The running sums of one seed, or of one per lane, updated in place; pairs are flat."""
 
     q: Floats  # (S * A,)
@@ -76,65 +68,6 @@ class Tally(NamedTuple):
     # (S * A, S * A), as `losses.second_moments`; (0, 0) if it is not needed
     second_moment: Floats
     scalars: Floats  # (8,), by the indices above
-
-
-@kernel
-def play(
-    model: Model,
-    terms: Terms,
-    weights: Floats,  # (n + 1, K or K * S * A), of the previous episode and of these n
-    before: int,  # the number of the previous episode
-    means: Floats,  # (n or 1, S * A); with a greedy adversary one row, which is overwritten
-    numbers: Floats,  # (N, n, L, 3) for N seeds, at most as many as lanes
-    tables: Floats,  # (N, n, S * A) under full information, else empty
-    rules: Rules,
-    tally: Tally,
-    middle: Floats,  # (S * A,), an interior point for cold starts
-    table: Floats,  # (S * A,), scratch: the losses under full information
-    own: Floats,  # (K or K * S * A,), scratch: the weights of an episode
-    nowhere: Floats,  # (0,)
-    work: Work,  # the same for every call of a run
-    width: Any,  # see `in_lanes`
-) -> None:
-    """Play n episodes, with one seed per lane unless the width is None.
-
-    In lanes, exponents, tally, table, own, nowhere and work have a last axis of lanes; the means
-    have one if they differ between seeds. There may be fewer seeds than lanes.
-    """
-    terms, tally, work = in_lanes(terms, width), in_lanes(tally, width), in_lanes(work, width)
-    table, own, nowhere = in_lanes(table, width), in_lanes(own, width), in_lanes(nowhere, width)
-    means = in_lanes_or_shared(means, width)
-    q, loss, scalars, num_pairs = tally.q, tally.cumulative_loss, tally.scalars, len(tally.q)
-    for i in range(num_pairs):
-        work.pairs[PAIR, i] = q[i]
-    for t in range(len(weights) - 1):
-        if t > 0 and rules.greedy:
-            react(model, q, means)
-        work.stale[0] += drift(weights, t)
-        # Nothing is kept from one chunk to the next, so that a run can continue from a file.
-        if (before + t) % CHUNK == 0:
-            work.stale[0], work.stale[1], work.stale[2] = np.inf, 0.0, 0.0
-        for k in range(len(own)):
-            own[k] = weights[t + 1, k]
-        propose(model, terms, own, loss, rules, middle, nowhere, before + t + 1, scalars, work)
-        row, expected = min(t, len(means) - 1), 0.0
-        for i in range(num_pairs):
-            x = work.pairs[PAIR, i]
-            q[i] = x
-            expected += x * means[row, i]
-            tally.cumulative_occupancy[i] += x
-            tally.total_mean[i] += means[row, i]
-            if rules.estimator == REDUCED_VARIANCE:
-                loss[i] += where(x >= rules.setting[t], 0.5, 0.0)
-        scalars[EXPECTED] += expected
-        for n in range(len(numbers)):
-            charged, shown, total = lane(means, n), lane(table, n), lane(loss, n)
-            if rules.estimator == FULL_INFORMATION:
-                for i in range(num_pairs):
-                    shown[i] = draw(rules.noise, charged[row, i], tables[n, t, i])
-                    total[i] += shown[i]
-            add_moments(rules, charged, row, t, len(weights) - 1, lane(tally.second_moment, n))
-        walk(model, rules, t, means, row, table, q, numbers, loss, scalars, work.places)
 
 
 @part
@@ -149,7 +82,7 @@ def drift(weights: Floats, t: int) -> float:
 
 
 @inlined
-def propose(
+def propose_step(
     model: Model,
     terms: Terms,
     weights: Floats,
@@ -175,89 +108,8 @@ def propose(
     scalars[FIRST_STATUS] = where(fresh, status, scalars[FIRST_STATUS])
 
 
-@routine
-def walk(
-    model: Model,
-    rules: Rules,
-    t: int,
-    means: Floats,
-    row: int,
-    table: Floats,
-    q: Floats,
-    numbers: Floats,  # (N, n, L, 3)
-    cumulative_loss: Floats,
-    scalars: Floats,
-    places: Ints,  # (lanes,), scratch: the state of every lane
-) -> None:
-    """Play one trajectory per lane, and add its losses to REALISED.
-
-    The estimates of the losses of the visited pairs are added to the cumulative loss. Lanes take
-    their steps in turns, since the steps of one trajectory must wait for each other.
-    """
-    start, num_actions, layers = model.start, model.num_actions, len(model.start) - 1
-    for n in range(len(numbers)):
-        initial = lane(model.initial, n)
-        places[n] = index_drawn(initial, 0, start[1], numbers[n, t, layers - 1, 2])
-    for k in range(layers):
-        for n in range(len(numbers)):
-            own, total, s = lane(q, n), lane(cumulative_loss, n), places[n]
-            uniforms = numbers[n, t, k]
-            i = s * num_actions + index_drawn(own, s * num_actions, num_actions, uniforms[0])
-            if rules.estimator == FULL_INFORMATION:
-                loss = lane(table, n)[i]
-            else:
-                loss = draw(rules.noise, lane(means, n)[row, i], uniforms[1])
-                if rules.estimator == IMPORTANCE_WEIGHTED:
-                    total[i] += loss / own[i]
-                elif rules.estimator == IMPLICIT_EXPLORATION:
-                    total[i] += loss / (own[i] + rules.setting[t])
-                else:
-                    total[i] += (loss - (0.5 if own[i] >= rules.setting[t] else 0.0)) / own[i]
-            lane(scalars, n)[REALISED] += loss
-            if k + 1 < layers:
-                places[n] = state_drawn(lane(model, n), i, k, uniforms[2])
-
-
 @inlined
-def state_drawn(model: Model, pair: int, k: int, uniform: float) -> int:
-    """Draw the state of layer k + 1 that follows a pair, from a uniform number."""
-    first = model.start[k + 1]
-    shares, begin, size = likelihoods(model.next_state, pair, model.start[k + 2] - first)
-    return successor(model.next_state, pair, index_drawn(shares, begin, size, uniform), first)
-
-
-@routine
-def favour(model: Model, q: Floats, means: Floats) -> None:
-    """Write the mean losses of `GreedyAdversary` after q into `means`.
-
-    The mean is 1 for the likeliest action of each state, and 0 for the others. Ties are broken as
-    in `torch_occ.mdp.occupancy.likeliest`.
-    """
-    num_actions = model.num_actions
-    for first in range(0, len(q), num_actions):
-        most, open_ = 0.0, True
-        for i in range(first, first + num_actions):
-            most = max(most, q[i])
-        for i in range(first, first + num_actions):
-            chosen = open_ & (q[i] >= (1.0 - TIE) * most) & model.exists[PAIR, i]
-            means[0, i] = where(chosen, 1.0, 0.0)
-            open_ = open_ & (not chosen)
-
-
-def react(model: Model, q: Floats, means: Floats) -> None:
-    """`favour`; means that all lanes share are never those of a greedy adversary."""
-    called_by_kernels(model, q, means)
-
-
-@overload(react, strict=False)
-def _react(model: Any, q: Any, means: Any) -> Any:
-    if isinstance(q, LaneArray) and not isinstance(means, LaneArray):
-        return lambda model, q, means: None
-    return lambda model, q, means: favour(model, q, means)
-
-
-@inlined
-def add_moments(rules: Rules, means: Floats, row: int, t: int, count: int, total: Floats) -> None:
+def add_moment(rules: Rules, means: Floats, row: int, t: int, count: int, total: Floats) -> None:
     """Add E[loss_i loss_j] of episode t of `count` to the total, if the total is not empty.
 
     If the means do not change, the sum over all episodes of the call is added at t = 0.
@@ -267,49 +119,6 @@ def add_moments(rules: Rules, means: Floats, row: int, t: int, count: int, total
             add_products(rules.noise, means, row, 1.0, total)
         elif t == 0:
             add_products(rules.noise, means, row, float(count), total)
-
-
-@routine
-def add_products(noise: int, means: Floats, row: int, times: float, total: Floats) -> None:
-    """Add `times` E[loss_i loss_j] for i <= j; the compiled twin of `losses.second_moments`."""
-    for i in range(len(total)):
-        mean = means[row, i]
-        if mean > 0.0:
-            weight, square = times * mean, mean * mean
-            if noise == 1:
-                square = mean
-            elif noise == 2:
-                square += min(mean, 1 - mean) ** 2 / 3
-            total[i, i] += times * square
-            for j in range(i + 1, len(total)):
-                total[i, j] += weight * means[row, j]
-
-
-@part
-def draw(noise: int, mean: float, uniform: float) -> float:
-    """Draw a loss with this mean from a uniform number; the compiled twin of `LossProcess.draw`."""
-    if noise == 1:
-        return 1.0 if uniform < mean else 0.0
-    if noise == 2:
-        return mean + min(mean, 1 - mean) * (2 * uniform - 1)
-    return mean
-
-
-@part
-def index_drawn(shares: Floats, first: int, size: int, uniform: float) -> int:
-    """Draw an index with probabilities proportional to some entries, from a uniform number.
-
-    The rule is that of `torch_occ._support.streams.invert`.
-    """
-    total = 0.0
-    for j in range(first, first + size):
-        total += shares[j]
-    target = min(uniform, 1 - 2.0**-50) * total
-    cumulative, index = 0.0, 0
-    for j in range(first, first + size - 1):
-        cumulative += shares[j]
-        index += cumulative <= target
-    return index
 
 
 # -- The episode loops of the baselines, compiled: empirical learners and fixed policies -----------
@@ -348,41 +157,7 @@ def make_seen(model: Model, new: Callable[..., Floats]) -> Seen:
 
 
 @kernel
-def play_empirical(
-    model: Model,
-    logs: Floats,  # (n,), log t
-    scale: float,  # of the optimism sqrt(log t / visits); 0 for follow-the-leader
-    floor: float,  # the index of pairs without visits, and the lower bound of every index
-    means: Floats,  # (n or 1, S * A)
-    numbers: Floats,  # (N, n, L, 3) for N seeds, at most as many as lanes
-    rules: Rules,
-    tally: Tally,
-    seen: Seen,  # its `losses` are the tally's `cumulative_loss`
-    work: Work,
-    width: Any,  # see `in_lanes`
-) -> None:
-    """Play n episodes of `EmpiricalLearner`.
-
-    In lanes, tally, seen and work have a last axis of lanes; the means have one if they differ
-    between seeds. There may be fewer seeds than lanes.
-    """
-    tally, seen, work = in_lanes(tally, width), in_lanes(seen, width), in_lanes(work, width)
-    means, index = in_lanes_or_shared(means, width), work.pairs
-    average(seen, floor)
-    for t in range(numbers.shape[1]):
-        if t > 0 and rules.greedy:
-            react(model, tally.q, means)
-        radius = scale * np.sqrt(logs[t])
-        for i in range(len(seen.mean)):
-            index[TRIAL, i] = seen.mean[i]
-            if scale > 0.0:
-                index[TRIAL, i] = max(seen.mean[i] - radius * seen.root[i], floor)
-        plan(model, work)
-        play_plan(model, rules, t, means, numbers, tally, seen, work)
-
-
-@kernel
-def average(seen: Seen, unseen: float) -> None:
+def average_seen(seen: Seen, unseen: float) -> None:
     """Write the averages and roots; `unseen` stands for averages without visits."""
     for i in range(len(seen.mean)):
         visits = max(seen.visits[i], 1.0)
@@ -392,7 +167,7 @@ def average(seen: Seen, unseen: float) -> None:
 
 
 @part
-def plan(model: Model, work: Work) -> None:
+def plan_row(model: Model, work: Work) -> None:
     """Backward induction for the loss in row TRIAL of the pairs, which becomes Q.
 
     Row CHOICE of the states receives the pair that each state plays.
@@ -410,43 +185,25 @@ def plan(model: Model, work: Work) -> None:
 
 
 @part
-def cheapest(allowed: Bools, costs: Floats, row: int, first: int, stop: int) -> tuple[Any, Any]:
-    """The least cost of a pair that is allowed, and that pair.
-
-    Ties are broken as in `torch_occ.mdp.occupancy.cheapest`.
-    """
-    best, chosen, open_ = np.inf, -1.0, True
-    for i in range(first, stop):
-        if allowed[i]:
-            best = min(best, costs[row, i])
-    limit = where(finite(best), best + TIE * max(1.0, abs(best)), best)
-    for i in range(first, stop):
-        if allowed[i]:
-            here = open_ & (costs[row, i] <= limit)
-            chosen, open_ = where(here, float(i), chosen), open_ & (not here)
-    return best, chosen
-
-
-@part
 def play_plan(
     model: Model,
     rules: Rules,
     t: int,
     means: Floats,
     numbers: Floats,  # (N, n, L, 3)
-    tally: Tally,
+    tally: FlatTally,
     seen: Seen,
     work: Work,
 ) -> None:
     """Play episode t with the policy in row CHOICE of the states."""
     row = min(t, len(means) - 1)
-    occupy(model, tally.q, work)
+    occupy_row(model, tally.q, work)
     enter(rules, means, row, t, numbers.shape[1], len(numbers), tally)
     follow(model, rules, t, means, row, numbers, tally.scalars, seen, work)
 
 
 @part
-def occupy(model: Model, q: Floats, work: Work) -> None:
+def occupy_row(model: Model, q: Floats, work: Work) -> None:
     """Write the occupancy measure of the policy in row CHOICE of the states into q."""
     start, num_actions, states = model.start, model.num_actions, work.states
     for s in range(start[-1]):
@@ -466,7 +223,7 @@ def occupy(model: Model, q: Floats, work: Work) -> None:
 
 @part
 def enter(
-    rules: Rules, means: Floats, row: int, t: int, count: int, seeds: int, tally: Tally
+    rules: Rules, means: Floats, row: int, t: int, count: int, seeds: int, tally: FlatTally
 ) -> None:
     """Add q, the means and the expected loss of episode t of `count` to the sums."""
     expected = 0.0
@@ -476,7 +233,7 @@ def enter(
         tally.total_mean[i] += means[row, i]
     tally.scalars[EXPECTED] += expected
     for n in range(seeds):
-        add_moments(rules, lane(means, n), row, t, count, lane(tally.second_moment, n))
+        add_moment(rules, lane(means, n), row, t, count, lane(tally.second_moment, n))
 
 
 @part
@@ -508,11 +265,11 @@ def follow(
             if k + 1 < layers:
                 places[n] = state_drawn(model, i, k, numbers[n, t, k, 2])
                 after = places[n] - model.start[k + 1]
-            observe(lane(seen, n), i, after, loss)
+            observe_seen(lane(seen, n), i, after, loss)
 
 
 @part
-def observe(seen: Seen, i: int, after: int, loss: float) -> None:
+def observe_seen(seen: Seen, i: int, after: int, loss: float) -> None:
     """Count a visit of a pair, its loss, and its next state, which has this place in its layer."""
     if len(seen.counts) > 0:
         seen.counts[seen.entry[i] + after] += 1.0
@@ -520,22 +277,3 @@ def observe(seen: Seen, i: int, after: int, loss: float) -> None:
     seen.losses[i] += loss
     seen.mean[i] = seen.losses[i] / seen.visits[i]
     seen.root[i] = 1.0 / np.sqrt(seen.visits[i])
-
-
-@kernel
-def play_fixed(
-    model: Model,
-    means: Floats,
-    numbers: Floats,  # (1, n, L, 3)
-    rules: Rules,
-    tally: Tally,
-    places: Ints,  # (1,), scratch
-) -> None:
-    """Play n episodes of `FixedPolicy` with the tally's q; `cumulative_loss` is scratch memory."""
-    q, loss, scalars = tally.q, tally.cumulative_loss, tally.scalars
-    for t in range(numbers.shape[1]):
-        row = min(t, len(means) - 1)
-        if t > 0 and rules.greedy:
-            favour(model, q, means)
-        enter(rules, means, row, t, numbers.shape[1], 1, tally)
-        walk(model, rules, t, means, row, means[row], q, numbers, loss, scalars, places)

@@ -15,14 +15,18 @@ from torch_occ.engine.play_old import (
     FULL_INFORMATION,
     REALISED,
     Rules,
-    Tally,
     draw,
     drift,
     enter,
     favour,
     index_drawn,
-    propose,
     state_drawn,
+)
+from torch_occ.engine.play_old import (
+    FlatTally as Tally,
+)
+from torch_occ.engine.play_old import (
+    propose_step as propose,
 )
 from torch_occ.engine.transitions import likelihoods, successor
 

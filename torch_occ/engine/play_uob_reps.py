@@ -20,9 +20,11 @@ from torch_occ.engine.play_old import (
     REALISED,
     UNCERTIFIED,
     Rules,
-    Tally,
     enter,
     favour,
+)
+from torch_occ.engine.play_old import (
+    FlatTally as Tally,
 )
 from torch_occ.engine.play_unknown import (
     FIRST,

@@ -156,8 +156,8 @@ class EnginePlayer:
         count, n, q = len(run.seeds), numbers.shape[1], run.q.clone()
         lanes = lanes_for(count, few_lanes(self.model)) if self.in_lanes else None
         sums = {"second_moment": np.zeros((count, 0, 0))}
-        sums |= _rows(Tally, run.sums) | _rows(Tally, {"q": q})
-        state = _rows(self.form, self.learner.state)
+        sums |= _state_rows(Tally, run.sums) | _state_rows(Tally, {"q": q})
+        state = _state_rows(self.form, self.learner.state)
         over_time = {name: f(run.t, run.t + 1 + n) for name, f in self.over_time.items()}
         # Copies `(n or 1, S * A)`, because the kernel may write to them.
         charged = [np.array(mean.flatten(-2).numpy()) for mean in means.unbind(1)]
@@ -255,7 +255,7 @@ def few_states(model: Model) -> bool:
     return int(np.diff(model.start).max()) <= NARROW
 
 
-def _rows(form: Any, table: dict[str, Tensor]) -> dict[str, Floats]:
+def _state_rows(form: Any, table: dict[str, Tensor]) -> dict[str, Floats]:
     """The tensors `(N, ...)` that a named tuple has fields for, as arrays that kernels change."""
     found, hints = {}, get_type_hints(form, include_extras=True)
     for name in table.keys() & form._fields:

@@ -1,7 +1,4 @@
-"""The engine as a player of `simulate`: the same game as in torch, from the same random numbers.
-
-`EnginePlayer` plays a fixed policy. The players of other learners derive from it.
-"""
+"""The players of the rivals that have a loop of their own."""
 
 from __future__ import annotations
 
@@ -17,60 +14,37 @@ from torch import Tensor
 from torch_occ._support.choices import compile_message
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.processes import for_each
-from torch_occ.engine.lanes import allocator, gather, lanes_for, scatter, width_of
+from torch_occ.engine.lanes import allocator, gather, lanes_for, scatter
 from torch_occ.engine.layout import (
-    NARROW,
     Floats,
-    Model,
-    Terms,
     Work,
     few_lanes,
     make_work,
-    suits_lanes,
 )
 from torch_occ.engine.play_old import (
-    FULL_INFORMATION,
-    IMPLICIT_EXPLORATION,
     IMPORTANCE_WEIGHTED,
     NOISE,
-    REDUCED_VARIANCE,
     Rules,
     Seen,
-    Tally,
     make_seen,
-    play,
-    play_empirical,
-    play_fixed,
 )
-from torch_occ.game.estimators import (
-    Estimator,
-    FullInformation,
-    ImplicitExploration,
-    ImportanceWeighted,
-    ReducedVariance,
+from torch_occ.engine.play_old import (
+    FlatTally as Tally,
 )
-from torch_occ.game.learners import FTRL, FixedPolicy, Learner, OptimisticValueIteration
+from torch_occ.game.learners import Learner
 from torch_occ.game.losses import GreedyAdversary, LossProcess
+from torch_occ.game.players import OverTime, few_states
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.occupancy import interior_point
 from torch_occ.step.arrays import (
-    exponents_of,
-    kinds_of,
     model_of,
-    terms_of,
-    weights_of,
     why_not_model,
 )
-from torch_occ.step.arrays import why_not_game as why_not
 
 if TYPE_CHECKING:
     from torch_occ.game.simulate import Simulation
 
 
 Memory = TypeVar("Memory")
-
-#: Episodes in a block of `OverTime`; torch does not split so few numbers between threads.
-_BLOCK = 2048
 
 #: The longest time in seconds that one call of a kernel should take.
 LONGEST_CALL = 0.2
@@ -82,49 +56,7 @@ _SCALARS = (
 )
 
 
-class OverTime:
-    """A function of the episode, computed by torch for a whole block of episodes.
-
-    The last bit of a power or a logarithm depends on the position of a number in a tensor and on
-    the tensor's size: most entries go through vector instructions, the last few through another
-    function. So a block always has the same episodes, wherever a run stops, continues or records.
-    """
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.function = function
-        self.blocks: dict[int, Floats] = {}  # the blocks of the last call
-
-    @torch.no_grad()
-    def __call__(self, first: int, stop: int) -> Floats:
-        """The values at episodes first, ..., stop - 1, `(n, ...)`; episode 0 counts as 1."""
-        numbers = range(first // _BLOCK, (stop - 1) // _BLOCK + 1)
-        self.blocks = {b: self.blocks[b] if b in self.blocks else self._block(b) for b in numbers}
-        begin = numbers.start * _BLOCK
-        return np.concatenate(list(self.blocks.values()))[first - begin : stop - begin]
-
-    def _block(self, number: int) -> Floats:
-        t = torch.arange(number * _BLOCK, (number + 1) * _BLOCK, dtype=torch.float64).clamp(min=1)
-        found = self.function(t)
-        return found.expand(_BLOCK, *found.shape[1:]).contiguous().numpy()
-
-
-def few_states(model: Model) -> bool:
-    """Whether the layers are narrow. Learners that solve nothing then play in lanes.
-
-    In wide layers the tables of eight seeds do not fit into the cache. The rule depends on the MDP
-    alone, so that a seed has the same bits in any batch.
-    """
-    return int(np.diff(model.start).max()) <= NARROW
-
-
-def terms_in(terms: Terms, lanes: int | None) -> Terms:
-    """The terms, with the same exponents in every lane."""
-    if lanes is None:
-        return terms
-    return terms._replace(exponent=gather([terms.exponent], [0] * lanes))
-
-
-class EnginePlayer:
+class LoopPlayer:
     """Plays segments in compiled code, with seeds in threads; here, a fixed policy."""
 
     name = "engine"
@@ -240,9 +172,7 @@ class EnginePlayer:
 
     def memory(self, count: int) -> tuple[Tensor, Tensor]:
         """The learner's q and its cumulative statistics, both `(N, S, A)`, updated in place."""
-        assert isinstance(self.learner, FixedPolicy)
-        q = self.learner.q.expand(count, *self.learner.q.shape).clone()
-        return q, torch.zeros_like(q)
+        raise NotImplementedError
 
     def prepare(
         self, run: Simulation, t: range, tables: Tensor | None
@@ -251,126 +181,14 @@ class EnginePlayer:
 
         Its arguments are the group's number, means, random numbers `(seeds, n, L, 3)` and tally.
         """
-        rules = self.rules(run.losses.noise, t)
-        return lambda seed, means, numbers, tally: play_fixed(
-            self.model, means, numbers, rules, tally, np.zeros(1, np.int64)
-        )
+        raise NotImplementedError
 
     def rules(self, noise: str, t: range) -> Rules:
         """The rules for a learner that solves nothing."""
         return Rules(self.reacts, NOISE[noise], IMPORTANCE_WEIGHTED, np.zeros(len(t)), 0.0, 0)
 
 
-# -- The compiled player of FTRL with a built-in regularizer ---------------------------------------
-
-
-ESTIMATORS: dict[type[Estimator], int] = {
-    ImportanceWeighted: IMPORTANCE_WEIGHTED,
-    ImplicitExploration: IMPLICIT_EXPLORATION,
-    ReducedVariance: REDUCED_VARIANCE,
-    FullInformation: FULL_INFORMATION,
-}
-
-
-class FTRLPlayer(EnginePlayer):
-    """Plays FTRL with a built-in regularizer, in lanes if `suits_lanes`."""
-
-    @staticmethod
-    def why_not(mdp: LayeredMDP, learner: Learner) -> str | None:
-        assert isinstance(learner, FTRL)
-        if learner.step.constraints is not None:
-            return "the compiled episode loop does not know budgets"
-        if type(learner.estimator) not in ESTIMATORS:
-            return f"the engine does not know the estimator {type(learner.estimator).__name__}"
-        if learner.step.regularizer.batched():
-            return "the regularizer has batched parameters"
-        return why_not(mdp, learner.step.regularizer)
-
-    def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
-        assert isinstance(learner, FTRL)
-        super().__init__(mdp, learner, losses)
-        self.ftrl = learner
-        self.middle = interior_point(learner.mdp).detach().numpy().flatten()
-        self.valid: list[Any] = []  # the last values of the parameters that were valid
-        regularizer, own = learner.step.regularizer, learner.estimator
-        with torch.no_grad():
-            found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
-            pairs = learner.mdp.actions.shape
-            exponents = exponents_of(found, pairs).numpy()
-        self.in_lanes = suits_lanes(self.model)
-        self.terms = Terms(*kinds_of(found), exponents)
-        self.weights = OverTime(
-            lambda t: weights_of(terms_of(regularizer, t), pairs).expand(len(t), -1)
-        )
-        if isinstance(own, ReducedVariance):
-            self.setting = OverTime(own.threshold)
-        else:
-            bias = own.bias if isinstance(own, ImplicitExploration) else 0.0
-            self.setting = OverTime(lambda t: torch.full_like(t, bias))
-
-    def memory(self, count: int) -> tuple[Tensor, Tensor]:
-        return self.ftrl.state["q"], self.ftrl.state["cumulative_loss"]
-
-    def check(self) -> None:
-        """Check the parameters if they have changed; a callback may have done that."""
-        values = [parameter.tolist() for parameter in self.ftrl.step.parameters()]
-        if values != self.valid:
-            self.ftrl.step.check_parameters()
-            self.valid = values
-
-    def prepare(
-        self, run: Simulation, t: range, tables: Tensor | None
-    ) -> Callable[[int, Floats, Floats, Tally], None]:
-        self.check()
-        weights = self.weights(t.start - 1, t.stop)  # begins one episode earlier
-        rules, lanes = self.rules(run.losses.noise, t), self.lanes(run)
-        width = lanes or 1
-        seen = np.zeros((len(run.seeds), 0, 0))
-        if tables is not None:
-            seen = tables.flatten(-2).contiguous().numpy()
-        terms, new = terms_in(self.terms, lanes), allocator(lanes)
-
-        def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            play(
-                self.model,
-                terms,
-                weights,
-                run.t,
-                means,
-                numbers,
-                seen[group * width : (group + 1) * width],
-                rules,
-                tally,
-                self.middle,
-                new(len(self.middle)),
-                new(weights.shape[1]),
-                new(0),
-                self.work(group, lanes, numbers),
-                width_of(lanes),
-            )
-
-        return play_group
-
-    def work(self, group: int, lanes: int | None, numbers: Floats) -> Work:
-        """The scratch memory of a group of seeds, with the factors of the last episode."""
-        return self.scratch(group, lambda: self.new_work(lanes, numbers))
-
-    def rules(self, noise: str, t: range) -> Rules:
-        options = self.ftrl.step.options
-        limits = (options.tolerance_in(torch.float64), options.max_steps)
-        return Rules(
-            self.reacts,
-            NOISE[noise],
-            ESTIMATORS[type(self.ftrl.estimator)],
-            self.setting(t.start, t.stop),
-            *limits,
-        )
-
-
-# -- The compiled player of learners that plan with averages ---------------------------------------
-
-
-class EmpiricalPlayer(EnginePlayer):
+class EmpiricalPlayer(LoopPlayer):
     """Plays the learners that plan with averages."""
 
     def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
@@ -381,38 +199,6 @@ class EmpiricalPlayer(EnginePlayer):
     def memory(self, count: int) -> tuple[Tensor, Tensor]:
         losses = self.learner.state["losses"]
         return torch.zeros_like(losses), losses
-
-    def prepare(
-        self, run: Simulation, t: range, tables: Tensor | None
-    ) -> Callable[[int, Floats, Floats, Tally], None]:
-        learner, rules = self.learner, self.rules(run.losses.noise, t)
-        logs = self.logs(t.start, t.stop)
-        scale, floor = (
-            (learner.scale, learner.floor)
-            if isinstance(learner, OptimisticValueIteration)
-            else (0.0, 0.0)
-        )
-        visits = learner.state["visits"].numpy().reshape(len(run.seeds), -1)
-        lanes = self.lanes(run)
-
-        def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            work, seen = self.scratch(group, lambda: self.make(lanes))
-            with self.rows_of(run, group, [visits]) as own:
-                play_empirical(
-                    self.model,
-                    logs,
-                    scale,
-                    floor,
-                    means,
-                    numbers,
-                    rules,
-                    tally,
-                    seen._replace(visits=own[0], losses=tally.cumulative_loss),
-                    work,
-                    width_of(lanes),
-                )
-
-        return play_group
 
     def make(self, lanes: int | None) -> tuple[Work, Seen]:
         """Scratch memory of a group of seeds."""

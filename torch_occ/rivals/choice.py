@@ -9,9 +9,8 @@ from typing import Any
 
 from torch_occ.game.learners import Learner
 from torch_occ.game.losses import LossProcess
-from torch_occ.game.players import EnginePlayer as CompiledPlayer
-from torch_occ.game.players import form_of
-from torch_occ.game.players_old import EnginePlayer
+from torch_occ.game.players import EnginePlayer, form_of
+from torch_occ.game.players_old import LoopPlayer
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.rivals.kl_ucb import KLUCB
 from torch_occ.rivals.multilayer import MultiLayerUCBVI
@@ -29,7 +28,7 @@ from torch_occ.rivals.ucbvi import EULER, UCBVI, StrongEuler
 from torch_occ.rivals.unknown import UnknownFTRL
 from torch_occ.rivals.uob_reps import UOBREPS
 
-PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
+PLAYERS: dict[type[Learner], type[LoopPlayer]] = {
     KLUCB: IndexPlayer,
     Thompson: IndexPlayer,
     UnknownFTRL: UnknownPlayer,
@@ -56,5 +55,5 @@ def why_not_play(mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> str 
 def engine_player(mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> Any:
     """The player for a learner; `why_not_play` must have returned None for it."""
     if form_of(learner) is not None:
-        return CompiledPlayer(mdp, learner, losses)
+        return EnginePlayer(mdp, learner, losses)
     return PLAYERS[type(learner)](mdp, learner, losses)
