@@ -1,4 +1,4 @@
-"""Visit counts of transitions, the empirical transitions, and doubling epochs.
+"""What learners share that do not know the transitions: counts, epochs, confidence sets.
 
     m(s, a, s')    how often s' followed the pair (s, a);    m(s, a) = sum over s'
 
@@ -14,11 +14,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from torch_occ.engine.lanes import Shared
+from torch_occ.engine.layout import PAIR, Ints, Model, part, routine
+from torch_occ.engine.play import Game
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.layered import LayeredMDP
@@ -60,11 +64,6 @@ def visited_transitions(mdp: LayeredMDP, feedback: Feedback) -> Tensor:
     return offsets + (local * mdp.num_actions + feedback.actions) * widths + after
 
 
-def visits_of(mdp: LayeredMDP, counts: Sequence[Tensor]) -> Tensor:
-    """m(s, a) = sum over s' of m(s, a, s'), `(*batch, S, A)`."""
-    return torch.cat([layer.sum(-1) for layer in counts], -2)
-
-
 def empirical_transitions(
     mdp: LayeredMDP, counts: Sequence[Tensor], pseudo_count: float = 1.0
 ) -> Table:
@@ -97,22 +96,6 @@ def empirical_transitions(
         rows = torch.where(total > 0, (m + pseudo_count / n) / total.clamp(min=1e-300), 1.0 / n)
         found.append(torch.where(mask.unsqueeze(-1), rows, 0.0))
     return tuple(found)
-
-
-def begins_epoch(visits: Tensor, epoch_visits: Tensor, feedback: Feedback) -> Tensor:
-    """Whether an episode ends its epoch: some visited pair has doubled its count, `(N,)`.
-
-    A new epoch begins if m(s_k, a_k) >= max(1, 2 m_i(s_k, a_k)) in some layer k, where m_i are the
-    counts at the beginning of epoch i (Jin, Jin, Luo, Sra and Yu, 2020; Jin, Huang and Luo, 2021).
-    There are at most S A (1 + log2 T) epochs.
-
-    Args:
-        visits: m after the episode, `(N, S, A)`.
-        epoch_visits: m_i, `(N, S, A)`.
-        feedback: the episode.
-    """
-    now, before = feedback.gather(visits), feedback.gather(epoch_visits)
-    return (now >= (2 * before).clamp(min=1)).any(-1)
 
 
 def check_table(name: str, mdp: LayeredMDP, table: Sequence[Tensor]) -> None:
@@ -300,7 +283,7 @@ class Bonus:
         return torch.where(mdp.actions, torch.cat(rows, -2), 0.0)
 
 
-# -- Upper occupancy bounds: the largest probability of a state under transitions in a set (Com ----
+# -- Upper occupancy bounds (Comp-UOB): the largest probability of a state in a confidence set -----
 #
 # The set has one box per pair: every P' with |P'(s' | s, a) - P(s' | s, a)| <= B(s, a, s') and rows
 # that sum to one. For a target state x,
@@ -353,8 +336,8 @@ def upper_occupancy(
     each = batch.numel() * max(low.shape[-3:].numel() for low in least)  # entries per target
     targets = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
     found = []
-    for part in targets.split(max(1, _MOST // each)):  # (X, S), one target per row
-        goals = mdp.split(part, -1)
+    for some in targets.split(max(1, _MOST // each)):  # (X, S), one target per row
+        goals = mdp.split(some, -1)
         f = goals[-1]  # (*batch, X, S_k)
         for k in reversed(range(mdp.horizon - 1)):
             ahead = _largest(least[k], caps[k], f)  # (*batch, X, S_k, A)
@@ -394,6 +377,10 @@ def _largest(least: Tensor, cap: Tensor, f: Tensor) -> Tensor:
 
 class CountingLearner(Learner):
     """Base class of learners that do not know the transitions, and count them.
+
+    With episode t ends epoch i if m(s_k, a_k) >= max(1, 2 m_i(s_k, a_k)) in some layer k, where m_i
+    are the counts at the beginning of the epoch (Jin, Jin, Luo, Sra and Yu, 2020; Jin, Huang and
+    Luo, 2021). There are at most S A (1 + log2 T) epochs.
 
     Its state, for N seeds (`split_transitions` returns the layers of a flat table):
 
@@ -450,7 +437,8 @@ class CountingLearner(Learner):
         places = visited_transitions(self.mdp, feedback)
         state["counts"] = state["counts"].scatter_add(-1, places, ones)
         state["visits"] = state["visits"] + feedback.scatter(ones, state["visits"])
-        new = begins_epoch(state["visits"], state["epoch_visits"], feedback)
+        now, before = (feedback.gather(state[name]) for name in ("visits", "epoch_visits"))
+        new = (now >= (2 * before).clamp(min=1)).any(-1)  # some visited pair has doubled its count
         if bool(new.any()):
             state["belief"] = torch.where(
                 new[:, None], self._empirical(state["counts"]), state["belief"]
@@ -488,3 +476,159 @@ class CountingLearner(Learner):
     def _empirical(self, counts: Tensor) -> Tensor:
         layers = split_transitions(self.mdp, counts)
         return join_transitions(empirical_transitions(self.mdp, layers, self.pseudo_count))
+
+
+# -- compiled: the same for one seed; tables are flat, fields have the names of the state ----------
+
+
+def entries(mdp: LayeredMDP) -> Ints:
+    """The first entry of each pair in a flat table over transitions, `(S * A,)`, and M."""
+    sizes = np.concatenate([np.full(n * a, after) for n, a, after in transition_shapes(mdp)])
+    return np.concatenate([[0], np.cumsum(sizes)])
+
+
+class Confidence(NamedTuple):
+    """The settings of `Widths` and `Bonus`, and of the believed transitions."""
+
+    pseudo_count: float
+    bounded: bool  # whether there are widths; if not, the settings below are not used
+    c1: float
+    c2: float
+    fewer: Shared  # (2,), subtracted from the visits in the denominators
+    variance: bool
+    iota: Shared  # (L,)
+    scale: float  # of the bonus; 0 if there is none
+    share: float
+    remaining: bool
+    floor: float  # of optimistic transitions, relative to the empirical ones; 1 if there are none
+
+    @classmethod
+    def of(
+        cls,
+        learner: CountingLearner,
+        widths: Widths | None,
+        bonus: Bonus | None,
+        floor: float = 1.0,
+    ) -> Confidence:
+        """The settings of a learner."""
+        found = widths or Widths.of("practical", learner.mdp)
+        own, charged = found.source, bonus or Bonus(scale=0.0)
+        return cls(
+            float(learner.pseudo_count),
+            widths is not None,
+            *(own.c1, own.c2, np.array(own.fewer, dtype=np.float64), own.variance),
+            np.array(found.iota),
+            *(float(charged.scale), float(charged.share), charged.remaining, floor),
+        )
+
+
+@part
+def count_transitions(game: Game, n: int, counts: Any, entry: Ints) -> None:
+    """Count the transitions that seed n has seen."""
+    layers = game.pairs.shape[1]
+    for k in range(layers):
+        i, after = game.pairs[n, k], 0  # of the terminal state
+        if k + 1 < layers:
+            after = game.states[n, k + 1] - game.model.start[k + 1]
+        counts[entry[i] + after] += 1.0
+
+
+@part
+def ends_epoch(game: Game, n: int, learner: Any) -> bool:
+    """Whether a pair that seed n has visited has doubled its visits since the epoch began."""
+    for k in range(game.pairs.shape[1]):
+        i = game.pairs[n, k]
+        if learner.visits[i] >= max(1.0, 2.0 * learner.epoch_visits[i]):
+            return True
+    return False
+
+
+@routine
+def begin_epoch(model: Model, episode: int, learner: Any) -> None:
+    """Begin an epoch of one seed: the empirical transitions, and their widths."""
+    start, num_actions, layers = model.start, model.num_actions, len(model.start) - 1
+    settings, entry = learner.confidence, learner.entry
+    kappa, fewer = settings.pseudo_count, settings.fewer
+    learner.epochs[0] += 1.0
+    learner.epoch_start[0] = float(episode)
+    for k in range(layers):
+        for i in range(start[k] * num_actions, start[k + 1] * num_actions):
+            m, width = learner.visits[i], entry[i + 1] - entry[i]
+            learner.epoch_visits[i] = m
+            if not model.exists[PAIR, i]:
+                continue
+            for e in range(entry[i], entry[i + 1]):
+                p = 1.0 / width
+                if m + kappa > 0.0:
+                    p = (learner.counts[e] + kappa / width) / (m + kappa)
+                learner.belief[e] = p
+                if settings.bounded:
+                    B = 0.0
+                    if width > 1:
+                        B = 1.0
+                        if m > (1.0 if settings.variance else 0.0):
+                            spread = p * (1.0 - p) if settings.variance else p
+                            iota = settings.iota[k]
+                            B = settings.c1 * np.sqrt(spread * iota / max(m - fewer[0], 1.0))
+                            B = min(1.0, B + settings.c2 * iota / max(m - fewer[1], 1.0))
+                    learner.widths[e] = B
+
+
+@routine
+def bound_transitions(model: Model, learner: Any) -> None:
+    """The bounds of the confidence set of one seed, and the `room` that the lower ones leave."""
+    entry = learner.entry
+    for i in range(len(learner.visits)):
+        if model.exists[PAIR, i]:
+            left = 1.0
+            for e in range(entry[i], entry[i + 1]):
+                p, B = learner.belief[e], learner.widths[e]
+                learner.lower[e], learner.upper[e] = max(0.0, p - B), min(1.0, p + B)
+                left -= learner.lower[e]
+            learner.room[i] = max(left, 0.0)
+
+
+@routine
+def upper_bound(model: Model, learner: Any, target: int, layer: int) -> float:
+    """u(target), the upper occupancy bound of a state of this layer for one seed's policy."""
+    start, num_actions, f, entry = model.start, model.num_actions, learner.ahead, learner.entry
+    lower, upper, policy = learner.lower, learner.upper, learner.policy
+    if layer == 0:
+        return model.initial[target]
+    for k in range(layer - 1, -1, -1):
+        first = start[k + 1]
+        if k + 1 < layer:
+            sort_states(learner, first, start[k + 2])
+        for s in range(start[k], first):
+            total = 0.0
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                if policy[i] > 0.0:
+                    value, left = 0.0, learner.room[i]
+                    if k + 1 == layer:  # all that is left goes to the target
+                        e = entry[i] + target - first
+                        value = lower[e] + min(upper[e] - lower[e], left)
+                    else:
+                        for n in range(first, start[k + 2]):
+                            there = int(learner.order[n])
+                            e = entry[i] + there - first
+                            more = min(upper[e] - lower[e], left)
+                            left -= more
+                            value += (lower[e] + more) * f[there]
+                    total += policy[i] * value
+            f[s] = total
+    u = 0.0
+    for s in range(start[1]):
+        u += model.initial[s] * f[s]
+    return u
+
+
+@part
+def sort_states(learner: Any, first: int, stop: int) -> None:
+    """Sort the states of a layer by decreasing value into `order`."""
+    f, order = learner.ahead, learner.order
+    for s in range(first, stop):
+        n = s
+        while n > first and f[int(order[n - 1])] < f[s]:
+            order[n] = order[n - 1]
+            n -= 1
+        order[n] = float(s)
