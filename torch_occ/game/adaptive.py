@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_occ._support.choices import later
 from torch_occ.game.checks import check_estimate
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import FTRL, note
@@ -256,7 +257,7 @@ class AdaptiveFTRL(FTRL):
             not fit the regularizer.
     """
 
-    compiled = "engine.learners.CompiledAdaptive"
+    compiled = lambda: later("game.players").forms.CompiledAdaptive  # noqa: E731
 
     def __init__(
         self,
@@ -466,7 +467,7 @@ class CorrectedFTRL(FTRL):
             positive.
     """
 
-    compiled = "engine.learners.CompiledCorrected"
+    compiled = lambda: later("game.players").forms.CompiledCorrected  # noqa: E731
 
     def __init__(
         self,

@@ -56,9 +56,9 @@ class Learner:
     #: None if there is no limit. `simulate` refuses longer runs.
     max_episodes: int | None = None
 
-    #: The compiled form: a named tuple class, registered in torch_occ.engine.play, or where it is,
-    #: as "module.Name" inside torch_occ. None if only torch plays the learner. It is not inherited:
-    #: a class that derives from a learner may play another game.
+    #: The compiled form: a class of named tuples (torch_occ.engine.play), or a function without
+    #: parameters that imports it. None if only torch plays the learner. It is not inherited: a
+    #: class that derives from a learner may play another game.
     compiled: ClassVar[Any] = None
 
     def __init__(self, mdp: LayeredMDP) -> None:
@@ -111,7 +111,7 @@ class Learner:
 
     def why_not_compiled(self, mdp: LayeredMDP) -> str | None:
         """The reason why the compiled form cannot play this MDP with these settings, or None."""
-        reason: str | None = later("step.arrays").why_not_model(mdp)
+        reason: str | None = later("game.players").why_not_model(mdp)
         return reason
 
     def settings(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Learner:
 class FixedPolicy(Learner):
     """The same policy in every episode; uniform by default."""
 
-    compiled = "engine.learners.CompiledFixed"
+    compiled = lambda: later("game.players").forms.CompiledFixed  # noqa: E731
 
     def __init__(self, mdp: LayeredMDP, policy: Tensor | None = None) -> None:
         super().__init__(mdp)
@@ -212,7 +212,7 @@ class EmpiricalLearner(Learner):
 class FollowTheLeader(EmpiricalLearner):
     """The optimal policy for the average observed losses; unseen pairs cost nothing."""
 
-    compiled = "engine.learners.CompiledEmpirical"
+    compiled = lambda: later("game.players").forms.CompiledEmpirical  # noqa: E731
     scale, floor = 0.0, 0.0
 
     def index(self, t: int) -> Tensor:
@@ -232,7 +232,7 @@ class OptimisticValueIteration(EmpiricalLearner):
             than one layer.
     """
 
-    compiled = "engine.learners.CompiledEmpirical"
+    compiled = lambda: later("game.players").forms.CompiledEmpirical  # noqa: E731
 
     def __init__(self, mdp: LayeredMDP, scale: float = 0.5**0.5, floor: float = 0.0) -> None:
         super().__init__(mdp)
@@ -277,7 +277,7 @@ class FTRL(Learner):
             entry `budget_excess` of the state is the largest ⟨G_i, q_t⟩ - h_i so far, `(N,)`.
     """
 
-    compiled = "engine.learners.CompiledFTRL"
+    compiled = lambda: later("game.players").forms.CompiledFTRL  # noqa: E731
     fingerprint_ignores = (*Learner.fingerprint_ignores, "valid")
 
     def __init__(
@@ -390,7 +390,7 @@ class FTRL(Learner):
             return f"the engine does not know the estimator {type(self.estimator).__name__}"
         if self._tuned().batched():
             return "the regularizer has batched parameters"
-        reason: str | None = later("step.arrays").why_not_game(mdp, self._tuned())
+        reason: str | None = later("game.players").why_not_game(mdp, self._tuned())
         return reason
 
     def settings(self) -> dict[str, Any]:

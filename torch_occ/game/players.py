@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.choices import compile_message, later
+from torch_occ._support.choices import compile_message
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.processes import for_each
+from torch_occ.engine import learners as forms
 from torch_occ.engine.lanes import Shared, allocator, gather, lanes_for, scatter, width_of
 from torch_occ.engine.layout import (
     NARROW,
@@ -28,13 +29,14 @@ from torch_occ.engine.layout import (
     make_work,
     suits_lanes,
 )
-from torch_occ.engine.learners import Solver
 from torch_occ.engine.play import NOISE, Game, Tally, play
 from torch_occ.game.learners import Learner
 from torch_occ.game.losses import GreedyAdversary, LossProcess
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.arrays import exponents_of, kinds_of, model_of, terms_of, weights_of
+from torch_occ.step.arrays import why_not_game as why_not_game
+from torch_occ.step.arrays import why_not_model as why_not_model
 from torch_occ.step.ftrl import FTRLStep
 
 if TYPE_CHECKING:
@@ -80,10 +82,7 @@ def form_of(learner: Learner) -> Any:
     It must be that of the learner's own class: a class derived from it may play another game.
     """
     found = vars(type(learner)).get("compiled")
-    if isinstance(found, str):
-        module, _, name = found.rpartition(".")
-        return getattr(later(module), name)
-    return found
+    return found if found is None or isinstance(found, type) else found()
 
 
 def why_not_play(mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> str | None:
@@ -102,7 +101,7 @@ def solver_settings(step: FTRLStep, regularizer: Regularizer) -> dict[str, Any]:
         found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
         terms = Terms(*kinds_of(found), exponents_of(found, pairs).numpy())
         size = weights_of(found, pairs).shape[-1]
-    solver = Solver(
+    solver = forms.Solver(
         terms,
         step.options.tolerance_in(torch.float64),
         step.options.max_steps,
