@@ -260,7 +260,7 @@ def fit_in_logs(layout: Layout, reference: Reference, i: int, after: int, scratc
 
 
 @routine
-def unfold(layout: Layout, reference: Reference, scratch: Scratch) -> Any:
+def solve_rows(layout: Layout, reference: Reference, scratch: Scratch) -> Any:
     """Solve the rows backward and follow the policy forward, for the guess in TRIAL; return D."""
     start, num_actions, exists = layout.start, layout.num_actions, layout.exists
     pairs, states, depth = scratch.pairs, scratch.states, len(layout.start) - 1
@@ -315,7 +315,7 @@ def pass_forward(layout: Layout, reference: Reference, scratch: Scratch) -> Any:
 
 
 @routine
-def flow_residual(layout: Layout, reference: Reference, scratch: Scratch) -> Any:
+def flow_error(layout: Layout, reference: Reference, scratch: Scratch) -> Any:
     """The largest |q(s) - inflow(s)| / q(s) of q and the rows in the scratch memory."""
     start, num_actions, entry = layout.start, layout.num_actions, layout.entry
     states, q, depth, worst = scratch.states, scratch.pairs, len(layout.start) - 1, 0.0
@@ -330,12 +330,12 @@ def flow_residual(layout: Layout, reference: Reference, scratch: Scratch) -> Any
                     for e in range(entry[i], entry[i + 1]):
                         there = start[k + 1] + e - entry[i]
                         states[INFLOW, there] += q[FOUND, i] * scratch.rows[P, e]
-            worst = largest(worst, (mass - states[INFLOW, s]) / mass)
+            worst = greatest(worst, (mass - states[INFLOW, s]) / mass)
     return worst
 
 
 @part
-def largest(most: Any, x: Any) -> Any:
+def greatest(most: Any, x: Any) -> Any:
     """max(most, |x|), and NaN if x is."""
     return where(abs(x) <= most, most, abs(x))
 
@@ -402,7 +402,7 @@ def go_back(layout: Layout, scratch: Scratch) -> tuple[Any, Any]:
             value /= states[ROOT, s]
             states[STEP, s] = value
             slope += states[MEAN, s] * states[OFF, s] * value
-            moved = largest(moved, value)
+            moved = greatest(moved, value)
         for s in range(first, first + size):
             states[MOVE, s] += states[STEP, s]
     return slope, moved
@@ -525,8 +525,8 @@ def project(
         if layout.exists[i]:
             pairs[FOUND, i] = states[OCCUPANCY, i // layout.num_actions] * pairs[POLICY, i]
     for s in range(layout.start[-1]):
-        dual = largest(dual, states[OFF, s])
-    flow = flow_residual(layout, reference, scratch)
+        dual = greatest(dual, states[OFF, s])
+    flow = flow_error(layout, reference, scratch)
     certified = (status == float(STALLED)) & (dual <= tolerance) & (flow <= tolerance)
     return where(certified, float(CONVERGED), status), steps, flow, dual
 
@@ -561,7 +561,7 @@ def maximize(
     that are done stay where they are.
     """
     states, num_states = scratch.states, layout.start[-1]
-    dual = unfold(layout, reference, scratch)
+    dual = solve_rows(layout, reference, scratch)
     status, steps, running = where(dual > 0.0, float(MAX_STEPS), float(MAX_STEPS)), 0.0, True
     best, patience = np.inf, float(STALL_AFTER)
     for _ in range(max_steps):
@@ -581,7 +581,7 @@ def maximize(
             for s in range(num_states):
                 move = where(running, length * states[STEP, s], 0.0)
                 states[TRIAL, s] = states[GUESS, s] + move
-            found = unfold(layout, reference, scratch)
+            found = solve_rows(layout, reference, scratch)
             # Close to the solution, D changes less than its rounding errors.
             grown = (moved <= 1e-3) | (found >= dual + ENOUGH * length * slope)
             if not anywhere(running & (not grown)):
@@ -594,7 +594,7 @@ def maximize(
         best = min(best, moved)
         # A short step leaves only rounding errors, unless a bound became active on its way.
         for s in range(num_states):
-            off = largest(off, states[OFF, s])
+            off = greatest(off, states[OFF, s])
         done = ((moved <= np.sqrt(_EPS)) & (off <= tolerance)) | (patience <= 0.0)
         status = where(running & done, float(STALLED), status)
         running = running & (not done)
@@ -610,14 +610,13 @@ def project_batch(
     loss: Floats,  # (N, S * A)
     rates: Floats,  # (N,)
     limits: tuple[float, int],  # the tolerance and the largest number of steps
-    values: Floats,  # (2, N, S), out: v and log q(s)
+    values: Floats,  # (N, 2, S), out: v and log q(s)
     certificate: Floats,  # (N, 4), out: status, steps, flow residual, dual residual
-    part: tuple[int, int],  # elements first, ..., stop - 1
     scratch: Scratch,
 ) -> None:
-    """Project some elements of a batch."""
+    """Project a batch of N."""
     q, rows, entry = references.q, references.rows, layout.entry
-    for n in range(part[0], part[1]):
+    for n in range(len(q)):
         reference = Reference(
             q[n], rows[n], references.lower[n], references.upper[n], references.initial[n]
         )
@@ -632,5 +631,5 @@ def project_batch(
                 for e in range(entry[i], entry[i + 1]):
                     rows[n, e] = scratch.rows[P, e]
         for s in range(values.shape[2]):
-            values[0, n, s] = scratch.states[VALUE, s]
-            values[1, n, s] = scratch.states[TRIAL, s]
+            values[n, 0, s] = scratch.states[VALUE, s]
+            values[n, 1, s] = scratch.states[TRIAL, s]

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ.engine.lanes import Shared
-from torch_occ.engine.layout import PAIR, Ints, Model, part, routine
+from torch_occ.engine.lanes import Shared, lane, sqrt, where
+from torch_occ.engine.layout import PAIR, Floats, Ints, Model, inlined, part, routine
 from torch_occ.engine.play import Game
+from torch_occ.engine.projection import layout_of
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.layered import LayeredMDP
@@ -87,7 +88,7 @@ def empirical_transitions(
     Raises:
         ValueError: if a shape does not fit the layout, or if `pseudo_count` is negative.
     """
-    check_table("counts", mdp, counts)
+    check_layers("counts", mdp, counts)
     if not pseudo_count >= 0:
         raise ValueError(f"pseudo_count: expected a number of at least 0, got {pseudo_count}")
     found = []
@@ -98,7 +99,7 @@ def empirical_transitions(
     return tuple(found)
 
 
-def check_table(name: str, mdp: LayeredMDP, table: Sequence[Tensor]) -> None:
+def check_layers(name: str, mdp: LayeredMDP, table: Sequence[Tensor]) -> None:
     """Raise a ValueError unless a table over transitions fits the layout."""
     shapes = transition_shapes(mdp)
     if len(table) != len(shapes):
@@ -212,7 +213,7 @@ class Widths:
         Raises:
             ValueError: if a shape does not fit the layout.
         """
-        check_table("transitions", mdp, transitions)
+        check_layers("transitions", mdp, transitions)
         expected = (mdp.num_states, mdp.num_actions)
         if tuple(visits.shape[-2:]) != expected:
             raise ValueError(
@@ -275,7 +276,7 @@ class Bonus:
         Raises:
             ValueError: if a shape does not fit the layout.
         """
-        check_table("widths", mdp, widths)
+        check_layers("widths", mdp, widths)
         rows = []
         for k, B in enumerate(widths):
             reach = mdp.horizon - 1 - k if self.remaining else mdp.horizon
@@ -320,8 +321,8 @@ def upper_occupancy(
     Raises:
         ValueError: if a shape does not fit the layout.
     """
-    check_table("transitions", mdp, transitions)
-    check_table("widths", mdp, widths)
+    check_layers("transitions", mdp, transitions)
+    check_layers("widths", mdp, widths)
     if tuple(policy.shape[-2:]) != (mdp.num_states, mdp.num_actions):
         raise ValueError(
             f"policy: expected shape (*batch, {mdp.num_states}, {mdp.num_actions}), got "
@@ -340,13 +341,13 @@ def upper_occupancy(
         goals = mdp.split(some, -1)
         f = goals[-1]  # (*batch, X, S_k)
         for k in reversed(range(mdp.horizon - 1)):
-            ahead = _largest(least[k], caps[k], f)  # (*batch, X, S_k, A)
+            ahead = _most_ahead(least[k], caps[k], f)  # (*batch, X, S_k, A)
             f = goals[k] + (policies[k].unsqueeze(-3) * ahead).sum(-1)
         found.append((f * mdp.initial.unsqueeze(-2)).sum(-1).expand(*batch, -1))
     return torch.cat(found, -1)
 
 
-def _largest(least: Tensor, cap: Tensor, f: Tensor) -> Tensor:
+def _most_ahead(least: Tensor, cap: Tensor, f: Tensor) -> Tensor:
     """max of sum_s' p(s') f(s') over p between `least` and `least + cap` with sum one.
 
     Args:
@@ -478,13 +479,12 @@ class CountingLearner(Learner):
         return join_transitions(empirical_transitions(self.mdp, layers, self.pseudo_count))
 
 
-# -- compiled: the same for one seed; tables are flat, fields have the names of the state ----------
+# -- compiled: tables are flat, and fields of a learner have the names of its state ----------------
 
 
 def entries(mdp: LayeredMDP) -> Ints:
     """The first entry of each pair in a flat table over transitions, `(S * A,)`, and M."""
-    sizes = np.concatenate([np.full(n * a, after) for n, a, after in transition_shapes(mdp)])
-    return np.concatenate([[0], np.cumsum(sizes)])
+    return layout_of(mdp.layer_sizes, mdp.actions.numpy()).entry
 
 
 class Confidence(NamedTuple):
@@ -534,49 +534,53 @@ def count_transitions(game: Game, n: int, counts: Any, entry: Ints) -> None:
 
 
 @part
-def ends_epoch(game: Game, n: int, learner: Any) -> bool:
-    """Whether a pair that seed n has visited has doubled its visits since the epoch began."""
-    for k in range(game.pairs.shape[1]):
-        i = game.pairs[n, k]
-        if learner.visits[i] >= max(1.0, 2.0 * learner.epoch_visits[i]):
-            return True
-    return False
+def count_episode(game: Game, learner: Any) -> None:
+    """Count pairs and transitions; `begun` is 1 if a pair has doubled its visits, else 0."""
+    for n in range(len(game.pairs)):
+        visits, before = lane(learner.visits, n), lane(learner.epoch_visits, n)
+        begun = lane(learner.begun, n)
+        begun[0] = 0.0
+        for k in range(game.pairs.shape[1]):
+            i = game.pairs[n, k]
+            visits[i] += 1.0
+            if visits[i] >= max(1.0, 2.0 * before[i]):
+                begun[0] = 1.0
+        count_transitions(game, n, lane(learner.counts, n), learner.entry)
 
 
-@routine
-def begin_epoch(model: Model, episode: int, learner: Any) -> None:
-    """Begin an epoch of one seed: the empirical transitions, and their widths."""
-    start, num_actions, layers = model.start, model.num_actions, len(model.start) - 1
-    settings, entry = learner.confidence, learner.entry
+@part
+def begin_epochs(model: Model, episode: int, learner: Any) -> None:
+    """Begin epochs where `begun` is 1: the empirical transitions, their widths and bounds."""
+    start, num_actions, entry = model.start, model.num_actions, learner.entry
+    settings, new = learner.confidence, learner.begun[0] > 0.0
     kappa, fewer = settings.pseudo_count, settings.fewer
-    learner.epochs[0] += 1.0
-    learner.epoch_start[0] = float(episode)
-    for k in range(layers):
+    learner.epochs[0] += learner.begun[0]
+    learner.epoch_start[0] = where(new, float(episode), learner.epoch_start[0])
+    for k in range(len(start) - 1):
+        iota = settings.iota[k]
         for i in range(start[k] * num_actions, start[k + 1] * num_actions):
-            m, width = learner.visits[i], entry[i + 1] - entry[i]
+            m = where(new, learner.visits[i], learner.epoch_visits[i])
+            first, least, width = m - fewer[0], m - fewer[1], entry[i + 1] - entry[i]
             learner.epoch_visits[i] = m
             if not model.exists[PAIR, i]:
                 continue
             for e in range(entry[i], entry[i + 1]):
-                p = 1.0 / width
-                if m + kappa > 0.0:
-                    p = (learner.counts[e] + kappa / width) / (m + kappa)
+                p = (learner.counts[e] + kappa / width) / (m + kappa)
+                p = where(new, where(m + kappa > 0.0, p, 1.0 / width), learner.belief[e])
                 learner.belief[e] = p
-                if settings.bounded:
-                    B = 0.0
-                    if width > 1:
-                        B = 1.0
-                        if m > (1.0 if settings.variance else 0.0):
-                            spread = p * (1.0 - p) if settings.variance else p
-                            iota = settings.iota[k]
-                            B = settings.c1 * np.sqrt(spread * iota / max(m - fewer[0], 1.0))
-                            B = min(1.0, B + settings.c2 * iota / max(m - fewer[1], 1.0))
-                    learner.widths[e] = B
+                if settings.bounded and width > 1:
+                    spread = p * (1.0 - p) if settings.variance else p
+                    B = settings.c1 * sqrt(spread * iota / max(first, 1.0))
+                    B = min(1.0, B + settings.c2 * iota / max(least, 1.0))
+                    B = where(m > (1.0 if settings.variance else 0.0), B, 1.0)
+                    learner.widths[e] = where(new, B, learner.widths[e])
+    if settings.bounded:
+        bound_transitions(model, learner)
 
 
-@routine
+@part
 def bound_transitions(model: Model, learner: Any) -> None:
-    """The bounds of the confidence set of one seed, and the `room` that the lower ones leave."""
+    """The bounds of the confidence sets, and the `room` that the lower ones leave."""
     entry = learner.entry
     for i in range(len(learner.visits)):
         if model.exists[PAIR, i]:
@@ -588,28 +592,47 @@ def bound_transitions(model: Model, learner: Any) -> None:
             learner.room[i] = max(left, 0.0)
 
 
+class Reach(NamedTuple):
+    """The policy of a learner, its confidence set, and scratch memory."""
+
+    policy: Floats  # (S * A,)
+    lower: Floats  # (M,)
+    upper: Floats  # (M,)
+    room: Floats  # (S * A,)
+    ahead: Floats  # (S,), values of states
+    order: Floats  # (S,), the states of each layer by decreasing value
+
+
+@inlined
+def reach_of(learner: Any) -> Reach:
+    """These fields of a learner."""
+    return Reach(
+        learner.policy, learner.lower, learner.upper, learner.room, learner.ahead, learner.order
+    )
+
+
 @routine
-def upper_bound(model: Model, learner: Any, target: int, layer: int) -> float:
+def upper_bound(model: Model, entry: Ints, reach: Reach, target: int, layer: int) -> float:
     """u(target), the upper occupancy bound of a state of this layer for one seed's policy."""
-    start, num_actions, f, entry = model.start, model.num_actions, learner.ahead, learner.entry
-    lower, upper, policy = learner.lower, learner.upper, learner.policy
+    start, num_actions, f = model.start, model.num_actions, reach.ahead
+    lower, upper, policy = reach.lower, reach.upper, reach.policy
     if layer == 0:
         return model.initial[target]
     for k in range(layer - 1, -1, -1):
         first = start[k + 1]
         if k + 1 < layer:
-            sort_states(learner, first, start[k + 2])
+            sort_states(f, reach.order, first, start[k + 2])
         for s in range(start[k], first):
             total = 0.0
             for i in range(s * num_actions, (s + 1) * num_actions):
                 if policy[i] > 0.0:
-                    value, left = 0.0, learner.room[i]
+                    value, left = 0.0, reach.room[i]
                     if k + 1 == layer:  # all that is left goes to the target
                         e = entry[i] + target - first
                         value = lower[e] + min(upper[e] - lower[e], left)
                     else:
                         for n in range(first, start[k + 2]):
-                            there = int(learner.order[n])
+                            there = int(reach.order[n])
                             e = entry[i] + there - first
                             more = min(upper[e] - lower[e], left)
                             left -= more
@@ -623,9 +646,8 @@ def upper_bound(model: Model, learner: Any, target: int, layer: int) -> float:
 
 
 @part
-def sort_states(learner: Any, first: int, stop: int) -> None:
-    """Sort the states of a layer by decreasing value into `order`."""
-    f, order = learner.ahead, learner.order
+def sort_states(f: Floats, order: Floats, first: int, stop: int) -> None:
+    """Sort the states of a layer by decreasing value."""
     for s in range(first, stop):
         n = s
         while n > first and f[int(order[n - 1])] < f[s]:

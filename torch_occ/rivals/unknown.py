@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ.engine.lanes import Shared, lane, power, sqrt, where
-from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, part, routine
+from torch_occ.engine.lanes import Shared, anywhere, lane, power, sqrt, where
+from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, part
 from torch_occ.engine.learners import Solver, take_step
 from torch_occ.engine.play import (
     Game,
@@ -48,13 +48,13 @@ from torch_occ.rivals.beliefs import (
     CountingLearner,
     Table,
     Widths,
-    begin_epoch,
+    begin_epochs,
     bound_transitions,
-    count_transitions,
-    ends_epoch,
+    count_episode,
     entries,
     join_transitions,
     num_transitions,
+    reach_of,
     split_transitions,
     upper_bound,
     upper_occupancy,
@@ -91,7 +91,6 @@ class CompiledUnknown(NamedTuple):
     adaptive: float  # the first time, if it depends on the losses; else 0
     choices: float
     divides_by_bounds: bool
-    full_information: bool
     bias: float  # of implicit exploration; else 0
     uniform: PerPair  # the uniform policy
     entry: Ints
@@ -103,7 +102,9 @@ class CompiledUnknown(NamedTuple):
     policy: PerPair
     loss: PerPair  # of the step
     estimate: PerPair
-    advantage: PerPair
+    future: PerPair  # Q of the estimate
+    fresh: PerPair  # the q with which an epoch begins
+    begun: Floats  # (1,), whether an epoch begins
 
 
 class UnknownFTRL(CountingLearner):
@@ -317,11 +318,11 @@ class UnknownFTRL(CountingLearner):
             ),
             "powers": powers_of(self.step.regularizer, mdp.actions.shape),
             "adaptive": self.adaptive or 0.0,
-            "full_information": self.full_information,
             "bias": getattr(self.estimator, "bias", 0.0),
             "uniform": uniform_policy(mdp).numpy().flatten(),
             "entry": entries(mdp),
             "spread": np.zeros(1),
+            "begun": np.zeros(1),
         }
         return found | {name: np.zeros(count) for name in ("lower", "upper", "widths")}
 
@@ -382,8 +383,9 @@ def powers_of(regularizer: Regularizer, pairs: torch.Size) -> Floats | None:
 @propose.register(CompiledUnknown)
 def _propose_believed(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     if t == 0:
-        for n in range(len(game.pairs)):
-            believe(lane(learner, n), lane(work, n))
+        believe(learner, work)
+        if learner.confidence.bounded:
+            bound_transitions(game.model, learner)
     set_time(float(game.before + t + 1), learner, work)
     take_step(learner.believed, game, t, learner.loss, learner, tally, work)
     q, policy, num_actions = learner.q, learner.policy, game.model.num_actions
@@ -400,32 +402,31 @@ def _observe_unknown(game: Game, t: int, tally: Tally, learner: Any, work: Work)
     for i in range(len(learner.q)):
         learner.estimate[i] = 0.0
     for n in range(len(game.pairs)):
-        own = lane(learner, n)
+        own, estimate = lane(reach_of(learner), n), lane(learner.estimate, n)
+        q, full = lane(learner.q, n), game.table.shape[1] > 0
         for i in range(game.table.shape[1]):
-            own.estimate[i] = game.table[n, i]
-        for k in range(game.pairs.shape[1]):
+            estimate[i] = game.table[n, i]
+        for k in range(0 if full else game.pairs.shape[1]):
             i = game.pairs[n, k]
-            if not own.full_information:
-                shown = own.q[i]
-                if own.divides_by_bounds:
-                    shown = own.policy[i] * upper_bound(game.model, own, game.states[n, k], k)
-                own.estimate[i] = game.losses[n, k] / (shown + own.bias)
-            own.visits[i] += 1.0
-        count_transitions(game, n, own.counts, own.entry)
+            shown = q[i]
+            if learner.divides_by_bounds:
+                u = upper_bound(game.model, learner.entry, own, game.states[n, k], k)
+                shown = own.policy[i] * u
+            estimate[i] = game.losses[n, k] / (shown + learner.bias)
     if learner.adaptive > 0.0:
         learner.spread[0] += spread_of(learner)
     for i in range(len(learner.q)):
         learner.cumulative_loss[i] += learner.estimate[i]
-    for n in range(len(game.pairs)):
-        own = lane(learner, n)
-        if ends_epoch(game, n, own):
-            begin_epoch(own.believed, game.before + t + 2, own)
-            renew(own, lane(work, n))
+    count_episode(game, learner)
+    if anywhere(learner.begun[0] > 0.0):
+        begin_epochs(game.model, game.before + t + 2, learner)
+        believe(learner, work)
+        renew(learner, work)
 
 
-@routine
+@part
 def believe(learner: CompiledUnknown, work: Work) -> None:
-    """The believed model of one seed, an interior point, and the confidence set."""
+    """Write the believed models, and their interior points."""
     model, settings, entry = learner.believed, learner.confidence, learner.entry
     for i in range(model.start[-2] * model.num_actions):
         if model.exists[PAIR, i]:
@@ -435,36 +436,38 @@ def believe(learner: CompiledUnknown, work: Work) -> None:
                     p = max(p - learner.widths[e], settings.floor * p)
                 model.next_state[i, e - entry[i]] = p
                 model.arrivals[e - entry[i], i] = p
-    if settings.bounded:
-        bound_transitions(model, learner)
     occupy_by_policy(model, learner.uniform, learner.solver.middle, work)
 
 
-@routine
+@part
 def renew(learner: CompiledUnknown, work: Work) -> None:
-    """Start an epoch of one seed: the bonus, and a q of the new believed model.
+    """Start epochs where they begin: the bonus, and a q of the new believed model.
 
     That is the q of the last policy, or with `restart` of the uniform one.
     """
-    believe(learner, work)
     model, settings, entry = learner.believed, learner.confidence, learner.entry
-    layers = len(model.start) - 1
+    new, layers, num_actions = learner.begun[0] > 0.0, len(model.start) - 1, model.num_actions
     for k in range(layers):
-        reach = float(layers - 1 - k if settings.remaining else layers)
-        for i in range(model.start[k] * model.num_actions, model.start[k + 1] * model.num_actions):
+        reach = settings.scale * float(layers - 1 - k if settings.remaining else layers)
+        for i in range(model.start[k] * num_actions, model.start[k + 1] * num_actions):
             if settings.scale > 0.0 and model.exists[PAIR, i]:
                 total = 0.0
                 for e in range(entry[i], entry[i + 1]):
                     total += learner.widths[e]
-                learner.bonus[i] = settings.scale * reach * min(settings.share * total, 1.0)
+                bonus = reach * min(settings.share * total, 1.0)
+                learner.bonus[i] = where(new, bonus, learner.bonus[i])
+    if not learner.restart:
+        occupy_by_policy(model, learner.policy, learner.fresh, work)
+    for i in range(len(learner.q)):
+        if learner.restart:
+            learner.cumulative_loss[i] = where(new, 0.0, learner.cumulative_loss[i])
+            learner.fresh[i] = learner.solver.middle[i]
+        learner.q[i] = where(new, learner.fresh[i], learner.q[i])
     if learner.restart:
-        learner.spread[0] = 0.0
-        for i in range(len(learner.q)):
-            learner.cumulative_loss[i] = 0.0
-            learner.q[i] = learner.solver.middle[i]
-    else:
-        occupy_by_policy(model, learner.policy, learner.q, work)
-    work.stale[0], work.stale[1], work.stale[2] = np.inf, 0.0, 0.0
+        learner.spread[0] = where(new, 0.0, learner.spread[0])
+    work.stale[0] = where(new, np.inf, work.stale[0])
+    for k in range(1, 3):
+        work.stale[k] = where(new, 0.0, work.stale[k])
 
 
 @part
@@ -493,7 +496,7 @@ def set_time(t: float, learner: CompiledUnknown, work: Work) -> None:
 @part
 def spread_of(learner: CompiledUnknown) -> Any:
     """min{ sum q l^2, sum q (Q - V)^2 } for the estimate l minus the bonus, and its values."""
-    model, V, Q = learner.believed, learner.ahead, learner.advantage
+    model, V, Q = learner.believed, learner.ahead, learner.future
     start, num_actions, plain, shifted = model.start, model.num_actions, 0.0, 0.0
     for k in range(len(start) - 2, -1, -1):
         width = start[k + 2] - start[k + 1] if k + 2 < len(start) else 0

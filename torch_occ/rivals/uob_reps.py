@@ -16,11 +16,12 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torch_occ._support.constants import CONVERGED
-from torch_occ.engine.lanes import Shared, lane, where
+from torch_occ.engine.lanes import Shared, anywhere, lane, where
 from torch_occ.engine.layout import Floats, Ints, Work
 from torch_occ.engine.learners import note_solve
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
@@ -40,11 +41,11 @@ from torch_occ.rivals.beliefs import (
     Confidence,
     CountingLearner,
     Widths,
-    begin_epoch,
+    begin_epochs,
     bound_transitions,
-    count_transitions,
-    ends_epoch,
+    count_episode,
     join_transitions,
+    reach_of,
     split_transitions,
     upper_bound,
 )
@@ -84,6 +85,7 @@ class CompiledUOBREPS(NamedTuple):
     room: PerPair
     ahead: PerState
     order: PerState
+    begun: Floats  # (1,), whether an epoch begins
 
 
 class UOBREPS(CountingLearner):
@@ -166,6 +168,7 @@ class UOBREPS(CountingLearner):
             "tolerance": self.options.tolerance_in(torch.float64),
             "max_steps": self.options.max_steps,
             "scratch": make_scratch(layout),
+            "begun": np.zeros(1),
         }
 
     def confidence(self) -> tuple[Tensor, ...]:
@@ -180,8 +183,7 @@ class UOBREPS(CountingLearner):
 def _propose_projected(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     q, policy, num_actions, model = learner.q, learner.policy, game.model.num_actions, game.model
     if t == 0:
-        for n in range(len(game.pairs)):
-            bound_transitions(model, lane(learner, n))
+        bound_transitions(model, learner)
     for first in range(0, len(q), num_actions):
         total = 0.0
         for i in range(first, first + num_actions):
@@ -198,16 +200,14 @@ def _observe_and_project(game: Game, t: int, tally: Tally, learner: Any, work: W
     for i in range(len(learner.q)):
         learner.estimate[i] = 0.0
     for n in range(len(game.pairs)):
-        own = lane(learner, n)
+        own, estimate = lane(reach_of(learner), n), lane(learner.estimate, n)
         for k in range(game.pairs.shape[1]):
             i = game.pairs[n, k]
-            u = own.policy[i] * upper_bound(model, own, game.states[n, k], k)
-            own.estimate[i] = game.losses[n, k] / (u + own.bias)
-            own.visits[i] += 1.0
-        count_transitions(game, n, own.counts, own.entry)
-        if ends_epoch(game, n, own):
-            begin_epoch(model, game.before + t + 2, own)
-            bound_transitions(model, own)
+            u = own.policy[i] * upper_bound(model, learner.entry, own, game.states[n, k], k)
+            estimate[i] = game.losses[n, k] / (u + learner.bias)
+    count_episode(game, learner)
+    if anywhere(learner.begun[0] > 0.0):
+        begin_epochs(model, game.before + t + 2, learner)
     q, rows = learner.q, learner.rows
     status, steps, flow, dual = project(
         learner.layout,

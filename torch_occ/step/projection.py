@@ -97,7 +97,7 @@ def closest(scores: Tensor, lower: Tensor, upper: Tensor, active: Active) -> Row
 # -- Checks of the arguments of a projection; errors name the layer, state, action and successo ----
 
 
-def check_layout(mdp: LayeredMDP) -> None:
+def check_dense(mdp: LayeredMDP) -> None:
     """Check that rows of transitions can have bounds: the layers must be dense.
 
     Raises:
@@ -113,7 +113,7 @@ def check_layout(mdp: LayeredMDP) -> None:
         )
 
 
-def check_shapes(
+def check_arguments(
     mdp: LayeredMDP,
     q: Tensor,
     loss: Tensor,
@@ -163,7 +163,7 @@ def check_layer(mdp: LayeredMDP, name: str, k: int, x: Tensor) -> None:
         )
 
 
-def check_values(
+def check_reference(
     mdp: LayeredMDP,
     q: Tensor,
     loss: Tensor,
@@ -265,7 +265,7 @@ def _raise(
 # -- The equations of the dual problem, in differentiable operations -------------------------------
 
 
-class Problem(NamedTuple):
+class DualProblem(NamedTuple):
     """A batch of projections. Tensors of layers are `(*batch, S_k, A, S_{k+1})`."""
 
     initial: Tensor  # (*batch, S_0)
@@ -275,7 +275,7 @@ class Problem(NamedTuple):
     upper: tuple[Tensor, ...]
 
 
-class Unfolded(NamedTuple):
+class DualPoint(NamedTuple):
     """What follows from a guess of log w(s); tuples have one entry per layer."""
 
     value: tuple[Tensor, ...]  # v
@@ -286,7 +286,9 @@ class Unfolded(NamedTuple):
     off: Tensor  # (*batch, S), log u - g
 
 
-def unfold(mdp: LayeredMDP, problem: Problem, guess: Tensor, active: Sequence[Active]) -> Unfolded:
+def unfold_rows(
+    mdp: LayeredMDP, problem: DualProblem, guess: Tensor, active: Sequence[Active]
+) -> DualPoint:
     """Solve the rows backward and follow the policy forward.
 
     Args:
@@ -311,8 +313,8 @@ def unfold(mdp: LayeredMDP, problem: Problem, guess: Tensor, active: Sequence[Ac
     for policy, row in zip(policies, rows, strict=True):
         occupied.append(u)
         q.append(u.unsqueeze(-1) * policy)
-        u = arrive(row.p, q[-1])
-    return Unfolded(
+        u = inflow_of(row.p, q[-1])
+    return DualPoint(
         tuple(values),
         tuple(policies),
         tuple(row.p for row in rows),
@@ -322,12 +324,12 @@ def unfold(mdp: LayeredMDP, problem: Problem, guess: Tensor, active: Sequence[Ac
     )
 
 
-def arrive(p: Tensor, x: Tensor) -> Tensor:
+def inflow_of(p: Tensor, x: Tensor) -> Tensor:
     """The mass that arrives in each successor, `(*batch, n)`."""
     return (p * x.unsqueeze(-1)).sum((-3, -2))
 
 
-def direction(mdp: LayeredMDP, at: Unfolded, guess: Tensor) -> Tensor:
+def direction(mdp: LayeredMDP, at: DualPoint, guess: Tensor) -> Tensor:
     """Return the Newton direction dg `(*batch, S)`.
 
     With X the curvature that the layers before see in dv, and s = Lambda^(-1/2),
@@ -367,7 +369,7 @@ def direction(mdp: LayeredMDP, at: Unfolded, guess: Tensor) -> Tensor:
     return join(steps, 1)
 
 
-def _curvature(at: Unfolded, k: int, weight: Tensor, onward: Tensor) -> Tensor:
+def _curvature(at: DualPoint, k: int, weight: Tensor, onward: Tensor) -> Tensor:
     """Return N of layer k + 1, `(*batch, n, n)`; `weight` is Lambda of layer k."""
     pairs = (weight.unsqueeze(-1) * at.policy[k]).unsqueeze(-1)  # (*batch, S_k, A, 1)
     centred, free = at.rows[k] - onward.unsqueeze(-2), at.free[k]
@@ -455,7 +457,7 @@ class KLProjection(nn.Module):
         self, mdp: LayeredMDP, *, tolerance: float | None = None, max_steps: int = 200
     ) -> None:
         super().__init__()
-        check_layout(mdp)
+        check_dense(mdp)
         self.mdp, self.options = mdp, Options(tolerance, max_steps)
 
     def forward(
@@ -508,7 +510,7 @@ class KLProjection(nn.Module):
         loss = torch.zeros_like(q) if loss is None else loss
         rate = torch.as_tensor(learning_rate, dtype=mdp.dtype, device=mdp.device)
         rows = {"transitions": transitions, "lower": lower, "upper": upper}
-        rank = len(check_shapes(mdp, q, loss, rate, rows))
+        rank = len(check_arguments(mdp, q, loss, rate, rows))
         rank = max(rank, mdp.initial.dim() - 1)
         check_transforms()
         pairs, layers = [q, loss], [p for part in rows.values() for p in part]
@@ -517,26 +519,28 @@ class KLProjection(nn.Module):
             *(with_rank(rate, rank, 0), with_rank(mdp.initial, rank, 1)),
             *(with_rank(x, rank, 3) for x in layers),
         ]
-        task = Task(mdp, self.options, lambda found: report(check, found, "the projection"))
+        task = ProjectionTask(
+            mdp, self.options, lambda found: report(check, found, "the projection")
+        )
         certificate, guess, found_q, value, *found = Solve.apply(
             task, *(x.detach() for x in tensors)
         )
         if not any(carries_derivative(x) for x in tensors):
-            return Projection(found_q, tuple(found), value, *_read(certificate))
+            return Projection(found_q, tuple(found), value, *_certificate_of(certificate))
         problem = problem_of(mdp, tensors)
         active = [
             _active(p, low.detach(), high.detach())
             for p, low, high in zip(found, problem.lower, problem.upper, strict=True)
         ]
-        at = unfold(mdp, problem, guess, active)
+        at = unfold_rows(mdp, problem, guess, active)
         for _ in range(2):
             guess = guess + direction(mdp, at, guess)
-            at = unfold(mdp, problem, guess, active)
+            at = unfold_rows(mdp, problem, guess, active)
         return Projection(
             Poisoned.apply(at.q, certificate),
             tuple(Poisoned.apply(p, certificate) for p in at.rows),
             Poisoned.apply(join(list(at.value), 1), certificate),
-            *_read(certificate),
+            *_certificate_of(certificate),
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Self:
@@ -547,7 +551,7 @@ class KLProjection(nn.Module):
 
 
 @dataclass(frozen=True)
-class Task:
+class ProjectionTask:
     """The data of a projection that are not tensors."""
 
     mdp: LayeredMDP
@@ -555,7 +559,7 @@ class Task:
     report: Callable[[Projection], None]  # raises if a step failed, unless failures are allowed
 
 
-def problem_of(mdp: LayeredMDP, tensors: Sequence[Tensor]) -> Problem:
+def problem_of(mdp: LayeredMDP, tensors: Sequence[Tensor]) -> DualProblem:
     """Build the problem from q, loss, rate, initial distribution, transitions and bounds."""
     q, loss, rate, initial, *layers = tensors
     available, (p, lower, upper) = mdp.actions, split_rows(mdp, layers)
@@ -563,7 +567,7 @@ def problem_of(mdp: LayeredMDP, tensors: Sequence[Tensor]) -> Problem:
     log_weight = torch.where(available, log_weight, -torch.inf)
     # Masked pairs and impossible successors take no part; any numbers do.
     masks = [mask.unsqueeze(-1) for mask in mdp.split(available, -2)]
-    return Problem(
+    return DualProblem(
         initial,
         log_weight,
         tuple(
@@ -592,9 +596,9 @@ class Solve(torch.autograd.Function):
     """The certificate, log q(s), q, v, and p of every layer; not differentiable."""
 
     @staticmethod
-    def forward(task: Task, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(task: ProjectionTask, *tensors: Tensor) -> tuple[Tensor, ...]:
         mdp, (q, loss, rate, _, *layers) = task.mdp, tensors
-        check_values(mdp, q, loss, rate, split_rows(mdp, layers))
+        check_reference(mdp, q, loss, rate, split_rows(mdp, layers))
         events = (2, 2, 0, 1, *(3 for _ in layers))
         batch = broadcast(*(x.shape[: x.dim() - n] for x, n in zip(tensors, events, strict=True)))
         count = batch.numel()
@@ -608,14 +612,14 @@ class Solve(torch.autograd.Function):
         shapes = [x.shape[-3:] for x in layers[: mdp.horizon]]
         parts = np.split(rows[4], np.cumsum([x.numel() for x in shapes])[:-1], -1)
         found = [
-            torch.from_numpy(x).view(*batch, *shape).to(q.device, q.dtype)
+            torch.from_numpy(x).reshape(*batch, *shape).to(q.device, q.dtype)
             for x, shape in zip(
-                (certificate, values[1], rows[0], values[0], *parts),
-                ((4,), (-1,), q.shape[-2:], (-1,), *shapes),
+                (certificate, values[:, 1], rows[0], values[:, 0], *parts),
+                ((4,), (mdp.num_states,), q.shape[-2:], (mdp.num_states,), *shapes),
                 strict=True,
             )
         ]
-        task.report(Projection(found[2], tuple(found[4:]), found[3], *_read(found[0])))
+        task.report(Projection(found[2], tuple(found[4:]), found[3], *_certificate_of(found[0])))
         return tuple(found)
 
     @staticmethod
@@ -624,13 +628,13 @@ class Solve(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, ...], task: Task, *tensors: Tensor
+        info: Any, in_dims: tuple[int | None, ...], task: ProjectionTask, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         outputs = Solve.apply(task, *in_front(info.batch_size, in_dims[1:], tensors))
         return outputs, (0,) * len(outputs)
 
 
-def _solve_compiled(task: Task, *rows: Any) -> tuple[Any, Any]:
+def _solve_compiled(task: ProjectionTask, *rows: Any) -> tuple[Any, Any]:
     """Project q and the transitions in place; return the certificate `(N, 4)`, and v and log q(s).
 
     Args:
@@ -638,22 +642,22 @@ def _solve_compiled(task: Task, *rows: Any) -> tuple[Any, Any]:
     """
     engine, mdp, options = later("engine.projection"), task.mdp, task.options
     layout = engine.layout_of(mdp.layer_sizes, mdp.actions.cpu().numpy())
-    q, loss, rate, initial, *tables = rows
-    count, certificate = len(q), np.zeros((len(q), 4))
-    values = np.zeros((2, count, mdp.num_states))
+    count, certificate = len(rows[0]), np.zeros((len(rows[0]), 4))
+    values = np.zeros((count, 2, mdp.num_states))
     limits = (options.tolerance_in(mdp.dtype), options.max_steps)
     threads = min(torch.get_num_threads(), count) if count >= _SHARED else 1
 
     def share(i: int) -> None:
+        own = slice(i * count // threads, (i + 1) * count // threads)
+        q, loss, rate, initial, *tables = (x[own] for x in rows)
         engine.project_batch(
             layout,
             engine.Reference(q, *tables, initial),
             loss,
             rate[:, 0],
             limits,
-            values,
-            certificate,
-            (i * count // threads, (i + 1) * count // threads),
+            values[own],
+            certificate[own],
             engine.make_scratch(layout),
         )
 
@@ -662,7 +666,7 @@ def _solve_compiled(task: Task, *rows: Any) -> tuple[Any, Any]:
     return certificate, values
 
 
-def _read(certificate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _certificate_of(certificate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Status, steps, flow residual and dual residual."""
     status, steps, flow, dual = certificate.unbind(-1)
     return status.long(), steps.long(), flow, dual
