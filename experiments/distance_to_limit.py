@@ -87,7 +87,6 @@ def learners(mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
     """Learners that know the transitions but not the number of episodes."""
     return {
         "Thompson": occ.Thompson(mdp),
-        "OSSB": occ.OSSB(mdp),
         "KL-UCB": occ.KLUCB(mdp),
         "UCB value iteration": occ.OptimisticValueIteration(mdp),
         "Tsallis": occ.FTRL.tsallis(mdp),

@@ -9,6 +9,7 @@ being usable.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,21 +27,18 @@ from experiments.meta_gradients_figure import FORECAST, PATHWISE, REFERENCE, UNB
 
 YEAR = 365 * 86400.0
 
-#: Seeds of the reference begin here, so that its error is independent of the others'.
-FAR = 1_000_000
-
 
 @dataclass(frozen=True)
 class Args:
     """Which runs are differentiated."""
 
-    episodes: tuple[int, ...] = (100, 300, 1000, 3000, 10000)
+    episodes: tuple[int, ...] = (30, 100, 300, 1000)
     """T, each with runs of its own"""
     betas: tuple[float, ...] = (192.0, 10.0, 1.0)
     """log-barrier; the paper's is 64 L"""
-    budget: int = 250_000
+    budget: int = 30_000
     """episodes to play for each T by each estimator, from which the number of seeds follows"""
-    seeds: int = 10_000
+    seeds: int = 300
     """the largest number of seeds"""
     step: float = 0.1
     """of the differences, in the logarithm of a parameter"""
@@ -69,9 +67,100 @@ class Answer(NamedTuple):
     seconds: float  # of one core
 
 
-def summarize(estimate: occ.Estimate, took: float) -> Answer:
-    """The estimate at its last checkpoint."""
-    return Answer(estimate.mean[-1], estimate.standard_error[-1], estimate.heaviest[-1], took)
+def summarize(samples: Tensor, took: float) -> Answer:
+    """The mean of one sample per seed, `(N, P)`, and its standard error."""
+    mean = samples.mean(0)
+    squares = (samples - mean).square()
+    error = samples.std(0) / len(samples) ** 0.5
+    return Answer(mean, error, squares.amax(0) / squares.sum(0), took)
+
+
+def values_of(psi: occ.Regularizer) -> dict[str, Tensor]:
+    """The parameters by their short names: alpha, gamma, beta."""
+    return {name.rpartition(".")[2]: p.detach() for name, p in psi.named_parameters()}
+
+
+def draw_index(shares: Tensor, generator: torch.Generator) -> Tensor:
+    """One index for each row of `(N, K)`, `(N, 1)`."""
+    return torch.multinomial(shares.detach(), 1, generator=generator)
+
+
+def run_gradients(
+    mdp: occ.LayeredMDP, psi: occ.Regularizer, mean: Tensor, T: int, count: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Play importance-weighted FTRL with Bernoulli losses, and differentiate through the run.
+
+    Every run has parameters of its own, so that one reverse pass gives the gradients of all. The
+    loss estimate of a visited pair is loss / q, and the next q depends on it.
+
+    Returns the pathwise and the unbiased gradients in the logarithms of the parameters,
+    `(count, P)` each.
+    """
+    own = {name: value.repeat(count) for name, value in values_of(psi).items()}
+    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, **own))
+    parameters = list(step.parameters())
+    generator = torch.Generator().manual_seed(seed)
+    gaps = occ.optimal_policy(mdp, mean).gaps
+    total = torch.zeros(count, *mean.shape, dtype=mean.dtype)
+    log_likelihood, scored = total[:, 0, 0], total[:, 0, 0]
+    regret, q = total[:, 0, 0], None
+    for t in range(1, T + 1):
+        q = step(total, float(t), warm_start=None if q is None else q.detach())
+        cost = (q * gaps).sum((-2, -1))
+        # The regret of this episode also depends on all the actions before it.
+        baseline = (cost.sum() - cost) / (count - 1)
+        scored = scored + (cost - baseline).detach() * log_likelihood
+        regret = regret + cost
+        pairs, chances = walk(mdp, q, generator)
+        log_likelihood = log_likelihood + chances.log().sum(-1)
+        loss = torch.bernoulli(mean.flatten()[pairs], generator=generator)
+        estimates = loss / q.flatten(1).gather(1, pairs)
+        total = (total.flatten(1).scatter_add(1, pairs, estimates)).view_as(total)
+
+    def slopes(of: Tensor) -> Tensor:
+        found = torch.autograd.grad(of.sum(), parameters, retain_graph=True, allow_unused=True)
+        columns = [
+            torch.zeros_like(p) if g is None else (g * p).detach()
+            for g, p in zip(found, parameters, strict=True)
+        ]
+        return torch.stack(columns, -1)
+
+    pathwise = slopes(regret)
+    return pathwise, pathwise + (slopes(scored) if T > 1 else 0.0)
+
+
+def walk(mdp: occ.LayeredMDP, q: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """One trajectory per run: the visited pairs and the probabilities of their actions, `(N, L)`.
+
+    The probabilities are differentiable in q.
+    """
+    pairs, chances, rows = [], [], torch.arange(len(q))
+    state = draw_index(mdp.initial.expand(len(q), -1), generator)[:, 0]
+    for k, here in enumerate(mdp.layer_slices):
+        policy = q[rows, state] / q[rows, state].sum(-1, keepdim=True)
+        action = draw_index(policy, generator)
+        pairs.append(state * mdp.num_actions + action[:, 0])
+        chances.append(policy.gather(1, action)[:, 0])
+        if k + 1 < mdp.horizon:
+            successors = mdp.transitions[k][state - here.start, action[:, 0]]
+            state = mdp.layer_slices[k + 1].start + draw_index(successors, generator)[:, 0]
+    return torch.stack(pairs, -1), torch.stack(chances, -1)
+
+
+def differences(
+    mdp: occ.LayeredMDP, psi: occ.Regularizer, mean: Tensor, T: int, count: int, step: float
+) -> Tensor:
+    """Central differences of simulated regret with common random numbers, `(count, P)`."""
+    losses, seeds = occ.BernoulliLosses(mean), range(1, count + 1)
+    values, columns = values_of(psi), []
+    for name, value in values.items():
+        sides = []
+        for sign in (1, -1):
+            moved = values | {name: value * math.exp(sign * step)}
+            learner = occ.FTRL(mdp, occ.jin_luo(mdp, **moved))
+            sides.append(occ.simulate(mdp, learner, losses, T, seeds).regret[:, -1])
+        columns.append((sides[0] - sides[1]) / (2 * step))
+    return torch.stack(columns, -1)
 
 
 def forecast_gradient(
@@ -85,30 +174,28 @@ def forecast_gradient(
 
 def estimate(
     args: Args, mdp: occ.LayeredMDP, mean: Tensor, beta: float, T: int
-) -> tuple[dict[str, Answer], list[str], int, str]:
+) -> tuple[dict[str, Answer], list[str], int]:
     """All estimators at one setting and one T.
 
-    Returns the answers, the names of the parameters, the number of seeds, and the backend.
+    Returns the answers, the names of the parameters, and the number of seeds.
     """
-    psi, losses = occ.jin_luo(mdp, beta=beta, gamma=args.gamma), occ.BernoulliLosses(mean)
+    psi = occ.jin_luo(mdp, beta=beta, gamma=args.gamma)
     count = max(2, min(args.seeds, args.budget // T))
     clock = [time.process_time()]  # processor time, since the machine may be busy
-    run = occ.run_gradients(mdp, psi, losses, T, range(1, count + 1), checkpoints=[T])
+    pathwise, unbiased = run_gradients(mdp, psi, mean, T, count, args.seed + 1)
     clock.append(time.process_time())
-    reference = occ.finite_differences(
-        mdp, psi, losses, T, range(FAR + 1, FAR + count + 1), step=args.step, checkpoints=[T]
-    )
+    reference = differences(mdp, psi, mean, T, count, args.step)
     clock.append(time.process_time())
     predicted = forecast_gradient(mdp, psi, mean, T)
     clock.append(time.process_time())
     took, nothing = np.diff(clock).tolist(), torch.zeros_like(predicted)
     answers = {
         REFERENCE: summarize(reference, took[1]),
-        PATHWISE: summarize(run.pathwise, took[0]),
-        UNBIASED: summarize(run.unbiased, took[0]),
+        PATHWISE: summarize(pathwise, took[0]),
+        UNBIASED: summarize(unbiased, took[0]),
         FORECAST: Answer(predicted, nothing, nothing, took[2]),
     }
-    return answers, [name.rpartition(".")[2] for name in run.names], count, run.backend
+    return answers, list(values_of(psi)), count
 
 
 def rows_of(
@@ -216,12 +303,10 @@ def main(args: Args) -> Path:
     rows: list[dict[str, Any]] = []
     for beta in args.betas:
         for T in args.episodes:
-            answers, names, count, backend = estimate(args, mdp, mean, beta, T)
+            answers, names, count = estimate(args, mdp, mean, beta, T)
             rows += rows_of(answers, names, beta, T, count)
             spent = seconds(sum(answer.seconds for answer in answers.values()))
-            print(
-                f"beta = {beta:g}, T = {T}: {count} seeds, played by {backend}, {spent}", flush=True
-            )
+            print(f"beta = {beta:g}, T = {T}: {count} seeds, {spent}", flush=True)
             write_csv(directory / "gradients.csv", rows)
     write_figure(directory / "gradients.png", draw(rows, args.shown))
     text = "\n".join([tabulate(rows, args.shown), "", *verdicts(rows, args.shown), "", machine()])

@@ -8,6 +8,8 @@ The game: losses, learners and `simulate`.
 # isort: skip_file
 # The imports follow the order of the packages: each line needs only those above it.
 
+import typing as _typing
+
 from torch_occ._support.version import VERSION as __version__  # noqa: F401, N811
 
 # The model
@@ -109,13 +111,11 @@ from torch_occ.game.learners.adaptive.learner import AdaptiveFTRL as AdaptiveFTR
 from torch_occ.game.learners.adaptive.corrected import CorrectedFTRL as CorrectedFTRL
 from torch_occ.game.learners.unknown import UnknownFTRL as UnknownFTRL
 from torch_occ.game.learners.uob_reps import UOBREPS as UOBREPS
-from torch_occ.game.learners.dilated import PolicyOptimization as PolicyOptimization
 from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy
 from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
 from torch_occ.game.learners.kl_ucb import KLUCB as KLUCB
 from torch_occ.game.learners.thompson import Thompson as Thompson
-from torch_occ.game.learners.ossb import OSSB as OSSB
 from torch_occ.game.learners.planners.ucbvi import UCBVI as UCBVI
 from torch_occ.game.learners.planners.euler import EULER as EULER
 from torch_occ.game.learners.planners.euler import StrongEuler as StrongEuler
@@ -141,7 +141,6 @@ from torch_occ.forecasting.leaping import Leaps as Leaps
 from torch_occ.forecasting.leaping import Prediction as Prediction
 from torch_occ.forecasting.leaping import leap as leap
 from torch_occ.forecasting.leaping import predict as predict
-from torch_occ.forecasting.smooth_leaps import leap_smoothly as leap_smoothly
 from torch_occ.tuning.objectives import Evaluation as Evaluation
 from torch_occ.tuning.objectives import ForecastObjective as ForecastObjective
 from torch_occ.tuning.objectives import World as World
@@ -155,10 +154,6 @@ from torch_occ.tuning.refinement import refine as refine
 from torch_occ.tuning.recipe import Recipe as Recipe
 from torch_occ.tuning.recipe import tune_and_refine as tune_and_refine
 from torch_occ.tuning.recommended import recommended as recommended
-from torch_occ.tuning.metagradients import Estimate as Estimate
-from torch_occ.tuning.metagradients import Gradients as Gradients
-from torch_occ.tuning.metagradients import finite_differences as finite_differences
-from torch_occ.tuning.metagradients import run_gradients as run_gradients
 
 # The paper, executable
 from torch_occ import theory as theory
@@ -168,3 +163,21 @@ from torch_occ.sweeps.cells import Failure as Failure
 from torch_occ.sweeps.driver import SweepResult as SweepResult
 from torch_occ.sweeps.cells import grid as grid
 from torch_occ.sweeps.driver import sweep as sweep
+
+#: Names that were removed, and what to use instead.
+_GONE = {
+    "Estimate": "experiments/meta_gradients.py has estimates of gradients through a run",
+    "Gradients": "experiments/meta_gradients.py has estimates of gradients through a run",
+    "finite_differences": "differentiate occ.forecast, or play occ.simulate twice, same seeds",
+    "leap_smoothly": "use occ.leap for the regret and occ.forecast for its gradient",
+    "run_gradients": "differentiate occ.forecast; experiments/meta_gradients.py has the run's own",
+    "OSSB": "occ.Thompson has less regret; occ.lower_bound has the limit and its allocation",
+    "PolicyOptimization": "use occ.FTRL.tsallis, which has less regret",
+}
+
+if not _typing.TYPE_CHECKING:  # a type checker would take every name for one that exists
+
+    def __getattr__(name: str) -> object:
+        if name in _GONE:
+            raise AttributeError(f"torch_occ.{name} was removed: {_GONE[name]}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -214,47 +214,6 @@ def test_the_longest_leap_is_what_keeps_q_from_changing():
             assert abs(float(step(pushed, t)[s, a].detach() / q[s, a]) - 1) < 0.05
 
 
-@pytest.mark.parametrize("draws", ["gamma", "gaussian"])
-def test_smooth_leaps_are_differentiable(draws):
-    mdp, mean = random_problem(0)
-    psi = occ.jin_luo(mdp, beta=5.0, gamma=0.5)
-
-    def value():
-        return (
-            occ.leap_smoothly(mdp, psi, mean, 100, particles=16, seed=3, per_decade=5, draws=draws)
-            .regret[:, -1]
-            .mean()
-        )
-
-    parameters = list(psi.parameters())
-    gradient = torch.autograd.grad(value(), parameters)
-    for parameter, slope in zip(parameters, gradient, strict=True):
-        kept, h, sides = parameter.detach().clone(), 1e-4, []
-        for sign in (1, -1):
-            with torch.no_grad():
-                parameter.copy_(kept * (1 + sign * h))
-            sides.append(float(value().detach()))
-        with torch.no_grad():
-            parameter.copy_(kept)
-        # torch's gamma sampler follows another path than its implicit derivative: only expectations
-        # agree.
-        assert float(slope) == pytest.approx(
-            (sides[0] - sides[1]) / (2 * h * float(kept)), rel=0.05 if draws == "gamma" else 1e-5
-        )
-
-
-def test_smooth_leaps_of_a_regularized_learner_agree_with_exact_ones():
-    mdp, mean = random_problem(1)
-    psi = occ.jin_luo(mdp, beta=10.0, gamma=0.5)
-    exact = occ.leap(mdp, psi, mean, 2000, particles=256).regret[:, -1]
-    with torch.no_grad():
-        for draws in ("gamma", "gaussian"):
-            smooth = occ.leap_smoothly(
-                mdp, psi, mean, 2000, particles=64, per_decade=12, draws=draws
-            ).regret[:, -1]
-            assert float(smooth.mean()) == pytest.approx(float(exact.mean()), rel=0.04)
-
-
 def test_bad_input_is_named():
     mdp, mean = random_problem()
     psi = occ.jin_luo(mdp)

@@ -10,10 +10,9 @@ from dataclasses import fields
 import llvmlite.binding as llvm
 import pytest
 import torch
-from other_machine import OtherMachine, move
+from other_machine import OtherMachine
 from threads import THREADS
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from zoo import random_loss
 
 import torch_occ as occ
@@ -21,7 +20,6 @@ from torch_occ._support.saving import Kept
 from torch_occ.game.simulation import Simulation
 from torch_occ.mdp.in_order import InOrder, total
 from torch_occ.mdp.occupancy import optimal_policy
-from torch_occ.tuning.compiled_tangents import _Table
 
 pytestmark = pytest.mark.bits
 
@@ -169,38 +167,6 @@ def test_a_continued_run_has_the_bits_of_an_uninterrupted_one(learner, tmp_path)
         Kept(tmp_path / "run", "run", run.fingerprints).keep(run.state(), last=True)
     continued = play(learner, "walk", episodes=700, save_to=tmp_path / "run")
     same(continued, play(learner, "walk", episodes=700))
-
-
-@pytest.mark.parametrize("mdp", ["dense", "sparse"])
-def test_tangents_have_the_same_bits_in_every_batch(mdp, monkeypatch):
-    """The simulated machine does not work inside `jacfwd`, so weights are rounded after it."""
-    mdp, differentiate = MDPS[mdp], _Table.differentiate
-
-    def rounded(*arguments):
-        with _disable_current_modes():
-            weights, exponents, pushes = differentiate(*arguments)
-            moved = [move(torch.from_numpy(x), "pow", 3).numpy() for x in (weights, pushes.weights)]
-        return moved[0], exponents, pushes._replace(weights=moved[1])
-
-    monkeypatch.setattr(_Table, "differentiate", rounded)
-    losses = losses_of(mdp)["bernoulli"]
-
-    def run(seeds, episodes, threads=1):
-        with OtherMachine(threads):
-            return occ.run_gradients(
-                mdp,
-                PSI["powers"](mdp),
-                losses,
-                episodes,
-                seeds,
-                checkpoints=[20, 30],
-                backend="engine",
-            )
-
-    # the baseline of the unbiased one is that of a batch
-    together, pair = run(SEEDS, 40), run([7, 3], 30, threads=2)
-    assert torch.equal(pair.regret, together.regret[1:])
-    assert torch.equal(pair.pathwise.samples, together.pathwise.samples[1:])
 
 
 @pytest.mark.parametrize("psi", PSI)

@@ -11,7 +11,6 @@ from zoo import random_loss
 
 import torch_occ as occ
 from experiments.limit_worlds import few_successors
-from torch_occ.mdp.limits.completion import missing_visits
 from torch_occ.mdp.limits.excursions import excursions_of
 from torch_occ.mdp.limits.families import Bernoulli, Gaussian
 from torch_occ.mdp.limits.separation import Separation
@@ -195,53 +194,6 @@ def test_a_short_search_still_brackets_the_constant():
     assert not short.exact
     assert 0 < short.value < whole.value < short.upper
     assert "cut short" in str(short)
-
-
-# -- what is missing -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world", [(3, 3, 3, 3, 0), (3, 3, 3, 1, 1), (3, 3, 3, 2, 0)])
-def test_what_is_missing_after_some_visits(world):
-    mdp, mean = few_successors(*world)
-    limit, gaps = occ.lower_bound(mdp, mean), occ.optimal_policy(mdp, mean).gaps
-
-    def cost(observed):
-        found = missing_visits(mdp, mean, observed)
-        assert bool((found >= 0).all())
-        return float((found * gaps).sum()) / limit.value
-
-    # 3 % of the information may be missing.
-    nothing = torch.zeros_like(mean)
-    assert 0.97 - 1e-6 <= cost(nothing) <= 1 + 1e-6
-    assert cost(1.001 * limit.allocation) == 0.0
-    assert 0.0 < cost(0.5 * limit.allocation) <= 0.5 + 1e-6
-    # Visits of optimal pairs do not help, and visits of one other pair do.
-    assert cost(100.0 * (limit.allocation == 0)) <= cost(nothing)
-    one = torch.where(limit.allocation == limit.allocation.max(), limit.allocation, 0.0)
-    assert cost(one) < cost(nothing)
-
-
-def test_completed_visits_rule_out_every_table():
-    mdp, mean = few_successors(4, 4, 3, 2, 3)
-    found = excursions_of(mdp, mean)
-    assert len(found.hidden) > 0
-    generator = torch.Generator().manual_seed(0)
-    visits = 20 * torch.rand(mean.shape, generator=generator, dtype=torch.float64)
-    whole = (visits + missing_visits(mdp, mean, visits)).flatten().numpy()[found.pairs]
-    assert Separation(found, Bernoulli()).search(whole, 1.0).least >= 0.97
-    before = Separation(found, Bernoulli()).search(visits.flatten().numpy()[found.pairs], 1.0)
-    assert before.least < 0.9
-
-
-def test_tables_that_are_very_close():
-    """The solver drops coefficients below 1e-9, so kl is raised: 1e6 visits per log T suffice."""
-    layers = [torch.eye(2, dtype=torch.float64)[None], torch.ones(2, 2, 1, dtype=torch.float64)]
-    mdp = occ.LayeredMDP(layers)
-    mean = torch.tensor([[0.5, 0.4 + 1e-6], [0.2, 0.5], [0.3, 0.7]], dtype=torch.float64)
-    visits = missing_visits(mdp, mean, torch.zeros_like(mean))
-    assert 1e5 < float(visits.sum()) <= 2e6
-    bandit = missing_visits(BANDIT, row(0.5, 0.5 + 1e-7, 0.6, 0.9), torch.zeros(1, 4).double())
-    assert float(bandit.max()) == pytest.approx(1e6)
 
 
 # -- corners ---------------------------------------------------------------------------------------

@@ -256,9 +256,6 @@ def test_bad_input():
         occ.FTRLStep(wide, occ.LogBarrier(occ.PerState(MDP, 1.0)))
     with pytest.raises(ValueError, match="learning_rate: expected one rate for all pairs"):
         occ.ReducedVariance(occ.InverseSqrt(occ.PerState(MDP, 1.0)))
-    losses = occ.BernoulliLosses(MEAN)
-    with pytest.raises(ValueError, match="expected scalar parameters"):
-        occ.run_gradients(MDP, occ.LogBarrier(occ.PerState(MDP, 1.0)), losses, 10, [0, 1])
     conditional = occ.ConditionalEntropy() / occ.InverseSqrt(occ.PerPair(MDP, 1.0))
     for backend in ("torch", "engine"):
         with pytest.raises(ValueError, match=r"one value per pair.*one value per state"):

@@ -5,7 +5,6 @@ probes           the noise of the mean path without matrices, for large MDPs
 leaping          the regret by leaps of many episodes; `predict` chooses between the two
 torch_leaps      leaps in torch
 compiled_leaps   leaps in compiled kernels
-smooth_leaps     leaps with reparametrized draws, differentiable
 course           the losses, checkpoints and comparators of a leaping particle
 phases           loss processes as phases of constant means
 quadrature       sums over very many episodes from few evaluations

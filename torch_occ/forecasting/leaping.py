@@ -147,7 +147,7 @@ def leap(
     for _, batch in regularizer.batched():
         raise ValueError(
             f"regularizer: a parameter has the batch shape {tuple(batch)}, and leap takes one "
-            "regularizer at a time; forecast and leap_smoothly take a batch"
+            "regularizer at a time; forecast takes a batch"
         )
     estimate, course = centred(estimator), Course.of(mdp, losses, int(episodes))
     if engine_takes(

@@ -21,6 +21,8 @@ certificates        the terms of the regret bounds, evaluated during a run
 """
 
 # isort: skip_file
+import typing as _typing
+
 # The order is that of the table above: a module imports only from those before it.
 
 from torch_occ.theory.statements import Statement as Statement
@@ -129,7 +131,15 @@ from torch_occ.theory.decomposition import proper_comparator as proper_comparato
 from torch_occ.theory.surveys import survey as survey
 from torch_occ.theory.certificates.known import Certificate as Certificate
 
-# Unknown transitions (Jin, Huang and Luo, 2021)
-from torch_occ.theory.certificates.unknown_parts import UnknownParts as UnknownParts
-from torch_occ.theory.certificates.unknown_parts import unknown_parts as unknown_parts
-from torch_occ.theory.certificates.unknown import UnknownCertificate as UnknownCertificate
+#: Names that were removed, and what to use instead.
+_GONE = dict.fromkeys(
+    ("UnknownCertificate", "UnknownParts", "unknown_parts"),
+    "`regret` of the history of occ.simulate has the sum of its parts",
+)
+
+if not _typing.TYPE_CHECKING:  # a type checker would take every name for one that exists
+
+    def __getattr__(name: str) -> object:
+        if name in _GONE:
+            raise AttributeError(f"torch_occ.theory.{name} was removed: {_GONE[name]}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

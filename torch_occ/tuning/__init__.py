@@ -9,8 +9,5 @@ refinement         a local search around the tuned point, with values from leapi
 trials             the objective by leaping or playing, at one setting
 surfaces           quadratics fitted to noisy values
 guard              a comparison with a reference by playing, where nothing can be forecast
-metagradients      gradients through the run itself, and their standard errors
-tangents           the run with its tangents, in torch
 board              a tuning in TensorBoard
-compiled_tangents  the run with its tangents, in compiled kernels
 """

@@ -6,11 +6,9 @@ ftrl       follow the regularized leader
 adaptive   FTRL with hints, with rates that adapt along the run, and on corrected means
 unknown    FTRL for unknown transitions
 uob_reps   UOB-REPS: mirror descent over a confidence set of transitions
-dilated    policy optimization with dilated bonuses
 baselines  a fixed policy, and learners that plan with averages
 kl_ucb     KL-UCB for known transitions
 thompson   Thompson sampling for known transitions
-ossb       OSSB for known transitions: the exploration that the limit of regret asks for
 planning   bonuses, and backward induction with lower and upper values
 optimism   what learners share that plan with estimated transitions
 planners   UCBVI, EULER and posterior sampling

@@ -9,7 +9,6 @@ corrected     the compiled player of FTRL on corrected empirical means
 unknown       the compiled player of FTRL for unknown transitions
 baselines     the compiled player of learners that plan with averages
 uob_reps      the compiled player of UOB-REPS
-dilated       the compiled player of policy optimization
-indices       the compiled players of KL-UCB, Thompson sampling and OSSB
+indices       the compiled players of KL-UCB and Thompson sampling
 planning      the compiled players of learners that plan with estimated transitions
 """

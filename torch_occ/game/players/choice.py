@@ -13,11 +13,9 @@ from torch_occ.game.learners.baselines import (
     FollowTheLeader,
     OptimisticValueIteration,
 )
-from torch_occ.game.learners.dilated import PolicyOptimization
 from torch_occ.game.learners.ftrl import FTRL
 from torch_occ.game.learners.kl_ucb import KLUCB
 from torch_occ.game.learners.multilayer import MultiLayerUCBVI
-from torch_occ.game.learners.ossb import OSSB
 from torch_occ.game.learners.planners.euler import EULER, StrongEuler
 from torch_occ.game.learners.planners.psrl import PSRL
 from torch_occ.game.learners.planners.ucbvi import UCBVI
@@ -28,10 +26,9 @@ from torch_occ.game.losses import LossProcess
 from torch_occ.game.players.adaptive import AdaptivePlayer
 from torch_occ.game.players.baselines import EmpiricalPlayer
 from torch_occ.game.players.corrected import CorrectedPlayer
-from torch_occ.game.players.dilated import PolicyOptimizationPlayer
 from torch_occ.game.players.engine import EnginePlayer
 from torch_occ.game.players.ftrl import FTRLPlayer
-from torch_occ.game.players.indices import GoalPlayer, IndexPlayer
+from torch_occ.game.players.indices import IndexPlayer
 from torch_occ.game.players.planning import MultiLayerPlayer, OptimisticPlayer, PosteriorPlayer
 from torch_occ.game.players.unknown import UnknownPlayer
 from torch_occ.game.players.uob_reps import UOBREPSPlayer
@@ -43,13 +40,11 @@ PLAYERS: dict[type[Learner], type[EnginePlayer]] = {
     OptimisticValueIteration: EmpiricalPlayer,
     KLUCB: IndexPlayer,
     Thompson: IndexPlayer,
-    OSSB: GoalPlayer,
     FTRL: FTRLPlayer,
     AdaptiveFTRL: AdaptivePlayer,
     CorrectedFTRL: CorrectedPlayer,
     UnknownFTRL: UnknownPlayer,
     UOBREPS: UOBREPSPlayer,
-    PolicyOptimization: PolicyOptimizationPlayer,
     UCBVI: OptimisticPlayer,
     EULER: OptimisticPlayer,
     StrongEuler: OptimisticPlayer,

@@ -8,12 +8,10 @@ unknown    the episode loop of FTRL for unknown transitions
 baselines  the episode loops of the other learners
 planning   the episode loop of optimistic learners with estimated transitions
 uob_reps   the episode loop of UOB-REPS
-dilated    the episode loop of policy optimization
 posterior  the episode loop of posterior sampling
 multilayer  the episode loop of multi-layer UCBVI
 indices    the episode loop of KL-UCB and Thompson sampling
 sampling   Gamma and Beta variates for learners that sample
 draws      uniform, normal and binomial numbers from a stream
 leaps      regret forecasts that play many episodes at once
-tangents   the episode loop of FTRL with forward-mode derivatives
 """

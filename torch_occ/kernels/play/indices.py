@@ -1,21 +1,21 @@
-"""The episode loops of learners at the limit of regret, compiled: KL-UCB, Thompson sampling, OSSB.
+"""The episode loops of learners at the limit of regret, compiled: KL-UCB, Thompson sampling.
 
-These are the compiled twins of kl_ucb, thompson and ossb in torch_occ.game.learners.
+These are the compiled twins of kl_ucb and thompson in torch_occ.game.learners.
 Plans are discrete, so both backends play the same game although indices may differ by rounding.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from torch_occ.kernels.constants import KL_STEPS, KL_TOLERANCE
 from torch_occ.kernels.lanes.arrays import in_lanes, in_lanes_or_shared, lane, lanes_of
 from torch_occ.kernels.lanes.vectors import anywhere
-from torch_occ.kernels.layout import PAIR, TRIAL, Bools, Floats, Ints, Model, Work, kernel, part
-from torch_occ.kernels.play.baselines import CHOICE, Seen, average, plan, play_plan
-from torch_occ.kernels.play.episodes import Rules, Tally, favour, react
+from torch_occ.kernels.layout import PAIR, TRIAL, Floats, Model, Work, kernel, part
+from torch_occ.kernels.play.baselines import Seen, average, plan, play_plan
+from torch_occ.kernels.play.episodes import Rules, Tally, react
 from torch_occ.kernels.play.sampling import beta
 
 KL_UCB, THOMPSON = 0, 1
@@ -119,102 +119,6 @@ def expand(log: float, i: int, seen: Seen, series: Floats) -> None:
         series[REACH, i] = min((KL_TOLERANCE / last) ** (1.0 / ORDER), 0.1 * log)
     elif mean <= 0.0:
         series[REACH, i] = np.inf
-
-
-class Goals(NamedTuple):
-    """The state of `OSSB` for one seed, updated in place; its docstring says what the parts are."""
-
-    seen: Seen
-    goals: Floats  # (S * A,)
-    tries: Floats  # (S * A,)
-    due: Floats  # (S * A,)
-    greedy: Ints  # (S,)
-    visited: Bools  # (S,)
-    explored: Floats  # (1,)
-
-
-@kernel
-def play_goals(
-    model: Model,
-    pairs: Bools,  # (S * A,), whether some policy visits a pair
-    floor: float,  # the visits that every pair should have
-    aim: float,  # the reward for the pair that is played for
-    before: int,  # the number of the episode before the first of all n
-    first: int,  # how many of the n episodes were played
-    renewal: float,  # the episode in which a new plan is due
-    means: Floats,  # (n or 1, S * A)
-    numbers: Floats,  # (1, n, L, 3)
-    rules: Rules,
-    tally: Tally,
-    state: Goals,
-    work: Work,
-) -> int:
-    """Play episodes of `OSSB` until a new plan is due.
-
-    Returns how many of the n episodes were played, in all.
-    """
-    seen, loss = state.seen, work.pairs
-    visits = seen.visits
-    average(seen, 0.0)
-    for t in range(first, numbers.shape[1]):
-        if before + t + 1 >= renewal:
-            return t
-        for i in range(len(visits)):
-            if visits[i] >= state.due[i]:
-                return t
-        if t > 0 and rules.greedy:
-            favour(model, tally.q, means)
-        rare = choose(model, pairs, floor, state, work)
-        if rare >= 0:
-            for i in range(len(visits)):
-                loss[TRIAL, i] = min(max(seen.mean[i], 0.0), 1.0)
-            loss[TRIAL, rare] -= aim
-            plan(model, work)
-            state.tries[rare] += 1.0
-        familiar = greedy_visits(model, state)
-        play_plan(model, rules, t, means, numbers, tally, seen, work)
-        if greedy_visits(model, state) - familiar < len(model.start) - 1:
-            state.explored[0] += 1.0
-    return numbers.shape[1]
-
-
-@kernel
-def choose(model: Model, pairs: Bools, floor: float, state: Goals, work: Work) -> int:
-    """Write the pair that each state plays to row CHOICE of the states.
-
-    Returns the pair that is to be played for instead, or -1.
-    """
-    visits, num_actions, exploring, rare, fewest = (
-        state.seen.visits,
-        model.num_actions,
-        False,
-        -1,
-        np.inf,
-    )
-    for s in range(len(state.greedy)):
-        known = s * num_actions + state.greedy[s]
-        least = visits[known] if state.visited[s] else np.inf
-        work.states[CHOICE, s] = float(known)
-        for i in range(s * num_actions, (s + 1) * num_actions):
-            if state.goals[i] > visits[i] and visits[i] < least:
-                least = visits[i]
-                work.states[CHOICE, s] = float(i)
-                exploring = exploring or state.visited[s]
-            if pairs[i] and visits[i] + state.tries[i] < fewest:
-                fewest = visits[i] + state.tries[i]
-                rare = i
-    if fewest == 0.0 or (exploring and fewest <= floor):
-        return rare
-    return -1
-
-
-@part
-def greedy_visits(model: Model, state: Goals) -> float:
-    """The visits of the pairs that the greedy policy plays."""
-    total = 0.0
-    for s in range(len(state.greedy)):
-        total += state.seen.visits[s * model.num_actions + state.greedy[s]]
-    return total
 
 
 @part

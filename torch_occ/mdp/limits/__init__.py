@@ -4,5 +4,4 @@ families    how much information a loss carries about its mean
 excursions  the ways of leaving the states that optimal policies visit
 separation  the alternative that the fewest observations rule out, by branch and bound
 graves_lai  the constant, by cutting planes, with bounds from both sides
-completion  the cheapest visits that are still missing after some were made
 """

@@ -98,19 +98,19 @@ def lower_bound(
         ImportError: if SciPy is needed but not installed.
     """
     family = _family(noise, variance)
-    mdp, mean = checked(mdp, mean, family)
+    mdp, mean = _checked(mdp, mean, family)
     for name, number in (("tolerance", tolerance), ("budget", budget), ("max_rounds", max_rounds)):
         if not number > 0:
             raise ValueError(f"{name}: expected a positive number, got {number}")
     excursions = excursions_of(mdp, mean)
     if len(excursions.hidden):
-        program = Program(excursions, Separation(excursions, family, budget=budget), tolerance)
+        program = _Program(excursions, Separation(excursions, family, budget=budget), tolerance)
         return program.solve(mdp, max_rounds)
     possible = excursions.gap < family.most(excursions.mean)
     information = family.information(excursions.mean, excursions.gap)
     n = np.divide(1.0, information, out=np.zeros_like(information), where=possible)
     value = float(excursions.gap @ n)
-    return LowerBound(value, value, table_of(mdp, excursions, n), 0, True, "closed form")
+    return LowerBound(value, value, _table(mdp, excursions, n), 0, True, "closed form")
 
 
 # -- cutting planes --------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class _Best(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
+class _Program:
     """The linear program, and the search for constraints that it violates."""
 
     excursions: Excursions
@@ -153,24 +153,22 @@ class Program:
             n = least + 0.1**rounds * value / float(gap @ spread) * spread
         if np.isinf(best.cost) and not rounds:  # nothing can be confused
             best = _Best(0.0, np.zeros_like(n))
-        allocation = table_of(mdp, self.excursions, best.n)
+        allocation = _table(mdp, self.excursions, best.n)
         upper = max(best.cost, value)
         return LowerBound(value, upper, allocation, rounds, bool(exact), "cutting planes")
 
-    def cheapest(self, cuts: Floats, observed: Floats | None = None) -> Floats:
-        """The cheapest n that satisfies the flow constraints and the cuts, beside what there is.
+    def cheapest(self, cuts: Floats) -> Floats:
+        """The cheapest n that satisfies the flow constraints and the cuts.
 
         Args:
             cuts: `(K, E + U * A)`, the information in one visit of each variable.
-            observed: `(E + U * A,)`, visits that were made already; none by default.
         """
         with extra("limits", "the limit of regret of this MDP needs SciPy"):
             from scipy.optimize import linprog
-        needed = np.ones(len(cuts)) if observed is None else 1.0 - cuts @ observed
         found: Any = linprog(
             self.excursions.gap,
             A_ub=-cuts,
-            b_ub=-needed,
+            b_ub=-np.ones(len(cuts)),
             A_eq=self.excursions.balance(),
             b_eq=np.zeros(len(self.excursions.hidden)),
             bounds=[(0, None if exists else 0) for exists in self.excursions.exists],
@@ -192,7 +190,7 @@ def _spread(excursions: Excursions) -> Floats:
     return np.concatenate([np.ones(E), n.ravel()])
 
 
-def table_of(mdp: LayeredMDP, excursions: Excursions, n: Floats) -> Tensor:
+def _table(mdp: LayeredMDP, excursions: Excursions, n: Floats) -> Tensor:
     """A vector of variables as a table `(S, A)`."""
     return torch.from_numpy(excursions.table(n)).view(mdp.num_states, mdp.num_actions)
 
@@ -221,7 +219,7 @@ def _family(noise: str, variance: float | None) -> Family:
     return Bernoulli()
 
 
-def checked(mdp: LayeredMDP, mean: Tensor, family: Family) -> tuple[LayeredMDP, Tensor]:
+def _checked(mdp: LayeredMDP, mean: Tensor, family: Family) -> tuple[LayeredMDP, Tensor]:
     """The MDP and the means in float64 on the CPU, or a ValueError."""
     if not isinstance(mdp, LayeredMDP):
         raise TypeError(f"mdp: expected an occ.LayeredMDP, got {type(mdp).__name__}")

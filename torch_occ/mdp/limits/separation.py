@@ -35,6 +35,9 @@ from torch_occ.mdp.limits.families import Family
 #: an error of 1e-4 changes it by a relative 1e-8. An alternative needs theta itself.
 _RANGE = (-32.0, 40.0)
 
+#: The steps of bisection for a bound, and for an alternative.
+_COARSE, _FINE = 20, 50
+
 #: Fewer observations than this count as this many; none would make theta w / n infinite.
 _FEWEST = 1e-12
 
@@ -78,8 +81,6 @@ class Separation:
     family: Family
     batch: int = 256  # nodes that are bounded together
     budget: int = 20_000  # the most nodes in one search
-    coarse: int = 20  # steps of bisection for a bound, and for an alternative
-    fine: int = 50
 
     @property
     def most_cuts(self) -> int:
@@ -235,13 +236,13 @@ class Separation:
     def _bound(self, nodes: Nodes, n: Floats) -> Floats:
         """A lower bound of the information, exact for nodes with no open state, `(B,)`."""
         dual = self._dual(nodes, np.maximum(n, _FEWEST))
-        low, high = self._multiplier(dual, len(nodes.entry), self.coarse)
+        low, high = self._multiplier(dual, len(nodes.entry), _COARSE)
         return np.maximum(dual(low)[0], dual(high)[0])
 
     def _alternatives(self, nodes: Nodes, n: Floats) -> Floats:
         """kl of the alternatives that let these excursions pay off, `(B, E + U * A)`."""
         n = np.maximum(n, _FEWEST)
-        _, high = self._multiplier(self._dual(nodes, n), len(nodes.entry), self.fine)
+        _, high = self._multiplier(self._dual(nodes, n), len(nodes.entry), _FINE)
         variables, w = self._fixed(nodes)
         r = np.exp(high)[:, None] * w / n[variables]
         mean = self.excursions.mean[variables]

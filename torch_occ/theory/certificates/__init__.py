@@ -2,6 +2,4 @@
 
 curves         the terms of the bound of Jin and Luo (2020) at checkpoints
 known          the callback that evaluates them
-unknown_parts  the regret with unknown transitions in parts (Jin, Huang and Luo, 2021)
-unknown        the callback that evaluates them
 """
