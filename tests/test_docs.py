@@ -167,7 +167,10 @@ def reference() -> dict[str, object]:
     return {path: pkgutil.resolve_name(path) for path in paths}
 
 
-@pytest.mark.parametrize("package", [occ, occ.theory], ids=["torch_occ", "torch_occ.theory"])
+PACKAGES = [occ, occ.mdp, occ.step, occ.game, occ.rivals, occ.limits, occ.tuning, occ.theory]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_every_public_name_is_in_the_reference(package):
     public = {
         f"{package.__name__}.{name}"

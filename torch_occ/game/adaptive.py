@@ -391,7 +391,7 @@ def _check_barrier(regularizer: Regularizer) -> None:
 # and V the sum of their squares, which estimates the variance of Lhat.
 
 
-#: gamma and width, chosen on MDPs 80 to 90 (docs/corrected.md).
+#: gamma and width, chosen on MDPs 80 to 90 (docs/adaptive.md).
 GAMMA, WIDTH = 0.85, 3.0
 
 
@@ -409,7 +409,7 @@ class CorrectedFTRL(FTRL):
     the cumulative loss.
 
     There is no theorem. It is good with random losses and against an adversary that reacts. Where
-    means change from outside, it may follow too late. docs/corrected.md has what was measured.
+    means change from outside, it may follow too late. docs/adaptive.md has what was measured.
 
     Args:
         mdp: the MDP.

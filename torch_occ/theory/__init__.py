@@ -7,7 +7,7 @@ and one summand. docs/theory.md lists what there is for each label of the paper.
 statements    what a statement is, and the parameters of the paper
 curvatures    phi_H, phi_L, the Hessian, M_k, W_k, N_k and its inverse    lem:def_M, lem:M_inverse
 penalty       phi_H(q_opt) - phi_H(q) and its bounds                     lem:key_lemma_bound_penalty
-stability     norm of the loss estimate and its bounds                   lem:key_lemma_bound_stabili
+stability     norm of the loss estimate and its bounds               lem:key_lemma_bound_stability
 identities    closed forms against their definitions                     eq:quadratic_form
 bounds        conditions, constants, right-hand sides, parameters        thm:main_general
 runs          the regret of a run as penalty and stability               lem:key_lemma_ftrl

@@ -1,6 +1,6 @@
 """The recipe of tuning: gradients of the forecast, then a local search with values by leaping.
 
-docs/meta_tuning.md shows its results and its cost, and compares it with searches by simulation.
+docs/tuning_results.md shows its results and its cost, and compares it with searches by simulation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch_occ.tuning.tune import Tuned, tune
 class Recipe:
     """The numbers of steps, points and particles of `tune_and_refine`.
 
-    The defaults are those that docs/meta_tuning.md measures, for an objective over sixteen MDPs.
+    The defaults are those that docs/tuning_results.md measures, for an objective over sixteen MDPs.
     """
 
     steps: int = 12
@@ -144,7 +144,7 @@ def untuned(regularizer: Regularizer, bounds: dict[str, tuple[float, float]]) ->
 
 Kind = Literal["any", "stochastic", "varying", "adversarial"]
 
-#: gamma and beta of "varying", chosen on MDPs 80 to 82 (docs/meta_tuning.md).
+#: gamma and beta of "varying", chosen on MDPs 80 to 82 (docs/tuning_results.md).
 VARYING = (1.0, 0.5)
 
 #: gamma and beta of "adversarial", chosen on training MDPs by experiments/both_worlds.py.
@@ -167,7 +167,7 @@ def recommended(mdp: LayeredMDP, world: Kind = "any") -> Learner:
     - "adversarial": losses react to the learner. FTRL with the conditional entropy,
       eta_t = 0.2663 / sqrt(t), a log-barrier of weight 1, and the same estimates.
 
-    docs/meta_tuning.md has the measurements. The baselines are for losses that are spread over
+    docs/tuning_results.md has the measurements. The baselines are for losses that are spread over
     [0, 1].
 
     Raises:
