@@ -157,8 +157,9 @@ EVERYWHERE = 0.001
 def recommended(mdp: LayeredMDP, world: Kind = "any") -> Learner:
     """Return a learner with constants that were good on MDPs on which they were not chosen.
 
-    - "any": nothing is known about the losses. `CorrectedFTRL`, with its defaults.
-      It is good with random losses and against an adversary that reacts, and less so in between.
+    - "any": nothing is known about the losses. `CorrectedFTRL`, with its defaults. It is good with
+      random losses and against an adversary that reacts. It has no theorem, and linear regret
+      against losses that change once (docs/adaptive.md).
     - "stochastic": losses are independent with the same means in every episode. Thompson sampling.
       Its regret may be linear in any other world.
     - "varying": means change from outside, as where losses are constrained or corrupted. FTRL with
