@@ -2,7 +2,6 @@
 
 backends      torch or the compiled engine; modules that are imported on demand
 caching       compiled kernels on disk, each with a stamp of its sources
-codeprints    hashes of code
 compiling     the message that is shown while kernels compile
 extras        optional packages
 files         atomic files with a checksum

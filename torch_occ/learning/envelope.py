@@ -12,7 +12,6 @@ from q and v, which the step differentiates: -Pi for the loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from torch import Tensor
 
 from torch_occ._support.private import (
     carries_derivative,
-    is_batched_by_autograd,
-    one_by_one_in_batch,
+    refuse_batched_derivatives,
 )
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_residual
@@ -84,8 +82,7 @@ class Stationary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, bar: Tensor) -> tuple[Tensor | None, ...]:
-        if is_batched_by_autograd(bar):
-            return one_by_one_in_batch(partial(Stationary.backward, ctx), bar)
+        refuse_batched_derivatives(bar)
         q, v, loss, *rest = ctx.saved_tensors
         needed = ctx.needs_input_grad[4:]
         found: list[Tensor | None] = [None] * len(rest)

@@ -8,16 +8,14 @@ derivatives use the torch path, with the weights and exponents as parameters of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_occ._support.private import (
     in_forward_mode,
-    is_batched_by_autograd,
-    one_by_one_in_batch,
+    refuse_batched_derivatives,
 )
 from torch_occ.kernels.constants import DEAD
 from torch_occ.kernels.layout import Floats
@@ -110,8 +108,7 @@ class Follow(torch.autograd.Function):
         batch, needed = origin.batch, ctx.needs_input_grad[1:]
         if q_bar is None and v_bar is None:  # as after the envelope theorem (torch_occ.learning)
             return None, *[None] * len(needed)
-        if is_batched_by_autograd(q_bar, v_bar):
-            return one_by_one_in_batch(partial(Follow.backward, ctx), q_bar, v_bar)
+        refuse_batched_derivatives(q_bar, v_bar)
         q, loss, inputs = _saved(ctx)
         if torch.is_grad_enabled() or in_forward_mode():  # this pass is differentiated, too
             with torch.enable_grad():
@@ -146,9 +143,7 @@ class Follow(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _origin: None, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
         origin: Origin = ctx.origin
-        if is_batched_by_autograd(*tangents):
-            found = one_by_one_in_batch(partial(Follow.jvp, ctx, None), *tangents)
-            return cast(tuple[Tensor, Tensor], found)
+        refuse_batched_derivatives(*tangents)
         q, loss, inputs = _saved(ctx)
         if origin.has_dead:
             return _push(origin, q, (loss, *inputs), tangents)
