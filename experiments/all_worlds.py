@@ -24,7 +24,7 @@ from experiments.all_worlds_figure import draw_frontier
 from experiments.common import machine, run_directory, table, write_csv, write_figure
 from experiments.games import write_configuration, write_text
 from experiments.tuning_worlds import CORRUPTED, GREEDY, STOCHASTIC, SWITCHING, Family
-from torch_occ.game.intervals import student
+from torch_occ.game.history import student
 
 CONSTRAINED = "constrained"
 WORLDS = (STOCHASTIC, GREEDY, CONSTRAINED, CORRUPTED, SWITCHING)

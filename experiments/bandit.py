@@ -37,7 +37,7 @@ from experiments.games import (
 )
 from experiments.growth import Growth, growth
 from torch_occ._support.streams import Purpose, stream
-from torch_occ.game.intervals import band
+from torch_occ.game.history import band
 
 IW, RV, HYBRID, SHANNON, UCB, PLUS, RACE = (
     "Tsallis-INF (IW)",

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_occ._support.files import write_atomically
-from torch_occ._support.tables import markdown
-from torch_occ._support.tables import write_csv as write_csv
+from torch_occ._support.files import markdown, write_atomically
+from torch_occ._support.files import write_csv as write_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

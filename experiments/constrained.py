@@ -20,7 +20,7 @@ from torch import Tensor
 import torch_occ as occ
 from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
 from experiments.games import loss_with_gap, write_configuration
-from torch_occ.reference.cvxpy_layer import flow_constraints, gather, solve_cvxpy
+from torch_occ.reference.cvxpy_step import flow_constraints, gather, solve_cvxpy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

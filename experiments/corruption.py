@@ -30,7 +30,7 @@ from experiments.games import (
 )
 from experiments.growth import Fit, bootstrap, last, power_slope, resampled_means
 from torch_occ.game.figures import COLOURS
-from torch_occ.game.intervals import band
+from torch_occ.game.history import band
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import torch_occ as occ
-from torch_occ._support.extras import extra
+from torch_occ._support.choices import extra
 
 FEATURES = 5
 TEST_POINTS = 1000

@@ -10,7 +10,7 @@ import torch
 from experiments.common import seconds, table
 from experiments.decision_methods import BATCH, CANDIDATES, RIVALS, Trained
 from torch_occ.game.figures import COLOURS
-from torch_occ.game.intervals import Mean
+from torch_occ.game.history import Mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -32,7 +32,7 @@ from experiments.games import (
 )
 from experiments.growth import Fit, growth
 from experiments.limit_worlds import world_with_hidden_states
-from torch_occ._support.extras import summary_writer
+from torch_occ._support.choices import summary_writer
 from torch_occ.game.figures import plot_regret
 
 DENSE, DETERMINISTIC, TWO = "every state visited", "deterministic", "two successors"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import torch_occ as occ
 from torch_occ.game.losses import Noise
-from torch_occ.mdp.unrolling import ABSORBING
+from torch_occ.mdp.unroll import ABSORBING
 
 
 @dataclass(frozen=True)

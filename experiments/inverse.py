@@ -43,7 +43,7 @@ from experiments.inverse_worlds import (
 )
 from torch_occ._support.files import write_atomically
 from torch_occ.game.figures import COLOURS
-from torch_occ.game.intervals import Mean
+from torch_occ.game.history import Mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,7 +20,7 @@ from experiments.common import table
 from experiments.floor import Throughput, counting_library, measure_floor, measure_throughput
 from experiments.timing import Shape, game, in_turns
 from experiments.yardstick import Build, Played, Yardstick, builds
-from torch_occ._support.spacing import CHUNK
+from torch_occ._support.constants import CHUNK
 from torch_occ._support.streams import Purpose, uniforms
 
 #: Episodes of each of many seeds. One seed alone plays ALONE times as many.

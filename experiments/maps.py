@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import torch_occ as occ
-from torch_occ.mdp.unrolling import ABSORBING
+from torch_occ.mdp.unroll import ABSORBING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -31,7 +31,7 @@ from experiments.tuning_rivals import (
     warm_up,
 )
 from experiments.tuning_worlds import STOCHASTIC, Family, Setting
-from torch_occ.tuning.recipe import Recipe
+from torch_occ.tuning.recommended import Recipe
 
 PAPER, APPENDIX, TUNED = "paper", "paper's appendix", "tuned"
 TSALLIS = "Tsallis, untuned"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import torch_occ as occ
 from torch_occ.game.figures import COLOURS
-from torch_occ.game.intervals import band
+from torch_occ.game.history import band
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ import torch
 import torch_occ as occ
 from experiments.tuning_worlds import Family, Setting
 from torch_occ.game.figures import COLOURS
-from torch_occ.game.intervals import band
+from torch_occ.game.history import band
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,7 +15,7 @@ import tyro
 import torch_occ as occ
 from experiments.common import machine, run_directory, table, write_csv, write_figure
 from experiments.games import write_configuration
-from torch_occ.game.intervals import student
+from torch_occ.game.history import student
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,11 @@ from experiments.common import machine, run_directory, seconds, table, write_csv
 from experiments.wide_crossover import measure_crossover
 from experiments.wide_models import grid, losses, taxi
 from torch_occ import FTRL, FTRLStep, LayeredMDP, jin_luo, policy_of
-from torch_occ._support.backends import Backend
+from torch_occ._support.choices import Backend
 from torch_occ._support.streams import invert
 from torch_occ.game.estimators import Feedback
 from torch_occ.reference import solve_cvxpy
-from torch_occ.step.iterative import ConjugateGradients
+from torch_occ.step.system import ConjugateGradients
 
 
 @dataclass

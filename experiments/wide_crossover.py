@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_occ import FTRLStep, LayeredMDP, jin_luo
-from torch_occ.step import kkt
+from torch_occ.step import system as kkt
 
 #: Horizon, width, actions and batch.
 CROSSOVER: tuple[tuple[int, int, int, int], ...] = (

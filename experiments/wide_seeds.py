@@ -59,7 +59,7 @@ def contestant(
     noise = occ.BernoulliLosses(losses(mdp, 1))
 
     def play() -> None:
-        with patch("torch_occ.game.players.ftrl.suits_lanes", lambda _: lanes):
+        with patch("torch_occ.game.players.suits_lanes", lambda _: lanes):
             learner = occ.FTRL(mdp, occ.jin_luo(mdp, beta=beta))
             history = occ.simulate(mdp, learner, noise, episodes, range(seeds), backend="engine")
         if float(history.uncertified.max()):

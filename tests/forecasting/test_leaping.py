@@ -8,9 +8,9 @@ from threads import THREADS
 from zoo import REGULARIZERS, random_problem
 
 import torch_occ as occ
-from torch_occ.forecasting import compiled_leaps
-from torch_occ.forecasting.torch_leaps import _multinomial, longest_leap
 from torch_occ.step.implicit import Setting
+from torch_occ.tuning import compiled_leaps
+from torch_occ.tuning.leaps import _multinomial, longest_leap
 
 
 def apart(a, b):

@@ -5,10 +5,8 @@ import torch
 from zoo import random_problem, trajectories
 
 import torch_occ as occ
-from torch_occ.forecasting.mean_path import second_moment
-from torch_occ.forecasting.phases import phases_of
-from torch_occ.forecasting.quadrature import Quadrature
 from torch_occ.step.linearization import Linearization
+from torch_occ.tuning.forecast import Quadrature, phases_of, second_moment
 
 
 def test_quadrature_sums_smooth_functions_over_a_million_episodes():

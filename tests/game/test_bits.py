@@ -16,9 +16,9 @@ from torch import Tensor
 from zoo import random_loss
 
 import torch_occ as occ
-from torch_occ._support.saving import Kept
-from torch_occ.game.simulation import Simulation
-from torch_occ.mdp.in_order import InOrder, total
+from torch_occ._support.files import Kept
+from torch_occ.game.simulate import Simulation
+from torch_occ.mdp.layers import InOrder, total
 from torch_occ.mdp.occupancy import optimal_policy
 
 pytestmark = pytest.mark.bits
@@ -222,7 +222,7 @@ def test_maps_in_order_are_sums_one_after_the_other(kind):
 def test_batches_that_do_not_fit_go_in_parts(monkeypatch):
     layer, v = InOrder(MDP.layers[1]), random_loss(MDP, batch=(2, 9))[..., 0][..., :5]
     whole = layer.ahead(v), layer.arrive(layer.ahead(v))
-    monkeypatch.setattr("torch_occ.mdp.in_order._MOST", 200)
+    monkeypatch.setattr("torch_occ.mdp.layers._MOST", 200)
     assert torch.equal(layer.ahead(v), whole[0])
     assert torch.equal(layer.arrive(whole[0]), whole[1])
 

@@ -9,7 +9,7 @@ import torch
 from zoo import PROBLEMS, Kept, random_loss
 
 import torch_occ as occ
-from torch_occ.game.contracts import uncertified_is_handled
+from torch_occ.game.checks import uncertified_is_handled
 from torch_occ.game.losses import Stationary
 from torch_occ.mdp.occupancy import interior_point, occupancy, uniform_policy
 

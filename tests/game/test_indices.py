@@ -10,11 +10,11 @@ from zoo import random_loss
 
 import torch_occ as occ
 from experiments.limit_worlds import few_successors
-from torch_occ.game.learners.kl_ucb import kl_lower
-from torch_occ.kernels.layout import TRIAL, make_work
-from torch_occ.kernels.play.baselines import Seen
-from torch_occ.kernels.play.indices import BEGIN, REACH, SERIES_ROWS, bound
-from torch_occ.step.compiled.inputs import model_of
+from torch_occ.engine.layout import TRIAL, make_work
+from torch_occ.engine.play import Seen
+from torch_occ.engine.play_indices import BEGIN, REACH, SERIES_ROWS, bound
+from torch_occ.rivals.kl_ucb import kl_lower
+from torch_occ.step.arrays import model_of
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
 LEARNERS = {"kl-ucb": occ.KLUCB, "thompson": occ.Thompson}

@@ -10,9 +10,9 @@ from threads import THREADS
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
-from torch_occ._support.spacing import log_spaced
-from torch_occ.game.driver import simulate
-from torch_occ.game.players.torch_player import invert
+from torch_occ._support.constants import log_spaced
+from torch_occ.game.simulate import simulate
+from torch_occ.game.torch_player import invert
 from torch_occ.mdp.occupancy import occupancy
 
 MDP = PROBLEMS["masked"]().mdp

@@ -11,12 +11,12 @@ from zoo import PROBLEMS, Kept, random_loss
 
 import torch_occ as occ
 from experiments.games import loss_with_gap
-from torch_occ.game.beliefs.counts import visits_of
-from torch_occ.game.players.unknown import powers_of
-from torch_occ.kernels.layout import make_work
-from torch_occ.kernels.play import beliefs
-from torch_occ.kernels.play.planning import entries
-from torch_occ.step.compiled.inputs import model_of
+from torch_occ.engine import play_unknown as beliefs
+from torch_occ.engine.layout import make_work
+from torch_occ.engine.play_planning import entries
+from torch_occ.rivals.beliefs import visits_of
+from torch_occ.rivals.players import powers_of
+from torch_occ.step.arrays import model_of
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
 MEAN = random_loss(MDP, seed=3)
@@ -125,7 +125,7 @@ def test_a_seed_has_the_same_bits_in_any_company():
 @pytest.mark.parametrize("name", ["practical", "restarts", "adaptive"])
 @pytest.mark.bits
 def test_a_run_continues_to_the_same_bits(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch_occ.game.players.engine.EnginePlayer.chunks", 1)
+    monkeypatch.setattr("torch_occ.game.players.EnginePlayer.chunks", 1)
 
     class Stop(occ.Callback):
         def on_checkpoint(self, run):

@@ -8,7 +8,7 @@ from beliefs import trajectories
 from zoo import PROBLEMS, random_loss, tensor
 
 import torch_occ as occ
-from torch_occ.game.beliefs.counts import split_transitions
+from torch_occ.rivals.beliefs import split_transitions
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
 

@@ -3,7 +3,7 @@
 import torch
 
 import torch_occ as occ
-from torch_occ.game.beliefs.counts import transition_shapes, visits_of
+from torch_occ.rivals.beliefs import transition_shapes, visits_of
 
 
 def random_counts(mdp, batch=(), seed=0, most=6):

@@ -11,9 +11,7 @@ from zoo import random_loss
 
 import torch_occ as occ
 from experiments.limit_worlds import few_successors
-from torch_occ.mdp.limits.excursions import excursions_of
-from torch_occ.mdp.limits.families import Bernoulli, Gaussian
-from torch_occ.mdp.limits.separation import Separation
+from torch_occ.limits.separation import Bernoulli, Gaussian, Separation, excursions_of
 
 BANDIT = occ.LayeredMDP.random(1, 1, 4)
 

@@ -15,10 +15,9 @@ from zoo import PROBLEMS, REGULARIZERS, Problem, random_loss
 import torch_occ as occ
 from torch_occ.mdp.occupancy import LayeredFlow
 from torch_occ.regularizers.derivatives import Evaluator, derivatives
-from torch_occ.step import iterative
-from torch_occ.step.iterative import ConjugateGradients
+from torch_occ.step import system as iterative
 from torch_occ.step.solution import Status
-from torch_occ.step.states import SeparableStates
+from torch_occ.step.system import ConjugateGradients, SeparableStates
 
 F64 = torch.float64
 TorchStep = partial(occ.FTRLStep, backend="torch")
@@ -179,7 +178,7 @@ def test_an_unfinished_step_is_feasible_and_goes_downhill(name, monkeypatch):
 )
 @pytest.mark.parametrize("batch", [(), (1,), (2, 3)])
 def test_compiled_sweeps_are_those_in_torch(name, batch):
-    sparse = pytest.importorskip("torch_occ.step.compiled.sweeps")
+    sparse = pytest.importorskip("torch_occ.step.compiled")
     mdp = CASES[name]().mdp.to_sparse()
     q = occ.interior_point(mdp)
     assert sparse.applies(mdp)

@@ -5,16 +5,17 @@ from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 from torch_occ.mdp.occupancy import DenseFlow, LayeredFlow, flow_source
-from torch_occ.regularizers.arguments import sum_of_others
 from torch_occ.regularizers.hessians import Separable
-from torch_occ.step.iterative import ConjugateGradients
-from torch_occ.step.kkt import (
+from torch_occ.regularizers.terms import sum_of_others
+from torch_occ.step.system import (
+    ConjugateGradients,
     DenseFactorization,
     FullFactorization,
+    GeneralStates,
     LayeredFactorization,
+    SeparableStates,
     factorize,
 )
-from torch_occ.step.states import GeneralStates, SeparableStates
 
 F64 = torch.float64
 

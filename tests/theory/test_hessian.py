@@ -6,7 +6,7 @@ from torch.autograd.functional import hessian as autograd_hessian
 
 import torch_occ as occ
 from torch_occ import theory
-from torch_occ.theory.second_derivatives import inflow_rest
+from torch_occ.theory.curvatures import inflow_rest
 from torch_occ.theory.surveys import draw_policy
 
 EPS = torch.finfo(F64).eps

@@ -10,10 +10,9 @@ from torch.distributions import constraints
 from zoo import random_problem
 
 import torch_occ as occ
-from torch_occ.tuning.board import TuningBoard
-from torch_occ.tuning.objectives import Evaluation
-from torch_occ.tuning.refinement import HOPELESS, Search
-from torch_occ.tuning.trials import by_leaping
+from torch_occ.tuning.objective import Evaluation
+from torch_occ.tuning.refine import HOPELESS, Search
+from torch_occ.tuning.tune import TuningBoard, by_leaping
 
 
 def bowl(regularizer):
@@ -567,7 +566,7 @@ def test_the_recipe_can_do_without_forecasts(monkeypatch):
     def never(*args, **options):
         raise AssertionError("a forecast")
 
-    monkeypatch.setattr("torch_occ.tuning.objectives.forecast", never)
+    monkeypatch.setattr("torch_occ.tuning.objective.forecast", never)
     psi = occ.jin_luo(mdp)
     # Two tables of means for one MDP are two worlds with one name.
     worlds = [occ.World("stochastic", mdp, torch.stack([mean, 1 - mean]))]

@@ -1,13 +1,11 @@
-"""Tuning a regularizer's parameters.
+"""The regret without playing, and the search for parameters of a regularizer.
 
-objectives         the objective that a tuner minimizes, over several environments
-recommended        what to take without tuning, for each kind of world
-recipe             tune_and_refine: first gradients, then trials
-space              unconstrained coordinates of the parameters, and their bounds
-tuner              tuning by gradients of the forecast
-refinement         a local search around the tuned point, with values from leaping or playing
-trials             the objective by leaping or playing, at one setting
-surfaces           quadratics fitted to noisy values
-guard              a comparison with a reference by playing, where nothing can be forecast
-board              a tuning in TensorBoard
+compiled_leaps  leaps of many episodes in compiled kernels, for built-in regularizers and estimators
+forecast        sums over very many episodes from few evaluations
+leaps           the course of a leaping particle: phases of constant means, and episodes where
+objective       the objective of a meta-tuner: forecast regret in several environments, relative to
+recommended     the recipe of tuning: gradients of the forecast, then a local search with values by
+refine          response surfaces: quadratics with mixed terms, fitted to a noisy function around a
+space           the space in which parameters are tuned: one unconstrained coordinate per number
+tune            a tuning in TensorBoard
 """

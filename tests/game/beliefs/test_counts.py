@@ -6,7 +6,7 @@ from beliefs import random_counts
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
-from torch_occ.game.beliefs import counts as counting
+from torch_occ.rivals import beliefs as counting
 
 MDP = PROBLEMS["layers"]().mdp
 

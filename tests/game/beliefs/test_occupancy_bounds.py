@@ -8,8 +8,8 @@ from scipy.optimize import linprog
 from zoo import PROBLEMS
 
 import torch_occ as occ
-from torch_occ.game.beliefs import occupancy_bounds
 from torch_occ.mdp.occupancy import occupancy
+from torch_occ.rivals import beliefs as occupancy_bounds
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
 
