@@ -1,4 +1,4 @@
-"""What `simulate` is given, checked before the first episode: each error says what to pass."""
+"""`simulate`: play a learner against losses for all seeds, with callbacks and saved runs."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from torch_occ.game.losses import LossProcess, check_noise, mean_square, second_
 from torch_occ.game.torch_player import TorchPlayer
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
+
+# -- What `simulate` is given, checked before the first episode: each error says what to pass ------
 
 
 def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> None:

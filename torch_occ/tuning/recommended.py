@@ -1,7 +1,4 @@
-"""The recipe of tuning: gradients of the forecast, then a local search with values by leaping.
-
-docs/meta_tuning.md shows its results and its cost, and compares it with searches by simulation.
-"""
+"""What to use: a recommended learner, and the recipe of tuning."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
+from torch_occ._support.choices import later
 from torch_occ.game.adaptive import CorrectedFTRL
 from torch_occ.game.estimators import ReducedVariance
 from torch_occ.game.learners import FTRL, Learner
@@ -20,11 +18,14 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import ConditionalEntropy, LogBarrier, Tsallis
 from torch_occ.regularizers.schedules import InverseSqrt
-from torch_occ.rivals.thompson import Thompson
 from torch_occ.tuning.objective import ForecastObjective, Guard
 from torch_occ.tuning.refine import Refined, refine
 from torch_occ.tuning.space import ParameterSpace
 from torch_occ.tuning.tune import Tuned, tune
+
+# -- The recipe of tuning: gradients of the forecast, then a local search with values by -----------
+#
+# docs/meta_tuning.md shows its results and its cost, and compares it with searches by simulation.
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def recommended(mdp: LayeredMDP, world: Kind = "any") -> Learner:
         expected = ", ".join(map(repr, get_args(Kind)))
         raise ValueError(f"world: expected one of {expected}, got {world!r}")
     if world == "stochastic":
-        return Thompson(mdp)
+        return later("rivals.thompson").Thompson(mdp)
     if world == "any":
         return CorrectedFTRL(mdp)
     estimator = ReducedVariance(InverseSqrt(EVERYWHERE))
