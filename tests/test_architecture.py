@@ -4,6 +4,8 @@ import ast
 import importlib
 import pkgutil
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -197,10 +199,30 @@ def test_the_docstring_of_a_package_lists_its_modules(room):
 
 
 def test_public_names():
-    """Names may be added, here and in the reference; a name that users have is never taken away."""
+    """The names of the first day; the others stand in packages, and old names say where."""
     public = sorted(
         name
         for name in vars(occ)
-        if not name.startswith("_") and name not in {*ORDER, "reference"} - {"theory"}
+        if not name.startswith("_") and type(getattr(occ, name)).__name__ != "module"
     )
     assert public == (ROOT / "tests" / "public_names.txt").read_text().split()
+
+
+def test_old_names_say_where_they_are_now():
+    for package, names in occ._MOVED.items():
+        for name in names:
+            with pytest.warns(DeprecationWarning, match=rf"torch_occ.{package}.{name} now"):
+                found = getattr(occ, name)
+            assert found is getattr(importlib.import_module(f"torch_occ.{package}"), name)
+    for name, advice in occ._GONE.items():
+        with pytest.raises(AttributeError, match=rf"torch_occ.{name} was removed: {advice[:20]}"):
+            getattr(occ, name)
+    with pytest.raises(AttributeError, match="module 'torch_occ' has no attribute 'nothing'"):
+        _ = occ.nothing
+
+
+def test_an_import_takes_neither_numba_nor_what_is_needed_later():
+    code = "import torch_occ, sys; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    late = {"numba", "cvxpy", "scipy", "matplotlib", "torch_occ.rivals", "torch_occ.theory"}
+    assert not late & set(found.stdout.split())

@@ -22,7 +22,7 @@ def test_distance_to_limit(tmp_path, capsys):
     assert (seeds["KL-UCB"], seeds["Tsallis"]) == (3, 2)
     limits = {row["world"]: float(row["limit"]) for row in found}
     for name, (mdp, mean) in distance_to_limit.worlds(args).items():
-        assert limits[name] == occ.lower_bound(mdp, mean).value
+        assert limits[name] == occ.limits.lower_bound(mdp, mean).value
     for row in found:
         assert float(row["lower"]) <= float(row["slope_over_limit"]) <= float(row["upper"])
     printed = capsys.readouterr().out

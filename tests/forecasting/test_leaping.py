@@ -18,7 +18,7 @@ def apart(a, b):
     return float((a.mean() - b.mean()).abs() / (a.var() / len(a) + b.var() / len(b)).sqrt())
 
 
-class Halfway(occ.CentredEstimator):
+class Halfway(occ.game.CentredEstimator):
     """A baseline of 1/2 everywhere, which no engine knows of."""
 
     def baseline(self, q, t):
@@ -93,11 +93,11 @@ def test_leaping_forecasts_the_under_regularized_corner(estimator):
     played = occ.simulate(
         mdp, learner, occ.BernoulliLosses(mean), 2000, range(64), checkpoints=[2000]
     ).regret[:, -1]
-    found = occ.predict(mdp, psi, mean, 2000, estimator=estimator, particles=256)
+    found = occ.tuning.predict(mdp, psi, mean, 2000, estimator=estimator, particles=256)
     assert found.method == "leaping"
     error = math.hypot(float(found.standard_error), float(played.std()) / 8)
     assert abs(float(found.regret) - float(played.mean())) < 3 * error + 0.07 * float(played.mean())
-    assert occ.predict(mdp, occ.jin_luo(mdp, beta=20.0), mean, 2000).method == "mean path"
+    assert occ.tuning.predict(mdp, occ.jin_luo(mdp, beta=20.0), mean, 2000).method == "mean path"
 
 
 def test_leaping_sees_what_a_visit_without_loss_overturns():
@@ -118,9 +118,14 @@ def test_leaping_sees_what_a_visit_without_loss_overturns():
         path = occ.forecast(mdp, psi, mean, 3000, estimator=baseline)
     assert bool(path.reliable)  # by its own noise, which knows nothing of rare events
     assert float(path.final) < 0.85 * float(found.final)
-    assert occ.predict(mdp, psi, mean, 3000, estimator=baseline, particles=16).method == "leaping"
     assert (
-        occ.predict(mdp, psi, mean, 3000, estimator=occ.ImportanceWeighted(), particles=16).method
+        occ.tuning.predict(mdp, psi, mean, 3000, estimator=baseline, particles=16).method
+        == "leaping"
+    )
+    assert (
+        occ.tuning.predict(
+            mdp, psi, mean, 3000, estimator=occ.ImportanceWeighted(), particles=16
+        ).method
         == "mean path"
     )
 

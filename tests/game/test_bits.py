@@ -62,16 +62,16 @@ LEARNERS = {
     "full information": lambda mdp: occ.FTRL(mdp, PSI["paper"](mdp), occ.FullInformation()),
     "adaptive rates": lambda mdp: occ.AdaptiveFTRL.optimistic(mdp, 3000),
     "matching rates": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.Tsallis(0.5), rates=occ.StabilityPenaltyMatching()
+        mdp, occ.Tsallis(0.5), rates=occ.game.StabilityPenaltyMatching()
     ),
     "gradient hints": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.LogBarrier(3.0), hints=occ.GradientHints()
+        mdp, occ.LogBarrier(3.0), hints=occ.game.GradientHints()
     ),
     "corrected": occ.CorrectedFTRL,
-    "ucbvi": lambda mdp: occ.UCBVI(mdp, 3000),
-    "kl-ucb": occ.KLUCB,
-    "thompson": occ.Thompson,
-    "euler": lambda mdp: occ.StrongEuler(mdp, 0.1),
+    "ucbvi": lambda mdp: occ.rivals.UCBVI(mdp, 3000),
+    "kl-ucb": occ.rivals.KLUCB,
+    "thompson": occ.rivals.Thompson,
+    "euler": lambda mdp: occ.rivals.StrongEuler(mdp, 0.1),
     "optimistic": occ.OptimisticValueIteration,
     "leader": occ.FollowTheLeader,
     "best": lambda mdp: occ.FixedPolicy.best_in_hindsight(mdp, random_loss(mdp, seed=1)),

@@ -17,7 +17,7 @@ from torch_occ.rivals.kl_ucb import kl_lower
 from torch_occ.step.arrays import model_of
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
-LEARNERS = {"kl-ucb": occ.KLUCB, "thompson": occ.Thompson}
+LEARNERS = {"kl-ucb": occ.rivals.KLUCB, "thompson": occ.rivals.Thompson}
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e-6, 0.01, 0.5, 0.98, 1 - 1e-9, 1.0])
@@ -126,7 +126,7 @@ def test_one_state_comes_close_to_lai_and_robbins(name):
     mdp = occ.LayeredMDP.random(1, 1, 3)
     mean = torch.tensor([[0.3, 0.5, 0.6]], dtype=torch.float64)
     history = occ.simulate(mdp, LEARNERS[name](mdp), occ.BernoulliLosses(mean), 100_000, range(24))
-    limit = occ.lower_bound(mdp, mean).value
+    limit = occ.limits.lower_bound(mdp, mean).value
     late = history.episodes >= 10_000
     log, regret = history.episodes[late].double().log(), history.regret[:, late].mean(0)
     slope = (regret[-1] - regret[0]) / (log[-1] - log[0])
@@ -135,7 +135,7 @@ def test_one_state_comes_close_to_lai_and_robbins(name):
 
 def test_kl_ucb_explores_less_than_hoeffding():
     """Pinsker's inequality: the bonus of UCB with sqrt(log t / (2 N)) is never smaller."""
-    learner, other = occ.KLUCB(MDP), occ.OptimisticValueIteration(MDP)
+    learner, other = occ.rivals.KLUCB(MDP), occ.OptimisticValueIteration(MDP)
     for x in (learner, other):
         x.start(2)
         generator = torch.Generator().manual_seed(0)

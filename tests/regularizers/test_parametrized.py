@@ -381,7 +381,7 @@ def test_tune_with_as_many_starts_as_states_or_actions(level):
     for name, starts in (("contexts", 3), ("cube", 4)):
         mdp = MDPS[name]
         mean = 0.1 + 0.8 * random_loss(mdp)
-        objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100)
+        objective = occ.tuning.ForecastObjective([occ.tuning.World("stochastic", mdp, mean)], 100)
         options = {"steps": 1, "starts": starts, "spread": 0.5, "only": ["alpha", "beta"]}
         twins = [STEPS[kind](mdp, **parameters(())) for kind in (level, "built-in")]
         found, expected = (occ.tune(objective, psi, **options) for psi in twins)
@@ -578,7 +578,9 @@ def test_tables_take_scalars():
 
 def test_tune_leaves_parameters_alone_that_cannot_have_starts():
     mdp = MDPS["contexts"]
-    objective = occ.ForecastObjective([occ.World("stochastic", mdp, random_loss(mdp))], 100)
+    objective = occ.tuning.ForecastObjective(
+        [occ.tuning.World("stochastic", mdp, random_loss(mdp))], 100
+    )
     with pytest.raises(ValueError, match=r"regularizer: network.weight belongs to a Linear.*only="):
         occ.tune(objective, ByHand(tensor(1.0)), only=["network.weight"])
     options = {"only": ["scale"], "steps": 0, "starts": 3, "bounds": {"scale": (0.1, 9.0)}}

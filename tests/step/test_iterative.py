@@ -299,7 +299,7 @@ def test_what_no_policy_can_feel_has_no_derivative():
     """Only rounding is left of a constant loss, and it must not be taken for a failure."""
     mdp, loss, t = walk()
     step = TorchStep(mdp, occ.jin_luo(mdp, beta=0.5))
-    potential = occ.flow_adjoint(mdp, random_loss(mdp).sum(-1))
+    potential = occ.mdp.flow_adjoint(mdp, random_loss(mdp).sum(-1))
     for direction in (torch.ones_like(loss), torch.zeros_like(loss), potential):
         _, tangent = torch.func.jvp(lambda x: step(x, t), (loss,), (direction,))
         assert float(tangent.detach().abs().max()) < 1e-15

@@ -11,3 +11,5 @@ processes     work that is interrupted saves its state and tells the caller
 streams       random numbers that are a function of seed, purpose and chunk
 version       the version of the package; saved runs belong to it, and pyproject.toml reads it here
 """
+
+from torch_occ._support.version import VERSION as VERSION

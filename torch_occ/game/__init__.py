@@ -14,3 +14,17 @@ players          the engine as a player of `simulate`: the same game as in torch
 simulate         what `simulate` is given, checked before the first episode: each error says what
 torch_player     the torch player: one episode of every seed at a time
 """
+
+from torch_occ.game.adaptive import AdaptiveRates as AdaptiveRates
+from torch_occ.game.adaptive import GradientHints as GradientHints
+from torch_occ.game.adaptive import Hints as Hints
+from torch_occ.game.adaptive import MeanHints as MeanHints
+from torch_occ.game.adaptive import Rates as Rates
+from torch_occ.game.adaptive import StabilityPenaltyMatching as StabilityPenaltyMatching
+from torch_occ.game.checks import UncertifiedWarning as UncertifiedWarning
+from torch_occ.game.comparing import LearnerComparison as LearnerComparison
+from torch_occ.game.estimators import CentredEstimator as CentredEstimator
+from torch_occ.game.history import Mean as Mean
+from torch_occ.game.history import SelfBounding as SelfBounding
+from torch_occ.game.history import comparator as comparator
+from torch_occ.game.history import self_bounding as self_bounding

@@ -9,3 +9,10 @@ occupancy  omega, the set of occupancy measures, and operations along its layers
 rewards    rewards as losses: the map between them, and a layered MDP with rewards
 unroll     unrolling: from an ordinary finite MDP to layers
 """
+
+from torch_occ.mdp.occupancy import Plan as Plan
+from torch_occ.mdp.occupancy import flow_adjoint as flow_adjoint
+from torch_occ.mdp.occupancy import flow_residual as flow_residual
+from torch_occ.mdp.occupancy import reachability as reachability
+from torch_occ.mdp.rewards import RewardMap as RewardMap
+from torch_occ.mdp.rewards import RewardMDP as RewardMDP

@@ -19,9 +19,10 @@ class KLUCB(EmpiricalLearner):
         min { x : N kl(m, x) <= log t },   kl(m, x) = m log(m / x) + (1-m) log((1-m) / (1-x)),
 
     and 0 without observations. For L = 1 this is KL-UCB (Garivier and Cappe, 2011, with c = 0),
-    which attains the limit of regret (`occ.lower_bound`). Where optimal policies leave out states,
-    optimism explores more than is needed (Dann, Marinov, Mohri and Zimmert, 2021); docs/limit.md
-    has measurements. The confidence holds for all losses in [0, 1] with constant means.
+    which attains the limit of regret (`occ.limits.lower_bound`). Where optimal policies leave out
+    states, optimism explores more than is needed (Dann, Marinov, Mohri and Zimmert, 2021);
+    docs/limit.md has measurements. The confidence holds for all losses in [0, 1] with constant
+    means.
     """
 
     def index(self, t: int) -> Tensor:

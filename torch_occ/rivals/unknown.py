@@ -96,8 +96,8 @@ class UnknownFTRL(CountingLearner):
         if widths is None and (bonus is not None or optimistic):
             which = "a bonus" if bonus is not None else "optimistic transitions"
             raise ValueError(
-                f'widths: {which} needs confidence widths, for example occ.Widths.of("practical", '
-                "mdp)"
+                f"widths: {which} needs confidence widths, for example "
+                'occ.rivals.Widths.of("practical", mdp)'
             )
         if bonus is not None and optimistic:
             raise ValueError("bonus: optimistic transitions replace it; give one of them")

@@ -18,3 +18,5 @@ projection           one row of transitions: the distribution closest to a refer
 solution             the result of a solve, for both backends: the minimizer, its certificate, its
 system               the blocks of the Newton system: one state, with its actions eliminated
 """
+
+from torch_occ.step.projection import Projection as Projection

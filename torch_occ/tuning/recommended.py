@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import torch
 
+from torch_occ._support.choices import later
 from torch_occ.game.adaptive import CorrectedFTRL
 from torch_occ.game.estimators import ReducedVariance
 from torch_occ.game.learners import FTRL, Learner
@@ -20,7 +21,6 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import ConditionalEntropy, LogBarrier, Tsallis
 from torch_occ.regularizers.schedules import InverseSqrt
-from torch_occ.rivals.thompson import Thompson
 from torch_occ.tuning.objective import ForecastObjective, Guard
 from torch_occ.tuning.refine import Refined, refine
 from torch_occ.tuning.space import ParameterSpace
@@ -177,7 +177,7 @@ def recommended(mdp: LayeredMDP, world: Kind = "any") -> Learner:
         expected = ", ".join(map(repr, get_args(Kind)))
         raise ValueError(f"world: expected one of {expected}, got {world!r}")
     if world == "stochastic":
-        return Thompson(mdp)
+        return later("rivals.thompson").Thompson(mdp)
     if world == "any":
         return CorrectedFTRL(mdp)
     estimator = ReducedVariance(InverseSqrt(EVERYWHERE))
