@@ -8,6 +8,7 @@ whose bits changed since, with the tolerance that holds instead and the reason.
 
 import json
 import os
+import re
 import sys
 import tempfile
 import tomllib
@@ -23,17 +24,18 @@ from torch.distributions import constraints
 
 import torch_occ
 
+PLACES = ("rivals", "limits", "tuning", "game", "mdp", "step", "learning")
 EDGES = ("sa", "sb", "ab", "at", "bt", "st")
 RECORD, F64 = Path(__file__).parent / "record", torch.float64
 CASES = tomllib.loads((RECORD / "cases.toml").read_text())
 
 
 class Face:
-    """The public names, wherever they live: `face.UCBVI` is `occ.rivals.UCBVI` or `occ.UCBVI`."""
+    """The public names, wherever they live: `occ.UCBVI`, or `occ.rivals.UCBVI`."""
 
     def __getattr__(self, name):
-        for place in ("rivals", "limits", "tuning", "learning"):
-            found = getattr(getattr(torch_occ, place, None), name, None)
+        for place in (torch_occ, *(getattr(torch_occ, x, None) for x in PLACES)):
+            found = getattr(place, "__dict__", {}).get(name)
             if found is not None and not isinstance(found, ModuleType):
                 return found
         return getattr(torch_occ, name)
@@ -358,7 +360,7 @@ def survey():
 def numbers():
     return {name: (number, name) for name in CASES["model"]} | {
         "forecast": (forecasts, "bernoulli"),
-        "forecast, switching": (forecasts, "switching"),
+        "forecast, phases": (forecasts, "constrained"),
         "forecast, baseline": (
             forecasts,
             "bernoulli",
@@ -391,7 +393,8 @@ def message(name):
     try:
         evaluate("errors", name, **more, Empty=Empty, OwnJoint=OwnJoint)
     except Exception as error:
-        return [type(error).__name__, str(error)]
+        # A name that moved to a package may be named there.
+        return [type(error).__name__, re.sub(rf"\bocc\.({'|'.join(PLACES)})\.", "occ.", str(error))]
     return ["no error", ""]
 
 
@@ -538,7 +541,7 @@ def write_all(words):
         wanted = {x for x in cases if not words or any(w in f"{section}, {x}" for w in words)}
         return {name: case for name, case in cases.items() if name in wanted}
 
-    if words in ([], ["messages"]):
+    if not words or "messages" in words:
         messages = {name: message(name) for name in CASES["errors"]}
         put_into("messages.json", json.dumps(messages, indent=1, ensure_ascii=False).encode())
     for section, cases in (("steps", steps()), ("numbers", numbers())):
