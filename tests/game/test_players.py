@@ -242,7 +242,7 @@ def test_the_regret_of_optimistic_ftrl():
 def test_corrections_have_less_regret_than_the_untuned_tsallis_entropy():
     """Far less with random losses and against the adversary, on an MDP that nothing was chosen by.
 
-    docs/meta_tuning.md: 0.46 to 0.69 times with random losses, 0.44 to 0.75 times against it.
+    docs/tuning_results.md: 0.46 to 0.69 times with random losses, 0.44 to 0.75 times against it.
     """
     mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
     mean = torch.rand(S, A, dtype=F64, generator=torch.Generator().manual_seed(2))
