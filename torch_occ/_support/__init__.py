@@ -1,7 +1,6 @@
 """What all packages share: files, random numbers, processes, choices, private interfaces.
 
 choices       choices at run time: torch or the engine, optional packages
-codeprints    the parts of a function or a class that decide what it does; `fingerprints` hashes
 compiling     how kernels are compiled, and kept on disk with a stamp that decides if they are valid
 constants     numbers that torch and the engine share: chunks, checkpoints, tolerances
 files         files: written atomically, checked when they are read; states of runs, and tables
