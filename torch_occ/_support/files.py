@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import tempfile
 import time
 import warnings
@@ -239,7 +240,13 @@ class Kept:
         if not self.path.is_file():
             return None
         payload = read_checked(self.path, f"a {self.kind}")
-        state: State = torch.load(io.BytesIO(payload), weights_only=True)
+        try:
+            state: State = torch.load(io.BytesIO(payload), weights_only=True)
+        except pickle.UnpicklingError:
+            raise ValueError(
+                f"{self.path}: holds more than numbers, so it was not written by torch_occ, and is "
+                "not read; name another file"
+            ) from None
         other = differences(state.pop("fingerprints", None), self.fingerprints)
         if other:
             lacks = f"which does not have the same {', '.join(other)}"

@@ -13,15 +13,13 @@ and play the same game.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Annotated, Any, NamedTuple
-
-from numba.extending import overload
 
 from torch_occ._support.constants import TIE
 from torch_occ.engine.lanes import (
     LaneArray,
     anywhere,
-    called_by_kernels,
     in_lanes,
     in_lanes_or_shared,
     lane,
@@ -34,9 +32,10 @@ from torch_occ.engine.layout import (
     Model,
     U,
     Work,
+    by_learner,
+    dispatch,
     inlined,
     kernel,
-    operation,
     part,
     routine,
 )
@@ -89,12 +88,12 @@ class Tally(NamedTuple):
     first_status: Floats  # and its status
 
 
-@operation
+@by_learner
 def propose(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     """Choose what to play in episode `game.before + t + 1`."""
 
 
-@operation
+@by_learner
 def observe(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     """Learn from the trajectory of the episode, or from its table of losses."""
 
@@ -139,16 +138,17 @@ def favour(model: Model, q: Floats, means: Floats) -> None:
             open_ = open_ & (not chosen)
 
 
-def react(model: Model, q: Floats, means: Floats) -> None:
-    """`favour`; means that all lanes share are never those of a greedy adversary."""
-    called_by_kernels(model, q, means)
+@part
+def spare(model: Model, q: Floats, means: Floats) -> None:
+    """Nothing: means that all lanes share are never those of a greedy adversary."""
 
 
-@overload(react, strict=False)
-def _react(model: Any, q: Any, means: Any) -> Any:
-    if isinstance(q, LaneArray) and not isinstance(means, LaneArray):
-        return lambda model, q, means: None
-    return lambda model, q, means: favour(model, q, means)
+react = dispatch(
+    favour.py_func,  # type: ignore[attr-defined]
+    lambda _, q, means: (
+        spare if isinstance(q, LaneArray) and not isinstance(means, LaneArray) else favour
+    ),
+)
 
 
 # -- the sums --------------------------------------------------------------------------------------
@@ -199,25 +199,6 @@ def add_products(noise: int, means: Floats, row: int, times: float, total: Float
 # -- the policy, and its trajectory ----------------------------------------------------------------
 
 
-def proposes(learner: Any, name: str) -> bool:
-    """Whether a learner, given by its Numba type, has this field."""
-    return name in learner.fields
-
-
-def occupy(model: Model, q: Floats, learner: Any, work: Work) -> None:
-    """Write the occupancy measure of the learner's `choice` or `policy` into q."""
-    called_by_kernels(model, q, learner, work)
-
-
-@overload(occupy, strict=False)
-def _occupy(model: Any, q: Any, learner: Any, work: Any) -> Any:
-    if proposes(learner, "choice"):
-        return lambda model, q, learner, work: occupy_by_choice(model, learner.choice, q, work)
-    if proposes(learner, "policy"):
-        return lambda model, q, learner, work: occupy_by_policy(model, learner.policy, q, work)
-    return lambda model, q, learner, work: None
-
-
 @part
 def occupy_by_choice(model: Model, choice: Floats, q: Floats, work: Work) -> None:
     """Write the occupancy measure of a deterministic policy into q."""
@@ -260,6 +241,62 @@ def move_on(model: Model, k: int, i: int, mass: Any, work: Work) -> None:
             work.states[U, there] += mass * shares[begin + j]
 
 
+def by_proposal(function: Any) -> Any:
+    """A function that kernels call, chosen by what its parameter `learner` proposes.
+
+    The function returns three parts: for learners with a field `choice`, with a field `policy`,
+    and with neither of them.
+    """
+    by_choice, by_policy, by_q = function()
+    place = [*signature(by_q.py_func).parameters].index("learner")
+
+    def pick(*kinds: Any) -> Any:
+        fields = kinds[place].fields
+        return by_choice if "choice" in fields else by_policy if "policy" in fields else by_q
+
+    return dispatch(by_q.py_func, pick)
+
+
+@by_proposal
+def occupy() -> Any:
+    """Write the occupancy measure of what the learner proposes into q."""
+
+    @part
+    def by_choice(model: Model, q: Floats, learner: Any, work: Work) -> None:
+        occupy_by_choice(model, learner.choice, q, work)
+
+    @part
+    def by_policy(model: Model, q: Floats, learner: Any, work: Work) -> None:
+        occupy_by_policy(model, learner.policy, q, work)
+
+    @part
+    def by_q(model: Model, q: Floats, learner: Any, work: Work) -> None:
+        pass
+
+    return by_choice, by_policy, by_q
+
+
+@by_proposal
+def pair_drawn() -> Any:
+    """The pair that seed n plays in state s, drawn with a uniform number unless it is chosen."""
+
+    @part
+    def by_choice(model: Model, tally: Tally, learner: Any, n: int, s: int, uniform: float) -> int:
+        return int(lane(learner.choice, n)[s])
+
+    @part
+    def by_policy(model: Model, tally: Tally, learner: Any, n: int, s: int, uniform: float) -> int:
+        first = s * model.num_actions
+        return first + index_drawn(lane(learner.policy, n), first, model.num_actions, uniform)
+
+    @part
+    def by_q(model: Model, tally: Tally, learner: Any, n: int, s: int, uniform: float) -> int:
+        first = s * model.num_actions
+        return first + index_drawn(lane(tally.q, n), first, model.num_actions, uniform)
+
+    return by_choice, by_policy, by_q
+
+
 @routine
 def walk(game: Game, t: int, means: Floats, tally: Tally, learner: Any) -> None:
     """Play one trajectory per seed, write it into the game, and add up its losses.
@@ -283,30 +320,6 @@ def walk(game: Game, t: int, means: Floats, tally: Tally, learner: Any) -> None:
             lane(tally.realised, n)[0] += loss
             if k + 1 < layers:
                 game.states[n, k + 1] = state_drawn(model, i, k, uniforms[2])
-
-
-def pair_drawn(model: Model, tally: Tally, learner: Any, n: int, s: int, uniform: float) -> int:
-    """The pair that seed n plays in a state: its choice, or drawn from its policy or from q."""
-    return int(called_by_kernels(model, tally, learner, n, s, uniform))
-
-
-@overload(pair_drawn, inline="always", strict=False)
-def _pair_drawn(model: Any, tally: Any, learner: Any, n: Any, s: Any, uniform: Any) -> Any:
-    if proposes(learner, "choice"):
-        return lambda model, tally, learner, n, s, uniform: int(lane(learner.choice, n)[s])
-    if proposes(learner, "policy"):
-        return lambda model, tally, learner, n, s, uniform: _pair_in(
-            model, lane(learner.policy, n), s, uniform
-        )
-    return lambda model, tally, learner, n, s, uniform: _pair_in(
-        model, lane(tally.q, n), s, uniform
-    )
-
-
-@inlined
-def _pair_in(model: Model, shares: Floats, s: int, uniform: float) -> int:
-    first = s * model.num_actions
-    return first + index_drawn(shares, first, model.num_actions, uniform)
 
 
 @inlined

@@ -11,11 +11,12 @@ Non-terminal states are numbered in layer order, so that every quantity of the p
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -624,7 +625,9 @@ def random_transitions(
             raise ValueError(f"{name}: expected at least 1, got {number}")
     if not concentration > 0:
         raise ValueError(f"concentration: expected a positive number, got {concentration}")
-    generator = torch.Generator().manual_seed(seed)
+    if not isinstance(seed, SupportsIndex):
+        raise TypeError(f"seed: expected a whole number, got {type(seed).__name__}")
+    generator = torch.Generator().manual_seed(operator.index(seed))
     layers = [1, *[width] * (horizon - 1), 1]
     shapes = [(here, num_actions, there) for here, there in pairwise(layers)]
     return [_dirichlet(shape, concentration, generator).to(dtype) for shape in shapes]
