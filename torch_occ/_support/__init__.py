@@ -2,7 +2,6 @@
 
 caching       the cache of compiled kernels on disk, and the stamp that decides whether an entry is
 choices       choices at run time: torch or the engine, optional packages, and messages while
-codeprints    the parts of a function or a class that decide what it does; `fingerprints` hashes
 constants     numbers that torch and the engine share: chunks, checkpoints, tolerances
 files         files: written atomically, checked when they are read; states of runs, and tables
 fingerprints  hashes of everything that decides the numbers of a run, to recognize a saved run

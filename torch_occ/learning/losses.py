@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor
 
 from torch_occ._support.private import (
     carries_derivative,
-    is_batched_by_autograd,
-    one_by_one_in_batch,
     outside_graphs,
+    refuse_batched_derivatives,
     values_are_hidden,
 )
 from torch_occ.mdp.checks import broadcast
@@ -175,8 +173,7 @@ class Stationary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, bar: Tensor) -> tuple[Tensor | None, ...]:
-        if is_batched_by_autograd(bar):
-            return one_by_one_in_batch(partial(Stationary.backward, ctx), bar)
+        refuse_batched_derivatives(bar)
         q, v, loss, *rest = ctx.saved_tensors
         needed = ctx.needs_input_grad[4:]
         found: list[Tensor | None] = [None] * len(rest)
@@ -418,7 +415,9 @@ def expected_cost(
     Args:
         loss: the predicted losses, `(*batch, S, A)`.
         cost: the true losses, `(*batch, S, A)`. Values on masked pairs are ignored.
-        t, warm_start, mdp: as in `FTRLStep.solve`.
+        t: the episode, as in `FTRLStep.solve`.
+        warm_start: as there.
+        mdp: as there.
 
     Returns:
         One number per element, `(*batch,)`; differentiable in all of them.
@@ -458,7 +457,9 @@ def negative_log_likelihood(
         states: `(*batch, N, L)`, N trajectories per element: one state per layer, numbered over all
             layers as everywhere. Batch shapes broadcast.
         actions: `(*batch, N, L)`.
-        t, warm_start, mdp: as in `FTRLStep.solve`.
+        t: the episode, as in `FTRLStep.solve`.
+        warm_start: as there.
+        mdp: as there.
         transitions: whether to add - log initial(s_0) - sum_k log P(s_{k+1} | s_k, a_k). These
             terms do not depend on the loss; they matter if the probabilities are learned.
 
