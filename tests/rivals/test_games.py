@@ -1,7 +1,5 @@
 """Every rival plays the game of its oracle: in any MDP, against any losses, alone or not."""
 
-import math
-
 import pytest
 import rival_oracles as oracles
 import torch
@@ -138,20 +136,14 @@ def test_deterministic_transitions(name):
     check(mdp, name, occ.BernoulliLosses(mean), 60)
 
 
-@pytest.mark.parametrize("name", ["kl-ucb", "euler", "practical", "uob-reps"])
-def test_a_sparse_truth_is_played(name):
-    """The truth may be sparse; a belief is dense."""
-    mdp = PROBLEMS["layers"]().mdp
-    losses = occ.BernoulliLosses(random_loss(mdp, seed=3))
-    dense, sparse = (play(x, LEARNERS[name](x), losses, 60)[0] for x in (mdp, mdp.to_sparse()))
-    torch.testing.assert_close(sparse.regret, dense.regret, rtol=1e-12, atol=1e-12)
-
-
-def test_wide_layers_are_played_without_lanes():
+@pytest.mark.parametrize(
+    "name",
+    ["psrl", *(pytest.param(x, marks=pytest.mark.slow) for x in ("euler", "layers", "practical"))],
+)
+def test_wide_layers_are_played_without_lanes(name):
+    """Compiled anew, so most are slow. Sparse transitions are in the record."""
     mdp = occ.LayeredMDP.random(2, 25, 2, seed=0)
-    losses = occ.BernoulliLosses(random_loss(mdp))
-    for name in ("euler", "psrl", "layers", "practical", "uob-reps"):
-        check(mdp, name, losses, 3)
+    check(mdp, name, occ.BernoulliLosses(random_loss(mdp)), 3)
 
 
 @pytest.mark.parametrize("name", LEARNERS)
@@ -247,4 +239,3 @@ def test_learning_is_seen_and_the_printed_constants_do_not_learn():
     assert found["practical"] < 0.5 * found["uniform"]
     assert found["uniform"] == pytest.approx(1600, abs=0.5)
     assert found["printed"] == pytest.approx(1609, abs=20)
-    assert not math.isnan(found["known"])
