@@ -106,7 +106,9 @@ def make_scratch(
         new(3, num_pairs),
         new(STATE_ROWS, num_states),
         new(2, int(layout.entry[-1])),
-        *(new(num_states, widest) for _ in range(3)),
+        new(num_states, widest),
+        new(num_states, widest),
+        new(num_states, widest),
         new(3 * widest, widest),
     )
 
