@@ -18,7 +18,7 @@ import numba
 import pytest
 
 import torch_occ
-from torch_occ._support import compiling
+from torch_occ._support import choices, compiling
 
 PACKAGE = Path(torch_occ.__file__).parent
 
@@ -134,6 +134,7 @@ def imported(tmp_path, monkeypatch):
     return load
 
 
+@pytest.mark.canary
 def test_a_routine_is_linked_into_kernels_and_has_no_machine_code(imported):
     """If this fails, Numba's classes have changed, and compiling takes twice as long."""
     module = imported(INNER)
@@ -155,6 +156,7 @@ def test_a_routine_from_disk_is_linked_into_new_kernels(imported):
     assert type(found.library) is compiling._RoutineLibrary
 
 
+@pytest.mark.canary
 def test_operators_are_looked_up_once(imported, monkeypatch):
     """If this fails, Numba's typing has changed, and compiling takes longer."""
     asked = []
@@ -279,6 +281,22 @@ def test_a_disk_that_is_full_costs_a_warning_only(compiled_twice, monkeypatch):
     with pytest.warns(UserWarning, match=r"No space left on device.*NUMBA_CACHE_DIR") as said:
         assert compiled_twice() == ((1.0, 2.0), 0)
     assert len(said) == 1
+
+
+# -- without Numba -----------------------------------------------------------------------------
+
+
+def test_without_numba_torch_is_used_and_one_warning_says_so():
+    def why_not():
+        raise ImportError("No module named 'numba'")
+
+    choices._without_engine.cache_clear()
+    with pytest.warns(UserWarning, match="No module named 'numba'.*torch is used") as said:
+        assert [choices.engine_takes("auto", why_not) for _ in range(2)] == [False, False]
+    assert len(said) == 1
+    with pytest.raises(ImportError, match="the engine cannot be imported: No module named 'numba'"):
+        choices.engine_takes("engine", why_not)
+    assert not choices.engine_takes("torch", why_not)
 
 
 # -- the stamp ---------------------------------------------------------------------------------
