@@ -640,7 +640,7 @@ def _solve_compiled(task: ProjectionTask, *rows: Any) -> tuple[Any, Any]:
     Args:
         rows: q, loss, rate, initial, transitions, lower and upper bounds, one row per element.
     """
-    engine, mdp, options = later("engine.projection"), task.mdp, task.options
+    engine, mdp, options = later("step.arrays").projection, task.mdp, task.options
     layout = engine.layout_of(mdp.layer_sizes, mdp.actions.cpu().numpy())
     count, certificate = len(rows[0]), np.zeros((len(rows[0]), 4))
     values = np.zeros((count, 2, mdp.num_states))
