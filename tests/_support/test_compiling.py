@@ -22,16 +22,16 @@ from torch_occ._support import choices, compiling
 
 PACKAGE = Path(torch_occ.__file__).parent
 
-#: Compiles as little as `simulate` can, in two modules: `play_fixed`, which calls kernels of
-#: torch_occ.engine.play.
+#: Compiles as little as `simulate` can, in two modules: `play`, which calls functions of
+#: torch_occ.engine.learners.
 PLAY = """
 import torch, torch_occ as occ
-from torch_occ.engine.play import play_fixed
+from torch_occ.engine.play import play
 mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
 losses = occ.BernoulliLosses(torch.full((mdp.num_states, 2), 0.5, dtype=torch.float64))
 history = occ.simulate(mdp, occ.FixedPolicy(mdp), losses, 50)
 assert history.backend == "engine"
-print(float(history.realised_regret[0, -1]), sum(play_fixed.stats.cache_hits.values()))
+print(float(history.realised_regret[0, -1]), sum(play.stats.cache_hits.values()))
 """
 
 
@@ -90,7 +90,7 @@ def test_where_nothing_can_be_written_kernels_are_compiled_and_one_warning_says_
     # as the warning advises
     again, _, said = copied(HOME=os.devnull, NUMBA_CACHE_DIR=str(elsewhere))
     assert (again, "cannot be kept" in said) == (before, False)
-    assert list(elsewhere.rglob("play.play_fixed*.nbc"))
+    assert list(elsewhere.rglob("play.play-*.nbc"))
 
 
 # -- routines ----------------------------------------------------------------------------------
