@@ -263,7 +263,7 @@ def indices(mean, visits, logs):
 def test_the_index_of_kl_ucb(mean, width):
     """kl(mean, index) = log t / visits, in forty digits; Pinsker's inequality bounds the index."""
     visits = 1 / width
-    found = float(indices(np.array([mean]), np.array([visits]), np.ones(1))[0])
+    found = indices(np.array([mean]), np.array([visits]), np.ones(1))[0].item()
     assert found >= mean - math.sqrt(width / 2) - 1e-12
     if mean == 0.0 or width > 700 * mean:  # zero, or so little that exp(log x) is zero
         assert found == 0.0
