@@ -259,6 +259,13 @@ class _Implementation(caching.CompileResultCacheImpl):
     _locator_classes = [_Provided, _InTree, _UserWide]  # noqa: RUF012 - declared like this in Numba
 
 
+def _foreign(kind: Any) -> bool:
+    """Whether a type has named tuples of another package, which other processes may not know."""
+    own = getattr(kind, "instance_class", None)
+    outside = own is not None and not own.__module__.startswith("torch_occ.")
+    return outside or any(map(_foreign, getattr(kind, "types", ())))
+
+
 class _KernelCache(caching.FunctionCache):
     """A cache in which every file contains a label of the kernel that it holds.
 
@@ -278,7 +285,7 @@ class _KernelCache(caching.FunctionCache):
         return self._impl.rebuild(target_context, payload) if label == self._label(key) else None
 
     def _save_overload(self, sig: Any, data: Any) -> None:
-        if self._impl.check_cachable(data):
+        if self._impl.check_cachable(data) and not any(map(_foreign, sig)):
             key = self._index_key(sig, data.codegen)
             try:
                 self._impl.locator.ensure_cache_path()
