@@ -20,7 +20,9 @@ def point(problem, *batch, seed=5):
 
 def derive(mdp, psi, q, t=1.0, parameters=None):
     evaluator = Evaluator(psi)
-    given = evaluator.own_parameters if parameters is None else parameters
+    given = (
+        evaluator.parameters(torch.as_tensor(t, dtype=F64)) if parameters is None else parameters
+    )
     evaluate = evaluator.bind_constants(given, torch.as_tensor(t, dtype=F64))
     return derivatives(mdp, psi, evaluate, q)
 

@@ -9,7 +9,7 @@ from torch.func import functional_call, grad, vmap
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
-from torch_occ.regularizers.catalog import TabularRegularizer
+from torch_occ.regularizers.base import TabularRegularizer
 from torch_occ.regularizers.parameters import FrozenList
 from torch_occ.regularizers.terms import Log, Power, Term
 
@@ -151,9 +151,9 @@ class Both(occ.Regularizer):
         super().__init__()
         self.all = list(parts)
 
-    def parts(self, t):
+    def parts(self):
         for part in self.all:
-            yield from part.parts(t)
+            yield from part.parts()
 
     def leaves(self):
         for part in self.all:

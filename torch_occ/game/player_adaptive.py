@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.engine.lanes import allocator, width_of
-from torch_occ.engine.layout import Floats, Terms, Work, suits_lanes
+from torch_occ.engine.layout import Floats, Work, suits_lanes
 from torch_occ.engine.play import IMPORTANCE_WEIGHTED, NOISE, Rules, Tally
 from torch_occ.engine.play_adaptive import (
     ADAPTIVE_RATES,
@@ -37,10 +37,10 @@ from torch_occ.game.adaptive import (
 )
 from torch_occ.game.learners import Learner
 from torch_occ.game.losses import LossProcess
-from torch_occ.game.players import EnginePlayer, FTRLPlayer, OverTime, terms_in
+from torch_occ.game.players import EnginePlayer, FTRLPlayer, terms_in
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
-from torch_occ.step.arrays import exponents_of, kinds_of, terms_of, weights_of
+from torch_occ.step.arrays import WeightsOverTime
 from torch_occ.step.arrays import why_not_game as why_not
 
 if TYPE_CHECKING:
@@ -80,11 +80,8 @@ class AdaptivePlayer(EnginePlayer):
         self.valid: list[Any] = []  # the last values of the parameters that were valid
         regularizer, pairs = learner.unscaled, mdp.actions.shape
         with torch.no_grad():
-            found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
-            self.terms = Terms(*kinds_of(found), exponents_of(found, pairs).numpy())
-        self.weights = OverTime(
-            lambda t: weights_of(terms_of(regularizer, t), pairs).expand(len(t), -1)
-        )
+            self.weights = WeightsOverTime(regularizer, pairs)
+            self.terms = self.weights.terms
         hints, rates = learner.hints, learner.rates
         self.manner = Manner(
             HINTS[type(hints)],

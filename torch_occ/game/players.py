@@ -54,11 +54,8 @@ from torch_occ.game.losses import GreedyAdversary, LossProcess
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 from torch_occ.step.arrays import (
-    exponents_of,
-    kinds_of,
+    WeightsOverTime,
     model_of,
-    terms_of,
-    weights_of,
     why_not_model,
 )
 from torch_occ.step.arrays import why_not_game as why_not
@@ -294,14 +291,9 @@ class FTRLPlayer(EnginePlayer):
         self.valid: list[Any] = []  # the last values of the parameters that were valid
         regularizer, own = learner.step.regularizer, learner.estimator
         with torch.no_grad():
-            found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
-            pairs = learner.mdp.actions.shape
-            exponents = exponents_of(found, pairs).numpy()
+            self.weights = WeightsOverTime(regularizer, learner.mdp.actions.shape)
         self.in_lanes = suits_lanes(self.model)
-        self.terms = Terms(*kinds_of(found), exponents)
-        self.weights = OverTime(
-            lambda t: weights_of(terms_of(regularizer, t), pairs).expand(len(t), -1)
-        )
+        self.terms = self.weights.terms
         if isinstance(own, ReducedVariance):
             self.setting = OverTime(own.threshold)
         else:

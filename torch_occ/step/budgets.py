@@ -33,11 +33,12 @@ from torch_occ._support.constants import (
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_of, join
+from torch_occ.regularizers.parameters import with_rank
 from torch_occ.step.checks import check_batches, report
 from torch_occ.step.implicit import Bound, ImplicitSolution, Setting, Stationarity
 from torch_occ.step.limits import Budgets, InfeasibleError, least_cost
 from torch_occ.step.newton import newton
-from torch_occ.step.problem import Problem, with_rank
+from torch_occ.step.problem import Problem
 from torch_occ.step.solution import Solution, Status, over
 from torch_occ.step.system import Factorization
 

@@ -25,10 +25,11 @@ class CompiledBudgets:
 
     def __init__(self, step: CompiledStep, t: Tensor, interior: Tensor) -> None:
         self.step, self.middle = step, interior.numpy().flatten()
-        formula, values = step.formula, [number(v) for v in (t, *(s[n] for s, n in step.slots))]
-        if formula is None:
-            formula, _, values = step.computed_by_torch(t)
-        self.numbers = formula.replay(formula.spread(values))[1]
+        values = [number(x) for x in step.read(t)]
+        if type(values[0]) is not float:
+            values[0] = values[0][..., None, None]
+        found = step.composition.weigh(values)
+        self.numbers = [*found.terms, *found.exponents]
 
     def search(
         self, loss: Tensor, costs: Tensor, limits: Tensor, start: Tensor, guess: Tensor

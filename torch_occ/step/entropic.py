@@ -50,8 +50,7 @@ from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import largest_exponent
 from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source, join
-from torch_occ.regularizers.base import Regularizer
-from torch_occ.regularizers.catalog import TabularRegularizer
+from torch_occ.regularizers.base import Composition, Regularizer, TabularRegularizer
 from torch_occ.regularizers.parameters import fit
 from torch_occ.regularizers.terms import XLogX
 from torch_occ.step.newton import Shaped, potential, shape_finely
@@ -72,8 +71,8 @@ def is_entropy(regularizer: Regularizer) -> bool:
             return False
         weights = {"pair": 0.0, "state": 0.0}
         for term in leaf.table():
-            known = isinstance(term.function, XLogX) and isinstance(term.weight, float | int)
-            if not known or term.argument not in weights:
+            known = isinstance(term.weight, float | int) and term.parameter is None
+            if not (known and isinstance(term.function, XLogX) and term.argument in weights):
                 return False
             weights[term.argument] += float(term.weight)
         if not 0 <= weights["pair"] + weights["state"] <= weights["pair"]:
@@ -81,28 +80,12 @@ def is_entropy(regularizer: Regularizer) -> bool:
     return True
 
 
-def entropy_at(regularizer: Regularizer, t: Tensor) -> Entropy:
-    """Return w and kappa of psi_t.
-
-    Raises:
-        RuntimeError: if a part that is not an entropy was added after the first use.
-    """
-    terms: list[tuple[str, Tensor]] = []
-    for part, weight in regularizer.parts(t):
-        if not isinstance(part, TabularRegularizer):
-            raise RuntimeError(
-                f"regularizer: {type(part).__name__} was added after the first use; "
-                "make a new FTRLStep(mdp, regularizer)"
-            )
-        for term in part.constant(weight)[0].terms:
-            terms.append((term.argument, fit(torch.as_tensor(term.weight).to(t), 0)))
-    return entropy_of(terms)
-
-
-def entropy_of(terms: Sequence[tuple[str, Tensor]]) -> Entropy:
-    """Return w and kappa from the arguments and weights of the terms."""
-    pairs, every = [w for name, w in terms if name == "pair"], [w for _, w in terms]
-    return Entropy(sum(pairs[1:], pairs[0]), sum(every[1:], every[0]))
+def entropy_of(composition: Composition, values: Sequence[Tensor]) -> Entropy:
+    """Return w and kappa of psi at values of t and its parameters."""
+    weights = [fit(torch.as_tensor(x).to(values[0]), 0) for x in composition.weigh(values).terms]
+    terms = zip(weights, composition.terms, strict=True)
+    pairs = [weight for weight, term in terms if term.argument == "pair"]
+    return Entropy(sum(pairs[1:], pairs[0]), sum(weights[1:], weights[0]))
 
 
 class Unfolded(NamedTuple):

@@ -53,7 +53,7 @@ class Setting:
     def event_dims(self) -> tuple[int | None, ...]:
         """The number of event dimensions of each tensor; None for parameters, which have any."""
         model = (1, *(layer.event_dims for layer in self.mdp.layers)) if self.probabilities else ()
-        return (0, *(None,) * len(self.evaluator.names), *model)
+        return (0, *self.evaluator.event_dims, *model)
 
     def bind(self, tensors: Sequence[Tensor]) -> Bound:
         """Return psi_t and the MDP with these tensors."""
