@@ -1,4 +1,4 @@
-"""Targets: occupancy measures that a plan should equal, checked before they are used."""
+"""Losses for networks: Fenchel-Young, expected cost, likelihood of demonstrations."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import push_forward
 from torch_occ.step.limits import Budgets
 from torch_occ.step.solution import Solution
+
+# -- Targets: occupancy measures that a plan should equal, checked before they are used ------------
 
 
 def tolerance_in(dtype: torch.dtype) -> float:
