@@ -231,13 +231,26 @@ class Row(NamedTuple):
     slopes: tuple[tuple[int, float], ...]
 
     def at(self, values: Sequence[Any]) -> Any:
-        """Return the weight; a number if it has no source."""
-        found: Any = self.constant
+        """Return the weight; a number if it has no source.
+
+        Parameters with negative powers form a rate, such as gamma / sqrt(t), and the weight is
+        divided by it.
+        """
+        over: Any = self.constant
+        rate: Any = None
+        time = sum(c * values[i] for i, c in self.slopes) if self.slopes else 0.0
         for i, p in self.powers:
-            found = found / values[i] if p == -1.0 else found * _power(values[i], p)
-        if self.slopes:
-            found = found * _power(values[0], sum(c * values[i] for i, c in self.slopes))
-        return found
+            if i == 0:
+                time = time + p
+            elif p < 0.0:
+                rate = _power(values[i], -p) if rate is None else rate * _power(values[i], -p)
+            else:
+                over = over * _power(values[i], p)
+        if type(time) is float and not time:
+            return over if rate is None else 1.0 / rate * over
+        if rate is None:
+            return _times_power(over, values[0], time)
+        return 1.0 / _times_power(rate, values[0], -time) * over
 
     def slope(self, values: Sequence[Any], i: int) -> Any:
         """Return the derivative with respect to a value, which is no tensor."""
@@ -261,6 +274,10 @@ class Row(NamedTuple):
             | ({0} if self.slopes else set())
             | {i for i, _ in self.slopes}
         )
+
+
+def _times_power(x: Any, t: Any, p: Any) -> Any:
+    return x / _power(t, 0.5) if type(p) is float and p == -0.5 else x * _power(t, p)
 
 
 _powers: Any = np.frompyfunc(operator.pow, 2, 1)

@@ -157,8 +157,12 @@ def kinds_of(terms: Sequence[Weighted]) -> Kinds:
     return arguments, functions, True if (functions == X_LOG_X).all() else None
 
 
+#: Episodes in a block of `WeightsOverTime`; torch does not split so few numbers between threads.
+_BLOCK = 2048
+
+
 class WeightsOverTime:
-    """The weights of psi for a range of episodes, for regularizers without batched parameters.
+    """The weights of psi as a function of t, for regularizers without batched parameters.
 
     Args:
         pairs: `(S, A)`.
@@ -167,7 +171,7 @@ class WeightsOverTime:
     def __init__(self, regularizer: Regularizer, pairs: torch.Size) -> None:
         self.composition = Composition(regularizer)
         self.pairs = pairs if regularizer.places() else ONE
-        exponents = self._flat(self._at(1.0).exponents)[0]
+        exponents = self._flat(self._weigh(torch.ones(1, dtype=torch.float64)).exponents, 1)[0]
         self.terms = Terms(*kinds_of(self.composition.terms), exponents)
         #: Whether all weights are powers of t. They are not if a user wrote a schedule.
         self.are_powers = all(
@@ -175,46 +179,44 @@ class WeightsOverTime:
         )
 
     def __call__(self, first: int, stop: int) -> Floats:
-        """Return the weights of episodes first, ..., stop - 1, `(n, K or K * S * A)`.
+        """Return the weights at episodes first, ..., stop - 1, `(n, K or K * S * A)`.
 
-        Episode 0 counts as 1.
+        Episode 0 counts as 1. The last bit of a root depends on its position in a tensor (torch
+        2.13). So a block always has the same episodes, wherever a run stops, continues or records.
         """
-        return self.at(np.maximum(np.arange(first, stop, dtype=np.float64), 1.0))
+        blocks = range(first // _BLOCK, (stop - 1) // _BLOCK + 1)
+        found = [
+            self.at(torch.arange(n * _BLOCK, (n + 1) * _BLOCK, dtype=torch.float64).clamp(min=1))
+            for n in blocks
+        ]
+        begin = blocks.start * _BLOCK
+        return np.concatenate(found)[first - begin : stop - begin]
 
-    def at(self, t: Floats) -> Floats:
-        """Return the weights at any times t `(n,)`, `(n, K or K * S * A)`."""
-        if self.are_powers:
-            return self._flat(self._at(t[:, None, None]).terms, len(t))
-        # The last bit of torch's functions depends on the position of a number in a tensor.
-        return np.concatenate([self._flat(self._at(float(x)).terms) for x in t])
+    def at(self, t: Tensor) -> Floats:
+        """Return the weights at times t `(n,)`, `(n, K or K * S * A)`."""
+        return self._flat(self._weigh(t).terms, len(t))
 
     def powers(self) -> Floats:
         """Return the weights at t = 1 and their powers of t, `(2, K or K * S * A)`."""
         assert self.are_powers
-        values, terms = self._values(1.0), self.composition.terms
-        exponents = [
-            sum(
-                (p for i, p in term.weight.powers if i == 0),
-                sum((c * values[i] for i, c in term.weight.slopes), 0.0),
-            )
-            for term in terms
-        ]
-        return np.concatenate([self._flat(self._at(1.0).terms), self._flat(exponents)])
-
-    def _values(self, t: Any) -> list[Any]:
-        """Return numbers and arrays for t and the parameters now."""
+        one = torch.ones(1, dtype=torch.float64)
         with torch.no_grad():
-            now = torch.tensor(t if isinstance(t, float) else 1.0, dtype=torch.float64)
-            return [t, *(number(x) for x in self.composition.values(now)[1:])]
+            values = self.composition.values(one)
+        exponents = [
+            sum(c * values[i] for i, c in term.weight.slopes) + dict(term.weight.powers).get(0, 0.0)
+            for term in self.composition.terms
+        ]
+        return np.concatenate([self.at(one), self._flat(exponents, 1)])
 
-    def _at(self, t: Any) -> Weights:
-        return self.composition.weigh(self._values(t))
+    @torch.no_grad()
+    def _weigh(self, t: Tensor) -> Weights:
+        return self.composition.weigh(self.composition.values(t))
 
-    def _flat(self, numbers: Sequence[Any], count: int = 1) -> Floats:
-        """Return one row of numbers per episode; a number per term, or one per term and pair."""
+    def _flat(self, numbers: Sequence[Any], count: int) -> Floats:
+        """Return one row of numbers for every t: one per term, or one per term and pair."""
         found = np.empty((count, len(numbers), *self.pairs))
         for k, x in enumerate(numbers):
-            found[:, k] = x
+            found[:, k] = x.numpy() if isinstance(x, Tensor) else x
         return found.reshape(count, -1)
 
 
