@@ -211,7 +211,7 @@ def test_the_evaluator_takes_other_parameters():
     for bind in (evaluator.bind, evaluator.bind_constants):
         close(on_pairs(mdp, derivatives(mdp, psi, bind(doubled, t), q)), expected, 1e-15)
     evaluator.validate(doubled)
-    with pytest.raises(ValueError, match="HybridTsallis: alpha|InverseSqrt: gamma"):
+    with pytest.raises(ValueError, match=r"HybridTsallis: alpha|InverseSqrt: gamma"):
         evaluator.validate([-x for x in doubled])
     assert [x.item() for x in psi.parameters()] == [0.5, 2.0, 3.0]
 

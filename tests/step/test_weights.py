@@ -44,7 +44,7 @@ def test_numbers_arrays_and_derivatives_are_those_of_torch(name):
                 together = np.broadcast_to(row.at(doubled), (2, 1, 1))
                 assert float(together[0, 0, 0]) == row.at(plain)
                 assert float(together[1, 0, 0]) == row.at([x + 0.125 for x in plain])
-            for i in row.sources:
+            for i in row.factors:
                 (slope,) = torch.autograd.grad(expected.sum(), values[i], retain_graph=True)
                 found = torch.as_tensor(row.slope(plain, i), dtype=F64)
                 found = found.expand(expected.shape).sum_to_size(slope.shape)

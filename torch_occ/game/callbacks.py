@@ -21,7 +21,7 @@ from torch_occ.game.learners import Learner
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.regularizers.base import Scaled
 from torch_occ.regularizers.schedules import Schedule
-from torch_occ.regularizers.terms import Source
+from torch_occ.regularizers.terms import Factor
 
 if TYPE_CHECKING:
     from torch_occ.game.history import History
@@ -329,7 +329,7 @@ def _numbers(learner: Learner, t: int) -> Iterator[tuple[str, float]]:
             for part in module.modules():
                 if isinstance(part, Scaled) and isinstance(part.factor, Schedule):
                     now = torch.tensor(float(t), dtype=torch.float64)
-                    rate = Source(part.factor).read(now).detach()
+                    rate = Factor(part.factor).read(now).detach()
                     yield "learning_rate" if part.power == -1 else "weight", float(rate.mean())
             for path, parameter in module.named_parameters():
                 name, x = path.rpartition(".")[2], parameter.detach()

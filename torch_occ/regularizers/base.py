@@ -35,12 +35,12 @@ from torch_occ.regularizers.terms import (
     ARGUMENTS,
     TIME,
     Argument,
+    Factor,
     Power,
-    Row,
-    Source,
     Term,
     Weight,
     Weighted,
+    WeightRow,
     keep,
     marginal,
 )
@@ -269,19 +269,19 @@ class TabularRegularizer(SeparableRegularizer):
 class Composition:
     """A regularizer as data: terms and functions of users, with the rows of their weights.
 
-    All weights are functions of `sources`; t is the first of them.
+    All weights are functions of `factors`, of which t is the first.
     """
 
     def __init__(self, regularizer: Regularizer) -> None:
         self.regularizer = regularizer
-        self.sources: list[Source] = [TIME]
+        self.factors: list[Factor] = [TIME]
         self.terms: list[Weighted] = []
-        self.others: list[tuple[Regularizer, Row]] = []  # functions that users wrote
+        self.others: list[tuple[Regularizer, WeightRow]] = []  # functions that users wrote
         for part, weight in regularizer.parts():
             if isinstance(part, TabularRegularizer):
                 self.terms += [self._weighted(part, i, weight) for i in range(len(part.table()))]
             else:
-                self.others.append((part, weight.row(self.sources)))
+                self.others.append((part, weight.row(self.factors)))
         self.kinds = [(term.argument, term.function) for term in self.terms]
         built_in = all(
             type(module).__module__.startswith(("torch_occ.", "torch.nn."))
@@ -298,15 +298,15 @@ class Composition:
             if x is None or isinstance(x, int | float):
                 return Weight(1.0 if x is None else float(x))
             key = x if isinstance(x, str) else (attribute, index)
-            return Weight(powers={Source(part, key): 1.0})
+            return Weight(powers={Factor(part, key): 1.0})
 
         p = term.function.p if isinstance(term.function, Power) else 0.0
         own = factor(term.weight, "weight").times(factor(term.parameter, "parameter"))
         return Weighted(
             term.argument,
             type(term.function),
-            own.times(weight).row(self.sources),
-            factor(p, "exponent").row(self.sources),
+            own.times(weight).row(self.factors),
+            factor(p, "exponent").row(self.factors),
         )
 
     def _structure(self) -> list[tuple[Regularizer, list[Any]]]:
@@ -317,14 +317,14 @@ class Composition:
         return found
 
     def values(self, t: Tensor) -> list[Tensor]:
-        """Return the values of the sources now; they broadcast against `(*batch, S, A)`.
+        """Return the values of the factors now; they broadcast against `(*batch, S, A)`.
 
         Raises:
             RuntimeError: if a user's regularizer has other parts or terms than at the start.
         """
         if self.known is not None:
             self.check()
-        return [source.read(t) for source in self.sources]
+        return [factor.read(t) for factor in self.factors]
 
     def check(self) -> None:
         """Raise a RuntimeError if a user's regularizer has other parts or terms than before."""
@@ -344,7 +344,7 @@ class Composition:
                 )
 
     def weigh(self, values: Sequence[Any]) -> Weights:
-        """Return weights and exponents at values of the sources."""
+        """Return weights and exponents at values of the factors."""
         return Weights(
             [term.weight.at(values) for term in self.terms],
             [term.exponent.at(values) for term in self.terms],

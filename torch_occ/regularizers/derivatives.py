@@ -29,7 +29,7 @@ _one_at_a_time = RLock()
 class Evaluator:
     """psi as a function of its parameters.
 
-    These are the values of the sources of its weights, which broadcast against `(*batch, S, A)`,
+    These are the values of the factors of its weights, which broadcast against `(*batch, S, A)`,
     followed by the parameters of functions that users wrote, in shapes of their own.
 
     Args:
@@ -43,7 +43,7 @@ class Evaluator:
     ) -> None:
         self.regularizer, self.vmapped = regularizer, vmapped
         self.composition = Composition(regularizer)
-        self.sources = self.composition.sources[1:]  # without t
+        self.factors = self.composition.factors[1:]  # without t
         paths = {id(module): path for path, module in regularizer.named_modules()}
         users = {id(module) for part, _ in self.composition.others for module in part.modules()}
         # A module that is used twice is listed once: functional_call would not restore a parameter
@@ -55,11 +55,11 @@ class Evaluator:
             if id(module) in users
         ]
         named = [
-            (paths[id(owner)], key if isinstance(key, str) else "") for owner, key in self.sources
+            (paths[id(owner)], key if isinstance(key, str) else "") for owner, key in self.factors
         ]
         named += [(path, name) for path, _, name in self.owners]
         self.names = tuple(".".join(filter(None, pair)) for pair in named)
-        self.event_dims = (*(2 for _ in self.sources), *(None for _ in self.owners))
+        self.event_dims = (*(2 for _ in self.factors), *(None for _ in self.owners))
         # Other modules, such as nn.Linear, do not look for replacements of their parameters.
         self.replaceable = all(isinstance(module, Parametrized) for _, module, _ in self.owners)
         self._caller = _MethodCaller(self.composition)
@@ -104,8 +104,8 @@ class Evaluator:
         Raises:
             ValueError: if one is not; the message names it.
         """
-        count = len(self.sources)
-        for (owner, key), value in zip(self.sources, parameters[:count], strict=True):
+        count = len(self.factors)
+        for (owner, key), value in zip(self.factors, parameters[:count], strict=True):
             if isinstance(owner, Parametrized) and isinstance(key, str) and key:
                 owner.check_value(key, value)
         named = zip(self.names[count:], parameters[count:], strict=True)
@@ -113,7 +113,7 @@ class Evaluator:
 
     def batch_shape(self, parameters: Sequence[Tensor]) -> torch.Size:
         """Return the batch shape of all parameters together, after the enclosing vmaps'."""
-        count = len(self.sources)
+        count = len(self.factors)
         shapes = self._batch_shapes(parameters[count:])
         rank = max((len(own) for _, own in shapes), default=0)
         padded = [torch.Size((*outer, *(1,) * (rank - len(own)), *own)) for outer, own in shapes]
@@ -121,7 +121,7 @@ class Evaluator:
 
     def batch_shapes(self, parameters: Sequence[Tensor]) -> dict[str, torch.Size]:
         """Return the batch shape of each parameter by name, without enclosing vmaps."""
-        count = len(self.sources)
+        count = len(self.factors)
         shapes = [x.shape[:-2] for x in parameters[:count]]
         shapes += [own for _, own in self._batch_shapes(parameters[count:])]
         return dict(zip(self.names, shapes, strict=True))
@@ -139,7 +139,7 @@ class Evaluator:
 
     def bind(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
         """Return the function from inputs to values, at these parameters and this t."""
-        count = len(self.sources)
+        count = len(self.factors)
         if not self.owners:
             weights = self.composition.weigh([spread_batch(t), *parameters])
             return lambda inputs: self.composition.evaluate(weights, inputs)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from torch_occ.regularizers.parameters import Parametrized, Value
-from torch_occ.regularizers.terms import TIME, Source, Weight
+from torch_occ.regularizers.terms import TIME, Factor, Weight
 
 
 class Schedule(Parametrized):
@@ -26,7 +26,7 @@ class Schedule(Parametrized):
     @property
     def weight(self) -> Weight:
         """The schedule as a factor of weights."""
-        return Weight(powers={Source(self): 1.0})
+        return Weight(powers={Factor(self): 1.0})
 
 
 class PowerSchedule(Schedule):
@@ -40,9 +40,9 @@ class PowerSchedule(Schedule):
     exponents: ClassVar[dict[str, float]] = {}
 
     def forward(self, t: Tensor) -> Tensor:
-        sources: list[Source] = [TIME]
-        row = self._weight.row(sources)
-        values = [t, *(getattr(self, str(source.key)) for source in sources[1:])]
+        factors: list[Factor] = [TIME]
+        row = self._weight.row(factors)
+        values = [t, *(getattr(self, str(factor.key)) for factor in factors[1:])]
         found: Tensor = row.at(values)
         return found.expand(t.shape) if found.dim() == 0 else found
 
@@ -50,8 +50,8 @@ class PowerSchedule(Schedule):
     def _weight(self) -> Weight:
         time = {TIME: self.time} if self.time else {}
         return Weight(
-            powers={Source(self, name): p for name, p in self.powers.items()} | time,
-            slopes={Source(self, name): c for name, c in self.exponents.items()},
+            powers={Factor(self, name): p for name, p in self.powers.items()} | time,
+            slopes={Factor(self, name): c for name, c in self.exponents.items()},
         )
 
     @property

@@ -160,7 +160,7 @@ class Term:
 # -- Weights as data: a constant, times powers of parameters, times a power of t -------------------
 
 
-class Source(NamedTuple):
+class Factor(NamedTuple):
     """What a weight depends on: t, a parameter, or a tensor that a user's code computes."""
 
     owner: Parametrized | None  # None for t
@@ -183,16 +183,16 @@ class Source(NamedTuple):
         return found
 
 
-TIME = Source(None)
+TIME = Factor(None)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """constant * product of source^power * t^(sum of coefficient * source)."""
+    """constant * product of factor^power * t^(sum of coefficient * factor)."""
 
     constant: float = 1.0
-    powers: Mapping[Source, float] = field(default_factory=dict)
-    slopes: Mapping[Source, float] = field(default_factory=dict)  # the coefficients
+    powers: Mapping[Factor, float] = field(default_factory=dict)
+    slopes: Mapping[Factor, float] = field(default_factory=dict)  # the coefficients
 
     def times(self, other: Weight, power: int = 1) -> Weight:
         """Return this weight times the other one to the power of 1 or -1."""
@@ -203,23 +203,23 @@ class Weight:
             _add(self.slopes, other.slopes, power),
         )
 
-    def row(self, sources: list[Source]) -> Row:
-        """Return the weight with sources by their index; `sources` gets those that it lacks."""
+    def row(self, factors: list[Factor]) -> WeightRow:
+        """Return the weight with factors by their index; `factors` gets those that it lacks."""
 
-        def numbered(given: Mapping[Source, float]) -> tuple[tuple[int, float], ...]:
-            sources.extend(source for source in given if source not in sources)
-            return tuple((sources.index(source), p) for source, p in given.items())
+        def numbered(given: Mapping[Factor, float]) -> tuple[tuple[int, float], ...]:
+            factors.extend(factor for factor in given if factor not in factors)
+            return tuple((factors.index(factor), p) for factor, p in given.items())
 
-        return Row(self.constant, numbered(self.powers), numbered(self.slopes))
+        return WeightRow(self.constant, numbered(self.powers), numbered(self.slopes))
 
 
-def _add(x: Mapping[Source, float], y: Mapping[Source, float], sign: int) -> dict[Source, float]:
+def _add(x: Mapping[Factor, float], y: Mapping[Factor, float], sign: int) -> dict[Factor, float]:
     total = {key: x.get(key, 0.0) + sign * y.get(key, 0.0) for key in (*x, *y)}
     return {key: p for key, p in total.items() if p}
 
 
-class Row(NamedTuple):
-    """A weight whose sources are indices in a list of values; t is the first of them.
+class WeightRow(NamedTuple):
+    """A weight whose factors are indices in a list of values; t is the first of them.
 
     Values are numbers, tensors, or arrays. Square roots are correctly rounded everywhere. The last
     bit of other powers depends on the implementation, so arrays use Python's: then a batch has the
@@ -231,7 +231,7 @@ class Row(NamedTuple):
     slopes: tuple[tuple[int, float], ...]
 
     def at(self, values: Sequence[Any]) -> Any:
-        """Return the weight; a number if it has no source.
+        """Return the weight; a number if it has no factor.
 
         Parameters with negative powers form a rate, such as gamma / sqrt(t), and the weight is
         divided by it.
@@ -267,7 +267,7 @@ class Row(NamedTuple):
         return found
 
     @property
-    def sources(self) -> set[int]:
+    def factors(self) -> set[int]:
         """The values that it depends on."""
         return (
             {i for i, _ in self.powers}
@@ -305,8 +305,8 @@ class Weighted(NamedTuple):
 
     argument: Argument
     function: type[Power] | type[XLogX] | type[Log]
-    weight: Row
-    exponent: Row
+    weight: WeightRow
+    exponent: WeightRow
 
     def value(self, x: Tensor, weight: Tensor | float, exponent: Tensor | float) -> Tensor:
         """Return weight * function(x), entry by entry."""

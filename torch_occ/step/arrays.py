@@ -175,7 +175,7 @@ class WeightsOverTime:
         self.terms = Terms(*kinds_of(self.composition.terms), exponents)
         #: Whether all weights are powers of t. They are not if a user wrote a schedule.
         self.are_powers = all(
-            isinstance(source.key, str) and source.key for source in self.composition.sources[1:]
+            isinstance(factor.key, str) and factor.key for factor in self.composition.factors[1:]
         )
 
     def __call__(self, first: int, stop: int) -> Floats:

@@ -29,7 +29,7 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import SparseLayer
 from torch_occ.regularizers.derivatives import Evaluator
 from torch_occ.regularizers.parameters import spread_batch, with_rank
-from torch_occ.regularizers.terms import Source
+from torch_occ.regularizers.terms import Factor
 from torch_occ.step.arrays import (
     ONE,
     Groups,
@@ -139,7 +139,7 @@ class Origin(NamedTuple):
         found: list[Tensor | None] = [None] * len(needed)
         for i, x in enumerate(inputs):
             if needed[i]:
-                slopes = (bar * row.slope(self.values, i) for row, bar in given if i in row.sources)
+                slopes = (bar * row.slope(self.values, i) for row, bar in given if i in row.factors)
                 found[i] = shaped(sum(slopes, 0.0), x, i == 0, self.batch, pairs)
         return found
 
@@ -277,12 +277,12 @@ class CompiledStep:
         # The shape of weights and exponents: one per pair if a parameter has one per layer, ...
         self.pairs = self.shape if self.regularizer.places() else ONE
         # The parameters in their slots, where `torch.func.functional_call` exchanges them.
-        self.slots: list[tuple[dict[Any, Any], Source]] = [
-            ({} if source.owner is None else own_parameters(source.owner), source)
-            for source in self.evaluator.sources
+        self.slots: list[tuple[dict[Any, Any], Factor]] = [
+            ({} if factor.owner is None else own_parameters(factor.owner), factor)
+            for factor in self.evaluator.factors
         ]
         # 2 if an exponent depends on a parameter, 1 if only weights do.
-        self.depth = 2 if any(term.exponent.sources for term in self.composition.terms) else 1
+        self.depth = 2 if any(term.exponent.factors for term in self.composition.terms) else 1
         self.valid: list[Any] = []  # the last values of the parameters that were valid
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -373,10 +373,10 @@ class CompiledStep:
         found: list[Any] = [t]
         if self.composition.known is not None:
             self.composition.check()
-        for slot, source in self.slots:
-            value: Tensor | None = slot.get(source.key)
+        for slot, factor in self.slots:
+            value: Tensor | None = slot.get(factor.key)
             if value is None or value.dim():
-                value = source.read(torch.as_tensor(t, dtype=torch.float64))
+                value = factor.read(torch.as_tensor(t, dtype=torch.float64))
             found.append(value)
         return found
 
@@ -460,7 +460,7 @@ class CompiledStep:
         Args:
             inputs: t and the parameters, followed by the probabilities if they are differentiated.
         """
-        rank, count = q.dim() - 2, 1 + len(self.evaluator.sources)
+        rank, count = q.dim() - 2, 1 + len(self.evaluator.factors)
         dims = (1, *(layer.event_dims for layer in mdp.layers))
         given = [with_rank(p, rank, dim) for p, dim in zip(inputs[count:], dims, strict=False)]
         differentiated, aligned = len(given) > 0, self._aligned(rank, inputs[:count])
