@@ -345,10 +345,11 @@ class Composition:
 
     def weigh(self, values: Sequence[Any]) -> Weights:
         """Return weights and exponents at values of the factors."""
+        known: dict[Any, Any] = {}
         return Weights(
-            [term.weight.at(values) for term in self.terms],
+            [term.weight.at(values, known) for term in self.terms],
             [term.exponent.at(values) for term in self.terms],
-            [row.at(values) for _, row in self.others],
+            [row.at(values, known) for _, row in self.others],
         )
 
     def evaluate(self, weights: Weights, inputs: Inputs) -> Values:

@@ -82,9 +82,13 @@ class Evaluator:
         return (*self.composition.values(t)[1:], *self._own)
 
     def align(self, rank: int, t: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return t and the parameters; all but users' get this number of batch dimensions."""
-        pairs = zip((t, *parameters), (0, *self.event_dims), strict=True)
-        return [x if dims is None else with_rank(x, rank, dims) for x, dims in pairs]
+        """Return t and the parameters with this number of batch dimensions.
+
+        Users' parameters, and numbers, stay as they are.
+        """
+        pairs = zip(parameters, self.event_dims, strict=True)
+        given = [with_rank(x, rank, dims) if dims and x.dim() else x for x, dims in pairs]
+        return [with_rank(t, rank, 0), *given]
 
     @property
     def _own(self) -> tuple[Tensor, ...]:

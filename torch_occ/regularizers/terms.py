@@ -230,27 +230,41 @@ class WeightRow(NamedTuple):
     powers: tuple[tuple[int, float], ...]
     slopes: tuple[tuple[int, float], ...]
 
-    def at(self, values: Sequence[Any]) -> Any:
+    def at(self, values: Sequence[Any], known: dict[Any, Any] | None = None) -> Any:
         """Return the weight; a number if it has no factor.
 
-        Parameters with negative powers form a rate, such as gamma / sqrt(t), and the weight is
-        divided by it.
+        Parameters with negative powers form a rate with t, such as gamma / sqrt(t), and the weight
+        is divided by it. `known` holds the inverse rates that other rows have computed.
         """
         over: Any = self.constant
+        for i, p in self.powers:
+            if i and p > 0.0:
+                over = over * _power(values[i], p)
+        under = tuple((i, p) for i, p in self.powers if p < 0.0 or not i)
+        if not under and not self.slopes:
+            return over
+        if under == ((0, -0.5),) and not self.slopes:
+            return over / _power(values[0], 0.5)
+        known = {} if known is None else known
+        if (under, self.slopes) not in known:
+            known[under, self.slopes] = self._inverse_rate(under, values)
+        return known[under, self.slopes] * over
+
+    def _inverse_rate(self, under: tuple[tuple[int, float], ...], values: Sequence[Any]) -> Any:
         rate: Any = None
         time = sum(c * values[i] for i, c in self.slopes) if self.slopes else 0.0
-        for i, p in self.powers:
+        for i, p in under:
             if i == 0:
                 time = time + p
-            elif p < 0.0:
-                rate = _power(values[i], -p) if rate is None else rate * _power(values[i], -p)
             else:
-                over = over * _power(values[i], p)
-        if type(time) is float and not time:
-            return over if rate is None else 1.0 / rate * over
+                rate = _power(values[i], -p) if rate is None else rate * _power(values[i], -p)
         if rate is None:
-            return _times_power(over, values[0], time)
-        return 1.0 / _times_power(rate, values[0], -time) * over
+            return _power(values[0], time)
+        if type(time) is float and time == 0.5:
+            rate = rate / _power(values[0], 0.5)
+        elif type(time) is not float or time:
+            rate = rate * _power(values[0], -time)
+        return 1.0 / rate
 
     def slope(self, values: Sequence[Any], i: int) -> Any:
         """Return the derivative with respect to a value, which is no tensor."""
@@ -274,10 +288,6 @@ class WeightRow(NamedTuple):
             | ({0} if self.slopes else set())
             | {i for i, _ in self.slopes}
         )
-
-
-def _times_power(x: Any, t: Any, p: Any) -> Any:
-    return x / _power(t, 0.5) if type(p) is float and p == -0.5 else x * _power(t, p)
 
 
 _powers: Any = np.frompyfunc(operator.pow, 2, 1)

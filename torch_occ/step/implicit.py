@@ -268,11 +268,17 @@ class ImplicitSolution(torch.autograd.Function):
             # dimension of that vmap.
             evaluator = equation.setting.evaluator.under_vmap(batched)
             equation = replace(equation, setting=replace(equation.setting, evaluator=evaluator))
+        rank = tensors[0].dim() - equation.leading[0] - (dims[0] is not None)
         for i, event in enumerate(events):
-            if event is not None and dims[i] is None:
+            if event is None:
+                continue
+            shared, number = dims[i] is None, tensors[i].dim() == (dims[i] is not None)
+            if number and event and (inside or not shared):
+                front[i] = front[i].reshape(-1, *(1,) * (rank + event))
+            elif shared and not number:
                 front[i] = front[i].unsqueeze(0)
-                if inside:
-                    front[i] = front[i].expand(info.batch_size, *front[i].shape[1:])
+            if shared and inside:
+                front[i] = front[i].expand(info.batch_size, *front[i].shape[1:])
         outputs = ImplicitSolution.apply(equation, *front)
         return outputs, (0,) * len(outputs)
 
