@@ -23,9 +23,9 @@ from torch import Tensor
 import torch_occ as occ
 from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
 from experiments.games import write_configuration, write_text
-from experiments.meta_gradients_figure import FORECAST, PATHWISE, REFERENCE, UNBIASED, draw
 
-YEAR = 365 * 86400.0
+REFERENCE, PATHWISE = "finite differences", "pathwise"
+UNBIASED, FORECAST = "pathwise + score", "forecast"
 
 
 @dataclass(frozen=True)
@@ -201,12 +201,13 @@ def estimate(
 def rows_of(
     answers: dict[str, Answer], names: list[str], beta: float, T: int, count: int
 ) -> list[dict[str, Any]]:
-    """One row per estimator and parameter, with its bias and its cost."""
+    """One row per estimator and parameter, with its distance from the differences."""
     reference, rows = answers[REFERENCE], []
     for estimator, answer in answers.items():
         for i, name in enumerate(names):
             truth, own = float(reference.gradient[i]), float(answer.gradient[i])
             error, theirs = float(answer.error[i]), float(reference.error[i])
+            apart = abs(own - truth) / math.hypot(error, theirs)
             rows.append(
                 {
                     "beta": beta,
@@ -217,72 +218,80 @@ def rows_of(
                     "gradient": own,
                     "standard_error": error,
                     "reference": truth,
-                    "reference_error": theirs,
-                    "relative_bias": own / truth - 1,
-                    "distance": 0.0
-                    if estimator == REFERENCE
-                    else abs(own - truth) / (error**2 + theirs**2) ** 0.5,
+                    "distance": 0.0 if estimator == REFERENCE else apart,
                     "heaviest_seed": float(answer.heaviest[i]),
                     "seconds": answer.seconds,
-                    # A standard error falls with the square root of the seeds.
-                    "seconds_to_10_percent": answer.seconds
-                    * max((error / (0.1 * abs(truth))) ** 2, 1 / max(count, 1)),
                 }
             )
     return rows
 
 
-def verdicts(rows: list[dict[str, Any]], shown: str) -> list[str]:
-    """Which estimators are usable; only the numbers decide."""
-    lines = []
-    for key in dict.fromkeys((row["beta"], row["episodes"]) for row in rows):
-        for estimator in (PATHWISE, UNBIASED, FORECAST):
-            kept = {
-                row["parameter"]: row
-                for row in rows
-                if (row["beta"], row["episodes"], row["estimator"]) == (*key, estimator)
-            }
-            own, apart = kept[shown], max(row["distance"] for row in kept.values())
-            noise = own["standard_error"] / abs(own["reference"])
-            if not np.isfinite(apart):
-                note = "not a number"
-            elif noise > 1:
-                note = f"not usable, its standard error is {noise:.3g} times the gradient"
-            elif apart > 3:
-                note = f"biased, by {own['relative_bias']:+.1%}"
-                note += f"; up to {apart:.1f} standard errors away from the differences"
-            else:
-                note = f"within three standard errors of the differences (up to {apart:.1f})"
-                note += f"; its own is {noise:.1%} of the gradient" if own["seeds"] else ""
-            if own["heaviest_seed"] > 0.25:
-                note += f"; one seed makes {own['heaviest_seed']:.0%} of its variance"
-            lines.append(f"beta = {key[0]:g}, T = {key[1]}, {estimator}: {note}")
-    return lines
+def verdict(row: dict[str, Any]) -> str:
+    """Whether an estimate is usable; only the numbers decide."""
+    noise, apart = row["standard_error"] / abs(row["reference"]), row["distance"]
+    if not np.isfinite(apart):
+        note = "not a number"
+    elif noise > 1:
+        note = f"not usable, its standard error is {noise:.3g} times the gradient"
+    elif apart > 3:
+        bias = row["gradient"] / row["reference"] - 1
+        note = f"biased, by {bias:+.1%}; {apart:.1f} standard errors away"
+    else:
+        note = f"{apart:.1f} standard errors away"
+    heavy = row["heaviest_seed"]
+    return f"{note}; one seed makes {heavy:.0%} of its variance" if heavy > 0.25 else note
 
 
-def tabulate(rows: list[dict[str, Any]], shown: str) -> str:
-    """A row for every setting, T and estimator."""
-    names, cells = list(dict.fromkeys(row["parameter"] for row in rows)), []
-    for key in dict.fromkeys((row["beta"], row["episodes"], row["estimator"]) for row in rows):
-        kept = {
-            row["parameter"]: row
-            for row in rows
-            if (row["beta"], row["episodes"], row["estimator"]) == key
-        }
-        own = kept[shown]
-        found = [
-            f"{kept[name]['gradient']:.4g}"
-            + (f" ± {kept[name]['standard_error']:.2g}" if own["seeds"] else "")
-            for name in names
+def tabulate(rows: list[dict[str, Any]]) -> str:
+    """A row for every setting, T, parameter and estimator."""
+    cells = [
+        [
+            f"{row['beta']:g}",
+            str(row["episodes"]),
+            f"log {row['parameter']}",
+            row["estimator"],
+            f"{row['gradient']:.4g}" + (f" ± {row['standard_error']:.2g}" if row["seeds"] else ""),
+            seconds(row["seconds"]),
+            verdict(row) if row["estimator"] != REFERENCE else "the reference",
         ]
-        price = own["seconds_to_10_percent"]
-        times = [seconds(own["seconds"])]
-        times += [seconds(price) if price < YEAR else "> a year"] if own["seeds"] else [""]
-        beta, T, estimator = key
-        cells.append([f"{beta:g}", str(T), estimator, str(own["seeds"] or ""), *found, *times])
-    header = ["beta", "T", "estimator", "seeds", *(f"d / d log {name}" for name in names)]
-    header += ["core time", f"for 10 % in {shown}"]
-    return table(header, cells, left=(2,))
+        for row in rows
+    ]
+    header = ["beta", "T", "in", "estimator", "gradient", "core time", "beside the differences"]
+    return table(header, cells, left=(2, 3, 6))
+
+
+def draw(rows: list[dict[str, Any]], shown: str) -> Any:
+    """One column per setting: the gradient over its reference, and the error with 1,000 seeds."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row["parameter"] == shown]
+    betas = list(dict.fromkeys(row["beta"] for row in rows))
+    figure = Figure(figsize=(3.4 * len(betas) + 0.8, 6.2), layout="constrained")
+    grid = figure.subplots(2, len(betas), squeeze=False, sharex=True, sharey="row")
+    for beta, (above, below) in zip(betas, grid.T, strict=True):
+        for i, estimator in enumerate((REFERENCE, PATHWISE, UNBIASED, FORECAST)):
+            kept = [row for row in rows if row["beta"] == beta and row["estimator"] == estimator]
+            t, unit, values, errors, seeds = np.array(
+                [
+                    [row[key] for row in kept]
+                    for key in ("episodes", "reference", "gradient", "standard_error", "seeds")
+                ]
+            )
+            look = {"color": f"C{i}", "marker": "o", "markersize": 4, "label": estimator}
+            above.errorbar(
+                t * 1.08 ** (i - 1.5), values / unit, 1.96 * errors / abs(unit), capsize=2, **look
+            )
+            if estimator != FORECAST:
+                below.plot(t, errors / abs(unit) * np.sqrt(seeds / 1000), **look)
+        above.set(title=f"β = {beta:g}", ylim=(-1, 4))
+        below.axhspan(1, 1e30, color="0.94", zorder=0)  # the error is larger than the gradient
+        below.set(xscale="log", yscale="log", xlabel="episodes T", ylim=(1e-3, 1e8))
+    grid[0, 0].set_ylabel("estimate / reference (95 %)")
+    grid[1, 0].set_ylabel("standard error of 1,000 seeds\n/ |gradient|")
+    labelled = grid[0, 0].get_legend_handles_labels()
+    figure.legend(*labelled, loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(f"The gradient of the regret in log {shown}, through the run")
+    return figure
 
 
 def main(args: Args) -> Path:
@@ -309,7 +318,7 @@ def main(args: Args) -> Path:
             print(f"beta = {beta:g}, T = {T}: {count} seeds, {spent}", flush=True)
             write_csv(directory / "gradients.csv", rows)
     write_figure(directory / "gradients.png", draw(rows, args.shown))
-    text = "\n".join([tabulate(rows, args.shown), "", *verdicts(rows, args.shown), "", machine()])
+    text = f"{tabulate(rows)}\n\n{machine()}"
     write_text(directory / "report.txt", text)
     print(f"\n{text}\n\nwritten to {directory}: gradients.png, gradients.csv, report.txt")
     return directory

@@ -62,17 +62,13 @@ def test_one_tensor_in_two_places_has_both_derivatives():
 
 
 @pytest.mark.parametrize("place", [False, True])
-def test_weights_over_time_do_not_depend_on_where_a_block_begins(place):
+def test_weights_over_time_are_powers_of_t(place):
     gamma = occ.PerState(MDP, torch.linspace(1, 2, 7, dtype=F64)) if place else 1.5
     psi = occ.Tsallis(0.3) / occ.Polynomial(gamma, 0.37) + occ.LogBarrier(2.0)
-    weights = WeightsOverTime(psi, MDP.actions.shape)
-    whole = weights(0, 50)
-    assert whole.shape == (50, 2 * (21 if place else 1))
-    assert np.array_equal(whole[0], whole[1])  # episode 0 counts as 1
-    for first in range(1, 50):
-        assert np.array_equal(weights(first, 50), whole[first:])
-    c, e = weights.powers()
-    np.testing.assert_allclose(whole[1:], c * np.arange(1.0, 50)[:, None] ** e, rtol=1e-14)
+    weights, t = WeightsOverTime(psi, MDP.actions.shape), torch.arange(1.0, 50, dtype=F64)
+    assert weights.at(t).shape == (49, weights.size) == (49, 2 * (21 if place else 1))
+    c, e = torch.from_numpy(weights.powers())
+    torch.testing.assert_close(weights.at(t), c * t[:, None] ** e, rtol=1e-14, atol=0)
 
 
 def test_it_can_be_copied():
@@ -108,7 +104,9 @@ def test_a_schedule_of_somebody_else_is_asked_every_time():
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     weights = WeightsOverTime(psi, MDP.actions.shape)
     assert not weights.are_powers
-    assert weights(8, 12)[:, 0].tolist() == pytest.approx([-1, -1, -10, -10], rel=1e-6)
+    assert weights.at(torch.arange(8, 12, dtype=F64))[:, 0].tolist() == pytest.approx(
+        [-1, -1, -10, -10], rel=1e-6
+    )
 
 
 def test_numbers_beyond_the_floating_point_go_to_the_torch_path():

@@ -1,15 +1,15 @@
 """Every use of a private interface of another package; these may change with its next release.
 
-Each function says what it replaces. No other module uses a private name of torch, Numba,
-TensorBoard or the standard library, except torch_occ._support.caching, which derives classes from
-those of Numba's cache.
+Each function says what it replaces. No other module names a private interface of torch, Numba,
+llvmlite, TensorBoard or the standard library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
+from importlib import import_module
 from multiprocessing.process import BaseProcess
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,6 +19,35 @@ from torch.autograd import forward_ad
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+#: What torch_occ._support.compiling and torch_occ.engine.lanes derive compilers and types from,
+#: imported when it is asked for: `import torch_occ` shall not wait for Numba.
+_ON_DEMAND = {
+    "llvmlite": "llvmlite",
+    "ir": "llvmlite.ir",
+    "parse_bitcode": "llvmlite.binding:parse_bitcode",
+    "caching": "numba.core.caching",
+    "cgutils": "numba.core.cgutils",
+    "models": "numba.core.datamodel.models",
+    "Conversion": "numba.core.typeconv:Conversion",
+    "signature": "numba.core.typing:signature",
+    "AbstractTemplate": "numba.core.typing.templates:AbstractTemplate",
+    "infer_global": "numba.core.typing.templates:infer_global",
+    "Compiler": "numba.core.compiler:Compiler",
+    "CompileResult": "numba.core.compiler:CompileResult",
+    "JITCodeLibrary": "numba.core.codegen:JITCodeLibrary",
+    "alias_func_extensions": "numba.core.ir_utils:alias_func_extensions",
+    "populate_array": "numba.np.arrayobj:populate_array",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _ON_DEMAND[name].partition(":")
+    found = import_module(module)
+    return getattr(found, attribute) if attribute else found
+
 
 #: Numba's option for kernels that neither allocate nor own arrays. Reference counting took half of
 #: their time.
@@ -69,39 +98,17 @@ def outside_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return torch._compile._disable_dynamo(function)
 
 
-def is_batched_by_autograd(*tensors: Tensor | None) -> bool:
-    """Whether autograd batches derivatives, with `is_grads_batched` or `vectorize=True`.
+def refuse_batched_derivatives(*tensors: Tensor | None) -> None:
+    """Raise a RuntimeError if autograd batches derivatives with `is_grads_batched`.
 
     It has its own kind of batched tensors for this, older than torch.func, with few operations.
     """
     check = torch._C._functorch.is_legacy_batchedtensor
-    return any(x is not None and check(x) for x in tensors)
-
-
-def one_by_one_in_batch(
-    function: Callable[..., Sequence[Tensor | None]], *tensors: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Call a function for each element of tensors that autograd has batched.
-
-    The innermost of nested batches is taken.
-    """
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    batched = [x is not None and is_batched_by_autograd(x) for x in tensors]
-    # The size that is passed matters only for tensors that are not batched.
-    pairs = zip(tensors, batched, strict=True)
-    plain = [
-        torch._remove_batch_dim(x, level, 1, 0) if x is not None and b else x for x, b in pairs
-    ]
-    count = next(len(x) for x, b in zip(plain, batched, strict=True) if x is not None and b)
-    found = [
-        function(*(x[i] if x is not None and b else x for x, b in zip(plain, batched, strict=True)))
-        for i in range(count)
-    ]
-    return tuple(
-        None if column[0] is None else torch._add_batch_dim(torch.stack(column), 0, level)
-        for column in zip(*found, strict=True)
-    )
+    if any(x is not None and check(x) for x in tensors):
+        raise RuntimeError(
+            "is_grads_batched=True and vectorize=True do not work with this package; use "
+            "torch.func.jacrev, torch.func.vmap over torch.func.vjp, or a loop over the gradients"
+        )
 
 
 #: What torch dispatches to outside of any operator.

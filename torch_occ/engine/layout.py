@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Any, NamedTuple, TypeVar
+from typing import overload as overloaded
 
 import numpy as np
 from numba import njit, types
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from torch_occ._support.caching import keep
+from torch_occ._support.compiling import KernelCompiler, RoutineCompiler, keep
 from torch_occ._support.constants import SQUARE
-from torch_occ._support.private import NO_REFERENCE_COUNTS
+from torch_occ._support.private import NO_REFERENCE_COUNTS, AbstractTemplate, infer_global
 from torch_occ.engine.lanes import FEW_LANES, LANES, Shared, lanes_for
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -75,7 +77,11 @@ _OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, **NO_REFERENC
 
 #: For functions that only kernels call. The wrapper for calls from Python would take longer to
 #: compile than the function.
-_NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_INNER: dict[str, Any] = _OPTIONS | {
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+    "pipeline_class": RoutineCompiler,
+}
 
 
 def kernel(function: Function) -> Function:
@@ -83,28 +89,32 @@ def kernel(function: Function) -> Function:
 
     Products and sums may be fused; no other floating-point optimization is allowed.
     """
-    return keep(njit(fastmath={"contract"}, **_OPTIONS)(function))
+    return keep(njit(fastmath={"contract"}, pipeline_class=KernelCompiler, **_OPTIONS)(function))
 
 
-def routine(function: Function) -> Function:
-    """Compile a function that only kernels call."""
-    return keep(njit(fastmath={"contract"}, **_OPTIONS, **_NO_WRAPPERS)(function))
+@overloaded
+def routine(function: Function) -> Function: ...
 
 
-def adder(function: Function) -> Function:
-    """Compile a routine whose sums may be taken in any order, so that they vectorize."""
-    return keep(njit(fastmath={"contract", "reassoc"}, **_OPTIONS, **_NO_WRAPPERS)(function))
+@overloaded
+def routine(*, inline: bool = False, any_order: bool = False) -> Callable[[Function], Function]: ...
 
 
-def part(function: Function) -> Function:
-    """Compile a routine that LLVM inlines into its callers.
+def routine(function: Any = None, *, inline: bool = False, any_order: bool = False) -> Any:
+    """Compile a function that only kernels call; it becomes a part of them.
 
-    A call would take longer than the function, because all arrays are passed.
+    Args:
+        inline: whether LLVM must inline it. A call of a small function takes longer than its work,
+            because all arrays are passed.
+        any_order: whether its sums may be taken in any order, so that they vectorize.
     """
-    options: dict[str, Any] = (
-        {"fastmath": {"contract"}, "forceinline": True} | _OPTIONS | _NO_WRAPPERS
-    )
-    return keep(njit(**options)(function))
+    if function is None:
+        return lambda function: routine(function, inline=inline, any_order=any_order)  # type: ignore[call-overload]
+    fastmath = {"contract", "reassoc"} if any_order else {"contract"}
+    return keep(njit(fastmath=fastmath, forceinline=inline, **_INNER)(function))
+
+
+part, adder = routine(inline=True), routine(any_order=True)
 
 
 def inlined(function: Function) -> Function:
@@ -117,29 +127,73 @@ def inlined(function: Function) -> Function:
 unsigned = np.uint64
 
 
-def choose(test: Callable[..., bool], one: Function, other: Function) -> Function:
-    """Dispatch on the types of the arguments when the calling kernel is compiled.
+def dispatch(like: Function, pick: Callable[..., Any]) -> Function:
+    """A function that kernels call; `pick` returns a routine for the types of its arguments.
 
-    `one` is called if the test of these types is true. What is not called is not compiled.
+    What is not picked is not compiled. `like` is a function that has its docstring.
     """
 
-    @wraps(one.py_func)  # type: ignore[attr-defined]
+    @wraps(like)
     def stub(*_: Any) -> Any:
         raise TypeError("called by kernels only")
 
-    options = {
-        name: value
-        for name, value in one.targetoptions.items()  # type: ignore[attr-defined]
-        if name not in ("nopython", "inline")
-    }
-    inline = one.targetoptions.get("inline", "never")  # type: ignore[attr-defined]
+    class Choice(AbstractTemplate):
+        key = stub
 
-    @overload(stub, inline=inline, strict=False, jit_options=options)  # type: ignore[arg-type]
-    @wraps(one.py_func)  # type: ignore[attr-defined]
-    def chosen(*arguments: Any) -> Any:
-        return (one if test(*arguments) else other).py_func  # type: ignore[attr-defined]
+        def generic(self, arguments: Any, keywords: Any) -> Any:
+            self.chosen = types.Dispatcher(pick(*arguments))
+            return self.chosen.get_call_type(self.context, arguments, keywords)
 
+        def get_impl_key(self, sig: Any) -> Any:
+            return self.chosen.get_impl_key(sig)
+
+    infer_global(stub, types.Function(Choice))
     return stub  # type: ignore[return-value]
+
+
+def choose(test: Callable[..., bool], one: Any, other: Any) -> Any:
+    """`one` if the test of the types of its arguments is true, else `other`.
+
+    Both are routines, or both are inlined and have the same names of parameters.
+    """
+
+    def chosen(*arguments: Any) -> Any:
+        return one if test(*arguments) else other
+
+    if "inline" not in one.targetoptions:
+        return dispatch(one.py_func, chosen)
+
+    @wraps(one.py_func)
+    def stub(*_: Any) -> Any:
+        raise TypeError("called by kernels only")
+
+    @overload(stub, inline="always", strict=False, jit_options=_INNER)  # type: ignore[arg-type]
+    @wraps(one.py_func)
+    def chosen_code(*arguments: Any) -> Any:
+        return chosen(*arguments).py_func
+
+    return stub
+
+
+def by_learner(function: Callable[..., Any]) -> Any:
+    """A function that kernels call, chosen by the type of its parameter `learner`.
+
+    `register(kind)` is a decorator: the function behind it is called if the learner is a named
+    tuple of this class. It has the same parameters, and is compiled as a `part`.
+    """
+    known: dict[type, Any] = {}
+    place = [*signature(function).parameters].index("learner")
+    found: Any = dispatch(function, lambda *kinds: known[kinds[place].instance_class])
+
+    def register(kind: type) -> Callable[[Function], Function]:
+        def enter(own: Function) -> Function:
+            known[kind] = part(own)
+            return own
+
+        return enter
+
+    found.register = register
+    return found
 
 
 def either(dense: Function, sparse: Function) -> Function:

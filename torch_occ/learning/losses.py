@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor
 
 from torch_occ._support.private import (
     carries_derivative,
-    is_batched_by_autograd,
-    one_by_one_in_batch,
     outside_graphs,
+    refuse_batched_derivatives,
     values_are_hidden,
 )
 from torch_occ.mdp.checks import broadcast
@@ -142,7 +140,7 @@ def optimal_value(
     probabilities = mdp.probabilities if differentiated else ()
 
     def lagrangian(q: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-        """Return psi_t(q) - ⟨v, E q - b⟩, the part that `Stationary` differentiates by autograd."""
+        """Return psi_t(q) - ⟨v, E q - b⟩, the part that `SolvedPlan` differentiates by autograd."""
         t, parameters, given = rest[0], rest[1 : 1 + count], rest[1 + count :]
         model = mdp.with_probabilities(*given) if given else mdp
         batch = torch.broadcast_shapes(q.shape[:-2], t.shape)
@@ -151,10 +149,10 @@ def optimal_value(
         return value - (v * flow_residual(model, q)).sum(-1) if given else value
 
     rest = (t, *evaluator.parameters(t), *probabilities)
-    return Stationary.apply(lagrangian, solution.q, solution.value, loss, *rest)
+    return SolvedPlan.apply(lagrangian, solution.q, solution.value, loss, *rest)
 
 
-class Stationary(torch.autograd.Function):
+class SolvedPlan(torch.autograd.Function):
     """⟨q, loss⟩ + function(q, v, *rest), where the derivatives in q and v cancel.
 
     The first derivative treats q and v as constants. The second one does not, because the first
@@ -175,8 +173,7 @@ class Stationary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, bar: Tensor) -> tuple[Tensor | None, ...]:
-        if is_batched_by_autograd(bar):
-            return one_by_one_in_batch(partial(Stationary.backward, ctx), bar)
+        refuse_batched_derivatives(bar)
         q, v, loss, *rest = ctx.saved_tensors
         needed = ctx.needs_input_grad[4:]
         found: list[Tensor | None] = [None] * len(rest)
@@ -330,19 +327,19 @@ def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> No
         return
     bounds = torch.tensor([(part.start, part.stop) for part in mdp.layer_slices])
     first, stop = bounds.to(states.device).unbind(-1)
-    if at := _first((states < first) | (states >= stop)):
+    if at := _first_wrong((states < first) | (states >= stop)):
         here = mdp.layer_slices[at[-1]]
         raise ValueError(
-            f"states: {_place(at)} is {int(states[at])}, which is not a state of this layer; "
+            f"states: {_place_of(at)} is {int(states[at])}, which is not a state of this layer; "
             f"those are {here.start} to {here.stop - 1}"
         )
     inside = (actions >= 0) & (actions < mdp.num_actions)
-    if at := _first(~inside | ~mdp.actions[states, torch.where(inside, actions, 0)]):
+    if at := _first_wrong(~inside | ~mdp.actions[states, torch.where(inside, actions, 0)]):
         raise ValueError(
-            f"actions: {_place(at)} is {int(actions[at])}, an action that does not exist in "
+            f"actions: {_place_of(at)} is {int(actions[at])}, an action that does not exist in "
             f"{mdp.locate(int(states[at]))}"
         )
-    if at := _first(~(arrivals(mdp, states, actions).detach() > 0)):
+    if at := _first_wrong(~(arrivals(mdp, states, actions).detach() > 0)):
         *_, k = at
         if k == 0:
             why = "where no episode of this MDP begins"
@@ -353,7 +350,7 @@ def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> No
                 f"action {int(actions[before])}"
             )
         raise ValueError(
-            f"states: {_place(at)} is {int(states[at])} ({mdp.locate(int(states[at]))}), {why}"
+            f"states: {_place_of(at)} is {int(states[at])} ({mdp.locate(int(states[at]))}), {why}"
         )
 
 
@@ -389,13 +386,13 @@ def _at(table: Tensor, index: Tensor) -> Tensor:
     return table.expand(*batch, table.shape[-1]).gather(-1, index)
 
 
-def _first(wrong: Tensor) -> tuple[int, ...]:
+def _first_wrong(wrong: Tensor) -> tuple[int, ...]:
     """Return the index of the first True; empty if there is none."""
     found = wrong.nonzero()
     return tuple(found[0].tolist()) if len(found) else ()
 
 
-def _place(at: tuple[int, ...]) -> str:
+def _place_of(at: tuple[int, ...]) -> str:
     *batch, trajectory, k = at
     element = f"batch element {tuple(batch)}, " if batch else ""
     return f"{element}trajectory {trajectory}, layer {k}"
@@ -418,7 +415,9 @@ def expected_cost(
     Args:
         loss: the predicted losses, `(*batch, S, A)`.
         cost: the true losses, `(*batch, S, A)`. Values on masked pairs are ignored.
-        t, warm_start, mdp: as in `FTRLStep.solve`.
+        t: the episode, as in `FTRLStep.solve`.
+        warm_start: as there.
+        mdp: as there.
 
     Returns:
         One number per element, `(*batch,)`; differentiable in all of them.
@@ -458,7 +457,9 @@ def negative_log_likelihood(
         states: `(*batch, N, L)`, N trajectories per element: one state per layer, numbered over all
             layers as everywhere. Batch shapes broadcast.
         actions: `(*batch, N, L)`.
-        t, warm_start, mdp: as in `FTRLStep.solve`.
+        t: the episode, as in `FTRLStep.solve`.
+        warm_start: as there.
+        mdp: as there.
         transitions: whether to add - log initial(s_0) - sum_k log P(s_{k+1} | s_k, a_k). These
             terms do not depend on the loss; they matter if the probabilities are learned.
 

@@ -157,10 +157,6 @@ def kinds_of(terms: Sequence[Weighted]) -> Kinds:
     return arguments, functions, True if (functions == X_LOG_X).all() else None
 
 
-#: Episodes in a block of `WeightsOverTime`; torch does not split so few numbers between threads.
-_BLOCK = 2048
-
-
 class WeightsOverTime:
     """The weights of psi as a function of t, for regularizers without batched parameters.
 
@@ -172,27 +168,14 @@ class WeightsOverTime:
         self.composition = Composition(regularizer)
         self.pairs = pairs if regularizer.places() else ONE
         exponents = self._flat(self._weigh(torch.ones(1, dtype=torch.float64)).exponents, 1)[0]
-        self.terms = Terms(*kinds_of(self.composition.terms), exponents)
+        self.size = len(exponents)  # K or K * S * A
+        self.terms = Terms(*kinds_of(self.composition.terms), exponents.numpy())
         #: Whether all weights are powers of t. They are not if a user wrote a schedule.
         self.are_powers = all(
             isinstance(factor.key, str) and factor.key for factor in self.composition.factors[1:]
         )
 
-    def __call__(self, first: int, stop: int) -> Floats:
-        """Return the weights at episodes first, ..., stop - 1, `(n, K or K * S * A)`.
-
-        Episode 0 counts as 1. The last bit of a root depends on its position in a tensor (torch
-        2.13). So a block always has the same episodes, wherever a run stops, continues or records.
-        """
-        blocks = range(first // _BLOCK, (stop - 1) // _BLOCK + 1)
-        found = [
-            self.at(torch.arange(n * _BLOCK, (n + 1) * _BLOCK, dtype=torch.float64).clamp(min=1))
-            for n in blocks
-        ]
-        begin = blocks.start * _BLOCK
-        return np.concatenate(found)[first - begin : stop - begin]
-
-    def at(self, t: Tensor) -> Floats:
+    def at(self, t: Tensor) -> Tensor:
         """Return the weights at times t `(n,)`, `(n, K or K * S * A)`."""
         return self._flat(self._weigh(t).terms, len(t))
 
@@ -206,17 +189,17 @@ class WeightsOverTime:
             sum(c * values[i] for i, c in term.weight.slopes) + dict(term.weight.powers).get(0, 0.0)
             for term in self.composition.terms
         ]
-        return np.concatenate([self.at(one), self._flat(exponents, 1)])
+        return torch.cat([self.at(one), self._flat(exponents, 1)]).numpy()
 
     @torch.no_grad()
     def _weigh(self, t: Tensor) -> Weights:
         return self.composition.weigh(self.composition.values(t))
 
-    def _flat(self, numbers: Sequence[Any], count: int) -> Floats:
+    def _flat(self, numbers: Sequence[Any], count: int) -> Tensor:
         """Return one row of numbers for every t: one per term, or one per term and pair."""
-        found = np.empty((count, len(numbers), *self.pairs))
+        found = torch.empty(count, len(numbers), *self.pairs, dtype=torch.float64)
         for k, x in enumerate(numbers):
-            found[:, k] = x.numpy() if isinstance(x, Tensor) else x
+            found[:, k] = x
         return found.reshape(count, -1)
 
 

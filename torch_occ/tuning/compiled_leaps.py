@@ -52,7 +52,7 @@ def leap_compiled(
     weigh = WeightsOverTime(regularizer, mdp.actions.shape)
     log_t = torch.linspace(0, float(course.stops[-1].log()) + 0.1, 400, dtype=torch.float64)
     with torch.no_grad():
-        weights = torch.from_numpy(weigh.at(log_t.exp()))
+        weights = weigh.at(log_t.exp())
         exponents = weigh.terms.exponent
         # A threshold of 2 is above every q, so there is no baseline.
         threshold = (
