@@ -179,12 +179,12 @@ class WeightsOverTime:
         """Return the weights at times t `(n,)`, `(n, K or K * S * A)`."""
         return self._flat(self._weigh(t).terms, len(t))
 
+    @torch.no_grad()
     def powers(self) -> Floats:
         """Return the weights at t = 1 and their powers of t, `(2, K or K * S * A)`."""
         assert self.are_powers
         one = torch.ones(1, dtype=torch.float64)
-        with torch.no_grad():
-            values = self.composition.values(one)
+        values = self.composition.values(one)
         exponents = [
             sum(c * values[i] for i, c in term.weight.slopes) + dict(term.weight.powers).get(0, 0.0)
             for term in self.composition.terms

@@ -63,7 +63,7 @@ from torch_occ.step.implicit import (
     poison,
     push_forward,
 )
-from torch_occ.step.solution import Options, Solution
+from torch_occ.step.solution import Options, Solution, Status
 from torch_occ.step.system import SeparableStates, Swept
 
 # -- Derivatives of a compiled step: by kernels where possible, by the torch path elsewhere --------
@@ -73,7 +73,7 @@ from torch_occ.step.system import SeparableStates, Swept
 # Forward mode in the parameters and second derivatives use the torch path.
 
 
-class Found(NamedTuple):
+class EngineSolution(NamedTuple):
     """The solutions of a batch, in rows; the status may be BAD_INPUT."""
 
     q: Floats  # (N * S, A)
@@ -95,7 +95,7 @@ class Origin(NamedTuple):
     world: World
     values: list[Any]  # numbers or arrays: t and the parameters, as the rows read them
     terms: Floats  # (2, N or 1, K or K * S * A), weights and exponents
-    found: Found
+    found: EngineSolution
     batch: torch.Size
     converged: bool
 
@@ -350,6 +350,9 @@ class CompiledStep:
         table = tabulate([*numbers.terms, *numbers.exponents], batch, self.pairs)
         found = self.solve(world, batch, start, loss, table)
         statuses = found.certificate[:, 0]
+        if self.in_logs and not np.isfinite(found.q).all():
+            lost = ~np.isfinite(found.q.reshape(len(statuses), -1)).all(-1)
+            statuses[lost & (statuses == Status.CONVERGED)] = Status.NOT_FINITE
         converged = not (statuses.any() if batch else statuses.item())
         if not converged and (statuses == BAD_INPUT).any():
             self._complain(world, loss, t, start)
@@ -433,7 +436,7 @@ class CompiledStep:
 
     def solve(
         self, world: World, batch: torch.Size, start: Tensor, loss: Tensor, terms: Floats
-    ) -> Found:
+    ) -> EngineSolution:
         """Solve every element of a batch; `terms` are weights and exponents of `tabulate`."""
         found = self.groups.solve(
             world,
@@ -444,7 +447,7 @@ class CompiledStep:
             self.tolerance,
             self.options.max_steps,
         )
-        return Found(*found)
+        return EngineSolution(*found)
 
     # -- on the torch path -------------------------------------------------------------------------
 
@@ -465,7 +468,9 @@ class CompiledStep:
             t, *values = aligned
             entropy = entropy_of(self.composition, [spread_batch(t), *values])
             entropy = Entropy(*(with_rank(x, rank, 0) for x in entropy))
-            task = Task(mdp, self.options, differentiated, lambda *_: None, lambda _: None)
+            closed = is_entropy(self.regularizer, closed=True)
+            checks = (lambda *_: None, lambda _: None)
+            task = Task(mdp, self.options, differentiated, closed, *checks)
             again = solve_entropic(task, loss.expand_as(q), q.detach(), entropy, t, True)
             return again.q, again.value
         setting = Setting(mdp, self.evaluator, differentiated)

@@ -38,6 +38,7 @@ where log u < log DEAD, the error is relative to log u.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -64,8 +65,11 @@ class Entropy(NamedTuple):
     price: Tensor  # kappa
 
 
-def is_entropy(regularizer: Regularizer) -> bool:
-    """Return whether psi_t has the form above, for all parameters and every t."""
+def is_entropy(regularizer: Regularizer, closed: bool = False) -> bool:
+    """Return whether psi_t has the form above, for all parameters and every t.
+
+    With `closed`, return whether also kappa = 0.
+    """
     for leaf in regularizer.leaves():  # with a place, w may depend on the pair
         if not isinstance(leaf, TabularRegularizer) or regularizer.places():
             return False
@@ -75,7 +79,8 @@ def is_entropy(regularizer: Regularizer) -> bool:
             if not (known and isinstance(term.function, XLogX) and term.argument in weights):
                 return False
             weights[term.argument] += float(term.weight)
-        if not 0 <= weights["pair"] + weights["state"] <= weights["pair"]:
+        price = weights["pair"] + weights["state"]
+        if not 0 <= price <= (0 if closed else weights["pair"]):
             return False
     return True
 
@@ -145,7 +150,14 @@ def occupancy_of(mdp: LayeredMDP, log_policy: Tensor) -> Tensor:
 
 def error_unit(log_state: Tensor) -> Tensor:
     """Return the unit of errors of log u: 1, and in dead states the size of log u."""
-    return (log_state / LOG_DEAD).clamp(min=1.0)
+    return (log_state / log_dead(log_state.dtype)).clamp(min=1.0)
+
+
+def log_dead(dtype: torch.dtype) -> float:
+    """Return the logarithm below which a state is dead: its q may underflow."""
+    # The same share of the range of exponents in every number type.
+    share = math.log(torch.finfo(dtype).tiny) / math.log(torch.finfo(torch.float64).tiny)
+    return LOG_DEAD * share
 
 
 # -- solving ---------------------------------------------------------------------------------------
@@ -200,10 +212,11 @@ def settle(
     others = 1 - found.log_policy.exp()
     seen = torch.where(q > torch.finfo(q.dtype).tiny / eps, shaped.rounding * others, 0.0)
     dual = torch.maximum(dual, seen.amax((-2, -1)) / entropy.weight)
-    alive = found.log_state > LOG_DEAD
+    alive = found.log_state > log_dead(q.dtype)
     flow = (flow_residual(mdp, q) / torch.where(alive, q.sum(-1), torch.inf)).abs().amax(-1)
     tolerance = options.tolerance_in(loss.dtype)
-    certified = (dual <= tolerance) & (flow <= tolerance)
+    finite = q.isfinite().all(-1).all(-1)
+    certified = (dual <= tolerance) & (flow <= tolerance) & finite
     status = torch.where((status == Status.STALLED) & certified, Status.CONVERGED, status)
     numbers = (status.to(q), steps.to(q), decrement.clamp(min=0).sqrt(), flow, dual)
     return guess, Solution(q, found.value, torch.stack(numbers, -1))
@@ -221,6 +234,7 @@ class Task:
     mdp: LayeredMDP
     options: Options
     probabilities: bool  # whether derivatives with respect to them may be taken
+    closed: bool  # whether kappa is zero for all parameters, so that nothing depends on the guess
     check: Callable[[LayeredMDP, Tensor, Tensor, Entropy, Tensor], None]  # raises for wrong inputs
     report: Callable[[Solution], None]  # raises if a step failed, unless failures are allowed
 
@@ -277,7 +291,8 @@ class Poisoned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
-        return torch.where(ctx.saved_tensors[0], torch.nan, cotangent), None
+        # Elements on which nothing depends stay: others share their parameters.
+        return torch.where(ctx.saved_tensors[0] & (cotangent != 0), torch.nan, cotangent), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
@@ -326,7 +341,7 @@ def solve_entropic(
     moving = loss + flow_of(mdp).lookahead(shift)
     shaped = torch.where(mdp.actions, gaps + (moving - moving.detach()), 0.0)
     at = unfold(mdp, shaped, entropy, guess)
-    for _ in range(2):
+    for _ in range(0 if task.closed else 2):
         guess = guess + _solve(jacobian(mdp, entropy, at), at.log_state - guess)
         at = unfold(mdp, shaped, entropy, guess)
     q, value = occupancy_of(mdp, at.log_policy), at.value + shift

@@ -247,6 +247,9 @@ class FTRLStep(Frozen):
             # method converges.
             again, _ = self._attempt(cumulative_loss, t, None, mdp, parameters)
             solution = solution.merge(again, again.converged & ~solution.converged)
+        if self.backend == "auto" and solution.backend == "engine" and not solution.all_converged:
+            again = self._solve_in_torch(cumulative_loss, t, None, mdp, parameters, check=False)
+            solution = solution.merge(again, again.converged & ~solution.converged)
         report(check, solution)
         return solution
 
@@ -333,7 +336,8 @@ class FTRLStep(Frozen):
                     "regularizer: its weight is not a positive number; check its parameters"
                 )
 
-        task = Task(model, self.options, probabilities, validate, partial(report, check))
+        closed = is_entropy(self.regularizer, closed=True)
+        task = Task(model, self.options, probabilities, closed, validate, partial(report, check))
         inputs = (loss, t, *entropy, *model.probabilities)
         differentiable = any(carries_derivative(x) for x in inputs)
         loss, start, t = with_rank(loss, rank, 2), with_rank(start, rank, 2), with_rank(t, rank, 0)

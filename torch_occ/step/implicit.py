@@ -281,10 +281,14 @@ class ImplicitSolution(torch.autograd.Function):
 
 
 def poison(outputs: Sequence[Tensor], z: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Set z to NaN for elements that failed: their derivatives would be silently wrong."""
+    """Set z to NaN for elements that failed: their derivatives would be silently wrong.
+
+    Elements on which nothing depends, with z = 0, stay: others share their parameters.
+    """
     if len(outputs) == 2:
         return z[0], z[1]
-    failed = outputs[2][..., 0] != Status.CONVERGED
+    asked = (z[0] != 0).any(-1).any(-1) | (z[1] != 0).any(-1)
+    failed = (outputs[2][..., 0] != Status.CONVERGED) & asked
     x = torch.where(failed[..., None, None], torch.nan, z[0])
     return x, torch.where(failed[..., None], torch.nan, z[1])
 
