@@ -108,7 +108,7 @@ def leap_in_torch(
                 return expected, leaps, uncertified
         phase = course.phase[stop]
         opening = (q * course.gaps[phase]).sum((-2, -1))
-        hessian = setting.bind([t, *step.evaluator.own_parameters]).deriver(t.shape)(q).hessian
+        hessian = setting.bind([t, *step.evaluator.parameters(t)]).deriver(t.shape)(q).hessian
         longest = torch.minimum(longest_leap(mdp, hessian, q, accuracy), WIDEST * t)
         length = torch.minimum(longest.floor().clamp(min=1), course.stops[stop] - t + 1)
         visits, baseline = _visits(mdp, q, length, generator), estimator.baseline(q, t)
