@@ -20,17 +20,16 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 import tyro
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import torch_occ as occ
-from experiments.common import machine, run_directory, table, write_csv, write_figure
-from experiments.fitted_figure import draw
-from experiments.games import write_configuration, write_text
+from experiments import common
+from experiments.common import COLOURS, GREEDY, STOCHASTIC, Ratio
 
 TSALLIS, PLAIN = "Tsallis, untuned", "with a baseline, untuned"
 SCALARS, STATES = "fitted, two numbers", "fitted, two numbers per state"
 OPTUNA, CMA = "Optuna, two numbers per state", "CMA-ES, two numbers per state"
-STOCHASTIC, GREEDY = "stochastic", "greedy adversary"
 
 #: gamma and beta of the setting with a baseline and nothing tuned.
 START = (1.0, 0.3)
@@ -103,12 +102,10 @@ def entropy(mdp: occ.LayeredMDP, gamma: float, beta: float, per_state: bool) -> 
 
 def draw_losses(mdp: occ.LayeredMDP, seeds: range) -> Tensor:
     """Tables of uniformly random means, `(len(seeds), S, A)`."""
-    shape = (mdp.num_states, mdp.num_actions)
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    return torch.stack([torch.rand(shape, dtype=mdp.dtype, generator=g) for g in generators])
+    return torch.stack([common.random_means(mdp, seed) for seed in seeds])
 
 
-# -- fitting ---------------------------------------------------------------------------------------
+# -- fitting --------------------------------------------------------------------------------------
 
 
 def fit(
@@ -124,20 +121,17 @@ def fit(
     return psi, tuned, time.process_time() - begun
 
 
-def leaped(args: Args, mdp: occ.LayeredMDP, setting: Setting, means: Tensor) -> float:
-    """The mean log regret over some draws, by leaping."""
-    runs = [
-        occ.leap(
-            mdp,
-            setting.regularizer,
-            mean,
-            args.episodes,
-            estimator=setting.estimator,
-            particles=args.particles,
-        ).final
-        for mean in means
-    ]
-    return float(torch.stack(runs).log().mean())
+def leaped(args: Args, mdp: occ.LayeredMDP, setting: Setting, mean: Tensor, count: int) -> Tensor:
+    """Final regrets of some particles on one draw, by leaping."""
+    options: dict[str, Any] = {"estimator": setting.estimator, "particles": count}
+    return occ.leap(mdp, setting.regularizer, mean, args.episodes, **options).regret[:, -1]
+
+
+def validated(args: Args, mdp: occ.LayeredMDP, setting: Setting) -> float:
+    """The geometric mean of the regrets over the validation draws, by leaping."""
+    draws = draw_losses(mdp, range(1000, 1000 + args.validation))
+    runs = [leaped(args, mdp, setting, mean, args.particles).mean() for mean in draws]
+    return float(torch.stack(runs).log().mean().exp())
 
 
 def search(
@@ -202,18 +196,12 @@ def search_cma(value: Callable[[np.ndarray], float], size: int, budget: float) -
 def settings_of(args: Args, mdp: occ.LayeredMDP) -> tuple[list[Setting], list[str]]:
     """All settings for one MDP. Only training and validation draws are used."""
     train = draw_losses(mdp, range(args.train))
-    validation = draw_losses(mdp, range(1000, 1000 + args.validation))
     untuned = occ.Tsallis() / occ.InverseSqrt(1.0)
 
     def objective(penalty: float) -> occ.ForecastObjective:
-        return occ.ForecastObjective(
-            [occ.World(STOCHASTIC, mdp, train)],
-            args.episodes,
-            reference=untuned,
-            estimator=baseline(),
-            trust=0.5,
-            shrinkage=penalty,
-        )
+        options: dict[str, Any] = {"estimator": baseline(), "trust": 0.5, "shrinkage": penalty}
+        worlds = [occ.World(STOCHASTIC, mdp, train)]
+        return occ.ForecastObjective(worlds, args.episodes, reference=untuned, **options)
 
     plain = objective(0.0)
     plain(entropy(mdp, *START, per_state=True))  # compiles, which does not count
@@ -228,11 +216,11 @@ def settings_of(args: Args, mdp: occ.LayeredMDP) -> tuple[list[Setting], list[st
         psi, tuned, spent = fit(args, objective(penalty), mdp, per_state=True)
         total += spent
         candidate = Setting(STATES, psi, baseline(), 0.0, (args.steps + 1) * len(args.penalties))
-        value = leaped(args, mdp, candidate, validation)
+        value = validated(args, mdp, candidate)
         candidates.append((value, candidate))
         lines.append(
             f"penalty {penalty:g}: training {tuned.value:.3f} (log, relative to {TSALLIS}), "
-            f"validation {math.exp(value):.0f} by leaping, {spent:.1f} s"
+            f"validation {value:.0f} by leaping, {spent:.1f} s"
         )
     found.append(min(candidates, key=lambda pair: pair[0])[1]._replace(seconds=total))
     if args.rivals:
@@ -240,61 +228,58 @@ def settings_of(args: Args, mdp: occ.LayeredMDP) -> tuple[list[Setting], list[st
             psi, count = search(args, plain, mdp, method, total)
             found.append(Setting(name, psi, baseline(), total, count))
     lines += [
-        f"validation, {each.name}: {math.exp(leaped(args, mdp, each, validation)):.0f}"
+        f"validation, {each.name}: {validated(args, mdp, each):.0f}"
         for each in found
         if each.name != STATES
     ]
     return found, lines
 
 
-# -- playing held-out losses -----------------------------------------------------------------------
+# -- playing held-out losses ----------------------------------------------------------------------
 
 
 def play(args: Args, mdp: occ.LayeredMDP, setting: Setting) -> dict[str, Tensor]:
-    """Final regrets on the held-out draws `(draws, seeds)` and of the adversary `(1, seeds)`."""
-    held_out = draw_losses(mdp, range(2000, 2000 + args.held_out))
+    """Final regrets: means over runs on the held-out draws, and of the runs of the adversary."""
+    learner = occ.FTRL(mdp, setting.regularizer, setting.estimator)
 
     def final(losses: occ.LossProcess, seeds: int) -> Tensor:
-        learner = occ.FTRL(mdp, setting.regularizer, setting.estimator)
-        history = occ.simulate(
-            mdp, learner, losses, args.episodes, range(1, 1 + seeds), checkpoints=[args.episodes]
-        )
-        return history.regret[:, -1]
+        return common.final_regret(learner, losses, args.episodes, range(1, 1 + seeds))
 
-    def leap(mean: Tensor) -> Tensor:
-        found = occ.leap(
-            mdp,
-            setting.regularizer,
-            mean,
-            args.episodes,
-            estimator=setting.estimator,
-            particles=24 * args.seeds,
-        )
-        return found.regret[:, -1]
-
+    held_out = draw_losses(mdp, range(2000, 2000 + args.held_out))
     stochastic = [
-        leap(mean) if args.judge == "leap" else final(occ.BernoulliLosses(mean), args.seeds)
+        leaped(args, mdp, setting, mean, 24 * args.seeds)
+        if args.judge == "leap"
+        else final(occ.BernoulliLosses(mean), args.seeds)
         for mean in held_out
     ]
-    return {
-        STOCHASTIC: torch.stack(stochastic),
-        GREEDY: final(occ.GreedyAdversary(), args.adversary_seeds)[None],
-    }
+    adversary = final(occ.GreedyAdversary(), args.adversary_seeds)
+    return {STOCHASTIC: torch.stack(stochastic).mean(1), GREEDY: adversary}
 
 
-def ratio(own: Tensor, other: Tensor) -> tuple[float, float]:
-    """The ratio of two mean regrets over the same draws and seeds, and its standard error."""
-    value = float(own.mean() / other.mean())
-    apart = (own - value * other).mean(1) if len(own) > 1 else (own - value * other)[0]
-    return value, float(apart.std() / len(apart) ** 0.5 / other.mean())
+def draw(rows: list[dict[str, Any]], episodes: int) -> Figure:
+    """Regret relative to the untuned Tsallis entropy, on every MDP, in both worlds."""
+    figure = common.new_figure(11, 4.2)
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    names = list(dict.fromkeys(row["setting"] for row in rows))
+    for axes, world in zip(figure.subplots(1, 2), (STOCHASTIC, GREEDY), strict=True):
+        for i, name in enumerate(names):
+            kept = [row[f"{world}, relative"] for row in rows if row["setting"] == name]
+            values, errors = np.array(kept).T
+            x = np.arange(len(kept)) + 0.13 * (i - (len(names) - 1) / 2)
+            look = {"color": COLOURS[i], "marker": "os^Dvp"[i], "linestyle": "none", "capsize": 2}
+            axes.errorbar(x, values, 1.96 * errors, label=name, **look)
+        axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+        axes.set_xticks(range(len(shapes)), shapes)
+        title = f"{world}, T = {episodes:,}"
+        common.tidy(axes, ylim=(0, None), ylabel="regret relative to Tsallis, untuned", title=title)
+    figure.axes[0].legend(frameon=False, fontsize="small", loc="lower left")
+    return figure
 
 
 def main(args: Args) -> Path:
     """Fit, search and play on every shape."""
-    torch.set_num_threads(1)
-    directory = run_directory(args.root, "fitted", args.seed)
-    write_configuration(directory, args)
-    lines, rows = [machine(), ""], []
+    directory = common.begin("fitted", args, args.seed)
+    lines, rows = [common.machine(), ""], []
     for shape in args.shapes:
         mdp = occ.LayeredMDP.random(*map(int, shape.split("x")), seed=args.seed)
         settings, report = settings_of(args, mdp)
@@ -306,35 +291,23 @@ def main(args: Args) -> Path:
             row: dict[str, Any] = {"shape": shape, "setting": setting.name}
             row |= {"seconds": setting.seconds, "evaluations": setting.evaluations}
             for world, regrets in found.items():
-                value, error = ratio(regrets, played[TSALLIS][world])
-                row |= {world: float(regrets.mean()), f"{world}, relative": value}
-                row |= {f"{world}, standard error": error}
+                relative = Ratio.paired(regrets, played[TSALLIS][world])
+                row |= {world: float(regrets.mean()), f"{world}, relative": relative}
             rows.append(row)
             print(f"  {setting.name}: {row[STOCHASTIC]:.0f}, {row[GREEDY]:.0f}", flush=True)
         # After every shape, so that an interruption costs only the last one.
-        write_csv(directory / "fitted.csv", rows)
-        write_figure(directory / "fitted.png", draw(rows, args.episodes))
-    header = ["MDP", "setting", STOCHASTIC, "relative", GREEDY, "relative", "processor time"]
-    cells = [
-        [
-            row["shape"],
-            row["setting"],
-            *(
-                text
-                for world in (STOCHASTIC, GREEDY)
-                for text in (
-                    f"{row[world]:.0f}",
-                    f"{row[f'{world}, relative']:.2f} ± "
-                    f"{1.96 * row[f'{world}, standard error']:.2f}",
-                )
-            ),
-            f"{row['seconds']:.0f} s" if row["seconds"] else "",
-        ]
-        for row in rows
-    ]
-    lines += ["", f"T = {args.episodes:,}; relative to {TSALLIS}, ± 95 %:", table(header, cells)]
+        common.write_csv(directory / "fitted.csv", rows)
+        common.write_figure(directory / "fitted.png", draw(rows, args.episodes))
+    header, cells = ["MDP", "setting", STOCHASTIC, "relative", GREEDY, "relative"], []
+    for row in rows:
+        line = [row["shape"], row["setting"]]
+        for world in (STOCHASTIC, GREEDY):
+            line += [f"{row[world]:.0f}", str(row[f"{world}, relative"])]
+        cells.append([*line, f"{row['seconds']:.0f} s" if row["seconds"] else ""])
+    lines += ["", f"T = {args.episodes:,}; relative to {TSALLIS}, ± 95 %:"]
+    lines += [common.table([*header, "processor time"], cells)]
     print("\n".join(lines[-2:]), flush=True)
-    write_text(directory / "report.txt", "\n".join(lines))
+    common.write_text(directory / "report.txt", "\n".join(lines))
     print(f"\nwritten to {directory}")
     return directory
 

@@ -6,25 +6,19 @@ One of the regularizers, `Mine`, is defined in this file, in five lines.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import tyro
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 import torch_occ as occ
-from experiments.common import run_directory, table, write_csv, write_figure
-from experiments.curves import draw_ratios
-from experiments.games import (
-    Game,
-    Settings,
-    growth_row,
-    loss_with_gap,
-    play_all,
-    write_configuration,
-)
-from experiments.growth import growth
+from experiments import common
+from experiments.common import Game, Histories, RunsOnMDP
 
 STOCHASTIC, SWITCHING = "stochastic", "switching"
 
@@ -40,35 +34,19 @@ class Mine(occ.SeparableRegularizer):
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(RunsOnMDP):
     """Which games are played, and how long."""
 
     episodes: int = 5000
     """T"""
     seeds: int = 16
     """independent runs of each game"""
-    seed: int = 1
-    """of the MDP, the losses and the first run"""
-    horizon: int = 3
-    """L"""
-    width: int = 3
-    """states in each layer but the first"""
-    actions: int = 3
-    """A"""
-    gap: float = 0.4
-    """of every suboptimal action"""
     beta: float = 1.0
     """weight of the log-barrier beside the hybrid regularizer; the paper has 64 L"""
     gamma: float = 1.0
     """eta_t = gamma / sqrt(t), the same for all; with the best gamma for each, ranks may change"""
     period: int = 50
     """episodes between two switches of the losses in the switching environment"""
-    processes: int = 2
-    """games played at the same time"""
-    tensorboard: bool = True
-    """write TensorBoard logs"""
-    root: Path = Path("runs")
-    """where the run's directory goes"""
 
 
 def zoo(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Regularizer]:
@@ -85,14 +63,54 @@ def zoo(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Regularizer]:
     }
 
 
+def draw_ratios(
+    histories: Histories, environments: Sequence[str], reference: str, title: str
+) -> Figure:
+    """Regret as a multiple of the reference learner's: a row per environment, a panel per learner.
+
+    Bands are 95 % bootstrap intervals over seeds. Learner and reference are resampled together,
+    since they play with the same random numbers. Below 1 a learner has less regret than the
+    reference. The other learners are drawn in grey.
+    """
+    names = [name for name in common.colours(histories) if name != reference]
+    rows = len(environments)
+    figure = common.new_figure(2.15 * len(names) + 0.5, 2.5 * rows + 0.7)
+    grid = figure.subplots(rows, len(names), squeeze=False, sharex=True, sharey=True)
+    for panels, environment in zip(grid, environments, strict=True):
+        against = histories[environment, reference]
+        t, end = against.episodes, int(against.episodes[-1])
+        bands = {
+            name: common.ratio_band(histories[environment, name].regret, against.regret)
+            for name in names
+        }
+        for axes, name in zip(panels, names, strict=True):
+            for other in names:
+                axes.plot(t, bands[other].value, color="0.85", linewidth=1.0, zorder=1)
+            found, colour = bands[name], common.colours(histories)[name]
+            axes.fill_between(t, found.lower, found.upper, color=colour, alpha=0.2, linewidth=0)
+            axes.plot(t, found.value, color=colour, linewidth=2.0, zorder=3)
+            axes.axhline(1.0, color="0.3", linewidth=0.9, zorder=2)
+            value, lower, upper = (float(x[-1]) for x in found)
+            text = f"at T: {value:.2f} [{lower:.2f}, {upper:.2f}]"
+            outside = "" if 0.5 <= value <= 2 else "\n(beyond the axis)"
+            axes.text(0.04, 0.97, text + outside, fontsize=8, va="top", transform=axes.transAxes)
+            limits = {"xlim": (end / 100, end), "ylim": (0.5, 2.0)}
+            common.tidy(axes, xscale="log", yscale="log", **limits)
+            axes.set_yticks([0.5, 0.7, 1.0, 1.4, 2.0], ["0.5", "0.7", "1", "1.4", "2"])
+            axes.yaxis.set_minor_locator(NullLocator())
+        panels[0].set_ylabel(environment)
+    for axes, name in zip(grid[0], names, strict=True):
+        axes.set_title(name, fontsize=10)
+    figure.supxlabel("episodes T", fontsize=10)
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
 def main(args: Args) -> Path:
     """Play every regularizer in two environments."""
-    torch.set_num_threads(1)
-    directory = run_directory(args.root, "regularizers", args.seed)
-    write_configuration(directory, args)
-    mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
-    mean = loss_with_gap(mdp, args.gap, args.seed)
-    other = loss_with_gap(mdp, args.gap, args.seed + 1)
+    directory = common.begin("regularizers", args, args.seed)
+    mdp, mean = args.problem()
+    other = common.loss_with_gap(mdp, args.gap, args.seed + 1)
     environments = {
         STOCHASTIC: occ.BernoulliLosses(mean),
         SWITCHING: occ.SwitchingLosses(torch.stack([mean, other]), args.period, noise="bernoulli"),
@@ -104,16 +122,14 @@ def main(args: Args) -> Path:
     ]
     # The slowest first: a regularizer that is not built in is not compiled.
     games.sort(key=lambda game: game.name != "mine")
-    settings = Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed)
-    histories = play_all(games, settings, directory)
+    histories = common.play_all(games, args, directory)
     names = list(zoo(args, mdp))
     histories = {(place, name): histories[place, name] for place in environments for name in names}
-    fits = {key: growth(history.episodes, history.regret) for key, history in histories.items()}
-    write_csv(directory / "regularizers.csv", [growth_row(*key, fit) for key, fit in fits.items()])
+    fits = common.fit_all(histories, directory / "regularizers.csv")
     title = f"Regret as a multiple of that of {names[0]}, β = {args.beta:g}; "
     title += f"γ = {args.gamma:g} for all, {args.seeds} seeds, 95 % bands"
     figure = draw_ratios(histories, list(environments), names[0], title)
-    write_figure(directory / "regularizers.png", figure)
+    common.write_figure(directory / "regularizers.png", figure)
     cells = []
     for name in names:
         here = histories[STOCHASTIC, name]
@@ -127,7 +143,7 @@ def main(args: Args) -> Path:
         cells.append([name, *columns])
     header = ["regularizer", "stochastic: R(T)", "exponent", "switching: R(T)", "exponent"]
     header += ["Newton steps", "uncertified", "episodes / s"]
-    print(f"\n{table(header, cells)}\n")
+    print(f"\n{common.table(header, cells)}\n")
     for place in environments:
         order = sorted(names, key=lambda name: fits[place, name].final.value)
         best, second = fits[place, order[0]].final, fits[place, order[1]].final

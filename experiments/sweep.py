@@ -17,8 +17,7 @@ import torch
 import tyro
 
 import torch_occ as occ
-from experiments.common import machine, run_directory, table
-from experiments.games import loss_with_gap, write_configuration
+from experiments import common
 
 LearnerName = Literal[
     "jin-luo", "tsallis", "log-barrier", "o-reps", "ucb", "follow-the-leader", "uniform"
@@ -103,7 +102,7 @@ def make_losses(name: str, mdp: occ.LayeredMDP) -> occ.LossProcess:
     """A loss process by its name; all are built on one table of means with a gap of 0.4."""
     if isinstance(mdp, occ.RewardMDP):
         return occ.BernoulliLosses(mdp.loss)
-    mean = loss_with_gap(mdp, 0.4, seed=0)
+    mean = common.loss_with_gap(mdp, 0.4, seed=0)
     if name == "constrained":
         return occ.StochasticallyConstrained(mean)
     if name == "corrupted":
@@ -161,7 +160,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         regret = torch.tensor(regrets, dtype=torch.float64)
         spread = f"± {float(regret.std() / len(regrets) ** 0.5):.1f}" if len(regrets) > 1 else ""
         lines.append([*game, f"{float(regret.mean()):.1f} {spread}".strip(), str(len(regrets))])
-    return table(
+    return common.table(
         ["mdp", "losses", "learner", "parameters", "regret at T (standard error)", "seeds"],
         lines,
         left=(0, 1, 2, 3),
@@ -171,11 +170,11 @@ def summary(rows: list[dict[str, Any]]) -> str:
 def main(args: Args) -> Path:
     """Run the missing cells, and summarize."""
     grid = cells(args)
-    directory = run_directory(args.root, "sweep", 0) if args.directory is None else args.directory
+    directory = common.begin("sweep", args) if args.directory is None else args.directory
     where = (
         f"the cluster at {args.cluster}" if args.cluster else f"{args.processes} local processes"
     )
-    print(f"{len(grid)} cells on {where}; {machine()}\n{directory}", flush=True)
+    print(f"{len(grid)} cells on {where}; {common.machine()}\n{directory}", flush=True)
     try:
         done = occ.sweep(
             play,
@@ -187,7 +186,6 @@ def main(args: Args) -> Path:
         )
     except KeyboardInterrupt:
         sys.exit(f"\ninterrupted; finished cells are stored. Continue with --directory {directory}")
-    write_configuration(directory, args)
     print(f"\n{summary(done.rows)}\n\nwritten to {directory}: results.csv, cells/, tensorboard/")
     if done.failures:
         shown = "\n".join(f"  {failure}" for failure in done.failures[:10])
