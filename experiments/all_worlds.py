@@ -151,7 +151,7 @@ def choose(args: Args, directory: Path) -> tuple[Candidate, list[str]]:
     """The candidate with the least stochastic regret within `limit` of the best elsewhere."""
     family = Family(args.choose_episodes, *args.shape)
     numbers, seeds = range(80, 80 + args.validation), args.choose_seeds
-    best = Regret.over(args, family, numbers, STOCHASTIC, occ.Thompson, 4 * seeds)
+    best = Regret.over(args, family, numbers, STOCHASTIC, occ.rivals.Thompson, 4 * seeds)
     rows: list[dict[str, Any]] = []
     for each in candidates(args):
         row: dict[str, Any] = {"family": each.family, "gamma": each.gamma}
@@ -191,7 +191,7 @@ def judge(args: Args, directory: Path, chosen: Candidate) -> list[str]:
         f"{TSALLIS}, untuned": every[f"{TSALLIS}, γ = 1"],
         ENTROPY_CENTRED: every[f"{ENTROPY_CENTRED}, γ = 0.2663"],
         PAPER_CENTRED: Candidate(PAPER_CENTRED, 1.0, occ.jin_luo(family.problem(400)[0]), centred),
-        THOMPSON: occ.Thompson,
+        THOMPSON: occ.rivals.Thompson,
         OPTIMISTIC: occ.OptimisticValueIteration,
     }
     found: dict[tuple[str, str], Regret] = {}

@@ -96,7 +96,7 @@ def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
 
     This package's eta_t is a quarter of Zimmert and Seldin's: their 2 / sqrt(t) and 4 / sqrt(t) are
     gamma = 1/2 and gamma = 1 here. The race is that of Lykouris, Mirrokni and Paes Leme (2018) with
-    the changes that `occ.MultiLayerUCBVI` describes.
+    the changes that `occ.rivals.MultiLayerUCBVI` describes.
     """
     return {
         IW: occ.FTRL.tsallis(mdp, gamma=0.5),
@@ -109,7 +109,7 @@ def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
         ),
         UCB: occ.OptimisticValueIteration(mdp, scale=math.sqrt(2), floor=-math.inf),
         PLUS: Exp3PlusPlus(mdp),
-        RACE: occ.MultiLayerUCBVI(mdp, args.episodes),
+        RACE: occ.rivals.MultiLayerUCBVI(mdp, args.episodes),
     }
 
 

@@ -254,7 +254,7 @@ def main(args: Args) -> Path:
     ]
     histories = common.play_all(games, args, directory)
     fits = common.fit_all(histories, directory / "growth.csv", args.window)
-    limit = occ.lower_bound(mdp, mean).value
+    limit = occ.limits.lower_bound(mdp, mean).value
     common.write_figure(directory / "regret.png", draw(args, histories, limit))
     start = f"{args.window * args.episodes:g}"
     print(f"\nGrowth from T = {start} on, with 95 % bootstrap intervals over {args.seeds} seeds")

@@ -107,7 +107,7 @@ def tune(args: Args, directory: Path, psi: occ.Regularizer) -> list[str]:
     problems = [(number, args.family.problem(number)[0]) for number in numbers]
     paper = occ.jin_luo(problems[0][1])
     worlds = [args.family.stochastic(numbers)]
-    objective = occ.ForecastObjective(
+    objective = occ.tuning.ForecastObjective(
         worlds, args.episodes, reference=paper, estimator=args.baseline
     )
     begun = time.process_time()
@@ -117,10 +117,11 @@ def tune(args: Args, directory: Path, psi: occ.Regularizer) -> list[str]:
     )
     by_gradients = time.process_time() - begun
     worlds = [
-        occ.World(f"{GREEDY}, MDP {number}", mdp, occ.GreedyAdversary()) for number, mdp in problems
+        occ.tuning.World(f"{GREEDY}, MDP {number}", mdp, occ.GreedyAdversary())
+        for number, mdp in problems
     ]
     seeds = range(1, args.guard_seeds + 1)
-    guard = occ.Guard(
+    guard = occ.tuning.Guard(
         worlds, args.episodes, paper, seeds=seeds, margin=args.margin, estimator=args.baseline
     )
     free.load_into(psi)
@@ -163,7 +164,7 @@ def tune(args: Args, directory: Path, psi: occ.Regularizer) -> list[str]:
     ]
 
 
-def _parameters(tuned: occ.Tuned) -> str:
+def _parameters(tuned: occ.tuning.Tuned) -> str:
     return ", ".join(
         f"{name.rpartition('.')[2]} = {value:.4g}" for name, value in tuned.parameters.items()
     )
@@ -190,7 +191,7 @@ def judge(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
                 losses = family.environment(number, place)
                 runs.append(common.final_regret(learner, losses, args.episodes, seeds))
             found[place, name] = torch.stack(runs)
-            mean = occ.Mean.of(found[place, name].mean(0))
+            mean = occ.game.Mean.of(found[place, name].mean(0))
             row: dict[str, Any] = {"environment": place, "setting": name, "regret": mean.mean}
             row |= {"standard_error": mean.standard_error}
             means = found[place, name].mean(1).tolist()
@@ -201,7 +202,7 @@ def judge(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
         f"mean regret over {args.test} held-out MDPs, T = {args.episodes:,}, {args.seeds} seeds:"
     ]
     cells = [
-        [name, *(str(occ.Mean.of(found[place, name].mean(0))) for place in ENVIRONMENTS)]
+        [name, *(str(occ.game.Mean.of(found[place, name].mean(0))) for place in ENVIRONMENTS)]
         for name in players
     ]
     lines += [common.table(["", *ENVIRONMENTS], cells), ""]

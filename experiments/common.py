@@ -177,7 +177,7 @@ def loss_with_gap(mdp: occ.LayeredMDP, gap: float, seed: int, shaping: float = 0
     best = torch.randint(mdp.num_actions, (mdp.num_states, 1), generator=generator)
     potential = shaping * (2 * torch.rand(mdp.num_states, dtype=mdp.dtype, generator=generator) - 1)
     suboptimal = (torch.arange(mdp.num_actions) != best).to(mdp.dtype)
-    return 0.5 - gap / 2 + gap * suboptimal + occ.flow_adjoint(mdp, potential)
+    return 0.5 - gap / 2 + gap * suboptimal + occ.mdp.flow_adjoint(mdp, potential)
 
 
 def random_means(mdp: occ.LayeredMDP, seed: int) -> Tensor:
@@ -283,10 +283,10 @@ class Family(NamedTuple):
         mdp = occ.LayeredMDP.random(self.horizon, self.width, self.actions, seed=number)
         return mdp, random_means(mdp, number)
 
-    def stochastic(self, numbers: range) -> occ.World:
+    def stochastic(self, numbers: range) -> occ.tuning.World:
         """The stochastic worlds of some MDPs, which can be forecast as one batch."""
         mdps, means = zip(*map(self.problem, numbers), strict=True)
-        return occ.World(STOCHASTIC, occ.stack(mdps), torch.stack(means))
+        return occ.tuning.World(STOCHASTIC, occ.tuning.stack(mdps), torch.stack(means))
 
     def environment(self, number: int, name: str) -> occ.LossProcess:
         """Losses for one MDP.

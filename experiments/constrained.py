@@ -67,7 +67,7 @@ def random_budgets(mdp: occ.LayeredMDP, mean: Tensor, share: float, m: int, seed
     costs = torch.rand(shape, dtype=mdp.dtype, generator=generator) * mdp.actions
     best = occ.occupancy(mdp, occ.optimal_policy(mdp, mean).policy)
     spent = (costs * best).sum((-2, -1))
-    least = torch.stack([occ.comparator(mdp, row) for row in costs])
+    least = torch.stack([occ.game.comparator(mdp, row) for row in costs])
     return occ.Budgets(costs, least + share * (spent - least))
 
 
@@ -107,7 +107,7 @@ def play(args: Args, directory: Path) -> list[list[str]]:
         regret = history.regret + history.comparator - best * history.episodes
         averages, largest = torch.stack(spending.averages, -1), spending.largest  # (N, C)
         curves[name] = history.episodes, regret, averages
-        line = [name, str(occ.Mean.of(regret[:, -1])), f"{float(averages[:, -1].mean()):.4f}"]
+        line = [name, str(occ.game.Mean.of(regret[:, -1])), f"{float(averages[:, -1].mean()):.4f}"]
         line += [f"{limit:.4f}", "-" if largest is None else f"{float(largest.max()):.1e}"]
         lines.append([*line, f"{int(history.uncertified[:, -1].sum())}"])
         print(f"  {name}: {line[1]}", flush=True)

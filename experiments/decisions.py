@@ -474,7 +474,7 @@ def regret_table(result: list[Row]) -> str:
 
 def spread(values: torch.Tensor) -> tuple[float, float]:
     """The mean, and half of Student's 95 % interval."""
-    found = occ.Mean.of(values)
+    found = occ.game.Mean.of(values)
     return found.mean, found.interval[1] - found.mean if len(values) > 1 else math.nan
 
 

@@ -1,9 +1,9 @@
 """How far from the limit: what does one more e-fold of episodes cost, and what must it cost?
 
-No consistent learner has a slope d regret / d log T below C in the long run (`occ.lower_bound`).
-Learners that know the transitions play on three MDPs: one whose optimal policy visits every state,
-one with deterministic transitions and one with two successors per pair, whose optimal policies
-leave out states. The slopes are fitted to the last decade and divided by C.
+No consistent learner has a slope d regret / d log T below C in the long run
+(`occ.limits.lower_bound`). Learners that know the transitions play on three MDPs: one whose optimal
+policy visits every state, one with deterministic transitions and one with two successors per pair,
+whose optimal policies leave out states. The slopes are fitted to the last decade and divided by C.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def worlds(args: Args) -> dict[str, tuple[occ.LayeredMDP, Tensor]]:
 def learners(mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
     """Learners that know the transitions but not the number of episodes."""
     return {
-        "Thompson": occ.Thompson(mdp),
-        "KL-UCB": occ.KLUCB(mdp),
+        "Thompson": occ.rivals.Thompson(mdp),
+        "KL-UCB": occ.rivals.KLUCB(mdp),
         "UCB value iteration": occ.OptimisticValueIteration(mdp),
         "Tsallis": occ.FTRL.tsallis(mdp),
         "Jin-Luo, β = 1": occ.FTRL(mdp, occ.jin_luo(mdp, beta=1.0)),
@@ -107,12 +107,14 @@ def learners(mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
 
 
 #: Learners that are played with `fast_seeds`.
-FAST = (occ.Thompson, occ.KLUCB, occ.OptimisticValueIteration)
+FAST = (occ.rivals.Thompson, occ.rivals.KLUCB, occ.OptimisticValueIteration)
 
 Slopes = dict[tuple[str, str], Fit]  # d regret / d log T, by world and learner
 
 
-def rows(limits: dict[str, occ.LowerBound], slopes: Slopes, histories: Histories) -> list[Any]:
+def rows(
+    limits: dict[str, occ.limits.LowerBound], slopes: Slopes, histories: Histories
+) -> list[Any]:
     """One row per game: the slope, the slope over C, and the regret over log T."""
     found = []
     for (place, name), slope in slopes.items():
@@ -125,7 +127,7 @@ def rows(limits: dict[str, occ.LowerBound], slopes: Slopes, histories: Histories
     return found
 
 
-def draw(limits: dict[str, occ.LowerBound], slopes: Slopes, histories: Histories) -> Figure:
+def draw(limits: dict[str, occ.limits.LowerBound], slopes: Slopes, histories: Histories) -> Figure:
     """Above, regret over log T beside lines of slope C; below, slopes over C with intervals."""
     figure = common.new_figure(12.5, 7.4)
     grid = figure.subplots(2, len(limits), height_ratios=[1.5, 1])
@@ -168,7 +170,7 @@ def draw(limits: dict[str, occ.LowerBound], slopes: Slopes, histories: Histories
 
 
 def verdict(
-    args: Args, limits: dict[str, occ.LowerBound], found: list[Any]
+    args: Args, limits: dict[str, occ.limits.LowerBound], found: list[Any]
 ) -> tuple[list[str], list[str]]:
     """What the run shows, and what it does not show."""
 
@@ -195,7 +197,7 @@ def main(args: Args) -> Path:
     """Play, fit, draw, and report what came out."""
     directory = common.begin("distance_to_limit", args, args.seed)
     places = worlds(args)
-    limits = {name: occ.lower_bound(*world) for name, world in places.items()}
+    limits = {name: occ.limits.lower_bound(*world) for name, world in places.items()}
     for name, limit in limits.items():
         print(f"  {name}: {limit}")
     games = [

@@ -109,8 +109,8 @@ def draw_losses(mdp: occ.LayeredMDP, seeds: range) -> Tensor:
 
 
 def fit(
-    args: Args, objective: occ.ForecastObjective, mdp: occ.LayeredMDP, per_state: bool
-) -> tuple[occ.Regularizer, occ.Tuned, float]:
+    args: Args, objective: occ.tuning.ForecastObjective, mdp: occ.LayeredMDP, per_state: bool
+) -> tuple[occ.Regularizer, occ.tuning.Tuned, float]:
     """A fit by gradients, and its processor time."""
     begun = time.process_time()
     psi = entropy(mdp, *START, per_state)
@@ -136,7 +136,7 @@ def validated(args: Args, mdp: occ.LayeredMDP, setting: Setting) -> float:
 
 def search(
     args: Args,
-    objective: occ.ForecastObjective,
+    objective: occ.tuning.ForecastObjective,
     mdp: occ.LayeredMDP,
     method: Callable[[Callable[[np.ndarray], float], int, float], int],
     budget: float,
@@ -198,10 +198,10 @@ def settings_of(args: Args, mdp: occ.LayeredMDP) -> tuple[list[Setting], list[st
     train = draw_losses(mdp, range(args.train))
     untuned = occ.Tsallis() / occ.InverseSqrt(1.0)
 
-    def objective(penalty: float) -> occ.ForecastObjective:
+    def objective(penalty: float) -> occ.tuning.ForecastObjective:
         options: dict[str, Any] = {"estimator": baseline(), "trust": 0.5, "shrinkage": penalty}
-        worlds = [occ.World(STOCHASTIC, mdp, train)]
-        return occ.ForecastObjective(worlds, args.episodes, reference=untuned, **options)
+        worlds = [occ.tuning.World(STOCHASTIC, mdp, train)]
+        return occ.tuning.ForecastObjective(worlds, args.episodes, reference=untuned, **options)
 
     plain = objective(0.0)
     plain(entropy(mdp, *START, per_state=True))  # compiles, which does not count

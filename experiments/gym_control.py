@@ -100,7 +100,7 @@ class Task:
     name: str
     world: GridWorld
     env: Any
-    mdp: occ.RewardMDP
+    mdp: occ.mdp.RewardMDP
 
     @property
     def start(self) -> int | None:
@@ -227,7 +227,7 @@ class Verdict:
         return row | {"regret_in_rewards": float(mdp.regret_in_rewards(regret))}
 
 
-def learners(args: Args, mdp: occ.RewardMDP) -> dict[str, occ.Learner]:
+def learners(args: Args, mdp: occ.mdp.RewardMDP) -> dict[str, occ.Learner]:
     """FTRL, where its step is quick enough, and follow-the-leader.
 
     For follow-the-leader an unseen pair is free, so it explores well where losses have no noise.

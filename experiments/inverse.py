@@ -520,7 +520,7 @@ def compare_transitions(args: Args) -> list[dict[str, Any]]:
     for episodes in args.episodes:
         found = fit_transitions(episodes, args.transition_seeds, args.transition_updates)
         row: dict[str, Any] = {"episodes": episodes}
-        row |= {name: occ.Mean.of(costs) for name, costs in found.items()}
+        row |= {name: occ.game.Mean.of(costs) for name, costs in found.items()}
         rows.append(row | {"true transitions": best})
     return rows
 

@@ -143,7 +143,7 @@ def accuracy(args: Args, directory: Path) -> list[str]:
 def compare_forecasts(args: Args, number: int, beta: float, gamma: float) -> dict[str, Any]:
     """One setting on one MDP."""
     setting = (args.actions**-0.5, beta, gamma)
-    truth = occ.Mean.of(simulated(args.family, number, setting, args.seeds).regret[:, -1])
+    truth = occ.game.Mean.of(simulated(args.family, number, setting, args.seeds).regret[:, -1])
     path, leaps = forecasts(args, number, beta, gamma)
     reliable = bool(path.reliable)
     chosen = float(path.final if reliable else leaps.final)
@@ -156,7 +156,9 @@ def compare_forecasts(args: Args, number: int, beta: float, gamma: float) -> dic
 
 
 @cache
-def forecasts(args: Args, number: int, beta: float, gamma: float) -> tuple[occ.Forecast, occ.Leaps]:
+def forecasts(
+    args: Args, number: int, beta: float, gamma: float
+) -> tuple[occ.tuning.Forecast, occ.tuning.Leaps]:
     """Both forecasts of a setting on one MDP."""
     mdp, mean = args.family.problem(number)
     psi = occ.jin_luo(mdp, beta=beta, gamma=gamma)
@@ -291,10 +293,10 @@ def rivals(args: Args, directory: Path) -> list[str]:
     simulated(short, args.seed, (0.5, 1.0, 1.0), 1)
     occ.leap(mdp, occ.jin_luo(mdp), family.problem(args.training[0])[1], 10, particles=1)
     begun, psi = time.process_time(), occ.jin_luo(mdp)
-    objective = occ.ForecastObjective(
+    objective = occ.tuning.ForecastObjective(
         [family.stochastic(args.training)], args.episodes, reference=psi, robustness=1.0
     )
-    recipe = occ.Recipe(
+    recipe = occ.tuning.Recipe(
         steps=args.steps, rounds=args.rounds, points=args.trials, particles=args.trial_particles
     )
     refined = occ.tune_and_refine(
@@ -331,15 +333,15 @@ def rivals(args: Args, directory: Path) -> list[str]:
         found_here = regrets[name]
         each = [*found_here, found_here.mean(0)]
         line = [name, *(f"{x:.3g}" for x in setting), f"{took:.0f} s" if took else ""]
-        cells.append([*line, *(str(occ.Mean.of(x)) for x in each)])
+        cells.append([*line, *(str(occ.game.Mean.of(x)) for x in each)])
         apart = found_here.mean(0) - regrets[TUNED].mean(0)
-        cells[-1].append(str(occ.Mean.of(100 * apart / regrets[TUNED].mean())))
+        cells[-1].append(str(occ.game.Mean.of(100 * apart / regrets[TUNED].mean())))
     rows = [dict(zip(("setting", *header[1:], "mean", "more"), x, strict=True)) for x in cells]
     common.write_csv(directory / "rivals.csv", rows)
     return [*lines, common.table([*header, "mean", "more than tuned, %"], cells)]
 
 
-def setting_of(tuned: occ.Tuned) -> Setting:
+def setting_of(tuned: occ.tuning.Tuned) -> Setting:
     """alpha, beta and gamma of what was tuned."""
     by_name = {name.rpartition(".")[2]: value for name, value in tuned.parameters.items()}
     return by_name["alpha"], by_name["beta"], by_name["gamma"]
@@ -363,7 +365,7 @@ def draw_rivals(
     searched = [name for name, (_, took) in candidates.items() if took]
     unit = regrets[TUNED].mean(1)
     for i, name in enumerate(searched):
-        found, whole = regrets[name], occ.Mean.of(regrets[name].mean(0))
+        found, whole = regrets[name], occ.game.Mean.of(regrets[name].mean(0))
         look = {"color": COLOURS[i + 1], "marker": "*" if name == TUNED else "o", "capsize": 3}
         look |= {"markersize": 13 if name == TUNED else 7, "linestyle": "none"}
         error = [1.96 * whole.standard_error]
@@ -382,7 +384,7 @@ def draw_rivals(
     return figure
 
 
-def draw_landscape(objective: occ.ForecastObjective, refined: occ.Refined) -> Figure:
+def draw_landscape(objective: occ.tuning.ForecastObjective, refined: occ.tuning.Refined) -> Figure:
     """The forecast over (beta, gamma) at the alpha found, the tuner's paths, and all trials.
 
     A point that was tried has the colour of its trial. Hatched: the forecast is not reliable.

@@ -100,7 +100,7 @@ def make_mdp(name: str) -> occ.LayeredMDP:
 
 def make_losses(name: str, mdp: occ.LayeredMDP) -> occ.LossProcess:
     """A loss process by its name; all are built on one table of means with a gap of 0.4."""
-    if isinstance(mdp, occ.RewardMDP):
+    if isinstance(mdp, occ.mdp.RewardMDP):
         return occ.BernoulliLosses(mdp.loss)
     mean = common.loss_with_gap(mdp, 0.4, seed=0)
     if name == "constrained":
@@ -140,7 +140,7 @@ def play(config: dict[str, Any]) -> dict[str, Any]:
     # Named so that the regret comes first in the HParams dashboard, which sorts by name.
     result = {"regret": last["regret"], "regret_realised": last["realised_regret"]}
     result |= {"total_loss_of_best": last["comparator"], "uncertified": last["uncertified"]}
-    if isinstance(mdp, occ.RewardMDP):
+    if isinstance(mdp, occ.mdp.RewardMDP):
         result["regret_in_rewards"] = float(mdp.regret_in_rewards(history.regret[0, -1]))
     return result
 

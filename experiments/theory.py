@@ -214,7 +214,7 @@ def evaluate(args: Args) -> list[Summary]:
     for i, size in enumerate(args.sizes):
         for concentration in (1.0, 0.05):
             seeds = range(args.seed + 1000 * i, args.seed + 1000 * i + args.mdps)
-            mdp = occ.stack(
+            mdp = occ.tuning.stack(
                 [occ.LayeredMDP.random(*size, seed=x, concentration=concentration) for x in seeds]
             )
             generator = torch.Generator().manual_seed(args.seed + i)

@@ -56,7 +56,7 @@ def twins(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
         "Jin-Luo 2020": occ.FTRL(mdp, occ.jin_luo(mdp)),
         "O-REPS": occ.FTRL.o_reps(mdp, args.episodes),
         "UCB value iteration": occ.OptimisticValueIteration(mdp),
-        "Thompson sampling": occ.Thompson(mdp),
+        "Thompson sampling": occ.rivals.Thompson(mdp),
     }
 
 
@@ -64,18 +64,18 @@ def rivals(args: Args, mdp: occ.LayeredMDP) -> dict[str, Rival]:
     """The learners that do not know the transitions."""
     small = occ.Tsallis() / occ.InverseSqrt(1.0) + occ.LogBarrier(args.beta)
     T, delta, ucb = args.episodes, args.delta, "UCB value iteration"
-    printed = occ.UnknownFTRL.jin_huang_luo(mdp, T)
+    printed = occ.rivals.UnknownFTRL.jin_huang_luo(mdp, T)
     return {
-        "plug-in FTRL": Rival(occ.UnknownFTRL(mdp, small), "Tsallis FTRL", 0),
-        "practical FTRL": Rival(occ.UnknownFTRL.practical(mdp, small), "Tsallis FTRL", 0),
+        "plug-in FTRL": Rival(occ.rivals.UnknownFTRL(mdp, small), "Tsallis FTRL", 0),
+        "practical FTRL": Rival(occ.rivals.UnknownFTRL.practical(mdp, small), "Tsallis FTRL", 0),
         "Jin-Huang-Luo 2021": Rival(printed, "Jin-Luo 2020", 0),
-        "UOB-REPS": Rival(occ.UOBREPS(mdp, T, delta), "O-REPS", 0),
-        "UCBVI-CH": Rival(occ.UCBVI(mdp, T, bonus="hoeffding", delta=delta), ucb, 1),
-        "UCBVI-BF": Rival(occ.UCBVI(mdp, T, bonus="bernstein", delta=delta), ucb, 1),
-        "StrongEuler": Rival(occ.StrongEuler(mdp, delta), ucb, 1),
-        "EULER": Rival(occ.EULER(mdp, delta), ucb, 1),
-        "UCBVI, sharp": Rival(occ.UCBVI(mdp, bonus="sharp", delta=delta), ucb, 1),
-        "PSRL": Rival(occ.PSRL(mdp), "Thompson sampling", 1),
+        "UOB-REPS": Rival(occ.rivals.UOBREPS(mdp, T, delta), "O-REPS", 0),
+        "UCBVI-CH": Rival(occ.rivals.UCBVI(mdp, T, bonus="hoeffding", delta=delta), ucb, 1),
+        "UCBVI-BF": Rival(occ.rivals.UCBVI(mdp, T, bonus="bernstein", delta=delta), ucb, 1),
+        "StrongEuler": Rival(occ.rivals.StrongEuler(mdp, delta), ucb, 1),
+        "EULER": Rival(occ.rivals.EULER(mdp, delta), ucb, 1),
+        "UCBVI, sharp": Rival(occ.rivals.UCBVI(mdp, bonus="sharp", delta=delta), ucb, 1),
+        "PSRL": Rival(occ.rivals.PSRL(mdp), "Thompson sampling", 1),
     }
 
 

@@ -70,7 +70,7 @@ def main(args: Args) -> Path:
         found, cells = regrets(args, shape), [", ".join(map(str, shape))]
         for world, name in enumerate(WORLDS):
             tsallis, ours = found[:, 0, world], found[:, 1, world]
-            each = occ.Mean.of(ours / tsallis)
+            each = occ.game.Mean.of(ours / tsallis)
             half = each.interval[1] - each.mean if args.draws > 1 else 0.0
             cells += [
                 f"{tsallis.mean():,.0f}",

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 import torch_occ as occ
 from experiments import common
-from torch_occ._support.spacing import CHUNK
+from torch_occ._support.constants import CHUNK
 from torch_occ._support.streams import Purpose, uniforms
 
 Shape = tuple[int, int, int]

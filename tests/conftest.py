@@ -57,6 +57,6 @@ def at(monkeypatch):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of eight episodes, so that a short run has many."""
-    for module in ("simulation", "losses"):
+    for module in ("simulate", "losses"):
         monkeypatch.setattr(f"torch_occ.game.{module}.CHUNK", 8)
     monkeypatch.setattr(occ.LossProcess, "stride", 8)

@@ -1,38 +1,32 @@
 """FTRL over occupancy measures in PyTorch, differentiable and exact (Jin and Luo, 2020).
 
-The model: `LayeredMDP` and its occupancy measures.
-The step: a regularizer and `FTRLStep`.
-The game: losses, learners and `simulate`.
+What is needed on the first day. The rest is in packages: `rivals`, learners from the literature;
+`limits`, the least regret of any learner; `theory`, the paper; `reference`, the step in cvxpy; and
+what the packages `mdp`, `game` and `tuning` list.
 """
 
 # isort: skip_file
 # The imports follow the order of the packages: each line needs only those above it.
 
+import importlib as _importlib
+import warnings as _warnings
+from typing import Any as _Any
+
 from torch_occ._support.version import VERSION as __version__  # noqa: F401, N811
 
 # The model
 from torch_occ.mdp.layered import LayeredMDP as LayeredMDP
-from torch_occ.mdp.rewards import RewardMap as RewardMap
-from torch_occ.mdp.rewards import RewardMDP as RewardMDP
 from torch_occ.mdp.graphs import GraphMDP as GraphMDP
-from torch_occ.mdp.occupancy import Plan as Plan
-from torch_occ.mdp.occupancy import flow_adjoint as flow_adjoint
-from torch_occ.mdp.occupancy import flow_residual as flow_residual
 from torch_occ.mdp.occupancy import interior_point as interior_point
 from torch_occ.mdp.occupancy import occupancy as occupancy
 from torch_occ.mdp.occupancy import optimal_policy as optimal_policy
 from torch_occ.mdp.occupancy import policy_of as policy_of
-from torch_occ.mdp.occupancy import reachability as reachability
 from torch_occ.mdp.occupancy import uniform_policy as uniform_policy
 
-# The least regret of any learner
-from torch_occ.mdp.limits.graves_lai import LowerBound as LowerBound
-from torch_occ.mdp.limits.graves_lai import lower_bound as lower_bound
-
 # Parameters with one value per layer, state or pair
-from torch_occ.regularizers.places import PerLayer as PerLayer
-from torch_occ.regularizers.places import PerState as PerState
-from torch_occ.regularizers.places import PerPair as PerPair
+from torch_occ.regularizers.parameters import PerLayer as PerLayer
+from torch_occ.regularizers.parameters import PerState as PerState
+from torch_occ.regularizers.parameters import PerPair as PerPair
 
 # Learning rates
 from torch_occ.regularizers.schedules import Schedule as Schedule
@@ -56,20 +50,19 @@ from torch_occ.regularizers.catalog import jin_luo as jin_luo
 # The step
 from torch_occ.step.solution import Solution as Solution
 from torch_occ.step.solution import Status as Status
-from torch_occ.step.budgets.limits import Budgets as Budgets
-from torch_occ.step.budgets.limits import InfeasibleError as InfeasibleError
+from torch_occ.step.limits import Budgets as Budgets
+from torch_occ.step.limits import InfeasibleError as InfeasibleError
 from torch_occ.step.ftrl import FTRLStep as FTRLStep
 from torch_occ.step.checks import SolveError as SolveError
-from torch_occ.step.projection.module import KLProjection as KLProjection
-from torch_occ.step.projection.module import Projection as Projection
+from torch_occ.step.projection import KLProjection as KLProjection
 
-# Losses for learning
-from torch_occ.learning.fenchel_young import fenchel_young_loss as fenchel_young_loss
-from torch_occ.learning.objectives import expected_cost as expected_cost
-from torch_occ.learning.objectives import negative_log_likelihood as negative_log_likelihood
+# Losses for networks
+from torch_occ.learning.losses import fenchel_young_loss as fenchel_young_loss
+from torch_occ.learning.losses import expected_cost as expected_cost
+from torch_occ.learning.losses import negative_log_likelihood as negative_log_likelihood
 from torch_occ.learning.unconstrained import unconstrain as unconstrain
 
-# Losses and their estimators
+# Losses of the game, and their estimators
 from torch_occ.game.losses import LossProcess as LossProcess
 from torch_occ.game.losses import BernoulliLosses as BernoulliLosses
 from torch_occ.game.losses import UniformLosses as UniformLosses
@@ -78,93 +71,138 @@ from torch_occ.game.losses import SwitchingLosses as SwitchingLosses
 from torch_occ.game.losses import RandomWalkLosses as RandomWalkLosses
 from torch_occ.game.losses import GreedyAdversary as GreedyAdversary
 from torch_occ.game.losses import StochasticallyConstrained as StochasticallyConstrained
-from torch_occ.game.corruption import Corrupted as Corrupted
+from torch_occ.game.losses import Corrupted as Corrupted
 from torch_occ.game.estimators import Estimator as Estimator
 from torch_occ.game.estimators import Feedback as Feedback
-from torch_occ.game.estimators import CentredEstimator as CentredEstimator
 from torch_occ.game.estimators import ImportanceWeighted as ImportanceWeighted
 from torch_occ.game.estimators import ImplicitExploration as ImplicitExploration
 from torch_occ.game.estimators import ReducedVariance as ReducedVariance
 from torch_occ.game.estimators import FullInformation as FullInformation
 
-# Transitions that are learned
-from torch_occ.game.beliefs.counts import empirical_transitions as empirical_transitions
-from torch_occ.game.beliefs.widths import Bonus as Bonus
-from torch_occ.game.beliefs.widths import Widths as Widths
-from torch_occ.game.beliefs.occupancy_bounds import upper_occupancy as upper_occupancy
-
 # Learners and the game
-from torch_occ.game.learners.base import Learner as Learner
-from torch_occ.game.learners.counting import CountingLearner as CountingLearner
-from torch_occ.game.learners.ftrl import FTRL as FTRL
-from torch_occ.game.learners.adaptive.hints import Hints as Hints
-from torch_occ.game.learners.adaptive.hints import MeanHints as MeanHints
-from torch_occ.game.learners.adaptive.hints import GradientHints as GradientHints
-from torch_occ.game.learners.adaptive.rates import Rates as Rates
-from torch_occ.game.learners.adaptive.rates import AdaptiveRates as AdaptiveRates
-from torch_occ.game.learners.adaptive.rates import (
-    StabilityPenaltyMatching as StabilityPenaltyMatching,
-)
-from torch_occ.game.learners.adaptive.learner import AdaptiveFTRL as AdaptiveFTRL
-from torch_occ.game.learners.adaptive.corrected import CorrectedFTRL as CorrectedFTRL
-from torch_occ.game.learners.unknown import UnknownFTRL as UnknownFTRL
-from torch_occ.game.learners.uob_reps import UOBREPS as UOBREPS
-from torch_occ.game.learners.dilated import PolicyOptimization as PolicyOptimization
-from torch_occ.game.learners.baselines import FixedPolicy as FixedPolicy
-from torch_occ.game.learners.baselines import FollowTheLeader as FollowTheLeader
-from torch_occ.game.learners.baselines import OptimisticValueIteration as OptimisticValueIteration
-from torch_occ.game.learners.kl_ucb import KLUCB as KLUCB
-from torch_occ.game.learners.thompson import Thompson as Thompson
-from torch_occ.game.learners.ossb import OSSB as OSSB
-from torch_occ.game.learners.planners.ucbvi import UCBVI as UCBVI
-from torch_occ.game.learners.planners.euler import EULER as EULER
-from torch_occ.game.learners.planners.euler import StrongEuler as StrongEuler
-from torch_occ.game.learners.planners.psrl import PSRL as PSRL
-from torch_occ.game.learners.multilayer import MultiLayerUCBVI as MultiLayerUCBVI
+from torch_occ.game.learners import Learner as Learner
+from torch_occ.game.learners import FTRL as FTRL
+from torch_occ.game.adaptive import AdaptiveFTRL as AdaptiveFTRL
+from torch_occ.game.adaptive import CorrectedFTRL as CorrectedFTRL
+from torch_occ.game.learners import FixedPolicy as FixedPolicy
+from torch_occ.game.learners import FollowTheLeader as FollowTheLeader
+from torch_occ.game.learners import OptimisticValueIteration as OptimisticValueIteration
 from torch_occ.game.callbacks import Callback as Callback
 from torch_occ.game.callbacks import ProgressBar as ProgressBar
 from torch_occ.game.callbacks import TensorBoard as TensorBoard
 from torch_occ.game.history import History as History
-from torch_occ.game.intervals import Mean as Mean
-from torch_occ.game.regret import SelfBounding as SelfBounding
-from torch_occ.game.regret import comparator as comparator
-from torch_occ.game.regret import self_bounding as self_bounding
-from torch_occ.game.contracts import UncertifiedWarning as UncertifiedWarning
-from torch_occ.game.driver import simulate as simulate
-from torch_occ.game.comparing import LearnerComparison as LearnerComparison
+from torch_occ.game.simulate import simulate as simulate
 from torch_occ.game.comparing import compare_learners as compare_learners
 
 # Forecasts of the regret, and tuning
-from torch_occ.forecasting.mean_path import Forecast as Forecast
-from torch_occ.forecasting.mean_path import forecast as forecast
-from torch_occ.forecasting.leaping import Leaps as Leaps
-from torch_occ.forecasting.leaping import Prediction as Prediction
-from torch_occ.forecasting.leaping import leap as leap
-from torch_occ.forecasting.leaping import predict as predict
-from torch_occ.forecasting.smooth_leaps import leap_smoothly as leap_smoothly
-from torch_occ.tuning.objectives import Evaluation as Evaluation
-from torch_occ.tuning.objectives import ForecastObjective as ForecastObjective
-from torch_occ.tuning.objectives import World as World
-from torch_occ.tuning.objectives import stack as stack
-from torch_occ.tuning.guard import Guard as Guard
-from torch_occ.tuning.guard import Verdict as Verdict
-from torch_occ.tuning.tuner import Tuned as Tuned
-from torch_occ.tuning.tuner import tune as tune
-from torch_occ.tuning.refinement import Refined as Refined
-from torch_occ.tuning.refinement import refine as refine
-from torch_occ.tuning.recipe import Recipe as Recipe
-from torch_occ.tuning.recipe import tune_and_refine as tune_and_refine
+from torch_occ.tuning.forecast import forecast as forecast
+from torch_occ.tuning.leaps import leap as leap
+from torch_occ.tuning.tune import tune as tune
+from torch_occ.tuning.refine import refine as refine
+from torch_occ.tuning.recommended import tune_and_refine as tune_and_refine
 from torch_occ.tuning.recommended import recommended as recommended
-from torch_occ.tuning.metagradients import Estimate as Estimate
-from torch_occ.tuning.metagradients import Gradients as Gradients
-from torch_occ.tuning.metagradients import finite_differences as finite_differences
-from torch_occ.tuning.metagradients import run_gradients as run_gradients
-
-# The paper, executable
-from torch_occ import theory as theory
 
 # Sweeps over many games
-from torch_occ.sweeps.cells import Failure as Failure
-from torch_occ.sweeps.driver import SweepResult as SweepResult
-from torch_occ.sweeps.cells import grid as grid
-from torch_occ.sweeps.driver import sweep as sweep
+from torch_occ.sweeps import grid as grid
+from torch_occ.sweeps import sweep as sweep
+
+#: Packages that are imported when they are first used.
+_PACKAGES = ("limits", "reference", "rivals", "theory")
+
+#: Where names of version 0.2 are now. They still work here, with a warning, until version 0.4.
+_MOVED = {
+    "mdp": (
+        "Plan",
+        "RewardMDP",
+        "RewardMap",
+        "flow_adjoint",
+        "flow_residual",
+        "reachability",
+    ),
+    "limits": (
+        "LowerBound",
+        "lower_bound",
+    ),
+    "step": ("Projection",),
+    "game": (
+        "AdaptiveRates",
+        "CentredEstimator",
+        "GradientHints",
+        "Hints",
+        "LearnerComparison",
+        "Mean",
+        "MeanHints",
+        "Rates",
+        "SelfBounding",
+        "StabilityPenaltyMatching",
+        "UncertifiedWarning",
+        "comparator",
+        "self_bounding",
+    ),
+    "rivals": (
+        "Bonus",
+        "CountingLearner",
+        "EULER",
+        "KLUCB",
+        "MultiLayerUCBVI",
+        "PSRL",
+        "StrongEuler",
+        "Thompson",
+        "UCBVI",
+        "UOBREPS",
+        "UnknownFTRL",
+        "Widths",
+        "empirical_transitions",
+        "upper_occupancy",
+    ),
+    "tuning": (
+        "Evaluation",
+        "Forecast",
+        "ForecastObjective",
+        "Guard",
+        "Leaps",
+        "Prediction",
+        "Recipe",
+        "Refined",
+        "Tuned",
+        "Verdict",
+        "World",
+        "predict",
+        "stack",
+    ),
+    "sweeps": (
+        "Failure",
+        "SweepResult",
+    ),
+}
+
+#: Names that were removed, and what to use instead.
+_GONE = {
+    "Estimate": "experiments/meta_gradients.py has estimates of gradients through a run",
+    "Gradients": "experiments/meta_gradients.py has estimates of gradients through a run",
+    "finite_differences": "differentiate occ.forecast, or play occ.simulate twice, same seeds",
+    "leap_smoothly": "use occ.leap for the regret and occ.forecast for its gradient",
+    "run_gradients": "differentiate occ.forecast; experiments/meta_gradients.py has the run's own",
+    "OSSB": "occ.rivals.Thompson has less regret; occ.limits.lower_bound has the limit",
+    "PolicyOptimization": "use occ.FTRL.tsallis, which has less regret",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _PACKAGES:
+        return _importlib.import_module(f"torch_occ.{name}")
+    for package, names in _MOVED.items():
+        if name in names:
+            _warnings.warn(
+                f"torch_occ.{name} is torch_occ.{package}.{name} now",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            return getattr(_importlib.import_module(f"torch_occ.{package}"), name)
+    if name in _GONE:
+        raise AttributeError(f"torch_occ.{name} was removed: {_GONE[name]}")
+    raise AttributeError(f"module 'torch_occ' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PACKAGES})

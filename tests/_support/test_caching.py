@@ -18,10 +18,10 @@ from torch_occ._support import caching
 PACKAGE = Path(torch_occ.__file__).parent
 
 #: Compiles as little as `simulate` can, in two modules: `play_fixed`, which calls kernels of
-#: torch_occ.kernels.play.episodes.
+#: torch_occ.engine.play.
 PLAY = """
 import torch, torch_occ as occ
-from torch_occ.kernels.play.baselines import play_fixed
+from torch_occ.engine.play import play_fixed
 mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
 losses = occ.BernoulliLosses(torch.full((mdp.num_states, 2), 0.5, dtype=torch.float64))
 history = occ.simulate(mdp, occ.FixedPolicy(mdp), losses, 50)
@@ -52,7 +52,7 @@ def copied(tmp_path):
         regret, hits = done.stdout.split()
         return float(regret), int(hits), done.stderr
 
-    run.kernels = tmp_path / "torch_occ" / "kernels" / "play"
+    run.kernels = tmp_path / "torch_occ" / "engine"
     return run
 
 
@@ -60,7 +60,7 @@ def test_an_edited_kernel_is_noticed_by_those_that_call_it(copied):
     before, hits, _ = copied()
     assert hits == 0
     assert copied()[:2] == (before, 1)  # from the disk
-    callee = copied.kernels / "episodes.py"
+    callee = copied.kernels / "play.py"
     edited = callee.read_text().replace("return 1.0 if uniform < mean else 0.0", "return 0.0")
     assert edited != callee.read_text()
     callee.write_text(edited)
@@ -91,7 +91,7 @@ def test_where_nothing_can_be_written_kernels_are_compiled_and_one_warning_says_
 # -- files that are not what the index says ----------------------------------------------------
 
 TWO = """
-from torch_occ.kernels.layout import kernel
+from torch_occ.engine.layout import kernel
 
 @kernel
 def one(x):
@@ -185,7 +185,7 @@ def test_every_name_in_a_kernel_comes_from_a_source_in_the_stamp():
     """Numba compiles values of global names into a kernel, so their files belong to the stamp."""
     decorators = {"kernel", "adder", "part", "inlined"}
     checked = 0
-    for path in sorted((PACKAGE / "kernels").rglob("*.py")):
+    for path in sorted((PACKAGE / "engine").rglob("*.py")):
         tree = ast.parse(path.read_text())
         origin = {
             name.asname or name.name: statement.module

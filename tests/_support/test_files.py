@@ -8,8 +8,7 @@ from games import MDP, Interruptible, walk
 
 import torch_occ as occ
 from torch_occ._support.files import write_atomically
-from torch_occ.game.driver import simulate
-from torch_occ.game.simulation import Simulation
+from torch_occ.game.simulate import Simulation, simulate
 
 
 def test_creates_missing_directories(tmp_path):
@@ -155,7 +154,7 @@ def test_a_checkpoint_holds_no_more_than_it_needs(tmp_path):
 def test_the_fingerprint_is_the_same_in_every_process(hash_seed, tmp_path):
     """Neither Python's hash seed nor a filled cache changes the fingerprint of a run."""
     script = (
-        "import torch_occ as occ; from torch_occ.game.simulation import Simulation; mdp = "
+        "import torch_occ as occ; from torch_occ.game.simulate import Simulation; mdp = "
         "occ.LayeredMDP.random(2, 2, 2); learner = occ.FTRL(mdp, 2.0 * occ.jin_luo(mdp) + "
         "occ.Tsallis(0.4) / occ.Polynomial(1.0, 0.5)); print(Simulation(mdp, learner, "
         "occ.RandomWalkLosses(), 10, [0], None, {}, 'torch').fingerprints)"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_occ._support.spacing import CHUNK
+from torch_occ._support.constants import CHUNK
 from torch_occ._support.streams import Purpose, stream, uniforms
 
 KEYS = list(itertools.product((0, 1, 2**40), Purpose, (0, 1, 2, 3)))

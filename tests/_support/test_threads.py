@@ -9,7 +9,7 @@ import torch
 from zoo import random_loss
 
 import torch_occ as occ
-from torch_occ._support.threads import for_each
+from torch_occ._support.processes import for_each
 
 MDP = occ.LayeredMDP.random(2, 2, 2, seed=0)
 MEAN = random_loss(MDP, seed=1)

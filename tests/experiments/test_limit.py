@@ -17,12 +17,12 @@ def test_distance_to_limit(tmp_path, capsys):
     directory = distance_to_limit.main(args)
     assert (directory / "limit.png").read_bytes().startswith(b"\x89PNG")
     found = list(csv.DictReader((directory / "slopes.csv").read_text().splitlines()))
-    assert len(found) == 18
+    assert len(found) == 15
     seeds = {row["learner"]: int(row["seeds"]) for row in found}
-    assert (seeds["KL-UCB"], seeds["OSSB"]) == (3, 2)
+    assert (seeds["KL-UCB"], seeds["Tsallis"]) == (3, 2)
     limits = {row["world"]: float(row["limit"]) for row in found}
     for name, (mdp, mean) in distance_to_limit.worlds(args).items():
-        assert limits[name] == occ.lower_bound(mdp, mean).value
+        assert limits[name] == occ.limits.lower_bound(mdp, mean).value
     for row in found:
         assert float(row["lower"]) <= float(row["slope_over_limit"]) <= float(row["upper"])
     printed = capsys.readouterr().out

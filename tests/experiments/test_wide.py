@@ -7,7 +7,7 @@ import torch
 
 import torch_occ as occ
 from experiments import wide, wide_crossover, wide_seeds
-from torch_occ.step import kkt
+from torch_occ.step import system as kkt
 
 
 def test_the_grid_slips_and_stops_at_its_edge():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from torch_occ.kernels.play.draws import FEW, binomial_drawn, normal_drawn
+from torch_occ.engine.draws import FEW, binomial_drawn, normal_drawn
 
 
 def generators(count=8):

@@ -8,9 +8,9 @@ from threads import THREADS
 from zoo import REGULARIZERS, random_problem
 
 import torch_occ as occ
-from torch_occ.forecasting import compiled_leaps
-from torch_occ.forecasting.torch_leaps import _multinomial, longest_leap
 from torch_occ.step.implicit import Setting
+from torch_occ.tuning import compiled_leaps
+from torch_occ.tuning.leaps import _multinomial, longest_leap
 
 
 def apart(a, b):
@@ -18,7 +18,7 @@ def apart(a, b):
     return float((a.mean() - b.mean()).abs() / (a.var() / len(a) + b.var() / len(b)).sqrt())
 
 
-class Halfway(occ.CentredEstimator):
+class Halfway(occ.game.CentredEstimator):
     """A baseline of 1/2 everywhere, which no engine knows of."""
 
     def baseline(self, q, t):
@@ -93,11 +93,11 @@ def test_leaping_forecasts_the_under_regularized_corner(estimator):
     played = occ.simulate(
         mdp, learner, occ.BernoulliLosses(mean), 2000, range(64), checkpoints=[2000]
     ).regret[:, -1]
-    found = occ.predict(mdp, psi, mean, 2000, estimator=estimator, particles=256)
+    found = occ.tuning.predict(mdp, psi, mean, 2000, estimator=estimator, particles=256)
     assert found.method == "leaping"
     error = math.hypot(float(found.standard_error), float(played.std()) / 8)
     assert abs(float(found.regret) - float(played.mean())) < 3 * error + 0.07 * float(played.mean())
-    assert occ.predict(mdp, occ.jin_luo(mdp, beta=20.0), mean, 2000).method == "mean path"
+    assert occ.tuning.predict(mdp, occ.jin_luo(mdp, beta=20.0), mean, 2000).method == "mean path"
 
 
 def test_leaping_sees_what_a_visit_without_loss_overturns():
@@ -118,9 +118,14 @@ def test_leaping_sees_what_a_visit_without_loss_overturns():
         path = occ.forecast(mdp, psi, mean, 3000, estimator=baseline)
     assert bool(path.reliable)  # by its own noise, which knows nothing of rare events
     assert float(path.final) < 0.85 * float(found.final)
-    assert occ.predict(mdp, psi, mean, 3000, estimator=baseline, particles=16).method == "leaping"
     assert (
-        occ.predict(mdp, psi, mean, 3000, estimator=occ.ImportanceWeighted(), particles=16).method
+        occ.tuning.predict(mdp, psi, mean, 3000, estimator=baseline, particles=16).method
+        == "leaping"
+    )
+    assert (
+        occ.tuning.predict(
+            mdp, psi, mean, 3000, estimator=occ.ImportanceWeighted(), particles=16
+        ).method
         == "mean path"
     )
 
@@ -212,47 +217,6 @@ def test_the_longest_leap_is_what_keeps_q_from_changing():
             pushed = 200 * mean
             pushed[s, a] += short
             assert abs(float(step(pushed, t)[s, a].detach() / q[s, a]) - 1) < 0.05
-
-
-@pytest.mark.parametrize("draws", ["gamma", "gaussian"])
-def test_smooth_leaps_are_differentiable(draws):
-    mdp, mean = random_problem(0)
-    psi = occ.jin_luo(mdp, beta=5.0, gamma=0.5)
-
-    def value():
-        return (
-            occ.leap_smoothly(mdp, psi, mean, 100, particles=16, seed=3, per_decade=5, draws=draws)
-            .regret[:, -1]
-            .mean()
-        )
-
-    parameters = list(psi.parameters())
-    gradient = torch.autograd.grad(value(), parameters)
-    for parameter, slope in zip(parameters, gradient, strict=True):
-        kept, h, sides = parameter.detach().clone(), 1e-4, []
-        for sign in (1, -1):
-            with torch.no_grad():
-                parameter.copy_(kept * (1 + sign * h))
-            sides.append(float(value().detach()))
-        with torch.no_grad():
-            parameter.copy_(kept)
-        # torch's gamma sampler follows another path than its implicit derivative: only expectations
-        # agree.
-        assert float(slope) == pytest.approx(
-            (sides[0] - sides[1]) / (2 * h * float(kept)), rel=0.05 if draws == "gamma" else 1e-5
-        )
-
-
-def test_smooth_leaps_of_a_regularized_learner_agree_with_exact_ones():
-    mdp, mean = random_problem(1)
-    psi = occ.jin_luo(mdp, beta=10.0, gamma=0.5)
-    exact = occ.leap(mdp, psi, mean, 2000, particles=256).regret[:, -1]
-    with torch.no_grad():
-        for draws in ("gamma", "gaussian"):
-            smooth = occ.leap_smoothly(
-                mdp, psi, mean, 2000, particles=64, per_decade=12, draws=draws
-            ).regret[:, -1]
-            assert float(smooth.mean()) == pytest.approx(float(exact.mean()), rel=0.04)
 
 
 def test_bad_input_is_named():

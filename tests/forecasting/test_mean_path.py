@@ -5,10 +5,8 @@ import torch
 from zoo import random_problem, trajectories
 
 import torch_occ as occ
-from torch_occ.forecasting.mean_path import second_moment
-from torch_occ.forecasting.phases import phases_of
-from torch_occ.forecasting.quadrature import Quadrature
 from torch_occ.step.linearization import Linearization
+from torch_occ.tuning.forecast import Quadrature, phases_of, second_moment
 
 
 def test_quadrature_sums_smooth_functions_over_a_million_episodes():
@@ -289,7 +287,7 @@ def test_what_cannot_be_forecast_is_refused():
             return super().__call__(feedback, q, t).clamp(max=3.0)
 
     for estimator in (occ.ImplicitExploration(0.1), occ.FullInformation(), Clipped()):
-        for predict in (occ.forecast, occ.leap, occ.predict):
+        for predict in (occ.forecast, occ.leap, occ.tuning.predict):
             with pytest.raises(
                 TypeError,
                 match=f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or "
@@ -299,7 +297,9 @@ def test_what_cannot_be_forecast_is_refused():
         with pytest.raises(
             TypeError, match=f"estimator: {type(estimator).__name__} cannot be forecast"
         ):
-            occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, estimator=estimator)
+            occ.tuning.ForecastObjective(
+                [occ.tuning.World("stochastic", mdp, mean)], 100, estimator=estimator
+            )
     with pytest.raises(TypeError, match="GreedyAdversary cannot be forecast"):
         occ.forecast(mdp, psi, occ.GreedyAdversary(), 100)
     with pytest.raises(ValueError, match="SwitchingLosses has 1000 phases"):

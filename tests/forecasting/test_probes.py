@@ -5,10 +5,9 @@ import torch
 from zoo import random_problem
 
 import torch_occ as occ
-from torch_occ.forecasting import mean_path
-from torch_occ.forecasting.mean_path import outer, second_moment
-from torch_occ.forecasting.probes import draw_fluctuations
 from torch_occ.step.linearization import Linearization
+from torch_occ.tuning import forecast as mean_path
+from torch_occ.tuning.forecast import draw_fluctuations, outer, second_moment
 
 
 @pytest.mark.parametrize("noise", ["bernoulli", "none"])

@@ -21,20 +21,20 @@ LOSSES = occ.BernoulliLosses(MEAN)
 LEARNERS = {
     "optimistic": lambda mdp: occ.AdaptiveFTRL.optimistic(mdp, 10**5, 1.0),
     "gradient hints": lambda mdp: occ.AdaptiveFTRL.optimistic(
-        mdp, 10**5, hints=occ.GradientHints()
+        mdp, 10**5, hints=occ.game.GradientHints()
     ),
     "hints alone": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.jin_luo(mdp, beta=2.0), hints=occ.MeanHints()
+        mdp, occ.jin_luo(mdp, beta=2.0), hints=occ.game.MeanHints()
     ),
     "rates alone": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.LogBarrier(occ.PerState(mdp, 0.5)), rates=occ.AdaptiveRates(10**5)
+        mdp, occ.LogBarrier(occ.PerState(mdp, 0.5)), rates=occ.game.AdaptiveRates(10**5)
     ),
     "matching": lambda mdp: occ.AdaptiveFTRL.matching(mdp),
     "matching, entropy": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.Shannon(), rates=occ.StabilityPenaltyMatching(2.0)
+        mdp, occ.Shannon(), rates=occ.game.StabilityPenaltyMatching(2.0)
     ),
     "matching, power": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.Tsallis(0.7), rates=occ.StabilityPenaltyMatching()
+        mdp, occ.Tsallis(0.7), rates=occ.game.StabilityPenaltyMatching()
     ),
 }
 
@@ -81,7 +81,7 @@ def test_the_game_is_the_same_in_any_mdp(name, problem):
 
 @pytest.mark.parametrize("backend", ["torch", "engine"])
 def test_without_hints_and_rates_it_is_ftrl(backend):
-    class Zero(occ.Hints):
+    class Zero(occ.game.Hints):
         def predict(self, state):
             return torch.zeros(2, S, A, dtype=F64)
 
@@ -102,12 +102,12 @@ def test_without_hints_and_rates_it_is_ftrl(backend):
 def test_hints_that_are_right_have_no_errors():
     """With m = loss there is nothing to estimate, and the rates never change."""
 
-    class Truth(occ.Hints):
+    class Truth(occ.game.Hints):
         def predict(self, state):
             return MEAN.expand(2, S, A)
 
     learner = occ.AdaptiveFTRL(
-        MDP, occ.LogBarrier(), hints=Truth(), rates=occ.AdaptiveRates(100, first=3.0)
+        MDP, occ.LogBarrier(), hints=Truth(), rates=occ.game.AdaptiveRates(100, first=3.0)
     )
     _, state = play(learner, occ.TableLosses(MEAN.expand(40, S, A)), 40, backend="torch")
     torch.testing.assert_close(state["cumulative_loss"], 40 * MEAN.expand(2, S, A))
@@ -117,14 +117,14 @@ def test_hints_that_are_right_have_no_errors():
 def test_the_rates_are_those_of_the_formula():
     """On a bandit, Q - V is x - pi x on the visited action."""
     bandit = occ.LayeredMDP([torch.ones(1, 3, 1, dtype=F64)])
-    rates = occ.AdaptiveRates(1000, first=2.0)
+    rates = occ.game.AdaptiveRates(1000, first=2.0)
     q = torch.tensor([[[0.2, 0.3, 0.5]]], dtype=F64)
     x = torch.tensor([[[0.0, 0.6 / 0.3, 0.0]]], dtype=F64)
     b = rates.update(bandit, torch.full((1, 1, 3), 2.0, dtype=F64), q, x)
     zeta = (0.6 * (1 - 0.3)) ** 2
     expected = [2.0, 2.0 + zeta / (2 * math.log(1000)), 2.0]
     torch.testing.assert_close(b.flatten(), torch.tensor(expected, dtype=F64))
-    matching = occ.StabilityPenaltyMatching(4.0)
+    matching = occ.game.StabilityPenaltyMatching(4.0)
     assert matching.start(bandit, occ.Tsallis()) == 4.0
     b = matching.update(bandit, torch.tensor([4.0], dtype=F64), q, x)
     z = 2 * sum(p**0.5 * (1 - p) for p in (0.2, 0.3, 0.5))
@@ -150,19 +150,19 @@ def test_a_run_continues_where_it_was_interrupted(name, tmp_path):
 
 def test_bad_input():
     with pytest.raises(ValueError, match=r"hints: they need a log-barrier.*-m / q"):
-        occ.AdaptiveFTRL(MDP, occ.Tsallis() / occ.InverseSqrt(1.0), hints=occ.MeanHints())
+        occ.AdaptiveFTRL(MDP, occ.Tsallis() / occ.InverseSqrt(1.0), hints=occ.game.MeanHints())
     with pytest.raises(TypeError, match=r"hints: expected an occ\.Hints"):
         occ.AdaptiveFTRL(MDP, occ.LogBarrier(), hints=0.5)
     with pytest.raises(TypeError, match=r"rates: expected an occ\.Rates"):
         occ.AdaptiveFTRL(MDP, occ.LogBarrier(), rates=occ.InverseSqrt(1.0))
     with pytest.raises(ValueError, match="StabilityPenaltyMatching knows"):
-        occ.AdaptiveFTRL(MDP, occ.LogBarrier(), rates=occ.StabilityPenaltyMatching())
+        occ.AdaptiveFTRL(MDP, occ.LogBarrier(), rates=occ.game.StabilityPenaltyMatching())
     with pytest.raises(ValueError, match="episodes, first"):
-        occ.AdaptiveRates(0)
+        occ.game.AdaptiveRates(0)
     with pytest.raises(ValueError, match="prior, count"):
-        occ.MeanHints(prior=2.0)
+        occ.game.MeanHints(prior=2.0)
     with pytest.raises(ValueError, match="step, prior"):
-        occ.GradientHints(step=0.0)
+        occ.game.GradientHints(step=0.0)
     with pytest.raises(ValueError, match="made for 10 episodes"):
         occ.simulate(MDP, occ.AdaptiveFTRL.optimistic(MDP, 10), LOSSES, 20)
 

@@ -70,7 +70,9 @@ def test_numbers_of_numpy_and_torch_are_welcome():
 
 
 def centred(baseline):
-    return type("Centred", (occ.CentredEstimator,), {"baseline": lambda self, q, t: baseline})()
+    return type(
+        "Centred", (occ.game.CentredEstimator,), {"baseline": lambda self, q, t: baseline}
+    )()
 
 
 @pytest.mark.parametrize("baseline", [0.5, torch.zeros(4, 2, dtype=torch.float64)])

@@ -10,18 +10,16 @@ from dataclasses import fields
 import llvmlite.binding as llvm
 import pytest
 import torch
-from other_machine import OtherMachine, move
+from other_machine import OtherMachine
 from threads import THREADS
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from zoo import random_loss
 
 import torch_occ as occ
-from torch_occ._support.saving import Kept
-from torch_occ.game.simulation import Simulation
-from torch_occ.mdp.in_order import InOrder, total
+from torch_occ._support.files import Kept
+from torch_occ.game.simulate import Simulation
+from torch_occ.mdp.layers import InOrder, total
 from torch_occ.mdp.occupancy import optimal_policy
-from torch_occ.tuning.compiled_tangents import _Table
 
 pytestmark = pytest.mark.bits
 
@@ -64,16 +62,16 @@ LEARNERS = {
     "full information": lambda mdp: occ.FTRL(mdp, PSI["paper"](mdp), occ.FullInformation()),
     "adaptive rates": lambda mdp: occ.AdaptiveFTRL.optimistic(mdp, 3000),
     "matching rates": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.Tsallis(0.5), rates=occ.StabilityPenaltyMatching()
+        mdp, occ.Tsallis(0.5), rates=occ.game.StabilityPenaltyMatching()
     ),
     "gradient hints": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.LogBarrier(3.0), hints=occ.GradientHints()
+        mdp, occ.LogBarrier(3.0), hints=occ.game.GradientHints()
     ),
     "corrected": occ.CorrectedFTRL,
-    "ucbvi": lambda mdp: occ.UCBVI(mdp, 3000),
-    "kl-ucb": occ.KLUCB,
-    "thompson": occ.Thompson,
-    "euler": lambda mdp: occ.StrongEuler(mdp, 0.1),
+    "ucbvi": lambda mdp: occ.rivals.UCBVI(mdp, 3000),
+    "kl-ucb": occ.rivals.KLUCB,
+    "thompson": occ.rivals.Thompson,
+    "euler": lambda mdp: occ.rivals.StrongEuler(mdp, 0.1),
     "optimistic": occ.OptimisticValueIteration,
     "leader": occ.FollowTheLeader,
     "best": lambda mdp: occ.FixedPolicy.best_in_hindsight(mdp, random_loss(mdp, seed=1)),
@@ -171,38 +169,6 @@ def test_a_continued_run_has_the_bits_of_an_uninterrupted_one(learner, tmp_path)
     same(continued, play(learner, "walk", episodes=700))
 
 
-@pytest.mark.parametrize("mdp", ["dense", "sparse"])
-def test_tangents_have_the_same_bits_in_every_batch(mdp, monkeypatch):
-    """The simulated machine does not work inside `jacfwd`, so weights are rounded after it."""
-    mdp, differentiate = MDPS[mdp], _Table.differentiate
-
-    def rounded(*arguments):
-        with _disable_current_modes():
-            weights, exponents, pushes = differentiate(*arguments)
-            moved = [move(torch.from_numpy(x), "pow", 3).numpy() for x in (weights, pushes.weights)]
-        return moved[0], exponents, pushes._replace(weights=moved[1])
-
-    monkeypatch.setattr(_Table, "differentiate", rounded)
-    losses = losses_of(mdp)["bernoulli"]
-
-    def run(seeds, episodes, threads=1):
-        with OtherMachine(threads):
-            return occ.run_gradients(
-                mdp,
-                PSI["powers"](mdp),
-                losses,
-                episodes,
-                seeds,
-                checkpoints=[20, 30],
-                backend="engine",
-            )
-
-    # the baseline of the unbiased one is that of a batch
-    together, pair = run(SEEDS, 40), run([7, 3], 30, threads=2)
-    assert torch.equal(pair.regret, together.regret[1:])
-    assert torch.equal(pair.pathwise.samples, together.pathwise.samples[1:])
-
-
 @pytest.mark.parametrize("psi", PSI)
 @pytest.mark.parametrize("mdp", ["dense", "sparse"])
 def test_a_batch_of_steps_has_the_bits_of_batches_of_one(psi, mdp):
@@ -256,7 +222,7 @@ def test_maps_in_order_are_sums_one_after_the_other(kind):
 def test_batches_that_do_not_fit_go_in_parts(monkeypatch):
     layer, v = InOrder(MDP.layers[1]), random_loss(MDP, batch=(2, 9))[..., 0][..., :5]
     whole = layer.ahead(v), layer.arrive(layer.ahead(v))
-    monkeypatch.setattr("torch_occ.mdp.in_order._MOST", 200)
+    monkeypatch.setattr("torch_occ.mdp.layers._MOST", 200)
     assert torch.equal(layer.ahead(v), whole[0])
     assert torch.equal(layer.arrive(whole[0]), whole[1])
 

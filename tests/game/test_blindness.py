@@ -6,7 +6,7 @@ from beliefs import trajectories
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
-from torch_occ.game.players.torch_player import TorchPlayer
+from torch_occ.game.torch_player import TorchPlayer
 from torch_occ.mdp.occupancy import occupancy, uniform_policy
 
 MDP = occ.LayeredMDP.random(horizon=3, width=3, num_actions=3, seed=0)
@@ -14,7 +14,7 @@ LOSSES = occ.BernoulliLosses(random_loss(MDP, seed=3))
 EPISODES = 40
 
 
-class Softmax(occ.CountingLearner):
+class Softmax(occ.rivals.CountingLearner):
     """A user's blind learner: exponential weights of the losses and of the believed next ones."""
 
     def start(self, num_seeds):
@@ -34,17 +34,20 @@ class Softmax(occ.CountingLearner):
 #: Learners that do not know the transitions, by name. Those of the package belong here, too.
 BLIND = {
     "a user's": Softmax,
-    "plug-in": lambda mdp: occ.UnknownFTRL(mdp, occ.jin_luo(mdp, beta=1.0)),
-    "practical": occ.UnknownFTRL.practical,
-    "jin_huang_luo": lambda mdp: occ.UnknownFTRL.jin_huang_luo(mdp, EPISODES),
-    "full information": lambda mdp: occ.UnknownFTRL.jin_huang_luo(
+    "plug-in": lambda mdp: occ.rivals.UnknownFTRL(mdp, occ.jin_luo(mdp, beta=1.0)),
+    "practical": occ.rivals.UnknownFTRL.practical,
+    "jin_huang_luo": lambda mdp: occ.rivals.UnknownFTRL.jin_huang_luo(mdp, EPISODES),
+    "full information": lambda mdp: occ.rivals.UnknownFTRL.jin_huang_luo(
         mdp, EPISODES, full_information=True
     ),
-    "optimistic transitions": lambda mdp: occ.UnknownFTRL(
-        mdp, occ.jin_luo(mdp, beta=1.0), widths=occ.Widths.of("practical", mdp), optimistic=True
+    "optimistic transitions": lambda mdp: occ.rivals.UnknownFTRL(
+        mdp,
+        occ.jin_luo(mdp, beta=1.0),
+        widths=occ.rivals.Widths.of("practical", mdp),
+        optimistic=True,
     ),
-    "uob-reps": lambda mdp: occ.UOBREPS(mdp, EPISODES),
-    "psrl": occ.PSRL,
+    "uob-reps": lambda mdp: occ.rivals.UOBREPS(mdp, EPISODES),
+    "psrl": occ.rivals.PSRL,
 }
 
 

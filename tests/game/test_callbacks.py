@@ -11,8 +11,8 @@ from PIL import Image
 import torch_occ as occ
 from torch_occ.game.callbacks import parameters
 from torch_occ.game.figures import configuration, describe
-from torch_occ.game.intervals import band
-from torch_occ.game.simulation import Simulation
+from torch_occ.game.history import band
+from torch_occ.game.simulate import Simulation
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 

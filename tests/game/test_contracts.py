@@ -9,7 +9,7 @@ import torch
 from zoo import PROBLEMS, Kept, random_loss
 
 import torch_occ as occ
-from torch_occ.game.contracts import uncertified_is_handled
+from torch_occ.game.checks import uncertified_is_handled
 from torch_occ.game.losses import Stationary
 from torch_occ.mdp.occupancy import interior_point, occupancy, uniform_policy
 
@@ -212,7 +212,7 @@ def test_wrong_diagnostics_are_refused(found, words):
 def test_right_diagnostics_are_recorded():
     history = occ.simulate(MDP, Diagnosed(GOOD), LOSSES, 3, (5, 9))
     assert history.newton_steps[:, -1].tolist() == [2.0, 2.0]
-    with pytest.warns(occ.UncertifiedWarning) as caught:
+    with pytest.warns(occ.game.UncertifiedWarning) as caught:
         occ.simulate(
             MDP, Diagnosed(GOOD | {"uncertified": torch.tensor([0.0, 1.0])}), LOSSES, 3, (5, 9)
         )
@@ -290,7 +290,7 @@ def test_steps_without_certificate_are_warned_of(backend):
         history = occ.simulate(
             MDP, hurried(occ.jin_luo(MDP, beta=0.5)), LOSSES, 30, (5, 9), backend=backend
         )
-    assert [warning.category for warning in caught] == [occ.UncertifiedWarning] * 2
+    assert [warning.category for warning in caught] == [occ.game.UncertifiedWarning] * 2
     assert all(warning.filename == __file__ for warning in caught)
     first, last = (str(warning.message) for warning in caught)
     assert first.startswith(
@@ -309,7 +309,7 @@ def test_both_backends_name_the_same_first_step():
     )
     words = {}
     for backend in ("torch", "engine"):
-        with pytest.warns(occ.UncertifiedWarning) as caught:
+        with pytest.warns(occ.game.UncertifiedWarning) as caught:
             occ.simulate(MDP, hurried(occ.Tsallis(), enough), LOSSES, 20, (5, 9), backend=backend)
         words[backend] = [str(warning.message) for warning in caught]
     assert words["torch"] == words["engine"]
@@ -317,11 +317,11 @@ def test_both_backends_name_the_same_first_step():
 
 
 def test_a_regularizer_that_is_not_convex_is_warned_of_and_an_error_if_asked_for():
-    with pytest.warns(occ.UncertifiedWarning, match=r"is finite and convex|20 of 20"):
+    with pytest.warns(occ.game.UncertifiedWarning, match=r"is finite and convex|20 of 20"):
         occ.simulate(MDP, occ.FTRL(MDP, Concave()), LOSSES, 20)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", occ.UncertifiedWarning)
-        with pytest.raises(occ.UncertifiedWarning, match="episode 1"):
+        warnings.simplefilter("error", occ.game.UncertifiedWarning)
+        with pytest.raises(occ.game.UncertifiedWarning, match="episode 1"):
             occ.simulate(MDP, occ.FTRL(MDP, Concave()), LOSSES, 20)
 
 

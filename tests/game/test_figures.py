@@ -6,7 +6,7 @@ import torch
 
 import torch_occ as occ
 from torch_occ.game.figures import occupancy_figure, pixels, plot_references, regret_figure
-from torch_occ.game.intervals import band, student
+from torch_occ.game.history import band, student
 
 matplotlib = pytest.importorskip("matplotlib")
 

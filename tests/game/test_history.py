@@ -9,7 +9,7 @@ from games import MDP, Interruptible, same, walk
 from zoo import random_loss
 
 import torch_occ as occ
-from torch_occ.game.driver import simulate
+from torch_occ.game.simulate import simulate
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ SCRIPT = """
 import os, signal, sys
 sys.path[:0] = sys.argv[2:]
 from games import MDP, Interruptible, walk
-from torch_occ.game.driver import simulate
+from torch_occ.game.simulate import simulate
 Interruptible.calls = {300: lambda: os.kill(os.getpid(), signal.SIGKILL)}
 simulate(MDP, Interruptible(MDP), walk(), 320, (1, 2), save_to=sys.argv[1], save_every=0.0)
 """

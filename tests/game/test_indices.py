@@ -1,4 +1,4 @@
-"""KL-UCB, Thompson sampling and OSSB: indices, the same game in both backends, known results."""
+"""KL-UCB and Thompson sampling: indices, the same game in both backends, known results."""
 
 import mpmath
 import numpy as np
@@ -10,14 +10,14 @@ from zoo import random_loss
 
 import torch_occ as occ
 from experiments.limit_worlds import few_successors
-from torch_occ.game.learners.kl_ucb import kl_lower
-from torch_occ.kernels.layout import TRIAL, make_work
-from torch_occ.kernels.play.baselines import Seen
-from torch_occ.kernels.play.indices import BEGIN, REACH, SERIES_ROWS, bound
-from torch_occ.step.compiled.inputs import model_of
+from torch_occ.engine.layout import TRIAL, make_work
+from torch_occ.engine.play import Seen
+from torch_occ.engine.play_indices import BEGIN, REACH, SERIES_ROWS, bound
+from torch_occ.rivals.kl_ucb import kl_lower
+from torch_occ.step.arrays import model_of
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
-LEARNERS = {"kl-ucb": occ.KLUCB, "thompson": occ.Thompson, "ossb": occ.OSSB}
+LEARNERS = {"kl-ucb": occ.rivals.KLUCB, "thompson": occ.rivals.Thompson}
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e-6, 0.01, 0.5, 0.98, 1 - 1e-9, 1.0])
@@ -126,7 +126,7 @@ def test_one_state_comes_close_to_lai_and_robbins(name):
     mdp = occ.LayeredMDP.random(1, 1, 3)
     mean = torch.tensor([[0.3, 0.5, 0.6]], dtype=torch.float64)
     history = occ.simulate(mdp, LEARNERS[name](mdp), occ.BernoulliLosses(mean), 100_000, range(24))
-    limit = occ.lower_bound(mdp, mean).value
+    limit = occ.limits.lower_bound(mdp, mean).value
     late = history.episodes >= 10_000
     log, regret = history.episodes[late].double().log(), history.regret[:, late].mean(0)
     slope = (regret[-1] - regret[0]) / (log[-1] - log[0])
@@ -135,7 +135,7 @@ def test_one_state_comes_close_to_lai_and_robbins(name):
 
 def test_kl_ucb_explores_less_than_hoeffding():
     """Pinsker's inequality: the bonus of UCB with sqrt(log t / (2 N)) is never smaller."""
-    learner, other = occ.KLUCB(MDP), occ.OptimisticValueIteration(MDP)
+    learner, other = occ.rivals.KLUCB(MDP), occ.OptimisticValueIteration(MDP)
     for x in (learner, other):
         x.start(2)
         generator = torch.Generator().manual_seed(0)

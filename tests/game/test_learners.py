@@ -206,7 +206,7 @@ def test_a_learner_with_budgets_meets_them_in_every_episode():
     mean = random_loss(mdp, seed=1)
     best = occ.occupancy(mdp, occ.optimal_policy(mdp, mean).policy)
     costs = best[None] + 0.1  # what the best policy does is expensive
-    limits = 0.5 * (costs * best).sum((-2, -1)) + 0.5 * occ.comparator(mdp, costs[0])
+    limits = 0.5 * (costs * best).sum((-2, -1)) + 0.5 * occ.game.comparator(mdp, costs[0])
     budgets = occ.Budgets(costs, limits)
     learner = occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5), constraints=budgets)
 

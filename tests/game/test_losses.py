@@ -3,7 +3,7 @@ import torch
 from zoo import PROBLEMS, random_loss, tensor
 
 import torch_occ as occ
-from torch_occ._support.spacing import CHUNK
+from torch_occ._support.constants import CHUNK
 from torch_occ.game.losses import Stationary
 from torch_occ.mdp.occupancy import interior_point, optimal_policy
 

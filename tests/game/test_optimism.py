@@ -14,15 +14,15 @@ MEAN = random_loss(MDP, seed=1)
 BANDIT = PROBLEMS["bandit"]().mdp
 
 LEARNERS = {
-    "ucbvi-ch": lambda mdp: occ.UCBVI(mdp, 9000),
-    "ucbvi-bf": lambda mdp: occ.UCBVI(mdp, 9000, bonus="bernstein"),
-    "sharp": lambda mdp: occ.UCBVI(mdp, bonus="sharp"),
-    "corrupted": lambda mdp: occ.UCBVI(mdp, bonus="sharp", corruption=20.0),
-    "negative": lambda mdp: occ.UCBVI(mdp, bonus="sharp", floor=-1.5, delta=0.01),
-    "euler": occ.EULER,
-    "strong": occ.StrongEuler,
-    "psrl": occ.PSRL,
-    "layers": lambda mdp: occ.MultiLayerUCBVI(mdp, 9000),
+    "ucbvi-ch": lambda mdp: occ.rivals.UCBVI(mdp, 9000),
+    "ucbvi-bf": lambda mdp: occ.rivals.UCBVI(mdp, 9000, bonus="bernstein"),
+    "sharp": lambda mdp: occ.rivals.UCBVI(mdp, bonus="sharp"),
+    "corrupted": lambda mdp: occ.rivals.UCBVI(mdp, bonus="sharp", corruption=20.0),
+    "negative": lambda mdp: occ.rivals.UCBVI(mdp, bonus="sharp", floor=-1.5, delta=0.01),
+    "euler": occ.rivals.EULER,
+    "strong": occ.rivals.StrongEuler,
+    "psrl": occ.rivals.PSRL,
+    "layers": lambda mdp: occ.rivals.MultiLayerUCBVI(mdp, 9000),
 }
 GAMES = {
     "bernoulli": occ.BernoulliLosses(MEAN),
@@ -105,7 +105,7 @@ def test_at_one_layer_the_sharp_bonus_is_ucb1_with_its_logarithm():
         visits[arm] += 1
         losses[arm] += float(table[t - 1, 0, arm])
     for backend in ("torch", "engine"):
-        learner, kept = occ.UCBVI(BANDIT, bonus="sharp", floor=-math.inf), Kept()
+        learner, kept = occ.rivals.UCBVI(BANDIT, bonus="sharp", floor=-math.inf), Kept()
         occ.simulate(
             BANDIT, learner, occ.TableLosses(table), 300, backend=backend, callbacks=[kept]
         )
@@ -127,9 +127,9 @@ def test_lower_values_are_below_the_optimal_ones(name):
     mean = random_loss(mdp, seed=5)
     best = occ.optimal_policy(mdp, mean).value
     learner = {
-        "sharp": occ.UCBVI(mdp, bonus="sharp"),
-        "euler": occ.EULER(mdp),
-        "strong": occ.StrongEuler(mdp),
+        "sharp": occ.rivals.UCBVI(mdp, bonus="sharp"),
+        "euler": occ.rivals.EULER(mdp),
+        "strong": occ.rivals.StrongEuler(mdp),
     }[name]
     violated = torch.zeros(1000, dtype=torch.bool)
 
@@ -154,7 +154,7 @@ def test_lower_values_are_below_the_optimal_ones(name):
 
 def test_strong_optimism_means_no_positive_surplus():
     """Q_lower <= loss + P V_lower with the true P, wherever Q_lower is not clipped at 0."""
-    learner, surplus = occ.StrongEuler(MDP), []
+    learner, surplus = occ.rivals.StrongEuler(MDP), []
 
     class Look(occ.Callback):
         def on_checkpoint(self, run):
@@ -183,7 +183,7 @@ def test_known_corruption_keeps_the_bounds_valid():
             broken.setdefault(run.learner.corruption, above.clone()).logical_or_(above)
 
     for known in (0.0, 200.0):
-        learner = occ.UCBVI(mdp, bonus="sharp", corruption=known)
+        learner = occ.rivals.UCBVI(mdp, bonus="sharp", corruption=known)
         occ.simulate(mdp, learner, losses, 400, range(50), callbacks=[Look()])
     assert not bool(broken[200.0].any())
     assert bool(broken[0.0].any())
@@ -194,7 +194,7 @@ def test_slow_layers_keep_the_optimal_actions():
     bandit = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
     mean = torch.tensor([[0.1, 0.9]], dtype=torch.float64)
     losses = occ.Corrupted(occ.BernoulliLosses(mean), 400.0, "targeted", target=mean)
-    learner, kept = occ.MultiLayerUCBVI(bandit, 20_000), Kept()
+    learner, kept = occ.rivals.MultiLayerUCBVI(bandit, 20_000), Kept()
     assert learner.layers == 15
     history = occ.simulate(bandit, learner, losses, 20_000, range(20), callbacks=[kept])
     assert float(history.corruption[:, -1].min()) == pytest.approx(400)
@@ -208,7 +208,7 @@ def test_slow_layers_keep_the_optimal_actions():
 
 
 def test_layers_are_drawn_with_halving_probabilities():
-    learner = occ.MultiLayerUCBVI(MDP, 60)
+    learner = occ.rivals.MultiLayerUCBVI(MDP, 60)
     learner.seeds = tuple(range(20_000))
     learner.start(20_000)
     shares = torch.bincount(learner.drawn(5), minlength=6) / 20_000
@@ -217,11 +217,11 @@ def test_layers_are_drawn_with_halving_probabilities():
 
 
 def test_the_logarithm_of_the_printed_bonuses_is_that_of_the_paper():
-    learner = occ.UCBVI(MDP, 1000, delta=0.05)
+    learner = occ.rivals.UCBVI(MDP, 1000, delta=0.05)
     t = torch.tensor([1.0, 900.0], dtype=torch.float64)
     assert learner.log(t).tolist() == [math.log(5 * 7 * 3 * (3 * 1000) / 0.05)] * 2
     expected = [math.log(2 * 7 * 3 * t**2 / 0.1) for t in (1, 900)]
-    assert occ.EULER(MDP).log(t).tolist() == pytest.approx(expected, rel=1e-15)
+    assert occ.rivals.EULER(MDP).log(t).tolist() == pytest.approx(expected, rel=1e-15)
 
 
 @pytest.mark.slow
@@ -232,12 +232,12 @@ def test_the_order_of_the_learners():
     mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
     losses, T = occ.BernoulliLosses(loss_with_gap(mdp, 0.4, 1)), 10_000
     expected = {
-        occ.UCBVI(mdp, T): 10_474,
-        occ.StrongEuler(mdp): 4_496,
-        occ.UCBVI(mdp, T, bonus="bernstein"): 4_119,
-        occ.EULER(mdp): 2_362,
-        occ.UCBVI(mdp, bonus="sharp"): 887,
-        occ.PSRL(mdp): 89,
+        occ.rivals.UCBVI(mdp, T): 10_474,
+        occ.rivals.StrongEuler(mdp): 4_496,
+        occ.rivals.UCBVI(mdp, T, bonus="bernstein"): 4_119,
+        occ.rivals.EULER(mdp): 2_362,
+        occ.rivals.UCBVI(mdp, bonus="sharp"): 887,
+        occ.rivals.PSRL(mdp): 89,
     }
     found = [
         float(occ.simulate(mdp, learner, losses, T, range(1, 5)).regret[:, -1].mean())
@@ -253,7 +253,7 @@ def test_the_order_of_the_learners():
 
 
 def test_psrl_draws_from_the_posterior():
-    learner = occ.PSRL(MDP)
+    learner = occ.rivals.PSRL(MDP)
     learner.seeds = tuple(range(4000))
     learner.start(4000)
     state = learner.state
@@ -307,18 +307,36 @@ def test_policies_are_a_function_of_what_was_observed(name):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: occ.UCBVI(MDP), "UCBVI with bonus='hoeffding' needs the number of episodes"),
-        (lambda: occ.UCBVI(MDP, bonus="bernstein"), "bonus='bernstein' needs the number"),
-        (lambda: occ.UCBVI(MDP, 0), "episodes of UCBVI .*: expected at least 1, got 0"),
-        (lambda: occ.UCBVI(MDP, 10, bonus="freedman"), "hoeffding, bernstein, sharp"),
-        (lambda: occ.UCBVI(MDP, 10, delta=0.0), "UCBVI needs a probability between 0 and 1"),
-        (lambda: occ.StrongEuler(MDP, delta=1.5), "StrongEuler needs a probability"),
-        (lambda: occ.MultiLayerUCBVI(MDP, None), "MultiLayerUCBVI needs the number of episodes"),
-        (lambda: occ.MultiLayerUCBVI(MDP, 9, delta=1.0), "MultiLayerUCBVI needs a probability"),
-        (lambda: occ.UCBVI(MDP, bonus="sharp", corruption=-1.0), "corruption: expected a finite"),
-        (lambda: occ.UCBVI(MDP, 9, bonus="bernstein", corruption=1.0), "estimates variances"),
-        (lambda: occ.UCBVI(MDP, bonus="sharp", floor=0.5), "floor: expected a number of at most"),
-        (lambda: occ.UCBVI(MDP, bonus="sharp", floor=-math.inf), "more than one layer"),
+        (
+            lambda: occ.rivals.UCBVI(MDP),
+            "UCBVI with bonus='hoeffding' needs the number of episodes",
+        ),
+        (lambda: occ.rivals.UCBVI(MDP, bonus="bernstein"), "bonus='bernstein' needs the number"),
+        (lambda: occ.rivals.UCBVI(MDP, 0), "episodes of UCBVI .*: expected at least 1, got 0"),
+        (lambda: occ.rivals.UCBVI(MDP, 10, bonus="freedman"), "hoeffding, bernstein, sharp"),
+        (lambda: occ.rivals.UCBVI(MDP, 10, delta=0.0), "UCBVI needs a probability between 0 and 1"),
+        (lambda: occ.rivals.StrongEuler(MDP, delta=1.5), "StrongEuler needs a probability"),
+        (
+            lambda: occ.rivals.MultiLayerUCBVI(MDP, None),
+            "MultiLayerUCBVI needs the number of episodes",
+        ),
+        (
+            lambda: occ.rivals.MultiLayerUCBVI(MDP, 9, delta=1.0),
+            "MultiLayerUCBVI needs a probability",
+        ),
+        (
+            lambda: occ.rivals.UCBVI(MDP, bonus="sharp", corruption=-1.0),
+            "corruption: expected a finite",
+        ),
+        (
+            lambda: occ.rivals.UCBVI(MDP, 9, bonus="bernstein", corruption=1.0),
+            "estimates variances",
+        ),
+        (
+            lambda: occ.rivals.UCBVI(MDP, bonus="sharp", floor=0.5),
+            "floor: expected a number of at most",
+        ),
+        (lambda: occ.rivals.UCBVI(MDP, bonus="sharp", floor=-math.inf), "more than one layer"),
     ],
 )
 def test_bad_settings_are_explained(build, message):
@@ -328,10 +346,10 @@ def test_bad_settings_are_explained(build, message):
 
 def test_a_number_of_episodes_is_a_whole_number():
     with pytest.raises(TypeError, match=r"episodes of UCBVI .*: expected a whole number"):
-        occ.UCBVI(MDP, 10.5)
+        occ.rivals.UCBVI(MDP, 10.5)
 
 
 @pytest.mark.parametrize("backend", ["torch", "engine"])
 def test_more_episodes_than_the_bounds_were_made_for(backend):
     with pytest.raises(ValueError, match="UCBVI was made for 50 episodes, but 60"):
-        occ.simulate(MDP, occ.UCBVI(MDP, 50), occ.BernoulliLosses(MEAN), 60, backend=backend)
+        occ.simulate(MDP, occ.rivals.UCBVI(MDP, 50), occ.BernoulliLosses(MEAN), 60, backend=backend)

@@ -8,12 +8,12 @@ import torch
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
-from torch_occ.game.learners import planning
-from torch_occ.game.learners.planning import Averages, plan
-from torch_occ.kernels.layout import make_work
-from torch_occ.kernels.play import planning as compiled
-from torch_occ.kernels.play.baselines import CHOICE, Seen, average
-from torch_occ.step.compiled.inputs import model_of
+from torch_occ.engine import play_planning as compiled
+from torch_occ.engine.layout import make_work
+from torch_occ.engine.play import CHOICE, Seen, average
+from torch_occ.rivals import planning
+from torch_occ.rivals.planning import Averages, plan
+from torch_occ.step.arrays import model_of
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
 LOG = 5.3

@@ -24,7 +24,7 @@ def brute_force(mdp, total):
 def test_the_comparator_is_the_best_deterministic_policy(name):
     mdp = PROBLEMS[name]().mdp
     totals = random_loss(mdp, 50.0, batch=(2, 3))
-    best = occ.comparator(mdp, totals)
+    best = occ.game.comparator(mdp, totals)
     assert best.shape == (2, 3)
     for index in itertools.product(range(2), range(3)):
         assert float(best[index]) == pytest.approx(brute_force(mdp, totals[index]), rel=1e-13)
@@ -36,7 +36,7 @@ def play(name, losses, mean, learner=None, episodes=60):
         mdp, learner or occ.OptimisticValueIteration(mdp), losses, episodes, range(4)
     )
     plan = optimal_policy(mdp, mean)
-    return history, occ.self_bounding(
+    return history, occ.game.self_bounding(
         history.regret[:, -1],
         history.cumulative_occupancy,
         plan.gaps,
@@ -69,14 +69,14 @@ def test_self_bounding_holds_as_an_inequality_under_corruption(strategy, budget)
     assert bool((sides.left > sides.right).all())
     assert bool((history.corruption[:, -1] > 0).all())
     without = optimal_policy(mdp, mean)
-    free = occ.self_bounding(
+    free = occ.game.self_bounding(
         history.regret[:, -1], history.cumulative_occupancy, without.gaps, without.policy
     )
     torch.testing.assert_close(free.right - history.corruption[:, -1], sides.right)
 
 
 def test_self_bounding_by_hand():
-    sides = occ.self_bounding(
+    sides = occ.game.self_bounding(
         tensor([3.0]), tensor([[[4.0, 6.0]]]), tensor([[0.7, 0.5]]), tensor([[1.0, 0.0]]), 1.0
     )
     assert sides.left.tolist() == [3.0]

@@ -5,8 +5,8 @@ import pytest
 import torch
 from scipy import stats
 
-from torch_occ.game.learners import sampling
-from torch_occ.kernels.play import sampling as compiled
+from torch_occ.engine import draws as compiled
+from torch_occ.rivals import sampling
 
 SHAPES = (0.05, 1 / 3, 1.0, 1.5, 7.0, 300.0, 1e6)
 

@@ -17,8 +17,7 @@ from threads import THREADS
 from zoo import random_loss
 
 import torch_occ as occ
-from torch_occ._support.files import read_checked, write_checked
-from torch_occ._support.saving import Kept, copied
+from torch_occ._support.files import Kept, copied, read_checked, write_checked
 
 TESTS = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {
@@ -180,7 +179,7 @@ def test_signals_are_left_alone_where_they_belong_to_others(tmp_path):
 
 
 def test_after_ctrl_c_no_further_seed_is_begun():
-    from torch_occ._support.threads import for_each
+    from torch_occ._support.processes import for_each
 
     begun = []
 
@@ -207,7 +206,7 @@ def test_after_ctrl_c_no_further_seed_is_begun():
 def test_calls_of_the_engine_become_short_where_episodes_are_slow(monkeypatch):
     """And that changes no bit."""
     from torch_occ.game.players import engine as player
-    from torch_occ.game.players.choice import engine_player
+    from torch_occ.rivals.choice import engine_player
 
     mdp = occ.LayeredMDP.random(3, 3, 3, seed=0)
     called = []

@@ -10,9 +10,9 @@ from threads import THREADS
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
-from torch_occ._support.spacing import log_spaced
-from torch_occ.game.driver import simulate
-from torch_occ.game.players.torch_player import invert
+from torch_occ._support.constants import log_spaced
+from torch_occ.game.simulate import simulate
+from torch_occ.game.torch_player import invert
 from torch_occ.mdp.occupancy import occupancy
 
 MDP = PROBLEMS["masked"]().mdp
@@ -75,7 +75,7 @@ def test_regrets_by_hand(losses):
         total, expected = total + mean, expected + (q * mean).sum((-2, -1))
         realised = realised + feedback.losses.sum(-1)
         if t in checkpoints:
-            best, i = occ.comparator(MDP, total), checkpoints.index(t)
+            best, i = occ.game.comparator(MDP, total), checkpoints.index(t)
             torch.testing.assert_close(history.comparator[:, i], best.expand(2))
             torch.testing.assert_close(history.regret[:, i], expected - best)
             torch.testing.assert_close(history.realised_regret[:, i], realised - best)

@@ -10,10 +10,11 @@ from zoo import random_loss
 
 import torch_occ as occ
 from experiments import wide
-from torch_occ._support.saving import Kept
-from torch_occ.game.simulation import Simulation
-from torch_occ.kernels.layout import Rows, make_work
-from torch_occ.step.compiled.inputs import model_of, why_not
+from torch_occ._support.files import Kept
+from torch_occ.engine.layout import Rows, make_work
+from torch_occ.game.simulate import Simulation
+from torch_occ.step.arrays import model_of
+from torch_occ.step.arrays import why_not_game as why_not
 
 
 def lake() -> occ.LayeredMDP:

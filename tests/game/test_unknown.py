@@ -18,17 +18,17 @@ def psi():
     return occ.Tsallis() / occ.InverseSqrt(1.0) + occ.LogBarrier(1.0)
 
 
-PRACTICAL = occ.Widths.of("practical", MDP)
+PRACTICAL = occ.rivals.Widths.of("practical", MDP)
 VARIANTS = {
     "plug-in": {},
     "upper bounds": {"widths": PRACTICAL},
-    "practical": {"widths": PRACTICAL, "bonus": occ.Bonus.practical()},
-    "restarts": {"widths": PRACTICAL, "bonus": occ.Bonus(), "restart": True},
+    "practical": {"widths": PRACTICAL, "bonus": occ.rivals.Bonus.practical()},
+    "restarts": {"widths": PRACTICAL, "bonus": occ.rivals.Bonus(), "restart": True},
     "plug-in with restarts": {"restart": True, "pseudo_count": 0.5},
     "optimistic transitions": {"widths": PRACTICAL, "optimistic": True},
     "full information": {
         "widths": PRACTICAL,
-        "bonus": occ.Bonus(),
+        "bonus": occ.rivals.Bonus(),
         "estimator": occ.FullInformation(),
         "restart": True,
         "adaptive": 3.0,
@@ -91,7 +91,7 @@ class Reference:
         else:
             shown = self.q
             if self.options["widths"] is not None:
-                u = occ.upper_occupancy(MDP, policy, self.P, self.B)
+                u = occ.rivals.upper_occupancy(MDP, policy, self.P, self.B)
                 shown = policy * u[:, None]
             bias = 0.0 if estimator is None else estimator.bias
             estimate = torch.zeros_like(policy)
@@ -125,7 +125,7 @@ class Reference:
 def test_the_learner_is_the_loop_as_written(name):
     options = VARIANTS[name]
     regularizer = occ.Shannon() / occ.InverseSqrt(1.0) if "adaptive" in options else psi()
-    learner = occ.UnknownFTRL(MDP, regularizer, **options)
+    learner = occ.rivals.UnknownFTRL(MDP, regularizer, **options)
     learner.start(2)
     loops = [Reference(options) for _ in range(2)]
     epochs = [1, 1]
@@ -145,7 +145,7 @@ def test_the_learner_is_the_loop_as_written(name):
 def test_with_the_true_transitions_the_plug_in_is_ftrl():
     """A belief that is the truth and never changes, in a whole run."""
 
-    class Told(occ.UnknownFTRL):
+    class Told(occ.rivals.UnknownFTRL):
         def start(self, num_seeds):
             super().start(num_seeds)
             true = torch.cat([P.flatten() for P in MDP.transitions])
@@ -163,16 +163,16 @@ def test_with_the_true_transitions_the_plug_in_is_ftrl():
 
 def test_printed_constants():
     T = 2000
-    bandit = occ.UnknownFTRL.jin_huang_luo(MDP, T)
+    bandit = occ.rivals.UnknownFTRL.jin_huang_luo(MDP, T)
     assert bandit.restart
     assert bandit.divides_by_bounds
-    assert bandit.bonus == occ.Bonus(1.0, 1.0, False)
+    assert bandit.bonus == occ.rivals.Bonus(1.0, 1.0, False)
     assert bandit.widths.source == (2.0, 14 / 3, (0, 0), False, False, 4.0)
     assert bandit.widths.iota == pytest.approx((math.log(T**4 * 21),) * 3, rel=1e-13)
     q = occ.interior_point(MDP)
     expected = -math.sqrt(9.0) * q.sqrt().sum() - 128 * 3**4 * q.log().sum()
     torch.testing.assert_close(bandit.step.regularizer(q, 9.0), expected)
-    full = occ.UnknownFTRL.jin_huang_luo(MDP, T, full_information=True)
+    full = occ.rivals.UnknownFTRL.jin_huang_luo(MDP, T, full_information=True)
     assert full.full_information
     assert not full.divides_by_bounds
     assert full.widths.iota == pytest.approx((math.log(T**3 * 21),) * 3, rel=1e-13)
@@ -189,10 +189,10 @@ def test_every_layout_is_played(name):
     mdp = PROBLEMS[name]().mdp
     losses = occ.BernoulliLosses(random_loss(mdp))
     for learner in (
-        occ.UnknownFTRL(mdp, occ.jin_luo(mdp)),
-        occ.UnknownFTRL.practical(mdp),
-        occ.UnknownFTRL.jin_huang_luo(mdp, 20),
-        occ.UnknownFTRL.jin_huang_luo(mdp, 20, full_information=True),
+        occ.rivals.UnknownFTRL(mdp, occ.jin_luo(mdp)),
+        occ.rivals.UnknownFTRL.practical(mdp),
+        occ.rivals.UnknownFTRL.jin_huang_luo(mdp, 20),
+        occ.rivals.UnknownFTRL.jin_huang_luo(mdp, 20, full_information=True),
     ):
         history = occ.simulate(mdp, learner, losses, 20, (0, 1), backend="torch")
         assert not bool(history.uncertified.any())
@@ -200,23 +200,25 @@ def test_every_layout_is_played(name):
 
 def test_bad_input():
     with pytest.raises(ValueError, match=r"Jin, Huang and Luo needs the number of episodes T"):
-        occ.UnknownFTRL.jin_huang_luo(MDP)
+        occ.rivals.UnknownFTRL.jin_huang_luo(MDP)
     with pytest.raises(ValueError, match="widths: a bonus needs confidence widths"):
-        occ.UnknownFTRL(MDP, psi(), bonus=occ.Bonus())
+        occ.rivals.UnknownFTRL(MDP, psi(), bonus=occ.rivals.Bonus())
     with pytest.raises(ValueError, match="optimistic transitions needs confidence widths"):
-        occ.UnknownFTRL(MDP, psi(), optimistic=True)
+        occ.rivals.UnknownFTRL(MDP, psi(), optimistic=True)
     with pytest.raises(ValueError, match="optimistic transitions replace it"):
-        occ.UnknownFTRL(MDP, psi(), widths=PRACTICAL, bonus=occ.Bonus(), optimistic=True)
+        occ.rivals.UnknownFTRL(
+            MDP, psi(), widths=PRACTICAL, bonus=occ.rivals.Bonus(), optimistic=True
+        )
     with pytest.raises(ValueError, match="pseudo_count: FTRL needs a positive one"):
-        occ.UnknownFTRL(MDP, psi(), pseudo_count=0.0)
+        occ.rivals.UnknownFTRL(MDP, psi(), pseudo_count=0.0)
     with pytest.raises(ValueError, match="adaptive: expected a number of at least 1"):
-        occ.UnknownFTRL(MDP, psi(), adaptive=0.5)
-    with pytest.raises(TypeError, match=r"widths: expected for example occ.Widths.of"):
-        occ.UnknownFTRL(MDP, psi(), widths="practical")
+        occ.rivals.UnknownFTRL(MDP, psi(), adaptive=0.5)
+    with pytest.raises(TypeError, match=r"widths: expected for example occ.rivals.Widths.of"):
+        occ.rivals.UnknownFTRL(MDP, psi(), widths="practical")
     with pytest.raises(TypeError, match="regularizer"):
-        occ.UnknownFTRL(MDP, 3)
+        occ.rivals.UnknownFTRL(MDP, 3)
     with pytest.raises(ValueError, match="made without confidence widths"):
-        occ.UnknownFTRL(MDP, psi()).confidence()
-    learner = occ.UnknownFTRL.jin_huang_luo(MDP, 100)
+        occ.rivals.UnknownFTRL(MDP, psi()).confidence()
+    learner = occ.rivals.UnknownFTRL.jin_huang_luo(MDP, 100)
     with pytest.raises(ValueError, match="UnknownFTRL was made for 100 episodes, but 101 were"):
         occ.simulate(MDP, learner, LOSSES, 101)

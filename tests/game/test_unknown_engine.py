@@ -11,12 +11,12 @@ from zoo import PROBLEMS, Kept, random_loss
 
 import torch_occ as occ
 from experiments.games import loss_with_gap
-from torch_occ.game.beliefs.counts import visits_of
-from torch_occ.game.players.unknown import powers_of
-from torch_occ.kernels.layout import make_work
-from torch_occ.kernels.play import beliefs
-from torch_occ.kernels.play.planning import entries
-from torch_occ.step.compiled.inputs import model_of
+from torch_occ.engine import play_unknown as beliefs
+from torch_occ.engine.layout import make_work
+from torch_occ.engine.play_planning import entries
+from torch_occ.rivals.beliefs import visits_of
+from torch_occ.rivals.players import powers_of
+from torch_occ.step.arrays import model_of
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
 MEAN = random_loss(MDP, seed=3)
@@ -27,32 +27,39 @@ def psi():
 
 
 def practical(mdp):
-    return occ.Widths.of("practical", mdp)
+    return occ.rivals.Widths.of("practical", mdp)
 
 
 LEARNERS = {
-    "plug-in": lambda mdp: occ.UnknownFTRL(mdp, psi()),
-    "hybrid": lambda mdp: occ.UnknownFTRL(mdp, occ.jin_luo(mdp, beta=0.5), pseudo_count=0.5),
-    "practical": occ.UnknownFTRL.practical,
-    "restarts": lambda mdp: occ.UnknownFTRL(
-        mdp, psi(), widths=practical(mdp), bonus=occ.Bonus(0.1), restart=True
+    "plug-in": lambda mdp: occ.rivals.UnknownFTRL(mdp, psi()),
+    "hybrid": lambda mdp: occ.rivals.UnknownFTRL(mdp, occ.jin_luo(mdp, beta=0.5), pseudo_count=0.5),
+    "practical": occ.rivals.UnknownFTRL.practical,
+    "restarts": lambda mdp: occ.rivals.UnknownFTRL(
+        mdp, psi(), widths=practical(mdp), bonus=occ.rivals.Bonus(0.1), restart=True
     ),
-    "bernstein": lambda mdp: occ.UnknownFTRL(
-        mdp, psi(), widths=occ.Widths.of("bernstein", mdp, 60, 0.9), bonus=occ.Bonus(0.1)
-    ),
-    "uob_reps": lambda mdp: occ.UnknownFTRL(
+    "bernstein": lambda mdp: occ.rivals.UnknownFTRL(
         mdp,
         psi(),
-        widths=occ.Widths.of("uob_reps", mdp, 60, 0.9),
+        widths=occ.rivals.Widths.of("bernstein", mdp, 60, 0.9),
+        bonus=occ.rivals.Bonus(0.1),
+    ),
+    "uob_reps": lambda mdp: occ.rivals.UnknownFTRL(
+        mdp,
+        psi(),
+        widths=occ.rivals.Widths.of("uob_reps", mdp, 60, 0.9),
         estimator=occ.ImplicitExploration(0.02),
     ),
-    "optimistic": lambda mdp: occ.UnknownFTRL(mdp, psi(), widths=practical(mdp), optimistic=True),
-    "printed": lambda mdp: occ.UnknownFTRL.jin_huang_luo(mdp, 60),
-    "full information": lambda mdp: occ.UnknownFTRL.jin_huang_luo(mdp, 60, full_information=True),
-    "adaptive": lambda mdp: occ.UnknownFTRL(
+    "optimistic": lambda mdp: occ.rivals.UnknownFTRL(
+        mdp, psi(), widths=practical(mdp), optimistic=True
+    ),
+    "printed": lambda mdp: occ.rivals.UnknownFTRL.jin_huang_luo(mdp, 60),
+    "full information": lambda mdp: occ.rivals.UnknownFTRL.jin_huang_luo(
+        mdp, 60, full_information=True
+    ),
+    "adaptive": lambda mdp: occ.rivals.UnknownFTRL(
         mdp, occ.Shannon() / occ.InverseSqrt(1.0), widths=practical(mdp), adaptive=2.0
     ),
-    "polynomial": lambda mdp: occ.UnknownFTRL(
+    "polynomial": lambda mdp: occ.rivals.UnknownFTRL(
         mdp, occ.Tsallis() / occ.Polynomial(1.0, 0.4), restart=True
     ),
 }
@@ -125,7 +132,7 @@ def test_a_seed_has_the_same_bits_in_any_company():
 @pytest.mark.parametrize("name", ["practical", "restarts", "adaptive"])
 @pytest.mark.bits
 def test_a_run_continues_to_the_same_bits(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch_occ.game.players.engine.EnginePlayer.chunks", 1)
+    monkeypatch.setattr("torch_occ.game.players.EnginePlayer.chunks", 1)
 
     class Stop(occ.Callback):
         def on_checkpoint(self, run):
@@ -144,7 +151,7 @@ def test_a_run_continues_to_the_same_bits(name, tmp_path, monkeypatch):
 
 
 def test_compiled_bounds_are_those_of_torch():
-    """`upper_bound` for all states of random beliefs, against `occ.upper_occupancy`."""
+    """`upper_bound` for all states of random beliefs, against `occ.rivals.upper_occupancy`."""
     for name in ("layers", "contexts", "masked"):
         mdp = PROBLEMS[name]().mdp
         m, P, B = random_belief(mdp, "practical", 5, most=40)
@@ -177,9 +184,9 @@ def test_compiled_bounds_are_those_of_torch():
         exists = torch.cat([x.unsqueeze(-1).expand_as(p).flatten() for x, p in pairs]).numpy()
         np.testing.assert_allclose(belief.transitions[exists], flat[1][exists], rtol=1e-15)
         np.testing.assert_allclose(belief.widths[exists], flat[2][exists], rtol=1e-14)
-        expected = occ.Bonus()(mdp, B).flatten().numpy()
+        expected = occ.rivals.Bonus()(mdp, B).flatten().numpy()
         np.testing.assert_allclose(belief.bonus, expected, rtol=1e-14)
-        u = occ.upper_occupancy(mdp, policy, P, B)
+        u = occ.rivals.upper_occupancy(mdp, policy, P, B)
         flat_policy = policy.flatten().numpy()
         for s in range(mdp.num_states):
             found = beliefs.upper_bound(model, belief, flat_policy, s, int(mdp.layer[s]))
@@ -196,13 +203,13 @@ def test_what_the_engine_does_not_play():
         def forward(self, t):
             return 1 / (1 + t.log())
 
-    learner = occ.UnknownFTRL(MDP, occ.Tsallis() / Slow())
+    learner = occ.rivals.UnknownFTRL(MDP, occ.Tsallis() / Slow())
     assert powers_of(learner.step.regularizer, MDP.actions.shape) is None
     losses = occ.BernoulliLosses(MEAN)
     assert occ.simulate(MDP, learner, losses, 3).backend == "torch"
     with pytest.raises(ValueError, match="not powers of t"):
         occ.simulate(MDP, learner, losses, 3, backend="engine")
-    learner = occ.UnknownFTRL(MDP, psi(), estimator=occ.ReducedVariance(occ.InverseSqrt()))
+    learner = occ.rivals.UnknownFTRL(MDP, psi(), estimator=occ.ReducedVariance(occ.InverseSqrt()))
     with pytest.raises(ValueError, match="ReducedVariance for unknown transitions"):
         occ.simulate(MDP, learner, losses, 3, backend="engine")
 
@@ -217,7 +224,7 @@ def test_learning_is_seen_and_the_printed_constants_do_not_learn():
         "known": occ.FTRL(MDP, psi()),
         "plug-in": LEARNERS["plug-in"](MDP),
         "practical": LEARNERS["practical"](MDP),
-        "printed": occ.UnknownFTRL.jin_huang_luo(MDP, T),
+        "printed": occ.rivals.UnknownFTRL.jin_huang_luo(MDP, T),
         "uniform": occ.FixedPolicy(MDP),
     }
     found = {

@@ -8,7 +8,7 @@ from beliefs import trajectories
 from zoo import PROBLEMS, random_loss, tensor
 
 import torch_occ as occ
-from torch_occ.game.beliefs.counts import split_transitions
+from torch_occ.rivals.beliefs import split_transitions
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
 
@@ -26,7 +26,7 @@ def learned(learner, episodes, num_seeds=2):
 
 def test_the_first_policy_is_uniform_and_every_transition_is_possible():
     mdp = PROBLEMS["masked"]().mdp
-    learner = occ.UOBREPS(mdp, 100)
+    learner = occ.rivals.UOBREPS(mdp, 100)
     learner.start(3)
     expected = occ.uniform_policy(mdp).expand(3, -1, -1)
     torch.testing.assert_close(learner.propose_policy(1), expected, rtol=1e-15, atol=0)
@@ -41,7 +41,7 @@ def test_the_first_policy_is_uniform_and_every_transition_is_possible():
 
 
 def test_the_constants_are_those_of_the_paper():
-    learner = occ.UOBREPS(MDP, 1000, delta=0.05)
+    learner = occ.rivals.UOBREPS(MDP, 1000, delta=0.05)
     expected = math.sqrt(3 * math.log(3 * 21 / 0.05) / (1000 * 21))
     assert learner.learning_rate == learner.bias == pytest.approx(expected, rel=1e-14)
     assert learner.widths.iota == (pytest.approx(math.log(1000 * 21 / 0.05)),) * 3
@@ -50,11 +50,13 @@ def test_the_constants_are_those_of_the_paper():
 
 def test_an_episode_by_hand():
     """The estimate with upper occupancy bounds of the old set, the projection onto the new one."""
-    learner = occ.UOBREPS(MDP, 50, widths=occ.Widths.of("practical", MDP))
+    learner = occ.rivals.UOBREPS(MDP, 50, widths=occ.rivals.Widths.of("practical", MDP))
     learned(learner, 30, num_seeds=1)
     before = {name: value.clone() for name, value in learner.state.items()}
     policy, episode = learner.propose_policy(31), trajectories(MDP, 31, 1)
-    reach = occ.upper_occupancy(learner.mdp, policy, learner.transitions(), learner.confidence())
+    reach = occ.rivals.upper_occupancy(
+        learner.mdp, policy, learner.transitions(), learner.confidence()
+    )
     loss = torch.zeros(7, 3).double()
     for s, a, x in zip(episode.states[0], episode.actions[0], episode.losses[0], strict=True):
         loss[s, a] = x / (policy[0, s, a] * reach[0, s] + learner.bias)
@@ -79,7 +81,7 @@ def test_an_episode_by_hand():
 def test_one_layer_is_exponential_weights_with_implicit_exploration():
     """No transitions: u is the policy itself (Exp3-IX)."""
     mdp = occ.LayeredMDP([torch.ones(1, 4, 1).double()])
-    learner = occ.UOBREPS(mdp, 100, learning_rate=0.3, bias=0.05)
+    learner = occ.rivals.UOBREPS(mdp, 100, learning_rate=0.3, bias=0.05)
     given = learned(learner, 20)
     scores = torch.zeros(2, 4).double()
     policy = torch.full((2, 4), 0.25).double()
@@ -92,7 +94,7 @@ def test_one_layer_is_exponential_weights_with_implicit_exploration():
 
 def test_a_seed_alone_plays_as_among_others():
     losses = occ.BernoulliLosses(random_loss(MDP))
-    learner = occ.UOBREPS(MDP, 40)
+    learner = occ.rivals.UOBREPS(MDP, 40)
     both = occ.simulate(MDP, learner, losses, 40, [3, 4], backend="torch")
     alone = occ.simulate(MDP, learner, losses, 40, [4], backend="torch")
     torch.testing.assert_close(both.regret[1:], alone.regret, rtol=1e-9, atol=1e-9)
@@ -111,11 +113,11 @@ def test_a_seed_alone_plays_as_among_others():
 )
 def test_errors_say_what_it_needs(options, message):
     with pytest.raises(ValueError, match=message):
-        occ.UOBREPS(MDP, **({"episodes": 10} | options))
+        occ.rivals.UOBREPS(MDP, **({"episodes": 10} | options))
 
 
 def test_the_first_episode_begins_an_epoch():
-    learner = occ.UOBREPS(MDP, 10)
+    learner = occ.rivals.UOBREPS(MDP, 10)
     learned(learner, 1)
     assert tensor([2.0, 2.0]).equal(learner.state["epochs"])
 
@@ -125,7 +127,7 @@ def test_the_first_episode_begins_an_epoch():
 
 def in_torch(mdp, episodes, **options):
     """A learner whose projection is solved in torch."""
-    learner = occ.UOBREPS(mdp, episodes, **options)
+    learner = occ.rivals.UOBREPS(mdp, episodes, **options)
     learner.project.use("torch")
     return learner
 
@@ -136,8 +138,8 @@ def test_both_backends_play_the_same_game(name, losses):
     mdp = PROBLEMS[name]().mdp if name in ("masked", "contexts", "layers") else MDP
     mdp = mdp.to_sparse() if name == "sparse" else mdp
     process = occ.GreedyAdversary() if losses == "greedy" else occ.BernoulliLosses(random_loss(mdp))
-    options = {"widths": occ.Widths.of("practical", mdp), "learning_rate": 0.1}
-    found = occ.simulate(mdp, occ.UOBREPS(mdp, 60, **options), process, 60, [1, 2])
+    options = {"widths": occ.rivals.Widths.of("practical", mdp), "learning_rate": 0.1}
+    found = occ.simulate(mdp, occ.rivals.UOBREPS(mdp, 60, **options), process, 60, [1, 2])
     expected = occ.simulate(mdp, in_torch(mdp, 60, **options), process, 60, [1, 2], backend="torch")
     assert (found.backend, expected.backend) == ("engine", "torch")
     torch.testing.assert_close(found.last_q, expected.last_q, rtol=1e-9, atol=1e-12)
@@ -162,7 +164,7 @@ def test_both_backends_end_in_the_same_state():
         ends.append(State())
         losses = occ.BernoulliLosses(random_loss(MDP))
         options = {"backend": backend, "callbacks": [ends[-1]]}
-        occ.simulate(MDP, occ.UOBREPS(MDP, 50), losses, 50, [1, 2], **options)
+        occ.simulate(MDP, occ.rivals.UOBREPS(MDP, 50), losses, 50, [1, 2], **options)
     mine, theirs = (end.state for end in ends)
     assert {*mine} == {*theirs}
     for name in {*mine} - {"dual_residual", "flow_residual", "newton_steps"}:
@@ -171,7 +173,7 @@ def test_both_backends_end_in_the_same_state():
 
 @pytest.mark.bits
 def test_a_seed_has_the_same_bits_alone_and_a_run_continues_to_them(tmp_path, small_chunks):
-    losses, learner = occ.BernoulliLosses(random_loss(MDP)), occ.UOBREPS(MDP, 100)
+    losses, learner = occ.BernoulliLosses(random_loss(MDP)), occ.rivals.UOBREPS(MDP, 100)
     whole = occ.simulate(MDP, learner, losses, 100, [3, 4])
     alone = occ.simulate(MDP, learner, losses, 100, [4])
     assert whole.regret[1:].equal(alone.regret)
@@ -192,7 +194,9 @@ def test_a_seed_has_the_same_bits_alone_and_a_run_continues_to_them(tmp_path, sm
 def test_it_learns():
     mdp, episodes = MDP, 20_000
     mean = 0.3 + 0.4 * (torch.arange(3) != 1).double().expand(7, 3)
-    found = occ.simulate(mdp, occ.UOBREPS(mdp, episodes), occ.BernoulliLosses(mean), episodes, [0])
+    found = occ.simulate(
+        mdp, occ.rivals.UOBREPS(mdp, episodes), occ.BernoulliLosses(mean), episodes, [0]
+    )
     uniform = episodes * 3 * 0.4 * 2 / 3
     assert float(found.regret[0, -1]) < 0.15 * uniform
     assert float(found.uncertified[0, -1]) == 0

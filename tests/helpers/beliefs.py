@@ -3,7 +3,7 @@
 import torch
 
 import torch_occ as occ
-from torch_occ.game.beliefs.counts import transition_shapes, visits_of
+from torch_occ.rivals.beliefs import transition_shapes, visits_of
 
 
 def random_counts(mdp, batch=(), seed=0, most=6):
@@ -18,8 +18,8 @@ def random_counts(mdp, batch=(), seed=0, most=6):
 def random_belief(mdp, name, seed=0, batch=(), most=6):
     """Counts, their empirical transitions, and widths of a source at T = 1,000."""
     m = random_counts(mdp, batch, seed, most)
-    P = occ.empirical_transitions(mdp, m)
-    return m, P, occ.Widths.of(name, mdp, 1000, 0.1)(mdp, P, visits_of(mdp, m))
+    P = occ.rivals.empirical_transitions(mdp, m)
+    return m, P, occ.rivals.Widths.of(name, mdp, 1000, 0.1)(mdp, P, visits_of(mdp, m))
 
 
 def random_policy(mdp, seed=0, batch=()):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import torch_occ as occ
 from torch_occ.step import entropic
-from torch_occ.step.shaping import shape_finely
+from torch_occ.step.newton import shape_finely
 from torch_occ.step.solution import Options
 
 

@@ -9,17 +9,22 @@ import numpy as np
 import pytest
 from numba import njit
 
-from torch_occ.kernels.lanes.arrays import gather, in_lanes, lane, lanes_of, scatter, zeros
-from torch_occ.kernels.lanes.vectors import (
+from torch_occ.engine.lanes import (
     FEW_LANES,
     LANES,
     anywhere,
     exp,
+    gather,
+    in_lanes,
+    lane,
     lanes_for,
+    lanes_of,
     log,
     power,
+    scatter,
     sqrt,
     where,
+    zeros,
 )
 
 WIDTHS = (1, FEW_LANES, LANES)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torch_occ as occ
-from torch_occ.mdp.audit import Bets
+from torch_occ.mdp.importers import Bets
 
 gymnasium = pytest.importorskip("gymnasium")
 

@@ -10,7 +10,7 @@ import scipy.sparse
 import torch
 
 import torch_occ as occ
-from torch_occ.mdp.unrolling import ABSORBING
+from torch_occ.mdp.unroll import ABSORBING
 
 gymnasium = pytest.importorskip("gymnasium")
 
@@ -414,7 +414,7 @@ def test_gradients_reach_the_table_zeros_included():
 
 
 def test_an_mdp_that_does_not_fit_is_refused_before_memory_is_asked_for(monkeypatch):
-    monkeypatch.setattr("torch_occ.mdp.unrolling.MAX_BYTES", 1000)
+    monkeypatch.setattr("torch_occ.mdp.unroll.MAX_BYTES", 1000)
     P = torch.from_numpy(np.moveaxis(arrays()[0], 0, 1).copy())
     with expect(ValueError, "horizon: 4 steps", "up to 5 states", "GiB", "pass a sparse table"):
         occ.LayeredMDP.from_tables(P, 4)
@@ -428,7 +428,7 @@ def test_a_large_environment_is_stored_sparsely_and_a_small_one_densely(monkeypa
     assert taxi.num_pairs == 45956
     # The storage changes nothing else.
     small = occ.LayeredMDP.from_gymnasium("CliffWalkingSlippery-v1", 6, verify=0)
-    monkeypatch.setattr("torch_occ.mdp.unrolling.DENSE_ENTRIES", 0)
+    monkeypatch.setattr("torch_occ.mdp.unroll.DENSE_ENTRIES", 0)
     sparse = occ.LayeredMDP.from_gymnasium("CliffWalkingSlippery-v1", 6, verify=0)
     assert sparse.is_sparse
     policy = occ.uniform_policy(small)

@@ -11,10 +11,7 @@ from zoo import random_loss
 
 import torch_occ as occ
 from experiments.limit_worlds import few_successors
-from torch_occ.mdp.limits.completion import missing_visits
-from torch_occ.mdp.limits.excursions import excursions_of
-from torch_occ.mdp.limits.families import Bernoulli, Gaussian
-from torch_occ.mdp.limits.separation import Separation
+from torch_occ.limits.separation import Bernoulli, Gaussian, Separation, excursions_of
 
 BANDIT = occ.LayeredMDP.random(1, 1, 4)
 
@@ -41,7 +38,7 @@ def closed_form(mdp, mean, visited=None):
 
 
 def test_one_state_is_the_bound_of_lai_and_robbins():
-    found = occ.lower_bound(BANDIT, row(0.3, 0.5, 0.45, 0.9))
+    found = occ.limits.lower_bound(BANDIT, row(0.3, 0.5, 0.45, 0.9))
     terms = {1: 0.2 / kl(0.5, 0.3), 2: 0.15 / kl(0.45, 0.3), 3: 0.6 / kl(0.9, 0.3)}
     assert found.value == found.upper == pytest.approx(sum(terms.values()), rel=1e-14)
     assert (found.exact, found.rounds, found.method) == (True, 0, "closed form")
@@ -53,7 +50,7 @@ def test_one_state_is_the_bound_of_lai_and_robbins():
 def test_the_closed_form_where_optimal_policies_visit_every_state(shape):
     mdp = occ.LayeredMDP.random(*shape, seed=1)
     mean = 0.1 + 0.8 * random_loss(mdp)
-    found = occ.lower_bound(mdp, mean)
+    found = occ.limits.lower_bound(mdp, mean)
     # kl of this file loses digits where gaps are small.
     assert found.value == pytest.approx(closed_form(mdp, mean), rel=1e-9)
     assert found.method == "closed form"
@@ -64,7 +61,7 @@ def test_the_demo_of_the_package():
     from experiments.games import loss_with_gap
 
     mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
-    found = occ.lower_bound(mdp, loss_with_gap(mdp, 0.4, 1))
+    found = occ.limits.lower_bound(mdp, loss_with_gap(mdp, 0.4, 1))
     assert found.value == pytest.approx(15.9901, abs=1e-4)
 
 
@@ -137,14 +134,14 @@ def twin(mdp, mean, rounds=25):
 def test_an_independent_program_over_all_policies_agrees(world):
     mdp, mean = few_successors(*world)
     assert len(excursions_of(mdp, mean).hidden) > 0
-    assert occ.lower_bound(mdp, mean).value == pytest.approx(twin(mdp, mean), rel=2e-4)
+    assert occ.limits.lower_bound(mdp, mean).value == pytest.approx(twin(mdp, mean), rel=2e-4)
 
 
 @pytest.mark.parametrize("successors", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_bounds_meet_and_the_allocation_satisfies_every_constraint(successors, seed):
     mdp, mean = few_successors(3, 3, 3, successors, seed)
-    found = occ.lower_bound(mdp, mean)
+    found = occ.limits.lower_bound(mdp, mean)
     assert found.exact
     assert found.value <= found.upper <= (1 + 1e-5) * found.value
     gaps = occ.optimal_policy(mdp, mean).gaps
@@ -182,7 +179,7 @@ def test_the_search_equals_the_enumeration_of_all_excursions():
 
 def test_a_five_layer_world_is_exact():
     mdp, mean = few_successors(5, 5, 4, 2, 0)
-    found = occ.lower_bound(mdp, mean)
+    found = occ.limits.lower_bound(mdp, mean)
     assert found.exact
     assert found.upper <= (1 + 1e-5) * found.value
     assert str(found).startswith(f"C = {found.value:.6g} (cutting planes, ")
@@ -190,58 +187,14 @@ def test_a_five_layer_world_is_exact():
 
 def test_a_short_search_still_brackets_the_constant():
     mdp, mean = few_successors(5, 5, 4, 1, 0)
-    short, whole = occ.lower_bound(mdp, mean, budget=30, max_rounds=4), occ.lower_bound(mdp, mean)
+    short, whole = (
+        occ.limits.lower_bound(mdp, mean, budget=30, max_rounds=4),
+        occ.limits.lower_bound(mdp, mean),
+    )
     assert whole.exact
     assert not short.exact
     assert 0 < short.value < whole.value < short.upper
     assert "cut short" in str(short)
-
-
-# -- what is missing -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world", [(3, 3, 3, 3, 0), (3, 3, 3, 1, 1), (3, 3, 3, 2, 0)])
-def test_what_is_missing_after_some_visits(world):
-    mdp, mean = few_successors(*world)
-    limit, gaps = occ.lower_bound(mdp, mean), occ.optimal_policy(mdp, mean).gaps
-
-    def cost(observed):
-        found = missing_visits(mdp, mean, observed)
-        assert bool((found >= 0).all())
-        return float((found * gaps).sum()) / limit.value
-
-    # 3 % of the information may be missing.
-    nothing = torch.zeros_like(mean)
-    assert 0.97 - 1e-6 <= cost(nothing) <= 1 + 1e-6
-    assert cost(1.001 * limit.allocation) == 0.0
-    assert 0.0 < cost(0.5 * limit.allocation) <= 0.5 + 1e-6
-    # Visits of optimal pairs do not help, and visits of one other pair do.
-    assert cost(100.0 * (limit.allocation == 0)) <= cost(nothing)
-    one = torch.where(limit.allocation == limit.allocation.max(), limit.allocation, 0.0)
-    assert cost(one) < cost(nothing)
-
-
-def test_completed_visits_rule_out_every_table():
-    mdp, mean = few_successors(4, 4, 3, 2, 3)
-    found = excursions_of(mdp, mean)
-    assert len(found.hidden) > 0
-    generator = torch.Generator().manual_seed(0)
-    visits = 20 * torch.rand(mean.shape, generator=generator, dtype=torch.float64)
-    whole = (visits + missing_visits(mdp, mean, visits)).flatten().numpy()[found.pairs]
-    assert Separation(found, Bernoulli()).search(whole, 1.0).least >= 0.97
-    before = Separation(found, Bernoulli()).search(visits.flatten().numpy()[found.pairs], 1.0)
-    assert before.least < 0.9
-
-
-def test_tables_that_are_very_close():
-    """The solver drops coefficients below 1e-9, so kl is raised: 1e6 visits per log T suffice."""
-    layers = [torch.eye(2, dtype=torch.float64)[None], torch.ones(2, 2, 1, dtype=torch.float64)]
-    mdp = occ.LayeredMDP(layers)
-    mean = torch.tensor([[0.5, 0.4 + 1e-6], [0.2, 0.5], [0.3, 0.7]], dtype=torch.float64)
-    visits = missing_visits(mdp, mean, torch.zeros_like(mean))
-    assert 1e5 < float(visits.sum()) <= 2e6
-    bandit = missing_visits(BANDIT, row(0.5, 0.5 + 1e-7, 0.6, 0.9), torch.zeros(1, 4).double())
-    assert float(bandit.max()) == pytest.approx(1e6)
 
 
 # -- corners ---------------------------------------------------------------------------------------
@@ -253,69 +206,75 @@ def test_a_gap_larger_than_the_mean_costs_nothing():
     mdp = occ.LayeredMDP(layers, actions=torch.tensor([[True, True], [True, False], [True, False]]))
     mean = torch.tensor([[0.5, 0.1], [0.2, 0.0], [0.9, 0.0]], dtype=torch.float64)
     # Confusing tables lower (0, 1) and the hidden state (2, 0) together by the gap 0.3.
-    found = occ.lower_bound(mdp, mean)
+    found = occ.limits.lower_bound(mdp, mean)
     assert found.exact
     assert found.value > 0
     # With a sure loss of 1 that no table lowers enough, nothing has to be explored.
     sure = mean.clone()
     sure[1, 0], sure[0, 0], sure[2, 0] = 0.0, 0.0, 0.0
     sure[0, 1] = 0.4
-    assert occ.lower_bound(mdp, sure).value == 0.0
+    assert occ.limits.lower_bound(mdp, sure).value == 0.0
     dense = occ.LayeredMDP.random(2, 2, 2, seed=0)
     mean = torch.tensor([[0.05, 0.1], [0.0, 0.9], [0.9, 0.95]], dtype=torch.float64)
-    assert occ.lower_bound(dense, mean).value == pytest.approx(closed_form(dense, mean), rel=1e-12)
+    assert occ.limits.lower_bound(dense, mean).value == pytest.approx(
+        closed_form(dense, mean), rel=1e-12
+    )
 
 
 def test_tied_actions_are_all_free():
-    assert occ.lower_bound(BANDIT, row(0.4, 0.4, 0.6, 0.4)).value == pytest.approx(
+    assert occ.limits.lower_bound(BANDIT, row(0.4, 0.4, 0.6, 0.4)).value == pytest.approx(
         0.2 / kl(0.6, 0.4)
     )
-    assert occ.lower_bound(BANDIT, row(0.4, 0.4, 0.4, 0.4)).value == 0.0
+    assert occ.limits.lower_bound(BANDIT, row(0.4, 0.4, 0.4, 0.4)).value == 0.0
     # Two optimal actions lead to both states of a layer, so no state is hidden.
     layers = [torch.eye(2, dtype=torch.float64)[None], torch.ones(2, 2, 1, dtype=torch.float64)]
     mdp = occ.LayeredMDP(layers)
     mean = torch.tensor([[0.5, 0.4], [0.2, 0.5], [0.3, 0.7]], dtype=torch.float64)
-    found = occ.lower_bound(mdp, mean)
+    found = occ.limits.lower_bound(mdp, mean)
     assert found.value == pytest.approx(0.3 / kl(0.5, 0.2) + 0.4 / kl(0.7, 0.3), rel=1e-12)
     # An action that is worse by a hair hides its state, and costs what such a gap costs.
     mean[0, 1] += 1e-4
-    apart = occ.lower_bound(mdp, mean)
+    apart = occ.limits.lower_bound(mdp, mean)
     assert apart.exact
     assert apart.value > 1000
 
 
 def test_unreachable_states_and_masked_actions_play_no_part():
     mdp, mean = few_successors(3, 3, 3, 1, 1)
-    value = occ.lower_bound(mdp, mean).value
+    value = occ.limits.lower_bound(mdp, mean).value
     pruned = mdp.prune()
     rest = mean[mdp.reachable]
-    assert occ.lower_bound(pruned, rest).value == pytest.approx(value, rel=1e-6)
+    assert occ.limits.lower_bound(pruned, rest).value == pytest.approx(value, rel=1e-6)
     nonsense = torch.where(mdp.reachable[:, None], mean, torch.nan)
-    assert occ.lower_bound(mdp, nonsense).value == pytest.approx(value, rel=1e-12)
+    assert occ.limits.lower_bound(mdp, nonsense).value == pytest.approx(value, rel=1e-12)
     # A fourth action that no state has.
     wide = occ.LayeredMDP(
         [torch.cat([p, p[:, :1]], 1) for p in mdp.transitions],
         actions=torch.tensor([True, True, True, False]).expand(mdp.num_states, 4),
     )
     masked = torch.cat([mean, torch.full((mdp.num_states, 1), torch.nan)], 1)
-    found = occ.lower_bound(wide, masked)
+    found = occ.limits.lower_bound(wide, masked)
     assert found.value == pytest.approx(value, rel=1e-5)
     assert bool((found.allocation[:, 3] == 0).all())
-    assert occ.lower_bound(mdp.to_sparse(), mean).value == pytest.approx(value, rel=1e-6)
+    assert occ.limits.lower_bound(mdp.to_sparse(), mean).value == pytest.approx(value, rel=1e-6)
 
 
 def test_means_of_zero_and_one():
-    found = occ.lower_bound(BANDIT, row(0.0, 0.5, 1.0, 0.25))
+    found = occ.limits.lower_bound(BANDIT, row(0.0, 0.5, 1.0, 0.25))
     assert found.value == 0.0  # no loss is less than zero, so nothing can be confused
-    found = occ.lower_bound(BANDIT, row(0.5, 1.0, 1.0, 1.0))
+    found = occ.limits.lower_bound(BANDIT, row(0.5, 1.0, 1.0, 1.0))
     assert found.value == pytest.approx(3 * 0.5 / math.log(2), rel=1e-12)
 
 
 def test_gaussian_losses():
-    found = occ.lower_bound(BANDIT, row(-3.0, -1.0, 5.0, -2.5), noise="gaussian", variance=0.25)
+    found = occ.limits.lower_bound(
+        BANDIT, row(-3.0, -1.0, 5.0, -2.5), noise="gaussian", variance=0.25
+    )
     assert found.value == pytest.approx(2 * 0.25 * (1 / 2 + 1 / 8 + 1 / 0.5), rel=1e-12)
     mdp, mean = few_successors(3, 3, 3, 1, 1)
-    one, four = (occ.lower_bound(mdp, mean, noise="gaussian", variance=v) for v in (0.1, 0.4))
+    one, four = (
+        occ.limits.lower_bound(mdp, mean, noise="gaussian", variance=v) for v in (0.1, 0.4)
+    )
     assert one.exact
     assert four.value == pytest.approx(4 * one.value, rel=2e-5)
 
@@ -358,7 +317,7 @@ def test_corners_at_random(seed):
         actions = torch.from_numpy(generator.random(mean.shape) < 0.7)
         actions[:, 0] = True
         mdp = occ.LayeredMDP(mdp.transitions, actions=actions)
-    found = occ.lower_bound(mdp, mean)
+    found = occ.limits.lower_bound(mdp, mean)
     assert found.exact
     assert 0 <= found.value <= found.upper <= (1 + 1e-5) * found.value
     assert bool((found.allocation >= 0).all())
@@ -386,7 +345,7 @@ def test_corners_at_random(seed):
 def test_bad_input(change, message):
     arguments = {"mdp": BANDIT, "mean": row(0.1, 0.2, 0.5, 0.3)} | change
     with pytest.raises(ValueError, match=message):
-        occ.lower_bound(**arguments)
+        occ.limits.lower_bound(**arguments)
 
 
 def test_too_many_hidden_states_are_refused():
@@ -398,11 +357,11 @@ def test_too_many_hidden_states_are_refused():
     mean = torch.full((mdp.num_states, 2), 0.5, dtype=torch.float64)
     mean[0, 1] = 0.6
     with pytest.raises(ValueError, match="7,999 states are reachable but not visited"):
-        occ.lower_bound(mdp, mean)
+        occ.limits.lower_bound(mdp, mean)
 
 
 def test_arguments_of_a_wrong_type():
     with pytest.raises(TypeError, match=r"mdp: expected an occ\.LayeredMDP"):
-        occ.lower_bound("mdp", row(0.5))
+        occ.limits.lower_bound("mdp", row(0.5))
     with pytest.raises(TypeError, match="mean: expected a torch tensor"):
-        occ.lower_bound(BANDIT, [[0.5]])
+        occ.limits.lower_bound(BANDIT, [[0.5]])

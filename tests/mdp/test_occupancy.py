@@ -80,8 +80,8 @@ def test_the_adjoint_is_the_adjoint(build):
     """<E q, v> = <q, E'v> for every q that vanishes on masked pairs."""
     mdp = build()
     q, v = random_loss(mdp) * mdp.actions, random_loss(mdp, seed=1).sum(-1)
-    E_q = occ.flow_residual(mdp, q) + flow_source(mdp)
-    adjoint = occ.flow_adjoint(mdp, v)
+    E_q = occ.mdp.flow_residual(mdp, q) + flow_source(mdp)
+    adjoint = occ.mdp.flow_adjoint(mdp, v)
     close((E_q * v).sum(-1), (q * adjoint).sum((-2, -1)))
     assert not bool(adjoint[..., ~mdp.actions].any())
 
@@ -107,7 +107,7 @@ def test_policy_to_occupancy_and_back(build):
     mdp = build()
     policy = random_policy(mdp)
     q = occ.occupancy(mdp, policy)
-    assert float(occ.flow_residual(mdp, q).abs().max()) < 1e-15
+    assert float(occ.mdp.flow_residual(mdp, q).abs().max()) < 1e-15
     for layer in mdp.split(q, -2):
         close(layer.sum((-2, -1)), torch.ones(mdp.batch_shape, dtype=F64), 1e-15)
     torch.testing.assert_close(occ.policy_of(mdp, q), policy.expand_as(q), rtol=1e-15, atol=0)
@@ -126,7 +126,7 @@ def test_flow_residual_measures_each_state():
     mdp = PROBLEMS["masked"]().mdp
     q = occ.interior_point(mdp)
     q[0, 0] += 0.5  # leaves state 0, and arrives in states 2 and 3 with probabilities 1/4 and 3/4
-    close(occ.flow_residual(mdp, q), torch.tensor([0.5, 0.0, -0.125, -0.375], dtype=F64), 1e-15)
+    close(occ.mdp.flow_residual(mdp, q), torch.tensor([0.5, 0.0, -0.125, -0.375], dtype=F64), 1e-15)
 
 
 @pytest.mark.parametrize("leading", [(), (4,)])
@@ -145,7 +145,7 @@ def test_reachability_is_the_product_of_the_steps_between(build, leading):
         for there, step in zip(mdp.layer_slices[k:], steps[k:], strict=True):
             expected[..., here, there] = way
             way = way @ step
-    close(occ.reachability(mdp, policy), expected)
+    close(occ.mdp.reachability(mdp, policy), expected)
 
 
 # -- planning ----------------------------------------------------------------------------------

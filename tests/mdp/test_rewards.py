@@ -11,7 +11,7 @@ F64 = torch.float64
 )
 def test_the_map_covers_the_rewards_and_zero_and_can_be_inverted(rewards):
     table = torch.tensor(rewards, dtype=F64)
-    scale = occ.RewardMap.covering(table)
+    scale = occ.mdp.RewardMap.covering(table)
     seen = torch.cat([table, torch.zeros(1, dtype=F64)])
     losses = scale.loss(seen)
     assert bool(((losses >= 0) & (losses <= 1)).all())
@@ -32,9 +32,9 @@ def test_the_map_covers_the_rewards_and_zero_and_can_be_inverted(rewards):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_rewards_are_finite(bad):
     with pytest.raises(ValueError, match=f"rewards: expected finite numbers, found {bad}"):
-        occ.RewardMap.covering(torch.tensor([0.0, bad], dtype=F64))
+        occ.mdp.RewardMap.covering(torch.tensor([0.0, bad], dtype=F64))
 
 
 def test_an_empty_interval_is_refused():
     with pytest.raises(ValueError, match=r"low < high, got 1\.0 and 1\.0"):
-        occ.RewardMap(1.0, 1.0)
+        occ.mdp.RewardMap(1.0, 1.0)

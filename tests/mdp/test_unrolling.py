@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torch_occ as occ
-from torch_occ.mdp.unrolling import ABSORBING
+from torch_occ.mdp.unroll import ABSORBING
 
 F64 = torch.float64
 HORIZON = 6

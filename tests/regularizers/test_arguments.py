@@ -5,7 +5,7 @@ import torch
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
-from torch_occ.regularizers.arguments import ARGUMENTS, change, marginal, pull_back, sum_of_others
+from torch_occ.regularizers.terms import ARGUMENTS, change, marginal, pull_back, sum_of_others
 
 F64 = torch.float64
 EPS = torch.finfo(F64).eps

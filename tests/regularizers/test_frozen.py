@@ -10,7 +10,7 @@ from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 from torch_occ.regularizers.catalog import TabularRegularizer
-from torch_occ.regularizers.frozen import FrozenList
+from torch_occ.regularizers.parameters import FrozenList
 from torch_occ.regularizers.terms import Log, Power, Term
 
 MDP = PROBLEMS["masked"]().mdp

@@ -381,7 +381,7 @@ def test_tune_with_as_many_starts_as_states_or_actions(level):
     for name, starts in (("contexts", 3), ("cube", 4)):
         mdp = MDPS[name]
         mean = 0.1 + 0.8 * random_loss(mdp)
-        objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100)
+        objective = occ.tuning.ForecastObjective([occ.tuning.World("stochastic", mdp, mean)], 100)
         options = {"steps": 1, "starts": starts, "spread": 0.5, "only": ["alpha", "beta"]}
         twins = [STEPS[kind](mdp, **parameters(())) for kind in (level, "built-in")]
         found, expected = (occ.tune(objective, psi, **options) for psi in twins)
@@ -391,14 +391,13 @@ def test_tune_with_as_many_starts_as_states_or_actions(level):
 
 @at_all_levels
 @pytest.mark.parametrize("size", [3, 9])
-def test_forecasts_and_smooth_leaps_of_a_batch(level, size):
+def test_forecasts_of_a_batch(level, size):
     mdp, values = MDPS["contexts"], parameters((size,))
     mean = 0.1 + 0.8 * random_loss(mdp)
     found = []
     for psi in (LEVELS[level](mdp, **values), built_in(mdp, **values)):
         path = occ.forecast(mdp, psi, mean, 30)
-        leaps = occ.leap_smoothly(mdp, psi, mean, 30, particles=size, per_decade=3)
-        found.append([x.detach() for x in (path.final, path.stability, leaps.regret)])
+        found.append([x.detach() for x in (path.final, path.stability)])
     for x, y in zip(*found, strict=True):
         close(x, y, 1e-9)
 
@@ -416,7 +415,7 @@ def test_a_forecast_under_vmap_does_not_take_its_dimension_for_pairs(level, size
 def test_leap_takes_one_regularizer_at_a_time():
     mdp = MDPS["contexts"]
     for psi in (occ.LogBarrier(tensor([1.0, 2.0])), BySeparable(**parameters((2,)))):
-        with pytest.raises(ValueError, match=r"regularizer: .* batch shape \(2,\).*leap_smoothly"):
+        with pytest.raises(ValueError, match=r"regularizer: .* batch shape \(2,\).*forecast"):
             occ.leap(mdp, psi, random_loss(mdp), 100, particles=2)
 
 
@@ -579,7 +578,9 @@ def test_tables_take_scalars():
 
 def test_tune_leaves_parameters_alone_that_cannot_have_starts():
     mdp = MDPS["contexts"]
-    objective = occ.ForecastObjective([occ.World("stochastic", mdp, random_loss(mdp))], 100)
+    objective = occ.tuning.ForecastObjective(
+        [occ.tuning.World("stochastic", mdp, random_loss(mdp))], 100
+    )
     with pytest.raises(ValueError, match=r"regularizer: network.weight belongs to a Linear.*only="):
         occ.tune(objective, ByHand(tensor(1.0)), only=["network.weight"])
     options = {"only": ["scale"], "steps": 0, "starts": 3, "bounds": {"scale": (0.1, 9.0)}}

@@ -196,7 +196,9 @@ def test_they_are_tuned_entry_by_entry(tmp_path):
     psi = occ.Tsallis() / occ.InverseSqrt(occ.PerLayer(MDP, 1.0)) + occ.LogBarrier(
         occ.PerState(MDP, 2.0)
     )
-    objective = occ.ForecastObjective([occ.World("random", MDP, MEAN)], 1000, per_decade=4)
+    objective = occ.tuning.ForecastObjective(
+        [occ.tuning.World("random", MDP, MEAN)], 1000, per_decade=4
+    )
     options = {"steps": 2, "starts": 2, "only": ["gamma", "beta"], "directory": tmp_path}
     tuned = occ.tune(objective, psi, bounds={"beta[0]": (1.5, 2.5)}, **options)
     assert len(tuned.names) == L + S
@@ -220,7 +222,9 @@ def test_they_are_tuned_entry_by_entry(tmp_path):
 
 def test_only_some_entries_are_tuned():
     psi = occ.LogBarrier(occ.PerState(MDP, 2.0)) / occ.InverseSqrt(1.0)
-    objective = occ.ForecastObjective([occ.World("random", MDP, MEAN)], 100, per_decade=4)
+    objective = occ.tuning.ForecastObjective(
+        [occ.tuning.World("random", MDP, MEAN)], 100, per_decade=4
+    )
     tuned = occ.tune(objective, psi, steps=1, starts=1, only=["regularizer.beta[3]"])
     tuned.load_into(psi)
     moved = psi.regularizer.beta != 2.0
@@ -256,9 +260,6 @@ def test_bad_input():
         occ.FTRLStep(wide, occ.LogBarrier(occ.PerState(MDP, 1.0)))
     with pytest.raises(ValueError, match="learning_rate: expected one rate for all pairs"):
         occ.ReducedVariance(occ.InverseSqrt(occ.PerState(MDP, 1.0)))
-    losses = occ.BernoulliLosses(MEAN)
-    with pytest.raises(ValueError, match="expected scalar parameters"):
-        occ.run_gradients(MDP, occ.LogBarrier(occ.PerState(MDP, 1.0)), losses, 10, [0, 1])
     conditional = occ.ConditionalEntropy() / occ.InverseSqrt(occ.PerPair(MDP, 1.0))
     for backend in ("torch", "engine"):
         with pytest.raises(ValueError, match=r"one value per pair.*one value per state"):

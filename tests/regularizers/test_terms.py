@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torch_occ as occ
-from torch_occ.kernels.solver import psi
+from torch_occ.engine import psi
 from torch_occ.regularizers.terms import Log, Power, XLogX
 
 FUNCTIONS = {"power": Power(0.3), "x log x": XLogX(), "log": Log()}

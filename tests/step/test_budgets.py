@@ -6,7 +6,7 @@ from torch.func import functional_call, jacrev, vmap
 from zoo import PROBLEMS, REGULARIZERS, random_loss, random_problem, tensor
 
 import torch_occ as occ
-from torch_occ.reference.cvxpy_layer import solve_cvxpy
+from torch_occ.reference.cvxpy_step import solve_cvxpy
 
 pytestmark = pytest.mark.usefixtures("both_backends")
 
@@ -19,7 +19,7 @@ def budgets_for(step, loss, t, shares, seed=0):
     costs = random_loss(mdp, seed=seed + 50, batch=(len(shares),))
     with torch.no_grad():
         spent = (costs * step(loss, t)).sum((-2, -1))
-    least = torch.stack([occ.comparator(mdp, row) for row in costs])
+    least = torch.stack([occ.game.comparator(mdp, row) for row in costs])
     # Between the least possible cost (share 0) and that without budgets (share 1).
     return occ.Budgets(costs, least + tensor(shares) * (spent - least))
 
@@ -169,7 +169,7 @@ def test_infeasible_budgets_come_with_a_proof():
         step.solve(loss, t, constraints=occ.Budgets(costs, limits))
     y = caught.value.certificate
     assert bool((y >= 0).all())
-    least = occ.comparator(step.mdp, (costs * y[:, None, None]).sum(0))
+    least = occ.game.comparator(step.mdp, (costs * y[:, None, None]).sum(0))
     assert float(least) > float((y * limits).sum())
     found = step.solve(loss, t, constraints=occ.Budgets(costs, limits), check=False)
     assert int(found.status) == occ.Status.INFEASIBLE
@@ -182,12 +182,12 @@ def test_infeasible_budgets_come_with_a_proof():
 def test_a_single_impossible_limit_is_named():
     step, loss, t, budgets = case(shares=(0.5, 0.5))
     limits = budgets.limits.clone()
-    limits[1] = occ.comparator(step.mdp, budgets.costs[1]) - 1e-3
+    limits[1] = occ.game.comparator(step.mdp, budgets.costs[1]) - 1e-3
     with pytest.raises(occ.InfeasibleError) as caught:
         step(loss, t, constraints=occ.Budgets(budgets.costs, limits))
     y = caught.value.certificate
     weighted = (budgets.costs * y[:, None, None]).sum(0)
-    assert float(occ.comparator(step.mdp, weighted)) > float((y * limits).sum())
+    assert float(occ.game.comparator(step.mdp, weighted)) > float((y * limits).sum())
 
 
 def test_wrong_budgets_are_refused():

@@ -13,7 +13,7 @@ from zoo import masked, random_loss, tensor
 
 import torch_occ as occ
 from torch_occ import Status
-from torch_occ.kernels.constants import SQUARE
+from torch_occ._support.constants import SQUARE
 from torch_occ.step import entropic
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)

@@ -10,8 +10,9 @@ import torch
 from zoo import REGULARIZERS
 
 import torch_occ as occ
-from torch_occ.step.compiled.formulas import record, slots_of
-from torch_occ.step.compiled.inputs import list_exponents, terms_of, why_not
+from torch_occ.step.arrays import list_exponents, terms_of
+from torch_occ.step.arrays import why_not_game as why_not
+from torch_occ.step.compiled import record, slots_of
 
 F64 = torch.float64
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)

@@ -170,7 +170,7 @@ def test_jacobian_in_the_loss_is_symmetric_and_negative_semidefinite(problem, re
     size = J.abs().max()
     assert (J - J.mT).abs().max() < 1e-12 * size
     assert torch.linalg.eigvalsh((J + J.mT) / 2).max() < 1e-12 * size
-    shaping = occ.flow_adjoint(
+    shaping = occ.mdp.flow_adjoint(
         mdp,
         torch.randn(
             mdp.num_states, dtype=torch.float64, generator=torch.Generator().manual_seed(0)

@@ -15,10 +15,9 @@ from zoo import PROBLEMS, REGULARIZERS, Problem, random_loss
 import torch_occ as occ
 from torch_occ.mdp.occupancy import LayeredFlow
 from torch_occ.regularizers.derivatives import Evaluator, derivatives
-from torch_occ.step import iterative
-from torch_occ.step.iterative import ConjugateGradients
+from torch_occ.step import system as iterative
 from torch_occ.step.solution import Status
-from torch_occ.step.states import SeparableStates
+from torch_occ.step.system import ConjugateGradients, SeparableStates
 
 F64 = torch.float64
 TorchStep = partial(occ.FTRLStep, backend="torch")
@@ -179,7 +178,7 @@ def test_an_unfinished_step_is_feasible_and_goes_downhill(name, monkeypatch):
 )
 @pytest.mark.parametrize("batch", [(), (1,), (2, 3)])
 def test_compiled_sweeps_are_those_in_torch(name, batch):
-    sparse = pytest.importorskip("torch_occ.step.compiled.sweeps")
+    sparse = pytest.importorskip("torch_occ.step.compiled")
     mdp = CASES[name]().mdp.to_sparse()
     q = occ.interior_point(mdp)
     assert sparse.applies(mdp)
@@ -300,7 +299,7 @@ def test_what_no_policy_can_feel_has_no_derivative():
     """Only rounding is left of a constant loss, and it must not be taken for a failure."""
     mdp, loss, t = walk()
     step = TorchStep(mdp, occ.jin_luo(mdp, beta=0.5))
-    potential = occ.flow_adjoint(mdp, random_loss(mdp).sum(-1))
+    potential = occ.mdp.flow_adjoint(mdp, random_loss(mdp).sum(-1))
     for direction in (torch.ones_like(loss), torch.zeros_like(loss), potential):
         _, tangent = torch.func.jvp(lambda x: step(x, t), (loss,), (direction,))
         assert float(tangent.detach().abs().max()) < 1e-15

@@ -5,16 +5,17 @@ from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 from torch_occ.mdp.occupancy import DenseFlow, LayeredFlow, flow_source
-from torch_occ.regularizers.arguments import sum_of_others
 from torch_occ.regularizers.hessians import Separable
-from torch_occ.step.iterative import ConjugateGradients
-from torch_occ.step.kkt import (
+from torch_occ.regularizers.terms import sum_of_others
+from torch_occ.step.system import (
+    ConjugateGradients,
     DenseFactorization,
     FullFactorization,
+    GeneralStates,
     LayeredFactorization,
+    SeparableStates,
     factorize,
 )
-from torch_occ.step.states import GeneralStates, SeparableStates
 
 F64 = torch.float64
 
@@ -208,12 +209,12 @@ def residuals(mdp, hessian, x, r, dq, v):
     """
     H = hessian.to_full().matrix
     H_dq = (H @ dq.flatten(-2).unsqueeze(-1)).squeeze(-1).unflatten(-1, dq.shape[-2:])
-    E_v = occ.flow_adjoint(mdp, v)
+    E_v = occ.mdp.flow_adjoint(mdp, v)
     root = torch.where(mdp.actions, hessian.curvature, torch.inf).sqrt()
     size = torch.stack(
         [(part / root).abs().amax((-2, -1)) for part in torch.broadcast_tensors(H_dq, E_v, x)]
     ).amax(0)
-    flow = occ.flow_residual(mdp, dq) + flow_source(mdp) - r
+    flow = occ.mdp.flow_residual(mdp, dq) + flow_source(mdp) - r
     return ((H_dq - E_v - x) / root).abs().amax((-2, -1)) / size, flow.abs().amax(
         -1
     ) / dq.abs().amax((-2, -1))

@@ -7,13 +7,11 @@ import pytest
 import torch
 
 import torch_occ as occ
-from torch_occ.kernels.lanes.vectors import LANES
-from torch_occ.kernels.layout import PAIR, STATE
-from torch_occ.kernels.solver.batches import BAD_INPUT
-from torch_occ.kernels.solver.psi import X_LOG_X
-from torch_occ.step.compiled.groups import Groups, order_of
-from torch_occ.step.compiled.inputs import tabulate
-from torch_occ.step.compiled.worlds import World
+from torch_occ.engine.batch import BAD_INPUT
+from torch_occ.engine.lanes import LANES
+from torch_occ.engine.layout import PAIR, STATE
+from torch_occ.engine.psi import X_LOG_X
+from torch_occ.step.arrays import Groups, World, order_of, tabulate
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
 MDPS = {"dense": MDP, "sparse": MDP.to_sparse()}

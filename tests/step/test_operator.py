@@ -9,7 +9,7 @@ from torch import nn
 from zoo import REGULARIZERS, random_loss, tensor
 
 import torch_occ as occ
-from torch_occ.step.network.operator import solve_step
+from torch_occ.step.graph import solve_step
 
 pytestmark = [
     pytest.mark.usefixtures("both_backends", "fresh_compiler"),

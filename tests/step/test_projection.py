@@ -56,7 +56,7 @@ def joint(mdp: occ.LayeredMDP, q: Tensor, p: tuple[Tensor, ...]) -> tuple[Tensor
     return tuple(x.unsqueeze(-1) * y for x, y in zip(mdp.split(q, -2), p, strict=True))
 
 
-def objective(mdp: occ.LayeredMDP, found: occ.Projection, given: Case) -> float:
+def objective(mdp: occ.LayeredMDP, found: occ.step.Projection, given: Case) -> float:
     total = given.learning_rate * (found.q * given.loss).sum()
     mine = joint(mdp, found.q, found.transitions)
     for x, y in zip(mine, joint(mdp, given.q, given.transitions), strict=True):
@@ -64,7 +64,7 @@ def objective(mdp: occ.LayeredMDP, found: occ.Projection, given: Case) -> float:
     return float(total)
 
 
-def share_of_active(found: occ.Projection, given: Case) -> float:
+def share_of_active(found: occ.step.Projection, given: Case) -> float:
     """The share of transitions at a bound; the last layer has no choice."""
     layers = list(zip(found.transitions, given.lower, given.upper, strict=True))[:-1]
     active = sum(int(((p <= low) | (p >= high)).sum()) for p, low, high in layers)

@@ -8,7 +8,7 @@ from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 from torch_occ.mdp.occupancy import flow_adjoint
-from torch_occ.step.shaping import conserves_mass, potential, shape_finely, shape_loss
+from torch_occ.step.newton import conserves_mass, potential, shape_finely, shape_loss
 
 
 def exact_gaps(mdp: occ.LayeredMDP, loss: torch.Tensor) -> torch.Tensor:

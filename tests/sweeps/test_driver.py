@@ -448,7 +448,7 @@ def test_a_cluster_gives_the_same_bits_survives_a_lost_worker_and_reports_failur
 
 def test_an_unreachable_cluster_is_an_error_before_any_work(tmp_path, monkeypatch):
     pytest.importorskip("distributed")
-    monkeypatch.setattr("torch_occ.sweeps.driver.ANSWER_WITHIN", 0.3)
+    monkeypatch.setattr("torch_occ.sweeps.ANSWER_WITHIN", 0.3)
     with pytest.raises(
         ConnectionError,
         match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:9 within 0\.3 s; "

@@ -9,8 +9,8 @@ from theory_cases import F64, masked
 import torch_occ as occ
 from torch_occ import theory
 from torch_occ.game.losses import Stationary, mean_square
-from torch_occ.theory.certificates import known as module
-from torch_occ.theory.certificates.curves import interpolation_weights, running_weights
+from torch_occ.theory import certificates as module
+from torch_occ.theory.certificates import interpolation_weights, running_weights
 
 MDP = occ.LayeredMDP.random(3, 2, 3, seed=1)
 MEAN = torch.rand(
@@ -21,7 +21,7 @@ MEAN = torch.rand(
 @pytest.fixture(autouse=True)
 def one_chunk_at_a_time(monkeypatch):
     """So that short runs are saved on the way."""
-    monkeypatch.setattr("torch_occ.game.players.engine.EnginePlayer.chunks", 1)
+    monkeypatch.setattr("torch_occ.game.players.EnginePlayer.chunks", 1)
 
 
 def play(episodes, *callbacks, mdp=MDP, mean=MEAN, losses=None, **options):

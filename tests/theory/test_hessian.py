@@ -6,7 +6,7 @@ from torch.autograd.functional import hessian as autograd_hessian
 
 import torch_occ as occ
 from torch_occ import theory
-from torch_occ.theory.second_derivatives import inflow_rest
+from torch_occ.theory.curvatures import inflow_rest
 from torch_occ.theory.surveys import draw_policy
 
 EPS = torch.finfo(F64).eps
@@ -53,7 +53,7 @@ def test_and_off_omega_too():
     moved = q * (
         1 + 0.05 * torch.rand(q.shape, dtype=F64, generator=torch.Generator().manual_seed(0))
     )
-    assert float(occ.flow_residual(mdp, moved).abs().max()) > 1e-3
+    assert float(occ.mdp.flow_residual(mdp, moved).abs().max()) > 1e-3
     check_hessian(mdp, moved, 0.7, theory.hessian(mdp, moved, 0.7))
 
 

@@ -5,7 +5,7 @@ from theory_cases import F64, cases, check, masked, tightest
 
 import torch_occ as occ
 from torch_occ import theory
-from torch_occ.theory.recursion import P
+from torch_occ.theory.curvatures import P
 from torch_occ.theory.surveys import draw_policy
 
 EPS = torch.finfo(F64).eps

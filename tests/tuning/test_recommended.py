@@ -15,7 +15,7 @@ def test_there_is_a_learner_for_every_kind_of_world():
         name.rpartition(".")[2]: float(p.detach()) for name, p in learner.step.named_parameters()
     }
     assert (values["gamma"], learner.width, learner.prior) == (0.85, 3.0, 0.0)
-    assert isinstance(occ.recommended(mdp, "stochastic"), occ.Thompson)
+    assert isinstance(occ.recommended(mdp, "stochastic"), occ.rivals.Thompson)
     q, t = torch.full((1, 3, 2), 1e-4, dtype=torch.float64), torch.tensor([10.0])
     for world, expected in (("varying", (1.0, 0.5)), ("adversarial", (0.2663, 1.0))):
         learner = occ.recommended(mdp, world)

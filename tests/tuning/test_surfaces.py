@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_occ.tuning.surfaces import RIDGES, _ridge, fit_surface, monomials
+from torch_occ.tuning.refine import RIDGES, _ridge, fit_surface, monomials
 
 
 def points(n, p=3, seed=0):

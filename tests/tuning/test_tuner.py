@@ -10,10 +10,9 @@ from torch.distributions import constraints
 from zoo import random_problem
 
 import torch_occ as occ
-from torch_occ.tuning.board import TuningBoard
-from torch_occ.tuning.objectives import Evaluation
-from torch_occ.tuning.refinement import HOPELESS, Search
-from torch_occ.tuning.trials import by_leaping
+from torch_occ.tuning.objective import Evaluation
+from torch_occ.tuning.refine import HOPELESS, Search
+from torch_occ.tuning.tune import TuningBoard, by_leaping
 
 
 def bowl(regularizer):
@@ -114,10 +113,10 @@ def test_a_failing_certificate_is_a_failure():
 @pytest.mark.bits
 def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
     mdp, mean = random_problem()
-    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 1000)
+    objective = occ.tuning.ForecastObjective([occ.tuning.World("stochastic", mdp, mean)], 1000)
     whole = occ.tune(objective, psi_of(), steps=6, starts=2)
 
-    class Interrupted(occ.ForecastObjective):
+    class Interrupted(occ.tuning.ForecastObjective):
         fingerprint_ignores = ("calls",)
         calls = 0
 
@@ -127,7 +126,7 @@ def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
                 raise KeyboardInterrupt
             return super().__call__(regularizer)
 
-    objective = Interrupted([occ.World("stochastic", mdp, mean)], 1000)
+    objective = Interrupted([occ.tuning.World("stochastic", mdp, mean)], 1000)
     path = tmp_path / "tuning.pt"
     with pytest.raises(KeyboardInterrupt) as caught:
         occ.tune(objective, psi_of(), steps=6, starts=2, save_to=path)
@@ -146,7 +145,7 @@ def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
 
 def test_a_full_disk_costs_neither_the_tuning_nor_its_result(tmp_path, monkeypatch):
     mdp, mean = random_problem()
-    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 1000)
+    objective = occ.tuning.ForecastObjective([occ.tuning.World("stochastic", mdp, mean)], 1000)
     whole = occ.tune(objective, psi_of(), steps=2, starts=1)
     replace = os.replace
 
@@ -197,7 +196,9 @@ def test_tensorboard_gets_the_meta_curves(tmp_path):
 def test_tuning_the_forecast_beats_the_papers_constants_where_it_is_played():
     mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
-    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 2000, reference=psi)
+    objective = occ.tuning.ForecastObjective(
+        [occ.tuning.World("stochastic", mdp, mean)], 2000, reference=psi
+    )
     found = occ.tune(objective, psi, steps=25, starts=2, rate=0.4, bounds={"gamma": (0.25, 4.0)})
     assert found.value < -1
     regrets = []
@@ -215,12 +216,12 @@ def test_robust_objective_is_between_the_mean_and_the_worst():
     mdp, mean = random_problem()
     psi = occ.jin_luo(mdp, beta=2.0)
     worlds = [
-        occ.World("stochastic", mdp, mean),
-        occ.World("switching", mdp, occ.SwitchingLosses(torch.stack([mean, 1 - mean]), 100)),
+        occ.tuning.World("stochastic", mdp, mean),
+        occ.tuning.World("switching", mdp, occ.SwitchingLosses(torch.stack([mean, 1 - mean]), 100)),
     ]
     alone = [
         float(
-            occ.ForecastObjective([w], 300, reference=occ.jin_luo(mdp), trust=1.0)(
+            occ.tuning.ForecastObjective([w], 300, reference=occ.jin_luo(mdp), trust=1.0)(
                 psi
             ).value.detach()
         )
@@ -228,9 +229,9 @@ def test_robust_objective_is_between_the_mean_and_the_worst():
     ]
     soft, hard = (
         float(
-            occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp), robustness=r, trust=1.0)(
-                psi
-            ).value.detach()
+            occ.tuning.ForecastObjective(
+                worlds, 300, reference=occ.jin_luo(mdp), robustness=r, trust=1.0
+            )(psi).value.detach()
         )
         for r in (0.01, 100.0)
     )
@@ -255,7 +256,7 @@ class Family(occ.SeparableRegularizer):
 
 def test_a_family_of_regularizers_is_tuned():
     mdp, mean = random_problem()
-    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 500)
+    objective = occ.tuning.ForecastObjective([occ.tuning.World("stochastic", mdp, mean)], 500)
     for psi in (
         Family() / occ.InverseSqrt(0.5),
         occ.Tsallis(0.5) / occ.InverseSqrt(0.5) + occ.LogBarrier(1.0),
@@ -270,8 +271,8 @@ def test_a_family_of_regularizers_is_tuned():
 def test_refine_is_judged_by_leaping():
     mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
-    objective = occ.ForecastObjective(
-        [occ.World("stochastic", occ.stack([mdp]), mean[None])], 1000, reference=psi
+    objective = occ.tuning.ForecastObjective(
+        [occ.tuning.World("stochastic", occ.tuning.stack([mdp]), mean[None])], 1000, reference=psi
     )
     tuned = occ.tune(objective, psi, steps=8, starts=1, rate=0.5, bounds={"gamma": (0.25, 4.0)})
     before = [parameter.detach().clone() for parameter in psi.parameters()]
@@ -287,8 +288,10 @@ def test_refine_is_judged_by_playing_and_keeps_to_the_bounds():
     mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     other = occ.UniformLosses(mean)
-    objective = occ.ForecastObjective(
-        [occ.World("bernoulli", mdp, mean), occ.World("uniform", mdp, other)], 300, reference=psi
+    objective = occ.tuning.ForecastObjective(
+        [occ.tuning.World("bernoulli", mdp, mean), occ.tuning.World("uniform", mdp, other)],
+        300,
+        reference=psi,
     )
     bounds = {"gamma": (0.5, 2.0), "beta": (0.5, 200.0)}
     tuned = occ.tune(objective, psi, steps=8, starts=1, rate=0.5, bounds=bounds)
@@ -326,7 +329,9 @@ def test_refine_is_judged_by_playing_and_keeps_to_the_bounds():
 def test_refine_is_not_misled_by_a_lucky_trial():
     mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
-    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
+    objective = occ.tuning.ForecastObjective(
+        [occ.tuning.World("stochastic", mdp, mean)], 100, reference=psi
+    )
     tuned = occ.tune(objective, psi, steps=0, starts=1)
     goal = torch.stack([parameter.detach().log() for parameter in psi.parameters()]) - 0.7
     trials = []
@@ -334,7 +339,7 @@ def test_refine_is_not_misled_by_a_lucky_trial():
     def bowl(regularizer, _):
         logs = torch.stack([parameter.detach().log() for parameter in regularizer.parameters()])
         trials.append(0.1 * float((logs - goal).square().sum()))
-        return occ.Evaluation(
+        return occ.tuning.Evaluation(
             torch.tensor([trials[-1] - 0.3 * (len(trials) == 9)]), {}, torch.tensor([True])
         )
 
@@ -348,7 +353,9 @@ def test_refine_is_not_misled_by_a_lucky_trial():
 def test_refine_forecasts_points_only_to_leave_out_the_hopeless(monkeypatch):
     mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
-    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
+    objective = occ.tuning.ForecastObjective(
+        [occ.tuning.World("stochastic", mdp, mean)], 100, reference=psi
+    )
     tuned = occ.tune(objective, psi, steps=0, starts=1)
     centre = math.log(next(iter(tuned.parameters.values())))
     forecasts = []
@@ -360,7 +367,7 @@ def test_refine_forecasts_points_only_to_leave_out_the_hopeless(monkeypatch):
     monkeypatch.setattr(Search, "forecast", forecast)
 
     def flat(_regularizer, _seed):
-        return occ.Evaluation(torch.zeros(1), {}, torch.tensor([True]))
+        return occ.tuning.Evaluation(torch.zeros(1), {}, torch.tensor([True]))
 
     def forecasts_and_hopeless_points(hopeless):
         forecasts.clear()
@@ -382,8 +389,12 @@ def test_refine_forecasts_points_only_to_leave_out_the_hopeless(monkeypatch):
 def test_a_guard_plays_where_nothing_can_be_forecast():
     mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
-    guard = occ.Guard(
-        [occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2), margin=0.05
+    guard = occ.tuning.Guard(
+        [occ.tuning.World("greedy", mdp, occ.GreedyAdversary())],
+        100,
+        psi,
+        seeds=(1, 2),
+        margin=0.05,
     )
     assert guard(psi).excess == 0  # the same seeds, the same runs
     wild = occ.jin_luo(mdp, beta=0.1, gamma=4.0)
@@ -396,13 +407,13 @@ def test_a_guard_plays_where_nothing_can_be_forecast():
     with pytest.raises(
         ValueError, match="worlds: 'stochastic' is played, so it takes one MDP and a loss process"
     ):
-        occ.Guard([occ.World("stochastic", mdp, mean)], 10, psi)
+        occ.tuning.Guard([occ.tuning.World("stochastic", mdp, mean)], 10, psi)
 
 
 def test_a_guard_bounds_worlds_of_different_names_one_by_one_and_counts_its_own_noise():
     mdps = [random_problem(seed)[0] for seed in (1, 2, 3)]
     psi = occ.jin_luo(mdps[0])
-    together = [occ.World("greedy", mdp, occ.GreedyAdversary()) for mdp in mdps]
+    together = [occ.tuning.World("greedy", mdp, occ.GreedyAdversary()) for mdp in mdps]
     apart = [played._replace(name=f"greedy {i}") for i, played in enumerate(together)]
     milder = occ.jin_luo(mdps[0], beta=10.0)
     seeds = (1, 2, 3)
@@ -419,31 +430,35 @@ def test_a_guard_bounds_worlds_of_different_names_one_by_one_and_counts_its_own_
             for mdp in mdps
         ]
     )
-    scales = torch.tensor(occ.Guard(apart, 100, psi, seeds=seeds).scales)[:, None]
-    assert occ.Guard(together, 100, psi, seeds=seeds)(milder).excess == pytest.approx(
+    scales = torch.tensor(occ.tuning.Guard(apart, 100, psi, seeds=seeds).scales)[:, None]
+    assert occ.tuning.Guard(together, 100, psi, seeds=seeds)(milder).excess == pytest.approx(
         float((each / scales).mean())
     )
-    assert occ.Guard(apart, 100, psi, seeds=seeds)(milder).excess == pytest.approx(
+    assert occ.tuning.Guard(apart, 100, psi, seeds=seeds)(milder).excess == pytest.approx(
         float((each / scales).mean(1).max())
     )
     upper = (each / scales).mean(1) + 2 * (each / scales).std(1) / len(seeds) ** 0.5
-    cautious = occ.Guard(apart, 100, psi, seeds=seeds, caution=2.0)
+    cautious = occ.tuning.Guard(apart, 100, psi, seeds=seeds, caution=2.0)
     assert cautious(milder).excess == pytest.approx(float(upper.max()))
     assert cautious(psi).excess == 0
     with pytest.raises(
         ValueError,
         match="caution: expected a non-negative number, and two seeds for a standard error",
     ):
-        occ.Guard(apart, 10, psi, seeds=(1,), caution=1.0)
+        occ.tuning.Guard(apart, 10, psi, seeds=(1,), caution=1.0)
 
 
 def test_refine_under_a_guard_chooses_what_passes():
     mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
-    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
+    objective = occ.tuning.ForecastObjective(
+        [occ.tuning.World("stochastic", mdp, mean)], 100, reference=psi
+    )
     # ruinous against the adversary
     start = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)
-    guard = occ.Guard([occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2))
+    guard = occ.tuning.Guard(
+        [occ.tuning.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2)
+    )
     found = occ.refine(
         objective, psi, start, rounds=1, particles=8, accuracy=1.0, radius=2.0, guard=guard
     )
@@ -458,16 +473,19 @@ def test_refine_under_a_guard_chooses_what_passes():
 def test_the_estimator_of_an_objective_is_what_is_forecast_leapt_and_played():
     mdp, mean = random_problem(1)
     psi, own = occ.jin_luo(mdp, beta=2.0), occ.ReducedVariance(occ.InverseSqrt(0.01))
-    worlds = [occ.World("stochastic", mdp, mean)]
-    objective = occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp), estimator=own)
+    worlds = [occ.tuning.World("stochastic", mdp, mean)]
+    objective = occ.tuning.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp), estimator=own)
     # the reference is the paper's
-    assert objective.scales == occ.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp)).scales
+    assert (
+        objective.scales
+        == occ.tuning.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp)).scales
+    )
     with torch.no_grad():
         forecast = objective(psi).regrets["stochastic"]
         assert float(forecast) == float(occ.forecast(mdp, psi, mean, 300, estimator=own).final)
         assert float(forecast) < float(occ.forecast(mdp, psi, mean, 300).final)
         assert torch.equal(
-            occ.ForecastObjective.believing(objective)(psi).regrets["stochastic"], forecast
+            occ.tuning.ForecastObjective.believing(objective)(psi).regrets["stochastic"], forecast
         )
     tuned = occ.tune(objective, psi, steps=0, starts=1)
     leapt = occ.refine(objective, psi, tuned, rounds=0, particles=8, accuracy=1.0).tuned.regrets[
@@ -487,7 +505,7 @@ def test_a_guard_plays_with_an_estimator_against_the_papers():
     mdp, _ = random_problem(1)
     psi, own = occ.jin_luo(mdp, beta=2.0), occ.ReducedVariance(occ.InverseSqrt(0.01))
     greedy = occ.GreedyAdversary()
-    worlds = [occ.World("greedy", mdp, greedy)]
+    worlds = [occ.tuning.World("greedy", mdp, greedy)]
     with_own, plain = (
         float(
             occ.simulate(mdp, occ.FTRL(mdp, psi, estimator), greedy, 100, (1, 2))
@@ -496,11 +514,11 @@ def test_a_guard_plays_with_an_estimator_against_the_papers():
         )
         for estimator in (own, None)
     )
-    guard = occ.Guard(worlds, 100, psi, estimator=own, seeds=(1, 2))
+    guard = occ.tuning.Guard(worlds, 100, psi, estimator=own, seeds=(1, 2))
     assert guard.scales == [plain]
     assert guard(psi).regrets["greedy"] == with_own
     assert guard(psi).excess == pytest.approx(with_own / plain - 1)
-    assert occ.Guard(
+    assert occ.tuning.Guard(
         worlds, 100, psi, estimator=own, reference_estimator=own, seeds=(1, 2)
     ).scales == [with_own]
 
@@ -508,8 +526,12 @@ def test_a_guard_plays_with_an_estimator_against_the_papers():
 def test_a_point_that_does_not_pass_the_guard_makes_no_other_hopeless(monkeypatch):
     mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
-    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 100, reference=psi)
-    guard = occ.Guard([occ.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2))
+    objective = occ.tuning.ForecastObjective(
+        [occ.tuning.World("stochastic", mdp, mean)], 100, reference=psi
+    )
+    guard = occ.tuning.Guard(
+        [occ.tuning.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2)
+    )
     # ruinous against the adversary
     tuned = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)
     search = Search(objective, psi, tuned, by_leaping(objective, particles=8, accuracy=1.0), guard)
@@ -539,9 +561,9 @@ def test_the_recipe_tunes_and_then_refines():
     mean = torch.rand(
         mdp.num_states, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
-    objective = occ.ForecastObjective([occ.World("stochastic", mdp, mean)], 1000)
+    objective = occ.tuning.ForecastObjective([occ.tuning.World("stochastic", mdp, mean)], 1000)
     psi = occ.jin_luo(mdp)
-    recipe = occ.Recipe(steps=2, rounds=1, points=3, particles=4)
+    recipe = occ.tuning.Recipe(steps=2, rounds=1, points=3, particles=4)
     bounds = {"alpha": (0.1, 1.0), "beta": (0.5, 200.0), "gamma": (0.25, 4.0)}
     found = occ.tune_and_refine(objective, psi, recipe, bounds=bounds, seed=3)
     tuned = occ.tune(objective, psi, steps=2, starts=1, rate=recipe.rate, bounds=bounds, seed=3)
@@ -567,13 +589,13 @@ def test_the_recipe_can_do_without_forecasts(monkeypatch):
     def never(*args, **options):
         raise AssertionError("a forecast")
 
-    monkeypatch.setattr("torch_occ.tuning.objectives.forecast", never)
+    monkeypatch.setattr("torch_occ.tuning.objective.forecast", never)
     psi = occ.jin_luo(mdp)
     # Two tables of means for one MDP are two worlds with one name.
-    worlds = [occ.World("stochastic", mdp, torch.stack([mean, 1 - mean]))]
-    objective = occ.ForecastObjective(worlds, 2000, reference=psi, particles=8)
+    worlds = [occ.tuning.World("stochastic", mdp, torch.stack([mean, 1 - mean]))]
+    objective = occ.tuning.ForecastObjective(worlds, 2000, reference=psi, particles=8)
     assert objective.scales[0].shape == (2,)
-    recipe = occ.Recipe(steps=0, rounds=2, points=4, particles=8)
+    recipe = occ.tuning.Recipe(steps=0, rounds=2, points=4, particles=8)
     found = occ.tune_and_refine(objective, psi, recipe, bounds={"gamma": (0.25, 4.0)})
     assert found.tuned.value < -1  # less than a third of the regret of the paper's constants
     assert found.start.values.shape == (0, 1)
@@ -582,11 +604,11 @@ def test_the_recipe_can_do_without_forecasts(monkeypatch):
 
 def test_shrinkage_keeps_the_states_alike():
     mdp, mean = random_problem(0, (2, 2, 2))
-    worlds = [occ.World("stochastic", mdp, mean)]
+    worlds = [occ.tuning.World("stochastic", mdp, mean)]
 
     def spread(shrinkage):
         psi = occ.Tsallis() / occ.InverseSqrt(occ.PerState(mdp, 1.0)) + occ.LogBarrier(1.0)
-        objective = occ.ForecastObjective(worlds, 500, shrinkage=shrinkage)
+        objective = occ.tuning.ForecastObjective(worlds, 500, shrinkage=shrinkage)
         only, bounds = ("gamma", "beta"), {"gamma": (0.2, 5.0)}
         tuned = occ.tune(objective, psi, steps=6, starts=2, rate=0.4, only=only, bounds=bounds)
         tuned.load_into(psi)
@@ -597,4 +619,4 @@ def test_shrinkage_keeps_the_states_alike():
     assert free > 0.05
     assert held < 0.2 * free
     with pytest.raises(ValueError, match="shrinkage: expected a non-negative number, got -1"):
-        occ.ForecastObjective(worlds, 500, shrinkage=-1.0)
+        occ.tuning.ForecastObjective(worlds, 500, shrinkage=-1.0)

@@ -1,18 +1,15 @@
-"""Shared by all packages: files, random numbers, threads, and the choice of a backend.
+"""What all packages share: files, random numbers, processes, choices, private interfaces.
 
-backends      torch or the compiled engine; modules that are imported on demand
-caching       compiled kernels on disk, each with a stamp of its sources
-codeprints    hashes of code
-compiling     the message that is shown while kernels compile
-extras        optional packages
-files         atomic files with a checksum
-fingerprints  hashes of everything that decides the numbers of a run
-interrupts    Ctrl-C and SIGTERM: save first, then stop
-private       every private name of torch, Numba and other packages that is used
-saving        the state of a run or a tuning in a file, saved from time to time
-spacing       chunks of episodes, and log-spaced checkpoints
-streams       random numbers by seed, purpose and chunk
-tables        tables as Markdown, as LaTeX, and as files
-threads       kernels in plain threads, in parallel
-version       the version of the package
+caching       the cache of compiled kernels on disk, and the stamp that decides whether an entry is
+choices       the choice between torch and the compiled engine, and modules that are imported on
+codeprints    the parts of a function or a class that decide what it does; `fingerprints` hashes
+constants     how episodes are divided: chunks of random numbers, and log-spaced checkpoints
+files         files that are written atomically and checked for damage when they are read
+fingerprints  hashes of everything that decides the numbers of a run, to recognize a saved run
+private       every use of a private interface of another package; these may change with its next
+processes     work that is interrupted saves its state and tells the caller
+streams       random numbers that are a function of seed, purpose and chunk
+version       the version of the package; saved runs belong to it, and pyproject.toml reads it here
 """
+
+from torch_occ._support.version import VERSION as VERSION

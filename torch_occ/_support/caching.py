@@ -26,11 +26,11 @@ from torch_occ._support.version import VERSION
 
 _SUPPORT = Path(__file__).parent
 
-#: Every file that kernels are compiled from: the package `kernels`, and the modules from which it
+#: Every file that kernels are compiled from: the package `engine`, and the modules from which it
 #: imports constants and options.
 SOURCES = (
-    *sorted((_SUPPORT.parent / "kernels").rglob("*.py")),
-    *(_SUPPORT / name for name in ("caching.py", "private.py", "spacing.py")),
+    *sorted((_SUPPORT.parent / "engine").rglob("*.py")),
+    *(_SUPPORT / name for name in ("caching.py", "private.py", "constants.py")),
 )
 
 

@@ -9,15 +9,23 @@ it in the entry "seal".
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
+from torch import Tensor
+
+from torch_occ._support.fingerprints import differences
 from torch_occ._support.version import VERSION
 
 #: The version of the file format; files of another format are refused.
@@ -184,3 +192,191 @@ def _trouble(kind: str, payload: bytes, seal: Any, any_version: bool) -> str | N
     if found["format"] != FORMAT or (version != VERSION and not any_version):
         return f"was saved by torch_occ {version}, and this is {VERSION}"
     return None
+
+
+# -- The state of a run or a tuning in a file: saved from time to time, loaded to continue ---------
+#
+# A state is a dictionary of tensors and plain values, and of lists and dictionaries of them.
+
+
+State = dict[str, Any]
+
+
+class Kept:
+    """Keeps the latest state of some work in memory, and saves it to a file at intervals.
+
+    Args:
+        path: the file.
+        kind: the kind of work, for messages: "run" or "tuning".
+        fingerprints: hashes by which the work is recognized.
+        every: seconds between two saves.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        kind: str,
+        fingerprints: dict[str, str],
+        every: float = 0.0,
+    ) -> None:
+        self.path, self.kind, self.every = Path(path), kind, every
+        self.fingerprints = fingerprints
+        self.latest: State | None = None
+        self.in_file = False  # whether the file holds a state of this work
+        self.begun = time.monotonic()
+
+    def load(self) -> State | None:
+        """Read the state from the file.
+
+        Returns:
+            The state, or None if there is no file.
+
+        Raises:
+            ValueError: if the file is damaged, or belongs to other work.
+        """
+        if not self.path.is_file():
+            return None
+        payload = read_checked(self.path, f"a {self.kind}")
+        state: State = torch.load(io.BytesIO(payload), weights_only=True)
+        other = differences(state.pop("fingerprints", None), self.fingerprints)
+        if other:
+            lacks = f"which does not have the same {', '.join(other)}"
+            raise ValueError(
+                f"{self.path}: belongs to another {self.kind}, {lacks}; name another file"
+            )
+        self.in_file = True
+        return state
+
+    def try_first(self, state: State) -> None:
+        """Check, before the work begins, that this state can be written and read back.
+
+        Raises:
+            OSError: if the file cannot be written.
+            ValueError: if `path` holds something else, or the state cannot be read back.
+        """
+        if not self.in_file:
+            check_replaceable(self.path)
+        payload = self._packed(state)
+        try:
+            torch.load(io.BytesIO(payload), weights_only=True)
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"save_to: the state of the {self.kind} could not be read back ({reason}); the "
+                "state of a learner and of a loss process may hold tensors and plain numbers only"
+            ) from error
+        try:
+            try_to_write(self.path, lambda file: file.write(sealed(f"a {self.kind}", payload)))
+        except OSError as error:
+            reason = f"save_to: cannot be written ({error.strerror}); name another file"
+            raise OSError(error.errno, reason, str(self.path)) from error
+
+    def keep(self, state: State, *, last: bool = False) -> None:
+        """Remember a state, which must not change any more; save it if it is due, or the last."""
+        self.latest = state
+        if last or time.monotonic() - self.begun > self.every:
+            self.save()
+
+    def save(self) -> None:
+        """Write the latest state. If this fails, warn and continue with the work."""
+        if self.latest is None:
+            return
+        try:
+            write_checked(self.path, f"a {self.kind}", self._packed(self.latest))
+            self.latest, self.in_file = None, True
+        except OSError as error:
+            warnings.warn(f"save_to: the {self.kind} is not saved: {error}", stacklevel=4)
+        self.begun = time.monotonic()
+
+    def rescue(self) -> Path | None:
+        """Save what is not saved yet; return the file if it holds a state of this work."""
+        self.save()
+        return self.path if self.in_file else None
+
+    def _packed(self, state: State) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(state | {"fingerprints": self.fingerprints}, buffer)
+        return buffer.getvalue()
+
+
+def copied(part: Any) -> Any:
+    """A deep copy of a tree of tensors, dictionaries and lists; tensors are detached."""
+    if isinstance(part, Tensor):
+        return part.detach().clone()
+    if isinstance(part, dict):
+        return {name: copied(value) for name, value in part.items()}
+    return [copied(value) for value in part] if isinstance(part, list) else part
+
+
+# -- Tables: as Markdown, as LaTeX, and as files ---------------------------------------------------
+
+
+def markdown(
+    header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
+) -> str:
+    """A Markdown table with aligned columns; those in `left` are aligned to the left."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        aligned = (
+            c.ljust(w) if i in left else c.rjust(w)
+            for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "| " + " | ".join(aligned) + " |"
+
+    rule = (
+        "|"
+        + "|".join("-" * (w + 1) + ("-" if i in left else ":") for i, w in enumerate(widths))
+        + "|"
+    )
+    return "\n".join([line(header), rule, *(line(row) for row in rows)])
+
+
+def latex(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """The same table as a LaTeX `tabular` with the rules of the package booktabs."""
+    columns = "".join("l" if i in left else "r" for i in range(len(header)))
+    lines = [" & ".join(map(_escape, row)) + r" \\" for row in [header, *rows]]
+    return "\n".join(
+        [
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            lines[0],
+            r"\midrule",
+            *lines[1:],
+            r"\bottomrule",
+            r"\end{tabular}",
+        ]
+    )
+
+
+def _escape(text: str) -> str:
+    for character, written in _WRITTEN.items():
+        text = text.replace(character, written)
+    return text
+
+
+#: The backslash comes first, because the other replacements contain one.
+_WRITTEN = {
+    "\\": r"\textbackslash ",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "~": r"\textasciitilde ",
+    "^": r"\textasciicircum ",
+    "±": r"$\pm$",
+}
+
+
+def write_csv(path: str | Path, rows: Sequence[dict[str, Any]], first: Sequence[str] = ()) -> None:
+    """Write one line per row, atomically; nothing if there is no column.
+
+    Args:
+        rows: dictionaries. There is a column for every key of any row; missing values are empty.
+        first: columns that come first.
+    """
+    columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
+    if not columns:
+        return
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=columns, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))

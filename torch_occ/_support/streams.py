@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_occ._support.spacing import CHUNK
-from torch_occ._support.threads import for_each
+from torch_occ._support.constants import CHUNK
+from torch_occ._support.processes import for_each
 
 
 class Purpose(IntEnum):

@@ -1,19 +1,30 @@
-"""Learners, loss processes, and simulations in which they play.
+"""Losses, estimators, learners, `simulate`, histories, callbacks, figures.
 
-losses           loss processes: stochastic and adversarial
-corruption       corrupted losses
-estimators       estimates of the loss function from the feedback of an episode
-beliefs          transitions that are learned: counts, confidence, occupancy bounds
-learners         FTRL, and learners to compare it with
-arguments        checks of what simulate is given
-contracts        checks of what learners, loss processes and estimators return
-driver           simulate: learner x losses x seeds -> History
-simulation       a run in progress
-players          who plays the episodes: torch, or compiled kernels
-comparing        several learners on the same seeds, with paired differences
-intervals        means over seeds and their confidence intervals
-history          the result of a simulation
-regret           comparators, and the self-bounding condition
-callbacks        hooks into a simulation: TensorBoard, progress bar
-figures          regret curves and heat maps
+adaptive         hints: a prediction m_t of the loss function of episode t, made before the episode
+callbacks        callbacks: they watch a simulation. Derive from `Callback` and override the hooks
+checks           checks of what learners, loss processes and estimators return; warnings of
+comparing        several learners in the same game, on the same seeds, with paired differences
+estimators       estimators: from the feedback of an episode to an estimate of its loss function
+figures          figures of a run: regret curves with bands over seeds, heat maps of q, and the
+history          means over seeds, and Student's 95 % confidence intervals of them
+learners         what a learner is
+losses           loss processes: the losses that the environment charges in each episode
+player_adaptive  the compiled player of FTRL with hints and adaptive rates
+players          the engine as a player of `simulate`: the same game as in torch, from the same
+simulate         what `simulate` is given, checked before the first episode: each error says what
+torch_player     the torch player: one episode of every seed at a time
 """
+
+from torch_occ.game.adaptive import AdaptiveRates as AdaptiveRates
+from torch_occ.game.adaptive import GradientHints as GradientHints
+from torch_occ.game.adaptive import Hints as Hints
+from torch_occ.game.adaptive import MeanHints as MeanHints
+from torch_occ.game.adaptive import Rates as Rates
+from torch_occ.game.adaptive import StabilityPenaltyMatching as StabilityPenaltyMatching
+from torch_occ.game.checks import UncertifiedWarning as UncertifiedWarning
+from torch_occ.game.comparing import LearnerComparison as LearnerComparison
+from torch_occ.game.estimators import CentredEstimator as CentredEstimator
+from torch_occ.game.history import Mean as Mean
+from torch_occ.game.history import SelfBounding as SelfBounding
+from torch_occ.game.history import comparator as comparator
+from torch_occ.game.history import self_bounding as self_bounding

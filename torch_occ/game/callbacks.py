@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from torch_occ._support.extras import extra, progress_bar, summary_writer
-from torch_occ.game.beliefs.monitoring import belief_numbers
+from torch_occ._support.choices import extra, progress_bar, summary_writer
 from torch_occ.game.figures import configuration, occupancy_figure, pixels, regret_figure
-from torch_occ.game.intervals import band
-from torch_occ.game.learners.base import Learner
+from torch_occ.game.history import band
+from torch_occ.game.learners import Learner
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.regularizers.base import Scaled
-from torch_occ.regularizers.parametrized import spreading
+from torch_occ.regularizers.parameters import spreading
 from torch_occ.regularizers.schedules import Schedule
 
 if TYPE_CHECKING:
     from torch_occ.game.history import History
-    from torch_occ.game.simulation import Simulation
+    from torch_occ.game.simulate import Simulation
 
 
 class Callback:
@@ -157,7 +156,7 @@ class TensorBoard(Callback):
             raise FileNotFoundError(2, "TensorBoard's directory has gone", str(self.directory))
         # TensorBoard sorts charts by name: "theta" puts these, which are mostly constant, last.
         theta = {f"theta/{name}": value for name, value in parameters(run.learner, run.t).items()}
-        believed = belief_numbers(run.mdp, run.learner, run.q)
+        believed = run.learner.monitor(run.mdp, run.q)
         belief = {f"belief/{name}": value for name, value in believed.items()}
         curves = self._curves(run, len(run.recorded) - 1)
         self._scalars(curves | self._policy(run) | belief | theta, run.t)

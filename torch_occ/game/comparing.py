@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch_occ._support.tables import latex, markdown
-from torch_occ.game.driver import simulate
+from torch_occ._support.files import latex, markdown
 from torch_occ.game.figures import regret_figure
-from torch_occ.game.history import History
-from torch_occ.game.intervals import Mean, number
-from torch_occ.game.learners.base import Learner
+from torch_occ.game.history import History, Mean, number
+from torch_occ.game.learners import Learner
 from torch_occ.game.losses import LossProcess
+from torch_occ.game.simulate import simulate
 from torch_occ.mdp.layered import LayeredMDP
 
 if TYPE_CHECKING:

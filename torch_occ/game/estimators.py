@@ -45,7 +45,7 @@ class CentredEstimator(Estimator):
     """(loss - b) / q on the visited pairs, plus a baseline b everywhere.
 
     It is unbiased if b is chosen before the episode. Subclasses define `baseline`. They can be
-    forecast (torch_occ.forecasting.mean_path), because their covariance depends only on q and b.
+    forecast (torch_occ.tuning.forecast), because their covariance depends only on q and b.
     """
 
     def baseline(self, q: Tensor, t: Tensor) -> Tensor:

@@ -14,21 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.extras import extra
+from torch_occ._support.choices import extra
 from torch_occ.game.estimators import Estimator
-from torch_occ.game.history import History
-from torch_occ.game.intervals import band
+from torch_occ.game.history import History, band
 from torch_occ.game.losses import LossProcess
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer, Scaled, Sum
-from torch_occ.regularizers.parametrized import Parametrized
+from torch_occ.regularizers.parameters import Parametrized
 from torch_occ.regularizers.schedules import Schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from torch_occ.game.simulation import Simulation
+    from torch_occ.game.simulate import Simulation
 
 #: The colours of Okabe and Ito, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

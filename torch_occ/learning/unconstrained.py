@@ -1,6 +1,6 @@
 """Parameters that plain optimizers cannot drive out of their domains.
 
-Every parameter of a regularizer declares its domain (torch_occ.regularizers.parametrized). Here it
+Every parameter of a regularizer declares its domain (torch_occ.regularizers.parameters). Here it
 becomes the image of a free parameter, under the transform of `torch.distributions.transform_to`:
 exp for positive numbers, a scaled sigmoid for intervals.
 """
@@ -15,7 +15,7 @@ from torch.distributions import constraints, transform_to
 from torch.nn.utils import parametrize
 
 from torch_occ._support.private import own_parameters
-from torch_occ.regularizers.parametrized import Parametrized
+from torch_occ.regularizers.parameters import Parametrized
 from torch_occ.step.ftrl import FTRLStep
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -1,17 +1,18 @@
-"""The layered MDP and its occupancy measures.
+"""The layered MDP, its occupancy measures, and where MDPs come from.
 
-layered       LayeredMDP: layers, transitions, and the actions of each state
-layout        sizes, numbering of states, and masks of actions
-constructors  constructors of layered MDPs: random, tables, arrays, Gymnasium, graphs
-drawing       random transitions
-layers        one layer of transitions as a linear map, dense or sparse
-validation    the conditions that a valid layered MDP satisfies
-in_order      sums in an order that does not depend on the batch
-occupancy     flow constraints, policy to q and back, optimal policies, gaps
-unrolling     from an ordinary finite MDP to layers
-rewards       rewards as losses, and back
-graphs        MDPs from directed acyclic graphs, costs and flows of edges
-importers     MDPs from Gymnasium and from arrays of other packages
-audit         a test of a published table against its environment
-limits        the least regret of any consistent learner (Graves and Lai)
+checks     the conditions that a valid layered MDP satisfies
+graphs     a directed acyclic graph as a layered MDP: its paths are the deterministic policies
+importers  a sequential test of a published table: the environment is played and compared with the
+layered    the layout of a layered MDP: its layers, states and actions, without probabilities
+layers     the two maps of a layer, and sums, in a fixed order of summation
+occupancy  omega, the set of occupancy measures, and operations along its layers
+rewards    rewards as losses: the map between them, and a layered MDP with rewards
+unroll     unrolling: from an ordinary finite MDP to layers
 """
+
+from torch_occ.mdp.occupancy import Plan as Plan
+from torch_occ.mdp.occupancy import flow_adjoint as flow_adjoint
+from torch_occ.mdp.occupancy import flow_residual as flow_residual
+from torch_occ.mdp.occupancy import reachability as reachability
+from torch_occ.mdp.rewards import RewardMap as RewardMap
+from torch_occ.mdp.rewards import RewardMDP as RewardMDP

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
-from torch_occ.mdp.unrolling import ABSORBING
+from torch_occ.mdp.unroll import ABSORBING
 
 Node = Hashable
 Edge = tuple[Node, Node]

@@ -1,29 +1,364 @@
-"""The layered MDP: states in layers, and known transitions.
-
-This is the paper's model (`sec:probform`): layers S_0, ..., S_L, transitions only from one layer to
-the next, and a single terminal state s_L. Two generalizations are allowed throughout: the first
-layer may have several states with an initial distribution, and every state may have its own set of
-actions.
-
-Non-terminal states are numbered in layer order, so that every quantity of the package is one
-`(*batch, S, A)` tensor.
-"""
+"""The layout of a layered MDP: its layers, states and actions, without probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from torch_occ.mdp.constructors import Constructors
+from torch_occ._support.choices import later
+from torch_occ._support.private import standard_gamma
+from torch_occ.mdp.checks import broadcast, check_actions, check_probabilities, check_shapes
 from torch_occ.mdp.layers import DenseLayer, Layer, SparseLayer
-from torch_occ.mdp.layout import Layout
-from torch_occ.mdp.unrolling import ABSORBING
-from torch_occ.mdp.validation import broadcast, check_actions, check_probabilities, check_shapes
+from torch_occ.mdp.unroll import ABSORBING, outcomes_of, unroll
+
+if TYPE_CHECKING:
+    import gymnasium
+
+    from torch_occ.mdp.graphs import GraphMDP
+    from torch_occ.mdp.rewards import RewardMDP
+
+
+class Layout:
+    """Sizes, numbering and masks. Non-terminal states are numbered in layer order."""
+
+    actions: Tensor  # (S, A), boolean: the actions of each state
+
+    @cached_property
+    def layer_sizes(self) -> tuple[int, ...]:
+        """|S_0|, ..., |S_{L-1}|."""
+        raise NotImplementedError
+
+    @cached_property
+    def num_actions(self) -> int:
+        """A, the largest number of actions that a state can have."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of every tensor."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """The device of every tensor."""
+        return self.actions.device
+
+    @cached_property
+    def horizon(self) -> int:
+        """L, the number of decisions in an episode."""
+        return len(self.layer_sizes)
+
+    @cached_property
+    def layer_slices(self) -> tuple[slice, ...]:
+        """The slice of each layer's states among all states."""
+        ends = tuple(accumulate(self.layer_sizes))
+        return tuple(
+            slice(end - size, end) for end, size in zip(ends, self.layer_sizes, strict=True)
+        )
+
+    @cached_property
+    def num_states(self) -> int:
+        """S, the number of non-terminal states."""
+        return sum(self.layer_sizes)
+
+    @cached_property
+    def num_pairs(self) -> int:
+        """The number of state-action pairs that exist."""
+        return int(self.actions.sum())
+
+    @cached_property
+    def layer(self) -> Tensor:
+        """The layer k(s) of every state, `(S,)`."""
+        sizes = torch.tensor(self.layer_sizes, device=self.device)
+        return torch.repeat_interleave(torch.arange(self.horizon, device=self.device), sizes)
+
+    @cached_property
+    def missing(self) -> dict[str, Tensor | None]:
+        """Masks of pairs or states where an argument of a regularizer does not exist, by its name.
+
+        None means that it exists everywhere. See `torch_occ.regularizers.terms`.
+        """
+        in_state = self.actions.sum(-1)
+        in_layer = torch.cat([count.sum().expand_as(count) for count in self.split(in_state, -1)])
+        absent = ~self.actions
+        masks = {
+            "pair": absent,
+            "rest": absent | (in_state == 1).unsqueeze(-1),
+            "state": torch.zeros_like(in_state, dtype=torch.bool),
+            "complement": absent | (in_layer == 1).unsqueeze(-1),
+        }
+        return {name: mask if bool(mask.any()) else None for name, mask in masks.items()}
+
+    @cached_property
+    def other_actions(self) -> Tensor:
+        """`(A, A)`, one off the diagonal and zero on it.
+
+        `q @ other_actions` is q(s) - q(s, a) without cancellation.
+        """
+        return 1 - torch.eye(self.num_actions, dtype=self.dtype, device=self.device)
+
+    @cached_property
+    def action_groups(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """States by their number n of actions: the states `(G,)` and their actions `(G, n)`."""
+        counts = self.actions.sum(-1)
+        groups = []
+        for n in map(int, counts.unique()):  # torch 2.6 has no `tolist` under its transforms
+            states = (counts == n).nonzero().squeeze(-1)
+            groups.append((states, self.actions[states].nonzero()[:, 1].reshape(-1, n)))
+        return tuple(groups)
+
+    def split(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """Split a tensor with a state dimension into its layers."""
+        return x.split(self.layer_sizes, dim)
+
+    def layout_difference(self, other: Layout) -> str | None:
+        """How this layout differs from another one, or None if they are the same."""
+        if self.layer_sizes != other.layer_sizes:
+            return f"layers of {[*self.layer_sizes]} states instead of {[*other.layer_sizes]}"
+        if self.num_actions != other.num_actions:
+            return f"{self.num_actions} actions instead of {other.num_actions}"
+        if (self.dtype, self.device) != (other.dtype, other.device):
+            return f"{self.dtype} on {self.device} instead of {other.dtype} on {other.device}"
+        changed = (self.actions != other.actions).nonzero()
+        if len(changed):
+            state, action = changed[0].tolist()
+            which = "an" if bool(self.actions[state, action]) else "no"
+            return f"{which} action {action} in {self.locate(state)}"
+        return None
+
+    def locate(self, state: int) -> str:
+        """`layer k, state i` for error messages; i counts within the layer."""
+        k = int(self.layer[state])
+        return f"layer {k}, state {state - self.layer_slices[k].start}"
+
+
+# -- Random transitions: rows drawn from a symmetric Dirichlet distribution ------------------------
+
+
+def random_transitions(
+    horizon: int,
+    width: int,
+    num_actions: int,
+    seed: int,
+    concentration: float,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Transitions `(S_k, A, S_{k+1})` of each layer: one start state, then `width` states each.
+
+    Raises:
+        ValueError: if a size is less than one, or the concentration is not positive.
+    """
+    sizes = {"horizon": horizon, "width": width, "num_actions": num_actions}
+    for name, number in sizes.items():
+        if number < 1:
+            raise ValueError(f"{name}: expected at least 1, got {number}")
+    if not concentration > 0:
+        raise ValueError(f"concentration: expected a positive number, got {concentration}")
+    generator = torch.Generator().manual_seed(seed)
+    layers = [1, *[width] * (horizon - 1), 1]
+    shapes = [(here, num_actions, there) for here, there in pairwise(layers)]
+    return [_dirichlet(shape, concentration, generator).to(dtype) for shape in shapes]
+
+
+def _dirichlet(shape: tuple[int, ...], concentration: float, generator: torch.Generator) -> Tensor:
+    """Symmetric Dirichlet rows from an explicit generator.
+
+    They are computed in log space, so that small concentrations do not underflow:
+    Gamma(c) = Gamma(c + 1) * U^(1/c), where the first factor stays away from zero.
+    """
+    shape_plus_one = torch.full(shape, concentration + 1.0, dtype=torch.float64)
+    log_gamma = standard_gamma(shape_plus_one, generator).log()
+    uniform = torch.rand(shape, dtype=torch.float64, generator=generator).clamp(min=2.0**-60)
+    return (log_gamma + uniform.log() / concentration).softmax(-1)
+
+
+# -- Constructors of layered MDPs: random, tables, arrays of other packages, Gymnasium, graphs -----
+
+
+class Constructors:
+    """Class methods of `LayeredMDP`."""
+
+    def __init__(self, transitions: Sequence[Tensor], **layout: Any) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def random(
+        cls,
+        horizon: int,
+        width: int,
+        num_actions: int,
+        *,
+        seed: int = 0,
+        concentration: float = 1.0,
+        dtype: torch.dtype = torch.float64,
+    ) -> Self:
+        """A random MDP: one start state, then layers of `width` states.
+
+        Rows of P are drawn from a symmetric Dirichlet distribution. `concentration` 1 is uniform on
+        the simplex; towards 0 the transitions become nearly deterministic.
+
+        Returns:
+            A `LayeredMDP`.
+
+        Raises:
+            ValueError: if a size is less than one, or the concentration is not positive.
+        """
+        return cls(random_transitions(horizon, width, num_actions, seed, concentration, dtype))
+
+    @classmethod
+    def from_tables(
+        cls,
+        transition: Any,
+        horizon: int,
+        initial: Tensor | int = 0,
+        *,
+        terminal: Sequence[int] = (),
+        actions: Tensor | None = None,
+    ) -> Self:
+        """Unroll an ordinary finite MDP for `horizon` steps.
+
+        Layer k holds the states that can be occupied after k steps; other states are left out. A
+        terminal state ends the episode: it becomes the absorbing end, which has one action and
+        lasts until the horizon. `mdp.origin` maps every layered state back, and `mdp.lift(loss)`
+        turns a loss table `(S, A)` into a layered one.
+
+        Args:
+            transition: `(S, A, S)`, dense or sparse, or a sparse matrix `(S * A, S)` of torch or
+                SciPy; the layers are stored in the same way. Rows of terminal states are ignored.
+            initial: a distribution `(S,)` or the index of the start state.
+            terminal: indices of terminal states.
+            actions: boolean mask `(S, A)` of available actions; all by default.
+
+        Returns:
+            A `LayeredMDP`.
+
+        Raises:
+            ValueError: if an argument is not valid; it names the state and the action.
+        """
+        sparse = not isinstance(transition, Tensor) or transition.layout != torch.strided
+        return cls(
+            **unroll(
+                outcomes_of(transition, tuple(terminal), actions), horizon, initial, sparse=sparse
+            )
+        )
+
+    @classmethod
+    def from_arrays(
+        cls,
+        transition: Any,
+        reward: Any,
+        horizon: int,
+        initial: Tensor | int = 0,
+        *,
+        terminal: Sequence[int] = (),
+        action_axis: int | None = None,
+    ) -> RewardMDP:
+        """Unroll the arrays of another MDP package, including rewards.
+
+        Args:
+            transition: `(A, S, S)` as in pymdptoolbox, `(S, A, S)`, or one `(S, S)` matrix per
+                action, dense or sparse (SciPy).
+            reward: `(S,)`, `(S, A)`, one per transition with the same order of axes, or one
+                `(S, S)` matrix per action.
+            initial: a distribution `(S,)` or the index of the start state.
+            terminal: indices of terminal states. Entering one ends the episode, with the reward of
+                that step.
+            action_axis: the axis of `transition` that counts the actions, 0 or 1; required if there
+                are as many actions as states.
+
+        Returns:
+            A `RewardMDP`.
+
+        Raises:
+            ValueError: if an argument is not valid; it names the state and the action.
+        """
+        return later("mdp.importers").from_arrays(
+            transition, reward, horizon, initial, terminal=terminal, action_axis=action_axis
+        )
+
+    @classmethod
+    def from_gymnasium(
+        cls,
+        env: gymnasium.Env[Any, Any] | str,
+        horizon: int,
+        initial: Tensor | int | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        verify: int = 10_000,
+        seed: int = 0,
+    ) -> RewardMDP:
+        """Unroll a Gymnasium environment that publishes its table (`env.unwrapped.P`).
+
+        A terminated outcome leads to the absorbing end; duplicate next states add up. `mdp.origin`
+        maps every layered state back to the environment's state, `mdp.loss` holds the losses, and
+        `mdp.reward_map` maps losses back to rewards.
+
+        The environment is reset and played, to refuse a wrong table. So pass an environment that is
+        not in use elsewhere.
+
+        Args:
+            env: an environment or its id.
+            initial: a distribution `(S,)` or the index of the start state; by default that of the
+                environment.
+            options: options of `gymnasium.make`, if `env` is an id.
+            verify: the number of steps to play in the check; 0 for no check.
+            seed: of the check.
+
+        Returns:
+            A `RewardMDP`.
+
+        Raises:
+            ImportError: if Gymnasium, or a package that the environment needs, is not installed.
+            ValueError: if the environment publishes no valid table, or contradicts it.
+        """
+        return later("mdp.importers").from_gymnasium(
+            env, horizon, initial, options=options, verify=verify, seed=seed
+        )
+
+    @classmethod
+    def from_graph(
+        cls, graph: Any, source: Any, target: Any, *, dtype: torch.dtype = torch.float64
+    ) -> GraphMDP:
+        """Make a layered MDP of a directed acyclic graph: its deterministic paths are the graph's.
+
+        The layer of a node is the length of the longest path to it. Edges that skip layers lead to
+        states of waiting with one action. `mdp.losses(costs)` turns costs of edges `(*batch, E)`
+        into losses `(*batch, S, A)`, `mdp.flows(q)` turns q into flows through the edges. Both are
+        differentiable. Edges on no path from the source to the target have no pair; their cost does
+        not matter.
+
+        Args:
+            graph: a directed graph of networkx, or a sequence of edges (tail, head). Nodes are
+                hashable objects. An edge may occur several times.
+            source: the node where every path begins.
+            target: the node where every path ends.
+
+        Returns:
+            A `GraphMDP`.
+
+        Raises:
+            ValueError: if a node is unknown, the target cannot be reached, or a path could run
+                through a cycle; the message shows it.
+        """
+        return later("mdp.graphs").from_graph(graph, source, target, dtype)
+
+
+# -- The layered MDP: states in layers, and known transitions --------------------------------------
+#
+# This is the paper's model (`sec:probform`): layers S_0, ..., S_L, transitions only from one layer
+# to the next, and a single terminal state s_L. Two generalizations are allowed throughout: the
+# first layer may have several states with an initial distribution, and every state may have its own
+# set of actions.
+#
+# Non-terminal states are numbered in layer order, so that every quantity of the package is one
+# `(*batch, S, A)` tensor.
+
 
 #: Up to this many states, one dense matrix is faster than a loop over layers; half as many in a
 #: batch.

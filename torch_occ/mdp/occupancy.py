@@ -24,18 +24,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.kernels.constants import TIE
-from torch_occ.mdp.in_order import InOrder
+from torch_occ._support.constants import TIE
+from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import DENSE_STATES, LayeredMDP
-from torch_occ.mdp.layers import DenseLayer, Layer
-from torch_occ.mdp.validation import broadcast
+from torch_occ.mdp.layers import DenseLayer, InOrder, Layer
 
 
 class LayeredFlow:
     """The transitions as linear operators, layer by layer.
 
     Batches of MDPs broadcast with batches of arguments. With `in_order`, the bits do not depend on
-    the batch (torch_occ.mdp.in_order).
+    the batch (torch_occ.mdp.layers).
     """
 
     def __init__(self, mdp: LayeredMDP, *, in_order: bool = False) -> None:
@@ -172,7 +171,7 @@ def occupancy(mdp: LayeredMDP, policy: Tensor, *, in_order: bool = False) -> Ten
 
     Args:
         in_order: take every sum in the order of its entries. The bits are then the same in every
-            batch (torch_occ.mdp.in_order), but it is slower.
+            batch (torch_occ.mdp.layers), but it is slower.
     """
     flow = LayeredFlow(mdp, in_order=True) if in_order else flow_of(mdp)
     return flow.forward(policy, flow_source(mdp)).unsqueeze(-1) * policy
@@ -263,7 +262,7 @@ def optimal_policy(mdp: LayeredMDP, loss: Tensor, *, in_order: bool = False) -> 
     Args:
         loss: `(*batch, S, A)`.
         in_order: take every sum in the order of its entries. The bits are then the same in every
-            batch (torch_occ.mdp.in_order), but it is slower.
+            batch (torch_occ.mdp.layers), but it is slower.
 
     Returns:
         The policy, its values, Q and the gaps.

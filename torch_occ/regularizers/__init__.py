@@ -1,13 +1,10 @@
-"""Regularizers, learning rates and their derivatives.
+"""Regularizers, learning rates, and their derivatives.
 
-base          the three base classes; sums, scaling, division by a schedule
-catalog       the built-in regularizers, and jin_luo
-terms         weighted elementary functions, the data of built-in regularizers
-arguments     q(s,a), q(s) - q(s,a), q(s) and 1 - q(s,a), without cancellation
-schedules     learning rates eta_t
-parametrized  modules whose parameters declare their domains
-places        parameters with one value per layer, state or pair
-derivatives   gradients and Hessians of psi by autograd
-frozen        modules whose structure is fixed
-hessians      Hessians: three vectors, one block per state, or one full matrix
+base         regularizers: convex functions of q and of the episode t, written at one of three
+catalog      the built-in regularizers, as data
+derivatives  gradient and Hessian of psi_t by autograd, at the level at which psi is written
+hessians     hessians of regularizers, in one of three forms from cheap to general
+parameters   parameters with one value per layer, per state or per pair
+schedules    learning rates: eta_t as a function of the episode t = 1, 2,
+terms        the arguments of separable regularizers, computed from q without cancellation
 """

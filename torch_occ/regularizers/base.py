@@ -22,18 +22,23 @@ import torch
 from torch import Tensor
 
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.arguments import ARGUMENTS, Argument, keep, marginal
-from torch_occ.regularizers.frozen import Frozen, FrozenList
-from torch_occ.regularizers.parametrized import Parametrized, one_by_one, spreading
-from torch_occ.regularizers.places import fit, spread_batch
+from torch_occ.regularizers.parameters import (
+    Frozen,
+    FrozenList,
+    Parametrized,
+    fit,
+    one_by_one,
+    spread_batch,
+    spreading,
+)
 from torch_occ.regularizers.schedules import Schedule
-from torch_occ.regularizers.terms import Table
+from torch_occ.regularizers.terms import ARGUMENTS, Argument, Table, keep, marginal
 
 
 class Inputs(NamedTuple):
     """The arguments of the functions at the three levels; empty for levels not in use."""
 
-    scalars: dict[Argument, Tensor]  # see torch_occ.regularizers.arguments
+    scalars: dict[Argument, Tensor]  # see torch_occ.regularizers.terms
     per_state: list[Tensor]  # (*batch, G, n) for each group of G states with n actions
     joint: list[Tensor]  # at most one, (*batch, S, A)
 
@@ -52,7 +57,7 @@ class Regularizer(Parametrized):
     def parts(self, t: Tensor) -> Iterator[tuple[Regularizer, Tensor | None]]:
         """Yield the elementary regularizers with their weights at t (None means 1).
 
-        The weights are in the spread form of torch_occ.regularizers.places.
+        The weights are in the spread form of torch_occ.regularizers.parameters.
         """
         yield self, None
 

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.arguments import ARGUMENTS, Argument
 from torch_occ.regularizers.base import Regularizer, SeparableRegularizer
-from torch_occ.regularizers.parametrized import Value, spreading
+from torch_occ.regularizers.parameters import Value, spreading
 from torch_occ.regularizers.schedules import InverseSqrt
-from torch_occ.regularizers.terms import Log, Power, Table, Term, XLogX
+from torch_occ.regularizers.terms import ARGUMENTS, Argument, Log, Power, Table, Term, XLogX
 
 
 class TabularRegularizer(SeparableRegularizer):

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from torch_occ._support.private import own_parameter_names, own_parameters
+from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.validation import broadcast
-from torch_occ.regularizers.arguments import Argument, keep, pull_back
 from torch_occ.regularizers.base import Inputs, Regularizer, Values, evaluate
 from torch_occ.regularizers.hessians import Blocks, Full, Hessian, Separable, combine
-from torch_occ.regularizers.parametrized import Parametrized, seen_as
+from torch_occ.regularizers.parameters import Parametrized, seen_as
+from torch_occ.regularizers.terms import Argument, keep, pull_back
 
 #: functional_call exchanges the parameters of a module for all threads.
 _one_at_a_time = RLock()

@@ -7,15 +7,15 @@ from typing import ClassVar
 from torch import Tensor
 from torch.distributions import constraints
 
-from torch_occ.regularizers.parametrized import Parametrized, Value
+from torch_occ.regularizers.parameters import Parametrized, Value
 
 
 class Schedule(Parametrized):
     """A positive function of the episode. Subclasses write `forward`.
 
     A regularizer that is scaled by the schedule calls it with t and the parameters in the spread
-    form of torch_occ.regularizers.places. So `forward` acts entry by entry, and a parameter may be
-    given as `PerLayer`, `PerState` or `PerPair`.
+    form of torch_occ.regularizers.parameters. So `forward` acts entry by entry, and a parameter may
+    be given as `PerLayer`, `PerState` or `PerPair`.
     """
 
     def forward(self, t: Tensor) -> Tensor:

@@ -1,19 +1,22 @@
-"""The FTRL step, its derivatives and its linear algebra.
+"""`FTRLStep`: Newton's method, its linear algebra, implicit derivatives.
 
-ftrl           FTRLStep, the module that users call
-checks         checks of the arguments, and their error messages
-problem        the checked arguments of a step, as the torch path needs them
-solution       the result of a solve: the minimizer, its certificate, its status
-newton         damped Newton iterations, and a certificate per batch element
-shaping        losses replaced by gaps, without rounding errors
-entropic       the step for entropies, in logarithms
-implicit       derivatives of the solution, of any order
-kkt            the linear system of a Newton step
-states         the blocks of that system: one state, with its actions eliminated
-iterative      conjugate gradients for that system, for wide and sparse MDPs
-linearization  first and second derivatives of the step with respect to the loss
-projection     the Kullback-Leibler projection onto q(s,a,s') under transition bounds
-budgets        the step with limits on expected costs
-network        the step inside a network: torch.compile, other number types, autocast
-compiled       the step in compiled kernels
+arrays               conversion of torch objects to the arrays of the compiled kernels, and what
+budgets              the optimality conditions of the step with budgets, for implicit derivatives
+checks               checks of the arguments of a step, with the error messages of both backends
+compiled             the weights and exponents of the terms as a function of t and the parameters
+compiled_budgets     the step with budgets in compiled kernels, and the linear system of its
+compiled_projection  the adapter to the compiled projection: tensors in and out, a batch at a time
+entropic             the FTRL step for entropies, in logarithms: q may underflow, but log q does not
+ftrl                 the FTRL step as a torch module
+graph                what surrounds a step in a network: other number types, autocast, inference
+implicit             derivatives of a solution by the implicit function theorem, not through the
+limits               budgets: upper limits on expected costs, ⟨G_i, q⟩ <= h_i for i = 1, ..., m
+linearization        first and second derivatives of the FTRL step with respect to the loss; both
+newton               potential-based shaping: the loss is replaced by its gaps
+problem              the checked arguments of a step, as the torch path needs them
+projection           one row of transitions: the distribution closest to a reference between lower
+solution             the result of a solve, for both backends: the minimizer, its certificate, its
+system               the blocks of the Newton system: one state, with its actions eliminated
 """
+
+from torch_occ.step.projection import Projection as Projection

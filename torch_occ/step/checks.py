@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.private import forward_modes
+from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.validation import broadcast
 from torch_occ.step.solution import Certified, Status
 
 

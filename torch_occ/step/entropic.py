@@ -22,7 +22,7 @@ sum rho(s,a|s') (P(.|s,a) - P_pi(.|s)) / w. Then d(g - log u) / dg is the Jacobi
     J = I + kappa (I - rho_pi)^-1 C (I - P_pi)^-1,
 
 Its entries are of the order of the horizon. Its eigenvalues are at least 1, because it is similar
-to the matrix M of torch_occ.step.kkt. The equations are nearly piecewise linear: full steps from
+to the matrix M of torch_occ.step.system. The equations are nearly piecewise linear: full steps from
 the uniform policy take 1 to 8 iterations for losses of 1 to 1e12. The direction equals that of
 torch_occ.step.newton at q, which is a descent direction. From remote starts full steps may cycle,
 so after FULL_STEPS iterations the step length is 1/2 until the steps are small.
@@ -45,16 +45,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.kernels.constants import FULL_STEPS, LOG_DEAD, STALL_AFTER
+from torch_occ._support.constants import FULL_STEPS, LOG_DEAD, STALL_AFTER
+from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import largest_exponent
 from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source, join
-from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import TabularRegularizer
-from torch_occ.regularizers.places import fit
+from torch_occ.regularizers.parameters import fit
 from torch_occ.regularizers.terms import XLogX
-from torch_occ.step.shaping import Shaped, potential, shape_finely
+from torch_occ.step.newton import Shaped, potential, shape_finely
 from torch_occ.step.solution import Options, Solution, Status
 
 

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from torch_occ._support.backends import Backend, check_backend, engine_takes, later
+from torch_occ._support.choices import Backend, check_backend, engine_takes, later
+from torch_occ._support.constants import SQUARE
 from torch_occ._support.private import carries_derivative, inside_transform
-from torch_occ.kernels.constants import SQUARE
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
-from torch_occ.regularizers.arguments import keep
 from torch_occ.regularizers.base import Regularizer, SeparableRegularizer
 from torch_occ.regularizers.derivatives import Evaluator
-from torch_occ.regularizers.frozen import Frozen
-from torch_occ.step.budgets.limits import Budgets
-from torch_occ.step.budgets.solving import solve_with_budgets
+from torch_occ.regularizers.parameters import Frozen
+from torch_occ.regularizers.terms import keep
+from torch_occ.step.budgets import solve_with_budgets
 from torch_occ.step.checks import (
     check_arguments,
     check_layout,
@@ -35,14 +34,14 @@ from torch_occ.step.checks import (
     report,
 )
 from torch_occ.step.entropic import Entropy, Task, entropy_at, is_entropy, solve_entropic
+from torch_occ.step.graph import autocasts, enroll, promote, solve_in_graph, solve_plainly
 from torch_occ.step.implicit import ImplicitSolution, Setting, Stationarity
-from torch_occ.step.network.operator import enroll, solve_in_graph
-from torch_occ.step.network.surroundings import autocasts, promote, solve_plainly
+from torch_occ.step.limits import Budgets
 from torch_occ.step.problem import Problem, with_rank
 from torch_occ.step.solution import Options, Solution
 
 if TYPE_CHECKING:
-    from torch_occ.step.compiled.solving import CompiledStep
+    from torch_occ.step.compiled import CompiledStep
 
 
 class FTRLStep(Frozen):
@@ -135,11 +134,11 @@ class FTRLStep(Frozen):
         self.__dict__.update(backend=check_backend(backend), evaluator=evaluator, _compiled=None)
 
         def why_not() -> str | None:
-            return later("step.compiled.worlds").why_not(self.mdp, self.regularizer)
+            return later("step.arrays").why_not(self.mdp, self.regularizer)
 
         if not engine_takes(backend, why_not):
             return
-        compiled = later("step.compiled.solving")
+        compiled = later("step.compiled")
         if backend == "engine" or compiled.pays_off(self.mdp):
             self._compiled = compiled.CompiledStep(self.mdp, self.regularizer, self.options)
 

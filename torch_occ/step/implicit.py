@@ -9,7 +9,7 @@ A linear system with K is itself such an equation, with the same K. So one `auto
 serves both: the derivative of a solution is the solution of a linear equation. This gives
 derivatives of any order, in reverse and in forward mode. No factorization is differentiated.
 
-There are two equations, both with the system of torch_occ.step.kkt:
+There are two equations, both with the system of torch_occ.step.system:
 
     Stationarity   grad psi_t(q) - E'v = x,  E q = b       the FTRL step, x = - cumulative loss
     Linearized     H(q) u - E'm = x,         E u = r       its derivatives
@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.private import is_batched_by_autograd, one_by_one_in_batch
+from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_source
-from torch_occ.mdp.validation import broadcast
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.derivatives import Derivatives, Evaluator, derivatives
-from torch_occ.step.kkt import Factorization, factorize
 from torch_occ.step.newton import newton
 from torch_occ.step.solution import Options, Solution, Status
+from torch_occ.step.system import Factorization, factorize
 
 
 @dataclass(frozen=True)

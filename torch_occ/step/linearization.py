@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.arguments import Argument, change, keep
 from torch_occ.regularizers.base import SeparableRegularizer
+from torch_occ.regularizers.terms import Argument, change, keep
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import Bound, ImplicitSolution, Linearized, Setting
 from torch_occ.step.problem import with_rank

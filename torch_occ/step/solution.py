@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torch_occ.kernels import constants
+from torch_occ._support import constants
 
 
 class Status(IntEnum):

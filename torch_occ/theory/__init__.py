@@ -4,48 +4,45 @@ Lemmas and the equations of their proofs return both sides as a `Statement`. Of 
 corollaries, which hold up to constants, there are the coefficients, the explicit right-hand sides
 and one summand. docs/theory.md lists what there is for each label of the paper.
 
-statements          what a statement is: label, both sides, slack, whether it holds up to rounding
-parameters          alpha, beta, gamma and the learning rate
-second_derivatives  phi_H, phi_L and the Hessian                    lem:hessian_derivaties
-recursion           M_k, W_k, N_k and the inverse Hessian           lem:def_M, lem:M_inverse
-penalty             phi_H(q_opt) - phi_H(q) and its bounds          lem:key_lemma_bound_penalty
-stability           norm of the loss estimate and its bounds        lem:key_lemma_bound_stability
-identities          closed forms against their definitions          eq:quadratic_form
-conditions          gaps, corruption, the self-bounding condition   eq:self_bounding_constraint
-bounds              constants and right-hand sides                  thm:main_general
-tuning              alpha and gamma for stochastic losses           app:appendix_parameter_choices
-updates             tilde q_t and the smoothness of an update     lem:smooth_update
-decomposition       the regret of a run as penalty and stability    lem:key_lemma_ftrl
-surveys             the statements on random data
-certificates        the terms of the regret bounds, evaluated during a run
+statements    what a statement is, and the parameters of the paper
+curvatures    phi_H, phi_L, the Hessian, M_k, W_k, N_k and its inverse    lem:def_M, lem:M_inverse
+penalty       phi_H(q_opt) - phi_H(q) and its bounds                     lem:key_lemma_bound_penalty
+stability     norm of the loss estimate and its bounds                   lem:key_lemma_bound_stabili
+identities    closed forms against their definitions                     eq:quadratic_form
+bounds        conditions, constants, right-hand sides, parameters        thm:main_general
+runs          the regret of a run as penalty and stability               lem:key_lemma_ftrl
+surveys       the statements on random data
+certificates  the terms of the regret bounds, evaluated during a run
 """
 
 # isort: skip_file
+import typing as _typing
+
 # The order is that of the table above: a module imports only from those before it.
 
 from torch_occ.theory.statements import Statement as Statement
-from torch_occ.theory.parameters import Parameters as Parameters
+from torch_occ.theory.statements import Parameters as Parameters
 
 # The Hessian
-from torch_occ.theory.second_derivatives import hybrid as hybrid
-from torch_occ.theory.second_derivatives import hybrid_alternative as hybrid_alternative
-from torch_occ.theory.second_derivatives import log_barrier as log_barrier
-from torch_occ.theory.second_derivatives import hessian as hessian
-from torch_occ.theory.second_derivatives import hessian_of_step as hessian_of_step
-from torch_occ.theory.second_derivatives import quadratic_form as quadratic_form
-from torch_occ.theory.second_derivatives import bregman as bregman
+from torch_occ.theory.curvatures import hybrid as hybrid
+from torch_occ.theory.curvatures import hybrid_alternative as hybrid_alternative
+from torch_occ.theory.curvatures import log_barrier as log_barrier
+from torch_occ.theory.curvatures import hessian as hessian
+from torch_occ.theory.curvatures import hessian_of_step as hessian_of_step
+from torch_occ.theory.curvatures import quadratic_form as quadratic_form
+from torch_occ.theory.curvatures import bregman as bregman
 
 # Its inverse
-from torch_occ.theory.recursion import Block as Block
-from torch_occ.theory.recursion import Curvature as Curvature
-from torch_occ.theory.recursion import M as M
-from torch_occ.theory.recursion import M_inverse as M_inverse
-from torch_occ.theory.recursion import N as N
-from torch_occ.theory.recursion import N_diagonal as N_diagonal
-from torch_occ.theory.recursion import W as W
-from torch_occ.theory.recursion import blocks as blocks
-from torch_occ.theory.recursion import curvature as curvature
-from torch_occ.theory.recursion import inverse_hessian as inverse_hessian
+from torch_occ.theory.curvatures import Block as Block
+from torch_occ.theory.curvatures import Curvature as Curvature
+from torch_occ.theory.curvatures import M as M
+from torch_occ.theory.curvatures import M_inverse as M_inverse
+from torch_occ.theory.curvatures import N as N
+from torch_occ.theory.curvatures import N_diagonal as N_diagonal
+from torch_occ.theory.curvatures import W as W
+from torch_occ.theory.curvatures import blocks as blocks
+from torch_occ.theory.curvatures import curvature as curvature
+from torch_occ.theory.curvatures import inverse_hessian as inverse_hessian
 
 # Penalty
 from torch_occ.theory.penalty import bound_on_penalty as bound_on_penalty
@@ -86,12 +83,12 @@ from torch_occ.theory.identities import quadratic_form_of_hessian as quadratic_f
 from torch_occ.theory.identities import tangent as tangent
 
 # Conditions, constants, bounds
-from torch_occ.theory.conditions import corruption as corruption
-from torch_occ.theory.conditions import gaps as gaps
-from torch_occ.theory.conditions import minimal_gap as minimal_gap
-from torch_occ.theory.conditions import opt_implicit_bound as opt_implicit_bound
-from torch_occ.theory.conditions import performance_difference as performance_difference
-from torch_occ.theory.conditions import self_bounding_condition as self_bounding_condition
+from torch_occ.theory.bounds import corruption as corruption
+from torch_occ.theory.bounds import gaps as gaps
+from torch_occ.theory.bounds import minimal_gap as minimal_gap
+from torch_occ.theory.bounds import opt_implicit_bound as opt_implicit_bound
+from torch_occ.theory.bounds import performance_difference as performance_difference
+from torch_occ.theory.bounds import self_bounding_condition as self_bounding_condition
 from torch_occ.theory.bounds import Coefficients as Coefficients
 from torch_occ.theory.bounds import ProofConstants as ProofConstants
 from torch_occ.theory.bounds import Summands as Summands
@@ -110,26 +107,34 @@ from torch_occ.theory.bounds import summand as summand
 from torch_occ.theory.bounds import summands as summands
 from torch_occ.theory.bounds import theorem_summand as theorem_summand
 from torch_occ.theory.bounds import worst_case_coefficient as worst_case_coefficient
-from torch_occ.theory.tuning import Tuning as Tuning
-from torch_occ.theory.tuning import printed_tuning_order as printed_tuning_order
-from torch_occ.theory.tuning import tune_stochastic as tune_stochastic
-from torch_occ.theory.tuning import tuning_objective as tuning_objective
+from torch_occ.theory.bounds import Tuning as Tuning
+from torch_occ.theory.bounds import printed_tuning_order as printed_tuning_order
+from torch_occ.theory.bounds import tune_stochastic as tune_stochastic
+from torch_occ.theory.bounds import tuning_objective as tuning_objective
 
 # Runs
-from torch_occ.theory.updates import close_hessian as close_hessian
-from torch_occ.theory.updates import smooth_update as smooth_update
-from torch_occ.theory.updates import step_length as step_length
-from torch_occ.theory.updates import tilde as tilde
-from torch_occ.theory.decomposition import Decomposition as Decomposition
-from torch_occ.theory.decomposition import Recorder as Recorder
-from torch_occ.theory.decomposition import Trajectory as Trajectory
-from torch_occ.theory.decomposition import comparator_point as comparator_point
-from torch_occ.theory.decomposition import decompose as decompose
-from torch_occ.theory.decomposition import proper_comparator as proper_comparator
+from torch_occ.theory.runs import close_hessian as close_hessian
+from torch_occ.theory.runs import smooth_update as smooth_update
+from torch_occ.theory.runs import step_length as step_length
+from torch_occ.theory.runs import tilde as tilde
+from torch_occ.theory.runs import Decomposition as Decomposition
+from torch_occ.theory.runs import Recorder as Recorder
+from torch_occ.theory.runs import Trajectory as Trajectory
+from torch_occ.theory.runs import comparator_point as comparator_point
+from torch_occ.theory.runs import decompose as decompose
+from torch_occ.theory.runs import proper_comparator as proper_comparator
 from torch_occ.theory.surveys import survey as survey
-from torch_occ.theory.certificates.known import Certificate as Certificate
+from torch_occ.theory.certificates import Certificate as Certificate
 
-# Unknown transitions (Jin, Huang and Luo, 2021)
-from torch_occ.theory.certificates.unknown_parts import UnknownParts as UnknownParts
-from torch_occ.theory.certificates.unknown_parts import unknown_parts as unknown_parts
-from torch_occ.theory.certificates.unknown import UnknownCertificate as UnknownCertificate
+#: Names that were removed, and what to use instead.
+_GONE = dict.fromkeys(
+    ("UnknownCertificate", "UnknownParts", "unknown_parts"),
+    "`regret` of the history of occ.simulate has the sum of its parts",
+)
+
+if not _typing.TYPE_CHECKING:  # a type checker would take every name for one that exists
+
+    def __getattr__(name: str) -> object:
+        if name in _GONE:
+            raise AttributeError(f"torch_occ.theory.{name} was removed: {_GONE[name]}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

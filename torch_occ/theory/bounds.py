@@ -1,9 +1,4 @@
-"""Constants and right-hand sides of the theorems and corollaries (`sec:result`).
-
-The paper states them up to constants. Each of them is here twice: as printed, without the O, and
-explicit, with every constant from the proofs (`app:appendix_theorem_main`). The regret must not
-exceed the explicit ones. |S| |A| counts the pairs that exist, |S| the non-terminal states.
-"""
+"""Gaps, corruption and the self-bounding condition (`sec:preliminaries_self_bounding`)."""
 
 from __future__ import annotations
 
@@ -13,12 +8,108 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.game.history import self_bounding
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.theory.conditions import minimal_gap
-from torch_occ.theory.parameters import Parameters
+from torch_occ.mdp.occupancy import occupancy, optimal_policy
 from torch_occ.theory.penalty import outside, penalty_bound
 from torch_occ.theory.stability import stability_bound
-from torch_occ.theory.statements import Statement, statement
+from torch_occ.theory.statements import Parameters, Statement, statement
+
+
+def gaps(mdp: LayeredMDP, mean: Tensor) -> Tensor:
+    """Delta(s,a) = Q(s,a) - min_{a'} Q(s,a') of the optimal policy for the mean losses.
+
+    `(*batch, S, A)` -> `(*batch, S, A)`.
+
+    Read: the minimum is printed over a' != a. For a suboptimal action that is the same. For the
+    optimal one it would be negative, but the paper asks for a non-negative function.
+    """
+    return optimal_policy(mdp, mean).gaps
+
+
+def minimal_gap(mdp: LayeredMDP, gap: Tensor, mapping: Tensor) -> Tensor:
+    """Delta_min = min over s and a != pi*(s) of Delta(s,a), `(*batch,)`.
+
+    It is zero if the optimal action of a state is not unique, and infinite if no state has a
+    choice.
+    """
+    return torch.where(mdp.actions & (mapping == 0), gap, torch.inf).amin((-2, -1))
+
+
+def corruption(mdp: LayeredMDP, losses: Tensor, clean: Tensor) -> Tensor:
+    """C = 2 sum_t sum_{k < L} max_{s in S_k, a} |loss_t(s,a) - clean_t(s,a)|.
+
+    Both arguments are `(T, *batch, S, A)`; the result is `(*batch,)`.
+    """
+    difference = torch.where(mdp.actions, (losses - clean).abs(), 0.0)
+    return 2 * torch.stack([layer.amax((-2, -1)) for layer in mdp.split(difference, -2)]).sum(
+        0
+    ).sum(0)
+
+
+def performance_difference(mdp: LayeredMDP, q: Tensor, mean: Tensor) -> Statement:
+    """⟨q - q_opt, mean⟩ = sum_s sum_{a != pi*(s)} q(s,a) Delta(s,a).
+
+    So stochastic losses satisfy the self-bounding condition with equality and C = 0.
+    """
+    plan = optimal_policy(mdp, mean)
+    left = ((q - occupancy(mdp, plan.policy)) * mean).sum((-2, -1))
+    size = (q * mean).sum((-2, -1)) + mdp.horizon
+    return statement(
+        "performance difference",
+        left,
+        outside(q * plan.gaps, plan.policy),
+        mdp.num_pairs,
+        scale=size,
+        relation="=",
+    )
+
+
+def self_bounding_condition(
+    regret: Tensor, occupancies: Tensor, gap: Tensor, mapping: Tensor, corruption: Tensor | float
+) -> Statement:
+    """`eq:self_bounding_constraint`: sum_t sum_s sum_{a != pi*(s)} q_t(s,a) Delta(s,a) - C <= Reg.
+
+    `occupancies` is sum_t q_t `(*batch, S, A)`, as in
+    `History.cumulative_occupancy`.
+    """
+    right, left = self_bounding(
+        regret, occupancies, gap, mapping, corruption
+    )  # that function has the regret on the left
+    pairs = occupancies.shape[-2] * occupancies.shape[-1]
+    return statement(
+        "eq:self_bounding_constraint",
+        left,
+        right,
+        pairs,
+        scale=occupancies.sum((-2, -1)) + regret.abs(),
+    )
+
+
+def opt_implicit_bound(
+    mdp: LayeredMDP,
+    best: Tensor,
+    gap: Tensor,
+    mapping: Tensor,
+    episodes: int,
+    corruption: Tensor | float,
+) -> Statement:
+    """`lem:opt_implict_bound`: T sum_s sum_{a != pi*(s)} q_opt(s,a) Delta(s,a) <= C.
+
+    It follows from the self-bounding condition. q_opt is `best` `(*batch, S, A)`.
+    """
+    left = episodes * outside(best * gap, mapping)
+    right = torch.as_tensor(corruption, dtype=best.dtype, device=best.device)
+    return statement(
+        "lem:opt_implict_bound", left, right, mdp.num_pairs, scale=float(episodes * mdp.horizon)
+    )
+
+
+# -- Constants and right-hand sides of the theorems and corollaries (`sec:result`) -----------------
+#
+# The paper states them up to constants. Each of them is here twice: as printed, without the O, and
+# explicit, with every constant from the proofs (`app:appendix_theorem_main`). The regret must not
+# exceed the explicit ones. |S| |A| counts the pairs that exist, |S| the non-terminal states.
 
 
 class Coefficients(NamedTuple):
@@ -256,4 +347,74 @@ def harmonic(episodes: Tensor) -> tuple[Statement, Statement]:
     return (
         statement("sum 1/t <= 2 log T (printed)", total, 2 * episodes.log(), terms),
         statement("sum 1/t <= 1 + log T", total, 1 + episodes.log(), terms),
+    )
+
+
+# -- alpha and gamma for stochastic losses (`app:appendix_parameter_choices`) ----------------------
+#
+# If every gap is Delta_min and C = 0, the bound is, up to constants, log T / Delta_min times
+#
+#     f(alpha, gamma) = ( a / gamma + gamma b )^2 |S| |A| + ( (1 + alpha A) sqrt(|S| L) / gamma )^2,
+#     a = 1 + alpha,    b = L^2 ( sqrt(L) + 1/(alpha L) ).
+#
+# For a given alpha the best gamma is known. With c^2 = (1 + alpha A)^2 |S| L / (|S||A|),
+#
+#     f / (|S||A|) = (a^2 + c^2) / gamma^2 + 2 a b + gamma^2 b^2
+#
+# has its minimum 2 b (a + sqrt(a^2 + c^2)) at gamma^2 = sqrt(a^2 + c^2) / b. These are generalized
+# posynomials, so the logarithm of the minimum is convex in log alpha. Bisection on its derivative
+# finds the best alpha to the last bit.
+
+
+class Tuning(NamedTuple):
+    """The minimizing parameters and the minimum; multiply it by log T / Delta_min."""
+
+    alpha: float
+    gamma: float
+    value: float
+
+
+def tuning_objective(mdp: LayeredMDP, alpha: float, gamma: float) -> float:
+    """f(alpha, gamma), the coefficient of log T / Delta_min."""
+    L, S, A, pairs = mdp.horizon, mdp.num_states, mdp.num_actions, mdp.num_pairs
+    X = (1 + alpha) / gamma + gamma * L**2 * (math.sqrt(L) + 1 / (alpha * L))
+    return X**2 * pairs + ((1 + alpha * A) * math.sqrt(S * L) / gamma) ** 2
+
+
+def tune_stochastic(mdp: LayeredMDP) -> Tuning:
+    """The alpha and gamma that minimize `tuning_objective`, and its minimum."""
+    L, A, weight = mdp.horizon, mdp.num_actions, mdp.num_states * mdp.horizon / mdp.num_pairs
+
+    def slope(log_alpha: float) -> float:
+        """The derivative of log( b (a + sqrt(a^2 + c^2)) ) in log alpha."""
+        alpha = math.exp(log_alpha)
+        a, b = 1 + alpha, L**2 * (math.sqrt(L) + 1 / (alpha * L))
+        root = math.sqrt(a**2 + weight * (1 + alpha * A) ** 2)
+        rising = 1 + (a + weight * A * (1 + alpha * A)) / root
+        return alpha * rising / (a + root) - L / (alpha * b)
+
+    low, high = -100.0, 100.0
+    while (middle := (low + high) / 2) not in (low, high):
+        low, high = (middle, high) if slope(middle) < 0 else (low, middle)
+    alpha = math.exp(middle)
+    b = L**2 * (math.sqrt(L) + 1 / (alpha * L))
+    gamma = math.sqrt(math.hypot(1 + alpha, math.sqrt(weight) * (1 + alpha * A)) / b)
+    return Tuning(alpha, gamma, tuning_objective(mdp, alpha, gamma))
+
+
+def printed_tuning_order(mdp: LayeredMDP) -> float:
+    """The order of the minimum as printed:
+
+        |S| sqrt|A| L^(3/2) ( sqrt|A| L + L^(3/2) + |A| + |A|^(3/4) sqrt(L) ).
+
+    The true minimum is between 2 and 4.6 times it in the tests.
+
+    Read: A^(3/4) is |A|^(3/4).
+    """
+    L, A = mdp.horizon, mdp.num_actions
+    return (
+        mdp.num_pairs
+        / math.sqrt(A)
+        * L**1.5
+        * (math.sqrt(A) * L + L**1.5 + A + A**0.75 * math.sqrt(L))
     )

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_of, policy_of, reachability
-from torch_occ.theory.recursion import M, M_inverse, N, W, curvature
-from torch_occ.theory.second_derivatives import hessian, quadratic_form
+from torch_occ.theory.curvatures import M, M_inverse, N, W, curvature, hessian, quadratic_form
 from torch_occ.theory.statements import Statement, statement
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import LayeredFlow, flow_of, flow_residual, occupancy, policy_of
 from torch_occ.mdp.occupancy import reachability as state_reachability
-from torch_occ.regularizers.arguments import keep
-from torch_occ.theory.second_derivatives import hybrid
+from torch_occ.regularizers.terms import keep
+from torch_occ.theory.curvatures import hybrid
 from torch_occ.theory.statements import Statement, statement
 
 

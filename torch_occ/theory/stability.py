@@ -15,9 +15,9 @@ from torch import Tensor
 from torch_occ.game.losses import second_moments
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import policy_of
-from torch_occ.regularizers.arguments import keep
+from torch_occ.regularizers.terms import keep
+from torch_occ.theory.curvatures import Curvature, N, N_diagonal, P, curvature, inverse_hessian
 from torch_occ.theory.penalty import outside, reach
-from torch_occ.theory.recursion import Curvature, N, N_diagonal, P, curvature, inverse_hessian
 from torch_occ.theory.statements import Statement, statement
 
 # -- N_k -------------------------------------------------------------------------------------------

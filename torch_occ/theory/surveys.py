@@ -16,18 +16,13 @@ from torch import Tensor
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.theory import (
-    bounds,
-    conditions,
-    decomposition,
-    identities,
-    penalty,
-    stability,
-    updates,
-)
-from torch_occ.theory.parameters import Parameters
-from torch_occ.theory.recursion import Curvature, curvature
-from torch_occ.theory.statements import Statement
+from torch_occ.theory import bounds as bounds
+from torch_occ.theory import identities as identities
+from torch_occ.theory import penalty as penalty
+from torch_occ.theory import runs
+from torch_occ.theory import stability as stability
+from torch_occ.theory.curvatures import Curvature, curvature
+from torch_occ.theory.statements import Parameters, Statement
 
 
 class Data(NamedTuple):
@@ -202,12 +197,12 @@ def hessian_statements(
     # Halfway between q and another measure, entries may fall to a half and no further.
     p = (q + occupancy(mdp, draw_policy(mdp, generator))) / 2
     t = torch.tensor(float(10 ** (6 * _uniform((), generator))), dtype=q.dtype)
-    yield updates.close_hessian(mdp, q, p, parameters, t)
+    yield runs.close_hessian(mdp, q, p, parameters, t)
 
 
 def play(
     mdp: LayeredMDP, parameters: Parameters, mean: Tensor, count: int, generator: torch.Generator
-) -> decomposition.Trajectory:
+) -> runs.Trajectory:
     """`alg:main_alg` on a batch of MDPs for `count` episodes, with Bernoulli losses."""
     step = FTRLStep(mdp, parameters.regularizer(mdp))
     total, occupancies, estimates = torch.zeros_like(mean), [], []
@@ -220,7 +215,7 @@ def play(
             total = total + estimate
             occupancies.append(q)
             estimates.append(estimate)
-    return decomposition.Trajectory(torch.stack(occupancies), torch.stack(estimates))
+    return runs.Trajectory(torch.stack(occupancies), torch.stack(estimates))
 
 
 def run_statements(
@@ -229,19 +224,17 @@ def run_statements(
     """The analysis of FTRL along a short run."""
     run = play(mdp, parameters, data.mean, count, generator)
     best = occupancy(mdp, optimal_policy(mdp, data.mean).policy)
-    u = decomposition.comparator_point(run.q[0], best, count)
-    found = decomposition.decompose(mdp, parameters, run, u)
+    u = runs.comparator_point(run.q[0], best, count)
+    found = runs.decompose(mdp, parameters, run, u)
     t = torch.arange(1, count + 1, dtype=run.q.dtype).view(-1, *(1,) * len(mdp.batch_shape))
-    yield from updates.smooth_update(mdp, run.q, found.tilde_q)
-    yield from updates.step_length(mdp, run.q, found.tilde_q, parameters, t)
+    yield from runs.smooth_update(mdp, run.q, found.tilde_q)
+    yield from runs.step_length(mdp, run.q, found.tilde_q, parameters, t)
     yield found.short_estimate()
     yield found.simple_decomposition()
     yield found.bound_stability()
     yield from found.bound_penalty()
     yield found.key_lemma()
-    yield from decomposition.proper_comparator(
-        mdp, run.q[0], best, count * data.mean, parameters, count
-    )
+    yield from runs.proper_comparator(mdp, run.q[0], best, count * data.mean, parameters, count)
 
 
 def condition_statements(
@@ -252,14 +245,14 @@ def condition_statements(
     The learners play random policies.
     """
     count = 8
-    yield conditions.performance_difference(mdp, data.q, data.mean)
+    yield bounds.performance_difference(mdp, data.q, data.mean)
     plan = optimal_policy(mdp, data.mean)
     clean = data.mean.expand(count, *data.mean.shape)
     strength = _uniform((count, *mdp.batch_shape, 1, 1), generator) ** 4
     losses = clean + strength * (_uniform(clean.shape, generator) - clean)
-    spent = conditions.corruption(mdp, losses, clean)
+    spent = bounds.corruption(mdp, losses, clean)
     best = occupancy(mdp, optimal_policy(mdp, losses.sum(0)).policy)
     played = torch.stack([occupancy(mdp, draw_policy(mdp, generator)) for _ in range(count)])
     regret = ((played - best) * losses).sum((0, -2, -1))
-    yield conditions.self_bounding_condition(regret, played.sum(0), plan.gaps, plan.policy, spent)
-    yield conditions.opt_implicit_bound(mdp, best, plan.gaps, plan.policy, count, spent)
+    yield bounds.self_bounding_condition(regret, played.sum(0), plan.gaps, plan.policy, spent)
+    yield bounds.opt_implicit_bound(mdp, best, plan.gaps, plan.policy, count, spent)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import constraints, transform_to
 
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.regularizers.parametrized import Parametrized
+from torch_occ.regularizers.parameters import Parametrized
 
 #: The bounds of positive parameters, unless `bounds` gives others.
 LOWEST, HIGHEST = 1e-4, 1e4

@@ -6,7 +6,7 @@ from beliefs import random_counts
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
-from torch_occ.game.beliefs import counts as counting
+from torch_occ.rivals import beliefs as counting
 
 MDP = PROBLEMS["layers"]().mdp
 
@@ -25,7 +25,7 @@ def test_every_transition_of_an_episode_is_counted_at_its_place():
     """A loop over seeds and layers, against the vectorized count of a run."""
     table = [torch.zeros(5, *shape) for shape in counting.transition_shapes(MDP)]
 
-    class Loop(occ.CountingLearner):
+    class Loop(occ.rivals.CountingLearner):
         def propose_policy(self, t):
             return occ.uniform_policy(self.mdp)[None]
 
@@ -55,11 +55,11 @@ def test_empirical_transitions_by_hand():
         torch.tensor([[[3.0, 1.0], [0.0, 0.0]]], dtype=torch.float64),
         torch.tensor([[[4.0], [0.0]], [[1.0], [2.0]]], dtype=torch.float64),
     )
-    first, last = occ.empirical_transitions(mdp, m)
+    first, last = occ.rivals.empirical_transitions(mdp, m)
     expected = torch.tensor([[[3.5 / 5, 1.5 / 5], [0.5, 0.5]]], dtype=torch.float64)
     assert torch.equal(first, expected)
     assert torch.equal(last, torch.ones(2, 2, 1, dtype=torch.float64))
-    plain, _ = occ.empirical_transitions(mdp, m, pseudo_count=0.0)
+    plain, _ = occ.rivals.empirical_transitions(mdp, m, pseudo_count=0.0)
     assert torch.equal(plain, torch.tensor([[[0.75, 0.25], [0.5, 0.5]]], dtype=torch.float64))
 
 
@@ -67,7 +67,7 @@ def test_empirical_transitions_by_hand():
 def test_empirical_transitions_are_transitions(kappa):
     mdp = PROBLEMS["masked"]().mdp
     m = random_counts(mdp, (7,))
-    rows = occ.empirical_transitions(mdp, m, pseudo_count=kappa)
+    rows = occ.rivals.empirical_transitions(mdp, m, pseudo_count=kappa)
     checked = occ.LayeredMDP(rows, actions=mdp.actions, initial=mdp.initial)  # validates them
     if kappa:
         assert bool(checked.reachable.all())
@@ -79,7 +79,7 @@ def test_epochs_double():
     """Seed by seed: m_i stays until a visited pair reaches max(1, 2 m_i)."""
     began = {0: [], 1: []}
 
-    class Epochs(occ.CountingLearner):
+    class Epochs(occ.rivals.CountingLearner):
         def propose_policy(self, t):
             return occ.uniform_policy(self.mdp)[None]
 
@@ -97,7 +97,7 @@ def test_epochs_double():
                     assert torch.equal(self.state["epoch_visits"][i], now)
                     assert float(self.state["epoch_start"][i]) == t + 1
                     m = tuple(layer[i] for layer in self.counted())
-                    empirical = occ.empirical_transitions(self.mdp, m)
+                    empirical = occ.rivals.empirical_transitions(self.mdp, m)
                     assert all(
                         torch.equal(layer[i], row)
                         for layer, row in zip(self.transitions(), empirical, strict=True)
@@ -116,10 +116,10 @@ def test_epochs_double():
 def test_bad_input():
     m = random_counts(MDP)
     with pytest.raises(ValueError, match="pseudo_count: expected a number of at least 0, got -1"):
-        occ.empirical_transitions(MDP, m, pseudo_count=-1)
+        occ.rivals.empirical_transitions(MDP, m, pseudo_count=-1)
     with pytest.raises(ValueError, match="pseudo_count"):
-        occ.CountingLearner(MDP, pseudo_count=-1)
+        occ.rivals.CountingLearner(MDP, pseudo_count=-1)
     with pytest.raises(ValueError, match="counts: expected one tensor per layer"):
-        occ.empirical_transitions(MDP, m[1:])
+        occ.rivals.empirical_transitions(MDP, m[1:])
     with pytest.raises(ValueError, match=r"counts\[1\]: expected shape"):
-        occ.empirical_transitions(MDP, (m[0], m[1][..., :-1], *m[2:]))
+        occ.rivals.empirical_transitions(MDP, (m[0], m[1][..., :-1], *m[2:]))

@@ -5,7 +5,6 @@ import torch
 from zoo import PROBLEMS, Kept, random_loss
 
 import torch_occ as occ
-from torch_occ.game.beliefs.monitoring import belief_numbers
 from torch_occ.mdp.occupancy import policy_of
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -14,10 +13,10 @@ event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.ev
 def test_numbers_by_hand():
     mdp = PROBLEMS["masked"]().mdp
     losses, kept = occ.BernoulliLosses(random_loss(mdp)), Kept()
-    learner = occ.UnknownFTRL.practical(mdp)
+    learner = occ.rivals.UnknownFTRL.practical(mdp)
     history = occ.simulate(mdp, learner, losses, 30, range(3), callbacks=[kept], backend="torch")
     learner, q = kept.learner, history.last_q
-    found = belief_numbers(mdp, learner, q)
+    found = learner.monitor(mdp, q)
     errors, played, held = [], 0.0, 0
     for n in range(3):
         inside = True
@@ -36,7 +35,9 @@ def test_numbers_by_hand():
     assert found["l1_error_played"] == pytest.approx(played)
     assert found["coverage"] == pytest.approx(held / 3)
     assert found["epochs"] == float(learner.state["epochs"].mean())
-    u = occ.upper_occupancy(mdp, policy_of(mdp, q), learner.transitions(), learner.confidence())
+    u = occ.rivals.upper_occupancy(
+        mdp, policy_of(mdp, q), learner.transitions(), learner.confidence()
+    )
     assert found["upper_bound"] == pytest.approx(float(u.mean()))
     assert found["occupancy"] == pytest.approx(mdp.horizon / mdp.num_states)
     assert found["bonus"] == pytest.approx(float(learner.state["bonus"][:, mdp.actions].mean()))
@@ -44,23 +45,25 @@ def test_numbers_by_hand():
 
 def test_learners_without_a_belief_have_no_numbers():
     mdp = PROBLEMS["layers"]().mdp
-    assert belief_numbers(mdp, occ.FixedPolicy(mdp), occ.interior_point(mdp)[None]) == {}
-    plug_in = occ.UnknownFTRL(mdp, occ.jin_luo(mdp))
+    assert occ.FixedPolicy(mdp).monitor(mdp, occ.interior_point(mdp)[None]) == {}
+    plug_in = occ.rivals.UnknownFTRL(mdp, occ.jin_luo(mdp))
     plug_in.start(2)
     q = occ.interior_point(mdp).expand(2, -1, -1)
-    assert set(belief_numbers(mdp, plug_in, q)) == {"epochs", "l1_error", "l1_error_played"}
-    assert set(belief_numbers(mdp.to_sparse(), plug_in, q)) > {"epochs"}
+    assert set(plug_in.monitor(mdp, q)) == {"epochs", "l1_error", "l1_error_played"}
+    assert set(plug_in.monitor(mdp.to_sparse(), q)) > {"epochs"}
     bandit = occ.LayeredMDP([torch.ones(1, 3, 1, dtype=torch.float64)])
-    one_layer = occ.UnknownFTRL(bandit, occ.jin_luo(bandit))
+    one_layer = occ.rivals.UnknownFTRL(bandit, occ.jin_luo(bandit))
     one_layer.start(1)
-    assert belief_numbers(bandit, one_layer, occ.interior_point(bandit)[None]) == {"epochs": 1.0}
+    assert one_layer.monitor(bandit, occ.interior_point(bandit)[None]) == {"epochs": 1.0}
 
 
 def test_tensorboard_shows_the_belief(tmp_path):
     mdp = PROBLEMS["layers"]().mdp
     losses = occ.BernoulliLosses(random_loss(mdp))
     board = occ.TensorBoard(tmp_path, images_per_decade=0)
-    occ.simulate(mdp, occ.UnknownFTRL.practical(mdp), losses, 200, range(2), callbacks=[board])
+    occ.simulate(
+        mdp, occ.rivals.UnknownFTRL.practical(mdp), losses, 200, range(2), callbacks=[board]
+    )
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     tags = {tag for tag in events.Tags()["scalars"] if tag.startswith("belief/")}

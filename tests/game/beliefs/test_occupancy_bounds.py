@@ -8,8 +8,8 @@ from scipy.optimize import linprog
 from zoo import PROBLEMS
 
 import torch_occ as occ
-from torch_occ.game.beliefs import occupancy_bounds
 from torch_occ.mdp.occupancy import occupancy
+from torch_occ.rivals import beliefs as occupancy_bounds
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
 
@@ -62,7 +62,7 @@ def test_the_bounds_are_those_of_the_linear_program(seed):
     name = ("practical", "jin_huang_luo", "uob_reps", "bernstein")[seed % 4]
     _, P, B = random_belief(MDP, name, seed, most=(4, 30, 400, 10_000)[seed // 4 % 4])
     policy = random_policy(MDP, seed)
-    found = occ.upper_occupancy(MDP, policy, P, B)
+    found = occ.rivals.upper_occupancy(MDP, policy, P, B)
     expected = [by_linear_programming(MDP, policy, P, B, s) for s in range(MDP.num_states)]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
 
@@ -72,7 +72,7 @@ def test_the_bounds_on_other_layouts(name):
     mdp = PROBLEMS[name]().mdp
     _, P, B = random_belief(mdp, "practical", 3)
     policy = random_policy(mdp, 3)
-    found = occ.upper_occupancy(mdp, policy, P, B)
+    found = occ.rivals.upper_occupancy(mdp, policy, P, B)
     expected = [by_linear_programming(mdp, policy, P, B, s) for s in range(mdp.num_states)]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
 
@@ -81,7 +81,7 @@ def test_the_bounds_on_other_layouts(name):
 def test_without_width_the_bound_is_the_occupancy(name):
     mdp = PROBLEMS[name]().mdp
     policy = random_policy(mdp, 1, (5,))
-    u = occ.upper_occupancy(mdp, policy, mdp.transitions, [0 * P for P in mdp.transitions])
+    u = occ.rivals.upper_occupancy(mdp, policy, mdp.transitions, [0 * P for P in mdp.transitions])
     torch.testing.assert_close(u, occupancy(mdp, policy).sum(-1), rtol=1e-13, atol=0)
 
 
@@ -91,7 +91,7 @@ def test_the_bound_is_above_the_occupancy_of_every_member():
     B = [(mine - true).abs() for mine, true in zip(P, MDP.transitions, strict=True)]
     for seed in range(5):
         policy = random_policy(MDP, seed, (40,))
-        u = occ.upper_occupancy(MDP, policy, P, B)
+        u = occ.rivals.upper_occupancy(MDP, policy, P, B)
         assert bool((u >= occupancy(MDP, policy).sum(-1) * (1 - 1e-14)).all())
         assert bool((u <= 1 + 1e-14).all())
 
@@ -99,23 +99,27 @@ def test_the_bound_is_above_the_occupancy_of_every_member():
 def test_batches_and_parts_change_nothing(monkeypatch):
     _, P, B = random_belief(MDP, "practical", 2, batch=(4,))
     policy = random_policy(MDP, 2, (3, 4))
-    whole = occ.upper_occupancy(MDP, policy, P, B)
+    whole = occ.rivals.upper_occupancy(MDP, policy, P, B)
     assert whole.shape == (3, 4, MDP.num_states)
     for i in range(3):
         for j in range(4):
-            one = occ.upper_occupancy(MDP, policy[i, j], [p[j] for p in P], [b[j] for b in B])
+            one = occ.rivals.upper_occupancy(
+                MDP, policy[i, j], [p[j] for p in P], [b[j] for b in B]
+            )
             torch.testing.assert_close(one, whole[i, j], rtol=1e-14, atol=0)
     monkeypatch.setattr(occupancy_bounds, "_MOST", 1)
-    torch.testing.assert_close(occ.upper_occupancy(MDP, policy, P, B), whole, rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        occ.rivals.upper_occupancy(MDP, policy, P, B), whole, rtol=1e-14, atol=0
+    )
 
 
 def test_bad_input():
     _, P, B = random_belief(MDP, "practical", 0)
     policy = random_policy(MDP, 0)
     with pytest.raises(ValueError, match=r"widths\[1\]: expected shape"):
-        occ.upper_occupancy(MDP, policy, P, (B[0], B[1][..., :2], B[2]))
+        occ.rivals.upper_occupancy(MDP, policy, P, (B[0], B[1][..., :2], B[2]))
     with pytest.raises(ValueError, match=r"policy: expected shape \(\*batch, 7, 3\), got \(3, 7\)"):
-        occ.upper_occupancy(MDP, policy.T, P, B)
+        occ.rivals.upper_occupancy(MDP, policy.T, P, B)
     with pytest.raises(ValueError, match="transitions: expected one tensor per layer, 3, got 2"):
-        occ.upper_occupancy(MDP, policy, P[:2], B)
+        occ.rivals.upper_occupancy(MDP, policy, P[:2], B)
     assert len(random_counts(MDP)) == 3

@@ -37,7 +37,7 @@ def test_widths_are_the_printed_formulas(name, delta):
     visits = torch.tensor([0.0, 1.0, 2.0, 50.0, 4e3, 1e5, 1e6], dtype=torch.float64)
     visits = visits[:, None].expand(7, 3)
     P = random_belief(MDP, "practical")[1]
-    B = occ.Widths.of(name, MDP, T, delta)(MDP, P, visits)
+    B = occ.rivals.Widths.of(name, MDP, T, delta)(MDP, P, visits)
     below = 0
     for k in range(2):
         for s in range(MDP.layer_sizes[k]):
@@ -52,10 +52,10 @@ def test_widths_are_the_printed_formulas(name, delta):
 
 def test_the_printed_iota():
     """ln(T^4 S A) = 49 at T = 1e5, S A = 21, delta = T^-3."""
-    widths = occ.Widths.of("jin_huang_luo", MDP, T, T**-3.0)
+    widths = occ.rivals.Widths.of("jin_huang_luo", MDP, T, T**-3.0)
     assert widths.iota == pytest.approx((4 * math.log(T) + math.log(21),) * 3, rel=1e-14)
     assert widths.iota[0] == pytest.approx(49.1, abs=0.01)
-    assert occ.Widths.of("practical", MDP).iota == (1.0, 1.0, 1.0)
+    assert occ.rivals.Widths.of("practical", MDP).iota == (1.0, 1.0, 1.0)
 
 
 def test_widths_hold_the_true_transitions():
@@ -67,14 +67,14 @@ def test_widths_hold_the_true_transitions():
         def on_checkpoint(self, run):
             kept.append((run.learner.transitions(), run.learner.state["epoch_visits"]))
 
-    class Uniform(occ.CountingLearner):
+    class Uniform(occ.rivals.CountingLearner):
         def propose_policy(self, t):
             return occ.uniform_policy(self.mdp)[None]
 
     losses = occ.BernoulliLosses(torch.full((7, 3), 0.5, dtype=torch.float64))
     occ.simulate(MDP, Uniform(MDP, 0.0), losses, 300, range(100), callbacks=[Keep()])
     for name in failed:
-        widths = occ.Widths.of(name, MDP, 300, delta)
+        widths = occ.rivals.Widths.of(name, MDP, 300, delta)
         outside = torch.zeros(100, dtype=torch.bool)
         for P, visits in kept:
             B = widths(MDP, P, visits)
@@ -88,7 +88,7 @@ def test_bonuses_by_hand():
     mdp = PROBLEMS["masked"]().mdp
     B = random_belief(mdp, "practical", 4, most=60)[2]
     L = mdp.horizon
-    printed, practical = occ.Bonus()(mdp, B), occ.Bonus.practical()(mdp, B)
+    printed, practical = occ.rivals.Bonus()(mdp, B), occ.rivals.Bonus.practical()(mdp, B)
     for state in range(mdp.num_states):
         k = int(mdp.layer[state])
         for a in range(mdp.num_actions):
@@ -102,20 +102,20 @@ def test_bonuses_by_hand():
 
 def test_bad_input():
     with pytest.raises(ValueError, match="the widths of uob_reps need the number of episodes"):
-        occ.Widths.of("uob_reps", MDP, delta=0.1)
+        occ.rivals.Widths.of("uob_reps", MDP, delta=0.1)
     with pytest.raises(ValueError, match=r"delta: the widths of bernstein need .* got None"):
-        occ.Widths.of("bernstein", MDP, 100)
+        occ.rivals.Widths.of("bernstein", MDP, 100)
     with pytest.raises(ValueError, match="delta"):
-        occ.Widths.of("bernstein", MDP, 100, 1.5)
+        occ.rivals.Widths.of("bernstein", MDP, 100, 1.5)
     with pytest.raises(ValueError, match="widths: expected one of jin_huang_luo"):
-        occ.Widths.of("unknown", MDP)
+        occ.rivals.Widths.of("unknown", MDP)
     _, P, B = random_belief(MDP, "practical")
     with pytest.raises(ValueError, match=r"visits: expected shape \(\*batch, 7, 3\)"):
-        occ.Widths.of("practical", MDP)(MDP, P, torch.zeros(3, 7))
+        occ.rivals.Widths.of("practical", MDP)(MDP, P, torch.zeros(3, 7))
     shorter = occ.LayeredMDP.random(2, 3, 3, seed=0)
     with pytest.raises(ValueError, match="were made for 2 layers, the MDP has 3"):
-        occ.Widths.of("practical", shorter)(MDP, P, torch.zeros(7, 3, dtype=torch.float64))
+        occ.rivals.Widths.of("practical", shorter)(MDP, P, torch.zeros(7, 3, dtype=torch.float64))
     with pytest.raises(ValueError, match="scale: expected a number of at least 0"):
-        occ.Bonus(scale=-1.0)
+        occ.rivals.Bonus(scale=-1.0)
     with pytest.raises(ValueError, match="widths: expected one tensor per layer"):
-        occ.Bonus()(MDP, B[:1])
+        occ.rivals.Bonus()(MDP, B[:1])

@@ -1,0 +1,129 @@
+"""The choice between torch and the compiled engine, and modules that are imported on demand."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Backend = Literal["auto", "torch", "engine"]
+
+
+def later(module: str) -> Any:
+    """Import the module `torch_occ.<module>` on demand.
+
+    This is for two kinds of modules. Adapters to compiled kernels need Numba, which is slow to
+    import and optional. Importers build MDPs of a class that is derived from the class that calls
+    them. No other module of the package imports torch_occ inside a function.
+    """
+    return import_module(f"torch_occ.{module}")
+
+
+def check_backend(backend: Backend) -> Backend:
+    """Return `backend` if it is "auto", "torch" or "engine"; otherwise raise a ValueError."""
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend: expected auto, torch or engine, got {backend!r}")
+    return backend
+
+
+def engine_takes(backend: Backend, why_not: Callable[[], str | None]) -> bool:
+    """Whether to use the engine.
+
+    Args:
+        why_not: imports the engine and returns the reason why it cannot do this work, or None if
+            it can.
+
+    Raises:
+        ImportError: if `backend` is "engine" and numba is not installed.
+        ValueError: if `backend` is "engine" and `why_not` gives a reason, or if it is unknown.
+    """
+    if check_backend(backend) == "torch":
+        return False
+    try:
+        reason = why_not()
+    except ImportError as error:
+        if backend == "engine":
+            raise ImportError(
+                "backend: the engine needs numba: pip install torch-occ[engine]"
+            ) from error
+        return False
+    if reason is not None and backend == "engine":
+        raise ValueError(f"backend: {reason}; use backend='torch'")
+    return reason is None
+
+
+# -- Optional packages, imported where they are used; an error says how to install a missing on ----
+
+
+@contextmanager
+def extra(name: str, need: str) -> Iterator[None]:
+    """Turn an ImportError inside the block into one that says what to install.
+
+    Args:
+        name: the extra of torch-occ that installs the package.
+        need: what needs which package, for the message.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{need}: pip install torch-occ[{name}]") from error
+
+
+def progress_bar(total: int, done: int, unit: str, label: str = "") -> Any:
+    """A progress bar on standard error, with the speed and the time left."""
+    with extra("experiments", "the progress bar needs tqdm"):
+        from tqdm import tqdm
+    return tqdm(
+        total=total,
+        initial=done,
+        desc=label or None,
+        unit=unit,
+        dynamic_ncols=True,
+        mininterval=0.5,
+    )
+
+
+def summary_writer(directory: str | Path, **options: Any) -> Any:
+    """A SummaryWriter of TensorBoard."""
+    with extra("experiments", "logging needs tensorboard"):
+        from torch.utils.tensorboard import SummaryWriter
+    return SummaryWriter(str(directory), **options)
+
+
+# -- The message that is shown while kernels compile -----------------------------------------------
+#
+# Kernels compile at the first call on a machine; later calls load them from disk.
+
+
+class _CompileMessage:
+    """A context manager that prints a message on standard error after three seconds.
+
+    Only the first block in a process can print, because later ones find the kernels compiled.
+    """
+
+    def __init__(self) -> None:
+        self.timer: threading.Timer | None = None
+        self.first = True
+
+    def __enter__(self) -> None:
+        if self.first:
+            message = (
+                "torch_occ: compiling the engine, once for this machine; this takes about half a "
+                "minute ..."
+            )
+            self.timer = threading.Timer(3.0, lambda: print(message, file=sys.stderr))
+            self.timer.daemon = True
+            self.timer.start()
+            self.first = False
+
+    def __exit__(self, *_: object) -> None:
+        if self.timer:
+            self.timer.cancel()
+            self.timer = None
+
+
+compile_message = _CompileMessage()

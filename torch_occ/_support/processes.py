@@ -1,0 +1,108 @@
+"""Work that is interrupted saves its state and tells the caller.
+
+Ctrl-C raises KeyboardInterrupt, as usual. SIGTERM (from a batch system, or `kill`) raises
+SystemExit with code 143 while work with a file runs in the main thread, so that it can be saved
+too. The work saves its state and raises the same exception again. `error.result` is the result so
+far, and `error.saved_to` is the file from which the same call continues, or None.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from threading import Event
+from typing import Any, NoReturn
+
+import torch
+
+#: The exit code that shells report for a process ended by SIGTERM.
+TERMINATED = 128 + signal.SIGTERM
+
+
+@contextmanager
+def sigterm_raises(wanted: bool = True) -> Iterator[Callable[[], None]]:
+    """Let SIGTERM raise SystemExit(143) inside the block.
+
+    Yields a function after which SIGTERM is ignored. Nothing changes outside the main thread, where
+    signals cannot be handled, or if the program has a handler of its own.
+    """
+    own = threading.current_thread() is threading.main_thread()
+    if not (wanted and own and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
+        yield lambda: None
+        return
+
+    def stop(*_: object) -> NoReturn:
+        raise SystemExit(TERMINATED)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield lambda: (signal.signal(signal.SIGTERM, signal.SIG_IGN), None)[1]
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def asked_to_stop(error: BaseException) -> bool:
+    """Whether an exception is an interruption (Ctrl-C or the program's exit), not an error."""
+    return isinstance(error, KeyboardInterrupt | SystemExit)
+
+
+def explain(error: BaseException, progress: str, result: Any, saved_to: Path | None) -> None:
+    """Set `result` and `saved_to` on the exception, and add a note on how to continue."""
+    error.__dict__.update(result=result, saved_to=saved_to)
+    how = f"saved to {saved_to}; the same call continues" if saved_to else "nothing is saved"
+    message = f"torch_occ: stopped {progress}; {how}"
+    if isinstance(error, SystemExit):
+        print(message, file=sys.stderr, flush=True)
+    else:
+        error.add_note(message)
+
+
+# -- Kernels in plain threads. They run in parallel, because kernels release the interpreter lo ----
+#
+# The threads are separate from those of torch.
+
+
+def for_each(function: Callable[[int], None], count: int) -> None:
+    """Call function(0), ..., function(count - 1), in as many threads as torch would use.
+
+    The calls must not depend on their order. After Ctrl-C no further call begins, and the interrupt
+    is raised once the running calls have returned, so nothing runs in the background.
+    """
+    if count == 1:
+        function(0)
+        return
+    threads, stopped = min(torch.get_num_threads(), count), Event()
+
+    def share(first: int) -> None:
+        for i in range(first, count, threads):
+            if stopped.is_set():
+                return
+            function(i)
+
+    tasks = [_pool(threads).submit(share, first) for first in range(threads)]
+    try:
+        wait(tasks)
+    except BaseException:  # Ctrl-C, SIGTERM
+        stopped.set()
+        wait(tasks)
+        raise
+    for task in tasks:
+        task.result()  # an exception in a thread is raised here
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="torch_occ")
+
+
+# A forked process has the pools but not their threads, and would wait for them for ever; it makes
+# new ones.
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -1,0 +1,23 @@
+"""Compiled code: NumPy arrays in and out, no torch.
+
+batch          a batch of FTRL steps in one call, and their derivatives; `FTRLStep` calls these
+budgets        the quadratic model of the dual of a step with budgets, and its best multipliers
+dense          the factors of the linear system of a Newton step with dense transitions
+draws          gamma and Beta variates from numbers that are a function of a key, compiled
+entropic       backward and forward passes in logarithms, for the step of an entropy
+lanes          vectors and masks: one number or bool per lane, with the operators of plain ones
+layout         the arrays that kernels read and write, and the decorators that compile kernels
+leaps          leaping, compiled: the regret of particles that play many episodes per step
+newton         newton's method for one FTRL step, compiled, for regularizers made of elementary
+play           the episode loop of FTRL, compiled: solve, sample, estimate, update; one seed, or
+play_adaptive  the episode loop of FTRL with hints and adaptive rates, compiled; one seed, or one
+play_indices   the episode loops of learners at the limit of regret, compiled: KL-UCB, Thompson
+play_planning  the episode loops of learners that plan with estimated transitions, compiled
+play_unknown   transitions that are learned, compiled, for one seed: counts, epochs, widths
+play_uob_reps  the episode loop of UOB-REPS, compiled, for one seed
+projection     the arrays of a projection
+psi            the derivatives of psi at q; psi is a weighted sum of elementary functions of its
+shaping        potential-based shaping, compiled: replace the loss by the gaps of its optimal policy
+sparse         conjugate gradients for the linear system of a Newton step with sparse transitions
+transitions    functions of transitions that exist in a dense and a sparse version
+"""

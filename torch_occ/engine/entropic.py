@@ -1,0 +1,485 @@
+"""Backward and forward passes in logarithms, for the step of an entropy.
+
+The backward pass computes multipliers and policy, the forward pass the logarithms of the state
+occupancies. If a state is dead (its occupancy is below `DEAD`), the Jacobian is formed by another
+pair of passes for every state. The torch twin is torch_occ.step.entropic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torch_occ._support.constants import (
+    CONVERGED,
+    DEAD,
+    FULL_STEPS,
+    LOG_DEAD,
+    MAX_STEPS,
+    NOT_FINITE,
+    STALL_AFTER,
+    STALLED,
+    UNDERFLOW,
+)
+from torch_occ.engine.lanes import anywhere, exp, lane, lanes_of, log, sqrt, where
+from torch_occ.engine.layout import (
+    AHEAD,
+    BEND,
+    FORCE,
+    GAPS,
+    GRADIENT,
+    KEPT,
+    OTHERS,
+    PAIR,
+    PLAN,
+    PULL,
+    ROUNDING,
+    SHARE,
+    SLOPE,
+    STATE,
+    D,
+    Floats,
+    M,
+    Model,
+    Terms,
+    U,
+    V,
+    W,
+    Work,
+    ahead,
+    choose,
+    finite,
+    in_logs,
+    inlined,
+    part,
+    routine,
+    span,
+)
+from torch_occ.engine.newton import (
+    COARSE,
+    EPS,
+    LEFT,
+    LIKELY,
+    ROOT_EPS,
+    SMALLEST,
+    TINY,
+    descend,
+    usable,
+)
+from torch_occ.engine.psi import X_LOG_X, varies
+from torch_occ.engine.shaping import shape_loss, shape_rarely
+from torch_occ.engine.transitions import arrive, factorize, likelihoods, solve, successor
+
+# Rows of the scratch memory that have another meaning in the steps of other regularizers.
+LOG_POLICY = GRADIENT  # of pairs: log pi
+GUESS = SLOPE  # of states: the guess of log u
+FOUND = OTHERS  # of states: log u from the forward pass
+
+
+@part
+def look_ahead(model: Model, weight: Any, price: Any, work: Work) -> None:
+    """Soft value iteration: writes V, log pi, and pi into the row PAIR."""
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
+    exists, inverse = model.exists, 1.0 / weight
+    for k in range(len(start) - 2, -1, -1):
+        behind = start[k + 1]
+        after = start[k + 2] - behind if k + 2 < len(start) else 0
+        for s in span(start[k], behind):
+            first, stop, least, total = s * num_actions, (s + 1) * num_actions, np.inf, 0.0
+            for i in span(first, stop):
+                if exists[PAIR, i]:
+                    cost = pairs[GAPS, i] + ahead(model.next_state, i, states, V, behind, after)
+                    pairs[LOG_POLICY, i] = cost
+                    least = min(least, cost)
+            for i in span(first, stop):
+                excess = (least - pairs[LOG_POLICY, i]) * inverse if exists[PAIR, i] else -np.inf
+                pairs[LOG_POLICY, i] = excess
+                pairs[PAIR, i] = exp(excess)
+                total += pairs[PAIR, i]
+            shift, share = log(total), 1.0 / total
+            for i in span(first, stop):
+                pairs[LOG_POLICY, i] -= shift
+                pairs[PAIR, i] *= share
+            states[V, s] = price * (1.0 + states[GUESS, s]) + least - weight * shift
+
+
+@part
+def look_back(model: Model, work: Work) -> Any:
+    """Write the occupancies of the policy: q, u in row U, and log u.
+
+    The row PAIR must hold the policy on entry. Returns whether no state is dead, or in which lanes.
+    """
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
+    alive = True
+    for k in range(len(start) - 1):
+        arrive(model, PAIR, k, work)
+        rare = False
+        for s in span(start[k], start[k + 1]):
+            rare = rare | (not (states[U, s] > DEAD))
+            states[FOUND, s] = log(states[U, s])
+        alive = alive & (not rare)
+        for n in range(lanes_of(work.stale) if anywhere(rare) else 0):
+            if lane(rare, n):
+                gather_logs(lane(model, n), k, lane(work, n))
+        for s in span(start[k], start[k + 1]):
+            u = states[U, s]
+            if anywhere(not (u > DEAD)):
+                for i in span(s * num_actions, (s + 1) * num_actions):
+                    small = exp(states[FOUND, s] + pairs[LOG_POLICY, i])
+                    pairs[PAIR, i] = where(u > DEAD, pairs[PAIR, i] * u, small)
+            else:
+                for i in span(s * num_actions, (s + 1) * num_actions):
+                    pairs[PAIR, i] *= u
+    return alive
+
+
+@routine
+def gather_logs(model: Model, k: int, work: Work) -> None:
+    """Compute log u of the dead states of layer k, as a sum relative to its largest term."""
+    start, num_actions, states = model.start, model.num_actions, work.states
+    for s in range(start[k], start[k + 1]):
+        states[M, s], states[PULL, s] = -np.inf, 0.0
+        if k == 0:
+            states[M, s], states[PULL, s] = np.log(model.initial[s]), 1.0
+    width = start[k + 1] - start[k]
+    for summing in range(2 if k > 0 else 0):
+        for i in range(start[k - 1] * num_actions, start[k] * num_actions):
+            if not model.exists[PAIR, i]:
+                continue
+            own = states[FOUND, i // num_actions] + work.pairs[LOG_POLICY, i]
+            shares, begin, size = likelihoods(model.next_state, i, width)
+            for j in range(size):
+                if shares[begin + j] > 0.0:
+                    s = successor(model.next_state, i, j, start[k])
+                    log = own + np.log(shares[begin + j])
+                    if summing:
+                        states[PULL, s] += np.exp(log - states[M, s])
+                    else:
+                        states[M, s] = max(states[M, s], log)
+    for s in range(start[k], start[k + 1]):
+        if not states[U, s] > DEAD:
+            states[FOUND, s] = states[M, s] + np.log(states[PULL, s])
+            states[U, s] = np.exp(states[FOUND, s])
+
+
+@part
+def turn_rarely(model: Model, weight: Any, price: Any, dead: Any, work: Work) -> None:
+    """`turn_dead` in the lanes that have dead states; U receives the change of u."""
+    for n in range(lanes_of(work.stale)):
+        if lane(dead, n):
+            own, states = lane(work, n), lane(work.states, n)
+            turn_dead(lane(model, n), lane(weight, n), lane(price, n), own)
+            for s in range(states.shape[1]):
+                states[U, s] = states[M, s] * np.exp(states[FOUND, s])
+
+
+@routine
+def turn_dead(model: Model, weight: float, price: float, work: Work) -> None:
+    """Write the Newton direction minus (log u - guess) into M.
+
+    The Jacobian of guess - log u by the guess is formed column by column, and the system is solved
+    by Gaussian elimination.
+    """
+    states, jacobian, n = work.states, work.jacobian, work.states.shape[1]
+    for column in range(n):
+        push(model, weight, price, column, work)
+        for s in range(n):
+            jacobian[s, column] = (1.0 if s == column else 0.0) - states[U, s]
+    for s in range(n):
+        jacobian[s, n] = states[FOUND, s] - states[GUESS, s]
+    for column in range(n):  # Gaussian elimination with partial pivoting
+        pivot = column
+        for row in range(column + 1, n):
+            if abs(jacobian[row, column]) > abs(jacobian[pivot, column]):
+                pivot = row
+        for j in range(column, n + 1):
+            jacobian[column, j], jacobian[pivot, j] = jacobian[pivot, j], jacobian[column, j]
+        for row in range(column + 1, n):
+            factor = jacobian[row, column] / jacobian[column, column]
+            if factor != 0.0:
+                for j in range(column + 1, n + 1):
+                    jacobian[row, j] -= factor * jacobian[column, j]
+    for s in range(n - 1, -1, -1):
+        for j in range(s + 1, n):
+            jacobian[s, n] -= jacobian[s, j] * jacobian[j, n]
+        jacobian[s, n] /= jacobian[s, s]
+    for s in range(n):
+        states[M, s] = jacobian[s, n] - (states[FOUND, s] - states[GUESS, s])
+
+
+@routine
+def push(model: Model, weight: float, price: float, moving: int, work: Work) -> None:
+    """Write the derivative of log u by the guess of one state into U, and that of v into PULL."""
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
+    layers = len(start) - 1
+    for k in range(layers - 1, -1, -1):
+        behind = start[k + 1]
+        after = start[k + 2] - behind if k + 1 < layers else 0
+        for s in range(start[k], behind):
+            mean = 0.0
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                if model.exists[PAIR, i]:
+                    seen = ahead(model.next_state, i, states, PULL, behind, after)
+                    pairs[FORCE, i] = -seen / weight
+                    mean += np.exp(pairs[LOG_POLICY, i]) * seen
+            states[PULL, s] = mean + (price if s == moving else 0.0)
+            states[U, s] = 0.0
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                pairs[FORCE, i] += mean / weight
+    for k in range(layers - 1):
+        width = start[k + 2] - start[k + 1]
+        for i in range(start[k] * num_actions, start[k + 1] * num_actions):
+            if not model.exists[PAIR, i]:
+                continue
+            s = i // num_actions
+            own = states[FOUND, s] + pairs[LOG_POLICY, i]
+            shares, begin, size = likelihoods(model.next_state, i, width)
+            for j in range(size):
+                if shares[begin + j] > 0.0:
+                    there = successor(model.next_state, i, j, start[k + 1])
+                    share = shares[begin + j] * np.exp(own - states[FOUND, there])
+                    states[U, there] += share * (states[U, s] + pairs[FORCE, i])
+
+
+@part
+def unit(log_u: Any) -> Any:
+    """The unit of errors of log u: 1, or log u / LOG_DEAD in dead states."""
+    return max(log_u * (1.0 / LOG_DEAD), 1.0)
+
+
+@part
+def certify_logs(
+    model: Model,
+    weight: Any,
+    price: Any,
+    fine: Any,
+    work: Work,
+) -> tuple[Any, Any]:
+    """The dual and the flow residual, as in torch_occ.step.entropic; `fine` as in `certify`."""
+    pairs, states, num_actions = work.pairs, work.states, model.num_actions
+    dual, flow, rounding = 0.0, 0.0, 0.0
+    for s in range(states.shape[1]):
+        log_u, total = states[FOUND, s], 0.0
+        error = where(price > 0.0, abs(log_u - states[GUESS, s]) / unit(log_u), 0.0)
+        dual = max(dual, price / weight * error) + (error - error)
+        for i in span(s * num_actions, (s + 1) * num_actions):
+            total += pairs[PAIR, i]
+            if anywhere(fine):
+                # An error common to all actions of a state does not change q.
+                error = pairs[ROUNDING, i] * (1.0 - exp(pairs[LOG_POLICY, i])) / weight
+                counts = fine & (pairs[PAIR, i] > SMALLEST)
+                rounding = max(rounding, where(counts, error, 0.0))
+        error = abs(total - states[U, s]) / states[U, s]
+        flow = max(flow, where(log_u > LOG_DEAD, error, 0.0))
+    return max(dual, rounding), flow
+
+
+# -- The FTRL step of an entropy in logarithms, compiled, for one problem --------------------------
+#
+# This is the compiled twin of torch_occ.step.entropic, which derives the formulas; tests compare
+# the two. The unknown of the iteration is log u, the logarithm of the state occupancy, so q may
+# underflow to zero.
+#
+# The Newton direction is found in one of two ways:
+#
+# - While no state occupancy is below `DEAD`, by the linear system that all regularizers share
+# (torch_occ.engine.transitions). Its factors are kept from one episode to the next. -
+# Otherwise by the Jacobian for relative changes of u, a dense matrix, for up to `SQUARE` states.
+#
+# Other kernels call `follow` for any psi. Regularizers that are not entropies are passed on to
+# `torch_occ.engine.newton.descend`. If no entropy is possible, nothing of this is compiled.
+
+
+@routine
+def _settle_or_descend(
+    model: Model,
+    terms: Terms,
+    weights: Floats,
+    loss: Floats,
+    tolerance: float,
+    max_steps: int,
+    source: Floats,
+    running: Any,
+    work: Work,
+) -> tuple[Any, Any, Any, Any, Any]:
+    """Minimize from q where `running`; psi is an entropy in all these lanes, or in none."""
+    weight, price = entropy_of(terms, weights)
+    if anywhere(running & (weight > 0.0)):
+        return settle(model, weight, price, loss, tolerance, max_steps, source, running, work)
+    return descend(model, terms, weights, loss, tolerance, max_steps, source, running, work)
+
+
+#: Minimize from q, for any psi; the arguments are those of `newton.descend`.
+follow = choose(in_logs, _settle_or_descend, descend)
+
+
+@inlined
+def follow_or_restart(
+    model: Model,
+    terms: Terms,
+    weights: Floats,
+    loss: Floats,
+    tolerance: float,
+    max_steps: int,
+    source: Floats,
+    middle: Floats,  # (S * A,), an interior point
+    work: Work,
+) -> tuple[Any, Any, Any, Any, Any]:
+    """`follow` from q, and from the middle if that fails; the compiled twin of `FTRLStep.solve`.
+
+    A warm start may lie too close to the boundary; the middle is a safe start. If both attempts
+    fail, the result is that of the first.
+    """
+    pairs, stale = work.pairs, work.stale
+    used = stale[3] > 0.0
+    found = follow(model, terms, weights, loss, tolerance, max_steps, source, used, work)
+    failed = used & (found[0] != CONVERGED)
+    if anywhere(failed):
+        for i in range(len(middle)):
+            pairs[KEPT, i] = pairs[PAIR, i]
+            pairs[PAIR, i] = where(failed, middle[i], pairs[PAIR, i])
+        stale[0], stale[2] = where(failed, np.inf, stale[0]), where(failed, 0.0, stale[2])
+        again = follow(model, terms, weights, loss, tolerance, max_steps, source, failed, work)
+        lost = failed & (again[0] != CONVERGED)
+        for i in range(len(middle)):
+            pairs[PAIR, i] = where(lost, pairs[KEPT, i], pairs[PAIR, i])
+        stale[0], stale[2] = where(lost, np.inf, stale[0]), where(lost, 0.0, stale[2])
+        found = select(failed & (not lost), again, found)
+    return found
+
+
+@inlined
+def select(condition: Any, x: Any, y: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """x where the condition holds, y elsewhere, for the results of two solves."""
+    return (
+        where(condition, x[0], y[0]),
+        where(condition, x[1], y[1]),
+        where(condition, x[2], y[2]),
+        where(condition, x[3], y[3]),
+        where(condition, x[4], y[4]),
+    )
+
+
+@part
+def _entropy_of(terms: Terms, weights: Floats) -> tuple[Any, Any]:
+    """(w, kappa) as in torch_occ.step.entropic; (0, 0) if psi is not an entropy of that form."""
+    weight, price, others = 0.0, 0.0, varies(terms, weights)
+    for i in range(len(terms.argument)):
+        others = others or terms.function[i] != X_LOG_X
+        if terms.argument[i] == PAIR:
+            weight += weights[i]
+        elif terms.argument[i] != STATE:
+            others = True
+        price += weights[i]
+    good = (price >= 0.0) & (price <= weight) & (weight < np.inf) & (not others)
+    return where(good, weight, 0.0), where(good, price, 0.0)
+
+
+@part
+def _no_entropy(terms: Terms, weights: Floats) -> tuple[Any, Any]:
+    return 0.0, 0.0
+
+
+entropy_of = choose(in_logs, _entropy_of, _no_entropy)
+
+
+@routine
+def settle(
+    model: Model,
+    weight: Any,
+    price: Any,
+    loss: Floats,
+    tolerance: float,
+    max_steps: int,
+    source: Floats,
+    running: Any,
+    work: Work,
+) -> tuple[Any, Any, Any, Any, Any]:
+    """Solve log u(guess) = guess by Newton's method; returns the same as `descend`."""
+    pairs, states, num_actions = work.pairs, work.states, model.num_actions
+    stale, status, steps, patience = work.stale[0], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
+    best, decrement, first = np.inf, 0.0, True
+    solved = running
+    refresh = not (stale <= usable(work.stale[1]))
+    fine = not (EPS * shape_loss(model, loss, work) <= COARSE * tolerance * weight)
+    if anywhere(fine):
+        shape_rarely(model, loss, fine, work)
+    anew = work.stale[2] == 0.0  # otherwise the guess of the last step is used
+    if anywhere(anew):
+        for s in range(states.shape[1]):
+            total = 0.0
+            for i in span(s * num_actions, (s + 1) * num_actions):
+                total += pairs[PAIR, i]
+            states[GUESS, s] = where(anew, log(max(total, TINY)), states[GUESS, s])
+    # With price = 0, the step has a closed form that does not depend on the guess.
+    closed = running & (price == 0.0)
+    status, steps = where(closed, STALLED, status), where(closed, 1.0, steps)
+    running = running & (not closed) & (steps < max_steps)
+    while True:
+        look_ahead(model, weight, price, work)
+        alive = look_back(model, work)
+        if len(work.jacobian) == 0:
+            status = where(running & (not alive), UNDERFLOW, status)
+            running = running & alive
+        if not anywhere(running):
+            break
+        if anywhere(running & alive):
+            refresh = (refresh | (stale == np.inf)) & running & alive
+            if anywhere(refresh):
+                for s in range(states.shape[1]):
+                    states[0, s] = where(refresh, states[U, s], states[0, s])
+                    states[BEND, s] = (price - weight) / states[U, s]
+                    for i in span(s * num_actions, (s + 1) * num_actions):
+                        pairs[D, i] = weight / max(pairs[PAIR, i], SMALLEST)
+                        pairs[W, i] = 0.0
+                factorize(model, refresh, work)
+                stale = where(refresh, 0.0, stale)
+            for s in range(states.shape[1]):
+                states[V, s] = 0.0  # the start of an iterative solver
+                force = -price * (states[FOUND, s] - states[GUESS, s])
+                for i in span(s * num_actions, (s + 1) * num_actions):
+                    pairs[FORCE, i] = force
+                    pairs[AHEAD, i] = 0.0
+            solve(model, source, work)
+            for s in range(states.shape[1]):
+                states[M, s] = states[U, s] * states[SHARE, s] / weight
+        dead = running & (not alive)
+        if anywhere(dead):
+            turn_rarely(model, weight, price, dead, work)
+            stale = where(dead, np.inf, stale)
+        squared, moved = 0.0, 0.0
+        for s in range(states.shape[1]):
+            off = states[FOUND, s] - states[GUESS, s]
+            step = off + states[M, s]
+            squared -= price * off * states[U, s]
+            moved = max(moved, abs(step) / unit(states[FOUND, s])) + (step - step)
+        status = where(running & (not finite(moved)), NOT_FINITE, status)
+        running = running & finite(moved)
+        decrement = where(running, squared, decrement)
+        length = where((steps < FULL_STEPS) | (moved < 0.1), 1.0, 0.5)
+        for s in range(states.shape[1]):
+            step = length * (states[FOUND, s] - states[GUESS, s] + states[M, s])
+            states[GUESS, s] = where(running, states[GUESS, s] + step, states[GUESS, s])
+        progress = (moved < 0.5 * best) | (moved > 0.1)
+        patience = where(progress, STALL_AFTER, patience - 1.0)
+        best = min(best, moved)
+        done = (patience == 0.0) | ((moved <= ROOT_EPS) & ((not alive) | (stale * moved <= LEFT)))
+        if first:
+            recent = max(moved, 0.9 * work.stale[1])
+            work.stale[1] = where(running, recent, work.stale[1])
+            first = False
+        status = where(running & done, STALLED, status)  # until certified below
+        steps = where(running, steps + 1.0, steps)
+        following = (stale + moved) * moved
+        stale = where(running, stale + 2.0 * moved, stale)
+        refresh = not (stale * following <= LIKELY)
+        running = running & (not done) & (steps < max_steps)
+    work.stale[0] = where(solved, stale, work.stale[0])
+    work.stale[2] = where(solved, 1.0, work.stale[2])
+    work.stale[4] = where(solved, 0.0, work.stale[4])
+    dual, flow = certify_logs(model, weight, price, fine, work)
+    good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance)
+    for s in range(states.shape[1]):
+        states[V, s] += states[PLAN, s]
+    return where(good, CONVERGED, status), steps, sqrt(max(decrement, 0.0)), flow, dual

@@ -1,0 +1,335 @@
+"""The arrays that kernels read and write, and the decorators that compile kernels.
+
+There are few arrays, because every array that is passed to a kernel costs time. States are numbered
+over all layers, and the pair (s, a) has the number s * num_actions + a.
+
+Scratch memory has one row per quantity: `work.pairs[D, i]` is d at pair i. If row x holds an
+argument of psi, then row x + SLOPE holds the first derivative of psi by it, and row x + BEND the
+second. Row x + ROOT holds 1 / sqrt(argument).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+from numpy.typing import NDArray
+
+from torch_occ._support.caching import keep
+from torch_occ._support.constants import SQUARE
+from torch_occ._support.private import NO_REFERENCE_COUNTS
+from torch_occ.engine.lanes import FEW_LANES, LANES, Shared, lanes_for
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+# Arguments of elementary terms: q(s,a), q(s) - q(s,a), 1 - q(s,a) and q(s). The first three are
+# rows of `work.pairs`; q(s) is row 0 of `work.states`.
+PAIR, REST, COMPLEMENT, STATE = 0, 1, 2, 3
+SLOPE, BEND, ROOT = 3, 6, 9  # offsets from the row of an argument to those of its derivatives
+
+# More rows of `work.pairs`.
+GAPS = 12  # the shaped loss
+GRADIENT = 13  # the gradient of psi
+# Second derivatives, as in torch_occ.regularizers.hessians.Separable. W is zero without REST.
+D, W = 14, REST + BEND
+INVERSE = 15  # 1 / (d + w)
+P = 16  # the signed policy p
+FORCE = 17  # the right-hand side x; `solve` subtracts AHEAD from it
+RESPONSE = 18  # R x
+DQ = 19  # the Newton step
+TRIAL = 20  # the next q, and scratch memory
+AHEAD = 21  # E[v(next state)] for the multipliers v
+ROUNDING = 22  # estimated rounding errors of the gaps, see torch_occ.engine.shaping
+KEPT = 23  # q of a failed solve, while another start is tried
+SOFT = 24  # 1 at the pair of least curvature of every state, 0 at the others
+PAIR_ROWS = 25
+
+# Rows of `work.states`; rows 0, SLOPE, BEND and ROOT belong to q(s).
+PLAN = 1  # the value of the optimal policy, which shapes the loss
+TOTAL = 2  # the sum of INVERSE over the actions
+KAPPA = 4
+PULL = 5  # kappa times M, minus p'x
+M = 7  # the change of q(s) that the filter predicts from the layers before
+U = 8  # the change of q(s), or its inflow
+V = 10  # the multipliers
+OTHERS = 11  # the sum of q over the other states of the layer
+LIFT = 12  # a constant of the layer that is left out of the gradient, at its first state
+CURVES = 13  # 1 where psi is convex, 0 where it is convex only at constant q(s), -1 elsewhere
+FITTED = 14  # the multipliers of the last Newton step
+SHARE = 15  # 1 / TOTAL
+STATE_ROWS = 16
+
+
+# -- compiling -------------------------------------------------------------------------------------
+
+#: Divisions by zero give infinities, as in torch; the solvers check for them. Threads may run
+#: kernels in parallel. Kernels neither allocate nor own arrays, so references are not counted.
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, **NO_REFERENCE_COUNTS}
+
+#: For functions that only kernels call. The wrapper for calls from Python would take longer to
+#: compile than the function.
+_NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
+def kernel(function: Function) -> Function:
+    """Compile a function that Python calls for this machine, once, and keep it on disk.
+
+    Products and sums may be fused; no other floating-point optimization is allowed.
+    """
+    return keep(njit(fastmath={"contract"}, **_OPTIONS)(function))
+
+
+def routine(function: Function) -> Function:
+    """Compile a function that only kernels call."""
+    return keep(njit(fastmath={"contract"}, **_OPTIONS, **_NO_WRAPPERS)(function))
+
+
+def adder(function: Function) -> Function:
+    """Compile a routine whose sums may be taken in any order, so that they vectorize."""
+    return keep(njit(fastmath={"contract", "reassoc"}, **_OPTIONS, **_NO_WRAPPERS)(function))
+
+
+def part(function: Function) -> Function:
+    """Compile a routine that LLVM inlines into its callers.
+
+    A call would take longer than the function, because all arrays are passed.
+    """
+    options: dict[str, Any] = (
+        {"fastmath": {"contract"}, "forceinline": True} | _OPTIONS | _NO_WRAPPERS
+    )
+    return keep(njit(**options)(function))
+
+
+def inlined(function: Function) -> Function:
+    """Let Numba inline a helper that is so small that a call would take longer than its work."""
+    return njit(inline="always", **_OPTIONS)(function)
+
+
+#: As in Python, a negative index counts from the end, and Numba tests the sign at every access.
+#: Unsigned indices need no test. See also `span`.
+unsigned = np.uint64
+
+
+def choose(test: Callable[..., bool], one: Function, other: Function) -> Function:
+    """Dispatch on the types of the arguments when the calling kernel is compiled.
+
+    `one` is called if the test of these types is true. What is not called is not compiled.
+    """
+
+    @wraps(one.py_func)  # type: ignore[attr-defined]
+    def stub(*_: Any) -> Any:
+        raise TypeError("called by kernels only")
+
+    options = {
+        name: value
+        for name, value in one.targetoptions.items()  # type: ignore[attr-defined]
+        if name not in ("nopython", "inline")
+    }
+    inline = one.targetoptions.get("inline", "never")  # type: ignore[attr-defined]
+
+    @overload(stub, inline=inline, strict=False, jit_options=options)  # type: ignore[arg-type]
+    @wraps(one.py_func)  # type: ignore[attr-defined]
+    def chosen(*arguments: Any) -> Any:
+        return (one if test(*arguments) else other).py_func  # type: ignore[attr-defined]
+
+    return stub  # type: ignore[return-value]
+
+
+def either(dense: Function, sparse: Function) -> Function:
+    """Dispatch on dense or sparse transitions, the first argument or a part of it."""
+    return choose(lambda kind, *_: not _is_sparse(kind), dense, sparse)
+
+
+def _is_sparse(kind: Any) -> bool:
+    """Whether a Numba type is that of `Rows`, or contains it."""
+    return getattr(kind, "instance_class", None) is Rows or any(
+        _is_sparse(part) for part in getattr(kind, "types", ())
+    )
+
+
+def in_logs(*kinds: Any) -> bool:
+    """Whether psi may be an entropy, by the Numba type of the `Terms` among the arguments."""
+    terms = next(kind for kind in kinds if getattr(kind, "instance_class", None) is Terms)
+    return isinstance(terms.types[terms.fields.index("logs")], types.Boolean)
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Sparse transitions of all layers, in compressed rows.
+
+    The successors of pair i are the entries `starts[i]`, ..., `starts[i + 1] - 1`.
+    """
+
+    starts: NDArray[np.uint64]  # (S * A + 1,)
+    state: NDArray[np.uint32]  # (nnz,), numbered over all layers
+    probability: Floats  # (nnz,)
+
+
+class Model(NamedTuple):
+    """A layered MDP as arrays.
+
+    Numba compiles a kernel for dense or sparse transitions when it is first called with them.
+    """
+
+    num_actions: int
+    start: Ints  # (L + 1,), the first state of every layer
+    next_state: Any  # Floats (S * A, widest layer), probabilities; or Rows
+    arrivals: Floats  # dense `next_state` transposed, (widest layer, S * A); else empty
+    exists: Bools  # (3, S * A): whether PAIR, REST and COMPLEMENT exist
+    initial: Floats  # (S_0,)
+    conserved: bool  # whether all rows of the transitions sum to one, up to rounding
+
+
+class Terms(NamedTuple):
+    """The elementary terms of a regularizer. The weights depend on t and are passed separately.
+
+    Weights and exponents have one number per term, (K,), or one per term and pair, (K * S * A,).
+    Then a term of q(s) uses that of the first pair of the state.
+    """
+
+    argument: Ints  # (K,)
+    function: Ints  # (K,)
+    # True if all functions are x log x, so that psi may be an entropy; else None. Numba compiles
+    # the solver of entropies only for kernels that are called with True.
+    logs: Any
+    exponent: Floats  # (K,) or (K * S * A,)
+
+
+#: The fields of `Terms` without the exponents.
+Kinds = tuple[Ints, Ints, Any]
+
+
+class Work(NamedTuple):
+    """Scratch memory of one solve, or of one in every lane."""
+
+    pairs: Floats  # (PAIR_ROWS, S * A)
+    states: Floats  # (STATE_ROWS, S); CONJUGATE_ROWS more if transitions are sparse
+    softest: Ints  # (S,): the pair that a policy plays
+    moves: Floats  # (widest, S), P_p transposed
+    gain: Floats  # (S, widest), the rows of Yhat
+    centred: Floats  # (2 * widest, widest * A), centred transitions of a layer
+    squares: Floats  # (3 * widest, widest), matrices of a layer
+    # (S, S + 1), for torch_occ.engine.entropic; empty if there are more than SQUARE states.
+    # Lanes use it one after the other.
+    jacobian: Shared
+    places: Ints  # (LANES,), the state of every lane on its trajectory
+    # (5,): the error of the factors, relative to the Hessian; the largest relative change of q in
+    # the first Newton steps of recent solves; 1 if there is a guess for
+    # torch_occ.engine.entropic; 1 if the lane is in use; 1 if the rows ROOT belong to q,
+    # unless the error is infinite
+    stale: Floats
+
+
+#: The largest dense layer of an MDP whose problems are solved in lanes, and the largest number of
+#: pairs of a sparse one. In lanes, a small batch needs the memory of eight problems.
+NARROW, MANY = 24, 100_000
+
+#: Additional rows of `work.states` for torch_occ.engine.sparse.
+CONJUGATE_ROWS = 10
+
+
+def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(shape)) -> Work:
+    """Allocate scratch memory for an MDP, by default for one solve.
+
+    With sparse transitions and many states, it is proportional to the number of pairs.
+    """
+    num_pairs = model.exists.shape[1]
+    num_states, sparse = num_pairs // model.num_actions, isinstance(model.next_state, Rows)
+    widest = 0 if sparse else model.next_state.shape[1]
+    work = Work(
+        new(PAIR_ROWS, num_pairs),
+        new(STATE_ROWS + (CONJUGATE_ROWS if sparse else 0), num_states),
+        np.zeros(num_states, np.int64),
+        new(widest, num_states),
+        new(num_states, widest),
+        new(2 * widest, widest * model.num_actions),
+        new(3 * widest, widest),
+        np.zeros((num_states, num_states + 1) if num_states <= SQUARE else (0, 0)),
+        np.zeros(LANES, np.int64),
+        new(5),
+    )
+    work.stale[0], work.stale[3] = np.inf, 1.0
+    return work
+
+
+def suits_lanes(model: Model) -> bool:
+    """Whether problems are solved in lanes: with narrow layers, or with sparse transitions.
+
+    One problem in wide dense layers is faster in plain arrays, whose inner loops are long. The rule
+    depends on the MDP alone, so an element has the same result in any batch.
+    """
+    if isinstance(model.next_state, Rows):
+        return model.exists.shape[1] <= MANY
+    return model.next_state.shape[1] <= NARROW
+
+
+def few_lanes(model: Model) -> int:
+    """The number of lanes for one or two problems.
+
+    With sparse transitions, memory limits the speed, and a lane that is not used costs as much.
+    """
+    return 1 if isinstance(model.next_state, Rows) else FEW_LANES
+
+
+def lanes_in(model: Model, count: int) -> int | None:
+    """The number of lanes for a batch; None for plain arrays.
+
+    With dense transitions it is LANES for any batch, so that kernels are compiled once.
+    """
+    if not suits_lanes(model):
+        return None
+    return lanes_for(count, few_lanes(model)) if isinstance(model.next_state, Rows) else LANES
+
+
+@inlined
+def finite(x: Any) -> Any:
+    """Whether a number is finite, or in which lanes."""
+    return x - x == 0.0
+
+
+@inlined
+def span(first: int, stop: int) -> Any:
+    """range(first, stop), in a form that tells the compiler that no index is negative."""
+    return range(max(first, 0), stop)
+
+
+@inlined
+def dot(x: Floats, row: int, y: Floats, other: int, first: int, stop: int) -> float:
+    """The sum of x[row, i] * y[other, i] for first <= i < stop."""
+    total = 0.0
+    for i in span(first, stop):
+        total += x[row, i] * y[other, i]
+    return total
+
+
+@inlined
+def _ahead_dense(
+    next_state: Floats, pair: int, states: Floats, row: int, first: int, width: int
+) -> float:
+    """E[v(next state) | pair] for v in a row of the states; the next layer begins at `first`."""
+    total = 0.0
+    for j in range(width):
+        total += next_state[pair, j] * states[row, unsigned(first + j)]
+    return total
+
+
+@inlined
+def _ahead_sparse(
+    next_state: Rows, pair: int, states: Floats, row: int, first: int, width: int
+) -> float:
+    total = 0.0
+    for entry in range(next_state.starts[pair], next_state.starts[pair + 1]):
+        total += next_state.probability[entry] * states[row, next_state.state[entry]]
+    return total
+
+
+ahead = either(_ahead_dense, _ahead_sparse)

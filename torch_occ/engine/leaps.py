@@ -1,0 +1,295 @@
+"""Leaping, compiled: the regret of particles that play many episodes per step.
+
+This is the compiled twin of torch_occ.tuning.leaps; torch_occ.tuning.leaps
+explains the method. The kernel plays one particle, or one per lane. Lanes solve their steps
+together. Every lane has its own t and its own random numbers, so it plays and counts alone.
+
+The twins draw different random numbers, so their results agree only statistically.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torch_occ._support.constants import CONVERGED
+from torch_occ.engine.draws import Generators, binomial_drawn, normal_drawn, uniform_drawn
+from torch_occ.engine.entropic import follow_or_restart
+from torch_occ.engine.lanes import in_lanes, lane, lanes_of
+from torch_occ.engine.layout import (
+    INVERSE,
+    PAIR,
+    REST,
+    D,
+    Floats,
+    Ints,
+    Model,
+    Rows,
+    Terms,
+    W,
+    Work,
+    kernel,
+    routine,
+)
+from torch_occ.engine.newton import floor_pairs
+from torch_occ.engine.psi import derive
+from torch_occ.engine.transitions import likelihoods, successor
+
+#: The sum of this many uniform losses is drawn as a normal number.
+MANY = 50.0
+
+# Entries of `Particle.clock`: the next episode, the regret so far, the length of the last leap, and
+# its regret per episode when it began.
+T, REGRET, LENGTH, OPENING = 0, 1, 2, 3
+# Entries of `Particle.counts`.
+LEAPS, UNCERTIFIED = 0, 1
+
+
+class Way(NamedTuple):
+    """The inputs that all particles share."""
+
+    log_t: Floats  # (G,), a fine grid
+    # (G, K or K * S * A), log |weights| on the grid. Linear interpolation is exact for powers of t.
+    log_weights: Floats
+    signs: Floats  # (K or K * S * A,), signs of the weights
+    # (G,), the logarithm of a threshold. The baseline of the estimator is 1/2 where q reaches it.
+    log_threshold: Floats
+    means: Floats  # (P, S * A), by phase
+    gaps: Floats  # (P, S * A)
+    noise: int
+    stops: Floats  # (C,), checkpoints; leaps end there
+    phase: Ints  # (C,), the phase before each stop
+    initial: Floats  # (1, S_0)
+    middle: Floats  # (S * A,), an interior point
+    accuracy: float  # the largest relative change of q during a leap
+    widest: float  # the largest length of a leap, relative to t
+    tolerance: float
+    max_steps: int
+
+
+class Particle(NamedTuple):
+    """The state of one particle, or of one per lane, updated in place; floats begin with zeros."""
+
+    stop: Ints  # (lanes,), the number of stops that have been reached; all, if nobody is there
+    generators: Generators  # (lanes,); these begin with the seeds
+    clock: Floats  # (4,), by the indices above
+    counts: Floats  # (2,), by the indices above
+    regret: Floats  # (C,), at the stops
+    loss: Floats  # (S * A,)
+    weights: Floats  # (K or K * S * A,), scratch
+    entering: Floats  # (S,), scratch: visits
+
+
+@kernel
+def leap_to_the_end(
+    model: Model,
+    terms: Terms,
+    way: Way,
+    particle: Particle,
+    nowhere: Floats,  # (0,)
+    work: Work,
+    width: Any,  # see `in_lanes`
+) -> None:
+    """Play from the first episode to the last stop, with one particle per lane.
+
+    In lanes, exponents, nowhere, work and the floats of the particle have a last axis of lanes. A
+    lane that has finished rests until the others have.
+    """
+    terms, particle, work = in_lanes(terms, width), in_lanes(particle, width), in_lanes(work, width)
+    nowhere = in_lanes(nowhere, width)
+    lanes, loss = lanes_of(particle.loss), particle.loss
+    for i in range(len(way.middle)):
+        work.pairs[PAIR, i] = way.middle[i]
+    particle.clock[T] = 1.0
+    while True:
+        for n in range(lanes):
+            lane(work.stale, n)[3] = 1.0 if particle.stop[n] < len(way.stops) else 0.0
+            _weights_at(np.log(lane(particle.clock, n)[T]), way, lane(particle.weights, n))
+        work.stale[0], work.stale[2] = np.inf, 0.0  # discard the factors of the last leap
+        own, tolerance, most = particle.weights, way.tolerance, way.max_steps
+        found = follow_or_restart(
+            model, terms, own, loss, tolerance, most, nowhere, way.middle, work
+        )
+        running = 0
+        for n in range(lanes):
+            if particle.stop[n] < len(way.stops):
+                lane(particle.counts, n)[UNCERTIFIED] += lane(found[0], n) != CONVERGED
+                _count(way, lane(work.pairs, n), particle, n)
+            running += particle.stop[n] < len(way.stops)
+        if running == 0:
+            return
+        floor_pairs(model, work)
+        derive(model, terms, particle.weights, np.inf, work)
+        longest = _longest_leap(model, way.accuracy, work)
+        for n in range(lanes):
+            if particle.stop[n] < len(way.stops):
+                _play(model, way, lane(longest, n), lane(work.pairs, n), particle, n)
+
+
+@routine
+def _count(way: Way, pairs: Floats, particle: Particle, n: int) -> None:
+    """Add the regret of the last leap of lane n, and record it at a stop.
+
+    The regret per episode is taken to change linearly over the leap.
+    """
+    clock, stop = lane(particle.clock, n), particle.stop[n]
+    length = clock[LENGTH]
+    if length > 0.0:
+        closing = _cost(pairs, way.gaps, way.phase[stop])
+        clock[REGRET] += 0.5 * (length + 1.0) * clock[OPENING] + 0.5 * (length - 1.0) * closing
+        if clock[T] > way.stops[stop]:
+            lane(particle.regret, n)[stop] = clock[REGRET]
+            stop += 1
+            particle.stop[n] = stop
+    if stop < len(way.stops):
+        clock[OPENING] = _cost(pairs, way.gaps, way.phase[stop])
+
+
+@routine
+def _cost(pairs: Floats, gaps: Floats, phase: int) -> float:
+    """⟨q, gaps⟩."""
+    total = 0.0
+    for i in range(pairs.shape[1]):
+        total += pairs[PAIR, i] * gaps[phase, i]
+    return total
+
+
+@routine
+def _longest_leap(model: Model, accuracy: float, work: Work) -> Any:
+    """For how many episodes q may be kept; see `torch_occ.tuning.leaps.longest_leap`.
+
+    Overwrites INVERSE.
+    """
+    pairs, actions, longest = work.pairs, model.num_actions, np.inf
+    for s in range(work.states.shape[1]):
+        total = 0.0
+        for i in range(s * actions, (s + 1) * actions):
+            pairs[INVERSE, i] = 1.0 / (pairs[D, i] + pairs[W, i]) if model.exists[PAIR, i] else 0.0
+            total += pairs[INVERSE, i]
+        for i in range(s * actions, (s + 1) * actions):
+            if model.exists[REST, i]:
+                others = 0.0  # not total minus own, which could cancel
+                for j in range(s * actions, (s + 1) * actions):
+                    others += pairs[INVERSE, j] if j != i else 0.0
+                slack = accuracy * pairs[PAIR, i] * total / (pairs[INVERSE, i] * others)
+                longest = min(longest, max(slack, pairs[PAIR, i] * slack * slack))
+    return longest
+
+
+@routine
+def _play(
+    model: Model, way: Way, longest: float, pairs: Floats, particle: Particle, n: int
+) -> None:
+    """Play a leap of lane n with the same q, and add the estimates to the cumulative loss.
+
+    The numbers of visits of all pairs are drawn layer by layer.
+    """
+    clock, loss = lane(particle.clock, n), lane(particle.loss, n)
+    entering = lane(particle.entering, n)
+    generators, start, actions = particle.generators, model.start, model.num_actions
+    t, stop, layers = clock[T], particle.stop[n], len(model.start) - 1
+    means = way.means[way.phase[stop]]
+    length = max(1.0, np.floor(min(longest, way.widest * t)))
+    length = min(length, way.stops[stop] - t + 1.0)
+    threshold = np.exp(_between(np.log(t), way.log_t, way.log_threshold))
+    for s in range(len(entering)):
+        entering[s] = 0.0
+    _split(length, way.initial, 0, way.initial.shape[1], entering, 0, generators, n)
+    for k in range(layers):
+        for s in range(start[k], start[k + 1]):
+            left, share, last = entering[s], 0.0, -1
+            for i in range(s * actions, (s + 1) * actions):
+                if model.exists[PAIR, i]:
+                    share += pairs[PAIR, i]
+                    loss[i] += 0.5 * length if pairs[PAIR, i] >= threshold else 0.0
+                    last = i
+            for i in range(s * actions, last + 1):
+                if left <= 0.0 or not model.exists[PAIR, i]:
+                    continue
+                visits = left
+                if i < last:
+                    visits = binomial_drawn(left, pairs[PAIR, i] / share, generators, n)
+                share -= pairs[PAIR, i]
+                left -= visits
+                if visits > 0.0:
+                    baseline = 0.5 if pairs[PAIR, i] >= threshold else 0.0
+                    charge = _charge(way.noise, means[i], visits, generators, n)
+                    loss[i] += (charge - baseline * visits) / pairs[PAIR, i]
+                    if k + 1 < layers:
+                        there, width = start[k + 1], start[k + 2] - start[k + 1]
+                        _split(visits, model.next_state, i, width, entering, there, generators, n)
+    lane(particle.counts, n)[LEAPS] += 1.0
+    clock[LENGTH] = length
+    clock[T] += length
+
+
+@routine
+def _split(
+    count: float,
+    table: Floats | Rows,
+    pair: int,
+    width: int,
+    into: Floats,
+    offset: int,
+    generators: Generators,
+    n: int,
+) -> None:
+    """Draw how many of `count` visits of a pair go to each next state, and add them to `into`.
+
+    The numbers are multinomial. The next layer begins at `offset` in `into`.
+    """
+    shares, first, size = likelihoods(table, pair, width)
+    left, share, last = count, 0.0, 0
+    for j in range(size):
+        share += shares[first + j]
+        last = j if shares[first + j] > 0.0 else last
+    for j in range(last):
+        if left <= 0.0:
+            return
+        part = shares[first + j] / share if share > 0.0 else 0.0
+        drawn = binomial_drawn(left, part, generators, n)
+        share -= shares[first + j]
+        into[successor(table, pair, j, offset)] += drawn
+        left -= drawn
+    into[successor(table, pair, last, offset)] += left
+
+
+@routine
+def _charge(noise: int, mean: float, visits: float, generators: Generators, n: int) -> float:
+    """Draw the sum of the losses of this many visits."""
+    if noise == 1:
+        return binomial_drawn(visits, mean, generators, n)
+    if noise == 2:
+        radius = min(mean, 1.0 - mean)
+        if visits < MANY:
+            total = 0.0
+            for _ in range(int(visits)):
+                total += mean + radius * (2.0 * uniform_drawn(generators, n) - 1.0)
+            return total
+        return visits * mean + radius * np.sqrt(visits / 3.0) * normal_drawn(generators, n)
+    return visits * mean
+
+
+@routine
+def _weights_at(x: float, way: Way, weights: Floats) -> None:
+    """Write the weights at t = exp(x), by linear interpolation of their logarithms."""
+    i, part = _place(x, way.log_t)
+    for k in range(len(weights)):
+        log_weight = (1.0 - part) * way.log_weights[i, k] + part * way.log_weights[i + 1, k]
+        weights[k] = way.signs[k] * np.exp(log_weight) if way.signs[k] != 0.0 else 0.0
+
+
+@routine
+def _between(x: float, log_t: Floats, values: Floats) -> float:
+    """The value at x, by linear interpolation on the grid."""
+    i, part = _place(x, log_t)
+    return (1.0 - part) * values[i] + part * values[i + 1]
+
+
+@routine
+def _place(x: float, log_t: Floats) -> tuple[int, float]:
+    """The interval of the grid that contains x, and the position of x in it, from 0 to 1."""
+    width = log_t[1] - log_t[0]
+    i = min(max(int(x / width), 0), len(log_t) - 2)
+    return i, (x - log_t[i]) / width

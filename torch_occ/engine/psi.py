@@ -1,0 +1,411 @@
+"""The derivatives of psi at q; psi is a weighted sum of elementary functions of its arguments.
+
+The names follow torch_occ.engine.layout: a slope is a first derivative, a bend a second one. A new
+elementary function needs a number here, a loop in `accumulate` and its curvature in `bend_at_one`.
+Its torch twin in torch_occ.regularizers.terms has the same number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_occ.engine.lanes import anywhere, log, power, sqrt, where
+from torch_occ.engine.layout import (
+    BEND,
+    COMPLEMENT,
+    DQ,
+    GRADIENT,
+    OTHERS,
+    PAIR,
+    REST,
+    ROOT,
+    SLOPE,
+    STATE,
+    TRIAL,
+    D,
+    Floats,
+    Model,
+    Terms,
+    U,
+    W,
+    Work,
+    inlined,
+    part,
+    routine,
+    span,
+    unsigned,
+)
+
+# Elementary functions, by the attribute `code` in torch_occ.regularizers.terms.
+POWER, X_LOG_X, LOG = 0, 1, 2
+
+#: The last roots are refined if no argument has changed more than this, relatively: once up to
+#: CLOSE, and twice up to NEAR. Both leave a relative error below 1e-16.
+CLOSE, NEAR = 2e-6, 1e-2
+
+
+@inlined
+def of_root(weight: Any, x: Any) -> tuple[Any, Any]:
+    """Slope and bend of weight * sqrt(x)."""
+    inverse = 1.0 / x
+    first = 0.5 * weight * sqrt(x) * inverse
+    return first, -0.5 * first * inverse
+
+
+@inlined
+def of_power(p: Any, weight: Any, x: Any) -> tuple[Any, Any]:
+    """Slope and bend of weight * x^p; for p = 1/2 exactly those of `of_root`."""
+    inverse = 1.0 / x
+    first = p * weight * where(p == 0.5, sqrt(x), power(x, p)) * inverse
+    return first, (p - 1.0) * first * inverse
+
+
+@inlined
+def of_x_log_x(weight: Any, x: Any) -> tuple[Any, Any]:
+    """Slope and bend of weight * x log x."""
+    return weight * (log(x) + 1.0), weight / x
+
+
+@inlined
+def of_log(weight: Any, x: Any) -> tuple[Any, Any]:
+    """Slope and bend of weight * log x."""
+    inverse = 1.0 / x
+    return weight * inverse, -weight * inverse * inverse
+
+
+@part
+def accumulate(function: int, p: Any, weight: Any, table: Floats, row: int) -> None:
+    """Add slope and bend of weight * function(x) for every entry x of a row.
+
+    Each function has its own loop, so that the loops vectorize.
+    """
+    if function == POWER and not anywhere(p != 0.5):
+        for i in range(table.shape[1]):
+            slope, bend = of_root(weight, table[row, i])
+            table[row + SLOPE, i] += slope
+            table[row + BEND, i] += bend
+    elif function == POWER:
+        for i in range(table.shape[1]):
+            slope, bend = of_power(p, weight, table[row, i])
+            table[row + SLOPE, i] += slope
+            table[row + BEND, i] += bend
+    elif function == X_LOG_X:
+        for i in range(table.shape[1]):
+            slope, bend = of_x_log_x(weight, table[row, i])
+            table[row + SLOPE, i] += slope
+            table[row + BEND, i] += bend
+    elif function == LOG:
+        for i in range(table.shape[1]):
+            slope, bend = of_log(weight, table[row, i])
+            table[row + SLOPE, i] += slope
+            table[row + BEND, i] += bend
+
+
+@routine
+def accumulate_each(
+    terms: Terms, term: int, weights: Floats, step: int, table: Floats, row: int
+) -> None:
+    """`accumulate` with one weight or exponent per entry; entry i belongs to pair step * i."""
+    function, p = terms.function[term], number_of(terms, terms.exponent, term, 0)
+    if function == POWER and not anywhere(p != 0.5) and len(terms.exponent) == len(terms.argument):
+        for i in range(table.shape[1]):
+            weight = number_of(terms, weights, term, step * i)
+            slope, bend = of_root(weight, table[row, i])
+            table[row + SLOPE, i] += where(weight != 0.0, slope, 0.0)
+            table[row + BEND, i] += where(weight != 0.0, bend, 0.0)
+    elif function == LOG:
+        for i in range(table.shape[1]):
+            weight = number_of(terms, weights, term, step * i)
+            slope, bend = of_log(weight, table[row, i])
+            table[row + SLOPE, i] += where(weight != 0.0, slope, 0.0)
+            table[row + BEND, i] += where(weight != 0.0, bend, 0.0)
+    else:
+        for i in range(table.shape[1]):
+            weight = number_of(terms, weights, term, step * i)
+            if anywhere(weight != 0.0):
+                if function == POWER:
+                    p = number_of(terms, terms.exponent, term, step * i)
+                    slope, bend = of_power(p, weight, table[row, i])
+                else:
+                    slope, bend = of_x_log_x(weight, table[row, i])
+                table[row + SLOPE, i] += where(weight != 0.0, slope, 0.0)
+                table[row + BEND, i] += where(weight != 0.0, bend, 0.0)
+
+
+@inlined
+def number_of(terms: Terms, x: Floats, term: int, pair: int) -> Any:
+    """The weight or exponent of a term at a pair; x is (K,) or (K * S * A,)."""
+    count = len(terms.argument)
+    return x[term] if len(x) == count else x[unsigned(term * (len(x) // count) + pair)]
+
+
+@inlined
+def varies(terms: Terms, weights: Floats) -> bool:
+    """Whether there is one weight or exponent per pair."""
+    return max(len(weights), len(terms.exponent)) > len(terms.argument)
+
+
+@inlined
+def bend_at_one(function: int, p: Any) -> Any:
+    """f''(1)."""
+    bend = p * (p - 1.0) if function == POWER else 1.0 if function == X_LOG_X else 0.0
+    return -1.0 if function == LOG else bend
+
+
+@part
+def derive(model: Model, terms: Terms, weights: Floats, moved: Any, work: Work) -> None:
+    """Compute the gradient of psi, and d, w and c of its Hessian, at q.
+
+    `moved` bounds the relative change of q since the last call; infinity if there was none.
+    """
+    pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
+    rest, complement = uses(terms, REST), uses(terms, COMPLEMENT)
+    if anywhere(not (moved <= 0.0)):
+        read_arguments(model, rest, complement, work)
+    for argument in range(4):
+        rows, row, step = pairs, argument, 1
+        if argument == STATE:
+            rows, row, step = states, 0, num_actions
+        if argument == PAIR or uses(terms, argument):
+            differentiate(terms, weights, argument, step, moved, rows, row)
+        elif argument == STATE:
+            for s in range(states.shape[1]):
+                states[SLOPE, s], states[BEND, s] = 0.0, 0.0
+    for s in range(states.shape[1]):
+        begin, left, right = s * num_actions, 0.0, 0.0
+        if rest:
+            for i in span(begin, begin + num_actions):
+                pairs[GRADIENT, i] = left
+                left += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+        for i in range(begin + num_actions - 1, begin - 1, -1):
+            gradient, d = states[SLOPE, s] + pairs[PAIR + SLOPE, i], pairs[PAIR + BEND, i]
+            if rest:
+                gradient += pairs[GRADIENT, i] + right
+                if not exists[REST, i]:
+                    pairs[W, i] = 0.0
+                right += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+            if complement and exists[COMPLEMENT, i]:
+                gradient -= pairs[COMPLEMENT + SLOPE, i]
+                d += pairs[COMPLEMENT + BEND, i]
+            pairs[GRADIENT, i] = gradient if exists[PAIR, i] else 0.0
+            pairs[D, i] = d if exists[PAIR, i] else 0.0
+
+
+@routine
+def differentiate(
+    terms: Terms,
+    weights: Floats,
+    argument: int,
+    step: int,
+    moved: Any,
+    table: Floats,
+    row: int,
+) -> None:
+    """Write slope and bend of all terms of an argument, whose values are a row of the table.
+
+    Square roots and logarithms need only 1 / sqrt(x); entry i belongs to pair step * i.
+    """
+    each, half, barrier = varies(terms, weights), 0.0, 0.0
+    for term in range(len(terms.argument)):
+        if terms.argument[term] == argument and not each:
+            p, function = terms.exponent[term], terms.function[term]
+            half += where((function == POWER) & (p == 0.5), 0.5 * weights[term], 0.0)
+            barrier += weights[term] if function == LOG else 0.0
+    update_roots(moved, table, row)
+    for i in range(table.shape[1]):
+        root = table[row + ROOT, i]
+        slope = barrier * root
+        table[row + SLOPE, i] = root * (half + slope)
+        table[row + BEND, i] = -(root * root) * (root * (0.5 * half + slope))
+    for term in range(len(terms.argument)):
+        if terms.argument[term] == argument:
+            p, function = terms.exponent[term], terms.function[term]
+            if each:
+                accumulate_each(terms, term, weights, step, table, row)
+            elif function == X_LOG_X:
+                accumulate(function, p, weights[term], table, row)
+            elif function == POWER and anywhere((p != 0.5) & (weights[term] != 0.0)):
+                accumulate(function, p, where(p == 0.5, 0.0, weights[term]), table, row)
+
+
+@part
+def update_roots(moved: Any, table: Floats, row: int) -> None:
+    """Write 1 / sqrt(x) for every x that has changed relatively by up to `moved`.
+
+    Refining the last roots takes less time than a root and a division.
+    """
+    far = not (moved <= NEAR)
+    near = (moved > 0.0) & (not far)
+    if anywhere(far):
+        for i in range(table.shape[1]):
+            root = 1.0 / sqrt(table[row, i])
+            table[row + ROOT, i] = where(far, root, table[row + ROOT, i])
+    if anywhere(near):
+        refine_roots(near, table, row)
+        if anywhere(near & (moved > CLOSE)):
+            refine_roots(near & (moved > CLOSE), table, row)
+
+
+@part
+def refine_roots(wanted: Any, table: Floats, row: int) -> None:
+    """One iteration for 1 / sqrt(x); it makes h = 1 - x root^2 smaller than h^3."""
+    for i in range(table.shape[1]):
+        root = table[row + ROOT, i]
+        h = 1.0 - table[row, i] * root * root
+        better = root + root * (h * (0.5 + 0.375 * h))
+        table[row + ROOT, i] = where(wanted, better, root)
+
+
+@part
+def uses(terms: Terms, argument: int) -> bool:
+    """Whether any term has this argument."""
+    found = False
+    for i in range(len(terms.argument)):
+        found = found or terms.argument[i] == argument
+    return found
+
+
+@part
+def read_arguments(model: Model, rest: bool, complement: bool, work: Work) -> None:
+    """Compute the arguments q(s), and, if they are used, q(s) - q(s,a) and 1 - q(s,a).
+
+    They are sums of positive numbers, so nothing cancels. Arguments that do not exist are set to 1.
+    """
+    pairs, states, num_actions = work.pairs, work.states, model.num_actions
+    for k in range(len(model.start) - 1):
+        here, there, before = model.start[k], model.start[k + 1], 0.0
+        for s in span(here, there):
+            begin, left, right = s * num_actions, 0.0, 0.0
+            for i in span(begin, begin + num_actions):
+                if rest or complement:
+                    pairs[REST, i] = left
+                left += pairs[PAIR, i]
+            if rest or complement:
+                for i in range(begin + num_actions - 1, begin - 1, -1):
+                    others = pairs[REST, i] + right
+                    pairs[REST, i] = others if model.exists[REST, i] else 1.0
+                    right += pairs[PAIR, i]
+            states[0, s] = left
+            if complement:
+                states[OTHERS, s] = before
+                before += left
+        if complement:
+            after = 0.0
+            for s in range(there - 1, here - 1, -1):
+                others = states[OTHERS, s] + after
+                after += states[0, s]
+                for i in span(s * num_actions, (s + 1) * num_actions):
+                    same = pairs[REST, i] if model.exists[REST, i] else 0.0
+                    pairs[COMPLEMENT, i] = same + others if model.exists[COMPLEMENT, i] else 1.0
+
+
+# -- Derivatives of the gradient of psi by the weights and exponents of its terms ------------------
+#
+# The derivative of a step by its parameters is made of them. The names are those of
+# torch_occ.engine.psi.
+
+
+@inlined
+def by_exponent(function: int, p: Any, x: Any) -> Any:
+    """d log f'(x) / dp: 1/p + log x for f(x) = x^p, and 0 for functions without exponent."""
+    return 1.0 / p + log(x) if function == POWER else 0.0
+
+
+@part
+def slope_alone(terms: Terms, term: int, step: int, table: Floats, row: int) -> None:
+    """Overwrite the slopes with those of one function of weight 1; the bends become invalid.
+
+    Entry i belongs to pair step * i.
+    """
+    for i in range(table.shape[1]):
+        table[row + SLOPE, i] = 0.0
+    if terms.function[term] == POWER and len(terms.exponent) > len(terms.argument):
+        for i in range(table.shape[1]):
+            p = number_of(terms, terms.exponent, term, step * i)
+            table[row + SLOPE, i] = of_power(p, 1.0, table[row, i])[0]
+    else:
+        accumulate(terms.function[term], terms.exponent[term], 1.0, table, row)
+
+
+@routine
+def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, work: Work) -> None:
+    """Write the gradient by q of one term of weight 1 into row `out`.
+
+    Weights and exponents must be (K,). If `bent` is true, write the derivative of this gradient by
+    the exponent instead.
+    """
+    pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
+    argument, p = terms.argument[term], terms.exponent[term]
+    rows, row = (states, 0) if argument == STATE else (pairs, argument)
+    slope_alone(terms, term, num_actions if argument == STATE else 1, rows, row)
+    if bent:
+        for i in range(rows.shape[1]):
+            rows[row + SLOPE, i] *= by_exponent(terms.function[term], p, rows[row, i])
+    for s in range(states.shape[1]):
+        first, left, right = s * num_actions, 0.0, 0.0
+        for i in range(first, first + num_actions):
+            if argument == REST:
+                pairs[out, i] = left
+                left += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+            elif argument == COMPLEMENT:
+                pairs[out, i] = -pairs[COMPLEMENT + SLOPE, i] if exists[COMPLEMENT, i] else 0.0
+            else:
+                pairs[out, i] = states[SLOPE, s] if argument == STATE else pairs[PAIR + SLOPE, i]
+        if argument == REST:
+            for i in range(first + num_actions - 1, first - 1, -1):
+                pairs[out, i] += right
+                right += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+        for i in range(first, first + num_actions):
+            pairs[out, i] = pairs[out, i] if exists[PAIR, i] else 0.0
+
+
+@routine
+def pair_with(
+    model: Model,
+    terms: Terms,
+    term: int,
+    weights: Floats,
+    by_weights: Floats,
+    by_exponents: Floats,
+    bent: bool,
+    work: Work,
+) -> None:
+    """Write the derivatives of ⟨u, grad psi⟩ by the weights and exponents of one term.
+
+    u is the row DQ. Derivatives by the exponents are zero unless `bent`. If weights or exponents
+    have one number per pair, so have the derivatives.
+    Overwrites the slopes and bends of the argument, TRIAL and U.
+    """
+    pairs, states, num_actions = work.pairs, work.states, model.num_actions
+    argument, function, each = terms.argument[term], terms.function[term], varies(terms, weights)
+    for s in range(states.shape[1]):  # how the arguments change along u
+        left, right = 0.0, 0.0
+        for i in range(s * num_actions, (s + 1) * num_actions):
+            own = -pairs[DQ, i] if argument == COMPLEMENT else pairs[DQ, i]
+            pairs[TRIAL, i] = left if argument == REST else own
+            left += pairs[DQ, i]
+        for i in range((s + 1) * num_actions - 1, s * num_actions - 1, -1):
+            pairs[TRIAL, i] += right if argument == REST else 0.0
+            right += pairs[DQ, i]
+        states[U, s] = left
+    rows, row, moved, change, step = pairs, argument, pairs, TRIAL, 1
+    if argument == STATE:
+        rows, row, moved, change, step = states, 0, states, U, num_actions
+    slope_alone(terms, term, step, rows, row)
+    first, value, in_exponent = term * pairs.shape[1], 0.0, 0.0
+    if each:
+        for i in range(first, first + pairs.shape[1]):
+            by_weights[i], by_exponents[i] = 0.0, 0.0
+    for i in range(rows.shape[1]):
+        if argument == STATE or model.exists[argument, i]:
+            p = number_of(terms, terms.exponent, term, step * i)
+            slope = rows[row + SLOPE, i] * moved[change, i]
+            turned = slope * by_exponent(function, p, rows[row, i]) if bent else 0.0
+            value += slope
+            in_exponent += turned
+            if each:
+                weight = number_of(terms, weights, term, step * i)
+                by_weights[first + step * i] = slope
+                by_exponents[first + step * i] = weight * turned
+    if not each:
+        by_weights[term], by_exponents[term] = value, weights[term] * in_exponent

@@ -1,0 +1,352 @@
+"""Potential-based shaping, compiled: replace the loss by the gaps of its optimal policy.
+
+This is the compiled twin of torch_occ.step.newton. `shape_loss` is plain backward induction, with
+a rounding error of eps times the values. If that is too much for the certificate, `shape_finely`
+computes the gaps with compensated sums; torch_occ.step.newton explains how.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torch_occ.engine.lanes import anywhere, lane, lanes_of, where
+from torch_occ.engine.layout import (
+    AHEAD,
+    BEND,
+    COMPLEMENT,
+    CURVES,
+    DQ,
+    GAPS,
+    GRADIENT,
+    INVERSE,
+    LIFT,
+    OTHERS,
+    PAIR,
+    PLAN,
+    PULL,
+    RESPONSE,
+    REST,
+    ROUNDING,
+    SHARE,
+    TRIAL,
+    Floats,
+    M,
+    Model,
+    Rows,
+    Terms,
+    U,
+    V,
+    W,
+    Work,
+    ahead,
+    either,
+    inlined,
+    part,
+    routine,
+    span,
+    unsigned,
+)
+from torch_occ.engine.psi import bend_at_one, number_of, varies
+
+EPS = float(np.finfo(np.float64).eps)
+#: The leading parts of values have DIGITS binary digits. Adding and subtracting CUTTER rounds a
+#: probability to 26 binary digits.
+DIGITS, CUTTER = 24, 1.5 * 2.0**26
+FINE = EPS * 2.0 ** (2 - DIGITS)  # the rounding error of `shape_finely`, relative to the values
+
+# Rows of the states that are free while the loss is shaped.
+LOW, LEADING, LEFT, BASE = PULL, U, M, OTHERS
+
+
+@part
+def shape_loss(model: Model, loss: Floats, work: Work) -> Any:
+    """Write the gaps of the loss into GAPS, its values into PLAN; returns the largest |value|."""
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
+    largest = 0.0
+    for k in range(len(start) - 2, -1, -1):
+        behind = start[k + 1]
+        after = start[k + 2] - behind if k + 2 < len(start) else 0
+        for s in span(start[k], behind):
+            best = np.inf
+            for i in span(s * num_actions, (s + 1) * num_actions):
+                if model.exists[PAIR, i]:
+                    total = loss[i] + ahead(model.next_state, i, states, PLAN, behind, after)
+                    pairs[GAPS, i] = total
+                    best = min(best, total)
+            states[PLAN, s] = best
+            largest = max(largest, abs(best))
+            states[V, s] = 0.0  # the start of an iterative solver
+            for i in span(s * num_actions, (s + 1) * num_actions):
+                pairs[GAPS, i] = pairs[GAPS, i] - best if model.exists[PAIR, i] else 0.0
+    return largest
+
+
+@part
+def least_unit(terms: Terms, weights: Floats) -> Any:
+    """A lower bound of q times the curvature of psi: x f''(x) decreases in x, and q <= 1."""
+    if varies(terms, weights):
+        return least_of_each(terms, weights)
+    unit = 0.0
+    for term in range(len(terms.argument)):
+        if terms.argument[term] == PAIR:
+            unit += bend_at_one(terms.function[term], terms.exponent[term]) * weights[term]
+    return unit
+
+
+@routine
+def least_of_each(terms: Terms, weights: Floats) -> Any:
+    """`least_unit` with one weight or exponent per pair."""
+    count, least = len(terms.argument), np.inf
+    for i in range(max(len(weights), len(terms.exponent)) // count):
+        unit = 0.0
+        for term in range(count):
+            if terms.argument[term] == PAIR:
+                p = number_of(terms, terms.exponent, term, i)
+                unit += bend_at_one(terms.function[term], p) * number_of(terms, weights, term, i)
+        least = min(least, unit)
+    return least
+
+
+@routine
+def shape_finely(model: Model, loss: Floats, work: Work) -> None:
+    """`shape_loss` with compensated sums.
+
+    ROUNDING receives an estimate of the remaining rounding errors of the gaps. LIFT receives the
+    constant of every layer, at its first state.
+    """
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
+    exists = model.exists
+    for k in range(len(start) - 2, -1, -1):
+        here, behind = start[k], start[k + 1]
+        after = start[k + 2] - behind if k + 2 < len(start) else 0
+        cut_values(behind, behind + after, states)
+        lowest, highest = np.inf, -np.inf
+        for s in range(here, behind):
+            first, base = s * num_actions, np.inf
+            for i in range(first, first + num_actions):
+                base = min(base, loss[i]) if exists[PAIR, i] else base
+            states[BASE, s] = base
+            lowest, highest = min(lowest, base), max(highest, base)
+            best = -1
+            for i in range(first, first + num_actions):
+                pairs[GAPS, i], pairs[TRIAL, i], pairs[ROUNDING, i] = 0.0, 0.0, 0.0
+                if exists[PAIR, i]:
+                    high, low = two_sum(loss[i], -base)
+                    expected, rest, off, size = expect(model.next_state, i, states, behind, after)
+                    rest -= expected * off if model.conserved else 0.0
+                    high, lost = two_sum(high, expected)
+                    pairs[GAPS, i], pairs[TRIAL, i] = two_sum(high, low + lost + rest)
+                    pairs[ROUNDING, i], pairs[RESPONSE, i], pairs[DQ, i] = size, expected, rest
+                    if best < 0 or before(pairs, i, best) < 0.0:
+                        best = i
+            high, low, size = pairs[GAPS, best], pairs[TRIAL, best], pairs[ROUNDING, best]
+            expected, rest = pairs[RESPONSE, best], pairs[DQ, best]
+            for i in range(first, first + num_actions):
+                if exists[PAIR, i]:
+                    gap = (pairs[GAPS, i] - high) + (pairs[TRIAL, i] - low)
+                    pairs[GAPS, i] = gap
+                    # Where the expected values are equal, so are their rounding errors.
+                    apart = pairs[RESPONSE, i] != expected or pairs[DQ, i] != rest
+                    pairs[ROUNDING, i] = FINE * (pairs[ROUNDING, i] + size) if apart else 0.0
+            states[PLAN, s], states[LOW, s] = high, low
+            states[V, s] = 0.0  # the start of an iterative solver
+        # The number closest to zero between the lowest and the highest base. Subtracting it makes
+        # no base larger in absolute value.
+        constant = max(lowest, 0.0) + min(highest, 0.0) if model.conserved else 0.0
+        states[LIFT, here] = constant
+        for s in range(here, behind):
+            high, low = two_sum(states[BASE, s], -constant)
+            high, lost = two_sum(high, states[PLAN, s])
+            states[PLAN, s], states[LOW, s] = two_sum(high, low + lost + states[LOW, s])
+    total = 0.0
+    for k in range(len(start) - 2, -1, -1):
+        total += states[LIFT, start[k]]
+        for s in range(start[k], start[k + 1]):
+            states[PLAN, s] += total
+
+
+@part
+def shape_rarely(model: Model, loss: Floats, fine: Any, work: Work) -> None:
+    """`shape_finely` in the lanes that need it."""
+    for n in range(lanes_of(work.stale)):
+        if lane(fine, n):
+            shape_finely(lane(model, n), lane(loss, n), lane(work, n))
+
+
+@inlined
+def before(pairs: Floats, i: int, j: int) -> float:
+    """The difference of the totals of pairs i and j; negative if that of i is smaller."""
+    return (pairs[GAPS, i] - pairs[GAPS, j]) + (pairs[TRIAL, i] - pairs[TRIAL, j])
+
+
+@inlined
+def two_sum(a: float, b: float) -> tuple[float, float]:
+    """a + b and its rounding error (Knuth's two-sum)."""
+    total = a + b
+    piece = total - a
+    return total, (a - (total - piece)) + (b - piece)
+
+
+@part
+def cut_values(first: int, stop: int, states: Floats) -> None:
+    """Split the values PLAN + LOW into LEADING, with few digits, and the remainder LEFT."""
+    size = 0.0
+    for s in range(first, stop):
+        size = max(size, abs(states[PLAN, s]))
+    grid = 2.0 ** (np.ceil(np.log2(size)) - DIGITS) if size > 0.0 else 1.0
+    cutter = 1.5 * grid / EPS
+    for s in range(first, stop):
+        states[LEADING, s] = (states[PLAN, s] + cutter) - cutter
+        states[LEFT, s] = (states[PLAN, s] - states[LEADING, s]) + states[LOW, s]
+
+
+@inlined
+def _expect_dense(
+    next_state: Floats, pair: int, states: Floats, first: int, width: int
+) -> tuple[float, float, float, float]:
+    """E[value | pair] as a sum of two numbers, the row sum of P minus one, and E|value|."""
+    exact, rest, total, more, size = 0.0, 0.0, 0.0, 0.0, 0.0
+    for j in range(width):
+        s = unsigned(first + j)
+        p = next_state[pair, j]
+        high = (p + CUTTER) - CUTTER
+        exact += high * states[LEADING, s]
+        rest += (p - high) * states[LEADING, s] + p * states[LEFT, s]
+        total += high
+        more += p - high
+        size += p * abs(states[LEADING, s])
+    return exact, rest, (total - 1.0) + more, size
+
+
+@inlined
+def _expect_sparse(
+    next_state: Rows, pair: int, states: Floats, first: int, width: int
+) -> tuple[float, float, float, float]:
+    exact, rest, total, more, size = 0.0, 0.0, 0.0, 0.0, 0.0
+    for entry in range(next_state.starts[pair], next_state.starts[pair + 1]):
+        s = next_state.state[entry]
+        p = next_state.probability[entry]
+        high = (p + CUTTER) - CUTTER
+        exact += high * states[LEADING, s]
+        rest += (p - high) * states[LEADING, s] + p * states[LEFT, s]
+        total += high
+        more += p - high
+        size += p * abs(states[LEADING, s])
+    return exact, rest, (total - 1.0) + more, size
+
+
+expect = either(_expect_dense, _expect_sparse)
+
+
+# -- The certificate of a step, compiled: residuals that measure how far q is from the solution ----
+#
+# torch_occ.step.solution.Solution defines the dual and the flow residual. The torch twin is the end
+# of torch_occ.step.newton.
+
+
+TINY = float(np.finfo(np.float64).tiny)
+
+
+@inlined
+def unit_of(model: Model, i: int, complement: bool, pairs: Floats) -> Any:
+    """The unit of the dual residual at pair i: q times the curvature of psi.
+
+    A term of another argument contributes its curvature times the smaller of q and that argument.
+    """
+    q = pairs[PAIR, i]
+    unit = q * pairs[PAIR + BEND, i] + min(q, pairs[REST, i]) * pairs[W, i]
+    if complement and model.exists[COMPLEMENT, i]:
+        unit += min(q, pairs[COMPLEMENT, i]) * pairs[COMPLEMENT + BEND, i]
+    return unit
+
+
+@part
+def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any, Any]:
+    """The dual and the flow residual at q, relative to q.
+
+    AHEAD must hold E[v(next state)] for the multipliers in V, and U the inflow of every state.
+    `fine` says that ROUNDING holds the estimated rounding errors of the gaps, or in which lanes.
+    """
+    pairs, states, num_actions = work.pairs, work.states, model.num_actions
+    dual, flow, bad = 0.0, 0.0, 0.0
+    for s in range(states.shape[1]):
+        total = 0.0
+        for i in span(s * num_actions, (s + 1) * num_actions):
+            if model.exists[PAIR, i]:
+                total += pairs[PAIR, i]
+                shaping = states[V, s] - pairs[AHEAD, i]  # E'v
+                residual = abs(pairs[GRADIENT, i] + pairs[GAPS, i] - shaping)
+                unit = unit_of(model, i, complement, pairs)
+                if not model.exists[REST, i]:
+                    # A state with one action has no choice; its equation only determines v.
+                    # Its residual is relative to the terms of the equation.
+                    unit = max(
+                        unit, abs(pairs[GRADIENT, i]) + abs(pairs[GAPS, i]) + abs(shaping) + TINY
+                    )
+                elif anywhere(fine):
+                    # An error common to all actions of a state does not change q.
+                    own = 1.0 - pairs[INVERSE, i] * states[SHARE, s]
+                    residual += where(fine, pairs[ROUNDING, i] * own, 0.0)
+                error = abs(residual / unit)
+                bad += error - error  # stays 0 unless something is not finite
+                dual = max(dual, error)
+        flow = max(flow, abs(total - states[U, s]) / total)
+    return dual + bad, flow
+
+
+@routine
+def fit_multipliers(
+    model: Model, complement: bool, fine: Any, wanted: Any, dual: Any, work: Work
+) -> Any:
+    """Fit the multipliers to q by least squares where `wanted`, and return the dual residual.
+
+    One state after the other, from the last layer to the first, in units of q times the curvature.
+    The multipliers of the last Newton step are kept if their residual is not larger.
+    """
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
+    for k in range(len(start) - 2, -1, -1):
+        behind = start[k + 1]
+        after = start[k + 2] - behind if k + 2 < len(start) else 0
+        for s in range(start[k], behind):
+            states[M, s] = states[V, s]
+            least, total, weights = np.inf, 0.0, 0.0
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                if model.exists[PAIR, i]:
+                    least = min(least, abs(unit_of(model, i, complement, pairs)))
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                if model.exists[PAIR, i]:
+                    pairs[AHEAD, i] = ahead(model.next_state, i, states, V, behind, after)
+                    ratio = least / unit_of(model, i, complement, pairs)
+                    weight = ratio * ratio
+                    total += weight * (pairs[GRADIENT, i] + pairs[GAPS, i] + pairs[AHEAD, i])
+                    weights += weight
+            states[V, s] = total / weights
+    found = certify(model, complement, fine, work)[0]
+    better = wanted & (found < dual)
+    for s in range(states.shape[1]):
+        states[V, s] = where(better, states[V, s], states[M, s])
+    return where(better, found, dual)
+
+
+@part
+def is_convex(model: Model, terms: Terms, weights: Floats, work: Work) -> Any:
+    """Whether psi is convex along the changes of q that keep E q, at the last factorization.
+
+    It is if every term is convex. Otherwise every state is checked; the twin of
+    `torch_occ.step.system.is_convex`.
+    """
+    convex, curves = True, True
+    # The numbers of a term follow one another: one, or one per pair.
+    each = max(len(weights), len(terms.exponent)) // len(terms.argument)
+    for term in range(len(terms.argument)):
+        for i in range(each):
+            p = number_of(terms, terms.exponent, term, i)
+            bend = bend_at_one(terms.function[term], p) * number_of(terms, weights, term, i)
+            convex = convex & (bend >= 0.0)
+    if anywhere(not convex):
+        for s in range(work.states.shape[1]):
+            # The state occupancies of the first layer are fixed; their kappa may be negative.
+            curves = curves & (work.states[CURVES, s] >= (0.0 if s < model.start[1] else 1.0))
+    return convex | curves

@@ -1,0 +1,324 @@
+"""Checks of what learners, loss processes and estimators return; warnings of uncertified steps.
+
+Parts that a user wrote are checked in every episode. Parts of this package are not checked, because
+they are certified or tested. An error names the class, the episode, the seed, the layer, the state
+and the value, and says what was expected.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_occ.game.estimators import Estimator, Feedback
+from torch_occ.game.losses import LossProcess, State
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import flow_of, flow_source
+from torch_occ.step.solution import Status
+
+if TYPE_CHECKING:
+    from torch_occ.game.learners import Learner
+    from torch_occ.game.simulate import Simulation
+
+
+#: The entries that `Learner.diagnostics` returns; `status` is optional.
+DIAGNOSTICS = ("newton_steps", "dual_residual", "flow_residual", "uncertified", "status")
+
+
+class Contract:
+    """The checks of one run."""
+
+    def __init__(
+        self, mdp: LayeredMDP, learner: Learner, losses: LossProcess, seeds: Sequence[int]
+    ) -> None:
+        self.mdp, self.seeds = mdp, seeds
+        self.learner, self.losses = type(learner).__name__, type(losses).__name__
+        self.trusts_learner = built_in(learner)
+        self.trusts_draws = type(losses).draw is LossProcess.draw
+        self.flow, self.source = flow_of(mdp), flow_source(mdp).detach()
+        self.tolerance = occupancy_tolerance(mdp.dtype)
+
+    def proposal(self, t: int, q: Tensor) -> None:
+        """Check that q_t `(N or 1, S, A)` is an occupancy measure: q >= 0 and E q = b."""
+        if self.trusts_learner:
+            return
+        what = f"learner: q from {self.learner}.propose"
+        check_tensor(what, q, self.mdp, (len(self.seeds),), f"episode {t}")
+        residual = q.sum(-1) - self.flow.inflow(q) - self.source
+        error = torch.maximum(residual.abs().amax(), -q.amin())
+        if self.mdp.missing["pair"] is not None:
+            error = torch.maximum(error, q.masked_fill(self.mdp.actions, 0.0).amax())
+        if not float(error) <= self.tolerance:  # also true for NaN
+            self._tell(what, t, q, residual)
+
+    def policy(self, t: int, policy: Tensor) -> None:
+        """Check that a policy `(N or 1, S, A)` has a distribution over actions in every state."""
+        if self.trusts_learner:
+            return
+        what = f"learner: policy from {self.learner}.propose_policy"
+        check_tensor(what, policy, self.mdp, (len(self.seeds),), f"episode {t}")
+        fault = _fault(self.mdp, policy)
+        if fault is not None:
+            element, problem = fault
+            raise ValueError(f"{what} at {self._where(t, len(policy))(element)}, {problem}")
+
+    def _tell(self, what: str, t: int, q: Tensor, residual: Tensor) -> None:
+        """Raise an error that says what is wrong with q, and where."""
+        where = self._where(t, len(q))
+        check_entries(what, q, q.isfinite(), self.mdp, where, "expected finite numbers")
+        check_entries(
+            what,
+            q,
+            q >= -self.tolerance,
+            self.mdp,
+            where,
+            "expected q >= 0; clip what rounding left over",
+        )
+        missing = "the state has no such action; expected 0"
+        check_entries(what, q, self.mdp.actions | (q <= self.tolerance), self.mdp, where, missing)
+        element, state = divmod(int(residual.abs().argmax()), self.mdp.num_states)
+        out = float(q[element, state].sum())
+        source = "initial" if state < self.mdp.layer_sizes[0] else "incoming"
+        raise ValueError(
+            f"{what} at {where(element)}, {self.mdp.locate(state)} is no occupancy measure: its "
+            f"actions sum to {out:.6g}, but the {source} probability is "
+            f"{out - float(residual[element, state]):.6g}. If it is a policy, return "
+            "occ.occupancy(mdp, policy)"
+        )
+
+    def means(self, found: tuple[Tensor, State], first: int, n: int) -> tuple[Tensor, State]:
+        """Check means `(n or 1, N or 1, S, A)` in [0, 1], and the next state of the process."""
+        what = f"losses: {self.losses}.means"
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+            raise TypeError(
+                f"{what} returned {_kind(found)}; expected a pair: a tensor of means, and the next "
+                "state, a dict"
+            )
+        means, state = found
+        check_tensor(
+            what, means, self.mdp, (n, len(self.seeds)), f"episodes {first} to {first + n - 1}"
+        )
+        good = (means >= 0) & (means <= 1)
+        if not bool(good.all()):
+            row = int((~good).flatten(1).any(1).nonzero()[0])
+            where = self._where(first + row, means.shape[1])
+            check_entries(what, means[row], good[row], self.mdp, where, "expected means in [0, 1]")
+        return means, state
+
+    def drawn(self, t: int, feedback: Feedback) -> None:
+        """Check that losses from a user's `draw` are finite, one for each mean."""
+        if self.trusts_draws:
+            return
+        what, shape = f"losses: {self.losses}.draw", tuple(feedback.states.shape)
+        losses = feedback.losses
+        if tuple(losses.shape) != shape or losses.dtype != self.mdp.dtype:
+            found = f"{losses.dtype} of shape {tuple(losses.shape)}"
+            raise ValueError(
+                f"{what} at episode {t}: expected {self.mdp.dtype} of shape {shape}, like its "
+                f"means, got {found}"
+            )
+        wrong = (~losses.isfinite()).nonzero()
+        if len(wrong):
+            i, k = wrong[0].tolist()
+            place = (
+                f"{self.mdp.locate(int(feedback.states[i, k]))}, action "
+                f"{int(feedback.actions[i, k])}"
+            )
+            value = float(losses[i, k])
+            raise ValueError(
+                f"{what} at {self._where(t, len(losses))(i)}, {place} is {value}; expected finite "
+                "numbers"
+            )
+
+    def diagnostics(self, t: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Check that diagnostics are empty, or tensors `(N,)` with the names in `DIAGNOSTICS`."""
+        if self.trusts_learner or not found:
+            return found
+        what = f"learner: {self.learner}.diagnostics at episode {t}"
+        if {*found} - {*DIAGNOSTICS} or {*DIAGNOSTICS[:4]} - {*found}:
+            raise ValueError(
+                f"{what}: expected nothing, or the names {', '.join(DIAGNOSTICS[:4])}, got "
+                f"{', '.join(map(str, found))}"
+            )
+        for name, value in found.items():
+            if not isinstance(value, Tensor) or tuple(value.shape) != (len(self.seeds),):
+                raise ValueError(
+                    f"{what}: expected {name} to be a tensor of shape ({len(self.seeds)},), got "
+                    f"{_kind(value)}"
+                )
+        return found
+
+    def _where(self, t: int, count: int) -> Where:
+        """Names the episode and the seed of a batch element; all seeds if there is one element."""
+        return Where(
+            t,
+            tuple(f"seed {seed}" for seed in self.seeds)
+            if count == len(self.seeds)
+            else ("every seed",),
+        )
+
+
+class Where:
+    """The episode and the seed of a batch element, for messages."""
+
+    def __init__(self, t: int, names: Sequence[str]) -> None:
+        self.t, self.names = t, names
+
+    def __call__(self, element: int) -> str:
+        return f"episode {self.t}, {self.names[element]}"
+
+
+def check_estimate(
+    mdp: LayeredMDP, estimator: Estimator, estimate: Tensor, t: int, count: int
+) -> Tensor:
+    """Return the estimate if it is finite and of shape `(N, S, A)`; raise an error otherwise."""
+    if built_in(estimator):
+        return estimate
+    what = f"estimator: {type(estimator).__name__}"
+    check_tensor(what, estimate, mdp, (count,), f"episode {t}", strict=True)
+    if not bool(estimate.isfinite().all()):
+        where = Where(t, [f"seeds[{i}]" for i in range(count)])
+        check_entries(
+            what,
+            estimate,
+            estimate.isfinite() | ~mdp.actions,
+            mdp,
+            where,
+            "expected finite numbers",
+        )
+    return estimate
+
+
+def check_policy(mdp: LayeredMDP, policy: Tensor) -> Tensor:
+    """Return the policy `(S, A)` if each row is a distribution over the actions of its state.
+
+    Raises:
+        ValueError: otherwise; it names the state, the action and the value.
+    """
+    check_tensor("policy", policy, mdp, (), "")
+    fault = _fault(mdp, policy[None])
+    if fault is not None:
+        raise ValueError(f"policy: {fault[1]}")
+    return policy
+
+
+def _fault(mdp: LayeredMDP, policy: Tensor) -> tuple[int, str] | None:
+    """The first row of `(N, S, A)` that is no distribution: its batch element, and a message."""
+    good = (policy >= 0) & policy.isfinite() & (mdp.actions | (policy == 0))
+    sums = policy.sum(-1)
+    if bool(good.all()) and float((sums - 1).abs().max()) <= occupancy_tolerance(mdp.dtype):
+        return None
+    wrong = (~good).nonzero()
+    if len(wrong):
+        element, state, action = wrong[0].tolist()
+        exists = bool(mdp.actions[state, action])
+        expected = "a probability" if exists else "0, as there is no such action"
+        value = float(policy[element, state, action])
+        return element, f"{mdp.locate(state)}, action {action} is {value}; expected {expected}"
+    off = (sums - 1).abs() > occupancy_tolerance(mdp.dtype)
+    element, state = off.nonzero()[0].tolist()
+    found = float(sums[element, state])
+    return element, f"{mdp.locate(state)}: the probabilities sum to {found:.12g}; expected 1"
+
+
+def check_tensor(
+    what: str, x: Any, mdp: LayeredMDP, batch: Sequence[int], when: str, *, strict: bool = False
+) -> None:
+    """Check the type, the device and the shape `(*batch, S, A)` of a tensor.
+
+    Without `strict`, a batch dimension of size 1 stands for all elements.
+    """
+    expected = (*batch, mdp.num_states, mdp.num_actions)
+    at = f" at {when}" if when else ""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{what}{at}: expected a tensor of shape {expected}, got {_kind(x)}")
+    free = [{size} if strict else {size, 1} for size in batch]
+    fits = x.dim() == len(expected) and tuple(x.shape[len(batch) :]) == expected[len(batch) :]
+    if not fits or any(size not in sizes for size, sizes in zip(x.shape, free, strict=False)):
+        ones = (
+            ""
+            if strict or not batch
+            else "; a 1 in place of a batch dimension means the same for all"
+        )
+        raise ValueError(f"{what}{at}: expected shape {expected}{ones}, got {tuple(x.shape)}")
+    if x.dtype != mdp.dtype or x.device != mdp.device:
+        raise ValueError(
+            f"{what}{at}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; convert "
+            "one of them"
+        )
+
+
+def check_entries(
+    what: str, x: Tensor, good: Tensor, mdp: LayeredMDP, where: Where, expected: str
+) -> None:
+    """Raise a ValueError that names the first entry of x `(N, S, A)` that is not good."""
+    wrong = (~good.expand_as(x)).nonzero()
+    if len(wrong):
+        element, state, action = wrong[0].tolist()
+        value = float(x[element, state, action])
+        raise ValueError(
+            f"{what} at {where(element)}, {mdp.locate(state)}, action {action} is {value}; "
+            f"{expected}"
+        )
+
+
+def occupancy_tolerance(dtype: torch.dtype) -> float:
+    """The largest accepted violation of the flow constraints by a user's q.
+
+    It allows solvers of moderate accuracy.
+    """
+    return 1e-6 if dtype == torch.float64 else 1e-4
+
+
+def built_in(part: Any) -> bool:
+    """Whether the class of `part` belongs to this package."""
+    return type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+class UncertifiedWarning(UserWarning):
+    """Some steps of a run could not be certified, so its q and its regret may be wrong."""
+
+
+@contextmanager
+def uncertified_is_handled() -> Iterator[None]:
+    """Silence `UncertifiedWarning` for callers that check `history.uncertified` themselves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncertifiedWarning)
+        yield
+
+
+def warn_of_first(run: Simulation) -> bool:
+    """Warn of the first step that was not certified; return whether there was one."""
+    first = run.sums["first_uncertified"]
+    if not bool(first.any()):
+        return False
+    t, i = min((t, i) for i, t in enumerate(first.long().tolist()) if t)
+    status = Status(int(run.sums["first_status"][i]))
+    why = f": {status.name}, {status.advice}" if status else ""
+    warnings.warn(
+        f"{type(run.learner).__name__}: the step of episode {t}, seed {run.seeds[i]}, was not "
+        f"certified{why}. The run goes on; history.uncertified counts such steps",
+        UncertifiedWarning,
+        stacklevel=4,
+    )
+    return True
+
+
+def warn_of_all(run: Simulation) -> None:
+    """Warn of uncertified steps, with their number, at the end of a run."""
+    if count := int(run.sums["uncertified"].sum()):
+        warnings.warn(
+            f"{type(run.learner).__name__}: {count:,} of {run.t * len(run.seeds):,} steps were not "
+            "certified; their q, and with it the regret, may be wrong",
+            UncertifiedWarning,
+            stacklevel=3,
+        )

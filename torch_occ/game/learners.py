@@ -1,0 +1,342 @@
+"""What a learner is.
+
+A learner plays N independent runs at once, one per seed. To write one, derive from `Learner`:
+`start` makes its state, `propose` returns q_t, and `observe` learns. Everything that must survive
+an interruption is a tensor in `self.state`. `simulate` plays a copy, so one learner can be used in
+any number of runs, also at the same time. Callbacks see the copy as `run.learner`, with its last
+state in `on_end`.
+
+A learner that does not know the transitions keeps `mdp.blind()`, which has the layout and no
+probabilities. It writes `propose_policy` instead of `propose`, since q depends on the transitions:
+the simulation computes q with the true MDP and does not show it. `observe` is given what was
+proposed: q, or the policy. So the policies are a function of trajectories and losses only.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from torch_occ.game.checks import DIAGNOSTICS, check_estimate, check_policy
+from torch_occ.game.estimators import Estimator, Feedback, ImportanceWeighted
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import cheapest, interior_point, occupancy, optimal_policy
+from torch_occ.regularizers.base import Regularizer
+from torch_occ.regularizers.catalog import LogBarrier, Shannon, Tsallis
+from torch_occ.regularizers.parameters import Parametrized
+from torch_occ.regularizers.schedules import Constant, InverseSqrt
+from torch_occ.step.ftrl import FTRLStep
+from torch_occ.step.limits import Budgets
+from torch_occ.step.solution import Solution
+
+
+class Learner:
+    """Base class. `state` holds tensors whose first dimension is the seed."""
+
+    full_information = False
+    #: Attributes that do not change what is played; the fingerprint of a saved run ignores them.
+    fingerprint_ignores: ClassVar[tuple[str, ...]] = ("state", "seeds")
+    #: The seeds of the run, which `simulate` sets before `start`. A learner that samples draws from
+    #: them (torch_occ.rivals.sampling), so that it is a function of its seed.
+    seeds: tuple[int, ...] = ()
+
+    #: The largest number of episodes for which the settings hold, for example a confidence level;
+    #: None if there is no limit. `simulate` refuses longer runs.
+    max_episodes: int | None = None
+
+    def __init__(self, mdp: LayeredMDP) -> None:
+        self.mdp = mdp
+        self.state: dict[str, Tensor] = {}
+
+    def copy(self) -> Self:
+        """A learner with the same settings and its own state, for one run; the MDP is shared.
+
+        Override it for a learner with attributes that cannot be copied.
+        """
+        return copy.deepcopy(self, {id(self.mdp): self.mdp})
+
+    def start(self, num_seeds: int) -> None:
+        """Reset the state for N runs; raise a ValueError if the settings are not valid."""
+        self.state = {}
+
+    def propose(self, t: int) -> Tensor:
+        """q_t, an occupancy measure `(N, S, A)`, or `(1, S, A)` if it is the same for all seeds.
+
+        `simulate` checks it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: write propose(t) -> q, (N, S, A), or propose_policy(t)"
+        )
+
+    def propose_policy(self, t: int) -> Tensor:
+        """The policy of episode t, `(N, S, A)`, or `(1, S, A)` if it is the same for all seeds.
+
+        Write it instead of `propose`. `simulate` checks it, and computes q with the true MDP.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: write propose_policy(t) -> (N, S, A)")
+
+    @property
+    def proposes_policy(self) -> bool:
+        """Whether the learner proposes policies (`propose_policy`) and not occupancy measures."""
+        return type(self).propose_policy is not Learner.propose_policy
+
+    def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
+        """Learn from episode t, in which q was played.
+
+        A learner with `propose_policy` is given its policy `(N, S, A)` in place of q.
+        """
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """Numbers `(N,)` about the last proposal, by name; empty by default.
+
+        The names are newton_steps, dual_residual, flow_residual, uncertified (0 or 1) and,
+        optionally, status (an `occ.Status`).
+        """
+        return {}
+
+    def monitor(self, mdp: LayeredMDP, q: Tensor) -> dict[str, float]:
+        """Numbers for TensorBoard about what the learner believes, by name; empty by default.
+
+        Args:
+            mdp: the true MDP.
+            q: what was played, `(N, S, A)`.
+        """
+        return {}
+
+    def _zeros(self, num_seeds: int) -> Tensor:
+        return torch.zeros(
+            num_seeds,
+            self.mdp.num_states,
+            self.mdp.num_actions,
+            dtype=self.mdp.dtype,
+            device=self.mdp.device,
+        )
+
+
+# -- Learners to compare FTRL with: a fixed policy, and those that plan with averages --------------
+
+
+class FixedPolicy(Learner):
+    """The same policy in every episode; uniform by default."""
+
+    def __init__(self, mdp: LayeredMDP, policy: Tensor | None = None) -> None:
+        super().__init__(mdp)
+        self.q = (
+            interior_point(mdp)
+            if policy is None
+            else occupancy(mdp, check_policy(mdp, policy), in_order=True)
+        ).detach()
+
+    @classmethod
+    def best_in_hindsight(cls, mdp: LayeredMDP, mean: Tensor) -> FixedPolicy:
+        """The optimal policy for the (average) mean loss `(S, A)`, which no learner knows."""
+        return cls(mdp, optimal_policy(mdp, mean, in_order=True).policy)
+
+    def propose(self, t: int) -> Tensor:
+        return self.q[None]
+
+
+class EmpiricalLearner(Learner):
+    """Plays the optimal policy of an estimate built from counts and observed losses.
+
+    Actions whose Q is within 1e-9 of the smallest are tied; the one with the lowest index is
+    played.
+    """
+
+    def start(self, num_seeds: int) -> None:
+        self.state = {"visits": self._zeros(num_seeds), "losses": self._zeros(num_seeds)}
+
+    def index(self, t: int) -> Tensor:
+        """The loss `(N, S, A)` for which the policy is optimal."""
+        raise NotImplementedError(f"{type(self).__name__}: write index(t) -> loss, (N, S, A)")
+
+    def propose(self, t: int) -> Tensor:
+        return occupancy(self.mdp, cheapest(self.mdp, optimal_policy(self.mdp, self.index(t)).Q))
+
+    def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
+        visits = self.state["visits"]
+        self.state["visits"] = visits + feedback.scatter(torch.ones_like(feedback.losses), visits)
+        self.state["losses"] = self.state["losses"] + feedback.scatter(feedback.losses, visits)
+
+
+class FollowTheLeader(EmpiricalLearner):
+    """The optimal policy for the average observed losses; unseen pairs cost nothing."""
+
+    def index(self, t: int) -> Tensor:
+        return self.state["losses"] / self.state["visits"].clamp(min=1)
+
+
+class OptimisticValueIteration(EmpiricalLearner):
+    """UCB-style value iteration for known transitions.
+
+    The policy is optimal for the average observed loss minus scale * sqrt(log t / visits), but at
+    least `floor`. Pairs that were never seen cost `floor`, which is 0 by default, the smallest
+    possible loss. For L = 1, scale = sqrt(2) and floor = -inf this is UCB1 (Auer, Cesa-Bianchi and
+    Fischer, 2002).
+
+    Raises:
+        ValueError: if `scale` is not positive; or if `floor` is positive, or infinite with more
+            than one layer.
+    """
+
+    def __init__(self, mdp: LayeredMDP, scale: float = 0.5**0.5, floor: float = 0.0) -> None:
+        super().__init__(mdp)
+        if not scale > 0:
+            raise ValueError(f"scale: expected a positive number, got {scale}")
+        if not floor <= 0 or (math.isinf(floor) and mdp.horizon > 1):
+            raise ValueError(
+                "floor: expected a number of at most 0, finite if there is more than one layer, "
+                f"got {floor}"
+            )
+        self.scale, self.floor = scale, floor
+
+    def index(self, t: int) -> Tensor:
+        visits = self.state["visits"].clamp(min=1)
+        bonus = self.scale * (math.log(max(t, 2)) / visits).sqrt()
+        seen = (self.state["losses"] / visits - bonus).clamp(min=self.floor)
+        return torch.where(self.state["visits"] > 0, seen, self.floor)
+
+
+# -- Follow the regularized leader over occupancy measures (`alg:main_alg`) ------------------------
+
+
+class FTRL(Learner):
+    """Follow the regularized leader over occupancy measures.
+
+    With `jin_luo(mdp)` and importance weights this is `alg:main_alg`.
+
+    Args:
+        mdp: the MDP of the game.
+        regularizer: psi_t.
+        estimator: of the losses; by default importance weights.
+        constraints: budgets on expected costs, without a batch. Every q_t then meets them. The
+            entry `budget_excess` of the state is the largest ⟨G_i, q_t⟩ - h_i so far, `(N,)`.
+    """
+
+    def __init__(
+        self,
+        mdp: LayeredMDP,
+        regularizer: Regularizer,
+        estimator: Estimator | None = None,
+        *,
+        constraints: Budgets | None = None,
+    ) -> None:
+        super().__init__(mdp)
+        if not isinstance(regularizer, Regularizer):
+            raise TypeError(
+                "regularizer: expected an occ.Regularizer, for example occ.jin_luo(mdp), got "
+                f"{type(regularizer).__name__}"
+            )
+        if not isinstance(estimator, Estimator | None):
+            raise TypeError(
+                "estimator: expected an occ.Estimator, for example occ.ImportanceWeighted(), got "
+                f"{estimator!r}"
+            )
+        self.step = FTRLStep(mdp, regularizer, constraints=constraints)
+        if constraints is not None and constraints.costs.dim() + constraints.limits.dim() > 4:
+            raise ValueError(
+                "constraints: expected budgets without a batch, costs (m, S, A) and limits (m,), "
+                f"got {tuple(constraints.costs.shape)} and {tuple(constraints.limits.shape)}"
+            )
+        self.estimator = ImportanceWeighted() if estimator is None else estimator
+
+    @property
+    def full_information(self) -> bool:  # type: ignore[override]
+        """Whether the estimator needs the whole loss function."""
+        return self.estimator.full_information
+
+    @classmethod
+    def o_reps(cls, mdp: LayeredMDP, episodes: int) -> FTRL:
+        """O-REPS (Zimin and Neu, 2013): Shannon entropy with a constant learning rate.
+
+        The rate depends on the number of episodes, which must be known.
+        """
+        # If there is nothing to choose, any rate will do.
+        choices = max(math.log(mdp.num_pairs / mdp.horizon), math.log(2))
+        eta = math.sqrt(mdp.horizon * choices / (episodes * mdp.num_pairs))
+        return cls(mdp, Shannon() / Constant(eta))
+
+    @classmethod
+    def tsallis(cls, mdp: LayeredMDP, gamma: float = 1.0) -> FTRL:
+        """The 1/2-Tsallis entropy on pairs with eta_t = gamma / sqrt(t).
+
+        For L = 1 and gamma = 1/2 this is Tsallis-INF.
+        """
+        return cls(mdp, Tsallis() / InverseSqrt(gamma))
+
+    @classmethod
+    def log_barrier(cls, mdp: LayeredMDP, gamma: float = 1.0) -> FTRL:
+        """The log-barrier with eta_t = gamma / sqrt(t)."""
+        return cls(mdp, LogBarrier() / InverseSqrt(gamma))
+
+    def start(self, num_seeds: int) -> None:
+        if self.step.mdp is not self.mdp and not _same(self.step.mdp, self.mdp):
+            raise ValueError(
+                f"learner: its step is for another MDP, {self.step.mdp}; give it one for {self.mdp}"
+            )
+        self.step.check_parameters()
+        for part in vars(self.estimator).values():
+            if isinstance(part, Parametrized):
+                part.validate()
+        zero = self._zeros(num_seeds)
+        count = torch.zeros(num_seeds, dtype=self.mdp.dtype, device=self.mdp.device)
+        self.state = {
+            "cumulative_loss": zero,
+            "q": interior_point(self.mdp).expand_as(zero).clone(),
+        }
+        self.state |= dict.fromkeys(DIAGNOSTICS, count)
+        if self.step.constraints is not None:
+            limits = self.step.constraints.limits.detach()
+            self.state["multipliers"] = torch.zeros_like(limits).expand(num_seeds, -1).clone()
+            self.state["budget_excess"] = torch.full_like(count, -torch.inf)
+
+    @torch.no_grad()
+    def propose(self, t: int) -> Tensor:
+        state = self.state
+        solution = self.step.solve(
+            state["cumulative_loss"],
+            float(t),
+            warm_start=state["q"],
+            check=False,
+            multipliers=state.get("multipliers"),
+        )
+        if solution.multipliers is not None and solution.slack is not None:
+            state["multipliers"] = solution.multipliers
+            excess = -solution.slack.amin(-1)
+            state["budget_excess"] = torch.maximum(state["budget_excess"], excess)
+        state["q"] = solution.q
+        note(state, solution)
+        return solution.q
+
+    @torch.no_grad()
+    def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
+        estimate = check_estimate(
+            self.mdp, self.estimator, self.estimator(feedback, q, t), t, len(q)
+        )
+        self.state["cumulative_loss"] = self.state["cumulative_loss"] + estimate
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        return {name: self.state[name] for name in DIAGNOSTICS}
+
+
+def note(state: dict[str, Tensor], solution: Solution) -> None:
+    """Write the diagnostics of a solution into the state of a learner."""
+    dtype = solution.q.dtype
+    state["newton_steps"] = solution.steps.to(dtype)
+    state["dual_residual"] = solution.dual_residual
+    state["flow_residual"] = solution.flow_residual
+    state["uncertified"] = (~solution.converged).to(dtype)
+    state["status"] = solution.status.to(dtype)
+
+
+def _same(one: LayeredMDP, other: LayeredMDP) -> bool:
+    """Whether two MDPs have the same layout and the same probabilities."""
+    if one.layer_sizes != other.layer_sizes or not torch.equal(one.actions, other.actions):
+        return False
+    return all(
+        torch.equal(p, q) for p, q in zip(one.probabilities, other.probabilities, strict=True)
+    )

@@ -1,0 +1,527 @@
+"""What `simulate` is given, checked before the first episode: each error says what to pass."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_occ._support.choices import Backend, engine_takes, later
+from torch_occ._support.constants import CHUNK, log_spaced
+from torch_occ._support.files import Kept, State, copied
+from torch_occ._support.fingerprints import fingerprints
+from torch_occ._support.processes import asked_to_stop, explain, sigterm_raises
+from torch_occ._support.streams import Purpose, check_memory, uniforms
+from torch_occ.game.callbacks import Callback, tell
+from torch_occ.game.checks import Contract, warn_of_all, warn_of_first
+from torch_occ.game.estimators import Feedback
+from torch_occ.game.history import History, comparator
+from torch_occ.game.learners import FTRL, Learner
+from torch_occ.game.losses import LossProcess, check_noise, mean_square, second_moments
+from torch_occ.game.torch_player import TorchPlayer
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import interior_point
+
+
+def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> None:
+    """Raise an error unless the learner and the losses can play this MDP for so many episodes.
+
+    Raises:
+        TypeError: if one of them is something else.
+        ValueError: if the learner is for another MDP or another layout, the noise is not a known
+            kind, the stride is not a positive integer, there are not enough losses, or the learner
+            was made for fewer episodes.
+    """
+    if not isinstance(learner, Learner):
+        raise TypeError(f"learner: expected an occ.Learner, for example occ.FTRL, {_got(learner)}")
+    if not isinstance(losses, LossProcess):
+        example = "for example occ.BernoulliLosses(mean)"
+        raise TypeError(f"losses: expected an occ.LossProcess, {example}, {_got(losses)}")
+    name = type(losses).__name__
+    if not hasattr(learner, "mdp"):
+        raise TypeError(
+            f"learner: {type(learner).__name__} has no mdp; call super().__init__(mdp) in __init__"
+        )
+    _check_learner(mdp, learner)
+    if learner.max_episodes is not None and episodes > learner.max_episodes:
+        raise ValueError(
+            f"episodes: {type(learner).__name__} was made for {learner.max_episodes} episodes, but "
+            f"{episodes} were asked for; its confidence level does not hold beyond. Make it with "
+            f"episodes={episodes}"
+        )
+    if type(losses).draw is LossProcess.draw:
+        check_noise(losses.noise)
+    if not isinstance(losses.stride, int) or losses.stride < 1:
+        raise ValueError(
+            f"losses: expected {name}.stride to be a positive integer, got {losses.stride!r}"
+        )
+    if losses.length is not None and losses.length < episodes:
+        raise ValueError(
+            f"losses: the table has {losses.length} episodes, but {episodes} were asked for"
+        )
+
+
+def _check_learner(mdp: LayeredMDP, learner: Learner) -> None:
+    """Raise an error unless the learner is for this MDP, or for its layout if it is blind."""
+    name, kind = type(learner).__name__, type(learner)
+    if learner.proposes_policy and kind.propose is not Learner.propose:
+        raise TypeError(
+            f"learner: {name} has both propose and propose_policy; write one of them, propose if "
+            "it knows the transitions"
+        )
+    if not learner.mdp.is_blind:
+        if learner.mdp is not mdp:
+            raise ValueError(
+                "learner: was made for another MDP than the one to simulate; make both with the "
+                "same LayeredMDP"
+            )
+        return
+    if not learner.proposes_policy:
+        raise TypeError(
+            f"learner: {name} does not know the transitions (its mdp is blind), so it cannot "
+            "propose q; write propose_policy instead of propose"
+        )
+    difference = learner.mdp.layout_difference(mdp)
+    if difference is None and not torch.equal(learner.mdp.initial, mdp.initial):
+        difference = "another initial distribution"
+    if difference is not None:
+        raise ValueError(
+            f"learner: {name} was made for another layout than that of the MDP to simulate: it has "
+            f"{difference}; make both with the same LayeredMDP"
+        )
+
+
+def check_state(losses: LossProcess, state: Any) -> dict[str, Tensor]:
+    """The first state of a loss process; a TypeError if `start` returned something else."""
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"losses: {type(losses).__name__}.start returned {type(state).__name__}; expected a "
+            "dict of tensors, {} if there is nothing to remember"
+        )
+    return state
+
+
+def whole(name: str, value: Any) -> int:
+    """The value as a positive int; an error names the argument if it is not a whole number."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
+    if number < 1:
+        raise ValueError(f"{name}: expected at least 1, got {number}")
+    return number
+
+
+def integers(name: str, values: Any) -> tuple[int, ...]:
+    """The values as ints; an error names the argument if it is no sequence of integers."""
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        shown = list(values) if isinstance(values, Iterable) else values
+        raise TypeError(
+            f"{name}: expected integers, for example range(1, 9), got {shown!r}"
+        ) from None
+
+
+def check_config(config: Any) -> None:
+    """Raise a TypeError if JSON cannot hold the configuration."""
+    try:
+        json.dumps(config)
+    except TypeError as error:
+        raise TypeError(
+            f"config: {error}; it may hold numbers, strings, lists and dictionaries of these"
+        ) from None
+
+
+def _got(thing: Any) -> str:
+    if isinstance(thing, type):
+        return f"got the class {thing.__name__}; make an object of it"
+    return f"got {type(thing).__name__}"
+
+
+# -- A run in progress: its sums and curves, which callbacks read, and its state in a file ---------
+#
+# Episodes are played by torch_occ.game.torch_player or by torch_occ.game.players, all seeds
+# together. Random numbers and means come in chunks of episodes. A run can be saved and continued at
+# the end of a chunk. It then ends with exactly the numbers of an uninterrupted run.
+
+
+class Player(Protocol):
+    """Plays a segment of episodes for all seeds, and adds its results to the simulation."""
+
+    name: str
+    chunks: int  # per call
+    most: int  # episodes per call
+    reacts: bool  # plays the adversary itself, and needs only the means of the first episode
+
+    def play(
+        self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None
+    ) -> None: ...
+
+
+def choose_player(
+    backend: Backend, mdp: LayeredMDP, learner: Learner, losses: LossProcess
+) -> Player:
+    """The player for a learner; a ValueError if the engine is required but cannot play."""
+
+    def why_not() -> str | None:
+        return later("rivals.choice").why_not_play(mdp, learner, losses)
+
+    if not engine_takes(backend, why_not):
+        return TorchPlayer(mdp)
+    return later("rivals.choice").engine_player(mdp, learner, losses)
+
+
+def _copy(learner: Learner) -> Learner:
+    """A copy of the learner for this run; the caller's learner does not change."""
+    try:
+        return learner.copy()
+    except Exception as error:
+        name = type(learner).__name__
+        raise TypeError(
+            f"learner: {name} cannot be copied ({error}), and a run plays a copy; override "
+            f"{name}.copy"
+        ) from error
+
+
+#: The largest number of bytes of random numbers in memory.
+_MEMORY = 1 << 25
+
+#: The largest number of chunks, over all seeds, that are lost after Ctrl-C.
+_RUNS = 2048
+
+_CURVES = (
+    "regret",
+    "realised_regret",
+    "comparator",
+    "corruption",
+    "newton_steps",
+    "dual_residual",
+    "flow_residual",
+    "uncertified",
+)
+
+
+class Simulation:
+    """A run in progress: what callbacks read, and what a saved file restores."""
+
+    def __init__(
+        self,
+        mdp: LayeredMDP,
+        learner: Learner,
+        losses: LossProcess,
+        episodes: int,
+        seeds: Sequence[int],
+        checkpoints: Sequence[int] | None,
+        config: dict[str, Any],
+        backend: Backend = "auto",
+    ) -> None:
+        episodes = whole("episodes", episodes)
+        check_players(mdp, learner, losses, episodes)
+        check_config(config)
+        self.mdp, self.losses, self.episodes = mdp, losses, episodes
+        self.seeds, self.config = integers("seeds", seeds), config
+        if not self.seeds:
+            raise ValueError("seeds: expected at least one")
+        points = log_spaced(episodes) if checkpoints is None else checkpoints
+        self.checkpoints = sorted({*integers("checkpoints", points)})
+        if not self.checkpoints:
+            raise ValueError("checkpoints: expected at least one episode")
+        if self.checkpoints[0] < 1 or self.checkpoints[-1] > episodes:
+            raise ValueError(
+                f"checkpoints: expected episodes from 1 to {episodes}, got {self.checkpoints[0]} "
+                f"to {self.checkpoints[-1]}"
+            )
+        table = (mdp.num_states, mdp.num_actions)
+        per_episode = 3 * mdp.horizon + learner.full_information * math.prod(table)
+        check_memory(len(self.seeds), per_episode)
+        self.per_episode = per_episode  # random numbers
+        self.learner = learner = _copy(learner)
+        self.contract = Contract(mdp, learner, losses, self.seeds)
+        n = len(self.seeds)
+        zeros = torch.zeros(n, mdp.num_states, mdp.num_actions, dtype=mdp.dtype, device=mdp.device)
+        learner.seeds = self.seeds
+        learner.start(n)
+        self.t = 0
+        self.seconds = 0.0
+        self.q = interior_point(mdp).detach().expand_as(zeros).clone()
+        self.process_state = check_state(losses, losses.start(mdp, self.seeds))
+        names = (
+            "expected",
+            "realised",
+            "newton_steps",
+            "dual_residual",
+            "flow_residual",
+            "uncertified",
+        )
+        # The episode of the first step without certificate (0 if none), and its status.
+        failed = ("first_uncertified", "first_status")
+        self.sums = {name: zeros[:, 0, 0].clone() for name in names + failed}
+        self.sums |= {"cumulative_occupancy": zeros.clone(), "total_mean": zeros.clone()}
+        self.warned = False  # whether there was a warning of an uncertified step
+        self.since = 0  # episodes since the last checkpoint
+        self.recorded: list[int] = []
+        self.times: list[float] = []
+        self.curves: dict[str, list[Tensor]] = {name: [] for name in _CURVES}
+        self.player = choose_player(backend, mdp, learner, losses)
+        if backend == "torch" and isinstance(learner, FTRL):
+            learner.step.use("torch")
+        self.segment = 0  # the episode before the last means
+        self.at_checkpoint = self._tables()  # the tables at the last checkpoint
+
+    def play_chunk(self) -> Iterator[int]:
+        """Play some chunks; yield t at every checkpoint, after it is recorded."""
+        begun, mdp, origin = time.monotonic(), self.mdp, self.t - self.t % CHUNK
+        first_chunk = self.t // CHUNK
+        table = (mdp.num_states, mdp.num_actions)
+        fits = _MEMORY // (8 * CHUNK * len(self.seeds) * self.per_episode)
+        left = -(-(self.episodes - origin) // CHUNK)
+        count = max(1, min(self.player.chunks, _RUNS // len(self.seeds), fits, left))
+        chunks = range(first_chunk, first_chunk + count)
+        until = min(origin + count * CHUNK, self.episodes)
+        numbers = uniforms(self.seeds, Purpose.EPISODES, chunks, (mdp.horizon, 3)).to(
+            mdp.device, mdp.dtype
+        )
+        tables = None
+        if self.learner.full_information:
+            tables = uniforms(self.seeds, Purpose.TABLES, chunks, table).to(mdp.device, mdp.dtype)
+        due = {t for t in self.checkpoints if self.t < t <= until}
+        while self.t < until:
+            first = self.segment = self.t
+            if self.player.reacts:
+                # Play to the next checkpoint with the means of the first of these episodes.
+                n, asked = self._next_stop(until) - first, 1
+            else:
+                n = asked = min(self.losses.stride, until - first)
+            found = self.losses.means(mdp, self.process_state, first + 1, asked, self.q)
+            means, self.process_state = self.contract.means(found, first + 1, asked)
+            while self.t < first + n:
+                stop = self._next_stop(first + n)
+                rows, i = slice(self.t - origin, stop - origin), self.t - first
+                part = means if len(means) == 1 else means[i : i + stop - self.t]
+                self.player.play(
+                    self, part, numbers[:, rows], None if tables is None else tables[:, rows]
+                )
+                self.warned = self.warned or warn_of_first(self)
+                if stop in due:
+                    self.seconds += time.monotonic() - begun
+                    begun = time.monotonic()
+                    self._record()
+                    yield self.t
+        self.seconds += time.monotonic() - begun
+
+    def _next_stop(self, latest: int) -> int:
+        """The last episode of the player's next call, at most the next checkpoint."""
+        i = bisect_right(self.checkpoints, self.t)
+        return min(latest, self.t + self.player.most, *self.checkpoints[i : i + 1])
+
+    def tally(self, mean: Tensor, feedback: Feedback) -> None:
+        """Add the results of one episode, in which `self.q` was played, to the sums."""
+        sums = self.sums
+        sums["expected"] += (self.q * mean).sum((-2, -1))
+        sums["realised"] += feedback.losses.sum(-1)
+        sums["cumulative_occupancy"] += self.q
+        sums["total_mean"] += mean
+        if "second_moment" in sums:
+            sums["second_moment"] += second_moments(mean, mean_square(mean, self.losses.noise))
+        found = self.contract.diagnostics(self.t, self.learner.diagnostics())
+        if found:
+            sums["newton_steps"] += found["newton_steps"]
+            sums["uncertified"] += found["uncertified"]
+            for name in ("dual_residual", "flow_residual"):
+                sums[name] = torch.maximum(sums[name], found[name])
+            if bool(found["uncertified"].any()):
+                first = (sums["first_uncertified"] == 0) & (found["uncertified"] != 0)
+                sums["first_uncertified"][first] = float(self.t)
+                if "status" in found:
+                    sums["first_status"][first] = found["status"][first].to(self.q.dtype)
+
+    def ask_for_second_moments(self) -> None:
+        """Sum E[loss_i loss_j] over all further episodes, in `sums["second_moment"]`.
+
+        Its shape is `(N, S * A, S * A)`, and only the entries i <= j are filled. Callbacks call
+        this in `on_start`; otherwise nothing is computed.
+        """
+        pairs = self.mdp.num_states * self.mdp.num_actions
+        if "second_moment" not in self.sums:
+            self.sums["second_moment"] = self.q.new_zeros(len(self.seeds), pairs, pairs)
+
+    def _record(self) -> None:
+        sums = self.sums
+        best = comparator(self.mdp, sums["total_mean"])
+        growth = self.process_state.get("corruption_so_far")
+        spent = torch.zeros_like(best) if growth is None else growth[:, self.t - self.segment - 1]
+        now = {
+            "regret": sums["expected"] - best,
+            "realised_regret": sums["realised"] - best,
+            "comparator": best,
+            "corruption": spent,
+            "newton_steps": sums["newton_steps"] / max(self.since, 1),
+            "dual_residual": sums["dual_residual"],
+            "flow_residual": sums["flow_residual"],
+            "uncertified": sums["uncertified"],
+        }
+        for name in _CURVES:
+            self.curves[name].append(now[name].clone())
+        for name in ("newton_steps", "dual_residual", "flow_residual"):
+            sums[name] = torch.zeros_like(sums[name])
+        self.since = 0
+        self.at_checkpoint = self._tables()
+        self.times.append(self.seconds)
+        self.recorded.append(self.t)  # last, so that an interrupted checkpoint does not count
+
+    def _tables(self) -> dict[str, Tensor]:
+        """Copies of the tables that are part of a history."""
+        tables = {name: self.sums[name].clone() for name in ("cumulative_occupancy", "total_mean")}
+        return tables | {"last_q": self.q.clone()}
+
+    def history(self, *, interrupted: bool = False) -> History:
+        """The history so far; if interrupted, with the tables of the last checkpoint."""
+        n, points = len(self.seeds), len(self.recorded)
+        none = self.q.new_zeros(n, 0)
+        curves = {
+            name: torch.stack(rows[:points], -1) if points else none  # (N, C)
+            for name, rows in self.curves.items()
+        }
+        return History(
+            episodes=torch.tensor(self.recorded),
+            wall_time=torch.tensor(self.times[:points], dtype=torch.float64),
+            **(self.at_checkpoint if interrupted else self._tables()),
+            seeds=self.seeds,
+            backend=self.player.name,
+            finished=not interrupted and self.t == self.episodes,
+            config=self.config,
+            **curves,
+        )
+
+    # -- saving --------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """A copy of the whole state, to be taken at the end of a chunk."""
+        now = {name: getattr(self, name) for name in ("t", "seconds", "since", "at_checkpoint")}
+        now |= {name: copied(getattr(self, name)) for name in ("q", "process_state", "sums")}
+        # The points of a curve never change, so lists of them are copied, not the points.
+        now |= {"curves": {name: [*rows] for name, rows in self.curves.items()}}
+        now |= {"recorded": [*self.recorded], "times": [*self.times]}
+        return now | {"learner": copied(self.learner.state)}
+
+    def restore(self, state: State) -> None:
+        """Continue from a result of `state`, in this process or another."""
+        for name, value in state.items():
+            if name == "learner":
+                self.learner.state = copied(value)
+            else:
+                setattr(self, name, copied(value))
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of everything that decides the numbers of the run."""
+        return fingerprints(
+            mdp=self.mdp,
+            learner=self.learner,
+            losses=self.losses,
+            seeds=self.seeds,
+            episodes=self.episodes,
+            checkpoints=self.checkpoints,
+            backend=(self.player.name, CHUNK),
+        )
+
+
+# -- `simulate`: play a learner against losses for all seeds, with callbacks and saved runs --------
+
+
+def simulate(
+    mdp: LayeredMDP,
+    learner: Learner,
+    losses: LossProcess,
+    episodes: int,
+    seeds: Sequence[int] = (0,),
+    *,
+    callbacks: Sequence[Callback] = (),
+    checkpoints: Sequence[int] | None = None,
+    save_to: str | Path | None = None,
+    save_every: float = 60.0,
+    resume: bool = True,
+    config: dict[str, Any] | None = None,
+    backend: Backend = "auto",
+) -> History:
+    """Play `episodes` episodes for every seed.
+
+    The run plays a copy of the learner (`Learner.copy`); the given learner does not change.
+    Callbacks see the copy as `run.learner`, with its final state in `on_end`.
+
+    Args:
+        checkpoints: episodes at which the curves have a point; by default 20 per decade, and the
+            last.
+        save_to: a file in which the run is saved, so that it can continue after an interruption.
+            Writing is tested before the first episode. If a later save fails, there is a warning,
+            and the run continues.
+        save_every: seconds between two saves.
+        resume: continue from `save_to` if it exists; otherwise a run saved there is replaced.
+        config: anything that JSON can hold; it is stored in the history.
+        backend: "engine" is compiled; it plays the learners of this package, with built-in
+            regularizers for FTRL. "torch" plays everything. "auto" uses the engine where it can.
+            `history.backend` says which one played.
+
+    Returns:
+        The history of all episodes.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C. It takes effect within a second; later only during an
+            episode of a huge MDP, or while the engine compiles. The run is saved to `save_to` in
+            its state at the end of the last chunk, and the same call continues it to the same
+            bits. `error.result` is the history up to the last checkpoint. `error.saved_to` is the
+            file, or None.
+        SystemExit: after SIGTERM, with code 143, if there is a `save_to` and the program has no
+            handler for this signal. The run is saved in the same way.
+        ValueError: if an argument is wrong; if `save_to` is damaged or belongs to another run; or
+            if a learner, a loss process or an estimator returns something invalid, for example a
+            q that is no occupancy measure. The error names the episode, the seed, the layer and
+            the state.
+        OSError: if `save_to` cannot be written, before the first episode.
+
+    Warns:
+        UncertifiedWarning: if steps could not be certified: at the first one, and with their
+            number at the end.
+    """
+    simulation = Simulation(
+        mdp, learner, losses, episodes, seeds, checkpoints, config or {}, backend
+    )
+    kept = None if save_to is None else Kept(save_to, "run", simulation.fingerprints, save_every)
+    if kept is not None:
+        found = kept.load() if resume else None
+        if found is not None:
+            simulation.restore(found)
+        kept.try_first(simulation.state())
+    watching = list(callbacks)
+    for callback in watching:
+        callback.on_start(simulation)
+    with sigterm_raises(kept is not None) as silence:
+        try:
+            while simulation.t < episodes:
+                for _ in simulation.play_chunk():
+                    tell(watching, "on_checkpoint", simulation)
+                tell(watching, "on_chunk", simulation)
+                if kept is not None:
+                    kept.keep(simulation.state(), last=simulation.t == episodes)
+        except BaseException as error:
+            silence()
+            saved_to = None if kept is None else kept.rescue()
+            if asked_to_stop(error):
+                partial = simulation.history(interrupted=True)
+                tell(watching, "on_end", simulation, partial)
+                explain(error, f"at episode {simulation.t} of {episodes}", partial, saved_to)
+            raise
+    warn_of_all(simulation)
+    history = simulation.history()
+    tell(watching, "on_end", simulation, history)
+    return history

@@ -1,0 +1,286 @@
+"""Unrolling: from an ordinary finite MDP to layers.
+
+The layered MDP has one copy of a state for every step at which the state can be occupied. The
+finite MDP is a list of outcomes (state, action, next state, probability), and so is every layer,
+until `layer_tensor` converts it to the form that `LayeredMDP` stores.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_occ.mdp.checks import check_rows, row_tolerance
+
+#: Instead of a state: the episode is over. It is the `origin` of the absorbing end, and the next
+#: state of an outcome that ends the episode.
+ABSORBING = -1
+
+#: Dense transitions of more bytes than this are refused before memory is allocated.
+MAX_BYTES = 4 << 30
+
+#: An MDP that may be stored either way is dense if it has at most this many entries in all layers.
+#: The engine can read both.
+DENSE_ENTRIES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """The transitions of a finite MDP as a list of outcomes.
+
+    Outcomes with the same state, action and next state add up.
+    """
+
+    state: Tensor  # (n,)
+    action: Tensor  # (n,)
+    next: Tensor  # (n,), a state or ABSORBING
+    probability: Tensor  # (n,)
+    actions: Tensor  # (S, A), which pairs exist
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sum a number `(n,)` per outcome over the outcomes of each pair, `(S, A)`."""
+        index = self.state * self.actions.shape[1] + self.action
+        return (
+            values.new_zeros(self.actions.numel())
+            .index_add(0, index, values)
+            .reshape(self.actions.shape)
+        )
+
+    def select(self, keep: Tensor) -> Outcomes:
+        """The outcomes under a mask `(n,)`."""
+        return Outcomes(
+            self.state[keep],
+            self.action[keep],
+            self.next[keep],
+            self.probability[keep],
+            self.actions,
+        )
+
+
+def outcomes_of(
+    transition: Any, terminal: tuple[int, ...] = (), actions: Tensor | None = None
+) -> Outcomes:
+    """The outcomes of a table.
+
+    The table is a dense or sparse tensor `(S, A, S)`, or a sparse matrix `(S * A, S)` of torch or
+    SciPy. Entering a terminal state ends the episode. Rows of terminal states and of pairs outside
+    `actions` are ignored.
+    """
+    state, action, after, probability, (num_states, num_actions) = _entries(transition)
+    everything = torch.ones(num_states, num_actions, dtype=torch.bool, device=probability.device)
+    outcomes = Outcomes(state, action, after, probability, everything)
+    return finish(outcomes, terminal, actions)
+
+
+def finish(
+    outcomes: Outcomes, terminal: tuple[int, ...], actions: Tensor | None = None
+) -> Outcomes:
+    """Check outcomes, leave out masked pairs, and let terminal states end the episode."""
+    shape, device = tuple(outcomes.actions.shape), outcomes.actions.device
+    for state in terminal:
+        if not 0 <= state < shape[0]:
+            raise ValueError(f"terminal: state {state} is not one of the {shape[0]} states")
+    actions = outcomes.actions if actions is None else actions
+    if actions.dtype != torch.bool or tuple(actions.shape) != shape:
+        raise ValueError(
+            f"actions: expected a boolean mask of shape {shape}, got {actions.dtype} "
+            f"{tuple(actions.shape)}"
+        )
+    ends = torch.zeros(shape[0], dtype=torch.bool, device=device)
+    ends[list(terminal)] = True
+    idle = (~actions.any(-1) & ~ends).nonzero()
+    if len(idle):
+        raise ValueError(
+            f"actions: state {int(idle[0])} has no action; give every state at least one, or name "
+            "it in terminal"
+        )
+    after = torch.where(ends[outcomes.next], ABSORBING, outcomes.next)
+    found = Outcomes(
+        outcomes.state, outcomes.action, after, outcomes.probability, actions & ~ends.unsqueeze(-1)
+    )
+    found = found.select(found.actions[found.state, found.action])
+    _check(found)
+    return found
+
+
+def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int, int]]:
+    """State, action, next state and probability of every entry, and (S, A)."""
+    shape = tuple(transition.shape) if hasattr(transition, "shape") else ()
+    if isinstance(transition, Tensor) and transition.layout == torch.strided:
+        if len(shape) != 3 or shape[0] != shape[2]:
+            raise ValueError(f"transition: expected shape (S, A, S), got {shape}")
+        # With gradients every entry is kept, so that zeros have a gradient too.
+        kept = (
+            torch.ones_like(transition, dtype=torch.bool)
+            if transition.requires_grad
+            else transition != 0
+        )
+        state, action, after = kept.nonzero(as_tuple=True)
+        return state, action, after, transition[state, action, after], (shape[0], shape[1])
+    if isinstance(transition, Tensor) and transition.layout == torch.sparse_csr:
+        rows = torch.arange(shape[0], device=transition.device).repeat_interleave(
+            transition.crow_indices().diff()
+        )
+        index: tuple[Tensor, ...] = (rows, transition.col_indices().long())
+        values = transition.values()
+    elif isinstance(transition, Tensor):
+        transition = transition.to_sparse_coo().coalesce()
+        index, values = transition.indices().unbind(), transition.values()
+    elif hasattr(transition, "tocoo"):
+        matrix = transition.tocoo()
+        index = (
+            torch.as_tensor(matrix.row, dtype=torch.long),
+            torch.as_tensor(matrix.col, dtype=torch.long),
+        )
+        values = torch.as_tensor(matrix.data)
+    else:
+        raise TypeError(
+            f"transition: expected a tensor or a sparse matrix, got {type(transition).__name__}; "
+            "torch.as_tensor converts an array"
+        )
+    if len(shape) == 3 and shape[0] == shape[2]:
+        return index[0], index[1], index[2], values, (shape[0], shape[1])
+    if len(shape) != 2 or 0 in shape or shape[0] % shape[1]:
+        raise ValueError(
+            f"transition: expected a sparse table of shape (S, A, S) or (S * A, S), got {shape}"
+        )
+    num_actions = shape[0] // shape[1]
+    return (
+        index[0] // num_actions,
+        index[0] % num_actions,
+        index[1],
+        values,
+        (shape[1], num_actions),
+    )
+
+
+def _check(outcomes: Outcomes) -> None:
+    """Report a bad row with the user's own state numbers, before layers exist."""
+    probability = outcomes.probability.detach()
+    if not probability.is_floating_point():
+        raise ValueError(
+            f"transition: expected floating-point probabilities, got {probability.dtype}"
+        )
+    sums = outcomes.sums(probability)
+    improper = outcomes.sums((~(probability >= 0) | probability.isinf()).to(probability.dtype)) > 0
+    wrong = (
+        outcomes.actions & (improper | ((sums - 1).abs() > row_tolerance(probability.dtype)))
+    ).nonzero()
+    if len(wrong):
+        state, action = wrong[0].tolist()
+        row = probability[(outcomes.state == state) & (outcomes.action == action)]
+        smallest = float(row.min()) if len(row) else 0.0
+        raise ValueError(
+            f"transition: state {state}, action {action}: expected non-negative probabilities that "
+            f"sum to 1, got smallest {smallest:.12g} and sum {float(sums[state, action]):.12g}"
+        )
+
+
+def initial_distribution(initial: Tensor | int, num_states: int, like: Tensor) -> Tensor:
+    """Check a distribution `(S,)` over the states, or make one from the index of a state."""
+    if not isinstance(initial, Tensor):
+        initial = operator.index(initial)
+        if not 0 <= initial < num_states:
+            raise ValueError(f"initial: state {initial} is not one of the {num_states} states")
+        initial = torch.nn.functional.one_hot(
+            torch.tensor(initial, device=like.device), num_states
+        ).to(like.dtype)
+    if tuple(initial.shape) != (num_states,):
+        raise ValueError(f"initial: expected shape ({num_states},), got {tuple(initial.shape)}")
+    check_rows("initial", initial.detach(), None, ())
+    return initial
+
+
+def unroll(
+    outcomes: Outcomes, horizon: int, initial: Tensor | int, *, sparse: bool | None = None
+) -> dict[str, Any]:
+    """The arguments of `LayeredMDP` for `horizon` steps of a finite MDP.
+
+    `sparse` says how to store it; by default its size decides.
+    """
+    if horizon < 1:
+        raise ValueError(f"horizon: expected at least 1, got {horizon}")
+    num_states, num_actions = outcomes.actions.shape
+    initial = initial_distribution(initial, num_states, outcomes.probability)
+
+    # One more state, the absorbing end, has one action and leads to itself. States without an
+    # action are there from the start.
+    end, device = num_states, outcomes.probability.device
+    alive = outcomes.actions.any(-1)
+    first = torch.arange(num_actions, device=device).eq(0).unsqueeze(0)
+    mask = torch.cat([outcomes.actions, first])
+    start = torch.cat(
+        [torch.where(alive, initial, 0.0), torch.where(alive, 0.0, initial).sum().unsqueeze(0)]
+    )
+    state = torch.cat([outcomes.state, outcomes.state.new_tensor([end])])
+    action = torch.cat([outcomes.action, outcomes.action.new_tensor([0])])
+    after = torch.cat(
+        [
+            torch.where(outcomes.next == ABSORBING, end, outcomes.next),
+            outcomes.next.new_tensor([end]),
+        ]
+    )
+    probability = torch.cat([outcomes.probability, outcomes.probability.new_ones(1)])
+
+    layers, place = [start.nonzero().squeeze(-1)], []
+    possible = probability > 0
+    for _ in range(horizon):
+        position = torch.full((num_states + 1,), -1, device=device)
+        position[layers[-1]] = torch.arange(len(layers[-1]), device=device)
+        place.append(position)  # the index of each state in its layer, or -1
+        reached = torch.zeros(num_states + 1, dtype=torch.bool, device=device)
+        reached[after[possible & (position[state] >= 0)]] = True
+        layers.append(reached.nonzero().squeeze(-1))
+    shapes = [(len(here), num_actions, len(there)) for here, there in pairwise(layers[:-1])]
+    size = sum(here * num_actions * there for here, _, there in shapes)
+    sparse = size > DENSE_ENTRIES if sparse is None else sparse
+    if not sparse and size * probability.element_size() > MAX_BYTES:
+        raise ValueError(
+            f"horizon: {horizon} steps of this MDP make layers of up to {max(map(len, layers)):,} "
+            "states; their dense transitions would take "
+            f"{size * probability.element_size() / 2**30:,.3g} GiB (the limit is "
+            f"{MAX_BYTES / 2**30:g}); pass a sparse table"
+        )
+    transitions: list[Tensor] = []
+    for k, shape in enumerate(shapes):
+        if k and torch.equal(layers[k - 1], layers[k]) and torch.equal(layers[k], layers[k + 1]):
+            transitions.append(transitions[-1])  # the same states again
+            continue
+        here, there = place[k][state], place[k + 1][after]
+        kept = ((here >= 0) & (there >= 0)).nonzero().squeeze(-1)
+        transitions.append(
+            layer_tensor((here[kept], action[kept], there[kept]), probability[kept], shape, sparse)
+        )
+    transitions.append(probability.new_ones(len(layers[horizon - 1]), num_actions, 1))
+    states = torch.cat(layers[:horizon])
+    return {
+        "transitions": transitions,
+        "actions": mask[states],
+        "initial": start[layers[0]],
+        "origin": torch.where(states == end, ABSORBING, states),
+    }
+
+
+def layer_tensor(
+    index: tuple[Tensor, Tensor, Tensor],
+    probability: Tensor,
+    shape: tuple[int, int, int],
+    sparse: bool,
+) -> Tensor:
+    """The transitions of a layer from outcomes (state, action, next state).
+
+    Returns:
+        A dense tensor `(S_k, A, S_{k+1})`, or a sparse one `(S_k * A, S_{k+1})`.
+    """
+    if not sparse:
+        return probability.new_zeros(shape).index_put(index, probability, accumulate=True)
+    (state, action, after), (num_states, num_actions, num_next) = index, shape
+    rows = torch.stack([state * num_actions + action, after])
+    return torch.sparse_coo_tensor(
+        rows, probability, (num_states * num_actions, num_next), check_invariants=False
+    )

@@ -1,0 +1,456 @@
+"""Parameters with one value per layer, per state or per pair.
+
+    LogBarrier(beta=PerState(mdp, 1.0))        one beta per state, all of them 1 at first
+
+Such a parameter has the shape `(*batch, *event)`, where the event shape is `(L,)`, `(S,)` or
+`(S, A)`. Where weights are computed, every parameter has its spread form, and t as well:
+
+    ()                        a number
+    (*batch, 1, 1)            one number per problem of a batch
+    (*batch, S, 1 or A)       one value per layer or state, or per pair
+
+so that products of weights broadcast, and a batch is never mistaken for states or actions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Never
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from torch_occ._support.private import has_children, own_parameters
+from torch_occ.mdp.checks import broadcast
+from torch_occ.mdp.layered import LayeredMDP
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the entries of a parameter belong to."""
+
+    kind: Literal["layer", "state", "pair"]
+    layer_sizes: tuple[int, ...]
+    num_actions: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """The event shape of the parameter."""
+        states = sum(self.layer_sizes)
+        sizes = {"layer": (len(self.layer_sizes),), "state": (states,)}
+        return torch.Size(sizes.get(self.kind, (states, self.num_actions)))
+
+    @property
+    def layer_of(self) -> list[int]:
+        """The layer of every state."""
+        return [k for k, size in enumerate(self.layer_sizes) for _ in range(size)]
+
+    def spread(self, x: Any) -> Any:
+        """Return the spread form of a tensor or an array, `(*batch, S, 1 or A)`."""
+        if self.kind == "pair" or not isinstance(x, Tensor | np.ndarray):
+            return x  # a symbol of torch_occ.step.compiled stands for its spread form
+        if self.kind == "layer":
+            x = x[..., self.layer_of]
+        return x[..., None]
+
+    def collect(self, x: Tensor) -> Tensor:
+        """Sum a tensor in the spread form to the parameter's shape; the adjoint of `spread`."""
+        if self.kind == "pair":
+            return x
+        x = x.squeeze(-1)
+        if self.kind == "state":
+            return x
+        return torch.stack([part.sum(-1) for part in x.split(self.layer_sizes, -1)], -1)
+
+    def fits(self, mdp: LayeredMDP) -> bool:
+        """Return whether the entries belong to the layers, states and actions of this MDP."""
+        return self.layer_sizes == mdp.layer_sizes and self.num_actions == mdp.num_actions
+
+
+class _Placed:
+    """The first value of a parameter with several entries; its place is known from the MDP.
+
+    Args:
+        mdp: gives the layers, states and actions, the number type and the device.
+        values: a number, or a tensor that broadcasts to `(*batch, *event)`.
+
+    Raises:
+        ValueError: if the values do not broadcast to the event shape.
+    """
+
+    kind: ClassVar[Literal["layer", "state", "pair"]]
+
+    def __init__(self, mdp: LayeredMDP, values: Tensor | float = 1.0) -> None:
+        self.place = Place(self.kind, mdp.layer_sizes, mdp.num_actions)
+        given = torch.as_tensor(values, dtype=mdp.dtype, device=mdp.device).detach()
+        event = self.place.shape
+        try:
+            batch = given.shape[: max(given.dim() - len(event), 0)]
+            self.values = given.expand(*batch, *event).clone()
+        except RuntimeError:
+            raise ValueError(
+                f"{type(self).__name__}: expected a number or a tensor of shape {tuple(event)}, "
+                f"with the batch dimensions in front, got {tuple(given.shape)}"
+            ) from None
+
+
+class PerLayer(_Placed):
+    """A parameter with one value per layer, `(L,)`."""
+
+    kind = "layer"
+
+
+class PerState(_Placed):
+    """A parameter with one value per state, `(S,)`."""
+
+    kind = "state"
+
+
+class PerPair(_Placed):
+    """A parameter with one value per pair, `(S, A)`; values on masked pairs have no effect."""
+
+    kind = "pair"
+
+
+def spread_batch(x: Tensor) -> Tensor:
+    """Return the spread form of a number or of one number per problem."""
+    return x[..., None, None] if x.dim() else x
+
+
+def fit(x: Tensor, event_dims: int) -> Tensor:
+    """Return a spread form with `event_dims` dimensions after the batch; numbers stay numbers.
+
+    Raises:
+        ValueError: if the values differ along a dimension that is removed.
+    """
+    if x.dim() == 0 or event_dims == 2:
+        return x
+    if any(size > 1 for size in x.shape[event_dims - 2 :]):
+        kind = "state or pair" if event_dims == 0 else "pair"
+        raise ValueError(
+            f"regularizer: a weight has one value per {kind}, but the function that it multiplies "
+            f"has one value per {'problem' if event_dims == 0 else 'state'}"
+        )
+    return x[..., 0] if event_dims == 1 else x[..., 0, 0]
+
+
+# -- Modules whose parameters declare their domains as class data, as in `torch.distributions` -----
+#
+# A parameter has the shape `(*batch, *event)`. The event shape belongs to one problem: `()` for a
+# scalar, `(S, A)` for one number per pair. The batch shape is that of the problems it is used with.
+# A function written by a user does not handle batches. `one_by_one` gives it each parameter without
+# its batch shape, so that batch dimensions cannot be mistaken for states or actions.
+#
+# Within `spreading`, parameters have the forms of torch_occ.regularizers.parameters.
+
+
+#: Tensors that replace parameters, by the `id` of the parameter; one mapping per thread.
+_views: ContextVar[Mapping[int, Tensor] | None] = ContextVar("views", default=None)
+
+
+#: The number of event dimensions that parameters are spread to; None outside `spreading`.
+class _Spread(threading.local):
+    """Per thread: the event dimensions in which parameters are shown; None for their own form.
+
+    torch.compile can trace a change of a threading.local, but not of a ContextVar.
+    """
+
+    event_dims: int | None = None
+
+
+_spread = _Spread()
+
+
+def _seen(found: Any) -> Any:
+    """Return the replacement of a parameter inside `seen_as`, else the parameter itself."""
+    views = _views.get()
+    if views is None:
+        return found
+    while id(found) in views:  # a replacement may be replaced in turn, inside a further context
+        found = views[id(found)]
+    return found
+
+
+#: What a parameter can be made from.
+Value = Tensor | float | PerLayer | PerState | PerPair
+
+
+class Parametrized(nn.Module):
+    """A module that registers `nn.Parameter`s and checks them against `arg_constraints`.
+
+    Parameters are checked at construction and before every solve. A parameter is a scalar, or has
+    the batch shape of the problems it is used with. A parameter with more than one number per
+    problem declares its event dimensions, as in `torch.distributions`: for the shape
+    `(*batch, S, A)` the constraint is `constraints.independent(constraints.positive, 2)`. For a
+    parameter that is only set as an attribute, the first shape that is set is the event shape. A
+    scalar parameter gets one value per layer, state or pair if it is given as `PerLayer`,
+    `PerState` or `PerPair`.
+
+    Raises:
+        ValueError: if a parameter is outside its domain; the message names it.
+    """
+
+    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
+
+    def __init__(self, **parameters: Value) -> None:
+        super().__init__()
+        self._event_dims = dict.fromkeys(parameters, 0)
+        self._event_dims |= {name: each.event_dim for name, each in self.arg_constraints.items()}
+        self._places: dict[str, Place] = {}
+        for name, value in parameters.items():
+            if isinstance(value, PerLayer | PerState | PerPair):
+                if self._event_dims[name]:
+                    raise ValueError(
+                        f"{type(self).__name__}: {name} declares {self._event_dims[name]} event "
+                        f"dimensions, so it cannot be a {type(value).__name__}; give a tensor"
+                    )
+                self._places[name] = value.place
+                self._event_dims[name] = len(value.place.shape)
+                value = value.values
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            given = torch.as_tensor(value, dtype=None if floating else torch.float64)
+            self.register_parameter(name, nn.Parameter(given.detach().clone()))
+        self.validate()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if param is not None:
+            self._event_dims.setdefault(name, param.dim())
+
+    def event_dims(self, name: str) -> int:
+        """Return the number of event dimensions; the dimensions before them are the batch."""
+        return self._event_dims[name]
+
+    def place(self, name: str) -> Place | None:
+        """Return the place of an own parameter; None for a scalar."""
+        return self._places.get(name)
+
+    def places(self) -> dict[str, Place]:
+        """Return the places of the parameters that have one, by name; submodules included."""
+        return {
+            f"{path}.{name}" if path else name: place
+            for path, owner in self.named_modules()
+            if isinstance(owner, Parametrized)
+            for name, place in owner._places.items()
+        }
+
+    def check_places(self, mdp: LayeredMDP) -> None:
+        """Check that parameters with a value per layer, state or pair belong to this MDP.
+
+        Raises:
+            ValueError: if one belongs to another layout; the message names it.
+        """
+        for name, place in self.places().items():
+            if not place.fits(mdp):
+                raise ValueError(
+                    f"regularizer: {name} has one value per {place.kind} of an MDP with layers of "
+                    f"{place.layer_sizes} states and {place.num_actions} actions, and this is "
+                    f"{mdp}; make the regularizer for it"
+                )
+
+    def batched(self) -> list[tuple[Tensor, torch.Size]]:
+        """Return all parameters that have a batch shape, with that shape; submodules included."""
+        found = []
+        for owner in self.modules() if has_children(self) else (self,):
+            if isinstance(owner, Parametrized):
+                for name, own in own_parameters(owner).items():
+                    parameter, event_dims = _seen(own), owner._event_dims.get(name, 0)
+                    if parameter is not None and parameter.dim() > event_dims:
+                        found.append((parameter, parameter.shape[: parameter.dim() - event_dims]))
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return self.shown(name, _seen(super().__getattr__(name)))
+
+    def shown(self, name: str, found: Any) -> Any:
+        """Return an attribute as functions of the regularizer see it: spread, if asked for."""
+        event_dims = _spread.event_dims
+        if event_dims is None or name not in self._event_dims:
+            return found
+        if name in self._places:
+            return fit(self._places[name].spread(found), event_dims)
+        return found if self._event_dims[name] else spread_batch(found)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield name, _seen(parameter)
+
+    def validate(self, parameters: Mapping[str, Tensor] | None = None) -> None:
+        """Check that all parameters are in their domains.
+
+        Args:
+            parameters: values to check instead of the module's own, by name in `named_parameters`.
+
+        Raises:
+            ValueError: if one is not; the message names the first one.
+        """
+        for path, module in self.named_modules():
+            if isinstance(module, Parametrized):
+                for name, constraint in module.arg_constraints.items():
+                    full = f"{path}.{name}" if path else name
+                    if parameters is None:
+                        value = getattr(module, name)
+                    elif full in parameters:
+                        value = parameters[full]
+                    else:  # it is the image of others; see torch.nn.utils.parametrize
+                        value = _image(module, name, full.removesuffix(name), parameters)
+                    _check(type(module).__name__, name, value.detach(), constraint)
+
+
+def _image(module: Parametrized, name: str, path: str, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Return a parameter that torch.nn.utils.parametrize computes from others."""
+    images = module.get_submodule(f"parametrizations.{name}")
+    prefix = f"{path}parametrizations.{name}."
+    given = {own: parameters[f"{prefix}{own}"] for own, _ in images.named_parameters()}
+    return torch.func.functional_call(images, given, ())
+
+
+def one_by_one(
+    owner: Parametrized,
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    event_dims: int,
+) -> Tensor:
+    """Call a function as if for each element of the batch, with the parameters of that element.
+
+    If no parameter has a batch shape, the function is called once with all of x.
+
+    Args:
+        owner: the module whose parameters the function reads.
+        x: `(*batch, *event)`.
+        event_dims: the number of event dimensions of x.
+
+    Returns:
+        `(*batch, *result)`, where batch is that of x and of all parameters together.
+
+    Raises:
+        RuntimeError: if the function fails under `torch.func.vmap`.
+    """
+    batched = owner.batched()
+    if not batched:
+        return function(x)
+    batch = broadcast(x.shape[: x.dim() - event_dims], *(shape for _, shape in batched))
+    count = batch.numel()
+
+    def flat(value: Tensor, dims: int) -> Tensor:
+        event = value.shape[dims:]
+        if not count:  # torch.func.vmap needs at least one element; it is dropped below
+            return value.new_ones(1, *event)
+        return value.expand(*batch, *event).reshape(count, *event)
+
+    def at_one(x: Tensor, *values: Tensor) -> Tensor:
+        pairs = zip(batched, values, strict=True)
+        with seen_as({id(parameter): value for (parameter, _), value in pairs}):
+            return function(x)
+
+    xs = flat(x, x.dim() - event_dims)
+    values = [flat(parameter, len(shape)) for parameter, shape in batched]
+    try:
+        found = torch.func.vmap(at_one)(xs, *values)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{type(owner).__name__}: its function failed at x of shape {tuple(xs.shape[1:])}, "
+            "with one element of its batched parameters at a time. torch.func.vmap runs it, so "
+            "write torch.where instead of an `if` that depends on a tensor, and no .item(). "
+            f"torch says: {error}"
+        ) from error
+    return found[:count].reshape(*batch, *found.shape[1:])
+
+
+@contextmanager
+def spreading(event_dims: int = 2) -> Iterator[None]:
+    """Show parameters in their spread form, with one or two event dimensions."""
+    before = _spread.event_dims
+    _spread.event_dims = event_dims
+    try:
+        yield
+    finally:
+        _spread.event_dims = before
+
+
+@contextmanager
+def seen_as(views: Mapping[int, Tensor]) -> Iterator[None]:
+    """Replace parameters by these tensors, by `id`, within the context and in this thread only."""
+    token = _views.set({**(_views.get() or {}), **views})
+    try:
+        yield
+    finally:
+        _views.reset(token)
+
+
+def _check(owner: str, name: str, value: Tensor, constraint: constraints.Constraint) -> None:
+    while isinstance(constraint, constraints.independent):  # so that the message shows the entry
+        constraint = constraint.base_constraint
+    valid = constraint.check(value)[(..., *(None,) * constraint.event_dim)] & value.isfinite()
+    if not bool(valid.all()):
+        place = tuple((~valid).nonzero()[0].tolist())  # () for a scalar
+        at = f" at {place}" if place else ""
+        raise ValueError(f"{owner}: {name} must satisfy {constraint}, got {value[place]}{at}")
+
+
+# -- Modules with a fixed structure: attributes that are set once, and lists that never change -----
+#
+# A step analyses its regularizer when it is made: which arguments it reads, and how its weights
+# depend on t and the parameters. It would ignore later changes of the structure, so they are
+# errors. The values of parameters may change at any time.
+
+
+class Frozen(nn.Module):
+    """A module whose attributes named in `fixed` can be set only once.
+
+    `fixed` maps each name to advice: what to do instead of setting the attribute again.
+
+    Raises:
+        AttributeError: if such an attribute is set again or deleted.
+    """
+
+    fixed: ClassVar[dict[str, str]] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if name in self.fixed and (name in own or name in own.get("_modules", ())):
+            self._refuse(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.fixed:
+            self._refuse(name)
+        super().__delattr__(name)
+
+    def _refuse(self, name: str) -> Never:
+        raise AttributeError(f"{type(self).__name__}: {name} cannot be changed; {self.fixed[name]}")
+
+
+class FrozenList(nn.ModuleList):
+    """A list of modules that cannot be changed.
+
+    Args:
+        modules: the entries.
+        advice: what to do instead of a change, for the error message.
+
+    Raises:
+        AttributeError: if the list is changed.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], advice: str = "make a new list") -> None:
+        super().__init__()
+        self._advice = advice
+        for i, module in enumerate(modules):
+            nn.Module.add_module(self, str(i), module)
+
+    def _refuse(self, *_: Any, **__: Any) -> Never:
+        raise AttributeError(f"the modules in this list cannot be changed; {self._advice}")
+
+    __setitem__ = __delitem__ = __iadd__ = append = extend = insert = pop = _refuse
+    add_module = register_module = _refuse
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            self._refuse()
+        super().__setattr__(name, value)

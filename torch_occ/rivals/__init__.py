@@ -1,0 +1,30 @@
+"""Learners from the literature, to compare with.
+
+beliefs     visit counts of transitions, the empirical transitions, and doubling epochs
+choice      which learners have a compiled player
+kl_ucb      KL-UCB for known transitions: optimism by relative entropy
+multilayer  multi-layer UCBVI (simplified): losses of which an unknown part was changed
+planning    optimistic planning: bonuses, and backward induction with lower and upper values
+players     the compiled players of learners at the limit of regret: KL-UCB, Thompson sampling
+psrl        PSRL: posterior sampling for unknown transitions and losses
+sampling    gamma and Beta variates of learners that sample, for arrays of items
+thompson    thompson sampling for known transitions
+ucbvi       UCBVI: value iteration with upper confidence bounds, for unknown transitions
+unknown     FTRL over the occupancy measures of transitions that are learned
+uob_reps    UOB-REPS (Jin, Jin, Luo, Sra and Yu, 2020): mirror descent over a confidence set of
+"""
+
+from torch_occ.rivals.beliefs import Bonus as Bonus
+from torch_occ.rivals.beliefs import CountingLearner as CountingLearner
+from torch_occ.rivals.beliefs import Widths as Widths
+from torch_occ.rivals.beliefs import empirical_transitions as empirical_transitions
+from torch_occ.rivals.beliefs import upper_occupancy as upper_occupancy
+from torch_occ.rivals.kl_ucb import KLUCB as KLUCB
+from torch_occ.rivals.multilayer import MultiLayerUCBVI as MultiLayerUCBVI
+from torch_occ.rivals.psrl import PSRL as PSRL
+from torch_occ.rivals.thompson import Thompson as Thompson
+from torch_occ.rivals.ucbvi import EULER as EULER
+from torch_occ.rivals.ucbvi import UCBVI as UCBVI
+from torch_occ.rivals.ucbvi import StrongEuler as StrongEuler
+from torch_occ.rivals.unknown import UnknownFTRL as UnknownFTRL
+from torch_occ.rivals.uob_reps import UOBREPS as UOBREPS

@@ -1,0 +1,490 @@
+"""Visit counts of transitions, the empirical transitions, and doubling epochs.
+
+    m(s, a, s')    how often s' followed the pair (s, a);    m(s, a) = sum over s'
+
+A table over transitions is a tuple with one tensor `(*batch, S_k, A, S_{k+1})` per layer, as
+`mdp.transitions`. The last layer leads to the terminal state, so its tensor is
+`(*batch, S_{L-1}, A, 1)`. Learners keep such a table in one flat tensor `(N, M)` with
+M = sum_k S_k A S_{k+1}, layer after layer; `split_transitions` returns its layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_occ.game.estimators import Feedback
+from torch_occ.game.learners import Learner
+from torch_occ.mdp.layered import LayeredMDP
+
+Table = tuple[Tensor, ...]  # one tensor (*batch, S_k, A, S_{k+1}) per layer
+
+
+def transition_shapes(mdp: LayeredMDP) -> list[tuple[int, int, int]]:
+    """(S_k, A, S_{k+1}) of every layer; the last S_{k+1} is 1."""
+    return [(n, mdp.num_actions, after) for n, after in pairwise((*mdp.layer_sizes, 1))]
+
+
+def num_transitions(mdp: LayeredMDP) -> int:
+    """M, the number of entries of a table over transitions."""
+    return sum(n * a * after for n, a, after in transition_shapes(mdp))
+
+
+def split_transitions(mdp: LayeredMDP, flat: Tensor) -> Table:
+    """The layers `(*batch, S_k, A, S_{k+1})` of a flat table `(*batch, M)`, as views."""
+    shapes = transition_shapes(mdp)
+    parts = flat.split([n * a * after for n, a, after in shapes], -1)
+    return tuple(part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def join_transitions(layers: Sequence[Tensor]) -> Tensor:
+    """The inverse of `split_transitions`: a flat table `(*batch, M)`."""
+    return torch.cat([layer.flatten(-3) for layer in layers], -1)
+
+
+def visited_transitions(mdp: LayeredMDP, feedback: Feedback) -> Tensor:
+    """The places `(N, L)` of an episode's transitions in a flat table."""
+    shapes = transition_shapes(mdp)
+    starts = torch.tensor([here.start for here in mdp.layer_slices], device=mdp.device)
+    first = [0, *accumulate(n * a * after for n, a, after in shapes)][:-1]
+    offsets = torch.tensor(first, device=mdp.device)
+    widths = torch.tensor([after for _, _, after in shapes], device=mdp.device)
+    local = feedback.states - starts  # (N, L), numbered within the layer
+    after = torch.nn.functional.pad(local[:, 1:], (0, 1))  # the terminal state has number 0
+    return offsets + (local * mdp.num_actions + feedback.actions) * widths + after
+
+
+def visits_of(mdp: LayeredMDP, counts: Sequence[Tensor]) -> Tensor:
+    """m(s, a) = sum over s' of m(s, a, s'), `(*batch, S, A)`."""
+    return torch.cat([layer.sum(-1) for layer in counts], -2)
+
+
+def empirical_transitions(
+    mdp: LayeredMDP, counts: Sequence[Tensor], pseudo_count: float = 1.0
+) -> Table:
+    """The empirical transitions of visit counts, with pseudo-counts.
+
+        P(s' | s, a) = (m(s, a, s') + kappa / n) / (m(s, a) + kappa)
+
+    where n is the number of states of the next layer. Without pseudo-counts some states could have
+    probability zero from every pair, and then the occupancy measures would have no interior. One
+    pseudo-count moves P by at most 1 / (m + 1). With kappa = 0, rows that were never seen are
+    uniform.
+
+    Args:
+        mdp: the layout; its probabilities are not used.
+        counts: m, one tensor `(*batch, S_k, A, S_{k+1})` per layer.
+        pseudo_count: kappa, at least 0.
+
+    Returns:
+        One tensor `(*batch, S_k, A, S_{k+1})` per layer. Rows of pairs that do not exist are zero.
+
+    Raises:
+        ValueError: if a shape does not fit the layout, or if `pseudo_count` is negative.
+    """
+    check_table("counts", mdp, counts)
+    if not pseudo_count >= 0:
+        raise ValueError(f"pseudo_count: expected a number of at least 0, got {pseudo_count}")
+    found = []
+    for m, mask in zip(counts, mdp.split(mdp.actions, 0), strict=True):
+        n, total = m.shape[-1], m.sum(-1, keepdim=True) + pseudo_count
+        rows = torch.where(total > 0, (m + pseudo_count / n) / total.clamp(min=1e-300), 1.0 / n)
+        found.append(torch.where(mask.unsqueeze(-1), rows, 0.0))
+    return tuple(found)
+
+
+def begins_epoch(visits: Tensor, epoch_visits: Tensor, feedback: Feedback) -> Tensor:
+    """Whether an episode ends its epoch: some visited pair has doubled its count, `(N,)`.
+
+    A new epoch begins if m(s_k, a_k) >= max(1, 2 m_i(s_k, a_k)) in some layer k, where m_i are the
+    counts at the beginning of epoch i (Jin, Jin, Luo, Sra and Yu, 2020; Jin, Huang and Luo, 2021).
+    There are at most S A (1 + log2 T) epochs.
+
+    Args:
+        visits: m after the episode, `(N, S, A)`.
+        epoch_visits: m_i, `(N, S, A)`.
+        feedback: the episode.
+    """
+    now, before = feedback.gather(visits), feedback.gather(epoch_visits)
+    return (now >= (2 * before).clamp(min=1)).any(-1)
+
+
+def check_table(name: str, mdp: LayeredMDP, table: Sequence[Tensor]) -> None:
+    """Raise a ValueError unless a table over transitions fits the layout."""
+    shapes = transition_shapes(mdp)
+    if len(table) != len(shapes):
+        raise ValueError(f"{name}: expected one tensor per layer, {len(shapes)}, got {len(table)}")
+    for k, (layer, shape) in enumerate(zip(table, shapes, strict=True)):
+        if tuple(layer.shape[-3:]) != shape:
+            raise ValueError(
+                f"{name}[{k}]: expected shape (*batch, {', '.join(map(str, shape))}), got "
+                f"{tuple(layer.shape)}"
+            )
+
+
+# -- Confidence widths of the empirical transitions, and the bonuses that follow from them ---------
+#
+#     B(s, a, s') = min{ 1, c1 sqrt(P(s' | s, a) iota / m1) + c2 iota / m2 }
+#
+# with the empirical P, the visits m = m(s, a), and denominators m1, m2 of either m or m - 1. The
+# constants of each source are a row of `SOURCES`. B is 1 for pairs that were never seen. It is 0
+# where the next layer has one state, since that successor is certain: so in the last layer.
+
+
+class Source(NamedTuple):
+    """A row of the table of widths."""
+
+    c1: float
+    c2: float
+    #: What is subtracted from m in the first and in the second denominator, which is at least 1.
+    fewer: tuple[int, int]
+    #: Whether the root has the variance P (1 - P) in place of P.
+    variance: bool
+    #: Whether the union in iota is over 2 S A S' T, and not over S A T.
+    two_sided: bool
+    #: The probability that some width does not hold, as a multiple of delta; None without proof.
+    failures: float | None
+
+
+#: The constants of each source.
+SOURCES = {
+    # Jin, Huang and Luo (2021), eq. (8).
+    "jin_huang_luo": Source(2.0, 14 / 3, (0, 0), False, False, 4.0),
+    # Jin, Jin, Luo, Sra and Yu (2020), eq. (5).
+    "uob_reps": Source(2.0, 14 / 3, (1, 1), False, False, 4.0),
+    # Maurer and Pontil (2009), theorem 4, with a union bound over all s, a, s' and m <= T. Quoted
+    # from memory.
+    "bernstein": Source(math.sqrt(2.0), 7 / 3, (0, 1), True, True, 1.0),
+    # Constants that work; without any guarantee.
+    "practical": Source(1.0, 1.0, (0, 0), False, False, None),
+}
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Confidence widths with the constants of a source; `Widths.of` computes iota.
+
+    Args:
+        source: a row of `SOURCES`, or your own constants.
+        iota: one number per layer.
+        episodes: T.
+    """
+
+    source: Source
+    iota: tuple[float, ...]
+    #: The number of episodes for which the widths hold; None if they promise nothing.
+    episodes: int | None = None
+
+    @classmethod
+    def of(
+        cls, name: str, mdp: LayeredMDP, episodes: int | None = None, delta: float | None = None
+    ) -> Widths:
+        """The widths of a source.
+
+        iota is ln(T S A / delta), with the number of existing pairs for S A; for "bernstein"
+        ln(2 S A S' T / delta), with S' the states of the next layer; and 1 for "practical".
+
+        Args:
+            name: a key of `SOURCES`.
+            mdp: the layout.
+            episodes: T.
+            delta: in (0, 1); the widths of all pairs and episodes hold with probability
+                1 - failures * delta.
+
+        Raises:
+            ValueError: if the name is unknown, or if T or delta is missing or out of range; it says
+                which source needs them.
+        """
+        if name not in SOURCES:
+            raise ValueError(f"widths: expected one of {', '.join(SOURCES)}, got {name!r}")
+        source = SOURCES[name]
+        if source.failures is None:
+            return cls(source, (1.0,) * mdp.horizon)
+        if episodes is None or episodes < 1:
+            raise ValueError(
+                f"episodes: the widths of {name} need the number of episodes, at least 1, got "
+                f"{episodes}"
+            )
+        if delta is None or not 0 < delta < 1:
+            raise ValueError(f"delta: the widths of {name} need a number in (0, 1), got {delta}")
+        base = math.log(episodes) + math.log(mdp.num_pairs) - math.log(delta)
+        sizes = (*mdp.layer_sizes[1:], 1)
+        iota = tuple(base + (math.log(2 * n) if source.two_sided else 0.0) for n in sizes)
+        return cls(source, iota, episodes)
+
+    def __call__(self, mdp: LayeredMDP, transitions: Sequence[Tensor], visits: Tensor) -> Table:
+        """B(s, a, s'), one tensor `(*batch, S_k, A, S_{k+1})` per layer.
+
+        Args:
+            mdp: the layout; its probabilities are not used.
+            transitions: the empirical P, one tensor `(*batch, S_k, A, S_{k+1})` per layer.
+            visits: m(s, a), `(*batch, S, A)`.
+
+        Raises:
+            ValueError: if a shape does not fit the layout.
+        """
+        check_table("transitions", mdp, transitions)
+        expected = (mdp.num_states, mdp.num_actions)
+        if tuple(visits.shape[-2:]) != expected:
+            raise ValueError(
+                f"visits: expected shape (*batch, {expected[0]}, {expected[1]}), got "
+                f"{tuple(visits.shape)}"
+            )
+        if len(self.iota) != mdp.horizon:
+            raise ValueError(
+                f"widths: were made for {len(self.iota)} layers, the MDP has {mdp.horizon}"
+            )
+        found, source = [], self.source
+        for P, m, iota in zip(transitions, mdp.split(visits, -2), self.iota, strict=True):
+            if P.shape[-1] == 1:
+                found.append(torch.zeros_like(P))
+                continue
+            m = m.unsqueeze(-1)
+            first, second = ((m - fewer).clamp(min=1) for fewer in source.fewer)
+            spread = P * (1 - P) if source.variance else P
+            B = source.c1 * (spread * iota / first).sqrt() + source.c2 * iota / second
+            # A source that subtracts from m says nothing about pairs with so few visits, unless
+            # its own denominator is max(1, m - 1).
+            least = 1 if source.variance else 0
+            found.append(torch.where(m > least, B.clamp(max=1.0), 1.0))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Bonus:
+    """What is subtracted from the loss, so that the values of the belief are optimistic.
+
+        bonus(s, a) = scale * range * min{ 1, share * sum_s' B(s, a, s') }
+
+    where range is L, or, with `remaining`, L - 1 - k: the largest loss after layer k. It is zero
+    where B is.
+
+    The defaults are those of Jin, Huang and Luo (2021): L min{1, sum B}. `Bonus.practical()` is
+    smaller. |(P - P') V| is at most (1/2) |P - P'|_1 times the range of V, so share = 1/2 and
+    `remaining` keep the optimism; scale = 1/2 does not.
+    """
+
+    scale: float = 1.0
+    share: float = 1.0
+    remaining: bool = False
+
+    @classmethod
+    def practical(cls) -> Bonus:
+        """(1/2) (L - 1 - k) min{1, (1/2) sum B}."""
+        return cls(0.5, 0.5, True)
+
+    def __post_init__(self) -> None:
+        for name in ("scale", "share"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(
+                    f"{name}: expected a number of at least 0, got {getattr(self, name)}"
+                )
+
+    def __call__(self, mdp: LayeredMDP, widths: Sequence[Tensor]) -> Tensor:
+        """The bonus `(*batch, S, A)` for widths B, one tensor per layer; 0 on masked pairs.
+
+        Raises:
+            ValueError: if a shape does not fit the layout.
+        """
+        check_table("widths", mdp, widths)
+        rows = []
+        for k, B in enumerate(widths):
+            reach = mdp.horizon - 1 - k if self.remaining else mdp.horizon
+            rows.append(self.scale * reach * (self.share * B.sum(-1)).clamp(max=1.0))
+        return torch.where(mdp.actions, torch.cat(rows, -2), 0.0)
+
+
+# -- Upper occupancy bounds: the largest probability of a state under transitions in a set (Com ----
+#
+# The set has one box per pair: every P' with |P'(s' | s, a) - P(s' | s, a)| <= B(s, a, s') and rows
+# that sum to one. For a target state x,
+#
+#     f(s) = 1{s = x} + sum_a pi(a | s) max{ sum_s' p(s') f(s') : lo <= p <= hi, sum p = 1 },
+#
+# from the last layer to the first, with lo = max(0, P - B) and hi = min(1, P + B). The upper
+# occupancy bound is u(x) = sum_s initial(s) f(s). The maximum is greedy: p = lo, and the remaining
+# mass 1 - sum lo goes to the successors in the order of decreasing f, to each up to hi - lo. The
+# set is a product over pairs, so the maxima are attained by one P' (Jin, Jin, Luo, Sra and Yu,
+# 2020).
+
+
+#: The largest number of entries of a tensor in memory, unless one target has more.
+_MOST = 1 << 22
+
+
+def upper_occupancy(
+    mdp: LayeredMDP, policy: Tensor, transitions: Sequence[Tensor], widths: Sequence[Tensor]
+) -> Tensor:
+    """u(s), the largest q(s) of a policy over all transitions in the confidence set.
+
+    For pairs, u(s, a) = pi(a | s) u(s). If all widths are zero, u is the occupancy measure.
+
+    Args:
+        mdp: the layout and the initial distribution; its transitions are not used.
+        policy: `(*batch, S, A)`.
+        transitions: the centre P of the set, one tensor `(*batch, S_k, A, S_{k+1})` per layer.
+        widths: B, one tensor of the same shape per layer.
+
+    Returns:
+        u, `(*batch, S)`.
+
+    Raises:
+        ValueError: if a shape does not fit the layout.
+    """
+    check_table("transitions", mdp, transitions)
+    check_table("widths", mdp, widths)
+    if tuple(policy.shape[-2:]) != (mdp.num_states, mdp.num_actions):
+        raise ValueError(
+            f"policy: expected shape (*batch, {mdp.num_states}, {mdp.num_actions}), got "
+            f"{tuple(policy.shape)}"
+        )
+    least = [(P - B).clamp(min=0.0) for P, B in zip(transitions, widths, strict=True)]
+    caps = [
+        (P + B).clamp(max=1.0) - low for P, B, low in zip(transitions, widths, least, strict=True)
+    ]
+    policies = mdp.split(policy, -2)
+    batch = torch.broadcast_shapes(policy.shape[:-2], *(low.shape[:-3] for low in least))
+    each = batch.numel() * max(low.shape[-3:].numel() for low in least)  # entries per target
+    targets = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
+    found = []
+    for part in targets.split(max(1, _MOST // each)):  # (X, S), one target per row
+        goals = mdp.split(part, -1)
+        f = goals[-1]  # (*batch, X, S_k)
+        for k in reversed(range(mdp.horizon - 1)):
+            ahead = _largest(least[k], caps[k], f)  # (*batch, X, S_k, A)
+            f = goals[k] + (policies[k].unsqueeze(-3) * ahead).sum(-1)
+        found.append((f * mdp.initial.unsqueeze(-2)).sum(-1).expand(*batch, -1))
+    return torch.cat(found, -1)
+
+
+def _largest(least: Tensor, cap: Tensor, f: Tensor) -> Tensor:
+    """max of sum_s' p(s') f(s') over p between `least` and `least + cap` with sum one.
+
+    Args:
+        least: `(*batch, S, A, S')`.
+        cap: `(*batch, S, A, S')`.
+        f: one row per target, `(*batch, X, S')`.
+
+    Returns:
+        The maxima, `(*batch, X, S, A)`.
+    """
+    ordered, order = f.sort(-1, descending=True)
+    ordered = ordered[..., None, None, :]  # (*batch, X, 1, 1, S')
+    least, cap = least.unsqueeze(-4), cap.unsqueeze(-4)  # (*batch, 1, S, A, S')
+    shape = torch.broadcast_shapes(ordered.shape, least.shape)
+    places = order[..., None, None, :].expand(shape)
+    low, room = (x.expand(shape).gather(-1, places) for x in (least, cap))
+    # What is left for a successor after those before it were filled.
+    left = (1 - low.sum(-1, keepdim=True)) - (room.cumsum(-1) - room)
+    return ((low + torch.minimum(room, left.clamp(min=0.0))) * ordered).sum(-1)
+
+
+# -- What learners share that do not know the transitions: a blind MDP, counts and epochs ----------
+#
+# Such a learner derives from `CountingLearner`, which keeps only the layout (`mdp.blind()`), counts
+# the transitions of every episode and keeps the empirical transitions of the current epoch. It
+# writes `propose_policy`, and calls `record` in its own `observe`.
+
+
+class CountingLearner(Learner):
+    """Base class of learners that do not know the transitions, and count them.
+
+    Its state, for N seeds (`split_transitions` returns the layers of a flat table):
+
+    | name | shape | what it is |
+    |---|---|---|
+    | `counts` | `(N, M)` | m(s, a, s') so far, flat |
+    | `visits` | `(N, S, A)` | m(s, a) so far |
+    | `epoch_visits` | `(N, S, A)` | m(s, a) at the beginning of the epoch |
+    | `belief` | `(N, M)` | the empirical transitions at the beginning of the epoch, flat |
+    | `epochs` | `(N,)` | the number of the epoch, from 1 |
+    | `epoch_start` | `(N,)` | the first episode of the epoch |
+
+    Raises:
+        ValueError: if `pseudo_count` is negative.
+    """
+
+    def __init__(self, mdp: LayeredMDP, pseudo_count: float = 1.0) -> None:
+        super().__init__(mdp.blind())
+        if not pseudo_count >= 0:
+            raise ValueError(f"pseudo_count: expected a number of at least 0, got {pseudo_count}")
+        self.pseudo_count = pseudo_count
+
+    def start(self, num_seeds: int) -> None:
+        pairs = self._zeros(num_seeds)
+        counts = pairs.new_zeros(num_seeds, num_transitions(self.mdp))
+        self.state = {
+            "counts": counts,
+            "visits": pairs,
+            "epoch_visits": pairs.clone(),
+            "belief": self._empirical(counts),
+            "epochs": pairs.new_ones(num_seeds),
+            "epoch_start": pairs.new_ones(num_seeds),
+        }
+
+    def transitions(self) -> Table:
+        """The empirical transitions of the epoch, one tensor `(N, S_k, A, S_{k+1})` per layer."""
+        return split_transitions(self.mdp, self.state["belief"])
+
+    def counted(self) -> Table:
+        """m(s, a, s') of all episodes so far, one tensor `(N, S_k, A, S_{k+1})` per layer."""
+        return split_transitions(self.mdp, self.state["counts"])
+
+    def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
+        self.record(t, feedback)
+
+    @torch.no_grad()
+    def record(self, t: int, feedback: Feedback) -> Tensor:
+        """Count the transitions of episode t, and begin new epochs.
+
+        Returns:
+            The seeds for which a new epoch begins with episode t + 1, a mask `(N,)`.
+        """
+        state, ones = self.state, torch.ones_like(feedback.losses)
+        places = visited_transitions(self.mdp, feedback)
+        state["counts"] = state["counts"].scatter_add(-1, places, ones)
+        state["visits"] = state["visits"] + feedback.scatter(ones, state["visits"])
+        new = begins_epoch(state["visits"], state["epoch_visits"], feedback)
+        if bool(new.any()):
+            state["belief"] = torch.where(
+                new[:, None], self._empirical(state["counts"]), state["belief"]
+            )
+            state["epoch_visits"] = torch.where(
+                new[:, None, None], state["visits"], state["epoch_visits"]
+            )
+            state["epochs"] = state["epochs"] + new
+            state["epoch_start"] = torch.where(new, float(t + 1), state["epoch_start"])
+        return new
+
+    @torch.no_grad()
+    def monitor(self, mdp: LayeredMDP, q: Tensor) -> dict[str, float]:
+        """How far the belief is from the truth; means over seeds.
+
+        The last layer counts in none of them, since its successor is certain.
+
+        Returns:
+            By name: `epochs`; `l1_error`, the mean over pairs of |P - P_i|_1; `l1_error_played`,
+            the same mean weighted by q.
+        """
+        found = {"epochs": float(self.state["epochs"].mean())}
+        l1 = torch.cat([error.abs().sum(-1) for error in self._errors(mdp)], -2)  # (N, S, A)
+        inner = mdp.actions & (mdp.layer < mdp.horizon - 1).unsqueeze(-1)
+        if bool(inner.any()):
+            found["l1_error"] = float(l1[:, inner].mean())
+            found["l1_error_played"] = float((q * l1).sum((-2, -1)).mean()) / (mdp.horizon - 1)
+        return found
+
+    def _errors(self, mdp: LayeredMDP) -> list[Tensor]:
+        """The belief minus the true transitions, layer by layer."""
+        true = mdp.to_dense().transitions
+        return [p - P for p, P in zip(self.transitions(), true, strict=True)]
+
+    def _empirical(self, counts: Tensor) -> Tensor:
+        layers = split_transitions(self.mdp, counts)
+        return join_transitions(empirical_transitions(self.mdp, layers, self.pseudo_count))

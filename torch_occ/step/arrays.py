@@ -1,0 +1,582 @@
+"""Conversion of torch objects to the arrays of the compiled kernels, and what these support."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_occ._support.choices import compile_message
+from torch_occ._support.private import carries_derivative, in_forward_mode
+from torch_occ._support.processes import for_each
+from torch_occ.engine.batch import (
+    Models,
+    Room,
+    find_entropies,
+    make_room,
+    solve_linear,
+    solve_linear_of_models,
+    solve_steps,
+    solve_steps_of_models,
+)
+from torch_occ.engine.lanes import LANES, allocator, width_of
+from torch_occ.engine.layout import (
+    COMPLEMENT,
+    NARROW,
+    PAIR,
+    REST,
+    STATE,
+    Bools,
+    Floats,
+    Ints,
+    Kinds,
+    Model,
+    Rows,
+    Work,
+    lanes_in,
+    make_work,
+)
+from torch_occ.engine.psi import X_LOG_X
+from torch_occ.mdp.checks import broadcast
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.layers import DenseLayer, SparseLayer
+from torch_occ.regularizers.base import Regularizer
+from torch_occ.regularizers.catalog import TabularRegularizer
+from torch_occ.regularizers.parameters import Place, fit
+from torch_occ.regularizers.terms import Power, Term
+from torch_occ.step.newton import conserves_mass
+
+#: The shape of the pairs for numbers that are the same for all pairs.
+ONE = torch.Size((1, 1))
+
+_ARGUMENTS = {"pair": PAIR, "rest": REST, "state": STATE, "complement": COMPLEMENT}
+
+
+def why_not_model(mdp: LayeredMDP, *, batch: bool = False) -> str | None:
+    """Return the reason why the engine does not support this MDP, or None if it does.
+
+    Args:
+        batch: whether a batch of MDPs is supported.
+    """
+    if mdp.device.type != "cpu" or mdp.dtype != torch.float64:
+        return f"the engine works in float64 on the CPU, the MDP is {mdp.dtype} on {mdp.device}"
+    if mdp.batch_shape and not batch:
+        return "the engine works with a single MDP, this is a batch"
+    return None
+
+
+def why_not_terms(regularizer: Regularizer) -> str | None:
+    """Return the reason why the engine does not support this regularizer, or None if it does."""
+    for leaf in regularizer.leaves():
+        if not isinstance(leaf, TabularRegularizer):
+            return f"{type(leaf).__name__} is not a table of elementary terms"
+    return None
+
+
+def why_not_game(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
+    """Return the reason why the engine does not play with this MDP and regularizer, or None."""
+    return why_not_terms(regularizer) or why_not_model(mdp)
+
+
+def model_of(mdp: LayeredMDP, *, dense: bool = False) -> Model:
+    """Return the MDP as arrays; unless `dense`, transitions are sparse if `prefers_rows`."""
+
+    def exists(name: str) -> np.ndarray:
+        missing = mdp.missing[name]
+        if missing is None:
+            return np.ones(tuple(mdp.actions.shape), dtype=np.bool_)
+        return ~missing.numpy()
+
+    start = np.array([0, *(layer.stop for layer in mdp.layer_slices)], dtype=np.int64)
+    flags = np.stack([exists(name).reshape(-1) for name in ("pair", "rest", "complement")])
+    in_rows = not dense and prefers_rows(mdp)
+    next_state: Floats | Rows = rows_of(mdp) if in_rows else table_of(mdp)
+    arrivals = np.zeros((0, 0)) if isinstance(next_state, Rows) else next_state.T.copy()
+    initial = mdp.initial.detach().numpy().copy()
+    return Model(mdp.num_actions, start, next_state, arrivals, flags, initial, conserves_mass(mdp))
+
+
+def prefers_rows(mdp: LayeredMDP) -> bool:
+    """Return whether the engine uses sparse transitions and conjugate gradients.
+
+    The alternative is dense transitions and a factorization of every layer
+    (the modules conjugate and sweeps of torch_occ.kernels.solver). Sparse transitions stay sparse.
+    For dense ones, a model predicts both times in nanoseconds per Newton step. It was fitted to
+    measurements from (3,3,3) to layers of 60 states. Where the times are close, the factorization
+    is used.
+    """
+    if mdp.is_sparse:
+        return True
+    sizes, num_actions = mdp.layer_sizes, mdp.num_actions
+    products = sum(m * n * (num_actions * n + m + n) for m, n in pairwise(sizes))
+    products += sum(2 * n**3 for n in sizes)
+    entries = sum(int(layer.probabilities.count_nonzero()) for layer in mdp.layers[:-1])
+    pairs = mdp.num_states * mdp.num_actions
+    return 12 * entries + 110 * pairs < (0.25 * products + 150 * pairs) / 1.5
+
+
+def table_of(mdp: LayeredMDP) -> Floats:
+    """Return dense transitions of all layers, `(*batch, S * A, widest layer)`."""
+    widest, batch = max(mdp.layer_sizes), mdp.batch_shape
+    table = np.zeros((*batch, mdp.num_states, mdp.num_actions, widest))
+    for here, p in zip(mdp.layer_slices[:-1], mdp.transitions[:-1], strict=True):
+        table[..., here, :, : p.shape[-1]] = p.detach().numpy()
+    return table.reshape(*batch, -1, widest)
+
+
+def rows_of(mdp: LayeredMDP) -> Rows:
+    """Return sparse transitions of all layers.
+
+    Rows of the last layer are empty: it leads to the terminal state, which has no index.
+    """
+    starts = [np.zeros(1, dtype=np.uint64)]
+    states = [np.zeros(0, dtype=np.uint32)]
+    probabilities = [np.zeros(0)]
+    count = 0
+    for layer, there in zip(mdp.layers[:-1], mdp.layer_slices[1:], strict=True):
+        if not isinstance(layer, SparseLayer):
+            layer = SparseLayer.from_tensor(layer.dense.flatten(0, 1).to_sparse(), mdp.num_actions)
+        starts.append((layer.pattern.starts[1:].numpy() + count).astype(np.uint64))
+        states.append((layer.pattern.next.numpy() + there.start).astype(np.uint32))
+        probabilities.append(layer.probabilities.detach().flatten().numpy())
+        count += len(states[-1])
+    last = np.full(mdp.layer_sizes[-1] * mdp.num_actions, count, dtype=np.uint64)
+    return Rows(
+        np.concatenate([*starts, last]), np.concatenate(states), np.concatenate(probabilities)
+    )
+
+
+def terms_of(regularizer: Regularizer, t: Tensor) -> list[Term]:
+    """Return the elementary terms with their weights at t, as differentiable tensors.
+
+    Raises:
+        RuntimeError: if a part was added that is not a table of terms.
+        ValueError: if a term of q(s) has one weight per pair.
+    """
+    found: list[Term] = []
+    for part, weight in regularizer.parts(t):
+        if not isinstance(part, TabularRegularizer):  # `why_not_game` has checked the parts before
+            raise RuntimeError(
+                f"regularizer: {type(part).__name__} was added after the first use; "
+                "make a new FTRLStep(mdp, regularizer)"
+            )
+        found += part.constant(weight)[0].terms
+    for term in found:
+        if term.argument == "state" and isinstance(term.weight, Tensor):
+            fit(term.weight, 1)  # refuses one value per pair
+    return found
+
+
+def kinds_of(terms: Sequence[Term]) -> Kinds:
+    """Return the first fields of `Terms`: all but the exponents."""
+    arguments = np.array([_ARGUMENTS[term.argument] for term in terms], dtype=np.int64)
+    functions = np.array([term.function.code for term in terms], dtype=np.int64)
+    return arguments, functions, True if (functions == X_LOG_X).all() else None
+
+
+def weights_of(terms: Sequence[Term], pairs: torch.Size) -> Tensor:
+    """Return the weights, `(*batch, K)`; `(*batch, K * S * A)` if they differ between pairs.
+
+    Args:
+        pairs: `(S, A)`.
+    """
+    return _stack([term.weight for term in terms], pairs)
+
+
+def exponents_of(terms: Sequence[Term], pairs: torch.Size) -> Tensor:
+    """Return the exponents of the powers, shaped as the weights; 0 for other functions."""
+    return _stack(list_exponents(terms), pairs)
+
+
+def list_exponents(terms: Sequence[Term]) -> list[Tensor | float]:
+    """Return one exponent per term; 0 for functions other than powers."""
+    return [term.function.p if isinstance(term.function, Power) else 0.0 for term in terms]
+
+
+def _stack(values: Sequence[Tensor | float], pairs: torch.Size) -> Tensor:
+    """Stack numbers and tensors in their spread form, one after the other for each problem."""
+    if not any(isinstance(x, Tensor) for x in values):
+        return torch.tensor(values, dtype=torch.float64)
+    tensors = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in values]
+    shape = broadcast(*(x.shape for x in tensors))
+    if any(size > 1 for size in shape[-2:]):
+        whole = torch.Size((*shape[:-2], *pairs))
+        return torch.stack([x.expand(whole) for x in tensors], -3).flatten(-3)
+    tensors = [fit(x, 0) for x in tensors]
+    batch = shape[:-2]
+    return torch.stack([x if x.shape == batch else x.expand(batch) for x in tensors], -1)
+
+
+# -- tensors, arrays and numbers: a batch is stored in rows, a single problem has plain numbers ----
+
+
+def plain(x: Any) -> bool:
+    """Return whether x is a tensor that kernels can read: float64 on the CPU."""
+    return isinstance(x, Tensor) and x.dtype is torch.float64 and x.is_cpu
+
+
+def number(x: Any) -> Any:
+    """Return x as a number, or as an array for a batch; None if x is neither."""
+    if type(x) is float:
+        return x
+    if plain(x):
+        return x.item() if x.dim() == 0 else x.detach().numpy()
+    return float(x) if isinstance(x, int | float) else None
+
+
+def followed(*inputs: Tensor | float) -> bool:
+    """Return whether any input requires grad."""
+    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+
+
+def tabulate(values: list[Any], batch: torch.Size, pairs: torch.Size) -> Floats:
+    """Return 2 K numbers or arrays in their spread form as one array for the kernels.
+
+    Args:
+        pairs: `(S, A)`, or `ONE` if every array has one number per problem.
+
+    Returns:
+        `(2, N or 1, K)`, or `(2, N or 1, K * S * A)` with one number per pair; 1 if the batch
+        shares them.
+    """
+    if pairs is ONE and (not batch or all(type(x) is float for x in values)):
+        return np.array(values).reshape(2, 1, -1)
+    count = len(values) // 2
+    table = np.empty((2, *batch, count, *pairs))
+    for i, x in enumerate(values):
+        table[i // count, ..., i % count, :, :] = x
+    return table.reshape(2, batch.numel(), count * pairs.numel())
+
+
+def untabulate(table: Floats, batch: torch.Size, pairs: torch.Size) -> list[Any]:
+    """Return an array as from `tabulate`, `(n, N, ...)`, as n K numbers or arrays.
+
+    An array has the shape `(*batch, *pairs)`.
+    """
+    if not batch and pairs is ONE:
+        numbers: list[Any] = table.ravel().tolist()
+        return numbers
+    count = table.shape[2] // pairs.numel()
+    table = table.reshape(len(table), batch.numel(), count, pairs.numel()).swapaxes(1, 2)
+    return list(table.reshape(len(table) * count, *batch, *pairs))
+
+
+def spread(x: Any, place: Place | None) -> Any:
+    """Return the spread form of a number, tensor or array; None is the place of a scalar."""
+    if isinstance(x, float | int) or x.ndim == 0:
+        return x
+    return x[..., None, None] if place is None else place.spread(x)
+
+
+def shaped(
+    bar: Any, x: Tensor, place: Place | None, batch: torch.Size, pairs: torch.Size
+) -> Tensor:
+    """Return the derivative with respect to x, of its shape, from that in its spread form.
+
+    Args:
+        bar: a number, or an array that broadcasts to `(*batch, *pairs)`.
+    """
+    if not batch and pairs is ONE:
+        return torch.from_numpy(np.array(bar))
+    whole = torch.empty(*batch, *pairs, dtype=torch.float64)
+    whole.numpy()[...] = bar
+    if x.dim() == 0:
+        return whole.sum()
+    whole = summed(whole, spread(x.detach(), place))
+    return whole[..., 0, 0] if place is None else place.collect(whole)
+
+
+def summed(bar: Tensor, x: Tensor) -> Tensor:
+    """Sum a derivative over the dimensions along which x was broadcast."""
+    return bar if bar.shape == x.shape else bar.sum_to_size(x.shape)
+
+
+def rows(x: Tensor, batch: torch.Size, event_dims: int) -> Floats:
+    """Return `(*some of batch, S, ...)` as a contiguous array `(N * S or S, ...)`."""
+    x = x.detach() if x.requires_grad or in_forward_mode() else x
+    split = x.dim() - event_dims
+    if split and x.shape[:split].numel() > 1:
+        x = x.expand(*batch, *x.shape[split:])
+    array: Floats = x.contiguous().numpy()
+    return array.reshape(-1, *x.shape[split + 1 :]) if split else array
+
+
+# -- The MDPs of a batch of steps as the kernels read them: one for all elements, or one for ea ----
+
+
+#: The widest dense layer for which the engine is faster than BLAS on the torch path. Measured with
+#: 2 to 10 layers and actions, one thread.
+WIDEST = 150
+
+
+def pays_off(mdp: LayeredMDP) -> bool:
+    """Return whether the engine is expected to be faster than the torch path."""
+    return mdp.is_sparse or max(mdp.layer_sizes) <= WIDEST
+
+
+def why_not(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
+    """Return the reason why the engine does not support a step over this MDP, or None if it does.
+
+    Other than in a game, the MDP may be a batch, or be differentiated.
+    """
+    return why_not_terms(regularizer) or why_not_world(mdp)
+
+
+def why_not_world(mdp: LayeredMDP) -> str | None:
+    """Return the reason why the engine does not support this MDP in a step, or None if it does."""
+    if mdp.batch_shape:
+        if mdp.is_sparse:
+            return "the engine works with a single sparse MDP, this is a batch"
+        if max(mdp.layer_sizes) > NARROW:
+            return (
+                f"the engine takes a batch of MDPs with layers of up to {NARROW} states, "
+                f"this one has {max(mdp.layer_sizes)}"
+            )
+    return why_not_model(mdp, batch=True)
+
+
+class World:
+    """An MDP or a batch of MDPs.
+
+    Args:
+        mdp: supported, see `why_not_world`.
+    """
+
+    def __init__(self, mdp: LayeredMDP) -> None:
+        self.mdp, self.batch_shape = mdp, mdp.batch_shape
+        differentiated = any(carries_derivative(p) for p in mdp.probabilities)
+        # The tensors that may be differentiated: none, or the probabilities.
+        self.tensors: tuple[Tensor, ...] = mdp.probabilities if differentiated else ()
+
+    @cached_property
+    def model(self) -> Model:
+        """The MDP as arrays; of a batch, the first one."""
+        if not self.batch_shape:
+            return model_of(self.mdp)
+        dims = (1, *(layer.event_dims for layer in self.mdp.layers))
+        pairs = zip(self.mdp.probabilities, dims, strict=True)
+        first = [p.detach().reshape(-1, *p.shape[p.dim() - dim :])[0] for p, dim in pairs]
+        return model_of(self.mdp.with_probabilities(*first), dense=True)
+
+    @cached_property
+    def tables(self) -> tuple[Floats, Floats, Bools]:
+        """Of a batch of M: transitions `(M, S * A, widest)`, initial distributions, `conserved`."""
+        count, (num_pairs, widest) = self.batch_shape.numel(), self.model.next_state.shape
+        next_state = table_of(self.mdp).reshape(count, num_pairs, widest)
+        first = self.mdp.initial.detach().expand(*self.batch_shape, -1)
+        initial: Floats = first.reshape(count, -1).contiguous().numpy()
+        # The same rule as in torch_occ.step.newton.conserves_mass.
+        width = np.repeat(self.mdp.layer_sizes[1:], self.mdp.layer_sizes[:-1])
+        bound = (64 + width.repeat(self.mdp.num_actions)) * np.finfo(np.float64).eps
+        off = np.abs(next_state[:, : len(bound)].sum(-1) - 1) > bound
+        exists = self.model.exists[0, : len(bound)]
+        return next_state, initial, ~(off & exists).any(-1)
+
+    def owners(self, batch: torch.Size) -> Ints:
+        """The MDP of every element of a batch."""
+        numbers = np.arange(self.batch_shape.numel()).reshape(self.batch_shape)
+        return np.ascontiguousarray(np.broadcast_to(numbers, batch).ravel())
+
+    def pull_back(
+        self, q: Tensor, v: Tensor, u: Tensor, m: Tensor, needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Return derivatives with respect to the probabilities, of their shapes.
+
+        (-u, m) is lambda of torch_occ.step.implicit. The equations contain P in -E'v and E q, and
+        the initial distribution in b.
+        """
+        slices, layers = self.mdp.layer_slices, self.mdp.layers
+        found: list[Tensor | None] = [None] * len(needed)
+        if needed[0]:
+            found[0] = summed(m[..., slices[0]], self.mdp.initial)
+        for k, layer in enumerate(layers):
+            if needed[k + 1]:
+                bar = torch.zeros_like(layer.probabilities)
+                if k + 1 < len(layers):
+                    here, there = slices[k], slices[k + 1]
+                    bar = q[..., here, :, None] * m[..., None, None, there]
+                    bar = bar + u[..., here, :, None] * v[..., None, None, there]
+                    bar = summed(bar, layer.probabilities)
+                found[k + 1] = bar
+        return found
+
+    def push_forward(
+        self, q: Tensor, v: Tensor, tangents: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        """Return (dP v, dP'q + db), what tangents of the probabilities add to x and r."""
+        x, r = torch.zeros_like(q), torch.zeros_like(v)
+        slices = self.mdp.layer_slices
+        if tangents[0] is not None:
+            r[..., slices[0]] += tangents[0]
+        for here, there, tangent in zip(slices[:-1], slices[1:], tangents[1:-1], strict=True):
+            if tangent is not None:
+                layer = DenseLayer(tangent)
+                x[..., here, :] += layer.ahead(v[..., there])
+                r[..., there] += layer.arrive(q[..., here, :])
+        return torch.where(self.mdp.actions, x, 0.0), r
+
+
+# -- Calls of the kernels for a batch: elements in groups, groups in threads, and their memory -----
+#
+# A batch over a sparse MDP or one with narrow layers is solved in lanes, LANES elements at a time.
+# A single problem and other MDPs are solved in plain arrays, one element at a time. The choice does
+# not depend on the size of the batch, so an element has the same bits in every batch.
+
+
+#: The smallest batch that is shared among threads.
+_ALONE = 16
+
+_ONLY = np.zeros(1, dtype=np.int64)
+
+
+class Groups:
+    """The kernels of a step, with scratch memory that calls share.
+
+    Args:
+        kinds: what the terms are, without their weights and exponents.
+    """
+
+    def __init__(self, kinds: Kinds) -> None:
+        self.kinds = kinds
+        # Memory that no thread uses now, by the way of solving and the storage of transitions.
+        self.free: dict[Any, list[tuple[Room, Work, Model]]] = defaultdict(list)
+
+    def solve(
+        self,
+        world: World,
+        batch: torch.Size,
+        terms: Floats,
+        loss: Floats,
+        start: Floats,
+        tolerance: float,
+        max_steps: int,
+    ) -> tuple[Floats, Floats, Floats]:
+        """Solve all steps; see `solve_steps`. Returns q, v and the certificates."""
+        count = batch.numel()
+        found = (*_empty(world, count), np.empty((count, 5)))
+        kernels = (solve_steps, solve_steps_of_models)
+        entropies = None
+        if self.kinds[2] and terms.shape[1] > 1:
+            entropies = np.empty(count, dtype=np.bool_)
+            find_entropies(self.kinds, terms, entropies)
+        arguments = (loss, start, *found, tolerance, max_steps)
+        self._run(world, batch, terms, entropies, kernels, *arguments)
+        return found
+
+    def linear(
+        self,
+        world: World,
+        batch: torch.Size,
+        terms: Floats,
+        q: Floats,
+        x: Floats,
+        r: Floats,
+        wanted: int,
+    ) -> tuple[Floats, Floats, Floats]:
+        """Solve all linear systems; see `solve_linear`. Returns u, m and bars.
+
+        Args:
+            wanted: the length of bars.
+        """
+        count = batch.numel()
+        found = (*_empty(world, count), np.empty((wanted, count, terms.shape[2])))
+        kernels = (solve_linear, solve_linear_of_models)
+        self._run(world, batch, terms, None, kernels, q, x, r, *found)
+        return found
+
+    def _run(
+        self,
+        world: World,
+        batch: torch.Size,
+        terms: Floats,
+        entropies: Bools | None,
+        kernels: Sequence[Callable[..., None]],
+        *arguments: Any,
+    ) -> None:
+        """Run a kernel over all groups, in several threads if the batch is large enough.
+
+        Args:
+            kernels: for one MDP, and for an MDP for every element.
+        """
+        model = world.model
+        if not batch:  # a single problem should not wait for Python
+            with compile_message:
+                self._run_single(model, terms, kernels[0], *arguments)
+            return
+        count = batch.numel()
+        owners = world.owners(batch) if world.batch_shape else None
+        lanes = lanes_in(model, count)
+        way = 0 if lanes is None else 1 if owners is None else 2
+        if lanes is None:
+            order = np.arange(count)
+        elif owners is not None:
+            order = order_of(world.tables[2][owners] + (0 if entropies is None else 2 * entropies))
+        else:
+            order = plain_order(count, lanes) if entropies is None else order_of(entropies, lanes)
+        kernel, groups = kernels[owners is not None], len(order) // (lanes or 1)
+        threads = 1 if count < _ALONE else min(torch.get_num_threads(), groups)
+
+        free = self.free[way, lanes, type(model.next_state)]
+
+        def share(i: int) -> None:
+            try:
+                memory = free.pop()
+            except IndexError:
+                memory = _memory(model, terms.shape[2], way, lanes)
+            room, work, own = memory
+            given = model if owners is None else Models(*world.tables, owners, own)
+            bounds = (i * groups // threads, (i + 1) * groups // threads)
+            kernel(
+                *(given, self.kinds, terms, *arguments),
+                *(order, *bounds, room, work, width_of(lanes)),
+            )
+            free.append(memory)
+
+        with compile_message:
+            for_each(share, threads)
+
+    def _run_single(
+        self, model: Model, terms: Floats, kernel: Callable[..., None], *arguments: Any
+    ) -> None:
+        free = self.free[0, None, type(model.next_state)]
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = _memory(model, terms.shape[2], 0, None)
+        kernel(model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2], None)
+        free.append(memory)
+
+
+def _empty(world: World, count: int) -> tuple[Floats, Floats]:
+    """Allocate rows of pairs and rows of states."""
+    num_rows = count * world.mdp.num_states
+    return np.empty((num_rows, world.mdp.num_actions)), np.empty(num_rows)
+
+
+def _memory(model: Model, numbers: int, way: int, lanes: int | None) -> tuple[Room, Work, Model]:
+    """Allocate memory for a group; `numbers` is the number of weights and `way` as in `_run`."""
+    new = allocator(lanes)
+    own = model
+    if way == 2:
+        tables = (model.next_state, model.arrivals, model.initial)
+        next_state, arrivals, initial = (new(*x.shape) for x in tables)
+        own = model._replace(next_state=next_state, arrivals=arrivals, initial=initial)
+    return make_room(numbers, model, new), make_work(model, new), own
+
+
+@lru_cache(16)
+def plain_order(count: int, lanes: int = LANES) -> Ints:
+    """The elements of a batch in groups; copies of the last element fill the last group."""
+    return np.minimum(np.arange(-(-count // lanes) * lanes), count - 1)
+
+
+def order_of(kinds: Any, lanes: int = LANES) -> Ints:
+    """`plain_order` for each kind of elements, one after the other."""
+    parts = [(kinds == kind).nonzero()[0] for kind in np.unique(kinds)]
+    return np.concatenate([np.arange(0), *(part[plain_order(len(part), lanes)] for part in parts)])

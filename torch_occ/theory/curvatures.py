@@ -1,0 +1,426 @@
+"""phi_H, phi_L and their second derivatives, with q(s) the inflow of a state (`app:Hessian`).
+
+The paper has two definitions of q(s): sum_a q(s,a), and the inflow of s. They agree on Omega, so
+phi_H is the same function there. Their Hessians agree as quadratic forms on the tangent space of
+Omega, {w : E w = 0}, and nowhere else. Only the inflow contains P and couples neighbouring layers,
+which the recursion in torch_occ.theory.curvatures needs.
+
+The pair (s, a) has number s * A + a, and a matrix is `(*batch, SA, SA)`. Rows and columns of masked
+pairs are zero. A state with one action has q(s) - q(s,a) = 0 on all of Omega: its term of phi_H is
+zero there and its second derivative is infinite, so the Hessian is refused. The inverse of the
+Hessian is finite (torch_occ.theory.curvatures).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source
+from torch_occ.regularizers.terms import keep, marginal
+from torch_occ.theory.statements import Parameters
+
+
+def hybrid(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
+    """phi_H(q) = - sum_{s,a} ( sqrt(q(s,a)) + alpha sqrt(q(s) - q(s,a)) ), `eq:hybrid`.
+
+    Here q(s) = sum_a q(s,a). `(*batch, S, A)` -> `(*batch,)`.
+    """
+    return _negative_roots(mdp, q, keep("rest", mdp, marginal("rest", mdp, q), 0.0), alpha)
+
+
+def hybrid_alternative(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
+    """phi_H with q(s) = sum_{s',a'} q(s',a') P(s|s',a'), `eq:hybrid_alternative`; `(*batch,)`.
+
+    In the first layer q(s) is the initial distribution. The paper writes 1, for its single s_0.
+    """
+    arrivals = flow_of(mdp).inflow(q) + flow_source(mdp)
+    return _negative_roots(mdp, q, keep("rest", mdp, arrivals.unsqueeze(-1) - q, 0.0), alpha)
+
+
+def _negative_roots(mdp: LayeredMDP, q: Tensor, rest: Tensor, alpha: float) -> Tensor:
+    return -(keep("pair", mdp, q, 0.0).sqrt() + alpha * rest.sqrt()).sum((-2, -1))
+
+
+def log_barrier(mdp: LayeredMDP, q: Tensor, beta: float) -> Tensor:
+    """phi_L(q) = beta sum_{s,a} log(1 / q(s,a)), `eq:log-barrier`; `(*batch,)`."""
+    return -beta * keep("pair", mdp, q, 1.0).log().sum((-2, -1))
+
+
+def inflow_rest(mdp: LayeredMDP, q: Tensor) -> Tensor:
+    """q(s) - q(s,a) with q(s) the inflow, `(*batch, S, A)`.
+
+    The other actions of the state are added up, and the flow residual of the state is subtracted.
+    On Omega nothing cancels then. A residual within its own rounding error counts as zero.
+    """
+    residual = flow_residual(mdp, q)
+    none = residual.abs() <= 16 * mdp.num_actions * max(mdp.layer_sizes) * torch.finfo(
+        q.dtype
+    ).eps * q.sum(-1)
+    return marginal("rest", mdp, q) - torch.where(none, 0.0, residual).unsqueeze(-1)
+
+
+def curvatures(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    """c = alpha / (4 (q(s) - q(s,a))^(3/2)) and d = 1 / (4 q(s,a)^(3/2)), `(*batch, S, A)` each.
+
+    Both are zero on masked pairs.
+
+    Raises:
+        ValueError: if a state has one action and alpha > 0; c is infinite there.
+    """
+    lonely = (mdp.actions.sum(-1) == 1).nonzero()
+    if len(lonely) and alpha > 0:
+        raise ValueError(
+            f"mdp: {mdp.locate(int(lonely[0]))} has one action, where the Hessian of "
+            "eq:hybrid_alternative is infinite; "
+            "its inverse is finite, see theory.inverse_hessian"
+        )
+    c = keep("pair", mdp, alpha / (4 * inflow_rest(mdp, q) ** 1.5), 0.0)
+    return c, keep("pair", mdp, 1 / (4 * keep("pair", mdp, q, 1.0) ** 1.5), 0.0)
+
+
+def hessian(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
+    """The Hessian of `hybrid_alternative`, `lem:hessian_derivaties`; `(*batch, SA, SA)`.
+
+    Its entries, with rest(s,a) = q(s) - q(s,a):
+
+    `eq:derivative_1`, one layer apart:   - alpha P(s|s',a') / (4 rest(s,a)^(3/2));
+    `eq:derivative_2`, in one layer:      sum_{s'',a''} alpha P(s''|s,a) P(s''|s',a')
+                                          / (4 rest(s'',a'')^(3/2));
+    `eq:derivative_3`, on the diagonal:   that sum, plus 1 / (4 q(s,a)^(3/2))
+                                          + alpha / (4 rest(s,a)^(3/2)).
+
+    Read: the proof says that entries are non-zero only one layer apart. Entries within a layer
+    are non-zero too, as its own second case says.
+
+    Raises:
+        ValueError: if a state has one action and alpha > 0.
+    """
+    c, d = curvatures(mdp, q, alpha)
+    to_states = mdp.joint_transitions.flatten(-3, -2)  # (*batch, SA, S)
+    within = (to_states * c.sum(-1).unsqueeze(-2)) @ to_states.mT
+    # The column of (s, a) has P(s | s', a') for every a.
+    between = to_states.repeat_interleave(mdp.num_actions, -1) * c.flatten(-2).unsqueeze(-2)
+    return torch.diag_embed((c + d).flatten(-2)) + within - between - between.mT
+
+
+def quadratic_form(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Tensor:
+    """w' (Hessian) w without the Hessian, `eq:quadratic_form`; w `(*batch, S, A)` -> `(*batch,)`.
+
+    1/4 sum_{s,a} ( w(s,a)^2 / q(s,a)^(3/2) + alpha (h(s) - w(s,a))^2 / (q(s) - q(s,a))^(3/2) ),
+
+    where h(s) is the inflow of w. Every summand is non-negative, so phi_H is convex.
+
+    Raises:
+        ValueError: if a state has one action and alpha > 0.
+    """
+    c, d = curvatures(mdp, q, alpha)
+    w = keep("pair", mdp, w, 0.0)
+    h = flow_of(mdp).inflow(w).unsqueeze(-1)
+    return (d * w.square() + c * (h - w).square()).sum((-2, -1))
+
+
+def hessian_of_step(mdp: LayeredMDP, q: Tensor, parameters: Parameters, t: Tensor) -> Tensor:
+    """The Hessian of psi_t = phi_H / eta_t + phi_L at q, `(*batch, SA, SA)`; t `()` or `(*batch,)`.
+
+    Raises:
+        ValueError: if a state has one action and alpha > 0.
+    """
+    barrier = keep("pair", mdp, parameters.beta / keep("pair", mdp, q, 1.0) ** 2, 0.0)
+    return hessian(mdp, q, parameters.alpha) / parameters.eta(t)[
+        ..., None, None
+    ] + torch.diag_embed(barrier.flatten(-2))
+
+
+def bregman(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Tensor) -> Tensor:
+    """psi_t(q) - psi_t(p) - ⟨grad psi_t(p), q - p⟩ >= 0, the Bregman divergence; `(*batch,)`.
+
+    q and p are positive and in Omega. If p minimizes <., x> + psi_t over Omega, the divergence is
+    the difference of the values at q and at p, because grad psi_t(p) = E'v - x and E (q - p) = 0.
+    Each summand is written so that no digits cancel when q and p are close:
+
+        - sqrt(x):    (sqrt(x) - sqrt(y))^2 / (2 sqrt(y)),
+        - log(x):     r - log(1 + r) with r = (x - y) / y.
+    """
+    roots = []
+    for name in ("pair", "rest"):
+        x, y = (keep(name, mdp, marginal(name, mdp, point), 1.0) for point in (q, p))
+        # sqrt(x) - sqrt(y) = (x - y) / (sqrt(x) + sqrt(y)). Masked arguments are 1 in both.
+        roots.append(((x - y) / (x.sqrt() + y.sqrt())).square() / (2 * y.sqrt()))
+    hybrid_part = (roots[0] + parameters.alpha * roots[1]).sum((-2, -1)) / parameters.eta(t)
+    x, y = (keep("pair", mdp, point, 1.0) for point in (q, p))
+    r = (x - y) / y
+    # The series where r - log(1 + r) would cancel, the quotient where 1 + r would.
+    small = r.square() * (0.5 - r * (1 / 3 - r * (1 / 4 - r * (1 / 5 - r / 6))))
+    large = r - torch.where(r.abs() < 0.5, torch.log1p(r), (x / y).log())
+    barrier_part = torch.where(r.abs() < 1e-3, small, large).sum((-2, -1))
+    return hybrid_part + parameters.beta * barrier_part
+
+
+# -- The inverse of the Hessian of phi_H, layer by layer (`app:Hessian_inverse`) -------------------
+#
+# C_k and D_k are the diagonal matrices of c(s,a) and d(s,a) on the pairs U_k of layer k. The paper
+# defines
+#
+#     M_k = ( M_{k-1} 0 ; 0 D_k ) + ( P~_k ; -I ) C_k ( P~_k' , -I ),    M_0 = C_0 + D_0,
+#     W_k = ( C_k^-1 + D_k^-1 + P_k' N_{k-1} P_k )^-1,
+#     N_k = D_k^-1 - D_k^-1 W_k D_k^-1,                                  N_0 = M_0^-1.
+#
+# The Hessian is M_{L-1}, and N_k is the last block of M_k^-1. Only the inverses of c and d are
+# needed, which stay finite where c and d do not. The matrix P_k' N_{k-1} P_k depends on a pair (s,
+# a) only through s. So N_k is a diagonal matrix plus a matrix with one row per state:
+#
+#     N_k = (C_k + D_k)^-1 + B_k K_k B_k',   K_k = (G_k^-1 + Sigma_k)^-1,    G_k = T_k' N_{k-1} T_k,
+#
+# with T_k((s,a),s') = P(s'|s,a), B_k((s,a),s) = c / (c + d), and Sigma_k the diagonal matrix over
+# states of sum_a 1 / (c^-1 + d^-1). Only non-negative matrices are added, so nothing cancels, and
+# the cost of a layer depends on its states, not on its pairs. `blocks` goes through the layers in
+# this form. `N`, `W`, `M` and `M_inverse` return the paper's matrices.
+#
+# In a state with one action, c is infinite and c^-1 = 0. Then w(s,a) = inflow of w is a constraint,
+# which every direction inside Omega satisfies. The statements remain true with c^-1 = 0.
+
+
+class Curvature(NamedTuple):
+    """1 / c(s,a) and 1 / d(s,a), `(*batch, S, A)` each.
+
+    On masked pairs 1 / d is zero and 1 / c is not used.
+    """
+
+    c_inverse: Tensor
+    d_inverse: Tensor
+
+
+def curvature(
+    mdp: LayeredMDP, q: Tensor, alpha: float, *, eta: Tensor | float = 1.0, beta: float = 0.0
+) -> Curvature:
+    """1 / c and 1 / d of phi_H at q, or of psi_t = phi_H / eta + phi_L if eta and beta are given.
+
+    phi_H has c^-1 = 4 (q(s) - q(s,a))^(3/2) / alpha and d^-1 = 4 q(s,a)^(3/2). psi_t has c / eta in
+    place of c and d / eta + beta / q^2 in place of d, so the same recursion inverts its Hessian.
+
+    Raises:
+        ValueError: if alpha is not positive.
+    """
+    if not alpha > 0:
+        raise ValueError(
+            f"alpha: the recursion needs a positive number, got {alpha}; "
+            "with 0 the Hessian is diagonal"
+        )
+    eta = torch.as_tensor(eta, dtype=q.dtype, device=q.device)[..., None, None]
+    rest = keep("rest", mdp, inflow_rest(mdp, q), 0.0)
+    return Curvature(
+        4 * eta * rest**1.5 / alpha,
+        keep("pair", mdp, q.square() / (q.sqrt() / (4 * eta) + beta), 0.0),
+    )
+
+
+# -- one layer after the other ---------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """N_k = diag(base) + share * core * share'; the core has one row and column per state."""
+
+    base: Tensor  # (*batch, S_k, A), 1 / (c + d)
+    share: Tensor  # (*batch, S_k, A), c / (c + d)
+    core: Tensor  # (*batch, S_k, S_k), K_k
+
+    def diagonal(self) -> Tensor:
+        """R(s,a) = N_k((s,a),(s,a)), `(*batch, S_k, A)`."""
+        return self.base + self.share.square() * self.core.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+
+    def dense(self) -> Tensor:
+        """N_k, `(*batch, S_k A, S_k A)`."""
+        columns = _spread(self.share)
+        return torch.diag_embed(self.base.flatten(-2)) + columns @ self.core @ columns.mT
+
+
+def blocks(mdp: LayeredMDP, curve: Curvature) -> Iterator[Block]:
+    """N_0, N_1, ..., N_{L-1} (`eq:def_N`) in factored form; each needs only the one before."""
+    arriving: Tensor | None = None  # G_k
+    for k, (c_inverse, d_inverse) in enumerate(
+        zip(*(mdp.split(part, -2) for part in curve), strict=True)
+    ):
+        exists = mdp.actions[mdp.layer_slices[k]]
+        both = torch.where(exists, c_inverse + d_inverse, 1.0)
+        share = d_inverse / both
+        if arriving is None:
+            core = torch.zeros(
+                *share.shape[:-1], share.shape[-2], dtype=share.dtype, device=share.device
+            )
+        else:
+            core = _core(arriving, torch.where(exists, 1 / both, 0.0).sum(-1))
+        block = Block(share * torch.where(exists, c_inverse, 0.0), share, core)
+        yield block
+        if k + 1 < mdp.horizon:
+            arriving = _through(mdp.transitions[k], block)
+
+
+def _through(kernel: Tensor, block: Block) -> Tensor:
+    """G_{k+1} = T' N_k T, `(*batch, S_{k+1}, S_{k+1})`."""
+    T = kernel.flatten(-3, -2)
+    through = (block.share.unsqueeze(-1) * kernel).sum(-2)  # (*batch, S_k, S_{k+1}), B_k' T
+    return T.mT @ (block.base.flatten(-2).unsqueeze(-1) * T) + through.mT @ block.core @ through
+
+
+def _core(G: Tensor, sigma: Tensor) -> Tensor:
+    """(G^-1 + diag(sigma))^-1 for a G that may be singular.
+
+    With X = sigma^1/2 G sigma^1/2 it is sigma^-1/2 (I + X)^-1 X sigma^-1/2.
+    """
+    root = sigma.sqrt()
+    X = root.unsqueeze(-1) * G * root.unsqueeze(-2)
+    identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    factor = torch.linalg.cholesky(identity + X)
+    core = torch.cholesky_solve(X, factor) / (root.unsqueeze(-1) * root.unsqueeze(-2))
+    return (core + core.mT) / 2
+
+
+def _spread(share: Tensor) -> Tensor:
+    """`(*batch, S_k, A)` -> `(*batch, S_k A, S_k)`: the entry of (s, a) goes to column s."""
+    identity = torch.eye(share.shape[-2], dtype=share.dtype, device=share.device)
+    return (share.unsqueeze(-1) * identity.unsqueeze(-2)).flatten(-3, -2)
+
+
+def N_diagonal(mdp: LayeredMDP, curve: Curvature) -> Tensor:
+    """R(s,a) = N_{k(s)}((s,a),(s,a)) of all layers, `(*batch, S, A)`."""
+    return torch.cat([block.diagonal() for block in blocks(mdp, curve)], -2)
+
+
+def inverse_and_diagonal(mdp: LayeredMDP, curve: Curvature) -> tuple[Tensor, Tensor]:
+    """`inverse_hessian` and `N_diagonal`, with one pass through the layers."""
+    found = list(blocks(mdp, curve))
+    return _woodbury(mdp, curve, found), torch.cat([block.diagonal() for block in found], -2)
+
+
+# -- the paper's matrices --------------------------------------------------------------------------
+
+
+def N(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
+    """N_k = D_k^-1 - D_k^-1 W_k D_k^-1, and N_0 = M_0^-1 (`eq:def_N`); `(*batch, S_k A, S_k A)`.
+
+    Read: the proof of `lem:N_properties` has ( D_k + ( C_k^-1 + P_k' N_{k-1}^-1 P_k )^-1 )^-1 for
+    N_k. N_{k-1}^-1 there is N_{k-1}, the block of M_{k-1}^-1 that P~_k multiplies.
+
+    Raises:
+        ValueError: if k is not a layer.
+    """
+    for j, block in enumerate(blocks(mdp, curve)):
+        if j == k:
+            return block.dense()
+    raise ValueError(f"k: expected a layer from 0 to {mdp.horizon - 1}, got {k}")
+
+
+def P(mdp: LayeredMDP, k: int) -> Tensor:
+    """P_k((s,a),(s',a')) = P(s'|s,a) for k >= 1, `(*batch, S_{k-1} A, S_k A)`.
+
+    Columns of masked pairs are zero.
+    """
+    to_states = mdp.transitions[k - 1].flatten(-3, -2).repeat_interleave(mdp.num_actions, -1)
+    return to_states * mdp.actions[mdp.layer_slices[k]].flatten()
+
+
+def W(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
+    """W_k = ( C_k^-1 + D_k^-1 + P~_k' M_{k-1}^-1 P~_k )^-1 of `lem:M_inverse`, for k >= 1.
+
+    Its shape is `(*batch, S_k A, S_k A)`. P~_k has rows for all earlier layers, and only those of
+    layer k - 1 are not zero, so P~_k' M_{k-1}^-1 P~_k = P_k' N_{k-1} P_k. Rows and columns of
+    masked pairs are zero.
+    """
+    return _weight(mdp, curve, k, N(mdp, curve, k - 1))
+
+
+def _weight(mdp: LayeredMDP, curve: Curvature, k: int, before: Tensor) -> Tensor:
+    here, exists = mdp.layer_slices[k], mdp.actions[mdp.layer_slices[k]].flatten()
+    both = torch.where(exists, (curve.c_inverse + curve.d_inverse)[..., here, :].flatten(-2), 1.0)
+    step = P(mdp, k)
+    inside = torch.diag_embed(both) + step.mT @ before @ step
+    root = both.rsqrt()  # unit diagonal first: the entries span many orders of magnitude
+    factor = torch.linalg.cholesky(root.unsqueeze(-1) * inside * root.unsqueeze(-2))
+    scaling = root.unsqueeze(-1) * root.unsqueeze(-2)
+    return torch.cholesky_inverse(factor) * torch.where(exists.unsqueeze(-1) & exists, scaling, 0.0)
+
+
+def M(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
+    """M_k of `lem:def_M`, `eq:def_M`; `(*batch, U_{0:k}, U_{0:k})`.
+
+    It has all second derivatives within layers 0, ..., k, without what layer k + 1 adds.
+
+    Read: I_t in the printed matrix is I_k, and the second definition of P_k is that of P~_k.
+
+    Raises:
+        ValueError: if a pair is masked or if there is one action only; c is not finite then.
+    """
+    if not bool(mdp.actions.all()) or mdp.num_actions == 1:
+        raise ValueError(
+            "mdp: M_k is finite only if every state has all of at least two actions; "
+            "M_inverse always is"
+        )
+    c, d = (1 / part for part in curve)
+    found = torch.diag_embed((c + d)[..., mdp.layer_slices[0], :].flatten(-2))
+    for j in range(1, k + 1):
+        here = mdp.layer_slices[j]
+        arriving = _tilde(mdp, P(mdp, j), j)
+        own = torch.eye(_pairs(mdp, j), dtype=c.dtype, device=c.device).expand(
+            *arriving.shape[:-2], -1, -1
+        )
+        incoming = torch.cat([arriving, -own], -2)
+        grown = torch.nn.functional.pad(found, (0, _pairs(mdp, j), 0, _pairs(mdp, j)))
+        below = torch.nn.functional.pad(d[..., here, :].flatten(-2), (found.shape[-1], 0))
+        found = (
+            grown
+            + torch.diag_embed(below)
+            + (incoming * c[..., here, :].flatten(-2).unsqueeze(-2)) @ incoming.mT
+        )
+    return found
+
+
+def M_inverse(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
+    """M_k^-1 by Woodbury, `lem:M_inverse`, `eq:M_k_inv_decomp`; `(*batch, U_{0:k}, U_{0:k})`.
+
+    The lemma has a second label, `lem:M_k_inverse_decomp`. With M = M_{k-1} and P~, W, D of layer
+    k, it is
+
+        ( M^-1 - M^-1 P~ W P~' M^-1 ,  M^-1 P~ W D^-1 ; D^-1 W P~' M^-1 ,  D^-1 - D^-1 W D^-1 ).
+
+    Read: M_{t-1} in the first line is M_{k-1}.
+    """
+    return _woodbury(mdp, curve, islice(blocks(mdp, curve), k + 1))
+
+
+def _woodbury(mdp: LayeredMDP, curve: Curvature, layers: Iterable[Block]) -> Tensor:
+    found = last = torch.empty(0)
+    for j, block in enumerate(layers):
+        before, last = last, block.dense()
+        if j == 0:
+            found = last
+            continue
+        d_inverse = curve.d_inverse[..., mdp.layer_slices[j], :].flatten(-2)
+        seen = found[..., -_pairs(mdp, j - 1) :] @ P(mdp, j)  # M_{j-1}^-1 P~_j
+        across = seen @ _weight(mdp, curve, j, before)
+        corner = across * d_inverse.unsqueeze(-2)
+        top = torch.cat([found - across @ seen.mT, corner], -1)
+        found = torch.cat([top, torch.cat([corner.mT, last], -1)], -2)
+    return found
+
+
+def inverse_hessian(mdp: LayeredMDP, curve: Curvature) -> Tensor:
+    """H^-1 = M_{L-1}^-1 (`lem:def_M`, `lem:M_inverse`), `(*batch, SA, SA)`.
+
+    Rows and columns of masked pairs are zero.
+    """
+    return M_inverse(mdp, curve, mdp.horizon - 1)
+
+
+def _pairs(mdp: LayeredMDP, k: int) -> int:
+    return mdp.layer_sizes[k] * mdp.num_actions
+
+
+def _tilde(mdp: LayeredMDP, step: Tensor, k: int) -> Tensor:
+    """P~_k: P_k below zero rows for the layers before k - 1."""
+    return torch.nn.functional.pad(step, (0, 0, sum(_pairs(mdp, j) for j in range(k - 1)), 0))

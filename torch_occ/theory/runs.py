@@ -1,0 +1,389 @@
+"""One update of FTRL: tilde q_t, and how far it is from q_t (`app:appendix_proof_ftrl`).
+
+q_t minimizes F_t(q) = ⟨q, hat L_{t-1}⟩ + psi_t(q) over Omega, and tilde q_t minimizes
+G_t(q) = ⟨q, hat L_t⟩ + psi_t(q). The log-barrier keeps the two close.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_occ.game.callbacks import Callback
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.regularizers.terms import keep
+from torch_occ.step.ftrl import FTRLStep
+from torch_occ.theory.bounds import lower_order
+from torch_occ.theory.curvatures import (
+    bregman,
+    curvature,
+    curvatures,
+    hessian_of_step,
+    hybrid,
+    inverse_hessian,
+    log_barrier,
+)
+from torch_occ.theory.stability import norm
+from torch_occ.theory.statements import Parameters, Statement, episodes, statement
+
+if TYPE_CHECKING:
+    from torch_occ.game.simulate import Simulation
+
+
+def tilde(step: FTRLStep, q: Tensor, cumulative_loss: Tensor, t: Tensor | float) -> Tensor:
+    """tilde q_t = argmin over Omega of G_t(q) = ⟨q, hat L_t⟩ + psi_t(q), `eq:tilde_q_def`.
+
+    hat L_t = `cumulative_loss` includes the estimate of episode t. The shape is that of q.
+
+    Read: G_t is printed as ⟨q_t, hat L_t⟩ + psi_t(q). Its minimizer would not depend on the losses.
+    """
+    with torch.no_grad():
+        solution = step.solve(cumulative_loss, t, warm_start=q, check=False)
+        # A warm start can be too close to the boundary. From the middle Newton's method converges.
+        return solution.q if bool(solution.converged.all()) else step.solve(cumulative_loss, t).q
+
+
+def close_hessian(
+    mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Tensor
+) -> Statement:
+    """`lem:close_hessian`: if q/2 <= p, then (Hessian of psi_t at p) <= 4 (Hessian of psi_t at q).
+
+    The left side is a quarter of the largest eigenvalue of the first matrix in the norm of the
+    second, over the pairs that exist, and the right side is 1. q and p are in Omega, and every
+    state has at least two actions.
+
+    Raises:
+        ValueError: if a state has one action.
+    """
+    exists = mdp.actions.flatten()
+    identity = torch.eye(len(exists), dtype=q.dtype, device=q.device)
+    inflow = mdp.joint_transitions.flatten(-3, -2).mT.repeat_interleave(
+        mdp.num_actions, -2
+    )  # row (s, a) is the inflow of s
+    # By eq:quadratic_form the Hessian is A' diag(weights) A. Without forming it, twice as many
+    # digits are kept.
+    A = torch.cat([identity.expand_as(inflow), inflow - identity], -2)[..., exists]
+    at_q, at_p = (_weights(mdp, x, parameters, t).sqrt().unsqueeze(-1) for x in (q, p))
+    length = (at_q * A).norm(dim=-2, keepdim=True)
+    R = torch.linalg.qr(at_q * A / length).R
+    ratio = torch.linalg.solve_triangular(R, at_p * A / (2 * length), upper=True, left=False)
+    condition = torch.linalg.matrix_norm(torch.linalg.inv(R))
+    largest = torch.linalg.matrix_norm(ratio, 2).square()
+    return statement("lem:close_hessian", largest, 1.0, mdp.num_pairs, scale=condition)
+
+
+def _weights(mdp: LayeredMDP, q: Tensor, parameters: Parameters, t: Tensor) -> Tensor:
+    """The weights of w(s,a)^2 and (h(s) - w(s,a))^2 in the Hessian of psi_t, `(*batch, 2 S A)`.
+
+    They are zero on masked pairs.
+    """
+    (c, d), eta = curvatures(mdp, q, parameters.alpha), parameters.eta(t)[..., None, None]
+    barrier = keep("pair", mdp, parameters.beta / keep("pair", mdp, q, 1.0).square(), 0.0)
+    return torch.cat([(d / eta + barrier).flatten(-2), (c / eta).flatten(-2)], -1)
+
+
+def smooth_update(mdp: LayeredMDP, q: Tensor, tilde_q: Tensor) -> tuple[Statement, Statement]:
+    """`lem:smooth_update`, for beta >= 64 L: q_t(s,a) / 2 <= tilde q_t(s,a) <= 2 q_t(s,a).
+
+    The left sides are the largest q / tilde q and the largest tilde q / q, the right sides are 2.
+    """
+    down, up = (torch.where(mdp.actions, x, 1.0).amax((-2, -1)) for x in (q / tilde_q, tilde_q / q))
+    return statement("lem:smooth_update, below", down, 2.0, 1), statement(
+        "lem:smooth_update, above", up, 2.0, 1
+    )
+
+
+def step_length(
+    mdp: LayeredMDP, q: Tensor, tilde_q: Tensor, parameters: Parameters, t: Tensor
+) -> tuple[Statement, Statement]:
+    """`eq:earlier_argument`, for beta >= 64 L:
+
+        beta sum_{s,a} (tilde q - q)^2 / q^2 <= |tilde q - q|^2 <= 1,
+
+    in the norm of the Hessian of psi_t at q_t. With beta >= 9 this gives `lem:smooth_update`, even
+    with 4/3 in place of 2.
+
+    Read: the norms are printed without their squares.
+    """
+    change = keep("pair", mdp, tilde_q - q, 0.0)
+    barrier = parameters.beta * (change / keep("pair", mdp, q, 1.0)).square().sum((-2, -1))
+    whole = norm(hessian_of_step(mdp, q, parameters, t), change)
+    label = "eq:earlier_argument"
+    return statement(f"{label}, log-barrier", barrier, whole, mdp.num_pairs**2), statement(
+        f"{label}, whole", whole, 1.0, mdp.num_pairs**2
+    )
+
+
+# -- The regret of a run as penalty, stability and a small rest (`app:appendix_proof_ftrl`) --------
+#
+# All statements but the last one are true for every single run, whatever the losses were. They are
+# evaluated on the q_t and the loss estimates of that run. `Recorder` keeps these, `decompose`
+# solves for all tilde q_t at once and evaluates the terms, and the methods of `Decomposition` are
+# the lemmas. Differences of objective values are computed as Bregman divergences, so that no digits
+# cancel.
+
+
+class Trajectory(NamedTuple):
+    """The q_t and the loss estimates of every episode of a run."""
+
+    q: Tensor  # (T, *batch, S, A), q_t
+    estimate: Tensor  # (T, *batch, S, A), the loss estimates
+
+
+class Recorder(Callback):
+    """Keeps q_t and the loss estimates of a run of FTRL.
+
+    It needs `checkpoints=range(1, T + 1)`.
+
+    Raises:
+        ValueError: if an episode is skipped, or if the learner does not play `alg:main_alg`.
+    """
+
+    def __init__(self) -> None:
+        self.q: list[Tensor] = []
+        self.cumulative: list[Tensor] = []
+
+    def on_checkpoint(self, run: Simulation) -> None:
+        Parameters.of(run.learner)
+        if run.t != len(self.q) + 1:
+            raise ValueError(
+                "checkpoints: the recorder needs every episode, "
+                f"but episode {len(self.q) + 1} was skipped"
+            )
+        self.q.append(run.q.clone())
+        self.cumulative.append(run.learner.state["cumulative_loss"].clone())
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """All episodes so far, `(T, seeds, S, A)` each."""
+        total = torch.stack(self.cumulative)
+        return Trajectory(
+            torch.stack(self.q), torch.diff(total, dim=0, prepend=torch.zeros_like(total[:1]))
+        )
+
+
+def proper_comparator(
+    mdp: LayeredMDP,
+    first: Tensor,
+    best: Tensor,
+    total_loss: Tensor,
+    parameters: Parameters,
+    count: int,
+) -> list[Statement]:
+    """`lem:proper_comparator`: three statements about v = (1 - 1/T) q_opt + q_1 / T.
+
+        sum_t <v - q_opt, loss_t> <= 2 L,
+        phi_L(v) - phi_L(q_1) <= beta |S| |A| log T,
+        phi_H(v) - phi_H(q_opt) <= (1 + alpha) |S| |A| / T.
+
+    `total_loss` is sum_t loss_t `(*batch, S, A)`, the expectation of the sum of the estimates. The
+    paper's 64 L is beta.
+
+    Read: in the last proof, the fourth line replaces
+    sum_{s,a} ( sqrt(q_opt(s,a)) + alpha sqrt(q_opt(s) - q_opt(s,a)) ) by (1 + alpha) |S| |A| with
+    "=". It is "<=".
+    """
+    v = comparator_point(first, best, count)
+    alpha, beta, pairs = parameters.alpha, parameters.beta, mdp.num_pairs
+    shift = ((v - best) * total_loss).sum((-2, -1))
+    barrier = log_barrier(mdp, v, beta) - log_barrier(mdp, first, beta)
+    roots = hybrid(mdp, v, alpha) - hybrid(mdp, best, alpha)
+    label, log = "lem:proper_comparator", torch.tensor(float(count), dtype=first.dtype).log()
+    return [
+        statement(
+            f"{label}, loss", shift, 2.0 * mdp.horizon, pairs, scale=float(count * mdp.horizon)
+        ),
+        statement(
+            f"{label}, log-barrier",
+            barrier,
+            beta * pairs * log,
+            pairs,
+            scale=log_barrier(mdp, v, beta).abs(),
+        ),
+        statement(
+            f"{label}, hybrid",
+            roots,
+            (1 + alpha) * pairs / count,
+            pairs,
+            scale=-hybrid(mdp, best, alpha),
+        ),
+    ]
+
+
+def comparator_point(first: Tensor, best: Tensor, count: int) -> Tensor:
+    """v = (1 - 1/T) q_opt + q_1 / T."""
+    return (1 - 1 / count) * best + first / count
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """The terms of every episode of a run against a comparator u in the interior of Omega.
+
+    All tensors are `(T, *batch)` unless a comment says otherwise.
+    """
+
+    mdp: LayeredMDP
+    parameters: Parameters
+    regret: Tensor  # ⟨q_t - u, estimate_t⟩
+    stability: Tensor  # <q_t, estimate_t> + F_t(q_t) - G_t(tilde q_t)
+    mixed_penalty: Tensor  # G_t(tilde q_t) - F_t(q_t) - <u, estimate_t>, from values of F and G
+    penalty: Tensor  # (1/eta_t - 1/eta_{t-1}) (phi_H(u) - phi_H(q_t))
+    norm_step: Tensor  # |estimate_t|^2 in the norm of the inverse Hessian of psi_t at q_t
+    norm_hybrid: Tensor  # the same of phi_H
+    # G_t(q_{t+1}) - G_t(tilde q_t), and G_T(u) - G_T(tilde q_T) at the end: the slack of
+    # lem:bound_penalty
+    lost: Tensor
+    start: Tensor  # (*batch,), phi_L(u) - phi_L(q_1)
+    size: Tensor  # |F_t| + |G_t|, the scale of rounding in mixed_penalty
+    tilde_q: Tensor  # (T, *batch, S, A)
+
+    def simple_decomposition(self) -> Statement:
+        """`eq:simple_decomposition`: ⟨q_t - u, estimate_t⟩ = stability + mixed penalty."""
+        found = self.stability + self.mixed_penalty
+        return self._statement(
+            "eq:simple_decomposition", self.regret, found, self.size, relation="="
+        )
+
+    def short_estimate(self) -> Statement:
+        """|estimate_t|^2 <= L / beta in every episode, the ingredient of `eq:convex_eq`.
+
+        The norm is that of the inverse Hessian of psi_t at q_t. With beta = 64 L the right-hand
+        side is 1/64, and G_t(q') >= G_t(q_t) - |estimate_t| + 1/8 >= G_t(q_t) at distance 1 from
+        q_t.
+        """
+        right = torch.tensor(self.mdp.horizon / self.parameters.beta, dtype=self.norm_step.dtype)
+        return self._statement("eq:convex_eq", self.norm_step, right, right * self.mdp.num_pairs)
+
+    def bound_stability(self) -> Statement:
+        """`lem:bound_stability`, in every episode:
+
+            <q_t, estimate_t> + F_t(q_t) - G_t(tilde q_t) <= 8 |estimate_t|^2.
+
+        The norm is that of the inverse Hessian of psi_t at q_t.
+        """
+        # tilde q has a relative error of eps^(2/3), and the divergence that of its square.
+        scale = self.norm_step * self.mdp.num_pairs + self.size * torch.finfo(
+            self.size.dtype
+        ).eps ** (1 / 3)
+        return self._statement("lem:bound_stability", self.stability, 8 * self.norm_step, scale)
+
+    def bound_penalty(self) -> tuple[Statement, Statement]:
+        """`lem:bound_penalty`: sum_t mixed penalty is at most
+
+            phi_L(u) - phi_L(q_1) + sum_t (1/eta_t - 1/eta_{t-1}) (phi_H(u) - phi_H(q_t)).
+
+        The second statement is an equality: the difference of the two sides is
+        sum_{t < T} ( G_t(q_{t+1}) - G_t(tilde q_t) ) + G_T(u) - G_T(tilde q_T) >= 0.
+
+        Read: the lemma is printed as an equality, but its proof begins with an inequality. In the
+        second line of the proof, q_{T+1} is u; with q_{T+1} itself the third line does not follow.
+        The fourth line has phi_H(q_1) for phi_H(q_1) / eta_1, which is right for gamma = 1 only.
+        """
+        left, right = self.mixed_penalty.sum(0), self.start + self.penalty.sum(0)
+        scale = self.size.sum(0)
+        return (
+            self._statement("lem:bound_penalty", left, right, scale),
+            self._statement(
+                "lem:bound_penalty, exact", left + self.lost.sum(0), right, scale, relation="="
+            ),
+        )
+
+    def key_lemma(self) -> Statement:
+        """`lem:key_lemma_ftrl` for one run, before expectations.
+
+        sum_t ⟨q_t - u, estimate_t⟩ is at most
+
+            phi_L(u) - phi_L(q_1) + sum_t (1/eta_t - 1/eta_{t-1}) (phi_H(u) - phi_H(q_t))
+              + 8 sum_t eta_t |estimate_t|^2,
+
+        in the norm of the inverse Hessian of phi_H at q_t.
+        """
+        eta = self._eta()
+        right = self.start + self.penalty.sum(0) + 8 * (eta * self.norm_hybrid).sum(0)
+        return self._statement(
+            "lem:key_lemma_ftrl, one run", self.regret.sum(0), right, self.size.sum(0)
+        )
+
+    def regret_bound(self, regret: Tensor, best: Tensor, q: Tensor) -> Statement:
+        """`lem:key_lemma_ftrl`: Reg_T <= penalty + stability + `lower_order`.
+
+        Means over the seeds stand for expectations. `regret` is the pseudo-regret of each seed at T
+        against q_opt = `best`, and q is that of the trajectory. Against an adaptive adversary
+        `best` must be one policy for all seeds.
+        """
+        count, alpha = len(q), self.parameters.alpha
+        t = self._episodes()
+        penalty = (
+            self.parameters.eta_step(t)
+            * (hybrid(self.mdp, best, alpha) - hybrid(self.mdp, q, alpha))
+        ).sum(0)
+        stability = 8 * (self._eta() * self.norm_hybrid).sum(0)
+        rest = lower_order(self.mdp, self.parameters, torch.tensor(float(count), dtype=q.dtype))
+        return self._statement(
+            "lem:key_lemma_ftrl", regret.mean(), penalty.mean() + stability.mean() + rest, rest
+        )
+
+    def _episodes(self) -> Tensor:
+        return episodes(len(self.regret), self.regret).view(-1, *(1,) * (self.regret.dim() - 1))
+
+    def _eta(self) -> Tensor:
+        return self.parameters.eta(self._episodes())
+
+    def _statement(
+        self, label: str, left: Tensor, right: Tensor, scale: Tensor, relation: str = "<="
+    ) -> Statement:
+        return statement(
+            label,
+            left,
+            right,
+            self.mdp.num_pairs,
+            scale=scale,
+            relation="=" if relation == "=" else "<=",
+        )
+
+
+@torch.no_grad()
+def decompose(
+    mdp: LayeredMDP, parameters: Parameters, trajectory: Trajectory, u: Tensor
+) -> Decomposition:
+    """Evaluate every term of the analysis along a run.
+
+    The comparator u `(*batch, S, A)` is positive on all pairs.
+    """
+    q, estimate = trajectory
+    regularizer = parameters.regularizer(mdp)
+    step = FTRLStep(mdp, regularizer)
+    t = episodes(len(q), q).view(-1, *(1,) * (q.dim() - 3)).expand(q.shape[:-2])
+    total = estimate.cumsum(0)
+    tilde_q = tilde(step, q, total, t)
+
+    def objective(point: Tensor, loss: Tensor) -> Tensor:
+        return (point * loss).sum((-2, -1)) + regularizer(point, t, mdp)
+
+    alpha, beta = parameters.alpha, parameters.beta
+    F, G = objective(q, total - estimate), objective(tilde_q, total)
+    next_q = torch.cat([q[1:], u.expand_as(q[0])[None]])
+    step_inverse, hybrid_inverse = (
+        inverse_hessian(mdp, curve)
+        for curve in (
+            curvature(mdp, q, alpha, eta=parameters.eta(t), beta=beta),
+            curvature(mdp, q, alpha),
+        )
+    )
+    return Decomposition(
+        mdp=mdp,
+        parameters=parameters,
+        regret=((q - u) * estimate).sum((-2, -1)),
+        stability=bregman(mdp, q, tilde_q, parameters, t),
+        mixed_penalty=G - F - (u * estimate).sum((-2, -1)),
+        penalty=parameters.eta_step(t) * (hybrid(mdp, u, alpha) - hybrid(mdp, q, alpha)),
+        norm_step=norm(step_inverse, estimate),
+        norm_hybrid=norm(hybrid_inverse, estimate),
+        lost=bregman(mdp, next_q, tilde_q, parameters, t),
+        start=log_barrier(mdp, u, beta) - log_barrier(mdp, q[0], beta),
+        size=F.abs() + G.abs() + (q * total).sum((-2, -1)),
+        tilde_q=tilde_q,
+    )

@@ -1,0 +1,605 @@
+"""Sums over very many episodes from few evaluations.
+
+A function that changes smoothly on the scale of t is summed exactly over the first episodes of
+every phase. From there on it is summed by Gauss quadrature, over panels that are evenly spaced in
+the logarithm: by Euler and Maclaurin, sum_{a < t <= b} f(t) is the integral of f from a + 1/2 to
+b + 1/2 minus (f'(b + 1/2) - f'(a + 1/2)) / 24, up to terms in the third derivative. So every
+tenfold of episodes has the same cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_occ._support.private import readable
+from torch_occ.game.estimators import Estimator, centred
+from torch_occ.game.history import comparator
+from torch_occ.game.losses import (
+    Corrupted,
+    LossProcess,
+    Noise,
+    Stationary,
+    StochasticallyConstrained,
+    SwitchingLosses,
+    mean_square,
+)
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.layers import DenseLayer, Layer
+from torch_occ.mdp.occupancy import optimal_policy, policy_of, reachability
+from torch_occ.regularizers.base import Regularizer
+from torch_occ.step.ftrl import FTRLStep
+from torch_occ.step.linearization import Linearization
+
+#: Gauss nodes per panel, and episodes at the beginning of a phase that are summed one by one.
+NODES, HEAD = 3, 8
+
+
+@dataclass(frozen=True)
+class Quadrature:
+    """The nodes at which a function of the episode is evaluated, and its sums as matrices."""
+
+    t: Tensor  # (K,), nodes
+    phase: Tensor  # (K,), the phase of each node
+    before: Tensor  # (K, K): row k maps f(t) to the sum over all episodes before node k
+    ends: Tensor  # (C,), episodes at which curves have a point
+    upto: Tensor  # (C, K): row c maps f(t) to the sum over the first ends[c] episodes
+
+    @classmethod
+    def over(
+        cls, starts: Sequence[int], episodes: int, per_decade: float, like: Tensor
+    ) -> Quadrature:
+        """Nodes for phases that begin after the episodes `starts`, of which the first is 0.
+
+        There are `per_decade` panels for every tenfold of episodes since the phase began.
+        """
+        inside, weights, slopes = _gauss(NODES)
+        t: list[float] = []
+        phase: list[int] = []
+        before: list[dict[int, float]] = []
+        upto: list[dict[int, float]] = []
+        ends: list[int] = []
+        total: dict[int, float] = {}  # the sum so far, as node -> weight
+        for p, (start, stop) in enumerate(zip(starts, [*starts[1:], episodes], strict=True)):
+            for episode in range(start + 1, min(start + HEAD, stop) + 1):
+                before.append(dict(total))
+                total[len(t)] = 1.0
+                t.append(float(episode))
+                phase.append(p)
+                ends.append(episode)
+                upto.append(dict(total))
+            if stop - start <= HEAD:
+                continue
+            count = max(1, int(np.ceil(per_decade * np.log10((stop - start + 0.5) / (HEAD + 0.5)))))
+            edges = np.unique(
+                np.round(np.geomspace(HEAD + 0.5, stop - start + 0.5, count + 1) - 0.5) + 0.5
+            )
+            for low, high in pairwise(edges):
+                first, width = len(t), np.log(high / low)
+                local = low * np.exp(width * inside[0])
+                for i in range(NODES):
+                    # Up to the middle of node i, minus the half of its own episode before it.
+                    row = dict(total)
+                    for j in range(NODES):
+                        row[first + j] = width * inside[1][i, j] * local[j] - (
+                            0.5 if i == j else 0.0
+                        )
+                    before.append(row)
+                    t.append(start + local[i])
+                    phase.append(p)
+                for j in range(NODES):
+                    ends_slope = slopes[1, j] / (width * high) - slopes[0, j] / (width * low)
+                    total[first + j] = width * weights[j] * local[j] - ends_slope / 24
+                ends.append(start + int(high))
+                upto.append(dict(total))
+        return cls(
+            torch.tensor(t, dtype=like.dtype, device=like.device),
+            torch.tensor(phase, device=like.device),
+            _matrix(before, len(t), like),
+            torch.tensor(ends, device=like.device),
+            _matrix(upto, len(t), like),
+        )
+
+    def sums_before(self, f: Tensor) -> Tensor:
+        """sum_{tau < t} f(tau) at every node: `(K, *event)` -> `(K, *event)`."""
+        return torch.tensordot(self.before, f, 1)
+
+    def sums(self, f: Tensor) -> Tensor:
+        """sum_{tau <= end} f(tau) at every end: `(K, *event)` -> `(C, *event)`."""
+        return torch.tensordot(self.upto, f, 1)
+
+
+def _gauss(n: int) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray]:
+    """Gauss quadrature on [0, 1].
+
+    Returns:
+        The nodes with the matrix that integrates up to each node, the weights of the whole
+        interval, and the coefficients of the slopes at 0 and at 1.
+    """
+    x, w = np.polynomial.legendre.leggauss(n)
+    nodes, powers = (x + 1) / 2, np.arange(n)
+    basis = np.linalg.inv(nodes[:, None] ** powers)  # values at the nodes -> coefficients
+    partial = nodes[:, None] ** (powers + 1) / (powers + 1)
+    slopes = np.stack([(powers == 1).astype(float), powers.astype(float)])
+    return (nodes, partial @ basis), w / 2, slopes @ basis
+
+
+def _matrix(rows: list[dict[int, float]], columns: int, like: Tensor) -> Tensor:
+    dense = np.zeros((len(rows), columns))
+    for i, row in enumerate(rows):
+        dense[i, list(row)] = list(row.values())
+    return torch.tensor(dense, dtype=like.dtype, device=like.device)
+
+
+# -- Loss processes as phases: stretches of episodes with constant means ---------------------------
+#
+# Only losses that are fixed in advance can be forecast. An adversary that reacts to the learner, or
+# a random walk, has to be simulated.
+
+
+#: A forecast takes a fixed number of solves per phase. With more phases, simulation is better.
+MOST_PHASES = 256
+
+
+class Phase(NamedTuple):
+    """The episodes after `start`, up to the start of the next phase."""
+
+    start: int
+    mean: Tensor  # (*batch, S, A)
+
+
+def phases_of(
+    mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int
+) -> tuple[list[Phase], Noise]:
+    """The phases of the first `episodes` episodes, and the kind of noise.
+
+    A tensor of means `(*batch, S, A)` stands for Bernoulli losses.
+
+    Raises:
+        TypeError: if the means are not fixed in advance.
+        ValueError: if there are too many phases.
+    """
+    if isinstance(losses, Tensor):
+        return [Phase(0, losses)], "bernoulli"
+    if isinstance(losses, Stationary):
+        return [Phase(0, losses.mean)], losses.noise
+    if isinstance(losses, SwitchingLosses):
+        count = -(-episodes // losses.period)
+        _check_count(losses, count)
+        return [
+            Phase(i * losses.period, losses.tables[i % len(losses.tables)]) for i in range(count)
+        ], losses.noise
+    if isinstance(losses, StochasticallyConstrained):
+        starts = [0, *(end for end in losses._phase_ends(episodes).tolist() if end < episodes)]
+        _check_count(losses, len(starts))
+        return [Phase(start, _first_mean(mdp, losses, start)) for start in starts], losses.noise
+    if isinstance(losses, Corrupted) and isinstance(losses.base, Stationary):
+        return _corrupted(mdp, losses, episodes), losses.noise
+    raise TypeError(
+        f"losses: {type(losses).__name__} cannot be forecast, because its means are not fixed "
+        "beforehand in few phases; simulate it, or give means, BernoulliLosses, UniformLosses, "
+        "SwitchingLosses, StochasticallyConstrained, or Corrupted around a fixed mean"
+    )
+
+
+def _corrupted(mdp: LayeredMDP, losses: Corrupted, episodes: int) -> list[Phase]:
+    """Full corruption while the budget lasts, one episode with the remainder, then none."""
+    assert isinstance(losses.base, Stationary)
+    clean, attacked = losses.base.mean, _first_mean(mdp, losses, 0)
+    cost = 2 * sum(
+        float(layer.abs().amax())
+        for layer in mdp.split(torch.where(mdp.actions, attacked - clean, 0.0), -2)
+    )
+    if cost == 0:
+        return [Phase(0, clean)]
+    whole = math.floor(losses.budget / cost * (1 + 1e-12))
+    left = (losses.budget - whole * cost) / cost
+    found = [Phase(0, attacked)] if whole else []
+    if left > 1e-9 and losses.strategy != "uniform":
+        found.append(Phase(whole, clean + left * (attacked - clean)))
+        whole += 1
+    return [phase for phase in [*found, Phase(whole, clean)] if phase.start < episodes]
+
+
+def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
+    """The mean of the episode after `start`, from the process itself."""
+    means, _ = losses.means(mdp, losses.start(mdp, [0]), start + 1, 1, torch.empty(0))
+    return means[0, 0]
+
+
+def _check_count(losses: LossProcess, count: int) -> None:
+    if count > MOST_PHASES:
+        raise ValueError(
+            f"losses: {type(losses).__name__} has {count} phases, more than {MOST_PHASES}; "
+            "forecast fewer episodes, or simulate"
+        )
+
+
+# -- The noise of the forecast without matrices, by random vectors with the right covariance -------
+#
+# The noise at a node is ⟨D3psi[Pi m], Pi C Pi⟩ (torch_occ.tuning.forecast). If z is random
+# with the covariance C, this is the expectation of D3psi[Pi m](y y') with y = Pi z. So a few random
+# z, the probes, replace all matrices over pairs. A probe costs one application of Pi per node.
+#
+# C is a sum of covariances of loss estimates. Such an estimate is (loss - b) / q where a trajectory
+# goes, and visits along a trajectory form a Markov chain. So a Gaussian chain with the same
+# covariance can be drawn layer by layer,
+#
+#     x(s') = sum_{s, a} P(s' | s, a) n(s, a)  +  e(s'),    e has the covariance of one transition,
+#     n(s, a) = pi(a | s) x(s)  +  f(s, a),                   f has the covariance of one choice,
+#
+# where a choice from the distribution p has the covariance diag(p) - p p' = B B' with B = (I - p
+# 1') diag(sqrt(p)). The numbers are smooth in q, so the noise has gradients.
+
+
+#: Numbers in a tensor of probes; more probes are computed one after the other.
+TOGETHER = 4 * 10**6
+
+
+class Probed(NamedTuple):
+    """What probes say about the noise at K nodes."""
+
+    bend: Tensor  # (R, K, *batch), D3psi[u](y y') of every probe
+    square: Tensor  # (K, *batch), E |loss_estimate|^2 in the norm of Pi
+
+
+def probe_noise(
+    mdp: LayeredMDP,
+    linear: Linearization,
+    grid: Quadrature,
+    mean: Tensor,
+    noise: Noise,
+    baseline: Tensor,
+    probes: int,
+    seed: int,
+) -> Probed:
+    """The noise at the nodes of a grid, from `probes` random vectors per node.
+
+    Args:
+        linear: the step at q `(K, *batch, S, A)`.
+        mean: of the losses at every node, `(K, *batch, S, A)`.
+        baseline: of the estimator, the same shape.
+        seed: the same seed gives the same numbers for all settings.
+    """
+    generator = torch.Generator(device=mdp.device).manual_seed(seed)
+    u = linear.apply(mean)
+    bends, square = [], (mean * u).sum((-2, -1))
+    # The weights of sums may be negative, and then the covariance is a difference of two.
+    roots = [(sign * grid.before).clamp(min=0).sqrt() for sign in (1.0, -1.0)]
+    at_once = max(1, TOGETHER // mean.numel())
+    for first in range(0, probes, at_once):
+        count = min(at_once, probes - first)
+        one = draw_fluctuations(mdp, linear.q, mean, noise, baseline, count, generator)
+        sums = [torch.einsum("kj,rj...->rk...", root, one) for root in roots]
+        y = linear.apply(torch.stack([*sums, one]))  # (3, count, K, *batch, S, A)
+        positive, negative = linear.bend_along(u, y[:2])
+        bends.append(positive - negative)
+        square = square + (one * y[2]).sum((-2, -1)).sum(0) / probes
+    return Probed(torch.cat(bends), square)
+
+
+def draw_fluctuations(
+    mdp: LayeredMDP,
+    q: Tensor,
+    mean: Tensor,
+    noise: Noise,
+    baseline: Tensor,
+    probes: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """Gaussian vectors with the covariance of the loss estimate of one episode.
+
+    All elements of `batch` share their random numbers.
+
+    Args:
+        q: `(K, *batch, S, A)`; the mean and the baseline have the same shape.
+
+    Returns:
+        `(probes, K, *batch, S, A)`.
+    """
+
+    def normal(*shape: int) -> Tensor:
+        shared = (probes, len(q), *(1,) * (q.dim() - 3), *shape)
+        return torch.randn(shared, dtype=q.dtype, device=q.device, generator=generator)
+
+    exists, smallest = mdp.actions, torch.finfo(q.dtype).tiny
+    initial = mdp.initial.clamp(min=smallest)
+    root = initial.sqrt() * normal(initial.shape[-1])
+    entering = root - initial * root.sum(-1, keepdim=True)  # (probes, K, *batch, S_0)
+    visits = []
+    policies, own, here = (mdp.split(x, -2) for x in (policy_of(mdp, q), q, exists))
+    for k, policy in enumerate(policies):
+        root = torch.where(here[k], _root(own[k], here[k]) * normal(*policy.shape[-2:]), 0.0)
+        chosen = root - policy * root.sum(-1, keepdim=True)
+        visits.append(policy * entering.unsqueeze(-1) + chosen)
+        if k + 1 < mdp.horizon:
+            layer, edges = mdp.layers[k], Edges.of(mdp.layers[k])
+            root = edges.flow(own[k]).clamp(min=smallest).sqrt()
+            root = root * normal(root.shape[-1])
+            left = edges.leave(root).unflatten(-1, policy.shape[-2:])
+            entering = edges.arrive(root) + layer.arrive(visits[-1] - left)
+    variance = torch.where(exists, mean_square(mean, noise) - mean**2, 0.0)
+    drawn = variance.clamp(min=smallest).sqrt() * normal(*q.shape[-2:]) / _root(q, exists)
+    visited = (mean - baseline) * torch.cat(visits, -2) / torch.where(exists, q, 1.0)
+    return torch.where(exists, visited + drawn, 0.0)
+
+
+class Edges(NamedTuple):
+    """The transitions of a layer whose probability is positive, as a list."""
+
+    pair: Tensor  # (E,), s * A + a
+    next: Tensor  # (E,)
+    probability: Tensor  # (*batch, E)
+    sizes: tuple[int, int, int]  # S, A, S'
+
+    @classmethod
+    def of(cls, layer: Layer) -> Edges:
+        if isinstance(layer, DenseLayer):
+            rows = layer.probabilities.flatten(-3, -2)  # (*batch, S * A, S')
+            pair, following = (rows > 0).reshape(-1, *rows.shape[-2:]).any(0).nonzero().unbind(-1)
+            return cls(pair, following, rows[..., pair, following], layer.sizes)
+        pattern = layer.pattern
+        return cls(pattern.pair.long(), pattern.next.long(), layer.probabilities, layer.sizes)
+
+    def flow(self, q: Tensor) -> Tensor:
+        """q(s, a) P(s' | s, a): `(*batch, S, A)` -> `(*batch, E)`."""
+        return q.flatten(-2).index_select(-1, self.pair) * self.probability
+
+    def arrive(self, x: Tensor) -> Tensor:
+        """The sum over the edges into each state: `(*batch, E)` -> `(*batch, S')`."""
+        return x.new_zeros(*x.shape[:-1], self.sizes[2]).index_add(-1, self.next, x)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum over the edges out of each pair: `(*batch, E)` -> `(*batch, S * A)`."""
+        return x.new_zeros(*x.shape[:-1], self.sizes[0] * self.sizes[1]).index_add(-1, self.pair, x)
+
+
+def _root(q: Tensor, exists: Tensor) -> Tensor:
+    """sqrt(q), and 1 on pairs that do not exist."""
+    return torch.where(exists, q, 1.0).sqrt()
+
+
+# -- A forecast of the regret of FTRL with bandit feedback, smooth and differentiable --------------
+#
+# The loss estimate, (loss - b) / q on the visited pairs plus a baseline b
+# (torch_occ.game.estimators), is unbiased for every regularizer. So the cumulative estimate
+# fluctuates around the mean path Lbar_t = sum of means. Expanding q_t = q(t, Lhat_{t-1}) to second
+# order around it,
+#
+#     E <q_t, mean_t> = <q(t, Lbar), mean_t>  -  1/2 <d/ds Pi(Lbar + s mean_t), C_{t-1}>,
+#                           drift                             noise
+#
+# where Pi is the response of q to the loss (torch_occ.step.linearization) and C_t = sum of
+# Cov(loss_estimate) along the path, which contains the joint probabilities of visiting two pairs in
+# one episode. Everything is smooth on the scale of t, so about twenty values of t per tenfold of
+# episodes are enough (torch_occ.tuning.forecast). All of them are solved as one batch.
+#
+# Summed by parts over t, the noise is 1/2 sum_t E |loss_estimate_t|^2 in the norm of Pi_t, the
+# stability term of the FTRL analysis, minus the fluctuations that are left at the end and those
+# that the growth of psi_t removes. `stability` gives that term too.
+#
+# The expansion is in the relative fluctuations of q. It fails where the learner is so little
+# regularized that a single visit changes q many times over. `noise_share` shows this;
+# torch_occ.tuning.leaps works there. With a baseline, a single visit may do so even where
+# the noise is small: a visit without loss lowers the estimate by b / q, and q ~ beta / (gap t)
+# under a log-barrier, so that for beta below about b it removes the whole lead of t gap. Only
+# leaping and playing show that.
+
+
+#: Panels of three solves per tenfold of episodes.
+PER_DECADE = 3.0
+
+#: Noise above this share of a forecast is no small correction; docs/meta_tuning.md measures it.
+SMALL_NOISE = 1 / 3
+
+#: Up to so many pairs the noise is computed from matrices; beyond, by so many probes.
+EXACT_PAIRS, PROBES = 512, 8
+
+#: The largest size of a matrix over pairs at all nodes.
+MOST_BYTES = 4 * 10**9
+
+
+class Forecast(NamedTuple):
+    """Predicted pseudo-regret at C episodes; NaN if a step could not be certified."""
+
+    episodes: Tensor  # (C,)
+    drift: Tensor  # (*batch, C), the regret of the mean path
+    noise: Tensor  # (*batch, C), the contribution of fluctuations of the loss estimates
+    stability: Tensor  # (*batch, C), 1/2 sum_t E |loss_estimate_t|^2_{Pi_t}, for comparison
+    certified: Tensor  # (*batch,), whether every step on the path was certified
+    noise_error: Tensor  # (*batch, C), the standard error of the noise; zero without probes
+
+    @property
+    def regret(self) -> Tensor:
+        """The predicted regret, drift + noise, `(*batch, C)`."""
+        return self.drift + self.noise
+
+    @property
+    def final(self) -> Tensor:
+        """The regret after the last episode, `(*batch,)`, differentiable; `float` does not warn."""
+        return readable(self.regret[..., -1])
+
+    @property
+    def noise_share(self) -> Tensor:
+        """|noise| / (|drift| + |noise|) at the end, `(*batch,)`."""
+        drift, noise = self.drift[..., -1].abs(), self.noise[..., -1].abs()
+        return noise / (drift + noise)
+
+    @property
+    def reliable(self) -> Tensor:
+        """Whether the expansion is reliable, `(*batch,)`: certified, with little noise.
+
+        Elsewhere use `leap`.
+        """
+        return self.certified & (self.noise_share <= SMALL_NOISE)
+
+
+def forecast(
+    mdp: LayeredMDP,
+    regularizer: Regularizer,
+    losses: Tensor | LossProcess,
+    episodes: int,
+    *,
+    estimator: Estimator | None = None,
+    per_decade: float = PER_DECADE,
+    probes: int | None = None,
+    seed: int = 0,
+) -> Forecast:
+    """Predict the regret of `FTRL(mdp, regularizer, estimator)` for up to 1e12 episodes.
+
+    All batch shapes broadcast. The result is differentiable in the regularizer's parameters and in
+    the means.
+
+    Args:
+        mdp: may have a batch shape.
+        regularizer: psi_t; its parameters may have a batch shape.
+        losses: means `(*batch, S, A)` of Bernoulli losses, differentiable; or a loss process whose
+            means are fixed in advance.
+        episodes: T.
+        estimator: importance-weighted by default; or `ReducedVariance`, or any other
+            `CentredEstimator`.
+        per_decade: panels of three solves per tenfold of episodes.
+        probes: the number of random vectors by which the noise is computed without matrices, at
+            the cost of some hundred steps (torch_occ.tuning.forecast); 0 computes it exactly
+            from matrices over all pairs. By default 0 up to 512 pairs, and 8 beyond.
+        seed: of the probes.
+
+    Returns:
+        The curves of drift, noise and stability.
+
+    Raises:
+        ValueError: if `episodes` or `probes` is out of range, the losses have too many phases, or
+            matrices are demanded that would need more than 4 GB.
+        TypeError: if the losses or the estimator cannot be forecast.
+    """
+    if not 1 <= episodes <= 10**12:
+        raise ValueError(f"episodes: expected a number from 1 to 1e12, got {episodes}")
+    if probes is not None and (probes < 0 or probes == 1):
+        raise ValueError(
+            f"probes: expected at least 2, because their spread is the error, or 0, got {probes}"
+        )
+    estimate = centred(estimator)
+    phases, noise = phases_of(mdp, losses, int(episodes))
+    step = FTRLStep(mdp, regularizer)
+    grid = Quadrature.over(
+        [phase.start for phase in phases], int(episodes), per_decade, mdp.transitions[0]
+    )
+    given = step.evaluator.batch_shape(step.evaluator.own_parameters)
+    batch = torch.broadcast_shapes(phases[0].mean.shape[:-2], mdp.batch_shape, given)
+    # (P, *batch, S, A)
+    mean = torch.stack([phase.mean.expand(*batch, *phase.mean.shape[-2:]) for phase in phases])
+    t = grid.t.reshape(-1, *(1,) * len(batch)).expand(-1, *batch)  # (K, *batch)
+    now = mean[grid.phase]  # (K, *batch, S, A)
+    solution = step.solve(totals(phases, mean, grid.t - 1, grid.phase), t, check=False)
+    certified = solution.converged.all(0)
+    q = floored(mdp, solution.q)
+    gaps = optimal_policy(mdp, mean).gaps  # (P, *batch, S, A)
+    # Gaps instead of losses: the loss that every policy pays drops out, without cancellation.
+    ends = grid.ends.to(mdp.dtype)
+    best = comparator(
+        mdp, totals(phases, gaps, ends, torch.bucketize(ends, _starts(phases, ends)) - 1)
+    )
+    drift = grid.sums((q * gaps[grid.phase]).sum((-2, -1))) - best
+
+    linear = Linearization(step, q, t)
+    baseline = torch.where(mdp.actions, estimate.baseline(q, t), 0.0)
+    if probes is None:
+        probes = 0 if mdp.num_states * mdp.num_actions <= EXACT_PAIRS else PROBES
+    if probes:
+        found = probe_noise(mdp, linear, grid, now, noise, baseline, probes, seed)
+        each = torch.stack([grid.sums(-0.5 * bend) for bend in found.bend])  # (R, C, *batch)
+        fluctuation, square = each.mean(0), found.square
+        error = each.detach().std(0) / probes**0.5
+    else:
+        bend, square = _exact_noise(mdp, linear, grid, now, noise, baseline)
+        fluctuation = grid.sums(-0.5 * bend)
+        error = torch.zeros_like(fluctuation)
+    curves = (drift, fluctuation, grid.sums(0.5 * square))
+    drift, fluctuation, stability = (
+        torch.where(certified, curve, torch.nan).movedim(0, -1) for curve in curves
+    )
+    return Forecast(grid.ends, drift, fluctuation, stability, certified, error.movedim(0, -1))
+
+
+def _exact_noise(
+    mdp: LayeredMDP,
+    linear: Linearization,
+    grid: Quadrature,
+    mean: Tensor,
+    noise: Noise,
+    baseline: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """D3psi[Pi m](Pi C Pi) and E |loss_estimate|^2_Pi at every node, `(K, *batch)`, by matrices."""
+    q = linear.q
+    nodes, pairs = q.shape[:-2].numel(), q.shape[-2:].numel()
+    size = nodes * pairs**2 * q.element_size()
+    if size > MOST_BYTES:
+        raise ValueError(
+            f"probes: without probes the noise needs matrices of {size / 1e9:.1f} GB, for "
+            f"{pairs:,} pairs at {nodes:,} nodes; give a number of probes, or use occ.leap"
+        )
+    Pi = linear.dense()  # (K, *batch, S * A, S * A)
+    visited = second_moment(mdp, q, mean, noise, baseline)
+    flat, b = mean.flatten(-2), baseline.flatten(-2)
+    C = grid.sums_before(visited - outer(flat - b))
+    u = (Pi @ flat.unsqueeze(-1)).squeeze(-1).unflatten(-1, q.shape[-2:])
+    bend = linear.bend(u, Pi @ C @ Pi)
+    square = (Pi * visited).sum((-2, -1)) + (b.unsqueeze(-2) @ Pi @ (2 * flat - b).unsqueeze(-1))[
+        ..., 0, 0
+    ]
+    return bend, square
+
+
+def second_moment(
+    mdp: LayeredMDP, q: Tensor, mean: Tensor, noise: Noise, baseline: Tensor
+) -> Tensor:
+    """E[x x'] of one episode, `(*batch, S * A, S * A)`, with x = (loss - b) / q where visited.
+
+    x is the loss estimate minus b. With m = mean - b, the entry of pairs i before j is
+    m_i m_j P(i and j are visited) / (q_i q_j) = m_i m_j P(s_j is visited | i) / q(s_j). The
+    diagonal is E[(loss_i - b_i)^2] / q_i. Two pairs of one layer are never both visited.
+    """
+    exists = mdp.actions
+    policy = policy_of(mdp, q)
+    ahead = mdp.joint_transitions @ reachability(mdp, policy).unsqueeze(-3)  # (*batch, S, A, S)
+    later = (ahead / q.sum(-1)[..., None, None, :]).flatten(-3, -2)  # (*batch, S * A, S)
+    later = later.repeat_interleave(mdp.num_actions, -1)  # (*batch, S * A, S * A)
+    flat, b = (torch.where(exists, x, 0.0).flatten(-2) for x in (mean, baseline))
+    joint = outer(flat - b) * later
+    own = (mean_square(flat, noise) - 2 * b * flat + b**2) / torch.where(exists, q, 1.0).flatten(-2)
+    return joint + joint.mT + torch.diag_embed(own)
+
+
+def floored(mdp: LayeredMDP, q: Tensor) -> Tensor:
+    """q, raised where 1/q^3 would overflow; the formulas are continuous near q = 0."""
+    return torch.where(mdp.actions, q.clamp(min=torch.finfo(q.dtype).tiny ** 0.3), 0.0)
+
+
+def outer(x: Tensor) -> Tensor:
+    """x x', `(..., n)` -> `(..., n, n)`."""
+    return x.unsqueeze(-1) * x.unsqueeze(-2)
+
+
+def totals(phases: list[Phase], values: Tensor, episodes: Tensor, phase: Tensor) -> Tensor:
+    """Sums of the values over the first `episodes` `(K,)`: `(P, ...)` -> `(K, ...)`.
+
+    `phase` is the phase in which each of these episodes lies.
+    """
+    starts = _starts(phases, episodes)
+    lengths = torch.diff(starts).reshape(-1, *(1,) * (values.dim() - 1))
+    finished = torch.cat([torch.zeros_like(values[:1]), (lengths * values[:-1]).cumsum(0)])
+    return (
+        finished[phase]
+        + (episodes - starts[phase]).reshape(-1, *(1,) * (values.dim() - 1)) * values[phase]
+    )
+
+
+def _starts(phases: list[Phase], like: Tensor) -> Tensor:
+    return torch.tensor([phase.start for phase in phases], dtype=like.dtype, device=like.device)

@@ -1,0 +1,480 @@
+"""A tuning in TensorBoard."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_occ._support.choices import progress_bar, summary_writer
+from torch_occ._support.files import Kept, State, copied
+from torch_occ._support.fingerprints import fingerprints
+from torch_occ._support.processes import asked_to_stop, explain, sigterm_raises
+from torch_occ.game.checks import uncertified_is_handled
+from torch_occ.game.learners import FTRL
+from torch_occ.game.losses import BernoulliLosses, LossProcess
+from torch_occ.game.simulate import simulate
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.regularizers.base import Regularizer
+from torch_occ.tuning.leaps import leap
+from torch_occ.tuning.objective import Evaluation, ForecastObjective, elements
+from torch_occ.tuning.space import ParameterSpace, load_numbers
+
+
+class TuningBoard:
+    """Writes `meta/*` for TensorBoard; steps are those of the optimizer.
+
+    If writing fails, there is a warning, and the tuning continues without TensorBoard.
+    """
+
+    def __init__(self, directory: str | Path, tuner: Tuner) -> None:
+        self.writer: Any = summary_writer(directory, purge_step=len(tuner.values))
+
+    def write(self, tuner: Tuner) -> None:
+        """Log the last step."""
+        if self.writer is None:
+            return
+        try:
+            self._write(tuner)
+        except OSError as error:
+            self.writer = None
+            message = f"directory: {error}; the tuning goes on without TensorBoard"
+            warnings.warn(message, stacklevel=3)
+
+    def _write(self, tuner: Tuner) -> None:
+        step = len(tuner.values) - 1
+        best = int(tuner.best_values.argmin())
+        values = {
+            "meta/objective": float(tuner.values[-1][best]),
+            "meta/best": float(tuner.best_values[best]),
+        }
+        values |= {f"meta/objective_of_start/{i}": float(x) for i, x in enumerate(tuner.values[-1])}
+        for name, x in tuner.space.tensors(tuner.path[-1][best]).items():
+            if x.dim():  # a curve for every number would be too many
+                self.writer.add_histogram(f"meta/{name}", x, step)
+                ends = {"least": x.min(), "mean": x.mean(), "largest": x.max()}
+                values |= {f"meta/{name}/{end}": float(y) for end, y in ends.items()}
+            else:
+                values[f"meta/{name}"] = float(x)
+        values |= {f"meta/regret/{name}": float(x[best]) for name, x in tuner.best_regrets.items()}
+        values["meta/gradient_norm"] = float(tuner.gradient_norm[best])
+        values["meta/failures"] = float(tuner.failures[-1].sum())
+        values["meta/at_bounds"] = float(len(tuner.space.at_bounds(tuner.best_u[best])))
+        for tag, value in values.items():
+            self.writer.add_scalar(tag, value, step)
+
+    def close(self, tuner: Tuner) -> None:
+        """Log the result, and close the file."""
+        if self.writer is None:
+            return
+        try:
+            self._close(tuner)
+        except OSError as error:
+            warnings.warn(f"directory: {error}; the result is not in TensorBoard", stacklevel=3)
+
+    def _close(self, tuner: Tuner) -> None:
+        if bool(tuner.best_values.isfinite().any()):
+            self.writer.add_text(
+                "meta/result", "```\n" + str(tuner.result()) + "\n```", len(tuner.values) - 1
+            )
+        self.writer.close()
+
+
+# -- Trials: the objective at one setting in every world, by leaping or by playing -----------------
+#
+# The cost of leaping grows with log T, and it averages over many particles at once. But it is
+# biased upwards by some percent where the learner is hardly regularized. Playing is unbiased, with
+# the noise of a few runs, and its cost grows with T. Both also average over the MDPs of the
+# objective. Many MDPs with few runs on each are as precise as few MDPs with many runs, and say more
+# about other MDPs.
+
+
+#: A function of a regularizer with scalar parameters and a seed. The same seed gives the same
+#: random numbers at every setting.
+Trial = Callable[[Regularizer, int], Evaluation]
+
+
+def by_leaping(
+    objective: ForecastObjective, *, particles: int = 64, accuracy: float = 0.7
+) -> Trial:
+    """The objective with regrets from leaping instead of the mean path."""
+
+    def final(
+        mdp: LayeredMDP, losses: Tensor | LossProcess, regularizer: Regularizer, seed: int
+    ) -> tuple[Tensor, Tensor]:
+        estimator, episodes = objective.estimator, objective.episodes
+        run = leap(
+            mdp,
+            regularizer,
+            losses,
+            episodes,
+            estimator=estimator,
+            particles=particles,
+            accuracy=accuracy,
+            seed=seed,
+        )
+        return run.regret[:, -1].mean(), ~run.uncertified.any()
+
+    return lambda regularizer, seed: _everywhere(objective, final, regularizer, seed)
+
+
+def by_playing(objective: ForecastObjective, *, runs: int = 1) -> Trial:
+    """The objective with mean regrets of real runs instead of the mean path."""
+
+    def final(
+        mdp: LayeredMDP, losses: Tensor | LossProcess, regularizer: Regularizer, seed: int
+    ) -> tuple[Tensor, Tensor]:
+        process = BernoulliLosses(losses) if isinstance(losses, Tensor) else losses
+        seeds = range(1 + seed * runs, 1 + (seed + 1) * runs)
+        learner = FTRL(mdp, regularizer, objective.estimator)
+        with uncertified_is_handled():
+            history = simulate(
+                mdp, learner, process, objective.episodes, seeds, checkpoints=[objective.episodes]
+            )
+        return history.regret[:, -1].mean(), ~history.uncertified.any()
+
+    return lambda regularizer, seed: _everywhere(objective, final, regularizer, seed)
+
+
+def _everywhere(
+    objective: ForecastObjective,
+    final: Callable[[LayeredMDP, Tensor | LossProcess, Regularizer, int], tuple[Tensor, Tensor]],
+    regularizer: Regularizer,
+    seed: int,
+) -> Evaluation:
+    """The objective from the final regret on every MDP of every world, with its certificate."""
+    regrets, certified = [], []
+    with torch.no_grad():
+        for world in objective.worlds:
+            found = [final(mdp, losses, regularizer, seed) for mdp, losses in elements(world)]
+            regrets.append(torch.stack([regret for regret, _ in found])[None])
+            certified.append(torch.stack([fine for _, fine in found])[None])
+    return objective.combine(regrets, certified)
+
+
+# -- Meta-tuning: minimize an objective over a regularizer's parameters, by gradients --------------
+#
+# Parameters are optimized in an unconstrained space (torch_occ.tuning.space). All starts are one
+# batch: parameters of shape `(starts, 1, *event)`. If the objective of a start is not finite, or
+# its forecast has no certificate, the start returns to its best point so far. Such failures are
+# recorded.
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of tuning, over `steps + 1` evaluations and all starts."""
+
+    # The best numbers, by their names in the regularizer: `terms.1.beta`, or `terms.1.beta[2]` for
+    # a parameter with one value per layer, state or pair.
+    parameters: dict[str, float]
+    value: float  # the objective there
+    regrets: dict[str, float]  # the regrets there, by environment
+    start: int  # the index of the start that found it
+    # Parameters of the best point that are at a bound; the optimum may lie beyond it.
+    at_bounds: tuple[str, ...]
+    failures: Tensor  # (evaluations, starts), where the objective was not finite or not certified
+    values: Tensor  # (evaluations, starts), NaN at failures
+    path: Tensor  # (evaluations, starts, parameters)
+    names: tuple[str, ...]
+    seconds: float
+    finished: bool
+    # The bounds that were given to `tune`.
+    bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def load_into(self, regularizer: Regularizer) -> None:
+        """Set a regularizer's parameters to the best ones."""
+        load_numbers(regularizer, self.parameters)
+
+    def __str__(self) -> str:
+        lines = [
+            f"objective {self.value:.6g} by start {self.start}, {len(self.values)} evaluations, "
+            f"{self.seconds:.1f} s"
+        ]
+        for name, numbers in self._grouped().items():
+            bound = sum(name == each.partition("[")[0] for each in self.at_bounds)
+            if len(numbers) == 1:
+                lines.append(f"  {name} = {numbers[0]:.6g}{' (at its bound)' * bool(bound)}")
+            else:
+                note = f" ({bound} at their bounds)" if bound else ""
+                span = f"{min(numbers):.6g} to {max(numbers):.6g}"
+                lines.append(f"  {name} = {len(numbers)} numbers from {span}{note}")
+        lines += [f"  regret, {name}: {value:.6g}" for name, value in self.regrets.items()]
+        if int(self.failures.sum()):
+            lines.append(
+                f"  {int(self.failures.sum())} of {self.failures.numel()} evaluations were not "
+                "finite or not certified"
+            )
+        return "\n".join(lines)
+
+    def _grouped(self) -> dict[str, list[float]]:
+        """The numbers of each parameter."""
+        found: dict[str, list[float]] = {}
+        for name, value in self.parameters.items():
+            found.setdefault(name.partition("[")[0], []).append(value)
+        return found
+
+
+def tune(
+    objective: Callable[[Regularizer], Evaluation],
+    regularizer: Regularizer,
+    *,
+    steps: int = 60,
+    starts: int = 4,
+    only: Sequence[str] | None = None,
+    bounds: dict[str, tuple[float, float]] | None = None,
+    rate: float = 0.15,
+    spread: float = 1.5,
+    seed: int = 0,
+    optimizer: Callable[[list[Tensor], float], torch.optim.Optimizer] | None = None,
+    directory: str | Path | None = None,
+    progress: bool = False,
+    save_to: str | Path | None = None,
+    resume: bool = True,
+) -> Tuned:
+    """Minimize an objective over the parameters of a regularizer.
+
+    The regularizer is not changed; `Tuned.load_into` sets its parameters.
+
+    Args:
+        objective: called with a regularizer whose parameters have shape `(starts, 1)`, and
+            `(starts, 1, *event)` with one value per layer, state or pair; for example a
+            `ForecastObjective`.
+        regularizer: its parameters, which have no batch shape, are the first start.
+        steps: of the optimizer.
+        starts: the other starts are drawn around the first one, with standard deviation `spread`
+            in the unconstrained space.
+        only: names of the parameters to tune: full names (`terms.1.beta`) or their last part
+            (`beta`); all by default.
+        bounds: by the same names; 1e-4 to 1e4 by default.
+        rate: the learning rate of the optimizer; it decreases to zero along a cosine.
+        optimizer: `(tensors, rate) -> torch.optim.Optimizer`; Adam by default.
+        directory: a directory for TensorBoard's `meta/*`.
+        save_to: a file in which the tuning is saved after every step, so that it can continue
+            after an interruption, with the same numbers. Writing is tested before the first step.
+            If a later save fails, there is a warning, and the tuning continues.
+        resume: continue from `save_to` if it exists; otherwise a tuning saved there is replaced.
+
+    Returns:
+        The best point found, and all evaluations.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C. `error.result` is a `Tuned` of the steps so far (None if
+            none was certified), and `error.saved_to` is the file. The same call continues.
+        SystemExit: after SIGTERM, in the same way; see `simulate`.
+        ValueError: if an argument is wrong, or `save_to` is damaged or belongs to another tuning.
+        OSError: if `save_to` cannot be written, before the first step.
+        RuntimeError: if no evaluation was finite and certified.
+    """
+    tuner = Tuner(
+        objective, regularizer, steps, starts, only, bounds or {}, rate, spread, seed, optimizer
+    )
+    kept = None if save_to is None else Kept(save_to, "tuning", tuner.fingerprints)
+    if kept is not None:
+        found = kept.load() if resume else None
+        if found is not None:
+            tuner.restore(found)
+        kept.try_first(tuner.state())
+    board = TuningBoard(directory, tuner) if directory is not None else None
+    bar = progress_bar(steps + 1, len(tuner.values), "step", "tuning") if progress else None
+    with sigterm_raises(kept is not None) as silence:
+        try:
+            while len(tuner.values) <= steps:
+                tuner.advance()
+                if board:
+                    board.write(tuner)
+                if bar is not None:
+                    bar.set_postfix_str(f"best {tuner.best_values.min():.4g}")
+                    bar.update(1)
+                if kept is not None:
+                    kept.keep(tuner.state())
+        except BaseException as error:
+            silence()
+            saved_to = None if kept is None else kept.rescue()
+            if asked_to_stop(error):
+                best = tuner.result() if bool(tuner.best_values.isfinite().any()) else None
+                explain(error, f"after {len(tuner.values)} of {steps + 1} steps", best, saved_to)
+            raise
+        finally:
+            if board:
+                board.close(tuner)
+            if bar is not None:
+                bar.close()
+    return tuner.result()
+
+
+class Tuner:
+    """A tuning in progress."""
+
+    def __init__(
+        self,
+        objective: Callable[[Regularizer], Evaluation],
+        regularizer: Regularizer,
+        steps: int,
+        starts: int,
+        only: Sequence[str] | None,
+        bounds: dict[str, tuple[float, float]],
+        rate: float,
+        spread: float,
+        seed: int,
+        optimizer: Callable[[list[Tensor], float], torch.optim.Optimizer] | None,
+    ) -> None:
+        if steps < 0 or starts < 1:
+            raise ValueError(
+                f"steps, starts: expected steps >= 0 and starts >= 1, got {steps} and {starts}"
+            )
+        self.space = space = ParameterSpace(regularizer, only, bounds)
+        self.names, self.low, self.high = space.names, space.low, space.high
+        self.caller, self.steps, self.starts = _Caller(objective, regularizer), steps, starts
+        self.rate = rate
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(starts, len(self.names), dtype=torch.float64, generator=generator)
+        noise[0] = 0.0
+        self.u = (space.centre + spread * noise).clamp(self.low, self.high)  # (starts, parameters)
+        self.optimizer = (optimizer or _adam)([self.u], rate)
+        self.values: list[Tensor] = []
+        self.failures: list[Tensor] = []
+        self.path: list[Tensor] = []
+        self.best_values = torch.full((starts,), torch.inf, dtype=torch.float64)
+        self.best_u = self.u.clone()
+        self.best_regrets: dict[str, Tensor] = {}
+        self.gradient_norm = torch.zeros(starts, dtype=torch.float64)
+        self.seconds = 0.0
+        self.options = [self.names, steps, starts, self.low, self.high, rate, spread, seed]
+        self.options += [type(self.optimizer), optimizer, self.optimizer.defaults]
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of everything that decides the numbers of the tuning."""
+        objective, regularizer = self.caller.objective, self.caller.regularizer
+        return fingerprints(objective=objective, regularizer=regularizer, options=self.options)
+
+    def advance(self) -> None:
+        """Evaluate the objective at the current points, and make one step."""
+        begun = time.monotonic()
+        u = self.u.detach().clone().requires_grad_()
+        parameters = self.space.parameters_at(u)
+        named = {name: x.unsqueeze(1) for name, x in self.space.tensors(parameters).items()}
+        evaluation = self.caller.at(named)
+        value = evaluation.value.expand(self.starts).double()
+        fine = value.isfinite() & evaluation.certified.expand(self.starts)
+        gradient = torch.zeros_like(u)
+        if bool(fine.any()):
+            # The starts are independent rows of a batch, so a failed one does not affect the
+            # others.
+            (gradient,) = torch.autograd.grad(torch.where(fine, value, 0.0).sum(), u)
+            fine = fine & gradient.isfinite().all(-1)
+            gradient = torch.where(fine[:, None], gradient, 0.0)
+        self._record(
+            u.detach(),
+            value.detach(),
+            fine,
+            {name: x.detach().expand(self.starts) for name, x in evaluation.regrets.items()},
+        )
+        self.gradient_norm = gradient.norm(dim=-1)
+        if len(self.values) <= self.steps:
+            for group in self.optimizer.param_groups:
+                group["lr"] = (
+                    0.5
+                    * self.rate
+                    * (1 + math.cos(math.pi * (len(self.values) - 1) / max(self.steps, 1)))
+                )
+            self.u.grad = gradient
+            self.optimizer.step()
+            with torch.no_grad():
+                self.u.copy_(
+                    torch.where(fine[:, None], self.u.clamp(self.low, self.high), self.best_u)
+                )
+        self.seconds += time.monotonic() - begun
+
+    def _record(self, u: Tensor, value: Tensor, fine: Tensor, regrets: dict[str, Tensor]) -> None:
+        self.values.append(torch.where(fine, value, torch.nan))
+        self.failures.append(~fine)
+        self.path.append(self.space.parameters_at(u))
+        better = fine & (value < self.best_values)
+        self.best_values = torch.where(better, value, self.best_values)
+        self.best_u = torch.where(better[:, None], u, self.best_u)
+        for name, regret in regrets.items():
+            self.best_regrets[name] = torch.where(
+                better, regret, self.best_regrets.get(name, torch.full_like(regret, torch.nan))
+            )
+
+    def result(self) -> Tuned:
+        """The best point so far; a RuntimeError if none was finite and certified."""
+        best = int(self.best_values.argmin())
+        if not bool(self.best_values.isfinite().any()):
+            raise RuntimeError(
+                f"the objective was not finite and certified at any of {len(self.values)} "
+                f"evaluations of {self.starts} starts; start elsewhere, or look at "
+                "objective(regularizer)"
+            )
+        parameters = self.space.parameters_at(self.best_u[best])
+        return Tuned(
+            parameters=dict(zip(self.names, parameters.tolist(), strict=True)),
+            value=float(self.best_values[best]),
+            regrets={name: float(regret[best]) for name, regret in self.best_regrets.items()},
+            start=best,
+            at_bounds=self.space.at_bounds(self.best_u[best]),
+            failures=torch.stack(self.failures),
+            values=torch.stack(self.values),
+            path=torch.stack(self.path),
+            names=self.names,
+            seconds=self.seconds,
+            finished=len(self.values) > self.steps,
+            bounds=self.space.bounds,
+        )
+
+    _KEPT = (
+        "u",
+        "values",
+        "failures",
+        "path",
+        "best_values",
+        "best_u",
+        "best_regrets",
+        "gradient_norm",
+        "seconds",
+    )
+
+    def state(self) -> State:
+        """A copy of everything that changes from step to step."""
+        now = {name: getattr(self, name) for name in self._KEPT}
+        return copied(now | {"optimizer": self.optimizer.state_dict()})
+
+    def restore(self, state: State) -> None:
+        """Continue from a result of `state`, in this process or another."""
+        state = copied(state)
+        self.optimizer.load_state_dict(state.pop("optimizer"))
+        with torch.no_grad():
+            self.u.copy_(state.pop("u"))
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+class _Caller(nn.Module):
+    """The objective as a function of the regularizer's parameters."""
+
+    def __init__(
+        self, objective: Callable[[Regularizer], Evaluation], regularizer: Regularizer
+    ) -> None:
+        super().__init__()
+        self.objective, self.regularizer = objective, regularizer
+
+    def forward(self) -> Evaluation:
+        return self.objective(self.regularizer)
+
+    def at(self, parameters: dict[str, Tensor]) -> Evaluation:
+        """The objective with these values in place of the parameters with these names."""
+        return torch.func.functional_call(
+            self, {f"regularizer.{name}": value for name, value in parameters.items()}, ()
+        )
+
+
+def _adam(tensors: list[Tensor], rate: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(tensors, lr=rate, betas=(0.8, 0.99))
