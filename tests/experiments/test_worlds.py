@@ -9,7 +9,7 @@ import torch
 
 import torch_occ as occ
 from experiments import gym_control, sweep
-from experiments.maps import panels, visits
+from experiments.gym_control import panels, visits
 
 pytestmark = pytest.mark.slow
 
@@ -69,15 +69,9 @@ def test_visits_are_counted_by_the_environments_states():
 
 def test_gym_control(tmp_path, capsys):
     args = gym_control.Args(
-        games=("lake:6", "trip:2"),
-        episodes=20,
-        seeds=2,
-        rollouts=50,
-        processes=1,
-        tensorboard=False,
-        alone=300,
-        root=tmp_path,
-    )
+        games=("lake:6", "trip:2"), episodes=20, seeds=2, rollouts=50, processes=1,
+        tensorboard=False, alone=300, root=tmp_path,
+    )  # fmt: skip
     directory = gym_control.main(args)
     with (directory / "gym_control.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -10,7 +10,7 @@ import torch
 from zoo import PROBLEMS
 
 import torch_occ as occ
-from experiments.games import loss_with_gap
+from experiments.common import loss_with_gap
 
 F64 = torch.float64
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
