@@ -1,7 +1,7 @@
 """How fast is the engine, and compared with what?
 
     python -m experiments.benchmark                                      the engine; a few minutes
-    python -m experiments.benchmark --sections loop                      against a C loop only
+    python -m experiments.benchmark --sections loop                      whole simulations only
     python -m experiments.benchmark --sections long                      64 million episodes
     python -m experiments.benchmark --sections rivals                    half an hour
     python -m experiments.benchmark --sections rivals --rivals moreau    one rival
@@ -18,20 +18,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import tyro
-from matplotlib.figure import Figure
 
 import torch_occ as occ
 from experiments import common
-from experiments.contestants import HEADER, Limits, draw_rivals, measure_rivals, summary
-from experiments.yardstick import measure_loop, report_loop
+from experiments.contestants import HEADER, Case, Limits, cells, draw_rivals, measure_rivals
 
 Shape = tuple[int, int, int]
 
@@ -46,10 +44,9 @@ class Args:
     """how many steps at once"""
     rivals: tuple[str, ...] = ("cvxpy", "scs", "clarabel", "moreau")
     """cvxpy with Clarabel; cvxpylayers with diffcp and SCS, diffcp and Clarabel, or Moreau"""
-    sections: tuple[Literal["loop", "engine", "long", "rivals", "growth"], ...] = ("loop", "engine")
-    """loop: simulations against a C loop. engine: threads, one call, batches, compiling. long: a
-    million episodes of 64 seeds. rivals: steps against cvxpy and cvxpylayers. growth: step time up
-    to 1e5 pairs, which takes minutes and 4 GiB"""
+    sections: tuple[Literal["loop", "engine", "long", "rivals"], ...] = ("loop", "engine")
+    """loop: whole simulations. engine: threads, one call, batches, compiling. long: a million
+    episodes of 64 seeds. rivals: steps against cvxpy and cvxpylayers"""
     repeats: int = 7
     """runs of which the median is taken, as far as the budget goes"""
     budget: float = 60.0
@@ -68,7 +65,8 @@ class Args:
     """where the run's directory is made"""
 
 
-# -- games and calls ------------------------------------------------------------------------------
+#: Episodes of each of many seeds. One seed alone plays eight times as many.
+LOOPS = {(3, 3, 3): 4096, (5, 5, 4): 1024, (10, 10, 5): 256, (10, 20, 10): 64}
 
 
 def game(shape: Shape) -> tuple[occ.LayeredMDP, torch.Tensor]:
@@ -77,12 +75,32 @@ def game(shape: Shape) -> tuple[occ.LayeredMDP, torch.Tensor]:
     return mdp, common.random_means(mdp, 1)
 
 
-def simulate(shape: Shape, episodes: int, seeds: int) -> occ.History:
-    """A game of FTRL with the paper's constants, in the engine."""
+def simulate(shape: Shape, episodes: int, seeds: int, beta: float | None = None) -> occ.History:
+    """A game of FTRL with the paper's constants, or another beta, in the engine."""
     mdp, mean = game(shape)
-    learner, losses = occ.FTRL(mdp, occ.jin_luo(mdp)), occ.BernoulliLosses(mean)
+    learner, losses = occ.FTRL(mdp, occ.jin_luo(mdp, beta=beta)), occ.BernoulliLosses(mean)
     options: dict[str, Any] = {"backend": "engine", "checkpoints": [episodes]}
     return occ.simulate(mdp, learner, losses, episodes, range(seeds), **options)
+
+
+def measure_loop(
+    repeats: int, shapes: Mapping[Shape, int] = LOOPS, seeds: int = 64, budget: float = 10.0
+) -> dict[str, float]:
+    """Microseconds per episode and seed of whole simulations, with all that Python does for them.
+
+    All sizes, with the paper's beta and a small one, with many seeds and with one. The budget is in
+    seconds, for one row.
+    """
+    found = {}
+    for shape, episodes in shapes.items():
+        for beta in (64.0 * shape[0], 1.0):
+            for count, T in ((seeds, episodes), (1, 8 * episodes)):
+                play = partial(simulate, shape, T, count, beta)
+                took = common.in_turns({"": play}, repeats, budget)[""]
+                name = f"{shape}, beta {beta:g}, {count} seed{'s' * (count > 1)}, us"
+                found[name] = 1e6 * took / (T * count)
+                print(f"{name}: {found[name]:.4g}", flush=True)
+    return found
 
 
 def measure_threads(episodes: int = 4_096, seeds: int = 64, repeats: int = 5) -> dict[str, float]:
@@ -234,59 +252,6 @@ def measure_compiling() -> dict[str, float]:
     return found
 
 
-# -- growth ---------------------------------------------------------------------------------------
-
-
-WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 5000)
-
-
-def measure_growth(widths: Sequence[int] = WIDTHS) -> list[dict[str, Any]]:
-    """A warm step of dense random MDPs with horizon 3 and 10 actions, over their width.
-
-    `FTRLStep` chooses the backend.
-    """
-    rows = []
-    for width in widths:
-        mdp, mean = game((3, width, 10))
-        step = occ.FTRLStep(mdp, occ.jin_luo(mdp))
-        with torch.no_grad():
-            q = step(100 * mean, 100.0)
-            solution, duration = step.solve(101 * mean, 101.0, warm_start=q), np.inf
-            for _ in range(1 if width > 1000 else 3 if width > 100 else 20):
-                begun = time.perf_counter()
-                step.solve(101 * mean, 101.0, warm_start=q)
-                duration = min(duration, time.perf_counter() - begun)
-        row = {"pairs": mdp.num_pairs, "width": width, "seconds": duration}
-        rows.append(row | {"steps": int(solution.steps), "backend": solution.backend})
-        print(
-            f"{mdp.num_pairs:>7} pairs: {common.seconds(duration)} on {solution.backend}",
-            flush=True,
-        )
-    return rows
-
-
-def draw_growth(rows: list[dict[str, Any]]) -> tuple[Figure, float]:
-    """Step time over pairs, log-log, and the exponent fitted to the larger half."""
-    pairs, durations = (np.array([row[key] for row in rows]) for key in ("pairs", "seconds"))
-    late = pairs >= np.median(pairs)
-    slope, offset = np.polyfit(np.log(pairs[late]), np.log(durations[late]), 1)
-    figure = common.new_figure(6.4, 4.2)
-    axes = figure.subplots()
-    axes.loglog(pairs, durations, color="0.6", linewidth=1, zorder=1)
-    for backend, colour in (("engine", "C0"), ("torch", "C1")):
-        here = np.array([row["backend"] == backend for row in rows])
-        axes.loglog(pairs[here], durations[here], "o", color=colour, label=backend)
-    fit, label = np.exp(offset) * pairs[late] ** slope, f"pairs$^{{{slope:.2f}}}$"
-    axes.loglog(pairs[late], fit, "--", color="0.3", label=label)
-    title = "A warm FTRL step, dense transitions, horizon 3, 10 actions"
-    common.tidy(axes, xlabel="state-action pairs", ylabel="seconds", title=title)
-    axes.legend(frameon=False)
-    return figure, float(slope)
-
-
-# -- the script -----------------------------------------------------------------------------------
-
-
 def show_numbers(path: Path, numbers: dict[str, float]) -> None:
     """Print named numbers as a table, and write them as CSV."""
     common.write_csv(path, [{"what": name, "measured": value} for name, value in numbers.items()])
@@ -302,28 +267,23 @@ def main(args: Args) -> Path:
     print(f"{common.machine()}; torch uses {threads}; {args.clock} time\n", flush=True)
     if "rivals" in args.sections:
         clock = {"wall": time.perf_counter, "cpu": time.process_time}[args.clock]
-        limits = Limits(args.repeats, args.budget, args.patience, args.t, args.seed, clock)
-        path = directory / "benchmark.csv"
-        rows = measure_rivals(args.rivals, args.sizes, args.batches, limits, path)
-        text = common.table(HEADER, [row.cells() for row in rows], left=(0, 2, 12))
-        print(f"\n{text}\n\n{summary(rows)}\n", flush=True)
+        cases = (
+            Case(shape, batch, args.seed, args.t, clock)
+            for shape in args.sizes
+            for batch in args.batches
+        )
+        limits = Limits(args.repeats, args.budget, args.patience)
+        rows = measure_rivals(args.rivals, cases, limits, directory / "benchmark.csv")
+        text = common.table(HEADER, [cells(row) for row in rows], left=(0, 2, 12))
+        print(f"\n{text}\n", flush=True)
         common.write_figure(directory / "benchmark.png", draw_rivals(rows))
     if "loop" in args.sections:
-        loops = measure_loop(args.repeats)
-        common.write_csv(directory / "loop.csv", loops)
-        print(f"\n{report_loop(loops)}\n", flush=True)
+        show_numbers(directory / "loop.csv", measure_loop(args.repeats))
     if "engine" in args.sections:
         numbers = measure_threads() | measure_calls() | measure_batches() | measure_compiling()
         show_numbers(directory / "engine.csv", numbers)
     if "long" in args.sections:
         show_numbers(directory / "long.csv", measure_long())
-    if "growth" in args.sections:
-        torch.set_num_threads(2)
-        grown = measure_growth()
-        figure, slope = draw_growth(grown)
-        common.write_csv(directory / "growth.csv", grown)
-        common.write_figure(directory / "growth.png", figure)
-        print(f"step time grows like pairs^{slope:.2f} over the larger half", flush=True)
     print(f"\nwritten to {directory}")
     return directory
 

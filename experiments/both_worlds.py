@@ -26,7 +26,7 @@ from torch import Tensor
 
 import torch_occ as occ
 from experiments import common
-from experiments.common import COLOURS, CORRUPTED, GREEDY, STOCHASTIC, SWITCHING, Family, Ratio
+from experiments.common import COLOURS, CORRUPTED, GREEDY, STOCHASTIC, SWITCHING, Ratio, Tuning
 
 ENVIRONMENTS = (STOCHASTIC, CORRUPTED, SWITCHING, GREEDY)
 PAPER, PAPER_CENTRED = "paper", "paper, with a baseline"
@@ -38,7 +38,7 @@ BOUNDS = {"beta": (1.0, 100.0), "gamma": (0.05, 0.5)}
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Tuning):
     """How much is tuned, played and compared."""
 
     episodes: int = 100_000
@@ -47,16 +47,6 @@ class Args:
     """MDPs to tune on"""
     test: int = 5
     """held-out MDPs"""
-    seed: int = 100
-    """of the first held-out MDP; the training MDPs come before it"""
-    seeds: int = 20
-    """runs of every simulation on held-out MDPs"""
-    horizon: int = 3
-    """L"""
-    width: int = 3
-    """states in each layer but the first"""
-    actions: int = 3
-    """A"""
     rate: float = 1e-3
     """of the estimator: its baseline is 1/2 where q >= (4 rate)^2 / t, that is nearly everywhere"""
     steps: int = 20
@@ -75,17 +65,6 @@ class Args:
     """the guard demands this share less regret than the paper's on every training MDP"""
     setting: tuple[float, float] | None = None
     """beta and gamma of a setting that is known already; then nothing is tuned"""
-    root: Path = Path("runs")
-    """where the run's directory goes"""
-
-    @property
-    def family(self) -> Family:
-        return Family(self.episodes, self.horizon, self.width, self.actions)
-
-    @property
-    def held_out(self) -> range:
-        """Numbers of the held-out MDPs."""
-        return range(self.seed, self.seed + self.test)
 
     @property
     def baseline(self) -> occ.Estimator:
@@ -103,10 +82,9 @@ def tune(args: Args, directory: Path, psi: occ.Regularizer) -> list[str]:
 
     Under the guard, leaping judges the stochastic world. psi is changed to the result.
     """
-    numbers = range(args.seed - args.train, args.seed)
-    problems = [(number, args.family.problem(number)[0]) for number in numbers]
+    problems = [(number, args.family.problem(number)[0]) for number in args.training]
     paper = occ.jin_luo(problems[0][1])
-    worlds = [args.family.stochastic(numbers)]
+    worlds = [args.family.stochastic(args.training)]
     objective = occ.tuning.ForecastObjective(
         worlds, args.episodes, reference=paper, estimator=args.baseline
     )
@@ -126,17 +104,9 @@ def tune(args: Args, directory: Path, psi: occ.Regularizer) -> list[str]:
     )
     free.load_into(psi)
     centre = occ.tune(objective, psi, steps=0, starts=1, only=["gamma"], bounds=BOUNDS)
-    refined = occ.refine(
-        objective,
-        psi,
-        centre,
-        rounds=args.rounds,
-        points=args.points,
-        radius=args.radius,
-        particles=args.particles,
-        accuracy=0.25,
-        guard=guard,
-    )
+    options: dict[str, Any] = {"rounds": args.rounds, "points": args.points, "radius": args.radius}
+    options |= {"particles": args.particles, "accuracy": 0.25, "guard": guard}
+    refined = occ.refine(objective, psi, centre, **options)
     refined.tuned.load_into(psi)
     more = common.seconds(time.process_time() - begun - by_gradients)
     print(f"{free}\nunder the guard: {refined.tuned}", flush=True)

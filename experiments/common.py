@@ -261,13 +261,8 @@ def final_regret(
     return history.regret[:, -1]
 
 
-STOCHASTIC, CORRUPTED, SWITCHING, GREEDY, CONSTRAINED = (
-    "stochastic",
-    "corrupted",
-    "switching",
-    "greedy adversary",
-    "constrained",
-)
+STOCHASTIC, CORRUPTED, SWITCHING = "stochastic", "corrupted", "switching"
+GREEDY, CONSTRAINED = "greedy adversary", "constrained"
 
 
 class Family(NamedTuple):
@@ -304,6 +299,44 @@ class Family(NamedTuple):
             GREEDY: occ.GreedyAdversary(),
             CONSTRAINED: occ.StochasticallyConstrained(mean),
         }[name]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Which MDPs of a family are tuned on, and which are held out."""
+
+    episodes: int = 10_000
+    """T"""
+    train: int = 2
+    """MDPs to tune on"""
+    test: int = 2
+    """held-out MDPs"""
+    seed: int = 100
+    """of the first held-out MDP; the training MDPs come before it"""
+    seeds: int = 20
+    """runs of every simulation on held-out MDPs"""
+    horizon: int = 3
+    """L"""
+    width: int = 3
+    """states in each layer but the first"""
+    actions: int = 3
+    """A"""
+    root: Path = Path("runs")
+    """where the run's directory goes"""
+
+    @property
+    def family(self) -> Family:
+        return Family(self.episodes, self.horizon, self.width, self.actions)
+
+    @property
+    def training(self) -> range:
+        """Numbers of the training MDPs."""
+        return range(self.seed - self.train, self.seed)
+
+    @property
+    def held_out(self) -> range:
+        """Numbers of the held-out MDPs."""
+        return range(self.seed, self.seed + self.test)
 
 
 # -- how fast does regret grow? -------------------------------------------------------------------

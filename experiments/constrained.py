@@ -7,8 +7,6 @@ Regret is measured against the best policy within the budget, which a linear pro
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,12 @@ from torch import Tensor
 import torch_occ as occ
 from experiments import common
 from experiments.common import RunsOnMDP
-from torch_occ.reference import flow_constraints, gather, solve_cvxpy
+from torch_occ.reference import flow_constraints, gather
 
 
 @dataclass(frozen=True)
 class Args(RunsOnMDP):
-    """The game, and the sizes at which a step is timed."""
+    """The game."""
 
     episodes: int = 10_000
     """T"""
@@ -34,10 +32,6 @@ class Args(RunsOnMDP):
     """the limit: 0 is the least possible cost, 1 that of the best policy without budgets"""
     beta: float = 1.0
     """weight of the log-barrier"""
-    budgets: tuple[int, ...] = (1, 4)
-    """numbers of budgets for which a step is timed; () to leave this out"""
-    sizes: tuple[tuple[int, int, int], ...] = ((3, 3, 3), (5, 5, 4), (10, 10, 5))
-    """horizon, width and actions of the timed steps"""
 
 
 def best_within(mdp: occ.LayeredMDP, mean: Tensor, budgets: occ.Budgets) -> float:
@@ -47,14 +41,8 @@ def best_within(mdp: occ.LayeredMDP, mean: Tensor, budgets: occ.Budgets) -> floa
 
     E, b = flow_constraints(mdp)
     flows = csr_array((E.values().numpy(), tuple(E.indices().numpy())), shape=tuple(E.shape))
-    found = linprog(
-        gather(mdp, mean).numpy(),
-        A_eq=flows,
-        b_eq=b.numpy(),
-        A_ub=gather(mdp, budgets.costs).numpy(),
-        b_ub=budgets.limits.numpy(),
-        method="highs",
-    )
+    most = {"A_ub": gather(mdp, budgets.costs).numpy(), "b_ub": budgets.limits.numpy()}
+    found = linprog(gather(mdp, mean).numpy(), A_eq=flows, b_eq=b.numpy(), **most)
     if found.fun is None:
         raise ValueError(f"share: the budget cannot be met; {found.message}")
     return float(found.fun)
@@ -134,60 +122,20 @@ def draw(curves: dict[str, tuple[Tensor, Tensor, Tensor]], limit: float, args: A
     return figure
 
 
-def time_steps(args: Args) -> list[list[str]]:
-    """One step with budgets here and in cvxpy with Clarabel; returns the lines of the table."""
-    lines = []
-    for size in args.sizes:
-        mdp = occ.LayeredMDP.random(*size, seed=args.seed)
-        mean = common.loss_with_gap(mdp, args.gap, args.seed)
-        for m in args.budgets:
-            lines.append([str(size), str(m), *_time_step(args, mdp, mean, m)])
-    return lines
-
-
-def _time_step(args: Args, mdp: occ.LayeredMDP, mean: Tensor, m: int) -> list[str]:
-    step, t = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=args.beta)), 100.0
-    budgets, loss = random_budgets(mdp, mean, 0.9, m, args.seed), t * mean
-    tracked = loss.clone().requires_grad_()
-
-    @torch.no_grad()
-    def solve(constraints: occ.Budgets | None) -> Tensor:
-        return step(loss, t, constraints=constraints)
-
-    def cvxpy() -> Tensor:
-        return solve_cvxpy(mdp, step.regularizer, loss, t, constraints=budgets)[0]
-
-    contestants: dict[str, Callable[[], Any]] = {
-        "no budget": lambda: solve(None),
-        "with budgets": lambda: solve(budgets),
-        "and gradients": lambda: step(tracked, t, constraints=budgets).square().sum().backward(),
-    }
-    times = common.in_turns(contestants, 20, clock=time.perf_counter)
-    times |= common.in_turns({"cvxpy": cvxpy}, 2, clock=time.perf_counter)
-    apart = float((solve(budgets) - cvxpy()).abs().max())
-    ratio = times["cvxpy"] / times["with budgets"]
-    return [*map(common.seconds, times.values()), f"{ratio:,.0f}", f"{apart:.0e}"]
-
-
 def main(args: Args) -> Path:
-    """Play with and without a budget, and time the step."""
+    """Play with and without a budget."""
     directory = common.begin("constrained", args, args.seed)
     print(f"{args.episodes:,} episodes, {args.seeds} seeds; {common.machine()}", flush=True)
     header = ["learner", "regret at T", "mean cost", "limit", "largest excess", "uncertified"]
     lines = play(args, directory)
-    common.write_csv(
-        directory / "constrained.csv", [dict(zip(header, x, strict=True)) for x in lines]
-    )
+    rows = [dict(zip(header, line, strict=True)) for line in lines]
+    common.write_csv(directory / "constrained.csv", rows)
     print(f"\n{common.table(header, lines)}\n")
     print(
         "Regret is measured against the best policy within the budget. Without a budget it is\n"
         "negative, because the learner finds a better policy that costs too much. The largest\n"
         "excess is the maximum of ⟨G, q_t⟩ - h over all episodes and seeds."
     )
-    if args.budgets:
-        header = ["size", "budgets", "no budget", "with budgets", "and gradients", "cvxpy"]
-        header += ["cvxpy / ours", "difference of q"]
-        print(f"\nOne step, from a cold start:\n\n{common.table(header, time_steps(args))}")
     print(f"\nwritten to {directory}; constrained.png shows the regret")
     return directory
 

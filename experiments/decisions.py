@@ -67,9 +67,6 @@ class Args:
     """the cells are kept in its folder decisions"""
 
 
-# -- the problem ----------------------------------------------------------------------------------
-
-
 class Points(NamedTuple):
     """Features, costs, the paths of least cost, and the costs of these paths."""
 
@@ -141,9 +138,6 @@ class Problem:
 
 
 Loss = Callable[[Tensor, Points], Tensor]  # predicted costs (N, E), data -> a number
-
-
-# -- PyEPO ----------------------------------------------------------------------------------------
 
 
 def two_stage(problem: Problem) -> Loss:
@@ -221,9 +215,6 @@ RIVALS: dict[str, Callable[[Problem], Loss]] = {
 }
 
 
-# -- torch_occ ------------------------------------------------------------------------------------
-
-
 def soft_margin(temperature: float, target_temperature: float = 0.0) -> Callable[[Problem], Loss]:
     """The Fenchel-Young loss at 2 predicted - c, with the entropy of paths; SPO+ if cold.
 
@@ -275,9 +266,6 @@ CANDIDATES: dict[str, Callable[[Problem], Loss]] = {
 
 
 METHODS = {**RIVALS, **CANDIDATES}
-
-
-# -- training -------------------------------------------------------------------------------------
 
 
 class Trained(NamedTuple):
@@ -371,9 +359,6 @@ def load(folder: Path) -> dict[Cell, Trained]:
     return found
 
 
-# -- time -----------------------------------------------------------------------------------------
-
-
 def measure(grid: int, rounds: int = 5) -> dict[str, float]:
     """Seconds of processor time per update of a batch; the least of several rounds, by method.
 
@@ -408,9 +393,6 @@ def _updater(problem: Problem, method: Callable[[Problem], Loss]) -> Callable[[]
         optimizer.step()
 
     return update
-
-
-# -- the report -----------------------------------------------------------------------------------
 
 
 SHOWN = ("two-stage", "SPO+", "PFY", "DBB", "torch_occ")
@@ -485,10 +467,8 @@ def verdict(result: list[Row]) -> list[str]:
         best = min(RIVALS.keys() & row.regrets, key=lambda name: float(row.regrets[name].mean()))
         mean, half = spread(row.regrets["torch_occ"] - row.regrets[best])
         word = "worse" if mean - half > 0 else "better" if mean + half < 0 else "level"
-        lines.append(
-            f"- {row.points} points, noise {row.noise:g}, degree {row.degree}: "
-            f"{mean:+.2f} ± {half:.2f} against {best} ({word})"
-        )
+        case = f"{row.points} points, noise {row.noise:g}, degree {row.degree}"
+        lines.append(f"- {case}: {mean:+.2f} ± {half:.2f} against {best} ({word})")
     return lines
 
 
@@ -505,12 +485,12 @@ def time_table(times: dict[int, dict[str, float]]) -> str:
     return common.table(["time per epoch", *(f"{n} x {n}" for n in sorted(times))], body)
 
 
-def draw(result: list[Row], times: dict[int, dict[str, float]]) -> Figure:
-    """Regret by degree, one panel per number of points and noise; time by size of the grid."""
+def draw(result: list[Row]) -> Figure:
+    """Regret by degree, one panel per number of points and noise."""
     panels = sorted({(row.points, row.noise) for row in result}, reverse=True)
     height = max(1, math.ceil(len(panels) / 2))
-    figure = common.new_figure(13, 0.6 + 3.2 * height)
-    grid = figure.add_gridspec(height, 3)
+    figure = common.new_figure(9, 0.6 + 3.2 * height)
+    grid = figure.add_gridspec(height, 2)
     for i, (points, noise) in enumerate(panels):
         axes = figure.add_subplot(grid[i // 2, i % 2])
         mine = sorted(row for row in result if (row.points, row.noise) == (points, noise))
@@ -527,28 +507,7 @@ def draw(result: list[Row], times: dict[int, dict[str, float]]) -> Figure:
         # Regrets of nearly zero would take most of the axis.
         axes.set_ylim(bottom=max(axes.get_ylim()[0], 1e-2))
         axes.legend(frameon=False)
-    if times:
-        _draw_times(figure.add_subplot(grid[:, 2]), times)
     return figure
-
-
-def _draw_times(axes: Any, times: dict[int, dict[str, float]]) -> None:
-    sizes = sorted(times)
-    shown = {name: (COLOURS[n], "-") for n, name in enumerate(SHOWN)}
-    shown["margin 1"] = shown.pop("torch_occ")
-    shown["SPO+, dynamic program"] = (COLOURS[1], ":")
-    for name, (colour, line) in shown.items():
-        label = "torch_occ, soft margin" if name == "margin 1" else name
-        values = [times[size][name] * 1000 / BATCH for size in sizes]
-        look = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3.5}
-        axes.plot(sizes, values, linewidth=2.2 if name == "margin 1" else 1.2, label=label, **look)
-    label = "processor seconds per epoch of 1,000 points"
-    common.tidy(
-        axes, xscale="log", yscale="log", xlabel="side of the grid", ylabel=label, title="time"
-    )
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.minorticks_off()
-    axes.legend(frameon=False)
 
 
 def main(args: Args) -> Path:
@@ -571,7 +530,7 @@ def main(args: Args) -> Path:
     text = "\n\n".join(parts)
     print(text)
     common.write_text(directory / "decisions.md", text)
-    common.write_figure(directory / "decisions.png", draw(result, times))
+    common.write_figure(directory / "decisions.png", draw(result))
     return directory
 
 

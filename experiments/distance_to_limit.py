@@ -43,9 +43,6 @@ class Args(RunsOnMDP):
     """slopes are fitted to the episodes from this share of T on"""
 
 
-# -- the MDPs -------------------------------------------------------------------------------------
-
-
 def few_successors(
     horizon: int, width: int, num_actions: int, successors: int, seed: int
 ) -> tuple[occ.LayeredMDP, Tensor]:
@@ -90,9 +87,6 @@ def worlds(args: Args) -> dict[str, tuple[occ.LayeredMDP, Tensor]]:
     for name, successors in ((DETERMINISTIC, 1), (TWO, 2)):
         found[name] = world_with_hidden_states(*shape, successors, args.seed, args.smallest_gap)
     return found
-
-
-# -- the games ------------------------------------------------------------------------------------
 
 
 def learners(mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
@@ -169,30 +163,6 @@ def draw(limits: dict[str, occ.limits.LowerBound], slopes: Slopes, histories: Hi
     return figure
 
 
-def verdict(
-    args: Args, limits: dict[str, occ.limits.LowerBound], found: list[Any]
-) -> tuple[list[str], list[str]]:
-    """What the run shows, and what it does not show."""
-
-    def named(rows: list[Any]) -> str:
-        return ", ".join(f"{x['learner']} ({x['world']})" for x in rows) or "nobody"
-
-    shows, not_shown = [], []
-    for place in limits:
-        here = sorted((x for x in found if x["world"] == place), key=lambda x: x["slope"])
-        ends = (f"{x['learner']} {x['slope_over_limit']:.2f} C" for x in (here[0], here[-1]))
-        shows.append(f"{place}: the least and the largest slope are {' and '.join(ends)}.")
-    below = named([x for x in found if x["regret_over_log_T"] < x["limit"]])
-    shows.append(f"Regret itself is below C log T for {below}: the limit is about slopes.")
-    if early := [x for x in found if x["upper"] < 1]:
-        not_shown.append(
-            f"That {named(early)} beats the limit: a slope below C at this T must rise later, or "
-            "the learner is not consistent."
-        )
-    not_shown.append(f"Slopes beyond T = {args.episodes:,}, other MDPs, and other gaps.")
-    return shows, not_shown
-
-
 def main(args: Args) -> Path:
     """Play, fit, draw, and report what came out."""
     directory = common.begin("distance_to_limit", args, args.seed)
@@ -227,8 +197,9 @@ def main(args: Args) -> Path:
         cells.append([*line, common.seconds(float(time))])
     print(f"\nSlopes d R / d log T from T = {args.window * args.episodes:g} on, over C, with 95 %")
     print(f"bootstrap intervals over seeds\n\n{common.table(header, cells, left=(0, 1))}\n")
-    common.write_findings(directory, *verdict(args, limits, found))
-    print(f"\nwritten to {directory}: limit.png, slopes.csv, report.txt and config.json")
+    print("The limit is about slopes: regret itself may be below C log T. A slope below C at this")
+    print("T must rise later, or the learner is not consistent.")
+    print(f"\nwritten to {directory}: limit.png, slopes.csv and config.json")
     return directory
 
 

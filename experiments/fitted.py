@@ -3,16 +3,13 @@
 The transitions are known before the first episode, so the learning rate and the log-barrier may
 have one value per state. They are fitted by gradients of the forecast to many draws of random
 losses, with a penalty on differences between states. The penalty is chosen on other draws, by
-leaping. Optuna and CMA-ES get the same parameters, the same forecasts and the same processor time.
-Then all settings play held-out draws and the greedy adversary, once, beside the Tsallis entropy
-with nothing tuned.
+leaping. Then all settings play held-out draws and the greedy adversary, once, beside the Tsallis
+entropy with nothing tuned.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -29,7 +26,6 @@ from experiments.common import COLOURS, GREEDY, STOCHASTIC, Ratio
 
 TSALLIS, PLAIN = "Tsallis, untuned", "with a baseline, untuned"
 SCALARS, STATES = "fitted, two numbers", "fitted, two numbers per state"
-OPTUNA, CMA = "Optuna, two numbers per state", "CMA-ES, two numbers per state"
 
 #: gamma and beta of the setting with a baseline and nothing tuned.
 START = (1.0, 0.3)
@@ -61,8 +57,6 @@ class Args:
     """weights of the variance between states"""
     particles: int = 8
     """of leaping, on each draw of validation"""
-    rivals: bool = True
-    """whether Optuna and CMA-ES search, too"""
     seed: int = 7
     """of the MDPs"""
     root: Path = Path("runs")
@@ -105,9 +99,6 @@ def draw_losses(mdp: occ.LayeredMDP, seeds: range) -> Tensor:
     return torch.stack([common.random_means(mdp, seed) for seed in seeds])
 
 
-# -- fitting --------------------------------------------------------------------------------------
-
-
 def fit(
     args: Args, objective: occ.tuning.ForecastObjective, mdp: occ.LayeredMDP, per_state: bool
 ) -> tuple[occ.Regularizer, occ.tuning.Tuned, float]:
@@ -132,65 +123,6 @@ def validated(args: Args, mdp: occ.LayeredMDP, setting: Setting) -> float:
     draws = draw_losses(mdp, range(1000, 1000 + args.validation))
     runs = [leaped(args, mdp, setting, mean, args.particles).mean() for mean in draws]
     return float(torch.stack(runs).log().mean().exp())
-
-
-def search(
-    args: Args,
-    objective: occ.tuning.ForecastObjective,
-    mdp: occ.LayeredMDP,
-    method: Callable[[Callable[[np.ndarray], float], int, float], int],
-    budget: float,
-) -> tuple[occ.Regularizer, int]:
-    """The best setting that a method without gradients finds within a processor time."""
-    psi = entropy(mdp, *START, per_state=True)
-    parts = [p for name, p in psi.named_parameters() if name.endswith(("gamma", "beta"))]
-    limits = [args.box["gamma"], args.box["beta"]]
-    best: list[Any] = [math.inf, [p.detach().clone() for p in parts]]
-
-    @torch.no_grad()
-    def value(x: np.ndarray) -> float:
-        """The objective at a point of the unit cube, which stands for logarithms."""
-        for p, piece, (low, high) in zip(parts, np.split(x, 2), limits, strict=True):
-            p.copy_(low * (high / low) ** torch.as_tensor(piece).clamp(0, 1))
-        found = objective(psi)
-        own = float(found.value) if bool(found.certified.all()) else math.inf
-        if own < best[0]:
-            best[:] = own, [p.clone() for p in parts]
-        return own
-
-    count = method(value, 2 * mdp.num_states, budget)
-    with torch.no_grad():
-        for p, values in zip(parts, best[1], strict=True):
-            p.copy_(values)
-    return psi, count
-
-
-def search_optuna(value: Callable[[np.ndarray], float], size: int, budget: float) -> int:
-    """Optuna's default sampler."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
-    end, count = time.process_time() + budget, 0
-    while time.process_time() < end:
-        trial = study.ask()
-        x = np.array([trial.suggest_float(f"x{i}", 0.0, 1.0) for i in range(size)])
-        study.tell(trial, min(value(x), 1e9))
-        count += 1
-    return count
-
-
-def search_cma(value: Callable[[np.ndarray], float], size: int, budget: float) -> int:
-    """CMA-ES from the middle of the box."""
-    from cmaes import CMA as Optimizer  # noqa: N811
-
-    optimizer = Optimizer(np.full(size, 0.5), 0.2, bounds=np.array([[0.0, 1.0]] * size), seed=0)
-    end, count = time.process_time() + budget, 0
-    while time.process_time() < end:
-        points = [optimizer.ask() for _ in range(optimizer.population_size)]
-        optimizer.tell([(x, min(value(x), 1e9)) for x in points])
-        count += len(points)
-    return count
 
 
 def settings_of(args: Args, mdp: occ.LayeredMDP) -> tuple[list[Setting], list[str]]:
@@ -223,19 +155,12 @@ def settings_of(args: Args, mdp: occ.LayeredMDP) -> tuple[list[Setting], list[st
             f"validation {value:.0f} by leaping, {spent:.1f} s"
         )
     found.append(min(candidates, key=lambda pair: pair[0])[1]._replace(seconds=total))
-    if args.rivals:
-        for name, method in ((OPTUNA, search_optuna), (CMA, search_cma)):
-            psi, count = search(args, plain, mdp, method, total)
-            found.append(Setting(name, psi, baseline(), total, count))
     lines += [
         f"validation, {each.name}: {validated(args, mdp, each):.0f}"
         for each in found
         if each.name != STATES
     ]
     return found, lines
-
-
-# -- playing held-out losses ----------------------------------------------------------------------
 
 
 def play(args: Args, mdp: occ.LayeredMDP, setting: Setting) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -30,16 +30,6 @@ from experiments.common import COLOURS, Game, Runs
 from torch_occ.game.losses import Noise, Stationary
 
 FTRL, LEADER = "FTRL (Jin-Luo, small β)", "follow the leader, optimistic"
-
-#: Printed if follow-the-leader is ahead.
-WHY = """
-The losses of these worlds do not change from episode to episode, most of them have no noise, the
-transitions are known and the horizons are short. Follow-the-leader counts an unseen pair as free,
-so it tries each promising pair once, like UCB, and then plays the best policy. Optimism is the
-right tool here. FTRL goes on exploring, since an adversary could change the losses, and its
-estimates have the variance of importance weights. Its advantage is robustness: in
-best_of_both_worlds, follow-the-leader has linear regret in all four environments, and FTRL in none.
-"""
 
 
 @dataclass(frozen=True)
@@ -58,15 +48,10 @@ class Args(Runs):
     """of FTRL"""
     beta: float = 0.01
     """of FTRL"""
-    players: tuple[Literal["ftrl", "leader"], ...] = ("ftrl", "leader")
-    """the learners: FTRL, follow-the-leader"""
     alone: int = 5000
     """with more pairs than this FTRL is left out, and follow-the-leader learns alone"""
     rollouts: int = 4000
     """episodes played in the real environment"""
-
-
-# -- the worlds -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -152,36 +137,6 @@ def play_policy(
     return returns
 
 
-def moments(task: Task, policy: Tensor) -> tuple[float, float]:
-    """Mean and standard deviation of the return, by backward induction.
-
-    It reads the environment's own table and uses no code of the package.
-    """
-    P, index = task.env.unwrapped.P, layered_index(task.mdp)
-    probabilities = policy.tolist()
-    value: dict[int, tuple[float, float]] = {}
-    for k in reversed(range(task.mdp.horizon)):
-        now = {}
-        for state, i in index[k].items():
-            first = second = 0.0
-            for action, weight in enumerate(probabilities[i] if state >= 0 else ()):
-                for p, after, r, terminated in P[state][action] if weight > 0 else ():
-                    mean, square = (0.0, 0.0) if terminated else value.get(int(after), (0.0, 0.0))
-                    first += weight * p * (r + mean)
-                    second += weight * p * (r * r + 2 * r * mean + square)
-            now[state] = first, second
-        value = now
-    initial = task.mdp.initial.tolist()
-    states = list(index[0])
-    mean, square = (
-        sum(p * value[s][j] for p, s in zip(initial, states, strict=True)) for j in (0, 1)
-    )
-    return mean, math.sqrt(max(square - mean**2, 0.0))
-
-
-# -- learning -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Verdict:
     """A learned policy: its predicted return, and its returns in the environment."""
@@ -201,13 +156,9 @@ class Verdict:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Around the mean of the returns, with the variance that the environment's table implies.
-
-        The sample variance would miss a rare fall that did not happen in the sample.
-        """
-        _, deviation = moments(self.task, occ.policy_of(self.task.mdp, self.q))
+        """Around the mean of the returns."""
         quantile = statistics.NormalDist().inv_cdf((1 + self.level) / 2)
-        half = quantile * deviation / math.sqrt(len(self.returns)) + 1e-9
+        half = quantile * self.returns.std() / math.sqrt(len(self.returns)) + 1e-9
         return float(self.returns.mean()) - half, float(self.returns.mean()) + half
 
     @property
@@ -232,12 +183,10 @@ def learners(args: Args, mdp: occ.mdp.RewardMDP) -> dict[str, occ.Learner]:
 
     For follow-the-leader an unseen pair is free, so it explores well where losses have no noise.
     """
-    found: dict[str, occ.Learner] = {}
-    if "ftrl" in args.players and mdp.num_pairs <= args.alone:
-        found[FTRL] = occ.FTRL(mdp, occ.jin_luo(mdp, beta=args.beta, gamma=args.gamma))
-    if "leader" in args.players or not found:
-        found[LEADER] = occ.FollowTheLeader(mdp)
-    return found
+    leader: dict[str, occ.Learner] = {LEADER: occ.FollowTheLeader(mdp)}
+    if mdp.num_pairs > args.alone:
+        return leader
+    return {FTRL: occ.FTRL(mdp, occ.jin_luo(mdp, beta=args.beta, gamma=args.gamma))} | leader
 
 
 def run_task(args: Args, task: Task, directory: Path, level: float) -> list[Verdict]:
@@ -256,9 +205,6 @@ def run_task(args: Args, task: Task, directory: Path, level: float) -> list[Verd
         returns = play_policy(task, occ.policy_of(mdp, q), args.rollouts, seed=1)
         found.append(Verdict(task, name, history, q, returns, best, uniform, level))
     return found
-
-
-# -- drawing --------------------------------------------------------------------------------------
 
 
 def draw(verdicts: list[Verdict], shown: Verdict) -> Figure:
@@ -373,14 +319,12 @@ def panels(env: Any, mdp: occ.LayeredMDP, q: Tensor) -> list[Panel]:
     first = int(mdp.origin[int(mdp.initial.argmax())])
     _, _, passenger, destination = base.decode(first)
     names = "RGYB"
-    stages = (
-        (f"to the passenger at {names[passenger]}", passenger),
-        (f"from {names[passenger]} to {names[destination]}, passenger aboard", len(base.locs)),
-    )
+    stages = {f"to the passenger at {names[passenger]}": passenger}
+    stages[f"from {names[passenger]} to {names[destination]}, passenger aboard"] = len(base.locs)
     squares = [(row, column) for row in range(5) for column in range(5)]
     return [
         Panel(title, {base.encode(r, c, place, destination): (r, c) for r, c in squares})
-        for title, place in stages
+        for title, place in stages.items()
     ]
 
 
@@ -453,20 +397,6 @@ def draw_landmarks(axes: Any, env: Any) -> None:
                 axes.plot(x, y, color=INK, linewidth=2.4, solid_capstyle="round", zorder=2.5)
 
 
-# -- the script -----------------------------------------------------------------------------------
-
-
-def comparison(rows: list[dict[str, Any]]) -> str:
-    """In how many games follow-the-leader has less regret than FTRL, and why."""
-    regret = {(row["game"], row["learner"]): row["regret_in_losses"] for row in rows}
-    both = [game for game, name in regret if name == FTRL and (game, LEADER) in regret]
-    ahead = sum(regret[game, LEADER] < regret[game, FTRL] for game in both)
-    if not both:
-        return ""
-    text = f"{LEADER}: less regret than {FTRL} in {ahead} of {len(both)} games."
-    return f"{text}\n{WHY}" if ahead else f"{text}\n"
-
-
 def main(args: Args) -> Path:
     """Learn, draw, play and compare."""
     tasks = [make_task(name) for name in args.games]  # errors before anything is learned
@@ -496,7 +426,6 @@ def main(args: Args) -> Path:
     print(common.table(header, cells, left=(0, 2)))
     agreeing = f"{sum(row['agrees'] for row in rows)} of {len(rows)} predictions"
     print(f"\n{agreeing} lie in the intervals, which hold together with probability 99 %.")
-    print(comparison(rows))
     print(f"written to {directory}: a figure for every policy, gym_control.csv and config.json;")
     print("every game has its own directory with a history and a TensorBoard log")
     return directory

@@ -1,9 +1,9 @@
 """Which rewards explain demonstrations? Maximum-entropy IRL as one regularizer of the step.
 
-1. The same data, the same reward, the same optimizer: the step with `ConditionalEntropy`, the
-   published recursions in NumPy, and the package `imitation` (where it is installed). Visits are
-   matched as published; the likelihood is maximized as well. In deterministic worlds both are the
-   same. The table shows the negative log-likelihood of other demonstrations, and processor time.
+1. The same data, the same reward, the same optimizer: the step with `ConditionalEntropy`, and the
+   published recursions in NumPy. Visits are matched as published; the likelihood is maximized as
+   well. In deterministic worlds both are the same. The table shows the negative log-likelihood of
+   other demonstrations, and processor time.
 2. Experts of three kinds, each fitted with three regularizers, on the slippery lake.
 3. Transitions fitted with a goal downstream, against maximum likelihood.
 
@@ -12,9 +12,6 @@ its last state until the horizon. All programs see the same finite MDP. The grad
 maximum-causal-entropy IRL (Ziebart, 2010) in r(s) is
 
     visits of the demonstrations - visits of the soft-optimal policy of r.
-
-imitation 1.0.1 asks for an older Gymnasium than this package. `pip install --no-deps --target
-<folder> imitation==1.0.1 seals==0.2.1 stable-baselines3` and PYTHONPATH=<folder> run its code.
 """
 
 from __future__ import annotations
@@ -63,9 +60,6 @@ class Args:
     """of the demonstrations and of the first weights"""
     root: Path = Path("runs")
     """where the run's directory goes"""
-
-
-# -- the worlds -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -181,9 +175,6 @@ def expert(world: World) -> Tensor:
     return occ.policy_of(world.mdp, step(losses))
 
 
-# -- fitting rewards ------------------------------------------------------------------------------
-
-
 def reward_network(world: World, kind: str, seed: int) -> torch.nn.Module:
     """A linear function of one-hot states, or a network of two layers of their coordinates.
 
@@ -273,47 +264,6 @@ def reference(world: World, shown: Demonstrations) -> Callable[[Tensor], Tensor]
     return loss
 
 
-def imitation(
-    world: World, shown: Demonstrations, network: torch.nn.Module, x: Tensor, updates: int
-) -> Fitted | None:
-    """The tabular MCE-IRL of the package `imitation`, or None if it is not there.
-
-    Its visits include the state after the last action, whose reward its plan does not count.
-    """
-    try:
-        from imitation.algorithms.mce_irl import MCEIRL
-        from imitation.rewards.reward_nets import RewardNet
-        from seals.base_envs import TabularModelPOMDP
-    except ImportError:
-        return None
-
-    class Net(RewardNet):  # type: ignore[misc]
-        def forward(self, state: Tensor, *_: Any) -> Tensor:
-            found: Tensor = network(state)
-            return found
-
-    transition, reward, first = (y.numpy() for y in world.tables)
-    matrices = {"transition_matrix": transition, "observation_matrix": x.numpy()}
-    matrices |= {"reward_matrix": reward.mean(1), "initial_state_dist": first}
-    env = TabularModelPOMDP(horizon=world.horizon, **matrices)
-    net = Net(env.observation_space, env.action_space)
-    net.add_module("network", network)
-    # Where the last action leads is not part of a demonstration; its expectation stands for it.
-    last = world.mdp.origin[shown.states[:, -1]]
-    after = torch.from_numpy(transition)[last, shown.actions[:, -1]].mean(0)
-    target = (shown.visits(world) + after).numpy()
-    options: dict[str, Any] = {"optimizer_kwargs": {"lr": RATE}, "log_interval": None}
-    options |= {"linf_eps": 0.0, "grad_l2_eps": 0.0}
-    algorithm = MCEIRL(target, env, net, np.random.default_rng(0), **options)
-    begin = time.process_time()
-    algorithm.train(max_iter=updates)
-    seconds = (time.process_time() - begin) / updates
-    return Fitted(network(x).detach(), seconds)
-
-
-# -- 1. programs ----------------------------------------------------------------------------------
-
-
 def negative_log_likelihood(world: World, reward: Tensor, shown: Demonstrations) -> float:
     """Of demonstrations under the soft-optimal policy of a reward."""
     step = occ.FTRLStep(world.mdp, occ.ConditionalEntropy())
@@ -334,23 +284,14 @@ def compare_programs(args: Args, name: str) -> list[dict[str, Any]]:
             "torch_occ, likelihood": likelihood(world, shown, occ.ConditionalEntropy()),
             "published, NumPy": reference(world, shown),
         }
-        found: dict[str, Fitted | None] = {
-            program: fit(reward_network(world, kind, args.seed), x, loss, args.updates)
-            for program, loss in losses.items()
-        }
-        network = reward_network(world, kind, args.seed)
-        found["imitation"] = imitation(world, shown, network, x, args.updates)
-        for program, fitted in found.items():
-            if fitted is not None:
-                row: dict[str, Any] = {"world": f"{name}:{world.horizon}", "reward": kind}
-                row |= {"program": program}
-                for title, data in (("demonstrations", shown), ("held out", other)):
-                    row[title] = negative_log_likelihood(world, fitted.reward, data)
-                rows.append(row | {"seconds": fitted.seconds})
+        for program, loss in losses.items():
+            fitted = fit(reward_network(world, kind, args.seed), x, loss, args.updates)
+            row: dict[str, Any] = {"world": f"{name}:{world.horizon}", "reward": kind}
+            row |= {"program": program}
+            for title, data in (("demonstrations", shown), ("held out", other)):
+                row[title] = negative_log_likelihood(world, fitted.reward, data)
+            rows.append(row | {"seconds": fitted.seconds})
     return rows
-
-
-# -- 2. other regularizers ------------------------------------------------------------------------
 
 
 REGULARIZERS: dict[str, Callable[[], occ.Regularizer]] = {
@@ -523,9 +464,6 @@ def compare_transitions(args: Args) -> list[dict[str, Any]]:
         row |= {name: occ.game.Mean.of(costs) for name, costs in found.items()}
         rows.append(row | {"true transitions": best})
     return rows
-
-
-# -- the report -----------------------------------------------------------------------------------
 
 
 def tabulate(rows: list[dict[str, Any]]) -> str:

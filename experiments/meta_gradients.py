@@ -13,7 +13,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,6 @@ from experiments.common import COLOURS
 
 REFERENCE, PATHWISE = "finite differences", "pathwise"
 UNBIASED, FORECAST = "pathwise + score", "forecast"
-YEAR = 365 * 86400.0
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -61,21 +59,28 @@ class Args:
     """where the run's directory goes"""
 
 
-class Answer(NamedTuple):
-    """The result of an estimator at one T."""
+class Row(NamedTuple):
+    """The result of an estimator at one setting and one T."""
 
+    beta: float
+    episodes: int
+    estimator: str
+    seeds: int
     gradient: Tensor  # (P,)
-    error: Tensor  # (P,)
-    heaviest: Tensor  # (P,), the share of one seed in the variance over all
+    error: Tensor  # (P,), its standard error
     seconds: float  # of one core
 
-
-def summarize(samples: Tensor, took: float) -> Answer:
-    """The mean of one sample per seed, `(N, P)`, and its standard error."""
-    mean = samples.mean(0)
-    squares = (samples - mean).square()
-    error = samples.std(0) / len(samples) ** 0.5
-    return Answer(mean, error, squares.amax(0) / squares.sum(0), took)
+    def verdict(self, reference: Row, shown: int) -> str:
+        """Whether it is usable; only the numbers decide."""
+        noise = float(self.error[shown] / reference.gradient[shown].abs())
+        distance = (self.gradient - reference.gradient) / self.error.hypot(reference.error)
+        bias = float(self.gradient[shown] / reference.gradient[shown] - 1)
+        if self is reference:
+            return "the reference"
+        if noise > 1 or not math.isfinite(noise):
+            return f"not usable: its standard error is {noise:.3g} times the gradient"
+        apart = f"{float(distance.abs().max()):.1f} standard errors from the reference"
+        return f"biased, by {bias:+.1%}; {apart}" if distance.abs().max() > 3 else apart
 
 
 def values_of(psi: occ.Regularizer) -> dict[str, Tensor]:
@@ -175,13 +180,8 @@ def forecast_gradient(
     return torch.stack([g * p.detach() for g, p in zip(found, parameters, strict=True)])
 
 
-def estimate(
-    args: Args, mdp: occ.LayeredMDP, mean: Tensor, beta: float, T: int
-) -> tuple[dict[str, Answer], list[str], int]:
-    """All estimators at one setting and one T.
-
-    Returns the answers, the names of the parameters, and the number of seeds.
-    """
+def estimate(args: Args, mdp: occ.LayeredMDP, mean: Tensor, beta: float, T: int) -> list[Row]:
+    """All estimators at one setting and one T; the reference is the first."""
     psi = occ.jin_luo(mdp, beta=beta, gamma=args.gamma)
     count = max(2, min(args.seeds, args.budget // T))
     clock = [time.process_time()]  # processor time, since the machine may be busy
@@ -191,84 +191,13 @@ def estimate(
     clock.append(time.process_time())
     predicted = forecast_gradient(mdp, psi, mean, T)
     clock.append(time.process_time())
-    took, nothing = np.diff(clock).tolist(), torch.zeros_like(predicted)
-    answers = {
-        REFERENCE: summarize(reference, took[1]),
-        PATHWISE: summarize(pathwise, took[0]),
-        UNBIASED: summarize(unbiased, took[0]),
-        FORECAST: Answer(predicted, nothing, nothing, took[2]),
-    }
-    return answers, list(values_of(psi)), count
-
-
-def rows_of(
-    answers: dict[str, Answer], names: list[str], beta: float, T: int, count: int
-) -> list[Row]:
-    """One row per estimator and parameter, with its bias and its cost."""
-    reference, rows = answers[REFERENCE], []
-    for estimator, answer in answers.items():
-        for i, name in enumerate(names):
-            truth, own = float(reference.gradient[i]), float(answer.gradient[i])
-            error, theirs = float(answer.error[i]), float(reference.error[i])
-            apart = 0.0 if estimator == REFERENCE else abs(own - truth) / math.hypot(error, theirs)
-            # A standard error falls with the square root of the seeds.
-            more = max((error / (0.1 * abs(truth))) ** 2, 1 / max(count, 1))
-            row: Row = {"beta": beta, "episodes": T, "estimator": estimator, "parameter": name}
-            row |= {"seeds": 0 if estimator == FORECAST else count}
-            row |= {"gradient": own, "standard_error": error}
-            row |= {"reference": truth, "reference_error": theirs}
-            row |= {"relative_bias": own / truth - 1, "distance": apart}
-            row |= {"heaviest_seed": float(answer.heaviest[i]), "seconds": answer.seconds}
-            rows.append(row | {"seconds_to_10_percent": answer.seconds * more})
-    return rows
-
-
-def grouped(rows: list[Row]) -> dict[tuple[float, int, str], dict[str, Row]]:
-    """The rows of all parameters, by setting, T and estimator."""
-    found: dict[tuple[float, int, str], dict[str, Row]] = {}
-    for row in rows:
-        key = (row["beta"], row["episodes"], row["estimator"])
-        found.setdefault(key, {})[row["parameter"]] = row
-    return found
-
-
-def verdicts(rows: list[Row], shown: str) -> list[str]:
-    """Which estimators are usable; only the numbers decide."""
-    lines = []
-    for (beta, T, estimator), kept in grouped(rows).items():
-        own, apart = kept[shown], max(row["distance"] for row in kept.values())
-        noise = own["standard_error"] / abs(own["reference"])
-        if not np.isfinite(apart):
-            note = "not a number"
-        elif noise > 1:
-            note = f"not usable, its standard error is {noise:.3g} times the gradient"
-        elif apart > 3:
-            note = f"biased, by {own['relative_bias']:+.1%}"
-            note += f"; up to {apart:.1f} standard errors away from the differences"
-        else:
-            note = f"within three standard errors of the differences (up to {apart:.1f})"
-            note += f"; its own is {noise:.1%} of the gradient" if own["seeds"] else ""
-        if own["heaviest_seed"] > 0.25:
-            note += f"; one seed makes {own['heaviest_seed']:.0%} of its variance"
-        if estimator != REFERENCE:
-            lines.append(f"beta = {beta:g}, T = {T}, {estimator}: {note}")
-    return lines
-
-
-def tabulate(rows: list[Row], shown: str) -> str:
-    """A row for every setting, T and estimator."""
-    cells = []
-    for (beta, T, estimator), kept in grouped(rows).items():
-        own, line = kept[shown], [f"{beta:g}", str(T), estimator]
-        line.append(str(own["seeds"] or ""))
-        for row in kept.values():
-            error = f" ± {row['standard_error']:.2g}" if own["seeds"] else ""
-            line.append(f"{row['gradient']:.4g}{error}")
-        price = own["seconds_to_10_percent"]
-        needed = common.seconds(price) if price < YEAR else "> a year"
-        cells.append([*line, common.seconds(own["seconds"]), needed if own["seeds"] else ""])
-    header = ["beta", "T", "estimator", "seeds", *(f"d / d log {name}" for name in kept)]
-    return common.table([*header, "core time", f"for 10 % in {shown}"], cells, left=(2,))
+    through, apart, forecast = np.diff(clock).tolist()
+    samples = {REFERENCE: (reference, apart), PATHWISE: (pathwise, through)}
+    rows = [
+        Row(beta, T, name, count, x.mean(0), x.std(0) / count**0.5, took)
+        for name, (x, took) in (samples | {UNBIASED: (unbiased, through)}).items()
+    ]
+    return [*rows, Row(beta, T, FORECAST, 0, predicted, torch.zeros_like(predicted), forecast)]
 
 
 STYLES = {
@@ -279,40 +208,35 @@ STYLES = {
 }
 
 
-def draw(rows: list[Row], shown: str) -> Figure:
+def draw(groups: list[list[Row]], shown: int, name: str) -> Figure:
     """One column per setting: the gradient over its reference, and the error with 1,000 seeds."""
-    rows, low, high = [row for row in rows if row["parameter"] == shown], -1.0, 4.0
-    betas = list(dict.fromkeys(row["beta"] for row in rows))
+    low, high = -1.0, 4.0
+    betas = list(dict.fromkeys(group[0].beta for group in groups))
     figure = common.new_figure(3.4 * len(betas) + 0.8, 6.2)
     grid = figure.subplots(2, len(betas), squeeze=False, sharex=True, sharey="row")
     for beta, (above, below) in zip(betas, grid.T, strict=True):
+        mine = [group for group in groups if group[0].beta == beta]
+        t = np.array([group[0].episodes for group in mine])
+        unit = np.array([float(group[0].gradient[shown]) for group in mine])
         for i, (estimator, (colour, style, marker)) in enumerate(STYLES.items()):
-            kept = [row for row in rows if row["beta"] == beta and row["estimator"] == estimator]
-            t, unit, gradient, error, seeds = (
-                np.array([row[key] for row in kept], dtype=float)
-                for key in ("episodes", "reference", "gradient", "standard_error", "seeds")
-            )
-            values, errors, beside = gradient / unit, error / abs(unit), t * 1.08 ** (i - 1.5)
+            values = np.array([float(group[i].gradient[shown]) for group in mine]) / unit
+            errors = np.array([float(group[i].error[shown]) for group in mine]) / abs(unit)
             look = {"color": colour, "linestyle": style, "linewidth": 1.3, "label": estimator}
             look |= {"marker": marker, "markersize": 4}
-            pale = look | {"linestyle": "none", "alpha": 0.3, "label": None}
-            for use, how in ((errors < 1, look), (errors >= 1, pale)):  # noise is not connected
-                bars = {"yerr": 1.96 * errors[use], "elinewidth": 1, "capsize": 2.5}
-                above.errorbar(beside[use], values[use], **bars, **how)
-            for edge, outside in ((low, values < low), (high, values > high)):  # arrows
-                mark = {"marker": "v" if edge < 0 else "^", "linestyle": "none", "color": colour}
-                arrows = above.plot(beside[outside], edge + 0 * t[outside], clip_on=False, **mark)
-                arrows[0].set_in_layout(False)
+            # Values beyond the axes are drawn at their edges.
+            shifted, inside = t * 1.08 ** (i - 1.5), np.clip(values, low, high)
+            above.errorbar(shifted, inside, 1.96 * np.where(errors < 1, errors, 0), **look)
             if estimator != FORECAST:
+                seeds = np.array([group[i].seeds for group in mine])
                 below.plot(t, errors * np.sqrt(seeds / 1000), **look)
         above.axhline(1, color="0.75", linewidth=0.8, zorder=0)
-        common.tidy(above, title=f"β = {beta:g}", ylim=(low, high))
+        common.tidy(above, title=f"β = {beta:g}", ylim=(low - 0.1, high + 0.1))
         below.axhspan(1, 1e30, color="0.94", zorder=0, linewidth=0)
         common.tidy(below, xscale="log", yscale="log", xlabel="episodes T", ylim=(1e-3, 1e8))
     grid[0, 0].set_ylabel("estimate / reference (95 %)")
     grid[1, 0].set_ylabel("standard error of 1,000 seeds / |gradient|\n(grey: larger than 1)")
     common.legend_below(figure, grid[0, 0])
-    figure.suptitle(f"The gradient of the regret in log {shown}, through the run")
+    figure.suptitle(f"The gradient of the regret in log {name}, through the run")
     return figure
 
 
@@ -320,20 +244,26 @@ def main(args: Args) -> Path:
     """Estimate, compare, draw."""
     directory = common.begin("meta_gradients", args, args.seed)
     mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
-    mean = common.random_means(mdp, args.seed)
+    mean, names = common.random_means(mdp, args.seed), list(values_of(occ.jin_luo(mdp)))
+    shown = names.index(args.shown)
     estimate(replace(args, seeds=2), mdp, mean, 1.0, 1)  # compiled before anything is timed
-    rows: list[Row] = []
+    groups, cells = list[list[Row]](), []
     for beta in args.betas:
         for T in args.episodes:
-            answers, names, count = estimate(args, mdp, mean, beta, T)
-            rows += rows_of(answers, names, beta, T, count)
-            spent = common.seconds(sum(answer.seconds for answer in answers.values()))
-            print(f"beta = {beta:g}, T = {T}: {count} seeds, {spent}", flush=True)
-            common.write_csv(directory / "gradients.csv", rows)
-    common.write_figure(directory / "gradients.png", draw(rows, args.shown))
-    text = "\n".join(
-        [tabulate(rows, args.shown), "", *verdicts(rows, args.shown), "", common.machine()]
-    )
+            groups.append(found := estimate(args, mdp, mean, beta, T))
+            for row in found:
+                line = [f"{beta:g}", str(T), row.estimator, str(row.seeds or "")]
+                pairs = zip(row.gradient.tolist(), row.error.tolist(), strict=True)
+                line += [f"{x:.4g}" + (f" ± {e:.2g}" if row.seeds else "") for x, e in pairs]
+                line += [common.seconds(row.seconds), row.verdict(found[0], shown)]
+                cells.append(line)
+            print(f"beta = {beta:g}, T = {T}: {found[0].seeds} seeds", flush=True)
+    header = ["beta", "T", "estimator", "seeds", *(f"d / d log {name}" for name in names)]
+    header += ["core time", f"in {args.shown}"]
+    rows = [dict(zip(header, line, strict=True)) for line in cells]
+    common.write_csv(directory / "gradients.csv", rows)
+    common.write_figure(directory / "gradients.png", draw(groups, shown, args.shown))
+    text = f"{common.table(header, cells, left=(2, 8))}\n\n{common.machine()}"
     common.write_text(directory / "report.txt", text)
     print(f"\n{text}\n\nwritten to {directory}: gradients.png, gradients.csv, report.txt")
     return directory

@@ -21,13 +21,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 import tyro
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
 import torch_occ as occ
 from experiments import common
-from experiments.common import COLOURS, Family
+from experiments.common import COLOURS, Family, Tuning
 
 Setting = tuple[float, float, float]  # alpha, beta, gamma
 PAPER, APPENDIX, TUNED = "paper", "paper's appendix", "tuned"
@@ -37,31 +36,15 @@ BOX = {"alpha": (0.01, 10.0), "beta": (0.01, 1000.0), "gamma": (0.25, 4.0)}
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Tuning):
     """How much is tuned, played and compared."""
 
-    episodes: int = 10_000
-    """T"""
-    train: int = 2
-    """MDPs to tune on"""
     rival_mdps: int = 4
-    """searches by simulation play this many of them, the last ones; the tuner leaps on all"""
-    test: int = 2
-    """held-out MDPs"""
-    seeds: int = 20
-    """runs of every simulation"""
-    seed: int = 100
-    """of the first held-out MDP; the training MDPs come before it"""
+    """searches by simulation play this many training MDPs, the last ones; the tuner leaps on all"""
     betas: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0, 100.0)
     """grid of the comparison of forecasts with simulations"""
     gammas: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
     """likewise"""
-    horizon: int = 3
-    """L"""
-    width: int = 3
-    """states in each layer but the first"""
-    actions: int = 3
-    """A"""
     particles: int = 128
     """of a forecast by leaping, in the comparison with simulations"""
     steps: int = 12
@@ -78,27 +61,11 @@ class Args:
     """seconds of processor time for random search and Optuna; 0 for as long as the tuner took"""
     parts: tuple[Literal["accuracy", "rivals"], ...] = ("accuracy", "rivals")
     """which parts to run"""
-    root: Path = Path("runs")
-    """where the run's directory goes"""
-
-    @property
-    def family(self) -> Family:
-        return Family(self.episodes, self.horizon, self.width, self.actions)
-
-    @property
-    def training(self) -> range:
-        """Numbers of the training MDPs."""
-        return range(self.seed - self.train, self.seed)
 
     @property
     def played(self) -> range:
         """Those of them that searches by simulation play."""
         return range(max(self.seed - max(self.rival_mdps, 1), self.training.start), self.seed)
-
-    @property
-    def held_out(self) -> range:
-        """Numbers of the held-out MDPs."""
-        return range(self.seed, self.seed + self.test)
 
 
 @cache
@@ -107,9 +74,6 @@ def simulated(family: Family, number: int, setting: Setting, seeds: int) -> occ.
     mdp, mean = family.problem(number)
     learner, losses = occ.FTRL(mdp, occ.jin_luo(mdp, *setting)), occ.BernoulliLosses(mean)
     return occ.simulate(mdp, learner, losses, family.episodes, range(1, seeds + 1))
-
-
-# -- forecasts against simulations ----------------------------------------------------------------
 
 
 def accuracy(args: Args, directory: Path) -> list[str]:
@@ -144,7 +108,11 @@ def compare_forecasts(args: Args, number: int, beta: float, gamma: float) -> dic
     """One setting on one MDP."""
     setting = (args.actions**-0.5, beta, gamma)
     truth = occ.game.Mean.of(simulated(args.family, number, setting, args.seeds).regret[:, -1])
-    path, leaps = forecasts(args, number, beta, gamma)
+    mdp, mean = args.family.problem(number)
+    psi = occ.jin_luo(mdp, *setting)
+    with torch.no_grad():
+        path = occ.forecast(mdp, psi, mean, args.episodes)
+    leaps = occ.leap(mdp, psi, mean, args.episodes, particles=args.particles, seed=number)
     reliable = bool(path.reliable)
     chosen = float(path.final if reliable else leaps.final)
     row: dict[str, Any] = {"mdp": number, "beta": beta, "gamma": gamma}
@@ -155,26 +123,14 @@ def compare_forecasts(args: Args, number: int, beta: float, gamma: float) -> dic
     return row | {"error": chosen / truth.mean - 1}
 
 
-@cache
-def forecasts(
-    args: Args, number: int, beta: float, gamma: float
-) -> tuple[occ.tuning.Forecast, occ.tuning.Leaps]:
-    """Both forecasts of a setting on one MDP."""
-    mdp, mean = args.family.problem(number)
-    psi = occ.jin_luo(mdp, beta=beta, gamma=gamma)
-    with torch.no_grad():
-        path = occ.forecast(mdp, psi, mean, args.episodes)
-    return path, occ.leap(mdp, psi, mean, args.episodes, particles=args.particles, seed=number)
-
-
 def draw_accuracy(args: Args, rows: list[dict[str, Any]]) -> Figure:
-    """Left: forecast over simulated regret. Right: some curves of the first MDP."""
-    figure = common.new_figure(11, 4.6)
-    left, right = figure.subplots(1, 2)
+    """Forecast over simulated regret."""
+    figure = common.new_figure(6, 4.6)
+    axes = figure.subplots()
     truths = [row["simulated"] for row in rows]
     ends = np.array([0.8 * min(truths), 1.25 * max(truths)])
-    left.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.9", label="within 10 %")
-    left.plot(ends, ends, color="0.5", linewidth=0.8)
+    axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.9", label="within 10 %")
+    axes.plot(ends, ends, color="0.5", linewidth=0.8)
     for i, (method, key) in enumerate((("mean path", "mean_path"), ("leaping", "leaping"))):
         for taken in (True, False):
             kept = [row for row in rows if (row["method"] == method) == taken]
@@ -182,35 +138,12 @@ def draw_accuracy(args: Args, rows: list[dict[str, Any]]) -> Figure:
             look = {"color": COLOURS[i]} if taken else hollow
             label = f"{method}, {'chosen by the rule' if taken else 'not chosen'}"
             x, y = ([row[name] for row in kept] for name in ("simulated", key))
-            left.scatter(x, y, s=22, marker="o^"[i], label=label, linewidths=0.8, **look)
+            axes.scatter(x, y, s=22, marker="o^"[i], label=label, linewidths=0.8, **look)
     title = f"{len(rows)} settings, T = {args.episodes:,}"
     labels = {"xlabel": "simulated regret", "ylabel": "forecast regret", "title": title}
-    common.tidy(left, xscale="log", yscale="log", **labels)
-    shown = [(args.betas[-1], 1.0), (10.0, 1.0), (1.0, 1.0), (1.0, 4.0), (args.betas[0], 4.0)]
-    shown = [(beta, gamma) for beta, gamma in shown if beta in args.betas and gamma in args.gammas]
-    for (beta, gamma), colour in zip(shown, COLOURS, strict=False):
-        setting = (args.actions**-0.5, beta, gamma)
-        history = simulated(args.family, args.seed, setting, args.seeds)
-        mean, lower, upper = common.band(history.regret)
-        t, label = history.episodes, f"β = {beta:g}, γ = {gamma:g}"
-        right.fill_between(t, lower.clamp(min=0.1), upper, color=colour, alpha=0.25, linewidth=0)
-        right.plot(t, mean, color=colour, linewidth=1.0, label=label)
-        path, leaps = forecasts(args, args.seed, beta, gamma)
-        right.plot(path.episodes, path.regret, color=colour, linestyle="--", linewidth=1.3)
-        right.plot(leaps.episodes, leaps.mean, color=colour, linestyle=":", linewidth=1.6)
-    right.plot([], [], color="0.3", linestyle="--", label="mean path")
-    right.plot([], [], color="0.3", linestyle=":", label="leaping")
-    title = f"MDP {args.seed}: simulated (95 % band) and forecast"
-    labels = {"xlabel": "episodes", "ylabel": "regret", "title": title}
-    common.tidy(
-        right, xscale="log", yscale="log", xlim=(3, args.episodes), ylim=(1, None), **labels
-    )
-    for axes in (left, right):
-        axes.legend(frameon=False, fontsize="small")
+    common.tidy(axes, xscale="log", yscale="log", **labels)
+    axes.legend(frameon=False, fontsize="small")
     return figure
-
-
-# -- searches by simulation -----------------------------------------------------------------------
 
 
 class Search(NamedTuple):
@@ -283,9 +216,6 @@ def search_all(args: Args, budget: float) -> dict[str, Search]:
     return found | {OPTUNA: search(args, ask_optuna, tell, budget)}
 
 
-# -- tuning for the stochastic world --------------------------------------------------------------
-
-
 def rivals(args: Args, directory: Path) -> list[str]:
     """The tuner without a guard, against searches with the same objective."""
     family, mdp = args.family, args.family.problem(args.training[0])[0]
@@ -304,7 +234,6 @@ def rivals(args: Args, directory: Path) -> list[str]:
     )
     spent = time.process_time() - begun
     print(f"{refined.start}\nrefined: {refined.tuned}", flush=True)
-    common.write_figure(directory / "landscape.png", draw_landscape(objective, refined))
     parts = f"{refined.start.seconds:.1f} s by gradients, {refined.seconds:.1f} s by"
     lines = [
         f"tuner: {spent:.1f} s of processor time; {parts} {len(refined.values)} trials",
@@ -381,48 +310,6 @@ def draw_rivals(
     title = f"each held-out MDP, {args.seeds} seeds, 95 % (grey: within 5 %)"
     common.tidy(right, ylabel="regret relative to the tuned setting", title=title)
     left.legend(frameon=False, fontsize="small")
-    return figure
-
-
-def draw_landscape(objective: occ.tuning.ForecastObjective, refined: occ.tuning.Refined) -> Figure:
-    """The forecast over (beta, gamma) at the alpha found, the tuner's paths, and all trials.
-
-    A point that was tried has the colour of its trial. Hatched: the forecast is not reliable.
-    """
-    (world,) = objective.worlds
-    betas = torch.logspace(-2, 2.5, 25, dtype=torch.float64)
-    gammas = torch.logspace(-0.9, 0.9, 17, dtype=torch.float64)
-    alpha, beta, gamma = setting_of(refined.tuned)
-    ratios, shares = [], []
-    for row in gammas:  # one after the other, since a batch of all of them would take much memory
-        psi = occ.jin_luo(world.mdp, alpha, betas[:, None], row.expand(len(betas), 1))
-        with torch.no_grad():
-            path = occ.forecast(world.mdp, psi, world.losses, objective.episodes)
-            ratios.append(objective.combine([path.final], [path.certified]).value.exp())
-            shares.append(path.noise_share.mean(-1))
-    values, share, tried = torch.stack(ratios), torch.stack(shares), refined.values.exp()
-    levels = np.geomspace(min(float(values.min()), float(tried.min())), float(values.max()), 25)
-    shading: dict[str, Any] = {"norm": LogNorm(levels[0], levels[-1]), "cmap": "viridis_r"}
-    figure = common.new_figure(7.2, 4.6)
-    axes = figure.subplots()
-    shades = axes.contourf(betas, gammas, values, levels=levels, **shading)
-    axes.contourf(betas, gammas, share, levels=[1 / 3, 1.0], colors="none", hatches=["//"])
-    order = {name.rpartition(".")[2]: i for i, name in enumerate(refined.start.names)}
-    places = [order["beta"], order["gamma"]]
-    for walk in refined.start.path.unbind(1):
-        axes.plot(*walk[:, places].T, color="#D55E00", linewidth=1.2, marker=".", markersize=3)
-    look = {"s": 30, "edgecolors": "black", "linewidths": 0.7, "zorder": 3, **shading}
-    label = "tried, in the colour of the trial"
-    axes.scatter(*refined.points[:, places].T, c=tried, label=label, **look)
-    star = {"color": "#E69F00", "markersize": 16, "markeredgecolor": "black", "zorder": 4}
-    axes.plot([beta], [gamma], marker="*", linestyle="none", label="result", **star)
-    axes.legend(fontsize="small", loc="lower left")
-    title = f"forecast at T = {objective.episodes:,}, α = {alpha:.2g} (hatched: not reliable)"
-    limits = {"xlim": (betas[0], betas[-1]), "ylim": (gammas[0], gammas[-1])}
-    axes.set(xscale="log", yscale="log", xlabel="β", ylabel="γ", title=title, **limits)
-    figure.colorbar(
-        shades, ax=axes, label="regret, relative to the paper's constants", format="%.2g"
-    )
     return figure
 
 

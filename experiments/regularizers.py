@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 import tyro
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 import torch_occ as occ
@@ -63,46 +62,26 @@ def zoo(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Regularizer]:
     }
 
 
-def draw_ratios(
-    histories: Histories, environments: Sequence[str], reference: str, title: str
-) -> Figure:
-    """Regret as a multiple of the reference learner's: a row per environment, a panel per learner.
+def draw(histories: Histories, environments: Sequence[str], reference: str, title: str) -> Figure:
+    """Regret as a multiple of the reference learner's, one panel per environment.
 
     Bands are 95 % bootstrap intervals over seeds. Learner and reference are resampled together,
-    since they play with the same random numbers. Below 1 a learner has less regret than the
-    reference. The other learners are drawn in grey.
+    since they play with the same random numbers.
     """
-    names = [name for name in common.colours(histories) if name != reference]
-    rows = len(environments)
-    figure = common.new_figure(2.15 * len(names) + 0.5, 2.5 * rows + 0.7)
-    grid = figure.subplots(rows, len(names), squeeze=False, sharex=True, sharey=True)
-    for panels, environment in zip(grid, environments, strict=True):
+    figure = common.new_figure(12, 5)
+    panels = figure.subplots(1, len(environments), sharey=True)
+    for axes, environment in zip(panels, environments, strict=True):
         against = histories[environment, reference]
         t, end = against.episodes, int(against.episodes[-1])
-        bands = {
-            name: common.ratio_band(histories[environment, name].regret, against.regret)
-            for name in names
-        }
-        for axes, name in zip(panels, names, strict=True):
-            for other in names:
-                axes.plot(t, bands[other].value, color="0.85", linewidth=1.0, zorder=1)
-            found, colour = bands[name], common.colours(histories)[name]
-            axes.fill_between(t, found.lower, found.upper, color=colour, alpha=0.2, linewidth=0)
-            axes.plot(t, found.value, color=colour, linewidth=2.0, zorder=3)
-            axes.axhline(1.0, color="0.3", linewidth=0.9, zorder=2)
-            value, lower, upper = (float(x[-1]) for x in found)
-            text = f"at T: {value:.2f} [{lower:.2f}, {upper:.2f}]"
-            outside = "" if 0.5 <= value <= 2 else "\n(beyond the axis)"
-            axes.text(0.04, 0.97, text + outside, fontsize=8, va="top", transform=axes.transAxes)
-            limits = {"xlim": (end / 100, end), "ylim": (0.5, 2.0)}
-            common.tidy(axes, xscale="log", yscale="log", **limits)
-            axes.set_yticks([0.5, 0.7, 1.0, 1.4, 2.0], ["0.5", "0.7", "1", "1.4", "2"])
-            axes.yaxis.set_minor_locator(NullLocator())
-        panels[0].set_ylabel(environment)
-    for axes, name in zip(grid[0], names, strict=True):
-        axes.set_title(name, fontsize=10)
-    figure.supxlabel("episodes T", fontsize=10)
-    figure.suptitle(title, fontsize=11)
+        for name, colour in common.colours(histories).items():
+            found = common.ratio_band(histories[environment, name].regret, against.regret)
+            axes.fill_between(t, found.lower, found.upper, color=colour, alpha=0.15, linewidth=0)
+            axes.plot(t, found.value, color=colour, linewidth=1.8, label=name)
+        scales = {"xscale": "log", "yscale": "log", "xlim": (end / 100, end), "ylim": (0.5, 8)}
+        common.tidy(axes, xlabel="episodes T", title=environment, **scales)
+        axes.set_yticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+    common.legend_below(figure, panels[0], 7)
+    figure.suptitle(title)
     return figure
 
 
@@ -128,7 +107,7 @@ def main(args: Args) -> Path:
     fits = common.fit_all(histories, directory / "regularizers.csv")
     title = f"Regret as a multiple of that of {names[0]}, β = {args.beta:g}; "
     title += f"γ = {args.gamma:g} for all, {args.seeds} seeds, 95 % bands"
-    figure = draw_ratios(histories, list(environments), names[0], title)
+    figure = draw(histories, list(environments), names[0], title)
     common.write_figure(directory / "regularizers.png", figure)
     cells = []
     for name in names:

@@ -45,9 +45,6 @@ class Args(RunsOnMDP):
     """horizon, width and actions of these MDPs"""
 
 
-# -- the games ------------------------------------------------------------------------------------
-
-
 def environments(args: Args) -> dict[str, occ.LossProcess]:
     """The two loss processes."""
     _, mean = args.problem()
@@ -162,9 +159,6 @@ def draw_runs(games: Mapping[str, Mapping[str, Tensor]], mdp: occ.LayeredMDP) ->
     return figure
 
 
-# -- the statements -------------------------------------------------------------------------------
-
-
 class Summary(NamedTuple):
     """A statement over all its instances."""
 
@@ -187,7 +181,7 @@ class Summary(NamedTuple):
         verdict = "holds" if not self.violations else f"FAILS in {self.violations}"
         sides = [f"{self.left:.4g}", self.relation, f"{self.right:.4g}"]
         numbers = [f"{self.instances}", *sides, f"{self.right - self.left:.3g}", ratio]
-        return [WORDS.get(self.label.partition(",")[0], ""), self.label, *numbers, verdict]
+        return [self.label, *numbers, verdict]
 
 
 def summarize(found: Sequence[theory.Statement]) -> Summary:
@@ -223,49 +217,6 @@ def evaluate(args: Args) -> list[Summary]:
     return [summarize(statements) for statements in found.values()]
 
 
-WORDS = {
-    "eq:quadratic_form": "w'Hw as a sum of squares",
-    "eq:hybrid_alternative": "both definitions of q(s), along a tangent",
-    "lem:def_M": "H = M_(L-1), largest difference",
-    "lem:M_inverse": "M_k times its Woodbury inverse, largest difference",
-    "eq:def_N": "N_k is the last block of the inverse of M_k",
-    "thm:main_general": "an episode of the theorem, from both lemmas",
-    "lem:convex_combine": "Omega is convex: flow residual of a mixture",
-    "eq:state_reach_prob_bound": "states of a layer are reached with probability <= 1",
-    "lem:state_reach_probabilty": "and those of all layers sum to <= L",
-    "lem:induction_state_reach_prob": "induction lemma, its condition",
-    "eq:induction_ineq": "induction lemma, its conclusion",
-    "eq:key_ineq_sqrt_diff": "induction condition for q_1 - q_2",
-    "lem:sqrt_diff": "sum sqrt q_1(s) - sqrt q_2(s), policy against mapping",
-    "lem:sqrt_diff_2": "the same for two mappings",
-    "eq:penalty_decomposition": "phi_H(q_opt) - phi_H(q) in two parts",
-    "lem:penalty_term_1": "the first part of the penalty",
-    "lem:key_lemma_bound_penalty": "the penalty lemma",
-    "J_2 <= sqrt(L|S||A|) J_1": "Cauchy-Schwarz in the proof of thm:main_general",
-    "lem:H_and_N": "a block of the inverse Hessian against N_k",
-    "lem:N_properties": "N_k > 0, N_k <= D^-1, N_k <= C^-1 + P'NP (eigenvalues)",
-    "lem:quadratic_form_diagonal": "w'Mw against its diagonal",
-    "lem:stability_first_step": "E|estimate|^2 against diagonals of N_k",
-    "eq:R0": "first layer of the second step",
-    "eq:R": "next layer of the second step",
-    "eq:R_bound": "R(s,a) <= 4 q^(3/2), worst ratio",
-    "lem:stability_second_step": "diagonals of N_k against sqrt q outside pi",
-    "lem:key_lemma_bound_stability": "the stability lemma",
-    "lem:close_hessian": "Hessians of psi_t at close points (eigenvalue)",
-    "lem:smooth_update": "tilde q_t against q_t, worst ratio",
-    "eq:earlier_argument": "length of the update in the norm of psi_t",
-    "eq:convex_eq": "|estimate|^2 <= L / beta in the norm of psi_t",
-    "eq:simple_decomposition": "regret = stability + mixed penalty",
-    "lem:bound_stability": "stability of an episode against 8 |estimate|^2",
-    "lem:bound_penalty": "mixed penalty of a run",
-    "lem:key_lemma_ftrl": "regret of a run against penalty + stability",
-    "lem:proper_comparator": "the comparator v = (1 - 1/T) q_opt + q_1/T",
-    "performance difference": "<q - q_opt, mean> = sum q gaps",
-    "eq:self_bounding_constraint": "self-bounding under corruption",
-    "lem:opt_implict_bound": "T sum q_opt gaps <= C",
-}
-
-
 def draw_tightness(ratios: Mapping[str, list[float]], mdps: int) -> Figure:
     """left / right of every inequality, one dot per instance; 1 is tight."""
     order = sorted(ratios, key=lambda label: max(ratios[label]))
@@ -290,9 +241,6 @@ def draw_tightness(ratios: Mapping[str, list[float]], mdps: int) -> Figure:
     return figure
 
 
-# -- main -----------------------------------------------------------------------------------------
-
-
 def main(args: Args) -> Path:
     """Play, evaluate, draw, print."""
     directory = common.begin("theory", args, args.seed)
@@ -315,17 +263,15 @@ def main(args: Args) -> Path:
         for name, words in TERMS.items()
     ]
     runs = common.table(["term or bound at T", "theory/*", *games], lines, left=(0, 1))
-    smooth = ", ".join(
-        f"{place} [{float(curves['smoothness_min'].min()):.4f}, "
-        f"{float(curves['smoothness_max'].max()):.4f}]"
-        for place, curves in games.items()
-    )
-    print(f"{runs}\n\ntilde q_t / q_t over all checkpoints, seeds and pairs: {smooth}")
-    print("(lem:smooth_update: [0.5, 2])\n", flush=True)
+    print(f"{runs}\n\ntilde q_t / q_t over all checkpoints, seeds and pairs", end=" ")
+    print("(lem:smooth_update: [0.5, 2]):")
+    for place, curves in games.items():
+        low, high = curves["smoothness_min"].min(), curves["smoothness_max"].max()
+        print(f"  {place} [{float(low):.4f}, {float(high):.4f}]\n", flush=True)
 
     summaries, count = evaluate(args), 2 * args.mdps * len(args.sizes)
-    header = ["statement", "label", "instances", "left", "", "right", "slack", "left/right", ""]
-    statements = common.table(header, [summary.cells() for summary in summaries], left=(0, 1, 4, 8))
+    header = ["label", "instances", "left", "", "right", "slack", "left/right", ""]
+    statements = common.table(header, [summary.cells() for summary in summaries], left=(0, 3, 7))
     broken = [summary.label for summary in summaries if summary.violations]
     held = f"{len(summaries) - len(broken)} of {len(summaries)} statements"
     verdict = f"{held} hold in every instance." + "".join(f" FAILS: {x}." for x in broken)

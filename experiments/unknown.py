@@ -119,47 +119,6 @@ def prices(args: Args, players: dict[str, Rival], histories: Histories) -> list[
     return found
 
 
-def verdict(args: Args, found: list[Price], histories: Histories) -> tuple[list[str], list[str]]:
-    """What the run shows and what it does not show; only the intervals decide."""
-    shows: list[str] = []
-    not_shown: list[str] = []
-    for price in found:
-        who, ratio = f"{price.name}, {price.environment}", price.ratio
-        uniform = float(histories[price.environment, UNIFORM].regret[:, -1].mean())
-        if price.growth.final.value > 0.9 * uniform > 0:
-            regret = f"{price.growth.final.value:,.0f}, the uniform policy {uniform:,.0f}"
-            not_shown.append(
-                f"{who}: that it learns in {args.episodes:,} episodes; it has {regret}."
-            )
-        elif not ratio.exists:
-            not_shown.append(
-                f"{who}: a price; the twin's regret is not positive in every resample."
-            )
-        elif ratio.lower > 1:
-            shows.append(f"{who}: pays {ratio.text()} times the regret of {price.twin}.")
-        elif ratio.upper < 1:
-            shows.append(f"{who}: has less regret than {price.twin}, {ratio.text()} times.")
-        else:
-            not_shown.append(f"{who}: a price; the ratio to {price.twin} is {ratio.text()}.")
-        exponent = price.growth.exponent
-        if exponent.exists and exponent.lower > 0.8 and price.growth.final.value <= 0.9 * uniform:
-            shows.append(f"{who}: grows almost linearly, exponent {exponent.text()}.")
-    for (place, name), history in histories.items():
-        if count := int(history.uncertified[:, -1].sum()):
-            share = f"{count:,} of its {args.episodes * args.seeds:,} steps"
-            text = f"{share} could not be certified, so its figures are provisional."
-            not_shown.append(f"{name}, {place}: {text}")
-    not_shown += [
-        "Who wins as T grows: bounds of the printed algorithms hold for all T, and the constants "
-        f"decide at T = {args.episodes:,}.",
-        "The worst case. The adversary is one; it reacts to the policy and does not try to mislead "
-        "about the transitions. The plug-in has no proof, and no MDP was found that breaks it.",
-        f"Anything about other MDPs, sizes or gaps than {args.gap:g}: there is one MDP, with dense "
-        "transitions, whose optimal policy visits every state.",
-    ]
-    return shows, not_shown
-
-
 def draw(args: Args, players: dict[str, Rival], histories: Histories) -> Figure:
     """A row per environment, a column per kind of learner.
 
@@ -217,8 +176,12 @@ def main(args: Args) -> Path:
     print("\nRegret without knowing P, and its ratio to that of a twin that knows P: the price")
     print(f"(95 % bootstrap intervals over {args.seeds} seeds, learner and twin together)\n")
     print(f"{common.table(HEADER, [price.cells() for price in found], left=(0, 1, 4))}\n")
-    common.write_findings(directory, *verdict(args, found, histories))
-    print(f"\nwritten to {directory}: unknown.png, unknown.csv, report.txt and config.json;")
+    for (place, name), history in histories.items():
+        if count := int(history.uncertified[:, -1].sum()):
+            print(f"{name}, {place}: {count:,} steps could not be certified")
+    print("The adversary reacts to the policy and does not try to mislead about the transitions.")
+    print("There is one MDP, with dense transitions, whose optimal policy visits every state.")
+    print(f"\nwritten to {directory}: unknown.png, unknown.csv and config.json;")
     print("every game has its own directory with a history and a TensorBoard log")
     return directory
 

@@ -16,6 +16,7 @@ import torch_occ as occ
 from experiments import common
 
 WORLDS = ("stochastic", "adversary")
+Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,13 @@ class Args:
     """runs of each game"""
     seed: int = 9100
     """of the first MDP of each shape and its losses"""
-    shapes: tuple[tuple[int, int, int], ...] = (
-        (5, 3, 2),
-        (4, 4, 3),
-        (3, 3, 3),
-        (2, 8, 3),
-        (5, 5, 4),
-    )
+    shapes: tuple[Shape, ...] = ((5, 3, 2), (4, 4, 3), (3, 3, 3), (2, 8, 3), (5, 5, 4))
     """horizon, width and actions"""
     root: Path = Path("runs")
     """where the run's directory goes"""
 
 
-def regrets(args: Args, shape: tuple[int, int, int]) -> torch.Tensor:
+def regrets(args: Args, shape: Shape) -> torch.Tensor:
     """Regret at T of both learners in both worlds, mean over seeds, `(draws, 2, 2)`."""
     found = []
     for seed in range(args.seed, args.seed + args.draws):
@@ -60,9 +55,8 @@ def regrets(args: Args, shape: tuple[int, int, int]) -> torch.Tensor:
 def main(args: Args) -> Path:
     """Play both learners, and compare them draw by draw."""
     directory = common.begin("untuned", args, args.seed)
-    print(
-        f"T = {args.episodes:,}, {args.draws} draws of each shape; {common.machine()}", flush=True
-    )
+    size = f"T = {args.episodes:,}, {args.draws} draws of each shape"
+    print(f"{size}; {common.machine()}", flush=True)
     figure = common.new_figure(7, 4)
     axes = figure.subplots()
     lines, rows = [], []
@@ -93,9 +87,8 @@ def main(args: Args) -> Path:
     common.write_figure(directory / "untuned.png", figure)
     header = ["shape", "Tsallis", "recommended", "ratio", "Tsallis, adversary"]
     header += ["recommended, adversary", "ratio, adversary"]
-    print(
-        f"\n{common.table(header, lines)}\n\nRatios: mean over draws ± half of the 95 % interval."
-    )
+    print(f"\n{common.table(header, lines)}\n")
+    print("Ratios: mean over draws ± half of the 95 % interval.")
     print(f"written to {directory}")
     return directory
 

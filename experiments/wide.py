@@ -95,9 +95,6 @@ def taxi(horizon: int) -> occ.LayeredMDP:
     return occ.LayeredMDP.from_gymnasium("Taxi-v4", horizon=horizon)
 
 
-# -- a learner in the middle of its run -----------------------------------------------------------
-
-
 def play(mdp: occ.LayeredMDP, q: Tensor, mean: Tensor, generator: torch.Generator) -> occ.Feedback:
     """One episode of the policy of q `(1, S, A)` against Bernoulli losses."""
     policy = occ.policy_of(mdp, q[0])
@@ -134,14 +131,10 @@ class Row:
     def cells(self) -> list[str]:
         """As printed."""
         times = [common.seconds(x) for x in (self.build, self.cold, self.warm)]
-        numbers = [
-            f"{self.newton:.1f}",
-            f"{self.dual_residual:.0e}",
-            f"{1024 * self.memory:.0f} MiB",
-        ]
-        rival = (
-            f"{common.seconds(self.clarabel)} ({self.clarabel_error:.0e})" if self.clarabel else "-"
-        )
+        numbers = [f"{self.newton:.1f}", f"{self.dual_residual:.0e}"]
+        numbers += [f"{1024 * self.memory:.0f} MiB"]
+        took, error = self.clarabel, self.clarabel_error
+        rival = f"{common.seconds(took)} ({error:.0e})" if took else "-"
         return [self.model, f"{self.pairs:,}", f"{self.entries:,}", *times, *numbers, rival]
 
 
@@ -198,9 +191,6 @@ def in_new_process(function: Callable[..., Row], *arguments: Any) -> Row:
     """The result of a call in a fresh interpreter."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
-
-
-# -- growth ---------------------------------------------------------------------------------------
 
 
 def measure_growth(args: Args, directory: Path) -> list[Row]:
@@ -269,9 +259,6 @@ def draw_growth(rows: list[Row], horizon: int) -> Figure:
     return figure
 
 
-# -- many seeds -----------------------------------------------------------------------------------
-
-
 def measure_seeds(args: Args) -> str:
     """Microseconds per episode and seed of whole games, with one seed and with many."""
     worlds = {
@@ -280,10 +267,8 @@ def measure_seeds(args: Args) -> str:
     } | {f"grid {side} x {side}": grid(side, args.horizon) for side in args.sides[:3]}
     cells = []
     for name, mdp in worlds.items():
-        losses, episodes = (
-            occ.BernoulliLosses(common.random_means(mdp, 1)),
-            max(8, 200_000 // mdp.num_pairs),
-        )
+        losses = occ.BernoulliLosses(common.random_means(mdp, 1))
+        episodes = max(8, 200_000 // mdp.num_pairs)
         for beta in (64.0 * args.horizon, 0.01):
             learner = occ.FTRL(mdp, occ.jin_luo(mdp, beta=beta))
             games = {
@@ -298,9 +283,6 @@ def measure_seeds(args: Args) -> str:
     return common.table(["MDP", "pairs", "beta", "one seed", f"{args.seeds} seeds", "ratio"], cells)
 
 
-# -- the script -----------------------------------------------------------------------------------
-
-
 def main(args: Args) -> Path:
     """Run the sections, print their tables, write them as CSV and PNG."""
     directory = common.begin("wide", args, args.seed)
@@ -312,9 +294,8 @@ def main(args: Args) -> Path:
         print(f"warm time ~ nnz(P)^{exponent(rows):.2f} from 40,000 pairs on\n")
         common.write_figure(directory / "wide.png", draw_growth(rows, args.horizon))
     if "taxi" in args.sections:
-        print(
-            f"{common.table(HEADER, [in_new_process(measure, args, None).cells()])}\n", flush=True
-        )
+        row = in_new_process(measure, args, None)
+        print(f"{common.table(HEADER, [row.cells()])}\n", flush=True)
     if "seeds" in args.sections:
         print("Microseconds per episode and seed, processor time of one thread")
         print(f"\n{measure_seeds(args)}")

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import pickle
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from experiments import (
     theory,
     unknown,
 )
-from experiments.bandit import Exp3PlusPlus
 
 pytestmark = pytest.mark.slow
 
@@ -113,40 +111,11 @@ def test_regularizers(tmp_path, capsys):
 
 def test_bandit(tmp_path, capsys):
     directory = bandit.main(bandit.Args(**SMALLEST, arms=3, runs=200, root=tmp_path))
-    check_run(directory, "bandit.png", 21)
-    assert all(float(row["share"]) < 1 for row in rows(directory / "bounds.csv"))
+    check_run(directory, "bandit.png", 18)
     for row in rows(directory / "published.csv"):  # 200 runs only, so three half-widths
         published, ours, lower = (float(row[name]) for name in ("published", "ours", "lower"))
         assert abs(published - ours) < 3 * (ours - lower) + 0.05 * published, row
-    assert "abstract" in capsys.readouterr().out
-
-
-def test_exp3_plus_plus_by_hand():
-    """Two arms whose gap is known: the better one is played, the other explored at its rate."""
-    mdp = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
-    learner = Exp3PlusPlus(mdp, beta=0.5)
-    learner.start(1)
-    assert learner.propose(1).tolist() == [[[0.5, 0.5]]]
-    t, n, mean = 10**6, (900_000.0, 90_000.0), (0.2, 0.7)
-    width = [math.sqrt(3 * math.log(t * 2 ** (1 / 3)) / (2 * visits)) for visits in n]
-    gap = (mean[1] - width[1]) - (mean[0] + width[0])
-    eta = 0.5 * math.sqrt(math.log(2) / (t * 2))
-    table = torch.tensor([[[0.0, 1.0]]], dtype=torch.float64)
-    learner.state["visits"] = torch.tensor([[n]], dtype=torch.float64)
-    learner.state["losses"] = torch.tensor([[n]], dtype=torch.float64) * torch.tensor(
-        [[mean]], dtype=torch.float64
-    )
-    learner.state["estimates"] = table * 1e6
-    explore = [eta, 0.5 * math.log(t) / (t * gap**2)]
-    assert explore[1] < eta
-    weight = 1 / (1 + math.exp(-eta * 1e6))
-    expected = [
-        (1 - sum(explore)) * weight + explore[0],
-        (1 - sum(explore)) * (1 - weight) + explore[1],
-    ]
-    assert learner.propose(t)[0, 0].tolist() == pytest.approx(expected, rel=1e-9)
-    with pytest.raises(ValueError, match="one state, got 2"):
-        Exp3PlusPlus(occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)] * 2))
+    assert "| UCB1 " in capsys.readouterr().out
 
 
 def test_unknown(tmp_path, capsys):
@@ -157,9 +126,7 @@ def test_unknown(tmp_path, capsys):
     assert {row["twin"] for row in found} == set(
         unknown.twins(unknown.Args(), occ.LayeredMDP.random(2, 2, 2, seed=0))
     )
-    printed = capsys.readouterr().out
-    assert "What this run shows" in printed
-    assert (directory / "report.txt").read_text() in printed
+    assert "twin that knows P" in capsys.readouterr().out
 
 
 def test_games_can_be_sent_to_another_process():
@@ -197,7 +164,6 @@ def test_theory(tmp_path, capsys):
     assert len(list(directory.glob("*/events.out.tfevents.*"))) == 2
     printed = capsys.readouterr().out
     assert f"{len(statements)} of {len(statements)} statements hold in every instance." in printed
-    assert all(theory.WORDS.get(row["label"].partition(",")[0]) for row in statements)
 
 
 def test_the_other_adversaries(tmp_path):
@@ -221,8 +187,7 @@ def test_distance_to_limit(tmp_path, capsys):
         assert limits[name] == occ.limits.lower_bound(mdp, mean).value
     for row in found:
         assert float(row["lower"]) <= float(row["slope_over_limit"]) <= float(row["upper"])
-    printed = capsys.readouterr().out
-    assert (directory / "report.txt").read_text() in printed
+    assert "slope / C" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("successors", [1, 2])

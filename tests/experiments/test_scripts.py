@@ -6,7 +6,9 @@ import pytest
 import torch
 from scripts import PNG, only_directory, run
 
-from experiments.contestants import CONTESTANTS, Case, Contestant, Limits, TorchOcc, measure_cell
+from experiments.benchmark import measure_batches, measure_long, measure_loop
+from experiments.common import seconds
+from experiments.contestants import CONTESTANTS, Case, Limits, cells, measure_cell
 
 
 def check_gradients(printed: str) -> None:
@@ -45,8 +47,7 @@ def test_demo(tmp_path):
 
 
 def test_constrained(tmp_path):
-    timed = ["--budgets", "1", "--sizes", "2", "2", "2", "--root", str(tmp_path)]
-    printed = run("constrained", *PLAYED, *timed)
+    run("constrained", *PLAYED, "--root", str(tmp_path))
     found = only_directory(tmp_path, "constrained")
     assert (found / "constrained.png").read_bytes().startswith(PNG)
     with (found / "constrained.csv").open() as file:
@@ -54,7 +55,6 @@ def test_constrained(tmp_path):
     assert float(with_budget["largest excess"]) < 1e-13
     assert float(with_budget["mean cost"]) <= float(with_budget["limit"]) + 1e-4
     assert without["largest excess"] == "-"
-    assert "cvxpy / ours" in printed
 
 
 def test_benchmark(tmp_path):
@@ -76,50 +76,41 @@ def test_benchmark(tmp_path):
 # -- the benchmark's rules ------------------------------------------------------------------------
 
 
-class Slow(TorchOcc):
-    """Pretends to be slow, and counts what is asked of it."""
+def slow(asked):
+    """A contestant that is thought to be slow, and notes how many elements are asked of it."""
+    ours = CONTESTANTS["torch_occ"]
 
-    label = "slow"
-    seconds = 10.0
-    whole = False
-    runs: list[int]
+    def prepare(case):
+        run = ours.prepare(case)
+        return lambda count: asked.append(count) or run(count)
 
-    def prepare(self, case):
-        run, self.runs = super().prepare(case), []
-
-        def counted(count):
-            self.runs.append(count)
-            return run(count)
-
-        return counted
-
-
-class Absent(Contestant):
-    label = "absent"
-    package = "no_such_package"
+    return ours._replace(label="slow", seconds=10.0, prepare=prepare)
 
 
 def test_a_batch_beyond_the_budget_is_measured_in_part_and_says_so():
-    ours, slow = TorchOcc(), Slow()
-    rows = measure_cell(Limits(1, 25.0, 600.0), Case((2, 2, 2), 8, 0, 10.0), [ours, slow], {})
-    assert slow.runs == [2]
-    assert (rows[1].measured, rows[1].note) == (2, "2 of 8 measured")
-    assert rows[1].cells()[3].startswith("~")
-    assert rows[0].measured == 8
+    asked = []
+    contestants = [CONTESTANTS["torch_occ"], slow(asked)]
+    rows = measure_cell(Limits(1, 25.0, 600.0), Case((2, 2, 2), 8, 0, 10.0), contestants, {})
+    assert asked == [2]
+    assert (rows[1]["measured"], rows[1]["note"]) == (2, "2 of 8 measured")
+    assert cells(rows[1])[3].startswith("~")
+    assert rows[0]["measured"] == 8
 
 
 def test_who_is_too_slow_or_absent_is_skipped_with_the_reason():
-    contestants = [TorchOcc(), Slow(), Absent()]
-    rows = measure_cell(Limits(1, 60.0, 5.0), Case((2, 2, 2), 1, 0, 10.0), contestants, {})
-    assert rows[1].note.startswith("skipped: a step would take 10 s")
-    assert rows[2].note == "no_such_package is not installed"
-    assert rows[1].forward is rows[2].forward is None
-
-
-def test_predictions_grow_with_the_problem():
-    contestant = CONTESTANTS["scs"]()
-    assert contestant.predict(84) == contestant.predict(10) == contestant.seconds
-    assert contestant.predict(840) == pytest.approx(1000 * contestant.seconds)
+    ours, scs = CONTESTANTS["torch_occ"], CONTESTANTS["scs"]
+    absent = ours._replace(label="absent", package="no_such_package")
+    case = Case((2, 2, 2), 1, 0, 10.0)
+    known = {scs.label: (case.mdp.num_pairs, 10.0)}
+    rows = measure_cell(Limits(1, 60.0, 5.0), case, [ours, scs, absent], known)
+    assert rows[1]["note"].startswith("skipped: a step would take 10 s")
+    assert rows[2]["note"] == "no_such_package is not installed"
+    assert rows[1]["forward"] is rows[2]["forward"] is rows[1]["ratio_total"] is None
+    # A guess grows with the problem.
+    large = Case((3, 6, 4), 1, 0, 10.0)
+    (row,) = measure_cell(Limits(1, 60.0, 5.0), large, [scs], known)
+    expected = seconds(10 * (large.mdp.num_pairs / case.mdp.num_pairs) ** 3)
+    assert row["note"] == f"skipped: a step would take {expected}"
 
 
 def test_a_case_is_reproducible_and_leaves_the_global_generator_alone():
@@ -130,3 +121,28 @@ def test_a_case_is_reproducible_and_leaves_the_global_generator_alone():
     assert (direction.shape, loss.shape) == ((4, 2), (4, 4, 2))
     assert bool((later >= loss).all())
     assert torch.equal(before, torch.get_rng_state())
+
+
+# -- the section "engine" -------------------------------------------------------------------------
+
+
+def test_batches_are_timed_per_element():
+    found = measure_batches(shapes=[(2, 2, 2)], batch=8, repeats=2)
+    assert len(found) == 4
+    forward, both = (
+        found[f"(2, 2, 2), batch of 8, cold, {x}, us"] for x in ("forward", "forward and backward")
+    )
+    assert 0 < forward < both
+
+
+def test_a_long_run_is_timed_per_episode_and_seed():
+    found = measure_long(episodes=300, seeds=2, shape=(2, 2, 2))
+    assert found["us per episode and seed"] == pytest.approx(1e6 * found["processor s"] / 600)
+    assert found["Newton steps"] > 1
+
+
+def test_whole_simulations_are_timed():
+    found = measure_loop(repeats=2, shapes={(2, 2, 2): 64}, seeds=2)
+    cells = [f"beta {beta}, {seeds}" for beta in (128, 1) for seeds in ("2 seeds", "1 seed")]
+    assert list(found) == [f"(2, 2, 2), {cell}, us" for cell in cells]
+    assert all(x > 0 for x in found.values())

@@ -20,10 +20,10 @@ def test_meta_gradients(tmp_path, capsys):
     args = meta_gradients.Args(**SMALL, episodes=(6, 12), betas=(3.0,), budget=96, root=tmp_path)
     found = meta_gradients.main(args)
     assert (found / "gradients.png").stat().st_size > 10_000
-    printed = capsys.readouterr().out
-    assert "beta = 3, T = 12: 8 seeds, " in printed
-    assert "beta = 3, T = 12, pathwise + score: " in printed
-    assert len(rows_of(found / "gradients.csv")) == 2 * 4 * 3
+    assert "beta = 3, T = 12: 8 seeds" in capsys.readouterr().out
+    rows = rows_of(found / "gradients.csv")
+    assert len(rows) == 2 * 4
+    assert [row["in gamma"] for row in rows[::4]] == ["the reference"] * 2
 
 
 def test_meta_tune(tmp_path, capsys):
@@ -32,7 +32,7 @@ def test_meta_tune(tmp_path, capsys):
         steps=2, rounds=1, trials=6, trial_particles=4, points=3, budget=0.1, root=tmp_path,
     )  # fmt: skip
     found = meta_tune.main(args)
-    for name in ("accuracy.png", "landscape.png", "rivals.png"):
+    for name in ("accuracy.png", "rivals.png"):
         assert (found / name).stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert "by the rule: " in printed
@@ -71,7 +71,7 @@ def test_fitted(tmp_path, capsys):
     directory = fitted.main(args)
     rows = rows_of(directory / "fitted.csv")
     names = [fitted.TSALLIS, fitted.PLAIN, fitted.SCALARS, fitted.STATES]
-    assert [row["setting"] for row in rows] == [*names, fitted.OPTUNA, fitted.CMA]
+    assert [row["setting"] for row in rows] == names
     assert rows[0]["stochastic, relative"].startswith("1.00")
     assert all(int(row["evaluations"]) > 0 for row in rows[2:])
     assert (directory / "fitted.png").stat().st_size > 10_000
