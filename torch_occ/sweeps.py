@@ -1,4 +1,4 @@
-"""Cells of a sweep, failures, and the code that a worker runs for a cell."""
+"""A function over a grid of parameters, on processes or a cluster; one file per cell."""
 
 from __future__ import annotations
 
@@ -38,6 +38,9 @@ from torch_occ._support.files import (
 )
 from torch_occ._support.fingerprints import fingerprint
 from torch_occ._support.private import processes_of
+
+# -- Cells of a sweep, failures, and the code that a worker runs for a cell ------------------------
+
 
 Config = dict[str, Any]
 Function = Callable[[Config], dict[str, Any]]

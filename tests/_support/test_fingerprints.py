@@ -1,17 +1,18 @@
 """Two things that give other numbers have other fingerprints, in every process the same."""
 
 import functools
+import importlib.util
+import linecache
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import FunctionType
 
 import numpy as np
 import pytest
 import torch
-from fingerprinted import MDP, PAIRS, Holder, make
+from fingerprinted import MDP, PAIRS, Holder
 
 import torch_occ as occ
 from torch_occ._support.fingerprints import (
@@ -96,11 +97,39 @@ def test_neither_caches_nor_ignored_attributes_count():
         assert fingerprint(part=one) != fingerprint(part=other)
 
 
-def test_code_may_read_a_global_that_cannot_be_hashed():
-    function = make("def made(m):\n    return lock, m\n")
-    assert isinstance(function, FunctionType)
-    function.__globals__["lock"] = threading.Lock()
-    assert fingerprint(part=function) == fingerprint(part=function)
+CODE = {
+    "classes": "class made:\n    def rule(self, m):\n        return {} * m\n",
+    "defaults": "class made:\n    def rule(self, m={}):\n        return m\n",
+    "attributes of a class": "class made:\n    scale = {}\n",
+    "bases of a class": "class a:\n    x = {}\n\n\nclass made(a):\n    pass\n",
+    "functions": "def made(m):\n    return [x + {} for x in m]\n",
+    "lambdas": "made = lambda m: {} * m\n",
+    "static methods": "class made:\n    @staticmethod\n    def f(m):\n        return {}\n",
+    "objects": "class kind:\n    def f(self):\n        return {}\n\n\nmade = kind()\n",
+    "methods": "class kind:\n    def f(self):\n        return {}\n\n\nmade = kind().f\n",
+}
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_code_of_a_user_counts_with_its_source(name, tmp_path, monkeypatch):
+    path, found = tmp_path / "mine.py", []
+    for text in ("2", "2", "3"):
+        path.write_text(CODE[name].format(text), encoding="utf-8")
+        linecache.clearcache()
+        spec = importlib.util.spec_from_file_location("mine", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "mine", module)
+        exec(compile(path.read_text(), str(path), "exec"), vars(module))
+        found.append(fingerprint(part=module.made))
+    assert found[0] == found[1] != found[2]
+
+
+def test_code_without_a_source_is_known_by_its_name():
+    space = {"__name__": "mine"}
+    exec("def made():\n    return 1\n", space)
+    before = fingerprint(part=space["made"])
+    exec("def made():\n    return 2\n", space)
+    assert fingerprint(part=space["made"]) == before
 
 
 def test_the_version_of_the_package_counts(monkeypatch):

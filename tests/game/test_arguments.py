@@ -128,3 +128,23 @@ def test_more_seeds_than_memory_are_refused_with_a_way_out():
         check_memory(10**10, 9)
     found = occ.simulate(mdp, occ.FTRL.tsallis(mdp), losses, 3, range(1000))
     assert found.regret.shape[0] == 1000
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"seeds": [0, 1, 0]}, ValueError, "seeds: 0 occurs twice; equal seeds play equal runs"),
+        ({"seeds": [2**64]}, ValueError, "seeds: expected integers below 2\\*\\*64, got 1844674"),
+        (
+            {"callbacks": occ.ProgressBar()},
+            TypeError,
+            r"for example \[occ.ProgressBar\(\)\], got P",
+        ),
+        ({"callbacks": [occ.ProgressBar]}, TypeError, "got the class ProgressBar; make an object"),
+    ],
+)
+def test_seeds_differ_and_callbacks_are_objects(changed, error, message):
+    mdp = occ.LayeredMDP.random(2, 2, 2)
+    losses = occ.BernoulliLosses(torch.full((mdp.num_states, 2), 0.5, dtype=torch.float64))
+    with pytest.raises(error, match=message):
+        occ.simulate(mdp, occ.FixedPolicy(mdp), losses, 2, **changed)

@@ -209,3 +209,15 @@ def test_an_earlier_use_without_gradients_does_not_switch_them_off():
         occ.interior_point(mdp)
     (gradient,) = torch.autograd.grad(occ.interior_point(mdp)[1].sum(), transitions[0])
     assert gradient.tolist() == [[[0.5, 0.0], [0.5, 0.0]]]
+
+
+def test_what_is_no_policy_or_no_table_is_refused():
+    mdp = occ.LayeredMDP.random(3, 3, 3)
+    with pytest.raises(ValueError, match=r"policy: layer 0, state 0: .* sum to 3; expected 1"):
+        occ.occupancy(mdp, torch.ones(7, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"loss: expected shape \(\*batch, 7, 3\), got \(3, 7\)"):
+        occ.optimal_policy(mdp, torch.ones(3, 7, dtype=torch.float64))
+    with pytest.raises(TypeError, match="seed: expected a whole number, got Generator"):
+        occ.LayeredMDP.random(3, 3, 3, seed=torch.Generator())
+    with pytest.raises(ValueError, match=r"one tensor of shape \(4, 2, 4\); .*from_tables"):
+        occ.LayeredMDP(torch.full((4, 2, 4), 0.25))

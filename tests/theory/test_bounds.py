@@ -47,11 +47,11 @@ def test_the_papers_parameters_turn_the_general_theorem_into_the_main_one():
 @given(st.floats(0.01, 100), st.floats(0.01, 100))
 @settings(max_examples=30)
 def test_z_is_what_the_proof_adds_up(alpha, gamma):
-    check(theory.worst_case_coefficient(MDP, theory.Parameters(alpha, 1.0, gamma)))
+    check(theory.bounds.worst_case_coefficient(MDP, theory.Parameters(alpha, 1.0, gamma)))
 
 
 def test_how_tight_z_is():
-    found = theory.worst_case_coefficient(bandit(2), theory.Parameters(1e-6, 1.0, 1e-3))
+    found = theory.bounds.worst_case_coefficient(bandit(2), theory.Parameters(1e-6, 1.0, 1e-3))
     assert 0.85 < tightest(found) < 1  # (1 + 1/sqrt 2) / 2
 
 
@@ -60,7 +60,7 @@ def test_how_tight_z_is():
 def test_the_summands(case):
     t = torch.tensor([7.0, 900.0], dtype=F64)
     best = occ.occupancy(case.mdp, case.other)
-    J = theory.summands(case.q, best, case.mapping, t)
+    J = theory.bounds.summands(case.q, best, case.mapping, t)
     check(theory.cauchy_schwarz(case.mdp, J))
     left_out = case.mapping == 0
     for i in range(2):
@@ -70,9 +70,9 @@ def test_the_summands(case):
         assert float(J.J3[i]) == pytest.approx(
             math.sqrt(float((q + best[i][left_out[i]]).sum() / t[i]))
         )
-    X, Y, Z = coefficients = theory.Coefficients(2.0, 3.0, 4.0)
+    X, Y, Z = coefficients = theory.bounds.Coefficients(2.0, 3.0, 4.0)
     expected = torch.minimum(X * J.J2 + Y * J.J3, Z * J.J1)
-    torch.testing.assert_close(theory.summand(coefficients, J), expected)
+    torch.testing.assert_close(theory.bounds.summand(coefficients, J), expected)
 
 
 def test_the_theorem_is_nearly_tight_in_the_first_episode():
@@ -94,7 +94,7 @@ def test_the_theorem_is_nearly_tight_in_the_first_episode():
 def test_cauchy_schwarz_is_tight_for_many_equal_actions():
     mdp = bandit(1000)
     q = occ.interior_point(mdp)
-    J = theory.summands(q, q, one_hot(mdp, 0), number(10))
+    J = theory.bounds.summands(q, q, one_hot(mdp, 0), number(10))
     assert tightest(theory.cauchy_schwarz(mdp, J)) == pytest.approx(0.999)
 
 
@@ -105,9 +105,9 @@ def test_the_explicit_adversarial_bound_is_the_sum_of_its_lemmas():
     """Sum over t of the worst cases of both lemmas, with the weights of lem:key_lemma_ftrl."""
     parameters, T = theory.Parameters(0.4, 64.0 * L, 1.7), 1000
     t = torch.arange(1, T + 1, dtype=F64)
-    C1, C2, _, _ = theory.proof_constants(MDP, parameters)
+    C1, C2, _, _ = theory.bounds.proof_constants(MDP, parameters)
     penalty = (parameters.eta_step(t).sum() * parameters.gamma) * (C1 * math.sqrt(L * S * A) + C2)
-    stability = 8 * parameters.eta(t).sum() * theory.worst_case_stability(MDP)
+    stability = 8 * parameters.eta(t).sum() * theory.stability.worst_case_stability(MDP)
     rest = 2 * L + 64 * L * S * A * math.log(T) + (1 + 0.4) * S * A / (1.7 * math.sqrt(T))
     found = float(theory.adversarial_bound(MDP, parameters, number(T)))
     assert float(theory.lower_order(MDP, parameters, number(T))) == pytest.approx(rest)
@@ -173,7 +173,7 @@ def test_no_gap_no_bound():
 
 
 def test_the_harmonic_sum():
-    printed, ours = theory.harmonic(torch.tensor([1.0, 2.0, 3.0, 10.0, 1000.0], dtype=F64))
+    printed, ours = theory.bounds.harmonic(torch.tensor([1.0, 2.0, 3.0, 10.0, 1000.0], dtype=F64))
     assert printed.holds.tolist() == [False, False, True, True, True]
     check(ours)
     assert tightest(ours) == 1.0  # at T = 1
@@ -197,7 +197,7 @@ def test_the_gap_as_printed_is_negative_at_the_optimal_action():
     printed = [float(Q[a] - min(Q[b] for b in range(3) if b != a)) for a in range(3)]
     assert printed == pytest.approx([-0.3, 0.3, 0.7])
     assert gap[0].tolist() == pytest.approx([0.0, 0.3, 0.7])
-    assert theory.outside(gap, best) == pytest.approx(1.0)
+    assert theory.penalty.outside(gap, best) == pytest.approx(1.0)
 
 
 # -- conditions ------------------------------------------------------------------------------------
@@ -236,20 +236,22 @@ def test_the_implicit_bound_on_the_optimum_is_tight_when_corruption_just_suffice
 def test_the_tuning_is_the_minimum(size):
     mdp = occ.LayeredMDP.random(*size)
     found = theory.tune_stochastic(mdp)
-    assert found.value == pytest.approx(theory.tuning_objective(mdp, found.alpha, found.gamma))
+    assert found.value == pytest.approx(
+        theory.bounds.tuning_objective(mdp, found.alpha, found.gamma)
+    )
     nearby = [
-        theory.tuning_objective(mdp, found.alpha * (1 + x), found.gamma * (1 + y))
+        theory.bounds.tuning_objective(mdp, found.alpha * (1 + x), found.gamma * (1 + y))
         for x in (-1e-4, 0, 1e-4)
         for y in (-1e-4, 0, 1e-4)
     ]
     assert min(nearby) >= found.value * (1 - 1e-12)
     grid = [
-        theory.tuning_objective(mdp, 10 ** (i / 40), 10 ** (j / 40))
+        theory.bounds.tuning_objective(mdp, 10 ** (i / 40), 10 ** (j / 40))
         for i in range(-160, 80)
         for j in range(-120, 80)
     ]
     assert found.value <= min(grid) <= found.value * 1.01
-    assert found.value < theory.tuning_objective(
+    assert found.value < theory.bounds.tuning_objective(
         mdp, mdp.num_actions**-0.5, 1.0
     )  # better than thm:main's parameters
     tuned = theory.main_general(mdp, theory.Parameters(found.alpha, 1.0, found.gamma))
@@ -264,7 +266,9 @@ def test_the_tuning_has_the_printed_order():
     for horizon in (1, 3, 30, 300):
         for actions in (2, 30, 1000):
             mdp = FakeSize(horizon, 1 + 3 * (horizon - 1), actions)
-            ratios.append(theory.tune_stochastic(mdp).value / theory.printed_tuning_order(mdp))
+            ratios.append(
+                theory.tune_stochastic(mdp).value / theory.bounds.printed_tuning_order(mdp)
+            )
     assert min(ratios) > 2
     assert max(ratios) < 4.6
 

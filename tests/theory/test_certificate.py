@@ -41,7 +41,7 @@ def test_with_every_checkpoint_the_sums_are_exact():
 
     penalty = theory.hybrid(MDP, best, parameters.alpha) - theory.hybrid(MDP, q, parameters.alpha)
     limit = theory.penalty_bound(MDP, q, best, plan.policy, parameters.alpha)
-    inverse = theory.inverse_hessian(MDP, theory.curvature(MDP, q, parameters.alpha))
+    inverse = theory.inverse_hessian(MDP, theory.curvatures.curvature(MDP, q, parameters.alpha))
     norms = theory.expected_norm(MDP, q, inverse, MEAN.expand_as(q), MEAN.expand_as(q))
     expected = {
         "regret": history.regret[:, -1],
@@ -49,12 +49,12 @@ def test_with_every_checkpoint_the_sums_are_exact():
         "penalty_bound": (parameters.eta_step(t) * limit).sum(0),
         "stability": 8 * (parameters.eta(t) * norms).sum(0),
         "stability_first_step": 8
-        * (parameters.eta(t) * theory.first_step_bound(MDP, q, parameters.alpha)).sum(0),
+        * (parameters.eta(t) * theory.stability.first_step_bound(MDP, q, parameters.alpha)).sum(0),
         "stability_bound": 8
         * (parameters.eta(t) * theory.stability_bound(MDP, q, plan.policy, parameters.alpha)).sum(
             0
         ),
-        "stability_now_first_step": theory.first_step_bound(MDP, q[-1], parameters.alpha),
+        "stability_now_first_step": theory.stability.first_step_bound(MDP, q[-1], parameters.alpha),
         "penalty_now": penalty[-1],
         "penalty_now_bound": limit[-1],
         "stability_now": norms[-1],
@@ -218,7 +218,7 @@ def test_the_stability_of_moving_losses_is_that_of_every_episode(losses, checkpo
     play(T, recorder, losses=losses, checkpoints=range(1, T + 1), backend=backend)
     q, parameters = recorder.trajectory.q, certificate.parameters
     loss, t = losses_played(losses, q), torch.arange(1, T + 1, dtype=F64).unsqueeze(-1)
-    inverse = theory.inverse_hessian(MDP, theory.curvature(MDP, q, parameters.alpha))
+    inverse = theory.inverse_hessian(MDP, theory.curvatures.curvature(MDP, q, parameters.alpha))
     norms = theory.expected_norm(MDP, q, inverse, loss, loss.square())
     expected = 8 * (parameters.eta(t) * norms).sum(0)
     found = certificate.curves["stability"][:, -1]
@@ -231,7 +231,7 @@ def test_moments_are_averaged_since_the_last_checkpoint():
     table[:, :, 0] = torch.tensor([0.2, 0.4, 0.6, 1.0], dtype=F64).unsqueeze(-1)
     certificate = theory.Certificate()
     history = play(4, certificate, losses=occ.TableLosses(table), checkpoints=[2, 4])
-    curve = theory.curvature(MDP, history.last_q, certificate.parameters.alpha)
+    curve = theory.curvatures.curvature(MDP, history.last_q, certificate.parameters.alpha)
     inverse = theory.inverse_hessian(MDP, curve)
     norms = [
         theory.expected_norm(MDP, history.last_q, inverse, mean, mean.square())

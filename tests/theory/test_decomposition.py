@@ -36,7 +36,7 @@ def run():
     parameters = theory.Parameters.paper(MDP)
     trajectory, history = recorded(parameters)
     best = occ.occupancy(MDP, occ.optimal_policy(MDP, MEAN).policy)
-    u = theory.comparator_point(trajectory.q[0], best, T)
+    u = theory.runs.comparator_point(trajectory.q[0], best, T)
     return trajectory, history, best, u, theory.decompose(MDP, parameters, trajectory, u)
 
 
@@ -145,7 +145,9 @@ def test_half_the_norm_for_one_state():
     cumulative = torch.tensor([[0.0, 1e5]], dtype=F64) + estimate
     tilde = theory.tilde(occ.FTRLStep(mdp, parameters.regularizer(mdp)), q, cumulative, 1.0)
     t = torch.tensor(1.0, dtype=F64)
-    inverse = theory.inverse_hessian(mdp, theory.curvature(mdp, q, 0.7, eta=1.0, beta=64.0))
+    inverse = theory.inverse_hessian(
+        mdp, theory.curvatures.curvature(mdp, q, 0.7, eta=1.0, beta=64.0)
+    )
     ratio = float(
         theory.bregman(mdp, q, tilde, parameters, t) / (8 * theory.norm(inverse, estimate))
     )
@@ -183,7 +185,7 @@ def test_along_a_run_with_masks_and_a_state_of_one_action():
     trajectory, history = recorded(parameters, 40, mdp, mean)
     best = occ.occupancy(mdp, occ.optimal_policy(mdp, mean).policy)
     found = theory.decompose(
-        mdp, parameters, trajectory, theory.comparator_point(trajectory.q[0], best, 40)
+        mdp, parameters, trajectory, theory.runs.comparator_point(trajectory.q[0], best, 40)
     )
     check(*theory.smooth_update(mdp, trajectory.q, found.tilde_q))
     check(

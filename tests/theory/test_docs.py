@@ -12,7 +12,7 @@ from documents import ROOT, documented
 
 import torch_occ as occ
 from torch_occ import theory
-from torch_occ.theory import hessian as recursion
+from torch_occ.theory import curvatures as recursion
 
 TEXT = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
 

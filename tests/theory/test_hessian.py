@@ -12,7 +12,7 @@ from torch_occ.theory.surveys import draw_policy
 EPS = torch.finfo(F64).eps
 
 
-def by_autograd(mdp, q, alpha, function=theory.hybrid_alternative):
+def by_autograd(mdp, q, alpha, function=theory.curvatures.hybrid_alternative):
     n = mdp.num_states * mdp.num_actions
     return autograd_hessian(lambda x: function(mdp, x, alpha), q).reshape(n, n)
 
@@ -128,7 +128,10 @@ def test_both_definitions_agree_on_omega_and_on_its_tangent_space_and_nowhere_el
     q = occ.occupancy(mdp, draw_policy(mdp, generator))
     other = occ.interior_point(mdp)
     torch.testing.assert_close(
-        theory.hybrid(mdp, q, alpha), theory.hybrid_alternative(mdp, q, alpha), rtol=1e-13, atol=0
+        theory.hybrid(mdp, q, alpha),
+        theory.curvatures.hybrid_alternative(mdp, q, alpha),
+        rtol=1e-13,
+        atol=0,
     )
     assert float(theory.hybrid(mdp, q, alpha)) == pytest.approx(
         float(occ.HybridTsallis(alpha)(q, 1.0, mdp).detach()), rel=1e-14
@@ -175,7 +178,7 @@ def test_a_state_of_one_action_has_no_hessian_but_masks_are_fine():
 
     def function(x):
         full = torch.zeros(6, dtype=F64).masked_scatter(exists, x).view(2, 3)
-        return theory.hybrid_alternative(mdp, full, 0.5)
+        return theory.curvatures.hybrid_alternative(mdp, full, 0.5)
 
     torch.testing.assert_close(
         H[exists][:, exists], autograd_hessian(function, q[actions]), rtol=1e-12, atol=1e-12

@@ -162,7 +162,7 @@ def test_a_broken_penalty_bound_is_found(monkeypatch, broken):
     versions = {
         "smaller": lambda *args: 0.9 * good(*args),
         "without the first term": lambda mdp, q, best, pi, alpha: (
-            good(mdp, q, best, pi, alpha) - (1 + alpha) * theory.outside(q.sqrt(), pi)
+            good(mdp, q, best, pi, alpha) - (1 + alpha) * theory.penalty.outside(q.sqrt(), pi)
         ),
         "another power of q": lambda mdp, q, best, pi, alpha: good(mdp, q**1.02, best, pi, alpha),
     }
@@ -175,7 +175,9 @@ def test_a_broken_penalty_bound_is_found(monkeypatch, broken):
 def test_a_mapping_has_the_value_that_the_decomposition_uses():
     """h_s(pi) = 1 + alpha (A - 1) for every mapping, A the actions of that state."""
     mdp = masked()
-    found = theory.state_regularizer(mdp, draw_mapping(mdp, torch.Generator().manual_seed(0)), 0.5)
+    found = theory.penalty.state_regularizer(
+        mdp, draw_mapping(mdp, torch.Generator().manual_seed(0)), 0.5
+    )
     assert found.tolist() == pytest.approx(
         [1 + 0.5 * (n - 1) for n in mdp.actions.sum(-1).tolist()]
     )

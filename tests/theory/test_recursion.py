@@ -31,10 +31,10 @@ def check_inverse(found, matrix, d):
 @given(cases())
 def test_the_hessian_is_the_last_m(case):
     """lem:def_M."""
-    curve = theory.curvature(case.mdp, case.q, case.alpha)
+    curve = theory.curvatures.curvature(case.mdp, case.q, case.alpha)
     H, M = (
         theory.hessian(case.mdp, case.q, case.alpha),
-        theory.M(case.mdp, curve, case.mdp.horizon - 1),
+        theory.curvatures.M(case.mdp, curve, case.mdp.horizon - 1),
     )
     assert bool(
         (
@@ -47,16 +47,16 @@ def test_the_hessian_is_the_last_m(case):
 @given(cases())
 def test_woodbury_is_the_inverse(case):
     """lem:M_inverse, in every layer; and N_k is its last block, eq:def_N."""
-    curve = theory.curvature(case.mdp, case.q, case.alpha)
+    curve = theory.curvatures.curvature(case.mdp, case.q, case.alpha)
     for k in range(case.mdp.horizon):
         d = torch.cat(case.mdp.split(curve.d_inverse, -2)[: k + 1], -2)
-        found = theory.M_inverse(case.mdp, curve, k)
-        check_inverse(found, theory.M(case.mdp, curve, k), d)
+        found = theory.curvatures.M_inverse(case.mdp, curve, k)
+        check_inverse(found, theory.curvatures.M(case.mdp, curve, k), d)
         n = case.mdp.layer_sizes[k] * case.mdp.num_actions
         own = d[..., -case.mdp.layer_sizes[k] :, :]
         torch.testing.assert_close(
             scaled(found[..., -n:, -n:], own),
-            scaled(theory.N(case.mdp, curve, k), own),
+            scaled(theory.curvatures.N(case.mdp, curve, k), own),
             rtol=0,
             atol=1e-12,
         )
@@ -66,13 +66,13 @@ def check_N(mdp, curve, k, found):
     """N_k is the last block of the dense inverse of M_k."""
     n = mdp.layer_sizes[k] * mdp.num_actions
     own = curve.d_inverse[..., mdp.layer_slices[k], :]
-    expected = torch.linalg.inv(theory.M(mdp, curve, k))[..., -n:, -n:]
+    expected = torch.linalg.inv(theory.curvatures.M(mdp, curve, k))[..., -n:, -n:]
     torch.testing.assert_close(scaled(found, own), scaled(expected, own), rtol=0, atol=1e-10)
 
 
 def moderate():
     mdp = occ.LayeredMDP.random(4, 3, 3, seed=2)
-    return mdp, theory.curvature(mdp, occ.interior_point(mdp), 0.8)
+    return mdp, theory.curvatures.curvature(mdp, occ.interior_point(mdp), 0.8)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
@@ -83,13 +83,13 @@ def test_n_by_its_definition(k):
     if k == 0:
         check_N(mdp, curve, 0, C @ torch.linalg.inv(C + D) @ D)
         return
-    before = theory.N(mdp, curve, k - 1)
+    before = theory.curvatures.N(mdp, curve, k - 1)
     W = torch.linalg.inv(C + D + P(mdp, k).mT @ before @ P(mdp, k))
     torch.testing.assert_close(
-        theory.W(mdp, curve, k), W, rtol=1e-10, atol=1e-10 * float(W.abs().max())
+        theory.curvatures.W(mdp, curve, k), W, rtol=1e-10, atol=1e-10 * float(W.abs().max())
     )
     check_N(mdp, curve, k, D - D @ W @ D)
-    check_N(mdp, curve, k, theory.N(mdp, curve, k))
+    check_N(mdp, curve, k, theory.curvatures.N(mdp, curve, k))
     check_N(
         mdp,
         curve,
@@ -104,16 +104,16 @@ def test_a_broken_n_is_found():
     """The proof of lem:N_properties prints N_{k-1}^-1 for N_{k-1}; and a wrong factor."""
     mdp, curve = moderate()
     C, D = (torch.diag(part[mdp.layer_slices[2]].flatten()) for part in curve)
-    step, before = P(mdp, 2), theory.N(mdp, curve, 1)
+    step, before = P(mdp, 2), theory.curvatures.N(mdp, curve, 1)
     printed = torch.linalg.inv(
         torch.linalg.inv(D) + torch.linalg.inv(C + step.mT @ torch.linalg.inv(before) @ step)
     )
-    good = theory.N(mdp, curve, 2)
+    good = theory.curvatures.N(mdp, curve, 2)
     check_N(mdp, curve, 2, good)
     for broken in (
         printed,
         1.001 * good,
-        theory.N(mdp, curve._replace(c_inverse=2 * curve.c_inverse), 2),
+        theory.curvatures.N(mdp, curve._replace(c_inverse=2 * curve.c_inverse), 2),
     ):
         with pytest.raises(AssertionError):
             check_N(mdp, curve, 2, broken)
@@ -121,15 +121,15 @@ def test_a_broken_n_is_found():
 
 def test_the_factored_form_is_the_dense_one():
     mdp, curve = moderate()
-    found = torch.cat([block.diagonal() for block in theory.blocks(mdp, curve)])
-    torch.testing.assert_close(found, theory.N_diagonal(mdp, curve), rtol=0, atol=0)
-    for k, block in enumerate(theory.blocks(mdp, curve)):
+    found = torch.cat([block.diagonal() for block in theory.curvatures.blocks(mdp, curve)])
+    torch.testing.assert_close(found, theory.curvatures.N_diagonal(mdp, curve), rtol=0, atol=0)
+    for k, block in enumerate(theory.curvatures.blocks(mdp, curve)):
         assert block.core.shape == (mdp.layer_sizes[k], mdp.layer_sizes[k])
         torch.testing.assert_close(
             block.dense().diagonal(), found[mdp.layer_slices[k]].flatten(), rtol=1e-14, atol=0
         )
     with pytest.raises(ValueError, match="k: expected a layer from 0 to 3, got 4"):
-        theory.N(mdp, curve, 4)
+        theory.curvatures.N(mdp, curve, 4)
 
 
 @settings(max_examples=20)
@@ -137,7 +137,7 @@ def test_the_factored_form_is_the_dense_one():
 def test_the_inverse_of_the_steps_hessian_is_the_same_recursion(case):
     parameters = theory.Parameters(case.alpha, 64.0 * case.mdp.horizon, 0.7)
     t = torch.tensor([3.0, 5000.0], dtype=F64)
-    curve = theory.curvature(
+    curve = theory.curvatures.curvature(
         case.mdp, case.q, case.alpha, eta=parameters.eta(t), beta=parameters.beta
     )
     check_inverse(
@@ -151,7 +151,7 @@ def test_a_state_of_one_action_is_the_limit_of_a_stiff_one():
     """c = infinity means w(s,a) = inflow of w. Against a dense inverse with that constraint."""
     mdp, alpha = masked(), 0.6
     q = occ.occupancy(mdp, draw_policy(mdp, torch.Generator().manual_seed(4)))
-    curve = theory.curvature(mdp, q, alpha)
+    curve = theory.curvatures.curvature(mdp, q, alpha)
     exists = mdp.actions.flatten()
     found = theory.inverse_hessian(mdp, curve)
     assert not bool(found[~exists].any() | found[:, ~exists].any())
@@ -178,9 +178,9 @@ def test_a_state_of_one_action_is_the_limit_of_a_stiff_one():
 def test_what_the_recursion_refuses():
     mdp = masked()
     with pytest.raises(ValueError, match="alpha: the recursion needs a positive number, got 0"):
-        theory.curvature(mdp, occ.interior_point(mdp), 0.0)
+        theory.curvatures.curvature(mdp, occ.interior_point(mdp), 0.0)
     with pytest.raises(ValueError, match="M_k is finite only if"):
-        theory.M(mdp, theory.curvature(mdp, occ.interior_point(mdp), 0.5), 1)
+        theory.curvatures.M(mdp, theory.curvatures.curvature(mdp, occ.interior_point(mdp), 0.5), 1)
 
 
 # -- properties ------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_what_the_recursion_refuses():
 @given(cases())
 def test_n_bounds_the_inverse_hessian_and_is_bounded(case):
     """lem:H_and_N, an equality in the last layer, and lem:N_properties, in every layer."""
-    curve = theory.curvature(case.mdp, case.q, case.alpha)
+    curve = theory.curvatures.curvature(case.mdp, case.q, case.alpha)
     for k in range(case.mdp.horizon):
         w = torch.randn(
             2, case.mdp.layer_sizes[k], case.mdp.num_actions, dtype=F64, generator=case.generator
@@ -202,7 +202,7 @@ def test_n_bounds_the_inverse_hessian_and_is_bounded(case):
 
 def test_the_properties_with_masks_and_a_state_of_one_action():
     mdp = masked()
-    curve = theory.curvature(
+    curve = theory.curvatures.curvature(
         mdp, occ.occupancy(mdp, draw_policy(mdp, torch.Generator().manual_seed(4))), 0.6
     )
     for k in range(3):
@@ -215,17 +215,19 @@ def test_the_properties_with_masks_and_a_state_of_one_action():
 def test_how_tight_the_properties_are():
     mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
     q = occ.interior_point(mdp)
-    earlier = theory.H_and_N(mdp, theory.curvature(mdp, q, 1.0), 1, torch.ones(3, 3, dtype=F64))
+    earlier = theory.H_and_N(
+        mdp, theory.curvatures.curvature(mdp, q, 1.0), 1, torch.ones(3, 3, dtype=F64)
+    )
     assert (
         0.3 < tightest(earlier) < 0.32
     )  # in earlier layers there is a gap: what the later ones add to H
     # N_k = D_k^-1 as alpha -> 0, and N_k = C_k^-1 + P_k' N_{k-1} P_k as one action takes all
     # (both as D^1/2 (.) D^1/2).
-    _, by_D, _ = theory.N_properties(mdp, theory.curvature(mdp, q, 1e-8), 2)
+    _, by_D, _ = theory.N_properties(mdp, theory.curvatures.curvature(mdp, q, 1e-8), 2)
     assert -1e-6 < float(by_D.left) <= 1e-15
     policy = torch.full((7, 3), 1e-6, dtype=F64)
     policy[:, 0] = 1 - 2e-6
     _, _, by_C = theory.N_properties(
-        mdp, theory.curvature(mdp, occ.occupancy(mdp, policy), 100.0), 1
+        mdp, theory.curvatures.curvature(mdp, occ.occupancy(mdp, policy), 100.0), 1
     )
     assert -1e-9 < float(by_C.left) <= 1e-15

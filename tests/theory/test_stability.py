@@ -49,15 +49,15 @@ def test_a_quadratic_form_is_bounded_by_its_diagonal(case):
     n = case.mdp.num_states + 1
     root = torch.randn(2, n, n, dtype=F64, generator=case.generator)
     w = torch.rand(2, n, dtype=F64, generator=case.generator) ** 3
-    check(theory.quadratic_form_diagonal(root @ root.mT, w))
+    check(theory.stability.quadratic_form_diagonal(root @ root.mT, w))
     # Tight for a matrix of ones, and false if w may be negative.
-    ones = theory.quadratic_form_diagonal(torch.ones(n, n, dtype=F64), w)
+    ones = theory.stability.quadratic_form_diagonal(torch.ones(n, n, dtype=F64), w)
     check(ones)
     assert tightest(ones) == pytest.approx(1.0)
 
 
 def test_the_quadratic_form_needs_weights_that_are_not_negative():
-    found = theory.quadratic_form_diagonal(
+    found = theory.stability.quadratic_form_diagonal(
         torch.eye(2, dtype=F64), torch.tensor([1.0, -1.0], dtype=F64)
     )
     assert float(found.left) == 2.0 > float(found.right) == 0.0
@@ -74,7 +74,7 @@ def test_the_expected_norm_by_enumeration():
     policy = draw_policy(mdp, generator)
     q = occ.occupancy(mdp, policy)
     mean = torch.rand(q.shape, dtype=F64, generator=generator)
-    inverse = theory.inverse_hessian(mdp, theory.curvature(mdp, q, alpha))
+    inverse = theory.inverse_hessian(mdp, theory.curvatures.curvature(mdp, q, alpha))
     total = 0.0
     for states in itertools.product(*(range(s.start, s.stop) for s in mdp.layer_slices)):
         for actions in itertools.product(range(2), repeat=3):
@@ -101,11 +101,11 @@ def test_the_expected_norm_by_joint_visits():
     mdp, generator = masked(), torch.Generator().manual_seed(3)
     q = occ.occupancy(mdp, draw_policy(mdp, generator))
     mean = torch.rand(q.shape, dtype=F64, generator=generator) * mdp.actions
-    inverse = theory.inverse_hessian(mdp, theory.curvature(mdp, q, 0.6))
+    inverse = theory.inverse_hessian(mdp, theory.curvatures.curvature(mdp, q, 0.6))
     moments = torch.outer(mean.flatten(), mean.flatten()).fill_diagonal_(0.0) + torch.diag(
         mean.flatten()
     )
-    expected = (inverse * theory.joint_visits(mdp, q) * moments).sum()
+    expected = (inverse * theory.stability.joint_visits(mdp, q) * moments).sum()
     assert float(theory.expected_norm(mdp, q, inverse, mean, mean)) == pytest.approx(
         float(expected), rel=1e-12
     )
@@ -116,7 +116,7 @@ def test_visits_of_two_pairs_by_simulation():
     q = occ.occupancy(mdp, draw_policy(mdp, generator)) * 0.5 + 0.5 * occ.interior_point(mdp)
     visited = draw_trajectory(mdp, q.expand(40_000, -1, -1), generator).flatten(-2)
     both = visited.mT @ visited / len(visited)
-    expected = theory.joint_visits(mdp, q) * q.flatten().unsqueeze(-1) * q.flatten()
+    expected = theory.stability.joint_visits(mdp, q) * q.flatten().unsqueeze(-1) * q.flatten()
     assert float((both - expected).abs().max()) < 5 * math.sqrt(0.25 / len(visited))
     torch.testing.assert_close(expected.diagonal(), q.flatten(), rtol=1e-13, atol=0)
 
@@ -132,7 +132,7 @@ def test_the_first_step_needs_its_square():
         torch.ones(1, 2, dtype=F64),
         100.0,
     )
-    inverse = theory.inverse_hessian(mdp, theory.curvature(mdp, q, alpha))
+    inverse = theory.inverse_hessian(mdp, theory.curvatures.curvature(mdp, q, alpha))
     estimates = torch.diag_embed(loss / q).view(
         2, 1, 2
     )  # after the first action and after the second, each with probability 1/2
@@ -187,9 +187,9 @@ def test_the_adaptive_bound_by_hand():
     q = torch.tensor([[0.91, 0.09], [0.96, 0.04]], dtype=F64)
     by_hand = 8 * math.e * 4 * (math.sqrt(2) + 1) * (0.3 + 0.2)
     assert float(
-        mdp.horizon * theory.second_step_bound(mdp, q, one_hot(mdp, 0), alpha)
+        mdp.horizon * theory.stability.second_step_bound(mdp, q, one_hot(mdp, 0), alpha)
     ) == pytest.approx(by_hand)
-    assert theory.worst_case_stability(mdp) == pytest.approx(4 * math.sqrt(8))
+    assert theory.stability.worst_case_stability(mdp) == pytest.approx(4 * math.sqrt(8))
     assert float(theory.stability_bound(mdp, q, one_hot(mdp, 0), alpha)) == pytest.approx(
         min(by_hand, 4 * math.sqrt(8))
     )

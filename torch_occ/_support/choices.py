@@ -1,4 +1,4 @@
-"""The choice between torch and the compiled engine, and modules that are imported on demand."""
+"""Choices at run time: torch or the engine, optional packages, and messages while compiling."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+# -- The choice between torch and the compiled engine, and modules that are imported on demand -----
+
 
 Backend = Literal["auto", "torch", "engine"]
 

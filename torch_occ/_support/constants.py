@@ -1,8 +1,11 @@
-"""How episodes are divided: chunks of random numbers, and log-spaced checkpoints."""
+"""Numbers that torch and the engine share: chunks, checkpoints, tolerances."""
 
 from __future__ import annotations
 
 import numpy as np
+
+# -- How episodes are divided: chunks of random numbers, and log-spaced checkpoints ----------------
+
 
 #: Episodes per chunk of random numbers. It is part of the definition of a run: another value gives
 #: other random numbers.

@@ -1,11 +1,4 @@
-"""Files that are written atomically and checked for damage when they are read.
-
-A file is first written under another name in the same folder and then renamed. So a failure never
-destroys what was saved before. Files from which work continues also have a seal: the kind of file,
-the version of its format and of this package, and a checksum of these and of the content. A binary
-file has its seal in a last line, so that NumPy and torch can still read the file. A JSON file has
-it in the entry "seal".
-"""
+"""Files: written atomically, checked when they are read; states of runs, and tables."""
 
 from __future__ import annotations
 
@@ -14,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import tempfile
 import time
 import warnings
@@ -27,6 +21,15 @@ from torch import Tensor
 
 from torch_occ._support.fingerprints import differences
 from torch_occ._support.version import VERSION
+
+# -- Files that are written atomically and checked for damage when they are read -------------------
+#
+# A file is first written under another name in the same folder and then renamed. So a failure never
+# destroys what was saved before. Files from which work continues also have a seal: the kind of
+# file, the version of its format and of this package, and a checksum of these and of the content. A
+# binary file has its seal in a last line, so that NumPy and torch can still read the file. A JSON
+# file has it in the entry "seal".
+
 
 #: The version of the file format; files of another format are refused.
 FORMAT = 1
@@ -237,7 +240,13 @@ class Kept:
         if not self.path.is_file():
             return None
         payload = read_checked(self.path, f"a {self.kind}")
-        state: State = torch.load(io.BytesIO(payload), weights_only=True)
+        try:
+            state: State = torch.load(io.BytesIO(payload), weights_only=True)
+        except pickle.UnpicklingError:
+            raise ValueError(
+                f"{self.path}: holds more than numbers, so it was not written by torch_occ, and is "
+                "not read; name another file"
+            ) from None
         other = differences(state.pop("fingerprints", None), self.fingerprints)
         if other:
             lacks = f"which does not have the same {', '.join(other)}"

@@ -1,8 +1,10 @@
 """Hashes of everything that decides the numbers of a run, to recognize a saved run.
 
-Data is hashed by its bytes, code by the parts that `codeprints` lists, and other objects by what
-`pickle` would store of them. `repr`, `id` and `hash` are never used, so the result is the same in
-every process. An object that cannot be hashed is refused, and the error gives the path to it.
+Data is hashed by its bytes, and objects by what `pickle` would store of them. Functions and classes
+count with their names. Those of users also count with their source text, if there is one, with
+defaults, closures and bases; the global names that they read do not count. `repr`, `id` and `hash`
+are never used, so the result is the same in every process. An object that cannot be hashed is
+refused, and the error gives the path to it.
 
 A class may list attributes that decide nothing, such as caches and counters, in
 `fingerprint_ignores`. Cached properties are never hashed.
@@ -13,23 +15,24 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import inspect
 import random
 import struct
+import sys
 from collections.abc import Iterable
 from pathlib import PurePath
-from types import MappingProxyType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_occ._support.codeprints import Global, attributes, name_of, parts_of_code
 from torch_occ._support.private import held_by, indices, values
 from torch_occ._support.version import VERSION
 
 #: The version of the rules of hashing.
-RULES = 2
+RULES = 3
 
 
 class UnhashableError(TypeError):
@@ -117,12 +120,29 @@ class _Hasher:
         if isinstance(part, enum.Enum):
             held = [(where, kind), (where, part.name), (f"{where}.value", part.value)]
             return self._list("enum", held)
-        if isinstance(part, Global):
-            return self._global(part, where)
-        code = parts_of_code(part)
-        if code is not None:
-            return self._list(code.tag, ((f"{where}{way}", inner) for way, inner in code.parts))
+        if isinstance(part, MethodType):
+            return self._list(
+                "method", [(where, part.__func__), (f"{where}'s self", part.__self__)]
+            )
+        if isinstance(part, BuiltinFunctionType):
+            owner = None if isinstance(part.__self__, ModuleType) else part.__self__
+            return self._list("builtin", [(where, _name_of(part)), (f"{where}'s self", owner)])
+        if isinstance(part, FunctionType | type | ModuleType):
+            return self._code(part, where)
         return self._pickled(part, where)
+
+    def _code(self, part: Any, where: str) -> bytes:
+        """Hash a function, a class or a module of Python."""
+        held: list[tuple[str, Any]] = [(where, _name_of(part))]
+        if isinstance(part, FunctionType) and (_is_users(part) or "<" in part.__qualname__):
+            held += [(where, _source(part))]
+            held += [(f"{where}'s defaults", [part.__defaults__, part.__kwdefaults__])]
+            cells = zip(part.__code__.co_freevars, part.__closure__ or (), strict=True)
+            held += [(f"{where}'s variable {name}", _content(cell)) for name, cell in cells]
+        elif isinstance(part, type) and _is_users(part):
+            held += [(where, _source(part))]
+            held += [(f"{where}'s base", base) for base in part.__bases__]
+        return self._list("code", held)
 
     def _tensor(self, part: Tensor, where: str) -> bytes:
         """Hash shape, type and numbers of any layout; gradients are ignored."""
@@ -161,12 +181,6 @@ class _Hasher:
         rest = self._state(part, own, where)
         return _joined("module", [self._list("held", held), rest])
 
-    def _global(self, part: Global, where: str) -> bytes:
-        try:
-            return _joined(part.name, [self.digest(part.value, where)])
-        except UnhashableError:  # for example a lock or a file, which code may read
-            return _joined(part.name, [name_of(type(part.value)).encode()])
-
     def _pickled(self, part: Any, where: str) -> bytes:
         """Hash the class of an object, its constructor's arguments, and its attributes."""
         try:
@@ -174,7 +188,7 @@ class _Hasher:
         except Exception as error:
             raise _refusal(part, where, str(error)) from error
         if isinstance(reduced, str):  # a global name
-            return _joined("global", [name_of(type(part)).encode(), reduced.encode()])
+            return _joined("global", [_name_of(type(part)).encode(), reduced.encode()])
         maker, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
         # The state of an object with slots is a pair: its attributes and its slots.
         split = type(state) is tuple and len(state) == 2 and type(state[1]) is dict
@@ -193,16 +207,49 @@ class _Hasher:
         if type(state) is not dict:
             return self.digest(state, where)
         kind = type(part)
+        ignored = {"fingerprint_ignores"}
+        for base in kind.__mro__:
+            ignored.update(vars(base).get("fingerprint_ignores", ()))
         kept = {
             name: value
-            for name, value in attributes(kind, state).items()
-            if not isinstance(getattr(kind, str(name), None), functools.cached_property)
+            for name, value in state.items()
+            if name not in ignored
+            and not isinstance(getattr(kind, str(name), None), functools.cached_property)
         }
         return self._mapping(kept, where, "{}.{}")
 
 
 #: Attributes of `nn.Module` itself; its tables and hooks are hashed by name.
 _TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _name_of(part: Any) -> str:
+    """Module and qualified name."""
+    module = getattr(part, "__module__", None) or ""
+    return f"{module}.{getattr(part, '__qualname__', part.__name__)}"
+
+
+def _is_users(part: Any) -> bool:
+    """Whether code belongs neither to Python nor to an installed package nor to torch_occ."""
+    module = part.__module__ or ""
+    path = PurePath(getattr(sys.modules.get(module), "__file__", None) or "")
+    own = {__name__.partition(".")[0], *sys.stdlib_module_names}
+    installed = {"site-packages", "dist-packages"} & {*path.parts}
+    return module.partition(".")[0] not in own and not installed
+
+
+def _source(part: Any) -> str | None:
+    try:
+        return inspect.getsource(part)
+    except (OSError, TypeError):
+        return None
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the cell is empty
+        return None
 
 
 def _joined(tag: str, parts: Iterable[bytes]) -> bytes:

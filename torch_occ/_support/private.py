@@ -7,7 +7,7 @@ those of Numba's cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
@@ -69,39 +69,17 @@ def outside_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return torch._compile._disable_dynamo(function)
 
 
-def is_batched_by_autograd(*tensors: Tensor | None) -> bool:
-    """Whether autograd batches derivatives, with `is_grads_batched` or `vectorize=True`.
+def refuse_batched_derivatives(*tensors: Tensor | None) -> None:
+    """Raise a RuntimeError if autograd batches derivatives with `is_grads_batched`.
 
     It has its own kind of batched tensors for this, older than torch.func, with few operations.
     """
     check = torch._C._functorch.is_legacy_batchedtensor
-    return any(x is not None and check(x) for x in tensors)
-
-
-def one_by_one_in_batch(
-    function: Callable[..., Sequence[Tensor | None]], *tensors: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Call a function for each element of tensors that autograd has batched.
-
-    The innermost of nested batches is taken.
-    """
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    batched = [x is not None and is_batched_by_autograd(x) for x in tensors]
-    # The size that is passed matters only for tensors that are not batched.
-    pairs = zip(tensors, batched, strict=True)
-    plain = [
-        torch._remove_batch_dim(x, level, 1, 0) if x is not None and b else x for x, b in pairs
-    ]
-    count = next(len(x) for x, b in zip(plain, batched, strict=True) if x is not None and b)
-    found = [
-        function(*(x[i] if x is not None and b else x for x, b in zip(plain, batched, strict=True)))
-        for i in range(count)
-    ]
-    return tuple(
-        None if column[0] is None else torch._add_batch_dim(torch.stack(column), 0, level)
-        for column in zip(*found, strict=True)
-    )
+    if any(x is not None and check(x) for x in tensors):
+        raise RuntimeError(
+            "is_grads_batched=True and vectorize=True do not work with this package; use "
+            "torch.func.jacrev, torch.func.vmap over torch.func.vjp, or a loop over the gradients"
+        )
 
 
 #: What torch dispatches to outside of any operator.

@@ -1,10 +1,4 @@
-"""Work that is interrupted saves its state and tells the caller.
-
-Ctrl-C raises KeyboardInterrupt, as usual. SIGTERM (from a batch system, or `kill`) raises
-SystemExit with code 143 while work with a file runs in the main thread, so that it can be saved
-too. The work saves its state and raises the same exception again. `error.result` is the result so
-far, and `error.saved_to` is the file from which the same call continues, or None.
-"""
+"""Interrupts and threads."""
 
 from __future__ import annotations
 
@@ -21,6 +15,14 @@ from threading import Event
 from typing import Any, NoReturn
 
 import torch
+
+# -- Work that is interrupted saves its state and tells the caller ---------------------------------
+#
+# Ctrl-C raises KeyboardInterrupt, as usual. SIGTERM (from a batch system, or `kill`) raises
+# SystemExit with code 143 while work with a file runs in the main thread, so that it can be saved
+# too. The work saves its state and raises the same exception again. `error.result` is the result so
+# far, and `error.saved_to` is the file from which the same call continues, or None.
+
 
 #: The exit code that shells report for a process ended by SIGTERM.
 TERMINATED = 128 + signal.SIGTERM

@@ -6,12 +6,12 @@ checks           checks of what learners, loss processes and estimators return; 
 comparing        several learners in the same game, on the same seeds, with paired differences
 estimators       estimators: from the feedback of an episode to an estimate of its loss function
 figures          figures of a run: regret curves with bands over seeds, heat maps of q, and the
-history          means over seeds, and Student's 95 % confidence intervals of them
+history          what a run leaves: its history, means with intervals over seeds, and comparators
 learners         what a learner is
 losses           loss processes: the losses that the environment charges in each episode
 player_adaptive  the compiled player of FTRL with hints and adaptive rates
 players          the engine as a player of `simulate`: the same game as in torch, from the same
-simulate         what `simulate` is given, checked before the first episode: each error says what
+simulate         `simulate`: play a learner against losses for all seeds, with callbacks and saved
 torch_player     the torch player: one episode of every seed at a time
 """
 

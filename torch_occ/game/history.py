@@ -1,4 +1,4 @@
-"""Means over seeds, and Student's 95 % confidence intervals of them."""
+"""What a run leaves: its history, means with intervals over seeds, and comparators."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from torch_occ._support.files import markdown, read_checked, write_checked
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import total
 from torch_occ.mdp.occupancy import optimal_policy
+
+# -- Means over seeds, and Student's 95 % confidence intervals of them -----------------------------
 
 
 class Band(NamedTuple):

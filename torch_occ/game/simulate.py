@@ -1,4 +1,4 @@
-"""What `simulate` is given, checked before the first episode: each error says what to pass."""
+"""`simulate`: play a learner against losses for all seeds, with callbacks and saved runs."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from torch_occ.game.losses import LossProcess, check_noise, mean_square, second_
 from torch_occ.game.torch_player import TorchPlayer
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
+
+# -- What `simulate` is given, checked before the first episode: each error says what to pass ------
 
 
 def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> None:
@@ -132,6 +134,35 @@ def integers(name: str, values: Any) -> tuple[int, ...]:
         ) from None
 
 
+def check_seeds(seeds: tuple[int, ...]) -> None:
+    """Raise a ValueError unless there is a seed, all differ, and all are below 2**64."""
+    if not seeds:
+        raise ValueError("seeds: expected at least one")
+    known = set[int]()
+    for seed in seeds:
+        if seed in known:
+            raise ValueError(
+                f"seeds: {seed} occurs twice; equal seeds play equal runs, which intervals would "
+                "count as independent ones"
+            )
+        if seed >= 2**64:
+            raise ValueError(f"seeds: expected integers below 2**64, got {seed}")
+        known.add(seed)
+
+
+def check_callbacks(callbacks: Any) -> list[Callback]:
+    """The callbacks as a list; a TypeError if one is something else."""
+    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+        raise TypeError(
+            f"callbacks: expected a list, for example [occ.ProgressBar()], {_got(callbacks)}"
+        )
+    found = list(callbacks)
+    for callback in found:
+        if not isinstance(callback, Callback):
+            raise TypeError(f"callbacks: expected an occ.Callback, {_got(callback)}")
+    return found
+
+
 def check_config(config: Any) -> None:
     """Raise a TypeError if JSON cannot hold the configuration."""
     try:
@@ -230,8 +261,7 @@ class Simulation:
         check_config(config)
         self.mdp, self.losses, self.episodes = mdp, losses, episodes
         self.seeds, self.config = integers("seeds", seeds), config
-        if not self.seeds:
-            raise ValueError("seeds: expected at least one")
+        check_seeds(self.seeds)
         points = log_spaced(episodes) if checkpoints is None else checkpoints
         self.checkpoints = sorted({*integers("checkpoints", points)})
         if not self.checkpoints:
@@ -493,6 +523,7 @@ def simulate(
         UncertifiedWarning: if steps could not be certified: at the first one, and with their
             number at the end.
     """
+    watching = check_callbacks(callbacks)
     simulation = Simulation(
         mdp, learner, losses, episodes, seeds, checkpoints, config or {}, backend
     )
@@ -502,7 +533,6 @@ def simulate(
         if found is not None:
             simulation.restore(found)
         kept.try_first(simulation.state())
-    watching = list(callbacks)
     for callback in watching:
         callback.on_start(simulation)
     with sigterm_raises(kept is not None) as silence:

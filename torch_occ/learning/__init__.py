@@ -1,5 +1,5 @@
 """Losses for networks that predict losses.
 
-losses         targets: occupancy measures that a plan should equal, checked before they are used
+losses         losses for networks: Fenchel-Young, expected cost, likelihood of demonstrations
 unconstrained  parameters that plain optimizers cannot drive out of their domains
 """

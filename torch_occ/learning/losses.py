@@ -1,9 +1,8 @@
-"""Targets: occupancy measures that a plan should equal, checked before they are used."""
+"""Losses for networks: Fenchel-Young, expected cost, likelihood of demonstrations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor
 
 from torch_occ._support.private import (
     carries_derivative,
-    is_batched_by_autograd,
-    one_by_one_in_batch,
     outside_graphs,
+    refuse_batched_derivatives,
     values_are_hidden,
 )
 from torch_occ.mdp.checks import broadcast
@@ -28,6 +26,8 @@ from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import push_forward
 from torch_occ.step.limits import Budgets
 from torch_occ.step.solution import Solution
+
+# -- Targets: occupancy measures that a plan should equal, checked before they are used ------------
 
 
 def tolerance_in(dtype: torch.dtype) -> float:
@@ -173,8 +173,7 @@ class Stationary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, bar: Tensor) -> tuple[Tensor | None, ...]:
-        if is_batched_by_autograd(bar):
-            return one_by_one_in_batch(partial(Stationary.backward, ctx), bar)
+        refuse_batched_derivatives(bar)
         q, v, loss, *rest = ctx.saved_tensors
         needed = ctx.needs_input_grad[4:]
         found: list[Tensor | None] = [None] * len(rest)

@@ -1,10 +1,4 @@
-"""Families of loss distributions: how much information an observation carries about its mean.
-
-kl(m, x) is the relative entropy between losses of mean m and of mean x. The limit of regret needs
-two functions for means x = m - d that are lower than m by d >= 0:
-
-    information(m, d) = kl(m, m - d),        tilt(m, r) = argmin over d of kl(m, m - d) - r d.
-"""
+"""The most informative alternatives of an MDP: the cutting planes of the limit."""
 
 from __future__ import annotations
 
@@ -21,6 +15,13 @@ from torch import Tensor
 from torch_occ._support.constants import TIE
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy
+
+# -- Families of loss distributions: how much information an observation carries about its mean ----
+#
+# kl(m, x) is the relative entropy between losses of mean m and of mean x. The limit of regret needs
+# two functions for means x = m - d that are lower than m by d >= 0:
+#
+#     information(m, d) = kl(m, m - d),        tilt(m, r) = argmin over d of kl(m, m - d) - r d.
 
 
 class Family(Protocol):

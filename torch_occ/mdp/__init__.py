@@ -2,9 +2,9 @@
 
 checks     the conditions that a valid layered MDP satisfies
 graphs     a directed acyclic graph as a layered MDP: its paths are the deterministic policies
-importers  a sequential test of a published table: the environment is played and compared with the
-layered    the layout of a layered MDP: its layers, states and actions, without probabilities
-layers     the two maps of a layer, and sums, in a fixed order of summation
+importers  importers of MDPs: arrays of other packages and tables of Gymnasium, which are checked
+layered    the layered MDP: states in layers, and known transitions
+layers     one layer of transitions, dense or sparse: its two maps, and sums in a fixed order
 occupancy  omega, the set of occupancy measures, and operations along its layers
 rewards    rewards as losses: the map between them, and a layered MDP with rewards
 unroll     unrolling: from an ordinary finite MDP to layers

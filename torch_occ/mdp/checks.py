@@ -28,10 +28,35 @@ def broadcast(*shapes: torch.Size) -> torch.Size:
     return torch.broadcast_shapes(*distinct)
 
 
+def check_table(name: str, x: Tensor, mdp: LayeredMDP) -> None:
+    """Check that x is a tensor `(*batch, S, A)`.
+
+    Raises:
+        TypeError: if x is not a tensor.
+        ValueError: if its shape is wrong.
+    """
+    expected = (mdp.num_states, mdp.num_actions)
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name}: expected a tensor of shape (*batch, {expected[0]}, {expected[1]}), "
+            f"got {type(x).__name__}"
+        )
+    if tuple(x.shape[-2:]) != expected:
+        raise ValueError(
+            f"{name}: expected shape (*batch, {expected[0]}, {expected[1]}), got {tuple(x.shape)}"
+        )
+
+
 def check_shapes(
     transitions: Sequence[Tensor], actions: Tensor | None, initial: Tensor | None
 ) -> tuple[tuple[Tensor, ...], int]:
     """Check that layers fit together, with one dtype and device; return the tensors and A."""
+    if isinstance(transitions, Tensor):
+        raise ValueError(
+            "transitions: expected one tensor per layer, got one tensor of shape "
+            f"{tuple(transitions.shape)}; for the table (S, A, S) of an ordinary MDP use "
+            "LayeredMDP.from_tables(transition, horizon)"
+        )
     tensors = tuple(transitions)
     if not tensors:
         raise ValueError("transitions: expected one tensor per layer, got none")

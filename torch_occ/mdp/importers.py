@@ -1,12 +1,4 @@
-"""A sequential test of a published table: the environment is played and compared with the table.
-
-An outcome that the table excludes refutes it at once. The frequencies of the other outcomes are
-tested by betting against the table. A predictor that learns from past outcomes (Krichevsky and
-Trofimov's) multiplies its wealth by the predicted over the tabulated probability of each outcome.
-If the table is correct, this wealth is a nonnegative martingale that starts at 1. By Ville's
-inequality it then reaches 1e9 with probability at most 1e-9, for any choice of states and actions.
-If the table is wrong, the wealth grows exponentially.
-"""
+"""Importers of MDPs: arrays of other packages and tables of Gymnasium, which are checked."""
 
 from __future__ import annotations
 
@@ -25,6 +17,16 @@ from torch_occ.mdp.unroll import ABSORBING, Outcomes, finish, unroll
 
 if TYPE_CHECKING:
     import gymnasium
+
+
+# -- A sequential test of a published table: the environment is played and compared with the -------
+#
+# An outcome that the table excludes refutes it at once. The frequencies of the other outcomes are
+# tested by betting against the table. A predictor that learns from past outcomes (Krichevsky and
+# Trofimov's) multiplies its wealth by the predicted over the tabulated probability of each outcome.
+# If the table is correct, this wealth is a nonnegative martingale that starts at 1. By Ville's
+# inequality it then reaches 1e9 with probability at most 1e-9, for any choice of states and
+# actions. If the table is wrong, the wealth grows exponentially.
 
 
 #: The wealth at which a table is refused.

@@ -1,12 +1,22 @@
-"""The layout of a layered MDP: its layers, states and actions, without probabilities."""
+"""The layered MDP: states in layers, and known transitions.
+
+This is the paper's model (`sec:probform`): layers S_0, ..., S_L, transitions only from one layer to
+the next, and a single terminal state s_L. Two generalizations are allowed throughout: the first
+layer may have several states with an initial distribution, and every state may have its own set of
+actions.
+
+Non-terminal states are numbered in layer order, so that every quantity of the package is one
+`(*batch, S, A)` tensor.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -24,168 +34,83 @@ if TYPE_CHECKING:
     from torch_occ.mdp.rewards import RewardMDP
 
 
-class Layout:
-    """Sizes, numbering and masks. Non-terminal states are numbered in layer order."""
-
-    actions: Tensor  # (S, A), boolean: the actions of each state
-
-    @cached_property
-    def layer_sizes(self) -> tuple[int, ...]:
-        """|S_0|, ..., |S_{L-1}|."""
-        raise NotImplementedError
-
-    @cached_property
-    def num_actions(self) -> int:
-        """A, the largest number of actions that a state can have."""
-        raise NotImplementedError
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of every tensor."""
-        raise NotImplementedError
-
-    @property
-    def device(self) -> torch.device:
-        """The device of every tensor."""
-        return self.actions.device
-
-    @cached_property
-    def horizon(self) -> int:
-        """L, the number of decisions in an episode."""
-        return len(self.layer_sizes)
-
-    @cached_property
-    def layer_slices(self) -> tuple[slice, ...]:
-        """The slice of each layer's states among all states."""
-        ends = tuple(accumulate(self.layer_sizes))
-        return tuple(
-            slice(end - size, end) for end, size in zip(ends, self.layer_sizes, strict=True)
-        )
-
-    @cached_property
-    def num_states(self) -> int:
-        """S, the number of non-terminal states."""
-        return sum(self.layer_sizes)
-
-    @cached_property
-    def num_pairs(self) -> int:
-        """The number of state-action pairs that exist."""
-        return int(self.actions.sum())
-
-    @cached_property
-    def layer(self) -> Tensor:
-        """The layer k(s) of every state, `(S,)`."""
-        sizes = torch.tensor(self.layer_sizes, device=self.device)
-        return torch.repeat_interleave(torch.arange(self.horizon, device=self.device), sizes)
-
-    @cached_property
-    def missing(self) -> dict[str, Tensor | None]:
-        """Masks of pairs or states where an argument of a regularizer does not exist, by its name.
-
-        None means that it exists everywhere. See `torch_occ.regularizers.terms`.
-        """
-        in_state = self.actions.sum(-1)
-        in_layer = torch.cat([count.sum().expand_as(count) for count in self.split(in_state, -1)])
-        absent = ~self.actions
-        masks = {
-            "pair": absent,
-            "rest": absent | (in_state == 1).unsqueeze(-1),
-            "state": torch.zeros_like(in_state, dtype=torch.bool),
-            "complement": absent | (in_layer == 1).unsqueeze(-1),
-        }
-        return {name: mask if bool(mask.any()) else None for name, mask in masks.items()}
-
-    @cached_property
-    def other_actions(self) -> Tensor:
-        """`(A, A)`, one off the diagonal and zero on it.
-
-        `q @ other_actions` is q(s) - q(s, a) without cancellation.
-        """
-        return 1 - torch.eye(self.num_actions, dtype=self.dtype, device=self.device)
-
-    @cached_property
-    def action_groups(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """States by their number n of actions: the states `(G,)` and their actions `(G, n)`."""
-        counts = self.actions.sum(-1)
-        groups = []
-        for n in map(int, counts.unique()):  # torch 2.6 has no `tolist` under its transforms
-            states = (counts == n).nonzero().squeeze(-1)
-            groups.append((states, self.actions[states].nonzero()[:, 1].reshape(-1, n)))
-        return tuple(groups)
-
-    def split(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
-        """Split a tensor with a state dimension into its layers."""
-        return x.split(self.layer_sizes, dim)
-
-    def layout_difference(self, other: Layout) -> str | None:
-        """How this layout differs from another one, or None if they are the same."""
-        if self.layer_sizes != other.layer_sizes:
-            return f"layers of {[*self.layer_sizes]} states instead of {[*other.layer_sizes]}"
-        if self.num_actions != other.num_actions:
-            return f"{self.num_actions} actions instead of {other.num_actions}"
-        if (self.dtype, self.device) != (other.dtype, other.device):
-            return f"{self.dtype} on {self.device} instead of {other.dtype} on {other.device}"
-        changed = (self.actions != other.actions).nonzero()
-        if len(changed):
-            state, action = changed[0].tolist()
-            which = "an" if bool(self.actions[state, action]) else "no"
-            return f"{which} action {action} in {self.locate(state)}"
-        return None
-
-    def locate(self, state: int) -> str:
-        """`layer k, state i` for error messages; i counts within the layer."""
-        k = int(self.layer[state])
-        return f"layer {k}, state {state - self.layer_slices[k].start}"
+#: Up to this many states, one dense matrix is faster than a loop over layers; half as many in a
+#: batch.
+DENSE_STATES = 128
 
 
-# -- Random transitions: rows drawn from a symmetric Dirichlet distribution ------------------------
+@dataclass(frozen=True, eq=False, repr=False)
+class LayeredMDP:
+    """A finite episodic MDP with known transitions, validated and immutable.
 
-
-def random_transitions(
-    horizon: int,
-    width: int,
-    num_actions: int,
-    seed: int,
-    concentration: float,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    """Transitions `(S_k, A, S_{k+1})` of each layer: one start state, then `width` states each.
+    Args:
+        transitions: one tensor per layer k = 0..L-1, `P_k[s, a, s'] = P(s' | s, a)` of shape
+            `(*batch, S_k, A, S_{k+1})`. The last one leads to the single terminal state, so its
+            shape is `(*batch, S_{L-1}, A, 1)`. They may require gradients. A layer may also be a
+            sparse tensor `(S_k * A, S_{k+1})` of any layout, with one row per pair; it is never
+            made dense.
+        actions: boolean mask `(S, A)` of the actions of each state; all by default. The
+            transitions of masked pairs are ignored.
+        initial: distribution `(*batch, S_0)` over the first layer; optional if that layer has one
+            state.
+        origin: for an unrolled MDP, the state of the original MDP behind each state `(S,)`, or
+            `ABSORBING`.
 
     Raises:
-        ValueError: if a size is less than one, or the concentration is not positive.
+        ValueError: if an argument is not valid; it names the argument, the place and the value.
     """
-    sizes = {"horizon": horizon, "width": width, "num_actions": num_actions}
-    for name, number in sizes.items():
-        if number < 1:
-            raise ValueError(f"{name}: expected at least 1, got {number}")
-    if not concentration > 0:
-        raise ValueError(f"concentration: expected a positive number, got {concentration}")
-    generator = torch.Generator().manual_seed(seed)
-    layers = [1, *[width] * (horizon - 1), 1]
-    shapes = [(here, num_actions, there) for here, there in pairwise(layers)]
-    return [_dirichlet(shape, concentration, generator).to(dtype) for shape in shapes]
 
+    layers: tuple[Layer, ...]
+    actions: Tensor
+    initial: Tensor
+    origin: Tensor
+    #: Whether the probabilities are hidden; see `blind`.
+    is_blind: ClassVar[bool] = False
 
-def _dirichlet(shape: tuple[int, ...], concentration: float, generator: torch.Generator) -> Tensor:
-    """Symmetric Dirichlet rows from an explicit generator.
+    def __init__(
+        self,
+        transitions: Sequence[Tensor],
+        *,
+        actions: Tensor | None = None,
+        initial: Tensor | None = None,
+        origin: Tensor | None = None,
+    ) -> None:
+        tensors, num_actions = check_shapes(transitions, actions, initial)
+        layers = tuple(layer_of(p, num_actions) for p in tensors)
+        num_states, first = sum(layer.sizes[0] for layer in layers), layers[0].sizes[0]
+        like = layers[0].probabilities
+        if initial is None:
+            if first != 1:
+                raise ValueError(
+                    f"initial: layer 0 has {first} states, so a distribution of shape ({first},) "
+                    "over them is needed"
+                )
+            initial = like.new_ones(1)
+        if actions is None:
+            actions = torch.ones(num_states, num_actions, dtype=torch.bool, device=like.device)
+        if origin is None:
+            origin = torch.arange(num_states, device=like.device)
+        _set(
+            self,
+            actions=actions.clone(),
+            initial=initial.clone(),
+            origin=origin.clone(),
+            layers=layers,
+        )
+        check_actions(self)
+        _set(
+            self,
+            layers=tuple(
+                layer.mask(mask)
+                for layer, mask in zip(layers, self.split(self.actions, -2), strict=True)
+            ),
+        )
+        check_probabilities(self)
+        for name in _LAYOUT:
+            getattr(self, name)
+        _ = self._joint, self.reachable
 
-    They are computed in log space, so that small concentrations do not underflow:
-    Gamma(c) = Gamma(c + 1) * U^(1/c), where the first factor stays away from zero.
-    """
-    shape_plus_one = torch.full(shape, concentration + 1.0, dtype=torch.float64)
-    log_gamma = standard_gamma(shape_plus_one, generator).log()
-    uniform = torch.rand(shape, dtype=torch.float64, generator=generator).clamp(min=2.0**-60)
-    return (log_gamma + uniform.log() / concentration).softmax(-1)
-
-
-# -- Constructors of layered MDPs: random, tables, arrays of other packages, Gymnasium, graphs -----
-
-
-class Constructors:
-    """Class methods of `LayeredMDP`."""
-
-    def __init__(self, transitions: Sequence[Tensor], **layout: Any) -> None:
-        raise NotImplementedError
+    # -- where MDPs come from -------------------------------------------------------------------
 
     @classmethod
     def random(
@@ -348,93 +273,7 @@ class Constructors:
         """
         return later("mdp.graphs").from_graph(graph, source, target, dtype)
 
-
-# -- The layered MDP: states in layers, and known transitions --------------------------------------
-#
-# This is the paper's model (`sec:probform`): layers S_0, ..., S_L, transitions only from one layer
-# to the next, and a single terminal state s_L. Two generalizations are allowed throughout: the
-# first layer may have several states with an initial distribution, and every state may have its own
-# set of actions.
-#
-# Non-terminal states are numbered in layer order, so that every quantity of the package is one
-# `(*batch, S, A)` tensor.
-
-
-#: Up to this many states, one dense matrix is faster than a loop over layers; half as many in a
-#: batch.
-DENSE_STATES = 128
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class LayeredMDP(Layout, Constructors):
-    """A finite episodic MDP with known transitions, validated and immutable.
-
-    Args:
-        transitions: one tensor per layer k = 0..L-1, `P_k[s, a, s'] = P(s' | s, a)` of shape
-            `(*batch, S_k, A, S_{k+1})`. The last one leads to the single terminal state, so its
-            shape is `(*batch, S_{L-1}, A, 1)`. They may require gradients. A layer may also be a
-            sparse tensor `(S_k * A, S_{k+1})` of any layout, with one row per pair; it is never
-            made dense.
-        actions: boolean mask `(S, A)` of the actions of each state; all by default. The
-            transitions of masked pairs are ignored.
-        initial: distribution `(*batch, S_0)` over the first layer; optional if that layer has one
-            state.
-        origin: for an unrolled MDP, the state of the original MDP behind each state `(S,)`, or
-            `ABSORBING`.
-
-    Raises:
-        ValueError: if an argument is not valid; it names the argument, the place and the value.
-    """
-
-    layers: tuple[Layer, ...]
-    actions: Tensor
-    initial: Tensor
-    origin: Tensor
-    #: Whether the probabilities are hidden; see `blind`.
-    is_blind: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        transitions: Sequence[Tensor],
-        *,
-        actions: Tensor | None = None,
-        initial: Tensor | None = None,
-        origin: Tensor | None = None,
-    ) -> None:
-        tensors, num_actions = check_shapes(transitions, actions, initial)
-        layers = tuple(layer_of(p, num_actions) for p in tensors)
-        num_states, first = sum(layer.sizes[0] for layer in layers), layers[0].sizes[0]
-        like = layers[0].probabilities
-        if initial is None:
-            if first != 1:
-                raise ValueError(
-                    f"initial: layer 0 has {first} states, so a distribution of shape ({first},) "
-                    "over them is needed"
-                )
-            initial = like.new_ones(1)
-        if actions is None:
-            actions = torch.ones(num_states, num_actions, dtype=torch.bool, device=like.device)
-        if origin is None:
-            origin = torch.arange(num_states, device=like.device)
-        _set(
-            self,
-            actions=actions.clone(),
-            initial=initial.clone(),
-            origin=origin.clone(),
-            layers=layers,
-        )
-        check_actions(self)
-        _set(
-            self,
-            layers=tuple(
-                layer.mask(mask)
-                for layer, mask in zip(layers, self.split(self.actions, -2), strict=True)
-            ),
-        )
-        check_probabilities(self)
-        for name in _LAYOUT:
-            getattr(self, name)
-        _ = self._joint, self.reachable
+    # -- probabilities --------------------------------------------------------------------------
 
     @property
     def transitions(self) -> tuple[Tensor, ...]:
@@ -462,6 +301,70 @@ class LayeredMDP(Layout, Constructors):
     def num_actions(self) -> int:
         """A, the largest number of actions that a state can have."""
         return self.layers[0].sizes[1]
+
+    @cached_property
+    def horizon(self) -> int:
+        """L, the number of decisions in an episode."""
+        return len(self.layer_sizes)
+
+    @cached_property
+    def layer_slices(self) -> tuple[slice, ...]:
+        """The slice of each layer's states among all states."""
+        ends = tuple(accumulate(self.layer_sizes))
+        return tuple(
+            slice(end - size, end) for end, size in zip(ends, self.layer_sizes, strict=True)
+        )
+
+    @cached_property
+    def num_states(self) -> int:
+        """S, the number of non-terminal states."""
+        return sum(self.layer_sizes)
+
+    @cached_property
+    def num_pairs(self) -> int:
+        """The number of state-action pairs that exist."""
+        return int(self.actions.sum())
+
+    @cached_property
+    def layer(self) -> Tensor:
+        """The layer k(s) of every state, `(S,)`."""
+        sizes = torch.tensor(self.layer_sizes, device=self.device)
+        return torch.repeat_interleave(torch.arange(self.horizon, device=self.device), sizes)
+
+    @cached_property
+    def missing(self) -> dict[str, Tensor | None]:
+        """Masks of pairs or states where an argument of a regularizer does not exist, by its name.
+
+        None means that it exists everywhere. See `torch_occ.regularizers.terms`.
+        """
+        in_state = self.actions.sum(-1)
+        in_layer = torch.cat([count.sum().expand_as(count) for count in self.split(in_state, -1)])
+        absent = ~self.actions
+        masks = {
+            "pair": absent,
+            "rest": absent | (in_state == 1).unsqueeze(-1),
+            "state": torch.zeros_like(in_state, dtype=torch.bool),
+            "complement": absent | (in_layer == 1).unsqueeze(-1),
+        }
+        return {name: mask if bool(mask.any()) else None for name, mask in masks.items()}
+
+    @cached_property
+    def other_actions(self) -> Tensor:
+        """`(A, A)`, one off the diagonal and zero on it.
+
+        `q @ other_actions` is q(s) - q(s, a) without cancellation.
+        """
+        return 1 - torch.eye(self.num_actions, dtype=self.dtype, device=self.device)
+
+    @cached_property
+    def action_groups(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """States by their number n of actions: the states `(G,)` and their actions `(G, n)`."""
+        counts = self.actions.sum(-1)
+        groups = []
+        for n in map(int, counts.unique()):  # torch 2.6 has no `tolist` under its transforms
+            states = (counts == n).nonzero().squeeze(-1)
+            groups.append((states, self.actions[states].nonzero()[:, 1].reshape(-1, n)))
+        return tuple(groups)
 
     @cached_property
     def batch_shape(self) -> torch.Size:
@@ -509,11 +412,37 @@ class LayeredMDP(Layout, Constructors):
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of every tensor."""
         return self.layers[0].probabilities.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of every tensor."""
         return self.layers[0].probabilities.device
+
+    def split(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """Split a tensor with a state dimension into its layers."""
+        return x.split(self.layer_sizes, dim)
+
+    def layout_difference(self, other: LayeredMDP) -> str | None:
+        """How this layout differs from another one, or None if they are the same."""
+        if self.layer_sizes != other.layer_sizes:
+            return f"layers of {[*self.layer_sizes]} states instead of {[*other.layer_sizes]}"
+        if self.num_actions != other.num_actions:
+            return f"{self.num_actions} actions instead of {other.num_actions}"
+        if (self.dtype, self.device) != (other.dtype, other.device):
+            return f"{self.dtype} on {self.device} instead of {other.dtype} on {other.device}"
+        changed = (self.actions != other.actions).nonzero()
+        if len(changed):
+            state, action = changed[0].tolist()
+            which = "an" if bool(self.actions[state, action]) else "no"
+            return f"{which} action {action} in {self.locate(state)}"
+        return None
+
+    def locate(self, state: int) -> str:
+        """`layer k, state i` for error messages; i counts within the layer."""
+        k = int(self.layer[state])
+        return f"layer {k}, state {state - self.layer_slices[k].start}"
 
     def __repr__(self) -> str:
         batch = f", batch={tuple(self.batch_shape)}" if self.batch_shape else ""
@@ -672,3 +601,45 @@ def layer_of(tensor: Tensor, num_actions: int) -> Layer:
         if tensor.layout == torch.strided
         else SparseLayer.from_tensor(tensor, num_actions)
     )
+
+
+# -- Random transitions: rows drawn from a symmetric Dirichlet distribution ------------------------
+
+
+def random_transitions(
+    horizon: int,
+    width: int,
+    num_actions: int,
+    seed: int,
+    concentration: float,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Transitions `(S_k, A, S_{k+1})` of each layer: one start state, then `width` states each.
+
+    Raises:
+        ValueError: if a size is less than one, or the concentration is not positive.
+    """
+    sizes = {"horizon": horizon, "width": width, "num_actions": num_actions}
+    for name, number in sizes.items():
+        if number < 1:
+            raise ValueError(f"{name}: expected at least 1, got {number}")
+    if not concentration > 0:
+        raise ValueError(f"concentration: expected a positive number, got {concentration}")
+    if not isinstance(seed, SupportsIndex):
+        raise TypeError(f"seed: expected a whole number, got {type(seed).__name__}")
+    generator = torch.Generator().manual_seed(operator.index(seed))
+    layers = [1, *[width] * (horizon - 1), 1]
+    shapes = [(here, num_actions, there) for here, there in pairwise(layers)]
+    return [_dirichlet(shape, concentration, generator).to(dtype) for shape in shapes]
+
+
+def _dirichlet(shape: tuple[int, ...], concentration: float, generator: torch.Generator) -> Tensor:
+    """Symmetric Dirichlet rows from an explicit generator.
+
+    They are computed in log space, so that small concentrations do not underflow:
+    Gamma(c) = Gamma(c + 1) * U^(1/c), where the first factor stays away from zero.
+    """
+    shape_plus_one = torch.full(shape, concentration + 1.0, dtype=torch.float64)
+    log_gamma = standard_gamma(shape_plus_one, generator).log()
+    uniform = torch.rand(shape, dtype=torch.float64, generator=generator).clamp(min=2.0**-60)
+    return (log_gamma + uniform.log() / concentration).softmax(-1)

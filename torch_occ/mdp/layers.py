@@ -1,10 +1,4 @@
-"""The two maps of a layer, and sums, in a fixed order of summation.
-
-The last bits of a matrix product depend on the order of its sums. A library chooses this order by
-the processor, the size of the batch, the place in memory and the number of threads. Here the order
-is that of the entries, independently of the rest of the batch. Every computation that promises the
-same bits for a seed alone and among others (docs/performance.md) uses this module.
-"""
+"""One layer of transitions, dense or sparse: its two maps, and sums in a fixed order."""
 
 from __future__ import annotations
 
@@ -21,6 +15,14 @@ from torch import Tensor
 from torch_occ._support.private import has_tangent, inside_transform
 from torch_occ._support.streams import invert
 from torch_occ.mdp.checks import broadcast, check_entries, check_rows
+
+# -- The two maps of a layer, and sums, in a fixed order of summation ------------------------------
+#
+# The last bits of a matrix product depend on the order of its sums. A library chooses this order by
+# the processor, the size of the batch, the place in memory and the number of threads. Here the
+# order is that of the entries, independently of the rest of the batch. Every computation that
+# promises the same bits for a seed alone and among others (docs/performance.md) uses this module.
+
 
 #: The largest number of products in memory, unless one batch element has more.
 _MOST = 1 << 20

@@ -18,6 +18,7 @@ are solved by one pass from the first layer to the last, or back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.constants import TIE
-from torch_occ.mdp.checks import broadcast
+from torch_occ._support.private import values_are_hidden
+from torch_occ.mdp.checks import broadcast, check_table, row_tolerance
 from torch_occ.mdp.layered import DENSE_STATES, LayeredMDP
 from torch_occ.mdp.layers import DenseLayer, InOrder, Layer
 
@@ -171,7 +173,22 @@ def occupancy(mdp: LayeredMDP, policy: Tensor, *, in_order: bool = False) -> Ten
     Args:
         in_order: take every sum in the order of its entries. The bits are then the same in every
             batch (torch_occ.mdp.layers), but it is slower.
+
+    Raises:
+        TypeError: if the policy is not a tensor.
+        ValueError: if its shape is wrong, or the probabilities in a state do not sum to one.
     """
+    check_table("policy", policy, mdp)
+    if not values_are_hidden():
+        sums = policy.detach().sum(-1)
+        wrong = ((sums - 1).abs() > math.sqrt(row_tolerance(policy.dtype))).nonzero()
+        if len(wrong):
+            *batch, state = wrong[0].tolist()
+            element = f"batch element {tuple(batch)}, " if batch else ""
+            raise ValueError(
+                f"policy: {element}{mdp.locate(state)}: the probabilities of the actions sum to "
+                f"{float(sums[tuple(wrong[0])]):.6g}; expected 1"
+            )
     flow = LayeredFlow(mdp, in_order=True) if in_order else flow_of(mdp)
     return flow.forward(policy, flow_source(mdp)).unsqueeze(-1) * policy
 
@@ -265,7 +282,12 @@ def optimal_policy(mdp: LayeredMDP, loss: Tensor, *, in_order: bool = False) -> 
 
     Returns:
         The policy, its values, Q and the gaps.
+
+    Raises:
+        TypeError: if the loss is not a tensor.
+        ValueError: if its shape is wrong.
     """
+    check_table("loss", loss, mdp)
     losses, masks = mdp.split(loss, -2), mdp.split(mdp.actions, -2)
     maps = LayeredFlow(mdp, in_order=in_order).maps
     values: list[Tensor] = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.private import forward_modes
-from torch_occ.mdp.checks import broadcast
+from torch_occ.mdp.checks import broadcast, check_table
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.step.solution import Certified, Status
 
@@ -160,16 +160,7 @@ def check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
         TypeError: if x is not a tensor.
         ValueError: if its shape, number type or device is wrong.
     """
-    expected = (mdp.num_states, mdp.num_actions)
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"{name}: expected a tensor of shape (*batch, {expected[0]}, {expected[1]}), "
-            f"got {type(x).__name__}"
-        )
-    if tuple(x.shape[-2:]) != expected:
-        raise ValueError(
-            f"{name}: expected shape (*batch, {expected[0]}, {expected[1]}), got {tuple(x.shape)}"
-        )
+    check_table(name, x, mdp)
     if x.dtype != mdp.dtype or x.device != mdp.device:
         raise ValueError(
             f"{name}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; "

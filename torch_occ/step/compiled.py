@@ -12,8 +12,8 @@ import copy
 import math
 import operator
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial
-from typing import Any, Literal, NamedTuple, cast
+from functools import cache, cached_property
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,10 +24,9 @@ from torch import Tensor
 from torch_occ._support.constants import DEAD, SQUARE
 from torch_occ._support.private import (
     in_forward_mode,
-    is_batched_by_autograd,
-    one_by_one_in_batch,
     own_parameter_names,
     parameter_slots,
+    refuse_batched_derivatives,
 )
 from torch_occ.engine.batch import BAD_INPUT
 from torch_occ.engine.layout import Floats, Kinds, Model, Rows
@@ -481,8 +480,7 @@ class Follow(torch.autograd.Function):
         batch, needed = origin.batch, ctx.needs_input_grad[1:]
         if q_bar is None and v_bar is None:  # as after the envelope theorem (torch_occ.learning)
             return None, *[None] * len(needed)
-        if is_batched_by_autograd(q_bar, v_bar):
-            return one_by_one_in_batch(partial(Follow.backward, ctx), q_bar, v_bar)
+        refuse_batched_derivatives(q_bar, v_bar)
         q, loss, inputs = _saved(ctx)
         if torch.is_grad_enabled() or in_forward_mode():  # this pass is differentiated, too
             with torch.enable_grad():
@@ -517,9 +515,7 @@ class Follow(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _origin: None, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
         origin: Origin = ctx.origin
-        if is_batched_by_autograd(*tangents):
-            found = one_by_one_in_batch(partial(Follow.jvp, ctx, None), *tangents)
-            return cast(tuple[Tensor, Tensor], found)
+        refuse_batched_derivatives(*tangents)
         q, loss, inputs = _saved(ctx)
         if origin.has_dead:
             return _push(origin, q, (loss, *inputs), tangents)

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import is_batched_by_autograd, one_by_one_in_batch
+from torch_occ._support.private import refuse_batched_derivatives
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_source
@@ -213,8 +212,7 @@ class ImplicitSolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        if is_batched_by_autograd(*cotangents):
-            return one_by_one_in_batch(partial(ImplicitSolution.backward, ctx), *cotangents)
+        refuse_batched_derivatives(*cotangents)
         equation, saved = ctx.equation, ctx.saved_tensors
         tensors, outputs = saved[: ctx.count], saved[ctx.count :]
         z_bar = poison(outputs, cotangents[:2])
@@ -236,8 +234,7 @@ class ImplicitSolution(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        if is_batched_by_autograd(*tangents):
-            return one_by_one_in_batch(partial(ImplicitSolution.jvp, ctx, None), *tangents)
+        refuse_batched_derivatives(*tangents)
         equation, saved = ctx.equation, ctx.saved_tensors
         tensors, outputs = saved[: ctx.count], saved[ctx.count :]
         q, setting = equation.point(tensors, outputs)

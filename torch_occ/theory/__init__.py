@@ -5,18 +5,20 @@ corollaries, which hold up to constants, there are the coefficients, the explici
 and one summand. docs/theory.md lists what there is for each label of the paper.
 
 statements    what a statement is, and the parameters of the paper
-curvatures    phi_H, phi_L, the Hessian, M_k, W_k, N_k and its inverse    lem:def_M, lem:M_inverse
-penalty       phi_H(q_opt) - phi_H(q) and its bounds                     lem:key_lemma_bound_penalty
-stability     norm of the loss estimate and its bounds                   lem:key_lemma_bound_stabili
-identities    closed forms against their definitions                     eq:quadratic_form
-bounds        conditions, constants, right-hand sides, parameters        thm:main_general
-runs          the regret of a run as penalty and stability               lem:key_lemma_ftrl
+curvatures    phi_H, phi_L, the Hessian and its inverse        lem:def_M, lem:M_inverse
+penalty       phi_H(q_opt) - phi_H(q) and its bounds           lem:key_lemma_bound_penalty
+stability     norm of the loss estimate and its bounds         lem:key_lemma_bound_stability
+identities    closed forms against their definitions           eq:quadratic_form
+bounds        conditions, constants, bounds, parameters        thm:main_general
+runs          the regret of a run as penalty and stability     lem:key_lemma_ftrl
 surveys       the statements on random data
 certificates  the terms of the regret bounds, evaluated during a run
 """
 
 # isort: skip_file
+import importlib as _importlib
 import typing as _typing
+import warnings as _warnings
 
 # The order is that of the table above: a module imports only from those before it.
 
@@ -25,7 +27,6 @@ from torch_occ.theory.statements import Parameters as Parameters
 
 # The Hessian
 from torch_occ.theory.curvatures import hybrid as hybrid
-from torch_occ.theory.curvatures import hybrid_alternative as hybrid_alternative
 from torch_occ.theory.curvatures import log_barrier as log_barrier
 from torch_occ.theory.curvatures import hessian as hessian
 from torch_occ.theory.curvatures import hessian_of_step as hessian_of_step
@@ -33,15 +34,6 @@ from torch_occ.theory.curvatures import quadratic_form as quadratic_form
 from torch_occ.theory.curvatures import bregman as bregman
 
 # Its inverse
-from torch_occ.theory.curvatures import Block as Block
-from torch_occ.theory.curvatures import Curvature as Curvature
-from torch_occ.theory.curvatures import M as M
-from torch_occ.theory.curvatures import M_inverse as M_inverse
-from torch_occ.theory.curvatures import N as N
-from torch_occ.theory.curvatures import N_diagonal as N_diagonal
-from torch_occ.theory.curvatures import W as W
-from torch_occ.theory.curvatures import blocks as blocks
-from torch_occ.theory.curvatures import curvature as curvature
 from torch_occ.theory.curvatures import inverse_hessian as inverse_hessian
 
 # Penalty
@@ -49,7 +41,6 @@ from torch_occ.theory.penalty import bound_on_penalty as bound_on_penalty
 from torch_occ.theory.penalty import convex_combine as convex_combine
 from torch_occ.theory.penalty import induction as induction
 from torch_occ.theory.penalty import induction_equality as induction_equality
-from torch_occ.theory.penalty import outside as outside
 from torch_occ.theory.penalty import penalty_bound as penalty_bound
 from torch_occ.theory.penalty import penalty_decomposition as penalty_decomposition
 from torch_occ.theory.penalty import penalty_term_1 as penalty_term_1
@@ -57,30 +48,17 @@ from torch_occ.theory.penalty import reach as reach
 from torch_occ.theory.penalty import sqrt_diff as sqrt_diff
 from torch_occ.theory.penalty import sqrt_diff_2 as sqrt_diff_2
 from torch_occ.theory.penalty import state_reach_probability as state_reach_probability
-from torch_occ.theory.penalty import state_regularizer as state_regularizer
 
 # Stability
 from torch_occ.theory.stability import H_and_N as H_and_N
 from torch_occ.theory.stability import N_properties as N_properties
 from torch_occ.theory.stability import bound_on_stability as bound_on_stability
 from torch_occ.theory.stability import expected_norm as expected_norm
-from torch_occ.theory.stability import first_step_bound as first_step_bound
-from torch_occ.theory.stability import joint_visits as joint_visits
 from torch_occ.theory.stability import layer_recursion as layer_recursion
 from torch_occ.theory.stability import norm as norm
-from torch_occ.theory.stability import quadratic_form_diagonal as quadratic_form_diagonal
-from torch_occ.theory.stability import second_step_bound as second_step_bound
 from torch_occ.theory.stability import stability_bound as stability_bound
 from torch_occ.theory.stability import stability_first_step as stability_first_step
 from torch_occ.theory.stability import stability_second_step as stability_second_step
-from torch_occ.theory.stability import worst_case_stability as worst_case_stability
-
-# Closed forms against definitions
-from torch_occ.theory.identities import both_definitions as both_definitions
-from torch_occ.theory.identities import hessian_by_layers as hessian_by_layers
-from torch_occ.theory.identities import inverse_by_layers as inverse_by_layers
-from torch_occ.theory.identities import quadratic_form_of_hessian as quadratic_form_of_hessian
-from torch_occ.theory.identities import tangent as tangent
 
 # Conditions, constants, bounds
 from torch_occ.theory.bounds import corruption as corruption
@@ -89,28 +67,17 @@ from torch_occ.theory.bounds import minimal_gap as minimal_gap
 from torch_occ.theory.bounds import opt_implicit_bound as opt_implicit_bound
 from torch_occ.theory.bounds import performance_difference as performance_difference
 from torch_occ.theory.bounds import self_bounding_condition as self_bounding_condition
-from torch_occ.theory.bounds import Coefficients as Coefficients
-from torch_occ.theory.bounds import ProofConstants as ProofConstants
-from torch_occ.theory.bounds import Summands as Summands
 from torch_occ.theory.bounds import adversarial as adversarial
 from torch_occ.theory.bounds import adversarial_bound as adversarial_bound
 from torch_occ.theory.bounds import cauchy_schwarz as cauchy_schwarz
 from torch_occ.theory.bounds import explicit as explicit
-from torch_occ.theory.bounds import harmonic as harmonic
 from torch_occ.theory.bounds import lower_order as lower_order
 from torch_occ.theory.bounds import main as main
 from torch_occ.theory.bounds import main_general as main_general
-from torch_occ.theory.bounds import proof_constants as proof_constants
 from torch_occ.theory.bounds import stochastic as stochastic
 from torch_occ.theory.bounds import stochastic_bound as stochastic_bound
-from torch_occ.theory.bounds import summand as summand
-from torch_occ.theory.bounds import summands as summands
 from torch_occ.theory.bounds import theorem_summand as theorem_summand
-from torch_occ.theory.bounds import worst_case_coefficient as worst_case_coefficient
-from torch_occ.theory.bounds import Tuning as Tuning
-from torch_occ.theory.bounds import printed_tuning_order as printed_tuning_order
 from torch_occ.theory.bounds import tune_stochastic as tune_stochastic
-from torch_occ.theory.bounds import tuning_objective as tuning_objective
 
 # Runs
 from torch_occ.theory.runs import close_hessian as close_hessian
@@ -119,12 +86,61 @@ from torch_occ.theory.runs import step_length as step_length
 from torch_occ.theory.runs import tilde as tilde
 from torch_occ.theory.runs import Decomposition as Decomposition
 from torch_occ.theory.runs import Recorder as Recorder
-from torch_occ.theory.runs import Trajectory as Trajectory
-from torch_occ.theory.runs import comparator_point as comparator_point
 from torch_occ.theory.runs import decompose as decompose
 from torch_occ.theory.runs import proper_comparator as proper_comparator
 from torch_occ.theory.surveys import survey as survey
 from torch_occ.theory.certificates import Certificate as Certificate
+
+#: Where names of version 0.2 are now. They still work here, with a warning, until version 0.4.
+_MOVED = {
+    "curvatures": (
+        "Block",
+        "Curvature",
+        "M",
+        "M_inverse",
+        "N",
+        "N_diagonal",
+        "W",
+        "blocks",
+        "curvature",
+        "hybrid_alternative",
+    ),
+    "identities": (
+        "both_definitions",
+        "hessian_by_layers",
+        "inverse_by_layers",
+        "quadratic_form_of_hessian",
+        "tangent",
+    ),
+    "stability": (
+        "first_step_bound",
+        "joint_visits",
+        "quadratic_form_diagonal",
+        "second_step_bound",
+        "worst_case_stability",
+    ),
+    "bounds": (
+        "Coefficients",
+        "ProofConstants",
+        "Summands",
+        "Tuning",
+        "harmonic",
+        "printed_tuning_order",
+        "proof_constants",
+        "summand",
+        "summands",
+        "tuning_objective",
+        "worst_case_coefficient",
+    ),
+    "runs": (
+        "Trajectory",
+        "comparator_point",
+    ),
+    "penalty": (
+        "outside",
+        "state_regularizer",
+    ),
+}
 
 #: Names that were removed, and what to use instead.
 _GONE = dict.fromkeys(
@@ -135,6 +151,12 @@ _GONE = dict.fromkeys(
 if not _typing.TYPE_CHECKING:  # a type checker would take every name for one that exists
 
     def __getattr__(name: str) -> object:
+        for module, names in _MOVED.items():
+            if name in names:
+                where = f"torch_occ.theory.{module}"
+                text = f"torch_occ.theory.{name} is {where}.{name} now"
+                _warnings.warn(text, DeprecationWarning, stacklevel=2)
+                return getattr(_importlib.import_module(where), name)
         if name in _GONE:
             raise AttributeError(f"torch_occ.theory.{name} was removed: {_GONE[name]}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

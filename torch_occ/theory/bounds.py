@@ -1,4 +1,4 @@
-"""Gaps, corruption and the self-bounding condition (`sec:preliminaries_self_bounding`)."""
+"""Conditions, constants and right-hand sides of the theorems, and parameters for them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch_occ.mdp.occupancy import occupancy, optimal_policy
 from torch_occ.theory.penalty import outside, penalty_bound
 from torch_occ.theory.stability import stability_bound
 from torch_occ.theory.statements import Parameters, Statement, statement
+
+# -- Gaps, corruption and the self-bounding condition (`sec:preliminaries_self_bounding`) ----------
 
 
 def gaps(mdp: LayeredMDP, mean: Tensor) -> Tensor:

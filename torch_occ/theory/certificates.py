@@ -1,27 +1,4 @@
-"""The terms of `lem:key_lemma_ftrl` at the checkpoints of a run, from what a certificate keeps.
-
-A checkpoint at episode t has numbers of two kinds.
-
-**Exact** numbers need only q_t, the loss estimates so far and the means of the losses so far:
-phi_H(q_opt) - phi_H(q_t) and its bound, the bounds on the stability at t, tilde q_t / q_t (to six
-digits), `lower_order`, the closed-form bounds, and q_opt. `stability_now` is the norm of the loss
-estimate at q_t, averaged over the losses of all episodes since the last checkpoint.
-
-**Interpolated** numbers are sums over all episodes so far. Their weights 1/eta_t - 1/eta_{t-1} and
-8 eta_t are summed exactly. What depends on q_t is taken to be linear in log t between two
-checkpoints, and constant before the first. The second moments of the losses are those of the
-episodes between the two checkpoints. With a checkpoint in every episode the sums are exact.
-
-**Two comparators.** The paper's regret is max over policies of an expectation. A name without
-suffix uses the best policy of each seed for its own losses: the mean over seeds then estimates
-E max. A name that ends in `_shared` uses one policy for all seeds, the best one for the mean over
-seeds of the cumulative losses: this estimates max E, the regret of the paper. The two are equal if
-all seeds have the same means. Against an adaptive adversary they are not, and the bounds are proved
-for the shared comparator only.
-
-The bounds are about expectations, so compare means over seeds. They are proved for beta >= 64 L.
-For a smaller beta they rest on tilde q <= 2 q, which `smoothness_max` shows at checkpoints only.
-"""
+"""The terms of the regret bounds, evaluated during a run."""
 
 from __future__ import annotations
 
@@ -51,6 +28,31 @@ from torch_occ.theory.statements import Parameters
 if TYPE_CHECKING:
     from torch_occ.game.history import History
     from torch_occ.game.simulate import Simulation
+
+
+# -- The terms of `lem:key_lemma_ftrl` at the checkpoints of a run, from what a certificate --------
+#
+# A checkpoint at episode t has numbers of two kinds.
+#
+# **Exact** numbers need only q_t, the loss estimates so far and the means of the losses so far:
+# phi_H(q_opt) - phi_H(q_t) and its bound, the bounds on the stability at t, tilde q_t / q_t (to six
+# digits), `lower_order`, the closed-form bounds, and q_opt. `stability_now` is the norm of the loss
+# estimate at q_t, averaged over the losses of all episodes since the last checkpoint.
+#
+# **Interpolated** numbers are sums over all episodes so far. Their weights 1/eta_t - 1/eta_{t-1}
+# and 8 eta_t are summed exactly. What depends on q_t is taken to be linear in log t between two
+# checkpoints, and constant before the first. The second moments of the losses are those of the
+# episodes between the two checkpoints. With a checkpoint in every episode the sums are exact.
+#
+# **Two comparators.** The paper's regret is max over policies of an expectation. A name without
+# suffix uses the best policy of each seed for its own losses: the mean over seeds then estimates E
+# max. A name that ends in `_shared` uses one policy for all seeds, the best one for the mean over
+# seeds of the cumulative losses: this estimates max E, the regret of the paper. The two are equal
+# if all seeds have the same means. Against an adaptive adversary they are not, and the bounds are
+# proved for the shared comparator only.
+#
+# The bounds are about expectations, so compare means over seeds. They are proved for beta >= 64 L.
+# For a smaller beta they rest on tilde q <= 2 q, which `smoothness_max` shows at checkpoints only.
 
 
 #: Curves that exist a second time, with the suffix `_shared`.

@@ -1,8 +1,4 @@
-"""One update of FTRL: tilde q_t, and how far it is from q_t (`app:appendix_proof_ftrl`).
-
-q_t minimizes F_t(q) = ⟨q, hat L_{t-1}⟩ + psi_t(q) over Omega, and tilde q_t minimizes
-G_t(q) = ⟨q, hat L_t⟩ + psi_t(q). The log-barrier keeps the two close.
-"""
+"""A run as the paper analyses it: one update, and the regret as penalty and stability."""
 
 from __future__ import annotations
 
@@ -31,6 +27,12 @@ from torch_occ.theory.statements import Parameters, Statement, episodes, stateme
 
 if TYPE_CHECKING:
     from torch_occ.game.simulate import Simulation
+
+
+# -- One update of FTRL: tilde q_t, and how far it is from q_t (`app:appendix_proof_ftrl`) ---------
+#
+# q_t minimizes F_t(q) = ⟨q, hat L_{t-1}⟩ + psi_t(q) over Omega, and tilde q_t minimizes G_t(q) =
+# ⟨q, hat L_t⟩ + psi_t(q). The log-barrier keeps the two close.
 
 
 def tilde(step: FTRLStep, q: Tensor, cumulative_loss: Tensor, t: Tensor | float) -> Tensor:

@@ -1,4 +1,4 @@
-"""A statement of the paper, evaluated: both sides, their difference, and the rounding allowed."""
+"""A statement of the paper, evaluated, and the parameters of the algorithm."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer, Scaled, Sum
 from torch_occ.regularizers.catalog import HybridTsallis, LogBarrier, jin_luo
 from torch_occ.regularizers.schedules import InverseSqrt
+
+# -- A statement of the paper, evaluated: both sides, their difference, and the rounding -----------
+
 
 Relation = Literal["<=", "="]
 

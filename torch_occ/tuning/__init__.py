@@ -1,13 +1,13 @@
 """The regret without playing, and the search for parameters of a regularizer.
 
 compiled_leaps  leaps of many episodes in compiled kernels, for built-in regularizers and estimators
-forecast        sums over very many episodes from few evaluations
-leaps           the course of a leaping particle: phases of constant means, and episodes where
-objective       the objective of a meta-tuner: forecast regret in several environments, relative to
-recommended     the recipe of tuning: gradients of the forecast, then a local search with values by
-refine          response surfaces: quadratics with mixed terms, fitted to a noisy function around a
+forecast        the forecast: the regret along the mean path, by quadrature over few episodes
+leaps           leaping: the regret of particles that play many episodes per step
+objective       the objective of a tuning: regret in several worlds, relative to a reference
+recommended     what to use: a recommended learner, and the recipe of tuning
+refine          a local search on noisy values: response surfaces, and the points that they suggest
 space           the space in which parameters are tuned: one unconstrained coordinate per number
-tune            a tuning in TensorBoard
+tune            `tune`: gradients of an objective from several starts, with trials and TensorBoard
 """
 
 from torch_occ.tuning.forecast import Forecast as Forecast

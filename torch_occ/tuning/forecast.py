@@ -1,11 +1,4 @@
-"""Sums over very many episodes from few evaluations.
-
-A function that changes smoothly on the scale of t is summed exactly over the first episodes of
-every phase. From there on it is summed by Gauss quadrature, over panels that are evenly spaced in
-the logarithm: by Euler and Maclaurin, sum_{a < t <= b} f(t) is the integral of f from a + 1/2 to
-b + 1/2 minus (f'(b + 1/2) - f'(a + 1/2)) / 24, up to terms in the third derivative. So every
-tenfold of episodes has the same cost.
-"""
+"""The forecast: the regret along the mean path, by quadrature over few episodes."""
 
 from __future__ import annotations
 
@@ -37,6 +30,15 @@ from torch_occ.mdp.occupancy import optimal_policy, policy_of, reachability
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.linearization import Linearization
+
+# -- Sums over very many episodes from few evaluations ---------------------------------------------
+#
+# A function that changes smoothly on the scale of t is summed exactly over the first episodes of
+# every phase. From there on it is summed by Gauss quadrature, over panels that are evenly spaced in
+# the logarithm: by Euler and Maclaurin, sum_{a < t <= b} f(t) is the integral of f from a + 1/2 to
+# b + 1/2 minus (f'(b + 1/2) - f'(a + 1/2)) / 24, up to terms in the third derivative. So every
+# tenfold of episodes has the same cost.
+
 
 #: Gauss nodes per panel, and episodes at the beginning of a phase that are summed one by one.
 NODES, HEAD = 3, 8

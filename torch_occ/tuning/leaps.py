@@ -1,4 +1,4 @@
-"""The course of a leaping particle: phases of constant means, and episodes where leaps end."""
+"""Leaping: the regret of particles that play many episodes per step."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from torch_occ.regularizers.hessians import Hessian
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import Setting
 from torch_occ.tuning.forecast import forecast, phases_of, totals
+
+# -- The course of a leaping particle: phases of constant means, and episodes where leaps end ------
+
 
 #: The longest leap relative to t.
 WIDEST = 0.25

@@ -1,13 +1,4 @@
-"""The objective of a meta-tuner: forecast regret in several environments, relative to a reference.
-
-In environment e, x_e is the mean over its MDPs of log((regret + floor) / (reference regret +
-floor)). The objective is a soft maximum over environments,
-
-    value = 1/robustness log mean_e exp(robustness x_e).
-
-It is the mean of the x_e for robustness -> 0 and the largest of them for robustness -> infinity. So
-a regularizer that is tuned for one world cannot fail badly in another.
-"""
+"""The objective of a tuning: regret in several worlds, relative to a reference, and a guard."""
 
 from __future__ import annotations
 
@@ -28,6 +19,17 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.tuning.forecast import PER_DECADE, SMALL_NOISE, forecast
 from torch_occ.tuning.leaps import leap
+
+# -- The objective of a meta-tuner: forecast regret in several environments, relative to a ---------
+#
+# In environment e, x_e is the mean over its MDPs of log((regret + floor) / (reference regret +
+# floor)). The objective is a soft maximum over environments,
+#
+#     value = 1/robustness log mean_e exp(robustness x_e).
+#
+# It is the mean of the x_e for robustness -> 0 and the largest of them for robustness -> infinity.
+# So a regularizer that is tuned for one world cannot fail badly in another.
+
 
 #: The weight of the squared excess of noise over `trust`.
 DISTRUST = 30.0

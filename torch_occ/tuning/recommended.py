@@ -1,7 +1,4 @@
-"""The recipe of tuning: gradients of the forecast, then a local search with values by leaping.
-
-docs/meta_tuning.md shows its results and its cost, and compares it with searches by simulation.
-"""
+"""What to use: a recommended learner, and the recipe of tuning."""
 
 from __future__ import annotations
 
@@ -25,6 +22,10 @@ from torch_occ.tuning.objective import ForecastObjective, Guard
 from torch_occ.tuning.refine import Refined, refine
 from torch_occ.tuning.space import ParameterSpace
 from torch_occ.tuning.tune import Tuned, tune
+
+# -- The recipe of tuning: gradients of the forecast, then a local search with values by -----------
+#
+# docs/meta_tuning.md shows its results and its cost, and compares it with searches by simulation.
 
 
 @dataclass(frozen=True)

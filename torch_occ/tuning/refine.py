@@ -1,12 +1,4 @@
-"""Response surfaces: quadratics with mixed terms, fitted to a noisy function around a point.
-
-With x = (u - centre) / scale, a surface is
-
-    f(u) ~ c + g . x + x' H x,
-
-by least squares with a ridge on g and H. The ridge is chosen by leave-one-out errors, which a
-linear fit has in closed form: residual_i / (1 - leverage_i).
-"""
+"""A local search on noisy values: response surfaces, and the points that they suggest."""
 
 from __future__ import annotations
 
@@ -23,6 +15,16 @@ from torch_occ.regularizers.base import Regularizer
 from torch_occ.tuning.objective import Evaluation, ForecastObjective, Guard, Verdict
 from torch_occ.tuning.space import ParameterSpace
 from torch_occ.tuning.tune import Trial, Tuned, by_leaping, by_playing
+
+# -- Response surfaces: quadratics with mixed terms, fitted to a noisy function around a point -----
+#
+# With x = (u - centre) / scale, a surface is
+#
+#     f(u) ~ c + g . x + x' H x,
+#
+# by least squares with a ridge on g and H. The ridge is chosen by leave-one-out errors, which a
+# linear fit has in closed form: residual_i / (1 - leverage_i).
+
 
 #: The ridges to choose from, in units of scaled monomials: from almost none to almost constant.
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)

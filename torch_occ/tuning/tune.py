@@ -1,4 +1,4 @@
-"""A tuning in TensorBoard."""
+"""`tune`: gradients of an objective from several starts, with trials and TensorBoard."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from torch_occ.regularizers.base import Regularizer
 from torch_occ.tuning.leaps import leap
 from torch_occ.tuning.objective import Evaluation, ForecastObjective, elements
 from torch_occ.tuning.space import ParameterSpace, load_numbers
+
+# -- A tuning in TensorBoard -----------------------------------------------------------------------
 
 
 class TuningBoard:
