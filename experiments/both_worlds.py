@@ -33,7 +33,7 @@ PAPER, PAPER_CENTRED = "paper", "paper, with a baseline"
 TSALLIS = "Tsallis, untuned"
 TUNED, TUNED_PLAIN = "tuned", "tuned, without baseline"
 #: Below beta = 1/2 a single visit without loss may overturn what was learned. The mean path does
-#: not see this; docs/meta_tuning.md.
+#: not see this; docs/tuning_results.md.
 BOUNDS = {"beta": (1.0, 100.0), "gamma": (0.05, 0.5)}
 
 

@@ -1,7 +1,7 @@
 """A grid of MDPs x losses x learners x parameters x seeds, on local processes or on a Dask cluster.
 
 Every cell is one game with one seed. If the script is stopped, call it again with `--directory` to
-continue. `--cluster tcp://host:8786` plays the same cells on a cluster (docs/sweeps.md), with the
+continue. `--cluster tcp://host:8786` plays the same cells on a cluster (docs/results.md), with the
 same results to the bit.
 """
 

@@ -15,20 +15,19 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from documents import ROOT, documented
+from documents import ROOT, anchors, documented
 
 import torch_occ as occ
 
 DOCS = ROOT / "docs"
 ASSETS = DOCS / "assets"
 PAGES = sorted(DOCS.rglob("*.md"))
-#: Pages whose examples other tests run, because they write files or start processes.
-ELSEWHERE = ("sweeps", "tensorboard")
+#: A block that starts worker processes is a script, which another test runs.
+SCRIPT = '__name__ == "__main__"'
 EXECUTED = [
-    name
+    str(page.relative_to(DOCS).with_suffix(""))
     for page in PAGES
     if "\n```python\n" in page.read_text(encoding="utf-8")
-    and (name := str(page.relative_to(DOCS).with_suffix(""))) not in ELSEWHERE
 ]
 SETTINGS = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
 NAVIGATION = SETTINGS.partition("nav:")[2].partition("markdown_extensions:")[0]
@@ -60,6 +59,8 @@ def test_examples_run_and_print_what_they_say(name):
     session: dict[str, object] = {"__name__": name}
     assert blocks(page)
     for number, block in enumerate(blocks(page)):
+        if SCRIPT in block:
+            continue
         output = io.StringIO()
         with redirect_stdout(output):
             exec(compile(block, f"{page.name}, example {number}", "exec"), session)
@@ -78,7 +79,8 @@ def test_examples_compile_and_links_lead_somewhere(page):
 
 def test_the_sweep_runs_as_a_script(tmp_path):
     """Worker processes import the script, so it cannot be executed in this one."""
-    script, block = tmp_path / "mine.py", blocks(DOCS / "sweeps.md")[0]
+    script = tmp_path / "mine.py"
+    (block,) = (block for page in PAGES for block in blocks(page) if SCRIPT in block)
     script.write_text(block, encoding="utf-8")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -107,9 +109,25 @@ def test_files_and_modules_that_a_page_names_exist(page):
         pkgutil.resolve_name(name)  # raises if it is not there
 
 
-def test_every_page_is_on_the_site():
-    listed = set(re.findall(r"(\S+\.md)$", NAVIGATION, re.MULTILINE))
-    assert listed == {str(page.relative_to(DOCS)) for page in PAGES}
+def test_every_page_is_on_the_site_and_home_links_it():
+    names = {str(page.relative_to(DOCS)) for page in PAGES}
+    assert set(re.findall(r"(\S+\.md)$", NAVIGATION, re.MULTILINE)) == names
+    home = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\]\((\S+\.md)\)", home)) == names - {"index.md"}
+
+
+@each_page
+def test_lines_are_short(page):
+    """A line that is one link or one row of a table cannot be wrapped."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert not [x for x in lines if len(x) > 100 and not x.lstrip().startswith(("|", "![", "["))]
+
+
+@each_page
+def test_anchors_are_headings(page):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", prose(page)):
+        if not target.startswith("https://"):
+            assert anchor in anchors((page.parent / (target or page.name)).read_text("utf-8"))
 
 
 @each_page
@@ -149,7 +167,10 @@ def reference() -> dict[str, object]:
     return {path: pkgutil.resolve_name(path) for path in paths}
 
 
-@pytest.mark.parametrize("package", [occ, occ.theory], ids=["torch_occ", "torch_occ.theory"])
+PACKAGES = [occ, occ.mdp, occ.step, occ.game, occ.rivals, occ.limits, occ.tuning, occ.theory]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_every_public_name_is_in_the_reference(package):
     public = {
         f"{package.__name__}.{name}"

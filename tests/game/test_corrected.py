@@ -119,7 +119,7 @@ def test_bad_input():
 def test_it_has_less_regret_than_the_untuned_tsallis_entropy():
     """Far less with random losses and against the adversary, on an MDP that nothing was chosen by.
 
-    docs/meta_tuning.md: 0.46 to 0.69 times with random losses, 0.44 to 0.75 times against it.
+    docs/tuning_results.md: 0.46 to 0.69 times with random losses, 0.44 to 0.75 times against it.
     """
     options = {"episodes": 30_000, "seeds": range(6), "checkpoints": [30_000], "backend": "engine"}
     for losses in (LOSSES, occ.GreedyAdversary()):

@@ -21,3 +21,9 @@ def documented(block: str) -> list[str]:
         else:
             after_print = False
     return found
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of all headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -328,38 +328,6 @@ def slope_alone(terms: Terms, term: int, step: int, table: Floats, row: int) -> 
 
 
 @routine
-def term_gradient(model: Model, terms: Terms, term: int, bent: bool, out: int, work: Work) -> None:
-    """Write the gradient by q of one term of weight 1 into row `out`.
-
-    Weights and exponents must be (K,). If `bent` is true, write the derivative of this gradient by
-    the exponent instead.
-    """
-    pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
-    argument, p = terms.argument[term], terms.exponent[term]
-    rows, row = (states, 0) if argument == STATE else (pairs, argument)
-    slope_alone(terms, term, num_actions if argument == STATE else 1, rows, row)
-    if bent:
-        for i in range(rows.shape[1]):
-            rows[row + SLOPE, i] *= by_exponent(terms.function[term], p, rows[row, i])
-    for s in range(states.shape[1]):
-        first, left, right = s * num_actions, 0.0, 0.0
-        for i in range(first, first + num_actions):
-            if argument == REST:
-                pairs[out, i] = left
-                left += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
-            elif argument == COMPLEMENT:
-                pairs[out, i] = -pairs[COMPLEMENT + SLOPE, i] if exists[COMPLEMENT, i] else 0.0
-            else:
-                pairs[out, i] = states[SLOPE, s] if argument == STATE else pairs[PAIR + SLOPE, i]
-        if argument == REST:
-            for i in range(first + num_actions - 1, first - 1, -1):
-                pairs[out, i] += right
-                right += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
-        for i in range(first, first + num_actions):
-            pairs[out, i] = pairs[out, i] if exists[PAIR, i] else 0.0
-
-
-@routine
 def pair_with(
     model: Model,
     terms: Terms,

@@ -391,7 +391,7 @@ def _check_barrier(regularizer: Regularizer) -> None:
 # and V the sum of their squares, which estimates the variance of Lhat.
 
 
-#: gamma and width, chosen on MDPs 80 to 90 (docs/corrected.md).
+#: gamma and width, chosen on MDPs 80 to 90 (docs/adaptive.md).
 GAMMA, WIDTH = 0.85, 3.0
 
 
@@ -409,7 +409,7 @@ class CorrectedFTRL(FTRL):
     the cumulative loss.
 
     There is no theorem. It is good with random losses and against an adversary that reacts. Where
-    means change from outside, it may follow too late. docs/corrected.md has what was measured.
+    means change from outside, its regret may be linear. docs/adaptive.md has what was measured.
 
     Args:
         mdp: the MDP.
@@ -417,8 +417,9 @@ class CorrectedFTRL(FTRL):
             no log-barrier.
         width: how many standard deviations are put down to noise. 0 is `FTRL` with importance
             weights, up to the mean m, which is added once as a hint.
-        prior, count: m = (count * prior + sum of losses) / (count + number of visits). A prior of
-            zero is optimistic: pairs that were seen seldom are tried again.
+        prior: m = (count * prior + sum of losses) / (count + number of visits). Zero is optimistic:
+            pairs that were seen seldom are tried again.
+        count: how many observations the prior is worth.
 
     Raises:
         ValueError: if `width` is negative or infinite, `prior` is outside [0, 1], or `count` is not

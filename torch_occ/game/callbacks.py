@@ -110,7 +110,7 @@ _LAYOUT = {
 class TensorBoard(Callback):
     """Writes curves, images and the configuration of a run for TensorBoard; steps are episodes.
 
-    docs/tensorboard.md is a tour. If writing fails during a run, the callback is dropped with a
+    docs/results.md lists the tags. If writing fails during a run, the callback is dropped with a
     warning, and the run continues.
 
     Nothing is written between checkpoints. When a run is resumed, points after the episode at which

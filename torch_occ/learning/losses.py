@@ -415,7 +415,9 @@ def expected_cost(
     Args:
         loss: the predicted losses, `(*batch, S, A)`.
         cost: the true losses, `(*batch, S, A)`. Values on masked pairs are ignored.
-        t, warm_start, mdp: as in `FTRLStep.solve`.
+        t: the episode, as in `FTRLStep.solve`.
+        warm_start: as there.
+        mdp: as there.
 
     Returns:
         One number per element, `(*batch,)`; differentiable in all of them.
@@ -455,7 +457,9 @@ def negative_log_likelihood(
         states: `(*batch, N, L)`, N trajectories per element: one state per layer, numbered over all
             layers as everywhere. Batch shapes broadcast.
         actions: `(*batch, N, L)`.
-        t, warm_start, mdp: as in `FTRLStep.solve`.
+        t: the episode, as in `FTRLStep.solve`.
+        warm_start: as there.
+        mdp: as there.
         transitions: whether to add - log initial(s_0) - sum_k log P(s_{k+1} | s_k, a_k). These
             terms do not depend on the loss; they matter if the probabilities are learned.
 

@@ -21,7 +21,7 @@ class KLUCB(EmpiricalLearner):
     and 0 without observations. For L = 1 this is KL-UCB (Garivier and Cappe, 2011, with c = 0),
     which attains the limit of regret (`occ.limits.lower_bound`). Where optimal policies leave out
     states, optimism explores more than is needed (Dann, Marinov, Mohri and Zimmert, 2021);
-    docs/limit.md has measurements. The confidence holds for all losses in [0, 1] with constant
+    docs/rivals.md has measurements. The confidence holds for all losses in [0, 1] with constant
     means.
     """
 

@@ -398,7 +398,7 @@ def _root(q: Tensor, exists: Tensor) -> Tensor:
 #: Panels of three solves per tenfold of episodes.
 PER_DECADE = 3.0
 
-#: Noise above this share of a forecast is no small correction; docs/meta_tuning.md measures it.
+#: Noise above this share of a forecast is no small correction; docs/tuning_results.md measures it.
 SMALL_NOISE = 1 / 3
 
 #: Up to so many pairs the noise is computed from matrices; beyond, by so many probes.

@@ -205,7 +205,7 @@ def longest_leap(mdp: LayeredMDP, hessian: Hessian, q: Tensor, accuracy: float) 
 # `predict` chooses between the two.
 
 
-#: The relative change of q that is allowed in a leap; docs/meta_tuning.md has measurements.
+#: The relative change of q that is allowed in a leap; docs/tuning_results.md has measurements.
 ACCURACY = 0.5
 
 #: The default number of particles.

@@ -32,7 +32,7 @@ from torch_occ.tuning.tune import Tuned, tune
 class Recipe:
     """The numbers of steps, points and particles of `tune_and_refine`.
 
-    The defaults are those that docs/meta_tuning.md measures, for an objective over sixteen MDPs.
+    The defaults are those that docs/tuning_results.md measures, for an objective over sixteen MDPs.
     """
 
     steps: int = 12
@@ -145,7 +145,7 @@ def untuned(regularizer: Regularizer, bounds: dict[str, tuple[float, float]]) ->
 
 Kind = Literal["any", "stochastic", "varying", "adversarial"]
 
-#: gamma and beta of "varying", chosen on MDPs 80 to 82 (docs/meta_tuning.md).
+#: gamma and beta of "varying", chosen on MDPs 80 to 82 (docs/tuning_results.md).
 VARYING = (1.0, 0.5)
 
 #: gamma and beta of "adversarial", chosen on training MDPs by experiments/both_worlds.py.
@@ -158,8 +158,9 @@ EVERYWHERE = 0.001
 def recommended(mdp: LayeredMDP, world: Kind = "any") -> Learner:
     """Return a learner with constants that were good on MDPs on which they were not chosen.
 
-    - "any": nothing is known about the losses. `CorrectedFTRL`, with its defaults.
-      It is good with random losses and against an adversary that reacts, and less so in between.
+    - "any": nothing is known about the losses. `CorrectedFTRL`, with its defaults. It is good with
+      random losses and against an adversary that reacts. It has no theorem, and linear regret
+      against losses that change once (docs/adaptive.md).
     - "stochastic": losses are independent with the same means in every episode. Thompson sampling.
       Its regret may be linear in any other world.
     - "varying": means change from outside, as where losses are constrained or corrupted. FTRL with
@@ -168,7 +169,7 @@ def recommended(mdp: LayeredMDP, world: Kind = "any") -> Learner:
     - "adversarial": losses react to the learner. FTRL with the conditional entropy,
       eta_t = 0.2663 / sqrt(t), a log-barrier of weight 1, and the same estimates.
 
-    docs/meta_tuning.md has the measurements. The baselines are for losses that are spread over
+    docs/tuning_results.md has the measurements. The baselines are for losses that are spread over
     [0, 1].
 
     Raises:
