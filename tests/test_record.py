@@ -15,7 +15,6 @@ import tomllib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -80,61 +79,51 @@ PROBLEMS = {  # the MDP, and the batch shape of losses
 }
 
 
-class OwnSeparable(torch_occ.SeparableRegularizer):
-    arg_constraints: ClassVar = {"weight": constraints.positive}
+def own(name, base, **functions):
+    """A user's class of regularizers with one parameter."""
 
-    def __init__(self, weight):
-        super().__init__(weight=weight)
+    def start(self, weight):
+        super(cls, self).__init__(weight=weight)
 
-    def pair(self, x):
-        return x * x.log() - x.sqrt()
-
-    def rest(self, x):
-        return -self.weight * (x + 0.1).log()
-
-    def state(self, x):
-        return self.weight * x**2
-
-    def complement(self, x):
-        return 1 / (0.5 + x)
+    domain = {"arg_constraints": {"weight": constraints.positive}, "__init__": start}
+    cls = type(name, (base,), domain | functions)
+    return {name: cls}
 
 
-class OwnStatewise(torch_occ.StatewiseRegularizer):
-    arg_constraints: ClassVar = {"weight": constraints.positive}
-
-    def __init__(self, weight):
-        super().__init__(weight=weight)
-
-    def per_state(self, q):
-        centred = (q - q.mean(-1, keepdim=True)).square().sum(-1)
-        return (q * q.log()).sum(-1) + self.weight * centred + (1 + q).prod(-1).log() ** 2
+def per_state(self, q):
+    centred = (q - q.mean(-1, keepdim=True)).square().sum(-1)
+    return (q * q.log()).sum(-1) + self.weight * centred + (1 + q).prod(-1).log() ** 2
 
 
-class OwnJoint(torch_occ.JointRegularizer):
-    arg_constraints: ClassVar = {"weight": constraints.positive}
-
-    def __init__(self, weight):
-        super().__init__(weight=weight)
-
-    def joint(self, q):
-        positive = torch.where(q > 0, q, 1.0)
-        rank = 1 + counting(q.shape[-2] * q.shape[-1]).reshape(q.shape[-2:])
-        entropy = (positive * positive.log()).sum((-2, -1))
-        return entropy + self.weight * (q / rank).sum((-2, -1)) ** 2
+def joint(self, q):
+    positive = torch.where(q > 0, q, 1.0)
+    rank = 1 + counting(q.shape[-2] * q.shape[-1]).reshape(q.shape[-2:])
+    entropy = (positive * positive.log()).sum((-2, -1))
+    return entropy + self.weight * (q / rank).sum((-2, -1)) ** 2
 
 
-class Empty(torch_occ.SeparableRegularizer):
-    """It has no term."""
+OWN = (
+    own(
+        "OwnSeparable",
+        torch_occ.SeparableRegularizer,
+        pair=lambda self, x: x * x.log() - x.sqrt(),
+        rest=lambda self, x: -self.weight * (x + 0.1).log(),
+        state=lambda self, x: self.weight * x**2,
+        complement=lambda self, x: 1 / (0.5 + x),
+    )
+    | own("OwnStatewise", torch_occ.StatewiseRegularizer, per_state=per_state)
+    | own("OwnJoint", torch_occ.JointRegularizer, joint=joint)
+    | own("Empty", torch_occ.SeparableRegularizer)
+)
 
 
 def evaluate(section, name, mdp=DENSE, **more):
     """The case of this name, for this MDP."""
-    names = {"occ": occ, "torch": torch, "table": table, "mdp": mdp, "T": EPISODES}
+    names = OWN | {"occ": occ, "torch": torch, "table": table, "mdp": mdp, "T": EPISODES}
     names |= {"mean": table(mdp, seed=1), "tables": table(mdp, 5, seed=2)}
     if section in ("regularizers", "own", "model"):
         names |= {"states": counting(mdp.num_states), "actions": counting(mdp.num_actions)}
         names |= {"layers": counting(mdp.horizon), "eta": occ.InverseSqrt(0.9)}
-        names |= {c.__name__: c for c in (OwnSeparable, OwnStatewise, OwnJoint)}
     if section in ("ftrl", "learners", "errors"):
         names |= {"rate": occ.Tsallis() / occ.InverseSqrt(0.8) + occ.LogBarrier(1.0)}
         names |= {"powers": occ.Tsallis(0.7) / occ.Polynomial(0.8, 0.37) + occ.LogBarrier(0.3)}
@@ -391,7 +380,7 @@ def message(name):
     more |= {"ones": torch.ones(4, 2, dtype=F64), "caps": torch.ones(2, dtype=F64)}
     more |= {"step": occ.FTRLStep(MASKED, occ.jin_luo(MASKED, beta=0.5), backend="torch")}
     try:
-        evaluate("errors", name, **more, Empty=Empty, OwnJoint=OwnJoint)
+        evaluate("errors", name, **more)
     except Exception as error:
         # A name that moved to a package may be named there.
         return [type(error).__name__, re.sub(rf"\bocc\.({'|'.join(PLACES)})\.", "occ.", str(error))]
@@ -401,9 +390,9 @@ def message(name):
 # -- writing and reading -------------------------------------------------------------------------
 
 
-def put_into(name, payload):
+def put_into(name, save):
     with tempfile.NamedTemporaryFile(dir=RECORD, delete=False) as file:
-        file.write(payload)
+        save(file)
     os.chmod(file.name, 0o644)
     os.replace(file.name, RECORD / name)
 
@@ -416,16 +405,16 @@ def write(section, cases):
             start = len(row)
             row += x.detach().double().reshape(-1).tolist()
             index.setdefault(case, {})[name] = [start, len(row)]
-    put_into(f"{section}.bin", np.array(row).tobytes())
-    put_into(f"{section}.json", json.dumps(index, separators=(",", ":")).encode())
+    arrays = {"row": np.array(row), "index": np.array(json.dumps(index))}
+    put_into(f"{section}.npz", lambda file: np.savez_compressed(file, **arrays))
 
 
 @cache
 def record(section):
-    if not (RECORD / f"{section}.bin").exists():
+    if not (RECORD / f"{section}.npz").exists():
         return {}
-    row = torch.from_numpy(np.fromfile(RECORD / f"{section}.bin"))
-    index = json.loads((RECORD / f"{section}.json").read_text())
+    with np.load(RECORD / f"{section}.npz") as file:
+        row, index = torch.from_numpy(file["row"]), json.loads(str(file["index"]))
     return {
         case: {name: row[slice(*place)] for name, place in fields.items()}
         for case, fields in index.items()
@@ -543,7 +532,8 @@ def write_all(words):
 
     if not words or "messages" in words:
         messages = {name: message(name) for name in CASES["errors"]}
-        put_into("messages.json", json.dumps(messages, indent=1, ensure_ascii=False).encode())
+        text = json.dumps(messages, indent=1, ensure_ascii=False).encode()
+        put_into("messages.json", lambda file: file.write(text))
     for section, cases in (("steps", steps()), ("numbers", numbers())):
         found = {name: f(*given) for name, (f, *given) in chosen(section, cases).items()}
         write(section, well_conditioned(found))

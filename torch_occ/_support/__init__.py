@@ -1,7 +1,7 @@
 """What all packages share: files, random numbers, processes, choices, private interfaces.
 
-caching       the cache of compiled kernels on disk, and the stamp that decides whether an entry is
-choices       choices at run time: torch or the engine, optional packages, and messages while
+choices       choices at run time: torch or the engine, optional packages
+compiling     how kernels are compiled, and kept on disk with a stamp that decides if they are valid
 constants     numbers that torch and the engine share: chunks, checkpoints, tolerances
 files         files: written atomically, checked when they are read; states of runs, and tables
 fingerprints  hashes of everything that decides the numbers of a run, to recognize a saved run

@@ -11,22 +11,25 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, get_type_hints
 
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.core.datamodel import models
-from numba.core.ir_utils import alias_func_extensions
-from numba.core.typeconv.castgraph import Conversion
-from numba.core.typing.templates import signature
+from numba import types
 from numba.extending import (
     lower_builtin,
     lower_cast,
-    overload,
-    overload_attribute,
+    make_attribute_wrapper,
     register_model,
     type_callable,
 )
-from numba.np.arrayobj import populate_array
 from numpy.typing import NDArray
+
+from torch_occ._support.private import (
+    Conversion,
+    alias_func_extensions,
+    cgutils,
+    ir,
+    models,
+    populate_array,
+    signature,
+)
 
 #: The number of lanes of a batch, and of one or two problems. Both give the same bits, because the
 #: same operations are done in every lane.
@@ -384,9 +387,16 @@ def in_lanes_or_shared(x: Any, width: Any) -> Any:
     return called_by_kernels(x, width)
 
 
-@overload(in_lanes_or_shared, inline="always", strict=False)
-def _in_lanes_or_shared(x: Any, width: Any) -> Any:
-    return (lambda x, width: in_lanes(x, width)) if x.ndim == 3 else (lambda x, width: x)
+@type_callable(in_lanes_or_shared)
+def _type_in_lanes_or_shared(context: Any) -> Any:
+    def typer(x: Any, width: Any) -> Any:
+        shared = isinstance(width, types.NoneType) or x.ndim != 3
+        return signature(x if shared else _laned(x, len(width)), x, width)
+
+    return typer
+
+
+lower_builtin(in_lanes_or_shared, types.Any, types.Any)(_lower_in_lanes)
 
 
 def _keep_writes(found: str, arguments: Any, aliases: Any, reachable: set[str]) -> None:
@@ -464,31 +474,18 @@ def _lower_setitem(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
     return context.get_dummy_value()
 
 
-def _shape(x: Any) -> Any:
-    return called_by_kernels(x)
+make_attribute_wrapper(LaneArray, "shape", "shape")
 
 
-@type_callable(_shape)
-def _type_shape(context: Any) -> Any:
-    def typer(x: Any) -> Any:
-        return signature(types.UniTuple(types.intp, x.ndim), x)
-
-    return typer
+@type_callable(len)
+def _type_len(context: Any) -> Any:
+    return lambda x: signature(types.intp, x) if isinstance(x, LaneArray) else None
 
 
-@lower_builtin(_shape, LaneArray)
-def _lower_shape(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
-    return cgutils.create_struct_proxy(sig.args[0])(context, builder, value=arguments[0]).shape
-
-
-@overload_attribute(LaneArray, "shape", inline="always", strict=False)  # type: ignore[call-arg]
-def _shape_attribute(x: Any) -> Any:
-    return lambda x: _shape(x)
-
-
-@overload(len, inline="always", strict=False)
-def _len(x: Any) -> Any:
-    return (lambda x: _shape(x)[0]) if isinstance(x, LaneArray) else None
+@lower_builtin(len, LaneArray)
+def _lower_len(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
+    x = cgutils.create_struct_proxy(sig.args[0])(context, builder, value=arguments[0])
+    return cgutils.unpack_tuple(builder, x.shape)[0]
 
 
 # -- single lanes ----------------------------------------------------------------------------------
@@ -499,10 +496,14 @@ def lanes_of(x: Any) -> int:
     return int(called_by_kernels(x))
 
 
-@overload(lanes_of, inline="always", strict=False)
-def _lanes_of(x: Any) -> Any:
-    width = x.width if isinstance(x, LaneArray) else 1
-    return lambda x: width
+@type_callable(lanes_of)
+def _type_lanes_of(context: Any) -> Any:
+    return lambda x: signature(types.intp, x)
+
+
+@lower_builtin(lanes_of, types.Any)
+def _lower_lanes_of(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
+    return context.get_constant(types.intp, getattr(sig.args[0], "width", 1))
 
 
 def lane(x: Any, n: int) -> Any:

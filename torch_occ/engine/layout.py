@@ -13,15 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
+from typing import overload as overloaded
 
 import numpy as np
 from numba import njit, types
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from torch_occ._support.caching import keep
+from torch_occ._support.compiling import KernelCompiler, RoutineCompiler, keep
 from torch_occ._support.constants import SQUARE
-from torch_occ._support.private import NO_REFERENCE_COUNTS
+from torch_occ._support.private import NO_REFERENCE_COUNTS, AbstractTemplate, infer_global
 from torch_occ.engine.lanes import FEW_LANES, LANES, Shared, lanes_for
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -75,7 +76,11 @@ _OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, **NO_REFERENC
 
 #: For functions that only kernels call. The wrapper for calls from Python would take longer to
 #: compile than the function.
-_NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_INNER: dict[str, Any] = _OPTIONS | {
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+    "pipeline_class": RoutineCompiler,
+}
 
 
 def kernel(function: Function) -> Function:
@@ -83,28 +88,32 @@ def kernel(function: Function) -> Function:
 
     Products and sums may be fused; no other floating-point optimization is allowed.
     """
-    return keep(njit(fastmath={"contract"}, **_OPTIONS)(function))
+    return keep(njit(fastmath={"contract"}, pipeline_class=KernelCompiler, **_OPTIONS)(function))
 
 
-def routine(function: Function) -> Function:
-    """Compile a function that only kernels call."""
-    return keep(njit(fastmath={"contract"}, **_OPTIONS, **_NO_WRAPPERS)(function))
+@overloaded
+def routine(function: Function) -> Function: ...
 
 
-def adder(function: Function) -> Function:
-    """Compile a routine whose sums may be taken in any order, so that they vectorize."""
-    return keep(njit(fastmath={"contract", "reassoc"}, **_OPTIONS, **_NO_WRAPPERS)(function))
+@overloaded
+def routine(*, inline: bool = False, any_order: bool = False) -> Callable[[Function], Function]: ...
 
 
-def part(function: Function) -> Function:
-    """Compile a routine that LLVM inlines into its callers.
+def routine(function: Any = None, *, inline: bool = False, any_order: bool = False) -> Any:
+    """Compile a function that only kernels call; it becomes a part of them.
 
-    A call would take longer than the function, because all arrays are passed.
+    Args:
+        inline: whether LLVM must inline it. A call of a small function takes longer than its work,
+            because all arrays are passed.
+        any_order: whether its sums may be taken in any order, so that they vectorize.
     """
-    options: dict[str, Any] = (
-        {"fastmath": {"contract"}, "forceinline": True} | _OPTIONS | _NO_WRAPPERS
-    )
-    return keep(njit(**options)(function))
+    if function is None:
+        return lambda function: routine(function, inline=inline, any_order=any_order)  # type: ignore[call-overload]
+    fastmath = {"contract", "reassoc"} if any_order else {"contract"}
+    return keep(njit(fastmath=fastmath, forceinline=inline, **_INNER)(function))
+
+
+part, adder = routine(inline=True), routine(any_order=True)
 
 
 def inlined(function: Function) -> Function:
@@ -120,25 +129,37 @@ unsigned = np.uint64
 def choose(test: Callable[..., bool], one: Function, other: Function) -> Function:
     """Dispatch on the types of the arguments when the calling kernel is compiled.
 
-    `one` is called if the test of these types is true. What is not called is not compiled.
+    `one` is called if the test of these types is true. What is not called is not compiled. Both
+    are routines, or both are inlined and have the same names of parameters.
     """
 
     @wraps(one.py_func)  # type: ignore[attr-defined]
     def stub(*_: Any) -> Any:
         raise TypeError("called by kernels only")
 
-    options = {
-        name: value
-        for name, value in one.targetoptions.items()  # type: ignore[attr-defined]
-        if name not in ("nopython", "inline")
-    }
-    inline = one.targetoptions.get("inline", "never")  # type: ignore[attr-defined]
-
-    @overload(stub, inline=inline, strict=False, jit_options=options)  # type: ignore[arg-type]
-    @wraps(one.py_func)  # type: ignore[attr-defined]
     def chosen(*arguments: Any) -> Any:
-        return (one if test(*arguments) else other).py_func  # type: ignore[attr-defined]
+        return one if test(*arguments) else other
 
+    if "inline" in one.targetoptions:  # type: ignore[attr-defined]
+
+        @overload(stub, inline="always", strict=False, jit_options=_INNER)  # type: ignore[arg-type]
+        @wraps(one.py_func)  # type: ignore[attr-defined]
+        def chosen_code(*arguments: Any) -> Any:
+            return chosen(*arguments).py_func
+
+    else:
+
+        class Choice(AbstractTemplate):
+            key = stub
+
+            def generic(self, arguments: Any, keywords: Any) -> Any:
+                self.chosen = types.Dispatcher(chosen(*arguments))
+                return self.chosen.get_call_type(self.context, arguments, keywords)
+
+            def get_impl_key(self, sig: Any) -> Any:
+                return self.chosen.get_impl_key(sig)
+
+        infer_global(stub, types.Function(Choice))
     return stub  # type: ignore[return-value]
 
 

@@ -1,19 +1,24 @@
-"""Kernels on disk: stale ones are never used; without a disk, kernels still compile."""
+"""How kernels are compiled and kept: routines become parts of them, stale ones are never used."""
 
 from __future__ import annotations
 
 import ast
+import gc
 import importlib.util
+import operator
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numba
 import pytest
 
 import torch_occ
-from torch_occ._support import caching
+from torch_occ._support import compiling
 
 PACKAGE = Path(torch_occ.__file__).parent
 
@@ -85,7 +90,126 @@ def test_where_nothing_can_be_written_kernels_are_compiled_and_one_warning_says_
     # as the warning advises
     again, _, said = copied(HOME=os.devnull, NUMBA_CACHE_DIR=str(elsewhere))
     assert (again, "cannot be kept" in said) == (before, False)
-    assert list(elsewhere.rglob("baselines.play_fixed*.nbc"))
+    assert list(elsewhere.rglob("play.play_fixed*.nbc"))
+
+
+# -- routines ----------------------------------------------------------------------------------
+
+INNER = """
+from torch_occ.engine.layout import choose, kernel, routine
+
+@routine
+def half(x):
+    return 0.5 * x
+
+@routine
+def third(x):
+    return x / 3.0
+
+some = choose(lambda kind: "float" in str(kind), half, third)
+
+@kernel
+def first(x):
+    return some(x) + half(x)
+
+@kernel
+def second(x):
+    return some(x) + some(3)
+"""
+
+
+@pytest.fixture
+def imported(tmp_path, monkeypatch):
+    """A function that imports kernels from text, with a cache of their own."""
+    monkeypatch.setattr(compiling.caching.config, "CACHE_DIR", str(tmp_path / "cache"))
+
+    def load(text):
+        path = tmp_path / "kernels.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location("kernels", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def test_a_routine_is_linked_into_kernels_and_has_no_machine_code(imported):
+    """If this fails, Numba's classes have changed, and compiling takes twice as long."""
+    module = imported(INNER)
+    assert module.first(3.0) == 3.0
+    (found,) = module.half.overloads.values()
+    assert found.library.get_pointer_to_function(found.fndesc.llvm_func_name) == 0
+    assert found._reduce()[0][1] == "bitcode"
+    assert not module.third.overloads  # what is not chosen is not compiled
+    (found,) = module.first.overloads.values()
+    assert found.library.get_pointer_to_function(found.fndesc.llvm_cpython_wrapper_name) != 0
+
+
+def test_a_routine_from_disk_is_linked_into_new_kernels(imported):
+    assert imported(INNER).first(3.0) == 3.0
+    module = imported(INNER)
+    assert module.second(3.0) == 2.5
+    assert sum(module.half.stats.cache_hits.values()) == 1
+    (found,) = module.half.overloads.values()
+    assert type(found.library) is compiling._RoutineLibrary
+
+
+def test_operators_are_looked_up_once(imported, monkeypatch):
+    """If this fails, Numba's typing has changed, and compiling takes longer."""
+    asked = []
+    context = type(numba.njit(lambda: 0).typingctx)
+    resolve = context.resolve_function_type
+
+    def counted(self, function, *arguments):
+        asked.append(getattr(function, "typing_key", None))
+        return resolve(self, function, *arguments)
+
+    monkeypatch.setattr(compiling._Remembering, "_found", {})
+    monkeypatch.setattr(context, "resolve_function_type", counted)
+    sums = " + ".join("x" * 20)
+    module = imported(
+        f"from torch_occ.engine.layout import kernel\n@kernel\ndef f(x):\n return {sums}"
+    )
+    assert module.f(1.0) == 20.0
+    assert asked.count(operator.add) == 1
+
+
+@pytest.mark.parametrize("text", ["x", "x.missing"])
+def test_the_collector_rests_while_a_kernel_compiles(imported, monkeypatch, text):
+    seen = []
+    compile_core = compiling.KernelCompiler._compile_core
+    monkeypatch.setattr(
+        compiling.KernelCompiler,
+        "_compile_core",
+        lambda self: (seen.append(gc.isenabled()), compile_core(self))[1],
+    )
+    module = imported(
+        f"from torch_occ.engine.layout import kernel\n@kernel\ndef f(x):\n return {text}"
+    )
+    assert gc.isenabled()
+    if text == "x":
+        module.f(1.0)
+    else:
+        with pytest.raises(numba.TypingError):
+            module.f(1.0)
+    assert seen[0] is False
+    assert gc.isenabled()
+
+
+def test_a_message_says_what_is_compiled_in_every_process_that_compiles(capsys, monkeypatch):
+    monkeypatch.setattr(compiling, "PATIENCE", 0.05)
+    for name in ("one", "two"):  # not only the first
+        with compiling._compiling(name), compiling._compiling("inner"):
+            time.sleep(0.2)
+    with compiling._compiling("quick"):
+        pass
+    assert re.findall(r"compil\w+ \w+", capsys.readouterr().err) == [
+        "compiling one",
+        "compiled one",
+        "compiling two",
+        "compiled two",
+    ]
 
 
 # -- files that are not what the index says ----------------------------------------------------
@@ -104,16 +228,11 @@ def two(x):
 
 
 @pytest.fixture
-def compiled_twice(tmp_path, monkeypatch):
+def compiled_twice(imported, tmp_path):
     """A function that imports and calls two kernels, and counts those that came from disk."""
-    monkeypatch.setattr(caching.caching.config, "CACHE_DIR", str(tmp_path / "cache"))
-    path = tmp_path / "kernels.py"
-    path.write_text(TWO)
 
     def call():
-        spec = importlib.util.spec_from_file_location("kernels", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = imported(TWO)
         found = module.one(0.0), module.two(0.0)
         return found, sum(sum(f.stats.cache_hits.values()) for f in (module.one, module.two))
 
@@ -155,8 +274,8 @@ def test_a_disk_that_is_full_costs_a_warning_only(compiled_twice, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(caching.caching.IndexDataCacheFile, "save", full)
-    caching._nowhere.cache_clear()
+    monkeypatch.setattr(compiling.caching.IndexDataCacheFile, "save", full)
+    compiling._nowhere.cache_clear()
     with pytest.warns(UserWarning, match=r"No space left on device.*NUMBA_CACHE_DIR") as said:
         assert compiled_twice() == ((1.0, 2.0), 0)
     assert len(said) == 1
@@ -168,22 +287,21 @@ def test_a_disk_that_is_full_costs_a_warning_only(compiled_twice, monkeypatch):
 def test_the_stamp_knows_contents_names_and_versions(tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text("x = 1")
     (tmp_path / "b.py").write_text("x = 1")
-    stamps = [caching.stamp_of([tmp_path / "a.py"]), caching.stamp_of([tmp_path / "b.py"])]
-    assert caching.stamp_of([tmp_path / "a.py"]) == stamps[0]
+    stamps = [compiling.stamp_of([tmp_path / "a.py"]), compiling.stamp_of([tmp_path / "b.py"])]
+    assert compiling.stamp_of([tmp_path / "a.py"]) == stamps[0]
     (tmp_path / "a.py").write_text("x = 2")
-    stamps.append(caching.stamp_of([tmp_path / "a.py"]))
+    stamps.append(compiling.stamp_of([tmp_path / "a.py"]))
     for package in ("numba", "llvmlite"):
         with monkeypatch.context() as patch:
             patch.setattr(f"{package}.__version__", "0")
-            stamps.append(caching.stamp_of([tmp_path / "a.py"]))
-    monkeypatch.setattr(caching, "VERSION", "0")
-    stamps.append(caching.stamp_of([tmp_path / "a.py"]))
+            stamps.append(compiling.stamp_of([tmp_path / "a.py"]))
+    monkeypatch.setattr(compiling, "VERSION", "0")
+    stamps.append(compiling.stamp_of([tmp_path / "a.py"]))
     assert len(set(stamps)) == len(stamps)
 
 
 def test_every_name_in_a_kernel_comes_from_a_source_in_the_stamp():
     """Numba compiles values of global names into a kernel, so their files belong to the stamp."""
-    decorators = {"kernel", "adder", "part", "inlined"}
     checked = 0
     for path in sorted((PACKAGE / "engine").rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -196,7 +314,7 @@ def test_every_name_in_a_kernel_comes_from_a_source_in_the_stamp():
             for name in statement.names
         }
         for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
-            if decorators & {d.id for d in function.decorator_list if isinstance(d, ast.Name)}:
+            if function.decorator_list:
                 for name in (
                     node.id
                     for line in function.body
@@ -207,6 +325,6 @@ def test_every_name_in_a_kernel_comes_from_a_source_in_the_stamp():
                         checked += 1
                         assert (
                             PACKAGE.parent / (origin[name].replace(".", "/") + ".py")
-                            in caching.SOURCES
+                            in compiling.SOURCES
                         ), f"{path.name}: {name}"
     assert checked > 50

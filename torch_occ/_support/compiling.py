@@ -1,0 +1,299 @@
+"""How kernels are compiled, and kept on disk with a stamp that decides whether they are valid.
+
+A kernel is what Python calls; a routine is what only kernels call. Numba alone would optimize and
+emit each routine by itself, and again inside of its callers, which took half of the time. Here a
+routine stays as it was lowered, and is optimized with the kernel that it is linked into.
+
+Numba validates a cached kernel by the file in which the kernel stands. But a kernel contains copies
+of the kernels and constants that it uses from other files. So every entry here has a stamp: a hash
+of all sources that any kernel is compiled from, and of the versions that compiled them. An entry
+with another stamp is compiled again and overwritten. If no cache folder is writable, kernels are
+compiled in every process.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import numba
+from numba import types
+
+from torch_occ._support.private import (
+    Compiler,
+    CompileResult,
+    JITCodeLibrary,
+    caching,
+    llvmlite,
+    parse_bitcode,
+)
+from torch_occ._support.version import VERSION
+
+_SUPPORT = Path(__file__).parent
+
+#: Every file that kernels are compiled from: the package `engine`, and the modules from which it
+#: imports constants and options.
+SOURCES = (
+    *sorted((_SUPPORT.parent / "engine").rglob("*.py")),
+    *(_SUPPORT / name for name in ("compiling.py", "private.py", "constants.py")),
+)
+
+
+def stamp_of(sources: Sequence[Path]) -> str:
+    """A hash of the files, their names, and the versions of torch_occ, Numba and llvmlite."""
+    digest = hashlib.sha256(f"{VERSION} {numba.__version__} {llvmlite.__version__}".encode())
+    for source in sources:
+        # A frozen program has no source files; its version is enough.
+        content = source.read_bytes() if source.exists() else b""
+        digest.update(f"\n{source.parent.name}/{source.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def keep(dispatcher: Any) -> Any:
+    """Cache a compiled function on disk if a folder is writable; return the function."""
+    try:
+        dispatcher._cache = _KernelCache(dispatcher.py_func)
+    except RuntimeError:  # Numba found no writable folder
+        _nowhere("neither the package's own folder nor the user's cache folder can be written to")
+    return dispatcher
+
+
+@cache
+def _nowhere(reason: str) -> None:
+    warnings.warn(
+        "torch_occ: compiled kernels cannot be kept, and every process compiles them anew, for "
+        f"about half a minute: {reason}. Name a folder that can be written to in the environment "
+        "variable NUMBA_CACHE_DIR.",
+        stacklevel=2,
+    )
+
+
+# -- compiling -------------------------------------------------------------------------------------
+
+
+class KernelCompiler(Compiler):
+    """Numba's compiler, with less work: look-ups are remembered, and garbage is kept."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.state.typingctx = _Remembering(self.state.typingctx, self.state.flags)
+
+    def compile_extra(self, function: Any) -> Any:
+        with _compiling(function.__name__):
+            found = super().compile_extra(function)
+        if not isinstance(found.library, _RoutineLibrary):
+            # Numba would do this for routines when it emits them.
+            for environment in found._find_referenced_environments():
+                found.codegen.set_env(environment.env_name, environment)
+        return found
+
+
+class RoutineCompiler(KernelCompiler):
+    """The compiler of functions that only kernels call; they are never emitted by themselves."""
+
+    def compile_extra(self, function: Any) -> Any:
+        codegen = self.state.targetctx.codegen()
+        self.state.library = _RoutineLibrary(codegen, function.__qualname__)
+        self.state.library.enable_object_caching()
+        return super().compile_extra(function)
+
+
+class _RoutineLibrary(JITCodeLibrary):
+    """The code of a routine and its callees, to be linked into kernels.
+
+    It is neither optimized nor emitted, so it has no address, and no place for an environment.
+    """
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        self._ensure_finalized()
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        return self
+
+    def set_env(self, name: str, environment: Any) -> None:
+        pass
+
+    def serialize_using_object_code(self) -> Any:
+        return self.serialize_using_bitcode()
+
+
+class _Remembering:
+    """Numba's typing context, which remembers what functions of given types return.
+
+    Numba tries up to a hundred definitions of `+` for every `+` in a kernel, and there are
+    thousands. The type of a function contains its definitions, so nothing remembered is out of date
+    when another package adds one. Nothing changes for functions that are not compiled here.
+    """
+
+    _found: dict[Any, dict[Any, Any]] = {}  # noqa: RUF012 - shared by all
+
+    def __init__(self, context: Any, flags: Any) -> None:
+        self._context, self._own = context, self._found.setdefault(flags.copy(), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def resolve_function_type(self, function: Any, arguments: Any, keywords: Any) -> Any:
+        if keywords or not isinstance(function, types.Function):
+            return self._context.resolve_function_type(function, arguments, keywords)
+        key = function, *arguments
+        if key not in self._own:
+            found = self._context.resolve_function_type(function, arguments, keywords)
+            if found is None:
+                return None
+            self._own[key] = found
+        return self._own[key]
+
+
+#: Seconds of compiling after which a message says so.
+PATIENCE = 1.0
+
+_busy: list[str] = []  # what is being compiled; Numba compiles in one thread at a time
+
+
+@contextmanager
+def _compiling(name: str) -> Iterator[None]:
+    """Switch the garbage collector off, and say what is compiled if that takes longer."""
+    if _busy:
+        yield
+        return
+    said: list[None] = []
+    begun, collects = time.perf_counter(), gc.isenabled()
+
+    def say() -> None:
+        kept = "in every process" if _nowhere.cache_info().currsize else "once for this machine"
+        said.append(print(f"torch_occ: compiling {name}, {kept} ...", file=sys.stderr, flush=True))
+
+    timer = Timer(PATIENCE, say)
+    timer.daemon = True
+    _busy.append(name)
+    gc.disable()
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        _busy.clear()
+        if collects:
+            gc.enable()
+        if said:
+            took = time.perf_counter() - begun
+            print(f"torch_occ: compiled {name} in {took:.0f} s", file=sys.stderr, flush=True)
+
+
+# -- the cache -------------------------------------------------------------------------------------
+
+#: Computed at import. If a source is edited while a process runs, what this process compiles is
+#: stored under the old stamp.
+_STAMP = stamp_of(SOURCES)
+
+
+class _Stamped:
+    """The part of a cache locator that returns our stamp instead of Numba's."""
+
+    def get_source_stamp(self) -> str:
+        return _STAMP
+
+    def get_disambiguator(self) -> str:
+        # Numba would use the line number, so that each edit above a kernel leaves a stale file.
+        return "engine"
+
+
+class _Provided(_Stamped, caching.UserProvidedCacheLocator):
+    """In NUMBA_CACHE_DIR."""
+
+
+class _InTree(_Stamped, caching.InTreeCacheLocator):
+    """Beside the sources, in `__pycache__`."""
+
+
+class _UserWide(_Stamped, caching.UserWideCacheLocator):
+    """In the user's own cache folder."""
+
+
+class _Implementation(caching.CompileResultCacheImpl):
+    def rebuild(self, target_context: Any, payload: Any) -> Any:
+        """A compiled function from what was stored: a kernel, or a routine."""
+        (name, kind, code), description, environment, signature, *_, environments = payload
+        if kind == "object":
+            return super().rebuild(target_context, payload)
+        library = _RoutineLibrary(target_context.codegen(), name)
+        library._final_module = parse_bitcode(code)
+        library._finalize_final_module()
+        return CompileResult(
+            target_context=target_context,
+            typing_context=target_context.typing_context,
+            library=library,
+            entry_point=target_context.get_executable(library, description, environment),
+            fndesc=description,
+            environment=environment,
+            signature=signature,
+            objectmode=False,
+            lifted=(),
+            type_annotation=None,
+            typing_error=None,
+            call_helper=None,
+            metadata=None,
+            reload_init=(),
+            referenced_envs=environments,
+        )
+
+    _locator_classes = [_Provided, _InTree, _UserWide]  # noqa: RUF012 - declared like this in Numba
+
+
+class _KernelCache(caching.FunctionCache):
+    """A cache in which every file contains a label of the kernel that it holds.
+
+    Numba writes an index and a data file for each kernel, one after the other. If two processes
+    write at the same time, an index may point to another kernel. A file with the wrong label is
+    ignored.
+    """
+
+    _impl_class = _Implementation
+
+    def _load_overload(self, sig: Any, target_context: Any) -> Any:
+        key = self._index_key(sig, target_context.codegen())
+        try:
+            label, payload = self._cache_file.load(key)
+        except Exception:  # missing or unreadable, for any reason: compile again
+            return None
+        return self._impl.rebuild(target_context, payload) if label == self._label(key) else None
+
+    def _save_overload(self, sig: Any, data: Any) -> None:
+        if self._impl.check_cachable(data):
+            key = self._index_key(sig, data.codegen)
+            try:
+                self._impl.locator.ensure_cache_path()
+                self._drop_unreadable_index()
+                self._cache_file.save(key, (self._label(key), self._impl.reduce(data)))
+            except OSError as error:  # for example a full disk, or a deleted folder
+                _nowhere(f"{self.cache_path}: {error.strerror}")
+
+    def _drop_unreadable_index(self) -> None:
+        """Start a new index if an earlier version left one with classes that no longer exist."""
+        try:
+            self._cache_file._load_index()
+        except Exception:  # whatever it is, a new index replaces it
+            self._cache_file.flush()
+
+    def _label(self, key: Any) -> tuple[Any, ...]:
+        """The stamp, the kernel's name, its signature and the processor."""
+        return _STAMP, self._py_func.__module__, self._py_func.__qualname__, key
