@@ -24,6 +24,11 @@ settings.register_profile(
 settings.load_profile("torch_occ")
 
 
+def pytest_collection_modifyitems(items):
+    """Canaries run first: what they find explains the failures of others."""
+    items.sort(key=lambda item: "canary" not in item.keywords)
+
+
 @pytest.fixture(autouse=True)
 def global_state_is_left_alone():
     """Check that a test leaves torch's settings alone.

@@ -376,10 +376,12 @@ def sweep(
     """
     Path(directory).mkdir(parents=True, exist_ok=True)
     with sole_user(Path(directory), "sweep"):
-        return _sweep(function, cells, Path(directory), processes, cluster, progress, tensorboard)
+        return _run_cells(
+            function, cells, Path(directory), processes, cluster, progress, tensorboard
+        )
 
 
-def _sweep(
+def _run_cells(
     function: Function,
     cells: Sequence[Config],
     directory: Path,
@@ -388,12 +390,14 @@ def _sweep(
     progress: bool,
     tensorboard: bool,
 ) -> SweepResult:
-    name = _name(function)
-    todo = [Cell(config, _key(name, config)) for config in _check(cells)]
+    name = _name_of_function(function)
+    todo = [Cell(config, _key_of_cell(name, config)) for config in _check_cells(cells)]
     store, board = directory / "cells", directory / "tensorboard"
     store.mkdir(parents=True, exist_ok=True)
     code = fingerprint(function=function)
-    found = {cell.key: stored for cell in todo if (stored := _read(store, cell, code)) is not None}
+    found = {
+        cell.key: stored for cell in todo if (stored := _read_cell(store, cell, code)) is not None
+    }
     missing = [cell for cell in todo if cell.key not in found]
     for cell in todo:
         if tensorboard and cell.key in found:
@@ -418,7 +422,7 @@ def _sweep(
             else:
                 found[cell.key] = outcome
                 with _warning_if_full():
-                    _write(store, cell, code, outcome)
+                    _write_cell(store, cell, code, outcome)
                     if tensorboard:
                         log_hparams(board / cell.key, cell.config, outcome)
             bar.update()
@@ -433,7 +437,7 @@ def _sweep(
 # -- files -------------------------------------------------------------------------------------
 
 
-def _check(cells: Sequence[Config]) -> Sequence[Config]:
+def _check_cells(cells: Sequence[Config]) -> Sequence[Config]:
     seen: dict[str, int] = {}
     for i, config in enumerate(cells):
         try:
@@ -448,7 +452,7 @@ def _check(cells: Sequence[Config]) -> Sequence[Config]:
     return cells
 
 
-def _name(function: Function) -> str:
+def _name_of_function(function: Function) -> str:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if module is None or name is None or "<" in name:  # <lambda>, <locals>
         raise ValueError(
@@ -463,11 +467,11 @@ def _name(function: Function) -> str:
     return f"{module}.{name}"
 
 
-def _key(name: str, config: Config) -> str:
+def _key_of_cell(name: str, config: Config) -> str:
     return hashlib.sha256(f"{name}:{json.dumps(config, sort_keys=True)}".encode()).hexdigest()[:20]
 
 
-def _read(store: Path, cell: Cell, code: str) -> dict[str, Any] | None:
+def _read_cell(store: Path, cell: Cell, code: str) -> dict[str, Any] | None:
     """The stored result of a cell, or None; a ValueError if the file belongs to another cell."""
     path = store / f"{cell.key}.json"
     if not path.exists():
@@ -485,7 +489,7 @@ def _read(store: Path, cell: Cell, code: str) -> dict[str, Any] | None:
     return result
 
 
-def _write(store: Path, cell: Cell, code: str, result: dict[str, Any]) -> None:
+def _write_cell(store: Path, cell: Cell, code: str, result: dict[str, Any]) -> None:
     content = {"config": cell.config, "result": result, "code": code}
     write_checked_json(store / f"{cell.key}.json", _KIND, content)
 

@@ -18,20 +18,20 @@ import numba
 import pytest
 
 import torch_occ
-from torch_occ._support import compiling
+from torch_occ._support import choices, compiling
 
 PACKAGE = Path(torch_occ.__file__).parent
 
-#: Compiles as little as `simulate` can, in two modules: `play_fixed`, which calls kernels of
-#: torch_occ.engine.play.
+#: Compiles as little as `simulate` can, in two modules: `play`, which calls functions of
+#: torch_occ.engine.learners.
 PLAY = """
 import torch, torch_occ as occ
-from torch_occ.engine.play import play_fixed
+from torch_occ.engine.play import play
 mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
 losses = occ.BernoulliLosses(torch.full((mdp.num_states, 2), 0.5, dtype=torch.float64))
 history = occ.simulate(mdp, occ.FixedPolicy(mdp), losses, 50)
 assert history.backend == "engine"
-print(float(history.realised_regret[0, -1]), sum(play_fixed.stats.cache_hits.values()))
+print(float(history.realised_regret[0, -1]), sum(play.stats.cache_hits.values()))
 """
 
 
@@ -90,7 +90,7 @@ def test_where_nothing_can_be_written_kernels_are_compiled_and_one_warning_says_
     # as the warning advises
     again, _, said = copied(HOME=os.devnull, NUMBA_CACHE_DIR=str(elsewhere))
     assert (again, "cannot be kept" in said) == (before, False)
-    assert list(elsewhere.rglob("play.play_fixed*.nbc"))
+    assert list(elsewhere.rglob("play.play-*.nbc"))
 
 
 # -- routines ----------------------------------------------------------------------------------
@@ -134,6 +134,7 @@ def imported(tmp_path, monkeypatch):
     return load
 
 
+@pytest.mark.canary
 def test_a_routine_is_linked_into_kernels_and_has_no_machine_code(imported):
     """If this fails, Numba's classes have changed, and compiling takes twice as long."""
     module = imported(INNER)
@@ -155,6 +156,7 @@ def test_a_routine_from_disk_is_linked_into_new_kernels(imported):
     assert type(found.library) is compiling._RoutineLibrary
 
 
+@pytest.mark.canary
 def test_operators_are_looked_up_once(imported, monkeypatch):
     """If this fails, Numba's typing has changed, and compiling takes longer."""
     asked = []
@@ -279,6 +281,22 @@ def test_a_disk_that_is_full_costs_a_warning_only(compiled_twice, monkeypatch):
     with pytest.warns(UserWarning, match=r"No space left on device.*NUMBA_CACHE_DIR") as said:
         assert compiled_twice() == ((1.0, 2.0), 0)
     assert len(said) == 1
+
+
+# -- without Numba -----------------------------------------------------------------------------
+
+
+def test_without_numba_torch_is_used_and_one_warning_says_so():
+    def why_not():
+        raise ImportError("No module named 'numba'")
+
+    choices._without_engine.cache_clear()
+    with pytest.warns(UserWarning, match="No module named 'numba'.*torch is used") as said:
+        assert [choices.engine_takes("auto", why_not) for _ in range(2)] == [False, False]
+    assert len(said) == 1
+    with pytest.raises(ImportError, match="the engine cannot be imported: No module named 'numba'"):
+        choices.engine_takes("engine", why_not)
+    assert not choices.engine_takes("torch", why_not)
 
 
 # -- the stamp ---------------------------------------------------------------------------------

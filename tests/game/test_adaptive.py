@@ -1,102 +1,20 @@
-"""FTRL with hints and adaptive rates: both backends, limits that are known, saving, bad input."""
+"""FTRL with hints, adaptive rates and corrected means: their formulas, and bad input."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from zoo import PROBLEMS
+from zoo import Kept, random_loss
 
 import torch_occ as occ
-from experiments.common import loss_with_gap
 
 F64 = torch.float64
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
-S, A, L = MDP.num_states, MDP.num_actions, MDP.horizon
-MEAN = torch.rand(S, A, dtype=F64, generator=torch.Generator().manual_seed(2))
+S, A = MDP.num_states, MDP.num_actions
+MEAN = random_loss(MDP, seed=2)
 LOSSES = occ.BernoulliLosses(MEAN)
-
-LEARNERS = {
-    "optimistic": lambda mdp: occ.AdaptiveFTRL.optimistic(mdp, 10**5, 1.0),
-    "gradient hints": lambda mdp: occ.AdaptiveFTRL.optimistic(
-        mdp, 10**5, hints=occ.game.GradientHints()
-    ),
-    "hints alone": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.jin_luo(mdp, beta=2.0), hints=occ.game.MeanHints()
-    ),
-    "rates alone": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.LogBarrier(occ.PerState(mdp, 0.5)), rates=occ.game.AdaptiveRates(10**5)
-    ),
-    "matching": lambda mdp: occ.AdaptiveFTRL.matching(mdp),
-    "matching, entropy": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.Shannon(), rates=occ.game.StabilityPenaltyMatching(2.0)
-    ),
-    "matching, power": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.Tsallis(0.7), rates=occ.game.StabilityPenaltyMatching()
-    ),
-}
-
-
-class Last(occ.Callback):
-    """Keeps the learner's last state."""
-
-    def on_end(self, run, history):
-        self.state = {name: x.clone() for name, x in run.learner.state.items()}
-
-
-def play(learner, losses=LOSSES, episodes=60, seeds=(0, 1), **options: Any):
-    last = Last()
-    mdp = learner.mdp
-    history = occ.simulate(mdp, learner, losses, episodes, seeds, callbacks=[last], **options)
-    return history, last.state
-
-
-@pytest.mark.parametrize("losses", [LOSSES, occ.GreedyAdversary()], ids=["random", "greedy"])
-@pytest.mark.parametrize("name", LEARNERS)
-def test_both_backends_play_the_same_game(name, losses):
-    (expected, before), (found, after) = (
-        play(LEARNERS[name](MDP), losses, backend=backend) for backend in ("torch", "engine")
-    )
-    assert (expected.backend, found.backend) == ("torch", "engine")
-    assert not found.uncertified.any()
-    torch.testing.assert_close(found.regret, expected.regret, rtol=1e-9, atol=1e-9)
-    for key in ("cumulative_loss", "q", "inverse_rate", "hint_losses", "hint_hint"):
-        if key in before:
-            torch.testing.assert_close(after[key], before[key], rtol=1e-8, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", ["optimistic", "matching"])
-@pytest.mark.parametrize("problem", ["masked", "no_choice", "bandit"])
-def test_the_game_is_the_same_in_any_mdp(name, problem):
-    mdp = PROBLEMS[problem]().mdp
-    mean = torch.rand(mdp.actions.shape, dtype=F64, generator=torch.Generator().manual_seed(0))
-    losses = occ.BernoulliLosses(torch.where(mdp.actions, mean, 0.0))
-    runs = [
-        play(LEARNERS[name](mdp), losses, 25, backend=backend)[0] for backend in ("torch", "engine")
-    ]
-    torch.testing.assert_close(runs[0].regret, runs[1].regret, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("backend", ["torch", "engine"])
-def test_without_hints_and_rates_it_is_ftrl(backend):
-    class Zero(occ.game.Hints):
-        def predict(self, state):
-            return torch.zeros(2, S, A, dtype=F64)
-
-    psi = occ.jin_luo(MDP, beta=1.0)
-    expected, state = play(occ.FTRL(MDP, psi), backend=backend)
-    learners = [occ.AdaptiveFTRL(MDP, psi)]
-    if backend == "torch":  # the engine does not know hints of a user
-        learners.append(occ.AdaptiveFTRL(MDP, psi, hints=Zero()))
-    for learner in learners:
-        found, own = play(learner, backend=backend)
-        # In the engine, FTRL plays its seeds in lanes, and sums round differently.
-        torch.testing.assert_close(found.regret, expected.regret, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(
-            own["cumulative_loss"], state["cumulative_loss"], rtol=1e-9, atol=0
-        )
 
 
 def test_hints_that_are_right_have_no_errors():
@@ -109,7 +27,9 @@ def test_hints_that_are_right_have_no_errors():
     learner = occ.AdaptiveFTRL(
         MDP, occ.LogBarrier(), hints=Truth(), rates=occ.game.AdaptiveRates(100, first=3.0)
     )
-    _, state = play(learner, occ.TableLosses(MEAN.expand(40, S, A)), 40, backend="torch")
+    losses, kept = occ.TableLosses(MEAN.expand(40, S, A)), Kept()
+    occ.simulate(MDP, learner, losses, 40, range(2), backend="torch", callbacks=[kept])
+    state = kept.learner.state
     torch.testing.assert_close(state["cumulative_loss"], 40 * MEAN.expand(2, S, A))
     assert bool((state["inverse_rate"] == 3.0).all())
 
@@ -132,20 +52,21 @@ def test_the_rates_are_those_of_the_formula():
     assert float(b) == pytest.approx(4 + z / (4 * h), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["optimistic", "gradient hints", "matching"])
-def test_a_run_continues_where_it_was_interrupted(name, tmp_path):
-    class Stop(occ.Callback):
-        def on_chunk(self, run):
-            if run.t >= 2048:
-                raise KeyboardInterrupt
-
-    options = {"episodes": 6000, "seeds": [3], "backend": "engine"}
-    whole = occ.simulate(MDP, LEARNERS[name](MDP), LOSSES, **options)
-    saved = {"save_to": tmp_path / "run.pt", **options}
-    with pytest.raises(KeyboardInterrupt):
-        occ.simulate(MDP, LEARNERS[name](MDP), LOSSES, callbacks=[Stop()], **saved)
-    again = occ.simulate(MDP, LEARNERS[name](MDP), LOSSES, **saved)
-    assert torch.equal(whole.regret, again.regret)
+def test_the_corrected_loss_is_that_of_the_formula():
+    """One pair whose importance weights say as much as its mean, one where they contradict it."""
+    bandit = occ.LayeredMDP([torch.ones(1, 3, 1, dtype=F64)])
+    learner = occ.CorrectedFTRL(bandit, width=2.0, prior=0.5, count=1.0)
+    learner.start(1)
+    learner.state |= {
+        "visits": torch.tensor([[[3.0, 3.0, 0.0]]], dtype=F64),
+        "losses": torch.tensor([[[1.5, 3.5, 0.0]]], dtype=F64),
+        "cumulative_loss": torch.tensor([[[6.0, 60.0, 0.0]]], dtype=F64),
+        "squares": torch.tensor([[[4.0, 25.0, 0.0]]], dtype=F64),
+    }
+    # t = 11 and m = 1/2, 1, 1/2. D = 6 - 5 = 1 is less than 2 sqrt(4), and D = 60 - 10 = 50 is
+    # more than 2 sqrt(25). The third pair was never seen, and nothing is put down to noise.
+    expected = [11 * 0.5, 11 + 50 * (1 - 4 * 25 / 50**2), 11 * 0.5 - 5]
+    torch.testing.assert_close(learner.loss(11).flatten(), torch.tensor(expected, dtype=F64))
 
 
 def test_bad_input():
@@ -165,13 +86,9 @@ def test_bad_input():
         occ.game.GradientHints(step=0.0)
     with pytest.raises(ValueError, match="made for 10 episodes"):
         occ.simulate(MDP, occ.AdaptiveFTRL.optimistic(MDP, 10), LOSSES, 20)
-
-
-@pytest.mark.slow
-def test_the_regret_of_optimistic_ftrl():
-    """241 +- 15 % by an independent prototype, at 1/eta_1 = 1 and T = 1e5, with a gap of 0.4."""
-    learner = occ.AdaptiveFTRL.optimistic(MDP, 10**5, first=1.0)
-    losses = occ.BernoulliLosses(loss_with_gap(MDP, 0.4, 1))
-    history = occ.simulate(MDP, learner, losses, 10**5, range(4), backend="engine")
-    assert not history.uncertified.any()
-    assert 0.85 * 241 < float(history.regret[:, -1].mean()) < 1.15 * 241
+    with pytest.raises(ValueError, match="width: expected a finite number of at least 0, got -1"):
+        occ.CorrectedFTRL(MDP, width=-1.0)
+    with pytest.raises(ValueError, match=r"prior, count: expected .* got 2.0 and 1.0"):
+        occ.CorrectedFTRL(MDP, prior=2.0)
+    with pytest.raises(ValueError, match=r"prior, count: expected .* got 0.0 and 0.0"):
+        occ.CorrectedFTRL(MDP, count=0.0)

@@ -11,8 +11,8 @@ from zoo import random_loss
 import torch_occ as occ
 from experiments.distance_to_limit import few_successors
 from torch_occ.engine.layout import TRIAL, make_work
-from torch_occ.engine.play import Seen
 from torch_occ.engine.play_indices import BEGIN, REACH, SERIES_ROWS, bound
+from torch_occ.engine.play_old import Seen
 from torch_occ.rivals.kl_ucb import kl_lower
 from torch_occ.step.arrays import model_of
 

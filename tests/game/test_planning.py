@@ -10,7 +10,8 @@ from zoo import PROBLEMS, random_loss
 import torch_occ as occ
 from torch_occ.engine import play_planning as compiled
 from torch_occ.engine.layout import make_work
-from torch_occ.engine.play import CHOICE, Seen, average
+from torch_occ.engine.play_old import CHOICE, Seen
+from torch_occ.engine.play_old import average_seen as average
 from torch_occ.rivals import planning
 from torch_occ.rivals.planning import Averages, plan
 from torch_occ.step.arrays import model_of

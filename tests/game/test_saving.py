@@ -205,8 +205,7 @@ def test_after_ctrl_c_no_further_seed_is_begun():
 
 def test_calls_of_the_engine_become_short_where_episodes_are_slow(monkeypatch):
     """And that changes no bit."""
-    from torch_occ.game.players import engine as player
-    from torch_occ.rivals.choice import engine_player
+    from torch_occ.game import players as player
 
     mdp = occ.LayeredMDP.random(3, 3, 3, seed=0)
     called = []
@@ -226,7 +225,7 @@ def test_calls_of_the_engine_become_short_where_episodes_are_slow(monkeypatch):
             same(whole, play(losses))
         assert len([n for n in called if n > 200]) <= 1  # the first slow one
         called.clear()
-    slow = engine_player(mdp, occ.FTRL(mdp, occ.jin_luo(mdp)), occ.GreedyAdversary())
+    slow = player.EnginePlayer(mdp, occ.FTRL(mdp, occ.jin_luo(mdp)), occ.GreedyAdversary())
     slow.adapt(4096, 30.0)  # it was compiled
     assert slow.most == 27
     for _ in range(9):

@@ -132,7 +132,7 @@ def test_a_seed_has_the_same_bits_in_any_company():
 @pytest.mark.parametrize("name", ["practical", "restarts", "adaptive"])
 @pytest.mark.bits
 def test_a_run_continues_to_the_same_bits(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch_occ.game.players.EnginePlayer.chunks", 1)
+    monkeypatch.setattr("torch_occ.game.players_old.LoopPlayer.chunks", 1)
 
     class Stop(occ.Callback):
         def on_checkpoint(self, run):

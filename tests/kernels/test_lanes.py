@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -85,6 +88,7 @@ def count_where_positive(x: Any, width: Any) -> int:
     return found
 
 
+@pytest.mark.canary
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_lane_is_a_view(width):
     """Numba would drop a write to an array that it does not know to share memory."""
@@ -111,6 +115,36 @@ def test_a_row_is_a_view(width):
     expected[2] += expected[0]
     add_rows(x, (0,) * width)
     assert np.array_equal(x, expected)
+
+
+UNTYPED = """
+import numpy as np
+from torch_occ.engine.lanes import in_lanes, lane, lanes_of, width_of, zeros
+from torch_occ.engine.layout import kernel
+
+@kernel
+def add(x, out, width):
+    x, out = in_lanes(x, width), in_lanes(out, width)
+    for i in range(x.shape[0]):
+        row = x[i]
+        for j in range(len(row)):
+            out[i] += row[j]
+        for n in range(lanes_of(out)):
+            lane(out, n)[i] += 0.5
+
+x, out = zeros(3, 4), zeros(3)
+x[...] = np.arange(x.size).reshape(x.shape)
+add(x, out, width_of(8))
+assert np.array_equal(out, x.sum(1) + 0.5)
+"""
+
+
+def test_pointers_need_no_types(tmp_path):
+    """llvmlite has announced the end of typed pointers."""
+    changed = {"LLVMLITE_ENABLE_IR_LAYER_TYPED_POINTERS": "0", "NUMBA_CACHE_DIR": str(tmp_path)}
+    path = tmp_path / "untyped.py"
+    path.write_text(UNTYPED)
+    subprocess.run([sys.executable, path], env=os.environ | changed, check=True, timeout=300)
 
 
 def test_memory_is_aligned_and_comes_back():

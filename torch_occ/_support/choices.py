@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,7 +20,7 @@ def later(module: str) -> Any:
     """Import the module `torch_occ.<module>` on demand.
 
     This is for two kinds of modules. Adapters to compiled kernels need Numba, which is slow to
-    import and optional. Importers build MDPs of a class that is derived from the class that calls
+    import. Importers build MDPs of a class that is derived from the class that calls
     them. No other module of the package imports torch_occ inside a function.
     """
     return import_module(f"torch_occ.{module}")
@@ -39,7 +41,7 @@ def engine_takes(backend: Backend, why_not: Callable[[], str | None]) -> bool:
             it can.
 
     Raises:
-        ImportError: if `backend` is "engine" and numba is not installed.
+        ImportError: if `backend` is "engine" and Numba cannot be imported.
         ValueError: if `backend` is "engine" and `why_not` gives a reason, or if it is unknown.
     """
     if check_backend(backend) == "torch":
@@ -48,13 +50,22 @@ def engine_takes(backend: Backend, why_not: Callable[[], str | None]) -> bool:
         reason = why_not()
     except ImportError as error:
         if backend == "engine":
-            raise ImportError(
-                "backend: the engine needs numba: pip install torch-occ[engine]"
-            ) from error
+            raise ImportError(f"backend: the engine cannot be imported: {error}") from error
+        _without_engine(str(error))
         return False
     if reason is not None and backend == "engine":
         raise ValueError(f"backend: {reason}; use backend='torch'")
     return reason is None
+
+
+@cache
+def _without_engine(reason: str) -> None:
+    """Warn once that the engine cannot be imported."""
+    warnings.warn(
+        f"torch_occ: the engine cannot be imported ({reason}), and torch is used, which is up to "
+        "hundreds of times slower. Install Numba, or say backend='torch'.",
+        stacklevel=2,
+    )
 
 
 # -- Optional packages, imported where they are used; an error says how to install a missing on ----

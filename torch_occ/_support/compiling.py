@@ -152,9 +152,11 @@ class _Remembering:
         return getattr(self._context, name)
 
     def resolve_function_type(self, function: Any, arguments: Any, keywords: Any) -> Any:
-        if keywords or not isinstance(function, types.Function):
+        if keywords or not isinstance(function, types.Function | types.Dispatcher):
             return self._context.resolve_function_type(function, arguments, keywords)
-        key = function, *arguments
+        if isinstance(function, types.Dispatcher):  # one version of a routine for all constants
+            arguments = tuple(map(types.unliteral, arguments))
+        key = function._code, *[kind._code for kind in arguments]
         if key not in self._own:
             found = self._context.resolve_function_type(function, arguments, keywords)
             if found is None:
@@ -259,6 +261,13 @@ class _Implementation(caching.CompileResultCacheImpl):
     _locator_classes = [_Provided, _InTree, _UserWide]  # noqa: RUF012 - declared like this in Numba
 
 
+def _foreign(kind: Any) -> bool:
+    """Whether a type has named tuples of another package, which other processes may not know."""
+    own = getattr(kind, "instance_class", None)
+    outside = own is not None and not own.__module__.startswith("torch_occ.")
+    return outside or any(map(_foreign, getattr(kind, "types", ())))
+
+
 class _KernelCache(caching.FunctionCache):
     """A cache in which every file contains a label of the kernel that it holds.
 
@@ -278,12 +287,14 @@ class _KernelCache(caching.FunctionCache):
         return self._impl.rebuild(target_context, payload) if label == self._label(key) else None
 
     def _save_overload(self, sig: Any, data: Any) -> None:
-        if self._impl.check_cachable(data):
+        if self._impl.check_cachable(data) and not any(map(_foreign, sig)):
             key = self._index_key(sig, data.codegen)
             try:
                 self._impl.locator.ensure_cache_path()
                 self._drop_unreadable_index()
-                self._cache_file.save(key, (self._label(key), self._impl.reduce(data)))
+                # The annotation is the text of the function with all types, for people.
+                stored = self._impl.reduce(data._replace(type_annotation=None))
+                self._cache_file.save(key, (self._label(key), stored))
             except OSError as error:  # for example a full disk, or a deleted folder
                 _nowhere(f"{self.cache_path}: {error.strerror}")
 

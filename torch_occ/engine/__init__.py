@@ -8,10 +8,11 @@ entropic       backward and forward passes in logarithms, for the step of an ent
 lanes          vectors and masks: one number or bool per lane, with the operators of plain ones
 layout         the arrays that kernels read and write, and the decorators that compile kernels
 leaps          leaping, compiled: the regret of particles that play many episodes per step
+learners       the learners of torch_occ.game, compiled for the episode loop
 newton         newton's method for one FTRL step, compiled, for regularizers made of elementary
-play           the episode loop of FTRL, compiled: solve, sample, estimate, update; one seed, or
-play_adaptive  the episode loop of FTRL with hints and adaptive rates, compiled; one seed, or one
+play           the episode loop: the adversary answers, the learner proposes, walks and observes
 play_indices   the episode loops of learners at the limit of regret, compiled: KL-UCB, Thompson
+play_old       what the rivals still need of the loops that were their own
 play_planning  the episode loops of learners that plan with estimated transitions, compiled
 play_unknown   transitions that are learned, compiled, for one seed: counts, epochs, widths
 play_uob_reps  the episode loop of UOB-REPS, compiled, for one seed

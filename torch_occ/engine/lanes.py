@@ -445,16 +445,17 @@ def _place(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
         index, *others = cgutils.unpack_tuple(builder, arguments[1])
         for size, other in zip(cgutils.unpack_tuple(builder, x.shape)[1:], others, strict=True):
             index = builder.add(builder.mul(index, size, flags=("nsw",)), other, flags=("nsw",))
-    entries = ir.VectorType(ir.DoubleType(), sig.args[0].width)
-    data = builder.bitcast(x.data, entries.as_pointer())
-    return builder.gep(data, [index], inbounds=True)
+    kind = ir.VectorType(ir.DoubleType(), sig.args[0].width)
+    data = builder.bitcast(x.data, kind.as_pointer())
+    return builder.gep(data, [index], inbounds=True, source_etype=kind)
 
 
 @lower_builtin(operator.getitem, LaneArray, types.Any)
 def _lower_getitem(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
     if isinstance(sig.return_type, LaneArray):
         return _row(context, builder, sig, arguments)
-    return builder.load(_place(context, builder, sig, arguments), align=8)
+    kind = ir.VectorType(ir.DoubleType(), sig.args[0].width)
+    return builder.load(_place(context, builder, sig, arguments), align=8, typ=kind)
 
 
 def _row(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
@@ -463,7 +464,8 @@ def _row(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
     found = cgutils.create_struct_proxy(sig.return_type)(context, builder)
     size = cgutils.unpack_tuple(builder, x.shape)[1]
     skipped = builder.mul(size, context.get_constant(types.intp, sig.args[0].width))
-    found.data = builder.gep(x.data, [builder.mul(arguments[1], skipped)], inbounds=True)
+    first = [builder.mul(arguments[1], skipped)]
+    found.data = builder.gep(x.data, first, inbounds=True, source_etype=ir.DoubleType())
     found.shape = context.make_tuple(builder, types.UniTuple(types.intp, 1), [size])
     return found._getvalue()
 
@@ -548,7 +550,7 @@ def _strided(context: Any, builder: Any, kind: Any, to: Any, value: Any, n: Any)
     found = context.make_array(to)(context, builder)
     populate_array(
         found,
-        data=builder.gep(x.data, [n]),
+        data=builder.gep(x.data, [n], source_etype=ir.DoubleType()),
         shape=x.shape,
         strides=strides[::-1],
         itemsize=context.get_constant(types.intp, 8),

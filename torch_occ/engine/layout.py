@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 from typing import overload as overloaded
 
@@ -126,41 +127,73 @@ def inlined(function: Function) -> Function:
 unsigned = np.uint64
 
 
-def choose(test: Callable[..., bool], one: Function, other: Function) -> Function:
-    """Dispatch on the types of the arguments when the calling kernel is compiled.
+def dispatch(like: Function, pick: Callable[..., Any]) -> Function:
+    """A function that kernels call; `pick` returns a routine for the types of its arguments.
 
-    `one` is called if the test of these types is true. What is not called is not compiled. Both
-    are routines, or both are inlined and have the same names of parameters.
+    What is not picked is not compiled. `like` is a function that has its docstring.
     """
 
-    @wraps(one.py_func)  # type: ignore[attr-defined]
+    @wraps(like)
     def stub(*_: Any) -> Any:
         raise TypeError("called by kernels only")
+
+    class Choice(AbstractTemplate):
+        key = stub
+
+        def generic(self, arguments: Any, keywords: Any) -> Any:
+            self.chosen = types.Dispatcher(pick(*arguments))
+            return self.chosen.get_call_type(self.context, arguments, keywords)
+
+        def get_impl_key(self, sig: Any) -> Any:
+            return self.chosen.get_impl_key(sig)
+
+    infer_global(stub, types.Function(Choice))
+    return stub  # type: ignore[return-value]
+
+
+def choose(test: Callable[..., bool], one: Any, other: Any) -> Any:
+    """`one` if the test of the types of its arguments is true, else `other`.
+
+    Both are routines, or both are inlined and have the same names of parameters.
+    """
 
     def chosen(*arguments: Any) -> Any:
         return one if test(*arguments) else other
 
-    if "inline" in one.targetoptions:  # type: ignore[attr-defined]
+    if "inline" not in one.targetoptions:
+        return dispatch(one.py_func, chosen)
 
-        @overload(stub, inline="always", strict=False, jit_options=_INNER)  # type: ignore[arg-type]
-        @wraps(one.py_func)  # type: ignore[attr-defined]
-        def chosen_code(*arguments: Any) -> Any:
-            return chosen(*arguments).py_func
+    @wraps(one.py_func)
+    def stub(*_: Any) -> Any:
+        raise TypeError("called by kernels only")
 
-    else:
+    @overload(stub, inline="always", strict=False, jit_options=_INNER)  # type: ignore[arg-type]
+    @wraps(one.py_func)
+    def chosen_code(*arguments: Any) -> Any:
+        return chosen(*arguments).py_func
 
-        class Choice(AbstractTemplate):
-            key = stub
+    return stub
 
-            def generic(self, arguments: Any, keywords: Any) -> Any:
-                self.chosen = types.Dispatcher(chosen(*arguments))
-                return self.chosen.get_call_type(self.context, arguments, keywords)
 
-            def get_impl_key(self, sig: Any) -> Any:
-                return self.chosen.get_impl_key(sig)
+def by_learner(function: Callable[..., Any]) -> Any:
+    """A function that kernels call, chosen by the type of its parameter `learner`.
 
-        infer_global(stub, types.Function(Choice))
-    return stub  # type: ignore[return-value]
+    `register(kind)` is a decorator: the function behind it is called if the learner is a named
+    tuple of this class. It has the same parameters, and is compiled as a `part`.
+    """
+    known: dict[type, Any] = {}
+    place = [*signature(function).parameters].index("learner")
+    found: Any = dispatch(function, lambda *kinds: known[kinds[place].instance_class])
+
+    def register(kind: type) -> Callable[[Function], Function]:
+        def enter(own: Function) -> Function:
+            known[kind] = part(own)
+            return own
+
+        return enter
+
+    found.register = register
+    return found
 
 
 def either(dense: Function, sparse: Function) -> Function:

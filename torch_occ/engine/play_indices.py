@@ -14,7 +14,10 @@ from torch_occ._support.constants import KL_STEPS, KL_TOLERANCE
 from torch_occ.engine.draws import beta
 from torch_occ.engine.lanes import anywhere, in_lanes, in_lanes_or_shared, lane, lanes_of
 from torch_occ.engine.layout import PAIR, TRIAL, Floats, Model, Work, kernel, part
-from torch_occ.engine.play import Rules, Seen, Tally, average, plan, play_plan, react
+from torch_occ.engine.play_old import FlatTally as Tally
+from torch_occ.engine.play_old import Rules, Seen, play_plan, react
+from torch_occ.engine.play_old import average_seen as average
+from torch_occ.engine.play_old import plan_row as plan
 
 KL_UCB, THOMPSON = 0, 1
 

@@ -24,19 +24,25 @@ from torch_occ.engine.layout import (
     kernel,
     part,
 )
-from torch_occ.engine.play import (
+from torch_occ.engine.play_old import (
     CHOICE,
     Rules,
     Seen,
-    Tally,
-    average,
     cheapest,
     enter,
     favour,
     follow,
-    occupy,
     play_plan,
     react,
+)
+from torch_occ.engine.play_old import (
+    FlatTally as Tally,
+)
+from torch_occ.engine.play_old import (
+    average_seen as average,
+)
+from torch_occ.engine.play_old import (
+    occupy_row as occupy,
 )
 
 #: The bonuses of torch_occ.rivals.planning.

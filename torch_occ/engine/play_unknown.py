@@ -11,18 +11,22 @@ import numpy as np
 
 from torch_occ._support.constants import CHUNK
 from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Terms, U, Work, kernel
-from torch_occ.engine.play import (
+from torch_occ.engine.play_old import (
     FULL_INFORMATION,
     REALISED,
     Rules,
-    Tally,
     draw,
     drift,
     enter,
     favour,
     index_drawn,
-    propose,
     state_drawn,
+)
+from torch_occ.engine.play_old import (
+    FlatTally as Tally,
+)
+from torch_occ.engine.play_old import (
+    propose_step as propose,
 )
 from torch_occ.engine.transitions import likelihoods, successor
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch_occ._support.constants import CONVERGED
 from torch_occ.engine.layout import PAIR, Floats, Model, Work, kernel
-from torch_occ.engine.play import (
+from torch_occ.engine.play_old import (
     DUAL_RESIDUAL,
     FIRST_STATUS,
     FIRST_UNCERTIFIED,
@@ -20,9 +20,11 @@ from torch_occ.engine.play import (
     REALISED,
     UNCERTIFIED,
     Rules,
-    Tally,
     enter,
     favour,
+)
+from torch_occ.engine.play_old import (
+    FlatTally as Tally,
 )
 from torch_occ.engine.play_unknown import (
     FIRST,

@@ -8,10 +8,13 @@ new hints, derive from `Hints`. Their state is part of the learner's state.
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from torch_occ._support.choices import later
 from torch_occ.game.checks import check_estimate
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import FTRL, note
@@ -254,6 +257,8 @@ class AdaptiveFTRL(FTRL):
             not fit the regularizer.
     """
 
+    compiled = lambda: later("game.players").forms.CompiledAdaptive  # noqa: E731
+
     def __init__(
         self,
         mdp: LayeredMDP,
@@ -366,6 +371,43 @@ class AdaptiveFTRL(FTRL):
         if self.hints is not None:
             self._keep(self.hints.observe(self._hint_state(), feedback))
 
+    def why_not_compiled(self, mdp: LayeredMDP) -> str | None:
+        for found, known in ((self.hints, _HINTS), (self.rates, _RATES)):
+            if type(found) not in known:
+                return f"the engine does not know {type(found).__name__}"
+        return super().why_not_compiled(mdp)
+
+    def settings(self) -> dict[str, Any]:
+        found, hints, rates = super().settings(), self.hints, self.rates
+        found |= {
+            "hints": _HINTS[type(hints)],
+            "prior": hints.prior if isinstance(hints, MeanHints) else 0.0,
+            "count": hints.count if isinstance(hints, MeanHints) else 1.0,
+            "step": hints.step if isinstance(hints, GradientHints) else 0.0,
+            "rates": _RATES[type(rates)],
+            "log_episodes": math.log(rates.episodes or 1) if rates is not None else 0.0,
+        }
+        if rates is None:
+            found["inverse_rate"] = np.zeros(0)
+        elif rates.per_pair:
+            solver, pairs = found["solver"], self.mdp.actions.numel()
+            weights = np.ones(len(solver.terms.argument) * pairs)
+            found["solver"] = solver._replace(weights=weights)
+        return found
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        if self.rates is not None:
+            self.set_rate(self.state["inverse_rate"])  # shown by TensorBoard
+
+    def _tuned(self) -> Regularizer:
+        return self.unscaled
+
+
+#: The numbers of hints and rates that the compiled form knows, as in torch_occ.engine.learners.
+_HINTS = {type(None): 0, MeanHints: 1, GradientHints: 2}
+_RATES = {type(None): 0, AdaptiveRates: 1, StabilityPenaltyMatching: 2}
+
 
 def _check_barrier(regularizer: Regularizer) -> None:
     """Refuse hints with a regularizer that is known to have no log-barrier on the pairs."""
@@ -425,6 +467,8 @@ class CorrectedFTRL(FTRL):
         ValueError: if `width` is negative or infinite, `prior` is outside [0, 1], or `count` is not
             positive.
     """
+
+    compiled = lambda: later("game.players").forms.CompiledCorrected  # noqa: E731
 
     def __init__(
         self,

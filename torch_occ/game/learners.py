@@ -16,13 +16,21 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from torch_occ._support.choices import later
 from torch_occ.game.checks import DIAGNOSTICS, check_estimate, check_policy
-from torch_occ.game.estimators import Estimator, Feedback, ImportanceWeighted
+from torch_occ.game.estimators import (
+    Estimator,
+    Feedback,
+    FullInformation,
+    ImplicitExploration,
+    ImportanceWeighted,
+    ReducedVariance,
+)
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import cheapest, interior_point, occupancy, optimal_policy
 from torch_occ.regularizers.base import Regularizer
@@ -47,6 +55,11 @@ class Learner:
     #: The largest number of episodes for which the settings hold, for example a confidence level;
     #: None if there is no limit. `simulate` refuses longer runs.
     max_episodes: int | None = None
+
+    #: The compiled form: a class of named tuples (torch_occ.engine.play), or a function without
+    #: parameters that imports it. None if only torch plays the learner. It is not inherited: a
+    #: class that derives from a learner may play another game.
+    compiled: ClassVar[Any] = None
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
@@ -90,6 +103,25 @@ class Learner:
         A learner with `propose_policy` is given its policy `(N, S, A)` in place of q.
         """
 
+    def why_not_compiled(self, mdp: LayeredMDP) -> str | None:
+        """The reason why the compiled form cannot play this MDP with these settings, or None."""
+        reason: str | None = later("game.players").why_not_model(mdp)
+        return reason
+
+    def settings(self) -> dict[str, Any]:
+        """Settings of the compiled form, by the names of its fields.
+
+        A function of t, from `(n,)` to `(n, ...)`, is evaluated for the episodes that are played;
+        its field is `Shared`. Numbers that are attributes of the learner need no entry.
+        """
+        return {}
+
+    def check_settings(self) -> None:
+        """Raise a ValueError if a setting is not valid; called before the engine plays.
+
+        A callback may have changed it.
+        """
+
     def diagnostics(self) -> dict[str, Tensor]:
         """Numbers `(N,)` about the last proposal, by name; empty by default.
 
@@ -123,6 +155,8 @@ class Learner:
 class FixedPolicy(Learner):
     """The same policy in every episode; uniform by default."""
 
+    compiled = lambda: later("game.players").forms.CompiledFixed  # noqa: E731
+
     def __init__(self, mdp: LayeredMDP, policy: Tensor | None = None) -> None:
         super().__init__(mdp)
         self.q = (
@@ -139,6 +173,9 @@ class FixedPolicy(Learner):
     def propose(self, t: int) -> Tensor:
         return self.q[None]
 
+    def settings(self) -> dict[str, Any]:
+        return {"q": self.q.flatten().numpy()}
+
 
 class EmpiricalLearner(Learner):
     """Plays the optimal policy of an estimate built from counts and observed losses.
@@ -149,6 +186,9 @@ class EmpiricalLearner(Learner):
 
     def start(self, num_seeds: int) -> None:
         self.state = {"visits": self._zeros(num_seeds), "losses": self._zeros(num_seeds)}
+
+    def settings(self) -> dict[str, Any]:
+        return {"logs": lambda t: t.clamp(min=2).log()}
 
     def index(self, t: int) -> Tensor:
         """The loss `(N, S, A)` for which the policy is optimal."""
@@ -166,6 +206,9 @@ class EmpiricalLearner(Learner):
 class FollowTheLeader(EmpiricalLearner):
     """The optimal policy for the average observed losses; unseen pairs cost nothing."""
 
+    compiled = lambda: later("game.players").forms.CompiledEmpirical  # noqa: E731
+    scale, floor = 0.0, 0.0
+
     def index(self, t: int) -> Tensor:
         return self.state["losses"] / self.state["visits"].clamp(min=1)
 
@@ -182,6 +225,8 @@ class OptimisticValueIteration(EmpiricalLearner):
         ValueError: if `scale` is not positive; or if `floor` is positive, or infinite with more
             than one layer.
     """
+
+    compiled = lambda: later("game.players").forms.CompiledEmpirical  # noqa: E731
 
     def __init__(self, mdp: LayeredMDP, scale: float = 0.5**0.5, floor: float = 0.0) -> None:
         super().__init__(mdp)
@@ -204,6 +249,15 @@ class OptimisticValueIteration(EmpiricalLearner):
 # -- Follow the regularized leader over occupancy measures (`alg:main_alg`) ------------------------
 
 
+#: The numbers of the estimators that the compiled form knows, as in torch_occ.engine.learners.
+_ESTIMATORS: dict[type[Estimator], int] = {
+    ImportanceWeighted: 0,
+    ImplicitExploration: 1,
+    ReducedVariance: 2,
+    FullInformation: 3,
+}
+
+
 class FTRL(Learner):
     """Follow the regularized leader over occupancy measures.
 
@@ -216,6 +270,9 @@ class FTRL(Learner):
         constraints: budgets on expected costs, without a batch. Every q_t then meets them. The
             entry `budget_excess` of the state is the largest ⟨G_i, q_t⟩ - h_i so far, `(N,)`.
     """
+
+    compiled = lambda: later("game.players").forms.CompiledFTRL  # noqa: E731
+    fingerprint_ignores = (*Learner.fingerprint_ignores, "valid")
 
     def __init__(
         self,
@@ -237,6 +294,7 @@ class FTRL(Learner):
                 f"{estimator!r}"
             )
         self.step = FTRLStep(mdp, regularizer, constraints=constraints)
+        self.valid: list[Any] = []  # the last parameters that `check_settings` found valid
         if constraints is not None and constraints.costs.dim() + constraints.limits.dim() > 4:
             raise ValueError(
                 "constraints: expected budgets without a batch, costs (m, S, A) and limits (m,), "
@@ -318,6 +376,37 @@ class FTRL(Learner):
             self.mdp, self.estimator, self.estimator(feedback, q, t), t, len(q)
         )
         self.state["cumulative_loss"] = self.state["cumulative_loss"] + estimate
+
+    def why_not_compiled(self, mdp: LayeredMDP) -> str | None:
+        if self.step.constraints is not None:
+            return "the compiled episode loop does not know budgets"
+        if type(self.estimator) not in _ESTIMATORS:
+            return f"the engine does not know the estimator {type(self.estimator).__name__}"
+        if self._tuned().batched():
+            return "the regularizer has batched parameters"
+        reason: str | None = later("game.players").why_not_game(mdp, self._tuned())
+        return reason
+
+    def settings(self) -> dict[str, Any]:
+        found: dict[str, Any] = later("game.players").solver_settings(self.step, self._tuned())
+        return found | {
+            "estimator": _ESTIMATORS[type(self.estimator)],
+            "bias": getattr(self.estimator, "threshold", self._bias),
+        }
+
+    def _bias(self, t: Tensor) -> Tensor:
+        """The bias of implicit exploration in episodes t; 0 for other estimators."""
+        return torch.full_like(t, getattr(self.estimator, "bias", 0.0))
+
+    def check_settings(self) -> None:
+        values = [parameter.tolist() for parameter in self._tuned().parameters()]
+        if values != self.valid:
+            self.step.check_parameters()
+            self.valid = values
+
+    def _tuned(self) -> Regularizer:
+        """The regularizer of the settings."""
+        return self.step.regularizer
 
     def diagnostics(self) -> dict[str, Tensor]:
         return {name: self.state[name] for name in DIAGNOSTICS}

@@ -1,14 +1,14 @@
 """The engine as a player of `simulate`: the same game as in torch, from the same random numbers.
 
-`EnginePlayer` plays a fixed policy. The players of other learners derive from it.
+A learner's class names its compiled form, a named tuple (`Learner.compiled`). The player fills its
+fields by their names, plays, and copies the state back.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch_occ._support.choices import compile_message
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.processes import for_each
-from torch_occ.engine.lanes import allocator, gather, lanes_for, scatter, width_of
+from torch_occ.engine import learners as forms
+from torch_occ.engine.lanes import Shared, allocator, gather, lanes_for, scatter, width_of
 from torch_occ.engine.layout import (
     NARROW,
     Floats,
@@ -28,58 +29,25 @@ from torch_occ.engine.layout import (
     make_work,
     suits_lanes,
 )
-from torch_occ.engine.play import (
-    FULL_INFORMATION,
-    IMPLICIT_EXPLORATION,
-    IMPORTANCE_WEIGHTED,
-    NOISE,
-    REDUCED_VARIANCE,
-    Rules,
-    Seen,
-    Tally,
-    make_seen,
-    play,
-    play_empirical,
-    play_fixed,
-)
-from torch_occ.game.estimators import (
-    Estimator,
-    FullInformation,
-    ImplicitExploration,
-    ImportanceWeighted,
-    ReducedVariance,
-)
-from torch_occ.game.learners import FTRL, FixedPolicy, Learner, OptimisticValueIteration
+from torch_occ.engine.play import NOISE, Game, Tally, play
+from torch_occ.game.learners import Learner
 from torch_occ.game.losses import GreedyAdversary, LossProcess
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.occupancy import interior_point
-from torch_occ.step.arrays import (
-    exponents_of,
-    kinds_of,
-    model_of,
-    terms_of,
-    weights_of,
-    why_not_model,
-)
-from torch_occ.step.arrays import why_not_game as why_not
+from torch_occ.regularizers.base import Regularizer
+from torch_occ.step.arrays import exponents_of, kinds_of, model_of, terms_of, weights_of
+from torch_occ.step.arrays import why_not_game as why_not_game
+from torch_occ.step.arrays import why_not_model as why_not_model
+from torch_occ.step.ftrl import FTRLStep
 
 if TYPE_CHECKING:
     from torch_occ.game.simulate import Simulation
 
-
-Memory = TypeVar("Memory")
 
 #: Episodes in a block of `OverTime`; torch does not split so few numbers between threads.
 _BLOCK = 2048
 
 #: The longest time in seconds that one call of a kernel should take.
 LONGEST_CALL = 0.2
-
-#: The entries of `Tally.scalars`, by their names in `Simulation.sums`.
-_SCALARS = (
-    *("expected", "realised", "newton_steps", "uncertified", "dual_residual", "flow_residual"),
-    *("first_uncertified", "first_status"),
-)
 
 
 class OverTime:
@@ -108,44 +76,72 @@ class OverTime:
         return found.expand(_BLOCK, *found.shape[1:]).contiguous().numpy()
 
 
-def few_states(model: Model) -> bool:
-    """Whether the layers are narrow. Learners that solve nothing then play in lanes.
+def form_of(learner: Learner) -> Any:
+    """The compiled form of a learner; None if only torch plays it.
 
-    In wide layers the tables of eight seeds do not fit into the cache. The rule depends on the MDP
-    alone, so that a seed has the same bits in any batch.
+    It must be that of the learner's own class: a class derived from it may play another game.
     """
-    return int(np.diff(model.start).max()) <= NARROW
+    found = vars(type(learner)).get("compiled")
+    return found if found is None or isinstance(found, type) else found()
 
 
-def terms_in(terms: Terms, lanes: int | None) -> Terms:
-    """The terms, with the same exponents in every lane."""
-    if lanes is None:
-        return terms
-    return terms._replace(exponent=gather([terms.exponent], [0] * lanes))
+def why_not_play(mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> str | None:
+    """The reason why the engine cannot play this game, or None if it can."""
+    if type(losses).draw is not LossProcess.draw:
+        return f"{type(losses).__name__} draws its losses in its own way"
+    if form_of(learner) is None:
+        return f"the engine does not know the learner {type(learner).__name__}"
+    return learner.why_not_compiled(mdp)
+
+
+def solver_settings(step: FTRLStep, regularizer: Regularizer) -> dict[str, Any]:
+    """The fields `solver` and `weights` of a learner with this step and psi_t."""
+    pairs = step.mdp.actions.shape
+    with torch.no_grad():
+        found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
+        terms = Terms(*kinds_of(found), exponents_of(found, pairs).numpy())
+        size = weights_of(found, pairs).shape[-1]
+    solver = forms.Solver(
+        terms,
+        step.options.tolerance_in(torch.float64),
+        step.options.max_steps,
+        step.interior.detach().numpy().flatten(),
+        np.ones(size),
+        np.zeros(0),
+    )
+
+    def weights(t: Tensor) -> Tensor:
+        return weights_of(terms_of(regularizer, t), pairs).expand(len(t), -1)
+
+    return {"solver": solver, "weights": weights}
 
 
 class EnginePlayer:
-    """Plays segments in compiled code, with seeds in threads; here, a fixed policy."""
+    """Plays segments in compiled code: seeds in lanes if the MDP suits them, and in threads."""
 
     name = "engine"
-    in_lanes = False  # whether `prepare` returns a function that plays one seed per lane
     chunks = 32  # per call, if memory allows, so that starting threads takes negligible time
     most: int  # episodes per call, of about `LONGEST_CALL` seconds, because Ctrl-C waits for it
 
-    @staticmethod
-    def why_not(mdp: LayeredMDP, learner: Learner) -> str | None:
-        """The reason why this player cannot play the learner, or None if it can."""
-        return why_not_model(mdp)
-
     def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
-        self.learner = learner
+        self.learner, self.form = learner, form_of(learner)
+        self.hints = get_type_hints(self.form, include_extras=True)
         self.model = model_of(mdp)  # the true one; the learner's may be blind
+        self.sizes = {"pairs": mdp.num_states * mdp.num_actions, "states": mdp.num_states}
+        self.settings = learner.settings()
+        self.over_time = {
+            name: OverTime(self.settings[name])
+            for name in self.form._fields
+            if callable(self.settings.get(name))
+        }
+        solves = "solver" in self.form._fields
+        self.in_lanes = suits_lanes(self.model) if solves else few_states(self.model)
         self.chunks = max(1, min(self.chunks, 4_000 // mdp.num_pairs))
         self.most = self.limit = self.chunks * CHUNK
         if mdp.num_pairs > 1000:  # may be slow; the first calls measure it
             self.most = 8
         self.reacts = type(losses) is GreedyAdversary
-        self.kept: dict[int, Any] = {}
+        self.kept: dict[int, Any] = {}  # scratch memory, by group
 
     def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
         """Play episodes run.t + 1, ....
@@ -155,81 +151,91 @@ class EnginePlayer:
             numbers: uniform numbers `(N, n, L, 3)`.
             tables: uniform numbers `(N, n, S, A)` for whole loss tables, or None.
         """
-        count, n, sums = len(run.seeds), numbers.shape[1], run.sums
-        t = range(run.t + 1, run.t + 1 + n)
-        q, cumulative_loss = self.memory(count)
-        per_pair = [
-            x.numpy().reshape(count, -1)
-            for x in (q, cumulative_loss, sums["cumulative_occupancy"], sums["total_mean"])
-        ]
-        asked = sums.get("second_moment")
-        moments = np.zeros((count, 0, 0)) if asked is None else asked.numpy()
-        scalars = torch.stack([sums[name] for name in _SCALARS], -1).numpy()
-        sums_of_seeds = (*per_pair, moments, scalars)
+        self.learner.check_settings()
+        count, n, q = len(run.seeds), numbers.shape[1], run.q.clone()
+        lanes = lanes_for(count, few_lanes(self.model)) if self.in_lanes else None
+        sums = {"second_moment": np.zeros((count, 0, 0))}
+        sums |= _state_rows(Tally, run.sums) | _state_rows(Tally, {"q": q})
+        state = _state_rows(self.form, self.learner.state)
+        over_time = {name: f(run.t, run.t + 1 + n) for name, f in self.over_time.items()}
         # Copies `(n or 1, S * A)`, because the kernel may write to them.
         charged = [np.array(mean.flatten(-2).numpy()) for mean in means.unbind(1)]
         drawn = numbers.contiguous().numpy()
-        play = self.prepare(run, t, tables)
+        shown = np.zeros((count, n, 0))
+        if tables is not None:
+            shown = tables.flatten(-2).contiguous().numpy()
+        keys = np.array([seed % 2**64 for seed in run.seeds], np.uint64)
+        each = lanes or 1
 
-        def play_seed(seed: int) -> None:
-            tally = Tally(*(x[seed] for x in sums_of_seeds))
-            play(seed, charged[min(seed, len(charged) - 1)], drawn[seed : seed + 1], tally)
-
-        width = self.lanes(run) or 1
-        calls = -(-count // width)
-
-        def play_lanes(group: int) -> None:
-            seeds = range(group * width, min((group + 1) * width, count))
-            lanes = [min(seed, count - 1) for seed in range(group * width, (group + 1) * width)]
-            tally = Tally(*(gather(x, lanes) for x in sums_of_seeds))
-            shown = charged[0]
+        def play_group(group: int) -> None:
+            seeds = range(group * each, min((group + 1) * each, count))
+            chosen = slice(seeds.start, seeds.stop)
+            mean, (size, _, layers, _) = charged[0], drawn[chosen].shape
             if self.reacts or len(charged) > 1:
-                shown = gather(charged, [min(seed, len(charged) - 1) for seed in lanes])
-            play(group, shown, drawn[seeds.start : seeds.stop], tally)
-            for x, found in zip(sums_of_seeds, tally, strict=True):
-                scatter(found, x, seeds)
+                mean = _pack(charged * (count if len(charged) == 1 else 1), seeds, lanes)
+            game = Game(
+                self.model,
+                mean,
+                drawn[chosen],
+                shown[chosen],
+                run.t,
+                NOISE[run.losses.noise],
+                self.reacts,
+                np.zeros((size, layers), np.int64),
+                np.zeros((size, layers), np.int64),
+                np.zeros((size, layers)),
+                np.zeros((size, shown.shape[-1])),
+            )
+            work, scratch = self.memory(group, size, lanes)
+            tally = Tally(**{name: _pack(x, seeds, lanes) for name, x in sums.items()})
+            own = {name: _pack(x, seeds, lanes) for name, x in state.items()}
+            fields = scratch | over_time | own | {"seeds": keys[chosen]}
+            learner = self.form(*(fields[name] for name in self.form._fields))
+            play(game, tally, learner, work, width_of(lanes))
+            if lanes is not None:
+                for name, x in sums.items():
+                    scatter(getattr(tally, name), x, seeds)
+                for name, x in state.items():
+                    scatter(own[name], x, seeds)
 
-        begun = time.monotonic()
+        begun, calls = time.monotonic(), -(-count // each)
         with compile_message:
-            for_each(play_lanes if self.in_lanes else play_seed, calls)
-        for name, column in zip(_SCALARS, scalars.T, strict=True):
-            sums[name] = torch.from_numpy(column.copy())
+            for_each(play_group, calls)
         run.t += n
         run.since += n
         run.q = q
         self.adapt(n, (time.monotonic() - begun) / -(-calls // torch.get_num_threads()))
 
-    def lanes(self, run: Simulation) -> int | None:
-        """The number of seeds that are played together in lanes; None in plain arrays."""
-        return lanes_for(len(run.seeds), few_lanes(self.model)) if self.in_lanes else None
+    def memory(self, group: int, size: int, lanes: int | None) -> tuple[Work, dict[str, Any]]:
+        """Scratch memory and settings of a group of seeds, which are made once in a run.
 
-    def scratch(self, group: int, make: Callable[[], Memory]) -> Memory:
-        """Scratch memory of a group of seeds, which is made once in a run."""
+        They keep the factors of the last episode. Lanes beyond the group's size are not in use.
+        """
         if group not in self.kept:
-            self.kept[group] = make()
-        return cast("Memory", self.kept[group])
+            work = make_work(self.settings.get("believed", self.model), allocator(lanes))
+            if lanes is not None:
+                work.stale[3, size:] = 0.0
+            names = (name for name in self.form._fields if name not in self.over_time)
+            self.kept[group] = work, {name: self.fill(name, lanes) for name in names}
+        return cast("tuple[Work, dict[str, Any]]", self.kept[group])
 
-    def new_work(self, lanes: int | None, numbers: Floats) -> Work:
-        """Scratch memory for a group of seeds; lanes without random numbers are not in use."""
-        work = make_work(self.model, allocator(lanes))
-        if lanes is not None:
-            work.stale[3, len(numbers) :] = 0.0
-        return work
-
-    @contextmanager
-    def rows_of(
-        self, run: Simulation, group: int, rows: Sequence[Floats]
-    ) -> Iterator[list[Floats]]:
-        """Arrays of one group of seeds for a kernel that changes them; rows have one per seed."""
-        count, lanes = len(run.seeds), self.lanes(run)
-        if lanes is None:
-            yield [x[group] for x in rows]
-            return
-        seeds = range(group * lanes, min((group + 1) * lanes, count))
-        own = [gather(x, [*seeds, *[seeds[-1]] * (lanes - len(seeds))]) for x in rows]
-        yield own
-        for x, found in zip(rows, own, strict=True):
-            scatter(found, x, seeds)
+    def fill(self, name: str, lanes: int | None) -> Any:
+        """The value of a field of the compiled form: a setting, or scratch memory."""
+        hint, learner = self.hints[name], self.learner
+        if name in self.settings:
+            return _repeated(self.settings[name], hint, lanes)
+        if name in learner.state or name == "seeds":
+            return None  # filled in every call
+        if hint in (float, int, bool) and hasattr(learner, name):
+            return hint(getattr(learner, name))
+        shape = [self.sizes.get(size, size) for size in getattr(hint, "__metadata__", ())]
+        if not shape or hint is Shared:
+            raise TypeError(
+                f"{self.form.__name__}.{name}: neither the state of {type(learner).__name__}, nor "
+                "its settings, nor its attributes have this name; return it from settings(), or "
+                "declare it as scratch memory, for example as PerPair"
+            )
+        return allocator(lanes)(*shape)
 
     def adapt(self, episodes: int, seconds: float) -> None:
         """Play fewer episodes in the next call of a kernel if this took too long, else more."""
@@ -238,182 +244,44 @@ class EnginePlayer:
         elif self.most < self.limit and 2 * self.most * seconds < episodes * LONGEST_CALL:
             self.most = min(2 * self.most, self.limit)
 
-    def memory(self, count: int) -> tuple[Tensor, Tensor]:
-        """The learner's q and its cumulative statistics, both `(N, S, A)`, updated in place."""
-        assert isinstance(self.learner, FixedPolicy)
-        q = self.learner.q.expand(count, *self.learner.q.shape).clone()
-        return q, torch.zeros_like(q)
 
-    def prepare(
-        self, run: Simulation, t: range, tables: Tensor | None
-    ) -> Callable[[int, Floats, Floats, Tally], None]:
-        """A function that plays episodes t of one group of seeds; without lanes, of one seed.
+def few_states(model: Model) -> bool:
+    """Whether the layers are narrow. Learners that solve nothing then play in lanes.
 
-        Its arguments are the group's number, means, random numbers `(seeds, n, L, 3)` and tally.
-        """
-        rules = self.rules(run.losses.noise, t)
-        return lambda seed, means, numbers, tally: play_fixed(
-            self.model, means, numbers, rules, tally, np.zeros(1, np.int64)
+    In wide layers the tables of eight seeds do not fit into the cache. The rule depends on the MDP
+    alone, so that a seed has the same bits in any batch.
+    """
+    return int(np.diff(model.start).max()) <= NARROW
+
+
+def _state_rows(form: Any, table: dict[str, Tensor]) -> dict[str, Floats]:
+    """The tensors `(N, ...)` that a named tuple has fields for, as arrays that kernels change."""
+    found, hints = {}, get_type_hints(form, include_extras=True)
+    for name in table.keys() & form._fields:
+        x = table[name] = table[name].contiguous()
+        if "pairs" in getattr(hints[name], "__metadata__", ()) and x.dim() > 2:
+            x = x.flatten(-2)
+        found[name] = x.numpy().reshape(len(x), *(x.shape[1:] or (1,)))
+    return found
+
+
+def _pack(rows: Sequence[Floats], seeds: range, lanes: int | None) -> Floats:
+    """The rows of some seeds, one in each lane; the last one is repeated in lanes without seed."""
+    if lanes is None:
+        return rows[seeds.start]
+    found: Floats = gather(rows, [*seeds, *[seeds[-1]] * (lanes - len(seeds))])
+    return found
+
+
+def _repeated(value: Any, hint: Any, lanes: int | None) -> Any:
+    """A setting, with a copy of its floats in every lane unless they are `Shared`."""
+    if hint in (float, int, bool):
+        return hint(value)
+    if hasattr(value, "_fields"):
+        hints = get_type_hints(type(value), include_extras=True)
+        return type(value)(
+            *(_repeated(getattr(value, name), hints[name], lanes) for name in value._fields)
         )
-
-    def rules(self, noise: str, t: range) -> Rules:
-        """The rules for a learner that solves nothing."""
-        return Rules(self.reacts, NOISE[noise], IMPORTANCE_WEIGHTED, np.zeros(len(t)), 0.0, 0)
-
-
-# -- The compiled player of FTRL with a built-in regularizer ---------------------------------------
-
-
-ESTIMATORS: dict[type[Estimator], int] = {
-    ImportanceWeighted: IMPORTANCE_WEIGHTED,
-    ImplicitExploration: IMPLICIT_EXPLORATION,
-    ReducedVariance: REDUCED_VARIANCE,
-    FullInformation: FULL_INFORMATION,
-}
-
-
-class FTRLPlayer(EnginePlayer):
-    """Plays FTRL with a built-in regularizer, in lanes if `suits_lanes`."""
-
-    @staticmethod
-    def why_not(mdp: LayeredMDP, learner: Learner) -> str | None:
-        assert isinstance(learner, FTRL)
-        if learner.step.constraints is not None:
-            return "the compiled episode loop does not know budgets"
-        if type(learner.estimator) not in ESTIMATORS:
-            return f"the engine does not know the estimator {type(learner.estimator).__name__}"
-        if learner.step.regularizer.batched():
-            return "the regularizer has batched parameters"
-        return why_not(mdp, learner.step.regularizer)
-
-    def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
-        assert isinstance(learner, FTRL)
-        super().__init__(mdp, learner, losses)
-        self.ftrl = learner
-        self.middle = interior_point(learner.mdp).detach().numpy().flatten()
-        self.valid: list[Any] = []  # the last values of the parameters that were valid
-        regularizer, own = learner.step.regularizer, learner.estimator
-        with torch.no_grad():
-            found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
-            pairs = learner.mdp.actions.shape
-            exponents = exponents_of(found, pairs).numpy()
-        self.in_lanes = suits_lanes(self.model)
-        self.terms = Terms(*kinds_of(found), exponents)
-        self.weights = OverTime(
-            lambda t: weights_of(terms_of(regularizer, t), pairs).expand(len(t), -1)
-        )
-        if isinstance(own, ReducedVariance):
-            self.setting = OverTime(own.threshold)
-        else:
-            bias = own.bias if isinstance(own, ImplicitExploration) else 0.0
-            self.setting = OverTime(lambda t: torch.full_like(t, bias))
-
-    def memory(self, count: int) -> tuple[Tensor, Tensor]:
-        return self.ftrl.state["q"], self.ftrl.state["cumulative_loss"]
-
-    def check(self) -> None:
-        """Check the parameters if they have changed; a callback may have done that."""
-        values = [parameter.tolist() for parameter in self.ftrl.step.parameters()]
-        if values != self.valid:
-            self.ftrl.step.check_parameters()
-            self.valid = values
-
-    def prepare(
-        self, run: Simulation, t: range, tables: Tensor | None
-    ) -> Callable[[int, Floats, Floats, Tally], None]:
-        self.check()
-        weights = self.weights(t.start - 1, t.stop)  # begins one episode earlier
-        rules, lanes = self.rules(run.losses.noise, t), self.lanes(run)
-        width = lanes or 1
-        seen = np.zeros((len(run.seeds), 0, 0))
-        if tables is not None:
-            seen = tables.flatten(-2).contiguous().numpy()
-        terms, new = terms_in(self.terms, lanes), allocator(lanes)
-
-        def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            play(
-                self.model,
-                terms,
-                weights,
-                run.t,
-                means,
-                numbers,
-                seen[group * width : (group + 1) * width],
-                rules,
-                tally,
-                self.middle,
-                new(len(self.middle)),
-                new(weights.shape[1]),
-                new(0),
-                self.work(group, lanes, numbers),
-                width_of(lanes),
-            )
-
-        return play_group
-
-    def work(self, group: int, lanes: int | None, numbers: Floats) -> Work:
-        """The scratch memory of a group of seeds, with the factors of the last episode."""
-        return self.scratch(group, lambda: self.new_work(lanes, numbers))
-
-    def rules(self, noise: str, t: range) -> Rules:
-        options = self.ftrl.step.options
-        limits = (options.tolerance_in(torch.float64), options.max_steps)
-        return Rules(
-            self.reacts,
-            NOISE[noise],
-            ESTIMATORS[type(self.ftrl.estimator)],
-            self.setting(t.start, t.stop),
-            *limits,
-        )
-
-
-# -- The compiled player of learners that plan with averages ---------------------------------------
-
-
-class EmpiricalPlayer(EnginePlayer):
-    """Plays the learners that plan with averages."""
-
-    def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
-        super().__init__(mdp, learner, losses)
-        self.in_lanes = few_states(self.model)
-        self.logs = OverTime(lambda t: t.clamp(min=2).log())
-
-    def memory(self, count: int) -> tuple[Tensor, Tensor]:
-        losses = self.learner.state["losses"]
-        return torch.zeros_like(losses), losses
-
-    def prepare(
-        self, run: Simulation, t: range, tables: Tensor | None
-    ) -> Callable[[int, Floats, Floats, Tally], None]:
-        learner, rules = self.learner, self.rules(run.losses.noise, t)
-        logs = self.logs(t.start, t.stop)
-        scale, floor = (
-            (learner.scale, learner.floor)
-            if isinstance(learner, OptimisticValueIteration)
-            else (0.0, 0.0)
-        )
-        visits = learner.state["visits"].numpy().reshape(len(run.seeds), -1)
-        lanes = self.lanes(run)
-
-        def play_group(group: int, means: Floats, numbers: Floats, tally: Tally) -> None:
-            work, seen = self.scratch(group, lambda: self.make(lanes))
-            with self.rows_of(run, group, [visits]) as own:
-                play_empirical(
-                    self.model,
-                    logs,
-                    scale,
-                    floor,
-                    means,
-                    numbers,
-                    rules,
-                    tally,
-                    seen._replace(visits=own[0], losses=tally.cumulative_loss),
-                    work,
-                    width_of(lanes),
-                )
-
-        return play_group
-
-    def make(self, lanes: int | None) -> tuple[Work, Seen]:
-        """Scratch memory of a group of seeds."""
-        return make_work(self.model, allocator(lanes)), make_seen(self.model, allocator(lanes))
+    if hint is Shared or not isinstance(value, np.ndarray) or value.dtype != np.float64:
+        return value
+    return value.copy() if lanes is None else gather([value], [0] * lanes)

@@ -140,7 +140,7 @@ def optimal_value(
     probabilities = mdp.probabilities if differentiated else ()
 
     def lagrangian(q: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-        """Return psi_t(q) - ⟨v, E q - b⟩, the part that `Stationary` differentiates by autograd."""
+        """Return psi_t(q) - ⟨v, E q - b⟩, the part that `SolvedPlan` differentiates by autograd."""
         t, parameters, given = rest[0], rest[1 : 1 + count], rest[1 + count :]
         model = mdp.with_probabilities(*given) if given else mdp
         batch = torch.broadcast_shapes(q.shape[:-2], t.shape)
@@ -149,10 +149,10 @@ def optimal_value(
         return value - (v * flow_residual(model, q)).sum(-1) if given else value
 
     rest = (t, *evaluator.own_parameters, *probabilities)
-    return Stationary.apply(lagrangian, solution.q, solution.value, loss, *rest)
+    return SolvedPlan.apply(lagrangian, solution.q, solution.value, loss, *rest)
 
 
-class Stationary(torch.autograd.Function):
+class SolvedPlan(torch.autograd.Function):
     """⟨q, loss⟩ + function(q, v, *rest), where the derivatives in q and v cancel.
 
     The first derivative treats q and v as constants. The second one does not, because the first
@@ -327,19 +327,19 @@ def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> No
         return
     bounds = torch.tensor([(part.start, part.stop) for part in mdp.layer_slices])
     first, stop = bounds.to(states.device).unbind(-1)
-    if at := _first((states < first) | (states >= stop)):
+    if at := _first_wrong((states < first) | (states >= stop)):
         here = mdp.layer_slices[at[-1]]
         raise ValueError(
-            f"states: {_place(at)} is {int(states[at])}, which is not a state of this layer; "
+            f"states: {_place_of(at)} is {int(states[at])}, which is not a state of this layer; "
             f"those are {here.start} to {here.stop - 1}"
         )
     inside = (actions >= 0) & (actions < mdp.num_actions)
-    if at := _first(~inside | ~mdp.actions[states, torch.where(inside, actions, 0)]):
+    if at := _first_wrong(~inside | ~mdp.actions[states, torch.where(inside, actions, 0)]):
         raise ValueError(
-            f"actions: {_place(at)} is {int(actions[at])}, an action that does not exist in "
+            f"actions: {_place_of(at)} is {int(actions[at])}, an action that does not exist in "
             f"{mdp.locate(int(states[at]))}"
         )
-    if at := _first(~(arrivals(mdp, states, actions).detach() > 0)):
+    if at := _first_wrong(~(arrivals(mdp, states, actions).detach() > 0)):
         *_, k = at
         if k == 0:
             why = "where no episode of this MDP begins"
@@ -350,7 +350,7 @@ def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> No
                 f"action {int(actions[before])}"
             )
         raise ValueError(
-            f"states: {_place(at)} is {int(states[at])} ({mdp.locate(int(states[at]))}), {why}"
+            f"states: {_place_of(at)} is {int(states[at])} ({mdp.locate(int(states[at]))}), {why}"
         )
 
 
@@ -386,13 +386,13 @@ def _at(table: Tensor, index: Tensor) -> Tensor:
     return table.expand(*batch, table.shape[-1]).gather(-1, index)
 
 
-def _first(wrong: Tensor) -> tuple[int, ...]:
+def _first_wrong(wrong: Tensor) -> tuple[int, ...]:
     """Return the index of the first True; empty if there is none."""
     found = wrong.nonzero()
     return tuple(found[0].tolist()) if len(found) else ()
 
 
-def _place(at: tuple[int, ...]) -> str:
+def _place_of(at: tuple[int, ...]) -> str:
     *batch, trajectory, k = at
     element = f"batch element {tuple(batch)}, " if batch else ""
     return f"{element}trajectory {trajectory}, layer {k}"

@@ -76,7 +76,7 @@ def unconstrain(module: Module, only: Sequence[str] | None = None) -> Module:
         if name not in names | free:
             raise ValueError(f"only: there is no parameter {name!r} with a declared domain")
     for owner, name, constraint in found:
-        _check(owner, name, constraint)
+        _check_single(owner, name, constraint)
     for owner, name, constraint in found:
         parametrize.register_parametrization(owner, name, Domain(owner, name, constraint))
     for part in module.modules():
@@ -85,7 +85,7 @@ def unconstrain(module: Module, only: Sequence[str] | None = None) -> Module:
     return module
 
 
-def _check(owner: Parametrized, name: str, constraint: constraints.Constraint) -> None:
+def _check_single(owner: Parametrized, name: str, constraint: constraints.Constraint) -> None:
     value: Tensor = getattr(owner, name)
     place = f"{type(owner).__name__}: {name}"
     if value.dim() > owner.event_dims(name):

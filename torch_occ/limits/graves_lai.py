@@ -116,7 +116,7 @@ def lower_bound(
     information = family.information(excursions.mean, excursions.gap)
     n = np.divide(1.0, information, out=np.zeros_like(information), where=possible)
     value = float(excursions.gap @ n)
-    return LowerBound(value, value, _table(mdp, excursions, n), 0, True, "closed form")
+    return LowerBound(value, value, _as_table(mdp, excursions, n), 0, True, "closed form")
 
 
 # -- cutting planes --------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class _Program:
 
     def solve(self, mdp: LayeredMDP, max_rounds: int) -> LowerBound:
         """Add violated constraints until the bounds agree."""
-        gap, spread = self.excursions.gap, _spread(self.excursions)
+        gap, spread = self.excursions.gap, _uniform_visits(self.excursions)
         # Any small number of observations: every excursion that can pay off violates them.
         n, value, rounds, exact = 1e-6 * spread, 0.0, 0, False
         best, cuts = _Best(np.inf, n), np.zeros((0, len(n)))
@@ -159,7 +159,7 @@ class _Program:
             n = least + 0.1**rounds * value / float(gap @ spread) * spread
         if np.isinf(best.cost) and not rounds:  # nothing can be confused
             best = _Best(0.0, np.zeros_like(n))
-        allocation = _table(mdp, self.excursions, best.n)
+        allocation = _as_table(mdp, self.excursions, best.n)
         upper = max(best.cost, value)
         return LowerBound(value, upper, allocation, rounds, bool(exact), "cutting planes")
 
@@ -185,7 +185,7 @@ class _Program:
         return np.maximum(found.x, 0.0)
 
 
-def _spread(excursions: Excursions) -> Floats:
+def _uniform_visits(excursions: Excursions) -> Floats:
     """One visit of every entry, and uniform actions in hidden states."""
     E, U, A = len(excursions.entries), len(excursions.hidden), excursions.num_actions
     exists = excursions.exists[E:].reshape(U, A)
@@ -196,7 +196,7 @@ def _spread(excursions: Excursions) -> Floats:
     return np.concatenate([np.ones(E), n.ravel()])
 
 
-def _table(mdp: LayeredMDP, excursions: Excursions, n: Floats) -> Tensor:
+def _as_table(mdp: LayeredMDP, excursions: Excursions, n: Floats) -> Tensor:
     """A vector of variables as a table `(S, A)`."""
     return torch.from_numpy(excursions.table(n)).view(mdp.num_states, mdp.num_actions)
 

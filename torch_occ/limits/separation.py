@@ -272,7 +272,7 @@ class Nodes(NamedTuple):
         return Nodes(entry, action, mass, inflow)
 
 
-class Found(NamedTuple):
+class Alternatives(NamedTuple):
     """The outcome of a search."""
 
     least: float  # a lower bound of the information about every confusing alternative
@@ -294,7 +294,7 @@ class Separation:
         """How many alternatives a search returns at most."""
         return max(60, 2 * len(self.excursions.gap))
 
-    def search(self, n: Floats, target: float) -> Found:
+    def search(self, n: Floats, target: float) -> Alternatives:
         """Excursions whose information is less than the target, the worst of them first.
 
         Args:
@@ -329,7 +329,7 @@ class Separation:
             spent += len(bounds)
         order = np.argsort(np.concatenate(values), kind="stable")[: self.most_cuts]
         least = min(least, *bounds, np.inf)
-        return Found(float(least), not len(bounds), np.concatenate(cuts)[order])
+        return Alternatives(float(least), not len(bounds), np.concatenate(cuts)[order])
 
     # -- the tree ------------------------------------------------------------------------------
 

@@ -193,7 +193,7 @@ def from_graph(
         nodes=nodes,
         pairs=torch.tensor(pairs),
         transitions=[
-            _table(layer, num_actions, sizes[k + 1], dtype) for k, layer in enumerate(choices)
+            _edge_table(layer, num_actions, sizes[k + 1], dtype) for k, layer in enumerate(choices)
         ],
         actions=torch.arange(num_actions) < counts.unsqueeze(-1),
         origin=torch.tensor(origin),
@@ -207,7 +207,7 @@ def _arrival(layers: Sequence[dict[tuple[Node, bool], int]], k: int, head: Node,
     return layers[k + 1][head, depth > k + 1]
 
 
-def _table(
+def _edge_table(
     choices: Sequence[Sequence[int]], num_actions: int, num_next: int, dtype: torch.dtype
 ) -> Tensor:
     """Deterministic transitions of a layer: `(S_k, A, S_{k+1})`, or sparse `(S_k * A, S_{k+1})`."""

@@ -180,7 +180,7 @@ def check_by_playing(
             if terminated:
                 break
     if settable:
-        for state, action in _sweep(auditor.actions, visited, steps - played):
+        for state, action in _all_pairs(auditor.actions, visited, steps - played):
             _reset(env, auditor)
             env.unwrapped.s = state
             after, reward, terminated, _, _ = env.step(action)
@@ -194,7 +194,7 @@ def _reset(env: Any, auditor: Auditor, seed: int | None = None) -> int:
     return int(state)
 
 
-def _sweep(
+def _all_pairs(
     actions: list[list[int]], visited: Sequence[int], steps: int
 ) -> Iterator[tuple[int, int]]:
     """Take all pairs at least once, and again until the steps are used up."""

@@ -104,7 +104,7 @@ def finish(
         outcomes.state, outcomes.action, after, outcomes.probability, actions & ~ends.unsqueeze(-1)
     )
     found = found.select(found.actions[found.state, found.action])
-    _check(found)
+    _check_outcomes(found)
     return found
 
 
@@ -159,7 +159,7 @@ def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int
     )
 
 
-def _check(outcomes: Outcomes) -> None:
+def _check_outcomes(outcomes: Outcomes) -> None:
     """Report a bad row with the user's own state numbers, before layers exist."""
     probability = outcomes.probability.detach()
     if not probability.is_floating_point():

@@ -249,8 +249,8 @@ def compare(
             "settings: expected at least one to compare with; `judge` measures answers without "
             "cvxpylayers"
         )
-    left_out = {_name(each): each.missing for each in settings if each.missing}
-    if len(left_out) == len({_name(each) for each in settings}):
+    left_out = {_name_of_settings(each): each.missing for each in settings if each.missing}
+    if len(left_out) == len({_name_of_settings(each) for each in settings}):
         reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
         raise ImportError(f"settings: nothing to compare with. {reasons}")
     c = torch.arange(1, mdp.actions.numel() + 1, dtype=mdp.dtype).cos().view(mdp.actions.shape)
@@ -264,7 +264,9 @@ def compare(
     # The first derivative in a process takes torch a second, which is not timed.
     ask("torch_occ", layers["torch_occ"], equations, c)
     layers |= {
-        _name(each): CvxpyLayer(mdp, regularizer, each) for each in settings if each.installed
+        _name_of_settings(each): CvxpyLayer(mdp, regularizer, each)
+        for each in settings
+        if each.installed
     }
     found = judge(
         equations,
@@ -275,7 +277,7 @@ def compare(
     return replace(found, left_out=left_out)
 
 
-def _name(settings: Settings) -> str:
+def _name_of_settings(settings: Settings) -> str:
     return f"cvxpylayers, {settings.name}"
 
 

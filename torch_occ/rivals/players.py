@@ -12,17 +12,19 @@ from torch import Tensor
 from torch_occ.engine import play_planning as planning
 from torch_occ.engine.lanes import allocator, width_of
 from torch_occ.engine.layout import PAIR, Floats, Model, Terms, Work, make_work
-from torch_occ.engine.play import (
+from torch_occ.engine.play_indices import KL_UCB, SERIES_ROWS, THOMPSON, play_indices
+from torch_occ.engine.play_old import (
     FULL_INFORMATION,
     IMPLICIT_EXPLORATION,
     IMPORTANCE_WEIGHTED,
     NOISE,
     Rules,
     Seen,
-    Tally,
     make_seen,
 )
-from torch_occ.engine.play_indices import KL_UCB, SERIES_ROWS, THOMPSON, play_indices
+from torch_occ.engine.play_old import (
+    FlatTally as Tally,
+)
 from torch_occ.engine.play_planning import (
     Planner,
     Stack,
@@ -43,7 +45,7 @@ from torch_occ.game.estimators import (
 )
 from torch_occ.game.learners import Learner
 from torch_occ.game.losses import LossProcess
-from torch_occ.game.players import EmpiricalPlayer, EnginePlayer, OverTime, few_states
+from torch_occ.game.players_old import EmpiricalPlayer, LoopPlayer, OverTime, few_states
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import uniform_policy
 from torch_occ.regularizers.base import Regularizer
@@ -106,7 +108,7 @@ _UCBVI = {
 }
 
 
-class CountingPlayer(EnginePlayer):
+class CountingPlayer(LoopPlayer):
     """What the players here share: visits, counts and sums of losses."""
 
     def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
@@ -308,7 +310,7 @@ class Seed(NamedTuple):
     scratch: Work
 
 
-class UnknownPlayer(EnginePlayer):
+class UnknownPlayer(LoopPlayer):
     """Plays `UnknownFTRL` with a built-in regularizer."""
 
     @staticmethod
@@ -465,7 +467,7 @@ class UnknownPlayer(EnginePlayer):
 # -- The compiled player of UOB-REPS ---------------------------------------------------------------
 
 
-class UOBREPSPlayer(EnginePlayer):
+class UOBREPSPlayer(LoopPlayer):
     """Plays `UOBREPS`."""
 
     def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:

@@ -80,7 +80,7 @@ class Records(NamedTuple):
         return Records(*(part[first:] for part in self))
 
 
-def evaluate(
+def evaluate_curves(
     step: FTRLStep,
     parameters: Parameters,
     records: Records,
@@ -344,10 +344,10 @@ class Certificate(Callback):
         moments = torch.diff(torch.stack(self.totals), dim=0) / elapsed[:, None, None, None]
         names = ("stability", "stability_first_step")
         before = torch.stack([self.known[-1][name][-1] for name in names]) if first else None
-        found = evaluate(run.learner.step, self.parameters, records, moments, before)
+        found = evaluate_curves(run.learner.step, self.parameters, records, moments, before)
         self.known.append(found)
         self.totals, self.evaluated = self.totals[-1:], len(self.records)
-        self._to_board(_log, found, records.episode[first:].tolist())
+        self._to_board(_log_scalars, found, records.episode[first:].tolist())
 
     def _to_board(self, write: Callable[..., None], *arguments: Any) -> None:
         """Log, if there is a board. If its files fail, warn and go on without it."""
@@ -383,14 +383,14 @@ class Certificate(Callback):
             self.known = [curves]
             # A directory that has this run's log has these points; a fresh one has nothing.
             if self.board is not None and not self.board.known:
-                self._to_board(_log, curves, records.episode[: self.evaluated].tolist())
+                self._to_board(_log_scalars, curves, records.episode[: self.evaluated].tolist())
 
 
 def _join(records: list[Records]) -> Records:
     return Records(*(torch.cat(parts) for parts in zip(*records, strict=True)))
 
 
-def _log(board: TensorBoard, found: dict[str, Tensor], episodes: list[int]) -> None:
+def _log_scalars(board: TensorBoard, found: dict[str, Tensor], episodes: list[int]) -> None:
     """Log means over seeds, and extremes of the smoothness; one event per checkpoint."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 

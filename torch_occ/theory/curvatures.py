@@ -236,7 +236,7 @@ class Block(NamedTuple):
 
     def dense(self) -> Tensor:
         """N_k, `(*batch, S_k A, S_k A)`."""
-        columns = _spread(self.share)
+        columns = _spread_states(self.share)
         return torch.diag_embed(self.base.flatten(-2)) + columns @ self.core @ columns.mT
 
 
@@ -281,7 +281,7 @@ def _core(G: Tensor, sigma: Tensor) -> Tensor:
     return (core + core.mT) / 2
 
 
-def _spread(share: Tensor) -> Tensor:
+def _spread_states(share: Tensor) -> Tensor:
     """`(*batch, S_k, A)` -> `(*batch, S_k A, S_k)`: the entry of (s, a) goes to column s."""
     identity = torch.eye(share.shape[-2], dtype=share.dtype, device=share.device)
     return (share.unsqueeze(-1) * identity.unsqueeze(-2)).flatten(-3, -2)

@@ -40,7 +40,7 @@ def hessian_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> Statement:
     )
     return statement(
         "lem:def_M",
-        _largest(found - expected) / _largest(expected),
+        _largest_entry(found - expected) / _largest_entry(expected),
         0.0,
         mdp.num_pairs,
         scale=1.0,
@@ -67,7 +67,7 @@ def inverse_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Stateme
         difference = scaled @ scaled_inverse - torch.eye(
             matrix.shape[-1], dtype=q.dtype, device=q.device
         )
-        products.append(_largest(difference) / torch.linalg.matrix_norm(scaled))
+        products.append(_largest_entry(difference) / torch.linalg.matrix_norm(scaled))
         own = d_inverse[..., -mdp.layer_sizes[k] * mdp.num_actions :]
         weight = (
             W(mdp, curve, k)
@@ -79,7 +79,7 @@ def inverse_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Stateme
         defined = torch.eye(own.shape[-1], dtype=q.dtype, device=q.device) - _scale(
             weight, own.sqrt()
         )
-        blocks.append(_largest(_scale(N(mdp, curve, k), own.rsqrt()) - defined))
+        blocks.append(_largest_entry(_scale(N(mdp, curve, k), own.rsqrt()) - defined))
     product, block = (torch.stack(x).amax(0) for x in (products, blocks))
     terms = mdp.num_pairs
     return (
@@ -129,5 +129,5 @@ def _scale(matrix: Tensor, root: Tensor) -> Tensor:
     return root.unsqueeze(-1) * matrix * root.unsqueeze(-2)
 
 
-def _largest(matrix: Tensor) -> Tensor:
+def _largest_entry(matrix: Tensor) -> Tensor:
     return matrix.abs().amax((-2, -1))

@@ -183,7 +183,9 @@ def sqrt_diff(mdp: LayeredMDP, policy: Tensor, mapping: Tensor) -> tuple[Stateme
     f = (q.sum(-1) - other.sum(-1)).clamp(min=0)
     key, _ = induction(mdp, policy, f, g)
     right = math.sqrt(mdp.num_states * mdp.horizon) * outside(q, mapping).sqrt()
-    return _key(key, "eq:key_ineq_sqrt_diff", q), _roots("lem:sqrt_diff", mdp, q, other, right)
+    return _key_inequality(key, "eq:key_ineq_sqrt_diff", q), _roots(
+        "lem:sqrt_diff", mdp, q, other, right
+    )
 
 
 def sqrt_diff_2(mdp: LayeredMDP, mapping: Tensor, other: Tensor) -> tuple[Statement, Statement]:
@@ -202,12 +204,12 @@ def sqrt_diff_2(mdp: LayeredMDP, mapping: Tensor, other: Tensor) -> tuple[Statem
     f = (q.sum(-1) - q_other.sum(-1)).clamp(min=0)
     key, _ = induction(mdp, mapping, f, g)
     right = math.sqrt(mdp.num_states * mdp.horizon) * outside(q_other, mapping).sqrt()
-    return _key(key, "lem:sqrt_diff_2, key step", q), _roots(
+    return _key_inequality(key, "lem:sqrt_diff_2, key step", q), _roots(
         "lem:sqrt_diff_2", mdp, q, q_other, right
     )
 
 
-def _key(key: Statement, label: str, q: Tensor) -> Statement:
+def _key_inequality(key: Statement, label: str, q: Tensor) -> Statement:
     terms = q.shape[-2] * q.shape[-1]
     return statement(label, key.left, key.right, terms, scale=torch.maximum(key.right, q.sum(-1)))
 

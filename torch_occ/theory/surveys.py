@@ -49,7 +49,7 @@ def batch_of_mdps(
     )
 
 
-def draw(mdp: LayeredMDP, generator: torch.Generator) -> Data:
+def draw_data(mdp: LayeredMDP, generator: torch.Generator) -> Data:
     """Draw the data of the statements for each MDP of the batch.
 
     Policies are between uniform and deterministic to ten digits, losses are fixed or Bernoulli.
@@ -132,7 +132,7 @@ def survey(
     if parameters is None:
         alpha, gamma = (10 ** (2 * float(_uniform((), generator)) - 1) for _ in range(2))
         parameters = Parameters(alpha, 64.0 * mdp.horizon, gamma)
-    data = draw(mdp, generator)
+    data = draw_data(mdp, generator)
     yield from occupancy_statements(mdp, data, generator, parameters)
     yield from hessian_statements(mdp, data, generator, parameters)
     yield from run_statements(mdp, data, generator, parameters, count)
@@ -200,7 +200,7 @@ def hessian_statements(
     yield runs.close_hessian(mdp, q, p, parameters, t)
 
 
-def play(
+def play_run(
     mdp: LayeredMDP, parameters: Parameters, mean: Tensor, count: int, generator: torch.Generator
 ) -> runs.Trajectory:
     """`alg:main_alg` on a batch of MDPs for `count` episodes, with Bernoulli losses."""
@@ -222,7 +222,7 @@ def run_statements(
     mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters, count: int
 ) -> Iterator[Statement]:
     """The analysis of FTRL along a short run."""
-    run = play(mdp, parameters, data.mean, count, generator)
+    run = play_run(mdp, parameters, data.mean, count, generator)
     best = occupancy(mdp, optimal_policy(mdp, data.mean).policy)
     u = runs.comparator_point(run.q[0], best, count)
     found = runs.decompose(mdp, parameters, run, u)
@@ -242,7 +242,7 @@ def condition_statements(
 ) -> Iterator[Statement]:
     """The self-bounding condition, for i.i.d. losses of which an adversary corrupts some.
 
-    The learners play random policies.
+    The learners play_run random policies.
     """
     count = 8
     yield bounds.performance_difference(mdp, data.q, data.mean)

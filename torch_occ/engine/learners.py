@@ -1,0 +1,476 @@
+"""The learners of torch_occ.game, compiled for the loop of torch_occ.engine.play.
+
+The formulas are in the docstrings of the learners' own classes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+
+from torch_occ._support.constants import CHUNK, CONVERGED, TIE
+from torch_occ.engine.entropic import follow_or_restart
+from torch_occ.engine.lanes import Shared, anywhere, lane, log, power, sqrt, where
+from torch_occ.engine.layout import (
+    PAIR,
+    PLAN,
+    TRIAL,
+    Bools,
+    Floats,
+    Model,
+    Terms,
+    Work,
+    ahead,
+    finite,
+    part,
+    routine,
+)
+from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
+from torch_occ.engine.psi import POWER
+
+# -- a fixed policy --------------------------------------------------------------------------------
+
+
+class CompiledFixed(NamedTuple):
+    """`FixedPolicy`."""
+
+    q: PerPair
+
+
+@propose.register(CompiledFixed)
+def _propose_fixed(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    if t == 0:
+        for i in range(len(learner.q)):
+            tally.q[i] = learner.q[i]
+
+
+@observe.register(CompiledFixed)
+def _observe_nothing(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    pass
+
+
+# -- learners that plan with averages --------------------------------------------------------------
+
+
+class CompiledEmpirical(NamedTuple):
+    """`FollowTheLeader` and `OptimisticValueIteration`."""
+
+    visits: PerPair
+    losses: PerPair  # sums of the observed losses
+    scale: float  # of the optimism sqrt(log t / visits); 0 for follow-the-leader
+    floor: float  # the index of pairs without visits, and the lower bound of every index
+    logs: Shared  # (n + 1,), log t
+    mean: PerPair
+    root: PerPair
+    choice: PerState
+
+
+@propose.register(CompiledEmpirical)
+def _propose_empirical(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    if t == 0:
+        average(learner, learner.floor)
+    index, radius = work.pairs, learner.scale * np.sqrt(learner.logs[t + 1])
+    for i in range(len(learner.mean)):
+        index[TRIAL, i] = learner.mean[i]
+        if learner.scale > 0.0:
+            index[TRIAL, i] = max(learner.mean[i] - radius * learner.root[i], learner.floor)
+    plan(game.model, learner.choice, work)
+
+
+@observe.register(CompiledEmpirical)
+def _observe_empirical(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    for n in range(len(game.pairs)):
+        own = lane(learner, n)
+        for k in range(game.pairs.shape[1]):
+            count_visit(own, game.pairs[n, k], game.losses[n, k])
+
+
+@part
+def average(learner: Any, unseen: float) -> None:
+    """Write the mean losses, and 1 / sqrt(visits), 0 without visits.
+
+    They follow from the state, and are kept because an episode changes few of them. `unseen` stands
+    for means without visits.
+    """
+    for i in range(len(learner.mean)):
+        visits = max(learner.visits[i], 1.0)
+        known = learner.visits[i] > 0.0
+        learner.mean[i] = where(known, learner.losses[i] / visits, unseen)
+        learner.root[i] = where(known, 1.0 / sqrt(visits), 0.0)
+
+
+@part
+def count_visit(learner: Any, i: int, loss: float) -> None:
+    """Count a visit of a pair and its loss, for one seed."""
+    learner.visits[i] += 1.0
+    learner.losses[i] += loss
+    learner.mean[i] = learner.losses[i] / learner.visits[i]
+    learner.root[i] = 1.0 / np.sqrt(learner.visits[i])
+
+
+@part
+def plan(model: Model, choice: Floats, work: Work) -> None:
+    """Backward induction for the loss in row TRIAL of the pairs, which becomes Q.
+
+    `choice` receives the pair that each state plays.
+    """
+    start, num_actions, states, pairs = model.start, model.num_actions, work.states, work.pairs
+    for k in range(len(start) - 2, -1, -1):
+        behind = start[k + 1]
+        after = start[k + 2] - behind if k + 2 < len(start) else 0
+        for s in range(start[k], behind):
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                pairs[TRIAL, i] += ahead(model.next_state, i, states, PLAN, behind, after)
+            states[PLAN, s], choice[s] = cheapest_pair(
+                model.exists[PAIR], pairs, TRIAL, s * num_actions, (s + 1) * num_actions
+            )
+
+
+@part
+def cheapest_pair(
+    allowed: Bools, costs: Floats, row: int, first: int, stop: int
+) -> tuple[Any, Any]:
+    """The least cost of a pair that is allowed, and that pair.
+
+    Ties are broken as in `torch_occ.mdp.occupancy.cheapest`.
+    """
+    best, chosen, open_ = np.inf, -1.0, True
+    for i in range(first, stop):
+        if allowed[i]:
+            best = min(best, costs[row, i])
+    limit = where(finite(best), best + TIE * max(1.0, abs(best)), best)
+    for i in range(first, stop):
+        if allowed[i]:
+            here = open_ & (costs[row, i] <= limit)
+            chosen, open_ = where(here, float(i), chosen), open_ & (not here)
+    return best, chosen
+
+
+# -- follow the regularized leader -----------------------------------------------------------------
+
+IMPORTANCE_WEIGHTED, IMPLICIT_EXPLORATION, REDUCED_VARIANCE, FULL_INFORMATION = 0, 1, 2, 3
+
+
+class Solver(NamedTuple):
+    """The step of a learner: psi, and the limits of a solve."""
+
+    terms: Terms
+    tolerance: float
+    max_steps: int
+    middle: Floats  # (S * A,), an interior point for cold starts
+    weights: Floats  # (K or K * S * A,), of the episode
+    source: Floats  # (0,), nothing enters the flow from outside
+
+
+class CompiledFTRL(NamedTuple):
+    """`FTRL`."""
+
+    q: PerPair
+    cumulative_loss: PerPair
+    solver: Solver
+    weights: Shared  # (n + 1, K or K * S * A)
+    estimator: int
+    # (n + 1,): the bias of implicit exploration, or the threshold of the reduced-variance estimator
+    bias: Shared
+
+
+@propose.register(CompiledFTRL)
+def _propose_ftrl(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    weigh(learner.solver, learner.weights, t, work)
+    take_step(game, t, learner.cumulative_loss, learner, tally, work)
+
+
+@observe.register(CompiledFTRL)
+def _observe_ftrl(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    estimator, bias = learner.estimator, learner.bias[t + 1]
+    if estimator == REDUCED_VARIANCE:
+        for i in range(len(learner.q)):
+            learner.cumulative_loss[i] += where(learner.q[i] >= bias, 0.5, 0.0)
+    for n in range(len(game.pairs)):
+        q, total = lane(learner.q, n), lane(learner.cumulative_loss, n)
+        if estimator == FULL_INFORMATION:
+            for i in range(len(total)):
+                total[i] += game.table[n, i]
+        else:
+            for k in range(game.pairs.shape[1]):
+                i, loss = game.pairs[n, k], game.losses[n, k]
+                if estimator == IMPORTANCE_WEIGHTED:
+                    total[i] += loss / q[i]
+                elif estimator == IMPLICIT_EXPLORATION:
+                    total[i] += loss / (q[i] + bias)
+                else:
+                    total[i] += (loss - (0.5 if q[i] >= bias else 0.0)) / q[i]
+
+
+@part
+def weigh(solver: Solver, weights: Floats, t: int, work: Work) -> None:
+    """Take the weights of episode t, and note their largest relative change."""
+    most = 0.0
+    for k in range(weights.shape[1]):
+        solver.weights[k] = weights[t + 1, k]
+        change = abs(weights[t + 1, k] - weights[t, k])
+        if change > 0.0:
+            most = max(most, change / abs(weights[t, k]))
+    work.stale[0] += most
+
+
+@part
+def take_step(game: Game, t: int, loss: Floats, learner: Any, tally: Tally, work: Work) -> None:
+    """Solve for the learner's next q, starting from its last, or from the middle if that fails."""
+    solver, q, episode = learner.solver, learner.q, game.before + t + 1
+    # Nothing is kept from one chunk to the next, so that a run can continue from a file.
+    if (episode - 1) % CHUNK == 0:
+        work.stale[0], work.stale[1], work.stale[2] = np.inf, 0.0, 0.0
+    for i in range(len(q)):
+        work.pairs[PAIR, i] = q[i]
+    status, steps, _, flow, dual = follow_or_restart(
+        game.model,
+        solver.terms,
+        solver.weights,
+        loss,
+        solver.tolerance,
+        solver.max_steps,
+        solver.source,
+        solver.middle,
+        work,
+    )
+    for i in range(len(q)):
+        q[i] = work.pairs[PAIR, i]
+        tally.q[i] = work.pairs[PAIR, i]
+    note_solve(episode, status, steps, flow, dual, tally)
+
+
+@part
+def note_solve(episode: int, status: Any, steps: Any, flow: Any, dual: Any, tally: Tally) -> None:
+    """Add what a solve found to the sums."""
+    failed = status != CONVERGED
+    tally.newton_steps[0] += steps
+    tally.uncertified[0] += where(failed, 1.0, 0.0)
+    tally.dual_residual[0] = max(tally.dual_residual[0], dual)
+    tally.flow_residual[0] = max(tally.flow_residual[0], flow)
+    fresh = failed & (tally.first_uncertified[0] == 0.0)
+    tally.first_uncertified[0] = where(fresh, float(episode), tally.first_uncertified[0])
+    tally.first_status[0] = where(fresh, status, tally.first_status[0])
+
+
+# -- FTRL with hints and adaptive rates ------------------------------------------------------------
+
+NO_HINTS, MEAN_HINTS, GRADIENT_HINTS = 0, 1, 2
+NO_RATES, ADAPTIVE_RATES, MATCHING_RATES = 0, 1, 2
+TINY = float(np.finfo(np.float64).tiny)
+
+
+class CompiledAdaptive(NamedTuple):
+    """`AdaptiveFTRL`."""
+
+    q: PerPair
+    cumulative_loss: PerPair
+    hint_visits: PerPair  # of `MeanHints`
+    hint_losses: PerPair
+    hint_hint: PerPair  # of `GradientHints`
+    inverse_rate: PerPair  # or (1,), or (0,) without rates
+    solver: Solver  # its weights include the rates
+    weights: Shared  # (n + 1, K or K * S * A), without rates
+    hints: int
+    prior: float  # of `MeanHints`
+    count: float
+    step: float  # of `GradientHints`
+    rates: int
+    log_episodes: float  # of `AdaptiveRates`
+    loss: PerPair  # the loss of the step
+    hint: PerPair
+    excess: PerPair  # zeros between episodes
+    value: Annotated[Floats, 1, "states"]
+
+
+@propose.register(CompiledAdaptive)
+def _propose_adaptive(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    work.stale[0] += scale_weights(learner, t)
+    write_hints(game.model, learner)
+    take_step(game, t, learner.loss, learner, tally, work)
+
+
+@observe.register(CompiledAdaptive)
+def _observe_adaptive(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    for n in range(len(game.pairs)):
+        own = lane(learner, n)
+        for k in range(game.pairs.shape[1]):
+            i = game.pairs[n, k]
+            own.excess[i] = (game.losses[n, k] - own.hint[i]) / own.q[i]
+    for i in range(len(learner.q)):
+        learner.cumulative_loss[i] += learner.excess[i] + learner.hint[i]
+    if learner.rates == ADAPTIVE_RATES:
+        value_excess(game.model, learner)
+        for n in range(len(game.pairs)):
+            adapt_rates(game, n, lane(learner, n))
+    elif learner.rates == MATCHING_RATES:
+        match(game.model, learner)
+    for n in range(len(game.pairs)):
+        renew_hints(game, n, lane(learner, n))
+
+
+@routine
+def scale_weights(learner: CompiledAdaptive, t: int) -> Any:
+    """Multiply the weights of episode t by the inverse rates; return their largest change.
+
+    Changes are relative to the weights of the last episode.
+    """
+    inverse, own, weights = learner.inverse_rate, learner.solver.weights, learner.weights
+    count, each, most = len(learner.solver.terms.argument), len(own), 0.0
+    for k in range(each):
+        factor, before = 1.0, own[k]
+        if len(inverse) > 1:
+            factor = inverse[k % len(learner.q)]
+        elif len(inverse) == 1:
+            factor = inverse[0]
+        at = k if weights.shape[1] == each else k * count // each
+        own[k] = weights[t + 1, at] * factor
+        change = abs(own[k] - before)
+        most = max(most, where(change > 0.0, change / abs(before), 0.0))
+    return most
+
+
+@routine
+def write_hints(model: Model, learner: CompiledAdaptive) -> None:
+    """Write the hints, and the loss of the step."""
+    for i in range(len(learner.q)):
+        hint = 0.0
+        if learner.hints == MEAN_HINTS and model.exists[PAIR, i]:
+            hint = (learner.count * learner.prior + learner.hint_losses[i]) / (
+                learner.count + learner.hint_visits[i]
+            )
+        elif learner.hints == GRADIENT_HINTS and model.exists[PAIR, i]:
+            hint = learner.hint_hint[i]
+        learner.hint[i] = hint
+        learner.loss[i] = learner.cumulative_loss[i] + hint
+
+
+@part
+def adapt_rates(game: Game, n: int, learner: CompiledAdaptive) -> None:
+    """`AdaptiveRates.update` of seed n, from the values of `value_excess`."""
+    model, value = game.model, learner.value
+    for k in range(game.pairs.shape[1]):
+        i = game.pairs[n, k]
+        x, inverse = learner.excess[i], learner.inverse_rate[i]
+        advantage = lookahead(model, k, i, value) - value[0, i // model.num_actions]
+        zeta = learner.q[i] ** 2 * min(x * x, (x + advantage) ** 2)
+        learner.inverse_rate[i] = inverse + zeta / (inverse * learner.log_episodes)
+
+
+@part
+def renew_hints(game: Game, n: int, learner: CompiledAdaptive) -> None:
+    """Clear the excess, and update the hints of seed n."""
+    for k in range(game.pairs.shape[1]):
+        i, loss = game.pairs[n, k], game.losses[n, k]
+        learner.excess[i] = 0.0
+        if learner.hints == MEAN_HINTS:
+            learner.hint_visits[i] += 1.0
+            learner.hint_losses[i] += loss
+        elif learner.hints == GRADIENT_HINTS:
+            learner.hint_hint[i] += learner.step * (loss - learner.hint_hint[i])
+
+
+@part
+def lookahead(model: Model, k: int, pair: int, value: Floats) -> Any:
+    """E[V(next state)] after a pair of layer k."""
+    behind = model.start[k + 1]
+    after = model.start[k + 2] - behind if k + 2 < len(model.start) else 0
+    return ahead(model.next_state, pair, value, 0, behind, after)
+
+
+@routine
+def value_excess(model: Model, learner: CompiledAdaptive) -> None:
+    """Write V of the estimated excess and of the policy of q."""
+    start, num_actions, q, V = model.start, model.num_actions, learner.q, learner.value
+    for k in range(len(start) - 2, -1, -1):
+        for s in range(start[k], start[k + 1]):
+            value, total = 0.0, 0.0
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                if model.exists[PAIR, i]:
+                    value += q[i] * (learner.excess[i] + lookahead(model, k, i, V))
+                    total += q[i]
+            V[0, s] = where(total > 0.0, value / total, 0.0)
+
+
+@routine
+def match(model: Model, learner: CompiledAdaptive) -> None:
+    """`StabilityPenaltyMatching.update` for the first term."""
+    terms, q, num_actions = learner.solver.terms, learner.q, model.num_actions
+    p, powers = terms.exponent[0], terms.function[0] == POWER
+    roots, z, h = not anywhere(p != 0.5), 0.0, 0.0
+    for first in range(0, len(q), num_actions):
+        total = 0.0
+        for i in range(first, first + num_actions):
+            total += q[i]
+        for i in range(first, first + num_actions):
+            if model.exists[PAIR, i]:
+                others = where(total > 0.0, 1.0 - q[i] / total, 0.0)
+                if powers and roots:
+                    x = sqrt(q[i])
+                    z += 2.0 * x * others
+                    h += x
+                elif powers:
+                    z += power(q[i], 1.0 - p) * others / (2.0 * p * (1.0 - p))
+                    h += power(q[i], p)
+                else:
+                    z += 0.5 * others
+                    h -= where(q[i] > 0.0, q[i] * log(q[i] / total), 0.0)
+        if powers:
+            h -= sqrt(total) if roots else power(total, p)
+    inverse = learner.inverse_rate[0]
+    learner.inverse_rate[0] = inverse + z / (inverse * max(h, TINY))
+
+
+# -- FTRL on corrected empirical means -------------------------------------------------------------
+
+
+class CompiledCorrected(NamedTuple):
+    """`CorrectedFTRL`."""
+
+    q: PerPair
+    cumulative_loss: PerPair
+    visits: PerPair
+    losses: PerPair
+    squares: PerPair
+    solver: Solver
+    weights: Shared  # (n + 1, K or K * S * A)
+    width: float
+    prior: float
+    count: float
+    loss: PerPair  # the loss of the step
+
+
+@propose.register(CompiledCorrected)
+def _propose_corrected(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    weigh(learner.solver, learner.weights, t, work)
+    correct(game.model, float(game.before + t), learner)
+    take_step(game, t, learner.loss, learner, tally, work)
+
+
+@observe.register(CompiledCorrected)
+def _observe_corrected(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    for n in range(len(game.pairs)):
+        own = lane(learner, n)
+        for k in range(game.pairs.shape[1]):
+            i, loss = game.pairs[n, k], game.losses[n, k]
+            weighted = loss / own.q[i]
+            own.cumulative_loss[i] += weighted
+            own.squares[i] += weighted**2
+            own.losses[i] += loss
+            own.visits[i] += 1.0
+
+
+@routine
+def correct(model: Model, past: float, learner: CompiledCorrected) -> None:
+    """Write the loss of the step after `past` episodes, `CorrectedFTRL.loss`."""
+    for i in range(len(learner.loss)):
+        learner.loss[i] = 0.0
+        if model.exists[PAIR, i]:
+            mean = (learner.count * learner.prior + learner.losses[i]) / (
+                learner.count + learner.visits[i]
+            )
+            apart = learner.cumulative_loss[i] - past * mean
+            noise, square = learner.width * learner.width * learner.squares[i], apart * apart
+            kept = where(square > noise, 1.0 - noise / square, 0.0)
+            learner.loss[i] = (past + 1.0) * mean + apart * kept
