@@ -149,7 +149,10 @@ def test_auto_lets_torch_try_what_the_engine_cannot_certify(monkeypatch):
 
 def test_single_precision_on_a_grid():
     mdp = grid(12)
-    step = occ.FTRLStep(mdp.map_tensors(lambda x: x.float() if x.is_floating_point() else x), occ.ConditionalEntropy())
+    step = occ.FTRLStep(
+        mdp.map_tensors(lambda x: x.float() if x.is_floating_point() else x),
+        occ.ConditionalEntropy(),
+    )
     shape = (mdp.num_states, mdp.num_actions)
     loss = 100 * torch.rand(shape, generator=torch.Generator().manual_seed(0))
     solution = step.solve(loss, check=False)
