@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_occ._support.constants import DEAD, SQUARE
+from torch_occ._support.constants import DEAD
 from torch_occ._support.private import (
     in_forward_mode,
     own_parameters,
@@ -54,7 +54,14 @@ from torch_occ.step.checks import (
     check_values,
     parameter_shapes,
 )
-from torch_occ.step.entropic import Entropy, Task, entropy_of, is_entropy, solve_entropic
+from torch_occ.step.entropic import (
+    Entropy,
+    Task,
+    entropy_of,
+    is_entropy,
+    solve_entropic,
+    solves_in_logs,
+)
 from torch_occ.step.implicit import (
     Bound,
     ImplicitSolution,
@@ -303,8 +310,8 @@ class CompiledStep:
 
     @cached_property
     def in_logs(self) -> bool:
-        """Whether psi is an entropy, and the MDP small enough to solve it in logarithms."""
-        return is_entropy(self.regularizer) and self.shape[0] <= SQUARE
+        """Whether the torch path solves the step in logarithms."""
+        return solves_in_logs(self.regularizer, self.shape[0])
 
     def __call__(
         self,

@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ._support.constants import FULL_STEPS, LOG_DEAD, STALL_AFTER
+from torch_occ._support.constants import FULL_STEPS, LOG_DEAD, SQUARE, STALL_AFTER
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import largest_exponent
@@ -83,6 +83,15 @@ def is_entropy(regularizer: Regularizer, closed: bool = False) -> bool:
         if not 0 <= price <= (0 if closed else weights["pair"]):
             return False
     return True
+
+
+def solves_in_logs(regularizer: Regularizer, num_states: int) -> bool:
+    """Return whether the step is solved in logarithms: not for an entropy of many states.
+
+    Its Jacobian is a matrix over all states. If kappa = 0, none is needed.
+    """
+    few = num_states <= SQUARE
+    return is_entropy(regularizer) and (few or is_entropy(regularizer, closed=True))
 
 
 def entropy_of(composition: Composition, values: Sequence[Tensor]) -> Entropy:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import Backend, check_backend, engine_takes, later
-from torch_occ._support.constants import SQUARE
 from torch_occ._support.private import carries_derivative, inside_transform
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
@@ -34,7 +33,14 @@ from torch_occ.step.checks import (
     parameter_shapes,
     report,
 )
-from torch_occ.step.entropic import Entropy, Task, entropy_of, is_entropy, solve_entropic
+from torch_occ.step.entropic import (
+    Entropy,
+    Task,
+    entropy_of,
+    is_entropy,
+    solve_entropic,
+    solves_in_logs,
+)
 from torch_occ.step.graph import autocasts, enroll, promote, solve_in_graph, solve_plainly
 from torch_occ.step.implicit import ImplicitSolution, Setting, Stationarity
 from torch_occ.step.limits import Budgets
@@ -281,7 +287,7 @@ class FTRLStep(Frozen):
         check: bool,
     ) -> Solution:
         problem = self.prepare(cumulative_loss, t, warm_start, mdp, parameters)
-        if self.in_logs and problem.mdp.num_states <= SQUARE:
+        if self.in_logs and solves_in_logs(self.regularizer, problem.mdp.num_states):
             return self._solve_in_logs(problem, cumulative_loss, check)
         setting = Setting(problem.mdp, self.evaluator, problem.probabilities)
         equation = Stationarity(setting, self.options, problem.validate, partial(report, check))
