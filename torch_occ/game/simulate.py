@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torch_occ._support.choices import Backend, engine_takes, later
+from torch_occ._support.choices import Backend, check_backend, engine_takes, later
 from torch_occ._support.constants import CHUNK, log_spaced
 from torch_occ._support.files import Kept, State, copied
 from torch_occ._support.fingerprints import fingerprints
@@ -87,7 +87,7 @@ def _check_learner(mdp: LayeredMDP, learner: Learner) -> None:
                 "same LayeredMDP"
             )
         return
-    if not learner.proposes_policy:
+    if not learner.proposes_policy and not learner.engine_only:
         raise TypeError(
             f"learner: {name} does not know the transitions (its mdp is blind), so it cannot "
             "propose q; write propose_policy instead of propose"
@@ -202,14 +202,27 @@ class Player(Protocol):
 def choose_player(
     backend: Backend, mdp: LayeredMDP, learner: Learner, losses: LossProcess
 ) -> Player:
-    """The player for a learner; a ValueError if the engine is required but cannot play."""
+    """The player for a learner.
+
+    Raises:
+        ValueError: if the engine is required, by the backend or by the learner, but cannot play.
+    """
 
     def why_not() -> str | None:
-        return later("rivals.choice").why_not_play(mdp, learner, losses)
+        return later("game.players").why_not_play(mdp, learner, losses)
 
-    if not engine_takes(backend, why_not):
+    if learner.engine_only and learner.compiled is not None:
+        name = type(learner).__name__
+        if check_backend(backend) == "torch":
+            raise ValueError(
+                f"backend: {name} plays in the engine only, and not in torch; use backend='auto'"
+            )
+        reason = why_not()
+        if reason is not None:
+            raise ValueError(f"learner: {name} plays in the engine only, but {reason}")
+    elif not engine_takes(backend, why_not):
         return TorchPlayer(mdp)
-    return later("rivals.choice").engine_player(mdp, learner, losses)
+    return later("game.players").EnginePlayer(mdp, learner, losses)
 
 
 def _copy(learner: Learner) -> Learner:
