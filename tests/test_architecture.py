@@ -120,8 +120,7 @@ def test_imports_go_one_way(package):
     wrong = [
         x
         for x in IMPORTS
-        if x.importer.split(".")[0] == package
-        and x.imported.split(".")[0] not in allowed
+        if x.importer.split(".")[0] == package and x.imported.split(".")[0] not in allowed
     ]
     assert not wrong
 

@@ -59,7 +59,7 @@ from torch_occ.rivals.beliefs import (
     upper_bound,
     upper_occupancy,
 )
-from torch_occ.step.arrays import model_of, terms_of, weights_of, why_not_game
+from torch_occ.step.arrays import WeightsOverTime, model_of, why_not_game
 from torch_occ.step.ftrl import FTRLStep
 
 #: Optimistic transitions are at least this share of the empirical ones, so that every state can be
@@ -303,7 +303,7 @@ class UnknownFTRL(CountingLearner):
         if regularizer.batched():
             return "the regularizer has batched parameters"
         reason = why_not_game(mdp, regularizer)
-        if reason is None and powers_of(regularizer, mdp.actions.shape) is None:
+        if reason is None and not WeightsOverTime(regularizer, mdp.actions.shape).are_powers:
             reason = "the weights of the regularizer are not powers of t"
         return reason
 
@@ -316,7 +316,7 @@ class UnknownFTRL(CountingLearner):
             "confidence": Confidence.of(
                 self, self.widths, self.bonus, FLOOR if self.optimistic else 1.0
             ),
-            "powers": powers_of(self.step.regularizer, mdp.actions.shape),
+            "powers": WeightsOverTime(self.step.regularizer, mdp.actions.shape).powers(),
             "adaptive": self.adaptive or 0.0,
             "bias": getattr(self.estimator, "bias", 0.0),
             "uniform": uniform_policy(mdp).numpy().flatten(),
@@ -355,26 +355,6 @@ class UnknownFTRL(CountingLearner):
             found["upper_bound"] = float(self.bounds(policy_of(mdp, q)).sum(-1).mean())
             found["occupancy"] = float(q.sum(-1).mean())
         return found
-
-
-def powers_of(regularizer: Regularizer, pairs: torch.Size) -> Floats | None:
-    """The weights of psi as powers of time: weight k is `[0, k]` * t ** `[1, k]`.
-
-    `(2, K)`, or `(2, K * S * A)` if they differ between pairs; `pairs` is `(S, A)`.
-    None if a weight is not of this form, within rounding.
-    """
-    times = torch.tensor([1.0, 4.0, 1e6, 3e8], dtype=torch.float64)
-    with torch.no_grad():
-        found = weights_of(terms_of(regularizer, times), pairs).expand(len(times), -1)  # (4, K)
-    one, four = found[0], found[1]
-    exponents = torch.where(one == 0, 0.0, (four / one).abs().log2() / 2)
-    # 0.5 is the usual one, and exact then.
-    near = (exponents * 2).round() / 2
-    exponents = torch.where((exponents - near).abs() < 1e-14, near, exponents)
-    expected = one * times[:, None] ** exponents
-    if not torch.allclose(found, expected, rtol=1e-11, atol=0.0):
-        return None
-    return torch.stack([one, exponents]).numpy()
 
 
 # -- compiled --------------------------------------------------------------------------------------
