@@ -3,7 +3,7 @@
 import pytest
 import rival_oracles as oracles
 import torch
-from experiments.limit_worlds import few_successors
+from experiments.distance_to_limit import few_successors
 from games import same
 from zoo import PROBLEMS, Kept, random_loss
 
@@ -223,7 +223,7 @@ def test_learning_is_seen_and_the_printed_constants_do_not_learn():
 
     An independent prototype had 1,609 +- 5 with the printed constants.
     """
-    from experiments.games import loss_with_gap
+    from experiments.common import loss_with_gap
 
     losses, episodes = occ.BernoulliLosses(loss_with_gap(MDP, 0.4, 1)), 2000
     learners = {
