@@ -56,7 +56,7 @@ from torch_occ.rivals.ucbvi import EULER, UCBVI, StrongEuler
 from torch_occ.rivals.unknown import FLOOR, UnknownFTRL
 from torch_occ.rivals.uob_reps import UOBREPS
 from torch_occ.step.arrays import WeightsOverTime, model_of
-from torch_occ.step.arrays import why_not_game as why_not
+from torch_occ.step.ways import why_not_game as why_not
 
 if TYPE_CHECKING:
     from torch_occ.game.simulate import Simulation

@@ -32,11 +32,10 @@ from torch_occ.regularizers.terms import Factor
 from torch_occ.step.arrays import (
     ONE,
     Groups,
-    World,
+    MDPArrays,
     followed,
     kinds_of,
     number,
-    pays_off,
     plain,
     rows,
     rows_of,
@@ -44,8 +43,8 @@ from torch_occ.step.arrays import (
     summed,
     tabulate,
     untabulate,
-    why_not_world,
 )
+from torch_occ.step.budgets import Without
 from torch_occ.step.checks import (
     check_arguments,
     check_layout,
@@ -54,14 +53,7 @@ from torch_occ.step.checks import (
     check_values,
     parameter_shapes,
 )
-from torch_occ.step.entropic import (
-    Entropy,
-    Task,
-    entropy_of,
-    is_entropy,
-    solve_entropic,
-    solves_in_logs,
-)
+from torch_occ.step.entropic import Entropy, Task, entropy_of, solve_entropic
 from torch_occ.step.implicit import (
     Bound,
     ImplicitSolution,
@@ -72,6 +64,7 @@ from torch_occ.step.implicit import (
 )
 from torch_occ.step.solution import Options, Solution, Status
 from torch_occ.step.system import SeparableStates, Swept
+from torch_occ.step.ways import is_entropy, pays_off, solves_in_logs, why_not_world
 
 # -- Derivatives of a compiled step: by kernels where possible, by the torch path elsewhere --------
 #
@@ -99,7 +92,7 @@ class Origin(NamedTuple):
     """All that the derivative of a solution needs, apart from tensors."""
 
     step: CompiledStep
-    world: World
+    world: MDPArrays
     values: list[Any]  # numbers or arrays: t and the parameters, as the rows read them
     terms: Floats  # (2, N or 1, K or K * S * A), weights and exponents
     found: EngineSolution
@@ -293,8 +286,8 @@ class CompiledStep:
         return CompiledStep, (self.mdp, self.evaluator, self.options)
 
     @cached_property
-    def world(self) -> World:
-        return World(self.mdp)
+    def world(self) -> MDPArrays:
+        return MDPArrays(self.mdp)
 
     @property
     def model(self) -> Model:
@@ -386,7 +379,7 @@ class CompiledStep:
             found.append(value)
         return found
 
-    def world_of(self, mdp: LayeredMDP | None) -> World | None:
+    def world_of(self, mdp: LayeredMDP | None) -> MDPArrays | None:
         """Return the MDPs of a call; None if the engine does not support them.
 
         Raises:
@@ -399,9 +392,9 @@ class CompiledStep:
         if mdp.is_sparse or why_not_world(mdp) is not None or not pays_off(mdp):
             return None
         check_probabilities(mdp)
-        return World(mdp)
+        return MDPArrays(mdp)
 
-    def _complain(self, world: World, loss: Tensor, t: Tensor | float, start: Tensor) -> None:
+    def _complain(self, world: MDPArrays, loss: Tensor, t: Tensor | float, start: Tensor) -> None:
         """Raise the error of the torch path if an argument is wrong, else return."""
         parameters = dict(self.regularizer.named_parameters())
         given = self.evaluator.batch_shapes(self.read(1.0)[1:])
@@ -426,7 +419,7 @@ class CompiledStep:
         return good
 
     def _batch(
-        self, world: World, loss: Tensor, start: Tensor, values: list[Any], scalars: bool
+        self, world: MDPArrays, loss: Tensor, start: Tensor, values: list[Any], scalars: bool
     ) -> torch.Size | None:
         """Return the batch shape, or None if shapes are wrong or do not broadcast.
 
@@ -442,7 +435,7 @@ class CompiledStep:
         return batch if loss.shape[-2:] == self.shape == start.shape[-2:] else None
 
     def solve(
-        self, world: World, batch: torch.Size, start: Tensor, loss: Tensor, terms: Floats
+        self, world: MDPArrays, batch: torch.Size, start: Tensor, loss: Tensor, terms: Floats
     ) -> EngineSolution:
         """Solve every element of a batch; `terms` are weights and exponents of `tabulate`."""
         found = self.groups.solve(
@@ -524,7 +517,7 @@ def applies(mdp: LayeredMDP) -> bool:
 
 
 class CompiledSweeps:
-    """The compiled twin of torch_occ.step.system.TorchSweeps; loops over a batch."""
+    """The sweeps of torch_occ.step.system.TorchSweeps in a kernel; it loops over a batch."""
 
     def __init__(self, states: SeparableStates, mdp: LayeredMDP) -> None:
         if mdp not in _ROWS:
@@ -557,3 +550,66 @@ def _flat(part: Tensor, batch: torch.Size, dims: int) -> NDArray[Any]:
     event = part.shape[part.dim() - dims :]
     part = part.detach() if part.numel() == event.numel() else part.detach().expand(*batch, *event)
     return part.reshape(-1, event.numel()).contiguous().numpy()
+
+
+# -- The step without budgets, for the search for their multipliers --------------------------------
+
+
+class CompiledBudgets:
+    """The compiled step at an episode t; weights and exponents are those of now.
+
+    Args:
+        t: plain, `(*batch,)` or fewer dimensions.
+        interior: where failed elements start again.
+    """
+
+    def __init__(self, step: CompiledStep, t: Tensor, interior: Tensor) -> None:
+        self.step, self.interior = step, interior
+        values = [number(x) for x in step.read(t)]
+        if type(values[0]) is not float:
+            values[0] = values[0][..., None, None]
+        found = step.composition.weigh(values)
+        self.numbers = [*found.terms, *found.exponents]
+
+    def without(self) -> Without:
+        """The step without budgets, as `torch_occ.step.budgets.find_multipliers` needs it."""
+
+        def solve(loss: Tensor, start: Tensor) -> Solution:
+            found = self._solve(loss, start)
+            if bool(found.converged.all()):
+                return found
+            again = self._solve(loss, self.interior)
+            return found.merge(again, again.converged & ~found.converged)
+
+        def respond(solution: Solution, x: Tensor) -> Tensor:
+            return self.factorize(solution.q).solve(x, torch.zeros_like(x[..., 0]))[0]
+
+        return Without(solve, respond)
+
+    def _solve(self, loss: Tensor, start: Tensor) -> Solution:
+        step, batch = self.step, loss.shape[:-2]
+        table = tabulate(self.numbers, batch, step.pairs)
+        found: EngineSolution = step.solve(step.world, batch, start, loss, table)
+        q, v = found.tensors(batch, step.shape)
+        certificate = torch.from_numpy(found.certificate.reshape(*batch, 5))
+        return Solution(q, v, certificate, "engine")
+
+    def factorize(self, q: Tensor) -> CompiledSystem:
+        """The linear system at q, `(*batch, S, A)`."""
+        return CompiledSystem(self, q)
+
+
+class CompiledSystem:
+    """A `torch_occ.step.system.Factorization` in compiled kernels."""
+
+    def __init__(self, budgets: CompiledBudgets, q: Tensor) -> None:
+        self.budgets, self.q = budgets, q
+
+    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Solve H u - E'w = x, E u = r, for x `(*more, *batch, S, A)`."""
+        step, whole = self.budgets.step, x.shape[:-2]
+        table = tabulate(self.budgets.numbers, whole, step.pairs)
+        at = rows(self.q.expand_as(x), whole, 2)
+        given = (at, rows(-x, whole, 2), rows(r, whole, 1))
+        u, w, _ = step.groups.linear(step.world, whole, table, *given, wanted=0)
+        return torch.from_numpy(u.reshape(x.shape)), torch.from_numpy(w.reshape(r.shape))
