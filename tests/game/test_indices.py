@@ -9,7 +9,7 @@ from numba import njit
 from zoo import random_loss
 
 import torch_occ as occ
-from experiments.limit_worlds import few_successors
+from experiments.distance_to_limit import few_successors
 from torch_occ.engine.layout import TRIAL, make_work
 from torch_occ.engine.play_indices import BEGIN, REACH, SERIES_ROWS, bound
 from torch_occ.engine.play_old import Seen

@@ -227,7 +227,7 @@ def test_the_logarithm_of_the_printed_bonuses_is_that_of_the_paper():
 @pytest.mark.slow
 def test_the_order_of_the_learners():
     """RIVALS.md, section A, at a tenth of its T: each learner's regret, and their order."""
-    from experiments.games import loss_with_gap
+    from experiments.common import loss_with_gap
 
     mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
     losses, T = occ.BernoulliLosses(loss_with_gap(mdp, 0.4, 1)), 10_000

@@ -10,7 +10,7 @@ from games import same
 from zoo import PROBLEMS, Kept, random_loss
 
 import torch_occ as occ
-from experiments.games import loss_with_gap
+from experiments.common import loss_with_gap
 from torch_occ.engine import play_unknown as beliefs
 from torch_occ.engine.layout import make_work
 from torch_occ.engine.play_planning import entries

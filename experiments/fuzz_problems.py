@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import torch_occ as occ
-from experiments.fuzzing.judge import Arithmetic, Array, Floats, Model, Term
-from torch_occ._support.files import write_atomically
+from experiments.fuzz_judge import Arithmetic, Array, Floats, Model, Term
 
 Kind = Literal["reasonable", "extreme"]
 Backend = Literal["engine", "torch"]
@@ -224,7 +223,8 @@ class Batch:
         }
         arrays |= {"family": np.array(self.family), "loss": self.loss, "t": self.t}
         arrays |= {"what": np.array(what)}
-        write_atomically(path, lambda file: np.savez_compressed(file, allow_pickle=False, **arrays))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(path, allow_pickle=False, **arrays)
 
     @classmethod
     def load(cls, path: Path) -> Batch:
