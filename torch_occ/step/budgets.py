@@ -169,9 +169,12 @@ class BudgetedStationarity(Stationarity):
             start.expand(*batch, *x.shape[-2:]),
             guess.expand(*batch, m),
         )
-        without = setting.engine.without() if setting.engine else self._without(bound, batch)
-        tolerance = self.options.tolerance_in(x.dtype)
-        found = find_multipliers(bound.mdp, without, *given, tolerance)
+        if setting.engine:
+            found = setting.engine.search(*given)
+        else:
+            without = self._without(bound, batch)
+            tolerance = self.options.tolerance_in(x.dtype)
+            found = find_multipliers(bound.mdp, without, *given, tolerance)
         q, value, certificate = found.solution[:3]
         self.tell(found.solution, *given[1:3], found.certificate)
         return q, torch.cat([value, found.multipliers], -1), certificate
