@@ -178,7 +178,7 @@ class CompiledFTRL(NamedTuple):
 @propose.register(CompiledFTRL)
 def _propose_ftrl(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     weigh(learner.solver, learner.weights, t, work)
-    take_step(game, t, learner.cumulative_loss, learner, tally, work)
+    take_step(game.model, game, t, learner.cumulative_loss, learner, tally, work)
 
 
 @observe.register(CompiledFTRL)
@@ -216,8 +216,13 @@ def weigh(solver: Solver, weights: Floats, t: int, work: Work) -> None:
 
 
 @part
-def take_step(game: Game, t: int, loss: Floats, learner: Any, tally: Tally, work: Work) -> None:
-    """Solve for the learner's next q, starting from its last, or from the middle if that fails."""
+def take_step(
+    model: Model, game: Game, t: int, loss: Floats, learner: Any, tally: Tally, work: Work
+) -> None:
+    """Solve for the learner's next q, starting from its last, or from the middle if that fails.
+
+    q is an occupancy measure of the model, which need not be the true one.
+    """
     solver, q, episode = learner.solver, learner.q, game.before + t + 1
     # Nothing is kept from one chunk to the next, so that a run can continue from a file.
     if (episode - 1) % CHUNK == 0:
@@ -225,7 +230,7 @@ def take_step(game: Game, t: int, loss: Floats, learner: Any, tally: Tally, work
     for i in range(len(q)):
         work.pairs[PAIR, i] = q[i]
     status, steps, _, flow, dual = follow_or_restart(
-        game.model,
+        model,
         solver.terms,
         solver.weights,
         loss,
@@ -288,7 +293,7 @@ class CompiledAdaptive(NamedTuple):
 def _propose_adaptive(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     work.stale[0] += scale_weights(learner, t)
     write_hints(game.model, learner)
-    take_step(game, t, learner.loss, learner, tally, work)
+    take_step(game.model, game, t, learner.loss, learner, tally, work)
 
 
 @observe.register(CompiledAdaptive)
@@ -445,7 +450,7 @@ class CompiledCorrected(NamedTuple):
 def _propose_corrected(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     weigh(learner.solver, learner.weights, t, work)
     correct(game.model, float(game.before + t), learner)
-    take_step(game, t, learner.loss, learner, tally, work)
+    take_step(game.model, game, t, learner.loss, learner, tally, work)
 
 
 @observe.register(CompiledCorrected)

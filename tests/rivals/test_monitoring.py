@@ -14,7 +14,7 @@ def test_numbers_by_hand():
     mdp = PROBLEMS["masked"]().mdp
     losses, kept = occ.BernoulliLosses(random_loss(mdp)), Kept()
     learner = occ.rivals.UnknownFTRL.practical(mdp)
-    history = occ.simulate(mdp, learner, losses, 30, range(3), callbacks=[kept], backend="torch")
+    history = occ.simulate(mdp, learner, losses, 30, range(3), callbacks=[kept])
     learner, q = kept.learner, history.last_q
     found = learner.monitor(mdp, q)
     errors, played, held = [], 0.0, 0

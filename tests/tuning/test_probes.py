@@ -39,11 +39,8 @@ def test_probes_agree_with_matrices(estimator):
         assert abs(probed.noise[-1] - exact.noise[-1]) < 4 * probed.noise_error[-1]
         assert probed.noise_error[-1] < 0.05 * exact.noise[-1]
     assert torch.allclose(probed.stability[-1], exact.stability[-1], rtol=0.05)
-    for one, other in zip(
-        torch.autograd.grad(probed.final, list(psi.parameters())),
-        torch.autograd.grad(exact.final, list(psi.parameters())),
-        strict=True,
-    ):
+    slopes = (torch.autograd.grad(x.final, list(psi.parameters())) for x in (probed, exact))
+    for one, other in zip(*slopes, strict=True):
         assert torch.allclose(one, other, rtol=0.1, atol=0.02 * float(exact.final.detach()))
 
 
@@ -70,12 +67,14 @@ class PerState(occ.StatewiseRegularizer):
         return -q_s.sqrt().sum(-1)
 
 
-def test_bends_along_vectors_are_the_same_at_every_level_of_a_regularizer():
+def test_bends_are_the_same_at_every_level_of_a_regularizer():
     mdp, mean = random_problem(2, (2, 2, 3))
     t = torch.tensor([20.0, 40.0], dtype=torch.float64)
-    found = []
+    found, noises = [], []
     for leaf in (occ.Tsallis(0.5), PerState()):
-        step = occ.FTRLStep(mdp, leaf / occ.InverseSqrt(0.5) + occ.LogBarrier(0.1))
+        psi = leaf / occ.InverseSqrt(0.5) + occ.LogBarrier(0.1)
+        noises.append(occ.forecast(mdp, psi, mean, 60).noise)
+        step = occ.FTRLStep(mdp, psi)
         q = step(t[:, None, None] * mean, t).detach()
         linear = Linearization(step, q, t)
         generator = torch.Generator().manual_seed(0)
@@ -88,7 +87,8 @@ def test_bends_along_vectors_are_the_same_at_every_level_of_a_regularizer():
             matrix = moved.unsqueeze(-1) * moved.unsqueeze(-2)
             assert torch.allclose(bends[r], linear.bend(u, matrix).detach(), rtol=1e-9)
         found.append(bends)
-    assert torch.allclose(found[0], found[1], rtol=1e-8)
+    assert torch.allclose(*found, rtol=1e-8)
+    assert torch.allclose(*noises, rtol=1e-8)
 
 
 def test_sparse_layers_have_the_same_probes():

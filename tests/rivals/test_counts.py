@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from beliefs import random_counts
+from beliefs import random_counts, visits_of
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
@@ -42,7 +42,7 @@ def test_every_transition_of_an_episode_is_counted_at_its_place():
                 torch.equal(mine, counted.float())
                 for mine, counted in zip(table, self.counted(), strict=True)
             )
-            visits = counting.visits_of(MDP, self.counted())
+            visits = visits_of(MDP, self.counted())
             assert torch.equal(visits, self.state["visits"])
 
     losses = occ.BernoulliLosses(random_loss(MDP))
