@@ -297,7 +297,7 @@ def pair_drawn() -> Any:
     return by_choice, by_policy, by_q
 
 
-@routine
+@part
 def walk(game: Game, t: int, means: Floats, tally: Tally, learner: Any) -> None:
     """Play one trajectory per seed, write it into the game, and add up its losses.
 
