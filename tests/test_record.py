@@ -265,6 +265,10 @@ CURVES = ("regret", "realised_regret", "comparator", "corruption", "newton_steps
 FIELDS = (*CURVES, "last_q", "cumulative_occupancy")
 LEARNERS = {name: section for section in ("ftrl", "learners") for name in CASES[section]}
 IN_ALL_WORLDS = ("ftrl", "exploration", "optimistic", "ucbvi", "unknown_practical", "corrected")
+FAMILIES = (  # one of each kind of learner
+    *("ftrl", "optimistic", "thompson", "adaptive_optimistic", "corrected", "ucbvi"),
+    *("strong_euler", "psrl", "multilayer_ucbvi", "uob_reps", "unknown_practical"),
+)
 
 
 def games():
@@ -467,7 +471,7 @@ def test_histories(name):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("name", [x for x in LEARNERS if f"{x}, dense" in record("games")])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_seed_has_its_history_among_any_number_of_seeds(name, count):
     expected = {
         field: row.reshape(len(SEEDS), -1)[:count].reshape(-1)
@@ -486,14 +490,14 @@ class Stop(torch_occ.Callback):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name", [*CASES["learners"], "ftrl", "reduced_variance", "torch"])
+@pytest.mark.parametrize("name", [*FAMILIES, "leader", "kl_ucb", "reduced_variance", "torch"])
 def test_a_continued_run_is_the_uninterrupted_one(name, tmp_path):
     episodes, backend = (400, "torch") if name == "torch" else (8500, "engine")
     name = "ftrl" if name == "torch" else name
 
     def run(**options):
         learner, losses = evaluate(LEARNERS[name], name, T=8500), evaluate("losses", "walk")
-        return occ.simulate(DENSE, learner, losses, episodes, [1], backend=backend, **options)
+        return occ.simulate(DENSE, learner, losses, episodes, (1, 2, 3), backend=backend, **options)
 
     whole, stop = run(), Stop()
     with pytest.raises(KeyboardInterrupt):

@@ -152,9 +152,11 @@ class _Remembering:
         return getattr(self._context, name)
 
     def resolve_function_type(self, function: Any, arguments: Any, keywords: Any) -> Any:
-        if keywords or not isinstance(function, types.Function):
+        if keywords or not isinstance(function, types.Function | types.Dispatcher):
             return self._context.resolve_function_type(function, arguments, keywords)
-        key = function, *arguments
+        if isinstance(function, types.Dispatcher):  # one version of a routine for all constants
+            arguments = tuple(map(types.unliteral, arguments))
+        key = function._code, *[kind._code for kind in arguments]
         if key not in self._own:
             found = self._context.resolve_function_type(function, arguments, keywords)
             if found is None:
@@ -290,7 +292,9 @@ class _KernelCache(caching.FunctionCache):
             try:
                 self._impl.locator.ensure_cache_path()
                 self._drop_unreadable_index()
-                self._cache_file.save(key, (self._label(key), self._impl.reduce(data)))
+                # The annotation is the text of the function with all types, for people.
+                stored = self._impl.reduce(data._replace(type_annotation=None))
+                self._cache_file.save(key, (self._label(key), stored))
             except OSError as error:  # for example a full disk, or a deleted folder
                 _nowhere(f"{self.cache_path}: {error.strerror}")
 
