@@ -492,7 +492,7 @@ class Stop(torch_occ.Callback):
 @pytest.mark.bits
 @pytest.mark.parametrize("name", [*FAMILIES, "leader", "kl_ucb", "reduced_variance", "torch"])
 def test_a_continued_run_is_the_uninterrupted_one(name, tmp_path):
-    episodes, backend = (400, "torch") if name == "torch" else (8500, "engine")
+    episodes, backend = (260, "torch") if name == "torch" else (8500, "engine")
     name = "ftrl" if name == "torch" else name
 
     def run(**options):

@@ -206,7 +206,7 @@ def test_the_longest_leap_is_what_keeps_q_from_changing():
     step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.5))
     t = torch.tensor(200.0, dtype=torch.float64)
     q = step(200 * mean, t).detach()
-    bound = Setting(mdp, step.evaluator, False).bind([t, *step.evaluator.own_parameters])
+    bound = Setting(mdp, step.evaluator, False).bind([t, *step.evaluator.parameters(t)])
     hessian = bound.deriver(torch.Size())(q).hessian
     short, long = (float(longest_leap(mdp, hessian, q, accuracy)) for accuracy in (0.01, 0.02))
     assert 2 * short - 1e-9 <= long <= 4 * short + 1e-9

@@ -15,7 +15,6 @@ from torch_occ.engine import play_unknown as beliefs
 from torch_occ.engine.layout import make_work
 from torch_occ.engine.play_planning import entries
 from torch_occ.rivals.beliefs import visits_of
-from torch_occ.rivals.players import powers_of
 from torch_occ.step.arrays import model_of
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
@@ -204,7 +203,6 @@ def test_what_the_engine_does_not_play():
             return 1 / (1 + t.log())
 
     learner = occ.rivals.UnknownFTRL(MDP, occ.Tsallis() / Slow())
-    assert powers_of(learner.step.regularizer, MDP.actions.shape) is None
     losses = occ.BernoulliLosses(MEAN)
     assert occ.simulate(MDP, learner, losses, 3).backend == "torch"
     with pytest.raises(ValueError, match="not powers of t"):

@@ -20,7 +20,9 @@ def point(problem, *batch, seed=5):
 
 def derive(mdp, psi, q, t=1.0, parameters=None):
     evaluator = Evaluator(psi)
-    given = evaluator.own_parameters if parameters is None else parameters
+    given = (
+        evaluator.parameters(torch.as_tensor(t, dtype=F64)) if parameters is None else parameters
+    )
     evaluate = evaluator.bind_constants(given, torch.as_tensor(t, dtype=F64))
     return derivatives(mdp, psi, evaluate, q)
 
@@ -204,12 +206,12 @@ def test_the_evaluator_takes_other_parameters():
     psi = occ.HybridTsallis(0.5) / occ.InverseSqrt(2.0) + occ.LogBarrier(3.0)
     twin = occ.HybridTsallis(1.0) / occ.InverseSqrt(4.0) + occ.LogBarrier(6.0)
     evaluator, t = Evaluator(psi), torch.tensor(9.0, dtype=F64)
-    doubled = [2 * x.detach() for x in psi.parameters()]
+    doubled = [2 * x.detach() for x in evaluator.parameters(t)]
     expected = on_pairs(mdp, derive(mdp, twin, q, t))
     for bind in (evaluator.bind, evaluator.bind_constants):
         close(on_pairs(mdp, derivatives(mdp, psi, bind(doubled, t), q)), expected, 1e-15)
     evaluator.validate(doubled)
-    with pytest.raises(ValueError, match="HybridTsallis: alpha"):
+    with pytest.raises(ValueError, match=r"HybridTsallis: alpha|InverseSqrt: gamma"):
         evaluator.validate([-x for x in doubled])
     assert [x.item() for x in psi.parameters()] == [0.5, 2.0, 3.0]
 

@@ -9,7 +9,7 @@ from torch.func import functional_call, grad, vmap
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
-from torch_occ.regularizers.catalog import TabularRegularizer
+from torch_occ.regularizers.base import TabularRegularizer
 from torch_occ.regularizers.parameters import FrozenList
 from torch_occ.regularizers.terms import Log, Power, Term
 
@@ -132,16 +132,13 @@ class Moody(TabularRegularizer):
 
 
 @pytest.mark.parametrize("backend", ["engine", "torch"])
-def test_a_table_that_changes_is_noticed_or_followed(backend):
+def test_a_table_that_changes_is_noticed(backend):
     psi = Moody()
     step = occ.FTRLStep(MDP, psi, backend=backend)
     step(LOSS)
     psi.kind = Power(0.25)
-    if backend == "engine":
-        with pytest.raises(RuntimeError, match="make a new FTRLStep"):
-            step(LOSS)
-    else:
-        assert torch.equal(step(LOSS), occ.FTRLStep(MDP, psi, backend=backend)(LOSS))
+    with pytest.raises(RuntimeError, match="make a new FTRLStep"):
+        step(LOSS)
 
 
 class Both(occ.Regularizer):
@@ -151,9 +148,9 @@ class Both(occ.Regularizer):
         super().__init__()
         self.all = list(parts)
 
-    def parts(self, t):
+    def parts(self):
         for part in self.all:
-            yield from part.parts(t)
+            yield from part.parts()
 
     def leaves(self):
         for part in self.all:

@@ -172,7 +172,9 @@ def points(mdp, batch, seed=7):
 
 def derive(mdp, psi, q, t=4.0):
     evaluator = Evaluator(psi)
-    return derivatives(mdp, psi, evaluator.bind_constants(evaluator.own_parameters, tensor(t)), q)
+    return derivatives(
+        mdp, psi, evaluator.bind_constants(evaluator.parameters(tensor(t)), tensor(t)), q
+    )
 
 
 def close(found, expected, tolerance=1e-12):

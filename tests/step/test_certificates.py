@@ -9,7 +9,7 @@ from zoo import layers, masked, random_loss
 
 import torch_occ as occ
 from torch_occ import Status
-from torch_occ.regularizers.catalog import TabularRegularizer
+from torch_occ.regularizers.base import TabularRegularizer
 from torch_occ.regularizers.terms import Power, Term, XLogX
 
 pytestmark = pytest.mark.usefixtures("both_backends")

@@ -14,6 +14,7 @@ from zoo import masked, random_loss, tensor
 import torch_occ as occ
 from torch_occ import Status
 from torch_occ._support.constants import SQUARE
+from torch_occ.regularizers.base import Composition
 from torch_occ.step import entropic
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
@@ -45,7 +46,8 @@ def solve_both(
 
 def constants(psi: occ.Regularizer, t: float) -> tuple[float, float]:
     with torch.no_grad():
-        weight, price = entropic.entropy_at(psi, tensor(t))
+        composition = Composition(psi)
+        weight, price = entropic.entropy_of(composition, composition.values(tensor(t)))
     return float(weight), float(price)
 
 

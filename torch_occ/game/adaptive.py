@@ -20,8 +20,8 @@ from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import FTRL
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import LayeredFlow, policy_of
-from torch_occ.regularizers.base import Regularizer, Scaled
-from torch_occ.regularizers.catalog import LogBarrier, TabularRegularizer, Tsallis
+from torch_occ.regularizers.base import Regularizer, Scaled, TabularRegularizer
+from torch_occ.regularizers.catalog import LogBarrier, Tsallis
 from torch_occ.regularizers.parameters import PerPair
 from torch_occ.regularizers.schedules import Constant, InverseSqrt
 from torch_occ.regularizers.terms import Log, Power, Term, XLogX

@@ -20,8 +20,8 @@ from torch_occ.game.history import band
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.regularizers.base import Scaled
-from torch_occ.regularizers.parameters import spreading
 from torch_occ.regularizers.schedules import Schedule
+from torch_occ.regularizers.terms import Factor
 
 if TYPE_CHECKING:
     from torch_occ.game.history import History
@@ -328,8 +328,8 @@ def _numbers(learner: Learner, t: int) -> Iterator[tuple[str, float]]:
         if isinstance(module, nn.Module):
             for part in module.modules():
                 if isinstance(part, Scaled) and isinstance(part.factor, Schedule):
-                    with spreading():
-                        rate = part.factor(torch.tensor(float(t), dtype=torch.float64)).detach()
+                    now = torch.tensor(float(t), dtype=torch.float64)
+                    rate = Factor(part.factor).read(now).detach()
                     yield "learning_rate" if part.power == -1 else "weight", float(rate.mean())
             for path, parameter in module.named_parameters():
                 name, x = path.rpartition(".")[2], parameter.detach()

@@ -23,7 +23,6 @@ from torch_occ.engine.layout import (
     NARROW,
     Floats,
     Model,
-    Terms,
     Work,
     few_lanes,
     make_work,
@@ -34,7 +33,7 @@ from torch_occ.game.learners import Learner
 from torch_occ.game.losses import GreedyAdversary, LossProcess
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.step.arrays import exponents_of, kinds_of, model_of, terms_of, weights_of
+from torch_occ.step.arrays import WeightsOverTime, model_of
 from torch_occ.step.arrays import why_not_game as why_not_game
 from torch_occ.step.arrays import why_not_model as why_not_model
 from torch_occ.step.ftrl import FTRLStep
@@ -96,24 +95,16 @@ def why_not_play(mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> str 
 
 def solver_settings(step: FTRLStep, regularizer: Regularizer) -> dict[str, Any]:
     """The fields `solver` and `weights` of a learner with this step and psi_t."""
-    pairs = step.mdp.actions.shape
-    with torch.no_grad():
-        found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
-        terms = Terms(*kinds_of(found), exponents_of(found, pairs).numpy())
-        size = weights_of(found, pairs).shape[-1]
+    weights = WeightsOverTime(regularizer, step.mdp.actions.shape)
     solver = forms.Solver(
-        terms,
+        weights.terms,
         step.options.tolerance_in(torch.float64),
         step.options.max_steps,
         step.interior.detach().numpy().flatten(),
-        np.ones(size),
+        np.ones(weights.size),
         np.zeros(0),
     )
-
-    def weights(t: Tensor) -> Tensor:
-        return weights_of(terms_of(regularizer, t), pairs).expand(len(t), -1)
-
-    return {"solver": solver, "weights": weights}
+    return {"solver": solver, "weights": weights.at}
 
 
 class EnginePlayer:

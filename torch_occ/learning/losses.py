@@ -21,7 +21,7 @@ from torch_occ.mdp.occupancy import flow_of, flow_residual
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.checks import check_like, place_of
-from torch_occ.step.entropic import entropy_at
+from torch_occ.step.entropic import entropy_of
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import push_forward
 from torch_occ.step.limits import Budgets
@@ -148,7 +148,7 @@ def optimal_value(
         value = total(model, evaluate(evaluator.regularizer.read(model, q)))
         return value - (v * flow_residual(model, q)).sum(-1) if given else value
 
-    rest = (t, *evaluator.own_parameters, *probabilities)
+    rest = (t, *evaluator.parameters(t), *probabilities)
     return SolvedPlan.apply(lagrangian, solution.q, solution.value, loss, *rest)
 
 
@@ -492,7 +492,8 @@ def _log_policy(
     """Return log pi `(*batch, S, A)`; values on masked pairs are meaningless."""
     if step.in_logs and step.constraints is None:  # a softmax; see torch_occ.step.entropic
         episode = torch.as_tensor(t, dtype=mdp.dtype, device=mdp.device)
-        weight = entropy_at(step.regularizer, episode).weight[..., None, None]
+        composition = step.evaluator.composition
+        weight = entropy_of(composition, composition.values(episode)).weight[..., None, None]
         Q = loss + flow_of(mdp).lookahead(solution.value)
         return torch.where(mdp.actions, -Q / weight, -torch.inf).log_softmax(-1)
     return keep("pair", mdp, solution.q, 1.0).log() - solution.q.sum(-1, keepdim=True).log()

@@ -31,7 +31,7 @@ class Domain(nn.Module):
 
     def forward(self, free: Tensor) -> Tensor:
         """Return the parameter, as the functions of its regularizer see it."""
-        return self.owner[0].shown(self.name, self.transform(free))
+        return self.transform(free)
 
     def right_inverse(self, parameter: Tensor) -> Tensor:
         """Return the free parameter."""
@@ -49,7 +49,9 @@ def unconstrain(module: Module, only: Sequence[str] | None = None) -> Module:
 
     Args:
         module: an `FTRLStep`, a `Regularizer`, a `Schedule`, or a network that contains steps.
-        only: last parts of names, such as `["beta"]`; all parameters by default.
+        only: last parts of names, such as `["beta"]`; all parameters by default. The others are
+            frozen (`requires_grad_(False)`), because an optimizer could drive them out of their
+            domains.
 
     Returns:
         The same module.
@@ -77,6 +79,11 @@ def unconstrain(module: Module, only: Sequence[str] | None = None) -> Module:
             raise ValueError(f"only: there is no parameter {name!r} with a declared domain")
     for owner, name, constraint in found:
         _check_single(owner, name, constraint)
+    for owner in module.modules():
+        for name in owner.arg_constraints if isinstance(owner, Parametrized) else ():
+            own = own_parameters(owner).get(name)
+            if own is not None and name not in names:
+                own.requires_grad_(False)
     for owner, name, constraint in found:
         parametrize.register_parametrization(owner, name, Domain(owner, name, constraint))
     for part in module.modules():

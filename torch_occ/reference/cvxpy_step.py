@@ -20,8 +20,7 @@ from torch import Tensor
 
 from torch_occ._support.choices import extra
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.base import Regularizer
-from torch_occ.regularizers.catalog import TabularRegularizer
+from torch_occ.regularizers.base import Composition, Regularizer
 from torch_occ.regularizers.parameters import Frozen, fit
 from torch_occ.regularizers.terms import Log, Power
 from torch_occ.step.limits import Budgets
@@ -54,22 +53,23 @@ def atoms(regularizer: Regularizer, t: Tensor | float) -> dict[Atom, Tensor]:
         )
     weights: dict[Atom, Tensor] = {}
     nothing = torch.zeros((), dtype=torch.float64)
-    for part, scale in regularizer.parts(torch.as_tensor(t, dtype=torch.float64)):
-        if not isinstance(part, TabularRegularizer):
-            raise TypeError(
-                f"{type(part).__name__} has no table of terms, so it cannot be stated in cvxpy; "
-                "use a TabularRegularizer"
-            )
-        for term in part.table():
-            weight = term.weight * (torch.ones_like(nothing) if scale is None else fit(scale, 0))
-            function: float | str = "x log x"
-            if isinstance(term.function, Log):
-                function, weight = "-log x", -weight
-            if isinstance(term.function, Power):
-                function = float(torch.as_tensor(term.function.p).detach())
-                weight = -weight if 0 < function < 1 else weight
-            atom = term.argument, function
-            weights[atom] = weights.get(atom, nothing) + weight
+    composition = Composition(regularizer)
+    for part, _ in composition.others:
+        raise TypeError(
+            f"{type(part).__name__} has no table of terms, so it cannot be stated in cvxpy; "
+            "use a TabularRegularizer"
+        )
+    found = composition.weigh(composition.values(torch.as_tensor(t, dtype=torch.float64)))
+    for term, given, p in zip(composition.terms, found.terms, found.exponents, strict=True):
+        weight = nothing + fit(given, 0)
+        function: float | str = "x log x"
+        if term.function is Log:
+            function, weight = "-log x", -weight
+        if term.function is Power:
+            function = float(torch.as_tensor(p).detach())
+            weight = -weight if 0 < function < 1 else weight
+        atom = term.argument, function
+        weights[atom] = weights.get(atom, nothing) + weight
     state, pair = ("state", "x log x"), ("pair", "x log x")
     if bool((weights.get(state, nothing) < 0).any()):
         weights[CONDITIONAL] = -weights.pop(state)

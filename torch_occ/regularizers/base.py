@@ -14,9 +14,9 @@ class. Regularizers can be added, and multiplied or divided by numbers and sched
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,13 +26,24 @@ from torch_occ.regularizers.parameters import (
     Frozen,
     FrozenList,
     Parametrized,
+    Value,
     fit,
     one_by_one,
-    spread_batch,
-    spreading,
 )
 from torch_occ.regularizers.schedules import Schedule
-from torch_occ.regularizers.terms import ARGUMENTS, Argument, Table, keep, marginal
+from torch_occ.regularizers.terms import (
+    ARGUMENTS,
+    TIME,
+    Argument,
+    Factor,
+    Power,
+    Term,
+    Weight,
+    Weighted,
+    WeightRow,
+    keep,
+    marginal,
+)
 
 
 class Inputs(NamedTuple):
@@ -54,12 +65,9 @@ class Values(NamedTuple):
 class Regularizer(Parametrized):
     """Base of all regularizers: sums, scaling, and the value psi_t(q)."""
 
-    def parts(self, t: Tensor) -> Iterator[tuple[Regularizer, Tensor | None]]:
-        """Yield the elementary regularizers with their weights at t (None means 1).
-
-        The weights are in the spread form of torch_occ.regularizers.parameters.
-        """
-        yield self, None
+    def parts(self) -> Iterator[tuple[Regularizer, Weight]]:
+        """Yield the elementary regularizers with their weights."""
+        yield self, Weight()
 
     def forward(self, q: Tensor, t: Tensor | float = 1.0, mdp: LayeredMDP | None = None) -> Tensor:
         """Evaluate psi_t(q).
@@ -79,7 +87,9 @@ class Regularizer(Parametrized):
         """
         mdp = _single_layer(q) if mdp is None else mdp
         t = torch.as_tensor(t, dtype=q.dtype, device=q.device)
-        return total(mdp, self.evaluate(self.read(mdp, q), t))
+        composition = Composition(self)
+        weights = composition.weigh(composition.values(t))
+        return total(mdp, composition.evaluate(weights, self.read(mdp, q)))
 
     def read(self, mdp: LayeredMDP, q: Tensor) -> Inputs:
         """Compute the arguments of all functions at q."""
@@ -89,10 +99,6 @@ class Regularizer(Parametrized):
             [gather(q, group) for group in groups],
             [q] if JointRegularizer in self.levels else [],
         )
-
-    def evaluate(self, inputs: Inputs, t: Tensor) -> Values:
-        """Evaluate all elementary regularizers with their weights; sum within each level only."""
-        return evaluate(list(self.parts(t)), inputs)
 
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
@@ -105,13 +111,10 @@ class Regularizer(Parametrized):
         }
         return tuple(name for name in ARGUMENTS if name in used)
 
-    def constant(self, weight: Tensor | None) -> tuple[Regularizer | Table, Tensor | None]:
-        """Return this regularizer and its weight, with all that does not depend on q computed."""
-        return self, weight
-
     def leaves(self) -> Iterator[Regularizer]:
         """Yield the elementary regularizers, without weights."""
-        yield self
+        for part, _ in self.parts():
+            yield part
 
     @cached_property
     def levels(self) -> set[type[Regularizer]]:
@@ -167,11 +170,6 @@ class SeparableRegularizer(Regularizer):
         """A function of 1 - q(s, a)."""
         raise NotImplementedError
 
-    def scalar(self, name: Argument, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Return weight times the function of this argument."""
-        event_dims = 1 if name == "state" else 2
-        return weighted(weight, call(self, name, x, event_dims, event_dims), event_dims)
-
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
         return tuple(
@@ -207,13 +205,9 @@ class Sum(Frozen, Regularizer):
         super().__init__()
         self.terms = FrozenList(terms, self.fixed["terms"])  # type: ignore[assignment]
 
-    def parts(self, t: Tensor) -> Iterator[tuple[Regularizer, Tensor | None]]:
+    def parts(self) -> Iterator[tuple[Regularizer, Weight]]:
         for term in self.terms:
-            yield from term.parts(t)
-
-    def leaves(self) -> Iterator[Regularizer]:
-        for term in self.terms:
-            yield from term.leaves()
+            yield from term.parts()
 
     def __add__(self, other: Regularizer) -> Sum:
         return Sum(*self.terms, other) if isinstance(other, Regularizer) else NotImplemented
@@ -239,53 +233,172 @@ class Scaled(Frozen, Regularizer):
             raise ValueError(f"a regularizer can only be scaled by a positive number, got {factor}")
         self.regularizer, self.factor, self.power = regularizer, factor, power
 
-    def weight(self, t: Tensor) -> Tensor:
-        """Return factor(t)^power in its spread form."""
-        given, t = self.factor, spread_batch(t)
-        with spreading():
-            factor = given(t) if isinstance(given, Schedule) else torch.full_like(t, given)
-        return factor if self.power == 1 else 1 / factor
-
-    def parts(self, t: Tensor) -> Iterator[tuple[Regularizer, Tensor | None]]:
-        own = self.weight(t)
-        for part, weight in self.regularizer.parts(t):
-            yield part, own if weight is None else own * weight
-
-    def leaves(self) -> Iterator[Regularizer]:
-        return self.regularizer.leaves()
+    def parts(self) -> Iterator[tuple[Regularizer, Weight]]:
+        given = self.factor
+        own = given.weight if isinstance(given, Schedule) else Weight(float(given))
+        for part, weight in self.regularizer.parts():
+            yield part, weight.times(own, self.power)
 
 
-def evaluate(parts: list[tuple[Regularizer | Table, Tensor | None]], inputs: Inputs) -> Values:
-    """Sum weighted elementary regularizers, level by level.
+class TabularRegularizer(SeparableRegularizer):
+    """A separable regularizer given by its table of terms.
 
     Raises:
-        TypeError: if a part is derived from none of the three base classes of the levels.
-        ValueError: if a function of a part returns a tensor of the wrong shape.
-        RuntimeError: if a part was added after the inputs were computed.
+        ValueError: if a parameter is outside its domain or declares event dimensions.
     """
-    values = Values({}, [], [])
-    for part, weight in parts:
-        if isinstance(part, SeparableRegularizer | Table):
-            for name in part.arguments:
-                value = part.scalar(name, inputs.scalars[name], weight)
-                before = values.scalars.get(name)
-                values.scalars[name] = value if before is None else before + value
-        elif isinstance(part, StatewiseRegularizer):
-            _expected(part, inputs.per_state)
-            found = [call(part, "per_state", q_s, 2, 1) for q_s in inputs.per_state]
-            # The groups number the states differently, so the weight must be one number.
-            one = None if weight is None else spread_batch(fit(weight, 0))
-            _accumulate(values.per_state, [weighted(one, value, 1) for value in found])
-        elif isinstance(part, JointRegularizer):
-            _expected(part, inputs.joint)
-            found = [call(part, "joint", q, 2, 0) for q in inputs.joint]
-            _accumulate(values.joint, [weighted(weight, value, 0) for value in found])
-        else:
-            raise TypeError(
-                f"{type(part).__name__}: derive it from SeparableRegularizer, "
-                "StatewiseRegularizer or JointRegularizer"
-            )
-    return values
+
+    def __init__(self, **parameters: Value) -> None:
+        super().__init__(**parameters)
+        for name, dims in self._event_dims.items():
+            if dims and name not in self._places:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} declares {dims} event dimensions, but a table "
+                    "takes one number for each problem; derive from SeparableRegularizer instead"
+                )
+
+    def table(self) -> tuple[Term, ...]:
+        """Return the terms; subclasses write this method."""
+        raise NotImplementedError
+
+    @cached_property
+    def arguments(self) -> tuple[Argument, ...]:
+        used = {term.argument for term in self.table()}
+        return tuple(name for name in ARGUMENTS if name in used)
+
+
+class Composition:
+    """A regularizer as data: terms and functions of users, with the rows of their weights.
+
+    All weights are functions of `factors`, of which t is the first.
+    """
+
+    def __init__(self, regularizer: Regularizer) -> None:
+        self.regularizer = regularizer
+        self.factors: list[Factor] = [TIME]
+        self.terms: list[Weighted] = []
+        self.others: list[tuple[Regularizer, WeightRow]] = []  # functions that users wrote
+        for part, weight in regularizer.parts():
+            if isinstance(part, TabularRegularizer):
+                self.terms += [self._weighted(part, i, weight) for i in range(len(part.table()))]
+            else:
+                self.others.append((part, weight.row(self.factors)))
+        self.kinds = [(term.argument, term.function) for term in self.terms]
+        built_in = all(
+            type(module).__module__.startswith(("torch_occ.", "torch.nn."))
+            for module in regularizer.modules()
+        )
+        #: What a user's regularizer must not change later; None if it is built in.
+        self.known = None if built_in else self._structure()
+
+    def _weighted(self, part: TabularRegularizer, index: int, weight: Weight) -> Weighted:
+        term = part.table()[index]
+
+        def factor(x: float | str | Tensor | None, attribute: str) -> Weight:
+            """Return what a table says as a weight: a number, a parameter, or a user's tensor."""
+            if x is None or isinstance(x, int | float):
+                return Weight(1.0 if x is None else float(x))
+            key = x if isinstance(x, str) else (attribute, index)
+            return Weight(powers={Factor(part, key): 1.0})
+
+        p = term.function.p if isinstance(term.function, Power) else 0.0
+        own = factor(term.weight, "weight").times(factor(term.parameter, "parameter"))
+        return Weighted(
+            term.argument,
+            type(term.function),
+            own.times(weight).row(self.factors),
+            factor(p, "exponent").row(self.factors),
+        )
+
+    def _structure(self) -> list[tuple[Regularizer, list[Any]]]:
+        found: list[tuple[Regularizer, list[Any]]] = []
+        for leaf in self.regularizer.leaves():
+            terms = leaf.table() if isinstance(leaf, TabularRegularizer) else ()
+            found.append((leaf, [(term.argument, type(term.function)) for term in terms]))
+        return found
+
+    def values(self, t: Tensor) -> list[Tensor]:
+        """Return the values of the factors now; they broadcast against `(*batch, S, A)`.
+
+        Raises:
+            RuntimeError: if a user's regularizer has other parts or terms than at the start.
+        """
+        if self.known is not None:
+            self.check()
+        return [factor.read(t) for factor in self.factors]
+
+    def check(self) -> None:
+        """Raise a RuntimeError if a user's regularizer has other parts or terms than before."""
+        assert self.known is not None
+        before = [leaf for leaf, _ in self.known]
+        for leaf, terms in self._structure():
+            if not any(leaf is each for each in before):
+                raise RuntimeError(
+                    f"regularizer: {type(leaf).__name__} was added after the first use; "
+                    "make a new FTRLStep(mdp, regularizer)"
+                )
+            known = next(terms for each, terms in self.known if each is leaf)
+            if terms != known:
+                raise RuntimeError(
+                    f"regularizer: its terms were {known}, and are {terms} now; "
+                    "make a new FTRLStep(mdp, regularizer)"
+                )
+
+    def weigh(self, values: Sequence[Any]) -> Weights:
+        """Return weights and exponents at values of the factors."""
+        known: dict[Any, Any] = {}
+        return Weights(
+            [term.weight.at(values, known) for term in self.terms],
+            [term.exponent.at(values) for term in self.terms],
+            [row.at(values, known) for _, row in self.others],
+        )
+
+    def evaluate(self, weights: Weights, inputs: Inputs) -> Values:
+        """Return all terms and functions at the inputs, summed within each level only.
+
+        Raises:
+            TypeError: if a part is derived from none of the three base classes of the levels.
+            ValueError: if a function of a part returns a tensor of the wrong shape.
+        """
+        found = Values({}, [], [])
+        for term, weight, p in zip(self.terms, weights.terms, weights.exponents, strict=True):
+            value = term.value(inputs.scalars[term.argument], weight, p)
+            before = found.scalars.get(term.argument)
+            found.scalars[term.argument] = value if before is None else before + value
+        for (part, _), weight in zip(self.others, weights.others, strict=True):
+            add(part, weight, inputs, found)
+        return found
+
+
+class Weights(NamedTuple):
+    """Numbers, tensors or arrays that broadcast against `(*batch, S, A)`."""
+
+    terms: list[Any]
+    exponents: list[Any]
+    others: list[Any]
+
+
+def add(part: Regularizer, weight: Any, inputs: Inputs, values: Values) -> None:
+    """Add weight times the functions of a user's regularizer to the values."""
+    if isinstance(part, SeparableRegularizer):
+        for name in part.arguments:
+            dims = 1 if name == "state" else 2
+            value = fit(weight, dims) * call(part, name, inputs.scalars[name], dims, dims)
+            before = values.scalars.get(name)
+            values.scalars[name] = value if before is None else before + value
+    elif isinstance(part, StatewiseRegularizer):
+        found = [call(part, "per_state", q_s, 2, 1) for q_s in inputs.per_state]
+        # The groups number the states differently, so the weight must be one number.
+        one = fit(weight, 0)
+        one = one.unsqueeze(-1) if isinstance(one, Tensor) and one.dim() else one
+        _accumulate(values.per_state, [one * value for value in found])
+    elif isinstance(part, JointRegularizer):
+        found = [call(part, "joint", q, 2, 0) for q in inputs.joint]
+        _accumulate(values.joint, [fit(weight, 0) * value for value in found])
+    else:
+        raise TypeError(
+            f"{type(part).__name__}: derive it from SeparableRegularizer, "
+            "StatewiseRegularizer or JointRegularizer"
+        )
 
 
 def call(part: Regularizer, method: str, x: Tensor, event_dims: int, result_dims: int) -> Tensor:
@@ -300,8 +413,7 @@ def call(part: Regularizer, method: str, x: Tensor, event_dims: int, result_dims
     reduced = event_dims - result_dims
 
     def checked(x: Tensor) -> Tensor:
-        with spreading(event_dims):
-            value = getattr(part, method)(x)
+        value = getattr(part, method)(x)
         expected = x.shape if reduced == 0 else x.shape[: x.dim() - reduced]
         if not isinstance(value, Tensor) or value.shape != expected:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -325,22 +437,8 @@ def total(mdp: LayeredMDP, values: Values) -> Tensor:
     return sum(parts[1:], parts[0])
 
 
-def _expected(part: Regularizer, inputs: list[Tensor]) -> None:
-    """Refuse a part that was added later: the inputs were chosen for the parts at that time."""
-    if not inputs:
-        raise RuntimeError(
-            f"regularizer: {type(part).__name__} was added after the first use; "
-            "make a new FTRLStep(mdp, regularizer)"
-        )
-
-
 def _accumulate(total: list[Tensor], values: list[Tensor]) -> None:
     total[:] = [a + b for a, b in zip(total, values, strict=True)] if total else values
-
-
-def weighted(weight: Tensor | None, value: Tensor, event_dims: int) -> Tensor:
-    """Return weight * value, for a weight in its spread form."""
-    return value if weight is None else fit(weight, event_dims) * value
 
 
 def gather(q: Tensor, group: tuple[Tensor, Tensor]) -> Tensor:

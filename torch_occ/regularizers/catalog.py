@@ -6,7 +6,6 @@ torch_occ.regularizers.terms. The torch path and the compiled kernels read the s
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -14,45 +13,10 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.base import Regularizer, SeparableRegularizer
-from torch_occ.regularizers.parameters import Value, spreading
+from torch_occ.regularizers.base import Regularizer, TabularRegularizer
+from torch_occ.regularizers.parameters import Value
 from torch_occ.regularizers.schedules import InverseSqrt
-from torch_occ.regularizers.terms import ARGUMENTS, Argument, Log, Power, Table, Term, XLogX
-
-
-class TabularRegularizer(SeparableRegularizer):
-    """A separable regularizer given by its table of terms.
-
-    Raises:
-        ValueError: if a parameter is outside its domain or declares event dimensions.
-    """
-
-    def __init__(self, **parameters: Value) -> None:
-        super().__init__(**parameters)
-        for name, dims in self._event_dims.items():
-            if dims and name not in self._places:
-                raise ValueError(
-                    f"{type(self).__name__}: {name} declares {dims} event dimensions, but a table "
-                    "takes one number for each problem; derive from SeparableRegularizer instead"
-                )
-        self._arguments = tuple(
-            name for name in ARGUMENTS if name in {term.argument for term in self.table()}
-        )
-
-    def table(self) -> tuple[Term, ...]:
-        """Return the terms; subclasses write this method."""
-        raise NotImplementedError
-
-    @cached_property
-    def arguments(self) -> tuple[Argument, ...]:
-        return self._arguments
-
-    def scalar(self, name: Argument, x: Tensor, weight: Tensor | None) -> Tensor:
-        return self.constant(weight)[0].scalar(name, x, None)
-
-    def constant(self, weight: Tensor | None) -> tuple[Table, None]:
-        with spreading():
-            return Table(self.table()).times(weight), None
+from torch_occ.regularizers.terms import Log, Power, Term, XLogX
 
 
 class Tsallis(TabularRegularizer):
@@ -68,7 +32,7 @@ class Tsallis(TabularRegularizer):
         super().__init__(power=power)
 
     def table(self) -> tuple[Term, ...]:
-        return (Term("pair", Power(self.power), -1.0),)
+        return (Term("pair", Power("power"), -1.0),)
 
 
 class HybridTsallis(TabularRegularizer):
@@ -81,7 +45,7 @@ class HybridTsallis(TabularRegularizer):
         super().__init__(alpha=alpha)
 
     def table(self) -> tuple[Term, ...]:
-        return (Term("pair", Power(0.5), -1.0), Term("rest", Power(0.5), -self.alpha))
+        return (Term("pair", Power(0.5), -1.0), Term("rest", Power(0.5), -1.0, "alpha"))
 
 
 class HybridComplement(TabularRegularizer):
@@ -97,7 +61,7 @@ class HybridComplement(TabularRegularizer):
         super().__init__(alpha=alpha)
 
     def table(self) -> tuple[Term, ...]:
-        return (Term("pair", Power(0.5), -1.0), Term("complement", Power(0.5), -self.alpha))
+        return (Term("pair", Power(0.5), -1.0), Term("complement", Power(0.5), -1.0, "alpha"))
 
 
 class Shannon(TabularRegularizer):
@@ -127,7 +91,7 @@ class LogBarrier(TabularRegularizer):
         super().__init__(beta=beta)
 
     def table(self) -> tuple[Term, ...]:
-        return (Term("pair", Log(), -self.beta),)
+        return (Term("pair", Log(), -1.0, "beta"),)
 
 
 def jin_luo(

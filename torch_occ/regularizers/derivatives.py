@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch_occ._support.private import own_parameter_names, own_parameters
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.base import Inputs, Regularizer, Values, evaluate
+from torch_occ.regularizers.base import Composition, Inputs, Regularizer, Values, Weights
 from torch_occ.regularizers.hessians import Blocks, Full, Hessian, Separable, combine
-from torch_occ.regularizers.parameters import Parametrized, seen_as
+from torch_occ.regularizers.parameters import Parametrized, seen_as, spread_batch, with_rank
 from torch_occ.regularizers.terms import Argument, keep, pull_back
 
 #: functional_call exchanges the parameters of a module for all threads.
@@ -27,43 +27,72 @@ _one_at_a_time = RLock()
 
 
 class Evaluator:
-    """`regularizer.evaluate` as a function of its parameters.
+    """psi as a function of its parameters.
+
+    These are the values of the factors of its weights, which broadcast against `(*batch, S, A)`,
+    followed by the parameters of functions that users wrote, in shapes of their own.
 
     Args:
-        vmapped: one entry for every enclosing `vmap` over parameters, the outermost first. It says
-            for each parameter whether it is batched. All other inputs have these batch dimensions
-            in front.
+        vmapped: one entry for every enclosing `vmap` over users' parameters, the outermost first.
+            It says for each of these whether it is batched. All other inputs have these batch
+            dimensions in front.
     """
 
     def __init__(
         self, regularizer: Regularizer, vmapped: tuple[tuple[bool, ...], ...] = ()
     ) -> None:
         self.regularizer, self.vmapped = regularizer, vmapped
+        self.composition = Composition(regularizer)
+        self.factors = self.composition.factors[1:]  # without t
+        paths = {id(module): path for path, module in regularizer.named_modules()}
+        users = {id(module) for part, _ in self.composition.others for module in part.modules()}
         # A module that is used twice is listed once: functional_call would not restore a parameter
         # that it exchanged under two names.
         self.owners = [
             (path, module, name)
             for path, module in regularizer.named_modules()
             for name in own_parameter_names(module)
+            if id(module) in users
         ]
-        self.names = tuple(f"{path}.{name}" if path else name for path, _, name in self.owners)
+        named = [
+            (paths[id(owner)], key if isinstance(key, str) else "") for owner, key in self.factors
+        ]
+        named += [(path, name) for path, _, name in self.owners]
+        self.names = tuple(".".join(filter(None, pair)) for pair in named)
+        self.event_dims = (*(2 for _ in self.factors), *(None for _ in self.owners))
         # Other modules, such as nn.Linear, do not look for replacements of their parameters.
         self.replaceable = all(isinstance(module, Parametrized) for _, module, _ in self.owners)
-        self._caller = _MethodCaller(regularizer)
-        self._names_in_caller = [f"module.{name}" for name in self.names]
-        self.event_dims = [_event_dims(module, name) for _, module, name in self.owners]
+        self._caller = _MethodCaller(self.composition)
+        self._names_in_caller = [
+            f"module.{path}.{name}" if path else f"module.{name}" for path, _, name in self.owners
+        ]
+        self._own_dims = [_event_dims(module, name) for _, module, name in self.owners]
 
     def under_vmap(self, batched: Sequence[bool]) -> Evaluator:
         """Return the evaluator for one more enclosing `vmap`, which batches these parameters."""
         return Evaluator(self.regularizer, (tuple(batched), *self.vmapped))
 
-    @property
-    def own_parameters(self) -> tuple[Tensor, ...]:
-        """The parameters of the regularizer; one that two modules share appears twice.
+    def parameters(self, t: Tensor) -> tuple[Tensor, ...]:
+        """Return the parameters now.
 
         Raises:
-            RuntimeError: if a parameter was replaced by a parametrization after construction.
+            RuntimeError: if a user's parameter was replaced by a parametrization, or a user's
+                regularizer has other parts or terms than at the start.
         """
+        return (*self.composition.values(t)[1:], *self._own)
+
+    def align(self, rank: int, t: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return t and the parameters with this number of batch dimensions.
+
+        Users' parameters, and numbers, stay as they are.
+        """
+        pairs = zip(parameters, self.event_dims, strict=True)
+        given = [with_rank(x, rank, dims) if dims and x.dim() else x for x, dims in pairs]
+        return [with_rank(t, rank, 0), *given]
+
+    @property
+    def _own(self) -> tuple[Tensor, ...]:
+        """The parameters of users' functions; one that two modules share appears twice."""
         try:
             found = (own_parameters(module)[name] for _, module, name in self.owners)
             return tuple(found)  # type: ignore[arg-type]
@@ -79,24 +108,32 @@ class Evaluator:
         Raises:
             ValueError: if one is not; the message names it.
         """
-        self.regularizer.validate(dict(zip(self.names, parameters, strict=True)))
+        count = len(self.factors)
+        for (owner, key), value in zip(self.factors, parameters[:count], strict=True):
+            if isinstance(owner, Parametrized) and isinstance(key, str) and key:
+                owner.check_value(key, value)
+        named = zip(self.names[count:], parameters[count:], strict=True)
+        self.regularizer.validate(dict(named), only=[part for part, _ in self.composition.others])
 
     def batch_shape(self, parameters: Sequence[Tensor]) -> torch.Size:
         """Return the batch shape of all parameters together, after the enclosing vmaps'."""
-        shapes = self._batch_shapes(parameters)
+        count = len(self.factors)
+        shapes = self._batch_shapes(parameters[count:])
         rank = max((len(own) for _, own in shapes), default=0)
         padded = [torch.Size((*outer, *(1,) * (rank - len(own)), *own)) for outer, own in shapes]
-        return broadcast(*padded)
+        return broadcast(*(x.shape[:-2] for x in parameters[:count]), *padded)
 
     def batch_shapes(self, parameters: Sequence[Tensor]) -> dict[str, torch.Size]:
         """Return the batch shape of each parameter by name, without enclosing vmaps."""
-        shapes = self._batch_shapes(parameters)
-        return {name: own for name, (_, own) in zip(self.names, shapes, strict=True)}
+        count = len(self.factors)
+        shapes = [x.shape[:-2] for x in parameters[:count]]
+        shapes += [own for _, own in self._batch_shapes(parameters[count:])]
+        return dict(zip(self.names, shapes, strict=True))
 
     def _batch_shapes(self, parameters: Sequence[Tensor]) -> list[tuple[torch.Size, torch.Size]]:
-        """Return for each parameter its sizes under the vmaps (1 if unbatched) and its batch."""
+        """Return for each user's parameter its sizes under the vmaps (else 1), and its batch."""
         found = []
-        for i, (parameter, event_dims) in enumerate(zip(parameters, self.event_dims, strict=True)):
+        for i, (parameter, event_dims) in enumerate(zip(parameters, self._own_dims, strict=True)):
             sizes = iter(parameter.shape)
             outer = torch.Size([next(sizes) if batched[i] else 1 for batched in self.vmapped])
             own = torch.Size(sizes)
@@ -106,31 +143,32 @@ class Evaluator:
 
     def bind(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
         """Return the function from inputs to values, at these parameters and this t."""
+        count = len(self.factors)
+        if not self.owners:
+            weights = self.composition.weigh([spread_batch(t), *parameters])
+            return lambda inputs: self.composition.evaluate(weights, inputs)
 
         def call(parameters: Sequence[Tensor], inputs: Inputs, t: Tensor) -> Values:
+            weights = self.composition.weigh([spread_batch(t), *parameters[:count]])
+            given = parameters[count:]
             if self.replaceable:
-                pairs = zip(self.own_parameters, parameters, strict=True)
-                with seen_as({id(own): given for own, given in pairs if given is not own}):
-                    return self.regularizer.evaluate(inputs, t)
-            named = dict(zip(self._names_in_caller, parameters, strict=True))
+                pairs = zip(self._own, given, strict=True)
+                with seen_as({id(own): x for own, x in pairs}):
+                    return self.composition.evaluate(weights, inputs)
+            named = dict(zip(self._names_in_caller, given, strict=True))
             with _one_at_a_time:
                 return torch.func.functional_call(
-                    self._caller, named, (inputs, t), tie_weights=False
+                    self._caller, named, (weights, inputs), tie_weights=False
                 )
 
         for batched in reversed(self.vmapped):
-            dims = tuple(0 if flag else None for flag in batched)
+            dims = (*(0,) * count, *(0 if flag else None for flag in batched))
             call = torch.func.vmap(call, in_dims=(dims, 0, 0))
         return lambda inputs: call(tuple(parameters), inputs, t)
 
     def bind_constants(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
-        """Do the same for plain tensors that need no derivative; weights are computed once."""
-        pairs = zip(parameters, self.own_parameters, strict=True)
-        if self.vmapped or any(given is not own for given, own in pairs):
-            return self.bind([parameter.detach() for parameter in parameters], t)
-        with torch.no_grad():
-            parts = [part.constant(weight) for part, weight in self.regularizer.parts(t)]
-        return lambda inputs: evaluate(parts, inputs)
+        """Do the same for plain tensors that need no derivative."""
+        return self.bind([parameter.detach() for parameter in parameters], t.detach())
 
 
 def _event_dims(module: nn.Module, name: str) -> int | None:
@@ -144,12 +182,12 @@ def _event_dims(module: nn.Module, name: str) -> int | None:
 class _MethodCaller(nn.Module):
     """Calls `evaluate` in its `forward`, because `functional_call` calls only `forward`."""
 
-    def __init__(self, module: Regularizer) -> None:
+    def __init__(self, composition: Composition) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.composition = composition.regularizer, composition
 
-    def forward(self, inputs: Inputs, t: Tensor) -> Values:
-        return self.module.evaluate(inputs, t)
+    def forward(self, weights: Weights, inputs: Inputs) -> Values:
+        return self.composition.evaluate(weights, inputs)
 
 
 class Derivatives(NamedTuple):

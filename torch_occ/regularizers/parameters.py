@@ -3,25 +3,22 @@
     LogBarrier(beta=PerState(mdp, 1.0))        one beta per state, all of them 1 at first
 
 Such a parameter has the shape `(*batch, *event)`, where the event shape is `(L,)`, `(S,)` or
-`(S, A)`. Where weights are computed, every parameter has its spread form, and t as well:
+`(S, A)`. Where weights are computed, every parameter, and t as well, has a shape that broadcasts
+against `(*batch, S, A)`, so that a batch is never mistaken for states or actions:
 
     ()                        a number
     (*batch, 1, 1)            one number per problem of a batch
     (*batch, S, 1 or A)       one value per layer or state, or per pair
-
-so that products of weights broadcast, and a batch is never mistaken for states or actions.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Never
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributions import constraints
@@ -51,22 +48,18 @@ class Place:
         """The layer of every state."""
         return [k for k, size in enumerate(self.layer_sizes) for _ in range(size)]
 
-    def spread(self, x: Any) -> Any:
-        """Return the spread form of a tensor or an array, `(*batch, S, 1 or A)`."""
-        if self.kind == "pair" or not isinstance(x, Tensor | np.ndarray):
-            return x  # a symbol of torch_occ.step.compiled stands for its spread form
-        if self.kind == "layer":
-            x = x[..., self.layer_of]
-        return x[..., None]
-
-    def collect(self, x: Tensor) -> Tensor:
-        """Sum a tensor in the spread form to the parameter's shape; the adjoint of `spread`."""
+    def spread(self, x: Tensor) -> Tensor:
+        """Return a parameter in the shape `(*batch, S, 1 or A)`."""
         if self.kind == "pair":
             return x
-        x = x.squeeze(-1)
-        if self.kind == "state":
+        return (x[..., self.layer_of] if self.kind == "layer" else x)[..., None]
+
+    def collect(self, x: Tensor) -> Tensor:
+        """Return the parameter from its shape `(*batch, S, 1 or A)`."""
+        if self.kind == "pair":
             return x
-        return torch.stack([part.sum(-1) for part in x.split(self.layer_sizes, -1)], -1)
+        first = [self.layer_of.index(k) for k in range(len(self.layer_sizes))]
+        return x[..., 0][..., first] if self.kind == "layer" else x[..., 0]
 
     def fits(self, mdp: LayeredMDP) -> bool:
         """Return whether the entries belong to the layers, states and actions of this MDP."""
@@ -119,17 +112,19 @@ class PerPair(_Placed):
 
 
 def spread_batch(x: Tensor) -> Tensor:
-    """Return the spread form of a number or of one number per problem."""
+    """Return a number, or one number per problem, in a shape that broadcasts against `(S, A)`."""
     return x[..., None, None] if x.dim() else x
 
 
-def fit(x: Tensor, event_dims: int) -> Tensor:
-    """Return a spread form with `event_dims` dimensions after the batch; numbers stay numbers.
+def fit(x: Any, event_dims: int) -> Any:
+    """Drop dimensions of a weight `(*batch, S or 1, A or 1)`, to `event_dims` after the batch.
+
+    Numbers stay as they are.
 
     Raises:
-        ValueError: if the values differ along a dimension that is removed.
+        ValueError: if the values differ along a dimension that is dropped.
     """
-    if x.dim() == 0 or event_dims == 2:
+    if not isinstance(x, Tensor) or x.dim() == 0 or event_dims == 2:
         return x
     if any(size > 1 for size in x.shape[event_dims - 2 :]):
         kind = "state or pair" if event_dims == 0 else "pair"
@@ -140,31 +135,21 @@ def fit(x: Tensor, event_dims: int) -> Tensor:
     return x[..., 0] if event_dims == 1 else x[..., 0, 0]
 
 
+def with_rank(x: Tensor, rank: int, event_dims: int) -> Tensor:
+    """Add leading dimensions of size 1 to x until it has `rank` batch dimensions."""
+    return x[(None,) * (rank + event_dims - x.dim())] if x.dim() < rank + event_dims else x
+
+
 # -- Modules whose parameters declare their domains as class data, as in `torch.distributions` -----
 #
 # A parameter has the shape `(*batch, *event)`. The event shape belongs to one problem: `()` for a
 # scalar, `(S, A)` for one number per pair. The batch shape is that of the problems it is used with.
 # A function written by a user does not handle batches. `one_by_one` gives it each parameter without
 # its batch shape, so that batch dimensions cannot be mistaken for states or actions.
-#
-# Within `spreading`, parameters have the forms of torch_occ.regularizers.parameters.
 
 
 #: Tensors that replace parameters, by the `id` of the parameter; one mapping per thread.
 _views: ContextVar[Mapping[int, Tensor] | None] = ContextVar("views", default=None)
-
-
-#: The number of event dimensions that parameters are spread to; None outside `spreading`.
-class _Spread(threading.local):
-    """Per thread: the event dimensions in which parameters are shown; None for their own form.
-
-    torch.compile can trace a change of a threading.local, but not of a ContextVar.
-    """
-
-    event_dims: int | None = None
-
-
-_spread = _Spread()
 
 
 def _seen(found: Any) -> Any:
@@ -256,42 +241,63 @@ class Parametrized(nn.Module):
 
     def batched(self) -> list[tuple[Tensor, torch.Size]]:
         """Return all parameters that have a batch shape, with that shape; submodules included."""
+        return [(own, batch) for own, batch, _ in self._in_shapes() if batch]
+
+    def _in_shapes(self) -> list[tuple[Tensor, torch.Size, Place | None]]:
+        """Return parameters that have a batch shape or a place, with both; submodules included."""
         found = []
         for owner in self.modules() if has_children(self) else (self,):
             if isinstance(owner, Parametrized):
                 for name, own in own_parameters(owner).items():
                     parameter, event_dims = _seen(own), owner._event_dims.get(name, 0)
-                    if parameter is not None and parameter.dim() > event_dims:
-                        found.append((parameter, parameter.shape[: parameter.dim() - event_dims]))
+                    if parameter is not None:
+                        batch = parameter.shape[: parameter.dim() - event_dims]
+                        place = owner._places.get(name)
+                        if batch or place:
+                            found.append((parameter, batch, place))
         return found
 
-    def __getattr__(self, name: str) -> Any:
-        return self.shown(name, _seen(super().__getattr__(name)))
+    def spread(self, name: str) -> Tensor:
+        """Return an own parameter in a shape that broadcasts against `(*batch, S, A)`."""
+        found, place = getattr(self, name), self._places.get(name)
+        return spread_batch(found) if place is None else place.spread(found)
 
-    def shown(self, name: str, found: Any) -> Any:
-        """Return an attribute as functions of the regularizer see it: spread, if asked for."""
-        event_dims = _spread.event_dims
-        if event_dims is None or name not in self._event_dims:
-            return found
-        if name in self._places:
-            return fit(self._places[name].spread(found), event_dims)
-        return found if self._event_dims[name] else spread_batch(found)
+    @contextmanager
+    def seen_spread(self) -> Iterator[None]:
+        """Show all parameters in shapes that broadcast against `(*batch, S, A)`."""
+        views = {}
+        for own, batch, place in self._in_shapes():
+            if place is not None:
+                views[id(own)] = place.spread(own)
+            elif len(batch) == own.dim():
+                views[id(own)] = spread_batch(own)
+        with seen_as(views):
+            yield
+
+    def __getattr__(self, name: str) -> Any:
+        return _seen(super().__getattr__(name))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name, _seen(parameter)
 
-    def validate(self, parameters: Mapping[str, Tensor] | None = None) -> None:
+    def validate(
+        self,
+        parameters: Mapping[str, Tensor] | None = None,
+        only: Sequence[Parametrized] | None = None,
+    ) -> None:
         """Check that all parameters are in their domains.
 
         Args:
             parameters: values to check instead of the module's own, by name in `named_parameters`.
+            only: the submodules to check; by default all.
 
         Raises:
             ValueError: if one is not; the message names the first one.
         """
+        chosen = None if only is None else {id(x) for part in only for x in part.modules()}
         for path, module in self.named_modules():
-            if isinstance(module, Parametrized):
+            if isinstance(module, Parametrized) and (chosen is None or id(module) in chosen):
                 for name, constraint in module.arg_constraints.items():
                     full = f"{path}.{name}" if path else name
                     if parameters is None:
@@ -301,6 +307,13 @@ class Parametrized(nn.Module):
                     else:  # it is the image of others; see torch.nn.utils.parametrize
                         value = _image(module, name, full.removesuffix(name), parameters)
                     _check(type(module).__name__, name, value.detach(), constraint)
+
+    def check_value(self, name: str, value: Tensor) -> None:
+        """Check a value of an own parameter that broadcasts against `(*batch, S, A)`."""
+        place, constraint = self._places.get(name), self.arg_constraints.get(name)
+        if constraint is not None:
+            own = fit(value, 0) if place is None else place.collect(value)
+            _check(type(self).__name__, name, own.detach(), constraint)
 
 
 def _image(module: Parametrized, name: str, path: str, parameters: Mapping[str, Tensor]) -> Tensor:
@@ -319,7 +332,8 @@ def one_by_one(
 ) -> Tensor:
     """Call a function as if for each element of the batch, with the parameters of that element.
 
-    If no parameter has a batch shape, the function is called once with all of x.
+    If no parameter has a batch shape, the function is called once with all of x. A parameter with
+    a place has the shape `(S, 1 or A)` in it, or `(S,)` for one event dimension.
 
     Args:
         owner: the module whose parameters the function reads.
@@ -332,10 +346,21 @@ def one_by_one(
     Raises:
         RuntimeError: if the function fails under `torch.func.vmap`.
     """
-    batched = owner.batched()
-    if not batched:
+    given = owner._in_shapes()
+    shapes = [shape for _, shape, _ in given if shape]
+
+    def shown(values: Sequence[Tensor]) -> Mapping[int, Tensor]:
+        return {
+            id(own): value if place is None else fit(place.spread(value), event_dims)
+            for (own, _, place), value in zip(given, values, strict=True)
+        }
+
+    if not given:
         return function(x)
-    batch = broadcast(x.shape[: x.dim() - event_dims], *(shape for _, shape in batched))
+    if not shapes:
+        with seen_as(shown([own for own, _, _ in given])):
+            return function(x)
+    batch = broadcast(x.shape[: x.dim() - event_dims], *shapes)
     count = batch.numel()
 
     def flat(value: Tensor, dims: int) -> Tensor:
@@ -345,12 +370,11 @@ def one_by_one(
         return value.expand(*batch, *event).reshape(count, *event)
 
     def at_one(x: Tensor, *values: Tensor) -> Tensor:
-        pairs = zip(batched, values, strict=True)
-        with seen_as({id(parameter): value for (parameter, _), value in pairs}):
+        with seen_as(shown(values)):
             return function(x)
 
     xs = flat(x, x.dim() - event_dims)
-    values = [flat(parameter, len(shape)) for parameter, shape in batched]
+    values = [flat(own, len(shape)) for own, shape, _ in given]
     try:
         found = torch.func.vmap(at_one)(xs, *values)
     except RuntimeError as error:
@@ -364,19 +388,9 @@ def one_by_one(
 
 
 @contextmanager
-def spreading(event_dims: int = 2) -> Iterator[None]:
-    """Show parameters in their spread form, with one or two event dimensions."""
-    before = _spread.event_dims
-    _spread.event_dims = event_dims
-    try:
-        yield
-    finally:
-        _spread.event_dims = before
-
-
-@contextmanager
 def seen_as(views: Mapping[int, Tensor]) -> Iterator[None]:
     """Replace parameters by these tensors, by `id`, within the context and in this thread only."""
+    views = {key: x for key, x in views.items() if key != id(x)}
     token = _views.set({**(_views.get() or {}), **views})
     try:
         yield

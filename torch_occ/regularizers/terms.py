@@ -15,14 +15,18 @@ belongs to a masked pair. Its value is then set to 1, and its terms are left out
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.parameters import fit
+from torch_occ.regularizers.parameters import Parametrized, fit, spread_batch
 
 Argument = Literal["pair", "rest", "state", "complement"]
 ARGUMENTS: tuple[Argument, ...] = ("pair", "rest", "state", "complement")
@@ -104,16 +108,16 @@ def sum_of_others(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Power:
-    """x^p."""
+    """x^p; p is a number or the name of a parameter."""
 
     code: ClassVar[int] = 0
 
-    p: Tensor | float
+    p: float | str | Tensor
 
-    def __call__(self, x: Tensor, event_dims: int) -> Tensor:
-        if isinstance(self.p, float):
-            return x.sqrt() if self.p == 0.5 else x**self.p
-        return x ** fit(self.p, event_dims)
+    @staticmethod
+    def at(x: Tensor, p: Tensor | float) -> Tensor:
+        """Return the function, with its exponent."""
+        return x.sqrt() if isinstance(p, float) and p == 0.5 else x**p
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,8 @@ class XLogX:
 
     code: ClassVar[int] = 1
 
-    def __call__(self, x: Tensor, event_dims: int) -> Tensor:
+    @staticmethod
+    def at(x: Tensor, p: Tensor | float) -> Tensor:
         return -torch.special.entr(x)  # zero at x = 0
 
 
@@ -132,47 +137,190 @@ class Log:
 
     code: ClassVar[int] = 2
 
-    def __call__(self, x: Tensor, event_dims: int) -> Tensor:
+    @staticmethod
+    def at(x: Tensor, p: Tensor | float) -> Tensor:
         return x.log()
 
 
 @dataclass(frozen=True)
 class Term:
-    """weight * function(argument), summed over states or pairs.
+    """weight * parameter * function(argument), summed over states or pairs.
 
-    Tensors have the spread form of torch_occ.regularizers.parameters.
+    Args:
+        weight: a number. A tensor, computed from parameters, is allowed, too.
+        parameter: the name of a parameter of the regularizer, or None.
     """
 
     argument: Argument
     function: Power | XLogX | Log
-    weight: Tensor | float
+    weight: float | Tensor
+    parameter: str | None = None
+
+
+# -- Weights as data: a constant, times powers of parameters, times a power of t -------------------
+
+
+class Factor(NamedTuple):
+    """What a weight depends on: t, a parameter, or a tensor that a user's code computes."""
+
+    owner: Parametrized | None  # None for t
+    #: The name of a parameter, "" for a schedule as a function of t, or a weight or exponent in a
+    #: table: the attribute, and the number of the term.
+    key: str | tuple[str, int] = ""
+
+    def read(self, t: Tensor) -> Tensor:
+        """Return the value now, which broadcasts against `(*batch, S, A)`."""
+        if self.owner is None:
+            return spread_batch(t)
+        if isinstance(self.key, str) and self.key:
+            return self.owner.spread(self.key)
+        with self.owner.seen_spread():
+            if not self.key:
+                found: Tensor = self.owner(spread_batch(t))
+            else:
+                term = self.owner.table()[self.key[1]]
+                found = term.weight if self.key[0] == "weight" else term.function.p
+        return found
+
+
+TIME = Factor(None)
 
 
 @dataclass(frozen=True)
-class Table:
-    """A sum of terms."""
+class Weight:
+    """constant * product of factor^power * t^(sum of coefficient * factor)."""
 
-    terms: tuple[Term, ...]
+    constant: float = 1.0
+    powers: Mapping[Factor, float] = field(default_factory=dict)
+    slopes: Mapping[Factor, float] = field(default_factory=dict)  # the coefficients
 
-    def times(self, weight: Tensor | None) -> Table:
-        """Return the table with every weight multiplied by one in its spread form."""
-        if weight is None:
-            return self
-        terms = (Term(term.argument, term.function, weight * term.weight) for term in self.terms)
-        return Table(tuple(terms))
+    def times(self, other: Weight, power: int = 1) -> Weight:
+        """Return this weight times the other one to the power of 1 or -1."""
+        constant = self.constant * other.constant if power == 1 else self.constant / other.constant
+        return Weight(
+            constant,
+            _add(self.powers, other.powers, power),
+            _add(self.slopes, other.slopes, power),
+        )
+
+    def row(self, factors: list[Factor]) -> WeightRow:
+        """Return the weight with factors by their index; `factors` gets those that it lacks."""
+
+        def numbered(given: Mapping[Factor, float]) -> tuple[tuple[int, float], ...]:
+            factors.extend(factor for factor in given if factor not in factors)
+            return tuple((factors.index(factor), p) for factor, p in given.items())
+
+        return WeightRow(self.constant, numbered(self.powers), numbered(self.slopes))
+
+
+def _add(x: Mapping[Factor, float], y: Mapping[Factor, float], sign: int) -> dict[Factor, float]:
+    total = {key: x.get(key, 0.0) + sign * y.get(key, 0.0) for key in (*x, *y)}
+    return {key: p for key, p in total.items() if p}
+
+
+class WeightRow(NamedTuple):
+    """A weight whose factors are indices in a list of values; t is the first of them.
+
+    Values are numbers, tensors, or arrays. Square roots are correctly rounded everywhere. The last
+    bit of other powers depends on the implementation, so arrays use Python's: then a batch has the
+    same bits as its elements one by one.
+    """
+
+    constant: float
+    powers: tuple[tuple[int, float], ...]
+    slopes: tuple[tuple[int, float], ...]
+
+    def at(self, values: Sequence[Any], known: dict[Any, Any] | None = None) -> Any:
+        """Return the weight; a number if it has no factor.
+
+        Parameters with negative powers form a rate with t, such as gamma / sqrt(t), and the weight
+        is divided by it. `known` holds the inverse rates that other rows have computed.
+        """
+        over: Any = self.constant
+        for i, p in self.powers:
+            if i and p > 0.0:
+                over = over * _power(values[i], p)
+        under = tuple((i, p) for i, p in self.powers if p < 0.0 or not i)
+        if not under and not self.slopes:
+            return over
+        if under == ((0, -0.5),) and not self.slopes:
+            return over / _power(values[0], 0.5)
+        known = {} if known is None else known
+        if (under, self.slopes) not in known:
+            known[under, self.slopes] = self._inverse_rate(under, values)
+        return known[under, self.slopes] * over
+
+    def _inverse_rate(self, under: tuple[tuple[int, float], ...], values: Sequence[Any]) -> Any:
+        rate: Any = None
+        time = sum(c * values[i] for i, c in self.slopes) if self.slopes else 0.0
+        for i, p in under:
+            if i == 0:
+                time = time + p
+            else:
+                rate = _power(values[i], -p) if rate is None else rate * _power(values[i], -p)
+        if rate is None:
+            return _power(values[0], time)
+        if type(time) is float and time == 0.5:
+            rate = rate / _power(values[0], 0.5)
+        elif type(time) is not float or time:
+            rate = rate * _power(values[0], -time)
+        return 1.0 / rate
+
+    def slope(self, values: Sequence[Any], i: int) -> Any:
+        """Return the derivative with respect to a value, which is no tensor."""
+        found: Any = 0.0
+        for j, p in self.powers:
+            if j == i:
+                rest = self._replace(powers=tuple(pair for pair in self.powers if pair[0] != i))
+                found = p * rest.at(values) * (_power(values[i], p - 1.0) if p != 1.0 else 1.0)
+        for j, c in self.slopes:
+            if j == i:
+                found = found + c * self.at(values) * _log(values[0])
+            if i == 0:
+                found = found + c * values[j] * self.at(values) / values[0]
+        return found
 
     @property
-    def arguments(self) -> tuple[Argument, ...]:
-        return tuple(dict.fromkeys(term.argument for term in self.terms))
+    def factors(self) -> set[int]:
+        """The values that it depends on."""
+        return (
+            {i for i, _ in self.powers}
+            | ({0} if self.slopes else set())
+            | {i for i, _ in self.slopes}
+        )
 
-    def scalar(self, name: Argument, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Return the sum of the terms of one argument at x, entry by entry."""
-        assert weight is None, "use Table.times for a weight"
-        event_dims = 1 if name == "state" else 2
-        values = [
-            (fit(term.weight, event_dims) if isinstance(term.weight, Tensor) else term.weight)
-            * term.function(x, event_dims)
-            for term in self.terms
-            if term.argument == name
-        ]
-        return sum(values[1:], values[0])
+
+_powers: Any = np.frompyfunc(operator.pow, 2, 1)
+_logs: Any = np.frompyfunc(math.log, 1, 1)
+
+
+def _power(x: Any, p: Any) -> Any:
+    if type(p) is float and p in (1.0, 0.5):
+        if p == 1.0:
+            return x
+        if type(x) is float:
+            return math.sqrt(x)
+        return x.sqrt() if isinstance(x, Tensor) else np.sqrt(x)
+    if isinstance(x, np.ndarray) or isinstance(p, np.ndarray):
+        return _powers(x, p).astype(np.float64)
+    return x**p
+
+
+def _log(x: Any) -> Any:
+    return _logs(x).astype(np.float64) if isinstance(x, np.ndarray) else math.log(x)
+
+
+class Weighted(NamedTuple):
+    """An elementary term with its weight and its exponent (0 for functions without one)."""
+
+    argument: Argument
+    function: type[Power] | type[XLogX] | type[Log]
+    weight: WeightRow
+    exponent: WeightRow
+
+    def value(self, x: Tensor, weight: Tensor | float, exponent: Tensor | float) -> Tensor:
+        """Return weight * function(x), entry by entry."""
+        dims = 1 if self.argument == "state" else 2
+        found = self.function.at(x, fit(exponent, dims))
+        weight = fit(weight, dims)
+        return found if isinstance(weight, float) and weight == 1.0 else weight * found

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_occ.engine import play_planning as planning
 from torch_occ.engine.lanes import allocator, width_of
-from torch_occ.engine.layout import PAIR, Floats, Model, Terms, Work, make_work
+from torch_occ.engine.layout import PAIR, Floats, Model, Work, make_work
 from torch_occ.engine.play_indices import KL_UCB, SERIES_ROWS, THOMPSON, play_indices
 from torch_occ.engine.play_old import (
     FULL_INFORMATION,
@@ -48,7 +48,6 @@ from torch_occ.game.losses import LossProcess
 from torch_occ.game.players_old import EmpiricalPlayer, LoopPlayer, OverTime, few_states
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import uniform_policy
-from torch_occ.regularizers.base import Regularizer
 from torch_occ.rivals.beliefs import Bonus, Widths
 from torch_occ.rivals.multilayer import MultiLayerUCBVI
 from torch_occ.rivals.planning import OptimisticLearner
@@ -56,7 +55,7 @@ from torch_occ.rivals.thompson import Thompson
 from torch_occ.rivals.ucbvi import EULER, UCBVI, StrongEuler
 from torch_occ.rivals.unknown import FLOOR, UnknownFTRL
 from torch_occ.rivals.uob_reps import UOBREPS
-from torch_occ.step.arrays import exponents_of, kinds_of, model_of, terms_of, weights_of
+from torch_occ.step.arrays import WeightsOverTime, model_of
 from torch_occ.step.arrays import why_not_game as why_not
 
 if TYPE_CHECKING:
@@ -281,26 +280,6 @@ ESTIMATORS: dict[type[Estimator], int] = {
 }
 
 
-def powers_of(regularizer: Regularizer, pairs: torch.Size) -> Floats | None:
-    """The weights of psi as powers of time: weight k is `[0, k]` * t ** `[1, k]`.
-
-    `(2, K)`, or `(2, K * S * A)` if they differ between pairs; `pairs` is `(S, A)`.
-    None if a weight is not of this form, within rounding.
-    """
-    times = torch.tensor([1.0, 4.0, 1e6, 3e8], dtype=torch.float64)
-    with torch.no_grad():
-        found = weights_of(terms_of(regularizer, times), pairs).expand(len(times), -1)  # (4, K)
-    one, four = found[0], found[1]
-    exponents = torch.where(one == 0, 0.0, (four / one).abs().log2() / 2)
-    # 0.5 is the usual one, and exact then.
-    near = (exponents * 2).round() / 2
-    exponents = torch.where((exponents - near).abs() < 1e-14, near, exponents)
-    expected = one * times[:, None] ** exponents
-    if not torch.allclose(found, expected, rtol=1e-11, atol=0.0):
-        return None
-    return torch.stack([one, exponents]).numpy()
-
-
 class Seed(NamedTuple):
     """Scratch memory of one seed, for a whole run."""
 
@@ -323,7 +302,7 @@ class UnknownPlayer(LoopPlayer):
         if regularizer.batched():
             return "the regularizer has batched parameters"
         reason = why_not(mdp, regularizer)
-        if reason is None and powers_of(regularizer, mdp.actions.shape) is None:
+        if reason is None and not WeightsOverTime(regularizer, mdp.actions.shape).are_powers:
             reason = "the weights of the regularizer are not powers of t"
         return reason
 
@@ -337,9 +316,8 @@ class UnknownPlayer(LoopPlayer):
         self.uniform = uniform_policy(learner.mdp).numpy().flatten()
         self.entry = entries(self.model)
         regularizer = learner.step.regularizer
-        with torch.no_grad():
-            found = terms_of(regularizer, torch.ones(1, dtype=torch.float64))
-            self.terms = Terms(*kinds_of(found), exponents_of(found, mdp.actions.shape).numpy())
+        self.weights = WeightsOverTime(regularizer, mdp.actions.shape)
+        self.terms = self.weights.terms
         widths = learner.widths or Widths.of("practical", mdp)  # not used if there are none
         bonus = learner.bonus or Bonus(scale=0.0)
         self.confidence = Confidence(
@@ -368,8 +346,7 @@ class UnknownPlayer(LoopPlayer):
         if values != self.valid:  # a callback may have changed them
             learner.step.check_parameters()
             self.valid = values
-        powers = powers_of(learner.step.regularizer, learner.mdp.actions.shape)
-        assert powers is not None
+        powers = self.weights.powers()
         course = Course(
             powers,
             learner.restart,

@@ -38,18 +38,16 @@ from torch_occ.engine.layout import (
     Kinds,
     Model,
     Rows,
+    Terms,
     Work,
     lanes_in,
     make_work,
 )
 from torch_occ.engine.psi import X_LOG_X
-from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import DenseLayer, SparseLayer
-from torch_occ.regularizers.base import Regularizer
-from torch_occ.regularizers.catalog import TabularRegularizer
-from torch_occ.regularizers.parameters import Place, fit
-from torch_occ.regularizers.terms import Power, Term
+from torch_occ.regularizers.base import Composition, Regularizer, TabularRegularizer, Weights
+from torch_occ.regularizers.terms import Weighted
 from torch_occ.step.newton import conserves_mass
 
 #: The shape of the pairs for numbers that are the same for all pairs.
@@ -152,65 +150,57 @@ def rows_of(mdp: LayeredMDP) -> Rows:
     )
 
 
-def terms_of(regularizer: Regularizer, t: Tensor) -> list[Term]:
-    """Return the elementary terms with their weights at t, as differentiable tensors.
-
-    Raises:
-        RuntimeError: if a part was added that is not a table of terms.
-        ValueError: if a term of q(s) has one weight per pair.
-    """
-    found: list[Term] = []
-    for part, weight in regularizer.parts(t):
-        if not isinstance(part, TabularRegularizer):  # `why_not_game` has checked the parts before
-            raise RuntimeError(
-                f"regularizer: {type(part).__name__} was added after the first use; "
-                "make a new FTRLStep(mdp, regularizer)"
-            )
-        found += part.constant(weight)[0].terms
-    for term in found:
-        if term.argument == "state" and isinstance(term.weight, Tensor):
-            fit(term.weight, 1)  # refuses one value per pair
-    return found
-
-
-def kinds_of(terms: Sequence[Term]) -> Kinds:
+def kinds_of(terms: Sequence[Weighted]) -> Kinds:
     """Return the first fields of `Terms`: all but the exponents."""
     arguments = np.array([_ARGUMENTS[term.argument] for term in terms], dtype=np.int64)
     functions = np.array([term.function.code for term in terms], dtype=np.int64)
     return arguments, functions, True if (functions == X_LOG_X).all() else None
 
 
-def weights_of(terms: Sequence[Term], pairs: torch.Size) -> Tensor:
-    """Return the weights, `(*batch, K)`; `(*batch, K * S * A)` if they differ between pairs.
+class WeightsOverTime:
+    """The weights of psi as a function of t, for regularizers without batched parameters.
 
     Args:
         pairs: `(S, A)`.
     """
-    return _stack([term.weight for term in terms], pairs)
 
+    def __init__(self, regularizer: Regularizer, pairs: torch.Size) -> None:
+        self.composition = Composition(regularizer)
+        self.pairs = pairs if regularizer.places() else ONE
+        exponents = self._flat(self._weigh(torch.ones(1, dtype=torch.float64)).exponents, 1)[0]
+        self.size = len(exponents)  # K or K * S * A
+        self.terms = Terms(*kinds_of(self.composition.terms), exponents.numpy())
+        #: Whether all weights are powers of t. They are not if a user wrote a schedule.
+        self.are_powers = all(
+            isinstance(factor.key, str) and factor.key for factor in self.composition.factors[1:]
+        )
 
-def exponents_of(terms: Sequence[Term], pairs: torch.Size) -> Tensor:
-    """Return the exponents of the powers, shaped as the weights; 0 for other functions."""
-    return _stack(list_exponents(terms), pairs)
+    def at(self, t: Tensor) -> Tensor:
+        """Return the weights at times t `(n,)`, `(n, K or K * S * A)`."""
+        return self._flat(self._weigh(t).terms, len(t))
 
+    @torch.no_grad()
+    def powers(self) -> Floats:
+        """Return the weights at t = 1 and their powers of t, `(2, K or K * S * A)`."""
+        assert self.are_powers
+        one = torch.ones(1, dtype=torch.float64)
+        values = self.composition.values(one)
+        exponents = [
+            sum(c * values[i] for i, c in term.weight.slopes) + dict(term.weight.powers).get(0, 0.0)
+            for term in self.composition.terms
+        ]
+        return torch.cat([self.at(one), self._flat(exponents, 1)]).numpy()
 
-def list_exponents(terms: Sequence[Term]) -> list[Tensor | float]:
-    """Return one exponent per term; 0 for functions other than powers."""
-    return [term.function.p if isinstance(term.function, Power) else 0.0 for term in terms]
+    @torch.no_grad()
+    def _weigh(self, t: Tensor) -> Weights:
+        return self.composition.weigh(self.composition.values(t))
 
-
-def _stack(values: Sequence[Tensor | float], pairs: torch.Size) -> Tensor:
-    """Stack numbers and tensors in their spread form, one after the other for each problem."""
-    if not any(isinstance(x, Tensor) for x in values):
-        return torch.tensor(values, dtype=torch.float64)
-    tensors = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in values]
-    shape = broadcast(*(x.shape for x in tensors))
-    if any(size > 1 for size in shape[-2:]):
-        whole = torch.Size((*shape[:-2], *pairs))
-        return torch.stack([x.expand(whole) for x in tensors], -3).flatten(-3)
-    tensors = [fit(x, 0) for x in tensors]
-    batch = shape[:-2]
-    return torch.stack([x if x.shape == batch else x.expand(batch) for x in tensors], -1)
+    def _flat(self, numbers: Sequence[Any], count: int) -> Tensor:
+        """Return one row of numbers for every t: one per term, or one per term and pair."""
+        found = torch.empty(count, len(numbers), *self.pairs, dtype=torch.float64)
+        for k, x in enumerate(numbers):
+            found[:, k] = x
+        return found.reshape(count, -1)
 
 
 # -- tensors, arrays and numbers: a batch is stored in rows, a single problem has plain numbers ----
@@ -267,29 +257,19 @@ def untabulate(table: Floats, batch: torch.Size, pairs: torch.Size) -> list[Any]
     return list(table.reshape(len(table) * count, *batch, *pairs))
 
 
-def spread(x: Any, place: Place | None) -> Any:
-    """Return the spread form of a number, tensor or array; None is the place of a scalar."""
-    if isinstance(x, float | int) or x.ndim == 0:
-        return x
-    return x[..., None, None] if place is None else place.spread(x)
-
-
-def shaped(
-    bar: Any, x: Tensor, place: Place | None, batch: torch.Size, pairs: torch.Size
-) -> Tensor:
-    """Return the derivative with respect to x, of its shape, from that in its spread form.
+def shaped(bar: Any, x: Tensor, is_time: bool, batch: torch.Size, pairs: torch.Size) -> Tensor:
+    """Return the derivative with respect to x, of its shape.
 
     Args:
         bar: a number, or an array that broadcasts to `(*batch, *pairs)`.
+        x: a number, a tensor that broadcasts to `(*batch, *pairs)`, or t, `(*some of batch,)`.
+        is_time: whether x is t.
     """
     if not batch and pairs is ONE:
-        return torch.from_numpy(np.array(bar))
+        return torch.full(x.shape, bar, dtype=torch.float64)
     whole = torch.empty(*batch, *pairs, dtype=torch.float64)
     whole.numpy()[...] = bar
-    if x.dim() == 0:
-        return whole.sum()
-    whole = summed(whole, spread(x.detach(), place))
-    return whole[..., 0, 0] if place is None else place.collect(whole)
+    return (whole.sum((-2, -1)) if is_time else whole).sum_to_size(x.shape)
 
 
 def summed(bar: Tensor, x: Tensor) -> Tensor:

@@ -33,11 +33,12 @@ from torch_occ._support.constants import (
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_of, join
+from torch_occ.regularizers.parameters import with_rank
 from torch_occ.step.checks import check_batches, report
 from torch_occ.step.implicit import Bound, ImplicitSolution, Setting, Stationarity
 from torch_occ.step.limits import Budgets, InfeasibleError, least_cost
 from torch_occ.step.newton import newton
-from torch_occ.step.problem import Problem, with_rank
+from torch_occ.step.problem import Problem
 from torch_occ.step.solution import Solution, Status, over
 from torch_occ.step.system import Factorization
 
@@ -170,12 +171,9 @@ class BudgetedStationarity(Stationarity):
             start.expand(*batch, *x.shape[-2:]),
             guess.expand(*batch, m),
         )
-        if setting.engine:
-            found = setting.engine.search(*given)
-        else:
-            without = self._without(bound, batch)
-            tolerance = self.options.tolerance_in(x.dtype)
-            found = find_multipliers(bound.mdp, without, *given, tolerance)
+        without = setting.engine.without() if setting.engine else self._without(bound, batch)
+        tolerance = self.options.tolerance_in(x.dtype)
+        found = find_multipliers(bound.mdp, without, *given, tolerance)
         q, value, certificate = found.solution[:3]
         self.tell(found.solution, *given[1:3], found.certificate)
         return q, torch.cat([value, found.multipliers], -1), certificate
@@ -252,19 +250,19 @@ class Without(NamedTuple):
     respond: Callable[[Solution, Tensor], Tensor]
 
 
-class Found(NamedTuple):
+class BudgetSearch(NamedTuple):
     """The solution with budgets."""
 
     solution: Solution  # of the loss with the price of the budgets, with the status of the search
     multipliers: Tensor  # (*batch, m)
     certificate: Tensor  # (*batch, m), weights that prove that the budgets are infeasible
 
-    def merge(self, other: Found, element: tuple[int, ...]) -> Found:
+    def merge(self, other: BudgetSearch, element: tuple[int, ...]) -> BudgetSearch:
         """Return `other` at one element, this one elsewhere."""
         where = torch.zeros(self.solution.status.shape, dtype=torch.bool)
         where[element] = True
         where = where.to(self.multipliers.device)
-        return Found(
+        return BudgetSearch(
             self.solution.merge(other.solution, where),
             torch.where(over(where, 1), other.multipliers, self.multipliers),
             torch.where(over(where, 1), other.certificate, self.certificate),
@@ -280,7 +278,7 @@ def find_multipliers(
     start: Tensor,
     guess: Tensor,
     tolerance: float,
-) -> Found:
+) -> BudgetSearch:
     """Solve the step with budgets for a batch; each element stops on its own.
 
     Args:
@@ -328,7 +326,7 @@ class _Search(NamedTuple):
         found = self.without.solve(priced, q)
         return found, (self.costs * found.q.unsqueeze(-3)).sum((-2, -1)) - self.limits
 
-    def follow(self, start: Tensor) -> Found:
+    def follow(self, start: Tensor) -> BudgetSearch:
         """Solve for a growing share of the loss, from 0 to 1."""
         assert self.only is not None
         share, ratio, tried = 0.0, 10.0, 1.0
@@ -357,7 +355,7 @@ class _Search(NamedTuple):
                 break
         return trial
 
-    def climb(self, share: float, start: Tensor, guess: Tensor) -> Found:
+    def climb(self, share: float, start: Tensor, guess: Tensor) -> BudgetSearch:
         """Newton's method on the multipliers, for a share of the loss."""
         loss, costs, limits, tolerance = self.loss, self.costs, self.limits, self.tolerance
         rows = costs.movedim(-3, 0)  # (m, *batch, S, A)
@@ -398,7 +396,7 @@ class _Search(NamedTuple):
             step = _best_multipliers(curvature, excess, y, GROWTH * (y + natural)) - y
             y, now, excess = self._move(share, y, step, now, excess, running, error, steps)
         numbers = (status.to(loss).unsqueeze(-1), steps.unsqueeze(-1), now.certificate[..., 2:])
-        return Found(now._replace(certificate=torch.cat(numbers, -1)), y, certificate)
+        return BudgetSearch(now._replace(certificate=torch.cat(numbers, -1)), y, certificate)
 
     def _move(
         self,

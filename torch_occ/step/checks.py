@@ -43,14 +43,19 @@ def check_arguments(
             broadcast.
     """
     check_like("cumulative_loss", loss, mdp)
-    if not isinstance(t, Tensor | int | float):
-        raise TypeError(f"t: expected a number or a tensor, got {type(t).__name__}")
+    check_episode(t)
     t = torch.as_tensor(t, dtype=mdp.dtype, device=mdp.device)
     check_like("warm_start", start, mdp)
     shapes = {"cumulative_loss": loss.shape[:-2]} | parameters
     shapes |= {"mdp": mdp.batch_shape, "t": t.shape, "warm_start": start.shape[:-2]}
     check_batches(shapes)
     return t, shapes
+
+
+def check_episode(t: Any) -> None:
+    """Raise a TypeError if t is not a number or a tensor."""
+    if not isinstance(t, Tensor | int | float):
+        raise TypeError(f"t: expected a number or a tensor, got {type(t).__name__}")
 
 
 def parameter_shapes(shapes: Mapping[str, torch.Size | Tensor]) -> dict[str, torch.Size]:

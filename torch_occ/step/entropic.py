@@ -38,6 +38,7 @@ where log u < log DEAD, the error is relative to log u.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -45,13 +46,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ._support.constants import FULL_STEPS, LOG_DEAD, STALL_AFTER
+from torch_occ._support.constants import FULL_STEPS, LOG_DEAD, SQUARE, STALL_AFTER
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import largest_exponent
 from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source, join
-from torch_occ.regularizers.base import Regularizer
-from torch_occ.regularizers.catalog import TabularRegularizer
+from torch_occ.regularizers.base import Composition, Regularizer, TabularRegularizer
 from torch_occ.regularizers.parameters import fit
 from torch_occ.regularizers.terms import XLogX
 from torch_occ.step.newton import Shaped, potential, shape_finely
@@ -65,44 +65,41 @@ class Entropy(NamedTuple):
     price: Tensor  # kappa
 
 
-def is_entropy(regularizer: Regularizer) -> bool:
-    """Return whether psi_t has the form above, for all parameters and every t."""
+def is_entropy(regularizer: Regularizer, closed: bool = False) -> bool:
+    """Return whether psi_t has the form above, for all parameters and every t.
+
+    With `closed`, return whether also kappa = 0.
+    """
     for leaf in regularizer.leaves():  # with a place, w may depend on the pair
         if not isinstance(leaf, TabularRegularizer) or regularizer.places():
             return False
         weights = {"pair": 0.0, "state": 0.0}
         for term in leaf.table():
-            known = isinstance(term.function, XLogX) and isinstance(term.weight, float | int)
-            if not known or term.argument not in weights:
+            known = isinstance(term.weight, float | int) and term.parameter is None
+            if not (known and isinstance(term.function, XLogX) and term.argument in weights):
                 return False
             weights[term.argument] += float(term.weight)
-        if not 0 <= weights["pair"] + weights["state"] <= weights["pair"]:
+        price = weights["pair"] + weights["state"]
+        if not 0 <= price <= (0 if closed else weights["pair"]):
             return False
     return True
 
 
-def entropy_at(regularizer: Regularizer, t: Tensor) -> Entropy:
-    """Return w and kappa of psi_t.
+def solves_in_logs(regularizer: Regularizer, num_states: int) -> bool:
+    """Return whether the step is solved in logarithms: not for an entropy of many states.
 
-    Raises:
-        RuntimeError: if a part that is not an entropy was added after the first use.
+    Its Jacobian is a matrix over all states. If kappa = 0, none is needed.
     """
-    terms: list[tuple[str, Tensor]] = []
-    for part, weight in regularizer.parts(t):
-        if not isinstance(part, TabularRegularizer):
-            raise RuntimeError(
-                f"regularizer: {type(part).__name__} was added after the first use; "
-                "make a new FTRLStep(mdp, regularizer)"
-            )
-        for term in part.constant(weight)[0].terms:
-            terms.append((term.argument, fit(torch.as_tensor(term.weight).to(t), 0)))
-    return entropy_of(terms)
+    few = num_states <= SQUARE
+    return is_entropy(regularizer) and (few or is_entropy(regularizer, closed=True))
 
 
-def entropy_of(terms: Sequence[tuple[str, Tensor]]) -> Entropy:
-    """Return w and kappa from the arguments and weights of the terms."""
-    pairs, every = [w for name, w in terms if name == "pair"], [w for _, w in terms]
-    return Entropy(sum(pairs[1:], pairs[0]), sum(every[1:], every[0]))
+def entropy_of(composition: Composition, values: Sequence[Tensor]) -> Entropy:
+    """Return w and kappa of psi at values of t and its parameters."""
+    weights = [fit(torch.as_tensor(x).to(values[0]), 0) for x in composition.weigh(values).terms]
+    terms = zip(weights, composition.terms, strict=True)
+    pairs = [weight for weight, term in terms if term.argument == "pair"]
+    return Entropy(sum(pairs[1:], pairs[0]), sum(weights[1:], weights[0]))
 
 
 class Unfolded(NamedTuple):
@@ -162,7 +159,14 @@ def occupancy_of(mdp: LayeredMDP, log_policy: Tensor) -> Tensor:
 
 def error_unit(log_state: Tensor) -> Tensor:
     """Return the unit of errors of log u: 1, and in dead states the size of log u."""
-    return (log_state / LOG_DEAD).clamp(min=1.0)
+    return (log_state / log_dead(log_state.dtype)).clamp(min=1.0)
+
+
+def log_dead(dtype: torch.dtype) -> float:
+    """Return the logarithm below which a state is dead: its q may underflow."""
+    # The same share of the range of exponents in every number type.
+    share = math.log(torch.finfo(dtype).tiny) / math.log(torch.finfo(torch.float64).tiny)
+    return LOG_DEAD * share
 
 
 # -- solving ---------------------------------------------------------------------------------------
@@ -217,10 +221,11 @@ def settle(
     others = 1 - found.log_policy.exp()
     seen = torch.where(q > torch.finfo(q.dtype).tiny / eps, shaped.rounding * others, 0.0)
     dual = torch.maximum(dual, seen.amax((-2, -1)) / entropy.weight)
-    alive = found.log_state > LOG_DEAD
+    alive = found.log_state > log_dead(q.dtype)
     flow = (flow_residual(mdp, q) / torch.where(alive, q.sum(-1), torch.inf)).abs().amax(-1)
     tolerance = options.tolerance_in(loss.dtype)
-    certified = (dual <= tolerance) & (flow <= tolerance)
+    finite = q.isfinite().all(-1).all(-1)
+    certified = (dual <= tolerance) & (flow <= tolerance) & finite
     status = torch.where((status == Status.STALLED) & certified, Status.CONVERGED, status)
     numbers = (status.to(q), steps.to(q), decrement.clamp(min=0).sqrt(), flow, dual)
     return guess, Solution(q, found.value, torch.stack(numbers, -1))
@@ -238,6 +243,7 @@ class Task:
     mdp: LayeredMDP
     options: Options
     probabilities: bool  # whether derivatives with respect to them may be taken
+    closed: bool  # whether kappa is zero for all parameters, so that nothing depends on the guess
     check: Callable[[LayeredMDP, Tensor, Tensor, Entropy, Tensor], None]  # raises for wrong inputs
     report: Callable[[Solution], None]  # raises if a step failed, unless failures are allowed
 
@@ -294,7 +300,8 @@ class Poisoned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
-        return torch.where(ctx.saved_tensors[0], torch.nan, cotangent), None
+        # Elements on which nothing depends stay: others share their parameters.
+        return torch.where(ctx.saved_tensors[0] & (cotangent != 0), torch.nan, cotangent), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
@@ -343,7 +350,7 @@ def solve_entropic(
     moving = loss + flow_of(mdp).lookahead(shift)
     shaped = torch.where(mdp.actions, gaps + (moving - moving.detach()), 0.0)
     at = unfold(mdp, shaped, entropy, guess)
-    for _ in range(2):
+    for _ in range(0 if task.closed else 2):
         guess = guess + _solve(jacobian(mdp, entropy, at), at.log_state - guess)
         at = unfold(mdp, shaped, entropy, guess)
     q, value = occupancy_of(mdp, at.log_policy), at.value + shift

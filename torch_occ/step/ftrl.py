@@ -5,7 +5,7 @@ q_t = argmin over q in Omega of ⟨q, cumulative_loss⟩ + psi_t(q)        (`alg
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import Backend, check_backend, engine_takes, later
-from torch_occ._support.constants import SQUARE
 from torch_occ._support.private import carries_derivative, inside_transform
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 from torch_occ.regularizers.base import Regularizer, SeparableRegularizer
 from torch_occ.regularizers.derivatives import Evaluator
-from torch_occ.regularizers.parameters import Frozen
+from torch_occ.regularizers.parameters import Frozen, spread_batch, with_rank
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.budgets import solve_with_budgets
 from torch_occ.step.checks import (
     check_arguments,
+    check_episode,
     check_layout,
     check_like,
     check_reachable,
@@ -33,11 +33,18 @@ from torch_occ.step.checks import (
     parameter_shapes,
     report,
 )
-from torch_occ.step.entropic import Entropy, Task, entropy_at, is_entropy, solve_entropic
+from torch_occ.step.entropic import (
+    Entropy,
+    Task,
+    entropy_of,
+    is_entropy,
+    solve_entropic,
+    solves_in_logs,
+)
 from torch_occ.step.graph import autocasts, enroll, promote, solve_in_graph, solve_plainly
 from torch_occ.step.implicit import ImplicitSolution, Setting, Stationarity
 from torch_occ.step.limits import Budgets
-from torch_occ.step.problem import Problem, with_rank
+from torch_occ.step.problem import Problem
 from torch_occ.step.solution import Options, Solution
 
 if TYPE_CHECKING:
@@ -121,8 +128,8 @@ class FTRLStep(Frozen):
         self.in_logs = is_entropy(regularizer)
         self.interior = interior_point(mdp).detach()
         self._compiled: CompiledStep | None = None
-        self.name_in_graphs = enroll(self)
         self.use(backend)
+        self.name_in_graphs = enroll(self)
 
     def use(self, backend: Backend) -> None:
         """Choose the backend; see the class. Nothing is compiled before the first solve.
@@ -140,7 +147,7 @@ class FTRLStep(Frozen):
             return
         compiled = later("step.compiled")
         if backend == "engine" or compiled.pays_off(self.mdp):
-            self._compiled = compiled.CompiledStep(self.mdp, self.regularizer, self.options)
+            self._compiled = compiled.CompiledStep(self.mdp, evaluator, self.options)
 
     def forward(
         self,
@@ -223,15 +230,31 @@ class FTRLStep(Frozen):
             return solve_with_budgets(
                 problem, engine, -cumulative_loss, budgets, multipliers, check
             )
+        return self.solve_at(None, cumulative_loss, t, warm_start, mdp, check)
+
+    def solve_at(
+        self,
+        parameters: Sequence[Tensor] | None,
+        cumulative_loss: Tensor,
+        t: Tensor | float,
+        warm_start: Tensor | None,
+        mdp: LayeredMDP | None = None,
+        check: bool = True,
+    ) -> Solution:
+        """Solve the step without budgets, at these parameters of `Evaluator` or its own."""
+        given = (cumulative_loss, t, warm_start, mdp, parameters)
         if inside_transform():  # there, control flow cannot depend on the result
-            return self._solve_in_torch(cumulative_loss, t, warm_start, mdp, check)
-        solution, converged = self._attempt(cumulative_loss, t, warm_start, mdp)
+            return self._solve_in_torch(*given, check=check)
+        solution, converged = self._attempt(*given)
         if converged:
             return solution
         if warm_start is not None:
             # A warm start can be too close to the boundary. From the interior point, Newton's
             # method converges.
-            again, _ = self._attempt(cumulative_loss, t, None, mdp)
+            again, _ = self._attempt(cumulative_loss, t, None, mdp, parameters)
+            solution = solution.merge(again, again.converged & ~solution.converged)
+        if self.backend == "auto" and solution.backend == "engine" and not solution.all_converged:
+            again = self._solve_in_torch(cumulative_loss, t, None, mdp, parameters, check=False)
             solution = solution.merge(again, again.converged & ~solution.converged)
         report(check, solution)
         return solution
@@ -242,14 +265,16 @@ class FTRLStep(Frozen):
         t: Tensor | float,
         warm_start: Tensor | None,
         mdp: LayeredMDP | None,
+        parameters: Sequence[Tensor] | None,
     ) -> tuple[Solution, bool]:
         """Return the solution, and whether all elements converged."""
         if self._compiled is not None:
             start = self.interior if warm_start is None else warm_start
-            found = self._compiled(cumulative_loss, t, start, mdp)
+            found = self._compiled(cumulative_loss, t, start, mdp, parameters)
             if found is not None:
                 return found
-        solution = self._solve_in_torch(cumulative_loss, t, warm_start, mdp, check=False)
+        given = (cumulative_loss, t, warm_start, mdp, parameters)
+        solution = self._solve_in_torch(*given, check=False)
         return solution, bool(solution.converged.all())
 
     def _solve_in_torch(
@@ -258,10 +283,11 @@ class FTRLStep(Frozen):
         t: Tensor | float,
         warm_start: Tensor | None,
         mdp: LayeredMDP | None,
+        parameters: Sequence[Tensor] | None,
         check: bool,
     ) -> Solution:
-        problem = self.prepare(cumulative_loss, t, warm_start, mdp)
-        if self.in_logs and problem.mdp.num_states <= SQUARE:
+        problem = self.prepare(cumulative_loss, t, warm_start, mdp, parameters)
+        if self.in_logs and solves_in_logs(self.regularizer, problem.mdp.num_states):
             return self._solve_in_logs(problem, cumulative_loss, check)
         setting = Setting(problem.mdp, self.evaluator, problem.probabilities)
         equation = Stationarity(setting, self.options, problem.validate, partial(report, check))
@@ -273,6 +299,7 @@ class FTRLStep(Frozen):
         t: Tensor | float,
         warm_start: Tensor | None,
         mdp: LayeredMDP | None,
+        parameters: Sequence[Tensor] | None = None,
     ) -> Problem:
         """Check the arguments of `solve`, and collect what the torch path needs."""
         model = self.mdp if mdp is None else check_layout(mdp, self.mdp)
@@ -280,20 +307,24 @@ class FTRLStep(Frozen):
         if warm_start is not None:
             check_like("warm_start", warm_start, model)
             start = keep("pair", model, warm_start, 0.0)
-        given = self.evaluator.batch_shapes(self.evaluator.own_parameters)
+        check_episode(t)
+        now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
+        own = parameters is None
+        parameters = self.evaluator.parameters(now) if parameters is None else parameters
+        given = self.evaluator.batch_shapes(parameters)
         t, shapes = check_arguments(model, cumulative_loss, t, start, parameter_shapes(given))
         check_transforms()
         check_types(dict(self.regularizer.named_parameters()), model)
+        if own and not inside_transform():
+            self.regularizer.validate()
         probabilities = mdp is not None or any(carries_derivative(p) for p in model.probabilities)
         rank = max(map(len, shapes.values()))
-        return Problem(self, model, t, start.detach(), probabilities, rank)
+        return Problem(self, model, t, tuple(parameters), start.detach(), probabilities, rank)
 
     def _solve_in_logs(self, problem: Problem, loss: Tensor, check: bool) -> Solution:
         """Solve the step for an entropy; see torch_occ.step.entropic."""
-        _, model, t, start, probabilities, _ = problem
-        if not inside_transform():
-            self.regularizer.validate()
-        entropy = entropy_at(self.regularizer, t)
+        _, model, t, parameters, start, probabilities, _ = problem
+        entropy = entropy_of(self.evaluator.composition, [spread_batch(t), *parameters])
         batches = (*(x.dim() for x in (t, *entropy)), len(model.batch_shape))
         rank = max(loss.dim() - 2, start.dim() - 2, *batches)
         entropy = Entropy(*(with_rank(x, rank, 0) for x in entropy))
@@ -311,7 +342,8 @@ class FTRLStep(Frozen):
                     "regularizer: its weight is not a positive number; check its parameters"
                 )
 
-        task = Task(model, self.options, probabilities, validate, partial(report, check))
+        closed = is_entropy(self.regularizer, closed=True)
+        task = Task(model, self.options, probabilities, closed, validate, partial(report, check))
         inputs = (loss, t, *entropy, *model.probabilities)
         differentiable = any(carries_derivative(x) for x in inputs)
         loss, start, t = with_rank(loss, rank, 2), with_rank(start, rank, 2), with_rank(t, rank, 0)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from threading import RLock
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import outside_graphs, parameter_slots, with_autograd
+from torch_occ._support.fingerprints import fingerprint
+from torch_occ._support.private import outside_graphs, with_autograd
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.step.solution import Solution
 
@@ -76,15 +75,22 @@ def solve_plainly(
 
 
 _steps: WeakValueDictionary[str, FTRLStep] = WeakValueDictionary()
-_names = itertools.count()
-_lock = RLock()
+_numbers = itertools.count()
 
 
 def enroll(step: FTRLStep) -> str:
-    """Enter a step into the table, and return its name there."""
-    name = f"step {next(_names)}"
+    """Enter a step into the table, and return its name there: a number, and what it solves."""
+    name = f"step {next(_numbers)} {_signature(step)}"
     _steps[name] = step
     return name
+
+
+def _signature(step: FTRLStep) -> str:
+    """Return a hash of all that the result depends on, apart from the operator's tensors."""
+    composition = step.evaluator.composition
+    users = [f"{type(part).__module__}.{type(part).__qualname__}" for part, _ in composition.others]
+    rows = (composition.terms, [row for _, row in composition.others], users, step.evaluator.names)
+    return fingerprint(mdp=step.mdp, psi=repr(rows), options=repr(step.options))
 
 
 def solve_in_graph(
@@ -107,7 +113,7 @@ def solve_in_graph(
     reason = _why_not(step, check, given)
     if reason is None:
         t = torch.as_tensor(t, dtype=step.mdp.dtype, device=step.mdp.device)
-        parameters = [slot[name] for slot, name in parameter_slots(step.regularizer)]
+        parameters = list(step.evaluator.parameters(t))
         found = solve_step(step.name_in_graphs, loss, t, warm_start, parameters)
         return Solution(found[0], found[1], found[2], step.expected_backend)
     if not torch.compiler.is_dynamo_compiling():
@@ -144,39 +150,19 @@ def _solve_outside(
 
 
 def _step_of(name: str) -> FTRLStep:
+    """Return the step of this name; in another process, one that solves the same."""
     step = _steps.get(name)
-    if step is None:
-        raise RuntimeError(
-            f"{name}: the FTRLStep of this compiled or exported program no longer exists in this "
-            "process. A program refers to the step that it was made with: keep the module, and "
-            "make the program again in each process"
-        )
-    return step
-
-
-@contextmanager
-def _holding(step: FTRLStep, parameters: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Give the step these parameters, and yield the tensors that derivatives refer to.
-
-    These are usually its own. Others come from torch.func.functional_call; then one thread at a
-    time may do this.
-    """
-    own = step.evaluator.own_parameters
-    pairs = zip(own, parameters, strict=True)
-    if all(mine.data_ptr() == given.data_ptr() for mine, given in pairs):
-        yield own
-        return
-    slots = list(parameter_slots(step.regularizer))
-    leaves = [x.detach().requires_grad_() for x in parameters]
-    with _lock:
-        before = [slot[name] for slot, name in slots]
-        try:
-            for (slot, name), x in zip(slots, leaves, strict=True):
-                slot[name] = x
-            yield leaves
-        finally:
-            for (slot, name), x in zip(slots, before, strict=True):
-                slot[name] = x
+    if step is not None:
+        return step
+    signature = name.split()[-1]
+    for other, candidate in list(_steps.items()):
+        if other.split()[-1] == signature:
+            return candidate
+    raise RuntimeError(
+        f"{name}: this process has no FTRLStep with the MDP, the regularizer and the options of "
+        "this compiled or exported program. Keep the module that it was made with, or make an "
+        "equal FTRLStep before the program is run"
+    )
 
 
 @torch.library.custom_op(
@@ -189,9 +175,8 @@ def solve_step(
     name: str, loss: Tensor, t: Tensor, start: Tensor | None, parameters: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, v and the certificate of a step."""
-    step = _step_of(name)
-    with with_autograd(), torch.no_grad(), _holding(step, parameters):
-        found = step.solve(loss, t, warm_start=start)
+    with with_autograd(), torch.no_grad():
+        found = _step_of(name).solve_at(parameters, loss, t, start)
     return found.q, found.value, found.certificate
 
 
@@ -225,18 +210,14 @@ def pull_back_step(
     parameters: Sequence[Tensor],
 ) -> list[Tensor]:
     """Return the derivatives in the loss, t and the parameters."""
-    step = _step_of(name)
-    with with_autograd(), torch.enable_grad(), _holding(step, parameters) as held:
-        loss, t = loss.detach().requires_grad_(), t.detach().requires_grad_()
-        found = step.solve(loss, t, warm_start=q)
-        wanted = [loss, t, *(x for x in held if x.requires_grad)]
+    with with_autograd(), torch.enable_grad():
+        loss, t, *given = (x.detach().requires_grad_() for x in (loss, t, *parameters))
+        found = _step_of(name).solve_at(given, loss, t, q)
         grads = torch.autograd.grad(
-            (found.q, found.value), wanted, (q_bar, v_bar), materialize_grads=True
+            (found.q, found.value), (loss, t, *given), (q_bar, v_bar), materialize_grads=True
         )
-    given = iter(grads[2:])
-    bars = [next(given) if x.requires_grad else torch.zeros_like(x) for x in held]
     # An operator must not return one tensor twice, nor a view of an input.
-    return [x.clone() for x in (*grads[:2], *bars)]
+    return [x.clone() for x in grads]
 
 
 @pull_back_step.register_fake

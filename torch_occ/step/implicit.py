@@ -52,7 +52,7 @@ class Setting:
     def event_dims(self) -> tuple[int | None, ...]:
         """The number of event dimensions of each tensor; None for parameters, which have any."""
         model = (1, *(layer.event_dims for layer in self.mdp.layers)) if self.probabilities else ()
-        return (0, *(None,) * len(self.evaluator.names), *model)
+        return (0, *self.evaluator.event_dims, *model)
 
     def bind(self, tensors: Sequence[Tensor]) -> Bound:
         """Return psi_t and the MDP with these tensors."""
@@ -265,20 +265,30 @@ class ImplicitSolution(torch.autograd.Function):
             # dimension of that vmap.
             evaluator = equation.setting.evaluator.under_vmap(batched)
             equation = replace(equation, setting=replace(equation.setting, evaluator=evaluator))
+        rank = tensors[0].dim() - equation.leading[0] - (dims[0] is not None)
         for i, event in enumerate(events):
-            if event is not None and dims[i] is None:
+            if event is None:
+                continue
+            shared, number = dims[i] is None, tensors[i].dim() == (dims[i] is not None)
+            if number and event and (inside or not shared):
+                front[i] = front[i].reshape(-1, *(1,) * (rank + event))
+            elif shared and not number:
                 front[i] = front[i].unsqueeze(0)
-                if inside:
-                    front[i] = front[i].expand(info.batch_size, *front[i].shape[1:])
+            if shared and inside:
+                front[i] = front[i].expand(info.batch_size, *front[i].shape[1:])
         outputs = ImplicitSolution.apply(equation, *front)
         return outputs, (0,) * len(outputs)
 
 
 def poison(outputs: Sequence[Tensor], z: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Set z to NaN for elements that failed: their derivatives would be silently wrong."""
+    """Set z to NaN for elements that failed: their derivatives would be silently wrong.
+
+    Elements on which nothing depends, with z = 0, stay: others share their parameters.
+    """
     if len(outputs) == 2:
         return z[0], z[1]
-    failed = outputs[2][..., 0] != Status.CONVERGED
+    asked = (z[0] != 0).any(-1).any(-1) | (z[1] != 0).any(-1)
+    failed = (outputs[2][..., 0] != Status.CONVERGED) & asked
     x = torch.where(failed[..., None, None], torch.nan, z[0])
     return x, torch.where(failed[..., None], torch.nan, z[1])
 

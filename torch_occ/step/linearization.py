@@ -18,10 +18,10 @@ from torch import Tensor
 
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import SeparableRegularizer
+from torch_occ.regularizers.parameters import with_rank
 from torch_occ.regularizers.terms import Argument, change, keep
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import Bound, ImplicitSolution, Linearized, Setting
-from torch_occ.step.problem import with_rank
 
 
 class Linearization:
@@ -38,7 +38,9 @@ class Linearization:
     def __init__(self, step: FTRLStep, q: Tensor, t: Tensor) -> None:
         self.mdp: LayeredMDP = step.mdp
         self.q = q
-        self.tensors = [with_rank(t, q.dim() - 2, 0), *step.evaluator.own_parameters]
+        self.evaluator = step.evaluator
+        self.t = with_rank(t, q.dim() - 2, 0)
+        self.parameters = step.evaluator.parameters(self.t)
         self.setting = Setting(self.mdp, step.evaluator, False)
 
     def apply(self, x: Tensor) -> Tensor:
@@ -46,10 +48,13 @@ class Linearization:
         nothing = torch.zeros(x.shape[:-1], dtype=x.dtype, device=x.device)
         # All tensors get the same number of batch dimensions, so that the dimension that a vmap
         # puts in front of them is aligned.
-        q, t = with_rank(self.q, x.dim() - 2, 2), with_rank(self.tensors[0], x.dim() - 2, 0)
-        tensors = (x, nothing, q, t, *self.tensors[1:])
+        tensors = (x, nothing, with_rank(self.q, x.dim() - 2, 2), *self._tensors(x.dim() - 2))
         moved, _ = ImplicitSolution.apply(Linearized(self.setting), *tensors)
         return moved
+
+    def _tensors(self, rank: int) -> list[Tensor]:
+        """Return t and the parameters with this number of batch dimensions."""
+        return self.evaluator.align(rank, self.t, self.parameters)
 
     def dense(self) -> Tensor:
         """Return Pi as a matrix over all pairs, `(*batch, S * A, S * A)`."""
@@ -66,7 +71,7 @@ class Linearization:
             u: `(*batch, S, A)`.
             G: symmetric, `(*batch, S * A, S * A)`.
         """
-        bound = self.setting.bind(self.tensors)
+        bound = self.setting.bind(self._tensors(self.q.dim() - 2))
         if bound.evaluator.regularizer.levels != {SeparableRegularizer}:
             return self._bend_by_columns(bound, u, G)
         total = torch.zeros_like(u[..., 0, 0])
@@ -81,7 +86,7 @@ class Linearization:
         Returns:
             `(*more, *batch)`.
         """
-        bound = self.setting.bind(self.tensors)
+        bound = self.setting.bind(self._tensors(self.q.dim() - 2))
         total = torch.zeros_like(y[..., 0, 0])
         if bound.evaluator.regularizer.levels != {SeparableRegularizer}:
             q = self.q.expand(y.shape)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.regularizers.parameters import with_rank
 from torch_occ.step.checks import check_values
 from torch_occ.step.implicit import Bound
 
@@ -20,6 +21,7 @@ class Problem(NamedTuple):
     step: FTRLStep
     mdp: LayeredMDP
     t: Tensor
+    parameters: tuple[Tensor, ...]  # those of `Evaluator`
     start: Tensor
     probabilities: bool  # whether they are differentiated
     rank: int  # the number of batch dimensions
@@ -32,7 +34,7 @@ class Problem(NamedTuple):
         """
         rank = self.rank
         tensors = [with_rank(x, rank, 2), with_rank(self.start, rank, 2)]
-        tensors += [with_rank(self.t, rank, 0), *self.step.evaluator.own_parameters]
+        tensors += self.step.evaluator.align(rank, self.t, self.parameters)
         if self.probabilities:
             dims = (1, *(layer.event_dims for layer in self.mdp.layers))
             pairs = zip(self.mdp.probabilities, dims, strict=True)
@@ -43,8 +45,3 @@ class Problem(NamedTuple):
         """Check values; runs on plain tensors, inside every transform."""
         bound.evaluator.validate(bound.parameters)
         check_values(self.step.mdp, bound.mdp, -x, start, bound.t, zeros=False)
-
-
-def with_rank(x: Tensor, rank: int, event_dims: int) -> Tensor:
-    """Add leading dimensions of size 1 to x until it has `rank` batch dimensions."""
-    return x[(None,) * (rank + event_dims - x.dim())] if x.dim() < rank + event_dims else x

@@ -25,9 +25,9 @@ from torch_occ._support.private import carries_derivative, inside_transform
 from torch_occ.mdp.checks import broadcast, row_tolerance
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import join
+from torch_occ.regularizers.parameters import with_rank
 from torch_occ.step.checks import check_batches, check_like, check_transforms, report
 from torch_occ.step.entropic import Poisoned, in_front
-from torch_occ.step.problem import with_rank
 from torch_occ.step.solution import Options, Status, over
 
 if TYPE_CHECKING:

@@ -119,14 +119,21 @@ class Solution(NamedTuple):
         return self.certificate[..., 0] == Status.CONVERGED
 
     @property
+    def all_converged(self) -> bool:
+        """Whether every element was solved and certified."""
+        return bool(self.converged.all())
+
+    @property
     def duality_gap(self) -> Tensor:
         """`(*batch,)`, how far the objective is above the optimum with budgets, at most.
 
-        It is the sum of multipliers times slack: zero up to rounding, also without budgets.
+        It is the sum of multipliers times slack: zero up to rounding, also without budgets. It is
+        NaN for elements that were not solved: then it bounds nothing.
         """
-        if self.multipliers is None or self.slack is None:
-            return torch.zeros_like(self.certificate[..., 0])
-        return (self.multipliers * self.slack).abs().sum(-1)
+        gap = torch.zeros_like(self.certificate[..., 0])
+        if self.multipliers is not None and self.slack is not None:
+            gap = (self.multipliers * self.slack).abs().sum(-1)
+        return torch.where(self.converged, gap, torch.nan)
 
     def merge(self, other: Solution, where: Tensor) -> Solution:
         """Return `other` at the elements given by `where` `(*batch,)`, this solution elsewhere."""

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch_occ._support.choices import compile_message
 from torch_occ._support.processes import for_each
 from torch_occ.engine.lanes import allocator, width_of
-from torch_occ.engine.layout import Terms, lanes_in, make_work
+from torch_occ.engine.layout import lanes_in, make_work
 from torch_occ.engine.leaps import LEAPS, UNCERTIFIED, Particle, Way, leap_to_the_end
 from torch_occ.engine.play import NOISE
 from torch_occ.game.estimators import CentredEstimator, ImportanceWeighted, ReducedVariance
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.step.arrays import exponents_of, kinds_of, model_of, terms_of, weights_of
+from torch_occ.step.arrays import WeightsOverTime, model_of
 from torch_occ.step.arrays import why_not_game as why_not_solve
 from torch_occ.step.solution import Options
 from torch_occ.tuning.leaps import WIDEST, Course
@@ -49,12 +49,11 @@ def leap_compiled(
     regularizer.validate()
     # For every built-in schedule, weights are products of powers of t, so linear interpolation of
     # logarithms is exact.
+    weigh = WeightsOverTime(regularizer, mdp.actions.shape)
     log_t = torch.linspace(0, float(course.stops[-1].log()) + 0.1, 400, dtype=torch.float64)
     with torch.no_grad():
-        found = terms_of(regularizer, log_t.exp())
-        pairs = mdp.actions.shape
-        weights = weights_of(found, pairs).expand(len(log_t), -1)
-        exponents = exponents_of(found, pairs).numpy()
+        weights = weigh.at(log_t.exp())
+        exponents = weigh.terms.exponent
         # A threshold of 2 is above every q, so there is no baseline.
         threshold = (
             estimator.threshold(log_t.exp())
@@ -65,7 +64,7 @@ def leap_compiled(
     model = model_of(mdp)
     lanes = lanes_in(model, particles)
     width, new = lanes or 1, allocator(lanes)
-    terms = Terms(*kinds_of(found), new(*exponents.shape))
+    terms = weigh.terms._replace(exponent=new(*exponents.shape))
     terms.exponent.T[...] = exponents  # the lanes are the last axis
     way = Way(
         log_t.numpy(),

@@ -493,8 +493,8 @@ def forecast(
     grid = Quadrature.over(
         [phase.start for phase in phases], int(episodes), per_decade, mdp.transitions[0]
     )
-    given = step.evaluator.batch_shape(step.evaluator.own_parameters)
-    batch = torch.broadcast_shapes(phases[0].mean.shape[:-2], mdp.batch_shape, given)
+    given = (shape for _, shape in regularizer.batched())
+    batch = torch.broadcast_shapes(phases[0].mean.shape[:-2], mdp.batch_shape, *given)
     # (P, *batch, S, A)
     mean = torch.stack([phase.mean.expand(*batch, *phase.mean.shape[-2:]) for phase in phases])
     t = grid.t.reshape(-1, *(1,) * len(batch)).expand(-1, *batch)  # (K, *batch)

@@ -112,7 +112,7 @@ def leap_in_torch(
                 return expected, leaps, uncertified
         phase = course.phase[stop]
         opening = (q * course.gaps[phase]).sum((-2, -1))
-        hessian = setting.bind([t, *step.evaluator.own_parameters]).deriver(t.shape)(q).hessian
+        hessian = setting.bind([t, *step.evaluator.parameters(t)]).deriver(t.shape)(q).hessian
         length = (
             torch.minimum(longest_leap(mdp, hessian, q, accuracy), WIDEST * t).floor().clamp(min=1)
         )

@@ -1,0 +1,159 @@
+"""What must not be silently wrong: each of these was, once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import torch_occ as occ
+from torch_occ import Status
+
+F64 = torch.float64
+MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
+LOSS = torch.rand(7, 3, dtype=F64, generator=torch.Generator().manual_seed(1))
+
+
+def grid(size):
+    """The square grid, in which every step goes right or down."""
+    edges = [
+        ((i, j), (i + a, j + b))
+        for i in range(size)
+        for j in range(size)
+        for a, b in ((0, 1), (1, 0))
+        if i + a < size and j + b < size
+    ]
+    return occ.LayeredMDP.from_graph(edges, (0, 0), (size - 1, size - 1))
+
+
+class Net(torch.nn.Module):
+    def __init__(self, psi):
+        super().__init__()
+        self.step = occ.FTRLStep(MDP, psi, backend="torch")
+
+    def forward(self, loss):
+        return self.step(loss, t=4.0)
+
+
+def test_a_program_solves_the_step_that_it_was_made_with(tmp_path):
+    net = Net(occ.ConditionalEntropy() / occ.InverseSqrt(0.5))
+    program = torch.export.export(net, (LOSS,))
+    torch.export.save(program, tmp_path / "step.pt2")
+    torch.save(net(LOSS).detach(), tmp_path / "q.pt")
+    code = f"""
+import torch, torch_occ as occ
+mdp = occ.LayeredMDP.random(3, 3, 3, seed=0)
+loss = torch.rand(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+other = occ.FTRLStep(mdp, occ.Shannon(), backend="torch")
+program = torch.export.load(r"{tmp_path / "step.pt2"}").module()
+try:
+    program(loss)
+except RuntimeError as error:
+    assert "make an equal FTRLStep" in str(error), error
+else:
+    raise AssertionError("it solved another step")
+own = occ.FTRLStep(mdp, occ.ConditionalEntropy() / occ.InverseSqrt(9.0), backend="torch")
+q = torch.load(r"{tmp_path / "q.pt"}")
+torch.testing.assert_close(program(loss), q, rtol=1e-12, atol=0)  # with its own gamma
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_programs_with_other_parameters_leave_the_step_alone():
+    step = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=1.0), backend="torch")
+    expected = step(LOSS, 4.0).detach()
+    others = {name: 2 * p.detach() for name, p in step.named_parameters()}
+    given = [2 * p.detach() for p in step.evaluator.parameters(torch.tensor(4.0, dtype=F64))]
+    doubled = torch.func.functional_call(step, others, (LOSS, 4.0)).detach()
+
+    def call(i):
+        if i % 2:
+            return torch.equal(step(LOSS, 4.0).detach(), expected)
+        t = torch.tensor(4.0, dtype=F64)
+        q = torch.ops.torch_occ.solve_step(step.name_in_graphs, LOSS, t, None, given)[0]
+        return torch.allclose(q, doubled, rtol=1e-12)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(call, range(40)))
+
+
+def test_second_derivatives_of_rare_states():
+    mdp = grid(30)
+    step = occ.FTRLStep(mdp, occ.ConditionalEntropy(), backend="torch")
+    generator = torch.Generator().manual_seed(0)
+    shape = (mdp.num_states, mdp.num_actions)
+    loss = (100 * torch.rand(shape, dtype=F64, generator=generator)).requires_grad_()
+    cost = (step(loss) * loss.detach()).sum()
+    (slope,) = torch.autograd.grad(cost, loss, create_graph=True)
+    assert bool(slope.isfinite().all())
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_nan_is_never_certified(backend):
+    step = occ.FTRLStep(MDP, occ.ConditionalEntropy(), backend=backend)
+    solution = step.solve(1e307 * (1 + LOSS), check=False)
+    assert not bool(solution.converged) or bool(solution.q.isfinite().all())
+
+
+def test_a_gap_that_bounds_nothing_is_nan():
+    certificate = torch.tensor([[Status.CONVERGED, 1, 0, 0, 0], [Status.MAX_STEPS, 1, 0, 0, 0]])
+    two = torch.ones(2, 1, dtype=F64)
+    solution = occ.Solution(LOSS, LOSS, certificate.to(F64), "torch", two, 1e-9 * two)
+    assert solution.duality_gap[0] == 1e-9
+    assert bool(solution.duality_gap[1].isnan())
+
+
+def test_unprotected_parameters_are_frozen():
+    step = occ.FTRLStep(MDP, occ.jin_luo(MDP))
+    occ.unconstrain(step, only=["gamma"])
+    trained = [name for name, p in step.named_parameters() if p.requires_grad]
+    assert len(trained) == 1
+    assert "gamma" in trained[0]
+
+
+@pytest.mark.parametrize(
+    ("psi", "steps", "scales"), [(occ.LogBarrier, 5, (0.0, 1e8)), (occ.Shannon, 2, (1e4, 1.0))]
+)
+def test_a_failed_element_that_nothing_depends_on(psi, steps, scales):
+    beta = occ.Constant(1.0)
+    step = occ.FTRLStep(MDP, psi() * beta, max_steps=steps, backend="torch")
+    loss = torch.stack([scale * LOSS for scale in scales])
+    solution = step.solve(loss, check=False)
+    assert solution.converged.tolist() == [True, False]
+    (slope,) = torch.autograd.grad(solution.q[0, 0, 0], beta.rate, retain_graph=True)
+    assert bool(slope.isfinite())
+    (slope,) = torch.autograd.grad(solution.q[1, 0, 0], beta.rate)
+    assert bool(slope.isnan())
+
+
+def test_auto_lets_torch_try_what_the_engine_cannot_certify(monkeypatch):
+    step = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=1.0))
+    compiled = step._compiled
+    assert compiled is not None
+    bad = occ.Solution(
+        torch.full((7, 3), torch.nan, dtype=F64),
+        torch.zeros(7, dtype=F64),
+        torch.tensor([Status.STALLED, 9.0, 0, 0, 1], dtype=F64),
+        "engine",
+    )
+    monkeypatch.setattr(type(compiled), "__call__", lambda *_: (bad, False))
+    expected = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=1.0), backend="torch")(LOSS, 5.0)
+    assert torch.equal(step(LOSS, 5.0), expected)
+    step.use("engine")
+    with pytest.raises(occ.SolveError, match="STALLED"):
+        step(LOSS, 5.0)
+
+
+def test_single_precision_on_a_grid():
+    mdp = grid(12)
+    step = occ.FTRLStep(
+        mdp.map_tensors(lambda x: x.float() if x.is_floating_point() else x),
+        occ.ConditionalEntropy(),
+    )
+    shape = (mdp.num_states, mdp.num_actions)
+    loss = 100 * torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    solution = step.solve(loss, check=False)
+    assert bool(solution.flow_residual.isfinite())

@@ -1,0 +1,119 @@
+"""Weights are data: rows have the numbers and derivatives that torch has, whoever reads them."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from zoo import REGULARIZERS
+
+import torch_occ as occ
+from torch_occ.regularizers.base import Composition
+from torch_occ.step.arrays import WeightsOverTime, why_not
+
+F64 = torch.float64
+MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
+LOSS = 30 * torch.rand(7, 3, dtype=F64, generator=torch.Generator().manual_seed(1))
+T = torch.tensor(37.5, dtype=F64)
+
+
+def regularizers():
+    found = {name: make(MDP) for name, make in REGULARIZERS.items()}
+    found["every operation"] = (
+        occ.Tsallis(0.3) / occ.Polynomial(1.5, 0.4)
+        + 2 * (occ.Shannon() * occ.Constant(0.7))
+        + occ.LogBarrier(0.0) / occ.InverseSqrt(2.0) / 3.0
+    )
+    return {name: psi for name, psi in found.items() if why_not(MDP, psi) is None}
+
+
+@pytest.mark.parametrize("name", regularizers())
+def test_numbers_arrays_and_derivatives_are_those_of_torch(name):
+    composition, t = Composition(regularizers()[name]), T.clone().requires_grad_()
+    values = composition.values(t)
+    plain = [x.item() if x.dim() == 0 else x.detach().numpy() for x in values]
+    doubled = [np.stack([x, x + 0.125])[:, None, None] if type(x) is float else x for x in plain]
+    for term in composition.terms:
+        for row in (term.weight, term.exponent):
+            expected = torch.as_tensor(row.at(values), dtype=F64)
+            found = torch.as_tensor(row.at(plain), dtype=F64)
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-15, atol=0)
+            if all(type(x) is float for x in plain):
+                together = np.broadcast_to(row.at(doubled), (2, 1, 1))
+                assert float(together[0, 0, 0]) == row.at(plain)
+                assert float(together[1, 0, 0]) == row.at([x + 0.125 for x in plain])
+            for i in row.factors:
+                (slope,) = torch.autograd.grad(expected.sum(), values[i], retain_graph=True)
+                found = torch.as_tensor(row.slope(plain, i), dtype=F64)
+                found = found.expand(expected.shape).sum_to_size(slope.shape)
+                torch.testing.assert_close(found, slope, rtol=1e-13, atol=1e-15)
+
+
+def test_one_tensor_in_two_places_has_both_derivatives():
+    psi = occ.HybridTsallis(0.7) + occ.LogBarrier(0.7)
+    psi.terms[1].beta = psi.terms[0].alpha
+    found = []
+    for backend in ("engine", "torch"):
+        q = occ.FTRLStep(MDP, psi, backend=backend)(LOSS)
+        found.append(torch.autograd.grad(q[0, 0], psi.terms[0].alpha)[0])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("place", [False, True])
+def test_weights_over_time_are_powers_of_t(place):
+    gamma = occ.PerState(MDP, torch.linspace(1, 2, 7, dtype=F64)) if place else 1.5
+    psi = occ.Tsallis(0.3) / occ.Polynomial(gamma, 0.37) + occ.LogBarrier(2.0)
+    weights, t = WeightsOverTime(psi, MDP.actions.shape), torch.arange(1.0, 50, dtype=F64)
+    assert weights.at(t).shape == (49, weights.size) == (49, 2 * (21 if place else 1))
+    c, e = torch.from_numpy(weights.powers())
+    torch.testing.assert_close(weights.at(t), c * t[:, None] ** e, rtol=1e-14, atol=0)
+
+
+def test_it_can_be_copied():
+    step = occ.FTRLStep(MDP, occ.jin_luo(MDP))
+    other = copy.deepcopy(step)
+    with torch.no_grad():
+        other.regularizer.terms[1].beta.fill_(0.5)
+    assert torch.equal(step(LOSS, 4.0), occ.FTRLStep(MDP, occ.jin_luo(MDP))(LOSS, 4.0))
+    assert not torch.allclose(step(LOSS, 4.0), other(LOSS, 4.0))
+
+
+class Sudden(occ.Schedule):
+    """A schedule that looks at t, which is no power."""
+
+    def forward(self, t):
+        return torch.where(t < 10, 1.0, 0.1).to(t.dtype)
+
+
+def test_a_schedule_of_somebody_else_is_asked_every_time():
+    psi = occ.HybridTsallis(0.5) / Sudden() + occ.LogBarrier(1.0)
+    engine, plain = (
+        occ.FTRLStep(MDP, psi, backend="engine"),
+        occ.FTRLStep(MDP, psi, backend="torch"),
+    )
+    for t in (2.0, 20.0, torch.tensor([2.0, 20.0], dtype=F64)):
+        loss = LOSS.clone().requires_grad_()
+        solution = engine.solve(loss, t)
+        assert solution.backend == "engine"
+        torch.testing.assert_close(solution.q, plain(loss, t), rtol=1e-11, atol=0)
+        (found,), (expected,) = (
+            torch.autograd.grad(step(loss, t)[..., 0, 1].sum(), loss) for step in (engine, plain)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    weights = WeightsOverTime(psi, MDP.actions.shape)
+    assert not weights.are_powers
+    assert weights.at(torch.arange(8, 12, dtype=F64))[:, 0].tolist() == pytest.approx(
+        [-1, -1, -10, -10], rel=1e-6
+    )
+
+
+def test_numbers_beyond_the_floating_point_go_to_the_torch_path():
+    """Python raises where torch says inf; who answers must not matter."""
+    psi = occ.Tsallis() / occ.Polynomial(1.0, 200.0) + occ.LogBarrier(1.0)
+    answers = [
+        occ.FTRLStep(MDP, psi, backend=backend).solve(LOSS, 1e3, check=False)
+        for backend in ("engine", "torch")
+    ]
+    assert all(int(answer.status) != 0 for answer in answers)
