@@ -13,8 +13,11 @@ from torch_occ._support.constants import CHUNK, CONVERGED, TIE
 from torch_occ.engine.entropic import follow_or_restart
 from torch_occ.engine.lanes import Shared, anywhere, lane, log, power, sqrt, where
 from torch_occ.engine.layout import (
+    ERROR,
+    GUESSED,
     PAIR,
     PLAN,
+    RECENT,
     TRIAL,
     Bools,
     Floats,
@@ -212,7 +215,7 @@ def weigh(solver: Solver, weights: Floats, t: int, work: Work) -> None:
         change = abs(weights[t + 1, k] - weights[t, k])
         if change > 0.0:
             most = max(most, change / abs(weights[t, k]))
-    work.stale[0] += most
+    work.notes[ERROR] += most
 
 
 @part
@@ -221,7 +224,7 @@ def take_step(game: Game, t: int, loss: Floats, learner: Any, tally: Tally, work
     solver, q, episode = learner.solver, learner.q, game.before + t + 1
     # Nothing is kept from one chunk to the next, so that a run can continue from a file.
     if (episode - 1) % CHUNK == 0:
-        work.stale[0], work.stale[1], work.stale[2] = np.inf, 0.0, 0.0
+        work.notes[ERROR], work.notes[RECENT], work.notes[GUESSED] = np.inf, 0.0, 0.0
     for i in range(len(q)):
         work.pairs[PAIR, i] = q[i]
     status, steps, _, flow, dual = follow_or_restart(
@@ -286,7 +289,7 @@ class CompiledAdaptive(NamedTuple):
 
 @propose.register(CompiledAdaptive)
 def _propose_adaptive(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
-    work.stale[0] += scale_weights(learner, t)
+    work.notes[ERROR] += scale_weights(learner, t)
     write_hints(game.model, learner)
     take_step(game, t, learner.loss, learner, tally, work)
 

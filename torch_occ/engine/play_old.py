@@ -89,14 +89,14 @@ def propose_step(
     loss: Floats,
     rules: Rules,
     middle: Floats,
-    nowhere: Floats,
+    no_source: Floats,
     episode: int,
     scalars: Floats,
     work: Work,
 ) -> None:
     """Solve for q_t, starting from the last q, or from the middle if that fails."""
     status, steps, _, flow, dual = follow_or_restart(
-        model, terms, weights, loss, rules.tolerance, rules.max_steps, nowhere, middle, work
+        model, terms, weights, loss, rules.tolerance, rules.max_steps, no_source, middle, work
     )
     failed = status != CONVERGED
     scalars[NEWTON_STEPS] += steps

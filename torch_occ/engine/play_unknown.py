@@ -10,7 +10,19 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_occ._support.constants import CHUNK
-from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Terms, U, Work, kernel
+from torch_occ.engine.layout import (
+    ERROR,
+    GUESSED,
+    PAIR,
+    RECENT,
+    Floats,
+    Ints,
+    Model,
+    Terms,
+    U,
+    Work,
+    kernel,
+)
 from torch_occ.engine.play_old import (
     FULL_INFORMATION,
     REALISED,
@@ -228,7 +240,7 @@ class Memory(NamedTuple):
     estimate: Floats  # (S * A,)
     weights: Floats  # (2, K), of the last episode and of this one
     path: Ints  # (L,), the visited pairs
-    nowhere: Floats  # (0,)
+    no_source: Floats  # (0,)
 
 
 @kernel
@@ -270,7 +282,7 @@ def play_unknown(
             memory.loss,
             rules,
             memory.middle,
-            memory.nowhere,
+            memory.no_source,
             t,
             scalars,
             work,
@@ -296,7 +308,7 @@ def play_unknown(
 @kernel
 def forget(work: Work) -> None:
     """Mark the factors as useless, and drop the guess."""
-    work.stale[0], work.stale[1], work.stale[2] = np.inf, 0.0, 0.0
+    work.notes[ERROR], work.notes[RECENT], work.notes[GUESSED] = np.inf, 0.0, 0.0
 
 
 @kernel
@@ -336,7 +348,7 @@ def set_time(
         growth = 1.0 if exponent == 0.0 else np.sqrt(time) if exponent == 0.5 else time**exponent
         memory.weights[0, k] = memory.weights[1, k]
         memory.weights[1, k] = course.powers[0, k] * growth
-    work.stale[0] += drift(memory.weights, 0)
+    work.notes[ERROR] += drift(memory.weights, 0)
 
 
 @kernel

@@ -15,12 +15,7 @@ from torch_occ._support.choices import compile_message
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.processes import for_each
 from torch_occ.engine.lanes import allocator, gather, lanes_for, scatter
-from torch_occ.engine.layout import (
-    Floats,
-    Work,
-    few_lanes,
-    make_work,
-)
+from torch_occ.engine.layout import USED, Floats, Work, few_lanes, make_work
 from torch_occ.engine.play_old import (
     IMPORTANCE_WEIGHTED,
     NOISE,
@@ -145,7 +140,7 @@ class LoopPlayer:
         """Scratch memory for a group of seeds; lanes without random numbers are not in use."""
         work = make_work(self.model, allocator(lanes))
         if lanes is not None:
-            work.stale[3, len(numbers) :] = 0.0
+            work.notes[USED, len(numbers) :] = 0.0
         return work
 
     @contextmanager
