@@ -17,16 +17,22 @@ from typing import Any, NamedTuple
 
 import torch
 import tyro
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import torch_occ as occ
-from experiments.all_worlds_figure import draw_frontier
-from experiments.common import machine, run_directory, table, write_csv, write_figure
-from experiments.games import write_configuration, write_text
-from experiments.tuning_worlds import CORRUPTED, GREEDY, STOCHASTIC, SWITCHING, Family
-from torch_occ.game.history import student
+from experiments import common
+from experiments.common import (
+    COLOURS,
+    CONSTRAINED,
+    CORRUPTED,
+    GREEDY,
+    STOCHASTIC,
+    SWITCHING,
+    Family,
+    Ratio,
+)
 
-CONSTRAINED = "constrained"
 WORLDS = (STOCHASTIC, GREEDY, CONSTRAINED, CORRUPTED, SWITCHING)
 THOMPSON, OPTIMISTIC = "Thompson sampling", "UCB"
 TSALLIS, TSALLIS_CENTRED = "Tsallis", "Tsallis, baseline"
@@ -87,76 +93,38 @@ class Candidate(NamedTuple):
         return f"{self.family}, γ = {self.gamma:g}"
 
 
+Player = Candidate | Callable[[occ.LayeredMDP], occ.Learner]
+
+
 def candidates(args: Args) -> list[Candidate]:
     """All settings among which one is chosen."""
-    centred = occ.ReducedVariance(occ.InverseSqrt(0.001))
-    plain = occ.ImportanceWeighted()
-    found = [
-        Candidate(TSALLIS, g, occ.Tsallis() / occ.InverseSqrt(g), plain) for g in (0.5, 0.7, 1.0)
-    ]
-    found += [
-        Candidate(
-            TSALLIS_CENTRED,
-            g,
-            occ.Tsallis() / occ.InverseSqrt(g) + occ.LogBarrier(args.beta),
-            centred,
-        )
-        for g in args.rates
-    ]
-    found += [
-        Candidate(CORRECTED, g, occ.Tsallis() / occ.InverseSqrt(g), None) for g in args.corrected
-    ]
-    return found + [
-        Candidate(
-            ENTROPY_CENTRED,
-            g,
-            occ.ConditionalEntropy() / occ.InverseSqrt(g) + occ.LogBarrier(1.0),
-            centred,
-        )
-        for g in (0.2, 0.2663, 0.4)
-    ]
+    centred, plain = occ.ReducedVariance(occ.InverseSqrt(0.001)), occ.ImportanceWeighted()
 
+    def tsallis(gamma: float) -> occ.Regularizer:
+        return occ.Tsallis() / occ.InverseSqrt(gamma)
 
-def environment(family: Family, number: int, world: str) -> occ.LossProcess:
-    """The losses of one MDP in one world."""
-    if world == CONSTRAINED:
-        return occ.StochasticallyConstrained(family.problem(number)[1])
-    return family.environment(number, world)
-
-
-def play(
-    family: Family, number: int, world: str, learner: occ.Learner, seeds: int
-) -> tuple[Tensor, Tensor]:
-    """Mean regret and its squared standard error, by playing."""
-    history = occ.simulate(
-        learner.mdp,
-        learner,
-        environment(family, number, world),
-        family.episodes,
-        range(1, 1 + seeds),
-        checkpoints=[family.episodes],
-    )
-    final = history.regret[:, -1]
-    error = final.var() / seeds if seeds > 1 else torch.zeros_like(final[0])
-    return final.mean(), error
+    found = [Candidate(TSALLIS, g, tsallis(g), plain) for g in (0.5, 0.7, 1.0)]
+    barrier = occ.LogBarrier(args.beta)
+    found += [Candidate(TSALLIS_CENTRED, g, tsallis(g) + barrier, centred) for g in args.rates]
+    found += [Candidate(CORRECTED, g, tsallis(g), None) for g in args.corrected]
+    for g in (0.2, 0.2663, 0.4):
+        entropy = occ.ConditionalEntropy() / occ.InverseSqrt(g) + occ.LogBarrier(1.0)
+        found.append(Candidate(ENTROPY_CENTRED, g, entropy, centred))
+    return found
 
 
 def regret_of(
-    args: Args, family: Family, number: int, world: str, candidate: Candidate, seeds: int
+    args: Args, family: Family, number: int, world: str, player: Player, seeds: int
 ) -> tuple[Tensor, Tensor]:
-    """The same for a candidate, by leaping if it can."""
-    mdp, _ = family.problem(number)
-    if world == GREEDY or candidate.estimator is None:
-        return play(family, number, world, candidate.learner(mdp), seeds)
-    found = occ.leap(
-        mdp,
-        candidate.regularizer,
-        environment(family, number, world),
-        family.episodes,
-        estimator=candidate.estimator,
-        particles=args.particles,
-    )
-    return found.final, found.standard_error[-1] ** 2
+    """Mean regret and its squared standard error: by leaping if that is possible, or by playing."""
+    mdp, losses = family.problem(number)[0], family.environment(number, world)
+    if isinstance(player, Candidate) and world != GREEDY and player.estimator is not None:
+        options: dict[str, Any] = {"estimator": player.estimator, "particles": args.particles}
+        found = occ.leap(mdp, player.regularizer, losses, family.episodes, **options)
+        return found.final, found.standard_error[-1] ** 2
+    learner = player.learner(mdp) if isinstance(player, Candidate) else player(mdp)
+    final = common.final_regret(learner, losses, family.episodes, range(1, 1 + seeds))
+    return final.mean(), final.var() / seeds if seeds > 1 else torch.zeros_like(final[0])
 
 
 class Regret(NamedTuple):
@@ -167,132 +135,116 @@ class Regret(NamedTuple):
     each: Tensor  # (MDPs,)
 
     @classmethod
-    def over(cls, numbers: range, one: Callable[[int], tuple[Tensor, Tensor]]) -> Regret:
-        means, errors = zip(*map(one, numbers), strict=True)
-        total = float(torch.stack(errors).sum().sqrt())
-        each = torch.stack(means)
-        return cls(float(each.mean()), total / len(numbers), each)
-
-    def relative_to(self, other: Regret) -> str:
-        """The ratio of two means over the same MDPs, with a 95 % interval over MDPs."""
-        value, count = self.mean / other.mean, len(self.each)
-        if count < 2:
-            return f"{value:.2f}"
-        error = (self.each - value * other.each).std() / count**0.5 / other.mean
-        return f"{value:.2f} ± {student(count - 1) * float(error):.2f}"
+    def over(
+        cls, args: Args, family: Family, numbers: range, world: str, player: Player, seeds: int
+    ) -> Regret:
+        found = [regret_of(args, family, number, world, player, seeds) for number in numbers]
+        each, errors = (torch.stack(x) for x in zip(*found, strict=True))
+        return cls(float(each.mean()), float(errors.sum().sqrt()) / len(numbers), each)
 
     def __str__(self) -> str:
-        if not self.error:  # one run of each MDP
-            return f"{self.mean:,.0f}"
-        return f"{self.mean:,.0f} ± {1.96 * self.error:,.0f}"
+        # Without an error there was one run of each MDP.
+        return f"{self.mean:,.0f}" + (f" ± {1.96 * self.error:,.0f}" if self.error else "")
 
 
 def choose(args: Args, directory: Path) -> tuple[Candidate, list[str]]:
     """The candidate with the least stochastic regret within `limit` of the best elsewhere."""
     family = Family(args.choose_episodes, *args.shape)
-    numbers = range(80, 80 + args.validation)
-    best = Regret.over(
-        numbers,
-        lambda n: play(
-            family, n, STOCHASTIC, occ.Thompson(family.problem(n)[0]), 4 * args.choose_seeds
-        ),
-    )
+    numbers, seeds = range(80, 80 + args.validation), args.choose_seeds
+    best = Regret.over(args, family, numbers, STOCHASTIC, occ.rivals.Thompson, 4 * seeds)
     rows: list[dict[str, Any]] = []
     for each in candidates(args):
         row: dict[str, Any] = {"family": each.family, "gamma": each.gamma}
         for world in (STOCHASTIC, GREEDY):
-            found = Regret.over(
-                numbers,
-                lambda n, each=each, world=world: regret_of(  # type: ignore[misc]
-                    args, family, n, world, each, args.choose_seeds
-                ),
-            )
+            found = Regret.over(args, family, numbers, world, each, seeds)
             row |= {world: found.mean, f"{world}, standard error": found.error}
         rows.append(row)
         print(f"  {each.name}: {row[STOCHASTIC]:.0f}, {row[GREEDY]:.0f}", flush=True)
     floor = min(row[GREEDY] for row in rows)
     for row in rows:
         row |= {"to Thompson": row[STOCHASTIC] / best.mean, "to the best": row[GREEDY] / floor}
-    write_csv(directory / "frontier.csv", rows)
-    write_figure(directory / "frontier.png", draw_frontier(rows, args.choose_episodes))
+    common.write_csv(directory / "frontier.csv", rows)
+    common.write_figure(directory / "frontier.png", draw_frontier(rows, args.choose_episodes))
     within = [i for i, row in enumerate(rows) if row["to the best"] <= args.limit]
-    chosen = min(within, key=lambda i: rows[i][STOCHASTIC])
+    chosen = candidates(args)[min(within, key=lambda i: rows[i][STOCHASTIC])]
+    cells = []
+    for row in rows:
+        numbers_of = [f"{row[STOCHASTIC]:.0f}", f"{row['to Thompson']:.2f}"]
+        numbers_of += [f"{row[GREEDY]:.0f}", f"{row['to the best']:.2f}"]
+        cells.append([f"{row['family']}, γ = {row['gamma']:g}", *numbers_of])
+    size = f"{args.validation} validation MDPs, T = {args.choose_episodes:,}"
     header = ["candidate", STOCHASTIC, "to Thompson", GREEDY, "to the best"]
-    cells = [
-        [
-            f"{row['family']}, γ = {row['gamma']:g}",
-            f"{row[STOCHASTIC]:.0f}",
-            f"{row['to Thompson']:.2f}",
-            f"{row[GREEDY]:.0f}",
-            f"{row['to the best']:.2f}",
-        ]
-        for row in rows
+    return chosen, [
+        f"{size}; {THOMPSON}: {best}; chosen: {chosen.name}",
+        common.table(header, cells),
     ]
-    lines = [
-        f"{args.validation} validation MDPs, T = {args.choose_episodes:,}; "
-        f"{THOMPSON}: {best}; chosen: {candidates(args)[chosen].name}",
-        table(header, cells),
-    ]
-    return candidates(args)[chosen], lines
 
 
 def judge(args: Args, directory: Path, chosen: Candidate) -> list[str]:
     """The chosen candidate and the specialists in all worlds, on the held-out MDPs."""
     family, numbers = Family(args.episodes, *args.shape), range(400, 400 + args.held_out)
     every = {each.name: each for each in candidates(args)}
-    paper = Candidate(
-        PAPER_CENTRED,
-        1.0,
-        occ.jin_luo(family.problem(400)[0]),
-        occ.ReducedVariance(occ.InverseSqrt(0.001)),
-    )
-    players: dict[str, Candidate | Callable[[occ.LayeredMDP], occ.Learner]] = {
+    centred = occ.ReducedVariance(occ.InverseSqrt(0.001))
+    players: dict[str, Player] = {
         chosen.name: chosen,
         f"{TSALLIS_CENTRED}, γ = 1": every[f"{TSALLIS_CENTRED}, γ = 1"],
         f"{TSALLIS}, untuned": every[f"{TSALLIS}, γ = 1"],
         ENTROPY_CENTRED: every[f"{ENTROPY_CENTRED}, γ = 0.2663"],
-        PAPER_CENTRED: paper,
-        THOMPSON: occ.Thompson,
+        PAPER_CENTRED: Candidate(PAPER_CENTRED, 1.0, occ.jin_luo(family.problem(400)[0]), centred),
+        THOMPSON: occ.rivals.Thompson,
         OPTIMISTIC: occ.OptimisticValueIteration,
     }
     found: dict[tuple[str, str], Regret] = {}
     for world in WORLDS:
         for name, player in players.items():
-
-            def one(n: int, player: Any = player, world: str = world) -> tuple[Tensor, Tensor]:
-                if isinstance(player, Candidate):
-                    return regret_of(args, family, n, world, player, args.seeds)
-                return play(family, n, world, player(family.problem(n)[0]), args.seeds)
-
-            found[world, name] = Regret.over(numbers, one)
+            found[world, name] = Regret.over(args, family, numbers, world, player, args.seeds)
             print(f"  {world}, {name}: {found[world, name]}", flush=True)
         # After every world, so that an interruption costs only the last one.
         rows = [
-            {"world": world, "learner": name, "regret": r.mean, "standard error": r.error}
-            for (world, name), r in found.items()
+            {"world": place, "learner": name, "regret": r.mean, "standard error": r.error}
+            for (place, name), r in found.items()
         ]
-        write_csv(directory / "held_out.csv", rows)
+        common.write_csv(directory / "held_out.csv", rows)
     cells = [[name, *(str(found[world, name]) for world in WORLDS)] for name in players]
     lines = [
         f"mean regret on {args.held_out} held-out MDPs, T = {args.episodes:,}, ± 95 %:",
-        table(["learner", *WORLDS], cells),
+        common.table(["learner", *WORLDS], cells),
     ]
     for world in WORLDS:
-        best = min(players, key=lambda name, world=world: found[world, name].mean)  # type: ignore[misc]
-        own, least = found[world, chosen.name], found[world, best]
-        relative = f"{own.mean - least.mean:,.0f} more than"
-        if least.mean > 0:
-            relative = f"{own.relative_to(least)} times"
-        lines.append(f"{world}: {relative} the least regret, {least.mean:,.0f} of {best}")
+        least, best = min((found[world, name].mean, name) for name in players)
+        own = found[world, chosen.name]
+        relative = f"{own.mean - least:,.0f} more than"
+        if least > 0:
+            relative = f"{Ratio.paired(own.each, found[world, best].each)} times"
+        lines.append(f"{world}: {relative} the least regret, {least:,.0f} of {best}")
     return lines
+
+
+def draw_frontier(rows: list[dict[str, Any]], episodes: int) -> Figure:
+    """One world over the other: each candidate's distance to the specialists."""
+    figure = common.new_figure(7, 4.6)
+    axes = figure.subplots()
+    for i, family in enumerate(dict.fromkeys(row["family"] for row in rows)):
+        kept = [row for row in rows if row["family"] == family]
+        points = [(row["to Thompson"], row["to the best"]) for row in kept]
+        axes.plot(*zip(*points, strict=True), color=COLOURS[i], marker="os^D"[i], label=family)
+        for row, point in zip(kept, points, strict=True):
+            place = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 8}
+            axes.annotate(f"{row['gamma']:g}", point, color=COLOURS[i], **place)
+    axes.axhline(2.0, color="0.5", linewidth=0.8, linestyle="--")
+    axes.axvline(2.0, color="0.5", linewidth=0.8, linestyle="--")
+    title = f"validation MDPs, T = {episodes:,}; numbers are γ, dashed: twice"
+    label = "stochastic: regret over that of Thompson sampling"
+    common.tidy(axes, xlim=(1, None), ylim=(0.9, None), xlabel=label, title=title)
+    axes.set_ylabel("greedy adversary: regret over the least")
+    axes.legend(frameon=False)
+    return figure
 
 
 def main(args: Args) -> Path:
     """Choose, then play."""
-    torch.set_num_threads(1)
-    directory = run_directory(args.root, "all_worlds", args.held_out)
-    write_configuration(directory, args)
-    lines = [machine(), ""]
+    directory = common.begin("all_worlds", args, args.held_out)
+    lines = [common.machine(), ""]
     if args.setting is None:
         chosen, report = choose(args, directory)
     else:
@@ -308,7 +260,7 @@ def main(args: Args) -> Path:
         report = judge(args, directory, chosen)
         print("\n".join(report), flush=True)
         lines += report
-    write_text(directory / "report.txt", "\n".join(lines))
+    common.write_text(directory / "report.txt", "\n".join(lines))
     print(f"\nwritten to {directory}")
     return directory
 

@@ -1,13 +1,12 @@
-"""The multi-armed bandit, L = 1, against published values, bounds and statements.
+"""The multi-armed bandit, L = 1, against published values.
 
-The learners are Tsallis-INF, the hybrid regularizer, Shannon's (Exp3), UCB1, EXP3++ and, for
-corrupted losses, a multi-layer race. Published values:
-the benchmark DataWraith/banditbench prints regrets of Tsallis-INF, UCB1 and random play. We read
-its settings in its source and play these games again (`PUBLISHED`). Of Zimmert and Seldin (2021) we
-could read the abstract, but not the experiments, so none of their numbers is reproduced. Regrets
-are compared with their bounds, each with its source (`bounds`), and with that abstract. K, gap and
-the phases of the second environment follow our unchecked memory of their set-up: phases of length
-1.6^n, in which the best arm and the others have the means (0, gap) and (1 - gap, 1) in turn.
+The learners are Tsallis-INF, the hybrid regularizer, Shannon's (Exp3), UCB1 and, for corrupted
+losses, a multi-layer race. Published values: the benchmark DataWraith/banditbench prints regrets of
+Tsallis-INF, UCB1 and random play. We read its settings in its source and play these games again
+(`PUBLISHED`). Of Zimmert and Seldin (2021) we could read the abstract, but not the experiments, so
+none of their numbers is reproduced. K, gap and the phases of the second environment follow our
+unchecked memory of their set-up: phases of length 1.6^n, in which the best arm and the others have
+the means (0, gap) and (1 - gap, 1) in turn.
 """
 
 from __future__ import annotations
@@ -16,67 +15,36 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import tyro
 from torch import Tensor
 
 import torch_occ as occ
-from experiments.common import run_directory, table, write_csv, write_figure
-from experiments.curves import draw_panels
-from experiments.exp3 import Exp3PlusPlus
-from experiments.games import (
-    GROWTH_HEADER,
-    Game,
-    Settings,
-    growth_cells,
-    growth_row,
-    play_all,
-    write_configuration,
-)
-from experiments.growth import Growth, growth
-from torch_occ._support.streams import Purpose, stream
-from torch_occ.game.history import band
+from experiments import common
+from experiments.common import Game, Runs
 
-IW, RV, HYBRID, SHANNON, UCB, PLUS, RACE = (
-    "Tsallis-INF (IW)",
-    "Tsallis-INF (RV)",
-    "hybrid",
-    "Shannon (Exp3)",
-    "UCB1",
-    "EXP3++",
-    "multi-layer race",
-)
-RANDOM = "uniformly random"
+IW, RV, HYBRID, SHANNON = "Tsallis-INF (IW)", "Tsallis-INF (RV)", "hybrid", "Shannon (Exp3)"
+UCB, RACE, RANDOM = "UCB1", "multi-layer race", "uniformly random"
 STOCHASTIC, CONSTRAINED, CORRUPTED = "stochastic", "stochastically constrained", "corrupted"
-Fits = dict[tuple[str, str], Growth]  # by environment and learner
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Runs):
     """Which games are played, and how long."""
 
     arms: int = 8
     """K"""
     gap: float = 0.125
     """of every arm but one"""
-    episodes: int = 100_000
-    """T"""
     budget: float = 1000.0
     """C; it is spent from the first episode on and makes the best arm look bad"""
     seeds: int = 16
     """independent runs of each game"""
-    seed: int = 1
-    """of the first run"""
     runs: int = 2000
     """games of 500 rounds that are played for each published value"""
-    processes: int = 2
-    """games played at the same time"""
-    tensorboard: bool = True
-    """write TensorBoard logs"""
-    root: Path = Path("runs")
-    """where the run's directory goes"""
 
 
 def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
@@ -84,7 +52,7 @@ def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
 
     This package's eta_t is a quarter of Zimmert and Seldin's: their 2 / sqrt(t) and 4 / sqrt(t) are
     gamma = 1/2 and gamma = 1 here. The race is that of Lykouris, Mirrokni and Paes Leme (2018) with
-    the changes that `occ.MultiLayerUCBVI` describes.
+    the changes that `occ.rivals.MultiLayerUCBVI` describes.
     """
     return {
         IW: occ.FTRL.tsallis(mdp, gamma=0.5),
@@ -96,12 +64,8 @@ def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
             mdp, occ.Shannon() / occ.InverseSqrt(math.sqrt(math.log(args.arms) / args.arms))
         ),
         UCB: occ.OptimisticValueIteration(mdp, scale=math.sqrt(2), floor=-math.inf),
-        PLUS: Exp3PlusPlus(mdp),
-        RACE: occ.MultiLayerUCBVI(mdp, args.episodes),
+        RACE: occ.rivals.MultiLayerUCBVI(mdp, args.episodes),
     }
-
-
-# -- published values -----------------------------------------------------------------------------
 
 
 class RandomArms(occ.LossProcess):
@@ -113,13 +77,9 @@ class RandomArms(occ.LossProcess):
         self.low, self.high = low, high
 
     def start(self, mdp: occ.LayeredMDP, seeds: Sequence[int]) -> dict[str, Tensor]:
-        drawn = [
-            torch.from_numpy(
-                stream(seed, Purpose.WALKS, 0).random((mdp.num_states, mdp.num_actions))
-            )
-            for seed in seeds
-        ]
-        return {"mean": self.low + (self.high - self.low) * torch.stack(drawn)}
+        shape = (mdp.num_states, mdp.num_actions)
+        drawn = [np.random.default_rng(seed).uniform(self.low, self.high, shape) for seed in seeds]
+        return {"mean": torch.from_numpy(np.stack(drawn))}
 
     def means(
         self, mdp: occ.LayeredMDP, state: dict[str, Tensor], t0: int, n: int, q: Tensor
@@ -127,8 +87,7 @@ class RandomArms(occ.LossProcess):
         return state["mean"][None], state
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """A published mean regret, and its game."""
 
     learner: str
@@ -158,133 +117,29 @@ def play_published(args: Args) -> list[dict[str, Any]]:
     rows, seeds = [], range(args.seed, args.seed + args.runs)
     for value in PUBLISHED:
         losses = RandomArms(*value.interval)
-        history = occ.simulate(
-            mdp,
-            players[value.learner],
-            losses,
-            PUBLISHED_EPISODES,
-            seeds,
-            checkpoints=[PUBLISHED_EPISODES],
-        )
-        mean, lower, upper = (float(x[-1]) for x in band(history.regret))
+        found = common.final_regret(players[value.learner], losses, PUBLISHED_EPISODES, seeds)
+        mean, lower, upper = (float(x) for x in common.band(found))
         means = "{:g} to {:g}".format(*value.interval)
         row = {"learner": value.learner, "means": means, "published": value.regret}
         rows.append(row | {"ours": mean, "lower": lower, "upper": upper})
     return rows
 
 
-# -- published statements -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Bound:
-    """An upper bound on a learner's pseudo-regret."""
-
-    learner: str
-    environments: tuple[str, ...]
-    value: float
-    formula: str
-    source: str
-
-
-def bounds(K: int, gap: float, T: int) -> list[Bound]:
-    """The bounds of the theorems at T, for K - 1 arms with one gap and C = 0."""
-    both, log = (STOCHASTIC, CONSTRAINED), math.log(T)
-    zimmert = "Zimmert and Seldin, arXiv:1807.07623v6"
-    second_hand = "read in the formalization at prove2.me, not in the paper"
-    recalled = "for 2 / sqrt(t) itself we recall the same bound"
-    iw = f"{zimmert}, Theorem 3 at alpha = 1/2, {second_hand}; {recalled}"
-    rv = f"{zimmert}, Theorem 1 (RV), {second_hand}"
-    bubeck = "Bubeck and Cesa-Bianchi (2012), Theorem 3.1, from memory"
-    self_bounding = (K - 1) * (log + 3) / gap + 2 / gap + 28 * K * log + 1.5 * math.sqrt(K) + 32
-    with_gaps = "sum (log T + 3)/gap + 2/gap + 28 K log T + 1.5 sqrt K + 32"
-    general, formula = 2 * math.sqrt(K * T) + 14 * K * log + 16, "2 sqrt(KT) + 14 K log T + 16"
-    fourteen = f"{rv}, which says that the paper prints 10 K log T and proves 14"
-    return [
-        Bound(IW, both, 4 * math.sqrt(K * T) + 1, "4 sqrt(KT) + 1", iw),
-        Bound(RV, both, general, formula, fourteen),
-        Bound(RV, both, self_bounding, with_gaps, f"{rv}, C = 0"),
-        Bound(SHANNON, both, 2 * math.sqrt(K * T * math.log(K)), "2 sqrt(KT log K)", bubeck),
-    ]
-
-
-def lai_robbins(K: int, gap: float, T: int) -> float:
-    """sum gap / kl(mean, best mean) * log T, in the stochastic environment.
-
-    No consistent algorithm has less regret than this as T grows.
-    """
-    mean, best = (1 + gap) / 2, (1 - gap) / 2
-    kl = mean * math.log(mean / best) + (1 - mean) * math.log((1 - mean) / (1 - best))
-    return (K - 1) * gap * math.log(T) / kl
-
-
-def claims(fits: Fits) -> list[str]:
-    """The statements of the abstract of Zimmert and Seldin (JMLR 22(28), 2021), and this run.
-
-    The abstract does not give the settings of its experiments.
-    """
-    lines = []
-    ours = fits[STOCHASTIC, RV].final
-    for rival in (UCB, SHANNON):
-        other = fits[STOCHASTIC, rival].final
-        outcome = "seen" if ours.upper < other.lower else "not seen at this T"
-        statement = f"«significantly outperforms» {rival} in stochastic environments"
-        lines.append(f"{statement}: {outcome} ({ours.text(0)} against {other.text(0)})")
-    slow, fast = fits[CONSTRAINED, RV], fits[CONSTRAINED, UCB]
-    linear = "seen" if fast.exponent.exists and fast.exponent.lower > 0.8 else "not seen at this T"
-    statement = f"{UCB}, «almost linear» in an adversarial environment"
-    lines.append(f"{statement}: {linear} (exponent {fast.exponent.text()})")
-    logarithmic = slow.exponent.exists and slow.exponent.upper < 0.5 and slow.log_share > 0.95
-    outcome = "seen" if logarithmic else "not seen at this T"
-    detail = f"log T fits better in {slow.log_share:.0%} of the resamples"
-    detail = f"exponent {slow.exponent.text()}, {detail}"
-    lines.append(f"where Tsallis-INF is «only logarithmic»: {outcome} ({detail})")
-    return lines
-
-
-def compare_with_bounds(args: Args, fits: Fits, directory: Path) -> None:
-    """Print and write the regrets beside the published bounds."""
-    rows: list[dict[str, Any]] = []
-    for bound in bounds(args.arms, args.gap, args.episodes):
-        for place in bound.environments:
-            regret = fits[place, bound.learner].final.value
-            row: dict[str, Any] = {"learner": bound.learner, "environment": place}
-            row["regret"] = regret
-            row |= {"bound": bound.value, "share": regret / bound.value}
-            rows.append(row | {"formula": bound.formula, "source": bound.source})
-    write_csv(directory / "bounds.csv", rows)
-    cells = []
-    for row in rows:
-        numbers = [f"{row['regret']:.0f}", f"{row['bound']:.0f}", f"{row['share']:.0%}"]
-        cells.append([row["learner"], row["environment"], *numbers, row["formula"]])
-    header = ["learner", "environment", "regret", "bound", "share", "formula"]
-    print("Published bounds (bounds.csv has their sources; some second-hand, some from memory):\n")
-    print(table(header, cells, left=(0, 1, 5)))
-    broken = [row for row in rows if row["share"] > 1]
-    names = "".join(f" Broken: {row['learner']}, {row['formula']}." for row in broken)
-    print(f"\n{len(rows) - len(broken)} of {len(rows)} bounds hold.{names}")
-    floor, found = lai_robbins(args.arms, args.gap, args.episodes), fits[STOCHASTIC, RV].final
-    print("Lai and Robbins' asymptotic lower bound in the stochastic environment:", end=" ")
-    print(f"{floor:.0f} at T; {RV} has {found.text(0)}.\n")
-
-
 def compare_with_values(args: Args, directory: Path) -> None:
     """Print and write our regrets beside the published values."""
     rows, cells = play_published(args), []
-    write_csv(directory / "published.csv", rows)
+    common.write_csv(directory / "published.csv", rows)
     for row in rows:
         ours = f"{row['ours']:.1f} [{row['lower']:.1f}, {row['upper']:.1f}]"
         cells.append([row["learner"], row["means"], f"{row['published']:.1f}", ours])
     size = f"K = {PUBLISHED_ARMS}, T = {PUBLISHED_EPISODES}"
     print(f"Published values: DataWraith/banditbench, {size}; ours over {args.runs:,} runs\n")
-    print(table(["learner", "arms' means", "published", "ours"], cells, left=(0, 1)) + "\n")
+    print(common.table(["learner", "arms' means", "published", "ours"], cells, left=(0, 1)) + "\n")
 
 
 def main(args: Args) -> Path:
     """Play, fit, and compare with published results."""
-    torch.set_num_threads(1)
-    directory = run_directory(args.root, "bandit", args.seed)
-    write_configuration(directory, args)
+    directory = common.begin("bandit", args, args.seed)
     mdp = occ.LayeredMDP([torch.ones(1, args.arms, 1, dtype=torch.float64)])
     worse = torch.ones(1, args.arms, dtype=torch.float64)
     worse[0, -1] = 0.0  # the last arm is the best: breaking ties by order gains nothing
@@ -299,20 +154,15 @@ def main(args: Args) -> Path:
         for place, losses in environments.items()
         for name, player in learners(args, mdp).items()
     ]
-    settings = Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed)
-    histories = play_all(games, settings, directory)
-    fits = {key: growth(history.episodes, history.regret) for key, history in histories.items()}
-    write_csv(directory / "bandit.csv", [growth_row(*key, fit) for key, fit in fits.items()])
-    title = f"K = {args.arms} arms, gap {args.gap:g}; {args.seeds} seeds, 95 % bands"
-    figure = draw_panels(histories, list(environments), RV, title, columns=3)
-    write_figure(directory / "bandit.png", figure)
-    cells = [growth_cells(*key, fit) for key, fit in fits.items()]
-    print(f"\n{table(GROWTH_HEADER, cells, left=(0, 1))}\n")
-    compare_with_bounds(args, fits, directory)
+    histories = common.play_all(games, args, directory)
+    fits = common.fit_all(histories, directory / "bandit.csv")
+    figure = common.new_figure(14.7, 4.4)
+    common.fill_panels(figure, figure.subplots(1, 3), histories, list(environments), RV)
+    figure.suptitle(f"K = {args.arms} arms, gap {args.gap:g}; {args.seeds} seeds, 95 % bands")
+    common.write_figure(directory / "bandit.png", figure)
+    print(f"\n{common.growth_table(fits)}\n")
     compare_with_values(args, directory)
-    print("Zimmert and Seldin's abstract, in our setting:")
-    print("\n".join(f"  {line}" for line in claims(fits)))
-    files = "bandit.png, bandit.csv, bounds.csv, published.csv and config.json"
+    files = "bandit.png, bandit.csv, published.csv and config.json"
     print(f"\nwritten to {directory}: {files};")
     print("every game has its own directory with a history and a TensorBoard log")
     return directory

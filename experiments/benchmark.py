@@ -1,43 +1,37 @@
 """How fast is the engine, and compared with what?
 
     python -m experiments.benchmark                                      the engine; a few minutes
-    python -m experiments.benchmark --sections loop                      against a C loop only
+    python -m experiments.benchmark --sections loop                      whole simulations only
     python -m experiments.benchmark --sections long                      64 million episodes
-    python -m experiments.benchmark --sections rivals flows profile      half an hour
+    python -m experiments.benchmark --sections rivals                    half an hour
     python -m experiments.benchmark --sections rivals --rivals moreau    one rival
     python -m experiments.benchmark --sections rivals --sizes 3 3 3 5 5 4 --batches 1
 
 All contestants do the same in turns. The ratios of their times are compared, since they change
-little when the machine is busy. Rivals differ in accuracy, so each row has the residuals of q and
-of the gradient, computed by torch_occ.reference.
+little when the machine is busy.
 """
 
 from __future__ import annotations
 
-import statistics
+import os
+import subprocess
+import sys
+import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
 
-from experiments.anatomy import Anatomy, draw_flows, measure_flows, measure_profile
-from experiments.benchmark_report import HEADER, Row, draw_rivals, summary, verdict
-from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
-from experiments.compiled import (
-    draw_growth,
-    measure_batches,
-    measure_calls,
-    measure_compiling,
-    measure_growth,
-    measure_long,
-    measure_threads,
-)
-from experiments.contestants import CONTESTANTS, Case, Contestant, Trial
-from experiments.loop import measure_loop, report_loop
-from torch_occ.reference import Equations
+import torch_occ as occ
+from experiments import common
+from experiments.contestants import HEADER, Case, Limits, cells, draw_rivals, measure_rivals
+
+Shape = tuple[int, int, int]
 
 
 @dataclass
@@ -48,20 +42,11 @@ class Args:
     """horizon, width and actions of each MDP"""
     batches: tuple[int, ...] = (1, 32, 256)
     """how many steps at once"""
-    rivals: tuple[Literal["cvxpy", "scs", "clarabel", "moreau"], ...] = (
-        "cvxpy",
-        "scs",
-        "clarabel",
-        "moreau",
-    )
+    rivals: tuple[str, ...] = ("cvxpy", "scs", "clarabel", "moreau")
     """cvxpy with Clarabel; cvxpylayers with diffcp and SCS, diffcp and Clarabel, or Moreau"""
-    sections: tuple[
-        Literal["loop", "engine", "long", "rivals", "flows", "profile", "growth"], ...
-    ] = ("loop", "engine")
-    """loop: simulations against a C loop and the floor of its arithmetic. engine: threads, one
-    call, batches, compiling. long: a million episodes of 64 seeds. rivals: steps against cvxpy and
-    cvxpylayers. flows: dense against layered linear algebra. profile: a Newton iteration by part.
-    growth: step time up to 1e5 pairs, which takes minutes and 4 GiB"""
+    sections: tuple[Literal["loop", "engine", "long", "rivals"], ...] = ("loop", "engine")
+    """loop: whole simulations. engine: threads, one call, batches, compiling. long: a million
+    episodes of 64 seeds. rivals: steps against cvxpy and cvxpylayers"""
     repeats: int = 7
     """runs of which the median is taken, as far as the budget goes"""
     budget: float = 60.0
@@ -80,181 +65,225 @@ class Args:
     """where the run's directory is made"""
 
 
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+#: Episodes of each of many seeds. One seed alone plays eight times as many.
+LOOPS = {(3, 3, 3): 4096, (5, 5, 4): 1024, (10, 10, 5): 256, (10, 20, 10): 64}
 
 
-# -- one cell -------------------------------------------------------------------------------------
+def game(shape: Shape) -> tuple[occ.LayeredMDP, torch.Tensor]:
+    """An MDP and mean losses."""
+    mdp = occ.LayeredMDP.random(*shape, seed=0)
+    return mdp, common.random_means(mdp, 1)
 
 
-def measure_cell(
-    args: Args, case: Case, contestants: list[Contestant], single: dict[str, Trial]
-) -> list[Row]:
-    """All contestants on one size and batch, in turns.
+def simulate(shape: Shape, episodes: int, seeds: int, beta: float | None = None) -> occ.History:
+    """A game of FTRL with the paper's constants, or another beta, in the engine."""
+    mdp, mean = game(shape)
+    learner, losses = occ.FTRL(mdp, occ.jin_luo(mdp, beta=beta)), occ.BernoulliLosses(mean)
+    options: dict[str, Any] = {"backend": "engine", "checkpoints": [episodes]}
+    return occ.simulate(mdp, learner, losses, episodes, range(seeds), **options)
 
-    `single` holds the trials on one element of this size.
+
+def measure_loop(
+    repeats: int, shapes: Mapping[Shape, int] = LOOPS, seeds: int = 64, budget: float = 10.0
+) -> dict[str, float]:
+    """Microseconds per episode and seed of whole simulations, with all that Python does for them.
+
+    All sizes, with the paper's beta and a small one, with many seeds and with one. The budget is in
+    seconds, for one row.
     """
-    rows, running, trials = {}, {}, {contestant.label: list[Trial]() for contestant in contestants}
-    for contestant in contestants:
-        rows[contestant.label] = row = Row(
-            *case.shape,
-            case.mdp.num_pairs,
-            case.batch,
-            contestant.label,
-            contestant.accurate,
-            note=contestant.missing,
-        )
-        expected = contestant.predict(case.mdp.num_pairs)
-        if not row.note and expected > args.patience:
-            row.note = (
-                f"skipped: a step would take {seconds(expected)}, by pairs^{contestant.growth:g}"
-            )
-        if row.note:
-            continue
-        count = (
-            case.batch if contestant.whole else min(case.batch, max(1, int(args.budget / expected)))
-        )
-        if count < case.batch:
-            row.note = f"{count} of {case.batch} measured"
-        if count == 1 and contestant.label in single:  # slow, and known already
-            trials[contestant.label] = [single[contestant.label]]
-        else:
-            run = contestant.prepare(case)
-            if expected < args.budget / 10:
-                run(1)
-            running[contestant.label] = (run, count)
-
-    for _ in range(args.repeats):
-        for contestant in contestants:
-            done = trials[contestant.label]
-            if (
-                contestant.label in running
-                and sum(trial.total for trial in done) * (1 + 1 / max(len(done), 1)) <= args.budget
-            ):
-                run, count = running[contestant.label]
-                done.append(run(count))
-
-    for contestant in contestants:
-        if done := trials[contestant.label]:
-            if done[-1].count == 1:
-                single[contestant.label] = done[-1]
-            contestant.learn(case.mdp.num_pairs, done[-1])
-            _summarize(rows[contestant.label], case, done)
-    ours = rows[contestants[0].label]
-    for row in rows.values():
-        _compare(row, ours)
-    return list(rows.values())
+    found = {}
+    for shape, episodes in shapes.items():
+        for beta in (64.0 * shape[0], 1.0):
+            for count, T in ((seeds, episodes), (1, 8 * episodes)):
+                play = partial(simulate, shape, T, count, beta)
+                took = common.in_turns({"": play}, repeats, budget)[""]
+                name = f"{shape}, beta {beta:g}, {count} seed{'s' * (count > 1)}, us"
+                found[name] = 1e6 * took / (T * count)
+                print(f"{name}: {found[name]:.4g}", flush=True)
+    return found
 
 
-def _summarize(row: Row, case: Case, trials: list[Trial]) -> None:
-    row.measured, row.repeats = trials[0].count, len(trials)
+def measure_threads(episodes: int = 4_096, seeds: int = 64, repeats: int = 5) -> dict[str, float]:
+    """Wall time of the same game in one thread and in two, in turns."""
 
-    def median(times: list[float | None]) -> float | None:
-        known = [x for x in times if x is not None]
-        return statistics.median(known) * row.batch / row.measured if known else None
+    def play(threads: int) -> None:
+        torch.set_num_threads(threads)
+        simulate((3, 3, 3), episodes, seeds)
 
-    row.forward = median([trial.forward for trial in trials])
-    row.backward = median([trial.backward for trial in trials])
-    row.warm = median([trial.warm for trial in trials])
-    judge = Equations(
-        case.mdp, case.regularizer, case.loss[0], torch.tensor(case.t, dtype=torch.float64)
+    before = torch.get_num_threads()
+    contestants = {"one": lambda: play(1), "two": lambda: play(2)}
+    found = common.in_turns(contestants, repeats, clock=time.perf_counter)
+    torch.set_num_threads(before)
+    return {
+        "one thread, episodes/s": episodes * seeds / found["one"],
+        "two threads, episodes/s": episodes * seeds / found["two"],
+        "two threads against one": found["one"] / found["two"],
+    }
+
+
+def measure_calls(shape: Shape = (3, 3, 3), repeats: int = 2_000) -> dict[str, float]:
+    """One step through `FTRLStep`, with all that Python does.
+
+    Warm-started, and forward plus backward through autograd.
+    """
+    mdp, mean = game(shape)
+    step = occ.FTRLStep(mdp, occ.jin_luo(mdp), backend="engine")
+    loss = 100 * mean
+    q = step(loss, 100.0).detach()
+    later, leaf, parameters = loss + mean, loss.clone().requires_grad_(), list(step.parameters())
+
+    def solve() -> torch.Tensor:
+        return step.solve(later, 101.0, warm_start=q).q
+
+    def gradients(of: torch.Tensor) -> None:
+        torch.autograd.grad(of, [leaf, *parameters], mean)
+
+    def microseconds(function: Callable[[], Any]) -> float:
+        return 1e6 * common.in_turns({"": function}, repeats, clock=time.perf_counter)[""]
+
+    with torch.no_grad():
+        found = {"warm solve, us": microseconds(solve)}
+    later = leaf
+    found["forward and backward, us"] = microseconds(lambda: gradients(solve()))
+    found["of a function that does nothing, us"] = microseconds(
+        lambda: gradients(_Nothing.apply(leaf, *parameters))
     )
-    row.residual_q = judge.residual_of_q(trials[0].q[0])
-    if trials[0].gradient is not None:
-        if case.mdp.num_pairs <= 2000:
-            row.residual_gradient = judge.residual_of_gradient(
-                trials[0].q[0], case.direction, trials[0].gradient[0]
-            )
-        else:
-            row.note = "; ".join(filter(None, [row.note, "gradient not judged: too large"]))
+    return found | {"one torch addition, us": microseconds(lambda: mean + mean)}
 
 
-def _compare(row: Row, ours: Row) -> None:
-    def ratio(theirs: float | None, own: float | None) -> float | None:
-        return theirs / own if theirs and own else None
+class _Nothing(torch.autograd.Function):
+    """A function that does nothing: the overhead of torch for a function and its derivative."""
 
-    row.ratio_forward, row.ratio_backward = (
-        ratio(row.forward, ours.forward),
-        ratio(row.backward, ours.backward),
-    )
-    if row.forward and row.backward and ours.forward and ours.backward:
-        row.ratio_total = (row.forward + row.backward) / (ours.forward + ours.backward)
-    row.ratio_warm = ratio(row.warm or row.forward, ours.warm)  # without a warm start: a cold one
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *rest)
+        return x.detach()
 
-
-# -- all cells ------------------------------------------------------------------------------------
+    @staticmethod
+    def backward(ctx: Any, bar: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _, *rest = ctx.saved_tensors
+        return bar, *rest
 
 
-def measure_rivals(args: Args, directory: Path) -> list[Row]:
-    """Every size and batch; the CSV grows with every cell."""
-    contestants = [CONTESTANTS[name]() for name in ("torch_occ", *args.rivals)]
-    rows: list[Row] = []
-    for shape in args.sizes:
-        single: dict[str, Trial] = {}
-        for batch in args.batches:
-            cell = measure_cell(
-                args, Case(shape, batch, args.seed, args.t, CLOCKS[args.clock]), contestants, single
-            )
-            for row in cell:
-                print(
-                    "  ".join(
-                        f"{name} {cell}".strip()
-                        for name, cell in zip(HEADER, row.cells(), strict=True)
-                        if cell not in ("", "-")
-                    )
-                )
-            rows += cell
-            write_csv(directory / "benchmark.csv", [asdict(row) for row in rows])
-    return rows
+def measure_batches(
+    shapes: Sequence[Shape] = ((3, 3, 3), (5, 5, 4), (10, 10, 5)),
+    batch: int = 256,
+    repeats: int = 10,
+) -> dict[str, float]:
+    """A batch of steps: forward, and with the gradients in the losses and all parameters.
+
+    Processor time in microseconds per element, from a cold start and from q one episode before.
+    """
+    return {
+        f"{shape}, batch of {batch}, {name}, us": 1e6 * duration / batch
+        for shape in shapes
+        for name, duration in _time_batch(shape, batch, repeats).items()
+    }
+
+
+def _time_batch(shape: Shape, batch: int, repeats: int) -> dict[str, float]:
+    mdp, mean = game(shape)
+    step = occ.FTRLStep(mdp, occ.jin_luo(mdp), backend="engine")
+    generator = torch.Generator().manual_seed(2)
+    noise = torch.rand((batch, *mean.shape), dtype=mean.dtype, generator=generator)
+    loss = 100 * mean + 10 * noise
+    q, leaf = step(loss, 100.0).detach(), (loss + noise).requires_grad_()
+    inputs = [leaf, *step.parameters()]
+
+    def forward(start: torch.Tensor | None) -> None:
+        with torch.no_grad():
+            step.solve(leaf, 101.0, warm_start=start)
+
+    def both(start: torch.Tensor | None) -> None:
+        torch.autograd.grad(step.solve(leaf, 101.0, warm_start=start).q, inputs, noise)
+
+    contestants = {
+        "cold, forward": lambda: forward(None),
+        "cold, forward and backward": lambda: both(None),
+        "warm, forward": lambda: forward(q),
+        "warm, forward and backward": lambda: both(q),
+    }
+    return common.in_turns(contestants, repeats)
+
+
+def measure_long(
+    episodes: int = 1_000_000, seeds: int = 64, shape: Shape = (3, 3, 3)
+) -> dict[str, float]:
+    """One long run of many seeds: wall time, processor time, and the regret."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    history = simulate(shape, episodes, seeds)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return {
+        f"{episodes:,} episodes of {seeds} seeds at {shape}, wall s": wall,
+        "processor s": cpu,
+        "us per episode and seed": 1e6 * cpu / (episodes * seeds),
+        "Newton steps": float(history.newton_steps[:, -1].mean()),
+        "mean regret": float(history.regret[:, -1].mean()),
+    }
+
+
+_FIRST_CALL = """
+import time, torch, torch_occ as occ
+mdp = occ.LayeredMDP.random(3, 3, 3)
+learner = occ.FTRL(mdp, occ.jin_luo(mdp))
+losses = occ.BernoulliLosses(torch.full((7, 3), 0.5, dtype=torch.float64))
+begun = time.process_time()
+occ.simulate(mdp, learner, losses, 1, backend="engine")
+simulated = time.process_time() - begun
+begun = time.process_time()
+step = occ.FTRLStep(mdp, occ.jin_luo(mdp), backend="engine")
+step(torch.zeros(7, 3, dtype=torch.float64)).sum().backward()
+print(simulated, time.process_time() - begun)
+"""
+
+
+def measure_compiling() -> dict[str, float]:
+    """CPU seconds of the first call on a machine, and of the first call of a process after that."""
+    found = {}
+    with tempfile.TemporaryDirectory() as cache:
+        places = {"NUMBA_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(sys.path)}
+        options: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
+        for name in ("compiling", "from the cache"):
+            command = [sys.executable, "-c", _FIRST_CALL]
+            done = subprocess.run(command, env=os.environ | places, **options)
+            simulated, stepped = map(float, done.stdout.split())
+            found[f"simulate, {name}, s"] = simulated
+            found[f"step and backward, {name}, s"] = stepped
+    return found
 
 
 def show_numbers(path: Path, numbers: dict[str, float]) -> None:
     """Print named numbers as a table, and write them as CSV."""
-    write_csv(path, [{"what": name, "measured": value} for name, value in numbers.items()])
+    common.write_csv(path, [{"what": name, "measured": value} for name, value in numbers.items()])
     rows = [[name, f"{value:.4g}"] for name, value in numbers.items()]
-    print(f"\n{table(['what', 'measured'], rows)}\n", flush=True)
+    print(f"\n{common.table(['what', 'measured'], rows)}\n", flush=True)
 
 
 def main(args: Args) -> Path:
     """Run the sections, print their tables, write them as CSV and PNG."""
+    directory = common.begin("benchmark", args, args.seed)
     torch.set_num_threads(args.threads)
-    directory = run_directory(args.root, "benchmark", args.seed)
     threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
-    print(f"{machine()}; torch uses {threads}; {args.clock} time\n", flush=True)
+    print(f"{common.machine()}; torch uses {threads}; {args.clock} time\n", flush=True)
     if "rivals" in args.sections:
-        rows = measure_rivals(args, directory)
-        print(
-            f"\n{table(HEADER, [row.cells() for row in rows], left=(0, 2, 12))}\n\n"
-            + f"{summary(rows)}\n\n"
-            + "\n".join(verdict(rows))
-            + "\n",
-            flush=True,
+        clock = {"wall": time.perf_counter, "cpu": time.process_time}[args.clock]
+        cases = (
+            Case(shape, batch, args.seed, args.t, clock)
+            for shape in args.sizes
+            for batch in args.batches
         )
-        write_figure(directory / "benchmark.png", draw_rivals(rows))
-    anatomy = Anatomy(
-        args.batches, args.repeats, args.budget, args.t, args.seed, CLOCKS[args.clock]
-    )
-    if "flows" in args.sections:
-        flows = measure_flows(anatomy)
-        write_csv(directory / "flows.csv", flows)
-        write_figure(directory / "flows.png", draw_flows(flows))
-    if "profile" in args.sections:
-        write_csv(directory / "profile.csv", measure_profile(anatomy, args.sizes))
+        limits = Limits(args.repeats, args.budget, args.patience)
+        rows = measure_rivals(args.rivals, cases, limits, directory / "benchmark.csv")
+        text = common.table(HEADER, [cells(row) for row in rows], left=(0, 2, 12))
+        print(f"\n{text}\n", flush=True)
+        common.write_figure(directory / "benchmark.png", draw_rivals(rows))
     if "loop" in args.sections:
-        loops, throughput = measure_loop(args.repeats)
-        write_csv(directory / "loop.csv", loops)
-        print(f"\n{report_loop(loops, throughput)}\n", flush=True)
+        show_numbers(directory / "loop.csv", measure_loop(args.repeats))
     if "engine" in args.sections:
         numbers = measure_threads() | measure_calls() | measure_batches() | measure_compiling()
         show_numbers(directory / "engine.csv", numbers)
     if "long" in args.sections:
         show_numbers(directory / "long.csv", measure_long())
-    if "growth" in args.sections:
-        torch.set_num_threads(2)
-        grown = measure_growth()
-        figure, slope = draw_growth(grown)
-        write_csv(directory / "growth.csv", grown)
-        write_figure(directory / "growth.png", figure)
-        print(f"step time grows like pairs^{slope:.2f} over the larger half", flush=True)
     print(f"\nwritten to {directory}")
     return directory
 

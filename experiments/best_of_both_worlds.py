@@ -11,58 +11,33 @@ and the uniform policy.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import tyro
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 import torch_occ as occ
-from experiments.common import run_directory, table, write_csv, write_figure
-from experiments.curves import colours, draw_growth, fill_panels
-from experiments.games import (
-    GROWTH_HEADER,
-    Game,
-    Histories,
-    Settings,
-    growth_cells,
-    growth_row,
-    loss_with_gap,
-    play_all,
-    write_configuration,
-    write_text,
-)
-from experiments.growth import Growth, growth, late
+from experiments import common
+from experiments.common import Fits, Game, Growth, Histories, RunsOnMDP
 
 PAPER, SMALL, UNIFORM = "Jin-Luo, β = 64 L", "Jin-Luo, small β", "uniform policy"
 UCB = "UCB value iteration"
-STOCHASTIC, CONSTRAINED, CORRUPTED, ADVERSARIAL = (
-    "stochastic",
-    "stochastically constrained",
-    "corrupted",
-    "adversarial",
-)
+STOCHASTIC, CONSTRAINED = "stochastic", "stochastically constrained"
+CORRUPTED, ADVERSARIAL = "corrupted", "adversarial"
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(RunsOnMDP):
     """Which games are played, and how long."""
 
     episodes: int = 1_000_000
     """T"""
-    seeds: int = 8
-    """independent runs of each game"""
-    seed: int = 1
-    """of the MDP, the losses and the first run"""
-    horizon: int = 3
-    """L"""
-    width: int = 3
-    """states in each layer but the first"""
-    actions: int = 3
-    """A"""
-    gap: float = 0.4
-    """of every suboptimal action"""
     beta: float = 1.0
     """weight of the log-barrier of the second copy of the algorithm"""
     swing: float = 0.5
@@ -75,17 +50,11 @@ class Args:
     """episodes between two switches"""
     window: float = 0.1
     """fits use the episodes from this share of T on"""
-    processes: int = 2
-    """games played at the same time"""
-    tensorboard: bool = True
-    """write TensorBoard logs"""
-    root: Path = Path("runs")
-    """where the run's directory goes"""
 
 
-def environments(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.LossProcess]:
+def environments(args: Args) -> dict[str, occ.LossProcess]:
     """The four loss processes, all built on one table of means."""
-    mean = loss_with_gap(mdp, args.gap, args.seed)
+    _, mean = args.problem()
     adversary = (
         occ.GreedyAdversary()
         if args.adversary == "greedy"
@@ -110,9 +79,6 @@ def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
         "follow the leader": occ.FollowTheLeader(mdp),
         UNIFORM: occ.FixedPolicy(mdp),
     }
-
-
-Fits = dict[tuple[str, str], Growth]
 
 
 def verdict(
@@ -192,23 +158,57 @@ def distances(fits: Fits, limit: float) -> str:
     )
 
 
+def draw_growth(
+    axes: Any,
+    curves: Mapping[str, occ.History],
+    scale: Literal["log", "sqrt"],
+    window: float,
+    colour: str,
+    markers: Sequence[str],
+) -> None:
+    """Regret of one learner in several environments; log T, or sqrt T, is straight on the axis.
+
+    The colour is that of the learner. Each environment has its own marker. The best a + b log T
+    and a + b sqrt T are fitted to the checkpoints from `window` * T on and drawn from a tenth of
+    that on: the right one stays close to the curve there.
+    """
+    end = max(float(history.episodes[-1]) for history in curves.values())
+    if scale == "log":
+        axes.set(xscale="log", xlim=(max(end / 1e4, 1), end))
+    else:
+        axes.set_xscale("function", functions=(lambda t: np.sqrt(np.maximum(t, 0)), np.square))
+        ticks = [end * share for share in (0, 0.01, 0.1, 0.25, 0.5, 1)]
+        axes.set_xlim(0, end)
+        axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+    for i, (marker, (name, history)) in enumerate(zip(markers, curves.items(), strict=True)):
+        common.plot_regret(axes, history, label=name, colour=colour)
+        line = axes.lines[-1]
+        line.set(linewidth=1.8, marker=marker, markersize=8)
+        line.set(markerfacecolor="white", markeredgewidth=1.6)
+        line.set_markevery((0.03 * (i + 1), 0.09))
+        t, y = common.late(history.episodes, history.regret.mean(0, keepdim=True), window)
+        x = torch.from_numpy(np.geomspace(max(window * end / 10, 2), end, 200))
+        for function, style in ((torch.log, ":"), (torch.sqrt, "-.")):
+            fit = y.mean() + common.slope(function(t), y) * (function(x) - function(t).mean())
+            grey = "0.25" if style == ":" else "0.5"
+            axes.plot(x, fit, color=grey, linestyle=style, linewidth=1.3)
+    common.tidy(axes, ylim=(0, None), xlabel="episodes T", ylabel="pseudo-regret")
+
+
 def draw_limit(axes: Any, history: occ.History, window: float, limit: float) -> None:
     """A line of the limit's slope, from a point of the curve on."""
-    t, y = late(history.episodes, history.regret.mean(0, keepdim=True), window)
+    t, y = common.late(history.episodes, history.regret.mean(0, keepdim=True), window)
     x, line = t.tolist(), (y[0, 0] + limit * (t / t[0]).log()).tolist()
     label = rf"slope of the limit, {limit:.1f} per $\log T$"
     axes.plot(x, line, color="0.1", linestyle="--", linewidth=1.6, label=label)
 
 
-def draw(args: Args, histories: Histories, limit: float) -> Any:
+def draw(args: Args, histories: Histories, limit: float) -> Figure:
     """Above, the algorithm in both worlds; below, all learners in every environment.
 
     Everywhere a colour means a learner. Above, a marker means an environment.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    figure = Figure(figsize=(13, 8.6), layout="constrained")
+    figure = common.new_figure(13, 8.6)
     places = (STOCHASTIC, CONSTRAINED, CORRUPTED, ADVERSARIAL)
     parts: Any = figure.subfigures(2, 1, height_ratios=[1.12, 1], hspace=0.03)
     left, right = parts[0].subplots(1, 2)
@@ -217,7 +217,7 @@ def draw(args: Args, histories: Histories, limit: float) -> Any:
     words[ADVERSARIAL] = f"{args.adversary} adversary"
     curves = {words[place]: histories[place, SMALL] for place in places}
     easy, hard = dict(list(curves.items())[:3]), dict(list(curves.items())[3:])
-    colour = colours(histories)[SMALL]
+    colour = common.colours(histories)[SMALL]
     draw_growth(left, easy, "log", args.window, colour, ("o", "s", "^"))
     draw_growth(right, hard, "sqrt", args.window, colour, ("D",))
     draw_limit(left, histories[STOCHASTIC, SMALL], args.window, limit)
@@ -234,7 +234,7 @@ def draw(args: Args, histories: Histories, limit: float) -> Any:
     title = f"One algorithm, both worlds: {which}, mean of {args.seeds} seeds with its 95 % band"
     parts[0].suptitle(title, fontsize=13)
     panels = parts[1].subplots(1, 4)
-    fill_panels(parts[1], panels, histories, places, SMALL)
+    common.fill_panels(parts[1], panels, histories, places, SMALL)
     draw_limit(panels[0], histories[STOCHASTIC, UCB], args.window, limit)
     for axes in panels[1:]:
         axes.set_ylabel("")
@@ -245,35 +245,23 @@ def draw(args: Args, histories: Histories, limit: float) -> Any:
 
 def main(args: Args) -> Path:
     """Play, fit, draw, and report what came out."""
-    torch.set_num_threads(1)
-    directory = run_directory(args.root, "best_of_both_worlds", args.seed)
-    write_configuration(directory, args)
-    mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
+    directory = common.begin("best_of_both_worlds", args, args.seed)
+    mdp, mean = args.problem()
     games = [
         Game(place, name, learner, losses, pictures=name == SMALL)
-        for place, losses in environments(args, mdp).items()
+        for place, losses in environments(args).items()
         for name, learner in learners(args, mdp).items()
     ]
-    settings = Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed)
-    histories: Histories = play_all(games, settings, directory)
-    fits = {
-        key: growth(history.episodes, history.regret, args.window)
-        for key, history in histories.items()
-    }
-    write_csv(directory / "growth.csv", [growth_row(*key, fit) for key, fit in fits.items()])
-    limit = occ.lower_bound(mdp, loss_with_gap(mdp, args.gap, args.seed)).value
-    write_figure(directory / "regret.png", draw(args, histories, limit))
-    cells = [growth_cells(*key, fit) for key, fit in fits.items()]
+    histories = common.play_all(games, args, directory)
+    fits = common.fit_all(histories, directory / "growth.csv", args.window)
+    limit = occ.limits.lower_bound(mdp, mean).value
+    common.write_figure(directory / "regret.png", draw(args, histories, limit))
     start = f"{args.window * args.episodes:g}"
     print(f"\nGrowth from T = {start} on, with 95 % bootstrap intervals over {args.seeds} seeds")
     print("(an exponent of 0.5 is sqrt T, 1 is linear; that of a + b log T tends to 0)\n")
-    print(f"{table(GROWTH_HEADER, cells, left=(0, 1))}\n")
+    print(f"{common.growth_table(fits)}\n")
     shows, not_shown = verdict(args, mdp, fits, histories)
-    shows.append(distances(fits, limit))
-    lines = ["What this run shows", *(f"  + {line}" for line in shows)]
-    lines += ["What it does not show", *(f"  - {line}" for line in not_shown)]
-    write_text(directory / "report.txt", "\n".join(lines))
-    print("\n".join(lines))
+    common.write_findings(directory, [*shows, distances(fits, limit)], not_shown)
     print(f"\nwritten to {directory}: regret.png, growth.csv, report.txt and config.json;")
     print("every game has its own directory with a history and a TensorBoard log")
     return directory

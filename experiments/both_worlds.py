@@ -7,9 +7,8 @@ training MDPs and ignores the adversary. `refine` continues under a `Guard`: on 
 the setting must not be worse against the adversary than the paper's algorithm.
 
 The result is played on held-out MDPs in all environments. It is compared with the paper's constants
-and estimates, with the paper's constants and the same estimates, and with the tuned constants and
-the paper's estimates. `frontier` shows the gain in one world and the cost in the other, for a few
-families on the training MDPs.
+and estimates, with the paper's constants and the same estimates, with the tuned constants and the
+paper's estimates, and with the untuned Tsallis entropy.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
+from matplotlib.figure import Figure
+from torch import Tensor
 
 import torch_occ as occ
-from experiments import both_worlds_figures as figures
-from experiments.both_worlds_frontier import frontier
-from experiments.both_worlds_play import Contestant, Ratio, entropy, regrets, standard_error
-from experiments.common import run_directory, seconds, table, write_csv, write_figure
-from experiments.games import write_configuration, write_text
-from experiments.tuning_worlds import ENVIRONMENTS, GREEDY, STOCHASTIC, Family
+from experiments import common
+from experiments.common import COLOURS, CORRUPTED, GREEDY, STOCHASTIC, SWITCHING, Ratio, Tuning
 
+ENVIRONMENTS = (STOCHASTIC, CORRUPTED, SWITCHING, GREEDY)
 PAPER, PAPER_CENTRED = "paper", "paper, with a baseline"
 TSALLIS = "Tsallis, untuned"
 TUNED, TUNED_PLAIN = "tuned", "tuned, without baseline"
@@ -40,7 +38,7 @@ BOUNDS = {"beta": (1.0, 100.0), "gamma": (0.05, 0.5)}
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Tuning):
     """How much is tuned, played and compared."""
 
     episodes: int = 100_000
@@ -49,16 +47,6 @@ class Args:
     """MDPs to tune on"""
     test: int = 5
     """held-out MDPs"""
-    seed: int = 100
-    """of the first held-out MDP; the training MDPs come before it"""
-    seeds: int = 20
-    """runs of every simulation on held-out MDPs"""
-    horizon: int = 3
-    """L"""
-    width: int = 3
-    """states in each layer but the first"""
-    actions: int = 3
-    """A"""
     rate: float = 1e-3
     """of the estimator: its baseline is 1/2 where q >= (4 rate)^2 / t, that is nearly everywhere"""
     steps: int = 20
@@ -75,32 +63,8 @@ class Args:
     """runs of the guard on every training MDP"""
     margin: float = 0.03
     """the guard demands this share less regret than the paper's on every training MDP"""
-    frontier: tuple[float, ...] = (0.2, 0.3, 0.4, 0.6)
-    """learning rates of the frontier, beside the tuned one"""
-    frontier_seeds: int = 4
-    """its runs on every training MDP"""
     setting: tuple[float, float] | None = None
     """beta and gamma of a setting that is known already; then nothing is tuned"""
-    parts: tuple[str, ...] = ("tune", "training", "frontier", "held_out")
-    """which parts to run"""
-    cache: Path = Path("runs/both_worlds_cache")
-    """where simulations are kept, so that none is repeated"""
-    root: Path = Path("runs")
-    """where the run's directory goes"""
-
-    @property
-    def family(self) -> Family:
-        return Family(self.episodes, self.horizon, self.width, self.actions)
-
-    @property
-    def training(self) -> range:
-        """Numbers of the training MDPs."""
-        return range(self.seed - self.train, self.seed)
-
-    @property
-    def held_out(self) -> range:
-        """Numbers of the held-out MDPs."""
-        return range(self.seed, self.seed + self.test)
 
     @property
     def baseline(self) -> occ.Estimator:
@@ -108,7 +72,9 @@ class Args:
         return occ.ReducedVariance(occ.InverseSqrt(self.rate))
 
 
-# -- tuning ---------------------------------------------------------------------------------------
+def entropy(beta: float, gamma: float) -> occ.Regularizer:
+    """The regularizer that is tuned."""
+    return occ.ConditionalEntropy() / occ.InverseSqrt(gamma) + occ.LogBarrier(beta)
 
 
 def tune(args: Args, directory: Path, psi: occ.Regularizer) -> list[str]:
@@ -118,186 +84,151 @@ def tune(args: Args, directory: Path, psi: occ.Regularizer) -> list[str]:
     """
     problems = [(number, args.family.problem(number)[0]) for number in args.training]
     paper = occ.jin_luo(problems[0][1])
-    objective = occ.ForecastObjective(
-        [args.family.stochastic(args.training)],
-        args.episodes,
-        reference=paper,
-        estimator=args.baseline,
+    worlds = [args.family.stochastic(args.training)]
+    objective = occ.tuning.ForecastObjective(
+        worlds, args.episodes, reference=paper, estimator=args.baseline
     )
     begun = time.process_time()
+    board = directory / "tuning"
     free = occ.tune(
-        objective,
-        psi,
-        steps=args.steps,
-        starts=1,
-        rate=0.2,
-        bounds=BOUNDS,
-        directory=directory / "tuning",
+        objective, psi, steps=args.steps, starts=1, rate=0.2, bounds=BOUNDS, directory=board
     )
     by_gradients = time.process_time() - begun
     worlds = [
-        occ.World(f"{GREEDY}, MDP {number}", mdp, occ.GreedyAdversary()) for number, mdp in problems
+        occ.tuning.World(f"{GREEDY}, MDP {number}", mdp, occ.GreedyAdversary())
+        for number, mdp in problems
     ]
-    guard = occ.Guard(
-        worlds,
-        args.episodes,
-        paper,
-        estimator=args.baseline,
-        seeds=range(1, args.guard_seeds + 1),
-        margin=args.margin,
+    seeds = range(1, args.guard_seeds + 1)
+    guard = occ.tuning.Guard(
+        worlds, args.episodes, paper, seeds=seeds, margin=args.margin, estimator=args.baseline
     )
     free.load_into(psi)
     centre = occ.tune(objective, psi, steps=0, starts=1, only=["gamma"], bounds=BOUNDS)
     options: dict[str, Any] = {"rounds": args.rounds, "points": args.points, "radius": args.radius}
-    refined = occ.refine(
-        objective, psi, centre, particles=args.particles, accuracy=0.25, guard=guard, **options
-    )
+    options |= {"particles": args.particles, "accuracy": 0.25, "guard": guard}
+    refined = occ.refine(objective, psi, centre, **options)
     refined.tuned.load_into(psi)
-    spent = time.process_time() - begun
+    more = common.seconds(time.process_time() - begun - by_gradients)
     print(f"{free}\nunder the guard: {refined.tuned}", flush=True)
     gained = torch.exp(-refined.values + guard.penalty(refined.excess))  # without the penalty
-    rows: list[dict[str, Any]] = []
-    for i, (gamma, g, e) in enumerate(
-        zip(refined.points[:, 0], gained, refined.excess, strict=True)
-    ):
-        row = {"gamma": float(gamma), "times less": float(g), "excess": float(e)}
-        rows.append(row | {"chosen": i == refined.chosen})
-    write_csv(directory / "points.csv", rows)
-    rows.sort(key=lambda row: row["gamma"])
+    rows: list[dict[str, Any]] = [
+        {"gamma": float(gamma), "times less": float(g), "excess": float(e), "chosen": False}
+        for gamma, g, e in zip(refined.points[:, 0], gained, refined.excess, strict=True)
+    ]
+    rows[refined.chosen]["chosen"] = True
+    common.write_csv(directory / "points.csv", rows)
     cells = []
-    for point in rows:
-        gamma_cell = f"{point['gamma']:.4g}{' (chosen)' * point['chosen']}"
-        cells.append([gamma_cell, f"{point['times less']:.1f}", f"{point['excess']:+.1%}"])
+    for row in sorted(rows, key=lambda row: row["gamma"]):
+        gamma_cell = f"{row['gamma']:.4g}{' (chosen)' * row['chosen']}"
+        cells.append([gamma_cell, f"{row['times less']:.1f}", f"{row['excess']:+.1%}"])
     times = f"{np.exp(-free.value):.1f} times less regret than the paper's"
-    alone = f"by gradients alone, {seconds(by_gradients)} of processor time: {_parameters(free)}"
-    more = f"{len(rows)} points, {seconds(spent - by_gradients)} more"
+    alone = (
+        f"by gradients alone, {common.seconds(by_gradients)} of processor time: {_parameters(free)}"
+    )
     header = ["γ", "stochastic, by leaping: times less regret than the paper's"]
     return [
         f"{alone}, {times} in the stochastic world by forecast",
         f"parameters at their bounds: {', '.join(free.at_bounds) or 'none'}",
-        f"under the guard, {more}: {_parameters(refined.tuned)}",
-        table([*header, "adversary: excess on the worst MDP"], cells),
+        f"under the guard, {len(rows)} points, {more} more: {_parameters(refined.tuned)}",
+        common.table([*header, "adversary: excess on the worst MDP"], cells),
     ]
 
 
-def _parameters(tuned: occ.Tuned) -> str:
+def _parameters(tuned: occ.tuning.Tuned) -> str:
     return ", ".join(
         f"{name.rpartition('.')[2]} = {value:.4g}" for name, value in tuned.parameters.items()
     )
 
 
-# -- on training MDPs with other seeds, and on held-out MDPs --------------------------------------
-
-
-def play_training(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
-    """The tuned setting on the training MDPs, with seeds that the guard has not seen."""
-    paper = Contestant(
-        occ.jin_luo(args.family.problem(args.training[0])[0]), occ.ImportanceWeighted()
-    )
-    seeds, cells = range(1001, 1001 + args.seeds), []
-    for place in (STOCHASTIC, GREEDY):
-        runs = [
-            [
-                regrets(args.family, args.cache, who, number, place, seeds)
-                for number in args.training
-            ]
-            for who in (paper, Contestant(tuned, args.baseline))
-        ]
-        above, below = runs if place == STOCHASTIC else reversed(runs)
-        kind = "stochastic: times less" if place == STOCHASTIC else f"{place}: relative"
-        each = [Ratio.of(x, y) for x, y in zip(above, below, strict=True)]
-        cells.append([kind, *map(str, each), str(Ratio.mean(each))])
-    header = ["", *(f"MDP {number}" for number in args.training), "mean"]
-    return [
-        f"regret on the training MDPs against the paper's, {args.seeds} other seeds, ± 95 %:",
-        table(header, cells),
-    ]
-
-
 def judge(args: Args, directory: Path, tuned: occ.Regularizer) -> list[str]:
     """All contestants in every environment of the held-out MDPs."""
-    paper, plain = occ.jin_luo(args.family.problem(args.seed)[0]), occ.ImportanceWeighted()
-    players = {
-        PAPER: Contestant(paper, plain),
-        PAPER_CENTRED: Contestant(paper, args.baseline),
-        TUNED: Contestant(tuned, args.baseline),
-        TUNED_PLAIN: Contestant(tuned, plain),
-        TSALLIS: Contestant(occ.Tsallis() / occ.InverseSqrt(1.0), plain),
+    family, paper = args.family, occ.jin_luo(args.family.problem(args.seed)[0])
+    plain, seeds = occ.ImportanceWeighted(), range(1, args.seeds + 1)
+    players: dict[str, tuple[occ.Regularizer, occ.Estimator]] = {
+        PAPER: (paper, plain),
+        PAPER_CENTRED: (paper, args.baseline),
+        TUNED: (tuned, args.baseline),
+        TUNED_PLAIN: (tuned, plain),
+        TSALLIS: (occ.Tsallis() / occ.InverseSqrt(1.0), plain),
     }
-    found: dict[tuple[str, str], list[np.ndarray]] = {}
+    found: dict[tuple[str, str], Tensor] = {}  # (MDPs, seeds)
+    rows: list[dict[str, Any]] = []
     for place in ENVIRONMENTS:
         for name, player in players.items():
-            seeds = range(1, args.seeds + 1)
-            found[place, name] = [
-                regrets(args.family, args.cache, player, number, place, seeds)
-                for number in args.held_out
-            ]
-            print(f"  {place}, {name}: {np.mean(found[place, name]):.0f}", flush=True)
-    rows: list[dict[str, Any]] = []
-    for (place, name), runs in found.items():
-        error = float(np.linalg.norm([standard_error(x) for x in runs])) / len(runs)
-        row: dict[str, Any] = {"environment": place, "setting": name}
-        row |= {"regret": float(np.mean(runs)), "standard_error": error}
-        for number, x in zip(args.held_out, runs, strict=True):
-            row[f"MDP {number}"] = float(x.mean())
-            row[f"MDP {number}, standard error"] = standard_error(x)
-        rows.append(row)
-    write_csv(directory / "held_out.csv", rows)
-    picture = figures.draw_environments(rows, args.episodes, args.seeds, args.test)
-    write_figure(directory / "environments.png", picture)
-    size = f"T = {args.episodes:,}, {args.seeds} seeds"
-    lines = [f"mean regret over {args.test} held-out MDPs, {size}, ± 95 %:"]
-    means = {
-        (row["environment"], row["setting"]): f"{row['regret']:.0f} ± "
-        f"{1.96 * row['standard_error']:.0f}"
-        for row in rows
-    }
-    cells = [[name, *(means[place, name] for place in ENVIRONMENTS)] for name in players]
-    lines += [table(["", *ENVIRONMENTS], cells), ""]
+            runs = []
+            for number in args.held_out:
+                learner = occ.FTRL(family.problem(number)[0], *player)
+                losses = family.environment(number, place)
+                runs.append(common.final_regret(learner, losses, args.episodes, seeds))
+            found[place, name] = torch.stack(runs)
+            mean = occ.game.Mean.of(found[place, name].mean(0))
+            row: dict[str, Any] = {"environment": place, "setting": name, "regret": mean.mean}
+            row |= {"standard_error": mean.standard_error}
+            means = found[place, name].mean(1).tolist()
+            rows.append(row | {f"MDP {args.seed + i}": x for i, x in enumerate(means)})
+            print(f"  {place}, {name}: {mean}", flush=True)
+    common.write_csv(directory / "held_out.csv", rows)
+    lines = [
+        f"mean regret over {args.test} held-out MDPs, T = {args.episodes:,}, {args.seeds} seeds:"
+    ]
+    cells = [
+        [name, *(str(occ.game.Mean.of(found[place, name].mean(0))) for place in ENVIRONMENTS)]
+        for name in players
+    ]
+    lines += [common.table(["", *ENVIRONMENTS], cells), ""]
     ratios: dict[tuple[str, str], list[Ratio]] = {}
     header = ["", *(f"MDP {number}" for number in args.held_out), "mean"]
     for place in ENVIRONMENTS:
         for name in list(players)[1:]:
-            pairs = list(zip(found[place, name], found[place, PAPER], strict=True))
-            if place == STOCHASTIC:
-                pairs = [(before, after) for after, before in pairs]
-            each = [Ratio.of(x, y) for x, y in pairs]
+            pairs = zip(found[place, name], found[place, PAPER], strict=True)
+            each = [
+                Ratio.of(other, own) if place == STOCHASTIC else Ratio.of(own, other)
+                for own, other in pairs
+            ]
             ratios[place, name] = [*each, Ratio.mean(each)]
         kind = "times less regret than" if place == STOCHASTIC else "regret relative to"
-        lines += [f"{place}: {kind} the paper's, ± 95 %:"]
-        lines += [
-            table(header, [[name, *map(str, ratios[place, name])] for name in list(players)[1:]]),
-            "",
-        ]
-    picture = figures.draw_held_out(ratios, args.held_out, args.episodes, args.seeds)
-    write_figure(directory / "held_out.png", picture)
+        body = [[name, *map(str, ratios[place, name])] for name in list(players)[1:]]
+        lines += [f"{place}: {kind} the paper's, ± 95 %:", common.table(header, body), ""]
+    common.write_figure(directory / "held_out.png", draw(args, ratios))
     return lines
 
 
-PARTS = {"training": play_training, "frontier": frontier, "held_out": judge}
+def draw(args: Args, ratios: dict[tuple[str, str], list[Ratio]]) -> Figure:
+    """Regret on each MDP and on average, relative to the paper's.
+
+    The stochastic world is on the left, the adversary on the right.
+    """
+    figure = common.new_figure(11, 4.2)
+    left, right = figure.subplots(1, 2)
+    names = list(dict.fromkeys(name for _, name in ratios))
+    for place, axes in ((STOCHASTIC, left), (GREEDY, right)):
+        for i, name in enumerate(names):
+            values, errors = np.array(ratios[place, name]).T
+            x = np.arange(len(values)) + 0.16 * (i - (len(names) - 1) / 2)
+            look = {"color": COLOURS[i], "marker": "s*o^"[i], "linestyle": "none", "capsize": 2}
+            axes.errorbar(x, values, 1.96 * errors, label=name, **look)
+        axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+        axes.axvline(args.test - 0.5, color="0.85", linewidth=0.8)
+        ticks = [*(f"MDP {number}" for number in args.held_out), "mean"]
+        axes.set_xticks(range(args.test + 1), ticks)
+    left.axhline(8.0, color=COLOURS[1], linewidth=0.9, linestyle="--")
+    title = f"stochastic, T = {args.episodes:,} (dashed: eight times)"
+    common.tidy(left, yscale="log", ylabel="times less regret than the paper's", title=title)
+    title = f"greedy adversary (dotted: as good), {args.seeds} seeds, 95 %"
+    common.tidy(right, ylim=(0, None), ylabel="regret relative to the paper's", title=title)
+    right.legend(frameon=False, fontsize="small", loc="lower left")
+    return figure
 
 
 def main(args: Args) -> Path:
-    """All parts."""
-    unknown = [part for part in args.parts if part not in ("tune", *PARTS)]
-    if unknown:
-        raise SystemExit(f"parts: there is no {unknown[0]!r}; there are tune, {', '.join(PARTS)}")
-    if "tune" not in args.parts[:1] and args.setting is None:
-        raise SystemExit("parts: begin with the part tune, or give a --setting to play")
-    torch.set_num_threads(1)
-    directory = run_directory(args.root, "both_worlds", args.seed)
-    write_configuration(directory, args)
-    lines: list[str] = []
-    tuned = entropy(*args.setting) if args.setting else entropy(1.0, 0.2)
-    for part in args.parts:
-        if part == "tune" and args.setting:
-            continue
-        found = (
-            tune(args, directory, tuned) if part == "tune" else PARTS[part](args, directory, tuned)
-        )
-        print("\n".join([part, *found, ""]), flush=True)
-        lines += [part, *found, ""]
-    write_text(directory / "report.txt", "\n".join(lines))
+    """Tune, then play on held-out MDPs."""
+    directory = common.begin("both_worlds", args, args.seed)
+    tuned = entropy(*(args.setting or (1.0, 0.2)))
+    lines = [] if args.setting else [*tune(args, directory, tuned), ""]
+    print("\n".join(lines), flush=True)
+    found = judge(args, directory, tuned)
+    print("\n".join(found), flush=True)
+    common.write_text(directory / "report.txt", "\n".join([*lines, *found]))
     print(f"\nwritten to {directory}")
     return directory
 

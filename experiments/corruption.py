@@ -15,26 +15,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import torch_occ as occ
-from experiments.common import run_directory, table, write_csv, write_figure
-from experiments.curves import tidy
-from experiments.games import (
-    Game,
-    Histories,
-    Settings,
-    loss_with_gap,
-    play_all,
-    write_configuration,
-)
-from experiments.growth import Fit, bootstrap, last, power_slope, resampled_means
-from torch_occ.game.figures import COLOURS
-from torch_occ.game.history import band
+from experiments import common
+from experiments.common import COLOURS, Fit, Game, Histories, RunsOnMDP
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(RunsOnMDP):
     """Which games are played, and how long."""
 
     budgets: tuple[float, ...] = (500.0, 1000.0, 2000.0, 4000.0, 8000.0)
@@ -45,24 +35,8 @@ class Args:
     """T"""
     seeds: int = 24
     """independent runs of each game"""
-    seed: int = 1
-    """of the MDP, the losses and the first run"""
-    horizon: int = 3
-    """L"""
-    width: int = 3
-    """states in each layer but the first"""
-    actions: int = 3
-    """A"""
-    gap: float = 0.4
-    """of every suboptimal action"""
     beta: float = 1.0
     """weight of the log-barrier; the paper has 64 L"""
-    processes: int = 2
-    """games played at the same time"""
-    tensorboard: bool = True
-    """write TensorBoard logs"""
-    root: Path = Path("runs")
-    """where the run's directory goes"""
 
 
 def learners(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
@@ -91,42 +65,34 @@ def anchor(spent: Tensor, regret: Tensor) -> tuple[float, float] | None:
     return (float(spent[i]), float(excess[i])) if float(excess[i]) > 0 else None
 
 
-def draw(curves: dict[str, tuple[Tensor, Tensor]], title: str) -> Any:
+def draw(curves: dict[str, tuple[Tensor, Tensor]], title: str) -> Figure:
     """Regret at T and the part that is due to corruption, over C on an axis with straight sqrt C.
 
     The references sqrt C and C go through the point of the first learner with the largest excess.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    figure = common.new_figure(10, 4.4)
     left, right = figure.subplots(1, 2)
     for i, (name, (spent, regret)) in enumerate(curves.items()):
         style: dict[str, Any] = {"color": COLOURS[i], "marker": "osD^"[i % 4], "markersize": 4.5}
         for axes, y in ((left, regret), (right, regret - regret[:, :1])):
-            mean, lower, upper = band(y)
+            mean, lower, upper = common.band(y)
             axes.plot(spent, mean, label=name, linewidth=1.6, **style)
             axes.fill_between(spent, lower, upper, color=COLOURS[i], alpha=0.15, linewidth=0)
     spent, regret = next(iter(curves.values()))
     if (point := anchor(spent, regret)) is not None:
         share = torch.linspace(0, float(spent[-1]), 100) / point[0]
-        lines = (
-            (share.sqrt(), "0.35", ":", r"$\propto \sqrt{C}$"),
-            (share, "0.55", "-.", r"$\propto C$"),
-        )
+        lines = ((share.sqrt(), "0.35", ":", r"\sqrt{C}"), (share, "0.55", "-.", "C"))
         for shape, colour, dash, label in lines:
-            right.plot(
-                share * point[0], point[1] * shape, color=colour, linestyle=dash, label=label
-            )
+            style = {"color": colour, "linestyle": dash, "label": rf"$\propto {label}$"}
+            right.plot(share * point[0], point[1] * shape, **style)
     left.set(ylabel="regret at T", title="regret")
     right.set(ylabel="R(C) - R(0)", title="regret that corruption adds")
     for axes in (left, right):
         axes.set_xscale("function", functions=(lambda c: np.sqrt(np.maximum(c, 0)), np.square))
         axes.set_xticks(spent.tolist(), [f"{c:.0f}" for c in spent.tolist()])
-        axes.set(xlabel="corruption C that was spent", xlim=(0, float(spent[-1]) * 1.05))
         axes.axhline(0, color="0.6", linewidth=0.8)
-        tidy(axes)
-    handles, labels = right.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        common.tidy(axes, xlabel="corruption C that was spent", xlim=(0, float(spent[-1]) * 1.05))
+    common.legend_below(figure, right, 6)
     figure.suptitle(title)
     return figure
 
@@ -139,18 +105,15 @@ def note(name: str, excess: Tensor, fit: Fit) -> str:
         return f"{name}: the excess grows like C^{fit.text()}, {place} the 1/2 of the bound."
     if excess.shape[-1] < 4:
         return f"{name}: no exponent, because a fit needs three budgets."
-    flat = float((resampled_means(excess[:, 1:]) <= 0).any(-1).double().mean())
+    flat = float((common.resampled_means(excess[:, 1:]) <= 0).any(-1).double().mean())
     reason = f"in {flat:.1%} of the resamples some C does not raise the regret"
     return f"{name}: no exponent, because {reason}."
 
 
 def main(args: Args) -> Path:
     """Play with every budget, fit the exponent of C, draw."""
-    torch.set_num_threads(1)
-    directory = run_directory(args.root, "corruption", args.seed)
-    write_configuration(directory, args)
-    mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
-    mean = loss_with_gap(mdp, args.gap, args.seed)
+    directory = common.begin("corruption", args, args.seed)
+    mdp, mean = args.problem()
     base, players = occ.BernoulliLosses(mean), learners(args, mdp)
     budgets = {f"C={budget:g}": budget for budget in (0.0, *args.budgets)}
     processes = {
@@ -162,17 +125,17 @@ def main(args: Args) -> Path:
         for place, losses in processes.items()
         for name, player in players.items()
     ]
-    settings = Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed)
-    histories = play_all(games, settings, directory)
+    histories = common.play_all(games, args, directory)
     curves = {name: finals(histories, list(budgets), name) for name in players}
     rows, cells, notes = [], [], []
     for name, (spent, regret) in curves.items():
         excess = regret - regret[:, :1]
         fit = Fit(torch.nan, torch.nan, torch.nan)
         if len(spent) > 3:
-            fit = bootstrap(power_slope, spent[1:], excess[:, 1:])
+            fit = common.bootstrap(common.power_slope, spent[1:], excess[:, 1:])
         at_zero, at_most = (
-            bootstrap(last, spent[:1], regret[:, i : i + 1]) for i in (0, -1 + len(spent))
+            common.bootstrap(common.last, spent[:1], regret[:, i : i + 1])
+            for i in (0, -1 + len(spent))
         )
         cells.append([name, at_zero.text(1), at_most.text(1), fit.text()])
         rows += [
@@ -180,11 +143,11 @@ def main(args: Args) -> Path:
             for c, r, e in zip(spent, regret.mean(0), excess.mean(0), strict=True)
         ]
         notes.append(note(name, excess, fit))
-    write_csv(directory / "corruption.csv", rows)
+    common.write_csv(directory / "corruption.csv", rows)
     title = f"{args.strategy} corruption, T = {args.episodes:,}, {args.seeds} seeds, 95 % bands"
-    write_figure(directory / "corruption.png", draw(curves, title))
+    common.write_figure(directory / "corruption.png", draw(curves, title))
     header = ["learner", "R(0)", f"R({max(args.budgets):g})", "exponent of C"]
-    print(f"\n{table(header, cells)}\n\n" + "\n".join(notes))
+    print(f"\n{common.table(header, cells)}\n\n" + "\n".join(notes))
     print("The paper's bound is an upper bound, so a smaller exponent agrees with it.")
     print("This says nothing about other attacks or other gaps.")
     print(f"\nwritten to {directory}: corruption.png, corruption.csv and config.json;")

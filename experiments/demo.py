@@ -15,7 +15,6 @@ import torch_occ as occ
 from experiments import best_of_both_worlds
 from experiments.best_of_both_worlds import Args
 from experiments.common import table
-from experiments.games import loss_with_gap
 from experiments.regularizers import Mine
 from experiments.step import finite_difference
 
@@ -53,8 +52,7 @@ def differentiate(mdp: occ.LayeredMDP, mean: torch.Tensor, t: int = 1000) -> Non
 def main(args: Args) -> Path:
     """Play, then swap and differentiate on the same MDP."""
     directory = best_of_both_worlds.main(args)
-    mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
-    mean = loss_with_gap(mdp, args.gap, args.seed)
+    mdp, mean = args.problem()
     print()
     swap(mdp, mean)
     differentiate(mdp, mean)

@@ -3,16 +3,13 @@
 The transitions are known before the first episode, so the learning rate and the log-barrier may
 have one value per state. They are fitted by gradients of the forecast to many draws of random
 losses, with a penalty on differences between states. The penalty is chosen on other draws, by
-leaping. Optuna and CMA-ES get the same parameters, the same forecasts and the same processor time.
-Then all settings play held-out draws and the greedy adversary, once, beside the Tsallis entropy
-with nothing tuned.
+leaping. Then all settings play held-out draws and the greedy adversary, once, beside the Tsallis
+entropy with nothing tuned.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,17 +17,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 import tyro
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import torch_occ as occ
-from experiments.common import machine, run_directory, table, write_csv, write_figure
-from experiments.fitted_figure import draw
-from experiments.games import write_configuration, write_text
+from experiments import common
+from experiments.common import COLOURS, GREEDY, STOCHASTIC, Ratio
 
 TSALLIS, PLAIN = "Tsallis, untuned", "with a baseline, untuned"
 SCALARS, STATES = "fitted, two numbers", "fitted, two numbers per state"
-OPTUNA, CMA = "Optuna, two numbers per state", "CMA-ES, two numbers per state"
-STOCHASTIC, GREEDY = "stochastic", "greedy adversary"
 
 #: gamma and beta of the setting with a baseline and nothing tuned.
 START = (1.0, 0.3)
@@ -62,8 +57,6 @@ class Args:
     """weights of the variance between states"""
     particles: int = 8
     """of leaping, on each draw of validation"""
-    rivals: bool = True
-    """whether Optuna and CMA-ES search, too"""
     seed: int = 7
     """of the MDPs"""
     root: Path = Path("runs")
@@ -103,17 +96,12 @@ def entropy(mdp: occ.LayeredMDP, gamma: float, beta: float, per_state: bool) -> 
 
 def draw_losses(mdp: occ.LayeredMDP, seeds: range) -> Tensor:
     """Tables of uniformly random means, `(len(seeds), S, A)`."""
-    shape = (mdp.num_states, mdp.num_actions)
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    return torch.stack([torch.rand(shape, dtype=mdp.dtype, generator=g) for g in generators])
-
-
-# -- fitting ---------------------------------------------------------------------------------------
+    return torch.stack([common.random_means(mdp, seed) for seed in seeds])
 
 
 def fit(
-    args: Args, objective: occ.ForecastObjective, mdp: occ.LayeredMDP, per_state: bool
-) -> tuple[occ.Regularizer, occ.Tuned, float]:
+    args: Args, objective: occ.tuning.ForecastObjective, mdp: occ.LayeredMDP, per_state: bool
+) -> tuple[occ.Regularizer, occ.tuning.Tuned, float]:
     """A fit by gradients, and its processor time."""
     begun = time.process_time()
     psi = entropy(mdp, *START, per_state)
@@ -124,96 +112,28 @@ def fit(
     return psi, tuned, time.process_time() - begun
 
 
-def leaped(args: Args, mdp: occ.LayeredMDP, setting: Setting, means: Tensor) -> float:
-    """The mean log regret over some draws, by leaping."""
-    runs = [
-        occ.leap(
-            mdp,
-            setting.regularizer,
-            mean,
-            args.episodes,
-            estimator=setting.estimator,
-            particles=args.particles,
-        ).final
-        for mean in means
-    ]
-    return float(torch.stack(runs).log().mean())
+def leaped(args: Args, mdp: occ.LayeredMDP, setting: Setting, mean: Tensor, count: int) -> Tensor:
+    """Final regrets of some particles on one draw, by leaping."""
+    options: dict[str, Any] = {"estimator": setting.estimator, "particles": count}
+    return occ.leap(mdp, setting.regularizer, mean, args.episodes, **options).regret[:, -1]
 
 
-def search(
-    args: Args,
-    objective: occ.ForecastObjective,
-    mdp: occ.LayeredMDP,
-    method: Callable[[Callable[[np.ndarray], float], int, float], int],
-    budget: float,
-) -> tuple[occ.Regularizer, int]:
-    """The best setting that a method without gradients finds within a processor time."""
-    psi = entropy(mdp, *START, per_state=True)
-    parts = [p for name, p in psi.named_parameters() if name.endswith(("gamma", "beta"))]
-    limits = [args.box["gamma"], args.box["beta"]]
-    best: list[Any] = [math.inf, [p.detach().clone() for p in parts]]
-
-    @torch.no_grad()
-    def value(x: np.ndarray) -> float:
-        """The objective at a point of the unit cube, which stands for logarithms."""
-        for p, piece, (low, high) in zip(parts, np.split(x, 2), limits, strict=True):
-            p.copy_(low * (high / low) ** torch.as_tensor(piece).clamp(0, 1))
-        found = objective(psi)
-        own = float(found.value) if bool(found.certified.all()) else math.inf
-        if own < best[0]:
-            best[:] = own, [p.clone() for p in parts]
-        return own
-
-    count = method(value, 2 * mdp.num_states, budget)
-    with torch.no_grad():
-        for p, values in zip(parts, best[1], strict=True):
-            p.copy_(values)
-    return psi, count
-
-
-def search_optuna(value: Callable[[np.ndarray], float], size: int, budget: float) -> int:
-    """Optuna's default sampler."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
-    end, count = time.process_time() + budget, 0
-    while time.process_time() < end:
-        trial = study.ask()
-        x = np.array([trial.suggest_float(f"x{i}", 0.0, 1.0) for i in range(size)])
-        study.tell(trial, min(value(x), 1e9))
-        count += 1
-    return count
-
-
-def search_cma(value: Callable[[np.ndarray], float], size: int, budget: float) -> int:
-    """CMA-ES from the middle of the box."""
-    from cmaes import CMA as Optimizer  # noqa: N811
-
-    optimizer = Optimizer(np.full(size, 0.5), 0.2, bounds=np.array([[0.0, 1.0]] * size), seed=0)
-    end, count = time.process_time() + budget, 0
-    while time.process_time() < end:
-        points = [optimizer.ask() for _ in range(optimizer.population_size)]
-        optimizer.tell([(x, min(value(x), 1e9)) for x in points])
-        count += len(points)
-    return count
+def validated(args: Args, mdp: occ.LayeredMDP, setting: Setting) -> float:
+    """The geometric mean of the regrets over the validation draws, by leaping."""
+    draws = draw_losses(mdp, range(1000, 1000 + args.validation))
+    runs = [leaped(args, mdp, setting, mean, args.particles).mean() for mean in draws]
+    return float(torch.stack(runs).log().mean().exp())
 
 
 def settings_of(args: Args, mdp: occ.LayeredMDP) -> tuple[list[Setting], list[str]]:
     """All settings for one MDP. Only training and validation draws are used."""
     train = draw_losses(mdp, range(args.train))
-    validation = draw_losses(mdp, range(1000, 1000 + args.validation))
     untuned = occ.Tsallis() / occ.InverseSqrt(1.0)
 
-    def objective(penalty: float) -> occ.ForecastObjective:
-        return occ.ForecastObjective(
-            [occ.World(STOCHASTIC, mdp, train)],
-            args.episodes,
-            reference=untuned,
-            estimator=baseline(),
-            trust=0.5,
-            shrinkage=penalty,
-        )
+    def objective(penalty: float) -> occ.tuning.ForecastObjective:
+        options: dict[str, Any] = {"estimator": baseline(), "trust": 0.5, "shrinkage": penalty}
+        worlds = [occ.tuning.World(STOCHASTIC, mdp, train)]
+        return occ.tuning.ForecastObjective(worlds, args.episodes, reference=untuned, **options)
 
     plain = objective(0.0)
     plain(entropy(mdp, *START, per_state=True))  # compiles, which does not count
@@ -228,73 +148,63 @@ def settings_of(args: Args, mdp: occ.LayeredMDP) -> tuple[list[Setting], list[st
         psi, tuned, spent = fit(args, objective(penalty), mdp, per_state=True)
         total += spent
         candidate = Setting(STATES, psi, baseline(), 0.0, (args.steps + 1) * len(args.penalties))
-        value = leaped(args, mdp, candidate, validation)
+        value = validated(args, mdp, candidate)
         candidates.append((value, candidate))
         lines.append(
             f"penalty {penalty:g}: training {tuned.value:.3f} (log, relative to {TSALLIS}), "
-            f"validation {math.exp(value):.0f} by leaping, {spent:.1f} s"
+            f"validation {value:.0f} by leaping, {spent:.1f} s"
         )
     found.append(min(candidates, key=lambda pair: pair[0])[1]._replace(seconds=total))
-    if args.rivals:
-        for name, method in ((OPTUNA, search_optuna), (CMA, search_cma)):
-            psi, count = search(args, plain, mdp, method, total)
-            found.append(Setting(name, psi, baseline(), total, count))
     lines += [
-        f"validation, {each.name}: {math.exp(leaped(args, mdp, each, validation)):.0f}"
+        f"validation, {each.name}: {validated(args, mdp, each):.0f}"
         for each in found
         if each.name != STATES
     ]
     return found, lines
 
 
-# -- playing held-out losses -----------------------------------------------------------------------
-
-
 def play(args: Args, mdp: occ.LayeredMDP, setting: Setting) -> dict[str, Tensor]:
-    """Final regrets on the held-out draws `(draws, seeds)` and of the adversary `(1, seeds)`."""
-    held_out = draw_losses(mdp, range(2000, 2000 + args.held_out))
+    """Final regrets: means over runs on the held-out draws, and of the runs of the adversary."""
+    learner = occ.FTRL(mdp, setting.regularizer, setting.estimator)
 
     def final(losses: occ.LossProcess, seeds: int) -> Tensor:
-        learner = occ.FTRL(mdp, setting.regularizer, setting.estimator)
-        history = occ.simulate(
-            mdp, learner, losses, args.episodes, range(1, 1 + seeds), checkpoints=[args.episodes]
-        )
-        return history.regret[:, -1]
+        return common.final_regret(learner, losses, args.episodes, range(1, 1 + seeds))
 
-    def leap(mean: Tensor) -> Tensor:
-        found = occ.leap(
-            mdp,
-            setting.regularizer,
-            mean,
-            args.episodes,
-            estimator=setting.estimator,
-            particles=24 * args.seeds,
-        )
-        return found.regret[:, -1]
-
+    held_out = draw_losses(mdp, range(2000, 2000 + args.held_out))
     stochastic = [
-        leap(mean) if args.judge == "leap" else final(occ.BernoulliLosses(mean), args.seeds)
+        leaped(args, mdp, setting, mean, 24 * args.seeds)
+        if args.judge == "leap"
+        else final(occ.BernoulliLosses(mean), args.seeds)
         for mean in held_out
     ]
-    return {
-        STOCHASTIC: torch.stack(stochastic),
-        GREEDY: final(occ.GreedyAdversary(), args.adversary_seeds)[None],
-    }
+    adversary = final(occ.GreedyAdversary(), args.adversary_seeds)
+    return {STOCHASTIC: torch.stack(stochastic).mean(1), GREEDY: adversary}
 
 
-def ratio(own: Tensor, other: Tensor) -> tuple[float, float]:
-    """The ratio of two mean regrets over the same draws and seeds, and its standard error."""
-    value = float(own.mean() / other.mean())
-    apart = (own - value * other).mean(1) if len(own) > 1 else (own - value * other)[0]
-    return value, float(apart.std() / len(apart) ** 0.5 / other.mean())
+def draw(rows: list[dict[str, Any]], episodes: int) -> Figure:
+    """Regret relative to the untuned Tsallis entropy, on every MDP, in both worlds."""
+    figure = common.new_figure(11, 4.2)
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    names = list(dict.fromkeys(row["setting"] for row in rows))
+    for axes, world in zip(figure.subplots(1, 2), (STOCHASTIC, GREEDY), strict=True):
+        for i, name in enumerate(names):
+            kept = [row[f"{world}, relative"] for row in rows if row["setting"] == name]
+            values, errors = np.array(kept).T
+            x = np.arange(len(kept)) + 0.13 * (i - (len(names) - 1) / 2)
+            look = {"color": COLOURS[i], "marker": "os^Dvp"[i], "linestyle": "none", "capsize": 2}
+            axes.errorbar(x, values, 1.96 * errors, label=name, **look)
+        axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+        axes.set_xticks(range(len(shapes)), shapes)
+        title = f"{world}, T = {episodes:,}"
+        common.tidy(axes, ylim=(0, None), ylabel="regret relative to Tsallis, untuned", title=title)
+    figure.axes[0].legend(frameon=False, fontsize="small", loc="lower left")
+    return figure
 
 
 def main(args: Args) -> Path:
     """Fit, search and play on every shape."""
-    torch.set_num_threads(1)
-    directory = run_directory(args.root, "fitted", args.seed)
-    write_configuration(directory, args)
-    lines, rows = [machine(), ""], []
+    directory = common.begin("fitted", args, args.seed)
+    lines, rows = [common.machine(), ""], []
     for shape in args.shapes:
         mdp = occ.LayeredMDP.random(*map(int, shape.split("x")), seed=args.seed)
         settings, report = settings_of(args, mdp)
@@ -306,35 +216,23 @@ def main(args: Args) -> Path:
             row: dict[str, Any] = {"shape": shape, "setting": setting.name}
             row |= {"seconds": setting.seconds, "evaluations": setting.evaluations}
             for world, regrets in found.items():
-                value, error = ratio(regrets, played[TSALLIS][world])
-                row |= {world: float(regrets.mean()), f"{world}, relative": value}
-                row |= {f"{world}, standard error": error}
+                relative = Ratio.paired(regrets, played[TSALLIS][world])
+                row |= {world: float(regrets.mean()), f"{world}, relative": relative}
             rows.append(row)
             print(f"  {setting.name}: {row[STOCHASTIC]:.0f}, {row[GREEDY]:.0f}", flush=True)
         # After every shape, so that an interruption costs only the last one.
-        write_csv(directory / "fitted.csv", rows)
-        write_figure(directory / "fitted.png", draw(rows, args.episodes))
-    header = ["MDP", "setting", STOCHASTIC, "relative", GREEDY, "relative", "processor time"]
-    cells = [
-        [
-            row["shape"],
-            row["setting"],
-            *(
-                text
-                for world in (STOCHASTIC, GREEDY)
-                for text in (
-                    f"{row[world]:.0f}",
-                    f"{row[f'{world}, relative']:.2f} ± "
-                    f"{1.96 * row[f'{world}, standard error']:.2f}",
-                )
-            ),
-            f"{row['seconds']:.0f} s" if row["seconds"] else "",
-        ]
-        for row in rows
-    ]
-    lines += ["", f"T = {args.episodes:,}; relative to {TSALLIS}, ± 95 %:", table(header, cells)]
+        common.write_csv(directory / "fitted.csv", rows)
+        common.write_figure(directory / "fitted.png", draw(rows, args.episodes))
+    header, cells = ["MDP", "setting", STOCHASTIC, "relative", GREEDY, "relative"], []
+    for row in rows:
+        line = [row["shape"], row["setting"]]
+        for world in (STOCHASTIC, GREEDY):
+            line += [f"{row[world]:.0f}", str(row[f"{world}, relative"])]
+        cells.append([*line, f"{row['seconds']:.0f} s" if row["seconds"] else ""])
+    lines += ["", f"T = {args.episodes:,}; relative to {TSALLIS}, ± 95 %:"]
+    lines += [common.table([*header, "processor time"], cells)]
     print("\n".join(lines[-2:]), flush=True)
-    write_text(directory / "report.txt", "\n".join(lines))
+    common.write_text(directory / "report.txt", "\n".join(lines))
     print(f"\nwritten to {directory}")
     return directory
 

@@ -13,38 +13,27 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
+import gymnasium
 import numpy as np
 import torch
 import tyro
-from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patches import Circle, FancyArrow, Rectangle
 from torch import Tensor
 
 import torch_occ as occ
-from experiments.common import machine, run_directory, table, write_csv, write_figure
-from experiments.games import Game, Settings, play_all, slug, write_configuration
-from experiments.gym_worlds import Task, make_task, moments, play_policy
-from experiments.maps import INK, draw_policy, panels, visits
-from torch_occ.game.figures import COLOURS
-from torch_occ.game.losses import Stationary
+from experiments import common
+from experiments.common import COLOURS, Game, Runs
+from torch_occ.game.losses import Noise, Stationary
 
 FTRL, LEADER = "FTRL (Jin-Luo, small β)", "follow the leader, optimistic"
 
-#: Printed if follow-the-leader is ahead.
-WHY = """
-The losses of these worlds do not change from episode to episode, most of them have no noise, the
-transitions are known and the horizons are short. Follow-the-leader counts an unseen pair as free,
-so it tries each promising pair once, like UCB, and then plays the best policy. Optimism is the
-right tool here. FTRL goes on exploring, since an adversary could change the losses, and its
-estimates have the variance of importance weights. Its advantage is robustness: in
-best_of_both_worlds, follow-the-leader has linear regret in all four environments, and FTRL in none.
-"""
-
 
 @dataclass(frozen=True)
-class Args:
+class Args(Runs):
     """Which worlds are learned, and for how long."""
 
     games: tuple[str, ...] = ("lake:8", "lake:12", "slippery:8", "cliff:14", "trip:12")
@@ -53,22 +42,99 @@ class Args:
     """T"""
     seeds: int = 2
     """independent runs; the first one's policy is played"""
+    seed: int = 0
+    """of the first run"""
     gamma: float = 1.0
     """of FTRL"""
     beta: float = 0.01
     """of FTRL"""
-    players: tuple[Literal["ftrl", "leader"], ...] = ("ftrl", "leader")
-    """the learners: FTRL, follow-the-leader"""
     alone: int = 5000
     """with more pairs than this FTRL is left out, and follow-the-leader learns alone"""
     rollouts: int = 4000
     """episodes played in the real environment"""
-    processes: int = 2
-    """games played at the same time"""
-    tensorboard: bool = True
-    """write TensorBoard logs"""
-    root: Path = Path("runs")
-    """where the run's directory goes"""
+
+
+@dataclass(frozen=True)
+class GridWorld:
+    """An environment, the noise of its losses, and where it starts.
+
+    The start is a row, a column, a passenger and a destination; None leaves it to the environment.
+    """
+
+    id: str
+    options: dict[str, Any]
+    noise: Noise = "none"
+    start: tuple[int, int, int, int] | None = None
+
+
+WORLDS = {
+    "lake": GridWorld("FrozenLake-v1", {"is_slippery": False}),
+    "slippery": GridWorld("FrozenLake-v1", {}, "bernoulli"),
+    "big-lake": GridWorld("FrozenLake8x8-v1", {"is_slippery": False}),
+    "cliff": GridWorld("CliffWalking-v1", {}),
+    "slippery-cliff": GridWorld("CliffWalkingSlippery-v1", {}, "bernoulli"),
+    "trip": GridWorld("Taxi-v4", {}, start=(1, 1, 0, 2)),
+    "taxi": GridWorld("Taxi-v4", {}),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A world unrolled to a horizon."""
+
+    name: str
+    world: GridWorld
+    env: Any
+    mdp: occ.mdp.RewardMDP
+
+    @property
+    def start(self) -> int | None:
+        """The environment's state from which every episode starts; None if it is drawn."""
+        start, base = self.world.start, self.env.unwrapped
+        return None if start is None else base.encode(*start)
+
+
+def make_task(name: str) -> Task:
+    """`<world>:<horizon>` -> the task."""
+    key, _, steps = name.partition(":")
+    if key not in WORLDS or not steps.isdigit():
+        raise ValueError(
+            f"games: expected <world>:<horizon> with a world of {', '.join(WORLDS)}, got {name!r}"
+        )
+    world = WORLDS[key]
+    env: Any = gymnasium.make(world.id, **world.options)
+    start = None if world.start is None else env.unwrapped.encode(*world.start)
+    return Task(name, world, env, occ.LayeredMDP.from_gymnasium(env, int(steps), start))
+
+
+def layered_index(mdp: occ.LayeredMDP) -> list[dict[int, int]]:
+    """For every layer: the environment's state -> its index among the states of the layered MDP."""
+    return [
+        {int(s): layer.start + i for i, s in enumerate(mdp.origin[layer].tolist())}
+        for layer in mdp.layer_slices
+    ]
+
+
+def play_policy(
+    task: Task, policy: Tensor, rollouts: int, seed: int
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Returns `(rollouts,)` of a layered policy, played with `env.reset` and `env.step`."""
+    env, index, cumulative = task.env, layered_index(task.mdp), policy.cumsum(-1).numpy()
+    choose = np.random.default_rng(seed)
+    env.reset(seed=seed)
+    returns = np.zeros(rollouts)
+    for i in range(rollouts):
+        state, _ = env.reset()
+        if task.start is not None:
+            state = env.unwrapped.s = task.start
+        for k in range(task.mdp.horizon):
+            row = cumulative[index[k][int(state)]]
+            action = int((row <= choose.random() * row[-1]).sum())
+            state, reward, terminated, _, _ = env.step(action)
+            returns[i] += float(reward)
+            if terminated:
+                break
+    return returns
 
 
 @dataclass(frozen=True)
@@ -90,13 +156,9 @@ class Verdict:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Around the mean of the returns, with the variance that the environment's table implies.
-
-        The sample variance would miss a rare fall that did not happen in the sample.
-        """
-        _, deviation = moments(self.task, occ.policy_of(self.task.mdp, self.q))
+        """Around the mean of the returns."""
         quantile = statistics.NormalDist().inv_cdf((1 + self.level) / 2)
-        half = quantile * deviation / math.sqrt(len(self.returns)) + 1e-9
+        half = quantile * self.returns.std() / math.sqrt(len(self.returns)) + 1e-9
         return float(self.returns.mean()) - half, float(self.returns.mean()) + half
 
     @property
@@ -108,26 +170,41 @@ class Verdict:
         """For a CSV file."""
         low, high = self.interval
         mdp, regret = self.task.mdp, self.history.regret[:, -1].mean()
-        row: dict[str, Any] = {
-            "game": self.task.name,
-            "pairs": mdp.num_pairs,
-            "learner": self.learner,
-            "episodes": int(self.history.episodes[-1]),
-        }
-        row |= {
-            "best": self.best,
-            "uniform": self.uniform,
-            "predicted": self.predicted,
-            "played": float(self.returns.mean()),
-        }
-        row |= {"lower": low, "upper": high, "agrees": self.agrees}
-        return row | {
-            "regret_in_losses": float(regret),
-            "regret_in_rewards": float(mdp.regret_in_rewards(regret)),
-        }
+        row: dict[str, Any] = {"game": self.task.name, "pairs": mdp.num_pairs}
+        row |= {"learner": self.learner, "episodes": int(self.history.episodes[-1])}
+        row |= {"best": self.best, "uniform": self.uniform, "predicted": self.predicted}
+        row |= {"played": float(self.returns.mean()), "lower": low, "upper": high}
+        row |= {"agrees": self.agrees, "regret_in_losses": float(regret)}
+        return row | {"regret_in_rewards": float(mdp.regret_in_rewards(regret))}
 
 
-# -- drawing --------------------------------------------------------------------------------------
+def learners(args: Args, mdp: occ.mdp.RewardMDP) -> dict[str, occ.Learner]:
+    """FTRL, where its step is quick enough, and follow-the-leader.
+
+    For follow-the-leader an unseen pair is free, so it explores well where losses have no noise.
+    """
+    leader: dict[str, occ.Learner] = {LEADER: occ.FollowTheLeader(mdp)}
+    if mdp.num_pairs > args.alone:
+        return leader
+    return {FTRL: occ.FTRL(mdp, occ.jin_luo(mdp, beta=args.beta, gamma=args.gamma))} | leader
+
+
+def run_task(args: Args, task: Task, directory: Path, level: float) -> list[Verdict]:
+    """Learn, then play the learned policies."""
+    mdp = task.mdp
+    losses = Stationary(mdp.loss, task.world.noise)
+    games = [
+        Game(task.name, name, learner, losses) for name, learner in learners(args, mdp).items()
+    ]
+    histories = common.play_all(games, args, directory)
+    best = float(mdp.expected_return(occ.occupancy(mdp, occ.optimal_policy(mdp, mdp.loss).policy)))
+    uniform = float(mdp.expected_return(occ.interior_point(mdp)))
+    found = []
+    for (_, name), history in histories.items():
+        q = history.last_q[0]
+        returns = play_policy(task, occ.policy_of(mdp, q), args.rollouts, seed=1)
+        found.append(Verdict(task, name, history, q, returns, best, uniform, level))
+    return found
 
 
 def draw(verdicts: list[Verdict], shown: Verdict) -> Figure:
@@ -136,18 +213,17 @@ def draw(verdicts: list[Verdict], shown: Verdict) -> Figure:
     maps = panels(task.env, mdp, shown.q)
     wide = 2.2 if "Cliff" in task.world.id else 1.0
     size = (7.4 + 3.1 * wide * len(maps), 3.5)
-    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    figure = common.new_figure(*size)
     axes = figure.subplots(1, 2 + len(maps), width_ratios=[1.15, *[wide] * len(maps), 1.05])
     draw_learning(axes[0], verdicts, shown)
-    seen = visits(mdp, shown.q, int(task.env.observation_space.n))  # type: ignore[attr-defined]
+    seen = visits(mdp, shown.q, int(task.env.observation_space.n))
     for place, panel in zip(axes[1:-1], maps, strict=True):
         draw_policy(place, task.env, panel, seen)
     draw_returns(axes[-1], shown)
     for place in (axes[0], axes[-1]):
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
         place.legend(frameon=False, fontsize=7.5, ncols=2, **below)
-        place.spines[["top", "right"]].set_visible(False)
-        place.grid(visible=True, which="major", color="0.92", linewidth=0.6)
+        common.tidy(place)
         place.title.set_fontsize(9)
         place.tick_params(labelsize=8)
     size_text = f"{task.world.id}, {mdp.horizon} steps, {mdp.num_pairs:,} pairs"
@@ -157,7 +233,7 @@ def draw(verdicts: list[Verdict], shown: Verdict) -> Figure:
     return figure
 
 
-def draw_learning(axes: Axes, verdicts: list[Verdict], shown: Verdict) -> None:
+def draw_learning(axes: Any, verdicts: list[Verdict], shown: Verdict) -> None:
     """The mean return of the episodes so far: the best policy's return, less the regret."""
     lowest, mdp = shown.uniform, shown.task.mdp
     for i, verdict in enumerate(verdicts):
@@ -174,7 +250,7 @@ def draw_learning(axes: Axes, verdicts: list[Verdict], shown: Verdict) -> None:
     axes.set_ylim(lowest - room, shown.best + room)
 
 
-def draw_returns(axes: Axes, shown: Verdict) -> None:
+def draw_returns(axes: Any, shown: Verdict) -> None:
     """The returns of the episodes in the environment, their mean, and the prediction."""
     values, counts = np.unique(np.round(shown.returns, 6), return_counts=True)
     shares = counts / counts.sum()
@@ -194,69 +270,148 @@ def draw_returns(axes: Axes, shown: Verdict) -> None:
     axes.set_xlim(float(values.min()) - margin, float(values.max()) + margin)
 
 
-# -- the script -----------------------------------------------------------------------------------
+# On the map, a layered policy with an arrow for every step and square is shown by its mean,
+# weighted by visits: pi(a | s) = sum_k q_k(s, a) / sum_k q_k(s).
+
+INK, WALL, CLIFF, GOAL, START = "#1F2430", "#39404F", "#E9C7C1", "#F2C14E", "#5B8E7D"
+LAKE, CLIFFS, TAXI = "FrozenLake", "CliffWalking", "Taxi"
+
+#: (row, column) of every action that moves; the other actions of a taxi are drawn as letters.
+MOVES = {
+    LAKE: {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)},
+    CLIFFS: {0: (-1, 0), 1: (0, 1), 2: (1, 0), 3: (0, -1)},
+    TAXI: {0: (1, 0), 1: (-1, 0), 2: (0, 1), 3: (0, -1)},
+}
 
 
-def learners(args: Args, mdp: occ.RewardMDP) -> dict[str, occ.Learner]:
-    """FTRL, where its step is quick enough, and follow-the-leader.
+def family(env: Any) -> str:
+    """Which of the three grid worlds an environment is."""
+    return type(env.unwrapped).__name__.removesuffix("Env")
 
-    For follow-the-leader an unseen pair is free, so it explores well where losses have no noise.
+
+def visits(
+    mdp: occ.LayeredMDP, q: Tensor, num_states: int
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """sum_k q_k(s, a) by the environment's own states, `(S, A)`."""
+    alive = mdp.origin >= 0  # the others stand for the end of an episode
+    total = torch.zeros(num_states, mdp.num_actions, dtype=q.dtype)
+    return total.index_add(0, mdp.origin[alive], q[alive]).numpy()
+
+
+class Panel(NamedTuple):
+    """One map: which squares it shows, by the environment's states, and its title."""
+
+    title: str
+    squares: dict[int, tuple[int, int]]  # state -> (row, column)
+
+
+def panels(env: Any, mdp: occ.LayeredMDP, q: Tensor) -> list[Panel]:
+    """One map for the lake and the cliff; two for a taxi.
+
+    The two maps of a taxi show the trip of the most frequent passenger, before and after the
+    passenger is aboard.
     """
-    found: dict[str, occ.Learner] = {}
-    if "ftrl" in args.players and mdp.num_pairs <= args.alone:
-        found[FTRL] = occ.FTRL(mdp, occ.jin_luo(mdp, beta=args.beta, gamma=args.gamma))
-    if "leader" in args.players or not found:
-        found[LEADER] = occ.FollowTheLeader(mdp)
-    return found
-
-
-def run_task(args: Args, task: Task, directory: Path, level: float) -> list[Verdict]:
-    """Learn, then play the learned policies."""
-    mdp = task.mdp
-    losses = Stationary(mdp.loss, task.world.noise)
-    games = [
-        Game(task.name, name, learner, losses) for name, learner in learners(args, mdp).items()
+    base = env.unwrapped
+    kind = family(env)
+    if kind != TAXI:
+        rows, columns = base.desc.shape if kind == LAKE else base.shape
+        return [Panel("", {s: divmod(s, columns) for s in range(rows * columns)})]
+    first = int(mdp.origin[int(mdp.initial.argmax())])
+    _, _, passenger, destination = base.decode(first)
+    names = "RGYB"
+    stages = {f"to the passenger at {names[passenger]}": passenger}
+    stages[f"from {names[passenger]} to {names[destination]}, passenger aboard"] = len(base.locs)
+    squares = [(row, column) for row in range(5) for column in range(5)]
+    return [
+        Panel(title, {base.encode(r, c, place, destination): (r, c) for r, c in squares})
+        for title, place in stages.items()
     ]
-    settings = Settings(args.episodes, args.seeds, args.processes, args.tensorboard, 0)
-    histories = play_all(games, settings, directory)
-    best = float(mdp.expected_return(occ.occupancy(mdp, occ.optimal_policy(mdp, mdp.loss).policy)))
-    uniform = float(mdp.expected_return(occ.interior_point(mdp)))
-    found = []
-    for (_, name), history in histories.items():
-        q = history.last_q[0]
-        returns = play_policy(task, occ.policy_of(mdp, q), args.rollouts, seed=1)
-        found.append(Verdict(task, name, history, q, returns, best, uniform, level))
-    return found
 
 
-def comparison(rows: list[dict[str, Any]]) -> str:
-    """In how many games follow-the-leader has less regret than FTRL, and why."""
-    regret = {(row["game"], row["learner"]): row["regret_in_losses"] for row in rows}
-    both = [game for game, name in regret if name == FTRL and (game, LEADER) in regret]
-    ahead = sum(regret[game, LEADER] < regret[game, FTRL] for game in both)
-    if not both:
-        return ""
-    text = f"{LEADER}: less regret than {FTRL} in {ahead} of {len(both)} games."
-    return f"{text}\n{WHY}" if ahead else f"{text}\n"
+def square(axes: Any, row: int, column: int, colour: Any, text: str = "", **look: Any) -> None:
+    """One square of a map, with a word in it."""
+    box = {"facecolor": colour, "edgecolor": "#D5DAE3", "linewidth": 0.8} | look
+    axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **box))
+    ink = "white" if colour == WALL else INK
+    axes.text(column, row, text, ha="center", va="center", fontsize=8, color=ink, zorder=2)
+
+
+def draw_policy(
+    axes: Any, env: Any, panel: Panel, seen: np.ndarray[Any, np.dtype[np.float64]]
+) -> None:
+    """The map, shaded by visits per episode, with arrows for actions.
+
+    The shade follows the square root of the visits. The length of an arrow is the probability of
+    its action.
+    """
+    white, blue = np.array(to_rgb("#FFFFFF")), np.array(to_rgb("#9CC3E6"))
+    for state, (row, column) in panel.squares.items():
+        share = min(1.0, float(seen[state].sum())) ** 0.5
+        square(axes, row, column, tuple(white + share * (blue - white)))
+    draw_landmarks(axes, env)
+    for state, (row, column) in panel.squares.items():
+        total = float(seen[state].sum())
+        if total < 1e-3:
+            continue
+        look: dict[str, Any] = {"color": INK, "alpha": 0.25 + 0.75 * min(1.0, total) ** 0.5}
+        for action, probability in enumerate(seen[state] / total):
+            move = MOVES[family(env)].get(action)
+            if move is not None and probability > 0.03:
+                down, right = (0.36 * probability * x for x in move)
+                head: dict[str, Any] = {"width": 0.035, "head_width": 0.16, "head_length": 0.11}
+                axes.add_patch(FancyArrow(column, row, right, down, lw=0, zorder=3, **head, **look))
+            elif move is None and probability > 0.25:
+                word = "pick up" if action == 4 else "drop off"
+                axes.text(column, row + 0.33, word, ha="center", fontsize=6.5, zorder=4, **look)
+    rows, columns = (1 + max(x) for x in zip(*panel.squares.values(), strict=True))
+    limits = {"xlim": (-0.55, columns - 0.45), "ylim": (rows - 0.45, -0.55)}
+    axes.set(aspect="equal", xticks=[], yticks=[], **limits)
+    axes.set_title(panel.title, fontsize=9)
+    axes.spines[:].set_visible(False)
+
+
+def draw_landmarks(axes: Any, env: Any) -> None:
+    """Start, goal, holes and cliff; for a taxi, its places and walls."""
+    base, kind = env.unwrapped, family(env)
+    ring = {"facecolor": "none", "edgecolor": START, "linewidth": 1.6, "zorder": 2}
+    if kind == LAKE:
+        for (row, column), letter in np.ndenumerate(base.desc):
+            if letter in b"HG":
+                colour, word = (WALL, "hole") if letter == b"H" else (GOAL, "goal")
+                square(axes, row, column, colour, word, zorder=1.5)
+        axes.add_patch(Circle((0, 0), 0.44, **ring))
+    elif kind == CLIFFS:
+        for row, column in np.argwhere(base._cliff).tolist():
+            square(axes, row, column, CLIFF, "cliff" if column in (2, 6, 10) else "", zorder=1.5)
+        square(axes, 3, 11, GOAL, "goal", zorder=1.5)
+        axes.add_patch(Circle((0, 3), 0.44, **ring))
+    else:
+        colours = ("#E76F6F", "#6FBF73", "#E5C454", "#6F8FE7")
+        for (row, column), name, colour in zip(base.locs, "RGYB", colours, strict=True):
+            square(axes, row, column, "none", edgecolor=colour, linewidth=2.2, zorder=2)
+            place = {"ha": "center", "va": "center", "weight": "bold"}
+            axes.text(column - 0.3, row - 0.26, name, fontsize=8, color=colour, **place)
+        for row, column in np.ndindex(5, 4):
+            if base.desc[1 + row, 2 * column + 2] == b"|":
+                x, y = [column + 0.5] * 2, [row - 0.5, row + 0.5]
+                axes.plot(x, y, color=INK, linewidth=2.4, solid_capstyle="round", zorder=2.5)
 
 
 def main(args: Args) -> Path:
     """Learn, draw, play and compare."""
-    torch.set_num_threads(1)
     tasks = [make_task(name) for name in args.games]  # errors before anything is learned
-    directory = run_directory(args.root, "gym_control", 0)
-    write_configuration(directory, args)
+    directory = common.begin("gym_control", args)
     count = sum(len(learners(args, task.mdp)) for task in tasks)
     level = 1 - 0.01 / count  # all intervals hold together with probability 99 %
     verdicts: list[Verdict] = []
     for task in tasks:
         found = run_task(args, task, directory, level)
         for verdict in found:
-            name = f"{slug(task.name)}__{slug(verdict.learner)}.png"
-            write_figure(directory / name, draw(found, verdict))
+            name = f"{common.slug(task.name)}__{common.slug(verdict.learner)}.png"
+            common.write_figure(directory / name, draw(found, verdict))
         verdicts += found
     rows = [verdict.row() for verdict in verdicts]
-    write_csv(directory / "gym_control.csv", rows)
+    common.write_csv(directory / "gym_control.csv", rows)
     header = ["game", "pairs", "learner", "uniform", "best", "predicted", "played", "agree"]
     header += ["regret (losses)", "regret (rewards)"]
     cells = []
@@ -266,14 +421,11 @@ def main(args: Args) -> Path:
         numbers += ["yes" if row["agrees"] else "NO"]
         numbers += [f"{row[name]:.1f}" for name in ("regret_in_losses", "regret_in_rewards")]
         cells.append([row["game"], f"{row['pairs']:,}", row["learner"], *numbers])
-    print(
-        "\nReturns of an episode, as q predicts them and as played in the environment: the mean of"
-    )
-    print(f"{args.rollouts:,} episodes; {machine()}\n")
-    print(table(header, cells, left=(0, 2)))
+    print("\nReturns of an episode, as q predicts them and as played in the environment: mean of")
+    print(f"{args.rollouts:,} episodes; {common.machine()}\n")
+    print(common.table(header, cells, left=(0, 2)))
     agreeing = f"{sum(row['agrees'] for row in rows)} of {len(rows)} predictions"
     print(f"\n{agreeing} lie in the intervals, which hold together with probability 99 %.")
-    print(comparison(rows))
     print(f"written to {directory}: a figure for every policy, gym_control.csv and config.json;")
     print("every game has its own directory with a history and a TensorBoard log")
     return directory

@@ -13,16 +13,17 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import tyro
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import torch_occ as occ
-from experiments.common import machine, run_directory, seconds, table, write_csv, write_figure
-from experiments.games import write_configuration, write_text
+from experiments import common
+from experiments.common import COLOURS
 
 REFERENCE, PATHWISE = "finite differences", "pathwise"
 UNBIASED, FORECAST = "pathwise + score", "forecast"
@@ -52,27 +53,34 @@ class Args:
     """A"""
     gamma: float = 1.0
     """eta_t = gamma / sqrt(t)"""
-    shown: str = "gamma"
+    shown: Literal["alpha", "beta", "gamma"] = "gamma"
     """the parameter that is drawn and that decides whether an estimator is usable"""
     root: Path = Path("runs")
     """where the run's directory goes"""
 
 
-class Answer(NamedTuple):
-    """The result of an estimator at one T."""
+class Row(NamedTuple):
+    """The result of an estimator at one setting and one T."""
 
+    beta: float
+    episodes: int
+    estimator: str
+    seeds: int
     gradient: Tensor  # (P,)
-    error: Tensor  # (P,)
-    heaviest: Tensor  # (P,), the share of one seed in the variance over all
+    error: Tensor  # (P,), its standard error
     seconds: float  # of one core
 
-
-def summarize(samples: Tensor, took: float) -> Answer:
-    """The mean of one sample per seed, `(N, P)`, and its standard error."""
-    mean = samples.mean(0)
-    squares = (samples - mean).square()
-    error = samples.std(0) / len(samples) ** 0.5
-    return Answer(mean, error, squares.amax(0) / squares.sum(0), took)
+    def verdict(self, reference: Row, shown: int) -> str:
+        """Whether it is usable; only the numbers decide."""
+        noise = float(self.error[shown] / reference.gradient[shown].abs())
+        distance = (self.gradient - reference.gradient) / self.error.hypot(reference.error)
+        bias = float(self.gradient[shown] / reference.gradient[shown] - 1)
+        if self is reference:
+            return "the reference"
+        if noise > 1 or not math.isfinite(noise):
+            return f"not usable: its standard error is {noise:.3g} times the gradient"
+        apart = f"{float(distance.abs().max()):.1f} standard errors from the reference"
+        return f"biased, by {bias:+.1%}; {apart}" if distance.abs().max() > 3 else apart
 
 
 def values_of(psi: occ.Regularizer) -> dict[str, Tensor]:
@@ -158,7 +166,7 @@ def differences(
         for sign in (1, -1):
             moved = values | {name: value * math.exp(sign * step)}
             learner = occ.FTRL(mdp, occ.jin_luo(mdp, **moved))
-            sides.append(occ.simulate(mdp, learner, losses, T, seeds).regret[:, -1])
+            sides.append(common.final_regret(learner, losses, T, seeds))
         columns.append((sides[0] - sides[1]) / (2 * step))
     return torch.stack(columns, -1)
 
@@ -172,13 +180,8 @@ def forecast_gradient(
     return torch.stack([g * p.detach() for g, p in zip(found, parameters, strict=True)])
 
 
-def estimate(
-    args: Args, mdp: occ.LayeredMDP, mean: Tensor, beta: float, T: int
-) -> tuple[dict[str, Answer], list[str], int]:
-    """All estimators at one setting and one T.
-
-    Returns the answers, the names of the parameters, and the number of seeds.
-    """
+def estimate(args: Args, mdp: occ.LayeredMDP, mean: Tensor, beta: float, T: int) -> list[Row]:
+    """All estimators at one setting and one T; the reference is the first."""
     psi = occ.jin_luo(mdp, beta=beta, gamma=args.gamma)
     count = max(2, min(args.seeds, args.budget // T))
     clock = [time.process_time()]  # processor time, since the machine may be busy
@@ -188,138 +191,80 @@ def estimate(
     clock.append(time.process_time())
     predicted = forecast_gradient(mdp, psi, mean, T)
     clock.append(time.process_time())
-    took, nothing = np.diff(clock).tolist(), torch.zeros_like(predicted)
-    answers = {
-        REFERENCE: summarize(reference, took[1]),
-        PATHWISE: summarize(pathwise, took[0]),
-        UNBIASED: summarize(unbiased, took[0]),
-        FORECAST: Answer(predicted, nothing, nothing, took[2]),
-    }
-    return answers, list(values_of(psi)), count
-
-
-def rows_of(
-    answers: dict[str, Answer], names: list[str], beta: float, T: int, count: int
-) -> list[dict[str, Any]]:
-    """One row per estimator and parameter, with its distance from the differences."""
-    reference, rows = answers[REFERENCE], []
-    for estimator, answer in answers.items():
-        for i, name in enumerate(names):
-            truth, own = float(reference.gradient[i]), float(answer.gradient[i])
-            error, theirs = float(answer.error[i]), float(reference.error[i])
-            apart = abs(own - truth) / math.hypot(error, theirs)
-            rows.append(
-                {
-                    "beta": beta,
-                    "episodes": T,
-                    "estimator": estimator,
-                    "parameter": name,
-                    "seeds": 0 if estimator == FORECAST else count,
-                    "gradient": own,
-                    "standard_error": error,
-                    "reference": truth,
-                    "distance": 0.0 if estimator == REFERENCE else apart,
-                    "heaviest_seed": float(answer.heaviest[i]),
-                    "seconds": answer.seconds,
-                }
-            )
-    return rows
-
-
-def verdict(row: dict[str, Any]) -> str:
-    """Whether an estimate is usable; only the numbers decide."""
-    noise, apart = row["standard_error"] / abs(row["reference"]), row["distance"]
-    if not np.isfinite(apart):
-        note = "not a number"
-    elif noise > 1:
-        note = f"not usable, its standard error is {noise:.3g} times the gradient"
-    elif apart > 3:
-        bias = row["gradient"] / row["reference"] - 1
-        note = f"biased, by {bias:+.1%}; {apart:.1f} standard errors away"
-    else:
-        note = f"{apart:.1f} standard errors away"
-    heavy = row["heaviest_seed"]
-    return f"{note}; one seed makes {heavy:.0%} of its variance" if heavy > 0.25 else note
-
-
-def tabulate(rows: list[dict[str, Any]]) -> str:
-    """A row for every setting, T, parameter and estimator."""
-    cells = [
-        [
-            f"{row['beta']:g}",
-            str(row["episodes"]),
-            f"log {row['parameter']}",
-            row["estimator"],
-            f"{row['gradient']:.4g}" + (f" ± {row['standard_error']:.2g}" if row["seeds"] else ""),
-            seconds(row["seconds"]),
-            verdict(row) if row["estimator"] != REFERENCE else "the reference",
-        ]
-        for row in rows
+    through, apart, forecast = np.diff(clock).tolist()
+    samples = {REFERENCE: (reference, apart), PATHWISE: (pathwise, through)}
+    rows = [
+        Row(beta, T, name, count, x.mean(0), x.std(0) / count**0.5, took)
+        for name, (x, took) in (samples | {UNBIASED: (unbiased, through)}).items()
     ]
-    header = ["beta", "T", "in", "estimator", "gradient", "core time", "beside the differences"]
-    return table(header, cells, left=(2, 3, 6))
+    return [*rows, Row(beta, T, FORECAST, 0, predicted, torch.zeros_like(predicted), forecast)]
 
 
-def draw(rows: list[dict[str, Any]], shown: str) -> Any:
+STYLES = {
+    REFERENCE: (COLOURS[6], "-", "o"),
+    PATHWISE: (COLOURS[1], "--", "s"),
+    UNBIASED: (COLOURS[0], "-", "D"),
+    FORECAST: (COLOURS[2], ":", "^"),
+}
+
+
+def draw(groups: list[list[Row]], shown: int, name: str) -> Figure:
     """One column per setting: the gradient over its reference, and the error with 1,000 seeds."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in rows if row["parameter"] == shown]
-    betas = list(dict.fromkeys(row["beta"] for row in rows))
-    figure = Figure(figsize=(3.4 * len(betas) + 0.8, 6.2), layout="constrained")
+    low, high = -1.0, 4.0
+    betas = list(dict.fromkeys(group[0].beta for group in groups))
+    figure = common.new_figure(3.4 * len(betas) + 0.8, 6.2)
     grid = figure.subplots(2, len(betas), squeeze=False, sharex=True, sharey="row")
     for beta, (above, below) in zip(betas, grid.T, strict=True):
-        for i, estimator in enumerate((REFERENCE, PATHWISE, UNBIASED, FORECAST)):
-            kept = [row for row in rows if row["beta"] == beta and row["estimator"] == estimator]
-            t, unit, values, errors, seeds = np.array(
-                [
-                    [row[key] for row in kept]
-                    for key in ("episodes", "reference", "gradient", "standard_error", "seeds")
-                ]
-            )
-            look = {"color": f"C{i}", "marker": "o", "markersize": 4, "label": estimator}
-            above.errorbar(
-                t * 1.08 ** (i - 1.5), values / unit, 1.96 * errors / abs(unit), capsize=2, **look
-            )
+        mine = [group for group in groups if group[0].beta == beta]
+        t = np.array([group[0].episodes for group in mine])
+        unit = np.array([float(group[0].gradient[shown]) for group in mine])
+        for i, (estimator, (colour, style, marker)) in enumerate(STYLES.items()):
+            values = np.array([float(group[i].gradient[shown]) for group in mine]) / unit
+            errors = np.array([float(group[i].error[shown]) for group in mine]) / abs(unit)
+            look = {"color": colour, "linestyle": style, "linewidth": 1.3, "label": estimator}
+            look |= {"marker": marker, "markersize": 4}
+            # Values beyond the axes are drawn at their edges.
+            shifted, inside = t * 1.08 ** (i - 1.5), np.clip(values, low, high)
+            above.errorbar(shifted, inside, 1.96 * np.where(errors < 1, errors, 0), **look)
             if estimator != FORECAST:
-                below.plot(t, errors / abs(unit) * np.sqrt(seeds / 1000), **look)
-        above.set(title=f"β = {beta:g}", ylim=(-1, 4))
-        below.axhspan(1, 1e30, color="0.94", zorder=0)  # the error is larger than the gradient
-        below.set(xscale="log", yscale="log", xlabel="episodes T", ylim=(1e-3, 1e8))
+                seeds = np.array([group[i].seeds for group in mine])
+                below.plot(t, errors * np.sqrt(seeds / 1000), **look)
+        above.axhline(1, color="0.75", linewidth=0.8, zorder=0)
+        common.tidy(above, title=f"β = {beta:g}", ylim=(low - 0.1, high + 0.1))
+        below.axhspan(1, 1e30, color="0.94", zorder=0, linewidth=0)
+        common.tidy(below, xscale="log", yscale="log", xlabel="episodes T", ylim=(1e-3, 1e8))
     grid[0, 0].set_ylabel("estimate / reference (95 %)")
-    grid[1, 0].set_ylabel("standard error of 1,000 seeds\n/ |gradient|")
-    labelled = grid[0, 0].get_legend_handles_labels()
-    figure.legend(*labelled, loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle(f"The gradient of the regret in log {shown}, through the run")
+    grid[1, 0].set_ylabel("standard error of 1,000 seeds / |gradient|\n(grey: larger than 1)")
+    common.legend_below(figure, grid[0, 0])
+    figure.suptitle(f"The gradient of the regret in log {name}, through the run")
     return figure
 
 
 def main(args: Args) -> Path:
     """Estimate, compare, draw."""
-    torch.set_num_threads(1)
-    directory = run_directory(args.root, "meta_gradients", args.seed)
-    write_configuration(directory, args)
-    if args.shown not in ("alpha", "gamma", "beta"):
-        raise ValueError(f"shown: expected alpha, gamma or beta, got {args.shown}")
+    directory = common.begin("meta_gradients", args, args.seed)
     mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
-    mean = torch.rand(
-        mdp.num_states,
-        mdp.num_actions,
-        dtype=torch.float64,
-        generator=torch.Generator().manual_seed(args.seed),
-    )
+    mean, names = common.random_means(mdp, args.seed), list(values_of(occ.jin_luo(mdp)))
+    shown = names.index(args.shown)
     estimate(replace(args, seeds=2), mdp, mean, 1.0, 1)  # compiled before anything is timed
-    rows: list[dict[str, Any]] = []
+    groups, cells = list[list[Row]](), []
     for beta in args.betas:
         for T in args.episodes:
-            answers, names, count = estimate(args, mdp, mean, beta, T)
-            rows += rows_of(answers, names, beta, T, count)
-            spent = seconds(sum(answer.seconds for answer in answers.values()))
-            print(f"beta = {beta:g}, T = {T}: {count} seeds, {spent}", flush=True)
-            write_csv(directory / "gradients.csv", rows)
-    write_figure(directory / "gradients.png", draw(rows, args.shown))
-    text = f"{tabulate(rows)}\n\n{machine()}"
-    write_text(directory / "report.txt", text)
+            groups.append(found := estimate(args, mdp, mean, beta, T))
+            for row in found:
+                line = [f"{beta:g}", str(T), row.estimator, str(row.seeds or "")]
+                pairs = zip(row.gradient.tolist(), row.error.tolist(), strict=True)
+                line += [f"{x:.4g}" + (f" ± {e:.2g}" if row.seeds else "") for x, e in pairs]
+                line += [common.seconds(row.seconds), row.verdict(found[0], shown)]
+                cells.append(line)
+            print(f"beta = {beta:g}, T = {T}: {found[0].seeds} seeds", flush=True)
+    header = ["beta", "T", "estimator", "seeds", *(f"d / d log {name}" for name in names)]
+    header += ["core time", f"in {args.shown}"]
+    rows = [dict(zip(header, line, strict=True)) for line in cells]
+    common.write_csv(directory / "gradients.csv", rows)
+    common.write_figure(directory / "gradients.png", draw(groups, shown, args.shown))
+    text = f"{common.table(header, cells, left=(2, 8))}\n\n{common.machine()}"
+    common.write_text(directory / "report.txt", text)
     print(f"\n{text}\n\nwritten to {directory}: gradients.png, gradients.csv, report.txt")
     return directory
 

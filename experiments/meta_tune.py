@@ -2,140 +2,89 @@
 
 There are two parts, each with a table and a figure. `accuracy` compares the forecasts with
 simulated regret over a grid of settings. `rivals` tunes for the stochastic world and compares with
-searches by simulation, on held-out MDPs: a search with a fixed number of points, and random search
-and Optuna with as much time as the tuner. For tuning under a guard against an adversary, see
-`both_worlds`.
+searches by simulation, on held-out MDPs: a number of quasi-random points, and random search and
+Optuna with as much processor time as the tuner. All of them minimize the tuner's objective in the
+same box: the mean over the training MDPs of log regret. For tuning under a guard against an
+adversary, see `both_worlds`.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import tyro
+from matplotlib.figure import Figure
+from torch import Tensor
 
 import torch_occ as occ
-from experiments import tuning_figures as figures
-from experiments.common import run_directory, seconds, table, write_csv, write_figure
-from experiments.games import write_configuration, write_text
-from experiments.tuning_rivals import (
-    BOX,
-    Search,
-    search_optuna,
-    search_points,
-    search_randomly,
-    warm_up,
-)
-from experiments.tuning_worlds import STOCHASTIC, Family, Setting
-from torch_occ.tuning.recommended import Recipe
+from experiments import common
+from experiments.common import COLOURS, Family, Tuning
 
+Setting = tuple[float, float, float]  # alpha, beta, gamma
 PAPER, APPENDIX, TUNED = "paper", "paper's appendix", "tuned"
-TSALLIS = "Tsallis, untuned"
-RANDOM, OPTUNA = "random search", "Optuna"
+TSALLIS, RANDOM, OPTUNA = "Tsallis, untuned", "random search", "Optuna"
+#: The box of alpha, beta and gamma for the tuner and for all searches.
+BOX = {"alpha": (0.01, 10.0), "beta": (0.01, 1000.0), "gamma": (0.25, 4.0)}
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Tuning):
     """How much is tuned, played and compared."""
 
-    episodes: int = 10_000
-    """T"""
-    train: int = 2
-    """MDPs to tune on"""
     rival_mdps: int = 4
-    """searches by simulation play this many of them, the last ones; the tuner leaps on all"""
-    test: int = 2
-    """held-out MDPs"""
-    seeds: int = 20
-    """runs of every simulation"""
-    seed: int = 100
-    """of the first held-out MDP; the training MDPs come before it"""
+    """searches by simulation play this many training MDPs, the last ones; the tuner leaps on all"""
     betas: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0, 100.0)
     """grid of the comparison of forecasts with simulations"""
     gammas: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
     """likewise"""
-    horizon: int = 3
-    """L"""
-    width: int = 3
-    """states in each layer but the first"""
-    actions: int = 3
-    """A"""
     particles: int = 128
     """of a forecast by leaping, in the comparison with simulations"""
-    recipe: Recipe = field(default_factory=Recipe)
-    """of the tuner"""
+    steps: int = 12
+    """of the tuner: its steps by gradients"""
+    rounds: int = 4
+    """of the tuner: its rounds of trials"""
+    trials: int = 12
+    """of the tuner: trials in a round"""
+    trial_particles: int = 8
+    """of the tuner: particles of a trial, on each MDP"""
     points: int = 24
-    """of the search with a fixed number of points, each played once on each MDP; 0 for none"""
-    again: int = 4
-    """how many of these points, the best ones, are played again"""
-    search_seeds: int = 4
-    """runs of each point that is played again"""
-    rival_seeds: int = 1
-    """runs of each point of random search and of Optuna"""
-    finalists: int = 2
-    """how many of these points are played on the held-out MDPs; the best one there counts"""
+    """of the quasi-random search, each played once on each MDP; 0 for none"""
     budget: float = 0.0
     """seconds of processor time for random search and Optuna; 0 for as long as the tuner took"""
-    parts: tuple[str, ...] = ("accuracy", "rivals")
+    parts: tuple[Literal["accuracy", "rivals"], ...] = ("accuracy", "rivals")
     """which parts to run"""
-    cache: Path = Path("runs/meta_tune_cache")
-    """where simulations are kept, so that none is repeated"""
-    only_cached: bool = False
-    """compare forecasts only with simulations that are in the cache"""
-    root: Path = Path("runs")
-    """where the run's directory goes"""
-
-    @property
-    def family(self) -> Family:
-        return Family(self.episodes, self.horizon, self.width, self.actions)
-
-    @property
-    def training(self) -> range:
-        """Numbers of the training MDPs."""
-        return range(self.seed - self.train, self.seed)
 
     @property
     def played(self) -> range:
         """Those of them that searches by simulation play."""
         return range(max(self.seed - max(self.rival_mdps, 1), self.training.start), self.seed)
 
-    @property
-    def held_out(self) -> range:
-        """Numbers of the held-out MDPs."""
-        return range(self.seed, self.seed + self.test)
 
-
-# -- forecasts against simulations ----------------------------------------------------------------
+@cache
+def simulated(family: Family, number: int, setting: Setting, seeds: int) -> occ.History:
+    """A setting in the stochastic world of one MDP."""
+    mdp, mean = family.problem(number)
+    learner, losses = occ.FTRL(mdp, occ.jin_luo(mdp, *setting)), occ.BernoulliLosses(mean)
+    return occ.simulate(mdp, learner, losses, family.episodes, range(1, seeds + 1))
 
 
 def accuracy(args: Args, directory: Path) -> list[str]:
     """The grid of settings: simulated, and forecast by mean path, by leaping and by the rule."""
     rows: list[dict[str, Any]] = []
     for number in args.held_out:
-        before = len(rows)
-        rows += [
-            row
-            for gamma in args.gammas
-            for beta in args.betas
-            if (row := compare_forecasts(args, number, beta, gamma))
-        ]
-        print(f"  MDP {number}: forecasts of {len(rows) - before} settings compared", flush=True)
-    write_csv(directory / "accuracy.csv", rows)
-    alpha = args.actions**-0.5
-    shown = [(args.betas[-1], 1.0), (10.0, 1.0), (1.0, 1.0), (1.0, 4.0), (args.betas[0], 4.0)]
-    curves = {
-        (beta, gamma): args.family.simulated(
-            args.cache, args.seed, (alpha, beta, gamma), STOCHASTIC, args.seeds
-        )
-        for beta, gamma in shown
-        if beta in args.betas and gamma in args.gammas
-    }
-    figure = figures.draw_accuracy(args.family, rows, args.seed, curves, args.particles)
-    write_figure(directory / "accuracy.png", figure)
+        grid = [(gamma, beta) for gamma in args.gammas for beta in args.betas]
+        rows += [compare_forecasts(args, number, beta, gamma) for gamma, beta in grid]
+        print(f"  MDP {number}: forecasts of {len(grid)} settings compared", flush=True)
+    common.write_csv(directory / "accuracy.csv", rows)
+    common.write_figure(directory / "accuracy.png", draw_accuracy(args, rows))
     lines = []
     keys = {"mean path": "mean_path", "leaping": "leaping", "by the rule": "chosen"}
     for name, key in keys.items():
@@ -144,195 +93,235 @@ def accuracy(args: Args, directory: Path) -> list[str]:
         lines.append(
             f"{name}: {within}, median error {np.median(errors):.1%}, largest {errors.max():.1%}"
         )
-        for number in dict.fromkeys(row["mdp"] for row in rows):
-            own = np.array(
-                [error for error, row in zip(errors, rows, strict=True) if row["mdp"] == number]
-            )
+        for number, own in zip(args.held_out, np.split(errors, args.test), strict=True):
             lines.append(f"  MDP {number}: {(own <= 0.1).sum()} of {len(own)}")
     for row in rows:
         if abs(row["error"]) > 0.1:
             setting = f"MDP {row['mdp']}, beta {row['beta']:g}, gamma {row['gamma']:g}"
             forecast = f"{row['chosen']:.0f} ({row['method']})"
-            simulated = f"{row['simulated']:.0f} +- {row['standard_error']:.0f}"
-            lines.append(f"  missed: {setting}: {forecast}, simulated {simulated}")
+            truth = f"{row['simulated']:.0f} +- {row['standard_error']:.0f}"
+            lines.append(f"  missed: {setting}: {forecast}, simulated {truth}")
     return lines
 
 
-def compare_forecasts(args: Args, number: int, beta: float, gamma: float) -> dict[str, Any] | None:
-    """One setting on one MDP; None with `only_cached` if it is not in the cache."""
+def compare_forecasts(args: Args, number: int, beta: float, gamma: float) -> dict[str, Any]:
+    """One setting on one MDP."""
     setting = (args.actions**-0.5, beta, gamma)
-    kept = args.family.kept(args.cache, number, setting, STOCHASTIC, args.seeds)
-    if args.only_cached and not kept.exists():
-        return None
-    history = args.family.simulated(args.cache, number, setting, STOCHASTIC, args.seeds)
-    truth = history.regret[:, -1]
+    truth = occ.game.Mean.of(simulated(args.family, number, setting, args.seeds).regret[:, -1])
     mdp, mean = args.family.problem(number)
     psi = occ.jin_luo(mdp, *setting)
     with torch.no_grad():
         path = occ.forecast(mdp, psi, mean, args.episodes)
-    begun = time.monotonic()
     leaps = occ.leap(mdp, psi, mean, args.episodes, particles=args.particles, seed=number)
-    chosen = float(path.final if bool(path.reliable) else leaps.final)
-    return {
-        "mdp": number,
-        "beta": beta,
-        "gamma": gamma,
-        "simulated": float(truth.mean()),
-        "standard_error": float(truth.std()) / len(truth) ** 0.5,
-        "mean_path": float(path.final),
-        "noise_share": float(path.noise_share),
-        "leaping": float(leaps.final),
-        "leaping_error": float(leaps.standard_error[-1]),
-        "leaps": float(leaps.leaps.double().mean()),
-        "leaping_seconds": time.monotonic() - begun,
-        "simulation_seconds": float(history.wall_time[-1]),
-        "method": "mean path" if bool(path.reliable) else "leaping",
-        "chosen": chosen,
-        "error": chosen / float(truth.mean()) - 1,
-    }
+    reliable = bool(path.reliable)
+    chosen = float(path.final if reliable else leaps.final)
+    row: dict[str, Any] = {"mdp": number, "beta": beta, "gamma": gamma}
+    row |= {"simulated": truth.mean, "standard_error": truth.standard_error}
+    row |= {"mean_path": float(path.final), "noise_share": float(path.noise_share)}
+    row |= {"leaping": float(leaps.final), "leaping_error": float(leaps.standard_error[-1])}
+    row |= {"method": "mean path" if reliable else "leaping", "chosen": chosen}
+    return row | {"error": chosen / truth.mean - 1}
 
 
-# -- tuning for the stochastic world, and searches by simulation ----------------------------------
+def draw_accuracy(args: Args, rows: list[dict[str, Any]]) -> Figure:
+    """Forecast over simulated regret."""
+    figure = common.new_figure(6, 4.6)
+    axes = figure.subplots()
+    truths = [row["simulated"] for row in rows]
+    ends = np.array([0.8 * min(truths), 1.25 * max(truths)])
+    axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.9", label="within 10 %")
+    axes.plot(ends, ends, color="0.5", linewidth=0.8)
+    for i, (method, key) in enumerate((("mean path", "mean_path"), ("leaping", "leaping"))):
+        for taken in (True, False):
+            kept = [row for row in rows if (row["method"] == method) == taken]
+            hollow = {"facecolors": "none", "edgecolors": COLOURS[i], "alpha": 0.45}
+            look = {"color": COLOURS[i]} if taken else hollow
+            label = f"{method}, {'chosen by the rule' if taken else 'not chosen'}"
+            x, y = ([row[name] for row in kept] for name in ("simulated", key))
+            axes.scatter(x, y, s=22, marker="o^"[i], label=label, linewidths=0.8, **look)
+    title = f"{len(rows)} settings, T = {args.episodes:,}"
+    labels = {"xlabel": "simulated regret", "ylabel": "forecast regret", "title": title}
+    common.tidy(axes, xscale="log", yscale="log", **labels)
+    axes.legend(frameon=False, fontsize="small")
+    return figure
 
 
-def objective_of(args: Args) -> tuple[occ.ForecastObjective, occ.Regularizer]:
-    """The forecast on the training MDPs, and the regularizer with the paper's constants."""
-    psi = occ.jin_luo(args.family.problem(args.training[0])[0])
-    return occ.ForecastObjective(
-        [args.family.stochastic(args.training)], args.episodes, reference=psi, robustness=1.0
-    ), psi
+class Search(NamedTuple):
+    """The result of a search by simulation."""
+
+    best: Setting
+    played: int  # points
+    seconds: float  # of processor time
+
+
+def judge(args: Args, setting: Setting) -> float:
+    """The mean log regret of one run on each MDP that searches play."""
+    logs = []
+    for number in args.played:
+        mdp, mean = args.family.problem(number)
+        learner, losses = occ.FTRL(mdp, occ.jin_luo(mdp, *setting)), occ.BernoulliLosses(mean)
+        regret = common.final_regret(learner, losses, args.episodes, range(1, 2))
+        logs.append(math.log(max(float(regret), 1.0)))
+    return float(np.mean(logs))
+
+
+def search(
+    args: Args,
+    ask: Callable[[], Setting],
+    tell: Callable[[float], object],
+    budget: float,
+    points: int = 1,
+) -> Search:
+    """At least some points, and more until the budget is spent; the last one may end after it."""
+    begun, found = time.process_time(), list[tuple[float, Setting]]()
+    while len(found) < points or time.process_time() - begun < budget:
+        setting = ask()
+        found.append((judge(args, setting), setting))
+        tell(found[-1][0])
+    return Search(min(found)[1], len(found), time.process_time() - begun)
+
+
+def from_cube(x: np.ndarray) -> Setting:
+    """A point of the unit cube stands for the logarithms of a setting in the box."""
+    low, high = (np.log([ends[i] for ends in BOX.values()]) for i in (0, 1))
+    alpha, beta, gamma = np.exp(low + x * (high - low)).tolist()
+    return alpha, beta, gamma
+
+
+def search_all(args: Args, budget: float) -> dict[str, Search]:
+    """The quasi-random points, and the two searches with this processor time."""
+    from scipy.stats import qmc
+
+    found, generator = {}, np.random.default_rng(args.seed)
+    if args.points:
+        sobol = iter(qmc.Sobol(len(BOX), seed=0).random_base2(math.ceil(math.log2(args.points))))
+        ask = lambda: from_cube(next(sobol))  # noqa: E731
+        found[f"search of {args.points} points"] = search(args, ask, float, 0.0, args.points)
+    ask = lambda: from_cube(generator.random(len(BOX)))  # noqa: E731
+    found[RANDOM] = search(args, ask, float, budget)
+    try:
+        import optuna
+    except ImportError:
+        print("Optuna is not installed (pip install torch-occ[tuning]); left out")
+        return found
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=args.seed))
+    trials: list[Any] = []
+
+    def ask_optuna() -> Setting:
+        trials.append(study.ask())
+        return from_cube(np.array([trials[-1].suggest_float(name, 0.0, 1.0) for name in BOX]))
+
+    tell = lambda cost: study.tell(trials[-1], cost)  # noqa: E731
+    return found | {OPTUNA: search(args, ask_optuna, tell, budget)}
 
 
 def rivals(args: Args, directory: Path) -> list[str]:
     """The tuner without a guard, against searches with the same objective."""
-    family = args.family
-    warm_up(family, args.training)
-    begun = time.process_time()
-    objective, psi = objective_of(args)
-    refined = occ.tune_and_refine(
-        objective,
-        psi,
-        args.recipe,
-        bounds=BOX,
-        directory=directory / "tuning",
-        save_to=directory / "tuning.pt",
+    family, mdp = args.family, args.family.problem(args.training[0])[0]
+    short = family._replace(episodes=10)  # compiles, before the clock starts
+    simulated(short, args.seed, (0.5, 1.0, 1.0), 1)
+    occ.leap(mdp, occ.jin_luo(mdp), family.problem(args.training[0])[1], 10, particles=1)
+    begun, psi = time.process_time(), occ.jin_luo(mdp)
+    objective = occ.tuning.ForecastObjective(
+        [family.stochastic(args.training)], args.episodes, reference=psi, robustness=1.0
     )
-    tuned = refined.start
+    recipe = occ.tuning.Recipe(
+        steps=args.steps, rounds=args.rounds, points=args.trials, particles=args.trial_particles
+    )
+    refined = occ.tune_and_refine(
+        objective, psi, recipe, bounds=BOX, directory=directory / "tuning"
+    )
     spent = time.process_time() - begun
-    print(f"{tuned}\nrefined: {refined.tuned}", flush=True)
-    write_figure(directory / "landscape.png", figures.draw_landscape(objective, tuned, refined))
-    budget = args.budget or spent
-    parts = f"{tuned.seconds:.1f} s by gradients, {refined.seconds:.1f} s by"
+    print(f"{refined.start}\nrefined: {refined.tuned}", flush=True)
+    parts = f"{refined.start.seconds:.1f} s by gradients, {refined.seconds:.1f} s by"
     lines = [
         f"tuner: {spent:.1f} s of processor time; {parts} {len(refined.values)} trials",
-        f"random search and Optuna got {seconds(budget)} each",
+        f"random search and Optuna got {common.seconds(args.budget or spent)} each",
     ]
-    mdps = f"mdps{args.played[0]}-{args.played[-1]}"
-    kept = args.cache / f"search_{family.sizes}_T{args.episodes}_{mdps}_{args.points}.csv"
-    fixed = None
-    if args.points:
-        fixed = search_points(
-            family, args.played, args.points, args.again, args.search_seeds, 0, kept
-        )
-    searches: dict[str, Search | None] = {
-        f"search of {args.points} points": fixed,
-        RANDOM: search_randomly(family, args.played, args.rival_seeds, budget, args.seed),
-        OPTUNA: search_optuna(family, args.played, args.rival_seeds, budget, args.seed),
-    }
+    paper = (args.actions**-0.5, 64.0 * args.horizon, 1.0)
     # The constants of the appendix, with the paper's beta.
     stochastic = occ.theory.tune_stochastic(family.problem(args.seed)[0])
-    candidates: list[tuple[str, Setting, float]] = [
-        (PAPER, family.paper, 0.0),
-        (APPENDIX, (stochastic.alpha, family.paper[1], stochastic.gamma), 0.0),
+    candidates: dict[str, tuple[Setting, float]] = {
+        PAPER: (paper, 0.0),
+        APPENDIX: ((stochastic.alpha, paper[1], stochastic.gamma), 0.0),
         # FTRL.tsallis(mdp): nothing is tuned, and there is no log-barrier.
-        (TSALLIS, (0.0, 0.0, 1.0), 0.0),
-        (TUNED, figures.setting_of(refined.tuned), spent),
-    ]
-    for name, found in searches.items():
-        if found is not None:
-            count = args.finalists if name.startswith("search") else 1
-            candidates += [
-                (f"{name}, no. {i + 1}" if count > 1 else name, p.setting, found.seconds)
-                for i, p in enumerate(found.best[:count])
-            ]
-            lines.append(
-                f"{name}: {found.played} points, {seconds(found.seconds)} of processor time"
-            )
-    rows = [
-        judge_held_out(args, name, setting) | {"seconds": spent}
-        for name, setting, spent in candidates
-    ]
-    write_csv(directory / "rivals.csv", rows)
-    write_figure(directory / "rivals.png", figures.draw_rivals(family, rows, args.seeds))
-    names = [f"MDP {number}" for number in args.held_out]
-    header = ["", "α", "β", "γ", "processor time", *names, "mean", "relative to the tuned one"]
-    own = next(row for row in rows if row["setting"] == TUNED)
-    cells = []
-    for row in rows:
-        line = [row["setting"], *(f"{row[key]:.3g}" for key in BOX)]
-        line += [f"{row['seconds']:.0f} s" if row["seconds"] else ""]
-        line += [f"{row[name]:.0f} ± {row[f'{name}, standard error']:.0f}" for name in names]
-        line += [f"{row['regret']:.0f} ± {row['standard_error']:.0f}"]
-        cells.append([*line, f"{row['regret'] / own['regret']:.3g}"])
-    for name, setting, _ in candidates:
-        if name in (PAPER, APPENDIX, TUNED):
-            continue
-        excess, error = excess_of(args, figures.setting_of(refined.tuned), setting)
-        lines.append(f"{TUNED}: {excess:+.1%} ± {error:.1%} of regret, relative to {name}")
-    return [*lines, table(header, cells)]
-
-
-def excess_of(args: Args, setting: Setting, other: Setting) -> tuple[float, float]:
-    """How much more regret a setting has than another, as a share, on the held-out MDPs.
-
-    The second number is the standard error over seeds.
-    """
-
-    def by_seed(candidate: Setting) -> torch.Tensor:
-        found = [
-            args.family.simulated(args.cache, number, candidate, STOCHASTIC, args.seeds)
-            for number in args.held_out
-        ]
-        return torch.stack([history.regret[:, -1] for history in found]).mean(0)
-
-    own, its = by_seed(setting), by_seed(other)
-    difference = (own - its) / its.mean()
-    return float(difference.mean()), float(difference.std()) / len(difference) ** 0.5
-
-
-def judge_held_out(args: Args, name: str, setting: Setting) -> dict[str, Any]:
-    """One setting in the stochastic worlds of all held-out MDPs."""
-    row: dict[str, Any] = {"setting": name} | dict(zip(BOX, setting, strict=True))
-    means, errors = [], []
-    for number in args.held_out:
-        history = args.family.simulated(args.cache, number, setting, STOCHASTIC, args.seeds)
-        regret = history.regret[:, -1]
-        means.append(float(regret.mean()))
-        errors.append(float(regret.std()) / len(regret) ** 0.5)
-        row |= {f"MDP {number}": means[-1], f"MDP {number}, standard error": errors[-1]}
-    return row | {
-        "regret": float(np.mean(means)),
-        "standard_error": float(np.linalg.norm(errors)) / len(means),
+        TSALLIS: ((0.0, 0.0, 1.0), 0.0),
+        TUNED: (setting_of(refined.tuned), spent),
     }
+    for name, found in search_all(args, args.budget or spent).items():
+        candidates[name] = found.best, found.seconds
+        lines.append(
+            f"{name}: {found.played} points, {common.seconds(found.seconds)} of processor time"
+        )
+    regrets = {name: held_out(args, setting) for name, (setting, _) in candidates.items()}
+    common.write_figure(directory / "rivals.png", draw_rivals(args, regrets, candidates))
+    header = ["", *BOX, "processor time", *(f"MDP {number}" for number in args.held_out)]
+    cells = []
+    for name, (setting, took) in candidates.items():
+        found_here = regrets[name]
+        each = [*found_here, found_here.mean(0)]
+        line = [name, *(f"{x:.3g}" for x in setting), f"{took:.0f} s" if took else ""]
+        cells.append([*line, *(str(occ.game.Mean.of(x)) for x in each)])
+        apart = found_here.mean(0) - regrets[TUNED].mean(0)
+        cells[-1].append(str(occ.game.Mean.of(100 * apart / regrets[TUNED].mean())))
+    rows = [dict(zip(("setting", *header[1:], "mean", "more"), x, strict=True)) for x in cells]
+    common.write_csv(directory / "rivals.csv", rows)
+    return [*lines, common.table([*header, "mean", "more than tuned, %"], cells)]
 
 
-PARTS = {"accuracy": accuracy, "rivals": rivals}
+def setting_of(tuned: occ.tuning.Tuned) -> Setting:
+    """alpha, beta and gamma of what was tuned."""
+    by_name = {name.rpartition(".")[2]: value for name, value in tuned.parameters.items()}
+    return by_name["alpha"], by_name["beta"], by_name["gamma"]
+
+
+def held_out(args: Args, setting: Setting) -> Tensor:
+    """Final regrets in the stochastic worlds of the held-out MDPs, `(MDPs, seeds)`."""
+    found = [simulated(args.family, number, setting, args.seeds) for number in args.held_out]
+    return torch.stack([history.regret[:, -1] for history in found])
+
+
+def draw_rivals(
+    args: Args, regrets: dict[str, Tensor], candidates: dict[str, tuple[Setting, float]]
+) -> Figure:
+    """Left: mean regret on held-out MDPs over the time of the search. Right: each MDP.
+
+    On the right, regret is relative to that of the tuned setting.
+    """
+    figure = common.new_figure(11, 4.2)
+    left, right = figure.subplots(1, 2)
+    searched = [name for name, (_, took) in candidates.items() if took]
+    unit = regrets[TUNED].mean(1)
+    for i, name in enumerate(searched):
+        found, whole = regrets[name], occ.game.Mean.of(regrets[name].mean(0))
+        look = {"color": COLOURS[i + 1], "marker": "*" if name == TUNED else "o", "capsize": 3}
+        look |= {"markersize": 13 if name == TUNED else 7, "linestyle": "none"}
+        error = [1.96 * whole.standard_error]
+        left.errorbar([candidates[name][1]], [whole.mean], error, label=name, **look)
+        x = np.arange(len(found)) + 0.12 * (i - (len(searched) - 1) / 2)
+        errors = 1.96 * found.std(1) / found.shape[1] ** 0.5
+        right.errorbar(x, found.mean(1) / unit, errors / unit, **look)
+    right.axhspan(0.95, 1.05, color="0.92", zorder=0)
+    right.axhline(1.0, color="0.5", linewidth=0.8, zorder=0)
+    right.set_xticks(range(args.test), [f"MDP {number}" for number in args.held_out])
+    left.set(xlabel="processor time spent on the search, s", title="mean over held-out MDPs")
+    common.tidy(left, xscale="log", ylim=(0, None), ylabel=f"regret at T = {args.episodes:,}")
+    title = f"each held-out MDP, {args.seeds} seeds, 95 % (grey: within 5 %)"
+    common.tidy(right, ylabel="regret relative to the tuned setting", title=title)
+    left.legend(frameon=False, fontsize="small")
+    return figure
 
 
 def main(args: Args) -> Path:
     """All parts."""
-    unknown = [part for part in args.parts if part not in PARTS]
-    if unknown:
-        raise SystemExit(f"parts: there is no {unknown[0]!r}; there are {', '.join(PARTS)}")
-    torch.set_num_threads(1)
-    directory = run_directory(args.root, "meta_tune", args.seed)
-    write_configuration(directory, args)
+    directory = common.begin("meta_tune", args, args.seed)
     lines: list[str] = []
     for part in args.parts:
-        found = PARTS[part](args, directory)
+        found = {"accuracy": accuracy, "rivals": rivals}[part](args, directory)
         print("\n".join([part, *found, ""]), flush=True)
         lines += [part, *found, ""]
-    write_text(directory / "report.txt", "\n".join(lines))
+    common.write_text(directory / "report.txt", "\n".join(lines))
     print(f"\nwritten to {directory}")
     return directory
 

@@ -6,25 +6,18 @@ One of the regularizers, `Mine`, is defined in this file, in five lines.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import tyro
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import torch_occ as occ
-from experiments.common import run_directory, table, write_csv, write_figure
-from experiments.curves import draw_ratios
-from experiments.games import (
-    Game,
-    Settings,
-    growth_row,
-    loss_with_gap,
-    play_all,
-    write_configuration,
-)
-from experiments.growth import growth
+from experiments import common
+from experiments.common import Game, Histories, RunsOnMDP
 
 STOCHASTIC, SWITCHING = "stochastic", "switching"
 
@@ -40,35 +33,19 @@ class Mine(occ.SeparableRegularizer):
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(RunsOnMDP):
     """Which games are played, and how long."""
 
     episodes: int = 5000
     """T"""
     seeds: int = 16
     """independent runs of each game"""
-    seed: int = 1
-    """of the MDP, the losses and the first run"""
-    horizon: int = 3
-    """L"""
-    width: int = 3
-    """states in each layer but the first"""
-    actions: int = 3
-    """A"""
-    gap: float = 0.4
-    """of every suboptimal action"""
     beta: float = 1.0
     """weight of the log-barrier beside the hybrid regularizer; the paper has 64 L"""
     gamma: float = 1.0
     """eta_t = gamma / sqrt(t), the same for all; with the best gamma for each, ranks may change"""
     period: int = 50
     """episodes between two switches of the losses in the switching environment"""
-    processes: int = 2
-    """games played at the same time"""
-    tensorboard: bool = True
-    """write TensorBoard logs"""
-    root: Path = Path("runs")
-    """where the run's directory goes"""
 
 
 def zoo(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Regularizer]:
@@ -85,14 +62,34 @@ def zoo(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Regularizer]:
     }
 
 
+def draw(histories: Histories, environments: Sequence[str], reference: str, title: str) -> Figure:
+    """Regret as a multiple of the reference learner's, one panel per environment.
+
+    Bands are 95 % bootstrap intervals over seeds. Learner and reference are resampled together,
+    since they play with the same random numbers.
+    """
+    figure = common.new_figure(12, 5)
+    panels = figure.subplots(1, len(environments), sharey=True)
+    for axes, environment in zip(panels, environments, strict=True):
+        against = histories[environment, reference]
+        t, end = against.episodes, int(against.episodes[-1])
+        for name, colour in common.colours(histories).items():
+            found = common.ratio_band(histories[environment, name].regret, against.regret)
+            axes.fill_between(t, found.lower, found.upper, color=colour, alpha=0.15, linewidth=0)
+            axes.plot(t, found.value, color=colour, linewidth=1.8, label=name)
+        scales = {"xscale": "log", "yscale": "log", "xlim": (end / 100, end), "ylim": (0.5, 8)}
+        common.tidy(axes, xlabel="episodes T", title=environment, **scales)
+        axes.set_yticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+    common.legend_below(figure, panels[0], 7)
+    figure.suptitle(title)
+    return figure
+
+
 def main(args: Args) -> Path:
     """Play every regularizer in two environments."""
-    torch.set_num_threads(1)
-    directory = run_directory(args.root, "regularizers", args.seed)
-    write_configuration(directory, args)
-    mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
-    mean = loss_with_gap(mdp, args.gap, args.seed)
-    other = loss_with_gap(mdp, args.gap, args.seed + 1)
+    directory = common.begin("regularizers", args, args.seed)
+    mdp, mean = args.problem()
+    other = common.loss_with_gap(mdp, args.gap, args.seed + 1)
     environments = {
         STOCHASTIC: occ.BernoulliLosses(mean),
         SWITCHING: occ.SwitchingLosses(torch.stack([mean, other]), args.period, noise="bernoulli"),
@@ -104,16 +101,14 @@ def main(args: Args) -> Path:
     ]
     # The slowest first: a regularizer that is not built in is not compiled.
     games.sort(key=lambda game: game.name != "mine")
-    settings = Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed)
-    histories = play_all(games, settings, directory)
+    histories = common.play_all(games, args, directory)
     names = list(zoo(args, mdp))
     histories = {(place, name): histories[place, name] for place in environments for name in names}
-    fits = {key: growth(history.episodes, history.regret) for key, history in histories.items()}
-    write_csv(directory / "regularizers.csv", [growth_row(*key, fit) for key, fit in fits.items()])
+    fits = common.fit_all(histories, directory / "regularizers.csv")
     title = f"Regret as a multiple of that of {names[0]}, β = {args.beta:g}; "
     title += f"γ = {args.gamma:g} for all, {args.seeds} seeds, 95 % bands"
-    figure = draw_ratios(histories, list(environments), names[0], title)
-    write_figure(directory / "regularizers.png", figure)
+    figure = draw(histories, list(environments), names[0], title)
+    common.write_figure(directory / "regularizers.png", figure)
     cells = []
     for name in names:
         here = histories[STOCHASTIC, name]
@@ -127,7 +122,7 @@ def main(args: Args) -> Path:
         cells.append([name, *columns])
     header = ["regularizer", "stochastic: R(T)", "exponent", "switching: R(T)", "exponent"]
     header += ["Newton steps", "uncertified", "episodes / s"]
-    print(f"\n{table(header, cells)}\n")
+    print(f"\n{common.table(header, cells)}\n")
     for place in environments:
         order = sorted(names, key=lambda name: fits[place, name].final.value)
         best, second = fits[place, order[0]].final, fits[place, order[1]].final

@@ -17,8 +17,7 @@ import torch
 import tyro
 
 import torch_occ as occ
-from experiments.common import machine, run_directory, table
-from experiments.games import loss_with_gap, write_configuration
+from experiments import common
 
 LearnerName = Literal[
     "jin-luo", "tsallis", "log-barrier", "o-reps", "ucb", "follow-the-leader", "uniform"
@@ -69,16 +68,10 @@ def cells(args: Args) -> list[dict[str, Any]]:
     for mdp, learner in itertools.product(args.mdps, args.learners):
         make_mdp(mdp)  # errors before the first cell runs
         axes = {"alpha": args.alphas, "beta": args.betas, "gamma": args.gammas}
-        own = {name: axes[name] for name in PARAMETERS.get(learner, ())}
+        own: dict[str, Any] = {name: axes[name] for name in PARAMETERS.get(learner, ())}
         losses = args.losses if mdp.startswith("random:") else ("rewards",)
-        found += occ.grid(
-            mdp=[mdp],
-            losses=losses,
-            learner=[learner],
-            **own,
-            episodes=[args.episodes],
-            seed=range(args.seeds),
-        )
+        own |= {"episodes": (args.episodes,), "seed": range(args.seeds)}
+        found += occ.grid(mdp=[mdp], losses=losses, learner=[learner], **own)
     return found
 
 
@@ -101,9 +94,9 @@ def make_mdp(name: str) -> occ.LayeredMDP:
 
 def make_losses(name: str, mdp: occ.LayeredMDP) -> occ.LossProcess:
     """A loss process by its name; all are built on one table of means with a gap of 0.4."""
-    if isinstance(mdp, occ.RewardMDP):
+    if isinstance(mdp, occ.mdp.RewardMDP):
         return occ.BernoulliLosses(mdp.loss)
-    mean = loss_with_gap(mdp, 0.4, seed=0)
+    mean = common.loss_with_gap(mdp, 0.4, seed=0)
     if name == "constrained":
         return occ.StochasticallyConstrained(mean)
     if name == "corrupted":
@@ -131,9 +124,8 @@ def play(config: dict[str, Any]) -> dict[str, Any]:
     """One cell. The result depends on the configuration only."""
     mdp = make_mdp(config["mdp"])
     learner = make_learner(config, mdp)
-    history = occ.simulate(
-        mdp, learner, make_losses(config["losses"], mdp), config["episodes"], seeds=[config["seed"]]
-    )
+    losses, seeds = make_losses(config["losses"], mdp), [config["seed"]]
+    history = occ.simulate(mdp, learner, losses, config["episodes"], seeds=seeds)
     last = {
         name: float(getattr(history, name)[0, -1])
         for name in ("regret", "realised_regret", "comparator", "uncertified")
@@ -141,7 +133,7 @@ def play(config: dict[str, Any]) -> dict[str, Any]:
     # Named so that the regret comes first in the HParams dashboard, which sorts by name.
     result = {"regret": last["regret"], "regret_realised": last["realised_regret"]}
     result |= {"total_loss_of_best": last["comparator"], "uncertified": last["uncertified"]}
-    if isinstance(mdp, occ.RewardMDP):
+    if isinstance(mdp, occ.mdp.RewardMDP):
         result["regret_in_rewards"] = float(mdp.regret_in_rewards(history.regret[0, -1]))
     return result
 
@@ -150,44 +142,30 @@ def summary(rows: list[dict[str, Any]]) -> str:
     """Mean regret over seeds, a line for every game."""
     games: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        parameters = ", ".join(
-            f"{name} = {row[name]:g}" for name in ("alpha", "beta", "gamma") if name in row
-        )
-        games.setdefault((row["mdp"], row["losses"], row["learner"], parameters), []).append(
-            row["regret"]
-        )
-    lines = []
-    for game, regrets in games.items():
-        regret = torch.tensor(regrets, dtype=torch.float64)
-        spread = f"± {float(regret.std() / len(regrets) ** 0.5):.1f}" if len(regrets) > 1 else ""
-        lines.append([*game, f"{float(regret.mean()):.1f} {spread}".strip(), str(len(regrets))])
-    return table(
-        ["mdp", "losses", "learner", "parameters", "regret at T (standard error)", "seeds"],
-        lines,
-        left=(0, 1, 2, 3),
-    )
+        own = [name for name in ("alpha", "beta", "gamma") if name in row]
+        parameters = ", ".join(f"{name} = {row[name]:g}" for name in own)
+        game = (row["mdp"], row["losses"], row["learner"], parameters)
+        games.setdefault(game, []).append(row["regret"])
+    lines = [
+        [*game, str(occ.game.Mean.of(torch.tensor(regrets).double())), str(len(regrets))]
+        for game, regrets in games.items()
+    ]
+    header = ["mdp", "losses", "learner", "parameters", "regret at T (standard error)", "seeds"]
+    return common.table(header, lines, left=(0, 1, 2, 3))
 
 
 def main(args: Args) -> Path:
     """Run the missing cells, and summarize."""
     grid = cells(args)
-    directory = run_directory(args.root, "sweep", 0) if args.directory is None else args.directory
-    where = (
-        f"the cluster at {args.cluster}" if args.cluster else f"{args.processes} local processes"
-    )
-    print(f"{len(grid)} cells on {where}; {machine()}\n{directory}", flush=True)
+    directory = common.begin("sweep", args) if args.directory is None else args.directory
+    cluster, local = f"the cluster at {args.cluster}", f"{args.processes} local processes"
+    where = cluster if args.cluster else local
+    print(f"{len(grid)} cells on {where}; {common.machine()}\n{directory}", flush=True)
     try:
-        done = occ.sweep(
-            play,
-            grid,
-            directory,
-            processes=args.processes,
-            cluster=args.cluster,
-            tensorboard=args.tensorboard,
-        )
+        options: dict[str, Any] = {"cluster": args.cluster, "tensorboard": args.tensorboard}
+        done = occ.sweep(play, grid, directory, processes=args.processes, **options)
     except KeyboardInterrupt:
         sys.exit(f"\ninterrupted; finished cells are stored. Continue with --directory {directory}")
-    write_configuration(directory, args)
     print(f"\n{summary(done.rows)}\n\nwritten to {directory}: results.csv, cells/, tensorboard/")
     if done.failures:
         shown = "\n".join(f"  {failure}" for failure in done.failures[:10])

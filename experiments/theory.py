@@ -8,44 +8,34 @@ policies are between uniform and deterministic. docs/theory.md explains the labe
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import tyro
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import torch_occ as occ
-from experiments.common import machine, run_directory, table, write_csv, write_figure
-from experiments.games import loss_with_gap, write_configuration, write_text
-from experiments.theory_figures import draw_runs, draw_tightness
+from experiments import common
+from experiments.common import COLOURS, RunsOnMDP
 from torch_occ import theory
-from torch_occ.theory.surveys import batch_of_mdps, survey
 
 STOCHASTIC, ADVERSARIAL = "stochastic", "adversarial"
+BLUE, RED, GREEN, PINK, ORANGE, SKY, BLACK = COLOURS
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(RunsOnMDP):
     """How long is played, and on how many MDPs the statements are evaluated."""
 
     episodes: int = 10000
     """T"""
     seeds: int = 16
     """independent runs of each game"""
-    seed: int = 1
-    """of the MDPs, the losses and the first run"""
-    horizon: int = 3
-    """L"""
-    width: int = 3
-    """states in each layer but the first"""
-    actions: int = 3
-    """A"""
-    gap: float = 0.4
-    """of every suboptimal action, in the stochastic game"""
     adversary: Literal["walk", "greedy", "switching"] = "walk"
     """walk: every loss is a random walk in [0, 1]; greedy: each state's most likely action costs 1;
     switching: two tables take turns"""
@@ -53,18 +43,11 @@ class Args:
     """random MDPs of each size, and as many nearly deterministic ones"""
     sizes: tuple[tuple[int, int, int], ...] = ((1, 1, 4), (2, 3, 2), (3, 3, 3), (5, 2, 3))
     """horizon, width and actions of these MDPs"""
-    tensorboard: bool = True
-    """write TensorBoard logs"""
-    root: Path = Path("runs")
-    """where the run's directory goes"""
 
 
-# -- the games ------------------------------------------------------------------------------------
-
-
-def environments(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.LossProcess]:
+def environments(args: Args) -> dict[str, occ.LossProcess]:
     """The two loss processes."""
-    mean = loss_with_gap(mdp, args.gap, args.seed)
+    _, mean = args.problem()
     adversaries: dict[str, occ.LossProcess] = {
         "walk": occ.RandomWalkLosses(step=0.02),
         "greedy": occ.GreedyAdversary(),
@@ -73,30 +56,21 @@ def environments(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.LossProcess]:
     return {STOCHASTIC: occ.BernoulliLosses(mean), ADVERSARIAL: adversaries[args.adversary]}
 
 
-def play(
-    args: Args, mdp: occ.LayeredMDP, losses: occ.LossProcess, directory: Path
-) -> dict[str, Tensor]:
+def play(args: Args, losses: occ.LossProcess, directory: Path) -> dict[str, Tensor]:
     """One game of `alg:main_alg` under the certificate; its curves, `(seeds, C)` each."""
+    mdp, _ = args.problem()
     board = occ.TensorBoard(directory, images_per_decade=0) if args.tensorboard else None
     certificate = theory.Certificate(board)
-    history = occ.simulate(
-        mdp,
-        occ.FTRL(mdp, occ.jin_luo(mdp)),
-        losses,
-        args.episodes,
-        range(args.seed, args.seed + args.seeds),
-        callbacks=[*([board] if board else []), certificate],
-        config={"experiment": "theory"},
-    )
-    if args.tensorboard:
-        history.save(directory / "history.npz")
+    learner, seeds = occ.FTRL(mdp, occ.jin_luo(mdp)), range(args.seed, args.seed + args.seeds)
+    callbacks = [*([board] if board else []), certificate]
+    occ.simulate(mdp, learner, losses, args.episodes, seeds, callbacks=callbacks)
     return certificate.curves
 
 
-def add_stochastic_bound(args: Args, mdp: occ.LayeredMDP, curves: dict[str, Tensor]) -> None:
+def add_stochastic_bound(args: Args, curves: dict[str, Tensor]) -> None:
     """`col:stochastic_bound` with its constants, for the game in which it holds (C = 0)."""
-    plan = occ.optimal_policy(mdp, loss_with_gap(mdp, args.gap, args.seed))
-    t = curves["episodes"].to(mdp.dtype)
+    mdp, mean = args.problem()
+    plan, t = occ.optimal_policy(mdp, mean), curves["episodes"].to(mdp.dtype)
     bound = theory.stochastic_bound(mdp, theory.Parameters.paper(mdp), plan.gaps, plan.policy, t)
     curves["bound_stochastic"] = bound.expand_as(curves["regret"])
 
@@ -117,11 +91,75 @@ TERMS = {
 }
 
 
-# -- the statements -------------------------------------------------------------------------------
+def run_rows(place: str, curves: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Means over seeds, one row per checkpoint."""
+    names = [name for name in (*TERMS, "smoothness_min", "smoothness_max") if name in curves]
+    means = torch.stack([curves[name].mean(0) for name in names], -1).tolist()
+    return [
+        {"game": place, "episode": t} | dict(zip(names, row, strict=True))
+        for t, row in zip(curves["episodes"].tolist(), means, strict=True)
+    ]
 
 
-@dataclass
-class Summary:
+#: Curve, colour, style, words: the bounds on the regret, and the terms with theirs.
+REGRET = (
+    ("bound_stochastic", PINK, "--", "col:stochastic_bound, explicit"),
+    ("bound_adversarial", BLACK, "--", "col:adversarial_bound, explicit"),
+    ("bound_lemmas", RED, "--", "both lemmas + lower order"),
+    ("bound_terms", RED, "-", "penalty + stability + lower order (lem:key_lemma_ftrl)"),
+    ("lower_order", "0.6", "-", "lower order"),
+    ("regret", BLUE, "-", "regret, 95 % band"),
+)
+PARTS = (
+    ("stability_first_step", GREEN, ":", "stability, after lem:stability_first_step"),
+    ("stability_bound", GREEN, "--", "stability, lem:key_lemma_bound_stability"),
+    ("stability", GREEN, "-", "stability"),
+    ("penalty_bound", ORANGE, "--", "penalty, lem:key_lemma_bound_penalty"),
+    ("penalty", ORANGE, "-", "penalty"),
+    ("regret", BLUE, "-", "regret"),
+)
+
+
+def draw_runs(games: Mapping[str, Mapping[str, Tensor]], mdp: occ.LayeredMDP) -> Figure:
+    """One column per game: regret and its bounds, terms and theirs, smoothness of the update."""
+    figure = common.new_figure(4.7 * len(games) + 3.6, 10.4)
+    shape = {"squeeze": False, "sharex": "col", "sharey": "row"}
+    panels = figure.subplots(3, len(games), **shape, height_ratios=[5, 5, 2.6])
+    for column, (place, curves) in zip(panels.T, games.items(), strict=True):
+        t = curves["episodes"].numpy()
+        for axes, lines in zip(column, (REGRET, PARTS), strict=False):
+            for name, colour, style, words in lines:
+                if name in curves:
+                    mean, lower, upper = (x.numpy() for x in common.band(curves[name]))
+                    mean = np.where(mean > 0, mean, np.nan)  # a logarithmic axis has no other place
+                    look = {"color": colour, "linewidth": 1.9 if name == "regret" else 1.5}
+                    axes.plot(t, mean, linestyle=style, label=words, **look)
+                    if name == "regret":
+                        lower = np.where(lower > 0, lower, mean)
+                        axes.fill_between(t, lower, upper, color=colour, alpha=0.2, linewidth=0)
+            axes.set(xscale="log", yscale="log")
+            axes.set_ylim(bottom=max(axes.get_ylim()[0], 0.3))
+        label, look = "L T, the largest regret possible", {"color": "0.75", "linestyle": "-."}
+        column[0].plot(t, mdp.horizon * t, linewidth=1.0, label=label, **look)
+        column[0].set_title(place, fontsize=13)
+        low, high = (curves[f"smoothness_{end}"].numpy() for end in ("min", "max"))
+        column[2].fill_between(t, low.min(0), high.max(0), color=SKY, alpha=0.45, linewidth=0)
+        column[2].set(xscale="log", xlabel="episodes T")
+    labels = ["regret and bounds on it", "terms of the bound, and bounds on them"]
+    labels += [r"extremes of $\tilde{q}_t\,/\,q_t$" + "\n(lem:smooth_update: [1/2, 2])"]
+    for row, label in zip(panels, labels, strict=True):
+        row[0].set_ylabel(label)
+        for axes in row:
+            common.tidy(axes)
+    for row in panels[:2]:
+        beside = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5), "handlelength": 2.6}
+        row[-1].legend(*row[0].get_legend_handles_labels(), frameon=False, fontsize=9, **beside)
+    size = f"{mdp.horizon} layers, {mdp.num_states} states, {mdp.num_actions} actions"
+    figure.suptitle(f"The regret bound of Jin and Luo, taken apart: {size}")
+    return figure
+
+
+class Summary(NamedTuple):
     """A statement over all its instances."""
 
     label: str
@@ -132,9 +170,18 @@ class Summary:
     right: float
     ratios: list[float]
 
-    @property
-    def slack(self) -> float:
-        return self.right - self.left
+    def row(self) -> dict[str, Any]:
+        """For a CSV file."""
+        row = self._asdict() | {"slack": self.right - self.left}
+        return {name: x for name, x in row.items() if name != "ratios"}
+
+    def cells(self) -> list[str]:
+        """One line of the table."""
+        ratio = f"{self.left / self.right:.3g}" if self.right > 0 and self.relation == "<=" else ""
+        verdict = "holds" if not self.violations else f"FAILS in {self.violations}"
+        sides = [f"{self.left:.4g}", self.relation, f"{self.right:.4g}"]
+        numbers = [f"{self.instances}", *sides, f"{self.right - self.left:.3g}", ratio]
+        return [self.label, *numbers, verdict]
 
 
 def summarize(found: Sequence[theory.Statement]) -> Summary:
@@ -151,15 +198,8 @@ def summarize(found: Sequence[theory.Statement]) -> Summary:
         at = int(left.argmax())
     positive = right > 0
     ratios = (left[positive] / right[positive]).tolist() if found[0].relation == "<=" else []
-    return Summary(
-        found[0].label,
-        found[0].relation,
-        len(left),
-        int((~holds).sum()),
-        float(left[at]),
-        float(right[at]),
-        ratios,
-    )
+    counts, sides = (len(left), int((~holds).sum())), (float(left[at]), float(right[at]))
+    return Summary(found[0].label, found[0].relation, *counts, *sides, ratios)
 
 
 def evaluate(args: Args) -> list[Summary]:
@@ -167,176 +207,83 @@ def evaluate(args: Args) -> list[Summary]:
     found: dict[str, list[theory.Statement]] = {}
     for i, size in enumerate(args.sizes):
         for concentration in (1.0, 0.05):
-            mdp = batch_of_mdps(
-                args.mdps, *size, seed=args.seed + 1000 * i, concentration=concentration
+            seeds = range(args.seed + 1000 * i, args.seed + 1000 * i + args.mdps)
+            mdp = occ.tuning.stack(
+                [occ.LayeredMDP.random(*size, seed=x, concentration=concentration) for x in seeds]
             )
             generator = torch.Generator().manual_seed(args.seed + i)
-            for statement in survey(mdp, generator):
+            for statement in theory.survey(mdp, generator):
                 found.setdefault(statement.label, []).append(statement)
     return [summarize(statements) for statements in found.values()]
 
 
-def statement_cells(summary: Summary) -> list[str]:
-    """One line of the table."""
-    ratio = ""
-    if summary.right > 0 and summary.relation == "<=":
-        ratio = f"{summary.left / summary.right:.3g}"
-    verdict = "holds" if not summary.violations else f"FAILS in {summary.violations}"
-    sides = [f"{summary.left:.4g}", summary.relation, f"{summary.right:.4g}"]
-    words = WORDS.get(summary.label.partition(",")[0], "")
-    numbers = [f"{summary.instances}", *sides, f"{summary.slack:.3g}", ratio]
-    return [words, summary.label, *numbers, verdict]
-
-
-WORDS = {
-    "eq:quadratic_form": "w'Hw as a sum of squares",
-    "eq:hybrid_alternative": "both definitions of q(s), along a tangent",
-    "lem:def_M": "H = M_(L-1), largest difference",
-    "lem:M_inverse": "M_k times its Woodbury inverse, largest difference",
-    "eq:def_N": "N_k is the last block of the inverse of M_k",
-    "thm:main_general": "an episode of the theorem, from both lemmas",
-    "lem:convex_combine": "Omega is convex: flow residual of a mixture",
-    "eq:state_reach_prob_bound": "states of a layer are reached with probability <= 1",
-    "lem:state_reach_probabilty": "and those of all layers sum to <= L",
-    "lem:induction_state_reach_prob": "induction lemma, its condition",
-    "eq:induction_ineq": "induction lemma, its conclusion",
-    "eq:key_ineq_sqrt_diff": "induction condition for q_1 - q_2",
-    "lem:sqrt_diff": "sum sqrt q_1(s) - sqrt q_2(s), policy against mapping",
-    "lem:sqrt_diff_2": "the same for two mappings",
-    "eq:penalty_decomposition": "phi_H(q_opt) - phi_H(q) in two parts",
-    "lem:penalty_term_1": "the first part of the penalty",
-    "lem:key_lemma_bound_penalty": "the penalty lemma",
-    "J_2 <= sqrt(L|S||A|) J_1": "Cauchy-Schwarz in the proof of thm:main_general",
-    "lem:H_and_N": "a block of the inverse Hessian against N_k",
-    "lem:N_properties": "N_k > 0, N_k <= D^-1, N_k <= C^-1 + P'NP (eigenvalues)",
-    "lem:quadratic_form_diagonal": "w'Mw against its diagonal",
-    "lem:stability_first_step": "E|estimate|^2 against diagonals of N_k",
-    "eq:R0": "first layer of the second step",
-    "eq:R": "next layer of the second step",
-    "eq:R_bound": "R(s,a) <= 4 q^(3/2), worst ratio",
-    "lem:stability_second_step": "diagonals of N_k against sqrt q outside pi",
-    "lem:key_lemma_bound_stability": "the stability lemma",
-    "lem:close_hessian": "Hessians of psi_t at close points (eigenvalue)",
-    "lem:smooth_update": "tilde q_t against q_t, worst ratio",
-    "eq:earlier_argument": "length of the update in the norm of psi_t",
-    "eq:convex_eq": "|estimate|^2 <= L / beta in the norm of psi_t",
-    "eq:simple_decomposition": "regret = stability + mixed penalty",
-    "lem:bound_stability": "stability of an episode against 8 |estimate|^2",
-    "lem:bound_penalty": "mixed penalty of a run",
-    "lem:key_lemma_ftrl": "regret of a run against penalty + stability",
-    "lem:proper_comparator": "the comparator v = (1 - 1/T) q_opt + q_1/T",
-    "performance difference": "<q - q_opt, mean> = sum q gaps",
-    "eq:self_bounding_constraint": "self-bounding under corruption",
-    "lem:opt_implict_bound": "T sum q_opt gaps <= C",
-}
-
-
-# -- main -----------------------------------------------------------------------------------------
+def draw_tightness(ratios: Mapping[str, list[float]], mdps: int) -> Figure:
+    """left / right of every inequality, one dot per instance; 1 is tight."""
+    order = sorted(ratios, key=lambda label: max(ratios[label]))
+    figure = common.new_figure(9.4, 0.27 * len(order) + 1.5)
+    axes = figure.subplots()
+    jitter = np.random.default_rng(0)
+    for row, label in enumerate(order):
+        values = np.sort(np.clip(ratios[label], 1e-4, None))
+        shown = values[np.linspace(0, len(values) - 1, min(len(values), 800)).astype(int)]
+        heights = row + jitter.uniform(-0.28, 0.28, len(shown))
+        axes.scatter(shown, heights, s=5, color=BLUE, alpha=0.16, linewidths=0)
+        axes.scatter([np.median(values)], [row], s=26, marker="|", color=BLACK, zorder=3)
+        axes.scatter([values[-1]], [row], s=20, color=RED, zorder=4, linewidths=0)
+    axes.axvline(1, color=RED, linewidth=0.9)
+    label = "left side / right side (smaller or negative ones at the edge)"
+    limits = {"xlim": (0.9e-4, 1.25), "ylim": (-0.7, len(order) - 0.3)}
+    common.tidy(axes, xscale="log", xlabel=label, **limits)
+    axes.set_yticks(range(len(order)), order, fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    what = "every instance, median (bar) and tightest (large dot)"
+    axes.set_title(f"How tight the statements are on {mdps} random MDPs: {what}", fontsize=11)
+    return figure
 
 
 def main(args: Args) -> Path:
     """Play, evaluate, draw, print."""
-    torch.set_num_threads(1)
-    directory = run_directory(args.root, "theory", args.seed)
-    write_configuration(directory, args)
-    mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
-    print(
-        f"alg:main_alg with the paper's parameters, {args.episodes:,} episodes, "
-        f"{args.seeds} seeds; {machine()}\n",
-        flush=True,
-    )
-    games: dict[str, dict[str, Tensor]] = {}
-    for place, losses in environments(args, mdp).items():
-        games[place] = play(args, mdp, losses, directory / place)
-    add_stochastic_bound(args, mdp, games[STOCHASTIC])
-    write_csv(
-        directory / "runs.csv",
-        [row for place, curves in games.items() for row in run_rows(place, curves)],
-    )
-    write_figure(directory / "theory.png", draw_runs(games, mdp))
+    directory = common.begin("theory", args, args.seed)
+    mdp, _ = args.problem()
+    size = f"{args.episodes:,} episodes, {args.seeds} seeds"
+    print(f"alg:main_alg with the paper's parameters, {size}; {common.machine()}\n", flush=True)
+    games = {
+        place: play(args, losses, directory / place) for place, losses in environments(args).items()
+    }
+    add_stochastic_bound(args, games[STOCHASTIC])
+    rows = [row for place, curves in games.items() for row in run_rows(place, curves)]
+    common.write_csv(directory / "runs.csv", rows)
+    common.write_figure(directory / "theory.png", draw_runs(games, mdp))
+
+    def at_end(curves: dict[str, Tensor], name: str) -> str:
+        return f"{float(curves[name][:, -1].mean()):,.0f}" if name in curves else ""
 
     lines = [
-        [words, name, *(number(games[place], name) for place in games)]
+        [words, name, *(at_end(curves, name) for curves in games.values())]
         for name, words in TERMS.items()
     ]
-    runs = table(["term or bound at T", "theory/*", *games], lines, left=(0, 1))
-    smooth = ", ".join(
-        f"{place} [{float(curves['smoothness_min'].min()):.4f}, "
-        f"{float(curves['smoothness_max'].max()):.4f}]"
-        for place, curves in games.items()
-    )
-    print(
-        f"{runs}\n\ntilde q_t / q_t over all checkpoints, seeds and pairs: {smooth} "
-        "(lem:smooth_update: [0.5, 2])\n",
-        flush=True,
-    )
+    runs = common.table(["term or bound at T", "theory/*", *games], lines, left=(0, 1))
+    print(f"{runs}\n\ntilde q_t / q_t over all checkpoints, seeds and pairs", end=" ")
+    print("(lem:smooth_update: [0.5, 2]):")
+    for place, curves in games.items():
+        low, high = curves["smoothness_min"].min(), curves["smoothness_max"].max()
+        print(f"  {place} [{float(low):.4f}, {float(high):.4f}]\n", flush=True)
 
-    summaries = evaluate(args)
-    count = 2 * args.mdps * len(args.sizes)
-    header = ["statement", "label", "instances", "left", "", "right", "slack", "left/right", ""]
-    statements = table(
-        header, [statement_cells(summary) for summary in summaries], left=(0, 1, 4, 8)
-    )
+    summaries, count = evaluate(args), 2 * args.mdps * len(args.sizes)
+    header = ["label", "instances", "left", "", "right", "slack", "left/right", ""]
+    statements = common.table(header, [summary.cells() for summary in summaries], left=(0, 3, 7))
     broken = [summary.label for summary in summaries if summary.violations]
-    verdict = (
-        f"{len(summaries) - len(broken)} of {len(summaries)} statements hold in every instance."
-    )
-    verdict += "".join(f" FAILS: {label}." for label in broken)
-    print(
-        f"Every statement on {count} random MDPs, half of them nearly deterministic; "
-        "both sides where they are closest:\n",
-        flush=True,
-    )
-    print(f"{statements}\n\n{verdict}")
-    write_csv(directory / "statements.csv", [statement_row(summary) for summary in summaries])
-    write_figure(
-        directory / "tightness.png",
-        draw_tightness({x.label: x.ratios for x in summaries if x.ratios}, count),
-    )
-    write_text(directory / "report.txt", f"{runs}\n\n{statements}\n\n{verdict}")
-    print(
-        f"\nwritten to {directory}: theory.png, tightness.png, runs.csv, statements.csv, report.txt"
-    )
+    held = f"{len(summaries) - len(broken)} of {len(summaries)} statements"
+    verdict = f"{held} hold in every instance." + "".join(f" FAILS: {x}." for x in broken)
+    print(f"Every statement on {count} random MDPs, half of them nearly deterministic; both sides")
+    print(f"where they are closest:\n\n{statements}\n\n{verdict}")
+    common.write_csv(directory / "statements.csv", [summary.row() for summary in summaries])
+    ratios = {x.label: x.ratios for x in summaries if x.ratios}
+    common.write_figure(directory / "tightness.png", draw_tightness(ratios, count))
+    common.write_text(directory / "report.txt", f"{runs}\n\n{statements}\n\n{verdict}")
+    names = "theory.png, tightness.png, runs.csv, statements.csv, report.txt"
+    print(f"\nwritten to {directory}: {names}")
     return directory
-
-
-def number(curves: dict[str, Tensor], name: str) -> str:
-    """The mean over seeds at T, or nothing."""
-    return f"{float(curves[name][:, -1].mean()):,.0f}" if name in curves else ""
-
-
-def run_rows(place: str, curves: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """Means over seeds, one row per checkpoint."""
-    names = [
-        name for name in (*TERMS, "smoothness_min", "smoothness_max") if name != "bound_stochastic"
-    ]
-    means = {name: curves[name].mean(0).tolist() for name in names}
-    stochastic = (
-        curves["bound_stochastic"].mean(0).tolist()
-        if "bound_stochastic" in curves
-        else [math.nan] * len(curves["episodes"])
-    )
-    return [
-        {"game": place, "episode": t}
-        | {name: means[name][i] for name in names}
-        | {"bound_stochastic": stochastic[i]}
-        for i, t in enumerate(curves["episodes"].tolist())
-    ]
-
-
-def statement_row(summary: Summary) -> dict[str, Any]:
-    """The same as the table, for a CSV file."""
-    row: dict[str, Any] = {
-        "label": summary.label,
-        "relation": summary.relation,
-        "instances": summary.instances,
-    }
-    return row | {
-        "violations": summary.violations,
-        "left": summary.left,
-        "right": summary.right,
-        "slack": summary.slack,
-    }
 
 
 if __name__ == "__main__":

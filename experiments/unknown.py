@@ -14,58 +14,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import tyro
+from matplotlib.figure import Figure
 
 import torch_occ as occ
-from experiments.common import run_directory, table, write_csv, write_figure
-from experiments.curves import tidy
-from experiments.games import (
-    Game,
-    Histories,
-    Settings,
-    loss_with_gap,
-    play_all,
-    write_configuration,
-    write_text,
-)
-from experiments.growth import Fit, Growth, growth, ratio_band
-from torch_occ.game.figures import COLOURS, plot_regret
+from experiments import common
+from experiments.common import COLOURS, Fit, Game, Growth, Histories, RunsOnMDP
 
 STOCHASTIC, ADVERSARIAL = "stochastic", "greedy adversary"
 UNIFORM = "uniform policy"
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(RunsOnMDP):
     """Which games are played, and how long."""
 
-    episodes: int = 100_000
-    """T"""
-    seeds: int = 8
-    """independent runs of each game"""
-    seed: int = 1
-    """of the MDP, the losses and the first run"""
-    horizon: int = 3
-    """L"""
-    width: int = 3
-    """states in each layer but the first"""
-    actions: int = 3
-    """A"""
-    gap: float = 0.4
-    """of every suboptimal action, in the stochastic environment"""
     beta: float = 1.0
     """weight of the log-barrier of the plug-in, the practical form and their twin"""
     delta: float = 0.1
     """probability with which confidence bounds may fail"""
     window: float = 0.1
     """exponents are fitted from this share of T on"""
-    processes: int = 2
-    """games played at the same time"""
-    tensorboard: bool = True
-    """write TensorBoard logs"""
-    root: Path = Path("runs")
-    """where the run's directory goes"""
 
 
 class Rival(NamedTuple):
@@ -87,7 +56,7 @@ def twins(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.Learner]:
         "Jin-Luo 2020": occ.FTRL(mdp, occ.jin_luo(mdp)),
         "O-REPS": occ.FTRL.o_reps(mdp, args.episodes),
         "UCB value iteration": occ.OptimisticValueIteration(mdp),
-        "Thompson sampling": occ.Thompson(mdp),
+        "Thompson sampling": occ.rivals.Thompson(mdp),
     }
 
 
@@ -95,28 +64,19 @@ def rivals(args: Args, mdp: occ.LayeredMDP) -> dict[str, Rival]:
     """The learners that do not know the transitions."""
     small = occ.Tsallis() / occ.InverseSqrt(1.0) + occ.LogBarrier(args.beta)
     T, delta, ucb = args.episodes, args.delta, "UCB value iteration"
-    printed = occ.UnknownFTRL.jin_huang_luo(mdp, T)
+    printed = occ.rivals.UnknownFTRL.jin_huang_luo(mdp, T)
     return {
-        "plug-in FTRL": Rival(occ.UnknownFTRL(mdp, small), "Tsallis FTRL", 0),
-        "practical FTRL": Rival(occ.UnknownFTRL.practical(mdp, small), "Tsallis FTRL", 0),
+        "plug-in FTRL": Rival(occ.rivals.UnknownFTRL(mdp, small), "Tsallis FTRL", 0),
+        "practical FTRL": Rival(occ.rivals.UnknownFTRL.practical(mdp, small), "Tsallis FTRL", 0),
         "Jin-Huang-Luo 2021": Rival(printed, "Jin-Luo 2020", 0),
-        "UOB-REPS": Rival(occ.UOBREPS(mdp, T, delta), "O-REPS", 0),
-        "UCBVI-CH": Rival(occ.UCBVI(mdp, T, bonus="hoeffding", delta=delta), ucb, 1),
-        "UCBVI-BF": Rival(occ.UCBVI(mdp, T, bonus="bernstein", delta=delta), ucb, 1),
-        "StrongEuler": Rival(occ.StrongEuler(mdp, delta), ucb, 1),
-        "EULER": Rival(occ.EULER(mdp, delta), ucb, 1),
-        "UCBVI, sharp": Rival(occ.UCBVI(mdp, bonus="sharp", delta=delta), ucb, 1),
-        "PSRL": Rival(occ.PSRL(mdp), "Thompson sampling", 1),
+        "UOB-REPS": Rival(occ.rivals.UOBREPS(mdp, T, delta), "O-REPS", 0),
+        "UCBVI-CH": Rival(occ.rivals.UCBVI(mdp, T, bonus="hoeffding", delta=delta), ucb, 1),
+        "UCBVI-BF": Rival(occ.rivals.UCBVI(mdp, T, bonus="bernstein", delta=delta), ucb, 1),
+        "StrongEuler": Rival(occ.rivals.StrongEuler(mdp, delta), ucb, 1),
+        "EULER": Rival(occ.rivals.EULER(mdp, delta), ucb, 1),
+        "UCBVI, sharp": Rival(occ.rivals.UCBVI(mdp, bonus="sharp", delta=delta), ucb, 1),
+        "PSRL": Rival(occ.rivals.PSRL(mdp), "Thompson sampling", 1),
     }
-
-
-def environments(args: Args, mdp: occ.LayeredMDP) -> dict[str, occ.LossProcess]:
-    """The two loss processes."""
-    mean = loss_with_gap(mdp, args.gap, args.seed)
-    return {STOCHASTIC: occ.BernoulliLosses(mean), ADVERSARIAL: occ.GreedyAdversary()}
-
-
-# -- the price ------------------------------------------------------------------------------------
 
 
 class Price(NamedTuple):
@@ -129,6 +89,21 @@ class Price(NamedTuple):
     twin_regret: float
     ratio: Fit  # regret over the twin's, at T
 
+    def cells(self) -> list[str]:
+        """One line of the table."""
+        regret, exponent = self.growth.final.text(0), self.growth.exponent.text()
+        twin = [self.twin, f"{self.twin_regret:,.0f}"]
+        return [self.environment, self.name, regret, exponent, *twin, self.ratio.text()]
+
+    def row(self) -> dict[str, Any]:
+        """The same for a CSV file."""
+        fits = self.growth.final.row("regret") | self.growth.exponent.row("exponent")
+        line: dict[str, Any] = {"environment": self.environment, "learner": self.name} | fits
+        return line | self.ratio.row("price") | {"twin": self.twin, "twin_regret": self.twin_regret}
+
+
+HEADER = ("environment", "learner", "regret at T", "exponent", "twin that knows P", "", "price")
+
 
 def prices(args: Args, players: dict[str, Rival], histories: Histories) -> list[Price]:
     """The regret of every rival, its exponent, and its ratio to the twin's with an interval."""
@@ -136,91 +111,22 @@ def prices(args: Args, players: dict[str, Rival], histories: Histories) -> list[
     for place in dict.fromkeys(place for place, _ in histories):
         for name, rival in players.items():
             own, other = histories[place, name], histories[place, rival.twin]
-            band = ratio_band(own.regret, other.regret)
+            band = common.ratio_band(own.regret, other.regret)
             ratio = Fit(*(float(x[-1]) for x in band))
-            fit = growth(own.episodes, own.regret, args.window)
+            fit = common.growth(own.episodes, own.regret, args.window)
             regret = float(other.regret[:, -1].mean())
             found.append(Price(place, name, rival.twin, fit, regret, ratio))
     return found
 
 
-HEADER = ("environment", "learner", "regret at T", "exponent", "twin that knows P", "", "price")
-
-
-def cells(price: Price) -> list[str]:
-    """One line of the table."""
-    own, twin = price.growth.final, f"{price.twin_regret:,.0f}"
-    regret = f"{own.value:,.0f} [{own.lower:,.0f}, {own.upper:,.0f}]"
-    exponent, ratio = price.growth.exponent.text(), price.ratio.text(2)
-    return [price.environment, price.name, regret, exponent, price.twin, twin, ratio]
-
-
-def row(price: Price) -> dict[str, Any]:
-    """The same for a CSV file."""
-    line: dict[str, Any] = {"environment": price.environment, "learner": price.name}
-    for name, fit in (
-        ("regret", price.growth.final),
-        ("exponent", price.growth.exponent),
-        ("price", price.ratio),
-    ):
-        line |= {name: fit.value, f"{name}_lower": fit.lower, f"{name}_upper": fit.upper}
-    return line | {"twin": price.twin, "twin_regret": price.twin_regret}
-
-
-# -- what it shows --------------------------------------------------------------------------------
-
-
-def verdict(args: Args, found: list[Price], histories: Histories) -> tuple[list[str], list[str]]:
-    """What the run shows and what it does not show; only the intervals decide."""
-    shows: list[str] = []
-    not_shown: list[str] = []
-    for price in found:
-        who, ratio = f"{price.name}, {price.environment}", price.ratio
-        uniform = float(histories[price.environment, UNIFORM].regret[:, -1].mean())
-        if price.growth.final.value > 0.9 * uniform > 0:
-            regret = f"{price.growth.final.value:,.0f}, the uniform policy {uniform:,.0f}"
-            not_shown.append(
-                f"{who}: that it learns in {args.episodes:,} episodes; it has {regret}."
-            )
-        elif not ratio.exists:
-            not_shown.append(
-                f"{who}: a price; the twin's regret is not positive in every resample."
-            )
-        elif ratio.lower > 1:
-            shows.append(f"{who}: pays {ratio.text()} times the regret of {price.twin}.")
-        elif ratio.upper < 1:
-            shows.append(f"{who}: has less regret than {price.twin}, {ratio.text()} times.")
-        else:
-            not_shown.append(f"{who}: a price; the ratio to {price.twin} is {ratio.text()}.")
-        exponent = price.growth.exponent
-        if exponent.exists and exponent.lower > 0.8 and price.growth.final.value <= 0.9 * uniform:
-            shows.append(f"{who}: grows almost linearly, exponent {exponent.text()}.")
-    for (place, name), history in histories.items():
-        if count := int(history.uncertified[:, -1].sum()):
-            share = f"{count:,} of its {args.episodes * args.seeds:,} steps"
-            text = f"{share} could not be certified, so its figures are provisional."
-            not_shown.append(f"{name}, {place}: {text}")
-    not_shown += [
-        "Who wins as T grows: bounds of the printed algorithms hold for all T, and the constants "
-        f"decide at T = {args.episodes:,}.",
-        "The worst case. The adversary is one; it reacts to the policy and does not try to mislead "
-        "about the transitions. The plug-in has no proof, and no MDP was found that breaks it.",
-        f"Anything about other MDPs, sizes or gaps than {args.gap:g}: there is one MDP, with dense "
-        "transitions, whose optimal policy visits every state.",
-    ]
-    return shows, not_shown
-
-
-def draw(args: Args, players: dict[str, Rival], histories: Histories) -> Any:
+def draw(args: Args, players: dict[str, Rival], histories: Histories) -> Figure:
     """A row per environment, a column per kind of learner.
 
     In a column, a colour means a learner that does not know P. Twins are dashed, with the colour
     of their first rival.
     """
-    from matplotlib.figure import Figure
-
     places = list(dict.fromkeys(place for place, _ in histories))
-    figure = Figure(figsize=(12, 4.2 * len(places) + 1.2), layout="constrained")
+    figure = common.new_figure(12, 4.2 * len(places) + 1.2)
     grid = figure.subplots(len(places), len(PANELS), squeeze=False, sharex=True)
     for panels, place in zip(grid, places, strict=True):
         for number, axes in enumerate(panels):
@@ -228,17 +134,16 @@ def draw(args: Args, players: dict[str, Rival], histories: Histories) -> Any:
             here = {name: rival for name, rival in players.items() if rival.panel == number}
             drawn: dict[str, str] = {}
             for colour, (name, rival) in zip(COLOURS, here.items(), strict=False):
-                plot_regret(axes, histories[place, name], label=name, colour=colour)
+                common.plot_regret(axes, histories[place, name], label=name, colour=colour)
                 drawn.setdefault(rival.twin, colour)
             for twin, colour in drawn.items():
                 label = f"{twin} (knows P)"
-                plot_regret(axes, histories[place, twin], label=label, colour=colour)
+                common.plot_regret(axes, histories[place, twin], label=label, colour=colour)
                 axes.lines[-1].set(linestyle="--", linewidth=1.9)
-            plot_regret(axes, histories[place, UNIFORM], label=UNIFORM, colour="0.6")
+            common.plot_regret(axes, histories[place, UNIFORM], label=UNIFORM, colour="0.6")
             axes.lines[-1].set(linestyle=":", linewidth=1.4)
             top = max(float(histories[place, name].regret.mean(0).max()) for name in here)
-            axes.set(xlim=(10, args.episodes), ylim=(3, 3 * top))
-            tidy(axes)
+            common.tidy(axes, xlim=(10, args.episodes), ylim=(3, 3 * top))
         panels[0].set_ylabel(f"{place}\npseudo-regret")
     for axes, title in zip(grid[0], PANELS, strict=True):
         axes.set_title(title, fontsize=11)
@@ -253,32 +158,30 @@ def draw(args: Args, players: dict[str, Rival], histories: Histories) -> Any:
 
 def main(args: Args) -> Path:
     """Play, compare with the twins, draw, and report what came out."""
-    torch.set_num_threads(1)
-    directory = run_directory(args.root, "unknown", args.seed)
-    write_configuration(directory, args)
-    mdp = occ.LayeredMDP.random(args.horizon, args.width, args.actions, seed=args.seed)
+    directory = common.begin("unknown", args, args.seed)
+    mdp, mean = args.problem()
+    worlds = {STOCHASTIC: occ.BernoulliLosses(mean), ADVERSARIAL: occ.GreedyAdversary()}
     players = rivals(args, mdp)
     learners = {name: rival.learner for name, rival in players.items()}
     learners |= twins(args, mdp) | {UNIFORM: occ.FixedPolicy(mdp)}
     games = [
         Game(place, name, learner, losses, mdp=mdp)
-        for place, losses in environments(args, mdp).items()
+        for place, losses in worlds.items()
         for name, learner in learners.items()
     ]
-    settings = Settings(args.episodes, args.seeds, args.processes, args.tensorboard, args.seed)
-    histories = play_all(games, settings, directory)
+    histories = common.play_all(games, args, directory)
     found = prices(args, players, histories)
-    write_csv(directory / "unknown.csv", [row(price) for price in found])
-    write_figure(directory / "unknown.png", draw(args, players, histories))
+    common.write_csv(directory / "unknown.csv", [price.row() for price in found])
+    common.write_figure(directory / "unknown.png", draw(args, players, histories))
     print("\nRegret without knowing P, and its ratio to that of a twin that knows P: the price")
     print(f"(95 % bootstrap intervals over {args.seeds} seeds, learner and twin together)\n")
-    print(f"{table(HEADER, [cells(price) for price in found], left=(0, 1, 4))}\n")
-    shows, not_shown = verdict(args, found, histories)
-    lines = ["What this run shows", *(f"  + {line}" for line in shows)]
-    lines += ["What it does not show", *(f"  - {line}" for line in not_shown)]
-    write_text(directory / "report.txt", "\n".join(lines))
-    print("\n".join(lines))
-    print(f"\nwritten to {directory}: unknown.png, unknown.csv, report.txt and config.json;")
+    print(f"{common.table(HEADER, [price.cells() for price in found], left=(0, 1, 4))}\n")
+    for (place, name), history in histories.items():
+        if count := int(history.uncertified[:, -1].sum()):
+            print(f"{name}, {place}: {count:,} steps could not be certified")
+    print("The adversary reacts to the policy and does not try to mislead about the transitions.")
+    print("There is one MDP, with dense transitions, whose optimal policy visits every state.")
+    print(f"\nwritten to {directory}: unknown.png, unknown.csv and config.json;")
     print("every game has its own directory with a history and a TensorBoard log")
     return directory
 

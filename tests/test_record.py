@@ -213,9 +213,7 @@ def projection(width, batch, backend):
     tables = (rows(10), lower, upper)
     inputs |= {f"table {i} {k}": p for i, ps in enumerate(tables) for k, p in enumerate(ps)}
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}
-    found = occ.KLProjection(DENSE, backend=backend).solve(
-        inputs["q"], *tables, inputs["loss"], inputs["rate"]
-    )
+    found = occ.KLProjection(DENSE).solve(inputs["q"], *tables, inputs["loss"], inputs["rate"])
     moves = {f"p {k}": p for k, p in enumerate(found.transitions)}
     return parts(found) | moves | derivatives([found.q, *found.transitions], inputs)
 

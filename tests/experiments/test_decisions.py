@@ -5,17 +5,7 @@ import torch
 
 import torch_occ as occ
 from experiments import decisions
-from experiments.decision_methods import (
-    CANDIDATES,
-    METHODS,
-    Points,
-    Problem,
-    Trained,
-    soft_margin,
-    spo_plus,
-    train,
-)
-from experiments.decision_report import choose
+from experiments.decisions import METHODS, Problem, Trained, choose, soft_margin, spo_plus, train
 
 pytest.importorskip("pyepo")
 pytest.importorskip("gurobipy")
@@ -99,24 +89,15 @@ def test_the_choice_is_made_by_seed_on_late_validation_regrets():
     assert choose({"first": first, "second": second}) == ["second", "first"]
 
 
-def test_points_are_mapped():
-    points = Points(*(torch.ones(1, 2, 3) for _ in range(4)))
-    assert points.map(lambda x: x[0]).z.shape == (2, 3)
-
-
 @pytest.mark.slow
 def test_the_experiment_runs_and_continues(tmp_path, monkeypatch):
-    args = decisions.Args(
-        degrees=(1, 4), noises=(0.5,), points=(40,), seeds=(0, 1), grid=3, solver="dynamic",
-        epochs=2, timing_grids=(3,), output=tmp_path,
-    )  # fmt: skip
-    decisions.main(args)
-    assert len(list((tmp_path / "cells").iterdir())) == 2 * len(METHODS)
-    text = (tmp_path / "decisions.md").read_text()
+    options = {"degrees": (1, 4), "noises": (0.5,), "points": (40,), "seeds": (0, 1), "grid": 3}
+    options |= {"solver": "dynamic", "epochs": 2, "root": tmp_path}
+    found = decisions.main(decisions.Args(**options, timing_grids=(3,)))
+    assert len(list((found / "cells").iterdir())) == 2 * len(METHODS)
+    text = (found / "decisions.md").read_text()
     assert "| margin 1" in text
     assert "against" in text
-    assert (tmp_path / "decisions.png").read_bytes().startswith(b"\x89PNG")
-    assert set(CANDIDATES) < set(METHODS)
+    assert (found / "decisions.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(decisions, "run", lambda cell: pytest.fail("was trained again"))
-    args.timing_grids = ()
-    decisions.main(args)
+    decisions.main(decisions.Args(**options))

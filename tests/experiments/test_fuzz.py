@@ -9,12 +9,10 @@ from many_digits import Oracle
 from mpmath import mp
 
 import torch_occ as occ
-from experiments import fuzz
-from experiments.fuzzing import newton, trials
-from experiments.fuzzing.judge import CAREFUL, EXACT, FAST, shape
-from experiments.fuzzing.newton import judge
-from experiments.fuzzing.problems import FAMILIES, Batch, draw, neighbours
-from experiments.fuzzing.trials import is_wrong, try_batch
+from experiments import fuzz, fuzz_judge
+from experiments.fuzz import is_wrong, try_batch
+from experiments.fuzz_judge import CAREFUL, EXACT, FAST, judge, shape
+from experiments.fuzz_problems import FAMILIES, Batch, draw, neighbours
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -106,7 +104,7 @@ def test_a_wrong_certificate_ends_with_an_error_and_can_be_replayed(tmp_path, mo
 
 
 def test_what_does_not_settle_is_counted_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(newton, "STEPS", dict.fromkeys(newton.STEPS, 0))
+    monkeypatch.setattr(fuzz_judge, "STEPS", dict.fromkeys(fuzz_judge.STEPS, 0))
     assert fuzz.main(small(tmp_path, "reasonable", "tsallis")) == 1
     (report,) = tmp_path.glob("*/fuzz.md")
     assert "16 unjudged" in report.read_text()
@@ -114,11 +112,11 @@ def test_what_does_not_settle_is_counted_and_kept(tmp_path, monkeypatch):
 
 
 def test_without_long_double_a_sample_is_judged_with_60_digits(monkeypatch):
-    monkeypatch.setattr(trials, "extended", lambda: False)
+    monkeypatch.setattr(fuzz, "extended", lambda: False)
     random = np.random.default_rng(3)
     found, _ = try_batch(random, draw(random, "tsallis", "reasonable", 9), "engine")
     assert found.certified == 9
-    assert trials.SAMPLE <= len(found.errors) < 9
+    assert fuzz.SAMPLE <= len(found.errors) < 9
     assert found.rechecked == len(found.errors) + found.planted
     assert found.wrong == found.unjudged == found.missed == 0
 

@@ -1,6 +1,7 @@
+"""The experiments that play games, in their smallest configuration."""
+
 import csv
 import json
-import math
 import pickle
 from pathlib import Path
 
@@ -11,18 +12,18 @@ import torch_occ as occ
 from experiments import (
     bandit,
     best_of_both_worlds,
+    common,
     corruption,
-    curves,
-    games,
+    distance_to_limit,
     regularizers,
     theory,
     unknown,
 )
-from experiments.exp3 import Exp3PlusPlus
 
 pytestmark = pytest.mark.slow
 
 SMALLEST = {"episodes": 30, "seeds": 2, "processes": 1, "tensorboard": False}
+ON_MDP = SMALLEST | {"horizon": 2, "width": 2, "actions": 2}
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -42,9 +43,7 @@ def check_run(directory: Path, figure: str, count: int) -> None:
 
 
 def test_best_of_both_worlds(tmp_path, capsys):
-    args = best_of_both_worlds.Args(
-        **SMALLEST, horizon=2, width=2, actions=2, budget=10.0, root=tmp_path
-    )
+    args = best_of_both_worlds.Args(**ON_MDP, budget=10.0, root=tmp_path)
     directory = best_of_both_worlds.main(args)
     check_run(directory, "regret.png", 28)
     assert len(rows(directory / "growth.csv")) == 28
@@ -59,11 +58,11 @@ def test_a_colour_means_a_learner():
     args = best_of_both_worlds.Args()
     mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
     history = occ.simulate(mdp, occ.FixedPolicy(mdp), occ.GreedyAdversary(), 30, range(2))
-    places = best_of_both_worlds.environments(args, mdp)
+    places = best_of_both_worlds.environments(args)
     players = best_of_both_worlds.learners(args, mdp)
     histories = {(place, name): history for place in places for name in players}
     upper, lower = best_of_both_worlds.draw(args, histories, 5.0).subfigs
-    expected = curves.colours(histories)
+    expected = common.colours(histories)
     assert len(set(expected.values())) == len(players)
     for axes in lower.axes:
         drawn = {line.get_label(): line.get_color() for line in axes.lines}
@@ -75,16 +74,13 @@ def test_a_colour_means_a_learner():
 
 def test_the_switching_adversary_is_an_option(tmp_path):
     args = best_of_both_worlds.Args(adversary="switching", root=tmp_path)
-    found = best_of_both_worlds.environments(args, occ.LayeredMDP.random(3, 3, 3, seed=1))
+    found = best_of_both_worlds.environments(args)
     assert isinstance(found[best_of_both_worlds.ADVERSARIAL], occ.SwitchingLosses)
 
 
 def test_corruption(tmp_path, capsys):
-    directory = corruption.main(
-        corruption.Args(
-            **SMALLEST, horizon=2, width=2, actions=2, budgets=(5.0, 10.0, 20.0), root=tmp_path
-        )
-    )
+    args = corruption.Args(**ON_MDP, budgets=(5.0, 10.0, 20.0), root=tmp_path)
+    directory = corruption.main(args)
     check_run(directory, "corruption.png", 16)
     spent = [float(row["spent"]) for row in rows(directory / "corruption.csv")][:4]
     assert spent == pytest.approx([0, 5, 10, 20])
@@ -106,97 +102,40 @@ def test_references_of_corruption_point_up():
 
 
 def test_regularizers(tmp_path, capsys):
-    directory = regularizers.main(
-        regularizers.Args(**SMALLEST, horizon=2, width=2, actions=2, root=tmp_path)
-    )
+    directory = regularizers.main(regularizers.Args(**ON_MDP, root=tmp_path))
     check_run(directory, "regularizers.png", 14)
-    assert {row["learner"] for row in rows(directory / "regularizers.csv")} >= {
-        "mine",
-        "Shannon",
-        "hybrid + log-barrier",
-    }
+    names = {row["learner"] for row in rows(directory / "regularizers.csv")}
+    assert names >= {"mine", "Shannon", "hybrid + log-barrier"}
     assert "lowest regret" in capsys.readouterr().out
 
 
 def test_bandit(tmp_path, capsys):
     directory = bandit.main(bandit.Args(**SMALLEST, arms=3, runs=200, root=tmp_path))
-    check_run(directory, "bandit.png", 21)
-    assert all(float(row["share"]) < 1 for row in rows(directory / "bounds.csv"))
+    check_run(directory, "bandit.png", 18)
     for row in rows(directory / "published.csv"):  # 200 runs only, so three half-widths
         published, ours, lower = (float(row[name]) for name in ("published", "ours", "lower"))
         assert abs(published - ours) < 3 * (ours - lower) + 0.05 * published, row
-    assert "abstract" in capsys.readouterr().out
-
-
-def test_exp3_plus_plus_by_hand():
-    """Two arms whose gap is known: the better one is played, the other explored at its rate."""
-    mdp = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
-    learner = Exp3PlusPlus(mdp, beta=0.5)
-    learner.start(1)
-    assert learner.propose(1).tolist() == [[[0.5, 0.5]]]
-    t, n, mean = 10**6, (900_000.0, 90_000.0), (0.2, 0.7)
-    width = [math.sqrt(3 * math.log(t * 2 ** (1 / 3)) / (2 * visits)) for visits in n]
-    gap = (mean[1] - width[1]) - (mean[0] + width[0])
-    eta = 0.5 * math.sqrt(math.log(2) / (t * 2))
-    table = torch.tensor([[[0.0, 1.0]]], dtype=torch.float64)
-    learner.state["visits"] = torch.tensor([[n]], dtype=torch.float64)
-    learner.state["losses"] = torch.tensor([[n]], dtype=torch.float64) * torch.tensor(
-        [[mean]], dtype=torch.float64
-    )
-    learner.state["estimates"] = table * 1e6
-    explore = [eta, 0.5 * math.log(t) / (t * gap**2)]
-    assert explore[1] < eta
-    weight = 1 / (1 + math.exp(-eta * 1e6))
-    expected = [
-        (1 - sum(explore)) * weight + explore[0],
-        (1 - sum(explore)) * (1 - weight) + explore[1],
-    ]
-    assert learner.propose(t)[0, 0].tolist() == pytest.approx(expected, rel=1e-9)
-    with pytest.raises(ValueError, match="one state, got 2"):
-        Exp3PlusPlus(occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)] * 2))
+    assert "| UCB1 " in capsys.readouterr().out
 
 
 def test_unknown(tmp_path, capsys):
-    directory = unknown.main(unknown.Args(**SMALLEST, horizon=2, width=2, actions=2, root=tmp_path))
+    directory = unknown.main(unknown.Args(**ON_MDP, root=tmp_path))
     check_run(directory, "unknown.png", 32)
     found = rows(directory / "unknown.csv")
     assert len(found) == 20
     assert {row["twin"] for row in found} == set(
         unknown.twins(unknown.Args(), occ.LayeredMDP.random(2, 2, 2, seed=0))
     )
-    printed = capsys.readouterr().out
-    assert "What this run shows" in printed
-    assert (directory / "report.txt").read_text() in printed
-
-
-def test_tensorboard_logs(tmp_path):
-    mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
-    game = games.Game(
-        "here",
-        "a & b",
-        occ.FixedPolicy(mdp),
-        occ.BernoulliLosses(games.loss_with_gap(mdp, 0.4, 0)),
-        pictures=True,
-    )
-    found = games.play_all([game], games.Settings(10, 2, processes=1), tmp_path)
-    assert list(found) == [("here", "a & b")]
-    assert len(list(tmp_path.glob("here/a-b/events.out.tfevents.*"))) == 1
+    assert "twin that knows P" in capsys.readouterr().out
 
 
 def test_games_can_be_sent_to_another_process():
     mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
     args = best_of_both_worlds.Args()
-    for losses in best_of_both_worlds.environments(args, mdp).values():
+    for losses in best_of_both_worlds.environments(args).values():
         for learner in best_of_both_worlds.learners(args, mdp).values():
-            game = pickle.loads(pickle.dumps(games.Game("here", "it", learner, losses)))
+            game = pickle.loads(pickle.dumps(common.Game("here", "it", learner, losses)))
             assert torch.equal(game.learner.mdp.transitions[0], mdp.transitions[0])
-
-
-def test_every_suboptimal_action_has_the_gap_asked_for():
-    mdp = occ.LayeredMDP.random(4, 3, 3, seed=2)
-    gaps = occ.optimal_policy(mdp, games.loss_with_gap(mdp, 0.3, 5)).gaps
-    assert sorted({round(float(gap), 12) for gap in gaps.flatten()}) == [0.0, 0.3]
-    assert ((gaps < 1e-9).sum(-1) == 1).all()
 
 
 def test_the_bandit_environment_has_the_means_its_docstring_says():
@@ -212,16 +151,8 @@ def test_the_bandit_environment_has_the_means_its_docstring_says():
 
 
 def test_theory(tmp_path, capsys):
-    args = theory.Args(
-        episodes=30,
-        seeds=2,
-        mdps=2,
-        sizes=((1, 1, 2), (2, 2, 2)),
-        horizon=2,
-        width=2,
-        actions=2,
-        root=tmp_path,
-    )
+    options = ON_MDP | {"tensorboard": True, "mdps": 2, "sizes": ((1, 1, 2), (2, 2, 2))}
+    args = theory.Args(**options, root=tmp_path)
     directory = theory.main(args)
     assert json.loads((directory / "config.json").read_text())["episodes"] == 30
     for figure in ("theory.png", "tightness.png"):
@@ -233,15 +164,37 @@ def test_theory(tmp_path, capsys):
     assert len(list(directory.glob("*/events.out.tfevents.*"))) == 2
     printed = capsys.readouterr().out
     assert f"{len(statements)} of {len(statements)} statements hold in every instance." in printed
-    assert all(theory.WORDS.get(row["label"].partition(",")[0]) for row in statements)
 
 
 def test_the_other_adversaries(tmp_path):
-    mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
-    for adversary, kind in (
-        ("greedy", occ.GreedyAdversary),
-        ("switching", occ.SwitchingLosses),
-        ("walk", occ.RandomWalkLosses),
-    ):
-        found = theory.environments(theory.Args(adversary=adversary, root=tmp_path), mdp)
+    kinds = {"greedy": occ.GreedyAdversary, "switching": occ.SwitchingLosses}
+    for adversary, kind in (kinds | {"walk": occ.RandomWalkLosses}).items():
+        found = theory.environments(theory.Args(adversary=adversary, root=tmp_path))
         assert isinstance(found[theory.ADVERSARIAL], kind)
+
+
+def test_distance_to_limit(tmp_path, capsys):
+    options = SMALLEST | {"episodes": 60, "actions": 2, "fast_seeds": 3, "smallest_gap": 0.01}
+    args = distance_to_limit.Args(**options, root=tmp_path)
+    directory = distance_to_limit.main(args)
+    assert (directory / "limit.png").read_bytes().startswith(b"\x89PNG")
+    found = rows(directory / "slopes.csv")
+    assert len(found) == 15
+    seeds = {row["learner"]: int(row["seeds"]) for row in found}
+    assert (seeds["KL-UCB"], seeds["Tsallis"]) == (3, 2)
+    limits = {row["world"]: float(row["limit"]) for row in found}
+    for name, (mdp, mean) in distance_to_limit.worlds(args).items():
+        assert limits[name] == occ.limits.lower_bound(mdp, mean).value
+    for row in found:
+        assert float(row["lower"]) <= float(row["slope_over_limit"]) <= float(row["upper"])
+    assert "slope / C" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("successors", [1, 2])
+def test_worlds_have_hidden_states_and_no_small_gaps(successors):
+    mdp, mean = distance_to_limit.world_with_hidden_states(3, 3, 3, successors, 1, 0.05)
+    assert bool(mdp.reachable.all())
+    plan = occ.optimal_policy(mdp, mean)
+    q = occ.occupancy(mdp, plan.policy)
+    assert int((q.sum(-1) == 0).sum()) >= 2
+    assert float(plan.gaps[plan.policy == 0].min()) >= 0.05

@@ -4,18 +4,8 @@ import pytest
 import torch
 
 import torch_occ as occ
-from experiments import inverse, inverse_transitions
-from experiments.inverse_worlds import (
-    WORLDS,
-    demonstrate,
-    expert,
-    inputs_of,
-    likelihood,
-    linear_reward,
-    match_visits,
-    neural_reward,
-    reference,
-)
+from experiments import inverse
+from experiments.inverse import WORLDS, demonstrate, expert, likelihood, match_visits, reference
 
 F64 = torch.float64
 
@@ -58,21 +48,14 @@ def test_demonstrations_follow_the_policy():
     torch.testing.assert_close(data.visits(world), world.visits(q), rtol=0.05, atol=0.02)
 
 
-@pytest.mark.parametrize("make", [linear_reward, neural_reward])
-def test_rewards_are_one_number_per_state(make):
-    world = WORLDS["lake"]
-    kind = "linear" if make is linear_reward else "neural"
-    assert make(world, 0)(inputs_of(world, kind)).shape == (16,)
-
-
 def test_the_model_of_the_lake():
-    lake = inverse_transitions.make_lake()
+    lake = inverse.make_lake()
     rows = lake.by_column(torch.rand(3, 4, dtype=F64, generator=torch.Generator().manual_seed(0)))
     torch.testing.assert_close(rows.sum(-1), torch.ones(3, 16, 4, dtype=F64))
     # With enough data of the model itself, maximum likelihood finds its parameters.
     theta = torch.tensor([0.3, 0.5, 0.7, 0.9], dtype=F64)
     counts = 1e4 * lake.by_column(theta).unsqueeze(0)
-    torch.testing.assert_close(inverse_transitions.most_likely(lake, counts)[0], theta)
+    torch.testing.assert_close(inverse.most_likely(lake, counts)[0], theta)
 
 
 @pytest.mark.slow

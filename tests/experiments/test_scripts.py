@@ -6,9 +6,9 @@ import pytest
 import torch
 from scripts import PNG, only_directory, run
 
-from experiments.benchmark import Args, Row, measure_cell, verdict
-from experiments.common import run_directory, seconds, table, write_csv
-from experiments.contestants import CONTESTANTS, Case, Contestant, TorchOcc
+from experiments.benchmark import measure_batches, measure_long, measure_loop
+from experiments.common import seconds
+from experiments.contestants import CONTESTANTS, Case, Limits, cells, measure_cell
 
 
 def check_gradients(printed: str) -> None:
@@ -19,45 +19,25 @@ def check_gradients(printed: str) -> None:
         assert implicit == pytest.approx(differences, rel=1e-5)
 
 
+SMALL = ["--horizon", "2", "--width", "2"]
+PLAYED = [
+    *SMALL,
+    *["--actions", "2", "--episodes", "30", "--seeds", "2", "--seed", "0", "--no-tensorboard"],
+]
+
+
 def test_step(tmp_path):
-    printed = run(
-        "step",
-        "--horizon",
-        "2",
-        "--width",
-        "2",
-        "--num-actions",
-        "2",
-        "--no-cross-check",
-        "--root",
-        str(tmp_path),
-    )
+    printed = run("step", *SMALL, "--num-actions", "2", "--no-cross-check", "--root", str(tmp_path))
     found = only_directory(tmp_path, "step")
     assert (found / "step.png").read_bytes().startswith(PNG)
-    assert list(found.glob("events.out.tfevents.*"))
     assert "Newton steps" in printed
     assert str(found) in printed
     check_gradients(printed)
 
 
 def test_demo(tmp_path):
-    size = [
-        "--horizon",
-        "2",
-        "--width",
-        "2",
-        "--actions",
-        "2",
-        "--episodes",
-        "30",
-        "--seeds",
-        "2",
-        "--budget",
-        "10",
-        "--seed",
-        "0",
-    ]
-    printed = run("demo", *size, "--processes", "1", "--no-tensorboard", "--root", str(tmp_path))
+    more = ["--budget", "10", "--processes", "1", "--root", str(tmp_path)]
+    printed = run("demo", *PLAYED, *more)
     found = only_directory(tmp_path, "best_of_both_worlds")
     assert (found / "regret.png").read_bytes().startswith(PNG)
     assert "What this run shows" in printed
@@ -66,134 +46,103 @@ def test_demo(tmp_path):
     check_gradients(printed)
 
 
+def test_constrained(tmp_path):
+    run("constrained", *PLAYED, "--root", str(tmp_path))
+    found = only_directory(tmp_path, "constrained")
+    assert (found / "constrained.png").read_bytes().startswith(PNG)
+    with (found / "constrained.csv").open() as file:
+        with_budget, without = csv.DictReader(file)
+    assert float(with_budget["largest excess"]) < 1e-13
+    assert float(with_budget["mean cost"]) <= float(with_budget["limit"]) + 1e-4
+    assert without["largest excess"] == "-"
+
+
 def test_benchmark(tmp_path):
-    sizes = ["--sizes", "2", "2", "2", "2", "2", "3", "--batches", "1", "2", "--repeats", "1"]
-    printed = run(
-        "benchmark",
-        *sizes,
-        "--rivals",
-        "cvxpy",
-        "--sections",
-        "rivals",
-        "profile",
-        "--root",
-        str(tmp_path),
-    )
+    sizes = "--sizes 2 2 2 2 2 3 --batches 1 2 --repeats 1 --rivals cvxpy --sections rivals"
+    run("benchmark", *sizes.split(), "--root", str(tmp_path))
     found = only_directory(tmp_path, "benchmark")
     assert (found / "benchmark.png").read_bytes().startswith(PNG)
     with (found / "benchmark.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["actions"], row["batch"]) for row in rows if row["contestant"] == "torch_occ"] == [
-        ("2", "1"),
-        ("2", "2"),
-        ("3", "1"),
-        ("3", "2"),
-    ]
+    cells = [(row["actions"], row["batch"]) for row in rows if row["contestant"] == "torch_occ"]
+    assert cells == [("2", "1"), ("2", "2"), ("3", "1"), ("3", "2")]
     assert len(rows) == 8
     for row in rows:
         assert float(row["residual_q"]) < 1e-9
         assert float(row["forward"]) > 0
         assert (row["backward"] == "") == (row["contestant"] != "torch_occ")
-    assert "derivatives (autograd)" in printed
-    assert len((found / "profile.csv").read_text().splitlines()) == 5
 
 
 # -- the benchmark's rules ------------------------------------------------------------------------
 
 
-class Slow(TorchOcc):
-    """Pretends to be slow, and counts what is asked of it."""
+def slow(asked):
+    """A contestant that is thought to be slow, and notes how many elements are asked of it."""
+    ours = CONTESTANTS["torch_occ"]
 
-    label = "slow"
-    seconds = 10.0
-    whole = False
-    runs: list[int]
+    def prepare(case):
+        run = ours.prepare(case)
+        return lambda count: asked.append(count) or run(count)
 
-    def prepare(self, case):
-        run, self.runs = super().prepare(case), []
-
-        def counted(count):
-            self.runs.append(count)
-            return run(count)
-
-        return counted
-
-
-class Absent(Contestant):
-    label = "absent"
-    package = "no_such_package"
+    return ours._replace(label="slow", seconds=10.0, prepare=prepare)
 
 
 def test_a_batch_beyond_the_budget_is_measured_in_part_and_says_so():
-    ours, slow = TorchOcc(), Slow()
-    rows = measure_cell(Args(budget=25.0, repeats=1), Case((2, 2, 2), 8, 0, 10.0), [ours, slow], {})
-    assert slow.runs == [2]
-    assert (rows[1].measured, rows[1].note) == (2, "2 of 8 measured")
-    assert rows[1].cells()[3].startswith("~")
-    assert rows[0].measured == 8
+    asked = []
+    contestants = [CONTESTANTS["torch_occ"], slow(asked)]
+    rows = measure_cell(Limits(1, 25.0, 600.0), Case((2, 2, 2), 8, 0, 10.0), contestants, {})
+    assert asked == [2]
+    assert (rows[1]["measured"], rows[1]["note"]) == (2, "2 of 8 measured")
+    assert cells(rows[1])[3].startswith("~")
+    assert rows[0]["measured"] == 8
 
 
 def test_who_is_too_slow_or_absent_is_skipped_with_the_reason():
-    rows = measure_cell(
-        Args(patience=5.0, repeats=1),
-        Case((2, 2, 2), 1, 0, 10.0),
-        [TorchOcc(), Slow(), Absent()],
-        {},
-    )
-    assert rows[1].note.startswith("skipped: a step would take 10 s")
-    assert rows[2].note == "no_such_package is not installed"
-    assert rows[1].forward is rows[2].forward is None
-
-
-def test_predictions_grow_with_the_problem():
-    contestant = CONTESTANTS["scs"]()
-    assert contestant.predict(84) == contestant.predict(10) == contestant.seconds
-    assert contestant.predict(840) == pytest.approx(1000 * contestant.seconds)
+    ours, scs = CONTESTANTS["torch_occ"], CONTESTANTS["scs"]
+    absent = ours._replace(label="absent", package="no_such_package")
+    case = Case((2, 2, 2), 1, 0, 10.0)
+    known = {scs.label: (case.mdp.num_pairs, 10.0)}
+    rows = measure_cell(Limits(1, 60.0, 5.0), case, [ours, scs, absent], known)
+    assert rows[1]["note"].startswith("skipped: a step would take 10 s")
+    assert rows[2]["note"] == "no_such_package is not installed"
+    assert rows[1]["forward"] is rows[2]["forward"] is rows[1]["ratio_total"] is None
+    # A guess grows with the problem.
+    large = Case((3, 6, 4), 1, 0, 10.0)
+    (row,) = measure_cell(Limits(1, 60.0, 5.0), large, [scs], known)
+    expected = seconds(10 * (large.mdp.num_pairs / case.mdp.num_pairs) ** 3)
+    assert row["note"] == f"skipped: a step would take {expected}"
 
 
 def test_a_case_is_reproducible_and_leaves_the_global_generator_alone():
     before = torch.get_rng_state()
     a, b = Case((2, 3, 2), 4, 5, 10.0), Case((2, 3, 2), 4, 5, 10.0)
-    assert torch.equal(a.losses, b.losses)
-    assert a.loss.shape == a.next_loss.shape == (4, 4, 2)
-    assert bool((a.next_loss >= a.loss).all())
+    assert all(torch.equal(x, y) for x, y in zip(a.losses, b.losses, strict=True))
+    direction, loss, later = a.losses
+    assert (direction.shape, loss.shape) == ((4, 2), (4, 4, 2))
+    assert bool((later >= loss).all())
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_verdict_takes_the_faster_of_the_accurate_rivals():
-    rows = [
-        Row(5, 5, 4, 84, 1, name, name != "c", ratio_total=ratio)
-        for name, ratio in (("a", 80.0), ("b", 60.0), ("c", 2.0))
-    ]
-    (line,) = verdict(rows)
-    assert line == "(5, 5, 4), batch 1: 60 times as fast as accurate cvxpylayers; goal 50 reached"
-    rows[1].ratio_total = 40.0
-    assert verdict(rows)[0].endswith("MISSED")
+# -- the section "engine" -------------------------------------------------------------------------
 
 
-# -- what they share ------------------------------------------------------------------------------
-
-
-def test_run_directories_are_never_shared(tmp_path):
-    assert len({run_directory(tmp_path, "x", 3) for _ in range(3)}) == 3
-    assert all(path.name.startswith("x__3__") for path in tmp_path.iterdir())
-
-
-def test_csv_and_table(tmp_path):
-    write_csv(tmp_path / "nothing.csv", [])
-    write_csv(tmp_path / "a.csv", [{"x": 1, "y": None}, {"x": 2.5, "y": "z"}])
-    assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
-    assert (tmp_path / "a.csv").read_text() == "x,y\n1,\n2.5,z\n"
-    assert (
-        table(["", "n"], [["a", "10"], ["bc", "2"]])
-        == "|    |  n |\n|----|---:|\n| a  | 10 |\n| bc |  2 |"
+def test_batches_are_timed_per_element():
+    found = measure_batches(shapes=[(2, 2, 2)], batch=8, repeats=2)
+    assert len(found) == 4
+    forward, both = (
+        found[f"(2, 2, 2), batch of 8, cold, {x}, us"] for x in ("forward", "forward and backward")
     )
-    assert [seconds(x) for x in (9e5, 7200.0, 600.0, 240.0, 12.3456, 0.0123, 4.2e-6)] == [
-        "10.4 days",
-        "2 h",
-        "10 min",
-        "240 s",
-        "12.3 s",
-        "12.3 ms",
-        "4.2 µs",
-    ]
+    assert 0 < forward < both
+
+
+def test_a_long_run_is_timed_per_episode_and_seed():
+    found = measure_long(episodes=300, seeds=2, shape=(2, 2, 2))
+    assert found["us per episode and seed"] == pytest.approx(1e6 * found["processor s"] / 600)
+    assert found["Newton steps"] > 1
+
+
+def test_whole_simulations_are_timed():
+    found = measure_loop(repeats=2, shapes={(2, 2, 2): 64}, seeds=2)
+    cells = [f"beta {beta}, {seeds}" for beta in (128, 1) for seeds in ("2 seeds", "1 seed")]
+    assert list(found) == [f"(2, 2, 2), {cell}, us" for cell in cells]
+    assert all(x > 0 for x in found.values())

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import torch_occ as occ
-from experiments import wide, wide_crossover, wide_seeds
-from torch_occ.step import system as kkt
+from experiments import common, wide
 
 
 def test_the_grid_slips_and_stops_at_its_edge():
@@ -26,39 +25,21 @@ def test_the_grid_slips_and_stops_at_its_edge():
 
 def test_the_experiment_leaves_a_table_and_a_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wide, "in_new_process", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(wide_crossover, "CROSSOVER", ((2, 3, 2, 1), (3, 70, 2, 2)))
-    chooser = kkt.prefers_iterations
-    args = wide.Args(
-        sides=(2, 3),
-        horizon=3,
-        episodes=2,
-        patience=0.0,
-        sections=("growth", "taxi", "crossover"),
-        root=tmp_path,
-    )
+    args = wide.Args(sides=(2, 3), horizon=3, episodes=2, patience=0.0, seeds=4, root=tmp_path)
     directory = wide.main(args)
-    assert kkt.prefers_iterations is chooser
     assert (directory / "wide.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     with (directory / "wide.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["pairs"], row["clarabel"]) for row in rows] == [("60", ""), ("135", "")]
     assert all(float(row["dual_residual"]) < 1e-10 for row in rows)
-    assert "(3, 70, 2)" in capsys.readouterr().out
-
-
-def test_lanes_and_plain_arrays_take_turns(monkeypatch, capsys):
-    monkeypatch.setitem(wide_seeds.WORLDS, "tiny", (lambda: wide.grid(2, 3), 3, 4))
-    args = wide_seeds.Args(worlds=("tiny",), betas=(0.5,), repeats=1, shorten=2)
-    wide_seeds.main(args)
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| tiny")]
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[:5] == ["tiny", "60", "120", "0.5", "3"]
-    assert all(float(cell.replace(",", "")) > 0 for cell in cells[5:])
+    printed = capsys.readouterr().out
+    assert printed.count("| taxi ") == 1
+    assert printed.count("| grid 3 x 3 ") == 3  # of the growth, and of both values of beta
 
 
 def test_the_exponent_is_a_slope():
     rows = [
-        wide.Row("", n, 5 * n, 0, 0, 1e-6 * n**1.5, 0, 0, 0, 0)
+        wide.Row("", n, 5 * n, 0, 0, 1e-6 * n**1.5, 0, 0, 0)
         for n in (10, 50_000, 100_000, 1_000_000)
     ]
     assert wide.exponent(rows) == pytest.approx(1.5)
@@ -67,7 +48,10 @@ def test_the_exponent_is_a_slope():
 def test_feedback_follows_the_transitions():
     mdp = wide.grid(3, 4)
     feedback = wide.play(
-        mdp, occ.interior_point(mdp)[None], wide.losses(mdp, 0), torch.Generator().manual_seed(0)
+        mdp,
+        occ.interior_point(mdp)[None],
+        common.random_means(mdp, 0),
+        torch.Generator().manual_seed(0),
     )
     P = mdp.to_dense()
     for k in range(3):

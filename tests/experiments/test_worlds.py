@@ -9,7 +9,7 @@ import torch
 
 import torch_occ as occ
 from experiments import gym_control, sweep
-from experiments.maps import panels, visits
+from experiments.gym_control import panels, visits
 
 pytestmark = pytest.mark.slow
 
@@ -20,28 +20,12 @@ def test_the_best_policy_does_in_the_environment_what_is_predicted(name):
     mdp = task.mdp
     plan = occ.optimal_policy(mdp, mdp.loss)
     predicted = float(mdp.expected_return(occ.occupancy(mdp, plan.policy)))
-    # The same by induction over the environment's own table, which knows the variance too.
-    mean, deviation = gym_control.moments(task, plan.policy)
-    assert mean == pytest.approx(predicted, abs=1e-10)
     returns = gym_control.play_policy(task, plan.policy, 300, seed=0)
     if task.world.noise == "none":
-        assert deviation == pytest.approx(0.0, abs=1e-6)
         assert set(returns) == {round(predicted)}
     else:
-        assert deviation > 0
-        assert abs(returns.mean() - predicted) < 4 * deviation / np.sqrt(300)
-
-
-def test_the_deviation_is_that_of_the_returns():
-    task = gym_control.make_task("slippery-cliff:4")
-    uniform = occ.uniform_policy(task.mdp)
-    mean, deviation = gym_control.moments(task, uniform)
-    returns = gym_control.play_policy(task, uniform, 1500, seed=3)
-    assert mean == pytest.approx(
-        float(task.mdp.expected_return(occ.occupancy(task.mdp, uniform))), abs=1e-10
-    )
-    assert abs(returns.mean() - mean) < 4 * deviation / np.sqrt(1500)
-    assert returns.std() == pytest.approx(deviation, rel=0.1)
+        assert returns.std() > 0
+        assert abs(returns.mean() - predicted) < 4 * returns.std() / np.sqrt(300)
 
 
 def test_a_wrong_prediction_does_not_agree():
@@ -69,15 +53,9 @@ def test_visits_are_counted_by_the_environments_states():
 
 def test_gym_control(tmp_path, capsys):
     args = gym_control.Args(
-        games=("lake:6", "trip:2"),
-        episodes=20,
-        seeds=2,
-        rollouts=50,
-        processes=1,
-        tensorboard=False,
-        alone=300,
-        root=tmp_path,
-    )
+        games=("lake:6", "trip:2"), episodes=20, seeds=2, rollouts=50, processes=1,
+        tensorboard=False, alone=300, root=tmp_path,
+    )  # fmt: skip
     directory = gym_control.main(args)
     with (directory / "gym_control.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -96,19 +74,6 @@ def test_gym_control(tmp_path, capsys):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures)
     assert "4 of 4 predictions" in capsys.readouterr().out
     assert json.loads((directory / "config.json").read_text())["rollouts"] == 50
-
-
-def test_the_report_says_who_is_ahead_and_why():
-    def row(game, learner, regret):
-        return {"game": game, "learner": learner, "regret_in_losses": regret}
-
-    ftrl, leader = gym_control.FTRL, gym_control.LEADER
-    rows = [row("a", ftrl, 9.0), row("a", leader, 1.0), row("b", ftrl, 2.0), row("b", leader, 3.0)]
-    text = gym_control.comparison(rows)
-    assert text.startswith(f"{leader}: less regret than {ftrl} in 1 of 2 games.")
-    assert "robustness" in text
-    assert "robustness" not in gym_control.comparison(rows[2:])
-    assert gym_control.comparison([row("taxi", leader, 3.0)]) == ""
 
 
 def test_a_world_that_does_not_exist():

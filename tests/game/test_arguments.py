@@ -5,7 +5,6 @@ import torch
 
 import torch_occ as occ
 from torch_occ._support.streams import check_memory
-from torch_occ.game.figures import occupancy_figure
 
 MDP = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=0)
 MEAN = torch.full((3, 2), 0.5, dtype=torch.float64)
@@ -43,6 +42,10 @@ class Uninitialized(occ.Learner):
         ({"episodes": 0}, "episodes: expected at least 1, got 0"),
         ({"seeds": 4}, r"seeds: expected integers, for example range\(1, 9\), got 4"),
         ({"seeds": [0.5]}, r"seeds: expected integers, .* got \[0.5\]"),
+        ({"seeds": [0, 1, 0]}, "seeds: 0 occurs twice; equal seeds play equal runs"),
+        ({"seeds": [2**64]}, r"seeds: expected integers below 2\*\*64, got 1844674"),
+        ({"callbacks": occ.ProgressBar()}, r"for example \[occ.ProgressBar\(\)\], got P"),
+        ({"callbacks": [occ.ProgressBar]}, "got the class ProgressBar; make an object"),
         ({"checkpoints": 3}, "checkpoints: expected integers"),
         ({"config": {"mean": MEAN}}, "config: .*JSON serializable; it may hold numbers"),
     ],
@@ -101,26 +104,6 @@ def test_wrong_parts_are_named_when_they_are_put_together(make, message):
         make()
 
 
-@pytest.mark.parametrize(
-    ("learners", "options", "message"),
-    [
-        ([LEARNER, LEARNER], {}, 'learners: expected a dictionary, {"name": learner, ...}'),
-        ({"a": LEARNER, "b": LEARNER}, {"save_to": "run.pt"}, "save_to: a file holds one run"),
-    ],
-)
-def test_comparisons_name_wrong_arguments(learners, options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        occ.compare_learners(MDP, learners, LOSSES, 5, **options)
-
-
-def test_a_heat_map_is_of_one_q():
-    q = occ.interior_point(MDP).expand(4, 3, 2)
-    with pytest.raises(
-        ValueError, match=r"q: expected shape \(3, 2\), got \(4, 3, 2\); of several"
-    ):
-        occupancy_figure(MDP, q)
-
-
 def test_more_seeds_than_memory_are_refused_with_a_way_out():
     mdp = occ.LayeredMDP.random(3, 3, 3)
     losses = occ.BernoulliLosses(torch.full((7, 3), 0.5, dtype=torch.float64))
@@ -128,23 +111,3 @@ def test_more_seeds_than_memory_are_refused_with_a_way_out():
         check_memory(10**10, 9)
     found = occ.simulate(mdp, occ.FTRL.tsallis(mdp), losses, 3, range(1000))
     assert found.regret.shape[0] == 1000
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"seeds": [0, 1, 0]}, ValueError, "seeds: 0 occurs twice; equal seeds play equal runs"),
-        ({"seeds": [2**64]}, ValueError, "seeds: expected integers below 2\\*\\*64, got 1844674"),
-        (
-            {"callbacks": occ.ProgressBar()},
-            TypeError,
-            r"for example \[occ.ProgressBar\(\)\], got P",
-        ),
-        ({"callbacks": [occ.ProgressBar]}, TypeError, "got the class ProgressBar; make an object"),
-    ],
-)
-def test_seeds_differ_and_callbacks_are_objects(changed, error, message):
-    mdp = occ.LayeredMDP.random(2, 2, 2)
-    losses = occ.BernoulliLosses(torch.full((mdp.num_states, 2), 0.5, dtype=torch.float64))
-    with pytest.raises(error, match=message):
-        occ.simulate(mdp, occ.FixedPolicy(mdp), losses, 2, **changed)

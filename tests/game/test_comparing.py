@@ -48,12 +48,29 @@ def test_tables_and_figure(comparison):
     assert r"UCB\_1 \& co" in comparison.latex()
     assert comparison.latex().count(r"\\") == 4
     assert len(comparison.figure("title").axes) == 2
+    (right,) = comparison.plot("title").axes[1:]
+    shown = [text.get_text() for text in right.get_legend().get_texts()]
+    assert shown[:3] == [*comparison.histories]
+
+
+def test_a_table_of_every_curve_has_the_learner_in_its_first_column(comparison):
+    found = comparison.to_dataframe()
+    assert list(found.columns[:3]) == ["learner", "seed", "episode"]
+    assert found.index.is_unique
+    for name, history in comparison.histories.items():
+        own = found[found.learner == name].drop(columns="learner").reset_index(drop=True)
+        assert own.equals(history.to_dataframe())
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="learners: expected at least two to compare, got"):
-        occ.compare_learners(MDP, {"one": occ.FixedPolicy(MDP)}, LOSSES, 5)
-    with pytest.raises(ValueError, match="seeds: expected at least two"):
-        occ.compare_learners(MDP, learners(), LOSSES, 5, [3])
-    with pytest.raises(ValueError, match=r"baseline: expected one of .* got 'me'"):
-        occ.compare_learners(MDP, learners(), LOSSES, 5, baseline="me")
+    some, one = learners(), {"one": occ.FixedPolicy(MDP)}
+    for given, options, message in (
+        (one, {}, "learners: expected at least two to compare, got"),
+        (some, {"seeds": [3]}, "seeds: expected at least two"),
+        (some, {"baseline": "me"}, r"baseline: expected one of .* got 'me'"),
+        (some, {"save_to": "run.pt"}, "save_to: a file holds one run"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            occ.compare_learners(MDP, given, LOSSES, 5, **options)
+    with pytest.raises(TypeError, match=r'learners: expected a dictionary, {"name": learner, '):
+        occ.compare_learners(MDP, list(some.values()), LOSSES, 5)

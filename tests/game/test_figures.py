@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 import torch_occ as occ
 from torch_occ.game.figures import occupancy_figure, pixels, plot_references, regret_figure
@@ -15,20 +16,9 @@ def history(regret, episodes):
     curves = torch.as_tensor(regret, dtype=torch.float64)
     zeros, table = torch.zeros_like(curves), torch.zeros(len(curves), 1, 1)
     t = torch.tensor(episodes)
-    return occ.History(
-        t,
-        curves,
-        curves + 1,
-        *[zeros] * 6,
-        t.double(),
-        table,
-        table,
-        table,
-        tuple(range(len(curves))),
-        "torch",
-        True,
-        {},
-    )
+    seeds = tuple(range(len(curves)))
+    tensors = (t, curves, curves + 1, *[zeros] * 6, t.double(), *[table] * 3)
+    return occ.History(*tensors, seeds, "torch", True, {})
 
 
 T = [1, 2, 5, 10, 100, 1000, 10000]
@@ -36,17 +26,8 @@ LOGARITHMIC = history([[3 * math.log(t) + 0.1 * seed for t in T] for seed in ran
 
 
 def test_students_quantiles():
-    # Tables: 2.5706, 2.2281, 2.0423, 1.9840
-    for degrees, quantile in {
-        1: 12.7062,
-        2: 4.3027,
-        4: 2.7764,
-        5: 2.5706,
-        10: 2.2281,
-        30: 2.0423,
-        100: 1.9840,
-    }.items():
-        assert student(degrees) == pytest.approx(quantile, rel=2e-3)
+    for degrees in (1, 2, 3, 4, 5, 10, 30, 100):
+        assert student(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=2e-3)
 
 
 def test_the_band_covers_the_mean_of_a_normal_sample_95_times_in_100():
@@ -61,13 +42,10 @@ def test_one_seed_has_no_band():
 
 
 def test_the_regret_figure_has_axes_on_which_the_references_are_straight():
-    left, right = regret_figure(LOGARITHMIC, title="a run").axes
-    assert (left.get_xscale(), left.get_yscale(), right.get_xscale(), right.get_yscale()) == (
-        "log",
-        "log",
-        "log",
-        "linear",
-    )
+    left, right = LOGARITHMIC.plot("a run").axes
+    assert left.figure.get_suptitle() == "a run"
+    assert [left.get_xscale(), left.get_yscale()] == ["log", "log"]
+    assert [right.get_xscale(), right.get_yscale()] == ["log", "linear"]
     assert [text.get_text() for text in right.get_legend().get_texts()] == [
         "pseudo-regret",
         "realised regret",
@@ -77,12 +55,10 @@ def test_the_regret_figure_has_axes_on_which_the_references_are_straight():
     curve, logarithm, root = left.lines
     assert curve.get_ydata() == pytest.approx(LOGARITHMIC.regret.mean(0).numpy())
     assert logarithm.get_xdata()[[0, -1]] == pytest.approx([100, 10000])
-    assert [logarithm.get_ydata()[0], root.get_ydata()[0]] == pytest.approx(
-        [float(LOGARITHMIC.regret.mean(0)[4])] * 2
-    )
-    assert np.diff(np.log(root.get_ydata())) / np.diff(np.log(root.get_xdata())) == pytest.approx(
-        0.5
-    )
+    first = float(LOGARITHMIC.regret.mean(0)[4])
+    assert [logarithm.get_ydata()[0], root.get_ydata()[0]] == pytest.approx([first] * 2)
+    slopes = np.diff(np.log(root.get_ydata())) / np.diff(np.log(root.get_xdata()))
+    assert slopes == pytest.approx(0.5)
     steps = np.diff(logarithm.get_ydata()) / np.diff(np.log(logarithm.get_xdata()))
     assert steps == pytest.approx(steps[0])
 
@@ -96,16 +72,10 @@ def test_several_runs_share_a_figure_with_one_colour_each():
 
 
 @pytest.mark.parametrize(
-    "short",
-    [
-        history([[0.5]], [1]),
-        history([[-1.0, -2.0]], [1, 2]),
-        history([[0.0, 0.0, 0.0]], [1, 2, 3]),
-        history([[-1.0, 2.0], [-3.0, 1.0]], [1, 2]),
-    ],
-    ids=["one point", "negative", "zero", "mixed"],
+    "regret", [[[0.5]], [[-1.0, -2.0]], [[0.0, 0.0, 0.0]], [[-1.0, 2.0], [-3.0, 1.0]]]
 )
-def test_short_and_negative_curves_are_drawn_without_warnings(short):
+def test_short_and_negative_curves_are_drawn_without_warnings(regret):
+    short = history(regret, range(1, len(regret[0]) + 1))
     assert pixels(regret_figure(short)).ndim == 3
 
 
@@ -121,19 +91,24 @@ def test_the_heat_map_has_a_panel_a_layer_and_leaves_masked_pairs_out():
     base = occ.LayeredMDP.random(horizon=3, width=3, num_actions=3, seed=0)
     mdp = occ.LayeredMDP(list(base.transitions), initial=base.initial, actions=actions)
     q = occ.interior_point(mdp)
-    figure = occupancy_figure(
-        mdp, q, optimal=occ.optimal_policy(mdp, torch.rand_like(q)).policy, title="q"
-    )
+    best = occ.optimal_policy(mdp, torch.rand_like(q)).policy
+    figure = occupancy_figure(mdp, q, optimal=best, title="q")
     *panels, _ = figure.axes
     assert [panel.get_title() for panel in panels] == ["layer 0", "layer 1", "layer 2"]
-    shown = torch.cat(
-        [torch.from_numpy(panel.images[0].get_array().filled(-1.0)) for panel in panels]
-    )
-    torch.testing.assert_close(shown, torch.where(actions, q, -1.0))
+    shown = np.concatenate([panel.images[0].get_array().filled(-1.0) for panel in panels])
+    assert shown == pytest.approx(torch.where(actions, q, -1.0).numpy(), rel=1e-7, abs=1e-7)
     assert [len(panel.collections[0].get_offsets()) for panel in panels] == [1, 3, 3]
     image = pixels(figure)
     assert image.dtype == np.uint8
     assert image.shape[2] == 3
+
+
+def test_a_heat_map_is_of_one_q():
+    mdp = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=0)
+    q = occ.interior_point(mdp).expand(4, 3, 2)
+    message = r"q: expected shape \(3, 2\), got \(4, 3, 2\); of several"
+    with pytest.raises(ValueError, match=message):
+        occupancy_figure(mdp, q)
 
 
 def test_a_long_and_wide_mdp_wraps_its_panels():

@@ -13,7 +13,7 @@ from games import check_same_game, same
 from zoo import PROBLEMS, REGULARIZERS, Kept, random_loss, refused_by_the_engine
 
 import torch_occ as occ
-from experiments.games import loss_with_gap
+from experiments.common import loss_with_gap
 
 F64 = torch.float64
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)

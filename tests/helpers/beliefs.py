@@ -3,7 +3,7 @@
 import torch
 
 import torch_occ as occ
-from torch_occ.rivals.beliefs import transition_shapes, visits_of
+from torch_occ.rivals.beliefs import transition_shapes
 
 
 def random_counts(mdp, batch=(), seed=0, most=6):
@@ -13,6 +13,11 @@ def random_counts(mdp, batch=(), seed=0, most=6):
         torch.randint(0, most, (*batch, *shape), generator=generator).double() * mask.unsqueeze(-1)
         for shape, mask in zip(transition_shapes(mdp), mdp.split(mdp.actions, 0), strict=True)
     )
+
+
+def visits_of(mdp, counts):
+    """m(s, a) = sum over s' of m(s, a, s'), `(*batch, S, A)`."""
+    return torch.cat([layer.sum(-1) for layer in counts], -2)
 
 
 def random_belief(mdp, name, seed=0, batch=(), most=6):

@@ -63,6 +63,13 @@ def random_problem(
     return mdp, random_loss(mdp, seed=seed)
 
 
+def played_regrets(mdp, psi, losses, episodes, seeds, estimator=None):
+    """The final regret of FTRL for every seed; means stand for Bernoulli losses."""
+    losses = occ.BernoulliLosses(losses) if isinstance(losses, Tensor) else losses
+    learner = occ.FTRL(mdp, psi, estimator)
+    return occ.simulate(mdp, learner, losses, episodes, seeds, checkpoints=[episodes]).regret[:, -1]
+
+
 def trajectories(mdp: occ.LayeredMDP, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All trajectories: states `(n, L)`, actions `(n, L)`, and their probabilities `(n,)`."""
     policy = occ.policy_of(mdp, q)

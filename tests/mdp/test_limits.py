@@ -10,7 +10,7 @@ from scipy.optimize import linprog, minimize
 from zoo import random_loss
 
 import torch_occ as occ
-from experiments.limit_worlds import few_successors
+from experiments.distance_to_limit import few_successors
 from torch_occ.limits.separation import Bernoulli, Gaussian, Separation, excursions_of
 
 BANDIT = occ.LayeredMDP.random(1, 1, 4)
@@ -58,7 +58,7 @@ def test_the_closed_form_where_optimal_policies_visit_every_state(shape):
 
 def test_the_demo_of_the_package():
     """The number of an independent prototype for the MDP and the losses of `make demo`."""
-    from experiments.games import loss_with_gap
+    from experiments.common import loss_with_gap
 
     mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
     found = occ.limits.lower_bound(mdp, loss_with_gap(mdp, 0.4, 1))

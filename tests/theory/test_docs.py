@@ -121,7 +121,6 @@ def test_the_code_uses_the_papers_labels():
     for path in [
         *(ROOT / "torch_occ" / "theory").glob("*.py"),
         ROOT / "experiments" / "theory.py",
-        ROOT / "experiments" / "theory_figures.py",
     ]:
         found = {*PATTERN.findall(path.read_text(encoding="utf-8"))}
         assert found <= {*LABELS}, f"{path.name}: {sorted(found - {*LABELS})}"

@@ -8,29 +8,24 @@ import torch_occ as occ
 
 
 def test_there_is_a_learner_for_every_kind_of_world():
+    def numbers(learner):
+        own = learner.step.named_parameters()
+        return {name.rpartition(".")[2]: p.item() for name, p in own}
+
     mdp, mean = random_problem(0, (2, 2, 2))
     learner = occ.recommended(mdp)
     assert isinstance(learner, occ.CorrectedFTRL)
-    values = {
-        name.rpartition(".")[2]: float(p.detach()) for name, p in learner.step.named_parameters()
-    }
-    assert (values["gamma"], learner.width, learner.prior) == (0.85, 3.0, 0.0)
+    assert (numbers(learner)["gamma"], learner.width, learner.prior) == (0.85, 3.0, 0.0)
     assert isinstance(occ.recommended(mdp, "stochastic"), occ.rivals.Thompson)
     q, t = torch.full((1, 3, 2), 1e-4, dtype=torch.float64), torch.tensor([10.0])
     for world, expected in (("varying", (1.0, 0.5)), ("adversarial", (0.2663, 1.0))):
         learner = occ.recommended(mdp, world)
         assert type(learner) is occ.FTRL
-        values = {
-            name.rpartition(".")[2]: float(p.detach())
-            for name, p in learner.step.named_parameters()
-        }
-        assert (values["gamma"], values["beta"]) == expected
+        assert (numbers(learner)["gamma"], numbers(learner)["beta"]) == expected
         assert bool((learner.estimator.baseline(q, t) == 0.5).all())
     for world in ("any", "stochastic", "varying", "adversarial"):
-        history = occ.simulate(
-            mdp, occ.recommended(mdp, world), occ.BernoulliLosses(mean), 50, seeds=[0]
-        )
-        assert history.regret.isfinite().all()
+        learner, losses = occ.recommended(mdp, world), occ.BernoulliLosses(mean)
+        assert occ.simulate(mdp, learner, losses, 50).regret.isfinite().all()
 
 
 def test_an_unknown_world_is_named():

@@ -7,21 +7,42 @@ from typing import ClassVar
 import pytest
 import torch
 from torch.distributions import constraints
-from zoo import random_problem
+from zoo import played_regrets, random_problem
 
 import torch_occ as occ
-from torch_occ.tuning.objective import Evaluation
+from torch_occ.tuning import Evaluation, ForecastObjective, Guard, World
 from torch_occ.tuning.refine import HOPELESS, Search
 from torch_occ.tuning.tune import TuningBoard, by_leaping
 
 
+def stochastic(seed, episodes, **options):
+    """An MDP with its means, and the forecast regret there."""
+    mdp, mean = random_problem(seed)
+    return mdp, mean, ForecastObjective([World("stochastic", mdp, mean)], episodes, **options)
+
+
+def referred(episodes):
+    """The same with the paper's constants, which are also the reference."""
+    psi = occ.jin_luo(random_problem(1)[0])
+    return *stochastic(1, episodes, reference=psi), psi
+
+
+def greedy(mdps, psi, apart=False, **options):
+    """A guard against the adversary, with two seeds unless others are given."""
+    names = [f"greedy {i}" if apart else "greedy" for i in range(len(mdps))]
+    worlds = [World(*named, occ.GreedyAdversary()) for named in zip(names, mdps, strict=True)]
+    return Guard(worlds, 100, psi, **({"seeds": (1, 2)} | options))
+
+
+def named(psi):
+    """The parameters by the last part of their names."""
+    return {name.rpartition(".")[2]: x for name, x in psi.named_parameters()}
+
+
 def bowl(regularizer):
     """A known minimum: log beta = 1, log gamma = -1, whatever alpha is."""
-    named = {
-        name.rpartition(".")[2]: parameter.reshape(-1)
-        for name, parameter in regularizer.named_parameters()
-    }
-    value = (named["beta"].log() - 1) ** 2 + (named["gamma"].log() + 1) ** 2 + 0 * named["alpha"]
+    own = {name: x.reshape(-1) for name, x in named(regularizer).items()}
+    value = (own["beta"].log() - 1) ** 2 + (own["gamma"].log() + 1) ** 2 + 0 * own["alpha"]
     return Evaluation(value, {"bowl": value}, torch.ones_like(value, dtype=torch.bool))
 
 
@@ -41,10 +62,7 @@ def test_a_known_minimum_is_found_from_every_start():
     assert found.at_bounds == ()
     psi = psi_of()
     found.load_into(psi)
-    assert (
-        float(dict(psi.named_parameters())["terms.1.beta"].detach())
-        == found.parameters["terms.1.beta"]
-    )
+    assert named(psi)["beta"].item() == found.parameters["terms.1.beta"]
 
 
 def test_only_the_named_parameters_move():
@@ -68,7 +86,7 @@ def test_bounds_are_kept_and_reported():
 def broken_beyond(limit):
     def objective(regularizer):
         found = bowl(regularizer)
-        beta = dict(regularizer.named_parameters())["terms.1.beta"][..., 0]
+        beta = named(regularizer)["beta"][..., 0]
         return found._replace(value=torch.where(beta < limit, torch.nan, found.value))
 
     return objective
@@ -80,16 +98,14 @@ def test_an_objective_that_is_not_finite_is_reported_and_never_chosen():
     assert found.values[found.failures].isnan().all()
     assert found.parameters["terms.1.beta"] >= 10
     assert "not finite or not certified" in str(found)
-    with pytest.raises(
-        RuntimeError, match="not finite and certified at any of 3 evaluations of 2 starts"
-    ):
+    with pytest.raises(RuntimeError, match="certified at any of 3 evaluations of 2 starts"):
         occ.tune(broken_beyond(math.inf), psi_of(), steps=2, starts=2)
 
 
 def test_a_gradient_that_is_not_finite_is_a_failure():
     def objective(regularizer):
         found = bowl(regularizer)
-        beta = dict(regularizer.named_parameters())["terms.1.beta"][..., 0]
+        beta = named(regularizer)["beta"][..., 0]
         # zero, with a slope that is not finite
         spoilt = torch.cat([(beta[:1] - beta[:1]).sqrt(), torch.zeros_like(beta[1:])])
         return found._replace(value=found.value + spoilt)
@@ -112,11 +128,10 @@ def test_a_failing_certificate_is_a_failure():
 
 @pytest.mark.bits
 def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
-    mdp, mean = random_problem()
-    objective = occ.tuning.ForecastObjective([occ.tuning.World("stochastic", mdp, mean)], 1000)
+    mdp, mean, objective = stochastic(0, 1000)
     whole = occ.tune(objective, psi_of(), steps=6, starts=2)
 
-    class Interrupted(occ.tuning.ForecastObjective):
+    class Interrupted(ForecastObjective):
         fingerprint_ignores = ("calls",)
         calls = 0
 
@@ -126,7 +141,7 @@ def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
                 raise KeyboardInterrupt
             return super().__call__(regularizer)
 
-    objective = Interrupted([occ.tuning.World("stochastic", mdp, mean)], 1000)
+    objective = Interrupted([World("stochastic", mdp, mean)], 1000)
     path = tmp_path / "tuning.pt"
     with pytest.raises(KeyboardInterrupt) as caught:
         occ.tune(objective, psi_of(), steps=6, starts=2, save_to=path)
@@ -144,8 +159,7 @@ def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
 
 
 def test_a_full_disk_costs_neither_the_tuning_nor_its_result(tmp_path, monkeypatch):
-    mdp, mean = random_problem()
-    objective = occ.tuning.ForecastObjective([occ.tuning.World("stochastic", mdp, mean)], 1000)
+    *_, objective = stochastic(0, 1000)
     whole = occ.tune(objective, psi_of(), steps=2, starts=1)
     replace = os.replace
 
@@ -179,62 +193,33 @@ def test_tensorboard_gets_the_meta_curves(tmp_path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     tags = events.Tags()["scalars"]
-    for tag in (
-        "meta/objective",
-        "meta/best",
-        "meta/terms.1.beta",
-        "meta/gradient_norm",
-        "meta/failures",
-        "meta/at_bounds",
-        "meta/regret/bowl",
-    ):
-        assert tag in tags
-        assert len(events.Scalars(tag)) == 21
+    names = ["objective", "best", "terms.1.beta", "gradient_norm", "failures", "at_bounds"]
+    for name in [*names, "regret/bowl"]:
+        assert f"meta/{name}" in tags
+        assert len(events.Scalars(f"meta/{name}")) == 21
     assert sum(event.value for event in events.Scalars("meta/failures")) > 0
 
 
 def test_tuning_the_forecast_beats_the_papers_constants_where_it_is_played():
-    mdp, mean = random_problem(1)
-    psi = occ.jin_luo(mdp)
-    objective = occ.tuning.ForecastObjective(
-        [occ.tuning.World("stochastic", mdp, mean)], 2000, reference=psi
-    )
+    mdp, mean, objective, psi = referred(2000)
     found = occ.tune(objective, psi, steps=25, starts=2, rate=0.4, bounds={"gamma": (0.25, 4.0)})
     assert found.value < -1
-    regrets = []
-    for apply in (False, True):
-        if apply:
-            found.load_into(psi)
-        history = occ.simulate(
-            mdp, occ.FTRL(mdp, psi), occ.BernoulliLosses(mean), 2000, range(8), checkpoints=[2000]
-        )
-        regrets.append(float(history.regret.mean()))
-    assert regrets[1] < regrets[0] / 2
+    before = float(played_regrets(mdp, psi, mean, 2000, range(8)).mean())
+    found.load_into(psi)
+    assert float(played_regrets(mdp, psi, mean, 2000, range(8)).mean()) < before / 2
 
 
 def test_robust_objective_is_between_the_mean_and_the_worst():
     mdp, mean = random_problem()
-    psi = occ.jin_luo(mdp, beta=2.0)
-    worlds = [
-        occ.tuning.World("stochastic", mdp, mean),
-        occ.tuning.World("switching", mdp, occ.SwitchingLosses(torch.stack([mean, 1 - mean]), 100)),
-    ]
-    alone = [
-        float(
-            occ.tuning.ForecastObjective([w], 300, reference=occ.jin_luo(mdp), trust=1.0)(
-                psi
-            ).value.detach()
-        )
-        for w in worlds
-    ]
-    soft, hard = (
-        float(
-            occ.tuning.ForecastObjective(
-                worlds, 300, reference=occ.jin_luo(mdp), robustness=r, trust=1.0
-            )(psi).value.detach()
-        )
-        for r in (0.01, 100.0)
-    )
+    switching = occ.SwitchingLosses(torch.stack([mean, 1 - mean]), 100)
+    worlds = [World("stochastic", mdp, mean), World("switching", mdp, switching)]
+
+    def value(worlds, **options):
+        objective = ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp), trust=1.0, **options)
+        return objective(occ.jin_luo(mdp, beta=2.0)).value.item()
+
+    alone = [value([world]) for world in worlds]
+    soft, hard = (value(worlds, robustness=r) for r in (0.01, 100.0))
     assert soft == pytest.approx(sum(alone) / 2, abs=0.02)
     assert hard == pytest.approx(max(alone), abs=0.02)
 
@@ -255,12 +240,9 @@ class Family(occ.SeparableRegularizer):
 
 
 def test_a_family_of_regularizers_is_tuned():
-    mdp, mean = random_problem()
-    objective = occ.tuning.ForecastObjective([occ.tuning.World("stochastic", mdp, mean)], 500)
-    for psi in (
-        Family() / occ.InverseSqrt(0.5),
-        occ.Tsallis(0.5) / occ.InverseSqrt(0.5) + occ.LogBarrier(1.0),
-    ):
+    *_, objective = stochastic(0, 500)
+    tsallis = occ.Tsallis(0.5) / occ.InverseSqrt(0.5) + occ.LogBarrier(1.0)
+    for psi in (Family() / occ.InverseSqrt(0.5), tsallis):
         found = occ.tune(objective, psi, steps=6, starts=2, spread=0.3)
         assert found.value < float(found.values[0].min())
         power = next(value for name, value in found.parameters.items() if name.endswith("power"))
@@ -271,9 +253,8 @@ def test_a_family_of_regularizers_is_tuned():
 def test_refine_is_judged_by_leaping():
     mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
-    objective = occ.tuning.ForecastObjective(
-        [occ.tuning.World("stochastic", occ.tuning.stack([mdp]), mean[None])], 1000, reference=psi
-    )
+    world = World("stochastic", occ.tuning.stack([mdp]), mean[None])
+    objective = ForecastObjective([world], 1000, reference=psi)
     tuned = occ.tune(objective, psi, steps=8, starts=1, rate=0.5, bounds={"gamma": (0.25, 4.0)})
     before = [parameter.detach().clone() for parameter in psi.parameters()]
     found = occ.refine(objective, psi, tuned, rounds=1, particles=16, accuracy=1.0)
@@ -288,11 +269,8 @@ def test_refine_is_judged_by_playing_and_keeps_to_the_bounds():
     mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
     other = occ.UniformLosses(mean)
-    objective = occ.tuning.ForecastObjective(
-        [occ.tuning.World("bernoulli", mdp, mean), occ.tuning.World("uniform", mdp, other)],
-        300,
-        reference=psi,
-    )
+    worlds = [World("bernoulli", mdp, mean), World("uniform", mdp, other)]
+    objective = ForecastObjective(worlds, 300, reference=psi)
     bounds = {"gamma": (0.5, 2.0), "beta": (0.5, 200.0)}
     tuned = occ.tune(objective, psi, steps=8, starts=1, rate=0.5, bounds=bounds)
     found = occ.refine(
@@ -301,37 +279,26 @@ def test_refine_is_judged_by_playing_and_keeps_to_the_bounds():
     assert len(found.values) == 1 + 2 * (5 + 1) + 2
     for name, (low, high) in bounds.items():
         (column,) = (i for i, full in enumerate(tuned.names) if full.endswith(name))
-        assert (
-            low * (1 - 1e-12)
-            <= float(found.points[:, column].min())
-            < float(found.points[:, column].max())
-            <= high * (1 + 1e-12)
-        )
+        least, largest = found.points[:, column].aminmax()
+        assert low * (1 - 1e-12) <= float(least) < float(largest) <= high * (1 + 1e-12)
     found.tuned.load_into(psi)
     again = torch.nonzero((found.points == found.points[found.chosen]).all(-1)).flatten()
     assert len(again) == 2  # the chosen point was confirmed by other seeds
     for name, losses in (("bernoulli", occ.BernoulliLosses(mean)), ("uniform", other)):
-        history = occ.simulate(
-            mdp, occ.FTRL(mdp, psi), losses, 300, (1, 2, 3, 4), checkpoints=[300]
-        )
-        assert found.tuned.regrets[name] == pytest.approx(float(history.regret.mean()))
+        played = played_regrets(mdp, psi, losses, 300, (1, 2, 3, 4))
+        assert found.tuned.regrets[name] == pytest.approx(float(played.mean()))
     assert found.tuned.value == pytest.approx(float(found.values[again].mean()))
-    with pytest.raises(
-        ValueError,
-        match="judge: expected 'leap', 'play' or a function of a regularizer and a seed, got "
-        "'guess'",
-    ):
+    message = (
+        "judge: expected 'leap', 'play' or a function of a regularizer and a seed, got 'guess'"
+    )
+    with pytest.raises(ValueError, match=message):
         occ.refine(objective, psi, tuned, judge="guess")
     with pytest.raises(ValueError, match="hopeless: expected a positive number, got 0"):
         occ.refine(objective, psi, tuned, hopeless=0)
 
 
 def test_refine_is_not_misled_by_a_lucky_trial():
-    mdp, mean = random_problem(1)
-    psi = occ.jin_luo(mdp)
-    objective = occ.tuning.ForecastObjective(
-        [occ.tuning.World("stochastic", mdp, mean)], 100, reference=psi
-    )
+    *_, objective, psi = referred(100)
     tuned = occ.tune(objective, psi, steps=0, starts=1)
     goal = torch.stack([parameter.detach().log() for parameter in psi.parameters()]) - 0.7
     trials = []
@@ -339,9 +306,8 @@ def test_refine_is_not_misled_by_a_lucky_trial():
     def bowl(regularizer, _):
         logs = torch.stack([parameter.detach().log() for parameter in regularizer.parameters()])
         trials.append(0.1 * float((logs - goal).square().sum()))
-        return occ.tuning.Evaluation(
-            torch.tensor([trials[-1] - 0.3 * (len(trials) == 9)]), {}, torch.tensor([True])
-        )
+        value = torch.tensor([trials[-1] - 0.3 * (len(trials) == 9)])
+        return Evaluation(value, {}, torch.tensor([True]))
 
     found = occ.refine(objective, psi, tuned, judge=bowl, rounds=2, points=12, radius=2.0)
     assert int(found.values.argmin()) == 8
@@ -351,11 +317,7 @@ def test_refine_is_not_misled_by_a_lucky_trial():
 
 
 def test_refine_forecasts_points_only_to_leave_out_the_hopeless(monkeypatch):
-    mdp, mean = random_problem(1)
-    psi = occ.jin_luo(mdp)
-    objective = occ.tuning.ForecastObjective(
-        [occ.tuning.World("stochastic", mdp, mean)], 100, reference=psi
-    )
+    *_, objective, psi = referred(100)
     tuned = occ.tune(objective, psi, steps=0, starts=1)
     centre = math.log(next(iter(tuned.parameters.values())))
     forecasts = []
@@ -367,7 +329,7 @@ def test_refine_forecasts_points_only_to_leave_out_the_hopeless(monkeypatch):
     monkeypatch.setattr(Search, "forecast", forecast)
 
     def flat(_regularizer, _seed):
-        return occ.tuning.Evaluation(torch.zeros(1), {}, torch.tensor([True]))
+        return Evaluation(torch.zeros(1), {}, torch.tensor([True]))
 
     def forecasts_and_hopeless_points(hopeless):
         forecasts.clear()
@@ -389,76 +351,47 @@ def test_refine_forecasts_points_only_to_leave_out_the_hopeless(monkeypatch):
 def test_a_guard_plays_where_nothing_can_be_forecast():
     mdp, mean = random_problem(1)
     psi = occ.jin_luo(mdp)
-    guard = occ.tuning.Guard(
-        [occ.tuning.World("greedy", mdp, occ.GreedyAdversary())],
-        100,
-        psi,
-        seeds=(1, 2),
-        margin=0.05,
-    )
+    guard = greedy([mdp], psi, margin=0.05)
     assert guard(psi).excess == 0  # the same seeds, the same runs
     wild = occ.jin_luo(mdp, beta=0.1, gamma=4.0)
     verdict = guard(wild)
-    history = occ.simulate(mdp, occ.FTRL(mdp, wild), occ.GreedyAdversary(), 100, (1, 2))
-    assert verdict.regrets["greedy"] == pytest.approx(float(history.regret[:, -1].mean()))
+    played = played_regrets(mdp, wild, occ.GreedyAdversary(), 100, (1, 2))
+    assert verdict.regrets["greedy"] == pytest.approx(float(played.mean()))
     assert verdict.excess == pytest.approx(verdict.regrets["greedy"] / guard.scales[0] - 1)
     assert verdict.excess > 0.5
     assert guard.penalty(torch.tensor([-0.06, 0.05])).tolist() == pytest.approx([0.0, 3.0])
-    with pytest.raises(
-        ValueError, match="worlds: 'stochastic' is played, so it takes one MDP and a loss process"
-    ):
-        occ.tuning.Guard([occ.tuning.World("stochastic", mdp, mean)], 10, psi)
+    message = "worlds: 'stochastic' is played, so it takes one MDP and a loss process"
+    with pytest.raises(ValueError, match=message):
+        Guard([World("stochastic", mdp, mean)], 10, psi)
 
 
 def test_a_guard_bounds_worlds_of_different_names_one_by_one_and_counts_its_own_noise():
     mdps = [random_problem(seed)[0] for seed in (1, 2, 3)]
-    psi = occ.jin_luo(mdps[0])
-    together = [occ.tuning.World("greedy", mdp, occ.GreedyAdversary()) for mdp in mdps]
-    apart = [played._replace(name=f"greedy {i}") for i, played in enumerate(together)]
-    milder = occ.jin_luo(mdps[0], beta=10.0)
-    seeds = (1, 2, 3)
-    each = torch.stack(
-        [
-            occ.simulate(mdp, occ.FTRL(mdp, milder), occ.GreedyAdversary(), 100, seeds).regret[
-                :, -1
-            ]
-            for mdp in mdps
-        ]
-    ) - torch.stack(
-        [
-            occ.simulate(mdp, occ.FTRL(mdp, psi), occ.GreedyAdversary(), 100, seeds).regret[:, -1]
-            for mdp in mdps
-        ]
+    psi, milder = occ.jin_luo(mdps[0]), occ.jin_luo(mdps[0], beta=10.0)
+    seeds, adversary = (1, 2, 3), occ.GreedyAdversary()
+    mine, theirs = (
+        torch.stack([played_regrets(mdp, each, adversary, 100, seeds) for mdp in mdps])
+        for each in (milder, psi)
     )
-    scales = torch.tensor(occ.tuning.Guard(apart, 100, psi, seeds=seeds).scales)[:, None]
-    assert occ.tuning.Guard(together, 100, psi, seeds=seeds)(milder).excess == pytest.approx(
-        float((each / scales).mean())
-    )
-    assert occ.tuning.Guard(apart, 100, psi, seeds=seeds)(milder).excess == pytest.approx(
-        float((each / scales).mean(1).max())
-    )
-    upper = (each / scales).mean(1) + 2 * (each / scales).std(1) / len(seeds) ** 0.5
-    cautious = occ.tuning.Guard(apart, 100, psi, seeds=seeds, caution=2.0)
+    apart = greedy(mdps, psi, apart=True, seeds=seeds)
+    ratios = (mine - theirs) / torch.tensor(apart.scales)[:, None]
+    together = greedy(mdps, psi, seeds=seeds)
+    assert together(milder).excess == pytest.approx(float(ratios.mean()))
+    assert apart(milder).excess == pytest.approx(float(ratios.mean(1).max()))
+    upper = ratios.mean(1) + 2 * ratios.std(1) / len(seeds) ** 0.5
+    cautious = greedy(mdps, psi, apart=True, seeds=seeds, caution=2.0)
     assert cautious(milder).excess == pytest.approx(float(upper.max()))
     assert cautious(psi).excess == 0
-    with pytest.raises(
-        ValueError,
-        match="caution: expected a non-negative number, and two seeds for a standard error",
-    ):
-        occ.tuning.Guard(apart, 10, psi, seeds=(1,), caution=1.0)
+    message = "caution: expected a non-negative number, and two seeds for a standard error"
+    with pytest.raises(ValueError, match=message):
+        greedy(mdps, psi, seeds=(1,), caution=1.0)
 
 
 def test_refine_under_a_guard_chooses_what_passes():
-    mdp, mean = random_problem(1)
-    psi = occ.jin_luo(mdp)
-    objective = occ.tuning.ForecastObjective(
-        [occ.tuning.World("stochastic", mdp, mean)], 100, reference=psi
-    )
+    mdp, _, objective, psi = referred(100)
     # ruinous against the adversary
     start = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)
-    guard = occ.tuning.Guard(
-        [occ.tuning.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2)
-    )
+    guard = greedy([mdp], psi)
     found = occ.refine(
         objective, psi, start, rounds=1, particles=8, accuracy=1.0, radius=2.0, guard=guard
     )
@@ -473,112 +406,74 @@ def test_refine_under_a_guard_chooses_what_passes():
 def test_the_estimator_of_an_objective_is_what_is_forecast_leapt_and_played():
     mdp, mean = random_problem(1)
     psi, own = occ.jin_luo(mdp, beta=2.0), occ.ReducedVariance(occ.InverseSqrt(0.01))
-    worlds = [occ.tuning.World("stochastic", mdp, mean)]
-    objective = occ.tuning.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp), estimator=own)
-    # the reference is the paper's
-    assert (
-        objective.scales
-        == occ.tuning.ForecastObjective(worlds, 300, reference=occ.jin_luo(mdp)).scales
-    )
+    *_, objective = stochastic(1, 300, reference=occ.jin_luo(mdp), estimator=own)
+    assert objective.scales == referred(300)[2].scales  # the reference is the paper's
     with torch.no_grad():
         forecast = objective(psi).regrets["stochastic"]
         assert float(forecast) == float(occ.forecast(mdp, psi, mean, 300, estimator=own).final)
         assert float(forecast) < float(occ.forecast(mdp, psi, mean, 300).final)
-        assert torch.equal(
-            occ.tuning.ForecastObjective.believing(objective)(psi).regrets["stochastic"], forecast
-        )
+        believed = ForecastObjective.believing(objective)(psi).regrets["stochastic"]
+        assert torch.equal(believed, forecast)
     tuned = occ.tune(objective, psi, steps=0, starts=1)
-    leapt = occ.refine(objective, psi, tuned, rounds=0, particles=8, accuracy=1.0).tuned.regrets[
-        "stochastic"
-    ]
-    assert leapt == pytest.approx(
-        float(occ.leap(mdp, psi, mean, 300, estimator=own, particles=8, accuracy=1.0).final)
-    )
-    played = occ.refine(objective, psi, tuned, rounds=0, judge="play", runs=2).tuned.regrets[
-        "stochastic"
-    ]
-    history = occ.simulate(mdp, occ.FTRL(mdp, psi, own), occ.BernoulliLosses(mean), 300, (1, 2))
-    assert played == pytest.approx(float(history.regret[:, -1].mean()))
+
+    def refined(**options):
+        found = occ.refine(objective, psi, tuned, rounds=0, **options)
+        return found.tuned.regrets["stochastic"]
+
+    sizes = {"particles": 8, "accuracy": 1.0}
+    leapt = occ.leap(mdp, psi, mean, 300, estimator=own, **sizes).final
+    assert refined(**sizes) == pytest.approx(float(leapt))
+    played = played_regrets(mdp, psi, mean, 300, (1, 2), own)
+    assert refined(judge="play", runs=2) == pytest.approx(float(played.mean()))
 
 
 def test_a_guard_plays_with_an_estimator_against_the_papers():
     mdp, _ = random_problem(1)
     psi, own = occ.jin_luo(mdp, beta=2.0), occ.ReducedVariance(occ.InverseSqrt(0.01))
-    greedy = occ.GreedyAdversary()
-    worlds = [occ.tuning.World("greedy", mdp, greedy)]
     with_own, plain = (
-        float(
-            occ.simulate(mdp, occ.FTRL(mdp, psi, estimator), greedy, 100, (1, 2))
-            .regret[:, -1]
-            .mean()
-        )
+        float(played_regrets(mdp, psi, occ.GreedyAdversary(), 100, (1, 2), estimator).mean())
         for estimator in (own, None)
     )
-    guard = occ.tuning.Guard(worlds, 100, psi, estimator=own, seeds=(1, 2))
+    guard = greedy([mdp], psi, estimator=own)
     assert guard.scales == [plain]
     assert guard(psi).regrets["greedy"] == with_own
     assert guard(psi).excess == pytest.approx(with_own / plain - 1)
-    assert occ.tuning.Guard(
-        worlds, 100, psi, estimator=own, reference_estimator=own, seeds=(1, 2)
-    ).scales == [with_own]
+    assert greedy([mdp], psi, estimator=own, reference_estimator=own).scales == [with_own]
 
 
 def test_a_point_that_does_not_pass_the_guard_makes_no_other_hopeless(monkeypatch):
-    mdp, mean = random_problem(1)
-    psi = occ.jin_luo(mdp)
-    objective = occ.tuning.ForecastObjective(
-        [occ.tuning.World("stochastic", mdp, mean)], 100, reference=psi
-    )
-    guard = occ.tuning.Guard(
-        [occ.tuning.World("greedy", mdp, occ.GreedyAdversary())], 100, psi, seeds=(1, 2)
-    )
+    mdp, _, objective, psi = referred(100)
     # ruinous against the adversary
     tuned = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)
-    search = Search(objective, psi, tuned, by_leaping(objective, particles=8, accuracy=1.0), guard)
+    trial = by_leaping(objective, particles=8, accuracy=1.0)
+    search = Search(objective, psi, tuned, trial, greedy([mdp], psi))
     search.attempt(search.space.coordinates_of(tuned.parameters), 0)
-    assert float(search.judged[0].value) > search.tried[0] + 1
-    for worse, first in (
-        (0.9, True),
-        (1 + float(search.judged[0].value) - search.tried[0], False),
-    ):  # than what was tried, by forecast
+    penalty = float(search.judged[0].value) - search.tried[0]
+    assert penalty > 1
+    low, high = search.region(search.points[0], 1.0)
+
+    def sobol():
+        return torch.quasirandom.SobolEngine(3, scramble=True, seed=1)
+
+    drawn = low + sobol().draw(8, dtype=torch.float64) * (high - low)
+    # Worse than what was tried, by forecast.
+    for worse, expected in ((0.9, drawn[:2]), (1 + penalty, drawn[-2:])):
         monkeypatch.setattr(search, "forecast", lambda _, worse=worse: search.tried[0] + worse)
-        low, high = search.region(search.points[0], 1.0)
-        found = torch.stack(
-            list(
-                search.promising(
-                    low, high, torch.quasirandom.SobolEngine(3, scramble=True, seed=1), 2, HOPELESS
-                )
-            )
-        )
-        drawn = low + torch.quasirandom.SobolEngine(3, scramble=True, seed=1).draw(
-            8, dtype=torch.float64
-        ) * (high - low)
-        assert torch.equal(found, drawn[:2] if first else drawn[-2:])
+        found = list(search.promising(low, high, sobol(), 2, HOPELESS))
+        assert torch.equal(torch.stack(found), expected)
 
 
 def test_the_recipe_tunes_and_then_refines():
-    mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
-    mean = torch.rand(
-        mdp.num_states, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
-    objective = occ.tuning.ForecastObjective([occ.tuning.World("stochastic", mdp, mean)], 1000)
+    mdp, mean = random_problem(0, (2, 2, 2))
+    objective = ForecastObjective([World("stochastic", mdp, mean)], 1000)
     psi = occ.jin_luo(mdp)
     recipe = occ.tuning.Recipe(steps=2, rounds=1, points=3, particles=4)
     bounds = {"alpha": (0.1, 1.0), "beta": (0.5, 200.0), "gamma": (0.25, 4.0)}
     found = occ.tune_and_refine(objective, psi, recipe, bounds=bounds, seed=3)
     tuned = occ.tune(objective, psi, steps=2, starts=1, rate=recipe.rate, bounds=bounds, seed=3)
     assert found.start.parameters == tuned.parameters
-    again = occ.refine(
-        objective,
-        psi,
-        tuned,
-        rounds=1,
-        points=3,
-        radius=recipe.radius,
-        hopeless=math.inf,
-        particles=4,
-        seed=3,
-    )
+    sizes = {"rounds": 1, "points": 3, "particles": 4, "radius": recipe.radius, "seed": 3}
+    again = occ.refine(objective, psi, tuned, hopeless=math.inf, **sizes)
     assert found.tuned.parameters == again.tuned.parameters
     assert [x.item() for x in psi.parameters()] == [x.item() for x in occ.jin_luo(mdp).parameters()]
 
@@ -592,8 +487,8 @@ def test_the_recipe_can_do_without_forecasts(monkeypatch):
     monkeypatch.setattr("torch_occ.tuning.objective.forecast", never)
     psi = occ.jin_luo(mdp)
     # Two tables of means for one MDP are two worlds with one name.
-    worlds = [occ.tuning.World("stochastic", mdp, torch.stack([mean, 1 - mean]))]
-    objective = occ.tuning.ForecastObjective(worlds, 2000, reference=psi, particles=8)
+    worlds = [World("stochastic", mdp, torch.stack([mean, 1 - mean]))]
+    objective = ForecastObjective(worlds, 2000, reference=psi, particles=8)
     assert objective.scales[0].shape == (2,)
     recipe = occ.tuning.Recipe(steps=0, rounds=2, points=4, particles=8)
     found = occ.tune_and_refine(objective, psi, recipe, bounds={"gamma": (0.25, 4.0)})
@@ -604,19 +499,18 @@ def test_the_recipe_can_do_without_forecasts(monkeypatch):
 
 def test_shrinkage_keeps_the_states_alike():
     mdp, mean = random_problem(0, (2, 2, 2))
-    worlds = [occ.tuning.World("stochastic", mdp, mean)]
+    worlds = [World("stochastic", mdp, mean)]
 
     def spread(shrinkage):
         psi = occ.Tsallis() / occ.InverseSqrt(occ.PerState(mdp, 1.0)) + occ.LogBarrier(1.0)
-        objective = occ.tuning.ForecastObjective(worlds, 500, shrinkage=shrinkage)
+        objective = ForecastObjective(worlds, 500, shrinkage=shrinkage)
         only, bounds = ("gamma", "beta"), {"gamma": (0.2, 5.0)}
         tuned = occ.tune(objective, psi, steps=6, starts=2, rate=0.4, only=only, bounds=bounds)
         tuned.load_into(psi)
-        gammas = next(p for name, p in psi.named_parameters() if name.endswith("gamma"))
-        return float(gammas.detach().log().std())
+        return float(named(psi)["gamma"].detach().log().std())
 
     free, held = spread(0.0), spread(100.0)
     assert free > 0.05
     assert held < 0.2 * free
     with pytest.raises(ValueError, match="shrinkage: expected a non-negative number, got -1"):
-        occ.tuning.ForecastObjective(worlds, 500, shrinkage=-1.0)
+        ForecastObjective(worlds, 500, shrinkage=-1.0)

@@ -10,12 +10,7 @@ leaps          leaping, compiled: the regret of particles that play many episode
 learners       the learners of torch_occ.game, compiled for the episode loop
 newton         newton's method for one FTRL step, compiled, for regularizers made of elementary
 play           the episode loop: the adversary answers, the learner proposes, walks and observes
-play_indices   the episode loops of learners at the limit of regret, compiled: KL-UCB, Thompson
-play_old       what the rivals still need of the loops that were their own
-play_planning  the episode loops of learners that plan with estimated transitions, compiled
-play_unknown   transitions that are learned, compiled, for one seed: counts, epochs, widths
-play_uob_reps  the episode loop of UOB-REPS, compiled, for one seed
-projection     the arrays of a projection
+projection     the Kullback-Leibler projection, in plain arrays or in lanes
 psi            the derivatives of psi at q; psi is a weighted sum of elementary functions of its
 shaping        potential-based shaping, compiled: replace the loss by the gaps of its optimal policy
 sparse         conjugate gradients for the linear system of a Newton step with sparse transitions

@@ -2,7 +2,7 @@
 
 The backward pass computes multipliers and policy, the forward pass the logarithms of the state
 occupancies. If a state is dead (its occupancy is below `DEAD`), the Jacobian is formed by another
-pair of passes for every state. The torch twin is torch_occ.step.entropic.
+pair of passes for every state. The torch form is torch_occ.step.entropic.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ from torch_occ.engine.layout import (
     finite,
     in_logs,
     inlined,
-    part,
     routine,
     span,
 )
@@ -82,7 +81,7 @@ GUESS = SLOPE  # of states: the guess of log u
 FOUND = OTHERS  # of states: log u from the forward pass
 
 
-@part
+@routine(inline=True)
 def look_ahead(model: Model, weight: Any, price: Any, work: Work) -> None:
     """Soft value iteration: writes V, log pi, and pi into the row PAIR."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
@@ -109,7 +108,7 @@ def look_ahead(model: Model, weight: Any, price: Any, work: Work) -> None:
             states[V, s] = price * (1.0 + states[GUESS, s]) + least - weight * shift
 
 
-@part
+@routine(inline=True)
 def look_back(model: Model, work: Work) -> Any:
     """Write the occupancies of the policy: q, u in row U, and log u.
 
@@ -168,7 +167,7 @@ def gather_logs(model: Model, k: int, work: Work) -> None:
             states[U, s] = np.exp(states[FOUND, s])
 
 
-@part
+@routine(inline=True)
 def turn_rarely(model: Model, weight: Any, price: Any, dead: Any, work: Work) -> None:
     """`turn_dead` in the lanes that have dead states; U receives the change of u."""
     for n in range(lanes_of(work.notes)):
@@ -247,13 +246,13 @@ def push(model: Model, weight: float, price: float, moving: int, work: Work) -> 
                     states[U, there] += share * (states[U, s] + pairs[FORCE, i])
 
 
-@part
+@routine(inline=True)
 def unit(log_u: Any) -> Any:
     """The unit of errors of log u: 1, or log u / LOG_DEAD in dead states."""
     return max(log_u * (1.0 / LOG_DEAD), 1.0)
 
 
-@part
+@routine(inline=True)
 def certify_logs(
     model: Model,
     weight: Any,
@@ -282,7 +281,7 @@ def certify_logs(
 
 # -- The FTRL step of an entropy in logarithms, compiled, for one problem --------------------------
 #
-# This is the compiled twin of torch_occ.step.entropic, which derives the formulas; tests compare
+# This is the compiled form of torch_occ.step.entropic, which derives the formulas; tests compare
 # the two. The unknown of the iteration is log u, the logarithm of the state occupancy, so q may
 # underflow to zero.
 #
@@ -331,7 +330,7 @@ def follow_or_restart(
     middle: Floats,  # (S * A,), an interior point
     work: Work,
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """`follow` from q, and from the middle if that fails; the compiled twin of `FTRLStep.solve`.
+    """`follow` from q, and from the middle if that fails; the compiled form of `FTRLStep.solve`.
 
     A warm start may lie too close to the boundary; the middle is a safe start. If both attempts
     fail, the result is that of the first.
@@ -368,7 +367,7 @@ def select(condition: Any, x: Any, y: Any) -> tuple[Any, Any, Any, Any, Any]:
     )
 
 
-@part
+@routine(inline=True)
 def _entropy_of(terms: Terms, weights: Floats) -> tuple[Any, Any]:
     """(w, kappa) as in torch_occ.step.entropic; (0, 0) if psi is not an entropy of that form."""
     weight, price, others = 0.0, 0.0, varies(terms, weights)
@@ -383,7 +382,7 @@ def _entropy_of(terms: Terms, weights: Floats) -> tuple[Any, Any]:
     return where(good, weight, 0.0), where(good, price, 0.0)
 
 
-@part
+@routine(inline=True)
 def _no_entropy(terms: Terms, weights: Floats) -> tuple[Any, Any]:
     return 0.0, 0.0
 

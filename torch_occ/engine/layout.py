@@ -101,7 +101,7 @@ def kernel(function: Function) -> Function:
 
 
 @overloaded
-def routine(function: Function) -> Function: ...
+def routine(function: Function, *, inline: bool = ..., any_order: bool = ...) -> Function: ...
 
 
 @overloaded
@@ -117,12 +117,12 @@ def routine(function: Any = None, *, inline: bool = False, any_order: bool = Fal
         any_order: whether its sums may be taken in any order, so that they vectorize.
     """
     if function is None:
-        return lambda function: routine(function, inline=inline, any_order=any_order)  # type: ignore[call-overload]
+        return lambda function: routine(function, inline=inline, any_order=any_order)
     fastmath = {"contract", "reassoc"} if any_order else {"contract"}
     return keep(njit(fastmath=fastmath, forceinline=inline, **_INNER)(function))
 
 
-part, adder = routine(inline=True), routine(any_order=True)
+part, adder = routine(inline=True), routine(any_order=True)  # former names
 
 
 def inlined(function: Function) -> Function:
@@ -187,7 +187,7 @@ def by_learner(function: Callable[..., Any]) -> Any:
     """A function that kernels call, chosen by the type of its parameter `learner`.
 
     `register(kind)` is a decorator: the function behind it is called if the learner is a named
-    tuple of this class. It has the same parameters, and is compiled as a `part`.
+    tuple of this class. It has the same parameters, and is compiled as a routine.
     """
     known: dict[type, Any] = {}
     place = [*signature(function).parameters].index("learner")
@@ -195,7 +195,7 @@ def by_learner(function: Callable[..., Any]) -> Any:
 
     def register(kind: type) -> Callable[[Function], Function]:
         def enter(own: Function) -> Function:
-            known[kind] = part(own)
+            known[kind] = routine(own, inline=True)
             return own
 
         return enter

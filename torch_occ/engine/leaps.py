@@ -1,10 +1,10 @@
 """Leaping, compiled: the regret of particles that play many episodes per step.
 
-This is the compiled twin of torch_occ.tuning.leaps; torch_occ.tuning.leaps
+This is the compiled form of torch_occ.tuning.leaps; torch_occ.tuning.leaps
 explains the method. The kernel plays one particle, or one per lane. Lanes solve their steps
 together. Every lane has its own t and its own random numbers, so it plays and counts alone.
 
-The twins draw different random numbers, so their results agree only statistically.
+The two draw different random numbers, so their results agree only statistically.
 """
 
 from __future__ import annotations

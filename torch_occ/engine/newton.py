@@ -1,6 +1,6 @@
 """Newton's method for one FTRL step, compiled, for regularizers made of elementary terms.
 
-This is the compiled twin of torch_occ.step.newton, which explains the method; tests compare them.
+This is the compiled form of torch_occ.step.newton, which explains the method; tests compare them.
 The row PAIR of the scratch memory holds the starting point q on entry and the solution on return.
 """
 
@@ -45,7 +45,6 @@ from torch_occ.engine.layout import (
     ahead,
     finite,
     inlined,
-    part,
     routine,
     span,
 )
@@ -187,7 +186,7 @@ def usable(recent: Any) -> Any:
     return where(recent < CALM, 3.0 * recent, min(WORTH, 0.1 * recent))
 
 
-@part
+@routine(inline=True)
 def follow_multipliers(model: Model, work: Work) -> None:
     """Copy the multipliers of the last Newton step to V, and compute what a certificate reads."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
@@ -250,7 +249,7 @@ def put_back(model: Model, work: Work) -> None:
             work.states[V, s] += total
 
 
-@part
+@routine(inline=True)
 def retract(model: Model, row: int, wanted: Any, work: Work) -> Any:
     """Retract a row of the pairs in place where `wanted`, q -> policy -> q.
 
@@ -278,7 +277,7 @@ def retract(model: Model, row: int, wanted: Any, work: Work) -> Any:
     return alive
 
 
-@part
+@routine(inline=True)
 def floor_pairs(model: Model, work: Work) -> None:
     """Raise q to at least SMALLEST, where the derivatives of psi are finite."""
     for i in range(work.pairs.shape[1]):
@@ -286,7 +285,7 @@ def floor_pairs(model: Model, work: Work) -> None:
             work.pairs[PAIR, i] = max(work.pairs[PAIR, i], SMALLEST)
 
 
-@part
+@routine(inline=True)
 def measure(model: Model, work: Work) -> tuple[Any, Any, Any]:
     """The squared decrement, and the largest relative decrease and relative change of a pair.
 

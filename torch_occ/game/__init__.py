@@ -10,7 +10,6 @@ history          what a run leaves: its history, means with intervals over seeds
 learners         what a learner is
 losses           loss processes: the losses that the environment charges in each episode
 players          the engine as a player of `simulate`: the same game as in torch, from the same
-players_old      the players of the rivals that have a loop of their own
 simulate         `simulate`: play a learner against losses for all seeds, with callbacks and saved
 torch_player     the torch player: one episode of every seed at a time
 """

@@ -16,7 +16,7 @@ from torch import nn
 
 from torch_occ._support.choices import extra, progress_bar, summary_writer
 from torch_occ.game.figures import configuration, occupancy_figure, pixels, regret_figure
-from torch_occ.game.history import band
+from torch_occ.game.history import Band, band
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.regularizers.base import Scaled
@@ -80,26 +80,17 @@ class ProgressBar(Callback):
 
 #: Columns of the HParams dashboard: the first parameters, and the curves whose last value is shown.
 _COMPARED = ("learner", "losses", "alpha", "beta", "gamma")
-_METRICS = (
-    "regret/mean",
-    "regret/lower",
-    "regret/upper",
-    "regret/realised_mean",
-    "policy/distance_to_optimal",
-    "solver/uncertified",
-)
+_METRICS = ("regret/mean", "regret/lower", "regret/upper", "regret/realised_mean")
+_METRICS += ("policy/distance_to_optimal", "solver/uncertified")
 
 #: Charts of the Custom Scalars dashboard.
+_BANDS = {"pseudo-regret": "regret/", "realised regret": "regret/realised_"}
 _LAYOUT = {
     "regret": {
-        "pseudo-regret: mean and 95 % band": [
-            "Margin",
-            ["regret/mean", "regret/lower", "regret/upper"],
-        ],
-        "realised regret: mean and 95 % band": [
-            "Margin",
-            ["regret/realised_mean", "regret/realised_lower", "regret/realised_upper"],
-        ],
+        f"{name}: mean and 95 % band": ["Margin", [f"{tag}{x}" for x in Band._fields]]
+        for name, tag in _BANDS.items()
+    }
+    | {
         "pseudo-regret over log t": ["Multiline", ["regret/over_log_t"]],
         "pseudo-regret over sqrt t": ["Multiline", ["regret/over_sqrt_t"]],
     },
@@ -174,13 +165,8 @@ class TensorBoard(Callback):
 
     def on_end(self, run: Simulation, history: History) -> None:
         if len(history.episodes) and not (self.known and run.t == self.begun):
-            image = pixels(
-                regret_figure(
-                    history,
-                    title=f"{type(run.learner).__name__}, {len(run.seeds)} seeds: mean and 95 % "
-                    "band",
-                )
-            )
+            who = f"{type(run.learner).__name__}, {len(run.seeds)} seeds"
+            image = pixels(regret_figure(history, title=f"{who}: mean and 95 % band"))
             self.writer.add_image("regret/figure", image, run.t, dataformats="HWC")
             if history.finished:
                 self._hparams(run, "end")
@@ -191,10 +177,10 @@ class TensorBoard(Callback):
     def _curves(self, run: Simulation, i: int) -> dict[str, float]:
         """The values of the i-th checkpoint, over all seeds."""
         t, now = run.recorded[i], {name: rows[i] for name, rows in run.curves.items()}
-        values = {f"regret/{name}": float(x) for name, x in band(now["regret"])._asdict().items()}
-        values |= {
-            f"regret/realised_{name}": float(x)
-            for name, x in band(now["realised_regret"])._asdict().items()
+        values = {
+            f"regret/{kind}{name}": float(x)
+            for kind in ("", "realised_")
+            for name, x in band(now[f"{kind}regret"])._asdict().items()
         }
         values["regret/over_sqrt_t"] = values["regret/mean"] / math.sqrt(t)
         if t > 1:
@@ -203,10 +189,8 @@ class TensorBoard(Callback):
             values["regret/corruption_spent"] = float(now["corruption"].mean())
         if run.learner.diagnostics():
             values["solver/newton_steps"] = float(now["newton_steps"].mean())
-            values |= {
-                f"solver/{name}": float(now[name].amax())
-                for name in ("dual_residual", "flow_residual")
-            }
+            for name in ("dual_residual", "flow_residual"):
+                values[f"solver/{name}"] = float(now[name].amax())
             values["solver/uncertified"] = float(now["uncertified"].sum())
         seconds = run.times[i] - (run.times[i - 1] if i else 0.0)
         if seconds > 0:
@@ -248,23 +232,15 @@ class TensorBoard(Callback):
             "learner": type(run.learner).__name__,
             "losses": type(run.losses).__name__,
             "episodes": run.episodes,
-        }
-        values |= {
             "seeds": len(run.seeds),
             "horizon": run.mdp.horizon,
             "states": run.mdp.num_states,
             "actions": run.mdp.num_actions,
         }
-        values |= {
-            name: value
-            for name, value in parameters(run.learner, 1).items()
-            if name != "learning_rate"
-        }
-        values |= {
-            name: value
-            for name, value in run.config.items()
-            if isinstance(value, bool | int | float | str)
-        }
+        own = parameters(run.learner, 1).items()
+        values |= {name: x for name, x in own if name != "learning_rate"}
+        simple = bool | int | float | str
+        values |= {name: x for name, x in run.config.items() if isinstance(x, simple)}
         _, first, last = hparams(values, {})
         if moment == "end":
             self.writer.file_writer.add_summary(last, 0)
@@ -277,9 +253,8 @@ class TensorBoard(Callback):
         data = plugin_data_pb2.HParamsPluginData(
             experiment=api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics)
         )
-        value = Summary.Value(
-            tag=metadata.EXPERIMENT_TAG, metadata=metadata.create_summary_metadata(data)
-        )
+        about = metadata.create_summary_metadata(data)
+        value = Summary.Value(tag=metadata.EXPERIMENT_TAG, metadata=about)
         self.writer.file_writer.add_summary(Summary(value=[value]), 0)
         self.writer.file_writer.add_summary(first, 0)
 
@@ -296,11 +271,8 @@ def _check_directory(directory: Path) -> None:
             file.write(b"events")
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise OSError(
-            error.errno,
-            f"TensorBoard cannot write here ({reason}); name another directory",
-            str(directory),
-        ) from error
+        message = f"TensorBoard cannot write here ({reason}); name another directory"
+        raise OSError(error.errno, message, str(directory)) from error
 
 
 # -- the numbers of a learner ------------------------------------------------------------------

@@ -8,7 +8,7 @@ and the value, and says what was expected.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from torch_occ.game.learners import Learner
     from torch_occ.game.simulate import Simulation
 
+
+#: Names a batch element, for messages.
+Where = Callable[[int], str]
 
 #: The entries that `Learner.diagnostics` returns; `status` is optional.
 DIAGNOSTICS = ("newton_steps", "dual_residual", "flow_residual", "uncertified", "status")
@@ -69,18 +72,13 @@ class Contract:
 
     def _tell(self, what: str, t: int, q: Tensor, residual: Tensor) -> None:
         """Raise an error that says what is wrong with q, and where."""
-        where = self._where(t, len(q))
-        check_entries(what, q, q.isfinite(), self.mdp, where, "expected finite numbers")
-        check_entries(
-            what,
-            q,
-            q >= -self.tolerance,
-            self.mdp,
-            where,
-            "expected q >= 0; clip what rounding left over",
-        )
-        missing = "the state has no such action; expected 0"
-        check_entries(what, q, self.mdp.actions | (q <= self.tolerance), self.mdp, where, missing)
+        where, exists = self._where(t, len(q)), self.mdp.actions
+        for good, expected in (
+            (q.isfinite(), "expected finite numbers"),
+            (q >= -self.tolerance, "expected q >= 0; clip what rounding left over"),
+            (exists | (q <= self.tolerance), "the state has no such action; expected 0"),
+        ):
+            refuse_first(what, q, good, self.mdp, where, expected)
         element, state = divmod(int(residual.abs().argmax()), self.mdp.num_states)
         out = float(q[element, state].sum())
         source = "initial" if state < self.mdp.layer_sizes[0] else "incoming"
@@ -100,14 +98,13 @@ class Contract:
                 "state, a dict"
             )
         means, state = found
-        check_tensor(
-            what, means, self.mdp, (n, len(self.seeds)), f"episodes {first} to {first + n - 1}"
-        )
+        when = f"episodes {first} to {first + n - 1}"
+        check_tensor(what, means, self.mdp, (n, len(self.seeds)), when)
         good = (means >= 0) & (means <= 1)
         if not bool(good.all()):
             row = int((~good).flatten(1).any(1).nonzero()[0])
             where = self._where(first + row, means.shape[1])
-            check_entries(what, means[row], good[row], self.mdp, where, "expected means in [0, 1]")
+            refuse_first(what, means[row], good[row], self.mdp, where, "expected means in [0, 1]")
         return means, state
 
     def drawn(self, t: int, feedback: Feedback) -> None:
@@ -125,14 +122,10 @@ class Contract:
         wrong = (~losses.isfinite()).nonzero()
         if len(wrong):
             i, k = wrong[0].tolist()
-            place = (
-                f"{self.mdp.locate(int(feedback.states[i, k]))}, action "
-                f"{int(feedback.actions[i, k])}"
-            )
-            value = float(losses[i, k])
+            state, action = int(feedback.states[i, k]), int(feedback.actions[i, k])
             raise ValueError(
-                f"{what} at {self._where(t, len(losses))(i)}, {place} is {value}; expected finite "
-                "numbers"
+                f"{what} at {self._where(t, len(losses))(i)}, {self.mdp.locate(state)}, action "
+                f"{action} is {float(losses[i, k])}; expected finite numbers"
             )
 
     def diagnostics(self, t: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -155,22 +148,8 @@ class Contract:
 
     def _where(self, t: int, count: int) -> Where:
         """Names the episode and the seed of a batch element; all seeds if there is one element."""
-        return Where(
-            t,
-            tuple(f"seed {seed}" for seed in self.seeds)
-            if count == len(self.seeds)
-            else ("every seed",),
-        )
-
-
-class Where:
-    """The episode and the seed of a batch element, for messages."""
-
-    def __init__(self, t: int, names: Sequence[str]) -> None:
-        self.t, self.names = t, names
-
-    def __call__(self, element: int) -> str:
-        return f"episode {self.t}, {self.names[element]}"
+        alike = count != len(self.seeds)
+        return lambda i: f"episode {t}, {'every seed' if alike else f'seed {self.seeds[i]}'}"
 
 
 def check_estimate(
@@ -181,16 +160,9 @@ def check_estimate(
         return estimate
     what = f"estimator: {type(estimator).__name__}"
     check_tensor(what, estimate, mdp, (count,), f"episode {t}", strict=True)
-    if not bool(estimate.isfinite().all()):
-        where = Where(t, [f"seeds[{i}]" for i in range(count)])
-        check_entries(
-            what,
-            estimate,
-            estimate.isfinite() | ~mdp.actions,
-            mdp,
-            where,
-            "expected finite numbers",
-        )
+    good = estimate.isfinite() | ~mdp.actions
+    expected = "expected finite numbers"
+    refuse_first(what, estimate, good, mdp, lambda i: f"episode {t}, seeds[{i}]", expected)
     return estimate
 
 
@@ -240,11 +212,8 @@ def check_tensor(
     free = [{size} if strict else {size, 1} for size in batch]
     fits = x.dim() == len(expected) and tuple(x.shape[len(batch) :]) == expected[len(batch) :]
     if not fits or any(size not in sizes for size, sizes in zip(x.shape, free, strict=False)):
-        ones = (
-            ""
-            if strict or not batch
-            else "; a 1 in place of a batch dimension means the same for all"
-        )
+        ones = "; a 1 in place of a batch dimension means the same for all"
+        ones = "" if strict or not batch else ones
         raise ValueError(f"{what}{at}: expected shape {expected}{ones}, got {tuple(x.shape)}")
     if x.dtype != mdp.dtype or x.device != mdp.device:
         raise ValueError(
@@ -253,7 +222,7 @@ def check_tensor(
         )
 
 
-def check_entries(
+def refuse_first(
     what: str, x: Tensor, good: Tensor, mdp: LayeredMDP, where: Where, expected: str
 ) -> None:
     """Raise a ValueError that names the first entry of x `(N, S, A)` that is not good."""

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch_occ._support.choices import extra
 from torch_occ._support.files import latex, markdown
 from torch_occ.game.figures import regret_figure
-from torch_occ.game.history import History, Mean, number
+from torch_occ.game.history import History, Mean, short_number
 from torch_occ.game.learners import Learner
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.simulate import simulate
@@ -53,20 +54,31 @@ class LearnerComparison:
         """The same table for LaTeX, with the rules of the package booktabs."""
         return latex(*self._table())
 
-    def figure(self, title: str = "") -> Figure:
+    def plot(self, title: str = "") -> Figure:
         """Regret over the number of episodes, with 95 % bands; requires matplotlib."""
         return regret_figure(self.histories, title=title)
+
+    figure = plot
+
+    def to_dataframe(self) -> Any:
+        """Every curve of every learner as a pandas DataFrame; requires pandas.
+
+        Returns:
+            One row per learner, seed and checkpoint; see `History.to_dataframe`.
+        """
+        with extra("dataframe", "to_dataframe needs pandas"):
+            import pandas
+        frames = {name: history.to_dataframe() for name, history in self.histories.items()}
+        return pandas.concat(frames, names=["learner"]).reset_index(0).reset_index(drop=True)
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         differences = self.differences()
         rows = []
         for name, regret in self.final().items():
-            low, high = differences[name].interval if name in differences else (0.0, 0.0)
-            paired = (
-                f"{number(differences[name].mean)} [{number(low)}, {number(high)}]"
-                if name in differences
-                else "baseline"
-            )
+            paired = "baseline"
+            if name in differences:
+                low, high = map(short_number, differences[name].interval)
+                paired = f"{short_number(differences[name].mean)} [{low}, {high}]"
             uncertified = int(self.histories[name].uncertified[:, -1].sum())
             rows.append([name, str(regret), paired, str(uncertified)])
         return ["learner", "regret", f"minus {self.baseline} (95 %)", "uncertified steps"], rows

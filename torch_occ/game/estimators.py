@@ -62,10 +62,8 @@ class CentredEstimator(Estimator):
                 f"estimator: {type(self).__name__}.baseline at episode {t}: expected a tensor "
                 f"that broadcasts to {tuple(q.shape)}, got {kind}"
             ) from None
-        return (
-            feedback.scatter((feedback.losses - feedback.gather(baseline)) / feedback.gather(q), q)
-            + baseline
-        )
+        above = (feedback.losses - feedback.gather(baseline)) / feedback.gather(q)
+        return feedback.scatter(above, q) + baseline
 
 
 class ImportanceWeighted(CentredEstimator):

@@ -52,9 +52,7 @@ def plot_regret(
     t = history.episodes.numpy()
     curves = (history.realised_regret if realised else history.regret).cpu()
     mean, lower, upper = (x.numpy() for x in band(curves))
-    axes.plot(
-        t, mean, color=colour, label=label, linewidth=1.6, linestyle="--" if realised else "-"
-    )
+    axes.plot(t, mean, "--" if realised else "-", color=colour, label=label, linewidth=1.6)
     if len(curves) > 1:
         # On a logarithmic axis, a band that reaches below zero would not be drawn at all.
         floor = np.where(mean > 0, mean * 1e-3, lower) if axes.get_yscale() == "log" else lower
@@ -67,22 +65,11 @@ def plot_references(axes: Axes, start: float, regret: float, end: float) -> None
     Both pass through `regret` at `start` > 1 and end at `end`.
     """
     t = np.geomspace(start, end, 50)
-    axes.plot(
-        t,
-        regret * np.log(t) / np.log(start),
-        color="0.35",
-        linestyle=":",
-        linewidth=1.3,
-        label=r"$\propto \log T$",
-    )
-    axes.plot(
-        t,
-        regret * np.sqrt(t / start),
-        color="0.55",
-        linestyle="-.",
-        linewidth=1.0,
-        label=r"$\propto \sqrt{T}$",
-    )
+    for shape, style, grey, width, label in (
+        (np.log(t) / np.log(start), ":", "0.35", 1.3, r"$\propto \log T$"),
+        (np.sqrt(t / start), "-.", "0.55", 1.0, r"$\propto \sqrt{T}$"),
+    ):
+        axes.plot(t, regret * shape, style, color=grey, linewidth=width, label=label)
 
 
 def regret_figure(
@@ -101,27 +88,19 @@ def regret_figure(
         A matplotlib figure.
     """
     runs = {"pseudo-regret": histories} if isinstance(histories, History) else dict(histories)
+    first = next(iter(runs.values()))
     figure = _figure((8.0, 3.4))
     left, right = figure.subplots(1, 2)
     positive = any(bool((history.regret.mean(0) > 0).any()) for history in runs.values())
-    left.set(
-        xscale="log",
-        yscale="log" if positive else "linear",
-        title=r"log-log: $\sqrt{T}$ is straight",
-    )
+    left.set(xscale="log", yscale="log" if positive else "linear")
+    left.set_title(r"log-log: $\sqrt{T}$ is straight")
     right.set(xscale="log", title=r"log-linear: $\log T$ is straight")
     for i, (label, history) in enumerate(runs.items()):
         for axes in (left, right):
             plot_regret(axes, history, label=label, colour=COLOURS[i % len(COLOURS)])
     if realised and len(runs) == 1:
-        plot_regret(
-            right,
-            next(iter(runs.values())),
-            label="realised regret",
-            colour=COLOURS[1],
-            realised=True,
-        )
-    anchor = _anchor(next(iter(runs.values())))
+        plot_regret(right, first, label="realised regret", colour=COLOURS[1], realised=True)
+    anchor = _anchor(first)
     for axes in (left, right):
         axes.set(xlabel="episodes T", ylabel="regret")
         axes.grid(visible=True, which="major", color="0.9", linewidth=0.6)
@@ -169,64 +148,39 @@ def occupancy_figure(
             f"q: expected shape {(mdp.num_states, mdp.num_actions)}, got {tuple(q.shape)}; "
             "of several seeds, draw one or their mean, q.mean(0)"
         )
-    layers = [
-        layer.detach().cpu().numpy()
-        for layer in mdp.split(torch.where(mdp.actions, q, torch.nan), -2)
-    ]
+    shown = torch.where(mdp.actions, q, torch.nan).detach().cpu()
+    layers = [layer.numpy() for layer in mdp.split(shown, -2)]
     columns, rows = min(mdp.horizon, PANELS), -(-mdp.horizon // PANELS)
     height = min(max(1.2, 0.5 * max(mdp.layer_sizes)), 6.0)
     width = min(max(0.9, 0.5 * mdp.num_actions), 4.0)
     size = (1.6 + columns * (width + 0.25), 0.75 + rows * (height + 0.35))
     # Margins are set by hand, because matplotlib draws several times to find them.
     figure = _figure(size, layout=None)
-    grid = {
-        "left": 0.6 / size[0],
-        "right": 1 - 1.05 / size[0],
-        "bottom": 0.5 / size[1],
-        "top": 1 - 0.55 / size[1],
-    }
-    figure.subplots_adjust(**grid, wspace=0.25 / width, hspace=0.35 / height)
+    bottom, top = 0.5 / size[1], 1 - 0.55 / size[1]
+    sides = {"left": 0.6 / size[0], "right": 1 - 1.05 / size[0]}
+    spaces = {"wspace": 0.25 / width, "hspace": 0.35 / height}
+    figure.subplots_adjust(bottom=bottom, top=top, **sides, **spaces)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     written = max(*mdp.layer_sizes, mdp.num_actions) <= WRITTEN and mdp.horizon <= PANELS
     for k, (axes, layer) in enumerate(zip(panels, layers, strict=False)):
-        image = axes.imshow(
-            layer,
-            cmap="viridis",
-            norm=PowerNorm(0.5, vmin=0.0, vmax=1.0),
-            aspect="auto",
-            interpolation="nearest",
-        )
+        norm = PowerNorm(0.5, vmin=0.0, vmax=1.0)
+        image = axes.imshow(layer, "viridis", norm, aspect="auto", interpolation="nearest")
         axes.set_title(f"layer {k}", fontsize="small")
         _ticks(axes, layer.shape)
         if written:
+            style = {"ha": "center", "va": "center", "fontsize": 9}
             for (s, a), x in np.ndenumerate(layer):
                 if np.isfinite(x):
-                    axes.text(
-                        a,
-                        s,
-                        _short(x),
-                        ha="center",
-                        va="center",
-                        fontsize=9,
-                        color="black" if x > 0.4 else "white",
-                    )
+                    axes.text(a, s, _short(x), color="black" if x > 0.4 else "white", **style)
         if optimal is not None:
             s, a = (optimal[mdp.layer_slices[k]] > 0).nonzero().cpu().numpy().T
-            axes.scatter(
-                a,
-                s,
-                s=420 if written else 12,
-                facecolors="none",
-                edgecolors="#FF9D3B",
-                linewidths=1.4,
-            )
+            ring = {"facecolors": "none", "edgecolors": "#FF9D3B", "linewidths": 1.4}
+            axes.scatter(a, s, s=420 if written else 12, **ring)
     for axes in panels[mdp.horizon :]:
         axes.set_visible(False)
     figure.supxlabel("action", fontsize="small")
     figure.supylabel("state", fontsize="small")
-    bar = figure.add_axes(
-        (1 - 0.9 / size[0], grid["bottom"], 0.12 / size[0], grid["top"] - grid["bottom"])
-    )
+    bar = figure.add_axes((1 - 0.9 / size[0], bottom, 0.12 / size[0], top - bottom))
     figure.colorbar(image, cax=bar, label="q(s, a)", ticks=[0, 0.01, 0.05, 0.2, 0.5, 1])
     figure.suptitle(title, fontsize="medium")
     return figure
@@ -271,11 +225,8 @@ def describe(thing: Any) -> str:
     if isinstance(thing, Sum):
         return " + ".join(describe(term) for term in thing.terms)
     if isinstance(thing, Scaled):
-        inner = (
-            f"({describe(thing.regularizer)})"
-            if isinstance(thing.regularizer, Sum)
-            else describe(thing.regularizer)
-        )
+        inner = describe(thing.regularizer)
+        inner = f"({inner})" if isinstance(thing.regularizer, Sum) else inner
         return f"{inner} {'/' if thing.power == -1 else '*'} {describe(thing.factor)}"
     if isinstance(thing, Parametrized):
         fields = {name: x.tolist() for name, x in thing.named_parameters()}
@@ -294,17 +245,13 @@ def describe(thing: Any) -> str:
 
 def configuration(run: Simulation) -> str:
     """The configuration of a run as a Markdown table."""
-    seeds = ", ".join(map(str, run.seeds[:8])) + (
-        f", ... ({len(run.seeds)})" if len(run.seeds) > 8 else ""
-    )
+    more = f", ... ({len(run.seeds)})" if len(run.seeds) > 8 else ""
     rows = {
         "learner": describe(run.learner),
         "losses": describe(run.losses),
         "MDP": repr(run.mdp),
         "episodes": str(run.episodes),
-    }
-    rows |= {
-        "seeds": seeds,
+        "seeds": ", ".join(map(str, run.seeds[:8])) + more,
         "checkpoints": str(len(run.checkpoints)),
         "backend": run.player.name,
         "torch": torch.__version__,

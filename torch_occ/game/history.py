@@ -7,17 +7,20 @@ import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.choices import extra
+from torch_occ._support.choices import extra, later
 from torch_occ._support.files import markdown, read_checked, write_checked
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import total
 from torch_occ.mdp.occupancy import optimal_policy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # -- Means over seeds, and Student's 95 % confidence intervals of them -----------------------------
 
@@ -63,14 +66,11 @@ class Mean(NamedTuple):
         return self.mean - half, self.mean + half
 
     def __str__(self) -> str:
-        return (
-            number(self.mean)
-            if self.seeds < 2
-            else f"{number(self.mean)} ± {number(self.standard_error, 2)}"
-        )
+        error = "" if self.seeds < 2 else f" ± {short_number(self.standard_error, 2)}"
+        return short_number(self.mean) + error
 
 
-def number(x: float, digits: int = 4) -> str:
+def short_number(x: float, digits: int = 4) -> str:
     """A number with about `digits` significant digits, and separated thousands from 1,000 on."""
     return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.{digits}g}"
 
@@ -80,17 +80,14 @@ def student(degrees: int) -> float:
 
     From five degrees of freedom on it comes from an expansion that is correct to 0.2 %.
     """
-    exact = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445}
+    if degrees < 5:
+        return {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445}[degrees]
     z, n = 1.959964, degrees
     correction = (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-    return (
-        exact[n]
-        if n in exact
-        else z + correction + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    )
+    return z + correction + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
 
 
-# -- Comparators, and the self-bounding condition, under which the paper's bounds are logarithm ----
+# -- Comparators, and the paper's self-bounding condition ------------------------------------------
 
 
 def comparator(mdp: LayeredMDP, total_mean: Tensor) -> Tensor:
@@ -211,20 +208,26 @@ class History:
             "seed": np.repeat(np.array(self.seeds), points),
             "episode": np.tile(self.episodes.numpy(), len(self.seeds)),
         }
-        columns |= {
-            name: values.cpu().numpy().reshape(-1) for name, values in self._curves().items()
-        }
+        columns |= {name: x.cpu().numpy().reshape(-1) for name, x in self._curves().items()}
         return pandas.DataFrame(columns)
+
+    def plot(self, title: str = "") -> Figure:
+        """Regret over the number of episodes, with 95 % bands, as a matplotlib figure.
+
+        Save it by `figure.savefig(path)`.
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+        """
+        return later("game.figures").regret_figure(self, title=title)
 
     def _curves(self) -> dict[str, Tensor]:
         """All tensors with a value for each seed and checkpoint, by name."""
-        shape = (len(self.seeds), len(self.episodes))
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            name: x
-            for name, x in tensors.items()
-            if isinstance(x, Tensor) and tuple(x.shape) == shape
-        }
+        shape, every = (len(self.seeds), len(self.episodes)), self._fields().items()
+        return {name: x for name, x in every if isinstance(x, Tensor) and tuple(x.shape) == shape}
+
+    def _fields(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __repr__(self) -> str:
         """One line, and the regret (mean and standard error) at powers of ten and at the end."""
@@ -234,19 +237,15 @@ class History:
         line = f"History: {len(self.seeds)} seeds, {last:,} episodes, played by {self.backend}"
         line += "" if self.finished else ", not finished"
         line += f", {uncertified:,} uncertified steps" if uncertified else ""
-        shown = [i for i, t in enumerate(episodes) if i == len(episodes) - 1 or t in _POWERS_OF_TEN]
+        curves = (self.regret, self.realised_regret)
         rows = [
-            [
-                f"{episodes[i]:,}",
-                *(str(Mean.of(x[:, i].cpu())) for x in (self.regret, self.realised_regret)),
-            ]
-            for i in shown
+            [f"{t:,}", *(str(Mean.of(x[:, i].cpu())) for x in curves)]
+            for i, t in enumerate(episodes)
+            if i == len(episodes) - 1 or t in _POWERS_OF_TEN
         ]
-        return (
-            "\n".join([line, markdown(["episode", "regret", "realised regret"], rows, left=())])
-            if rows
-            else line
-        )
+        if not rows:
+            return line
+        return f"{line}\n{markdown(['episode', 'regret', 'realised regret'], rows, left=())}"
 
     def save(self, path: str | Path) -> None:
         """Write the history to one `.npz` file with a checksum, atomically; NumPy can read it.
@@ -254,14 +253,11 @@ class History:
         Raises:
             OSError: if the file cannot be written.
         """
-        arrays: dict[str, Any] = {}
-        plain: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor):
-                arrays[field.name] = value.cpu().numpy()
-            else:
-                plain[field.name] = value
+        every = self._fields()
+        plain = {name: x for name, x in every.items() if not isinstance(x, Tensor)}
+        arrays: dict[str, Any] = {
+            name: x.cpu().numpy() for name, x in every.items() if isinstance(x, Tensor)
+        }
         buffer = io.BytesIO()
         np.savez_compressed(buffer, plain=np.array(json.dumps(plain)), **arrays)
         write_checked(path, "a history", buffer.getvalue())

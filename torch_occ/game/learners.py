@@ -49,7 +49,7 @@ class Learner:
     #: Attributes that do not change what is played; the fingerprint of a saved run ignores them.
     fingerprint_ignores: ClassVar[tuple[str, ...]] = ("state", "seeds")
     #: The seeds of the run, which `simulate` sets before `start`. A learner that samples draws from
-    #: them (torch_occ.rivals.sampling), so that it is a function of its seed.
+    #: them (torch_occ.engine.draws), so that it is a function of its seed.
     seeds: tuple[int, ...] = ()
 
     #: The largest number of episodes for which the settings hold, for example a confidence level;
@@ -96,6 +96,12 @@ class Learner:
     def proposes_policy(self) -> bool:
         """Whether the learner proposes policies (`propose_policy`) and not occupancy measures."""
         return type(self).propose_policy is not Learner.propose_policy
+
+    @property
+    def engine_only(self) -> bool:
+        """Whether the learner has no torch side, neither `propose` nor `propose_policy`."""
+        own, base = type(self), Learner
+        return own.propose is base.propose and own.propose_policy is base.propose_policy
 
     def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
         """Learn from episode t, in which q was played.

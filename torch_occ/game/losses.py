@@ -26,6 +26,7 @@ from torch_occ.mdp.occupancy import likeliest, optimal_policy
 
 Noise = Literal["none", "bernoulli", "uniform"]
 State = dict[str, Tensor]
+Means = tuple[Tensor, State]
 
 
 class LossProcess:
@@ -43,9 +44,7 @@ class LossProcess:
         """Check that the process fits the MDP, and return the state before the first episode."""
         return {}
 
-    def means(
-        self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
-    ) -> tuple[Tensor, State]:
+    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> Means:
         """Mean losses of episodes t0, ..., t0 + n - 1, where t counts from 1.
 
         Args:
@@ -77,12 +76,10 @@ class Stationary(LossProcess):
         self.mean, self.noise = check_unit_interval("mean", mean), check_noise(noise)
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
-        check_table("mean", self.mean, mdp)
+        check_fits("mean", self.mean, mdp)
         return {}
 
-    def means(
-        self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
-    ) -> tuple[Tensor, State]:
+    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> Means:
         return self.mean[None, None], state
 
 
@@ -114,12 +111,10 @@ class TableLosses(LossProcess):
         self.length = len(table)
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
-        check_table("table", self.table[0], mdp)
+        check_fits("table", self.table[0], mdp)
         return {}
 
-    def means(
-        self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
-    ) -> tuple[Tensor, State]:
+    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> Means:
         return self.table[t0 - 1 : t0 - 1 + n, None], state
 
 
@@ -142,12 +137,10 @@ class SwitchingLosses(LossProcess):
             raise ValueError(f"period: expected a whole number of at least 1, got {period}")
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
-        check_table("tables", self.tables[0], mdp)
+        check_fits("tables", self.tables[0], mdp)
         return {}
 
-    def means(
-        self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
-    ) -> tuple[Tensor, State]:
+    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> Means:
         t = torch.arange(t0 - 1, t0 - 1 + n, device=self.tables.device)
         return self.tables[(t // self.period) % len(self.tables), None], state
 
@@ -168,9 +161,7 @@ class RandomWalkLosses(LossProcess):
         position = torch.full((len(seeds), mdp.num_states, mdp.num_actions), 0.5, dtype=mdp.dtype)
         return {"position": position.to(mdp.device), "seeds": torch.tensor(list(seeds))}
 
-    def means(
-        self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
-    ) -> tuple[Tensor, State]:
+    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> Means:
         shape = (CHUNK, mdp.num_states, mdp.num_actions)
         chunk, row = divmod(t0 - 1, CHUNK)
         if row + n > CHUNK:
@@ -178,16 +169,10 @@ class RandomWalkLosses(LossProcess):
                 f"a random walk is asked for chunk by chunk, of {CHUNK} episodes; got {t0} to "
                 f"{t0 + n - 1}"
             )
-        moves = np.stack(
-            [
-                stream(seed, Purpose.WALKS, chunk).standard_normal(shape)
-                for seed in state["seeds"].tolist()
-            ],
-            1,
-        )[row : row + n]
-        free = state["position"] + self.step * torch.from_numpy(moves).to(state["position"]).cumsum(
-            0
-        )
+        streams = [stream(seed, Purpose.WALKS, chunk) for seed in state["seeds"].tolist()]
+        moves = np.stack([each.standard_normal(shape) for each in streams], 1)[row : row + n]
+        before = state["position"]
+        free = before + self.step * torch.from_numpy(moves).to(before).cumsum(0)
         path = 1 - (free.remainder(2) - 1).abs()  # reflection at 0 and 1 folds the free walk
         return path, state | {"position": free[-1].remainder(2)}
 
@@ -206,9 +191,7 @@ class GreedyAdversary(LossProcess):
 
     stride = 1
 
-    def means(
-        self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
-    ) -> tuple[Tensor, State]:
+    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> Means:
         return likeliest(mdp, q)[None], state
 
 
@@ -236,7 +219,7 @@ class StochasticallyConstrained(LossProcess):
         self.noise = check_noise(noise)
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
-        check_table("base", self.base, mdp)
+        check_fits("base", self.base, mdp)
         return {}
 
     @property
@@ -244,9 +227,7 @@ class StochasticallyConstrained(LossProcess):
         """A loss `(S, A)` whose gaps hold in every episode."""
         return self.base * (1 - self.swing)
 
-    def means(
-        self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
-    ) -> tuple[Tensor, State]:
+    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> Means:
         ends = self._phase_ends(t0 + n)
         phase = torch.bucketize(torch.arange(t0, t0 + n), ends).to(mdp.device)
         level = ((phase[:, None] + mdp.layer) % 2).to(mdp.dtype) * self.swing  # (n, S)
@@ -287,11 +268,8 @@ def mean_square(mean: Tensor, noise: Noise) -> Tensor:
     """
     if noise == "bernoulli":
         return mean
-    return (
-        mean.square() + torch.minimum(mean, 1 - mean).square() / 3
-        if noise == "uniform"
-        else mean.square()
-    )
+    spread = torch.minimum(mean, 1 - mean).square() / 3 if noise == "uniform" else 0.0
+    return mean.square() + spread
 
 
 def second_moments(mean: Tensor, square: Tensor) -> Tensor:
@@ -312,7 +290,7 @@ def check_noise(noise: Noise) -> Noise:
     return noise
 
 
-def check_table(name: str, table: Tensor, mdp: LayeredMDP) -> None:
+def check_fits(name: str, table: Tensor, mdp: LayeredMDP) -> None:
     """Raise a ValueError if a table does not have the shape, type and device of the MDP."""
     expected = (mdp.num_states, mdp.num_actions)
     if tuple(table.shape) != expected or table.dtype != mdp.dtype or table.device != mdp.device:
@@ -378,31 +356,23 @@ class Corrupted(LossProcess):
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
         if self.target is not None:
-            check_table("target", self.target, mdp)
+            check_fits("target", self.target, mdp)
         inner = {f"base.{name}": value for name, value in self.base.start(mdp, seeds).items()}
         return inner | {"corruption": torch.zeros(len(seeds), dtype=mdp.dtype, device=mdp.device)}
 
-    def means(
-        self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor
-    ) -> tuple[Tensor, State]:
-        inner = {
-            name.removeprefix("base."): value
-            for name, value in state.items()
-            if name.startswith("base.")
-        }
+    def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> Means:
+        inner = {name[5:]: value for name, value in state.items() if name.startswith("base.")}
         clean, inner = self.base.means(mdp, inner, t0, n, q)
         clean = clean.expand(n, *clean.shape[1:])
         # (n, N or 1, S, A)
         attack = torch.where(mdp.actions, self._attack(mdp, clean) - clean, 0.0)
         cost = 2 * sum(layer.abs().amax((-2, -1)) for layer in mdp.split(attack, -2))  # (n, N or 1)
         assert isinstance(cost, Tensor)
+        share = torch.ones_like(cost)
         if self.strategy == "uniform":
             assert self.episodes is not None
-            share = torch.where(
-                cost > 0, self.budget / self.episodes / cost.clamp(min=1e-300), 0.0
-            ).clamp(max=1)
-        else:
-            share = torch.ones_like(cost)
+            share = self.budget / self.episodes / cost.clamp(min=1e-300)
+            share = torch.where(cost > 0, share, 0.0).clamp(max=1)
         left = self.budget - state["corruption"]  # (N,)
         # A remainder of the size of rounding errors counts as nothing.
         left = torch.where(left > 1e-12 * self.budget, left, 0.0)

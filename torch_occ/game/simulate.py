@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torch_occ._support.choices import Backend, engine_takes, later
+from torch_occ._support.choices import Backend, check_backend, engine_takes, later
 from torch_occ._support.constants import CHUNK, log_spaced
 from torch_occ._support.files import Kept, State, copied
 from torch_occ._support.fingerprints import fingerprints
@@ -87,7 +87,7 @@ def _check_learner(mdp: LayeredMDP, learner: Learner) -> None:
                 "same LayeredMDP"
             )
         return
-    if not learner.proposes_policy:
+    if not learner.proposes_policy and not learner.engine_only:
         raise TypeError(
             f"learner: {name} does not know the transitions (its mdp is blind), so it cannot "
             "propose q; write propose_policy instead of propose"
@@ -202,14 +202,27 @@ class Player(Protocol):
 def choose_player(
     backend: Backend, mdp: LayeredMDP, learner: Learner, losses: LossProcess
 ) -> Player:
-    """The player for a learner; a ValueError if the engine is required but cannot play."""
+    """The player for a learner.
+
+    Raises:
+        ValueError: if the engine is required, by the backend or by the learner, but cannot play.
+    """
 
     def why_not() -> str | None:
-        return later("rivals.choice").why_not_play(mdp, learner, losses)
+        return later("game.players").why_not_play(mdp, learner, losses)
 
-    if not engine_takes(backend, why_not):
+    if learner.engine_only and learner.compiled is not None:
+        name = type(learner).__name__
+        if check_backend(backend) == "torch":
+            raise ValueError(
+                f"backend: {name} plays in the engine only, and not in torch; use backend='auto'"
+            )
+        reason = why_not()
+        if reason is not None:
+            raise ValueError(f"learner: {name} plays in the engine only, but {reason}")
+    elif not engine_takes(backend, why_not):
         return TorchPlayer(mdp)
-    return later("rivals.choice").engine_player(mdp, learner, losses)
+    return later("game.players").EnginePlayer(mdp, learner, losses)
 
 
 def _copy(learner: Learner) -> Learner:
@@ -230,16 +243,10 @@ _MEMORY = 1 << 25
 #: The largest number of chunks, over all seeds, that are lost after Ctrl-C.
 _RUNS = 2048
 
-_CURVES = (
-    "regret",
-    "realised_regret",
-    "comparator",
-    "corruption",
-    "newton_steps",
-    "dual_residual",
-    "flow_residual",
-    "uncertified",
-)
+#: What learners report of their steps.
+_STEPS = ("newton_steps", "dual_residual", "flow_residual", "uncertified")
+
+_CURVES = ("regret", "realised_regret", "comparator", "corruption", *_STEPS)
 
 
 class Simulation:
@@ -271,31 +278,22 @@ class Simulation:
                 f"checkpoints: expected episodes from 1 to {episodes}, got {self.checkpoints[0]} "
                 f"to {self.checkpoints[-1]}"
             )
-        table = (mdp.num_states, mdp.num_actions)
-        per_episode = 3 * mdp.horizon + learner.full_information * math.prod(table)
-        check_memory(len(self.seeds), per_episode)
-        self.per_episode = per_episode  # random numbers
+        table, n = (mdp.num_states, mdp.num_actions), len(self.seeds)
+        self.per_episode = 3 * mdp.horizon + learner.full_information * math.prod(table)  # numbers
+        check_memory(n, self.per_episode)
         self.learner = learner = _copy(learner)
         self.contract = Contract(mdp, learner, losses, self.seeds)
-        n = len(self.seeds)
-        zeros = torch.zeros(n, mdp.num_states, mdp.num_actions, dtype=mdp.dtype, device=mdp.device)
+        zeros = torch.zeros(n, *table, dtype=mdp.dtype, device=mdp.device)
         learner.seeds = self.seeds
         learner.start(n)
         self.t = 0
         self.seconds = 0.0
         self.q = interior_point(mdp).detach().expand_as(zeros).clone()
         self.process_state = check_state(losses, losses.start(mdp, self.seeds))
-        names = (
-            "expected",
-            "realised",
-            "newton_steps",
-            "dual_residual",
-            "flow_residual",
-            "uncertified",
-        )
         # The episode of the first step without certificate (0 if none), and its status.
         failed = ("first_uncertified", "first_status")
-        self.sums = {name: zeros[:, 0, 0].clone() for name in names + failed}
+        names = ("expected", "realised", *_STEPS, *failed)
+        self.sums = {name: zeros[:, 0, 0].clone() for name in names}
         self.sums |= {"cumulative_occupancy": zeros.clone(), "total_mean": zeros.clone()}
         self.warned = False  # whether there was a warning of an uncertified step
         self.since = 0  # episodes since the last checkpoint
@@ -318,12 +316,12 @@ class Simulation:
         count = max(1, min(self.player.chunks, _RUNS // len(self.seeds), fits, left))
         chunks = range(first_chunk, first_chunk + count)
         until = min(origin + count * CHUNK, self.episodes)
-        numbers = uniforms(self.seeds, Purpose.EPISODES, chunks, (mdp.horizon, 3)).to(
-            mdp.device, mdp.dtype
-        )
-        tables = None
-        if self.learner.full_information:
-            tables = uniforms(self.seeds, Purpose.TABLES, chunks, table).to(mdp.device, mdp.dtype)
+
+        def draw(purpose: Purpose, shape: tuple[int, int]) -> Tensor:
+            return uniforms(self.seeds, purpose, chunks, shape).to(mdp.device, mdp.dtype)
+
+        numbers = draw(Purpose.EPISODES, (mdp.horizon, 3))
+        tables = draw(Purpose.TABLES, table) if self.learner.full_information else None
         due = {t for t in self.checkpoints if self.t < t <= until}
         while self.t < until:
             first = self.segment = self.t
@@ -336,11 +334,10 @@ class Simulation:
             means, self.process_state = self.contract.means(found, first + 1, asked)
             while self.t < first + n:
                 stop = self._next_stop(first + n)
-                rows, i = slice(self.t - origin, stop - origin), self.t - first
-                part = means if len(means) == 1 else means[i : i + stop - self.t]
-                self.player.play(
-                    self, part, numbers[:, rows], None if tables is None else tables[:, rows]
-                )
+                rows = slice(self.t - origin, stop - origin)
+                part = means if len(means) == 1 else means[self.t - first : stop - first]
+                shown = None if tables is None else tables[:, rows]
+                self.player.play(self, part, numbers[:, rows], shown)
                 self.warned = self.warned or warn_of_first(self)
                 if stop in due:
                     self.seconds += time.monotonic() - begun
@@ -395,14 +392,12 @@ class Simulation:
             "realised_regret": sums["realised"] - best,
             "comparator": best,
             "corruption": spent,
+            **{name: sums[name] for name in _STEPS},
             "newton_steps": sums["newton_steps"] / max(self.since, 1),
-            "dual_residual": sums["dual_residual"],
-            "flow_residual": sums["flow_residual"],
-            "uncertified": sums["uncertified"],
         }
         for name in _CURVES:
             self.curves[name].append(now[name].clone())
-        for name in ("newton_steps", "dual_residual", "flow_residual"):
+        for name in _STEPS[:3]:
             sums[name] = torch.zeros_like(sums[name])
         self.since = 0
         self.at_checkpoint = self._tables()
@@ -446,11 +441,10 @@ class Simulation:
 
     def restore(self, state: State) -> None:
         """Continue from a result of `state`, in this process or another."""
-        for name, value in state.items():
-            if name == "learner":
-                self.learner.state = copied(value)
-            else:
-                setattr(self, name, copied(value))
+        own = copied(state)
+        self.learner.state = own.pop("learner")
+        for name, value in own.items():
+            setattr(self, name, value)
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -527,8 +521,9 @@ def simulate(
     simulation = Simulation(
         mdp, learner, losses, episodes, seeds, checkpoints, config or {}, backend
     )
-    kept = None if save_to is None else Kept(save_to, "run", simulation.fingerprints, save_every)
-    if kept is not None:
+    kept = None
+    if save_to is not None:
+        kept = Kept(save_to, "run", simulation.fingerprints, save_every)
         found = kept.load() if resume else None
         if found is not None:
             simulation.restore(found)

@@ -116,7 +116,6 @@ def flow_of(mdp: LayeredMDP, elements: int = 32) -> Flow:
     """The flow that is faster for this MDP and a batch of `elements` elements.
 
     One large matrix needs fewer operations; a loop over layers needs less arithmetic.
-    experiments/benchmark.py measures the break-even point.
     """
     small = mdp.num_states <= (DENSE_STATES if elements <= 4 else DENSE_STATES // 2)
     return DenseFlow(mdp) if small and not mdp.is_sparse else LayeredFlow(mdp)

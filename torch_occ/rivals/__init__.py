@@ -1,18 +1,20 @@
-"""Learners from the literature, to compare with.
+"""Learners from the literature, to compare with; imported on demand, compiled.
 
-beliefs     visit counts of transitions, the empirical transitions, and doubling epochs
-choice      which learners have a compiled player
+beliefs     counts, epochs and confidence sets of learners that do not know the transitions
 kl_ucb      KL-UCB for known transitions: optimism by relative entropy
 multilayer  multi-layer UCBVI (simplified): losses of which an unknown part was changed
 planning    optimistic planning: bonuses, and backward induction with lower and upper values
-players     the compiled players of learners at the limit of regret: KL-UCB, Thompson sampling
 psrl        PSRL: posterior sampling for unknown transitions and losses
-sampling    gamma and Beta variates of learners that sample, for arrays of items
-thompson    thompson sampling for known transitions
-ucbvi       UCBVI: value iteration with upper confidence bounds, for unknown transitions
+thompson    Thompson sampling for known transitions
+ucbvi       UCBVI, EULER and StrongEuler: optimistic planning for unknown transitions
 unknown     FTRL over the occupancy measures of transitions that are learned
-uob_reps    UOB-REPS (Jin, Jin, Luo, Sra and Yu, 2020): mirror descent over a confidence set of
+uob_reps    UOB-REPS: mirror descent over a confidence set of transitions
 """
+
+try:
+    import numba as _numba  # noqa: F401
+except ImportError as error:
+    raise ImportError("torch_occ.rivals is compiled, and needs numba: pip install numba") from error
 
 from torch_occ.rivals.beliefs import Bonus as Bonus
 from torch_occ.rivals.beliefs import CountingLearner as CountingLearner

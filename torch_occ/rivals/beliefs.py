@@ -1,4 +1,4 @@
-"""Visit counts of transitions, the empirical transitions, and doubling epochs.
+"""What learners share that do not know the transitions: counts, epochs, confidence sets.
 
     m(s, a, s')    how often s' followed the pair (s, a);    m(s, a) = sum over s'
 
@@ -14,11 +14,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from torch_occ.engine.lanes import Shared, lane, sqrt, where
+from torch_occ.engine.layout import PAIR, Floats, Ints, Model, inlined, routine
+from torch_occ.engine.play import Game
+from torch_occ.engine.projection import layout_of
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.layered import LayeredMDP
@@ -60,11 +65,6 @@ def visited_transitions(mdp: LayeredMDP, feedback: Feedback) -> Tensor:
     return offsets + (local * mdp.num_actions + feedback.actions) * widths + after
 
 
-def visits_of(mdp: LayeredMDP, counts: Sequence[Tensor]) -> Tensor:
-    """m(s, a) = sum over s' of m(s, a, s'), `(*batch, S, A)`."""
-    return torch.cat([layer.sum(-1) for layer in counts], -2)
-
-
 def empirical_transitions(
     mdp: LayeredMDP, counts: Sequence[Tensor], pseudo_count: float = 1.0
 ) -> Table:
@@ -88,7 +88,7 @@ def empirical_transitions(
     Raises:
         ValueError: if a shape does not fit the layout, or if `pseudo_count` is negative.
     """
-    check_table("counts", mdp, counts)
+    check_layers("counts", mdp, counts)
     if not pseudo_count >= 0:
         raise ValueError(f"pseudo_count: expected a number of at least 0, got {pseudo_count}")
     found = []
@@ -99,23 +99,7 @@ def empirical_transitions(
     return tuple(found)
 
 
-def begins_epoch(visits: Tensor, epoch_visits: Tensor, feedback: Feedback) -> Tensor:
-    """Whether an episode ends its epoch: some visited pair has doubled its count, `(N,)`.
-
-    A new epoch begins if m(s_k, a_k) >= max(1, 2 m_i(s_k, a_k)) in some layer k, where m_i are the
-    counts at the beginning of epoch i (Jin, Jin, Luo, Sra and Yu, 2020; Jin, Huang and Luo, 2021).
-    There are at most S A (1 + log2 T) epochs.
-
-    Args:
-        visits: m after the episode, `(N, S, A)`.
-        epoch_visits: m_i, `(N, S, A)`.
-        feedback: the episode.
-    """
-    now, before = feedback.gather(visits), feedback.gather(epoch_visits)
-    return (now >= (2 * before).clamp(min=1)).any(-1)
-
-
-def check_table(name: str, mdp: LayeredMDP, table: Sequence[Tensor]) -> None:
+def check_layers(name: str, mdp: LayeredMDP, table: Sequence[Tensor]) -> None:
     """Raise a ValueError unless a table over transitions fits the layout."""
     shapes = transition_shapes(mdp)
     if len(table) != len(shapes):
@@ -229,7 +213,7 @@ class Widths:
         Raises:
             ValueError: if a shape does not fit the layout.
         """
-        check_table("transitions", mdp, transitions)
+        check_layers("transitions", mdp, transitions)
         expected = (mdp.num_states, mdp.num_actions)
         if tuple(visits.shape[-2:]) != expected:
             raise ValueError(
@@ -292,7 +276,7 @@ class Bonus:
         Raises:
             ValueError: if a shape does not fit the layout.
         """
-        check_table("widths", mdp, widths)
+        check_layers("widths", mdp, widths)
         rows = []
         for k, B in enumerate(widths):
             reach = mdp.horizon - 1 - k if self.remaining else mdp.horizon
@@ -300,7 +284,7 @@ class Bonus:
         return torch.where(mdp.actions, torch.cat(rows, -2), 0.0)
 
 
-# -- Upper occupancy bounds: the largest probability of a state under transitions in a set (Com ----
+# -- Upper occupancy bounds (Comp-UOB): the largest probability of a state in a confidence set -----
 #
 # The set has one box per pair: every P' with |P'(s' | s, a) - P(s' | s, a)| <= B(s, a, s') and rows
 # that sum to one. For a target state x,
@@ -337,8 +321,8 @@ def upper_occupancy(
     Raises:
         ValueError: if a shape does not fit the layout.
     """
-    check_table("transitions", mdp, transitions)
-    check_table("widths", mdp, widths)
+    check_layers("transitions", mdp, transitions)
+    check_layers("widths", mdp, widths)
     if tuple(policy.shape[-2:]) != (mdp.num_states, mdp.num_actions):
         raise ValueError(
             f"policy: expected shape (*batch, {mdp.num_states}, {mdp.num_actions}), got "
@@ -353,17 +337,17 @@ def upper_occupancy(
     each = batch.numel() * max(low.shape[-3:].numel() for low in least)  # entries per target
     targets = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
     found = []
-    for part in targets.split(max(1, _MOST // each)):  # (X, S), one target per row
-        goals = mdp.split(part, -1)
+    for some in targets.split(max(1, _MOST // each)):  # (X, S), one target per row
+        goals = mdp.split(some, -1)
         f = goals[-1]  # (*batch, X, S_k)
         for k in reversed(range(mdp.horizon - 1)):
-            ahead = _largest(least[k], caps[k], f)  # (*batch, X, S_k, A)
+            ahead = _most_ahead(least[k], caps[k], f)  # (*batch, X, S_k, A)
             f = goals[k] + (policies[k].unsqueeze(-3) * ahead).sum(-1)
         found.append((f * mdp.initial.unsqueeze(-2)).sum(-1).expand(*batch, -1))
     return torch.cat(found, -1)
 
 
-def _largest(least: Tensor, cap: Tensor, f: Tensor) -> Tensor:
+def _most_ahead(least: Tensor, cap: Tensor, f: Tensor) -> Tensor:
     """max of sum_s' p(s') f(s') over p between `least` and `least + cap` with sum one.
 
     Args:
@@ -394,6 +378,10 @@ def _largest(least: Tensor, cap: Tensor, f: Tensor) -> Tensor:
 
 class CountingLearner(Learner):
     """Base class of learners that do not know the transitions, and count them.
+
+    With episode t ends epoch i if m(s_k, a_k) >= max(1, 2 m_i(s_k, a_k)) in some layer k, where m_i
+    are the counts at the beginning of the epoch (Jin, Jin, Luo, Sra and Yu, 2020; Jin, Huang and
+    Luo, 2021). There are at most S A (1 + log2 T) epochs.
 
     Its state, for N seeds (`split_transitions` returns the layers of a flat table):
 
@@ -450,7 +438,8 @@ class CountingLearner(Learner):
         places = visited_transitions(self.mdp, feedback)
         state["counts"] = state["counts"].scatter_add(-1, places, ones)
         state["visits"] = state["visits"] + feedback.scatter(ones, state["visits"])
-        new = begins_epoch(state["visits"], state["epoch_visits"], feedback)
+        now, before = (feedback.gather(state[name]) for name in ("visits", "epoch_visits"))
+        new = (now >= (2 * before).clamp(min=1)).any(-1)  # some visited pair has doubled its count
         if bool(new.any()):
             state["belief"] = torch.where(
                 new[:, None], self._empirical(state["counts"]), state["belief"]
@@ -488,3 +477,180 @@ class CountingLearner(Learner):
     def _empirical(self, counts: Tensor) -> Tensor:
         layers = split_transitions(self.mdp, counts)
         return join_transitions(empirical_transitions(self.mdp, layers, self.pseudo_count))
+
+
+# -- compiled: tables are flat, and fields of a learner have the names of its state ----------------
+
+
+def entries(mdp: LayeredMDP) -> Ints:
+    """The first entry of each pair in a flat table over transitions, `(S * A,)`, and M."""
+    return layout_of(mdp.layer_sizes, mdp.actions.numpy()).entry
+
+
+class Confidence(NamedTuple):
+    """The settings of `Widths` and `Bonus`, and of the believed transitions."""
+
+    pseudo_count: float
+    bounded: bool  # whether there are widths; if not, the settings below are not used
+    c1: float
+    c2: float
+    fewer: Shared  # (2,), subtracted from the visits in the denominators
+    variance: bool
+    iota: Shared  # (L,)
+    scale: float  # of the bonus; 0 if there is none
+    share: float
+    remaining: bool
+    floor: float  # of optimistic transitions, relative to the empirical ones; 1 if there are none
+
+    @classmethod
+    def of(
+        cls,
+        learner: CountingLearner,
+        widths: Widths | None,
+        bonus: Bonus | None,
+        floor: float = 1.0,
+    ) -> Confidence:
+        """The settings of a learner."""
+        found = widths or Widths.of("practical", learner.mdp)
+        own, charged = found.source, bonus or Bonus(scale=0.0)
+        return cls(
+            float(learner.pseudo_count),
+            widths is not None,
+            *(own.c1, own.c2, np.array(own.fewer, dtype=np.float64), own.variance),
+            np.array(found.iota),
+            *(float(charged.scale), float(charged.share), charged.remaining, floor),
+        )
+
+
+@routine(inline=True)
+def count_transitions(game: Game, n: int, counts: Any, entry: Ints) -> None:
+    """Count the transitions that seed n has seen."""
+    layers = game.pairs.shape[1]
+    for k in range(layers):
+        i, after = game.pairs[n, k], 0  # of the terminal state
+        if k + 1 < layers:
+            after = game.states[n, k + 1] - game.model.start[k + 1]
+        counts[entry[i] + after] += 1.0
+
+
+@routine(inline=True)
+def count_episode(game: Game, learner: Any) -> None:
+    """Count pairs and transitions; `begun` is 1 if a pair has doubled its visits, else 0."""
+    for n in range(len(game.pairs)):
+        visits, before = lane(learner.visits, n), lane(learner.epoch_visits, n)
+        begun = lane(learner.begun, n)
+        begun[0] = 0.0
+        for k in range(game.pairs.shape[1]):
+            i = game.pairs[n, k]
+            visits[i] += 1.0
+            if visits[i] >= max(1.0, 2.0 * before[i]):
+                begun[0] = 1.0
+        count_transitions(game, n, lane(learner.counts, n), learner.entry)
+
+
+@routine(inline=True)
+def begin_epochs(model: Model, episode: int, learner: Any) -> None:
+    """Begin epochs where `begun` is 1: the empirical transitions, their widths and bounds."""
+    start, num_actions, entry = model.start, model.num_actions, learner.entry
+    settings, new = learner.confidence, learner.begun[0] > 0.0
+    kappa, fewer = settings.pseudo_count, settings.fewer
+    learner.epochs[0] += learner.begun[0]
+    learner.epoch_start[0] = where(new, float(episode), learner.epoch_start[0])
+    for k in range(len(start) - 1):
+        iota = settings.iota[k]
+        for i in range(start[k] * num_actions, start[k + 1] * num_actions):
+            m = where(new, learner.visits[i], learner.epoch_visits[i])
+            first, least, width = m - fewer[0], m - fewer[1], entry[i + 1] - entry[i]
+            learner.epoch_visits[i] = m
+            if not model.exists[PAIR, i]:
+                continue
+            for e in range(entry[i], entry[i + 1]):
+                p = (learner.counts[e] + kappa / width) / (m + kappa)
+                p = where(new, where(m + kappa > 0.0, p, 1.0 / width), learner.belief[e])
+                learner.belief[e] = p
+                if settings.bounded and width > 1:
+                    spread = p * (1.0 - p) if settings.variance else p
+                    B = settings.c1 * sqrt(spread * iota / max(first, 1.0))
+                    B = min(1.0, B + settings.c2 * iota / max(least, 1.0))
+                    B = where(m > (1.0 if settings.variance else 0.0), B, 1.0)
+                    learner.widths[e] = where(new, B, learner.widths[e])
+    if settings.bounded:
+        bound_transitions(model, learner)
+
+
+@routine(inline=True)
+def bound_transitions(model: Model, learner: Any) -> None:
+    """The bounds of the confidence sets, and the `room` that the lower ones leave."""
+    entry = learner.entry
+    for i in range(len(learner.visits)):
+        if model.exists[PAIR, i]:
+            left = 1.0
+            for e in range(entry[i], entry[i + 1]):
+                p, B = learner.belief[e], learner.widths[e]
+                learner.lower[e], learner.upper[e] = max(0.0, p - B), min(1.0, p + B)
+                left -= learner.lower[e]
+            learner.room[i] = max(left, 0.0)
+
+
+class Reach(NamedTuple):
+    """The policy of a learner, its confidence set, and scratch memory."""
+
+    policy: Floats  # (S * A,)
+    lower: Floats  # (M,)
+    upper: Floats  # (M,)
+    room: Floats  # (S * A,)
+    ahead: Floats  # (S,), values of states
+    order: Floats  # (S,), the states of each layer by decreasing value
+
+
+@inlined
+def reach_of(learner: Any) -> Reach:
+    """These fields of a learner."""
+    return Reach(
+        learner.policy, learner.lower, learner.upper, learner.room, learner.ahead, learner.order
+    )
+
+
+@routine
+def upper_bound(model: Model, entry: Ints, reach: Reach, target: int, layer: int) -> float:
+    """u(target), the upper occupancy bound of a state of this layer for one seed's policy."""
+    start, num_actions, f = model.start, model.num_actions, reach.ahead
+    lower, upper, policy = reach.lower, reach.upper, reach.policy
+    if layer == 0:
+        return model.initial[target]
+    for k in range(layer - 1, -1, -1):
+        first = start[k + 1]
+        if k + 1 < layer:
+            sort_states(f, reach.order, first, start[k + 2])
+        for s in range(start[k], first):
+            total = 0.0
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                if policy[i] > 0.0:
+                    value, left = 0.0, reach.room[i]
+                    if k + 1 == layer:  # all that is left goes to the target
+                        e = entry[i] + target - first
+                        value = lower[e] + min(upper[e] - lower[e], left)
+                    else:
+                        for n in range(first, start[k + 2]):
+                            there = int(reach.order[n])
+                            e = entry[i] + there - first
+                            more = min(upper[e] - lower[e], left)
+                            left -= more
+                            value += (lower[e] + more) * f[there]
+                    total += policy[i] * value
+            f[s] = total
+    u = 0.0
+    for s in range(start[1]):
+        u += model.initial[s] * f[s]
+    return u
+
+
+@routine(inline=True)
+def sort_states(f: Floats, order: Floats, first: int, stop: int) -> None:
+    """Sort the states of a layer by decreasing value."""
+    for s in range(first, stop):
+        n = s
+        while n > first and f[int(order[n - 1])] < f[s]:
+            order[n] = order[n - 1]
+            n -= 1
+        order[n] = float(s)

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-import math
+from typing import Annotated, Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from torch_occ._support.constants import KL_STEPS, KL_TOLERANCE
-from torch_occ.game.learners import EmpiricalLearner
+from torch_occ.engine.lanes import Shared, anywhere, lane, lanes_of
+from torch_occ.engine.layout import TRIAL, Floats, Work, routine
+from torch_occ.engine.learners import average, count_visit, plan
+from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
+from torch_occ.game.learners import Learner
+
+# Rows of the power series of an index in log t: log t and the visits where it was expanded, how far
+# log t may grow before the last term exceeds KL_TOLERANCE, and ORDER + 1 coefficients.
+BEGIN, COUNT, REACH, FIRST, ORDER = 0, 1, 2, 3, 6
+SERIES_ROWS = FIRST + ORDER + 1
 
 
-class KLUCB(EmpiricalLearner):
+class CompiledKLUCB(NamedTuple):
+    """`KLUCB`."""
+
+    visits: PerPair
+    losses: PerPair
+    logs: Shared  # (n + 1,), log t
+    mean: PerPair
+    root: PerPair
+    series: Annotated[Floats, SERIES_ROWS, "pairs"]
+    choice: PerState
+
+
+class KLUCB(Learner):
     """Plays the optimal policy for the smallest losses that the observations allow.
 
     The index of a pair with N observations of average m is
@@ -25,31 +45,114 @@ class KLUCB(EmpiricalLearner):
     means.
     """
 
-    def index(self, t: int) -> Tensor:
-        visits = self.state["visits"]
-        seen = visits.clamp(min=1)
-        return kl_lower(self.state["losses"] / seen, math.log(max(t, 2)) / seen) * (visits > 0)
+    compiled = CompiledKLUCB
+
+    def start(self, num_seeds: int) -> None:
+        self.state = {"visits": self._zeros(num_seeds), "losses": self._zeros(num_seeds)}
+
+    def settings(self) -> dict[str, Any]:
+        return {"logs": lambda t: t.clamp(min=2).log()}
 
 
-def kl_lower(mean: Tensor, width: Tensor) -> Tensor:
-    """The smallest x with kl(mean, x) <= width, for means in [0, 1] and widths > 0.
+@propose.register(CompiledKLUCB)
+def _propose_by_indices(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    if t == 0:
+        average(learner, 0.0)
+        for i in range(len(learner.visits)):
+            # This is the index 0 of a pair without visits. Others are expanded when needed.
+            for row in range(SERIES_ROWS):
+                learner.series[row, i] = np.inf if row == REACH else 0.0
+    write_indices(learner.logs[t + 1], learner, work)
+    plan(game.model, learner.choice, work)
 
-    kl is convex in log x and falls up to x = mean. So Newton's method in log x, started below the
-    solution, approaches it from below. The start is the larger of two bounds: Pinsker's inequality,
-    x >= mean - sqrt(width / 2), and -log(1-x) >= 0.
+
+@observe.register(CompiledKLUCB)
+def _observe_visits(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    for n in range(len(game.pairs)):
+        own = lane(learner, n)
+        for k in range(game.pairs.shape[1]):
+            count_visit(own, game.pairs[n, k], game.losses[n, k])
+
+
+@routine
+def write_indices(log: float, learner: CompiledKLUCB, work: Work) -> None:
+    """Write the indices into row TRIAL.
+
+    An index is a smooth function of log t as long as its pair is not visited.
     """
-    p = mean.clamp(min=torch.finfo(mean.dtype).tiny)
-    zeros = torch.where(p < 1, (1 - p) * torch.log1p(-p), 0.0)  # (1-p) log(1-p)
-    pinsker = p - (width / 2).sqrt()
-    x = torch.maximum(torch.where(pinsker > 0, pinsker, 0.0).log(), p.log() - (width - zeros) / p)
+    visits, series = learner.visits, learner.series
+    for i in range(len(visits)):
+        grown = log - series[BEGIN, i]
+        usable = (visits[i] == series[COUNT, i]) & (grown <= series[REACH, i])
+        if anywhere(not usable):
+            for n in range(lanes_of(visits)):
+                if not lane(usable, n):
+                    expand(log, i, lane(learner, n))
+            grown = log - series[BEGIN, i]
+        index = series[FIRST + ORDER, i]
+        for k in range(ORDER - 1, -1, -1):
+            index = index * grown + series[FIRST + k, i]
+        work.pairs[TRIAL, i] = index
+
+
+@routine
+def expand(log: float, i: int, learner: CompiledKLUCB) -> None:
+    """The power series of the index x of a pair in log t.
+
+    From kl(m, x) = log t / visits follows (m - x) x' = (x^2 - x) / visits. Comparing powers gives
+    one coefficient after the other.
+    """
+    mean, visits, series = learner.mean[i], learner.visits[i], learner.series
+    index = kl_lower(mean, log / visits, series[FIRST, i])
+    series[BEGIN, i], series[COUNT, i], series[REACH, i] = log, visits, 0.0
+    series[FIRST, i] = index
+    for k in range(ORDER):
+        series[FIRST + k + 1, i] = 0.0
+    if mean > index:
+        for k in range(ORDER):
+            total = -series[FIRST + k, i]
+            for j in range(k + 1):
+                total += series[FIRST + j, i] * series[FIRST + k - j, i]
+            total /= visits
+            for j in range(1, k + 1):
+                total += series[FIRST + j, i] * (k + 1 - j) * series[FIRST + k + 1 - j, i]
+            series[FIRST + k + 1, i] = total / ((k + 1) * (mean - index))
+        last = abs(series[FIRST + ORDER, i])
+        # Near log t = 0 an index is a root of log t.
+        series[REACH, i] = min((KL_TOLERANCE / last) ** (1.0 / ORDER), 0.1 * log)
+    elif mean <= 0.0:
+        series[REACH, i] = np.inf
+
+
+@routine(inline=True)
+def kl_lower(mean: float, width: float, guess: float) -> float:
+    """The smallest x with kl(mean, x) <= width: Newton's method in log x, from below.
+
+    kl is convex in log x and falls up to x = mean, so a step from above leads below, and a guess
+    may be on either side. Steps that are too long are caught by the larger of two bounds: Pinsker's
+    inequality, x >= mean - sqrt(width / 2), and -log(1-x) >= 0.
+    """
+    if mean <= 0.0:
+        return 0.0
+    if mean >= 1.0:
+        return np.exp(-width)
+    log_mean = np.log(mean)
+    zeros = (1.0 - mean) * np.log1p(-mean)
+    x = log_mean - (width - zeros) / mean
+    pinsker = mean - np.sqrt(0.5 * width)
+    if pinsker > 0.0:
+        x = max(x, np.log(pinsker))
+    bound = x
+    if guess > 0.0 and guess < mean:
+        x = max(x, np.log(guess))
     for _ in range(KL_STEPS):
-        other = x.exp()
-        information = p * (p.log() - x) + zeros - (1 - p) * torch.log1p(-other.clamp(max=1.0))
-        information = torch.where(p < 1, information, p.log() - x)
-        step = (information - width) * (1 - other) / (p - other)
-        step = torch.where((p < 1) & (other < p), step, information - width)
-        step = torch.where((p < 1) & (other >= p), 0.0, step)
-        x = x + step
-        if float(step.abs().max()) <= KL_TOLERANCE:
+        other = np.exp(x)
+        if other >= mean:
+            x = bound
+            other = np.exp(x)
+        information = mean * (log_mean - x) + zeros - (1.0 - mean) * np.log1p(-other)
+        step = (information - width) * (1.0 - other) / (mean - other)
+        x = max(x + step, bound)
+        if abs(step) <= KL_TOLERANCE:
             break
-    return torch.where(mean > 0, x.exp().minimum(p), 0.0)
+    return min(np.exp(x), mean)

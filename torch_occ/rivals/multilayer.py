@@ -3,17 +3,60 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from torch_occ.game.estimators import Feedback
+from torch_occ.engine.draws import episode_key, key_of, uniform
+from torch_occ.engine.lanes import lane, where
+from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, routine
+from torch_occ.engine.learners import average, count_visit
+from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.rivals.beliefs import num_transitions, visited_transitions
-from torch_occ.rivals.planning import Averages, check_delta, needed_episodes, plan, sharp_hoeffding
-from torch_occ.rivals.sampling import keys_of, uniform
+from torch_occ.rivals.beliefs import count_transitions, entries, num_transitions
+from torch_occ.rivals.planning import (
+    LOWER,
+    SHARP_HOEFFDING,
+    UPPER,
+    check_delta,
+    needed_episodes,
+    plan_with_bounds,
+)
+
+
+class Averages(NamedTuple):
+    """Sums of observations, and what follows from them."""
+
+    visits: Floats  # (S * A,)
+    losses: Floats  # (S * A,)
+    counts: Floats  # (M,)
+    mean: Floats  # (S * A,)
+    root: Floats  # (S * A,)
+
+
+class CompiledLayers(NamedTuple):
+    """`MultiLayerUCBVI`; the first layer is the fastest."""
+
+    visits: PerPair  # (R, S * A)
+    losses: PerPair  # (R, S * A)
+    counts: Floats  # (R, M)
+    possible: PerPair  # (R, S * A), 1 where the layer found the action possible at its last turn
+    seeds: Any
+    bonus: int
+    monotone: bool
+    floor: float
+    logarithm: float
+    corruption: float
+    entry: Ints
+    own: Averages  # the data of the layer that plays
+    together: Averages  # the data of all layers
+    layer: Floats  # (1,), the layer that plays
+    lower: PerPair
+    allowed: PerPair
+    bounds: Annotated[Floats, 2, "pairs"]
+    values: Annotated[Floats, 3, "states"]
+    choice: PerState
 
 
 class MultiLayerUCBVI(Learner):
@@ -45,6 +88,9 @@ class MultiLayerUCBVI(Learner):
         ValueError: if `episodes` or `delta` is not valid.
     """
 
+    compiled = CompiledLayers
+    bonus, monotone, floor = SHARP_HOEFFDING, False, 0.0
+
     def __init__(self, mdp: LayeredMDP, episodes: int, delta: float = 0.1) -> None:
         super().__init__(mdp.blind())
         self.max_episodes = needed_episodes(
@@ -59,7 +105,7 @@ class MultiLayerUCBVI(Learner):
         return max(1, math.ceil(math.log2(self.max_episodes)))
 
     @property
-    def log(self) -> float:
+    def logarithm(self) -> float:
         """The logarithm in the bonus, ln(4 S A (R + 1) T / delta): a union over data and visits."""
         assert self.max_episodes is not None
         return math.log(4 * self.mdp.num_pairs * (self.layers + 1) * self.max_episodes / self.delta)
@@ -75,51 +121,103 @@ class MultiLayerUCBVI(Learner):
         self.state = {"visits": pairs, "losses": pairs.clone(), "counts": counts}
         self.state["possible"] = self.mdp.actions.to(pairs).expand_as(pairs).clone()
 
-    def drawn(self, t: int) -> Tensor:
-        """The layer of episode t for every seed, `(N,)`, numbered from 0."""
-        seeds = self.seeds or range(len(self.state["visits"]))
-        numbers = uniform(keys_of(seeds, t, 1)[:, 0], 0)
-        shares = 0.5 ** np.arange(1, self.layers + 1)
-        layer = (numbers[:, None] < shares).sum(-1)  # R if the number belongs to no layer
-        return torch.from_numpy(np.where(layer < self.layers, layer, 0)).to(self.mdp.device)
+    def settings(self) -> dict[str, Any]:
+        pairs, count = self.mdp.actions.numel(), num_transitions(self.mdp)
+        blank = Averages(*(np.zeros(n) for n in (pairs, pairs, count, pairs, pairs)))
+        found = {"entry": entries(self.mdp), "own": blank, "together": blank}
+        return found | {"layer": np.zeros(1)}
 
-    @torch.no_grad()
-    def propose_policy(self, t: int) -> Tensor:
-        state, layer, log = self.state, self.drawn(t), self.log
-        every = torch.arange(len(layer), device=layer.device)
-        own, together = (
-            Averages.of(self.mdp, *(pick(state[name]) for name in ("visits", "losses", "counts")))
-            for pick in (lambda x: x[every, layer], lambda x: x.sum(1))
-        )
-        robust_to = 2.0 ** (layer + 1).to(self.mdp.dtype)[:, None, None]  # layers count from 0
-        found = plan(
-            self.mdp,
-            own,
-            lambda stage: sharp_hoeffding(stage, log, self.corruption),
-            allowed=self.allowed(layer),
-            also=[(together, lambda stage: sharp_hoeffding(stage, log, robust_to))],
-        )
-        state["possible"] = state["possible"].index_put(
-            (every, layer), found.possible.to(self.mdp.dtype)
-        )
-        return found.policy
 
-    def allowed(self, layer: Tensor) -> Tensor:
-        """The actions that all layers slower than `layer` `(N,)` found possible, `(N, S, A)`."""
-        allowed = self.mdp.actions.expand_as(self.state["visits"][:, 0])
-        for r in reversed(range(1, self.layers)):
-            fewer = allowed & (self.state["possible"][:, r] > 0)
-            counts = (layer < r)[:, None, None] & fewer.any(-1, keepdim=True)
-            allowed = torch.where(counts, fewer, allowed)
-        return allowed
+@propose.register(CompiledLayers)
+def _propose_in_layers(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    if t == 0:
+        add_layers(learner)
+    for n in range(len(learner.seeds)):
+        take_turn(learner.seeds[n], game.before + t + 1, lane(learner, n))
+    average(learner.own, 0.0)
+    allow(game.model, learner)
+    robust_to = 1.0
+    for r in range(len(learner.possible)):
+        robust_to = where(learner.layer[0] >= float(r), 2.0 * robust_to, robust_to)
+    changed, own, together = (learner.corruption, robust_to), learner.own, learner.together
+    plan_with_bounds(game.model, own, together, True, changed, learner.logarithm, learner)
+    for n in range(len(learner.seeds)):
+        find_possible(game.model.num_actions, lane(learner, n))
 
-    @torch.no_grad()
-    def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
-        mine = torch.arange(self.layers, device=self.mdp.device) == self.drawn(t)[:, None]  # (N, R)
-        seen, ones = mine[:, :, None, None].to(self.mdp.dtype), torch.ones_like(feedback.losses)
-        state, like = self.state, self.state["visits"][:, 0]
-        places = visited_transitions(self.mdp, feedback)
-        counted = torch.zeros_like(state["counts"][:, 0]).scatter_add(-1, places, ones)
-        state["visits"] = state["visits"] + seen * feedback.scatter(ones, like)[:, None]
-        state["losses"] = state["losses"] + seen * feedback.scatter(feedback.losses, like)[:, None]
-        state["counts"] = state["counts"] + seen[..., 0] * counted[:, None]
+
+@observe.register(CompiledLayers)
+def _observe_in_layers(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    for n in range(len(game.pairs)):
+        seed = lane(learner, n)
+        r = int(seed.layer[0])
+        for k in range(game.pairs.shape[1]):
+            i, loss = game.pairs[n, k], game.losses[n, k]
+            seed.visits[r, i] += 1.0
+            seed.losses[r, i] += loss
+            count_visit(seed.together, i, loss)
+        count_transitions(game, n, seed.counts[r], seed.entry)
+        count_transitions(game, n, seed.together.counts, seed.entry)
+
+
+@routine(inline=True)
+def add_layers(learner: CompiledLayers) -> None:
+    """The data of all layers."""
+    together = learner.together
+    for i in range(len(together.visits)):
+        together.visits[i], together.losses[i] = 0.0, 0.0
+        for r in range(len(learner.possible)):
+            together.visits[i] += learner.visits[r, i]
+            together.losses[i] += learner.losses[r, i]
+    for e in range(len(together.counts)):
+        together.counts[e] = 0.0
+        for r in range(len(learner.possible)):
+            together.counts[e] += learner.counts[r, e]
+    average(together, 0.0)
+
+
+@routine(inline=True)
+def take_turn(seed: int, t: int, learner: CompiledLayers) -> None:
+    """Draw the layer of episode t for one seed, and take its data.
+
+    It is r with probability 2^-(r + 1), numbered from 0, and 0 for the rest.
+    """
+    number, layer, share, own = uniform(key_of(episode_key(seed, t), 0), 0), 0, 0.5, learner.own
+    while layer < len(learner.possible) and number < share:
+        layer += 1
+        share *= 0.5
+    r = layer if layer < len(learner.possible) else 0
+    learner.layer[0] = float(r)
+    for i in range(len(own.visits)):
+        own.visits[i], own.losses[i] = learner.visits[r, i], learner.losses[r, i]
+    for e in range(len(own.counts)):
+        own.counts[e] = learner.counts[r, e]
+
+
+@routine(inline=True)
+def allow(model: Model, learner: CompiledLayers) -> None:
+    """The actions that all slower layers found possible; if they leave none, the slowest count."""
+    allowed, possible, num_actions = learner.allowed, learner.possible, model.num_actions
+    for i in range(len(allowed)):
+        allowed[i] = 1.0 if model.exists[PAIR, i] else 0.0
+    for first in range(0, len(allowed), num_actions):
+        for r in range(len(possible) - 1, 0, -1):
+            left = 0.0
+            for i in range(first, first + num_actions):
+                left = max(left, allowed[i] * possible[r, i])
+            counts = (left > 0.0) & (learner.layer[0] < float(r))
+            for i in range(first, first + num_actions):
+                allowed[i] = where(counts, allowed[i] * possible[r, i], allowed[i])
+
+
+@routine(inline=True)
+def find_possible(num_actions: int, learner: CompiledLayers) -> None:
+    """The allowed actions of one seed whose lower bound is at most the smallest upper bound."""
+    allowed, bounds, r = learner.allowed, learner.bounds, int(learner.layer[0])
+    for first in range(0, len(allowed), num_actions):
+        best = np.inf
+        for i in range(first, first + num_actions):
+            if allowed[i] > 0.0:
+                best = min(best, bounds[UPPER, i])
+        for i in range(first, first + num_actions):
+            good = allowed[i] > 0.0 and bounds[LOWER, i] <= best
+            learner.possible[r, i] = 1.0 if good else 0.0

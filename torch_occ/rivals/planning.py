@@ -1,4 +1,4 @@
-"""Optimistic planning: bonuses, and backward induction with lower and upper values.
+"""Optimistic planning: bonuses, and backward induction with lower and upper values, compiled.
 
 A planner knows averages: the visits N of every pair, its average loss, and the shares in which the
 states of the next layer followed it. For layer k, with values V of layer k + 1,
@@ -10,249 +10,49 @@ where P are the shares and b >= 0 is a bonus. The policy plays an action of smal
 Losses are in [0, 1], so a value of layer k lies in [0, L - k]. A pair without visits has the bounds
 `floor` and L - k.
 
-The bonuses are functions of a `Stage`, all that is known about one layer. `log` is the logarithm of
-a confidence level. n is the number of states of the next layer, H = L - 1 - k the largest value of
-the next layer.
+The bonuses, with n the number of states of the next layer, H = L - 1 - k the largest value there,
+`log` the logarithm of a confidence level, |.| the norm in L2 of the next state:
+
+- UCBVI_HOEFFDING: 7 L log / sqrt(N), as printed for UCBVI-CH (Azar, Osband and Munos, 2017). It was
+  derived for known losses, and also covers averages of losses in [0, 1].
+- SHARP_HOEFFDING: (L - k) sqrt(log / (2 N)), Hoeffding's inequality for loss + V*(s'). This sum is
+  in [0, L - k], and its samples are independent, since V* is fixed. If V_lower <= V* holds in the
+  next layer, then average loss + P V_lower - b <= Q* holds in this one.
+- Both plus min(1, C / (2 N)) for losses that were changed: C is twice the sum over episodes and
+  layers of the largest change (`occ.Corrupted`), so an average of N losses has moved by at most
+  C / (2 N).
+- The others contain the empirical Bernstein bound of Maurer and Pontil (2009) for the average loss,
+  sqrt(2 v log / (N - 1)) + 7 log / (3 (N - 1)) with v = average (1 - average), which is at least
+  the empirical variance of losses in [0, 1]. They are infinite for N = 1.
+- UCBVI_BERNSTEIN, UCBVI-BF as printed: sqrt(8 log Var(V) / N) + 14 L log / (3 N) +
+  sqrt(8 / N sum_y P(y) min(100^2 L^3 S^2 A log^2 / N(y), L^2)). The last term is left out in the
+  last layer, whose next state is certain. The print assumes known losses.
+- EULER, a bound of |(P - P_true) V*| that uses V_lower <= V* <= V_upper, zero where n = 1:
+  sqrt(2 log / (N - 1)) (sd(V_lower) + |V_upper - V_lower|) + 7 H log / (3 (N - 1)). It holds since
+  the standard deviation of V* is at most that of V_lower plus |V* - V_lower|.
+- STRONG_EULER, in addition a bound of |(P - P_true)(V* - V_lower)|:
+  sqrt(2 n log / (N - 1)) |V_upper - V_lower| + 7 n H log / (3 (N - 1)). With it, the surplus
+  Q_lower - loss - P_true V_lower of every pair is at most zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from torch_occ.game.estimators import Feedback
+from torch_occ.engine.lanes import anywhere, sqrt, where
+from torch_occ.engine.layout import PAIR, Model, routine
+from torch_occ.engine.learners import cheapest_pair
 from torch_occ.game.learners import Learner
 from torch_occ.game.simulate import whole
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.layers import total
-from torch_occ.mdp.occupancy import cheapest_of
-from torch_occ.rivals.beliefs import num_transitions, split_transitions, visited_transitions
+from torch_occ.rivals.beliefs import entries, num_transitions
 
+UCBVI_HOEFFDING, UCBVI_BERNSTEIN, SHARP_HOEFFDING, EULER, STRONG_EULER = 0, 1, 2, 3, 4
 
-class Averages(NamedTuple):
-    """What was observed so far."""
-
-    visits: Tensor  # (N, S, A)
-    loss: Tensor  # (N, S, A), the average loss of a pair; any number where it was not visited
-    shares: tuple[Tensor, ...]  # per layer (N, S_k, A, S_{k+1}), how often a state came next
-
-    @classmethod
-    def of(cls, mdp: LayeredMDP, visits: Tensor, losses: Tensor, counts: Tensor) -> Averages:
-        """The averages of visits and sums of losses `(N, S, A)` and of flat counts `(N, M)`."""
-        once = visits.clamp(min=1)
-        layers = zip(split_transitions(mdp, counts), mdp.split(once, -2), strict=True)
-        return cls(visits, losses / once, tuple(m / n.unsqueeze(-1) for m, n in layers))
-
-
-class Stage(NamedTuple):
-    """One layer while it is planned: its averages, and the values of the next layer."""
-
-    left: int  # L - k
-    visits: Tensor  # (N, S_k, A)
-    loss: Tensor  # (N, S_k, A)
-    shares: Tensor  # (N, S_k, A, n)
-    lower: Tensor  # (N, 1, 1, n), V_lower of the next layer; zero at the terminal state
-    upper: Tensor  # (N, 1, 1, n)
-    arrivals: Tensor  # (N, 1, 1, n), the visits of the states of the next layer
-
-    def expected(self, values: Tensor) -> Tensor:
-        """The mean of values `(N, 1 or S_k, 1 or A, n)` at the next state, `(N, S_k, A)`."""
-        return total(self.shares * values, -1)
-
-    def variance(self) -> Tensor:
-        """The variance of V_lower at the next state, `(N, S_k, A)`."""
-        return self.expected((self.lower - self.expected(self.lower).unsqueeze(-1)) ** 2)
-
-    def distance(self) -> Tensor:
-        """The norm of V_upper - V_lower in L2 of the next state, `(N, S_k, A)`."""
-        return self.expected((self.upper - self.lower) ** 2).sqrt()
-
-    @property
-    def num_next(self) -> int:
-        """n."""
-        return self.shares.shape[-1]
-
-
-Bonus = Callable[[Stage], Tensor]
-
-
-class Bounds(NamedTuple):
-    """The result of planning."""
-
-    policy: Tensor  # (N, S, A), deterministic
-    lower: Tensor  # (N, S, A), Q_lower, infinite on masked pairs
-    upper: Tensor  # (N, S, A), Q_upper, infinite on masked pairs
-    value: Tensor  # (N, S), V_lower
-    possible: Tensor  # (N, S, A), the allowed actions whose Q_lower is at most the smallest Q_upper
-
-
-def plan(
-    mdp: LayeredMDP,
-    averages: Averages,
-    bonus: Bonus,
-    *,
-    floor: float = 0.0,
-    least: Tensor | None = None,
-    allowed: Tensor | None = None,
-    also: Sequence[tuple[Averages, Bonus]] = (),
-) -> Bounds:
-    """Backward induction with a bonus.
-
-    Args:
-        mdp: only its layout is used.
-        floor: the smallest value of Q_lower.
-        least: earlier lower bounds `(N, S, A)`; Q_lower does not fall below them.
-        allowed: the actions that may be played, `(N, S, A)`; all by default.
-        also: other data with their own bonuses. The tightest bounds of all data count.
-    """
-    actions = mdp.split(mdp.actions if allowed is None else allowed & mdp.actions, -2)
-    previous = None if least is None else mdp.split(least, -2)
-    lower = upper = averages.visits.new_zeros(len(averages.visits), 1)  # the terminal state
-    found: list[tuple[Tensor, ...]] = []
-    for k in reversed(range(mdp.horizon)):
-        low, high = _bounds(mdp, k, averages, bonus, lower, upper, floor)
-        for data, other in also:
-            tighter = _bounds(mdp, k, data, other, lower, upper, floor)
-            low, high = torch.maximum(low, tighter[0]), torch.minimum(high, tighter[1])
-        low = low if previous is None else torch.maximum(low, previous[k])
-        exists = mdp.split(mdp.actions, -2)[k]
-        low, high = (torch.where(exists, x, torch.inf) for x in (low, high))
-        lowest, highest = (torch.where(actions[k], x, torch.inf) for x in (low, high))
-        choice = cheapest_of(actions[k], lowest)
-        possible = actions[k] & (low <= highest.amin(-1, keepdim=True))
-        lower, upper = lowest.amin(-1), torch.where(choice > 0, high, 0.0).amax(-1)
-        found.insert(0, (choice, low, high, lower, possible))
-    parts = list(zip(*found, strict=True))
-    return Bounds(*(torch.cat(part, 1) for part in parts))
-
-
-def _bounds(
-    mdp: LayeredMDP,
-    k: int,
-    averages: Averages,
-    bonus: Bonus,
-    lower: Tensor,  # (N, n), of the next layer
-    upper: Tensor,  # (N, n)
-    floor: float,
-) -> tuple[Tensor, Tensor]:
-    """Q_lower and Q_upper of layer k, `(N, S_k, A)`, by one set of data."""
-    left, visits = mdp.horizon - k, mdp.split(averages.visits, -2)
-    arrivals = total(visits[k + 1], -1) if left > 1 else torch.zeros_like(lower)
-    after = (x[:, None, None] for x in (lower, upper, arrivals))
-    loss, seen = mdp.split(averages.loss, -2)[k], visits[k] > 0
-    stage = Stage(left, visits[k], loss, averages.shares[k], *after)
-    b = bonus(stage)
-    low = (stage.loss + stage.expected(stage.lower) - b).clamp(min=floor)
-    high = (stage.loss + stage.expected(stage.upper) + b).clamp(max=float(left))
-    return torch.where(seen, low, floor), torch.where(seen, high, float(left))
-
-
-# -- bonuses ---------------------------------------------------------------------------------------
-
-
-def ucbvi_hoeffding(stage: Stage, log: float, horizon: int, corruption: float = 0.0) -> Tensor:
-    """7 L log / sqrt(N), as printed for UCBVI-CH (Azar, Osband and Munos, 2017), + `changed_bonus`.
-
-    It was derived for known losses. It also covers averages of losses in [0, 1].
-    """
-    b = 7.0 * horizon * log / stage.visits.clamp(min=1).sqrt()
-    return b + changed_bonus(stage, corruption)
-
-
-def ucbvi_bernstein(
-    stage: Stage, log: float, horizon: int, num_states: int, num_actions: int
-) -> Tensor:
-    """The bonus of UCBVI-BF (Azar, Osband and Munos, 2017), as printed, plus one for the losses.
-
-    sqrt(8 log Var(V) / N) + 14 L log / (3 N)
-        + sqrt(8 / N sum_y P(y) min(100^2 L^3 S^2 A log^2 / N(y), L^2))
-
-    The last term is left out in the last layer, whose next state is certain. The print assumes
-    known losses. `loss_bonus` covers unknown ones.
-    """
-    n = stage.visits.clamp(min=1)
-    b = (8.0 * log * stage.variance() / n).sqrt() + 14.0 * horizon * log / (3.0 * n)
-    if stage.left > 1:
-        scale = 1e4 * horizon**3 * num_states**2 * num_actions * log**2
-        spread = (scale / stage.arrivals.clamp(min=1)).clamp(max=float(horizon**2))
-        spread = torch.where(stage.arrivals > 0, spread, float(horizon**2))
-        b = b + (8.0 / n * stage.expected(spread)).sqrt()
-    return b + loss_bonus(stage, log)
-
-
-def sharp_hoeffding(stage: Stage, log: float, corruption: float | Tensor = 0.0) -> Tensor:
-    """(L - k) sqrt(log / (2 N)) + `changed_bonus`: Hoeffding's inequality for loss + V*(s').
-
-    This sum of the loss and the optimal value of the next state is in [0, L - k], and its samples
-    are independent, since V* is fixed. If V_lower <= V* holds in the next layer, then
-    average loss + P V_lower - b <= Q* holds in this one.
-    """
-    b = stage.left * (log / (2.0 * stage.visits.clamp(min=1))).sqrt()
-    return b + changed_bonus(stage, corruption)
-
-
-def changed_bonus(stage: Stage, corruption: float | Tensor) -> Tensor:
-    """min(1, C / (2 N)) for losses that were changed.
-
-    C is twice the sum over episodes and layers of the largest change (`occ.Corrupted`), so an
-    average of N losses has moved by at most C / (2 N).
-    """
-    return (corruption / (2.0 * stage.visits.clamp(min=1))).clamp(max=1.0)
-
-
-def loss_bonus(stage: Stage, log: float) -> Tensor:
-    """The empirical Bernstein bound of Maurer and Pontil (2009) for the average loss.
-
-    sqrt(2 v log / (N - 1)) + 7 log / (3 (N - 1)) with v = average (1 - average), which is at least
-    the empirical variance of losses in [0, 1]. Infinite for N = 1.
-    """
-    rest = stage.visits - 1
-    variance = (stage.loss * (1 - stage.loss)).clamp(min=0.0)
-    return torch.where(
-        rest > 0, (2.0 * variance * log / rest).sqrt() + 7.0 * log / (3.0 * rest), torch.inf
-    )
-
-
-def euler(stage: Stage, log: float) -> Tensor:
-    """`loss_bonus`, plus a bound of |(P - P_true) V*| that uses V_lower <= V* <= V_upper.
-
-    sqrt(2 Var(V_lower) log / (N - 1)) + sqrt(2 log / (N - 1)) |V_upper - V_lower| +
-    7 H log / (3 (N - 1)), where |.| is the norm in L2 of the next state. It holds since the
-    standard deviation of V* is at most that of V_lower plus |V* - V_lower|. It is zero where the
-    next state is certain, n = 1.
-    """
-    b = loss_bonus(stage, log)
-    if stage.num_next == 1:
-        return b
-    rest = (stage.visits - 1).clamp(min=1)
-    deviation = stage.variance().sqrt() + stage.distance()
-    return b + (2.0 * log / rest).sqrt() * deviation + 7.0 * (stage.left - 1) * log / (3.0 * rest)
-
-
-def strong_euler(stage: Stage, log: float) -> Tensor:
-    """`euler`, plus a bound of |(P - P_true)(V* - V_lower)|: strong optimism.
-
-    sqrt(2 n log / (N - 1)) |V_upper - V_lower| + 7 n H log / (3 (N - 1)). With it, the surplus
-    Q_lower - loss - P_true V_lower of every pair is at most zero.
-    """
-    b, n = euler(stage, log), stage.num_next
-    if n == 1:
-        return b
-    rest = (stage.visits - 1).clamp(min=1)
-    return (
-        b
-        + (2.0 * n * log / rest).sqrt() * stage.distance()
-        + 7.0 * n * (stage.left - 1) * log / (3.0 * rest)
-    )
-
-
-# -- What learners share that plan with averages and do not know the transitions -------------------
-#
-# They count transitions and add up observed losses. `PlanningLearner` keeps these sums.
-# `OptimisticLearner` plays the policy of torch_occ.rivals.planning for its bonus.
+# Rows of `bounds` (2, S * A) and of `values` (3, S); the last is the b' of UCBVI.
+LOWER, UPPER, SPREAD = 0, 1, 2
 
 
 class PlanningLearner(Learner):
@@ -271,62 +71,99 @@ class PlanningLearner(Learner):
         counts = pairs.new_zeros(num_seeds, num_transitions(self.mdp))
         self.state = {"visits": pairs, "losses": pairs.clone(), "counts": counts}
 
-    @torch.no_grad()
-    def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
-        state, ones = self.state, torch.ones_like(feedback.losses)
-        places = visited_transitions(self.mdp, feedback)
-        state["counts"] = state["counts"].scatter_add(-1, places, ones)
-        state["visits"] = state["visits"] + feedback.scatter(ones, state["visits"])
-        state["losses"] = state["losses"] + feedback.scatter(feedback.losses, state["visits"])
+    def settings(self) -> dict[str, Any]:
+        return {"entry": entries(self.mdp)}
 
 
-class OptimisticLearner(PlanningLearner):
-    """Plays the policy of smallest lower bounds, planned before every episode.
+@routine(inline=True)
+def plan_with_bounds(
+    model: Model, data: Any, more: Any, both: bool, corruption: Any, log: float, learner: Any
+) -> None:
+    """Backward induction with a bonus, for the learner's choice, bounds and values.
 
-    A learner writes `bonus`, and `log` if its logarithm is another one. Lower bounds hold with a
-    probability that depends on `delta`; see the learners.
-
-    Raises:
-        ValueError: if `delta` is not in (0, 1).
+    Args:
+        data: visits, mean, root and counts.
+        more: other data; if `both`, then the tightest bounds of both count.
+        corruption: C of both data.
+        log: the logarithm in the bonus.
+        learner: has the settings bonus, monotone and floor, the earlier `lower` bounds, and
+            `allowed`, which is positive where a pair may be played.
     """
+    start, num_actions, layers = model.start, model.num_actions, len(model.start) - 1
+    bounds, values, widest = learner.bounds, learner.values, float(layers * layers)
+    scale = 1e4 * widest * layers * log * log * start[layers] * start[layers] * num_actions
+    for k in range(layers - 1, -1, -1):
+        for s in range(start[k], start[k + 1]):
+            arrived, first, stop = 0.0, s * num_actions, (s + 1) * num_actions
+            for i in range(first, stop):
+                if model.exists[PAIR, i]:
+                    arrived += data.visits[i]
+                    low, high = estimate(model, data, corruption[0], log, k, i, learner)
+                    if both:
+                        lower, upper = estimate(model, more, corruption[1], log, k, i, learner)
+                        low, high = max(low, lower), min(high, upper)
+                    if learner.monotone:
+                        low = max(low, learner.lower[i])
+                    learner.lower[i] = low
+                    bounds[LOWER, i] = where(learner.allowed[i] > 0.0, low, np.inf)
+                    bounds[UPPER, i] = high
+            values[SPREAD, s] = where(arrived > 0.0, min(scale / max(arrived, 1.0), widest), widest)
+            values[LOWER, s], chosen = cheapest_pair(model.exists[PAIR], bounds, LOWER, first, stop)
+            learner.choice[s] = chosen
+            for i in range(first, stop):
+                if model.exists[PAIR, i]:
+                    values[UPPER, s] = where(chosen == float(i), bounds[UPPER, i], values[UPPER, s])
 
-    #: The smallest lower bound, and whether lower bounds never fall.
-    floor, monotone = 0.0, False
 
-    def __init__(self, mdp: LayeredMDP, delta: float = 0.1) -> None:
-        super().__init__(mdp)
-        self.delta = check_delta(type(self).__name__, delta)
-
-    def start(self, num_seeds: int) -> None:
-        super().start(num_seeds)
-        if self.monotone:
-            self.state["lower"] = self._zeros(num_seeds)
-
-    def log(self, t: Tensor) -> Tensor:
-        """The logarithm in the bonus of episodes t, ln(2 S A t^2 / delta)."""
-        return (2.0 * self.mdp.num_pairs / self.delta * t**2).log()
-
-    def bonus(self, log: float) -> Bonus:
-        """The bonus for a value of the logarithm."""
-        raise NotImplementedError(f"{type(self).__name__}: write bonus(log) -> Bonus")
-
-    def averages(self) -> Averages:
-        """The averages of all episodes so far."""
-        state = self.state
-        return Averages.of(self.mdp, state["visits"], state["losses"], state["counts"])
-
-    @torch.no_grad()
-    def plan(self, t: int) -> Bounds:
-        """The lower and upper bounds before episode t, and the policy."""
-        log = float(self.log(torch.tensor(float(t), dtype=torch.float64)))
-        least = self.state["lower"] if self.monotone else None
-        return plan(self.mdp, self.averages(), self.bonus(log), floor=self.floor, least=least)
-
-    def propose_policy(self, t: int) -> Tensor:
-        found = self.plan(t)
-        if self.monotone:
-            self.state["lower"] = torch.where(self.mdp.actions, found.lower, 0.0)
-        return found.policy
+@routine(inline=True)
+def estimate(
+    model: Model, data: Any, corruption: Any, log: float, k: int, i: int, learner: Any
+) -> tuple[Any, Any]:
+    """Q_lower and Q_upper of a pair of layer k."""
+    layers, first, values, bonus = (
+        len(model.start) - 1,
+        model.start[k + 1],
+        learner.values,
+        learner.bonus,
+    )
+    size = model.start[k + 2] - first if k + 1 < layers else 0  # 0 if only the terminal state
+    n, loss, root, left = data.visits[i], data.mean[i], data.root[i], float(layers - k)
+    known, share, rest, entry = n > 0.0, root * root, max(n - 1.0, 1.0), learner.entry[i]
+    b, lower, upper, variance, distance, spread = loss - loss, 0.0, 0.0, 0.0, 0.0, 0.0
+    if anywhere(known):
+        for j in range(size):
+            p = data.counts[entry + j] * share
+            lower += p * values[LOWER, first + j]
+            upper += p * values[UPPER, first + j]
+        if bonus == UCBVI_HOEFFDING:
+            b = 7.0 * layers * log * root + min(1.0, 0.5 * corruption * share)
+        elif bonus == SHARP_HOEFFDING:
+            b = left * np.sqrt(0.5 * log) * root + min(1.0, 0.5 * corruption * share)
+        else:
+            for j in range(size):
+                p = data.counts[entry + j] * share
+                apart = values[LOWER, first + j] - lower
+                variance += p * apart * apart
+                if bonus == UCBVI_BERNSTEIN:
+                    spread += p * values[SPREAD, first + j]
+                else:
+                    gap = values[UPPER, first + j] - values[LOWER, first + j]
+                    distance += p * gap * gap
+            each = log / rest
+            b = sqrt(2.0 * max(loss * (1.0 - loss), 0.0) * each) + 7.0 / 3.0 * each
+            if bonus == UCBVI_BERNSTEIN:
+                b += sqrt(8.0 * log * variance) * root + 14.0 / 3.0 * layers * log * share
+                b += sqrt(8.0 * spread) * root
+            elif size > 1:
+                distance = sqrt(distance)
+                b += sqrt(2.0 * each) * (sqrt(variance) + distance)
+                b += 7.0 / 3.0 * (left - 1.0) * each
+                if bonus == STRONG_EULER:
+                    b += sqrt(2.0 * size * each) * distance
+                    b += 7.0 / 3.0 * size * (left - 1.0) * each
+            b = where(n < 2.0, np.inf, b)
+    low = where(known, max(loss + lower - b, learner.floor), learner.floor)
+    return low, where(known, min(loss + upper + b, left), left)
 
 
 def needed_episodes(algorithm: str, episodes: int | None, why: str) -> int:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any, NamedTuple
 
-from torch_occ.mdp.layers import total
-from torch_occ.mdp.occupancy import cheapest, optimal_policy
-from torch_occ.rivals.beliefs import join_transitions, split_transitions
+import numpy as np
+
+from torch_occ.engine.draws import beta, episode_key, gamma, key_of
+from torch_occ.engine.lanes import lane
+from torch_occ.engine.layout import PAIR, PLAN, TRIAL, Floats, Ints, Model, Work, routine
+from torch_occ.engine.learners import cheapest_pair
+from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
+from torch_occ.rivals.beliefs import count_transitions, num_transitions
 from torch_occ.rivals.planning import PlanningLearner
-from torch_occ.rivals.sampling import betas, gammas, keys_of
+
+
+class CompiledPSRL(NamedTuple):
+    """`PSRL`."""
+
+    visits: PerPair
+    losses: PerPair
+    counts: Floats  # (M,)
+    seeds: Any
+    entry: Ints
+    drawn: Floats  # (M,), transitions drawn from the posterior, up to a factor
+    choice: PerState
 
 
 class PSRL(PlanningLearner):
@@ -21,26 +36,63 @@ class PSRL(PlanningLearner):
     other losses in [0, 1] are treated as if they were. The guarantee is on average over the prior,
     for losses that have the same mean in every episode; there is none against an adversary.
 
-    The random numbers are a function of the run's seed and the episode
-    (torch_occ.rivals.sampling).
+    The random numbers are a function of the run's seed and the episode (torch_occ.engine.draws).
     """
 
-    @torch.no_grad()
-    def propose_policy(self, t: int) -> Tensor:
-        loss, transitions = self.sample(t)
-        believed = self.mdp.with_transitions(transitions)
-        return cheapest(self.mdp, optimal_policy(believed, loss, in_order=True).Q)
+    compiled = CompiledPSRL
 
-    def sample(self, t: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The model of episode t: losses `(N, S, A)`, and transitions per layer."""
-        state, seeds = self.state, self.seeds or range(len(self.state["visits"]))
-        successes, visits = state["losses"], state["visits"]
-        loss = betas(seeds, t, 1 + successes, 1 + (visits - successes).clamp(min=0))
-        counts = split_transitions(self.mdp, state["counts"])
-        prior = join_transitions([m + 1 / m.shape[-1] for m in counts])
-        # The first items belong to the losses, two for each pair.
-        first = 2 * visits[0].numel()
-        keys = keys_of(seeds, t, first + prior.shape[-1])[:, first:]
-        drawn = torch.from_numpy(gammas(keys, prior.cpu().double().numpy())).to(prior)
-        shares = split_transitions(self.mdp, drawn)
-        return loss, tuple(x / total(x, -1).unsqueeze(-1) for x in shares)
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"drawn": np.ones(num_transitions(self.mdp))}
+
+
+@propose.register(CompiledPSRL)
+def _propose_in_sample(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    for n in range(len(learner.seeds)):
+        key = episode_key(learner.seeds[n], game.before + t + 1)
+        draw_model(game.model, key, lane(learner, n), lane(work.pairs, n))
+    plan_in_sample(game.model, learner, work)
+
+
+@observe.register(CompiledPSRL)
+def _observe_sums(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    for n in range(len(game.pairs)):
+        own = lane(learner, n)
+        for k in range(game.pairs.shape[1]):
+            own.visits[game.pairs[n, k]] += 1.0
+            own.losses[game.pairs[n, k]] += game.losses[n, k]
+        count_transitions(game, n, own.counts, own.entry)
+
+
+@routine(inline=True)
+def draw_model(model: Model, key: np.uint64, learner: CompiledPSRL, loss: Floats) -> None:
+    """Draw losses into row TRIAL, and transitions, for one seed.
+
+    The items of the transitions follow those of the losses, two for each pair.
+    """
+    visits, losses, entry = learner.visits, learner.losses, learner.entry
+    for i in range(len(visits)):
+        if model.exists[PAIR, i]:
+            failures, size = max(visits[i] - losses[i], 0.0), entry[i + 1] - entry[i]
+            loss[TRIAL, i] = beta(key, i, 1.0 + losses[i], 1.0 + failures)
+            if size > 1:
+                for e in range(entry[i], entry[i + 1]):
+                    own = key_of(key, 2 * len(visits) + e)
+                    learner.drawn[e] = gamma(own, learner.counts[e] + 1.0 / size)
+
+
+@routine(inline=True)
+def plan_in_sample(model: Model, learner: CompiledPSRL, work: Work) -> None:
+    """Backward induction with the losses and transitions that were drawn."""
+    start, num_actions, layers = model.start, model.num_actions, len(model.start) - 1
+    Q, V, drawn, entry = work.pairs, work.states, learner.drawn, learner.entry
+    for k in range(layers - 1, -1, -1):
+        for s in range(start[k], start[k + 1]):
+            first, stop = s * num_actions, (s + 1) * num_actions
+            for i in range(first, stop):
+                if k + 1 < layers and model.exists[PAIR, i]:
+                    weighted, total = 0.0, 0.0
+                    for e in range(entry[i], entry[i + 1]):
+                        total += drawn[e]
+                        weighted += drawn[e] * V[PLAN, start[k + 1] + e - entry[i]]
+                    Q[TRIAL, i] += weighted / total
+            V[PLAN, s], learner.choice[s] = cheapest_pair(model.exists[PAIR], Q, TRIAL, first, stop)

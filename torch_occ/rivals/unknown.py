@@ -11,33 +11,100 @@ plug-in, which is the default, has none of these and no proof.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ.game.checks import DIAGNOSTICS, check_estimate
-from torch_occ.game.estimators import Estimator, Feedback, FullInformation, ImportanceWeighted
-from torch_occ.game.learners import note
+from torch_occ.engine.lanes import Shared, anywhere, lane, power, sqrt, where
+from torch_occ.engine.layout import ERROR, GUESSED, PAIR, RECENT, Floats, Ints, Model, Work, routine
+from torch_occ.engine.learners import Solver, take_step
+from torch_occ.engine.play import (
+    Game,
+    PerPair,
+    PerState,
+    Tally,
+    observe,
+    occupy_by_policy,
+    propose,
+)
+from torch_occ.game.estimators import (
+    Estimator,
+    FullInformation,
+    ImplicitExploration,
+    ImportanceWeighted,
+)
+from torch_occ.game.players import solver_settings
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.occupancy import LayeredFlow, occupancy, policy_of, uniform_policy
+from torch_occ.mdp.occupancy import occupancy, policy_of, uniform_policy
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import LogBarrier, Shannon, Tsallis
 from torch_occ.regularizers.parameters import Parametrized
 from torch_occ.regularizers.schedules import InverseSqrt
 from torch_occ.rivals.beliefs import (
     Bonus,
+    Confidence,
     CountingLearner,
     Table,
     Widths,
+    begin_epochs,
+    bound_transitions,
+    count_episode,
+    entries,
     join_transitions,
+    num_transitions,
+    reach_of,
     split_transitions,
+    upper_bound,
     upper_occupancy,
 )
+from torch_occ.step.arrays import WeightsOverTime, model_of, why_not_game
 from torch_occ.step.ftrl import FTRLStep
 
 #: Optimistic transitions are at least this share of the empirical ones, so that every state can be
 #: reached while the widths are large.
 FLOOR = 0.05
+
+ESTIMATORS = (ImportanceWeighted, ImplicitExploration, FullInformation)
+
+
+class CompiledUnknown(NamedTuple):
+    """`UnknownFTRL`. Weight k of psi is `powers[0, k]` * time ** `powers[1, k]`."""
+
+    counts: Floats  # (M,)
+    visits: PerPair
+    epoch_visits: PerPair
+    belief: Floats  # (M,)
+    epochs: Floats  # (1,)
+    epoch_start: Floats  # (1,)
+    widths: Floats  # (M,)
+    bonus: PerPair
+    cumulative_loss: PerPair
+    q: PerPair  # the occupancy measure of the believed model
+    spread: Floats  # (1,), M_t
+    solver: Solver  # its middle belongs to the believed model
+    believed: Model
+    confidence: Confidence
+    powers: Shared  # (2, K or K * S * A)
+    restart: bool
+    adaptive: float  # the first time, if it depends on the losses; else 0
+    choices: float
+    divides_by_bounds: bool
+    bias: float  # of implicit exploration; else 0
+    uniform: PerPair  # the uniform policy
+    entry: Ints
+    lower: Floats  # (M,)
+    upper: Floats  # (M,)
+    room: PerPair
+    ahead: PerState
+    order: PerState
+    policy: PerPair
+    loss: PerPair  # of the step
+    estimate: PerPair
+    future: PerPair  # Q of the estimate
+    fresh: PerPair  # the q with which an epoch begins
+    begun: Floats  # (1,), whether an epoch begins
 
 
 class UnknownFTRL(CountingLearner):
@@ -49,7 +116,7 @@ class UnknownFTRL(CountingLearner):
 
     Args:
         mdp: only its layout is kept (`mdp.blind()`).
-        regularizer: psi_t, any of the package.
+        regularizer: psi_t of the package, whose weights are powers of t.
         widths: confidence widths. Estimates then divide by the upper occupancy bound u_t (Comp-UOB)
             instead of q_t.
         bonus: what is subtracted from every estimate; it needs `widths`.
@@ -68,6 +135,9 @@ class UnknownFTRL(CountingLearner):
     Raises:
         TypeError, ValueError: if an argument is wrong, or `widths` are missing.
     """
+
+    compiled = CompiledUnknown
+    fingerprint_ignores = (*CountingLearner.fingerprint_ignores, "valid")
 
     def __init__(
         self,
@@ -91,7 +161,8 @@ class UnknownFTRL(CountingLearner):
         ):
             if not isinstance(value, kind):
                 example = {"regularizer": "jin_luo(mdp)", "estimator": "ImportanceWeighted()"}
-                example |= {"widths": 'Widths.of("practical", mdp)', "bonus": "Bonus.practical()"}
+                example |= {"widths": 'rivals.Widths.of("practical", mdp)'}
+                example |= {"bonus": "rivals.Bonus.practical()"}
                 raise TypeError(f"{name}: expected for example occ.{example[name]}, got {value!r}")
         if widths is None and (bonus is not None or optimistic):
             which = "a bonus" if bonus is not None else "optimistic transitions"
@@ -108,7 +179,8 @@ class UnknownFTRL(CountingLearner):
             )
         if adaptive is not None and not 1 <= adaptive < math.inf:
             raise ValueError(f"adaptive: expected a number of at least 1, got {adaptive}")
-        self.step = FTRLStep(self.mdp, regularizer, backend="torch")
+        self.step = FTRLStep(self.mdp, regularizer)
+        self.valid: list[Any] = []  # the last parameters that `check_settings` found valid
         self.estimator = ImportanceWeighted() if estimator is None else estimator
         self.widths, self.bonus, self.restart = widths, bonus, restart
         self.optimistic, self.adaptive = optimistic, adaptive
@@ -175,21 +247,20 @@ class UnknownFTRL(CountingLearner):
     def start(self, num_seeds: int) -> None:
         super().start(num_seeds)
         self.step.check_parameters()
-        for part in vars(self.estimator).values():
-            if isinstance(part, Parametrized):
-                part.validate()
+        for own in vars(self.estimator).values():
+            if isinstance(own, Parametrized):
+                own.validate()
         zero, state = self._zeros(num_seeds), self.state
         state["cumulative_loss"], state["bonus"] = zero, zero.clone()
         if self.widths is not None:
-            state["widths"] = torch.zeros_like(state["counts"])
-        state["q"] = zero.clone()
-        self._believe(torch.ones(num_seeds, dtype=torch.bool, device=zero.device), None)
-        count = zero.new_zeros(num_seeds)
+            found = self.widths(self.mdp, self.transitions(), state["epoch_visits"])
+            state["widths"] = join_transitions(found)
+            if self.bonus is not None:
+                state["bonus"] = self.bonus(self.mdp, found)
+        uniform = uniform_policy(self.mdp).expand_as(zero)
+        state["q"] = occupancy(self.believed(), uniform, in_order=True)
         if self.adaptive is not None:
-            state["spread"] = count.clone()
-        state |= dict.fromkeys(DIAGNOSTICS, count)
-
-    # -- the belief ------------------------------------------------------------------------------
+            state["spread"] = zero.new_zeros(num_seeds)
 
     def confidence(self) -> Table:
         """The widths B of the epoch, one tensor `(N, S_k, A, S_{k+1})` per layer.
@@ -222,80 +293,49 @@ class UnknownFTRL(CountingLearner):
         u = upper_occupancy(self.mdp, policy, self.transitions(), self.confidence())
         return policy * u.unsqueeze(-1)
 
-    def _believe(self, new: Tensor, policy: Tensor | None) -> None:
-        """Begin epochs for the seeds in the mask: widths, bonus, and the start of Newton's method.
-
-        The last q does not belong to the new occupancy measures; that of its policy does.
-        """
-        state = self.state
-        if self.widths is not None:
-            found = self.widths(self.mdp, self.transitions(), state["epoch_visits"])
-            state["widths"] = torch.where(new[:, None], join_transitions(found), state["widths"])
-            if self.bonus is not None:
-                bonus = self.bonus(self.mdp, self.confidence())
-                state["bonus"] = torch.where(new[:, None, None], bonus, state["bonus"])
-        if policy is None or self.restart:
-            policy = uniform_policy(self.mdp).expand_as(state["q"])
-        q = occupancy(self.believed(), policy, in_order=True)
-        state["q"] = torch.where(new[:, None, None], q, state["q"])
-
     # -- the game --------------------------------------------------------------------------------
 
-    def loss_and_time(self, t: int) -> tuple[Tensor, Tensor]:
-        """The cumulative loss `(N, S, A)` and the time `(N,)` at which the step is taken."""
-        state = self.state
-        first = state["epoch_start"] if self.restart else torch.ones_like(state["epoch_start"])
-        counted = t - first  # the number of estimates in the sum
-        loss = state["cumulative_loss"] - counted[:, None, None] * state["bonus"]
-        if self.adaptive is None:
-            return loss, counted + 1
-        return loss, self.adaptive + state["spread"] / self.choices
+    def why_not_compiled(self, mdp: LayeredMDP) -> str | None:
+        regularizer = self.step.regularizer
+        if type(self.estimator) not in ESTIMATORS:
+            name = type(self.estimator).__name__
+            return f"the engine does not know the estimator {name} for unknown transitions"
+        if regularizer.batched():
+            return "the regularizer has batched parameters"
+        reason = why_not_game(mdp, regularizer)
+        if reason is None and not WeightsOverTime(regularizer, mdp.actions.shape).are_powers:
+            reason = "the weights of the regularizer are not powers of t"
+        return reason
+
+    def settings(self) -> dict[str, Any]:
+        mdp, count = self.mdp, num_transitions(self.mdp)
+        model = model_of(mdp, dense=True)
+        found: dict[str, Any] = {
+            "solver": solver_settings(self.step, self.step.regularizer)["solver"],
+            "believed": model._replace(conserved=not self.optimistic),
+            "confidence": Confidence.of(
+                self, self.widths, self.bonus, FLOOR if self.optimistic else 1.0
+            ),
+            "powers": WeightsOverTime(self.step.regularizer, mdp.actions.shape).powers(),
+            "adaptive": self.adaptive or 0.0,
+            "bias": getattr(self.estimator, "bias", 0.0),
+            "uniform": uniform_policy(mdp).numpy().flatten(),
+            "entry": entries(mdp),
+            "spread": np.zeros(1),
+            "begun": np.zeros(1),
+        }
+        return found | {name: np.zeros(count) for name in ("lower", "upper", "widths")}
+
+    def check_settings(self) -> None:
+        values = [parameter.tolist() for parameter in self.step.parameters()]
+        if values != self.valid:
+            self.step.check_parameters()
+            self.valid = values
 
     @property
     def choices(self) -> float:
         """L ln(S A); at least L ln 2, for there may be nothing to choose."""
         return self.mdp.horizon * math.log(max(self.mdp.num_pairs, 2))
-
-    @torch.no_grad()
-    def propose_policy(self, t: int) -> Tensor:
-        loss, time = self.loss_and_time(t)
-        solution = self.step.solve(
-            loss, time, warm_start=self.state["q"], mdp=self.believed(), check=False
-        )
-        self.state["q"] = solution.q
-        note(self.state, solution)
-        return policy_of(self.mdp, solution.q)
-
-    @torch.no_grad()
-    def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
-        """Learn from episode t; `q` is the policy that was played."""
-        policy, state = q, self.state
-        shown = self.bounds(policy) if self.divides_by_bounds else state["q"]
-        estimate = check_estimate(
-            self.mdp, self.estimator, self.estimator(feedback, shown, t), t, len(policy)
-        )
-        if self.adaptive is not None:
-            state["spread"] = state["spread"] + self._spread(policy, estimate - state["bonus"])
-        state["cumulative_loss"] = state["cumulative_loss"] + estimate
-        new = self.record(t, feedback)
-        if bool(new.any()):
-            self._believe(new, policy)
-            if self.restart:
-                kept = (~new).to(policy.dtype)
-                state["cumulative_loss"] = state["cumulative_loss"] * kept[:, None, None]
-                if self.adaptive is not None:
-                    state["spread"] = state["spread"] * kept
-
-    def _spread(self, policy: Tensor, estimate: Tensor) -> Tensor:
-        """min{ sum q l^2, sum q (Q - V)^2 } of an episode, `(N,)`."""
-        q, flow = self.state["q"], LayeredFlow(self.believed())
-        V = flow.backward(policy, (policy * estimate).sum(-1))
-        advantage = estimate + flow.lookahead(V) - V.unsqueeze(-1)
-        sums = [(q * x**2).sum((-2, -1)) for x in (estimate, advantage)]
-        return torch.minimum(*sums)
-
-    def diagnostics(self) -> dict[str, Tensor]:
-        return {name: self.state[name] for name in DIAGNOSTICS}
 
     @torch.no_grad()
     def monitor(self, mdp: LayeredMDP, q: Tensor) -> dict[str, float]:
@@ -315,3 +355,141 @@ class UnknownFTRL(CountingLearner):
             found["upper_bound"] = float(self.bounds(policy_of(mdp, q)).sum(-1).mean())
             found["occupancy"] = float(q.sum(-1).mean())
         return found
+
+
+# -- compiled --------------------------------------------------------------------------------------
+
+
+@propose.register(CompiledUnknown)
+def _propose_believed(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    if t == 0:
+        believe(learner, work)
+        if learner.confidence.bounded:
+            bound_transitions(game.model, learner)
+    set_time(float(game.before + t + 1), learner, work)
+    take_step(learner.believed, game, t, learner.loss, learner, tally, work)
+    q, policy, num_actions = learner.q, learner.policy, game.model.num_actions
+    for first in range(0, len(q), num_actions):
+        total = 0.0
+        for i in range(first, first + num_actions):
+            total += q[i]
+        for i in range(first, first + num_actions):
+            policy[i] = where(total > 0.0, q[i] / total, learner.uniform[i])
+
+
+@observe.register(CompiledUnknown)
+def _observe_unknown(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    for i in range(len(learner.q)):
+        learner.estimate[i] = 0.0
+    for n in range(len(game.pairs)):
+        own, estimate = lane(reach_of(learner), n), lane(learner.estimate, n)
+        q, full = lane(learner.q, n), game.table.shape[1] > 0
+        for i in range(game.table.shape[1]):
+            estimate[i] = game.table[n, i]
+        for k in range(0 if full else game.pairs.shape[1]):
+            i = game.pairs[n, k]
+            shown = q[i]
+            if learner.divides_by_bounds:
+                u = upper_bound(game.model, learner.entry, own, game.states[n, k], k)
+                shown = own.policy[i] * u
+            estimate[i] = game.losses[n, k] / (shown + learner.bias)
+    if learner.adaptive > 0.0:
+        learner.spread[0] += spread_of(learner)
+    for i in range(len(learner.q)):
+        learner.cumulative_loss[i] += learner.estimate[i]
+    count_episode(game, learner)
+    if anywhere(learner.begun[0] > 0.0):
+        begin_epochs(game.model, game.before + t + 2, learner)
+        believe(learner, work)
+        renew(learner, work)
+
+
+@routine(inline=True)
+def believe(learner: CompiledUnknown, work: Work) -> None:
+    """Write the believed models, and their interior points."""
+    model, settings, entry = learner.believed, learner.confidence, learner.entry
+    for i in range(model.start[-2] * model.num_actions):
+        if model.exists[PAIR, i]:
+            for e in range(entry[i], entry[i + 1]):
+                p = learner.belief[e]
+                if settings.floor < 1.0:
+                    p = max(p - learner.widths[e], settings.floor * p)
+                model.next_state[i, e - entry[i]] = p
+                model.arrivals[e - entry[i], i] = p
+    occupy_by_policy(model, learner.uniform, learner.solver.middle, work)
+
+
+@routine(inline=True)
+def renew(learner: CompiledUnknown, work: Work) -> None:
+    """Start epochs where they begin: the bonus, and a q of the new believed model.
+
+    That is the q of the last policy, or with `restart` of the uniform one.
+    """
+    model, settings, entry = learner.believed, learner.confidence, learner.entry
+    new, layers, num_actions = learner.begun[0] > 0.0, len(model.start) - 1, model.num_actions
+    for k in range(layers):
+        reach = settings.scale * float(layers - 1 - k if settings.remaining else layers)
+        for i in range(model.start[k] * num_actions, model.start[k + 1] * num_actions):
+            if settings.scale > 0.0 and model.exists[PAIR, i]:
+                total = 0.0
+                for e in range(entry[i], entry[i + 1]):
+                    total += learner.widths[e]
+                bonus = reach * min(settings.share * total, 1.0)
+                learner.bonus[i] = where(new, bonus, learner.bonus[i])
+    if not learner.restart:
+        occupy_by_policy(model, learner.policy, learner.fresh, work)
+    for i in range(len(learner.q)):
+        if learner.restart:
+            learner.cumulative_loss[i] = where(new, 0.0, learner.cumulative_loss[i])
+            learner.fresh[i] = learner.solver.middle[i]
+        learner.q[i] = where(new, learner.fresh[i], learner.q[i])
+    if learner.restart:
+        learner.spread[0] = where(new, 0.0, learner.spread[0])
+    work.notes[ERROR] = where(new, np.inf, work.notes[ERROR])
+    work.notes[RECENT] = where(new, 0.0, work.notes[RECENT])
+    work.notes[GUESSED] = where(new, 0.0, work.notes[GUESSED])
+
+
+@routine(inline=True)
+def set_time(t: float, learner: CompiledUnknown, work: Work) -> None:
+    """Set the loss of the step and the weights of psi at episode t."""
+    powers, weights, most = learner.powers, learner.solver.weights, 0.0
+    counted = t - where(learner.restart, learner.epoch_start[0], 1.0)
+    for i in range(len(learner.loss)):
+        learner.loss[i] = learner.cumulative_loss[i] - counted * learner.bonus[i]
+    time = counted + 1.0
+    if learner.adaptive > 0.0:
+        time = learner.adaptive + learner.spread[0] / learner.choices
+    for k in range(powers.shape[1]):
+        before, weight = weights[k], powers[0, k]
+        if powers[1, k] == 0.5:
+            weights[k] = weight * sqrt(time)
+        elif powers[1, k] == 0.0:
+            weights[k] = weight
+        else:
+            weights[k] = weight * power(time, powers[1, k])
+        change = abs(weights[k] - before)
+        most = max(most, where(change > 0.0, change / abs(before), 0.0))
+    work.notes[ERROR] += most
+
+
+@routine(inline=True)
+def spread_of(learner: CompiledUnknown) -> Any:
+    """min{ sum q l^2, sum q (Q - V)^2 } for the estimate l minus the bonus, and its values."""
+    model, V, Q = learner.believed, learner.ahead, learner.future
+    start, num_actions, plain, shifted = model.start, model.num_actions, 0.0, 0.0
+    for k in range(len(start) - 2, -1, -1):
+        width = start[k + 2] - start[k + 1] if k + 2 < len(start) else 0
+        for s in range(start[k], start[k + 1]):
+            value = 0.0
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                loss = learner.estimate[i] - learner.bonus[i]
+                plain += learner.q[i] * (loss * loss)
+                for j in range(width):
+                    loss += model.next_state[i, j] * V[start[k + 1] + j]
+                Q[i] = loss
+                value += learner.policy[i] * loss
+            V[s] = value
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                shifted += learner.q[i] * ((Q[i] - value) * (Q[i] - value))
+    return min(plain, shifted)

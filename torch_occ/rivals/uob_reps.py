@@ -14,22 +14,78 @@ and the first set contains all transitions.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from torch_occ._support.constants import CONVERGED
+from torch_occ.engine.lanes import Shared, anywhere, lane, where
+from torch_occ.engine.layout import Floats, Ints, Work
+from torch_occ.engine.learners import note_solve
+from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
+from torch_occ.engine.projection import (
+    FOUND,
+    Layout,
+    P,
+    Reference,
+    Scratch,
+    layout_of,
+    make_scratch,
+    project,
+)
 from torch_occ.game.checks import DIAGNOSTICS
-from torch_occ.game.estimators import Feedback
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.occupancy import policy_of
 from torch_occ.rivals.beliefs import (
+    Confidence,
     CountingLearner,
     Widths,
+    begin_epochs,
+    bound_transitions,
+    count_episode,
     join_transitions,
+    reach_of,
     split_transitions,
-    upper_occupancy,
+    upper_bound,
 )
-from torch_occ.step.projection import KLProjection
+from torch_occ.step.solution import Options
+
+
+class CompiledUOBREPS(NamedTuple):
+    """`UOBREPS`. The diagnostics are those of the last projection."""
+
+    counts: Floats  # (M,)
+    visits: PerPair
+    epoch_visits: PerPair
+    belief: Floats  # (M,)
+    epochs: Floats  # (1,)
+    epoch_start: Floats  # (1,)
+    widths: Floats  # (M,)
+    q: PerPair
+    rows: Floats  # (M,)
+    lower: Floats  # (M,)
+    upper: Floats  # (M,)
+    newton_steps: Floats  # (1,)
+    dual_residual: Floats
+    flow_residual: Floats
+    uncertified: Floats
+    status: Floats
+    confidence: Confidence
+    layout: Layout
+    initial: Shared
+    entry: Ints
+    learning_rate: float
+    bias: float
+    tolerance: float
+    max_steps: int
+    scratch: Scratch
+    policy: PerPair
+    estimate: PerPair
+    room: PerPair
+    ahead: PerState
+    order: PerState
+    begun: Floats  # (1,), whether an epoch begins
 
 
 class UOBREPS(CountingLearner):
@@ -57,6 +113,8 @@ class UOBREPS(CountingLearner):
         ValueError: if an argument is out of range.
     """
 
+    compiled = CompiledUOBREPS
+
     def __init__(
         self,
         mdp: LayeredMDP,
@@ -79,12 +137,12 @@ class UOBREPS(CountingLearner):
         printed = math.sqrt(
             mdp.horizon * math.log(mdp.horizon * pairs / delta) / (episodes * pairs)
         )
-        self.episodes, self.max_episodes, self.delta = episodes, episodes, delta
+        self.episodes, self.delta = episodes, delta
         self.learning_rate = _positive("learning_rate", learning_rate, printed)
         self.bias = _positive("bias", bias, printed)
         self.widths = Widths.of("uob_reps", self.mdp, episodes, delta) if widths is None else widths
         self.max_episodes = self.widths.episodes
-        self.project = KLProjection(self.mdp)
+        self.options = Options()
 
     def start(self, num_seeds: int) -> None:
         super().start(num_seeds)
@@ -93,52 +151,82 @@ class UOBREPS(CountingLearner):
         q = self.mdp.actions / pairs.unsqueeze(-1).to(self.mdp.dtype)
         self.state["q"] = q.expand(num_seeds, -1, -1).clone()
         self.state["rows"] = join_transitions(self.mdp.transitions).expand(num_seeds, -1).clone()
-        self.state |= dict.fromkeys(DIAGNOSTICS, q.new_zeros(num_seeds))
-        self._bound(torch.ones(num_seeds, dtype=torch.bool, device=q.device))
-
-    def propose_policy(self, t: int) -> Tensor:
-        return policy_of(self.mdp, self.state["q"])
-
-    @torch.no_grad()
-    def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
-        policy, state = q, self.state  # a learner with `propose_policy` is given its policy
-        reach = upper_occupancy(self.mdp, policy, self.transitions(), self.confidence())
-        seen = feedback.gather(policy) * reach.gather(-1, feedback.states)
-        estimate = feedback.scatter(feedback.losses / (seen + self.bias), policy)
-        self._bound(self.record(t, feedback))
-        rows, lower, upper = (
-            split_transitions(self.mdp, state[name]) for name in ("rows", "lower", "upper")
-        )
-        found = self.project.solve(
-            state["q"], rows, lower, upper, estimate, self.learning_rate, check=False
-        )
-        good = found.converged  # a projection that failed is left out
-        state["q"] = torch.where(good[:, None, None], found.q, state["q"])
-        state["rows"] = torch.where(
-            good[:, None], join_transitions(found.transitions), state["rows"]
-        )
-        state["newton_steps"] = found.steps.to(policy)
-        state["dual_residual"] = found.dual_residual
-        state["flow_residual"] = found.flow_residual
-        state["uncertified"] = (~good).to(policy)
-        state["status"] = found.status.to(policy)
-
-    def confidence(self) -> tuple[Tensor, ...]:
-        """The confidence widths of the epoch, one tensor `(N, S_k, A, S_{k+1})` per layer."""
-        return split_transitions(self.mdp, self.state["widths"])
-
-    def _bound(self, new: Tensor) -> None:
-        """Set widths and bounds, if a new epoch begins for some of the seeds `(N,)`."""
-        if not bool(new.any()):
-            return
+        self.state |= {name: q.new_zeros(num_seeds) for name in DIAGNOSTICS}
         belief, visits = self.state["belief"], self.state["epoch_visits"]
         widths = join_transitions(self.widths(self.mdp, self.transitions(), visits))
         self.state["widths"] = widths
         self.state["lower"] = (belief - widths).clamp(min=0)
         self.state["upper"] = (belief + widths).clamp(max=1)
 
+    def settings(self) -> dict[str, Any]:
+        layout = layout_of(self.mdp.layer_sizes, self.mdp.actions.numpy())
+        return {
+            "confidence": Confidence.of(self, self.widths, None),
+            "layout": layout,
+            "initial": self.mdp.initial.numpy(),
+            "entry": layout.entry,
+            "tolerance": self.options.tolerance_in(torch.float64),
+            "max_steps": self.options.max_steps,
+            "scratch": make_scratch(layout),
+            "begun": np.zeros(1),
+        }
+
+    def confidence(self) -> tuple[Tensor, ...]:
+        """The confidence widths of the epoch, one tensor `(N, S_k, A, S_{k+1})` per layer."""
+        return split_transitions(self.mdp, self.state["widths"])
+
     def diagnostics(self) -> dict[str, Tensor]:
         return {name: self.state[name] for name in DIAGNOSTICS}
+
+
+@propose.register(CompiledUOBREPS)
+def _propose_projected(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    q, policy, num_actions, model = learner.q, learner.policy, game.model.num_actions, game.model
+    if t == 0:
+        bound_transitions(model, learner)
+    for first in range(0, len(q), num_actions):
+        total = 0.0
+        for i in range(first, first + num_actions):
+            total += q[i]
+        for i in range(first, first + num_actions):
+            policy[i] = q[i] / total
+    steps, flow, dual = learner.newton_steps[0], learner.flow_residual[0], learner.dual_residual[0]
+    note_solve(game.before + t + 1, learner.status[0], steps, flow, dual, tally)
+
+
+@observe.register(CompiledUOBREPS)
+def _observe_and_project(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    model, scratch = game.model, learner.scratch
+    for i in range(len(learner.q)):
+        learner.estimate[i] = 0.0
+    for n in range(len(game.pairs)):
+        own, estimate = lane(reach_of(learner), n), lane(learner.estimate, n)
+        for k in range(game.pairs.shape[1]):
+            i = game.pairs[n, k]
+            u = own.policy[i] * upper_bound(model, learner.entry, own, game.states[n, k], k)
+            estimate[i] = game.losses[n, k] / (u + learner.bias)
+    count_episode(game, learner)
+    if anywhere(learner.begun[0] > 0.0):
+        begin_epochs(model, game.before + t + 2, learner)
+    q, rows = learner.q, learner.rows
+    status, steps, flow, dual = project(
+        learner.layout,
+        Reference(q, rows, learner.lower, learner.upper, learner.initial),
+        learner.estimate,
+        learner.learning_rate,
+        learner.tolerance,
+        learner.max_steps,
+        scratch,
+    )
+    good = status == float(CONVERGED)  # a projection that failed is left out
+    for i in range(len(q)):
+        q[i] = where(good, scratch.pairs[FOUND, i], q[i])
+        if learner.layout.exists[i]:
+            for e in range(learner.entry[i], learner.entry[i + 1]):
+                rows[e] = where(good, scratch.rows[P, e], rows[e])
+    learner.status[0], learner.uncertified[0] = status, where(good, 0.0, 1.0)
+    learner.newton_steps[0], learner.flow_residual[0] = steps, flow
+    learner.dual_residual[0] = dual
 
 
 def _positive(name: str, given: float | None, default: float) -> float:

@@ -5,7 +5,6 @@ budgets              the optimality conditions of the step with budgets, for imp
 checks               checks of the arguments of a step, with the error messages of both backends
 compiled             the weights and exponents of the terms as a function of t and the parameters
 compiled_budgets     the step with budgets in compiled kernels, and the linear system of its
-compiled_projection  the adapter to the compiled projection: tensors in and out, a batch at a time
 entropic             the FTRL step for entropies, in logarithms: q may underflow, but log q does not
 ftrl                 the FTRL step as a torch module
 graph                what surrounds a step in a network: other number types, autocast, inference
@@ -14,7 +13,7 @@ limits               budgets: upper limits on expected costs, ⟨G_i, q⟩ <= h_
 linearization        first and second derivatives of the FTRL step with respect to the loss; both
 newton               potential-based shaping: the loss is replaced by its gaps
 problem              the checked arguments of a step, as the torch path needs them
-projection           one row of transitions: the distribution closest to a reference between lower
+projection           the Kullback-Leibler projection onto transitions that have bounds
 solution             the result of a solve, for both backends: the minimizer, its certificate, its
 system               the blocks of the Newton system: one state, with its actions eliminated
 """

@@ -1,37 +1,61 @@
-"""One row of transitions: the distribution closest to a reference between lower and upper bounds.
+"""The Kullback-Leibler projection onto occupancy measures whose transitions have bounds.
 
-For a reference p̃ and multipliers v of the successors,
+    argmin over q in Delta of learning_rate ⟨q, loss⟩ + KL(q || reference)
 
-    G = min of sum_s' p(s') (log(p(s') / p̃(s')) + v(s'))    over lower <= p <= upper, sum p = 1.
+Write q(s,a,s') = w(s,a) p(s'|s,a), and the reference as w̃ p̃. Only the flow constraints couple
+the rows of transitions. With their multipliers v(s), and v = 0 at the end, every row is solved in
+closed form:
 
-With the scores log p̃ - v, the minimizer is p = clip(c exp(score), lower, upper), where c makes the
-sum one. The sum is piecewise linear and increasing in c. Its 2n breakpoints are sorted, and the
-piece that passes through one is found by bisection. Logarithms of c are compared, so the scores may
-differ by any amount. On that piece everything is a closed formula, which autograd differentiates.
+    G(s,a; v) = min of sum_s' p(s') (log(p(s') / p̃(s')) + v(s'))   over lower <= p <= upper,
+
+with p = clip(c exp(log p̃ - v), lower, upper), where c makes the sum one. Then
+
+    w(s,a) = w̃(s,a) exp(v(s) - rate * loss(s,a) - G(s,a; v)),
+    D(v)   = sum_s initial(s) v(s) - sum w(s,a),     dD/dv(s) = inflow of w - w(s).
+
+D is concave. Instead of v, the iteration moves g(s) = log w(s), as torch_occ.step.entropic does. A
+pass backward through the layers gives v, the policy and p; a pass forward gives the occupancy u of
+that policy under p, so every iterate satisfies all constraints. It is solved when log u = g.
+
+**Newton's method.** With P the transitions of the policy, dv = dg + P dv, and dD = ⟨u - w, dg⟩. The
+direction maximizes the quadratic model
+
+    ⟨u - w, dg⟩ - 1/2 ⟨dg, Lambda dg⟩ - 1/2 ⟨dv, N dv⟩,
+
+where N is the part of the Hessian that the changes of policies and of p contribute, block-diagonal
+over layers. Lambda is the logarithmic mean of u and w. At the solution it is w, which is Newton's
+method; if N = 0, the direction is log u - g, which solves the equation at once, however large it
+is. Since Lambda and N are positive, it is always an ascent direction; steps are halved until D has
+grown enough. Layers are eliminated one after the other, from matrices I + Y with Y >= 0.
+
+torch_occ.engine.projection solves the problem, compiled. **Derivatives** come from here: the
+equations are made of differentiable operations, and two Newton steps from the solution leave its
+value unchanged and give its first three derivatives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_occ._support.choices import Backend, check_backend, engine_takes, later
-from torch_occ._support.constants import STALL_AFTER
-from torch_occ._support.private import carries_derivative, inside_transform
+from torch_occ._support.choices import compile_message, later
+from torch_occ._support.private import carries_derivative
+from torch_occ._support.processes import for_each
 from torch_occ.mdp.checks import broadcast, row_tolerance
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import join
 from torch_occ.regularizers.parameters import with_rank
 from torch_occ.step.checks import check_batches, check_like, check_transforms, report
 from torch_occ.step.entropic import Poisoned, in_front
-from torch_occ.step.solution import Options, Status, over
+from torch_occ.step.solution import Options, Status
 
-if TYPE_CHECKING:
-    from torch_occ.step.compiled_projection import CompiledProjection, Found
+#: The smallest batch that is shared among threads.
+_SHARED = 64
 
 
 class Active(NamedTuple):
@@ -39,33 +63,6 @@ class Active(NamedTuple):
 
     low: Tensor
     high: Tensor
-
-
-def active_bounds(scores: Tensor, lower: Tensor, upper: Tensor) -> Active:
-    """Find which entries of the minimizer are at a bound; the result has no derivative.
-
-    Entries with upper = 0 count as entries at the lower bound.
-    """
-    shape = torch.broadcast_shapes(scores.shape, lower.shape, upper.shape)
-    scores, lower, upper = scores.expand(shape), lower.expand(shape), upper.expand(shape)
-    # With log c increasing, an entry is at its lower bound up to log(lower) - score, then free, and
-    # from log(upper) - score on at its upper bound.
-    leave, arrive = lower.log() - scores, upper.log() - scores
-    ends = torch.cat([leave, arrive], -1).sort(-1).values
-    # Bisect for the number of breakpoints whose sum is below one.
-    few = torch.zeros_like(ends[..., :1], dtype=torch.long)
-    many = few + ends.shape[-1]
-    for _ in range(ends.shape[-1].bit_length()):
-        middle = (few + many) // 2
-        at = ends.gather(-1, middle.clamp(max=ends.shape[-1] - 1))
-        below = (at + scores).exp().clamp(lower, upper).sum(-1, keepdim=True) < 1
-        below = below & (few < many)
-        few, many = torch.where(below, middle + 1, few), torch.where(below, many, middle)
-    last = ends.gather(-1, (few - 1).clamp(min=0))
-    last = torch.where(few > 0, last, -torch.inf)  # the last breakpoint before c
-    ahead = ends.gather(-1, few.clamp(max=ends.shape[-1] - 1))
-    low = torch.where(few < ends.shape[-1], leave >= ahead, False) | (upper <= 0)
-    return Active(low, (arrive <= last) & ~low)
 
 
 class Row(NamedTuple):
@@ -100,7 +97,7 @@ def closest(scores: Tensor, lower: Tensor, upper: Tensor, active: Active) -> Row
 # -- Checks of the arguments of a projection; errors name the layer, state, action and successo ----
 
 
-def check_layout(mdp: LayeredMDP) -> None:
+def check_dense(mdp: LayeredMDP) -> None:
     """Check that rows of transitions can have bounds: the layers must be dense.
 
     Raises:
@@ -116,7 +113,7 @@ def check_layout(mdp: LayeredMDP) -> None:
         )
 
 
-def check_shapes(
+def check_arguments(
     mdp: LayeredMDP,
     q: Tensor,
     loss: Tensor,
@@ -166,7 +163,7 @@ def check_layer(mdp: LayeredMDP, name: str, k: int, x: Tensor) -> None:
         )
 
 
-def check_values(
+def check_reference(
     mdp: LayeredMDP,
     q: Tensor,
     loss: Tensor,
@@ -265,46 +262,10 @@ def _raise(
     raise ValueError(f"{name}: {', '.join(where)}: {message}")
 
 
-# -- The dual problem of the projection: one multiplier per state, by Newton's method --------------
-#
-# Write q(s,a,s') = w(s,a) p(s'|s,a). The problem is
-#
-#     minimize ⟨w, rate * loss⟩ + KL(w p || w̃ p̃)    over flow constraints and lower <= p <= upper.
-#
-# Only the flow constraints couple the rows. With their multipliers v(s), and v = 0 at the end, the
-# rows are solved in closed form (torch_occ.step.projection), and
-#
-#     w(s,a) = w̃(s,a) exp(v(s) - rate * loss(s,a) - G(s,a; v)),
-#     D(v)   = sum_s initial(s) v(s) - sum w(s,a),     dD/dv(s) = inflow of w - w(s).
-#
-# D is concave. Instead of v, the iteration moves g(s) = log w(s), as torch_occ.step.entropic does.
-# A pass backward through the layers gives v, the policy and p; a pass forward gives the occupancy u
-# of that policy under p, so every iterate satisfies all constraints. It is solved when log u = g.
-#
-# **Newton's method.** With P the transitions of the policy, dv = dg + P dv, and dD = ⟨u - w, dg⟩.
-# The direction maximizes the quadratic model
-#
-#     ⟨u - w, dg⟩ - 1/2 ⟨dg, Lambda dg⟩ - 1/2 ⟨dv, N dv⟩,
-#
-# where N is the part of the Hessian that the changes of policies and of p contribute, block-
-# diagonal over layers. Lambda is the logarithmic mean of u and w. At the solution it is w, which is
-# Newton's method; if N = 0, the direction is log u - g, which solves the equation at once, however
-# large it is. Since Lambda and N are positive, it is always an ascent direction; steps are halved
-# until D has grown enough. Layers are eliminated one after the other, from matrices I + Y with Y >=
-# 0.
-#
-# **Derivatives.** The equations are made of differentiable operations. Two Newton steps from the
-# solution leave its value unchanged and give its first three derivatives.
+# -- The equations of the dual problem, in differentiable operations -------------------------------
 
 
-#: The smallest share of the growth that the slope promises with which a step is accepted.
-_ENOUGH = 1e-4
-
-#: How often a step is halved. After that, the iteration goes on from its end.
-_BACKTRACKS = 40
-
-
-class Problem(NamedTuple):
+class DualProblem(NamedTuple):
     """A batch of projections. Tensors of layers are `(*batch, S_k, A, S_{k+1})`."""
 
     initial: Tensor  # (*batch, S_0)
@@ -314,76 +275,62 @@ class Problem(NamedTuple):
     upper: tuple[Tensor, ...]
 
 
-class Unfolded(NamedTuple):
+class DualPoint(NamedTuple):
     """What follows from a guess of log w(s); tuples have one entry per layer."""
 
     value: tuple[Tensor, ...]  # v
     policy: tuple[Tensor, ...]  # (*batch, S_k, A)
     rows: tuple[Tensor, ...]  # p
     free: tuple[Tensor, ...]  # p where it is free, zero at bounds
-    active: tuple[Active, ...]
-    occupancy: tuple[Tensor, ...]  # u
+    q: Tensor  # (*batch, S, A), u(s) pi(a|s)
     off: Tensor  # (*batch, S), log u - g
 
-    def dual(self, problem: Problem, guess: Tensor) -> Tensor:
-        """D, `(*batch,)`."""
-        return (problem.initial * self.value[0]).sum(-1) - guess.exp().sum(-1)
 
-    def q(self) -> Tensor:
-        """u(s) pi(a|s), `(*batch, S, A)`."""
-        pairs = zip(self.occupancy, self.policy, strict=True)
-        return join([u.unsqueeze(-1) * policy for u, policy in pairs], 2)
-
-
-def unfold(
-    mdp: LayeredMDP, problem: Problem, guess: Tensor, active: tuple[Active, ...] | None = None
-) -> Unfolded:
-    """Solve the rows backward and follow the policy forward, in differentiable operations.
+def unfold_rows(
+    mdp: LayeredMDP, problem: DualProblem, guess: Tensor, active: Sequence[Active]
+) -> DualPoint:
+    """Solve the rows backward and follow the policy forward.
 
     Args:
-        active: the active bounds of every layer, if they are known.
+        active: the active bounds of every layer.
     """
     weights, guesses = mdp.split(problem.log_weight, -2), mdp.split(guess, -1)
     behind = guess.new_zeros(1)
     values: list[Tensor] = []
     policies: list[Tensor] = []
-    found: list[tuple[Row, Active]] = []
+    rows: list[Row] = []
     for k in reversed(range(mdp.horizon)):
         scores = problem.log_rows[k] - behind[..., None, None, :]
-        lower, upper = problem.lower[k], problem.upper[k]
-        bounds = (
-            active_bounds(scores.detach(), lower.detach(), upper.detach())
-            if active is None
-            else active[k]
-        )
-        row = closest(scores, lower, upper, bounds)
+        row = closest(scores, problem.lower[k], problem.upper[k], active[k])
         logits = weights[k] - row.cost
         total = logits.logsumexp(-1)
         behind = guesses[k] - total
         values.insert(0, behind)
         policies.insert(0, (logits - total.unsqueeze(-1)).exp())
-        found.insert(0, (row, bounds))
-    u = [problem.initial]
-    for policy, (row, _) in zip(policies[:-1], found[:-1], strict=True):
-        u.append(arrive(row.p, u[-1].unsqueeze(-1) * policy))
-    return Unfolded(
+        rows.insert(0, row)
+    u, q = problem.initial, []
+    occupied = []
+    for policy, row in zip(policies, rows, strict=True):
+        occupied.append(u)
+        q.append(u.unsqueeze(-1) * policy)
+        u = inflow_of(row.p, q[-1])
+    return DualPoint(
         tuple(values),
         tuple(policies),
-        tuple(row.p for row, _ in found),
-        tuple(row.free for row, _ in found),
-        tuple(bounds for _, bounds in found),
-        tuple(u),
-        join(u, 1).log() - guess,
+        tuple(row.p for row in rows),
+        tuple(row.free for row in rows),
+        join(q, 2),
+        join(occupied, 1).log() - guess,
     )
 
 
-def arrive(p: Tensor, x: Tensor) -> Tensor:
+def inflow_of(p: Tensor, x: Tensor) -> Tensor:
     """The mass that arrives in each successor, `(*batch, n)`."""
     return (p * x.unsqueeze(-1)).sum((-3, -2))
 
 
-def direction(mdp: LayeredMDP, at: Unfolded, guess: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the Newton direction dg `(*batch, S)` and the slope of D along it `(*batch,)`.
+def direction(mdp: LayeredMDP, at: DualPoint, guess: Tensor) -> Tensor:
+    """Return the Newton direction dg `(*batch, S)`.
 
     With X the curvature that the layers before see in dv, and s = Lambda^(-1/2),
 
@@ -419,11 +366,10 @@ def direction(mdp: LayeredMDP, at: Unfolded, guess: Tensor) -> tuple[Tensor, Ten
         dg = s * _times(inverse, s * force - _times(scaled, carried / s))
         ahead = dg + carried
         steps.insert(0, dg)
-    step = join(steps, 1)
-    return step, (mean * at.off * step).sum(-1)
+    return join(steps, 1)
 
 
-def _curvature(at: Unfolded, k: int, weight: Tensor, onward: Tensor) -> Tensor:
+def _curvature(at: DualPoint, k: int, weight: Tensor, onward: Tensor) -> Tensor:
     """Return N of layer k + 1, `(*batch, n, n)`; `weight` is Lambda of layer k."""
     pairs = (weight.unsqueeze(-1) * at.policy[k]).unsqueeze(-1)  # (*batch, S_k, A, 1)
     centred, free = at.rows[k] - onward.unsqueeze(-2), at.free[k]
@@ -446,64 +392,6 @@ def _relative_growth(x: Tensor) -> Tensor:
     """(exp(x) - 1) / x, smooth at 0."""
     small = x.abs() < 1e-4
     return torch.where(small, 1 + x / 2 + x * x / 6, x.expm1() / torch.where(small, 1.0, x))
-
-
-class Settled(NamedTuple):
-    """The solution of the dual problem."""
-
-    guess: Tensor  # (*batch, S), g
-    at: Unfolded
-    status: Tensor  # (*batch,)
-    steps: Tensor  # (*batch,)
-
-
-def settle(mdp: LayeredMDP, problem: Problem, guess: Tensor, options: Options) -> Settled:
-    """Maximize D from a guess of log w(s) `(*batch, S)`, for plain tensors.
-
-    The status is STALLED where the steps have become small; the caller certifies the result.
-    """
-    eps = torch.finfo(guess.dtype).eps
-    smallest, tolerance = torch.finfo(guess.dtype).tiny / eps, options.tolerance_in(guess.dtype)
-    status = torch.full(guess.shape[:-1], int(Status.MAX_STEPS), device=guess.device)
-    running = torch.ones_like(status, dtype=torch.bool)
-    steps, patience = torch.zeros_like(status), torch.full_like(status, STALL_AFTER)
-    best = torch.full_like(guess[..., 0], torch.inf)
-    at = unfold(mdp, problem, guess)
-    dual = at.dual(problem, guess)
-
-    def stop(where: Tensor, reason: Status) -> None:
-        nonlocal status, running
-        status = torch.where(running & where, int(reason), status)
-        running = running & ~where
-
-    for _ in range(options.max_steps):
-        step, slope = direction(mdp, at, guess)
-        moved = step.abs().amax(-1)
-        stop(join(list(at.occupancy), 1).amin(-1) < smallest, Status.UNDERFLOW)
-        stop(~moved.isfinite(), Status.NOT_FINITE)
-        if not bool(running.any()):
-            break
-        step = torch.where(over(running, 1), step, 0.0)
-        length = torch.ones_like(dual)
-        for _ in range(_BACKTRACKS):
-            trial = guess + length.unsqueeze(-1) * step
-            at = unfold(mdp, problem, trial)
-            found = at.dual(problem, trial)
-            # Close to the solution, D changes less than its rounding errors.
-            short = running & (moved > 1e-3) & ~(found >= dual + _ENOUGH * length * slope)
-            if not bool(short.any()):
-                break
-            length = torch.where(short, length / 2, length)
-        guess, dual = trial, found
-        steps = steps + running
-        patience = torch.where((moved < 0.5 * best) | (moved > 0.1), STALL_AFTER, patience - 1)
-        best = torch.minimum(best, moved)
-        # A short step leaves only rounding errors, unless a bound became active on its way.
-        solved = (moved <= eps**0.5) & (at.off.abs().amax(-1) <= tolerance)
-        stop(solved | (patience == 0), Status.STALLED)
-        if not bool(running.any()):
-            break
-    return Settled(guess, at, status, steps)
 
 
 # -- The Kullback-Leibler projection as a torch module ---------------------------------------------
@@ -541,7 +429,8 @@ class KLProjection(nn.Module):
     KL is the unnormalized divergence, sum q log(q / reference) - q + reference. This is the step of
     UOB-REPS (Jin, Jin, Luo, Sra and Yu, 2020). The published dual has two multipliers per
     (s, a, s'); here they are eliminated, and one multiplier per state is left
-    (torch_occ.step.projection).
+    (torch_occ.step.projection). It is solved in compiled code, on the CPU and in double precision
+    whatever the device and the number type of the MDP.
 
     It is differentiable with respect to q, transitions, bounds, loss, learning rate and the initial
     distribution of the MDP, to the third order, also in forward mode. The derivative is that of the
@@ -552,13 +441,9 @@ class KLProjection(nn.Module):
         tolerance: the largest dual residual (a relative error of q) that counts as solved; by
             default eps^(2/3).
         max_steps: the largest number of Newton steps.
-        backend: "engine" is compiled and works on the CPU in double precision, with one initial
-            distribution. "torch" supports everything. "auto" uses the engine where it is
-            supported. Problems that the engine cannot solve are solved again in torch.
 
     Raises:
-        ValueError: if the layers of the MDP are sparse, an option is wrong, or backend is "engine"
-            and the engine does not support this MDP.
+        ValueError: if the layers of the MDP are sparse, or an option is wrong.
 
     Example:
         >>> mdp = LayeredMDP.random(horizon=3, width=3, num_actions=3)
@@ -568,37 +453,12 @@ class KLProjection(nn.Module):
         >>> q, p = project(interior_point(mdp), mdp.transitions, lower, upper, loss, 0.1)
     """
 
-    #: The compiled projection follows from the other attributes.
-    fingerprint_ignores: ClassVar[tuple[str, ...]] = ("_compiled",)
-
     def __init__(
-        self,
-        mdp: LayeredMDP,
-        *,
-        tolerance: float | None = None,
-        max_steps: int = 200,
-        backend: Backend = "auto",
+        self, mdp: LayeredMDP, *, tolerance: float | None = None, max_steps: int = 200
     ) -> None:
         super().__init__()
-        check_layout(mdp)
+        check_dense(mdp)
         self.mdp, self.options = mdp, Options(tolerance, max_steps)
-        self.use(backend)
-
-    def use(self, backend: Backend) -> None:
-        """Choose the backend; see the class. Nothing is compiled before the first solve.
-
-        Raises:
-            ValueError: if the name is unknown, or the engine does not support this MDP.
-        """
-        self.backend: Backend = check_backend(backend)
-        self._compiled: CompiledProjection | None = None
-
-        def why_not() -> str | None:
-            return later("step.arrays").why_not_model(self.mdp)
-
-        if not carries_derivative(self.mdp.initial) and engine_takes(backend, why_not):
-            compiled = later("step.compiled_projection")
-            self._compiled = compiled.CompiledProjection(self.mdp, self.options)
 
     def forward(
         self,
@@ -650,7 +510,7 @@ class KLProjection(nn.Module):
         loss = torch.zeros_like(q) if loss is None else loss
         rate = torch.as_tensor(learning_rate, dtype=mdp.dtype, device=mdp.device)
         rows = {"transitions": transitions, "lower": lower, "upper": upper}
-        rank = len(check_shapes(mdp, q, loss, rate, rows))
+        rank = len(check_arguments(mdp, q, loss, rate, rows))
         rank = max(rank, mdp.initial.dim() - 1)
         check_transforms()
         pairs, layers = [q, loss], [p for part in rows.values() for p in part]
@@ -659,50 +519,39 @@ class KLProjection(nn.Module):
             *(with_rank(rate, rank, 0), with_rank(mdp.initial, rank, 1)),
             *(with_rank(x, rank, 3) for x in layers),
         ]
+        task = ProjectionTask(
+            mdp, self.options, lambda found: report(check, found, "the projection")
+        )
+        certificate, guess, found_q, value, *found = Solve.apply(
+            task, *(x.detach() for x in tensors)
+        )
+        if not any(carries_derivative(x) for x in tensors):
+            return Projection(found_q, tuple(found), value, *_certificate_of(certificate))
         problem = problem_of(mdp, tensors)
-        differentiable = any(carries_derivative(x) for x in tensors)
-        found = None if inside_transform() else self._solve_compiled(tensors)
-        if found is not None:
-            certificate, guess, active = found.certificate, found.guess, None
-            if not differentiable:
-                return Projection(found.q, found.rows, found.value, *_read(certificate))
-        else:
-            task = Task(mdp, self.options, lambda found: report(check, found, "the projection"))
-            guess, certificate, *masks = Solve.apply(task, *(x.detach() for x in tensors))
-            active = tuple(map(Active, masks[0::2], masks[1::2]))
-        at = unfold(mdp, problem, guess, active)
-        if not differentiable:
-            return Projection(at.q(), at.rows, join(list(at.value), 1), *_read(certificate))
-        active = at.active
+        active = [
+            _active(p, low.detach(), high.detach())
+            for p, low, high in zip(found, problem.lower, problem.upper, strict=True)
+        ]
+        at = unfold_rows(mdp, problem, guess, active)
         for _ in range(2):
-            guess = guess + direction(mdp, at, guess)[0]
-            at = unfold(mdp, problem, guess, active)
+            guess = guess + direction(mdp, at, guess)
+            at = unfold_rows(mdp, problem, guess, active)
         return Projection(
-            Poisoned.apply(at.q(), certificate),
+            Poisoned.apply(at.q, certificate),
             tuple(Poisoned.apply(p, certificate) for p in at.rows),
             Poisoned.apply(join(list(at.value), 1), certificate),
-            *_read(certificate),
+            *_certificate_of(certificate),
         )
-
-    def _solve_compiled(self, tensors: Sequence[Tensor]) -> Found | None:
-        """Solve in the engine; None if it does not support this, or an element failed."""
-        if self._compiled is None:
-            return None
-        q, loss, rate, _, *layers = (x.detach() for x in tensors)
-        check_values(self.mdp, q, loss, rate, split_rows(self.mdp, layers))
-        found: Found = self._compiled(q, loss, rate, *layers)
-        return found if not bool(found.certificate[..., 0].any()) else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Self:
         """Move the MDP together with the module."""
         super()._apply(fn, *args)
         self.mdp = self.mdp.map_tensors(fn)
-        self.use(self.backend)
         return self
 
 
 @dataclass(frozen=True)
-class Task:
+class ProjectionTask:
     """The data of a projection that are not tensors."""
 
     mdp: LayeredMDP
@@ -710,7 +559,7 @@ class Task:
     report: Callable[[Projection], None]  # raises if a step failed, unless failures are allowed
 
 
-def problem_of(mdp: LayeredMDP, tensors: Sequence[Tensor]) -> Problem:
+def problem_of(mdp: LayeredMDP, tensors: Sequence[Tensor]) -> DualProblem:
     """Build the problem from q, loss, rate, initial distribution, transitions and bounds."""
     q, loss, rate, initial, *layers = tensors
     available, (p, lower, upper) = mdp.actions, split_rows(mdp, layers)
@@ -718,7 +567,7 @@ def problem_of(mdp: LayeredMDP, tensors: Sequence[Tensor]) -> Problem:
     log_weight = torch.where(available, log_weight, -torch.inf)
     # Masked pairs and impossible successors take no part; any numbers do.
     masks = [mask.unsqueeze(-1) for mask in mdp.split(available, -2)]
-    return Problem(
+    return DualProblem(
         initial,
         log_weight,
         tuple(
@@ -736,32 +585,42 @@ def split_rows(mdp: LayeredMDP, layers: Sequence[Tensor]) -> Rows:
     return tuple(layers[:L]), tuple(layers[L : 2 * L]), tuple(layers[2 * L :])
 
 
+def _active(p: Tensor, lower: Tensor, upper: Tensor) -> Active:
+    """The entries of a solution that are at a bound; a certain successor is free."""
+    several = p.shape[-1] > 1
+    low = (p <= lower) & several
+    return Active(low, (p >= upper) & ~low & several)
+
+
 class Solve(torch.autograd.Function):
-    """log q(s), the certificate and the active bounds of every layer; not differentiable."""
+    """The certificate, log q(s), q, v, and p of every layer; not differentiable."""
 
     @staticmethod
-    def forward(task: Task, *tensors: Tensor) -> tuple[Tensor, ...]:
-        mdp, (q, loss, rate, initial, *layers) = task.mdp, tensors
-        check_values(mdp, q, loss, rate, split_rows(mdp, layers))
-        batch = broadcast(
-            *(x.shape[:-2] for x in (q, loss)),
-            *(rate.shape, initial.shape[:-1]),
-            *(x.shape[:-3] for x in layers),
-        )
-        problem = problem_of(mdp, tensors)
-        masses = [x.sum(-1) for x in mdp.split(torch.where(mdp.actions, q, 0.0), -2)]
-        first = join([(x / x.sum(-1, keepdim=True)).log() for x in masses], 1)
-        found = settle(mdp, problem, first.expand(*batch, -1).contiguous(), task.options)
-        at, tolerance = found.at, task.options.tolerance_in(q.dtype)
-        dual, flow = at.off.abs().amax(-1), flow_residual(mdp, problem.initial, at.q(), at.rows)
-        certified = (dual <= tolerance) & (flow <= tolerance)
-        stalled = found.status == Status.STALLED
-        status = torch.where(stalled & certified, int(Status.CONVERGED), found.status)
-        certificate = torch.stack([status.to(q), found.steps.to(q), flow, dual], -1)
-        value = join(list(at.value), 1)
-        task.report(Projection(at.q(), at.rows, value, *_read(certificate)))
-        masks = (x.expand(*batch, *x.shape[-3:]) for active in at.active for x in active)
-        return found.guess, certificate, *masks
+    def forward(task: ProjectionTask, *tensors: Tensor) -> tuple[Tensor, ...]:
+        mdp, (q, loss, rate, _, *layers) = task.mdp, tensors
+        check_reference(mdp, q, loss, rate, split_rows(mdp, layers))
+        events = (2, 2, 0, 1, *(3 for _ in layers))
+        batch = broadcast(*(x.shape[: x.dim() - n] for x, n in zip(tensors, events, strict=True)))
+        count = batch.numel()
+        flat = [
+            x.expand(batch + x.shape[x.dim() - n :]).reshape(count, -1).double().cpu()
+            for x, n in zip(tensors, events, strict=True)
+        ]
+        tables = [torch.cat(x, -1) for x in split_rows(mdp, flat[4:])]
+        rows = [x.numpy().copy() for x in (*flat[:4], *tables)]
+        certificate, values = _solve_compiled(task, *rows)
+        shapes = [x.shape[-3:] for x in layers[: mdp.horizon]]
+        parts = np.split(rows[4], np.cumsum([x.numel() for x in shapes])[:-1], -1)
+        found = [
+            torch.from_numpy(x).reshape(*batch, *shape).to(q.device, q.dtype)
+            for x, shape in zip(
+                (certificate, values[:, 1], rows[0], values[:, 0], *parts),
+                ((4,), (mdp.num_states,), q.shape[-2:], (mdp.num_states,), *shapes),
+                strict=True,
+            )
+        ]
+        task.report(Projection(found[2], tuple(found[4:]), found[3], *_certificate_of(found[0])))
+        return tuple(found)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -769,20 +628,45 @@ class Solve(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, ...], task: Task, *tensors: Tensor
+        info: Any, in_dims: tuple[int | None, ...], task: ProjectionTask, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         outputs = Solve.apply(task, *in_front(info.batch_size, in_dims[1:], tensors))
         return outputs, (0,) * len(outputs)
 
 
-def flow_residual(mdp: LayeredMDP, initial: Tensor, q: Tensor, rows: Sequence[Tensor]) -> Tensor:
-    """The largest |q(s) - inflow(s)| / q(s), `(*batch,)`."""
-    layers = zip(rows[:-1], mdp.split(q, -2)[:-1], strict=True)
-    inflow = join([initial, *(arrive(p, x) for p, x in layers)], 1)
-    return ((q.sum(-1) - inflow) / q.sum(-1)).abs().amax(-1)
+def _solve_compiled(task: ProjectionTask, *rows: Any) -> tuple[Any, Any]:
+    """Project q and the transitions in place; return the certificate `(N, 4)`, and v and log q(s).
+
+    Args:
+        rows: q, loss, rate, initial, transitions, lower and upper bounds, one row per element.
+    """
+    engine, mdp, options = later("step.arrays").projection, task.mdp, task.options
+    layout = engine.layout_of(mdp.layer_sizes, mdp.actions.cpu().numpy())
+    count, certificate = len(rows[0]), np.zeros((len(rows[0]), 4))
+    values = np.zeros((count, 2, mdp.num_states))
+    limits = (options.tolerance_in(mdp.dtype), options.max_steps)
+    threads = min(torch.get_num_threads(), count) if count >= _SHARED else 1
+
+    def share(i: int) -> None:
+        own = slice(i * count // threads, (i + 1) * count // threads)
+        q, loss, rate, initial, *tables = (x[own] for x in rows)
+        engine.project_batch(
+            layout,
+            engine.Reference(q, *tables, initial),
+            loss,
+            rate[:, 0],
+            limits,
+            values[own],
+            certificate[own],
+            engine.make_scratch(layout),
+        )
+
+    with compile_message:
+        for_each(share, threads)
+    return certificate, values
 
 
-def _read(certificate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _certificate_of(certificate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Status, steps, flow residual and dual residual."""
     status, steps, flow, dual = certificate.unbind(-1)
     return status.long(), steps.long(), flow, dual

@@ -19,7 +19,7 @@ from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.arrays import WeightsOverTime, model_of
 from torch_occ.step.arrays import why_not_game as why_not_solve
 from torch_occ.step.solution import Options
-from torch_occ.tuning.leaps import WIDEST, Course
+from torch_occ.tuning.leaps import WIDEST, LeapCourse
 
 
 def why_not(mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimator) -> str | None:
@@ -35,7 +35,7 @@ def leap_compiled(
     mdp: LayeredMDP,
     regularizer: Regularizer,
     estimator: CentredEstimator,
-    course: Course,
+    course: LeapCourse,
     particles: int,
     seed: int,
     accuracy: float,

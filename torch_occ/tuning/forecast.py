@@ -34,11 +34,9 @@ from torch_occ.step.linearization import Linearization
 # -- Sums over very many episodes from few evaluations ---------------------------------------------
 #
 # A function that changes smoothly on the scale of t is summed exactly over the first episodes of
-# every phase. From there on it is summed by Gauss quadrature, over panels that are evenly spaced in
-# the logarithm: by Euler and Maclaurin, sum_{a < t <= b} f(t) is the integral of f from a + 1/2 to
-# b + 1/2 minus (f'(b + 1/2) - f'(a + 1/2)) / 24, up to terms in the third derivative. So every
-# tenfold of episodes has the same cost.
-
+# every phase, and from there on by Gauss quadrature over panels that are evenly spaced in log t: by
+# Euler and Maclaurin, sum_{a < t <= b} f(t) is the integral of f from a + 1/2 to b + 1/2 minus
+# (f'(b + 1/2) - f'(a + 1/2)) / 24, up to terms in the third derivative.
 
 #: Gauss nodes per panel, and episodes at the beginning of a phase that are summed one by one.
 NODES, HEAD = 3, 8
@@ -69,7 +67,7 @@ class Quadrature:
         upto: list[dict[int, float]] = []
         ends: list[int] = []
         total: dict[int, float] = {}  # the sum so far, as node -> weight
-        for p, (start, stop) in enumerate(zip(starts, [*starts[1:], episodes], strict=True)):
+        for p, (start, stop) in enumerate(pairwise([*starts, episodes])):
             for episode in range(start + 1, min(start + HEAD, stop) + 1):
                 before.append(dict(total))
                 total[len(t)] = 1.0
@@ -88,12 +86,8 @@ class Quadrature:
                 local = low * np.exp(width * inside[0])
                 for i in range(NODES):
                     # Up to the middle of node i, minus the half of its own episode before it.
-                    row = dict(total)
-                    for j in range(NODES):
-                        row[first + j] = width * inside[1][i, j] * local[j] - (
-                            0.5 if i == j else 0.0
-                        )
-                    before.append(row)
+                    own = width * inside[1][i] * local - 0.5 * (np.arange(NODES) == i)
+                    before.append(total | {first + j: x for j, x in enumerate(own)})
                     t.append(start + local[i])
                     phase.append(p)
                 for j in range(NODES):
@@ -145,7 +139,6 @@ def _matrix(rows: list[dict[int, float]], columns: int, like: Tensor) -> Tensor:
 # Only losses that are fixed in advance can be forecast. An adversary that reacts to the learner, or
 # a random walk, has to be simulated.
 
-
 #: A forecast takes a fixed number of solves per phase. With more phases, simulation is better.
 MOST_PHASES = 256
 
@@ -172,29 +165,30 @@ def phases_of(
         return [Phase(0, losses)], "bernoulli"
     if isinstance(losses, Stationary):
         return [Phase(0, losses.mean)], losses.noise
-    if isinstance(losses, SwitchingLosses):
-        count = -(-episodes // losses.period)
-        _check_count(losses, count)
-        return [
-            Phase(i * losses.period, losses.tables[i % len(losses.tables)]) for i in range(count)
-        ], losses.noise
-    if isinstance(losses, StochasticallyConstrained):
-        starts = [0, *(end for end in losses._phase_ends(episodes).tolist() if end < episodes)]
-        _check_count(losses, len(starts))
-        return [Phase(start, _first_mean(mdp, losses, start)) for start in starts], losses.noise
     if isinstance(losses, Corrupted) and isinstance(losses.base, Stationary):
-        return _corrupted(mdp, losses, episodes), losses.noise
-    raise TypeError(
-        f"losses: {type(losses).__name__} cannot be forecast, because its means are not fixed "
-        "beforehand in few phases; simulate it, or give means, BernoulliLosses, UniformLosses, "
-        "SwitchingLosses, StochasticallyConstrained, or Corrupted around a fixed mean"
-    )
+        return _corrupted(mdp, losses, losses.base.mean, episodes), losses.noise
+    starts: Sequence[int]
+    if isinstance(losses, SwitchingLosses):
+        starts = range(0, episodes, losses.period)
+    elif isinstance(losses, StochasticallyConstrained):
+        starts = [0, *(end for end in losses._phase_ends(episodes).tolist() if end < episodes)]
+    else:
+        raise TypeError(
+            f"losses: {type(losses).__name__} cannot be forecast, because its means are not fixed "
+            "beforehand in few phases; simulate it, or give means, BernoulliLosses, UniformLosses, "
+            "SwitchingLosses, StochasticallyConstrained, or Corrupted around a fixed mean"
+        )
+    if len(starts) > MOST_PHASES:
+        raise ValueError(
+            f"losses: {type(losses).__name__} has {len(starts)} phases, more than {MOST_PHASES}; "
+            "forecast fewer episodes, or simulate"
+        )
+    return [Phase(start, _first_mean(mdp, losses, start)) for start in starts], losses.noise
 
 
-def _corrupted(mdp: LayeredMDP, losses: Corrupted, episodes: int) -> list[Phase]:
+def _corrupted(mdp: LayeredMDP, losses: Corrupted, clean: Tensor, episodes: int) -> list[Phase]:
     """Full corruption while the budget lasts, one episode with the remainder, then none."""
-    assert isinstance(losses.base, Stationary)
-    clean, attacked = losses.base.mean, _first_mean(mdp, losses, 0)
+    attacked = _first_mean(mdp, losses, 0)
     cost = 2 * sum(
         float(layer.abs().amax())
         for layer in mdp.split(torch.where(mdp.actions, attacked - clean, 0.0), -2)
@@ -216,23 +210,14 @@ def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
     return means[0, 0]
 
 
-def _check_count(losses: LossProcess, count: int) -> None:
-    if count > MOST_PHASES:
-        raise ValueError(
-            f"losses: {type(losses).__name__} has {count} phases, more than {MOST_PHASES}; "
-            "forecast fewer episodes, or simulate"
-        )
-
-
 # -- The noise of the forecast without matrices, by random vectors with the right covariance -------
 #
-# The noise at a node is ⟨D3psi[Pi m], Pi C Pi⟩ (torch_occ.tuning.forecast). If z is random
-# with the covariance C, this is the expectation of D3psi[Pi m](y y') with y = Pi z. So a few random
-# z, the probes, replace all matrices over pairs. A probe costs one application of Pi per node.
+# The noise at a node is ⟨D3psi[Pi m], Pi C Pi⟩ (see `forecast` below). If z is random with the
+# covariance C, this is the expectation of D3psi[Pi m](y y') with y = Pi z. So a few random z, the
+# probes, replace all matrices over pairs. A probe costs one application of Pi per node.
 #
-# C is a sum of covariances of loss estimates. Such an estimate is (loss - b) / q where a trajectory
-# goes, and visits along a trajectory form a Markov chain. So a Gaussian chain with the same
-# covariance can be drawn layer by layer,
+# C is a sum of covariances of loss estimates, (loss - b) / q along trajectories, which are Markov
+# chains. So a Gaussian chain with the same covariance can be drawn layer by layer,
 #
 #     x(s') = sum_{s, a} P(s' | s, a) n(s, a)  +  e(s'),    e has the covariance of one transition,
 #     n(s, a) = pi(a | s) x(s)  +  f(s, a),                   f has the covariance of one choice,
@@ -240,16 +225,8 @@ def _check_count(losses: LossProcess, count: int) -> None:
 # where a choice from the distribution p has the covariance diag(p) - p p' = B B' with B = (I - p
 # 1') diag(sqrt(p)). The numbers are smooth in q, so the noise has gradients.
 
-
 #: Numbers in a tensor of probes; more probes are computed one after the other.
 TOGETHER = 4 * 10**6
-
-
-class Probed(NamedTuple):
-    """What probes say about the noise at K nodes."""
-
-    bend: Tensor  # (R, K, *batch), D3psi[u](y y') of every probe
-    square: Tensor  # (K, *batch), E |loss_estimate|^2 in the norm of Pi
 
 
 def probe_noise(
@@ -261,14 +238,16 @@ def probe_noise(
     baseline: Tensor,
     probes: int,
     seed: int,
-) -> Probed:
+) -> tuple[Tensor, Tensor]:
     """The noise at the nodes of a grid, from `probes` random vectors per node.
 
     Args:
         linear: the step at q `(K, *batch, S, A)`.
-        mean: of the losses at every node, `(K, *batch, S, A)`.
-        baseline: of the estimator, the same shape.
+        mean: of the losses at every node; the baseline of the estimator has the same shape.
         seed: the same seed gives the same numbers for all settings.
+
+    Returns:
+        D3psi[u](y y') of every probe `(probes, K, *batch)`, and E |loss_estimate|^2_Pi.
     """
     generator = torch.Generator(device=mdp.device).manual_seed(seed)
     u = linear.apply(mean)
@@ -284,7 +263,7 @@ def probe_noise(
         positive, negative = linear.bend_along(u, y[:2])
         bends.append(positive - negative)
         square = square + (one * y[2]).sum((-2, -1)).sum(0) / probes
-    return Probed(torch.cat(bends), square)
+    return torch.cat(bends), square
 
 
 def draw_fluctuations(
@@ -322,45 +301,30 @@ def draw_fluctuations(
         chosen = root - policy * root.sum(-1, keepdim=True)
         visits.append(policy * entering.unsqueeze(-1) + chosen)
         if k + 1 < mdp.horizon:
-            layer, edges = mdp.layers[k], Edges.of(mdp.layers[k])
-            root = edges.flow(own[k]).clamp(min=smallest).sqrt()
-            root = root * normal(root.shape[-1])
-            left = edges.leave(root).unflatten(-1, policy.shape[-2:])
-            entering = edges.arrive(root) + layer.arrive(visits[-1] - left)
+            layer = mdp.layers[k]
+            pair, following, probability = _edges(layer)
+            flow = own[k].flatten(-2).index_select(-1, pair) * probability  # (*batch, edges)
+            root = flow.clamp(min=smallest).sqrt() * normal(len(pair))
+            left = _summed(root, pair, policy.shape[-2:].numel()).unflatten(-1, policy.shape[-2:])
+            entering = _summed(root, following, layer.sizes[2]) + layer.arrive(visits[-1] - left)
     variance = torch.where(exists, mean_square(mean, noise) - mean**2, 0.0)
     drawn = variance.clamp(min=smallest).sqrt() * normal(*q.shape[-2:]) / _root(q, exists)
     visited = (mean - baseline) * torch.cat(visits, -2) / torch.where(exists, q, 1.0)
     return torch.where(exists, visited + drawn, 0.0)
 
 
-class Edges(NamedTuple):
-    """The transitions of a layer whose probability is positive, as a list."""
+def _edges(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
+    """The E transitions that are possible: s * A + a, s', and their probability `(*batch, E)`."""
+    if isinstance(layer, DenseLayer):
+        rows = layer.probabilities.flatten(-3, -2)  # (*batch, S * A, S')
+        pair, following = (rows > 0).reshape(-1, *rows.shape[-2:]).any(0).nonzero().unbind(-1)
+        return pair, following, rows[..., pair, following]
+    return layer.pattern.pair.long(), layer.pattern.next.long(), layer.probabilities
 
-    pair: Tensor  # (E,), s * A + a
-    next: Tensor  # (E,)
-    probability: Tensor  # (*batch, E)
-    sizes: tuple[int, int, int]  # S, A, S'
 
-    @classmethod
-    def of(cls, layer: Layer) -> Edges:
-        if isinstance(layer, DenseLayer):
-            rows = layer.probabilities.flatten(-3, -2)  # (*batch, S * A, S')
-            pair, following = (rows > 0).reshape(-1, *rows.shape[-2:]).any(0).nonzero().unbind(-1)
-            return cls(pair, following, rows[..., pair, following], layer.sizes)
-        pattern = layer.pattern
-        return cls(pattern.pair.long(), pattern.next.long(), layer.probabilities, layer.sizes)
-
-    def flow(self, q: Tensor) -> Tensor:
-        """q(s, a) P(s' | s, a): `(*batch, S, A)` -> `(*batch, E)`."""
-        return q.flatten(-2).index_select(-1, self.pair) * self.probability
-
-    def arrive(self, x: Tensor) -> Tensor:
-        """The sum over the edges into each state: `(*batch, E)` -> `(*batch, S')`."""
-        return x.new_zeros(*x.shape[:-1], self.sizes[2]).index_add(-1, self.next, x)
-
-    def leave(self, x: Tensor) -> Tensor:
-        """The sum over the edges out of each pair: `(*batch, E)` -> `(*batch, S * A)`."""
-        return x.new_zeros(*x.shape[:-1], self.sizes[0] * self.sizes[1]).index_add(-1, self.pair, x)
+def _summed(x: Tensor, index: Tensor, size: int) -> Tensor:
+    """Sums of the entries with the same index: `(..., E)` -> `(..., size)`."""
+    return x.new_zeros(*x.shape[:-1], size).index_add(-1, index, x)
 
 
 def _root(q: Tensor, exists: Tensor) -> Tensor:
@@ -370,10 +334,9 @@ def _root(q: Tensor, exists: Tensor) -> Tensor:
 
 # -- A forecast of the regret of FTRL with bandit feedback, smooth and differentiable --------------
 #
-# The loss estimate, (loss - b) / q on the visited pairs plus a baseline b
-# (torch_occ.game.estimators), is unbiased for every regularizer. So the cumulative estimate
-# fluctuates around the mean path Lbar_t = sum of means. Expanding q_t = q(t, Lhat_{t-1}) to second
-# order around it,
+# The loss estimate, (loss - b) / q on the visited pairs plus a baseline b, is unbiased for every
+# regularizer. So the cumulative estimate fluctuates around the mean path Lbar_t = sum of means.
+# Expanding q_t = q(t, Lhat_{t-1}) to second order around it,
 #
 #     E <q_t, mean_t> = <q(t, Lbar), mean_t>  -  1/2 <d/ds Pi(Lbar + s mean_t), C_{t-1}>,
 #                           drift                             noise
@@ -381,7 +344,7 @@ def _root(q: Tensor, exists: Tensor) -> Tensor:
 # where Pi is the response of q to the loss (torch_occ.step.linearization) and C_t = sum of
 # Cov(loss_estimate) along the path, which contains the joint probabilities of visiting two pairs in
 # one episode. Everything is smooth on the scale of t, so about twenty values of t per tenfold of
-# episodes are enough (torch_occ.tuning.forecast). All of them are solved as one batch.
+# episodes are enough. All of them are solved as one batch.
 #
 # Summed by parts over t, the noise is 1/2 sum_t E |loss_estimate_t|^2 in the norm of Pi_t, the
 # stability term of the FTRL analysis, minus the fluctuations that are left at the end and those
@@ -393,7 +356,6 @@ def _root(q: Tensor, exists: Tensor) -> Tensor:
 # the noise is small: a visit without loss lowers the estimate by b / q, and q ~ beta / (gap t)
 # under a log-barrier, so that for beta below about b it removes the whole lead of t gap. Only
 # leaping and playing show that.
-
 
 #: Panels of three solves per tenfold of episodes.
 PER_DECADE = 3.0
@@ -469,8 +431,8 @@ def forecast(
             `CentredEstimator`.
         per_decade: panels of three solves per tenfold of episodes.
         probes: the number of random vectors by which the noise is computed without matrices, at
-            the cost of some hundred steps (torch_occ.tuning.forecast); 0 computes it exactly
-            from matrices over all pairs. By default 0 up to 512 pairs, and 8 beyond.
+            the cost of some hundred steps; 0 computes it exactly from matrices over all pairs. By
+            default 0 up to 512 pairs, and 8 beyond.
         seed: of the probes.
 
     Returns:
@@ -490,24 +452,21 @@ def forecast(
     estimate = centred(estimator)
     phases, noise = phases_of(mdp, losses, int(episodes))
     step = FTRLStep(mdp, regularizer)
-    grid = Quadrature.over(
-        [phase.start for phase in phases], int(episodes), per_decade, mdp.transitions[0]
-    )
+    starts = [phase.start for phase in phases]
+    grid = Quadrature.over(starts, int(episodes), per_decade, mdp.transitions[0])
     given = (shape for _, shape in regularizer.batched())
     batch = torch.broadcast_shapes(phases[0].mean.shape[:-2], mdp.batch_shape, *given)
     # (P, *batch, S, A)
     mean = torch.stack([phase.mean.expand(*batch, *phase.mean.shape[-2:]) for phase in phases])
     t = grid.t.reshape(-1, *(1,) * len(batch)).expand(-1, *batch)  # (K, *batch)
     now = mean[grid.phase]  # (K, *batch, S, A)
-    solution = step.solve(totals(phases, mean, grid.t - 1, grid.phase), t, check=False)
+    solution = step.solve(totals(starts, mean, grid.t - 1, grid.phase), t, check=False)
     certified = solution.converged.all(0)
     q = floored(mdp, solution.q)
     gaps = optimal_policy(mdp, mean).gaps  # (P, *batch, S, A)
     # Gaps instead of losses: the loss that every policy pays drops out, without cancellation.
     ends = grid.ends.to(mdp.dtype)
-    best = comparator(
-        mdp, totals(phases, gaps, ends, torch.bucketize(ends, _starts(phases, ends)) - 1)
-    )
+    best = comparator(mdp, totals(starts, gaps, ends, phase_at(starts, ends)))
     drift = grid.sums((q * gaps[grid.phase]).sum((-2, -1))) - best
 
     linear = Linearization(step, q, t)
@@ -515,10 +474,9 @@ def forecast(
     if probes is None:
         probes = 0 if mdp.num_states * mdp.num_actions <= EXACT_PAIRS else PROBES
     if probes:
-        found = probe_noise(mdp, linear, grid, now, noise, baseline, probes, seed)
-        each = torch.stack([grid.sums(-0.5 * bend) for bend in found.bend])  # (R, C, *batch)
-        fluctuation, square = each.mean(0), found.square
-        error = each.detach().std(0) / probes**0.5
+        bends, square = probe_noise(mdp, linear, grid, now, noise, baseline, probes, seed)
+        each = torch.stack([grid.sums(-0.5 * bend) for bend in bends])  # (probes, C, *batch)
+        fluctuation, error = each.mean(0), each.detach().std(0) / probes**0.5
     else:
         bend, square = _exact_noise(mdp, linear, grid, now, noise, baseline)
         fluctuation = grid.sums(-0.5 * bend)
@@ -552,11 +510,8 @@ def _exact_noise(
     flat, b = mean.flatten(-2), baseline.flatten(-2)
     C = grid.sums_before(visited - outer(flat - b))
     u = (Pi @ flat.unsqueeze(-1)).squeeze(-1).unflatten(-1, q.shape[-2:])
-    bend = linear.bend(u, Pi @ C @ Pi)
-    square = (Pi * visited).sum((-2, -1)) + (b.unsqueeze(-2) @ Pi @ (2 * flat - b).unsqueeze(-1))[
-        ..., 0, 0
-    ]
-    return bend, square
+    mixed = (b.unsqueeze(-2) @ Pi @ (2 * flat - b).unsqueeze(-1))[..., 0, 0]
+    return linear.bend(u, Pi @ C @ Pi), (Pi * visited).sum((-2, -1)) + mixed
 
 
 def second_moment(
@@ -589,19 +544,17 @@ def outer(x: Tensor) -> Tensor:
     return x.unsqueeze(-1) * x.unsqueeze(-2)
 
 
-def totals(phases: list[Phase], values: Tensor, episodes: Tensor, phase: Tensor) -> Tensor:
+def phase_at(starts: Sequence[int], episodes: Tensor) -> Tensor:
+    """The phase in which each of these episodes lies."""
+    return torch.bucketize(episodes, episodes.new_tensor(starts)) - 1
+
+
+def totals(starts: Sequence[int], values: Tensor, episodes: Tensor, phase: Tensor) -> Tensor:
     """Sums of the values over the first `episodes` `(K,)`: `(P, ...)` -> `(K, ...)`.
 
     `phase` is the phase in which each of these episodes lies.
     """
-    starts = _starts(phases, episodes)
-    lengths = torch.diff(starts).reshape(-1, *(1,) * (values.dim() - 1))
+    begun, ones = episodes.new_tensor(starts), (1,) * (values.dim() - 1)
+    lengths = torch.diff(begun).reshape(-1, *ones)
     finished = torch.cat([torch.zeros_like(values[:1]), (lengths * values[:-1]).cumsum(0)])
-    return (
-        finished[phase]
-        + (episodes - starts[phase]).reshape(-1, *(1,) * (values.dim() - 1)) * values[phase]
-    )
-
-
-def _starts(phases: list[Phase], like: Tensor) -> Tensor:
-    return torch.tensor([phase.start for phase in phases], dtype=like.dtype, device=like.device)
+    return finished[phase] + (episodes - begun[phase]).reshape(-1, *ones) * values[phase]

@@ -18,16 +18,15 @@ from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.hessians import Hessian
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import Setting
-from torch_occ.tuning.forecast import forecast, phases_of, totals
+from torch_occ.tuning.forecast import forecast, phase_at, phases_of, totals
 
 # -- The course of a leaping particle: phases of constant means, and episodes where leaps end ------
-
 
 #: The longest leap relative to t.
 WIDEST = 0.25
 
 
-class Course(NamedTuple):
+class LeapCourse(NamedTuple):
     """Losses, stops and comparators, which are known before the first leap."""
 
     stops: Tensor  # (C,), episodes that no leap crosses: checkpoints and ends of phases
@@ -38,27 +37,24 @@ class Course(NamedTuple):
     noise: Noise
 
     @classmethod
-    def of(
-        cls, mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int, per_decade: int = 10
-    ) -> Course:
+    def of(cls, mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int) -> LeapCourse:
         phases, noise = phases_of(mdp, losses, episodes)
         if mdp.batch_shape or phases[0].mean.dim() != 2:
             raise ValueError(
                 "leaping takes one MDP and one table of means (S, A) at a time; forecast takes "
                 "batches"
             )
-        every = {*log_spaced(episodes, per_decade), *(phase.start for phase in phases[1:])}
-        stops = torch.tensor(sorted(every), dtype=mdp.dtype, device=mdp.device)
-        starts = torch.tensor([phase.start for phase in phases], dtype=mdp.dtype, device=mdp.device)
-        phase = torch.bucketize(stops, starts) - 1
+        starts = [phase.start for phase in phases]
+        every = sorted({*log_spaced(episodes, 10), *starts[1:]})
+        stops = torch.tensor(every, dtype=mdp.dtype, device=mdp.device)
+        phase = phase_at(starts, stops)
         means = torch.stack([phase.mean for phase in phases]).detach()
         gaps = optimal_policy(mdp, means, in_order=True).gaps
-        return cls(
-            stops, phase, means, gaps, comparator(mdp, totals(phases, gaps, stops, phase)), noise
-        )
+        best = comparator(mdp, totals(starts, gaps, stops, phase))
+        return cls(stops, phase, means, gaps, best, noise)
 
 
-# -- Leaps of many episodes in torch, for any regularizer; see torch_occ.tuning.leaps -------
+# -- Leaps of many episodes in torch, for any regularizer ------------------------------------------
 
 
 @torch.no_grad()
@@ -66,7 +62,7 @@ def leap_in_torch(
     mdp: LayeredMDP,
     regularizer: Regularizer,
     estimator: CentredEstimator,
-    course: Course,
+    course: LeapCourse,
     particles: int,
     seed: int,
     accuracy: float,
@@ -113,15 +109,12 @@ def leap_in_torch(
         phase = course.phase[stop]
         opening = (q * course.gaps[phase]).sum((-2, -1))
         hessian = setting.bind([t, *step.evaluator.parameters(t)]).deriver(t.shape)(q).hessian
-        length = (
-            torch.minimum(longest_leap(mdp, hessian, q, accuracy), WIDEST * t).floor().clamp(min=1)
-        )
-        length = torch.minimum(length, course.stops[stop] - t + 1)
+        longest = torch.minimum(longest_leap(mdp, hessian, q, accuracy), WIDEST * t)
+        length = torch.minimum(longest.floor().clamp(min=1), course.stops[stop] - t + 1)
         visits, baseline = _visits(mdp, q, length, generator), estimator.baseline(q, t)
-        charged = _charge(course.noise, course.means[phase], visits, generator)
-        estimates = (charged - visits * baseline) / torch.where(mdp.actions, q, 1.0) + length[
-            :, None, None
-        ] * baseline
+        charged = _sum_of_losses(course.noise, course.means[phase], visits, generator)
+        visited = (charged - visits * baseline) / torch.where(mdp.actions, q, 1.0)
+        estimates = visited + length[:, None, None] * baseline
         cumulative_loss = cumulative_loss + torch.where(mdp.actions, estimates, 0.0)
         leaps[alive] += 1
         t = t + length
@@ -144,22 +137,19 @@ def _multinomial(count: Tensor, probabilities: Tensor, generator: torch.Generato
     left, drawn = count, []
     remaining = probabilities.flip(-1).cumsum(-1).flip(-1)
     for i in range(probabilities.shape[-1]):
-        share = torch.where(
-            remaining[..., i] > 0, probabilities[..., i] / remaining[..., i], 0.0
-        ).clamp(0, 1)
+        share = probabilities[..., i] / remaining[..., i]
+        share = torch.where(remaining[..., i] > 0, share, 0.0).clamp(0, 1)
         drawn.append(torch.binomial(left, share, generator=generator))
         left = left - drawn[-1]
     return torch.stack(drawn, -1)
 
 
-def _charge(noise: Noise, mean: Tensor, visits: Tensor, generator: torch.Generator) -> Tensor:
+def _sum_of_losses(noise: Noise, mean: Tensor, visits: Tensor, random: torch.Generator) -> Tensor:
     """The sum of the losses of all visits."""
     if noise == "bernoulli":
-        return torch.binomial(visits, mean.expand_as(visits), generator=generator)
+        return torch.binomial(visits, mean.expand_as(visits), generator=random)
     if noise == "uniform":  # a sum of many uniform numbers is normal; of few, approximately
-        normal = torch.randn(
-            visits.shape, dtype=visits.dtype, device=visits.device, generator=generator
-        )
+        normal = torch.empty_like(visits).normal_(generator=random)
         return visits * mean + torch.minimum(mean, 1 - mean) * (visits / 3).sqrt() * normal
     return visits * mean
 
@@ -185,10 +175,9 @@ def longest_leap(mdp: LayeredMDP, hessian: Hessian, q: Tensor, accuracy: float) 
 
 # -- The regret of FTRL by leaping: many episodes at once, while the policy would hardly change ----
 #
-# A particle is one run of the learner. Instead of solving for q in every episode, it plays `length`
-# episodes with one q. It draws at once how often these visit every pair (by multinomials along the
-# layers, so that trajectories stay intact) and the losses there, adds the estimates, and solves
-# again:
+# A particle is one run of the learner that plays `length` episodes with one q. It draws at once how
+# often these visit every pair (by multinomials along the layers, so that trajectories stay intact)
+# and the losses there, adds the estimates, and solves again:
 #
 #     n ~ visits of `length` episodes with q,
 #     Lhat += (losses(n) - n b) / q + length b,
@@ -200,10 +189,6 @@ def longest_leap(mdp: LayeredMDP, hessian: Hessian, q: Tensor, accuracy: float) 
 # and leaps are as long as that allows (`longest_leap`). Everything changes on the scale of t, so
 # the number of leaps grows with log T. This also holds where the learner is hardly regularized:
 # there a single visit changes much, but visits are rare.
-#
-# `leap` draws exact counts. Use it where the expansion of torch_occ.tuning.forecast fails;
-# `predict` chooses between the two.
-
 
 #: The relative change of q that is allowed in a leap; docs/tuning_results.md has measurements.
 ACCURACY = 0.5
@@ -318,14 +303,13 @@ def leap(
             f"regularizer: a parameter has the batch shape {tuple(batch)}, and leap takes one "
             "regularizer at a time; forecast takes a batch"
         )
-    estimate, course = centred(estimator), Course.of(mdp, losses, int(episodes))
-    if engine_takes(
-        backend, lambda: later("tuning.compiled_leaps").why_not(mdp, regularizer, estimate)
-    ):
-        play = later("tuning.compiled_leaps").leap_compiled
-    else:
-        play = leap_in_torch
-    expected, leaps, uncertified = play(
-        mdp, regularizer, estimate, course, particles, seed, accuracy
-    )
+    estimate, course = centred(estimator), LeapCourse.of(mdp, losses, int(episodes))
+
+    def why_not() -> str | None:
+        return later("tuning.compiled_leaps").why_not(mdp, regularizer, estimate)
+
+    usable = engine_takes(backend, why_not)
+    play = later("tuning.compiled_leaps").leap_compiled if usable else leap_in_torch
+    arguments = (mdp, regularizer, estimate, course, particles, seed, accuracy)
+    expected, leaps, uncertified = play(*arguments)
     return Leaps(course.stops.long(), expected - course.best, leaps, uncertified)

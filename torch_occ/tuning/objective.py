@@ -17,10 +17,10 @@ from torch_occ.game.losses import LossProcess
 from torch_occ.game.simulate import simulate
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.tuning.forecast import PER_DECADE, SMALL_NOISE, forecast
+from torch_occ.tuning.forecast import PER_DECADE, SMALL_NOISE, Forecast, forecast
 from torch_occ.tuning.leaps import leap
 
-# -- The objective of a meta-tuner: forecast regret in several environments, relative to a ---------
+# -- The objective: forecast regret in several environments, relative to a reference ---------------
 #
 # In environment e, x_e is the mean over its MDPs of log((regret + floor) / (reference regret +
 # floor)). The objective is a soft maximum over environments,
@@ -29,7 +29,6 @@ from torch_occ.tuning.leaps import leap
 #
 # It is the mean of the x_e for robustness -> 0 and the largest of them for robustness -> infinity.
 # So a regularizer that is tuned for one world cannot fail badly in another.
-
 
 #: The weight of the squared excess of noise over `trust`.
 DISTRUST = 30.0
@@ -111,14 +110,7 @@ class ForecastObjective:
                 self.scales = [
                     _leaped(world, reference, episodes, particles)
                     if particles
-                    else forecast(
-                        world.mdp,
-                        reference,
-                        world.losses,
-                        episodes,
-                        per_decade=per_decade,
-                        probes=probes,
-                    ).final
+                    else self._forecast(world, reference, None).final
                     for world in worlds
                 ]
             for world, scale in zip(worlds, self.scales, strict=True):
@@ -135,23 +127,20 @@ class ForecastObjective:
         found.trust = 1.0
         return found
 
+    def _forecast(
+        self, world: World, regularizer: Regularizer, estimator: Estimator | None
+    ) -> Forecast:
+        options: dict[str, Any] = {"per_decade": self.per_decade, "probes": self.probes}
+        arguments = (world.mdp, regularizer, world.losses, self.episodes)
+        return forecast(*arguments, estimator=estimator, **options)
+
     def __call__(self, regularizer: Regularizer) -> Evaluation:
         """Evaluate the objective; parameters `(B, 1)` broadcast with the MDPs of a world."""
-        options: dict[str, Any] = {
-            "estimator": self.estimator,
-            "per_decade": self.per_decade,
-            "probes": self.probes,
-        }
-        paths = [
-            forecast(world.mdp, regularizer, world.losses, self.episodes, **options)
-            for world in self.worlds
-        ]
+        paths = [self._forecast(world, regularizer, self.estimator) for world in self.worlds]
         found = self.combine([path.final for path in paths], [path.certified for path in paths])
-        beyond = [
-            (_batched(path.noise_share) - self.trust).clamp(min=0).square().amax(-1)
-            for path in paths
-        ]
-        value = found.value + DISTRUST * torch.stack(beyond).amax(0)
+        excess = [(_batched(path.noise_share) - self.trust).clamp(min=0) for path in paths]
+        beyond = torch.stack([each.square().amax(-1) for each in excess]).amax(0)
+        value = found.value + DISTRUST * beyond
         if self.shrinkage:
             value = value + self.shrinkage * _differences(regularizer)
         return found._replace(value=value)
@@ -166,13 +155,11 @@ class ForecastObjective:
             ratios.setdefault(world.name, []).append(self._log(final) - self._log(scale))
         # (environments, B)
         x = torch.stack([torch.cat(parts, -1).mean(-1) for parts in ratios.values()])
-        value = (self.robustness * x).logsumexp(0) / self.robustness - math.log(
-            len(x)
-        ) / self.robustness
+        r = self.robustness
+        value = (r * x).logsumexp(0) / r - math.log(len(x)) / r
         means = {name: torch.cat(parts, -1).mean(-1) for name, parts in plain.items()}
-        return Evaluation(
-            value, means, torch.stack([_batched(fine).all(-1) for fine in certified]).all(0)
-        )
+        fine = torch.stack([_batched(each).all(-1) for each in certified]).all(0)
+        return Evaluation(value, means, fine)
 
     def _log(self, regret: Tensor) -> Tensor:
         return (regret.clamp(min=0) + self.floor).log()
@@ -189,11 +176,12 @@ def _differences(regularizer: Regularizer) -> Tensor:
 
 def _leaped(world: World, reference: Regularizer, episodes: int, particles: int) -> Tensor:
     """The mean regret of importance-weighted FTRL by leaping, `(M,)`."""
-    runs = [
-        leap(mdp, reference, losses, episodes, particles=particles)
-        for mdp, losses in elements(world)
-    ]
-    return torch.stack([run.final for run in runs])
+    return torch.stack(
+        [
+            leap(mdp, reference, losses, episodes, particles=particles).final
+            for mdp, losses in elements(world)
+        ]
+    )
 
 
 def elements(world: World) -> Iterator[tuple[LayeredMDP, Tensor | LossProcess]]:
@@ -208,14 +196,8 @@ def elements(world: World) -> Iterator[tuple[LayeredMDP, Tensor | LossProcess]]:
     (count,) = mdp.batch_shape
     initial, means = mdp.initial.expand(count, -1), losses.expand(count, -1, -1)
     for i in range(count):
-        yield (
-            LayeredMDP(
-                [p.expand(count, *p.shape[-3:])[i] for p in mdp.transitions],
-                actions=mdp.actions,
-                initial=initial[i],
-            ),
-            means[i],
-        )
+        transitions = [p.expand(count, *p.shape[-3:])[i] for p in mdp.transitions]
+        yield LayeredMDP(transitions, actions=mdp.actions, initial=initial[i]), means[i]
 
 
 def _batched(x: Tensor) -> Tensor:
@@ -248,7 +230,6 @@ def stack(mdps: Sequence[LayeredMDP]) -> LayeredMDP:
 # and a regularizer passes if its excess is at most `-margin`. Worlds with the same name are
 # averaged; for a bound on every MDP, give each world its own name. The excess has no gradient, so
 # `refine` fits a quadratic to it.
-
 
 #: The weight of an excess in the objective of `refine`: 1 % of excess counts more than 30 % of
 #: regret elsewhere.
@@ -311,12 +292,9 @@ class Guard:
                     "not means or a batch"
                 )
         self.worlds, self.episodes, self.seeds = tuple(worlds), episodes, tuple(seeds)
-        self.margin, self.caution = margin, caution
-        self.estimator = estimator
+        self.margin, self.caution, self.estimator = margin, caution, estimator
         # (seeds,) each
-        self.references = [
-            self._play(world, FTRL(world.mdp, reference, reference_estimator)) for world in worlds
-        ]
+        self.references = [self._play(world, reference, reference_estimator) for world in worlds]
         self.scales = [float(regrets.mean()) for regrets in self.references]
         for world, scale in zip(worlds, self.scales, strict=True):
             if not 0 < abs(scale) < torch.inf:
@@ -330,15 +308,12 @@ class Guard:
         regrets: dict[str, list[float]] = {}
         ratios: dict[str, list[Tensor]] = {}
         for world, before, scale in zip(self.worlds, self.references, self.scales, strict=True):
-            found = self._play(world, FTRL(world.mdp, regularizer, self.estimator))
+            found = self._play(world, regularizer, self.estimator)
             regrets.setdefault(world.name, []).append(float(found.mean()))
             ratios.setdefault(world.name, []).append((found - before) / abs(scale))
-        worst = torch.stack(
-            [self._excess(torch.stack(parts)) for parts in ratios.values()]
-        ).max()  # NaN if any entry is NaN
-        return Verdict(
-            float(worst), {name: sum(parts) / len(parts) for name, parts in regrets.items()}
-        )
+        excess = torch.stack([self._excess(torch.stack(parts)) for parts in ratios.values()])
+        means = {name: sum(parts) / len(parts) for name, parts in regrets.items()}
+        return Verdict(float(excess.max()), means)  # NaN if any entry is NaN
 
     def penalty(self, excess: Tensor) -> Tensor:
         """The penalty for an excess: zero if the guard passes."""
@@ -352,20 +327,19 @@ class Guard:
         error = (ratios.var(1) / seeds).sum().sqrt() / worlds
         return ratios.mean() + self.caution * error
 
-    def _play(self, world: World, learner: FTRL) -> Tensor:
+    def _play(self, world: World, regularizer: Regularizer, estimator: Estimator | None) -> Tensor:
         """The regret of every seed; NaN if any step had no certificate."""
         assert isinstance(world.losses, LossProcess)
-        with torch.no_grad(), uncertified_is_handled():
-            history = simulate(
-                world.mdp,
-                learner,
-                world.losses,
-                self.episodes,
-                self.seeds,
-                checkpoints=[self.episodes],
-            )
-        return (
-            history.regret[:, -1]
-            if not bool(history.uncertified.any())
-            else torch.full_like(history.regret[:, -1], torch.nan)
-        )
+        learner = FTRL(world.mdp, regularizer, estimator)
+        regrets, certified = final_regrets(learner, world.losses, self.episodes, self.seeds)
+        return torch.where(certified, regrets, torch.nan)
+
+
+@torch.no_grad()
+def final_regrets(
+    learner: FTRL, losses: LossProcess, episodes: int, seeds: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The final regret of every seed, and whether all steps were certified."""
+    with uncertified_is_handled():
+        history = simulate(learner.mdp, learner, losses, episodes, seeds, checkpoints=[episodes])
+    return history.regret[:, -1], ~history.uncertified.any()

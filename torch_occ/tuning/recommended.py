@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -23,9 +23,7 @@ from torch_occ.tuning.refine import Refined, refine
 from torch_occ.tuning.space import ParameterSpace
 from torch_occ.tuning.tune import Tuned, tune
 
-# -- The recipe of tuning: gradients of the forecast, then a local search with values by -----------
-#
-# docs/meta_tuning.md shows its results and its cost, and compares it with searches by simulation.
+# -- The recipe of tuning: gradients of the forecast, then a local search with values by trials ----
 
 
 @dataclass(frozen=True)
@@ -91,21 +89,12 @@ def tune_and_refine(
     """
     recipe = Recipe() if recipe is None else recipe
     limits = dict(bounds or {})
-    tuned = (
-        tune(
-            objective,
-            regularizer,
-            steps=recipe.steps,
-            starts=recipe.starts,
-            rate=recipe.rate,
-            bounds=limits,
-            seed=seed,
-            directory=directory,
-            save_to=save_to,
-        )
-        if recipe.steps
-        else untuned(regularizer, limits)
-    )
+    if recipe.steps:
+        sizes = {name: getattr(recipe, name) for name in ("steps", "starts", "rate")}
+        files: dict[str, Any] = {"directory": directory, "save_to": save_to}
+        tuned = tune(objective, regularizer, bounds=limits, seed=seed, **sizes, **files)
+    else:
+        tuned = untuned(regularizer, limits)
     return refine(
         objective,
         regularizer,
@@ -141,7 +130,6 @@ def untuned(regularizer: Regularizer, bounds: dict[str, tuple[float, float]]) ->
 
 
 # -- What to take without tuning: one learner for each kind of world -------------------------------
-
 
 Kind = Literal["any", "stochastic", "varying", "adversarial"]
 
@@ -182,9 +170,8 @@ def recommended(mdp: LayeredMDP, world: Kind = "any") -> Learner:
         return later("rivals.thompson").Thompson(mdp)
     if world == "any":
         return CorrectedFTRL(mdp)
+    entropy, (gamma, beta) = (
+        (Tsallis(), VARYING) if world == "varying" else (ConditionalEntropy(), ADVERSARIAL)
+    )
     estimator = ReducedVariance(InverseSqrt(EVERYWHERE))
-    if world == "varying":
-        gamma, beta = VARYING
-        return FTRL(mdp, Tsallis() / InverseSqrt(gamma) + LogBarrier(beta), estimator)
-    gamma, beta = ADVERSARIAL
-    return FTRL(mdp, ConditionalEntropy() / InverseSqrt(gamma) + LogBarrier(beta), estimator)
+    return FTRL(mdp, entropy / InverseSqrt(gamma) + LogBarrier(beta), estimator)

@@ -25,7 +25,6 @@ from torch_occ.tuning.tune import Trial, Tuned, by_leaping, by_playing
 # by least squares with a ridge on g and H. The ridge is chosen by leave-one-out errors, which a
 # linear fit has in closed form: residual_i / (1 - leverage_i).
 
-
 #: The ridges to choose from, in units of scaled monomials: from almost none to almost constant.
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 
@@ -73,21 +72,16 @@ def _ridge(columns: Tensor, values: Tensor, ridge: float, centre: Tensor, scale:
 # -- From the optimum of the forecast to the optimum of trials, with a trust region ----------------
 #
 # The mean-path forecast has exact gradients but fails where q fluctuates much, and the best
-# parameters lie near that region. Trials (`trials.py`), by leaping or playing, are correct there,
-# but they are noisy and have no gradient. So each round tries points that fill a region around the
-# best point so far, except those that the forecast excludes. It fits a response surface
-# (`surfaces.py`) to the trials in the region,
-#
-#     log regret by trial = c + g . x + x' H x,
-#
-# and tries its minimum too. The fit, not the lowest noisy value, decides which point is best and
-# where the next region lies. At the end the best points are tried again with new random numbers,
-# and a last fit to all trials chooses among them.
+# parameters lie near that region. Trials, by leaping or playing, are correct there, but they are
+# noisy and have no gradient. So each round tries points that fill a region around the best point so
+# far, except those that the forecast excludes. It fits a response surface to the logarithm of the
+# regret in the region, and tries its minimum too. The fit, not the lowest noisy value, decides
+# which point is best and where the next region lies. At the end the best points are tried again
+# with new random numbers, and a last fit to all trials chooses among them.
 #
 # Worlds whose losses react to the learner can be neither forecast nor leapt through. A `Guard`
 # plays in them at the same points. Its excess has a surface of its own, and its penalty is added to
 # the objective.
-
 
 #: The factor by which a region shrinks if its best point is not at its border.
 SHRINK = 0.6
@@ -166,8 +160,16 @@ def refine(
     begun = time.monotonic()
     if not hopeless > 0:
         raise ValueError(f"hopeless: expected a positive number, got {hopeless}")
-    trial = judge if callable(judge) else _judge(judge, objective, particles, accuracy, runs)
-    search = Search(objective, regularizer, tuned, trial, guard)
+    if judge == "leap":
+        judge = by_leaping(objective, particles=particles, accuracy=accuracy)
+    elif judge == "play":
+        judge = by_playing(objective, runs=runs)
+    elif not callable(judge):
+        raise ValueError(
+            "judge: expected 'leap', 'play' or a function of a regularizer and a seed, got "
+            f"{judge!r}"
+        )
+    search = Search(objective, regularizer, tuned, judge, guard)
     sobol = torch.quasirandom.SobolEngine(len(tuned.names), scramble=True, seed=seed)
     kept = search.space.own
     try:
@@ -215,9 +217,8 @@ class Search:
 
     def region(self, centre: Tensor, radius: float) -> tuple[Tensor, Tensor]:
         """The lower and upper ends of a region, inside the bounds."""
-        return (centre - radius).clamp(min=self.space.low), (centre + radius).clamp(
-            max=self.space.high
-        )
+        low, high = self.space.low, self.space.high
+        return (centre - radius).clamp(min=low), (centre + radius).clamp(max=high)
 
     def set_point(self, u: Tensor) -> None:
         """Set the regularizer's parameters to those of a point."""
@@ -259,11 +260,20 @@ class Search:
         """Try a point, also with the guard."""
         self.set_point(u)
         found = self.trial(self.regularizer, seed)
-        verdict = self.guard(self.regularizer) if self.guard is not None else Verdict(0.0, {})
         self.points.append(u)
         self.tried.append(_trusted(found))
+        verdict = Verdict(0.0, {})
+        if self.guard is not None:
+            verdict = self.guard(self.regularizer)
+            excess = torch.tensor(verdict.excess, dtype=torch.float64)
+            played = {name: torch.tensor([regret]) for name, regret in verdict.regrets.items()}
+            found = Evaluation(
+                found.value + self.guard.penalty(excess),
+                found.regrets | played,
+                found.certified & excess.isfinite(),  # a NaN excess removes the certificate
+            )
         self.excess.append(verdict.excess)
-        self.judged.append(_guarded(found, verdict, self.guard))
+        self.judged.append(found)
 
     def fit(self, centre: Tensor, radius: float) -> None:
         """Fit surfaces to the trials in a region, without those on a cliff.
@@ -301,11 +311,8 @@ class Search:
         """The first trials of the `count` different points that are best by the surfaces."""
         found: list[int] = []
         for i in self.fitted().argsort().tolist():
-            if (
-                len(found) < count
-                and bool(self.used[i])
-                and not any(torch.equal(self.points[i], self.points[j]) for j in found)
-            ):
+            known = any(torch.equal(self.points[i], self.points[j]) for j in found)
+            if len(found) < count and bool(self.used[i]) and not known:
                 found.append(i)
         return found
 
@@ -316,9 +323,8 @@ class Search:
         """
         fitted = self.fitted()
         good = torch.stack(self.points)[fitted < fitted.min() + HOPELESS]
-        drawn = good.amin(0) + sobol.draw(CANDIDATES, dtype=torch.float64) * (
-            good.amax(0) - good.amin(0)
-        )
+        low, high = good.amin(0), good.amax(0)
+        drawn = low + sobol.draw(CANDIDATES, dtype=torch.float64) * (high - low)
         return drawn[self.surfaces_at(drawn).argmin()]
 
     def result(self, tuned: Tuned, chosen: int, seconds: float) -> Refined:
@@ -326,15 +332,15 @@ class Search:
         values = torch.tensor([_trusted(found) for found in self.judged])
         parameters = self.space.parameters_at(torch.stack(self.points))
         own = [i for i, u in enumerate(self.points) if torch.equal(u, self.points[chosen])]
-        regrets = self.judged[chosen].regrets
+        regrets = {
+            name: sum(float(self.judged[i].regrets[name]) for i in own) / len(own)
+            for name in self.judged[chosen].regrets
+        }
         result = replace(
             tuned,
             parameters=dict(zip(tuned.names, parameters[chosen].tolist(), strict=True)),
             value=float(values[own].mean()),
-            regrets={
-                name: sum(float(self.judged[i].regrets[name]) for i in own) / len(own)
-                for name in regrets
-            },
+            regrets=regrets,
             at_bounds=self.space.at_bounds(self.points[chosen]),
             failures=~values.isfinite()[:, None],
             values=values[:, None],
@@ -342,47 +348,11 @@ class Search:
             start=0,
             seconds=tuned.seconds + seconds,
         )
-        return Refined(
-            result,
-            values,
-            self.fitted(),
-            parameters,
-            torch.tensor(self.excess),
-            own[0],
-            seconds,
-            tuned,
-        )
-
-
-def _judge(
-    name: str, objective: ForecastObjective, particles: int, accuracy: float, runs: int
-) -> Trial:
-    if name not in ("leap", "play"):
-        raise ValueError(
-            "judge: expected 'leap', 'play' or a function of a regularizer and a seed, got "
-            f"{name!r}"
-        )
-    return (
-        by_playing(objective, runs=runs)
-        if name == "play"
-        else by_leaping(objective, particles=particles, accuracy=accuracy)
-    )
+        fitted, excess = self.fitted(), torch.tensor(self.excess)
+        return Refined(result, values, fitted, parameters, excess, own[0], seconds, tuned)
 
 
 def _trusted(found: Evaluation) -> float:
     """The value; infinite if it is NaN or not certified."""
     value = float(found.value)
     return value if bool(found.certified.all()) and math.isfinite(value) else math.inf
-
-
-def _guarded(found: Evaluation, verdict: Verdict, guard: Guard | None) -> Evaluation:
-    """An evaluation with the guard's penalty; a NaN excess removes the certificate."""
-    if guard is None:
-        return found
-    excess = torch.tensor(verdict.excess, dtype=torch.float64)
-    regrets = found.regrets | {
-        name: torch.tensor([regret]) for name, regret in verdict.regrets.items()
-    }
-    return Evaluation(
-        found.value + guard.penalty(excess), regrets, found.certified & excess.isfinite()
-    )

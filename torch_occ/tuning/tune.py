@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,12 @@ from torch_occ._support.choices import progress_bar, summary_writer
 from torch_occ._support.files import Kept, State, copied
 from torch_occ._support.fingerprints import fingerprints
 from torch_occ._support.processes import asked_to_stop, explain, sigterm_raises
-from torch_occ.game.checks import uncertified_is_handled
 from torch_occ.game.learners import FTRL
 from torch_occ.game.losses import BernoulliLosses, LossProcess
-from torch_occ.game.simulate import simulate
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.tuning.leaps import leap
-from torch_occ.tuning.objective import Evaluation, ForecastObjective, elements
+from torch_occ.tuning.objective import Evaluation, ForecastObjective, elements, final_regrets
 from torch_occ.tuning.space import ParameterSpace, load_numbers
 
 # -- A tuning in TensorBoard -----------------------------------------------------------------------
@@ -41,14 +40,19 @@ class TuningBoard:
 
     def write(self, tuner: Tuner) -> None:
         """Log the last step."""
-        if self.writer is None:
-            return
-        try:
-            self._write(tuner)
-        except OSError as error:
-            self.writer = None
-            message = f"directory: {error}; the tuning goes on without TensorBoard"
-            warnings.warn(message, stacklevel=3)
+        self._try(self._write, tuner, "the tuning goes on without TensorBoard")
+
+    def close(self, tuner: Tuner) -> None:
+        """Log the result, and close the file."""
+        self._try(self._close, tuner, "the result is not in TensorBoard")
+
+    def _try(self, log: Callable[[Tuner], None], tuner: Tuner, otherwise: str) -> None:
+        if self.writer is not None:
+            try:
+                log(tuner)
+            except OSError as error:
+                self.writer = None
+                warnings.warn(f"directory: {error}; {otherwise}", stacklevel=4)
 
     def _write(self, tuner: Tuner) -> None:
         step = len(tuner.values) - 1
@@ -72,59 +76,41 @@ class TuningBoard:
         for tag, value in values.items():
             self.writer.add_scalar(tag, value, step)
 
-    def close(self, tuner: Tuner) -> None:
-        """Log the result, and close the file."""
-        if self.writer is None:
-            return
-        try:
-            self._close(tuner)
-        except OSError as error:
-            warnings.warn(f"directory: {error}; the result is not in TensorBoard", stacklevel=3)
-
     def _close(self, tuner: Tuner) -> None:
         if bool(tuner.best_values.isfinite().any()):
-            self.writer.add_text(
-                "meta/result", "```\n" + str(tuner.result()) + "\n```", len(tuner.values) - 1
-            )
+            text = f"```\n{tuner.result()}\n```"
+            self.writer.add_text("meta/result", text, len(tuner.values) - 1)
         self.writer.close()
 
 
 # -- Trials: the objective at one setting in every world, by leaping or by playing -----------------
 #
-# The cost of leaping grows with log T, and it averages over many particles at once. But it is
-# biased upwards by some percent where the learner is hardly regularized. Playing is unbiased, with
-# the noise of a few runs, and its cost grows with T. Both also average over the MDPs of the
-# objective. Many MDPs with few runs on each are as precise as few MDPs with many runs, and say more
-# about other MDPs.
-
+# The cost of leaping grows with log T, but it is biased upwards by some percent where the learner
+# is hardly regularized. Playing is unbiased, and its cost grows with T. Both average over the MDPs
+# of the objective. Many MDPs with few runs on each are as precise as few MDPs with many runs, and
+# say more about other MDPs.
 
 #: A function of a regularizer with scalar parameters and a seed. The same seed gives the same
 #: random numbers at every setting.
 Trial = Callable[[Regularizer, int], Evaluation]
+#: The final regret on one MDP, and whether it is certified.
+Final = Callable[[LayeredMDP, Tensor | LossProcess, Regularizer, int], tuple[Tensor, Tensor]]
 
 
 def by_leaping(
     objective: ForecastObjective, *, particles: int = 64, accuracy: float = 0.7
 ) -> Trial:
     """The objective with regrets from leaping instead of the mean path."""
+    options: dict[str, Any] = {"particles": particles, "accuracy": accuracy}
+    options["estimator"] = objective.estimator
 
     def final(
         mdp: LayeredMDP, losses: Tensor | LossProcess, regularizer: Regularizer, seed: int
     ) -> tuple[Tensor, Tensor]:
-        estimator, episodes = objective.estimator, objective.episodes
-        run = leap(
-            mdp,
-            regularizer,
-            losses,
-            episodes,
-            estimator=estimator,
-            particles=particles,
-            accuracy=accuracy,
-            seed=seed,
-        )
+        run = leap(mdp, regularizer, losses, objective.episodes, seed=seed, **options)
         return run.regret[:, -1].mean(), ~run.uncertified.any()
 
-    return lambda regularizer, seed: _everywhere(objective, final, regularizer, seed)
+    return partial(_everywhere, objective, final)
 
 
 def by_playing(objective: ForecastObjective, *, runs: int = 1) -> Trial:
@@ -136,28 +122,23 @@ def by_playing(objective: ForecastObjective, *, runs: int = 1) -> Trial:
         process = BernoulliLosses(losses) if isinstance(losses, Tensor) else losses
         seeds = range(1 + seed * runs, 1 + (seed + 1) * runs)
         learner = FTRL(mdp, regularizer, objective.estimator)
-        with uncertified_is_handled():
-            history = simulate(
-                mdp, learner, process, objective.episodes, seeds, checkpoints=[objective.episodes]
-            )
-        return history.regret[:, -1].mean(), ~history.uncertified.any()
+        regrets, certified = final_regrets(learner, process, objective.episodes, seeds)
+        return regrets.mean(), certified
 
-    return lambda regularizer, seed: _everywhere(objective, final, regularizer, seed)
+    return partial(_everywhere, objective, final)
 
 
 def _everywhere(
-    objective: ForecastObjective,
-    final: Callable[[LayeredMDP, Tensor | LossProcess, Regularizer, int], tuple[Tensor, Tensor]],
-    regularizer: Regularizer,
-    seed: int,
+    objective: ForecastObjective, final: Final, regularizer: Regularizer, seed: int
 ) -> Evaluation:
     """The objective from the final regret on every MDP of every world, with its certificate."""
     regrets, certified = [], []
     with torch.no_grad():
         for world in objective.worlds:
             found = [final(mdp, losses, regularizer, seed) for mdp, losses in elements(world)]
-            regrets.append(torch.stack([regret for regret, _ in found])[None])
-            certified.append(torch.stack([fine for _, fine in found])[None])
+            regret, fine = zip(*found, strict=True)
+            regrets.append(torch.stack(regret)[None])
+            certified.append(torch.stack(fine)[None])
     return objective.combine(regrets, certified)
 
 
@@ -274,11 +255,20 @@ def tune(
         OSError: if `save_to` cannot be written, before the first step.
         RuntimeError: if no evaluation was finite and certified.
     """
-    tuner = Tuner(
-        objective, regularizer, steps, starts, only, bounds or {}, rate, spread, seed, optimizer
-    )
-    kept = None if save_to is None else Kept(save_to, "tuning", tuner.fingerprints)
-    if kept is not None:
+    if steps < 0 or starts < 1:
+        raise ValueError(
+            f"steps, starts: expected steps >= 0 and starts >= 1, got {steps} and {starts}"
+        )
+    space = ParameterSpace(regularizer, only, bounds or {})
+    u = _first_points(space, starts, spread, seed)
+    chosen = (optimizer or _adam)([u], rate)
+    tuner = Tuner(objective, regularizer, space, steps, u, chosen, rate)
+    kept = None
+    if save_to is not None:
+        options = [space.names, steps, starts, space.low, space.high, rate, spread, seed]
+        options += [type(chosen), optimizer, chosen.defaults]
+        own = fingerprints(objective=objective, regularizer=regularizer, options=options)
+        kept = Kept(save_to, "tuning", own)
         found = kept.load() if resume else None
         if found is not None:
             tuner.restore(found)
@@ -312,50 +302,29 @@ def tune(
 
 
 class Tuner:
-    """A tuning in progress."""
+    """A tuning in progress: `optimizer` moves the points u `(starts, numbers)` of a space."""
 
     def __init__(
         self,
         objective: Callable[[Regularizer], Evaluation],
         regularizer: Regularizer,
+        space: ParameterSpace,
         steps: int,
-        starts: int,
-        only: Sequence[str] | None,
-        bounds: dict[str, tuple[float, float]],
+        u: Tensor,
+        optimizer: torch.optim.Optimizer,
         rate: float,
-        spread: float,
-        seed: int,
-        optimizer: Callable[[list[Tensor], float], torch.optim.Optimizer] | None,
     ) -> None:
-        if steps < 0 or starts < 1:
-            raise ValueError(
-                f"steps, starts: expected steps >= 0 and starts >= 1, got {steps} and {starts}"
-            )
-        self.space = space = ParameterSpace(regularizer, only, bounds)
-        self.names, self.low, self.high = space.names, space.low, space.high
-        self.caller, self.steps, self.starts = _Caller(objective, regularizer), steps, starts
-        self.rate = rate
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(starts, len(self.names), dtype=torch.float64, generator=generator)
-        noise[0] = 0.0
-        self.u = (space.centre + spread * noise).clamp(self.low, self.high)  # (starts, parameters)
-        self.optimizer = (optimizer or _adam)([self.u], rate)
+        self.space, self.names, self.low, self.high = space, space.names, space.low, space.high
+        self.caller, self.steps, self.starts = _Caller(objective, regularizer), steps, len(u)
+        self.u, self.optimizer, self.rate = u, optimizer, rate
         self.values: list[Tensor] = []
         self.failures: list[Tensor] = []
         self.path: list[Tensor] = []
-        self.best_values = torch.full((starts,), torch.inf, dtype=torch.float64)
-        self.best_u = self.u.clone()
+        self.best_values = torch.full((self.starts,), torch.inf, dtype=torch.float64)
+        self.best_u = u.clone()
         self.best_regrets: dict[str, Tensor] = {}
-        self.gradient_norm = torch.zeros(starts, dtype=torch.float64)
+        self.gradient_norm = torch.zeros(self.starts, dtype=torch.float64)
         self.seconds = 0.0
-        self.options = [self.names, steps, starts, self.low, self.high, rate, spread, seed]
-        self.options += [type(self.optimizer), optimizer, self.optimizer.defaults]
-
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """Hashes of everything that decides the numbers of the tuning."""
-        objective, regularizer = self.caller.objective, self.caller.regularizer
-        return fingerprints(objective=objective, regularizer=regularizer, options=self.options)
 
     def advance(self) -> None:
         """Evaluate the objective at the current points, and make one step."""
@@ -373,26 +342,18 @@ class Tuner:
             (gradient,) = torch.autograd.grad(torch.where(fine, value, 0.0).sum(), u)
             fine = fine & gradient.isfinite().all(-1)
             gradient = torch.where(fine[:, None], gradient, 0.0)
-        self._record(
-            u.detach(),
-            value.detach(),
-            fine,
-            {name: x.detach().expand(self.starts) for name, x in evaluation.regrets.items()},
-        )
+        regrets = {name: x.detach().expand(self.starts) for name, x in evaluation.regrets.items()}
+        self._record(u.detach(), value.detach(), fine, regrets)
         self.gradient_norm = gradient.norm(dim=-1)
         if len(self.values) <= self.steps:
+            turned = math.cos(math.pi * (len(self.values) - 1) / max(self.steps, 1))
             for group in self.optimizer.param_groups:
-                group["lr"] = (
-                    0.5
-                    * self.rate
-                    * (1 + math.cos(math.pi * (len(self.values) - 1) / max(self.steps, 1)))
-                )
+                group["lr"] = 0.5 * self.rate * (1 + turned)
             self.u.grad = gradient
             self.optimizer.step()
             with torch.no_grad():
-                self.u.copy_(
-                    torch.where(fine[:, None], self.u.clamp(self.low, self.high), self.best_u)
-                )
+                inside = self.u.clamp(self.low, self.high)
+                self.u.copy_(torch.where(fine[:, None], inside, self.best_u))
         self.seconds += time.monotonic() - begun
 
     def _record(self, u: Tensor, value: Tensor, fine: Tensor, regrets: dict[str, Tensor]) -> None:
@@ -403,9 +364,8 @@ class Tuner:
         self.best_values = torch.where(better, value, self.best_values)
         self.best_u = torch.where(better[:, None], u, self.best_u)
         for name, regret in regrets.items():
-            self.best_regrets[name] = torch.where(
-                better, regret, self.best_regrets.get(name, torch.full_like(regret, torch.nan))
-            )
+            before = self.best_regrets.get(name, torch.full_like(regret, torch.nan))
+            self.best_regrets[name] = torch.where(better, regret, before)
 
     def result(self) -> Tuned:
         """The best point so far; a RuntimeError if none was finite and certified."""
@@ -432,21 +392,10 @@ class Tuner:
             bounds=self.space.bounds,
         )
 
-    _KEPT = (
-        "u",
-        "values",
-        "failures",
-        "path",
-        "best_values",
-        "best_u",
-        "best_regrets",
-        "gradient_norm",
-        "seconds",
-    )
-
     def state(self) -> State:
         """A copy of everything that changes from step to step."""
-        now = {name: getattr(self, name) for name in self._KEPT}
+        names = ("u", "values", "failures", "path", "best_values", "best_u", "best_regrets")
+        now = {name: getattr(self, name) for name in (*names, "gradient_norm", "seconds")}
         return copied(now | {"optimizer": self.optimizer.state_dict()})
 
     def restore(self, state: State) -> None:
@@ -476,6 +425,14 @@ class _Caller(nn.Module):
         return torch.func.functional_call(
             self, {f"regularizer.{name}": value for name, value in parameters.items()}, ()
         )
+
+
+def _first_points(space: ParameterSpace, starts: int, spread: float, seed: int) -> Tensor:
+    """The regularizer's own point, and others around it, `(starts, numbers)`."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(starts, len(space.names), dtype=torch.float64, generator=generator)
+    noise[0] = 0.0
+    return (space.centre + spread * noise).clamp(space.low, space.high)
 
 
 def _adam(tensors: list[Tensor], rate: float) -> torch.optim.Optimizer:

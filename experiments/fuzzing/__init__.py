@@ -1,1 +1,0 @@
-"""Random FTRL steps, and a judge of their answers; the script is experiments/fuzz.py."""

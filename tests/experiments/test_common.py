@@ -1,0 +1,215 @@
+"""What the experiments share: fits of growth, ratios, files, tables, games and clocks."""
+
+import itertools
+import math
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import torch_occ as occ
+from experiments import common
+from experiments.common import (
+    Fit,
+    Game,
+    Ratio,
+    Runs,
+    growth,
+    late,
+    ratio_band,
+    resampled_means,
+    slope,
+)
+
+T = torch.unique(torch.logspace(0, 4, 81).round()).double()
+
+
+def noisy(curve, seeds=32, scale=0.05):
+    """Copies of a curve, each with its own factor."""
+    factors = 1 + scale * torch.randn(
+        seeds, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    return factors * curve
+
+
+@pytest.mark.parametrize("power", [0.25, 0.5, 1.0])
+def test_exponent_of_a_power_is_that_power(power):
+    found = growth(T, noisy(3 * T**power))
+    assert found.exponent.value == pytest.approx(power, abs=1e-12)
+    assert found.exponent.lower <= found.exponent.value + 1e-12
+    assert found.exponent.upper >= found.exponent.value - 1e-12
+
+
+def test_slope_over_log_t_and_the_better_model():
+    found = growth(T, noisy(5 + 7 * T.log()))
+    assert found.per_log.lower < 7 < found.per_log.upper
+    assert found.exponent.upper < 0.5
+    assert found.log_share == 1.0
+    assert growth(T, noisy(5 + T.sqrt())).log_share == 0.0
+
+
+def test_a_ratio_has_a_band_over_seeds_that_are_resampled_together():
+    generator = torch.Generator().manual_seed(3)
+    reference = T.sqrt() * torch.rand(12, 1, dtype=torch.float64, generator=generator)
+    for factor in (1.0, 2.5):  # the same seeds: the ratio is certain, although both are noisy
+        for x in ratio_band(factor * reference, reference):
+            torch.testing.assert_close(x, torch.full_like(T, factor))
+    other = T.sqrt() * torch.rand(12, 1, dtype=torch.float64, generator=generator)
+    value, lower, upper = ratio_band(other, reference)
+    torch.testing.assert_close(value, other.mean(0) / reference.mean(0))
+    assert bool((lower < value).all())
+    assert bool((value < upper).all())
+    reference[:, 0] = -1.0
+    assert [bool(x[:2].isnan()[0]) for x in ratio_band(other, reference)] == [True] * 3
+    assert not bool(ratio_band(other, reference).value[1:].isnan().any())
+
+
+def test_slope_ignores_the_intercept():
+    x = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+    assert float(slope(x, 4 - 3 * x)) == pytest.approx(-3)
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say():
+    """100 experiments of 30 seeds each; regret is normal around sqrt T at every checkpoint."""
+    generator, hits = torch.Generator().manual_seed(1), 0
+    for _ in range(100):
+        curves = T.sqrt() * (
+            1 + 0.2 * torch.randn(30, len(T), dtype=torch.float64, generator=generator)
+        )
+        fit = growth(T, curves, resamples=200).exponent
+        hits += fit.lower <= 0.5 <= fit.upper
+    assert 85 <= hits <= 100  # 95 expected; percentile intervals of 30 seeds are a little short
+
+
+def test_only_the_late_window_counts():
+    early = torch.where(T < 1000, T, 1000 + T.log() - math.log(1000))
+    assert growth(T, noisy(early), fraction=0.1).exponent.upper < 0.01
+    t, curves = late(T, noisy(T), 0.5)
+    assert float(t[0]) >= 5000
+    assert curves.shape == (32, len(t))
+
+
+def test_nonpositive_regret_has_no_exponent_but_a_slope():
+    found = growth(T, noisy(-T.log()))
+    assert not found.exponent.exists
+    assert found.exponent.text() == "-"
+    assert found.per_log.exists
+
+
+def test_one_seed_has_no_width():
+    found = growth(T, T.sqrt()[None])
+    assert found.exponent.lower == found.exponent.upper == pytest.approx(0.5)
+
+
+def test_same_seed_same_resamples():
+    curves = noisy(T)
+    assert torch.equal(resampled_means(curves, 50, seed=3), resampled_means(curves, 50, seed=3))
+    assert not torch.equal(resampled_means(curves, 50, seed=3), resampled_means(curves, 50, seed=4))
+
+
+def test_statistics_take_batches():
+    curves = torch.stack([T.sqrt(), T.log() + 1, -T])
+    assert common.power_slope(T, curves).isnan().tolist() == [False, False, True]
+    assert common.fits_log_better(T, curves)[:2].tolist() == [0.0, 1.0]
+
+
+def test_bad_windows_are_named():
+    with pytest.raises(ValueError, match="fraction"):
+        late(T, T[None], 1.0)
+    with pytest.raises(ValueError, match="three checkpoints"):
+        late(T[-2:], T[None, -2:], 0.0)
+
+
+def test_fits_print_themselves():
+    assert Fit(0.5, 0.41, 0.6).text() == "0.50 [0.41, 0.60]"
+
+
+@pytest.mark.parametrize("kind", [Ratio.of, Ratio.paired])
+def test_ratios_have_the_error_of_both_sides(kind):
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(400, 3, 2, 20, dtype=torch.float64, generator=generator)
+    above, below = 30 + 3 * normal[:, :, 0], 10 + 2 * normal[:, :, 1]
+    drawn = [list(map(kind, x, y)) for x, y in zip(above, below, strict=True)]
+    found = np.array([Ratio.mean(ratios) for ratios in drawn])
+    assert found[:, 0].mean() == pytest.approx(3, rel=0.01)
+    assert found[:, 1].mean() == pytest.approx(found[:, 0].std(), rel=0.1)
+
+
+# -- files, tables, clocks ------------------------------------------------------------------------
+
+
+@dataclass
+class Args:
+    root: Path
+
+
+def test_run_directories_are_never_shared(tmp_path):
+    found = {common.begin("x", Args(tmp_path), 3) for _ in range(3)}
+    assert len(found) == 3
+    assert all(path.name.startswith("x__3__") for path in found)
+    assert all([x.name for x in path.iterdir()] == ["config.json"] for path in found)
+
+
+def test_csv_and_table(tmp_path):
+    common.write_csv(tmp_path / "nothing.csv", [])
+    common.write_csv(tmp_path / "a.csv", [{"x": 1, "y": None}, {"x": 2.5, "y": "z"}])
+    assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
+    assert (tmp_path / "a.csv").read_text() == "x,y\n1,\n2.5,z\n"
+    text = common.table(["", "n"], [["a", "10"], ["bc", "2"]])
+    assert text == "|    |  n |\n|----|---:|\n| a  | 10 |\n| bc |  2 |"
+    expected = "10.4 days, 2 h, 10 min, 240 s, 12.3 s, 12.3 ms, 4.2 µs"
+    times = (9e5, 7200.0, 600.0, 240.0, 12.3456, 0.0123, 4.2e-6)
+    assert ", ".join(map(common.seconds, times)) == expected
+
+
+def test_contestants_take_turns_and_the_quickest_counts():
+    calls, durations = [], {"a": [9.0, 3.0, 2.0, 4.0], "b": [9.0, 7.0, 8.0, 6.0]}
+    now = [0.0]
+
+    def contestant(name):
+        def run():
+            calls.append(name)
+            now[0] += durations[name].pop(0)
+
+        return run
+
+    found = common.in_turns({x: contestant(x) for x in "ab"}, 3, clock=lambda: now[0])
+    assert calls == list("abababab")
+    assert found == {"a": 2.0, "b": 6.0}
+
+
+def test_the_budget_leaves_two_turns():
+    count = itertools.count()
+    common.in_turns({"only": lambda: next(count)}, 100, budget=0.0)
+    assert next(count) == 3  # one that does not count, and two turns
+
+
+# -- games ----------------------------------------------------------------------------------------
+
+
+def test_tensorboard_logs(tmp_path):
+    mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
+    losses = occ.BernoulliLosses(common.loss_with_gap(mdp, 0.4, 0))
+    game = Game("here", "a & b", occ.FixedPolicy(mdp), losses, pictures=True)
+    found = common.play_all([game], Runs(10, 2, processes=1), tmp_path)
+    assert list(found) == [("here", "a & b")]
+    assert len(list(tmp_path.glob("here/a-b/events.out.tfevents.*"))) == 1
+
+
+def test_every_suboptimal_action_has_the_gap_asked_for():
+    mdp = occ.LayeredMDP.random(4, 3, 3, seed=2)
+    gaps = occ.optimal_policy(mdp, common.loss_with_gap(mdp, 0.3, 5)).gaps
+    assert sorted({round(float(gap), 12) for gap in gaps.flatten()}) == [0.0, 0.3]
+    assert ((gaps < 1e-9).sum(-1) == 1).all()
+
+
+def test_every_environment_of_a_family_can_be_played():
+    family = common.Family(8, 2, 2, 2)
+    mdp, _ = family.problem(3)
+    for name in ("stochastic", "corrupted", "switching", "greedy adversary", "constrained"):
+        learner = pickle.loads(pickle.dumps(occ.FixedPolicy(mdp)))
+        found = common.final_regret(learner, family.environment(3, name), 8, range(2))
+        assert torch.isfinite(found).all()

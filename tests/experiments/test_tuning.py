@@ -1,0 +1,104 @@
+"""The experiments about tuning, in their smallest configuration."""
+
+import csv
+
+import pytest
+
+from experiments import all_worlds, both_worlds, fitted, meta_gradients, meta_tune, untuned
+
+pytestmark = pytest.mark.slow
+
+SMALL = {"horizon": 2, "width": 2, "actions": 2}
+
+
+def rows_of(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_meta_gradients(tmp_path, capsys):
+    args = meta_gradients.Args(**SMALL, episodes=(6, 12), betas=(3.0,), budget=96, root=tmp_path)
+    found = meta_gradients.main(args)
+    assert (found / "gradients.png").stat().st_size > 10_000
+    assert "beta = 3, T = 12: 8 seeds" in capsys.readouterr().out
+    rows = rows_of(found / "gradients.csv")
+    assert len(rows) == 2 * 4
+    assert [row["in gamma"] for row in rows[::4]] == ["the reference"] * 2
+
+
+def test_meta_tune(tmp_path, capsys):
+    args = meta_tune.Args(
+        **SMALL, episodes=60, train=1, test=1, seeds=3, betas=(10.0,), gammas=(1.0,), particles=4,
+        steps=2, rounds=1, trials=6, trial_particles=4, points=3, budget=0.1, root=tmp_path,
+    )  # fmt: skip
+    found = meta_tune.main(args)
+    for name in ("accuracy.png", "rivals.png"):
+        assert (found / name).stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "by the rule: " in printed
+    assert "search of 3 points: 3 points" in printed
+    rows = {row["setting"]: row for row in rows_of(found / "rivals.csv")}
+    assert set(rows) >= {"paper", "paper's appendix", "tuned", "random search", "Optuna"}
+    assert rows["tuned"]["more"] == "0 ± 0"
+    for row in list(rows.values())[3:]:
+        for name, (low, high) in meta_tune.BOX.items():
+            assert 0.99 * low <= float(row[name]) <= 1.01 * high
+
+
+def test_both_worlds(tmp_path, capsys):
+    small = SMALL | {"episodes": 60, "train": 2, "test": 2, "seeds": 3, "steps": 2, "rounds": 1}
+    small |= {"points": 2, "guard_seeds": 2, "root": tmp_path}
+    found = both_worlds.main(both_worlds.Args(**small))
+    assert (found / "held_out.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "under the guard, 4 points" in printed
+    assert "greedy adversary: regret relative to the paper's" in printed
+    (chosen,) = [row for row in rows_of(found / "points.csv") if row["chosen"] == "True"]
+    rows = rows_of(found / "held_out.csv")
+    assert len(rows) == 4 * 5  # environments and contestants
+    # What was tuned is played again without tuning.
+    beta = float(printed.partition("beta = ")[2].split()[0].rstrip(","))
+    again = both_worlds.main(both_worlds.Args(**small, setting=(beta, float(chosen["gamma"]))))
+    for one, other in zip(rows, rows_of(again / "held_out.csv"), strict=True):
+        assert float(one["regret"]) == pytest.approx(float(other["regret"]), rel=1e-3)
+
+
+def test_fitted(tmp_path, capsys):
+    args = fitted.Args(
+        shapes=("2x2x2",), episodes=300, train=2, validation=1, held_out=2, adversary_seeds=2,
+        steps=2, penalties=(0.1,), particles=2, root=tmp_path,
+    )  # fmt: skip
+    directory = fitted.main(args)
+    rows = rows_of(directory / "fitted.csv")
+    names = [fitted.TSALLIS, fitted.PLAIN, fitted.SCALARS, fitted.STATES]
+    assert [row["setting"] for row in rows] == names
+    assert rows[0]["stochastic, relative"].startswith("1.00")
+    assert all(int(row["evaluations"]) > 0 for row in rows[2:])
+    assert (directory / "fitted.png").stat().st_size > 10_000
+    assert "penalty 0.1: training" in capsys.readouterr().out
+
+
+def test_all_worlds(tmp_path, capsys):
+    args = all_worlds.Args(
+        shape=(2, 2, 2), validation=1, held_out=1, choose_episodes=200, episodes=300, particles=2,
+        rates=(0.5, 1.0), root=tmp_path,
+    )  # fmt: skip
+    directory = all_worlds.main(args)
+    rows = rows_of(directory / "frontier.csv")
+    assert len(rows) == len(all_worlds.candidates(args))
+    assert min(float(row["to the best"]) for row in rows) == 1
+    assert len(rows_of(directory / "held_out.csv")) == 7 * len(all_worlds.WORLDS)
+    assert (directory / "frontier.png").stat().st_size > 10_000
+    assert "times the least regret" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="setting: expected one of the rates"):
+        all_worlds.main(all_worlds.Args(setting=0.123, root=tmp_path))
+
+
+def test_untuned(tmp_path, capsys):
+    args = untuned.Args(episodes=30, draws=2, seeds=1, seed=0, shapes=((2, 2, 2),), root=tmp_path)
+    found = untuned.main(args)
+    assert (found / "untuned.png").stat().st_size > 10_000
+    rows = rows_of(found / "untuned.csv")
+    assert [row["world"] for row in rows] == ["stochastic", "adversary"]
+    assert all(float(row["ratio"]) > 0 for row in rows)
+    assert "2, 2, 2" in capsys.readouterr().out

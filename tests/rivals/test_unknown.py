@@ -1,0 +1,182 @@
+"""FTRL for unknown transitions and UOB-REPS: printed constants, closed forms, bad input."""
+
+import math
+import time
+
+import pytest
+import torch
+from zoo import PROBLEMS, Kept, random_loss
+
+import torch_occ as occ
+from torch_occ.mdp.occupancy import occupancy, uniform_policy
+
+R = occ.rivals
+MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
+LOSSES = occ.BernoulliLosses(random_loss(MDP, seed=3))
+PRACTICAL = R.Widths.of("practical", MDP)
+
+
+def psi():
+    return occ.Tsallis() / occ.InverseSqrt(1.0) + occ.LogBarrier(1.0)
+
+
+# -- FTRL ------------------------------------------------------------------------------------------
+
+
+def test_with_the_true_transitions_the_plug_in_is_ftrl():
+    """A belief that is the truth and never changes, in a whole run."""
+
+    class Told(R.UnknownFTRL):
+        compiled = R.UnknownFTRL.compiled
+
+        def start(self, num_seeds):
+            super().start(num_seeds)
+            true = torch.cat([P.flatten() for P in MDP.transitions])
+            self.state["belief"] = true.expand(num_seeds, -1).clone()
+            self.state["epoch_visits"] = self.state["epoch_visits"] + torch.inf
+            q = occupancy(MDP, uniform_policy(MDP), in_order=True)
+            self.state["q"] = q.expand_as(self.state["q"]).clone()
+
+    found = occ.simulate(MDP, Told(MDP, psi()), LOSSES, 60, range(3))
+    expected = occ.simulate(MDP, occ.FTRL(MDP, psi()), LOSSES, 60, range(3))
+    torch.testing.assert_close(found.realised_regret, expected.realised_regret, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.regret, expected.regret, rtol=1e-9, atol=1e-9)
+
+
+def test_printed_constants():
+    T = 2000
+    bandit = R.UnknownFTRL.jin_huang_luo(MDP, T)
+    assert bandit.restart
+    assert bandit.divides_by_bounds
+    assert bandit.bonus == R.Bonus(1.0, 1.0, False)
+    assert bandit.widths.source == (2.0, 14 / 3, (0, 0), False, False, 4.0)
+    assert bandit.widths.iota == pytest.approx((math.log(T**4 * 21),) * 3, rel=1e-13)
+    q = occ.interior_point(MDP)
+    expected = -math.sqrt(9.0) * q.sqrt().sum() - 128 * 3**4 * q.log().sum()
+    torch.testing.assert_close(bandit.step.regularizer(q, 9.0), expected)
+    full = R.UnknownFTRL.jin_huang_luo(MDP, T, full_information=True)
+    assert full.full_information
+    assert not full.divides_by_bounds
+    assert full.widths.iota == pytest.approx((math.log(T**3 * 21),) * 3, rel=1e-13)
+    assert full.adaptive == 64 * 3**4  # 1 / eta^2 = adaptive + M / (L ln(S A))
+    assert full.choices == pytest.approx(3 * math.log(21), rel=1e-14)
+
+
+@pytest.mark.parametrize("name", ["masked", "contexts", "layers", "no_choice", "bandit"])
+def test_every_layout_is_played(name):
+    mdp = PROBLEMS[name]().mdp
+    losses = occ.BernoulliLosses(random_loss(mdp))
+    for learner in (
+        R.UnknownFTRL(mdp, occ.jin_luo(mdp)),
+        R.UnknownFTRL.practical(mdp),
+        R.UnknownFTRL.jin_huang_luo(mdp, 20),
+        R.UnknownFTRL.jin_huang_luo(mdp, 20, full_information=True),
+    ):
+        history = occ.simulate(mdp, learner, losses, 20, range(3))
+        assert not bool(history.uncertified.any())
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"Jin, Huang and Luo needs the number of episodes T"):
+        R.UnknownFTRL.jin_huang_luo(MDP)
+    with pytest.raises(ValueError, match="widths: a bonus needs confidence widths"):
+        R.UnknownFTRL(MDP, psi(), bonus=R.Bonus())
+    with pytest.raises(ValueError, match="optimistic transitions needs confidence widths"):
+        R.UnknownFTRL(MDP, psi(), optimistic=True)
+    with pytest.raises(ValueError, match="optimistic transitions replace it"):
+        R.UnknownFTRL(MDP, psi(), widths=PRACTICAL, bonus=R.Bonus(), optimistic=True)
+    with pytest.raises(ValueError, match="pseudo_count: FTRL needs a positive one"):
+        R.UnknownFTRL(MDP, psi(), pseudo_count=0.0)
+    with pytest.raises(ValueError, match="adaptive: expected a number of at least 1"):
+        R.UnknownFTRL(MDP, psi(), adaptive=0.5)
+    with pytest.raises(TypeError, match=r"widths: expected for example occ.rivals.Widths.of"):
+        R.UnknownFTRL(MDP, psi(), widths="practical")
+    with pytest.raises(TypeError, match="regularizer"):
+        R.UnknownFTRL(MDP, 3)
+    with pytest.raises(ValueError, match="made without confidence widths"):
+        R.UnknownFTRL(MDP, psi()).confidence()
+    learner = R.UnknownFTRL.jin_huang_luo(MDP, 100)
+    with pytest.raises(ValueError, match="UnknownFTRL was made for 100 episodes, but 101 were"):
+        occ.simulate(MDP, learner, LOSSES, 101)
+
+
+@pytest.mark.slow
+def test_the_time_of_an_episode():
+    """At most 1.5 times that of FTRL with known transitions: the least of five runs in turns."""
+    learners = {"known": occ.FTRL(MDP, psi()), "plug-in": R.UnknownFTRL(MDP, psi())}
+    times = {name: [] for name in learners}
+    for _ in range(5):
+        for name, learner in learners.items():
+            begun = time.process_time()
+            occ.simulate(MDP, learner, LOSSES, 20_000, range(8))
+            times[name].append(time.process_time() - begun)
+    assert min(times["plug-in"]) < 1.5 * min(times["known"]), times
+
+
+# -- UOB-REPS --------------------------------------------------------------------------------------
+
+
+def test_the_first_policy_is_uniform_and_every_transition_is_possible():
+    mdp = PROBLEMS["masked"]().mdp
+    learner = R.UOBREPS(mdp, 100)
+    learner.start(3)
+    for q in mdp.split(learner.state["q"], -2):
+        torch.testing.assert_close(q.sum((-2, -1)), torch.ones(3).double(), rtol=1e-15, atol=0)
+    expected = occupancy(mdp, uniform_policy(mdp), in_order=True)
+    history = occ.simulate(mdp, learner, occ.BernoulliLosses(random_loss(mdp)), 1, range(3))
+    torch.testing.assert_close(history.last_q, expected.expand(3, -1, -1), rtol=1e-15, atol=0)
+    mask = torch.cat([p.flatten() for p in mdp.blind().transitions[:-1]]) > 0
+    for name, bound in (("lower", 0), ("upper", 1)):
+        assert bool((learner.state[name][:, : len(mask)][:, mask] == bound).all())
+
+
+def test_the_constants_are_those_of_the_paper():
+    learner = R.UOBREPS(MDP, 1000, delta=0.05)
+    expected = math.sqrt(3 * math.log(3 * 21 / 0.05) / (1000 * 21))
+    assert learner.learning_rate == learner.bias == pytest.approx(expected, rel=1e-14)
+    assert learner.widths.iota == (pytest.approx(math.log(1000 * 21 / 0.05)),) * 3
+    assert learner.widths.source[:3] == (2, 14 / 3, (1, 1))
+
+
+def test_one_layer_is_exponential_weights_with_implicit_exploration():
+    """No transitions: u is the policy itself, and the game is that of Exp3-IX."""
+    mdp = occ.LayeredMDP([torch.ones(1, 4, 1).double()])
+    losses = occ.UniformLosses(random_loss(mdp))
+    learner = R.UOBREPS(mdp, 100, learning_rate=0.3, bias=0.05)
+    exp3 = occ.FTRL(mdp, occ.Shannon() / occ.Constant(0.3), occ.ImplicitExploration(0.05))
+    found, expected = (occ.simulate(mdp, x, losses, 100, range(3)) for x in (learner, exp3))
+    torch.testing.assert_close(found.last_q, expected.last_q, rtol=1e-9, atol=0)
+    torch.testing.assert_close(found.regret, expected.regret, rtol=1e-9, atol=1e-9)
+
+
+def test_the_first_episode_begins_an_epoch():
+    kept = Kept()
+    occ.simulate(MDP, R.UOBREPS(MDP, 10), LOSSES, 1, range(3), callbacks=[kept])
+    assert kept.learner.state["epochs"].tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"episodes": 0}, r"episodes: UOB-REPS needs the number of episodes.* got 0"),
+        ({"episodes": None}, r"episodes: UOB-REPS needs the number of episodes.* got None"),
+        ({"delta": 1.0}, r"delta: UOB-REPS needs a number in \(0, 1\), got 1\.0"),
+        ({"learning_rate": -1.0}, r"learning_rate: expected a positive number, got -1\.0"),
+        ({"bias": 0.0}, r"bias: expected a positive number, got 0\.0"),
+    ],
+)
+def test_errors_say_what_it_needs(options, message):
+    with pytest.raises(ValueError, match=message):
+        R.UOBREPS(MDP, **({"episodes": 10} | options))
+
+
+def test_it_learns():
+    episodes = 20_000
+    mean = 0.3 + 0.4 * (torch.arange(3) != 1).double().expand(7, 3)
+    found = occ.simulate(
+        MDP, R.UOBREPS(MDP, episodes), occ.BernoulliLosses(mean), episodes, range(3)
+    )
+    uniform = episodes * 3 * 0.4 * 2 / 3
+    assert float(found.regret[:, -1].max()) < 0.15 * uniform
+    assert float(found.uncertified.max()) == 0
+    assert float(found.flow_residual.max()) < 1e-12
