@@ -122,9 +122,6 @@ def routine(function: Any = None, *, inline: bool = False, any_order: bool = Fal
     return keep(njit(fastmath=fastmath, forceinline=inline, **_INNER)(function))
 
 
-part, adder = routine(inline=True), routine(any_order=True)  # former names
-
-
 def inlined(function: Function) -> Function:
     """Let Numba inline a helper that is so small that a call would take longer than its work."""
     return njit(inline="always", **_OPTIONS)(function)
