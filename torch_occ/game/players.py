@@ -21,6 +21,7 @@ from torch_occ.engine import learners as forms
 from torch_occ.engine.lanes import Shared, allocator, gather, lanes_for, scatter, width_of
 from torch_occ.engine.layout import (
     NARROW,
+    USED,
     Floats,
     Model,
     Work,
@@ -205,7 +206,7 @@ class EnginePlayer:
         if group not in self.kept:
             work = make_work(self.settings.get("believed", self.model), allocator(lanes))
             if lanes is not None:
-                work.stale[3, size:] = 0.0
+                work.notes[USED, size:] = 0.0
             names = (name for name in self.form._fields if name not in self.over_time)
             self.kept[group] = work, {name: self.fill(name, lanes) for name in names}
         return cast("tuple[Work, dict[str, Any]]", self.kept[group])
