@@ -34,7 +34,6 @@ from torch_occ.engine.layout import (
     V,
     Work,
     kernel,
-    part,
     routine,
 )
 from torch_occ.engine.newton import EPS, retract
@@ -137,7 +136,7 @@ def choose(y: Floats, room: BudgetRoom) -> None:
         rows[STEP, i] = max(rows[Z, i], 0.0) * rows[SCALE, i] - y[i]
 
 
-@part
+@routine(inline=True)
 def solve_positive(room: BudgetRoom) -> None:
     """Solve C z = target for the entries that are positive, the others zero, into Z.
 
@@ -386,7 +385,7 @@ def price(
     )
 
 
-@part
+@routine(inline=True)
 def spend(costs: Floats, limits: Floats, row: int, room: BudgetRoom, work: Work) -> None:
     """Write G q - h into a row of the budgets, and the size of its terms into SIZE."""
     for i in range(len(limits)):
