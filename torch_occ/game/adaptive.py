@@ -8,6 +8,7 @@ new hints, derive from `Hints`. Their state is part of the learner's state.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -214,7 +215,7 @@ class StabilityPenaltyMatching(Rates):
 
 
 def term_of(regularizer: Regularizer) -> Term:
-    """The term of `Tsallis` or `Shannon`.
+    """The term of `Tsallis` or `Shannon`, with its exponent in place of the exponent's name.
 
     Raises:
         ValueError: for any other regularizer, and for an exponent per layer, state or pair.
@@ -224,6 +225,8 @@ def term_of(regularizer: Regularizer) -> Term:
         function, weight = terms[0].function, terms[0].weight
         expected = {Power: -1.0, XLogX: 1.0}.get(type(function))
         if scalar and len(terms) == 1 and terms[0].argument == "pair" and weight == expected:
+            if isinstance(function, Power) and isinstance(function.p, str):
+                return replace(terms[0], function=Power(getattr(regularizer, function.p)))
             return terms[0]
     raise ValueError(
         "rates: StabilityPenaltyMatching knows occ.Tsallis and occ.Shannon, without a schedule and "
