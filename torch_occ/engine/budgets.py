@@ -24,7 +24,9 @@ from torch_occ._support.constants import (
 from torch_occ.engine.entropic import entropy_of, follow_or_restart
 from torch_occ.engine.layout import (
     DQ,
+    ERROR,
     FORCE,
+    GUESSED,
     PAIR,
     PLAN,
     Bools,
@@ -371,7 +373,7 @@ def price(
         if y[i] > 0.0:
             for p in range(len(priced)):
                 priced[p] += y[i] * budget.costs[i, p]
-    work.stale[0], work.stale[2] = np.inf, 0.0
+    work.notes[ERROR], work.notes[GUESSED] = np.inf, 0.0
     return follow_or_restart(
         model,
         terms,

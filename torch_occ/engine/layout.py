@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 from typing import overload as overloaded
 
 import numpy as np
@@ -180,7 +180,16 @@ def choose(test: Callable[..., bool], one: Any, other: Any) -> Any:
     return stub
 
 
-def by_learner(function: Callable[..., Any]) -> Any:
+class ByLearner(Protocol):
+    """What `by_learner` returns."""
+
+    def __call__(self, *arguments: Any) -> Any: ...
+
+    def register(self, kind: type) -> Callable[[Function], Function]:
+        """A decorator that enters a function for learners of this class."""
+
+
+def by_learner(function: Callable[..., Any]) -> ByLearner:
     """A function that kernels call, chosen by the type of its parameter `learner`.
 
     `register(kind)` is a decorator: the function behind it is called if the learner is a named
@@ -198,7 +207,7 @@ def by_learner(function: Callable[..., Any]) -> Any:
         return enter
 
     found.register = register
-    return found
+    return cast("ByLearner", found)
 
 
 def either(dense: Function, sparse: Function) -> Function:

@@ -281,7 +281,7 @@ class CompiledAdaptive(NamedTuple):
     weights: Shared  # (n + 1, K or K * S * A), without rates
     hints: int
     prior: float  # of `MeanHints`
-    count: float
+    count: float  # type: ignore[assignment]
     step: float  # of `GradientHints`
     rates: int
     log_episodes: float  # of `AdaptiveRates`
@@ -444,7 +444,7 @@ class CompiledCorrected(NamedTuple):
     weights: Shared  # (n + 1, K or K * S * A)
     width: float
     prior: float
-    count: float
+    count: float  # type: ignore[assignment]
     loss: PerPair  # the loss of the step
 
 

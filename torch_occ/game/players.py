@@ -257,7 +257,7 @@ def _state_rows(form: Any, table: dict[str, Tensor]) -> dict[str, Floats]:
     return found
 
 
-def _pack(rows: Sequence[Floats], seeds: range, lanes: int | None) -> Floats:
+def _pack(rows: Sequence[Floats] | Floats, seeds: range, lanes: int | None) -> Floats:
     """The rows of some seeds, one in each lane; the last one is repeated in lanes without seed."""
     if lanes is None:
         return rows[seeds.start]

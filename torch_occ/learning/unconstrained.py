@@ -79,9 +79,9 @@ def unconstrain(module: Module, only: Sequence[str] | None = None) -> Module:
             raise ValueError(f"only: there is no parameter {name!r} with a declared domain")
     for owner, name, constraint in found:
         _check_single(owner, name, constraint)
-    for owner in module.modules():
-        for name in owner.arg_constraints if isinstance(owner, Parametrized) else ():
-            own = own_parameters(owner).get(name)
+    for part in module.modules():
+        for name in part.arg_constraints if isinstance(part, Parametrized) else ():
+            own = own_parameters(part).get(name)
             if own is not None and name not in names:
                 own.requires_grad_(False)
     for owner, name, constraint in found:

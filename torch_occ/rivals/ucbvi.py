@@ -132,7 +132,7 @@ class OptimisticLearner(PlanningLearner):
             bounds, values = np.full((2, least.shape[1]), np.inf), np.zeros((3, mdp.num_states))
             choice = np.zeros(mdp.num_states)
             fixed = (self.bonus, self.monotone, float(self.floor), float(self.corruption))
-            form = CompiledOptimist(
+            form = CompiledOptimist(  # type: ignore[call-arg]
                 *(x[n] for x in sums),
                 least[n].copy(),
                 *(*fixed, log, super().settings()["entry"], *scratch, bounds, values, choice),
