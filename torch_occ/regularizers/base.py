@@ -282,6 +282,9 @@ class Composition:
                 self.terms += [self._weighted(part, i, weight) for i in range(len(part.table()))]
             else:
                 self.others.append((part, weight.row(self.factors)))
+        for term in self.terms:
+            if term.argument == "state":
+                self._check_states(term)
         self.kinds = [(term.argument, term.function) for term in self.terms]
         built_in = all(
             type(module).__module__.startswith(("torch_occ.", "torch.nn."))
@@ -308,6 +311,21 @@ class Composition:
             own.times(weight).row(self.factors),
             factor(p, "exponent").row(self.factors),
         )
+
+    def _check_states(self, term: Weighted) -> None:
+        """Check that no parameter of a function of q(s) has one value per pair.
+
+        Raises:
+            ValueError: if one has.
+        """
+        for i in term.weight.factors | term.exponent.factors:
+            owner, key = self.factors[i]
+            place = owner.place(key) if owner is not None and isinstance(key, str) else None
+            if place is not None and place.kind == "pair":
+                raise ValueError(
+                    "regularizer: a weight has one value per pair, but the function that it "
+                    "multiplies has one value per state"
+                )
 
     def _structure(self) -> list[tuple[Regularizer, list[Any]]]:
         found: list[tuple[Regularizer, list[Any]]] = []
