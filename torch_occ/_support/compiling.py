@@ -156,7 +156,8 @@ class _Remembering:
             return self._context.resolve_function_type(function, arguments, keywords)
         if isinstance(function, types.Dispatcher):  # one version of a routine for all constants
             arguments = tuple(map(types.unliteral, arguments))
-        key = function._code, *[kind._code for kind in arguments]
+        kinds: Any = (function, *arguments)
+        key = tuple(kind._code for kind in kinds)
         if key not in self._own:
             found = self._context.resolve_function_type(function, arguments, keywords)
             if found is None:

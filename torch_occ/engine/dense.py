@@ -1,6 +1,6 @@
 """The factors of the linear system of a Newton step with dense transitions.
 
-This is the compiled twin of `LayeredFactorization` in torch_occ.step.system, which explains the
+This is the compiled form of `LayeredFactorization` in torch_occ.step.system, which explains the
 formulas. `factorize` reduces every state to (R, p, kappa) and runs the filter through the layers.
 """
 
@@ -35,17 +35,16 @@ from torch_occ.engine.layout import (
     V,
     W,
     Work,
-    adder,
     ahead,
     dot,
     inlined,
-    part,
+    routine,
     span,
     unsigned,
 )
 
 
-@adder
+@routine(any_order=True)
 def factorize(model: Model, refresh: Any, work: Work) -> None:
     """Compute (R, p, kappa) of every state from d, w and c, then the gains layer by layer.
 
@@ -68,11 +67,11 @@ def factorize(model: Model, refresh: Any, work: Work) -> None:
             observe_layer(here, width, refresh, work)
 
 
-@part
+@routine(inline=True)
 def reduce_states(model: Model, here: int, behind: int, refresh: Any, work: Work) -> None:
     """Compute INVERSE, TOTAL, SHARE, P, KAPPA, CURVES and SOFT of states here, ..., behind - 1.
 
-    The twin of torch_occ.step.system.SeparableStates.
+    The form of torch_occ.step.system.SeparableStates.
     """
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     exists = model.exists
@@ -111,7 +110,7 @@ def reduce_states(model: Model, here: int, behind: int, refresh: Any, work: Work
         states[CURVES, s] = where(refresh, curves, states[CURVES, s])
 
 
-@part
+@routine(inline=True)
 def center_layer(
     num_actions: int,
     arrivals: Floats,
@@ -242,7 +241,7 @@ def write_four(
 # the transitions: sum_a p_a P_a u + sum_a (R x)_a P_a = sum_a dq_a P_a.
 
 
-@adder
+@routine(any_order=True)
 def solve(model: Model, source: Floats, work: Work) -> None:
     """Solve H dq = x + E'v, E dq = r.
 
@@ -307,14 +306,14 @@ def mass(source: Floats, last: int) -> float:
     return total
 
 
-@part
+@routine(inline=True)
 def load(states: Floats, row: int, source: Floats) -> None:
     """Fill a row of the states from an array (S,), or with zeros if the array is empty."""
     for s in range(states.shape[1]):
         states[row, s] = source[s] if len(source) else 0.0
 
 
-@part
+@routine(inline=True)
 def respond(num_actions: int, here: int, behind: int, work: Work) -> None:
     """Write R x of states here, ..., behind - 1 into RESPONSE, for x in FORCE."""
     pairs, states = work.pairs, work.states
@@ -338,7 +337,7 @@ def arrive(model: Model, row: int, k: int, work: Work) -> None:
             work.states[U, s] = model.initial[s]
 
 
-@part
+@routine(inline=True)
 def flow_on(model: Model, k: int, row: int, out: int, add: bool, work: Work) -> None:
     """Write the inflow of layer k + 1 from a row of the pairs, or add it if `add` is true."""
     start, arrivals, pairs, states = model.start, model.arrivals, work.pairs, work.states

@@ -2,7 +2,7 @@
 
 The backward pass computes multipliers and policy, the forward pass the logarithms of the state
 occupancies. If a state is dead (its occupancy is below `DEAD`), the Jacobian is formed by another
-pair of passes for every state. The torch twin is torch_occ.step.entropic.
+pair of passes for every state. The torch form is torch_occ.step.entropic.
 """
 
 from __future__ import annotations
@@ -26,18 +26,23 @@ from torch_occ.engine.lanes import anywhere, exp, lane, lanes_of, log, sqrt, whe
 from torch_occ.engine.layout import (
     AHEAD,
     BEND,
+    ERROR,
     FORCE,
     GAPS,
     GRADIENT,
+    GUESSED,
     KEPT,
     OTHERS,
     PAIR,
     PLAN,
     PULL,
+    RECENT,
+    ROOTED,
     ROUNDING,
     SHARE,
     SLOPE,
     STATE,
+    USED,
     D,
     Floats,
     M,
@@ -52,7 +57,6 @@ from torch_occ.engine.layout import (
     finite,
     in_logs,
     inlined,
-    part,
     routine,
     span,
 )
@@ -77,7 +81,7 @@ GUESS = SLOPE  # of states: the guess of log u
 FOUND = OTHERS  # of states: log u from the forward pass
 
 
-@part
+@routine(inline=True)
 def look_ahead(model: Model, weight: Any, price: Any, work: Work) -> None:
     """Soft value iteration: writes V, log pi, and pi into the row PAIR."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
@@ -104,7 +108,7 @@ def look_ahead(model: Model, weight: Any, price: Any, work: Work) -> None:
             states[V, s] = price * (1.0 + states[GUESS, s]) + least - weight * shift
 
 
-@part
+@routine(inline=True)
 def look_back(model: Model, work: Work) -> Any:
     """Write the occupancies of the policy: q, u in row U, and log u.
 
@@ -119,7 +123,7 @@ def look_back(model: Model, work: Work) -> Any:
             rare = rare | (not (states[U, s] > DEAD))
             states[FOUND, s] = log(states[U, s])
         alive = alive & (not rare)
-        for n in range(lanes_of(work.stale) if anywhere(rare) else 0):
+        for n in range(lanes_of(work.notes) if anywhere(rare) else 0):
             if lane(rare, n):
                 gather_logs(lane(model, n), k, lane(work, n))
         for s in span(start[k], start[k + 1]):
@@ -163,10 +167,10 @@ def gather_logs(model: Model, k: int, work: Work) -> None:
             states[U, s] = np.exp(states[FOUND, s])
 
 
-@part
+@routine(inline=True)
 def turn_rarely(model: Model, weight: Any, price: Any, dead: Any, work: Work) -> None:
     """`turn_dead` in the lanes that have dead states; U receives the change of u."""
-    for n in range(lanes_of(work.stale)):
+    for n in range(lanes_of(work.notes)):
         if lane(dead, n):
             own, states = lane(work, n), lane(work.states, n)
             turn_dead(lane(model, n), lane(weight, n), lane(price, n), own)
@@ -242,13 +246,13 @@ def push(model: Model, weight: float, price: float, moving: int, work: Work) -> 
                     states[U, there] += share * (states[U, s] + pairs[FORCE, i])
 
 
-@part
+@routine(inline=True)
 def unit(log_u: Any) -> Any:
     """The unit of errors of log u: 1, or log u / LOG_DEAD in dead states."""
     return max(log_u * (1.0 / LOG_DEAD), 1.0)
 
 
-@part
+@routine(inline=True)
 def certify_logs(
     model: Model,
     weight: Any,
@@ -277,7 +281,7 @@ def certify_logs(
 
 # -- The FTRL step of an entropy in logarithms, compiled, for one problem --------------------------
 #
-# This is the compiled twin of torch_occ.step.entropic, which derives the formulas; tests compare
+# This is the compiled form of torch_occ.step.entropic, which derives the formulas; tests compare
 # the two. The unknown of the iteration is log u, the logarithm of the state occupancy, so q may
 # underflow to zero.
 #
@@ -326,25 +330,27 @@ def follow_or_restart(
     middle: Floats,  # (S * A,), an interior point
     work: Work,
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """`follow` from q, and from the middle if that fails; the compiled twin of `FTRLStep.solve`.
+    """`follow` from q, and from the middle if that fails; the compiled form of `FTRLStep.solve`.
 
     A warm start may lie too close to the boundary; the middle is a safe start. If both attempts
     fail, the result is that of the first.
     """
-    pairs, stale = work.pairs, work.stale
-    used = stale[3] > 0.0
+    pairs, notes = work.pairs, work.notes
+    used = notes[USED] > 0.0
     found = follow(model, terms, weights, loss, tolerance, max_steps, source, used, work)
     failed = used & (found[0] != CONVERGED)
     if anywhere(failed):
         for i in range(len(middle)):
             pairs[KEPT, i] = pairs[PAIR, i]
             pairs[PAIR, i] = where(failed, middle[i], pairs[PAIR, i])
-        stale[0], stale[2] = where(failed, np.inf, stale[0]), where(failed, 0.0, stale[2])
+        notes[ERROR] = where(failed, np.inf, notes[ERROR])
+        notes[GUESSED] = where(failed, 0.0, notes[GUESSED])
         again = follow(model, terms, weights, loss, tolerance, max_steps, source, failed, work)
         lost = failed & (again[0] != CONVERGED)
         for i in range(len(middle)):
             pairs[PAIR, i] = where(lost, pairs[KEPT, i], pairs[PAIR, i])
-        stale[0], stale[2] = where(lost, np.inf, stale[0]), where(lost, 0.0, stale[2])
+        notes[ERROR] = where(lost, np.inf, notes[ERROR])
+        notes[GUESSED] = where(lost, 0.0, notes[GUESSED])
         found = select(failed & (not lost), again, found)
     return found
 
@@ -361,7 +367,7 @@ def select(condition: Any, x: Any, y: Any) -> tuple[Any, Any, Any, Any, Any]:
     )
 
 
-@part
+@routine(inline=True)
 def _entropy_of(terms: Terms, weights: Floats) -> tuple[Any, Any]:
     """(w, kappa) as in torch_occ.step.entropic; (0, 0) if psi is not an entropy of that form."""
     weight, price, others = 0.0, 0.0, varies(terms, weights)
@@ -376,7 +382,7 @@ def _entropy_of(terms: Terms, weights: Floats) -> tuple[Any, Any]:
     return where(good, weight, 0.0), where(good, price, 0.0)
 
 
-@part
+@routine(inline=True)
 def _no_entropy(terms: Terms, weights: Floats) -> tuple[Any, Any]:
     return 0.0, 0.0
 
@@ -398,14 +404,14 @@ def settle(
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Solve log u(guess) = guess by Newton's method; returns the same as `descend`."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
-    stale, status, steps, patience = work.stale[0], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
+    stale, status, steps, patience = work.notes[ERROR], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
     best, decrement, first = np.inf, 0.0, True
     solved = running
-    refresh = not (stale <= usable(work.stale[1]))
+    refresh = not (stale <= usable(work.notes[RECENT]))
     fine = not (EPS * shape_loss(model, loss, work) <= COARSE * tolerance * weight)
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
-    anew = work.stale[2] == 0.0  # otherwise the guess of the last step is used
+    anew = work.notes[GUESSED] == 0.0  # otherwise the guess of the last step is used
     if anywhere(anew):
         for s in range(states.shape[1]):
             total = 0.0
@@ -466,8 +472,8 @@ def settle(
         best = min(best, moved)
         done = (patience == 0.0) | ((moved <= ROOT_EPS) & ((not alive) | (stale * moved <= LEFT)))
         if first:
-            recent = max(moved, 0.9 * work.stale[1])
-            work.stale[1] = where(running, recent, work.stale[1])
+            recent = max(moved, 0.9 * work.notes[RECENT])
+            work.notes[RECENT] = where(running, recent, work.notes[RECENT])
             first = False
         status = where(running & done, STALLED, status)  # until certified below
         steps = where(running, steps + 1.0, steps)
@@ -475,9 +481,9 @@ def settle(
         stale = where(running, stale + 2.0 * moved, stale)
         refresh = not (stale * following <= LIKELY)
         running = running & (not done) & (steps < max_steps)
-    work.stale[0] = where(solved, stale, work.stale[0])
-    work.stale[2] = where(solved, 1.0, work.stale[2])
-    work.stale[4] = where(solved, 0.0, work.stale[4])
+    work.notes[ERROR] = where(solved, stale, work.notes[ERROR])
+    work.notes[GUESSED] = where(solved, 1.0, work.notes[GUESSED])
+    work.notes[ROOTED] = where(solved, 0.0, work.notes[ROOTED])
     dual, flow = certify_logs(model, weight, price, fine, work)
     good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance)
     for s in range(states.shape[1]):

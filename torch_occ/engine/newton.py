@@ -1,6 +1,6 @@
 """Newton's method for one FTRL step, compiled, for regularizers made of elementary terms.
 
-This is the compiled twin of torch_occ.step.newton, which explains the method; tests compare them.
+This is the compiled form of torch_occ.step.newton, which explains the method; tests compare them.
 The row PAIR of the scratch memory holds the starting point q on entry and the solution on return.
 """
 
@@ -24,6 +24,7 @@ from torch_occ.engine.layout import (
     AHEAD,
     COMPLEMENT,
     DQ,
+    ERROR,
     FITTED,
     FORCE,
     GAPS,
@@ -31,7 +32,9 @@ from torch_occ.engine.layout import (
     LIFT,
     PAIR,
     PLAN,
+    RECENT,
     ROOT,
+    ROOTED,
     TRIAL,
     Floats,
     Model,
@@ -42,7 +45,6 @@ from torch_occ.engine.layout import (
     ahead,
     finite,
     inlined,
-    part,
     routine,
     span,
 )
@@ -102,7 +104,7 @@ def descend(
     factors and its multipliers, so its certificate does not depend on the others.
     """
     pairs, states, num_pairs = work.pairs, work.states, work.pairs.shape[1]
-    stale, first = work.stale[0], True
+    stale, first = work.notes[ERROR], True
     status, steps, patience, best, decrement = (
         MAX_STEPS + 0.0,
         0.0,
@@ -110,14 +112,14 @@ def descend(
         np.inf,
         np.inf,
     )
-    refresh = not (stale <= usable(work.stale[1]))
+    refresh = not (stale <= usable(work.notes[RECENT]))
     largest = shape_loss(model, loss, work)
     fine = not (EPS * largest <= COARSE * tolerance * least_unit(terms, weights))
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
     complement = uses(terms, COMPLEMENT)
     # How far q has moved since its derivatives were computed.
-    moved = where((stale < np.inf) & (work.stale[4] > 0.0), 0.0, np.inf)
+    moved = where((stale < np.inf) & (work.notes[ROOTED] > 0.0), 0.0, np.inf)
     running = running & (steps < max_steps)
     while True:
         derive(model, terms, weights, moved, work)
@@ -151,8 +153,8 @@ def descend(
         for i in range(num_pairs):
             pairs[PAIR, i] = where(running, pairs[TRIAL, i], pairs[PAIR, i])
         if first:
-            recent = max(moved, 0.9 * work.stale[1])
-            work.stale[1] = where(running, recent, work.stale[1])
+            recent = max(moved, 0.9 * work.notes[RECENT])
+            work.notes[RECENT] = where(running, recent, work.notes[RECENT])
             first = False
         status = where(running & done, STALLED, status)  # until certified below
         decrement = where(running, squared, decrement)
@@ -162,7 +164,7 @@ def descend(
         refresh = stale * following > LIKELY
         moved = where(running, moved, 0.0)
         running = running & (not done) & (steps < max_steps)
-    work.stale[0], work.stale[4] = stale, 1.0
+    work.notes[ERROR], work.notes[ROOTED] = stale, 1.0
     follow_multipliers(model, work)
     dual, flow = certify(model, complement, fine, work)
     unsure = (status == STALLED) & (not (dual <= tolerance))
@@ -184,7 +186,7 @@ def usable(recent: Any) -> Any:
     return where(recent < CALM, 3.0 * recent, min(WORTH, 0.1 * recent))
 
 
-@part
+@routine(inline=True)
 def follow_multipliers(model: Model, work: Work) -> None:
     """Copy the multipliers of the last Newton step to V, and compute what a certificate reads."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
@@ -247,7 +249,7 @@ def put_back(model: Model, work: Work) -> None:
             work.states[V, s] += total
 
 
-@part
+@routine(inline=True)
 def retract(model: Model, row: int, wanted: Any, work: Work) -> Any:
     """Retract a row of the pairs in place where `wanted`, q -> policy -> q.
 
@@ -275,7 +277,7 @@ def retract(model: Model, row: int, wanted: Any, work: Work) -> Any:
     return alive
 
 
-@part
+@routine(inline=True)
 def floor_pairs(model: Model, work: Work) -> None:
     """Raise q to at least SMALLEST, where the derivatives of psi are finite."""
     for i in range(work.pairs.shape[1]):
@@ -283,7 +285,7 @@ def floor_pairs(model: Model, work: Work) -> None:
             work.pairs[PAIR, i] = max(work.pairs[PAIR, i], SMALLEST)
 
 
-@part
+@routine(inline=True)
 def measure(model: Model, work: Work) -> tuple[Any, Any, Any]:
     """The squared decrement, and the largest relative decrease and relative change of a pair.
 

@@ -36,7 +36,6 @@ from torch_occ.engine.layout import (
     dispatch,
     inlined,
     kernel,
-    part,
     routine,
 )
 from torch_occ.engine.transitions import likelihoods, successor
@@ -138,7 +137,7 @@ def favour(model: Model, q: Floats, means: Floats) -> None:
             open_ = open_ & (not chosen)
 
 
-@part
+@routine(inline=True)
 def spare(model: Model, q: Floats, means: Floats) -> None:
     """Nothing: means that all lanes share are never those of a greedy adversary."""
 
@@ -154,7 +153,7 @@ react = dispatch(
 # -- the sums --------------------------------------------------------------------------------------
 
 
-@part
+@routine(inline=True)
 def record(game: Game, t: int, means: Floats, tally: Tally) -> None:
     """Add q, the means and the expected loss of an episode to the sums."""
     row, expected = min(t, len(means) - 1), 0.0
@@ -199,7 +198,7 @@ def add_products(noise: int, means: Floats, row: int, times: float, total: Float
 # -- the policy, and its trajectory ----------------------------------------------------------------
 
 
-@part
+@routine(inline=True)
 def occupy_by_choice(model: Model, choice: Floats, q: Floats, work: Work) -> None:
     """Write the occupancy measure of a deterministic policy into q."""
     start, num_actions, states = model.start, model.num_actions, work.states
@@ -211,7 +210,7 @@ def occupy_by_choice(model: Model, choice: Floats, q: Floats, work: Work) -> Non
                 move_on(model, k, i, q[i], work)
 
 
-@part
+@routine(inline=True)
 def occupy_by_policy(model: Model, policy: Floats, q: Floats, work: Work) -> None:
     """Write the occupancy measure of a policy into q."""
     start, num_actions, states = model.start, model.num_actions, work.states
@@ -223,14 +222,14 @@ def occupy_by_policy(model: Model, policy: Floats, q: Floats, work: Work) -> Non
                 move_on(model, k, i, q[i], work)
 
 
-@part
+@routine(inline=True)
 def begin_at(model: Model, work: Work) -> None:
     """Write the initial distribution into row U of the states, and zeros behind it."""
     for s in range(model.start[-1]):
         work.states[U, s] = model.initial[s] if s < model.start[1] else 0.0
 
 
-@part
+@routine(inline=True)
 def move_on(model: Model, k: int, i: int, mass: Any, work: Work) -> None:
     """Add the mass of pair i of layer k to the next states, in row U."""
     start = model.start
@@ -261,15 +260,15 @@ def by_proposal(function: Any) -> Any:
 def occupy() -> Any:
     """Write the occupancy measure of what the learner proposes into q."""
 
-    @part
+    @routine(inline=True)
     def by_choice(model: Model, q: Floats, learner: Any, work: Work) -> None:
         occupy_by_choice(model, learner.choice, q, work)
 
-    @part
+    @routine(inline=True)
     def by_policy(model: Model, q: Floats, learner: Any, work: Work) -> None:
         occupy_by_policy(model, learner.policy, q, work)
 
-    @part
+    @routine(inline=True)
     def by_q(model: Model, q: Floats, learner: Any, work: Work) -> None:
         pass
 
@@ -280,16 +279,16 @@ def occupy() -> Any:
 def pair_drawn() -> Any:
     """The pair that seed n plays in state s, drawn with a uniform number unless it is chosen."""
 
-    @part
+    @routine(inline=True)
     def by_choice(model: Model, tally: Tally, learner: Any, n: int, s: int, uniform: float) -> int:
         return int(lane(learner.choice, n)[s])
 
-    @part
+    @routine(inline=True)
     def by_policy(model: Model, tally: Tally, learner: Any, n: int, s: int, uniform: float) -> int:
         first = s * model.num_actions
         return first + index_drawn(lane(learner.policy, n), first, model.num_actions, uniform)
 
-    @part
+    @routine(inline=True)
     def by_q(model: Model, tally: Tally, learner: Any, n: int, s: int, uniform: float) -> int:
         first = s * model.num_actions
         return first + index_drawn(lane(tally.q, n), first, model.num_actions, uniform)
@@ -297,7 +296,7 @@ def pair_drawn() -> Any:
     return by_choice, by_policy, by_q
 
 
-@routine
+@routine(inline=True)
 def walk(game: Game, t: int, means: Floats, tally: Tally, learner: Any) -> None:
     """Play one trajectory per seed, write it into the game, and add up its losses.
 
@@ -330,7 +329,7 @@ def state_drawn(model: Model, pair: int, k: int, uniform: float) -> int:
     return successor(model.next_state, pair, index_drawn(shares, begin, size, uniform), first)
 
 
-@part
+@routine(inline=True)
 def draw(noise: int, mean: float, uniform: float) -> float:
     """Draw a loss with this mean from a uniform number, as `LossProcess.draw`."""
     if noise == 1:
@@ -340,7 +339,7 @@ def draw(noise: int, mean: float, uniform: float) -> float:
     return mean
 
 
-@part
+@routine(inline=True)
 def index_drawn(shares: Floats, first: int, size: int, uniform: float) -> int:
     """Draw an index with probabilities proportional to some entries, from a uniform number.
 

@@ -2,7 +2,7 @@
 
 The names follow torch_occ.engine.layout: a slope is a first derivative, a bend a second one. A new
 elementary function needs a number here, a loop in `accumulate` and its curvature in `bend_at_one`.
-Its torch twin in torch_occ.regularizers.terms has the same number.
+Its torch form in torch_occ.regularizers.terms has the same number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from torch_occ.engine.layout import (
     W,
     Work,
     inlined,
-    part,
     routine,
     span,
     unsigned,
@@ -73,7 +72,7 @@ def of_log(weight: Any, x: Any) -> tuple[Any, Any]:
     return weight * inverse, -weight * inverse * inverse
 
 
-@part
+@routine(inline=True)
 def accumulate(function: int, p: Any, weight: Any, table: Floats, row: int) -> None:
     """Add slope and bend of weight * function(x) for every entry x of a row.
 
@@ -152,7 +151,7 @@ def bend_at_one(function: int, p: Any) -> Any:
     return -1.0 if function == LOG else bend
 
 
-@part
+@routine(inline=True)
 def derive(model: Model, terms: Terms, weights: Floats, moved: Any, work: Work) -> None:
     """Compute the gradient of psi, and d, w and c of its Hessian, at q.
 
@@ -228,7 +227,7 @@ def differentiate(
                 accumulate(function, p, where(p == 0.5, 0.0, weights[term]), table, row)
 
 
-@part
+@routine(inline=True)
 def update_roots(moved: Any, table: Floats, row: int) -> None:
     """Write 1 / sqrt(x) for every x that has changed relatively by up to `moved`.
 
@@ -246,7 +245,7 @@ def update_roots(moved: Any, table: Floats, row: int) -> None:
             refine_roots(near & (moved > CLOSE), table, row)
 
 
-@part
+@routine(inline=True)
 def refine_roots(wanted: Any, table: Floats, row: int) -> None:
     """One iteration for 1 / sqrt(x); it makes h = 1 - x root^2 smaller than h^3."""
     for i in range(table.shape[1]):
@@ -256,7 +255,7 @@ def refine_roots(wanted: Any, table: Floats, row: int) -> None:
         table[row + ROOT, i] = where(wanted, better, root)
 
 
-@part
+@routine(inline=True)
 def uses(terms: Terms, argument: int) -> bool:
     """Whether any term has this argument."""
     found = False
@@ -265,7 +264,7 @@ def uses(terms: Terms, argument: int) -> bool:
     return found
 
 
-@part
+@routine(inline=True)
 def read_arguments(model: Model, rest: bool, complement: bool, work: Work) -> None:
     """Compute the arguments q(s), and, if they are used, q(s) - q(s,a) and 1 - q(s,a).
 
@@ -311,7 +310,7 @@ def by_exponent(function: int, p: Any, x: Any) -> Any:
     return 1.0 / p + log(x) if function == POWER else 0.0
 
 
-@part
+@routine(inline=True)
 def slope_alone(terms: Terms, term: int, step: int, table: Floats, row: int) -> None:
     """Overwrite the slopes with those of one function of weight 1; the bends become invalid.
 

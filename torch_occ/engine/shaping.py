@@ -1,6 +1,6 @@
 """Potential-based shaping, compiled: replace the loss by the gaps of its optimal policy.
 
-This is the compiled twin of torch_occ.step.newton. `shape_loss` is plain backward induction, with
+This is the compiled form of torch_occ.step.newton. `shape_loss` is plain backward induction, with
 a rounding error of eps times the values. If that is too much for the certificate, `shape_finely`
 computes the gaps with compensated sums; torch_occ.step.newton explains how.
 """
@@ -43,7 +43,6 @@ from torch_occ.engine.layout import (
     ahead,
     either,
     inlined,
-    part,
     routine,
     span,
     unsigned,
@@ -60,7 +59,7 @@ FINE = EPS * 2.0 ** (2 - DIGITS)  # the rounding error of `shape_finely`, relati
 LOW, LEADING, LEFT, BASE = PULL, U, M, OTHERS
 
 
-@part
+@routine(inline=True)
 def shape_loss(model: Model, loss: Floats, work: Work) -> Any:
     """Write the gaps of the loss into GAPS, its values into PLAN; returns the largest |value|."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
@@ -83,7 +82,7 @@ def shape_loss(model: Model, loss: Floats, work: Work) -> Any:
     return largest
 
 
-@part
+@routine(inline=True)
 def least_unit(terms: Terms, weights: Floats) -> Any:
     """A lower bound of q times the curvature of psi: x f''(x) decreases in x, and q <= 1."""
     if varies(terms, weights):
@@ -167,10 +166,10 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
             states[PLAN, s] += total
 
 
-@part
+@routine(inline=True)
 def shape_rarely(model: Model, loss: Floats, fine: Any, work: Work) -> None:
     """`shape_finely` in the lanes that need it."""
-    for n in range(lanes_of(work.stale)):
+    for n in range(lanes_of(work.notes)):
         if lane(fine, n):
             shape_finely(lane(model, n), lane(loss, n), lane(work, n))
 
@@ -189,7 +188,7 @@ def two_sum(a: float, b: float) -> tuple[float, float]:
     return total, (a - (total - piece)) + (b - piece)
 
 
-@part
+@routine(inline=True)
 def cut_values(first: int, stop: int, states: Floats) -> None:
     """Split the values PLAN + LOW into LEADING, with few digits, and the remainder LEFT."""
     size = 0.0
@@ -242,7 +241,7 @@ expect = either(_expect_dense, _expect_sparse)
 
 # -- The certificate of a step, compiled: residuals that measure how far q is from the solution ----
 #
-# torch_occ.step.solution.Solution defines the dual and the flow residual. The torch twin is the end
+# torch_occ.step.solution.Solution defines the dual and the flow residual. The torch form is the end
 # of torch_occ.step.newton.
 
 
@@ -262,7 +261,7 @@ def unit_of(model: Model, i: int, complement: bool, pairs: Floats) -> Any:
     return unit
 
 
-@part
+@routine(inline=True)
 def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any, Any]:
     """The dual and the flow residual at q, relative to q.
 
@@ -330,11 +329,11 @@ def fit_multipliers(
     return where(better, found, dual)
 
 
-@part
+@routine(inline=True)
 def is_convex(model: Model, terms: Terms, weights: Floats, work: Work) -> Any:
     """Whether psi is convex along the changes of q that keep E q, at the last factorization.
 
-    It is if every term is convex. Otherwise every state is checked; the twin of
+    It is if every term is convex. Otherwise every state is checked; the form of
     `torch_occ.step.system.is_convex`.
     """
     convex, curves = True, True

@@ -1,6 +1,6 @@
 """Conjugate gradients for the linear system of a Newton step with sparse transitions.
 
-This is the compiled twin of torch_occ.step.system, which explains the formulas. All quantities
+This is the compiled form of torch_occ.step.system, which explains the formulas. All quantities
 are rows of the states and pairs, so memory is proportional to the number of pairs. Each iteration
 sweeps backward and forward through the layers, and each sweep reads every probability once.
 
@@ -26,6 +26,7 @@ from torch_occ.engine.layout import (
     SOFT,
     STATE_ROWS,
     TOTAL,
+    USED,
     Floats,
     Model,
     P,
@@ -37,6 +38,7 @@ from torch_occ.engine.layout import (
     dot,
     inlined,
     kernel,
+    routine,
 )
 
 # Rows of `work.states`, in addition to those of torch_occ.engine.layout.
@@ -55,7 +57,7 @@ EPS = float(np.finfo(np.float64).eps)
 GOAL = EPS ** (5 / 6)
 
 
-@kernel
+@routine
 def factorize(model: Model, refresh: Any, work: Work) -> None:
     """Compute (R, p, kappa) of every state, the square root of kappa, and the softest action."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
@@ -68,7 +70,7 @@ def factorize(model: Model, refresh: Any, work: Work) -> None:
         states[SOFTEST, s] = softest
 
 
-@kernel
+@routine
 def solve(model: Model, source: Floats, work: Work) -> None:
     """Solve H dq = x + E'v, E dq = r, with the same arguments as `sweeps.solve`.
 
@@ -94,7 +96,7 @@ def solve(model: Model, source: Floats, work: Work) -> None:
         take_own_size(num_actions, work)
     error = take_residual(work)
     goal = max(FORCING * min(error, 1.0) * min(error, 1.0), GOAL) if inexact else GOAL
-    going = work.stale[3] > 0.0
+    going = work.notes[USED] > 0.0
     for _ in range(RESTARTS):
         descend(model, goal, going, work)
         for s in range(states.shape[1]):
@@ -114,7 +116,7 @@ def solve(model: Model, source: Floats, work: Work) -> None:
         states[V, s] = where(failed, np.nan, found)
 
 
-@kernel
+@routine
 def descend(model: Model, goal: Any, wanted: Any, work: Work) -> None:
     """Solve M dy = residual by conjugate gradients from dy = 0, and add dy to y where `wanted`.
 
@@ -153,7 +155,7 @@ def descend(model: Model, goal: Any, wanted: Any, work: Work) -> None:
         running = running & (error > goal) & (square > 0.0)
 
 
-@kernel
+@routine
 def follow_guess(model: Model, work: Work) -> None:
     """Add E'v to x for the guess v in V, and move v to GUESS.
 
@@ -166,7 +168,7 @@ def follow_guess(model: Model, work: Work) -> None:
             pairs[FORCE, i] += states[V, s] - ahead(model.next_state, i, states, V, 0, 0)
 
 
-@kernel
+@routine
 def take_residual(work: Work) -> Any:
     """Compute the residual K^(1/2) du - y, and return the largest error."""
     states, error = work.states, 0.0
@@ -177,11 +179,11 @@ def take_residual(work: Work) -> Any:
     return error
 
 
-@kernel
+@routine
 def take_own_size(num_actions: int, work: Work) -> None:
     """Set SCALE for a right-hand side of unknown size.
 
-    The unit of a state's error is the size of its own change after the first sweeps; the twin of
+    The unit of a state's error is the size of its own change after the first sweeps; the form of
     `_own_size` in torch_occ.step.system.
     """
     states, largest, steepest = work.states, 0.0, 0.0
@@ -194,7 +196,7 @@ def take_own_size(num_actions: int, work: Work) -> None:
         states[SCALE, s] = where(states[ROOT, s] > 0.0, 1.0 / unit, 0.0)
 
 
-@kernel
+@routine
 def has_failed(num_actions: int, work: Work) -> Any:
     """Whether the residual is larger than rounding errors explain."""
     states, left, scale, noise = work.states, 0.0, 0.0, 0.0
@@ -240,7 +242,7 @@ def sweep_work(model: Model, forced: bool, work: Work) -> None:
     )
 
 
-@kernel
+@routine
 def sweep(
     num_actions: int,
     rows: Rows,
