@@ -80,8 +80,8 @@ class ProgressBar(Callback):
 
 #: Columns of the HParams dashboard: the first parameters, and the curves whose last value is shown.
 _COMPARED = ("learner", "losses", "alpha", "beta", "gamma")
-_METRICS = ("regret/mean", "regret/lower", "regret/upper", "regret/realised_mean")
-_METRICS += ("policy/distance_to_optimal", "solver/uncertified")
+_METRICS = ["regret/mean", "regret/lower", "regret/upper", "regret/realised_mean"]
+_METRICS += ["policy/distance_to_optimal", "solver/uncertified"]
 
 #: Charts of the Custom Scalars dashboard.
 _BANDS = {"pseudo-regret": "regret/", "realised regret": "regret/realised_"}
