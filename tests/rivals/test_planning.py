@@ -212,7 +212,7 @@ def test_the_logarithm_of_the_printed_bonuses_is_that_of_the_paper():
 @pytest.mark.slow
 def test_the_order_of_the_learners():
     """RIVALS.md, section A, at a tenth of its T: each learner's regret, and their order."""
-    from experiments.games import loss_with_gap
+    from experiments.common import loss_with_gap
 
     mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
     losses, T = occ.BernoulliLosses(loss_with_gap(mdp, 0.4, 1)), 10_000
@@ -263,7 +263,7 @@ def indices(mean, visits, logs):
 def test_the_index_of_kl_ucb(mean, width):
     """kl(mean, index) = log t / visits, in forty digits; Pinsker's inequality bounds the index."""
     visits = 1 / width
-    found = float(indices(np.array([mean]), np.array([visits]), np.ones(1))[0])
+    found = indices(np.array([mean]), np.array([visits]), np.ones(1))[0].item()
     assert found >= mean - math.sqrt(width / 2) - 1e-12
     if mean == 0.0 or width > 700 * mean:  # zero, or so little that exp(log x) is zero
         assert found == 0.0

@@ -35,9 +35,9 @@ from torch_occ.game.losses import GreedyAdversary, LossProcess
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.arrays import WeightsOverTime, model_of
-from torch_occ.step.arrays import why_not_game as why_not_game
-from torch_occ.step.arrays import why_not_model as why_not_model
 from torch_occ.step.ftrl import FTRLStep
+from torch_occ.step.ways import why_not_game as why_not_game
+from torch_occ.step.ways import why_not_model as why_not_model
 
 if TYPE_CHECKING:
     from torch_occ.game.simulate import Simulation

@@ -59,8 +59,9 @@ from torch_occ.rivals.beliefs import (
     upper_bound,
     upper_occupancy,
 )
-from torch_occ.step.arrays import WeightsOverTime, model_of, why_not_game
+from torch_occ.step.arrays import WeightsOverTime, model_of
 from torch_occ.step.ftrl import FTRLStep
+from torch_occ.step.ways import why_not_game
 
 #: Optimistic transitions are at least this share of the empirical ones, so that every state can be
 #: reached while the widths are large.
