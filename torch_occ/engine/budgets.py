@@ -24,7 +24,9 @@ from torch_occ._support.constants import (
 from torch_occ.engine.entropic import entropy_of, follow_or_restart
 from torch_occ.engine.layout import (
     DQ,
+    ERROR,
     FORCE,
+    GUESSED,
     PAIR,
     PLAN,
     Bools,
@@ -178,7 +180,7 @@ class Budget(NamedTuple):
     y: Floats  # (m,), the multipliers to start from; receives those found
     proof: Floats  # (m,), out: weights that prove that no policy meets the budgets
     middle: Floats  # (S * A,), an interior point
-    nowhere: Floats  # (0,)
+    no_source: Floats  # (0,)
     tolerance: float
     max_steps: int
 
@@ -371,7 +373,7 @@ def price(
         if y[i] > 0.0:
             for p in range(len(priced)):
                 priced[p] += y[i] * budget.costs[i, p]
-    work.stale[0], work.stale[2] = np.inf, 0.0
+    work.notes[ERROR], work.notes[GUESSED] = np.inf, 0.0
     return follow_or_restart(
         model,
         terms,
@@ -379,7 +381,7 @@ def price(
         priced,
         budget.tolerance,
         budget.max_steps,
-        budget.nowhere,
+        budget.no_source,
         budget.middle,
         work,
     )
