@@ -180,7 +180,7 @@ class Budget(NamedTuple):
     y: Floats  # (m,), the multipliers to start from; receives those found
     proof: Floats  # (m,), out: weights that prove that no policy meets the budgets
     middle: Floats  # (S * A,), an interior point
-    nowhere: Floats  # (0,)
+    no_source: Floats  # (0,)
     tolerance: float
     max_steps: int
 
@@ -381,7 +381,7 @@ def price(
         priced,
         budget.tolerance,
         budget.max_steps,
-        budget.nowhere,
+        budget.no_source,
         budget.middle,
         work,
     )
