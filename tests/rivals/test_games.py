@@ -3,11 +3,11 @@
 import pytest
 import rival_oracles as oracles
 import torch
-from experiments.distance_to_limit import few_successors
 from games import same
 from zoo import PROBLEMS, Kept, random_loss
 
 import torch_occ as occ
+from experiments.distance_to_limit import few_successors
 
 R, T = occ.rivals, 9000
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
