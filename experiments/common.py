@@ -541,7 +541,7 @@ class Ratio(NamedTuple):
         """Of means over the same MDPs or seeds, `(N,)` each; 1.96 errors are Student's interval."""
         value = float(above.mean() / below.mean())
         mean, _, upper = band(above - value * below)
-        return cls(value, float((upper - mean) / 1.96 / below.mean()))
+        return cls(value, float((upper - mean) / 1.96 / below.mean().abs()))
 
     @classmethod
     def mean(cls, ratios: Sequence[Ratio]) -> Ratio:

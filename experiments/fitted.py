@@ -202,7 +202,7 @@ def draw(rows: list[dict[str, Any]], episodes: int) -> Figure:
 
 
 def main(args: Args) -> Path:
-    """Fit, search and play on every shape."""
+    """Fit and play on every shape."""
     directory = common.begin("fitted", args, args.seed)
     lines, rows = [common.machine(), ""], []
     for shape in args.shapes:

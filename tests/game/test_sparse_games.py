@@ -14,7 +14,7 @@ from torch_occ._support.files import Kept
 from torch_occ.engine.layout import Rows, make_work
 from torch_occ.game.simulate import Simulation
 from torch_occ.step.arrays import model_of
-from torch_occ.step.arrays import why_not_game as why_not
+from torch_occ.step.ways import why_not_game as why_not
 
 
 def lake() -> occ.LayeredMDP:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 import torch_occ as occ
-from torch_occ.step.arrays import why_not_game as why_not
+from torch_occ.step.ways import why_not_game as why_not
 
 F = TypeVar("F", bound=Callable)
 

@@ -11,7 +11,7 @@ from torch_occ.engine.batch import BAD_INPUT
 from torch_occ.engine.lanes import LANES
 from torch_occ.engine.layout import PAIR, STATE
 from torch_occ.engine.psi import X_LOG_X
-from torch_occ.step.arrays import Groups, World, order_of, tabulate
+from torch_occ.step.arrays import Groups, MDPArrays, order_of, tabulate
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
 MDPS = {"dense": MDP, "sparse": MDP.to_sparse()}
@@ -79,7 +79,7 @@ def test_entropies_and_other_terms_in_one_batch():
     w = np.linspace(-1.0, 1.0, COUNT)
     table = np.zeros((2, COUNT, 2))
     table[0, :, 0], table[0, :, 1] = 1.0, w
-    world, groups = World(MDP), Groups(kinds)
+    world, groups = MDPArrays(MDP), Groups(kinds)
     start = np.tile(occ.interior_point(MDP).numpy(), (COUNT, 1))
     losses = (1e-3 * LOSSES).numpy().reshape(-1, 3)
 

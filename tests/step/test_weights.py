@@ -11,7 +11,8 @@ from zoo import REGULARIZERS
 
 import torch_occ as occ
 from torch_occ.regularizers.base import Composition
-from torch_occ.step.arrays import WeightsOverTime, why_not
+from torch_occ.step.arrays import WeightsOverTime
+from torch_occ.step.ways import why_not
 
 F64 = torch.float64
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)

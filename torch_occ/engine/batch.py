@@ -18,7 +18,9 @@ from torch_occ.engine.entropic import entropy_of, follow
 from torch_occ.engine.lanes import anywhere, in_lanes, lane, lanes_of
 from torch_occ.engine.layout import (
     DQ,
+    ERROR,
     FORCE,
+    GUESSED,
     PAIR,
     Bools,
     Floats,
@@ -49,7 +51,7 @@ class Room(NamedTuple):
     by_exponents: Floats
     loss: Floats  # (S * A,)
     source: Floats  # (S,)
-    nowhere: Floats  # (0,), a source that is zero
+    no_source: Floats  # (0,), a source that is zero
 
 
 def make_room(numbers: int, model: Model, new: Callable[..., Any]) -> Room:
@@ -62,7 +64,7 @@ def make_room(numbers: int, model: Model, new: Callable[..., Any]) -> Room:
         by_exponents=new(numbers),
         loss=new(num_pairs),
         source=new(num_pairs // model.num_actions),
-        nowhere=new(0),
+        no_source=new(0),
     )
 
 
@@ -121,7 +123,7 @@ def solve_steps(
     """
     room, work = in_lanes(room, width), in_lanes(work, width)
     pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
-    lanes, terms = lanes_of(work.stale), Terms(kinds[0], kinds[1], kinds[2], room.exponents)
+    lanes, terms = lanes_of(work.notes), Terms(kinds[0], kinds[1], kinds[2], room.exponents)
     losses, starts, solutions = loss.reshape(-1), start.reshape(-1), q.reshape(-1)
     for group in range(first, stop):
         for n in range(lanes):
@@ -131,7 +133,8 @@ def solve_steps(
             own_start = element(starts, e, num_pairs)
             for i in range(num_pairs):
                 own[PAIR, i] = own_start[i] if model.exists[PAIR, i] else 0.0
-        entropy, good = entropy_of(terms, room.weights)[0] > 0.0, work.stale[2] == work.stale[2]
+        entropy = entropy_of(terms, room.weights)[0] > 0.0
+        good = work.notes[GUESSED] == work.notes[GUESSED]
         for i in range(num_pairs):
             if model.exists[PAIR, i]:
                 x = pairs[PAIR, i]
@@ -139,9 +142,9 @@ def solve_steps(
                 good = good & (entropy | (x > 0.0))
         if anywhere(good & (not entropy)):
             retract(model, PAIR, good & (not entropy), work)
-        work.stale[0], work.stale[2] = np.inf, 0.0
+        work.notes[ERROR], work.notes[GUESSED] = np.inf, 0.0
         status, steps, decrement, flow, dual = follow(
-            model, terms, room.weights, room.loss, tolerance, max_steps, room.nowhere, good, work
+            model, terms, room.weights, room.loss, tolerance, max_steps, room.no_source, good, work
         )
         for n in range(lanes):
             e, own, own_v = order[group * lanes + n], lane(pairs, n), lane(work.states, n)
@@ -174,7 +177,7 @@ def solve_linear(
     """Solve H(q) u - E'm = -x, E u = r for groups first, ..., stop - 1 of a batch."""
     room, work = in_lanes(room, width), in_lanes(work, width)
     pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
-    lanes, terms = lanes_of(work.stale), Terms(kinds[0], kinds[1], kinds[2], room.exponents)
+    lanes, terms = lanes_of(work.notes), Terms(kinds[0], kinds[1], kinds[2], room.exponents)
     points, sides, solutions = q.reshape(-1), x.reshape(-1), u.reshape(-1)
     for group in range(first, stop):
         for n in range(lanes):
@@ -187,7 +190,7 @@ def solve_linear(
                 own[FORCE, i] = -right[i] if model.exists[PAIR, i] else 0.0
         floor_pairs(model, work)
         derive(model, terms, room.weights, np.inf, work)
-        factorize(model, work.stale[2] == work.stale[2], work)
+        factorize(model, work.notes[GUESSED] == work.notes[GUESSED], work)
         solve(model, room.source, work)
         for term in range(len(terms.argument) if len(bars) > 0 else 0):
             numbers = (room.weights, room.by_weights, room.by_exponents)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_occ._support.constants import GOLDEN, MIX_ONE, MIX_TWO
-from torch_occ.engine.layout import kernel, part, routine
+from torch_occ.engine.layout import kernel, routine
 
 _GOLDEN, _ONE, _TWO = np.uint64(GOLDEN), np.uint64(MIX_ONE), np.uint64(MIX_TWO)
 _30, _27, _31, _11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
@@ -25,7 +25,7 @@ _30, _27, _31, _11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
 _SINE = np.array([(-1.0) ** k / math.factorial(2 * k + 1) for k in range(11)])
 
 
-@part
+@routine(inline=True)
 def mixed(z: np.uint64) -> np.uint64:
     """The output function of SplitMix64: a bijection of 64 bits."""
     z = (z ^ (z >> _30)) * _ONE
@@ -33,27 +33,27 @@ def mixed(z: np.uint64) -> np.uint64:
     return z ^ (z >> _31)
 
 
-@part
+@routine(inline=True)
 def episode_key(seed: int, t: int) -> np.uint64:
     """The key of one episode of one seed."""
     key = mixed(np.uint64(seed) + _GOLDEN)
     return mixed(key + (np.uint64(t) + np.uint64(1)) * _GOLDEN)
 
 
-@part
+@routine(inline=True)
 def key_of(episode: np.uint64, item: int) -> np.uint64:
     """The key of one item, for example of a pair, in an episode with this key."""
     return mixed(episode + (np.uint64(item) + np.uint64(1)) * _GOLDEN)
 
 
-@part
+@routine(inline=True)
 def uniform(key: np.uint64, counter: int) -> float:
     """A uniform number in (0, 1), never 0 or 1."""
     bits = mixed(key + (np.uint64(counter) + np.uint64(1)) * _GOLDEN)
     return (np.float64(bits >> _11) + 0.5) * 2.0**-53
 
 
-@part
+@routine(inline=True)
 def cosine(u: float) -> float:
     """cos(2 pi u) for 0 <= u <= 1, to the last bits, in a fraction of the time of `np.cos`.
 
@@ -93,7 +93,7 @@ def gamma(key: np.uint64, shape: float) -> float:
     return d * v
 
 
-@part
+@routine(inline=True)
 def beta(episode: np.uint64, item: int, a: float, b: float) -> float:
     """A Beta(a, b) variate: X / (X + Y) of two Gamma variates, the items 2 item and 2 item + 1."""
     x = gamma(key_of(episode, 2 * item), a)
@@ -122,7 +122,7 @@ _SMALL = np.array(
 FEW = 10.0
 
 
-@part
+@routine(inline=True)
 def uniform_drawn(generators: Generators, n: int) -> float:
     """Draw a uniform number in (0, 1) from generator n."""
     found = uniform(generators[n], 0)
@@ -199,7 +199,7 @@ def _log_ratio(count: float, p: float, k: float) -> float:
     )
 
 
-@part
+@routine(inline=True)
 def _stirling(k: float) -> float:
     """log k! - [(k + 1/2) log(k + 1) - (k + 1) + log sqrt(2 pi)], up to 1e-10."""
     if k < len(_SMALL):

@@ -26,18 +26,23 @@ from torch_occ.engine.lanes import anywhere, exp, lane, lanes_of, log, sqrt, whe
 from torch_occ.engine.layout import (
     AHEAD,
     BEND,
+    ERROR,
     FORCE,
     GAPS,
     GRADIENT,
+    GUESSED,
     KEPT,
     OTHERS,
     PAIR,
     PLAN,
     PULL,
+    RECENT,
+    ROOTED,
     ROUNDING,
     SHARE,
     SLOPE,
     STATE,
+    USED,
     D,
     Floats,
     M,
@@ -118,7 +123,7 @@ def look_back(model: Model, work: Work) -> Any:
             rare = rare | (not (states[U, s] > DEAD))
             states[FOUND, s] = log(states[U, s])
         alive = alive & (not rare)
-        for n in range(lanes_of(work.stale) if anywhere(rare) else 0):
+        for n in range(lanes_of(work.notes) if anywhere(rare) else 0):
             if lane(rare, n):
                 gather_logs(lane(model, n), k, lane(work, n))
         for s in span(start[k], start[k + 1]):
@@ -165,7 +170,7 @@ def gather_logs(model: Model, k: int, work: Work) -> None:
 @routine(inline=True)
 def turn_rarely(model: Model, weight: Any, price: Any, dead: Any, work: Work) -> None:
     """`turn_dead` in the lanes that have dead states; U receives the change of u."""
-    for n in range(lanes_of(work.stale)):
+    for n in range(lanes_of(work.notes)):
         if lane(dead, n):
             own, states = lane(work, n), lane(work.states, n)
             turn_dead(lane(model, n), lane(weight, n), lane(price, n), own)
@@ -330,20 +335,22 @@ def follow_or_restart(
     A warm start may lie too close to the boundary; the middle is a safe start. If both attempts
     fail, the result is that of the first.
     """
-    pairs, stale = work.pairs, work.stale
-    used = stale[3] > 0.0
+    pairs, notes = work.pairs, work.notes
+    used = notes[USED] > 0.0
     found = follow(model, terms, weights, loss, tolerance, max_steps, source, used, work)
     failed = used & (found[0] != CONVERGED)
     if anywhere(failed):
         for i in range(len(middle)):
             pairs[KEPT, i] = pairs[PAIR, i]
             pairs[PAIR, i] = where(failed, middle[i], pairs[PAIR, i])
-        stale[0], stale[2] = where(failed, np.inf, stale[0]), where(failed, 0.0, stale[2])
+        notes[ERROR] = where(failed, np.inf, notes[ERROR])
+        notes[GUESSED] = where(failed, 0.0, notes[GUESSED])
         again = follow(model, terms, weights, loss, tolerance, max_steps, source, failed, work)
         lost = failed & (again[0] != CONVERGED)
         for i in range(len(middle)):
             pairs[PAIR, i] = where(lost, pairs[KEPT, i], pairs[PAIR, i])
-        stale[0], stale[2] = where(lost, np.inf, stale[0]), where(lost, 0.0, stale[2])
+        notes[ERROR] = where(lost, np.inf, notes[ERROR])
+        notes[GUESSED] = where(lost, 0.0, notes[GUESSED])
         found = select(failed & (not lost), again, found)
     return found
 
@@ -397,14 +404,14 @@ def settle(
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Solve log u(guess) = guess by Newton's method; returns the same as `descend`."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
-    stale, status, steps, patience = work.stale[0], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
+    stale, status, steps, patience = work.notes[ERROR], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
     best, decrement, first = np.inf, 0.0, True
     solved = running
-    refresh = not (stale <= usable(work.stale[1]))
+    refresh = not (stale <= usable(work.notes[RECENT]))
     fine = not (EPS * shape_loss(model, loss, work) <= COARSE * tolerance * weight)
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
-    anew = work.stale[2] == 0.0  # otherwise the guess of the last step is used
+    anew = work.notes[GUESSED] == 0.0  # otherwise the guess of the last step is used
     if anywhere(anew):
         for s in range(states.shape[1]):
             total = 0.0
@@ -465,8 +472,8 @@ def settle(
         best = min(best, moved)
         done = (patience == 0.0) | ((moved <= ROOT_EPS) & ((not alive) | (stale * moved <= LEFT)))
         if first:
-            recent = max(moved, 0.9 * work.stale[1])
-            work.stale[1] = where(running, recent, work.stale[1])
+            recent = max(moved, 0.9 * work.notes[RECENT])
+            work.notes[RECENT] = where(running, recent, work.notes[RECENT])
             first = False
         status = where(running & done, STALLED, status)  # until certified below
         steps = where(running, steps + 1.0, steps)
@@ -474,9 +481,9 @@ def settle(
         stale = where(running, stale + 2.0 * moved, stale)
         refresh = not (stale * following <= LIKELY)
         running = running & (not done) & (steps < max_steps)
-    work.stale[0] = where(solved, stale, work.stale[0])
-    work.stale[2] = where(solved, 1.0, work.stale[2])
-    work.stale[4] = where(solved, 0.0, work.stale[4])
+    work.notes[ERROR] = where(solved, stale, work.notes[ERROR])
+    work.notes[GUESSED] = where(solved, 1.0, work.notes[GUESSED])
+    work.notes[ROOTED] = where(solved, 0.0, work.notes[ROOTED])
     dual, flow = certify_logs(model, weight, price, fine, work)
     good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance)
     for s in range(states.shape[1]):

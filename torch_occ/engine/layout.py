@@ -69,6 +69,14 @@ SHARE = 15  # 1 / TOTAL
 STATE_ROWS = 16
 
 
+# Entries of `work.notes`.
+ERROR = 0  # of the factors, relative to the Hessian
+RECENT = 1  # the largest relative change of q in the first Newton steps of recent solves
+GUESSED = 2  # 1 if there is a guess for torch_occ.engine.entropic
+USED = 3  # 1 if the lane is in use
+ROOTED = 4  # 1 if the rows ROOT belong to q, unless the error is infinite
+
+
 # -- compiling -------------------------------------------------------------------------------------
 
 #: Divisions by zero give infinities, as in torch; the solvers check for them. Threads may run
@@ -112,9 +120,6 @@ def routine(function: Any = None, *, inline: bool = False, any_order: bool = Fal
         return lambda function: routine(function, inline=inline, any_order=any_order)
     fastmath = {"contract", "reassoc"} if any_order else {"contract"}
     return keep(njit(fastmath=fastmath, forceinline=inline, **_INNER)(function))
-
-
-part, adder = routine(inline=True), routine(any_order=True)  # former names
 
 
 def inlined(function: Function) -> Function:
@@ -276,11 +281,7 @@ class Work(NamedTuple):
     # Lanes use it one after the other.
     jacobian: Shared
     places: Ints  # (LANES,), the state of every lane on its trajectory
-    # (5,): the error of the factors, relative to the Hessian; the largest relative change of q in
-    # the first Newton steps of recent solves; 1 if there is a guess for
-    # torch_occ.engine.entropic; 1 if the lane is in use; 1 if the rows ROOT belong to q,
-    # unless the error is infinite
-    stale: Floats
+    notes: Floats  # (5,), by the entries above
 
 
 #: The largest dense layer of an MDP whose problems are solved in lanes, and the largest number of
@@ -311,7 +312,7 @@ def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(sh
         np.zeros(LANES, np.int64),
         new(5),
     )
-    work.stale[0], work.stale[3] = np.inf, 1.0
+    work.notes[ERROR], work.notes[USED] = np.inf, 1.0
     return work
 
 

@@ -18,9 +18,12 @@ from torch_occ.engine.draws import Generators, binomial_drawn, normal_drawn, uni
 from torch_occ.engine.entropic import follow_or_restart
 from torch_occ.engine.lanes import in_lanes, lane, lanes_of
 from torch_occ.engine.layout import (
+    ERROR,
+    GUESSED,
     INVERSE,
     PAIR,
     REST,
+    USED,
     D,
     Floats,
     Ints,
@@ -87,29 +90,29 @@ def leap_to_the_end(
     terms: Terms,
     way: Way,
     particle: Particle,
-    nowhere: Floats,  # (0,)
+    no_source: Floats,  # (0,)
     work: Work,
     width: Any,  # see `in_lanes`
 ) -> None:
     """Play from the first episode to the last stop, with one particle per lane.
 
-    In lanes, exponents, nowhere, work and the floats of the particle have a last axis of lanes. A
+    In lanes, exponents, no_source, work and the floats of the particle have a last axis of lanes. A
     lane that has finished rests until the others have.
     """
     terms, particle, work = in_lanes(terms, width), in_lanes(particle, width), in_lanes(work, width)
-    nowhere = in_lanes(nowhere, width)
+    no_source = in_lanes(no_source, width)
     lanes, loss = lanes_of(particle.loss), particle.loss
     for i in range(len(way.middle)):
         work.pairs[PAIR, i] = way.middle[i]
     particle.clock[T] = 1.0
     while True:
         for n in range(lanes):
-            lane(work.stale, n)[3] = 1.0 if particle.stop[n] < len(way.stops) else 0.0
+            lane(work.notes, n)[USED] = 1.0 if particle.stop[n] < len(way.stops) else 0.0
             _weights_at(np.log(lane(particle.clock, n)[T]), way, lane(particle.weights, n))
-        work.stale[0], work.stale[2] = np.inf, 0.0  # discard the factors of the last leap
+        work.notes[ERROR], work.notes[GUESSED] = np.inf, 0.0  # discard the factors of the last leap
         own, tolerance, most = particle.weights, way.tolerance, way.max_steps
         found = follow_or_restart(
-            model, terms, own, loss, tolerance, most, nowhere, way.middle, work
+            model, terms, own, loss, tolerance, most, no_source, way.middle, work
         )
         running = 0
         for n in range(lanes):

@@ -13,8 +13,11 @@ from torch_occ._support.constants import CHUNK, CONVERGED, TIE
 from torch_occ.engine.entropic import follow_or_restart
 from torch_occ.engine.lanes import Shared, anywhere, lane, log, power, sqrt, where
 from torch_occ.engine.layout import (
+    ERROR,
+    GUESSED,
     PAIR,
     PLAN,
+    RECENT,
     TRIAL,
     Bools,
     Floats,
@@ -23,7 +26,6 @@ from torch_occ.engine.layout import (
     Work,
     ahead,
     finite,
-    part,
     routine,
 )
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
@@ -86,7 +88,7 @@ def _observe_empirical(game: Game, t: int, tally: Tally, learner: Any, work: Wor
             count_visit(own, game.pairs[n, k], game.losses[n, k])
 
 
-@part
+@routine(inline=True)
 def average(learner: Any, unseen: float) -> None:
     """Write the mean losses, and 1 / sqrt(visits), 0 without visits.
 
@@ -100,7 +102,7 @@ def average(learner: Any, unseen: float) -> None:
         learner.root[i] = where(known, 1.0 / sqrt(visits), 0.0)
 
 
-@part
+@routine(inline=True)
 def count_visit(learner: Any, i: int, loss: float) -> None:
     """Count a visit of a pair and its loss, for one seed."""
     learner.visits[i] += 1.0
@@ -109,7 +111,7 @@ def count_visit(learner: Any, i: int, loss: float) -> None:
     learner.root[i] = 1.0 / np.sqrt(learner.visits[i])
 
 
-@part
+@routine(inline=True)
 def plan(model: Model, choice: Floats, work: Work) -> None:
     """Backward induction for the loss in row TRIAL of the pairs, which becomes Q.
 
@@ -127,7 +129,7 @@ def plan(model: Model, choice: Floats, work: Work) -> None:
             )
 
 
-@part
+@routine(inline=True)
 def cheapest_pair(
     allowed: Bools, costs: Floats, row: int, first: int, stop: int
 ) -> tuple[Any, Any]:
@@ -203,7 +205,7 @@ def _observe_ftrl(game: Game, t: int, tally: Tally, learner: Any, work: Work) ->
                     total[i] += (loss - (0.5 if q[i] >= bias else 0.0)) / q[i]
 
 
-@part
+@routine(inline=True)
 def weigh(solver: Solver, weights: Floats, t: int, work: Work) -> None:
     """Take the weights of episode t, and note their largest relative change."""
     most = 0.0
@@ -212,10 +214,10 @@ def weigh(solver: Solver, weights: Floats, t: int, work: Work) -> None:
         change = abs(weights[t + 1, k] - weights[t, k])
         if change > 0.0:
             most = max(most, change / abs(weights[t, k]))
-    work.stale[0] += most
+    work.notes[ERROR] += most
 
 
-@part
+@routine(inline=True)
 def take_step(
     model: Model, game: Game, t: int, loss: Floats, learner: Any, tally: Tally, work: Work
 ) -> None:
@@ -226,7 +228,7 @@ def take_step(
     solver, q, episode = learner.solver, learner.q, game.before + t + 1
     # Nothing is kept from one chunk to the next, so that a run can continue from a file.
     if (episode - 1) % CHUNK == 0:
-        work.stale[0], work.stale[1], work.stale[2] = np.inf, 0.0, 0.0
+        work.notes[ERROR], work.notes[RECENT], work.notes[GUESSED] = np.inf, 0.0, 0.0
     for i in range(len(q)):
         work.pairs[PAIR, i] = q[i]
     status, steps, _, flow, dual = follow_or_restart(
@@ -246,7 +248,7 @@ def take_step(
     note_solve(episode, status, steps, flow, dual, tally)
 
 
-@part
+@routine(inline=True)
 def note_solve(episode: int, status: Any, steps: Any, flow: Any, dual: Any, tally: Tally) -> None:
     """Add what a solve found to the sums."""
     failed = status != CONVERGED
@@ -291,7 +293,7 @@ class CompiledAdaptive(NamedTuple):
 
 @propose.register(CompiledAdaptive)
 def _propose_adaptive(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
-    work.stale[0] += scale_weights(learner, t)
+    work.notes[ERROR] += scale_weights(learner, t)
     write_hints(game.model, learner)
     take_step(game.model, game, t, learner.loss, learner, tally, work)
 
@@ -351,7 +353,7 @@ def write_hints(model: Model, learner: CompiledAdaptive) -> None:
         learner.loss[i] = learner.cumulative_loss[i] + hint
 
 
-@part
+@routine(inline=True)
 def adapt_rates(game: Game, n: int, learner: CompiledAdaptive) -> None:
     """`AdaptiveRates.update` of seed n, from the values of `value_excess`."""
     model, value = game.model, learner.value
@@ -363,7 +365,7 @@ def adapt_rates(game: Game, n: int, learner: CompiledAdaptive) -> None:
         learner.inverse_rate[i] = inverse + zeta / (inverse * learner.log_episodes)
 
 
-@part
+@routine(inline=True)
 def renew_hints(game: Game, n: int, learner: CompiledAdaptive) -> None:
     """Clear the excess, and update the hints of seed n."""
     for k in range(game.pairs.shape[1]):
@@ -376,7 +378,7 @@ def renew_hints(game: Game, n: int, learner: CompiledAdaptive) -> None:
             learner.hint_hint[i] += learner.step * (loss - learner.hint_hint[i])
 
 
-@part
+@routine(inline=True)
 def lookahead(model: Model, k: int, pair: int, value: Floats) -> Any:
     """E[V(next state)] after a pair of layer k."""
     behind = model.start[k + 1]

@@ -24,6 +24,7 @@ from torch_occ.engine.layout import (
     AHEAD,
     COMPLEMENT,
     DQ,
+    ERROR,
     FITTED,
     FORCE,
     GAPS,
@@ -31,7 +32,9 @@ from torch_occ.engine.layout import (
     LIFT,
     PAIR,
     PLAN,
+    RECENT,
     ROOT,
+    ROOTED,
     TRIAL,
     Floats,
     Model,
@@ -101,7 +104,7 @@ def descend(
     factors and its multipliers, so its certificate does not depend on the others.
     """
     pairs, states, num_pairs = work.pairs, work.states, work.pairs.shape[1]
-    stale, first = work.stale[0], True
+    stale, first = work.notes[ERROR], True
     status, steps, patience, best, decrement = (
         MAX_STEPS + 0.0,
         0.0,
@@ -109,14 +112,14 @@ def descend(
         np.inf,
         np.inf,
     )
-    refresh = not (stale <= usable(work.stale[1]))
+    refresh = not (stale <= usable(work.notes[RECENT]))
     largest = shape_loss(model, loss, work)
     fine = not (EPS * largest <= COARSE * tolerance * least_unit(terms, weights))
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
     complement = uses(terms, COMPLEMENT)
     # How far q has moved since its derivatives were computed.
-    moved = where((stale < np.inf) & (work.stale[4] > 0.0), 0.0, np.inf)
+    moved = where((stale < np.inf) & (work.notes[ROOTED] > 0.0), 0.0, np.inf)
     running = running & (steps < max_steps)
     while True:
         derive(model, terms, weights, moved, work)
@@ -150,8 +153,8 @@ def descend(
         for i in range(num_pairs):
             pairs[PAIR, i] = where(running, pairs[TRIAL, i], pairs[PAIR, i])
         if first:
-            recent = max(moved, 0.9 * work.stale[1])
-            work.stale[1] = where(running, recent, work.stale[1])
+            recent = max(moved, 0.9 * work.notes[RECENT])
+            work.notes[RECENT] = where(running, recent, work.notes[RECENT])
             first = False
         status = where(running & done, STALLED, status)  # until certified below
         decrement = where(running, squared, decrement)
@@ -161,7 +164,7 @@ def descend(
         refresh = stale * following > LIKELY
         moved = where(running, moved, 0.0)
         running = running & (not done) & (steps < max_steps)
-    work.stale[0], work.stale[4] = stale, 1.0
+    work.notes[ERROR], work.notes[ROOTED] = stale, 1.0
     follow_multipliers(model, work)
     dual, flow = certify(model, complement, fine, work)
     unsure = (status == STALLED) & (not (dual <= tolerance))

@@ -296,7 +296,7 @@ def pair_drawn() -> Any:
     return by_choice, by_policy, by_q
 
 
-@routine
+@routine(inline=True)
 def walk(game: Game, t: int, means: Floats, tally: Tally, learner: Any) -> None:
     """Play one trajectory per seed, write it into the game, and add up its losses.
 

@@ -21,7 +21,7 @@ from torch_occ._support.constants import (
     UNDERFLOW,
 )
 from torch_occ.engine.lanes import Shared, anywhere, exp, lane, lanes_of, log, sqrt, where
-from torch_occ.engine.layout import Bools, Floats, Ints, finite, kernel, part, routine
+from torch_occ.engine.layout import Bools, Floats, Ints, finite, kernel, routine
 
 # Rows of `Scratch.pairs`.
 LOG_WEIGHT = 0  # log w̃ - rate * loss
@@ -294,7 +294,7 @@ def solve_rows(layout: Layout, reference: Reference, scratch: Scratch) -> Any:
     return pass_forward(layout, reference, scratch)
 
 
-@part
+@routine(inline=True)
 def pass_forward(layout: Layout, reference: Reference, scratch: Scratch) -> Any:
     """The occupancy of the policy and log u - g; return D."""
     start, num_actions, entry = layout.start, layout.num_actions, layout.entry
@@ -336,7 +336,7 @@ def flow_error(layout: Layout, reference: Reference, scratch: Scratch) -> Any:
     return worst
 
 
-@part
+@routine(inline=True)
 def greatest(most: Any, x: Any) -> Any:
     """max(most, |x|), and NaN if x is."""
     return where(abs(x) <= most, most, abs(x))
@@ -378,7 +378,7 @@ def find_direction(layout: Layout, reference: Reference, scratch: Scratch) -> tu
     return go_back(layout, scratch)
 
 
-@part
+@routine(inline=True)
 def go_back(layout: Layout, scratch: Scratch) -> tuple[Any, Any]:
     """Go back through the layers for dg; return the slope of D and the largest |dg|."""
     start, states, depth = layout.start, scratch.states, len(layout.start) - 1
@@ -410,7 +410,7 @@ def go_back(layout: Layout, scratch: Scratch) -> tuple[Any, Any]:
     return slope, moved
 
 
-@part
+@routine(inline=True)
 def average_rows(layout: Layout, reference: Reference, k: int, scratch: Scratch) -> None:
     """Write the transitions of the policy of layer k."""
     start, num_actions, entry = layout.start, layout.num_actions, layout.entry
@@ -424,7 +424,7 @@ def average_rows(layout: Layout, reference: Reference, k: int, scratch: Scratch)
                     scratch.onward[s, j] += scratch.pairs[POLICY, i] * scratch.rows[P, entry[i] + j]
 
 
-@part
+@routine(inline=True)
 def curve(layout: Layout, reference: Reference, k: int, scratch: Scratch) -> None:
     """Write N of layer k + 1 into the first square."""
     start, num_actions = layout.start, layout.num_actions
@@ -448,7 +448,7 @@ def curve(layout: Layout, reference: Reference, k: int, scratch: Scratch) -> Non
                     squares[a, b] -= y * rows[FREE, first + b]
 
 
-@part
+@routine(inline=True)
 def carry_on(layout: Layout, k: int, scratch: Scratch) -> None:
     """Add what the layers up to k contribute to X and y of layer k + 1."""
     start, states, squares = layout.start, scratch.states, scratch.squares
@@ -486,7 +486,7 @@ def carry_on(layout: Layout, k: int, scratch: Scratch) -> None:
             states[MOVE, start[k + 1] + j] += scratch.onward[first + a, j] * value
 
 
-@part
+@routine(inline=True)
 def invert_block(matrix: Floats, first: int, size: int) -> None:
     """Invert a positive definite block in place, rows first, ..., first + size - 1."""
     for c in range(size):
@@ -533,7 +533,7 @@ def project(
     return where(certified, float(CONVERGED), status), steps, flow, dual
 
 
-@part
+@routine(inline=True)
 def start_from(layout: Layout, q: Floats, loss: Floats, rate: Any, scratch: Scratch) -> None:
     """Set the weights, and the guess: the reference's shares of the states of each layer."""
     start, num_actions, states = layout.start, layout.num_actions, scratch.states
@@ -553,7 +553,7 @@ def start_from(layout: Layout, q: Floats, loss: Floats, rate: Any, scratch: Scra
             states[TRIAL, s] = log(states[TRIAL, s] / total)
 
 
-@part
+@routine(inline=True)
 def maximize(
     layout: Layout, reference: Reference, tolerance: float, max_steps: int, scratch: Scratch
 ) -> tuple[Any, Any]:

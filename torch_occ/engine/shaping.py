@@ -169,7 +169,7 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
 @routine(inline=True)
 def shape_rarely(model: Model, loss: Floats, fine: Any, work: Work) -> None:
     """`shape_finely` in the lanes that need it."""
-    for n in range(lanes_of(work.stale)):
+    for n in range(lanes_of(work.notes)):
         if lane(fine, n):
             shape_finely(lane(model, n), lane(loss, n), lane(work, n))
 

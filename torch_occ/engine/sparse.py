@@ -26,6 +26,7 @@ from torch_occ.engine.layout import (
     SOFT,
     STATE_ROWS,
     TOTAL,
+    USED,
     Floats,
     Model,
     P,
@@ -95,7 +96,7 @@ def solve(model: Model, source: Floats, work: Work) -> None:
         take_own_size(num_actions, work)
     error = take_residual(work)
     goal = max(FORCING * min(error, 1.0) * min(error, 1.0), GOAL) if inexact else GOAL
-    going = work.stale[3] > 0.0
+    going = work.notes[USED] > 0.0
     for _ in range(RESTARTS):
         descend(model, goal, going, work)
         for s in range(states.shape[1]):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_occ._support.choices import later
 from torch_occ.game.checks import check_estimate
 from torch_occ.game.estimators import Feedback
-from torch_occ.game.learners import FTRL, note
+from torch_occ.game.learners import FTRL
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import LayeredFlow, policy_of
 from torch_occ.regularizers.base import Regularizer, Scaled, TabularRegularizer
@@ -345,17 +345,14 @@ class AdaptiveFTRL(FTRL):
             return None
         return torch.where(self.mdp.actions, self.hints.predict(self._hint_state()), 0.0)
 
-    @torch.no_grad()
+    def loss(self, t: int) -> Tensor:
+        hint, total = self.hint(), self.state["cumulative_loss"]
+        return total if hint is None else total + hint
+
     def propose(self, t: int) -> Tensor:
-        state, hint = self.state, self.hint()
         if self.rates is not None:
-            self.set_rate(state["inverse_rate"])
-        loss = state["cumulative_loss"]
-        loss = loss if hint is None else loss + hint
-        solution = self.step.solve(loss, float(t), warm_start=state["q"], check=False)
-        state["q"] = solution.q
-        note(state, solution)
-        return solution.q
+            self.set_rate(self.state["inverse_rate"])
+        return super().propose(t)
 
     @torch.no_grad()
     def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
@@ -505,13 +502,6 @@ class CorrectedFTRL(FTRL):
         clear = apart.square() > noise
         kept = torch.where(clear, 1 - noise / torch.where(clear, apart, 1.0).square(), 0.0)
         return torch.where(self.mdp.actions, t * mean + apart * kept, 0.0)
-
-    @torch.no_grad()
-    def propose(self, t: int) -> Tensor:
-        solution = self.step.solve(self.loss(t), float(t), warm_start=self.state["q"], check=False)
-        self.state["q"] = solution.q
-        note(self.state, solution)
-        return solution.q
 
     @torch.no_grad()
     def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:

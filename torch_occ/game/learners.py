@@ -358,11 +358,15 @@ class FTRL(Learner):
             self.state["multipliers"] = torch.zeros_like(limits).expand(num_seeds, -1).clone()
             self.state["budget_excess"] = torch.full_like(count, -torch.inf)
 
+    def loss(self, t: int) -> Tensor:
+        """The loss of the step of episode t, `(N, S, A)`."""
+        return self.state["cumulative_loss"]
+
     @torch.no_grad()
     def propose(self, t: int) -> Tensor:
         state = self.state
         solution = self.step.solve(
-            state["cumulative_loss"],
+            self.loss(t),
             float(t),
             warm_start=state["q"],
             check=False,

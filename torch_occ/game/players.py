@@ -21,6 +21,7 @@ from torch_occ.engine import learners as forms
 from torch_occ.engine.lanes import Shared, allocator, gather, lanes_for, scatter, width_of
 from torch_occ.engine.layout import (
     NARROW,
+    USED,
     Floats,
     Model,
     Work,
@@ -34,9 +35,9 @@ from torch_occ.game.losses import GreedyAdversary, LossProcess
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.arrays import WeightsOverTime, model_of
-from torch_occ.step.arrays import why_not_game as why_not_game
-from torch_occ.step.arrays import why_not_model as why_not_model
 from torch_occ.step.ftrl import FTRLStep
+from torch_occ.step.ways import why_not_game as why_not_game
+from torch_occ.step.ways import why_not_model as why_not_model
 
 if TYPE_CHECKING:
     from torch_occ.game.simulate import Simulation
@@ -205,7 +206,7 @@ class EnginePlayer:
         if group not in self.kept:
             work = make_work(self.settings.get("believed", self.model), allocator(lanes))
             if lanes is not None:
-                work.stale[3, size:] = 0.0
+                work.notes[USED, size:] = 0.0
             names = (name for name in self.form._fields if name not in self.over_time)
             self.kept[group] = work, {name: self.fill(name, lanes) for name in names}
         return cast("tuple[Work, dict[str, Any]]", self.kept[group])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.engine.lanes import Shared, lane, sqrt, where
-from torch_occ.engine.layout import PAIR, Floats, Ints, Model, inlined, part, routine
+from torch_occ.engine.layout import PAIR, Floats, Ints, Model, inlined, routine
 from torch_occ.engine.play import Game
 from torch_occ.engine.projection import layout_of
 from torch_occ.game.estimators import Feedback
@@ -522,7 +522,7 @@ class Confidence(NamedTuple):
         )
 
 
-@part
+@routine(inline=True)
 def count_transitions(game: Game, n: int, counts: Any, entry: Ints) -> None:
     """Count the transitions that seed n has seen."""
     layers = game.pairs.shape[1]
@@ -533,7 +533,7 @@ def count_transitions(game: Game, n: int, counts: Any, entry: Ints) -> None:
         counts[entry[i] + after] += 1.0
 
 
-@part
+@routine(inline=True)
 def count_episode(game: Game, learner: Any) -> None:
     """Count pairs and transitions; `begun` is 1 if a pair has doubled its visits, else 0."""
     for n in range(len(game.pairs)):
@@ -548,7 +548,7 @@ def count_episode(game: Game, learner: Any) -> None:
         count_transitions(game, n, lane(learner.counts, n), learner.entry)
 
 
-@part
+@routine(inline=True)
 def begin_epochs(model: Model, episode: int, learner: Any) -> None:
     """Begin epochs where `begun` is 1: the empirical transitions, their widths and bounds."""
     start, num_actions, entry = model.start, model.num_actions, learner.entry
@@ -578,7 +578,7 @@ def begin_epochs(model: Model, episode: int, learner: Any) -> None:
         bound_transitions(model, learner)
 
 
-@part
+@routine(inline=True)
 def bound_transitions(model: Model, learner: Any) -> None:
     """The bounds of the confidence sets, and the `room` that the lower ones leave."""
     entry = learner.entry
@@ -645,7 +645,7 @@ def upper_bound(model: Model, entry: Ints, reach: Reach, target: int, layer: int
     return u
 
 
-@part
+@routine(inline=True)
 def sort_states(f: Floats, order: Floats, first: int, stop: int) -> None:
     """Sort the states of a layer by decreasing value."""
     for s in range(first, stop):

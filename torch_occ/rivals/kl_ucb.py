@@ -8,7 +8,7 @@ import numpy as np
 
 from torch_occ._support.constants import KL_STEPS, KL_TOLERANCE
 from torch_occ.engine.lanes import Shared, anywhere, lane, lanes_of
-from torch_occ.engine.layout import TRIAL, Floats, Work, part, routine
+from torch_occ.engine.layout import TRIAL, Floats, Work, routine
 from torch_occ.engine.learners import average, count_visit, plan
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.learners import Learner
@@ -124,7 +124,7 @@ def expand(log: float, i: int, learner: CompiledKLUCB) -> None:
         series[REACH, i] = np.inf
 
 
-@part
+@routine(inline=True)
 def kl_lower(mean: float, width: float, guess: float) -> float:
     """The smallest x with kl(mean, x) <= width: Newton's method in log x, from below.
 

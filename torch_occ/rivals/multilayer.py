@@ -9,7 +9,7 @@ import numpy as np
 
 from torch_occ.engine.draws import episode_key, key_of, uniform
 from torch_occ.engine.lanes import lane, where
-from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, part
+from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, routine
 from torch_occ.engine.learners import average, count_visit
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.learners import Learner
@@ -159,7 +159,7 @@ def _observe_in_layers(game: Game, t: int, tally: Tally, learner: Any, work: Wor
         count_transitions(game, n, seed.together.counts, seed.entry)
 
 
-@part
+@routine(inline=True)
 def add_layers(learner: CompiledLayers) -> None:
     """The data of all layers."""
     together = learner.together
@@ -175,7 +175,7 @@ def add_layers(learner: CompiledLayers) -> None:
     average(together, 0.0)
 
 
-@part
+@routine(inline=True)
 def take_turn(seed: int, t: int, learner: CompiledLayers) -> None:
     """Draw the layer of episode t for one seed, and take its data.
 
@@ -193,7 +193,7 @@ def take_turn(seed: int, t: int, learner: CompiledLayers) -> None:
         own.counts[e] = learner.counts[r, e]
 
 
-@part
+@routine(inline=True)
 def allow(model: Model, learner: CompiledLayers) -> None:
     """The actions that all slower layers found possible; if they leave none, the slowest count."""
     allowed, possible, num_actions = learner.allowed, learner.possible, model.num_actions
@@ -209,7 +209,7 @@ def allow(model: Model, learner: CompiledLayers) -> None:
                 allowed[i] = where(counts, allowed[i] * possible[r, i], allowed[i])
 
 
-@part
+@routine(inline=True)
 def find_possible(num_actions: int, learner: CompiledLayers) -> None:
     """The allowed actions of one seed whose lower bound is at most the smallest upper bound."""
     allowed, bounds, r = learner.allowed, learner.bounds, int(learner.layer[0])

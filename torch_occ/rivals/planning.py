@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 
 from torch_occ.engine.lanes import anywhere, sqrt, where
-from torch_occ.engine.layout import PAIR, Model, part
+from torch_occ.engine.layout import PAIR, Model, routine
 from torch_occ.engine.learners import cheapest_pair
 from torch_occ.game.learners import Learner
 from torch_occ.game.simulate import whole
@@ -75,7 +75,7 @@ class PlanningLearner(Learner):
         return {"entry": entries(self.mdp)}
 
 
-@part
+@routine(inline=True)
 def plan_with_bounds(
     model: Model, data: Any, more: Any, both: bool, corruption: Any, log: float, learner: Any
 ) -> None:
@@ -115,7 +115,7 @@ def plan_with_bounds(
                     values[UPPER, s] = where(chosen == float(i), bounds[UPPER, i], values[UPPER, s])
 
 
-@part
+@routine(inline=True)
 def estimate(
     model: Model, data: Any, corruption: Any, log: float, k: int, i: int, learner: Any
 ) -> tuple[Any, Any]:

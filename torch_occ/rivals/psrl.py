@@ -8,7 +8,7 @@ import numpy as np
 
 from torch_occ.engine.draws import beta, episode_key, gamma, key_of
 from torch_occ.engine.lanes import lane
-from torch_occ.engine.layout import PAIR, PLAN, TRIAL, Floats, Ints, Model, Work, part
+from torch_occ.engine.layout import PAIR, PLAN, TRIAL, Floats, Ints, Model, Work, routine
 from torch_occ.engine.learners import cheapest_pair
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.rivals.beliefs import count_transitions, num_transitions
@@ -63,7 +63,7 @@ def _observe_sums(game: Game, t: int, tally: Tally, learner: Any, work: Work) ->
         count_transitions(game, n, own.counts, own.entry)
 
 
-@part
+@routine(inline=True)
 def draw_model(model: Model, key: np.uint64, learner: CompiledPSRL, loss: Floats) -> None:
     """Draw losses into row TRIAL, and transitions, for one seed.
 
@@ -80,7 +80,7 @@ def draw_model(model: Model, key: np.uint64, learner: CompiledPSRL, loss: Floats
                     learner.drawn[e] = gamma(own, learner.counts[e] + 1.0 / size)
 
 
-@part
+@routine(inline=True)
 def plan_in_sample(model: Model, learner: CompiledPSRL, work: Work) -> None:
     """Backward induction with the losses and transitions that were drawn."""
     start, num_actions, layers = model.start, model.num_actions, len(model.start) - 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.engine.lanes import Shared, lane
-from torch_occ.engine.layout import Floats, Ints, Model, Work, kernel, part
+from torch_occ.engine.layout import Floats, Ints, Model, Work, kernel, routine
 from torch_occ.engine.learners import average, count_visit
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.mdp.layered import LayeredMDP
@@ -66,7 +66,7 @@ def _observe_transitions(game: Game, t: int, tally: Tally, learner: Any, work: W
         count_transitions(game, n, own.counts, own.entry)
 
 
-@part
+@routine(inline=True)
 def prepare(learner: Any) -> None:
     """What follows from the state."""
     average(learner, 0.0)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.engine.lanes import Shared, anywhere, lane, power, sqrt, where
-from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, part
+from torch_occ.engine.layout import ERROR, GUESSED, PAIR, RECENT, Floats, Ints, Model, Work, routine
 from torch_occ.engine.learners import Solver, take_step
 from torch_occ.engine.play import (
     Game,
@@ -59,8 +59,9 @@ from torch_occ.rivals.beliefs import (
     upper_bound,
     upper_occupancy,
 )
-from torch_occ.step.arrays import WeightsOverTime, model_of, why_not_game
+from torch_occ.step.arrays import WeightsOverTime, model_of
 from torch_occ.step.ftrl import FTRLStep
+from torch_occ.step.ways import why_not_game
 
 #: Optimistic transitions are at least this share of the empirical ones, so that every state can be
 #: reached while the widths are large.
@@ -404,7 +405,7 @@ def _observe_unknown(game: Game, t: int, tally: Tally, learner: Any, work: Work)
         renew(learner, work)
 
 
-@part
+@routine(inline=True)
 def believe(learner: CompiledUnknown, work: Work) -> None:
     """Write the believed models, and their interior points."""
     model, settings, entry = learner.believed, learner.confidence, learner.entry
@@ -419,7 +420,7 @@ def believe(learner: CompiledUnknown, work: Work) -> None:
     occupy_by_policy(model, learner.uniform, learner.solver.middle, work)
 
 
-@part
+@routine(inline=True)
 def renew(learner: CompiledUnknown, work: Work) -> None:
     """Start epochs where they begin: the bonus, and a q of the new believed model.
 
@@ -445,12 +446,12 @@ def renew(learner: CompiledUnknown, work: Work) -> None:
         learner.q[i] = where(new, learner.fresh[i], learner.q[i])
     if learner.restart:
         learner.spread[0] = where(new, 0.0, learner.spread[0])
-    work.stale[0] = where(new, np.inf, work.stale[0])
-    for k in range(1, 3):
-        work.stale[k] = where(new, 0.0, work.stale[k])
+    work.notes[ERROR] = where(new, np.inf, work.notes[ERROR])
+    work.notes[RECENT] = where(new, 0.0, work.notes[RECENT])
+    work.notes[GUESSED] = where(new, 0.0, work.notes[GUESSED])
 
 
-@part
+@routine(inline=True)
 def set_time(t: float, learner: CompiledUnknown, work: Work) -> None:
     """Set the loss of the step and the weights of psi at episode t."""
     powers, weights, most = learner.powers, learner.solver.weights, 0.0
@@ -470,10 +471,10 @@ def set_time(t: float, learner: CompiledUnknown, work: Work) -> None:
             weights[k] = weight * power(time, powers[1, k])
         change = abs(weights[k] - before)
         most = max(most, where(change > 0.0, change / abs(before), 0.0))
-    work.stale[0] += most
+    work.notes[ERROR] += most
 
 
-@part
+@routine(inline=True)
 def spread_of(learner: CompiledUnknown) -> Any:
     """min{ sum q l^2, sum q (Q - V)^2 } for the estimate l minus the bonus, and its values."""
     model, V, Q = learner.believed, learner.ahead, learner.future

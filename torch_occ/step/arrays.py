@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from torch_occ.engine.batch import (
 from torch_occ.engine.lanes import LANES, allocator, width_of
 from torch_occ.engine.layout import (
     COMPLEMENT,
-    NARROW,
     PAIR,
     REST,
     STATE,
@@ -44,43 +42,19 @@ from torch_occ.engine.layout import (
     lanes_in,
     make_work,
 )
+from torch_occ.engine.layout import NARROW as NARROW
 from torch_occ.engine.psi import X_LOG_X
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import DenseLayer, SparseLayer
-from torch_occ.regularizers.base import Composition, Regularizer, TabularRegularizer, Weights
+from torch_occ.regularizers.base import Composition, Regularizer, Weights
 from torch_occ.regularizers.terms import Weighted
 from torch_occ.step.newton import conserves_mass
+from torch_occ.step.ways import prefers_rows
 
 #: The shape of the pairs for numbers that are the same for all pairs.
 ONE = torch.Size((1, 1))
 
 _ARGUMENTS = {"pair": PAIR, "rest": REST, "state": STATE, "complement": COMPLEMENT}
-
-
-def why_not_model(mdp: LayeredMDP, *, batch: bool = False) -> str | None:
-    """Return the reason why the engine does not support this MDP, or None if it does.
-
-    Args:
-        batch: whether a batch of MDPs is supported.
-    """
-    if mdp.device.type != "cpu" or mdp.dtype != torch.float64:
-        return f"the engine works in float64 on the CPU, the MDP is {mdp.dtype} on {mdp.device}"
-    if mdp.batch_shape and not batch:
-        return "the engine works with a single MDP, this is a batch"
-    return None
-
-
-def why_not_terms(regularizer: Regularizer) -> str | None:
-    """Return the reason why the engine does not support this regularizer, or None if it does."""
-    for leaf in regularizer.leaves():
-        if not isinstance(leaf, TabularRegularizer):
-            return f"{type(leaf).__name__} is not a table of elementary terms"
-    return None
-
-
-def why_not_game(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
-    """Return the reason why the engine does not play with this MDP and regularizer, or None."""
-    return why_not_terms(regularizer) or why_not_model(mdp)
 
 
 def model_of(mdp: LayeredMDP, *, dense: bool = False) -> Model:
@@ -99,25 +73,6 @@ def model_of(mdp: LayeredMDP, *, dense: bool = False) -> Model:
     arrivals = np.zeros((0, 0)) if isinstance(next_state, Rows) else next_state.T.copy()
     initial = mdp.initial.detach().numpy().copy()
     return Model(mdp.num_actions, start, next_state, arrivals, flags, initial, conserves_mass(mdp))
-
-
-def prefers_rows(mdp: LayeredMDP) -> bool:
-    """Return whether the engine uses sparse transitions and conjugate gradients.
-
-    The alternative is dense transitions and a factorization of every layer
-    (the modules conjugate and sweeps of torch_occ.kernels.solver). Sparse transitions stay sparse.
-    For dense ones, a model predicts both times in nanoseconds per Newton step. It was fitted to
-    measurements from (3,3,3) to layers of 60 states. Where the times are close, the factorization
-    is used.
-    """
-    if mdp.is_sparse:
-        return True
-    sizes, num_actions = mdp.layer_sizes, mdp.num_actions
-    products = sum(m * n * (num_actions * n + m + n) for m, n in pairwise(sizes))
-    products += sum(2 * n**3 for n in sizes)
-    entries = sum(int(layer.probabilities.count_nonzero()) for layer in mdp.layers[:-1])
-    pairs = mdp.num_states * mdp.num_actions
-    return 12 * entries + 110 * pairs < (0.25 * products + 150 * pairs) / 1.5
 
 
 def table_of(mdp: LayeredMDP) -> Floats:
@@ -291,38 +246,7 @@ def rows(x: Tensor, batch: torch.Size, event_dims: int) -> Floats:
 # -- The MDPs of a batch of steps as the kernels read them: one for all elements, or one for ea ----
 
 
-#: The widest dense layer for which the engine is faster than BLAS on the torch path. Measured with
-#: 2 to 10 layers and actions, one thread.
-WIDEST = 150
-
-
-def pays_off(mdp: LayeredMDP) -> bool:
-    """Return whether the engine is expected to be faster than the torch path."""
-    return mdp.is_sparse or max(mdp.layer_sizes) <= WIDEST
-
-
-def why_not(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
-    """Return the reason why the engine does not support a step over this MDP, or None if it does.
-
-    Other than in a game, the MDP may be a batch, or be differentiated.
-    """
-    return why_not_terms(regularizer) or why_not_world(mdp)
-
-
-def why_not_world(mdp: LayeredMDP) -> str | None:
-    """Return the reason why the engine does not support this MDP in a step, or None if it does."""
-    if mdp.batch_shape:
-        if mdp.is_sparse:
-            return "the engine works with a single sparse MDP, this is a batch"
-        if max(mdp.layer_sizes) > NARROW:
-            return (
-                f"the engine takes a batch of MDPs with layers of up to {NARROW} states, "
-                f"this one has {max(mdp.layer_sizes)}"
-            )
-    return why_not_model(mdp, batch=True)
-
-
-class World:
+class MDPArrays:
     """An MDP or a batch of MDPs.
 
     Args:
@@ -430,7 +354,7 @@ class Groups:
 
     def solve(
         self,
-        world: World,
+        world: MDPArrays,
         batch: torch.Size,
         terms: Floats,
         loss: Floats,
@@ -452,7 +376,7 @@ class Groups:
 
     def linear(
         self,
-        world: World,
+        world: MDPArrays,
         batch: torch.Size,
         terms: Floats,
         q: Floats,
@@ -473,7 +397,7 @@ class Groups:
 
     def _run(
         self,
-        world: World,
+        world: MDPArrays,
         batch: torch.Size,
         terms: Floats,
         entropies: Bools | None,
@@ -534,7 +458,7 @@ class Groups:
         free.append(memory)
 
 
-def _empty(world: World, count: int) -> tuple[Floats, Floats]:
+def _empty(world: MDPArrays, count: int) -> tuple[Floats, Floats]:
     """Allocate rows of pairs and rows of states."""
     num_rows = count * world.mdp.num_states
     return np.empty((num_rows, world.mdp.num_actions)), np.empty(num_rows)

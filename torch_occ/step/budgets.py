@@ -35,16 +35,14 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_of, join
 from torch_occ.regularizers.parameters import with_rank
 from torch_occ.step.checks import check_batches, report
-from torch_occ.step.implicit import Bound, ImplicitSolution, Setting, Stationarity
+from torch_occ.step.implicit import Bound, ImplicitSolution, Problem, Setting, Stationarity
 from torch_occ.step.limits import Budgets, InfeasibleError, least_cost
 from torch_occ.step.newton import newton
-from torch_occ.step.problem import Problem
 from torch_occ.step.solution import Solution, Status, over
 from torch_occ.step.system import Factorization
 
 if TYPE_CHECKING:
-    from torch_occ.step.compiled import CompiledStep
-    from torch_occ.step.compiled_budgets import CompiledBudgets
+    from torch_occ.step.compiled import CompiledBudgets, CompiledStep
 
 
 @dataclass(frozen=True)
@@ -171,9 +169,12 @@ class BudgetedStationarity(Stationarity):
             start.expand(*batch, *x.shape[-2:]),
             guess.expand(*batch, m),
         )
-        without = setting.engine.without() if setting.engine else self._without(bound, batch)
-        tolerance = self.options.tolerance_in(x.dtype)
-        found = find_multipliers(bound.mdp, without, *given, tolerance)
+        if setting.engine:
+            found = setting.engine.search(*given)
+        else:
+            without = self._without(bound, batch)
+            tolerance = self.options.tolerance_in(x.dtype)
+            found = find_multipliers(bound.mdp, without, *given, tolerance)
         q, value, certificate = found.solution[:3]
         self.tell(found.solution, *given[1:3], found.certificate)
         return q, torch.cat([value, found.multipliers], -1), certificate
@@ -554,7 +555,7 @@ def solve_with_budgets(
     tensors += [with_rank(costs, rank, 3), with_rank(limits, rank, 1), with_rank(guess, rank, 1)]
     engine = None
     if compiled is not None:
-        engine = later("step.compiled_budgets").CompiledBudgets(
+        engine = later("step.compiled").CompiledBudgets(
             compiled, problem.t.detach(), problem.step.interior
         )
     equation = BudgetedStationarity(

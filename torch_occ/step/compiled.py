@@ -13,14 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torch_occ._support.choices import compile_message
 from torch_occ._support.constants import DEAD
 from torch_occ._support.private import (
     in_forward_mode,
     own_parameters,
     refuse_batched_derivatives,
 )
+from torch_occ._support.processes import for_each
 from torch_occ.engine.batch import BAD_INPUT
-from torch_occ.engine.layout import Floats, Kinds, Model, Rows
+from torch_occ.engine.budgets import Budget, find_multipliers, make_budget_room
+from torch_occ.engine.layout import PAIR, Floats, Kinds, Model, Rows, Terms, V, make_work
 from torch_occ.engine.newton import SMALLEST
 from torch_occ.engine.sparse import sweep_all
 from torch_occ.mdp.checks import broadcast
@@ -32,11 +35,10 @@ from torch_occ.regularizers.terms import Factor
 from torch_occ.step.arrays import (
     ONE,
     Groups,
-    World,
+    MDPArrays,
     followed,
     kinds_of,
     number,
-    pays_off,
     plain,
     rows,
     rows_of,
@@ -44,8 +46,8 @@ from torch_occ.step.arrays import (
     summed,
     tabulate,
     untabulate,
-    why_not_world,
 )
+from torch_occ.step.budgets import BudgetSearch
 from torch_occ.step.checks import (
     check_arguments,
     check_layout,
@@ -54,14 +56,7 @@ from torch_occ.step.checks import (
     check_values,
     parameter_shapes,
 )
-from torch_occ.step.entropic import (
-    Entropy,
-    Task,
-    entropy_of,
-    is_entropy,
-    solve_entropic,
-    solves_in_logs,
-)
+from torch_occ.step.entropic import Entropy, Task, entropy_of, solve_entropic
 from torch_occ.step.implicit import (
     Bound,
     ImplicitSolution,
@@ -72,6 +67,7 @@ from torch_occ.step.implicit import (
 )
 from torch_occ.step.solution import Options, Solution, Status
 from torch_occ.step.system import SeparableStates, Swept
+from torch_occ.step.ways import is_entropy, pays_off, solves_in_logs, why_not_world
 
 # -- Derivatives of a compiled step: by kernels where possible, by the torch path elsewhere --------
 #
@@ -99,7 +95,7 @@ class Origin(NamedTuple):
     """All that the derivative of a solution needs, apart from tensors."""
 
     step: CompiledStep
-    world: World
+    world: MDPArrays
     values: list[Any]  # numbers or arrays: t and the parameters, as the rows read them
     terms: Floats  # (2, N or 1, K or K * S * A), weights and exponents
     found: EngineSolution
@@ -293,8 +289,8 @@ class CompiledStep:
         return CompiledStep, (self.mdp, self.evaluator, self.options)
 
     @cached_property
-    def world(self) -> World:
-        return World(self.mdp)
+    def world(self) -> MDPArrays:
+        return MDPArrays(self.mdp)
 
     @property
     def model(self) -> Model:
@@ -386,7 +382,7 @@ class CompiledStep:
             found.append(value)
         return found
 
-    def world_of(self, mdp: LayeredMDP | None) -> World | None:
+    def world_of(self, mdp: LayeredMDP | None) -> MDPArrays | None:
         """Return the MDPs of a call; None if the engine does not support them.
 
         Raises:
@@ -399,9 +395,9 @@ class CompiledStep:
         if mdp.is_sparse or why_not_world(mdp) is not None or not pays_off(mdp):
             return None
         check_probabilities(mdp)
-        return World(mdp)
+        return MDPArrays(mdp)
 
-    def _complain(self, world: World, loss: Tensor, t: Tensor | float, start: Tensor) -> None:
+    def _complain(self, world: MDPArrays, loss: Tensor, t: Tensor | float, start: Tensor) -> None:
         """Raise the error of the torch path if an argument is wrong, else return."""
         parameters = dict(self.regularizer.named_parameters())
         given = self.evaluator.batch_shapes(self.read(1.0)[1:])
@@ -426,7 +422,7 @@ class CompiledStep:
         return good
 
     def _batch(
-        self, world: World, loss: Tensor, start: Tensor, values: list[Any], scalars: bool
+        self, world: MDPArrays, loss: Tensor, start: Tensor, values: list[Any], scalars: bool
     ) -> torch.Size | None:
         """Return the batch shape, or None if shapes are wrong or do not broadcast.
 
@@ -442,7 +438,7 @@ class CompiledStep:
         return batch if loss.shape[-2:] == self.shape == start.shape[-2:] else None
 
     def solve(
-        self, world: World, batch: torch.Size, start: Tensor, loss: Tensor, terms: Floats
+        self, world: MDPArrays, batch: torch.Size, start: Tensor, loss: Tensor, terms: Floats
     ) -> EngineSolution:
         """Solve every element of a batch; `terms` are weights and exponents of `tabulate`."""
         found = self.groups.solve(
@@ -524,7 +520,7 @@ def applies(mdp: LayeredMDP) -> bool:
 
 
 class CompiledSweeps:
-    """The compiled twin of torch_occ.step.system.TorchSweeps; loops over a batch."""
+    """The sweeps of torch_occ.step.system.TorchSweeps in a kernel; it loops over a batch."""
 
     def __init__(self, states: SeparableStates, mdp: LayeredMDP) -> None:
         if mdp not in _ROWS:
@@ -557,3 +553,83 @@ def _flat(part: Tensor, batch: torch.Size, dims: int) -> NDArray[Any]:
     event = part.shape[part.dim() - dims :]
     part = part.detach() if part.numel() == event.numel() else part.detach().expand(*batch, *event)
     return part.reshape(-1, event.numel()).contiguous().numpy()
+
+
+# -- The search for the multipliers of budgets, and the linear system of its derivatives -----------
+
+
+class CompiledBudgets:
+    """The compiled step at an episode t; weights and exponents are those of now.
+
+    Args:
+        t: plain, `(*batch,)` or fewer dimensions.
+        interior: where failed elements start again.
+    """
+
+    def __init__(self, step: CompiledStep, t: Tensor, interior: Tensor) -> None:
+        self.step, self.interior = step, interior
+        values = [number(x) for x in step.read(t)]
+        if type(values[0]) is not float:
+            values[0] = values[0][..., None, None]
+        found = step.composition.weigh(values)
+        self.numbers = [*found.terms, *found.exponents]
+
+    def search(
+        self, loss: Tensor, costs: Tensor, limits: Tensor, start: Tensor, guess: Tensor
+    ) -> BudgetSearch:
+        """`torch_occ.step.budgets.find_multipliers` in kernels, ten times as fast."""
+        step, batch = self.step, loss.shape[:-2]
+        count, pairs, m = batch.numel(), loss.shape[-2:].numel(), limits.shape[-1]
+        table = tabulate(self.numbers, batch, step.pairs)
+        given = [rows(x, batch, 2).reshape(-1, pairs) for x in (loss, start)]
+        prices = rows(costs.flatten(-2), batch, 2).reshape(-1, m, pairs)
+        allowed = rows(limits, batch, 1).reshape(-1, m)
+        q, v = np.empty((count, pairs)), np.empty((count, step.shape[0]))
+        y = np.array(guess.reshape(-1, m).numpy(), copy=True)
+        proof, certificate = np.zeros((count, m)), np.empty((count, 5))
+        nothing, middle = np.zeros(0), self.interior.numpy().flatten()
+
+        def own(x: Floats, n: int) -> Floats:
+            return x[min(n, len(x) - 1)]
+
+        def solve(n: int) -> None:
+            work, terms = make_work(step.model), Terms(*step.kinds, own(table[1], n))
+            work.pairs[PAIR] = own(given[1], n)
+            budget = Budget(
+                *(own(given[0], n), own(prices, n), own(allowed, n), y[n], proof[n]),
+                *(middle, nothing, step.tolerance, step.options.max_steps),
+            )
+            certificate[n] = find_multipliers(
+                step.model, terms, own(table[0], n), budget, make_budget_room(pairs, m), work
+            )
+            q[n], v[n] = work.pairs[PAIR], work.states[V]
+
+        with compile_message:
+            for_each(solve, count)
+        found = EngineSolution(q.reshape(-1, step.shape[1]), v.ravel(), certificate)
+        marks = torch.from_numpy(certificate.reshape(*batch, 5))
+        solution = Solution(*found.tensors(batch, step.shape), marks, "engine")
+        shape = (*batch, m)
+        return BudgetSearch(
+            solution, torch.from_numpy(y.reshape(shape)), torch.from_numpy(proof.reshape(shape))
+        )
+
+    def factorize(self, q: Tensor) -> CompiledSystem:
+        """The linear system at q, `(*batch, S, A)`."""
+        return CompiledSystem(self, q)
+
+
+class CompiledSystem:
+    """A `torch_occ.step.system.Factorization` in compiled kernels."""
+
+    def __init__(self, budgets: CompiledBudgets, q: Tensor) -> None:
+        self.budgets, self.q = budgets, q
+
+    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Solve H u - E'w = x, E u = r, for x `(*more, *batch, S, A)`."""
+        step, whole = self.budgets.step, x.shape[:-2]
+        table = tabulate(self.budgets.numbers, whole, step.pairs)
+        at = rows(self.q.expand_as(x), whole, 2)
+        given = (at, rows(-x, whole, 2), rows(r, whole, 1))
+        u, w, _ = step.groups.linear(step.world, whole, table, *given, wanted=0)
+        return torch.from_numpy(u.reshape(x.shape)), torch.from_numpy(w.reshape(r.shape))

@@ -46,14 +46,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ._support.constants import FULL_STEPS, LOG_DEAD, SQUARE, STALL_AFTER
+from torch_occ._support.constants import FULL_STEPS, LOG_DEAD, STALL_AFTER
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import largest_exponent
 from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source, join
-from torch_occ.regularizers.base import Composition, Regularizer, TabularRegularizer
+from torch_occ.regularizers.base import Composition
 from torch_occ.regularizers.parameters import fit
-from torch_occ.regularizers.terms import XLogX
 from torch_occ.step.newton import Shaped, potential, shape_finely
 from torch_occ.step.solution import Options, Solution, Status
 
@@ -63,35 +62,6 @@ class Entropy(NamedTuple):
 
     weight: Tensor  # w
     price: Tensor  # kappa
-
-
-def is_entropy(regularizer: Regularizer, closed: bool = False) -> bool:
-    """Return whether psi_t has the form above, for all parameters and every t.
-
-    With `closed`, return whether also kappa = 0.
-    """
-    for leaf in regularizer.leaves():  # with a place, w may depend on the pair
-        if not isinstance(leaf, TabularRegularizer) or regularizer.places():
-            return False
-        weights = {"pair": 0.0, "state": 0.0}
-        for term in leaf.table():
-            known = isinstance(term.weight, float | int) and term.parameter is None
-            if not (known and isinstance(term.function, XLogX) and term.argument in weights):
-                return False
-            weights[term.argument] += float(term.weight)
-        price = weights["pair"] + weights["state"]
-        if not 0 <= price <= (0 if closed else weights["pair"]):
-            return False
-    return True
-
-
-def solves_in_logs(regularizer: Regularizer, num_states: int) -> bool:
-    """Return whether the step is solved in logarithms: not for an entropy of many states.
-
-    Its Jacobian is a matrix over all states. If kappa = 0, none is needed.
-    """
-    few = num_states <= SQUARE
-    return is_entropy(regularizer) and (few or is_entropy(regularizer, closed=True))
 
 
 def entropy_of(composition: Composition, values: Sequence[Tensor]) -> Entropy:

@@ -33,19 +33,12 @@ from torch_occ.step.checks import (
     parameter_shapes,
     report,
 )
-from torch_occ.step.entropic import (
-    Entropy,
-    Task,
-    entropy_of,
-    is_entropy,
-    solve_entropic,
-    solves_in_logs,
-)
+from torch_occ.step.entropic import Entropy, Task, entropy_of, solve_entropic
 from torch_occ.step.graph import autocasts, enroll, promote, solve_in_graph, solve_plainly
-from torch_occ.step.implicit import ImplicitSolution, Setting, Stationarity
+from torch_occ.step.implicit import ImplicitSolution, Problem, Setting, Stationarity
 from torch_occ.step.limits import Budgets
-from torch_occ.step.problem import Problem
 from torch_occ.step.solution import Options, Solution
+from torch_occ.step.ways import is_entropy, pays_off, solves_in_logs, why_not
 
 if TYPE_CHECKING:
     from torch_occ.step.compiled import CompiledStep
@@ -140,13 +133,10 @@ class FTRLStep(Frozen):
         evaluator = Evaluator(self.regularizer)
         self.__dict__.update(backend=check_backend(backend), evaluator=evaluator, _compiled=None)
 
-        def why_not() -> str | None:
-            return later("step.arrays").why_not(self.mdp, self.regularizer)
-
-        if not engine_takes(backend, why_not):
+        if not engine_takes(backend, lambda: why_not(self.mdp, self.regularizer)):
             return
-        compiled = later("step.compiled")
-        if backend == "engine" or compiled.pays_off(self.mdp):
+        if backend == "engine" or pays_off(self.mdp):
+            compiled = later("step.compiled")
             self._compiled = compiled.CompiledStep(self.mdp, evaluator, self.options)
 
     def forward(

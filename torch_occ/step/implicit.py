@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,14 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_source
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.derivatives import Derivatives, Evaluator, derivatives
+from torch_occ.regularizers.parameters import with_rank
+from torch_occ.step.checks import check_values
 from torch_occ.step.newton import newton
 from torch_occ.step.solution import Options, Solution, Status
 from torch_occ.step.system import Factorization, factorize
+
+if TYPE_CHECKING:
+    from torch_occ.step.ftrl import FTRLStep
 
 
 @dataclass(frozen=True)
@@ -311,3 +316,38 @@ def push_forward(
 
 def _sum_to(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.sum_to_size(like.shape) if gradient.shape != like.shape else gradient
+
+
+# -- The checked arguments of a step, as the torch path needs them ---------------------------------
+
+
+class Problem(NamedTuple):
+    """The checked arguments of a step, without the loss."""
+
+    step: FTRLStep
+    mdp: LayeredMDP
+    t: Tensor
+    parameters: tuple[Tensor, ...]  # those of `Evaluator`
+    start: Tensor
+    probabilities: bool  # whether they are differentiated
+    rank: int  # the number of batch dimensions
+
+    def align(self, x: Tensor) -> list[Tensor]:
+        """Return x = - loss, the start, t, parameters and probabilities.
+
+        All but the parameters get the same number of batch dimensions, so that the dimension that a
+        vmap puts in front of them is aligned.
+        """
+        rank = self.rank
+        tensors = [with_rank(x, rank, 2), with_rank(self.start, rank, 2)]
+        tensors += self.step.evaluator.align(rank, self.t, self.parameters)
+        if self.probabilities:
+            dims = (1, *(layer.event_dims for layer in self.mdp.layers))
+            pairs = zip(self.mdp.probabilities, dims, strict=True)
+            tensors += [with_rank(p, rank, dim) for p, dim in pairs]
+        return tensors
+
+    def validate(self, bound: Bound, x: Tensor, start: Tensor) -> None:
+        """Check values; runs on plain tensors, inside every transform."""
+        bound.evaluator.validate(bound.parameters)
+        check_values(self.step.mdp, bound.mdp, -x, start, bound.t, zeros=False)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -32,6 +31,7 @@ from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import DenseFlow, Flow, LayeredFlow, join
 from torch_occ.regularizers.hessians import Blocks, Full, Hessian, Separable
+from torch_occ.step.ways import prefers_iterations
 
 
 class SeparableStates:
@@ -387,38 +387,6 @@ def is_convex(hessian: Hessian, mdp: LayeredMDP) -> Tensor:
     states = SeparableStates(hessian) if isinstance(hessian, Separable) else GeneralStates(hessian)
     within, between = states.curves_upwards()
     return within.all(-1) & between[..., mdp.layer_sizes[0] :].all(-1)
-
-
-def prefers_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> bool:
-    """Return whether conjugate gradients are expected to be faster than `LayeredFactorization`.
-
-    Sparse transitions always use conjugate gradients. For dense ones, the times are predicted by
-    models that were fitted to measurements with one thread. Near the crossover both methods take
-    similar times, so an error of a factor of two costs little. `experiments.wide --sections
-    crossover` measures the times again.
-
-    Args:
-        elements: the number of elements in the batch.
-        exact: whether systems will be solved to rounding, without a guess.
-    """
-    if mdp.is_sparse:
-        return True
-    return _seconds_of_iterations(mdp, elements, exact) < _seconds_of_factorization(mdp, elements)
-
-
-def _seconds_of_factorization(mdp: LayeredMDP, elements: int) -> float:
-    sizes, num_actions = mdp.layer_sizes, mdp.num_actions
-    products = sum(2 * m * n * (num_actions * n + m + n) for m, n in pairwise(sizes))
-    products += sum(4 * n**3 for n in sizes)
-    return 0.08e-9 * products * elements + (0.4e-3 + 0.04e-3 * elements) * mdp.horizon
-
-
-def _seconds_of_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> float:
-    entries = sum(layer.probabilities.numel() for layer in mdp.layers[:-1])
-    shared = elements > 1 and not mdp.batch_shape  # then the products with P are matrix-matrix
-    passes = 0.2e-9 * entries * elements if shared else 0.6e-9 * entries
-    iteration = passes + 12e-9 * mdp.num_pairs * elements + 0.04e-3 * mdp.horizon
-    return (40 if exact else 15) * iteration
 
 
 # -- all states ------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.arrays import WeightsOverTime, model_of
-from torch_occ.step.arrays import why_not_game as why_not_solve
 from torch_occ.step.solution import Options
+from torch_occ.step.ways import why_not_game as why_not_solve
 from torch_occ.tuning.leaps import WIDEST, LeapCourse
 
 
