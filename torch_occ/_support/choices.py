@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -104,7 +104,3 @@ def summary_writer(directory: str | Path, **options: Any) -> Any:
     with extra("experiments", "logging needs tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
     return SummaryWriter(str(directory), **options)
-
-
-#: torch_occ._support.compiling says what is compiled; this goes with the blocks that use it.
-compile_message = nullcontext()

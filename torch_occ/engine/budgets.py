@@ -1,6 +1,6 @@
 """The quadratic model of the dual of a step with budgets, and its best multipliers.
 
-The compiled twin of `_best_multipliers` in torch_occ.step.budgets.
+The compiled form of `_best_multipliers` in torch_occ.step.budgets.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def respond(
 def choose(y: Floats, room: BudgetRoom) -> None:
     """Write into STEP the step to the best multipliers of the quadratic model.
 
-    The compiled twin of `_best_multipliers` in torch_occ.step.budgets.
+    The compiled form of `_best_multipliers` in torch_occ.step.budgets.
     """
     rows, positive, count = room.budgets, room.positive, len(y)
     for i in range(count):
@@ -166,7 +166,7 @@ def solve_positive(room: BudgetRoom) -> None:
 
 # -- The FTRL step with budgets ⟨G_i, q⟩ <= h_i, compiled ------------------------------------------
 #
-# This is the compiled twin of torch_occ.step.budgets, which explains the method; tests
+# This is the compiled form of torch_occ.step.budgets, which explains the method; tests
 # compare them. The step without budgets is solved by torch_occ.engine.entropic for every
 # trial.
 

@@ -150,7 +150,7 @@ def binomial_drawn(count: float, p: float, generators: Generators, n: int) -> fl
     return count - found if p > 0.5 else found
 
 
-@kernel
+@routine
 def _inverted(count: float, p: float, generators: Generators, n: int) -> float:
     """`binomial_drawn` for 0 < p <= 1/2 and a small mean, by inversion."""
     target, k = uniform_drawn(generators, n), 0.0
@@ -164,7 +164,7 @@ def _inverted(count: float, p: float, generators: Generators, n: int) -> float:
     return k
 
 
-@kernel
+@routine
 def _accepted(count: float, p: float, generators: Generators, n: int) -> float:
     """`binomial_drawn` for p <= 1/2 and a mean of at least FEW (BTRS of Hörmann, 1993).
 
@@ -186,7 +186,7 @@ def _accepted(count: float, p: float, generators: Generators, n: int) -> float:
                 return k
 
 
-@kernel
+@routine
 def _log_ratio(count: float, p: float, k: float) -> float:
     """The logarithm of the probability of k, divided by that of the likeliest number."""
     odds, mode = p / (1.0 - p), np.floor((count + 1.0) * p)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.choices import compile_message
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.processes import for_each
 from torch_occ.engine import learners as forms
@@ -191,8 +190,7 @@ class EnginePlayer:
                     scatter(own[name], x, seeds)
 
         begun, calls = time.monotonic(), -(-count // each)
-        with compile_message:
-            for_each(play_group, calls)
+        for_each(play_group, calls)
         run.t += n
         run.since += n
         run.q = q

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.choices import compile_message
 from torch_occ._support.private import carries_derivative, in_forward_mode
 from torch_occ._support.processes import for_each
 from torch_occ.engine import projection as projection
@@ -411,8 +410,7 @@ class Groups:
         """
         model = world.model
         if not batch:  # a single problem should not wait for Python
-            with compile_message:
-                self._run_single(model, terms, kernels[0], *arguments)
+            self._run_single(model, terms, kernels[0], *arguments)
             return
         count = batch.numel()
         owners = world.owners(batch) if world.batch_shape else None
@@ -443,8 +441,7 @@ class Groups:
             )
             free.append(memory)
 
-        with compile_message:
-            for_each(share, threads)
+        for_each(share, threads)
 
     def _run_single(
         self, model: Model, terms: Floats, kernel: Callable[..., None], *arguments: Any

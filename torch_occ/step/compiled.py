@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_occ._support.choices import compile_message
 from torch_occ._support.constants import DEAD
 from torch_occ._support.private import (
     in_forward_mode,
@@ -604,8 +603,7 @@ class CompiledBudgets:
             )
             q[n], v[n] = work.pairs[PAIR], work.states[V]
 
-        with compile_message:
-            for_each(solve, count)
+        for_each(solve, count)
         found = EngineSolution(q.reshape(-1, step.shape[1]), v.ravel(), certificate)
         marks = torch.from_numpy(certificate.reshape(*batch, 5))
         solution = Solution(*found.tensors(batch, step.shape), marks, "engine")

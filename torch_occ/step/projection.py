@@ -43,7 +43,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_occ._support.choices import compile_message, later
+from torch_occ._support.choices import later
 from torch_occ._support.private import carries_derivative
 from torch_occ._support.processes import for_each
 from torch_occ.mdp.checks import broadcast, row_tolerance
@@ -661,8 +661,7 @@ def _solve_compiled(task: ProjectionTask, *rows: Any) -> tuple[Any, Any]:
             engine.make_scratch(layout),
         )
 
-    with compile_message:
-        for_each(share, threads)
+    for_each(share, threads)
     return certificate, values
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.choices import compile_message
 from torch_occ._support.processes import for_each
 from torch_occ.engine.lanes import allocator, width_of
 from torch_occ.engine.layout import lanes_in, make_work
@@ -101,8 +100,7 @@ def leap_compiled(
         work = make_work(model, new)
         leap_to_the_end(model, terms, way, groups[i], new(0), work, width_of(lanes))
 
-    with compile_message:
-        for_each(play, len(groups))
+    for_each(play, len(groups))
     regret, counts = (
         torch.from_numpy(np.concatenate([x.reshape(-1, width).T for x in found])[:particles])
         for found in zip(*((group.regret, group.counts) for group in groups), strict=True)
