@@ -151,8 +151,10 @@ def test_wide_layers_are_played_without_lanes(name):
 @pytest.mark.parametrize("name", LEARNERS)
 @pytest.mark.bits
 def test_a_run_continues_and_a_seed_plays_in_any_company_to_the_same_bits(
-    name, tmp_path, small_chunks
+    name, tmp_path, small_chunks, monkeypatch
 ):
+    monkeypatch.setattr("torch_occ.game.players.EnginePlayer.chunks", 1)
+
     class Stop(occ.Callback):
         def on_chunk(self, run):
             if 40 <= run.t < 60:
