@@ -16,6 +16,7 @@ from torch_occ import Status
 from torch_occ._support.constants import SQUARE
 from torch_occ.regularizers.base import Composition
 from torch_occ.step import entropic
+from torch_occ.step.ways import is_entropy
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
 
@@ -108,14 +109,14 @@ def test_the_jacobian_is_that_of_the_equations(psi):
 
 
 def test_what_is_an_entropy():
-    assert all(entropic.is_entropy(psi) for psi in ENTROPIES.values())
+    assert all(is_entropy(psi) for psi in ENTROPIES.values())
     for psi in (
         occ.jin_luo(MDP),
         occ.Shannon() + occ.LogBarrier(0.1),
         occ.Tsallis(),
         occ.ConditionalEntropy() + occ.Tsallis(),
     ):
-        assert not entropic.is_entropy(psi)
+        assert not is_entropy(psi)
 
 
 def test_starts_may_have_zeros_and_do_not_matter():

@@ -123,8 +123,8 @@ def test_a_sparse_batch_is_that_of_the_dense_mdp(name):
 def test_a_bad_element_does_not_touch_its_neighbours(kind):
     step = occ.FTRLStep(MDPS[kind], REGULARIZERS["Jin and Luo"]())
     compiled, batch = step._compiled, torch.Size((COUNT,))
-    numbers = compiled.formula.replay([3.0, *(x.item() for x in step.parameters())])[1]
-    table = tabulate(numbers, batch, compiled.pairs)
+    numbers = compiled.composition.weigh([3.0, *(x.item() for x in step.parameters())])
+    table = tabulate([*numbers.terms, *numbers.exponents], batch, compiled.pairs)
     starts = step.interior.expand(COUNT, 7, 3).clone()
     expected = compiled.solve(compiled.world, batch, starts, LOSSES, table)
     losses = LOSSES.clone()

@@ -177,7 +177,7 @@ def test_export_refuses_what_is_not_an_operator():
 
 
 def test_a_program_whose_step_is_gone_says_so():
-    with pytest.raises(RuntimeError, match="step -1: the FTRLStep of this compiled or exported"):
+    with pytest.raises(RuntimeError, match="step -1: this process has no FTRLStep with the MDP"):
         solve_step("step -1", random_loss(small()), tensor(1.0), None, [])
 
 

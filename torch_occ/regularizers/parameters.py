@@ -154,7 +154,8 @@ _views: ContextVar[Mapping[int, Tensor] | None] = ContextVar("views", default=No
 
 def _seen(found: Any) -> Any:
     """Return the replacement of a parameter inside `seen_as`, else the parameter itself."""
-    views = _views.get()
+    # torch.compile cannot trace a ContextVar; inside its graphs nothing is replaced.
+    views = None if torch.compiler.is_dynamo_compiling() else _views.get()
     if views is None:
         return found
     while id(found) in views:  # a replacement may be replaced in turn, inside a further context

@@ -66,7 +66,9 @@ class Entropy(NamedTuple):
 
 def entropy_of(composition: Composition, values: Sequence[Tensor]) -> Entropy:
     """Return w and kappa of psi at values of t and its parameters."""
-    weights = [fit(torch.as_tensor(x).to(values[0]), 0) for x in composition.weigh(values).terms]
+    like = {"dtype": values[0].dtype, "device": values[0].device}
+    found = composition.weigh(values).terms
+    weights = [fit(torch.as_tensor(x, **like), 0) for x in found]
     terms = zip(weights, composition.terms, strict=True)
     pairs = [weight for weight, term in terms if term.argument == "pair"]
     return Entropy(sum(pairs[1:], pairs[0]), sum(weights[1:], weights[0]))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_occ._support.choices import Backend, check_backend, engine_takes, later
 from torch_occ._support.private import carries_derivative, inside_transform
+from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 from torch_occ.regularizers.base import Regularizer, SeparableRegularizer
@@ -337,6 +338,8 @@ class FTRLStep(Frozen):
         inputs = (loss, t, *entropy, *model.probabilities)
         differentiable = any(carries_derivative(x) for x in inputs)
         loss, start, t = with_rank(loss, rank, 2), with_rank(start, rank, 2), with_rank(t, rank, 0)
+        # The entropy may not depend on t, whose batch counts all the same.
+        loss = loss.expand(*broadcast(loss.shape[:-2], t.shape), *loss.shape[-2:])
         return solve_entropic(task, loss, start, entropy, t, differentiable)
 
     @property

@@ -90,7 +90,10 @@ def _signature(step: FTRLStep) -> str:
     composition = step.evaluator.composition
     users = [f"{type(part).__module__}.{type(part).__qualname__}" for part, _ in composition.others]
     rows = (composition.terms, [row for _, row in composition.others], users, step.evaluator.names)
-    return fingerprint(mdp=step.mdp, psi=repr(rows), options=repr(step.options))
+    try:
+        return fingerprint(mdp=step.mdp, psi=repr(rows), options=repr(step.options))
+    except RuntimeError:  # made inside a transform of torch.func, whose tensors cannot be read
+        return "inside a transform"
 
 
 def solve_in_graph(

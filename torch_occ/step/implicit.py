@@ -275,7 +275,7 @@ class ImplicitSolution(torch.autograd.Function):
             if event is None:
                 continue
             shared, number = dims[i] is None, tensors[i].dim() == (dims[i] is not None)
-            if number and event and (inside or not shared):
+            if number and (inside or not shared):
                 front[i] = front[i].reshape(-1, *(1,) * (rank + event))
             elif shared and not number:
                 front[i] = front[i].unsqueeze(0)
