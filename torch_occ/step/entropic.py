@@ -66,9 +66,8 @@ class Entropy(NamedTuple):
 
 def entropy_of(composition: Composition, values: Sequence[Tensor]) -> Entropy:
     """Return w and kappa of psi at values of t and its parameters."""
-    like = {"dtype": values[0].dtype, "device": values[0].device}
-    found = composition.weigh(values).terms
-    weights = [fit(torch.as_tensor(x, **like), 0) for x in found]
+    t, found = values[0], composition.weigh(values).terms
+    weights = [fit(torch.as_tensor(x, dtype=t.dtype, device=t.device), 0) for x in found]
     terms = zip(weights, composition.terms, strict=True)
     pairs = [weight for weight, term in terms if term.argument == "pair"]
     return Entropy(sum(pairs[1:], pairs[0]), sum(weights[1:], weights[0]))
