@@ -214,9 +214,10 @@ def projection(width, batch, backend):
     inputs |= {f"table {i} {k}": p for i, ps in enumerate(tables) for k, p in enumerate(ps)}
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}
     found = occ.KLProjection(DENSE).solve(inputs["q"], *tables, inputs["loss"], inputs["rate"])
-    # The last layer is certain; the old code gave it no batch.
+    # The last layer is certain; the old engine gave it no batch.
     *inner, last = found.transitions
-    outputs = [*inner, last.reshape(-1, *DENSE.transitions[-1].shape)[0]]
+    single = last.reshape(-1, *DENSE.transitions[-1].shape)[0]
+    outputs = [*inner, single if backend == "engine" else last]
     moves = {f"p {k}": p for k, p in enumerate(outputs)}
     return parts(found) | moves | derivatives([found.q, *outputs], inputs)
 
