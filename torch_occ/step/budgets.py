@@ -396,8 +396,31 @@ class _Search(NamedTuple):
             curvature = costs.flatten(-2) @ response.flatten(-2).mT
             step = _best_multipliers(curvature, excess, y, GROWTH * (y + natural)) - y
             y, now, excess = self._move(share, y, step, now, excess, running, error, steps)
-        numbers = (status.to(loss).unsqueeze(-1), steps.unsqueeze(-1), now.certificate[..., 2:])
-        return BudgetSearch(now._replace(certificate=torch.cat(numbers, -1)), y, certificate)
+        dual = torch.maximum(now.dual_residual, self._error_of_q(now, y, excess))
+        status = torch.where(
+            (status == Status.CONVERGED) & ~(dual <= tolerance), Status.STALLED, status
+        )
+        numbers = (status.to(loss), steps, *now.certificate[..., 2:4].unbind(-1), dual)
+        return BudgetSearch(now._replace(certificate=torch.stack(numbers, -1)), y, certificate)
+
+    def _error_of_q(self, now: Solution, y: Tensor, excess: Tensor) -> Tensor:
+        """Return the relative error of q that remains, since a budget is met only up to rounding.
+
+        It is the change of q that would remove the violation, or the rounding error of its sum.
+        Where budgets leave little room, q answers strongly.
+        """
+        costs, q, eps = self.costs, now.q, torch.finfo(y.dtype).eps
+        response = self.without.respond(now, costs.movedim(-3, 0)).movedim(0, -3)
+        size = (costs.abs() * q.unsqueeze(-3)).sum((-2, -1)) + self.limits.abs()
+        noise = torch.maximum(excess.abs(), 4 * eps * size).copysign(excess)
+        curvature = (costs.flatten(-2) @ response.flatten(-2).mT).nan_to_num(0.0)
+        diagonal = curvature.diagonal(dim1=-2, dim2=-1)
+        scale = torch.where((y > 0) & (diagonal > 0), diagonal.clamp(min=0).rsqrt(), 0.0)
+        matrix = curvature * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+        inverse = torch.linalg.pinv(matrix, hermitian=True, rtol=16 * y.shape[-1] * eps)
+        step = (inverse @ (noise * scale).unsqueeze(-1)).squeeze(-1) * scale
+        change = (response * over(step, 2)).sum(-3).abs() / torch.where(q > 0, q, torch.inf)
+        return change.amax((-2, -1))
 
     def _move(
         self,
