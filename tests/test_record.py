@@ -199,29 +199,6 @@ def with_budgets(problem, psi, backend):
     return parts(found) | {"price": found.multipliers} | derivatives([found.q], inputs)
 
 
-def rows(seed):
-    found = [uniform(*p.shape, seed=seed + k) + 0.05 for k, p in enumerate(DENSE.transitions)]
-    return [p / p.sum(-1, keepdim=True) for p in found]
-
-
-def projection(width, batch, backend):
-    q = DENSE.split(table(DENSE, seed=4) + 0.05, -2)
-    inputs = {"q": torch.cat([part / part.sum() for part in q])}
-    inputs |= {"loss": table(DENSE, *batch, seed=5), "rate": torch.tensor(0.7, dtype=F64)}
-    lower = [(p - width * uniform(*p.shape, seed=30)).clamp(min=0) for p in rows(20)]
-    upper = [(p + width * uniform(*p.shape, seed=40)).clamp(max=1) for p in rows(20)]
-    tables = (rows(10), lower, upper)
-    inputs |= {f"table {i} {k}": p for i, ps in enumerate(tables) for k, p in enumerate(ps)}
-    inputs = {name: x.requires_grad_() for name, x in inputs.items()}
-    found = occ.KLProjection(DENSE).solve(inputs["q"], *tables, inputs["loss"], inputs["rate"])
-    # The last layer is certain; the old engine gave it no batch.
-    *inner, last = found.transitions
-    single = last.reshape(-1, *DENSE.transitions[-1].shape)[0]
-    outputs = [*inner, single if backend == "engine" else last]
-    moves = {f"p {k}": p for k, p in enumerate(outputs)}
-    return parts(found) | moves | derivatives([found.q, *outputs], inputs)
-
-
 def learning(backend):
     step = occ.FTRLStep(DENSE, occ.jin_luo(DENSE, beta=0.5), backend=backend)
     inputs = step_inputs(DENSE, (4,), step.regularizer)
@@ -253,8 +230,6 @@ def steps():
             for problem in ("dense", "wide", "batch"):
                 case = (with_budgets, problem, ("regularizers", name), backend)
                 found[f"{name}, {problem}, budgets, {backend}"] = case
-        for width, batch in ((0.03, ()), (0.25, ()), (20.0, ()), (0.1, (3,))):
-            found[f"projection {width}, {backend}"] = (projection, width, batch, backend)
         for function in (batched_parameters, warm_and_failing, learning):
             found[f"{function.__name__}, {backend}"] = (function, backend)
     return found

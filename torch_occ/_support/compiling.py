@@ -40,10 +40,11 @@ from torch_occ._support.version import VERSION
 
 _SUPPORT = Path(__file__).parent
 
-#: Every file that kernels are compiled from: the package `engine`, and the modules from which it
-#: imports constants and options.
+#: Every file that kernels are compiled from: the packages `engine` and `rivals`, and the modules
+#: from which they import constants and options.
 SOURCES = (
     *sorted((_SUPPORT.parent / "engine").rglob("*.py")),
+    *sorted((_SUPPORT.parent / "rivals").rglob("*.py")),
     *(_SUPPORT / name for name in ("compiling.py", "private.py", "constants.py")),
 )
 

@@ -331,7 +331,7 @@ def require(module: str) -> Any:
 # -- The Kullback-Leibler projection in cvxpy, with one variable per (s, a, s') --------------------
 #
 # The constraints are stated as in the definition; nothing is eliminated. It is slow and independent
-# of torch_occ.step.projection, and checks it.
+# of torch_occ.rivals.projection, and checks it.
 
 
 def project_cvxpy(
@@ -346,9 +346,13 @@ def project_cvxpy(
 ) -> tuple[tuple[Tensor, ...], float]:
     """Project with cvxpy; by default with Clarabel and tight tolerances.
 
-    The arguments are those of `KLProjection.solve`, without a batch.
-
     Args:
+        q: the weights of the reference, `(S, A)`.
+        transitions: those of the reference, one tensor `(S_k, A, S_{k+1})` per layer.
+        lower: the lower bounds of the transitions, in the same form.
+        upper: the upper bounds.
+        loss: `(S, A)`.
+        learning_rate: its factor.
         options: options of `Problem.solve` that replace the defaults.
 
     Returns:

@@ -4,6 +4,7 @@ beliefs     counts, epochs and confidence sets of learners that do not know the 
 kl_ucb      KL-UCB for known transitions: optimism by relative entropy
 multilayer  multi-layer UCBVI (simplified): losses of which an unknown part was changed
 planning    optimistic planning: bonuses, and backward induction with lower and upper values
+projection  the Kullback-Leibler projection of UOB-REPS
 psrl        PSRL: posterior sampling for unknown transitions and losses
 thompson    Thompson sampling for known transitions
 ucbvi       UCBVI, EULER and StrongEuler: optimistic planning for unknown transitions

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch_occ.engine.lanes import Shared, lane, sqrt, where
 from torch_occ.engine.layout import PAIR, Floats, Ints, Model, inlined, routine
 from torch_occ.engine.play import Game
-from torch_occ.engine.projection import layout_of
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.layered import LayeredMDP
@@ -484,7 +483,8 @@ class CountingLearner(Learner):
 
 def entries(mdp: LayeredMDP) -> Ints:
     """The first entry of each pair in a flat table over transitions, `(S * A,)`, and M."""
-    return layout_of(mdp.layer_sizes, mdp.actions.numpy()).entry
+    sizes = [after for n, actions, after in transition_shapes(mdp) for _ in range(n * actions)]
+    return np.cumsum([0, *sizes])
 
 
 class Confidence(NamedTuple):

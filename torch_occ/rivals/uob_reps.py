@@ -21,20 +21,10 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.constants import CONVERGED
-from torch_occ.engine.lanes import Shared, anywhere, lane, where
-from torch_occ.engine.layout import Floats, Ints, Work
+from torch_occ.engine.lanes import anywhere, lane, where
+from torch_occ.engine.layout import PAIR, Floats, Ints, Work
 from torch_occ.engine.learners import note_solve
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
-from torch_occ.engine.projection import (
-    FOUND,
-    Layout,
-    P,
-    Reference,
-    Scratch,
-    layout_of,
-    make_scratch,
-    project,
-)
 from torch_occ.game.checks import DIAGNOSTICS
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.rivals.beliefs import (
@@ -44,11 +34,13 @@ from torch_occ.rivals.beliefs import (
     begin_epochs,
     bound_transitions,
     count_episode,
+    entries,
     join_transitions,
     reach_of,
     split_transitions,
     upper_bound,
 )
+from torch_occ.rivals.projection import FOUND, P, Reference, Scratch, make_scratch, project
 from torch_occ.step.solution import Options
 
 
@@ -72,8 +64,6 @@ class CompiledUOBREPS(NamedTuple):
     uncertified: Floats
     status: Floats
     confidence: Confidence
-    layout: Layout
-    initial: Shared
     entry: Ints
     learning_rate: float
     bias: float
@@ -159,15 +149,14 @@ class UOBREPS(CountingLearner):
         self.state["upper"] = (belief + widths).clamp(max=1)
 
     def settings(self) -> dict[str, Any]:
-        layout = layout_of(self.mdp.layer_sizes, self.mdp.actions.numpy())
+        entry, slices = entries(self.mdp), self.mdp.layer_slices
+        start = np.array([0, *(here.stop for here in slices)])
         return {
             "confidence": Confidence.of(self, self.widths, None),
-            "layout": layout,
-            "initial": self.mdp.initial.numpy(),
-            "entry": layout.entry,
+            "entry": entry,
             "tolerance": self.options.tolerance_in(torch.float64),
             "max_steps": self.options.max_steps,
-            "scratch": make_scratch(layout),
+            "scratch": make_scratch(start, entry),
             "begun": np.zeros(1),
         }
 
@@ -210,8 +199,8 @@ def _observe_and_project(game: Game, t: int, tally: Tally, learner: Any, work: W
         begin_epochs(model, game.before + t + 2, learner)
     q, rows = learner.q, learner.rows
     status, steps, flow, dual = project(
-        learner.layout,
-        Reference(q, rows, learner.lower, learner.upper, learner.initial),
+        model,
+        Reference(q, rows, learner.lower, learner.upper, learner.entry),
         learner.estimate,
         learner.learning_rate,
         learner.tolerance,
@@ -221,7 +210,7 @@ def _observe_and_project(game: Game, t: int, tally: Tally, learner: Any, work: W
     good = status == float(CONVERGED)  # a projection that failed is left out
     for i in range(len(q)):
         q[i] = where(good, scratch.pairs[FOUND, i], q[i])
-        if learner.layout.exists[i]:
+        if model.exists[PAIR, i]:
             for e in range(learner.entry[i], learner.entry[i + 1]):
                 rows[e] = where(good, scratch.rows[P, e], rows[e])
     learner.status[0], learner.uncertified[0] = status, where(good, 0.0, 1.0)

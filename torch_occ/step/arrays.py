@@ -13,7 +13,6 @@ from torch import Tensor
 
 from torch_occ._support.private import carries_derivative, in_forward_mode
 from torch_occ._support.processes import for_each
-from torch_occ.engine import projection as projection
 from torch_occ.engine.batch import (
     Models,
     Room,
