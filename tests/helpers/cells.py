@@ -51,6 +51,19 @@ def careless(config: dict[str, Any]) -> Any:
     return {"x": {"x": 1}, "list": [1], "set": {"set": {1}}}[config["returns"]]
 
 
+def counting(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Count to 4 with a checkpoint after every step; the process is killed at 2."""
+    kept = checkpoint / "count"
+    count = int(kept.read_text()) if kept.exists() else 0
+    begun = count
+    while count < 4:
+        count += 1
+        kept.write_text(str(count))
+        if count == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return {"begun": begun, "count": count}
+
+
 def game(config: dict[str, Any]) -> dict[str, Any]:
     """A real cell: FTRL in a random MDP, on the torch path."""
     import torch

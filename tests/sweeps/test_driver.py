@@ -3,6 +3,7 @@
 import csv
 import functools
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -10,11 +11,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from pathlib import Path
 
 import cells
 import pytest
+import torch
 
 import torch_occ as occ
 
@@ -36,6 +38,31 @@ def wait_for(condition, seconds=180.0):
     while not (found := condition()):
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.02)
+    return found
+
+
+def driver_of(function: str, grid: list, directory: Path, **options) -> subprocess.Popen:
+    """A sweep in a process of its own, to be killed; what runs in the background ignores Ctrl-C."""
+    script = (
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"import cells, torch_occ as occ\n"
+        f"occ.sweep(cells.{function}, {grid!r}, {str(directory)!r}, **{QUIET!r})"
+    )
+    return subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT, text=True, **options)
+
+
+def workers_of(log: Path) -> set[int]:
+    return {int(path.name.rsplit(".", 1)[1]) for path in log.iterdir() if "." in path.name}
+
+
+def alive(processes: set[int]) -> bool:
+    return any(Path(f"/proc/{pid}").exists() for pid in processes)
+
+
+@pytest.fixture
+def log(tmp_path):
+    found = tmp_path / "log"
+    found.mkdir()
     return found
 
 
@@ -81,15 +108,15 @@ def test_results_are_a_tidy_table_in_the_order_of_the_grid(tmp_path):
     assert "_hparams_/session_start_info" in events.summary_metadata
 
 
-def test_cells_need_not_have_the_same_parameters(tmp_path):
-    occ.sweep(cells.square, [{"x": 1.0}, {"x": 2.0, "y": "b"}], tmp_path, **QUIET)
+def test_cells_need_not_have_the_same_parameters_and_are_named_by_them(tmp_path):
+    occ.sweep(cells.square, [{"x": 1.0}, {"x": 2.0, "y": "b/c"}, {}], tmp_path, **QUIET)
     assert (tmp_path / "results.csv").read_text().splitlines()[0] == "x,y,square,third"
-    assert [row["y"] for row in table(tmp_path)] == ["", "b"]
+    assert [row["y"] for row in table(tmp_path)] == ["", "b/c"]
+    names = sorted(path.name for path in (tmp_path / "cells").iterdir())
+    assert [name.rpartition("-")[0] for name in names] == ["x=1.0", "x=2.0,y=b_c"]
 
 
-def test_a_second_call_runs_nothing_and_a_larger_grid_only_what_is_new(tmp_path):
-    log = tmp_path / "log"
-    log.mkdir()
+def test_a_second_call_runs_nothing_and_a_larger_grid_only_what_is_new(tmp_path, log):
     first = occ.grid(cell=[0, 1], seconds=[0], log=[str(log)])
     done = occ.sweep(cells.slow, first, tmp_path, **QUIET)
     again = occ.sweep(
@@ -105,9 +132,7 @@ def test_a_second_call_runs_nothing_and_a_larger_grid_only_what_is_new(tmp_path)
     assert events(log)["0.begun"] == 2
 
 
-def test_a_cell_that_raises_and_one_that_kills_its_process_do_not_stop_the_others(tmp_path, capfd):
-    log = tmp_path / "log"
-    log.mkdir()
+def test_a_cell_that_raises_or_kills_its_process_does_not_stop_the_others(tmp_path, log, capfd):
     done = occ.sweep(
         cells.deadly, occ.grid(cell=range(6), log=[str(log)]), tmp_path, tensorboard=False
     )
@@ -122,7 +147,8 @@ def test_a_cell_that_raises_and_one_that_kills_its_process_do_not_stop_the_other
     assert {
         entry["config"]["cell"] for entry in json.loads((tmp_path / "failures.json").read_text())
     } == {2, 3}
-    # Whoever ran beside the deadly cell may have been run twice, but is there once.
+    # Only the deadly cell itself is run twice.
+    assert events(log) == Counter({f"{i}.begun": 1 + (i == 2) for i in range(6)})
     assert len(list((tmp_path / "cells").iterdir())) == len(table(tmp_path)) == 4
 
 
@@ -138,36 +164,84 @@ def test_what_failed_is_tried_again(tmp_path):
     assert not (tmp_path / "failures.json").exists()
 
 
-def test_a_driver_that_is_killed_leaves_no_process_and_loses_no_finished_cell(tmp_path):
-    log = tmp_path / "log"
-    log.mkdir()
-    grid = occ.grid(cell=range(6), log=[str(log)])
-    script = (
-        f"import cells, torch_occ as occ\nocc.sweep(cells.gated, {grid!r}, "
-        f"{str(tmp_path / 'out')!r}, **{QUIET!r})"
-    )
-    driver = subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT)
-    store = tmp_path / "out" / "cells"
-    wait_for(
-        lambda: (
-            len(list(store.glob("[!.]*.json"))) == 2 and {"2.begun", "3.begun"} <= set(events(log))
-        )
-    )
-    driver.kill()
-    driver.wait()
-    workers = {int(path.name.rsplit(".", 1)[1]) for path in log.iterdir()}
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+def test_one_driver_at_a_time_which_leaves_no_process_and_loses_no_finished_cell(tmp_path, log):
+    grid, out = occ.grid(cell=range(6), log=[str(log)]), tmp_path / "out"
+    store = out / "cells"
+    with driver_of("gated", grid, out) as driver:
+        try:
+            wait_for(
+                lambda: (
+                    len(list(store.glob("[!.]*.json"))) == 2
+                    and {"2.begun", "3.begun"} <= set(events(log))
+                )
+            )
+            with pytest.raises(RuntimeError, match=f"process {driver.pid} on .* runs a sweep here"):
+                occ.sweep(cells.gated, grid, out, **QUIET)
+            assert sum(events(log).values()) == 4, "a cell was run twice"
+        finally:
+            driver.kill()
+    workers = workers_of(log)
+    wait_for(lambda: not alive(workers))
     before = {path: path.stat().st_mtime_ns for path in store.iterdir()}
     (log / "go").touch()
-    assert [
-        row["answer"] for row in occ.sweep(cells.gated, grid, tmp_path / "out", **QUIET).rows
-    ] == list(range(6))
+    done = occ.sweep(cells.gated, grid, out, **QUIET)
+    assert [row["answer"] for row in done.rows] == list(range(6))
     assert all(path.stat().st_mtime_ns == changed for path, changed in before.items()), (
         "a stored cell was run again"
     )
-    assert [row["cell"] for row in table(tmp_path / "out")] == list("012345")
+    assert [row["cell"] for row in table(out)] == list("012345")
     assert len(before) == 2
     assert len(list(store.iterdir())) == 6
+
+
+def test_a_killed_cell_continues_from_its_checkpoint(tmp_path):
+    done = occ.sweep(cells.counting, [{"x": 1}], tmp_path, **QUIET)
+    assert done.rows == [{"x": 1, "begun": 2, "count": 4}]
+    assert not list((tmp_path / "checkpoints").iterdir()), "a checkpoint was left behind"
+
+
+class Inline:
+    """The least that an executor must have; as those of submitit."""
+
+    def submit(self, function, *arguments):
+        return Finished(function(*arguments))
+
+
+class Finished:
+    def __init__(self, value):
+        self.value = value
+
+    def done(self):
+        return True
+
+    def result(self):
+        return self.value
+
+
+def test_any_executor_gives_the_same_bits(tmp_path):
+    games = occ.grid(gamma=[0.5, 2.0], seed=[0, 1])
+    occ.sweep(cells.game, games, tmp_path / "local", **QUIET)
+    threads = torch.get_num_threads()
+    with futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        for name, executor in {"inline": Inline(), "pool": pool}.items():
+            done = occ.sweep(cells.game, games, tmp_path / name, executor=executor, **QUIET)
+            assert len({row["regret"] for row in done.rows}) == 4
+            assert (tmp_path / name / "results.csv").read_bytes() == (
+                tmp_path / "local" / "results.csv"
+            ).read_bytes()
+    torch.set_num_threads(threads)
+
+
+def test_an_executor_that_breaks_down_says_how_to_continue(tmp_path, log):
+    grid = occ.grid(cell=[0, 2, 4], log=[str(log)])
+    with (
+        futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
+        pytest.raises(RuntimeError, match="executor: it broke down with 2 cells to go; the"),
+    ):
+        occ.sweep(cells.deadly, grid, tmp_path, executor=pool, **QUIET)
+    assert len(list((tmp_path / "cells").iterdir())) == 1
+    with pytest.raises(ValueError, match="executor: expected an object with `submit`"):
+        occ.sweep(cells.square, [{"x": 1.0}], tmp_path, executor="loky", **QUIET)
 
 
 @pytest.mark.parametrize(
@@ -202,27 +276,11 @@ def test_a_function_that_workers_cannot_import_is_refused(function, tmp_path):
         occ.sweep(function, [{"x": 1.0}], tmp_path, **QUIET)
 
 
-def test_control_c_ends_at_once_and_keeps_what_is_finished(tmp_path):
-    log = tmp_path / "log"
-    log.mkdir()
-    grid = occ.grid(cell=[0], seconds=[0], log=[str(log)]) + occ.grid(
-        cell=[1], seconds=[600], log=[str(log)]
-    )
-    # what runs in the background is born deaf to it
-    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    script = (
-        f"{heard}import cells, torch_occ as occ\nocc.sweep(cells.slow, {grid!r}, "
-        f"{str(tmp_path / 'out')!r}, **{QUIET!r})"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-    ) as driver:
-        wait_for(
-            lambda: (
-                {"0.done", "1.begun"} <= set(events(log))
-                and list((tmp_path / "out" / "cells").glob("*.json"))
-            )
-        )
+def test_control_c_ends_at_once_and_keeps_what_is_finished(tmp_path, log):
+    grid = [{"cell": i, "seconds": 600 * i, "log": str(log)} for i in range(2)]
+    store = tmp_path / "out" / "cells"
+    with driver_of("slow", grid, tmp_path / "out", stderr=subprocess.PIPE) as driver:
+        wait_for(lambda: {"0.done", "1.begun"} <= set(events(log)) and list(store.glob("*.json")))
         driver.send_signal(signal.SIGINT)
         try:
             _, errors = driver.communicate(timeout=60)
@@ -230,9 +288,8 @@ def test_control_c_ends_at_once_and_keeps_what_is_finished(tmp_path):
             driver.kill()
     assert driver.returncode != 0
     assert "KeyboardInterrupt" in errors
-    workers = {int(path.name.rsplit(".", 1)[1]) for path in log.iterdir()}
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
-    assert len(list((tmp_path / "out" / "cells").iterdir())) == 1
+    assert not alive(workers_of(log))
+    assert len(list(store.iterdir())) == 1
 
 
 def test_wrong_results_are_failures_that_say_so(tmp_path):
@@ -249,32 +306,22 @@ def test_wrong_results_are_failures_that_say_so(tmp_path):
     assert "JSON serializable" in errors[2]
 
 
-def test_a_damaged_file_is_named(tmp_path):
-    occ.sweep(cells.square, [{"x": 1.0}], tmp_path, **QUIET)
-    (path,) = (tmp_path / "cells").iterdir()
-    path.write_text("{")
-    message = f"{path}: is not a cell of a sweep that torch_occ has saved, or it is damaged"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        occ.sweep(cells.square, [{"x": 1.0}], tmp_path, **QUIET)
-
-
-@pytest.mark.parametrize("damage", ["flipped", "empty", "truncated", "foreign", "another cell"])
-def test_a_damaged_cell_is_refused_and_left_alone(tmp_path, damage):
-    occ.sweep(cells.square, [{"x": 1.0}, {"x": 2.0}], tmp_path, **QUIET)
+def test_a_damaged_cell_is_refused_and_left_alone(tmp_path):
+    grid = [{"x": 1.0}, {"x": 2.0}]
+    occ.sweep(cells.square, grid, tmp_path, **QUIET)
     path, other = sorted((tmp_path / "cells").iterdir())
     whole = path.read_bytes()
-    assert b'"square": 4.0' in whole + other.read_bytes()
-    damaged = {
-        "flipped": whole.replace(b".0", b".1", 1),
-        "empty": b"",
-        "truncated": whole[:-10],
-        "foreign": b'{"config": {"x": 1.0}, "result": {"square": 7}}',
-        "another cell": other.read_bytes(),
-    }[damage]
-    path.write_bytes(damaged)
-    with pytest.raises(ValueError, match=re.escape(f"{path}: ") + "(is|holds another cell)"):
-        occ.sweep(cells.square, [{"x": 1.0}, {"x": 2.0}], tmp_path, **QUIET)
-    assert path.read_bytes() == damaged
+    for damaged, message in [
+        (whole.replace(b".0", b".1", 1), "is damaged: its checksum is wrong"),
+        (b"", "is empty"),
+        (whole[:-10], "is not a cell of a sweep that torch_occ has saved, or it is damaged"),
+        (b'{"config": {"x": 1.0}, "result": {"square": 7}}', "is not a cell of a sweep"),
+        (other.read_bytes(), "holds another cell"),
+    ]:
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")):
+            occ.sweep(cells.square, grid, tmp_path, **QUIET)
+        assert path.read_bytes() == damaged
 
 
 def test_cells_of_other_code_are_refused(tmp_path, monkeypatch):
@@ -288,28 +335,6 @@ def test_cells_of_other_code_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(square, "__qualname__", "square")
     with pytest.raises(ValueError, match=r"\.json: was computed when the code of the function"):
         occ.sweep(square, [{"x": 3.0}], tmp_path, **QUIET)
-
-
-def test_a_second_driver_is_refused_while_the_first_works_and_not_after_it_was_killed(tmp_path):
-    log, out = tmp_path / "log", tmp_path / "out"
-    log.mkdir()
-    grid = occ.grid(cell=range(4), log=[str(log)])
-    script = (
-        f"import cells, torch_occ as occ\nocc.sweep(cells.gated, {grid!r}, {str(out)!r}, "
-        f"**{QUIET!r})"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT) as driver:
-        try:
-            wait_for(lambda: {"2.begun", "3.begun"} <= set(events(log)))
-            with pytest.raises(RuntimeError, match=f"process {driver.pid} on .* runs a sweep here"):
-                occ.sweep(cells.gated, grid, out, **QUIET)
-            assert sum(events(log).values()) == 4, "a cell was run twice"
-        finally:
-            driver.kill()
-    (log / "go").touch()
-    assert len(occ.sweep(cells.gated, grid, out, **QUIET).rows) == 4
-    begun = {f"{i}.begun": 1 + (i >= 2) for i in range(4)}
-    assert events(log) == Counter(begun | {"go": 1})
 
 
 def test_where_nothing_can_be_locked_a_warning_says_so(tmp_path, monkeypatch):
@@ -348,30 +373,17 @@ class Cluster:
 
     def __init__(self, directory: Path, workers: int) -> None:
         self.directory, file = directory, directory / "scheduler.json"
-        self.scheduler = self.start(
-            "scheduler",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            "0",
-            "--no-dashboard",
-            "--scheduler-file",
-            str(file),
-        )
+        options = f"--host 127.0.0.1 --port 0 --no-dashboard --scheduler-file {file}"
+        self.scheduler = self.start("scheduler", *options.split())
         self.address = wait_for(
             lambda: file.exists() and file.read_text() and json.loads(file.read_text())["address"]
         )
         options = (
-            "--nthreads",
-            "1",
-            "--nworkers",
-            "1",
-            "--no-nanny",
-            "--no-dashboard",
-            "--local-directory",
-            str(directory),
+            f"--nthreads 1 --nworkers 1 --no-nanny --no-dashboard --local-directory {directory}"
         )
-        self.workers = [self.start("worker", self.address, *options) for _ in range(workers)]
+        self.workers = [
+            self.start("worker", self.address, *options.split()) for _ in range(workers)
+        ]
 
     def start(self, role: str, *arguments: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "dask", role, *arguments]
@@ -397,7 +409,7 @@ def cluster(tmp_path):
 
 
 def test_a_cluster_gives_the_same_bits_survives_a_lost_worker_and_reports_failures(
-    cluster, tmp_path
+    cluster, tmp_path, log
 ):
     games = occ.grid(gamma=[0.5, 2.0], seed=[0, 1])
     local = occ.sweep(cells.game, games, tmp_path / "local", **QUIET)
@@ -410,10 +422,8 @@ def test_a_cluster_gives_the_same_bits_survives_a_lost_worker_and_reports_failur
     assert len({row["regret"] for row in local.rows}) == 4
 
     # One of two workers is killed while it runs a cell: every cell is there, exactly once.
-    log = tmp_path / "log"
-    log.mkdir()
     grid = occ.grid(cell=range(8), seconds=[0.5], log=[str(log)])
-    driver = ThreadPoolExecutor(1).submit(
+    driver = futures.ThreadPoolExecutor(1).submit(
         occ.sweep, cells.slow, grid, tmp_path / "out", cluster=cluster.address, **QUIET
     )
     victim = cluster.workers[0]
@@ -433,13 +443,11 @@ def test_a_cluster_gives_the_same_bits_survives_a_lost_worker_and_reports_failur
     assert all(count == 1 for event, count in events(log).items() if event.endswith("done"))
 
     # A cell that raises is reported, the others are there; on the worker that is left.
-    done = occ.sweep(
-        cells.deadly,
-        occ.grid(cell=[0, 3, 4], log=[str(log)]),
-        tmp_path / "failing",
-        cluster=cluster.address,
-        **QUIET,
-    )
+    from distributed import Client
+
+    grid = occ.grid(cell=[0, 3, 4], log=[str(log)])
+    with Client(cluster.address, set_as_default=False) as client:
+        done = occ.sweep(cells.deadly, grid, tmp_path / "failing", executor=client, **QUIET)
     assert [row["answer"] for row in done.rows] == [0, 4]
     assert [(failure.config["cell"], failure.error) for failure in done.failures] == [
         (3, "RuntimeError: cell three never works")

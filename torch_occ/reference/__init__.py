@@ -16,7 +16,6 @@ from torch_occ.reference.cvxpy_step import atoms as atoms
 from torch_occ.reference.cvxpy_step import flow_constraints as flow_constraints
 from torch_occ.reference.cvxpy_step import gather as gather
 from torch_occ.reference.cvxpy_step import largest as largest
-from torch_occ.reference.cvxpy_step import project_cvxpy as project_cvxpy
 from torch_occ.reference.cvxpy_step import solve_cvxpy as solve_cvxpy
 from torch_occ.reference.cvxpy_step import spread as spread
 from torch_occ.reference.cvxpy_step import state_in_cvxpy as state_in_cvxpy

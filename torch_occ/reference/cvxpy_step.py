@@ -14,7 +14,6 @@ from importlib import import_module, util
 from itertools import pairwise
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,18 +108,17 @@ def flow_constraints(mdp: LayeredMDP) -> tuple[Tensor, Tensor]:
     number = mdp.actions.flatten().cumsum(0) - 1  # the index of each pair among the existing ones
     rows, columns = [state], [torch.arange(len(state))]
     values = [torch.ones(len(state), dtype=mdp.dtype)]
-    for (here, there), layer in zip(
-        pairwise(mdp.layer_slices), mdp.to_sparse().layers, strict=False
-    ):
+    slices = pairwise(mdp.layer_slices)
+    for (here, there), layer in zip(slices, mdp.to_sparse().layers, strict=False):
         entries = layer.tensor.detach()
         rows.append(there.start + entries.indices()[1])
         columns.append(number[here.start * mdp.num_actions + entries.indices()[0]])
         values.append(-entries.values())
     index, shape = torch.stack([torch.cat(rows), torch.cat(columns)]), (mdp.num_states, len(state))
     E = torch.sparse_coo_tensor(index, torch.cat(values), shape, check_invariants=False).coalesce()
-    return E, torch.nn.functional.pad(
-        mdp.initial.detach(), (0, mdp.num_states - mdp.layer_sizes[0])
-    )
+    b = torch.zeros(mdp.num_states, dtype=mdp.dtype)
+    b[: mdp.layer_sizes[0]] = mdp.initial.detach()
+    return E, b
 
 
 def state_in_cvxpy(
@@ -135,45 +133,33 @@ def state_in_cvxpy(
         The problem, its variable q over the N existing pairs, and its parameters: the loss, and one
         weight per atom.
     """
-    cp = require("cvxpy")
-    scipy = require("scipy.sparse")
+    cp, scipy = require("cvxpy"), require("scipy.sparse")
     E, b = flow_constraints(mdp)
     state = mdp.actions.nonzero()[:, 0]
     flows = scipy.csr_array((E.values().numpy(), tuple(E.indices().numpy())), shape=tuple(E.shape))
-    sums = scipy.csr_array(
-        (torch.ones(len(state)).double().numpy(), (state.numpy(), range(len(state)))),
-        shape=tuple(E.shape),
-    )
+    ones = state.double().fill_(1.0).numpy()
+    sums = scipy.csr_array((ones, (state.numpy(), range(len(state)))), shape=tuple(E.shape))
     siblings = sums.T @ sums  # pairs that share a state
-    several = mdp.actions.sum(-1)[state] > 1
-    neighbours = mdp.layer[state].bincount()[mdp.layer[state]]
+    others = (siblings - scipy.eye_array(len(state))).tocsr()
+    several = (mdp.actions.sum(-1)[state] > 1).numpy()  # not the only action of a state
+    beside = (mdp.layer[state].bincount()[mdp.layer[state]] > 1).numpy()  # not the only of a layer
     q, loss = cp.Variable(len(state)), cp.Parameter(len(state))
     weights = [cp.Parameter(nonneg=True) for _ in which]
-    arguments = {
-        "pair": q,
-        "rest": (siblings - scipy.eye_array(len(state))).tocsr()[several.numpy()]
-        @ q,  # not for the only action of a state
-        "state": sums @ q,
-        "complement": 1 - q[(neighbours > 1).numpy()],  # not for the only pair of a layer
-    }
+    arguments = {"pair": q, "rest": others[several] @ q, "state": sums @ q}
+    arguments["complement"] = 1 - q[beside]
 
     def value(atom: Atom) -> Any:
         if atom == CONDITIONAL:
             return cp.sum(cp.rel_entr(q, siblings @ q))
-        x, function = arguments[atom[0]], atom[1]
-        if isinstance(function, float):
-            power = (
-                cp.sqrt(x) if function == 0.5 else cp.power(x, function, approx=not exact_powers)
-            )
-            return cp.sum(-power if 0 < function < 1 else power)
-        return cp.sum(-cp.entr(x) if function == "x log x" else -cp.log(x))
+        x, p = arguments[atom[0]], atom[1]
+        if isinstance(p, float):
+            power = cp.sqrt(x) if p == 0.5 else cp.power(x, p, approx=not exact_powers)
+            return cp.sum(-power if 0 < p < 1 else power)
+        return cp.sum(-cp.entr(x) if p == "x log x" else -cp.log(x))
 
     terms = [weight * value(atom) for weight, atom in zip(weights, which, strict=True)]
-    return (
-        cp.Problem(cp.Minimize(loss @ q + sum(terms)), [flows @ q == b.numpy()]),
-        q,
-        [loss, *weights],
-    )
+    problem = cp.Problem(cp.Minimize(loss @ q + sum(terms)), [flows @ q == b.numpy()])
+    return problem, q, [loss, *weights]
 
 
 def clarabel(tolerance: float) -> dict[str, float]:
@@ -214,9 +200,8 @@ def solve_cvxpy(
         warnings.filterwarnings("ignore", "Solution may be inaccurate", UserWarning)
         problem.solve(**({"solver": "CLARABEL", **clarabel(1e-14)} | options))
     # cvxpy adds y'(E q - b) to the objective, so v = -y.
-    return spread(mdp, torch.as_tensor(q.value)), -scale * torch.as_tensor(
-        problem.constraints[0].dual_value
-    )
+    y = torch.as_tensor(problem.constraints[0].dual_value)
+    return spread(mdp, torch.as_tensor(q.value)), -scale * y
 
 
 def largest(weights: Mapping[Atom, Tensor]) -> Tensor:
@@ -244,18 +229,11 @@ class Settings:
     @property
     def missing(self) -> str:
         """Which package is missing and how to install it; empty if none is."""
-        solver = "diffcp" if self.solver is None else self.solver.lower()
-        method = (
-            str(self.arguments.get("solve_method", "scs")).lower()
-            if self.solver is None
-            else solver
-        )
-        absent = [
-            name
-            for name in ("cvxpy", "cvxpylayers", solver, method)
-            if util.find_spec(name) is None
-        ]
-        which = "reference" if self.solver is None else "benchmark"
+        which, solvers = "reference", ["diffcp", self.arguments.get("solve_method", "scs").lower()]
+        if self.solver is not None:
+            which, solvers = "benchmark", [self.solver.lower()]
+        names = ("cvxpy", "cvxpylayers", *solvers)
+        absent = [name for name in names if util.find_spec(name) is None]
         return f"{absent[0]} is not installed: pip install torch-occ[{which}]" if absent else ""
 
     @property
@@ -267,14 +245,10 @@ class Settings:
 DEFAULT = Settings("default")
 LSMR = Settings("lsmr", mode="lsmr")
 MOREAU = Settings("Moreau", solver="MOREAU")
-ACCURATE_SCS = Settings(
-    "accurate SCS", {"eps": 1e-10, "max_iters": 200_000}, mode="dense", normalize=True
-)
+_SCS, _CLARABEL = {"eps": 1e-10, "max_iters": 200_000}, {"solve_method": "Clarabel"}
+ACCURATE_SCS = Settings("accurate SCS", _SCS, "dense", normalize=True)
 ACCURATE_CLARABEL = Settings(
-    "accurate Clarabel",
-    {"solve_method": "Clarabel", **clarabel(1e-12)},
-    mode="dense",
-    normalize=True,
+    "accurate Clarabel", _CLARABEL | clarabel(1e-12), "dense", normalize=True
 )
 ALL_SETTINGS = (DEFAULT, LSMR, MOREAU, ACCURATE_SCS, ACCURATE_CLARABEL)
 
@@ -307,18 +281,12 @@ class CvxpyLayer(Frozen):
         """loss `(S, A)` or `(B, S, A)`; t and the parameters are scalars or `(B,)`."""
         weights = atoms(self.regularizer, t)
         scale = largest(weights) if self.settings.normalize else torch.ones(())
-        inputs = [
-            gather(self.mdp, loss) / scale.unsqueeze(-1),
-            *(weights[atom] / scale for atom in self.atoms),
-        ]
+        inputs = [gather(self.mdp, loss) / scale.unsqueeze(-1)]
+        inputs += [weights[atom] / scale for atom in self.atoms]
         # Without a gradient to compute, diffcp would pass the mode to the solver, which rejects it.
         differentiable = torch.is_grad_enabled() and any(given.requires_grad for given in inputs)
-        (q,) = self.layer(
-            *inputs,
-            solver_args={"mode": self.settings.mode}
-            if self.settings.mode and differentiable
-            else {},
-        )
+        mode = self.settings.mode if differentiable else None
+        (q,) = self.layer(*inputs, solver_args={"mode": mode} if mode else {})
         return spread(self.mdp, q)
 
 
@@ -326,71 +294,3 @@ def require(module: str) -> Any:
     """Import an optional package; the error says how to install it."""
     with extra("reference", f"torch_occ.reference needs {module.partition('.')[0]}"):
         return import_module(module)
-
-
-# -- The Kullback-Leibler projection in cvxpy, with one variable per (s, a, s') --------------------
-#
-# The constraints are stated as in the definition; nothing is eliminated. It is slow and independent
-# of torch_occ.step.projection, and checks it.
-
-
-def project_cvxpy(
-    mdp: LayeredMDP,
-    q: Tensor,
-    transitions: Sequence[Tensor],
-    lower: Sequence[Tensor],
-    upper: Sequence[Tensor],
-    loss: Tensor,
-    learning_rate: float,
-    **options: Any,
-) -> tuple[tuple[Tensor, ...], float]:
-    """Project with cvxpy; by default with Clarabel and tight tolerances.
-
-    The arguments are those of `KLProjection.solve`, without a batch.
-
-    Args:
-        options: options of `Problem.solve` that replace the defaults.
-
-    Returns:
-        q(s,a,s') of every layer, `(S_k, A, S_{k+1})`, and the smallest value of
-        learning_rate ⟨q, loss⟩ + KL(q || reference).
-    """
-    cp = require("cvxpy")
-    inflow: Any = mdp.initial.numpy()
-    variables, constraints, objective = [], [], 0
-    parts = zip(
-        *(mdp.split(q, -2), mdp.split(loss, -2), mdp.split(mdp.actions, -2)),
-        *(transitions, lower, upper),
-        strict=True,
-    )
-    for weight, cost, mask, p, low, high in parts:
-        pairs = mask.nonzero()  # (m, 2), the existing pairs
-        reference = (weight.unsqueeze(-1) * p)[mask].numpy()  # (m, n)
-        x = cp.Variable(reference.shape)
-        total = cp.sum(x, axis=1)
-        across = cp.reshape(total, (len(pairs), 1), order="C") @ np.ones((1, p.shape[-1]))
-        states = (pairs[:, :1] == torch.arange(len(mask))).double().numpy().T  # (S_k, m)
-        constraints += [states @ total == inflow]
-        constraints += [x >= cp.multiply(low[mask].numpy(), across)]
-        constraints += [x <= cp.multiply(high[mask].numpy(), across)]
-        objective += learning_rate * (cost[mask].numpy() @ total)
-        # What is impossible under the reference is zero; its upper bound says so.
-        possible = reference > 0
-        divergence = cp.kl_div(x, np.where(possible, reference, 1.0))
-        objective += cp.sum(cp.multiply(possible, divergence))
-        inflow = cp.sum(x, axis=0)
-        variables.append((x, mask))
-    problem = cp.Problem(cp.Minimize(objective), constraints)
-    with warnings.catch_warnings():
-        # If Clarabel cannot certify the digits asked for, it returns its best point, and cvxpy
-        # warns.
-        warnings.filterwarnings("ignore", "Solution may be inaccurate", UserWarning)
-        # With its usual steps of 0.99 Clarabel stalls at errors of up to 1e-7 in some problems.
-        tight = {"solver": "CLARABEL", "max_step_fraction": 0.95, **clarabel(1e-13)}
-        problem.solve(**(tight | options))
-    found = []
-    for x, mask in variables:
-        whole = torch.zeros(*mask.shape, x.shape[1], dtype=torch.float64)
-        whole[mask] = torch.as_tensor(x.value)
-        found.append(whole)
-    return tuple(found), float(problem.value)

@@ -19,13 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.reference.cvxpy_step import (
-    ALL_SETTINGS,
-    CvxpyLayer,
-    Settings,
-    flow_constraints,
-    spread,
-)
+from torch_occ.reference import cvxpy_step
+from torch_occ.reference.cvxpy_step import Settings
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.ftrl import FTRLStep
 
@@ -66,9 +61,8 @@ class Equations:
             return torch.inf
         H = torch.autograd.functional.hessian(self._psi, x)
         # If Omega is a single point, every c is E'w up to rounding, and u = 0 is correct.
-        stationarity = _off_range(E, c - H @ u, x) / _off_range(E, c, x).clamp(
-            min=1e-12 * float((x * c).norm())
-        )
+        of_zero = _off_range(E, c, x).clamp(min=1e-12 * float((x * c).norm()))
+        stationarity = _off_range(E, c - H @ u, x) / of_zero
         return float(torch.maximum(stationarity, (E @ u).norm() / u.norm().clamp(min=1e-300)))
 
     def implied_gradients(self, q: Tensor, gradient: Tensor) -> dict[str, Tensor]:
@@ -76,19 +70,16 @@ class Equations:
         x = q.detach()[self.mdp.actions].requires_grad_()
         inputs = differentiable_inputs(self.regularizer, self.t)
         (slope,) = torch.autograd.grad(self._psi(x), x, create_graph=True)
-        found = torch.autograd.grad(
-            (slope * gradient[self.mdp.actions]).sum(),
-            list(inputs.values()),
-            materialize_grads=True,
-        )
+        product = (slope * gradient[self.mdp.actions]).sum()
+        found = torch.autograd.grad(product, list(inputs.values()), materialize_grads=True)
         return dict(zip(inputs, found, strict=True))
 
     def _psi(self, x: Tensor) -> Tensor:
-        return self.regularizer(spread(self.mdp, x), self.t, self.mdp)
+        return self.regularizer(cvxpy_step.spread(self.mdp, x), self.t, self.mdp)
 
 
 def _constraints(mdp: LayeredMDP) -> tuple[Tensor, Tensor]:
-    E, b = flow_constraints(mdp)
+    E, b = cvxpy_step.flow_constraints(mdp)
     return E.to_dense(), b
 
 
@@ -135,48 +126,40 @@ class Comparison:
     @property
     def wrong(self) -> dict[str, list[str]]:
         """The entries that are wrong, by the name of the answer."""
-        found = {
-            answer.name: [
-                what for what, error in answer.errors.items() if not error <= self.tolerance
-            ]
-            for answer in self.answers
-        }
-        return {name: what for name, what in found.items() if what}
+        found = {}
+        for answer in self.answers:
+            wrong = [what for what, e in answer.errors.items() if not e <= self.tolerance]
+            found |= {answer.name: wrong} if wrong else {}
+        return found
 
     def __str__(self) -> str:
         names = [name for name in self.answers[0].gradients if name != "loss"]
-        rows = [
-            ["", "ms", "q: residual", "d loss: residual", *(f"d {name} (error)" for name in names)]
+        head = [
+            "",
+            "ms",
+            "q: residual",
+            "d loss: residual",
+            *(f"d {name} (error)" for name in names),
         ]
+        rows = [head]
         for answer in self.answers:
-            residuals = [f"{answer.errors[name]:.0e}" for name in ("q", "loss")]
-            given = ((answer.gradients[name], answer.errors.get(name)) for name in names)
-            cells = [
-                "none" if gradient is None else f"{gradient.sum().item():+.3e} ({error:.0e})"
-                for gradient, error in given
-            ]
-            rows.append([answer.name, f"{1e3 * answer.seconds:.4g}", *residuals, *cells])
+            row = [answer.name, f"{1e3 * answer.seconds:.4g}"]
+            row += [f"{answer.errors[name]:.0e}" for name in ("q", "loss")]
+            for name in names:
+                gradient, error = answer.gradients[name], answer.errors.get(name)
+                row.append("none" if gradient is None else f"{gradient.sum():+.3e} ({error:.0e})")
+            rows.append(row)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        lines += [
-            f"{answer.name} warned: {answer.warning}" for answer in self.answers if answer.warning
-        ]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines += [f"{each.name} warned: {each.warning}" for each in self.answers if each.warning]
         lines += [f"{name} is wrong in {', '.join(what)}." for name, what in self.wrong.items()]
         lines += [f"{name} was not compared: {why}" for name, why in self.left_out.items()]
-        all_of_them = (
-            ", ".join(answer.name for answer in self.answers)
-            if self.left_out or len(self.answers) == 1
-            else "All"
-        )
-        verb = "satisfies" if len(self.answers) == 1 else "satisfy"
-        return "\n".join(
-            lines
-            if self.wrong
-            else [*lines, f"{all_of_them} {verb} the equations to {self.tolerance:g}."]
-        )
+        if not self.wrong:
+            one = len(self.answers) == 1
+            who = ", ".join(each.name for each in self.answers) if self.left_out or one else "All"
+            verb = "satisfies" if one else "satisfy"
+            lines.append(f"{who} {verb} the equations to {self.tolerance:g}.")
+        return "\n".join(lines)
 
 
 def judge(
@@ -208,19 +191,10 @@ def judge(
         errors = {"q": residual, "loss": loss_residual}
         for name, right in implied.items():
             if (found := answer.gradients[name]) is not None:
-                errors[name] = (
-                    0.0
-                    if torch.equal(found, right)
-                    else float((found - right).norm() / right.norm())
-                )
+                same = torch.equal(found, right)
+                errors[name] = 0.0 if same else float((found - right).norm() / right.norm())
         judged.append(replace(answer, errors=errors))
     return Comparison(tuple(judged), tolerance)
-
-
-# -- A comparison of torch_occ and cvxpylayers: q and all gradients, checked by KKT residuals ------
-#
-# `print(compare(mdp, psi, loss, t))` shows it, and docs/cvxpylayers.md explains it. The layer is in
-# torch_occ.reference.cvxpy_step, the residuals in torch_occ.reference.judging.
 
 
 def compare(
@@ -228,7 +202,7 @@ def compare(
     regularizer: Regularizer,
     loss: Tensor,
     t: Tensor | float = 1.0,
-    settings: Sequence[Settings] = ALL_SETTINGS,
+    settings: Sequence[Settings] = cvxpy_step.ALL_SETTINGS,
     *,
     tolerance: float = 1e-3,
 ) -> Comparison:
@@ -249,36 +223,22 @@ def compare(
             "settings: expected at least one to compare with; `judge` measures answers without "
             "cvxpylayers"
         )
-    left_out = {_name_of_settings(each): each.missing for each in settings if each.missing}
-    if len(left_out) == len({_name_of_settings(each) for each in settings}):
+    named = {f"cvxpylayers, {each.name}": each for each in settings}
+    left_out = {name: each.missing for name, each in named.items() if each.missing}
+    if len(left_out) == len(named):
         reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
         raise ImportError(f"settings: nothing to compare with. {reasons}")
     c = torch.arange(1, mdp.actions.numel() + 1, dtype=mdp.dtype).cos().view(mdp.actions.shape)
-    equations = Equations(
-        mdp,
-        regularizer,
-        loss.detach(),
-        torch.as_tensor(t, dtype=mdp.dtype).detach().requires_grad_(),
-    )
+    t = torch.as_tensor(t, dtype=mdp.dtype).detach().requires_grad_()
+    equations = Equations(mdp, regularizer, loss.detach(), t)
     layers: dict[str, nn.Module] = {"torch_occ": FTRLStep(mdp, regularizer)}
     # The first derivative in a process takes torch a second, which is not timed.
     ask("torch_occ", layers["torch_occ"], equations, c)
-    layers |= {
-        _name_of_settings(each): CvxpyLayer(mdp, regularizer, each)
-        for each in settings
-        if each.installed
-    }
-    found = judge(
-        equations,
-        c,
-        [ask(name, layer, equations, c) for name, layer in layers.items()],
-        tolerance=tolerance,
-    )
-    return replace(found, left_out=left_out)
-
-
-def _name_of_settings(settings: Settings) -> str:
-    return f"cvxpylayers, {settings.name}"
+    for name, each in named.items():
+        if name not in left_out:
+            layers[name] = cvxpy_step.CvxpyLayer(mdp, regularizer, each)
+    answers = [ask(name, layer, equations, c) for name, layer in layers.items()]
+    return replace(judge(equations, c, answers, tolerance=tolerance), left_out=left_out)
 
 
 def ask(name: str, layer: nn.Module, equations: Equations, c: Tensor) -> Answer:
@@ -292,7 +252,6 @@ def ask(name: str, layer: nn.Module, equations: Equations, c: Tensor) -> Answer:
         q = layer(loss, equations.t)
         found = torch.autograd.grad((c * q).sum(), list(inputs.values()), allow_unused=True)
         seconds = time.perf_counter() - start
-    warning = "; ".join(
-        sorted({str(each.message) for each in caught if issubclass(each.category, UserWarning)})
-    )
-    return Answer(name, q.detach(), dict(zip(inputs, found, strict=True)), seconds, warning)
+    warned = {str(each.message) for each in caught if issubclass(each.category, UserWarning)}
+    gradients = dict(zip(inputs, found, strict=True))
+    return Answer(name, q.detach(), gradients, seconds, "; ".join(sorted(warned)))

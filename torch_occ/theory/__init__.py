@@ -93,53 +93,20 @@ from torch_occ.theory.certificates import Certificate as Certificate
 
 #: Where names of version 0.2 are now. They still work here, with a warning, until version 0.4.
 _MOVED = {
-    "curvatures": (
-        "Block",
-        "Curvature",
-        "M",
-        "M_inverse",
-        "N",
-        "N_diagonal",
-        "W",
-        "blocks",
-        "curvature",
-        "hybrid_alternative",
-    ),
+    "curvatures": "Block Curvature M M_inverse N N_diagonal W blocks curvature hybrid_alternative",
     "identities": (
-        "both_definitions",
-        "hessian_by_layers",
-        "inverse_by_layers",
-        "quadratic_form_of_hessian",
-        "tangent",
+        "both_definitions hessian_by_layers inverse_by_layers quadratic_form_of_hessian tangent"
     ),
     "stability": (
-        "first_step_bound",
-        "joint_visits",
-        "quadratic_form_diagonal",
-        "second_step_bound",
-        "worst_case_stability",
+        "first_step_bound joint_visits quadratic_form_diagonal second_step_bound "
+        "worst_case_stability"
     ),
     "bounds": (
-        "Coefficients",
-        "ProofConstants",
-        "Summands",
-        "Tuning",
-        "harmonic",
-        "printed_tuning_order",
-        "proof_constants",
-        "summand",
-        "summands",
-        "tuning_objective",
-        "worst_case_coefficient",
+        "Coefficients ProofConstants Summands Tuning harmonic printed_tuning_order "
+        "proof_constants summand summands tuning_objective worst_case_coefficient"
     ),
-    "runs": (
-        "Trajectory",
-        "comparator_point",
-    ),
-    "penalty": (
-        "outside",
-        "state_regularizer",
-    ),
+    "runs": "Trajectory comparator_point",
+    "penalty": "outside state_regularizer",
 }
 
 #: Names that were removed, and what to use instead.
@@ -152,7 +119,7 @@ if not _typing.TYPE_CHECKING:  # a type checker would take every name for one th
 
     def __getattr__(name: str) -> object:
         for module, names in _MOVED.items():
-            if name in names:
+            if name in names.split():
                 where = f"torch_occ.theory.{module}"
                 text = f"torch_occ.theory.{name} is {where}.{name} now"
                 _warnings.warn(text, DeprecationWarning, stacklevel=2)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_of, policy_of, reachability
 from torch_occ.theory.curvatures import M, M_inverse, N, W, curvature, hessian, quadratic_form
-from torch_occ.theory.statements import Statement, statement
+from torch_occ.theory.statements import Statement, equality
 
 
 def quadratic_form_of_hessian(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Statement:
@@ -21,31 +21,18 @@ def quadratic_form_of_hessian(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: floa
     H, x = hessian(mdp, q, alpha), w.flatten(-2).unsqueeze(-1)
     added = (x.abs().mT @ H.abs() @ x.abs())[..., 0, 0]  # sum of absolute values
     dense = (x.mT @ H @ x)[..., 0, 0]
-    return statement(
-        "eq:quadratic_form",
-        dense,
-        quadratic_form(mdp, q, w, alpha),
-        mdp.num_pairs**2,
-        scale=added,
-        relation="=",
-    )
+    form = quadratic_form(mdp, q, w, alpha)
+    return equality("eq:quadratic_form", dense, form, mdp.num_pairs**2, added)
 
 
 def hessian_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> Statement:
     """`lem:def_M`: H = M_{L-1}."""
     curve = curvature(mdp, q, alpha)
     root = curve.d_inverse.flatten(-2).sqrt()
-    found, expected = (
-        _scale(x, root) for x in (M(mdp, curve, mdp.horizon - 1), hessian(mdp, q, alpha))
-    )
-    return statement(
-        "lem:def_M",
-        _largest_entry(found - expected) / _largest_entry(expected),
-        0.0,
-        mdp.num_pairs,
-        scale=1.0,
-        relation="=",
-    )
+    expected = _scale(hessian(mdp, q, alpha), root)
+    found = _scale(M(mdp, curve, mdp.horizon - 1), root)
+    error = _largest_entry(found - expected) / _largest_entry(expected)
+    return equality("lem:def_M", error, 0.0, mdp.num_pairs, 1.0)
 
 
 def inverse_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Statement, Statement]:
@@ -57,34 +44,21 @@ def inverse_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Stateme
     """
     curve = curvature(mdp, q, alpha)
     products, blocks = [], []
-    for k in range(mdp.horizon):
-        d_inverse = curve.d_inverse[..., : mdp.layer_slices[k].stop, :].flatten(-2)
-        inverse, matrix = M_inverse(mdp, curve, k), M(mdp, curve, k)
-        scaled, scaled_inverse = (
-            _scale(matrix, d_inverse.sqrt()),
-            _scale(inverse, d_inverse.rsqrt()),
-        )
-        difference = scaled @ scaled_inverse - torch.eye(
-            matrix.shape[-1], dtype=q.dtype, device=q.device
-        )
-        products.append(_largest_entry(difference) / torch.linalg.matrix_norm(scaled))
-        own = d_inverse[..., -mdp.layer_sizes[k] * mdp.num_actions :]
-        weight = (
-            W(mdp, curve, k)
-            if k
-            else torch.diag_embed(
-                1 / (own + curve.c_inverse[..., mdp.layer_slices[k], :].flatten(-2))
-            )
-        )
-        defined = torch.eye(own.shape[-1], dtype=q.dtype, device=q.device) - _scale(
-            weight, own.sqrt()
-        )
+    for k, here in enumerate(mdp.layer_slices):
+        d_inverse = curve.d_inverse[..., : here.stop, :].flatten(-2)
+        matrix = _scale(M(mdp, curve, k), d_inverse.sqrt())
+        inverse = _scale(M_inverse(mdp, curve, k), d_inverse.rsqrt())
+        error = matrix @ inverse - torch.eye(matrix.shape[-1], dtype=q.dtype, device=q.device)
+        products.append(_largest_entry(error) / torch.linalg.matrix_norm(matrix))
+        own, c_inverse = (part[..., here, :].flatten(-2) for part in reversed(curve))
+        weight = W(mdp, curve, k) if k else torch.diag_embed(1 / (own + c_inverse))
+        identity = torch.eye(own.shape[-1], dtype=q.dtype, device=q.device)
+        defined = identity - _scale(weight, own.sqrt())
         blocks.append(_largest_entry(_scale(N(mdp, curve, k), own.rsqrt()) - defined))
     product, block = (torch.stack(x).amax(0) for x in (products, blocks))
-    terms = mdp.num_pairs
     return (
-        statement("lem:M_inverse", product, 0.0, terms, scale=1.0, relation="="),
-        statement("eq:def_N", block, 0.0, terms, scale=1.0, relation="="),
+        equality("lem:M_inverse", product, 0.0, mdp.num_pairs, 1.0),
+        equality("eq:def_N", block, 0.0, mdp.num_pairs, 1.0),
     )
 
 
@@ -95,20 +69,13 @@ def both_definitions(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Sta
 
         sum_{s,a} w^2 / (4 q^(3/2)) + alpha (w(s) - w(s,a))^2 / (4 (q(s) - q(s,a))^(3/2)).
     """
-    rest = q @ mdp.other_actions
-    others = w @ mdp.other_actions
+    rest, others = q @ mdp.other_actions, w @ mdp.other_actions
     own = w.square() / (4 * q**1.5) + alpha * others.square() / (4 * rest**1.5)
     # Inflow and outflow of w differ by rounding, which the curvature of the rest magnifies.
     moved = (flow_of(mdp).inflow(w.abs()) + w.abs().sum(-1)).unsqueeze(-1)
     scale = (own + alpha * others.abs() * moved / (2 * rest**1.5)).sum((-2, -1))
-    return statement(
-        "eq:hybrid_alternative",
-        quadratic_form(mdp, q, w, alpha),
-        own.sum((-2, -1)),
-        mdp.num_pairs,
-        scale=scale,
-        relation="=",
-    )
+    form = quadratic_form(mdp, q, w, alpha)
+    return equality("eq:hybrid_alternative", form, own.sum((-2, -1)), mdp.num_pairs, scale)
 
 
 def tangent(mdp: LayeredMDP, q: Tensor, w: Tensor) -> Tensor:
