@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source
@@ -58,17 +59,18 @@ def inflow_rest(mdp: LayeredMDP, q: Tensor) -> Tensor:
     The other actions of the state are added up, and the flow residual of the state is subtracted.
     On Omega nothing cancels then. A residual within its own rounding error counts as zero.
     """
-    residual = flow_residual(mdp, q)
-    none = residual.abs() <= 16 * mdp.num_actions * max(mdp.layer_sizes) * torch.finfo(
-        q.dtype
-    ).eps * q.sum(-1)
+    residual, terms = flow_residual(mdp, q), 16 * mdp.num_actions * max(mdp.layer_sizes)
+    none = residual.abs() <= terms * torch.finfo(q.dtype).eps * q.sum(-1)
     return marginal("rest", mdp, q) - torch.where(none, 0.0, residual).unsqueeze(-1)
 
 
-def curvatures(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+def curvatures(
+    mdp: LayeredMDP, q: Tensor, alpha: float, eta: Tensor | float = 1.0, beta: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """c = alpha / (4 (q(s) - q(s,a))^(3/2)) and d = 1 / (4 q(s,a)^(3/2)), `(*batch, S, A)` each.
 
-    Both are zero on masked pairs.
+    With eta and beta they are those of psi_t: c / eta and d / eta + beta / q(s,a)^2. Both are zero
+    on masked pairs.
 
     Raises:
         ValueError: if a state has one action and alpha > 0; c is infinite there.
@@ -80,8 +82,9 @@ def curvatures(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Tensor, Tensor
             "eq:hybrid_alternative is infinite; "
             "its inverse is finite, see theory.inverse_hessian"
         )
-    c = keep("pair", mdp, alpha / (4 * inflow_rest(mdp, q) ** 1.5), 0.0)
-    return c, keep("pair", mdp, 1 / (4 * keep("pair", mdp, q, 1.0) ** 1.5), 0.0)
+    four, x = 4 * torch.as_tensor(eta).to(q)[..., None, None], keep("pair", mdp, q, 1.0)
+    c, d = alpha / (four * inflow_rest(mdp, q) ** 1.5), 1 / (four * x**1.5) + beta / x.square()
+    return keep("pair", mdp, c, 0.0), keep("pair", mdp, d, 0.0)
 
 
 def hessian(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
@@ -101,7 +104,10 @@ def hessian(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
     Raises:
         ValueError: if a state has one action and alpha > 0.
     """
-    c, d = curvatures(mdp, q, alpha)
+    return _hessian(mdp, *curvatures(mdp, q, alpha))
+
+
+def _hessian(mdp: LayeredMDP, c: Tensor, d: Tensor) -> Tensor:
     to_states = mdp.joint_transitions.flatten(-3, -2)  # (*batch, SA, S)
     within = (to_states * c.sum(-1).unsqueeze(-2)) @ to_states.mT
     # The column of (s, a) has P(s | s', a') for every a.
@@ -131,10 +137,7 @@ def hessian_of_step(mdp: LayeredMDP, q: Tensor, parameters: Parameters, t: Tenso
     Raises:
         ValueError: if a state has one action and alpha > 0.
     """
-    barrier = keep("pair", mdp, parameters.beta / keep("pair", mdp, q, 1.0) ** 2, 0.0)
-    return hessian(mdp, q, parameters.alpha) / parameters.eta(t)[
-        ..., None, None
-    ] + torch.diag_embed(barrier.flatten(-2))
+    return _hessian(mdp, *curvatures(mdp, q, parameters.alpha, parameters.eta(t), parameters.beta))
 
 
 def bregman(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Tensor) -> Tensor:
@@ -214,10 +217,8 @@ def curvature(
         )
     eta = torch.as_tensor(eta, dtype=q.dtype, device=q.device)[..., None, None]
     rest = keep("rest", mdp, inflow_rest(mdp, q), 0.0)
-    return Curvature(
-        4 * eta * rest**1.5 / alpha,
-        keep("pair", mdp, q.square() / (q.sqrt() / (4 * eta) + beta), 0.0),
-    )
+    d_inverse = q.square() / (q.sqrt() / (4 * eta) + beta)
+    return Curvature(4 * eta * rest**1.5 / alpha, keep("pair", mdp, d_inverse, 0.0))
 
 
 # -- one layer after the other ---------------------------------------------------------------------
@@ -243,16 +244,13 @@ class Block(NamedTuple):
 def blocks(mdp: LayeredMDP, curve: Curvature) -> Iterator[Block]:
     """N_0, N_1, ..., N_{L-1} (`eq:def_N`) in factored form; each needs only the one before."""
     arriving: Tensor | None = None  # G_k
-    for k, (c_inverse, d_inverse) in enumerate(
-        zip(*(mdp.split(part, -2) for part in curve), strict=True)
-    ):
-        exists = mdp.actions[mdp.layer_slices[k]]
+    for k, here in enumerate(mdp.layer_slices):
+        exists = mdp.actions[here]
+        c_inverse, d_inverse = (part[..., here, :] for part in curve)
         both = torch.where(exists, c_inverse + d_inverse, 1.0)
         share = d_inverse / both
         if arriving is None:
-            core = torch.zeros(
-                *share.shape[:-1], share.shape[-2], dtype=share.dtype, device=share.device
-            )
+            core = share.new_zeros(*share.shape[:-1], share.shape[-2])
         else:
             core = _core(arriving, torch.where(exists, 1 / both, 0.0).sum(-1))
         block = Block(share * torch.where(exists, c_inverse, 0.0), share, core)
@@ -364,19 +362,14 @@ def M(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
     c, d = (1 / part for part in curve)
     found = torch.diag_embed((c + d)[..., mdp.layer_slices[0], :].flatten(-2))
     for j in range(1, k + 1):
-        here = mdp.layer_slices[j]
-        arriving = _tilde(mdp, P(mdp, j), j)
-        own = torch.eye(_pairs(mdp, j), dtype=c.dtype, device=c.device).expand(
-            *arriving.shape[:-2], -1, -1
-        )
-        incoming = torch.cat([arriving, -own], -2)
-        grown = torch.nn.functional.pad(found, (0, _pairs(mdp, j), 0, _pairs(mdp, j)))
-        below = torch.nn.functional.pad(d[..., here, :].flatten(-2), (found.shape[-1], 0))
-        found = (
-            grown
-            + torch.diag_embed(below)
-            + (incoming * c[..., here, :].flatten(-2).unsqueeze(-2)) @ incoming.mT
-        )
+        before, here = found.shape[-1], mdp.layer_slices[j]
+        c_j, d_j = (part[..., here, :].flatten(-2) for part in (c, d))
+        own, step = torch.eye(d_j.shape[-1], dtype=c.dtype, device=c.device), P(mdp, j)
+        incoming = torch.cat([step, -own.expand(*step.shape[:-2], -1, -1)], -2)
+        # P~_k has rows of zeros for the layers before k - 1.
+        incoming = pad(incoming, (0, 0, before - step.shape[-2], 0))
+        grown = pad(found, (0, len(own), 0, len(own))) + torch.diag_embed(pad(d_j, (before, 0)))
+        found = grown + (incoming * c_j.unsqueeze(-2)) @ incoming.mT
     return found
 
 
@@ -401,7 +394,7 @@ def _woodbury(mdp: LayeredMDP, curve: Curvature, layers: Iterable[Block]) -> Ten
             found = last
             continue
         d_inverse = curve.d_inverse[..., mdp.layer_slices[j], :].flatten(-2)
-        seen = found[..., -_pairs(mdp, j - 1) :] @ P(mdp, j)  # M_{j-1}^-1 P~_j
+        seen = found[..., -before.shape[-1] :] @ P(mdp, j)  # M_{j-1}^-1 P~_j
         across = seen @ _weight(mdp, curve, j, before)
         corner = across * d_inverse.unsqueeze(-2)
         top = torch.cat([found - across @ seen.mT, corner], -1)
@@ -415,12 +408,3 @@ def inverse_hessian(mdp: LayeredMDP, curve: Curvature) -> Tensor:
     Rows and columns of masked pairs are zero.
     """
     return M_inverse(mdp, curve, mdp.horizon - 1)
-
-
-def _pairs(mdp: LayeredMDP, k: int) -> int:
-    return mdp.layer_sizes[k] * mdp.num_actions
-
-
-def _tilde(mdp: LayeredMDP, step: Tensor, k: int) -> Tensor:
-    """P~_k: P_k below zero rows for the layers before k - 1."""
-    return torch.nn.functional.pad(step, (0, 0, sum(_pairs(mdp, j) for j in range(k - 1)), 0))
