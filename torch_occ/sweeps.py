@@ -148,7 +148,7 @@ def sweep(
     directory = Path(directory).resolve()
     directory.mkdir(parents=True, exist_ok=True)
     with _sole_user(directory):
-        todo = _checked(_name_of_function(function), cells)
+        todo = _named_cells(_name_of_function(function), cells)
         store, checkpoints = directory / "cells", directory / "checkpoints"
         store.mkdir(exist_ok=True)
         code = fingerprint(function=function)
@@ -410,7 +410,7 @@ def _sole_user(directory: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _checked(name: str, configs: Sequence[Config]) -> list[Cell]:
+def _named_cells(name: str, configs: Sequence[Config]) -> list[Cell]:
     """The cells with their names, for the function of this name."""
     seen: dict[str, int] = {}
     found = []

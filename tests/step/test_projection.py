@@ -13,7 +13,7 @@ from zoo import PROBLEMS, random_loss, tensor
 
 import torch_occ as occ
 from torch_occ import SolveError, Status
-from torch_occ.reference.cvxpy_step import clarabel
+from torch_occ.reference import clarabel
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
 

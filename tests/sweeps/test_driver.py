@@ -74,27 +74,18 @@ def table(directory: Path) -> list[dict[str, str]]:
 
 
 def test_grid():
-    assert occ.grid(a=[1, 2], b="xy") == [
-        {"a": 1, "b": "x"},
-        {"a": 1, "b": "y"},
-        {"a": 2, "b": "x"},
-        {"a": 2, "b": "y"},
-    ]
+    expected = [(1, "x"), (1, "y"), (2, "x"), (2, "y")]
+    assert occ.grid(a=[1, 2], b="xy") == [{"a": a, "b": b} for a, b in expected]
     assert occ.grid() == [{}]
 
 
 def test_results_are_a_tidy_table_in_the_order_of_the_grid(tmp_path):
-    done = occ.sweep(
-        cells.square, occ.grid(x=[3.0, 0.1, 2.0], name=["a", "b"]), tmp_path, progress=False
-    )
-    assert [(row["x"], row["name"]) for row in done.rows] == [
-        (x, name) for x in (3.0, 0.1, 2.0) for name in "ab"
-    ]
+    grid = occ.grid(x=[3.0, 0.1, 2.0], name=["a", "b"])
+    done = occ.sweep(cells.square, grid, tmp_path, progress=False)
+    assert [{"x": row["x"], "name": row["name"]} for row in done.rows] == grid
     assert not done.failures
-    assert [{k: row[k] for k in ("x", "square", "third")} for row in table(tmp_path)] == [
-        {"x": str(x), "square": str(x**2), "third": str(x / 3)}
-        for x in (3.0, 0.1, 2.0)
-        for _ in "ab"
+    assert [(row["x"], row["square"], row["third"]) for row in table(tmp_path)] == [
+        (str(x), str(x**2), str(x / 3)) for x in (3.0, 0.1, 2.0) for _ in "ab"
     ]
     assert len(list((tmp_path / "cells").iterdir())) == 6
     assert not list(tmp_path.rglob(".*")), "a temporary file was left behind"
@@ -117,25 +108,21 @@ def test_cells_need_not_have_the_same_parameters_and_are_named_by_them(tmp_path)
 
 
 def test_a_second_call_runs_nothing_and_a_larger_grid_only_what_is_new(tmp_path, log):
-    first = occ.grid(cell=[0, 1], seconds=[0], log=[str(log)])
-    done = occ.sweep(cells.slow, first, tmp_path, **QUIET)
-    again = occ.sweep(
-        cells.slow, first + occ.grid(cell=[2], seconds=[0], log=[str(log)]), tmp_path, **QUIET
-    )
+    grid = occ.grid(cell=[0, 1, 2], seconds=[0], log=[str(log)])
+    done = occ.sweep(cells.slow, grid[:2], tmp_path, **QUIET)
+    again = occ.sweep(cells.slow, grid, tmp_path, **QUIET)
     assert again.rows[:2] == done.rows
     assert [row["answer"] for row in again.rows] == [0, 7, 14]
-    assert events(log) == Counter(
-        {f"{i}.{what}": 1 for i in range(3) for what in ("begun", "done")}
-    )
+    once = {f"{i}.{what}": 1 for i in range(3) for what in ("begun", "done")}
+    assert events(log) == Counter(once)
     # Another function with the same cells is another sweep.
-    assert not occ.sweep(cells.deadly, first, tmp_path, **QUIET).failures
+    assert not occ.sweep(cells.deadly, grid[:2], tmp_path, **QUIET).failures
     assert events(log)["0.begun"] == 2
 
 
 def test_a_cell_that_raises_or_kills_its_process_does_not_stop_the_others(tmp_path, log, capfd):
-    done = occ.sweep(
-        cells.deadly, occ.grid(cell=range(6), log=[str(log)]), tmp_path, tensorboard=False
-    )
+    grid = occ.grid(cell=range(6), log=[str(log)])
+    done = occ.sweep(cells.deadly, grid, tmp_path, tensorboard=False)
     assert [row["answer"] for row in done.rows] == [0, 1, 4, 5]
     by_cell = {failure.config["cell"]: failure for failure in done.failures}
     assert set(by_cell) == {2, 3}
@@ -144,9 +131,8 @@ def test_a_cell_that_raises_or_kills_its_process_does_not_stop_the_others(tmp_pa
     assert "in deadly" in by_cell[3].traceback
     assert '"cell": 3' in str(by_cell[3])
     assert 'failed: {"cell": 3' in capfd.readouterr().out
-    assert {
-        entry["config"]["cell"] for entry in json.loads((tmp_path / "failures.json").read_text())
-    } == {2, 3}
+    written = json.loads((tmp_path / "failures.json").read_text())
+    assert {entry["config"]["cell"] for entry in written} == {2, 3}
     # Only the deadly cell itself is run twice.
     assert events(log) == Counter({f"{i}.begun": 1 + (i == 2) for i in range(6)})
     assert len(list((tmp_path / "cells").iterdir())) == len(table(tmp_path)) == 4
@@ -154,13 +140,11 @@ def test_a_cell_that_raises_or_kills_its_process_does_not_stop_the_others(tmp_pa
 
 def test_what_failed_is_tried_again(tmp_path):
     config = occ.grid(log=[str(tmp_path)])
-    assert [
-        failure.error for failure in occ.sweep(cells.mended, config, tmp_path, **QUIET).failures
-    ] == ["OSError: broken today"]
+    failures = occ.sweep(cells.mended, config, tmp_path, **QUIET).failures
+    assert [failure.error for failure in failures] == ["OSError: broken today"]
     (tmp_path / "mended").touch()
-    assert occ.sweep(cells.mended, config, tmp_path, **QUIET).rows == [
-        {"log": str(tmp_path), "answer": 1.0}
-    ]
+    rows = occ.sweep(cells.mended, config, tmp_path, **QUIET).rows
+    assert rows == [{"log": str(tmp_path), "answer": 1.0}]
     assert not (tmp_path / "failures.json").exists()
 
 
@@ -240,40 +224,34 @@ def test_an_executor_that_breaks_down_says_how_to_continue(tmp_path, log):
     ):
         occ.sweep(cells.deadly, grid, tmp_path, executor=pool, **QUIET)
     assert len(list((tmp_path / "cells").iterdir())) == 1
-    with pytest.raises(ValueError, match="executor: expected an object with `submit`"):
-        occ.sweep(cells.square, [{"x": 1.0}], tmp_path, executor="loky", **QUIET)
 
 
-@pytest.mark.parametrize(
-    ("cells_", "fragments"),
-    [
-        ([{"x": 1}, {"y": 2}, {"x": 1}], "cells: cells 0 and 2 are the same"),
-        ([{"x": {1, 2}}], "cells: cell 0"),
-        ([{"x": float("nan")}], "cells: cell 0"),
-    ],
-)
-def test_wrong_cells_are_refused(cells_, fragments, tmp_path):
-    with pytest.raises(ValueError, match=re.escape(fragments)):
-        occ.sweep(cells.square, cells_, tmp_path, **QUIET)
-
-
-def local_function(x):
+def local_function():
     def inside(config):
         return {}
 
     return inside
 
 
+IMPORTED = "function: expected a function at the top level of a module"
+
+
 @pytest.mark.parametrize(
-    "function",
-    [lambda config: {}, local_function(1), functools.partial(cells.square)],
-    ids=["lambda", "local", "partial"],
+    ("function", "grid", "options", "message"),
+    [
+        (cells.square, [{"x": 1}, {"y": 2}, {"x": 1}], {}, "cells: cells 0 and 2 are the same"),
+        (cells.square, [{"x": {1, 2}}], {}, "cells: cell 0"),
+        (cells.square, [{"x": float("nan")}], {}, "cells: cell 0"),
+        (lambda config: {}, [{"x": 1.0}], {}, IMPORTED),
+        (local_function(), [{"x": 1.0}], {}, IMPORTED),
+        (functools.partial(cells.square), [{"x": 1.0}], {}, IMPORTED),
+        (cells.square, [{"x": 1.0}], {"processes": 0}, "processes: expected at least 1, got 0"),
+        (cells.square, [{"x": 1.0}], {"executor": "loky"}, "executor: expected an object with"),
+    ],
 )
-def test_a_function_that_workers_cannot_import_is_refused(function, tmp_path):
-    with pytest.raises(
-        ValueError, match="function: expected a function at the top level of a module"
-    ):
-        occ.sweep(function, [{"x": 1.0}], tmp_path, **QUIET)
+def test_wrong_arguments_are_refused(function, grid, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        occ.sweep(function, grid, tmp_path, **QUIET, **options)
 
 
 def test_control_c_ends_at_once_and_keeps_what_is_finished(tmp_path, log):
@@ -293,13 +271,8 @@ def test_control_c_ends_at_once_and_keeps_what_is_finished(tmp_path, log):
 
 
 def test_wrong_results_are_failures_that_say_so(tmp_path):
-    done = occ.sweep(
-        cells.careless,
-        occ.grid(returns=["x", "list", "set"], x=[0]),
-        tmp_path,
-        processes=1,
-        **QUIET,
-    )
+    grid = occ.grid(returns=["x", "list", "set"], x=[0])
+    done = occ.sweep(cells.careless, grid, tmp_path, processes=1, **QUIET)
     errors = [failure.error for failure in done.failures]
     assert "keys other than the configuration's, got {'x': 1}" in errors[0]
     assert "dictionary" in errors[1]
@@ -358,11 +331,6 @@ def test_a_disk_that_fills_up_costs_no_result(tmp_path, monkeypatch):
     assert [row["square"] for row in done.rows] == [1.0, 4.0]
     assert len(caught) == 3  # two cells and the table
     assert not list((tmp_path / "cells").iterdir())
-
-
-def test_processes_are_counted(tmp_path):
-    with pytest.raises(ValueError, match="processes: expected at least 1, got 0"):
-        occ.sweep(cells.square, [{"x": 1.0}], tmp_path, processes=0, **QUIET)
 
 
 # -- a cluster ---------------------------------------------------------------------------------
@@ -427,13 +395,12 @@ def test_a_cluster_gives_the_same_bits_survives_a_lost_worker_and_reports_failur
         occ.sweep, cells.slow, grid, tmp_path / "out", cluster=cluster.address, **QUIET
     )
     victim = cluster.workers[0]
-    begun = wait_for(
-        lambda: [
-            path
-            for path in log.glob(f"*.begun.{victim.pid}")
-            if not (log / path.name.replace("begun", "done")).exists()
-        ]
-    )
+
+    def cells_of_victim():
+        begun = log.glob(f"*.begun.{victim.pid}")
+        return [x for x in begun if not (log / x.name.replace("begun", "done")).exists()]
+
+    begun = wait_for(cells_of_victim)
     os.kill(victim.pid, signal.SIGKILL)
     assert not driver.result(timeout=180).failures
     assert sorted(row["cell"] for row in table(tmp_path / "out")) == list("01234567")
@@ -457,11 +424,8 @@ def test_a_cluster_gives_the_same_bits_survives_a_lost_worker_and_reports_failur
 def test_an_unreachable_cluster_is_an_error_before_any_work(tmp_path, monkeypatch):
     pytest.importorskip("distributed")
     monkeypatch.setattr("torch_occ.sweeps.ANSWER_WITHIN", 0.3)
-    with pytest.raises(
-        ConnectionError,
-        match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:9 within 0\.3 s; "
-        "start one with `dask scheduler`",
-    ):
+    message = "no Dask scheduler answers at tcp://127.0.0.1:9 within 0.3 s; start one with `dask"
+    with pytest.raises(ConnectionError, match=re.escape(message)):
         occ.sweep(cells.square, [{"x": 1.0}], tmp_path, cluster="tcp://127.0.0.1:9", **QUIET)
     with pytest.raises((ValueError, ConnectionError), match="cluster: "):
         occ.sweep(cells.square, [{"x": 1.0}], tmp_path, cluster="nonsense://?", **QUIET)

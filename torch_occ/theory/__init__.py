@@ -8,7 +8,6 @@ statements    what a statement is, and the parameters of the paper
 curvatures    phi_H, phi_L, the Hessian and its inverse        lem:def_M, lem:M_inverse
 penalty       phi_H(q_opt) - phi_H(q) and its bounds           lem:key_lemma_bound_penalty
 stability     norm of the loss estimate and its bounds         lem:key_lemma_bound_stability
-identities    closed forms against their definitions           eq:quadratic_form
 bounds        conditions, constants, bounds, parameters        thm:main_general
 runs          the regret of a run as penalty and stability     lem:key_lemma_ftrl
 surveys       the statements on random data
@@ -93,8 +92,8 @@ from torch_occ.theory.certificates import Certificate as Certificate
 
 #: Where names of version 0.2 are now. They still work here, with a warning, until version 0.4.
 _MOVED = {
-    "curvatures": "Block Curvature M M_inverse N N_diagonal W blocks curvature hybrid_alternative",
-    "identities": (
+    "curvatures": (
+        "Block Curvature M M_inverse N N_diagonal W blocks curvature hybrid_alternative "
         "both_definitions hessian_by_layers inverse_by_layers quadratic_form_of_hessian tangent"
     ),
     "stability": (

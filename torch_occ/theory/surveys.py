@@ -16,8 +16,7 @@ from torch import Tensor
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.theory import bounds, identities, penalty, runs, stability
-from torch_occ.theory.curvatures import curvature
+from torch_occ.theory import bounds, curvatures, penalty, runs, stability
 from torch_occ.theory.statements import Parameters, Statement
 
 
@@ -158,12 +157,12 @@ def hessian_statements(
 ) -> Iterator[Statement]:
     """The statements about the Hessian, which bound the stability."""
     q, mapping, alpha = data.q, data.mapping, parameters.alpha
-    curve = curvature(mdp, q, alpha)
+    curve = curvatures.curvature(mdp, q, alpha)
     w = (_uniform(q.shape, generator) * 2 - 1) * q
-    yield identities.quadratic_form_of_hessian(mdp, q, w, alpha)
-    yield identities.both_definitions(mdp, q, identities.tangent(mdp, q, w), alpha)
-    yield identities.hessian_by_layers(mdp, q, alpha)
-    yield from identities.inverse_by_layers(mdp, q, alpha)
+    yield curvatures.quadratic_form_of_hessian(mdp, q, w, alpha)
+    yield curvatures.both_definitions(mdp, q, curvatures.tangent(mdp, q, w), alpha)
+    yield curvatures.hessian_by_layers(mdp, q, alpha)
+    yield from curvatures.inverse_by_layers(mdp, q, alpha)
     for k in range(mdp.horizon):
         w = _uniform((*mdp.batch_shape, mdp.layer_sizes[k], mdp.num_actions), generator) * 2 - 1
         # Divided by q as the estimates are, so that rare pairs count.
