@@ -409,7 +409,7 @@ class Comparison:
     @property
     def wrong(self) -> dict[str, list[str]]:
         """The entries that are wrong, by the name of the answer."""
-        found = {}
+        found: dict[str, list[str]] = {}
         for answer in self.answers:
             wrong = [what for what, e in answer.errors.items() if not e <= self.tolerance]
             found |= {answer.name: wrong} if wrong else {}

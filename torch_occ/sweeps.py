@@ -113,9 +113,9 @@ def sweep(
     `tensorboard/<cell>/` with the hyperparameters of each, and `sweep.lock`. The name of a cell has
     its parameters, such as `gamma=0.5,seed=1`, and a hash.
 
-    A function with two parameters is called as `function(config, checkpoint)`. The second one is
-    the path of a directory, `checkpoints/<cell>`, that outlives a killed process: pass
-    `save_to=checkpoint / "run"` to `simulate`, and a second attempt continues the first one. It is
+    A function with two parameters (without defaults) is called as `function(config, checkpoint)`.
+    The second one is the path of a directory, `checkpoints/<cell>`, that outlives a killed process:
+    pass `save_to=checkpoint / "run"` to `simulate`, and a second attempt continues the first. It is
     removed when the cell is finished. On a cluster it must be on a file system that workers share.
 
     Args:
@@ -206,7 +206,9 @@ def attempt(
     # One thread per cell: cells run in parallel, and sums have a fixed order.
     torch.set_num_threads(1)
     try:
-        if len(inspect.signature(function).parameters) == 2:
+        parameters = inspect.signature(function).parameters.values()
+        needed = [x.default is x.empty and x.kind <= x.POSITIONAL_OR_KEYWORD for x in parameters]
+        if sum(needed) == 2:
             Path(checkpoint).mkdir(parents=True, exist_ok=True)
             result = function(config, Path(checkpoint))
         else:
@@ -234,10 +236,9 @@ def _outcomes(
     ]
     try:
         while running:
-            finished, waiting = [], []
-            for future, cell in running:
-                (finished if future.done() else waiting).append((future, cell))
-            running = waiting
+            state = [future.done() for future, _ in running]
+            finished = list(itertools.compress(running, state))
+            running = [pair for pair, done in zip(running, state, strict=True) if not done]
             for i, (future, cell) in enumerate(finished):
                 try:
                     outcome = future.result()

@@ -12,8 +12,8 @@ def trace(config: dict[str, Any], event: str) -> None:
     (Path(config["log"]) / f"{config['cell']}.{event}.{os.getpid()}").touch()
 
 
-def square(config: dict[str, Any]) -> dict[str, Any]:
-    return {"square": config["x"] ** 2, "third": config["x"] / 3}
+def square(config: dict[str, Any], power: float = 2, *_: Any, **__: Any) -> dict[str, Any]:
+    return {"square": config["x"] ** power, "third": config["x"] / 3}
 
 
 def slow(config: dict[str, Any]) -> dict[str, Any]:

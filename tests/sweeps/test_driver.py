@@ -202,28 +202,20 @@ class Finished:
         return self.value
 
 
-def test_any_executor_gives_the_same_bits(tmp_path):
-    games = occ.grid(gamma=[0.5, 2.0], seed=[0, 1])
-    occ.sweep(cells.game, games, tmp_path / "local", **QUIET)
-    threads = torch.get_num_threads()
+def test_any_executor_gives_the_same_bits_and_one_that_breaks_down_says_so(tmp_path, log):
+    games, threads = occ.grid(gamma=[0.5], seed=[0, 1]), torch.get_num_threads()
+    local = occ.sweep(cells.game, games, tmp_path / "local", **QUIET)
+    assert len({row["regret"] for row in local.rows}) == 2
     with futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         for name, executor in {"inline": Inline(), "pool": pool}.items():
-            done = occ.sweep(cells.game, games, tmp_path / name, executor=executor, **QUIET)
-            assert len({row["regret"] for row in done.rows}) == 4
-            assert (tmp_path / name / "results.csv").read_bytes() == (
-                tmp_path / "local" / "results.csv"
-            ).read_bytes()
-    torch.set_num_threads(threads)
-
-
-def test_an_executor_that_breaks_down_says_how_to_continue(tmp_path, log):
-    grid = occ.grid(cell=[0, 2, 4], log=[str(log)])
-    with (
-        futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
-        pytest.raises(RuntimeError, match="executor: it broke down with 2 cells to go; the"),
-    ):
-        occ.sweep(cells.deadly, grid, tmp_path, executor=pool, **QUIET)
+            occ.sweep(cells.game, games, tmp_path / name, executor=executor, **QUIET)
+            found = (tmp_path / name / "results.csv").read_bytes()
+            assert found == (tmp_path / "local" / "results.csv").read_bytes()
+        grid = occ.grid(cell=[0, 2, 4], log=[str(log)])
+        with pytest.raises(RuntimeError, match="executor: it broke down with 2 cells to go; the"):
+            occ.sweep(cells.deadly, grid, tmp_path, executor=pool, **QUIET)
     assert len(list((tmp_path / "cells").iterdir())) == 1
+    torch.set_num_threads(threads)
 
 
 def local_function():

@@ -7,7 +7,7 @@ from theory_cases import F64, bandit, check, masked, one_hot, tightest
 
 import torch_occ as occ
 from torch_occ import theory
-from torch_occ.theory.surveys import draw_mapping, draw_policy, draw_trajectory
+from torch_occ.theory.surveys import draw_mapping, draw_policy
 
 
 def test_with_masks_several_start_states_and_states_of_one_action():
@@ -41,55 +41,32 @@ def test_the_quadratic_form_is_tight_and_needs_weights_that_are_not_negative():
 # -- the expected norm -----------------------------------------------------------------------------
 
 
-def test_the_expected_norm_by_enumeration():
+@pytest.mark.parametrize("mdp", [occ.LayeredMDP.random(3, 2, 2, seed=4), masked()])
+def test_the_expected_norm_by_enumeration(mdp):
     """Every trajectory and every outcome of the coins, one by one."""
-    mdp, alpha = occ.LayeredMDP.random(3, 2, 2, seed=4), 0.7
-    generator = torch.Generator().manual_seed(2)
+    generator, actions = torch.Generator().manual_seed(2), range(mdp.num_actions)
     policy = draw_policy(mdp, generator)
     q = occ.occupancy(mdp, policy)
-    mean = torch.rand(q.shape, dtype=F64, generator=generator)
-    inverse = theory.inverse_hessian(mdp, theory.curvatures.curvature(mdp, q, alpha))
-    total = 0.0
-    for states in itertools.product(*(range(s.start, s.stop) for s in mdp.layer_slices)):
-        for actions in itertools.product(range(2), repeat=3):
-            chance = 1.0
-            for k in range(3):
-                chance *= float(policy[states[k], actions[k]])
-                if k < 2:
-                    chance *= float(mdp.joint_transitions[states[k], actions[k], states[k + 1]])
-            for coins in itertools.product((0.0, 1.0), repeat=3):
-                estimate, weight = torch.zeros_like(q), chance
-                for s, a, coin in zip(states, actions, coins, strict=True):
-                    estimate[s, a] = coin / q[s, a]
-                    weight *= float(mean[s, a]) if coin else 1 - float(mean[s, a])
-                total += weight * float(theory.norm(inverse, estimate))
-    assert float(theory.expected_norm(mdp, q, inverse, mean, mean)) == pytest.approx(
-        total, rel=1e-11
-    )
-
-
-def test_the_expected_norm_by_joint_visits():
-    mdp, generator = masked(), torch.Generator().manual_seed(3)
-    q = occ.occupancy(mdp, draw_policy(mdp, generator))
     mean = torch.rand(q.shape, dtype=F64, generator=generator) * mdp.actions
-    inverse = theory.inverse_hessian(mdp, theory.curvatures.curvature(mdp, q, 0.6))
-    moments = torch.outer(mean.flatten(), mean.flatten()).fill_diagonal_(0.0) + torch.diag(
-        mean.flatten()
-    )
-    expected = (inverse * theory.stability.joint_visits(mdp, q) * moments).sum()
-    assert float(theory.expected_norm(mdp, q, inverse, mean, mean)) == pytest.approx(
-        float(expected), rel=1e-12
-    )
-
-
-def test_visits_of_two_pairs_by_simulation():
-    mdp, generator = masked(), torch.Generator().manual_seed(1)
-    q = occ.occupancy(mdp, draw_policy(mdp, generator)) * 0.5 + 0.5 * occ.interior_point(mdp)
-    visited = draw_trajectory(mdp, q.expand(40_000, -1, -1), generator).flatten(-2)
-    both = visited.mT @ visited / len(visited)
-    expected = theory.stability.joint_visits(mdp, q) * q.flatten().unsqueeze(-1) * q.flatten()
-    assert float((both - expected).abs().max()) < 5 * math.sqrt(0.25 / len(visited))
-    torch.testing.assert_close(expected.diagonal(), q.flatten(), rtol=1e-13, atol=0)
+    inverse = theory.inverse_hessian(mdp, theory.curvatures.curvature(mdp, q, 0.7))
+    layers = [list(itertools.product(range(x.start, x.stop), actions)) for x in mdp.layer_slices]
+    estimates, weights = [], []
+    for pairs in itertools.product(*layers):
+        chance = float(mdp.initial[pairs[0][0]]) * math.prod(float(policy[x]) for x in pairs)
+        for (s, a), (after, _) in itertools.pairwise(pairs):
+            chance *= float(mdp.joint_transitions[s, a, after])
+        if chance == 0:
+            continue
+        for coins in itertools.product((0.0, 1.0), repeat=3):
+            estimates.append(torch.zeros_like(q))
+            weights.append(chance)
+            for pair, coin in zip(pairs, coins, strict=True):
+                estimates[-1][pair] = coin / q[pair]
+                weights[-1] *= float(mean[pair]) if coin else 1 - float(mean[pair])
+    norms = theory.norm(inverse, torch.stack(estimates))
+    found = theory.expected_norm(mdp, q, inverse, mean, mean)
+    expected = float(norms @ torch.tensor(weights, dtype=F64))
+    assert float(found) == pytest.approx(expected, rel=1e-11)
 
 
 # -- slips and tightness ---------------------------------------------------------------------------

@@ -243,11 +243,13 @@ class Nodes(NamedTuple):
 
     def take(self, rows: Ints) -> Nodes:
         """Some of the nodes."""
-        return Nodes(*(part[rows] for part in self))
+        parts: list[Any] = [part[rows] for part in self]
+        return Nodes(*parts)
 
     def join(self, other: Nodes) -> Nodes:
         """All nodes of both."""
-        return Nodes(*map(np.concatenate, zip(self, other, strict=True)))
+        parts: list[Any] = [np.concatenate(both) for both in zip(self, other, strict=True)]
+        return Nodes(*parts)
 
 
 class Alternatives(NamedTuple):

@@ -97,8 +97,7 @@ _MOVED = {
         "both_definitions hessian_by_layers inverse_by_layers quadratic_form_of_hessian tangent"
     ),
     "stability": (
-        "first_step_bound joint_visits quadratic_form_diagonal second_step_bound "
-        "worst_case_stability"
+        "first_step_bound quadratic_form_diagonal second_step_bound worst_case_stability"
     ),
     "bounds": (
         "Coefficients ProofConstants Summands Tuning harmonic printed_tuning_order "
@@ -112,7 +111,7 @@ _MOVED = {
 _GONE = dict.fromkeys(
     ("UnknownCertificate", "UnknownParts", "unknown_parts"),
     "`regret` of the history of occ.simulate has the sum of its parts",
-)
+) | {"joint_visits": "theory.reach has the probability of meeting a later state"}
 
 if not _typing.TYPE_CHECKING:  # a type checker would take every name for one that exists
 

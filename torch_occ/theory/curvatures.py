@@ -83,7 +83,8 @@ def curvatures(
             "eq:hybrid_alternative is infinite; "
             "its inverse is finite, see theory.inverse_hessian"
         )
-    four, x = 4 * torch.as_tensor(eta).to(q)[..., None, None], keep("pair", mdp, q, 1.0)
+    four = 4 * torch.as_tensor(eta, dtype=q.dtype, device=q.device)[..., None, None]
+    x = keep("pair", mdp, q, 1.0)
     c, d = alpha / (four * inflow_rest(mdp, q) ** 1.5), 1 / (four * x**1.5) + beta / x.square()
     return keep("pair", mdp, c, 0.0), keep("pair", mdp, d, 0.0)
 

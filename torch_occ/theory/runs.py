@@ -176,18 +176,12 @@ def proper_comparator(
     shift = ((v - best) * total_loss).sum((-2, -1))
     barrier, roots = log_barrier(mdp, v, beta), hybrid(mdp, best, alpha)
     label, log = "lem:proper_comparator", torch.tensor(float(count), dtype=first.dtype).log()
-    parts = {
-        "loss": (shift, 2.0 * mdp.horizon, float(count * mdp.horizon)),
-        "log-barrier": (
-            barrier - log_barrier(mdp, first, beta),
-            beta * pairs * log,
-            barrier.abs(),
-        ),
-        "hybrid": (hybrid(mdp, v, alpha) - roots, (1 + alpha) * pairs / count, -roots),
-    }
+    rise, fall = barrier - log_barrier(mdp, first, beta), hybrid(mdp, v, alpha) - roots
+    limit, scale = (1 + alpha) * pairs / count, float(count * mdp.horizon)
     return [
-        statement(f"{label}, {name}", left, right, pairs, scale)
-        for name, (left, right, scale) in parts.items()
+        statement(f"{label}, loss", shift, 2.0 * mdp.horizon, pairs, scale),
+        statement(f"{label}, log-barrier", rise, beta * pairs * log, pairs, barrier.abs()),
+        statement(f"{label}, hybrid", fall, limit, pairs, -roots),
     ]
 
 

@@ -89,17 +89,6 @@ def quadratic_form_diagonal(matrix: Tensor, w: Tensor) -> Statement:
 # -- the loss estimate -----------------------------------------------------------------------------
 
 
-def joint_visits(mdp: LayeredMDP, q: Tensor) -> Tensor:
-    """P(both pairs are visited in an episode) / (q(s,a) q(s',a')), `(*batch, SA, SA)`.
-
-    It is 1 / q(s,a) on the diagonal, p^pi(s'|s,a) / q(s') if s' is in a later layer than s, and
-    zero for two pairs of one layer.
-    """
-    later = reach_over_q(mdp, q).repeat_interleave(mdp.num_actions, -1)
-    single = keep("pair", mdp, 1 / keep("pair", mdp, q, 1.0), 0.0)
-    return later + later.mT + torch.diag_embed(single.flatten(-2))
-
-
 def reach_over_q(mdp: LayeredMDP, q: Tensor) -> Tensor:
     """p^pi(s'|s,a) / q(s') for the policy of q, `(*batch, SA, S)`."""
     return (reach(mdp, policy_of(mdp, q)) / q.sum(-1)[..., None, None, :]).flatten(-3, -2)

@@ -69,10 +69,11 @@ def statement(
     values. Four times that is allowed, for the square roots and quotients inside. `scale` is that
     sum; by default it is the larger side, which is right if all terms are positive.
     """
-    like = {"dtype": left.dtype, "device": left.device}
-    left, larger = torch.broadcast_tensors(left, torch.as_tensor(right, **like))
+    dtype, device = left.dtype, left.device
+    left, larger = torch.broadcast_tensors(left, torch.as_tensor(right, dtype=dtype, device=device))
     size = torch.maximum(left.abs(), larger.abs()) if scale is None else scale
-    rounding = 4 * terms * torch.finfo(left.dtype).eps * torch.as_tensor(size, **like)
+    size = torch.as_tensor(size, dtype=dtype, device=device)
+    rounding = 4 * terms * torch.finfo(dtype).eps * size
     return Statement(label, left, larger, rounding.expand_as(left), relation)
 
 
