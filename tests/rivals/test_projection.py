@@ -4,12 +4,11 @@ from collections import namedtuple
 
 import pytest
 import torch
-from projecting import project
+from projecting import project, project_cvxpy
 from zoo import PROBLEMS, tensor
 
 import torch_occ as occ
 from torch_occ import Status
-from torch_occ.reference import project_cvxpy
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
 

@@ -6,7 +6,7 @@ from torch.func import functional_call, jacrev, vmap
 from zoo import PROBLEMS, REGULARIZERS, random_loss, random_problem, tensor
 
 import torch_occ as occ
-from torch_occ.reference.cvxpy_step import solve_cvxpy
+from torch_occ.reference import solve_cvxpy
 
 pytestmark = pytest.mark.usefixtures("both_backends")
 
