@@ -4,8 +4,7 @@ from torch.autograd.functional import hessian as autograd_hessian
 from zoo import PROBLEMS, REGULARIZERS, Centred, Coupled, random_loss
 
 import torch_occ as occ
-from torch_occ.regularizers.derivatives import Evaluator, derivatives
-from torch_occ.regularizers.hessians import Blocks, Full, Separable
+from torch_occ.regularizers.derivatives import Blocks, Evaluator, Full, Separable, derivatives
 
 F64 = torch.float64
 SMALL = ["contexts", "masked", "no_choice", "layers"]

@@ -7,7 +7,7 @@ from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 from torch_occ.mdp.occupancy import DenseFlow
-from torch_occ.regularizers.hessians import Blocks, Full, Separable, combine
+from torch_occ.regularizers.derivatives import Blocks, Full, Separable, combine
 
 F64 = torch.float64
 ACTIONS = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 1, 0]], dtype=torch.bool)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import extra
+from torch_occ.mdp.checks import Table
 from torch_occ.mdp.rewards import RewardMap, RewardMDP
 from torch_occ.mdp.unroll import ABSORBING, Outcomes, finish, unroll
 
@@ -209,7 +210,7 @@ def _all_pairs(
 # the rewards into losses.
 
 
-def build(outcomes: Outcomes, rewards: Tensor, horizon: int, initial: Tensor | int) -> RewardMDP:
+def build(outcomes: Outcomes, rewards: Tensor, horizon: int, initial: Table | int) -> RewardMDP:
     """The layered MDP of a list of outcomes, with a reward `(n,)` for each."""
     scale = RewardMap.covering(rewards)
     reward = outcomes.sums(outcomes.probability * rewards)
@@ -238,10 +239,9 @@ def from_arrays(
     transition: Any,
     reward: Any,
     horizon: int,
-    initial: Tensor | int = 0,
-    *,
-    terminal: Sequence[int] = (),
-    action_axis: int | None = None,
+    initial: Table | int,
+    terminal: Sequence[int],
+    action_axis: int | None,
 ) -> RewardMDP:
     """See `LayeredMDP.from_arrays`."""
     pieces, action_axis = _per_action(transition, action_axis)
@@ -359,11 +359,10 @@ def _reward_of(reward: Any, outcomes: Outcomes, action_axis: int) -> Tensor:
 def from_gymnasium(
     env: gymnasium.Env[Any, Any] | str,
     horizon: int,
-    initial: Tensor | int | None = None,
-    *,
-    options: Mapping[str, Any] | None = None,
-    verify: int = 10_000,
-    seed: int = 0,
+    initial: Table | int | None,
+    options: Mapping[str, Any] | None,
+    verify: int,
+    seed: int,
 ) -> RewardMDP:
     """See `LayeredMDP.from_gymnasium`."""
     env, name = _make(env, options)

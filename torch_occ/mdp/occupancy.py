@@ -27,7 +27,7 @@ from torch import Tensor
 
 from torch_occ._support.constants import TIE
 from torch_occ._support.private import values_are_hidden
-from torch_occ.mdp.checks import broadcast, check_table, row_tolerance
+from torch_occ.mdp.checks import as_tensor, broadcast, check_table, row_tolerance
 from torch_occ.mdp.layered import DENSE_STATES, LayeredMDP
 from torch_occ.mdp.layers import DenseLayer, InOrder, Layer
 
@@ -178,6 +178,7 @@ def occupancy(mdp: LayeredMDP, policy: Tensor, *, in_order: bool = False) -> Ten
         TypeError: if the policy is not a tensor.
         ValueError: if its shape is wrong, or the probabilities in a state do not sum to one.
     """
+    policy = as_tensor(policy)
     check_table("policy", policy, mdp)
     if not values_are_hidden():
         sums = policy.detach().sum(-1)
@@ -243,15 +244,10 @@ def cheapest(mdp: LayeredMDP, Q: Tensor) -> Tensor:
     Numbers below 1 are compared absolutely, since losses are of that size. Q is infinite on masked
     pairs.
     """
-    return cheapest_of(mdp.actions, Q)
-
-
-def cheapest_of(actions: Tensor, Q: Tensor) -> Tensor:
-    """`cheapest` for some states only, with their actions `(*batch, S_k, A)`."""
     best = Q.amin(-1, keepdim=True)
     # If the smallest Q is -inf, it is tied with itself.
     limit = best + tie_in(Q.dtype) * best.abs().clamp(1.0, torch.finfo(Q.dtype).max)
-    return _first(actions & (limit >= Q)).to(Q.dtype)
+    return _first(mdp.actions & (limit >= Q)).to(Q.dtype)
 
 
 def _first(true: Tensor) -> Tensor:
@@ -287,6 +283,7 @@ def optimal_policy(mdp: LayeredMDP, loss: Tensor, *, in_order: bool = False) -> 
         TypeError: if the loss is not a tensor.
         ValueError: if its shape is wrong.
     """
+    loss = as_tensor(loss)
     check_table("loss", loss, mdp)
     losses, masks = mdp.split(loss, -2), mdp.split(mdp.actions, -2)
     maps = LayeredFlow(mdp, in_order=in_order).maps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -77,8 +77,8 @@ class RewardMap:
 class RewardMDP(LayeredMDP):
     """A `LayeredMDP` with rewards and the map that turns them into losses.
 
-    `reward` holds expected rewards `(S, A)`, zero where the episode is over. `to`, `prune` and
-    `with_transitions` return a plain `LayeredMDP`. Importers make it; see
+    `reward` holds expected rewards `(S, A)`, zero where the episode is over. `to` keeps them;
+    `prune` and `with_transitions` return a plain `LayeredMDP`. Importers make it; see
     `LayeredMDP.from_gymnasium`.
 
     Args:
@@ -89,6 +89,8 @@ class RewardMDP(LayeredMDP):
 
     reward: Tensor
     reward_map: RewardMap
+
+    kept: ClassVar = ("reward", "reward_map")
 
     def __init__(self, *, reward: Tensor, reward_map: RewardMap, **layout: Any) -> None:
         super().__init__(**layout)

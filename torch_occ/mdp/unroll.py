@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_occ.mdp.checks import check_rows, row_tolerance
+from torch_occ.mdp.checks import Table, as_tensor, check_rows, row_tolerance
 
 #: Instead of a state: the episode is over. It is the `origin` of the absorbing end, and the next
 #: state of an outcome that ends the episode.
@@ -181,8 +181,9 @@ def _check_outcomes(outcomes: Outcomes) -> None:
         )
 
 
-def initial_distribution(initial: Tensor | int, num_states: int, like: Tensor) -> Tensor:
+def initial_distribution(initial: Table | int, num_states: int, like: Tensor) -> Tensor:
     """Check a distribution `(S,)` over the states, or make one from the index of a state."""
+    initial = as_tensor(initial)
     if not isinstance(initial, Tensor):
         initial = operator.index(initial)
         if not 0 <= initial < num_states:
@@ -197,7 +198,7 @@ def initial_distribution(initial: Tensor | int, num_states: int, like: Tensor) -
 
 
 def unroll(
-    outcomes: Outcomes, horizon: int, initial: Tensor | int, *, sparse: bool | None = None
+    outcomes: Outcomes, horizon: int, initial: Table | int, *, sparse: bool | None = None
 ) -> dict[str, Any]:
     """The arguments of `LayeredMDP` for `horizon` steps of a finite MDP.
 
