@@ -54,8 +54,8 @@ class GraphMDP(LayeredMDP):
     edges: tuple[Edge, ...]
     nodes: tuple[Node, ...]
     _owner: Tensor
-    _pairs: Tensor | None  # the pair of each edge, S * A if it has none; None if one has several
-    _all_used: bool
+    _pairs: Tensor  # (n, E), the pairs of each edge; S * A where it has less than n
+    _all_used: bool  # whether every edge has n pairs
     _penalty: Tensor | None
 
     kept: ClassVar = ("edges", "nodes", "_owner", "_pairs", "_all_used", "_penalty")
@@ -70,11 +70,13 @@ class GraphMDP(LayeredMDP):
         **layout: Any,
     ) -> None:
         super().__init__(**layout)
-        count = torch.bincount(owner, minlength=len(edges) + 1)[:-1]
-        pairs = torch.full((len(edges) + 1,), len(owner))
-        pairs[owner] = torch.arange(len(owner))
-        once = bool((count <= 1).all())
-        values = (edges, nodes, owner, pairs[:-1] if once else None, bool(count.all()), penalty)
+        index, edge = (owner < len(edges)).nonzero().squeeze(-1), owner[owner < len(edges)]
+        count = torch.bincount(edge, minlength=len(edges))
+        order = edge.argsort(stable=True)
+        number = torch.arange(len(edge)) - (count.cumsum(0) - count)[edge[order]]
+        pairs = torch.full((int(count.max()), len(edges)), len(owner))
+        pairs[number, edge[order]] = index[order]
+        values = (edges, nodes, owner, pairs, bool((count == len(pairs)).all()), penalty)
         for name, value in zip(self.kept, values, strict=True):
             object.__setattr__(self, name, value)
 
@@ -116,12 +118,10 @@ class GraphMDP(LayeredMDP):
                 f"got {tuple(q.shape)}"
             )
         flat = q.flatten(-2)
-        if self._pairs is None:
-            flows = flat.new_zeros(*flat.shape[:-1], len(self.edges) + 1)
-            return flows.index_add(-1, self._owner, flat)[..., :-1]
         if not self._all_used:
             flat = torch.nn.functional.pad(flat, (0, 1))
-        return flat.index_select(-1, self._pairs)
+        found = flat.index_select(-1, self._pairs.flatten())
+        return found if len(self._pairs) == 1 else found.unflatten(-1, self._pairs.shape).sum(-2)
 
     def occupancy_of(self, flows: Tensor) -> Tensor:
         """The occupancy measure of flows `(*batch, E)` -> `(*batch, S, A)`: the inverse of `flows`.
@@ -159,7 +159,7 @@ class GraphMDP(LayeredMDP):
         if bool(wrong.any()):
             place = tuple(wrong.nonzero()[0].tolist())
             batch = f", element {list(place[:-1])}" if len(place) > 1 else ""
-            walks = f", along paths of at most {self.horizon} edges" if self._pairs is None else ""
+            walks = f", along paths of at most {self.horizon} edges" if len(self._pairs) > 1 else ""
             raise ValueError(
                 f"flows: edge {place[-1]}, {self.edges[place[-1]]}{batch}: found "
                 f"{float(given[place]):g}; expected a unit of flow from the source to the target, "
