@@ -77,8 +77,7 @@ class GraphMDP(LayeredMDP):
         pairs = torch.full((int(count.max()), len(edges)), len(owner))
         pairs[number, edge[order]] = index[order]
         values = (edges, nodes, owner, pairs, bool((count == len(pairs)).all()), penalty)
-        for name, value in zip(self.kept, values, strict=True):
-            object.__setattr__(self, name, value)
+        self.__dict__.update(zip(self.kept, values, strict=True))
 
     def losses(self, costs: Tensor) -> Tensor:
         """The losses of pairs from costs of edges: `(*batch, E)` -> `(*batch, S, A)`.

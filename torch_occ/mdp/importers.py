@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import gymnasium
 
 
-# -- A sequential test of a published table: the environment is played and compared with the -------
+# -- A sequential test of a published table: the environment is played and compared with it --------
 #
 # An outcome that the table excludes refutes it at once. The frequencies of the other outcomes are
 # tested by betting against the table. A predictor that learns from past outcomes (Krichevsky and
@@ -97,10 +97,9 @@ class Auditor:
         """Record one step of the environment."""
         row = self.rows[state, action]
         target = ABSORBING if terminated else after
-        keys = list(row)
         match = [
             i
-            for i, (said, paid) in enumerate(keys)
+            for i, (said, paid) in enumerate(row)
             if said == target and math.isclose(paid, reward, rel_tol=1e-9, abs_tol=1e-12)
         ]
         if not match:
@@ -181,7 +180,9 @@ def check_by_playing(
             if terminated:
                 break
     if settable:
-        for state, action in _all_pairs(auditor.actions, visited, steps - played):
+        # All pairs at least once, and again until the steps are used up.
+        pairs = [(state, action) for state in visited for action in auditor.actions[state]]
+        for state, action in pairs * max(1, -(-(steps - played) // max(len(pairs), 1))):
             _reset(env, auditor)
             env.unwrapped.s = state
             after, reward, terminated, _, _ = env.step(action)
@@ -193,15 +194,6 @@ def _reset(env: Any, auditor: Auditor, seed: int | None = None) -> int:
     state, _ = env.reset(seed=seed)
     auditor.saw_start(int(state))
     return int(state)
-
-
-def _all_pairs(
-    actions: list[list[int]], visited: Sequence[int], steps: int
-) -> Iterator[tuple[int, int]]:
-    """Take all pairs at least once, and again until the steps are used up."""
-    pairs = [(state, action) for state in visited for action in actions[state]]
-    for _ in range(max(1, -(-steps // max(len(pairs), 1)))):
-        yield from pairs
 
 
 # -- Importers of MDPs: arrays of other packages, and tables of Gymnasium --------------------------
@@ -228,8 +220,7 @@ def _wait_once(outcomes: Outcomes, reward: Tensor) -> Outcomes:
     waits = ((same & ~leaves) | ~outcomes.actions).all(-1)
     only_first = torch.arange(outcomes.actions.shape[1]) == first
     actions = outcomes.actions & (only_first | ~waits.unsqueeze(-1))
-    kept = Outcomes(outcomes.state, outcomes.action, outcomes.next, outcomes.probability, actions)
-    return kept.select(actions[outcomes.state, outcomes.action])
+    return replace(outcomes, actions=actions).select(actions[outcomes.state, outcomes.action])
 
 
 # -- arrays of other packages ------------------------------------------------------------------
@@ -254,24 +245,13 @@ def from_arrays(
                 f"{tuple(piece.shape)}"
             )
         state, after = piece.nonzero()
-        entries.append(
-            (
-                state,
-                np.full(len(state), a),
-                after,
-                np.asarray(piece[state, after], dtype=np.float64).ravel(),
-            )
-        )
-    state, action, after, probability = (
+        values = np.asarray(piece[state, after], dtype=np.float64).ravel()
+        entries.append((state, np.full(len(state), a), after, values))
+    *index, probability = (
         torch.from_numpy(np.concatenate(part)) for part in zip(*entries, strict=True)
     )
-    outcomes = Outcomes(
-        state.long(),
-        action.long(),
-        after.long(),
-        probability,
-        torch.ones(num_states, num_actions, dtype=torch.bool),
-    )
+    everything = torch.ones(num_states, num_actions, dtype=torch.bool)
+    outcomes = Outcomes(*(x.long() for x in index), probability, everything)
     # Look up rewards before terminal states are merged into the absorbing end.
     rewards = _reward_of(reward, outcomes, action_axis)
     alive = finish(outcomes, tuple(terminal))
@@ -341,11 +321,7 @@ def _reward_of(reward: Any, outcomes: Outcomes, action_axis: int) -> Tensor:
         return table[state]
     if tuple(table.shape) == (num_states, num_actions):
         return table[state, action]
-    cube = (
-        (num_actions, num_states, num_states)
-        if action_axis == 0
-        else (num_states, num_actions, num_states)
-    )
+    cube = (*(shape[::-1] if action_axis == 0 else shape), num_states)
     if tuple(table.shape) == cube:
         return table[action, state, after] if action_axis == 0 else table[state, action, after]
     raise ValueError(
@@ -367,21 +343,20 @@ def from_gymnasium(
     """See `LayeredMDP.from_gymnasium`."""
     env, name = _make(env, options)
     outcomes, rewards = _read_table(env, name)
-    _check_time_limit(env, name, horizon)
+    limit = env.spec.max_episode_steps if env.spec is not None else None
+    if limit is not None and limit < horizon:
+        raise ValueError(
+            f"horizon: {name} is cut off after {limit} steps, before the horizon of {horizon}; "
+            f"make it with max_episode_steps={horizon}"
+        )
     published = None
     if initial is None:
         initial = published = _published_initial(env, name, outcomes.actions.shape[0])
     mdp = build(outcomes, rewards, horizon, initial)
     if verify:
         visited = mdp.origin[mdp.origin != ABSORBING].unique().tolist()
-        check_by_playing(
-            env,
-            Auditor(name, outcomes, rewards, published),
-            visited,
-            horizon,
-            steps=verify,
-            seed=seed,
-        )
+        auditor = Auditor(name, outcomes, rewards, published)
+        check_by_playing(env, auditor, visited, horizon, steps=verify, seed=seed)
     return mdp
 
 
@@ -522,12 +497,3 @@ def _published_initial(env: Any, name: str, num_states: int) -> Tensor:
         f"initial: {name} does not publish its initial distribution (initial_state_distrib); pass "
         "one as initial"
     )
-
-
-def _check_time_limit(env: Any, name: str, horizon: int) -> None:
-    limit = env.spec.max_episode_steps if env.spec is not None else None
-    if limit is not None and limit < horizon:
-        raise ValueError(
-            f"horizon: {name} is cut off after {limit} steps, before the horizon of {horizon}; "
-            f"make it with max_episode_steps={horizon}"
-        )

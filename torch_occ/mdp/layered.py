@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
 
 import torch
@@ -94,21 +94,11 @@ class LayeredMDP:
             actions = torch.ones(num_states, num_actions, dtype=torch.bool, device=like.device)
         if origin is None:
             origin = torch.arange(num_states, device=like.device)
-        _set(
-            self,
-            actions=actions.clone(),
-            initial=initial.clone(),
-            origin=origin.clone(),
-            layers=layers,
-        )
+        self.__dict__.update(actions=actions.clone(), initial=initial.clone())
+        self.__dict__.update(origin=origin.clone(), layers=layers)
         checks.check_actions(self)
-        _set(
-            self,
-            layers=tuple(
-                layer.mask(mask)
-                for layer, mask in zip(layers, self.split(self.actions, -2), strict=True)
-            ),
-        )
+        masks = zip(layers, self.split(self.actions, -2), strict=True)
+        self.__dict__.update(layers=tuple(layer.mask(mask) for layer, mask in masks))
         checks.check_probabilities(self)
         for name in _LAYOUT:
             getattr(self, name)
@@ -339,10 +329,7 @@ class LayeredMDP:
     @cached_property
     def layer_slices(self) -> tuple[slice, ...]:
         """The slice of each layer's states among all states."""
-        ends = tuple(accumulate(self.layer_sizes))
-        return tuple(
-            slice(end - size, end) for end, size in zip(ends, self.layer_sizes, strict=True)
-        )
+        return tuple(starmap(slice, pairwise(accumulate(self.layer_sizes, initial=0))))
 
     @cached_property
     def num_states(self) -> int:
@@ -430,12 +417,9 @@ class LayeredMDP:
     def _join(self) -> Tensor:
         rows = []
         for k, (layer, here) in enumerate(zip(self.layers, self.layer_slices, strict=True)):
-            kernel = layer.dense
-            to_terminal = k == self.horizon - 1
-            kernel = torch.zeros_like(kernel[..., :0]) if to_terminal else kernel
-            kernel = torch.nn.functional.pad(
-                kernel, (here.stop, self.num_states - here.stop - kernel.shape[-1])
-            )
+            kernel = layer.dense if k + 1 < self.horizon else layer.dense[..., :0]
+            after = self.num_states - here.stop - kernel.shape[-1]
+            kernel = torch.nn.functional.pad(kernel, (here.stop, after))
             rows.append(kernel.expand(*self.batch_shape, *kernel.shape[-3:]))
         return torch.cat(rows, -3)
 
@@ -519,19 +503,12 @@ class LayeredMDP:
         hidden = LayeredMDP(
             [*uniform], actions=self.actions, initial=self.initial.detach(), origin=self.origin
         )
-        _set(hidden, is_blind=True)
+        hidden.__dict__.update(is_blind=True)
         return hidden
 
     def to_dense(self) -> LayeredMDP:
         """The same model with dense layers; small MDPs are solved faster in this form."""
-        if not self.is_sparse:
-            return self
-        return LayeredMDP(
-            [layer.dense for layer in self.layers],
-            actions=self.actions,
-            initial=self.initial,
-            origin=self.origin,
-        )
+        return self._again([layer.dense for layer in self.layers]) if self.is_sparse else self
 
     def to_sparse(self) -> LayeredMDP:
         """The same model with sparse layers.
@@ -544,13 +521,14 @@ class LayeredMDP:
                 "mdp: a sparse layer holds a single MDP, this is a batch of shape "
                 f"{tuple(self.batch_shape)}"
             )
-        layers = [
-            layer.tensor
-            if isinstance(layer, SparseLayer)
-            else layer.dense.flatten(0, 1).to_sparse()
-            for layer in self.layers
-        ]
-        return LayeredMDP(layers, actions=self.actions, initial=self.initial, origin=self.origin)
+        given = [(layer, isinstance(layer, SparseLayer)) for layer in self.layers]
+        return self._again(
+            [x.tensor if sparse else x.dense.flatten(0, 1).to_sparse() for x, sparse in given]
+        )
+
+    def _again(self, transitions: Sequence[Tensor]) -> LayeredMDP:
+        layout = {"actions": self.actions, "initial": self.initial, "origin": self.origin}
+        return LayeredMDP(transitions, **layout)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """The same model on another device or in another floating-point type.
@@ -589,12 +567,9 @@ class LayeredMDP:
         """Whether some policy reaches a state, `(S,)`; in a batch, in every element."""
         flags = [self.initial.detach() > 0]
         for layer in self.layers[:-1]:
-            somewhere = (
-                flags[-1].to(self.dtype).unsqueeze(-1).expand(*flags[-1].shape, self.num_actions)
-            )
-            flags.append(
-                layer.with_probabilities(layer.probabilities.detach()).arrive(somewhere) > 0
-            )
+            here = flags[-1].to(self.dtype).unsqueeze(-1)
+            fixed = layer.with_probabilities(layer.probabilities.detach())
+            flags.append(fixed.arrive(here.expand(*flags[-1].shape, self.num_actions)) > 0)
         return torch.cat([flag.reshape(-1, flag.shape[-1]).all(0) for flag in flags])
 
     def prune(self) -> LayeredMDP:
@@ -602,12 +577,9 @@ class LayeredMDP:
         if bool(self.reachable.all()):
             return self
         keep = self.split(self.reachable, 0)
-        kept_next = (*keep[1:], keep[0].new_ones(1))
+        kept = zip(self.layers, keep, (*keep[1:], keep[0].new_ones(1)), strict=True)
         return LayeredMDP(
-            [
-                layer.restrict(here, there).tensor
-                for layer, here, there in zip(self.layers, keep, kept_next, strict=True)
-            ],
+            [layer.restrict(here, there).tensor for layer, here, there in kept],
             actions=self.actions[self.reachable],
             initial=self.initial[..., keep[0]],
             origin=self.origin[self.reachable],
@@ -624,18 +596,11 @@ class LayeredMDP:
 _LAYOUT = ("layer_sizes", "layer_slices", "layer", "missing", "action_groups", "other_actions")
 
 
-def _set(mdp: LayeredMDP, **fields: Any) -> None:
-    for name, value in fields.items():
-        object.__setattr__(mdp, name, value)
-
-
 def layer_of(tensor: Tensor, num_actions: int) -> Layer:
     """A layer with the storage of the tensor."""
-    return (
-        DenseLayer(tensor)
-        if tensor.layout == torch.strided
-        else SparseLayer.from_tensor(tensor, num_actions)
-    )
+    if tensor.layout == torch.strided:
+        return DenseLayer(tensor)
+    return SparseLayer.from_tensor(tensor, num_actions)
 
 
 def _dirichlet(shape: tuple[int, ...], concentration: float, generator: torch.Generator) -> Tensor:

@@ -43,9 +43,8 @@ class LayeredFlow:
         self.mdp = mdp
         # The last layer leads to the terminal state, which has no row in E.
         self.layers = mdp.layers[:-1]
-        self.maps: Sequence[Layer | InOrder] = (
-            [InOrder(layer) for layer in self.layers] if in_order else self.layers
-        )
+        ordered = [InOrder(layer) for layer in self.layers] if in_order else None
+        self.maps: Sequence[Layer | InOrder] = ordered or self.layers
 
     def inflow(self, x: Tensor) -> Tensor:
         """P' x: `(*batch, S, A)` -> `(*batch, S)`, the mass that arrives in each state."""
@@ -58,10 +57,8 @@ class LayeredFlow:
         """P v: `(*batch, S)` -> `(*batch, S, A)`, the expectation of v at the next state."""
         parts = self.mdp.split(v, -1)
         ahead = [layer.ahead(part) for part, layer in zip(parts[1:], self.maps, strict=True)]
-        last = (
-            torch.zeros_like(parts[-1]).unsqueeze(-1).expand(*parts[-1].shape, self.mdp.num_actions)
-        )
-        return join([*ahead, last], 2)
+        end = torch.zeros_like(parts[-1]).unsqueeze(-1)
+        return join([*ahead, end.expand(*parts[-1].shape, self.mdp.num_actions)], 2)
 
     def forward(self, policy: Tensor, source: Tensor) -> Tensor:
         """u = source + P_p' u. With source b, this is the state occupancy of the policy."""
@@ -122,17 +119,15 @@ def flow_of(mdp: LayeredMDP, elements: int = 32) -> Flow:
 
 
 def _substitute(triangle: Tensor, x: Tensor, upper: bool) -> Tensor:
-    return torch.linalg.solve_triangular(
-        triangle, x.unsqueeze(-1), upper=upper, unitriangular=True
-    ).squeeze(-1)
+    x = x.unsqueeze(-1)
+    return torch.linalg.solve_triangular(triangle, x, upper=upper, unitriangular=True).squeeze(-1)
 
 
 def join(parts: list[Tensor], event_dims: int) -> Tensor:
     """Concatenate layers whose batch shapes may still differ."""
-    batch = broadcast(*(part.shape[: part.dim() - event_dims] for part in parts))
-    return torch.cat(
-        [part.expand(*batch, *part.shape[part.dim() - event_dims :]) for part in parts], -event_dims
-    )
+    split = [(x, x.shape[: x.dim() - event_dims], x.shape[x.dim() - event_dims :]) for x in parts]
+    batch = broadcast(*(own for _, own, _ in split))
+    return torch.cat([x.expand(*batch, *event) for x, _, event in split], -event_dims)
 
 
 # -- the constraints ---------------------------------------------------------------------------
@@ -215,13 +210,10 @@ def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
     """
     identity = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
     # The state that the pass starts from is one more batch dimension, after those of the MDP.
-    spread = mdp.with_probabilities(
-        mdp.initial.unsqueeze(-2),
-        *(layer.probabilities.unsqueeze(-1 - layer.event_dims) for layer in mdp.layers),
-    )
-    return flow_of(spread).forward(
-        policy.unsqueeze(-3), identity.expand(*policy.shape[:-2], *identity.shape)
-    )
+    rows = (layer.probabilities.unsqueeze(-1 - layer.event_dims) for layer in mdp.layers)
+    spread = mdp.with_probabilities(mdp.initial.unsqueeze(-2), *rows)
+    source = identity.expand(*policy.shape[:-2], *identity.shape)
+    return flow_of(spread).forward(policy.unsqueeze(-3), source)
 
 
 # -- planning ----------------------------------------------------------------------------------

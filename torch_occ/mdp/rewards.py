@@ -94,8 +94,8 @@ class RewardMDP(LayeredMDP):
 
     def __init__(self, *, reward: Tensor, reward_map: RewardMap, **layout: Any) -> None:
         super().__init__(**layout)
-        object.__setattr__(self, "reward_map", reward_map)
-        object.__setattr__(self, "reward", torch.where(self.actions, self.lift(reward), 0.0))
+        reward = torch.where(self.actions, self.lift(reward), 0.0)
+        self.__dict__.update(reward=reward, reward_map=reward_map)
 
     @property
     def loss(self) -> Tensor:
