@@ -288,16 +288,6 @@ def as_sparse(x):
         ),
         lambda P, R: (list(P), R, None),
     ],
-    ids=[
-        "(A,S,S)",
-        "reward (S,A)",
-        "(S,A,S)",
-        "tensors",
-        "sparse",
-        "sparse, dense reward",
-        "object arrays",
-        "list",
-    ],
 )
 def test_arrays_in_every_form(form):
     P, R = arrays()

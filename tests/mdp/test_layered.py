@@ -88,19 +88,6 @@ def test_rounding_and_masked_rows_are_no_errors():
             ("transitions[1]", "batch"),
         ),
     ],
-    ids=[
-        "none",
-        "list",
-        "integer",
-        "dtype",
-        "rank",
-        "actions",
-        "layer size",
-        "no terminal",
-        "empty",
-        "last row",
-        "batches",
-    ],
 )
 def test_a_wrong_layout_is_named(change, fragments):
     with expect(*fragments):

@@ -91,20 +91,6 @@ def test_the_parameters_of_a_sum_are_those_of_its_terms():
     assert len(list(twice.parameters())) == 4
 
 
-def test_batched_t_and_parameters_give_a_batch_of_values():
-    q, mdp = point(3)
-    t, alpha = tensor([1.0, 4.0, 9.0]), tensor([0.5, 0.25, 0.0])
-    beta, gamma = tensor([1.0, 2.0, 3.0]), tensor([3.0, 2.0, 1.0])
-    found = (occ.HybridTsallis(alpha) / occ.InverseSqrt(gamma) + occ.LogBarrier(beta))(q, t, mdp)
-    one_by_one = [
-        (occ.HybridTsallis(float(a)) / occ.InverseSqrt(float(g)) + occ.LogBarrier(float(b)))(
-            q[0], float(t), mdp
-        )
-        for t, a, b, g in zip(t, alpha, beta, gamma, strict=True)
-    ]
-    torch.testing.assert_close(found, torch.stack(one_by_one), rtol=1e-15, atol=0)
-
-
 @pytest.mark.parametrize(
     "psi", [A, SmoothedHybrid(0.5), B, C], ids=["built-in", "separable", "statewise", "joint"]
 )

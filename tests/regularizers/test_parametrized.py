@@ -225,29 +225,6 @@ def test_solutions_and_their_gradients_are_those_of_each_element(name, shape, le
     close(torch.stack(found, -1), expected, 1e-8)
 
 
-class Complement(occ.SeparableRegularizer):
-    arg_constraints: ClassVar = {"alpha": constraints.nonnegative}
-
-    def pair(self, x):
-        return -x.sqrt()
-
-    def complement(self, x):
-        return -self.alpha * x.sqrt()
-
-
-@of_sizes(SOLVED)
-def test_complements(name, shape):
-    mdp, alpha, q = MDPS[name], some(shape, 1), points(MDPS[name], shape)
-    user, twin = (derive(mdp, kind(alpha=alpha), q) for kind in (Complement, occ.HybridComplement))
-
-    def alone(index, scalars):
-        return derive(mdp, occ.HybridComplement(scalars["alpha"]), q[index]).gradient
-
-    for found in (user, twin):
-        close(found.gradient, each(alone, {"alpha": alpha}, shape))
-    close(user.hessian.d, twin.hessian.d)
-
-
 @pytest.mark.parametrize("shape", [(3,), (4,), (12,), (4, 3)])
 def test_levels_may_be_mixed(shape):
     mdp, values = MDPS["cube"], parameters(shape)
@@ -389,19 +366,6 @@ def test_tune_with_as_many_starts_as_states_or_actions(level):
         found, expected = (occ.tune(objective, psi, **options) for psi in twins)
         close(found.values, expected.values, 1e-9)
         close(found.path, expected.path, 1e-9)
-
-
-@at_all_levels
-@pytest.mark.parametrize("size", [3, 9])
-def test_forecasts_of_a_batch(level, size):
-    mdp, values = MDPS["contexts"], parameters((size,))
-    mean = 0.1 + 0.8 * random_loss(mdp)
-    found = []
-    for psi in (LEVELS[level](mdp, **values), built_in(mdp, **values)):
-        path = occ.forecast(mdp, psi, mean, 30)
-        found.append([x.detach() for x in (path.final, path.stability)])
-    for x, y in zip(*found, strict=True):
-        close(x, y, 1e-9)
 
 
 @pytest.mark.parametrize("level", STEPS)

@@ -190,7 +190,9 @@ def from_graph(
     sizes = [*(len(layer) for layer in layers), 1]
     number = {node: i for i, node in enumerate(nodes)}
     owner = [len(edges)] * (sum(sizes[:-1]) * num_actions)  # the edge of each pair
-    transitions, origin, counts = [], [], []
+    transitions: list[Tensor] = []
+    origin: list[int] = []
+    counts: list[int] = []
     for k, layer in enumerate(layers):
         following = {place: i for i, place in enumerate((*layers, {})[k + 1])}
         rows, columns = [], []

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import gymnasium
 
     from torch_occ.mdp.graphs import GraphMDP
-    from torch_occ.mdp.rewards import RewardMDP
+    from torch_occ.mdp.importers import RewardMDP
 
 
 #: Up to this many states, one dense matrix is faster than a loop over layers; half as many in a
@@ -78,24 +78,24 @@ class LayeredMDP:
         initial: Table | None = None,
         origin: Table | None = None,
     ) -> None:
-        actions, initial, origin = as_tensor(actions), as_tensor(initial), as_tensor(origin)
-        tensors, num_actions = checks.check_shapes(transitions, actions, initial)
+        mask, start, names = as_tensor(actions), as_tensor(initial), as_tensor(origin)
+        tensors, num_actions = checks.check_shapes(transitions, mask, start)
         layers = tuple(layer_of(p, num_actions) for p in tensors)
         num_states, first = sum(layer.sizes[0] for layer in layers), layers[0].sizes[0]
         like = layers[0].probabilities
-        if initial is None:
+        if start is None:
             if first != 1:
                 raise ValueError(
                     f"initial: layer 0 has {first} states, so a distribution of shape ({first},) "
                     "over them is needed"
                 )
-            initial = like.new_ones(1)
-        if actions is None:
-            actions = torch.ones(num_states, num_actions, dtype=torch.bool, device=like.device)
-        if origin is None:
-            origin = torch.arange(num_states, device=like.device)
-        self.__dict__.update(actions=actions.clone(), initial=initial.clone())
-        self.__dict__.update(origin=origin.clone(), layers=layers)
+            start = like.new_ones(1)
+        if mask is None:
+            mask = torch.ones(num_states, num_actions, dtype=torch.bool, device=like.device)
+        if names is None:
+            names = torch.arange(num_states, device=like.device)
+        self.__dict__.update(actions=mask.clone(), initial=start.clone())
+        self.__dict__.update(origin=names.clone(), layers=layers)
         checks.check_actions(self)
         masks = zip(layers, self.split(self.actions, -2), strict=True)
         self.__dict__.update(layers=tuple(layer.mask(mask) for layer, mask in masks))
@@ -171,9 +171,9 @@ class LayeredMDP:
         Raises:
             ValueError: if an argument is not valid; it names the state and the action.
         """
-        transition, actions = as_tensor(transition), as_tensor(actions)
+        transition = as_tensor(transition)
         sparse = not isinstance(transition, Tensor) or transition.layout != torch.strided
-        outcomes = outcomes_of(transition, tuple(terminal), actions)
+        outcomes = outcomes_of(transition, tuple(terminal), as_tensor(actions))
         return cls(**unroll(outcomes, horizon, initial, sparse=sparse))
 
     @classmethod

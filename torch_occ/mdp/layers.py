@@ -211,7 +211,8 @@ class SparseLayer:
         """A layer from a sparse tensor of any layout; entries that occur twice add up."""
         coo = (tensor if tensor.layout == torch.sparse_coo else tensor.to_sparse_coo()).coalesce()
         sizes = (tensor.shape[0] // num_actions, num_actions, tensor.shape[1])
-        return cls(Pattern(*coo.indices().to(torch.int32), sizes), coo.values())
+        pair, following = coo.indices().to(torch.int32)
+        return cls(Pattern(pair, following, sizes), coo.values())
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -50,8 +50,8 @@ class Outcomes:
 
     def select(self, keep: Tensor) -> Outcomes:
         """The outcomes under a mask `(n,)`."""
-        given = (self.state, self.action, self.next, self.probability)
-        return Outcomes(*(x[keep] for x in given), self.actions)
+        state, action, after = self.state[keep], self.action[keep], self.next[keep]
+        return Outcomes(state, action, after, self.probability[keep], self.actions)
 
 
 def outcomes_of(

@@ -306,7 +306,7 @@ class Composition:
         """Check that no parameter of a function of q(s) has one value per pair."""
         for i in term.weight.factors | term.exponent.factors:
             owner, key = self.factors[i]
-            place = owner.place(key) if owner is not None and isinstance(key, str) else None
+            place = None if owner is None else owner.places().get(str(key))
             if place is not None and place.kind == "pair":
                 raise ValueError(
                     "regularizer: a weight has one value per pair, but the function that it "

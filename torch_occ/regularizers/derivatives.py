@@ -108,9 +108,13 @@ class Evaluator:
         for (owner, key), value in zip(self.factors, parameters[:count], strict=True):
             if isinstance(owner, Parametrized) and isinstance(key, str) and key:
                 owner.check_value(key, value)
+
+        def check() -> None:
+            for part, _ in self.composition.others:
+                part.validate()
+
         if self.composition.others:
-            users = [part for part, _ in self.composition.others]
-            self._with(parameters[count:], lambda: [part.validate() for part in users])
+            self._with(parameters[count:], check)
 
     def batch_shape(self, parameters: Sequence[Tensor]) -> torch.Size:
         """Return the batch shape of all parameters together, after the enclosing vmaps'."""

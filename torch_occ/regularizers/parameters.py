@@ -209,10 +209,6 @@ class Parametrized(nn.Module):
         """Return the number of event dimensions; the dimensions before them are the batch."""
         return self._event_dims[name]
 
-    def place(self, name: str) -> Place | None:
-        """Return the place of an own parameter; None for a scalar."""
-        return self._places.get(name)
-
     def places(self) -> dict[str, Place]:
         """Return the places of the parameters that have one, by name; submodules included."""
         return {
