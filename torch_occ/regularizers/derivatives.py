@@ -62,7 +62,7 @@ class Evaluator:
         self.event_dims = (*(2 for _ in self.factors), *(None for _ in self.owners))
         # Other modules, such as nn.Linear, do not look for replacements of their parameters.
         self.replaceable = all(isinstance(module, Parametrized) for _, module, _ in self.owners)
-        self._caller = _Caller(regularizer)
+        self._caller = _FunctionCaller(regularizer)
 
     def under_vmap(self, batched: Sequence[bool]) -> Evaluator:
         """Return the evaluator for one more enclosing `vmap`, which batches these parameters."""
@@ -181,7 +181,7 @@ class Evaluator:
         return self.bind([parameter.detach() for parameter in parameters], t.detach())
 
 
-class _Caller(nn.Module):
+class _FunctionCaller(nn.Module):
     """Calls a function in its `forward`, because `functional_call` calls only `forward`."""
 
     def __init__(self, module: nn.Module) -> None:
