@@ -225,6 +225,29 @@ def test_solutions_and_their_gradients_are_those_of_each_element(name, shape, le
     close(torch.stack(found, -1), expected, 1e-8)
 
 
+class Complement(occ.SeparableRegularizer):
+    arg_constraints: ClassVar = {"alpha": constraints.nonnegative}
+
+    def pair(self, x):
+        return -x.sqrt()
+
+    def complement(self, x):
+        return -self.alpha * x.sqrt()
+
+
+@of_sizes(SOLVED)
+def test_complements(name, shape):
+    mdp, alpha, q = MDPS[name], some(shape, 1), points(MDPS[name], shape)
+    user, twin = (derive(mdp, kind(alpha=alpha), q) for kind in (Complement, occ.HybridComplement))
+
+    def alone(index, scalars):
+        return derive(mdp, occ.HybridComplement(scalars["alpha"]), q[index]).gradient
+
+    for found in (user, twin):
+        close(found.gradient, each(alone, {"alpha": alpha}, shape))
+    close(user.hessian.d, twin.hessian.d)
+
+
 @pytest.mark.parametrize("shape", [(3,), (4,), (12,), (4, 3)])
 def test_levels_may_be_mixed(shape):
     mdp, values = MDPS["cube"], parameters(shape)
