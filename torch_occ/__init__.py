@@ -181,8 +181,8 @@ _GONE = {
     "finite_differences": "differentiate occ.forecast, or play occ.simulate twice, same seeds",
     "leap_smoothly": "use occ.leap for the regret and occ.forecast for its gradient",
     "run_gradients": "differentiate occ.forecast; experiments/meta_gradients.py has the run's own",
-    "KLProjection": "occ.rivals.UOBREPS projects in the engine; use cvxpy for a projection by itself",
-    "Projection": "occ.rivals.UOBREPS projects in the engine; use cvxpy for a projection by itself",
+    "KLProjection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
+    "Projection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
     "OSSB": "occ.rivals.Thompson has less regret; occ.limits.lower_bound has the limit",
     "PolicyOptimization": "use occ.FTRL.tsallis, which has less regret",
 }

@@ -43,6 +43,7 @@ from torch_occ.limits.separation import (
     Separation,
     excursions_of,
 )
+from torch_occ.mdp.checks import as_tensor
 from torch_occ.mdp.layered import LayeredMDP
 
 
@@ -207,6 +208,7 @@ def _checked(mdp: LayeredMDP, mean: Tensor, family: Family) -> tuple[LayeredMDP,
         raise TypeError(f"mdp: expected an occ.LayeredMDP, got {type(mdp).__name__}")
     if mdp.batch_shape:
         raise ValueError(f"mdp: expected a single MDP, got a batch of {tuple(mdp.batch_shape)}")
+    mean = as_tensor(mean)
     if not isinstance(mean, Tensor):
         raise TypeError(f"mean: expected a torch tensor, got {type(mean).__name__}")
     shape = (mdp.num_states, mdp.num_actions)

@@ -198,9 +198,7 @@ class Weight:
         """Return this weight times the other one to the power of 1 or -1."""
         constant = self.constant * other.constant if power == 1 else self.constant / other.constant
         return Weight(
-            constant,
-            _add(self.powers, other.powers, power),
-            _add(self.slopes, other.slopes, power),
+            constant, _add(self.powers, other.powers, power), _add(self.slopes, other.slopes, power)
         )
 
     def row(self, factors: list[Factor]) -> WeightRow:

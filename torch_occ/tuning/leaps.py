@@ -15,7 +15,7 @@ from torch_occ.game.losses import LossProcess, Noise
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point, optimal_policy, policy_of
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.regularizers.hessians import Hessian
+from torch_occ.regularizers.derivatives import Hessian
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import Setting
 from torch_occ.tuning.forecast import forecast, phase_at, phases_of, totals
