@@ -306,7 +306,7 @@ def leap(
     estimate, course = centred(estimator), LeapCourse.of(mdp, losses, int(episodes))
 
     def why_not() -> str | None:
-        return later("tuning.compiled_leaps").why_not(mdp, regularizer, estimate)
+        return later("tuning.compiled_leaps").why_no_leap(mdp, regularizer, estimate)
 
     usable = engine_takes(backend, why_not)
     play = later("tuning.compiled_leaps").leap_compiled if usable else leap_in_torch
