@@ -18,9 +18,7 @@ from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.hessians import Hessian
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import Setting
-from torch_occ.tuning.forecast import forecast, phase_at, phases_of, totals
-
-# -- The course of a leaping particle: phases of constant means, and episodes where leaps end ------
+from torch_occ.tuning.forecast import forecast, phases_of
 
 #: The longest leap relative to t.
 WIDEST = 0.25
@@ -38,20 +36,18 @@ class LeapCourse(NamedTuple):
 
     @classmethod
     def of(cls, mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int) -> LeapCourse:
-        phases, noise = phases_of(mdp, losses, episodes)
-        if mdp.batch_shape or phases[0].mean.dim() != 2:
+        phases = phases_of(mdp, losses, episodes)
+        if mdp.batch_shape or phases.means.dim() != 3:
             raise ValueError(
                 "leaping takes one MDP and one table of means (S, A) at a time; forecast takes "
                 "batches"
             )
-        starts = [phase.start for phase in phases]
-        every = sorted({*log_spaced(episodes, 10), *starts[1:]})
+        every = sorted({*log_spaced(episodes, 10), *phases.starts[1:]})
         stops = torch.tensor(every, dtype=mdp.dtype, device=mdp.device)
-        phase = phase_at(starts, stops)
-        means = torch.stack([phase.mean for phase in phases]).detach()
+        phase, means = phases.at(stops), phases.means.detach()
         gaps = optimal_policy(mdp, means, in_order=True).gaps
-        best = comparator(mdp, totals(starts, gaps, stops, phase))
-        return cls(stops, phase, means, gaps, best, noise)
+        best = comparator(mdp, phases.totals(gaps, stops, phase))
+        return cls(stops, phase, means, gaps, best, phases.noise)
 
 
 # -- Leaps of many episodes in torch, for any regularizer ------------------------------------------
@@ -67,12 +63,7 @@ def leap_in_torch(
     seed: int,
     accuracy: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Leap with all particles.
-
-    Returns:
-        Their losses minus those of the best policy of every phase `(N, C)`, and their numbers of
-        leaps and of uncertified steps, `(N,)` each.
-    """
+    """Leap with all particles; for the result see `torch_occ.tuning.compiled_leaps`."""
     step = FTRLStep(mdp, regularizer)
     setting = Setting(mdp, step.evaluator, False)
     generator = torch.Generator(device=mdp.device).manual_seed(seed)
