@@ -397,8 +397,6 @@ def test_the_estimator_of_an_objective_is_what_is_forecast_leapt_and_played():
         forecast = objective(psi).regrets["stochastic"]
         assert float(forecast) == float(occ.forecast(mdp, psi, mean, 300, estimator=own).final)
         assert float(forecast) < float(occ.forecast(mdp, psi, mean, 300).final)
-        believed = ForecastObjective.believing(objective)(psi).regrets["stochastic"]
-        assert torch.equal(believed, forecast)
     tuned = occ.tune(objective, psi, steps=0, starts=1)
 
     def refined(**options):

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch_occ.engine.lanes import Shared, anywhere, lane, sqrt, where
 from torch_occ.engine.layout import PAIR, Floats, Ints, Model, inlined, kernel, routine
 from torch_occ.engine.play import Game
-from torch_occ.engine.projection import layout_of
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.layered import LayeredMDP
@@ -55,7 +54,9 @@ def join_transitions(layers: Sequence[Tensor]) -> Tensor:
 
 def entries(mdp: LayeredMDP) -> Ints:
     """The first entry of each pair in a flat table over transitions, `(S * A,)`, and M."""
-    return layout_of(mdp.layer_sizes, mdp.actions.numpy()).entry
+    shapes = transition_shapes(mdp)
+    sizes = np.repeat([m for _, _, m in shapes], [n * a for n, a, _ in shapes])
+    return np.append(0, np.cumsum(sizes)).astype(np.int64)
 
 
 def empirical_transitions(
@@ -398,7 +399,7 @@ def upper_occupancy(
     found = np.zeros((len(initial), mdp.num_states))
     for i, u in enumerate(found):
         model = Model(mdp.num_actions, start, none, none, exists, initial[i].copy(), True)
-        own = Reach(*(x[i].copy() for x in rows), np.zeros_like(u), np.zeros_like(u))
+        own = Reach._make([*(x[i].copy() for x in rows), *np.zeros((2, len(u)))])
         upper_bounds(model, entries(mdp), own, u)
     return torch.from_numpy(found).to(mdp.dtype).reshape(*batch, -1)
 
@@ -474,8 +475,8 @@ class CountingLearner(Learner):
         return split_transitions(self.mdp, self.state["widths"])
 
     def settings(self) -> dict[str, Any]:
-        begun = np.zeros(1)
-        return {"confidence": Confidence.of(self), "entry": entries(self.mdp), "begun": begun}
+        found = {"confidence": Confidence.of(self), "entry": entries(self.mdp)}
+        return found | {"begun": np.zeros(1)}
 
     def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
         self.record(t, feedback)

@@ -171,7 +171,10 @@ class UnknownFTRL(CountingLearner):
         self.adaptive = adaptive
         self.max_episodes = None if widths is None else widths.episodes
 
-    full_information = FTRL.full_information  # type: ignore[assignment]
+    @property
+    def full_information(self) -> bool:  # type: ignore[override]
+        """Whether the estimator needs the whole loss function."""
+        return self.estimator.full_information
 
     @property
     def divides_by_bounds(self) -> bool:
@@ -282,7 +285,7 @@ class UnknownFTRL(CountingLearner):
         count = num_transitions(mdp)
         return found | {name: np.zeros(count) for name in ("lower", "upper", "widths")}
 
-    check_settings, _tuned = FTRL.check_settings, FTRL._tuned  # type: ignore[assignment]
+    check_settings, _tuned = FTRL.check_settings, FTRL._tuned
 
     @property
     def choices(self) -> float:

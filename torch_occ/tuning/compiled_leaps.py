@@ -43,18 +43,13 @@ def _over_time(mdp: LayeredMDP, regularizer: Regularizer) -> WeightsOverTime:
 
 def _barrier(estimator: CentredEstimator) -> tuple[Regularizer, ...]:
     """A regularizer whose weight is -1 / eta_t, with the learning rate of the estimator, if any."""
-    known = isinstance(estimator, ReducedVariance)
-    return (LogBarrier() / estimator.learning_rate,) if known else ()
+    if isinstance(estimator, ReducedVariance):
+        return (LogBarrier() / estimator.learning_rate,)
+    return ()
 
 
 def leap_compiled(
-    mdp: LayeredMDP,
-    regularizer: Regularizer,
-    estimator: CentredEstimator,
-    course: LeapCourse,
-    particles: int,
-    seed: int,
-    accuracy: float,
+    mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimator, course: LeapCourse
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Leap with all particles.
 
@@ -63,6 +58,7 @@ def leap_compiled(
         leaps and of uncertified steps, `(N,)` each.
     """
     regularizer.validate()
+    particles = course.particles
     weigh, threshold = _over_time(mdp, regularizer), np.array([2.0, 0.0])  # above every q
     for barrier in _barrier(estimator):
         inverse, power = _over_time(mdp, barrier).powers()[:, 0]
@@ -83,13 +79,15 @@ def leap_compiled(
         course.phase.numpy(),
         model.initial[None],
         interior_point(mdp).detach().flatten().numpy(),
-        float(accuracy),
+        float(course.accuracy),
         WIDEST,
         Options().tolerance_in(torch.float64),
         Options().max_steps,
     )
     shapes = ((4,), (2,), way.stops.shape, way.middle.shape, (weigh.size,), (mdp.num_states,))
-    seeds = np.random.SeedSequence(seed).generate_state(particles, np.uint64).astype(np.uint64)
+    seeds = (
+        np.random.SeedSequence(course.seed).generate_state(particles, np.uint64).astype(np.uint64)
+    )
     groups = []
     for first in range(0, particles, width):
         members = np.arange(first, first + width)

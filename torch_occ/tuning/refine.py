@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -267,8 +268,9 @@ class Search:
         guard: Guard | None,
     ) -> None:
         self.space = ParameterSpace(regularizer, tuned.names, tuned.bounds)
-        self.plain, self.trial, self.guard = ForecastObjective.believing(objective), trial, guard
-        self.regularizer = regularizer
+        self.plain = copy(objective)
+        self.plain.trust = 1.0  # in every forecast
+        self.regularizer, self.trial, self.guard = regularizer, trial, guard
         self.points: list[Tensor] = []
         self.tried: list[float] = []  # without the guard's penalty
         self.judged: list[Evaluation] = []  # with the guard's penalty

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +192,12 @@ def tune(
             f"steps, starts: expected steps >= 0 and starts >= 1, got {steps} and {starts}"
         )
     space = ParameterSpace(regularizer, only, bounds or {})
-    u = _first_points(space, starts, spread, seed)
-    chosen = (optimizer or _adam)([u], rate)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(starts, len(space.names), dtype=torch.float64, generator=generator)
+    noise[0] = 0.0  # the regularizer's own point, and others around it
+    u = (space.centre + spread * noise).clamp(space.low, space.high)  # (starts, numbers)
+    adam = partial(torch.optim.Adam, betas=(0.8, 0.99))
+    chosen = (optimizer or adam)([u], rate)
     tuner = Tuner(objective, regularizer, space, steps, u, chosen, rate)
     kept = None
     if save_to is not None:
@@ -354,15 +359,3 @@ class _Caller(nn.Module):
         return torch.func.functional_call(
             self, {f"regularizer.{name}": value for name, value in parameters.items()}, ()
         )
-
-
-def _first_points(space: ParameterSpace, starts: int, spread: float, seed: int) -> Tensor:
-    """The regularizer's own point, and others around it, `(starts, numbers)`."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(starts, len(space.names), dtype=torch.float64, generator=generator)
-    noise[0] = 0.0
-    return (space.centre + spread * noise).clamp(space.low, space.high)
-
-
-def _adam(tensors: list[Tensor], rate: float) -> torch.optim.Optimizer:
-    return torch.optim.Adam(tensors, lr=rate, betas=(0.8, 0.99))
