@@ -75,7 +75,7 @@ def betas(seeds, t, a, b):
 def kl_lower(mean, width):
     """The smallest x with kl(mean, x) <= width, by bisection."""
     low, high = torch.zeros_like(mean), mean
-    for _ in range(1075):
+    for _ in range(80):
         x = (low + high) / 2
         information = torch.xlogy(mean, mean / x) + torch.xlogy(1 - mean, (1 - mean) / (1 - x))
         low, high = (
