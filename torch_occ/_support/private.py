@@ -6,7 +6,7 @@ llvmlite, TensorBoard or the standard library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -76,6 +76,11 @@ def carries_derivative(x: Tensor) -> bool:
     """Whether autograd, forward mode or an enclosing transform may differentiate in x."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
     return x.requires_grad or wrapped or forward_ad.unpack_dual(x).tangent is not None
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was changed in place; -1 for those of inference mode, which do not say."""
+    return [-1 if x.is_inference() else x._version for x in tensors]
 
 
 def forward_modes() -> int:

@@ -20,12 +20,10 @@ from torch_occ.mdp.layers import DenseLayer, Layer
 from torch_occ.mdp.occupancy import flow_of, flow_residual
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
-from torch_occ.step.checks import check_like, place_of
 from torch_occ.step.entropic import entropy_of
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import push_forward
-from torch_occ.step.limits import Budgets
-from torch_occ.step.solution import Solution
+from torch_occ.step.solution import Budgets, Solution, check_like, place_of
 
 # -- Targets: occupancy measures that a plan should equal, checked before they are used ------------
 

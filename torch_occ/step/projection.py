@@ -50,9 +50,15 @@ from torch_occ.mdp.checks import broadcast, row_tolerance
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import join
 from torch_occ.regularizers.parameters import with_rank
-from torch_occ.step.checks import check_batches, check_like, check_transforms, report
 from torch_occ.step.entropic import Poisoned, in_front
-from torch_occ.step.solution import Options, Status
+from torch_occ.step.solution import (
+    Options,
+    Status,
+    check_batches,
+    check_like,
+    check_transforms,
+    report,
+)
 
 #: The smallest batch that is shared among threads.
 _SHARED = 64
