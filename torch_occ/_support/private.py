@@ -79,8 +79,11 @@ def carries_derivative(x: Tensor) -> bool:
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was changed in place; -1 for those of inference mode, which do not say."""
-    return [-1 if x.is_inference() else x._version for x in tensors]
+    """How often each was changed in place; nothing if one of inference mode does not say."""
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:
+        return []
 
 
 def forward_modes() -> int:

@@ -271,8 +271,12 @@ class WeightRow(NamedTuple):
 
     def slope(self, values: Sequence[Any], i: int, weight: Any) -> Any:
         """Return the derivative with respect to a value, which is no tensor; `weight` is `at`."""
-        x, found = values[i], 0.0
-        power: Any = sum(p for j, p in self.over + self.under if j == i)
+        x: Any = values[i]
+        found: Any = 0.0
+        power: Any = 0.0
+        for j, p in self.over + self.under:
+            if j == i:
+                power = p
         for j, c in self.slopes:
             if j == i:
                 found = c * weight * _log(values[0])

@@ -156,14 +156,20 @@ def plain(x: Any) -> bool:
     )
 
 
+#: Python makes `int | float` anew wherever it stands in a function, which takes time.
+_NUMBERS = int | float
+
+
 def number(x: Any) -> Any:
     """Return x as a number, or as an array for a batch; None if x is neither."""
     if type(x) is float:
         return x
-    if plain(x):
-        return x.item() if x.dim() == 0 else x.detach().numpy()
+    if isinstance(x, Tensor):
+        if x.dim() == 0 and x.dtype is torch.float64 and x.is_cpu:
+            return x.item()
+        return x.detach().numpy() if plain(x) else None
     try:
-        return float(x) if isinstance(x, int | float) else None
+        return float(x) if isinstance(x, _NUMBERS) else None
     except OverflowError:
         return None
 
@@ -209,7 +215,7 @@ def shaped(bar: Any, x: Tensor, is_time: bool, batch: torch.Size, pairs: torch.S
         is_time: whether x is t.
     """
     if not batch and pairs is ONE:
-        return torch.full(x.shape, bar, dtype=torch.float64)
+        return torch.from_numpy(np.full(x.shape, bar) if x.dim() else np.array(bar))
     whole = torch.empty(*batch, *pairs, dtype=torch.float64)
     whole.numpy()[...] = bar
     return (whole.sum((-2, -1)) if is_time else whole).sum_to_size(x.shape)
@@ -226,7 +232,7 @@ def rows(x: Tensor, batch: torch.Size, event_dims: int) -> Floats:
     split = x.dim() - event_dims
     if split and x.shape[:split].numel() > 1:
         x = x.expand(*batch, *x.shape[split:])
-    array: Floats = x.contiguous().numpy()
+    array: Floats = (x if x.is_contiguous() else x.contiguous()).numpy()
     return array.reshape(-1, *x.shape[split + 1 :]) if split else array
 
 

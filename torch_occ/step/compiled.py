@@ -82,13 +82,6 @@ class Origin(NamedTuple):
         """Whether some q(s) is so small that v must be differentiated in logarithms."""
         return self.step.in_logs and bool((self.q.sum(-1) < DEAD).any())
 
-    def tensors(self, q: Floats, v: Floats) -> tuple[Tensor, Tensor]:
-        """Return rows of pairs and of states as tensors that share their memory."""
-        if self.batch:
-            shape = self.step.shape
-            q, v = q.reshape(*self.batch, *shape), v.reshape(*self.batch, shape[0])
-        return torch.from_numpy(q), torch.from_numpy(v)
-
     def poison(self, q: Tensor, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         """Set x and r to NaN for elements that failed."""
         certificate = torch.from_numpy(self.certificate.reshape(*self.batch, 5))
@@ -132,7 +125,7 @@ class Follow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, origin: Origin, loss: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-        q, v = origin.tensors(origin.q, origin.v)
+        q, v = origin.step.tensors(origin.batch, origin.q, origin.v)
         ctx.origin, ctx.numbers = origin, [None if isinstance(x, Tensor) else x for x in inputs]
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         ctx.save_for_backward(q, loss, *tensors)
@@ -158,11 +151,11 @@ class Follow(torch.autograd.Function):
         last = 1 + len(origin.values)  # the probabilities follow
         wanted = origin.step.depth if any(needed[1:last]) else 0
         minus_x_bar, r_bar, by_terms = origin.linear(q, q_bar, v_bar, wanted)
-        loss_bar, m = origin.tensors(minus_x_bar, r_bar)
+        loss_bar, m = origin.step.tensors(origin.batch, minus_x_bar, r_bar)
         found = [arrays.summed(loss_bar, loss) if needed[0] else None]
         found += origin.pull_back(by_terms, inputs[: last - 1], needed[1:last])
         if any(needed[last:]):
-            v = origin.tensors(origin.q, origin.v)[1]
+            v = torch.from_numpy(origin.v).view_as(m)
             found += origin.world.pull_back(q, v, loss_bar, m, needed[last:])
         return None, *found, *[None] * (len(needed) - len(found))
 
@@ -171,7 +164,7 @@ class Follow(torch.autograd.Function):
         origin: Origin = ctx.origin
         private.refuse_batched_derivatives(*tangents)
         q, loss, *inputs = _saved(ctx)
-        step, mdp, v = origin.step, origin.world.mdp, origin.tensors(origin.q, origin.v)[1]
+        step, mdp, v = origin.step, origin.world.mdp, torch.from_numpy(origin.v).view(q.shape[:-1])
         first = 0 if origin.has_dead else 1  # the loss needs no function then
         moving = [i for i, x in enumerate(tangents) if i >= first and x is not None]
 
@@ -196,7 +189,7 @@ class Follow(torch.autograd.Function):
                 return origin.poison(q, x, r)
             r = -r
         x = x if tangents[0] is None else x + tangents[0]
-        return origin.tensors(*origin.linear(q, x, r)[:2])
+        return step.tensors(origin.batch, *origin.linear(q, x, r)[:2])
 
 
 def _saved(ctx: Any) -> list[Any]:
@@ -266,6 +259,8 @@ class CompiledStep:
         terms = self.composition.terms
         self.kinds = arrays.kinds_of(terms)
         self.rows = [term.weight for term in terms] + [term.exponent for term in terms]
+        self.numbers = [row.constant for row in self.rows]
+        self.moving = [(k, row) for k, row in enumerate(self.rows) if row.factors]
         # The rows that depend on t and on each parameter.
         self.uses = [
             [k for k, row in enumerate(self.rows) if i in row.factors]
@@ -312,9 +307,8 @@ class CompiledStep:
             return None
         inputs = self.read(t) if parameters is None else [t, *parameters]
         values = [number(x) for x in inputs]
-        readable = plain(loss) and plain(start) and not any(x is None for x in values)
         batch = None
-        if readable and self._in_domain(values, parameters):
+        if plain(loss) and plain(start) and self._in_domain(values, parameters):
             batch = self._batch(world, loss, start, values)
         if batch is None:
             return self._complain(world, loss, t, start)
@@ -338,18 +332,25 @@ class CompiledStep:
         converged = not (statuses.any() if batch else statuses.item())
         if not converged and (statuses == kernels.BAD_INPUT).any():
             return self._complain(world, loss, t, start)
-        origin = Origin(self, world, values, numbers, terms, q, v, certificate, batch, converged)
         followed = (loss, *inputs, *world.tensors)
         if private.in_forward_mode() or (
             torch.is_grad_enabled()
             and any(isinstance(x, Tensor) and x.requires_grad for x in followed)
         ):
-            found = Follow.apply(origin, *followed)
+            solved = (q, v, certificate, batch, converged)
+            found = Follow.apply(Origin(self, world, values, numbers, terms, *solved), *followed)
         else:
-            found = origin.tensors(q, v)
+            found = self.tensors(batch, q, v)
         # The user gets a copy of failures, because derivatives read them later.
-        marks = torch.from_numpy(certificate if converged else certificate.copy())
-        return Solution(*found, marks.view(*batch, 5), "engine"), converged
+        certificate = certificate if converged else certificate.copy()
+        marks = torch.from_numpy(certificate.reshape(*batch, 5))
+        return Solution(*found, marks, "engine"), converged
+
+    def tensors(self, batch: torch.Size, q: Floats, v: Floats) -> tuple[Tensor, Tensor]:
+        """Return rows of pairs and of states as tensors that share their memory."""
+        if batch:
+            q, v = q.reshape(*batch, *self.shape), v.reshape(*batch, self.shape[0])
+        return torch.from_numpy(q), torch.from_numpy(v)
 
     def read(self, t: Tensor | float) -> list[Any]:
         """Return t, and the values of the parameters now, as the rows read them."""
@@ -366,7 +367,10 @@ class CompiledStep:
     def weigh(self, values: list[Any]) -> list[Any]:
         """Return the weights and the exponents of the terms at values of t and the parameters."""
         known: dict[Any, Any] = {}
-        return [row.at(values, known) for row in self.rows]
+        numbers: list[Any] = self.numbers.copy()
+        for k, row in self.moving:
+            numbers[k] = row.at(values, known)
+        return numbers
 
     def world_of(self, mdp: LayeredMDP | None) -> MDPArrays | None:
         """Return the MDPs of a call; None if the engine does not support them.
@@ -398,12 +402,14 @@ class CompiledStep:
 
     def _in_domain(self, values: list[Any], parameters: Sequence[Tensor] | None) -> bool:
         """Return whether t is finite and at least 1; validate parameters that have changed."""
-        t = values[0]
-        if type(t) is float:
-            good = 1.0 <= t < math.inf
-        else:
+        t, *known = values
+        if not all(type(x) is float for x in values):
+            if any(x is None for x in values):
+                return False
+            t, known = np.asarray(t), [x if type(x) is float else x.tolist() for x in known]
             good = bool(((t >= 1.0) & (t < math.inf)).all())
-        known = [x if type(x) is float else x.tolist() for x in values[1:]]
+        else:
+            good = 1.0 <= t < math.inf
         if known != self.valid:
             if parameters is None:
                 self.regularizer.validate()

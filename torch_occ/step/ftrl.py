@@ -201,9 +201,11 @@ class FTRLStep(Frozen):
             given = {"mdp": mdp, "constraints": budgets, "multipliers": multipliers}
             cumulative_loss = graph.promote(cumulative_loss, self.mdp)
             return graph.solve_in_graph(self, cumulative_loss, t, warm_start, check, given)
+        autocast = False
         if getattr(cumulative_loss, "dtype", None) is not torch.float64:
             cumulative_loss = graph.promote(cumulative_loss, self.mdp)
-        if torch.is_inference_mode_enabled() or graph.autocasts(cumulative_loss):
+            autocast = graph.autocasts(cumulative_loss)
+        if autocast or torch.is_inference_mode_enabled():
             return graph.solve_plainly(
                 partial(self.solve, mdp=mdp, check=check, constraints=constraints),
                 cumulative_loss,
