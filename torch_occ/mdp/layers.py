@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import has_tangent, inside_transform
+from torch_occ._support.private import has_tangent, inside_transform, versions_of
 from torch_occ._support.streams import invert
 from torch_occ.mdp.checks import broadcast, check_entries, check_rows
 
@@ -252,6 +252,7 @@ class SparseLayer:
     def arrive(self, x: Tensor) -> Tensor:
         x = x.flatten(-2)
         if self._plain(x):
+            self._forget()
             return _multiply(self._into, x)
         flow = self.probabilities * x.index_select(-1, self.pattern.pair)
         return flow.new_zeros(*flow.shape[:-1], self.sizes[2]).index_add(
@@ -271,6 +272,7 @@ class SparseLayer:
 
     def ahead(self, v: Tensor) -> Tensor:
         if self._plain(v):
+            self._forget()
             expected = _multiply(self._out_of, v)
         else:
             seen = self.probabilities * v.index_select(-1, self.pattern.next)
@@ -294,6 +296,14 @@ class SparseLayer:
             and not has_tangent(x)
             and not has_tangent(self.probabilities)
         )
+
+    def _forget(self) -> None:
+        """Forget the compressed rows if the probabilities were changed in place since."""
+        versions = versions_of([self.probabilities])
+        if self.__dict__.setdefault("_versions", versions) != versions:
+            for name in ("_out_of", "_into"):
+                self.__dict__.pop(name, None)
+            self.__dict__["_versions"] = versions
 
     @cached_property
     def _out_of(self) -> Tensor:

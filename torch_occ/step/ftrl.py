@@ -189,13 +189,7 @@ class FTRLStep(Frozen):
             ValueError: if a shape or value is wrong; the message names the argument and the place.
             NotImplementedError: inside two nested forward modes.
         """
-        if t is None:
-            if self.schedule is not None:
-                raise TypeError(
-                    f"t: the schedule {self.schedule} of the regularizer depends on the episode; "
-                    "call step(cumulative_loss, t), with t = 1, 2, ..."
-                )
-            t = 1.0
+        t = self.episode(t) if t is None else t
         budgets = self.constraints if constraints is None else constraints
         if torch.compiler.is_compiling():
             given = {"mdp": mdp, "constraints": budgets, "multipliers": multipliers}
@@ -222,6 +216,19 @@ class FTRLStep(Frozen):
                 self, engine, prepared, -cumulative_loss, budgets, multipliers, check
             )
         return self.solve_at(None, cumulative_loss, t, warm_start, mdp, check)
+
+    def episode(self, t: Tensor | float | None) -> Tensor | float:
+        """Return t, or 1 if t is None and nothing depends on it.
+
+        Raises:
+            TypeError: if t is None and a schedule of the regularizer depends on it.
+        """
+        if t is None and self.schedule is not None:
+            raise TypeError(
+                f"t: the schedule {self.schedule} of the regularizer depends on the episode; "
+                "call step(cumulative_loss, t), with t = 1, 2, ..."
+            )
+        return 1.0 if t is None else t
 
     def solve_at(
         self,
