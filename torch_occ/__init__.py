@@ -50,10 +50,10 @@ from torch_occ.regularizers.catalog import jin_luo as jin_luo
 # The step
 from torch_occ.step.solution import Solution as Solution
 from torch_occ.step.solution import Status as Status
-from torch_occ.step.limits import Budgets as Budgets
-from torch_occ.step.limits import InfeasibleError as InfeasibleError
+from torch_occ.step.solution import Budgets as Budgets
+from torch_occ.step.solution import InfeasibleError as InfeasibleError
 from torch_occ.step.ftrl import FTRLStep as FTRLStep
-from torch_occ.step.checks import SolveError as SolveError
+from torch_occ.step.solution import SolveError as SolveError
 
 # Losses for networks
 from torch_occ.learning.losses import fenchel_young_loss as fenchel_young_loss

@@ -24,7 +24,7 @@ from torch_occ.regularizers.base import Composition, Regularizer
 from torch_occ.regularizers.parameters import Frozen, fit
 from torch_occ.regularizers.terms import Log, Power
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.limits import Budgets
+from torch_occ.step.solution import Budgets
 
 # -- the problem, from the tables alone --------------------------------------------------------
 

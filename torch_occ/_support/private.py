@@ -6,7 +6,7 @@ llvmlite, TensorBoard or the standard library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -76,6 +76,14 @@ def carries_derivative(x: Tensor) -> bool:
     """Whether autograd, forward mode or an enclosing transform may differentiate in x."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
     return x.requires_grad or wrapped or forward_ad.unpack_dual(x).tangent is not None
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was changed in place; nothing if one of inference mode does not say."""
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:
+        return []
 
 
 def forward_modes() -> int:

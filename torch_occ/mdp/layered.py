@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import later
-from torch_occ._support.private import standard_gamma
+from torch_occ._support.private import standard_gamma, values_are_hidden, versions_of
 from torch_occ.mdp import checks
 from torch_occ.mdp.checks import Table, as_tensor, broadcast
 from torch_occ.mdp.layers import DenseLayer, Layer, SparseLayer
@@ -402,17 +402,25 @@ class LayeredMDP:
         return self.join_transitions()
 
     @cached_property
-    def _joint(self) -> Tensor | None:
-        # Cached only for small constant models. A graph must not be kept, nor a tensor of a
-        # transform that has ended.
+    def _joint(self) -> tuple[list[int], Tensor] | None:
+        # With the versions of its parts, which may be changed in place. Cached only for small
+        # constant models. A graph must not be kept, nor a tensor of a transform that has ended.
         constant = self.num_states <= DENSE_STATES and not any(
             p.requires_grad for p in self.probabilities[1:]
         )
-        return self._join() if constant and not self.is_sparse else None
+        if not constant or self.is_sparse:
+            return None
+        return versions_of(self.probabilities[1:]), self._join()
 
     def join_transitions(self) -> Tensor:
         """`joint_transitions`, also for sparse layers."""
-        return self._join() if self._joint is None else self._joint
+        if self._joint is None:
+            return self._join()
+        if self._joint[0] != versions_of(self.probabilities[1:]):
+            if values_are_hidden():
+                return self._join()
+            del self.__dict__["_joint"]
+        return self.join_transitions() if self._joint is None else self._joint[1]
 
     def _join(self) -> Tensor:
         rows = []

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import has_tangent, inside_transform
+from torch_occ._support.private import has_tangent, inside_transform, versions_of
 from torch_occ._support.streams import invert
 from torch_occ.mdp.checks import broadcast, check_entries, check_rows
 
@@ -239,6 +239,7 @@ class SparseLayer:
     def arrive(self, x: Tensor) -> Tensor:
         x = x.flatten(-2)
         if self._plain(x):
+            self._forget()
             return _multiply(self._into, x)
         flow = self.probabilities * x.index_select(-1, self.pattern.pair)
         nothing = flow.new_zeros(*flow.shape[:-1], self.sizes[2])
@@ -257,6 +258,7 @@ class SparseLayer:
 
     def ahead(self, v: Tensor) -> Tensor:
         if self._plain(v):
+            self._forget()
             expected = _multiply(self._out_of, v)
         else:
             seen = self.probabilities * v.index_select(-1, self.pattern.next)
@@ -271,6 +273,14 @@ class SparseLayer:
         recorded = torch.is_grad_enabled() and (x.requires_grad or p.requires_grad)
         moving = recorded or inside_transform() or has_tangent(x) or has_tangent(p)
         return single and not moving
+
+    def _forget(self) -> None:
+        """Forget the compressed rows if the probabilities were changed in place since."""
+        versions = versions_of([self.probabilities])
+        if self.__dict__.setdefault("_versions", versions) != versions:
+            for name in ("_out_of", "_into"):
+                self.__dict__.pop(name, None)
+            self.__dict__["_versions"] = versions
 
     @cached_property
     def _out_of(self) -> Tensor:
