@@ -78,6 +78,11 @@ def carries_derivative(x: Tensor) -> bool:
     return x.requires_grad or wrapped or forward_ad.unpack_dual(x).tangent is not None
 
 
+def version_of(x: Tensor) -> int:
+    """How often x was changed in place; -1 for tensors of torch.inference_mode, which do not say."""
+    return -1 if x.is_inference() else x._version
+
+
 def forward_modes() -> int:
     """The number of enclosing levels of torch.func's forward mode."""
     functorch = torch._C._functorch
