@@ -79,7 +79,7 @@ def carries_derivative(x: Tensor) -> bool:
 
 
 def version_of(x: Tensor) -> int:
-    """How often x was changed in place; -1 for tensors of torch.inference_mode, which do not say."""
+    """How often x was changed in place; -1 if torch does not count, as in inference mode."""
     return -1 if x.is_inference() else x._version
 
 
