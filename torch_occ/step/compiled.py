@@ -306,7 +306,7 @@ class CompiledStep:
     @cached_property
     def in_logs(self) -> bool:
         """Whether the torch path solves the step in logarithms."""
-        return solves_in_logs(self.regularizer, self.shape[0])
+        return solves_in_logs(self.regularizer, self.mdp)
 
     def __call__(
         self,

@@ -150,8 +150,13 @@ class Unfolded(NamedTuple):
     log_state: Tensor  # (*batch, S), log u
 
 
-def unfold(mdp: LayeredMDP, loss: Tensor, entropy: Entropy, guess: Tensor) -> Unfolded:
-    """Run soft value iteration backward and the policy forward, in differentiable operations."""
+def unfold(
+    mdp: LayeredMDP, loss: Tensor, entropy: Entropy, guess: Tensor, centred: bool = False
+) -> Unfolded:
+    """Run soft value iteration backward and the policy forward, in differentiable operations.
+
+    `centred` as in `plan_softly`; the value lacks what is subtracted.
+    """
     losses, masks, guesses = mdp.split(loss, -2), mdp.split(mdp.actions, -2), mdp.split(guess, -1)
     weight, price = entropy.weight.unsqueeze(-1), entropy.price.unsqueeze(-1)  # (*batch, 1)
     values: list[Tensor] = []
@@ -163,7 +168,8 @@ def unfold(mdp: LayeredMDP, loss: Tensor, entropy: Entropy, guess: Tensor) -> Un
         scores = torch.where(masks[k], (least.unsqueeze(-1) - Q) / weight.unsqueeze(-1), -torch.inf)
         soft = scores.logsumexp(-1)
         policies.insert(0, scores - soft.unsqueeze(-1))
-        values.insert(0, price * (1 + guesses[k]) + least - weight * soft)
+        value = price * (1 + guesses[k]) + least - weight * soft
+        values.insert(0, value - value.detach()[..., :1] if centred else value)
     logs = [mdp.initial.log()]
     for layer, policy in zip(mdp.layers[:-1], policies[:-1], strict=True):
         logs.append(layer.arrive_logs(logs[-1].unsqueeze(-1) + policy))
@@ -232,30 +238,73 @@ def log_dead(dtype: torch.dtype) -> float:
 
 
 def settle(
+    mdp: LayeredMDP, shaped: Shaped, entropy: Entropy, guess: Tensor, options: Options
+) -> tuple[Tensor, Solution]:
+    """Solve log u(g) = g from a guess `(*batch, S)`, for plain tensors; in stages if kappa > w.
+
+    The first stage has w = kappa. The stages that follow lower w, and g is nearly linear in w.
+
+    Returns:
+        g, and the solution; its `value` belongs to the shaped loss.
+    """
+    weight, price = entropy
+    share, ratio, steps = 1.0, 0.5, 0.0
+    level = before = torch.maximum(weight, price)
+    older = guess
+    last = not bool((price > weight).any())
+    guess, solution = _iterate(mdp, shaped, Entropy(level, price), guess, options, last)
+    for _ in range(STAGES):
+        if last:
+            break
+        steps += solution.certificate[..., 1]
+        lower = torch.maximum(weight, price * share * ratio)
+        last = not bool((lower > weight).any())
+        slope = torch.where(level == before, 0.0, (lower - level) / (level - before))
+        ahead = guess + slope.unsqueeze(-1) * (guess - older)
+        most = min(options.max_steps, STAGE_STEPS + (STALL_AFTER if last else 0))
+        few = Options(options.tolerance, most)
+        found, solution = _iterate(mdp, shaped, Entropy(lower, price), ahead, few, last)
+        count = solution.certificate[..., 1]
+        if bool(
+            ((solution.status == Status.CONVERGED) | (solution.status == Status.STALLED)).all()
+        ):
+            older, guess, before, level, share = guess, found, level, lower, share * ratio
+            ratio = ratio**1.5 if count.max() <= 3 else ratio
+        else:
+            ratio, last = ratio**0.5, False
+    solution.certificate[..., 1] += steps
+    return guess, solution
+
+
+#: How often w is lowered, if kappa > w, and the largest number of Newton steps each time.
+STAGES, STAGE_STEPS = 40, 8
+
+
+def _iterate(
     mdp: LayeredMDP,
     shaped: Shaped,
     entropy: Entropy,
     guess: Tensor,
     options: Options,
+    precise: bool,
 ) -> tuple[Tensor, Solution]:
-    """Solve log u(g) = g from a guess `(*batch, S)`, for plain tensors.
-
-    Returns:
-        g, and the solution; its `value` belongs to the shaped loss.
-    """
+    """Newton's method for log u(g) = g; it stops at a relative change of 0.1 unless `precise`."""
     loss, eps = shaped.gaps, torch.finfo(guess.dtype).eps
+    enough, centred = eps**0.5 if precise else 0.1, conserves(mdp)
+    # How much log q changes with g, at least.
+    scale = (entropy.price / entropy.weight).clamp(min=1.0)
     status = torch.full(guess.shape[:-1], Status.MAX_STEPS, device=guess.device)
     running = torch.ones_like(status, dtype=torch.bool)
     steps, patience = torch.zeros_like(status), torch.full_like(status, STALL_AFTER)
     best = torch.full_like(guess[..., 0], torch.inf)
     decrement = torch.zeros_like(best)
     for count in range(options.max_steps + 1):
-        found = unfold(mdp, loss, entropy, guess)
+        found = unfold(mdp, loss, entropy, guess, centred)
         off = found.log_state - guess
         if count == options.max_steps or not bool(running.any()):
             break
         step = factorize(mdp, entropy, found)(off)
-        moved = (step.abs() / error_unit(found.log_state)).amax(-1)
+        moved = scale * (step.abs() / error_unit(found.log_state)).amax(-1)
         status = torch.where(running & ~moved.isfinite(), Status.NOT_FINITE, status)
         running = running & moved.isfinite()
         length = torch.where((moved < 0.1) | (count < FULL_STEPS), 1.0, 0.5)
@@ -266,19 +315,21 @@ def settle(
         steps += running
         patience = torch.where((moved < 0.5 * best) | (moved > 0.1), STALL_AFTER, patience - 1)
         best = torch.minimum(best, moved)
-        done = running & ((moved <= eps**0.5) | (patience == 0))
+        done = running & ((moved <= enough) | (patience == 0))
         status = torch.where(done, Status.STALLED, status)  # until certified below
         running = running & ~done
 
     q = occupancy_of(mdp, found.log_policy)
-    dual = entropy.price / entropy.weight * (off.abs() / error_unit(found.log_state)).amax(-1)
+    share = entropy.price / torch.maximum(entropy.weight, entropy.price)
+    dual = share * (off.abs() / error_unit(found.log_state)).amax(-1)
     dual = torch.maximum(dual, rounding_error(shaped, q, entropy.weight))
     flow = _flow_error(q, flow_of(mdp).inflow(q) + flow_source(mdp))
     tolerance = options.tolerance_in(loss.dtype)
     certified = (dual <= tolerance) & (flow <= tolerance) & q.isfinite().all(-1).all(-1)
     status = torch.where((status == Status.STALLED) & certified, Status.CONVERGED, status)
     numbers = (status.to(q), steps.to(q), decrement.clamp(min=0).sqrt(), flow, dual)
-    return guess, Solution(q, found.value, torch.stack(numbers, -1))
+    value = unfold(mdp, loss, entropy, guess).value if centred else found.value
+    return guess, Solution(q, value, torch.stack(numbers, -1))
 
 
 def rounding_error(shaped: Shaped, q: Tensor, weight: Tensor) -> Tensor:

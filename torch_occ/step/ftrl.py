@@ -278,7 +278,7 @@ class FTRLStep(Frozen):
         check: bool,
     ) -> Solution:
         problem = self.prepare(cumulative_loss, t, warm_start, mdp, parameters)
-        if self.in_logs and solves_in_logs(self.regularizer, problem.mdp.num_states):
+        if self.in_logs and solves_in_logs(self.regularizer, problem.mdp):
             return self._solve_in_logs(problem, cumulative_loss, check)
         setting = Setting(problem.mdp, self.evaluator, problem.probabilities)
         equation = Stationarity(setting, self.options, problem.validate, partial(report, check))
