@@ -135,7 +135,7 @@ class DenseLayer:
         rows = self.probabilities.flatten(-3, -2)
         # If P has no batch shape, one product serves a whole batch of v.
         expected = v @ rows.mT if rows.dim() == 2 else (rows @ v.unsqueeze(-1)).squeeze(-1)
-        return expected.unflatten(-1, self.probabilities.shape[-3:-1])
+        return expected.reshape(*expected.shape[:-1], *self.probabilities.shape[-3:-1])
 
     def draw(self, state: Tensor, action: Tensor, uniform: Tensor) -> Tensor:
         """Draw next states `(N,)` from uniform numbers."""

@@ -354,7 +354,7 @@ def solve_in_torch(
     """
     mdp, regularizer = setting.mdp, setting.evaluator.regularizer
     tensors = setting.align(rank, -loss, start)
-    if not solves_in_logs(regularizer, mdp.num_states):
+    if not solves_in_logs(regularizer, mdp):
         return Solution(*ImplicitSolution.apply(Stationarity(setting, options, check), *tensors))
     values = [spread_batch(setting.t), *setting.parameters]
     given = entropy_of(setting.evaluator.composition, values)
