@@ -1,19 +1,21 @@
-"""One learner for all worlds: how close is it to the best learner of each?
+"""Every learner in every world: how far is it from the best learner that has a guarantee there?
 
-The candidates are FTRL with few parameters. On validation MDPs, the regret of each is divided by
-that of Thompson sampling in the stochastic world and by that of the best candidate against the
-greedy adversary. Of those close enough to the best against the adversary, the one with the least
-stochastic regret is chosen. Then it plays held-out MDPs once, in five worlds, beside the
-specialists. FTRL with a fixed regularizer leaps where the means are fixed beforehand, and plays
-where they are not; `CorrectedFTRL` and all other learners play.
+The worlds are those that refute a learner sooner or later: losses that are stochastic, constrained,
+corrupted, drift, switch, or change once (two phases); an adversary that charges what is likely; and
+one that raises the ledger of `ShiftedFTRL`. They are played on MDPs of several shapes, and on two
+arms. A world with T in its definition is played for T and for T/10, so that its exponent is that of
+regret over T. The MDPs and the tables are held out: no constant was chosen by them.
 """
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import tyro
@@ -22,246 +24,259 @@ from torch import Tensor
 
 import torch_occ as occ
 from experiments import common
-from experiments.common import (
-    COLOURS,
-    CONSTRAINED,
-    CORRUPTED,
-    GREEDY,
-    STOCHASTIC,
-    SWITCHING,
-    Family,
-    Ratio,
-)
+from experiments.common import CONSTRAINED, CORRUPTED, GREEDY, STOCHASTIC, SWITCHING
 
-WORLDS = (STOCHASTIC, GREEDY, CONSTRAINED, CORRUPTED, SWITCHING)
-THOMPSON, OPTIMISTIC = "Thompson sampling", "UCB"
-TSALLIS, TSALLIS_CENTRED = "Tsallis", "Tsallis, baseline"
-CORRECTED = "corrected means"
-ENTROPY_CENTRED, PAPER_CENTRED = "conditional entropy, baseline", "paper, baseline"
+TWO_PHASE, DRIFT, SEESAW = "two phases", "drift", "seesaw"
+WORLDS = (STOCHASTIC, CONSTRAINED, CORRUPTED, GREEDY, TWO_PHASE, DRIFT, SWITCHING, SEESAW)
+Shape = tuple[int, int, int]
+
+SHIFTED, SMOOTH, FROZEN, HINTED = "shifted", "shifted, smooth", "shifted, frozen", "shifted, hints"
+TSALLIS, VARYING, PAPER, THOMPSON = "Tsallis", "varying", "paper", "Thompson sampling"
+LEARNERS: dict[str, Callable[[occ.LayeredMDP], occ.Learner]] = {
+    SHIFTED: occ.recommended,
+    SMOOTH: lambda mdp: occ.ShiftedFTRL(mdp, cap=10.0, budget=2.0, ledger="smooth"),
+    FROZEN: lambda mdp: occ.ShiftedFTRL(mdp, ledger="frozen"),
+    HINTED: lambda mdp: occ.ShiftedFTRL(
+        mdp, cap=2.0, budget=4.0, hints=occ.game.MeanHints(prior=0.0)
+    ),
+    TSALLIS: occ.FTRL.tsallis,
+    VARYING: lambda mdp: occ.recommended(mdp, "varying"),
+    PAPER: lambda mdp: occ.FTRL(mdp, occ.jin_luo(mdp)),
+    THOMPSON: occ.rivals.Thompson,
+}
+#: Learners with a theorem in every world; Thompson sampling has one in the stochastic world only.
+PROVED = (SHIFTED, SMOOTH, FROZEN, TSALLIS, PAPER)
 
 
 @dataclass(frozen=True)
 class Args:
-    """Which MDPs, and for how long."""
+    """Which games are played."""
 
-    shape: tuple[int, int, int] = (3, 3, 3)
-    """horizon, width, actions"""
-    validation: int = 3
-    """MDPs that choose the candidate: 80, 81, ..."""
-    held_out: int = 5
-    """MDPs that are played once: 400, 401, ..."""
-    choose_episodes: int = 100_000
-    """T on the validation MDPs"""
-    episodes: int = 1_000_000
-    """T on the held-out MDPs"""
-    choose_seeds: int = 2
-    """runs on each validation MDP"""
-    seeds: int = 2
-    """runs on each held-out MDP"""
-    particles: int = 32
-    """of leaping, on each MDP"""
-    limit: float = 1.75
-    """the largest ratio to the best candidate against the adversary; below 2, because the ratio may
-    grow with T"""
-    beta: float = 0.5
-    """of the log-barrier under the Tsallis entropy"""
-    rates: tuple[float, ...] = (0.4, 0.55, 0.7, 0.85, 1.0, 1.2)
-    """gamma of the Tsallis entropy with a baseline"""
-    corrected: tuple[float, ...] = (0.55, 0.7, 0.85, 1.0)
-    """gamma of `CorrectedFTRL`"""
-    setting: float | None = None
-    """gamma of `CorrectedFTRL` as the chosen candidate; None chooses on the validation MDPs"""
+    episodes: int = 100_000
+    """T"""
+    seeds: int = 8
+    """runs of each game"""
+    shapes: tuple[Shape, ...] = ((3, 3, 3), (5, 3, 2), (2, 8, 3), (4, 4, 3), (1, 1, 2))
+    """horizon, width and actions"""
+    draws: int = 1
+    """MDPs and losses of each shape"""
+    seed: int = 9501
+    """of the first MDP of each shape and its losses"""
+    learners: tuple[str, ...] = tuple(LEARNERS)
+    """who plays"""
+    worlds: tuple[str, ...] = WORLDS
+    """where"""
+    processes: int = 2
+    """games played at the same time"""
     root: Path = Path("runs")
     """where the run's directory goes"""
 
 
-class Candidate(NamedTuple):
-    """FTRL with one regularizer and one estimator; without an estimator, `CorrectedFTRL`."""
+class Seesaw(occ.LossProcess):
+    """An adversary that raises the ledger of `ShiftedFTRL`.
 
-    family: str
-    gamma: float
-    regularizer: occ.Regularizer
-    estimator: occ.Estimator | None
+    X grows where the shift falls on what is played. So one action of each state is cheap, until the
+    learner has played it nearly always for as long as the phase took to get there. Then the next
+    action becomes cheap: by now its mean is old and too high.
+    """
 
-    def learner(self, mdp: occ.LayeredMDP) -> occ.Learner:
-        if self.estimator is None:
-            return occ.CorrectedFTRL(mdp, self.regularizer)
-        return occ.FTRL(mdp, self.regularizer, self.estimator)
+    stride = 1
+    noise = "bernoulli"
 
-    @property
-    def name(self) -> str:
-        return f"{self.family}, γ = {self.gamma:g}"
+    def start(self, mdp: occ.LayeredMDP, seeds: Any) -> dict[str, Tensor]:
+        zero = torch.zeros(len(seeds), mdp.num_states, dtype=mdp.dtype)
+        return {"cheap": zero, "played": zero.clone(), "age": zero.clone()}
 
-
-Player = Candidate | Callable[[occ.LayeredMDP], occ.Learner]
-
-
-def candidates(args: Args) -> list[Candidate]:
-    """All settings among which one is chosen."""
-    centred, plain = occ.ReducedVariance(occ.InverseSqrt(0.001)), occ.ImportanceWeighted()
-
-    def tsallis(gamma: float) -> occ.Regularizer:
-        return occ.Tsallis() / occ.InverseSqrt(gamma)
-
-    found = [Candidate(TSALLIS, g, tsallis(g), plain) for g in (0.5, 0.7, 1.0)]
-    barrier = occ.LogBarrier(args.beta)
-    found += [Candidate(TSALLIS_CENTRED, g, tsallis(g) + barrier, centred) for g in args.rates]
-    found += [Candidate(CORRECTED, g, tsallis(g), None) for g in args.corrected]
-    for g in (0.2, 0.2663, 0.4):
-        entropy = occ.ConditionalEntropy() / occ.InverseSqrt(g) + occ.LogBarrier(1.0)
-        found.append(Candidate(ENTROPY_CENTRED, g, entropy, centred))
-    return found
+    def means(
+        self, mdp: occ.LayeredMDP, state: dict[str, Tensor], t0: int, n: int, q: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        cheap, age = state["cheap"], state["age"] + 1
+        chosen = q.gather(-1, cheap.long().unsqueeze(-1)).squeeze(-1)
+        played = state["played"] + (chosen > 0.8 * q.sum(-1))
+        turn = played > torch.clamp(0.4 * age, min=50.0)
+        cheap = torch.where(turn, (cheap + 1) % mdp.num_actions, cheap)
+        is_cheap = torch.arange(mdp.num_actions) == cheap.unsqueeze(-1)
+        kept = {"played": played.where(~turn, 0.0), "age": age.where(~turn, 0.0)}
+        return torch.where(is_cheap, 0.3, 0.7).to(mdp.dtype)[None], {"cheap": cheap} | kept
 
 
-def regret_of(
-    args: Args, family: Family, number: int, world: str, player: Player, seeds: int
-) -> tuple[Tensor, Tensor]:
-    """Mean regret and its squared standard error: by leaping if that is possible, or by playing."""
-    mdp, losses = family.problem(number)[0], family.environment(number, world)
-    if isinstance(player, Candidate) and world != GREEDY and player.estimator is not None:
-        options: dict[str, Any] = {"estimator": player.estimator, "particles": args.particles}
-        found = occ.leap(mdp, player.regularizer, losses, family.episodes, **options)
-        return found.final, found.standard_error[-1] ** 2
-    learner = player.learner(mdp) if isinstance(player, Candidate) else player(mdp)
-    final = common.final_regret(learner, losses, family.episodes, range(1, 1 + seeds))
-    return final.mean(), final.var() / seeds if seeds > 1 else torch.zeros_like(final[0])
+def losses_of(mdp: occ.LayeredMDP, seed: int, world: str, episodes: int) -> occ.LossProcess:
+    """The losses of a world that lasts for so many episodes."""
+    mean = 0.2 + 0.6 * common.random_means(mdp, seed)
+    best = occ.optimal_policy(mdp, mean).policy
+    after = torch.where(best > 0, mean, 0.0)  # every action that is not optimal becomes free
+    bernoulli, t = occ.BernoulliLosses(mean), torch.arange(1, episodes + 1, dtype=mdp.dtype)
+    if world in (TWO_PHASE, DRIFT):
+        share = (t > 0.4 * episodes).to(mdp.dtype) if world == TWO_PHASE else t / episodes
+        table = mean + share[:, None, None] * (after - mean)
+        uniform = torch.rand(table.shape, generator=torch.Generator().manual_seed(seed))
+        return occ.TableLosses((uniform < table).to(mdp.dtype))
+    if world == SWITCHING:
+        other = 0.2 + 0.6 * common.random_means(mdp, seed + 10_000)
+        quarter = max(episodes // 4, 1)
+        return occ.SwitchingLosses(torch.stack([mean, other]), quarter, noise="bernoulli")
+    return {
+        STOCHASTIC: bernoulli,
+        CONSTRAINED: occ.StochasticallyConstrained(mean),
+        CORRUPTED: occ.Corrupted(bernoulli, 4 * episodes**0.5, "targeted", target=mean),
+        GREEDY: occ.GreedyAdversary(),
+        SEESAW: Seesaw(),
+    }[world]
 
 
-class Regret(NamedTuple):
-    """A mean over MDPs, with its standard error over runs."""
+class Ledger(occ.Callback):
+    """The largest X / (1 + B) at a checkpoint, and the share of seeds whose ledger ever closed."""
 
-    mean: float
-    error: float
-    each: Tensor  # (MDPs,)
+    largest, closed = float("nan"), float("nan")
 
-    @classmethod
-    def over(
-        cls, args: Args, family: Family, numbers: range, world: str, player: Player, seeds: int
-    ) -> Regret:
-        found = [regret_of(args, family, number, world, player, seeds) for number in numbers]
-        each, errors = (torch.stack(x) for x in zip(*found, strict=True))
-        return cls(float(each.mean()), float(errors.sum().sqrt()) / len(numbers), each)
-
-    def __str__(self) -> str:
-        # Without an error there was one run of each MDP.
-        return f"{self.mean:,.0f}" + (f" ± {1.96 * self.error:,.0f}" if self.error else "")
+    def on_checkpoint(self, run: Any) -> None:
+        state = run.learner.state
+        if isinstance(run.learner, occ.ShiftedFTRL):
+            found = float((state["ledger"] / (1 + state["stability"].sum(-1))).max())
+            self.largest = found if self.largest != self.largest else max(self.largest, found)
+            self.closed = float((state["refused"] > 0).double().mean())
 
 
-def choose(args: Args, directory: Path) -> tuple[Candidate, list[str]]:
-    """The candidate with the least stochastic regret within `limit` of the best elsewhere."""
-    family = Family(args.choose_episodes, *args.shape)
-    numbers, seeds = range(80, 80 + args.validation), args.choose_seeds
-    best = Regret.over(args, family, numbers, STOCHASTIC, occ.rivals.Thompson, 4 * seeds)
-    rows: list[dict[str, Any]] = []
-    for each in candidates(args):
-        row: dict[str, Any] = {"family": each.family, "gamma": each.gamma}
-        for world in (STOCHASTIC, GREEDY):
-            found = Regret.over(args, family, numbers, world, each, seeds)
-            row |= {world: found.mean, f"{world}, standard error": found.error}
-        rows.append(row)
-        print(f"  {each.name}: {row[STOCHASTIC]:.0f}, {row[GREEDY]:.0f}", flush=True)
-    floor = min(row[GREEDY] for row in rows)
+def play(args: Args, shape: Shape, seed: int, world: str, name: str) -> dict[str, Any]:
+    """One game: regret of all seeds at T/10 and at T, its exponent, and the ledger."""
+    torch.set_num_threads(1)
+    mdp, ends = occ.LayeredMDP.random(*shape, seed=seed), (args.episodes // 10, args.episodes)
+    apart = world in (CORRUPTED, TWO_PHASE, DRIFT, SWITCHING)  # T is part of their definition
+    ledger, found = Ledger(), {}
+    for T in ends[0 if apart else 1 :]:
+        history = occ.simulate(
+            mdp,
+            LEARNERS[name](mdp),
+            losses_of(mdp, seed, world, T),
+            T,
+            range(1, 1 + args.seeds),
+            checkpoints=sorted({-(-T * i // 20) for i in range(1, 21)} | ({*ends} & {T, T // 10})),
+            callbacks=[ledger],
+        )
+        found |= dict(zip(history.episodes.tolist(), history.regret.T, strict=True))
+    early, late = (found[T] for T in ends)
+    both = torch.stack([early, late], 1)
+    t = torch.tensor(ends, dtype=both.dtype)
+    exponent = common.bootstrap(common.power_slope, t, both)
+    error = float(late.std() / args.seeds**0.5) if args.seeds > 1 else 0.0
+    row = {"shape": "x".join(map(str, shape)), "MDP": seed, "world": world, "learner": name}
+    row |= {"early": float(early.mean()), "regret": float(late.mean()), "standard error": error}
+    return row | exponent.row("exponent") | {"X": ledger.largest, "closed": ledger.closed}
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[tuple[str, str], Tensor]:
+    """Regret over the least of a learner with a guarantee, for every world and learner, `(MDPs,)`.
+
+    It is the difference where that least regret is not positive.
+    """
+    found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        row |= {"to Thompson": row[STOCHASTIC] / best.mean, "to the best": row[GREEDY] / floor}
-    common.write_csv(directory / "frontier.csv", rows)
-    common.write_figure(directory / "frontier.png", draw_frontier(rows, args.choose_episodes))
-    within = [i for i, row in enumerate(rows) if row["to the best"] <= args.limit]
-    chosen = candidates(args)[min(within, key=lambda i: rows[i][STOCHASTIC])]
-    cells = []
-    for row in rows:
-        numbers_of = [f"{row[STOCHASTIC]:.0f}", f"{row['to Thompson']:.2f}"]
-        numbers_of += [f"{row[GREEDY]:.0f}", f"{row['to the best']:.2f}"]
-        cells.append([f"{row['family']}, γ = {row['gamma']:g}", *numbers_of])
-    size = f"{args.validation} validation MDPs, T = {args.choose_episodes:,}"
-    header = ["candidate", STOCHASTIC, "to Thompson", GREEDY, "to the best"]
-    return chosen, [
-        f"{size}; {THOMPSON}: {best}; chosen: {chosen.name}",
-        common.table(header, cells),
-    ]
+        proved = (*PROVED, THOMPSON) if row["world"] == STOCHASTIC else PROVED
+        same = [x for x in rows if all(x[k] == row[k] for k in ("shape", "MDP", "world"))]
+        least = min(x["regret"] for x in same if x["learner"] in proved)
+        value = row["regret"] / least if row["world"] in RATIO else row["regret"] - least
+        found.setdefault((row["world"], row["learner"]), []).append(value)
+    return {key: torch.tensor(values) for key, values in found.items()}
 
 
-def judge(args: Args, directory: Path, chosen: Candidate) -> list[str]:
-    """The chosen candidate and the specialists in all worlds, on the held-out MDPs."""
-    family, numbers = Family(args.episodes, *args.shape), range(400, 400 + args.held_out)
-    every = {each.name: each for each in candidates(args)}
-    centred = occ.ReducedVariance(occ.InverseSqrt(0.001))
-    players: dict[str, Player] = {
-        chosen.name: chosen,
-        f"{TSALLIS_CENTRED}, γ = 1": every[f"{TSALLIS_CENTRED}, γ = 1"],
-        f"{TSALLIS}, untuned": every[f"{TSALLIS}, γ = 1"],
-        ENTROPY_CENTRED: every[f"{ENTROPY_CENTRED}, γ = 0.2663"],
-        PAPER_CENTRED: Candidate(PAPER_CENTRED, 1.0, occ.jin_luo(family.problem(400)[0]), centred),
-        THOMPSON: occ.rivals.Thompson,
-        OPTIMISTIC: occ.OptimisticValueIteration,
-    }
-    found: dict[tuple[str, str], Regret] = {}
-    for world in WORLDS:
-        for name, player in players.items():
-            found[world, name] = Regret.over(args, family, numbers, world, player, args.seeds)
-            print(f"  {world}, {name}: {found[world, name]}", flush=True)
-        # After every world, so that an interruption costs only the last one.
-        rows = [
-            {"world": place, "learner": name, "regret": r.mean, "standard error": r.error}
-            for (place, name), r in found.items()
+#: Worlds in which the least regret is positive; in the others a fixed policy is no good rival.
+RATIO = (STOCHASTIC, CONSTRAINED, GREEDY)
+
+
+def report(args: Args, rows: list[dict[str, Any]]) -> list[str]:
+    """Three tables: distance to the best, mean regret and exponents, and the ledger."""
+    found, lines = ratios(rows), []
+
+    def mean(world: str, name: str, key: str) -> float:
+        kept = [row[key] for row in rows if (row["world"], row["learner"]) == (world, name)]
+        return float(torch.tensor(kept).nanmean())
+
+    def distance(world: str, name: str) -> str:
+        x = found[world, name]
+        if world in RATIO:
+            return f"{float(x.log().mean().exp()):.2f} [{float(x.min()):.2f}, {float(x.max()):.2f}]"
+        return f"{float(x.mean()):+,.0f}"
+
+    def regret(world: str, name: str) -> str:
+        kept = [row for row in rows if (row["world"], row["learner"]) == (world, name)]
+        error = sum(row["standard error"] ** 2 for row in kept) ** 0.5 / len(kept)
+        return f"{mean(world, name, 'regret'):,.0f} ± {error:,.0f}"
+
+    def steepest(world: str, name: str) -> str:
+        kept = [row for row in rows if (row["world"], row["learner"]) == (world, name)]
+        fits = [
+            common.Fit(*(row[f"exponent{x}"] for x in ("", "_lower", "_upper"))) for row in kept
         ]
-        common.write_csv(directory / "held_out.csv", rows)
-    cells = [[name, *(str(found[world, name]) for world in WORLDS)] for name in players]
-    lines = [
-        f"mean regret on {args.held_out} held-out MDPs, T = {args.episodes:,}, ± 95 %:",
-        common.table(["learner", *WORLDS], cells),
-    ]
-    for world in WORLDS:
-        least, best = min((found[world, name].mean, name) for name in players)
-        own = found[world, chosen.name]
-        relative = f"{own.mean - least:,.0f} more than"
-        if least > 0:
-            relative = f"{Ratio.paired(own.each, found[world, best].each)} times"
-        lines.append(f"{world}: {relative} the least regret, {least:,.0f} of {best}")
+        fits = [fit for fit in fits if fit.exists]
+        return max(fits).text() if fits else "-"
+
+    def ledger(world: str, name: str) -> str:
+        return f"{mean(world, name, 'X'):.1f}, {mean(world, name, 'closed'):.0%}"
+
+    size = f"T = {args.episodes:,}, {args.seeds} seeds, {len(args.shapes) * args.draws} MDPs"
+    shifted = [name for name in args.learners if LEARNERS[name] in map(LEARNERS.get, SHIFTS)]
+    for title, cell, names in (
+        ("regret over the least with a guarantee [range]; a difference has a sign", distance, None),
+        ("mean regret ± standard error", regret, None),
+        ("steepest exponent of any MDP, [95 %]; - if regret is not positive", steepest, None),
+        ("X / (1 + B), mean over MDPs of the largest; share of seeds that closed", ledger, shifted),
+    ):
+        cells = [[name, *(cell(w, name) for w in args.worlds)] for name in names or args.learners]
+        lines += [f"{title} ({size}):", common.table(["learner", *args.worlds], cells), ""]
     return lines
 
 
-def draw_frontier(rows: list[dict[str, Any]], episodes: int) -> Figure:
-    """One world over the other: each candidate's distance to the specialists."""
-    figure = common.new_figure(7, 4.6)
-    axes = figure.subplots()
-    for i, family in enumerate(dict.fromkeys(row["family"] for row in rows)):
-        kept = [row for row in rows if row["family"] == family]
-        points = [(row["to Thompson"], row["to the best"]) for row in kept]
-        axes.plot(*zip(*points, strict=True), color=COLOURS[i], marker="os^D"[i], label=family)
-        for row, point in zip(kept, points, strict=True):
-            place = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 8}
-            axes.annotate(f"{row['gamma']:g}", point, color=COLOURS[i], **place)
-    axes.axhline(2.0, color="0.5", linewidth=0.8, linestyle="--")
-    axes.axvline(2.0, color="0.5", linewidth=0.8, linestyle="--")
-    title = f"validation MDPs, T = {episodes:,}; numbers are γ, dashed: twice"
-    label = "stochastic: regret over that of Thompson sampling"
-    common.tidy(axes, xlim=(1, None), ylim=(0.9, None), xlabel=label, title=title)
-    axes.set_ylabel("greedy adversary: regret over the least")
-    axes.legend(frameon=False)
+SHIFTS = (SHIFTED, SMOOTH, FROZEN, HINTED)
+
+
+def draw_frontier(args: Args, rows: list[dict[str, Any]]) -> Figure:
+    """Where losses are stochastic, over where they change: one point per learner."""
+    found, figure = ratios(rows), common.new_figure(10, 4.4)
+    for axes, world in zip(figure.subplots(1, 2), (GREEDY, TWO_PHASE), strict=True):
+        for i, name in enumerate(args.learners):
+            x, y = found[STOCHASTIC, name].log().mean().exp(), found[world, name].mean()
+            if world == GREEDY:
+                y = found[world, name].log().mean().exp()
+            look = {"color": common.COLOURS[i % len(common.COLOURS)], "marker": "os^Dv*PX"[i]}
+            axes.plot([x], [y], linestyle="none", markersize=8, label=name, **look)
+        ratio = "regret over the least with a guarantee"
+        label = ratio if world == GREEDY else "regret minus the least with a guarantee"
+        scale = {"yscale": "log"} if world == GREEDY else {"yscale": "symlog"}
+        common.tidy(axes, xlabel=f"stochastic: {ratio}", ylabel=f"{world}: {label}", **scale)
+        axes.set_xscale("log")
+    common.legend_below(figure, axes, 4)
+    figure.suptitle(f"T = {args.episodes:,}, means over {len(args.shapes) * args.draws} MDPs")
     return figure
 
 
 def main(args: Args) -> Path:
-    """Choose, then play."""
-    directory = common.begin("all_worlds", args, args.held_out)
-    lines = [common.machine(), ""]
-    if args.setting is None:
-        chosen, report = choose(args, directory)
-    else:
-        names = {(each.family, each.gamma): each for each in candidates(args)}
-        if (CORRECTED, args.setting) not in names:
-            raise SystemExit(
-                f"setting: expected one of the rates {args.corrected}, got {args.setting}"
-            )
-        chosen, report = names[CORRECTED, args.setting], [f"given: γ = {args.setting:g}"]
-    print("\n".join(report), flush=True)
-    lines += [*report, ""]
-    if args.held_out:
-        report = judge(args, directory, chosen)
-        print("\n".join(report), flush=True)
-        lines += report
+    """Play everything, world by world."""
+    for kind, given, known in (
+        ("learners", args.learners, LEARNERS),
+        ("worlds", args.worlds, WORLDS),
+    ):
+        for name in given:
+            if name not in known:
+                raise SystemExit(f"{kind}: expected some of {', '.join(known)}, got {name!r}")
+    directory = common.begin("all_worlds", args, args.seed)
+    print(common.machine(), flush=True)
+    rows: list[dict[str, Any]] = []
+    places = [(shape, args.seed + i) for shape in args.shapes for i in range(args.draws)]
+    games = itertools.product(args.worlds, places, args.learners)
+    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(play, args, *place, world, name) for world, place, name in games]
+        for future in futures:
+            rows.append(future.result())
+            cells = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in rows[-1].values())
+            print(f"  {', '.join(cells)}", flush=True)
+            # After every game, so that an interruption costs only the last ones.
+            common.write_csv(directory / "all_worlds.csv", rows)
+    lines = [common.machine(), "", *report(args, rows)]
+    print("\n".join(lines))
     common.write_text(directory / "report.txt", "\n".join(lines))
-    print(f"\nwritten to {directory}")
+    if {STOCHASTIC, GREEDY, TWO_PHASE} <= {*args.worlds}:
+        common.write_figure(directory / "frontier.png", draw_frontier(args, rows))
+    print(f"written to {directory}")
     return directory
 
 

@@ -241,9 +241,9 @@ EPISODES, SEEDS, CHECKPOINTS = 300, (1, 2, 3, 5, 8, 13, 21, 34, 55), (1, 3, 10, 
 CURVES = ("regret", "realised_regret", "comparator", "corruption", "newton_steps", "uncertified")
 FIELDS = (*CURVES, "last_q", "cumulative_occupancy")
 LEARNERS = {name: section for section in ("ftrl", "learners") for name in CASES[section]}
-IN_ALL_WORLDS = ("ftrl", "exploration", "optimistic", "ucbvi", "unknown_practical", "corrected")
+IN_ALL_WORLDS = ("ftrl", "exploration", "optimistic", "ucbvi", "unknown_practical")
 FAMILIES = (  # one of each kind of learner
-    *("ftrl", "optimistic", "thompson", "adaptive_optimistic", "corrected", "ucbvi"),
+    *("ftrl", "optimistic", "thompson", "adaptive_optimistic", "ucbvi"),
     *("strong_euler", "psrl", "multilayer_ucbvi", "uob_reps", "unknown_practical"),
 )
 

@@ -82,7 +82,7 @@ from torch_occ.game.estimators import FullInformation as FullInformation
 from torch_occ.game.learners import Learner as Learner
 from torch_occ.game.learners import FTRL as FTRL
 from torch_occ.game.adaptive import AdaptiveFTRL as AdaptiveFTRL
-from torch_occ.game.adaptive import CorrectedFTRL as CorrectedFTRL
+from torch_occ.game.adaptive import ShiftedFTRL as ShiftedFTRL
 from torch_occ.game.learners import FixedPolicy as FixedPolicy
 from torch_occ.game.learners import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners import OptimisticValueIteration as OptimisticValueIteration
@@ -125,14 +125,12 @@ _MOVED = {
     "game": (
         "AdaptiveRates",
         "CentredEstimator",
-        "GradientHints",
         "Hints",
         "LearnerComparison",
         "Mean",
         "MeanHints",
         "Rates",
         "SelfBounding",
-        "StabilityPenaltyMatching",
         "UncertifiedWarning",
         "comparator",
         "self_bounding",
@@ -176,6 +174,9 @@ _MOVED = {
 
 #: Names that were removed, and what to use instead.
 _GONE = {
+    "CorrectedFTRL": "it had linear regret where losses change once; use occ.ShiftedFTRL(mdp)",
+    "GradientHints": "use occ.game.MeanHints, or derive from occ.game.Hints",
+    "StabilityPenaltyMatching": "use occ.FTRL.tsallis, or derive from occ.game.Rates",
     "Estimate": "experiments/meta_gradients.py has estimates of gradients through a run",
     "Gradients": "experiments/meta_gradients.py has estimates of gradients through a run",
     "finite_differences": "differentiate occ.forecast, or play occ.simulate twice, same seeds",

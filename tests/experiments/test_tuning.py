@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from experiments import all_worlds, both_worlds, fitted, meta_gradients, meta_tune, untuned
+from experiments import all_worlds, both_worlds, fitted, meta_gradients, meta_tune
 
 pytestmark = pytest.mark.slow
 
@@ -80,25 +80,13 @@ def test_fitted(tmp_path, capsys):
 
 def test_all_worlds(tmp_path, capsys):
     args = all_worlds.Args(
-        shape=(2, 2, 2), validation=1, held_out=1, choose_episodes=200, episodes=300, particles=2,
-        rates=(0.5, 1.0), root=tmp_path,
-    )  # fmt: skip
+        shapes=((2, 2, 2), (1, 1, 2)), episodes=200, seeds=2, processes=1, root=tmp_path
+    )
     directory = all_worlds.main(args)
-    rows = rows_of(directory / "frontier.csv")
-    assert len(rows) == len(all_worlds.candidates(args))
-    assert min(float(row["to the best"]) for row in rows) == 1
-    assert len(rows_of(directory / "held_out.csv")) == 7 * len(all_worlds.WORLDS)
+    rows = rows_of(directory / "all_worlds.csv")
+    assert len(rows) == 2 * len(all_worlds.WORLDS) * len(all_worlds.LEARNERS)
+    assert all(float(row["X"]) < 30 for row in rows if row["learner"] == all_worlds.SHIFTED)
     assert (directory / "frontier.png").stat().st_size > 10_000
-    assert "times the least regret" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="setting: expected one of the rates"):
-        all_worlds.main(all_worlds.Args(setting=0.123, root=tmp_path))
-
-
-def test_untuned(tmp_path, capsys):
-    args = untuned.Args(episodes=30, draws=2, seeds=1, seed=0, shapes=((2, 2, 2),), root=tmp_path)
-    found = untuned.main(args)
-    assert (found / "untuned.png").stat().st_size > 10_000
-    rows = rows_of(found / "untuned.csv")
-    assert [row["world"] for row in rows] == ["stochastic", "adversary"]
-    assert all(float(row["ratio"]) > 0 for row in rows)
-    assert "2, 2, 2" in capsys.readouterr().out
+    assert "regret over the least with a guarantee" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"worlds: expected some of stochastic, .* got 'moon'"):
+        all_worlds.main(all_worlds.Args(worlds=("moon",), root=tmp_path))

@@ -1,4 +1,4 @@
-"""FTRL with hints, adaptive rates and corrected means: their formulas, and bad input."""
+"""FTRL with hints, adaptive rates and a shift: their formulas, and bad input."""
 
 from __future__ import annotations
 
@@ -44,29 +44,76 @@ def test_the_rates_are_those_of_the_formula():
     zeta = (0.6 * (1 - 0.3)) ** 2
     expected = [2.0, 2.0 + zeta / (2 * math.log(1000)), 2.0]
     torch.testing.assert_close(b.flatten(), torch.tensor(expected, dtype=F64))
-    matching = occ.game.StabilityPenaltyMatching(4.0)
-    assert matching.start(bandit, occ.Tsallis()) == 4.0
-    b = matching.update(bandit, torch.tensor([4.0], dtype=F64), q, x)
-    z = 2 * sum(p**0.5 * (1 - p) for p in (0.2, 0.3, 0.5))
-    h = sum(p**0.5 for p in (0.2, 0.3, 0.5)) - 1
-    assert float(b) == pytest.approx(4 + z / (4 * h), rel=1e-12)
 
 
-def test_the_corrected_loss_is_that_of_the_formula():
-    """One pair whose importance weights say as much as its mean, one where they contradict it."""
-    bandit = occ.LayeredMDP([torch.ones(1, 3, 1, dtype=F64)])
-    learner = occ.CorrectedFTRL(bandit, width=2.0, prior=0.5, count=1.0)
+def test_one_rate_for_all_pairs_may_be_written_by_a_user():
+    class Rate(occ.game.Rates):
+        def start(self, mdp, regularizer):
+            return 2.0
+
+        def update(self, mdp, b, q, excess):
+            return b + 0.5
+
+    learner, kept = occ.AdaptiveFTRL(MDP, occ.Tsallis(), rates=Rate()), Kept()
+    assert occ.simulate(MDP, learner, LOSSES, 4, range(2), callbacks=[kept]).backend == "torch"
+    assert kept.learner.state["inverse_rate"].tolist() == [4.0, 4.0]
+
+
+def shifted_bandit(visits, losses, total, **options):
+    """A learner with two arms and one seed, before episode 11, with B = 3 and X = 30."""
+    bandit = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=F64)])
+    learner = occ.ShiftedFTRL(bandit, cap=0.5, **options)
     learner.start(1)
-    learner.state |= {
-        "visits": torch.tensor([[[3.0, 3.0, 0.0]]], dtype=F64),
-        "losses": torch.tensor([[[1.5, 3.5, 0.0]]], dtype=F64),
-        "cumulative_loss": torch.tensor([[[6.0, 60.0, 0.0]]], dtype=F64),
-        "squares": torch.tensor([[[4.0, 25.0, 0.0]]], dtype=F64),
-    }
-    # t = 11 and m = 1/2, 1, 1/2. D = 6 - 5 = 1 is less than 2 sqrt(4), and D = 60 - 10 = 50 is
-    # more than 2 sqrt(25). The third pair was never seen, and nothing is put down to noise.
-    expected = [11 * 0.5, 11 + 50 * (1 - 4 * 25 / 50**2), 11 * 0.5 - 5]
-    torch.testing.assert_close(learner.loss(11).flatten(), torch.tensor(expected, dtype=F64))
+    for name, x in (("visits", visits), ("losses", losses), ("cumulative_loss", total)):
+        learner.state[name] = torch.tensor([[x]], dtype=F64)
+    learner.state |= {"stability": torch.full((1, 1), 3.0, dtype=F64)}
+    learner.state |= {"ledger": torch.full((1,), 30.0, dtype=F64)}
+    return learner
+
+
+def test_the_shift_is_that_of_the_formula():
+    """m = 1.5 / 4 and 3.5 / 4; 11 m - Lhat = 1.125 and -50.375; the cap is 0.5 (1 + 3) = 2."""
+    seen = ([3.0, 3.0], [1.5, 3.5], [3.0, 60.0])
+    q = None
+    for ledger, budget, share in (
+        ("hard", 10.0, 1.0),
+        ("hard", 7.0, 0.0),
+        ("smooth", 10.0, 1 - 30 / 40),
+        ("frozen", 10.0, 1.0),
+    ):
+        learner = shifted_bandit(*seen, ledger=ledger, budget=budget)
+        q = learner.propose(11)
+        shift = share * torch.tensor([[[1.125, -2.0]]], dtype=F64)
+        torch.testing.assert_close(learner.state["shift"], shift)
+        step = occ.FTRLStep(learner.mdp, occ.Tsallis() / occ.InverseSqrt(0.85))
+        total = torch.tensor([[[3.0, 60.0]]], dtype=F64)
+        torch.testing.assert_close(q, step(total + shift, t=11.0).detach())
+        spent = 30.0 - float((q * shift).sum())
+        assert float(learner.state["ledger"]) == pytest.approx(spent)
+        assert float(learner.state["refused"]) == float(share == 0)
+
+
+def test_a_frozen_shift_stays_if_the_ledger_would_exceed_its_limit():
+    learner = shifted_bandit([3.0, 3.0], [1.5, 3.5], [3.0, 60.0], ledger="frozen", budget=7.4)
+    learner.state["shift"] = last = torch.tensor([[[1.9, 0.0]]], dtype=F64)
+    q = learner.propose(11)  # 30 + 1.9 - 1.125 > 7.4 (1 + 3)
+    assert torch.equal(learner.state["shift"], last)
+    assert float(learner.state["ledger"]) == 30.0
+    assert float(learner.state["refused"]) == 1.0
+    step = occ.FTRLStep(learner.mdp, occ.Tsallis() / occ.InverseSqrt(0.85))
+    torch.testing.assert_close(
+        q, step(learner.state["cumulative_loss"] + last, t=11.0).detach(), rtol=1e-9, atol=1e-12
+    )
+
+
+def test_regret_against_losses_that_change_once():
+    """Two arms: arm 1 costs 0.2 more at first, and 0.4 less after 40 % of the run."""
+    T, arms = 10_000, occ.LayeredMDP.random(1, 1, 2, seed=0)
+    table = torch.full((T, 1, 2), 0.8, dtype=F64)
+    table[:, 0, 1] = torch.where(torch.arange(1, T + 1) <= 0.4 * T, 1.0, 0.4)
+    learner, losses = occ.recommended(arms), occ.TableLosses(table)
+    history = occ.simulate(arms, learner, losses, T, range(900, 916), backend="engine")
+    assert float(history.regret[:, -1].mean()) < 300  # it was 663 with corrected means
 
 
 def test_bad_input():
@@ -76,19 +123,21 @@ def test_bad_input():
         occ.AdaptiveFTRL(MDP, occ.LogBarrier(), hints=0.5)
     with pytest.raises(TypeError, match=r"rates: expected an occ\.Rates"):
         occ.AdaptiveFTRL(MDP, occ.LogBarrier(), rates=occ.InverseSqrt(1.0))
-    with pytest.raises(ValueError, match="StabilityPenaltyMatching knows"):
-        occ.AdaptiveFTRL(MDP, occ.LogBarrier(), rates=occ.game.StabilityPenaltyMatching())
     with pytest.raises(ValueError, match="episodes, first"):
         occ.game.AdaptiveRates(0)
     with pytest.raises(ValueError, match="prior, count"):
         occ.game.MeanHints(prior=2.0)
-    with pytest.raises(ValueError, match="step, prior"):
-        occ.game.GradientHints(step=0.0)
     with pytest.raises(ValueError, match="made for 10 episodes"):
         occ.simulate(MDP, occ.AdaptiveFTRL.optimistic(MDP, 10), LOSSES, 20)
-    with pytest.raises(ValueError, match="width: expected a finite number of at least 0, got -1"):
-        occ.CorrectedFTRL(MDP, width=-1.0)
-    with pytest.raises(ValueError, match=r"prior, count: expected .* got 2.0 and 1.0"):
-        occ.CorrectedFTRL(MDP, prior=2.0)
-    with pytest.raises(ValueError, match=r"prior, count: expected .* got 0.0 and 0.0"):
-        occ.CorrectedFTRL(MDP, count=0.0)
+    for name, value in (("cap", -1.0), ("cap", math.inf), ("budget", -0.5), ("budget", math.nan)):
+        with pytest.raises(ValueError, match=f"{name}: expected a finite number .* got {value}"):
+            occ.ShiftedFTRL(MDP, **{name: value})
+    with pytest.raises(ValueError, match=r"ledger: expected one of 'hard', .* got 'soft'"):
+        occ.ShiftedFTRL(MDP, ledger="soft")
+    with pytest.raises(TypeError, match=r"hints: expected an occ\.game\.MeanHints, got 0.5"):
+        occ.ShiftedFTRL(MDP, hints=0.5)
+    with pytest.raises(ValueError, match="hints: they need a log-barrier"):
+        occ.ShiftedFTRL(MDP, occ.Tsallis(), hints=occ.game.MeanHints())
+    for name in ("CorrectedFTRL", "GradientHints", "StabilityPenaltyMatching"):
+        with pytest.raises(AttributeError, match=f"{name} was removed: .*use occ"):
+            getattr(occ, name)

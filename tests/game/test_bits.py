@@ -59,13 +59,11 @@ LEARNERS = {
     ),
     "full information": lambda mdp: occ.FTRL(mdp, PSI["paper"](mdp), occ.FullInformation()),
     "adaptive rates": lambda mdp: occ.AdaptiveFTRL.optimistic(mdp, 3000),
-    "matching rates": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.Tsallis(0.5), rates=occ.game.StabilityPenaltyMatching()
+    "mean hints": lambda mdp: occ.AdaptiveFTRL(
+        mdp, occ.LogBarrier(3.0), hints=occ.game.MeanHints()
     ),
-    "gradient hints": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.LogBarrier(3.0), hints=occ.game.GradientHints()
-    ),
-    "corrected": occ.CorrectedFTRL,
+    "shifted": occ.ShiftedFTRL,
+    "frozen": lambda mdp: occ.ShiftedFTRL(mdp, budget=0.02, ledger="frozen"),
     "ucbvi": lambda mdp: occ.rivals.UCBVI(mdp, 3000),
     "kl-ucb": occ.rivals.KLUCB,
     "thompson": occ.rivals.Thompson,
@@ -136,9 +134,7 @@ def test_so_it_has_in_every_mdp(learner, mdp):
     check_every_batch(learner, "front", MDPS[mdp])
 
 
-@pytest.mark.parametrize(
-    "learner", ["powers", "reduced variance", "matching rates", "optimistic", "ucbvi"]
-)
+@pytest.mark.parametrize("learner", ["powers", "reduced variance", "frozen", "optimistic", "ucbvi"])
 def test_neither_checkpoints_nor_the_length_of_a_run_change_a_bit(learner):
     """3,000 episodes end in the second block of weights, and some stretch lies across its edge."""
 

@@ -14,8 +14,10 @@ def test_there_is_a_learner_for_every_kind_of_world():
 
     mdp, mean = random_problem(0, (2, 2, 2))
     learner = occ.recommended(mdp)
-    assert isinstance(learner, occ.CorrectedFTRL)
-    assert (numbers(learner)["gamma"], learner.width, learner.prior) == (0.85, 3.0, 0.0)
+    assert isinstance(learner, occ.ShiftedFTRL)
+    assert (numbers(learner)["gamma"], learner.cap, learner.budget) == (0.85, 5.0, 10.0)
+    assert learner.guarantee == "Theorems A and B"
+    assert "Theorems A and B" in occ.recommended.__doc__
     assert isinstance(occ.recommended(mdp, "stochastic"), occ.rivals.Thompson)
     q, t = torch.full((1, 3, 2), 1e-4, dtype=torch.float64), torch.tensor([10.0])
     for world, expected in (("varying", (1.0, 0.5)), ("adversarial", (0.2663, 1.0))):

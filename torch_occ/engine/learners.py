@@ -11,7 +11,7 @@ import numpy as np
 
 from torch_occ._support.constants import CHUNK, CONVERGED, TIE
 from torch_occ.engine.entropic import follow_or_restart
-from torch_occ.engine.lanes import Shared, anywhere, lane, log, power, sqrt, where
+from torch_occ.engine.lanes import Shared, anywhere, lane, sqrt, where
 from torch_occ.engine.layout import (
     ERROR,
     GUESSED,
@@ -19,6 +19,7 @@ from torch_occ.engine.layout import (
     PLAN,
     RECENT,
     TRIAL,
+    USED,
     Bools,
     Floats,
     Model,
@@ -29,7 +30,6 @@ from torch_occ.engine.layout import (
     routine,
 )
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
-from torch_occ.engine.psi import POWER
 
 # -- a fixed policy --------------------------------------------------------------------------------
 
@@ -226,10 +226,21 @@ def take_step(
 
     q is an occupancy measure of the model, which need not be the true one.
     """
-    solver, q, episode = learner.solver, learner.q, game.before + t + 1
+    episode = game.before + t + 1
     # Nothing is kept from one chunk to the next, so that a run can continue from a file.
     if (episode - 1) % CHUNK == 0:
         work.notes[ERROR], work.notes[RECENT], work.notes[GUESSED] = np.inf, 0.0, 0.0
+    used = work.notes[USED] > 0.0
+    solve_lanes(model, episode, used, loss, learner, tally, work)
+
+
+@routine(inline=True)
+def solve_lanes(
+    model: Model, episode: int, lanes: Any, loss: Floats, learner: Any, tally: Tally, work: Work
+) -> None:
+    """Solve in some lanes only; nothing changes in the others."""
+    solver, q, used = learner.solver, learner.q, work.notes[USED]
+    work.notes[USED] = where(lanes, used, 0.0)
     for i in range(len(q)):
         work.pairs[PAIR, i] = q[i]
     status, steps, _, flow, dual = follow_or_restart(
@@ -246,7 +257,9 @@ def take_step(
     for i in range(len(q)):
         q[i] = work.pairs[PAIR, i]
         tally.q[i] = work.pairs[PAIR, i]
-    note_solve(episode, status, steps, flow, dual, tally)
+    work.notes[USED] = used
+    status, steps = where(lanes, status, CONVERGED + 0.0), where(lanes, steps, 0.0)
+    note_solve(episode, status, steps, where(lanes, flow, 0.0), where(lanes, dual, 0.0), tally)
 
 
 @routine(inline=True)
@@ -264,10 +277,6 @@ def note_solve(episode: int, status: Any, steps: Any, flow: Any, dual: Any, tall
 
 # -- FTRL with hints and adaptive rates ------------------------------------------------------------
 
-NO_HINTS, MEAN_HINTS, GRADIENT_HINTS = 0, 1, 2
-NO_RATES, ADAPTIVE_RATES, MATCHING_RATES = 0, 1, 2
-TINY = float(np.finfo(np.float64).tiny)
-
 
 class CompiledAdaptive(NamedTuple):
     """`AdaptiveFTRL`."""
@@ -276,15 +285,12 @@ class CompiledAdaptive(NamedTuple):
     cumulative_loss: PerPair
     hint_visits: PerPair  # of `MeanHints`
     hint_losses: PerPair
-    hint_hint: PerPair  # of `GradientHints`
-    inverse_rate: PerPair  # or (1,), or (0,) without rates
+    inverse_rate: PerPair  # or (0,) without rates
     solver: Solver  # its weights include the rates
     weights: Shared  # (n + 1, K or K * S * A), without rates
-    hints: int
+    hinted: bool
     prior: float  # of `MeanHints`
     count: float  # type: ignore[assignment]
-    step: float  # of `GradientHints`
-    rates: int
     log_episodes: float  # of `AdaptiveRates`
     loss: PerPair  # the loss of the step
     hint: PerPair
@@ -308,12 +314,10 @@ def _observe_adaptive(game: Game, t: int, tally: Tally, learner: Any, work: Work
             own.excess[i] = (game.losses[n, k] - own.hint[i]) / own.q[i]
     for i in range(len(learner.q)):
         learner.cumulative_loss[i] += learner.excess[i] + learner.hint[i]
-    if learner.rates == ADAPTIVE_RATES:
+    if len(learner.inverse_rate) > 0:
         value_excess(game.model, learner)
         for n in range(len(game.pairs)):
             adapt_rates(game, n, lane(learner, n))
-    elif learner.rates == MATCHING_RATES:
-        match(game.model, learner)
     for n in range(len(game.pairs)):
         renew_hints(game, n, lane(learner, n))
 
@@ -328,10 +332,8 @@ def scale_weights(learner: CompiledAdaptive, t: int) -> Any:
     count, each, most = len(learner.solver.terms.argument), len(own), 0.0
     for k in range(each):
         factor, before = 1.0, own[k]
-        if len(inverse) > 1:
+        if len(inverse) > 0:
             factor = inverse[k % len(learner.q)]
-        elif len(inverse) == 1:
-            factor = inverse[0]
         at = k if weights.shape[1] == each else k * count // each
         own[k] = weights[t + 1, at] * factor
         change = abs(own[k] - before)
@@ -344,12 +346,10 @@ def write_hints(model: Model, learner: CompiledAdaptive) -> None:
     """Write the hints, and the loss of the step."""
     for i in range(len(learner.q)):
         hint = 0.0
-        if learner.hints == MEAN_HINTS and model.exists[PAIR, i]:
+        if learner.hinted and model.exists[PAIR, i]:
             hint = (learner.count * learner.prior + learner.hint_losses[i]) / (
                 learner.count + learner.hint_visits[i]
             )
-        elif learner.hints == GRADIENT_HINTS and model.exists[PAIR, i]:
-            hint = learner.hint_hint[i]
         learner.hint[i] = hint
         learner.loss[i] = learner.cumulative_loss[i] + hint
 
@@ -372,11 +372,9 @@ def renew_hints(game: Game, n: int, learner: CompiledAdaptive) -> None:
     for k in range(game.pairs.shape[1]):
         i, loss = game.pairs[n, k], game.losses[n, k]
         learner.excess[i] = 0.0
-        if learner.hints == MEAN_HINTS:
+        if learner.hinted:
             learner.hint_visits[i] += 1.0
             learner.hint_losses[i] += loss
-        elif learner.hints == GRADIENT_HINTS:
-            learner.hint_hint[i] += learner.step * (loss - learner.hint_hint[i])
 
 
 @routine(inline=True)
@@ -401,84 +399,122 @@ def value_excess(model: Model, learner: CompiledAdaptive) -> None:
             V[0, s] = where(total > 0.0, value / total, 0.0)
 
 
-@routine
-def match(model: Model, learner: CompiledAdaptive) -> None:
-    """`StabilityPenaltyMatching.update` for the first term."""
-    terms, q, num_actions = learner.solver.terms, learner.q, model.num_actions
-    p, powers = terms.exponent[0], terms.function[0] == POWER
-    roots, z, h = not anywhere(p != 0.5), 0.0, 0.0
-    for first in range(0, len(q), num_actions):
-        total = 0.0
-        for i in range(first, first + num_actions):
-            total += q[i]
-        for i in range(first, first + num_actions):
-            if model.exists[PAIR, i]:
-                others = where(total > 0.0, 1.0 - q[i] / total, 0.0)
-                if powers and roots:
-                    x = sqrt(q[i])
-                    z += 2.0 * x * others
-                    h += x
-                elif powers:
-                    z += power(q[i], 1.0 - p) * others / (2.0 * p * (1.0 - p))
-                    h += power(q[i], p)
-                else:
-                    z += 0.5 * others
-                    h -= where(q[i] > 0.0, q[i] * log(q[i] / total), 0.0)
-        if powers:
-            h -= sqrt(total) if roots else power(total, p)
-    inverse = learner.inverse_rate[0]
-    learner.inverse_rate[0] = inverse + z / (inverse * max(h, TINY))
+# -- FTRL with a budgeted shift --------------------------------------------------------------------
+
+HARD, SMOOTH, FROZEN = 0, 1, 2
+TINY = float(np.finfo(np.float64).tiny)
 
 
-# -- FTRL on corrected empirical means -------------------------------------------------------------
-
-
-class CompiledCorrected(NamedTuple):
-    """`CorrectedFTRL`."""
+class CompiledShifted(NamedTuple):
+    """`ShiftedFTRL`."""
 
     q: PerPair
     cumulative_loss: PerPair
     visits: PerPair
     losses: PerPair
-    squares: PerPair
+    shift: PerPair  # e_t
+    stability: Floats  # (L,), B of every layer
+    ledger: Floats  # (1,), X
+    refused: Floats  # (1,), the number of episodes in which the ledger was closed
     solver: Solver
     weights: Shared  # (n + 1, K or K * S * A)
-    width: float
+    cap: float
+    budget: float
+    rule: int
+    hinted: bool
     prior: float
     count: float  # type: ignore[assignment]
-    loss: PerPair  # the loss of the step
+    mean: PerPair
+    loss: PerPair  # of the step
+    last: PerPair  # e_{t-1}
 
 
-@propose.register(CompiledCorrected)
-def _propose_corrected(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+@propose.register(CompiledShifted)
+def _propose_shifted(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    episode = game.before + t + 1
     weigh(learner.solver, learner.weights, t, work)
-    correct(game.model, float(game.before + t), learner)
+    room = write_shift(game.model, float(episode), learner)
     take_step(game.model, game, t, learner.loss, learner, tally, work)
+    spent = spent_by(learner)
+    refused = (spent > room) & (learner.rule == FROZEN) & (work.notes[USED] > 0.0)
+    if anywhere(refused):
+        # Keep the last shift: the ledger does not change, and the step is taken again.
+        for i in range(len(learner.q)):
+            back = where(refused, learner.last[i] - learner.shift[i], 0.0)
+            learner.shift[i] += back
+            learner.loss[i] += back
+        solve_lanes(game.model, episode, refused, learner.loss, learner, tally, work)
+        learner.refused[0] += where(refused, 1.0, 0.0)
+    learner.ledger[0] = where(refused, learner.ledger[0], spent)
 
 
-@observe.register(CompiledCorrected)
-def _observe_corrected(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+@observe.register(CompiledShifted)
+def _observe_shifted(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    add_stability(game.model, float(game.before + t + 1), learner)
+    if learner.hinted:
+        for i in range(len(learner.q)):
+            learner.cumulative_loss[i] += learner.mean[i]
     for n in range(len(game.pairs)):
         own = lane(learner, n)
         for k in range(game.pairs.shape[1]):
             i, loss = game.pairs[n, k], game.losses[n, k]
-            weighted = loss / own.q[i]
-            own.cumulative_loss[i] += weighted
-            own.squares[i] += weighted**2
+            hint = own.mean[i] if learner.hinted else 0.0
+            own.cumulative_loss[i] += (loss - hint) / own.q[i]
             own.losses[i] += loss
             own.visits[i] += 1.0
 
 
 @routine
-def correct(model: Model, past: float, learner: CompiledCorrected) -> None:
-    """Write the loss of the step after `past` episodes, `CorrectedFTRL.loss`."""
-    for i in range(len(learner.loss)):
-        learner.loss[i] = 0.0
-        if model.exists[PAIR, i]:
-            mean = (learner.count * learner.prior + learner.losses[i]) / (
-                learner.count + learner.visits[i]
-            )
-            apart = learner.cumulative_loss[i] - past * mean
-            noise, square = learner.width * learner.width * learner.squares[i], apart * apart
-            kept = where(square > noise, 1.0 - noise / square, 0.0)
-            learner.loss[i] = (past + 1.0) * mean + apart * kept
+def write_shift(model: Model, episode: float, learner: CompiledShifted) -> Any:
+    """Write the shift and the loss of the step; return b (1 + B), the room of the ledger."""
+    start, num_actions, total, share = model.start, model.num_actions, 1.0, 1.0
+    for k in range(len(learner.stability)):
+        total += learner.stability[k]
+    room, spent = learner.budget * total, learner.ledger[0]
+    if learner.rule == HARD:
+        closed = (spent > room) | (learner.refused[0] > 0.0)
+        learner.refused[0] += where(closed, 1.0, 0.0)
+        share = where(closed, 0.0, 1.0)
+    elif learner.rule == SMOOTH:
+        share = max(1.0 - max(spent, 0.0) / max(room, TINY), 0.0)
+        learner.refused[0] += where(share > 0.0, 0.0, 1.0)
+    times = episode - 1.0 if learner.hinted else episode
+    for k in range(len(learner.stability)):
+        most = learner.cap * (1.0 + learner.stability[k])
+        for i in range(start[k] * num_actions, start[k + 1] * num_actions):
+            learner.last[i] = learner.shift[i]
+            if model.exists[PAIR, i]:
+                mean = (learner.count * learner.prior + learner.losses[i]) / (
+                    learner.count + learner.visits[i]
+                )
+                apart = times * mean - learner.cumulative_loss[i]
+                learner.mean[i] = mean
+                learner.shift[i] = max(min(apart, most), -most) * share
+            hint = learner.mean[i] if learner.hinted else 0.0
+            learner.loss[i] = learner.cumulative_loss[i] + learner.shift[i] + hint
+    return room
+
+
+@routine
+def spent_by(learner: CompiledShifted) -> Any:
+    """X_t = X_{t-1} + ⟨q_t, e_{t-1} - e_t⟩."""
+    spent = learner.ledger[0]
+    for i in range(len(learner.q)):
+        spent += learner.q[i] * (learner.last[i] - learner.shift[i])
+    return spent
+
+
+@routine
+def add_stability(model: Model, episode: float, learner: CompiledShifted) -> None:
+    """B of every layer grows by sum sqrt(q / t) (1 - pi)."""
+    start, num_actions, q = model.start, model.num_actions, learner.q
+    scale = 1.0 / np.sqrt(episode)
+    for k in range(len(learner.stability)):
+        grown = 0.0
+        for first in range(start[k] * num_actions, start[k + 1] * num_actions, num_actions):
+            total = 0.0
+            for i in range(first, first + num_actions):
+                total += q[i]
+            for i in range(first, first + num_actions):
+                grown += where(q[i] > 0.0, sqrt(q[i]) * (1.0 - q[i] / total), 0.0)
+        learner.stability[k] += scale * grown

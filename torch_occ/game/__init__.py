@@ -15,11 +15,9 @@ torch_player     the torch player: one episode of every seed at a time
 """
 
 from torch_occ.game.adaptive import AdaptiveRates as AdaptiveRates
-from torch_occ.game.adaptive import GradientHints as GradientHints
 from torch_occ.game.adaptive import Hints as Hints
 from torch_occ.game.adaptive import MeanHints as MeanHints
 from torch_occ.game.adaptive import Rates as Rates
-from torch_occ.game.adaptive import StabilityPenaltyMatching as StabilityPenaltyMatching
 from torch_occ.game.checks import UncertifiedWarning as UncertifiedWarning
 from torch_occ.game.comparing import LearnerComparison as LearnerComparison
 from torch_occ.game.estimators import CentredEstimator as CentredEstimator

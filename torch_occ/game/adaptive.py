@@ -8,8 +8,7 @@ new hints, derive from `Hints`. Their state is part of the learner's state.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -21,11 +20,11 @@ from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import FTRL
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import LayeredFlow, policy_of
-from torch_occ.regularizers.base import Regularizer, Scaled, TabularRegularizer
+from torch_occ.regularizers.base import Regularizer, Scaled, Sum, TabularRegularizer
 from torch_occ.regularizers.catalog import LogBarrier, Tsallis
 from torch_occ.regularizers.parameters import PerPair
 from torch_occ.regularizers.schedules import Constant, InverseSqrt
-from torch_occ.regularizers.terms import Log, Power, Term, XLogX
+from torch_occ.regularizers.terms import Log
 
 
 class Hints:
@@ -76,35 +75,6 @@ class MeanHints(Hints):
             "visits": visits + feedback.scatter(ones, visits),
             "losses": state["losses"] + feedback.scatter(feedback.losses, visits),
         }
-
-
-class GradientHints(Hints):
-    """Gradient descent on (m - loss)^2 / 2: m <- (1 - step) m + step loss on the visited pairs.
-
-    The regret then has the path length of the losses (Li, Tsuchiya and Yamanishi, 2026, with
-    step = 1/4).
-
-    Raises:
-        ValueError: if `prior`, the first m, is outside [0, 1], or `step` outside (0, 1].
-    """
-
-    def __init__(self, step: float = 0.25, prior: float = 0.5) -> None:
-        if not (0 < step <= 1 and 0 <= prior <= 1):
-            raise ValueError(
-                f"step, prior: expected numbers in (0, 1] and [0, 1], got {step} and {prior}"
-            )
-        self.step, self.prior = step, prior
-
-    def start(self, zero: Tensor) -> dict[str, Tensor]:
-        return {"hint": zero + self.prior}
-
-    def predict(self, state: dict[str, Tensor]) -> Tensor:
-        return state["hint"]
-
-    def observe(self, state: dict[str, Tensor], feedback: Feedback) -> dict[str, Tensor]:
-        hint = state["hint"]
-        moved = self.step * (feedback.losses - feedback.gather(hint))
-        return {"hint": hint + feedback.scatter(moved, hint)}
 
 
 # -- Learning rates that follow from what was observed, one per pair or one for all ----------------
@@ -167,71 +137,6 @@ class AdaptiveRates(Rates):
         advantage = excess + flow.lookahead(V) - V.unsqueeze(-1)
         zeta = q.square() * torch.minimum(excess.square(), advantage.square())
         return b + zeta / (b * math.log(self.episodes))
-
-
-class StabilityPenaltyMatching(Rates):
-    """One rate for all pairs that balances stability and penalty (Ito, Tsuchiya and Honda, 2024).
-
-        b_{t+1} = b_t + z_t / (b_t h_t)
-
-    z_t / b_t bounds the stability and (b_{t+1} - b_t) h_t the penalty of episode t. For phi =
-    - sum q^p, with the variance (1 - pi) / q of the advantages, and for phi = sum q log q,
-
-        z_t = sum q^(1-p) (1 - pi) / (2 p (1 - p)),    h_t = sum q(s,a)^p - sum q(s)^p,
-        z_t = sum (1 - pi) / 2,                        h_t = - sum q log pi.
-
-    With p = 1/2, z_t / h_t varies little, so b_t is close to a multiple of sqrt(t).
-
-    Args:
-        first: b_1.
-
-    Raises:
-        ValueError: if `first` is not positive; in `start`, if the regularizer is neither `Tsallis`
-            nor `Shannon` without a schedule.
-    """
-
-    def __init__(self, first: float = 1.0) -> None:
-        if not 0 < first < math.inf:
-            raise ValueError(f"first: expected a positive number, got {first}")
-        self.first = first
-        self.term: Term | None = None
-
-    def start(self, mdp: LayeredMDP, regularizer: Regularizer) -> float:
-        self.term = term_of(regularizer)
-        return self.first
-
-    def update(self, mdp: LayeredMDP, b: Tensor, q: Tensor, excess: Tensor) -> Tensor:
-        assert self.term is not None
-        policy, state = policy_of(mdp, q), q.sum(-1)
-        others = torch.where(mdp.actions, 1 - policy, 0.0)
-        if isinstance(self.term.function, Power):
-            p = float(torch.as_tensor(self.term.function.p).detach())
-            z = (q ** (1 - p) * others).sum((-2, -1)) / (2 * p * (1 - p))
-            h = (q**p).sum((-2, -1)) - (state**p).sum(-1)
-        else:
-            z = others.sum((-2, -1)) / 2
-            h = -torch.xlogy(q, policy).sum((-2, -1))
-        return b + z / (b * h.clamp(min=torch.finfo(q.dtype).tiny))
-
-
-def term_of(regularizer: Regularizer) -> Term:
-    """The term of `Tsallis` or `Shannon`, with its exponent in place of the exponent's name.
-
-    Raises:
-        ValueError: for any other regularizer, and for an exponent per layer, state or pair.
-    """
-    if isinstance(regularizer, TabularRegularizer):
-        terms, scalar = regularizer.table(), not (regularizer.places() or regularizer.batched())
-        function, weight = terms[0].function, terms[0].weight
-        expected = {Power: -1.0, XLogX: 1.0}.get(type(function))
-        if scalar and len(terms) == 1 and terms[0].argument == "pair" and weight == expected:
-            if isinstance(function, Power) and isinstance(function.p, str):
-                return replace(terms[0], function=Power(getattr(regularizer, function.p)))
-            return terms[0]
-    raise ValueError(
-        "rates: StabilityPenaltyMatching knows occ.Tsallis and occ.Shannon, without a schedule and "
-        f"with one exponent, got {regularizer}"
-    )
 
 
 # -- FTRL with hints and with learning rates that adapt along the run ------------------------------
@@ -303,11 +208,6 @@ class AdaptiveFTRL(FTRL):
         hints = MeanHints() if hints is None else hints
         return cls(mdp, LogBarrier(), hints=hints, rates=AdaptiveRates(episodes, first))
 
-    @classmethod
-    def matching(cls, mdp: LayeredMDP, first: float = 1.0) -> AdaptiveFTRL:
-        """The 1/2-Tsallis entropy with `StabilityPenaltyMatching`."""
-        return cls(mdp, Tsallis(), rates=StabilityPenaltyMatching(first))
-
     def start(self, num_seeds: int) -> None:
         if isinstance(self.step.regularizer, Scaled) and self.rates is not None:
             self.set_rate(torch.full_like(self._rate(), self.first))
@@ -372,24 +272,22 @@ class AdaptiveFTRL(FTRL):
             self._keep(self.hints.observe(self._hint_state(), feedback))
 
     def why_not_compiled(self, mdp: LayeredMDP) -> str | None:
-        for found, known in ((self.hints, _HINTS), (self.rates, _RATES)):
-            if type(found) not in known:
+        for found, known in ((self.hints, MeanHints), (self.rates, AdaptiveRates)):
+            if found is not None and type(found) is not known:
                 return f"the engine does not know {type(found).__name__}"
         return super().why_not_compiled(mdp)
 
     def settings(self) -> dict[str, Any]:
         found, hints, rates = super().settings(), self.hints, self.rates
         found |= {
-            "hints": _HINTS[type(hints)],
+            "hinted": hints is not None,
             "prior": hints.prior if isinstance(hints, MeanHints) else 0.0,
             "count": hints.count if isinstance(hints, MeanHints) else 1.0,
-            "step": hints.step if isinstance(hints, GradientHints) else 0.0,
-            "rates": _RATES[type(rates)],
             "log_episodes": math.log(rates.episodes or 1) if rates is not None else 0.0,
         }
         if rates is None:
             found["inverse_rate"] = np.zeros(0)
-        elif rates.per_pair:
+        else:
             solver, pairs = found["solver"], self.mdp.actions.numel()
             weights = np.ones(len(solver.terms.argument) * pairs)
             found["solver"] = solver._replace(weights=weights)
@@ -402,11 +300,6 @@ class AdaptiveFTRL(FTRL):
 
     def _tuned(self) -> Regularizer:
         return self.unscaled
-
-
-#: The numbers of hints and rates that the compiled form knows, as in torch_occ.engine.learners.
-_HINTS = {type(None): 0, MeanHints: 1, GradientHints: 2}
-_RATES = {type(None): 0, AdaptiveRates: 1, StabilityPenaltyMatching: 2}
 
 
 def _check_barrier(regularizer: Regularizer) -> None:
@@ -424,96 +317,192 @@ def _check_barrier(regularizer: Regularizer) -> None:
     )
 
 
-# -- FTRL on the empirical means of the losses, corrected where importance weights contradict t ----
+# -- FTRL on a shifted loss, with a budget for what the shift may cost -----------------------------
 #
-#     q_t = argmin over q in Omega of ⟨q, t m + c⟩ + psi_t(q),
-#     c = D max{0, 1 - width^2 V / D^2},    D = Lhat - (t - 1) m
+#     q_t = argmin over q in Omega of ⟨q, Lhat_{t-1} + e_t⟩ + psi_t(q),
+#     e_t = clip(t m - Lhat_{t-1}, -k_t, k_t) f_t,    k_t = c (1 + B_{t-1} of the layer),
+#     B_t = sum_{tau <= t} sum sqrt(q_tau / tau) (1 - pi_tau),
+#     X_t = X_{t-1} + ⟨q_t, e_{t-1} - e_t⟩
 #
-# m is the mean of the observed losses of a pair, Lhat the sum of its importance-weighted losses,
-# and V the sum of their squares, which estimates the variance of Lhat.
+# m is the mean of the observed losses of a pair, Lhat the sum of its importance-weighted losses.
 
 
-#: gamma and width, chosen on MDPs 80 to 90 (docs/adaptive.md).
-GAMMA, WIDTH = 0.85, 3.0
+Ledger = Literal["hard", "smooth", "frozen"]
+
+#: gamma, c and b, chosen on MDPs 8801 of two shapes (docs/adaptive.md).
+GAMMA, CAP, BUDGET = 0.85, 5.0, 10.0
 
 
-class CorrectedFTRL(FTRL):
-    """FTRL that trusts empirical means until importance weights contradict them.
+class ShiftedFTRL(FTRL):
+    """FTRL whose cumulative loss is moved towards t m, the means, within a budget.
 
-    Importance weights are unbiased in every world. But an action that is played with probability
-    q ~ 1/t has weights ~ t, so that a few recent observations decide, and the others are wasted.
-    The empirical mean m uses all observations alike. It is right if the mean losses do not
-    change, and may be wrong otherwise. So the step is taken with t m. The difference D between the
-    importance-weighted sum and (t - 1) m is added as far as noise does not explain it: shrunk by
-    the factor 1 - width^2 V / D^2 (the non-negative garrote of Breiman, 1995), and left out if that
-    is negative. V is the sum of the squared importance-weighted losses. The step is then never
-    farther than width sqrt(V) from that of `FTRL` with importance weights, in any coordinate of
-    the cumulative loss.
+    Importance weights Lhat are right in every world, and noisy: few observations of a rare action
+    decide. The means m of all observations are quieter, and wrong where losses change. The step is
+    taken with Lhat + e. The shift e leads from Lhat towards t m, and is at most c (1 + B) per
+    layer, where B is the stability term of FTRL itself. The ledger X is what the shift has cost.
+    Its limit is b (1 + B). So the regret is that of the 1/2-Tsallis entropy, and at most
 
-    There is no theorem. It is good with random losses and against an adversary that reacts. Where
-    means change from outside, its regret may be linear. docs/adaptive.md has what was measured.
+        (4 gamma + 1/gamma + 2 (b + 3c)) sqrt(L S A T) + b + 3 c L
+
+    against any adversary (Theorem A), and O(log T + sqrt(C log T)) where losses are stochastic,
+    with corruption C (Theorem B). docs/adaptive.md has the proofs; `guarantee` says whether they
+    hold for the settings, and `torch_occ.theory.shifted` evaluates them.
 
     Args:
         mdp: the MDP.
-        regularizer: psi_t; by default the 1/2-Tsallis entropy with eta_t = 0.85 / sqrt(t). It needs
-            no log-barrier.
-        width: how many standard deviations are put down to noise. 0 is `FTRL` with importance
-            weights, up to the mean m, which is added once as a hint.
-        prior: m = (count * prior + sum of losses) / (count + number of visits). Zero is optimistic:
-            pairs that were seen seldom are tried again.
-        count: how many observations the prior is worth.
+        regularizer: psi_t; by default the 1/2-Tsallis entropy with eta_t = 0.85 / sqrt(t), and with
+            hints that with eta_t = 1 / sqrt(t) and a log-barrier of weight 0.5.
+        cap: c. 0 is `FTRL` with importance weights.
+        budget: b.
+        ledger: what happens when X exceeds b (1 + B). "hard": the shift is 0 from then on.
+            "smooth": the shift is multiplied by 1 - X / (b (1 + B)), at least 0. "frozen": X is
+            tested before the episode, and the shift stays as it was if it would exceed the limit;
+            the step is then taken twice, and 3c in the theorems is c.
+        hints: the mean losses m are also hints, as in `AdaptiveFTRL`, with this prior; without
+            hints the prior of m is 0, worth one observation.
+
+    The state has the shift, the `ledger` X, the `stability` B of each layer, and `refused`, the
+    number of episodes in which the ledger was closed.
 
     Raises:
-        ValueError: if `width` is negative or infinite, `prior` is outside [0, 1], or `count` is not
-            positive.
+        TypeError: if the hints are not `MeanHints`.
+        ValueError: if `cap` or `budget` is negative or infinite, or the ledger is not one of these;
+            or if there are hints, and the regularizer has no log-barrier.
     """
 
-    compiled = lambda: later("game.players").forms.CompiledCorrected  # noqa: E731
+    compiled = lambda: later("game.players").forms.CompiledShifted  # noqa: E731
 
     def __init__(
         self,
         mdp: LayeredMDP,
         regularizer: Regularizer | None = None,
         *,
-        width: float = WIDTH,
-        prior: float = 0.0,
-        count: float = 1.0,
+        cap: float = CAP,
+        budget: float = BUDGET,
+        ledger: Ledger = "hard",
+        hints: MeanHints | None = None,
     ) -> None:
-        if not 0 <= width < math.inf:
-            raise ValueError(f"width: expected a finite number of at least 0, got {width}")
-        if not (0 <= prior <= 1 and 0 < count < math.inf):
-            raise ValueError(
-                "prior, count: expected a number in [0, 1] and a positive number, got "
-                f"{prior} and {count}"
-            )
-        if regularizer is None:
+        for name, value in (("cap", cap), ("budget", budget)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}: expected a finite number of at least 0, got {value}")
+        if ledger not in get_args(Ledger):
+            expected = ", ".join(map(repr, get_args(Ledger)))
+            raise ValueError(f"ledger: expected one of {expected}, got {ledger!r}")
+        if not (hints is None or type(hints) is MeanHints):
+            raise TypeError(f"hints: expected an occ.game.MeanHints, got {hints!r}")
+        if regularizer is None and hints is None:
             regularizer = Tsallis() / InverseSqrt(GAMMA)
+        elif regularizer is None:
+            regularizer = Tsallis() / InverseSqrt(1.0) + LogBarrier(0.5)
         super().__init__(mdp, regularizer)
-        self.width, self.prior, self.count = width, prior, count
+        if hints is not None:
+            _check_barrier(regularizer)
+        self.cap, self.budget, self.ledger, self.hinted = cap, budget, ledger, hints is not None
+        self.prior, self.count = (0.0, 1.0) if hints is None else (hints.prior, hints.count)
+
+    @property
+    def guarantee(self) -> str:
+        """The theorems of docs/adaptive.md that hold, or "none" and the assumption that fails."""
+        parts = root_and_barrier(self.step.regularizer)
+        if parts is None:
+            return (
+                "none: Lemma 4 needs the 1/2-Tsallis entropy with eta_t = gamma / sqrt(t), and at "
+                f"most a log-barrier beside it; the regularizer is {self.step.regularizer}"
+            )
+        _, barrier = parts
+        if not self.hinted or barrier >= 4 * self.mdp.horizon:
+            return "Theorems A and B"
+        if barrier >= 2:
+            return (
+                "Theorem A; with hints, Theorem B needs a log-barrier of at least 4 L = "
+                f"{4 * self.mdp.horizon}, and this one has {barrier:g}"
+            )
+        return (
+            "none: with hints, estimates may be negative, and Lemma 4 needs a log-barrier of at "
+            f"least 2; this one has {barrier:g}"
+        )
 
     def start(self, num_seeds: int) -> None:
         super().start(num_seeds)
         zero = self._zeros(num_seeds)
-        self.state |= {name: zero.clone() for name in ("visits", "losses", "squares")}
+        self.state |= {name: zero.clone() for name in ("visits", "losses", "shift")}
+        self.state |= {name: zero[:, 0, 0].clone() for name in ("ledger", "refused")}
+        self.state["stability"] = zero.new_zeros(num_seeds, self.mdp.horizon)
+
+    def mean(self) -> Tensor:
+        """m, `(N, S, A)`; zero on masked pairs."""
+        total = self.count * self.prior + self.state["losses"]
+        return torch.where(self.mdp.actions, total / (self.count + self.state["visits"]), 0.0)
+
+    def room(self) -> Tensor:
+        """b (1 + B), the limit of the ledger, `(N,)`."""
+        return self.budget * (1 + self.state["stability"].sum(-1))
 
     def loss(self, t: int) -> Tensor:
-        """t m + c, the loss of the step of episode t, `(N, S, A)`; zero on masked pairs."""
-        state = self.state
-        mean = (self.count * self.prior + state["losses"]) / (self.count + state["visits"])
-        apart = state["cumulative_loss"] - (t - 1) * mean
-        noise = self.width**2 * state["squares"]
-        clear = apart.square() > noise
-        kept = torch.where(clear, 1 - noise / torch.where(clear, apart, 1.0).square(), 0.0)
-        return torch.where(self.mdp.actions, t * mean + apart * kept, 0.0)
+        total = self.state["cumulative_loss"] + self.state["shift"]
+        return total + self.mean() if self.hinted else total
+
+    @torch.no_grad()
+    def propose(self, t: int) -> Tensor:
+        state, last, room = self.state, self.state["shift"], self.room()
+        most = self.cap * (1 + state["stability"])[:, self.mdp.layer].unsqueeze(-1)
+        apart = (t - self.hinted) * self.mean() - state["cumulative_loss"]
+        share = torch.ones_like(room)
+        if self.ledger == "hard":
+            share[(state["ledger"] > room) | (state["refused"] > 0)] = 0.0
+        elif self.ledger == "smooth":
+            tiny = torch.finfo(room.dtype).tiny
+            share = (1 - state["ledger"].clamp(min=0) / room.clamp(min=tiny)).clamp(min=0)
+        state["shift"] = torch.minimum(torch.maximum(apart, -most), most) * share[:, None, None]
+        q = super().propose(t)
+        spent = state["ledger"] + (q * (last - state["shift"])).sum((-2, -1))
+        refused = share == 0
+        if self.ledger == "frozen" and bool((refused := spent > room).any()):
+            wide = refused[:, None, None]
+            state["shift"] = torch.where(wide, last, state["shift"])
+            state["q"] = q = torch.where(wide, super().propose(t), q)
+            spent = torch.where(refused, state["ledger"], spent)
+        state["ledger"], state["refused"] = spent, state["refused"] + refused
+        return q
 
     @torch.no_grad()
     def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
-        super().observe(t, q, feedback)
-        state, weighted = self.state, feedback.losses / feedback.gather(q)
-        seen = {
-            "visits": torch.ones_like(weighted),
-            "losses": feedback.losses,
-            "squares": weighted.square(),
-        }
-        for name, values in seen.items():
-            state[name] = state[name] + feedback.scatter(values, q)
+        state, losses = self.state, feedback.losses
+        roots = (q / t).sqrt() * (1 - policy_of(self.mdp, q))
+        parts = self.mdp.split(roots.sum(-1), -1)
+        state["stability"] = state["stability"] + torch.stack([x.sum(-1) for x in parts], -1)
+        excess, estimate = losses, 0.0
+        if self.hinted:
+            estimate = self.mean()
+            excess = losses - feedback.gather(estimate)
+        estimate = estimate + feedback.scatter(excess / feedback.gather(q), q)
+        check_estimate(self.mdp, self.estimator, estimate, t, len(q))
+        state["cumulative_loss"] = state["cumulative_loss"] + estimate
+        for name, seen in (("visits", torch.ones_like(losses)), ("losses", losses)):
+            state[name] = state[name] + feedback.scatter(seen, q)
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"rule": get_args(Ledger).index(self.ledger)}
+
+
+def root_and_barrier(regularizer: Regularizer) -> tuple[float, float] | None:
+    """gamma and w of -(sqrt(t) / gamma) sum sqrt(q) + w sum log(1 / q); None if psi differs."""
+    parts = regularizer.terms if isinstance(regularizer, Sum) else [regularizer]
+    gammas, barrier = [], 0.0
+    for part in parts:
+        numbers = [x for x in part.parameters() if x.numel() == 1]
+        if len(numbers) < len(list(part.parameters())):
+            return None
+        if isinstance(part, LogBarrier):
+            barrier += float(part.beta.detach())
+        elif (
+            isinstance(part, Scaled)
+            and isinstance(inner := part.regularizer, Tsallis)
+            and isinstance(rate := part.factor, InverseSqrt)
+            and part.power == -1
+            and float(torch.as_tensor(inner.power).detach()) == 0.5
+        ):
+            gammas.append(float(rate.gamma.detach()))
+        else:
+            return None
+    return (gammas[0], barrier) if len(gammas) == 1 else None

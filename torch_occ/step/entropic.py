@@ -86,7 +86,7 @@ def conserves(mdp: LayeredMDP) -> bool:
     """Return `conserves_mass`, remembered until a probability is changed in place."""
     versions = versions_of(mdp.probabilities)
     known = _CONSERVES.get(mdp)
-    if known is None or known[0] != versions or -1 in versions:
+    if known is None or known[0] != versions or not versions:
         known = _CONSERVES[mdp] = versions, conserves_mass(mdp)
     return known[1]
 

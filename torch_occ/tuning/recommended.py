@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from torch_occ._support.choices import later
-from torch_occ.game.adaptive import CorrectedFTRL
+from torch_occ.game.adaptive import ShiftedFTRL
 from torch_occ.game.estimators import ReducedVariance
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.mdp.layered import LayeredMDP
@@ -146,9 +146,9 @@ EVERYWHERE = 0.001
 def recommended(mdp: LayeredMDP, world: Kind = "any") -> Learner:
     """Return a learner with constants that were good on MDPs on which they were not chosen.
 
-    - "any": nothing is known about the losses. `CorrectedFTRL`, with its defaults. It is good with
-      random losses and against an adversary that reacts. It has no theorem, and linear regret
-      against losses that change once (docs/adaptive.md).
+    - "any": nothing is known about the losses. `ShiftedFTRL`, with its defaults. Its
+      guarantee is Theorems A and B of docs/adaptive.md: O(sqrt(L S A T)) regret against any
+      adversary, and O(log T + sqrt(C log T)) where losses are stochastic, with corruption C.
     - "stochastic": losses are independent with the same means in every episode. Thompson sampling.
       Its regret may be linear in any other world.
     - "varying": means change from outside, as where losses are constrained or corrupted. FTRL with
@@ -169,7 +169,7 @@ def recommended(mdp: LayeredMDP, world: Kind = "any") -> Learner:
     if world == "stochastic":
         return later("rivals.thompson").Thompson(mdp)
     if world == "any":
-        return CorrectedFTRL(mdp)
+        return ShiftedFTRL(mdp)
     entropy, (gamma, beta) = (
         (Tsallis(), VARYING) if world == "varying" else (ConditionalEntropy(), ADVERSARIAL)
     )
