@@ -387,6 +387,7 @@ def _descend(
     failed = status != Status.CONVERGED
     if bool(failed.any()):
         flat = (keep("pair", mdp, psi.hessian.curvature, 1.0) <= 0).any(-1).any(-1)
+        flat = flat & psi.gradient.isfinite().all(-1).all(-1)
         status = torch.where(failed & flat, Status.NOT_CONVEX, status)
     decrement = decrement.clamp(min=0).sqrt()
     numbers = (status.to(q), steps.to(q), decrement, flow_error, dual_residual)
