@@ -1,11 +1,13 @@
 """Certificates: a certified q solves the problem, a solution is certified, and a maximum is not."""
 
+from fractions import Fraction
+
 import mpmath
 import pytest
 import torch
 from mpmath import mp, mpf
 from torch import Tensor
-from zoo import layers, masked, random_loss
+from zoo import layers, masked, random_loss, tensor
 
 import torch_occ as occ
 from torch_occ import Status
@@ -15,10 +17,13 @@ from torch_occ.regularizers.terms import Power, Term, XLogX
 pytestmark = pytest.mark.usefixtures("both_backends")
 
 
-def newton_step(mdp: occ.LayeredMDP, loss: Tensor, q: Tensor, arguments: dict[str, mpf]) -> float:
+def newton_step(
+    mdp: occ.LayeredMDP, loss: Tensor, q: Tensor, arguments: dict, barrier: bool = False
+) -> float:
     """The largest relative change of q in a Newton step with 80 digits.
 
-    psi = - sum weight * sqrt(argument), and rows of P are read as distributions.
+    psi = - sum weight * sqrt(argument), or log in its place, and rows of P are read as
+    distributions. A weight may be a table.
     """
     with mp.workdps(80):
         pairs = [tuple(pair) for pair in mdp.actions.nonzero().tolist()]
@@ -31,10 +36,12 @@ def newton_step(mdp: occ.LayeredMDP, loss: Tensor, q: Tensor, arguments: dict[st
             others = [j for j, (r, _) in enumerate(pairs) if j != i and layer[r] == layer[s]]
             members = [i] if name == "pair" else others
             value = mp.fsum(x[j] for j in members)
+            own = mpf(float(weight[pairs[i]])) if isinstance(weight, Tensor) else weight
+            slope = own / value if barrier else own / (2 * mp.sqrt(value))
             for j in members:
-                rhs[j] += weight / (2 * mp.sqrt(value))
+                rhs[j] += slope
                 for k in members:
-                    K[j, k] += weight / (4 * value * mp.sqrt(value))
+                    K[j, k] += slope / value if barrier else slope / (2 * value)
         initial = [mpf(float(p)) for p in mdp.initial]
         for s, p in enumerate(initial):
             rhs[n + s] = p / mp.fsum(initial)
@@ -98,6 +105,39 @@ def test_rounding_that_nobody_can_undo_is_no_success():
     assert solution.dual_residual > 1
 
 
+@pytest.mark.parametrize("seed", [5, 9, 14])
+def test_values_of_very_different_size_keep_their_digits(seed):
+    """Two actions lead to values of 1e9, a third to one of 1e17; beside it, they were rounded.
+
+    A small difference decides between the two. Rows of P are read as distributions.
+    """
+    random = torch.Generator().manual_seed(seed)
+    a, b = torch.rand(2, generator=random, dtype=torch.float64).tolist()
+    first = [[[a, 1 - a, 0.0], [b, 1 - b, 0.0], [0.0, 0.0, 1.0]]]
+    mdp = occ.LayeredMDP([tensor(first), torch.ones(3, 3, 1, dtype=torch.float64)])
+    large = 10 ** (10 + 8 * float(torch.rand(1, generator=random)))
+    value = 2e9 * float(torch.rand(1, generator=random, dtype=torch.float64)) + 1 / 3
+    loss = torch.zeros(4, 3, dtype=torch.float64)
+    loss[1:] = torch.rand(3, 3, generator=random, dtype=torch.float64)
+    loss[2], loss[3] = loss[2] + value, loss[3] + large
+    apart = float((Fraction(1 - a) - Fraction(1 - b)) * Fraction(value))
+    loss[0, 0], loss[0, 1] = max(-apart, 0), max(apart, 0)
+    q = occ.FTRLStep(mdp, occ.LogBarrier(1.0))(loss).detach()
+    assert newton_step(mdp, loss, q, {"pair": mpf(1)}, barrier=True) < 1e-10
+
+
+@pytest.mark.parametrize("values", [(1e-3, 1.0, 192.0), (1e-6, 1.0)])
+def test_barriers_of_very_different_size(values):
+    """Up to half were refused: the multipliers had too few digits for the small barriers."""
+    for seed in (1, 4, 8):
+        random = torch.Generator().manual_seed(seed)
+        mdp = occ.LayeredMDP.random(3, 3, 2, seed=seed)
+        beta = tensor(values)[torch.randint(len(values), mdp.actions.shape, generator=random)]
+        loss = torch.rand(8, *mdp.actions.shape, generator=random, dtype=torch.float64)
+        q = occ.FTRLStep(mdp, occ.LogBarrier(occ.PerPair(mdp, beta)))(loss).detach()
+        assert newton_step(mdp, loss[0], q[0], {"pair": beta}, barrier=True) < 1e-10
+
+
 # -- maxima ----------------------------------------------------------------------------------------
 
 
@@ -123,7 +163,7 @@ class Joint(occ.JointRegularizer):
 MAXIMA = {
     "statewise": (Statewise(), {Status.NOT_CONVEX}),
     "joint": (Joint(), {Status.NOT_CONVEX}),
-    "pairs": (Table(Term("pair", Power(0.5), 1.0)), {Status.NOT_CONVEX, Status.NOT_FINITE}),
+    "pairs": (Table(Term("pair", Power(0.5), 1.0)), {Status.NOT_CONVEX}),
     "states": (
         Table(Term("pair", XLogX(), 1.0), Term("state", XLogX(), -3.0)),
         {Status.NOT_CONVEX},

@@ -19,7 +19,7 @@ from torch_occ._support.constants import (
     STALLED,
     UNDERFLOW,
 )
-from torch_occ.engine.lanes import anywhere, sqrt, where
+from torch_occ.engine.lanes import anywhere, lane, lanes_of, sqrt, where
 from torch_occ.engine.layout import (
     AHEAD,
     COMPLEMENT,
@@ -30,6 +30,7 @@ from torch_occ.engine.layout import (
     GAPS,
     GRADIENT,
     LIFT,
+    OTHERS,
     PAIR,
     PLAN,
     RECENT,
@@ -53,6 +54,8 @@ from torch_occ.engine.shaping import (
     certify,
     fit_multipliers,
     is_convex,
+    is_flat,
+    judge_fit,
     least_unit,
     shape_loss,
     shape_rarely,
@@ -75,6 +78,8 @@ WORTH, CALM = 1e-3, 5e-3
 SHORT = 1e-2
 #: Losses are shaped by `shape_finely` if rounding could exceed this fraction of the tolerance.
 COARSE = 0.25
+#: How often q is corrected after the iteration, with multipliers of more digits.
+REFINEMENTS = 4
 
 
 @routine
@@ -169,15 +174,88 @@ def descend(
     dual, flow = certify(model, complement, fine, work)
     unsure = (status == STALLED) & (not (dual <= tolerance))
     if anywhere(unsure):
-        dual = fit_multipliers(model, complement, fine, unsure, dual, work)
+        dual, flow = refine(
+            model, terms, weights, tolerance, source, unsure, fine, dual, flow, work
+        )
     good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance)
     convex = is_convex(model, terms, weights, work)
     status = where(good, where(convex, CONVERGED, NOT_CONVEX), status)
+    failed = status > CONVERGED
+    if anywhere(failed):
+        status = where(failed & is_flat(model, work), NOT_CONVEX, status)
     for s in range(states.shape[1]):
         states[V, s] += states[PLAN, s]
     if complement and model.conserved:
         put_back(model, work)
     return status, steps, sqrt(max(decrement, 0.0)), flow, dual
+
+
+@routine
+def refine(
+    model: Model,
+    terms: Terms,
+    weights: Floats,
+    tolerance: float,
+    source: Floats,
+    wanted: Any,
+    fine: Any,
+    dual: Any,
+    flow: Any,
+    work: Work,
+) -> tuple[Any, Any]:
+    """Improve multipliers, and then q, where the dual residual is above the tolerance.
+
+    Multipliers with more digits may fit q better. If not, what is left of the equation is accurate
+    enough for another step. Returns the dual and the flow residual; the row V receives the
+    multipliers.
+    """
+    pairs, states, complement = work.pairs, work.states, uses(terms, COMPLEMENT)
+    moved = wanted & (dual < 0.0)  # nowhere
+    for left in range(REFINEMENTS - 1, -1, -1):
+        for s in range(states.shape[1]):
+            states[OTHERS, s] = states[V, s]
+        for n in range(lanes_of(work.notes)):
+            if lane(wanted, n):
+                fit_multipliers(lane(model, n), complement, lane(work, n))
+        found = judge_fit(model, complement, fine, work)
+        better = wanted & (moved | (found < dual))
+        dual = where(better, found, dual)
+        wanted = wanted & (not (dual <= tolerance))
+        for s in range(states.shape[1]):
+            states[OTHERS, s] = where(better, states[V, s], states[OTHERS, s])
+            states[V, s] = 0.0  # the start of an iterative solver
+        if left > 0 and anywhere(wanted):
+            solve(model, source, work)
+            change = measure(model, work)[2]
+            wanted = wanted & (change < 0.1)
+            retract(model, TRIAL, wanted, work)
+            for i in range(pairs.shape[1]):
+                pairs[PAIR, i] = where(wanted, pairs[TRIAL, i], pairs[PAIR, i])
+            work.notes[ERROR] += where(wanted, 2.0 * change, 0.0)
+        for s in range(states.shape[1]):
+            states[V, s] = states[OTHERS, s]
+        if left == 0 or not anywhere(wanted):
+            break
+        moved = wanted
+        derive(model, terms, weights, where(moved, np.inf, 0.0), work)
+        if complement and model.conserved:
+            lift(model, moved, work)
+        flow = where(moved, flow_error(model, work), flow)
+    return dual, flow
+
+
+@routine
+def flow_error(model: Model, work: Work) -> Any:
+    """The largest difference between q(s) and its inflow, relative to q(s)."""
+    worst, num_actions = 0.0, model.num_actions
+    for k in range(len(model.start) - 1):
+        arrive(model, PAIR, k, work)
+        for s in range(model.start[k], model.start[k + 1]):
+            total = 0.0
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                total += work.pairs[PAIR, i]
+            worst = max(worst, abs(total - work.states[U, s]) / total)
+    return worst
 
 
 @inlined

@@ -18,6 +18,8 @@ from torch_occ.engine.layout import (
     COMPLEMENT,
     CURVES,
     DQ,
+    FITTED,
+    FORCE,
     GAPS,
     GRADIENT,
     INVERSE,
@@ -31,6 +33,7 @@ from torch_occ.engine.layout import (
     ROUNDING,
     SHARE,
     TRIAL,
+    D,
     Floats,
     M,
     Model,
@@ -56,7 +59,7 @@ DIGITS, CUTTER = 24, 1.5 * 2.0**26
 FINE = EPS * 2.0 ** (2 - DIGITS)  # the rounding error of `shape_finely`, relative to the values
 
 # Rows of the states that are free while the loss is shaped.
-LOW, LEADING, LEFT, BASE = PULL, U, M, OTHERS
+LOW, LEADING, SECOND, LEFT, BASE = PULL, U, FITTED, M, OTHERS
 
 
 @routine(inline=True)
@@ -120,7 +123,7 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
     for k in range(len(start) - 2, -1, -1):
         here, behind = start[k], start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
-        cut_values(behind, behind + after, states)
+        cut_values(behind, behind + after, PLAN, states)
         lowest, highest = np.inf, -np.inf
         for s in range(here, behind):
             first, base = s * num_actions, np.inf
@@ -134,7 +137,7 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
                 if exists[PAIR, i]:
                     high, low = two_sum(loss[i], -base)
                     expected, rest, off, size = expect(model.next_state, i, states, behind, after)
-                    rest -= expected * off if model.conserved else 0.0
+                    rest -= (expected + rest) * off if model.conserved else 0.0
                     high, lost = two_sum(high, expected)
                     pairs[GAPS, i], pairs[TRIAL, i] = two_sum(high, low + lost + rest)
                     pairs[ROUNDING, i], pairs[RESPONSE, i], pairs[DQ, i] = size, expected, rest
@@ -189,16 +192,40 @@ def two_sum(a: float, b: float) -> tuple[float, float]:
 
 
 @routine(inline=True)
-def cut_values(first: int, stop: int, states: Floats) -> None:
-    """Split the values PLAN + LOW into LEADING, with few digits, and the remainder LEFT."""
+def cut_values(first: int, stop: int, row: int, states: Floats) -> None:
+    """Split the values row + LOW into LEADING and SECOND, with few digits, and the remainder LEFT.
+
+    LEADING is zero where a value is small beside the largest; then SECOND has its digits.
+    """
     size = 0.0
     for s in range(first, stop):
-        size = max(size, abs(states[PLAN, s]))
-    grid = 2.0 ** (np.ceil(np.log2(size)) - DIGITS) if size > 0.0 else 1.0
-    cutter = 1.5 * grid / EPS
+        size = max(size, abs(states[row, s]))
+    cutter, size = cutter_for(size), 0.0
     for s in range(first, stop):
-        states[LEADING, s] = (states[PLAN, s] + cutter) - cutter
-        states[LEFT, s] = (states[PLAN, s] - states[LEADING, s]) + states[LOW, s]
+        states[LEADING, s] = (states[row, s] + cutter) - cutter
+        states[LEFT, s] = states[row, s] - states[LEADING, s]
+        size = max(size, abs(states[LEFT, s]))
+    cutter = cutter_for(size)
+    for s in range(first, stop):
+        states[SECOND, s] = (states[LEFT, s] + cutter) - cutter
+        states[LEFT, s] = (states[LEFT, s] - states[SECOND, s]) + states[LOW, s]
+
+
+@inlined
+def cutter_for(size: float) -> float:
+    """Adding and subtracting it leaves DIGITS binary digits of numbers up to this size."""
+    grid = 2.0 ** (np.ceil(np.log2(size)) - DIGITS) if size > 0.0 else 1.0
+    return 1.5 * grid / EPS
+
+
+@inlined
+def share_of(p: float, s: int, states: Floats) -> tuple[float, float, float, float, float, float]:
+    """What a successor adds to `expect`: two exact products, a small rest, p, and the size."""
+    high = (p + CUTTER) - CUTTER
+    leading, second, left = states[LEADING, s], states[SECOND, s], states[LEFT, s]
+    rest = (p - high) * leading + ((p - high) * second + p * left)
+    size = p * (abs(leading) + abs(second) + 2.0**DIGITS * abs(left))
+    return high * leading, high * second, rest, high, p - high, size
 
 
 @inlined
@@ -206,34 +233,27 @@ def _expect_dense(
     next_state: Floats, pair: int, states: Floats, first: int, width: int
 ) -> tuple[float, float, float, float]:
     """E[value | pair] as a sum of two numbers, the row sum of P minus one, and E|value|."""
-    exact, rest, total, more, size = 0.0, 0.0, 0.0, 0.0, 0.0
+    exact, second, rest, total, more, size = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for j in range(width):
-        s = unsigned(first + j)
-        p = next_state[pair, j]
-        high = (p + CUTTER) - CUTTER
-        exact += high * states[LEADING, s]
-        rest += (p - high) * states[LEADING, s] + p * states[LEFT, s]
-        total += high
-        more += p - high
-        size += p * abs(states[LEADING, s])
-    return exact, rest, (total - 1.0) + more, size
+        a, b, c, d, e, f = share_of(next_state[pair, j], unsigned(first + j), states)
+        exact, second, rest = exact + a, second + b, rest + c
+        total, more, size = total + d, more + e, size + f
+    exact, lost = two_sum(exact, second)
+    return exact, lost + rest, (total - 1.0) + more, size
 
 
 @inlined
 def _expect_sparse(
     next_state: Rows, pair: int, states: Floats, first: int, width: int
 ) -> tuple[float, float, float, float]:
-    exact, rest, total, more, size = 0.0, 0.0, 0.0, 0.0, 0.0
+    exact, second, rest, total, more, size = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for entry in range(next_state.starts[pair], next_state.starts[pair + 1]):
-        s = next_state.state[entry]
-        p = next_state.probability[entry]
-        high = (p + CUTTER) - CUTTER
-        exact += high * states[LEADING, s]
-        rest += (p - high) * states[LEADING, s] + p * states[LEFT, s]
-        total += high
-        more += p - high
-        size += p * abs(states[LEADING, s])
-    return exact, rest, (total - 1.0) + more, size
+        p, s = next_state.probability[entry], next_state.state[entry]
+        a, b, c, d, e, f = share_of(p, s, states)
+        exact, second, rest = exact + a, second + b, rest + c
+        total, more, size = total + d, more + e, size + f
+    exact, lost = two_sum(exact, second)
+    return exact, lost + rest, (total - 1.0) + more, size
 
 
 expect = either(_expect_dense, _expect_sparse)
@@ -296,37 +316,61 @@ def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any,
 
 
 @routine
-def fit_multipliers(
-    model: Model, complement: bool, fine: Any, wanted: Any, dual: Any, work: Work
-) -> Any:
-    """Fit the multipliers to q by least squares where `wanted`, and return the dual residual.
+def fit_multipliers(model: Model, complement: bool, work: Work) -> None:
+    """Fit the multipliers to q by least squares, with more digits than a number has; in one lane.
 
     One state after the other, from the last layer to the first, in units of q times the curvature.
-    The multipliers of the last Newton step are kept if their residual is not larger.
+    Where the units of a state differ much, a number V would be too coarse for the smallest one.
+    FORCE receives E'v minus the gradient of the objective, and RESPONSE an estimate of the rounding
+    errors of FORCE.
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     for k in range(len(start) - 2, -1, -1):
         behind = start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
+        cut_values(behind, behind + after, V, states)
         for s in range(start[k], behind):
-            states[M, s] = states[V, s]
-            least, total, weights = np.inf, 0.0, 0.0
+            least, softest, total, weights = np.inf, -1, 0.0, 0.0
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                pairs[FORCE, i] = 0.0
+                if model.exists[PAIR, i]:
+                    expected, rest, off, size = expect(model.next_state, i, states, behind, after)
+                    rest -= (expected + rest) * off if model.conserved else 0.0
+                    high, low = two_sum(pairs[GRADIENT, i], pairs[GAPS, i])
+                    high, lost = two_sum(high, expected)
+                    pairs[FORCE, i], pairs[TRIAL, i] = two_sum(high, low + lost + rest)
+                    pairs[RESPONSE, i] = size
+                    unit = abs(unit_of(model, i, complement, pairs))
+                    if softest < 0 or unit < least:
+                        least, softest = unit, i
+            high, low, size = pairs[FORCE, softest], pairs[TRIAL, softest], pairs[RESPONSE, softest]
             for i in range(s * num_actions, (s + 1) * num_actions):
                 if model.exists[PAIR, i]:
-                    least = min(least, abs(unit_of(model, i, complement, pairs)))
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                if model.exists[PAIR, i]:
-                    pairs[AHEAD, i] = ahead(model.next_state, i, states, V, behind, after)
                     ratio = least / unit_of(model, i, complement, pairs)
-                    weight = ratio * ratio
-                    total += weight * (pairs[GRADIENT, i] + pairs[GAPS, i] + pairs[AHEAD, i])
-                    weights += weight
-            states[V, s] = total / weights
-    found = certify(model, complement, fine, work)[0]
-    better = wanted & (found < dual)
-    for s in range(states.shape[1]):
-        states[V, s] = where(better, states[V, s], states[M, s])
-    return where(better, found, dual)
+                    pairs[FORCE, i] = (pairs[FORCE, i] - high) + (pairs[TRIAL, i] - low)
+                    pairs[RESPONSE, i] = FINE * (pairs[RESPONSE, i] + size)
+                    total += ratio * ratio * pairs[FORCE, i]
+                    weights += ratio * ratio
+            mean = total / weights
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                pairs[FORCE, i] = mean - pairs[FORCE, i] if model.exists[PAIR, i] else 0.0
+            states[V, s], states[LOW, s] = two_sum(high, low + mean)
+
+
+@routine
+def judge_fit(model: Model, complement: bool, fine: Any, work: Work) -> Any:
+    """The dual residual after `fit_multipliers`."""
+    pairs, num_actions, dual, bad = work.pairs, model.num_actions, 0.0, 0.0
+    for i in range(pairs.shape[1]):
+        if model.exists[PAIR, i]:
+            residual = abs(pairs[FORCE, i])
+            if model.exists[REST, i]:
+                own = 1.0 - pairs[INVERSE, i] * work.states[SHARE, i // num_actions]
+                residual += own * (pairs[RESPONSE, i] + where(fine, pairs[ROUNDING, i], 0.0))
+            error = abs(residual / unit_of(model, i, complement, pairs))
+            bad += error - error  # stays 0 unless something is not finite
+            dual = max(dual, error)
+    return dual + bad
 
 
 @routine(inline=True)
@@ -349,3 +393,13 @@ def is_convex(model: Model, terms: Terms, weights: Floats, work: Work) -> Any:
             # The state occupancies of the first layer are fixed; their kappa may be negative.
             curves = curves & (work.states[CURVES, s] >= (0.0 if s < model.start[1] else 1.0))
     return convex | curves
+
+
+@routine
+def is_flat(model: Model, work: Work) -> Any:
+    """Whether psi curves downwards, or not at all, in some pair."""
+    flat = False
+    for i in range(work.pairs.shape[1]):
+        if model.exists[PAIR, i]:
+            flat = flat | (work.pairs[D, i] + work.pairs[W, i] <= 0.0)
+    return flat

@@ -16,7 +16,7 @@ almost without rounding errors:
   If sums differ from one by more than rounding, rows are read as they are, and the common parts of
   layers are not taken out.
 
-The remaining error is `fineness(eps)` times the values.
+The remaining error is about `fineness(eps)` times the values; `_expect` estimates it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def shape_finely(mdp: LayeredMDP, loss: Tensor) -> Shaped:
         high, low = two_sum(torch.where(exists, own, 0.0), -base.unsqueeze(-1))
         ahead = rest = torch.zeros_like(high)
         if values:
-            ahead, rest = _expect(mdp.layers[k], *values[0], conserved)
+            ahead, rest, size = _expect(mdp.layers[k], *values[0], conserved)
             high, lost = two_sum(high, ahead)
             low = low + lost + rest
         high, low = two_sum(high, low)
@@ -84,11 +84,10 @@ def shape_finely(mdp: LayeredMDP, loss: Tensor) -> Shaped:
         tail, first = torch.where(exists & (high == best), low, torch.inf).min(-1, keepdim=True)
         rounding.insert(0, torch.zeros_like(high))
         if values:
-            size = mdp.layers[k].ahead(values[0][0].abs()).detach()
             # Equal expectations have equal rounding errors, which cancel in the gap.
             apart = (ahead != ahead.gather(-1, first)) | (rest != rest.gather(-1, first))
             size = (size + size.gather(-1, first.expand(*size.shape[:-1], 1))) * apart
-            rounding[0] = fineness(eps) * size
+            rounding[0] = fineness(eps) * size.detach()
         gaps.insert(0, torch.where(exists, (high - best) + (low - tail), 0.0).clamp(min=0))
         # The common part is the base closest to zero: subtracting it makes no number larger.
         constant = base.amin(-1).clamp(min=0) + base.amax(-1).clamp(max=0)
@@ -131,29 +130,37 @@ def _expect(
     high: Tensor,
     low: Tensor,
     normalized: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return E[v(s') | s, a] for v = high + low `(*batch, S')`, as two parts `(*batch, S, A)`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return E[v(s') | s, a] for v = high + low `(*batch, S')`, as two parts `(*batch, S, A)`.
+
+    The third number times `fineness(eps)` estimates their rounding errors. v is cut twice, because
+    the leading part is zero where v is small beside the largest value.
+    """
     P = layer.probabilities.detach()
     of_rows, of_values = _digits(torch.finfo(high.dtype).eps)
-    grid = 2.0 ** -torch.tensor(of_rows, dtype=P.dtype)
-    leading = layer.with_probabilities(_cut(P, grid))
+    leading = layer.with_probabilities(_cut(P, 2.0 ** -torch.tensor(of_rows, dtype=P.dtype)))
     remainder = layer.with_probabilities(P - leading.probabilities)
-    size = high.abs().amax(-1, keepdim=True)
-    exponent = torch.where(size > 0, size, 1.0).log2().ceil()
-    coarse = _cut(high, torch.exp2(exponent - of_values))
-    left = (high - coarse) + low
-    ahead = leading.ahead(coarse)
-    rest = remainder.ahead(coarse) + layer.ahead(left)
+    coarse = _cut_values(high, of_values)
+    second = _cut_values(high - coarse, of_values)
+    left = ((high - coarse) - second) + low
+    ahead, lost = two_sum(leading.ahead(coarse), leading.ahead(second))
+    rest = lost + (remainder.ahead(coarse) + (remainder.ahead(second) + layer.ahead(left)))
     if normalized:
         ones = torch.ones_like(high)
-        rest = rest - ahead * ((leading.ahead(ones) - 1) + remainder.ahead(ones))
-    return ahead, rest
+        rest = rest - (ahead + rest) * ((leading.ahead(ones) - 1) + remainder.ahead(ones))
+    return ahead, rest, layer.ahead(coarse.abs() + second.abs() + 2.0**of_values * left.abs())
 
 
 def _cut(x: Tensor, grid: Tensor) -> Tensor:
     """Round x to multiples of a power of two."""
     large = 1.5 * grid / torch.finfo(x.dtype).eps
     return (x + large) - large
+
+
+def _cut_values(x: Tensor, digits: int) -> Tensor:
+    """Round x `(*batch, S')` to this number of binary digits of the largest."""
+    size = x.abs().amax(-1, keepdim=True)
+    return _cut(x, torch.exp2(torch.where(size > 0, size, 1.0).log2().ceil() - digits))
 
 
 def conserves_mass(mdp: LayeredMDP) -> bool:
@@ -345,17 +352,31 @@ def _descend(
 
     tolerance, uphill = options.tolerance_in(dtype), slope(psi, left_out)
     unit = keep("pair", mdp, psi.unit(q), torch.inf).abs()
+    residual = _residual(mdp, uphill, unit, value)
+    moved = torch.zeros_like(running)
+    for left in reversed(range(_REFINEMENTS)):
+        unsure = (status == Status.STALLED) & ~(residual <= tolerance)
+        if not bool((unsure | moved).any()):
+            break
+        # Multipliers with more digits may fit q better. If not, what is left of the equation is
+        # accurate enough for another step.
+        v, off, lost = _fit(mdp, uphill, unit)
+        lost = _others(mdp, psi.hessian.curvature) * lost
+        found = ((off.abs() + lost) / unit).amax((-2, -1))
+        better = moved | (found < residual)
+        value = torch.where(over(better, 1), v, value)
+        residual = torch.where(better, found, residual)
+        dq, _ = factorize(psi.hessian, system, q).solve(-off, nothing, nothing)
+        small = _relative_change(flow, psi, q, dq)[1] < 0.1
+        moved = (status == Status.STALLED) & ~(residual <= tolerance) & small & (left > 0)
+        if not bool(moved.any()):
+            break
+        q = torch.where(over(moved, 2), retract(q + dq), q)
+        psi = derive(q)
+        uphill, unit = slope(psi, left_out), keep("pair", mdp, psi.unit(q), torch.inf).abs()
     rounding = (shaped.rounding / unit).amax((-2, -1))
     if bool((rounding > tolerance * _COARSE).any()):
         rounding = (_others(mdp, psi.hessian.curvature) * shaped.rounding / unit).amax((-2, -1))
-    residual = _residual(mdp, uphill, unit, value)
-    if bool(((status == Status.STALLED) & ~(residual <= tolerance)).any()):
-        # If the system is ill-conditioned, its multipliers may be less accurate than q. Others may
-        # fit q better.
-        v = _multipliers(mdp, uphill, unit)
-        found = _residual(mdp, uphill, unit, v)
-        value = torch.where(over(found < residual, 1), v, value)
-        residual = torch.where(found < residual, found, residual)
     dual_residual = torch.where(rounding > tolerance * _COARSE, residual + rounding, residual)
     flow_error = (flow_residual(mdp, q) / q.sum(-1)).abs().amax(-1)
     accurate = (dual_residual <= tolerance) & (flow_error <= tolerance)
@@ -363,6 +384,11 @@ def _descend(
     if bool(certified.any()):
         convex = torch.where(is_convex(psi.hessian, mdp), Status.CONVERGED, Status.NOT_CONVEX)
         status = torch.where(certified, convex, status)
+    failed = status != Status.CONVERGED
+    if bool(failed.any()):
+        flat = (keep("pair", mdp, psi.hessian.curvature, 1.0) <= 0).any(-1).any(-1)
+        flat = flat & psi.gradient.isfinite().all(-1).all(-1)
+        status = torch.where(failed & flat, Status.NOT_CONVEX, status)
     decrement = decrement.clamp(min=0).sqrt()
     numbers = (status.to(q), steps.to(q), decrement, flow_error, dual_residual)
     certificate = torch.stack(numbers, -1)
@@ -376,6 +402,9 @@ _COARSE = 1 / 4
 
 #: How often a step is shortened to a quarter. After that, the iteration goes on from its end.
 _BACKTRACKS = 30
+
+#: How often q is corrected after the iteration, with multipliers of more digits.
+_REFINEMENTS = 4
 
 
 def _relative_change(flow: Flow, psi: Derivatives, q: Tensor, dq: Tensor) -> tuple[Tensor, Tensor]:
@@ -427,19 +456,36 @@ def _residual(mdp: LayeredMDP, slope: Tensor, unit: Tensor, value: Tensor) -> Te
     return ((slope - shaping) / unit).abs().amax((-2, -1))
 
 
-def _multipliers(mdp: LayeredMDP, slope: Tensor, unit: Tensor) -> Tensor:
-    """Return the v that fits slope = E'v, state by state from the last layer to the first.
+def _fit(mdp: LayeredMDP, slope: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the v that fits slope = E'v, slope - E'v, and an estimate of its rounding errors.
 
-    In each state it is the least-squares fit in these units.
+    v is found state by state from the last layer to the first, each by least squares in these
+    units, and with more digits than a number has. Where the units of a state differ much, a number
+    v would be too coarse for the smallest of them.
     """
+    conserved, fine = conserves_mass(mdp), fineness(torch.finfo(slope.dtype).eps)
     weight = (unit.amin(-1, keepdim=True) / unit).square()
     weight = weight / weight.sum(-1, keepdim=True)
     slopes, weights = mdp.split(slope, -2), mdp.split(weight, -2)
-    values: list[Tensor] = []
+    values: list[tuple[Tensor, Tensor]] = []
+    off: list[Tensor] = []
+    rounding: list[Tensor] = []
     for k in reversed(range(mdp.horizon)):
-        Q = slopes[k] + mdp.layers[k].ahead(values[0]) if values else slopes[k]
-        values.insert(0, (weights[k] * Q).sum(-1))
-    return join(values, 1)
+        high, low = slopes[k], torch.zeros_like(slopes[k])
+        size = low
+        if values:
+            ahead, rest, size = _expect(mdp.layers[k], *values[0], conserved)
+            high, lost = two_sum(high, ahead)
+            high, low = two_sum(high, lost + rest)
+        softest = weights[k].argmax(-1, keepdim=True)
+        base, tail = high.gather(-1, softest), low.gather(-1, softest)
+        apart = (high - base) + (low - tail)
+        mean = (weights[k] * apart).sum(-1, keepdim=True)
+        off.insert(0, apart - mean)
+        rounding.insert(0, fine * (size + size.gather(-1, softest)))
+        values.insert(0, two_sum(base.squeeze(-1), (tail + mean).squeeze(-1)))
+    left = keep("pair", mdp, join(off, 2), 0.0)
+    return join([high for high, _ in values], 1), left, join(rounding, 2)
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
