@@ -87,7 +87,7 @@ def test_values_can_be_read_and_set():
     assert barrier.beta.item() == pytest.approx(0.3)
     barrier.beta = tensor(0.7)
     loss = random_loss(small())
-    torch.testing.assert_close(step(loss), make(beta=0.7)(loss))
+    torch.testing.assert_close(step(loss, 3.0), make(beta=0.7)(loss, 3.0))
 
 
 def test_only_some_and_twice():
@@ -121,15 +121,15 @@ def test_a_parametrization_of_yours():
             return y.sqrt()
 
     step, loss = make(), random_loss(small())
-    expected = step(loss)
+    expected = step(loss, 3.0)
     parametrize.register_parametrization(step.regularizer.terms[1], "beta", Square())
-    torch.testing.assert_close(step(loss), expected)
+    torch.testing.assert_close(step(loss, 3.0), expected)
     original = step.regularizer.terms[1].parametrizations.beta.original
-    step(loss).square().sum().backward()
+    step(loss, 3.0).square().sum().backward()
     assert original.grad is not None
     with torch.no_grad():
         original.mul_(2.0)  # beta is four times as large
-    assert float((step(loss) - expected).detach().abs().max()) > 1e-6
+    assert float((step(loss, 3.0) - expected).detach().abs().max()) > 1e-6
 
 
 def test_bad_input():

@@ -414,13 +414,15 @@ class LayeredMDP:
 
     def join_transitions(self) -> Tensor:
         """`joint_transitions`, also for sparse layers."""
-        if self._joint is None:
+        if self._joint is None or torch.compiler.is_compiling():
             return self._join()
-        if self._joint[0] != versions_of(self.probabilities[1:]):
-            if values_are_hidden():
-                return self._join()
-            del self.__dict__["_joint"]
-        return self.join_transitions() if self._joint is None else self._joint[1]
+        versions = versions_of(self.probabilities[1:])
+        if self._joint[0] == versions:
+            return self._joint[1]
+        joint = self._join()
+        if not values_are_hidden():
+            self.__dict__["_joint"] = (versions, joint)
+        return joint
 
     def _join(self) -> Tensor:
         rows = []

@@ -2,16 +2,14 @@
 
 arrays               conversion of torch objects to the arrays of the compiled kernels, and what
 budgets              the optimality conditions of the step with budgets, for implicit derivatives
-checks               checks of the arguments of a step, with the error messages of both backends
 compiled             the step in compiled kernels: solves, first derivatives, sweeps, budgets
 entropic             the FTRL step for entropies, in logarithms: q may underflow, but log q does not
 ftrl                 the FTRL step as a torch module
 graph                what surrounds a step in a network: other number types, autocast, inference
 implicit             derivatives of a solution by the implicit function theorem, not through the
-limits               budgets: upper limits on expected costs, ⟨G_i, q⟩ <= h_i for i = 1, ..., m
 linearization        first and second derivatives of the FTRL step with respect to the loss; both
 newton               potential-based shaping: the loss is replaced by its gaps
-solution             the result of a solve, for both backends: the minimizer, its certificate, its
+solution             what goes into a step and what comes out: budgets, options, solution, errors
 system               the blocks of the Newton system: one state, with its actions eliminated
 ways                 which way to solve: the engine or torch, in logarithms or not, and the linear
 """

@@ -71,8 +71,9 @@ class BudgetedSetting(Setting):
 
     def bind(self, tensors: Sequence[Tensor]) -> BudgetedSetting:
         *rest, costs, limits, active = tensors
-        given = {"costs": costs * over(active, 2), "limits": limits * active, "active": active}
-        return replace(super().bind(rest), **given)  # type: ignore[return-value]
+        bound = super().bind(rest)
+        assert isinstance(bound, BudgetedSetting)
+        return replace(bound, costs=costs * over(active, 2), limits=limits * active, active=active)
 
     def bind_without(self, tensors: Sequence[Tensor]) -> Setting:
         """Return the same without budgets."""

@@ -42,7 +42,7 @@ from torch_occ.regularizers.terms import Factor
 from torch_occ.step import arrays
 from torch_occ.step.arrays import MDPArrays, number, plain, rows, tabulate
 from torch_occ.step.budgets import BudgetSearch
-from torch_occ.step.implicit import Setting, Stationarity, poison, push_forward, solve_in_torch
+from torch_occ.step.implicit import Setting, Stationarity, poison, push_forward, solve_setting
 from torch_occ.step.solution import (
     Options,
     Solution,
@@ -311,7 +311,8 @@ class CompiledStep:
         if plain(loss) and plain(start) and self._in_domain(values, parameters):
             batch = self._batch(world, loss, start, values)
         if batch is None:
-            return self._complain(world, loss, t, start)
+            self._complain(world, loss, t, start)
+            return None
         try:
             numbers = self.weigh(values)
         except ArithmeticError:
@@ -331,7 +332,8 @@ class CompiledStep:
             statuses[lost & (statuses == Status.CONVERGED)] = Status.NOT_FINITE
         converged = not (statuses.any() if batch else statuses.item())
         if not converged and (statuses == kernels.BAD_INPUT).any():
-            return self._complain(world, loss, t, start)
+            self._complain(world, loss, t, start)
+            return None
         followed = (loss, *inputs, *world.tensors)
         if private.in_forward_mode() or (
             torch.is_grad_enabled()
@@ -344,7 +346,7 @@ class CompiledStep:
         # The user gets a copy of failures, because derivatives read them later.
         certificate = certificate if converged else certificate.copy()
         marks = torch.from_numpy(certificate.reshape(*batch, 5))
-        return Solution(*found, marks, "engine"), converged
+        return Solution(found[0], found[1], marks, "engine"), converged
 
     def tensors(self, batch: torch.Size, q: Floats, v: Floats) -> tuple[Tensor, Tensor]:
         """Return rows of pairs and of states as tensors that share their memory."""
@@ -534,7 +536,7 @@ class CompiledStep:
         """
         setting, rank = self.setting(mdp, inputs), q.dim() - 2
         given = (loss.expand_as(q), q.detach(), rank)
-        found = solve_in_torch(setting, self.options, *given, check=None)
+        found = solve_setting(setting, self.options, *given, check=None)
         return found.q, found.value
 
     def setting(self, mdp: LayeredMDP, inputs: Sequence[Any]) -> Setting:
@@ -663,8 +665,8 @@ class CompiledBudgets:
         for_each(solve, count)
         shapes = (loss.shape, loss.shape[:-1], (*batch, 5), (*batch, m), (*batch, m))
         found = zip((q, v, certificate, y, proof), shapes, strict=True)
-        *parts, y, proof = (torch.from_numpy(x.reshape(shape)) for x, shape in found)
-        return BudgetSearch(Solution(*parts, "engine"), y, proof)
+        at, value, marks, *rest = (torch.from_numpy(x.reshape(shape)) for x, shape in found)
+        return BudgetSearch(Solution(at, value, marks, "engine"), *rest)
 
     def factorize(self, q: Tensor) -> CompiledSystem:
         """The linear system at q, `(*batch, S, A)`."""

@@ -23,7 +23,7 @@ from torch_occ.regularizers.schedules import Schedule
 from torch_occ.regularizers.terms import keep
 from torch_occ.step import graph
 from torch_occ.step.budgets import solve_with_budgets
-from torch_occ.step.implicit import Setting, solve_in_torch
+from torch_occ.step.implicit import Setting, solve_setting
 from torch_occ.step.solution import (
     Budgets,
     Options,
@@ -208,7 +208,7 @@ class FTRLStep(Frozen):
                 multipliers,
             )
         if budgets is not None:
-            _check_budgets(budgets)
+            _check_kind(budgets)
             prepared = self._prepare(cumulative_loss, t, warm_start, mdp, None)
             single = mdp is None and not prepared[0].probabilities and not self.mdp.batch_shape
             engine = self._compiled if single and not inside_transform() else None
@@ -267,7 +267,7 @@ class FTRLStep(Frozen):
 
     def _solve_in_torch(self, loss: Tensor, *given: Any, check: bool) -> Solution:
         setting, start, rank = self._prepare(loss, *given)
-        return solve_in_torch(setting, self.options, loss, start, rank, check)
+        return solve_setting(setting, self.options, loss, start, rank, check)
 
     def _prepare(
         self,
@@ -345,7 +345,7 @@ def _check_parts(mdp: LayeredMDP, regularizer: Regularizer, constraints: Budgets
             f"regularizer: expected an occ.Regularizer, got {_kind_of(regularizer)}; {advice}"
         )
     if constraints is not None:
-        _check_budgets(constraints)
+        _check_kind(constraints)
         constraints.check(mdp)
     check_reachable(mdp)
     for leaf in regularizer.leaves():
@@ -364,7 +364,7 @@ def _schedules_of(regularizer: Regularizer) -> Iterator[str]:
             yield type(module).__name__
 
 
-def _check_budgets(constraints: Any) -> None:
+def _check_kind(constraints: Any) -> None:
     if not isinstance(constraints, Budgets):
         raise TypeError(
             f"constraints: expected occ.Budgets(costs, limits), got {type(constraints).__name__}"

@@ -342,7 +342,7 @@ def _sum_to(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.sum_to_size(like.shape) if gradient.shape != like.shape else gradient
 
 
-def solve_in_torch(
+def solve_setting(
     setting: Setting, options: Options, loss: Tensor, start: Tensor, rank: int, check: bool | None
 ) -> Solution:
     """Solve the step in torch, an entropy in logarithms.
