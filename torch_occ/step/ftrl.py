@@ -119,7 +119,7 @@ class FTRLStep(Frozen):
         regularizer.check_places(mdp)
         self.mdp, self.regularizer, self.constraints = mdp, regularizer, constraints
         self.options = Options(tolerance, max_steps)
-        self.in_logs = is_entropy(regularizer)
+        self.in_logs, self.closed = is_entropy(regularizer), is_entropy(regularizer, closed=True)
         self.interior = interior_point(mdp).detach()
         self._compiled: CompiledStep | None = None
         self.use(backend)
@@ -333,8 +333,8 @@ class FTRLStep(Frozen):
                     "regularizer: its weight is not a positive number; check its parameters"
                 )
 
-        closed = is_entropy(self.regularizer, closed=True)
-        task = Task(model, self.options, probabilities, closed, validate, partial(report, check))
+        options = (self.options, probabilities, self.closed)
+        task = Task(model, *options, validate, partial(report, check))
         inputs = (loss, t, *entropy, *model.probabilities)
         differentiable = any(carries_derivative(x) for x in inputs)
         loss, start, t = with_rank(loss, rank, 2), with_rank(start, rank, 2), with_rank(t, rank, 0)
