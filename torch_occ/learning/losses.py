@@ -169,10 +169,10 @@ def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical
     if len(wrong):
         *batch, state = wrong[0].tolist()
         element = f"batch element {tuple(batch)}, " if batch else ""
-        mass = float(target.expand(*residual.shape, -1).sum(-1)[tuple(wrong[0])])
-        arriving = mass - float(residual[tuple(wrong[0])])
+        held = float(target.expand(*residual.shape, -1).sum(-1)[tuple(wrong[0])])
+        arriving = held - float(residual[tuple(wrong[0])])
         raise ValueError(
-            f"target: {element}{mdp.locate(state)} has the mass {mass:.6g}, but {arriving:.6g} "
+            f"target: {element}{mdp.locate(state)} has the mass {held:.6g}, but {arriving:.6g} "
             "arrives there, so the target is no occupancy measure of this MDP; make one with "
             "occupancy(mdp, policy), or use negative_log_likelihood for demonstrations"
         )

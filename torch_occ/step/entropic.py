@@ -250,7 +250,7 @@ def settle(
         g, and the solution; its `value` belongs to the shaped loss.
     """
     weight, price = entropy
-    share, ratio, steps = 1.0, 0.5, 0.0
+    share, ratio, steps = 1.0, 0.5, torch.zeros_like(price)
     level = before = torch.maximum(weight, price)
     older = guess
     last = not bool((price > weight).any())
@@ -258,7 +258,7 @@ def settle(
     for _ in range(STAGES):
         if last:
             break
-        steps += solution.certificate[..., 1]
+        steps = steps + solution.certificate[..., 1]
         lower = torch.maximum(weight, price * share * ratio)
         last = not bool((lower > weight).any())
         slope = torch.where(level == before, 0.0, (lower - level) / (level - before))
