@@ -225,3 +225,32 @@ def test_wrong_targets_are_refused_with_the_place():
     refused(good[:2], r"target: expected shape \(\*batch, 4, 2\), got \(2, 2\)")
     refused("shortest", "target: expected a tensor", TypeError)
     refused(good.long(), "target: is torch.int64")
+
+
+def test_targets_are_checked_again_when_they_change():
+    mdp = small()
+    step, loss, target = occ.FTRLStep(mdp, occ.ConditionalEntropy()), random_loss(mdp), vertex(mdp)
+    first = occ.fenchel_young_loss(step, loss, target)
+    assert torch.equal(occ.fenchel_young_loss(step, loss, target), first)
+    target.copy_(interior(mdp))
+    expected = occ.fenchel_young_loss(step, loss, target.clone())
+    assert torch.equal(occ.fenchel_young_loss(step, loss, target), expected)
+    target.mul_(2.0)
+    with pytest.raises(ValueError, match="has the mass 2"):
+        occ.fenchel_young_loss(step, loss, target)
+
+
+def test_empirical_visits_need_not_be_a_flow():
+    """Mean visits of two trajectories: the gradient is visits - q, and layers have mass one."""
+    mdp = small()
+    step, loss = occ.FTRLStep(mdp, occ.ConditionalEntropy()), random_loss(mdp).requires_grad_()
+    visits = torch.zeros_like(loss)
+    visits[0, 0], visits[0, 1], visits[1, 0] = 0.5, 0.5, 1.0
+    with pytest.raises(ValueError, match="no occupancy measure"):
+        occ.fenchel_young_loss(step, loss, visits)
+    value = occ.fenchel_young_loss(step, loss, visits, empirical=True)
+    (gradient,) = torch.autograd.grad(value, loss)
+    assert torch.equal(gradient, visits - step(loss).detach())
+    visits[2, 0] = 1.0
+    with pytest.raises(ValueError, match=r"target: layer 1 has the mass 2, expected 1; divide"):
+        occ.fenchel_young_loss(step, loss, visits, empirical=True)

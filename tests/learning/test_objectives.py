@@ -161,3 +161,23 @@ def test_an_episode_cannot_begin_where_the_initial_distribution_is_zero():
         occ.negative_log_likelihood(
             step, random_loss(mdp), torch.tensor([[0, 1]]), torch.tensor([[0, 0]]), mdp=other
         )
+
+
+def test_likelihood_of_paths_is_that_of_the_policy():
+    """In a graph, the gradient is (visits - q) / w; here against log pi and its derivatives."""
+    edges = [("a", "b"), ("a", "c"), ("b", "d"), ("c", "d"), ("b", "e"), ("d", "e")]
+    mdp = occ.LayeredMDP.from_graph(edges, "a", "e")
+    step = occ.FTRLStep(mdp, occ.ConditionalEntropy() * 0.7)
+    costs = torch.tensor([[1, 2, 3, 3, 1, 1], [2, 1, 1, 1, 3, 1]], dtype=torch.float64)
+    paths = mdp.occupancy_of(mdp.shortest_path(costs))
+    index = torch.stack([(q > 0.5).nonzero() for q in paths])  # (2, L, 2)
+    loss = random_loss(mdp).requires_grad_()
+    value = occ.negative_log_likelihood(step, loss, index[..., 0], index[..., 1])
+    q = step(loss)
+    logs = torch.where(mdp.actions, q, 1.0).log() - q.sum(-1, keepdim=True).log()
+    expected = -logs[index[..., 0], index[..., 1]].sum(-1).mean()
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    found = [torch.autograd.grad(x, loss, create_graph=True)[0] for x in (value, expected)]
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+    second = [torch.autograd.grad(x.square().sum(), loss)[0] for x in found]
+    torch.testing.assert_close(*second, rtol=1e-9, atol=1e-11)

@@ -14,7 +14,8 @@ from zoo import masked, random_loss, tensor
 import torch_occ as occ
 from torch_occ import Status
 from torch_occ._support.constants import SQUARE
-from torch_occ.regularizers.base import Composition
+from torch_occ.regularizers.base import Composition, TabularRegularizer
+from torch_occ.regularizers.terms import Term, XLogX
 from torch_occ.step import entropic
 from torch_occ.step.ways import is_entropy
 
@@ -322,6 +323,105 @@ def test_transforms_agree_with_a_loop():
         for r, x in zip(rates, loss, strict=True)
     ]
     torch.testing.assert_close(found.detach(), torch.stack(solos).detach(), rtol=1e-11, atol=0)
+
+
+# -- the closed form, and state terms that dominate ------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_the_closed_form_takes_plain_operations_of_any_type(dtype, scale):
+    """No Newton step and no shaping where losses are moderate; derivatives of every order."""
+    mdp = occ.LayeredMDP.random(24, 24, 4, seed=0)
+    loss = random_loss(mdp, scale, batch=(2,))
+    expected = occ.FTRLStep(mdp, occ.ConditionalEntropy(), backend="engine")(loss)
+    step = occ.FTRLStep(mdp.to(dtype=dtype), occ.ConditionalEntropy(), backend="torch")
+    tracked = loss.to(dtype).requires_grad_()
+    q = step(tracked)
+    error = 1e-11 if dtype == torch.float64 else 2e-3
+    torch.testing.assert_close(q.double(), expected, rtol=error, atol=error * 1e-3)
+    if scale == 1:
+        names, nodes = set(), [q.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in names:
+                names.add(node)
+                nodes += [parent for parent, _ in node.next_functions]
+        assert not any("Settled" in type(node).__name__ for node in names)
+        assert not any("Poisoned" in type(node).__name__ for node in names)
+
+
+def test_third_derivatives_of_the_closed_form():
+    step = occ.FTRLStep(MDP, occ.ConditionalEntropy(), backend="torch")
+    loss, direction = random_loss(MDP, 3.0).requires_grad_(), random_loss(MDP, seed=2)
+
+    def nth(x: Tensor, n: int) -> Tensor:
+        found = (step(x) * direction).sum()
+        for _ in range(n):
+            (slope,) = torch.autograd.grad(found, x, create_graph=True)
+            found = (slope * direction).sum()
+        return found
+
+    h = 1e-4
+    ends = [nth((loss + s * h * direction).detach().requires_grad_(), 2) for s in (1, -1)]
+    torch.testing.assert_close(nth(loss, 3), (ends[0] - ends[1]) / (2 * h), rtol=1e-6, atol=1e-9)
+
+
+def test_a_large_model_with_kappa_positive():
+    """400 states: the system is solved layer by layer, not by a matrix over all states."""
+    mdp = occ.LayeredMDP.random(21, 20, 2, seed=0)
+    assert mdp.num_states > SQUARE
+    loss = random_loss(mdp, 1e4)
+    solution = occ.FTRLStep(mdp, occ.Shannon(), backend="torch").solve(loss)
+    assert bool((solution.q == 0).any())
+    assert float(solution.dual_residual) < 1e-11
+
+
+class Crowd(TabularRegularizer):
+    """The sum of q(s) log q(s): visits to crowded states cost more."""
+
+    def table(self) -> tuple[Term, ...]:
+        return (Term("state", XLogX(), 1.0),)
+
+
+def beach(size: int = 10, horizon: int = 15) -> tuple[occ.LayeredMDP, Tensor]:
+    """The beach bar: walk on a circle towards the bar, which is in the middle of the beach."""
+    kernel = torch.zeros(size, 3, size, dtype=torch.float64)
+    for s in range(size):
+        for a in range(3):
+            for step, p in ((-1, 0.05), (0, 0.9), (1, 0.05)):
+                kernel[s, a, (s + a - 1 + step) % size] += p
+    initial = torch.full((size,), 1 / size, dtype=torch.float64)
+    last = torch.ones(size, 3, 1, dtype=torch.float64)
+    mdp = occ.LayeredMDP([kernel] * (horizon - 1) + [last], initial=initial)
+    far = (torch.arange(size) - size // 2).abs().double() / size
+    loss = far[:, None] + tensor([0.1, 0.0, 0.1])
+    return mdp, loss.repeat(horizon, 1)
+
+
+def exploitability(mdp: occ.LayeredMDP, loss: Tensor, q: Tensor) -> float:
+    cost = loss + (1 + q.sum(-1).log()).unsqueeze(-1)
+    best = occ.optimal_policy(mdp, cost).value[mdp.layer_slices[0]]
+    return float((q * cost).sum() - (mdp.initial * best).sum())
+
+
+@pytest.mark.parametrize(
+    ("weight", "tolerance", "most"), [(1e-2, None, 1e-2), (1e-4, None, 1e-4), (2e-8, 1e-5, 5e-8)]
+)
+def test_a_mean_field_game_is_solved_at_low_temperatures(weight, tolerance, most):
+    """kappa = 1 is larger than w by up to eight orders of magnitude."""
+    mdp, loss = beach()
+    psi = occ.ConditionalEntropy() * weight + Crowd()
+    step = occ.FTRLStep(mdp, psi, backend="torch", tolerance=tolerance)
+    tracked = loss.clone().requires_grad_()
+    solution = step.solve(tracked)
+    assert abs(exploitability(mdp, loss, solution.q.detach())) < most
+    if weight == 1e-2:
+        direction, h = random_loss(mdp, seed=3), 1e-5
+        (gradient,) = torch.autograd.grad((solution.q * direction).sum(), tracked)
+        ends = [(step(loss + s * h * direction) * direction).sum() for s in (1, -1)]
+        expected = (ends[0] - ends[1]) / (2 * h)
+        torch.testing.assert_close((gradient * direction).sum(), expected, rtol=1e-5, atol=1e-8)
 
 
 # -- in a run --------------------------------------------------------------------------------------

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 from torch_occ._support.private import (
     carries_derivative,
+    in_forward_mode,
     outside_graphs,
     refuse_batched_derivatives,
     values_are_hidden,
+    version_of,
 )
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.layers import DenseLayer, Layer
-from torch_occ.mdp.occupancy import flow_of, flow_residual
+from torch_occ.mdp.layers import DenseLayer, Layer, Pattern, SparseLayer
+from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.entropic import entropy_of
@@ -33,10 +37,75 @@ def tolerance_in(dtype: torch.dtype) -> float:
     return max(1e-6, torch.finfo(dtype).eps ** 0.5)
 
 
-def check_target(mdp: LayeredMDP, target: Tensor, budgets: Budgets | None = None) -> Tensor:
+class Moves(NamedTuple):
+    """All transitions of an MDP as one sparse layer: one product serves all layers."""
+
+    versions: list[int]
+    # From S * A pairs to S states. Pairs that do not exist lead back to the first state, where
+    # their mass is noticed.
+    layer: SparseLayer
+    sure: bool  # whether every move and the first state are certain
+
+
+_MOVES: WeakKeyDictionary[LayeredMDP, Moves] = WeakKeyDictionary()
+
+
+def moves_of(mdp: LayeredMDP) -> Moves:
+    """Return the moves of a single MDP, remembered until a probability is changed in place."""
+    versions = [version_of(p) for p in mdp.probabilities]
+    known = _MOVES.get(mdp)
+    if known is not None and known.versions == versions and -1 not in versions:
+        return known
+    pairs, following, found = [], [], []
+    for layer, here in zip(mdp.layers[:-1], mdp.layer_slices, strict=False):
+        if isinstance(layer, DenseLayer):
+            rows = layer.probabilities.detach().flatten(0, 1).to_sparse()
+            layer = SparseLayer.from_tensor(rows, mdp.num_actions)
+        pairs.append(layer.pattern.pair + here.start * mdp.num_actions)
+        following.append(layer.pattern.next + here.stop)
+        found.append(layer.probabilities.detach())
+    sure = len(mdp.initial) == 1 and all(bool((p == 1).all()) for p in found)
+    pairs.append((~mdp.actions.flatten()).nonzero().flatten().int())
+    following.append(torch.zeros_like(pairs[-1]))
+    found.append(torch.ones_like(pairs[-1], dtype=mdp.dtype))
+    pair, next_state = torch.cat(pairs), torch.cat(following)
+    order = (pair.long() * mdp.num_states + next_state).argsort()
+    sizes = (mdp.num_states, mdp.num_actions, mdp.num_states)
+    whole = SparseLayer(Pattern(pair[order], next_state[order], sizes), torch.cat(found)[order])
+    _MOVES[mdp] = Moves(versions, whole, sure)
+    return _MOVES[mdp]
+
+
+@dataclass
+class Checked:
+    """A target that was checked, as long as it lives and is not changed."""
+
+    target: ReferenceType[Tensor]
+    version: int
+    moves: Moves
+    empirical: bool
+    sums: tuple[Tensor, Tensor] | None = None  # of x log x over pairs and over states
+
+
+_CHECKED: dict[int, Checked] = {}
+
+
+def known_target(mdp: LayeredMDP, target: Tensor, empirical: bool) -> Checked | None:
+    """Return what is known of a target that was checked before, or None."""
+    known = _CHECKED.get(id(target))
+    if known is None or known.target() is not target or known.version != version_of(target):
+        return None
+    same = not mdp.batch_shape and moves_of(mdp) is known.moves and known.empirical == empirical
+    return known if same else None
+
+
+def check_target(
+    mdp: LayeredMDP, target: Tensor, budgets: Budgets | None = None, empirical: bool = False
+) -> Tensor:
     """Check that a target is an occupancy measure of the MDP, up to `tolerance_in` its dtype.
 
-    It must meet the budgets, too.
+    It must meet the budgets, too. An empirical one need not be a flow, but has mass one per layer.
+    A tensor that has not changed is checked once.
 
     Returns:
         The target in the number type of the MDP, with tiny negative numbers set to zero.
@@ -53,13 +122,23 @@ def check_target(mdp: LayeredMDP, target: Tensor, budgets: Budgets | None = None
         target = target.to(mdp.dtype)
     check_like("target", target, mdp)
     if not values_are_hidden():
-        _check_polytope(mdp, target.detach(), tolerance)
+        if known_target(mdp, target, empirical) is None:
+            _check_polytope(mdp, target.detach(), tolerance, empirical)
+            if not mdp.batch_shape and version_of(target) >= 0:
+                key, keys = id(target), _CHECKED
+                alive = ref(target, lambda _: keys.pop(key, None) and None)
+                _CHECKED[key] = Checked(alive, version_of(target), moves_of(mdp), empirical)
         if budgets is not None:
             _check_budgets(mdp, target.detach(), budgets, tolerance)
     return target.clamp(min=0.0)
 
 
-def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float) -> None:
+def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical: bool) -> None:
+    mass = target @ target.new_ones(mdp.num_actions)  # faster than a sum
+    if not (mdp.batch_shape or empirical):
+        off = mass - moves_of(mdp).layer.arrive(target) - flow_source(mdp).detach()
+        if float(off.abs().amax()) <= tolerance and float(target.amin()) >= -tolerance:
+            return
     wrong = (~target.isfinite() | (target < -tolerance)).nonzero()
     if len(wrong):
         raise ValueError(
@@ -72,15 +151,26 @@ def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float) -> None:
             f"target: {place_of(mdp, wrong[0])} is {float(target[tuple(wrong[0])])}, but this "
             "action does not exist"
         )
+    if empirical:
+        layers = torch.stack([part.sum(-1) for part in mdp.split(mass, -1)], -1)
+        wrong = ((layers - 1).abs() > tolerance).nonzero()
+        if len(wrong):
+            *batch, k = wrong[0].tolist()
+            element = f"batch element {tuple(batch)}, " if batch else ""
+            raise ValueError(
+                f"target: {element}layer {k} has the mass {float(layers[tuple(wrong[0])]):.6g}, "
+                "expected 1; divide the visits by the number of trajectories"
+            )
+        return
     residual = flow_residual(mdp, target).detach()
     wrong = (residual.abs() > tolerance).nonzero()
     if len(wrong):
         *batch, state = wrong[0].tolist()
         element = f"batch element {tuple(batch)}, " if batch else ""
-        mass = float(target.expand(*residual.shape, -1).sum(-1)[tuple(wrong[0])])
-        arriving = mass - float(residual[tuple(wrong[0])])
+        held = float(target.expand(*residual.shape, -1).sum(-1)[tuple(wrong[0])])
+        arriving = held - float(residual[tuple(wrong[0])])
         raise ValueError(
-            f"target: {element}{mdp.locate(state)} has the mass {mass:.6g}, but {arriving:.6g} "
+            f"target: {element}{mdp.locate(state)} has the mass {held:.6g}, but {arriving:.6g} "
             "arrives there, so the target is no occupancy measure of this MDP; make one with "
             "occupancy(mdp, policy), or use negative_log_likelihood for demonstrations"
         )
@@ -233,6 +323,7 @@ def fenchel_young_loss(
     *,
     warm_start: Tensor | None = None,
     mdp: LayeredMDP | None = None,
+    empirical: bool = False,
 ) -> Tensor:
     """Compute the Fenchel-Young loss between predicted losses and a target.
 
@@ -251,10 +342,14 @@ def fenchel_young_loss(
     Args:
         step: its regularizer is psi.
         loss: the predicted losses, `(*batch, S, A)`.
-        target: occupancy measures, `(*batch, S, A)`. `occupancy(mdp, policy)` makes one.
+        target: occupancy measures, `(*batch, S, A)`. `occupancy(mdp, policy)` makes one. It is
+            checked once; operations of torch that change it are noticed.
         t: the episode, as in the step.
         warm_start: where the step starts, as in `FTRLStep.solve`.
         mdp: other probabilities, as in `FTRLStep.solve`.
+        empirical: whether the target may be the mean visits of a few trajectories, which are not
+            exactly a flow (maximum-entropy inverse reinforcement learning). The gradient is the
+            same, target - q; the value may be negative.
 
     Returns:
         One number per element, `(*batch,)`.
@@ -266,14 +361,82 @@ def fenchel_young_loss(
         SolveError, TypeError, ValueError: as the step.
     """
     if torch.compiler.is_compiling():
-        return _between_graphs(step, loss, target, t, warm_start=warm_start, mdp=mdp)
+        return _between_graphs(
+            step, loss, target, t, warm_start=warm_start, mdp=mdp, empirical=empirical
+        )
     model = step.mdp if mdp is None else mdp
-    target, t = check_target(model, target, step.constraints), step.episode(t)
+    given, t = target, step.episode(t)
+    target = check_target(model, target, step.constraints, empirical)
     solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
     t = torch.as_tensor(t, dtype=model.dtype, device=model.device)
-    loss = keep("pair", model, loss.to(model.dtype), 0.0)
+    loss = loss.to(model.dtype)
+    if _only_the_loss_moves(step, t, model, target):
+        known = known_target(model, given, empirical)
+        value = _gap(step, solution, loss, target, t, known, model.initial)
+        if bool(value.isfinite().all()):  # otherwise losses on masked pairs are not
+            return Envelope.apply(value, loss, target - solution.q)
+    loss = keep("pair", model, loss, 0.0)
     paid = (target * loss).sum((-2, -1)) + _psi_if_finite(step, target, t, model)
     return paid - optimal_value(step, solution, loss, t, model)
+
+
+def _only_the_loss_moves(step: FTRLStep, t: Tensor, mdp: LayeredMDP, *others: Tensor) -> bool:
+    """Return whether psi is an entropy, and autograd differentiates in nothing but the loss."""
+    if not step.in_logs or step.constraints is not None:
+        return False
+    if values_are_hidden() or in_forward_mode():
+        return False
+    fixed = (t, *others, *step.parameters(), *mdp.probabilities)
+    return not any(x.requires_grad for x in fixed)
+
+
+@torch.no_grad()
+def _gap(
+    step: FTRLStep,
+    solution: Solution,
+    loss: Tensor,
+    target: Tensor,
+    t: Tensor,
+    known: Checked | None,
+    initial: Tensor,
+) -> Tensor:
+    """Return the Fenchel-Young loss of an entropy, `(*batch,)`, without derivatives.
+
+    By duality, ⟨q, loss⟩ + psi(q) = ⟨initial, v⟩ - kappa sum q.
+    """
+    composition = step.evaluator.composition
+    weight, price = entropy_of(composition, composition.values(t))
+    sums = None if known is None else known.sums
+    if sums is None:
+        sums = _x_log_x(target).sum((-2, -1)), _x_log_x(target.sum(-1)).sum(-1)
+    if known is not None:
+        known.sums = sums
+    psi = weight * sums[0] + (price - weight) * sums[1]
+    best = (initial * solution.value[..., : initial.shape[-1]]).sum(-1)
+    paid = (target * loss).sum((-2, -1)) + psi
+    return paid - best if step.closed else paid - best + price * solution.q.sum((-2, -1))
+
+
+def _x_log_x(x: Tensor) -> Tensor:
+    return x * x.clamp(min=torch.finfo(x.dtype).tiny).log()  # faster than torch.special.entr
+
+
+class Envelope(torch.autograd.Function):
+    """A value that is known already, as a function of the loss with this slope.
+
+    The slope may depend on the loss by autograd, so second derivatives are right, too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, loss: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        ctx.shape = loss.shape
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, bar: Tensor) -> tuple[None, Tensor, None]:
+        refuse_batched_derivatives(bar)
+        return None, (bar[..., None, None] * ctx.saved_tensors[0]).sum_to_size(ctx.shape), None
 
 
 #: torch.compile divides the graph here: the derivative of psi is computed by transforms.
@@ -357,6 +520,11 @@ def arrivals(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> Tensor:
 
     It is differentiable in the probabilities.
     """
+    if not (mdp.batch_shape or values_are_hidden()) and not any(
+        carries_derivative(p) for p in mdp.probabilities
+    ):
+        moves = _moved(moves_of(mdp).layer, states * mdp.num_actions + actions, states[..., 1:])
+        return torch.cat([mdp.initial[states[..., :1]], moves], -1)
     index = states - torch.tensor([part.start for part in mdp.layer_slices], device=states.device)
     found = [_at(mdp.initial, index[..., 0])]
     for k, layer in enumerate(mdp.layers[:-1]):
@@ -369,7 +537,7 @@ def arrivals(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> Tensor:
 def _moved(layer: Layer, pair: Tensor, following: Tensor) -> Tensor:
     """Return P(s' | s, a) of pairs s * A + a and states s', `(*batch, N)` each."""
     width = layer.sizes[-1]
-    wanted = pair * width + following
+    wanted = pair[..., : following.shape[-1]] * width + following
     if isinstance(layer, DenseLayer):
         return _at(layer.probabilities.flatten(-3), wanted)
     stored = layer.pattern.pair.long() * width + layer.pattern.next  # sorted
@@ -474,8 +642,12 @@ def negative_log_likelihood(
     check_demonstrations(model, states, actions)
     t = step.episode(t)
     solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-    logs = _log_policy(step, solution, loss.to(model.dtype), t, model).flatten(-2)
-    index = states * model.num_actions + actions  # (*batch, N, L)
+    loss, index = loss.to(model.dtype), states * model.num_actions + actions  # (*batch, N, L)
+    now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
+    plain = _only_the_loss_moves(step, now, model) and not (transitions or model.batch_shape)
+    if step.closed and plain and moves_of(model).sure:
+        return _path_likelihood(step, solution, loss, index, now)
+    logs = _log_policy(step, solution, loss, t, model).flatten(-2)
     batch = torch.broadcast_shapes(logs.shape[:-1], index.shape[:-2])
     index = index.expand(*batch, *index.shape[-2:])
     chosen = logs.expand(*batch, -1).gather(-1, index.flatten(-2)).view(index.shape)
@@ -483,6 +655,26 @@ def negative_log_likelihood(
     if transitions:
         likelihood = likelihood + arrivals(model, states, actions).log().sum(-1)
     return -likelihood.mean(-1)
+
+
+def _path_likelihood(
+    step: FTRLStep, solution: Solution, loss: Tensor, index: Tensor, t: Tensor
+) -> Tensor:
+    """Return the negative log-likelihood of paths: kappa = 0, and every move is certain.
+
+    Then the sum of log pi = (v(s) - loss(s, a) - v(s')) / w along a path is (v(s_0) - losses) / w,
+    and the gradient is (visits - q) / w.
+    """
+    composition = step.evaluator.composition
+    weight = entropy_of(composition, composition.values(t)).weight.detach()
+    flat = index.flatten(-2).long()  # (*batch, N * L)
+    visits = loss.new_zeros(*flat.shape[:-1], loss.shape[-2:].numel())
+    share = loss.new_full((), 1 / index.shape[-2]).expand(flat.shape)
+    visits = visits.scatter_add(-1, flat, share).unflatten(-1, loss.shape[-2:])
+    with torch.no_grad():
+        paid = torch.where(visits > 0, visits * loss, 0.0).sum((-2, -1))
+        value = (paid - solution.value[..., 0]) / weight
+    return Envelope.apply(value, loss, (visits - solution.q) / weight[..., None, None])
 
 
 def _log_policy(

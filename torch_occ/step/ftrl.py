@@ -104,7 +104,7 @@ class FTRLStep(Frozen):
         _check_parts(mdp, regularizer, constraints)
         self.mdp, self.regularizer, self.constraints = mdp, regularizer, constraints
         self.options = Options(tolerance, max_steps)
-        self.in_logs = is_entropy(regularizer)
+        self.in_logs, self.closed = is_entropy(regularizer), is_entropy(regularizer, closed=True)
         #: The name of a schedule that depends on t, if there is one.
         self.schedule = next(_schedules_of(regularizer), None)
         self.interior = interior_point(mdp).detach()
