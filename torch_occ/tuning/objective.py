@@ -341,5 +341,6 @@ def final_regrets(
 ) -> tuple[Tensor, Tensor]:
     """The final regret of every seed, and whether all steps were certified."""
     with uncertified_is_handled():
-        history = simulate(learner.mdp, learner, losses, episodes, seeds, checkpoints=[episodes])
+        options = {"checkpoints": [episodes], "progress": False}
+        history = simulate(learner.mdp, learner, losses, episodes, seeds, **options)
     return history.regret[:, -1], ~history.uncertified.any()
