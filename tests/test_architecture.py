@@ -211,7 +211,7 @@ def test_public_names():
 
 def test_old_names_say_where_they_are_now():
     for package, names in occ._MOVED.items():
-        for name in names:
+        for name in names.split():
             with pytest.warns(DeprecationWarning, match=rf"torch_occ.{package}.{name} now"):
                 found = getattr(occ, name)
             assert found is getattr(importlib.import_module(f"torch_occ.{package}"), name)
