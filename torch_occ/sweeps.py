@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from torch_occ._support.choices import extra, progress_bar, summary_writer, wants_bar
+from torch_occ._support.choices import extra, progress_bar, summary_writer
 from torch_occ._support.files import (
     read_checked_json,
     write_atomically,
@@ -344,7 +344,7 @@ def sweep(
     *,
     processes: int = 2,
     cluster: str | None = None,
-    progress: bool | None = None,
+    progress: bool = True,
     tensorboard: bool = True,
 ) -> SweepResult:
     """Call `function(config)` for every cell that `directory` does not hold yet.
@@ -360,7 +360,7 @@ def sweep(
         processes: the number of local processes, without a cluster.
         cluster: the address of a Dask scheduler, `tcp://host:port`, whose workers have this package
             and the function installed.
-        progress: show a progress bar; by default on a terminal.
+        progress: show a progress bar.
         tensorboard: log the numbers and strings of every cell for the HParams dashboard.
 
     Returns:
@@ -387,7 +387,7 @@ def _run_cells(
     directory: Path,
     processes: int,
     cluster: str | None,
-    progress: bool | None,
+    progress: bool,
     tensorboard: bool,
 ) -> SweepResult:
     name = _name_of_function(function)
@@ -412,7 +412,7 @@ def _run_cells(
         else on_cluster(function, missing, client)
     )
     with (
-        progress_bar(len(todo), len(found), "cell") if wants_bar(progress) else _Silent() as bar,
+        progress_bar(len(todo), len(found), "cell") if progress else _Silent() as bar,
         closing(work),
     ):
         for cell, outcome in work:
