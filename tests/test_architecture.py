@@ -16,6 +16,7 @@ from documents import ROOT
 import torch_occ as occ
 
 PACKAGE = ROOT / "torch_occ"
+FUNCTION = ast.FunctionDef
 
 #: Every package may import from itself and from those before it.
 ORDER = (
@@ -210,7 +211,7 @@ def test_public_names():
 
 def test_old_names_say_where_they_are_now():
     for package, names in occ._MOVED.items():
-        for name in names:
+        for name in names.split():
             with pytest.warns(DeprecationWarning, match=rf"torch_occ.{package}.{name} now"):
                 found = getattr(occ, name)
             assert found is getattr(importlib.import_module(f"torch_occ.{package}"), name)
@@ -226,3 +227,30 @@ def test_an_import_takes_neither_numba_nor_what_is_needed_later():
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     late = {"numba", "cvxpy", "scipy", "matplotlib", "torch_occ.rivals", "torch_occ.theory"}
     assert not late & set(found.stdout.split())
+
+
+#: Names that meant "settings", "state", "solve" or "walk" before there was one word for each.
+SYNONYMS = {
+    *("Rules", "Manner", "Trust", "Course", "Way", "Mirror", "Opponent", "Confidence"),
+    *("settle", "_settle_or_descend", "venture", "roam", "nowhere", "stale", "GUESS", "CHOICE"),
+}
+#: Those that are still in the engine and in `rivals`; the set only shrinks.
+STILL = {"Confidence", "GUESS", "Way", "_settle_or_descend", "settle", "stale"}
+
+
+def test_words_are_used_and_their_synonyms_are_not():
+    """docs/words.md lists one word per thing; names and docstrings of the package keep to it."""
+    words = re.findall(r"^\| ([\w ]+) \| \S", (ROOT / "docs" / "words.md").read_text(), re.M)
+    words.remove("word")
+    assert 30 <= len(words) <= 40
+    assert words == sorted(words, key=str.lower)
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    defined = {getattr(x, "name", None) for x in nodes if isinstance(x, ast.ClassDef | FUNCTION)}
+    defined |= {x.arg for x in nodes if isinstance(x, ast.arg)}
+    defined |= {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+    documented = (ast.Module, ast.ClassDef, FUNCTION)
+    said = " ".join(ast.get_docstring(x) or "" for x in nodes if isinstance(x, documented))
+    text = f"{said} {' '.join(map(str, defined))}".lower().replace("_", " ")
+    assert [word for word in words if not re.search(rf"\b{word.lower()}", text)] == []
+    assert sorted((SYNONYMS & defined) - STILL) == []

@@ -110,66 +110,21 @@ _PACKAGES = ("limits", "reference", "rivals", "theory")
 
 #: Where names of version 0.2 are now. They still work here, with a warning, until version 0.4.
 _MOVED = {
-    "mdp": (
-        "Plan",
-        "RewardMDP",
-        "RewardMap",
-        "flow_adjoint",
-        "flow_residual",
-        "reachability",
-    ),
-    "limits": (
-        "LowerBound",
-        "lower_bound",
-    ),
+    "mdp": "Plan RewardMDP RewardMap flow_adjoint flow_residual reachability",
+    "limits": "LowerBound lower_bound",
     "game": (
-        "AdaptiveRates",
-        "CentredEstimator",
-        "Hints",
-        "LearnerComparison",
-        "Mean",
-        "MeanHints",
-        "Rates",
-        "SelfBounding",
-        "UncertifiedWarning",
-        "comparator",
-        "self_bounding",
+        "AdaptiveRates CentredEstimator Hints LearnerComparison Mean MeanHints Rates SelfBounding "
+        "UncertifiedWarning comparator self_bounding"
     ),
     "rivals": (
-        "Bonus",
-        "CountingLearner",
-        "EULER",
-        "KLUCB",
-        "MultiLayerUCBVI",
-        "PSRL",
-        "StrongEuler",
-        "Thompson",
-        "UCBVI",
-        "UOBREPS",
-        "UnknownFTRL",
-        "Widths",
-        "empirical_transitions",
-        "upper_occupancy",
+        "Bonus CountingLearner EULER KLUCB MultiLayerUCBVI PSRL StrongEuler Thompson UCBVI "
+        "UOBREPS UnknownFTRL Widths empirical_transitions upper_occupancy"
     ),
     "tuning": (
-        "Evaluation",
-        "Forecast",
-        "ForecastObjective",
-        "Guard",
-        "Leaps",
-        "Prediction",
-        "Recipe",
-        "Refined",
-        "Tuned",
-        "Verdict",
-        "World",
-        "predict",
-        "stack",
+        "Evaluation Forecast ForecastObjective Guard Leaps Prediction Recipe Refined Tuned "
+        "Verdict World predict stack"
     ),
-    "sweeps": (
-        "Failure",
-        "SweepResult",
-    ),
+    "sweeps": "Failure SweepResult",
 }
 
 #: Names that were removed, and what to use instead.
@@ -193,7 +148,7 @@ def __getattr__(name: str) -> _Any:
     if name in _PACKAGES:
         return _importlib.import_module(f"torch_occ.{name}")
     for package, names in _MOVED.items():
-        if name in names:
+        if name in names.split():
             _warnings.warn(
                 f"torch_occ.{name} is torch_occ.{package}.{name} now",
                 DeprecationWarning,

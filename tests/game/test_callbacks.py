@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 import torch_occ as occ
+from torch_occ._support.choices import wants_bar
 from torch_occ.game.callbacks import parameters
 from torch_occ.game.figures import configuration, describe
 from torch_occ.game.history import band
@@ -49,7 +50,7 @@ def test_every_curve_equals_the_history(tmp_path):
     expected = {f"regret/{x}": y for x, y in band(history.regret)._asdict().items()}
     expected |= {f"regret/realised_{x}": y for x, y in realised._asdict().items()}
     expected |= {
-        "regret/over_sqrt_t": mean / t.sqrt(),
+        "regret/over_sqrt_T": mean / t.sqrt(),
         "solver/newton_steps": history.newton_steps.mean(0),
         "solver/dual_residual": history.dual_residual.amax(0),
         "solver/flow_residual": history.flow_residual.amax(0),
@@ -64,13 +65,13 @@ def test_every_curve_equals_the_history(tmp_path):
         steps, logged = curve(found, tag)
         assert steps == t.tolist(), tag
         torch.testing.assert_close(logged, values.float(), msg=tag)
-    steps, logged = curve(found, "regret/over_log_t")
+    steps, logged = curve(found, "regret/over_log_T")
     assert steps == t.tolist()[1:]  # log 1 = 0
     torch.testing.assert_close(logged, (mean[1:] / t[1:].log()).float())
     policy = {"entropy", "distance_to_optimal", "loss_above_optimal", "smallest_q"}
     assert {*found.Tags()["scalars"]} == {
         *expected,
-        "regret/over_log_t",
+        "regret/over_log_T",
         "speed/episodes_per_second",
         *(f"policy/{name}" for name in policy),
     }
@@ -280,3 +281,12 @@ def test_the_progress_bar_counts_episodes(capsys):
     occ.simulate(MDP, occ.FixedPolicy(MDP), occ.BernoulliLosses(MEAN), 10, callbacks=[bar])
     assert bar.bar.n == 10
     assert "here: 100%" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_terminal_shows_a_bar_by_default_and_a_file_none(capsys, monkeypatch, terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert wants_bar(None) == terminal
+    for progress, shown in ((True, True), (False, False), (None, False)):  # None: too short a run
+        occ.simulate(MDP, occ.FixedPolicy(MDP), occ.BernoulliLosses(MEAN), 10, progress=progress)
+        assert ("FixedPolicy: 100%" in capsys.readouterr().err) == shown

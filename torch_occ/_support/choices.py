@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -85,8 +88,18 @@ def extra(name: str, need: str) -> Iterator[None]:
         raise ImportError(f"{need}: pip install torch-occ[{name}]") from error
 
 
-def progress_bar(total: int, done: int, unit: str, label: str = "") -> Any:
-    """A progress bar on standard error, with the speed and the time left."""
+def wants_bar(progress: bool | None) -> bool:
+    """Whether to show a progress bar: if asked for, and by default (None) on a terminal.
+
+    Not by default without tqdm, nor in the processes of a pool, whose bars would mix.
+    """
+    if progress is not None:
+        return progress
+    return sys.stderr.isatty() and parent_process() is None and find_spec("tqdm") is not None
+
+
+def progress_bar(total: int, done: int, unit: str, label: str = "", after: float = 0.0) -> Any:
+    """A progress bar on standard error, with the speed and the time left, after some seconds."""
     with extra("experiments", "the progress bar needs tqdm"):
         from tqdm import tqdm
     return tqdm(
@@ -96,6 +109,7 @@ def progress_bar(total: int, done: int, unit: str, label: str = "") -> Any:
         unit=unit,
         dynamic_ncols=True,
         mininterval=0.5,
+        delay=after,
     )
 
 

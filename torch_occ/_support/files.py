@@ -95,7 +95,7 @@ def read_checked(path: str | Path, kind: str, *, any_version: bool = False) -> b
     """
     content = Path(path).read_bytes()
     body, seal = _parted(content)
-    _check(path, kind, body if content else None, seal, any_version)
+    _check_seal(path, kind, body if content else None, seal, any_version)
     return body
 
 
@@ -112,7 +112,7 @@ def read_checked_json(path: str | Path, kind: str) -> dict[str, Any]:
         found = json.loads(text)
         if isinstance(found, dict):
             content, seal = found, found.pop("seal", None)
-    _check(path, kind, _canonical(content) if text else None, seal)
+    _check_seal(path, kind, _canonical(content) if text else None, seal)
     return content
 
 
@@ -154,7 +154,7 @@ def _last_line(seal: dict[str, Any]) -> bytes:
     return b"\n" + json.dumps(seal).encode() + b"\n"
 
 
-def _check(
+def _check_seal(
     path: str | Path, kind: str, payload: bytes | None, seal: Any, any_version: bool = False
 ) -> None:
     """Raise a ValueError if the payload does not fit its seal; None stands for an empty file."""

@@ -62,14 +62,14 @@ def tell(callbacks: list[Callback], hook: str, *arguments: Any) -> None:
 
 
 class ProgressBar(Callback):
-    """Episodes done, episodes per second and time left, on standard error."""
+    """Episodes done, episodes per second and time left, on standard error, after some seconds."""
 
-    def __init__(self, label: str = "") -> None:
-        self.label = label
+    def __init__(self, label: str = "", *, after: float = 0.0) -> None:
+        self.label, self.after = label, after
         self.bar: Any = None
 
     def on_start(self, run: Simulation) -> None:
-        self.bar = progress_bar(run.episodes, run.t, "ep", self.label)
+        self.bar = progress_bar(run.episodes, run.t, "ep", self.label, self.after)
 
     def on_chunk(self, run: Simulation) -> None:
         self.bar.update(run.t - self.bar.n)
@@ -91,9 +91,10 @@ _LAYOUT = {
         for name, tag in _BANDS.items()
     }
     | {
-        "pseudo-regret over log t": ["Multiline", ["regret/over_log_t"]],
-        "pseudo-regret over sqrt t": ["Multiline", ["regret/over_sqrt_t"]],
+        "pseudo-regret over log t": ["Multiline", ["regret/over_log_T"]],
+        "pseudo-regret over sqrt t": ["Multiline", ["regret/over_sqrt_T"]],
     },
+    "policy": {"distance to optimal": ["Multiline", ["policy/distance_to_optimal"]]},
     "solver": {"residuals": ["Multiline", ["solver/dual_residual", "solver/flow_residual"]]},
 }
 
@@ -182,9 +183,9 @@ class TensorBoard(Callback):
             for kind in ("", "realised_")
             for name, x in band(now[f"{kind}regret"])._asdict().items()
         }
-        values["regret/over_sqrt_t"] = values["regret/mean"] / math.sqrt(t)
+        values["regret/over_sqrt_T"] = values["regret/mean"] / math.sqrt(t)
         if t > 1:
-            values["regret/over_log_t"] = values["regret/mean"] / math.log(t)
+            values["regret/over_log_T"] = values["regret/mean"] / math.log(t)
         if "corruption" in run.process_state:
             values["regret/corruption_spent"] = float(now["corruption"].mean())
         if run.learner.diagnostics():

@@ -104,7 +104,7 @@ def compare_learners(
         losses: the loss process that all of them play against.
         seeds: at least two, because intervals need two.
         baseline: the learner that the others are compared with; the first by default.
-        options: further options of `simulate`: `checkpoints`, `callbacks`, `backend`.
+        options: further options of `simulate`: `checkpoints`, `callbacks`, `backend`, `progress`.
 
     Returns:
         The histories, with paired differences, a figure and tables.

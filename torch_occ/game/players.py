@@ -117,7 +117,7 @@ class EnginePlayer:
 
     def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
         self.learner, self.form = learner, form_of(learner)
-        self.hints = _hints(self.form)
+        self.hints = _field_types(self.form)
         self.model = model_of(mdp)  # the true one; the learner's may be blind
         self.sizes = {"pairs": mdp.num_states * mdp.num_actions, "states": mdp.num_states}
         self.settings = learner.settings()
@@ -248,7 +248,7 @@ def few_states(model: Model) -> bool:
 
 def _state_rows(form: Any, table: dict[str, Tensor]) -> dict[str, Floats]:
     """The tensors `(N, ...)` that a named tuple has fields for, as arrays that kernels change."""
-    found, hints = {}, _hints(form)
+    found, hints = {}, _field_types(form)
     for name in table.keys() & form._fields:
         x = table[name] = table[name].contiguous()
         if "pairs" in getattr(hints[name], "__metadata__", ()) and x.dim() > 2:
@@ -258,7 +258,7 @@ def _state_rows(form: Any, table: dict[str, Tensor]) -> dict[str, Floats]:
 
 
 @cache
-def _hints(form: Any) -> dict[str, Any]:
+def _field_types(form: Any) -> dict[str, Any]:
     """The types of the fields of a named tuple, with their shapes."""
     return get_type_hints(form, include_extras=True)
 
@@ -276,8 +276,9 @@ def _repeated(value: Any, hint: Any, lanes: int | None) -> Any:
     if hint in (float, int, bool):
         return hint(value)
     if hasattr(value, "_fields"):
-        hints = _hints(type(value))
-        return type(value)(
+        kind: Any = type(value)
+        hints = _field_types(kind)
+        return kind(
             *(_repeated(getattr(value, name), hints[name], lanes) for name in value._fields)
         )
     if hint is Shared or not isinstance(value, np.ndarray) or value.dtype != np.float64:

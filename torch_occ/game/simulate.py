@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torch_occ._support.choices import Backend, check_backend, engine_takes, later
+from torch_occ._support.choices import Backend, check_backend, engine_takes, later, wants_bar
 from torch_occ._support.constants import BLOCK, CHUNK, log_spaced
 from torch_occ._support.files import Kept, State, copied
 from torch_occ._support.fingerprints import fingerprints
 from torch_occ._support.processes import asked_to_stop, explain, sigterm_raises
 from torch_occ._support.streams import Purpose, check_memory, uniforms
-from torch_occ.game.callbacks import Callback, tell
+from torch_occ.game.callbacks import Callback, ProgressBar, tell
 from torch_occ.game.checks import Contract, warn_of_all, warn_of_first
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History, comparator
@@ -491,6 +491,7 @@ def simulate(
     resume: bool = True,
     config: dict[str, Any] | None = None,
     backend: Backend = "auto",
+    progress: bool | None = None,
 ) -> History:
     """Play `episodes` episodes for every seed.
 
@@ -509,6 +510,7 @@ def simulate(
         backend: "engine" is compiled; it plays the learners of this package, with built-in
             regularizers for FTRL. "torch" plays everything. "auto" uses the engine where it can.
             `history.backend` says which one played.
+        progress: show a progress bar; by default on a terminal, after two seconds.
 
     Returns:
         The history of all episodes.
@@ -532,6 +534,8 @@ def simulate(
             number at the end.
     """
     watching = check_callbacks(callbacks)
+    if wants_bar(progress) and not any(isinstance(x, ProgressBar) for x in watching):
+        watching.append(ProgressBar(type(learner).__name__, after=0.0 if progress else 2.0))
     simulation = Simulation(
         mdp, learner, losses, episodes, seeds, checkpoints, config or {}, backend
     )

@@ -333,5 +333,7 @@ def final_regrets(
 ) -> tuple[Tensor, Tensor]:
     """The final regret of every seed, and whether all steps were certified."""
     with uncertified_is_handled():
-        history = simulate(learner.mdp, learner, losses, episodes, seeds, checkpoints=[episodes])
+        history = simulate(
+            learner.mdp, learner, losses, episodes, seeds, checkpoints=[episodes], progress=False
+        )
     return history.regret[:, -1], ~history.uncertified.any()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_occ._support.choices import progress_bar, summary_writer
+from torch_occ._support.choices import progress_bar, summary_writer, wants_bar
 from torch_occ._support.files import Kept, State, copied
 from torch_occ._support.fingerprints import fingerprints
 from torch_occ._support.processes import asked_to_stop, explain, sigterm_raises
@@ -149,7 +149,7 @@ def tune(
     seed: int = 0,
     optimizer: Callable[[list[Tensor], float], torch.optim.Optimizer] | None = None,
     directory: str | Path | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
     save_to: str | Path | None = None,
     resume: bool = True,
 ) -> Tuned:
@@ -171,6 +171,7 @@ def tune(
         rate: the learning rate of the optimizer; it decreases to zero along a cosine.
         optimizer: `(tensors, rate) -> torch.optim.Optimizer`; Adam by default.
         directory: a directory for TensorBoard's `meta/*`.
+        progress: show a progress bar; by default on a terminal.
         save_to: a file in which the tuning is saved after every step, so that it can continue
             after an interruption, with the same numbers. Writing is tested before the first step.
             If a later save fails, there is a warning, and the tuning continues.
@@ -210,7 +211,11 @@ def tune(
             tuner.restore(found)
         kept.try_first(tuner.state())
     board = TuningBoard(directory, tuner) if directory is not None else None
-    bar = progress_bar(steps + 1, len(tuner.values), "step", "tuning") if progress else None
+    bar = (
+        progress_bar(steps + 1, len(tuner.values), "step", "tuning")
+        if wants_bar(progress)
+        else None
+    )
     with sigterm_raises(kept is not None) as silence:
         try:
             while len(tuner.values) <= steps:
