@@ -15,7 +15,8 @@ def binomials(times, count, p, own):
 
 @njit
 def normals(times, own, lanes):
-    return np.array([[normal_drawn(own, n) for n in lanes] for _ in range(times)])
+    flat = np.array([normal_drawn(own, n) for _ in range(times) for n in lanes])
+    return flat.reshape(times, len(lanes))
 
 
 def generators(count=8):
