@@ -458,9 +458,12 @@ class ShiftedFTRL(FTRL):
         spent = state["ledger"] + (q * (last - state["shift"])).sum((-2, -1))
         refused = share == 0
         if self.ledger == "frozen" and bool((refused := spent > room).any()):
-            wide = refused[:, None, None]
+            wide, first = refused[:, None, None], super().diagnostics()
             state["shift"] = torch.where(wide, last, state["shift"])
             state["q"] = q = torch.where(wide, super().propose(t), q)
+            for name, x in first.items():
+                again = x + state[name] if name in ("newton_steps", "uncertified") else state[name]
+                state[name] = torch.where(refused, again, x)
             spent = torch.where(refused, state["ledger"], spent)
         state["ledger"], state["refused"] = spent, state["refused"] + refused
         return q

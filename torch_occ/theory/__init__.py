@@ -12,6 +12,7 @@ bounds        conditions, constants, bounds, parameters        thm:main_general
 runs          the regret of a run as penalty and stability     lem:key_lemma_ftrl
 surveys       the statements on random data
 certificates  the terms of the regret bounds, evaluated during a run
+shifted       FTRL with a budgeted shift: lemmas and theorems of docs/adaptive.md
 """
 
 # isort: skip_file
@@ -89,6 +90,7 @@ from torch_occ.theory.runs import decompose as decompose
 from torch_occ.theory.runs import proper_comparator as proper_comparator
 from torch_occ.theory.surveys import survey as survey
 from torch_occ.theory.certificates import Certificate as Certificate
+from torch_occ.theory import shifted as _shifted  # occ.theory.shifted
 
 #: Where names of version 0.2 are now. They still work here, with a warning, until version 0.4.
 _MOVED = {
