@@ -219,7 +219,7 @@ def cutter_for(size: float) -> float:
 
 
 @inlined
-def share_of(p: float, s: int, states: Floats) -> tuple[float, float, float, float, float, float]:
+def share_of(p: float, s: Any, states: Floats) -> tuple[float, float, float, float, float, float]:
     """What a successor adds to `expect`: two exact products, a small rest, p, and the size."""
     high = (p + CUTTER) - CUTTER
     leading, second, left = states[LEADING, s], states[SECOND, s], states[LEFT, s]

@@ -16,7 +16,7 @@ from torch_occ._support.private import (
     outside_graphs,
     refuse_batched_derivatives,
     values_are_hidden,
-    version_of,
+    versions_of,
 )
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
@@ -52,9 +52,9 @@ _MOVES: WeakKeyDictionary[LayeredMDP, Moves] = WeakKeyDictionary()
 
 def moves_of(mdp: LayeredMDP) -> Moves:
     """Return the moves of a single MDP, remembered until a probability is changed in place."""
-    versions = [version_of(p) for p in mdp.probabilities]
+    versions = versions_of(mdp.probabilities)
     known = _MOVES.get(mdp)
-    if known is not None and known.versions == versions and -1 not in versions:
+    if known is not None and versions and known.versions == versions:
         return known
     pairs, following, found = [], [], []
     for layer, here in zip(mdp.layers[:-1], mdp.layer_slices, strict=False):
@@ -81,7 +81,7 @@ class Checked:
     """A target that was checked, as long as it lives and is not changed."""
 
     target: ReferenceType[Tensor]
-    version: int
+    version: list[int]
     moves: Moves
     empirical: bool
     sums: tuple[Tensor, Tensor] | None = None  # of x log x over pairs and over states
@@ -93,7 +93,7 @@ _CHECKED: dict[int, Checked] = {}
 def known_target(mdp: LayeredMDP, target: Tensor, empirical: bool) -> Checked | None:
     """Return what is known of a target that was checked before, or None."""
     known = _CHECKED.get(id(target))
-    if known is None or known.target() is not target or known.version != version_of(target):
+    if known is None or known.target() is not target or known.version != versions_of([target]):
         return None
     same = not mdp.batch_shape and moves_of(mdp) is known.moves and known.empirical == empirical
     return known if same else None
@@ -124,10 +124,10 @@ def check_target(
     if not values_are_hidden():
         if known_target(mdp, target, empirical) is None:
             _check_polytope(mdp, target.detach(), tolerance, empirical)
-            if not mdp.batch_shape and version_of(target) >= 0:
+            if not mdp.batch_shape and versions_of([target]):
                 key, keys = id(target), _CHECKED
                 alive = ref(target, lambda _: keys.pop(key, None) and None)
-                _CHECKED[key] = Checked(alive, version_of(target), moves_of(mdp), empirical)
+                _CHECKED[key] = Checked(alive, versions_of([target]), moves_of(mdp), empirical)
         if budgets is not None:
             _check_budgets(mdp, target.detach(), budgets, tolerance)
     return target.clamp(min=0.0)

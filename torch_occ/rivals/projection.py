@@ -101,7 +101,9 @@ def make_scratch(start: Ints, entry: Ints) -> Scratch:
         np.zeros((3, num_pairs)),
         np.zeros((STATE_ROWS, num_states)),
         np.zeros((2, int(entry[-1]))),
-        *(np.zeros((num_states, widest)) for _ in range(3)),
+        np.zeros((num_states, widest)),
+        np.zeros((num_states, widest)),
+        np.zeros((num_states, widest)),
         np.zeros((3 * widest, widest)),
     )
 
