@@ -474,11 +474,9 @@ class ShiftedFTRL(FTRL):
         roots = (q / t).sqrt() * (1 - policy_of(self.mdp, q))
         parts = self.mdp.split(roots.sum(-1), -1)
         state["stability"] = state["stability"] + torch.stack([x.sum(-1) for x in parts], -1)
-        excess, estimate = losses, 0.0
-        if self.hinted:
-            estimate = self.mean()
-            excess = losses - feedback.gather(estimate)
-        estimate = estimate + feedback.scatter(excess / feedback.gather(q), q)
+        hint = self.mean() if self.hinted else torch.zeros_like(q)
+        excess = (losses - feedback.gather(hint)) / feedback.gather(q)
+        estimate = hint + feedback.scatter(excess, q)
         check_estimate(self.mdp, self.estimator, estimate, t, len(q))
         state["cumulative_loss"] = state["cumulative_loss"] + estimate
         for name, seen in (("visits", torch.ones_like(losses)), ("losses", losses)):
