@@ -232,7 +232,7 @@ occ.simulate(mdp, learner, losses, 1, backend="engine")
 simulated = time.process_time() - begun
 begun = time.process_time()
 step = occ.FTRLStep(mdp, occ.jin_luo(mdp), backend="engine")
-step(torch.zeros(7, 3, dtype=torch.float64)).sum().backward()
+step(torch.zeros(7, 3, dtype=torch.float64), 1.0).sum().backward()
 print(simulated, time.process_time() - begun)
 """
 

@@ -120,12 +120,13 @@ def make_learner(config: dict[str, Any], mdp: occ.LayeredMDP) -> occ.Learner:
     return makers[config["learner"]]()
 
 
-def play(config: dict[str, Any]) -> dict[str, Any]:
-    """One cell. The result depends on the configuration only."""
+def play(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """One cell. The result depends on the configuration only; a killed cell continues."""
     mdp = make_mdp(config["mdp"])
     learner = make_learner(config, mdp)
-    losses, seeds = make_losses(config["losses"], mdp), [config["seed"]]
-    history = occ.simulate(mdp, learner, losses, config["episodes"], seeds=seeds)
+    losses, count = make_losses(config["losses"], mdp), config["episodes"]
+    saved = checkpoint / "run"
+    history = occ.simulate(mdp, learner, losses, count, seeds=[config["seed"]], save_to=saved)
     last = {
         name: float(getattr(history, name)[0, -1])
         for name in ("regret", "realised_regret", "comparator", "uncertified")

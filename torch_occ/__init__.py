@@ -50,11 +50,10 @@ from torch_occ.regularizers.catalog import jin_luo as jin_luo
 # The step
 from torch_occ.step.solution import Solution as Solution
 from torch_occ.step.solution import Status as Status
-from torch_occ.step.limits import Budgets as Budgets
-from torch_occ.step.limits import InfeasibleError as InfeasibleError
+from torch_occ.step.solution import Budgets as Budgets
+from torch_occ.step.solution import InfeasibleError as InfeasibleError
 from torch_occ.step.ftrl import FTRLStep as FTRLStep
-from torch_occ.step.checks import SolveError as SolveError
-from torch_occ.step.projection import KLProjection as KLProjection
+from torch_occ.step.solution import SolveError as SolveError
 
 # Losses for networks
 from torch_occ.learning.losses import fenchel_young_loss as fenchel_young_loss
@@ -123,7 +122,6 @@ _MOVED = {
         "LowerBound",
         "lower_bound",
     ),
-    "step": ("Projection",),
     "game": (
         "AdaptiveRates",
         "CentredEstimator",
@@ -184,6 +182,8 @@ _GONE = {
     "finite_differences": "differentiate occ.forecast, or play occ.simulate twice, same seeds",
     "leap_smoothly": "use occ.leap for the regret and occ.forecast for its gradient",
     "run_gradients": "differentiate occ.forecast; experiments/meta_gradients.py has the run's own",
+    "KLProjection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
+    "Projection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
     "OSSB": "occ.rivals.Thompson has less regret; occ.limits.lower_bound has the limit",
     "PolicyOptimization": "use occ.FTRL.tsallis, which has less regret",
 }

@@ -1,7 +1,5 @@
 """How kernels are compiled and kept: routines become parts of them, stale ones are never used."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import importlib.util
@@ -35,62 +33,43 @@ print(float(history.realised_regret[0, -1]), sum(play.stats.cache_hits.values())
 """
 
 
-@pytest.fixture
-def copied(tmp_path):
-    """A copy of the package without compiled kernels; `run` plays with it in a new process."""
+def test_kernels_are_kept_where_it_is_possible_and_noticed_if_a_callee_is_edited(tmp_path):
+    """On a copy of the package, in new processes."""
     shutil.copytree(PACKAGE, tmp_path / "torch_occ", ignore=shutil.ignore_patterns("__pycache__"))
+    kernels, elsewhere = tmp_path / "torch_occ" / "engine", tmp_path / "elsewhere"
+    # A file in the place of the folder stops root, too.
+    (kernels / "__pycache__").write_text("")
 
     def run(**changed):
         lost = {"NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "PYTHONPATH"}
         environment = {name: value for name, value in os.environ.items() if name not in lost}
-        environment |= {"PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "default"} | changed
-        done = subprocess.run(
-            [sys.executable, "-c", PLAY],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        environment |= {"PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "default"}
+        environment |= {"HOME": os.devnull} | changed
+        options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 300}
+        command = [sys.executable, "-c", PLAY]
+        done = subprocess.run(command, env=environment, check=False, **options)
         assert done.returncode == 0, done.stderr
         regret, hits = done.stdout.split()
-        return float(regret), int(hits), done.stderr
+        return (float(regret), int(hits)), done.stderr
 
-    run.kernels = tmp_path / "torch_occ" / "engine"
-    return run
-
-
-def test_an_edited_kernel_is_noticed_by_those_that_call_it(copied):
-    before, hits, _ = copied()
-    assert hits == 0
-    assert copied()[:2] == (before, 1)  # from the disk
-    callee = copied.kernels / "play.py"
+    found, said = run()
+    assert found[1] == 0
+    assert said.count("compiled kernels cannot be kept") == 1
+    advised = {"NUMBA_CACHE_DIR": str(elsewhere)}
+    assert "NUMBA_CACHE_DIR" in said
+    again, said = run(**advised)
+    assert (again, "cannot be kept" in said) == (found, False)
+    assert run(**advised)[0] == (found[0], 1)  # from the disk
+    files = {path.name for path in elsewhere.rglob("*.nb?")}
+    assert any(name.startswith("play.play-") for name in files)
+    callee = kernels / "play.py"
     edited = callee.read_text().replace("return 1.0 if uniform < mean else 0.0", "return 0.0")
     assert edited != callee.read_text()
     callee.write_text(edited)
-    files = {path.name for path in (copied.kernels / "__pycache__").glob("*.nb?")}
-    after, hits, _ = copied()
-    assert hits == 0
-    # the comparator pays 1/2 in either of two layers; now nothing is lost
-    assert after == before - round(before + 50)
-    assert {
-        path.name for path in (copied.kernels / "__pycache__").glob("*.nb?")
-    } == files  # old files are overwritten, not left behind
-
-
-def test_where_nothing_can_be_written_kernels_are_compiled_and_one_warning_says_so(copied):
-    """A file in the place of the folder stops root, too."""
-    (copied.kernels / "__pycache__").write_text("")
-    before, hits, said = copied(HOME=os.devnull)
-    assert hits == 0
-    assert said.count("compiled kernels cannot be kept") == 1
-    assert "NUMBA_CACHE_DIR" in said
-    elsewhere = copied.kernels.parent.parent.parent / "elsewhere"
-    # as the warning advises
-    again, _, said = copied(HOME=os.devnull, NUMBA_CACHE_DIR=str(elsewhere))
-    assert (again, "cannot be kept" in said) == (before, False)
-    assert list(elsewhere.rglob("play.play-*.nbc"))
+    # The comparator pays 1/2 in either of two layers; now nothing is lost.
+    assert run(**advised)[0] == (found[0] - round(found[0] + 50), 0)
+    # Old files are overwritten, not left behind.
+    assert {path.name for path in elsewhere.rglob("*.nb?")} == files
 
 
 # -- routines ----------------------------------------------------------------------------------
@@ -116,6 +95,7 @@ def first(x):
 def second(x):
     return some(x) + some(3)
 """
+ONE = "from torch_occ.engine.layout import kernel\n@kernel\ndef f(x):\n return {}"
 
 
 @pytest.fixture
@@ -145,11 +125,7 @@ def test_a_routine_is_linked_into_kernels_and_has_no_machine_code(imported):
     assert not module.third.overloads  # what is not chosen is not compiled
     (found,) = module.first.overloads.values()
     assert found.library.get_pointer_to_function(found.fndesc.llvm_cpython_wrapper_name) != 0
-
-
-def test_a_routine_from_disk_is_linked_into_new_kernels(imported):
-    assert imported(INNER).first(3.0) == 3.0
-    module = imported(INNER)
+    module = imported(INNER)  # a routine from disk is linked into new kernels
     assert module.second(3.0) == 2.5
     assert sum(module.half.stats.cache_hits.values()) == 1
     (found,) = module.half.overloads.values()
@@ -169,64 +145,51 @@ def test_operators_are_looked_up_once(imported, monkeypatch):
 
     monkeypatch.setattr(compiling._Remembering, "_found", {})
     monkeypatch.setattr(context, "resolve_function_type", counted)
-    sums = " + ".join("x" * 20)
-    module = imported(
-        f"from torch_occ.engine.layout import kernel\n@kernel\ndef f(x):\n return {sums}"
-    )
-    assert module.f(1.0) == 20.0
+    assert imported(ONE.format(" + ".join("x" * 20))).f(1.0) == 20.0
     assert asked.count(operator.add) == 1
 
 
-@pytest.mark.parametrize("text", ["x", "x.missing"])
-def test_the_collector_rests_while_a_kernel_compiles(imported, monkeypatch, text):
+def test_the_collector_rests_while_a_kernel_compiles(imported, monkeypatch):
     seen = []
     compile_core = compiling.KernelCompiler._compile_core
-    monkeypatch.setattr(
-        compiling.KernelCompiler,
-        "_compile_core",
-        lambda self: (seen.append(gc.isenabled()), compile_core(self))[1],
-    )
-    module = imported(
-        f"from torch_occ.engine.layout import kernel\n@kernel\ndef f(x):\n return {text}"
-    )
+    noted = lambda self: (seen.append(gc.isenabled()), compile_core(self))[1]  # noqa: E731
+    monkeypatch.setattr(compiling.KernelCompiler, "_compile_core", noted)
+    imported(ONE.format("x")).f(1.0)
     assert gc.isenabled()
-    if text == "x":
-        module.f(1.0)
-    else:
-        with pytest.raises(numba.TypingError):
-            module.f(1.0)
-    assert seen[0] is False
+    with pytest.raises(numba.TypingError):
+        imported(ONE.format("x.missing")).f(1.0)
     assert gc.isenabled()
+    assert seen == [False, False]
 
 
-def test_a_message_says_what_is_compiled_in_every_process_that_compiles(capsys, monkeypatch):
+@pytest.mark.parametrize("terminal", [False, True])
+def test_messages_say_what_is_compiled_and_how_far(capsys, monkeypatch, terminal):
     monkeypatch.setattr(compiling, "PATIENCE", 0.05)
+    monkeypatch.setattr(compiling, "place", " (3 of 5)")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     for name in ("one", "two"):  # not only the first
         with compiling._compiling(name), compiling._compiling("inner"):
-            time.sleep(0.2)
+            time.sleep(0.3)
     with compiling._compiling("quick"):
         pass
-    assert re.findall(r"compil\w+ \w+", capsys.readouterr().err) == [
-        "compiling one",
-        "compiled one",
-        "compiling two",
-        "compiled two",
+    said = capsys.readouterr().err
+    found = re.findall(r"compil\w+ \w+ \(3 of 5\)(?:, once for this machine ...[\n\r])?", said)
+    end = "\r" if terminal else "\n"
+    assert found == [
+        text
+        for name in ("one", "two")
+        for text in (
+            f"compiling {name} (3 of 5), once for this machine ...{end}",
+            *[f"compiling {name} (3 of 5)"] * (said.count(f"compiling {name}") - 1),
+            f"compiled {name} (3 of 5)",
+        )
     ]
+    assert ("... 2 functions\r" in said) == terminal
 
 
 # -- files that are not what the index says ----------------------------------------------------
 
-TWO = """
-from torch_occ.engine.layout import kernel
-
-@kernel
-def one(x):
-    return x + 1.0
-
-@kernel
-def two(x):
-    return x + 2.0
-"""
+TWO = ONE.format("x + 1.0") + "\n@kernel\ndef g(x):\n return x + 2.0"
 
 
 @pytest.fixture
@@ -235,41 +198,39 @@ def compiled_twice(imported, tmp_path):
 
     def call():
         module = imported(TWO)
-        found = module.one(0.0), module.two(0.0)
-        return found, sum(sum(f.stats.cache_hits.values()) for f in (module.one, module.two))
+        assert (module.f(0.0), module.g(0.0)) == (1.0, 2.0)
+        return sum(sum(f.stats.cache_hits.values()) for f in (module.f, module.g))
 
     call.files = lambda: sorted((tmp_path / "cache").rglob("*.nbc"))
     return call
 
 
-def test_a_file_with_another_kernel_is_not_taken(compiled_twice):
-    """Two processes that compile at once may leave an index that leads to another kernel."""
-    assert compiled_twice() == ((1.0, 2.0), 0)
-    assert compiled_twice() == ((1.0, 2.0), 2)
-    one, two = compiled_twice.files()
-    first, second = one.read_bytes(), two.read_bytes()
-    one.write_bytes(second)
-    two.write_bytes(first)
-    assert compiled_twice() == ((1.0, 2.0), 0)
+def test_files_that_are_wrong_are_compiled_again(compiled_twice):
+    """Two processes at once may leave an index that leads to another kernel; or one may crash.
 
+    An earlier version may have left an index that names a class of its own.
+    """
 
-def test_a_damaged_file_is_compiled_again(compiled_twice):
-    compiled_twice()
-    one, two = compiled_twice.files()
-    one.write_bytes(one.read_bytes()[:100])
-    two.unlink()
-    assert compiled_twice() == ((1.0, 2.0), 0)
-    assert compiled_twice() == ((1.0, 2.0), 2)
+    def exchange():
+        one.write_bytes(second)
+        two.write_bytes(first)
 
+    def damage():
+        one.write_bytes(first[:100])
+        two.unlink()
 
-def test_an_index_that_cannot_be_read_is_replaced(compiled_twice):
-    """An earlier version may have left one that names a class of its own."""
-    compiled_twice()
-    for file in compiled_twice.files():
-        (index,) = file.parent.glob(file.name.split("-")[0] + "-*.nbi")
-        index.write_bytes(index.read_bytes()[:-20])
-    assert compiled_twice() == ((1.0, 2.0), 0)
-    assert compiled_twice() == ((1.0, 2.0), 2)
+    def spoil_index():
+        for file in (one, two):
+            (index,) = file.parent.glob(file.name.split("-")[0] + "-*.nbi")
+            index.write_bytes(index.read_bytes()[:-20])
+
+    assert compiled_twice() == 0
+    for spoil in (exchange, damage, spoil_index):
+        assert compiled_twice() == 2
+        one, two = compiled_twice.files()
+        first, second = one.read_bytes(), two.read_bytes()
+        spoil()
+        assert compiled_twice() == 0, spoil.__name__
 
 
 def test_a_disk_that_is_full_costs_a_warning_only(compiled_twice, monkeypatch):
@@ -279,11 +240,9 @@ def test_a_disk_that_is_full_costs_a_warning_only(compiled_twice, monkeypatch):
     monkeypatch.setattr(compiling.caching.IndexDataCacheFile, "save", full)
     compiling._nowhere.cache_clear()
     with pytest.warns(UserWarning, match=r"No space left on device.*NUMBA_CACHE_DIR") as said:
-        assert compiled_twice() == ((1.0, 2.0), 0)
+        assert compiled_twice() == 0
     assert len(said) == 1
-
-
-# -- without Numba -----------------------------------------------------------------------------
+    compiling._nowhere.cache_clear()
 
 
 def test_without_numba_torch_is_used_and_one_warning_says_so():
@@ -309,12 +268,10 @@ def test_the_stamp_knows_contents_names_and_versions(tmp_path, monkeypatch):
     assert compiling.stamp_of([tmp_path / "a.py"]) == stamps[0]
     (tmp_path / "a.py").write_text("x = 2")
     stamps.append(compiling.stamp_of([tmp_path / "a.py"]))
-    for package in ("numba", "llvmlite"):
+    for version in ("numba.__version__", "llvmlite.__version__", f"{compiling.__name__}.VERSION"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"{package}.__version__", "0")
+            patch.setattr(version, "0")
             stamps.append(compiling.stamp_of([tmp_path / "a.py"]))
-    monkeypatch.setattr(compiling, "VERSION", "0")
-    stamps.append(compiling.stamp_of([tmp_path / "a.py"]))
     assert len(set(stamps)) == len(stamps)
 
 
@@ -324,25 +281,14 @@ def test_every_name_in_a_kernel_comes_from_a_source_in_the_stamp():
     for path in sorted((PACKAGE / "engine").rglob("*.py")):
         tree = ast.parse(path.read_text())
         origin = {
-            name.asname or name.name: statement.module
-            for statement in tree.body
-            if isinstance(statement, ast.ImportFrom)
-            and statement.module
-            and statement.module.startswith("torch_occ")
-            for name in statement.names
+            name.asname or name.name: PACKAGE.parent / (node.module.replace(".", "/") + ".py")
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch_occ")
+            for name in node.names
         }
-        for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
-            if function.decorator_list:
-                for name in (
-                    node.id
-                    for line in function.body
-                    for node in ast.walk(line)
-                    if isinstance(node, ast.Name)
-                ):
-                    if name in origin:
-                        checked += 1
-                        assert (
-                            PACKAGE.parent / (origin[name].replace(".", "/") + ".py")
-                            in compiling.SOURCES
-                        ), f"{path.name}: {name}"
+        compiled = (x for x in tree.body if isinstance(x, ast.FunctionDef) and x.decorator_list)
+        for node in (x for function in compiled for line in function.body for x in ast.walk(line)):
+            if isinstance(node, ast.Name) and node.id in origin:
+                checked += 1
+                assert origin[node.id] in compiling.SOURCES, f"{path.name}: {node.id}"
     assert checked > 50

@@ -25,7 +25,6 @@ from torch_occ._support.fingerprints import (
 HELPERS = Path(__file__).parents[1] / "helpers"
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 @pytest.mark.parametrize("name", PAIRS)
 def test_what_differs_has_another_fingerprint_and_what_does_not_has_the_same(name):
     one, other = PAIRS[name]
@@ -33,9 +32,7 @@ def test_what_differs_has_another_fingerprint_and_what_does_not_has_the_same(nam
     assert fingerprint(part=one()) != fingerprint(part=other())
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
-@pytest.mark.parametrize("seed", ["1", "2"])
-def test_fingerprints_are_the_same_in_another_process(seed):
+def test_fingerprints_are_the_same_in_another_process():
     script = (
         "from fingerprinted import PAIRS\n"
         "from torch_occ._support.fingerprints import fingerprint\n"
@@ -45,7 +42,7 @@ def test_fingerprints_are_the_same_in_another_process(seed):
     places = os.pathsep.join([str(HELPERS), str(HELPERS.parents[1])])
     found = subprocess.run(
         [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": places},
+        env=os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": places},
         capture_output=True,
         text=True,
         check=True,
@@ -57,8 +54,6 @@ UNHASHABLE = {
     "a lock": threading.Lock,
     "an open file": lambda: Path(__file__).open(),  # noqa: SIM115  (closed by the test)
     "a generator": lambda: (x for x in ()),
-    "a meta tensor": lambda: torch.zeros(2, device="meta"),
-    "a record with objects": lambda: np.zeros(1, dtype=[("x", "O")]),
 }
 
 
@@ -68,12 +63,6 @@ def test_what_cannot_be_hashed_is_refused_with_the_way_to_it(name):
     with pytest.raises(UnhashableError, match=r"^learner\.inner\['a'\]\[1\]: a \w+ cannot be"):
         fingerprint(learner=Holder(inner={"a": [1, thing]}))
     getattr(thing, "close", int)()
-
-
-def test_an_object_without_a_word_of_its_own_is_known_by_its_content_not_by_its_address():
-    one, other = Holder(x=1), Holder(x=1)
-    assert repr(one) != repr(other)
-    assert fingerprint(part=one) == fingerprint(part=other)
 
 
 def test_neither_caches_nor_ignored_attributes_count():
@@ -99,13 +88,10 @@ def test_neither_caches_nor_ignored_attributes_count():
 
 CODE = {
     "classes": "class made:\n    def rule(self, m):\n        return {} * m\n",
-    "defaults": "class made:\n    def rule(self, m={}):\n        return m\n",
     "attributes of a class": "class made:\n    scale = {}\n",
     "bases of a class": "class a:\n    x = {}\n\n\nclass made(a):\n    pass\n",
     "functions": "def made(m):\n    return [x + {} for x in m]\n",
     "lambdas": "made = lambda m: {} * m\n",
-    "static methods": "class made:\n    @staticmethod\n    def f(m):\n        return {}\n",
-    "objects": "class kind:\n    def f(self):\n        return {}\n\n\nmade = kind()\n",
     "methods": "class kind:\n    def f(self):\n        return {}\n\n\nmade = kind().f\n",
 }
 
@@ -122,14 +108,6 @@ def test_code_of_a_user_counts_with_its_source(name, tmp_path, monkeypatch):
         exec(compile(path.read_text(), str(path), "exec"), vars(module))
         found.append(fingerprint(part=module.made))
     assert found[0] == found[1] != found[2]
-
-
-def test_code_without_a_source_is_known_by_its_name():
-    space = {"__name__": "mine"}
-    exec("def made():\n    return 1\n", space)
-    before = fingerprint(part=space["made"])
-    exec("def made():\n    return 2\n", space)
-    assert fingerprint(part=space["made"]) == before
 
 
 def test_the_version_of_the_package_counts(monkeypatch):

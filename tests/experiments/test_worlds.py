@@ -107,9 +107,8 @@ def test_sweep(tmp_path, capsys):
     with (directory / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 8
-    played = sweep.play(
-        {"mdp": "random:2x2x2", "losses": "bernoulli", "learner": "ucb", "episodes": 20, "seed": 1}
-    )
+    config = {"mdp": "random:2x2x2", "losses": "bernoulli", "learner": "ucb"}
+    played = sweep.play(config | {"episodes": 20, "seed": 1}, tmp_path)
     assert float(rows[1]["regret"]) == played["regret"]
     assert "| random:2x2x2 | bernoulli | ucb " in capsys.readouterr().out
 

@@ -10,6 +10,8 @@ MDP = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=0)
 MEAN = torch.full((3, 2), 0.5, dtype=torch.float64)
 LOSSES = occ.BernoulliLosses(MEAN)
 LEARNER = occ.FollowTheLeader(MDP)
+TABLE = occ.TableLosses(MEAN.expand(4, -1, -1))
+OTHER = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=1)
 
 
 class Still(occ.LossProcess):
@@ -47,6 +49,17 @@ class Uninitialized(occ.Learner):
         ({"callbacks": occ.ProgressBar()}, r"for example \[occ.ProgressBar\(\)\], got P"),
         ({"callbacks": [occ.ProgressBar]}, "got the class ProgressBar; make an object"),
         ({"checkpoints": 3}, "checkpoints: expected integers"),
+        ({"checkpoints": []}, "checkpoints: expected at least one episode"),
+        ({"checkpoints": [0, 3]}, "checkpoints: expected episodes from 1 to 5, got 0"),
+        ({"checkpoints": [2, 6]}, "checkpoints: expected episodes from 1 to 5, got 2 to 6"),
+        ({"seeds": ()}, "seeds: expected at least one"),
+        ({"seeds": (-1,)}, "seeds: expected non-negative"),
+        ({"losses": TABLE}, "losses: the table has 4 episodes, but 5"),
+        ({"losses": occ.Corrupted(TABLE, 1.0)}, "losses: the table has 4 episodes"),
+        ({"losses": occ.BernoulliLosses(MEAN[:2])}, "mean: expected .* got .* shape"),
+        ({"losses": process(means=lambda *_: (3 * MEAN[None, None], {}))}, r"\[0, 1\]"),
+        ({"backend": "cuda"}, "backend: expected auto, torch or engine, got 'cuda'"),
+        ({"learner": occ.FixedPolicy(OTHER)}, "learner: was made for another MDP"),
         ({"config": {"mean": MEAN}}, "config: .*JSON serializable; it may hold numbers"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -490,7 +490,7 @@ TIED = {
 
 
 @pytest.mark.parametrize("name", TIED)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_trajectories_against_the_adversary_agree(name, seed):
     """Ties are common here: all actions are alike at first, and the adversary keeps them so."""
     mdp = occ.LayeredMDP.random(2 + seed % 3, 2 + seed % 2, 2 + seed % 3, seed=seed)

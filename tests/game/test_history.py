@@ -1,4 +1,3 @@
-import os
 import signal
 import subprocess
 import sys
@@ -19,31 +18,6 @@ def history():
     return occ.simulate(
         MDP, occ.FTRL(MDP, occ.jin_luo(MDP)), losses, 12, (4, 2), config=config, backend="torch"
     )
-
-
-def test_shapes(history):
-    points = len(history.episodes)
-    for name in (
-        "regret",
-        "realised_regret",
-        "comparator",
-        "corruption",
-        "newton_steps",
-        "dual_residual",
-        "flow_residual",
-        "uncertified",
-    ):
-        assert getattr(history, name).shape == (2, points), name
-        assert getattr(history, name).dtype == torch.float64, name
-    for name in ("cumulative_occupancy", "total_mean", "last_q"):
-        assert getattr(history, name).shape == (2, 4, 2), name
-    assert history.wall_time.shape == (points,)
-    assert history.episodes.tolist()[-1] == 12
-    assert history.seeds == (4, 2)
-    assert history.finished
-    assert bool((history.newton_steps >= 1).all())
-    assert float(history.dual_residual.max()) < 1e-10
-    assert bool((history.wall_time.diff() >= 0).all())
 
 
 def test_final_is_the_mean_over_seeds(history):
@@ -75,39 +49,12 @@ def test_a_data_frame_has_a_row_for_each_seed_and_checkpoint(history):
     assert last.regret.item() == float(history.regret[1, -1])
 
 
-@pytest.mark.parametrize("name", ["history.npz", "runs/deep/history"])
-def test_round_trip(history, tmp_path, name):
-    history.save(tmp_path / name)
-    same(history, occ.History.load(tmp_path / name))
-    assert os.listdir((tmp_path / name).parent) == [(tmp_path / name).name]
-
-
-def test_a_failed_save_leaves_the_old_file(history, tmp_path, monkeypatch):
-    path = tmp_path / "history.npz"
-    history.save(path)
-
-    def full_disk(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        history.save(path)
-    history.config = {"object": object()}
-    with pytest.raises(TypeError):
-        history.save(path)
-    assert occ.History.load(path).config["name"] == "α"
-    assert os.listdir(tmp_path) == ["history.npz"]
-
-
-def test_a_config_that_json_cannot_hold_is_refused_before_the_run():
-    with pytest.raises((TypeError, ValueError), match=r"config|JSON"):
-        occ.simulate(
-            MDP,
-            occ.FixedPolicy(MDP),
-            occ.GreedyAdversary(),
-            2,
-            config={"device": torch.device("cpu")},
-        )
+def test_round_trip(history, tmp_path):
+    history.save(tmp_path / "deep" / "history.npz")
+    same(history, occ.History.load(tmp_path / "deep" / "history.npz"))
+    assert history.cumulative_occupancy.shape == (2, 4, 2)
+    assert float(history.dual_residual.max()) < 1e-10
+    assert bool((history.wall_time.diff() >= 0).all())
 
 
 # -- interruption ------------------------------------------------------------------------------
@@ -117,7 +64,7 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("t", [1, 5, 20])
+@pytest.mark.parametrize("t", [1, 20])
 @pytest.mark.bits
 def test_ctrl_c_is_raised_with_what_there_is(at, t):
     whole = simulate(MDP, Interruptible(MDP), walk(), 20, (0, 1))
@@ -130,48 +77,6 @@ def test_ctrl_c_is_raised_with_what_there_is(at, t):
     assert history.episodes.tolist() == [point for point in whole.episodes.tolist() if point < t]
     assert torch.equal(history.regret, whole.regret[:, : len(history.episodes)])
     assert history.regret.dtype == torch.float64
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize(
-    "build",
-    [lambda: occ.FTRL(MDP, occ.jin_luo(MDP)), lambda: occ.FollowTheLeader(MDP)],
-    ids=["ftrl", "leader"],
-)
-@pytest.mark.bits
-def test_a_run_that_broke_off_continues_exactly(build, tmp_path):
-    class Crash(occ.Callback):
-        def on_chunk(self, run):
-            if run.t == 24:
-                raise RuntimeError("crash")
-
-    arguments = {
-        "episodes": 30,
-        "seeds": (1, 2),
-        "backend": "torch",
-        "save_to": tmp_path / "run",
-        "save_every": 0.0,
-    }
-    with pytest.raises(RuntimeError, match="crash"):
-        simulate(MDP, build(), walk(), callbacks=[Crash()], **arguments)
-    whole = simulate(MDP, build(), walk(), **arguments | {"save_to": None})
-    same(whole, simulate(MDP, build(), walk(), **arguments))
-    same(whole, simulate(MDP, build(), walk(), **arguments))  # and once more, from its end
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.bits
-def test_a_finished_run_is_lengthened_exactly_or_not_at_all(tmp_path):
-    arguments = {"seeds": (1,), "checkpoints": [5, 10]}
-    simulate(MDP, occ.FollowTheLeader(MDP), walk(), 12, save_to=tmp_path / "run", **arguments)
-    whole = simulate(MDP, occ.FollowTheLeader(MDP), walk(), 30, **arguments)
-    try:
-        longer = simulate(
-            MDP, occ.FollowTheLeader(MDP), walk(), 30, save_to=tmp_path / "run", **arguments
-        )
-    except ValueError:
-        return
-    same(whole, longer)
 
 
 SCRIPT = """

@@ -62,7 +62,7 @@ def test_the_tables_of_an_interrupted_history_belong_to_its_last_checkpoint(at):
         assert torch.equal(getattr(caught.value.result, name), getattr(short, name)), name
 
 
-@pytest.mark.parametrize("error", [RuntimeError, SystemExit, MemoryError])
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 def test_every_exception_leaves_the_last_edge_in_the_file(tmp_path, at, error):
     def stop():
         raise error("here")
@@ -245,30 +245,19 @@ def full_disk(*_):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("place", ["below a file", "/proc", "a directory"])
-def test_an_impossible_place_is_an_error_before_the_first_episode(tmp_path, place):
+@pytest.mark.parametrize("place", ["file/run", "/proc/nowhere/run", "folder", "full"])
+def test_an_impossible_place_is_an_error_before_the_first_episode(tmp_path, place, monkeypatch):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
-    path = {
-        "below a file": tmp_path / "file" / "run",
-        "/proc": Path("/proc/nowhere/run"),
-        "a directory": tmp_path / "folder",
-    }[place]
+    path = tmp_path / place
+    if place == "full":
+        monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match=r"save_to: cannot be written .*name another file") as caught:
         occ.simulate(MDP, NothingIsPlayed(MDP), walk(), 10, save_to=path, backend="torch")
     assert str(path) in str(caught.value)
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
     with pytest.raises(OSError, match="save_to"):
         occ.tune(lambda psi: None, occ.jin_luo(MDP), save_to=path)
-
-
-def test_a_full_disk_is_noticed_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match=r"save_to: .*No space left"):
-        occ.simulate(
-            MDP, NothingIsPlayed(MDP), walk(), 10, save_to=tmp_path / "run", backend="torch"
-        )
-    assert not os.listdir(tmp_path)
 
 
 def test_a_disk_that_fills_up_costs_neither_the_history_nor_what_was_saved(tmp_path, monkeypatch):
@@ -371,15 +360,13 @@ def refused(path, message, **options):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8, 0.97, 0.98, 0.99, 0.9999])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.98, 0.9999])
 def test_one_flipped_bit_is_noticed(saved, tmp_path, share):
-    place = int(share * len(saved))
-    for bit in (0, 3, 7):
-        damaged = bytearray(saved)
-        damaged[place] ^= 1 << bit
-        (tmp_path / "run").write_bytes(damaged)
-        refused(tmp_path / "run", "damaged")
-        refused(tmp_path / "run", "damaged", resume=False)
+    damaged = bytearray(saved)
+    damaged[int(share * len(saved))] ^= 8
+    (tmp_path / "run").write_bytes(damaged)
+    refused(tmp_path / "run", "damaged")
+    refused(tmp_path / "run", "damaged", resume=False)
 
 
 def test_no_bit_of_a_seal_can_be_flipped(tmp_path):
@@ -396,7 +383,7 @@ def test_no_bit_of_a_seal_can_be_flipped(tmp_path):
                 read_checked(path, "a run", any_version=True)
 
 
-@pytest.mark.parametrize("length", [0, 1, 100, 0.5, -1, -10, -300])
+@pytest.mark.parametrize("length", [0, 100, 0.5, -1])
 def test_a_truncated_file_is_refused(saved, tmp_path, length):
     size = int(length * len(saved)) if isinstance(length, float) else length
     (tmp_path / "run").write_bytes(saved[:size])

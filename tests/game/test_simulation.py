@@ -1,12 +1,12 @@
 import gc
 import itertools
 import tracemalloc
+from fractions import Fraction
 from typing import ClassVar
 
 import pytest
 import torch
 from games import same, walk
-from threads import THREADS
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
@@ -124,29 +124,29 @@ def test_seeds_are_independent_and_reproducible(name):
     same(together, simulate(MDP, learner(name), walk(), episodes, (5, 0, 3), backend="torch"))
     for i, seed in enumerate((5, 0, 3)):
         alone = simulate(MDP, learner(name), walk(), episodes, (seed,), backend="torch")
-        for curve in (
-            "regret",
-            "realised_regret",
-            "comparator",
-            "corruption",
-            "cumulative_occupancy",
-            "newton_steps",
-        ):
-            torch.testing.assert_close(
-                getattr(together, curve)[i], getattr(alone, curve)[0], rtol=0, atol=0
-            )
+        for field in ("regret", "realised_regret", "corruption", "cumulative_occupancy"):
+            assert torch.equal(getattr(together, field)[i], getattr(alone, field)[0]), field
 
 
 def test_corruption_is_what_was_spent_so_far():
-    history = simulate(
-        MDP,
-        occ.FixedPolicy(MDP),
-        occ.Corrupted(occ.BernoulliLosses(MEAN), 1e9),
-        20,
-        checkpoints=range(1, 21),
-    )
+    losses = occ.Corrupted(occ.BernoulliLosses(MEAN), 1e9)
+    found = simulate(MDP, occ.FixedPolicy(MDP), losses, 20, checkpoints=range(1, 21))
+    torch.testing.assert_close(found.corruption[0], found.episodes * found.corruption[0, -1] / 20)
+
+
+@pytest.mark.parametrize(("backend", "episodes"), [("engine", 200_000), ("torch", 2100)])
+def test_sums_over_many_episodes_lose_nothing_to_rounding(backend, episodes, monkeypatch):
+    """Without compensation the regret of 200,000 episodes is off by 1e-11."""
+    monkeypatch.setattr("torch_occ.game.simulate.BLOCK", 16)  # of torch
+    learner, losses = occ.FixedPolicy(MDP), occ.BernoulliLosses(MEAN)
+    found = simulate(MDP, learner, losses, episodes, checkpoints=[episodes], backend=backend)
+    pairs = zip(learner.q.flatten().tolist(), MEAN.flatten().tolist(), strict=True)
+    exact = sum(Fraction(a) * Fraction(b) for a, b in pairs)
+    spent = Fraction(float(found.regret[0, -1])) + Fraction(float(found.comparator[0, -1]))
+    assert abs(spent / (episodes * exact) - 1) < 1e-13
+    torch.testing.assert_close(found.total_mean[0], episodes * MEAN, rtol=1e-13, atol=0)
     torch.testing.assert_close(
-        history.corruption[0], history.episodes * history.corruption[0, -1] / 20
+        found.cumulative_occupancy[0], episodes * learner.q, rtol=1e-13, atol=0
     )
 
 
@@ -161,27 +161,12 @@ def test_memory_does_not_grow_with_episodes():
 
     tracemalloc.start()
     try:
-        simulate(
-            MDP,
-            occ.FollowTheLeader(MDP),
-            walk(),
-            80,
-            checkpoints=[80],
-            callbacks=[Memory()],
-            backend="torch",
-        )
+        options = {"checkpoints": [80], "callbacks": [Memory()], "backend": "torch"}
+        simulate(MDP, occ.FollowTheLeader(MDP), walk(), 80, **options)
     finally:
         tracemalloc.stop()
     assert len(Memory.used) == 10
     assert Memory.used[-2] < Memory.used[2] + 20_000
-
-
-def test_simulate_leaves_the_number_of_threads_alone():
-    try:
-        history = simulate(MDP, learner("ftrl"), occ.BernoulliLosses(MEAN), 3, backend="auto")
-        assert torch.get_num_threads() == THREADS, history.backend
-    finally:
-        torch.set_num_threads(THREADS)
 
 
 class Halves(occ.LossProcess):
@@ -196,49 +181,8 @@ class Halves(occ.LossProcess):
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_a_users_own_noise_is_drawn_by_every_backend(backend):
-    try:
-        history = simulate(MDP, learner("ftrl"), Halves(), 20, range(4), backend=backend)
-    finally:
-        torch.set_num_threads(THREADS)
+    history = simulate(MDP, learner("ftrl"), Halves(), 20, range(4), backend=backend)
     # multiples of 1/2, and not 40/4 for every seed
     suffered = history.realised_regret[:, -1] + history.comparator[:, -1]
     assert len(suffered.unique()) > 1
     assert torch.equal((2 * suffered).round(), 2 * suffered)
-
-
-class TooMuch(occ.LossProcess):
-    def means(self, mdp, state, t0, n, q):
-        return torch.full_like(MEAN, 1.5)[None, None], state
-
-
-OTHER = PROBLEMS["contexts"]().mdp
-BAD = {
-    "episodes: expected at least 1": {"episodes": 0},
-    "seeds: expected at least one": {"seeds": ()},
-    "seeds: expected non-negative": {"seeds": (-1,)},
-    "checkpoints: expected episodes from 1 to 5, got 0": {"checkpoints": [0, 3]},
-    "checkpoints: expected episodes from 1 to 5, got 2 to 6": {"checkpoints": [2, 6]},
-    "checkpoints: expected at least": {"checkpoints": []},
-    "losses: the table has 4 episodes, but 5": {
-        "losses": occ.TableLosses(random_loss(MDP, batch=(4,)))
-    },
-    "losses: the table has 4 episodes": {
-        "losses": occ.Corrupted(occ.TableLosses(random_loss(MDP, batch=(4,))), 1.0)
-    },
-    "mean: expected": {"losses": occ.BernoulliLosses(random_loss(OTHER))},
-    r"\[0, 1\]": {"losses": TooMuch()},
-    "backend": {"backend": "cuda"},
-    "learner: ": {"learner": occ.FixedPolicy(OTHER)},
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_input_is_named(message):
-    good = {
-        "learner": occ.FixedPolicy(MDP),
-        "losses": occ.BernoulliLosses(MEAN),
-        "episodes": 5,
-        "seeds": (0,),
-    }
-    with pytest.raises(ValueError, match=message):
-        simulate(MDP, **good | BAD[message])

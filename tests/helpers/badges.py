@@ -48,7 +48,7 @@ def badges() -> dict[str, str]:
     assert newest is not None
     return {
         "python.svg": _svg("python", ", ".join(pythons)),
-        "torch.svg": _svg("torch", f"{lowest[1]} to {newest[1]}"),
+        "torch.svg": _svg("torch", " to ".join(sorted({lowest[1], newest[1]}))),
         "licence.svg": _svg("licence", project["license"]),
     }
 

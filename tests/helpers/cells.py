@@ -12,8 +12,8 @@ def trace(config: dict[str, Any], event: str) -> None:
     (Path(config["log"]) / f"{config['cell']}.{event}.{os.getpid()}").touch()
 
 
-def square(config: dict[str, Any]) -> dict[str, Any]:
-    return {"square": config["x"] ** 2, "third": config["x"] / 3}
+def square(config: dict[str, Any], power: float = 2, *_: Any, **__: Any) -> dict[str, Any]:
+    return {"square": config["x"] ** power, "third": config["x"] / 3}
 
 
 def slow(config: dict[str, Any]) -> dict[str, Any]:
@@ -49,6 +49,19 @@ def mended(config: dict[str, Any]) -> dict[str, Any]:
 
 def careless(config: dict[str, Any]) -> Any:
     return {"x": {"x": 1}, "list": [1], "set": {"set": {1}}}[config["returns"]]
+
+
+def counting(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Count to 4 with a checkpoint after every step; the process is killed at 2."""
+    kept = checkpoint / "count"
+    count = int(kept.read_text()) if kept.exists() else 0
+    begun = count
+    while count < 4:
+        count += 1
+        kept.write_text(str(count))
+        if count == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return {"begun": begun, "count": count}
 
 
 def game(config: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import torch
+from projecting import project
 
 import torch_occ as occ
 from torch_occ._support.constants import GOLDEN, MIX_ONE, MIX_TWO
@@ -74,7 +75,7 @@ def betas(seeds, t, a, b):
 def kl_lower(mean, width):
     """The smallest x with kl(mean, x) <= width, by bisection."""
     low, high = torch.zeros_like(mean), mean
-    for _ in range(1075):
+    for _ in range(80):
         x = (low + high) / 2
         information = torch.xlogy(mean, mean / x) + torch.xlogy(1 - mean, (1 - mean) / (1 - x))
         low, high = (
@@ -280,7 +281,7 @@ class UOBREPS(occ.rivals.CountingLearner):
 
     def __init__(self, learner):
         super().__init__(learner.mdp, pseudo_count=0.0)
-        self.learner, self.project = learner, occ.KLProjection(learner.mdp)
+        self.learner = learner
 
     def start(self, num_seeds):
         self.learner.start(num_seeds)
@@ -303,10 +304,9 @@ class UOBREPS(occ.rivals.CountingLearner):
         state["widths"] = torch.cat([x.flatten(1) for x in found], 1)
         state["lower"] = (state["belief"] - state["widths"]).clamp(min=0)
         state["upper"] = (state["belief"] + state["widths"]).clamp(max=1)
-        bounds = (self.layers(name) for name in ("rows", "lower", "upper"))
-        found = self.project.solve(state["q"], *bounds, loss, own.learning_rate)
-        state["q"] = found.q
-        state["rows"] = torch.cat([x.flatten(1) for x in found.transitions], 1)
+        for n, q in enumerate(state["q"]):
+            tables = (state[name][n] for name in ("rows", "lower", "upper"))
+            project(self.mdp, q, *tables, loss[n], own.learning_rate)
 
 
 class UnknownFTRL(occ.rivals.CountingLearner):

@@ -5,6 +5,7 @@ import itertools
 import networkx
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 import torch_occ as occ
 from torch_occ.mdp.unroll import ABSORBING
@@ -58,7 +59,7 @@ def test_paths_of_the_graph_and_of_the_mdp_are_the_same():
     assert found == {tuple(as_flow(EDGES, path).tolist()) for path in PATHS}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_shortest_paths_are_those_of_networkx(seed):
     edges = random_dag(seed)
     mdp = occ.LayeredMDP.from_graph(edges, 0, 8)
@@ -84,7 +85,7 @@ def test_the_entropy_over_paths(seed):
         [as_flow(edges, p) for p in networkx.all_simple_paths(networkx.DiGraph(edges), 0, 6)]
     )
     expected = torch.softmax(-flows @ costs, 0) @ flows
-    step = occ.FTRLStep(mdp, occ.ConditionalEntropy())
+    step = occ.FTRLStep(mdp, occ.ConditionalEntropy(), backend="torch")
     torch.testing.assert_close(mdp.flows(step(mdp.losses(costs))), expected)
 
 
@@ -97,7 +98,7 @@ def test_losses_and_flows_are_adjoint_and_differentiable():
     torch.testing.assert_close((mdp.losses(costs) * q).sum(), (mdp.flows(q) * costs).sum())
     assert torch.autograd.gradcheck(mdp.losses, costs)
     assert torch.autograd.gradcheck(mdp.flows, q)
-    step = occ.FTRLStep(mdp, occ.Tsallis())
+    step = occ.FTRLStep(mdp, occ.Tsallis(), backend="torch")
     assert torch.autograd.gradcheck(lambda c: mdp.flows(step(mdp.losses(c))), costs)
     unused = [EDGES.index(edge) for edge in [("a", "d"), ("z", "c"), ("t", "d")]]
     assert bool((mdp.flows(q)[:, unused] == 0).all())
@@ -141,7 +142,7 @@ def test_wide_layers_are_sparse():
     mdp = occ.LayeredMDP.from_graph(edges, "s", "t")
     assert mdp.is_sparse
     costs = torch.rand(len(edges), dtype=F64, generator=torch.Generator().manual_seed(0))
-    q = occ.FTRLStep(mdp, occ.ConditionalEntropy())(mdp.losses(costs))
+    q = occ.FTRLStep(mdp, occ.ConditionalEntropy(), backend="torch")(mdp.losses(costs))
     expected = torch.softmax(-costs.reshape(3, 200).sum(0), 0)
     torch.testing.assert_close(mdp.flows(q), expected.repeat(3))
 
@@ -191,3 +192,128 @@ def test_cycles_beside_all_paths_do_no_harm():
 def test_bad_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(occ.LayeredMDP.from_graph(EDGES, "s", "t"))
+
+
+# -- graphs that move to other number types and devices --------------------------------------------
+
+
+@pytest.mark.parametrize("horizon", [None, 5])
+def test_a_graph_stays_a_graph(horizon):
+    mdp = occ.LayeredMDP.from_graph(EDGES, "s", "t", horizon)
+    costs = torch.rand(2, len(EDGES), dtype=F64, generator=torch.Generator().manual_seed(0))
+    single = mdp.to(torch.float32)
+    assert single.losses(costs).dtype == single.dtype == torch.float32
+    torch.testing.assert_close(single.shortest_path(costs), mdp.shortest_path(costs).float())
+    assert single.edges == mdp.edges
+    mode = FakeTensorMode()  # it refuses operations on two devices
+
+    def on_gpu(x):
+        number = torch.bfloat16 if x.is_floating_point() else x.dtype
+        return FakeTensor(mode, x.to("meta", number), torch.device("cuda"))
+
+    meta = mdp.to("meta", torch.bfloat16), costs.to("meta")
+    for other, given in (meta, (mdp.map_tensors(on_gpu), on_gpu(costs))):
+        losses = other.losses(given)
+        assert (losses.device, losses.dtype) == (other.device, torch.bfloat16)
+        assert other.flows(losses).shape == (2, len(EDGES))
+
+
+def test_a_module_with_a_graph_can_be_converted():
+    class Planner(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            mdp = occ.LayeredMDP.from_graph(EDGES, "s", "t")
+            self.network = torch.nn.Linear(3, len(EDGES))
+            self.step = occ.FTRLStep(mdp, occ.ConditionalEntropy(), backend="torch")
+
+        def forward(self, x, paths):
+            mdp = self.step.mdp
+            losses = mdp.losses(self.network(x))
+            loss = occ.fenchel_young_loss(self.step, losses, mdp.occupancy_of(paths)).mean()
+            return loss, mdp.flows(self.step(losses))
+
+    torch.manual_seed(0)
+    planner, x, paths = (
+        Planner(),
+        torch.randn(4, 3),
+        torch.stack([as_flow(EDGES, p) for p in PATHS]),
+    )
+    expected = planner(x, paths)
+    found = planner.float()(x, paths)
+    assert {y.dtype for y in found} == {torch.float32}
+    torch.testing.assert_close(found, expected, check_dtype=False, rtol=1e-4, atol=1e-5)
+    found[0].backward()
+    assert bool(planner.network.weight.grad.any())
+
+
+# -- graphs with cycles, within a horizon ----------------------------------------------------------
+
+
+def eight_neighbours(n):
+    cells = list(itertools.product(range(n), repeat=2))
+    moves = [move for move in itertools.product((-1, 0, 1), repeat=2) if move != (0, 0)]
+    edges = [((i, j), (i + a, j + b)) for i, j in cells for a, b in moves]
+    return [edge for edge in edges if edge[1] in cells]
+
+
+@pytest.mark.parametrize("penalty", [None, 100.0])
+def test_shortest_paths_with_cycles_are_those_of_networkx(penalty):
+    edges = eight_neighbours(4)
+    mdp = occ.LayeredMDP.from_graph(edges, (0, 0), (3, 3), horizon=9, penalty=penalty)
+    costs = torch.rand(5, len(edges), dtype=F64, generator=torch.Generator().manual_seed(0))
+    flows = mdp.shortest_path(costs)
+    for flow, cost in zip(flows, costs, strict=True):
+        graph = networkx.DiGraph()
+        graph.add_weighted_edges_from((*e, float(c)) for e, c in zip(edges, cost, strict=True))
+        torch.testing.assert_close(
+            flow, as_flow(edges, networkx.dijkstra_path(graph, (0, 0), (3, 3)))
+        )
+    torch.testing.assert_close(mdp.flows(mdp.occupancy_of(flows)), flows)
+
+
+def test_walks_wait_at_the_target_and_pay_if_they_do_not_arrive():
+    edges = [("s", "a"), ("a", "s"), ("a", "t")]
+    only = occ.LayeredMDP.from_graph(edges, "s", "t", 4)
+    assert only.layer_sizes == (1, 1, 2, 2)  # s | a | s or arrived | a or arrived
+    costs = torch.tensor([1.0, 1.0, 10.0], dtype=F64)
+    assert only.shortest_path(costs).tolist() == [1.0, 0.0, 1.0]
+    late = occ.LayeredMDP.from_graph(edges, "s", "t", 4, penalty=7.0)
+    # s a s a s costs 4 + 7, and s a t costs 11, after which waiting is free.
+    values = [occ.optimal_policy(mdp, mdp.losses(costs)).value[0] for mdp in (only, late)]
+    assert [float(value) for value in values] == [11.0, 11.0]
+    cheap = occ.LayeredMDP.from_graph(edges, "s", "t", 4, penalty=6.0)
+    assert cheap.shortest_path(costs).tolist() == [2.0, 2.0, 0.0]
+    q = torch.rand(cheap.num_states, cheap.num_actions, dtype=F64, requires_grad=True)
+    flat = costs.clone().requires_grad_()
+    torch.testing.assert_close(
+        ((cheap.losses(flat) - cheap.losses(0 * flat)) * q).sum(), (cheap.flows(q) * flat).sum()
+    )
+    assert torch.autograd.gradcheck(cheap.flows, q)
+
+
+def test_the_entropy_over_walks():
+    """All walks that arrive within the horizon, and no others, share a softmax."""
+    edges = [("s", "a"), ("a", "b"), ("b", "a"), ("a", "s"), ("b", "t"), ("s", "t")]
+    mdp = occ.LayeredMDP.from_graph(edges, "s", "t", horizon=5)
+    costs = torch.rand(6, dtype=F64, generator=torch.Generator().manual_seed(1))
+    walks = [["s", "t"], ["s", "a", "b", "t"], ["s", "a", "s", "t"], ["s", "a", "s", "a", "s", "t"]]
+    walks += [["s", "a", "b", "a", "b", "t"], ["s", "a", "s", "a", "b", "t"]]
+    walks += [["s", "a", "b", "a", "s", "t"]]
+    counts = [[float([*itertools.pairwise(w)].count(e)) for e in edges] for w in walks]
+    flows = torch.tensor(counts, dtype=F64)
+    expected = torch.softmax(-flows @ costs, 0) @ flows
+    step = occ.FTRLStep(mdp, occ.ConditionalEntropy(), backend="torch")
+    torch.testing.assert_close(mdp.flows(step(mdp.losses(costs))), expected)
+
+
+def test_bad_horizons_are_refused():
+    edges = eight_neighbours(4)
+    with pytest.raises(ValueError, match=r"horizon: the shortest path from \(0, 0\) .* 3 edges.*2"):
+        occ.LayeredMDP.from_graph(edges, (0, 0), (3, 3), horizon=2)
+    with pytest.raises(ValueError, match="penalty: is for walks within a horizon"):
+        occ.LayeredMDP.from_graph(EDGES, "s", "t", penalty=1.0)
+    with pytest.raises(ValueError, match="penalty: expected a finite number, got nan"):
+        occ.LayeredMDP.from_graph(EDGES, "s", "t", 5, penalty=torch.nan)
+    mdp = occ.LayeredMDP.from_graph(edges, (0, 0), (3, 3), horizon=5)
+    with pytest.raises(ValueError, match=r"expected a unit of flow .* along paths of at most 5"):
+        mdp.occupancy_of(torch.ones(len(edges), dtype=F64))

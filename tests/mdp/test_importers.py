@@ -129,10 +129,11 @@ def test_another_start():
     assert mdp.origin[0] == 328
 
 
-def test_it_survives_pickling_for_other_processes():
+def test_it_survives_pickling_for_other_processes_and_conversion():
     mdp = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 4, verify=0)
     again = pickle.loads(pickle.dumps(mdp))
     assert torch.equal(again.loss, mdp.loss)
+    assert torch.equal(mdp.to(torch.float32).reward, mdp.reward.float())
     assert again.reward_map == mdp.reward_map
     assert again.num_pairs == mdp.num_pairs
 
@@ -170,8 +171,15 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_options_that_do_not_exist_or_do_not_apply():
     with expect(ValueError, "options: 'FrozenLake-v1' does not take {'is_slipery': False}"):
         occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 3, options={"is_slipery": False})
-    with expect(ValueError, "options", "made already"):
-        occ.LayeredMDP.from_gymnasium(gymnasium.make("FrozenLake-v1"), 3, options={})
+    with expect(ValueError, "options: 'FrozenLake-v1' does not take {'is_slipery': False}"):
+        occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 3, is_slipery=False)
+    for more in ({"options": {}}, {"is_slippery": False}):
+        with expect(ValueError, "options", "made already"):
+            occ.LayeredMDP.from_gymnasium(gymnasium.make("FrozenLake-v1"), 3, **more)
+    by_name = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 3, is_slippery=False, verify=0)
+    options = {"is_slippery": False}
+    twin = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 3, options=options, verify=0)
+    assert all(map(torch.equal, by_name.transitions, twin.transitions))
     with expect(TypeError, "env: expected a Gymnasium environment or its id, got int"):
         occ.LayeredMDP.from_gymnasium(3, 3)
 
@@ -280,16 +288,6 @@ def as_sparse(x):
         ),
         lambda P, R: (list(P), R, None),
     ],
-    ids=[
-        "(A,S,S)",
-        "reward (S,A)",
-        "(S,A,S)",
-        "tensors",
-        "sparse",
-        "sparse, dense reward",
-        "object arrays",
-        "list",
-    ],
 )
 def test_arrays_in_every_form(form):
     P, R = arrays()
@@ -352,6 +350,10 @@ def test_from_tables_reads_sparse_tables():
     P = torch.from_numpy(np.moveaxis(arrays()[0], 0, 1).copy())  # (S, A, S)
     dense = occ.LayeredMDP.from_tables(P, 4, 1, terminal=[3])
     rows = P.reshape(15, 5)
+    arrays_too = occ.LayeredMDP.from_tables(
+        P.numpy(), 4, np.eye(5)[1], terminal=[3], actions=np.ones((5, 3), dtype=bool)
+    )
+    assert all(map(torch.equal, arrays_too.transitions, dense.transitions))
     forms = [
         P.to_sparse_coo(),
         rows.to_sparse_coo(),

@@ -1,6 +1,7 @@
 import re
 from dataclasses import FrozenInstanceError
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,19 +87,6 @@ def test_rounding_and_masked_rows_are_no_errors():
             lambda P: [P[0].expand(2, 1, 2, 3), P[1].expand(3, 3, 2, 2), P[2]],
             ("transitions[1]", "batch"),
         ),
-    ],
-    ids=[
-        "none",
-        "list",
-        "integer",
-        "dtype",
-        "rank",
-        "actions",
-        "layer size",
-        "no terminal",
-        "empty",
-        "last row",
-        "batches",
     ],
 )
 def test_a_wrong_layout_is_named(change, fragments):
@@ -263,9 +251,33 @@ def test_with_transitions_changes_the_probabilities_and_nothing_else():
 
 def test_to_converts_every_floating_point_tensor():
     mdp = occ.LayeredMDP(tables())
-    single = mdp.to(dtype=torch.float32)
-    assert {x.dtype for x in (single.initial, single.joint_transitions, *single.transitions)} == {
-        torch.float32
-    }
-    assert (single.actions.dtype, single.origin.dtype, mdp.dtype) == (torch.bool, torch.int64, F64)
-    assert single.to("meta").device.type == "meta"
+    singles = mdp.to(torch.float32), mdp.to(dtype=torch.float32), mdp.to(torch.ones(1))
+    for single in (*singles, mdp.to("cpu", torch.float32)):
+        floating = (single.initial, single.joint_transitions, *single.transitions)
+        assert {x.dtype for x in (*floating, single.other_actions)} == {torch.float32}
+        assert (single.actions.dtype, single.origin.dtype) == (torch.bool, torch.int64)
+    assert mdp.dtype == F64
+    assert mdp.to("meta").device == mdp.to("meta").layer.device == torch.device("meta")
+    with pytest.raises(TypeError, match=r"dtype: expected a floating-point type, got torch\.int64"):
+        mdp.to(torch.int64)
+
+
+def test_arrays_are_tables():
+    arrays, actions = [p.numpy() for p in tables()], np.ones((6, 2), dtype=bool)
+    arrays[1].flags.writeable = False
+    actions[3, 1] = False
+    mdp = occ.LayeredMDP(arrays, actions=actions, initial=np.ones(1), origin=np.arange(6))
+    twin = occ.LayeredMDP(tables(), actions=torch.from_numpy(actions))
+    assert all(map(torch.equal, mdp.transitions, twin.transitions))
+    assert torch.equal(mdp.actions, twin.actions)
+    loss = np.random.default_rng(0).random((6, 2))
+    plan, expected = (occ.optimal_policy(mdp, x) for x in (loss, torch.from_numpy(loss)))
+    assert all(map(torch.equal, plan, expected))
+    policy = plan.policy.numpy()
+    assert torch.equal(occ.occupancy(mdp, policy), occ.occupancy(mdp, plan.policy))
+    assert torch.equal(mdp.lift(loss), torch.from_numpy(loss))
+    step = occ.FTRLStep(mdp, occ.Tsallis(), backend="torch")
+    assert torch.equal(step(loss), step(torch.from_numpy(loss)))
+    assert torch.equal(occ.BernoulliLosses(loss).mean, torch.from_numpy(loss))
+    with expect("transitions: expected one tensor per layer, got one tensor of shape (2, 2, 2)"):
+        occ.LayeredMDP(np.full((2, 2, 2), 0.5))

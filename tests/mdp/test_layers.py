@@ -154,9 +154,6 @@ def test_occupancy_planning_and_reachability_are_the_same(build):
     dense = build()
     sparse, policy, loss = dense.to_sparse(), policies(dense, 4), random_loss(dense, batch=(4,))
     close(occ.interior_point(sparse), occ.interior_point(dense))
-    close(occ.occupancy(sparse, policy), occ.occupancy(dense, policy))
-    close(occ.mdp.flow_residual(sparse, loss), occ.mdp.flow_residual(dense, loss))
-    close(occ.mdp.flow_adjoint(sparse, loss.sum(-1)), occ.mdp.flow_adjoint(dense, loss.sum(-1)))
     close(occ.mdp.reachability(sparse, policy), occ.mdp.reachability(dense, policy))
     for found, expected in zip(
         occ.optimal_policy(sparse, loss), occ.optimal_policy(dense, loss), strict=True

@@ -91,20 +91,6 @@ def test_the_parameters_of_a_sum_are_those_of_its_terms():
     assert len(list(twice.parameters())) == 4
 
 
-def test_batched_t_and_parameters_give_a_batch_of_values():
-    q, mdp = point(3)
-    t, alpha = tensor([1.0, 4.0, 9.0]), tensor([0.5, 0.25, 0.0])
-    beta, gamma = tensor([1.0, 2.0, 3.0]), tensor([3.0, 2.0, 1.0])
-    found = (occ.HybridTsallis(alpha) / occ.InverseSqrt(gamma) + occ.LogBarrier(beta))(q, t, mdp)
-    one_by_one = [
-        (occ.HybridTsallis(float(a)) / occ.InverseSqrt(float(g)) + occ.LogBarrier(float(b)))(
-            q[0], float(t), mdp
-        )
-        for t, a, b, g in zip(t, alpha, beta, gamma, strict=True)
-    ]
-    torch.testing.assert_close(found, torch.stack(one_by_one), rtol=1e-15, atol=0)
-
-
 @pytest.mark.parametrize(
     "psi", [A, SmoothedHybrid(0.5), B, C], ids=["built-in", "separable", "statewise", "joint"]
 )
@@ -140,10 +126,6 @@ def test_a_parameter_outside_its_domain_is_named(owner, name, value):
 
 def test_a_parameter_that_leaves_its_domain_later_is_found_inside_a_sum():
     psi = occ.HybridTsallis(0.5) / occ.InverseSqrt(2.0) + occ.LogBarrier(3.0)
-    psi.validate()
-    others = {name: parameter.detach() for name, parameter in psi.named_parameters()}
-    with pytest.raises(ValueError, match=r"InverseSqrt: gamma must satisfy .* got -2"):
-        psi.validate({name: -x if "gamma" in name else x for name, x in others.items()})
     psi.validate()
     with torch.no_grad():
         psi.terms[1].beta.fill_(-1.0)

@@ -72,22 +72,6 @@ def test_values_are_those_of_the_formula(psi, formula, problem):
 
 
 @pytest.mark.parametrize(
-    ("build", "values"),
-    [
-        (occ.Tsallis, [0.3, 0.5]),
-        (occ.HybridTsallis, [0.0, 2.0]),
-        (occ.HybridComplement, [0.1, 1.0]),
-        (occ.LogBarrier, [0.5, 8.0]),
-    ],
-)
-def test_batched_parameters_give_one_value_for_each(build, values):
-    mdp, q = point("masked")
-    found = build(torch.tensor(values, dtype=F64))(q.expand(2, *q.shape), 1.0, mdp)
-    one_by_one = torch.stack([build(value)(q, 1.0, mdp) for value in values])
-    torch.testing.assert_close(found, one_by_one, rtol=1e-14, atol=1e-15)
-
-
-@pytest.mark.parametrize(
     ("psi", "arguments"),
     [
         (occ.Tsallis(), ("pair",)),

@@ -4,8 +4,7 @@ from torch.autograd.functional import hessian as autograd_hessian
 from zoo import PROBLEMS, REGULARIZERS, Centred, Coupled, random_loss
 
 import torch_occ as occ
-from torch_occ.regularizers.derivatives import Evaluator, derivatives
-from torch_occ.regularizers.hessians import Blocks, Full, Separable
+from torch_occ.regularizers.derivatives import Blocks, Evaluator, Full, Separable, derivatives
 
 F64 = torch.float64
 SMALL = ["contexts", "masked", "no_choice", "layers"]
@@ -90,48 +89,7 @@ def test_forward_can_be_differentiated_by_torch_func(name):
     close([by_func], [dense(mdp, psi, q, 7.0)[1]])
 
 
-# -- one function at three levels ------------------------------------------------------------------
-
-
-class BySeparable(occ.SeparableRegularizer):
-    def pair(self, x):
-        return x * x.log()
-
-    def rest(self, x):
-        return -(x + 0.1).sqrt()
-
-    def state(self, x):
-        return x**3
-
-
-class ByState(occ.StatewiseRegularizer):
-    def per_state(self, q_s):
-        state = q_s.sum(-1, keepdim=True)
-        rest = -(state - q_s + 0.1).sqrt() if q_s.shape[-1] > 1 else torch.zeros_like(q_s)
-        return (q_s * q_s.log() + rest).sum(-1) + state.squeeze(-1) ** 3
-
-
-class Jointly(occ.JointRegularizer):
-    def __init__(self, actions):
-        super().__init__()
-        self.actions = actions
-
-    def joint(self, q):
-        state = q.sum(-1, keepdim=True)
-        shared = (self.actions.sum(-1, keepdim=True) > 1) & self.actions
-        x = torch.where(self.actions, q, 1.0)
-        terms = x * x.log() - torch.where(shared, (state - q + 0.1).sqrt(), 0.0)
-        return terms.sum((-2, -1)) + (state**3).sum((-2, -1))
-
-
-@pytest.mark.parametrize("batch", [(), (2, 3)])
-@pytest.mark.parametrize("problem", PROBLEMS)
-def test_the_three_levels_agree(problem, batch):
-    mdp, q = point(problem, *batch)
-    found = [derive(mdp, psi, q) for psi in (BySeparable(), ByState(), Jointly(mdp.actions))]
-    assert [type(x.hessian) for x in found] == [Separable, Blocks, Full]
-    for other in found[1:]:
-        close(on_pairs(mdp, other), on_pairs(mdp, found[0]))
+# -- levels together -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("problem", ["masked", "layers"])
@@ -214,21 +172,3 @@ def test_the_evaluator_takes_other_parameters():
     with pytest.raises(ValueError, match=r"HybridTsallis: alpha|InverseSqrt: gamma"):
         evaluator.validate([-x for x in doubled])
     assert [x.item() for x in psi.parameters()] == [0.5, 2.0, 3.0]
-
-
-def test_batched_parameters_never_add_up():
-    """With one q for several parameters, there is a Hessian per parameter or an error; no sum."""
-    mdp, q = point("masked")
-    beta = torch.tensor([1.0, 5.0], dtype=F64)
-    together = derive(mdp, occ.LogBarrier(beta), q.expand(2, *q.shape)).hessian.d
-    torch.testing.assert_close(
-        together,
-        torch.stack([derive(mdp, occ.LogBarrier(float(b)), q).hessian.d for b in beta]),
-        rtol=1e-15,
-        atol=0,
-    )
-    try:
-        broadcast = derive(mdp, occ.LogBarrier(beta), q).hessian.d
-    except (ValueError, RuntimeError):
-        return
-    torch.testing.assert_close(broadcast, together, rtol=1e-15, atol=0)

@@ -1,4 +1,4 @@
-from itertools import product
+"""The paper's Hessian (`lem:hessian_derivaties`)."""
 
 import pytest
 import torch
@@ -7,87 +7,9 @@ from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 from torch_occ.mdp.occupancy import DenseFlow
-from torch_occ.regularizers.hessians import Blocks, Full, Separable, combine
 
 F64 = torch.float64
-ACTIONS = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 1, 0]], dtype=torch.bool)
 
-
-def separable(*batch, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    d, w = (torch.rand(*batch, 3, 3, dtype=F64, generator=generator) * ACTIONS for _ in range(2))
-    return Separable(d, w, torch.rand(*batch, 3, dtype=F64, generator=generator), ACTIONS)
-
-
-def blocks(*batch, seed=1):
-    pairs = ACTIONS.unsqueeze(-1) & ACTIONS.unsqueeze(-2)
-    generator = torch.Generator().manual_seed(seed)
-    return Blocks(torch.rand(*batch, 3, 3, 3, dtype=F64, generator=generator) * pairs, ACTIONS)
-
-
-def full(*batch, seed=2):
-    exists = ACTIONS.flatten()
-    matrix = torch.rand(*batch, 9, 9, dtype=F64, generator=torch.Generator().manual_seed(seed))
-    return Full(matrix * (exists & exists.unsqueeze(-1)), ACTIONS)
-
-
-LEVELS = {"separable": separable, "blocks": blocks, "full": full}
-
-
-# -- the three levels ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("batch", [(), (2,), (4, 1)])
-def test_a_separable_block_is_the_second_derivative_of_its_terms(batch):
-    """sum_a d x_a^2 / 2 + w (x(s) - x_a)^2 / 2 + c x(s)^2 / 2 has exactly this Hessian."""
-    hessian = separable(*batch)
-    found = hessian.to_blocks().blocks
-    indices = torch.cartesian_prod(*(torch.arange(size) for size in (*batch, 3)))
-    for index in indices.reshape(-1, len(batch) + 1).tolist():
-        *element, state = index
-        d, w, c = (x[(*element, state)] for x in (hessian.d, hessian.w, hessian.c))
-        here = ACTIONS[state]
-
-        def quadratic(x, d=d, w=w, c=c, here=here):
-            total = (x * here).sum()
-            return ((d * x**2 + w * (total - x) ** 2) * here).sum() / 2 + c * total**2 / 2
-
-        expected = autograd_hessian(quadratic, torch.zeros(3, dtype=F64))
-        torch.testing.assert_close(found[(*element, state)], expected, rtol=1e-14, atol=1e-15)
-
-
-def test_full_holds_the_blocks_on_its_diagonal():
-    matrix = blocks(2).to_full().matrix
-    for element in range(2):
-        assert torch.equal(matrix[element], torch.block_diag(*blocks(2).blocks[element]))
-
-
-@pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
-def test_masked_entries_are_zero_at_every_level(level):
-    matrix = level(2).to_full().matrix
-    assert not bool(matrix[:, ~ACTIONS.flatten()].any())
-    assert not bool(matrix[:, :, ~ACTIONS.flatten()].any())
-
-
-@pytest.mark.parametrize("batches", [((), ()), ((2,), (2,)), ((2,), ())])
-@pytest.mark.parametrize(("left", "right"), list(product(LEVELS, LEVELS)))
-def test_a_sum_is_held_at_the_coarser_level(left, right, batches):
-    a, b = LEVELS[left](*batches[0], seed=3), LEVELS[right](*batches[1], seed=4)
-    found = combine(a, b)
-    assert type(found) is max(type(a), type(b), key=[Separable, Blocks, Full].index)
-    expected = a.to_full().matrix + b.to_full().matrix
-    torch.testing.assert_close(found.to_full().matrix, expected, rtol=1e-15, atol=1e-15)
-
-
-def test_curvature():
-    """D = d + w for separable Hessians; the diagonal for matrices."""
-    assert torch.equal(separable().curvature, separable().d + separable().w)
-    assert torch.equal(blocks(2).curvature, blocks(2).blocks.diagonal(dim1=-2, dim2=-1))
-    diagonal = full(2).matrix.diagonal(dim1=-2, dim2=-1)
-    assert torch.equal(full(2).curvature, diagonal.reshape(2, 3, 3))
-
-
-# -- the paper's Hessian (`lem:hessian_derivaties`) ------------------------------------------------
 
 ALPHA = 0.625
 

@@ -391,19 +391,6 @@ def test_tune_with_as_many_starts_as_states_or_actions(level):
         close(found.path, expected.path, 1e-9)
 
 
-@at_all_levels
-@pytest.mark.parametrize("size", [3, 9])
-def test_forecasts_of_a_batch(level, size):
-    mdp, values = MDPS["contexts"], parameters((size,))
-    mean = 0.1 + 0.8 * random_loss(mdp)
-    found = []
-    for psi in (LEVELS[level](mdp, **values), built_in(mdp, **values)):
-        path = occ.forecast(mdp, psi, mean, 30)
-        found.append([x.detach() for x in (path.final, path.stability)])
-    for x, y in zip(*found, strict=True):
-        close(x, y, 1e-9)
-
-
 @pytest.mark.parametrize("level", STEPS)
 @pytest.mark.parametrize("size", [3, 9])
 def test_a_forecast_under_vmap_does_not_take_its_dimension_for_pairs(level, size):

@@ -13,7 +13,6 @@ from torch_occ.mdp.occupancy import occupancy, uniform_policy
 R = occ.rivals
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
 LOSSES = occ.BernoulliLosses(random_loss(MDP, seed=3))
-PRACTICAL = R.Widths.of("practical", MDP)
 
 
 def psi():
@@ -60,44 +59,6 @@ def test_printed_constants():
     assert full.widths.iota == pytest.approx((math.log(T**3 * 21),) * 3, rel=1e-13)
     assert full.adaptive == 64 * 3**4  # 1 / eta^2 = adaptive + M / (L ln(S A))
     assert full.choices == pytest.approx(3 * math.log(21), rel=1e-14)
-
-
-@pytest.mark.parametrize("name", ["masked", "contexts", "layers", "no_choice", "bandit"])
-def test_every_layout_is_played(name):
-    mdp = PROBLEMS[name]().mdp
-    losses = occ.BernoulliLosses(random_loss(mdp))
-    for learner in (
-        R.UnknownFTRL(mdp, occ.jin_luo(mdp)),
-        R.UnknownFTRL.practical(mdp),
-        R.UnknownFTRL.jin_huang_luo(mdp, 20),
-        R.UnknownFTRL.jin_huang_luo(mdp, 20, full_information=True),
-    ):
-        history = occ.simulate(mdp, learner, losses, 20, range(3))
-        assert not bool(history.uncertified.any())
-
-
-def test_bad_input():
-    with pytest.raises(ValueError, match=r"Jin, Huang and Luo needs the number of episodes T"):
-        R.UnknownFTRL.jin_huang_luo(MDP)
-    with pytest.raises(ValueError, match="widths: a bonus needs confidence widths"):
-        R.UnknownFTRL(MDP, psi(), bonus=R.Bonus())
-    with pytest.raises(ValueError, match="optimistic transitions needs confidence widths"):
-        R.UnknownFTRL(MDP, psi(), optimistic=True)
-    with pytest.raises(ValueError, match="optimistic transitions replace it"):
-        R.UnknownFTRL(MDP, psi(), widths=PRACTICAL, bonus=R.Bonus(), optimistic=True)
-    with pytest.raises(ValueError, match="pseudo_count: FTRL needs a positive one"):
-        R.UnknownFTRL(MDP, psi(), pseudo_count=0.0)
-    with pytest.raises(ValueError, match="adaptive: expected a number of at least 1"):
-        R.UnknownFTRL(MDP, psi(), adaptive=0.5)
-    with pytest.raises(TypeError, match=r"widths: expected for example occ.rivals.Widths.of"):
-        R.UnknownFTRL(MDP, psi(), widths="practical")
-    with pytest.raises(TypeError, match="regularizer"):
-        R.UnknownFTRL(MDP, 3)
-    with pytest.raises(ValueError, match="made without confidence widths"):
-        R.UnknownFTRL(MDP, psi()).confidence()
-    learner = R.UnknownFTRL.jin_huang_luo(MDP, 100)
-    with pytest.raises(ValueError, match="UnknownFTRL was made for 100 episodes, but 101 were"):
-        occ.simulate(MDP, learner, LOSSES, 101)
 
 
 @pytest.mark.slow
@@ -153,21 +114,6 @@ def test_the_first_episode_begins_an_epoch():
     kept = Kept()
     occ.simulate(MDP, R.UOBREPS(MDP, 10), LOSSES, 1, range(3), callbacks=[kept])
     assert kept.learner.state["epochs"].tolist() == [2.0] * 3
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"episodes": 0}, r"episodes: UOB-REPS needs the number of episodes.* got 0"),
-        ({"episodes": None}, r"episodes: UOB-REPS needs the number of episodes.* got None"),
-        ({"delta": 1.0}, r"delta: UOB-REPS needs a number in \(0, 1\), got 1\.0"),
-        ({"learning_rate": -1.0}, r"learning_rate: expected a positive number, got -1\.0"),
-        ({"bias": 0.0}, r"bias: expected a positive number, got 0\.0"),
-    ],
-)
-def test_errors_say_what_it_needs(options, message):
-    with pytest.raises(ValueError, match=message):
-        R.UOBREPS(MDP, **({"episodes": 10} | options))
 
 
 def test_it_learns():

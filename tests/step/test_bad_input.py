@@ -10,6 +10,8 @@ from zoo import layers, masked, tensor
 
 import torch_occ as occ
 
+pytestmark = pytest.mark.usefixtures("both_backends")
+
 NAN, INF = float("nan"), float("inf")
 
 
@@ -33,27 +35,30 @@ LOSS, ONES = masked().loss, torch.ones(4, 2, dtype=torch.float64)
 UNREACHABLE = [tensor([[[0.0, 1.0]] * 2] * 2), torch.ones(2, 2, 1, dtype=torch.float64)]
 BAD_CALLS = {  # name: (what is called, words that the message must have)
     "nan_loss": (
-        lambda step: step(replaced(LOSS, (2, 1), NAN)),
+        lambda step: step(replaced(LOSS, (2, 1), NAN), 3),
         ["cumulative_loss", "layer 1, state 0, action 1", "nan", "finite"],
     ),
     "infinite_loss": (
-        lambda step: step(replaced(torch.stack([LOSS] * 3), (1, 0, 1), -INF)),
+        lambda step: step(replaced(torch.stack([LOSS] * 3), (1, 0, 1), -INF), 3),
         ["cumulative_loss", "element (1,)", "-inf"],
     ),
     "loss_of_wrong_shape": (
-        lambda step: step(LOSS.mT),
+        lambda step: step(LOSS.mT, 3),
         ["cumulative_loss", "(*batch, 4, 2)", "(2, 4)"],
     ),
     "loss_of_one_dimension": (
-        lambda step: step(LOSS[0]),
+        lambda step: step(LOSS[0], 3),
         ["cumulative_loss", "(*batch, 4, 2)", "(2,)"],
     ),
     "loss_in_higher_precision": (
-        lambda step: copy.deepcopy(step).float()(LOSS),
+        lambda step: copy.deepcopy(step).float()(LOSS, 3),
         ["cumulative_loss", "float32", "float64"],
     ),
-    "loss_of_integers": (lambda step: step(LOSS.long()), ["cumulative_loss", "int64", "float64"]),
-    "loss_as_list": (lambda step: step(LOSS.tolist()), ["cumulative_loss", "tensor", "list"]),
+    "loss_of_integers": (
+        lambda step: step(LOSS.long(), 3),
+        ["cumulative_loss", "int64", "float64"],
+    ),
+    "loss_as_list": (lambda step: step(LOSS.tolist(), 3), ["cumulative_loss", "tensor", "list"]),
     "t_zero": (lambda step: step(LOSS, 0), ["t:", "at least 1", "0.0"]),
     "t_negative": (lambda step: step(LOSS, tensor([3.0, -2.0])), ["t:", "at least 1", "-2.0"]),
     "t_nan": (lambda step: step(LOSS, NAN), ["t:", "at least 1", "nan"]),
@@ -62,39 +67,71 @@ BAD_CALLS = {  # name: (what is called, words that the message must have)
         lambda step: step(torch.stack([LOSS] * 3), tensor([1.0, 2.0])),
         ["t:", "(3,)", "(2,)"],
     ),
+    "t_missing": (
+        lambda step: step(LOSS),
+        ["t:", "schedule InverseSqrt", "step(cumulative_loss, t)"],
+    ),
+    "t_missing_in_learning": (
+        lambda step: occ.fenchel_young_loss(step, LOSS, step.interior),
+        ["t:", "schedule InverseSqrt"],
+    ),
+    "t_beyond_all_numbers": (
+        lambda step: step(LOSS, 10**400),
+        ["t:", "at least 1 and below", "larger integer"],
+    ),
+    "sparse_loss": (
+        lambda step: step(LOSS.to_sparse(), 3),
+        ["cumulative_loss", "sparse", "to_dense()"],
+    ),
+    "budgets_as_a_tensor": (
+        lambda step: step(LOSS, 3, constraints=LOSS),
+        ["constraints", "Budgets(costs, limits)", "Tensor"],
+    ),
+    "regularizer_as_a_function": (
+        lambda step: occ.FTRLStep(step.mdp, lambda q: q.sum()),
+        ["regularizer", "got function", "SeparableRegularizer"],
+    ),
+    "regularizer_as_a_class": (
+        lambda step: occ.FTRLStep(step.mdp, occ.Shannon),
+        ["regularizer", "the class Shannon", "make one"],
+    ),
+    "arguments_in_the_wrong_order": (
+        lambda step: occ.FTRLStep(occ.Shannon(), step.mdp),
+        ["mdp:", "got Shannon", "FTRLStep(mdp, regularizer)"],
+    ),
     "t_as_text": (lambda step: step(LOSS, "one"), ["t:"]),
     "warm_start_zero": (
-        lambda step: step(LOSS, warm_start=replaced(ONES, (0, 1), 0.0)),
+        lambda step: step(LOSS, 3, warm_start=replaced(ONES, (0, 1), 0.0)),
         ["warm_start", "state 0, action 1", "positive"],
     ),
     "warm_start_negative": (
-        lambda step: step(LOSS, warm_start=-ONES),
+        lambda step: step(LOSS, 3, warm_start=-ONES),
         ["warm_start", "-1.0", "positive"],
     ),
     "warm_start_nan": (
-        lambda step: step(LOSS, warm_start=NAN * ONES),
+        lambda step: step(LOSS, 3, warm_start=NAN * ONES),
         ["warm_start", "nan", "positive"],
     ),
     "warm_start_of_wrong_shape": (
-        lambda step: step(LOSS, warm_start=ONES[:2]),
+        lambda step: step(LOSS, 3, warm_start=ONES[:2]),
         ["warm_start", "(*batch, 4, 2)", "(2, 2)"],
     ),
     "warm_start_of_wrong_batch": (
-        lambda step: step(torch.stack([LOSS] * 3), warm_start=torch.stack([ONES] * 2)),
+        lambda step: step(torch.stack([LOSS] * 3), 3, warm_start=torch.stack([ONES] * 2)),
         ["warm_start"],
     ),
     "warm_start_in_single_precision": (
-        lambda step: step(LOSS, warm_start=ONES.float()),
+        lambda step: step(LOSS, 3, warm_start=ONES.float()),
         ["warm_start", "float32", "float64"],
     ),
-    "model_of_other_layout": (lambda step: step(layers().loss, mdp=layers().mdp), ["mdp"]),
+    "model_of_other_layout": (lambda step: step(layers().loss, 3, mdp=layers().mdp), ["mdp"]),
     "model_with_unreachable_state": (
-        lambda step: step(LOSS, mdp=step.mdp.with_transitions(UNREACHABLE)),
+        lambda step: step(LOSS, 3, mdp=step.mdp.with_transitions(UNREACHABLE)),
         ["mdp", "layer 1, state 0"],
     ),
     "model_with_nan": (
         lambda step: step(
-            LOSS, mdp=step.mdp.with_transitions([NAN * p for p in step.mdp.transitions])
+            LOSS, 3, mdp=step.mdp.with_transitions([NAN * p for p in step.mdp.transitions])
         ),
         ["mdp"],
     ),
@@ -153,7 +190,11 @@ def test_a_parameter_that_an_optimizer_made_negative_is_named(name, step):
     parameter.grad = torch.full_like(parameter, 100.0)
     torch.optim.SGD([parameter], lr=1.0).step()
     value = float(parameter.detach())
-    for call in (step, vmap(step), jacrev(step), lambda loss: functional_call(step, {}, (loss,))):
+
+    def solve(loss):
+        return step(loss, 3.0)
+
+    for call in (solve, vmap(solve), jacrev(solve), lambda x: functional_call(step, {}, (x, 3.0))):
         with pytest.raises(ValueError, match=f"{name} must .*{value}"):
             call(torch.stack([LOSS, LOSS]))
     assert float(parameter.detach()) == value

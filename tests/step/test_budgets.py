@@ -6,7 +6,7 @@ from torch.func import functional_call, jacrev, vmap
 from zoo import PROBLEMS, REGULARIZERS, random_loss, random_problem, tensor
 
 import torch_occ as occ
-from torch_occ.reference.cvxpy_step import solve_cvxpy
+from torch_occ.reference import solve_cvxpy
 
 pytestmark = pytest.mark.usefixtures("both_backends")
 
@@ -60,6 +60,42 @@ def test_every_problem_is_solved_and_certified(name, problem):
     if float(spent) > float(budgets.limits) + 1e-9:
         assert abs(float(found.slack)) < 1e-13
         assert float(found.multipliers) > 0
+
+
+@pytest.mark.parametrize("psi", [occ.Shannon(), occ.ConditionalEntropy()])
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_entropies_meet_several_budgets_at_large_losses(psi, count):
+    """q underflows there, and the multipliers still need the curvature of psi."""
+    for seed in range(8):
+        mdp, mean = random_problem(seed)
+        costs = random_loss(mdp, seed=seed + 50, batch=(count,))
+        policy = random_loss(mdp, seed=seed + 70).pow(3)
+        q = occ.occupancy(mdp, policy / policy.sum(-1, keepdim=True))
+        budgets = occ.Budgets(costs, (costs * q).sum((-2, -1)) + 0.01)
+        for scale in (1e3, 1e4):
+            step = occ.FTRLStep(mdp, psi, backend="engine")
+            found = step.solve(scale * mean, constraints=budgets)
+            assert float(found.slack.min()) > -1e-12
+
+
+def test_the_certificate_knows_how_little_room_the_budgets_leave():
+    """Feasible by 1e-9, q is known to 1e-6 only: rounding errors of a sum of 1 are 1e-16."""
+    mdp, mean = random_problem(0)
+    costs = random_loss(mdp, seed=50, batch=(2,))
+    prices = tensor([0.3, 0.7])
+    plan = occ.optimal_policy(mdp, (costs * prices[:, None, None]).sum(0))
+    least = (costs * occ.occupancy(mdp, plan.policy)).sum((-2, -1))
+    step, errors = occ.FTRLStep(mdp, occ.Shannon()), []
+    for room in (0.1, 1e-9):
+        found = step.solve(10 * mean, constraints=occ.Budgets(costs, least + room), check=False)
+        errors.append(float(found.dual_residual))
+        assert bool(found.converged) == (errors[-1] <= 4e-11)
+    assert errors[0] < 1e-12
+    assert 1e-8 < errors[1] < 1e-2
+    with pytest.raises(occ.SolveError, match="accept a larger tolerance"):
+        step(10 * mean, constraints=occ.Budgets(costs, least + 1e-9))
+    loose = occ.FTRLStep(mdp, occ.Shannon(), tolerance=1e-3)
+    assert loose.solve(10 * mean, constraints=occ.Budgets(costs, least + 1e-9)).all_converged
 
 
 def test_without_a_binding_budget_nothing_changes():

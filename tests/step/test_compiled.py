@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -35,8 +32,10 @@ def gradients(step, loss, t, direction):
     )
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("regularizer", REGULARIZERS)
+@pytest.mark.parametrize(
+    ("regularizer", "problem"),
+    [*((name, "layers") for name in REGULARIZERS), *(("jin_luo", name) for name in PROBLEMS)],
+)
 def test_gradients_are_the_same(regularizer, problem):
     mdp, loss, t = PROBLEMS[problem]()
     psi = REGULARIZERS[regularizer](mdp)
@@ -165,49 +164,12 @@ def test_transforms_go_to_the_torch_path():
     assert jacrev(lambda loss: step(loss, 3.0)[0])(LOSS).shape == (3, 7, 3)
 
 
-def test_a_shared_parameter_is_counted_once():
-    gamma = occ.InverseSqrt(1.5)
-    psi = occ.HybridTsallis(0.5) / gamma + occ.LogBarrier(1.0) / gamma
-    (_, expected), (solution, found) = (
-        gradients(step, LOSS, 5.0, DIRECTION) for step in pair(MDP, psi)
-    )
-    assert solution.backend == "engine"
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-
-
 def test_an_empty_batch_is_empty():
     for step in pair():
         loss = LOSS.expand(0, 7, 3).clone().requires_grad_()
         q = step(loss, 3.0)
         assert q.shape == (0, 7, 3)
         assert torch.autograd.grad(q.sum(), loss)[0].shape == (0, 7, 3)
-
-
-def test_the_same_complaints():
-    for step in pair():
-        with pytest.raises(ValueError, match=r"cumulative_loss: layer 1, state 0.*action 2 is nan"):
-            step(
-                LOSS.index_put(
-                    (torch.tensor(1), torch.tensor(2)), torch.tensor(torch.nan, dtype=torch.float64)
-                ),
-                3.0,
-            )
-        with pytest.raises(ValueError, match=r"t: expected an episode of at least 1, got 0.5"):
-            step(LOSS, 0.5)
-        with pytest.raises(ValueError, match=r"warm_start: .* expected a positive occupancy"):
-            step(LOSS, 3.0, warm_start=torch.zeros_like(LOSS))
-        with pytest.raises(ValueError, match=r"cumulative_loss: expected shape"):
-            step(LOSS[:-1], 3.0)
-        with pytest.raises(ValueError, match=r"cumulative_loss: is torch\.int64"):
-            step(LOSS.long(), 3.0)
-        with torch.no_grad():
-            step.regularizer.terms[1].beta.fill_(-1.0)
-        with pytest.raises(ValueError, match="beta"):
-            step(LOSS, 3.0)
-        with torch.no_grad():
-            step.regularizer.terms[1].beta.fill_(0.5)
-        step(LOSS, 3.0)
 
 
 def test_an_element_that_fails_poisons_its_own_derivative_only():
@@ -225,17 +187,6 @@ def test_an_element_that_fails_poisons_its_own_derivative_only():
     assert bool(found[1].isnan().any())
 
 
-def test_copies_and_pickles_solve_the_same():
-    _, step = pair()
-    expected = step(LOSS, 4.0)
-    for other in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
-        assert torch.equal(other(LOSS, 4.0), expected)
-        with torch.no_grad():
-            other.regularizer.terms[1].beta.fill_(3.0)
-        assert not torch.equal(other(LOSS, 4.0), expected)
-        assert torch.equal(step(LOSS, 4.0), expected)
-
-
 def test_who_solves():
     class Custom(occ.SeparableRegularizer):
         def pair(self, x):
@@ -245,7 +196,7 @@ def test_who_solves():
     scattered = wide.to_sparse()
 
     def solve(step, mdp):
-        return step.solve(torch.zeros(mdp.num_states, mdp.num_actions, dtype=mdp.dtype)).backend
+        return step.solve(torch.zeros(mdp.actions.shape, dtype=mdp.dtype), 1.0).backend
 
     assert solve(occ.FTRLStep(MDP, occ.jin_luo(MDP)), MDP) == "engine"
     assert solve(occ.FTRLStep(MDP, Custom()), MDP) == "torch"
@@ -270,7 +221,8 @@ def test_shared_modules_and_shared_parameters_stay_where_they_are():
     shared_parameter = first / occ.InverseSqrt(2.0) + second
     for psi in (shared_module, shared_parameter):
         before = [id(p) for p in psi.parameters()]
-        for step in pair(MDP, psi):
-            _, found = gradients(step, LOSS, 5.0, DIRECTION)
-            assert [id(p) for p in psi.parameters()] == before
-            assert all(float(g.abs().max()) > 0 for g in found)
+        answers = [gradients(step, LOSS, 5.0, DIRECTION)[1] for step in pair(MDP, psi)]
+        assert [id(p) for p in psi.parameters()] == before
+        for theirs, ours in zip(*answers, strict=True):
+            assert float(ours.abs().max()) > 0
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)

@@ -134,20 +134,6 @@ def test_copies_pickles_and_state_dicts_are_the_same_step(use, step):
     assert torch.equal(step(LOSS, 3.0), q)
 
 
-def test_a_parameter_changed_before_backward_is_an_error(step):
-    """Neither path returns the gradient of something else."""
-    parameters = list(step.parameters())
-    for backend in ("torch", "engine"):
-        step.use(backend)
-        q = step(LOSS, 3.0)
-        with torch.no_grad():
-            parameters[0].mul_(2.0)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.grad(q[0, 0], parameters)
-        with torch.no_grad():
-            parameters[0].div_(2.0)
-
-
 def test_two_regularizers_may_share_a_parameter(step):
     """beta = alpha as one tensor: the gradient is the sum of both."""
     loss, apart = LOSS.clone(), occ.jin_luo(step.mdp, alpha=0.7, beta=0.7)
@@ -189,30 +175,6 @@ def test_tuning_by_gradient_descent_goes_down(step):
 
 
 # -- edges and paths -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (3,)])
-def test_parameters_with_a_batch_shape(shape):
-    """One solve for several values of a parameter, with and without other batch shapes.
-
-    The result equals the elements solved alone, or there is an error that gives the reason.
-    """
-    mdp, loss, t = masked()
-    betas = tensor([0.5, 1.0, 2.0])
-    try:
-        q = occ.FTRLStep(mdp, occ.LogBarrier(betas))(loss.expand(*shape, *loss.shape), t)
-    except ValueError as error:
-        assert "beta" in str(error)  # noqa: PT017
-    else:
-        close(q, torch.stack([occ.FTRLStep(mdp, occ.LogBarrier(beta))(loss, t) for beta in betas]))
-
-
-@pytest.mark.bits
-def test_the_same_input_gives_the_same_bits():
-    mdp, loss, t = layers()
-    first, second = (occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.3)).solve(loss, t) for _ in range(2))
-    for field in ("q", "value", "steps", "decrement", "dual_residual"):
-        assert torch.equal(getattr(first, field), getattr(second, field))
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])

@@ -5,7 +5,7 @@ from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 from torch_occ.mdp.occupancy import DenseFlow, LayeredFlow, flow_source
-from torch_occ.regularizers.hessians import Separable
+from torch_occ.regularizers.derivatives import Separable
 from torch_occ.regularizers.terms import sum_of_others
 from torch_occ.step.system import (
     ConjugateGradients,

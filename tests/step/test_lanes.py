@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+import copy
+from typing import ClassVar
+
 import pytest
 import torch
+from torch.distributions import constraints
 
 import torch_occ as occ
-from torch_occ.engine.batch import BAD_INPUT
-from torch_occ.engine.lanes import LANES
-from torch_occ.engine.layout import PAIR, STATE
-from torch_occ.engine.psi import X_LOG_X
-from torch_occ.step.arrays import Groups, MDPArrays, order_of, tabulate
+from torch_occ.regularizers.base import TabularRegularizer
+from torch_occ.regularizers.terms import Term, XLogX
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
 MDPS = {"dense": MDP, "sparse": MDP.to_sparse()}
@@ -72,37 +72,30 @@ def test_an_element_has_the_same_bits_in_every_batch(name, kind):
         torch.set_num_threads(threads)
 
 
+class Entropies(TabularRegularizer):
+    """q log q + w q(s) log q(s), solved in logarithms if w <= 0, by another solver else."""
+
+    arg_constraints: ClassVar = {"w": constraints.real}
+
+    def __init__(self, w):
+        super().__init__(w=w)
+
+    def table(self):
+        return Term("pair", XLogX(), 1.0), Term("state", XLogX(), 1.0, "w")
+
+
 @pytest.mark.bits
 def test_entropies_and_other_terms_in_one_batch():
-    """q log q + w q(s) log q(s) is solved in logarithms if w <= 0, by another solver else."""
-    kinds = np.array([PAIR, STATE]), np.array([X_LOG_X, X_LOG_X]), True
-    w = np.linspace(-1.0, 1.0, COUNT)
-    table = np.zeros((2, COUNT, 2))
-    table[0, :, 0], table[0, :, 1] = 1.0, w
-    world, groups = MDPArrays(MDP), Groups(kinds)
-    start = np.tile(occ.interior_point(MDP).numpy(), (COUNT, 1))
-    losses = (1e-3 * LOSSES).numpy().reshape(-1, 3)
+    w = torch.linspace(-1.0, 1.0, COUNT, dtype=torch.float64)
 
     def solve(first, stop):
-        rows, batch = slice(7 * first, 7 * stop), torch.Size((stop - first,))
-        given = np.ascontiguousarray(table[:, first:stop]), losses[rows], start[rows]
-        return groups.solve(world, batch, *given, 1e-10, 200)
+        step = occ.FTRLStep(MDP, Entropies(w[first:stop]), backend="engine")
+        return step.solve(1e-3 * LOSSES[first:stop])[:3]
 
-    q, v, certificate = solve(0, COUNT)
-    assert not certificate[:, 0].any()
+    expected = solve(0, COUNT)
+    assert not bool(expected[2][:, 0].any())
     for i in range(COUNT):
-        own_q, own_v, own = solve(i, i + 1)
-        assert np.array_equal(own_q, q[7 * i : 7 * i + 7])
-        assert np.array_equal(own_v, v[7 * i : 7 * i + 7])
-        assert np.array_equal(own[0], certificate[i])
-
-
-def test_every_group_has_one_kind():
-    kinds = np.array([0, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0])
-    order = order_of(kinds)
-    assert set(order) == set(range(len(kinds)))
-    assert len(order) % LANES == 0
-    assert all(len(set(kinds[group])) == 1 for group in order.reshape(-1, LANES))
+        assert same(solve(i, i + 1), expected, slice(i, i + 1))
 
 
 @pytest.mark.parametrize("name", REGULARIZERS)
@@ -116,26 +109,6 @@ def test_a_sparse_batch_is_that_of_the_dense_mdp(name):
         for own, other in zip(ours, theirs, strict=True):
             scale = float(other.detach().abs().max())
             torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-9 * scale)
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("kind", MDPS)
-def test_a_bad_element_does_not_touch_its_neighbours(kind):
-    step = occ.FTRLStep(MDPS[kind], REGULARIZERS["Jin and Luo"]())
-    compiled, batch = step._compiled, torch.Size((COUNT,))
-    numbers = compiled.composition.weigh([3.0, *(x.item() for x in step.parameters())])
-    table = tabulate([*numbers.terms, *numbers.exponents], batch, compiled.pairs)
-    starts = step.interior.expand(COUNT, 7, 3).clone()
-    expected = compiled.solve(compiled.world, batch, starts, LOSSES, table)
-    losses = LOSSES.clone()
-    losses[3, 0, 0], losses[9], starts[5] = torch.nan, torch.inf, 0.0
-    found = compiled.solve(compiled.world, batch, starts, losses, table)
-    good = np.ones(COUNT, dtype=bool)
-    good[[3, 5, 9]] = False
-    assert (found.certificate[~good, 0] == BAD_INPUT).all()
-    assert np.array_equal(found.certificate[good], expected.certificate[good])
-    q, other = (x.q.reshape(COUNT, 7, 3)[good] for x in (found, expected))
-    assert np.array_equal(q, other)
 
 
 # -- batches of MDPs -------------------------------------------------------------------------------
@@ -212,16 +185,28 @@ def test_gradients_and_forward_mode_in_transitions(shape, name):
     assert torch.autograd.gradgradcheck(solve, inputs, atol=1e-4)
 
 
-def test_tensors_that_change_in_place_are_read_again():
-    transitions = [p.clone().requires_grad_() for p in MDP.transitions]
-    step = occ.FTRLStep(MDP.with_transitions(transitions), occ.jin_luo(MDP))
-    before = step.solve(LOSSES[0], 3.0)
-    with torch.no_grad():
-        transitions[1].copy_(transitions[1].flip(-1))
-    after = step.solve(LOSSES[0], 3.0)
-    assert before.backend == after.backend == "engine"
-    expected = occ.FTRLStep(step.mdp, occ.jin_luo(MDP), backend="torch").solve(LOSSES[0], 3.0)
-    torch.testing.assert_close(after.q, expected.q, rtol=1e-10, atol=0)
+@pytest.mark.parametrize("kind", [*MDPS, "differentiated", "wide"])
+def test_probabilities_that_change_in_place_are_read_again(kind):
+    """By both backends, also if budgets or gradients are asked for."""
+    mdp = MDPS.get(kind, occ.LayeredMDP.random(3, 30, 2, seed=0) if kind == "wide" else MDP)
+    if kind == "differentiated":
+        mdp = mdp.with_transitions([p.clone().requires_grad_() for p in mdp.transitions])
+    mdp = copy.deepcopy(mdp)
+    loss = 3 * random(4, *mdp.actions.shape)
+    budgets = occ.Budgets(loss[None], torch.tensor([9.0], dtype=torch.float64))
+    steps = [occ.FTRLStep(mdp, occ.jin_luo(MDP), backend=name) for name in ("engine", "torch")]
+    answers = []
+    for change in (False, True):
+        if change:
+            with torch.no_grad():
+                for p in mdp.probabilities[1:-1]:
+                    p.copy_(p.view(-1, mdp.layer_sizes[1]).flip(-1).view_as(p))
+        found, expected = (step.solve(loss, 3.0).q for step in steps)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-14)
+        limited = (step.solve(loss, 3.0, constraints=budgets).q for step in steps)
+        torch.testing.assert_close(*limited, rtol=1e-7, atol=1e-12)
+        answers.append(found)
+    assert not torch.allclose(*answers)
 
 
 def test_wrong_mdps_are_named():

@@ -104,7 +104,7 @@ def test_derivatives_in_t_and_warm_starts():
     t, start = tensor(3.0).requires_grad_(), step(loss, 2.0).detach()
     found, expected = (torch.autograd.grad(f(t, start), t)[0] for f in (compiled, value))
     torch.testing.assert_close(found, expected)
-    assert step.solve(loss).backend == step.expected_backend
+    assert step.solve(loss, 1.0).backend == step.expected_backend
 
 
 def test_losses_for_learning():
@@ -147,7 +147,7 @@ def test_what_is_not_an_operator_runs_between_two_graphs():
 
     def through_transitions(scores):
         other = mdp.with_transitions([scores.softmax(-1), mdp.transitions[1]])
-        return (step(2 * loss, mdp=other) * cost).sum()
+        return (step(2 * loss, 1.0, mdp=other) * cost).sum()
 
     compiled = torch.compile(through_transitions, backend="aot_eager")
     pair = [torch.autograd.grad(f(scores), scores)[0] for f in (compiled, through_transitions)]
@@ -157,8 +157,10 @@ def test_what_is_not_an_operator_runs_between_two_graphs():
     )
     found = torch.compile(lambda x: limited(2 * x) * 1.0, backend="aot_eager")(loss)
     torch.testing.assert_close(found, limited(2 * loss))
-    solved = torch.compile(lambda x: step.solve(2 * x, check=False).q, backend="aot_eager")(loss)
-    torch.testing.assert_close(solved, step(2 * loss))
+    solved = torch.compile(lambda x: step.solve(2 * x, 1.0, check=False).q, backend="aot_eager")(
+        loss
+    )
+    torch.testing.assert_close(solved, step(2 * loss, 1.0))
 
 
 def test_export():
@@ -211,7 +213,7 @@ def test_functional_call_inside_a_compiled_function():
 
 def test_errors_keep_their_message():
     step = occ.FTRLStep(small(), occ.jin_luo(small(), beta=1.0))
-    compiled = torch.compile(lambda x: step(2 * x), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda x: step(2 * x, 1.0), backend="aot_eager", fullgraph=True)
     wrong = random_loss(small())
     wrong[0, 1] = torch.nan
     with pytest.raises(ValueError, match="layer 0, state 0, action 1 is nan"):

@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,9 +49,6 @@ def test_the_papers_parameters_turn_the_general_theorem_into_the_main_one():
 @settings(max_examples=30)
 def test_z_is_what_the_proof_adds_up(alpha, gamma):
     check(theory.bounds.worst_case_coefficient(MDP, theory.Parameters(alpha, 1.0, gamma)))
-
-
-def test_how_tight_z_is():
     found = theory.bounds.worst_case_coefficient(bandit(2), theory.Parameters(1e-6, 1.0, 1e-3))
     assert 0.85 < tightest(found) < 1  # (1 + 1/sqrt 2) / 2
 
@@ -111,10 +109,9 @@ def test_the_explicit_adversarial_bound_is_the_sum_of_its_lemmas():
     rest = 2 * L + 64 * L * S * A * math.log(T) + (1 + 0.4) * S * A / (1.7 * math.sqrt(T))
     found = float(theory.adversarial_bound(MDP, parameters, number(T)))
     assert float(theory.lower_order(MDP, parameters, number(T))) == pytest.approx(rest)
+    # Only sum eta_t <= 2 gamma sqrt T was given away.
     assert float(penalty + stability) + rest <= found
-    assert found == pytest.approx(
-        float(penalty + stability) + rest, rel=0.02
-    )  # only sum eta_t <= 2 gamma sqrt T was given away
+    assert found == pytest.approx(float(penalty + stability) + rest, rel=0.02)
     assert float(theory.adversarial(MDP, number(T))) == pytest.approx(math.sqrt(L * S * A * T))
 
 
@@ -146,27 +143,19 @@ def test_the_stochastic_bound_by_hand():
     u = (1 + math.log(1000)) / 2 * (X**2 * (1 / 0.3 + 1 / 0.7) + Y**2 / 0.3)
     for C in (0.0, 50.0):
         # The best z of the proof, by search.
-        best_z = min(
-            (1.5 * C + z * z * u + z * V) / (z - 1)
-            for z in [1 + 10 ** (k / 500) for k in range(-1500, 1500)]
-        )
-        assert float(theory.stochastic_bound(mdp, parameters, gap, best, T, C)) == pytest.approx(
-            best_z, rel=1e-5
-        )
+        several = [1 + 10 ** (k / 500) for k in range(-1500, 1500)]
+        best_z = min((1.5 * C + z * z * u + z * V) / (z - 1) for z in several)
+        found = float(theory.stochastic_bound(mdp, parameters, gap, best, T, C))
+        assert found == pytest.approx(best_z, rel=1e-5)
 
 
 def test_no_gap_no_bound():
     mdp = bandit(2)
     gap = theory.gaps(mdp, torch.full((1, 2), 0.5, dtype=F64))
     assert float(theory.minimal_gap(mdp, gap, one_hot(mdp, 0))) == 0
-    assert (
-        float(
-            theory.stochastic_bound(
-                mdp, theory.Parameters.paper(mdp), gap, one_hot(mdp, 0), number(100)
-            )
-        )
-        == math.inf
-    )
+    parameters = theory.Parameters.paper(mdp)
+    found = theory.stochastic_bound(mdp, parameters, gap, one_hot(mdp, 0), number(100))
+    assert float(found) == math.inf
 
 
 # -- slips -----------------------------------------------------------------------------------------
@@ -183,10 +172,8 @@ def test_the_square_of_b_needs_a_factor_of_two():
     """The proof of col:stochastic_bound has L^2 (L^3 + A) for B^2: too small, by at most 2."""
     for horizon in (1, 3, 10):
         for actions in (2, 5, 100, 1000):
-            B2, printed = (
-                (horizon**2.5 + horizon * actions**0.5) ** 2,
-                horizon**2 * (horizon**3 + actions),
-            )
+            B2 = (horizon**2.5 + horizon * actions**0.5) ** 2
+            printed = horizon**2 * (horizon**3 + actions)
             assert printed < B2 <= 2 * printed * (1 + 1e-15)
 
 
@@ -235,29 +222,19 @@ def test_the_implicit_bound_on_the_optimum_is_tight_when_corruption_just_suffice
 @pytest.mark.parametrize("size", [(1, 1, 2), (3, 3, 3), (5, 2, 50), (20, 3, 2)])
 def test_the_tuning_is_the_minimum(size):
     mdp = occ.LayeredMDP.random(*size)
-    found = theory.tune_stochastic(mdp)
-    assert found.value == pytest.approx(
-        theory.bounds.tuning_objective(mdp, found.alpha, found.gamma)
-    )
-    nearby = [
-        theory.bounds.tuning_objective(mdp, found.alpha * (1 + x), found.gamma * (1 + y))
-        for x in (-1e-4, 0, 1e-4)
-        for y in (-1e-4, 0, 1e-4)
-    ]
+    found, f = theory.tune_stochastic(mdp), theory.bounds.tuning_objective
+    assert found.value == pytest.approx(f(mdp, found.alpha, found.gamma))
+    near = [1 - 1e-4, 1.0, 1 + 1e-4]
+    nearby = [f(mdp, found.alpha * x, found.gamma * y) for x in near for y in near]
     assert min(nearby) >= found.value * (1 - 1e-12)
     grid = [
-        theory.bounds.tuning_objective(mdp, 10 ** (i / 40), 10 ** (j / 40))
-        for i in range(-160, 80)
-        for j in range(-120, 80)
+        f(mdp, 10 ** (i / 40), 10 ** (j / 40)) for i in range(-160, 80) for j in range(-120, 80)
     ]
     assert found.value <= min(grid) <= found.value * 1.01
-    assert found.value < theory.bounds.tuning_objective(
-        mdp, mdp.num_actions**-0.5, 1.0
-    )  # better than thm:main's parameters
+    # Better than the parameters of thm:main, and worse against an adversary.
+    assert found.value < f(mdp, mdp.num_actions**-0.5, 1.0)
     tuned = theory.main_general(mdp, theory.Parameters(found.alpha, 1.0, found.gamma))
-    assert (
-        tuned.Z > theory.main_general(mdp, theory.Parameters.paper(mdp)).Z or mdp.horizon == 1
-    )  # and worse against an adversary
+    assert tuned.Z > theory.main_general(mdp, theory.Parameters.paper(mdp)).Z or mdp.horizon == 1
 
 
 def test_the_tuning_has_the_printed_order():
@@ -265,24 +242,13 @@ def test_the_tuning_has_the_printed_order():
     ratios = []
     for horizon in (1, 3, 30, 300):
         for actions in (2, 30, 1000):
-            mdp = FakeSize(horizon, 1 + 3 * (horizon - 1), actions)
-            ratios.append(
-                theory.tune_stochastic(mdp).value / theory.bounds.printed_tuning_order(mdp)
-            )
+            states = 1 + 3 * (horizon - 1)
+            sizes = {"horizon": horizon, "num_states": states, "num_actions": actions}
+            mdp = SimpleNamespace(**sizes, num_pairs=states * actions)
+            printed = theory.bounds.printed_tuning_order(mdp)
+            ratios.append(theory.tune_stochastic(mdp).value / printed)
     assert min(ratios) > 2
     assert max(ratios) < 4.6
-
-
-class FakeSize:
-    """Only sizes: nothing of this needs transitions."""
-
-    def __init__(self, horizon, num_states, num_actions):
-        self.horizon, self.num_states, self.num_actions, self.num_pairs = (
-            horizon,
-            num_states,
-            num_actions,
-            num_states * num_actions,
-        )
 
 
 # -- parameters ------------------------------------------------------------------------------------
@@ -290,25 +256,17 @@ class FakeSize:
 
 def test_parameters_of_a_learner():
     mdp = occ.LayeredMDP.random(2, 2, 2)
-    assert theory.Parameters.of(
-        occ.FTRL(mdp, occ.jin_luo(mdp, 0.3, 2.0, 0.5))
-    ) == theory.Parameters(0.3, 2.0, 0.5)
+    mine = theory.Parameters.of(occ.FTRL(mdp, occ.jin_luo(mdp, 0.3, 2.0, 0.5)))
+    assert mine == theory.Parameters(0.3, 2.0, 0.5)
     assert theory.Parameters.of(occ.FTRL(mdp, occ.jin_luo(mdp))) == theory.Parameters.paper(mdp)
+    fixed_rate = occ.HybridTsallis(0.3) / occ.Constant(0.1) + occ.LogBarrier()
+    biased = occ.FTRL(mdp, occ.jin_luo(mdp), occ.ImplicitExploration(0.1))
     for learner, message in (
         (occ.FixedPolicy(mdp), "about FTRL, not FixedPolicy"),
         (occ.FTRL.tsallis(mdp), "make it with jin_luo"),
-        (
-            occ.FTRL(mdp, occ.HybridTsallis(0.3) / occ.Constant(0.1) + occ.LogBarrier()),
-            "make it with jin_luo",
-        ),
-        (
-            occ.FTRL(mdp, occ.jin_luo(mdp), occ.ImplicitExploration(0.1)),
-            "importance-weighted estimator, not ImplicitExploration",
-        ),
-        (
-            occ.FTRL(mdp, occ.jin_luo(mdp, alpha=0.0)),
-            "alpha: the paper's analysis needs a positive number",
-        ),
+        (occ.FTRL(mdp, fixed_rate), "make it with jin_luo"),
+        (biased, "importance-weighted estimator, not ImplicitExploration"),
+        (occ.FTRL(mdp, occ.jin_luo(mdp, alpha=0.0)), "alpha: the paper's analysis needs a pos"),
     ):
         with pytest.raises(ValueError, match=message):
             theory.Parameters.of(learner)

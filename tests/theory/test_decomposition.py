@@ -2,8 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from theory_cases import F64, bandit, cases, check, masked, tightest
+from theory_cases import F64, bandit, check, masked, tightest
 
 import torch_occ as occ
 from torch_occ import theory
@@ -18,16 +17,9 @@ SEEDS, T = 8, 120
 
 def recorded(parameters, episodes=T, mdp=MDP, mean=MEAN):
     recorder = theory.Recorder()
-    learner = occ.FTRL(mdp, parameters.regularizer(mdp))
-    history = occ.simulate(
-        mdp,
-        learner,
-        occ.BernoulliLosses(mean),
-        episodes,
-        range(SEEDS),
-        checkpoints=range(1, episodes + 1),
-        callbacks=[recorder],
-    )
+    learner, losses = occ.FTRL(mdp, parameters.regularizer(mdp)), occ.BernoulliLosses(mean)
+    every = {"checkpoints": range(1, episodes + 1), "callbacks": [recorder]}
+    history = occ.simulate(mdp, learner, losses, episodes, range(SEEDS), **every)
     return recorder.trajectory, history
 
 
@@ -42,11 +34,8 @@ def run():
 
 def test_the_recorder_has_what_the_run_had(run):
     trajectory, history, *_ = run
-    assert (
-        trajectory.q.shape
-        == trajectory.estimate.shape
-        == (T, SEEDS, MDP.num_states, MDP.num_actions)
-    )
+    shape = (T, SEEDS, MDP.num_states, MDP.num_actions)
+    assert trajectory.q.shape == trajectory.estimate.shape == shape
     torch.testing.assert_close(trajectory.q.sum(0), history.cumulative_occupancy)
     visited = (trajectory.estimate > 0).sum((-2, -1))
     assert int(visited.max()) <= MDP.horizon
@@ -58,57 +47,41 @@ def test_the_recorder_has_what_the_run_had(run):
 
 
 def test_a_recorder_needs_every_episode():
-    with pytest.raises(
-        ValueError, match="the recorder needs every episode, but episode 3 was skipped"
-    ):
-        occ.simulate(
-            MDP,
-            occ.FTRL(MDP, occ.jin_luo(MDP)),
-            occ.BernoulliLosses(MEAN),
-            9,
-            range(2),
-            checkpoints=[1, 2, 9],
-            callbacks=[theory.Recorder()],
-        )
+    learner, losses = occ.FTRL(MDP, occ.jin_luo(MDP)), occ.BernoulliLosses(MEAN)
+    some = {"checkpoints": [1, 2, 9], "callbacks": [theory.Recorder()]}
+    with pytest.raises(ValueError, match="needs every episode, but episode 3 was skipped"):
+        occ.simulate(MDP, learner, losses, 9, range(2), **some)
+
+
+def check_run(mdp, found, trajectory, history, best, mean):
+    """Every lemma along a run, for states of one action too."""
+    parameters, q, count = found.parameters, trajectory.q, len(trajectory.q)
+    check(*theory.smooth_update(mdp, q, found.tilde_q))
+    check(found.simple_decomposition(), found.bound_stability(), *found.bound_penalty())
+    check(found.key_lemma())
+    check(*theory.proper_comparator(mdp, q[0], best, count * mean, parameters, count))
+    check(found.regret_bound(history.regret[:, -1], best, q))
 
 
 def test_every_lemma_along_a_run(run):
     trajectory, history, best, _, found = run
-    parameters, q = found.parameters, trajectory.q
+    check_run(MDP, found, trajectory, history, best, MEAN)
     t = torch.arange(1, T + 1, dtype=F64).unsqueeze(-1)
-    check(
-        *theory.smooth_update(MDP, q, found.tilde_q),
-        *theory.step_length(MDP, q, found.tilde_q, parameters, t),
-    )
-    check(
-        found.short_estimate(),
-        found.simple_decomposition(),
-        found.bound_stability(),
-        *found.bound_penalty(),
-        found.key_lemma(),
-    )
-    check(*theory.proper_comparator(MDP, q[0], best, T * MEAN, parameters, T))
-    check(found.regret_bound(history.regret[:, -1], best, q))
+    check(*theory.step_length(MDP, trajectory.q, found.tilde_q, found.parameters, t))
+    check(found.short_estimate())
 
 
 def test_the_stability_term_is_the_difference_of_values(run):
     """<q_t, estimate_t> + F_t(q_t) - G_t(tilde q_t), as it is defined."""
     trajectory, _, _, _, found = run
-    total = trajectory.estimate.cumsum(0)
-    psi, t = (
-        found.parameters.regularizer(MDP),
-        torch.arange(1, T + 1, dtype=F64).unsqueeze(-1).expand(T, SEEDS),
-    )
+    total, psi = trajectory.estimate.cumsum(0), found.parameters.regularizer(MDP)
+    t = torch.arange(1, T + 1, dtype=F64).unsqueeze(-1).expand(T, SEEDS)
 
     def G(q):
         return ((q * total).sum((-2, -1)) + psi(q, t, MDP)).detach()
 
-    torch.testing.assert_close(
-        found.stability,
-        G(trajectory.q) - G(found.tilde_q),
-        rtol=0,
-        atol=1e-13 * float(G(trajectory.q).abs().max()),
-    )
+    before, atol = G(trajectory.q), 1e-13 * float(G(trajectory.q).abs().max())
+    torch.testing.assert_close(found.stability, before - G(found.tilde_q), rtol=0, atol=atol)
 
 
 def test_how_tight_the_lemmas_are(run):
@@ -138,19 +111,15 @@ def test_how_tight_the_lemmas_are(run):
 def test_half_the_norm_for_one_state():
     """L = 1, a loss on a rare action: nearly 1/16 of the right side of lem:bound_stability."""
     mdp, parameters = bandit(2), theory.Parameters(0.7, 64.0, 1.0)
-    q = occ.FTRLStep(mdp, parameters.regularizer(mdp))(
-        torch.tensor([[0.0, 1e5]], dtype=F64), 1.0
-    ).detach()
+    step = occ.FTRLStep(mdp, parameters.regularizer(mdp))
+    loss = torch.tensor([[0.0, 1e5]], dtype=F64)
+    q = step(loss, 1.0).detach()
     estimate = torch.tensor([[0.0, 1.0]], dtype=F64) / q
-    cumulative = torch.tensor([[0.0, 1e5]], dtype=F64) + estimate
-    tilde = theory.tilde(occ.FTRLStep(mdp, parameters.regularizer(mdp)), q, cumulative, 1.0)
-    t = torch.tensor(1.0, dtype=F64)
-    inverse = theory.inverse_hessian(
-        mdp, theory.curvatures.curvature(mdp, q, 0.7, eta=1.0, beta=64.0)
-    )
-    ratio = float(
-        theory.bregman(mdp, q, tilde, parameters, t) / (8 * theory.norm(inverse, estimate))
-    )
+    tilde = theory.tilde(step, q, loss + estimate, 1.0)
+    curve = theory.curvatures.curvature(mdp, q, 0.7, eta=1.0, beta=64.0)
+    right = 8 * theory.norm(theory.inverse_hessian(mdp, curve), estimate)
+    left = theory.bregman(mdp, q, tilde, parameters, torch.tensor(1.0, dtype=F64))
+    ratio = float(left / right)
     assert 0.055 < ratio < 0.0626
 
 
@@ -163,39 +132,15 @@ def test_bound_penalty_is_no_equality_but_its_slack_is_known(run):
     torch.testing.assert_close(inequality.slack, found.lost.sum(0), rtol=1e-8, atol=0)
 
 
-def test_gamma_other_than_one():
-    """lem:bound_penalty does not need gamma = 1, unlike the fourth line of its proof."""
-    parameters = theory.Parameters(0.4, 64.0 * 3, 0.25)
-    trajectory, _ = recorded(parameters, 30)
-    found = theory.decompose(MDP, parameters, trajectory, occ.interior_point(MDP))
-    check(
-        found.simple_decomposition(),
-        found.bound_stability(),
-        *found.bound_penalty(),
-        found.key_lemma(),
-    )
-
-
 def test_along_a_run_with_masks_and_a_state_of_one_action():
-    mdp = masked()
-    mean = torch.rand(
-        mdp.num_states, mdp.num_actions, dtype=F64, generator=torch.Generator().manual_seed(0)
-    )
+    mdp, generator = masked(), torch.Generator().manual_seed(0)
+    mean = torch.rand(mdp.num_states, mdp.num_actions, dtype=F64, generator=generator)
     parameters = theory.Parameters.paper(mdp)
     trajectory, history = recorded(parameters, 40, mdp, mean)
     best = occ.occupancy(mdp, occ.optimal_policy(mdp, mean).policy)
-    found = theory.decompose(
-        mdp, parameters, trajectory, theory.runs.comparator_point(trajectory.q[0], best, 40)
-    )
-    check(*theory.smooth_update(mdp, trajectory.q, found.tilde_q))
-    check(
-        found.simple_decomposition(),
-        found.bound_stability(),
-        *found.bound_penalty(),
-        found.key_lemma(),
-    )
-    check(*theory.proper_comparator(mdp, trajectory.q[0], best, 40 * mean, parameters, 40))
-    check(found.regret_bound(history.regret[:, -1], best, trajectory.q))
+    u = theory.runs.comparator_point(trajectory.q[0], best, 40)
+    found = theory.decompose(mdp, parameters, trajectory, u)
+    check_run(mdp, found, trajectory, history, best, mean)
 
 
 # -- single steps ----------------------------------------------------------------------------------
@@ -242,15 +187,6 @@ def test_norms_without_their_squares():
     assert float(barrier.left) < 0.1 * printed
 
 
-@settings(max_examples=25)
-@given(cases())
-def test_hessians_of_close_points(case):
-    """lem:close_hessian for p halfway to another measure, where p >= q / 2."""
-    parameters = theory.Parameters(case.alpha, 64.0 * case.mdp.horizon, 1.0)
-    p = (case.q + occ.occupancy(case.mdp, draw_policy(case.mdp, case.generator))) / 2
-    check(theory.close_hessian(case.mdp, case.q, p, parameters, torch.tensor(30.0, dtype=F64)))
-
-
 def test_close_hessian_is_the_largest_eigenvalue_of_the_pencil():
     """Against dense matrices, and with masks."""
     actions = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
@@ -271,18 +207,15 @@ def test_close_hessian_is_the_largest_eigenvalue_of_the_pencil():
 
 def test_close_hessian_is_nearly_tight_where_the_barrier_rules():
     mdp, t = bandit(3), torch.tensor(1.0, dtype=F64)
-    q, p = (
-        torch.tensor([[0.02, 0.49, 0.49]], dtype=F64),
-        torch.tensor([[0.01, 0.495, 0.495]], dtype=F64),
-    )
-    found = theory.close_hessian(mdp, q, p, theory.Parameters(0.1, 1e4, 1.0), t)
+    q = torch.tensor([[0.02, 0.49, 0.49]], dtype=F64)
+    p = torch.tensor([[0.01, 0.495, 0.495]], dtype=F64)
+    parameters = theory.Parameters(0.1, 1e4, 1.0)
+    found = theory.close_hessian(mdp, q, p, parameters, t)
     check(found)
     assert 0.999 < tightest(found) < 1
     # And false if p falls below q / 2.
     further = torch.tensor([[0.009, 0.4955, 0.4955]], dtype=F64)
-    assert not bool(
-        theory.close_hessian(mdp, q, further, theory.Parameters(0.1, 1e4, 1.0), t).holds
-    )
+    assert not bool(theory.close_hessian(mdp, q, further, parameters, t).holds)
 
 
 def test_the_comparator_is_nearly_tight_in_its_log_barrier():
@@ -296,9 +229,7 @@ def test_the_comparator_is_nearly_tight_in_its_log_barrier():
     )
     check(losses, barrier, roots)
     assert 0.98 < tightest(barrier) < 1
-    assert tightest(losses) == pytest.approx(
-        0.5, abs=0.01
-    )  # |q_1 - q_opt| is charged twice: never more than half
-    assert (
-        float(roots.left) < 0
-    )  # the roots of q_1 outweigh what q_opt loses, unless q_1 is as concentrated as q_opt
+    # |q_1 - q_opt| is charged twice: never more than half.
+    assert tightest(losses) == pytest.approx(0.5, abs=0.01)
+    # The roots of q_1 outweigh what q_opt loses, unless q_1 is as concentrated as q_opt.
+    assert float(roots.left) < 0

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -41,38 +43,18 @@ def check_hessian(mdp, q, alpha, found):
 def test_the_hessian_is_that_of_autograd(case):
     found = theory.hessian(case.mdp, case.q, case.alpha)
     for i in range(2):
-        if (
-            float(inflow_rest(case.mdp, case.q)[i].min()) > 1e-6
-        ):  # autograd's own cancellation would make the test empty
+        # Elsewhere, autograd's own cancellation would make the test empty.
+        if float(inflow_rest(case.mdp, case.q)[i].min()) > 1e-6:
             check_hessian(single(case.mdp, i), case.q[i], case.alpha, found[i])
 
 
 def test_and_off_omega_too():
     mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
     q = occ.interior_point(mdp)
-    moved = q * (
-        1 + 0.05 * torch.rand(q.shape, dtype=F64, generator=torch.Generator().manual_seed(0))
-    )
+    noise = torch.rand(q.shape, dtype=F64, generator=torch.Generator().manual_seed(0))
+    moved = q * (1 + 0.05 * noise)
     assert float(occ.mdp.flow_residual(mdp, moved).abs().max()) > 1e-3
     check_hessian(mdp, moved, 0.7, theory.hessian(mdp, moved, 0.7))
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        lambda H, c: H + torch.diag(c.flatten()),
-        lambda H, c: 2 * H,
-        lambda H, c: H.triu() + H.triu(1).mT * 1.001,
-    ],
-)
-def test_a_broken_hessian_is_found(broken):
-    """One term twice, 1/2 for 1/4, an asymmetry of a thousandth: each makes the check fail."""
-    mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
-    q = occ.interior_point(mdp)
-    good = theory.hessian(mdp, q, 0.7)
-    check_hessian(mdp, q, 0.7, good)
-    with pytest.raises(AssertionError):
-        check_hessian(mdp, q, 0.7, broken(good, theory.hessian(mdp, q, 0.7).diagonal()))
 
 
 def test_entries_as_the_lemma_prints_them():
@@ -85,41 +67,18 @@ def test_entries_as_the_lemma_prints_them():
     def c(s, a):
         return alpha / (4 * (state[s] - q[s, a]) ** 1.5)
 
-    for s in range(7):
-        for a in range(2):
-            for s2 in range(7):
-                for a2 in range(2):
-                    ahead = sum(
-                        c(x, b) * P[s, a, x] * P[s2, a2, x] for x in range(7) for b in range(2)
-                    )
-                    if (s, a) == (s2, a2):
-                        expected = 1 / (4 * q[s, a] ** 1.5) + c(s, a) + ahead
-                    elif k[s] == k[s2]:
-                        expected = ahead
-                    elif k[s] == k[s2] - 1:
-                        expected = -P[s, a, s2] * c(s2, a2)
-                    elif k[s] == k[s2] + 1:
-                        expected = -P[s2, a2, s] * c(s, a)
-                    else:
-                        expected = 0.0
-                    assert float(found[s, a, s2, a2]) == pytest.approx(
-                        float(expected), rel=1e-12, abs=1e-15
-                    )
-
-
-@settings(max_examples=20)
-@given(cases())
-def test_the_quadratic_form(case):
-    """eq:quadratic_form equals w'Hw, and is not negative: phi_H is convex."""
-    w = torch.randn(case.q.shape, dtype=F64, generator=case.generator) * case.q
-    found = theory.quadratic_form(case.mdp, case.q, w, case.alpha)
-    H = theory.hessian(case.mdp, case.q, case.alpha)
-    x = w.flatten(-2).unsqueeze(-1)
-    size = (x.abs().mT @ H.abs() @ x.abs())[..., 0, 0]  # what the dense sum adds up, before signs
-    assert bool(
-        ((x.mT @ H @ x)[..., 0, 0] - found).abs().le(4 * case.mdp.num_pairs**2 * EPS * size).all()
-    )
-    assert bool((found >= 0).all())
+    for s, a, s2, a2 in itertools.product(range(7), range(2), range(7), range(2)):
+        expected = 0.0
+        if k[s] == k[s2]:
+            both = itertools.product(range(7), range(2))
+            expected = sum(c(x, b) * P[s, a, x] * P[s2, a2, x] for x, b in both)
+        if (s, a) == (s2, a2):
+            expected += 1 / (4 * q[s, a] ** 1.5) + c(s, a)
+        elif k[s] == k[s2] - 1:
+            expected = -P[s, a, s2] * c(s2, a2)
+        elif k[s] == k[s2] + 1:
+            expected = -P[s2, a2, s] * c(s, a)
+        assert float(found[s, a, s2, a2]) == pytest.approx(float(expected), rel=1e-12, abs=1e-15)
 
 
 def test_both_definitions_agree_on_omega_and_on_its_tangent_space_and_nowhere_else():
@@ -137,31 +96,18 @@ def test_both_definitions_agree_on_omega_and_on_its_tangent_space_and_nowhere_el
         float(occ.HybridTsallis(alpha)(q, 1.0, mdp).detach()), rel=1e-14
     )
     inflow, outflow = by_autograd(mdp, other, alpha), by_autograd(mdp, other, alpha, theory.hybrid)
-    tangent = (q - other).flatten()  # a direction inside Omega
-    assert float(tangent @ inflow @ tangent) == pytest.approx(
-        float(tangent @ outflow @ tangent), rel=1e-12
-    )
-    basis = torch.linalg.svd(flow_matrix(mdp), full_matrices=True).Vh[
-        mdp.num_states :
-    ]  # the whole tangent space
-    torch.testing.assert_close(
-        basis @ inflow @ basis.mT,
-        basis @ outflow @ basis.mT,
-        rtol=1e-12,
-        atol=1e-12 * float(inflow.abs().max()),
-    )
-    off = torch.zeros_like(tangent)
+    E = torch.eye(mdp.num_states, dtype=F64).unsqueeze(1) - mdp.joint_transitions
+    basis = torch.linalg.svd(E.flatten(0, 1).mT).Vh[mdp.num_states :]  # the whole tangent space
+    first, second = (basis @ x @ basis.mT for x in (inflow, outflow))
+    atol = 1e-12 * float(inflow.abs().max())
+    torch.testing.assert_close(first, second, rtol=1e-12, atol=atol)
+    off = torch.zeros(len(inflow), dtype=F64)
     off[-1] = 1.0
     assert abs(float(off @ inflow @ off) / float(off @ outflow @ off) - 1) > 0.1
     assert float((inflow - outflow).abs().max()) > 0.1
     # The inflow couples layers, the sum over actions does not.
     assert float(inflow[:3, 3:12].abs().max()) > 0
     assert not bool(outflow[:3, 3:12].any())
-
-
-def flow_matrix(mdp):
-    E = torch.eye(mdp.num_states, dtype=F64).unsqueeze(1) - mdp.joint_transitions
-    return E.flatten(0, 1).mT
 
 
 def test_a_state_of_one_action_has_no_hessian_but_masks_are_fine():
@@ -206,15 +152,11 @@ def test_the_divergence_is_the_difference_of_values_and_slopes(case):
 
 def test_a_small_divergence_keeps_its_digits():
     """Close points: half the squared norm, where a difference of values would be all rounding."""
-    mdp, parameters, t = (
-        bandit(3),
-        theory.Parameters(0.6, 64.0, 1.0),
-        torch.tensor(100.0, dtype=F64),
-    )
+    mdp, parameters = bandit(3), theory.Parameters(0.6, 64.0, 1.0)
+    t = torch.tensor(100.0, dtype=F64)
     p = torch.tensor([[0.2, 0.3, 0.5]], dtype=F64)
     step = torch.tensor([[1.0, -2.0, 1.0]], dtype=F64) * 1e-7
     H = theory.hessian_of_step(mdp, p, parameters, t)
     expected = float(step.flatten() @ H @ step.flatten()) / 2
-    assert float(theory.bregman(mdp, p + step, p, parameters, t)) == pytest.approx(
-        expected, rel=1e-5
-    )
+    found = theory.bregman(mdp, p + step, p, parameters, t)
+    assert float(found) == pytest.approx(expected, rel=1e-5)

@@ -7,27 +7,7 @@ from theory_cases import F64, bandit, cases, check, fan, masked, one_hot, tighte
 
 import torch_occ as occ
 from torch_occ import theory
-from torch_occ.theory import penalty
 from torch_occ.theory.surveys import draw_mapping, draw_policy
-
-
-@settings(max_examples=40)
-@given(cases())
-def test_everything_the_penalty_is_bounded_with(case):
-    mdp, q, policy, mapping, other, alpha = (
-        case.mdp,
-        case.q,
-        case.policy,
-        case.mapping,
-        case.other,
-        case.alpha,
-    )
-    check(theory.convex_combine(mdp, q, occ.occupancy(mdp, mapping), 0.3))
-    check(*theory.state_reach_probability(mdp, policy))
-    check(*theory.sqrt_diff(mdp, policy, mapping), *theory.sqrt_diff_2(mdp, mapping, other))
-    check(theory.penalty_decomposition(mdp, q, other, alpha))
-    check(theory.penalty_term_1(mdp, policy, other, mapping, alpha))
-    check(theory.bound_on_penalty(mdp, q, other, mapping, alpha))
 
 
 @settings(max_examples=30)
@@ -51,11 +31,8 @@ def test_the_induction_lemma(case):
 def test_with_masks_several_start_states_and_states_of_one_action():
     mdp, generator = masked(), torch.Generator().manual_seed(0)
     for _ in range(20):
-        policy, mapping, other = (
-            draw_policy(mdp, generator),
-            draw_mapping(mdp, generator),
-            draw_mapping(mdp, generator),
-        )
+        policy = draw_policy(mdp, generator)
+        mapping, other = draw_mapping(mdp, generator), draw_mapping(mdp, generator)
         q = occ.occupancy(mdp, policy)
         check(*theory.state_reach_probability(mdp, policy))
         check(*theory.sqrt_diff(mdp, policy, mapping), *theory.sqrt_diff_2(mdp, mapping, other))
@@ -105,9 +82,8 @@ def test_the_second_sum_of_the_reachability_lemma_is_over_the_states_reached():
     layer, every = theory.state_reach_probability(mdp, occ.uniform_policy(mdp))
     check(layer, every)
     assert tightest(layer) == pytest.approx(1.0)  # every layer ahead is reached for certain
-    assert float(every.left) == pytest.approx(
-        2.0
-    )  # L - 1 layers come after the first: how far from tight the lemma always is
+    # L - 1 layers come after the first: how far from tight the lemma always is
+    assert float(every.left) == pytest.approx(2.0)
     assert float(every.right) == 3.0
 
 
@@ -121,9 +97,8 @@ def test_differences_of_roots_are_nearly_tight_on_a_fan():
     policy[0] = torch.tensor([1 - rarely, rarely], dtype=F64)
     key, first = theory.sqrt_diff(mdp, policy, one_hot(mdp, 0))
     check(key, first)
-    assert float(key.ratio[2]) == pytest.approx(
-        1.0
-    )  # eq:key_ineq_sqrt_diff is an equality in the states that only pi_1 reaches
+    # eq:key_ineq_sqrt_diff is an equality in the states that only pi_1 reaches
+    assert float(key.ratio[2]) == pytest.approx(1.0)
     assert 0.95 < tightest(first) < 1
     spread = one_hot(mdp, 0)
     spread[0] = torch.tensor([0.0, 1.0], dtype=F64)
@@ -155,32 +130,12 @@ def test_the_penalty_lemma_is_nearly_tight_with_many_arms():
     assert 0.93 < tightest(found) < 1
 
 
-@pytest.mark.parametrize("broken", ["smaller", "without the first term", "another power of q"])
-def test_a_broken_penalty_bound_is_found(monkeypatch, broken):
-    mdp, q, mapping, alpha = many_arms()
-    good = penalty.penalty_bound
-    versions = {
-        "smaller": lambda *args: 0.9 * good(*args),
-        "without the first term": lambda mdp, q, best, pi, alpha: (
-            good(mdp, q, best, pi, alpha) - (1 + alpha) * theory.penalty.outside(q.sqrt(), pi)
-        ),
-        "another power of q": lambda mdp, q, best, pi, alpha: good(mdp, q**1.02, best, pi, alpha),
-    }
-    check(theory.bound_on_penalty(mdp, q, mapping, mapping, alpha))
-    monkeypatch.setattr(penalty, "penalty_bound", versions[broken])
-    with pytest.raises(AssertionError, match="lem:key_lemma_bound_penalty"):
-        check(theory.bound_on_penalty(mdp, q, mapping, mapping, alpha))
-
-
 def test_a_mapping_has_the_value_that_the_decomposition_uses():
     """h_s(pi) = 1 + alpha (A - 1) for every mapping, A the actions of that state."""
     mdp = masked()
-    found = theory.penalty.state_regularizer(
-        mdp, draw_mapping(mdp, torch.Generator().manual_seed(0)), 0.5
-    )
-    assert found.tolist() == pytest.approx(
-        [1 + 0.5 * (n - 1) for n in mdp.actions.sum(-1).tolist()]
-    )
+    mapping = draw_mapping(mdp, torch.Generator().manual_seed(0))
+    found = theory.penalty.state_regularizer(mdp, mapping, 0.5)
+    torch.testing.assert_close(found, 1 + 0.5 * (mdp.actions.sum(-1).to(F64) - 1))
 
 
 def test_the_bound_by_hand():

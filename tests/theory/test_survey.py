@@ -44,13 +44,8 @@ def test_trajectories_visit_one_pair_a_layer():
 
 
 def sides(left, right, relation="<="):
-    return statement(
-        "x",
-        torch.tensor(left, dtype=torch.float64),
-        torch.tensor(right, dtype=torch.float64),
-        10,
-        relation=relation,
-    )
+    left, right = (torch.tensor(x, dtype=torch.float64) for x in (left, right))
+    return statement("x", left, right, 10, relation=relation)
 
 
 def test_a_statement_holds_up_to_rounding_and_no_further():

@@ -225,17 +225,14 @@ def test_phases_are_the_means_that_the_processes_give():
     ]
     episodes = 120
     for process in processes:
-        phases, noise = phases_of(mdp, process, episodes)
+        phases = phases_of(mdp, process, episodes)
         state, given = process.start(mdp, [0]), []
         for t in range(1, episodes + 1):
             means, state = process.means(mdp, state, t, 1, occ.interior_point(mdp)[None])
             given.append(means[0, 0])
-        starts = torch.tensor([phase.start for phase in phases])
-        seen = torch.stack([phase.mean for phase in phases])[
-            torch.bucketize(torch.arange(1, episodes + 1), starts) - 1
-        ]
+        seen = phases.means[phases.at(torch.arange(1, episodes + 1))]
         assert torch.allclose(seen, torch.stack(given), atol=1e-9), type(process).__name__
-        assert noise == process.noise
+        assert phases.noise == process.noise
 
 
 def test_full_corruption_is_forecast_against_the_best_policy_in_hindsight():

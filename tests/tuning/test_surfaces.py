@@ -17,10 +17,6 @@ def bowl(u):
     return 1.0 + (u - torch.tensor([0.5, -0.3, 0.2])).square().sum(-1) + 0.8 * u[..., 0] * u[..., 1]
 
 
-def test_monomials():
-    assert monomials(torch.tensor([2.0, 3.0])).tolist() == [1, 2, 3, 4, 6, 9]
-
-
 def test_a_quadratic_is_found_through_noise():
     u = points(40)
     noise = 0.05 * torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

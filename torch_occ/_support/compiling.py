@@ -22,35 +22,32 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from threading import Timer
+from threading import Event, Thread
 from typing import Any
 
 import numba
 from numba import types
 
-from torch_occ._support.private import (
-    Compiler,
-    CompileResult,
-    JITCodeLibrary,
-    caching,
-    llvmlite,
-    parse_bitcode,
-)
+from torch_occ._support import private
+from torch_occ._support.private import caching
 from torch_occ._support.version import VERSION
 
 _SUPPORT = Path(__file__).parent
 
-#: Every file that kernels are compiled from: the package `engine`, and the modules from which it
-#: imports constants and options.
+#: Every file that kernels are compiled from: the packages `engine` and `rivals`, and the modules
+#: from which they import constants and options.
 SOURCES = (
     *sorted((_SUPPORT.parent / "engine").rglob("*.py")),
+    *sorted((_SUPPORT.parent / "rivals").rglob("*.py")),
     *(_SUPPORT / name for name in ("compiling.py", "private.py", "constants.py")),
 )
 
 
 def stamp_of(sources: Sequence[Path]) -> str:
     """A hash of the files, their names, and the versions of torch_occ, Numba and llvmlite."""
-    digest = hashlib.sha256(f"{VERSION} {numba.__version__} {llvmlite.__version__}".encode())
+    digest = hashlib.sha256(
+        f"{VERSION} {numba.__version__} {private.llvmlite.__version__}".encode()
+    )
     for source in sources:
         # A frozen program has no source files; its version is enough.
         content = source.read_bytes() if source.exists() else b""
@@ -80,7 +77,7 @@ def _nowhere(reason: str) -> None:
 # -- compiling -------------------------------------------------------------------------------------
 
 
-class KernelCompiler(Compiler):
+class KernelCompiler(private.Compiler):
     """Numba's compiler, with less work: look-ups are remembered, and garbage is kept."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -107,7 +104,7 @@ class RoutineCompiler(KernelCompiler):
         return super().compile_extra(function)
 
 
-class _RoutineLibrary(JITCodeLibrary):
+class _RoutineLibrary(private.JITCodeLibrary):
     """The code of a routine and its callees, to be linked into kernels.
 
     It is neither optimized nor emitted, so it has no address, and no place for an environment.
@@ -166,8 +163,11 @@ class _Remembering:
         return self._own[key]
 
 
-#: Seconds of compiling after which a message says so.
+#: Seconds of compiling after which a message says so, and between two messages on a terminal.
 PATIENCE = 1.0
+
+#: Added to the name of a kernel in messages, such as " (3 of 5)".
+place = ""
 
 _busy: list[str] = []  # what is being compiled; Numba compiles in one thread at a time
 
@@ -175,31 +175,37 @@ _busy: list[str] = []  # what is being compiled; Numba compiles in one thread at
 @contextmanager
 def _compiling(name: str) -> Iterator[None]:
     """Switch the garbage collector off, and say what is compiled if that takes longer."""
-    if _busy:
+    _busy.append(name)
+    if len(_busy) > 1:  # a routine of a kernel
         yield
         return
-    said: list[None] = []
-    begun, collects = time.perf_counter(), gc.isenabled()
+    begun, collects, ended = time.perf_counter(), gc.isenabled(), Event()
+    kept = "in every process" if _nowhere.cache_info().currsize else "once for this machine"
 
-    def say() -> None:
-        kept = "in every process" if _nowhere.cache_info().currsize else "once for this machine"
-        said.append(print(f"torch_occ: compiling {name}, {kept} ...", file=sys.stderr, flush=True))
+    def watch() -> None:
+        """Say it once; on a terminal, also say how far it is, every second."""
+        alive, said = sys.stderr.isatty(), False
+        while not ended.wait(PATIENCE):
+            if alive or not said:
+                far = f" {len(_busy)} functions" if said else ""
+                text = f"torch_occ: compiling {name}{place}, {kept} ...{far}"
+                print(text, end="\r" if alive else "\n", file=sys.stderr, flush=True)
+            said = True
+        if said:
+            took = f"torch_occ: compiled {name}{place} in {time.perf_counter() - begun:.0f} s"
+            print(f"{took:<{70 * alive}}", file=sys.stderr, flush=True)
 
-    timer = Timer(PATIENCE, say)
-    timer.daemon = True
-    _busy.append(name)
+    watcher = Thread(target=watch, daemon=True)
     gc.disable()
-    timer.start()
+    watcher.start()
     try:
         yield
     finally:
-        timer.cancel()
+        ended.set()
+        watcher.join()
         _busy.clear()
         if collects:
             gc.enable()
-        if said:
-            took = time.perf_counter() - begun
-            print(f"torch_occ: compiled {name} in {took:.0f} s", file=sys.stderr, flush=True)
 
 
 # -- the cache -------------------------------------------------------------------------------------
@@ -220,28 +226,22 @@ class _Stamped:
         return "engine"
 
 
-class _Provided(_Stamped, caching.UserProvidedCacheLocator):
-    """In NUMBA_CACHE_DIR."""
-
-
-class _InTree(_Stamped, caching.InTreeCacheLocator):
-    """Beside the sources, in `__pycache__`."""
-
-
-class _UserWide(_Stamped, caching.UserWideCacheLocator):
-    """In the user's own cache folder."""
-
-
 class _Implementation(caching.CompileResultCacheImpl):
+    # In NUMBA_CACHE_DIR; beside the sources, in `__pycache__`; or in the user's own cache folder.
+    _locator_classes = [  # noqa: RUF012 - declared like this in Numba
+        type(f"_{place}", (_Stamped, getattr(caching, f"{place}CacheLocator")), {})
+        for place in ("UserProvided", "InTree", "UserWide")
+    ]
+
     def rebuild(self, target_context: Any, payload: Any) -> Any:
         """A compiled function from what was stored: a kernel, or a routine."""
         (name, kind, code), description, environment, signature, *_, environments = payload
         if kind == "object":
             return super().rebuild(target_context, payload)
         library = _RoutineLibrary(target_context.codegen(), name)
-        library._final_module = parse_bitcode(code)
+        library._final_module = private.parse_bitcode(code)
         library._finalize_final_module()
-        return CompileResult(
+        return private.compile_result(
             target_context=target_context,
             typing_context=target_context.typing_context,
             library=library,
@@ -251,15 +251,9 @@ class _Implementation(caching.CompileResultCacheImpl):
             signature=signature,
             objectmode=False,
             lifted=(),
-            type_annotation=None,
-            typing_error=None,
-            call_helper=None,
-            metadata=None,
             reload_init=(),
             referenced_envs=environments,
         )
-
-    _locator_classes = [_Provided, _InTree, _UserWide]  # noqa: RUF012 - declared like this in Numba
 
 
 def _foreign(kind: Any) -> bool:

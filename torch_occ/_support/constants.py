@@ -11,6 +11,9 @@ import numpy as np
 #: other random numbers.
 CHUNK = 256
 
+#: Episodes whose losses are added up before the sum is added to that of all earlier ones.
+BLOCK = 1024
+
 
 def log_spaced(episodes: int, per_decade: int = 20) -> list[int]:
     """Integers from 1 to `episodes`, evenly spaced in the logarithm, including the last."""

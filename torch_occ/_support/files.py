@@ -11,8 +11,8 @@ import pickle
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,37 +37,17 @@ FORMAT = 1
 _ADVICE = "It is left as it is: move it away to begin anew, or name another file"
 
 
-# -- atomic writing ----------------------------------------------------------------------------
-
-
-def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
+def write_atomically(
+    path: str | Path, write: Callable[[BinaryIO], object], *, rehearse: bool = False
+) -> None:
     """Call `write` with an open binary file that is renamed to `path` once it is on disk.
+
+    To rehearse is to do all this except the renaming, so that `path` is unchanged.
 
     Raises:
         OSError: if this fails; it names the path, and the old file is unchanged.
     """
-    path = Path(path)
-    with _complete_file(path, write) as temporary:
-        os.replace(temporary, path)
-
-
-def try_to_write(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Do everything that `write_atomically` does except the renaming; `path` is unchanged.
-
-    Raises:
-        OSError: if nothing can be written there; it names the path.
-    """
-    path = Path(path)
-    with _complete_file(path, write) as temporary:
-        if path.is_dir():
-            raise IsADirectoryError(21, "Is a directory")
-        os.unlink(temporary)
-
-
-@contextmanager
-def _complete_file(path: Path, write: Callable[[BinaryIO], object]) -> Iterator[str]:
-    """Write a temporary file beside `path`, yield its name, and remove it after an error."""
-    temporary = None
+    path, temporary = Path(path), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -78,7 +58,12 @@ def _complete_file(path: Path, write: Callable[[BinaryIO], object]) -> Iterator[
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)
-        yield temporary
+        if not rehearse:
+            os.replace(temporary, path)
+        elif path.is_dir():
+            raise IsADirectoryError(21, "Is a directory")
+        else:
+            os.unlink(temporary)
     except BaseException as error:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
@@ -91,25 +76,18 @@ def _complete_file(path: Path, write: Callable[[BinaryIO], object]) -> Iterator[
 # -- checksums ---------------------------------------------------------------------------------
 
 
-def write_checked(path: str | Path, kind: str, payload: bytes) -> None:
+def write_checked(path: str | Path, kind: str, payload: bytes, *, rehearse: bool = False) -> None:
     """Write bytes and their seal atomically; `kind` names what they are, such as "a run"."""
-    write_atomically(path, lambda file: file.write(sealed(kind, payload)))
-
-
-def sealed(kind: str, payload: bytes) -> bytes:
-    """The bytes with their seal, as `write_checked` writes them."""
-    return payload + _last_line(_seal(kind, payload))
+    content = payload + _last_line(_seal(kind, payload))
+    write_atomically(path, lambda file: file.write(content), rehearse=rehearse)
 
 
 def read_checked(path: str | Path, kind: str, *, any_version: bool = False) -> bytes:
-    """Read the bytes that `write_checked` wrote.
+    """Read the bytes that `write_checked` wrote, without the seal.
 
     Args:
         kind: the kind that was given to `write_checked`.
         any_version: accept a file that another version of this package wrote in the same format.
-
-    Returns:
-        The bytes, without the seal.
 
     Raises:
         ValueError: if the file is empty, damaged, truncated, of another kind, of another version,
@@ -117,9 +95,7 @@ def read_checked(path: str | Path, kind: str, *, any_version: bool = False) -> b
     """
     content = Path(path).read_bytes()
     body, seal = _parted(content)
-    trouble = _trouble(kind, body, seal, any_version) if content else "is empty"
-    if trouble:
-        raise ValueError(f"{path}: {trouble}. {_ADVICE}")
+    _check(path, kind, body if content else None, seal, any_version)
     return body
 
 
@@ -136,21 +112,17 @@ def read_checked_json(path: str | Path, kind: str) -> dict[str, Any]:
         found = json.loads(text)
         if isinstance(found, dict):
             content, seal = found, found.pop("seal", None)
-    trouble = _trouble(kind, _canonical(content), seal, False) if text else "is empty"
-    if trouble:
-        raise ValueError(f"{path}: {trouble}. {_ADVICE}")
+    _check(path, kind, _canonical(content) if text else None, seal)
     return content
 
 
-def check_replaceable(path: str | Path) -> None:
+def check_replaceable(path: Path) -> None:
     """Raise a ValueError if `path` holds anything but a complete file of this package."""
-    path = Path(path)
-    if not path.is_file():
-        return
-    body, seal = _parted(path.read_bytes())
-    if not isinstance(seal, dict) or seal.get("sha256") != _sha256(seal, body):
-        found = "a damaged file, or something that torch_occ has not saved"
-        raise ValueError(f"{path}: holds {found}. {_ADVICE}")
+    if path.is_file():
+        body, seal = _parted(path.read_bytes())
+        if not isinstance(seal, dict) or seal.get("sha256") != _sha256(seal, body):
+            found = "a damaged file, or something that torch_occ has not saved"
+            raise ValueError(f"{path}: holds {found}. {_ADVICE}")
 
 
 def _parted(content: bytes) -> tuple[bytes, Any]:
@@ -182,19 +154,25 @@ def _last_line(seal: dict[str, Any]) -> bytes:
     return b"\n" + json.dumps(seal).encode() + b"\n"
 
 
-def _trouble(kind: str, payload: bytes, seal: Any, any_version: bool) -> str | None:
-    """A description of what is wrong with a payload and its seal, or None."""
+def _check(
+    path: str | Path, kind: str, payload: bytes | None, seal: Any, any_version: bool = False
+) -> None:
+    """Raise a ValueError if the payload does not fit its seal; None stands for an empty file."""
     found = seal if isinstance(seal, dict) else {}
     own, version = str(found.get("kind", "")), found.get("version")
-    if not own.startswith("torch_occ "):
-        return f"is not {kind} that torch_occ has saved, or it is damaged"
-    if found.get("sha256") != _sha256(found, payload):
-        return "is damaged: its checksum is wrong"
-    if own != f"torch_occ {kind}":
-        return f"is {own.removeprefix('torch_occ ')}, not {kind}"
-    if found["format"] != FORMAT or (version != VERSION and not any_version):
-        return f"was saved by torch_occ {version}, and this is {VERSION}"
-    return None
+    if payload is None:
+        trouble = "is empty"
+    elif not own.startswith("torch_occ "):
+        trouble = f"is not {kind} that torch_occ has saved, or it is damaged"
+    elif found.get("sha256") != _sha256(found, payload):
+        trouble = "is damaged: its checksum is wrong"
+    elif own != f"torch_occ {kind}":
+        trouble = f"is {own.removeprefix('torch_occ ')}, not {kind}"
+    elif found["format"] != FORMAT or (version != VERSION and not any_version):
+        trouble = f"was saved by torch_occ {version}, and this is {VERSION}"
+    else:
+        return
+    raise ValueError(f"{path}: {trouble}. {_ADVICE}")
 
 
 # -- The state of a run or a tuning in a file: saved from time to time, loaded to continue ---------
@@ -216,11 +194,7 @@ class Kept:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        kind: str,
-        fingerprints: dict[str, str],
-        every: float = 0.0,
+        self, path: str | Path, kind: str, fingerprints: dict[str, str], every: float = 0.0
     ) -> None:
         self.path, self.kind, self.every = Path(path), kind, every
         self.fingerprints = fingerprints
@@ -229,10 +203,7 @@ class Kept:
         self.begun = time.monotonic()
 
     def load(self) -> State | None:
-        """Read the state from the file.
-
-        Returns:
-            The state, or None if there is no file.
+        """The state from the file, or None if there is no file.
 
         Raises:
             ValueError: if the file is damaged, or belongs to other work.
@@ -275,7 +246,7 @@ class Kept:
                 "state of a learner and of a loss process may hold tensors and plain numbers only"
             ) from error
         try:
-            try_to_write(self.path, lambda file: file.write(sealed(f"a {self.kind}", payload)))
+            write_checked(self.path, f"a {self.kind}", payload, rehearse=True)
         except OSError as error:
             reason = f"save_to: cannot be written ({error.strerror}); name another file"
             raise OSError(error.errno, reason, str(self.path)) from error
@@ -324,38 +295,26 @@ def markdown(
     header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
 ) -> str:
     """A Markdown table with aligned columns; those in `left` are aligned to the left."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    sides = ["<" if i in left else ">" for i in range(len(widths))]
 
     def line(cells: Sequence[str]) -> str:
-        aligned = (
-            c.ljust(w) if i in left else c.rjust(w)
-            for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "| " + " | ".join(aligned) + " |"
+        parts = zip(cells, sides, widths, strict=True)
+        return "| " + " | ".join(f"{cell:{side}{width}}" for cell, side, width in parts) + " |"
 
-    rule = (
-        "|"
-        + "|".join("-" * (w + 1) + ("-" if i in left else ":") for i, w in enumerate(widths))
-        + "|"
+    ends = {"<": "-", ">": ":"}
+    rule = "|".join(
+        "-" * (width + 1) + ends[side] for side, width in zip(sides, widths, strict=True)
     )
-    return "\n".join([line(header), rule, *(line(row) for row in rows)])
+    return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
 
 
 def latex(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """The same table as a LaTeX `tabular` with the rules of the package booktabs."""
     columns = "".join("l" if i in left else "r" for i in range(len(header)))
-    lines = [" & ".join(map(_escape, row)) + r" \\" for row in [header, *rows]]
-    return "\n".join(
-        [
-            rf"\begin{{tabular}}{{{columns}}}",
-            r"\toprule",
-            lines[0],
-            r"\midrule",
-            *lines[1:],
-            r"\bottomrule",
-            r"\end{tabular}",
-        ]
-    )
+    first, *others = (" & ".join(map(_escape, row)) + r" \\" for row in [header, *rows])
+    top = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", first, r"\midrule"]
+    return "\n".join([*top, *others, r"\bottomrule", r"\end{tabular}"])
 
 
 def _escape(text: str) -> str:

@@ -2,9 +2,9 @@
 
 Data is hashed by its bytes, and objects by what `pickle` would store of them. Functions and classes
 count with their names. Those of users also count with their source text, if there is one, with
-defaults, closures and bases; the global names that they read do not count. `repr`, `id` and `hash`
-are never used, so the result is the same in every process. An object that cannot be hashed is
-refused, and the error gives the path to it.
+defaults, closures and bases; the global names that they read do not count. `id` and `hash` are
+never used, so the result is the same in every process. An object that cannot be hashed is refused,
+and the error gives the path to it.
 
 A class may list attributes that decide nothing, such as caches and counters, in
 `fingerprint_ignores`. Cached properties are never hashed.
@@ -12,27 +12,28 @@ A class may list attributes that decide nothing, such as caches and counters, in
 
 from __future__ import annotations
 
-import enum
 import functools
 import hashlib
 import inspect
-import random
-import struct
 import sys
 from collections.abc import Iterable
 from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_occ._support.private import held_by, indices, values
+from torch_occ._support.private import held_by
 from torch_occ._support.version import VERSION
 
-#: The version of the rules of hashing.
-RULES = 3
+#: The version of the rules of hashing, and of what the state of a run holds.
+RULES = 4
+
+#: Values that their `repr` describes completely.
+_PLAIN = (int, bool, float, complex, str, bytes, bytearray, range, slice, type(None), type(...))
+_NAMED = (np.generic, np.dtype, torch.dtype, torch.device, torch.layout, PurePath)
 
 
 class UnhashableError(TypeError):
@@ -65,16 +66,13 @@ class _Hasher:
     """Hashes trees of objects; each object is hashed once."""
 
     def __init__(self) -> None:
-        self.known: dict[
-            int, tuple[Any, bytes]
-        ] = {}  # by id; holds the object, so its id is unique
+        self.known: dict[int, tuple[Any, bytes]] = {}  # by id; holds the object, so the id is kept
         self.open: dict[int, str] = {}  # the paths of objects that are being hashed
 
     def digest(self, part: Any, where: str) -> bytes:
         """The hash of one object; `where` is the path to it."""
-        plain = _plain(part)
-        if plain is not None:
-            return _joined(type(part).__qualname__, [plain])
+        if type(part) in _PLAIN or isinstance(part, _NAMED):
+            return _joined(type(part).__qualname__, [repr(part).encode("utf-8", "surrogatepass")])
         if id(part) in self.open:  # a cycle
             return _joined("cycle", [self.open[id(part)].encode()])
         if id(part) not in self.known:
@@ -89,44 +87,36 @@ class _Hasher:
     def _list(self, tag: str, parts: Iterable[tuple[str, Any]]) -> bytes:
         return _joined(tag, [self.digest(part, where) for where, part in parts])
 
-    def _mapping(self, part: Any, where: str, way: str) -> bytes:
+    def _mapping(self, part: Any, where: str, way: str = "{}[{!r}]") -> bytes:
         """Hash a mapping in an order that does not depend on insertion."""
-        pairs = []
-        for key, value in part.items():
-            name = self.digest(key, f"a key of {where}")
-            pairs.append(name + self.digest(value, way.format(where, key)))
+        pairs = [
+            self.digest(key, f"a key of {where}") + self.digest(value, way.format(where, key))
+            for key, value in part.items()
+        ]
         return _joined("mapping", sorted(pairs))
 
     def _compound(self, part: Any, where: str) -> bytes:
         kind = type(part)
         if kind in (list, tuple):
-            items = ((f"{where}[{i}]", item) for i, item in enumerate(part))
-            return self._list(kind.__name__, items)
+            return self._list(kind.__name__, ((f"{where}[{i}]", x) for i, x in enumerate(part)))
         if kind in (set, frozenset):
             found = (self.digest(item, f"an element of {where}") for item in part)
             return _joined(kind.__name__, sorted(found))
         if kind in (dict, MappingProxyType):
-            return self._mapping(part, where, "{}[{!r}]")
-        if isinstance(part, Tensor):
-            return self._tensor(part, where)
-        if isinstance(part, torch.Generator):
-            return self._list("generator", [(where, str(part.device)), (where, part.get_state())])
-        if isinstance(part, np.ndarray):
-            return self._array(part, where)
+            return self._mapping(part, where)
+        if isinstance(part, Tensor) and part.layout == torch.strided and not part.is_meta:
+            # A tensor with one entry counts as contiguous whatever its stride is, so it is copied.
+            flat = torch.empty(part.numel(), dtype=part.dtype)
+            flat.copy_(part.detach().resolve_conj().resolve_neg().reshape(-1))
+            label = f"tensor {part.dtype} {tuple(part.shape)}"
+            return _joined(label, [flat.view(torch.uint8).numpy().tobytes()])
+        if isinstance(part, Tensor):  # sparse; gradients do not count
+            part = part.detach()
+        if kind is np.ndarray and not part.dtype.hasobject:
+            label = f"array {part.dtype.descr} {part.shape}"
+            return _joined(label, [np.ascontiguousarray(part).tobytes()])
         if isinstance(part, nn.Module):
             return self._module(part, where)
-        if isinstance(part, random.Random):
-            return self._list("random", [(where, kind), (where, part.getstate())])
-        if isinstance(part, enum.Enum):
-            held = [(where, kind), (where, part.name), (f"{where}.value", part.value)]
-            return self._list("enum", held)
-        if isinstance(part, MethodType):
-            return self._list(
-                "method", [(where, part.__func__), (f"{where}'s self", part.__self__)]
-            )
-        if isinstance(part, BuiltinFunctionType):
-            owner = None if isinstance(part.__self__, ModuleType) else part.__self__
-            return self._list("builtin", [(where, _name_of(part)), (f"{where}'s self", owner)])
         if isinstance(part, FunctionType | type | ModuleType):
             return self._code(part, where)
         return self._pickled(part, where)
@@ -137,58 +127,34 @@ class _Hasher:
         if isinstance(part, FunctionType) and (_is_users(part) or "<" in part.__qualname__):
             held += [(where, _source(part))]
             held += [(f"{where}'s defaults", [part.__defaults__, part.__kwdefaults__])]
-            cells = zip(part.__code__.co_freevars, part.__closure__ or (), strict=True)
-            held += [(f"{where}'s variable {name}", _content(cell)) for name, cell in cells]
+            closure = inspect.getclosurevars(part).nonlocals
+            held += [(f"{where}'s variable {name}", x) for name, x in closure.items()]
         elif isinstance(part, type) and _is_users(part):
             held += [(where, _source(part))]
             held += [(f"{where}'s base", base) for base in part.__bases__]
         return self._list("code", held)
-
-    def _tensor(self, part: Tensor, where: str) -> bytes:
-        """Hash shape, type and numbers of any layout; gradients are ignored."""
-        part = part.detach()
-        label = f"tensor {part.layout} {part.dtype} {tuple(part.shape)}"
-        if part.layout == torch.sparse_coo:
-            inner = [indices(part), values(part)]
-        elif part.layout in (torch.sparse_csr, torch.sparse_bsr):
-            inner = [part.crow_indices(), part.col_indices(), part.values()]
-        elif part.layout in (torch.sparse_csc, torch.sparse_bsc):
-            inner = [part.ccol_indices(), part.row_indices(), part.values()]
-        elif part.layout == torch.strided and not part.is_meta and not part.is_quantized:
-            # A tensor with one entry counts as contiguous whatever its stride is, so it is copied.
-            flat = torch.empty(part.numel(), dtype=part.dtype)
-            flat.copy_(part.resolve_conj().resolve_neg().reshape(-1))
-            return _joined(label, [flat.view(torch.uint8).numpy().tobytes()])
-        else:
-            raise _refusal(part, where, "its numbers cannot be read")
-        return self._list(label, [(where, x) for x in inner])
-
-    def _array(self, part: np.ndarray[Any, Any], where: str) -> bytes:
-        if isinstance(part, np.ma.MaskedArray):
-            return self._list("masked", [(where, part.filled()), (where, np.ma.getmaskarray(part))])
-        label = f"array {part.dtype.descr} {part.shape}"
-        if part.dtype == object:
-            return self._list(label, [(f"{where}[{i}]", x) for i, x in enumerate(part.flat)])
-        if part.dtype.hasobject:
-            raise _refusal(part, where, "its records hold Python objects")
-        return _joined(label, [np.ascontiguousarray(part).tobytes()])
 
     def _module(self, part: nn.Module, where: str) -> bytes:
         """Parameters, buffers, children, hooks and everything else that a module holds."""
         held: list[tuple[str, Any]] = [(f"the class of {where}", type(part))]
         held += [(f"{where}.{name}", [name, value]) for name, value in held_by(part)]
         own = {name: value for name, value in vars(part).items() if name not in _TORCHS_OWN}
-        rest = self._state(part, own, where)
-        return _joined("module", [self._list("held", held), rest])
+        return _joined("module", [self._list("held", held), self._state(part, own, where)])
 
     def _pickled(self, part: Any, where: str) -> bytes:
         """Hash the class of an object, its constructor's arguments, and its attributes."""
         try:
             reduced = part.__reduce_ex__(4)
         except Exception as error:
-            raise _refusal(part, where, str(error)) from error
+            raise UnhashableError(
+                f"{where}: a {type(part).__qualname__} cannot be hashed ({error}), so a saved run "
+                "could not be told from another one. Make it of tensors, numbers and functions, "
+                "list the attribute in `fingerprint_ignores` of its class if it decides nothing, "
+                "or leave `save_to` out"
+            ) from error
         if isinstance(reduced, str):  # a global name
-            return _joined("global", [_name_of(type(part)).encode(), reduced.encode()])
+            module = getattr(part, "__module__", None)
+            return _joined("global", [f"{_name_of(type(part))} {module} {reduced}".encode()])
         maker, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
         # The state of an object with slots is a pair: its attributes and its slots.
         split = type(state) is tuple and len(state) == 2 and type(state[1]) is dict
@@ -197,7 +163,7 @@ class _Hasher:
             self._list("arguments", [(where, argument) for argument in arguments]),
             *(self._state(part, x, where) for x in (state if split else [state])),
             self._list("items", [(f"{where}[{i}]", x) for i, x in enumerate(items or ())]),
-            self._mapping(dict(pairs or ()), where, "{}[{!r}]"),
+            self._mapping(dict(pairs or ()), where),
         ]
         return _joined("object", found)
 
@@ -245,44 +211,9 @@ def _source(part: Any) -> str | None:
         return None
 
 
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the cell is empty
-        return None
-
-
 def _joined(tag: str, parts: Iterable[bytes]) -> bytes:
     """A hash of a tag and of byte strings, each with its length, so that they stay separate."""
     digest = hashlib.sha256()
     for part in (tag.encode(), *parts):
-        digest.update(struct.pack("<q", len(part)))
-        digest.update(part)
+        digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
-
-
-def _plain(part: Any) -> bytes | None:
-    """The bytes of a plain value; None for everything else."""
-    kind = type(part)
-    if kind in (int, bool, complex, range, type(None), type(...), type(NotImplemented)):
-        return repr(part).encode()
-    if kind is str:
-        return str(part).encode("utf-8", "surrogatepass")
-    if kind is float:
-        return struct.pack("<d", part)
-    if kind in (bytes, bytearray):
-        return bytes(part)
-    if isinstance(part, np.generic) and not part.dtype.hasobject:
-        return f"{part.dtype.descr} ".encode() + part.tobytes()
-    if isinstance(part, np.dtype | torch.dtype | torch.device | torch.layout | PurePath):
-        return str(part).encode()
-    return None
-
-
-def _refusal(part: Any, where: str, reason: str) -> UnhashableError:
-    return UnhashableError(
-        f"{where}: a {type(part).__qualname__} cannot be hashed ({reason}), so a saved run could "
-        "not be told from another one. Make it of tensors, numbers and functions, list the "
-        "attribute in `fingerprint_ignores` of its class if it decides nothing, or leave "
-        "`save_to` out"
-    )

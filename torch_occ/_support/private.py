@@ -6,7 +6,7 @@ llvmlite, TensorBoard or the standard library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -34,7 +34,7 @@ _ON_DEMAND = {
     "AbstractTemplate": "numba.core.typing.templates:AbstractTemplate",
     "infer_global": "numba.core.typing.templates:infer_global",
     "Compiler": "numba.core.compiler:Compiler",
-    "CompileResult": "numba.core.compiler:CompileResult",
+    "compile_result": "numba.core.compiler:compile_result",
     "JITCodeLibrary": "numba.core.codegen:JITCodeLibrary",
     "alias_func_extensions": "numba.core.ir_utils:alias_func_extensions",
     "populate_array": "numba.np.arrayobj:populate_array",
@@ -76,6 +76,14 @@ def carries_derivative(x: Tensor) -> bool:
     """Whether autograd, forward mode or an enclosing transform may differentiate in x."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
     return x.requires_grad or wrapped or forward_ad.unpack_dual(x).tangent is not None
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was changed in place; nothing if one of inference mode does not say."""
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:
+        return []
 
 
 def forward_modes() -> int:
@@ -174,16 +182,6 @@ def held_by(module: nn.Module) -> Iterator[tuple[str, Any]]:
     yield "hooks", [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
-def parameter_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """The dictionary and the key of every parameter of a module and its children.
-
-    functional_call exchanges the entries of these dictionaries.
-    """
-    for part in module.modules():
-        for name in part._parameters:
-            yield part._parameters, name
-
-
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters of one module by name; `named_parameters` takes several microseconds."""
     return module._parameters
@@ -203,10 +201,7 @@ def own_parameter_names(module: nn.Module) -> list[str]:
 
 
 def event_writer(writer: Any) -> Any:
-    """The event file of a SummaryWriter, opened again if it was closed.
-
-    It takes protocol buffers directly.
-    """
+    """The event file of a SummaryWriter, opened again if it was closed; takes protocol buffers."""
     return writer._get_file_writer()
 
 

@@ -11,7 +11,6 @@ leaps          leaping, compiled: the regret of particles that play many episode
 learners       the learners of torch_occ.game, compiled for the episode loop
 newton         newton's method for one FTRL step, compiled, for regularizers made of elementary
 play           the episode loop: the adversary answers, the learner proposes, walks and observes
-projection     the Kullback-Leibler projection, in plain arrays or in lanes
 psi            the derivatives of psi at q; psi is a weighted sum of elementary functions of its
 shaping        potential-based shaping, compiled: replace the loss by the gaps of its optimal policy
 sparse         conjugate gradients for the linear system of a Newton step with sparse transitions

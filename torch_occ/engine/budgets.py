@@ -38,7 +38,7 @@ from torch_occ.engine.layout import (
     kernel,
     routine,
 )
-from torch_occ.engine.newton import EPS, retract
+from torch_occ.engine.newton import EPS, floor_pairs, retract
 from torch_occ.engine.psi import derive
 from torch_occ.engine.shaping import shape_loss
 from torch_occ.engine.transitions import factorize, solve
@@ -71,6 +71,7 @@ def respond(
 ) -> None:
     """Write the curvatures G Pi G' at q into the rows from MATRIX on."""
     pairs, num_pairs = work.pairs, costs.shape[1]
+    floor_pairs(model, work)  # an entropy may underflow, and its curvature be infinite
     derive(model, terms, weights, np.inf, work)
     factorize(model, True, work)
     for i in range(len(costs)):
@@ -87,27 +88,33 @@ def respond(
 
 
 @routine
+def scale_model(y: Floats, room: BudgetRoom) -> None:
+    """Raise the curvatures where they alone would ask for too large a step; unit diagonal."""
+    rows, count = room.budgets, len(y)
+    for i in range(count):
+        for j in range(count):
+            if not np.isfinite(rows[MATRIX + i, j]):
+                rows[MATRIX + i, j] = 0.0
+        least = abs(rows[EXCESS, i]) / (GROWTH * (y[i] + rows[NATURAL, i]))
+        curvature = max(rows[MATRIX + i, i], least)
+        rows[MATRIX + i, i] = curvature
+        rows[SCALE, i] = 1.0 / np.sqrt(curvature) if curvature > 0.0 else 1.0
+    for i in range(count):
+        for j in range(count):
+            rows[MATRIX + i, j] *= rows[SCALE, i] * rows[SCALE, j]
+        rows[MATRIX + i, i] += 16.0 * count * EPS
+
+
+@routine
 def choose(y: Floats, room: BudgetRoom) -> None:
     """Write into STEP the step to the best multipliers of the quadratic model.
 
     The compiled form of `_best_multipliers` in torch_occ.step.budgets.
     """
     rows, positive, count = room.budgets, room.positive, len(y)
+    scale_model(y, room)
     for i in range(count):
-        for j in range(count):
-            if not np.isfinite(rows[MATRIX + i, j]):
-                rows[MATRIX + i, j] = 0.0
-        # Where the curvature alone would ask for a larger step, it is raised.
-        least = abs(rows[EXCESS, i]) / (GROWTH * (y[i] + rows[NATURAL, i]))
-        curvature = max(rows[MATRIX + i, i], least)
-        rows[MATRIX + i, i] = curvature
-        rows[SCALE, i] = 1.0 / np.sqrt(curvature) if curvature > 0.0 else 1.0
         positive[i] = y[i] > 0.0 or rows[EXCESS, i] > 0.0
-    for i in range(count):
-        for j in range(count):
-            rows[MATRIX + i, j] *= rows[SCALE, i] * rows[SCALE, j]
-        rows[MATRIX + i, i] += 16.0 * count * EPS
-    for i in range(count):
         rows[TARGET, i] = rows[EXCESS, i] * rows[SCALE, i]
         for j in range(count):
             rows[TARGET, i] += rows[MATRIX + i, j] * y[j] / rows[SCALE, j]
@@ -298,7 +305,46 @@ def climb(
         choose(y, room)
         found = move(model, terms, weights, budget, share, error, room, work)
         total += found[1]
-    return status, total, found[2], found[3], found[4]
+    dual = found[4]
+    if status == CONVERGED:
+        dual = max(dual, error_of_q(model, terms, weights, budget, room, work))
+        status = CONVERGED if dual <= tolerance else STALLED
+    return status, total, found[2], found[3], dual
+
+
+@routine
+def error_of_q(
+    model: Model, terms: Terms, weights: Floats, budget: Budget, room: BudgetRoom, work: Work
+) -> float:
+    """The relative error of q that remains, since a budget is met only up to rounding.
+
+    It is the change of q that would remove the violation, or the rounding error of its sum. Where
+    budgets leave little room, q answers strongly.
+    """
+    rows, pairs, v = room.budgets, work.pairs, room.pairs[PRICED]
+    for s in range(work.states.shape[1]):
+        v[s] = work.states[V, s]
+    respond(model, terms, weights, budget.costs, room, work)
+    scale_model(budget.y, room)
+    for i in range(len(budget.y)):
+        room.positive[i] = budget.y[i] > 0.0
+        noise = max(abs(rows[EXCESS, i]), 4.0 * EPS * rows[SIZE, i])
+        rows[TARGET, i] = (noise if rows[EXCESS, i] >= 0.0 else -noise) * rows[SCALE, i]
+    solve_positive(room)
+    for p in range(pairs.shape[1]):
+        pairs[FORCE, p] = 0.0
+        for i in range(len(budget.y)):
+            pairs[FORCE, p] += rows[Z, i] * rows[SCALE, i] * budget.costs[i, p]
+    for s in range(work.states.shape[1]):
+        work.states[V, s] = 0.0
+    solve(model, pairs[0, :0], work)
+    error = 0.0
+    for p in range(pairs.shape[1]):
+        if model.exists[PAIR, p]:
+            error = max(error, abs(pairs[DQ, p]) / pairs[PAIR, p])
+    for s in range(work.states.shape[1]):
+        work.states[V, s] = v[s]
+    return error
 
 
 @routine

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_occ._support.constants import GOLDEN, MIX_ONE, MIX_TWO
-from torch_occ.engine.layout import kernel, routine
+from torch_occ.engine.layout import routine
 
 _GOLDEN, _ONE, _TWO = np.uint64(GOLDEN), np.uint64(MIX_ONE), np.uint64(MIX_TWO)
 _30, _27, _31, _11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
@@ -130,14 +130,14 @@ def uniform_drawn(generators: Generators, n: int) -> float:
     return found
 
 
-@kernel
+@routine
 def normal_drawn(generators: Generators, n: int) -> float:
     """Draw a standard normal number (Box and Muller, 1958)."""
     radius = np.sqrt(-2.0 * np.log(uniform_drawn(generators, n)))
     return radius * np.cos(2.0 * np.pi * uniform_drawn(generators, n))
 
 
-@kernel
+@routine
 def binomial_drawn(count: float, p: float, generators: Generators, n: int) -> float:
     """Draw how many of `count` independent events happen, each with probability p."""
     if p >= 1.0 or p <= 0.0:

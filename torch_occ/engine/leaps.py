@@ -1,10 +1,8 @@
 """Leaping, compiled: the regret of particles that play many episodes per step.
 
-This is the compiled form of torch_occ.tuning.leaps; torch_occ.tuning.leaps
-explains the method. The kernel plays one particle, or one per lane. Lanes solve their steps
+torch_occ.tuning.leaps explains the method; the two draw different random numbers, so their results
+agree only statistically. The kernel plays one particle, or one per lane. Lanes solve their steps
 together. Every lane has its own t and its own random numbers, so it plays and counts alone.
-
-The two draw different random numbers, so their results agree only statistically.
 """
 
 from __future__ import annotations
@@ -52,12 +50,10 @@ LEAPS, UNCERTIFIED = 0, 1
 class Way(NamedTuple):
     """The inputs that all particles share."""
 
-    log_t: Floats  # (G,), a fine grid
-    # (G, K or K * S * A), log |weights| on the grid. Linear interpolation is exact for powers of t.
-    log_weights: Floats
-    signs: Floats  # (K or K * S * A,), signs of the weights
-    # (G,), the logarithm of a threshold. The baseline of the estimator is 1/2 where q reaches it.
-    log_threshold: Floats
+    # (2, K or K * S * A): the weights of psi at t = 1, and their powers of t
+    powers: Floats
+    # (2,), in the same way: the baseline of the estimator is 1/2 where q reaches this threshold
+    threshold: Floats
     means: Floats  # (P, S * A), by phase
     gaps: Floats  # (P, S * A)
     noise: int
@@ -108,7 +104,9 @@ def leap_to_the_end(
     while True:
         for n in range(lanes):
             lane(work.notes, n)[USED] = 1.0 if particle.stop[n] < len(way.stops) else 0.0
-            _weights_at(np.log(lane(particle.clock, n)[T]), way, lane(particle.weights, n))
+            t, weights = lane(particle.clock, n)[T], lane(particle.weights, n)
+            for k in range(len(weights)):
+                weights[k] = way.powers[0, k] * t ** way.powers[1, k]
         work.notes[ERROR], work.notes[GUESSED] = np.inf, 0.0  # discard the factors of the last leap
         own, tolerance, most = particle.weights, way.tolerance, way.max_steps
         found = follow_or_restart(
@@ -195,7 +193,7 @@ def _play(
     means = way.means[way.phase[stop]]
     length = max(1.0, np.floor(min(longest, way.widest * t)))
     length = min(length, way.stops[stop] - t + 1.0)
-    threshold = np.exp(_between(np.log(t), way.log_t, way.log_threshold))
+    threshold = way.threshold[0] * t ** way.threshold[1]
     for s in range(len(entering)):
         entering[s] = 0.0
     _split(length, way.initial, 0, way.initial.shape[1], entering, 0, generators, n)
@@ -272,27 +270,3 @@ def _charge(noise: int, mean: float, visits: float, generators: Generators, n: i
             return total
         return visits * mean + radius * np.sqrt(visits / 3.0) * normal_drawn(generators, n)
     return visits * mean
-
-
-@routine
-def _weights_at(x: float, way: Way, weights: Floats) -> None:
-    """Write the weights at t = exp(x), by linear interpolation of their logarithms."""
-    i, part = _place(x, way.log_t)
-    for k in range(len(weights)):
-        log_weight = (1.0 - part) * way.log_weights[i, k] + part * way.log_weights[i + 1, k]
-        weights[k] = way.signs[k] * np.exp(log_weight) if way.signs[k] != 0.0 else 0.0
-
-
-@routine
-def _between(x: float, log_t: Floats, values: Floats) -> float:
-    """The value at x, by linear interpolation on the grid."""
-    i, part = _place(x, log_t)
-    return (1.0 - part) * values[i] + part * values[i + 1]
-
-
-@routine
-def _place(x: float, log_t: Floats) -> tuple[int, float]:
-    """The interval of the grid that contains x, and the position of x in it, from 0 to 1."""
-    width = log_t[1] - log_t[0]
-    i = min(max(int(x / width), 0), len(log_t) - 2)
-    return i, (x - log_t[i]) / width

@@ -81,7 +81,8 @@ def _propose_empirical(game: Game, t: int, tally: Tally, learner: Any, work: Wor
 
 
 @observe.register(CompiledEmpirical)
-def _observe_empirical(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+def observe_averages(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    """Count the visits of every seed, and their losses."""
     for n in range(len(game.pairs)):
         own = lane(learner, n)
         for k in range(game.pairs.shape[1]):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from inspect import signature
 from typing import Annotated, Any, NamedTuple
 
-from torch_occ._support.constants import TIE
+from torch_occ._support.constants import BLOCK, TIE
 from torch_occ.engine.lanes import (
     LaneArray,
     anywhere,
@@ -69,16 +69,19 @@ class Game(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """The running sums, by the names that `Simulation.sums` has, and q; pairs are flat."""
+    """The running sums, by the names that `Simulation.sums` has, and q; pairs are flat.
 
+    The first four have two rows, for blocks of episodes that are complete, and for the last one.
+    """
+
+    cumulative_occupancy: Annotated[Floats, 2, "pairs"]
+    total_mean: Annotated[Floats, 2, "pairs"]
+    expected: Floats  # (2, 1)
+    realised: Floats  # (2, 1)
     q: PerPair
-    cumulative_occupancy: PerPair
-    total_mean: PerPair
     # (S * A, S * A), as `losses.second_moments`; (0, 0) if it is not needed
     second_moment: Floats
     # These are (1,).
-    expected: Floats
-    realised: Floats
     newton_steps: Floats
     uncertified: Floats
     dual_residual: Floats
@@ -114,6 +117,11 @@ def play(game: Game, tally: Tally, learner: Any, work: Work, width: Any) -> None
         record(game, t, means, tally)
         walk(game, t, means, tally, learner)
         observe(game, t, tally, learner, work)
+        if (game.before + t + 1) % BLOCK == 0:
+            close_block(tally.cumulative_occupancy)
+            close_block(tally.total_mean)
+            close_block(tally.expected)
+            close_block(tally.realised)
 
 
 # -- the adversary ---------------------------------------------------------------------------------
@@ -159,11 +167,24 @@ def record(game: Game, t: int, means: Floats, tally: Tally) -> None:
     row, expected = min(t, len(means) - 1), 0.0
     for i in range(len(tally.q)):
         expected += tally.q[i] * means[row, i]
-        tally.cumulative_occupancy[i] += tally.q[i]
-        tally.total_mean[i] += means[row, i]
-    tally.expected[0] += expected
+        tally.cumulative_occupancy[1, i] += tally.q[i]
+        tally.total_mean[1, i] += means[row, i]
+    tally.expected[1, 0] += expected
     for n in range(len(game.pairs)):
         add_moments(game, t, row, lane(means, n), lane(tally.second_moment, n))
+
+
+@routine
+def close_block(sums: Floats) -> None:
+    """Add the sum of the last block to that of all before; what rounding takes away stays there.
+
+    Otherwise sums over 1e7 episodes, and the regret as their difference, lose seven digits.
+    """
+    for i in range(sums.shape[1]):
+        before, block = sums[0, i], sums[1, i]
+        total = before + block
+        added = total - before
+        sums[0, i], sums[1, i] = total, (before - (total - added)) + (block - added)
 
 
 @inlined
@@ -316,7 +337,7 @@ def walk(game: Game, t: int, means: Floats, tally: Tally, learner: Any) -> None:
             mean = lane(means, n)[row, i]
             loss = game.table[n, i] if full else draw(noise, mean, uniforms[1])
             game.pairs[n, k], game.losses[n, k] = i, loss
-            lane(tally.realised, n)[0] += loss
+            lane(tally.realised, n)[1, 0] += loss
             if k + 1 < layers:
                 game.states[n, k + 1] = state_drawn(model, i, k, uniforms[2])
 

@@ -38,8 +38,7 @@ from torch_occ.regularizers.catalog import LogBarrier, Shannon, Tsallis
 from torch_occ.regularizers.parameters import Parametrized
 from torch_occ.regularizers.schedules import Constant, InverseSqrt
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.limits import Budgets
-from torch_occ.step.solution import Solution
+from torch_occ.step.solution import Budgets, Solution
 
 
 class Learner:

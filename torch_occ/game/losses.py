@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.streams import Purpose, stream
+from torch_occ.mdp.checks import as_tensor
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import likeliest, optimal_policy
 
@@ -106,9 +107,9 @@ class TableLosses(LossProcess):
 
     def __init__(self, table: Tensor) -> None:
         self.table = check_unit_interval("table", table)
-        if table.dim() != 3:
+        if self.table.dim() != 3:
             raise ValueError(f"table: expected shape (T, S, A), got {tuple(table.shape)}")
-        self.length = len(table)
+        self.length = len(self.table)
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
         check_fits("table", self.table[0], mdp)
@@ -131,7 +132,7 @@ class SwitchingLosses(LossProcess):
     def __init__(self, tables: Tensor, period: int, noise: Noise = "none") -> None:
         self.tables, self.period = check_unit_interval("tables", tables), period
         self.noise = check_noise(noise)
-        if tables.dim() != 3:
+        if self.tables.dim() != 3:
             raise ValueError(f"tables: expected shape (K, S, A), got {tuple(tables.shape)}")
         if not isinstance(period, int) or period < 1:
             raise ValueError(f"period: expected a whole number of at least 1, got {period}")
@@ -243,6 +244,7 @@ class StochasticallyConstrained(LossProcess):
 
 def check_unit_interval(name: str, table: Tensor) -> Tensor:
     """Return a copy of the table; raise a ValueError if an entry is not in [0, 1]."""
+    table = as_tensor(table)
     if not isinstance(table, Tensor):
         raise TypeError(
             f"{name}: expected a torch tensor, got {type(table).__name__}; "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 import numpy as np
@@ -116,7 +117,7 @@ class EnginePlayer:
 
     def __init__(self, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> None:
         self.learner, self.form = learner, form_of(learner)
-        self.hints = get_type_hints(self.form, include_extras=True)
+        self.hints = _hints(self.form)
         self.model = model_of(mdp)  # the true one; the learner's may be blind
         self.sizes = {"pairs": mdp.num_states * mdp.num_actions, "states": mdp.num_states}
         self.settings = learner.settings()
@@ -146,7 +147,8 @@ class EnginePlayer:
         count, n, q = len(run.seeds), numbers.shape[1], run.q.clone()
         lanes = lanes_for(count, few_lanes(self.model)) if self.in_lanes else None
         sums = {"second_moment": np.zeros((count, 0, 0))}
-        sums |= _state_rows(Tally, run.sums) | _state_rows(Tally, {"q": q})
+        for table in (run.sums, run.parts, {"q": q}):
+            sums |= _state_rows(Tally, table)
         state = _state_rows(self.form, self.learner.state)
         over_time = {name: f(run.t, run.t + 1 + n) for name, f in self.over_time.items()}
         # Copies `(n or 1, S * A)`, because the kernel may write to them.
@@ -246,13 +248,19 @@ def few_states(model: Model) -> bool:
 
 def _state_rows(form: Any, table: dict[str, Tensor]) -> dict[str, Floats]:
     """The tensors `(N, ...)` that a named tuple has fields for, as arrays that kernels change."""
-    found, hints = {}, get_type_hints(form, include_extras=True)
+    found, hints = {}, _hints(form)
     for name in table.keys() & form._fields:
         x = table[name] = table[name].contiguous()
         if "pairs" in getattr(hints[name], "__metadata__", ()) and x.dim() > 2:
             x = x.flatten(-2)
         found[name] = x.numpy().reshape(len(x), *(x.shape[1:] or (1,)))
     return found
+
+
+@cache
+def _hints(form: Any) -> dict[str, Any]:
+    """The types of the fields of a named tuple, with their shapes."""
+    return get_type_hints(form, include_extras=True)
 
 
 def _pack(rows: Sequence[Floats] | Floats, seeds: range, lanes: int | None) -> Floats:
@@ -268,7 +276,7 @@ def _repeated(value: Any, hint: Any, lanes: int | None) -> Any:
     if hint in (float, int, bool):
         return hint(value)
     if hasattr(value, "_fields"):
-        hints = get_type_hints(type(value), include_extras=True)
+        hints = _hints(type(value))
         return type(value)(
             *(_repeated(getattr(value, name), hints[name], lanes) for name in value._fields)
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import Backend, check_backend, engine_takes, later
-from torch_occ._support.constants import CHUNK, log_spaced
+from torch_occ._support.constants import BLOCK, CHUNK, log_spaced
 from torch_occ._support.files import Kept, State, copied
 from torch_occ._support.fingerprints import fingerprints
 from torch_occ._support.processes import asked_to_stop, explain, sigterm_raises
@@ -292,9 +292,11 @@ class Simulation:
         self.process_state = check_state(losses, losses.start(mdp, self.seeds))
         # The episode of the first step without certificate (0 if none), and its status.
         failed = ("first_uncertified", "first_status")
-        names = ("expected", "realised", *_STEPS, *failed)
-        self.sums = {name: zeros[:, 0, 0].clone() for name in names}
-        self.sums |= {"cumulative_occupancy": zeros.clone(), "total_mean": zeros.clone()}
+        self.sums = {name: zeros[:, 0, 0].clone() for name in (*_STEPS, *failed)}
+        self.parts = dict.fromkeys(("expected", "realised"), zeros[:, None, 0, :1])
+        self.parts |= dict.fromkeys(("cumulative_occupancy", "total_mean"), zeros[:, None])
+        self.parts = {name: torch.cat([x, x], 1) for name, x in self.parts.items()}
+        self._add_parts()
         self.warned = False  # whether there was a warning of an uncertified step
         self.since = 0  # episodes since the last checkpoint
         self.recorded: list[int] = []
@@ -338,6 +340,7 @@ class Simulation:
                 part = means if len(means) == 1 else means[self.t - first : stop - first]
                 shown = None if tables is None else tables[:, rows]
                 self.player.play(self, part, numbers[:, rows], shown)
+                self._add_parts()
                 self.warned = self.warned or warn_of_first(self)
                 if stop in due:
                     self.seconds += time.monotonic() - begun
@@ -353,11 +356,17 @@ class Simulation:
 
     def tally(self, mean: Tensor, feedback: Feedback) -> None:
         """Add the results of one episode, in which `self.q` was played, to the sums."""
-        sums = self.sums
-        sums["expected"] += (self.q * mean).sum((-2, -1))
-        sums["realised"] += feedback.losses.sum(-1)
-        sums["cumulative_occupancy"] += self.q
-        sums["total_mean"] += mean
+        sums, parts = self.sums, self.parts
+        parts["expected"][:, 1, 0] += (self.q * mean).sum((-2, -1))
+        parts["realised"][:, 1, 0] += feedback.losses.sum(-1)
+        parts["cumulative_occupancy"][:, 1] += self.q
+        parts["total_mean"][:, 1] += mean
+        if self.t % BLOCK == 0:
+            for x in parts.values():  # as torch_occ.engine.play.close_block
+                before, block = x.unbind(1)
+                total = before + block
+                added = total - before
+                x.copy_(torch.stack([total, before - (total - added) + (block - added)], 1))
         if "second_moment" in sums:
             sums["second_moment"] += second_moments(mean, mean_square(mean, self.losses.noise))
         found = self.contract.diagnostics(self.t, self.learner.diagnostics())
@@ -371,6 +380,11 @@ class Simulation:
                 sums["first_uncertified"][first] = float(self.t)
                 if "status" in found:
                     sums["first_status"][first] = found["status"][first].to(self.q.dtype)
+
+    def _add_parts(self) -> None:
+        """Set the sums that are kept in two parts, `(N, 2, ...)`: complete blocks, and the last."""
+        for name, (before, block) in ((name, x.unbind(1)) for name, x in self.parts.items()):
+            self.sums[name] = before + block if before.dim() > 2 else (before + block)[:, 0]
 
     def ask_for_second_moments(self) -> None:
         """Sum E[loss_i loss_j] over all further episodes, in `sums["second_moment"]`.
@@ -406,7 +420,7 @@ class Simulation:
 
     def _tables(self) -> dict[str, Tensor]:
         """Copies of the tables that are part of a history."""
-        tables = {name: self.sums[name].clone() for name in ("cumulative_occupancy", "total_mean")}
+        tables = {name: self.sums[name] for name in ("cumulative_occupancy", "total_mean")}
         return tables | {"last_q": self.q.clone()}
 
     def history(self, *, interrupted: bool = False) -> History:
@@ -433,7 +447,7 @@ class Simulation:
     def state(self) -> State:
         """A copy of the whole state, to be taken at the end of a chunk."""
         now = {name: getattr(self, name) for name in ("t", "seconds", "since", "at_checkpoint")}
-        now |= {name: copied(getattr(self, name)) for name in ("q", "process_state", "sums")}
+        now |= {x: copied(getattr(self, x)) for x in ("q", "process_state", "sums", "parts")}
         # The points of a curve never change, so lists of them are copied, not the points.
         now |= {"curves": {name: [*rows] for name, rows in self.curves.items()}}
         now |= {"recorded": [*self.recorded], "times": [*self.times]}

@@ -20,12 +20,10 @@ from torch_occ.mdp.layers import DenseLayer, Layer
 from torch_occ.mdp.occupancy import flow_of, flow_residual
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
-from torch_occ.step.checks import check_like, place_of
 from torch_occ.step.entropic import entropy_of
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import push_forward
-from torch_occ.step.limits import Budgets
-from torch_occ.step.solution import Solution
+from torch_occ.step.solution import Budgets, Solution, check_like, place_of
 
 # -- Targets: occupancy measures that a plan should equal, checked before they are used ------------
 
@@ -231,7 +229,7 @@ def fenchel_young_loss(
     step: FTRLStep,
     loss: Tensor,
     target: Tensor,
-    t: Tensor | float = 1.0,
+    t: Tensor | float | None = None,
     *,
     warm_start: Tensor | None = None,
     mdp: LayeredMDP | None = None,
@@ -270,7 +268,7 @@ def fenchel_young_loss(
     if torch.compiler.is_compiling():
         return _between_graphs(step, loss, target, t, warm_start=warm_start, mdp=mdp)
     model = step.mdp if mdp is None else mdp
-    target = check_target(model, target, step.constraints)
+    target, t = check_target(model, target, step.constraints), step.episode(t)
     solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
     t = torch.as_tensor(t, dtype=model.dtype, device=model.device)
     loss = keep("pair", model, loss.to(model.dtype), 0.0)
@@ -405,7 +403,7 @@ def expected_cost(
     step: FTRLStep,
     loss: Tensor,
     cost: Tensor,
-    t: Tensor | float = 1.0,
+    t: Tensor | float | None = None,
     *,
     warm_start: Tensor | None = None,
     mdp: LayeredMDP | None = None,
@@ -438,7 +436,7 @@ def negative_log_likelihood(
     loss: Tensor,
     states: Tensor,
     actions: Tensor,
-    t: Tensor | float = 1.0,
+    t: Tensor | float | None = None,
     *,
     warm_start: Tensor | None = None,
     mdp: LayeredMDP | None = None,
@@ -474,6 +472,7 @@ def negative_log_likelihood(
     """
     model = step.mdp if mdp is None else mdp
     check_demonstrations(model, states, actions)
+    t = step.episode(t)
     solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
     logs = _log_policy(step, solution, loss.to(model.dtype), t, model).flatten(-2)
     index = states * model.num_actions + actions  # (*batch, N, L)

@@ -14,10 +14,9 @@ table of means. So C depends on the policies only through the expected visits n,
 
 A table is confusing if it agrees with the means on all pairs that optimal policies play, and some
 other policy is optimal for it. Pairs of optimal policies are observed for free, so they have no
-variable; torch_occ.limits.separation says which others matter, and
-torch_occ.limits.separation finds the violated constraints. A linear program with the
-constraints so far has a value below C. Its n, divided by the least information about a confusing
-table, satisfies all constraints, so its cost is above C.
+variable; torch_occ.limits.separation says which others matter, and finds the violated constraints.
+A linear program with the constraints so far has a value below C. Its n, divided by the least
+information about a confusing table, satisfies all constraints, so its cost is above C.
 
 If optimal policies visit every state, then C = sum gap / kl(mean, mean - gap), over suboptimal
 pairs; for L = 1 this is the bound of Lai and Robbins (1985). A pair whose loss cannot be lower by
@@ -28,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -39,11 +38,12 @@ from torch_occ.limits.separation import (
     Bernoulli,
     Excursions,
     Family,
+    Floats,
     Gaussian,
     Separation,
     excursions_of,
 )
-from torch_occ.limits.separation import Floats as Floats
+from torch_occ.mdp.checks import as_tensor
 from torch_occ.mdp.layered import LayeredMDP
 
 
@@ -110,79 +110,61 @@ def lower_bound(
             raise ValueError(f"{name}: expected a positive number, got {number}")
     excursions = excursions_of(mdp, mean)
     if len(excursions.hidden):
-        program = _Program(excursions, Separation(excursions, family, budget=budget), tolerance)
-        return program.solve(mdp, max_rounds)
+        separation = Separation(excursions, family, budget=budget)
+        return _by_cutting_planes(separation, tolerance, max_rounds)
     possible = excursions.gap < family.most(excursions.mean)
     information = family.information(excursions.mean, excursions.gap)
     n = np.divide(1.0, information, out=np.zeros_like(information), where=possible)
     value = float(excursions.gap @ n)
-    return LowerBound(value, value, _as_table(mdp, excursions, n), 0, True, "closed form")
+    return LowerBound(value, value, excursions.table(n), 0, True, "closed form")
 
 
 # -- cutting planes --------------------------------------------------------------------------------
 
 
-class _Best(NamedTuple):
-    """The cheapest exploration so far that satisfies all constraints."""
+def _by_cutting_planes(separation: Separation, tolerance: float, max_rounds: int) -> LowerBound:
+    """Add violated constraints to the linear program until the bounds agree."""
+    excursions = separation.excursions
+    gap, spread = excursions.gap, _uniform_visits(excursions)
+    # Any small number of observations: every excursion that can pay off violates them.
+    n, value, rounds, exact = 1e-6 * spread, 0.0, 0, False
+    # The cheapest exploration so far that satisfies all constraints, and its cost.
+    best, cost, cuts = n, np.inf, np.zeros((0, len(n)))
+    while rounds < max_rounds:
+        found = separation.search(n, 1.0 - tolerance / 4)
+        if found.least > 0 and float(gap @ n) / found.least < cost:
+            best, cost = n / found.least, float(gap @ n) / found.least
+        exact = cost - value <= tolerance * value or np.isinf(found.least)
+        if exact or not (len(found.cuts) or found.exhaustive):
+            break
+        cuts, rounds = np.concatenate([cuts, found.cuts]), rounds + 1
+        least = _cheapest(excursions, cuts)
+        value = float(gap @ least)
+        # Observations of zero give weak constraints. A little of everything avoids them, and
+        # becomes less with every round.
+        n = least + 0.1**rounds * value / float(gap @ spread) * spread
+    if np.isinf(cost) and not rounds:  # nothing can be confused
+        best, cost = np.zeros_like(n), 0.0
+    allocation, upper = excursions.table(best), max(cost, value)
+    return LowerBound(value, upper, allocation, rounds, bool(exact), "cutting planes")
 
-    cost: float
-    n: Floats
 
-
-@dataclass(frozen=True)
-class _Program:
-    """The linear program, and the search for constraints that it violates."""
-
-    excursions: Excursions
-    separation: Separation
-    tolerance: float
-
-    def solve(self, mdp: LayeredMDP, max_rounds: int) -> LowerBound:
-        """Add violated constraints until the bounds agree."""
-        gap, spread = self.excursions.gap, _uniform_visits(self.excursions)
-        # Any small number of observations: every excursion that can pay off violates them.
-        n, value, rounds, exact = 1e-6 * spread, 0.0, 0, False
-        best, cuts = _Best(np.inf, n), np.zeros((0, len(n)))
-        while rounds < max_rounds:
-            found = self.separation.search(n, 1.0 - self.tolerance / 4)
-            if found.least > 0:
-                cost = float(gap @ n) / found.least
-                best = _Best(cost, n / found.least) if cost < best.cost else best
-            exact = best.cost - value <= self.tolerance * value or np.isinf(found.least)
-            if exact or not (len(found.cuts) or found.exhaustive):
-                break
-            cuts, rounds = np.concatenate([cuts, found.cuts]), rounds + 1
-            least = self.cheapest(cuts)
-            value = float(gap @ least)
-            # Observations of zero give weak constraints. A little of everything avoids them, and
-            # becomes less with every round.
-            n = least + 0.1**rounds * value / float(gap @ spread) * spread
-        if np.isinf(best.cost) and not rounds:  # nothing can be confused
-            best = _Best(0.0, np.zeros_like(n))
-        allocation = _as_table(mdp, self.excursions, best.n)
-        upper = max(best.cost, value)
-        return LowerBound(value, upper, allocation, rounds, bool(exact), "cutting planes")
-
-    def cheapest(self, cuts: Floats) -> Floats:
-        """The cheapest n that satisfies the flow constraints and the cuts.
-
-        Args:
-            cuts: `(K, E + U * A)`, the information in one visit of each variable.
-        """
-        with extra("limits", "the limit of regret of this MDP needs SciPy"):
-            from scipy.optimize import linprog
-        found: Any = linprog(
-            self.excursions.gap,
-            A_ub=-cuts,
-            b_ub=-np.ones(len(cuts)),
-            A_eq=self.excursions.balance(),
-            b_eq=np.zeros(len(self.excursions.hidden)),
-            bounds=[(0, None if exists else 0) for exists in self.excursions.exists],
-            method="highs",
-        )
-        if found.status != 0:
-            raise RuntimeError(f"the linear program of the limit was not solved: {found.message}")
-        return np.maximum(found.x, 0.0)
+def _cheapest(excursions: Excursions, cuts: Floats) -> Floats:
+    """The cheapest n with the flow constraints and the cuts `(K, E + U * A)`."""
+    with extra("limits", "the limit of regret of this MDP needs SciPy"):
+        from scipy.optimize import linprog
+    found: Any = linprog(
+        excursions.gap,
+        A_ub=-cuts,
+        b_ub=-np.ones(len(cuts)),
+        A_eq=excursions.balance(),
+        b_eq=np.zeros(len(excursions.hidden)),
+        bounds=[(0, None if exists else 0) for exists in excursions.exists],
+        method="highs",
+    )
+    if found.status != 0:
+        raise RuntimeError(f"the linear program of the limit was not solved: {found.message}")
+    return np.maximum(found.x, 0.0)
 
 
 def _uniform_visits(excursions: Excursions) -> Floats:
@@ -194,11 +176,6 @@ def _uniform_visits(excursions: Excursions) -> Floats:
         n[u] = arriving[u] * exists[u] / exists[u].sum()
         arriving = arriving + n[u] @ excursions.onward[u]
     return np.concatenate([np.ones(E), n.ravel()])
-
-
-def _as_table(mdp: LayeredMDP, excursions: Excursions, n: Floats) -> Tensor:
-    """A vector of variables as a table `(S, A)`."""
-    return torch.from_numpy(excursions.table(n)).view(mdp.num_states, mdp.num_actions)
 
 
 # -- arguments -------------------------------------------------------------------------------------
@@ -231,6 +208,7 @@ def _checked(mdp: LayeredMDP, mean: Tensor, family: Family) -> tuple[LayeredMDP,
         raise TypeError(f"mdp: expected an occ.LayeredMDP, got {type(mdp).__name__}")
     if mdp.batch_shape:
         raise ValueError(f"mdp: expected a single MDP, got a batch of {tuple(mdp.batch_shape)}")
+    mean = as_tensor(mean)
     if not isinstance(mean, Tensor):
         raise TypeError(f"mean: expected a torch tensor, got {type(mean).__name__}")
     shape = (mdp.num_states, mdp.num_actions)

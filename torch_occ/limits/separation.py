@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,20 +24,9 @@ from torch_occ.mdp.occupancy import optimal_policy
 #     information(m, d) = kl(m, m - d),        tilt(m, r) = argmin over d of kl(m, m - d) - r d.
 
 
-class Family(Protocol):
-    """What a family of loss distributions must have."""
-
-    def information(self, mean: Floats, reduction: Floats) -> Floats:
-        """kl(mean, mean - reduction), infinite where the reduction is impossible."""
-        ...
-
-    def tilt(self, mean: Floats, r: Floats) -> Floats:
-        """The reduction d >= 0 that minimizes kl(mean, mean - d) - r d, for r >= 0."""
-        ...
-
-    def most(self, mean: Floats) -> Floats:
-        """The supremum of possible reductions."""
-        ...
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -45,6 +34,7 @@ class Bernoulli:
     """Losses 0 and 1. For learners that know only that losses are in [0, 1], kl is the same."""
 
     def information(self, mean: Floats, reduction: Floats) -> Floats:
+        """kl(mean, mean - reduction), infinite where the reduction is impossible."""
         other = mean - reduction
         with np.errstate(divide="ignore", invalid="ignore"):
             # log1p keeps the digits of small reductions.
@@ -54,6 +44,7 @@ class Bernoulli:
         return np.where(reduction > 0, found, 0.0)
 
     def tilt(self, mean: Floats, r: Floats) -> Floats:
+        """The reduction d >= 0 that minimizes kl(mean, mean - d) - r d, for r >= 0."""
         # The other mean x solves m - x = r x (1 - x), and m / x = 1 + excess.
         root = np.sqrt((1 - r) ** 2 + 4 * r * (1 - mean))
         excess = 0.5 * r * (1 + (r + 2 - 4 * mean) / (root + 1))
@@ -61,6 +52,7 @@ class Bernoulli:
         return mean * np.minimum(excess / (1 + excess), 1 - 2.0**-53)
 
     def most(self, mean: Floats) -> Floats:
+        """The supremum of possible reductions."""
         return mean
 
 
@@ -80,6 +72,9 @@ class Gaussian:
         return np.full_like(mean, np.inf)
 
 
+Family = Bernoulli | Gaussian
+
+
 # -- The ways of leaving the states that optimal policies visit ------------------------------------
 #
 # A state is visited if some optimal policy visits it, and a pair is free if some optimal policy
@@ -90,10 +85,6 @@ class Gaussian:
 # has one variable for each, the entries first.
 
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-
 #: The most numbers in the dense table of transitions between hidden states.
 LARGEST = 50_000_000
 
@@ -102,7 +93,7 @@ LARGEST = 50_000_000
 class Excursions:
     """Entries and hidden states of an MDP with mean losses; E entries, U hidden states."""
 
-    num_pairs: int  # S * A
+    shape: torch.Size  # (S, A)
     entries: Ints  # (E,), the number s * A + a of each entry
     hidden: Ints  # (U,), hidden states in layer order
     depth: Ints  # (U,), the layer of each
@@ -117,19 +108,12 @@ class Excursions:
     def num_actions(self) -> int:
         return self.onward.shape[1]
 
-    @property
-    def pairs(self) -> Ints:
-        """The number s * A + a of every variable."""
-        actions = np.arange(self.num_actions)
-        return np.concatenate(
-            [self.entries, (self.hidden[:, None] * self.num_actions + actions).ravel()]
-        )
-
-    def table(self, x: Floats) -> Floats:
-        """Put a vector of variables on its pairs: `(E + U * A,)` -> `(S * A,)`."""
-        found = np.zeros(self.num_pairs)
-        found[self.pairs] = np.where(self.exists, x, 0.0)
-        return found
+    def table(self, x: Floats) -> Tensor:
+        """Put a vector of variables on its pairs: `(E + U * A,)` -> `(S, A)`."""
+        own = self.hidden[:, None] * self.num_actions + np.arange(self.num_actions)
+        found = torch.zeros(self.shape.numel(), dtype=torch.float64)
+        found.numpy()[np.concatenate([self.entries, own.ravel()])] = np.where(self.exists, x, 0.0)
+        return found.view(self.shape)
 
     def balance(self) -> Floats:
         """The flow constraints `(U, E + U * A)`: what a hidden state plays minus what arrives."""
@@ -149,9 +133,8 @@ def excursions_of(mdp: LayeredMDP, mean: Tensor) -> Excursions:
     limit = TIE * plan.value.abs().clamp(min=1.0).unsqueeze(-1)
     optimal = mdp.actions & (plan.gaps <= limit)
     visited = _visited(mdp, optimal)
-    reachable = mdp.reachable
     entry = mdp.actions & ~optimal & visited.unsqueeze(-1)
-    hidden = reachable & ~visited
+    hidden = mdp.reachable & ~visited
     count, num_actions = int(hidden.sum()), mdp.num_actions
     if count * num_actions * count > LARGEST:
         raise ValueError(
@@ -170,12 +153,10 @@ def excursions_of(mdp: LayeredMDP, mean: Tensor) -> Excursions:
             continue
         columns = place[there][into].numpy()
         rows = mdp.layers[k].dense.detach()[..., into]  # (S_k, A, hidden states of layer k + 1)
-        chosen = entry[here]
+        chosen, out = entry[here], hidden[here]
         first[np.ix_(number[here][chosen].numpy(), columns)] = rows[chosen].numpy()
-        out = hidden[here]
-        onward[np.ix_(place[here][out].numpy(), np.arange(num_actions), columns)] = rows[
-            out
-        ].numpy()
+        index = np.ix_(place[here][out].numpy(), np.arange(num_actions), columns)
+        onward[index] = rows[out].numpy()
 
     def vector(table: Tensor) -> NDArray[Any]:
         """The variables of a table `(S, A)`."""
@@ -183,7 +164,7 @@ def excursions_of(mdp: LayeredMDP, mean: Tensor) -> Excursions:
 
     depth = mdp.layer[hidden].numpy()
     return Excursions(
-        num_pairs=mdp.num_states * num_actions,
+        shape=mdp.actions.shape,
         entries=entry.flatten().nonzero().squeeze(-1).numpy(),
         hidden=hidden.nonzero().squeeze(-1).numpy(),
         depth=depth,
@@ -218,8 +199,8 @@ def _reach(onward: Floats, actions: Bools, depth: Ints) -> Floats:
 
 # -- The alternative that the fewest observations rule out, by branch and bound --------------------
 #
-# An alternative lowers the means of entries and hidden pairs (torch_occ.limits.separation) and
-# is confusing if some policy becomes optimal. Let w(z) be the expected visits of a pair z during an
+# An alternative lowers the means of entries and hidden pairs (above) and is
+# confusing if some policy becomes optimal. Let w(z) be the expected visits of a pair z during an
 # excursion that begins with the entry e and follows a policy on hidden states. Then a policy with
 # the entry e pays off if the reductions d satisfy
 #
@@ -262,14 +243,13 @@ class Nodes(NamedTuple):
 
     def take(self, rows: Ints) -> Nodes:
         """Some of the nodes."""
-        return Nodes(self.entry[rows], self.action[rows], self.mass[rows], self.inflow[rows])
+        parts: list[Any] = [part[rows] for part in self]
+        return Nodes(*parts)
 
     def join(self, other: Nodes) -> Nodes:
         """All nodes of both."""
-        entry, action, mass, inflow = (
-            np.concatenate([mine, theirs]) for mine, theirs in zip(self, other, strict=True)
-        )
-        return Nodes(entry, action, mass, inflow)
+        parts: list[Any] = [np.concatenate(both) for both in zip(self, other, strict=True)]
+        return Nodes(*parts)
 
 
 class Alternatives(NamedTuple):
@@ -334,13 +314,8 @@ class Separation:
     # -- the tree ------------------------------------------------------------------------------
 
     def _roots(self) -> Nodes:
-        count, U = self.excursions.first.shape
-        return Nodes(
-            np.arange(count),
-            np.full((count, U), -1),
-            np.zeros((count, U)),
-            self.excursions.first.copy(),
-        )
+        first = self.excursions.first
+        return Nodes(np.arange(len(first)), np.full(first.shape, -1), 0 * first, first.copy())
 
     def _children(self, nodes: Nodes) -> Nodes:
         """Fix the action of the first state with inflow, in every possible way."""
@@ -399,10 +374,8 @@ class Separation:
             values, slopes = self._bracket(observed, mean, gap, most[:, :, None], theta[..., None])
             values = np.where(self._exists, values / chord, np.inf)
             ahead, slope_ahead = self._backward(values, slopes / chord)
-            return (
-                value + (nodes.inflow * ahead).sum(1),
-                slope + (nodes.inflow * slope_ahead).sum(1),
-            )
+            rest, slope_rest = ((nodes.inflow * part).sum(1) for part in (ahead, slope_ahead))
+            return value + rest, slope + slope_rest
 
         return dual
 

@@ -6,8 +6,9 @@ Every error names the argument, the place and the value, and says what was expec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,15 @@ def broadcast(*shapes: torch.Size) -> torch.Size:
     if len(distinct) <= 1:
         return torch.Size(*distinct)
     return torch.broadcast_shapes(*distinct)
+
+
+#: What a user may give as a table.
+Table = Tensor | np.ndarray[Any, Any]
+
+
+def as_tensor(x: Any) -> Any:
+    """A copy of a NumPy array as a tensor; anything else as it is."""
+    return torch.tensor(x) if isinstance(x, np.ndarray) and x.ndim else x
 
 
 def check_table(name: str, x: Tensor, mdp: LayeredMDP) -> None:
@@ -48,16 +58,16 @@ def check_table(name: str, x: Tensor, mdp: LayeredMDP) -> None:
 
 
 def check_shapes(
-    transitions: Sequence[Tensor], actions: Tensor | None, initial: Tensor | None
+    transitions: Sequence[Table], actions: Tensor | None, initial: Tensor | None
 ) -> tuple[tuple[Tensor, ...], int]:
     """Check that layers fit together, with one dtype and device; return the tensors and A."""
-    if isinstance(transitions, Tensor):
+    if isinstance(transitions, Tensor | np.ndarray):
         raise ValueError(
             "transitions: expected one tensor per layer, got one tensor of shape "
             f"{tuple(transitions.shape)}; for the table (S, A, S) of an ordinary MDP use "
             "LayeredMDP.from_tables(transition, horizon)"
         )
-    tensors = tuple(transitions)
+    tensors = tuple(map(as_tensor, transitions))
     if not tensors:
         raise ValueError("transitions: expected one tensor per layer, got none")
     first = tensors[0]

@@ -1,26 +1,35 @@
-"""A directed acyclic graph as a layered MDP: its paths are the deterministic policies.
+"""A directed graph as a layered MDP: its paths are the deterministic policies.
 
-The layer of a node is the length of the longest path that leads to it from the source. An edge is
-an action of its tail. An edge that skips layers leads to states of waiting, one per skipped layer,
-each with one action; edges to the same node share them. So paths of the graph and deterministic
-paths of the MDP correspond one to one, and q(tail, edge) is the flow through the edge.
+Without a horizon the graph is acyclic. The layer of a node is the length of the longest path that
+leads to it from the source. An edge is an action of its tail. An edge that skips layers leads to
+states of waiting, one per skipped layer, each with one action; edges to the same node share them.
+So paths of the graph and deterministic paths of the MDP correspond one to one, and q(tail, edge) is
+the flow through the edge.
+
+With a horizon, layer k has the nodes that a walk can visit after k edges. A walk that has arrived
+waits at the target.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from torch_occ.mdp.checks import as_tensor
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.mdp.unroll import ABSORBING
 
 Node = Hashable
 Edge = tuple[Node, Node]
+Place = tuple[Node, bool]  # a state: at the node, or waiting for it
+#: A layer: of each state what it can do, an edge (None to wait) and the state of the next layer.
+Moves = dict[Place, list[tuple[int | None, Place]]]
 
 #: The largest layer, in numbers of its table (S_k, A, S_{k+1}), that is stored densely. The engine
 #: reads dense tables faster, and takes rows from them by itself where these are faster.
@@ -28,59 +37,76 @@ DENSE_TABLE = 20_000
 
 
 class GraphMDP(LayeredMDP):
-    """A `LayeredMDP` made of a directed acyclic graph; `LayeredMDP.from_graph` makes it.
+    """A `LayeredMDP` made of a directed graph; `LayeredMDP.from_graph` makes it.
 
-    Costs and flows of edges have the shape `(*batch, E)`, in the order of `edges`. `to`, `prune`
-    and `with_transitions` return a plain `LayeredMDP`.
+    Costs and flows of edges have the shape `(*batch, E)`, in the order of `edges`. `to` keeps the
+    graph; `prune` and `with_transitions` return a plain `LayeredMDP`.
 
     Args:
         edges: the edges of the graph, (tail, head) each.
         nodes: the nodes of the graph; `origin` refers to them. States of waiting have the origin
             `ABSORBING`.
-        pairs: the pair s * A + a of each edge `(E,)`; S * A for edges on no path.
+        owner: the edge of each pair `(S * A,)`; E where there is none.
+        penalty: what a pair costs beside its edge, `(S, A)`; None if nothing.
         layout: arguments of `LayeredMDP`.
     """
 
     edges: tuple[Edge, ...]
     nodes: tuple[Node, ...]
+    _owner: Tensor
+    _pairs: Tensor  # (n, E), the pairs of each edge; S * A where it has less than n
+    _all_used: bool  # whether every edge has n pairs
+    _penalty: Tensor | None
+
+    kept: ClassVar = ("edges", "nodes", "_owner", "_pairs", "_all_used", "_penalty")
 
     def __init__(
-        self, *, edges: tuple[Edge, ...], nodes: tuple[Node, ...], pairs: Tensor, **layout: Any
+        self,
+        *,
+        edges: tuple[Edge, ...],
+        nodes: tuple[Node, ...],
+        owner: Tensor,
+        penalty: Tensor | None,
+        **layout: Any,
     ) -> None:
         super().__init__(**layout)
-        size = self.num_states * self.num_actions
-        owner = torch.full((size + 1,), len(edges))
-        owner[pairs] = torch.arange(len(edges))
-        for name, value in (
-            ("edges", edges),
-            ("nodes", nodes),
-            ("_pairs", pairs),
-            ("_owner", owner[:size]),
-            ("_all_used", bool((pairs < size).all())),
-        ):
-            object.__setattr__(self, name, value)
-
-    _pairs: Tensor  # (E,), the pair of each edge
-    _owner: Tensor  # (S * A,), the edge of each pair; E where there is none
-    _all_used: bool
+        index, edge = (owner < len(edges)).nonzero().squeeze(-1), owner[owner < len(edges)]
+        count = torch.bincount(edge, minlength=len(edges))
+        order = edge.argsort(stable=True)
+        number = torch.arange(len(edge)) - (count.cumsum(0) - count)[edge[order]]
+        pairs = torch.full((int(count.max()), len(edges)), len(owner))
+        pairs[number, edge[order]] = index[order]
+        values = (edges, nodes, owner, pairs, bool((count == len(pairs)).all()), penalty)
+        self.__dict__.update(zip(self.kept, values, strict=True))
 
     def losses(self, costs: Tensor) -> Tensor:
         """The losses of pairs from costs of edges: `(*batch, E)` -> `(*batch, S, A)`.
 
-        Waiting costs nothing. The result has the number type of the MDP, and is differentiable.
+        Waiting costs nothing, and the penalty for not arriving is added. The result has the number
+        type of the MDP, and is differentiable.
 
         Raises:
             ValueError: if the costs have another shape.
         """
-        self._check_edges("costs", costs)
-        padded = torch.nn.functional.pad(costs.to(self.dtype), (0, 1))
-        table = padded.index_select(-1, self._owner)
-        return table.unflatten(-1, (self.num_states, self.num_actions))
+        table = self._of_pairs("costs", costs)
+        return table if self._penalty is None else table + self._penalty
+
+    def _of_pairs(self, name: str, x: Tensor) -> Tensor:
+        """Give each pair the number of its edge, and zero if it has none."""
+        x = as_tensor(x)
+        if x.shape[-1:] != (len(self.edges),):
+            raise ValueError(
+                f"{name}: expected shape (*batch, {len(self.edges)}), one number per edge, "
+                f"got {tuple(x.shape)}"
+            )
+        padded = torch.nn.functional.pad(x.to(self.dtype), (0, 1))
+        return padded.index_select(-1, self._owner).unflatten(-1, self.actions.shape)
 
     def flows(self, q: Tensor) -> Tensor:
         """The flow through each edge: `(*batch, S, A)` -> `(*batch, E)`, differentiable.
 
-        An edge that lies on no path from the source to the target has the flow zero.
+        An edge that lies on no path from the source to the target has the flow zero. With a
+        horizon, all steps of the walks count.
 
         Raises:
             ValueError: if q has another shape.
@@ -93,45 +119,38 @@ class GraphMDP(LayeredMDP):
         flat = q.flatten(-2)
         if not self._all_used:
             flat = torch.nn.functional.pad(flat, (0, 1))
-        return flat.index_select(-1, self._pairs)
+        found = flat.index_select(-1, self._pairs.flatten())
+        return found if len(self._pairs) == 1 else found.unflatten(-1, self._pairs.shape).sum(-2)
 
     def occupancy_of(self, flows: Tensor) -> Tensor:
         """The occupancy measure of flows `(*batch, E)` -> `(*batch, S, A)`: the inverse of `flows`.
 
         Args:
             flows: a unit of flow from the source to the target, for example a path as zeros and
-                ones.
+                ones. With a horizon, a path that visits no node twice.
 
         Raises:
             ValueError: if flows have another shape, are negative, or are not conserved; the message
                 names the edge or the node.
         """
-        self._check_edges("flows", flows)
         # Unvisited states and states of waiting have no flow on edges; the uniform policy continues
         # from there.
-        q = occupancy(self, policy_of(self, self.losses(flows)))
-        self._check_flows(flows.to(self.dtype), self.flows(q))
+        q = occupancy(self, policy_of(self, self._of_pairs("flows", flows)))
+        self._check_flows(as_tensor(flows).to(self.dtype), self.flows(q))
         return q
 
     @torch.no_grad()
     def shortest_path(self, costs: Tensor) -> Tensor:
         """The path of least cost, one on its edges and zero elsewhere: `(*batch, E)` -> the same.
 
-        Costs may be negative. Of equal paths, the one is taken whose first different edge comes
-        first in `edges`.
+        Costs may be negative; with a horizon, an edge then may count several times. Of equal paths,
+        the one is taken whose first different edge comes first in `edges`.
 
         Raises:
             ValueError: if the costs have another shape.
         """
-        plan = optimal_policy(self, self.losses(costs.detach()))
+        plan = optimal_policy(self, self.losses(costs))
         return self.flows(occupancy(self, plan.policy))
-
-    def _check_edges(self, name: str, x: Tensor) -> None:
-        if x.shape[-1:] != (len(self.edges),):
-            raise ValueError(
-                f"{name}: expected shape (*batch, {len(self.edges)}), one number per edge, "
-                f"got {tuple(x.shape)}"
-            )
 
     def _check_flows(self, given: Tensor, found: Tensor) -> None:
         # Flows of a network have errors of single precision.
@@ -139,88 +158,133 @@ class GraphMDP(LayeredMDP):
         if bool(wrong.any()):
             place = tuple(wrong.nonzero()[0].tolist())
             batch = f", element {list(place[:-1])}" if len(place) > 1 else ""
+            walks = f", along paths of at most {self.horizon} edges" if len(self._pairs) > 1 else ""
             raise ValueError(
                 f"flows: edge {place[-1]}, {self.edges[place[-1]]}{batch}: found "
                 f"{float(given[place]):g}; expected a unit of flow from the source to the target, "
-                "nonnegative, and as much into every other node as out of it"
+                f"nonnegative, and as much into every other node as out of it{walks}"
             )
 
 
 def from_graph(
-    graph: Any, source: Node, target: Node, dtype: torch.dtype = torch.float64
+    graph: Any,
+    source: Node,
+    target: Node,
+    horizon: int | None,
+    penalty: float | None,
+    dtype: torch.dtype,
 ) -> GraphMDP:
     """See `LayeredMDP.from_graph`."""
     edges = edges_of(graph)
     nodes = tuple(dict.fromkeys(node for edge in edges for node in edge))
     used = edges_on_paths(edges, source, target)
-    depth = depths([edges[i] for i in used], source)
-    # The states of each layer: (node, False), or (node, True) for waiting for that node.
-    layers: list[dict[tuple[Node, bool], int]] = [{} for _ in range(depth[target])]
-    for node in nodes:
-        if node in depth and node != target:
-            layer = layers[depth[node]]
-            layer[node, False] = len(layer)
-    for i in used:
-        tail, head = edges[i]
-        for k in range(depth[tail] + 1, depth[head]):
-            layers[k].setdefault((head, True), len(layers[k]))
-    # What each state can do: the states of the next layer that its actions lead to.
-    choices: list[list[list[int]]] = [[[] for _ in layer] for layer in layers]
-    chosen: dict[int, tuple[int, int, int]] = {}  # of each edge: layer, state and action
-    for i in used:
-        tail, head = edges[i]
-        k = depth[tail]
-        state = layers[k][tail, False]
-        chosen[i] = (k, state, len(choices[k][state]))
-        choices[k][state].append(_arrival(layers, k, head, depth[head]))
-    for k, layer in enumerate(layers):
-        for (node, waits), state in layer.items():
-            if waits:
-                choices[k][state].append(_arrival(layers, k, node, depth[node]))
-    num_actions = max(len(actions) for layer in choices for actions in layer)
-    starts = [0]
-    for layer in layers:
-        starts.append(starts[-1] + len(layer))
-    pairs = [starts[-1] * num_actions] * len(edges)
-    for i, (k, state, action) in chosen.items():
-        pairs[i] = (starts[k] + state) * num_actions + action
-    number = {node: i for i, node in enumerate(nodes)}
-    origin = [ABSORBING if waits else number[node] for layer in layers for node, waits in layer]
+    if horizon is None and penalty is not None:
+        raise ValueError("penalty: is for walks within a horizon; pass horizon, too")
+    if not math.isfinite(penalty or 0.0):
+        raise ValueError(f"penalty: expected a finite number, got {penalty}")
+    if horizon is None:
+        layers = _by_depth(edges, nodes, used, source, target)
+    else:
+        layers = _by_time(edges, used, source, target, horizon, penalty is None)
+    num_actions = max(len(moves) for layer in layers for moves in layer.values())
     sizes = [*(len(layer) for layer in layers), 1]
-    counts = torch.tensor([len(actions) for layer in choices for actions in layer])
+    number = {node: i for i, node in enumerate(nodes)}
+    owner = [len(edges)] * (sum(sizes[:-1]) * num_actions)  # the edge of each pair
+    transitions: list[Tensor] = []
+    origin: list[int] = []
+    counts: list[int] = []
+    for k, layer in enumerate(layers):
+        following = {place: i for i, place in enumerate((*layers, {})[k + 1])}
+        rows, columns = [], []
+        for s, ((node, waits), moves) in enumerate(layer.items()):
+            for a, (edge, there) in enumerate(moves):
+                rows.append(s * num_actions + a)
+                columns.append(following.get(there, 0))  # 0: the terminal state
+                if edge is not None:
+                    owner[len(origin) * num_actions + a] = edge
+            origin.append(ABSORBING if waits else number[node])
+            counts.append(len(moves))
+        transitions.append(_edge_table(rows, columns, sizes[k : k + 2], num_actions, dtype))
+    late = torch.zeros(len(origin), num_actions, dtype=dtype)
+    for s, moves in enumerate(layers[-1].values(), len(origin) - sizes[-2]):
+        for a, (_, (node, _)) in enumerate(moves):
+            late[s, a] = 0.0 if penalty is None or node == target else penalty
     return GraphMDP(
         edges=edges,
         nodes=nodes,
-        pairs=torch.tensor(pairs),
-        transitions=[
-            _edge_table(layer, num_actions, sizes[k + 1], dtype) for k, layer in enumerate(choices)
-        ],
-        actions=torch.arange(num_actions) < counts.unsqueeze(-1),
+        owner=torch.tensor(owner),
+        penalty=None if penalty is None else late,
+        transitions=transitions,
+        actions=torch.arange(num_actions) < torch.tensor(counts).unsqueeze(-1),
         origin=torch.tensor(origin),
     )
 
 
-def _arrival(layers: Sequence[dict[tuple[Node, bool], int]], k: int, head: Node, depth: int) -> int:
-    """The state of layer k + 1 on the way to `head`, which is in layer `depth`."""
-    if k + 1 == len(layers):
-        return 0  # the terminal state
-    return layers[k + 1][head, depth > k + 1]
+def _by_depth(
+    edges: Sequence[Edge], nodes: Sequence[Node], used: Sequence[int], source: Node, target: Node
+) -> list[Moves]:
+    """The layers of an acyclic graph: each node in one layer, and states of waiting."""
+    depth = depths([edges[i] for i in used], source)
+    layers: list[Moves] = [{} for _ in range(depth[target])]
+    for node in nodes:
+        if node in depth and node != target:
+            layers[depth[node]][node, False] = []
+    for i in used:
+        tail, head = edges[i]
+        layers[depth[tail]][tail, False].append((i, (head, depth[head] > depth[tail] + 1)))
+        for k in range(depth[tail] + 1, depth[head]):
+            layers[k][head, True] = [(None, (head, depth[head] > k + 1))]
+    return layers
+
+
+def _by_time(
+    edges: Sequence[Edge],
+    used: Sequence[int],
+    source: Node,
+    target: Node,
+    horizon: int,
+    arrive: bool,
+) -> list[Moves]:
+    """The layers of walks of `horizon` edges; with `arrive`, only of those that reach the target.
+
+    Raises:
+        ValueError: if the target is farther away than the horizon.
+    """
+    away = _reached(((edges[i][1], edges[i][0]) for i in used), target)
+    if away[source] > horizon:
+        raise ValueError(
+            f"horizon: the shortest path from {source!r} to {target!r} has {away[source]} edges; "
+            f"expected at least as many steps, got {horizon}"
+        )
+    leaving: dict[Node, list[int]] = {}
+    for i in used:
+        leaving.setdefault(edges[i][0], []).append(i)
+    layers: list[Moves] = []
+    here: dict[Place, None] = {(source, False): None}
+    for left in range(horizon - 1, -1, -1):
+        layer: Moves = {}
+        for node, waits in here:
+            steps = [] if waits else [(i, edges[i][1]) for i in leaving[node]]
+            layer[node, waits] = [
+                (i, (head, head == target)) for i, head in steps if away[head] <= left or not arrive
+            ] or [(None, (node, waits))]
+        layers.append(layer)
+        here = dict.fromkeys(there for moves in layer.values() for _, there in moves)
+    return layers
 
 
 def _edge_table(
-    choices: Sequence[Sequence[int]], num_actions: int, num_next: int, dtype: torch.dtype
+    rows: list[int], columns: list[int], sizes: Sequence[int], num_actions: int, dtype: torch.dtype
 ) -> Tensor:
     """Deterministic transitions of a layer: `(S_k, A, S_{k+1})`, or sparse `(S_k * A, S_{k+1})`."""
-    rows = [s * num_actions + a for s, next_ in enumerate(choices) for a in range(len(next_))]
-    columns = [following for next_ in choices for following in next_]
-    shape = (len(choices) * num_actions, num_next)
+    shape = (sizes[0] * num_actions, sizes[1])
     sparse = torch.sparse_coo_tensor(
         torch.tensor([rows, columns]), torch.ones(len(rows), dtype=dtype), shape,
         check_invariants=False,
     )  # fmt: skip
-    if shape[0] * num_next > DENSE_TABLE:
+    if shape[0] * shape[1] > DENSE_TABLE:
         return sparse
-    return sparse.to_dense().unflatten(0, (len(choices), num_actions))
+    return sparse.to_dense().unflatten(0, (sizes[0], num_actions))
 
 
 def edges_of(graph: Any) -> tuple[Edge, ...]:
@@ -272,18 +336,18 @@ def edges_on_paths(edges: Sequence[Edge], source: Node, target: Node) -> list[in
     ]
 
 
-def _reached(edges: Iterable[Edge], start: Node) -> dict[Node, None]:
-    """The nodes that edges lead to from `start`, itself included, in order of discovery."""
+def _reached(edges: Iterable[Edge], start: Node) -> dict[Node, int]:
+    """The nodes that edges lead to from `start`, itself included, and their least distance."""
     following: dict[Node, list[Node]] = {}
     for tail, head in edges:
         following.setdefault(tail, []).append(head)
-    found: dict[Node, None] = {start: None}
+    found = {start: 0}
     waiting = [start]
-    while waiting:
-        for node in following.get(waiting.pop(), ()):
-            if node not in found:
-                found[node] = None
-                waiting.append(node)
+    for node in waiting:  # the list grows
+        for head in following.get(node, ()):
+            if head not in found:
+                found[head] = found[node] + 1
+                waiting.append(head)
     return found
 
 

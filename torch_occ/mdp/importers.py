@@ -1,25 +1,127 @@
-"""Importers of MDPs: arrays of other packages and tables of Gymnasium, which are checked."""
+"""MDPs with rewards, and their importers: arrays of other packages and tables of Gymnasium."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torch_occ._support.choices import extra
-from torch_occ.mdp.rewards import RewardMap, RewardMDP
+from torch_occ.mdp.checks import Table
+from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.unroll import ABSORBING, Outcomes, finish, unroll
 
 if TYPE_CHECKING:
     import gymnasium
 
 
-# -- A sequential test of a published table: the environment is played and compared with the -------
+@dataclass(frozen=True)
+class RewardMap:
+    """loss = (high - reward) / (high - low) and back: rewards in [low, high] are losses in [0, 1].
+
+    Over an episode of L steps, return = L high - (high - low) * total loss. So a regret in rewards
+    is (high - low) times the regret in losses.
+
+    Raises:
+        ValueError: unless low < high are finite.
+    """
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not (-float("inf") < self.low < self.high < float("inf")):
+            raise ValueError(
+                f"rewards: expected finite numbers low < high, got {self.low} and {self.high}"
+            )
+
+    @classmethod
+    def covering(cls, rewards: Tensor) -> RewardMap:
+        """The map from the smallest to the largest reward, including zero.
+
+        Zero is the reward of the absorbing end.
+
+        Raises:
+            ValueError: if a reward is not finite.
+        """
+        if not bool(rewards.isfinite().all()):
+            raise ValueError(
+                f"rewards: expected finite numbers, found {float(rewards[~rewards.isfinite()][0])}"
+            )
+        low, high = (
+            (min(0.0, float(rewards.min())), max(0.0, float(rewards.max())))
+            if rewards.numel()
+            else (0.0, 0.0)
+        )
+        # If all rewards are zero, any interval will do.
+        return cls(low, high if high > low else low + 1.0)
+
+    @property
+    def span(self) -> float:
+        """high - low: the rewards that a loss of one stands for."""
+        return self.high - self.low
+
+    def loss(self, reward: Tensor) -> Tensor:
+        """The loss of a reward."""
+        return (self.high - reward) / self.span
+
+    def reward(self, loss: Tensor) -> Tensor:
+        """The reward of a loss."""
+        return self.high - self.span * loss
+
+    def total(self, total_loss: Tensor, horizon: int) -> Tensor:
+        """The return of an episode of `horizon` steps, from its total loss."""
+        return horizon * self.high - self.span * total_loss
+
+    def regret(self, regret: Tensor) -> Tensor:
+        """Convert a regret in losses to rewards."""
+        return self.span * regret
+
+
+class RewardMDP(LayeredMDP):
+    """A `LayeredMDP` with rewards and the map that turns them into losses.
+
+    `reward` holds expected rewards `(S, A)`, zero where the episode is over. `to` keeps them;
+    `prune` and `with_transitions` return a plain `LayeredMDP`. Importers make it; see
+    `LayeredMDP.from_gymnasium`.
+
+    Args:
+        reward: expected rewards `(original S, A)` of the original MDP.
+        reward_map: the map from rewards to losses.
+        layout: arguments of `LayeredMDP`.
+    """
+
+    reward: Tensor
+    reward_map: RewardMap
+
+    kept: ClassVar = ("reward", "reward_map")
+
+    def __init__(self, *, reward: Tensor, reward_map: RewardMap, **layout: Any) -> None:
+        super().__init__(**layout)
+        reward = torch.where(self.actions, self.lift(reward), 0.0)
+        self.__dict__.update(reward=reward, reward_map=reward_map)
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean losses `(S, A)`, in [0, 1]; at the absorbing end, that of a zero reward."""
+        # Rounding may move an expectation of extreme rewards out of the interval by one ulp.
+        return self.reward_map.loss(self.reward).clamp(0.0, 1.0)
+
+    def expected_return(self, q: Tensor) -> Tensor:
+        """The expected return ⟨q, reward⟩: `(*batch, S, A)` -> `(*batch,)`."""
+        return (q * self.reward).sum((-2, -1))
+
+    def regret_in_rewards(self, regret: Tensor) -> Tensor:
+        """Convert the regret of a `History` to rewards."""
+        return self.reward_map.regret(regret)
+
+
+# -- A sequential test of a published table: the environment is played and compared with it --------
 #
 # An outcome that the table excludes refutes it at once. The frequencies of the other outcomes are
 # tested by betting against the table. A predictor that learns from past outcomes (Krichevsky and
@@ -96,10 +198,9 @@ class Auditor:
         """Record one step of the environment."""
         row = self.rows[state, action]
         target = ABSORBING if terminated else after
-        keys = list(row)
         match = [
             i
-            for i, (said, paid) in enumerate(keys)
+            for i, (said, paid) in enumerate(row)
             if said == target and math.isclose(paid, reward, rel_tol=1e-9, abs_tol=1e-12)
         ]
         if not match:
@@ -180,7 +281,9 @@ def check_by_playing(
             if terminated:
                 break
     if settable:
-        for state, action in _all_pairs(auditor.actions, visited, steps - played):
+        # All pairs at least once, and again until the steps are used up.
+        pairs = [(state, action) for state in visited for action in auditor.actions[state]]
+        for state, action in pairs * max(1, -(-(steps - played) // max(len(pairs), 1))):
             _reset(env, auditor)
             env.unwrapped.s = state
             after, reward, terminated, _, _ = env.step(action)
@@ -194,22 +297,13 @@ def _reset(env: Any, auditor: Auditor, seed: int | None = None) -> int:
     return int(state)
 
 
-def _all_pairs(
-    actions: list[list[int]], visited: Sequence[int], steps: int
-) -> Iterator[tuple[int, int]]:
-    """Take all pairs at least once, and again until the steps are used up."""
-    pairs = [(state, action) for state in visited for action in actions[state]]
-    for _ in range(max(1, -(-steps // max(len(pairs), 1)))):
-        yield from pairs
-
-
 # -- Importers of MDPs: arrays of other packages, and tables of Gymnasium --------------------------
 #
 # Each importer makes a list of outcomes with rewards. `build` unrolls them into layers and turns
 # the rewards into losses.
 
 
-def build(outcomes: Outcomes, rewards: Tensor, horizon: int, initial: Tensor | int) -> RewardMDP:
+def build(outcomes: Outcomes, rewards: Tensor, horizon: int, initial: Table | int) -> RewardMDP:
     """The layered MDP of a list of outcomes, with a reward `(n,)` for each."""
     scale = RewardMap.covering(rewards)
     reward = outcomes.sums(outcomes.probability * rewards)
@@ -227,8 +321,7 @@ def _wait_once(outcomes: Outcomes, reward: Tensor) -> Outcomes:
     waits = ((same & ~leaves) | ~outcomes.actions).all(-1)
     only_first = torch.arange(outcomes.actions.shape[1]) == first
     actions = outcomes.actions & (only_first | ~waits.unsqueeze(-1))
-    kept = Outcomes(outcomes.state, outcomes.action, outcomes.next, outcomes.probability, actions)
-    return kept.select(actions[outcomes.state, outcomes.action])
+    return replace(outcomes, actions=actions).select(actions[outcomes.state, outcomes.action])
 
 
 # -- arrays of other packages ------------------------------------------------------------------
@@ -238,10 +331,9 @@ def from_arrays(
     transition: Any,
     reward: Any,
     horizon: int,
-    initial: Tensor | int = 0,
-    *,
-    terminal: Sequence[int] = (),
-    action_axis: int | None = None,
+    initial: Table | int,
+    terminal: Sequence[int],
+    action_axis: int | None,
 ) -> RewardMDP:
     """See `LayeredMDP.from_arrays`."""
     pieces, action_axis = _per_action(transition, action_axis)
@@ -254,24 +346,12 @@ def from_arrays(
                 f"{tuple(piece.shape)}"
             )
         state, after = piece.nonzero()
-        entries.append(
-            (
-                state,
-                np.full(len(state), a),
-                after,
-                np.asarray(piece[state, after], dtype=np.float64).ravel(),
-            )
-        )
-    state, action, after, probability = (
-        torch.from_numpy(np.concatenate(part)) for part in zip(*entries, strict=True)
-    )
-    outcomes = Outcomes(
-        state.long(),
-        action.long(),
-        after.long(),
-        probability,
-        torch.ones(num_states, num_actions, dtype=torch.bool),
-    )
+        values = np.asarray(piece[state, after], dtype=np.float64).ravel()
+        entries.append((state, np.full(len(state), a), after, values))
+    columns = [torch.from_numpy(np.concatenate(part)) for part in zip(*entries, strict=True)]
+    state, action, after = (column.long() for column in columns[:3])
+    everything = torch.ones(num_states, num_actions, dtype=torch.bool)
+    outcomes = Outcomes(state, action, after, columns[3], everything)
     # Look up rewards before terminal states are merged into the absorbing end.
     rewards = _reward_of(reward, outcomes, action_axis)
     alive = finish(outcomes, tuple(terminal))
@@ -341,11 +421,7 @@ def _reward_of(reward: Any, outcomes: Outcomes, action_axis: int) -> Tensor:
         return table[state]
     if tuple(table.shape) == (num_states, num_actions):
         return table[state, action]
-    cube = (
-        (num_actions, num_states, num_states)
-        if action_axis == 0
-        else (num_states, num_actions, num_states)
-    )
+    cube = (*(shape[::-1] if action_axis == 0 else shape), num_states)
     if tuple(table.shape) == cube:
         return table[action, state, after] if action_axis == 0 else table[state, action, after]
     raise ValueError(
@@ -359,30 +435,28 @@ def _reward_of(reward: Any, outcomes: Outcomes, action_axis: int) -> Tensor:
 def from_gymnasium(
     env: gymnasium.Env[Any, Any] | str,
     horizon: int,
-    initial: Tensor | int | None = None,
-    *,
-    options: Mapping[str, Any] | None = None,
-    verify: int = 10_000,
-    seed: int = 0,
+    initial: Table | int | None,
+    options: Mapping[str, Any] | None,
+    verify: int,
+    seed: int,
 ) -> RewardMDP:
     """See `LayeredMDP.from_gymnasium`."""
     env, name = _make(env, options)
     outcomes, rewards = _read_table(env, name)
-    _check_time_limit(env, name, horizon)
+    limit = env.spec.max_episode_steps if env.spec is not None else None
+    if limit is not None and limit < horizon:
+        raise ValueError(
+            f"horizon: {name} is cut off after {limit} steps, before the horizon of {horizon}; "
+            f"make it with max_episode_steps={horizon}"
+        )
     published = None
     if initial is None:
         initial = published = _published_initial(env, name, outcomes.actions.shape[0])
     mdp = build(outcomes, rewards, horizon, initial)
     if verify:
         visited = mdp.origin[mdp.origin != ABSORBING].unique().tolist()
-        check_by_playing(
-            env,
-            Auditor(name, outcomes, rewards, published),
-            visited,
-            horizon,
-            steps=verify,
-            seed=seed,
-        )
+        auditor = Auditor(name, outcomes, rewards, published)
+        check_by_playing(env, auditor, visited, horizon, steps=verify, seed=seed)
     return mdp
 
 
@@ -523,12 +597,3 @@ def _published_initial(env: Any, name: str, num_states: int) -> Tensor:
         f"initial: {name} does not publish its initial distribution (initial_state_distrib); pass "
         "one as initial"
     )
-
-
-def _check_time_limit(env: Any, name: str, horizon: int) -> None:
-    limit = env.spec.max_episode_steps if env.spec is not None else None
-    if limit is not None and limit < horizon:
-        raise ValueError(
-            f"horizon: {name} is cut off after {limit} steps, before the horizon of {horizon}; "
-            f"make it with max_episode_steps={horizon}"
-        )

@@ -15,15 +15,16 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from torch_occ._support.choices import later
-from torch_occ._support.private import standard_gamma
-from torch_occ.mdp.checks import broadcast, check_actions, check_probabilities, check_shapes
+from torch_occ._support.private import standard_gamma, values_are_hidden, versions_of
+from torch_occ.mdp import checks
+from torch_occ.mdp.checks import Table, as_tensor, broadcast
 from torch_occ.mdp.layers import DenseLayer, Layer, SparseLayer
 from torch_occ.mdp.unroll import ABSORBING, outcomes_of, unroll
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import gymnasium
 
     from torch_occ.mdp.graphs import GraphMDP
-    from torch_occ.mdp.rewards import RewardMDP
+    from torch_occ.mdp.importers import RewardMDP
 
 
 #: Up to this many states, one dense matrix is faster than a loop over layers; half as many in a
@@ -66,46 +67,39 @@ class LayeredMDP:
     origin: Tensor
     #: Whether the probabilities are hidden; see `blind`.
     is_blind: ClassVar[bool] = False
+    #: What a subclass adds, and conversions keep.
+    kept: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
-        transitions: Sequence[Tensor],
+        transitions: Sequence[Table],
         *,
-        actions: Tensor | None = None,
-        initial: Tensor | None = None,
-        origin: Tensor | None = None,
+        actions: Table | None = None,
+        initial: Table | None = None,
+        origin: Table | None = None,
     ) -> None:
-        tensors, num_actions = check_shapes(transitions, actions, initial)
+        mask, start, names = as_tensor(actions), as_tensor(initial), as_tensor(origin)
+        tensors, num_actions = checks.check_shapes(transitions, mask, start)
         layers = tuple(layer_of(p, num_actions) for p in tensors)
         num_states, first = sum(layer.sizes[0] for layer in layers), layers[0].sizes[0]
         like = layers[0].probabilities
-        if initial is None:
+        if start is None:
             if first != 1:
                 raise ValueError(
                     f"initial: layer 0 has {first} states, so a distribution of shape ({first},) "
                     "over them is needed"
                 )
-            initial = like.new_ones(1)
-        if actions is None:
-            actions = torch.ones(num_states, num_actions, dtype=torch.bool, device=like.device)
-        if origin is None:
-            origin = torch.arange(num_states, device=like.device)
-        _set(
-            self,
-            actions=actions.clone(),
-            initial=initial.clone(),
-            origin=origin.clone(),
-            layers=layers,
-        )
-        check_actions(self)
-        _set(
-            self,
-            layers=tuple(
-                layer.mask(mask)
-                for layer, mask in zip(layers, self.split(self.actions, -2), strict=True)
-            ),
-        )
-        check_probabilities(self)
+            start = like.new_ones(1)
+        if mask is None:
+            mask = torch.ones(num_states, num_actions, dtype=torch.bool, device=like.device)
+        if names is None:
+            names = torch.arange(num_states, device=like.device)
+        self.__dict__.update(actions=mask.clone(), initial=start.clone())
+        self.__dict__.update(origin=names.clone(), layers=layers)
+        checks.check_actions(self)
+        masks = zip(layers, self.split(self.actions, -2), strict=True)
+        self.__dict__.update(layers=tuple(layer.mask(mask) for layer, mask in masks))
+        checks.check_probabilities(self)
         for name in _LAYOUT:
             getattr(self, name)
         _ = self._joint, self.reachable
@@ -134,17 +128,27 @@ class LayeredMDP:
         Raises:
             ValueError: if a size is less than one, or the concentration is not positive.
         """
-        return cls(random_transitions(horizon, width, num_actions, seed, concentration, dtype))
+        sizes = {"horizon": horizon, "width": width, "num_actions": num_actions}
+        for name, number in sizes.items():
+            if number < 1:
+                raise ValueError(f"{name}: expected at least 1, got {number}")
+        if not concentration > 0:
+            raise ValueError(f"concentration: expected a positive number, got {concentration}")
+        if not isinstance(seed, SupportsIndex):
+            raise TypeError(f"seed: expected a whole number, got {type(seed).__name__}")
+        generator = torch.Generator().manual_seed(operator.index(seed))
+        shapes = [(n, num_actions, m) for n, m in pairwise([1, *[width] * (horizon - 1), 1])]
+        return cls([_dirichlet(shape, concentration, generator).to(dtype) for shape in shapes])
 
     @classmethod
     def from_tables(
         cls,
         transition: Any,
         horizon: int,
-        initial: Tensor | int = 0,
+        initial: Table | int = 0,
         *,
         terminal: Sequence[int] = (),
-        actions: Tensor | None = None,
+        actions: Table | None = None,
     ) -> Self:
         """Unroll an ordinary finite MDP for `horizon` steps.
 
@@ -154,8 +158,9 @@ class LayeredMDP:
         turns a loss table `(S, A)` into a layered one.
 
         Args:
-            transition: `(S, A, S)`, dense or sparse, or a sparse matrix `(S * A, S)` of torch or
-                SciPy; the layers are stored in the same way. Rows of terminal states are ignored.
+            transition: `(S, A, S)`, an array or a tensor, or a sparse matrix `(S * A, S)` of torch
+                or SciPy; the layers are stored in the same way. Rows of terminal states are
+                ignored.
             initial: a distribution `(S,)` or the index of the start state.
             terminal: indices of terminal states.
             actions: boolean mask `(S, A)` of available actions; all by default.
@@ -166,12 +171,10 @@ class LayeredMDP:
         Raises:
             ValueError: if an argument is not valid; it names the state and the action.
         """
+        transition = as_tensor(transition)
         sparse = not isinstance(transition, Tensor) or transition.layout != torch.strided
-        return cls(
-            **unroll(
-                outcomes_of(transition, tuple(terminal), actions), horizon, initial, sparse=sparse
-            )
-        )
+        outcomes = outcomes_of(transition, tuple(terminal), as_tensor(actions))
+        return cls(**unroll(outcomes, horizon, initial, sparse=sparse))
 
     @classmethod
     def from_arrays(
@@ -179,7 +182,7 @@ class LayeredMDP:
         transition: Any,
         reward: Any,
         horizon: int,
-        initial: Tensor | int = 0,
+        initial: Table | int = 0,
         *,
         terminal: Sequence[int] = (),
         action_axis: int | None = None,
@@ -204,7 +207,7 @@ class LayeredMDP:
             ValueError: if an argument is not valid; it names the state and the action.
         """
         return later("mdp.importers").from_arrays(
-            transition, reward, horizon, initial, terminal=terminal, action_axis=action_axis
+            transition, reward, horizon, initial, terminal, action_axis
         )
 
     @classmethod
@@ -212,11 +215,12 @@ class LayeredMDP:
         cls,
         env: gymnasium.Env[Any, Any] | str,
         horizon: int,
-        initial: Tensor | int | None = None,
+        initial: Table | int | None = None,
         *,
         options: Mapping[str, Any] | None = None,
         verify: int = 10_000,
         seed: int = 0,
+        **more_options: Any,
     ) -> RewardMDP:
         """Unroll a Gymnasium environment that publishes its table (`env.unwrapped.P`).
 
@@ -231,9 +235,11 @@ class LayeredMDP:
             env: an environment or its id.
             initial: a distribution `(S,)` or the index of the start state; by default that of the
                 environment.
-            options: options of `gymnasium.make`, if `env` is an id.
+            options: options of `gymnasium.make`, if `env` is an id; for those that have no name
+                here, `is_slippery=False` will do.
             verify: the number of steps to play in the check; 0 for no check.
             seed: of the check.
+            more_options: further options of `gymnasium.make`.
 
         Returns:
             A `RewardMDP`.
@@ -242,36 +248,49 @@ class LayeredMDP:
             ImportError: if Gymnasium, or a package that the environment needs, is not installed.
             ValueError: if the environment publishes no valid table, or contradicts it.
         """
-        return later("mdp.importers").from_gymnasium(
-            env, horizon, initial, options=options, verify=verify, seed=seed
-        )
+        if more_options:
+            options = {**(options or {}), **more_options}
+        return later("mdp.importers").from_gymnasium(env, horizon, initial, options, verify, seed)
 
     @classmethod
     def from_graph(
-        cls, graph: Any, source: Any, target: Any, *, dtype: torch.dtype = torch.float64
+        cls,
+        graph: Any,
+        source: Any,
+        target: Any,
+        horizon: int | None = None,
+        *,
+        penalty: float | None = None,
+        dtype: torch.dtype = torch.float64,
     ) -> GraphMDP:
-        """Make a layered MDP of a directed acyclic graph: its deterministic paths are the graph's.
+        """Make a layered MDP of a directed graph: its deterministic paths are the graph's.
 
-        The layer of a node is the length of the longest path to it. Edges that skip layers lead to
-        states of waiting with one action. `mdp.losses(costs)` turns costs of edges `(*batch, E)`
-        into losses `(*batch, S, A)`, `mdp.flows(q)` turns q into flows through the edges. Both are
-        differentiable. Edges on no path from the source to the target have no pair; their cost does
-        not matter.
+        The graph is acyclic, and the layer of a node is the length of the longest path to it. Edges
+        that skip layers lead to states of waiting with one action. With a horizon, the graph may
+        have cycles: layer k has the nodes that a walk visits after k edges, and a walk that has
+        arrived waits at the target.
+
+        `mdp.losses(costs)` turns costs of edges `(*batch, E)` into losses `(*batch, S, A)`,
+        `mdp.flows(q)` turns q into flows through the edges. Both are differentiable. Edges on no
+        path from the source to the target have no pair; their cost does not matter.
 
         Args:
             graph: a directed graph of networkx, or a sequence of edges (tail, head). Nodes are
                 hashable objects. An edge may occur several times.
             source: the node where every path begins.
             target: the node where every path ends.
+            horizon: the largest number of edges of a walk; None for all paths of an acyclic graph.
+            penalty: what `losses` adds for a walk that has not arrived at the horizon. By default
+                there is no such walk.
 
         Returns:
             A `GraphMDP`.
 
         Raises:
-            ValueError: if a node is unknown, the target cannot be reached, or a path could run
-                through a cycle; the message shows it.
+            ValueError: if a node is unknown, the target cannot be reached within the horizon, or
+                there is no horizon and a path could run through a cycle; the message shows it.
         """
-        return later("mdp.graphs").from_graph(graph, source, target, dtype)
+        return later("mdp.graphs").from_graph(graph, source, target, horizon, penalty, dtype)
 
     # -- probabilities --------------------------------------------------------------------------
 
@@ -310,10 +329,7 @@ class LayeredMDP:
     @cached_property
     def layer_slices(self) -> tuple[slice, ...]:
         """The slice of each layer's states among all states."""
-        ends = tuple(accumulate(self.layer_sizes))
-        return tuple(
-            slice(end - size, end) for end, size in zip(ends, self.layer_sizes, strict=True)
-        )
+        return tuple(starmap(slice, pairwise(accumulate(self.layer_sizes, initial=0))))
 
     @cached_property
     def num_states(self) -> int:
@@ -386,27 +402,32 @@ class LayeredMDP:
         return self.join_transitions()
 
     @cached_property
-    def _joint(self) -> Tensor | None:
-        # Cached only for small constant models. A graph must not be kept, nor a tensor of a
-        # transform that has ended.
+    def _joint(self) -> tuple[list[int], Tensor] | None:
+        # With the versions of its parts, which may be changed in place. Cached only for small
+        # constant models. A graph must not be kept, nor a tensor of a transform that has ended.
         constant = self.num_states <= DENSE_STATES and not any(
             p.requires_grad for p in self.probabilities[1:]
         )
-        return self._join() if constant and not self.is_sparse else None
+        if not constant or self.is_sparse:
+            return None
+        return versions_of(self.probabilities[1:]), self._join()
 
     def join_transitions(self) -> Tensor:
         """`joint_transitions`, also for sparse layers."""
-        return self._join() if self._joint is None else self._joint
+        if self._joint is None:
+            return self._join()
+        if self._joint[0] != versions_of(self.probabilities[1:]):
+            if values_are_hidden():
+                return self._join()
+            del self.__dict__["_joint"]
+        return self.join_transitions() if self._joint is None else self._joint[1]
 
     def _join(self) -> Tensor:
         rows = []
         for k, (layer, here) in enumerate(zip(self.layers, self.layer_slices, strict=True)):
-            kernel = layer.dense
-            to_terminal = k == self.horizon - 1
-            kernel = torch.zeros_like(kernel[..., :0]) if to_terminal else kernel
-            kernel = torch.nn.functional.pad(
-                kernel, (here.stop, self.num_states - here.stop - kernel.shape[-1])
-            )
+            kernel = layer.dense if k + 1 < self.horizon else layer.dense[..., :0]
+            after = self.num_states - here.stop - kernel.shape[-1]
+            kernel = torch.nn.functional.pad(kernel, (here.stop, after))
             rows.append(kernel.expand(*self.batch_shape, *kernel.shape[-3:]))
         return torch.cat(rows, -3)
 
@@ -457,17 +478,21 @@ class LayeredMDP:
         self, transitions: Sequence[Tensor], initial: Tensor | None = None
     ) -> LayeredMDP:
         """The same layout with other probabilities, not validated, for `torch.func` transforms."""
-        other = replace_fields(
-            self, layers=tuple(layer_of(p, self.num_actions) for p in transitions)
-        )
-        return other if initial is None else replace_fields(other, initial=initial)
+        layers = tuple(layer_of(p, self.num_actions) for p in transitions)
+        return self._with(layers, self.initial if initial is None else initial)
 
     def with_probabilities(self, initial: Tensor, *probabilities: Tensor) -> LayeredMDP:
         """The inverse of `probabilities`: the same layout with these numbers, not validated."""
-        changed = (
-            layer.with_probabilities(p) for layer, p in zip(self.layers, probabilities, strict=True)
+        pairs = zip(self.layers, probabilities, strict=True)
+        return self._with(tuple(layer.with_probabilities(p) for layer, p in pairs), initial)
+
+    def _with(self, layers: tuple[Layer, ...], initial: Tensor) -> LayeredMDP:
+        other = object.__new__(LayeredMDP)
+        other.__dict__.update(
+            {name: getattr(self, name) for name in ("actions", "origin", *_LAYOUT)}
         )
-        return replace_fields(self, layers=tuple(changed), initial=initial)
+        other.__dict__.update(layers=layers, initial=initial, _joint=None)
+        return other
 
     def blind(self) -> LayeredMDP:
         """The layout without the probabilities, for learners that do not know the transitions.
@@ -486,19 +511,12 @@ class LayeredMDP:
         hidden = LayeredMDP(
             [*uniform], actions=self.actions, initial=self.initial.detach(), origin=self.origin
         )
-        _set(hidden, is_blind=True)
+        hidden.__dict__.update(is_blind=True)
         return hidden
 
     def to_dense(self) -> LayeredMDP:
         """The same model with dense layers; small MDPs are solved faster in this form."""
-        if not self.is_sparse:
-            return self
-        return LayeredMDP(
-            [layer.dense for layer in self.layers],
-            actions=self.actions,
-            initial=self.initial,
-            origin=self.origin,
-        )
+        return self._again([layer.dense for layer in self.layers]) if self.is_sparse else self
 
     def to_sparse(self) -> LayeredMDP:
         """The same model with sparse layers.
@@ -511,31 +529,45 @@ class LayeredMDP:
                 "mdp: a sparse layer holds a single MDP, this is a batch of shape "
                 f"{tuple(self.batch_shape)}"
             )
-        layers = [
-            layer.tensor
-            if isinstance(layer, SparseLayer)
-            else layer.dense.flatten(0, 1).to_sparse()
-            for layer in self.layers
-        ]
-        return LayeredMDP(layers, actions=self.actions, initial=self.initial, origin=self.origin)
-
-    def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> LayeredMDP:
-        """The same model on another device or in another floating-point type."""
-        return self.map_tensors(lambda x: x.to(device, dtype if x.is_floating_point() else None))
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> LayeredMDP:
-        """The same model with every tensor converted, like `nn.Module._apply`."""
-        other = replace_fields(
-            self,
-            layers=tuple(layer.map_tensors(function) for layer in self.layers),
-            initial=function(self.initial),
-            actions=function(self.actions),
-            origin=function(self.origin),
+        given = [(layer, isinstance(layer, SparseLayer)) for layer in self.layers]
+        return self._again(
+            [x.tensor if sparse else x.dense.flatten(0, 1).to_sparse() for x, sparse in given]
         )
-        if self.is_blind:
-            _set(other, is_blind=True)
+
+    def _again(self, transitions: Sequence[Tensor]) -> LayeredMDP:
+        layout = {"actions": self.actions, "initial": self.initial, "origin": self.origin}
+        return LayeredMDP(transitions, **layout)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """The same model on another device or in another floating-point type.
+
+        The arguments are those of `torch.Tensor.to`: a dtype, a device, both, or a tensor.
+
+        Raises:
+            TypeError: if the dtype is not a floating-point type.
+        """
+        like = self.initial.to(*args, **kwargs)
+        if not like.is_floating_point():
+            raise TypeError(f"dtype: expected a floating-point type, got {like.dtype}")
+        return self.map_tensors(
+            lambda x: x.to(like.device, like.dtype if x.is_floating_point() else None)
+        )
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same model with every tensor converted, like `nn.Module._apply`."""
+
+        def converted(x: Any) -> Any:
+            return function(x) if isinstance(x, Tensor) else x
+
+        other = object.__new__(type(self))
+        names = ("initial", "actions", "origin", "is_blind", *_LAYOUT, *self.kept)
+        other.__dict__.update({name: converted(getattr(self, name)) for name in names})
+        other.__dict__.update(
+            layers=tuple(layer.map_tensors(function) for layer in self.layers),
+            missing={name: converted(mask) for name, mask in self.missing.items()},
+            action_groups=tuple((function(s), function(a)) for s, a in self.action_groups),
+            _joint=None,
+        )
         return other
 
     @cached_property
@@ -543,12 +575,9 @@ class LayeredMDP:
         """Whether some policy reaches a state, `(S,)`; in a batch, in every element."""
         flags = [self.initial.detach() > 0]
         for layer in self.layers[:-1]:
-            somewhere = (
-                flags[-1].to(self.dtype).unsqueeze(-1).expand(*flags[-1].shape, self.num_actions)
-            )
-            flags.append(
-                layer.with_probabilities(layer.probabilities.detach()).arrive(somewhere) > 0
-            )
+            here = flags[-1].to(self.dtype).unsqueeze(-1)
+            fixed = layer.with_probabilities(layer.probabilities.detach())
+            flags.append(fixed.arrive(here.expand(*flags[-1].shape, self.num_actions)) > 0)
         return torch.cat([flag.reshape(-1, flag.shape[-1]).all(0) for flag in flags])
 
     def prune(self) -> LayeredMDP:
@@ -556,12 +585,9 @@ class LayeredMDP:
         if bool(self.reachable.all()):
             return self
         keep = self.split(self.reachable, 0)
-        kept_next = (*keep[1:], keep[0].new_ones(1))
+        kept = zip(self.layers, keep, (*keep[1:], keep[0].new_ones(1)), strict=True)
         return LayeredMDP(
-            [
-                layer.restrict(here, there).tensor
-                for layer, here, there in zip(self.layers, keep, kept_next, strict=True)
-            ],
+            [layer.restrict(here, there).tensor for layer, here, there in kept],
             actions=self.actions[self.reachable],
             initial=self.initial[..., keep[0]],
             origin=self.origin[self.reachable],
@@ -569,19 +595,8 @@ class LayeredMDP:
 
     def lift(self, table: Tensor) -> Tensor:
         """Map a table `(*batch, original S, A)` to this MDP; zero in the absorbing end."""
-        lifted = table.index_select(-2, self.origin.clamp(min=0))
+        lifted = as_tensor(table).index_select(-2, self.origin.clamp(min=0))
         return torch.where((self.origin == ABSORBING).unsqueeze(-1), 0.0, lifted)
-
-
-def replace_fields(mdp: LayeredMDP, **fields: Any) -> LayeredMDP:
-    """A copy with other fields, without validation, for changes that cannot be invalid."""
-    other = object.__new__(LayeredMDP)
-    names = ("layers", "actions", "initial", "origin")
-    _set(other, **({name: getattr(mdp, name) for name in names} | fields))
-    if "actions" not in fields:
-        other.__dict__.update({name: getattr(mdp, name) for name in _LAYOUT})
-    other.__dict__.setdefault("_joint", None)
-    return other
 
 
 #: Derived properties that do not depend on probabilities; computed at construction, before a
@@ -589,48 +604,11 @@ def replace_fields(mdp: LayeredMDP, **fields: Any) -> LayeredMDP:
 _LAYOUT = ("layer_sizes", "layer_slices", "layer", "missing", "action_groups", "other_actions")
 
 
-def _set(mdp: LayeredMDP, **fields: Any) -> None:
-    for name, value in fields.items():
-        object.__setattr__(mdp, name, value)
-
-
 def layer_of(tensor: Tensor, num_actions: int) -> Layer:
     """A layer with the storage of the tensor."""
-    return (
-        DenseLayer(tensor)
-        if tensor.layout == torch.strided
-        else SparseLayer.from_tensor(tensor, num_actions)
-    )
-
-
-# -- Random transitions: rows drawn from a symmetric Dirichlet distribution ------------------------
-
-
-def random_transitions(
-    horizon: int,
-    width: int,
-    num_actions: int,
-    seed: int,
-    concentration: float,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    """Transitions `(S_k, A, S_{k+1})` of each layer: one start state, then `width` states each.
-
-    Raises:
-        ValueError: if a size is less than one, or the concentration is not positive.
-    """
-    sizes = {"horizon": horizon, "width": width, "num_actions": num_actions}
-    for name, number in sizes.items():
-        if number < 1:
-            raise ValueError(f"{name}: expected at least 1, got {number}")
-    if not concentration > 0:
-        raise ValueError(f"concentration: expected a positive number, got {concentration}")
-    if not isinstance(seed, SupportsIndex):
-        raise TypeError(f"seed: expected a whole number, got {type(seed).__name__}")
-    generator = torch.Generator().manual_seed(operator.index(seed))
-    layers = [1, *[width] * (horizon - 1), 1]
-    shapes = [(here, num_actions, there) for here, there in pairwise(layers)]
-    return [_dirichlet(shape, concentration, generator).to(dtype) for shape in shapes]
+    if tensor.layout == torch.strided:
+        return DenseLayer(tensor)
+    return SparseLayer.from_tensor(tensor, num_actions)
 
 
 def _dirichlet(shape: tuple[int, ...], concentration: float, generator: torch.Generator) -> Tensor:

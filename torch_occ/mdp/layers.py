@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import has_tangent, inside_transform
+from torch_occ._support.private import has_tangent, inside_transform, versions_of
 from torch_occ._support.streams import invert
 from torch_occ.mdp.checks import broadcast, check_entries, check_rows
 
@@ -44,8 +44,8 @@ class InOrder:
         if isinstance(self.layer, DenseLayer):
             rows = self.layer.probabilities.flatten(-3, -2)  # (*batch, S * A, S')
             return self._in_parts(lambda part: total(rows * part.unsqueeze(-1), -2), x.flatten(-2))
-        pattern, size = self.layer.pattern, self.layer.sizes[2]
-        return self._scattered(x.flatten(-2), pattern.pair, pattern.next, size)
+        pattern = self.layer.pattern
+        return self._scattered(x.flatten(-2), pattern.pair, pattern.next, pattern.shape[1])
 
     def ahead(self, v: Tensor) -> Tensor:
         """P v: `(*batch, S')` -> `(*batch, S, A)`."""
@@ -53,8 +53,8 @@ class InOrder:
             rows = self.layer.probabilities.flatten(-3, -2)
             found = self._in_parts(lambda part: total(rows * part.unsqueeze(-2), -1), v)
         else:
-            pattern, (num_states, num_actions, _) = self.layer.pattern, self.layer.sizes
-            found = self._scattered(v, pattern.next, pattern.pair, num_states * num_actions)
+            pattern = self.layer.pattern
+            found = self._scattered(v, pattern.next, pattern.pair, pattern.shape[0])
         return found.unflatten(-1, self.layer.sizes[:2])
 
     def _in_parts(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -66,22 +66,18 @@ class InOrder:
         return torch.cat([function(part) for part in parts]).unflatten(0, batch)
 
     def _scattered(self, x: Tensor, source: Tensor, target: Tensor, size: int) -> Tensor:
-        """Add x[source] * probability to the target, entry by entry.
-
-        `(*batch, m)` -> `(*batch, size)`.
-        """
+        """Add x[source] * probability to the target: `(*batch, m)` -> `(*batch, size)`."""
         probabilities = self.layer.probabilities
         if self.layer.batch_shape:
             seen = probabilities * x.index_select(-1, source)
             return seen.new_zeros(*seen.shape[:-1], size).index_add(-1, target, seen)
         if x.dim() > 1:  # one vector at a time, because torch has a faster loop for it
-            return torch.stack(
-                [self._scattered(row, source, target, size) for row in x.flatten(0, -2)]
-            ).unflatten(0, x.shape[:-1])
+            rows = [self._scattered(row, source, target, size) for row in x.flatten(0, -2)]
+            return torch.stack(rows).unflatten(0, x.shape[:-1])
         return x.new_zeros(size).index_add(0, target, probabilities * x.index_select(0, source))
 
 
-# -- One layer of transitions as a linear map between its pairs and the states of the next laye ----
+# -- One layer as a linear map between its pairs and the states of the next layer ------------------
 #
 #     arrive    (P'x)(s') = sum_{s, a} P(s' | s, a) x(s, a)        the mass that arrives
 #     ahead     (P v)(s, a) = sum_{s'} P(s' | s, a) v(s')          the expected next value
@@ -124,12 +120,8 @@ class DenseLayer:
 
     def arrive(self, x: Tensor) -> Tensor:
         """P'x: `(*batch, S, A)` -> `(*batch, S')`."""
-        rows = self.probabilities.flatten(-3, -2)
-        return (
-            x.flatten(-2) @ rows
-            if rows.dim() == 2
-            else (x.flatten(-2).unsqueeze(-2) @ rows).squeeze(-2)
-        )
+        rows, x = self.probabilities.flatten(-3, -2), x.flatten(-2)
+        return x @ rows if rows.dim() == 2 else (x.unsqueeze(-2) @ rows).squeeze(-2)
 
     def arrive_logs(self, x: Tensor) -> Tensor:
         """log P' e^x without underflow: `(*batch, S, A)` -> `(*batch, S')`."""
@@ -143,7 +135,7 @@ class DenseLayer:
         rows = self.probabilities.flatten(-3, -2)
         # If P has no batch shape, one product serves a whole batch of v.
         expected = v @ rows.mT if rows.dim() == 2 else (rows @ v.unsqueeze(-1)).squeeze(-1)
-        return expected.unflatten(-1, self.probabilities.shape[-3:-1])
+        return expected.reshape(*expected.shape[:-1], *self.probabilities.shape[-3:-1])
 
     def draw(self, state: Tensor, action: Tensor, uniform: Tensor) -> Tensor:
         """Draw next states `(N,)` from uniform numbers."""
@@ -171,12 +163,8 @@ class DenseLayer:
 
     def check(self, k: int, actions: Tensor) -> None:
         """Raise a ValueError that names the first row that is not a distribution."""
-        check_rows(
-            f"transitions[{k}]",
-            self.probabilities.detach(),
-            actions,
-            (f"layer {k}, state", "action"),
-        )
+        words = (f"layer {k}, state", "action")
+        check_rows(f"transitions[{k}]", self.probabilities.detach(), actions, words)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,10 +175,15 @@ class Pattern:
     next: Tensor  # (nnz,) int32
     sizes: tuple[int, int, int]  # S, A, S'
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """S * A, S'."""
+        return self.sizes[0] * self.sizes[1], self.sizes[2]
+
     @cached_property
     def starts(self) -> Tensor:
         """The index of each pair's first entry, and the number of entries, `(S * A + 1,)`."""
-        return _starts(self.pair, self.sizes[0] * self.sizes[1])
+        return _starts(self.pair, self.shape[0])
 
     @cached_property
     def by_next(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,13 +210,9 @@ class SparseLayer:
     def from_tensor(cls, tensor: Tensor, num_actions: int) -> SparseLayer:
         """A layer from a sparse tensor of any layout; entries that occur twice add up."""
         coo = (tensor if tensor.layout == torch.sparse_coo else tensor.to_sparse_coo()).coalesce()
+        sizes = (tensor.shape[0] // num_actions, num_actions, tensor.shape[1])
         pair, following = coo.indices().to(torch.int32)
-        return cls(
-            Pattern(
-                pair, following, (tensor.shape[0] // num_actions, num_actions, tensor.shape[1])
-            ),
-            coo.values(),
-        )
+        return cls(Pattern(pair, following, sizes), coo.values())
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -235,28 +224,26 @@ class SparseLayer:
 
     @property
     def tensor(self) -> Tensor:
-        num_states, num_actions, num_next = self.sizes
         index = torch.stack([self.pattern.pair, self.pattern.next]).long()
-        shape = (num_states * num_actions, num_next)
+        shape = self.pattern.shape
         return torch.sparse_coo_tensor(
             index, self.probabilities, shape, is_coalesced=True, check_invariants=False
         )
 
     @property
     def dense(self) -> Tensor:
-        num_states, num_actions, num_next = self.sizes
-        index = self.pattern.pair.long() * num_next + self.pattern.next
-        empty = self.probabilities.new_zeros(*self.batch_shape, num_states * num_actions * num_next)
+        index = self.pattern.pair.long() * self.sizes[2] + self.pattern.next
+        empty = self.probabilities.new_zeros(*self.batch_shape, math.prod(self.sizes))
         return empty.index_add(-1, index, self.probabilities).unflatten(-1, self.sizes)
 
     def arrive(self, x: Tensor) -> Tensor:
         x = x.flatten(-2)
         if self._plain(x):
+            self._forget()
             return _multiply(self._into, x)
         flow = self.probabilities * x.index_select(-1, self.pattern.pair)
-        return flow.new_zeros(*flow.shape[:-1], self.sizes[2]).index_add(
-            -1, self.pattern.next, flow
-        )
+        nothing = flow.new_zeros(*flow.shape[:-1], self.sizes[2])
+        return nothing.index_add(-1, self.pattern.next, flow)
 
     def arrive_logs(self, x: Tensor) -> Tensor:
         p, following = self.probabilities, self.pattern.next.long()
@@ -271,49 +258,42 @@ class SparseLayer:
 
     def ahead(self, v: Tensor) -> Tensor:
         if self._plain(v):
+            self._forget()
             expected = _multiply(self._out_of, v)
         else:
             seen = self.probabilities * v.index_select(-1, self.pattern.next)
-            expected = seen.new_zeros(*seen.shape[:-1], self.sizes[0] * self.sizes[1]).index_add(
-                -1, self.pattern.pair, seen
-            )
+            nothing = seen.new_zeros(*seen.shape[:-1], self.pattern.shape[0])
+            expected = nothing.index_add(-1, self.pattern.pair, seen)
         return expected.unflatten(-1, self.sizes[:2])
 
     def _plain(self, x: Tensor) -> bool:
         """Whether there is one set of probabilities, no derivative and no transform."""
-        single = (
-            self.probabilities.numel() == self.probabilities.shape[-1]
-            and len(self.batch_shape) <= x.dim() - 1
-        )
-        transformed = inside_transform()
-        recorded = torch.is_grad_enabled() and (x.requires_grad or self.probabilities.requires_grad)
-        return (
-            single
-            and not recorded
-            and not transformed
-            and not has_tangent(x)
-            and not has_tangent(self.probabilities)
-        )
+        p = self.probabilities
+        single = p.numel() == p.shape[-1] and p.dim() <= x.dim()
+        recorded = torch.is_grad_enabled() and (x.requires_grad or p.requires_grad)
+        moving = recorded or inside_transform() or has_tangent(x) or has_tangent(p)
+        return single and not moving
+
+    def _forget(self) -> None:
+        """Forget the compressed rows if the probabilities were changed in place since."""
+        versions = versions_of([self.probabilities])
+        if self.__dict__.setdefault("_versions", versions) != versions:
+            for name in ("_out_of", "_into"):
+                self.__dict__.pop(name, None)
+            self.__dict__["_versions"] = versions
 
     @cached_property
     def _out_of(self) -> Tensor:
         """P in compressed rows."""
-        num_states, num_actions, num_next = self.sizes
-        return _compressed(
-            self.pattern.starts,
-            self.pattern.next,
-            self.probabilities,
-            (num_states * num_actions, num_next),
-        )
+        pattern = self.pattern
+        return _compressed(pattern.starts, pattern.next, self.probabilities, pattern.shape)
 
     @cached_property
     def _into(self) -> Tensor:
         """P' in compressed rows."""
-        num_states, num_actions, num_next = self.sizes
         order, pair, starts = self.pattern.by_next
-        return _compressed(
-            starts, pair, self.probabilities.flatten()[order], (num_next, num_states * num_actions)
-        )
+        values = self.probabilities.flatten()[order]
+        return _compressed(starts, pair, values, self.pattern.shape[::-1])
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without caches, because torch cannot copy compressed tensors."""
@@ -342,18 +322,15 @@ class SparseLayer:
 
     def restrict(self, here: Tensor, there: Tensor) -> SparseLayer:
         num_actions, pattern = self.sizes[1], self.pattern
-        kept = self._select(
-            here.repeat_interleave(num_actions).index_select(0, pattern.pair)
-            & there.index_select(0, pattern.next)
-        )
+        leaves = here.repeat_interleave(num_actions).index_select(0, pattern.pair)
+        kept = self._select(leaves & there.index_select(0, pattern.next))
         # The new indices of the states that are kept.
         state, following = (flags.cumsum(0, dtype=torch.int32) - 1 for flags in (here, there))
         old = kept.pattern.pair
         pair = state.index_select(0, old // num_actions) * num_actions + old % num_actions
         sizes = (int(here.sum()), num_actions, int(there.sum()))
-        return SparseLayer(
-            Pattern(pair, following.index_select(0, kept.pattern.next), sizes), kept.probabilities
-        )
+        following = following.index_select(0, kept.pattern.next)
+        return SparseLayer(Pattern(pair, following, sizes), kept.probabilities)
 
     def _select(self, entries: Tensor) -> SparseLayer:
         pattern = Pattern(self.pattern.pair[entries], self.pattern.next[entries], self.sizes)
@@ -367,14 +344,8 @@ class SparseLayer:
             state, action = divmod(int(self.pattern.pair[entry]), self.sizes[1])
             return state, action, int(self.pattern.next[entry])
 
-        check_entries(
-            f"transitions[{k}]",
-            fixed.probabilities,
-            place,
-            sums,
-            actions,
-            (f"layer {k}, state", "action"),
-        )
+        words = (f"layer {k}, state", "action")
+        check_entries(f"transitions[{k}]", fixed.probabilities, place, sums, actions, words)
 
 
 Layer = DenseLayer | SparseLayer

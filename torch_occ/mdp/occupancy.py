@@ -27,7 +27,7 @@ from torch import Tensor
 
 from torch_occ._support.constants import TIE
 from torch_occ._support.private import values_are_hidden
-from torch_occ.mdp.checks import broadcast, check_table, row_tolerance
+from torch_occ.mdp.checks import as_tensor, broadcast, check_table, row_tolerance
 from torch_occ.mdp.layered import DENSE_STATES, LayeredMDP
 from torch_occ.mdp.layers import DenseLayer, InOrder, Layer
 
@@ -43,9 +43,8 @@ class LayeredFlow:
         self.mdp = mdp
         # The last layer leads to the terminal state, which has no row in E.
         self.layers = mdp.layers[:-1]
-        self.maps: Sequence[Layer | InOrder] = (
-            [InOrder(layer) for layer in self.layers] if in_order else self.layers
-        )
+        ordered = [InOrder(layer) for layer in self.layers] if in_order else None
+        self.maps: Sequence[Layer | InOrder] = ordered or self.layers
 
     def inflow(self, x: Tensor) -> Tensor:
         """P' x: `(*batch, S, A)` -> `(*batch, S)`, the mass that arrives in each state."""
@@ -58,10 +57,8 @@ class LayeredFlow:
         """P v: `(*batch, S)` -> `(*batch, S, A)`, the expectation of v at the next state."""
         parts = self.mdp.split(v, -1)
         ahead = [layer.ahead(part) for part, layer in zip(parts[1:], self.maps, strict=True)]
-        last = (
-            torch.zeros_like(parts[-1]).unsqueeze(-1).expand(*parts[-1].shape, self.mdp.num_actions)
-        )
-        return join([*ahead, last], 2)
+        end = torch.zeros_like(parts[-1]).unsqueeze(-1)
+        return join([*ahead, end.expand(*parts[-1].shape, self.mdp.num_actions)], 2)
 
     def forward(self, policy: Tensor, source: Tensor) -> Tensor:
         """u = source + P_p' u. With source b, this is the state occupancy of the policy."""
@@ -122,17 +119,15 @@ def flow_of(mdp: LayeredMDP, elements: int = 32) -> Flow:
 
 
 def _substitute(triangle: Tensor, x: Tensor, upper: bool) -> Tensor:
-    return torch.linalg.solve_triangular(
-        triangle, x.unsqueeze(-1), upper=upper, unitriangular=True
-    ).squeeze(-1)
+    x = x.unsqueeze(-1)
+    return torch.linalg.solve_triangular(triangle, x, upper=upper, unitriangular=True).squeeze(-1)
 
 
 def join(parts: list[Tensor], event_dims: int) -> Tensor:
     """Concatenate layers whose batch shapes may still differ."""
-    batch = broadcast(*(part.shape[: part.dim() - event_dims] for part in parts))
-    return torch.cat(
-        [part.expand(*batch, *part.shape[part.dim() - event_dims :]) for part in parts], -event_dims
-    )
+    split = [(x, x.shape[: x.dim() - event_dims], x.shape[x.dim() - event_dims :]) for x in parts]
+    batch = broadcast(*(own for _, own, _ in split))
+    return torch.cat([x.expand(*batch, *event) for x, _, event in split], -event_dims)
 
 
 # -- the constraints ---------------------------------------------------------------------------
@@ -178,6 +173,7 @@ def occupancy(mdp: LayeredMDP, policy: Tensor, *, in_order: bool = False) -> Ten
         TypeError: if the policy is not a tensor.
         ValueError: if its shape is wrong, or the probabilities in a state do not sum to one.
     """
+    policy = as_tensor(policy)
     check_table("policy", policy, mdp)
     if not values_are_hidden():
         sums = policy.detach().sum(-1)
@@ -214,13 +210,10 @@ def reachability(mdp: LayeredMDP, policy: Tensor) -> Tensor:
     """
     identity = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
     # The state that the pass starts from is one more batch dimension, after those of the MDP.
-    spread = mdp.with_probabilities(
-        mdp.initial.unsqueeze(-2),
-        *(layer.probabilities.unsqueeze(-1 - layer.event_dims) for layer in mdp.layers),
-    )
-    return flow_of(spread).forward(
-        policy.unsqueeze(-3), identity.expand(*policy.shape[:-2], *identity.shape)
-    )
+    rows = (layer.probabilities.unsqueeze(-1 - layer.event_dims) for layer in mdp.layers)
+    spread = mdp.with_probabilities(mdp.initial.unsqueeze(-2), *rows)
+    source = identity.expand(*policy.shape[:-2], *identity.shape)
+    return flow_of(spread).forward(policy.unsqueeze(-3), source)
 
 
 # -- planning ----------------------------------------------------------------------------------
@@ -243,15 +236,10 @@ def cheapest(mdp: LayeredMDP, Q: Tensor) -> Tensor:
     Numbers below 1 are compared absolutely, since losses are of that size. Q is infinite on masked
     pairs.
     """
-    return cheapest_of(mdp.actions, Q)
-
-
-def cheapest_of(actions: Tensor, Q: Tensor) -> Tensor:
-    """`cheapest` for some states only, with their actions `(*batch, S_k, A)`."""
     best = Q.amin(-1, keepdim=True)
     # If the smallest Q is -inf, it is tied with itself.
     limit = best + tie_in(Q.dtype) * best.abs().clamp(1.0, torch.finfo(Q.dtype).max)
-    return _first(actions & (limit >= Q)).to(Q.dtype)
+    return _first(mdp.actions & (limit >= Q)).to(Q.dtype)
 
 
 def _first(true: Tensor) -> Tensor:
@@ -287,6 +275,7 @@ def optimal_policy(mdp: LayeredMDP, loss: Tensor, *, in_order: bool = False) -> 
         TypeError: if the loss is not a tensor.
         ValueError: if its shape is wrong.
     """
+    loss = as_tensor(loss)
     check_table("loss", loss, mdp)
     losses, masks = mdp.split(loss, -2), mdp.split(mdp.actions, -2)
     maps = LayeredFlow(mdp, in_order=in_order).maps

@@ -8,14 +8,14 @@ until `layer_tensor` converts it to the form that `LayeredMDP` stores.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_occ.mdp.checks import check_rows, row_tolerance
+from torch_occ.mdp.checks import Table, as_tensor, check_rows, row_tolerance
 
 #: Instead of a state: the episode is over. It is the `origin` of the absorbing end, and the next
 #: state of an outcome that ends the episode.
@@ -45,21 +45,13 @@ class Outcomes:
     def sums(self, values: Tensor) -> Tensor:
         """Sum a number `(n,)` per outcome over the outcomes of each pair, `(S, A)`."""
         index = self.state * self.actions.shape[1] + self.action
-        return (
-            values.new_zeros(self.actions.numel())
-            .index_add(0, index, values)
-            .reshape(self.actions.shape)
-        )
+        found = values.new_zeros(self.actions.numel()).index_add(0, index, values)
+        return found.reshape(self.actions.shape)
 
     def select(self, keep: Tensor) -> Outcomes:
         """The outcomes under a mask `(n,)`."""
-        return Outcomes(
-            self.state[keep],
-            self.action[keep],
-            self.next[keep],
-            self.probability[keep],
-            self.actions,
-        )
+        state, action, after = self.state[keep], self.action[keep], self.next[keep]
+        return Outcomes(state, action, after, self.probability[keep], self.actions)
 
 
 def outcomes_of(
@@ -100,9 +92,7 @@ def finish(
             "it in terminal"
         )
     after = torch.where(ends[outcomes.next], ABSORBING, outcomes.next)
-    found = Outcomes(
-        outcomes.state, outcomes.action, after, outcomes.probability, actions & ~ends.unsqueeze(-1)
-    )
+    found = replace(outcomes, next=after, actions=actions & ~ends.unsqueeze(-1))
     found = found.select(found.actions[found.state, found.action])
     _check_outcomes(found)
     return found
@@ -115,11 +105,7 @@ def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int
         if len(shape) != 3 or shape[0] != shape[2]:
             raise ValueError(f"transition: expected shape (S, A, S), got {shape}")
         # With gradients every entry is kept, so that zeros have a gradient too.
-        kept = (
-            torch.ones_like(transition, dtype=torch.bool)
-            if transition.requires_grad
-            else transition != 0
-        )
+        kept = (transition != 0) | transition.requires_grad
         state, action, after = kept.nonzero(as_tuple=True)
         return state, action, after, transition[state, action, after], (shape[0], shape[1])
     if isinstance(transition, Tensor) and transition.layout == torch.sparse_csr:
@@ -133,10 +119,7 @@ def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int
         index, values = transition.indices().unbind(), transition.values()
     elif hasattr(transition, "tocoo"):
         matrix = transition.tocoo()
-        index = (
-            torch.as_tensor(matrix.row, dtype=torch.long),
-            torch.as_tensor(matrix.col, dtype=torch.long),
-        )
+        index = tuple(torch.as_tensor(x, dtype=torch.long) for x in (matrix.row, matrix.col))
         values = torch.as_tensor(matrix.data)
     else:
         raise TypeError(
@@ -150,13 +133,8 @@ def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int
             f"transition: expected a sparse table of shape (S, A, S) or (S * A, S), got {shape}"
         )
     num_actions = shape[0] // shape[1]
-    return (
-        index[0] // num_actions,
-        index[0] % num_actions,
-        index[1],
-        values,
-        (shape[1], num_actions),
-    )
+    state, action = index[0] // num_actions, index[0] % num_actions
+    return state, action, index[1], values, (shape[1], num_actions)
 
 
 def _check_outcomes(outcomes: Outcomes) -> None:
@@ -168,9 +146,8 @@ def _check_outcomes(outcomes: Outcomes) -> None:
         )
     sums = outcomes.sums(probability)
     improper = outcomes.sums((~(probability >= 0) | probability.isinf()).to(probability.dtype)) > 0
-    wrong = (
-        outcomes.actions & (improper | ((sums - 1).abs() > row_tolerance(probability.dtype)))
-    ).nonzero()
+    wrong = improper | ((sums - 1).abs() > row_tolerance(probability.dtype))
+    wrong = (outcomes.actions & wrong).nonzero()
     if len(wrong):
         state, action = wrong[0].tolist()
         row = probability[(outcomes.state == state) & (outcomes.action == action)]
@@ -181,15 +158,14 @@ def _check_outcomes(outcomes: Outcomes) -> None:
         )
 
 
-def initial_distribution(initial: Tensor | int, num_states: int, like: Tensor) -> Tensor:
+def initial_distribution(initial: Table | int, num_states: int, like: Tensor) -> Tensor:
     """Check a distribution `(S,)` over the states, or make one from the index of a state."""
+    initial = as_tensor(initial)
     if not isinstance(initial, Tensor):
         initial = operator.index(initial)
         if not 0 <= initial < num_states:
             raise ValueError(f"initial: state {initial} is not one of the {num_states} states")
-        initial = torch.nn.functional.one_hot(
-            torch.tensor(initial, device=like.device), num_states
-        ).to(like.dtype)
+        initial = (torch.arange(num_states, device=like.device) == initial).to(like.dtype)
     if tuple(initial.shape) != (num_states,):
         raise ValueError(f"initial: expected shape ({num_states},), got {tuple(initial.shape)}")
     check_rows("initial", initial.detach(), None, ())
@@ -197,7 +173,7 @@ def initial_distribution(initial: Tensor | int, num_states: int, like: Tensor) -
 
 
 def unroll(
-    outcomes: Outcomes, horizon: int, initial: Tensor | int, *, sparse: bool | None = None
+    outcomes: Outcomes, horizon: int, initial: Table | int, *, sparse: bool | None = None
 ) -> dict[str, Any]:
     """The arguments of `LayeredMDP` for `horizon` steps of a finite MDP.
 
@@ -214,17 +190,12 @@ def unroll(
     alive = outcomes.actions.any(-1)
     first = torch.arange(num_actions, device=device).eq(0).unsqueeze(0)
     mask = torch.cat([outcomes.actions, first])
-    start = torch.cat(
-        [torch.where(alive, initial, 0.0), torch.where(alive, 0.0, initial).sum().unsqueeze(0)]
-    )
-    state = torch.cat([outcomes.state, outcomes.state.new_tensor([end])])
-    action = torch.cat([outcomes.action, outcomes.action.new_tensor([0])])
-    after = torch.cat(
-        [
-            torch.where(outcomes.next == ABSORBING, end, outcomes.next),
-            outcomes.next.new_tensor([end]),
-        ]
-    )
+    ended = torch.where(alive, 0.0, initial).sum().unsqueeze(0)
+    start = torch.cat([torch.where(alive, initial, 0.0), ended])
+    state = torch.nn.functional.pad(outcomes.state, (0, 1), value=end)
+    action = torch.nn.functional.pad(outcomes.action, (0, 1))
+    after = torch.where(outcomes.next == ABSORBING, end, outcomes.next)
+    after = torch.nn.functional.pad(after, (0, 1), value=end)
     probability = torch.cat([outcomes.probability, outcomes.probability.new_ones(1)])
 
     layers, place = [start.nonzero().squeeze(-1)], []
@@ -272,15 +243,9 @@ def layer_tensor(
     shape: tuple[int, int, int],
     sparse: bool,
 ) -> Tensor:
-    """The transitions of a layer from outcomes (state, action, next state).
-
-    Returns:
-        A dense tensor `(S_k, A, S_{k+1})`, or a sparse one `(S_k * A, S_{k+1})`.
-    """
+    """The transitions of a layer, `(S_k, A, S_{k+1})`, or sparse `(S_k * A, S_{k+1})`."""
     if not sparse:
         return probability.new_zeros(shape).index_put(index, probability, accumulate=True)
-    (state, action, after), (num_states, num_actions, num_next) = index, shape
-    rows = torch.stack([state * num_actions + action, after])
-    return torch.sparse_coo_tensor(
-        rows, probability, (num_states * num_actions, num_next), check_invariants=False
-    )
+    rows = torch.stack([index[0] * shape[1] + index[1], index[2]])
+    size = (shape[0] * shape[1], shape[2])
+    return torch.sparse_coo_tensor(rows, probability, size, check_invariants=False)

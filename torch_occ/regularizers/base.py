@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.regularizers import terms as tables
 from torch_occ.regularizers.parameters import (
     Frozen,
     FrozenList,
@@ -31,19 +32,7 @@ from torch_occ.regularizers.parameters import (
     one_by_one,
 )
 from torch_occ.regularizers.schedules import Schedule
-from torch_occ.regularizers.terms import (
-    ARGUMENTS,
-    TIME,
-    Argument,
-    Factor,
-    Power,
-    Term,
-    Weight,
-    Weighted,
-    WeightRow,
-    keep,
-    marginal,
-)
+from torch_occ.regularizers.terms import Argument, Term, Weight, Weighted, WeightRow
 
 
 class Inputs(NamedTuple):
@@ -60,6 +49,11 @@ class Values(NamedTuple):
     scalars: dict[Argument, Tensor]  # weighted scalar terms, elementwise, shaped as their argument
     per_state: list[Tensor]  # (*batch, G) for each group of G states with n actions
     joint: list[Tensor]  # at most one, (*batch,)
+
+    def add(self, name: Argument, value: Tensor) -> None:
+        """Add scalar terms."""
+        before = self.scalars.get(name)
+        self.scalars[name] = value if before is None else before + value
 
 
 class Regularizer(Parametrized):
@@ -95,7 +89,7 @@ class Regularizer(Parametrized):
         """Compute the arguments of all functions at q."""
         groups = mdp.action_groups if StatewiseRegularizer in self.levels else []
         return Inputs(
-            {name: marginal(name, mdp, q) for name in self.arguments},
+            {name: tables.marginal(name, mdp, q) for name in self.arguments},
             [gather(q, group) for group in groups],
             [q] if JointRegularizer in self.levels else [],
         )
@@ -103,13 +97,10 @@ class Regularizer(Parametrized):
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments of the scalar terms."""
-        used = {
-            name
-            for leaf in self.leaves()
-            if isinstance(leaf, SeparableRegularizer)
-            for name in leaf.arguments
-        }
-        return tuple(name for name in ARGUMENTS if name in used)
+        leaves = [leaf for leaf in self.leaves() if isinstance(leaf, SeparableRegularizer)]
+        return tuple(
+            name for name in tables.ARGUMENTS if any(name in leaf.arguments for leaf in leaves)
+        )
 
     def leaves(self) -> Iterator[Regularizer]:
         """Yield the elementary regularizers, without weights."""
@@ -174,7 +165,7 @@ class SeparableRegularizer(Regularizer):
     def arguments(self) -> tuple[Argument, ...]:
         return tuple(
             name
-            for name in ARGUMENTS
+            for name in tables.ARGUMENTS
             if getattr(type(self), name) is not getattr(SeparableRegularizer, name)
         )
 
@@ -263,7 +254,7 @@ class TabularRegularizer(SeparableRegularizer):
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
         used = {term.argument for term in self.table()}
-        return tuple(name for name in ARGUMENTS if name in used)
+        return tuple(name for name in tables.ARGUMENTS if name in used)
 
 
 class Composition:
@@ -274,7 +265,7 @@ class Composition:
 
     def __init__(self, regularizer: Regularizer) -> None:
         self.regularizer = regularizer
-        self.factors: list[Factor] = [TIME]
+        self.factors: list[tables.Factor] = [tables.TIME]
         self.terms: list[Weighted] = []
         self.others: list[tuple[Regularizer, WeightRow]] = []  # functions that users wrote
         for part, weight in regularizer.parts():
@@ -285,7 +276,6 @@ class Composition:
         for term in self.terms:
             if term.argument == "state":
                 self._check_states(term)
-        self.kinds = [(term.argument, term.function) for term in self.terms]
         built_in = all(
             type(module).__module__.startswith(("torch_occ.", "torch.nn."))
             for module in regularizer.modules()
@@ -301,9 +291,9 @@ class Composition:
             if x is None or isinstance(x, int | float):
                 return Weight(1.0 if x is None else float(x))
             key = x if isinstance(x, str) else (attribute, index)
-            return Weight(powers={Factor(part, key): 1.0})
+            return Weight(powers={tables.Factor(part, key): 1.0})
 
-        p = term.function.p if isinstance(term.function, Power) else 0.0
+        p = term.function.p if isinstance(term.function, tables.Power) else 0.0
         own = factor(term.weight, "weight").times(factor(term.parameter, "parameter"))
         return Weighted(
             term.argument,
@@ -313,14 +303,10 @@ class Composition:
         )
 
     def _check_states(self, term: Weighted) -> None:
-        """Check that no parameter of a function of q(s) has one value per pair.
-
-        Raises:
-            ValueError: if one has.
-        """
+        """Check that no parameter of a function of q(s) has one value per pair."""
         for i in term.weight.factors | term.exponent.factors:
             owner, key = self.factors[i]
-            place = owner.place(key) if owner is not None and isinstance(key, str) else None
+            place = None if owner is None else owner.places().get(str(key))
             if place is not None and place.kind == "pair":
                 raise ValueError(
                     "regularizer: a weight has one value per pair, but the function that it "
@@ -371,17 +357,10 @@ class Composition:
         )
 
     def evaluate(self, weights: Weights, inputs: Inputs) -> Values:
-        """Return all terms and functions at the inputs, summed within each level only.
-
-        Raises:
-            TypeError: if a part is derived from none of the three base classes of the levels.
-            ValueError: if a function of a part returns a tensor of the wrong shape.
-        """
+        """Return all terms and functions at the inputs, summed within each level only."""
         found = Values({}, [], [])
         for term, weight, p in zip(self.terms, weights.terms, weights.exponents, strict=True):
-            value = term.value(inputs.scalars[term.argument], weight, p)
-            before = found.scalars.get(term.argument)
-            found.scalars[term.argument] = value if before is None else before + value
+            found.add(term.argument, term.value(inputs.scalars[term.argument], weight, p))
         for (part, _), weight in zip(self.others, weights.others, strict=True):
             add(part, weight, inputs, found)
         return found
@@ -400,9 +379,8 @@ def add(part: Regularizer, weight: Any, inputs: Inputs, values: Values) -> None:
     if isinstance(part, SeparableRegularizer):
         for name in part.arguments:
             dims = 1 if name == "state" else 2
-            value = fit(weight, dims) * call(part, name, inputs.scalars[name], dims, dims)
-            before = values.scalars.get(name)
-            values.scalars[name] = value if before is None else before + value
+            called = call(part, name, inputs.scalars[name], dims, dims)
+            values.add(name, fit(weight, dims) * called)
     elif isinstance(part, StatewiseRegularizer):
         found = [call(part, "per_state", q_s, 2, 1) for q_s in inputs.per_state]
         # The groups number the states differently, so the weight must be one number.
@@ -420,19 +398,14 @@ def add(part: Regularizer, weight: Any, inputs: Inputs, values: Values) -> None:
 
 
 def call(part: Regularizer, method: str, x: Tensor, event_dims: int, result_dims: int) -> Tensor:
-    """Call a function written by a user at x `(*batch, *event)`.
+    """Call a function written by a user at x `(*batch, *event)`, and check the shape it returns.
 
     The function never sees the batch shape of a parameter.
-
-    Raises:
-        ValueError: if the function does not return one number per entry, state or q.
     """
-
-    reduced = event_dims - result_dims
 
     def checked(x: Tensor) -> Tensor:
         value = getattr(part, method)(x)
-        expected = x.shape if reduced == 0 else x.shape[: x.dim() - reduced]
+        expected = x.shape[: x.dim() - event_dims + result_dims]
         if not isinstance(value, Tensor) or value.shape != expected:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
@@ -447,7 +420,7 @@ def call(part: Regularizer, method: str, x: Tensor, event_dims: int, result_dims
 def total(mdp: LayeredMDP, values: Values) -> Tensor:
     """Return the sum of all values, `(*batch,)`."""
     parts = [
-        keep(name, mdp, value, 0.0).sum(-1 if name == "state" else (-2, -1))
+        tables.keep(name, mdp, value, 0.0).sum(-1 if name == "state" else (-2, -1))
         for name, value in values.scalars.items()
     ]
     parts += [value.sum(-1) for value in values.per_state]

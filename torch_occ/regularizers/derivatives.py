@@ -8,8 +8,9 @@ that they can be tensors of a `torch.func` transform.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,7 @@ from torch import Tensor, nn
 from torch_occ._support.private import own_parameter_names, own_parameters
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.base import Composition, Inputs, Regularizer, Values, Weights
-from torch_occ.regularizers.hessians import Blocks, Full, Hessian, Separable, combine
+from torch_occ.regularizers.base import Composition, Inputs, Regularizer, Values
 from torch_occ.regularizers.parameters import Parametrized, seen_as, spread_batch, with_rank
 from torch_occ.regularizers.terms import Argument, keep, pull_back
 
@@ -62,11 +62,7 @@ class Evaluator:
         self.event_dims = (*(2 for _ in self.factors), *(None for _ in self.owners))
         # Other modules, such as nn.Linear, do not look for replacements of their parameters.
         self.replaceable = all(isinstance(module, Parametrized) for _, module, _ in self.owners)
-        self._caller = _MethodCaller(self.composition)
-        self._names_in_caller = [
-            f"module.{path}.{name}" if path else f"module.{name}" for path, _, name in self.owners
-        ]
-        self._own_dims = [_event_dims(module, name) for _, module, name in self.owners]
+        self._caller = _FunctionCaller(regularizer)
 
     def under_vmap(self, batched: Sequence[bool]) -> Evaluator:
         """Return the evaluator for one more enclosing `vmap`, which batches these parameters."""
@@ -112,8 +108,13 @@ class Evaluator:
         for (owner, key), value in zip(self.factors, parameters[:count], strict=True):
             if isinstance(owner, Parametrized) and isinstance(key, str) and key:
                 owner.check_value(key, value)
-        named = zip(self.names[count:], parameters[count:], strict=True)
-        self.regularizer.validate(dict(named), only=[part for part, _ in self.composition.others])
+
+        def check() -> None:
+            for part, _ in self.composition.others:
+                part.validate()
+
+        if self.composition.others:
+            self._with(parameters[count:], check)
 
     def batch_shape(self, parameters: Sequence[Tensor]) -> torch.Size:
         """Return the batch shape of all parameters together, after the enclosing vmaps'."""
@@ -133,13 +134,28 @@ class Evaluator:
     def _batch_shapes(self, parameters: Sequence[Tensor]) -> list[tuple[torch.Size, torch.Size]]:
         """Return for each user's parameter its sizes under the vmaps (else 1), and its batch."""
         found = []
-        for i, (parameter, event_dims) in enumerate(zip(parameters, self._own_dims, strict=True)):
+        for i, (parameter, (_, module, name)) in enumerate(
+            zip(parameters, self.owners, strict=True)
+        ):
             sizes = iter(parameter.shape)
             outer = torch.Size([next(sizes) if batched[i] else 1 for batched in self.vmapped])
             own = torch.Size(sizes)
-            batch_dims = 0 if event_dims is None else len(own) - event_dims
-            found.append((outer, own[:batch_dims]))
+            # Parameters of other modules, such as nn.Linear, have no batch shape.
+            batched_ = isinstance(module, Parametrized)
+            found.append(
+                (outer, own[: len(own) - module.event_dims(name)] if batched_ else own[:0])
+            )
         return found
+
+    def _with(self, given: Sequence[Tensor], function: Callable[[], Any]) -> Any:
+        """Call a function that sees these tensors as the parameters of users' functions."""
+        if self.replaceable:
+            with seen_as({id(own): x for own, x in zip(self._own, given, strict=True)}):
+                return function()
+        paths = (".".join(filter(None, ("module", path, name))) for path, _, name in self.owners)
+        named = dict(zip(paths, given, strict=True))
+        with _one_at_a_time:
+            return torch.func.functional_call(self._caller, named, (function,), tie_weights=False)
 
     def bind(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
         """Return the function from inputs to values, at these parameters and this t."""
@@ -150,16 +166,10 @@ class Evaluator:
 
         def call(parameters: Sequence[Tensor], inputs: Inputs, t: Tensor) -> Values:
             weights = self.composition.weigh([spread_batch(t), *parameters[:count]])
-            given = parameters[count:]
-            if self.replaceable:
-                pairs = zip(self._own, given, strict=True)
-                with seen_as({id(own): x for own, x in pairs}):
-                    return self.composition.evaluate(weights, inputs)
-            named = dict(zip(self._names_in_caller, given, strict=True))
-            with _one_at_a_time:
-                return torch.func.functional_call(
-                    self._caller, named, (weights, inputs), tie_weights=False
-                )
+            found: Values = self._with(
+                parameters[count:], lambda: self.composition.evaluate(weights, inputs)
+            )
+            return found
 
         for batched in reversed(self.vmapped):
             dims = (*(0,) * count, *(0 if flag else None for flag in batched))
@@ -171,23 +181,102 @@ class Evaluator:
         return self.bind([parameter.detach() for parameter in parameters], t.detach())
 
 
-def _event_dims(module: nn.Module, name: str) -> int | None:
-    """Return the number of event dimensions; None for other modules, such as nn.Linear.
+class _FunctionCaller(nn.Module):
+    """Calls a function in its `forward`, because `functional_call` calls only `forward`."""
 
-    Parameters of such modules have no batch shape.
-    """
-    return module.event_dims(name) if isinstance(module, Parametrized) else None
-
-
-class _MethodCaller(nn.Module):
-    """Calls `evaluate` in its `forward`, because `functional_call` calls only `forward`."""
-
-    def __init__(self, composition: Composition) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self.composition = composition.regularizer, composition
+        self.module = module
 
-    def forward(self, weights: Weights, inputs: Inputs) -> Values:
-        return self.composition.evaluate(weights, inputs)
+    def forward(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+
+# -- Hessians, in one of three forms from cheap to general -----------------------------------------
+#
+#     Separable   three vectors d, w, c: the block of a state is
+#                     H_s = diag(d + w) + (sum w + c) 1 1' - 1 w' - w 1'
+#     Blocks      one A x A matrix per state
+#     Full        one matrix over all pairs
+#
+# `combine` adds two of them in the more general form of the two. Entries of masked pairs are zero.
+
+
+@dataclass(frozen=True)
+class Separable:
+    """d, w, c: second derivatives of the scalar terms on q(s, a), q(s) - q(s, a) and q(s)."""
+
+    d: Tensor  # (*batch, S, A)
+    w: Tensor  # (*batch, S, A)
+    c: Tensor  # (*batch, S)
+    actions: Tensor  # (S, A) bool
+
+    @property
+    def curvature(self) -> Tensor:
+        """D = d + w, `(*batch, S, A)`. If x and y keep q(s), then x' H_s y = sum x D y."""
+        return self.d + self.w
+
+    def to_blocks(self) -> Blocks:
+        constant = (self.w.sum(-1) + self.c)[..., None, None]
+        rank_two = constant - self.w.unsqueeze(-1) - self.w.unsqueeze(-2)
+        pairs = self.actions.unsqueeze(-1) & self.actions.unsqueeze(-2)
+        blocks = torch.diag_embed(self.curvature) + torch.where(pairs, rank_two, 0.0)
+        return Blocks(blocks, self.actions)
+
+    def to_full(self) -> Full:
+        return self.to_blocks().to_full()
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """One matrix per state, `(*batch, S, A, A)`."""
+
+    blocks: Tensor
+    actions: Tensor
+
+    @property
+    def curvature(self) -> Tensor:
+        return self.blocks.diagonal(dim1=-2, dim2=-1)
+
+    def to_blocks(self) -> Blocks:
+        return self
+
+    def to_full(self) -> Full:
+        *batch, num_states, num_actions, _ = self.blocks.shape
+        states_last = self.blocks.movedim(-3, -1)
+        full = torch.diag_embed(states_last, dim1=-4, dim2=-2)  # (*batch, S, A, S, A)
+        count = num_states * num_actions
+        return Full(full.reshape(*batch, count, count), self.actions)
+
+
+@dataclass(frozen=True)
+class Full:
+    """One matrix over all pairs, `(*batch, S*A, S*A)`."""
+
+    matrix: Tensor
+    actions: Tensor
+
+    def to_full(self) -> Full:
+        return self
+
+    @property
+    def curvature(self) -> Tensor:
+        return self.matrix.diagonal(dim1=-2, dim2=-1).unflatten(-1, tuple(self.actions.shape))
+
+
+Hessian = Separable | Blocks | Full
+
+
+def combine(first: Hessian, second: Hessian) -> Hessian:
+    """Return the sum, in the more general form of the two."""
+    if isinstance(first, Full) or isinstance(second, Full):
+        return Full(first.to_full().matrix + second.to_full().matrix, first.actions)
+    if isinstance(first, Blocks) or isinstance(second, Blocks):
+        return Blocks(first.to_blocks().blocks + second.to_blocks().blocks, first.actions)
+    return Separable(first.d + second.d, first.w + second.w, first.c + second.c, first.actions)
+
+
+# -- Gradient and Hessian -------------------------------------------------------------------------
 
 
 class Derivatives(NamedTuple):
@@ -250,12 +339,12 @@ def derivatives(
 
 def _check_batch(inputs: Inputs, values: Values) -> None:
     """Refuse parameters and weights with a larger batch than q: their Hessians would add up."""
-    found: list[tuple[str, Tensor, Tensor, int]]
-    found = [(name, x, values.scalars[name], 0) for name, x in inputs.scalars.items()]
-    states = zip(inputs.per_state, values.per_state, strict=True)
-    found += [("per_state", x, value, 1) for x, value in states]
-    found += [("joint", x, y, 2) for x, y in zip(inputs.joint, values.joint, strict=True)]
-    for name, x, value, reduced in found:
+    for name, x, value in (
+        *((name, x, values.scalars[name]) for name, x in inputs.scalars.items()),
+        *(("per_state", *pair) for pair in zip(inputs.per_state, values.per_state, strict=True)),
+        *(("joint", *pair) for pair in zip(inputs.joint, values.joint, strict=True)),
+    ):
+        reduced = {"per_state": 1, "joint": 2}.get(name, 0)
         if value.shape != x.shape[: x.dim() - reduced]:
             raise ValueError(
                 f"regularizer: its {name} terms have shape {tuple(value.shape)} at an argument of "
@@ -283,9 +372,7 @@ def _grad(
 
 
 def _of_scalars(
-    mdp: LayeredMDP,
-    arguments: dict[Argument, Tensor],
-    values: dict[Argument, Tensor],
+    mdp: LayeredMDP, arguments: dict[Argument, Tensor], values: dict[Argument, Tensor]
 ) -> tuple[Tensor, Separable, dict[Argument, Tensor]]:
     """Return gradient, Hessian, and the second derivatives by argument."""
     names, xs = list(arguments), list(arguments.values())

@@ -61,10 +61,6 @@ class Place:
         first = [self.layer_of.index(k) for k in range(len(self.layer_sizes))]
         return x[..., 0][..., first] if self.kind == "layer" else x[..., 0]
 
-    def fits(self, mdp: LayeredMDP) -> bool:
-        """Return whether the entries belong to the layers, states and actions of this MDP."""
-        return self.layer_sizes == mdp.layer_sizes and self.num_actions == mdp.num_actions
-
 
 class _Placed:
     """The first value of a parameter with several entries; its place is known from the MDP.
@@ -213,10 +209,6 @@ class Parametrized(nn.Module):
         """Return the number of event dimensions; the dimensions before them are the batch."""
         return self._event_dims[name]
 
-    def place(self, name: str) -> Place | None:
-        """Return the place of an own parameter; None for a scalar."""
-        return self._places.get(name)
-
     def places(self) -> dict[str, Place]:
         """Return the places of the parameters that have one, by name; submodules included."""
         return {
@@ -233,7 +225,7 @@ class Parametrized(nn.Module):
             ValueError: if one belongs to another layout; the message names it.
         """
         for name, place in self.places().items():
-            if not place.fits(mdp):
+            if (place.layer_sizes, place.num_actions) != (mdp.layer_sizes, mdp.num_actions):
                 raise ValueError(
                     f"regularizer: {name} has one value per {place.kind} of an MDP with layers of "
                     f"{place.layer_sizes} states and {place.num_actions} actions, and this is "
@@ -282,32 +274,17 @@ class Parametrized(nn.Module):
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name, _seen(parameter)
 
-    def validate(
-        self,
-        parameters: Mapping[str, Tensor] | None = None,
-        only: Sequence[Parametrized] | None = None,
-    ) -> None:
-        """Check that all parameters are in their domains.
-
-        Args:
-            parameters: values to check instead of the module's own, by name in `named_parameters`.
-            only: the submodules to check; by default all.
+    def validate(self) -> None:
+        """Check that all parameters are in their domains; submodules included.
 
         Raises:
             ValueError: if one is not; the message names the first one.
         """
-        chosen = None if only is None else {id(x) for part in only for x in part.modules()}
-        for path, module in self.named_modules():
-            if isinstance(module, Parametrized) and (chosen is None or id(module) in chosen):
+        for module in self.modules():
+            if isinstance(module, Parametrized):
                 for name, constraint in module.arg_constraints.items():
-                    full = f"{path}.{name}" if path else name
-                    if parameters is None:
-                        value = getattr(module, name)
-                    elif full in parameters:
-                        value = parameters[full]
-                    else:  # it is the image of others; see torch.nn.utils.parametrize
-                        value = _image(module, name, full.removesuffix(name), parameters)
-                    _check(type(module).__name__, name, value.detach(), constraint)
+                    value = getattr(module, name).detach()
+                    _check(type(module).__name__, name, value, constraint)
 
     def check_value(self, name: str, value: Tensor) -> None:
         """Check a value of an own parameter that broadcasts against `(*batch, S, A)`."""
@@ -317,32 +294,16 @@ class Parametrized(nn.Module):
             _check(type(self).__name__, name, own.detach(), constraint)
 
 
-def _image(module: Parametrized, name: str, path: str, parameters: Mapping[str, Tensor]) -> Tensor:
-    """Return a parameter that torch.nn.utils.parametrize computes from others."""
-    images = module.get_submodule(f"parametrizations.{name}")
-    prefix = f"{path}parametrizations.{name}."
-    given = {own: parameters[f"{prefix}{own}"] for own, _ in images.named_parameters()}
-    return torch.func.functional_call(images, given, ())
-
-
 def one_by_one(
-    owner: Parametrized,
-    function: Callable[[Tensor], Tensor],
-    x: Tensor,
-    event_dims: int,
+    owner: Parametrized, function: Callable[[Tensor], Tensor], x: Tensor, event_dims: int
 ) -> Tensor:
     """Call a function as if for each element of the batch, with the parameters of that element.
 
     If no parameter has a batch shape, the function is called once with all of x. A parameter with
     a place has the shape `(S, 1 or A)` in it, or `(S,)` for one event dimension.
 
-    Args:
-        owner: the module whose parameters the function reads.
-        x: `(*batch, *event)`.
-        event_dims: the number of event dimensions of x.
-
     Returns:
-        `(*batch, *result)`, where batch is that of x and of all parameters together.
+        `(*batch, *result)`, where batch is that of x `(*batch, *event)` and of all parameters.
 
     Raises:
         RuntimeError: if the function fails under `torch.func.vmap`.
@@ -443,15 +404,7 @@ class Frozen(nn.Module):
 
 
 class FrozenList(nn.ModuleList):
-    """A list of modules that cannot be changed.
-
-    Args:
-        modules: the entries.
-        advice: what to do instead of a change, for the error message.
-
-    Raises:
-        AttributeError: if the list is changed.
-    """
+    """A list of modules that cannot be changed; `advice` says what to do instead."""
 
     def __init__(self, modules: Iterable[nn.Module], advice: str = "make a new list") -> None:
         super().__init__()

@@ -28,6 +28,12 @@ class Schedule(Parametrized):
         """The schedule as a factor of weights."""
         return Weight(powers={Factor(self): 1.0})
 
+    @property
+    def depends_on_t(self) -> bool:
+        """Whether it may change with the episode."""
+        weight = self.weight
+        return bool(weight.slopes) or TIME in weight.powers or Factor(self) in weight.powers
+
 
 class PowerSchedule(Schedule):
     """A schedule that is data: powers of its parameters and of t.

@@ -198,9 +198,7 @@ class Weight:
         """Return this weight times the other one to the power of 1 or -1."""
         constant = self.constant * other.constant if power == 1 else self.constant / other.constant
         return Weight(
-            constant,
-            _add(self.powers, other.powers, power),
-            _add(self.slopes, other.slopes, power),
+            constant, _add(self.powers, other.powers, power), _add(self.slopes, other.slopes, power)
         )
 
     def row(self, factors: list[Factor]) -> WeightRow:
@@ -210,7 +208,10 @@ class Weight:
             factors.extend(factor for factor in given if factor not in factors)
             return tuple((factors.index(factor), p) for factor, p in given.items())
 
-        return WeightRow(self.constant, numbered(self.powers), numbered(self.slopes))
+        powers = numbered(self.powers)
+        over = tuple((i, p) for i, p in powers if i and p > 0.0)
+        under = tuple((i, p) for i, p in powers if not i or p < 0.0)
+        return WeightRow(self.constant, over, under, numbered(self.slopes))
 
 
 def _add(x: Mapping[Factor, float], y: Mapping[Factor, float], sign: int) -> dict[Factor, float]:
@@ -227,7 +228,8 @@ class WeightRow(NamedTuple):
     """
 
     constant: float
-    powers: tuple[tuple[int, float], ...]
+    over: tuple[tuple[int, float], ...]  # parameters with positive powers
+    under: tuple[tuple[int, float], ...]  # t, and parameters with negative powers
     slopes: tuple[tuple[int, float], ...]
 
     def at(self, values: Sequence[Any], known: dict[Any, Any] | None = None) -> Any:
@@ -237,23 +239,22 @@ class WeightRow(NamedTuple):
         is divided by it. `known` holds the inverse rates that other rows have computed.
         """
         over: Any = self.constant
-        for i, p in self.powers:
-            if i and p > 0.0:
-                over = over * _power(values[i], p)
-        under = tuple((i, p) for i, p in self.powers if p < 0.0 or not i)
+        for i, p in self.over:
+            over = over * (values[i] if p == 1.0 else _power(values[i], p))
+        under = self.under
         if not under and not self.slopes:
             return over
         if under == ((0, -0.5),) and not self.slopes:
             return over / _power(values[0], 0.5)
         known = {} if known is None else known
         if (under, self.slopes) not in known:
-            known[under, self.slopes] = self._inverse_rate(under, values)
+            known[under, self.slopes] = self._inverse_rate(values)
         return known[under, self.slopes] * over
 
-    def _inverse_rate(self, under: tuple[tuple[int, float], ...], values: Sequence[Any]) -> Any:
+    def _inverse_rate(self, values: Sequence[Any]) -> Any:
         rate: Any = None
         time = sum(c * values[i] for i, c in self.slopes) if self.slopes else 0.0
-        for i, p in under:
+        for i, p in self.under:
             if i == 0:
                 time = time + p
             else:
@@ -266,28 +267,31 @@ class WeightRow(NamedTuple):
             rate = rate * _power(values[0], -time)
         return 1.0 / rate
 
-    def slope(self, values: Sequence[Any], i: int) -> Any:
-        """Return the derivative with respect to a value, which is no tensor."""
+    def slope(self, values: Sequence[Any], i: int, weight: Any) -> Any:
+        """Return the derivative with respect to a value, which is no tensor; `weight` is `at`."""
+        x: Any = values[i]
         found: Any = 0.0
-        for j, p in self.powers:
+        power: Any = 0.0
+        for j, p in self.over + self.under:
             if j == i:
-                rest = self._replace(powers=tuple(pair for pair in self.powers if pair[0] != i))
-                found = p * rest.at(values) * (_power(values[i], p - 1.0) if p != 1.0 else 1.0)
+                power = p
         for j, c in self.slopes:
             if j == i:
-                found = found + c * self.at(values) * _log(values[0])
+                found = c * weight * _log(values[0])
             if i == 0:
-                found = found + c * values[j] * self.at(values) / values[0]
-        return found
+                power = power + c * values[j]
+        if type(power) is not np.ndarray and not power:
+            return found
+        if x == 0.0 if type(x) is float else not x.all():  # weight / x would be 0 / 0
+            rest = self._replace(over=tuple(pair for pair in self.over if pair[0] != i))
+            return found + power * rest.at(values) * _power(x, power - 1.0)
+        return found + power * weight / x
 
     @property
     def factors(self) -> set[int]:
         """The values that it depends on."""
-        return (
-            {i for i, _ in self.powers}
-            | ({0} if self.slopes else set())
-            | {i for i, _ in self.slopes}
-        )
+        found = {i for i, _ in self.over + self.under + self.slopes}
+        return found | {0} if self.slopes else found
 
 
 _powers: Any = np.frompyfunc(operator.pow, 2, 1)

@@ -3,9 +3,8 @@
 beliefs     counts, epochs and confidence sets of learners that do not know the transitions
 kl_ucb      KL-UCB for known transitions: optimism by relative entropy
 multilayer  multi-layer UCBVI (simplified): losses of which an unknown part was changed
-planning    optimistic planning: bonuses, and backward induction with lower and upper values
-psrl        PSRL: posterior sampling for unknown transitions and losses
-thompson    Thompson sampling for known transitions
+projection  the Kullback-Leibler projection of UOB-REPS
+thompson    posterior sampling: Thompson sampling, and PSRL for unknown transitions
 ucbvi       UCBVI, EULER and StrongEuler: optimistic planning for unknown transitions
 unknown     FTRL over the occupancy measures of transitions that are learned
 uob_reps    UOB-REPS: mirror descent over a confidence set of transitions
@@ -23,7 +22,7 @@ from torch_occ.rivals.beliefs import empirical_transitions as empirical_transiti
 from torch_occ.rivals.beliefs import upper_occupancy as upper_occupancy
 from torch_occ.rivals.kl_ucb import KLUCB as KLUCB
 from torch_occ.rivals.multilayer import MultiLayerUCBVI as MultiLayerUCBVI
-from torch_occ.rivals.psrl import PSRL as PSRL
+from torch_occ.rivals.thompson import PSRL as PSRL
 from torch_occ.rivals.thompson import Thompson as Thompson
 from torch_occ.rivals.ucbvi import EULER as EULER
 from torch_occ.rivals.ucbvi import UCBVI as UCBVI

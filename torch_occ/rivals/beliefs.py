@@ -13,17 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ.engine.lanes import Shared, lane, sqrt, where
-from torch_occ.engine.layout import PAIR, Floats, Ints, Model, inlined, routine
+from torch_occ.engine.lanes import Shared, anywhere, lane, sqrt, where
+from torch_occ.engine.layout import PAIR, Floats, Ints, Model, inlined, kernel, routine
 from torch_occ.engine.play import Game
-from torch_occ.engine.projection import layout_of
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.layered import LayeredMDP
@@ -31,20 +30,20 @@ from torch_occ.mdp.layered import LayeredMDP
 Table = tuple[Tensor, ...]  # one tensor (*batch, S_k, A, S_{k+1}) per layer
 
 
-def transition_shapes(mdp: LayeredMDP) -> list[tuple[int, int, int]]:
+def transition_shapes(mdp: LayeredMDP) -> list[torch.Size]:
     """(S_k, A, S_{k+1}) of every layer; the last S_{k+1} is 1."""
-    return [(n, mdp.num_actions, after) for n, after in pairwise((*mdp.layer_sizes, 1))]
+    return [torch.Size((n, mdp.num_actions, m)) for n, m in pairwise((*mdp.layer_sizes, 1))]
 
 
 def num_transitions(mdp: LayeredMDP) -> int:
     """M, the number of entries of a table over transitions."""
-    return sum(n * a * after for n, a, after in transition_shapes(mdp))
+    return sum(shape.numel() for shape in transition_shapes(mdp))
 
 
 def split_transitions(mdp: LayeredMDP, flat: Tensor) -> Table:
     """The layers `(*batch, S_k, A, S_{k+1})` of a flat table `(*batch, M)`, as views."""
     shapes = transition_shapes(mdp)
-    parts = flat.split([n * a * after for n, a, after in shapes], -1)
+    parts = flat.split([shape.numel() for shape in shapes], -1)
     return tuple(part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True))
 
 
@@ -53,16 +52,11 @@ def join_transitions(layers: Sequence[Tensor]) -> Tensor:
     return torch.cat([layer.flatten(-3) for layer in layers], -1)
 
 
-def visited_transitions(mdp: LayeredMDP, feedback: Feedback) -> Tensor:
-    """The places `(N, L)` of an episode's transitions in a flat table."""
+def entries(mdp: LayeredMDP) -> Ints:
+    """The first entry of each pair in a flat table over transitions, `(S * A,)`, and M."""
     shapes = transition_shapes(mdp)
-    starts = torch.tensor([here.start for here in mdp.layer_slices], device=mdp.device)
-    first = [0, *accumulate(n * a * after for n, a, after in shapes)][:-1]
-    offsets = torch.tensor(first, device=mdp.device)
-    widths = torch.tensor([after for _, _, after in shapes], device=mdp.device)
-    local = feedback.states - starts  # (N, L), numbered within the layer
-    after = torch.nn.functional.pad(local[:, 1:], (0, 1))  # the terminal state has number 0
-    return offsets + (local * mdp.num_actions + feedback.actions) * widths + after
+    sizes = np.repeat([m for _, _, m in shapes], [n * a for n, a, _ in shapes])
+    return np.append(0, np.cumsum(sizes)).astype(np.int64)
 
 
 def empirical_transitions(
@@ -89,8 +83,7 @@ def empirical_transitions(
         ValueError: if a shape does not fit the layout, or if `pseudo_count` is negative.
     """
     check_layers("counts", mdp, counts)
-    if not pseudo_count >= 0:
-        raise ValueError(f"pseudo_count: expected a number of at least 0, got {pseudo_count}")
+    check_pseudo_count(pseudo_count)
     found = []
     for m, mask in zip(counts, mdp.split(mdp.actions, 0), strict=True):
         n, total = m.shape[-1], m.sum(-1, keepdim=True) + pseudo_count
@@ -99,17 +92,30 @@ def empirical_transitions(
     return tuple(found)
 
 
+def check_pseudo_count(value: float) -> None:
+    """Raise a ValueError if a pseudo-count is negative."""
+    if not value >= 0:
+        raise ValueError(f"pseudo_count: expected a number of at least 0, got {value}")
+
+
 def check_layers(name: str, mdp: LayeredMDP, table: Sequence[Tensor]) -> None:
     """Raise a ValueError unless a table over transitions fits the layout."""
     shapes = transition_shapes(mdp)
     if len(table) != len(shapes):
         raise ValueError(f"{name}: expected one tensor per layer, {len(shapes)}, got {len(table)}")
     for k, (layer, shape) in enumerate(zip(table, shapes, strict=True)):
-        if tuple(layer.shape[-3:]) != shape:
+        if layer.shape[-3:] != shape:
             raise ValueError(
                 f"{name}[{k}]: expected shape (*batch, {', '.join(map(str, shape))}), got "
                 f"{tuple(layer.shape)}"
             )
+
+
+def check_pairs(name: str, mdp: LayeredMDP, table: Tensor) -> None:
+    """Raise a ValueError unless a table has one number per pair, `(*batch, S, A)`."""
+    if table.shape[-2:] != mdp.actions.shape:
+        shape = ", ".join(map(str, mdp.actions.shape))
+        raise ValueError(f"{name}: expected shape (*batch, {shape}), got {tuple(table.shape)}")
 
 
 # -- Confidence widths of the empirical transitions, and the bonuses that follow from them ---------
@@ -214,12 +220,7 @@ class Widths:
             ValueError: if a shape does not fit the layout.
         """
         check_layers("transitions", mdp, transitions)
-        expected = (mdp.num_states, mdp.num_actions)
-        if tuple(visits.shape[-2:]) != expected:
-            raise ValueError(
-                f"visits: expected shape (*batch, {expected[0]}, {expected[1]}), got "
-                f"{tuple(visits.shape)}"
-            )
+        check_pairs("visits", mdp, visits)
         if len(self.iota) != mdp.horizon:
             raise ValueError(
                 f"widths: were made for {len(self.iota)} layers, the MDP has {mdp.horizon}"
@@ -298,8 +299,68 @@ class Bonus:
 # 2020).
 
 
-#: The largest number of entries of a tensor in memory, unless one target has more.
-_MOST = 1 << 22
+class Reach(NamedTuple):
+    """A policy, the bounds of the transitions, and scratch memory, for one seed."""
+
+    policy: Floats  # (S * A,)
+    lower: Floats  # (M,)
+    upper: Floats  # (M,)
+    room: Floats  # (S * A,), what the lower bounds leave
+    ahead: Floats  # (S,), values of states
+    order: Floats  # (S,), the states of each layer by decreasing value
+
+
+@routine
+def upper_bound(model: Model, entry: Ints, reach: Reach, target: int, layer: int) -> float:
+    """u(target), the upper occupancy bound of a state of this layer for one seed's policy."""
+    start, num_actions, f = model.start, model.num_actions, reach.ahead
+    lower, upper, policy = reach.lower, reach.upper, reach.policy
+    if layer == 0:
+        return model.initial[target]
+    for k in range(layer - 1, -1, -1):
+        first = start[k + 1]
+        if k + 1 < layer:
+            sort_states(f, reach.order, first, start[k + 2])
+        for s in range(start[k], first):
+            total = 0.0
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                if policy[i] > 0.0:
+                    value, left = 0.0, reach.room[i]
+                    if k + 1 == layer:  # all that is left goes to the target
+                        e = entry[i] + target - first
+                        value = lower[e] + min(upper[e] - lower[e], left)
+                    else:
+                        for n in range(first, start[k + 2]):
+                            there = int(reach.order[n])
+                            e = entry[i] + there - first
+                            more = min(upper[e] - lower[e], left)
+                            left -= more
+                            value += (lower[e] + more) * f[there]
+                    total += policy[i] * value
+            f[s] = total
+    u = 0.0
+    for s in range(start[1]):
+        u += model.initial[s] * f[s]
+    return u
+
+
+@routine(inline=True)
+def sort_states(f: Floats, order: Floats, first: int, stop: int) -> None:
+    """Sort the states of a layer by decreasing value."""
+    for s in range(first, stop):
+        n = s
+        while n > first and f[int(order[n - 1])] < f[s]:
+            order[n] = order[n - 1]
+            n -= 1
+        order[n] = float(s)
+
+
+@kernel
+def upper_bounds(model: Model, entry: Ints, reach: Reach, found: Floats) -> None:
+    """Write u of all states."""
+    for k in range(len(model.start) - 1):
+        for s in range(model.start[k], model.start[k + 1]):
+            found[s] = upper_bound(model, entry, reach, s, k)
 
 
 def upper_occupancy(
@@ -323,65 +384,38 @@ def upper_occupancy(
     """
     check_layers("transitions", mdp, transitions)
     check_layers("widths", mdp, widths)
-    if tuple(policy.shape[-2:]) != (mdp.num_states, mdp.num_actions):
-        raise ValueError(
-            f"policy: expected shape (*batch, {mdp.num_states}, {mdp.num_actions}), got "
-            f"{tuple(policy.shape)}"
-        )
+    check_pairs("policy", mdp, policy)
     least = [(P - B).clamp(min=0.0) for P, B in zip(transitions, widths, strict=True)]
-    caps = [
-        (P + B).clamp(max=1.0) - low for P, B, low in zip(transitions, widths, least, strict=True)
-    ]
-    policies = mdp.split(policy, -2)
-    batch = torch.broadcast_shapes(policy.shape[:-2], *(low.shape[:-3] for low in least))
-    each = batch.numel() * max(low.shape[-3:].numel() for low in least)  # entries per target
-    targets = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
-    found = []
-    for some in targets.split(max(1, _MOST // each)):  # (X, S), one target per row
-        goals = mdp.split(some, -1)
-        f = goals[-1]  # (*batch, X, S_k)
-        for k in reversed(range(mdp.horizon - 1)):
-            ahead = _most_ahead(least[k], caps[k], f)  # (*batch, X, S_k, A)
-            f = goals[k] + (policies[k].unsqueeze(-3) * ahead).sum(-1)
-        found.append((f * mdp.initial.unsqueeze(-2)).sum(-1).expand(*batch, -1))
-    return torch.cat(found, -1)
+    most = [(P + B).clamp(max=1.0) for P, B in zip(transitions, widths, strict=True)]
+    room = torch.cat([(1 - low.sum(-1)).clamp(min=0.0).flatten(-2) for low in least], -1)
+    tables = (policy.flatten(-2), join_transitions(least), join_transitions(most), room)
+    batch = torch.broadcast_shapes(*(x.shape[:-1] for x in tables), mdp.initial.shape[:-1])
+    initial, *rows = (
+        x.detach().double().expand(*batch, -1).reshape(-1, x.shape[-1]).numpy()
+        for x in (mdp.initial, *tables)
+    )
+    start = np.array([0, *(here.stop for here in mdp.layer_slices)], np.int64)
+    exists, none = mdp.actions.flatten()[None].numpy(), np.zeros((0, 0))
+    found = np.zeros((len(initial), mdp.num_states))
+    for i, u in enumerate(found):
+        model = Model(mdp.num_actions, start, none, none, exists, initial[i].copy(), True)
+        own = Reach._make([*(x[i].copy() for x in rows), *np.zeros((2, len(u)))])
+        upper_bounds(model, entries(mdp), own, u)
+    return torch.from_numpy(found).to(mdp.dtype).reshape(*batch, -1)
 
 
-def _most_ahead(least: Tensor, cap: Tensor, f: Tensor) -> Tensor:
-    """max of sum_s' p(s') f(s') over p between `least` and `least + cap` with sum one.
-
-    Args:
-        least: `(*batch, S, A, S')`.
-        cap: `(*batch, S, A, S')`.
-        f: one row per target, `(*batch, X, S')`.
-
-    Returns:
-        The maxima, `(*batch, X, S, A)`.
-    """
-    ordered, order = f.sort(-1, descending=True)
-    ordered = ordered[..., None, None, :]  # (*batch, X, 1, 1, S')
-    least, cap = least.unsqueeze(-4), cap.unsqueeze(-4)  # (*batch, 1, S, A, S')
-    shape = torch.broadcast_shapes(ordered.shape, least.shape)
-    places = order[..., None, None, :].expand(shape)
-    low, room = (x.expand(shape).gather(-1, places) for x in (least, cap))
-    # What is left for a successor after those before it were filled.
-    left = (1 - low.sum(-1, keepdim=True)) - (room.cumsum(-1) - room)
-    return ((low + torch.minimum(room, left.clamp(min=0.0))) * ordered).sum(-1)
-
-
-# -- What learners share that do not know the transitions: a blind MDP, counts and epochs ----------
-#
-# Such a learner derives from `CountingLearner`, which keeps only the layout (`mdp.blind()`), counts
-# the transitions of every episode and keeps the empirical transitions of the current epoch. It
-# writes `propose_policy`, and calls `record` in its own `observe`.
+# -- Learners that count ---------------------------------------------------------------------------
 
 
 class CountingLearner(Learner):
     """Base class of learners that do not know the transitions, and count them.
 
-    With episode t ends epoch i if m(s_k, a_k) >= max(1, 2 m_i(s_k, a_k)) in some layer k, where m_i
-    are the counts at the beginning of the epoch (Jin, Jin, Luo, Sra and Yu, 2020; Jin, Huang and
-    Luo, 2021). There are at most S A (1 + log2 T) epochs.
+    It keeps only the layout (`mdp.blind()`), counts the transitions of every episode and keeps the
+    empirical transitions of the current epoch. A learner writes `propose_policy`, and calls
+    `record` in its own `observe`. With episode t ends epoch i if
+    m(s_k, a_k) >= max(1, 2 m_i(s_k, a_k)) in some layer k, where m_i are the counts at the
+    beginning of the epoch (Jin, Jin, Luo, Sra and Yu, 2020; Jin, Huang and Luo, 2021). There are at
+    most S A (1 + log2 T) epochs.
 
     Its state, for N seeds (`split_transitions` returns the layers of a flat table):
 
@@ -393,15 +427,18 @@ class CountingLearner(Learner):
     | `belief` | `(N, M)` | the empirical transitions at the beginning of the epoch, flat |
     | `epochs` | `(N,)` | the number of the epoch, from 1 |
     | `epoch_start` | `(N,)` | the first episode of the epoch |
+    | `widths` | `(N, M)` | B of the epoch, flat, if the learner has widths |
 
     Raises:
         ValueError: if `pseudo_count` is negative.
     """
 
+    widths: Widths | None = None
+    bonus: Bonus | None = None
+
     def __init__(self, mdp: LayeredMDP, pseudo_count: float = 1.0) -> None:
         super().__init__(mdp.blind())
-        if not pseudo_count >= 0:
-            raise ValueError(f"pseudo_count: expected a number of at least 0, got {pseudo_count}")
+        check_pseudo_count(pseudo_count)
         self.pseudo_count = pseudo_count
 
     def start(self, num_seeds: int) -> None:
@@ -415,6 +452,9 @@ class CountingLearner(Learner):
             "epochs": pairs.new_ones(num_seeds),
             "epoch_start": pairs.new_ones(num_seeds),
         }
+        if self.widths is not None:
+            found = self.widths(self.mdp, self.transitions(), self.state["epoch_visits"])
+            self.state["widths"] = join_transitions(found)
 
     def transitions(self) -> Table:
         """The empirical transitions of the epoch, one tensor `(N, S_k, A, S_{k+1})` per layer."""
@@ -423,6 +463,20 @@ class CountingLearner(Learner):
     def counted(self) -> Table:
         """m(s, a, s') of all episodes so far, one tensor `(N, S_k, A, S_{k+1})` per layer."""
         return split_transitions(self.mdp, self.state["counts"])
+
+    def confidence(self) -> Table:
+        """The widths B of the epoch, one tensor `(N, S_k, A, S_{k+1})` per layer.
+
+        Raises:
+            ValueError: if the learner has no widths.
+        """
+        if self.widths is None:
+            raise ValueError("widths: this learner was made without confidence widths")
+        return split_transitions(self.mdp, self.state["widths"])
+
+    def settings(self) -> dict[str, Any]:
+        found = {"confidence": Confidence.of(self), "entry": entries(self.mdp)}
+        return found | {"begun": np.zeros(1)}
 
     def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
         self.record(t, feedback)
@@ -435,7 +489,11 @@ class CountingLearner(Learner):
             The seeds for which a new epoch begins with episode t + 1, a mask `(N,)`.
         """
         state, ones = self.state, torch.ones_like(feedback.losses)
-        places = visited_transitions(self.mdp, feedback)
+        first = [here.start for here in self.mdp.layer_slices]
+        local = feedback.states - torch.tensor(first, device=self.mdp.device)  # within the layer
+        after = torch.nn.functional.pad(local[:, 1:], (0, 1))  # the terminal state has number 0
+        pairs = feedback.states * self.mdp.num_actions + feedback.actions
+        places = torch.from_numpy(entries(self.mdp)).to(self.mdp.device)[pairs] + after
         state["counts"] = state["counts"].scatter_add(-1, places, ones)
         state["visits"] = state["visits"] + feedback.scatter(ones, state["visits"])
         now, before = (feedback.gather(state[name]) for name in ("visits", "epoch_visits"))
@@ -479,16 +537,30 @@ class CountingLearner(Learner):
         return join_transitions(empirical_transitions(self.mdp, layers, self.pseudo_count))
 
 
+class PlanningLearner(Learner):
+    """Base class of learners that plan with averages; it knows only the layout of the MDP.
+
+    Its state, for N seeds: `visits` and `losses` `(N, S, A)`, the number of visits of each pair and
+    the sum of its losses; `counts` `(N, M)`, the visits by next state, flat.
+    """
+
+    def __init__(self, mdp: LayeredMDP) -> None:
+        super().__init__(mdp.blind())
+
+    def start(self, num_seeds: int) -> None:
+        pairs = self._zeros(num_seeds)
+        counts = pairs.new_zeros(num_seeds, num_transitions(self.mdp))
+        self.state = {"visits": pairs, "losses": pairs.clone(), "counts": counts}
+
+    def settings(self) -> dict[str, Any]:
+        return {"entry": entries(self.mdp)}
+
+
 # -- compiled: tables are flat, and fields of a learner have the names of its state ----------------
 
 
-def entries(mdp: LayeredMDP) -> Ints:
-    """The first entry of each pair in a flat table over transitions, `(S * A,)`, and M."""
-    return layout_of(mdp.layer_sizes, mdp.actions.numpy()).entry
-
-
 class Confidence(NamedTuple):
-    """The settings of `Widths` and `Bonus`, and of the believed transitions."""
+    """The settings of `Widths` and `Bonus`."""
 
     pseudo_count: float
     bounded: bool  # whether there are widths; if not, the settings below are not used
@@ -500,25 +572,18 @@ class Confidence(NamedTuple):
     scale: float  # of the bonus; 0 if there is none
     share: float
     remaining: bool
-    floor: float  # of optimistic transitions, relative to the empirical ones; 1 if there are none
 
     @classmethod
-    def of(
-        cls,
-        learner: CountingLearner,
-        widths: Widths | None,
-        bonus: Bonus | None,
-        floor: float = 1.0,
-    ) -> Confidence:
+    def of(cls, learner: CountingLearner) -> Confidence:
         """The settings of a learner."""
-        found = widths or Widths.of("practical", learner.mdp)
-        own, charged = found.source, bonus or Bonus(scale=0.0)
+        found = learner.widths or Widths.of("practical", learner.mdp)
+        own, charged = found.source, learner.bonus or Bonus(scale=0.0)
         return cls(
             float(learner.pseudo_count),
-            widths is not None,
+            learner.widths is not None,
             *(own.c1, own.c2, np.array(own.fewer, dtype=np.float64), own.variance),
             np.array(found.iota),
-            *(float(charged.scale), float(charged.share), charged.remaining, floor),
+            *(float(charged.scale), float(charged.share), charged.remaining),
         )
 
 
@@ -534,8 +599,11 @@ def count_transitions(game: Game, n: int, counts: Any, entry: Ints) -> None:
 
 
 @routine(inline=True)
-def count_episode(game: Game, learner: Any) -> None:
-    """Count pairs and transitions; `begun` is 1 if a pair has doubled its visits, else 0."""
+def count_episode(game: Game, t: int, learner: Any) -> bool:
+    """Count pairs and transitions, and begin epochs; return whether any seed began one.
+
+    `begun` is 1 if a pair has doubled its visits, else 0.
+    """
     for n in range(len(game.pairs)):
         visits, before = lane(learner.visits, n), lane(learner.epoch_visits, n)
         begun = lane(learner.begun, n)
@@ -546,6 +614,10 @@ def count_episode(game: Game, learner: Any) -> None:
             if visits[i] >= max(1.0, 2.0 * before[i]):
                 begun[0] = 1.0
         count_transitions(game, n, lane(learner.counts, n), learner.entry)
+    new = anywhere(learner.begun[0] > 0.0)
+    if new:
+        begin_epochs(game.model, game.before + t + 2, learner)
+    return new
 
 
 @routine(inline=True)
@@ -592,15 +664,34 @@ def bound_transitions(model: Model, learner: Any) -> None:
             learner.room[i] = max(left, 0.0)
 
 
-class Reach(NamedTuple):
-    """The policy of a learner, its confidence set, and scratch memory."""
+@routine(inline=True)
+def write_policy(num_actions: int, unseen: Floats, learner: Any) -> None:
+    """Write the policy q(s, a) / q(s), and `unseen` where q(s) is zero."""
+    q, policy = learner.q, learner.policy
+    for first in range(0, len(q), num_actions):
+        total = 0.0
+        for i in range(first, first + num_actions):
+            total += q[i]
+        for i in range(first, first + num_actions):
+            policy[i] = where(total > 0.0, q[i] / total, unseen[i])
 
-    policy: Floats  # (S * A,)
-    lower: Floats  # (M,)
-    upper: Floats  # (M,)
-    room: Floats  # (S * A,)
-    ahead: Floats  # (S,), values of states
-    order: Floats  # (S,), the states of each layer by decreasing value
+
+@routine(inline=True)
+def estimate_losses(game: Game, by_bounds: bool, learner: Any) -> None:
+    """Write the table of losses, or loss / (u + bias) of visited pairs; u is q, or bounds it."""
+    for i in range(len(learner.q)):
+        learner.estimate[i] = 0.0
+    for n in range(len(game.pairs)):
+        own, estimate, q = lane(reach_of(learner), n), lane(learner.estimate, n), lane(learner.q, n)
+        for i in range(game.table.shape[1]):
+            estimate[i] = game.table[n, i]
+        for k in range(0 if game.table.shape[1] > 0 else game.pairs.shape[1]):
+            i = game.pairs[n, k]
+            u = q[i]
+            if by_bounds:
+                reached = upper_bound(game.model, learner.entry, own, game.states[n, k], k)
+                u = own.policy[i] * reached
+            estimate[i] = game.losses[n, k] / (u + learner.bias)
 
 
 @inlined
@@ -609,48 +700,3 @@ def reach_of(learner: Any) -> Reach:
     return Reach(
         learner.policy, learner.lower, learner.upper, learner.room, learner.ahead, learner.order
     )
-
-
-@routine
-def upper_bound(model: Model, entry: Ints, reach: Reach, target: int, layer: int) -> float:
-    """u(target), the upper occupancy bound of a state of this layer for one seed's policy."""
-    start, num_actions, f = model.start, model.num_actions, reach.ahead
-    lower, upper, policy = reach.lower, reach.upper, reach.policy
-    if layer == 0:
-        return model.initial[target]
-    for k in range(layer - 1, -1, -1):
-        first = start[k + 1]
-        if k + 1 < layer:
-            sort_states(f, reach.order, first, start[k + 2])
-        for s in range(start[k], first):
-            total = 0.0
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                if policy[i] > 0.0:
-                    value, left = 0.0, reach.room[i]
-                    if k + 1 == layer:  # all that is left goes to the target
-                        e = entry[i] + target - first
-                        value = lower[e] + min(upper[e] - lower[e], left)
-                    else:
-                        for n in range(first, start[k + 2]):
-                            there = int(reach.order[n])
-                            e = entry[i] + there - first
-                            more = min(upper[e] - lower[e], left)
-                            left -= more
-                            value += (lower[e] + more) * f[there]
-                    total += policy[i] * value
-            f[s] = total
-    u = 0.0
-    for s in range(start[1]):
-        u += model.initial[s] * f[s]
-    return u
-
-
-@routine(inline=True)
-def sort_states(f: Floats, order: Floats, first: int, stop: int) -> None:
-    """Sort the states of a layer by decreasing value."""
-    for s in range(first, stop):
-        n = s
-        while n > first and f[int(order[n - 1])] < f[s]:
-            order[n] = order[n - 1]
-            n -= 1
-        order[n] = float(s)

@@ -9,7 +9,7 @@ import numpy as np
 from torch_occ._support.constants import KL_STEPS, KL_TOLERANCE
 from torch_occ.engine.lanes import Shared, anywhere, lane, lanes_of
 from torch_occ.engine.layout import TRIAL, Floats, Work, routine
-from torch_occ.engine.learners import average, count_visit, plan
+from torch_occ.engine.learners import average, observe_averages, plan
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.learners import Learner
 
@@ -66,12 +66,7 @@ def _propose_by_indices(game: Game, t: int, tally: Tally, learner: Any, work: Wo
     plan(game.model, learner.choice, work)
 
 
-@observe.register(CompiledKLUCB)
-def _observe_visits(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
-    for n in range(len(game.pairs)):
-        own = lane(learner, n)
-        for k in range(game.pairs.shape[1]):
-            count_visit(own, game.pairs[n, k], game.losses[n, k])
+observe.register(CompiledKLUCB)(observe_averages)
 
 
 @routine

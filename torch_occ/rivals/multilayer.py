@@ -15,7 +15,7 @@ from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propo
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.rivals.beliefs import count_transitions, entries, num_transitions
-from torch_occ.rivals.planning import (
+from torch_occ.rivals.ucbvi import (
     LOWER,
     SHARP_HOEFFDING,
     UPPER,

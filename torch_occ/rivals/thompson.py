@@ -1,15 +1,21 @@
-"""Thompson sampling for known transitions."""
+"""Posterior sampling: Thompson sampling for known transitions, PSRL for unknown ones.
+
+The random numbers are a function of the run's seed and the episode (torch_occ.engine.draws).
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch_occ.engine.draws import beta, episode_key
+import numpy as np
+
+from torch_occ.engine.draws import beta, episode_key, gamma, key_of
 from torch_occ.engine.lanes import lane
-from torch_occ.engine.layout import PAIR, TRIAL, Work
-from torch_occ.engine.learners import plan
+from torch_occ.engine.layout import PAIR, PLAN, TRIAL, Floats, Ints, Model, Work, routine
+from torch_occ.engine.learners import cheapest_pair, plan
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.learners import Learner
+from torch_occ.rivals.beliefs import PlanningLearner, count_transitions, num_transitions
 
 
 class CompiledThompson(NamedTuple):
@@ -29,8 +35,6 @@ class Thompson(Learner):
     1933). For L = 1 it attains the limit of regret (Kaufmann, Korda and Munos, 2012). Losses in
     [0, 1] that are not 0 or 1 are treated as if they were; then there is no guarantee. `PSRL` does
     the same with unknown transitions.
-
-    The random numbers are a function of the run's seed and the episode (torch_occ.engine.draws).
     """
 
     compiled = CompiledThompson
@@ -42,20 +46,111 @@ class Thompson(Learner):
 @propose.register(CompiledThompson)
 def _propose_by_sample(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     for n in range(len(learner.seeds)):
-        own, loss = lane(learner, n), lane(work.pairs, n)
-        key = episode_key(learner.seeds[n], game.before + t + 1)
-        for i in range(len(own.visits)):
+        loss = lane(work.pairs, n)
+        for i in range(loss.shape[1]):
             loss[TRIAL, i] = 0.0
-            if game.model.exists[PAIR, i]:
-                failures = max(own.visits[i] - own.losses[i], 0.0)
-                loss[TRIAL, i] = beta(key, i, 1.0 + own.losses[i], 1.0 + failures)
+        key = episode_key(learner.seeds[n], game.before + t + 1)
+        draw_losses(game.model, key, lane(learner, n), loss)
     plan(game.model, learner.choice, work)
 
 
 @observe.register(CompiledThompson)
 def _observe_losses(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     for n in range(len(game.pairs)):
+        add_losses(game, n, lane(learner, n))
+
+
+@routine(inline=True)
+def add_losses(game: Game, n: int, learner: Any) -> None:
+    """Count the pairs that seed n has visited, and their losses."""
+    for k in range(game.pairs.shape[1]):
+        learner.visits[game.pairs[n, k]] += 1.0
+        learner.losses[game.pairs[n, k]] += game.losses[n, k]
+
+
+@routine(inline=True)
+def draw_losses(model: Model, key: np.uint64, learner: Any, loss: Floats) -> None:
+    """Draw the mean losses of pairs into row TRIAL, for one seed."""
+    for i in range(len(learner.visits)):
+        if model.exists[PAIR, i]:
+            failures = max(learner.visits[i] - learner.losses[i], 0.0)
+            loss[TRIAL, i] = beta(key, i, 1.0 + learner.losses[i], 1.0 + failures)
+
+
+# -- unknown transitions ---------------------------------------------------------------------------
+
+
+class CompiledPSRL(NamedTuple):
+    """`PSRL`."""
+
+    visits: PerPair
+    losses: PerPair
+    counts: Floats  # (M,)
+    seeds: Any
+    entry: Ints
+    drawn: Floats  # (M,), transitions drawn from the posterior, up to a factor
+    choice: PerState
+
+
+class PSRL(PlanningLearner):
+    """Posterior sampling (Osband, Russo and Van Roy, 2013): plan in a model drawn at random.
+
+    Before every episode, the mean loss of each pair is drawn from Beta(1 + sum of losses,
+    1 + N - sum of losses), and its transitions from Dirichlet(1/n + counts), with n the number of
+    states of the next layer. The policy is optimal for this model. The prior fits Bernoulli losses;
+    other losses in [0, 1] are treated as if they were. The guarantee is on average over the prior,
+    for losses that have the same mean in every episode; there is none against an adversary.
+    """
+
+    compiled = CompiledPSRL
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"drawn": np.ones(num_transitions(self.mdp))}
+
+
+@propose.register(CompiledPSRL)
+def _propose_in_sample(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    for n in range(len(learner.seeds)):
+        key = episode_key(learner.seeds[n], game.before + t + 1)
         own = lane(learner, n)
-        for k in range(game.pairs.shape[1]):
-            own.visits[game.pairs[n, k]] += 1.0
-            own.losses[game.pairs[n, k]] += game.losses[n, k]
+        draw_losses(game.model, key, own, lane(work.pairs, n))
+        draw_transitions(game.model, key, own)
+    plan_in_sample(game.model, learner, work)
+
+
+@observe.register(CompiledPSRL)
+def _observe_sums(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    for n in range(len(game.pairs)):
+        own = lane(learner, n)
+        add_losses(game, n, own)
+        count_transitions(game, n, own.counts, own.entry)
+
+
+@routine(inline=True)
+def draw_transitions(model: Model, key: np.uint64, learner: CompiledPSRL) -> None:
+    """Draw transitions for one seed. Their items follow those of the losses, two for each pair."""
+    entry = learner.entry
+    for i in range(len(learner.visits)):
+        size = entry[i + 1] - entry[i]
+        if model.exists[PAIR, i] and size > 1:
+            for e in range(entry[i], entry[i + 1]):
+                own = key_of(key, 2 * len(learner.visits) + e)
+                learner.drawn[e] = gamma(own, learner.counts[e] + 1.0 / size)
+
+
+@routine(inline=True)
+def plan_in_sample(model: Model, learner: CompiledPSRL, work: Work) -> None:
+    """Backward induction with the losses and transitions that were drawn."""
+    start, num_actions, layers = model.start, model.num_actions, len(model.start) - 1
+    Q, V, drawn, entry = work.pairs, work.states, learner.drawn, learner.entry
+    for k in range(layers - 1, -1, -1):
+        for s in range(start[k], start[k + 1]):
+            first, stop = s * num_actions, (s + 1) * num_actions
+            for i in range(first, stop):
+                if k + 1 < layers and model.exists[PAIR, i]:
+                    weighted, total = 0.0, 0.0
+                    for e in range(entry[i], entry[i + 1]):
+                        total += drawn[e]
+                        weighted += drawn[e] * V[PLAN, start[k + 1] + e - entry[i]]
+                    Q[TRIAL, i] += weighted / total
+            V[PLAN, s], learner.choice[s] = cheapest_pair(model.exists[PAIR], Q, TRIAL, first, stop)

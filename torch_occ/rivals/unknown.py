@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ.engine.lanes import Shared, anywhere, lane, power, sqrt, where
+from torch_occ.engine.lanes import Shared, power, sqrt, where
 from torch_occ.engine.layout import ERROR, GUESSED, PAIR, RECENT, Floats, Ints, Model, Work, routine
 from torch_occ.engine.learners import Solver, take_step
 from torch_occ.engine.play import (
@@ -35,6 +35,7 @@ from torch_occ.game.estimators import (
     ImplicitExploration,
     ImportanceWeighted,
 )
+from torch_occ.game.learners import FTRL
 from torch_occ.game.players import solver_settings
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, policy_of, uniform_policy
@@ -46,26 +47,17 @@ from torch_occ.rivals.beliefs import (
     Bonus,
     Confidence,
     CountingLearner,
-    Table,
     Widths,
-    begin_epochs,
     bound_transitions,
     count_episode,
-    entries,
-    join_transitions,
+    estimate_losses,
     num_transitions,
-    reach_of,
-    split_transitions,
-    upper_bound,
     upper_occupancy,
+    write_policy,
 )
 from torch_occ.step.arrays import WeightsOverTime, model_of
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.ways import why_not_game
-
-#: Optimistic transitions are at least this share of the empirical ones, so that every state can be
-#: reached while the widths are large.
-FLOOR = 0.05
 
 ESTIMATORS = (ImportanceWeighted, ImplicitExploration, FullInformation)
 
@@ -124,10 +116,6 @@ class UnknownFTRL(CountingLearner):
         restart: whether a new FTRL instance begins in every epoch.
         estimator: importance weights by default; it is given q_t, or u_t, in place of the
             occupancy measure.
-        optimistic: FTRL over optimistic transitions max(P - B, 0.05 P), whose rows sum to less than
-            one: the rest ends the episode without further loss (Jin, Liu, Rouyer, Chang, Wei and
-            Luo, 2023; the floor is ours, and the formula is quoted from memory). It needs `widths`
-            and replaces the bonus.
         adaptive: for regularizers psi / InverseSqrt(1): replace t by `adaptive` + M_t / (L ln(S A))
             with M_t = sum of min{ sum q l^2, sum q (Q - V)^2 } over the estimates l in the sum, and
             Q, V of l and the policy in the believed transitions.
@@ -149,7 +137,6 @@ class UnknownFTRL(CountingLearner):
         bonus: Bonus | None = None,
         restart: bool = False,
         estimator: Estimator | None = None,
-        optimistic: bool = False,
         adaptive: float | None = None,
         pseudo_count: float = 1.0,
     ) -> None:
@@ -165,14 +152,11 @@ class UnknownFTRL(CountingLearner):
                 example |= {"widths": 'rivals.Widths.of("practical", mdp)'}
                 example |= {"bonus": "rivals.Bonus.practical()"}
                 raise TypeError(f"{name}: expected for example occ.{example[name]}, got {value!r}")
-        if widths is None and (bonus is not None or optimistic):
-            which = "a bonus" if bonus is not None else "optimistic transitions"
+        if widths is None and bonus is not None:
             raise ValueError(
-                f"widths: {which} needs confidence widths, for example "
+                "widths: a bonus needs confidence widths, for example "
                 'occ.rivals.Widths.of("practical", mdp)'
             )
-        if bonus is not None and optimistic:
-            raise ValueError("bonus: optimistic transitions replace it; give one of them")
         if pseudo_count == 0:
             raise ValueError(
                 "pseudo_count: FTRL needs a positive one; without it some states have probability "
@@ -184,7 +168,7 @@ class UnknownFTRL(CountingLearner):
         self.valid: list[Any] = []  # the last parameters that `check_settings` found valid
         self.estimator = ImportanceWeighted() if estimator is None else estimator
         self.widths, self.bonus, self.restart = widths, bonus, restart
-        self.optimistic, self.adaptive = optimistic, adaptive
+        self.adaptive = adaptive
         self.max_episodes = None if widths is None else widths.episodes
 
     @property
@@ -253,37 +237,16 @@ class UnknownFTRL(CountingLearner):
                 own.validate()
         zero, state = self._zeros(num_seeds), self.state
         state["cumulative_loss"], state["bonus"] = zero, zero.clone()
-        if self.widths is not None:
-            found = self.widths(self.mdp, self.transitions(), state["epoch_visits"])
-            state["widths"] = join_transitions(found)
-            if self.bonus is not None:
-                state["bonus"] = self.bonus(self.mdp, found)
+        if self.bonus is not None:
+            state["bonus"] = self.bonus(self.mdp, self.confidence())
         uniform = uniform_policy(self.mdp).expand_as(zero)
         state["q"] = occupancy(self.believed(), uniform, in_order=True)
         if self.adaptive is not None:
             state["spread"] = zero.new_zeros(num_seeds)
 
-    def confidence(self) -> Table:
-        """The widths B of the epoch, one tensor `(N, S_k, A, S_{k+1})` per layer.
-
-        Raises:
-            ValueError: if the learner has no widths.
-        """
-        if self.widths is None:
-            raise ValueError("widths: this learner was made without confidence widths")
-        return split_transitions(self.mdp, self.state["widths"])
-
     def believed(self) -> LayeredMDP:
-        """The MDP over whose occupancy measures the step is taken, a batch of N.
-
-        Its transitions are the empirical ones, or the optimistic ones, whose rows sum to less than
-        one.
-        """
-        P = self.transitions()
-        if self.optimistic:
-            pairs = zip(P, self.confidence(), strict=True)
-            P = tuple(torch.maximum(p - width, FLOOR * p) for p, width in pairs)
-        return self.mdp.with_transitions(P)
+        """The MDP over whose occupancy measures the step is taken, a batch of N."""
+        return self.mdp.with_transitions(self.transitions())
 
     def bounds(self, policy: Tensor) -> Tensor:
         """u(s, a) = pi(a | s) u(s), the upper occupancy bound of a policy, `(N, S, A)`.
@@ -309,29 +272,20 @@ class UnknownFTRL(CountingLearner):
         return reason
 
     def settings(self) -> dict[str, Any]:
-        mdp, count = self.mdp, num_transitions(self.mdp)
-        model = model_of(mdp, dense=True)
-        found: dict[str, Any] = {
-            "solver": solver_settings(self.step, self.step.regularizer)["solver"],
-            "believed": model._replace(conserved=not self.optimistic),
-            "confidence": Confidence.of(
-                self, self.widths, self.bonus, FLOOR if self.optimistic else 1.0
-            ),
-            "powers": WeightsOverTime(self.step.regularizer, mdp.actions.shape).powers(),
+        mdp, regularizer = self.mdp, self.step.regularizer
+        found = super().settings() | {
+            "solver": solver_settings(self.step, regularizer)["solver"],
+            "believed": model_of(mdp, dense=True)._replace(conserved=True),
+            "powers": WeightsOverTime(regularizer, mdp.actions.shape).powers(),
             "adaptive": self.adaptive or 0.0,
             "bias": getattr(self.estimator, "bias", 0.0),
             "uniform": uniform_policy(mdp).numpy().flatten(),
-            "entry": entries(mdp),
             "spread": np.zeros(1),
-            "begun": np.zeros(1),
         }
+        count = num_transitions(mdp)
         return found | {name: np.zeros(count) for name in ("lower", "upper", "widths")}
 
-    def check_settings(self) -> None:
-        values = [parameter.tolist() for parameter in self.step.parameters()]
-        if values != self.valid:
-            self.step.check_parameters()
-            self.valid = values
+    check_settings, _tuned = FTRL.check_settings, FTRL._tuned
 
     @property
     def choices(self) -> float:
@@ -369,38 +323,17 @@ def _propose_believed(game: Game, t: int, tally: Tally, learner: Any, work: Work
             bound_transitions(game.model, learner)
     set_time(float(game.before + t + 1), learner, work)
     take_step(learner.believed, game, t, learner.loss, learner, tally, work)
-    q, policy, num_actions = learner.q, learner.policy, game.model.num_actions
-    for first in range(0, len(q), num_actions):
-        total = 0.0
-        for i in range(first, first + num_actions):
-            total += q[i]
-        for i in range(first, first + num_actions):
-            policy[i] = where(total > 0.0, q[i] / total, learner.uniform[i])
+    write_policy(game.model.num_actions, learner.uniform, learner)
 
 
 @observe.register(CompiledUnknown)
 def _observe_unknown(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
-    for i in range(len(learner.q)):
-        learner.estimate[i] = 0.0
-    for n in range(len(game.pairs)):
-        own, estimate = lane(reach_of(learner), n), lane(learner.estimate, n)
-        q, full = lane(learner.q, n), game.table.shape[1] > 0
-        for i in range(game.table.shape[1]):
-            estimate[i] = game.table[n, i]
-        for k in range(0 if full else game.pairs.shape[1]):
-            i = game.pairs[n, k]
-            shown = q[i]
-            if learner.divides_by_bounds:
-                u = upper_bound(game.model, learner.entry, own, game.states[n, k], k)
-                shown = own.policy[i] * u
-            estimate[i] = game.losses[n, k] / (shown + learner.bias)
+    estimate_losses(game, learner.divides_by_bounds, learner)
     if learner.adaptive > 0.0:
         learner.spread[0] += spread_of(learner)
     for i in range(len(learner.q)):
         learner.cumulative_loss[i] += learner.estimate[i]
-    count_episode(game, learner)
-    if anywhere(learner.begun[0] > 0.0):
-        begin_epochs(game.model, game.before + t + 2, learner)
+    if count_episode(game, t, learner):
         believe(learner, work)
         renew(learner, work)
 
@@ -408,15 +341,12 @@ def _observe_unknown(game: Game, t: int, tally: Tally, learner: Any, work: Work)
 @routine(inline=True)
 def believe(learner: CompiledUnknown, work: Work) -> None:
     """Write the believed models, and their interior points."""
-    model, settings, entry = learner.believed, learner.confidence, learner.entry
+    model, entry = learner.believed, learner.entry
     for i in range(model.start[-2] * model.num_actions):
         if model.exists[PAIR, i]:
             for e in range(entry[i], entry[i + 1]):
-                p = learner.belief[e]
-                if settings.floor < 1.0:
-                    p = max(p - learner.widths[e], settings.floor * p)
-                model.next_state[i, e - entry[i]] = p
-                model.arrivals[e - entry[i], i] = p
+                model.next_state[i, e - entry[i]] = learner.belief[e]
+                model.arrivals[e - entry[i], i] = learner.belief[e]
     occupy_by_policy(model, learner.uniform, learner.solver.middle, work)
 
 

@@ -21,34 +21,23 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.constants import CONVERGED
-from torch_occ.engine.lanes import Shared, anywhere, lane, where
-from torch_occ.engine.layout import Floats, Ints, Work
+from torch_occ.engine.lanes import where
+from torch_occ.engine.layout import PAIR, Floats, Ints, Work
 from torch_occ.engine.learners import note_solve
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
-from torch_occ.engine.projection import (
-    FOUND,
-    Layout,
-    P,
-    Reference,
-    Scratch,
-    layout_of,
-    make_scratch,
-    project,
-)
 from torch_occ.game.checks import DIAGNOSTICS
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.rivals.beliefs import (
     Confidence,
     CountingLearner,
     Widths,
-    begin_epochs,
     bound_transitions,
     count_episode,
+    estimate_losses,
     join_transitions,
-    reach_of,
-    split_transitions,
-    upper_bound,
+    write_policy,
 )
+from torch_occ.rivals.projection import FOUND, P, Reference, Scratch, make_scratch, project
 from torch_occ.step.solution import Options
 
 
@@ -72,8 +61,6 @@ class CompiledUOBREPS(NamedTuple):
     uncertified: Floats
     status: Floats
     confidence: Confidence
-    layout: Layout
-    initial: Shared
     entry: Ints
     learning_rate: float
     bias: float
@@ -152,28 +139,18 @@ class UOBREPS(CountingLearner):
         self.state["q"] = q.expand(num_seeds, -1, -1).clone()
         self.state["rows"] = join_transitions(self.mdp.transitions).expand(num_seeds, -1).clone()
         self.state |= {name: q.new_zeros(num_seeds) for name in DIAGNOSTICS}
-        belief, visits = self.state["belief"], self.state["epoch_visits"]
-        widths = join_transitions(self.widths(self.mdp, self.transitions(), visits))
-        self.state["widths"] = widths
+        belief, widths = self.state["belief"], self.state["widths"]
         self.state["lower"] = (belief - widths).clamp(min=0)
         self.state["upper"] = (belief + widths).clamp(max=1)
 
     def settings(self) -> dict[str, Any]:
-        layout = layout_of(self.mdp.layer_sizes, self.mdp.actions.numpy())
-        return {
-            "confidence": Confidence.of(self, self.widths, None),
-            "layout": layout,
-            "initial": self.mdp.initial.numpy(),
-            "entry": layout.entry,
+        found = super().settings()
+        start = np.array([0, *(here.stop for here in self.mdp.layer_slices)])
+        return found | {
             "tolerance": self.options.tolerance_in(torch.float64),
             "max_steps": self.options.max_steps,
-            "scratch": make_scratch(layout),
-            "begun": np.zeros(1),
+            "scratch": make_scratch(start, found["entry"]),
         }
-
-    def confidence(self) -> tuple[Tensor, ...]:
-        """The confidence widths of the epoch, one tensor `(N, S_k, A, S_{k+1})` per layer."""
-        return split_transitions(self.mdp, self.state["widths"])
 
     def diagnostics(self) -> dict[str, Tensor]:
         return {name: self.state[name] for name in DIAGNOSTICS}
@@ -181,37 +158,22 @@ class UOBREPS(CountingLearner):
 
 @propose.register(CompiledUOBREPS)
 def _propose_projected(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
-    q, policy, num_actions, model = learner.q, learner.policy, game.model.num_actions, game.model
     if t == 0:
-        bound_transitions(model, learner)
-    for first in range(0, len(q), num_actions):
-        total = 0.0
-        for i in range(first, first + num_actions):
-            total += q[i]
-        for i in range(first, first + num_actions):
-            policy[i] = q[i] / total
+        bound_transitions(game.model, learner)
+    write_policy(game.model.num_actions, learner.policy, learner)
     steps, flow, dual = learner.newton_steps[0], learner.flow_residual[0], learner.dual_residual[0]
     note_solve(game.before + t + 1, learner.status[0], steps, flow, dual, tally)
 
 
 @observe.register(CompiledUOBREPS)
 def _observe_and_project(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    estimate_losses(game, True, learner)
+    count_episode(game, t, learner)
     model, scratch = game.model, learner.scratch
-    for i in range(len(learner.q)):
-        learner.estimate[i] = 0.0
-    for n in range(len(game.pairs)):
-        own, estimate = lane(reach_of(learner), n), lane(learner.estimate, n)
-        for k in range(game.pairs.shape[1]):
-            i = game.pairs[n, k]
-            u = own.policy[i] * upper_bound(model, learner.entry, own, game.states[n, k], k)
-            estimate[i] = game.losses[n, k] / (u + learner.bias)
-    count_episode(game, learner)
-    if anywhere(learner.begun[0] > 0.0):
-        begin_epochs(model, game.before + t + 2, learner)
     q, rows = learner.q, learner.rows
     status, steps, flow, dual = project(
-        learner.layout,
-        Reference(q, rows, learner.lower, learner.upper, learner.initial),
+        model,
+        Reference(q, rows, learner.lower, learner.upper, learner.entry),
         learner.estimate,
         learner.learning_rate,
         learner.tolerance,
@@ -221,7 +183,7 @@ def _observe_and_project(game: Game, t: int, tally: Tally, learner: Any, work: W
     good = status == float(CONVERGED)  # a projection that failed is left out
     for i in range(len(q)):
         q[i] = where(good, scratch.pairs[FOUND, i], q[i])
-        if learner.layout.exists[i]:
+        if model.exists[PAIR, i]:
             for e in range(learner.entry[i], learner.entry[i + 1]):
                 rows[e] = where(good, scratch.rows[P, e], rows[e])
     learner.status[0], learner.uncertified[0] = status, where(good, 0.0, 1.0)

@@ -11,10 +11,7 @@ implicit             derivatives of a solution by the implicit function theorem,
 limits               budgets: upper limits on expected costs, ⟨G_i, q⟩ <= h_i for i = 1, ..., m
 linearization        first and second derivatives of the FTRL step with respect to the loss; both
 newton               potential-based shaping: the loss is replaced by its gaps
-projection           the Kullback-Leibler projection onto transitions that have bounds
 solution             the result of a solve, for both backends: the minimizer, its certificate, its
 system               the blocks of the Newton system: one state, with its actions eliminated
 ways                 which way to solve: the engine or torch, in logarithms or not, and the linear
 """
-
-from torch_occ.step.projection import Projection as Projection

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -11,20 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import carries_derivative, in_forward_mode
-from torch_occ._support.processes import for_each
-from torch_occ.engine import projection as projection
-from torch_occ.engine.batch import (
-    Models,
-    Room,
-    find_entropies,
-    make_room,
-    solve_linear,
-    solve_linear_of_models,
-    solve_steps,
-    solve_steps_of_models,
-)
-from torch_occ.engine.lanes import LANES, allocator, width_of
+from torch_occ._support.private import carries_derivative, in_forward_mode, versions_of
+from torch_occ.engine.lanes import LANES
 from torch_occ.engine.layout import (
     COMPLEMENT,
     PAIR,
@@ -37,14 +24,11 @@ from torch_occ.engine.layout import (
     Model,
     Rows,
     Terms,
-    Work,
-    lanes_in,
-    make_work,
 )
 from torch_occ.engine.layout import NARROW as NARROW
 from torch_occ.engine.psi import X_LOG_X
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.layers import DenseLayer, SparseLayer
+from torch_occ.mdp.layers import SparseLayer
 from torch_occ.regularizers.base import Composition, Regularizer, Weights
 from torch_occ.regularizers.terms import Weighted
 from torch_occ.step.newton import conserves_mass
@@ -141,7 +125,7 @@ class WeightsOverTime:
         one = torch.ones(1, dtype=torch.float64)
         values = self.composition.values(one)
         exponents = [
-            sum(c * values[i] for i, c in term.weight.slopes) + dict(term.weight.powers).get(0, 0.0)
+            sum(c * values[i] for i, c in term.weight.slopes) + dict(term.weight.under).get(0, 0.0)
             for term in self.composition.terms
         ]
         return torch.cat([self.at(one), self._flat(exponents, 1)]).numpy()
@@ -162,22 +146,31 @@ class WeightsOverTime:
 
 
 def plain(x: Any) -> bool:
-    """Return whether x is a tensor that kernels can read: float64 on the CPU."""
-    return isinstance(x, Tensor) and x.dtype is torch.float64 and x.is_cpu
+    """Return whether x is a tensor that kernels can read: dense, float64, on the CPU."""
+    return (
+        isinstance(x, Tensor)
+        and x.dtype is torch.float64
+        and x.is_cpu
+        and x.layout is torch.strided
+    )
+
+
+#: Python makes `int | float` anew wherever it stands in a function, which takes time.
+_NUMBERS = int | float
 
 
 def number(x: Any) -> Any:
     """Return x as a number, or as an array for a batch; None if x is neither."""
     if type(x) is float:
         return x
-    if plain(x):
-        return x.item() if x.dim() == 0 else x.detach().numpy()
-    return float(x) if isinstance(x, int | float) else None
-
-
-def followed(*inputs: Tensor | float) -> bool:
-    """Return whether any input requires grad."""
-    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    if isinstance(x, Tensor):
+        if x.dim() == 0 and x.dtype is torch.float64 and x.is_cpu:
+            return x.item()
+        return x.detach().numpy() if plain(x) else None
+    try:
+        return float(x) if isinstance(x, _NUMBERS) else None
+    except OverflowError:
+        return None
 
 
 def tabulate(values: list[Any], batch: torch.Size, pairs: torch.Size) -> Floats:
@@ -221,7 +214,7 @@ def shaped(bar: Any, x: Tensor, is_time: bool, batch: torch.Size, pairs: torch.S
         is_time: whether x is t.
     """
     if not batch and pairs is ONE:
-        return torch.full(x.shape, bar, dtype=torch.float64)
+        return torch.from_numpy(np.full(x.shape, bar) if x.dim() else np.array(bar))
     whole = torch.empty(*batch, *pairs, dtype=torch.float64)
     whole.numpy()[...] = bar
     return (whole.sum((-2, -1)) if is_time else whole).sum_to_size(x.shape)
@@ -238,7 +231,7 @@ def rows(x: Tensor, batch: torch.Size, event_dims: int) -> Floats:
     split = x.dim() - event_dims
     if split and x.shape[:split].numel() > 1:
         x = x.expand(*batch, *x.shape[split:])
-    array: Floats = x.contiguous().numpy()
+    array: Floats = (x if x.is_contiguous() else x.contiguous()).numpy()
     return array.reshape(-1, *x.shape[split + 1 :]) if split else array
 
 
@@ -257,6 +250,13 @@ class MDPArrays:
         differentiated = any(carries_derivative(p) for p in mdp.probabilities)
         # The tensors that may be differentiated: none, or the probabilities.
         self.tensors: tuple[Tensor, ...] = mdp.probabilities if differentiated else ()
+        self._read = mdp.probabilities
+        self._versions = versions_of(self._read)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no probability was changed in place since, nor may be differentiated."""
+        return not self.tensors and versions_of(self._read) == self._versions
 
     @cached_property
     def model(self) -> Model:
@@ -309,167 +309,6 @@ class MDPArrays:
                     bar = summed(bar, layer.probabilities)
                 found[k + 1] = bar
         return found
-
-    def push_forward(
-        self, q: Tensor, v: Tensor, tangents: Sequence[Tensor | None]
-    ) -> tuple[Tensor, Tensor]:
-        """Return (dP v, dP'q + db), what tangents of the probabilities add to x and r."""
-        x, r = torch.zeros_like(q), torch.zeros_like(v)
-        slices = self.mdp.layer_slices
-        if tangents[0] is not None:
-            r[..., slices[0]] += tangents[0]
-        for here, there, tangent in zip(slices[:-1], slices[1:], tangents[1:-1], strict=True):
-            if tangent is not None:
-                layer = DenseLayer(tangent)
-                x[..., here, :] += layer.ahead(v[..., there])
-                r[..., there] += layer.arrive(q[..., here, :])
-        return torch.where(self.mdp.actions, x, 0.0), r
-
-
-# -- Calls of the kernels for a batch: elements in groups, groups in threads, and their memory -----
-#
-# A batch over a sparse MDP or one with narrow layers is solved in lanes, LANES elements at a time.
-# A single problem and other MDPs are solved in plain arrays, one element at a time. The choice does
-# not depend on the size of the batch, so an element has the same bits in every batch.
-
-
-#: The smallest batch that is shared among threads.
-_ALONE = 16
-
-_ONLY = np.zeros(1, dtype=np.int64)
-
-
-class Groups:
-    """The kernels of a step, with scratch memory that calls share.
-
-    Args:
-        kinds: what the terms are, without their weights and exponents.
-    """
-
-    def __init__(self, kinds: Kinds) -> None:
-        self.kinds = kinds
-        # Memory that no thread uses now, by the way of solving and the storage of transitions.
-        self.free: dict[Any, list[tuple[Room, Work, Model]]] = defaultdict(list)
-
-    def solve(
-        self,
-        world: MDPArrays,
-        batch: torch.Size,
-        terms: Floats,
-        loss: Floats,
-        start: Floats,
-        tolerance: float,
-        max_steps: int,
-    ) -> tuple[Floats, Floats, Floats]:
-        """Solve all steps; see `solve_steps`. Returns q, v and the certificates."""
-        count = batch.numel()
-        found = (*_empty(world, count), np.empty((count, 5)))
-        kernels = (solve_steps, solve_steps_of_models)
-        entropies = None
-        if self.kinds[2] and terms.shape[1] > 1:
-            entropies = np.empty(count, dtype=np.bool_)
-            find_entropies(self.kinds, terms, entropies)
-        arguments = (loss, start, *found, tolerance, max_steps)
-        self._run(world, batch, terms, entropies, kernels, *arguments)
-        return found
-
-    def linear(
-        self,
-        world: MDPArrays,
-        batch: torch.Size,
-        terms: Floats,
-        q: Floats,
-        x: Floats,
-        r: Floats,
-        wanted: int,
-    ) -> tuple[Floats, Floats, Floats]:
-        """Solve all linear systems; see `solve_linear`. Returns u, m and bars.
-
-        Args:
-            wanted: the length of bars.
-        """
-        count = batch.numel()
-        found = (*_empty(world, count), np.empty((wanted, count, terms.shape[2])))
-        kernels = (solve_linear, solve_linear_of_models)
-        self._run(world, batch, terms, None, kernels, q, x, r, *found)
-        return found
-
-    def _run(
-        self,
-        world: MDPArrays,
-        batch: torch.Size,
-        terms: Floats,
-        entropies: Bools | None,
-        kernels: Sequence[Callable[..., None]],
-        *arguments: Any,
-    ) -> None:
-        """Run a kernel over all groups, in several threads if the batch is large enough.
-
-        Args:
-            kernels: for one MDP, and for an MDP for every element.
-        """
-        model = world.model
-        if not batch:  # a single problem should not wait for Python
-            self._run_single(model, terms, kernels[0], *arguments)
-            return
-        count = batch.numel()
-        owners = world.owners(batch) if world.batch_shape else None
-        lanes = lanes_in(model, count)
-        way = 0 if lanes is None else 1 if owners is None else 2
-        if lanes is None:
-            order = np.arange(count)
-        elif owners is not None:
-            order = order_of(world.tables[2][owners] + (0 if entropies is None else 2 * entropies))
-        else:
-            order = plain_order(count, lanes) if entropies is None else order_of(entropies, lanes)
-        kernel, groups = kernels[owners is not None], len(order) // (lanes or 1)
-        threads = 1 if count < _ALONE else min(torch.get_num_threads(), groups)
-
-        free = self.free[way, lanes, type(model.next_state)]
-
-        def share(i: int) -> None:
-            try:
-                memory = free.pop()
-            except IndexError:
-                memory = _memory(model, terms.shape[2], way, lanes)
-            room, work, own = memory
-            given = model if owners is None else Models(*world.tables, owners, own)
-            bounds = (i * groups // threads, (i + 1) * groups // threads)
-            kernel(
-                *(given, self.kinds, terms, *arguments),
-                *(order, *bounds, room, work, width_of(lanes)),
-            )
-            free.append(memory)
-
-        for_each(share, threads)
-
-    def _run_single(
-        self, model: Model, terms: Floats, kernel: Callable[..., None], *arguments: Any
-    ) -> None:
-        free = self.free[0, None, type(model.next_state)]
-        try:
-            memory = free.pop()
-        except IndexError:
-            memory = _memory(model, terms.shape[2], 0, None)
-        kernel(model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2], None)
-        free.append(memory)
-
-
-def _empty(world: MDPArrays, count: int) -> tuple[Floats, Floats]:
-    """Allocate rows of pairs and rows of states."""
-    num_rows = count * world.mdp.num_states
-    return np.empty((num_rows, world.mdp.num_actions)), np.empty(num_rows)
-
-
-def _memory(model: Model, numbers: int, way: int, lanes: int | None) -> tuple[Room, Work, Model]:
-    """Allocate memory for a group; `numbers` is the number of weights and `way` as in `_run`."""
-    new = allocator(lanes)
-    own = model
-    if way == 2:
-        tables = (model.next_state, model.arrivals, model.initial)
-        next_state, arrivals, initial = (new(*x.shape) for x in tables)
-        own = model._replace(next_state=next_state, arrivals=arrivals, initial=initial)
-    return make_room(numbers, model, new), make_work(model, new), own
 
 
 @lru_cache(16)

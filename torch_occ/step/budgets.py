@@ -14,7 +14,7 @@ system). They exist where no budget holds with equality and has the multiplier z
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,25 +34,49 @@ from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_of, join
 from torch_occ.regularizers.parameters import with_rank
-from torch_occ.step.checks import check_batches, report
-from torch_occ.step.implicit import Bound, ImplicitSolution, Problem, Setting, Stationarity
-from torch_occ.step.limits import Budgets, InfeasibleError, least_cost
+from torch_occ.step.implicit import ImplicitSolution, Setting, Stationarity
 from torch_occ.step.newton import newton
-from torch_occ.step.solution import Solution, Status, over
+from torch_occ.step.solution import (
+    Budgets,
+    InfeasibleError,
+    Solution,
+    Status,
+    check_batches,
+    least_cost,
+    over,
+    report,
+)
 from torch_occ.step.system import Factorization
 
 if TYPE_CHECKING:
     from torch_occ.step.compiled import CompiledBudgets, CompiledStep
+    from torch_occ.step.ftrl import FTRLStep
 
 
 @dataclass(frozen=True)
-class BudgetedBound(Bound):
-    """A setting with its tensors, and the budgets that hold with equality."""
+class BudgetedSetting(Setting):
+    """A setting whose last tensors are G, h and a.
 
-    costs: Tensor  # (*batch, m, S, A), zero for the other budgets
-    limits: Tensor  # (*batch, m), zero for the other budgets
-    active: Tensor  # (*batch, m), 0 or 1
+    With `engine`, which must have the same weights, compiled kernels solve its linear systems.
+    """
+
     engine: CompiledBudgets | None = None
+    costs: Tensor = None  # type: ignore[assignment]  # (*batch, m, S, A), zero if not active
+    limits: Tensor = None  # type: ignore[assignment]  # (*batch, m), zero if not active
+    active: Tensor = None  # type: ignore[assignment]  # (*batch, m), 0 or 1
+
+    @property
+    def event_dims(self) -> tuple[int | None, ...]:
+        return (*super().event_dims, 3, 1, 1)
+
+    def bind(self, tensors: Sequence[Tensor]) -> BudgetedSetting:
+        *rest, costs, limits, active = tensors
+        given = {"costs": costs * over(active, 2), "limits": limits * active, "active": active}
+        return replace(super().bind(rest), **given)  # type: ignore[return-value]
+
+    def bind_without(self, tensors: Sequence[Tensor]) -> Setting:
+        """Return the same without budgets."""
+        return Setting(self.mdp, self.evaluator, self.probabilities).bind(tensors[:-3])
 
     def _split(self, v: Tensor) -> tuple[Tensor, Tensor]:
         m = self.active.shape[-1]
@@ -107,38 +131,6 @@ class Bordered:
 
 
 @dataclass(frozen=True)
-class BudgetedSetting(Setting):
-    """A setting whose last tensors are G, h and a.
-
-    With `engine`, which must have the same weights, compiled kernels solve its linear systems.
-    """
-
-    engine: CompiledBudgets | None = None
-
-    @property
-    def event_dims(self) -> tuple[int | None, ...]:
-        return (*super().event_dims, 3, 1, 1)
-
-    def bind(self, tensors: Sequence[Tensor]) -> BudgetedBound:
-        *rest, costs, limits, active = tensors
-        bound = super().bind(rest)
-        return BudgetedBound(
-            bound.mdp,
-            bound.evaluator,
-            bound.t,
-            bound.parameters,
-            costs * over(active, 2),
-            limits * active,
-            active,
-            self.engine,
-        )
-
-    def bind_without(self, tensors: Sequence[Tensor]) -> Bound:
-        """Return the same without budgets."""
-        return super().bind(tensors[:-3])
-
-
-@dataclass(frozen=True)
 class BudgetedStationarity(Stationarity):
     """The equations above; tensors `(x, start, *setting, G, h, guess of y)`."""
 
@@ -150,7 +142,7 @@ class BudgetedStationarity(Stationarity):
         setting = self.setting
         assert isinstance(setting, BudgetedSetting)
         bound, (costs, limits, guess) = setting.bind_without(tensors), tensors[-3:]
-        self.check(bound, x, start)
+        bound.validate(x, start)
         batch = broadcast(
             x.shape[:-2],
             start.shape[:-2],
@@ -179,7 +171,7 @@ class BudgetedStationarity(Stationarity):
         self.tell(found.solution, *given[1:3], found.certificate)
         return q, torch.cat([value, found.multipliers], -1), certificate
 
-    def _without(self, bound: Bound, batch: torch.Size) -> Without:
+    def _without(self, bound: Setting, batch: torch.Size) -> Without:
         """Return the step without budgets in torch; failed elements start again in the middle."""
         flow, derive = flow_of(bound.mdp, batch.numel()), bound.deriver(batch)
 
@@ -396,8 +388,31 @@ class _Search(NamedTuple):
             curvature = costs.flatten(-2) @ response.flatten(-2).mT
             step = _best_multipliers(curvature, excess, y, GROWTH * (y + natural)) - y
             y, now, excess = self._move(share, y, step, now, excess, running, error, steps)
-        numbers = (status.to(loss).unsqueeze(-1), steps.unsqueeze(-1), now.certificate[..., 2:])
-        return BudgetSearch(now._replace(certificate=torch.cat(numbers, -1)), y, certificate)
+        dual = torch.maximum(now.dual_residual, self._error_of_q(now, y, excess))
+        status = torch.where(
+            (status == Status.CONVERGED) & ~(dual <= tolerance), Status.STALLED, status
+        )
+        numbers = (status.to(loss), steps, *now.certificate[..., 2:4].unbind(-1), dual)
+        return BudgetSearch(now._replace(certificate=torch.stack(numbers, -1)), y, certificate)
+
+    def _error_of_q(self, now: Solution, y: Tensor, excess: Tensor) -> Tensor:
+        """Return the relative error of q that remains, since a budget is met only up to rounding.
+
+        It is the change of q that would remove the violation, or the rounding error of its sum.
+        Where budgets leave little room, q answers strongly.
+        """
+        costs, q, eps = self.costs, now.q, torch.finfo(y.dtype).eps
+        response = self.without.respond(now, costs.movedim(-3, 0)).movedim(0, -3)
+        size = (costs.abs() * q.unsqueeze(-3)).sum((-2, -1)) + self.limits.abs()
+        noise = torch.maximum(excess.abs(), 4 * eps * size).copysign(excess)
+        curvature = (costs.flatten(-2) @ response.flatten(-2).mT).nan_to_num(0.0)
+        diagonal = curvature.diagonal(dim1=-2, dim2=-1)
+        scale = torch.where((y > 0) & (diagonal > 0), diagonal.clamp(min=0).rsqrt(), 0.0)
+        matrix = curvature * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+        inverse = torch.linalg.pinv(matrix, hermitian=True, rtol=16 * y.shape[-1] * eps)
+        step = (inverse @ (noise * scale).unsqueeze(-1)).squeeze(-1) * scale
+        change = (response * over(step, 2)).sum(-3).abs() / torch.where(q > 0, q, torch.inf)
+        return change.amax((-2, -1))
 
     def _move(
         self,
@@ -521,8 +536,9 @@ def _best_multipliers(curvature: Tensor, excess: Tensor, y: Tensor, most: Tensor
 
 
 def solve_with_budgets(
-    problem: Problem,
+    step: FTRLStep,
     compiled: CompiledStep | None,
+    given: tuple[Setting, Tensor, int],
     x: Tensor,
     budgets: Budgets,
     multipliers: Tensor | None,
@@ -531,40 +547,38 @@ def solve_with_budgets(
     """Solve the step with budgets.
 
     Args:
-        problem: the checked arguments of the step.
         compiled: the compiled step, or None to use torch.
+        given: the setting with its tensors, where to start, and the number of batch dimensions.
         x: minus the cumulative loss, `(*batch, S, A)`.
         multipliers: where to start those of the budgets, `(*batch, m)`; by default zero.
         check: whether to raise `SolveError` if an element fails.
     """
-    budgets.check(problem.mdp)
-    costs, limits = budgets.on_existing_pairs(problem.mdp), budgets.limits
+    setting, start, rank = given
+    mdp = setting.mdp
+    budgets.check(mdp)
+    costs, limits = budgets.on_existing_pairs(mdp), budgets.limits
     guess = torch.zeros_like(limits).detach() if multipliers is None else multipliers.detach()
     if guess.shape[-1:] != limits.shape[-1:] or bool((guess < 0).any()):
         raise ValueError(
             f"multipliers: expected numbers of at least 0 of shape (*batch, {len(budgets)}), got "
             f"shape {tuple(guess.shape)}, least {float(guess.min())}"
         )
-    shapes = {"cumulative_loss": x.shape[:-2], "t": problem.t.shape}
-    shapes |= {"warm_start": problem.start.shape[:-2], "mdp": problem.mdp.batch_shape}
+    shapes = {"cumulative_loss": x.shape[:-2], "t": setting.t.shape}
+    shapes |= {"warm_start": start.shape[:-2], "mdp": mdp.batch_shape}
     shapes |= {"constraints: costs": costs.shape[:-3], "constraints: limits": limits.shape[:-1]}
     check_batches(shapes | {"multipliers": guess.shape[:-1]})
-    rank = max(problem.rank, costs.dim() - 3, limits.dim() - 1, guess.dim() - 1)
-    problem = problem._replace(rank=rank)
-    tensors = problem.align(x)
+    rank = max(rank, costs.dim() - 3, limits.dim() - 1, guess.dim() - 1)
+    tensors = setting.align(rank, x, start)
     tensors += [with_rank(costs, rank, 3), with_rank(limits, rank, 1), with_rank(guess, rank, 1)]
     engine = None
     if compiled is not None:
-        engine = later("step.compiled").CompiledBudgets(
-            compiled, problem.t.detach(), problem.step.interior
-        )
+        engine = later("step.compiled").CompiledBudgets(compiled, setting.t.detach(), step.interior)
     equation = BudgetedStationarity(
-        BudgetedSetting(problem.mdp, problem.step.evaluator, problem.probabilities, engine),
-        problem.step.options,
-        problem.validate,
-        lambda _: None,
-        problem.step.interior,
-        partial(_tell, check, problem.mdp),
+        BudgetedSetting(mdp, setting.evaluator, setting.probabilities, engine=engine),
+        step.options,
+        check,
+        step.interior,
+        partial(_tell, check, mdp),
     )
     q, value, certificate = ImplicitSolution.apply(equation, *tensors)
     m = len(budgets)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -13,135 +14,106 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torch_occ._support import private
 from torch_occ._support.constants import DEAD
-from torch_occ._support.private import (
-    in_forward_mode,
-    own_parameters,
-    refuse_batched_derivatives,
-)
 from torch_occ._support.processes import for_each
-from torch_occ.engine.batch import BAD_INPUT
+from torch_occ.engine import batch as kernels
 from torch_occ.engine.budgets import Budget, find_multipliers, make_budget_room
-from torch_occ.engine.layout import PAIR, Floats, Kinds, Model, Rows, Terms, V, make_work
+from torch_occ.engine.lanes import allocator, width_of
+from torch_occ.engine.layout import (
+    PAIR,
+    Bools,
+    Floats,
+    Model,
+    Rows,
+    Terms,
+    V,
+    Work,
+    lanes_in,
+    make_work,
+)
 from torch_occ.engine.newton import SMALLEST
 from torch_occ.engine.sparse import sweep_all
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import SparseLayer
 from torch_occ.regularizers.derivatives import Evaluator
-from torch_occ.regularizers.parameters import spread_batch, with_rank
 from torch_occ.regularizers.terms import Factor
-from torch_occ.step.arrays import (
-    ONE,
-    Groups,
-    MDPArrays,
-    followed,
-    kinds_of,
-    number,
-    plain,
-    rows,
-    rows_of,
-    shaped,
-    summed,
-    tabulate,
-    untabulate,
-)
+from torch_occ.step import arrays
+from torch_occ.step.arrays import MDPArrays, number, plain, rows, tabulate
 from torch_occ.step.budgets import BudgetSearch
-from torch_occ.step.checks import (
+from torch_occ.step.implicit import Setting, Stationarity, poison, push_forward, solve_in_torch
+from torch_occ.step.solution import (
+    Options,
+    Solution,
+    Status,
     check_arguments,
     check_layout,
     check_probabilities,
     check_types,
     check_values,
-    parameter_shapes,
 )
-from torch_occ.step.entropic import Entropy, Task, entropy_of, solve_entropic
-from torch_occ.step.implicit import (
-    Bound,
-    ImplicitSolution,
-    Setting,
-    Stationarity,
-    poison,
-    push_forward,
-)
-from torch_occ.step.solution import Options, Solution, Status
 from torch_occ.step.system import SeparableStates, Swept
-from torch_occ.step.ways import is_entropy, pays_off, solves_in_logs, why_not_world
+from torch_occ.step.ways import pays_off, solves_in_logs, why_not_world
 
 # -- Derivatives of a compiled step: by kernels where possible, by the torch path elsewhere --------
 #
 # The kernels differentiate q and v with respect to the weights and exponents of the terms; their
 # rows (torch_occ.regularizers.terms) differentiate those with respect to t and the parameters.
-# Forward mode in the parameters and second derivatives use the torch path.
-
-
-class EngineSolution(NamedTuple):
-    """The solutions of a batch, in rows; the status may be BAD_INPUT."""
-
-    q: Floats  # (N * S, A)
-    v: Floats  # (N * S,)
-    certificate: Floats  # (N, 5)
-
-    def tensors(self, batch: torch.Size, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Return q and v as tensors that share memory with these arrays."""
-        if not batch:
-            return torch.from_numpy(self.q), torch.from_numpy(self.v)
-        q, v = self.q.reshape(*batch, *shape), self.v.reshape(*batch, shape[0])
-        return torch.from_numpy(q), torch.from_numpy(v)
+# Second derivatives use the torch path.
 
 
 class Origin(NamedTuple):
-    """All that the derivative of a solution needs, apart from tensors."""
+    """The solutions of a batch in rows, and all that their derivatives need, apart from tensors."""
 
     step: CompiledStep
     world: MDPArrays
     values: list[Any]  # numbers or arrays: t and the parameters, as the rows read them
-    terms: Floats  # (2, N or 1, K or K * S * A), weights and exponents
-    found: EngineSolution
+    numbers: list[Any]  # weights and exponents of the terms
+    terms: Floats  # the same, (2, N or 1, K or K * S * A)
+    q: Floats  # (N * S, A)
+    v: Floats  # (N * S,)
+    certificate: Floats  # (N, 5)
     batch: torch.Size
     converged: bool
 
     @property
     def has_dead(self) -> bool:
         """Whether some q(s) is so small that v must be differentiated in logarithms."""
-        return self.step.in_logs and bool((self.found.q.sum(-1) < DEAD).any())
+        return self.step.in_logs and bool((self.q.sum(-1) < DEAD).any())
 
-    @property
-    def certificate(self) -> Tensor:
-        return torch.from_numpy(self.found.certificate.reshape(*self.batch, 5))
+    def poison(self, q: Tensor, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """Set x and r to NaN for elements that failed."""
+        certificate = torch.from_numpy(self.certificate.reshape(*self.batch, 5))
+        return poison((q, q, certificate), (x, r))
 
     def linear(
         self, q: Tensor, x: Tensor | None, r: Tensor | None, wanted: int = 0
     ) -> tuple[Floats, Floats, Floats]:
-        """Solve H(q) u - E'm = -x, E u = r. Failed elements are NaN.
-
-        Args:
-            wanted: 1 to differentiate ⟨u, grad psi(q)⟩ with respect to the weights, 2 with respect
-                to weights and exponents, 0 otherwise.
-
-        Returns:
-            u, m, and these derivatives, `(wanted, N, K or K * S * A)`.
-        """
+        """Solve H(q) u - E'm = -x, E u = r; see `CompiledStep.linear`. Failed elements are NaN."""
         if x is None or not self.converged:
             x = torch.zeros_like(q) if x is None else x
             r = torch.zeros_like(q[..., 0]) if r is None else r
-            x, r = poison((q, q, self.certificate), (x, r))
+            x, r = self.poison(q, x, r)
         right = self.step.zeros if r is None else rows(r, self.batch, 1)
-        given = (self.terms, self.found.q, rows(x, self.batch, 2), right)
-        return self.step.groups.linear(self.world, self.batch, *given, wanted)
+        given = (self.terms, self.q, rows(x, self.batch, 2), right)
+        return self.step.linear(self.world, self.batch, *given, wanted)
 
     def pull_back(
         self, bars: Floats, inputs: Sequence[Any], needed: Sequence[bool]
     ) -> list[Tensor | None]:
         """Return derivatives with respect to t and the parameters from those of `linear`."""
-        pairs, terms = self.step.pairs, self.step.composition.terms
-        rows_of_terms = [term.weight for term in terms] + [term.exponent for term in terms]
-        given = list(zip(rows_of_terms, untabulate(bars, self.batch, pairs), strict=False))
-        found: list[Tensor | None] = [None] * len(needed)
+        step, found = self.step, list[Tensor | None]()
+        by_terms = arrays.untabulate(bars, self.batch, step.pairs)
         for i, x in enumerate(inputs):
+            total: Any = None
+            for k in step.uses[i] if needed[i] else ():
+                bar = by_terms[k] * step.rows[k].slope(self.values, i, self.numbers[k])
+                total = bar if total is None else total + bar
             if needed[i]:
-                slopes = (bar * row.slope(self.values, i) for row, bar in given if i in row.factors)
-                found[i] = shaped(sum(slopes, 0.0), x, i == 0, self.batch, pairs)
+                total = 0.0 if total is None else total
+                total = arrays.shaped(total, x, i == 0, self.batch, step.pairs)
+            found.append(total)
         return found
 
 
@@ -153,11 +125,11 @@ class Follow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, origin: Origin, loss: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-        q, v = origin.found.tensors(origin.batch, origin.step.shape)
+        q, v = origin.step.tensors(origin.batch, origin.q, origin.v)
         ctx.origin, ctx.numbers = origin, [None if isinstance(x, Tensor) else x for x in inputs]
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         ctx.save_for_backward(q, loss, *tensors)
-        if in_forward_mode():
+        if private.in_forward_mode():
             ctx.save_for_forward(q, loss, *tensors)
         ctx.set_materialize_grads(False)
         return q, v
@@ -165,73 +137,66 @@ class Follow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, q_bar: Tensor | None, v_bar: Tensor | None) -> tuple[Any, ...]:
         origin: Origin = ctx.origin
-        batch, needed = origin.batch, ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[1:]
         if q_bar is None and v_bar is None:  # as after the envelope theorem (torch_occ.learning)
             return None, *[None] * len(needed)
-        refuse_batched_derivatives(q_bar, v_bar)
-        q, loss, inputs = _saved(ctx)
-        if torch.is_grad_enabled() or in_forward_mode():  # this pass is differentiated, too
+        private.refuse_batched_derivatives(q_bar, v_bar)
+        q, loss, *inputs = _saved(ctx)
+        again = torch.is_grad_enabled() or private.in_forward_mode()  # this is differentiated, too
+        if again or origin.has_dead:
             with torch.enable_grad():
-                return None, *_differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
-        if origin.has_dead:
-            with torch.enable_grad():
-                again = _differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
-            return None, *(None if x is None else x.detach() for x in again)
+                bars = _differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
+            return None, *(x if x is None or again else x.detach() for x in bars)
         # The system is K' and not K: the sign of v_bar differs.
         last = 1 + len(origin.values)  # the probabilities follow
         wanted = origin.step.depth if any(needed[1:last]) else 0
-        minus_x_bar, r_bar, bars = origin.linear(q, q_bar, v_bar, wanted)
-        loss_bar = torch.from_numpy(minus_x_bar.reshape(q.shape))
-        found = [summed(loss_bar, loss) if needed[0] else None, *[None] * (len(needed) - 1)]
-        if wanted:
-            found[1:last] = origin.pull_back(bars, inputs[: last - 1], needed[1:last])
+        minus_x_bar, r_bar, by_terms = origin.linear(q, q_bar, v_bar, wanted)
+        loss_bar, m = origin.step.tensors(origin.batch, minus_x_bar, r_bar)
+        found = [arrays.summed(loss_bar, loss) if needed[0] else None]
+        found += origin.pull_back(by_terms, inputs[: last - 1], needed[1:last])
         if any(needed[last:]):
-            v = origin.found.tensors(batch, origin.step.shape)[1]
-            m = torch.from_numpy(r_bar.reshape(v.shape))
-            found[last:] = origin.world.pull_back(q, v, loss_bar, m, needed[last:])
-        return None, *found
+            v = torch.from_numpy(origin.v).view_as(m)
+            found += origin.world.pull_back(q, v, loss_bar, m, needed[last:])
+        return None, *found, *[None] * (len(needed) - len(found))
 
     @staticmethod
     def jvp(ctx: Any, _origin: None, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
         origin: Origin = ctx.origin
-        refuse_batched_derivatives(*tangents)
-        q, loss, inputs = _saved(ctx)
-        if origin.has_dead:
-            return _push(origin, q, (loss, *inputs), tangents)
-        last = 1 + len(origin.values)  # the probabilities follow
-        x = torch.zeros_like(q) if tangents[0] is None else tangents[0].expand_as(q)
-        r = None
-        if any(tangent is not None for tangent in tangents[1:last]):
-            moved = inputs[: last - 1], tangents[1:last]
-            x = x + origin.step.push_gradient(q, *moved)
-        if any(tangent is not None for tangent in tangents[last:]):
-            v = origin.found.tensors(origin.batch, origin.step.shape)[1]
-            more, r = origin.world.push_forward(q, v, tangents[last:])
-            x = x + more
-        u, m, _ = origin.linear(q, x, r)
-        return origin.found._replace(q=u, v=m).tensors(origin.batch, origin.step.shape)
+        private.refuse_batched_derivatives(*tangents)
+        q, loss, *inputs = _saved(ctx)
+        step, mdp, v = origin.step, origin.world.mdp, torch.from_numpy(origin.v).view(q.shape[:-1])
+        first = 0 if origin.has_dead else 1  # the loss needs no function then
+        moving = [i for i, x in enumerate(tangents) if i >= first and x is not None]
+
+        def again(*moved: Tensor) -> tuple[Tensor, Tensor]:
+            given = [loss, *inputs]
+            for i, x in zip(moving, moved, strict=True):
+                given[i] = x
+            if origin.has_dead:
+                return step.replay(mdp, q, given[0], given[1:])
+            setting = step.setting(mdp, given[1:])
+            # The same floor as in torch_occ.engine.newton.floor_pairs.
+            at = torch.where(mdp.actions, q.clamp(min=SMALLEST), 0.0)
+            return Stationarity(setting, step.options, None).operator(
+                (at, v), setting.align(q.dim() - 2)
+            )
+
+        x, r = torch.zeros_like(q), None
+        if moving:
+            at, along = [(loss, *inputs)[i] for i in moving], [tangents[i] for i in moving]
+            x, r = push_forward(again, at, along)
+            if origin.has_dead:
+                return origin.poison(q, x, r)
+            r = -r
+        x = x if tangents[0] is None else x + tangents[0]
+        return step.tensors(origin.batch, *origin.linear(q, x, r)[:2])
 
 
-def _saved(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
+def _saved(ctx: Any) -> list[Any]:
     """Return q, the loss, and the other inputs."""
     q, loss, *tensors = ctx.saved_tensors
     rest = iter(tensors)
-    return q, loss, [next(rest) if x is None else x for x in ctx.numbers]
-
-
-def _push(
-    origin: Origin, q: Tensor, inputs: Sequence[Any], tangents: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor]:
-    """Compute the derivative along tangents on the torch path."""
-    moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
-
-    def again(*moved: Tensor) -> tuple[Tensor, Tensor]:
-        given = list(inputs)
-        for i, x in zip(moving, moved, strict=True):
-            given[i] = x
-        return origin.step.replay(origin.world.mdp, q, given[0], given[1:])
-
-    return push_forward(again, [inputs[i] for i in moving], [tangents[i] for i in moving])
+    return [q, loss, *(next(rest) if x is None else x for x in ctx.numbers)]
 
 
 def _differentiably(
@@ -243,12 +208,11 @@ def _differentiably(
     v_bar: Tensor | None,
 ) -> list[Tensor | None]:
     """Run the backward pass in differentiable operations."""
-    v = origin.found.tensors(origin.batch, origin.step.shape)[1]
     q_bar = torch.zeros_like(q) if q_bar is None else q_bar
-    v_bar = torch.zeros_like(v) if v_bar is None else v_bar
+    v_bar = torch.zeros_like(q[..., 0]) if v_bar is None else v_bar
     again = origin.step.replay(origin.world.mdp, q, inputs[0], inputs[1:])
     wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
-    bars = poison((q, v, origin.certificate), (q_bar, v_bar))
+    bars = origin.poison(q, q_bar, v_bar)
     grads = torch.autograd.grad(again, wanted, bars, create_graph=True, allow_unused=True)
     found = iter(grads)
     return [next(found) if need else None for need in needed]
@@ -258,9 +222,22 @@ def _differentiably(
 #
 # Each problem has its own loss, t, warm start and parameters, and may have its own transitions. The
 # kernels read weights and exponents of the elementary terms, computed from the rows of psi.
+#
+# A batch over a sparse MDP or one with narrow layers is solved in lanes, LANES elements at a time.
+# A single problem and other MDPs are solved in plain arrays, one element at a time. The choice does
+# not depend on the size of the batch, so an element has the same bits in every batch.
 
 
 _SINGLE = torch.Size()
+
+#: The smallest batch that is shared among threads.
+_ALONE = 16
+
+_ONLY = np.zeros(1, dtype=np.int64)
+
+#: Each for one MDP, and for an MDP for every element.
+_SOLVE = (kernels.solve_steps, kernels.solve_steps_of_models)
+_LINEAR = (kernels.solve_linear, kernels.solve_linear_of_models)
 
 
 class CompiledStep:
@@ -273,15 +250,28 @@ class CompiledStep:
         self.tolerance = options.tolerance_in(torch.float64)
         self.zeros = np.zeros(mdp.num_states)
         # The shape of weights and exponents: one per pair if a parameter has one per layer, ...
-        self.pairs = self.shape if self.regularizer.places() else ONE
+        self.pairs = self.shape if self.regularizer.places() else arrays.ONE
         # The parameters in their slots, where `torch.func.functional_call` exchanges them.
         self.slots: list[tuple[dict[Any, Any], Factor]] = [
-            ({} if factor.owner is None else own_parameters(factor.owner), factor)
+            ({} if factor.owner is None else private.own_parameters(factor.owner), factor)
             for factor in self.evaluator.factors
         ]
+        terms = self.composition.terms
+        self.kinds = arrays.kinds_of(terms)
+        self.rows = [term.weight for term in terms] + [term.exponent for term in terms]
+        self.numbers = [row.constant for row in self.rows]
+        self.moving = [(k, row) for k, row in enumerate(self.rows) if row.factors]
+        # The rows that depend on t and on each parameter.
+        self.uses = [
+            [k for k, row in enumerate(self.rows) if i in row.factors]
+            for i in range(1 + len(self.slots))
+        ]
         # 2 if an exponent depends on a parameter, 1 if only weights do.
-        self.depth = 2 if any(term.exponent.factors for term in self.composition.terms) else 1
+        self.depth = 2 if any(term.exponent.factors for term in terms) else 1
+        self.in_logs = solves_in_logs(self.regularizer, self.mdp)
         self.valid: list[Any] = []  # the last values of the parameters that were valid
+        # Memory that no thread uses now, by the way of solving and the storage of transitions.
+        self.free: dict[Any, list[tuple[kernels.Room, Work, Model]]] = defaultdict(list)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle without scratch memory, so that a copy makes its own."""
@@ -290,23 +280,6 @@ class CompiledStep:
     @cached_property
     def world(self) -> MDPArrays:
         return MDPArrays(self.mdp)
-
-    @property
-    def model(self) -> Model:
-        return self.world.model
-
-    @cached_property
-    def kinds(self) -> Kinds:
-        return kinds_of(self.composition.terms)
-
-    @cached_property
-    def groups(self) -> Groups:
-        return Groups(self.kinds)
-
-    @cached_property
-    def in_logs(self) -> bool:
-        """Whether the torch path solves the step in logarithms."""
-        return solves_in_logs(self.regularizer, self.shape[0])
 
     def __call__(
         self,
@@ -334,40 +307,50 @@ class CompiledStep:
             return None
         inputs = self.read(t) if parameters is None else [t, *parameters]
         values = [number(x) for x in inputs]
-        readable = plain(loss) and plain(start) and not any(x is None for x in values)
-        if not readable or not self._in_domain(values, parameters):
-            self._complain(world, loss, t, start)
-            return None
-        scalars = all(type(x) is float for x in values)
-        if type(values[0]) is not float:
-            values[0] = values[0][..., None, None]
-        batch = self._batch(world, loss, start, values, scalars)
+        batch = None
+        if plain(loss) and plain(start) and self._in_domain(values, parameters):
+            batch = self._batch(world, loss, start, values)
         if batch is None:
-            self._complain(world, loss, t, start)
-            return None
+            return self._complain(world, loss, t, start)
         try:
-            numbers = self.composition.weigh(values)
+            numbers = self.weigh(values)
         except ArithmeticError:
             return None
-        table = tabulate([*numbers.terms, *numbers.exponents], batch, self.pairs)
-        found = self.solve(world, batch, start, loss, table)
-        statuses = found.certificate[:, 0]
-        if self.in_logs and not np.isfinite(found.q).all():
-            lost = ~np.isfinite(found.q.reshape(len(statuses), -1)).all(-1)
+        terms = tabulate(numbers, batch, self.pairs)
+        entropies, count = None, batch.numel()
+        if terms.shape[1] > 1 and self.kinds[2]:
+            entropies = np.empty(count, dtype=np.bool_)
+            kernels.find_entropies(self.kinds, terms, entropies)
+        q, v, certificate = self._empty(count, 5)
+        given = (rows(loss, batch, 2), rows(start, batch, 2), q, v, certificate)
+        limits = (self.tolerance, self.options.max_steps)
+        self.run(world, batch, _SOLVE, terms, entropies, *given, *limits)
+        statuses = certificate[:, 0]
+        if self.in_logs and not np.isfinite(q).all():
+            lost = ~np.isfinite(q.reshape(count, -1)).all(-1)
             statuses[lost & (statuses == Status.CONVERGED)] = Status.NOT_FINITE
         converged = not (statuses.any() if batch else statuses.item())
-        if not converged and (statuses == BAD_INPUT).any():
-            self._complain(world, loss, t, start)
-            return None
-        # The user gets a copy of failures, because derivatives read them from `found` later.
-        certificate = found.certificate if converged else found.certificate.copy()
-        given = (loss, *inputs, *world.tensors)
-        if in_forward_mode() or (torch.is_grad_enabled() and followed(*given)):
-            origin = Origin(self, world, values, table, found, batch, converged)
-            q, v = Follow.apply(origin, *given)
+        if not converged and (statuses == kernels.BAD_INPUT).any():
+            return self._complain(world, loss, t, start)
+        followed = (loss, *inputs, *world.tensors)
+        if private.in_forward_mode() or (
+            torch.is_grad_enabled()
+            and any(isinstance(x, Tensor) and x.requires_grad for x in followed)
+        ):
+            solved = (q, v, certificate, batch, converged)
+            found = Follow.apply(Origin(self, world, values, numbers, terms, *solved), *followed)
         else:
-            q, v = found.tensors(batch, self.shape)
-        return Solution(q, v, torch.from_numpy(certificate.reshape(*batch, 5)), "engine"), converged
+            found = self.tensors(batch, q, v)
+        # The user gets a copy of failures, because derivatives read them later.
+        certificate = certificate if converged else certificate.copy()
+        marks = torch.from_numpy(certificate.reshape(*batch, 5))
+        return Solution(*found, marks, "engine"), converged
+
+    def tensors(self, batch: torch.Size, q: Floats, v: Floats) -> tuple[Tensor, Tensor]:
+        """Return rows of pairs and of states as tensors that share their memory."""
+        if batch:
+            q, v = q.reshape(*batch, *self.shape), v.reshape(*batch, self.shape[0])
+        return torch.from_numpy(q), torch.from_numpy(v)
 
     def read(self, t: Tensor | float) -> list[Any]:
         """Return t, and the values of the parameters now, as the rows read them."""
@@ -381,16 +364,30 @@ class CompiledStep:
             found.append(value)
         return found
 
+    def weigh(self, values: list[Any]) -> list[Any]:
+        """Return the weights and the exponents of the terms at values of t and the parameters."""
+        known: dict[Any, Any] = {}
+        numbers: list[Any] = self.numbers.copy()
+        for k, row in self.moving:
+            numbers[k] = row.at(values, known)
+        return numbers
+
     def world_of(self, mdp: LayeredMDP | None) -> MDPArrays | None:
         """Return the MDPs of a call; None if the engine does not support them.
 
         Raises:
             ValueError: if the layout is not that of the step, or a probability is wrong.
         """
-        if mdp is None and not self.world.tensors:
-            return self.world
+        if mdp is None:
+            if self.world.is_current:
+                return self.world
+            mdp = self.mdp
+            if not self.world.tensors:  # they were changed in place
+                check_probabilities(mdp)
+                self.world = MDPArrays(mdp)
+                return self.world
         # The user may have changed tensors that are differentiated, so they are read again.
-        mdp = self.mdp if mdp is None else check_layout(mdp, self.mdp)
+        check_layout(mdp, self.mdp)
         if mdp.is_sparse or why_not_world(mdp) is not None or not pays_off(mdp):
             return None
         check_probabilities(mdp)
@@ -398,20 +395,21 @@ class CompiledStep:
 
     def _complain(self, world: MDPArrays, loss: Tensor, t: Tensor | float, start: Tensor) -> None:
         """Raise the error of the torch path if an argument is wrong, else return."""
-        parameters = dict(self.regularizer.named_parameters())
         given = self.evaluator.batch_shapes(self.read(1.0)[1:])
-        t, _ = check_arguments(world.mdp, loss, t, start, parameter_shapes(given))
-        check_types(parameters, self.mdp)
-        check_values(self.mdp, self.mdp, loss.detach(), start, t.detach(), zeros=self.in_logs)
+        t, _ = check_arguments(world.mdp, loss, t, start, given)
+        check_types(dict(self.regularizer.named_parameters()), self.mdp)
+        check_values(self.mdp, loss.detach(), start, t.detach(), zeros=self.in_logs)
 
     def _in_domain(self, values: list[Any], parameters: Sequence[Tensor] | None) -> bool:
         """Return whether t is finite and at least 1; validate parameters that have changed."""
-        t = values[0]
-        if type(t) is float:
-            good = 1.0 <= t < math.inf
-        else:
+        t, *known = values
+        if not all(type(x) is float for x in values):
+            if any(x is None for x in values):
+                return False
+            t, known = np.asarray(t), [x if type(x) is float else x.tolist() for x in known]
             good = bool(((t >= 1.0) & (t < math.inf)).all())
-        known = [x if type(x) is float else x.tolist() for x in values[1:]]
+        else:
+            good = 1.0 <= t < math.inf
         if known != self.valid:
             if parameters is None:
                 self.regularizer.validate()
@@ -421,35 +419,108 @@ class CompiledStep:
         return good
 
     def _batch(
-        self, world: MDPArrays, loss: Tensor, start: Tensor, values: list[Any], scalars: bool
+        self, world: MDPArrays, loss: Tensor, start: Tensor, values: list[Any]
     ) -> torch.Size | None:
-        """Return the batch shape, or None if shapes are wrong or do not broadcast.
-
-        `scalars` says that all values are numbers.
-        """
-        if scalars and loss.shape == self.shape == start.shape and not world.batch_shape:
-            return _SINGLE
+        """Return the batch shape, or None if shapes are wrong or do not broadcast."""
+        if type(values[0]) is not float:  # it broadcasts against (*batch, S, A) then
+            values[0] = values[0][..., None, None]
         batches = [x.shape[:-2] for x in values if type(x) is not float]
+        if loss.shape == self.shape == start.shape and not batches and not world.batch_shape:
+            return _SINGLE
         try:
             batch = broadcast(loss.shape[:-2], start.shape[:-2], world.batch_shape, *batches)
         except RuntimeError:
             return None
         return batch if loss.shape[-2:] == self.shape == start.shape[-2:] else None
 
-    def solve(
-        self, world: MDPArrays, batch: torch.Size, start: Tensor, loss: Tensor, terms: Floats
-    ) -> EngineSolution:
-        """Solve every element of a batch; `terms` are weights and exponents of `tabulate`."""
-        found = self.groups.solve(
-            world,
-            batch,
-            terms,
-            rows(loss, batch, 2),
-            rows(start, batch, 2),
-            self.tolerance,
-            self.options.max_steps,
-        )
-        return EngineSolution(*found)
+    # -- calls of the kernels: elements in groups, groups in threads, and their memory -------------
+
+    def linear(
+        self,
+        world: MDPArrays,
+        batch: torch.Size,
+        terms: Floats,
+        q: Floats,
+        x: Floats,
+        r: Floats,
+        wanted: int = 0,
+    ) -> tuple[Floats, Floats, Floats]:
+        """Solve H(q) u - E'm = -x, E u = r.
+
+        Args:
+            wanted: 1 to differentiate ⟨u, grad psi(q)⟩ with respect to the weights, 2 with respect
+                to weights and exponents, 0 otherwise.
+
+        Returns:
+            u, m, and these derivatives, `(wanted, N, K or K * S * A)`.
+        """
+        count = batch.numel()
+        u, m, _ = self._empty(count, 0)
+        bars = np.empty((wanted, count, terms.shape[2]))
+        self.run(world, batch, _LINEAR, terms, None, q, x, r, u, m, bars)
+        return u, m, bars
+
+    def _empty(self, count: int, columns: int) -> tuple[Floats, Floats, Floats]:
+        """Allocate rows of pairs, rows of states, and rows of elements."""
+        num_rows = count * self.shape[0]
+        return np.empty((num_rows, self.shape[1])), np.empty(num_rows), np.empty((count, columns))
+
+    def run(
+        self,
+        world: MDPArrays,
+        batch: torch.Size,
+        entries: Sequence[Callable[..., None]],
+        terms: Floats,
+        entropies: Bools | None,
+        *arguments: Any,
+    ) -> None:
+        """Run a kernel over all elements, in several threads if the batch is large enough.
+
+        Args:
+            entries: the kernel for one MDP, and the one for an MDP for every element.
+            entropies: the elements that are solved in logarithms; None if all or none of them are.
+        """
+        model, count = world.model, batch.numel()
+        if not batch:  # a single problem should not wait for Python
+            free = self.free[type(model.next_state)]
+            try:
+                memory = free.pop()
+            except IndexError:
+                memory = _memory(model, terms.shape[2], 0, None)
+            entries[0](model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2], None)
+            free.append(memory)
+            return
+        owners = world.owners(batch) if world.batch_shape else None
+        lanes = lanes_in(model, count)
+        way = 0 if lanes is None else 1 if owners is None else 2
+        if lanes is None:
+            order = np.arange(count)
+        elif owners is not None:
+            kinds = world.tables[2][owners] + (0 if entropies is None else 2 * entropies)
+            order = arrays.order_of(kinds)
+        elif entropies is None:
+            order = arrays.plain_order(count, lanes)
+        else:
+            order = arrays.order_of(entropies, lanes)
+        kernel, groups = entries[owners is not None], len(order) // (lanes or 1)
+        threads = 1 if count < _ALONE else min(torch.get_num_threads(), groups)
+        free = self.free[way, lanes, type(model.next_state)]
+
+        def share(i: int) -> None:
+            try:
+                memory = free.pop()
+            except IndexError:
+                memory = _memory(model, terms.shape[2], way, lanes)
+            room, work, own = memory
+            given = model if owners is None else kernels.Models(*world.tables, owners, own)
+            bounds = (i * groups // threads, (i + 1) * groups // threads)
+            kernel(
+                *(given, self.kinds, terms, *arguments),
+                *(order, *bounds, room, work, width_of(lanes)),
+            )
+            free.append(memory)
+
+        for_each(share, threads)
 
     # -- on the torch path -------------------------------------------------------------------------
 
@@ -461,54 +532,38 @@ class CompiledStep:
         Args:
             inputs: t and the parameters, followed by the probabilities if they are differentiated.
         """
-        rank, count = q.dim() - 2, 1 + len(self.evaluator.factors)
-        dims = (1, *(layer.event_dims for layer in mdp.layers))
-        given = [with_rank(p, rank, dim) for p, dim in zip(inputs[count:], dims, strict=False)]
-        differentiated, aligned = len(given) > 0, self._aligned(rank, inputs[:count])
-        mdp = mdp.with_probabilities(*given) if differentiated else mdp
-        if self.in_logs:
-            t, *values = aligned
-            entropy = entropy_of(self.composition, [spread_batch(t), *values])
-            entropy = Entropy(*(with_rank(x, rank, 0) for x in entropy))
-            closed = is_entropy(self.regularizer, closed=True)
-            checks = (lambda *_: None, lambda _: None)
-            task = Task(mdp, self.options, differentiated, closed, *checks)
-            again = solve_entropic(task, loss.expand_as(q), q.detach(), entropy, t, True)
-            return again.q, again.value
-        setting = Setting(mdp, self.evaluator, differentiated)
-        equation = Stationarity(setting, self.options, check=lambda *_: None, report=lambda _: None)
-        tensors = (-loss.expand_as(q), q.detach(), *aligned, *given)
-        found = ImplicitSolution.apply(equation, *tensors)
-        return found[0], found[1]
+        setting, rank = self.setting(mdp, inputs), q.dim() - 2
+        given = (loss.expand_as(q), q.detach(), rank)
+        found = solve_in_torch(setting, self.options, *given, check=None)
+        return found.q, found.value
 
-    def push_gradient(
-        self, q: Tensor, at: Sequence[Any], tangents: Sequence[Tensor | None]
-    ) -> Tensor:
-        """Return the derivative of grad psi(q) along tangents of t and the parameters."""
-        zero = torch.zeros((), dtype=q.dtype)
-        # The same floor as in torch_occ.engine.newton.floor_pairs.
-        q = torch.where(self.mdp.actions, q.clamp(min=SMALLEST), 0.0)
-        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+    def setting(self, mdp: LayeredMDP, inputs: Sequence[Any]) -> Setting:
+        """Return psi_t over the MDP, with the inputs of `replay`."""
+        count = 1 + len(self.slots)
+        t, *parameters = (torch.as_tensor(x, dtype=torch.float64) for x in inputs[:count])
+        differentiated = len(inputs) > count
+        mdp = mdp.with_probabilities(*inputs[count:]) if differentiated else mdp
+        return Setting(mdp, self.evaluator, differentiated, t, tuple(parameters))
 
-        def gradient(*moved: Tensor) -> tuple[Tensor, Tensor]:
-            inputs = list(at)
-            for i, x in zip(moving, moved, strict=True):
-                inputs[i] = x
-            t, *parameters = self._aligned(q.dim() - 2, inputs)
-            return Bound(self.mdp, self.evaluator, t, tuple(parameters)).gradient(q), zero
 
-        return push_forward(gradient, [at[i] for i in moving], [tangents[i] for i in moving])[0]
-
-    def _aligned(self, rank: int, inputs: Sequence[Any]) -> list[Tensor]:
-        """Return t and the parameters as tensors with this number of batch dimensions."""
-        t, *parameters = (torch.as_tensor(x, dtype=torch.float64) for x in inputs)
-        return self.evaluator.align(rank, t, parameters)
+def _memory(
+    model: Model, numbers: int, way: int, lanes: int | None
+) -> tuple[kernels.Room, Work, Model]:
+    """Allocate memory for a group; `numbers` is the number of weights and `way` as in `run`."""
+    new = allocator(lanes)
+    own = model
+    if way == 2:
+        tables = (model.next_state, model.arrivals, model.initial)
+        next_state, arrivals, initial = (new(*x.shape) for x in tables)
+        own = model._replace(next_state=next_state, arrivals=arrivals, initial=initial)
+    return kernels.make_room(numbers, model, new), make_work(model, new), own
 
 
 # -- Compiled sweeps for torch_occ.step.system, with separable Hessians and sparse transitio ----
 
 
-_ROWS: WeakKeyDictionary[LayeredMDP, Rows] = WeakKeyDictionary()
+#: With the versions of the probabilities, which may be changed in place.
+_ROWS: WeakKeyDictionary[LayeredMDP, tuple[list[int], Rows]] = WeakKeyDictionary()
 
 
 def applies(mdp: LayeredMDP) -> bool:
@@ -522,9 +577,10 @@ class CompiledSweeps:
     """The sweeps of torch_occ.step.system.TorchSweeps in a kernel; it loops over a batch."""
 
     def __init__(self, states: SeparableStates, mdp: LayeredMDP) -> None:
-        if mdp not in _ROWS:
-            _ROWS[mdp] = rows_of(mdp)
-        self.rows = _ROWS[mdp]
+        versions = private.versions_of(mdp.probabilities)
+        if mdp not in _ROWS or _ROWS[mdp][0] != versions:
+            _ROWS[mdp] = versions, arrays.rows_of(mdp)
+        self.rows = _ROWS[mdp][1]
         self.pairs = tuple(states.p.shape[-2:])
         softest = states.softest.squeeze(-1).to(states.p.dtype)
         self.states = [part.detach() for part in (states.p, states.inverse, states.total, softest)]
@@ -570,14 +626,15 @@ class CompiledBudgets:
         values = [number(x) for x in step.read(t)]
         if type(values[0]) is not float:
             values[0] = values[0][..., None, None]
-        found = step.composition.weigh(values)
-        self.numbers = [*found.terms, *found.exponents]
+        self.numbers, world = step.weigh(values), step.world_of(None)
+        assert world is not None
+        self.world = world
 
     def search(
         self, loss: Tensor, costs: Tensor, limits: Tensor, start: Tensor, guess: Tensor
     ) -> BudgetSearch:
         """`torch_occ.step.budgets.find_multipliers` in kernels, ten times as fast."""
-        step, batch = self.step, loss.shape[:-2]
+        step, model, batch = self.step, self.world.model, loss.shape[:-2]
         count, pairs, m = batch.numel(), loss.shape[-2:].numel(), limits.shape[-1]
         table = tabulate(self.numbers, batch, step.pairs)
         given = [rows(x, batch, 2).reshape(-1, pairs) for x in (loss, start)]
@@ -592,25 +649,22 @@ class CompiledBudgets:
             return x[min(n, len(x) - 1)]
 
         def solve(n: int) -> None:
-            work, terms = make_work(step.model), Terms(*step.kinds, own(table[1], n))
+            work, terms = make_work(model), Terms(*step.kinds, own(table[1], n))
             work.pairs[PAIR] = own(given[1], n)
             budget = Budget(
                 *(own(given[0], n), own(prices, n), own(allowed, n), y[n], proof[n]),
                 *(middle, nothing, step.tolerance, step.options.max_steps),
             )
             certificate[n] = find_multipliers(
-                step.model, terms, own(table[0], n), budget, make_budget_room(pairs, m), work
+                model, terms, own(table[0], n), budget, make_budget_room(pairs, m), work
             )
             q[n], v[n] = work.pairs[PAIR], work.states[V]
 
         for_each(solve, count)
-        found = EngineSolution(q.reshape(-1, step.shape[1]), v.ravel(), certificate)
-        marks = torch.from_numpy(certificate.reshape(*batch, 5))
-        solution = Solution(*found.tensors(batch, step.shape), marks, "engine")
-        shape = (*batch, m)
-        return BudgetSearch(
-            solution, torch.from_numpy(y.reshape(shape)), torch.from_numpy(proof.reshape(shape))
-        )
+        shapes = (loss.shape, loss.shape[:-1], (*batch, 5), (*batch, m), (*batch, m))
+        found = zip((q, v, certificate, y, proof), shapes, strict=True)
+        *parts, y, proof = (torch.from_numpy(x.reshape(shape)) for x, shape in found)
+        return BudgetSearch(Solution(*parts, "engine"), y, proof)
 
     def factorize(self, q: Tensor) -> CompiledSystem:
         """The linear system at q, `(*batch, S, A)`."""
@@ -629,5 +683,5 @@ class CompiledSystem:
         table = tabulate(self.budgets.numbers, whole, step.pairs)
         at = rows(self.q.expand_as(x), whole, 2)
         given = (at, rows(-x, whole, 2), rows(r, whole, 1))
-        u, w, _ = step.groups.linear(step.world, whole, table, *given, wanted=0)
+        u, w, _ = step.linear(self.budgets.world, whole, table, *given)
         return torch.from_numpy(u.reshape(x.shape)), torch.from_numpy(w.reshape(r.shape))

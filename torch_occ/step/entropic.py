@@ -42,18 +42,21 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from torch_occ._support.constants import FULL_STEPS, LOG_DEAD, STALL_AFTER
+from torch_occ._support.private import inside_transform, versions_of
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import largest_exponent
-from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source, join
+from torch_occ.mdp.occupancy import flow_of, flow_source, join
 from torch_occ.regularizers.base import Composition
 from torch_occ.regularizers.parameters import fit
-from torch_occ.step.newton import Shaped, potential, shape_finely
+from torch_occ.regularizers.terms import keep
+from torch_occ.step.newton import Shaped, conserves_mass, potential, shape_finely
 from torch_occ.step.solution import Options, Solution, Status
 
 
@@ -73,6 +76,72 @@ def entropy_of(composition: Composition, values: Sequence[Tensor]) -> Entropy:
     return Entropy(sum(pairs[1:], pairs[0]), sum(weights[1:], weights[0]))
 
 
+# -- kappa = 0: a closed form ----------------------------------------------------------------------
+
+
+_CONSERVES: WeakKeyDictionary[LayeredMDP, tuple[list[int], bool]] = WeakKeyDictionary()
+
+
+def conserves(mdp: LayeredMDP) -> bool:
+    """Return `conserves_mass`, remembered until a probability is changed in place."""
+    versions = versions_of(mdp.probabilities)
+    known = _CONSERVES.get(mdp)
+    if known is None or known[0] != versions or not versions:
+        known = _CONSERVES[mdp] = versions, conserves_mass(mdp)
+    return known[1]
+
+
+def plan_softly(
+    mdp: LayeredMDP, loss: Tensor, weight: Tensor, tolerance: float, centred: bool
+) -> Solution:
+    """Solve the step with kappa = 0 by soft value iteration, in differentiable operations.
+
+    Every layer takes a product and a logsumexp: y = log sum_a exp(P y - loss / w) with y = -v / w.
+    The dual residual is the rounding error of y.
+
+    Args:
+        centred: whether to subtract the first y of each layer from the others, so that sums along
+            an episode do not lose digits. This changes no policy if P conserves mass.
+    """
+    # Losses of masked pairs may be anything; they must not reach the derivative in w.
+    scores = keep("pair", mdp, loss, 0.0) / -weight[..., None, None]
+    scores = keep("pair", mdp, scores, -torch.inf)
+    totals: list[Tensor] = []  # from the last layer to the first
+    policies: list[Tensor] = []
+    y: Tensor | None = None
+    for layer, score in zip(reversed(mdp.layers), reversed(mdp.split(scores, -2)), strict=True):
+        score = score if y is None else score + layer.ahead(y)
+        y = score.logsumexp(-1)
+        policies.append((score - y.unsqueeze(-1)).exp())  # faster than torch's softmax
+        totals.append(y)
+        y = y - y.detach()[..., :1] if centred else y
+    visits, flows = [mdp.initial], []
+    for layer, policy in zip(mdp.layers[:-1], policies[:0:-1], strict=True):
+        flows.append(visits[-1].unsqueeze(-1) * policy)
+        visits.append(layer.arrive(flows[-1]))
+    flows.append(visits[-1].unsqueeze(-1) * policies[0])
+    q, y = join(flows, 2), join(totals[::-1], 1)
+    rounding = torch.finfo(y.dtype).eps * y.detach().abs().amax(-1)
+    if centred:
+        firsts = join([total.detach()[..., :1] for total in totals], 1)
+        y = y + (firsts.cumsum(-1) - firsts).flip(-1).index_select(-1, mdp.layer)
+    flow = _flow_error(q.detach(), join(visits, 1).detach())
+    good = (flow <= tolerance) & (rounding <= tolerance)
+    one = torch.ones_like(flow)
+    status = torch.where(good, Status.CONVERGED, Status.STALLED).to(one)
+    certificate = torch.stack((status, one, 0 * one, flow, rounding), -1)
+    return Solution(q, -weight.unsqueeze(-1) * y, certificate)
+
+
+def _flow_error(q: Tensor, u: Tensor) -> Tensor:
+    """Return the largest |sum_a q - u| / u, where u is what arrives; dead states do not count."""
+    mass = q @ q.new_ones(q.shape[-1])
+    return torch.where(u <= math.exp(log_dead(u.dtype)), 0.0, (mass - u).abs() / u).amax(-1)
+
+
+# -- kappa > 0: Newton's method --------------------------------------------------------------------
+
+
 class Unfolded(NamedTuple):
     """Value, policy and log u that follow from a guess of log u."""
 
@@ -81,8 +150,13 @@ class Unfolded(NamedTuple):
     log_state: Tensor  # (*batch, S), log u
 
 
-def unfold(mdp: LayeredMDP, loss: Tensor, entropy: Entropy, guess: Tensor) -> Unfolded:
-    """Run soft value iteration backward and the policy forward, in differentiable operations."""
+def unfold(
+    mdp: LayeredMDP, loss: Tensor, entropy: Entropy, guess: Tensor, centred: bool = False
+) -> Unfolded:
+    """Run soft value iteration backward and the policy forward, in differentiable operations.
+
+    `centred` as in `plan_softly`; the value lacks what is subtracted.
+    """
     losses, masks, guesses = mdp.split(loss, -2), mdp.split(mdp.actions, -2), mdp.split(guess, -1)
     weight, price = entropy.weight.unsqueeze(-1), entropy.price.unsqueeze(-1)  # (*batch, 1)
     values: list[Tensor] = []
@@ -94,32 +168,55 @@ def unfold(mdp: LayeredMDP, loss: Tensor, entropy: Entropy, guess: Tensor) -> Un
         scores = torch.where(masks[k], (least.unsqueeze(-1) - Q) / weight.unsqueeze(-1), -torch.inf)
         soft = scores.logsumexp(-1)
         policies.insert(0, scores - soft.unsqueeze(-1))
-        values.insert(0, price * (1 + guesses[k]) + least - weight * soft)
+        value = price * (1 + guesses[k]) + least - weight * soft
+        values.insert(0, value - value.detach()[..., :1] if centred else value)
     logs = [mdp.initial.log()]
     for layer, policy in zip(mdp.layers[:-1], policies[:-1], strict=True):
         logs.append(layer.arrive_logs(logs[-1].unsqueeze(-1) + policy))
     return Unfolded(join(values, 1), join(policies, 2), join(logs, 1))
 
 
-def jacobian(mdp: LayeredMDP, entropy: Entropy, at: Unfolded) -> Tensor:
-    """Return J, `(*batch, S, S)`, in differentiable operations."""
-    kernel = mdp.join_transitions()  # (*batch, S, A, S)
-    policy = at.log_policy.exp()
-    onward = (policy.unsqueeze(-2) @ kernel).squeeze(-2)  # P_pi, (*batch, S, S)
-    log_q = at.log_state.unsqueeze(-1) + at.log_policy
-    relative = log_q.unsqueeze(-1) - at.log_state[..., None, None, :]
-    relative = relative.clamp(max=largest_exponent(policy.dtype))
-    sources = kernel * relative.exp()  # rho(s, a | s'), (*batch, S, A, S)
-    spread = (kernel - onward.unsqueeze(-2)) / entropy.weight[..., None, None, None]
-    covariance = sources.flatten(-3, -2).mT @ spread.flatten(-3, -2)
-    identity = torch.eye(mdp.num_states, dtype=onward.dtype, device=onward.device)
-    half = _divide(identity - sources.sum(-2).mT, covariance)
-    whole = _divide((identity - onward).mT, half.mT).mT
-    return identity + entropy.price[..., None, None] * whole
+def factorize(mdp: LayeredMDP, entropy: Entropy, at: Unfolded) -> Callable[[Tensor], Tensor]:
+    """Return x -> J^-1 x for x `(*batch, S)`, layer by layer; J is a constant of autograd.
+
+    J x = b reads x = b - kappa z with two recursions, m = x + P_pi m backward and
+    z' = rho_pi z + C m' forward. They are decoupled by m = n - R z (a Riccati recursion).
+    """
+    weight, price = entropy.weight[..., None, None].detach(), entropy.price[..., None].detach()
+    logs, policies = mdp.split(at.log_state.detach(), -1), mdp.split(at.log_policy.detach(), -2)
+    passes: list[tuple[Tensor, Tensor, Tensor]] = []
+    eye = torch.eye(mdp.layer_sizes[-1], dtype=weight.dtype, device=weight.device)
+    R = price.unsqueeze(-1) * eye
+    for k in reversed(range(mdp.horizon - 1)):
+        kernel = mdp.layers[k].dense.detach()  # (*batch, n, A, m)
+        onward = (policies[k].exp().unsqueeze(-2) @ kernel).squeeze(-2)  # P_pi, (*batch, n, m)
+        log_q = logs[k].unsqueeze(-1) + policies[k]
+        relative = log_q.unsqueeze(-1) - logs[k + 1][..., None, None, :]
+        sources = (
+            kernel * relative.clamp(max=largest_exponent(kernel.dtype)).exp()
+        )  # rho(s, a | s')
+        spread = (kernel - onward.unsqueeze(-2)).flatten(-3, -2) / weight
+        C = sources.flatten(-3, -2).mT @ spread  # (*batch, m, m)
+        inverse = torch.linalg.inv_ex(eye + C @ R).inverse
+        forth, turn = inverse @ sources.sum(-2).mT, inverse @ C  # z' = forth z + turn n'
+        passes.insert(0, (onward @ (eye - R @ turn), forth, turn))
+        eye = torch.eye(mdp.layer_sizes[k], dtype=weight.dtype, device=weight.device)
+        R = price.unsqueeze(-1) * eye + onward @ (R @ forth)
+
+    def solve(b: Tensor) -> Tensor:
+        n = list(mdp.split(b, -1))
+        for k in reversed(range(mdp.horizon - 1)):
+            n[k] = n[k] + _times(passes[k][0], n[k + 1])
+        z = [torch.zeros_like(n[0])]
+        for k, (_, forth, turn) in enumerate(passes):
+            z.append(_times(forth, z[-1]) + _times(turn, n[k + 1]))
+        return b - price * join(z, 1)
+
+    return solve
 
 
-def _divide(triangle: Tensor, x: Tensor) -> Tensor:
-    return torch.linalg.solve_triangular(triangle, x, upper=False, unitriangular=True)
+def _times(matrix: Tensor, x: Tensor) -> Tensor:
+    return (matrix @ x.unsqueeze(-1)).squeeze(-1)
 
 
 def occupancy_of(mdp: LayeredMDP, log_policy: Tensor) -> Tensor:
@@ -140,37 +237,74 @@ def log_dead(dtype: torch.dtype) -> float:
     return LOG_DEAD * share
 
 
-# -- solving ---------------------------------------------------------------------------------------
-
-
 def settle(
+    mdp: LayeredMDP, shaped: Shaped, entropy: Entropy, guess: Tensor, options: Options
+) -> tuple[Tensor, Solution]:
+    """Solve log u(g) = g from a guess `(*batch, S)`, for plain tensors; in stages if kappa > w.
+
+    The first stage has w = kappa. The stages that follow lower w, and g is nearly linear in w.
+
+    Returns:
+        g, and the solution; its `value` belongs to the shaped loss.
+    """
+    weight, price = entropy
+    share, ratio, steps = 1.0, 0.5, 0.0
+    level = before = torch.maximum(weight, price)
+    older = guess
+    last = not bool((price > weight).any())
+    guess, solution = _iterate(mdp, shaped, Entropy(level, price), guess, options, last)
+    for _ in range(STAGES):
+        if last:
+            break
+        steps += solution.certificate[..., 1]
+        lower = torch.maximum(weight, price * share * ratio)
+        last = not bool((lower > weight).any())
+        slope = torch.where(level == before, 0.0, (lower - level) / (level - before))
+        ahead = guess + slope.unsqueeze(-1) * (guess - older)
+        most = min(options.max_steps, STAGE_STEPS + (STALL_AFTER if last else 0))
+        few = Options(options.tolerance, most)
+        found, solution = _iterate(mdp, shaped, Entropy(lower, price), ahead, few, last)
+        count = solution.certificate[..., 1]
+        if bool(
+            ((solution.status == Status.CONVERGED) | (solution.status == Status.STALLED)).all()
+        ):
+            older, guess, before, level, share = guess, found, level, lower, share * ratio
+            ratio = ratio**1.5 if count.max() <= 3 else ratio
+        else:
+            ratio, last = ratio**0.5, False
+    solution.certificate[..., 1] += steps
+    return guess, solution
+
+
+#: How often w is lowered, if kappa > w, and the largest number of Newton steps each time.
+STAGES, STAGE_STEPS = 40, 8
+
+
+def _iterate(
     mdp: LayeredMDP,
     shaped: Shaped,
     entropy: Entropy,
     guess: Tensor,
     options: Options,
+    precise: bool,
 ) -> tuple[Tensor, Solution]:
-    """Solve log u(g) = g from a guess `(*batch, S)`, for plain tensors.
-
-    Returns:
-        g, and the solution; its `value` belongs to the shaped loss.
-    """
+    """Newton's method for log u(g) = g; it stops at a relative change of 0.1 unless `precise`."""
     loss, eps = shaped.gaps, torch.finfo(guess.dtype).eps
-    done = entropy.price == 0  # then the step has a closed form
+    enough, centred = eps**0.5 if precise else 0.1, conserves(mdp)
+    # How much log q changes with g, at least.
+    scale = (entropy.price / entropy.weight).clamp(min=1.0)
     status = torch.full(guess.shape[:-1], Status.MAX_STEPS, device=guess.device)
-    running, steps = torch.ones_like(done), done.to(status.dtype)
-    patience = torch.full_like(status, STALL_AFTER)
+    running = torch.ones_like(status, dtype=torch.bool)
+    steps, patience = torch.zeros_like(status), torch.full_like(status, STALL_AFTER)
     best = torch.full_like(guess[..., 0], torch.inf)
     decrement = torch.zeros_like(best)
     for count in range(options.max_steps + 1):
-        found = unfold(mdp, loss, entropy, guess)
+        found = unfold(mdp, loss, entropy, guess, centred)
         off = found.log_state - guess
-        status = torch.where(running & done, Status.STALLED, status)  # until certified below
-        running = running & ~done
         if count == options.max_steps or not bool(running.any()):
             break
-        step = _solve(jacobian(mdp, entropy, found), off)
-        moved = (step.abs() / error_unit(found.log_state)).amax(-1)
+        step = factorize(mdp, entropy, found)(off)
+        moved = scale * (step.abs() / error_unit(found.log_state)).amax(-1)
         status = torch.where(running & ~moved.isfinite(), Status.NOT_FINITE, status)
         running = running & moved.isfinite()
         length = torch.where((moved < 0.1) | (count < FULL_STEPS), 1.0, 0.5)
@@ -181,30 +315,29 @@ def settle(
         steps += running
         patience = torch.where((moved < 0.5 * best) | (moved > 0.1), STALL_AFTER, patience - 1)
         best = torch.minimum(best, moved)
-        done = (moved <= eps**0.5) | (patience == 0)
+        done = running & ((moved <= enough) | (patience == 0))
+        status = torch.where(done, Status.STALLED, status)  # until certified below
+        running = running & ~done
 
-    closed = (entropy.price == 0).unsqueeze(-1)
-    guess = torch.where(closed, found.log_state, guess)
     q = occupancy_of(mdp, found.log_policy)
-    error = torch.where(closed, 0.0, off) / error_unit(found.log_state)
-    dual = entropy.price / entropy.weight * error.abs().amax(-1)
-    # A constant added to all actions of a state does not change its policy.
-    others = 1 - found.log_policy.exp()
-    seen = torch.where(q > torch.finfo(q.dtype).tiny / eps, shaped.rounding * others, 0.0)
-    dual = torch.maximum(dual, seen.amax((-2, -1)) / entropy.weight)
-    alive = found.log_state > log_dead(q.dtype)
-    flow = (flow_residual(mdp, q) / torch.where(alive, q.sum(-1), torch.inf)).abs().amax(-1)
+    share = entropy.price / torch.maximum(entropy.weight, entropy.price)
+    dual = share * (off.abs() / error_unit(found.log_state)).amax(-1)
+    dual = torch.maximum(dual, rounding_error(shaped, q, entropy.weight))
+    flow = _flow_error(q, flow_of(mdp).inflow(q) + flow_source(mdp))
     tolerance = options.tolerance_in(loss.dtype)
-    finite = q.isfinite().all(-1).all(-1)
-    certified = (dual <= tolerance) & (flow <= tolerance) & finite
+    certified = (dual <= tolerance) & (flow <= tolerance) & q.isfinite().all(-1).all(-1)
     status = torch.where((status == Status.STALLED) & certified, Status.CONVERGED, status)
     numbers = (status.to(q), steps.to(q), decrement.clamp(min=0).sqrt(), flow, dual)
-    return guess, Solution(q, found.value, torch.stack(numbers, -1))
+    value = unfold(mdp, loss, entropy, guess).value if centred else found.value
+    return guess, Solution(q, value, torch.stack(numbers, -1))
 
 
-def _solve(matrix: Tensor, x: Tensor) -> Tensor:
-    # Not torch.linalg.solve: its derivative is wrong in a vmap of jacfwd (torch 2.13).
-    return (torch.linalg.inv_ex(matrix).inverse @ x.unsqueeze(-1)).squeeze(-1)
+def rounding_error(shaped: Shaped, q: Tensor, weight: Tensor) -> Tensor:
+    """Return the relative error of q from rounding in the shaped loss, `(*batch,)`."""
+    # A constant added to all actions of a state does not change its policy.
+    others = 1 - q / q.sum(-1, keepdim=True)
+    visible = q > torch.finfo(q.dtype).tiny / torch.finfo(q.dtype).eps
+    return torch.where(visible, shaped.rounding * others, 0.0).amax((-2, -1)) / weight
 
 
 @dataclass(frozen=True)
@@ -232,8 +365,16 @@ class Settled(torch.autograd.Function):
         entropy = Entropy(weight.expand(batch), price.expand(batch))
         shaped = shape_finely(mdp, loss.expand(*batch, *loss.shape[-2:]))
         smallest = torch.finfo(loss.dtype).tiny
-        first = start.sum(-1).clamp(min=smallest).log().expand_as(shaped.value)
-        guess, solution = settle(mdp, shaped, entropy, first, task.options)
+        guess = start.sum(-1).clamp(min=smallest).log().expand_as(shaped.value)
+        if task.closed:
+            tolerance = task.options.tolerance_in(loss.dtype)
+            solution = plan_softly(mdp, shaped.gaps, entropy.weight, tolerance, False)
+            certificate = solution.certificate
+            dual = certificate[..., 4] + rounding_error(shaped, solution.q, entropy.weight)
+            good = (certificate[..., 3] <= tolerance) & (dual <= tolerance)
+            certificate[..., 0], certificate[..., 4] = torch.where(good, 0.0, 2.0), dual
+        else:
+            guess, solution = settle(mdp, shaped, entropy, guess, task.options)
         shift = shaped.value + potential(mdp, shaped.constants)
         solution = solution._replace(value=solution.value + shift)
         task.report(solution)
@@ -311,7 +452,14 @@ def solve_entropic(
     Raises:
         ValueError, SolveError: from `task.check` and `task.report`.
     """
-    mdp = task.mdp
+    mdp, tolerance = task.mdp, task.options.tolerance_in(loss.dtype)
+    if task.closed and not inside_transform():
+        task.check(mdp, loss.detach(), start, entropy, t.detach())
+        solution = plan_softly(mdp, loss, entropy.weight, tolerance, conserves(mdp))
+        # Beyond this rounding error, the loss is shaped.
+        coarse = min(tolerance / 4, max(tolerance / 200, 50 * torch.finfo(loss.dtype).eps))
+        if bool((solution.converged & (solution.dual_residual <= coarse)).all()):
+            return solution
     tensors = (loss, start, *entropy, t, *(mdp.probabilities if task.probabilities else ()))
     guess, gaps, shift, *found = Settled.apply(task, *(x.detach() for x in tensors))
     if not differentiable:
@@ -320,9 +468,14 @@ def solve_entropic(
     # The value is that of the gaps; the derivative is that of loss + P shift - shift.
     moving = loss + flow_of(mdp).lookahead(shift)
     shaped = torch.where(mdp.actions, gaps + (moving - moving.detach()), 0.0)
-    at = unfold(mdp, shaped, entropy, guess)
-    for _ in range(0 if task.closed else 2):
-        guess = guess + _solve(jacobian(mdp, entropy, at), at.log_state - guess)
+    if task.closed:
+        q, value, _ = plan_softly(mdp, shaped, entropy.weight, tolerance, False)[:3]
+    else:
         at = unfold(mdp, shaped, entropy, guess)
-    q, value = occupancy_of(mdp, at.log_policy), at.value + shift
-    return Solution(Poisoned.apply(q, certificate), Poisoned.apply(value, certificate), certificate)
+        solve = factorize(mdp, entropy, at)
+        for _ in range(3):
+            guess = guess + solve(at.log_state - guess)
+            at = unfold(mdp, shaped, entropy, guess)
+        q, value = occupancy_of(mdp, at.log_policy), at.value
+    q, value = Poisoned.apply(q, certificate), Poisoned.apply(value + shift, certificate)
+    return Solution(q, value, certificate)

@@ -5,7 +5,7 @@ q_t = argmin over q in Omega of ⟨q, cumulative_loss⟩ + psi_t(q)        (`alg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -14,15 +14,20 @@ from torch import Tensor
 
 from torch_occ._support.choices import Backend, check_backend, engine_takes, later
 from torch_occ._support.private import carries_derivative, inside_transform
-from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 from torch_occ.regularizers.base import Regularizer, SeparableRegularizer
 from torch_occ.regularizers.derivatives import Evaluator
-from torch_occ.regularizers.parameters import Frozen, spread_batch, with_rank
+from torch_occ.regularizers.parameters import Frozen
+from torch_occ.regularizers.schedules import Schedule
 from torch_occ.regularizers.terms import keep
+from torch_occ.step import graph
 from torch_occ.step.budgets import solve_with_budgets
-from torch_occ.step.checks import (
+from torch_occ.step.implicit import Setting, solve_in_torch
+from torch_occ.step.solution import (
+    Budgets,
+    Options,
+    Solution,
     check_arguments,
     check_episode,
     check_layout,
@@ -30,16 +35,9 @@ from torch_occ.step.checks import (
     check_reachable,
     check_transforms,
     check_types,
-    check_values,
-    parameter_shapes,
     report,
 )
-from torch_occ.step.entropic import Entropy, Task, entropy_of, solve_entropic
-from torch_occ.step.graph import autocasts, enroll, promote, solve_in_graph, solve_plainly
-from torch_occ.step.implicit import ImplicitSolution, Problem, Setting, Stationarity
-from torch_occ.step.limits import Budgets
-from torch_occ.step.solution import Options, Solution
-from torch_occ.step.ways import is_entropy, pays_off, solves_in_logs, why_not
+from torch_occ.step.ways import is_entropy, pays_off, why_not
 
 if TYPE_CHECKING:
     from torch_occ.step.compiled import CompiledStep
@@ -82,6 +80,7 @@ class FTRLStep(Frozen):
         "evaluator",
         "interior",
         "name_in_graphs",
+        "schedule",
         "_compiled",
     )
     fixed: ClassVar = {"backend": "call step.use(backend)"} | dict.fromkeys(
@@ -102,28 +101,16 @@ class FTRLStep(Frozen):
         constraints: Budgets | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(constraints, Budgets | None):
-            raise TypeError(
-                "constraints: expected occ.Budgets(costs, limits), got "
-                f"{type(constraints).__name__}"
-            )
-        if constraints is not None:
-            constraints.check(mdp)
-        check_reachable(mdp)
-        for leaf in regularizer.leaves():
-            if isinstance(leaf, SeparableRegularizer) and not leaf.arguments:
-                raise ValueError(
-                    f"regularizer: {type(leaf).__name__} has no term; "
-                    "override pair, rest, state or complement"
-                )
-        regularizer.check_places(mdp)
+        _check_parts(mdp, regularizer, constraints)
         self.mdp, self.regularizer, self.constraints = mdp, regularizer, constraints
         self.options = Options(tolerance, max_steps)
         self.in_logs = is_entropy(regularizer)
+        #: The name of a schedule that depends on t, if there is one.
+        self.schedule = next(_schedules_of(regularizer), None)
         self.interior = interior_point(mdp).detach()
         self._compiled: CompiledStep | None = None
         self.use(backend)
-        self.name_in_graphs = enroll(self)
+        self.name_in_graphs = graph.enroll(self)
 
     def use(self, backend: Backend) -> None:
         """Choose the backend; see the class. Nothing is compiled before the first solve.
@@ -143,7 +130,7 @@ class FTRLStep(Frozen):
     def forward(
         self,
         cumulative_loss: Tensor,
-        t: Tensor | float = 1.0,
+        t: Tensor | float | None = None,
         *,
         warm_start: Tensor | None = None,
         mdp: LayeredMDP | None = None,
@@ -165,7 +152,7 @@ class FTRLStep(Frozen):
     def solve(
         self,
         cumulative_loss: Tensor,
-        t: Tensor | float = 1.0,
+        t: Tensor | float | None = None,
         *,
         warm_start: Tensor | None = None,
         mdp: LayeredMDP | None = None,
@@ -178,7 +165,8 @@ class FTRLStep(Frozen):
         Args:
             cumulative_loss: `(*batch, S, A)`. Values on masked pairs are ignored. Numbers of lower
                 precision than the MDP's are converted, and their gradients converted back.
-            t: the episode, at least 1: a number, or a tensor that broadcasts against `batch`.
+            t: the episode, at least 1: a number, or a tensor that broadcasts against `batch`. It
+                may be left out if no schedule in the regularizer depends on it.
             warm_start: an occupancy measure to start from, positive on every pair; for example the
                 last q. With entropies (torch_occ.step.entropic) it may have zeros. Elements that
                 fail are solved again without it, except inside transforms of torch.func.
@@ -197,17 +185,22 @@ class FTRLStep(Frozen):
         Raises:
             SolveError: if `check` is set and an element could not be certified. If no policy meets
                 the budgets, it is an `InfeasibleError`.
-            TypeError: if an argument is not a tensor, or t not a number.
+            TypeError: if an argument is not a tensor, or t not a number, or missing.
             ValueError: if a shape or value is wrong; the message names the argument and the place.
             NotImplementedError: inside two nested forward modes.
         """
-        cumulative_loss = promote(cumulative_loss, self.mdp)
+        t = self.episode(t) if t is None else t
         budgets = self.constraints if constraints is None else constraints
         if torch.compiler.is_compiling():
             given = {"mdp": mdp, "constraints": budgets, "multipliers": multipliers}
-            return solve_in_graph(self, cumulative_loss, t, warm_start, check, given)
-        if torch.is_inference_mode_enabled() or autocasts(cumulative_loss):
-            return solve_plainly(
+            cumulative_loss = graph.promote(cumulative_loss, self.mdp)
+            return graph.solve_in_graph(self, cumulative_loss, t, warm_start, check, given)
+        autocast = False
+        if getattr(cumulative_loss, "dtype", None) is not torch.float64:
+            cumulative_loss = graph.promote(cumulative_loss, self.mdp)
+            autocast = graph.autocasts(cumulative_loss)
+        if autocast or torch.is_inference_mode_enabled():
+            return graph.solve_plainly(
                 partial(self.solve, mdp=mdp, check=check, constraints=constraints),
                 cumulative_loss,
                 t,
@@ -215,13 +208,27 @@ class FTRLStep(Frozen):
                 multipliers,
             )
         if budgets is not None:
-            problem = self.prepare(cumulative_loss, t, warm_start, mdp)
-            single = mdp is None and not problem.probabilities and not self.mdp.batch_shape
+            _check_budgets(budgets)
+            prepared = self._prepare(cumulative_loss, t, warm_start, mdp, None)
+            single = mdp is None and not prepared[0].probabilities and not self.mdp.batch_shape
             engine = self._compiled if single and not inside_transform() else None
             return solve_with_budgets(
-                problem, engine, -cumulative_loss, budgets, multipliers, check
+                self, engine, prepared, -cumulative_loss, budgets, multipliers, check
             )
         return self.solve_at(None, cumulative_loss, t, warm_start, mdp, check)
+
+    def episode(self, t: Tensor | float | None) -> Tensor | float:
+        """Return t, or 1 if t is None and nothing depends on it.
+
+        Raises:
+            TypeError: if t is None and a schedule of the regularizer depends on it.
+        """
+        if t is None and self.schedule is not None:
+            raise TypeError(
+                f"t: the schedule {self.schedule} of the regularizer depends on the episode; "
+                "call step(cumulative_loss, t), with t = 1, 2, ..."
+            )
+        return 1.0 if t is None else t
 
     def solve_at(
         self,
@@ -236,111 +243,63 @@ class FTRLStep(Frozen):
         given = (cumulative_loss, t, warm_start, mdp, parameters)
         if inside_transform():  # there, control flow cannot depend on the result
             return self._solve_in_torch(*given, check=check)
-        solution, converged = self._attempt(*given)
+        found = None
+        if self._compiled is not None:
+            start = self.interior if warm_start is None else warm_start
+            found = self._compiled(cumulative_loss, t, start, mdp, parameters)
+        if found is None:
+            solution = self._solve_in_torch(*given, check=False)
+            found = solution, solution.all_converged
+        solution, converged = found
         if converged:
             return solution
+        again = None
         if warm_start is not None:
             # A warm start can be too close to the boundary. From the interior point, Newton's
             # method converges.
-            again, _ = self._attempt(cumulative_loss, t, None, mdp, parameters)
-            solution = solution.merge(again, again.converged & ~solution.converged)
-        if self.backend == "auto" and solution.backend == "engine" and not solution.all_converged:
-            again = self._solve_in_torch(cumulative_loss, t, None, mdp, parameters, check=False)
+            again = self.solve_at(parameters, cumulative_loss, t, None, mdp, check=False)
+        elif self.backend == "auto" and solution.backend == "engine":
+            again = self._solve_in_torch(*given, check=False)
+        if again is not None:
             solution = solution.merge(again, again.converged & ~solution.converged)
         report(check, solution)
         return solution
 
-    def _attempt(
+    def _solve_in_torch(self, loss: Tensor, *given: Any, check: bool) -> Solution:
+        setting, start, rank = self._prepare(loss, *given)
+        return solve_in_torch(setting, self.options, loss, start, rank, check)
+
+    def _prepare(
         self,
         cumulative_loss: Tensor,
         t: Tensor | float,
         warm_start: Tensor | None,
         mdp: LayeredMDP | None,
         parameters: Sequence[Tensor] | None,
-    ) -> tuple[Solution, bool]:
-        """Return the solution, and whether all elements converged."""
-        if self._compiled is not None:
-            start = self.interior if warm_start is None else warm_start
-            found = self._compiled(cumulative_loss, t, start, mdp, parameters)
-            if found is not None:
-                return found
-        given = (cumulative_loss, t, warm_start, mdp, parameters)
-        solution = self._solve_in_torch(*given, check=False)
-        return solution, bool(solution.converged.all())
+    ) -> tuple[Setting, Tensor, int]:
+        """Check the arguments of `solve`.
 
-    def _solve_in_torch(
-        self,
-        cumulative_loss: Tensor,
-        t: Tensor | float,
-        warm_start: Tensor | None,
-        mdp: LayeredMDP | None,
-        parameters: Sequence[Tensor] | None,
-        check: bool,
-    ) -> Solution:
-        problem = self.prepare(cumulative_loss, t, warm_start, mdp, parameters)
-        if self.in_logs and solves_in_logs(self.regularizer, problem.mdp.num_states):
-            return self._solve_in_logs(problem, cumulative_loss, check)
-        setting = Setting(problem.mdp, self.evaluator, problem.probabilities)
-        equation = Stationarity(setting, self.options, problem.validate, partial(report, check))
-        return Solution(*ImplicitSolution.apply(equation, *problem.align(-cumulative_loss)))
-
-    def prepare(
-        self,
-        cumulative_loss: Tensor,
-        t: Tensor | float,
-        warm_start: Tensor | None,
-        mdp: LayeredMDP | None,
-        parameters: Sequence[Tensor] | None = None,
-    ) -> Problem:
-        """Check the arguments of `solve`, and collect what the torch path needs."""
+        Returns:
+            What the torch path needs: psi_t over the MDP, where to start, and the number of batch
+            dimensions.
+        """
         model = self.mdp if mdp is None else check_layout(mdp, self.mdp)
         start = self.interior
         if warm_start is not None:
             check_like("warm_start", warm_start, model)
             start = keep("pair", model, warm_start, 0.0)
-        check_episode(t)
-        now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
         own = parameters is None
-        parameters = self.evaluator.parameters(now) if parameters is None else parameters
-        given = self.evaluator.batch_shapes(parameters)
-        t, shapes = check_arguments(model, cumulative_loss, t, start, parameter_shapes(given))
+        if parameters is None:
+            parameters = self.evaluator.parameters(check_episode(t, model))
+        shapes = self.evaluator.batch_shapes(parameters)
+        t, rank = check_arguments(model, cumulative_loss, t, start, shapes)
         check_transforms()
         check_types(dict(self.regularizer.named_parameters()), model)
         if own and not inside_transform():
             self.regularizer.validate()
         probabilities = mdp is not None or any(carries_derivative(p) for p in model.probabilities)
-        rank = max(map(len, shapes.values()))
-        return Problem(self, model, t, tuple(parameters), start.detach(), probabilities, rank)
-
-    def _solve_in_logs(self, problem: Problem, loss: Tensor, check: bool) -> Solution:
-        """Solve the step for an entropy; see torch_occ.step.entropic."""
-        _, model, t, parameters, start, probabilities, _ = problem
-        entropy = entropy_of(self.evaluator.composition, [spread_batch(t), *parameters])
-        batches = (*(x.dim() for x in (t, *entropy)), len(model.batch_shape))
-        rank = max(loss.dim() - 2, start.dim() - 2, *batches)
-        entropy = Entropy(*(with_rank(x, rank, 0) for x in entropy))
-        if probabilities:
-            dims = (1, *(layer.event_dims for layer in model.layers))
-            pairs = zip(model.probabilities, dims, strict=True)
-            model = model.with_probabilities(*(with_rank(p, rank, dim) for p, dim in pairs))
-
-        def validate(
-            mdp: LayeredMDP, loss: Tensor, start: Tensor, entropy: Entropy, t: Tensor
-        ) -> None:
-            check_values(self.mdp, mdp, loss, start, t, zeros=True)
-            if not bool((entropy.weight > 0).all() and entropy.weight.isfinite().all()):
-                raise ValueError(
-                    "regularizer: its weight is not a positive number; check its parameters"
-                )
-
-        closed = is_entropy(self.regularizer, closed=True)
-        task = Task(model, self.options, probabilities, closed, validate, partial(report, check))
-        inputs = (loss, t, *entropy, *model.probabilities)
-        differentiable = any(carries_derivative(x) for x in inputs)
-        loss, start, t = with_rank(loss, rank, 2), with_rank(start, rank, 2), with_rank(t, rank, 0)
-        # The entropy may not depend on t, whose batch counts all the same.
-        loss = loss.expand(*broadcast(loss.shape[:-2], t.shape), *loss.shape[-2:])
-        return solve_entropic(task, loss, start, entropy, t, differentiable)
+        setting = Setting(model, self.evaluator, probabilities, t, tuple(parameters))
+        return setting, start.detach(), rank
 
     @property
     def expected_backend(self) -> str:
@@ -360,7 +319,7 @@ class FTRLStep(Frozen):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Give a copy its own name; compiled graphs refer to steps by name."""
         super().__setstate__(state)
-        self.name_in_graphs = enroll(self)
+        self.name_in_graphs = graph.enroll(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Self:
         """Move the MDP together with the parameters."""
@@ -368,3 +327,49 @@ class FTRLStep(Frozen):
         self.__dict__.update(mdp=self.mdp.map_tensors(fn), interior=fn(self.interior))
         self.use(self.backend)
         return self
+
+
+def _check_parts(mdp: LayeredMDP, regularizer: Regularizer, constraints: Budgets | None) -> None:
+    """Check what a step is made of."""
+    if not isinstance(mdp, LayeredMDP):
+        order = "; the order is FTRLStep(mdp, regularizer)" * isinstance(regularizer, LayeredMDP)
+        raise TypeError(f"mdp: expected a LayeredMDP, got {_kind_of(mdp)}{order}")
+    if not isinstance(regularizer, Regularizer):
+        advice = (
+            "use one such as occ.jin_luo(mdp), or derive a class from occ.SeparableRegularizer, "
+            "occ.StatewiseRegularizer or occ.JointRegularizer"
+        )
+        if isinstance(regularizer, type) and issubclass(regularizer, Regularizer):
+            advice = f"make one, {regularizer.__name__}(...)"
+        raise TypeError(
+            f"regularizer: expected an occ.Regularizer, got {_kind_of(regularizer)}; {advice}"
+        )
+    if constraints is not None:
+        _check_budgets(constraints)
+        constraints.check(mdp)
+    check_reachable(mdp)
+    for leaf in regularizer.leaves():
+        if isinstance(leaf, SeparableRegularizer) and not leaf.arguments:
+            raise ValueError(
+                f"regularizer: {type(leaf).__name__} has no term; "
+                "override pair, rest, state or complement"
+            )
+    regularizer.check_places(mdp)
+
+
+def _schedules_of(regularizer: Regularizer) -> Iterator[str]:
+    """Yield the names of schedules that depend on t."""
+    for module in regularizer.modules():
+        if isinstance(module, Schedule) and module.depends_on_t:
+            yield type(module).__name__
+
+
+def _check_budgets(constraints: Any) -> None:
+    if not isinstance(constraints, Budgets):
+        raise TypeError(
+            f"constraints: expected occ.Budgets(costs, limits), got {type(constraints).__name__}"
+        )
+
+
+def _kind_of(x: Any) -> str:
+    return f"the class {x.__name__}" if isinstance(x, type) else type(x).__name__

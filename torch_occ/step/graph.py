@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_occ._support.fingerprints import fingerprint
 from torch_occ._support.private import outside_graphs, with_autograd
+from torch_occ.mdp.checks import as_tensor
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.step.solution import Solution
 
@@ -27,6 +28,7 @@ def promote(loss: Tensor, mdp: LayeredMDP) -> Tensor:
     dtype = mdp.dtype
     if getattr(loss, "dtype", dtype) is dtype:  # isinstance would cost a microsecond
         return loss
+    loss = as_tensor(loss)
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         return loss
     return loss.to(dtype) if loss.dtype.itemsize < dtype.itemsize else loss

@@ -19,63 +19,84 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import refuse_batched_derivatives
+from torch_occ._support.private import carries_derivative, refuse_batched_derivatives
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_source
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.derivatives import Derivatives, Evaluator, derivatives
-from torch_occ.regularizers.parameters import with_rank
-from torch_occ.step.checks import check_values
+from torch_occ.regularizers.parameters import spread_batch, with_rank
+from torch_occ.step.entropic import Entropy, Task, entropy_of, solve_entropic
 from torch_occ.step.newton import newton
-from torch_occ.step.solution import Options, Solution, Status
+from torch_occ.step.solution import (
+    Options,
+    Solution,
+    Status,
+    check_probabilities,
+    check_values,
+    report,
+)
 from torch_occ.step.system import Factorization, factorize
-
-if TYPE_CHECKING:
-    from torch_occ.step.ftrl import FTRLStep
+from torch_occ.step.ways import is_entropy, solves_in_logs
 
 
 @dataclass(frozen=True)
 class Setting:
-    """psi_t over an MDP, without the tensors that it may be differentiated with respect to.
+    """psi_t over an MDP.
 
-    Those tensors are `(t, *parameters)`, followed by `mdp.probabilities` if these are
-    differentiated. All but the parameters have the same number of batch dimensions, so that a
-    `vmap` can put its dimension in front of all of them.
+    The tensors that it may be differentiated with respect to are `(t, *parameters)`, followed by
+    `mdp.probabilities` if these are differentiated. As arguments of `ImplicitSolution`, all but the
+    parameters have the same number of batch dimensions, so that a `vmap` can put its dimension in
+    front of all of them; `bind` puts them back.
     """
 
     mdp: LayeredMDP
     evaluator: Evaluator
     probabilities: bool  # whether they are among the tensors
+    t: Tensor = None  # type: ignore[assignment]  # until `bind`
+    parameters: tuple[Tensor, ...] = ()
 
     @property
     def event_dims(self) -> tuple[int | None, ...]:
         """The number of event dimensions of each tensor; None for parameters, which have any."""
-        model = (1, *(layer.event_dims for layer in self.mdp.layers)) if self.probabilities else ()
-        return (0, *self.evaluator.event_dims, *model)
+        return (0, *self.evaluator.event_dims, *(self._model_dims if self.probabilities else ()))
 
-    def bind(self, tensors: Sequence[Tensor]) -> Bound:
+    @property
+    def _model_dims(self) -> tuple[int, ...]:
+        return (1, *(layer.event_dims for layer in self.mdp.layers))
+
+    def bind(self, tensors: Sequence[Tensor]) -> Setting:
         """Return psi_t and the MDP with these tensors."""
         t, count = tensors[0], len(self.evaluator.names)
         mdp = self.mdp
         if self.probabilities:
             mdp = mdp.with_probabilities(*tensors[1 + count :])
-        return Bound(mdp, self.evaluator, t, tuple(tensors[1 : 1 + count]))
+        return replace(self, mdp=mdp, t=t, parameters=tuple(tensors[1 : 1 + count]))
 
+    def align(self, rank: int, *pairs: Tensor) -> list[Tensor]:
+        """Return these tensors, `(*batch, S, A)`, and its own with this number of batch dimensions.
 
-@dataclass(frozen=True)
-class Bound:
-    """A setting with its tensors."""
+        A vmap puts its dimension in front of them, where it is aligned then.
+        """
+        tensors = [with_rank(x, rank, 2) for x in pairs]
+        tensors += self.evaluator.align(rank, self.t, self.parameters)
+        if self.probabilities:
+            given = zip(self.mdp.probabilities, self._model_dims, strict=True)
+            tensors += [with_rank(p, rank, dim) for p, dim in given]
+        return tensors
 
-    mdp: LayeredMDP
-    evaluator: Evaluator
-    t: Tensor
-    parameters: tuple[Tensor, ...]
+    def validate(self, x: Tensor, start: Tensor) -> None:
+        """Check values; runs on plain tensors, inside every transform."""
+        self.evaluator.validate(self.parameters)
+        if self.probabilities:
+            check_probabilities(self.mdp)
+        check_values(self.mdp, -x, start, self.t, zeros=False)
 
     def deriver(self, batch: torch.Size) -> Callable[[Tensor], Derivatives]:
         """Return the function from q `(*batch, S, A)` to gradient and Hessian; plain tensors."""
@@ -114,18 +135,21 @@ class Bound:
 
 @dataclass(frozen=True)
 class Stationarity:
-    """grad psi_t(q) - E'v = x, E q = b; tensors `(x, start, *setting)`."""
+    """grad psi_t(q) - E'v = x, E q = b; tensors `(x, start, *setting)`.
+
+    `check` says whether failures raise. With None, the arguments are not checked either.
+    """
 
     setting: Setting
     options: Options
-    check: Callable[[Bound, Tensor, Tensor], None]
-    report: Callable[[Solution], None]
+    check: bool | None
 
     leading = (2, 2)
 
     def solve(self, x: Tensor, start: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         bound = self.setting.bind(tensors)
-        self.check(bound, x, start)
+        if self.check is not None:
+            bound.validate(x, start)
         given = bound.evaluator.batch_shape(bound.parameters)
         batch = broadcast(
             x.shape[:-2], start.shape[:-2], bound.t.shape, bound.mdp.batch_shape, given
@@ -137,7 +161,7 @@ class Stationarity:
             start,
             self.options,
         )
-        self.report(solution)
+        report(bool(self.check), solution)
         return solution[:3]
 
     def point(
@@ -318,36 +342,43 @@ def _sum_to(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.sum_to_size(like.shape) if gradient.shape != like.shape else gradient
 
 
-# -- The checked arguments of a step, as the torch path needs them ---------------------------------
+def solve_in_torch(
+    setting: Setting, options: Options, loss: Tensor, start: Tensor, rank: int, check: bool | None
+) -> Solution:
+    """Solve the step in torch, an entropy in logarithms.
 
+    Args:
+        setting: with its tensors, which need not be aligned.
+        rank: the number of batch dimensions.
+        check: as in `Stationarity`.
+    """
+    mdp, regularizer = setting.mdp, setting.evaluator.regularizer
+    tensors = setting.align(rank, -loss, start)
+    if not solves_in_logs(regularizer, mdp):
+        return Solution(*ImplicitSolution.apply(Stationarity(setting, options, check), *tensors))
+    values = [spread_batch(setting.t), *setting.parameters]
+    given = entropy_of(setting.evaluator.composition, values)
+    entropy = Entropy(*(with_rank(x, rank, 0) for x in given))
+    mdp = setting.bind(tensors[2:]).mdp
 
-class Problem(NamedTuple):
-    """The checked arguments of a step, without the loss."""
+    def validate(
+        model: LayeredMDP, loss: Tensor, start: Tensor, entropy: Entropy, t: Tensor
+    ) -> None:
+        if check is None:
+            return
+        if setting.probabilities:
+            check_probabilities(model)
+        check_values(model, loss, start, t, zeros=True)
+        if not bool((entropy.weight > 0).all() and entropy.weight.isfinite().all()):
+            raise ValueError(
+                "regularizer: its weight is not a positive number; check its parameters"
+            )
 
-    step: FTRLStep
-    mdp: LayeredMDP
-    t: Tensor
-    parameters: tuple[Tensor, ...]  # those of `Evaluator`
-    start: Tensor
-    probabilities: bool  # whether they are differentiated
-    rank: int  # the number of batch dimensions
-
-    def align(self, x: Tensor) -> list[Tensor]:
-        """Return x = - loss, the start, t, parameters and probabilities.
-
-        All but the parameters get the same number of batch dimensions, so that the dimension that a
-        vmap puts in front of them is aligned.
-        """
-        rank = self.rank
-        tensors = [with_rank(x, rank, 2), with_rank(self.start, rank, 2)]
-        tensors += self.step.evaluator.align(rank, self.t, self.parameters)
-        if self.probabilities:
-            dims = (1, *(layer.event_dims for layer in self.mdp.layers))
-            pairs = zip(self.mdp.probabilities, dims, strict=True)
-            tensors += [with_rank(p, rank, dim) for p, dim in pairs]
-        return tensors
-
-    def validate(self, bound: Bound, x: Tensor, start: Tensor) -> None:
-        """Check values; runs on plain tensors, inside every transform."""
-        bound.evaluator.validate(bound.parameters)
-        check_values(self.step.mdp, bound.mdp, -x, start, bound.t, zeros=False)
+    closed, tell = is_entropy(regularizer, closed=True), partial(report, bool(check))
+    task = Task(mdp, options, setting.probabilities, closed, validate, tell)
+    _, start, t, *_ = tensors
+    differentiable = any(carries_derivative(x) for x in (loss, t, *entropy, *mdp.probabilities))
+    # The entropy may not depend on t, whose batch counts all the same.
+    loss = with_rank(loss, rank, 2)
+    loss = loss.expand(*broadcast(loss.shape[:-2], t.shape), *loss.shape[-2:])
+    return solve_entropic(task, loss, start, entropy, t, differentiable)

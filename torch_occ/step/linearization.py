@@ -21,7 +21,7 @@ from torch_occ.regularizers.base import SeparableRegularizer
 from torch_occ.regularizers.parameters import with_rank
 from torch_occ.regularizers.terms import Argument, change, keep
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.implicit import Bound, ImplicitSolution, Linearized, Setting
+from torch_occ.step.implicit import ImplicitSolution, Linearized, Setting
 
 
 class Linearization:
@@ -100,7 +100,7 @@ class Linearization:
             total = total + moment.sum(-1 if name == "state" else (-2, -1))
         return total
 
-    def _third_derivatives(self, bound: Bound) -> dict[Argument, Tensor]:
+    def _third_derivatives(self, bound: Setting) -> dict[Argument, Tensor]:
         """Return the third derivatives at q of the scalar terms, by argument."""
         regularizer = bound.evaluator.regularizer
         evaluate = bound.evaluator.bind(bound.parameters, bound.t.expand(self.q.shape[:-2]))
@@ -133,7 +133,7 @@ class Linearization:
         others = self.mdp.other_actions
         return (others @ blocks @ others if name == "rest" else blocks).diagonal(dim1=-2, dim2=-1)
 
-    def _bend_by_columns(self, bound: Bound, u: Tensor, G: Tensor) -> Tensor:
+    def _bend_by_columns(self, bound: Setting, u: Tensor, G: Tensor) -> Tensor:
         """Compute `bend` for any regularizer, with one Hessian product per column of G."""
         rows = G.movedim(-1, 0).unflatten(-1, self.q.shape[-2:])  # (S * A, *batch, S, A)
         picks = self._columns(torch.eye(len(rows), dtype=G.dtype, device=G.device))

@@ -1,15 +1,20 @@
-"""The result of a solve, for both backends: the minimizer, its certificate, its status."""
+"""What goes into a step and what comes out: budgets, options, solution, errors of both backends."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_occ._support import constants
+from torch_occ._support.private import forward_modes
+from torch_occ.mdp.checks import broadcast, check_table
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import optimal_policy
 
 
 class Status(IntEnum):
@@ -160,3 +165,309 @@ class Certified(Protocol):
 def over(x: Tensor, event_dims: int) -> Tensor:
     """Append event dimensions to x `(*batch,)`, to broadcast against `(*batch, *event)`."""
     return x[(..., *(None,) * event_dims)]
+
+
+class SolveError(RuntimeError):
+    """Raised when a step could not be certified. `solution` holds the uncertified result."""
+
+    def __init__(self, message: str, solution: Certified) -> None:
+        super().__init__(message)
+        self.solution: Any = solution  # a Solution or a Projection
+
+
+class InfeasibleError(SolveError):
+    """Raised when no policy meets all budgets.
+
+    `certificate` holds weights y >= 0, `(m,)`. Every policy has ⟨sum_i y_i G_i, q⟩ > ⟨y, h⟩, so it
+    violates at least one budget. `element` is the index of the batch element.
+    """
+
+    def __init__(
+        self,
+        solution: Solution,
+        element: tuple[int, ...],
+        certificate: Tensor,
+        least: float,
+        allowed: float,
+    ) -> None:
+        where = f"batch element {element}: " if element else ""
+        weights = ", ".join(f"{y:.6g}" for y in certificate.tolist())
+        super().__init__(
+            f"{where}no policy meets the budgets. With weights y = ({weights}), the least possible "
+            f"value of sum_i y_i ⟨G_i, q⟩ is {least:.6g}, and the limits allow {allowed:.6g}. "
+            "Raise a limit whose weight is positive",
+            solution,
+        )
+        self.certificate, self.element = certificate, element
+
+
+def report(check: bool, solution: Certified, what: str = "the FTRL step") -> None:
+    """Report failed elements of a solution if `check` is set; `what` names the problem.
+
+    Raises:
+        SolveError: if an element failed; the message lists the first five.
+    """
+    if not check or not bool(solution.status.any()):
+        return
+    failed = (solution.status != Status.CONVERGED).nonzero()
+    lines = []
+    for index in failed[:5]:
+        status = Status(int(solution.status[tuple(index)]))
+        element = f"batch element {tuple(index.tolist())}" if len(index) else what
+        lines.append(
+            f"{element}: {status.name} after {int(solution.steps[tuple(index)])} Newton steps, "
+            f"dual residual {float(solution.dual_residual[tuple(index)]):.1e}: {status.advice}"
+        )
+    more = f"\n... and {len(failed) - 5} more" if len(failed) > 5 else ""
+    raise SolveError(
+        f"{what} was not solved; solve(..., check=False) returns statuses instead\n"
+        + "\n".join(lines)
+        + more,
+        solution,
+    )
+
+
+# -- Budgets ---------------------------------------------------------------------------------------
+
+
+class Budgets(nn.Module):
+    """Upper limits on expected costs, ⟨G_i, q⟩ <= h_i for i = 1, ..., m.
+
+    ⟨G_i, q⟩ is the expected cost of an episode if taking action a in state s costs G_i(s,a). Both
+    tensors may have a batch and may require gradients. They are buffers, so they move with the
+    step.
+
+    Args:
+        costs: G, `(*batch, m, S, A)`. Values on masked pairs are ignored.
+        limits: h, `(*batch, m)`.
+
+    Raises:
+        TypeError: if an argument is not a tensor of floating-point numbers.
+        ValueError: if the number of budgets differs, or is zero, or a number is not finite.
+
+    Example:
+        >>> budgets = Budgets(costs, limits)  # costs (m, S, A), limits (m,)
+        >>> step = FTRLStep(mdp, jin_luo(mdp), constraints=budgets)
+    """
+
+    costs: Tensor
+    limits: Tensor
+
+    def __init__(self, costs: Tensor, limits: Tensor) -> None:
+        super().__init__()
+        for name, x, least in (("costs", costs, 3), ("limits", limits, 1)):
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                raise TypeError(f"{name}: expected a tensor of floating-point numbers, got {found}")
+            if x.dim() < least:
+                shape = "(*batch, m, S, A)" if least == 3 else "(*batch, m)"
+                raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
+        if costs.shape[-3] != limits.shape[-1] or limits.shape[-1] == 0:
+            raise ValueError(
+                "limits: expected one limit per budget and at least one budget, got "
+                f"{limits.shape[-1]} limits for {costs.shape[-3]} rows of costs"
+            )
+        wrong = (~limits.isfinite()).nonzero()
+        if len(wrong):
+            raise ValueError(
+                f"limits: entry {tuple(wrong[0].tolist())} is {float(limits[tuple(wrong[0])])}; "
+                "expected a finite number. Leave out a budget that has no limit"
+            )
+        self.register_buffer("costs", costs)
+        self.register_buffer("limits", limits)
+
+    def __len__(self) -> int:
+        return self.limits.shape[-1]
+
+    def __repr__(self) -> str:
+        return f"Budgets({len(self)} budgets, costs {tuple(self.costs.shape)})"
+
+    def check(self, mdp: LayeredMDP) -> None:
+        """Check that the costs fit an MDP.
+
+        Raises:
+            ValueError: if shape, number type or device differ, or a cost is not finite.
+        """
+        expected = (mdp.num_states, mdp.num_actions)
+        if tuple(self.costs.shape[-2:]) != expected:
+            raise ValueError(
+                f"constraints: expected costs of shape (*batch, m, {expected[0]}, {expected[1]}), "
+                f"got {tuple(self.costs.shape)}"
+            )
+        for name, x in (("costs", self.costs), ("limits", self.limits)):
+            if x.dtype != mdp.dtype or x.device != mdp.device:
+                raise ValueError(
+                    f"constraints: {name} are {x.dtype} on {x.device}, the MDP {mdp.dtype} on "
+                    f"{mdp.device}; convert one of them"
+                )
+        wrong = (~self.costs.isfinite() & mdp.actions).nonzero()
+        if len(wrong):
+            *batch, budget, state, action = wrong[0].tolist()
+            element = f"batch element {tuple(batch)}, " if batch else ""
+            raise ValueError(
+                f"constraints: the cost of {element}budget {budget}, {mdp.locate(state)}, action "
+                f"{action} is {float(self.costs[tuple(wrong[0])])}; expected a finite number"
+            )
+
+    def on_existing_pairs(self, mdp: LayeredMDP) -> Tensor:
+        """The costs, zero on masked pairs."""
+        return self.costs if bool(mdp.actions.all()) else self.costs.where(mdp.actions, 0.0)
+
+
+def least_cost(mdp: LayeredMDP, costs: Tensor) -> Tensor:
+    """min over q in Omega of ⟨costs, q⟩, `(*batch,)`, by backward induction."""
+    value = optimal_policy(mdp, costs).value
+    return (value[..., : mdp.layer_sizes[0]] * mdp.initial).sum(-1)
+
+
+# -- Checks of the arguments of a step, with the error messages of both backends -------------------
+#
+# They raise a TypeError for what is no tensor and no number, and a ValueError for anything else.
+
+
+def check_arguments(
+    mdp: LayeredMDP,
+    loss: Tensor,
+    t: Tensor | float,
+    start: Tensor,
+    parameters: Mapping[str, torch.Size],
+) -> tuple[Tensor, int]:
+    """Check shapes and types of a step's arguments.
+
+    Args:
+        parameters: the batch shape of every parameter by name.
+
+    Returns:
+        t as a tensor, and the number of batch dimensions.
+    """
+    check_like("cumulative_loss", loss, mdp)
+    t = check_episode(t, mdp)
+    check_like("warm_start", start, mdp)
+    shapes = {"cumulative_loss": loss.shape[:-2]}
+    shapes |= {f"regularizer: {name}": shape for name, shape in parameters.items()}
+    shapes |= {"mdp": mdp.batch_shape, "t": t.shape, "warm_start": start.shape[:-2]}
+    check_batches(shapes)
+    return t, max(map(len, shapes.values()))
+
+
+def check_episode(t: Any, mdp: LayeredMDP) -> Tensor:
+    """Check that t is a number or a tensor, and return it as a tensor."""
+    if not isinstance(t, Tensor | int | float):
+        raise TypeError(f"t: expected a number or a tensor, got {type(t).__name__}")
+    try:
+        return torch.as_tensor(t, dtype=mdp.dtype, device=mdp.device)
+    except (OverflowError, RuntimeError):
+        raise ValueError(
+            f"t: expected an episode of at least 1 and below {torch.finfo(mdp.dtype).max:.1e}, "
+            "the largest number of the MDP's type; got a larger integer"
+        ) from None
+
+
+def check_types(parameters: Mapping[str, Tensor], mdp: LayeredMDP) -> None:
+    """Check that parameters have the number type and the device of the MDP."""
+    for name, parameter in parameters.items():
+        if parameter.dtype != mdp.dtype or parameter.device != mdp.device:
+            raise ValueError(
+                f"regularizer: {name} is {parameter.dtype} on {parameter.device}, the MDP "
+                f"{mdp.dtype} on {mdp.device}; use step.to(...) for both"
+            )
+
+
+def check_reachable(mdp: LayeredMDP) -> None:
+    """Check that some policy reaches every state."""
+    unreachable = (~mdp.reachable).nonzero()
+    if len(unreachable):
+        raise ValueError(
+            f"mdp: {len(unreachable)} states cannot be reached, the first is "
+            f"{mdp.locate(int(unreachable[0]))}; the set Omega of occupancy measures has no "
+            "interior then. Remove them with mdp.prune()"
+        )
+
+
+def check_probabilities(mdp: LayeredMDP) -> None:
+    """Check probabilities that were not checked yet, which are not those of the step's own MDP."""
+    if not all(bool(p.isfinite().all()) for p in mdp.probabilities):
+        raise ValueError(
+            "mdp: a probability is not finite; make it with LayeredMDP(transitions, ...), "
+            "whose error names the place"
+        )
+    check_reachable(mdp)
+
+
+def check_layout(mdp: LayeredMDP, own: LayeredMDP) -> LayeredMDP:
+    """Check that an MDP has the layout of the step's own one, and return it."""
+    if mdp.layer_sizes != own.layer_sizes or not torch.equal(mdp.actions, own.actions):
+        raise ValueError(
+            f"mdp: expected the layout of {own}, got {mdp}; "
+            "make it with mdp.with_transitions, or make another FTRLStep"
+        )
+    return mdp
+
+
+def check_batches(shapes: Mapping[str, torch.Size]) -> None:
+    """Check that each batch shape broadcasts against those before it; the message names it."""
+    batch = torch.Size()
+    for name, shape in shapes.items():
+        try:
+            batch = broadcast(batch, shape)
+        except RuntimeError:
+            raise ValueError(
+                f"{name}: expected a batch shape that broadcasts against {tuple(batch)}, "
+                f"got {tuple(shape)}"
+            ) from None
+
+
+def check_transforms() -> None:
+    """Refuse forward mode inside forward mode.
+
+    torch loses tangents of a custom function there, and the result would be silently wrong.
+    """
+    if forward_modes() > 1:
+        raise NotImplementedError(
+            "torch does not support forward mode inside forward mode here; "
+            "use jacrev or grad for one of them"
+        )
+
+
+def check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
+    """Check that x is a tensor `(*batch, S, A)` with the number type and the device of the MDP."""
+    check_table(name, x, mdp)
+    if x.layout is not torch.strided:
+        raise ValueError(f"{name}: is a tensor of layout {x.layout}; convert it with .to_dense()")
+    if x.dtype != mdp.dtype or x.device != mdp.device:
+        raise ValueError(
+            f"{name}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; "
+            "convert one of them"
+        )
+
+
+def check_values(mdp: LayeredMDP, loss: Tensor, start: Tensor, t: Tensor, *, zeros: bool) -> None:
+    """Check the values of plain tensors; runs inside every transform.
+
+    Args:
+        zeros: whether `start` may have zeros.
+    """
+    early = (~((t >= 1) & t.isfinite())).nonzero()
+    if len(early):
+        raise ValueError(f"t: expected an episode of at least 1, got {float(t[tuple(early[0])])}")
+    wrong = (~loss.isfinite() & mdp.actions).nonzero()
+    if len(wrong):
+        raise ValueError(
+            f"cumulative_loss: {place_of(mdp, wrong[0])} is {float(loss[tuple(wrong[0])])}; "
+            "expected a finite number"
+        )
+    good = (start >= 0) if zeros else (start > 0)
+    wrong = (~(good & start.isfinite()) & mdp.actions).nonzero()
+    if len(wrong):
+        expected = "an occupancy of at least 0" if zeros else "a positive occupancy"
+        raise ValueError(
+            f"warm_start: {place_of(mdp, wrong[0])} is {float(start[tuple(wrong[0])])}; "
+            f"expected {expected}"
+        )
+
+
+def place_of(mdp: LayeredMDP, index: Tensor) -> str:
+    """Return the batch element, layer, state and action of an index, for error messages."""
+    *batch, state, action = index.tolist()
+    element = f"batch element {tuple(batch)}, " if batch else ""
+    return f"{element}{mdp.locate(state)}, action {action}"

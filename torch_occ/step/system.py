@@ -30,7 +30,7 @@ from torch_occ._support.constants import FORCING, MAX_ITERATIONS, NOISE, RESTART
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import DenseFlow, Flow, LayeredFlow, join
-from torch_occ.regularizers.hessians import Blocks, Full, Hessian, Separable
+from torch_occ.regularizers.derivatives import Blocks, Full, Hessian, Separable
 from torch_occ.step.ways import prefers_iterations
 
 

@@ -104,12 +104,15 @@ def prefers_rows(mdp: LayeredMDP) -> bool:
 
 
 def is_entropy(regularizer: Regularizer, closed: bool = False) -> bool:
-    """Return whether psi_t has the form above, for all parameters and every t.
+    """Return whether psi_t is an entropy of torch_occ.step.entropic, for all parameters and t.
 
-    With `closed`, return whether also kappa = 0.
+    That is, w > 0 and kappa >= 0. With `closed`, return whether also kappa = 0.
     """
-    for leaf in regularizer.leaves():  # with a place, w may depend on the pair
-        if not isinstance(leaf, TabularRegularizer) or regularizer.places():
+    if regularizer.places():  # then w may depend on the pair
+        return False
+    largest = 0.0
+    for leaf in regularizer.leaves():
+        if not isinstance(leaf, TabularRegularizer):
             return False
         weights = {"pair": 0.0, "state": 0.0}
         for term in leaf.table():
@@ -117,19 +120,19 @@ def is_entropy(regularizer: Regularizer, closed: bool = False) -> bool:
             if not (known and isinstance(term.function, XLogX) and term.argument in weights):
                 return False
             weights[term.argument] += float(term.weight)
-        price = weights["pair"] + weights["state"]
-        if not 0 <= price <= (0 if closed else weights["pair"]):
+        price, largest = sum(weights.values()), max(largest, weights["pair"])
+        if weights["pair"] < 0 or price < 0 or (closed and price > 0):
             return False
-    return True
+    return largest > 0
 
 
-def solves_in_logs(regularizer: Regularizer, num_states: int) -> bool:
-    """Return whether the step is solved in logarithms: not for an entropy of many states.
+def solves_in_logs(regularizer: Regularizer, mdp: LayeredMDP) -> bool:
+    """Return whether the torch path solves the step in logarithms.
 
-    Its Jacobian is a matrix over all states. If kappa = 0, none is needed.
+    If kappa > 0, it forms a matrix over the states of each layer: not for wide layers.
     """
-    few = num_states <= SQUARE
-    return is_entropy(regularizer) and (few or is_entropy(regularizer, closed=True))
+    narrow = max(mdp.layer_sizes) <= SQUARE
+    return is_entropy(regularizer) and (narrow or is_entropy(regularizer, closed=True))
 
 
 def prefers_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> bool:

@@ -8,7 +8,6 @@ statements    what a statement is, and the parameters of the paper
 curvatures    phi_H, phi_L, the Hessian and its inverse        lem:def_M, lem:M_inverse
 penalty       phi_H(q_opt) - phi_H(q) and its bounds           lem:key_lemma_bound_penalty
 stability     norm of the loss estimate and its bounds         lem:key_lemma_bound_stability
-identities    closed forms against their definitions           eq:quadratic_form
 bounds        conditions, constants, bounds, parameters        thm:main_general
 runs          the regret of a run as penalty and stability     lem:key_lemma_ftrl
 surveys       the statements on random data
@@ -96,65 +95,31 @@ from torch_occ.theory import shifted as _shifted  # noqa: F401, it is occ.theory
 #: Where names of version 0.2 are now. They still work here, with a warning, until version 0.4.
 _MOVED = {
     "curvatures": (
-        "Block",
-        "Curvature",
-        "M",
-        "M_inverse",
-        "N",
-        "N_diagonal",
-        "W",
-        "blocks",
-        "curvature",
-        "hybrid_alternative",
-    ),
-    "identities": (
-        "both_definitions",
-        "hessian_by_layers",
-        "inverse_by_layers",
-        "quadratic_form_of_hessian",
-        "tangent",
+        "Block Curvature M M_inverse N N_diagonal W blocks curvature hybrid_alternative "
+        "both_definitions hessian_by_layers inverse_by_layers quadratic_form_of_hessian tangent"
     ),
     "stability": (
-        "first_step_bound",
-        "joint_visits",
-        "quadratic_form_diagonal",
-        "second_step_bound",
-        "worst_case_stability",
+        "first_step_bound quadratic_form_diagonal second_step_bound worst_case_stability"
     ),
     "bounds": (
-        "Coefficients",
-        "ProofConstants",
-        "Summands",
-        "Tuning",
-        "harmonic",
-        "printed_tuning_order",
-        "proof_constants",
-        "summand",
-        "summands",
-        "tuning_objective",
-        "worst_case_coefficient",
+        "Coefficients ProofConstants Summands Tuning harmonic printed_tuning_order "
+        "proof_constants summand summands tuning_objective worst_case_coefficient"
     ),
-    "runs": (
-        "Trajectory",
-        "comparator_point",
-    ),
-    "penalty": (
-        "outside",
-        "state_regularizer",
-    ),
+    "runs": "Trajectory comparator_point",
+    "penalty": "outside state_regularizer",
 }
 
 #: Names that were removed, and what to use instead.
 _GONE = dict.fromkeys(
     ("UnknownCertificate", "UnknownParts", "unknown_parts"),
     "`regret` of the history of occ.simulate has the sum of its parts",
-)
+) | {"joint_visits": "theory.reach has the probability of meeting a later state"}
 
 if not _typing.TYPE_CHECKING:  # a type checker would take every name for one that exists
 
     def __getattr__(name: str) -> object:
         for module, names in _MOVED.items():
-            if name in names:
+            if name in names.split():
                 where = f"torch_occ.theory.{module}"
                 text = f"torch_occ.theory.{name} is {where}.{name} now"
                 _warnings.warn(text, DeprecationWarning, stacklevel=2)

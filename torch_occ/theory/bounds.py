@@ -13,7 +13,7 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy
 from torch_occ.theory.penalty import outside, penalty_bound
 from torch_occ.theory.stability import stability_bound
-from torch_occ.theory.statements import Parameters, Statement, statement
+from torch_occ.theory.statements import Parameters, Statement, equality, statement
 
 # -- Gaps, corruption and the self-bounding condition (`sec:preliminaries_self_bounding`) ----------
 
@@ -44,9 +44,8 @@ def corruption(mdp: LayeredMDP, losses: Tensor, clean: Tensor) -> Tensor:
     Both arguments are `(T, *batch, S, A)`; the result is `(*batch,)`.
     """
     difference = torch.where(mdp.actions, (losses - clean).abs(), 0.0)
-    return 2 * torch.stack([layer.amax((-2, -1)) for layer in mdp.split(difference, -2)]).sum(
-        0
-    ).sum(0)
+    worst = torch.stack([layer.amax((-2, -1)) for layer in mdp.split(difference, -2)])
+    return 2 * worst.sum(0).sum(0)
 
 
 def performance_difference(mdp: LayeredMDP, q: Tensor, mean: Tensor) -> Statement:
@@ -57,14 +56,8 @@ def performance_difference(mdp: LayeredMDP, q: Tensor, mean: Tensor) -> Statemen
     plan = optimal_policy(mdp, mean)
     left = ((q - occupancy(mdp, plan.policy)) * mean).sum((-2, -1))
     size = (q * mean).sum((-2, -1)) + mdp.horizon
-    return statement(
-        "performance difference",
-        left,
-        outside(q * plan.gaps, plan.policy),
-        mdp.num_pairs,
-        scale=size,
-        relation="=",
-    )
+    right = outside(q * plan.gaps, plan.policy)
+    return equality("performance difference", left, right, mdp.num_pairs, size)
 
 
 def self_bounding_condition(
@@ -75,17 +68,10 @@ def self_bounding_condition(
     `occupancies` is sum_t q_t `(*batch, S, A)`, as in
     `History.cumulative_occupancy`.
     """
-    right, left = self_bounding(
-        regret, occupancies, gap, mapping, corruption
-    )  # that function has the regret on the left
-    pairs = occupancies.shape[-2] * occupancies.shape[-1]
-    return statement(
-        "eq:self_bounding_constraint",
-        left,
-        right,
-        pairs,
-        scale=occupancies.sum((-2, -1)) + regret.abs(),
-    )
+    # That function has the regret on the left.
+    right, left = self_bounding(regret, occupancies, gap, mapping, corruption)
+    pairs, scale = math.prod(occupancies.shape[-2:]), occupancies.sum((-2, -1)) + regret.abs()
+    return statement("eq:self_bounding_constraint", left, right, pairs, scale)
 
 
 def opt_implicit_bound(
@@ -100,11 +86,8 @@ def opt_implicit_bound(
 
     It follows from the self-bounding condition. q_opt is `best` `(*batch, S, A)`.
     """
-    left = episodes * outside(best * gap, mapping)
-    right = torch.as_tensor(corruption, dtype=best.dtype, device=best.device)
-    return statement(
-        "lem:opt_implict_bound", left, right, mdp.num_pairs, scale=float(episodes * mdp.horizon)
-    )
+    left, scale = episodes * outside(best * gap, mapping), float(episodes * mdp.horizon)
+    return statement("lem:opt_implict_bound", left, corruption, mdp.num_pairs, scale)
 
 
 # -- Constants and right-hand sides of the theorems and corollaries (`sec:result`) -----------------
@@ -155,10 +138,8 @@ def main_general(mdp: LayeredMDP, parameters: Parameters) -> Coefficients:
     """
     C1, C2, _, C4 = proof_constants(mdp, parameters)
     alpha, gamma = parameters.alpha, parameters.gamma
-    Z = math.sqrt(mdp.horizon * mdp.num_pairs) * (
-        (1 + alpha * math.sqrt(mdp.num_actions)) / gamma + gamma
-    )
-    return Coefficients(C1 + C4, C2, Z)
+    factor = (1 + alpha * math.sqrt(mdp.num_actions)) / gamma + gamma
+    return Coefficients(C1 + C4, C2, math.sqrt(mdp.horizon * mdp.num_pairs) * factor)
 
 
 def main(mdp: LayeredMDP) -> tuple[float, float]:
@@ -167,9 +148,8 @@ def main(mdp: LayeredMDP) -> tuple[float, float]:
     The theorem itself, a bound up to constants and logarithms, is not evaluated. `explicit` has the
     coefficients with all constants, and `theorem_summand` has one summand of the bound.
     """
-    return mdp.horizon**2.5 + mdp.horizon * math.sqrt(mdp.num_actions), math.sqrt(
-        mdp.horizon * mdp.num_pairs
-    )
+    L, pairs = mdp.horizon, mdp.num_pairs
+    return L**2.5 + L * math.sqrt(mdp.num_actions), math.sqrt(L * pairs)
 
 
 def explicit(mdp: LayeredMDP, parameters: Parameters) -> Coefficients:
@@ -182,9 +162,8 @@ def explicit(mdp: LayeredMDP, parameters: Parameters) -> Coefficients:
     `lem:key_lemma_bound_penalty`.
     """
     C1, C2, C3, C4 = proof_constants(mdp, parameters)
-    return Coefficients(
-        C1 + 64 * math.e * C4, 2 * C2, C1 * math.sqrt(mdp.horizon * mdp.num_pairs) + C2 + 32 * C3
-    )
+    Z = C1 * math.sqrt(mdp.horizon * mdp.num_pairs) + C2 + 32 * C3
+    return Coefficients(C1 + 64 * math.e * C4, 2 * C2, Z)
 
 
 def lower_order(mdp: LayeredMDP, parameters: Parameters, episodes: Tensor) -> Tensor:
@@ -240,12 +219,8 @@ def summand(coefficients: Coefficients, J: Summands) -> Tensor:
 
 def cauchy_schwarz(mdp: LayeredMDP, J: Summands) -> Statement:
     """J_2(t) <= sqrt(L |S| |A|) J_1(t), from the adaptive bound to the worst case."""
-    return statement(
-        "J_2 <= sqrt(L|S||A|) J_1",
-        J.J2,
-        math.sqrt(mdp.horizon * mdp.num_pairs) * J.J1,
-        mdp.num_pairs,
-    )
+    right = math.sqrt(mdp.horizon * mdp.num_pairs) * J.J1
+    return statement("J_2 <= sqrt(L|S||A|) J_1", J.J2, right, mdp.num_pairs)
 
 
 def theorem_summand(
@@ -332,20 +307,15 @@ def stochastic_bound(
     """
     X, Y, _ = explicit(mdp, parameters)
     V = lower_order(mdp, parameters, episodes)
-    u = (
-        (1 + episodes.log())
-        / 2
-        * (X**2 * _inverse_gaps(mdp, gap, mapping) + Y**2 / minimal_gap(mdp, gap, mapping))
-    )
+    sums = X**2 * _inverse_gaps(mdp, gap, mapping) + Y**2 / minimal_gap(mdp, gap, mapping)
+    u = (1 + episodes.log()) / 2 * sums
     return 2 * (u * (1.5 * corruption + V + u)).sqrt() + 2 * u + V
 
 
 def harmonic(episodes: Tensor) -> tuple[Statement, Statement]:
     """sum_{t<=T} 1/t against 2 log T, as printed (false for T = 1, 2), and against 1 + log T."""
-    total = torch.stack(
-        [(1 / torch.arange(1, int(T) + 1, dtype=episodes.dtype)).sum() for T in episodes.flatten()]
-    ).view_as(episodes)
     terms = int(episodes.max())
+    total = (1 / torch.arange(1, terms + 1, dtype=episodes.dtype)).cumsum(0)[episodes.long() - 1]
     return (
         statement("sum 1/t <= 2 log T (printed)", total, 2 * episodes.log(), terms),
         statement("sum 1/t <= 1 + log T", total, 1 + episodes.log(), terms),
@@ -414,9 +384,5 @@ def printed_tuning_order(mdp: LayeredMDP) -> float:
     Read: A^(3/4) is |A|^(3/4).
     """
     L, A = mdp.horizon, mdp.num_actions
-    return (
-        mdp.num_pairs
-        / math.sqrt(A)
-        * L**1.5
-        * (math.sqrt(A) * L + L**1.5 + A + A**0.75 * math.sqrt(L))
-    )
+    order = math.sqrt(A) * L + L**1.5 + A + A**0.75 * math.sqrt(L)
+    return mdp.num_pairs / math.sqrt(A) * L**1.5 * order

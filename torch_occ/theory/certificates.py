@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch_occ.game.simulate import Simulation
 
 
-# -- The terms of `lem:key_lemma_ftrl` at the checkpoints of a run, from what a certificate --------
+# -- The terms of `lem:key_lemma_ftrl` at the checkpoints of a run --------------------------------
 #
 # A checkpoint at episode t has numbers of two kinds.
 #
@@ -56,14 +56,7 @@ if TYPE_CHECKING:
 
 
 #: Curves that exist a second time, with the suffix `_shared`.
-_SHARED = (
-    "regret",
-    "penalty",
-    "penalty_bound",
-    "stability_bound",
-    "bound_terms",
-    "bound_lemmas",
-)
+_SHARED = ("regret", "penalty", "penalty_bound", "stability_bound", "bound_terms", "bound_lemmas")
 
 
 class Records(NamedTuple):
@@ -134,25 +127,21 @@ def _stability(
     q = records.q[max(first - 1, 0) :]  # with the checkpoint before, if there is one
     inverse, R = inverse_and_diagonal(mdp, curvature(mdp, q, parameters.alpha))
     steps = mdp.horizon * weighed(mdp, q, R).sum((-2, -1))
-    right = torch.stack(
-        [norm_of_moments(mdp, q[-count:], inverse[-count:], moments), steps[-count:]]
-    )
+    now = norm_of_moments(mdp, q[-count:], inverse[-count:], moments)
+    right = torch.stack([now, steps[-count:]])
     # The same moments at the start of each interval. Before the first checkpoint q is constant.
     seen = moments[count + 1 - len(q) :]
     left = torch.stack([norm_of_moments(mdp, q[:-1], inverse[:-1], seen), steps[:-1]])
     left = torch.cat([right[:, : count - len(seen)], left], 1)
 
     ends = [0, *records.episode.tolist()][first:]
-    weights = _interval_weights(ends, lambda t: 8 * parameters.eta(t)).to(q)  # (2, K)
+    weights = interval_weights(ends, lambda t: 8 * parameters.eta(t)).to(q)  # (2, K)
     sums = (weights[0, :, None] * left + weights[1, :, None] * right).cumsum(1)
     if before is not None:
         sums = sums + before.unsqueeze(1)
-    return {
-        "stability": sums[0],
-        "stability_first_step": sums[1],
-        "stability_now": right[0],
-        "stability_now_first_step": right[1],
-    }
+    names = "stability", "stability_first_step"
+    nows = "stability_now", "stability_now_first_step"
+    return dict(zip((*names, *nows), (*sums, *right), strict=True))
 
 
 def _against(
@@ -167,13 +156,22 @@ def _against(
     alpha, first = parameters.alpha, len(records.episode) - len(mappings)
     best = occupancy(mdp, mappings)
     best_value, values = hybrid(mdp, best, alpha), hybrid(mdp, records.q, alpha)
-    limits = _limits(mdp, alpha, records.q, best, mappings)  # for each comparator, (2, C, N)
-    of_penalty = running_weights(records.episode, parameters.eta_step)[first:].to(values)  # (K, C)
-    of_stability = running_weights(records.episode, lambda t: 8 * parameters.eta(t))[first:]
-    penalty = best_value * of_penalty.sum(-1, keepdim=True) - of_penalty @ values
+    limits: list[Tensor] = []  # the bounds of both lemmas, (2, C, N) for each comparator
+    for i, mapping in enumerate(mappings):
+        if i and torch.equal(mapping, mappings[i - 1]):  # the comparator changes rarely
+            limits.append(limits[-1])
+        else:
+            bound = penalty_bound(mdp, records.q, best[i], mapping, alpha)
+            other = stability_bound(mdp, records.q, mapping, alpha)
+            limits.append(torch.stack([bound, other]))
+    rates = parameters.eta_step, lambda t: 8 * parameters.eta(t)
+    weights = [
+        running_weights(records.episode, rate)[first:].to(values) for rate in rates
+    ]  # (K, C)
+    penalty = best_value * weights[0].sum(-1, keepdim=True) - weights[0] @ values
     penalty_limit, stability_limit = (
-        torch.stack([w @ limit[i] for w, limit in zip(weights, limits, strict=True)])
-        for i, weights in enumerate((of_penalty, of_stability.to(values)))
+        torch.stack([row @ limit[i] for row, limit in zip(weights[i], limits, strict=True)])
+        for i in range(2)
     )
     last = torch.stack([limit[:, first + i] for i, limit in enumerate(limits)], 1)
     return {
@@ -188,62 +186,42 @@ def _against(
     }
 
 
-def _limits(
-    mdp: LayeredMDP, alpha: float, q: Tensor, best: Tensor, mappings: Tensor
-) -> list[Tensor]:
-    """The bounds of both lemmas at every q `(C, N, S, A)`, `(2, C, N)` for each comparator.
-
-    The comparator changes rarely, so what was computed for the one before is used again.
-    """
-    found: list[Tensor] = []
-    for i, mapping in enumerate(mappings):
-        if i and torch.equal(mapping, mappings[i - 1]):
-            found.append(found[-1])
-        else:
-            penalty = penalty_bound(mdp, q, best[i], mapping, alpha)
-            found.append(torch.stack([penalty, stability_bound(mdp, q, mapping, alpha)]))
-    return found
-
-
 def running_weights(checkpoints: Tensor, rate: Callable[[Tensor], Tensor]) -> Tensor:
     """W `(C, C)` with sum_{t <= T_i} rate(t) f(t) = sum_j W_ij f(T_j).
 
     f is linear in log t between the checkpoints T_1 < T_2 < ..., and constant before the first.
     """
     ends = checkpoints.tolist()
-    left, right = _interval_weights([0, *ends], rate)
+    left, right = interval_weights([0, *ends], rate)
     shifted = torch.nn.functional.pad(left[1:], (0, 1)).expand(len(ends), -1)
     return right.expand(len(ends), -1).tril() + shifted.tril(-1)
 
 
-def _interval_weights(ends: list[int], rate: Callable[[Tensor], Tensor]) -> Tensor:
-    """`interpolation_weights` of every interval between two `ends`, `(2, len(ends) - 1)`."""
-    pairs = [
-        interpolation_weights(a, b, rate(torch.arange(a + 1, b + 1, dtype=torch.float64)))
-        for a, b in pairwise(ends)
-    ]
-    return torch.tensor(pairs, dtype=torch.float64).T
+def interval_weights(ends: list[int], rate: Callable[[Tensor], Tensor]) -> Tensor:
+    """left and right, `(2, len(ends) - 1)`, of every interval from one of the `ends` to the next:
 
-
-def interpolation_weights(start: int, end: int, weights: Tensor) -> tuple[float, float]:
-    """(left, right) with sum_{start < t <= end} weights_t f(t) = left f(start) + right f(end).
+        sum_{start < t <= end} rate(t) f(t) = left f(start) + right f(end).
 
     f is linear in log t; it is constant if start is 0.
     """
-    if start == 0:
-        return 0.0, float(weights.sum())
-    t = torch.arange(start + 1, end + 1, dtype=weights.dtype)
-    share = (t / start).log() / torch.tensor(end / start, dtype=weights.dtype).log()
-    right = float(weights @ share)
-    return float(weights.sum()) - right, right
+    found = []
+    for start, end in pairwise(ends):
+        t = torch.arange(start + 1, end + 1, dtype=torch.float64)
+        weights = rate(t)
+        if not start:
+            found.append((0.0, float(weights.sum())))
+            continue
+        logs = (t / start).log()
+        right = float(weights @ (logs / logs[-1]))
+        found.append((float(weights.sum()) - right, right))
+    return torch.tensor(found, dtype=torch.float64).T
 
 
-# -- The regret bound of `lem:key_lemma_ftrl`, evaluated during a run: a callback for `simulate ----
+# -- A callback that evaluates them ----------------------------------------------------------------
 #
-# The certificate does its work at checkpoints. Between them the run adds up the means of the losses
-# and their second moments E[loss_i loss_j]. Several checkpoints are evaluated together, at the
-# latest a few seconds later. torch_occ.theory.certificates has the formulas and says which
-# numbers are exact. Nothing is evaluated twice, and a saved run continues with its sums.
+# Between checkpoints the run adds up the means of the losses and their second moments
+# E[loss_i loss_j]. Several checkpoints are evaluated together, at the latest a few seconds later.
+# Nothing is evaluated twice, and a saved run continues with its sums.
 
 
 #: Checkpoints are evaluated together: at most this many, and at least every so many seconds.
@@ -361,11 +339,8 @@ class Certificate(Callback):
             warnings.warn(message, stacklevel=4)
 
     def _restore(self, run: Simulation) -> None:
-        kept = {
-            name.removeprefix(_KEPT): part
-            for name, part in run.sums.items()
-            if name.startswith(_KEPT)
-        }
+        sums = run.sums.items()
+        kept = {name.removeprefix(_KEPT): x for name, x in sums if name.startswith(_KEPT)}
         if not {*Records._fields, "totals"} <= {*kept}:
             raise ValueError(
                 f"save_to: the run that continues at episode {run.t + 1} was begun without the "
@@ -395,16 +370,10 @@ def _log_scalars(board: TensorBoard, found: dict[str, Tensor], episodes: list[in
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     over_seeds = {"smoothness_max": torch.amax, "smoothness_min": torch.amin}
-    shown = {
-        name: over_seeds.get(name, torch.mean)(values, -1).tolist()
-        for name, values in found.items()
-    }
+    shown = {name: over_seeds.get(name, torch.mean)(x, -1).tolist() for name, x in found.items()}
     closed = board.writer.file_writer is None  # after Ctrl-C the board has ended already
     for i, t in enumerate(episodes):
-        values = [
-            Summary.Value(tag=f"theory/{name}", simple_value=curve[i])
-            for name, curve in shown.items()
-        ]
-        event_writer(board.writer).add_summary(Summary(value=values), t)
+        point = [Summary.Value(tag=f"theory/{n}", simple_value=x[i]) for n, x in shown.items()]
+        event_writer(board.writer).add_summary(Summary(value=point), t)
     if closed:
         board.writer.close()

@@ -19,11 +19,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from torch_occ.mdp import occupancy as measures
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source
+from torch_occ.mdp.occupancy import flow_of
 from torch_occ.regularizers.terms import keep, marginal
-from torch_occ.theory.statements import Parameters
+from torch_occ.theory.statements import Parameters, Statement, equality
 
 
 def hybrid(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
@@ -39,7 +41,7 @@ def hybrid_alternative(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
 
     In the first layer q(s) is the initial distribution. The paper writes 1, for its single s_0.
     """
-    arrivals = flow_of(mdp).inflow(q) + flow_source(mdp)
+    arrivals = flow_of(mdp).inflow(q) + measures.flow_source(mdp)
     return _negative_roots(mdp, q, keep("rest", mdp, arrivals.unsqueeze(-1) - q, 0.0), alpha)
 
 
@@ -58,17 +60,18 @@ def inflow_rest(mdp: LayeredMDP, q: Tensor) -> Tensor:
     The other actions of the state are added up, and the flow residual of the state is subtracted.
     On Omega nothing cancels then. A residual within its own rounding error counts as zero.
     """
-    residual = flow_residual(mdp, q)
-    none = residual.abs() <= 16 * mdp.num_actions * max(mdp.layer_sizes) * torch.finfo(
-        q.dtype
-    ).eps * q.sum(-1)
+    residual, terms = measures.flow_residual(mdp, q), 16 * mdp.num_actions * max(mdp.layer_sizes)
+    none = residual.abs() <= terms * torch.finfo(q.dtype).eps * q.sum(-1)
     return marginal("rest", mdp, q) - torch.where(none, 0.0, residual).unsqueeze(-1)
 
 
-def curvatures(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+def curvatures(
+    mdp: LayeredMDP, q: Tensor, alpha: float, eta: Tensor | float = 1.0, beta: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """c = alpha / (4 (q(s) - q(s,a))^(3/2)) and d = 1 / (4 q(s,a)^(3/2)), `(*batch, S, A)` each.
 
-    Both are zero on masked pairs.
+    With eta and beta they are those of psi_t: c / eta and d / eta + beta / q(s,a)^2. Both are zero
+    on masked pairs.
 
     Raises:
         ValueError: if a state has one action and alpha > 0; c is infinite there.
@@ -80,8 +83,10 @@ def curvatures(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Tensor, Tensor
             "eq:hybrid_alternative is infinite; "
             "its inverse is finite, see theory.inverse_hessian"
         )
-    c = keep("pair", mdp, alpha / (4 * inflow_rest(mdp, q) ** 1.5), 0.0)
-    return c, keep("pair", mdp, 1 / (4 * keep("pair", mdp, q, 1.0) ** 1.5), 0.0)
+    four = 4 * torch.as_tensor(eta, dtype=q.dtype, device=q.device)[..., None, None]
+    x = keep("pair", mdp, q, 1.0)
+    c, d = alpha / (four * inflow_rest(mdp, q) ** 1.5), 1 / (four * x**1.5) + beta / x.square()
+    return keep("pair", mdp, c, 0.0), keep("pair", mdp, d, 0.0)
 
 
 def hessian(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
@@ -101,7 +106,10 @@ def hessian(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
     Raises:
         ValueError: if a state has one action and alpha > 0.
     """
-    c, d = curvatures(mdp, q, alpha)
+    return _hessian(mdp, *curvatures(mdp, q, alpha))
+
+
+def _hessian(mdp: LayeredMDP, c: Tensor, d: Tensor) -> Tensor:
     to_states = mdp.joint_transitions.flatten(-3, -2)  # (*batch, SA, S)
     within = (to_states * c.sum(-1).unsqueeze(-2)) @ to_states.mT
     # The column of (s, a) has P(s | s', a') for every a.
@@ -131,10 +139,7 @@ def hessian_of_step(mdp: LayeredMDP, q: Tensor, parameters: Parameters, t: Tenso
     Raises:
         ValueError: if a state has one action and alpha > 0.
     """
-    barrier = keep("pair", mdp, parameters.beta / keep("pair", mdp, q, 1.0) ** 2, 0.0)
-    return hessian(mdp, q, parameters.alpha) / parameters.eta(t)[
-        ..., None, None
-    ] + torch.diag_embed(barrier.flatten(-2))
+    return _hessian(mdp, *curvatures(mdp, q, parameters.alpha, parameters.eta(t), parameters.beta))
 
 
 def bregman(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Tensor) -> Tensor:
@@ -214,10 +219,8 @@ def curvature(
         )
     eta = torch.as_tensor(eta, dtype=q.dtype, device=q.device)[..., None, None]
     rest = keep("rest", mdp, inflow_rest(mdp, q), 0.0)
-    return Curvature(
-        4 * eta * rest**1.5 / alpha,
-        keep("pair", mdp, q.square() / (q.sqrt() / (4 * eta) + beta), 0.0),
-    )
+    d_inverse = q.square() / (q.sqrt() / (4 * eta) + beta)
+    return Curvature(4 * eta * rest**1.5 / alpha, keep("pair", mdp, d_inverse, 0.0))
 
 
 # -- one layer after the other ---------------------------------------------------------------------
@@ -243,16 +246,13 @@ class Block(NamedTuple):
 def blocks(mdp: LayeredMDP, curve: Curvature) -> Iterator[Block]:
     """N_0, N_1, ..., N_{L-1} (`eq:def_N`) in factored form; each needs only the one before."""
     arriving: Tensor | None = None  # G_k
-    for k, (c_inverse, d_inverse) in enumerate(
-        zip(*(mdp.split(part, -2) for part in curve), strict=True)
-    ):
-        exists = mdp.actions[mdp.layer_slices[k]]
+    for k, here in enumerate(mdp.layer_slices):
+        exists = mdp.actions[here]
+        c_inverse, d_inverse = (part[..., here, :] for part in curve)
         both = torch.where(exists, c_inverse + d_inverse, 1.0)
         share = d_inverse / both
         if arriving is None:
-            core = torch.zeros(
-                *share.shape[:-1], share.shape[-2], dtype=share.dtype, device=share.device
-            )
+            core = share.new_zeros(*share.shape[:-1], share.shape[-2])
         else:
             core = _core(arriving, torch.where(exists, 1 / both, 0.0).sum(-1))
         block = Block(share * torch.where(exists, c_inverse, 0.0), share, core)
@@ -364,19 +364,14 @@ def M(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
     c, d = (1 / part for part in curve)
     found = torch.diag_embed((c + d)[..., mdp.layer_slices[0], :].flatten(-2))
     for j in range(1, k + 1):
-        here = mdp.layer_slices[j]
-        arriving = _tilde(mdp, P(mdp, j), j)
-        own = torch.eye(_pairs(mdp, j), dtype=c.dtype, device=c.device).expand(
-            *arriving.shape[:-2], -1, -1
-        )
-        incoming = torch.cat([arriving, -own], -2)
-        grown = torch.nn.functional.pad(found, (0, _pairs(mdp, j), 0, _pairs(mdp, j)))
-        below = torch.nn.functional.pad(d[..., here, :].flatten(-2), (found.shape[-1], 0))
-        found = (
-            grown
-            + torch.diag_embed(below)
-            + (incoming * c[..., here, :].flatten(-2).unsqueeze(-2)) @ incoming.mT
-        )
+        before, here = found.shape[-1], mdp.layer_slices[j]
+        c_j, d_j = (part[..., here, :].flatten(-2) for part in (c, d))
+        own, step = torch.eye(d_j.shape[-1], dtype=c.dtype, device=c.device), P(mdp, j)
+        incoming = torch.cat([step, -own.expand(*step.shape[:-2], -1, -1)], -2)
+        # P~_k has rows of zeros for the layers before k - 1.
+        incoming = pad(incoming, (0, 0, before - step.shape[-2], 0))
+        grown = pad(found, (0, len(own), 0, len(own))) + torch.diag_embed(pad(d_j, (before, 0)))
+        found = grown + (incoming * c_j.unsqueeze(-2)) @ incoming.mT
     return found
 
 
@@ -401,7 +396,7 @@ def _woodbury(mdp: LayeredMDP, curve: Curvature, layers: Iterable[Block]) -> Ten
             found = last
             continue
         d_inverse = curve.d_inverse[..., mdp.layer_slices[j], :].flatten(-2)
-        seen = found[..., -_pairs(mdp, j - 1) :] @ P(mdp, j)  # M_{j-1}^-1 P~_j
+        seen = found[..., -before.shape[-1] :] @ P(mdp, j)  # M_{j-1}^-1 P~_j
         across = seen @ _weight(mdp, curve, j, before)
         corner = across * d_inverse.unsqueeze(-2)
         top = torch.cat([found - across @ seen.mT, corner], -1)
@@ -417,10 +412,92 @@ def inverse_hessian(mdp: LayeredMDP, curve: Curvature) -> Tensor:
     return M_inverse(mdp, curve, mdp.horizon - 1)
 
 
-def _pairs(mdp: LayeredMDP, k: int) -> int:
-    return mdp.layer_sizes[k] * mdp.num_actions
+# -- Closed forms against their definitions --------------------------------------------------------
+#
+# A statement compares the largest relative difference with zero. Matrices are scaled by D first:
+# D^-1/2 H D^-1/2 >= I and D^1/2 H^-1 D^1/2 <= I, so that every pair has the same weight. Every
+# state needs all of at least two actions.
 
 
-def _tilde(mdp: LayeredMDP, step: Tensor, k: int) -> Tensor:
-    """P~_k: P_k below zero rows for the layers before k - 1."""
-    return torch.nn.functional.pad(step, (0, 0, sum(_pairs(mdp, j) for j in range(k - 1)), 0))
+def quadratic_form_of_hessian(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Statement:
+    """`eq:quadratic_form`: the sum of squares equals w' H w; w `(*batch, S, A)`."""
+    H, x = hessian(mdp, q, alpha), w.flatten(-2).unsqueeze(-1)
+    added = (x.abs().mT @ H.abs() @ x.abs())[..., 0, 0]  # sum of absolute values
+    dense = (x.mT @ H @ x)[..., 0, 0]
+    form = quadratic_form(mdp, q, w, alpha)
+    return equality("eq:quadratic_form", dense, form, mdp.num_pairs**2, added)
+
+
+def hessian_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> Statement:
+    """`lem:def_M`: H = M_{L-1}."""
+    curve = curvature(mdp, q, alpha)
+    root = curve.d_inverse.flatten(-2).sqrt()
+    expected = _scale(hessian(mdp, q, alpha), root)
+    found = _scale(M(mdp, curve, mdp.horizon - 1), root)
+    error = _largest_entry(found - expected) / _largest_entry(expected)
+    return equality("lem:def_M", error, 0.0, mdp.num_pairs, 1.0)
+
+
+def inverse_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Statement, Statement]:
+    """`lem:M_inverse` and `eq:def_N`, each in its worst layer k.
+
+    The first statement: M_k times its Woodbury inverse is the identity, relative to |M_k|. The
+    second one: N_k is D_k^-1 - D_k^-1 W_k D_k^-1. For k = 0, W_0 = (C_0^-1 + D_0^-1)^-1 makes that
+    M_0^-1.
+    """
+    curve = curvature(mdp, q, alpha)
+    products, blocks = [], []
+    for k, here in enumerate(mdp.layer_slices):
+        d_inverse = curve.d_inverse[..., : here.stop, :].flatten(-2)
+        matrix = _scale(M(mdp, curve, k), d_inverse.sqrt())
+        inverse = _scale(M_inverse(mdp, curve, k), d_inverse.rsqrt())
+        error = matrix @ inverse - torch.eye(matrix.shape[-1], dtype=q.dtype, device=q.device)
+        products.append(_largest_entry(error) / torch.linalg.matrix_norm(matrix))
+        own, c_inverse = (part[..., here, :].flatten(-2) for part in reversed(curve))
+        weight = W(mdp, curve, k) if k else torch.diag_embed(1 / (own + c_inverse))
+        identity = torch.eye(own.shape[-1], dtype=q.dtype, device=q.device)
+        defined = identity - _scale(weight, own.sqrt())
+        blocks.append(_largest_entry(_scale(N(mdp, curve, k), own.rsqrt()) - defined))
+    product, block = (torch.stack(x).amax(0) for x in (products, blocks))
+    return (
+        equality("lem:M_inverse", product, 0.0, mdp.num_pairs, 1.0),
+        equality("eq:def_N", block, 0.0, mdp.num_pairs, 1.0),
+    )
+
+
+def both_definitions(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Statement:
+    """`eq:hybrid` and `eq:hybrid_alternative` have the same second derivative along a tangent w.
+
+    w `(*batch, S, A)` is tangent to Omega. With q(s) = sum_a q(s,a), w' H w is
+
+        sum_{s,a} w^2 / (4 q^(3/2)) + alpha (w(s) - w(s,a))^2 / (4 (q(s) - q(s,a))^(3/2)).
+    """
+    rest, others = q @ mdp.other_actions, w @ mdp.other_actions
+    own = w.square() / (4 * q**1.5) + alpha * others.square() / (4 * rest**1.5)
+    # Inflow and outflow of w differ by rounding, which the curvature of the rest magnifies.
+    moved = (flow_of(mdp).inflow(w.abs()) + w.abs().sum(-1)).unsqueeze(-1)
+    scale = (own + alpha * others.abs() * moved / (2 * rest**1.5)).sum((-2, -1))
+    form = quadratic_form(mdp, q, w, alpha)
+    return equality("eq:hybrid_alternative", form, own.sum((-2, -1)), mdp.num_pairs, scale)
+
+
+def tangent(mdp: LayeredMDP, q: Tensor, w: Tensor) -> Tensor:
+    """A direction inside Omega made from any w `(*batch, S, A)`; it has the same shape.
+
+    In every state the most likely action of q loses what w gives to the other actions. The change
+    of the inflow of later states is passed on with the policy of q.
+    """
+    policy, likeliest = measures.policy_of(mdp, q), q.argmax(-1, keepdim=True)
+    others = torch.scatter(w, -1, likeliest, 0.0)
+    moved = others.scatter(-1, likeliest, -others.sum(-1, keepdim=True))
+    arriving = torch.einsum("...sa,...sat->...t", moved, mdp.joint_transitions)
+    flowing = torch.einsum("...s,...st->...t", arriving, measures.reachability(mdp, policy))
+    return moved + policy * flowing.unsqueeze(-1)
+
+
+def _scale(matrix: Tensor, root: Tensor) -> Tensor:
+    return root.unsqueeze(-1) * matrix * root.unsqueeze(-2)
+
+
+def _largest_entry(matrix: Tensor) -> Tensor:
+    return matrix.abs().amax((-2, -1))

@@ -17,7 +17,7 @@ from torch_occ.mdp.occupancy import LayeredFlow, flow_of, flow_residual, occupan
 from torch_occ.mdp.occupancy import reachability as state_reachability
 from torch_occ.regularizers.terms import keep
 from torch_occ.theory.curvatures import hybrid
-from torch_occ.theory.statements import Statement, statement
+from torch_occ.theory.statements import Statement, equality, statement
 
 
 def outside(x: Tensor, mapping: Tensor) -> Tensor:
@@ -32,14 +32,8 @@ def convex_combine(mdp: LayeredMDP, u: Tensor, v: Tensor, weight: Tensor | float
     """
     mixed = weight * u + (1 - weight) * v
     violation = flow_residual(mdp, mixed).abs().amax(-1)
-    return statement(
-        "lem:convex_combine",
-        violation,
-        0.0,
-        mdp.num_pairs,
-        scale=mixed.amax((-2, -1)),
-        relation="=",
-    )
+    scale = mixed.amax((-2, -1))
+    return equality("lem:convex_combine", violation, 0.0, mdp.num_pairs, scale)
 
 
 # -- h_s and the two parts -------------------------------------------------------------------------
@@ -63,21 +57,13 @@ def penalty_decomposition(mdp: LayeredMDP, q: Tensor, optimal: Tensor, alpha: fl
     pi is the policy of q, and q_opt is the occupancy of the mapping `optimal`.
     """
     best = occupancy(mdp, optimal)
-    h, h_best = (
-        state_regularizer(mdp, policy_of(mdp, q), alpha),
-        state_regularizer(mdp, optimal, alpha),
-    )
+    h = state_regularizer(mdp, policy_of(mdp, q), alpha)
+    h_best = state_regularizer(mdp, optimal, alpha)
     root, root_best = q.sum(-1).sqrt(), best.sum(-1).sqrt()
-    left = hybrid(mdp, best, alpha) - hybrid(mdp, q, alpha)
+    now = hybrid(mdp, q, alpha)
     right = (root * (h - h_best)).sum(-1) + ((root - root_best) * h_best).sum(-1)
-    return statement(
-        "eq:penalty_decomposition",
-        left,
-        right,
-        mdp.num_pairs,
-        scale=-hybrid(mdp, q, alpha),
-        relation="=",
-    )
+    left = hybrid(mdp, best, alpha) - now
+    return equality("eq:penalty_decomposition", left, right, mdp.num_pairs, -now)
 
 
 def penalty_term_1(
@@ -91,13 +77,8 @@ def penalty_term_1(
     q = occupancy(mdp, policy)
     h, h_other = state_regularizer(mdp, policy, alpha), state_regularizer(mdp, other, alpha)
     left = (q.sum(-1).sqrt() * (h - h_other)).sum(-1)
-    return statement(
-        "lem:penalty_term_1",
-        left,
-        (1 + alpha) * outside(q.sqrt(), mapping),
-        mdp.num_pairs,
-        scale=-hybrid(mdp, q, alpha),
-    )
+    right, scale = (1 + alpha) * outside(q.sqrt(), mapping), -hybrid(mdp, q, alpha)
+    return statement("lem:penalty_term_1", left, right, mdp.num_pairs, scale)
 
 
 # -- reaching states -------------------------------------------------------------------------------
@@ -109,9 +90,7 @@ def reach(mdp: LayeredMDP, policy: Tensor) -> Tensor:
     It is the probability of reaching s' after action a in s, if pi is followed from then on.
     """
     later = state_reachability(mdp, policy)  # (*batch, S, S)
-    return (mdp.joint_transitions.flatten(-3, -2) @ later).unflatten(
-        -2, (mdp.num_states, mdp.num_actions)
-    )
+    return (mdp.joint_transitions.flatten(-3, -2) @ later).unflatten(-2, mdp.actions.shape)
 
 
 def state_reach_probability(mdp: LayeredMDP, policy: Tensor) -> tuple[Statement, Statement]:
@@ -123,11 +102,9 @@ def state_reach_probability(mdp: LayeredMDP, policy: Tensor) -> tuple[Statement,
     Read: the second sum is printed over s. It is over s'.
     """
     reached = keep("pair", mdp, reach(mdp, policy).movedim(-1, 0), 0.0).movedim(0, -1)
-    layers = torch.stack(
-        [layer.sum(-1) for layer in mdp.split(reached, -1)], -1
-    )  # (*batch, S, A, L)
-    worst = layers.amax((-3, -2, -1))
-    every = reached.sum(-1).amax((-2, -1))
+    # (*batch, S, A, L)
+    layers = torch.stack([layer.sum(-1) for layer in mdp.split(reached, -1)], -1)
+    worst, every = layers.amax((-3, -2, -1)), reached.sum(-1).amax((-2, -1))
     return (
         statement("eq:state_reach_prob_bound", worst, 1.0, mdp.num_pairs),
         statement("lem:state_reach_probabilty", every, float(mdp.horizon), mdp.num_pairs),
@@ -180,12 +157,8 @@ def sqrt_diff(mdp: LayeredMDP, policy: Tensor, mapping: Tensor) -> tuple[Stateme
     """
     q, other = occupancy(mdp, policy), occupancy(mdp, mapping)
     g = torch.where(mapping > 0, 0.0, q)
-    f = (q.sum(-1) - other.sum(-1)).clamp(min=0)
-    key, _ = induction(mdp, policy, f, g)
-    right = math.sqrt(mdp.num_states * mdp.horizon) * outside(q, mapping).sqrt()
-    return _key_inequality(key, "eq:key_ineq_sqrt_diff", q), _roots(
-        "lem:sqrt_diff", mdp, q, other, right
-    )
+    labels = "eq:key_ineq_sqrt_diff", "lem:sqrt_diff"
+    return _roots(labels, mdp, policy, q, other, g, outside(q, mapping))
 
 
 def sqrt_diff_2(mdp: LayeredMDP, mapping: Tensor, other: Tensor) -> tuple[Statement, Statement]:
@@ -201,23 +174,29 @@ def sqrt_diff_2(mdp: LayeredMDP, mapping: Tensor, other: Tensor) -> tuple[Statem
     """
     q, q_other = occupancy(mdp, mapping), occupancy(mdp, other)
     g = mapping * torch.where(mapping > 0, 0.0, q_other).sum(-1, keepdim=True)
-    f = (q.sum(-1) - q_other.sum(-1)).clamp(min=0)
-    key, _ = induction(mdp, mapping, f, g)
-    right = math.sqrt(mdp.num_states * mdp.horizon) * outside(q_other, mapping).sqrt()
-    return _key_inequality(key, "lem:sqrt_diff_2, key step", q), _roots(
-        "lem:sqrt_diff_2", mdp, q, q_other, right
-    )
+    labels = "lem:sqrt_diff_2, key step", "lem:sqrt_diff_2"
+    return _roots(labels, mdp, mapping, q, q_other, g, outside(q_other, mapping))
 
 
-def _key_inequality(key: Statement, label: str, q: Tensor) -> Statement:
-    terms = q.shape[-2] * q.shape[-1]
-    return statement(label, key.left, key.right, terms, scale=torch.maximum(key.right, q.sum(-1)))
-
-
-def _roots(label: str, mdp: LayeredMDP, q: Tensor, other: Tensor, right: Tensor) -> Statement:
-    root, root_other = q.sum(-1).sqrt(), other.sum(-1).sqrt()
-    return statement(
-        label, (root - root_other).sum(-1), right, mdp.num_pairs, scale=(root + root_other).sum(-1)
+def _roots(
+    labels: tuple[str, str],
+    mdp: LayeredMDP,
+    policy: Tensor,
+    q: Tensor,
+    other: Tensor,
+    g: Tensor,
+    left_out: Tensor,
+) -> tuple[Statement, Statement]:
+    """The induction's condition for f = (q(s) - other(s))_+ and g, and the bound on the roots."""
+    (visits, others), terms = (x.sum(-1) for x in (q, other)), mdp.num_pairs
+    key, _ = induction(mdp, policy, (visits - others).clamp(min=0), g)
+    root, root_other = visits.sqrt(), others.sqrt()
+    scale = torch.maximum(key.right, visits)
+    right = math.sqrt(mdp.num_states * mdp.horizon) * left_out.sqrt()
+    size = (root + root_other).sum(-1)
+    return (
+        statement(labels[0], key.left, key.right, q.shape[-2] * q.shape[-1], scale),
+        statement(labels[1], (root - root_other).sum(-1), right, terms, size),
     )
 
 
@@ -250,12 +229,7 @@ def bound_on_penalty(
     q_opt is the occupancy of the mapping `optimal`.
     """
     best = occupancy(mdp, optimal)
-    left = hybrid(mdp, best, alpha) - hybrid(mdp, q, alpha)
-    right = penalty_bound(mdp, q, best, mapping, alpha)
-    return statement(
-        "lem:key_lemma_bound_penalty",
-        left,
-        right,
-        mdp.num_pairs,
-        scale=right - hybrid(mdp, q, alpha),
-    )
+    now, right = hybrid(mdp, q, alpha), penalty_bound(mdp, q, best, mapping, alpha)
+    left = hybrid(mdp, best, alpha) - now
+    label = "lem:key_lemma_bound_penalty"
+    return statement(label, left, right, mdp.num_pairs, right - now)

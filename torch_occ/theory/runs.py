@@ -12,18 +12,11 @@ from torch_occ.game.callbacks import Callback
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.ftrl import FTRLStep
+from torch_occ.theory import curvatures
 from torch_occ.theory.bounds import lower_order
-from torch_occ.theory.curvatures import (
-    bregman,
-    curvature,
-    curvatures,
-    hessian_of_step,
-    hybrid,
-    inverse_hessian,
-    log_barrier,
-)
+from torch_occ.theory.curvatures import bregman, curvature, hybrid, inverse_hessian, log_barrier
 from torch_occ.theory.stability import norm
-from torch_occ.theory.statements import Parameters, Statement, episodes, statement
+from torch_occ.theory.statements import Parameters, Statement, episodes, equality, statement
 
 if TYPE_CHECKING:
     from torch_occ.game.simulate import Simulation
@@ -62,29 +55,22 @@ def close_hessian(
     """
     exists = mdp.actions.flatten()
     identity = torch.eye(len(exists), dtype=q.dtype, device=q.device)
-    inflow = mdp.joint_transitions.flatten(-3, -2).mT.repeat_interleave(
-        mdp.num_actions, -2
-    )  # row (s, a) is the inflow of s
+    into = mdp.joint_transitions.flatten(-3, -2).mT
+    inflow = into.repeat_interleave(mdp.num_actions, -2)  # row (s, a) is the inflow of s
     # By eq:quadratic_form the Hessian is A' diag(weights) A. Without forming it, twice as many
     # digits are kept.
     A = torch.cat([identity.expand_as(inflow), inflow - identity], -2)[..., exists]
-    at_q, at_p = (_weights(mdp, x, parameters, t).sqrt().unsqueeze(-1) for x in (q, p))
+    alpha, eta, beta = parameters.alpha, parameters.eta(t), parameters.beta
+    at_q, at_p = (
+        torch.cat([d, c], -2).flatten(-2).sqrt().unsqueeze(-1)
+        for c, d in (curvatures.curvatures(mdp, x, alpha, eta, beta) for x in (q, p))
+    )
     length = (at_q * A).norm(dim=-2, keepdim=True)
     R = torch.linalg.qr(at_q * A / length).R
     ratio = torch.linalg.solve_triangular(R, at_p * A / (2 * length), upper=True, left=False)
     condition = torch.linalg.matrix_norm(torch.linalg.inv(R))
     largest = torch.linalg.matrix_norm(ratio, 2).square()
-    return statement("lem:close_hessian", largest, 1.0, mdp.num_pairs, scale=condition)
-
-
-def _weights(mdp: LayeredMDP, q: Tensor, parameters: Parameters, t: Tensor) -> Tensor:
-    """The weights of w(s,a)^2 and (h(s) - w(s,a))^2 in the Hessian of psi_t, `(*batch, 2 S A)`.
-
-    They are zero on masked pairs.
-    """
-    (c, d), eta = curvatures(mdp, q, parameters.alpha), parameters.eta(t)[..., None, None]
-    barrier = keep("pair", mdp, parameters.beta / keep("pair", mdp, q, 1.0).square(), 0.0)
-    return torch.cat([(d / eta + barrier).flatten(-2), (c / eta).flatten(-2)], -1)
+    return statement("lem:close_hessian", largest, 1.0, mdp.num_pairs, condition)
 
 
 def smooth_update(mdp: LayeredMDP, q: Tensor, tilde_q: Tensor) -> tuple[Statement, Statement]:
@@ -93,9 +79,8 @@ def smooth_update(mdp: LayeredMDP, q: Tensor, tilde_q: Tensor) -> tuple[Statemen
     The left sides are the largest q / tilde q and the largest tilde q / q, the right sides are 2.
     """
     down, up = (torch.where(mdp.actions, x, 1.0).amax((-2, -1)) for x in (q / tilde_q, tilde_q / q))
-    return statement("lem:smooth_update, below", down, 2.0, 1), statement(
-        "lem:smooth_update, above", up, 2.0, 1
-    )
+    below = statement("lem:smooth_update, below", down, 2.0, 1)
+    return below, statement("lem:smooth_update, above", up, 2.0, 1)
 
 
 def step_length(
@@ -112,11 +97,10 @@ def step_length(
     """
     change = keep("pair", mdp, tilde_q - q, 0.0)
     barrier = parameters.beta * (change / keep("pair", mdp, q, 1.0)).square().sum((-2, -1))
-    whole = norm(hessian_of_step(mdp, q, parameters, t), change)
-    label = "eq:earlier_argument"
-    return statement(f"{label}, log-barrier", barrier, whole, mdp.num_pairs**2), statement(
-        f"{label}, whole", whole, 1.0, mdp.num_pairs**2
-    )
+    whole = norm(curvatures.hessian_of_step(mdp, q, parameters, t), change)
+    label, terms = "eq:earlier_argument", mdp.num_pairs**2
+    first = statement(f"{label}, log-barrier", barrier, whole, terms)
+    return first, statement(f"{label}, whole", whole, 1.0, terms)
 
 
 # -- The regret of a run as penalty, stability and a small rest (`app:appendix_proof_ftrl`) --------
@@ -162,9 +146,8 @@ class Recorder(Callback):
     def trajectory(self) -> Trajectory:
         """All episodes so far, `(T, seeds, S, A)` each."""
         total = torch.stack(self.cumulative)
-        return Trajectory(
-            torch.stack(self.q), torch.diff(total, dim=0, prepend=torch.zeros_like(total[:1]))
-        )
+        estimates = torch.diff(total, dim=0, prepend=torch.zeros_like(total[:1]))
+        return Trajectory(torch.stack(self.q), estimates)
 
 
 def proper_comparator(
@@ -191,27 +174,14 @@ def proper_comparator(
     v = comparator_point(first, best, count)
     alpha, beta, pairs = parameters.alpha, parameters.beta, mdp.num_pairs
     shift = ((v - best) * total_loss).sum((-2, -1))
-    barrier = log_barrier(mdp, v, beta) - log_barrier(mdp, first, beta)
-    roots = hybrid(mdp, v, alpha) - hybrid(mdp, best, alpha)
+    barrier, roots = log_barrier(mdp, v, beta), hybrid(mdp, best, alpha)
     label, log = "lem:proper_comparator", torch.tensor(float(count), dtype=first.dtype).log()
+    rise, fall = barrier - log_barrier(mdp, first, beta), hybrid(mdp, v, alpha) - roots
+    limit, scale = (1 + alpha) * pairs / count, float(count * mdp.horizon)
     return [
-        statement(
-            f"{label}, loss", shift, 2.0 * mdp.horizon, pairs, scale=float(count * mdp.horizon)
-        ),
-        statement(
-            f"{label}, log-barrier",
-            barrier,
-            beta * pairs * log,
-            pairs,
-            scale=log_barrier(mdp, v, beta).abs(),
-        ),
-        statement(
-            f"{label}, hybrid",
-            roots,
-            (1 + alpha) * pairs / count,
-            pairs,
-            scale=-hybrid(mdp, best, alpha),
-        ),
+        statement(f"{label}, loss", shift, 2.0 * mdp.horizon, pairs, scale),
+        statement(f"{label}, log-barrier", rise, beta * pairs * log, pairs, barrier.abs()),
+        statement(f"{label}, hybrid", fall, limit, pairs, -roots),
     ]
 
 
@@ -244,10 +214,8 @@ class Decomposition:
 
     def simple_decomposition(self) -> Statement:
         """`eq:simple_decomposition`: ⟨q_t - u, estimate_t⟩ = stability + mixed penalty."""
-        found = self.stability + self.mixed_penalty
-        return self._statement(
-            "eq:simple_decomposition", self.regret, found, self.size, relation="="
-        )
+        found, terms = self.stability + self.mixed_penalty, self.mdp.num_pairs
+        return equality("eq:simple_decomposition", self.regret, found, terms, self.size)
 
     def short_estimate(self) -> Statement:
         """|estimate_t|^2 <= L / beta in every episode, the ingredient of `eq:convex_eq`.
@@ -256,8 +224,8 @@ class Decomposition:
         side is 1/64, and G_t(q') >= G_t(q_t) - |estimate_t| + 1/8 >= G_t(q_t) at distance 1 from
         q_t.
         """
-        right = torch.tensor(self.mdp.horizon / self.parameters.beta, dtype=self.norm_step.dtype)
-        return self._statement("eq:convex_eq", self.norm_step, right, right * self.mdp.num_pairs)
+        right, terms = self.mdp.horizon / self.parameters.beta, self.mdp.num_pairs
+        return statement("eq:convex_eq", self.norm_step, right, terms, right * terms)
 
     def bound_stability(self) -> Statement:
         """`lem:bound_stability`, in every episode:
@@ -267,10 +235,9 @@ class Decomposition:
         The norm is that of the inverse Hessian of psi_t at q_t.
         """
         # tilde q has a relative error of eps^(2/3), and the divergence that of its square.
-        scale = self.norm_step * self.mdp.num_pairs + self.size * torch.finfo(
-            self.size.dtype
-        ).eps ** (1 / 3)
-        return self._statement("lem:bound_stability", self.stability, 8 * self.norm_step, scale)
+        terms, error = self.mdp.num_pairs, torch.finfo(self.size.dtype).eps ** (1 / 3)
+        right, scale = 8 * self.norm_step, self.norm_step * terms + self.size * error
+        return statement("lem:bound_stability", self.stability, right, terms, scale)
 
     def bound_penalty(self) -> tuple[Statement, Statement]:
         """`lem:bound_penalty`: sum_t mixed penalty is at most
@@ -285,13 +252,9 @@ class Decomposition:
         The fourth line has phi_H(q_1) for phi_H(q_1) / eta_1, which is right for gamma = 1 only.
         """
         left, right = self.mixed_penalty.sum(0), self.start + self.penalty.sum(0)
-        scale = self.size.sum(0)
-        return (
-            self._statement("lem:bound_penalty", left, right, scale),
-            self._statement(
-                "lem:bound_penalty, exact", left + self.lost.sum(0), right, scale, relation="="
-            ),
-        )
+        scale, terms, exact = self.size.sum(0), self.mdp.num_pairs, left + self.lost.sum(0)
+        lemma = statement("lem:bound_penalty", left, right, terms, scale)
+        return lemma, equality("lem:bound_penalty, exact", exact, right, terms, scale)
 
     def key_lemma(self) -> Statement:
         """`lem:key_lemma_ftrl` for one run, before expectations.
@@ -303,11 +266,9 @@ class Decomposition:
 
         in the norm of the inverse Hessian of phi_H at q_t.
         """
-        eta = self._eta()
-        right = self.start + self.penalty.sum(0) + 8 * (eta * self.norm_hybrid).sum(0)
-        return self._statement(
-            "lem:key_lemma_ftrl, one run", self.regret.sum(0), right, self.size.sum(0)
-        )
+        right = self.start + self.penalty.sum(0) + self._stability()
+        left, terms = self.regret.sum(0), self.mdp.num_pairs
+        return statement("lem:key_lemma_ftrl, one run", left, right, terms, self.size.sum(0))
 
     def regret_bound(self, regret: Tensor, best: Tensor, q: Tensor) -> Statement:
         """`lem:key_lemma_ftrl`: Reg_T <= penalty + stability + `lower_order`.
@@ -316,35 +277,19 @@ class Decomposition:
         against q_opt = `best`, and q is that of the trajectory. Against an adaptive adversary
         `best` must be one policy for all seeds.
         """
-        count, alpha = len(q), self.parameters.alpha
-        t = self._episodes()
-        penalty = (
-            self.parameters.eta_step(t)
-            * (hybrid(self.mdp, best, alpha) - hybrid(self.mdp, q, alpha))
-        ).sum(0)
-        stability = 8 * (self._eta() * self.norm_hybrid).sum(0)
-        rest = lower_order(self.mdp, self.parameters, torch.tensor(float(count), dtype=q.dtype))
-        return self._statement(
-            "lem:key_lemma_ftrl", regret.mean(), penalty.mean() + stability.mean() + rest, rest
-        )
+        alpha, mdp = self.parameters.alpha, self.mdp
+        step = self.parameters.eta_step(self._episodes())
+        penalty = (step * (hybrid(mdp, best, alpha) - hybrid(mdp, q, alpha))).sum(0)
+        rest = lower_order(mdp, self.parameters, torch.tensor(float(len(q)), dtype=q.dtype))
+        right = penalty.mean() + self._stability().mean() + rest
+        return statement("lem:key_lemma_ftrl", regret.mean(), right, mdp.num_pairs, rest)
 
     def _episodes(self) -> Tensor:
         return episodes(len(self.regret), self.regret).view(-1, *(1,) * (self.regret.dim() - 1))
 
-    def _eta(self) -> Tensor:
-        return self.parameters.eta(self._episodes())
-
-    def _statement(
-        self, label: str, left: Tensor, right: Tensor, scale: Tensor, relation: str = "<="
-    ) -> Statement:
-        return statement(
-            label,
-            left,
-            right,
-            self.mdp.num_pairs,
-            scale=scale,
-            relation="=" if relation == "=" else "<=",
-        )
+    def _stability(self) -> Tensor:
+        """8 sum_t eta_t |estimate_t|^2, `(*batch,)`."""
+        return 8 * (self.parameters.eta(self._episodes()) * self.norm_hybrid).sum(0)
 
 
 @torch.no_grad()
@@ -368,13 +313,7 @@ def decompose(
     alpha, beta = parameters.alpha, parameters.beta
     F, G = objective(q, total - estimate), objective(tilde_q, total)
     next_q = torch.cat([q[1:], u.expand_as(q[0])[None]])
-    step_inverse, hybrid_inverse = (
-        inverse_hessian(mdp, curve)
-        for curve in (
-            curvature(mdp, q, alpha, eta=parameters.eta(t), beta=beta),
-            curvature(mdp, q, alpha),
-        )
-    )
+    step_curve = curvature(mdp, q, alpha, eta=parameters.eta(t), beta=beta)
     return Decomposition(
         mdp=mdp,
         parameters=parameters,
@@ -382,8 +321,8 @@ def decompose(
         stability=bregman(mdp, q, tilde_q, parameters, t),
         mixed_penalty=G - F - (u * estimate).sum((-2, -1)),
         penalty=parameters.eta_step(t) * (hybrid(mdp, u, alpha) - hybrid(mdp, q, alpha)),
-        norm_step=norm(step_inverse, estimate),
-        norm_hybrid=norm(hybrid_inverse, estimate),
+        norm_step=norm(inverse_hessian(mdp, step_curve), estimate),
+        norm_hybrid=norm(inverse_hessian(mdp, curvature(mdp, q, alpha)), estimate),
         lost=bregman(mdp, next_q, tilde_q, parameters, t),
         start=log_barrier(mdp, u, beta) - log_barrier(mdp, q[0], beta),
         size=F.abs() + G.abs() + (q * total).sum((-2, -1)),

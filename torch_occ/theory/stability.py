@@ -32,10 +32,9 @@ def H_and_N(mdp: LayeredMDP, curve: Curvature, k: int, w: Tensor) -> Statement:
     here = slice(first, first + mdp.layer_sizes[k] * mdp.num_actions)
     block, w = inverse_hessian(mdp, curve)[..., here, here], w.flatten(-2).unsqueeze(-1)
     left, right = ((w.mT @ x @ w)[..., 0, 0] for x in (block, N(mdp, curve, k)))
-    scale = (w.square().squeeze(-1) * curve.d_inverse[..., mdp.layer_slices[k], :].flatten(-2)).sum(
-        -1
-    )
-    return statement("lem:H_and_N", left, right, mdp.num_pairs, scale=w.shape[-2] * scale)
+    d_inverse = curve.d_inverse[..., mdp.layer_slices[k], :].flatten(-2)
+    scale = w.shape[-2] * (w.square().squeeze(-1) * d_inverse).sum(-1)
+    return statement("lem:H_and_N", left, right, mdp.num_pairs, scale)
 
 
 def N_properties(
@@ -48,31 +47,23 @@ def N_properties(
     two are scaled so that D_k^-1 is the identity, the last one so that the diagonal of its
     right-hand side is 1. If a state has one action, N_k is only positive semi-definite.
     """
-    exists = mdp.actions[mdp.layer_slices[k]].flatten()
-    c_inverse, d_inverse = (
-        part[..., mdp.layer_slices[k], :].flatten(-2)[..., exists] for part in curve
-    )
+    here, pairs = mdp.layer_slices[k], int(mdp.actions[mdp.layer_slices[k]].sum())
+    exists = mdp.actions[here].flatten()
+    c_inverse, d_inverse = (part[..., here, :].flatten(-2)[..., exists] for part in curve)
     block = N(mdp, curve, k)[..., exists, :][..., exists]
-    other = torch.diag_embed(c_inverse)
+    other, diagonal = torch.diag_embed(c_inverse), torch.diag_embed(d_inverse)
     if k:
         step = P(mdp, k)[..., exists]
         other = other + step.mT @ N(mdp, curve, k - 1) @ step
-    diagonal = torch.diag_embed(d_inverse)
-    found = [
-        statement(
-            f"lem:N_properties, {name}",
-            _largest_eigenvalue(left - right, scale),
-            0.0,
-            block.shape[-1],
-            scale=block.shape[-1],
+    positive, small, recursive = (
+        statement(f"lem:N_properties, {name}", _largest_eigenvalue(*matrices), 0.0, pairs, pairs)
+        for name, *matrices in (
+            ("positive", -block, diagonal),
+            ("D", block - diagonal, diagonal),
+            ("C", block - other, other),
         )
-        for name, left, right, scale in (
-            ("positive", torch.zeros_like(block), block, diagonal),
-            ("D", block, diagonal, diagonal),
-            ("C", block, other, other),
-        )
-    ]
-    return found[0], found[1], found[2]
+    )
+    return positive, small, recursive
 
 
 def _largest_eigenvalue(matrix: Tensor, scale: Tensor) -> Tensor:
@@ -96,17 +87,6 @@ def quadratic_form_diagonal(matrix: Tensor, w: Tensor) -> Statement:
 
 
 # -- the loss estimate -----------------------------------------------------------------------------
-
-
-def joint_visits(mdp: LayeredMDP, q: Tensor) -> Tensor:
-    """P(both pairs are visited in an episode) / (q(s,a) q(s',a')), `(*batch, SA, SA)`.
-
-    It is 1 / q(s,a) on the diagonal, p^pi(s'|s,a) / q(s') if s' is in a later layer than s, and
-    zero for two pairs of one layer.
-    """
-    later = reach_over_q(mdp, q).repeat_interleave(mdp.num_actions, -1)
-    single = keep("pair", mdp, 1 / keep("pair", mdp, q, 1.0), 0.0)
-    return later + later.mT + torch.diag_embed(single.flatten(-2))
 
 
 def reach_over_q(mdp: LayeredMDP, q: Tensor) -> Tensor:
@@ -177,14 +157,12 @@ def stability_first_step(
     L = 1, two actions, q = 1/2 each, alpha = 100 and losses of 1 have 0.24 on the left and 0.06 on
     the right. The proof and the use of the lemma have the square.
     """
-    left = expected_norm(
-        mdp, q, inverse_hessian(mdp, curvature(mdp, q, alpha)), mean, second_moment
-    )
+    inverse = inverse_hessian(mdp, curvature(mdp, q, alpha))
+    left = expected_norm(mdp, q, inverse, mean, second_moment)
     # The entries of D^1/2 H^-1 D^1/2 are at most 1; each has its own rounding error.
     size = (4 * q.sqrt() * mdp.actions).sum((-2, -1)) * mdp.num_pairs
-    return statement(
-        "lem:stability_first_step", left, first_step_bound(mdp, q, alpha), mdp.num_pairs, scale=size
-    )
+    right = first_step_bound(mdp, q, alpha)
+    return statement("lem:stability_first_step", left, right, mdp.num_pairs, size)
 
 
 def second_step_bound(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float) -> Tensor:
@@ -205,9 +183,8 @@ def stability_second_step(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: fl
     sum_k sum_{(s,a) in U_k} N_k((s,a),(s,a)) / q(s,a) <= `second_step_bound`.
     """
     left = first_step_bound(mdp, q, alpha) / mdp.horizon
-    return statement(
-        "lem:stability_second_step", left, second_step_bound(mdp, q, mapping, alpha), mdp.num_pairs
-    )
+    right = second_step_bound(mdp, q, mapping, alpha)
+    return statement("lem:stability_second_step", left, right, mdp.num_pairs)
 
 
 def layer_recursion(
@@ -225,25 +202,18 @@ def layer_recursion(
     Read: pi(s) in `eq:R0` is pi(s_0), and q is q_t. With several start states the sum is over all
     of them.
     """
-    R = N_diagonal(mdp, curvature(mdp, q, alpha))
-    sums = torch.stack(
-        [x.sum((-2, -1)) for x in mdp.split(weighed(mdp, q, R), -2)], -1
-    )  # (*batch, L)
+    weights = weighed(mdp, q, N_diagonal(mdp, curvature(mdp, q, alpha)))
     left_out = torch.where(mapping > 0, 0.0, q.sqrt())
-    own = (
-        8
-        * _factor(mdp, alpha)
-        * torch.stack([x.sum((-2, -1)) for x in mdp.split(left_out, -2)], -1)
+    sums, roots = (
+        torch.stack([x.sum((-2, -1)) for x in mdp.split(table, -2)], -1)  # (*batch, L)
+        for table in (weights, left_out)
     )
-    worst = (weighed(mdp, q, R) / (4 * keep("pair", mdp, q, 1.0).sqrt())).amax((-2, -1))
+    own = 8 * _factor(mdp, alpha) * roots
+    grown = own[..., 1:] + (1 + 1 / mdp.horizon) * sums[..., :-1]
+    worst = (weights / (4 * keep("pair", mdp, q, 1.0).sqrt())).amax((-2, -1))
     return (
         statement("eq:R0", sums[..., 0], own[..., 0], mdp.num_pairs),
-        statement(
-            "eq:R",
-            sums[..., 1:],
-            own[..., 1:] + (1 + 1 / mdp.horizon) * sums[..., :-1],
-            mdp.num_pairs,
-        ),
+        statement("eq:R", sums[..., 1:], grown, mdp.num_pairs),
         statement("eq:R_bound", worst, 1.0, mdp.num_pairs),
     )
 
@@ -281,14 +251,11 @@ def bound_on_stability(
     the worst case, the second one is the adaptive bound.
     """
     first = stability_first_step(mdp, q, alpha, mean, second_moment)
-    label, adaptive = (
-        "lem:key_lemma_bound_stability",
-        mdp.horizon * second_step_bound(mdp, q, mapping, alpha),
-    )
-    terms, scale = mdp.num_pairs, first.rounding / (4 * mdp.num_pairs * torch.finfo(q.dtype).eps)
+    terms, worst = mdp.num_pairs, worst_case_stability(mdp)
+    adaptive = mdp.horizon * second_step_bound(mdp, q, mapping, alpha)
+    scale = first.rounding / (4 * terms * torch.finfo(q.dtype).eps)
+    label = "lem:key_lemma_bound_stability"
     return (
-        statement(
-            f"{label}, worst case", first.left, worst_case_stability(mdp), terms, scale=scale
-        ),
-        statement(f"{label}, adaptive", first.left, adaptive, terms, scale=scale),
+        statement(f"{label}, worst case", first.left, worst, terms, scale),
+        statement(f"{label}, adaptive", first.left, adaptive, terms, scale),
     )

@@ -15,9 +15,6 @@ from torch_occ.regularizers.base import Regularizer, Scaled, Sum
 from torch_occ.regularizers.catalog import HybridTsallis, LogBarrier, jin_luo
 from torch_occ.regularizers.schedules import InverseSqrt
 
-# -- A statement of the paper, evaluated: both sides, their difference, and the rounding -----------
-
-
 Relation = Literal["<=", "="]
 
 
@@ -47,18 +44,13 @@ class Statement:
     @property
     def holds(self) -> Tensor:
         """Whether the statement is true up to rounding, `(*batch,)`; false for NaN."""
-        return (
-            self.slack >= -self.rounding
-            if self.relation == "<="
-            else self.slack.abs() <= self.rounding
-        )
+        gap = self.slack if self.relation == "<=" else -self.slack.abs()
+        return gap >= -self.rounding
 
     def __repr__(self) -> str:
-        sides = (
-            f"{float(self.left):.6g} {self.relation} {float(self.right):.6g}"
-            if self.left.dim() == 0
-            else f"{tuple(self.left.shape)}"
-        )
+        sides = f"{tuple(self.left.shape)}"
+        if self.left.dim() == 0:
+            sides = f"{float(self.left):.6g} {self.relation} {float(self.right):.6g}"
         count = f"{int(self.holds.sum())} of {self.holds.numel()} hold"
         return f"Statement({self.label}: {sides}, {count})"
 
@@ -68,37 +60,28 @@ def statement(
     left: Tensor,
     right: Tensor | float,
     terms: int,
-    *,
     scale: Tensor | float | None = None,
     relation: Relation = "<=",
 ) -> Statement:
-    """A statement whose sides are sums of at most `terms` products.
+    """A statement whose sides, `(*batch,)`, are sums of at most `terms` products.
 
     The error of a floating-point sum of n products is about n eps times the sum of their absolute
-    values. Four times that is allowed, for the square roots and quotients inside.
-
-    Args:
-        label: the label in the paper's LaTeX source.
-        left: the left side, `(*batch,)`.
-        right: the right side, which broadcasts with the left one.
-        terms: the number n of products.
-        scale: the sum of their absolute values; by default the larger side, which is right if all
-            terms are positive.
-        relation: how the sides are compared, "<=" or "=".
+    values. Four times that is allowed, for the square roots and quotients inside. `scale` is that
+    sum; by default it is the larger side, which is right if all terms are positive.
     """
-    left, larger = torch.broadcast_tensors(
-        left, torch.as_tensor(right, dtype=left.dtype, device=left.device)
-    )
-    size = (
-        torch.maximum(left.abs(), larger.abs())
-        if scale is None
-        else torch.as_tensor(scale, dtype=left.dtype, device=left.device)
-    )
-    rounding = 4 * terms * torch.finfo(left.dtype).eps * size
+    dtype, device = left.dtype, left.device
+    left, larger = torch.broadcast_tensors(left, torch.as_tensor(right, dtype=dtype, device=device))
+    size = torch.maximum(left.abs(), larger.abs()) if scale is None else scale
+    size = torch.as_tensor(size, dtype=dtype, device=device)
+    rounding = 4 * terms * torch.finfo(dtype).eps * size
     return Statement(label, left, larger, rounding.expand_as(left), relation)
 
 
-# -- alpha, beta and gamma of `alg:main_alg`, and the learning rate that gamma sets ----------------
+def equality(
+    label: str, left: Tensor, right: Tensor | float, terms: int, scale: Tensor | float
+) -> Statement:
+    """A `statement` that both sides are equal."""
+    return statement(label, left, right, terms, scale, "=")
 
 
 @dataclass(frozen=True)
@@ -140,9 +123,8 @@ class Parameters:
                 f"not {type(learner.estimator).__name__}"
             )
         whole = learner.step.regularizer
-        first, second = (
-            whole.terms if isinstance(whole, Sum) and len(whole.terms) == 2 else (whole, whole)
-        )
+        two = isinstance(whole, Sum) and len(whole.terms) == 2
+        first, second = whole.terms if two else (whole, whole)
         if (
             isinstance(first, Scaled)
             and isinstance(hybrid := first.regularizer, HybridTsallis)

@@ -16,12 +16,7 @@ from torch import Tensor
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.theory import bounds as bounds
-from torch_occ.theory import identities as identities
-from torch_occ.theory import penalty as penalty
-from torch_occ.theory import runs
-from torch_occ.theory import stability as stability
-from torch_occ.theory.curvatures import Curvature, curvature
+from torch_occ.theory import bounds, curvatures, penalty, runs, stability
 from torch_occ.theory.statements import Parameters, Statement
 
 
@@ -44,9 +39,8 @@ def batch_of_mdps(
         LayeredMDP.random(horizon, width, num_actions, seed=seed + i, concentration=concentration)
         for i in range(count)
     ]
-    return LayeredMDP(
-        [torch.stack(layers) for layers in zip(*(mdp.transitions for mdp in singles), strict=True)]
-    )
+    layers = zip(*(mdp.transitions for mdp in singles), strict=True)
+    return LayeredMDP([torch.stack(layer) for layer in layers])
 
 
 def draw_data(mdp: LayeredMDP, generator: torch.Generator) -> Data:
@@ -97,17 +91,13 @@ def draw_trajectory(mdp: LayeredMDP, q: Tensor, generator: torch.Generator) -> T
     policy, visited = policy_of(mdp, q), []
     arriving = mdp.initial.expand(*q.shape[:-2], -1)
     for kernel, here in zip(mdp.transitions, mdp.layer_slices, strict=True):
-        chosen = _choose((arriving.unsqueeze(-1) * policy[..., here, :]).flatten(-2), generator)
+        weights = (arriving.unsqueeze(-1) * policy[..., here, :]).flatten(-2)
+        flat = weights.reshape(-1, weights.shape[-1])
+        index = torch.multinomial(flat, 1, generator=generator)
+        chosen = torch.zeros_like(flat).scatter(-1, index, 1.0).view_as(weights)  # one-hot
         visited.append(chosen.unflatten(-1, (-1, mdp.num_actions)))
         arriving = torch.einsum("...sa,...sat->...t", visited[-1], kernel)
     return torch.cat(visited, -2)
-
-
-def _choose(weights: Tensor, generator: torch.Generator) -> Tensor:
-    """One-hot of an index drawn with these probabilities."""
-    flat = weights.reshape(-1, weights.shape[-1])
-    index = torch.multinomial(flat, 1, generator=generator)
-    return torch.zeros_like(flat).scatter(-1, index, 1.0).view_as(weights)
 
 
 def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -143,13 +133,7 @@ def occupancy_statements(
     mdp: LayeredMDP, data: Data, generator: torch.Generator, parameters: Parameters
 ) -> Iterator[Statement]:
     """The statements about occupancy measures, which bound the penalty."""
-    q, policy, mapping, other, alpha = (
-        data.q,
-        data.policy,
-        data.mapping,
-        data.other,
-        parameters.alpha,
-    )
+    (q, policy, mapping, other, *_), alpha = data, parameters.alpha
     weight = _uniform((*mdp.batch_shape, 1, 1), generator)
     yield penalty.convex_combine(mdp, q, occupancy(mdp, mapping), weight)
     yield from penalty.state_reach_probability(mdp, policy)
@@ -173,12 +157,12 @@ def hessian_statements(
 ) -> Iterator[Statement]:
     """The statements about the Hessian, which bound the stability."""
     q, mapping, alpha = data.q, data.mapping, parameters.alpha
-    curve: Curvature = curvature(mdp, q, alpha)
+    curve = curvatures.curvature(mdp, q, alpha)
     w = (_uniform(q.shape, generator) * 2 - 1) * q
-    yield identities.quadratic_form_of_hessian(mdp, q, w, alpha)
-    yield identities.both_definitions(mdp, q, identities.tangent(mdp, q, w), alpha)
-    yield identities.hessian_by_layers(mdp, q, alpha)
-    yield from identities.inverse_by_layers(mdp, q, alpha)
+    yield curvatures.quadratic_form_of_hessian(mdp, q, w, alpha)
+    yield curvatures.both_definitions(mdp, q, curvatures.tangent(mdp, q, w), alpha)
+    yield curvatures.hessian_by_layers(mdp, q, alpha)
+    yield from curvatures.inverse_by_layers(mdp, q, alpha)
     for k in range(mdp.horizon):
         w = _uniform((*mdp.batch_shape, mdp.layer_sizes[k], mdp.num_actions), generator) * 2 - 1
         # Divided by q as the estimates are, so that rare pairs count.
@@ -186,9 +170,8 @@ def hessian_statements(
         yield from stability.N_properties(mdp, curve, k)
     d = mdp.num_states
     root = _uniform((*mdp.batch_shape, d, d), generator) - 0.3
-    yield stability.quadratic_form_diagonal(
-        root @ root.mT, _uniform((*mdp.batch_shape, d), generator) ** 4
-    )
+    w = _uniform((*mdp.batch_shape, d), generator) ** 4
+    yield stability.quadratic_form_diagonal(root @ root.mT, w)
     yield stability.stability_first_step(mdp, q, alpha, data.mean, data.second_moment)
     first, between, every = stability.layer_recursion(mdp, q, mapping, alpha)
     yield from (first, every, *([between] if mdp.horizon > 1 else []))
@@ -242,7 +225,7 @@ def condition_statements(
 ) -> Iterator[Statement]:
     """The self-bounding condition, for i.i.d. losses of which an adversary corrupts some.
 
-    The learners play_run random policies.
+    The learners play random policies.
     """
     count = 8
     yield bounds.performance_difference(mdp, data.q, data.mean)

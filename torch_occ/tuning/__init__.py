@@ -5,9 +5,9 @@ forecast        the forecast: the regret along the mean path, by quadrature over
 leaps           leaping: the regret of particles that play many episodes per step
 objective       the objective of a tuning: regret in several worlds, relative to a reference
 recommended     what to use: a recommended learner, and the recipe of tuning
-refine          a local search on noisy values: response surfaces, and the points that they suggest
+refine          a local search on noisy values: trials, response surfaces, points that they suggest
 space           the space in which parameters are tuned: one unconstrained coordinate per number
-tune            `tune`: gradients of an objective from several starts, with trials and TensorBoard
+tune            `tune`: gradients of an objective from several starts, with TensorBoard
 """
 
 from torch_occ.tuning.forecast import Forecast as Forecast

@@ -15,29 +15,41 @@ from torch_occ.game.estimators import CentredEstimator, ImportanceWeighted, Redu
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 from torch_occ.regularizers.base import Regularizer
+from torch_occ.regularizers.catalog import LogBarrier
 from torch_occ.step.arrays import WeightsOverTime, model_of
 from torch_occ.step.solution import Options
-from torch_occ.step.ways import why_not_game as why_not_solve
+from torch_occ.step.ways import why_not_game
 from torch_occ.tuning.leaps import WIDEST, LeapCourse
 
 
-def why_not(mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimator) -> str | None:
+def why_no_leap(
+    mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimator
+) -> str | None:
     """The reason why the kernels cannot leap with these, or None if they can."""
     if type(estimator) not in (ImportanceWeighted, ReducedVariance):
         return f"the engine does not know the estimator {type(estimator).__name__}"
     if regularizer.batched():
         return "the regularizer has batched parameters"
-    return why_not_solve(mdp, regularizer)
+    reason = why_not_game(mdp, regularizer)
+    known = (regularizer, *_barrier(estimator))
+    if reason is None and not all(_over_time(mdp, psi).are_powers for psi in known):
+        reason = "the weights are not powers of t"
+    return reason
+
+
+def _over_time(mdp: LayeredMDP, regularizer: Regularizer) -> WeightsOverTime:
+    return WeightsOverTime(regularizer, mdp.actions.shape)
+
+
+def _barrier(estimator: CentredEstimator) -> tuple[Regularizer, ...]:
+    """A regularizer whose weight is -1 / eta_t, with the learning rate of the estimator, if any."""
+    if isinstance(estimator, ReducedVariance):
+        return (LogBarrier() / estimator.learning_rate,)
+    return ()
 
 
 def leap_compiled(
-    mdp: LayeredMDP,
-    regularizer: Regularizer,
-    estimator: CentredEstimator,
-    course: LeapCourse,
-    particles: int,
-    seed: int,
-    accuracy: float,
+    mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimator, course: LeapCourse
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Leap with all particles.
 
@@ -46,30 +58,20 @@ def leap_compiled(
         leaps and of uncertified steps, `(N,)` each.
     """
     regularizer.validate()
-    # For every built-in schedule, weights are products of powers of t, so linear interpolation of
-    # logarithms is exact.
-    weigh = WeightsOverTime(regularizer, mdp.actions.shape)
-    log_t = torch.linspace(0, float(course.stops[-1].log()) + 0.1, 400, dtype=torch.float64)
-    with torch.no_grad():
-        weights = weigh.at(log_t.exp())
-        exponents = weigh.terms.exponent
-        # A threshold of 2 is above every q, so there is no baseline.
-        threshold = (
-            estimator.threshold(log_t.exp())
-            if isinstance(estimator, ReducedVariance)
-            else torch.full_like(log_t, 2.0)
-        )
-    log_weights = torch.where(weights == 0, 1.0, weights.abs()).log().contiguous().numpy()
+    particles = course.particles
+    weigh, threshold = _over_time(mdp, regularizer), np.array([2.0, 0.0])  # above every q
+    for barrier in _barrier(estimator):
+        inverse, power = _over_time(mdp, barrier).powers()[:, 0]
+        threshold = np.array([(4.0 / inverse) ** 2, -2.0 * power])
+    exponents = weigh.terms.exponent
     model = model_of(mdp)
     lanes = lanes_in(model, particles)
     width, new = lanes or 1, allocator(lanes)
     terms = weigh.terms._replace(exponent=new(*exponents.shape))
     terms.exponent.T[...] = exponents  # the lanes are the last axis
     way = Way(
-        log_t.numpy(),
-        log_weights,
-        weights[0].sign().numpy(),
-        threshold.log().numpy(),
+        weigh.powers(),
+        threshold,
         course.means.flatten(-2).contiguous().numpy(),
         course.gaps.flatten(-2).contiguous().numpy(),
         NOISE[course.noise],
@@ -77,13 +79,15 @@ def leap_compiled(
         course.phase.numpy(),
         model.initial[None],
         interior_point(mdp).detach().flatten().numpy(),
-        float(accuracy),
+        float(course.accuracy),
         WIDEST,
         Options().tolerance_in(torch.float64),
         Options().max_steps,
     )
-    shapes = ((4,), (2,), way.stops.shape, way.middle.shape, way.signs.shape, (mdp.num_states,))
-    seeds = np.random.SeedSequence(seed).generate_state(particles, np.uint64).astype(np.uint64)
+    shapes = ((4,), (2,), way.stops.shape, way.middle.shape, (weigh.size,), (mdp.num_states,))
+    seeds = (
+        np.random.SeedSequence(course.seed).generate_state(particles, np.uint64).astype(np.uint64)
+    )
     groups = []
     for first in range(0, particles, width):
         members = np.arange(first, first + width)

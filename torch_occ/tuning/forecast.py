@@ -143,17 +143,30 @@ def _matrix(rows: list[dict[int, float]], columns: int, like: Tensor) -> Tensor:
 MOST_PHASES = 256
 
 
-class Phase(NamedTuple):
-    """The episodes after `start`, up to the start of the next phase."""
+class Phases(NamedTuple):
+    """P phases: each has the episodes after its start, up to the start of the next one."""
 
-    start: int
-    mean: Tensor  # (*batch, S, A)
+    starts: Sequence[int]  # the first is 0
+    means: Tensor  # (P, *batch, S, A)
+    noise: Noise
+
+    def at(self, episodes: Tensor) -> Tensor:
+        """The phase in which each of these episodes lies."""
+        return torch.bucketize(episodes, episodes.new_tensor(self.starts)) - 1
+
+    def totals(self, values: Tensor, episodes: Tensor, phase: Tensor) -> Tensor:
+        """Sums of the values over the first `episodes` `(K,)`: `(P, ...)` -> `(K, ...)`.
+
+        `phase` is the phase in which each of these episodes lies.
+        """
+        begun, ones = episodes.new_tensor(self.starts), (1,) * (values.dim() - 1)
+        lengths = torch.diff(begun).reshape(-1, *ones)
+        finished = torch.cat([torch.zeros_like(values[:1]), (lengths * values[:-1]).cumsum(0)])
+        return finished[phase] + (episodes - begun[phase]).reshape(-1, *ones) * values[phase]
 
 
-def phases_of(
-    mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int
-) -> tuple[list[Phase], Noise]:
-    """The phases of the first `episodes` episodes, and the kind of noise.
+def phases_of(mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int) -> Phases:
+    """The phases of the first `episodes` episodes.
 
     A tensor of means `(*batch, S, A)` stands for Bernoulli losses.
 
@@ -162,11 +175,11 @@ def phases_of(
         ValueError: if there are too many phases.
     """
     if isinstance(losses, Tensor):
-        return [Phase(0, losses)], "bernoulli"
+        return Phases([0], losses[None], "bernoulli")
     if isinstance(losses, Stationary):
-        return [Phase(0, losses.mean)], losses.noise
+        return Phases([0], losses.mean[None], losses.noise)
     if isinstance(losses, Corrupted) and isinstance(losses.base, Stationary):
-        return _corrupted(mdp, losses, losses.base.mean, episodes), losses.noise
+        return _corrupted(mdp, losses, losses.base.mean, episodes)
     starts: Sequence[int]
     if isinstance(losses, SwitchingLosses):
         starts = range(0, episodes, losses.period)
@@ -183,25 +196,25 @@ def phases_of(
             f"losses: {type(losses).__name__} has {len(starts)} phases, more than {MOST_PHASES}; "
             "forecast fewer episodes, or simulate"
         )
-    return [Phase(start, _first_mean(mdp, losses, start)) for start in starts], losses.noise
+    means = torch.stack([_first_mean(mdp, losses, start) for start in starts])
+    return Phases(starts, means, losses.noise)
 
 
-def _corrupted(mdp: LayeredMDP, losses: Corrupted, clean: Tensor, episodes: int) -> list[Phase]:
+def _corrupted(mdp: LayeredMDP, losses: Corrupted, clean: Tensor, episodes: int) -> Phases:
     """Full corruption while the budget lasts, one episode with the remainder, then none."""
     attacked = _first_mean(mdp, losses, 0)
     cost = 2 * sum(
         float(layer.abs().amax())
         for layer in mdp.split(torch.where(mdp.actions, attacked - clean, 0.0), -2)
     )
-    if cost == 0:
-        return [Phase(0, clean)]
-    whole = math.floor(losses.budget / cost * (1 + 1e-12))
-    left = (losses.budget - whole * cost) / cost
-    found = [Phase(0, attacked)] if whole else []
+    whole = math.floor(losses.budget / cost * (1 + 1e-12)) if cost else 0
+    left = (losses.budget - whole * cost) / cost if cost else 0.0
+    found = {0: attacked} if whole else {}
     if left > 1e-9 and losses.strategy != "uniform":
-        found.append(Phase(whole, clean + left * (attacked - clean)))
+        found[whole] = clean + left * (attacked - clean)
         whole += 1
-    return [phase for phase in [*found, Phase(whole, clean)] if phase.start < episodes]
+    found = {start: mean for start, mean in (found | {whole: clean}).items() if start < episodes}
+    return Phases([*found], torch.stack([*found.values()]), losses.noise)
 
 
 def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
@@ -239,15 +252,9 @@ def probe_noise(
     probes: int,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """The noise at the nodes of a grid, from `probes` random vectors per node.
+    """D3psi[u](y y') of every probe `(probes, K, *batch)`, and E |loss_estimate|^2_Pi.
 
-    Args:
-        linear: the step at q `(K, *batch, S, A)`.
-        mean: of the losses at every node; the baseline of the estimator has the same shape.
-        seed: the same seed gives the same numbers for all settings.
-
-    Returns:
-        D3psi[u](y y') of every probe `(probes, K, *batch)`, and E |loss_estimate|^2_Pi.
+    `linear` is the step at q `(K, *batch, S, A)`, the shape of the mean losses and of the baseline.
     """
     generator = torch.Generator(device=mdp.device).manual_seed(seed)
     u = linear.apply(mean)
@@ -275,15 +282,9 @@ def draw_fluctuations(
     probes: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Gaussian vectors with the covariance of the loss estimate of one episode.
+    """Gaussian vectors `(probes, K, *batch, S, A)` with the covariance of one loss estimate.
 
     All elements of `batch` share their random numbers.
-
-    Args:
-        q: `(K, *batch, S, A)`; the mean and the baseline have the same shape.
-
-    Returns:
-        `(probes, K, *batch, S, A)`.
     """
 
     def normal(*shape: int) -> Tensor:
@@ -450,23 +451,23 @@ def forecast(
             f"probes: expected at least 2, because their spread is the error, or 0, got {probes}"
         )
     estimate = centred(estimator)
-    phases, noise = phases_of(mdp, losses, int(episodes))
-    step = FTRLStep(mdp, regularizer)
-    starts = [phase.start for phase in phases]
-    grid = Quadrature.over(starts, int(episodes), per_decade, mdp.transitions[0])
+    phases = phases_of(mdp, losses, int(episodes))
+    step, noise = FTRLStep(mdp, regularizer), phases.noise
+    grid = Quadrature.over(phases.starts, int(episodes), per_decade, mdp.transitions[0])
     given = (shape for _, shape in regularizer.batched())
-    batch = torch.broadcast_shapes(phases[0].mean.shape[:-2], mdp.batch_shape, *given)
-    # (P, *batch, S, A)
-    mean = torch.stack([phase.mean.expand(*batch, *phase.mean.shape[-2:]) for phase in phases])
+    batch = torch.broadcast_shapes(phases.means.shape[1:-2], mdp.batch_shape, *given)
+    missing = (1,) * (len(batch) + 3 - phases.means.dim())
+    mean = phases.means.reshape(len(phases.starts), *missing, *phases.means.shape[1:])
+    mean = mean.expand(-1, *batch, -1, -1)  # (P, *batch, S, A)
     t = grid.t.reshape(-1, *(1,) * len(batch)).expand(-1, *batch)  # (K, *batch)
     now = mean[grid.phase]  # (K, *batch, S, A)
-    solution = step.solve(totals(starts, mean, grid.t - 1, grid.phase), t, check=False)
+    solution = step.solve(phases.totals(mean, grid.t - 1, grid.phase), t, check=False)
     certified = solution.converged.all(0)
     q = floored(mdp, solution.q)
     gaps = optimal_policy(mdp, mean).gaps  # (P, *batch, S, A)
     # Gaps instead of losses: the loss that every policy pays drops out, without cancellation.
     ends = grid.ends.to(mdp.dtype)
-    best = comparator(mdp, totals(starts, gaps, ends, phase_at(starts, ends)))
+    best = comparator(mdp, phases.totals(gaps, ends, phases.at(ends)))
     drift = grid.sums((q * gaps[grid.phase]).sum((-2, -1))) - best
 
     linear = Linearization(step, q, t)
@@ -542,19 +543,3 @@ def floored(mdp: LayeredMDP, q: Tensor) -> Tensor:
 def outer(x: Tensor) -> Tensor:
     """x x', `(..., n)` -> `(..., n, n)`."""
     return x.unsqueeze(-1) * x.unsqueeze(-2)
-
-
-def phase_at(starts: Sequence[int], episodes: Tensor) -> Tensor:
-    """The phase in which each of these episodes lies."""
-    return torch.bucketize(episodes, episodes.new_tensor(starts)) - 1
-
-
-def totals(starts: Sequence[int], values: Tensor, episodes: Tensor, phase: Tensor) -> Tensor:
-    """Sums of the values over the first `episodes` `(K,)`: `(P, ...)` -> `(K, ...)`.
-
-    `phase` is the phase in which each of these episodes lies.
-    """
-    begun, ones = episodes.new_tensor(starts), (1,) * (values.dim() - 1)
-    lengths = torch.diff(begun).reshape(-1, *ones)
-    finished = torch.cat([torch.zeros_like(values[:1]), (lengths * values[:-1]).cumsum(0)])
-    return finished[phase] + (episodes - begun[phase]).reshape(-1, *ones) * values[phase]

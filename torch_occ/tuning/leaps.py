@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,19 +15,17 @@ from torch_occ.game.losses import LossProcess, Noise
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point, optimal_policy, policy_of
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.regularizers.hessians import Hessian
+from torch_occ.regularizers.derivatives import Hessian
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import Setting
-from torch_occ.tuning.forecast import forecast, phase_at, phases_of, totals
-
-# -- The course of a leaping particle: phases of constant means, and episodes where leaps end ------
+from torch_occ.tuning.forecast import forecast, phases_of
 
 #: The longest leap relative to t.
 WIDEST = 0.25
 
 
 class LeapCourse(NamedTuple):
-    """Losses, stops and comparators, which are known before the first leap."""
+    """Losses, stops and comparators, which are known before the first leap, and the options."""
 
     stops: Tensor  # (C,), episodes that no leap crosses: checkpoints and ends of phases
     phase: Tensor  # (C,), the phase before each stop
@@ -35,23 +33,26 @@ class LeapCourse(NamedTuple):
     gaps: Tensor  # (P, S, A)
     best: Tensor  # (C,), loss of the best fixed policy minus that of the best of every phase
     noise: Noise
+    particles: int
+    seed: int
+    accuracy: float
 
     @classmethod
-    def of(cls, mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int) -> LeapCourse:
-        phases, noise = phases_of(mdp, losses, episodes)
-        if mdp.batch_shape or phases[0].mean.dim() != 2:
+    def of(
+        cls, mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int, *options: Any
+    ) -> LeapCourse:
+        phases = phases_of(mdp, losses, episodes)
+        if mdp.batch_shape or phases.means.dim() != 3:
             raise ValueError(
                 "leaping takes one MDP and one table of means (S, A) at a time; forecast takes "
                 "batches"
             )
-        starts = [phase.start for phase in phases]
-        every = sorted({*log_spaced(episodes, 10), *starts[1:]})
+        every = sorted({*log_spaced(episodes, 10), *phases.starts[1:]})
         stops = torch.tensor(every, dtype=mdp.dtype, device=mdp.device)
-        phase = phase_at(starts, stops)
-        means = torch.stack([phase.mean for phase in phases]).detach()
+        phase, means = phases.at(stops), phases.means.detach()
         gaps = optimal_policy(mdp, means, in_order=True).gaps
-        best = comparator(mdp, totals(starts, gaps, stops, phase))
-        return cls(stops, phase, means, gaps, best, noise)
+        best = comparator(mdp, phases.totals(gaps, stops, phase))
+        return cls(stops, phase, means, gaps, best, phases.noise, *options)
 
 
 # -- Leaps of many episodes in torch, for any regularizer ------------------------------------------
@@ -59,23 +60,12 @@ class LeapCourse(NamedTuple):
 
 @torch.no_grad()
 def leap_in_torch(
-    mdp: LayeredMDP,
-    regularizer: Regularizer,
-    estimator: CentredEstimator,
-    course: LeapCourse,
-    particles: int,
-    seed: int,
-    accuracy: float,
+    mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimator, course: LeapCourse
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Leap with all particles.
-
-    Returns:
-        Their losses minus those of the best policy of every phase `(N, C)`, and their numbers of
-        leaps and of uncertified steps, `(N,)` each.
-    """
-    step = FTRLStep(mdp, regularizer)
+    """Leap with all particles; for the result see `torch_occ.tuning.compiled_leaps`."""
+    step, particles = FTRLStep(mdp, regularizer), course.particles
     setting = Setting(mdp, step.evaluator, False)
-    generator = torch.Generator(device=mdp.device).manual_seed(seed)
+    generator = torch.Generator(device=mdp.device).manual_seed(course.seed)
     q = interior_point(mdp).expand(particles, -1, -1)
     cumulative_loss = torch.zeros_like(q)
     expected = torch.zeros(particles, len(course.stops), dtype=mdp.dtype, device=mdp.device)
@@ -109,7 +99,7 @@ def leap_in_torch(
         phase = course.phase[stop]
         opening = (q * course.gaps[phase]).sum((-2, -1))
         hessian = setting.bind([t, *step.evaluator.parameters(t)]).deriver(t.shape)(q).hessian
-        longest = torch.minimum(longest_leap(mdp, hessian, q, accuracy), WIDEST * t)
+        longest = torch.minimum(longest_leap(mdp, hessian, q, course.accuracy), WIDEST * t)
         length = torch.minimum(longest.floor().clamp(min=1), course.stops[stop] - t + 1)
         visits, baseline = _visits(mdp, q, length, generator), estimator.baseline(q, t)
         charged = _sum_of_losses(course.noise, course.means[phase], visits, generator)
@@ -303,13 +293,13 @@ def leap(
             f"regularizer: a parameter has the batch shape {tuple(batch)}, and leap takes one "
             "regularizer at a time; forecast takes a batch"
         )
-    estimate, course = centred(estimator), LeapCourse.of(mdp, losses, int(episodes))
+    estimate = centred(estimator)
+    course = LeapCourse.of(mdp, losses, int(episodes), particles, seed, accuracy)
 
     def why_not() -> str | None:
-        return later("tuning.compiled_leaps").why_not(mdp, regularizer, estimate)
+        return later("tuning.compiled_leaps").why_no_leap(mdp, regularizer, estimate)
 
     usable = engine_takes(backend, why_not)
     play = later("tuning.compiled_leaps").leap_compiled if usable else leap_in_torch
-    arguments = (mdp, regularizer, estimate, course, particles, seed, accuracy)
-    expected, leaps, uncertified = play(*arguments)
+    expected, leaps, uncertified = play(mdp, regularizer, estimate, course)
     return Leaps(course.stops.long(), expected - course.best, leaps, uncertified)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -119,13 +118,6 @@ class ForecastObjective:
                         f"reference: its forecast regret in {world.name!r} is {scale.tolist()}; it "
                         "has no certificate"
                     )
-
-    @classmethod
-    def believing(cls, other: ForecastObjective) -> ForecastObjective:
-        """The same objective with full trust in every forecast."""
-        found = copy(other)
-        found.trust = 1.0
-        return found
 
     def _forecast(
         self, world: World, regularizer: Regularizer, estimator: Estimator | None

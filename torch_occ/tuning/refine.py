@@ -4,17 +4,77 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_occ.game.learners import FTRL
+from torch_occ.game.losses import BernoulliLosses, LossProcess
+from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.tuning.objective import Evaluation, ForecastObjective, Guard, Verdict
-from torch_occ.tuning.space import ParameterSpace
-from torch_occ.tuning.tune import Trial, Tuned, by_leaping, by_playing
+from torch_occ.tuning.leaps import leap
+from torch_occ.tuning.objective import (
+    Evaluation,
+    ForecastObjective,
+    Guard,
+    Verdict,
+    elements,
+    final_regrets,
+)
+from torch_occ.tuning.space import ParameterSpace, load_numbers
+from torch_occ.tuning.tune import Tuned
+
+# -- Trials: the objective at one setting in every world, by leaping or by playing -----------------
+#
+# The cost of leaping grows with log T, but it is biased upwards by some percent where the learner
+# is hardly regularized. Playing is unbiased, and its cost grows with T. Both average over the MDPs
+# of the objective. Many MDPs with few runs on each are as precise as few MDPs with many runs, and
+# say more about other MDPs.
+
+#: A function of a regularizer with scalar parameters and a seed. The same seed gives the same
+#: random numbers at every setting.
+Trial = Callable[[Regularizer, int], Evaluation]
+
+
+def trial_of(
+    objective: ForecastObjective,
+    *,
+    particles: int = 64,
+    accuracy: float = 0.7,
+    runs: int | None = None,
+) -> Trial:
+    """The objective with regrets of leaping particles, or of real runs if their number is given."""
+
+    def final(
+        mdp: LayeredMDP, losses: Tensor | LossProcess, psi: Regularizer, seed: int
+    ) -> tuple[Tensor, Tensor]:
+        """The final regret on one MDP, and whether it is certified."""
+        own, T = objective.estimator, objective.episodes
+        if runs is not None:
+            process = BernoulliLosses(losses) if isinstance(losses, Tensor) else losses
+            seeds = range(1 + seed * runs, 1 + (seed + 1) * runs)
+            regrets, certified = final_regrets(FTRL(mdp, psi, own), process, T, seeds)
+            return regrets.mean(), certified
+        sizes: dict[str, Any] = {"particles": particles, "accuracy": accuracy}
+        found = leap(mdp, psi, losses, T, estimator=own, seed=seed, **sizes)
+        return found.regret[:, -1].mean(), ~found.uncertified.any()
+
+    def trial(regularizer: Regularizer, seed: int) -> Evaluation:
+        regrets, certified = [], []
+        with torch.no_grad():
+            for world in objective.worlds:
+                found = [final(mdp, losses, regularizer, seed) for mdp, losses in elements(world)]
+                regret, fine = zip(*found, strict=True)
+                regrets.append(torch.stack(regret)[None])
+                certified.append(torch.stack(fine)[None])
+        return objective.combine(regrets, certified)
+
+    return trial
+
 
 # -- Response surfaces: quadratics with mixed terms, fitted to a noisy function around a point -----
 #
@@ -161,9 +221,9 @@ def refine(
     if not hopeless > 0:
         raise ValueError(f"hopeless: expected a positive number, got {hopeless}")
     if judge == "leap":
-        judge = by_leaping(objective, particles=particles, accuracy=accuracy)
+        judge = trial_of(objective, particles=particles, accuracy=accuracy)
     elif judge == "play":
-        judge = by_playing(objective, runs=runs)
+        judge = trial_of(objective, runs=runs)
     elif not callable(judge):
         raise ValueError(
             "judge: expected 'leap', 'play' or a function of a regularizer and a seed, got "
@@ -171,7 +231,7 @@ def refine(
         )
     search = Search(objective, regularizer, tuned, judge, guard)
     sobol = torch.quasirandom.SobolEngine(len(tuned.names), scramble=True, seed=seed)
-    kept = search.space.own
+    kept = {name: x.clone() for name, x in regularizer.state_dict().items()}
     try:
         centre = search.space.coordinates_of(tuned.parameters)
         search.attempt(centre, seed)
@@ -192,7 +252,7 @@ def refine(
         search.fit(centre, radius)
         chosen = min(best, key=lambda i: search.fitted()[i])
     finally:
-        search.set_parameters(kept)
+        regularizer.load_state_dict(kept)
     return search.result(tuned, chosen, time.monotonic() - begun)
 
 
@@ -208,8 +268,9 @@ class Search:
         guard: Guard | None,
     ) -> None:
         self.space = ParameterSpace(regularizer, tuned.names, tuned.bounds)
-        self.plain, self.trial, self.guard = ForecastObjective.believing(objective), trial, guard
-        self.regularizer, self.own = regularizer, dict(regularizer.named_parameters())
+        self.plain = copy(objective)
+        self.plain.trust = 1.0  # in every forecast
+        self.regularizer, self.trial, self.guard = regularizer, trial, guard
         self.points: list[Tensor] = []
         self.tried: list[float] = []  # without the guard's penalty
         self.judged: list[Evaluation] = []  # with the guard's penalty
@@ -222,13 +283,8 @@ class Search:
 
     def set_point(self, u: Tensor) -> None:
         """Set the regularizer's parameters to those of a point."""
-        self.set_parameters(self.space.tensors(self.space.parameters_at(u)))
-
-    def set_parameters(self, values: dict[str, Tensor]) -> None:
-        """Set the regularizer's parameters, by name."""
-        with torch.no_grad():
-            for name, value in values.items():
-                self.own[name].copy_(value)
+        numbers = self.space.parameters_at(u).tolist()
+        load_numbers(self.regularizer, dict(zip(self.space.names, numbers, strict=True)))
 
     def promising(
         self,

@@ -1,4 +1,4 @@
-"""`tune`: gradients of an objective from several starts, with trials and TensorBoard."""
+"""`tune`: gradients of an objective from several starts, with TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch_occ._support.choices import progress_bar, summary_writer
 from torch_occ._support.files import Kept, State, copied
 from torch_occ._support.fingerprints import fingerprints
 from torch_occ._support.processes import asked_to_stop, explain, sigterm_raises
-from torch_occ.game.learners import FTRL
-from torch_occ.game.losses import BernoulliLosses, LossProcess
-from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.tuning.leaps import leap
-from torch_occ.tuning.objective import Evaluation, ForecastObjective, elements, final_regrets
+from torch_occ.tuning.objective import Evaluation
 from torch_occ.tuning.space import ParameterSpace, load_numbers
+
+#: What is minimized: a function of a regularizer.
+Objective = Callable[[Regularizer], Evaluation]
+
 
 # -- A tuning in TensorBoard -----------------------------------------------------------------------
 
@@ -38,21 +38,16 @@ class TuningBoard:
     def __init__(self, directory: str | Path, tuner: Tuner) -> None:
         self.writer: Any = summary_writer(directory, purge_step=len(tuner.values))
 
-    def write(self, tuner: Tuner) -> None:
-        """Log the last step."""
-        self._try(self._write, tuner, "the tuning goes on without TensorBoard")
-
-    def close(self, tuner: Tuner) -> None:
-        """Log the result, and close the file."""
-        self._try(self._close, tuner, "the result is not in TensorBoard")
-
-    def _try(self, log: Callable[[Tuner], None], tuner: Tuner, otherwise: str) -> None:
+    def write(self, tuner: Tuner, last: bool = False) -> None:
+        """Log the last step, or the result; then close the file."""
         if self.writer is not None:
             try:
-                log(tuner)
+                (self._close if last else self._write)(tuner)
             except OSError as error:
                 self.writer = None
-                warnings.warn(f"directory: {error}; {otherwise}", stacklevel=4)
+                lost = "the result is not in TensorBoard"
+                otherwise = lost if last else "the tuning goes on without TensorBoard"
+                warnings.warn(f"directory: {error}; {otherwise}", stacklevel=3)
 
     def _write(self, tuner: Tuner) -> None:
         step = len(tuner.values) - 1
@@ -81,65 +76,6 @@ class TuningBoard:
             text = f"```\n{tuner.result()}\n```"
             self.writer.add_text("meta/result", text, len(tuner.values) - 1)
         self.writer.close()
-
-
-# -- Trials: the objective at one setting in every world, by leaping or by playing -----------------
-#
-# The cost of leaping grows with log T, but it is biased upwards by some percent where the learner
-# is hardly regularized. Playing is unbiased, and its cost grows with T. Both average over the MDPs
-# of the objective. Many MDPs with few runs on each are as precise as few MDPs with many runs, and
-# say more about other MDPs.
-
-#: A function of a regularizer with scalar parameters and a seed. The same seed gives the same
-#: random numbers at every setting.
-Trial = Callable[[Regularizer, int], Evaluation]
-#: The final regret on one MDP, and whether it is certified.
-Final = Callable[[LayeredMDP, Tensor | LossProcess, Regularizer, int], tuple[Tensor, Tensor]]
-
-
-def by_leaping(
-    objective: ForecastObjective, *, particles: int = 64, accuracy: float = 0.7
-) -> Trial:
-    """The objective with regrets from leaping instead of the mean path."""
-    options: dict[str, Any] = {"particles": particles, "accuracy": accuracy}
-    options["estimator"] = objective.estimator
-
-    def final(
-        mdp: LayeredMDP, losses: Tensor | LossProcess, regularizer: Regularizer, seed: int
-    ) -> tuple[Tensor, Tensor]:
-        run = leap(mdp, regularizer, losses, objective.episodes, seed=seed, **options)
-        return run.regret[:, -1].mean(), ~run.uncertified.any()
-
-    return partial(_everywhere, objective, final)
-
-
-def by_playing(objective: ForecastObjective, *, runs: int = 1) -> Trial:
-    """The objective with mean regrets of real runs instead of the mean path."""
-
-    def final(
-        mdp: LayeredMDP, losses: Tensor | LossProcess, regularizer: Regularizer, seed: int
-    ) -> tuple[Tensor, Tensor]:
-        process = BernoulliLosses(losses) if isinstance(losses, Tensor) else losses
-        seeds = range(1 + seed * runs, 1 + (seed + 1) * runs)
-        learner = FTRL(mdp, regularizer, objective.estimator)
-        regrets, certified = final_regrets(learner, process, objective.episodes, seeds)
-        return regrets.mean(), certified
-
-    return partial(_everywhere, objective, final)
-
-
-def _everywhere(
-    objective: ForecastObjective, final: Final, regularizer: Regularizer, seed: int
-) -> Evaluation:
-    """The objective from the final regret on every MDP of every world, with its certificate."""
-    regrets, certified = [], []
-    with torch.no_grad():
-        for world in objective.worlds:
-            found = [final(mdp, losses, regularizer, seed) for mdp, losses in elements(world)]
-            regret, fine = zip(*found, strict=True)
-            regrets.append(torch.stack(regret)[None])
-            certified.append(torch.stack(fine)[None])
-    return objective.combine(regrets, certified)
 
 
 # -- Meta-tuning: minimize an objective over a regularizer's parameters, by gradients --------------
@@ -180,7 +116,10 @@ class Tuned:
             f"objective {self.value:.6g} by start {self.start}, {len(self.values)} evaluations, "
             f"{self.seconds:.1f} s"
         ]
-        for name, numbers in self._grouped().items():
+        grouped: dict[str, list[float]] = {}
+        for name, value in self.parameters.items():
+            grouped.setdefault(name.partition("[")[0], []).append(value)
+        for name, numbers in grouped.items():
             bound = sum(name == each.partition("[")[0] for each in self.at_bounds)
             if len(numbers) == 1:
                 lines.append(f"  {name} = {numbers[0]:.6g}{' (at its bound)' * bool(bound)}")
@@ -196,16 +135,9 @@ class Tuned:
             )
         return "\n".join(lines)
 
-    def _grouped(self) -> dict[str, list[float]]:
-        """The numbers of each parameter."""
-        found: dict[str, list[float]] = {}
-        for name, value in self.parameters.items():
-            found.setdefault(name.partition("[")[0], []).append(value)
-        return found
-
 
 def tune(
-    objective: Callable[[Regularizer], Evaluation],
+    objective: Objective,
     regularizer: Regularizer,
     *,
     steps: int = 60,
@@ -260,8 +192,12 @@ def tune(
             f"steps, starts: expected steps >= 0 and starts >= 1, got {steps} and {starts}"
         )
     space = ParameterSpace(regularizer, only, bounds or {})
-    u = _first_points(space, starts, spread, seed)
-    chosen = (optimizer or _adam)([u], rate)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(starts, len(space.names), dtype=torch.float64, generator=generator)
+    noise[0] = 0.0  # the regularizer's own point, and others around it
+    u = (space.centre + spread * noise).clamp(space.low, space.high)  # (starts, numbers)
+    adam = partial(torch.optim.Adam, betas=(0.8, 0.99))
+    chosen = (optimizer or adam)([u], rate)
     tuner = Tuner(objective, regularizer, space, steps, u, chosen, rate)
     kept = None
     if save_to is not None:
@@ -295,7 +231,7 @@ def tune(
             raise
         finally:
             if board:
-                board.close(tuner)
+                board.write(tuner, last=True)
             if bar is not None:
                 bar.close()
     return tuner.result()
@@ -306,7 +242,7 @@ class Tuner:
 
     def __init__(
         self,
-        objective: Callable[[Regularizer], Evaluation],
+        objective: Objective,
         regularizer: Regularizer,
         space: ParameterSpace,
         steps: int,
@@ -314,9 +250,9 @@ class Tuner:
         optimizer: torch.optim.Optimizer,
         rate: float,
     ) -> None:
-        self.space, self.names, self.low, self.high = space, space.names, space.low, space.high
-        self.caller, self.steps, self.starts = _Caller(objective, regularizer), steps, len(u)
-        self.u, self.optimizer, self.rate = u, optimizer, rate
+        self.space, self.caller = space, _Caller(objective, regularizer)
+        self.steps, self.starts, self.rate = steps, len(u), rate
+        self.u, self.optimizer = u, optimizer
         self.values: list[Tensor] = []
         self.failures: list[Tensor] = []
         self.path: list[Tensor] = []
@@ -342,8 +278,7 @@ class Tuner:
             (gradient,) = torch.autograd.grad(torch.where(fine, value, 0.0).sum(), u)
             fine = fine & gradient.isfinite().all(-1)
             gradient = torch.where(fine[:, None], gradient, 0.0)
-        regrets = {name: x.detach().expand(self.starts) for name, x in evaluation.regrets.items()}
-        self._record(u.detach(), value.detach(), fine, regrets)
+        self._record(u.detach(), value.detach(), fine, evaluation.regrets)
         self.gradient_norm = gradient.norm(dim=-1)
         if len(self.values) <= self.steps:
             turned = math.cos(math.pi * (len(self.values) - 1) / max(self.steps, 1))
@@ -352,7 +287,7 @@ class Tuner:
             self.u.grad = gradient
             self.optimizer.step()
             with torch.no_grad():
-                inside = self.u.clamp(self.low, self.high)
+                inside = self.u.clamp(self.space.low, self.space.high)
                 self.u.copy_(torch.where(fine[:, None], inside, self.best_u))
         self.seconds += time.monotonic() - begun
 
@@ -363,7 +298,8 @@ class Tuner:
         better = fine & (value < self.best_values)
         self.best_values = torch.where(better, value, self.best_values)
         self.best_u = torch.where(better[:, None], u, self.best_u)
-        for name, regret in regrets.items():
+        for name, found in regrets.items():
+            regret = found.detach().expand(self.starts)
             before = self.best_regrets.get(name, torch.full_like(regret, torch.nan))
             self.best_regrets[name] = torch.where(better, regret, before)
 
@@ -378,7 +314,7 @@ class Tuner:
             )
         parameters = self.space.parameters_at(self.best_u[best])
         return Tuned(
-            parameters=dict(zip(self.names, parameters.tolist(), strict=True)),
+            parameters=dict(zip(self.space.names, parameters.tolist(), strict=True)),
             value=float(self.best_values[best]),
             regrets={name: float(regret[best]) for name, regret in self.best_regrets.items()},
             start=best,
@@ -386,7 +322,7 @@ class Tuner:
             failures=torch.stack(self.failures),
             values=torch.stack(self.values),
             path=torch.stack(self.path),
-            names=self.names,
+            names=self.space.names,
             seconds=self.seconds,
             finished=len(self.values) > self.steps,
             bounds=self.space.bounds,
@@ -411,9 +347,7 @@ class Tuner:
 class _Caller(nn.Module):
     """The objective as a function of the regularizer's parameters."""
 
-    def __init__(
-        self, objective: Callable[[Regularizer], Evaluation], regularizer: Regularizer
-    ) -> None:
+    def __init__(self, objective: Objective, regularizer: Regularizer) -> None:
         super().__init__()
         self.objective, self.regularizer = objective, regularizer
 
@@ -425,15 +359,3 @@ class _Caller(nn.Module):
         return torch.func.functional_call(
             self, {f"regularizer.{name}": value for name, value in parameters.items()}, ()
         )
-
-
-def _first_points(space: ParameterSpace, starts: int, spread: float, seed: int) -> Tensor:
-    """The regularizer's own point, and others around it, `(starts, numbers)`."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(starts, len(space.names), dtype=torch.float64, generator=generator)
-    noise[0] = 0.0
-    return (space.centre + spread * noise).clamp(space.low, space.high)
-
-
-def _adam(tensors: list[Tensor], rate: float) -> torch.optim.Optimizer:
-    return torch.optim.Adam(tensors, lr=rate, betas=(0.8, 0.99))

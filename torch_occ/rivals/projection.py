@@ -1,27 +1,42 @@
-"""The Kullback-Leibler projection, compiled: one problem in plain arrays, or one in every lane.
+"""The Kullback-Leibler projection of UOB-REPS, compiled: one problem in every lane.
 
-torch_occ.step.projection has the formulas. Tables over transitions are flat, `(M,)`, layer after
-layer: the successors of pair i are the entries `entry[i]`, ..., `entry[i + 1] - 1`. Scratch memory
-has one row per quantity.
+    argmin over q in Delta of rate ⟨q, loss⟩ + KL(q || reference)
+
+Delta holds the occupancy measures q(s,a,s') = w(s,a) p(s'|s,a) with lower <= p <= upper, and the
+reference is w̃ p̃. Only the flow constraints couple the rows of transitions. With their multipliers
+v(s), and v = 0 at the end, every row is solved in closed form:
+
+    G(s,a; v) = min of sum_s' p(s') (log(p(s') / p̃(s')) + v(s'))   over lower <= p <= upper,
+
+with p = clip(c exp(log p̃ - v), lower, upper), where c makes the sum one. Then
+
+    w(s,a) = w̃(s,a) exp(v(s) - rate * loss(s,a) - G(s,a; v)),
+    D(v)   = sum_s initial(s) v(s) - sum w(s,a),     dD/dv(s) = inflow of w - w(s).
+
+D is concave. Instead of v, the iteration moves g(s) = log w(s). A pass backward through the layers
+gives v, the policy and p; a pass forward gives the occupancy u of that policy under p, so every
+iterate satisfies all constraints. It is solved when log u = g.
+
+**Newton's method.** With P the transitions of the policy, dv = dg + P dv, and dD = ⟨u - w, dg⟩. The
+direction maximizes ⟨u - w, dg⟩ - 1/2 ⟨dg, Lambda dg⟩ - 1/2 ⟨dv, N dv⟩, where N is what the changes
+of policies and of p contribute to the Hessian, block-diagonal over layers. Lambda is the
+logarithmic mean of u and w. At the solution it is w, which is Newton's method; if N = 0, the
+direction is log u - g, which solves the equation at once, however large it is. Lambda and N are
+positive, so it is an ascent direction; steps are halved until D has grown enough.
+
+Tables over transitions are flat, `(M,)`, layer after layer: the successors of pair i are the
+entries `entry[i]`, ..., `entry[i + 1] - 1`. Scratch memory has one row per quantity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_occ._support.constants import (
-    CONVERGED,
-    MAX_STEPS,
-    NOT_FINITE,
-    STALL_AFTER,
-    STALLED,
-    UNDERFLOW,
-)
-from torch_occ.engine.lanes import Shared, anywhere, exp, lane, lanes_of, log, sqrt, where
-from torch_occ.engine.layout import Bools, Floats, Ints, finite, kernel, routine
+from torch_occ._support import constants
+from torch_occ.engine.lanes import anywhere, exp, lane, lanes_of, log, sqrt, where
+from torch_occ.engine.layout import PAIR, Floats, Ints, Model, finite, routine
 
 # Rows of `Scratch.pairs`.
 LOG_WEIGHT = 0  # log w̃ - rate * loss
@@ -57,23 +72,14 @@ _SMALLEST_STEP = _SMALLEST / _EPS
 ENOUGH, BACKTRACKS = 1e-4, 40
 
 
-class Layout(NamedTuple):
-    """The layers of an MDP, without transitions."""
-
-    num_actions: int
-    start: Ints  # (L + 1,), the first state of every layer
-    exists: Bools  # (S * A,)
-    entry: Ints  # (S * A + 1,), the first entry of each pair in a flat table, and M
-
-
 class Reference(NamedTuple):
-    """A reference q(s,a) p(s'|s,a), the bounds of its transitions, and the first states."""
+    """A reference q(s,a) p(s'|s,a), and the bounds of its transitions."""
 
     q: Floats  # (S * A,)
     rows: Floats  # (M,)
     lower: Floats  # (M,)
     upper: Floats  # (M,)
-    initial: Shared  # (S_0,)
+    entry: Ints  # (S * A + 1,), the first entry of each pair in a flat table, and M
 
 
 class Scratch(NamedTuple):
@@ -88,28 +94,15 @@ class Scratch(NamedTuple):
     squares: Floats  # (3 * widest, widest), matrices of a layer
 
 
-def layout_of(layer_sizes: Sequence[int], actions: Bools) -> Layout:
-    """The layout of layers with these actions `(S, A)`."""
-    sizes, num_actions = np.array([*layer_sizes, 1]), actions.shape[1]  # one terminal state
-    after = np.repeat(sizes[1:], sizes[:-1] * num_actions)
-    start, entry = (np.concatenate([[0], np.cumsum(x)]) for x in (sizes[:-1], after))
-    return Layout(num_actions, start, actions.ravel().copy(), entry)
-
-
-def make_scratch(
-    layout: Layout, new: Callable[..., Any] = lambda *shape: np.zeros(shape)
-) -> Scratch:
-    """Allocate scratch memory, by default for one projection."""
-    num_pairs, num_states = len(layout.exists), int(layout.start[-1])
-    widest = int(np.diff(layout.start).max())
+def make_scratch(start: Ints, entry: Ints) -> Scratch:
+    """Allocate scratch memory; `start` `(L + 1,)` has the first state of every layer."""
+    num_pairs, num_states, widest = len(entry) - 1, int(start[-1]), int(np.diff(start).max())
     return Scratch(
-        new(3, num_pairs),
-        new(STATE_ROWS, num_states),
-        new(2, int(layout.entry[-1])),
-        new(num_states, widest),
-        new(num_states, widest),
-        new(num_states, widest),
-        new(3 * widest, widest),
+        np.zeros((3, num_pairs)),
+        np.zeros((STATE_ROWS, num_states)),
+        np.zeros((2, int(entry[-1]))),
+        *(np.zeros((num_states, widest)) for _ in range(3)),
+        np.zeros((3 * widest, widest)),
     )
 
 
@@ -120,17 +113,13 @@ def make_scratch(
 
 
 @routine
-def fit_row(
-    layout: Layout,
-    reference: Reference,
-    i: int,  # the pair
-    after: int,  # the first state of the next layer
-    least: Any,  # the smallest v there
-    scratch: Scratch,
-) -> None:
-    """Write p and its free part, and G of the pair into row POLICY."""
+def fit_row(reference: Reference, i: int, after: int, least: Any, scratch: Scratch) -> None:
+    """Write p and its free part of pair i, and G into row POLICY.
+
+    `after` is the first state of the next layer, and `least` the smallest v there.
+    """
     p, states, lower, upper = scratch.rows, scratch.states, reference.lower, reference.upper
-    first, stop = layout.entry[i], layout.entry[i + 1]
+    first, stop = reference.entry[i], reference.entry[i + 1]
     total, inside, lost = 0.0, True, False
     for e in range(first, stop):
         possible = upper[e] > 0.0
@@ -144,29 +133,23 @@ def fit_row(
         inside = inside & (lower[e] <= share) & (share <= upper[e])
     scratch.pairs[POLICY, i] = least - log(total)
     if anywhere(not inside):
-        clip_row(layout, reference, i, after, least, inside, scratch)
+        clip_row(reference, i, after, least, inside, scratch)
     else:
         for e in range(first, stop):
             p[FREE, e] = p[P, e]
     if anywhere(lost):
         for n in range(lanes_of(p)):
             if lane(lost, n):
-                fit_in_logs(layout, lane(reference, n), i, after, lane(scratch, n))
+                fit_in_logs(lane(reference, n), i, after, lane(scratch, n))
 
 
 @routine
 def clip_row(
-    layout: Layout,
-    reference: Reference,
-    i: int,
-    after: int,
-    least: Any,
-    inside: Any,
-    scratch: Scratch,
+    reference: Reference, i: int, after: int, least: Any, inside: Any, scratch: Scratch
 ) -> None:
     """`fit_row` where a bound is active; lanes that are inside keep their p and G."""
     p, rows, lower, upper = scratch.rows, reference.rows, reference.lower, reference.upper
-    first, stop = layout.entry[i], layout.entry[i + 1]
+    first, stop = reference.entry[i], reference.entry[i + 1]
     low, high = narrow(reference, first, stop, scratch)
     rest, total, cost = 1.0, 0.0, 0.0
     for e in range(first, stop):
@@ -214,10 +197,10 @@ def narrow(reference: Reference, first: int, stop: int, scratch: Scratch) -> tup
 
 
 @routine
-def fit_in_logs(layout: Layout, reference: Reference, i: int, after: int, scratch: Scratch) -> None:
+def fit_in_logs(reference: Reference, i: int, after: int, scratch: Scratch) -> None:
     """`fit_row` of one lane in which some z underflows: breakpoints are those of log c."""
     p, lower, upper = scratch.rows, reference.lower, reference.upper
-    first, stop = layout.entry[i], layout.entry[i + 1]
+    first, stop = reference.entry[i], reference.entry[i + 1]
     low, high, least = -np.inf, np.inf, 0.0
     for e in range(first, stop):
         score = np.log(reference.rows[e]) - scratch.states[VALUE, after + e - first]
@@ -262,10 +245,10 @@ def fit_in_logs(layout: Layout, reference: Reference, i: int, after: int, scratc
 
 
 @routine
-def solve_rows(layout: Layout, reference: Reference, scratch: Scratch) -> Any:
+def solve_rows(model: Model, reference: Reference, scratch: Scratch) -> Any:
     """Solve the rows backward and follow the policy forward, for the guess in TRIAL; return D."""
-    start, num_actions, exists = layout.start, layout.num_actions, layout.exists
-    pairs, states, depth = scratch.pairs, scratch.states, len(layout.start) - 1
+    start, num_actions = model.start, model.num_actions
+    pairs, states, depth = scratch.pairs, scratch.states, len(model.start) - 1
     for k in range(depth - 1, -1, -1):
         least = np.inf
         if k + 1 < depth:
@@ -276,37 +259,37 @@ def solve_rows(layout: Layout, reference: Reference, scratch: Scratch) -> Any:
         for s in range(start[k], start[k + 1]):
             most, total = -np.inf, 0.0
             for i in range(s * num_actions, (s + 1) * num_actions):
-                if exists[i]:
+                if model.exists[PAIR, i]:
                     if k + 1 < depth:
-                        fit_row(layout, reference, i, start[k + 1], least, scratch)
+                        fit_row(reference, i, start[k + 1], least, scratch)
                     else:  # the terminal state is certain
-                        scratch.rows[P, layout.entry[i]] = 1.0
-                        pairs[POLICY, i] = -log(reference.rows[layout.entry[i]])
+                        scratch.rows[P, reference.entry[i]] = 1.0
+                        pairs[POLICY, i] = -log(reference.rows[reference.entry[i]])
                     pairs[POLICY, i] = pairs[LOG_WEIGHT, i] - pairs[POLICY, i]
                     most = max(most, pairs[POLICY, i])
             for i in range(s * num_actions, (s + 1) * num_actions):
-                if exists[i]:
+                if model.exists[PAIR, i]:
                     pairs[POLICY, i] = exp(pairs[POLICY, i] - most)
                     total += pairs[POLICY, i]
             for i in range(s * num_actions, (s + 1) * num_actions):
                 pairs[POLICY, i] = pairs[POLICY, i] / total
             states[VALUE, s] = states[TRIAL, s] - most - log(total)
-    return pass_forward(layout, reference, scratch)
+    return pass_forward(model, reference, scratch)
 
 
 @routine(inline=True)
-def pass_forward(layout: Layout, reference: Reference, scratch: Scratch) -> Any:
+def pass_forward(model: Model, reference: Reference, scratch: Scratch) -> Any:
     """The occupancy of the policy and log u - g; return D."""
-    start, num_actions, entry = layout.start, layout.num_actions, layout.entry
-    pairs, states, depth, dual = scratch.pairs, scratch.states, len(layout.start) - 1, 0.0
+    start, num_actions, entry = model.start, model.num_actions, reference.entry
+    pairs, states, depth, dual = scratch.pairs, scratch.states, len(model.start) - 1, 0.0
     for s in range(start[depth]):
         states[OCCUPANCY, s] = 0.0
     for s in range(start[1]):
-        states[OCCUPANCY, s] = reference.initial[s]
-        dual += reference.initial[s] * states[VALUE, s]
+        states[OCCUPANCY, s] = model.initial[s]
+        dual += model.initial[s] * states[VALUE, s]
     for k in range(depth - 1):
         for i in range(start[k] * num_actions, start[k + 1] * num_actions):
-            if layout.exists[i]:
+            if model.exists[PAIR, i]:
                 mass = states[OCCUPANCY, i // num_actions] * pairs[POLICY, i]
                 for e in range(entry[i], entry[i + 1]):
                     states[OCCUPANCY, start[k + 1] + e - entry[i]] += mass * scratch.rows[P, e]
@@ -317,18 +300,18 @@ def pass_forward(layout: Layout, reference: Reference, scratch: Scratch) -> Any:
 
 
 @routine
-def flow_error(layout: Layout, reference: Reference, scratch: Scratch) -> Any:
+def flow_error(model: Model, reference: Reference, scratch: Scratch) -> Any:
     """The largest |q(s) - inflow(s)| / q(s) of q and the rows in the scratch memory."""
-    start, num_actions, entry = layout.start, layout.num_actions, layout.entry
-    states, q, depth, worst = scratch.states, scratch.pairs, len(layout.start) - 1, 0.0
+    start, num_actions, entry = model.start, model.num_actions, reference.entry
+    states, q, depth, worst = scratch.states, scratch.pairs, len(model.start) - 1, 0.0
     for s in range(start[depth]):
-        states[INFLOW, s] = reference.initial[s] if s < start[1] else 0.0
+        states[INFLOW, s] = model.initial[s] if s < start[1] else 0.0
     for k in range(depth):
         for s in range(start[k], start[k + 1]):
             mass = 0.0
             for i in range(s * num_actions, (s + 1) * num_actions):
                 mass += q[FOUND, i]
-                if k + 1 < depth and layout.exists[i]:
+                if k + 1 < depth and model.exists[PAIR, i]:
                     for e in range(entry[i], entry[i + 1]):
                         there = start[k + 1] + e - entry[i]
                         states[INFLOW, there] += q[FOUND, i] * scratch.rows[P, e]
@@ -346,9 +329,9 @@ def greatest(most: Any, x: Any) -> Any:
 
 
 @routine
-def find_direction(layout: Layout, reference: Reference, scratch: Scratch) -> tuple[Any, Any]:
+def find_direction(model: Model, reference: Reference, scratch: Scratch) -> tuple[Any, Any]:
     """Write dg into STEP; return the slope of D along it and the largest |dg|."""
-    start, states, squares = layout.start, scratch.states, scratch.squares
+    start, states, squares = model.start, scratch.states, scratch.squares
     depth = len(start) - 1
     for s in range(start[depth]):
         off = states[OFF, s]
@@ -370,18 +353,17 @@ def find_direction(layout: Layout, reference: Reference, scratch: Scratch) -> tu
         if k > 0:
             invert_block(scratch.inverse, first, size)
         if k + 1 < depth:
-            average_rows(layout, reference, k, scratch)
-            curve(layout, reference, k, scratch)
-            carry_on(layout, k, scratch)
+            curve(model, reference, k, scratch)
+            carry_on(model, k, scratch)
         for s in range(first, first + size):
             states[FORCE, s] += states[MOVE, s]
-    return go_back(layout, scratch)
+    return go_back(model, scratch)
 
 
 @routine(inline=True)
-def go_back(layout: Layout, scratch: Scratch) -> tuple[Any, Any]:
+def go_back(model: Model, scratch: Scratch) -> tuple[Any, Any]:
     """Go back through the layers for dg; return the slope of D and the largest |dg|."""
-    start, states, depth = layout.start, scratch.states, len(layout.start) - 1
+    start, states, depth = model.start, scratch.states, len(model.start) - 1
     slope, moved = 0.0, 0.0
     for k in range(depth - 1, -1, -1):
         first, size = start[k], start[k + 1] - start[k]
@@ -411,47 +393,40 @@ def go_back(layout: Layout, scratch: Scratch) -> tuple[Any, Any]:
 
 
 @routine(inline=True)
-def average_rows(layout: Layout, reference: Reference, k: int, scratch: Scratch) -> None:
-    """Write the transitions of the policy of layer k."""
-    start, num_actions, entry = layout.start, layout.num_actions, layout.entry
-    after = start[k + 2] - start[k + 1]
-    for s in range(start[k], start[k + 1]):
-        for j in range(after):
-            scratch.onward[s, j] = 0.0
-        for i in range(s * num_actions, (s + 1) * num_actions):
-            if layout.exists[i]:
-                for j in range(after):
-                    scratch.onward[s, j] += scratch.pairs[POLICY, i] * scratch.rows[P, entry[i] + j]
-
-
-@routine(inline=True)
-def curve(layout: Layout, reference: Reference, k: int, scratch: Scratch) -> None:
-    """Write N of layer k + 1 into the first square."""
-    start, num_actions = layout.start, layout.num_actions
+def curve(model: Model, reference: Reference, k: int, scratch: Scratch) -> None:
+    """Write the transitions of the policy of layer k, and N of the next into the first square."""
+    start, num_actions = model.start, model.num_actions
     after, squares, rows = start[k + 2] - start[k + 1], scratch.squares, scratch.rows
+    pairs, onward = scratch.pairs, scratch.onward
     for a in range(after):
         for b in range(after):
             squares[a, b] = 0.0
+        for s in range(start[k], start[k + 1]):
+            onward[s, a] = 0.0
     for i in range(start[k] * num_actions, start[k + 1] * num_actions):
-        if layout.exists[i]:
-            s, first, free = i // num_actions, layout.entry[i], 0.0
-            weight = scratch.states[MEAN, s] * scratch.pairs[POLICY, i]
+        if model.exists[PAIR, i]:
+            for a in range(after):
+                onward[i // num_actions, a] += pairs[POLICY, i] * rows[P, reference.entry[i] + a]
+    for i in range(start[k] * num_actions, start[k + 1] * num_actions):
+        if model.exists[PAIR, i]:
+            s, first, free = i // num_actions, reference.entry[i], 0.0
+            weight = scratch.states[MEAN, s] * pairs[POLICY, i]
             for e in range(first, first + after):
                 free += rows[FREE, e]
             share = where(free > 0.0, weight / free, 0.0)
             for a in range(after):
-                x = weight * (rows[P, first + a] - scratch.onward[s, a])
+                x = weight * (rows[P, first + a] - onward[s, a])
                 y = share * rows[FREE, first + a]
                 squares[a, a] += weight * rows[FREE, first + a]
                 for b in range(after):
-                    squares[a, b] += x * (rows[P, first + b] - scratch.onward[s, b])
+                    squares[a, b] += x * (rows[P, first + b] - onward[s, b])
                     squares[a, b] -= y * rows[FREE, first + b]
 
 
 @routine(inline=True)
-def carry_on(layout: Layout, k: int, scratch: Scratch) -> None:
+def carry_on(model: Model, k: int, scratch: Scratch) -> None:
     """Add what the layers up to k contribute to X and y of layer k + 1."""
-    start, states, squares = layout.start, scratch.states, scratch.squares
+    start, states, squares = model.start, scratch.states, scratch.squares
     first, size, after = start[k], start[k + 1] - start[k], start[k + 2] - start[k + 1]
     widest = scratch.onward.shape[1]
     lost, half = widest, 2 * widest  # Y B in the second square, Y B s^-1 P in the third
@@ -507,7 +482,7 @@ def invert_block(matrix: Floats, first: int, size: int) -> None:
 
 @routine
 def project(
-    layout: Layout,
+    model: Model,
     reference: Reference,
     loss: Floats,  # (S * A,)
     rate: Any,
@@ -519,33 +494,33 @@ def project(
 
     Returns the status, the number of Newton steps, the flow residual and the dual residual.
     """
-    start_from(layout, reference.q, loss, rate, scratch)
-    status, steps = maximize(layout, reference, tolerance, max_steps, scratch)
+    start_from(model, reference.q, loss, rate, scratch)
+    status, steps = maximize(model, reference, tolerance, max_steps, scratch)
     states, pairs, dual = scratch.states, scratch.pairs, 0.0
     for i in range(len(reference.q)):
         pairs[FOUND, i] = 0.0
-        if layout.exists[i]:
-            pairs[FOUND, i] = states[OCCUPANCY, i // layout.num_actions] * pairs[POLICY, i]
-    for s in range(layout.start[-1]):
+        if model.exists[PAIR, i]:
+            pairs[FOUND, i] = states[OCCUPANCY, i // model.num_actions] * pairs[POLICY, i]
+    for s in range(model.start[-1]):
         dual = greatest(dual, states[OFF, s])
-    flow = flow_error(layout, reference, scratch)
-    certified = (status == float(STALLED)) & (dual <= tolerance) & (flow <= tolerance)
-    return where(certified, float(CONVERGED), status), steps, flow, dual
+    flow = flow_error(model, reference, scratch)
+    certified = (status == float(constants.STALLED)) & (dual <= tolerance) & (flow <= tolerance)
+    return where(certified, float(constants.CONVERGED), status), steps, flow, dual
 
 
 @routine(inline=True)
-def start_from(layout: Layout, q: Floats, loss: Floats, rate: Any, scratch: Scratch) -> None:
+def start_from(model: Model, q: Floats, loss: Floats, rate: Any, scratch: Scratch) -> None:
     """Set the weights, and the guess: the reference's shares of the states of each layer."""
-    start, num_actions, states = layout.start, layout.num_actions, scratch.states
+    start, num_actions, states = model.start, model.num_actions, scratch.states
     for i in range(len(q)):
-        if layout.exists[i]:
+        if model.exists[PAIR, i]:
             scratch.pairs[LOG_WEIGHT, i] = log(q[i]) - rate * loss[i]
     for k in range(len(start) - 1):
         total = 0.0
         for s in range(start[k], start[k + 1]):
             mass = 0.0
             for i in range(s * num_actions, (s + 1) * num_actions):
-                if layout.exists[i]:
+                if model.exists[PAIR, i]:
                     mass += q[i]
             states[TRIAL, s] = mass
             total += mass
@@ -555,27 +530,27 @@ def start_from(layout: Layout, q: Floats, loss: Floats, rate: Any, scratch: Scra
 
 @routine(inline=True)
 def maximize(
-    layout: Layout, reference: Reference, tolerance: float, max_steps: int, scratch: Scratch
+    model: Model, reference: Reference, tolerance: float, max_steps: int, scratch: Scratch
 ) -> tuple[Any, Any]:
     """Maximize D from the guess in TRIAL; return the status and the number of steps.
 
     The status is STALLED where the steps have become small; the caller certifies the result. Lanes
     that are done stay where they are.
     """
-    states, num_states = scratch.states, layout.start[-1]
-    dual = solve_rows(layout, reference, scratch)
-    status, steps, running = where(dual > 0.0, float(MAX_STEPS), float(MAX_STEPS)), 0.0, True
-    best, patience = np.inf, float(STALL_AFTER)
+    states, num_states = scratch.states, model.start[-1]
+    dual = solve_rows(model, reference, scratch)
+    status, steps, running = constants.MAX_STEPS + 0.0, 0.0, True
+    best, patience = np.inf, float(constants.STALL_AFTER)
     for _ in range(max_steps):
         smallest, off = np.inf, 0.0
         for s in range(num_states):
             states[GUESS, s] = states[TRIAL, s]
             smallest = min(smallest, states[OCCUPANCY, s])
         tiny = running & (smallest < _SMALLEST_STEP)
-        status, running = where(tiny, float(UNDERFLOW), status), running & (not tiny)
-        slope, moved = find_direction(layout, reference, scratch)
+        status, running = where(tiny, float(constants.UNDERFLOW), status), running & (not tiny)
+        slope, moved = find_direction(model, reference, scratch)
         wild = running & (not finite(moved))
-        status, running = where(wild, float(NOT_FINITE), status), running & (not wild)
+        status, running = where(wild, float(constants.NOT_FINITE), status), running & (not wild)
         if not anywhere(running):
             break
         length, found = 1.0, dual
@@ -583,7 +558,7 @@ def maximize(
             for s in range(num_states):
                 move = where(running, length * states[STEP, s], 0.0)
                 states[TRIAL, s] = states[GUESS, s] + move
-            found = solve_rows(layout, reference, scratch)
+            found = solve_rows(model, reference, scratch)
             # Close to the solution, D changes less than its rounding errors.
             grown = (moved <= 1e-3) | (found >= dual + ENOUGH * length * slope)
             if not anywhere(running & (not grown)):
@@ -592,46 +567,14 @@ def maximize(
         dual = found
         steps += where(running, 1.0, 0.0)
         faster = (moved < 0.5 * best) | (moved > 0.1)
-        patience = where(faster, float(STALL_AFTER), patience - 1.0)
+        patience = where(faster, float(constants.STALL_AFTER), patience - 1.0)
         best = min(best, moved)
         # A short step leaves only rounding errors, unless a bound became active on its way.
         for s in range(num_states):
             off = greatest(off, states[OFF, s])
         done = ((moved <= np.sqrt(_EPS)) & (off <= tolerance)) | (patience <= 0.0)
-        status = where(running & done, float(STALLED), status)
+        status = where(running & done, float(constants.STALLED), status)
         running = running & (not done)
         if not anywhere(running):
             break
     return status, steps
-
-
-@kernel
-def project_batch(
-    layout: Layout,
-    references: Reference,  # each array with a first axis of N; q and rows are in and out
-    loss: Floats,  # (N, S * A)
-    rates: Floats,  # (N,)
-    limits: tuple[float, int],  # the tolerance and the largest number of steps
-    values: Floats,  # (N, 2, S), out: v and log q(s)
-    certificate: Floats,  # (N, 4), out: status, steps, flow residual, dual residual
-    scratch: Scratch,
-) -> None:
-    """Project a batch of N."""
-    q, rows, entry = references.q, references.rows, layout.entry
-    for n in range(len(q)):
-        reference = Reference(
-            q[n], rows[n], references.lower[n], references.upper[n], references.initial[n]
-        )
-        status, steps, flow, dual = project(
-            layout, reference, loss[n], rates[n], limits[0], limits[1], scratch
-        )
-        certificate[n, 0], certificate[n, 1] = status, steps
-        certificate[n, 2], certificate[n, 3] = flow, dual
-        for i in range(q.shape[1]):
-            if layout.exists[i]:
-                q[n, i] = scratch.pairs[FOUND, i]
-                for e in range(entry[i], entry[i + 1]):
-                    rows[n, e] = scratch.rows[P, e]
-        for s in range(values.shape[2]):
-            values[n, 0, s] = scratch.states[VALUE, s]
-            values[n, 1, s] = scratch.states[TRIAL, s]

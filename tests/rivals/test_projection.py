@@ -1,0 +1,147 @@
+"""The Kullback-Leibler projection of UOB-REPS against cvxpy and closed forms."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from projecting import project, project_cvxpy
+from zoo import PROBLEMS, tensor
+
+import torch_occ as occ
+from torch_occ import Status
+
+MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
+
+
+Case = namedtuple("Case", ["q", "rows", "lower", "upper", "loss", "rate"])
+
+
+def case(mdp, seed, width, scale=1.0):
+    """A random reference, and bounds of random widths up to `width` around random rows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(like):
+        return torch.rand(like.shape, dtype=torch.float64, generator=generator)
+
+    def rows():
+        found = [uniform(p) + 0.05 for p in mdp.transitions]
+        return [p / p.sum(-1, keepdim=True) for p in found]
+
+    q = torch.where(mdp.actions, uniform(mdp.actions) + 0.05, 0.0)
+    centre = rows()
+    return Case(
+        torch.cat([part / part.sum() for part in mdp.split(q, -2)]),
+        rows(),
+        [(p - width * uniform(p)).clamp(min=0) for p in centre],
+        [(p + width * uniform(p)).clamp(max=1) for p in centre],
+        scale * uniform(mdp.actions),
+        0.7,
+    )
+
+
+def solve(mdp, given):
+    """q(s,a) and p(s'|s,a) of every layer; certified, after few steps, and between the bounds."""
+    q = given.q.clone()
+    rows, lower, upper = (torch.cat([p.flatten() for p in x]) for x in given[1:4])
+    status, steps, flow, dual = project(mdp, q, rows, lower, upper, given.loss, given.rate)
+    assert status == Status.CONVERGED
+    assert max(float(flow), float(dual)) <= 1e-12
+    assert int(steps) <= 10
+    parts = rows.split([p.numel() for p in given.rows])
+    found = [x.view_as(p) for x, p in zip(parts, given.rows, strict=True)]
+    for p, low, high, exists in zip(
+        found[:-1], given.lower, given.upper, mdp.split(mdp.actions, -2), strict=False
+    ):
+        assert bool(((p >= low) & (p <= high))[exists].all())
+        assert float((p.sum(-1) - 1)[exists].abs().max()) <= 1e-15
+    return q, found
+
+
+def agree(mdp, given):
+    """Compare with cvxpy; return the share of transitions at a bound."""
+    q, rows = solve(mdp, given)
+    expected, value = project_cvxpy(mdp, *given)
+    total = given.rate * (q * given.loss).sum()
+    parts = zip(*(mdp.split(x, -2) for x in (q, given.q)), rows, given.rows, expected, strict=True)
+    for w, reference, p, r, theirs in parts:
+        x, y = w.unsqueeze(-1) * p, reference.unsqueeze(-1) * r
+        torch.testing.assert_close(x, theirs, rtol=0, atol=1e-8)
+        total += (torch.xlogy(x, torch.where(x > 0, x / y, 1.0)) - x + y).sum()
+    assert abs(float(total) - value) < 1e-10
+    layers = list(zip(rows, given.lower, given.upper, strict=True))[:-1]  # the last has no choice
+    active = sum(int(((p <= low) | (p >= high)).sum()) for p, low, high in layers)
+    return active / sum(p.numel() for p, _, _ in layers)
+
+
+def test_it_is_cvxpy_with_any_number_of_active_bounds():
+    widths = (0.01, 0.03, 0.12, 0.25, 1.0, 20.0)
+    shares = [agree(MDP, case(MDP, seed, width)) for seed, width in enumerate(widths)]
+    assert max(shares) > 0.6
+    assert min(shares) < 0.1
+    for name in ("masked", "layers"):
+        mdp = PROBLEMS[name]().mdp.to_dense()
+        agree(mdp, case(mdp, 5, 0.3))
+
+
+def test_impossible_successors_stay_impossible():
+    rows = [p.clone() for p in MDP.transitions]
+    rows[1][0, 1, 2] = 0.0
+    rows = [p / p.sum(-1, keepdim=True) for p in rows]
+    bounds = {"lower": [0.5 * p for p in rows], "upper": [(2 * p).clamp(max=1) for p in rows]}
+    agree(MDP, case(MDP, 4, 0.5)._replace(rows=rows, **bounds))
+
+
+@pytest.mark.parametrize("scale", [10.0, 100.0, 500.0])
+def test_large_losses_take_few_steps(scale):
+    solve(MDP, case(MDP, 3, 0.3, scale))
+
+
+def test_a_failure_says_what_it_is():
+    q, *rows, loss, rate = case(MDP, 3, 0.3, 5.0)
+    tables = [torch.cat([p.flatten() for p in x]) for x in rows]
+    status, steps, *_ = project(MDP, q, *tables, loss, rate, max_steps=2)
+    assert (status, steps) == (Status.MAX_STEPS, 2)
+
+
+def test_values_of_successors_may_differ_by_any_amount():
+    """Rows are filled greedily then: first the successors without a loss."""
+    mdp = occ.LayeredMDP([torch.full((1, 1, 4), 0.25).double(), torch.ones(4, 1, 1).double()])
+    p, end = mdp.transitions
+    loss = tensor([0.0, 0.0, 1e3, 1e6, 1e9]).unsqueeze(-1)
+    _, found = solve(
+        mdp, Case(torch.ones(5, 1).double(), [p, end], [0.1 * p, 0 * end], [1.4 * p, end], loss, 1)
+    )
+    expected = tensor([0.35, 0.35, 0.275, 0.025])
+    torch.testing.assert_close(found[0][0, 0], expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("distance", [1e-4, 1e-7, 1e-9, 1e-12, 0.0, -1e-9, -1e-7])
+def test_bounds_that_are_only_just_active(distance):
+    """The Newton step crosses a kink, so a short one need not be the last."""
+    given = case(MDP, 2, 0.5)
+    q, found = solve(MDP, given)
+    upper = [x.clone() for x in given.upper]
+    for k in (0, 1):
+        upper[k][:, 1] = torch.maximum(found[k] + distance, given.lower[k])[:, 1]
+        upper[k][:, 1, 0] = given.upper[k][:, 1, 0]
+    again, _ = solve(MDP, given._replace(upper=upper))
+    if distance >= 0:
+        torch.testing.assert_close(again, q, rtol=1e-11, atol=0)
+
+
+def test_one_layer_is_exponentiated_gradient():
+    mdp = occ.LayeredMDP([torch.ones(2, 4, 1).double()], initial=tensor([0.3, 0.7]))
+    given = case(mdp, 0, 0.5)
+    weights = given.q * (-given.rate * given.loss).exp()
+    expected = mdp.initial[:, None] * weights / weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(solve(mdp, given)[0], expected, rtol=1e-15, atol=0)
+
+
+def test_without_widths_it_is_the_step_of_o_reps():
+    """The mirror step with Shannon's entropy: the loss is less the logarithm of the reference."""
+    P = list(MDP.transitions)
+    given = case(MDP, 0, 0.5)._replace(rows=P, lower=P, upper=P)
+    q, rows = solve(MDP, given)
+    expected = occ.FTRLStep(MDP, occ.Shannon())(given.rate * given.loss - given.q.log())
+    torch.testing.assert_close(q, expected, rtol=1e-12, atol=0)
+    assert all(map(torch.equal, rows, P))
