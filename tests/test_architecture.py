@@ -33,6 +33,7 @@ ORDER = (
     "limits",
     "theory",
     "sweeps",
+    "__main__",
 )
 
 #: The one module that imports modules of this package inside a function.
