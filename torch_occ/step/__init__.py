@@ -2,6 +2,7 @@
 
 arrays               conversion of torch objects to the arrays of the compiled kernels, and what
 budgets              the optimality conditions of the step with budgets, for implicit derivatives
+checking             check a regularizer: is it finite, convex and steep, and are its
 compiled             the step in compiled kernels: solves, first derivatives, sweeps, budgets
 entropic             the FTRL step for entropies, in logarithms: q may underflow, but log q does not
 ftrl                 the FTRL step as a torch module
