@@ -104,7 +104,7 @@ def test_the_jacobian_is_that_of_the_equations(psi):
         return guess - entropic.unfold(MDP, loss, entropy, guess).log_state
 
     at = entropic.unfold(MDP, loss, entropy, guess)
-    solved = entropic.factorize(MDP, entropy, at)(jacrev(off)(guess).mT).mT
+    solved = entropic.invert_jacobian(MDP, entropy, at)(jacrev(off)(guess).mT).mT
     torch.testing.assert_close(solved, torch.eye(len(guess)).double(), rtol=1e-12, atol=1e-12)
 
 
