@@ -367,6 +367,19 @@ def test_third_derivatives_of_the_closed_form():
     torch.testing.assert_close(nth(loss, 3), (ends[0] - ends[1]) / (2 * h), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("psi", ["conditional", "shannon"])
+def test_derivatives_in_single_probabilities(psi):
+    """Each entry of P moves alone, so that rows do not sum to one: both backends agree."""
+    found = []
+    for backend in ("torch", "engine"):
+        step = occ.FTRLStep(MDP, ENTROPIES[psi], backend=backend)
+        p = [x.clone().requires_grad_() for x in MDP.transitions]
+        solution = step.solve(random_loss(MDP, 5.0), 2.0, mdp=MDP.with_transitions(p))
+        found.append(torch.autograd.grad(solution.q.square().sum(), p[:2]))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
 def test_a_large_model_with_kappa_positive():
     """400 states: the system is solved layer by layer, not by a matrix over all states."""
     mdp = occ.LayeredMDP.random(21, 20, 2, seed=0)

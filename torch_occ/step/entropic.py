@@ -103,7 +103,8 @@ def plan_softly(
 
     Args:
         centred: whether to subtract the first y of each layer from the others, so that sums along
-            an episode do not lose digits. This changes no policy if P conserves mass.
+            an episode do not lose digits. This changes no policy if P conserves mass; derivatives
+            in P, which may leave that set, would be wrong.
     """
     # Losses of masked pairs may be anything; they must not reach the derivative in w.
     scores = keep("pair", mdp, loss, 0.0) / -weight[..., None, None]
@@ -457,7 +458,8 @@ def solve_entropic(
     mdp, tolerance = task.mdp, task.options.tolerance_in(loss.dtype)
     if task.closed and not inside_transform():
         task.check(mdp, loss.detach(), start, entropy, t.detach())
-        solution = plan_softly(mdp, loss, entropy.weight, tolerance, conserves(mdp))
+        centred = not task.probabilities and conserves(mdp)
+        solution = plan_softly(mdp, loss, entropy.weight, tolerance, centred)
         # Beyond this rounding error, the loss is shaped.
         coarse = min(tolerance / 4, max(tolerance / 200, 50 * torch.finfo(loss.dtype).eps))
         if bool((solution.converged & (solution.dual_residual <= coarse)).all()):
@@ -473,7 +475,7 @@ def solve_entropic(
     if task.closed:
         q, value, _ = plan_softly(mdp, shaped, entropy.weight, tolerance, False)[:3]
     else:
-        centred = not inside_transform() and conserves(mdp)
+        centred = not (task.probabilities or inside_transform()) and conserves(mdp)
         at = unfold(mdp, shaped, entropy, guess, centred)
         solve = invert_jacobian(mdp, entropy, at)
         for _ in range(3):  # each makes one more derivative right
