@@ -37,7 +37,9 @@ def solve_exactly(mdp: occ.LayeredMDP, loss: Tensor | list, weight: float, price
     uniform = occ.interior_point(mdp).sum(-1).log()
     guess, _ = entropic.settle(mdp, shaped, entropy, uniform, Options())
     at = entropic.unfold(mdp, shaped.gaps, entropy, guess)
-    inverse = entropic.factorize(mdp, entropy, at)(torch.eye(len(guess), dtype=torch.float64)).mT
+    inverse = entropic.invert_jacobian(mdp, entropy, at)(
+        torch.eye(len(guess), dtype=torch.float64)
+    ).mT
     weight, price = mpf(weight), mpf(price)
     g = numbers(guess)
     for _ in range(40):

@@ -103,7 +103,8 @@ def plan_softly(
 
     Args:
         centred: whether to subtract the first y of each layer from the others, so that sums along
-            an episode do not lose digits. This changes no policy if P conserves mass.
+            an episode do not lose digits. This changes no policy if P conserves mass; derivatives
+            in P, which may leave that set, would be wrong.
     """
     # Losses of masked pairs may be anything; they must not reach the derivative in w.
     scores = keep("pair", mdp, loss, 0.0) / -weight[..., None, None]
@@ -178,7 +179,7 @@ def unfold(
     return Unfolded(join(values, 1), join(policies, 2), join(logs, 1))
 
 
-def factorize(mdp: LayeredMDP, entropy: Entropy, at: Unfolded) -> Callable[[Tensor], Tensor]:
+def invert_jacobian(mdp: LayeredMDP, entropy: Entropy, at: Unfolded) -> Callable[[Tensor], Tensor]:
     """Return x -> J^-1 x for x `(*batch, S)`, layer by layer; J is a constant of autograd.
 
     J x = b reads x = b - kappa z with two recursions, m = x + P_pi m backward and
@@ -208,16 +209,16 @@ def factorize(mdp: LayeredMDP, entropy: Entropy, at: Unfolded) -> Callable[[Tens
     def solve(b: Tensor) -> Tensor:
         n = list(mdp.split(b, -1))
         for k in reversed(range(mdp.horizon - 1)):
-            n[k] = n[k] + _times(passes[k][0], n[k + 1])
+            n[k] = n[k] + _apply_each(passes[k][0], n[k + 1])
         z = [torch.zeros_like(n[0])]
         for k, (_, forth, turn) in enumerate(passes):
-            z.append(_times(forth, z[-1]) + _times(turn, n[k + 1]))
+            z.append(_apply_each(forth, z[-1]) + _apply_each(turn, n[k + 1]))
         return b - price * join(z, 1)
 
     return solve
 
 
-def _times(matrix: Tensor, x: Tensor) -> Tensor:
+def _apply_each(matrix: Tensor, x: Tensor) -> Tensor:
     return (matrix @ x.unsqueeze(-1)).squeeze(-1)
 
 
@@ -305,7 +306,7 @@ def _iterate(
         off = found.log_state - guess
         if count == options.max_steps or not bool(running.any()):
             break
-        step = factorize(mdp, entropy, found)(off)
+        step = invert_jacobian(mdp, entropy, found)(off)
         moved = scale * (step.abs() / error_unit(found.log_state)).amax(-1)
         status = torch.where(running & ~moved.isfinite(), Status.NOT_FINITE, status)
         running = running & moved.isfinite()
@@ -457,7 +458,8 @@ def solve_entropic(
     mdp, tolerance = task.mdp, task.options.tolerance_in(loss.dtype)
     if task.closed and not inside_transform():
         task.check(mdp, loss.detach(), start, entropy, t.detach())
-        solution = plan_softly(mdp, loss, entropy.weight, tolerance, conserves(mdp))
+        centred = not task.probabilities and conserves(mdp)
+        solution = plan_softly(mdp, loss, entropy.weight, tolerance, centred)
         # Beyond this rounding error, the loss is shaped.
         coarse = min(tolerance / 4, max(tolerance / 200, 50 * torch.finfo(loss.dtype).eps))
         if bool((solution.converged & (solution.dual_residual <= coarse)).all()):
@@ -473,9 +475,9 @@ def solve_entropic(
     if task.closed:
         q, value, _ = plan_softly(mdp, shaped, entropy.weight, tolerance, False)[:3]
     else:
-        centred = not inside_transform() and conserves(mdp)
+        centred = not (task.probabilities or inside_transform()) and conserves(mdp)
         at = unfold(mdp, shaped, entropy, guess, centred)
-        solve = factorize(mdp, entropy, at)
+        solve = invert_jacobian(mdp, entropy, at)
         for _ in range(3):  # each makes one more derivative right
             guess = guess + solve(at.log_state - guess)
             at = unfold(mdp, shaped, entropy, guess, centred)
