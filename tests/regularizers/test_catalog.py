@@ -112,5 +112,5 @@ def test_jin_luo_with_other_constants():
 
 def test_jin_luo_fits_an_mdp_in_single_precision():
     mdp = occ.LayeredMDP.random(2, 2, 2, dtype=torch.float32)
-    q = occ.FTRLStep(mdp, occ.jin_luo(mdp))(torch.zeros(3, 2))
+    q = occ.FTRLStep(mdp, occ.jin_luo(mdp))(torch.zeros(3, 2), 1)
     assert q.dtype == torch.float32

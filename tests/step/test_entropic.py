@@ -153,9 +153,9 @@ def test_single_precision():
 def test_sparse_models_are_solved_in_logarithms_too():
     sparse, loss = MDP.to_sparse(), random_loss(MDP, 1e4)
     for psi in ENTROPIES.values():
-        expected = occ.FTRLStep(MDP, psi, backend="engine")(loss)
+        expected = occ.FTRLStep(MDP, psi, backend="engine")(loss, 1)
         for backend in ("torch", "engine"):
-            found = occ.FTRLStep(sparse, psi, backend=backend)(loss)
+            found = occ.FTRLStep(sparse, psi, backend=backend)(loss, 1)
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=0)
     thin, loss = tree().to_sparse(), random_loss(tree(), 1e6)
     found, expected = (
