@@ -155,7 +155,7 @@ def play(args: Args, shape: Shape, seed: int, world: str, name: str) -> dict[str
     mdp, ends = occ.LayeredMDP.random(*shape, seed=seed), (args.episodes // 10, args.episodes)
     # T is part of the definition of these worlds.
     apart = world in (CORRUPTED, TWO_PHASE, DRIFT, SWITCHING, LEVELS)
-    watch, found = Watch(), dict[str, Any]()
+    watch, found = Watch(), dict[int, Tensor]()
     for T in ends[0 if apart else 1 :]:
         history = occ.simulate(
             mdp,
