@@ -90,3 +90,11 @@ def test_all_worlds(tmp_path, capsys):
     assert "regret over the least with a guarantee" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"worlds: expected some of stochastic, .* got 'moon'"):
         all_worlds.main(all_worlds.Args(worlds=("moon",), root=tmp_path))
+
+
+def test_a_world_with_t_in_its_definition_is_played_apart_for_a_tenth():
+    late, early = (
+        all_worlds.play(all_worlds.Args(episodes=T, seeds=2), (1, 1, 2), 1, "switching", "Tsallis")
+        for T in (400, 40)
+    )
+    assert late["early"] == early["regret"]

@@ -151,10 +151,14 @@ def test_the_theorems_with_their_constants():
     log = 1 + math.log(T)
     U, V = log * (9**2 / 2 / 0.5 + 1 / 0.5), 8 * math.sqrt(2) * log
     assert float(found.right) == pytest.approx(2 * U + V + 2 * math.sqrt((1.5 * C + U + V) * U))
+    tie = torch.zeros(1, 2, dtype=F64)
+    assert math.isinf(shifted.theorem_b(arms, shifted.ShiftSettings(1.0), regret, T, tie).right)
     hinted = shifted.ShiftSettings(1.0, barrier=4.0, hinted=True)
     price = 4 * 2 * math.log(T) + 1 + math.sqrt(2)
     found = shifted.theorem_a(arms, hinted, regret, T)
     assert float(found.right) == pytest.approx((8 * 2**0.5 + 1) * math.sqrt(2 * T) + price)
+    found, U = shifted.theorem_b(arms, hinted, regret, T, gaps), log * ((1 + 8 * 2**0.5) ** 2 + 2)
+    assert float(found.right) == pytest.approx(2 * U + price + 2 * math.sqrt((U + price) * U))
 
 
 def test_a_learner_without_a_theorem_says_why():

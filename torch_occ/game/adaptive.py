@@ -410,12 +410,12 @@ class ShiftedFTRL(FTRL):
                 f"most a log-barrier beside it; the regularizer is {self.step.regularizer}"
             )
         _, barrier = parts
-        if not self.hinted or barrier >= 4 * self.mdp.horizon:
+        if not self.hinted or barrier >= 2 * self.mdp.horizon:
             return "Theorems A and B"
         if barrier >= 2:
             return (
-                "Theorem A; with hints, Theorem B needs a log-barrier of at least 4 L = "
-                f"{4 * self.mdp.horizon}, and this one has {barrier:g}"
+                "Theorem A; with hints, Theorem B needs a log-barrier of at least 2 L = "
+                f"{2 * self.mdp.horizon}, and this one has {barrier:g}"
             )
         return (
             "none: with hints, estimates may be negative, and Lemma 4 needs a log-barrier of at "

@@ -231,11 +231,13 @@ def theorem_b(
 ) -> Statement:
     """Theorem B, with gaps Delta `(S, A)`, 0 on one action of each state, and corruption C:
 
-    Reg <= 2 U + V + 2 sqrt((3 C / 2 + U + V) U), with U and V of docs/adaptive.md.
+    Reg <= 2 U + V + 2 sqrt((3 C / 2 + U + V) U), with U and V of docs/adaptive.md. It is infinite
+    if an optimal action is not unique.
     """
     L, S, gamma, log = mdp.horizon, mdp.num_states, settings.gamma, 1 + math.log(T)
-    found = gaps[mdp.actions & (gaps > 0)]
-    G = 1 / gamma + (16 * math.sqrt(2) if settings.hinted else 8) * gamma * L**2
+    # The S least gaps are those of pi*. Another zero is a tie, and the bound is infinite.
+    found = gaps[mdp.actions].sort().values[S:]
+    G = 1 / gamma + (8 * math.sqrt(2) if settings.hinted else 8) * gamma * L**2
     G += 2 * (settings.budget + settings.exits * settings.cap)
     U = log * float(G**2 / 2 * (1 / found).sum() + S * L / (gamma**2 * found.min()))
     rare = 0.0 if settings.hinted else 8 * gamma**2 * L**3 * S * math.sqrt(mdp.num_actions) * log
