@@ -208,7 +208,7 @@ def test_envelope_theorem(regularizer):
 
 
 @pytest.mark.parametrize(
-    "regularizer", ["jin_luo", "custom_separable", "custom_statewise", "custom_joint"]
+    "regularizer", ["jin_luo", "shannon", "custom_separable", "custom_statewise", "custom_joint"]
 )
 def test_vmap_equals_a_loop(regularizer):
     """vmap over the loss, theta, the logits or all of them, and nested; for q and for Jacobians."""

@@ -1,8 +1,5 @@
 """What surrounds a step in a network: each works as usual, or is refused with the reason."""
 
-import copy
-import io
-import pickle
 import threading
 
 import pytest
@@ -87,22 +84,6 @@ def test_data_loader():
     loader = DataLoader(TensorDataset(features(6)), batch_size=4)
     found = torch.cat([net(x) for (x,) in loader])
     torch.testing.assert_close(found, net(features(6)))
-
-
-@each_regularizer
-def test_copies_and_saved_states(name):
-    step = make(name)
-    x = losses(step).detach()
-    for other in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
-        assert torch.equal(other(x), step(x))
-        with torch.no_grad():
-            for p in other.parameters():
-                p.mul_(1.5)
-    file = io.BytesIO()
-    torch.save(step.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(other(x), step(x))
 
 
 @each_regularizer
