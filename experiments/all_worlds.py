@@ -149,7 +149,8 @@ def play(args: Args, shape: Shape, seed: int, world: str, name: str) -> dict[str
     torch.set_num_threads(1)
     mdp, ends = occ.LayeredMDP.random(*shape, seed=seed), (args.episodes // 10, args.episodes)
     apart = world in (CORRUPTED, TWO_PHASE, DRIFT, SWITCHING)  # T is part of their definition
-    watch, found = Watch(), dict[str, Any]()
+    watch = Watch()
+    found: dict[int, Tensor] = {}
     for T in ends[0 if apart else 1 :]:
         history = occ.simulate(
             mdp,

@@ -33,6 +33,7 @@ ORDER = (
     "limits",
     "theory",
     "sweeps",
+    "__main__",
 )
 
 #: The one module that imports modules of this package inside a function.
@@ -115,7 +116,7 @@ def test_the_order_names_every_package():
     assert set(ORDER) == {name.removesuffix(".py") for name in found}
 
 
-@pytest.mark.parametrize("package", ORDER)
+@pytest.mark.parametrize("package", ORDER[:-1])  # the command uses the public face
 def test_imports_go_one_way(package):
     allowed = ORDER[: ORDER.index(package) + 1]
     wrong = [

@@ -44,7 +44,7 @@ def test_adam_stays_in_the_domain():
     mean = random_loss(small())
     for _ in range(40):
         optimizer.zero_grad()
-        occ.expected_cost(step, 10 * mean, mean).backward()
+        occ.expected_cost(step, 10 * mean, mean, 1).backward()
         optimizer.step()
     beta, power = step.regularizer.terms[1].beta, step.regularizer.terms[0].regularizer.power
     assert 0 < beta.item() < 0.01
@@ -104,10 +104,10 @@ def test_a_network_with_several_steps_a_copy_and_a_state():
     loss = random_loss(small())
     other = copy.deepcopy(net)
     for mine, theirs in zip(net, other, strict=True):
-        assert torch.equal(mine(loss), theirs(loss))
+        assert torch.equal(mine(loss, 1), theirs(loss, 1))
     other[0].regularizer.terms[1].beta = tensor(2.0)
     other.load_state_dict(net.state_dict())
-    assert torch.equal(net[0](loss), other[0](loss))
+    assert torch.equal(net[0](loss, 1), other[0](loss, 1))
     with pytest.raises(RuntimeError, match="Serialization of parametrized modules"):
         pickle.dumps(net)
 

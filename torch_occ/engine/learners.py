@@ -515,6 +515,7 @@ def add_stability(model: Model, episode: float, learner: CompiledShifted) -> Non
             total = 0.0
             for i in range(first, first + num_actions):
                 total += q[i]
+            inverse = where(total > 0.0, 1.0 / total, 0.0)
             for i in range(first, first + num_actions):
-                grown += where(q[i] > 0.0, sqrt(q[i]) * (1.0 - q[i] / total), 0.0)
+                grown += sqrt(q[i]) * (1.0 - q[i] * inverse)
         learner.stability[k] += scale * grown

@@ -475,8 +475,8 @@ class ShiftedFTRL(FTRL):
         parts = self.mdp.split(roots.sum(-1), -1)
         state["stability"] = state["stability"] + torch.stack([x.sum(-1) for x in parts], -1)
         hint = self.mean() if self.hinted else torch.zeros_like(q)
-        excess = losses - feedback.gather(hint)
-        estimate = hint + feedback.scatter(excess / feedback.gather(q), q)
+        excess = (losses - feedback.gather(hint)) / feedback.gather(q)
+        estimate = hint + feedback.scatter(excess, q)
         check_estimate(self.mdp, self.estimator, estimate, t, len(q))
         state["cumulative_loss"] = state["cumulative_loss"] + estimate
         for name, seen in (("visits", torch.ones_like(losses)), ("losses", losses)):

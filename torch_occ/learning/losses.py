@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -76,36 +75,12 @@ def moves_of(mdp: LayeredMDP) -> Moves:
     return _MOVES[mdp]
 
 
-@dataclass
-class Checked:
-    """A target that was checked, as long as it lives and is not changed."""
-
-    target: ReferenceType[Tensor]
-    version: list[int]
-    moves: Moves
-    empirical: bool
-    sums: tuple[Tensor, Tensor] | None = None  # of x log x over pairs and over states
-
-
-_CHECKED: dict[int, Checked] = {}
-
-
-def known_target(mdp: LayeredMDP, target: Tensor, empirical: bool) -> Checked | None:
-    """Return what is known of a target that was checked before, or None."""
-    known = _CHECKED.get(id(target))
-    if known is None or known.target() is not target or known.version != versions_of([target]):
-        return None
-    same = not mdp.batch_shape and moves_of(mdp) is known.moves and known.empirical == empirical
-    return known if same else None
-
-
 def check_target(
     mdp: LayeredMDP, target: Tensor, budgets: Budgets | None = None, empirical: bool = False
 ) -> Tensor:
     """Check that a target is an occupancy measure of the MDP, up to `tolerance_in` its dtype.
 
     It must meet the budgets, too. An empirical one need not be a flow, but has mass one per layer.
-    A tensor that has not changed is checked once.
 
     Returns:
         The target in the number type of the MDP, with tiny negative numbers set to zero.
@@ -122,12 +97,7 @@ def check_target(
         target = target.to(mdp.dtype)
     check_like("target", target, mdp)
     if not values_are_hidden():
-        if known_target(mdp, target, empirical) is None:
-            _check_polytope(mdp, target.detach(), tolerance, empirical)
-            if not mdp.batch_shape and versions_of([target]):
-                key, keys = id(target), _CHECKED
-                alive = ref(target, lambda _: keys.pop(key, None) and None)
-                _CHECKED[key] = Checked(alive, versions_of([target]), moves_of(mdp), empirical)
+        _check_polytope(mdp, target.detach(), tolerance, empirical)
         if budgets is not None:
             _check_budgets(mdp, target.detach(), budgets, tolerance)
     return target.clamp(min=0.0)
@@ -342,8 +312,7 @@ def fenchel_young_loss(
     Args:
         step: its regularizer is psi.
         loss: the predicted losses, `(*batch, S, A)`.
-        target: occupancy measures, `(*batch, S, A)`. `occupancy(mdp, policy)` makes one. It is
-            checked once; operations of torch that change it are noticed.
+        target: occupancy measures, `(*batch, S, A)`. `occupancy(mdp, policy)` makes one.
         t: the episode, as in the step.
         warm_start: where the step starts, as in `FTRLStep.solve`.
         mdp: other probabilities, as in `FTRLStep.solve`.
@@ -365,14 +334,12 @@ def fenchel_young_loss(
             step, loss, target, t, warm_start=warm_start, mdp=mdp, empirical=empirical
         )
     model = step.mdp if mdp is None else mdp
-    given, t = target, step.episode(t)
-    target = check_target(model, target, step.constraints, empirical)
+    target, t = check_target(model, target, step.constraints, empirical), step.episode(t)
     solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
     t = torch.as_tensor(t, dtype=model.dtype, device=model.device)
     loss = loss.to(model.dtype)
     if _only_the_loss_moves(step, t, model, target):
-        known = known_target(model, given, empirical)
-        value = _gap(step, solution, loss, target, t, known, model.initial)
+        value = _gap(step, solution, loss, target, t, model.initial)
         if bool(value.isfinite().all()):  # otherwise losses on masked pairs are not
             return Envelope.apply(value, loss, target - solution.q)
     loss = keep("pair", model, loss, 0.0)
@@ -397,7 +364,6 @@ def _gap(
     loss: Tensor,
     target: Tensor,
     t: Tensor,
-    known: Checked | None,
     initial: Tensor,
 ) -> Tensor:
     """Return the Fenchel-Young loss of an entropy, `(*batch,)`, without derivatives.
@@ -406,12 +372,8 @@ def _gap(
     """
     composition = step.evaluator.composition
     weight, price = entropy_of(composition, composition.values(t))
-    sums = None if known is None else known.sums
-    if sums is None:
-        sums = _x_log_x(target).sum((-2, -1)), _x_log_x(target.sum(-1)).sum(-1)
-    if known is not None:
-        known.sums = sums
-    psi = weight * sums[0] + (price - weight) * sums[1]
+    pairs, states = _x_log_x(target).sum((-2, -1)), _x_log_x(target.sum(-1)).sum(-1)
+    psi = weight * pairs + (price - weight) * states
     best = (initial * solution.value[..., : initial.shape[-1]]).sum(-1)
     paid = (target * loss).sum((-2, -1)) + psi
     return paid - best if step.closed else paid - best + price * solution.q.sum((-2, -1))

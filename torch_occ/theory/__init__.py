@@ -90,7 +90,7 @@ from torch_occ.theory.runs import decompose as decompose
 from torch_occ.theory.runs import proper_comparator as proper_comparator
 from torch_occ.theory.surveys import survey as survey
 from torch_occ.theory.certificates import Certificate as Certificate
-from torch_occ.theory import shifted as shifted
+from torch_occ.theory import shifted as _shifted  # noqa: F401, it is occ.theory.shifted
 
 #: Where names of version 0.2 are now. They still work here, with a warning, until version 0.4.
 _MOVED = {

@@ -63,7 +63,7 @@ class ShiftSettings:
 
 
 def inner(x: Tensor, y: Tensor) -> Tensor:
-    """<x, y>, `(*batch, S, A)` -> `(*batch,)`."""
+    """⟨x, y⟩, `(*batch, S, A)` -> `(*batch,)`."""
     return (x * y).sum((-2, -1))
 
 
@@ -101,7 +101,7 @@ class ShiftCertificate(Callback):
         """The terms of Theorem A by name, `(N, C)`, and `episodes` `(C,)`.
 
         `regret`; `stability`, the bound of Lemma 4 (i), summed; `penalty`; `moved`, which is
-        <u, e_T> for the best policy u of a seed; `ledger` X_T; `limit`, the bound of Lemma 2 on the
+        ⟨u, e_T⟩ for the best policy u of a seed; `ledger` X_T; `limit`, the bound of Lemma 2 on the
         last two; `bound_terms`, their sum with stability and penalty; and `bound`. sum sqrt(q_t) is
         taken to be linear in log t between checkpoints. Compare means over seeds.
         """
@@ -129,7 +129,7 @@ class ShiftCertificate(Callback):
 
 
 def stability_of(step: FTRLStep, q: Tensor, loss: Tensor, estimate: Tensor, t: Tensor) -> Tensor:
-    """stab = <q, x> - (min G - min F) with G = F + <., x> and F = <., loss> + psi_t; q minimizes F.
+    """stab = ⟨q, x⟩ - (min G - min F) with G = F + ⟨., x⟩ and F = ⟨., loss⟩ + psi_t; q minimizes F.
 
     x is the estimate. Everything is `(*batch, S, A)`, and t and the result are `(*batch,)`.
     """
@@ -142,7 +142,7 @@ def stability_of(step: FTRLStep, q: Tensor, loss: Tensor, estimate: Tensor, t: T
 def lemma_1(run: ShiftCertificate, u: Tensor) -> tuple[Statement, dict[str, Tensor]]:
     """Lemma 1, along a run and for any u in Omega, `(*batch, S, A)`.
 
-        sum_t <q_t - u, lhat_t> <= sum_t stab_t + penalty + <u, e_T> + X_T
+        sum_t ⟨q_t - u, lhat_t⟩ <= sum_t stab_t + penalty + ⟨u, e_T⟩ + X_T
 
     Returns the statement, and the four terms by name.
     """
@@ -161,7 +161,7 @@ def lemma_1(run: ShiftCertificate, u: Tensor) -> tuple[Statement, dict[str, Tens
 
 
 def lemma_2(run: ShiftCertificate, u: Tensor) -> Statement:
-    """Lemma 2: <u, e_T> + X_T <= b (1 + B_T) + 3 c (L + B_T), for any u and psi; c if frozen."""
+    """Lemma 2: ⟨u, e_T⟩ + X_T <= b (1 + B_T) + 3 c (L + B_T), for any u and psi; c if frozen."""
     mdp, B = run.learner.mdp, run.all("stability")[-1].sum(-1)
     left = inner(u, run.all("shift")[-1]) + run.all("ledger")[-1]
     right = ShiftSettings.of(run.learner).limit(mdp, B)
