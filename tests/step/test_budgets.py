@@ -216,18 +216,11 @@ def test_infeasible_budgets_come_with_a_proof():
 
 
 def test_wrong_budgets_are_refused():
+    """More messages are in the record, to the word."""
     step, loss, t, budgets = case()
     costs, limits = budgets.costs, budgets.limits
-    with pytest.raises(ValueError, match="2 limits for 3 rows of costs"):
-        occ.Budgets(costs, limits[:2])
-    with pytest.raises(TypeError, match="limits: expected a tensor"):
-        occ.Budgets(costs, [1.0])
-    with pytest.raises(TypeError, match=r"constraints: expected occ\.Budgets.*got int"):
-        occ.FTRLStep(step.mdp, step.regularizer, constraints=3)
     with pytest.raises(ValueError, match=r"limits: entry \(1,\) is inf"):
         occ.Budgets(costs, torch.where(torch.arange(3) == 1, torch.inf, limits))
-    with pytest.raises(ValueError, match=r"constraints: expected costs of shape"):
-        step(loss, t, constraints=occ.Budgets(costs[:, :2], limits))
     with pytest.raises(ValueError, match=r"constraints: costs are torch\.float32"):
         step(loss, t, constraints=occ.Budgets(costs.float(), limits.float()))
     bad = costs.clone()

@@ -9,7 +9,7 @@ import torch
 
 import torch_occ as occ
 from experiments.fuzz import try_batch
-from experiments.fuzz_problems import FAMILIES, draw
+from experiments.fuzz_problems import FAMILIES, draw, neighbours
 from torch_occ import Status
 
 
@@ -23,8 +23,12 @@ def test_certified_or_honest(family, backend, kind):
         random = np.random.default_rng(seed)
         batch = draw(random, family, kind, 16)
         found, solution = try_batch(random, batch, backend)
-        assert found.wrong == found.unjudged == found.missed == 0
-        assert found.planted > 0
+        warm = neighbours(random, batch, solution.q.numpy(), solution.converged.numpy())
+        more, _ = try_batch(random, warm, backend)
+        for tally in (found, more):
+            assert tally.wrong == tally.unjudged == tally.missed == 0
+            assert len(tally.errors) == tally.certified > 0
+            assert tally.planted > 0
         assert (solution.q[:, ~batch.mdp.actions] == 0).all()
         good = solution.converged
         steps, failed = steps + len(good), failed + int((~good).sum())
