@@ -10,8 +10,6 @@ from torch_occ.reference import solve_cvxpy
 
 pytestmark = pytest.mark.usefixtures("both_backends")
 
-BOTH = ("torch", "engine")
-
 
 def budgets_for(step, loss, t, shares, seed=0):
     """Budgets on random costs, as shares of what the step spends without budgets."""
