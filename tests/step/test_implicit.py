@@ -123,6 +123,17 @@ def test_gradcheck(regularizer):
     )
 
 
+@both
+def test_gradgradcheck():
+    """Also in the cotangents of q and of the multipliers, which the unrolled test holds fixed."""
+    this = case("jin_luo")
+
+    def both_outputs(loss):
+        return this.implicit(loss, *this.inputs[1:])
+
+    assert torch.autograd.gradgradcheck(both_outputs, leaves(this.inputs[:1]), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
 def test_every_entry_of_the_jacobian_equals_the_unrolled_one(regularizer):
     this = case(regularizer)
