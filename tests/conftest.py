@@ -24,9 +24,19 @@ settings.register_profile(
 settings.load_profile("torch_occ")
 
 
+#: Needs nearly all kernels. One process compiles them, the other runs tests that need few.
+RECORD = "tests/test_record.py"
+FEW_KERNELS = ("mdp", "regularizers", "reference", "sweeps", "learning", "theory")
+
+
 def pytest_collection_modifyitems(items):
     """Canaries run first: what they find explains the failures of others."""
-    items.sort(key=lambda item: "canary" not in item.keywords)
+
+    def place(item):
+        folder = item.path.parent.name
+        return "canary" not in item.keywords, RECORD not in item.nodeid, folder not in FEW_KERNELS
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)

@@ -13,15 +13,12 @@ import torch
 import torch_occ as occ
 from experiments import common
 from experiments.common import (
-    Fit,
     Game,
     Ratio,
     Runs,
     growth,
     late,
     ratio_band,
-    resampled_means,
-    slope,
 )
 
 T = torch.unique(torch.logspace(0, 4, 81).round()).double()
@@ -67,11 +64,6 @@ def test_a_ratio_has_a_band_over_seeds_that_are_resampled_together():
     assert not bool(ratio_band(other, reference).value[1:].isnan().any())
 
 
-def test_slope_ignores_the_intercept():
-    x = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
-    assert float(slope(x, 4 - 3 * x)) == pytest.approx(-3)
-
-
 def test_intervals_cover_the_truth_as_often_as_they_say():
     """100 experiments of 30 seeds each; regret is normal around sqrt T at every checkpoint."""
     generator, hits = torch.Generator().manual_seed(1), 0
@@ -99,32 +91,11 @@ def test_nonpositive_regret_has_no_exponent_but_a_slope():
     assert found.per_log.exists
 
 
-def test_one_seed_has_no_width():
-    found = growth(T, T.sqrt()[None])
-    assert found.exponent.lower == found.exponent.upper == pytest.approx(0.5)
-
-
-def test_same_seed_same_resamples():
-    curves = noisy(T)
-    assert torch.equal(resampled_means(curves, 50, seed=3), resampled_means(curves, 50, seed=3))
-    assert not torch.equal(resampled_means(curves, 50, seed=3), resampled_means(curves, 50, seed=4))
-
-
-def test_statistics_take_batches():
-    curves = torch.stack([T.sqrt(), T.log() + 1, -T])
-    assert common.power_slope(T, curves).isnan().tolist() == [False, False, True]
-    assert common.fits_log_better(T, curves)[:2].tolist() == [0.0, 1.0]
-
-
 def test_bad_windows_are_named():
     with pytest.raises(ValueError, match="fraction"):
         late(T, T[None], 1.0)
     with pytest.raises(ValueError, match="three checkpoints"):
         late(T[-2:], T[None, -2:], 0.0)
-
-
-def test_fits_print_themselves():
-    assert Fit(0.5, 0.41, 0.6).text() == "0.50 [0.41, 0.60]"
 
 
 @pytest.mark.parametrize("kind", [Ratio.of, Ratio.paired])

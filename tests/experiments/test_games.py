@@ -72,12 +72,6 @@ def test_a_colour_means_a_learner():
     assert len({line.get_marker() for line in found}) == len(places)
 
 
-def test_the_switching_adversary_is_an_option(tmp_path):
-    args = best_of_both_worlds.Args(adversary="switching", root=tmp_path)
-    found = best_of_both_worlds.environments(args)
-    assert isinstance(found[best_of_both_worlds.ADVERSARIAL], occ.SwitchingLosses)
-
-
 def test_corruption(tmp_path, capsys):
     args = corruption.Args(**ON_MDP, budgets=(5.0, 10.0, 20.0), root=tmp_path)
     directory = corruption.main(args)
@@ -138,18 +132,6 @@ def test_games_can_be_sent_to_another_process():
             assert torch.equal(game.learner.mdp.transitions[0], mdp.transitions[0])
 
 
-def test_the_bandit_environment_has_the_means_its_docstring_says():
-    losses = occ.StochasticallyConstrained(
-        torch.tensor([[1.0, 0.0]]).double(), swing=0.875, growth=1.6
-    )
-    mdp = occ.LayeredMDP([torch.ones(1, 2, 1).double()])
-    means, _ = losses.means(mdp, {}, 1, 50, torch.zeros(1, 1, 2))
-    assert {tuple(mean.flatten().tolist()) for mean in means.double()} == {
-        (0.125, 0.0),
-        (1.0, 0.875),
-    }
-
-
 def test_theory(tmp_path, capsys):
     options = ON_MDP | {"tensorboard": True, "mdps": 2, "sizes": ((1, 1, 2), (2, 2, 2))}
     args = theory.Args(**options, root=tmp_path)
@@ -164,13 +146,6 @@ def test_theory(tmp_path, capsys):
     assert len(list(directory.glob("*/events.out.tfevents.*"))) == 2
     printed = capsys.readouterr().out
     assert f"{len(statements)} of {len(statements)} statements hold in every instance." in printed
-
-
-def test_the_other_adversaries(tmp_path):
-    kinds = {"greedy": occ.GreedyAdversary, "switching": occ.SwitchingLosses}
-    for adversary, kind in (kinds | {"walk": occ.RandomWalkLosses}).items():
-        found = theory.environments(theory.Args(adversary=adversary, root=tmp_path))
-        assert isinstance(found[theory.ADVERSARIAL], kind)
 
 
 def test_distance_to_limit(tmp_path, capsys):

@@ -1,4 +1,7 @@
-"""A wrong argument of `simulate` is named before the first episode, with what to pass instead."""
+"""A wrong argument of `simulate` is named before the first episode, with what to pass instead.
+
+More messages are in the record, to the word.
+"""
 
 import pytest
 import torch
@@ -31,36 +34,23 @@ class Uninitialized(occ.Learner):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"learner": None}, "learner: expected an occ.Learner, .* got NoneType"),
-        ({"learner": occ.FollowTheLeader}, "got the class FollowTheLeader; make an object of it"),
         ({"learner": Uninitialized(MDP)}, r"Uninitialized has no mdp; call super\(\).__init__"),
-        ({"learner": occ.Learner(MDP)}, r"Learner: write propose\(t\)"),
-        ({"losses": MEAN}, "losses: expected an occ.LossProcess, .* got Tensor"),
         ({"losses": occ.LossProcess()}, "LossProcess: write means"),
         ({"losses": process(noise="bernouli")}, "noise: expected .* got 'bernouli'"),
         ({"losses": process(stride=0)}, "Process.stride to be a positive integer, got 0"),
         ({"losses": process(start=lambda *_: None)}, "Process.start returned NoneType; expected"),
-        ({"episodes": 1e2}, "episodes: expected a whole number, got 100.0"),
-        ({"episodes": 0}, "episodes: expected at least 1, got 0"),
-        ({"seeds": 4}, r"seeds: expected integers, for example range\(1, 9\), got 4"),
         ({"seeds": [0.5]}, r"seeds: expected integers, .* got \[0.5\]"),
         ({"seeds": [0, 1, 0]}, "seeds: 0 occurs twice; equal seeds play equal runs"),
         ({"seeds": [2**64]}, r"seeds: expected integers below 2\*\*64, got 1844674"),
         ({"callbacks": occ.ProgressBar()}, r"for example \[occ.ProgressBar\(\)\], got P"),
         ({"callbacks": [occ.ProgressBar]}, "got the class ProgressBar; make an object"),
-        ({"checkpoints": 3}, "checkpoints: expected integers"),
         ({"checkpoints": []}, "checkpoints: expected at least one episode"),
         ({"checkpoints": [0, 3]}, "checkpoints: expected episodes from 1 to 5, got 0"),
         ({"checkpoints": [2, 6]}, "checkpoints: expected episodes from 1 to 5, got 2 to 6"),
         ({"seeds": ()}, "seeds: expected at least one"),
-        ({"seeds": (-1,)}, "seeds: expected non-negative"),
-        ({"losses": TABLE}, "losses: the table has 4 episodes, but 5"),
-        ({"losses": occ.Corrupted(TABLE, 1.0)}, "losses: the table has 4 episodes"),
-        ({"losses": occ.BernoulliLosses(MEAN[:2])}, "mean: expected .* got .* shape"),
-        ({"losses": process(means=lambda *_: (3 * MEAN[None, None], {}))}, r"\[0, 1\]"),
-        ({"backend": "cuda"}, "backend: expected auto, torch or engine, got 'cuda'"),
         ({"learner": occ.FixedPolicy(OTHER)}, "learner: was made for another MDP"),
-        ({"config": {"mean": MEAN}}, "config: .*JSON serializable; it may hold numbers"),
+        ({"losses": occ.Corrupted(TABLE, 1.0)}, "losses: the table has 4 episodes"),
+        ({"losses": process(means=lambda *_: (3 * MEAN[None, None], {}))}, r"\[0, 1\]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -102,14 +92,11 @@ def test_a_baseline_has_the_shape_of_q(baseline):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: occ.FTRL(MDP, 1.0), "regularizer: expected an occ.Regularizer, .* got float"),
         (lambda: occ.FTRL(occ.jin_luo(MDP), MDP), "regularizer: expected .* got LayeredMDP"),
         (
             lambda: occ.FTRL(MDP, occ.jin_luo(MDP), occ.ImportanceWeighted),
             "estimator: expected an occ.Estimator",
         ),
-        (lambda: occ.ReducedVariance(0.1), "learning_rate: expected an occ.Schedule, .* got 0.1"),
-        (lambda: occ.Corrupted(MEAN, 1.0), "base: expected an occ.LossProcess, .* got Tensor"),
     ],
 )
 def test_wrong_parts_are_named_when_they_are_put_together(make, message):

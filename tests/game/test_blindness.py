@@ -31,11 +31,6 @@ class Softmax(occ.rivals.CountingLearner):
         super().observe(t, q, feedback)
 
 
-#: Learners that do not know the transitions, by name. The rivals are compiled; each plays the game
-#: of an oracle that holds the blind MDP only (tests/rivals).
-BLIND = {"a user's": Softmax}
-
-
 class Policies(occ.Callback):
     """Keeps what the learner proposed and what it was given, in every episode."""
 
@@ -58,8 +53,7 @@ class Policies(occ.Callback):
         learner.propose_policy, learner.observe = propose_policy, observe
 
 
-@pytest.mark.parametrize("name", BLIND)
-def test_the_same_trajectories_lead_to_the_same_policies(name, monkeypatch):
+def test_the_same_trajectories_lead_to_the_same_policies(monkeypatch):
     """On two MDPs with one layout and other probabilities: the policies have the same bits."""
     seen = []
     for seed in (0, 1):
@@ -71,7 +65,7 @@ def test_the_same_trajectories_lead_to_the_same_policies(name, monkeypatch):
         kept = Policies()
         losses = occ.BernoulliLosses(random_loss(mdp, seed=3))
         options = {"callbacks": [kept], "backend": "torch"}
-        occ.simulate(mdp, BLIND[name](mdp), losses, EPISODES, range(4), **options)
+        occ.simulate(mdp, Softmax(mdp), losses, EPISODES, range(4), **options)
         seen.append(kept)
     one, other = seen
     assert len(one.proposed) == EPISODES
@@ -80,12 +74,10 @@ def test_the_same_trajectories_lead_to_the_same_policies(name, monkeypatch):
     assert not torch.equal(one.q[-1], other.q[-1])  # the MDPs do differ
 
 
-@pytest.mark.parametrize("name", BLIND)
-def test_the_simulation_computes_q_and_shows_the_policy(name):
+def test_the_simulation_computes_q_and_shows_the_policy():
     kept = Policies()
-    history = occ.simulate(
-        MDP, BLIND[name](MDP), LOSSES, EPISODES, range(3), callbacks=[kept], backend="torch"
-    )
+    options = {"callbacks": [kept], "backend": "torch"}
+    history = occ.simulate(MDP, Softmax(MDP), LOSSES, EPISODES, range(3), **options)
     for proposed, given, q in zip(kept.proposed, kept.given, kept.q, strict=True):
         assert torch.equal(proposed, given)
         assert torch.equal(q, occupancy(MDP, proposed, in_order=True))
@@ -96,14 +88,12 @@ def test_the_simulation_computes_q_and_shows_the_policy(name):
     )
 
 
-@pytest.mark.parametrize("name", BLIND)
-def test_learners_hold_no_probabilities(name):
-    learner = BLIND[name](MDP)
+def test_learners_hold_no_probabilities():
+    """The rivals neither: tests/rivals/test_games.py."""
+    learner = Softmax(MDP)
     assert learner.mdp.is_blind
     assert learner.proposes_policy
-    for inner in vars(learner).values():
-        assert inner is not MDP
-        assert getattr(inner, "mdp", None) is not MDP
+    assert not any(MDP in (x, getattr(x, "mdp", None)) for x in vars(learner).values())
 
 
 @pytest.mark.parametrize("name", ["masked", "contexts", "layers", "no_choice", "corridor"])

@@ -476,29 +476,3 @@ def test_a_state_that_is_never_visited_is_charged_where_it_has_an_action():
     means, _ = occ.GreedyAdversary().means(MDP, {}, 1, 1, q)
     assert bool((means[0, 0].sum(-1) == 1).all())
     assert bool((means[0, 0][~MDP.actions] == 0).all())
-
-
-TIED = {
-    "full information": lambda mdp: occ.FTRL(
-        mdp, occ.Tsallis() / occ.InverseSqrt(1.0), occ.FullInformation()
-    ),
-    "jin_luo": lambda mdp: occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5)),
-    "complement": lambda mdp: occ.FTRL(mdp, occ.HybridComplement() / occ.InverseSqrt(1.0)),
-    "optimistic": occ.OptimisticValueIteration,
-    "leader": occ.FollowTheLeader,
-}
-
-
-@pytest.mark.parametrize("name", TIED)
-@pytest.mark.parametrize("seed", range(3))
-def test_trajectories_against_the_adversary_agree(name, seed):
-    """Ties are common here: all actions are alike at first, and the adversary keeps them so."""
-    mdp = occ.LayeredMDP.random(2 + seed % 3, 2 + seed % 2, 2 + seed % 3, seed=seed)
-    learner = TIED[name](mdp)
-    engine, plain = (
-        occ.simulate(mdp, learner, occ.GreedyAdversary(), 60, range(3), backend=each)
-        for each in ("engine", "torch")
-    )
-    torch.testing.assert_close(engine.total_mean, plain.total_mean, rtol=0, atol=0)
-    torch.testing.assert_close(engine.realised_regret, plain.realised_regret, rtol=0, atol=1e-8)
-    torch.testing.assert_close(engine.last_q, plain.last_q, rtol=0, atol=1e-9)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from zoo import PROBLEMS, Kept, random_loss, trajectories
+from zoo import PROBLEMS, random_loss, trajectories
 
 import torch_occ as occ
 from torch_occ.mdp.occupancy import interior_point, occupancy
@@ -87,15 +87,3 @@ def test_bias_must_be_positive():
     for bias in (0.0, -1.0, torch.nan):
         with pytest.raises(ValueError, match="bias: expected a positive number"):
             occ.ImplicitExploration(bias)
-
-
-def test_an_estimator_of_ones_own_takes_a_few_lines():
-    class Clipped(occ.Estimator):
-        def __call__(self, feedback, q, t):
-            return feedback.scatter((feedback.losses / feedback.gather(q)).clamp(max=2.0), q)
-
-    losses, kept = occ.BernoulliLosses(torch.ones(4, 2, dtype=torch.float64)), Kept()
-    occ.simulate(
-        MDP, occ.FTRL(MDP, occ.Tsallis(), Clipped()), losses, 5, range(2), callbacks=[kept]
-    )
-    assert 2 < float(kept.learner.state["cumulative_loss"].max()) <= 10

@@ -197,25 +197,19 @@ def test_losses_outside_the_unit_interval_are_refused(build, value):
         build(mean)
 
 
+#: More are in the record, to the word.
 BAD = {
-    "tables: expected shape": lambda: occ.SwitchingLosses(MEAN, 3),
     "tables: expected at least one|tables: expected shape": lambda: occ.SwitchingLosses(
         TABLES[:0], 3
     ).start(MDP, (0,)),
     "table: expected shape": lambda: occ.TableLosses(MEAN),
-    "period": lambda: occ.SwitchingLosses(TABLES, 0),
-    "step": lambda: occ.RandomWalkLosses(0.0),
-    "swing": lambda: occ.StochasticallyConstrained(MEAN, swing=1.0),
     "growth": lambda: occ.StochasticallyConstrained(MEAN, growth=1.0),
-    "budget": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), torch.nan),
-    "strategy": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), 1.0, "back"),
     "episodes: expected the number": lambda: occ.Corrupted(
         occ.BernoulliLosses(MEAN), 1.0, "uniform"
     ),
     "episodes: expected": lambda: occ.Corrupted(
         occ.BernoulliLosses(MEAN), 1.0, "uniform", episodes=0
     ),
-    "target: the": lambda: occ.Corrupted(occ.BernoulliLosses(MEAN), 1.0, "targeted"),
     "target: expected": lambda: occ.Corrupted(
         occ.BernoulliLosses(MEAN), 1.0, "targeted", target=MEAN[:2]
     ).start(MDP, (0,)),

@@ -90,22 +90,6 @@ def test_the_game_is_the_same(learner, name):
     check_game(mdp, LEARNERS[learner], occ.BernoulliLosses(random_loss(mdp, seed=3)))
 
 
-@pytest.mark.parametrize(
-    "process", ["uniform", "switching", "corrupted", "adaptive", "constrained"]
-)
-def test_the_game_is_the_same_whoever_chooses_the_losses(process):
-    mdp = masked()
-    mean, tables = random_loss(mdp, seed=4), random_loss(mdp, seed=2, batch=(5,))
-    losses = {
-        "uniform": occ.UniformLosses(mean),
-        "switching": occ.SwitchingLosses(tables, 20),
-        "corrupted": occ.Corrupted(occ.BernoulliLosses(mean), 50.0),
-        "adaptive": occ.GreedyAdversary(),
-        "constrained": occ.StochasticallyConstrained(mean),
-    }[process]
-    check_game(mdp, LEARNERS["jin_luo"], losses)
-
-
 def check_game(mdp, build, losses, episodes=40):
     assert mdp.is_sparse
     expected, found = (

@@ -6,7 +6,6 @@ from torch.autograd import gradcheck, gradgradcheck
 from zoo import PROBLEMS, REGULARIZERS, random_loss, tensor
 
 import torch_occ as occ
-from torch_occ.step.linearization import Linearization
 
 pytestmark = pytest.mark.usefixtures("both_backends")
 
@@ -39,20 +38,6 @@ def test_with_one_state_and_shannon_it_is_the_logistic_loss(rate):
     torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
     gradients = [torch.autograd.grad(x.sum(), loss)[0] for x in (mine, theirs)]
     torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
-
-
-def test_with_tsallis_and_two_actions_it_is_the_closed_form():
-    """q = argmin of q x - sqrt(q) - sqrt(1 - q): with the answer q, x = d/dq (sqrt + sqrt)."""
-    mdp = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
-    q = tensor(0.2)
-    slope = (q**-0.5 - (1 - q) ** -0.5) / 2
-    value = occ.fenchel_young_loss(
-        occ.FTRLStep(mdp, occ.Tsallis()),
-        torch.stack([slope, 0 * slope])[None],
-        tensor([[0.0, 1.0]]),
-    )
-    expected = -1 - (q * slope - q.sqrt() - (1 - q).sqrt())
-    torch.testing.assert_close(value, expected, atol=1e-13, rtol=0)
 
 
 @pytest.mark.parametrize("problem", ["masked", "layers", "contexts", "no_choice"])
@@ -98,19 +83,6 @@ def test_derivatives_at_a_vertex_equal_finite_differences(name):
 
     assert gradcheck(value, (*inputs, *step.parameters()), fast_mode=True)
     assert gradgradcheck(value, inputs, fast_mode=True)
-
-
-@pytest.mark.parametrize("name", ["jin_luo", "conditional_entropy", "custom_statewise"])
-def test_second_derivative_is_pi(name):
-    mdp = small()
-    step = occ.FTRLStep(mdp, REGULARIZERS[name](mdp))
-    loss, t = random_loss(mdp, 3.0), tensor(4.0)
-    target = vertex(mdp)
-    hessian = torch.autograd.functional.hessian(
-        lambda x: occ.fenchel_young_loss(step, x, target, t), loss
-    )
-    expected = Linearization(step, step(loss, t).detach(), t).dense().detach()
-    torch.testing.assert_close(hessian.reshape(expected.shape), expected, atol=1e-10, rtol=1e-8)
 
 
 def test_derivatives_in_the_probabilities():
@@ -172,34 +144,6 @@ def test_transforms():
     hessian = torch.func.hessian(value)(losses[0], targets[0])
     reverse = torch.func.jacrev(torch.func.jacrev(value))(losses[0], targets[0])
     torch.testing.assert_close(hessian, reverse)
-
-
-def test_a_network_learns_the_target():
-    """Gradient descent on the loss makes the step answer with the target."""
-    mdp = small()
-    step = occ.FTRLStep(mdp, occ.Shannon())
-    loss = torch.zeros_like(random_loss(mdp)).requires_grad_()
-    optimizer = torch.optim.LBFGS([loss], max_iter=100, tolerance_grad=1e-10)
-    target = interior(mdp)
-
-    def closure():
-        optimizer.zero_grad()
-        value = occ.fenchel_young_loss(step, loss, target)
-        value.backward()
-        return value
-
-    optimizer.step(closure)
-    torch.testing.assert_close(step(loss), target, atol=1e-5, rtol=0)
-
-
-def test_float32_predictions_and_targets():
-    mdp = small()
-    step = occ.FTRLStep(mdp, occ.Shannon())
-    target = interior(mdp)
-    exact = occ.fenchel_young_loss(step, random_loss(mdp), target)
-    near = occ.fenchel_young_loss(step, random_loss(mdp), target.float())
-    assert near.dtype == torch.float64
-    torch.testing.assert_close(near, exact, atol=1e-6, rtol=0)
 
 
 def test_wrong_targets_are_refused_with_the_place():

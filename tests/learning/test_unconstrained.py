@@ -51,20 +51,6 @@ def test_adam_stays_in_the_domain():
     assert 0 < power.item() < 1
 
 
-def test_learning_the_regularizer_of_an_expert():
-    """The likelihood is the largest at the parameter that the demonstrations were made with."""
-    mdp = small()
-    loss = random_loss(mdp, 2.0)
-    expert = occ.FTRLStep(mdp, occ.ConditionalEntropy() / occ.Constant(2.0))(loss).detach()
-    step = occ.unconstrain(occ.FTRLStep(mdp, occ.ConditionalEntropy() / occ.Constant(0.3)))
-    optimizer = torch.optim.Adam(step.parameters(), lr=0.1)
-    for _ in range(150):
-        optimizer.zero_grad()
-        occ.fenchel_young_loss(step, loss, expert).backward()
-        optimizer.step()
-    assert step.regularizer.factor.rate.item() == pytest.approx(2.0, rel=1e-3)
-
-
 def test_parameters_with_one_value_per_state():
     mdp, loss = small(), random_loss(small(), 3.0)
     values = tensor([0.1, 0.2, 0.4])

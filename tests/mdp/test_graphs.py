@@ -218,34 +218,6 @@ def test_a_graph_stays_a_graph(horizon):
         assert other.flows(losses).shape == (2, len(EDGES))
 
 
-def test_a_module_with_a_graph_can_be_converted():
-    class Planner(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            mdp = occ.LayeredMDP.from_graph(EDGES, "s", "t")
-            self.network = torch.nn.Linear(3, len(EDGES))
-            self.step = occ.FTRLStep(mdp, occ.ConditionalEntropy(), backend="torch")
-
-        def forward(self, x, paths):
-            mdp = self.step.mdp
-            losses = mdp.losses(self.network(x))
-            loss = occ.fenchel_young_loss(self.step, losses, mdp.occupancy_of(paths)).mean()
-            return loss, mdp.flows(self.step(losses))
-
-    torch.manual_seed(0)
-    planner, x, paths = (
-        Planner(),
-        torch.randn(4, 3),
-        torch.stack([as_flow(EDGES, p) for p in PATHS]),
-    )
-    expected = planner(x, paths)
-    found = planner.float()(x, paths)
-    assert {y.dtype for y in found} == {torch.float32}
-    torch.testing.assert_close(found, expected, check_dtype=False, rtol=1e-4, atol=1e-5)
-    found[0].backward()
-    assert bool(planner.network.weight.grad.any())
-
-
 # -- graphs with cycles, within a horizon ----------------------------------------------------------
 
 

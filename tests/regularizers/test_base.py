@@ -1,9 +1,7 @@
 import re
-from typing import ClassVar
 
 import pytest
 import torch
-from torch.distributions import constraints
 from zoo import PROBLEMS, Centred, Coupled, SmoothedHybrid
 
 import torch_occ as occ
@@ -155,24 +153,6 @@ def test_a_parameter_is_a_copy():
 
 
 # -- new regularizers ------------------------------------------------------------------------------
-
-
-class Quadratic(occ.SeparableRegularizer):
-    arg_constraints: ClassVar = {"scale": constraints.positive}
-
-    def pair(self, x):
-        return self.scale * x**2
-
-
-def test_a_new_regularizer_takes_five_lines():
-    q, mdp = point()
-    psi = Quadratic(scale=3.0)
-    assert psi.arguments == ("pair",)
-    torch.testing.assert_close(psi(q, 1.0, mdp), 3 * q.square().sum(), rtol=1e-15, atol=0)
-    solution = occ.FTRLStep(mdp, psi).solve(torch.zeros(4, 2, dtype=F64))
-    assert bool(solution.converged)
-    with pytest.raises(ValueError, match=r"Quadratic: scale must satisfy .* got -1"):
-        Quadratic(scale=-1)
 
 
 def test_a_regularizer_without_a_level_says_what_to_derive_it_from():

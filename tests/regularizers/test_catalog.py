@@ -103,13 +103,6 @@ def test_jin_luo_with_the_constants_of_the_paper(problem, t):
     torch.testing.assert_close(psi(q, t, mdp), t**0.5 * hybrid + barrier, rtol=1e-14, atol=0)
 
 
-def test_jin_luo_with_other_constants():
-    mdp, q = point("layers")
-    found = occ.jin_luo(mdp, alpha=0.0, beta=0.25, gamma=0.5)(q, 9.0, mdp)
-    expected = 6 * occ.Tsallis()(q, 1.0, mdp) + 0.25 * occ.LogBarrier()(q, 1.0, mdp)
-    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
-
-
 def test_jin_luo_fits_an_mdp_in_single_precision():
     mdp = occ.LayeredMDP.random(2, 2, 2, dtype=torch.float32)
     q = occ.FTRLStep(mdp, occ.jin_luo(mdp))(torch.zeros(3, 2), 1)

@@ -9,7 +9,6 @@ Built-in regularizers can express it too, with scalars and element by element: t
 """
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import ClassVar
 
@@ -248,15 +247,6 @@ def test_complements(name, shape):
     close(user.hessian.d, twin.hessian.d)
 
 
-@pytest.mark.parametrize("shape", [(3,), (4,), (12,), (4, 3)])
-def test_levels_may_be_mixed(shape):
-    mdp, values = MDPS["cube"], parameters(shape)
-    loss = random_loss(mdp, 5.0, batch=shape)
-    mixed = sum(build(mdp, **values) for build in STEPS.values()) / 4
-    truth = built_in(mdp, **values)
-    close(occ.FTRLStep(mdp, mixed)(loss).detach(), occ.FTRLStep(mdp, truth)(loss).detach(), 1e-10)
-
-
 # -- several batch shapes at once, and none of q's own ---------------------------------------------
 
 
@@ -297,14 +287,6 @@ def test_parameters_may_have_a_batch_where_q_has_none(level, size):
         close(function(psi), truth, tolerance)
     with pytest.raises(ValueError, match=r"batched parameters need a batch of q"):
         derive(mdp, psi, q)
-
-
-@at_all_levels
-def test_an_empty_batch_is_empty(level):
-    mdp = MDPS["cube"]
-    psi = LEVELS[level](mdp, **parameters((0,)))
-    assert psi(points(mdp, (0,)), 1.0, mdp).shape == (0,)
-    assert occ.FTRLStep(mdp, psi)(random_loss(mdp, batch=(0,))).shape == (0, 4, 3)
 
 
 # -- under transforms ------------------------------------------------------------------------------
@@ -376,19 +358,6 @@ def test_all_modes_of_differentiation_agree_with_the_built_in_twin(level):
 
 
 # -- where parameters come in batches --------------------------------------------------------------
-
-
-@at_all_levels
-def test_tune_with_as_many_starts_as_states_or_actions(level):
-    for name, starts in (("contexts", 3), ("cube", 4)):
-        mdp = MDPS[name]
-        mean = 0.1 + 0.8 * random_loss(mdp)
-        objective = occ.tuning.ForecastObjective([occ.tuning.World("stochastic", mdp, mean)], 100)
-        options = {"steps": 1, "starts": starts, "spread": 0.5, "only": ["alpha", "beta"]}
-        twins = [STEPS[kind](mdp, **parameters(())) for kind in (level, "built-in")]
-        found, expected = (occ.tune(objective, psi, **options) for psi in twins)
-        close(found.values, expected.values, 1e-9)
-        close(found.path, expected.path, 1e-9)
 
 
 @pytest.mark.parametrize("level", STEPS)
@@ -495,16 +464,6 @@ def test_a_parameter_can_be_read_in_any_way():
     expected = -(a + b) / (2 * q.sqrt()) - a / q + 2 * b * q + a * (q.log() + 1)
     close(found, expected, 1e-13)
     assert torch.equal(inner.strength, some((3, 1), 1))
-
-
-def test_threads_do_not_see_each_other():
-    mdp = MDPS["cube"]
-    step = occ.FTRLStep(mdp, BySeparable(**parameters((4,))))
-    losses = random_loss(mdp, 5.0, batch=(16, 4))
-    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
-        alone = [step(loss) for loss in losses]
-        found = list(pool.map(lambda loss: step(loss).detach(), losses))
-    assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True))
 
 
 # -- what cannot be done says so -------------------------------------------------------------------

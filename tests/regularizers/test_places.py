@@ -93,20 +93,6 @@ def test_derivatives_are_finite_differences(name):
     assert torch.autograd.gradcheck(q, inputs, eps=1e-5, atol=1e-7, check_forward_ad=True)
 
 
-@pytest.mark.parametrize("name", varied())
-def test_second_derivatives(name):
-    psi = varied()[name]
-    step = occ.FTRLStep(MDP, psi, backend="engine")
-    first = next(iter(psi.named_parameters()))[0]
-
-    def q(value):
-        found = torch.func.functional_call(step, {f"regularizer.{first}": value}, (LOSS, 12.0))
-        return found[:2].flatten()
-
-    value = dict(psi.named_parameters())[first].detach().clone().requires_grad_()
-    assert torch.autograd.gradgradcheck(q, (value,), eps=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("backend", ["torch", "engine"])
 @pytest.mark.parametrize("name", varied())
 def test_a_batch_of_parameters_is_in_front(name, backend):
@@ -152,17 +138,6 @@ def test_users_functions_see_them_spread():
         torch.testing.assert_close(q, same, rtol=1e-10, atol=1e-14)
     with pytest.raises(ValueError, match=r"one value per pair.*one value per state"):
         occ.FTRLStep(MDP, Mine(random("pair", 0.5, 1.0)))(LOSS)
-
-
-@pytest.mark.parametrize("name", ["hybrid", "powers", "barrier"])
-def test_both_backends_play_the_same_game(name):
-    losses = occ.BernoulliLosses(MEAN)
-    played = [
-        occ.simulate(MDP, occ.FTRL(MDP, varied()[name]), losses, 150, [0, 1], backend=backend)
-        for backend in ("torch", "engine")
-    ]
-    torch.testing.assert_close(played[0].regret, played[1].regret, rtol=1e-9, atol=1e-9)
-    assert not played[1].uncertified.any()
 
 
 def test_leaps():

@@ -210,31 +210,6 @@ def test_the_logarithm_of_the_printed_bonuses_is_that_of_the_paper():
     assert R.EULER(MDP).log(t).tolist() == pytest.approx(expected, rel=1e-15)
 
 
-@pytest.mark.slow
-def test_the_order_of_the_learners():
-    """RIVALS.md, section A, at a tenth of its T: each learner's regret, and their order."""
-    from experiments.common import loss_with_gap
-
-    mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
-    losses, T = occ.BernoulliLosses(loss_with_gap(mdp, 0.4, 1)), 10_000
-    expected = {
-        R.UCBVI(mdp, T): 10_474,
-        R.StrongEuler(mdp): 4_496,
-        R.UCBVI(mdp, T, bonus="bernstein"): 4_119,
-        R.EULER(mdp): 2_362,
-        R.UCBVI(mdp, bonus="sharp"): 887,
-        R.PSRL(mdp): 89,
-    }
-    found = [
-        float(occ.simulate(mdp, learner, losses, T, range(1, 5)).regret[:, -1].mean())
-        for learner in expected
-    ]
-    assert found == sorted(found, reverse=True)
-    for regret, value in zip(found[:-1], expected.values(), strict=False):
-        assert regret == pytest.approx(value, rel=0.1)
-    assert found[-1] < 130
-
-
 # -- KL-UCB ----------------------------------------------------------------------------------------
 
 

@@ -10,8 +10,6 @@ from torch_occ.reference import solve_cvxpy
 
 pytestmark = pytest.mark.usefixtures("both_backends")
 
-BOTH = ("torch", "engine")
-
 
 def budgets_for(step, loss, t, shares, seed=0):
     """Budgets on random costs, as shares of what the step spends without budgets."""
@@ -215,30 +213,12 @@ def test_infeasible_budgets_come_with_a_proof():
     assert found.status.tolist() == [occ.Status.CONVERGED, occ.Status.INFEASIBLE]
 
 
-def test_a_single_impossible_limit_is_named():
-    step, loss, t, budgets = case(shares=(0.5, 0.5))
-    limits = budgets.limits.clone()
-    limits[1] = occ.game.comparator(step.mdp, budgets.costs[1]) - 1e-3
-    with pytest.raises(occ.InfeasibleError) as caught:
-        step(loss, t, constraints=occ.Budgets(budgets.costs, limits))
-    y = caught.value.certificate
-    weighted = (budgets.costs * y[:, None, None]).sum(0)
-    assert float(occ.game.comparator(step.mdp, weighted)) > float((y * limits).sum())
-
-
 def test_wrong_budgets_are_refused():
+    """More messages are in the record, to the word."""
     step, loss, t, budgets = case()
     costs, limits = budgets.costs, budgets.limits
-    with pytest.raises(ValueError, match="2 limits for 3 rows of costs"):
-        occ.Budgets(costs, limits[:2])
-    with pytest.raises(TypeError, match="limits: expected a tensor"):
-        occ.Budgets(costs, [1.0])
-    with pytest.raises(TypeError, match=r"constraints: expected occ\.Budgets.*got int"):
-        occ.FTRLStep(step.mdp, step.regularizer, constraints=3)
     with pytest.raises(ValueError, match=r"limits: entry \(1,\) is inf"):
         occ.Budgets(costs, torch.where(torch.arange(3) == 1, torch.inf, limits))
-    with pytest.raises(ValueError, match=r"constraints: expected costs of shape"):
-        step(loss, t, constraints=occ.Budgets(costs[:, :2], limits))
     with pytest.raises(ValueError, match=r"constraints: costs are torch\.float32"):
         step(loss, t, constraints=occ.Budgets(costs.float(), limits.float()))
     bad = costs.clone()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
-from torch.func import functional_call, jacrev, vmap
+from torch.autograd import forward_ad
+from torch.func import jacrev, vmap
 from zoo import PROBLEMS, REGULARIZERS, refused_by_the_engine
 
 import torch_occ as occ
@@ -92,56 +92,6 @@ def test_batched_parameters_and_a_batched_start_have_the_right_gradients():
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10 * float(theirs.abs().max()))
-
-
-def test_gradcheck_and_double_backward():
-    """Double backward goes through the torch path, from the solution that the engine found."""
-    _, step = pair()
-    parameters = list(step.parameters())
-
-    def q(loss, t, *given):
-        named = dict(zip((name for name, _ in step.named_parameters()), given, strict=True))
-        return functional_call(step, named, (loss, t))
-
-    inputs = [
-        LOSS.clone().requires_grad_(),
-        torch.tensor(9.0, dtype=torch.float64, requires_grad=True),
-    ]
-    inputs += [p.detach().clone().requires_grad_() for p in parameters]
-    assert gradcheck(q, inputs, rtol=1e-6, check_forward_ad=True)
-    assert gradgradcheck(q, inputs, rtol=1e-5)
-
-
-def test_forward_mode_is_the_transpose_of_reverse_mode():
-    torch_step, step = pair()
-    tangents = [
-        DIRECTION,
-        torch.tensor(0.3, dtype=torch.float64),
-        *(torch.tensor(x, dtype=torch.float64) for x in (0.5, -1.0, 2.0)),
-    ]
-    found = []
-    for one in (torch_step, step):
-        inputs = [LOSS, torch.tensor(9.0, dtype=torch.float64), *one.parameters()]
-        with forward_ad.dual_level():
-            named = {
-                name: forward_ad.make_dual(p, dt)
-                for (name, p), dt in zip(one.named_parameters(), tangents[2:], strict=True)
-            }
-            duals = [
-                forward_ad.make_dual(x.detach(), dx)
-                for x, dx in zip(inputs[:2], tangents[:2], strict=True)
-            ]
-            solution = functional_call(one, named, tuple(duals))
-            found.append(forward_ad.unpack_dual(solution).tangent)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
-    _, reverse = gradients(step, LOSS, 9.0, DIRECTION)
-    loss, t = (
-        LOSS.clone().requires_grad_(),
-        torch.tensor(9.0, dtype=torch.float64, requires_grad=True),
-    )
-    reverse = torch.autograd.grad((DIRECTION * step(loss, t)).sum(), [loss, t, *step.parameters()])
-    along = torch.stack([(g * dx).sum() for g, dx in zip(reverse, tangents, strict=True)]).sum()
-    torch.testing.assert_close(along, (DIRECTION * found[1]).sum(), rtol=1e-9, atol=1e-12)
 
 
 def test_forward_over_reverse_needs_no_second_graph():

@@ -8,7 +8,7 @@ from entropies import numbers, solve_exactly, worst_error
 from mpmath import mp, mpf
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import functional_call, jacfwd, jacrev, vmap
+from torch.func import functional_call, jacrev
 from zoo import masked, random_loss, tensor
 
 import torch_occ as occ
@@ -81,18 +81,6 @@ def test_solutions_have_all_their_digits(model, psi, scale):
     assert (solution.q[~mdp.actions] == 0).all()
     if scale > 1e4:
         assert (solution.q[mdp.actions] == 0).any()
-
-
-def test_the_conditional_entropy_is_soft_value_iteration():
-    loss, weight, Q = random_loss(MDP, 40.0), 2.5, []
-    value = loss.new_zeros(1)
-    for here, kernel in reversed(list(zip(MDP.layer_slices, MDP.transitions, strict=True))):
-        Q.insert(0, loss[here] + kernel @ value)
-        value = -weight * (-Q[0] / weight).logsumexp(-1)
-    policy = torch.cat([(-q / weight).softmax(-1) for q in Q])
-    for solution in solve_both(occ.ConditionalEntropy() * weight, MDP, loss, 1.0):
-        torch.testing.assert_close(solution.q, occ.occupancy(MDP, policy), rtol=1e-13, atol=0)
-        assert solution.steps == 1
 
 
 @pytest.mark.parametrize("psi", ENTROPIES)
@@ -304,27 +292,6 @@ def test_probabilities_and_t_are_differentiated():
     torch.testing.assert_close(in_t, by_t, rtol=1e-6, atol=1e-8)
 
 
-def test_transforms_agree_with_a_loop():
-    loss = random_loss(MDP, 2e3, batch=(3,))
-    step = occ.FTRLStep(MDP, occ.Shannon() / occ.Constant(0.7))
-    expected = torch.stack([step(x) for x in loss]).detach()
-    torch.testing.assert_close(vmap(step)(loss).detach(), expected, rtol=1e-11, atol=0)
-    rows = torch.stack([jacrev(step)(x) for x in loss])
-    torch.testing.assert_close(vmap(jacfwd(step))(loss), rows, rtol=1e-9, atol=1e-14)
-    names = [name for name, _ in step.named_parameters()]
-
-    def with_rate(rate: Tensor, x: Tensor) -> Tensor:
-        return functional_call(step, {names[0]: rate}, (x,))
-
-    rates = tensor([0.5, 0.7, 0.9])
-    found = vmap(with_rate)(rates, loss)
-    solos = [
-        occ.FTRLStep(MDP, occ.Shannon() / occ.Constant(float(r)))(x)
-        for r, x in zip(rates, loss, strict=True)
-    ]
-    torch.testing.assert_close(found.detach(), torch.stack(solos).detach(), rtol=1e-11, atol=0)
-
-
 # -- the closed form, and state terms that dominate ------------------------------------------------
 
 
@@ -457,29 +424,6 @@ def test_every_step_of_a_run_is_certified(estimator):
     torch.testing.assert_close(
         histories[0].regret[:, first], histories[1].regret[:, first], rtol=1e-9, atol=1e-9
     )
-
-
-def test_a_run_goes_on_from_its_file_to_the_bit(tmp_path):
-    """What was saved has zeros in q, and that is all that the next step starts from."""
-
-    class Crash(occ.Callback):
-        def on_chunk(self, run: object) -> None:
-            if run.t > 5000:
-                raise RuntimeError("crash")
-
-    def play(**options: object) -> occ.History:
-        learner = occ.FTRL(MDP, occ.Shannon() / occ.Constant(100.0))
-        losses = occ.BernoulliLosses(random_loss(MDP, seed=7))
-        return occ.simulate(MDP, learner, losses, 9000, seeds=[3], backend="engine", **options)
-
-    whole, saved = play(), {"save_to": tmp_path / "run", "save_every": 0.0}
-    with pytest.raises(RuntimeError, match="crash"):
-        play(callbacks=[Crash()], **saved)
-    again = play(**saved)
-    assert (whole.last_q == 0).any()
-    assert whole.uncertified.sum() == 0
-    for name in ("regret", "realised_regret", "cumulative_occupancy", "last_q"):
-        assert torch.equal(getattr(again, name), getattr(whole, name))
 
 
 def test_o_reps_far_beyond_its_horizon():

@@ -151,29 +151,6 @@ def test_two_regularizers_may_share_a_parameter(step):
     close(hybrid.alpha.grad, by_name["alpha"] + by_name["beta"])
 
 
-def test_tuning_by_gradient_descent_goes_down(step):
-    """functional_call for one, an optimizer for the other: the same slope, and less loss."""
-    target = occ.FTRLStep(step.mdp, occ.jin_luo(step.mdp, alpha=0.2, beta=1.5, gamma=0.5))(
-        LOSS, 3.0
-    ).detach()
-
-    def distance(parameters: dict[str, Tensor]) -> Tensor:
-        return (functional_call(step, parameters, (LOSS, 3.0)) - target).square().sum()
-
-    optimizer, distances = torch.optim.Adam(step.parameters(), lr=0.05), []
-    for _ in range(20):
-        optimizer.zero_grad()
-        slopes = grad(distance)({name: p.detach() for name, p in step.named_parameters()})
-        error = (step(LOSS, 3.0) - target).square().sum()
-        error.backward()
-        for name, parameter in step.named_parameters():
-            # One gradient is from torch, one from the engine; q - target cancels six digits.
-            close(parameter.grad, slopes[name], rtol=1e-9)
-        optimizer.step()
-        distances.append(error.item())
-    assert distances[-1] < 0.1 * distances[0]
-
-
 # -- edges and paths -------------------------------------------------------------------------------
 
 

@@ -123,6 +123,17 @@ def test_gradcheck(regularizer):
     )
 
 
+@both
+def test_gradgradcheck():
+    """Also in the cotangents of q and of the multipliers, which the unrolled test holds fixed."""
+    this = case("jin_luo")
+
+    def both_outputs(loss):
+        return this.implicit(loss, *this.inputs[1:])
+
+    assert torch.autograd.gradgradcheck(both_outputs, leaves(this.inputs[:1]), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
 def test_every_entry_of_the_jacobian_equals_the_unrolled_one(regularizer):
     this = case(regularizer)
@@ -208,7 +219,7 @@ def test_envelope_theorem(regularizer):
 
 
 @pytest.mark.parametrize(
-    "regularizer", ["jin_luo", "custom_separable", "custom_statewise", "custom_joint"]
+    "regularizer", ["jin_luo", "shannon", "custom_separable", "custom_statewise", "custom_joint"]
 )
 def test_vmap_equals_a_loop(regularizer):
     """vmap over the loss, theta, the logits or all of them, and nested; for q and for Jacobians."""

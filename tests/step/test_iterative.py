@@ -383,23 +383,3 @@ def test_no_tensor_is_larger_than_the_pairs_and_the_entries():
         )
     pairs, nonzero = mdp.num_states * mdp.num_actions, sum(len(p) for p in mdp.probabilities[1:])
     assert largest.found <= pairs + nonzero < 400 * 3 * 400 / 10
-
-
-def test_sparse_and_dense_play_the_same_game():
-    mdp = line(6, 4)
-    mean = random_loss(mdp)
-    histories = []
-    for model in (mdp, mdp.to_dense()):
-        learner = occ.FTRL(model, occ.jin_luo(model, beta=0.5))
-        histories.append(
-            occ.simulate(
-                model,
-                learner,
-                occ.BernoulliLosses(mean),
-                episodes=10,
-                seeds=(0, 1),
-                backend="torch",
-            )
-        )
-    torch.testing.assert_close(histories[0].regret, histories[1].regret, rtol=1e-10, atol=1e-11)
-    torch.testing.assert_close(histories[0].last_q, histories[1].last_q, rtol=1e-9, atol=0)

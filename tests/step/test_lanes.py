@@ -98,19 +98,6 @@ def test_entropies_and_other_terms_in_one_batch():
         assert same(solve(i, i + 1), expected, slice(i, i + 1))
 
 
-@pytest.mark.parametrize("name", REGULARIZERS)
-def test_a_sparse_batch_is_that_of_the_dense_mdp(name):
-    """Also where lanes need very different numbers of iterations."""
-    expected, found = (
-        run(occ.FTRLStep(mdp, REGULARIZERS[name]()), torch.arange(COUNT)) for mdp in MDPS.values()
-    )
-    assert torch.equal(found[2][:, 0], expected[2][:, 0])  # the status
-    for ours, theirs in zip(found[:2] + found[3:], expected[:2] + expected[3:], strict=True):
-        for own, other in zip(ours, theirs, strict=True):
-            scale = float(other.detach().abs().max())
-            torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-9 * scale)
-
-
 # -- batches of MDPs -------------------------------------------------------------------------------
 
 

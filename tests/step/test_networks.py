@@ -1,8 +1,5 @@
 """What surrounds a step in a network: each works as usual, or is refused with the reason."""
 
-import copy
-import io
-import pickle
 import threading
 
 import pytest
@@ -10,7 +7,6 @@ import torch
 from torch import nn
 from torch.autograd.functional import jacobian
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 from zoo import Centred, random_loss, tensor
 
 import torch_occ as occ
@@ -79,30 +75,6 @@ def test_a_float64_loss_is_not_rounded_for_a_float32_step():
     step = make().float()
     with pytest.raises(ValueError, match=r"is torch\.float64 on cpu, the MDP torch\.float32"):
         step(losses(step).double())
-
-
-def test_data_loader():
-    step = make()
-    net = network(step)
-    loader = DataLoader(TensorDataset(features(6)), batch_size=4)
-    found = torch.cat([net(x) for (x,) in loader])
-    torch.testing.assert_close(found, net(features(6)))
-
-
-@each_regularizer
-def test_copies_and_saved_states(name):
-    step = make(name)
-    x = losses(step).detach()
-    for other in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
-        assert torch.equal(other(x), step(x))
-        with torch.no_grad():
-            for p in other.parameters():
-                p.mul_(1.5)
-    file = io.BytesIO()
-    torch.save(step.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(other(x), step(x))
 
 
 @each_regularizer

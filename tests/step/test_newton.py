@@ -68,23 +68,6 @@ def test_every_regularizer_on_every_problem(problem, regularizer):
 
 
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
-def test_no_other_policy_does_better(regularizer):
-    mdp, loss, t = layers()
-    psi = REGULARIZERS[regularizer](mdp)
-    q = occ.FTRLStep(mdp, psi)(loss, t).detach()
-
-    def objective(q: Tensor) -> Tensor:
-        return (q * loss).sum((-2, -1)) + psi(q, t, mdp)
-
-    noise = torch.randn(
-        40, *q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
-    for size in (0.01, 1.0):
-        policies = (occ.policy_of(mdp, q).log() + size * noise).softmax(-1)
-        assert (objective(occ.occupancy(mdp, policies)) > objective(q)).all()
-
-
-@pytest.mark.parametrize("regularizer", REGULARIZERS)
 def test_shaping_leaves_q_and_shifts_the_value(regularizer):
     """Adding v(s) - E v(s') to the loss is felt by no policy."""
     mdp, loss, t = layers()
@@ -115,16 +98,6 @@ def test_scaling_identity(scale):
     close(scaled.q, once.q, 1e-12)
     close(scaled.value, scale * once.value, 1e-12)
     close(solve(1.0, 0.9 * 2, 4 * t).q, once.q, 1e-12)
-
-
-def test_complement_and_rest_agree_in_a_bandit():
-    """With one state 1 - q(s, a) is q(s) - q(s, a)."""
-    mdp, loss, t = PROBLEMS["bandit"]()
-    close(
-        occ.FTRLStep(mdp, occ.HybridComplement(0.5))(loss, t),
-        occ.FTRLStep(mdp, occ.HybridTsallis(0.5))(loss, t),
-        1e-14,
-    )
 
 
 class Statewise(occ.StatewiseRegularizer):
@@ -197,17 +170,6 @@ def test_a_hard_element_does_not_spoil_its_neighbours():
     assert batch.dual_residual[1] > 1
     calm = step.solve(0.001 * loss.expand(4, -1, -1), t)
     assert torch.equal(batch.q[0], calm.q[0])  # to the bit, however long the others went on
-
-
-def test_a_batch_of_models_equals_its_elements():
-    mdps = [occ.LayeredMDP.random(3, 2, 2, seed=seed) for seed in range(3)]
-    joint = occ.LayeredMDP(
-        [torch.stack(kernels) for kernels in zip(*(m.transitions for m in mdps), strict=True)]
-    )
-    loss = random_loss(mdps[0], 10.0)
-    batch = occ.FTRLStep(joint, occ.jin_luo(joint, beta=1.0))(loss, 50.0)
-    for mdp, q in zip(mdps, batch, strict=True):
-        close(q, occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=1.0))(loss, 50.0), 1e-12)
 
 
 # -- honesty ---------------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
 import time
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -314,22 +313,6 @@ def test_a_resumed_run_goes_on_with_the_same_sums(tmp_path):
     assert rest.curves["episodes"].tolist() == [1, 50, 250, 280, 300, 320]
     for name, curve in rest.curves.items():
         torch.testing.assert_close(curve, whole.curves[name], rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("moved", [False, True], ids=["same directory", "fresh directory"])
-def test_a_resumed_run_has_every_point_once_on_the_board(tmp_path, moved):
-    options = {"checkpoints": [1, 50, 250, 280, 300, 320], "save_to": tmp_path / "run.pt"}
-    for attempt in range(2):
-        directory = tmp_path / ("other" if moved and attempt else "log")
-        board = occ.TensorBoard(directory, images_per_decade=0)
-        callbacks = [board, theory.Certificate(board), *([] if attempt else [Killed()])]
-        with nullcontext() if attempt else pytest.raises(MemoryError):
-            play(320, *callbacks, save_every=0.0, **options)
-        board.writer.close()
-        # Event files are read in the order of their names, which count seconds.
-        time.sleep(1.01 - time.time() % 1)
-    found = read(board.directory).Scalars("theory/penalty")
-    assert [event.step for event in found] == options["checkpoints"]
 
 
 @pytest.mark.parametrize(("together", "seconds"), [(5, 2.0), (1000, 0.0)])
