@@ -69,7 +69,8 @@ def _defined(node: ast.stmt) -> set[str]:
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return {target.id for target in targets if isinstance(target, ast.Name)}
+    parts = [part for target in targets for part in getattr(target, "elts", [target])]
+    return {part.id for part in parts if isinstance(part, ast.Name)}
 
 
 print_help(sys.orig_argv)

@@ -32,6 +32,7 @@ Shape = tuple[int, int, int]
 
 SHIFTED, SMOOTH, FROZEN, HINTED = "shifted", "shifted, smooth", "shifted, frozen", "shifted, hints"
 TSALLIS, VARYING, PAPER, THOMPSON = "Tsallis", "varying", "paper", "Thompson sampling"
+NAMES = (SHIFTED, SMOOTH, FROZEN, HINTED, TSALLIS, VARYING, PAPER, THOMPSON)
 LEARNERS: dict[str, Callable[[occ.LayeredMDP], occ.Learner]] = {
     SHIFTED: occ.recommended,
     SMOOTH: lambda mdp: occ.ShiftedFTRL(mdp, cap=10.0, budget=2.0, ledger="smooth"),
@@ -62,7 +63,7 @@ class Args:
     """MDPs and losses of each shape"""
     seed: int = 9501
     """of the first MDP of each shape and its losses"""
-    learners: tuple[str, ...] = tuple(LEARNERS)
+    learners: tuple[str, ...] = NAMES
     """who plays"""
     worlds: tuple[str, ...] = WORLDS
     """where"""

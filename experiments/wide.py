@@ -148,7 +148,7 @@ def measure(args: Args, side: int | None) -> Row:
     clock = CLOCKS[args.clock]
     tiny = occ.LayeredMDP.random(2, 2, 2).to_sparse()
     small = occ.FTRLStep(tiny, occ.jin_luo(tiny), backend=args.backend)
-    small(torch.zeros_like(small.interior))  # torch and the engine load their parts here
+    small(torch.zeros_like(small.interior), 1)  # torch and the engine load their parts here
     before, begun = _peak(), clock()
     mdp = taxi(args.horizon) if side is None else grid(side, args.horizon)
     learner = occ.FTRL(mdp, occ.jin_luo(mdp))
