@@ -295,10 +295,10 @@ def settle(problem: Problem, point: Point) -> tuple[Point, NDArray[np.bool_]]:
     batch = point.state[0].shape[1]
     policies = [x.copy() for x in point.policy]
     settled, active = np.zeros(batch, bool), np.arange(batch)
-    for _ in range(STEPS[model.arithmetic.name]):
+    for count in range(STEPS[model.arithmetic.name]):
         part = problem.take(active)
         here = at(part.model, [x[:, active] for x in policies])
-        there = step(part, here)
+        there = step(part, here, half=count % 4 == 3)  # full steps may cycle
         for whole, own in zip(policies, there.policy, strict=True):
             whole[:, active] = own
         moved = np.zeros(len(active))
@@ -336,12 +336,13 @@ def _log_sum(model: Model, x: Array) -> Array:
 # -- one step -------------------------------------------------------------------------------------
 
 
-def step(problem: Problem, point: Point) -> Point:
-    """One Newton step, short enough that nothing becomes negative."""
+def step(problem: Problem, point: Point, half: bool) -> Point:
+    """One Newton step, short enough that nothing becomes negative; half of it for entropies."""
     model, log1p = problem.model, problem.model.arithmetic.log1p
     zeta, z = ([_high(model, x) for x in part] for part in direction(problem, point))
     if problem.entropic:
-        return at(model, [p + d for p, d in zip(point.policy, zeta, strict=True)])
+        length = model.arithmetic.of(np.array(0.5 if half else 1.0))
+        return at(model, [p + length * d for p, d in zip(point.policy, zeta, strict=True)])
     fall = np.max([-np.min(d, 0) for d in z], 0)
     fall = np.where(fall > 0.5, fall, 0 * fall)
     # log(1 + z / (1 + fall)) without the cancellation of a pair that falls to nearly nothing.
