@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 import torch_occ as occ
 from experiments import common
-from experiments.fuzz_judge import CAREFUL, EXACT, FAST, Floats, extended, judge
+from experiments.fuzz_judge import CAREFUL, DEEP, EXACT, FAST, Floats, extended, judge
 from experiments.fuzz_problems import FAMILIES, KINDS, Backend, Batch, Generator, draw, neighbours
 
 FAILURES = tuple(status for status in occ.Status if status != occ.Status.CONVERGED)
@@ -148,7 +148,8 @@ def examine(batch: Batch, q: Floats, multipliers: Floats | None = None) -> tuple
             rechecked += len(left) if arithmetic is EXACT else 0
             model, terms = part.model(arithmetic), part.terms(arithmetic)
             budgets = part.spending(None if multipliers is None else multipliers[left])
-            errors[left] = judge(model, terms, part.loss, q[left], budgets, part.floor)
+            deep = part.model(DEEP) if abs(part.loss).max() > 1e15 else None
+            errors[left] = judge(model, terms, part.loss, q[left], budgets, part.floor, deep)
             left = left[np.isnan(errors[left])]
     return errors, rechecked
 
@@ -367,7 +368,7 @@ def replay(args: Args, path: Path) -> int:
         for arithmetic in (FAST, EXACT) if extended() else (EXACT,):
             given = batch.model(arithmetic), batch.terms(arithmetic), batch.loss
             q, budgets = solution.q.double().numpy(), batch.spending(prices)
-            error = float(judge(*given, q, budgets, batch.floor)[0])
+            error = float(judge(*given, q, budgets, batch.floor, batch.model(DEEP))[0])
             print(f"    error of q {error:.2e} in {arithmetic.name}")
         failed = failed or found.wrong > 0 or found.unjudged > 0
     return int(failed)

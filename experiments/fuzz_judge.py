@@ -89,6 +89,12 @@ EXACT = Arithmetic(
     lambda a, b: (a * b, 0 * a * b),
     None,
 )
+#: For gaps beside losses of 1e300, which are differences of equal sums; without logarithms.
+DEEP_CONTEXT = mpmath.mp.clone()
+DEEP_CONTEXT.dps = 700
+DEEP = EXACT._replace(
+    of=_elementwise(lambda x: DEEP_CONTEXT.mpf(float(x))), log=_elementwise(lambda x: x)
+)
 
 
 def extended() -> bool:
@@ -183,6 +189,11 @@ class Model:
 
 def _normalized(arithmetic: Arithmetic, rows: Floats) -> tuple[Array, Array]:
     """Each row of `(b, n, S')` over its sum, exactly but for the rounding of the second part."""
+    if arithmetic.of is DEEP.of:
+        exact = arithmetic.of(np.moveaxis(rows, 0, -1))
+        sums = np.sum(exact, 1, keepdims=True)
+        exact = exact / np.where(sums > 0, sums, 1) if rows.size else exact
+        return exact, 0 * exact
     pieces = np.zeros((4, *rows.shape))
     for place in np.ndindex(rows.shape[:2]):
         entries = {int(j): Fraction(float(rows[place][j])) for j in np.flatnonzero(rows[place])}
@@ -556,17 +567,25 @@ def judge(
     q: Floats,
     budgets: Spending | None = None,
     floor: float = FLOOR,
+    deep: Model | None = None,
 ) -> Floats:
     """How far q `(B, S, A)` is from the solutions, `(B,)`; NaN where the judge did not settle.
 
     An error is the largest |log q - log q*|, which is the relative error where it is small; entries
-    below the floor count as the floor.
+    below the floor count as the floor. `deep` is the same MDP in the arithmetic DEEP, for huge
+    losses.
     """
     with np.errstate(all="ignore"):  # far from a solution anything may overflow; NaN is not settled
         given = [_logs_of(model, *x) for x in zip(model.layers, model.split(q), strict=True)]
         start, error = at(model, given), np.zeros(len(q))
         if budgets is None:
-            problem = Problem(model, terms, shape(model, model.split(loss)))
+            finer = model if deep is None else deep
+            gaps = shape(finer, finer.split(loss))
+            if deep is not None:
+                of, high = model.arithmetic.of, [x.astype(float) for x in gaps]
+                pairs = zip(gaps, high, strict=True)
+                gaps = [of(y) + of((x - DEEP.of(y)).astype(float)) for x, y in pairs]
+            problem = Problem(model, terms, gaps)
             truth, settled = settle(problem, start)
         else:
             truth, settled, error = settle_with(model, terms, loss, budgets, start)

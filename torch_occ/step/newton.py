@@ -90,6 +90,7 @@ def shape_finely(mdp: LayeredMDP, loss: Tensor) -> Shaped:
         if values:
             # Equal expectations have equal rounding errors, which cancel in the gap.
             apart = (ahead != ahead.gather(-1, first)) | (rest != rest.gather(-1, first))
+            apart = apart & exists
             size = (size + size.gather(-1, first.expand(*size.shape[:-1], 1))) * apart
             rounding[0] = fineness(eps) * size.detach()
             gap = torch.where(apart, gap, own - own.gather(-1, first))
