@@ -192,8 +192,7 @@ class Batch:
 
     @property
     def floor(self) -> float:
-        """Below this, q has no relative accuracy."""
-        return 1e-30 if self.single else FLOOR
+        return 1e-30 if self.single else FLOOR  # q has no relative accuracy below
 
     def rounded(self) -> Batch:
         """The same with numbers of single precision."""

@@ -273,7 +273,7 @@ def certify_logs(
             if anywhere(fine):
                 # An error common to all actions of a state does not change q.
                 error = pairs[ROUNDING, i] * (1.0 - exp(pairs[LOG_POLICY, i])) / weight
-                # A gap that could be as small as this, but for rounding, may belong to a positive q.
+                # Rounding may hide that a gap is small, and q positive.
                 close = pairs[GAPS, i] - pairs[ROUNDING, i] < OPEN * weight
                 close = close & (states[U, s] > SMALLEST)
                 counts = fine & ((pairs[PAIR, i] > SMALLEST) | close)

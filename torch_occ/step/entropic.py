@@ -339,7 +339,7 @@ def rounding_error(shaped: Shaped, q: Tensor, weight: Tensor) -> Tensor:
     # A constant added to all actions of a state does not change its policy.
     state = q.sum(-1, keepdim=True)
     others, smallest = 1 - q / state, torch.finfo(q.dtype).tiny / torch.finfo(q.dtype).eps
-    # A gap that could be as small as this, but for rounding, may belong to a positive q.
+    # Rounding may hide that a gap is small, and q positive.
     close = shaped.gaps - shaped.rounding < OPEN * weight[..., None, None]
     visible = (q > smallest) | (close & (state > smallest))
     return torch.where(visible, shaped.rounding * others, 0.0).amax((-2, -1)) / weight
