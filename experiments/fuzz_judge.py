@@ -22,7 +22,7 @@ All arrays have the batch last: pairs of a layer are `(n, B)` with n = S_k * A, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +34,7 @@ Array = NDArray[Any]
 Floats = NDArray[np.float64]
 
 #: q below this may be anything below it, zero included: doubles lose their relative accuracy there.
+#: For other number types, it is another argument of `judge`.
 FLOOR = 1e-300
 #: A Newton step that moves no log q(s,a) by more than this, relative to max(1, |log q(s,a)|), is
 #: the last one: it leaves its square.
@@ -88,6 +89,12 @@ EXACT = Arithmetic(
     lambda a, b: (a * b, 0 * a * b),
     None,
 )
+#: For gaps beside losses of 1e300, which are differences of equal sums; without logarithms.
+DEEP_CONTEXT = mpmath.mp.clone()
+DEEP_CONTEXT.dps = 700
+DEEP = EXACT._replace(
+    of=_elementwise(lambda x: DEEP_CONTEXT.mpf(float(x))), log=_elementwise(lambda x: x)
+)
 
 
 def extended() -> bool:
@@ -99,7 +106,10 @@ def extended() -> bool:
 
 
 class Term(NamedTuple):
-    """weight * sum f(argument), f = x^exponent, x log x or log x; weight and exponent `(B,)`."""
+    """weight * sum f(argument), f = x^exponent, x log x or log x.
+
+    Weight and exponent are `(B, 1, 1)`, or `(B, S, A)` with one value per pair.
+    """
 
     argument: Literal["pair", "rest", "state", "complement"]
     function: Literal["power", "x log x", "log"]
@@ -109,12 +119,13 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of an MDP."""
+    """One layer of an MDP; the last dimension b is 1, or B for a batch of MDPs."""
 
+    first: int  # the number of its first state
     states: int
     exists: NDArray[np.bool_]  # (n,), which pairs there are
-    P: tuple[Array, Array]  # (n, S'), rows normalized: the numbers, and what rounding left out
-    logs: Array  # (n, S'), of P
+    P: tuple[Array, Array]  # (n, S', b), rows normalized: the numbers, and what rounding left out
+    logs: Array  # (n, S', b), of P
 
     @property
     def pairs(self) -> int:
@@ -124,14 +135,19 @@ class Layer:
     def actions(self) -> int:
         return self.pairs // self.states
 
+    def within(self, x: Array) -> Array:
+        """`(B, 1, 1)` or `(B, S, A)` -> `(n, B)`."""
+        own = x[:, self.first : self.first + self.states] if x.shape[1] > 1 else x
+        return np.broadcast_to(own.reshape(len(x), -1).T, (self.pairs, len(x)))
+
 
 @dataclass(frozen=True)
 class Model:
-    """An MDP in some arithmetic."""
+    """An MDP in some arithmetic, or a batch of them."""
 
     arithmetic: Arithmetic
     layers: tuple[Layer, ...]
-    log_initial: Array  # (S_0, 1)
+    log_initial: Array  # (S_0, b)
 
     @classmethod
     def of(
@@ -141,16 +157,28 @@ class Model:
         actions: NDArray[np.bool_],
         initial: Floats,
     ) -> Model:
-        """Tables `(S_k, A, S_{k+1})`, a mask `(S, A)` and a distribution `(S_0,)`, as doubles."""
+        """Tables `(*b, S_k, A, S_{k+1})`, a mask `(S, A)` and a distribution `(*b, S_0)`."""
         layers, first = [], 0
         for k, table in enumerate(transitions):
-            states, exists = table.shape[0], actions[first : first + table.shape[0]].reshape(-1)
+            states, after = table.shape[-3], table.shape[-1] if k + 1 < len(transitions) else 0
+            exists = actions[first : first + states].reshape(-1)
+            rows = table.reshape(-1, len(exists), table.shape[-1])[..., :after]
+            high, low = _normalized(arithmetic, np.where(exists[:, None], rows, 0.0))
+            layers.append(Layer(first, states, exists, (high, low), _logs(arithmetic, high)))
             first += states
-            rows = table.reshape(len(exists), -1)[:, : 0 if k == len(transitions) - 1 else None]
-            P = _normalized(arithmetic, np.where(exists[:, None], rows, 0.0))
-            layers.append(Layer(states, exists, P, _logs(arithmetic, P[0])))
-        start = _normalized(arithmetic, initial[None])[0]
-        return cls(arithmetic, tuple(layers), _logs(arithmetic, start).T)
+        start = _normalized(arithmetic, initial.reshape(-1, 1, initial.shape[-1]))[0][0]
+        return cls(arithmetic, tuple(layers), _logs(arithmetic, start))
+
+    def take(self, index: NDArray[np.intp]) -> Model:
+        """Some MDPs of a batch."""
+        if max(layer.logs.shape[-1] for layer in self.layers) == 1:
+            return self
+        layers = []
+        for layer in self.layers:
+            P = layer.P[0][..., index], layer.P[1][..., index]
+            layers.append(replace(layer, P=P, logs=layer.logs[..., index]))
+        start = self.log_initial if self.log_initial.shape[1] == 1 else self.log_initial[:, index]
+        return Model(self.arithmetic, tuple(layers), start)
 
     def split(self, x: Floats) -> list[Array]:
         """`(B, S, A)` in doubles -> `(n, B)` of each layer."""
@@ -160,17 +188,22 @@ class Model:
 
 
 def _normalized(arithmetic: Arithmetic, rows: Floats) -> tuple[Array, Array]:
-    """Each row over its sum, exactly but for the rounding of the second part."""
+    """Each row of `(b, n, S')` over its sum, exactly but for the rounding of the second part."""
+    if arithmetic.of is DEEP.of:
+        exact = arithmetic.of(np.moveaxis(rows, 0, -1))
+        sums = np.sum(exact, 1, keepdims=True)
+        exact = exact / np.where(sums > 0, sums, 1) if rows.size else exact
+        return exact, 0 * exact
     pieces = np.zeros((4, *rows.shape))
-    for i, row in enumerate(rows):
-        entries = [Fraction(float(p)) for p in row]
-        total = sum(entries)
-        for j, p in enumerate(entries):
-            left = p / total if total else Fraction(0)
+    for place in np.ndindex(rows.shape[:2]):
+        entries = {int(j): Fraction(float(rows[place][j])) for j in np.flatnonzero(rows[place])}
+        total = sum(entries.values())
+        for j, p in entries.items():
+            left = p / total
             for piece in pieces:
-                piece[i, j] = float(left)
+                piece[*place, j] = float(left)
                 left -= Fraction(float(left))
-    a, b, c, d = (arithmetic.of(piece) for piece in pieces)
+    a, b, c, d = (arithmetic.of(np.moveaxis(piece, 0, -1)) for piece in pieces)
     return a + b, ((a - (a + b)) + b) + c + d
 
 
@@ -181,20 +214,19 @@ def _logs(arithmetic: Arithmetic, x: Array) -> Array:
     return np.where(positive, logs, arithmetic.of(np.full(x.shape, -np.inf)))
 
 
-def shape(model: Model, loss: Floats) -> list[Array]:
-    """The gaps of the optimal policy, `(n, B)` of each layer.
+def shape(model: Model, loss: list[Array]) -> list[Array]:
+    """The gaps of the optimal policy, `(n, B)` of each layer, from a loss in the same form.
 
     Q is a sum of two numbers that together have twice the digits (Dekker), until the best Q of the
     state is subtracted.
     """
     of, two_product = model.arithmetic.of, model.arithmetic.two_product
-    batch = len(loss)
     gaps: list[Array] = []
-    high = low = of(np.zeros((0, batch)))
-    for layer, own in reversed(list(zip(model.layers, model.split(loss), strict=True))):
+    high = low = of(np.zeros((0, loss[0].shape[1])))
+    for layer, own in reversed(list(zip(model.layers, loss, strict=True))):
         total, rest = own, 0 * own
         for j in range(len(high)):
-            p, tail = layer.P[0][:, j, None], layer.P[1][:, j, None]
+            p, tail = layer.P[0][:, j], layer.P[1][:, j]
             product, error = two_product(*np.broadcast_arrays(p, high[j]))
             total, lost = _two_sum(total, product)
             rest = rest + (lost + (error + p * low[j] + tail * high[j]))
@@ -260,7 +292,7 @@ class Problem(NamedTuple):
         terms = []
         for argument, function, weight, p in self.terms:
             terms.append(Term(argument, function, weight[index], None if p is None else p[index]))
-        return Problem(self.model, terms, [x[:, index] for x in self.gaps])
+        return Problem(self.model.take(index), terms, [x[:, index] for x in self.gaps])
 
     @property
     def entropic(self) -> bool:
@@ -274,11 +306,12 @@ def settle(problem: Problem, point: Point) -> tuple[Point, NDArray[np.bool_]]:
     batch = point.state[0].shape[1]
     policies = [x.copy() for x in point.policy]
     settled, active = np.zeros(batch, bool), np.arange(batch)
-    for _ in range(STEPS[model.arithmetic.name]):
-        here = at(model, [x[:, active] for x in policies])
-        there = step(problem.take(active), here)
-        for whole, part in zip(policies, there.policy, strict=True):
-            whole[:, active] = part
+    for count in range(STEPS[model.arithmetic.name]):
+        part = problem.take(active)
+        here = at(part.model, [x[:, active] for x in policies])
+        there = step(part, here, half=count % 4 == 3)  # full steps may cycle
+        for whole, own in zip(policies, there.policy, strict=True):
+            whole[:, active] = own
         moved = np.zeros(len(active))
         for layer, x, y in zip(model.layers, here.pairs(model), there.pairs(model), strict=True):
             x, y = x[layer.exists], y[layer.exists]
@@ -296,7 +329,7 @@ def at(model: Model, policies: list[Array]) -> Point:
     states = [np.broadcast_to(model.log_initial, (model.layers[0].states, policies[0].shape[1]))]
     for layer, policy in zip(model.layers[:-1], policies, strict=False):
         pairs = policy + np.repeat(states[-1], layer.actions, 0)
-        states.append(_log_sum(model, pairs[:, None] + layer.logs[..., None]))
+        states.append(_log_sum(model, pairs[:, None] + layer.logs))
     return Point(policies, states)
 
 
@@ -314,12 +347,13 @@ def _log_sum(model: Model, x: Array) -> Array:
 # -- one step -------------------------------------------------------------------------------------
 
 
-def step(problem: Problem, point: Point) -> Point:
-    """One Newton step, short enough that nothing becomes negative."""
+def step(problem: Problem, point: Point, half: bool) -> Point:
+    """One Newton step, short enough that nothing becomes negative; half of it for entropies."""
     model, log1p = problem.model, problem.model.arithmetic.log1p
     zeta, z = ([_high(model, x) for x in part] for part in direction(problem, point))
     if problem.entropic:
-        return at(model, [p + d for p, d in zip(point.policy, zeta, strict=True)])
+        length = model.arithmetic.of(np.array(0.5 if half else 1.0))
+        return at(model, [p + length * d for p, d in zip(point.policy, zeta, strict=True)])
     fall = np.max([-np.min(d, 0) for d in z], 0)
     fall = np.where(fall > 0.5, fall, 0 * fall)
     # log(1 + z / (1 + fall)) without the cancellation of a pair that falls to nearly nothing.
@@ -335,14 +369,23 @@ class Stage(NamedTuple):
     arrive: Array  # (n, S_{k+1}, B): the share of the next state that comes through this pair
 
 
-def direction(problem: Problem, point: Point) -> tuple[list[Array], list[Array]]:
-    """The relative changes of the policy and of q in a full Newton step, `(n, B)` of each layer."""
+def direction(
+    problem: Problem,
+    point: Point,
+    slopes: list[Array] | None = None,
+) -> tuple[list[Array], list[Array]]:
+    """The relative changes of the policy and of q in a full Newton step, `(n, B)` of each layer.
+
+    With `slopes` in place of the slope of the objective: how q answers to such a loss.
+    """
     model, batch = problem.model, point.state[0].shape[1]
     value = model.arithmetic.of(np.zeros((0, batch)))
     bend, behind = _low(model, np.zeros((0, 0, batch))), value
     stages: list[Stage] = []
     for k in range(len(model.layers) - 1, -1, -1):
-        stage, value, bend = _stage(problem, point, k, (value, bend, behind))
+        after = value, bend, behind
+        own = None if slopes is None else slopes[k]
+        stage, value, bend = _stage(problem, point, k, after, own)
         stages.insert(0, stage)
         behind = point.state[k]
     zetas, zs = [], []
@@ -374,8 +417,9 @@ def _stage(
     point: Point,
     k: int,
     after: tuple[Array, Array, Array],
+    instead: Array | None,
 ) -> tuple[Stage, Array, Array]:
-    """Minimize over zeta in one layer.
+    """Minimize over zeta in one layer; `instead` as the slopes of `direction`.
 
     `after` has the slope of what follows in q(s') `(S', B)`, its curvature times diag(q(s'))
     `(S', S', B)`, and log q(s'); the first two are returned for this layer.
@@ -385,12 +429,12 @@ def _stage(
     policy, state = point.policy[k], point.state[k]
     pairs = policy + np.repeat(state, layer.actions, 0)
     slope, K = psi(problem, layer, policy, state)
-    slope = slope + problem.gaps[k]
-    arrive = exp(_low(model, pairs[:, None] + layer.logs[..., None] - behind))
+    slope = slope + problem.gaps[k] if instead is None else instead
+    arrive = exp(_low(model, pairs[:, None] + layer.logs - behind))
     P = _low(model, layer.P[0])
     for j in range(len(value)):
-        slope = slope + layer.P[0][:, j, None] * value[j]
-        K = K + np.sum(P[..., None] * bend[:, j], 1)[:, None] * arrive[None, :, j]
+        slope = slope + layer.P[0][:, j] * value[j]
+        K = K + np.sum(P * bend[:, j], 1)[:, None] * arrive[None, :, j]
 
     # An equation for each action but the likeliest one of its state: the difference of the two.
     # For the likeliest one, sum pi zeta = 0.
@@ -454,13 +498,15 @@ def psi(problem: Problem, layer: Layer, policy: Array, state: Array) -> tuple[Ar
     )
     every = np.flatnonzero(layer.exists)
     by_state = [every[every // layer.actions == s] for s in range(layer.states)]
-    for term in problem.terms:
+    for whole in problem.terms:
+        exponent = None if whole.exponent is None else layer.within(whole.exponent)
+        term = whole._replace(weight=layer.within(whole.weight), exponent=exponent)
         if term.argument == "pair":
-            first, second = derivatives(model, term, pairs[every])
+            first, second = derivatives(model, term, pairs[every], every)
             slope[every] += first
             K[every, every] += _low(model, second)
         elif term.argument == "state":
-            first, second = derivatives(model, term, state)
+            first, second = derivatives(model, term, state, np.arange(0, n, layer.actions))
             for s, group in enumerate(by_state):
                 slope[group] += first[s]
                 shares = model.arithmetic.exp(policy[group])
@@ -470,7 +516,7 @@ def psi(problem: Problem, layer: Layer, policy: Array, state: Array) -> tuple[Ar
                 if len(group) > 1:
                     q = model.arithmetic.exp(pairs[group])
                     rest = others(q)
-                    first, second = derivatives(model, term, model.arithmetic.log(rest))
+                    first, second = derivatives(model, term, model.arithmetic.log(rest), group)
                     slope[group] += others(first)
                     # [c, b]: the share of q_b in the rest of c, times the curvature there
                     shares = _low(model, second / rest)[:, None] * _low(model, q)
@@ -487,37 +533,119 @@ def others(x: Array) -> Array:
     return before + after
 
 
-def derivatives(model: Model, term: Term, log: Array) -> tuple[Array, Array]:
-    """weight * f'(x) and weight * x f''(x), from log x."""
-    exp = model.arithmetic.exp
+def derivatives(
+    model: Model, term: Term, log: Array, where: NDArray[np.intp]
+) -> tuple[Array, Array]:
+    """weight * f'(x) and weight * x f''(x), from log x at these pairs."""
+    exp, weight = model.arithmetic.exp, term.weight[where]
     if term.function == "power":
         assert term.exponent is not None
-        first = term.weight * term.exponent * exp((term.exponent - 1) * log)
-        return first, (term.exponent - 1) * first
+        p = term.exponent[where]
+        first = weight * p * exp((p - 1) * log)
+        return first, (p - 1) * first
     if term.function == "x log x":
-        return term.weight * (log + 1), term.weight + 0 * log
-    first = term.weight * exp(-log)
+        return weight * (log + 1), weight + 0 * log
+    first = weight * exp(-log)
     return first, -first
 
 
 # -- the verdict ----------------------------------------------------------------------------------
 
 
-def judge(model: Model, terms: Sequence[Term], loss: Floats, q: Floats) -> Floats:
+class Spending(NamedTuple):
+    """Budgets ⟨costs, q⟩ <= limits, and the multipliers that a solver found for them."""
+
+    costs: Floats  # (B, m, S, A)
+    limits: Floats  # (B, m)
+    multipliers: Floats  # (B, m)
+
+
+def judge(
+    model: Model,
+    terms: Sequence[Term],
+    loss: Floats,
+    q: Floats,
+    budgets: Spending | None = None,
+    floor: float = FLOOR,
+    deep: Model | None = None,
+) -> Floats:
     """How far q `(B, S, A)` is from the solutions, `(B,)`; NaN where the judge did not settle.
 
     An error is the largest |log q - log q*|, which is the relative error where it is small; entries
-    below FLOOR count as FLOOR.
+    below the floor count as the floor. `deep` is the same MDP in the arithmetic DEEP, for huge
+    losses.
     """
     with np.errstate(all="ignore"):  # far from a solution anything may overflow; NaN is not settled
-        problem = Problem(model, terms, shape(model, loss))
         given = [_logs_of(model, *x) for x in zip(model.layers, model.split(q), strict=True)]
-        truth, settled = settle(problem, at(model, given))
-        error, floor = np.zeros(len(q)), np.log(FLOOR)
+        start, error = at(model, given), np.zeros(len(q))
+        if budgets is None:
+            finer = model if deep is None else deep
+            gaps = shape(finer, finer.split(loss))
+            if deep is not None:
+                of, high = model.arithmetic.of, [x.astype(float) for x in gaps]
+                pairs = zip(gaps, high, strict=True)
+                gaps = [of(y) + of((x - DEEP.of(y)).astype(float)) for x, y in pairs]
+            problem = Problem(model, terms, gaps)
+            truth, settled = settle(problem, start)
+        else:
+            truth, settled, error = settle_with(model, terms, loss, budgets, start)
         for layer, stated, found in zip(model.layers, given, truth.pairs(model), strict=True):
-            x, y = (np.maximum(logs[layer.exists], floor) for logs in (stated, found))
+            x, y = (np.maximum(logs[layer.exists], np.log(floor)) for logs in (stated, found))
             error = np.maximum(error, np.max(abs(x - y), 0).astype(float))
         return np.where(settled, error, np.nan)
+
+
+#: Newton steps on the multipliers of budgets. Below this curvature, a budget changes nothing.
+PRICES, FLAT = 8, 1e-30
+
+
+def settle_with(
+    model: Model,
+    terms: Sequence[Term],
+    loss: Floats,
+    budgets: Spending,
+    point: Point,
+) -> tuple[Point, NDArray[np.bool_], Floats]:
+    """`settle` with budgets, by Newton's method on the positive multipliers.
+
+    The third result is the relative change of q that would mend what is left: multipliers below
+    zero, and violated budgets whose multiplier is zero.
+    """
+    arithmetic, m = model.arithmetic, budgets.limits.shape[1]
+    costs = [model.split(budgets.costs[:, i]) for i in range(m)]
+    prices, limits = arithmetic.of(budgets.multipliers.T), arithmetic.of(budgets.limits.T)
+    tight, own, eye = budgets.multipliers.T > 0, model.split(loss), np.eye(m)[..., None]
+    exists = [layer.exists[:, None] for layer in model.layers]
+    still, change = np.zeros(len(loss), bool), np.zeros(len(loss))
+    for _ in range(PRICES):
+        priced = [x + sum(prices[i] * costs[i][k] for i in range(m)) for k, x in enumerate(own)]
+        problem = Problem(model, terms, shape(model, priced))
+        point, settled = settle(problem, point)
+        q = [
+            np.where(e, arithmetic.exp(x), 0)
+            for e, x in zip(exists, point.pairs(model), strict=True)
+        ]
+        answers = [[_high(model, z) for z in direction(problem, point, c)[1]] for c in costs]
+
+        def spent(x: list[Array], q: list[Array] = q) -> Array:
+            parts = [[np.sum(c * y * z, 0) for c, y, z in zip(g, q, x, strict=True)] for g in costs]
+            return np.array([sum(part[1:], part[0]) for part in parts])
+
+        excess = spent([1 + 0 * x for x in q]) - limits
+        curvature = -np.array([spent(answer) for answer in answers])  # (m, m, B), symmetric
+        bends = np.array([curvature[i, i] for i in range(m)])
+        moving = tight & (bends > FLAT)
+        bends = np.where(bends > FLAT, bends, 0 * bends + 1)
+        matrix = np.where(moving[:, None] & moving, curvature, arithmetic.of(eye))
+        step = gauss(matrix, np.where(moving, excess, 0 * excess)[:, None])[:, 0]
+        sizes = np.array([np.max([np.max(abs(z), 0) for z in answer], 0) for answer in answers])
+        change = np.sum(abs(step) * sizes, 0).astype(float)
+        still = settled & (change <= STILL)
+        prices = prices + step
+        if still.all():
+            break
+    wrong = np.where(tight, np.maximum(-prices, 0), np.maximum(excess, 0) / bends) * sizes
+    return point, still, change + np.max(wrong, 0).astype(float)
 
 
 def _logs_of(model: Model, layer: Layer, q: Array) -> Array:

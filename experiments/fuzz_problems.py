@@ -1,8 +1,8 @@
 """The problems of experiments/fuzz.py: random MDPs, losses and regularizers; problems in files.
 
-A batch is one MDP with many losses, episodes and parameters. Everything follows from a NumPy
-generator. Each family of regularizers is written twice: with the package, and as the table of terms
-that the judge reads.
+A batch is one MDP with many losses, episodes and parameters, or a batch of MDPs. Everything follows
+from a NumPy generator. Each family of regularizers is written twice: with the package, and as the
+table of terms that the judge reads.
 """
 
 from __future__ import annotations
@@ -18,150 +18,148 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import torch_occ as occ
-from experiments.fuzz_judge import Arithmetic, Array, Floats, Model, Term
+from experiments.fuzz_judge import FLOOR, Arithmetic, Array, Floats, Model, Spending, Term
+from torch_occ.regularizers.base import TabularRegularizer
+from torch_occ.regularizers.terms import Term as Row
+from torch_occ.regularizers.terms import XLogX
 
-Kind = Literal["reasonable", "extreme"]
-Backend = Literal["engine", "torch"]
-FamilyName = Literal[
-    "tsallis",
-    "powers",
-    "jin_luo",
-    "log_barrier_sqrt",
-    "entropy_barrier",
-    "hybrid",
-    "complement",
-    "complement_barrier",
-    "shannon",
-    "conditional_entropy",
-    "log_barrier",
-]
+Backend = Literal["auto", "engine", "torch"]
 Generator = np.random.Generator
-Parameters = dict[str, Floats]  # by name, (B,) each
+Parameters = dict[str, Floats]  # by name, (B,) or (B, S, A) each
+
+#: What is special about a batch, and how much smaller it is than an ordinary one.
+KINDS: dict[str, int] = {
+    "reasonable": 1,  # losses like t * mean
+    "extreme": 1,  # losses up to 1e12 in size, tiny parameters
+    "endless": 1,  # losses up to 1e300
+    "spread": 1,  # reasonable, with parameters per layer, state or pair
+    "mdps": 4,  # reasonable, with as many MDPs as losses
+    "wide": 16,  # reasonable, sparse layers of up to 16 states
+    "budgets": 16,  # reasonable, with one to three budgets, some nearly tight
+    "float32": 1,  # reasonable, in single precision
+}
 
 
 # -- regularizers ---------------------------------------------------------------------------------
 
 
-class Span(NamedTuple):
-    """Powers of ten between which a parameter lies, in reasonable and in extreme problems."""
+class Part(NamedTuple):
+    """A term of psi: sign * parameter / eta_t * sum f(argument), with eta_t = gamma / sqrt(t)."""
 
-    reasonable: tuple[float, float]
-    extreme: tuple[float, float]
+    argument: Any  # as in the judge's `Term`
+    function: Literal["root", "power", "x log x", "log"]
+    parameter: str | None = None
+    sign: int = -1
+    scheduled: bool = True  # otherwise without eta_t
 
 
 class Family(NamedTuple):
-    """A family of regularizers."""
+    """A family of regularizers, for the package and for the judge."""
 
     label: str
-    parameters: dict[str, Span]
-    build: Callable[[occ.LayeredMDP, dict[str, Tensor]], occ.Regularizer]
-    terms: Callable[[dict[str, Array], Array], list[Term]]  # of the parameters and sqrt(t)
+    parameters: tuple[str, ...]
+    build: Callable[[occ.LayeredMDP, dict[str, Any]], occ.Regularizer]
+    parts: tuple[Part, ...]
+
+    def terms(self, p: dict[str, Array], root: Array) -> list[Term]:
+        """psi for the judge, from the parameters and sqrt(t)."""
+        terms, one = [], 0 * root + 1
+        for argument, function, parameter, sign, scheduled in self.parts:
+            weight = sign * (root / p["gamma"] if scheduled else one)
+            weight = weight if parameter is None else weight * p[parameter]
+            exponent = {"root": one / 2, "power": p.get("power")}.get(function)
+            kind: Any = "power" if function == "root" else function
+            terms.append(Term(argument, kind, weight, exponent))
+        return terms
 
 
-ALPHA, BETA = Span((-2.0, 0.5), (-4.0, 1.0)), Span((-2.0, 2.5), (-9.0, 3.0))
-GAMMA = Span((-1.0, 1.0), (-3.0, 3.0))
-TINY_BETA, POWER = Span((-12.0, 2.0), (-12.0, 2.0)), Span((-1.0, -0.05), (-1.0, -0.05))
+class Visits(TabularRegularizer):
+    """sum q(s) log q(s); beside Shannon's entropy, kappa > w in torch_occ.step.entropic."""
+
+    def table(self) -> tuple[Row, ...]:
+        return (Row("state", XLogX(), 1.0),)
 
 
-def _rate(parameters: dict[str, Tensor]) -> occ.Schedule:
+#: Powers of ten between which a parameter lies, in ordinary and in hard problems.
+SPANS = {
+    "alpha": ((-2.0, 0.5), (-4.0, 1.0)),
+    "beta": ((-2.0, 2.5), (-9.0, 3.0)),
+    "gamma": ((-1.0, 1.0), (-3.0, 3.0)),
+    "power": ((-1.0, -0.05), (-1.0, -0.05)),
+    "price": ((-1.0, 1.5), (-3.0, 7.0)),
+    "tiny": ((-12.0, 2.0), (-12.0, 2.0)),
+}
+ROOT, BARRIER = Part("pair", "root"), Part("pair", "log", "beta", scheduled=False)
+REST, COMPLEMENT = Part("rest", "root", "alpha"), Part("complement", "root", "alpha")
+ENTROPY, LESS_STATES = Part("pair", "x log x", sign=1), Part("state", "x log x")
+
+
+def _rate(parameters: dict[str, Any]) -> occ.Schedule:
     return occ.InverseSqrt(parameters["gamma"])
 
 
-def _root(argument: Any, weight: Array) -> Term:
-    return Term(argument, "power", -weight, 0 * weight + 1 / (0 * weight + 2))
-
-
-def _entropy(argument: Any, weight: Array) -> Term:
-    return Term(argument, "x log x", weight)
-
-
 FAMILIES: dict[str, Family] = {
-    "tsallis": Family(
-        "Tsallis 1/2",
-        {"gamma": GAMMA},
-        lambda _, p: occ.Tsallis() / _rate(p),
-        lambda p, root: [_root("pair", root / p["gamma"])],
-    ),
+    "tsallis": Family("Tsallis 1/2", ("gamma",), lambda _, p: occ.Tsallis() / _rate(p), (ROOT,)),
     "powers": Family(
         "Tsallis, powers 0.1 to 0.9",
-        {"gamma": GAMMA, "power": POWER},
+        ("gamma", "power"),
         lambda _, p: occ.Tsallis(p["power"]) / _rate(p),
-        lambda p, root: [Term("pair", "power", -root / p["gamma"], p["power"])],
+        (Part("pair", "power"),),
     ),
     "jin_luo": Family(
         "jin_luo",
-        {"alpha": ALPHA, "beta": BETA, "gamma": GAMMA},
+        ("alpha", "beta", "gamma"),
         lambda mdp, p: occ.jin_luo(mdp, **p),
-        lambda p, root: [
-            _root("pair", root / p["gamma"]),
-            _root("rest", root * p["alpha"] / p["gamma"]),
-            Term("pair", "log", -p["beta"]),
-        ],
+        (ROOT, REST, BARRIER),
     ),
     "log_barrier_sqrt": Family(
         "LogBarrier / sqrt t",
-        {"beta": BETA, "gamma": GAMMA},
+        ("beta", "gamma"),
         lambda _, p: occ.LogBarrier(p["beta"]) / _rate(p),
-        lambda p, root: [Term("pair", "log", -root * p["beta"] / p["gamma"])],
+        (Part("pair", "log", "beta"),),
     ),
     "entropy_barrier": Family(
         "ConditionalEntropy + LogBarrier",
-        {"beta": BETA, "gamma": GAMMA},
+        ("beta", "gamma"),
         lambda _, p: occ.ConditionalEntropy() / _rate(p) + occ.LogBarrier(p["beta"]),
-        lambda p, root: [
-            _entropy("pair", root / p["gamma"]),
-            _entropy("state", -root / p["gamma"]),
-            Term("pair", "log", -p["beta"]),
-        ],
+        (ENTROPY, LESS_STATES, BARRIER),
     ),
     "hybrid": Family(
         "HybridTsallis",
-        {"alpha": ALPHA, "gamma": GAMMA},
+        ("alpha", "gamma"),
         lambda _, p: occ.HybridTsallis(p["alpha"]) / _rate(p),
-        lambda p, root: [
-            _root("pair", root / p["gamma"]),
-            _root("rest", root * p["alpha"] / p["gamma"]),
-        ],
+        (ROOT, REST),
     ),
     "complement": Family(
         "HybridComplement",
-        {"alpha": ALPHA, "gamma": GAMMA},
+        ("alpha", "gamma"),
         lambda _, p: occ.HybridComplement(p["alpha"]) / _rate(p),
-        lambda p, root: [
-            _root("pair", root / p["gamma"]),
-            _root("complement", root * p["alpha"] / p["gamma"]),
-        ],
+        (ROOT, COMPLEMENT),
     ),
     "complement_barrier": Family(
         "HybridComplement + LogBarrier",
-        {"alpha": ALPHA, "beta": BETA, "gamma": GAMMA},
+        ("alpha", "beta", "gamma"),
         lambda _, p: occ.HybridComplement(p["alpha"]) / _rate(p) + occ.LogBarrier(p["beta"]),
-        lambda p, root: [
-            _root("pair", root / p["gamma"]),
-            _root("complement", root * p["alpha"] / p["gamma"]),
-            Term("pair", "log", -p["beta"]),
-        ],
+        (ROOT, COMPLEMENT, BARRIER),
     ),
-    "shannon": Family(
-        "Shannon",
-        {"gamma": GAMMA},
-        lambda _, p: occ.Shannon() / _rate(p),
-        lambda p, root: [_entropy("pair", root / p["gamma"])],
-    ),
+    "shannon": Family("Shannon", ("gamma",), lambda _, p: occ.Shannon() / _rate(p), (ENTROPY,)),
     "conditional_entropy": Family(
         "ConditionalEntropy",
-        {"gamma": GAMMA},
+        ("gamma",),
         lambda _, p: occ.ConditionalEntropy() / _rate(p),
-        lambda p, root: [
-            _entropy("pair", root / p["gamma"]),
-            _entropy("state", -root / p["gamma"]),
-        ],
+        (ENTROPY, LESS_STATES),
+    ),
+    "visits": Family(
+        "Shannon + entropy of states",
+        ("price", "gamma"),
+        lambda _, p: (occ.Shannon() + Visits() * occ.Constant(p["price"])) / _rate(p),
+        (ENTROPY, Part("state", "x log x", "price", sign=1)),
     ),
     "log_barrier": Family(
         "LogBarrier, beta to 1e-12",
-        {"beta": TINY_BETA},
-        lambda _, p: occ.LogBarrier(p["beta"]),
-        lambda p, root: [Term("pair", "log", -p["beta"])],
+        ("tiny",),
+        lambda _, p: occ.LogBarrier(p["tiny"]),
+        (Part("pair", "log", "tiny", scheduled=False),),
     ),
 }
 
@@ -169,9 +167,14 @@ FAMILIES: dict[str, Family] = {
 # -- problems -------------------------------------------------------------------------------------
 
 
+#: The sets of values of a parameter per layer, state or pair. They are multiplied by one that is
+#: drawn as for an ordinary problem, unless it is an exponent.
+SPREADS = ((1e-12, 1.0), (1e-6, 1.0), (1e-3, 1.0, 192.0), (0.5, 1.0, 2.0))
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Steps of one family over one MDP."""
+    """Steps of one family."""
 
     family: str
     mdp: occ.LayeredMDP
@@ -179,52 +182,89 @@ class Batch:
     t: Floats  # (B,)
     parameters: Parameters
     start: Floats | None = None  # (B, S, A), None from the interior point
+    costs: Floats | None = None  # (B, m, S, A), of budgets
+    limits: Floats | None = None  # (B, m)
+
+    @property
+    def single(self) -> bool:
+        """Whether numbers are in single precision."""
+        return self.mdp.dtype == torch.float32
+
+    @property
+    def floor(self) -> float:
+        return 1e-30 if self.single else FLOOR  # q has no relative accuracy below
+
+    def rounded(self) -> Batch:
+        """The same with numbers of single precision."""
+        parameters = {
+            name: x.astype(np.float32).astype(float) for name, x in self.parameters.items()
+        }
+        loss, t = (x.astype(np.float32).astype(float) for x in (self.loss, self.t))
+        return replace(self, loss=loss, t=t, parameters=parameters)
+
+    def _tensor(self, x: Floats) -> Tensor:
+        return torch.from_numpy(x).to(self.mdp.dtype)
 
     def solve(self, backend: Backend) -> occ.Solution:
         """The package's answer, with what it says about it."""
-        family = FAMILIES[self.family]
-        parameters = {name: torch.from_numpy(x) for name, x in self.parameters.items()}
-        step = occ.FTRLStep(self.mdp, family.build(self.mdp, parameters), backend=backend)
-        start = None if self.start is None else torch.from_numpy(self.start)
-        loss, t = torch.from_numpy(self.loss), torch.from_numpy(self.t)
+        family, parameters = FAMILIES[self.family], {}
+        for name, x in self.parameters.items():
+            own = self._tensor(x)
+            parameters[name] = own if x.ndim == 1 else occ.PerPair(self.mdp, own)
+        psi = family.build(self.mdp, parameters).to(self.mdp.dtype)
+        step = occ.FTRLStep(self.mdp, psi, backend=backend)
+        start = None if self.start is None else self._tensor(self.start)
+        budgets = None
+        if self.costs is not None and self.limits is not None:
+            budgets = occ.Budgets(self._tensor(self.costs), self._tensor(self.limits))
+        loss, t, given = self._tensor(self.loss), self._tensor(self.t), {"warm_start": start}
         with torch.no_grad():
-            return step.solve(loss, t, warm_start=start, check=False)
+            return step.solve(loss, t, check=False, constraints=budgets, **given)
+
+    def spending(self, multipliers: Floats | None) -> Spending | None:
+        """The budgets, for the judge."""
+        if self.costs is None or self.limits is None or multipliers is None:
+            return None
+        return Spending(self.costs, self.limits, multipliers)
 
     def model(self, arithmetic: Arithmetic) -> Model:
         """The MDP for the judge."""
         dense = self.mdp.to_dense()
-        tables = [p.numpy() for p in dense.transitions]
-        return Model.of(arithmetic, tables, dense.actions.numpy(), dense.initial.numpy())
+        tables = [p.double().numpy() for p in dense.transitions]
+        initial = dense.initial.double().numpy()
+        return Model.of(arithmetic, tables, dense.actions.numpy(), initial)
 
     def terms(self, arithmetic: Arithmetic) -> list[Term]:
         """psi for the judge."""
-        t = arithmetic.of(self.t)
+        t = arithmetic.of(self.t[:, None, None])
         root = arithmetic.exp(arithmetic.log(t) / 2)
-        parameters = {name: arithmetic.of(x) for name, x in self.parameters.items()}
+        parameters = {
+            name: arithmetic.of(x.reshape(len(x), *(x.shape[1:] or (1, 1))))
+            for name, x in self.parameters.items()
+        }
         return FAMILIES[self.family].terms(parameters, root)
 
     def take(self, index: NDArray[np.intp]) -> Batch:
         """Some of the steps."""
+        mdp = self.mdp
+        if mdp.batch_shape:
+            mdp = mdp.with_probabilities(mdp.initial, *(p[index] for p in mdp.probabilities[1:]))
         parameters = {name: x[index] for name, x in self.parameters.items()}
-        start = None if self.start is None else self.start[index]
-        loss, t = self.loss[index], self.t[index]
-        return replace(self, loss=loss, t=t, parameters=parameters, start=start)
+        arrays = {name: getattr(self, name) for name in ARRAYS}
+        some = {name: None if x is None else x[index] for name, x in arrays.items()}
+        return replace(self, mdp=mdp, parameters=parameters, **some)
 
     def save(self, path: Path, what: str) -> None:
         """As NumPy arrays, the transitions as tables, with a remark."""
         dense = self.mdp.to_dense()
         arrays = {f"transitions_{k}": p.numpy() for k, p in enumerate(dense.transitions)}
         arrays |= {f"parameter_{name}": x for name, x in self.parameters.items()}
-        arrays |= {} if self.start is None else {"start": self.start}
-        arrays |= {
-            "actions": dense.actions.numpy(),
-            "initial": dense.initial.numpy(),
-            "sparse": np.array(self.mdp.is_sparse),
-        }
-        arrays |= {"family": np.array(self.family), "loss": self.loss, "t": self.t}
-        arrays |= {"what": np.array(what)}
+        given = {name: getattr(self, name) for name in ARRAYS}
+        arrays |= {name: x for name, x in given.items() if x is not None}
+        arrays |= {"actions": dense.actions.numpy(), "initial": dense.initial.numpy()}
+        arrays |= {"sparse": np.array(self.mdp.is_sparse), "family": np.array(self.family)}
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(path, allow_pickle=False, **arrays)
+        np.savez_compressed(path, allow_pickle=False, what=np.array(what), **arrays)
 
     @classmethod
     def load(cls, path: Path) -> Batch:
@@ -236,23 +276,69 @@ class Batch:
             mdp = occ.LayeredMDP(tables, actions=actions, initial=initial)
             names = [name for name in arrays if name.startswith("parameter_")]
             parameters = {name.removeprefix("parameter_"): arrays[name] for name in names}
-            start = arrays.get("start")
             mdp = mdp.to_sparse() if arrays["sparse"] else mdp
-            return cls(str(arrays["family"]), mdp, arrays["loss"], arrays["t"], parameters, start)
+            given = {name: arrays.get(name) for name in ARRAYS}
+            return cls(str(arrays["family"]), mdp, parameters=parameters, **given)
 
 
-def draw(random: Generator, family: str, kind: Kind, size: int) -> Batch:
+#: The arrays of a batch that have one entry per step.
+ARRAYS = ("loss", "t", "start", "costs", "limits")
+
+
+def draw(random: Generator, family: str, kind: str, size: int) -> Batch:
     """A batch of cold starts."""
-    mdp = random_mdp(random, kind)
+    size, hard = max(1, size // KINDS[kind]), kind in ("extreme", "endless")
+    mdp = wide_mdp(random) if kind == "wide" else random_mdp(random, hard)
     t = 10.0 ** random.uniform(0, 10, size)
     t[random.random(size) < 0.05] = 1.0
     shape = (size, mdp.num_states, mdp.num_actions)
-    parameters, extreme = {}, kind == "extreme"
-    for name, span in FAMILIES[family].parameters.items():
-        low, high = span.extreme if extreme else span.reasonable
-        parameters[name] = 10.0 ** random.uniform(low, high, size)
-    loss = extreme_losses(random, shape) if extreme else reasonable_losses(random, t, shape)
-    return Batch(family, mdp, loss, t, parameters)
+    parameters = {}
+    for name in FAMILIES[family].parameters:
+        parameters[name] = 10.0 ** random.uniform(*SPANS[name][hard], size)
+        if kind == "spread" and name in ("alpha", "beta", "tiny"):
+            parameters[name] = spread(random, mdp, size) * parameters[name][:, None, None]
+        elif kind == "spread" and name == "power":
+            parameters[name] = random.uniform(0.1, 0.9, shape)
+    loss = extreme_losses(random, shape) if hard else reasonable_losses(random, t, shape)
+    if kind == "endless":
+        loss *= 10.0 ** random.uniform(0, 288, (size, 1, 1))
+    batch = Batch(family, mdp, loss, t, parameters)
+    if kind == "mdps":
+        mdp, tables = mdp.to_dense(), []
+        for p in mdp.transitions:
+            noisy = p * torch.from_numpy(random.gamma(1.0, size=(size, *p.shape)) + 1e-3)
+            tables.append(noisy / noisy.sum(-1, keepdim=True).clamp(min=FLOOR))
+        return replace(batch, mdp=mdp.with_probabilities(mdp.initial, *tables))
+    if kind == "budgets":
+        return with_budgets(random, batch)
+    return replace(batch, mdp=mdp.to(torch.float32)).rounded() if kind == "float32" else batch
+
+
+def spread(random: Generator, mdp: occ.LayeredMDP, size: int) -> Floats:
+    """Values of one set per layer, state or pair, `(B, S, A)`."""
+    choices = SPREADS[random.integers(len(SPREADS))]
+    layers, (states, actions) = mdp.layer.numpy(), (mdp.num_states, mdp.num_actions)
+    sort = random.integers(3)
+    shape = [(mdp.horizon, 1), (states, 1), (states, actions)][sort]
+    values = random.choice(choices, (size, *shape))
+    values = values[:, layers] if sort == 0 else values
+    return np.broadcast_to(values, (size, states, actions)).copy()
+
+
+def with_budgets(random: Generator, batch: Batch) -> Batch:
+    """One to three budgets, which an occupancy measure meets; it has little room in some cases."""
+    mdp, size = batch.mdp, len(batch.t)
+    m = int(random.integers(1, 4))
+    costs = torch.from_numpy(random.random((size, m, mdp.num_states, mdp.num_actions)))
+    costs = torch.where(mdp.actions, costs, 0.0)
+    weights = torch.from_numpy(random.dirichlet(np.ones(m), size))
+    cheapest = occ.optimal_policy(mdp, (costs * weights[..., None, None]).sum(1)).policy
+    low, high = occ.occupancy(mdp, cheapest), occ.interior_point(mdp)
+    least = np.where(random.random(size) < 0.3, -9.0, -2.0)
+    room = torch.from_numpy(10.0 ** random.uniform(least, 0.0))[:, None, None]
+    met = (1 - room) * low + room * high
+    limits = (costs * met[:, None]).sum((-2, -1))
+    return replace(batch, costs=costs.numpy(), limits=limits.numpy())
 
 
 def neighbours(random: Generator, batch: Batch, q: Floats, good: NDArray[np.bool_]) -> Batch:
@@ -261,10 +347,11 @@ def neighbours(random: Generator, batch: Batch, q: Floats, good: NDArray[np.bool
     here = batch.take(index)
     visited = random.random(here.loss.shape) < q[index]
     more = np.where(visited, random.random(here.loss.shape) / np.where(visited, q[index], 1.0), 0.0)
-    return replace(here, loss=here.loss + more, t=here.t + 1.0, start=q[index])
+    there = replace(here, loss=here.loss + more, t=here.t + 1.0, start=q[index])
+    return there.rounded() if there.single else there
 
 
-def random_mdp(random: Generator, kind: Kind) -> occ.LayeredMDP:
+def random_mdp(random: Generator, hard: bool) -> occ.LayeredMDP:
     """Layers of all sizes, now and then with masks, single actions, zeros; some are sparse."""
     horizon, widest = int(random.integers(1, 7)), int(random.integers(1, 6))
     num_actions = int(random.choice([1, 2, 3, 4, 5], p=[0.04, 0.28, 0.28, 0.2, 0.2]))
@@ -272,9 +359,8 @@ def random_mdp(random: Generator, kind: Kind) -> occ.LayeredMDP:
         int(random.choice([1, 1, 2, 3])),
         *(int(n) for n in random.integers(1, widest + 1, horizon - 1)),
     ]
-    choices = {"reasonable": [0.3, 1.0, 3.0], "extreme": [0.02, 0.05, 0.3, 1.0, 10.0]}
-    concentration = float(random.choice(choices[kind]))
-    smallest = 1e-12 if kind == "reasonable" else 1e-30
+    concentration = random.choice([0.02, 0.05, 0.3, 1.0, 10.0] if hard else [0.3, 1.0, 3.0])
+    smallest = 1e-30 if hard else 1e-12
     zeros, masked = (
         float(random.choice([0.0, 0.0, 0.3, 0.7, 1.0])),
         float(random.choice([0.0, 0.0, 0.3, 0.7])),
@@ -294,6 +380,21 @@ def random_mdp(random: Generator, kind: Kind) -> occ.LayeredMDP:
     start, mask = torch.from_numpy(initial / initial.sum()), torch.from_numpy(actions)
     mdp = occ.LayeredMDP(tables, actions=mask, initial=start).prune()
     return mdp.to_sparse() if random.random() < 0.15 else mdp
+
+
+def wide_mdp(random: Generator) -> occ.LayeredMDP:
+    """Sparse layers of up to 16 states, each pair with one to three successors."""
+    horizon, num_actions = int(random.integers(2, 6)), int(random.integers(2, 4))
+    sizes = [1, *(int(n) for n in random.integers(6, 17, horizon - 1))]
+    tables = []
+    for here, there in zip(sizes, [*sizes[1:], 1], strict=True):
+        rows = np.zeros((here, num_actions, there))
+        for _ in range(3):
+            next_state = random.integers(there, size=(here, num_actions, 1))
+            np.put_along_axis(rows, next_state, random.random(next_state.shape) + 0.05, -1)
+        tables.append(torch.from_numpy(rows / rows.sum(-1, keepdims=True)))
+    mdp = occ.LayeredMDP(tables).prune()
+    return mdp.to_sparse() if random.random() < 0.5 else mdp
 
 
 def reasonable_losses(random: Generator, t: Floats, shape: tuple[int, ...]) -> Floats:

@@ -10,11 +10,9 @@ from mpmath import mp
 
 import torch_occ as occ
 from experiments import fuzz, fuzz_judge
-from experiments.fuzz import is_wrong, try_batch
+from experiments.fuzz import HARMLESS, try_batch
 from experiments.fuzz_judge import CAREFUL, EXACT, FAST, judge, shape
-from experiments.fuzz_problems import FAMILIES, Batch, draw, neighbours
-
-PNG = b"\x89PNG\r\n\x1a\n"
+from experiments.fuzz_problems import FAMILIES, KINDS, Batch, draw, neighbours
 
 
 def errors_of(batch, q, arithmetic=FAST):
@@ -27,9 +25,10 @@ def one(family, mdp, loss, t=1.0, **parameters):
     return Batch(family, mdp, np.asarray(loss, dtype=float)[None], np.array([t]), arrays)
 
 
-def small(root, kind, *families):
+def small(root, kinds, *families):
     """A campaign of 8 cold and up to 8 warm starts in each cell."""
-    return fuzz.Args(steps=1, batch=8, processes=1, regularizers=families, kind=kind, root=root)
+    given = {"regularizers": families, "kinds": kinds, "backends": ("engine",), "root": root}
+    return fuzz.Args(steps=1, batch=8, processes=1, **given)
 
 
 def bandit(*losses):
@@ -44,17 +43,27 @@ def test_the_arguments_name_every_family():
     assert fuzz.Args().regularizers == tuple(FAMILIES)
 
 
+@pytest.mark.parametrize("kind", list(KINDS)[2:])
+def test_every_kind(kind):
+    """In torch, with budgets judged too; families that differ most."""
+    args = fuzz.Args(batch=48, backends=("torch",))
+    for family in ("tsallis", "jin_luo", "visits", "conditional_entropy"):
+        (found,) = fuzz.play(fuzz.Task(args, family, kind, 1)).values()
+        assert found.wrong == found.unjudged == found.missed == 0
+        assert found.certified > 0
+
+
 def test_from_the_command_line(tmp_path, capsys):
-    code = fuzz.main(small(tmp_path, "both", "tsallis", "shannon"))
+    kinds = ("reasonable", "extreme")
+    code = fuzz.main(small(tmp_path, kinds, "tsallis", "shannon"))
     (directory,) = tmp_path.iterdir()
-    assert (directory / "fuzz.png").read_bytes().startswith(PNG)
     report = (directory / "fuzz.md").read_text()
     assert report in capsys.readouterr().out
-    assert "| Tsallis 1/2 |" in report
+    assert "| Tsallis 1/2 (engine) |" in report
     with (directory / "fuzz.csv").open() as file:
         rows = list(csv.DictReader(file))
     cells = [(row["family"], row["kind"]) for row in rows]
-    assert cells == [(a, b) for a in ("tsallis", "shannon") for b in ("reasonable", "extreme")]
+    assert cells == [(a, b) for a in ("tsallis", "shannon") for b in kinds]
     assert all(row["judged"] == row["certified"] for row in rows)
     assert code == int(any(row["wrong"] != "0" for row in rows))
 
@@ -68,7 +77,7 @@ def test_a_wrong_certificate_ends_with_an_error_and_can_be_replayed(tmp_path, mo
         return solution._replace(q=solution.q * (1 + 1e-8 * first))
 
     monkeypatch.setattr(Batch, "solve", slightly_off)
-    assert fuzz.main(small(tmp_path, "reasonable", "jin_luo")) == 1
+    assert fuzz.main(small(tmp_path, ("reasonable",), "jin_luo")) == 1
     path = next(tmp_path.glob("*/problems/jin_luo_reasonable_engine_wrong_1.npz"))
     assert fuzz.main(fuzz.Args(replay=path)) == 1
     monkeypatch.undo()
@@ -77,10 +86,10 @@ def test_a_wrong_certificate_ends_with_an_error_and_can_be_replayed(tmp_path, mo
 
 def test_what_does_not_settle_is_counted_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz_judge, "STEPS", dict.fromkeys(fuzz_judge.STEPS, 0))
-    assert fuzz.main(small(tmp_path, "reasonable", "tsallis")) == 1
+    assert fuzz.main(small(tmp_path, ("reasonable",), "tsallis")) == 1
     (report,) = tmp_path.glob("*/fuzz.md")
     assert "16 unjudged" in report.read_text()
-    assert len(list(tmp_path.glob("*/problems/*_unjudged_*.npz"))) == 3
+    assert len(list(tmp_path.glob("*/problems/*_unjudged_*.npz"))) == 2
 
 
 def test_without_long_double_a_sample_is_judged_with_60_digits(monkeypatch):
@@ -108,7 +117,9 @@ def test_problems_are_kept_as_they_are(tmp_path):
         assert batch.parameters.keys() == again.parameters.keys()
 
 
-@pytest.mark.parametrize("wrong", [{"regularizers": ("tsalis",)}, {"steps": 0}, {"processes": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"regularizers": ("tsalis",)}, {"kinds": ("all",)}, {"steps": 0}]
+)
 def test_arguments_are_checked(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         fuzz.Args(**wrong)
@@ -165,7 +176,7 @@ def test_long_double_agrees_with_60_digits(family):
         for given in (q.numpy(), moved.numpy()):
             found, truth = errors_of(batch, given), errors_of(batch, given, EXACT)
             assert np.allclose(found, truth, rtol=1e-6, atol=2e-16)
-        assert is_wrong(truth, np.full(len(truth), 4e-11)).all()
+        assert (truth > HARMLESS[0]).all()
 
 
 def moved_answers(random, family, kind):
@@ -194,7 +205,8 @@ def test_an_offset_of_a_layer_moves_nothing():
     loss = np.round(2**10 * random.random((mdp.num_states, 3))) / 2**10
     offset = 2.0**40 * (mdp.layer.numpy() % 2)[:, None]
     model = one("tsallis", mdp, loss, gamma=1.0).model(FAST)
-    for x, y in zip(shape(model, loss[None]), shape(model, (loss + offset)[None]), strict=True):
+    plain, moved = (shape(model, model.split(x[None])) for x in (loss, loss + offset))
+    for x, y in zip(plain, moved, strict=True):
         assert abs(x - y).max() < 1e-18
         assert (x >= 0).all()
 
@@ -211,5 +223,5 @@ def test_zeros_where_doubles_end():
     assert errors_of(batch, np.array([[[1.0, np.exp(-600.0)]]]))[0] < 1e-13
     assert errors_of(batch, np.array([[[1.0, 0.0]]]))[0] > 90
     mdp, loss = bandit(0.0, 1.0)  # far from the solution: an error of order one, found all the same
-    batch = one("log_barrier", mdp, loss, beta=1e-12)
+    batch = one("log_barrier", mdp, loss, tiny=1e-12)
     assert errors_of(batch, np.array([[[0.5, 0.5]]]))[0] == pytest.approx(np.log(0.5e12), rel=1e-6)

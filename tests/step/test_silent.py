@@ -98,6 +98,41 @@ def test_nan_is_never_certified(backend):
     assert not bool(solution.converged) or bool(solution.q.isfinite().all())
 
 
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_an_infinite_curvature_certifies_nothing(backend):
+    """The solution is 4e-172; at 3e-167, where 1/q^2 overflows, every residual was zero."""
+    mdp = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=F64)])
+    loss, numbers = torch.tensor([[6.2e166, 0.0]], dtype=F64), (0.006, 2.3e-5, 132.0)
+    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, *numbers), backend=backend)
+    assert int(step.solve(loss, 582467, check=False).status) == Status.NOT_FINITE
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_small_losses_count_beside_huge_ones_ahead(backend):
+    """Two actions lead to the same state, whose value swallows what they cost themselves."""
+    ahead = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]], dtype=F64)
+    mdp = occ.LayeredMDP([ahead, torch.ones(2, 3, 1, dtype=F64)])
+    loss = torch.zeros(3, 3, dtype=F64)
+    loss[0], loss[1] = torch.tensor([2.0, 0.0, 4e210], dtype=F64), 1.9535100460638967e210
+    q = occ.FTRLStep(mdp, occ.ConditionalEntropy(), backend=backend)(loss)
+    torch.testing.assert_close(q[0, 0] / q[0, 1], torch.tensor(-2.0, dtype=F64).exp())
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_a_tie_hidden_by_rounding_is_not_decided(backend):
+    """The two actions of the first state cost the same, but rounding of 1e277 says otherwise."""
+    one, random = torch.ones(3, 2, 1, dtype=F64), torch.Generator().manual_seed(0)
+    loss = torch.zeros(8, 2, dtype=F64)  # layers of 1, 3, 1 and 3 states
+    loss[6], loss[7] = 7.814041685079887e277, 1e277
+    for _ in range(8):
+        rows = torch.rand(2, 1, 2, 3, dtype=F64, generator=random)
+        rows = rows / rows.sum(-1, keepdim=True)
+        mdp = occ.LayeredMDP([rows[0], one, rows[1], one])
+        for psi in (occ.Shannon(), occ.ConditionalEntropy()):
+            found = occ.FTRLStep(mdp, psi, backend=backend).solve(loss, check=False)
+            assert not bool(found.converged) or float(found.q[0].min()) > 0.1
+
+
 def test_a_gap_that_bounds_nothing_is_nan():
     certificate = torch.tensor([[Status.CONVERGED, 1, 0, 0, 0], [Status.MAX_STEPS, 1, 0, 0, 0]])
     two = torch.ones(2, 1, dtype=F64)

@@ -52,6 +52,8 @@ TIE = 1e-9
 #: states are called dead. LOG_DEAD is log(DEAD).
 DEAD = 1e-250
 LOG_DEAD = -575.6462732485114
+#: Gaps of more than this many w leave an action of an entropy no positive q, with a wide margin.
+OPEN = 1500.0
 
 #: The first Newton steps of an entropy, this many, have full length however long they are.
 FULL_STEPS = 8

@@ -18,6 +18,7 @@ from torch_occ._support.constants import (
     LOG_DEAD,
     MAX_STEPS,
     NOT_FINITE,
+    OPEN,
     STALL_AFTER,
     STALLED,
     UNDERFLOW,
@@ -272,7 +273,10 @@ def certify_logs(
             if anywhere(fine):
                 # An error common to all actions of a state does not change q.
                 error = pairs[ROUNDING, i] * (1.0 - exp(pairs[LOG_POLICY, i])) / weight
-                counts = fine & (pairs[PAIR, i] > SMALLEST)
+                # Rounding may hide that a gap is small, and q positive.
+                close = pairs[GAPS, i] - pairs[ROUNDING, i] < OPEN * weight
+                close = close & (states[U, s] > SMALLEST)
+                counts = fine & ((pairs[PAIR, i] > SMALLEST) | close)
                 rounding = max(rounding, where(counts, error, 0.0))
         error = abs(total - states[U, s]) / states[U, s]
         flow = max(flow, where(log_u > LOG_DEAD, error, 0.0))

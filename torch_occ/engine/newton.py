@@ -172,6 +172,7 @@ def descend(
     work.notes[ERROR], work.notes[ROOTED] = stale, 1.0
     follow_multipliers(model, work)
     dual, flow = certify(model, complement, fine, work)
+    status = where((status == STALLED) & (not finite(dual)), NOT_FINITE, status)
     unsure = (status == STALLED) & (not (dual <= tolerance))
     if anywhere(unsure):
         dual, flow = refine(

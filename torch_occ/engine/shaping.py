@@ -141,16 +141,18 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
                     high, lost = two_sum(high, expected)
                     pairs[GAPS, i], pairs[TRIAL, i] = two_sum(high, low + lost + rest)
                     pairs[ROUNDING, i], pairs[RESPONSE, i], pairs[DQ, i] = size, expected, rest
-                    if best < 0 or before(pairs, i, best) < 0.0:
+                    order = before(pairs, i, best) if best >= 0 else -1.0
+                    # Beside huge values, totals may be equal although the losses differ.
+                    if order < 0.0 or (order == 0.0 and loss[i] < loss[best]):
                         best = i
             high, low, size = pairs[GAPS, best], pairs[TRIAL, best], pairs[ROUNDING, best]
             expected, rest = pairs[RESPONSE, best], pairs[DQ, best]
             for i in range(first, first + num_actions):
                 if exists[PAIR, i]:
-                    gap = (pairs[GAPS, i] - high) + (pairs[TRIAL, i] - low)
-                    pairs[GAPS, i] = gap
                     # Where the expected values are equal, so are their rounding errors.
                     apart = pairs[RESPONSE, i] != expected or pairs[DQ, i] != rest
+                    gap = (pairs[GAPS, i] - high) + (pairs[TRIAL, i] - low)
+                    pairs[GAPS, i] = gap if apart else max(loss[i] - loss[best], 0.0)
                     pairs[ROUNDING, i] = FINE * (pairs[ROUNDING, i] + size) if apart else 0.0
             states[PLAN, s], states[LOW, s] = high, low
             states[V, s] = 0.0  # the start of an iterative solver
@@ -309,7 +311,7 @@ def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any,
                     own = 1.0 - pairs[INVERSE, i] * states[SHARE, s]
                     residual += where(fine, pairs[ROUNDING, i] * own, 0.0)
                 error = abs(residual / unit)
-                bad += error - error  # stays 0 unless something is not finite
+                bad += (error - error) + (unit - unit)  # 0 unless something is not finite
                 dual = max(dual, error)
         flow = max(flow, abs(total - states[U, s]) / total)
     return dual + bad, flow
@@ -367,8 +369,9 @@ def judge_fit(model: Model, complement: bool, fine: Any, work: Work) -> Any:
             if model.exists[REST, i]:
                 own = 1.0 - pairs[INVERSE, i] * work.states[SHARE, i // num_actions]
                 residual += own * (pairs[RESPONSE, i] + where(fine, pairs[ROUNDING, i], 0.0))
-            error = abs(residual / unit_of(model, i, complement, pairs))
-            bad += error - error  # stays 0 unless something is not finite
+            unit = unit_of(model, i, complement, pairs)
+            error = abs(residual / unit)
+            bad += (error - error) + (unit - unit)  # 0 unless something is not finite
             dual = max(dual, error)
     return dual + bad
 

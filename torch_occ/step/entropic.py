@@ -49,7 +49,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from torch_occ._support.constants import FULL_STEPS, LOG_DEAD, STALL_AFTER
+from torch_occ._support.constants import FULL_STEPS, LOG_DEAD, OPEN, STALL_AFTER
 from torch_occ._support.private import inside_transform, versions_of
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
@@ -338,8 +338,11 @@ def _iterate(
 def rounding_error(shaped: Shaped, q: Tensor, weight: Tensor) -> Tensor:
     """Return the relative error of q from rounding in the shaped loss, `(*batch,)`."""
     # A constant added to all actions of a state does not change its policy.
-    others = 1 - q / q.sum(-1, keepdim=True)
-    visible = q > torch.finfo(q.dtype).tiny / torch.finfo(q.dtype).eps
+    state = q.sum(-1, keepdim=True)
+    others, smallest = 1 - q / state, torch.finfo(q.dtype).tiny / torch.finfo(q.dtype).eps
+    # Rounding may hide that a gap is small, and q positive.
+    close = shaped.gaps - shaped.rounding < OPEN * weight[..., None, None]
+    visible = (q > smallest) | (close & (state > smallest))
     return torch.where(visible, shaped.rounding * others, 0.0).amax((-2, -1)) / weight
 
 

@@ -81,14 +81,20 @@ def shape_finely(mdp: LayeredMDP, loss: Tensor) -> Shaped:
         high, low = two_sum(high, low)
         best = torch.where(exists, high, torch.inf).amin(-1, keepdim=True)
         # Actions with the same best `high` part differ in the `low` part.
-        tail, first = torch.where(exists & (high == best), low, torch.inf).min(-1, keepdim=True)
+        tail = torch.where(exists & (high == best), low, torch.inf).amin(-1, keepdim=True)
+        # Beside huge values, both may be equal although the losses differ.
+        tied = exists & (high == best) & (low == tail)
+        first = torch.where(tied, own, torch.inf).argmin(-1, keepdim=True)
+        gap = (high - best) + (low - tail)
         rounding.insert(0, torch.zeros_like(high))
         if values:
             # Equal expectations have equal rounding errors, which cancel in the gap.
             apart = (ahead != ahead.gather(-1, first)) | (rest != rest.gather(-1, first))
+            apart = apart & exists
             size = (size + size.gather(-1, first.expand(*size.shape[:-1], 1))) * apart
             rounding[0] = fineness(eps) * size.detach()
-        gaps.insert(0, torch.where(exists, (high - best) + (low - tail), 0.0).clamp(min=0))
+            gap = torch.where(apart, gap, own - own.gather(-1, first))
+        gaps.insert(0, torch.where(exists, gap, 0.0).clamp(min=0))
         # The common part is the base closest to zero: subtracting it makes no number larger.
         constant = base.amin(-1).clamp(min=0) + base.amax(-1).clamp(max=0)
         constant = constant if conserved else torch.zeros_like(constant)
@@ -379,6 +385,10 @@ def _descend(
         rounding = (_others(mdp, psi.hessian.curvature) * shaped.rounding / unit).amax((-2, -1))
     dual_residual = torch.where(rounding > tolerance * _COARSE, residual + rounding, residual)
     flow_error = (flow_residual(mdp, q) / q.sum(-1)).abs().amax(-1)
+    # An infinite curvature would make every residual zero.
+    overflow = keep("pair", mdp, unit, 0.0).isinf().any(-1).any(-1)
+    status = torch.where((status == Status.STALLED) & overflow, Status.NOT_FINITE, status)
+    dual_residual = torch.where(overflow, torch.nan, dual_residual)
     accurate = (dual_residual <= tolerance) & (flow_error <= tolerance)
     certified = (status == Status.STALLED) & accurate
     if bool(certified.any()):
