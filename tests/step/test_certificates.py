@@ -67,7 +67,7 @@ def test_a_pair_that_takes_nearly_all_of_its_layer(seed, number):
         60, mdp.num_states, mdp.num_actions, generator=generator, dtype=torch.float64
     )
     loss = 1e8 * (losses[number] < 0.5).double()
-    q = occ.FTRLStep(mdp, occ.HybridComplement() / occ.InverseSqrt())(loss).detach()
+    q = occ.FTRLStep(mdp, occ.HybridComplement() / occ.InverseSqrt())(loss, 1).detach()
     assert newton_step(mdp, loss, q, {"pair": mpf(1), "complement": mpf(1)}) < 1e-11
 
 

@@ -124,6 +124,8 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
         here, behind = start[k], start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
         cut_values(behind, behind + after, PLAN, states)
+        for s in range(behind, behind + after):
+            states[V, s] = np.sqrt(1.0 + s - behind)  # to tell rows of P apart
         lowest, highest = np.inf, -np.inf
         for s in range(here, behind):
             first, base = s * num_actions, np.inf
@@ -147,15 +149,21 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
                         best = i
             high, low, size = pairs[GAPS, best], pairs[TRIAL, best], pairs[ROUNDING, best]
             expected, rest = pairs[RESPONSE, best], pairs[DQ, best]
+            probe = ahead(model.next_state, best, states, V, behind, after)
             for i in range(first, first + num_actions):
                 if exists[PAIR, i]:
                     # Where the expected values are equal, so are their rounding errors.
                     apart = pairs[RESPONSE, i] != expected or pairs[DQ, i] != rest
                     gap = (pairs[GAPS, i] - high) + (pairs[TRIAL, i] - low)
                     pairs[GAPS, i] = gap if apart else max(loss[i] - loss[best], 0.0)
-                    pairs[ROUNDING, i] = FINE * (pairs[ROUNDING, i] + size) if apart else 0.0
+                    # Where rows of P differ, they may have lost what sets them apart.
+                    unlike = ahead(model.next_state, i, states, V, behind, after) != probe
+                    lost = EPS * (abs(pairs[DQ, i]) + abs(rest)) if unlike else 0.0
+                    pairs[ROUNDING, i] = FINE * (pairs[ROUNDING, i] + size) if apart else lost
             states[PLAN, s], states[LOW, s] = high, low
             states[V, s] = 0.0  # the start of an iterative solver
+        for s in range(behind, behind + after):
+            states[V, s] = 0.0
         # The number closest to zero between the lowest and the highest base. Subtracting it makes
         # no base larger in absolute value.
         constant = max(lowest, 0.0) + min(highest, 0.0) if model.conserved else 0.0
