@@ -124,8 +124,8 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
         here, behind = start[k], start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
         cut_values(behind, behind + after, PLAN, states)
-        for s in range(behind, behind + after):
-            states[V, s] = np.sqrt(1.0 + s - behind)  # to tell rows of P apart
+        for j in range(after):
+            states[V, behind + j] = np.sqrt(1.0 + j)  # to tell rows of P apart
         lowest, highest = np.inf, -np.inf
         for s in range(here, behind):
             first, base = s * num_actions, np.inf
@@ -143,13 +143,13 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
                     high, lost = two_sum(high, expected)
                     pairs[GAPS, i], pairs[TRIAL, i] = two_sum(high, low + lost + rest)
                     pairs[ROUNDING, i], pairs[RESPONSE, i], pairs[DQ, i] = size, expected, rest
+                    pairs[FORCE, i] = ahead(model.next_state, i, states, V, behind, after)
                     order = before(pairs, i, best) if best >= 0 else -1.0
                     # Beside huge values, totals may be equal although the losses differ.
                     if order < 0.0 or (order == 0.0 and loss[i] < loss[best]):
                         best = i
             high, low, size = pairs[GAPS, best], pairs[TRIAL, best], pairs[ROUNDING, best]
             expected, rest = pairs[RESPONSE, best], pairs[DQ, best]
-            probe = ahead(model.next_state, best, states, V, behind, after)
             for i in range(first, first + num_actions):
                 if exists[PAIR, i]:
                     # Where the expected values are equal, so are their rounding errors.
@@ -157,13 +157,13 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
                     gap = (pairs[GAPS, i] - high) + (pairs[TRIAL, i] - low)
                     pairs[GAPS, i] = gap if apart else max(loss[i] - loss[best], 0.0)
                     # Where rows of P differ, they may have lost what sets them apart.
-                    unlike = ahead(model.next_state, i, states, V, behind, after) != probe
-                    lost = EPS * (abs(pairs[DQ, i]) + abs(rest)) if unlike else 0.0
-                    pairs[ROUNDING, i] = FINE * (pairs[ROUNDING, i] + size) if apart else lost
+                    unlike = pairs[FORCE, i] != pairs[FORCE, best]
+                    hidden = EPS * (abs(pairs[DQ, i]) + abs(rest)) if unlike else 0.0
+                    pairs[ROUNDING, i] = FINE * (pairs[ROUNDING, i] + size) if apart else hidden
             states[PLAN, s], states[LOW, s] = high, low
             states[V, s] = 0.0  # the start of an iterative solver
-        for s in range(behind, behind + after):
-            states[V, s] = 0.0
+        for j in range(after):
+            states[V, behind + j] = 0.0
         # The number closest to zero between the lowest and the highest base. Subtracting it makes
         # no base larger in absolute value.
         constant = max(lowest, 0.0) + min(highest, 0.0) if model.conserved else 0.0
