@@ -2,12 +2,10 @@
 
 Random MDPs, losses and parameters, cold and warm starts, for every family of regularizers. Every
 certified answer is judged in extended precision by code that shares nothing with the solver
-(experiments/fuzz_judge.py). The certificate claims that q is right up to a relative error of
-about its dual residual. An answer is wrong if the largest relative error of a q(s,a) exceeds 1e-10
-and ten times that claim. The factor is ten because the residual is measured for each pair, and the
-errors of pairs add up along an episode. Answers that the judge cannot settle in long double are
-judged with 60 digits; answers that are not settled there either are counted as unjudged. In every
-batch some answers are falsified by 1e-6 on purpose, and the judge has to find them.
+(experiments/fuzz_judge.py). An answer is wrong if the largest relative error of a q(s,a) exceeds
+1e-10 and ten times its dual residual, since errors of pairs add up along an episode. Answers that
+the judge cannot settle in long double are judged with 60 digits, or counted as unjudged. In every
+batch some answers are falsified on purpose, and the judge has to find them.
 
 The exit code is 1 if an answer is wrong or unjudged, or if a falsified one was not found. Failures
 are kept in `problems/`; `--replay <file>` solves and judges one of them again.
@@ -45,7 +43,7 @@ class Args:
     steps: int = 1_000_000
     """of all families and kinds together"""
     seed: int = 0
-    """of the campaign; the same steps whatever the number of processes is"""
+    """of the campaign"""
     regularizers: tuple[str, ...] = tuple(FAMILIES)
     """families to try"""
     kinds: tuple[str, ...] = tuple(KINDS)

@@ -133,6 +133,18 @@ def test_a_tie_hidden_by_rounding_is_not_decided(backend):
             assert not bool(found.converged) or float(found.q[0].min()) > 0.1
 
 
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_values_that_rounding_makes_equal_are_not(backend):
+    """Both ways cost 2.5e275, and one of them 0.75 more."""
+    eye, end = torch.eye(2, dtype=F64), torch.ones(2, 2, 1, dtype=F64)
+    mdp = occ.LayeredMDP([eye[None], eye[:, None].expand(2, 2, 2).contiguous(), end])
+    huge = 2.49154932e275
+    loss = torch.tensor([0, 0.75, huge, huge, 0], dtype=F64)[:, None].expand(5, 2).contiguous()
+    found = occ.FTRLStep(mdp, occ.ConditionalEntropy(), backend=backend).solve(loss, check=False)
+    right = torch.tensor([-0.75, 0.0], dtype=F64).softmax(-1)
+    assert not bool(found.converged) or torch.allclose(found.q[0], right)
+
+
 def test_a_gap_that_bounds_nothing_is_nan():
     certificate = torch.tensor([[Status.CONVERGED, 1, 0, 0, 0], [Status.MAX_STEPS, 1, 0, 0, 0]])
     two = torch.ones(2, 1, dtype=F64)

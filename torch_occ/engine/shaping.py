@@ -124,6 +124,8 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
         here, behind = start[k], start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
         cut_values(behind, behind + after, PLAN, states)
+        for j in range(after):
+            states[V, behind + j] = np.sqrt(1.0 + j)  # to tell rows of P apart
         lowest, highest = np.inf, -np.inf
         for s in range(here, behind):
             first, base = s * num_actions, np.inf
@@ -141,6 +143,7 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
                     high, lost = two_sum(high, expected)
                     pairs[GAPS, i], pairs[TRIAL, i] = two_sum(high, low + lost + rest)
                     pairs[ROUNDING, i], pairs[RESPONSE, i], pairs[DQ, i] = size, expected, rest
+                    pairs[FORCE, i] = ahead(model.next_state, i, states, V, behind, after)
                     order = before(pairs, i, best) if best >= 0 else -1.0
                     # Beside huge values, totals may be equal although the losses differ.
                     if order < 0.0 or (order == 0.0 and loss[i] < loss[best]):
@@ -153,9 +156,14 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
                     apart = pairs[RESPONSE, i] != expected or pairs[DQ, i] != rest
                     gap = (pairs[GAPS, i] - high) + (pairs[TRIAL, i] - low)
                     pairs[GAPS, i] = gap if apart else max(loss[i] - loss[best], 0.0)
-                    pairs[ROUNDING, i] = FINE * (pairs[ROUNDING, i] + size) if apart else 0.0
+                    # Where rows of P differ, they may have lost what sets them apart.
+                    unlike = pairs[FORCE, i] != pairs[FORCE, best]
+                    hidden = EPS * (abs(pairs[DQ, i]) + abs(rest)) if unlike else 0.0
+                    pairs[ROUNDING, i] = FINE * (pairs[ROUNDING, i] + size) if apart else hidden
             states[PLAN, s], states[LOW, s] = high, low
             states[V, s] = 0.0  # the start of an iterative solver
+        for j in range(after):
+            states[V, behind + j] = 0.0
         # The number closest to zero between the lowest and the highest base. Subtracting it makes
         # no base larger in absolute value.
         constant = max(lowest, 0.0) + min(highest, 0.0) if model.conserved else 0.0

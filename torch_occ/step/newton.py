@@ -92,7 +92,12 @@ def shape_finely(mdp: LayeredMDP, loss: Tensor) -> Shaped:
             apart = (ahead != ahead.gather(-1, first)) | (rest != rest.gather(-1, first))
             apart = apart & exists
             size = (size + size.gather(-1, first.expand(*size.shape[:-1], 1))) * apart
-            rounding[0] = fineness(eps) * size.detach()
+            # Where rows of P differ, equal expectations may have lost what sets them apart.
+            probe = torch.arange(1.0, values[0][0].shape[-1] + 1, dtype=loss.dtype).sqrt()
+            seen = mdp.layers[k].ahead(probe.to(loss.device)).detach().expand_as(ahead)
+            unlike = (seen != seen.gather(-1, first)) & exists
+            lost = eps * (rest.abs() + rest.gather(-1, first).abs()) * unlike
+            rounding[0] = (fineness(eps) * size + lost).detach()
             gap = torch.where(apart, gap, own - own.gather(-1, first))
         gaps.insert(0, torch.where(exists, gap, 0.0).clamp(min=0))
         # The common part is the base closest to zero: subtracting it makes no number larger.
