@@ -1,11 +1,9 @@
 """Is a certified step ever wrong, and how often is a step not certified? Random FTRL steps.
 
 Random MDPs, losses and parameters, cold and warm starts, for every family of regularizers. Every
-certified answer is judged in extended precision by code that shares nothing with the solver
-(experiments/fuzz_judge.py). An answer is wrong if the largest relative error of a q(s,a) exceeds
-1e-10 and ten times its dual residual, since errors of pairs add up along an episode. Answers that
-the judge cannot settle in long double are judged with 60 digits, or counted as unjudged. In every
-batch some answers are falsified on purpose, and the judge has to find them.
+certified answer is judged by code that shares nothing with the solver (experiments/fuzz_judge.py),
+in long double or with 60 digits. It is wrong if a q(s,a) has a relative error above 1e-10 and ten
+times its dual residual. The judge has to find some answers that are falsified on purpose.
 
 The exit code is 1 if an answer is wrong or unjudged, or if a falsified one was not found. Failures
 are kept in `problems/`; `--replay <file>` solves and judges one of them again.

@@ -4,12 +4,10 @@ The question is how far a given q is from the minimizer of <q, loss> + psi(q). F
 takes Newton steps until nothing moves any more (`settle`). The distance from the given q to the
 last point is its error. The judge relies on these choices:
 
-- **Numbers.** Residuals are computed in `numpy.longdouble` (64 bits of mantissa on x86) or in
-  mpmath with 60 digits. The linear systems may be solved in less: an inaccurate solve costs another
-  step, not accuracy.
+- **Numbers.** Residuals are computed in `numpy.longdouble` or in mpmath with 60 digits. Linear
+  systems may be solved in less: an inaccurate solve costs another step, not accuracy.
 - **Shaping.** The gaps of the losses are computed with twice that precision, so that losses of
-  1e12 + x are judged by x. A row of P is read as p / sum(p): doubles sum to one only up to
-  rounding, and without this a constant loss of 1e12 in a layer would act like one of 1e-4.
+  1e12 + x are judged by x. A row of P is read as p / sum(p).
 - **Logarithms.** A point is the logarithm of a policy and of its state occupancies, so nothing
   underflows.
 - **Relative changes.** The unknowns are z = dq/q = y + zeta, with y = dq(s)/q(s) and the relative
@@ -33,8 +31,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
 
-#: q below this may be anything below it, zero included: doubles lose their relative accuracy there.
-#: For other number types, it is another argument of `judge`.
+#: q below this may be anything below it: doubles lose their relative accuracy there.
 FLOOR = 1e-300
 #: A Newton step that moves no log q(s,a) by more than this, relative to max(1, |log q(s,a)|), is
 #: the last one: it leaves its square.

@@ -175,7 +175,9 @@ def test_long_double_agrees_with_60_digits(family):
         batch, q, moved = moved_answers(random, family, kind)
         for given in (q.numpy(), moved.numpy()):
             found, truth = errors_of(batch, given), errors_of(batch, given, EXACT)
-            assert np.allclose(found, truth, rtol=1e-6, atol=2e-16)
+            # kappa / w multiplies what long double loses of the entropy of visits.
+            digits = 1e-3 if family == "visits" else 1e-6
+            assert np.allclose(found, truth, rtol=digits, atol=2e-16)
         assert (truth > HARMLESS[0]).all()
 
 

@@ -34,7 +34,8 @@ solution, g + J^-1 (log u - g) with a constant J, leave the value g unchanged an
 three derivatives with respect to the loss, w, kappa and the probabilities. Entries of q that
 underflow have the derivative 0. The derivative of v is right even where all of q(s) underflows.
 
-**Certificate.** The dual residual is min(1, kappa / w) |log u - g|, the error of log q. In dead
+**Certificate.** The dual residual is kappa / w |log u - g|, the error of log q; if kappa > w,
+kappa / w |J^-1 (log u - g)|. In dead
 states, where log u < log DEAD, the error is relative to log u.
 """
 
@@ -323,7 +324,13 @@ def _iterate(
         running = running & ~done
 
     q = occupancy_of(mdp, found.log_policy)
-    share = entropy.price / torch.maximum(entropy.weight, entropy.price)
+    # An error of g changes Q by kappa times it, and log pi by kappa / w times it. If kappa <= w,
+    # log u - g is not smaller than the error of g; else it may be much larger.
+    large = entropy.price > entropy.weight
+    if bool(large.any()):
+        error = invert_jacobian(mdp, entropy, found)(off)
+        off = torch.where(large.unsqueeze(-1), error, off)
+    share = entropy.price / entropy.weight
     dual = share * (off.abs() / error_unit(found.log_state)).amax(-1)
     dual = torch.maximum(dual, rounding_error(shaped, q, entropy.weight))
     flow = _flow_error(q, flow_of(mdp).inflow(q) + flow_source(mdp))
