@@ -217,9 +217,9 @@ class Batch:
         budgets = None
         if self.costs is not None and self.limits is not None:
             budgets = occ.Budgets(self._tensor(self.costs), self._tensor(self.limits))
-        loss, t, given = self._tensor(self.loss), self._tensor(self.t), {"warm_start": start}
+        loss, t = self._tensor(self.loss), self._tensor(self.t)
         with torch.no_grad():
-            return step.solve(loss, t, check=False, constraints=budgets, **given)
+            return step.solve(loss, t, warm_start=start, check=False, constraints=budgets)
 
     def spending(self, multipliers: Floats | None) -> Spending | None:
         """The budgets, for the judge."""
@@ -251,7 +251,7 @@ class Batch:
             mdp = mdp.with_probabilities(mdp.initial, *(p[index] for p in mdp.probabilities[1:]))
         parameters = {name: x[index] for name, x in self.parameters.items()}
         arrays = {name: getattr(self, name) for name in ARRAYS}
-        some = {name: None if x is None else x[index] for name, x in arrays.items()}
+        some: Any = {name: None if x is None else x[index] for name, x in arrays.items()}
         return replace(self, mdp=mdp, parameters=parameters, **some)
 
     def save(self, path: Path, what: str) -> None:

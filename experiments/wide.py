@@ -1,6 +1,7 @@
 """How does a step grow with the MDP, up to a million pairs?
 
-    python -m experiments.wide                                   everything; about ten minutes
+    python -m experiments.wide                    everything; about ten minutes
+
 The MDP is a robot on a slippery grid, in layers: every state of the grid at every step, five
 actions, at most five successors, stored sparsely. The learner is FTRL with the paper's constants in
 the middle of a run. The script times its next step after an episode with bandit feedback. Each size

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -100,9 +103,12 @@ def check_regularizer(
                 f"at the occupancy of a random policy (seed {seed}); check signs and weights"
             )
     _check_steep(psi, policy(1e6), interior_point(mdp))
-    checks = (torch.autograd.gradcheck, torch.autograd.gradgradcheck)
-    for size, check in zip((10.0, 0.1), checks, strict=True):
-        loss = (size * normal()).requires_grad_()
+    checks: list[tuple[float, Callable[..., bool]]] = [
+        (10.0, torch.autograd.gradcheck),
+        (0.1, torch.autograd.gradgradcheck),
+    ]
+    for scale, check in checks:
+        loss = (scale * normal()).requires_grad_()
         solution = step.solve(loss.detach(), t)
         found["dual_residual"] = max(found["dual_residual"], float(solution.dual_residual.max()))
         weights = normal()
@@ -110,11 +116,11 @@ def check_regularizer(
         def paid(x: Tensor, weights: Tensor = weights) -> Tensor:
             return (step(x, t) * weights).sum()
 
-        options = {"raise_exception": False, "fast_mode": True, "atol": 1e-5, "rtol": 1e-3}
+        options: Any = {"raise_exception": False, "fast_mode": True, "atol": 1e-5, "rtol": 1e-3}
         if not check(paid, loss, **options):
             raise ValueError(
                 f"regularizer: torch.autograd.{check.__name__} rejects a step with losses of "
-                f"{size}; are the derivatives of psi continuous?"
+                f"{scale}; are the derivatives of psi continuous?"
             )
     return found
 
