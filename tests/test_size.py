@@ -157,10 +157,10 @@ def pages():
 
 #: What is counted: how, the limit now, and the limit that the project works towards.
 RULES = {
-    "lines of torch_occ": (lambda: lines_of(FILES), 32_386, 25_000),
-    "lines of code of torch_occ": (code_lines, 18_893, 15_500),
-    "files of torch_occ": (lambda: len(FILES), 113, 100),
-    "folders of torch_occ": (lambda: len({path.parent for path in FILES}), 13, 14),
+    "lines of torch_occ": (lambda: lines_of(FILES), 31_600, 25_000),
+    "lines of code of torch_occ": (code_lines, 18_450, 15_500),
+    "files of torch_occ": (lambda: len(FILES), 106, 100),
+    "folders of torch_occ": (lambda: len({path.parent for path in FILES}), 12, 14),
     "folders that a module stands in": (
         lambda: max(len(path.relative_to(PACKAGE).parts) for path in FILES) - 1,
         1,
@@ -168,19 +168,19 @@ RULES = {
     ),
     "public names of torch_occ": (lambda: exports(PACKAGE / "__init__.py"), 72, 75),
     "public names of theory": (lambda: exports(PACKAGE / "theory" / "__init__.py"), 56, 60),
-    "modules behind simulate": (lambda: closure(home_of("simulate")), 61, 65),
-    "modules behind FTRLStep": (lambda: closure(home_of("FTRLStep")), 47, 38),
+    "modules behind simulate": (lambda: closure(home_of("simulate")), 56, 65),
+    "modules behind FTRLStep": (lambda: closure(home_of("FTRLStep")), 42, 38),
     "docstrings that say twin": (lambda: docstrings_with("twins?"), 0, 8),
-    "kernels that Python calls": (lambda: decorated("kernel"), 13, 30),
+    "kernels that Python calls": (lambda: decorated("kernel"), 11, 30),
     "functions with more than 8 parameters": (
         lambda: sum(parameters(node) > 8 for node in functions()),
         16,
         8,
     ),
-    "modules with one importer": (one_importer, 23, 20),
+    "modules with one importer": (one_importer, 20, 20),
     "class names used twice": (lambda: used_twice(ast.ClassDef), 0, 0),
     "function names used twice": (lambda: used_twice(FUNCTIONS), 21, 10),
-    "lines of tests": (lambda: lines_of(python("tests")), 24_600, 17_000),
+    "lines of tests": (lambda: lines_of(python("tests")), 22_700, 17_000),
     "lines of experiments": (lambda: lines_of(python("experiments")), 8_000, 8_000),
     "files of experiments": (lambda: len(python("experiments")), 28, 30),
     "words of docs": (
