@@ -5,8 +5,7 @@ certified answer is judged by code that shares nothing with the solver (experime
 in long double or with 60 digits. It is wrong if a q(s,a) has a relative error above 1e-10 and ten
 times its dual residual. The judge has to find some answers that are falsified on purpose.
 
-The exit code is 1 if an answer is wrong or unjudged, or if a falsified one was not found. Failures
-are kept in `problems/`; `--replay <file>` solves and judges one of them again.
+The exit code is 1 if not all is right. `problems/` keeps failures for `--replay <file>`.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Args:
     """of all families and kinds together"""
     seed: int = 0
     """of the campaign"""
-    regularizers: tuple[str, ...] = tuple(FAMILIES)
-    """families to try"""
+    regularizers: tuple[str, ...] = ()
+    """families to try; all of them if none is named"""
     kinds: tuple[str, ...] = tuple(KINDS)
     """what is special about the problems; see `KINDS` in experiments/fuzz_problems.py"""
     backends: tuple[Backend, ...] = ("auto", "torch")
@@ -60,6 +59,7 @@ class Args:
     """where the run's directory goes"""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "regularizers", self.regularizers or tuple(FAMILIES))
         known: tuple[tuple[str, Iterable[str]], ...] = ("regularizers", FAMILIES), ("kinds", KINDS)
         for argument, names in known:
             for name in getattr(self, argument):
