@@ -6,6 +6,7 @@ from torch.func import functional_call, jacrev, vmap
 from zoo import PROBLEMS, REGULARIZERS, random_loss, random_problem, tensor
 
 import torch_occ as occ
+from torch_occ.engine.newton import SMALLEST
 from torch_occ.reference import solve_cvxpy
 
 pytestmark = pytest.mark.usefixtures("both_backends")
@@ -74,6 +75,7 @@ def test_entropies_meet_several_budgets_at_large_losses(psi, count):
             step = occ.FTRLStep(mdp, psi, backend="engine")
             found = step.solve(scale * mean, constraints=budgets)
             assert float(found.slack.min()) > -1e-12
+            assert not bool((found.q == SMALLEST).any())  # what underflows is not raised
 
 
 def test_the_certificate_knows_how_little_room_the_budgets_leave():

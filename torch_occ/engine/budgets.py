@@ -324,6 +324,8 @@ def error_of_q(
     rows, pairs, v = room.budgets, work.pairs, room.pairs[PRICED]
     for s in range(work.states.shape[1]):
         v[s] = work.states[V, s]
+    for p in range(pairs.shape[1]):
+        room.pairs[BEFORE, p] = pairs[PAIR, p]  # `respond` raises what underflows
     respond(model, terms, weights, budget.costs, room, work)
     scale_model(budget.y, room)
     for i in range(len(budget.y)):
@@ -342,6 +344,8 @@ def error_of_q(
     for p in range(pairs.shape[1]):
         if model.exists[PAIR, p]:
             error = max(error, abs(pairs[DQ, p]) / pairs[PAIR, p])
+    for p in range(pairs.shape[1]):
+        pairs[PAIR, p] = room.pairs[BEFORE, p]
     for s in range(work.states.shape[1]):
         work.states[V, s] = v[s]
     return error
