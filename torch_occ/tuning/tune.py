@@ -20,9 +20,9 @@ from torch_occ._support.choices import later, progress_bar, summary_writer, want
 from torch_occ._support.files import Kept, State, copied
 from torch_occ._support.fingerprints import fingerprints
 from torch_occ._support.processes import asked_to_stop, explain, sigterm_raises
-from torch_occ.game.adaptive import ShiftedFTRL
 from torch_occ.game.estimators import ReducedVariance
 from torch_occ.game.learners import FTRL, Learner
+from torch_occ.game.shifted import ShiftedFTRL
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import ConditionalEntropy, LogBarrier, Tsallis
@@ -338,7 +338,7 @@ def tune(
     u = (space.centre + spread * noise).clamp(space.low, space.high)  # (starts, numbers)
     adam = partial(torch.optim.Adam, betas=(0.8, 0.99))
     chosen = (optimizer or adam)([u], rate)
-    tuner = Tuner(_Caller(objective, regularizer), space, u, chosen, steps, rate)
+    tuner = Tuner(_TunedModule(objective, regularizer), space, u, chosen, steps, rate)
     kept = None
     if save_to is not None:
         options = [space.names, steps, starts, space.low, space.high, rate, spread, seed]
@@ -384,7 +384,7 @@ class Tuner:
 
     def __init__(
         self,
-        caller: _Caller,
+        caller: _TunedModule,
         space: ParameterSpace,
         u: Tensor,
         optimizer: torch.optim.Optimizer,
@@ -483,7 +483,7 @@ class Tuner:
             setattr(self, name, value)
 
 
-class _Caller(nn.Module):
+class _TunedModule(nn.Module):
     """The objective as a function of the regularizer's parameters."""
 
     def __init__(self, objective: Objective, regularizer: Regularizer) -> None:
