@@ -33,7 +33,6 @@ from torch_occ.engine.play import NOISE, Game, Tally, play
 from torch_occ.game.learners import Learner
 from torch_occ.game.losses import GreedyAdversary, LossProcess
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.arrays import WeightsOverTime, model_of
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.ways import why_not_game as why_not_game
@@ -94,9 +93,9 @@ def why_not_play(mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> str 
     return learner.why_not_compiled(mdp)
 
 
-def solver_settings(step: FTRLStep, regularizer: Regularizer) -> dict[str, Any]:
-    """The fields `solver` and `weights` of a learner with this step and psi_t."""
-    weights = WeightsOverTime(regularizer, step.mdp.actions.shape)
+def solver_settings(step: FTRLStep) -> dict[str, Any]:
+    """The fields `solver` and `weights` of a learner with this step."""
+    weights = WeightsOverTime(step.regularizer, step.mdp.actions.shape)
     solver = forms.Solver(
         weights.terms,
         step.options.tolerance_in(torch.float64),
