@@ -222,7 +222,7 @@ def _run(
         some, most = ([suspects.pop(0)], 1) if alone else (cells, processes)
         most = most if executor is None else len(cells)
         try:
-            with _pool(most) if executor is None else nullcontext(executor) as workers:
+            with _process_pool(most) if executor is None else nullcontext(executor) as workers:
                 yield from _outcomes(workers, submit, some, running, most)
         except (futures.CancelledError, futures.BrokenExecutor) as error:
             if executor is not None or not running:
@@ -275,7 +275,7 @@ def _outcomes(
 
 
 @contextmanager
-def _pool(processes: int) -> Iterator[futures.ProcessPoolExecutor]:
+def _process_pool(processes: int) -> Iterator[futures.ProcessPoolExecutor]:
     """A pool of processes that are forked from a clean process that has imported torch.
 
     A fork of this process would copy the locks of torch's threads. If the block is left by an

@@ -99,7 +99,7 @@ class LayeredMDP:
         checks.check_actions(self)
         masks = zip(layers, self.split(self.actions, -2), strict=True)
         self.__dict__.update(layers=tuple(layer.mask(mask) for layer, mask in masks))
-        checks.check_probabilities(self)
+        checks.check_distributions(self)
         for name in _LAYOUT:
             getattr(self, name)
         _ = self._joint, self.reachable
