@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.processes import for_each
 from torch_occ.engine import learners as forms
-from torch_occ.engine.lanes import Shared, allocator, gather, lanes_for, scatter, width_of
+from torch_occ.engine.lanes import Shared, allocator, fill_lanes, lanes_for, scatter, width_of
 from torch_occ.engine.layout import (
     NARROW,
     USED,
@@ -266,7 +266,7 @@ def _pack(rows: Sequence[Floats] | Floats, seeds: range, lanes: int | None) -> F
     """The rows of some seeds, one in each lane; the last one is repeated in lanes without seed."""
     if lanes is None:
         return rows[seeds.start]
-    found: Floats = gather(rows, [*seeds, *[seeds[-1]] * (lanes - len(seeds))])
+    found: Floats = fill_lanes(rows, [*seeds, *[seeds[-1]] * (lanes - len(seeds))])
     return found
 
 
@@ -282,4 +282,4 @@ def _repeated(value: Any, hint: Any, lanes: int | None) -> Any:
         )
     if hint is Shared or not isinstance(value, np.ndarray) or value.dtype != np.float64:
         return value
-    return value.copy() if lanes is None else gather([value], [0] * lanes)
+    return value.copy() if lanes is None else fill_lanes([value], [0] * lanes)
