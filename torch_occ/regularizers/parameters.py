@@ -150,7 +150,7 @@ def alone() -> AbstractContextManager[Any]:
     return nullcontext() if torch.compiler.is_dynamo_compiling() else _LOCK
 
 
-class _Caller(nn.Module):
+class _FunctionCaller(nn.Module):
     """Calls a function in its `forward`, because `functional_call` calls only `forward`."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -167,7 +167,8 @@ def call_with(module: nn.Module, given: Mapping[str, Tensor], function: Callable
         if not given:
             return function()
         named = {f"module.{path}": x for path, x in given.items()}
-        return torch.func.functional_call(_Caller(module), named, (function,), tie_weights=False)
+        caller = _FunctionCaller(module)
+        return torch.func.functional_call(caller, named, (function,), tie_weights=False)
 
 
 #: What a parameter can be made from.
