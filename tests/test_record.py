@@ -244,7 +244,7 @@ FIELDS = (*CURVES, "last_q", "cumulative_occupancy")
 LEARNERS = {name: section for section in ("ftrl", "learners") for name in CASES[section]}
 IN_ALL_WORLDS = ("ftrl", "exploration", "optimistic", "ucbvi", "unknown_practical")
 FAMILIES = (  # one of each kind of learner
-    *("ftrl", "optimistic", "thompson", "adaptive_optimistic", "ucbvi"),
+    *("ftrl", "optimistic", "thompson", "shifted", "ucbvi"),
     *("strong_euler", "psrl", "multilayer_ucbvi", "uob_reps", "unknown_practical"),
 )
 

@@ -82,8 +82,7 @@ from torch_occ.game.estimators import FullInformation as FullInformation
 # Learners and the game
 from torch_occ.game.learners import Learner as Learner
 from torch_occ.game.learners import FTRL as FTRL
-from torch_occ.game.adaptive import AdaptiveFTRL as AdaptiveFTRL
-from torch_occ.game.adaptive import ShiftedFTRL as ShiftedFTRL
+from torch_occ.game.shifted import ShiftedFTRL as ShiftedFTRL
 from torch_occ.game.learners import FixedPolicy as FixedPolicy
 from torch_occ.game.learners import FollowTheLeader as FollowTheLeader
 from torch_occ.game.learners import OptimisticValueIteration as OptimisticValueIteration
@@ -114,8 +113,8 @@ _MOVED = {
     "mdp": "Plan RewardMDP RewardMap flow_adjoint flow_residual reachability",
     "limits": "LowerBound lower_bound",
     "game": (
-        "AdaptiveRates CentredEstimator Hints LearnerComparison Mean MeanHints Rates SelfBounding "
-        "UncertifiedWarning comparator self_bounding"
+        "CentredEstimator LearnerComparison Mean MeanHints SelfBounding UncertifiedWarning "
+        "comparator self_bounding"
     ),
     "rivals": (
         "Bonus CountingLearner EULER KLUCB MultiLayerUCBVI PSRL StrongEuler Thompson UCBVI "
@@ -131,8 +130,12 @@ _MOVED = {
 #: Names that were removed, and what to use instead.
 _GONE = {
     "CorrectedFTRL": "it had linear regret where losses change once; use occ.ShiftedFTRL(mdp)",
-    "GradientHints": "use occ.game.MeanHints, or derive from occ.game.Hints",
-    "StabilityPenaltyMatching": "use occ.FTRL.tsallis, or derive from occ.game.Rates",
+    "AdaptiveFTRL": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
+    "AdaptiveRates": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
+    "Rates": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
+    "Hints": "use occ.ShiftedFTRL(mdp, hints=occ.game.MeanHints())",
+    "GradientHints": "use occ.ShiftedFTRL(mdp, hints=occ.game.MeanHints())",
+    "StabilityPenaltyMatching": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
     "Estimate": "experiments/meta_gradients.py has estimates of gradients through a run",
     "Gradients": "experiments/meta_gradients.py has estimates of gradients through a run",
     "finite_differences": "differentiate occ.forecast, or play occ.simulate twice, same seeds",

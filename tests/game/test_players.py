@@ -66,13 +66,6 @@ FOLLOWERS = {
     "implicit exploration": lambda mdp: paper(mdp, occ.ImplicitExploration(0.01)),
     "reduced variance": lambda mdp: paper(mdp, occ.ReducedVariance(occ.InverseSqrt())),
     "full information": lambda mdp: paper(mdp, occ.FullInformation()),
-    "optimistic hints": lambda mdp: occ.AdaptiveFTRL.optimistic(mdp, 10**5, 1.0),
-    "hints alone": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.jin_luo(mdp, beta=2.0), hints=occ.game.MeanHints()
-    ),
-    "rates alone": lambda mdp: occ.AdaptiveFTRL(
-        mdp, occ.LogBarrier(occ.PerState(mdp, 0.5)), rates=occ.game.AdaptiveRates(10**5)
-    ),
     "shifted": occ.ShiftedFTRL,
     "shifted, closing": lambda mdp: occ.ShiftedFTRL(mdp, cap=20.0, budget=0.05),
     "shifted, smooth": lambda mdp: occ.ShiftedFTRL(mdp, budget=0.05, ledger="smooth"),
@@ -189,24 +182,6 @@ def test_factors_from_earlier_episodes_do_no_harm(beta):
     assert float(history.uncertified[0, -1]) == 0
     assert float(history.dual_residual.max()) < 1e-11
     assert float(history.flow_residual.max()) < 1e-15
-
-
-@pytest.mark.parametrize("backend", ["torch", "engine"])
-def test_without_hints_and_rates_it_is_ftrl(backend):
-    class Zero(occ.game.Hints):
-        def predict(self, state):
-            return torch.zeros(2, S, A, dtype=F64)
-
-    psi = occ.jin_luo(MDP, beta=1.0)
-    learners = [occ.FTRL(MDP, psi), occ.AdaptiveFTRL(MDP, psi)]
-    if backend == "torch":  # the engine does not know hints of a user
-        learners.append(occ.AdaptiveFTRL(MDP, psi, hints=Zero()))
-    expected, *found = (
-        occ.simulate(MDP, learner, LOSSES, 60, range(2), backend=backend).regret
-        for learner in learners
-    )
-    for regret in found:
-        torch.testing.assert_close(regret, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_shift_is_within_its_cap_and_without_a_cap_there_is_none():

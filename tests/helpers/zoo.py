@@ -122,7 +122,7 @@ class Centred(occ.StatewiseRegularizer):
         centred = q_s - q_s.mean(-1, keepdim=True)
         return (
             (q_s * q_s.log()).sum(-1)
-            + self.weight * centred.square().sum(-1)
+            + (self.weight * centred.square()).sum(-1)
             + (1 + q_s).prod(-1).log() ** 2
         )
 
@@ -138,9 +138,8 @@ class Coupled(occ.JointRegularizer):
     def joint(self, q: Tensor) -> Tensor:
         positive = torch.where(q > 0, q, 1.0)  # masked pairs must not matter
         rank = 1 + torch.arange(q.shape[-2] * q.shape[-1], dtype=q.dtype).reshape(q.shape[-2:])
-        return (positive * positive.log()).sum((-2, -1)) + self.weight * (q / rank).sum(
-            (-2, -1)
-        ) ** 2
+        squared = (q / rank).sum((-2, -1), keepdim=True) ** 2
+        return (positive * positive.log()).sum((-2, -1)) + (self.weight * squared).sum((-2, -1))
 
 
 @regularizer

@@ -17,7 +17,7 @@ from torch_occ.engine.lanes import (
     LANES,
     anywhere,
     exp,
-    gather,
+    fill_lanes,
     in_lanes,
     lane,
     lanes_for,
@@ -149,7 +149,7 @@ def test_pointers_need_no_types(tmp_path):
 
 def test_memory_is_aligned_and_comes_back():
     elements = np.arange(12.0).reshape(3, 4)
-    memory = gather(elements, [0, 2, 1, 1])
+    memory = fill_lanes(elements, [0, 2, 1, 1])
     assert memory.shape == (4, 4)
     assert zeros(3, 5).ctypes.data % 64 == 0
     memory += 1

@@ -22,7 +22,7 @@ def derive(mdp, psi, q, t=1.0, parameters=None):
     given = (
         evaluator.parameters(torch.as_tensor(t, dtype=F64)) if parameters is None else parameters
     )
-    evaluate = evaluator.bind_constants(given, torch.as_tensor(t, dtype=F64))
+    evaluate = evaluator.bind(given, torch.as_tensor(t, dtype=F64))
     return derivatives(mdp, psi, evaluate, q)
 
 
@@ -166,7 +166,7 @@ def test_the_evaluator_takes_other_parameters():
     evaluator, t = Evaluator(psi), torch.tensor(9.0, dtype=F64)
     doubled = [2 * x.detach() for x in evaluator.parameters(t)]
     expected = on_pairs(mdp, derive(mdp, twin, q, t))
-    for bind in (evaluator.bind, evaluator.bind_constants):
+    for bind in (evaluator.bind, evaluator.bind):
         close(on_pairs(mdp, derivatives(mdp, psi, bind(doubled, t), q)), expected, 1e-15)
     evaluator.validate(doubled)
     with pytest.raises(ValueError, match=r"HybridTsallis: alpha|InverseSqrt: gamma"):

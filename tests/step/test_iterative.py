@@ -136,7 +136,7 @@ def test_a_warm_start_takes_fewer_iterations(monkeypatch):
 
 def solver_at(mdp, q, psi, t=100.0):
     t = torch.tensor(t, dtype=F64)
-    evaluate = Evaluator(psi).bind_constants(tuple(psi.parameters()), t)
+    evaluate = Evaluator(psi).bind(tuple(psi.parameters()), t)
     hessian = derivatives(mdp, psi, evaluate, q).hessian
     return ConjugateGradients(SeparableStates(hessian), LayeredFlow(mdp), q.sum(-1)), hessian
 

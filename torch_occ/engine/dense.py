@@ -1,7 +1,7 @@
 """The factors of the linear system of a Newton step with dense transitions.
 
 This is the compiled form of `LayeredFactorization` in torch_occ.step.system, which explains the
-formulas. `factorize` reduces every state to (R, p, kappa) and runs the filter through the layers.
+formulas. `factorize_dense` reduces every state to (R, p, kappa) and filters through the layers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torch_occ.engine.layout import (
 
 
 @routine(any_order=True)
-def factorize(model: Model, refresh: Any, work: Work) -> None:
+def factorize_dense(model: Model, refresh: Any, work: Work) -> None:
     """Compute (R, p, kappa) of every state from d, w and c, then the gains layer by layer.
 
     `refresh` says in which lanes; the others keep their factors. Overwrites TRIAL.
@@ -236,13 +236,13 @@ def write_four(
 
 # -- The linear system of a Newton step with dense transitions, solved layer by layer --------------
 #
-# `solve` sweeps forward, backward and forward again, with the factors of
+# `solve_dense` sweeps forward, backward and forward again, with the factors of
 # torch_occ.engine.dense. One pass over the pairs of a state multiplies both p and R by
 # the transitions: sum_a p_a P_a u + sum_a (R x)_a P_a = sum_a dq_a P_a.
 
 
 @routine(any_order=True)
-def solve(model: Model, source: Floats, work: Work) -> None:
+def solve_dense(model: Model, source: Floats, work: Work) -> None:
     """Solve H dq = x + E'v, E dq = r.
 
     x is the row FORCE, which is overwritten. r is `source`, (S,), or zero if `source` is empty. The
@@ -253,7 +253,7 @@ def solve(model: Model, source: Floats, work: Work) -> None:
     load(states, M, source)
     for k in range(layers):
         here, behind = start[k], start[k + 1]
-        respond(num_actions, here, behind, work)
+        respond_in_layer(num_actions, here, behind, work)
         for s in span(here, behind):
             states[PULL, s] = states[KAPPA, s] * states[M, s] - dot(
                 pairs, P, pairs, FORCE, s * num_actions, (s + 1) * num_actions
@@ -286,7 +286,7 @@ def solve(model: Model, source: Floats, work: Work) -> None:
     load(states, U, source)
     for k in range(layers):
         here, behind = start[k], start[k + 1]
-        respond(num_actions, here, behind, work)
+        respond_in_layer(num_actions, here, behind, work)
         for s in span(here, behind):
             for i in span(s * num_actions, (s + 1) * num_actions):
                 pairs[DQ, i] = pairs[P, i] * states[U, s] + pairs[RESPONSE, i]
@@ -314,7 +314,7 @@ def load(states: Floats, row: int, source: Floats) -> None:
 
 
 @routine(inline=True)
-def respond(num_actions: int, here: int, behind: int, work: Work) -> None:
+def respond_in_layer(num_actions: int, here: int, behind: int, work: Work) -> None:
     """Write R x of states here, ..., behind - 1 into RESPONSE, for x in FORCE."""
     pairs, states = work.pairs, work.states
     for s in span(here, behind):
@@ -328,7 +328,7 @@ def respond(num_actions: int, here: int, behind: int, work: Work) -> None:
 
 
 @inlined
-def arrive(model: Model, row: int, k: int, work: Work) -> None:
+def arrive_dense(model: Model, row: int, k: int, work: Work) -> None:
     """Write the inflow of layer k into U: from a row of the pairs, or the initial distribution."""
     if k > 0:
         flow_on(model, k - 1, row, U, False, work)

@@ -300,7 +300,7 @@ def width_of(lanes: int | None) -> tuple[int, ...] | None:
     return None if lanes is None else (0,) * lanes
 
 
-def gather(elements: Any, lanes: Sequence[int]) -> Any:
+def fill_lanes(elements: Any, lanes: Sequence[int]) -> Any:
     """Memory for an array in lanes, with a copy of one element in each lane."""
     found = zeros(*elements[0].shape, lanes=len(lanes))
     for n, element in enumerate(lanes):

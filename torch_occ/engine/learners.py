@@ -5,7 +5,7 @@ The formulas are in the docstrings of the learners' own classes.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -273,130 +273,6 @@ def note_solve(episode: int, status: Any, steps: Any, flow: Any, dual: Any, tall
     fresh = failed & (tally.first_uncertified[0] == 0.0)
     tally.first_uncertified[0] = where(fresh, float(episode), tally.first_uncertified[0])
     tally.first_status[0] = where(fresh, status, tally.first_status[0])
-
-
-# -- FTRL with hints and adaptive rates ------------------------------------------------------------
-
-
-class CompiledAdaptive(NamedTuple):
-    """`AdaptiveFTRL`."""
-
-    q: PerPair
-    cumulative_loss: PerPair
-    hint_visits: PerPair  # of `MeanHints`
-    hint_losses: PerPair
-    inverse_rate: PerPair  # or (0,) without rates
-    solver: Solver  # its weights include the rates
-    weights: Shared  # (n + 1, K or K * S * A), without rates
-    hinted: bool
-    prior: float  # of `MeanHints`
-    count: float  # type: ignore[assignment]
-    log_episodes: float  # of `AdaptiveRates`
-    loss: PerPair  # the loss of the step
-    hint: PerPair
-    excess: PerPair  # zeros between episodes
-    value: Annotated[Floats, 1, "states"]
-
-
-@propose.register(CompiledAdaptive)
-def _propose_adaptive(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
-    work.notes[ERROR] += scale_weights(learner, t)
-    write_hints(game.model, learner)
-    take_step(game.model, game, t, learner.loss, learner, tally, work)
-
-
-@observe.register(CompiledAdaptive)
-def _observe_adaptive(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
-    for n in range(len(game.pairs)):
-        own = lane(learner, n)
-        for k in range(game.pairs.shape[1]):
-            i = game.pairs[n, k]
-            own.excess[i] = (game.losses[n, k] - own.hint[i]) / own.q[i]
-    for i in range(len(learner.q)):
-        learner.cumulative_loss[i] += learner.excess[i] + learner.hint[i]
-    if len(learner.inverse_rate) > 0:
-        value_excess(game.model, learner)
-        for n in range(len(game.pairs)):
-            adapt_rates(game, n, lane(learner, n))
-    for n in range(len(game.pairs)):
-        renew_hints(game, n, lane(learner, n))
-
-
-@routine
-def scale_weights(learner: CompiledAdaptive, t: int) -> Any:
-    """Multiply the weights of episode t by the inverse rates; return their largest change.
-
-    Changes are relative to the weights of the last episode.
-    """
-    inverse, own, weights = learner.inverse_rate, learner.solver.weights, learner.weights
-    count, each, most = len(learner.solver.terms.argument), len(own), 0.0
-    for k in range(each):
-        factor, before = 1.0, own[k]
-        if len(inverse) > 0:
-            factor = inverse[k % len(learner.q)]
-        at = k if weights.shape[1] == each else k * count // each
-        own[k] = weights[t + 1, at] * factor
-        change = abs(own[k] - before)
-        most = max(most, where(change > 0.0, change / abs(before), 0.0))
-    return most
-
-
-@routine
-def write_hints(model: Model, learner: CompiledAdaptive) -> None:
-    """Write the hints, and the loss of the step."""
-    for i in range(len(learner.q)):
-        hint = 0.0
-        if learner.hinted and model.exists[PAIR, i]:
-            hint = (learner.count * learner.prior + learner.hint_losses[i]) / (
-                learner.count + learner.hint_visits[i]
-            )
-        learner.hint[i] = hint
-        learner.loss[i] = learner.cumulative_loss[i] + hint
-
-
-@routine(inline=True)
-def adapt_rates(game: Game, n: int, learner: CompiledAdaptive) -> None:
-    """`AdaptiveRates.update` of seed n, from the values of `value_excess`."""
-    model, value = game.model, learner.value
-    for k in range(game.pairs.shape[1]):
-        i = game.pairs[n, k]
-        x, inverse = learner.excess[i], learner.inverse_rate[i]
-        advantage = lookahead(model, k, i, value) - value[0, i // model.num_actions]
-        zeta = learner.q[i] ** 2 * min(x * x, (x + advantage) ** 2)
-        learner.inverse_rate[i] = inverse + zeta / (inverse * learner.log_episodes)
-
-
-@routine(inline=True)
-def renew_hints(game: Game, n: int, learner: CompiledAdaptive) -> None:
-    """Clear the excess, and update the hints of seed n."""
-    for k in range(game.pairs.shape[1]):
-        i, loss = game.pairs[n, k], game.losses[n, k]
-        learner.excess[i] = 0.0
-        if learner.hinted:
-            learner.hint_visits[i] += 1.0
-            learner.hint_losses[i] += loss
-
-
-@routine(inline=True)
-def lookahead(model: Model, k: int, pair: int, value: Floats) -> Any:
-    """E[V(next state)] after a pair of layer k."""
-    behind = model.start[k + 1]
-    after = model.start[k + 2] - behind if k + 2 < len(model.start) else 0
-    return ahead(model.next_state, pair, value, 0, behind, after)
-
-
-@routine
-def value_excess(model: Model, learner: CompiledAdaptive) -> None:
-    """Write V of the estimated excess and of the policy of q."""
-    start, num_actions, q, V = model.start, model.num_actions, learner.q, learner.value
-    for k in range(len(start) - 2, -1, -1):
-        for s in range(start[k], start[k + 1]):
-            value, total = 0.0, 0.0
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                if model.exists[PAIR, i]:
-                    value += q[i] * (learner.excess[i] + lookahead(model, k, i, V))
-                    total += q[i]
-            V[0, s] = where(total > 0.0, value / total, 0.0)
 
 
 # -- FTRL with a budgeted shift --------------------------------------------------------------------

@@ -170,8 +170,9 @@ def record(game: Game, t: int, means: Floats, tally: Tally) -> None:
         tally.cumulative_occupancy[1, i] += tally.q[i]
         tally.total_mean[1, i] += means[row, i]
     tally.expected[1, 0] += expected
-    for n in range(len(game.pairs)):
-        add_moments(game, t, row, lane(means, n), lane(tally.second_moment, n))
+    if len(tally.second_moment) > 0:
+        for n in range(len(game.pairs)):
+            add_moments(game, t, row, lane(means, n), lane(tally.second_moment, n))
 
 
 @routine
@@ -189,15 +190,14 @@ def close_block(sums: Floats) -> None:
 
 @inlined
 def add_moments(game: Game, t: int, row: int, means: Floats, total: Floats) -> None:
-    """Add E[loss_i loss_j] of an episode to the total, if the total is not empty.
+    """Add E[loss_i loss_j] of an episode to the total.
 
     If the means do not change, the sum over all episodes of the call is added at t = 0.
     """
-    if len(total) > 0:
-        if game.greedy or len(means) > 1:
-            add_products(game.noise, means, row, 1.0, total)
-        elif t == 0:
-            add_products(game.noise, means, row, float(game.numbers.shape[1]), total)
+    if game.greedy or len(means) > 1:
+        add_products(game.noise, means, row, 1.0, total)
+    elif t == 0:
+        add_products(game.noise, means, row, float(game.numbers.shape[1]), total)
 
 
 @routine

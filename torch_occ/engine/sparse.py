@@ -49,7 +49,7 @@ GUESS = STATE_ROWS + 3  # the multipliers that an inexact solve starts from
 Y = STATE_ROWS + 4  # the unknown of M y = b
 RESIDUAL = STATE_ROWS + 5  # b - M y
 DIRECTION = STATE_ROWS + 6  # the search direction
-Z = STATE_ROWS + 7  # the input of the sweeps; in `descend` also M times the direction
+Z = STATE_ROWS + 7  # the input of the sweeps; in `iterate` also M times the direction
 SOURCE = STATE_ROWS + 8  # r
 SOFTEST = STATE_ROWS + 9  # the number of the action of least curvature
 
@@ -58,7 +58,7 @@ GOAL = EPS ** (5 / 6)
 
 
 @routine
-def factorize(model: Model, refresh: Any, work: Work) -> None:
+def factorize_sparse(model: Model, refresh: Any, work: Work) -> None:
     """Compute (R, p, kappa) of every state, the square root of kappa, and the softest action."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     reduce_states(model, 0, states.shape[1], refresh, work)
@@ -71,8 +71,8 @@ def factorize(model: Model, refresh: Any, work: Work) -> None:
 
 
 @routine
-def solve(model: Model, source: Floats, work: Work) -> None:
-    """Solve H dq = x + E'v, E dq = r, with the same arguments as `sweeps.solve`.
+def solve_sparse(model: Model, source: Floats, work: Work) -> None:
+    """Solve H dq = x + E'v, E dq = r, with the same arguments as `dense.solve_dense`.
 
     With an empty source, the solve starts from the multipliers in V and is only as accurate as
     Newton's method needs. Otherwise it is accurate to rounding; dq and v are NaN if that fails.
@@ -98,7 +98,7 @@ def solve(model: Model, source: Floats, work: Work) -> None:
     goal = max(FORCING * min(error, 1.0) * min(error, 1.0), GOAL) if inexact else GOAL
     going = work.notes[USED] > 0.0
     for _ in range(RESTARTS):
-        descend(model, goal, going, work)
+        iterate(model, goal, going, work)
         for s in range(states.shape[1]):
             states[Z, s] = states[ROOT, s] * states[Y, s] - states[MEAN, s]
         sweep_work(model, True, work)
@@ -117,7 +117,7 @@ def solve(model: Model, source: Floats, work: Work) -> None:
 
 
 @routine
-def descend(model: Model, goal: Any, wanted: Any, work: Work) -> None:
+def iterate(model: Model, goal: Any, wanted: Any, work: Work) -> None:
     """Solve M dy = residual by conjugate gradients from dy = 0, and add dy to y where `wanted`.
 
     The iteration stops when no state's error is above the goal.
@@ -229,7 +229,7 @@ def sweep_work(model: Model, forced: bool, work: Work) -> None:
     for s in range(states.shape[1]):
         states[U, s] = states[SOURCE, s] if forced else 0.0
     parts = pairs[P], pairs[INVERSE], states[TOTAL], states[SOFTEST]
-    sweep(
+    sweep_layers(
         model.num_actions,
         model.next_state,
         parts,
@@ -243,7 +243,7 @@ def sweep_work(model: Model, forced: bool, work: Work) -> None:
 
 
 @routine
-def sweep(
+def sweep_layers(
     num_actions: int,
     rows: Rows,
     # p and 1/D, (S * A,); sum 1/D and the number of the softest action, (S,)
@@ -293,7 +293,7 @@ def sweep(
 
 
 @inlined
-def arrive(model: Model, row: int, k: int, work: Work) -> None:
+def arrive_sparse(model: Model, row: int, k: int, work: Work) -> None:
     """Write the inflow of layer k into U: from a row of the pairs, or the initial distribution."""
     start, num_actions, states, rows = model.start, model.num_actions, work.states, model.next_state
     for s in range(start[k], start[k + 1]):
@@ -316,11 +316,11 @@ def sweep_all(
     within: Floats,
     du: Floats,
 ) -> None:
-    """Run `sweep` for a batch: every argument has one row per element, or one row for all."""
+    """Run `sweep_layers` for a batch: one row per element, or one for all."""
     p, inverse, total, softest = parts
     for b in range(len(v)):
         i = b % len(p)
         states = p[i], inverse[i], total[i], softest[i]
-        sweep(
+        sweep_layers(
             num_actions, rows, states, z[b % len(z)], x[b % len(x)], forced, v[b], within[b], du[b]
         )

@@ -35,8 +35,8 @@ def _successor_sparse(next_state: Rows, pair: int, index: int, first: int) -> in
     return np.int64(next_state.state[np.int64(next_state.starts[pair]) + index])  # type: ignore[return-value]
 
 
-factorize = either(dense.factorize, sparse.factorize)
-solve = either(dense.solve, sparse.solve)
-arrive = either(dense.arrive, sparse.arrive)
+factorize = either(dense.factorize_dense, sparse.factorize_sparse)
+solve = either(dense.solve_dense, sparse.solve_sparse)
+arrive = either(dense.arrive_dense, sparse.arrive_sparse)
 likelihoods = either(_likelihoods_dense, _likelihoods_sparse)
 successor = either(_successor_dense, _successor_sparse)

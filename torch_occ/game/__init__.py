@@ -1,6 +1,5 @@
 """Losses, estimators, learners, `simulate`, histories, callbacks, figures.
 
-adaptive         hints: a prediction m_t of the loss function of episode t, made before the episode
 callbacks        callbacks: they watch a simulation. Derive from `Callback` and override the hooks
 checks           checks of what learners, loss processes and estimators return; warnings of
 comparing        several learners in the same game, on the same seeds, with paired differences
@@ -10,14 +9,11 @@ history          what a run leaves: its history, means with intervals over seeds
 learners         what a learner is
 losses           loss processes: the losses that the environment charges in each episode
 players          the engine as a player of `simulate`: the same game as in torch, from the same
+shifted          FTRL on a shifted loss, with a budget for what the shift may cost
 simulate         `simulate`: play a learner against losses for all seeds, with callbacks and saved
 torch_player     the torch player: one episode of every seed at a time
 """
 
-from torch_occ.game.adaptive import AdaptiveRates as AdaptiveRates
-from torch_occ.game.adaptive import Hints as Hints
-from torch_occ.game.adaptive import MeanHints as MeanHints
-from torch_occ.game.adaptive import Rates as Rates
 from torch_occ.game.checks import UncertifiedWarning as UncertifiedWarning
 from torch_occ.game.comparing import LearnerComparison as LearnerComparison
 from torch_occ.game.estimators import CentredEstimator as CentredEstimator
@@ -25,3 +21,4 @@ from torch_occ.game.history import Mean as Mean
 from torch_occ.game.history import SelfBounding as SelfBounding
 from torch_occ.game.history import comparator as comparator
 from torch_occ.game.history import self_bounding as self_bounding
+from torch_occ.game.shifted import MeanHints as MeanHints

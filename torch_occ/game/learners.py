@@ -391,13 +391,13 @@ class FTRL(Learner):
             return "the compiled episode loop does not know budgets"
         if type(self.estimator) not in _ESTIMATORS:
             return f"the engine does not know the estimator {type(self.estimator).__name__}"
-        if self._tuned().batched():
+        if self.step.regularizer.batched():
             return "the regularizer has batched parameters"
-        reason: str | None = later("game.players").why_not_game(mdp, self._tuned())
+        reason: str | None = later("game.players").why_not_game(mdp, self.step.regularizer)
         return reason
 
     def settings(self) -> dict[str, Any]:
-        found: dict[str, Any] = later("game.players").solver_settings(self.step, self._tuned())
+        found: dict[str, Any] = later("game.players").solver_settings(self.step)
         return found | {
             "estimator": _ESTIMATORS[type(self.estimator)],
             "bias": getattr(self.estimator, "threshold", self._bias),
@@ -408,14 +408,10 @@ class FTRL(Learner):
         return torch.full_like(t, getattr(self.estimator, "bias", 0.0))
 
     def check_settings(self) -> None:
-        values = [parameter.tolist() for parameter in self._tuned().parameters()]
+        values = [parameter.tolist() for parameter in self.step.regularizer.parameters()]
         if values != self.valid:
             self.step.check_parameters()
             self.valid = values
-
-    def _tuned(self) -> Regularizer:
-        """The regularizer of the settings."""
-        return self.step.regularizer
 
     def diagnostics(self) -> dict[str, Tensor]:
         return {name: self.state[name] for name in DIAGNOSTICS}

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.processes import for_each
 from torch_occ.engine import learners as forms
-from torch_occ.engine.lanes import Shared, allocator, gather, lanes_for, scatter, width_of
+from torch_occ.engine.lanes import Shared, allocator, fill_lanes, lanes_for, scatter, width_of
 from torch_occ.engine.layout import (
     NARROW,
     USED,
@@ -33,7 +33,6 @@ from torch_occ.engine.play import NOISE, Game, Tally, play
 from torch_occ.game.learners import Learner
 from torch_occ.game.losses import GreedyAdversary, LossProcess
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.arrays import WeightsOverTime, model_of
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.ways import why_not_game as why_not_game
@@ -94,9 +93,9 @@ def why_not_play(mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> str 
     return learner.why_not_compiled(mdp)
 
 
-def solver_settings(step: FTRLStep, regularizer: Regularizer) -> dict[str, Any]:
-    """The fields `solver` and `weights` of a learner with this step and psi_t."""
-    weights = WeightsOverTime(regularizer, step.mdp.actions.shape)
+def solver_settings(step: FTRLStep) -> dict[str, Any]:
+    """The fields `solver` and `weights` of a learner with this step."""
+    weights = WeightsOverTime(step.regularizer, step.mdp.actions.shape)
     solver = forms.Solver(
         weights.terms,
         step.options.tolerance_in(torch.float64),
@@ -267,7 +266,7 @@ def _pack(rows: Sequence[Floats] | Floats, seeds: range, lanes: int | None) -> F
     """The rows of some seeds, one in each lane; the last one is repeated in lanes without seed."""
     if lanes is None:
         return rows[seeds.start]
-    found: Floats = gather(rows, [*seeds, *[seeds[-1]] * (lanes - len(seeds))])
+    found: Floats = fill_lanes(rows, [*seeds, *[seeds[-1]] * (lanes - len(seeds))])
     return found
 
 
@@ -283,4 +282,4 @@ def _repeated(value: Any, hint: Any, lanes: int | None) -> Any:
         )
     if hint is Shared or not isinstance(value, np.ndarray) or value.dtype != np.float64:
         return value
-    return value.copy() if lanes is None else gather([value], [0] * lanes)
+    return value.copy() if lanes is None else fill_lanes([value], [0] * lanes)

@@ -23,9 +23,8 @@ from torch_occ.mdp.layers import DenseLayer, Layer, Pattern, SparseLayer
 from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
-from torch_occ.step.entropic import entropy_of
+from torch_occ.step.entropic import entropy_of, push_forward
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.implicit import push_forward
 from torch_occ.step.solution import Budgets, Solution, check_like, place_of
 
 # -- Targets: occupancy measures that a plan should equal, checked before they are used ------------
@@ -198,7 +197,7 @@ def optimal_value(
     probabilities = mdp.probabilities if differentiated else ()
 
     def lagrangian(q: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-        """Return psi_t(q) - ⟨v, E q - b⟩, the part that `SolvedPlan` differentiates by autograd."""
+        """Return psi_t(q) - ⟨v, E q - b⟩, the part that autograd differentiates."""
         t, parameters, given = rest[0], rest[1 : 1 + count], rest[1 + count :]
         model = mdp.with_probabilities(*given) if given else mdp
         batch = torch.broadcast_shapes(q.shape[:-2], t.shape)
@@ -207,25 +206,35 @@ def optimal_value(
         return value - (v * flow_residual(model, q)).sum(-1) if given else value
 
     rest = (t, *evaluator.parameters(t), *probabilities)
-    return SolvedPlan.apply(lagrangian, solution.q, solution.value, loss, *rest)
+    with torch.no_grad():
+        value = (solution.q * loss).sum((-2, -1)) + lagrangian(solution.q, solution.value, *rest)
+    return Envelope.apply(lagrangian, value.detach(), solution.q, solution.value, loss, *rest)
 
 
-class SolvedPlan(torch.autograd.Function):
-    """⟨q, loss⟩ + function(q, v, *rest), where the derivatives in q and v cancel.
+class Envelope(torch.autograd.Function):
+    """⟨q, loss⟩ + function(q, v, *rest), a known value; its derivatives in q and v cancel.
 
     The first derivative treats q and v as constants. The second one does not, because the first
-    one is computed from q and v by differentiable operations.
+    one is computed from q and v by differentiable operations. Without a function, q may be any
+    slope of the value in the loss.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(function: Function, q: Tensor, v: Tensor, loss: Tensor, *rest: Tensor) -> Tensor:
-        return (q * loss).sum((-2, -1)) + function(q, v, *rest)
+    def forward(
+        function: Function | None,
+        value: Tensor,
+        q: Tensor,
+        v: Tensor,
+        loss: Tensor,
+        *rest: Tensor,
+    ) -> Tensor:
+        return value.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.function, *tensors = inputs
+        ctx.function, _, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
@@ -233,7 +242,7 @@ class SolvedPlan(torch.autograd.Function):
     def backward(ctx: Any, bar: Tensor) -> tuple[Tensor | None, ...]:
         refuse_batched_derivatives(bar)
         q, v, loss, *rest = ctx.saved_tensors
-        needed = ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[5:]
         found: list[Tensor | None] = [None] * len(rest)
         if any(needed):
             function, moving = _of_some(ctx.function, q, v, rest, needed)
@@ -241,14 +250,14 @@ class SolvedPlan(torch.autograd.Function):
             pulled = iter(pull_back(bar))
             found = [next(pulled) if need else None for need in needed]
         loss_bar = None
-        if ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[4]:
             loss_bar = (bar[..., None, None] * q).sum_to_size(loss.shape)
-        return None, None, None, loss_bar, *found
+        return None, None, None, None, loss_bar, *found
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         q, v, _, *rest = ctx.saved_tensors
-        loss_dot, rest_dots = tangents[3], tangents[4:]
+        loss_dot, rest_dots = tangents[4], tangents[5:]
         moved = torch.zeros_like(q[..., 0, 0])
         if loss_dot is not None:
             moved = (q * loss_dot).sum((-2, -1))
@@ -341,7 +350,7 @@ def fenchel_young_loss(
     if _only_the_loss_moves(step, t, model, target):
         value = _gap(step, solution, loss, target, t, model.initial)
         if bool(value.isfinite().all()):  # otherwise losses on masked pairs are not
-            return Envelope.apply(value, loss, target - solution.q)
+            return Envelope.apply(None, value, target - solution.q, solution.value, loss)
     loss = keep("pair", model, loss, 0.0)
     paid = (target * loss).sum((-2, -1)) + _psi_if_finite(step, target, t, model)
     return paid - optimal_value(step, solution, loss, t, model)
@@ -381,24 +390,6 @@ def _gap(
 
 def _x_log_x(x: Tensor) -> Tensor:
     return x * x.clamp(min=torch.finfo(x.dtype).tiny).log()  # faster than torch.special.entr
-
-
-class Envelope(torch.autograd.Function):
-    """A value that is known already, as a function of the loss with this slope.
-
-    The slope may depend on the loss by autograd, so second derivatives are right, too.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, loss: Tensor, slope: Tensor) -> Tensor:
-        ctx.save_for_backward(slope)
-        ctx.shape = loss.shape
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, bar: Tensor) -> tuple[None, Tensor, None]:
-        refuse_batched_derivatives(bar)
-        return None, (bar[..., None, None] * ctx.saved_tensors[0]).sum_to_size(ctx.shape), None
 
 
 #: torch.compile divides the graph here: the derivative of psi is computed by transforms.
@@ -636,7 +627,8 @@ def _path_likelihood(
     with torch.no_grad():
         paid = torch.where(visits > 0, visits * loss, 0.0).sum((-2, -1))
         value = (paid - solution.value[..., 0]) / weight
-    return Envelope.apply(value, loss, (visits - solution.q) / weight[..., None, None])
+    slope = (visits - solution.q) / weight[..., None, None]
+    return Envelope.apply(None, value, slope, solution.value, loss)
 
 
 def _log_policy(

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers import terms as tables
 from torch_occ.regularizers.parameters import (
@@ -28,8 +29,9 @@ from torch_occ.regularizers.parameters import (
     FrozenList,
     Parametrized,
     Value,
+    alone,
+    call_with,
     fit,
-    one_by_one,
 )
 from torch_occ.regularizers.schedules import Schedule
 from torch_occ.regularizers.terms import Argument, Term, Weight, Weighted, WeightRow
@@ -137,9 +139,8 @@ class SeparableRegularizer(Regularizer):
 
     Each function acts entry by entry and must be convex on x > 0.
 
-    When a parameter has a batch shape, a function is called for one element of the batch: it sees
-    the parameter without its batch shape and x of shape `(S, A)`, or `(S,)` in `state`. Otherwise x
-    is `(*batch, S, A)`. So `self.strength * x` means the same in both cases, at every level.
+    x is `(*batch, S, A)`, or `(*batch, S)` in `state`. A function sees a scalar parameter with a
+    batch shape as `(*batch, 1, 1)`, or `(*batch, 1)`, so `self.strength * x` is right in any case.
 
     Newton's method needs no line search if |x f'''(x)| <= 2 f''(x), as for powers, x log x and
     -log x. For other functions it backtracks.
@@ -400,21 +401,29 @@ def add(part: Regularizer, weight: Any, inputs: Inputs, values: Values) -> None:
 def call(part: Regularizer, method: str, x: Tensor, event_dims: int, result_dims: int) -> Tensor:
     """Call a function written by a user at x `(*batch, *event)`, and check the shape it returns.
 
-    The function never sees the batch shape of a parameter.
+    It sees parameters with a batch or a place in shapes that broadcast against x.
     """
-
-    def checked(x: Tensor) -> Tensor:
-        value = getattr(part, method)(x)
-        expected = x.shape[: x.dim() - event_dims + result_dims]
-        if not isinstance(value, Tensor) or value.shape != expected:
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(
-                f"{type(part).__name__}.{method}: expected a tensor of shape {tuple(expected)} at "
-                f"an argument of shape {tuple(x.shape)}, got {found}"
-            )
-        return value
-
-    return one_by_one(part, checked, x, event_dims)
+    with alone():
+        shown = part.spread_all(event_dims)
+        batch = broadcast(x.shape[: x.dim() - event_dims], *(shape for _, shape in part.batched()))
+        x = x.expand(*batch, *x.shape[x.dim() - event_dims :])
+        try:
+            value = call_with(part, shown, lambda: getattr(part, method)(x))
+        except RuntimeError as error:
+            if not shown:
+                raise
+            value = error
+    expected = x.shape[: x.dim() - event_dims + result_dims]
+    if not isinstance(value, Tensor) or value.shape != expected:
+        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        found = f"the error {value}" if isinstance(value, RuntimeError) else found
+        shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in shown.items())
+        advice = f"; the parameters have the shapes {shapes} there, which must broadcast"
+        raise ValueError(
+            f"{type(part).__name__}.{method}: expected a tensor of shape {tuple(expected)} at "
+            f"an argument of shape {tuple(x.shape)}, got {found}{advice if shown else ''}"
+        )
+    return value
 
 
 def total(mdp: LayeredMDP, values: Values) -> Tensor:

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_occ._support.private import own_parameter_names, own_parameters
-from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Composition, Inputs, Regularizer, Values
-from torch_occ.regularizers.parameters import Parametrized, seen_as, spread_batch, with_rank
+from torch_occ.regularizers.parameters import (
+    Parametrized,
+    alone,
+    call_with,
+    spread_batch,
+    with_rank,
+)
 from torch_occ.regularizers.terms import Argument, keep, pull_back
-
-#: functional_call exchanges the parameters of a module for all threads.
-_one_at_a_time = RLock()
 
 
 class Evaluator:
@@ -31,17 +32,10 @@ class Evaluator:
 
     These are the values of the factors of its weights, which broadcast against `(*batch, S, A)`,
     followed by the parameters of functions that users wrote, in shapes of their own.
-
-    Args:
-        vmapped: one entry for every enclosing `vmap` over users' parameters, the outermost first.
-            It says for each of these whether it is batched. All other inputs have these batch
-            dimensions in front.
     """
 
-    def __init__(
-        self, regularizer: Regularizer, vmapped: tuple[tuple[bool, ...], ...] = ()
-    ) -> None:
-        self.regularizer, self.vmapped = regularizer, vmapped
+    def __init__(self, regularizer: Regularizer) -> None:
+        self.regularizer = regularizer
         self.composition = Composition(regularizer)
         self.factors = self.composition.factors[1:]  # without t
         paths = {id(module): path for path, module in regularizer.named_modules()}
@@ -49,24 +43,22 @@ class Evaluator:
         # A module that is used twice is listed once: functional_call would not restore a parameter
         # that it exchanged under two names.
         self.owners = [
-            (path, module, name)
-            for path, module in regularizer.named_modules()
+            (module, name)
+            for _, module in regularizer.named_modules()
             for name in own_parameter_names(module)
             if id(module) in users
         ]
-        named = [
-            (paths[id(owner)], key if isinstance(key, str) else "") for owner, key in self.factors
-        ]
-        named += [(path, name) for path, _, name in self.owners]
-        self.names = tuple(".".join(filter(None, pair)) for pair in named)
-        self.event_dims = (*(2 for _ in self.factors), *(None for _ in self.owners))
-        # Other modules, such as nn.Linear, do not look for replacements of their parameters.
-        self.replaceable = all(isinstance(module, Parametrized) for _, module, _ in self.owners)
-        self._caller = _FunctionCaller(regularizer)
-
-    def under_vmap(self, batched: Sequence[bool]) -> Evaluator:
-        """Return the evaluator for one more enclosing `vmap`, which batches these parameters."""
-        return Evaluator(self.regularizer, (tuple(batched), *self.vmapped))
+        named = [(owner, key if isinstance(key, str) else "") for owner, key in self.factors]
+        named += self.owners
+        self.names = tuple(".".join(filter(None, (paths[id(x)], name))) for x, name in named)
+        #: None for parameters of other modules, such as nn.Linear, which have no batch shape.
+        self.event_dims: tuple[int | None, ...] = (
+            *(2 for _ in self.factors),
+            *(
+                x.event_dims(name) if isinstance(x, Parametrized) else None
+                for x, name in self.owners
+            ),
+        )
 
     def parameters(self, t: Tensor) -> tuple[Tensor, ...]:
         """Return the parameters now.
@@ -75,28 +67,27 @@ class Evaluator:
             RuntimeError: if a user's parameter was replaced by a parametrization, or a user's
                 regularizer has other parts or terms than at the start.
         """
-        return (*self.composition.values(t)[1:], *self._own)
-
-    def align(self, rank: int, t: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return t and the parameters with this number of batch dimensions.
-
-        Users' parameters, and numbers, stay as they are.
-        """
-        pairs = zip(parameters, self.event_dims, strict=True)
-        given = [with_rank(x, rank, dims) if dims and x.dim() else x for x, dims in pairs]
-        return [with_rank(t, rank, 0), *given]
-
-    @property
-    def _own(self) -> tuple[Tensor, ...]:
-        """The parameters of users' functions; one that two modules share appears twice."""
         try:
-            found = (own_parameters(module)[name] for _, module, name in self.owners)
-            return tuple(found)  # type: ignore[arg-type]
+            with alone():
+                own = [own_parameters(module)[name] for module, name in self.owners]
         except KeyError as error:
             raise RuntimeError(
                 f"regularizer: the parameter {error} was replaced after the step was made, by a "
                 "parametrization for example; call step.use(step.backend), or make a new FTRLStep"
             ) from None
+        return (*self.composition.values(t)[1:], *own)  # type: ignore[arg-type]
+
+    def align(self, rank: int, t: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return t and the parameters with this number of batch dimensions.
+
+        Numbers, and users' parameters without a batch shape, stay as they are.
+        """
+        count = len(self.factors)
+        found = [with_rank(t, rank, 0)]
+        for i, (x, dims) in enumerate(zip(parameters, self.event_dims, strict=True)):
+            alone = dims is None or x.dim() <= (0 if i < count else dims)
+            found.append(x if alone else with_rank(x, rank, dims or 0))
+        return found
 
     def validate(self, parameters: Sequence[Tensor]) -> None:
         """Check that all parameters are in their domains.
@@ -114,82 +105,27 @@ class Evaluator:
                 part.validate()
 
         if self.composition.others:
-            self._with(parameters[count:], check)
-
-    def batch_shape(self, parameters: Sequence[Tensor]) -> torch.Size:
-        """Return the batch shape of all parameters together, after the enclosing vmaps'."""
-        count = len(self.factors)
-        shapes = self._batch_shapes(parameters[count:])
-        rank = max((len(own) for _, own in shapes), default=0)
-        padded = [torch.Size((*outer, *(1,) * (rank - len(own)), *own)) for outer, own in shapes]
-        return broadcast(*(x.shape[:-2] for x in parameters[:count]), *padded)
+            self._with(parameters, check)
 
     def batch_shapes(self, parameters: Sequence[Tensor]) -> dict[str, torch.Size]:
-        """Return the batch shape of each parameter by name, without enclosing vmaps."""
-        count = len(self.factors)
-        shapes = [x.shape[:-2] for x in parameters[:count]]
-        shapes += [own for _, own in self._batch_shapes(parameters[count:])]
+        """Return the batch shape of each parameter by name."""
+        pairs = zip(parameters, self.event_dims, strict=True)
+        shapes = [x.shape[: 0 if dims is None else max(x.dim() - dims, 0)] for x, dims in pairs]
         return dict(zip(self.names, shapes, strict=True))
 
-    def _batch_shapes(self, parameters: Sequence[Tensor]) -> list[tuple[torch.Size, torch.Size]]:
-        """Return for each user's parameter its sizes under the vmaps (else 1), and its batch."""
-        found = []
-        for i, (parameter, (_, module, name)) in enumerate(
-            zip(parameters, self.owners, strict=True)
-        ):
-            sizes = iter(parameter.shape)
-            outer = torch.Size([next(sizes) if batched[i] else 1 for batched in self.vmapped])
-            own = torch.Size(sizes)
-            # Parameters of other modules, such as nn.Linear, have no batch shape.
-            batched_ = isinstance(module, Parametrized)
-            found.append(
-                (outer, own[: len(own) - module.event_dims(name)] if batched_ else own[:0])
-            )
-        return found
-
-    def _with(self, given: Sequence[Tensor], function: Callable[[], Any]) -> Any:
-        """Call a function that sees these tensors as the parameters of users' functions."""
-        if self.replaceable:
-            with seen_as({id(own): x for own, x in zip(self._own, given, strict=True)}):
-                return function()
-        paths = (".".join(filter(None, ("module", path, name))) for path, _, name in self.owners)
-        named = dict(zip(paths, given, strict=True))
-        with _one_at_a_time:
-            return torch.func.functional_call(self._caller, named, (function,), tie_weights=False)
+    def _with(self, parameters: Sequence[Tensor], function: Callable[[], Any]) -> Any:
+        """Call a function that sees the last of these tensors as the users' parameters."""
+        count = len(self.factors)
+        given = dict(zip(self.names[count:], parameters[count:], strict=True))
+        return call_with(self.regularizer, given, function)
 
     def bind(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
         """Return the function from inputs to values, at these parameters and this t."""
-        count = len(self.factors)
+        values = [spread_batch(t), *parameters[: len(self.factors)]]
+        weights, evaluate = self.composition.weigh(values), self.composition.evaluate
         if not self.owners:
-            weights = self.composition.weigh([spread_batch(t), *parameters])
-            return lambda inputs: self.composition.evaluate(weights, inputs)
-
-        def call(parameters: Sequence[Tensor], inputs: Inputs, t: Tensor) -> Values:
-            weights = self.composition.weigh([spread_batch(t), *parameters[:count]])
-            found: Values = self._with(
-                parameters[count:], lambda: self.composition.evaluate(weights, inputs)
-            )
-            return found
-
-        for batched in reversed(self.vmapped):
-            dims = (*(0,) * count, *(0 if flag else None for flag in batched))
-            call = torch.func.vmap(call, in_dims=(dims, 0, 0))
-        return lambda inputs: call(tuple(parameters), inputs, t)
-
-    def bind_constants(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
-        """Do the same for plain tensors that need no derivative."""
-        return self.bind([parameter.detach() for parameter in parameters], t.detach())
-
-
-class _FunctionCaller(nn.Module):
-    """Calls a function in its `forward`, because `functional_call` calls only `forward`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, function: Callable[[], Any]) -> Any:
-        return function()
+            return lambda inputs: evaluate(weights, inputs)
+        return lambda inputs: self._with(parameters, lambda: evaluate(weights, inputs))
 
 
 # -- Hessians, in one of three forms from cheap to general -----------------------------------------
@@ -310,7 +246,7 @@ def derivatives(
     """Compute gradient and Hessian at q, for plain tensors; the results carry no graph.
 
     Args:
-        evaluate: inputs -> values of psi_t, from `Evaluator.bind` or `bind_constants`.
+        evaluate: inputs -> values of psi_t, from `Evaluator.bind`.
         q: `(*batch, S, A)`.
 
     Raises:

@@ -13,18 +13,17 @@ against `(*batch, S, A)`, so that a batch is never mistaken for states or action
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Never
+from threading import RLock
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from torch_occ._support.private import has_children, own_parameters
-from torch_occ.mdp.checks import broadcast
+from torch_occ._support.private import own_parameters
 from torch_occ.mdp.layered import LayeredMDP
 
 
@@ -140,23 +139,35 @@ def with_rank(x: Tensor, rank: int, event_dims: int) -> Tensor:
 #
 # A parameter has the shape `(*batch, *event)`. The event shape belongs to one problem: `()` for a
 # scalar, `(S, A)` for one number per pair. The batch shape is that of the problems it is used with.
-# A function written by a user does not handle batches. `one_by_one` gives it each parameter without
-# its batch shape, so that batch dimensions cannot be mistaken for states or actions.
+
+#: torch.func.functional_call exchanges the parameters of a module for all threads.
+_LOCK = RLock()
 
 
-#: Tensors that replace parameters, by the `id` of the parameter; one mapping per thread.
-_views: ContextVar[Mapping[int, Tensor] | None] = ContextVar("views", default=None)
+def alone() -> AbstractContextManager[Any]:
+    """Return a context in which no other thread exchanges parameters."""
+    # torch.compile cannot trace a lock, and no parameter is exchanged inside its graphs.
+    return nullcontext() if torch.compiler.is_dynamo_compiling() else _LOCK
 
 
-def _seen(found: Any) -> Any:
-    """Return the replacement of a parameter inside `seen_as`, else the parameter itself."""
-    # torch.compile cannot trace a ContextVar; inside its graphs nothing is replaced.
-    views = None if torch.compiler.is_dynamo_compiling() else _views.get()
-    if views is None:
-        return found
-    while id(found) in views:  # a replacement may be replaced in turn, inside a further context
-        found = views[id(found)]
-    return found
+class _FunctionCaller(nn.Module):
+    """Calls a function in its `forward`, because `functional_call` calls only `forward`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+
+def call_with(module: nn.Module, given: Mapping[str, Tensor], function: Callable[[], Any]) -> Any:
+    """Call a function that sees these tensors as the parameters of the module."""
+    with alone():
+        if not given:
+            return function()
+        named = {f"module.{path}": x for path, x in given.items()}
+        return torch.func.functional_call(_FunctionCaller(module), named, (function,), tie_weights=False)
 
 
 #: What a parameter can be made from.
@@ -179,6 +190,10 @@ class Parametrized(nn.Module):
     """
 
     arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, **parameters: Value) -> None:
         super().__init__()
@@ -234,20 +249,30 @@ class Parametrized(nn.Module):
 
     def batched(self) -> list[tuple[Tensor, torch.Size]]:
         """Return all parameters that have a batch shape, with that shape; submodules included."""
-        return [(own, batch) for own, batch, _ in self._in_shapes() if batch]
+        own = [(p, p.shape[: p.dim() - dims]) for _, p, dims, _ in self._own_parameters()]
+        return [(p, batch) for p, batch in own if batch]
 
-    def _in_shapes(self) -> list[tuple[Tensor, torch.Size, Place | None]]:
-        """Return parameters that have a batch shape or a place, with both; submodules included."""
-        found = []
-        for owner in self.modules() if has_children(self) else (self,):
+    def _own_parameters(self) -> Iterator[tuple[str, Tensor, int, Place | None]]:
+        """Yield paths, parameters, event dimensions and places; submodules included."""
+        for path, owner in self.named_modules():
             if isinstance(owner, Parametrized):
-                for name, own in own_parameters(owner).items():
-                    parameter, event_dims = _seen(own), owner._event_dims.get(name, 0)
-                    if parameter is not None:
-                        batch = parameter.shape[: parameter.dim() - event_dims]
-                        place = owner._places.get(name)
-                        if batch or place:
-                            found.append((parameter, batch, place))
+                for name, p in own_parameters(owner).items():
+                    if p is not None:
+                        dims, place = owner._event_dims.get(name, 0), owner._places.get(name)
+                        yield f"{path}.{name}" if path else name, p, dims, place
+
+    def spread_all(self, event_dims: int) -> dict[str, Tensor]:
+        """Return the parameters with a batch or a place, in shapes that broadcast.
+
+        They broadcast against `(*batch, S, A)`, or against `(*batch, S)` for one event dimension.
+        Parameters that declare event dimensions have them already.
+        """
+        found = {}
+        for path, p, dims, place in self._own_parameters():
+            if place is not None:
+                found[path] = fit(place.spread(p), event_dims)
+            elif p.dim() and not dims:
+                found[path] = fit(spread_batch(p), event_dims)
         return found
 
     def spread(self, name: str) -> Tensor:
@@ -255,36 +280,18 @@ class Parametrized(nn.Module):
         found, place = getattr(self, name), self._places.get(name)
         return spread_batch(found) if place is None else place.spread(found)
 
-    @contextmanager
-    def seen_spread(self) -> Iterator[None]:
-        """Show all parameters in shapes that broadcast against `(*batch, S, A)`."""
-        views = {}
-        for own, batch, place in self._in_shapes():
-            if place is not None:
-                views[id(own)] = place.spread(own)
-            elif len(batch) == own.dim():
-                views[id(own)] = spread_batch(own)
-        with seen_as(views):
-            yield
-
-    def __getattr__(self, name: str) -> Any:
-        return _seen(super().__getattr__(name))
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield name, _seen(parameter)
-
     def validate(self) -> None:
         """Check that all parameters are in their domains; submodules included.
 
         Raises:
             ValueError: if one is not; the message names the first one.
         """
-        for module in self.modules():
-            if isinstance(module, Parametrized):
-                for name, constraint in module.arg_constraints.items():
-                    value = getattr(module, name).detach()
-                    _check(type(module).__name__, name, value, constraint)
+        with alone():
+            for module in self.modules():
+                if isinstance(module, Parametrized):
+                    for name, constraint in module.arg_constraints.items():
+                        value = getattr(module, name).detach()
+                        _check(type(module).__name__, name, value, constraint)
 
     def check_value(self, name: str, value: Tensor) -> None:
         """Check a value of an own parameter that broadcasts against `(*batch, S, A)`."""
@@ -292,72 +299,6 @@ class Parametrized(nn.Module):
         if constraint is not None:
             own = fit(value, 0) if place is None else place.collect(value)
             _check(type(self).__name__, name, own.detach(), constraint)
-
-
-def one_by_one(
-    owner: Parametrized, function: Callable[[Tensor], Tensor], x: Tensor, event_dims: int
-) -> Tensor:
-    """Call a function as if for each element of the batch, with the parameters of that element.
-
-    If no parameter has a batch shape, the function is called once with all of x. A parameter with
-    a place has the shape `(S, 1 or A)` in it, or `(S,)` for one event dimension.
-
-    Returns:
-        `(*batch, *result)`, where batch is that of x `(*batch, *event)` and of all parameters.
-
-    Raises:
-        RuntimeError: if the function fails under `torch.func.vmap`.
-    """
-    given = owner._in_shapes()
-    shapes = [shape for _, shape, _ in given if shape]
-
-    def shown(values: Sequence[Tensor]) -> Mapping[int, Tensor]:
-        return {
-            id(own): value if place is None else fit(place.spread(value), event_dims)
-            for (own, _, place), value in zip(given, values, strict=True)
-        }
-
-    if not given:
-        return function(x)
-    if not shapes:
-        with seen_as(shown([own for own, _, _ in given])):
-            return function(x)
-    batch = broadcast(x.shape[: x.dim() - event_dims], *shapes)
-    count = batch.numel()
-
-    def flat(value: Tensor, dims: int) -> Tensor:
-        event = value.shape[dims:]
-        if not count:  # torch.func.vmap needs at least one element; it is dropped below
-            return value.new_ones(1, *event)
-        return value.expand(*batch, *event).reshape(count, *event)
-
-    def at_one(x: Tensor, *values: Tensor) -> Tensor:
-        with seen_as(shown(values)):
-            return function(x)
-
-    xs = flat(x, x.dim() - event_dims)
-    values = [flat(own, len(shape)) for own, shape, _ in given]
-    try:
-        found = torch.func.vmap(at_one)(xs, *values)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{type(owner).__name__}: its function failed at x of shape {tuple(xs.shape[1:])}, "
-            "with one element of its batched parameters at a time. torch.func.vmap runs it, so "
-            "write torch.where instead of an `if` that depends on a tensor, and no .item(). "
-            f"torch says: {error}"
-        ) from error
-    return found[:count].reshape(*batch, *found.shape[1:])
-
-
-@contextmanager
-def seen_as(views: Mapping[int, Tensor]) -> Iterator[None]:
-    """Replace parameters by these tensors, by `id`, within the context and in this thread only."""
-    views = {key: x for key, x in views.items() if key != id(x)}
-    token = _views.set({**(_views.get() or {}), **views})
-    try:
-        yield
-    finally:
-        _views.reset(token)
 
 
 def _check(owner: str, name: str, value: Tensor, constraint: constraints.Constraint) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.parameters import Parametrized, fit, spread_batch
+from torch_occ.regularizers.parameters import Parametrized, alone, call_with, fit, spread_batch
 
 Argument = Literal["pair", "rest", "state", "complement"]
 ARGUMENTS: tuple[Argument, ...] = ("pair", "rest", "state", "complement")
@@ -170,17 +170,21 @@ class Factor(NamedTuple):
 
     def read(self, t: Tensor) -> Tensor:
         """Return the value now, which broadcasts against `(*batch, S, A)`."""
-        if self.owner is None:
+        owner, key = self.owner, self.key
+        if owner is None:
             return spread_batch(t)
-        if isinstance(self.key, str) and self.key:
-            return self.owner.spread(self.key)
-        with self.owner.seen_spread():
-            if not self.key:
-                found: Tensor = self.owner(spread_batch(t))
-            else:
-                term = self.owner.table()[self.key[1]]
-                found = term.weight if self.key[0] == "weight" else term.function.p
-        return found
+
+        def compute() -> Tensor:
+            if not key:
+                return owner(spread_batch(t))
+            term = owner.table()[key[1]]
+            return term.weight if key[0] == "weight" else term.function.p
+
+        with alone():
+            if isinstance(key, str) and key:
+                return owner.spread(key)
+            found: Tensor = call_with(owner, owner.spread_all(2), compute)
+            return found
 
 
 TIME = Factor(None)

@@ -302,7 +302,7 @@ def pass_forward(model: Model, reference: Reference, scratch: Scratch) -> Any:
 
 
 @routine
-def flow_error(model: Model, reference: Reference, scratch: Scratch) -> Any:
+def flow_mismatch(model: Model, reference: Reference, scratch: Scratch) -> Any:
     """The largest |q(s) - inflow(s)| / q(s) of q and the rows in the scratch memory."""
     start, num_actions, entry = model.start, model.num_actions, reference.entry
     states, q, depth, worst = scratch.states, scratch.pairs, len(model.start) - 1, 0.0
@@ -505,7 +505,7 @@ def project(
             pairs[FOUND, i] = states[OCCUPANCY, i // model.num_actions] * pairs[POLICY, i]
     for s in range(model.start[-1]):
         dual = greatest(dual, states[OFF, s])
-    flow = flow_error(model, reference, scratch)
+    flow = flow_mismatch(model, reference, scratch)
     certified = (status == float(constants.STALLED)) & (dual <= tolerance) & (flow <= tolerance)
     return where(certified, float(constants.CONVERGED), status), steps, flow, dual
 

@@ -274,7 +274,7 @@ class UnknownFTRL(CountingLearner):
     def settings(self) -> dict[str, Any]:
         mdp, regularizer = self.mdp, self.step.regularizer
         found = super().settings() | {
-            "solver": solver_settings(self.step, regularizer)["solver"],
+            "solver": solver_settings(self.step)["solver"],
             "believed": model_of(mdp, dense=True)._replace(conserved=True),
             "powers": WeightsOverTime(regularizer, mdp.actions.shape).powers(),
             "adaptive": self.adaptive or 0.0,
@@ -285,7 +285,7 @@ class UnknownFTRL(CountingLearner):
         count = num_transitions(mdp)
         return found | {name: np.zeros(count) for name in ("lower", "upper", "widths")}
 
-    check_settings, _tuned = FTRL.check_settings, FTRL._tuned
+    check_settings = FTRL.check_settings
 
     @property
     def choices(self) -> float:

@@ -42,6 +42,7 @@ from torch_occ.step.solution import (
     Solution,
     Status,
     check_batches,
+    event_dims_of,
     least_cost,
     over,
     report,
@@ -115,9 +116,8 @@ class Bordered:
         """
         m = self.active.shape[-1]
         r, rest = r[..., :-m], r[..., -m:]
-        rows = self.costs.movedim(-3, 0)
-        # The batch dimensions of costs may be fewer than those of x.
-        rows = rows.expand(m, *broadcast(rows.shape[1:], x.shape))
+        batch = broadcast(self.costs.shape[:-3], x.shape[:-2])
+        rows = self.costs.expand(*batch, *self.costs.shape[-3:]).movedim(-3, 0)
         U, W = self.inner.solve(rows, torch.zeros_like(rows[..., 0]))
         U, W = U.movedim(0, -3), W.movedim(0, -2)
         u, w = self.inner.solve(x, r)
@@ -139,21 +139,14 @@ class BudgetedStationarity(Stationarity):
     #: reports failures, from the solution, costs, limits and certificates of infeasibility
     tell: Callable[[Solution, Tensor, Tensor, Tensor], None]
 
-    def solve(self, x: Tensor, start: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def solve(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        x, start, *rest = tensors
         setting = self.setting
         assert isinstance(setting, BudgetedSetting)
-        bound, (costs, limits, guess) = setting.bind_without(tensors), tensors[-3:]
+        bound, (costs, limits, guess) = setting.bind_without(rest), rest[-3:]
         bound.validate(x, start)
-        batch = broadcast(
-            x.shape[:-2],
-            start.shape[:-2],
-            bound.t.shape,
-            bound.mdp.batch_shape,
-            bound.evaluator.batch_shape(bound.parameters),
-            costs.shape[:-3],
-            limits.shape[:-1],
-            guess.shape[:-1],
-        )
+        shapes = (x.shape[:-2], start.shape[:-2], costs.shape[:-3], limits.shape[:-1])
+        batch = bound.batch_shape(*shapes, guess.shape[:-1])
         m = limits.shape[-1]
         given = (
             -x.expand(*batch, *x.shape[-2:]),
@@ -607,9 +600,7 @@ def _tell(
         model = mdp.with_probabilities(
             *(
                 p.expand(*solution.status.shape, *p.shape[p.dim() - dims :])[element]
-                for p, dims in zip(
-                    mdp.probabilities, (1, *(layer.event_dims for layer in mdp.layers)), strict=True
-                )
+                for p, dims in zip(mdp.probabilities, event_dims_of(mdp), strict=True)
             )
         )
         least, allowed = least_cost(model, weighted), (weights * limits[element]).sum()

@@ -42,7 +42,8 @@ from torch_occ.regularizers.terms import Factor
 from torch_occ.step import arrays
 from torch_occ.step.arrays import MDPArrays, number, plain, rows, tabulate
 from torch_occ.step.budgets import BudgetSearch
-from torch_occ.step.implicit import Setting, Stationarity, poison, push_forward, solve_setting
+from torch_occ.step.entropic import poison, push_forward
+from torch_occ.step.implicit import Setting, Stationarity, solve_setting
 from torch_occ.step.solution import (
     Options,
     Solution,

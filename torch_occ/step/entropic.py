@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.constants import FULL_STEPS, LOG_DEAD, OPEN, STALL_AFTER
-from torch_occ._support.private import inside_transform, versions_of
+from torch_occ._support.private import versions_of
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import largest_exponent
@@ -60,7 +60,15 @@ from torch_occ.regularizers.base import Composition
 from torch_occ.regularizers.parameters import fit
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.newton import Shaped, conserves_mass, potential, shape_finely
-from torch_occ.step.solution import Options, Solution, Status
+from torch_occ.step.solution import (
+    Options,
+    Solution,
+    Status,
+    check_probabilities,
+    check_values,
+    event_dims_of,
+    report,
+)
 
 
 class Entropy(NamedTuple):
@@ -353,146 +361,150 @@ def rounding_error(shaped: Shaped, q: Tensor, weight: Tensor) -> Tensor:
     return torch.where(visible, shaped.rounding * others, 0.0).amax((-2, -1)) / weight
 
 
+# -- As an equation of torch_occ.step.implicit -----------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Task:
-    """The data of a step that are not tensors."""
+class Entropic:
+    """The step; tensors `(loss, start, w, kappa, t, *probabilities)`.
+
+    Args:
+        probabilities: whether derivatives with respect to them may be taken.
+        closed: whether kappa is zero for all parameters, so that nothing depends on the guess.
+        check: as in `torch_occ.step.implicit.Stationarity`.
+        centred: whether derivatives may be `centred`; see `plan_softly`.
+    """
 
     mdp: LayeredMDP
     options: Options
-    probabilities: bool  # whether derivatives with respect to them may be taken
-    closed: bool  # whether kappa is zero for all parameters, so that nothing depends on the guess
-    check: Callable[[LayeredMDP, Tensor, Tensor, Entropy, Tensor], None]  # raises for wrong inputs
-    report: Callable[[Solution], None]  # raises if a step failed, unless failures are allowed
+    probabilities: bool
+    closed: bool
+    check: bool | None
+    centred: bool
 
+    @property
+    def events(self) -> tuple[int, ...]:
+        return (2, 2, 0, 0, 0, *(event_dims_of(self.mdp) if self.probabilities else ()))
 
-class Settled(torch.autograd.Function):
-    """g, the gaps and potential of the shaped loss, q, v, certificate; not differentiable."""
+    def validate(
+        self, mdp: LayeredMDP, loss: Tensor, start: Tensor, weight: Tensor, t: Tensor
+    ) -> None:
+        """Check values; runs on plain tensors, inside every transform."""
+        if self.check is None:
+            return
+        if self.probabilities:
+            check_probabilities(mdp)
+        check_values(mdp, loss, start, t, zeros=True)
+        if not bool((weight > 0).all() and weight.isfinite().all()):
+            raise ValueError(
+                "regularizer: its weight is not a positive number; check its parameters"
+            )
 
-    @staticmethod
-    def forward(task: Task, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def plan(self, *tensors: Tensor) -> Solution | None:
+        """Solve with kappa = 0 without shaping; None if rounding errors matter."""
+        loss, start, weight, _, t, *_ = tensors
+        self.validate(self.mdp, loss.detach(), start, weight.detach(), t.detach())
+        tolerance, eps = self.options.tolerance_in(loss.dtype), torch.finfo(loss.dtype).eps
+        loss = loss.expand(*broadcast(loss.shape[:-2], t.shape), *loss.shape[-2:])
+        solution = plan_softly(self.mdp, loss, weight, tolerance, self.centred)
+        coarse = min(tolerance / 4, max(tolerance / 200, 50 * eps))
+        good = solution.converged & (solution.dual_residual <= coarse)
+        return solution if bool(good.all()) else None
+
+    def solve(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return q, v, the certificate; g, and the gaps and potential of the shaped loss."""
         loss, start, weight, price, t, *probabilities = tensors
-        mdp = task.mdp.with_probabilities(*probabilities) if probabilities else task.mdp
-        task.check(mdp, loss, start, Entropy(weight, price), t)
-        batches = (loss.shape[:-2], start.shape[:-2], weight.shape, price.shape, mdp.batch_shape)
-        batch = broadcast(*batches)
+        mdp = self.mdp.with_probabilities(*probabilities) if probabilities else self.mdp
+        self.validate(mdp, loss, start, weight, t)
+        # The entropy may not depend on t, whose batch counts all the same.
+        batches = (loss.shape[:-2], start.shape[:-2], weight.shape, price.shape, t.shape)
+        batch = broadcast(*batches, mdp.batch_shape)
         entropy = Entropy(weight.expand(batch), price.expand(batch))
         shaped = shape_finely(mdp, loss.expand(*batch, *loss.shape[-2:]))
-        smallest = torch.finfo(loss.dtype).tiny
-        guess = start.sum(-1).clamp(min=smallest).log().expand_as(shaped.value)
-        if task.closed:
-            tolerance = task.options.tolerance_in(loss.dtype)
+        guess = start.sum(-1).clamp(min=torch.finfo(loss.dtype).tiny).log()
+        guess = guess.expand_as(shaped.value)
+        if self.closed:
+            tolerance = self.options.tolerance_in(loss.dtype)
             solution = plan_softly(mdp, shaped.gaps, entropy.weight, tolerance, False)
             certificate = solution.certificate
             dual = certificate[..., 4] + rounding_error(shaped, solution.q, entropy.weight)
             good = (certificate[..., 3] <= tolerance) & (dual <= tolerance)
             certificate[..., 0], certificate[..., 4] = torch.where(good, 0.0, 2.0), dual
         else:
-            guess, solution = settle(mdp, shaped, entropy, guess, task.options)
+            guess, solution = settle(mdp, shaped, entropy, guess, self.options)
         shift = shaped.value + potential(mdp, shaped.constants)
         solution = solution._replace(value=solution.value + shift)
-        task.report(solution)
-        return guess, shaped.gaps, shift, *solution[:3]
+        report(bool(self.check), solution)
+        return *solution[:3], guess, shaped.gaps, shift
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.mark_non_differentiable(*output)
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        task: Task,
-        *tensors: Tensor,
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        outputs = Settled.apply(task, *in_front(info.batch_size, in_dims[1:], tensors))
-        return outputs, (0,) * len(outputs)
-
-
-class Poisoned(torch.autograd.Function):
-    """x, with NaN as derivative where a step has failed."""
-
-    @staticmethod
-    def forward(x: Tensor, certificate: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        x, certificate = inputs
-        failed = certificate[..., 0] != Status.CONVERGED
-        failed = failed[(..., *(None,) * (x.dim() - failed.dim()))]
-        ctx.save_for_backward(failed)
-        ctx.save_for_forward(failed)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
-        # Elements on which nothing depends stay: others share their parameters.
-        return torch.where(ctx.saved_tensors[0] & (cotangent != 0), torch.nan, cotangent), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return torch.where(ctx.saved_tensors[0], torch.nan, tangent)
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, int | None],
-        x: Tensor,
-        certificate: Tensor,
-    ) -> tuple[Tensor, int]:
-        return Poisoned.apply(*in_front(info.batch_size, in_dims, (x, certificate))), 0
-
-
-def in_front(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Move the dimension of a `vmap` to the front of every tensor, or expand it there."""
-    pairs = zip(tensors, dims, strict=True)
-    return [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in pairs]
-
-
-def solve_entropic(
-    task: Task,
-    loss: Tensor,
-    start: Tensor,
-    entropy: Entropy,
-    t: Tensor,
-    differentiable: bool,
-) -> Solution:
-    """Solve the step, for tensors that all have the same number of batch dimensions.
-
-    Args:
-        start: an occupancy measure, which may have zeros; only q(s) is used.
-        differentiable: whether derivatives are needed; they cost two more Newton steps.
-
-    Raises:
-        ValueError, SolveError: from `task.check` and `task.report`.
-    """
-    mdp, tolerance = task.mdp, task.options.tolerance_in(loss.dtype)
-    if task.closed and not inside_transform():
-        task.check(mdp, loss.detach(), start, entropy, t.detach())
-        centred = not task.probabilities and conserves(mdp)
-        solution = plan_softly(mdp, loss, entropy.weight, tolerance, centred)
-        # Beyond this rounding error, the loss is shaped.
-        coarse = min(tolerance / 4, max(tolerance / 200, 50 * torch.finfo(loss.dtype).eps))
-        if bool((solution.converged & (solution.dual_residual <= coarse)).all()):
-            return solution
-    tensors = (loss, start, *entropy, t, *(mdp.probabilities if task.probabilities else ()))
-    guess, gaps, shift, *found = Settled.apply(task, *(x.detach() for x in tensors))
-    if not differentiable:
-        return Solution(*found)
-    certificate = found[2]
-    # The value is that of the gaps; the derivative is that of loss + P shift - shift.
-    moving = loss + flow_of(mdp).lookahead(shift)
-    shaped = torch.where(mdp.actions, gaps + (moving - moving.detach()), 0.0)
-    if task.closed:
-        q, value, _ = plan_softly(mdp, shaped, entropy.weight, tolerance, False)[:3]
-    else:
-        centred = not (task.probabilities or inside_transform()) and conserves(mdp)
-        at = unfold(mdp, shaped, entropy, guess, centred)
+    def _replay(self, outputs: Sequence[Tensor], moving: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return (q, v) as a function of loss, w, kappa and the probabilities."""
+        (loss, weight, price, *probabilities), (*_, guess, gaps, shift) = moving, outputs
+        mdp = self.mdp.with_probabilities(*probabilities) if probabilities else self.mdp
+        # The value is that of the gaps; the derivative is that of loss + P shift - shift.
+        change = loss + flow_of(mdp).lookahead(shift)
+        shaped = torch.where(mdp.actions, gaps + (change - change.detach()), 0.0)
+        if self.closed:
+            tolerance = self.options.tolerance_in(loss.dtype)
+            found = plan_softly(mdp, shaped, weight.expand(gaps.shape[:-2]), tolerance, False)
+            return found.q, found.value + shift
+        entropy = Entropy(weight, price)
+        at = unfold(mdp, shaped, entropy, guess, self.centred)
         solve = invert_jacobian(mdp, entropy, at)
         for _ in range(3):  # each makes one more derivative right
             guess = guess + solve(at.log_state - guess)
-            at = unfold(mdp, shaped, entropy, guess, centred)
-        q, value = occupancy_of(mdp, at.log_policy), at.value
-    # The numbers are those of the certificate.
-    q, value = found[0] + (q - q.detach()), found[1] + (value + shift - (value + shift).detach())
-    q, value = Poisoned.apply(q, certificate), Poisoned.apply(value, certificate)
-    return Solution(q, value, certificate)
+            at = unfold(mdp, shaped, entropy, guess, self.centred)
+        return occupancy_of(mdp, at.log_policy), at.value + shift
+
+    def pull_back(
+        self,
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        z_bar: Sequence[Tensor],
+        more: bool,
+    ) -> Sequence[Tensor]:
+        """Return derivatives with respect to the tensors, zero for the start and t."""
+        loss, start, weight, price, t, *rest = tensors
+        moving = (loss, weight, price, *rest)
+        _, pull, *_ = torch.func.vjp(lambda *given: self._replay(outputs, given), *moving)
+        loss_bar, weight_bar, price_bar, *bars = pull(tuple(z_bar))
+        zeros = torch.zeros_like(start), torch.zeros_like(t)
+        return loss_bar, zeros[0], weight_bar, price_bar, zeros[1], *bars
+
+    def push(
+        self, tensors: Sequence[Tensor], outputs: Sequence[Tensor], tangents: Sequence[Any]
+    ) -> Sequence[Tensor]:
+        """Return the tangents of q and v."""
+        moving, dots = ((x[0], *x[2:4], *x[5:]) for x in (tensors, tangents))
+        return poison(
+            outputs, push_forward(lambda *given: self._replay(outputs, given), moving, dots)
+        )
+
+
+def poison(outputs: Sequence[Tensor], z: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Set z to NaN for elements that failed: their derivatives would be silently wrong.
+
+    Elements on which nothing depends, with z = 0, stay: others share their parameters.
+    """
+    if len(outputs) == 2:
+        return z[0], z[1]
+    asked = (z[0] != 0).any(-1).any(-1) | (z[1] != 0).any(-1)
+    failed = (outputs[2][..., 0] != Status.CONVERGED) & asked
+    x = torch.where(failed[..., None, None], torch.nan, z[0])
+    return x, torch.where(failed[..., None], torch.nan, z[1])
+
+
+def push_forward(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    at: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """Return the derivative along tangents, by two reverse passes; forward mode does not nest."""
+    (y0, y1), pull_back, *_ = torch.func.vjp(function, *at)
+
+    def paired(cotangents: tuple[Tensor, Tensor]) -> Tensor:
+        pairs = zip(pull_back(cotangents), tangents, strict=True)
+        terms = ((g * tangent).sum() for g, tangent in pairs if tangent is not None)
+        return sum(terms, y0.new_zeros(()))
+
+    return torch.func.grad(paired)((torch.zeros_like(y0), torch.zeros_like(y1)))

@@ -19,31 +19,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import carries_derivative, refuse_batched_derivatives
+from torch_occ._support.private import inside_transform, refuse_batched_derivatives
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_source
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.derivatives import Derivatives, Evaluator, derivatives
 from torch_occ.regularizers.parameters import spread_batch, with_rank
-from torch_occ.step.entropic import Entropy, Task, entropy_of, solve_entropic
+from torch_occ.step.entropic import Entropic, conserves, entropy_of, poison, push_forward
 from torch_occ.step.newton import newton
 from torch_occ.step.solution import (
     Options,
     Solution,
-    Status,
     check_probabilities,
     check_values,
+    event_dims_of,
     report,
 )
 from torch_occ.step.system import Factorization, factorize
 from torch_occ.step.ways import is_entropy, solves_in_logs
+
+Tensors = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,8 @@ class Setting:
     @property
     def event_dims(self) -> tuple[int | None, ...]:
         """The number of event dimensions of each tensor; None for parameters, which have any."""
-        return (0, *self.evaluator.event_dims, *(self._model_dims if self.probabilities else ()))
-
-    @property
-    def _model_dims(self) -> tuple[int, ...]:
-        return (1, *(layer.event_dims for layer in self.mdp.layers))
+        model = event_dims_of(self.mdp) if self.probabilities else ()
+        return (0, *self.evaluator.event_dims, *model)
 
     def bind(self, tensors: Sequence[Tensor]) -> Setting:
         """Return psi_t and the MDP with these tensors."""
@@ -87,9 +85,14 @@ class Setting:
         tensors = [with_rank(x, rank, 2) for x in pairs]
         tensors += self.evaluator.align(rank, self.t, self.parameters)
         if self.probabilities:
-            given = zip(self.mdp.probabilities, self._model_dims, strict=True)
+            given = zip(self.mdp.probabilities, event_dims_of(self.mdp), strict=True)
             tensors += [with_rank(p, rank, dim) for p, dim in given]
         return tensors
+
+    def batch_shape(self, *others: torch.Size) -> torch.Size:
+        """Return the batch shape of all tensors, and of these."""
+        given = self.evaluator.batch_shapes(self.parameters).values()
+        return broadcast(self.t.shape, self.mdp.batch_shape, *given, *others)
 
     def validate(self, x: Tensor, start: Tensor) -> None:
         """Check values; runs on plain tensors, inside every transform."""
@@ -101,7 +104,7 @@ class Setting:
     def deriver(self, batch: torch.Size) -> Callable[[Tensor], Derivatives]:
         """Return the function from q `(*batch, S, A)` to gradient and Hessian; plain tensors."""
         t = self.t.expand(batch) if self.t.dim() else self.t
-        evaluate = self.evaluator.bind_constants(self.parameters, t)
+        evaluate = self.evaluator.bind([p.detach() for p in self.parameters], t.detach())
         return lambda q: derivatives(self.mdp, self.evaluator.regularizer, evaluate, q)
 
     def gradient(self, q: Tensor) -> Tensor:
@@ -134,101 +137,118 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Stationarity:
+class Equation:
+    """An equation with the Jacobian K; its first tensors are its right-hand side, or a start."""
+
+    setting: Setting
+
+    leading: ClassVar[tuple[int, ...]]  # event dimensions of the tensors before the setting's
+
+    @property
+    def events(self) -> tuple[int | None, ...]:
+        """The number of event dimensions of each tensor."""
+        return (*self.leading, *self.setting.event_dims)
+
+    def solve(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return q and v, and a certificate with what else belongs to it, for plain tensors."""
+        raise NotImplementedError
+
+    def point(self, tensors: Tensors, outputs: Tensors) -> tuple[Tensor, Tensors]:
+        """Return q and the tensors of the setting at which K is evaluated."""
+        raise NotImplementedError
+
+    def operator(self, outputs: Tensors, arguments: Tensors) -> tuple[Tensor, Tensor]:
+        """Return the left-hand side, as a function of all tensors after the first two."""
+        raise NotImplementedError
+
+    def pull_back(self, tensors: Tensors, outputs: Tensors, z_bar: Tensors, more: bool) -> Tensors:
+        """Return derivatives with respect to the tensors; with `more`, also after the first two."""
+        q, setting = self.point(tensors, outputs)
+        # K' is K with the signs of its off-diagonal blocks changed.
+        given = (Linearized(self.setting), z_bar[0], -z_bar[1], q, *setting)
+        x_bar, minus_r_bar = ImplicitSolution.apply(*given)
+        if not more:
+            return x_bar, -minus_r_bar
+        _, pull, *_ = torch.func.vjp(lambda *given: self.operator(outputs, given), *tensors[2:])
+        return x_bar, -minus_r_bar, *pull((-x_bar, minus_r_bar))
+
+    def push(self, tensors: Tensors, outputs: Tensors, tangents: Sequence[Any]) -> Tensors:
+        """Return the tangents of q and v."""
+        q, setting = self.point(tensors, outputs)
+        x, r = tangents[0], tangents[1] if self.leading[1] == 1 else None  # not a start
+        x = torch.zeros_like(outputs[0]) if x is None else x
+        r = torch.zeros_like(outputs[1]) if r is None else r
+        if any(dot is not None for dot in tangents[2:]):
+            moved = push_forward(
+                lambda *given: self.operator(outputs, given), tensors[2:], tangents[2:]
+            )
+            x, r = x - moved[0], r - moved[1]
+        given = (*poison(outputs, (x, r)), q, *setting)
+        found: Tensors = ImplicitSolution.apply(Linearized(self.setting), *given)
+        return found
+
+
+@dataclass(frozen=True)
+class Stationarity(Equation):
     """grad psi_t(q) - E'v = x, E q = b; tensors `(x, start, *setting)`.
 
     `check` says whether failures raise. With None, the arguments are not checked either.
     """
 
-    setting: Setting
     options: Options
     check: bool | None
 
     leading = (2, 2)
 
-    def solve(self, x: Tensor, start: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        bound = self.setting.bind(tensors)
+    def solve(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        x, start, *rest = tensors
+        bound = self.setting.bind(rest)
         if self.check is not None:
             bound.validate(x, start)
-        given = bound.evaluator.batch_shape(bound.parameters)
-        batch = broadcast(
-            x.shape[:-2], start.shape[:-2], bound.t.shape, bound.mdp.batch_shape, given
-        )
-        solution = newton(
-            flow_of(bound.mdp, batch.numel()),
-            bound.deriver(batch),
-            -x.expand(*batch, *x.shape[-2:]),
-            start,
-            self.options,
-        )
+        batch = bound.batch_shape(x.shape[:-2], start.shape[:-2])
+        flow, loss = flow_of(bound.mdp, batch.numel()), -x.expand(*batch, *x.shape[-2:])
+        solution = newton(flow, bound.deriver(batch), loss, start, self.options)
         report(bool(self.check), solution)
         return solution[:3]
 
-    def point(
-        self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return q and the tensors of the setting at which K is evaluated."""
+    def point(self, tensors: Tensors, outputs: Tensors) -> tuple[Tensor, Tensors]:
         return outputs[0], tensors[2:]
 
-    def operator(
-        self, outputs: Sequence[Tensor], arguments: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def operator(self, outputs: Tensors, arguments: Tensors) -> tuple[Tensor, Tensor]:
         bound, q, v = self.setting.bind(arguments), outputs[0], outputs[1]
         return bound.gradient(q) - bound.adjoint(v), bound.constrain(q, v) - bound.source
 
-    def rhs_cotangents(self, x_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, None]:
-        return x_bar, None
-
-    def rhs_tangents(self, x: Tensor | None, start: Tensor | None) -> tuple[Tensor | None, None]:
-        return x, None
-
 
 @dataclass(frozen=True)
-class Linearized:
+class Linearized(Equation):
     """H(q) u - E'm = x, E u = r; tensors `(x, r, q, *setting)`."""
-
-    setting: Setting
 
     leading = (2, 1, 2)
 
-    def solve(self, x: Tensor, r: Tensor, q: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        bound = self.setting.bind(tensors)
-        batch = broadcast(q.shape[:-2], bound.t.shape)
+    def solve(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        x, r, q, *rest = tensors
+        bound = self.setting.bind(rest)
+        batch = bound.batch_shape(q.shape[:-2])
         q = q.expand(*batch, *q.shape[-2:])
         whole = broadcast(x.shape[:-2], batch)  # under a vmap, q may have a dimension that x lacks
         x, r = x.expand(*whole, *x.shape[-2:]), r.expand(*whole, *r.shape[-1:])
         return bound.factorize(q, batch, whole.numel()).solve(x, r)
 
-    def point(
-        self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]
-    ) -> tuple[Tensor, Sequence[Tensor]]:
+    def point(self, tensors: Tensors, outputs: Tensors) -> tuple[Tensor, Tensors]:
         return tensors[2], tensors[3:]
 
-    def operator(
-        self, outputs: Sequence[Tensor], arguments: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def operator(self, outputs: Tensors, arguments: Tensors) -> tuple[Tensor, Tensor]:
         (q, *tensors), (u, m) = arguments, outputs
         bound = self.setting.bind(tensors)
         q = q.expand(broadcast(q.shape, u.shape))
         return bound.hessian_product(q, u) - bound.adjoint(m), bound.constrain(u, m)
-
-    def rhs_cotangents(self, x_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, Tensor]:
-        return x_bar, r_bar
-
-    def rhs_tangents(
-        self, x: Tensor | None, r: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        return x, r
-
-
-Equation = Stationarity | Linearized
 
 
 class ImplicitSolution(torch.autograd.Function):
     """The solution of an equation, differentiable by the implicit function theorem."""
 
     @staticmethod
-    def forward(equation: Equation, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(equation: Equation | Entropic, *tensors: Tensor) -> tuple[Tensor, ...]:
         return equation.solve(*tensors)
 
     @staticmethod
@@ -242,104 +262,42 @@ class ImplicitSolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         refuse_batched_derivatives(*cotangents)
-        equation, saved = ctx.equation, ctx.saved_tensors
-        tensors, outputs = saved[: ctx.count], saved[ctx.count :]
-        z_bar = poison(outputs, cotangents[:2])
-        q, setting = equation.point(tensors, outputs)
-        linearized = Linearized(equation.setting)
-        # K' is K with the signs of its off-diagonal blocks changed.
-        x_bar, minus_r_bar = ImplicitSolution.apply(linearized, z_bar[0], -z_bar[1], q, *setting)
-        r_bar = -minus_r_bar
-        arguments = tensors[2:]
-        if any(ctx.needs_input_grad[3:]):
-            operator = equation.operator
-            _, pull_back, *_ = torch.func.vjp(lambda *given: operator(outputs, given), *arguments)
-            pulled = pull_back((-x_bar, -r_bar))
-        else:
-            pulled = (None,) * len(arguments)
-        grads = (*equation.rhs_cotangents(x_bar, r_bar), *pulled)
-        pairs = zip(grads, tensors, strict=True)
-        return None, *(None if g is None else _sum_to(g, x) for g, x in pairs)
+        tensors, outputs = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        needed, z_bar = ctx.needs_input_grad[1:], poison(outputs, cotangents[:2])
+        found = ctx.equation.pull_back(tensors, outputs, z_bar, any(needed[2:]))
+        grads = zip(found, tensors, needed, strict=False)
+        bars = [g.sum_to_size(x.shape) if need else None for g, x, need in grads]
+        return None, *bars, *[None] * (len(needed) - len(bars))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_batched_derivatives(*tangents)
-        equation, saved = ctx.equation, ctx.saved_tensors
-        tensors, outputs = saved[: ctx.count], saved[ctx.count :]
-        q, setting = equation.point(tensors, outputs)
-        x, r = equation.rhs_tangents(*tangents[:2])
-        x = torch.zeros_like(outputs[0]) if x is None else x
-        r = torch.zeros_like(outputs[1]) if r is None else r
-        if any(tangent is not None for tangent in tangents[2:]):
-            operator = equation.operator
-            moved = push_forward(lambda *given: operator(outputs, given), tensors[2:], tangents[2:])
-            x, r = x - moved[0], r - moved[1]
-        x, r = poison(outputs, (x, r))
-        dq, dv = ImplicitSolution.apply(Linearized(equation.setting), x, r, q, *setting)
-        return (dq, dv, *(None,) * (len(outputs) - 2))
+        tensors, outputs = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        return *ctx.equation.push(tensors, outputs, tangents), *[None] * (len(outputs) - 2)
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, ...], equation: Equation, *tensors: Tensor
+        info: Any, in_dims: tuple[int | None, ...], equation: Equation | Entropic, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        dims = in_dims[1:]
-        pairs = zip(tensors, dims, strict=True)
-        front = [x if dim is None else x.movedim(dim, 0) for x, dim in pairs]
-        events = (*equation.leading, *equation.setting.event_dims)
-        kinds = zip(dims, events, strict=True)
-        batched = [dim is not None for dim, event in kinds if event is None]
-        inside = any(batched) or bool(equation.setting.evaluator.vmapped)
-        if inside:
-            # The regularizer must be evaluated under a vmap of its own, and all tensors need the
-            # dimension of that vmap.
-            evaluator = equation.setting.evaluator.under_vmap(batched)
-            equation = replace(equation, setting=replace(equation.setting, evaluator=evaluator))
-        rank = tensors[0].dim() - equation.leading[0] - (dims[0] is not None)
-        for i, event in enumerate(events):
-            if event is None:
+        events = equation.events
+        rank = tensors[0].dim() - (events[0] or 0) - (in_dims[1] is not None)
+        front = []
+        for i, (x, dim, event) in enumerate(zip(tensors, in_dims[1:], events, strict=True)):
+            if dim is None:
+                # What has no batch dimensions stays without.
+                stays = event is None or (i and x.dim() <= event)
+                front.append(x if stays else x.unsqueeze(0))
                 continue
-            shared, number = dims[i] is None, tensors[i].dim() == (dims[i] is not None)
-            if number and (inside or not shared):
-                front[i] = front[i].reshape(-1, *(1,) * (rank + event))
-            elif shared and not number:
-                front[i] = front[i].unsqueeze(0)
-            if shared and inside:
-                front[i] = front[i].expand(info.batch_size, *front[i].shape[1:])
+            if event is None:
+                raise NotImplementedError(
+                    "torch.func.vmap: the parameters of a module inside a regularizer, such as "
+                    "nn.Linear, cannot be batched; call the step once for each of them"
+                )
+            x = x.movedim(dim, 0)
+            missing = rank + event + 1 - x.dim()
+            front.append(x.reshape(x.shape[0], *(1,) * missing, *x.shape[1:]))
         outputs = ImplicitSolution.apply(equation, *front)
         return outputs, (0,) * len(outputs)
-
-
-def poison(outputs: Sequence[Tensor], z: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Set z to NaN for elements that failed: their derivatives would be silently wrong.
-
-    Elements on which nothing depends, with z = 0, stay: others share their parameters.
-    """
-    if len(outputs) == 2:
-        return z[0], z[1]
-    asked = (z[0] != 0).any(-1).any(-1) | (z[1] != 0).any(-1)
-    failed = (outputs[2][..., 0] != Status.CONVERGED) & asked
-    x = torch.where(failed[..., None, None], torch.nan, z[0])
-    return x, torch.where(failed[..., None], torch.nan, z[1])
-
-
-def push_forward(
-    function: Callable[..., tuple[Tensor, Tensor]],
-    at: Sequence[Tensor],
-    tangents: Sequence[Tensor | None],
-) -> tuple[Tensor, Tensor]:
-    """Return the derivative along tangents, by two reverse passes; forward mode does not nest."""
-    (y0, y1), pull_back, *_ = torch.func.vjp(function, *at)
-
-    def paired(cotangents: tuple[Tensor, Tensor]) -> Tensor:
-        pairs = zip(pull_back(cotangents), tangents, strict=True)
-        terms = ((g * tangent).sum() for g, tangent in pairs if tangent is not None)
-        return sum(terms, y0.new_zeros(()))
-
-    return torch.func.grad(paired)((torch.zeros_like(y0), torch.zeros_like(y1)))
-
-
-def _sum_to(gradient: Tensor, like: Tensor) -> Tensor:
-    return gradient.sum_to_size(like.shape) if gradient.shape != like.shape else gradient
 
 
 def solve_setting(
@@ -352,33 +310,17 @@ def solve_setting(
         rank: the number of batch dimensions.
         check: as in `Stationarity`.
     """
-    mdp, regularizer = setting.mdp, setting.evaluator.regularizer
+    mdp, evaluator = setting.mdp, setting.evaluator
     tensors = setting.align(rank, -loss, start)
-    if not solves_in_logs(regularizer, mdp):
+    if not solves_in_logs(evaluator.regularizer, mdp):
         return Solution(*ImplicitSolution.apply(Stationarity(setting, options, check), *tensors))
-    values = [spread_batch(setting.t), *setting.parameters]
-    given = entropy_of(setting.evaluator.composition, values)
-    entropy = Entropy(*(with_rank(x, rank, 0) for x in given))
+    given = entropy_of(evaluator.composition, [spread_batch(setting.t), *setting.parameters])
     mdp = setting.bind(tensors[2:]).mdp
-
-    def validate(
-        model: LayeredMDP, loss: Tensor, start: Tensor, entropy: Entropy, t: Tensor
-    ) -> None:
-        if check is None:
-            return
-        if setting.probabilities:
-            check_probabilities(model)
-        check_values(model, loss, start, t, zeros=True)
-        if not bool((entropy.weight > 0).all() and entropy.weight.isfinite().all()):
-            raise ValueError(
-                "regularizer: its weight is not a positive number; check its parameters"
-            )
-
-    closed, tell = is_entropy(regularizer, closed=True), partial(report, bool(check))
-    task = Task(mdp, options, setting.probabilities, closed, validate, tell)
-    _, start, t, *_ = tensors
-    differentiable = any(carries_derivative(x) for x in (loss, t, *entropy, *mdp.probabilities))
-    # The entropy may not depend on t, whose batch counts all the same.
-    loss = with_rank(loss, rank, 2)
-    loss = loss.expand(*broadcast(loss.shape[:-2], t.shape), *loss.shape[-2:])
-    return solve_entropic(task, loss, start, entropy, t, differentiable)
+    closed = is_entropy(evaluator.regularizer, closed=True)
+    centred = not (setting.probabilities or inside_transform()) and conserves(mdp)
+    equation = Entropic(mdp, options, setting.probabilities, closed, check, centred)
+    probabilities = mdp.probabilities if setting.probabilities else ()
+    entropy = [with_rank(x, rank, 0) for x in given]
+    arguments = (-tensors[0], tensors[1], *entropy, tensors[2], *probabilities)
+    solution = equation.plan(*arguments) if closed and not inside_transform() else None
+    return solution or Solution(*ImplicitSolution.apply(equation, *arguments)[:3])

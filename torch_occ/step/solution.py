@@ -466,6 +466,11 @@ def check_values(mdp: LayeredMDP, loss: Tensor, start: Tensor, t: Tensor, *, zer
         )
 
 
+def event_dims_of(mdp: LayeredMDP) -> tuple[int, ...]:
+    """Return the number of event dimensions of each of the probabilities."""
+    return (1, *(layer.event_dims for layer in mdp.layers))
+
+
 def place_of(mdp: LayeredMDP, index: Tensor) -> str:
     """Return the batch element, layer, state and action of an index, for error messages."""
     *batch, state, action = index.tolist()

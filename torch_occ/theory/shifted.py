@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_occ.game.adaptive import ShiftedFTRL, root_and_barrier
 from torch_occ.game.callbacks import Callback
+from torch_occ.game.shifted import ShiftedFTRL, root_and_barrier
 from torch_occ.game.simulate import Simulation
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of

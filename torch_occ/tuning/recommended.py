@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from torch_occ._support.choices import later
-from torch_occ.game.adaptive import ShiftedFTRL
 from torch_occ.game.estimators import ReducedVariance
 from torch_occ.game.learners import FTRL, Learner
+from torch_occ.game.shifted import ShiftedFTRL
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import ConditionalEntropy, LogBarrier, Tsallis
