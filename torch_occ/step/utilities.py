@@ -35,6 +35,8 @@ from torch_occ.step.solution import Solution, Status, over, report
 _STEPS, _HALVINGS, _SHARES = 40, 12, 300
 #: Errors from which on the search starts again with a small share of F.
 _LOST = 1e-6
+#: The error of q that counts as solved, in tolerances of the step: a steep F amplifies rounding.
+_SLACK = 25.0
 #: Linear systems take a q of at least this; entropies underflow.
 _TINY = 1e-200
 
@@ -157,21 +159,18 @@ class UtilityStep(nn.Module):
         q, z, y = point.inner.q, point.z, point.y
         if torch.is_grad_enabled():
             # Differentiable outer steps. The numbers do not change, but for rounding.
-            J, G = linear.J, self.features
+            J, G = _finite(linear.J), torch.where(self.step.mdp.actions, self.features, 0.0)
             for last in (False, False, True):
                 y = search.slopes(z)[0]
-                q = self.step.solve(
-                    cumulative_loss + (over(y, 2) * G).sum(-3), t, check=False, warm_start=None
-                ).q
-                found = search.gather(q)
+                priced = cumulative_loss + (over(y, 2) * G).sum(-3)
+                q = self.step.solve(priced, t, check=False).q
+                found = (G * q.unsqueeze(-3)).sum((-2, -1))
                 z = found if last else z - torch.linalg.solve(J, z - found)
         error = torch.maximum(linear.error, point.inner.dual_residual)
         status = point.inner.status
-        failed = (status == Status.CONVERGED) & ~(error <= search.tolerance)
+        failed = (status == Status.CONVERGED) & ~(error <= _SLACK * search.tolerance)
         status = torch.where(failed, int(Status.STALLED), status)
-        least = torch.linalg.eigvalsh(_finite(point.curvature)).aminmax(dim=-1)
-        concave = least.min < -1e-9 * least.max.abs().clamp(min=_TINY)
-        status = torch.where(concave, int(Status.NOT_CONVEX), status)
+        status = torch.where(_is_concave(point), int(Status.NOT_CONVEX), status)
         solution = UtilitySolution(q, z, y, error, steps, status)
         report(check, solution, "the step with a utility")
         return solution
@@ -218,7 +217,7 @@ class _Search:
         return y, torch.stack(rows, -2).detach()
 
     @torch.no_grad()
-    def at(self, z: Tensor, share: float, start: Tensor | None = None) -> _Point:
+    def at(self, z: Tensor, share: float) -> _Point:
         """Solve the step for the prices of a share of F at z."""
         y, curvature = self.slopes(z, curved=True)
         y, curvature = share * y.detach(), share * curvature
@@ -226,7 +225,7 @@ class _Search:
         y = torch.where(over(inside, 1), y, 0.0)
         z = torch.where(over(inside, 1), z, torch.nan)
         priced = self.loss + (over(y, 2) * self.G).sum(-3)
-        inner = self.step.solve(priced, self.t, warm_start=start, check=False)
+        inner = self.step.solve(priced, self.t, check=False)
         return _Point(z, y, curvature, inner, z - self.gather(inner.q))
 
     @torch.no_grad()
@@ -294,6 +293,13 @@ class _Search:
             else:
                 ratio = ratio**0.5
         return self.at(point.z, 1.0) if share < 1.0 else point, total
+
+
+def _is_concave(point: _Point) -> Tensor:
+    """Return whether F has a negative curvature at a point, beyond rounding errors, `(*batch,)`."""
+    least, most = torch.linalg.eigvalsh(_finite(point.curvature)).aminmax(dim=-1)
+    rounding = point.y.abs().amax(-1) / point.z.abs().amax(-1).clamp(min=_TINY)
+    return least < -1e-9 * most.abs() - 1e-9 * rounding
 
 
 def _finite(matrix: Tensor) -> Tensor:
