@@ -24,9 +24,10 @@ from torch import Tensor
 
 import torch_occ as occ
 from experiments import common
-from experiments.common import CONSTRAINED, CORRUPTED, GREEDY, STOCHASTIC, SWITCHING
 
-TWO_PHASE, DRIFT, LEVELS, SEESAW = "two phases", "drift", "levels", "seesaw"
+STOCHASTIC, CONSTRAINED, CORRUPTED = "stochastic", "constrained", "corrupted"
+GREEDY, SWITCHING, TWO_PHASE = "greedy adversary", "switching", "two phases"
+DRIFT, LEVELS, SEESAW = "drift", "levels", "seesaw"
 WORLDS = (STOCHASTIC, CONSTRAINED, CORRUPTED, GREEDY, TWO_PHASE, DRIFT, SWITCHING, LEVELS, SEESAW)
 Shape = tuple[int, int, int]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import multiprocessing
 import os
 import platform
@@ -17,7 +16,6 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -261,84 +259,6 @@ def final_regret(
     return history.regret[:, -1]
 
 
-STOCHASTIC, CORRUPTED, SWITCHING = "stochastic", "corrupted", "switching"
-GREEDY, CONSTRAINED = "greedy adversary", "constrained"
-
-
-class Family(NamedTuple):
-    """Random MDPs of one size, numbered, with uniformly random means; and how long they last."""
-
-    episodes: int
-    horizon: int = 3
-    width: int = 3
-    actions: int = 3
-
-    def problem(self, number: int) -> tuple[occ.LayeredMDP, Tensor]:
-        """An MDP and its mean losses."""
-        mdp = occ.LayeredMDP.random(self.horizon, self.width, self.actions, seed=number)
-        return mdp, random_means(mdp, number)
-
-    def stochastic(self, numbers: range) -> occ.tuning.World:
-        """The stochastic worlds of some MDPs, which can be forecast as one batch."""
-        mdps, means = zip(*map(self.problem, numbers), strict=True)
-        return occ.tuning.World(STOCHASTIC, occ.tuning.stack(mdps), torch.stack(means))
-
-    def environment(self, number: int, name: str) -> occ.LossProcess:
-        """Losses for one MDP.
-
-        The greedy adversary reacts to the learner. It cannot be forecast, so the tuner has to play.
-        """
-        _, mean = self.problem(number)
-        _, other = self.problem(number + 10_000)
-        quarter, bernoulli = max(self.episodes // 4, 1), occ.BernoulliLosses(mean)
-        budget = 4 * math.sqrt(self.episodes)
-        return {
-            STOCHASTIC: bernoulli,
-            CORRUPTED: occ.Corrupted(bernoulli, budget, "targeted", target=mean),
-            SWITCHING: occ.SwitchingLosses(torch.stack([mean, other]), quarter, noise="bernoulli"),
-            GREEDY: occ.GreedyAdversary(),
-            CONSTRAINED: occ.StochasticallyConstrained(mean),
-        }[name]
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Which MDPs of a family are tuned on, and which are held out."""
-
-    episodes: int = 10_000
-    """T"""
-    train: int = 2
-    """MDPs to tune on"""
-    test: int = 2
-    """held-out MDPs"""
-    seed: int = 100
-    """of the first held-out MDP; the training MDPs come before it"""
-    seeds: int = 20
-    """runs of every simulation on held-out MDPs"""
-    horizon: int = 3
-    """L"""
-    width: int = 3
-    """states in each layer but the first"""
-    actions: int = 3
-    """A"""
-    root: Path = Path("runs")
-    """where the run's directory goes"""
-
-    @property
-    def family(self) -> Family:
-        return Family(self.episodes, self.horizon, self.width, self.actions)
-
-    @property
-    def training(self) -> range:
-        """Numbers of the training MDPs."""
-        return range(self.seed - self.train, self.seed)
-
-    @property
-    def held_out(self) -> range:
-        """Numbers of the held-out MDPs."""
-        return range(self.seed, self.seed + self.test)
-
-
 # -- how fast does regret grow? -------------------------------------------------------------------
 # A curve is averaged over seeds first and fitted afterwards. The intervals resample the seeds: they
 # say how far another set of seeds could have moved the fit. They do not say whether the model is
@@ -521,38 +441,6 @@ def ratio_band(regret: Tensor, reference: Tensor, resamples: int = 1000) -> Band
     lower, upper = (above / below).quantile(levels, dim=0)
     exists = (below > 0).all(0) & (reference.mean(0) > 0)
     return Band(*(x.where(exists, torch.nan) for x in (value, lower, upper)))
-
-
-class Ratio(NamedTuple):
-    """The ratio of two means, with its standard error."""
-
-    value: float
-    error: float
-
-    @classmethod
-    def of(cls, above: Tensor, below: Tensor) -> Ratio:
-        """Of means over seeds, `(N,)` each, which were drawn independently."""
-        value = float(above.mean() / below.mean())
-        shares = [float(x.std() / x.mean()) / len(x) ** 0.5 for x in (above, below)]
-        return cls(value, abs(value) * math.hypot(*shares))
-
-    @classmethod
-    def paired(cls, above: Tensor, below: Tensor) -> Ratio:
-        """Of means over the same MDPs or seeds, `(N,)` each; 1.96 errors are Student's interval."""
-        value = float(above.mean() / below.mean())
-        mean, _, upper = band(above - value * below)
-        return cls(value, float((upper - mean) / 1.96 / below.mean().abs()))
-
-    @classmethod
-    def mean(cls, ratios: Sequence[Ratio]) -> Ratio:
-        """The mean of the ratios of several MDPs."""
-        values, errors = np.array(ratios).T
-        return cls(float(values.mean()), float(np.linalg.norm(errors)) / len(errors))
-
-    def __str__(self) -> str:
-        digits = 2 if self.value < 3 else 1
-        half = f" ± {1.96 * self.error:.{digits}f}" if self.error > 0 else ""
-        return f"{self.value:.{digits}f}{half}"
 
 
 # -- drawing --------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ There are two parts, each with a table and a figure. `accuracy` compares the for
 simulated regret over a grid of settings. `rivals` tunes for the stochastic world and compares with
 searches by simulation, on held-out MDPs: a number of quasi-random points, and random search and
 Optuna with as much processor time as the tuner. All of them minimize the tuner's objective in the
-same box: the mean over the training MDPs of log regret. For tuning under a guard against an
-adversary, see `both_worlds`.
+same box: the mean over the training MDPs of log regret.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,7 +25,7 @@ from torch import Tensor
 
 import torch_occ as occ
 from experiments import common
-from experiments.common import COLOURS, Family, Tuning
+from experiments.common import COLOURS
 
 Setting = tuple[float, float, float]  # alpha, beta, gamma
 PAPER, APPENDIX, TUNED = "paper", "paper's appendix", "tuned"
@@ -36,25 +35,37 @@ BOX = {"alpha": (0.01, 10.0), "beta": (0.01, 1000.0), "gamma": (0.25, 4.0)}
 
 
 @dataclass(frozen=True)
-class Args(Tuning):
+class Args:
     """How much is tuned, played and compared."""
 
+    episodes: int = 10_000
+    """T"""
+    train: int = 2
+    """MDPs to tune on"""
+    test: int = 2
+    """held-out MDPs"""
+    seed: int = 100
+    """of the first held-out MDP; the training MDPs come before it"""
+    seeds: int = 20
+    """runs of every simulation on held-out MDPs"""
+    size: tuple[int, int, int] = (3, 3, 3)
+    """L, the states in each layer but the first, and A"""
+    root: Path = Path("runs")
+    """where the run's directory goes"""
     rival_mdps: int = 4
-    """searches by simulation play this many training MDPs, the last ones; the tuner leaps on all"""
+    """searches by simulation play this many training MDPs, the last ones; the tuner takes all"""
     betas: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0, 100.0)
     """grid of the comparison of forecasts with simulations"""
     gammas: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
     """likewise"""
     particles: int = 128
     """of a forecast by leaping, in the comparison with simulations"""
-    steps: int = 12
-    """of the tuner: its steps by gradients"""
-    rounds: int = 4
-    """of the tuner: its rounds of trials"""
-    trials: int = 12
-    """of the tuner: trials in a round"""
-    trial_particles: int = 8
-    """of the tuner: particles of a trial, on each MDP"""
+    steps: int = 30
+    """of the tuner"""
+    starts: int = 2
+    """of the tuner"""
+    trust: float = 0.7
+    """share of noise up to which the tuner trusts a forecast"""
     points: int = 24
     """of the quasi-random search, each played once on each MDP; 0 for none"""
     budget: float = 0.0
@@ -63,17 +74,32 @@ class Args(Tuning):
     """which parts to run"""
 
     @property
+    def training(self) -> range:
+        """Numbers of the training MDPs."""
+        return range(self.seed - self.train, self.seed)
+
+    @property
     def played(self) -> range:
         """Those of them that searches by simulation play."""
-        return range(max(self.seed - max(self.rival_mdps, 1), self.training.start), self.seed)
+        return self.training[-max(self.rival_mdps, 1) :]
+
+    @property
+    def held_out(self) -> range:
+        """Numbers of the held-out MDPs."""
+        return range(self.seed, self.seed + self.test)
+
+    def problem(self, number: int) -> tuple[occ.LayeredMDP, Tensor]:
+        """An MDP and its mean losses."""
+        mdp = occ.LayeredMDP.random(*self.size, seed=number)
+        return mdp, common.random_means(mdp, number)
 
 
 @cache
-def simulated(family: Family, number: int, setting: Setting, seeds: int) -> occ.History:
-    """A setting in the stochastic world of one MDP."""
-    mdp, mean = family.problem(number)
+def simulated(args: Args, number: int, setting: Setting, seeds: int) -> Tensor:
+    """The final regrets of a setting in the stochastic world of one MDP, `(N,)`."""
+    mdp, mean = args.problem(number)
     learner, losses = occ.FTRL(mdp, occ.jin_luo(mdp, *setting)), occ.BernoulliLosses(mean)
-    return occ.simulate(mdp, learner, losses, family.episodes, range(1, seeds + 1))
+    return common.final_regret(learner, losses, args.episodes, range(1, seeds + 1))
 
 
 def accuracy(args: Args, directory: Path) -> list[str]:
@@ -106,9 +132,9 @@ def accuracy(args: Args, directory: Path) -> list[str]:
 
 def compare_forecasts(args: Args, number: int, beta: float, gamma: float) -> dict[str, Any]:
     """One setting on one MDP."""
-    setting = (args.actions**-0.5, beta, gamma)
-    truth = occ.game.Mean.of(simulated(args.family, number, setting, args.seeds).regret[:, -1])
-    mdp, mean = args.family.problem(number)
+    setting = (args.size[2] ** -0.5, beta, gamma)
+    truth = occ.game.Mean.of(simulated(args, number, setting, args.seeds))
+    mdp, mean = args.problem(number)
     psi = occ.jin_luo(mdp, *setting)
     with torch.no_grad():
         path = occ.forecast(mdp, psi, mean, args.episodes)
@@ -156,13 +182,8 @@ class Search(NamedTuple):
 
 def judge(args: Args, setting: Setting) -> float:
     """The mean log regret of one run on each MDP that searches play."""
-    logs = []
-    for number in args.played:
-        mdp, mean = args.family.problem(number)
-        learner, losses = occ.FTRL(mdp, occ.jin_luo(mdp, *setting)), occ.BernoulliLosses(mean)
-        regret = common.final_regret(learner, losses, args.episodes, range(1, 2))
-        logs.append(math.log(max(float(regret), 1.0)))
-    return float(np.mean(logs))
+    regrets = [float(simulated(args, number, setting, 1)) for number in args.played]
+    return float(np.mean([math.log(max(regret, 1.0)) for regret in regrets]))
 
 
 def search(
@@ -217,37 +238,36 @@ def search_all(args: Args, budget: float) -> dict[str, Search]:
 
 
 def rivals(args: Args, directory: Path) -> list[str]:
-    """The tuner without a guard, against searches with the same objective."""
-    family, mdp = args.family, args.family.problem(args.training[0])[0]
-    short = family._replace(episodes=10)  # compiles, before the clock starts
+    """The tuner against searches with the same objective."""
+    mdps, means = zip(*map(args.problem, args.training), strict=True)
+    short = replace(args, episodes=10)  # compiles, before the clock starts
     simulated(short, args.seed, (0.5, 1.0, 1.0), 1)
-    occ.leap(mdp, occ.jin_luo(mdp), family.problem(args.training[0])[1], 10, particles=1)
-    begun, psi = time.process_time(), occ.jin_luo(mdp)
+    psi = occ.jin_luo(mdps[0])
+    worlds = [occ.tuning.World("stochastic", occ.tuning.stack(mdps), torch.stack(means))]
+    occ.forecast(mdps[0], psi, means[0], 10)
+    begun = time.process_time()
     objective = occ.tuning.ForecastObjective(
-        [family.stochastic(args.training)], args.episodes, reference=psi, robustness=1.0
+        worlds, args.episodes, reference=psi, robustness=1.0, trust=args.trust
     )
-    recipe = occ.tuning.Recipe(
-        steps=args.steps, rounds=args.rounds, points=args.trials, particles=args.trial_particles
-    )
-    refined = occ.tune_and_refine(
-        objective, psi, recipe, bounds=BOX, directory=directory / "tuning"
-    )
+    tuned = occ.tune(
+        objective, psi, steps=args.steps, starts=args.starts, rate=0.5, bounds=BOX,
+        directory=directory / "tuning",
+    )  # fmt: skip
     spent = time.process_time() - begun
-    print(f"{refined.start}\nrefined: {refined.tuned}", flush=True)
-    parts = f"{refined.start.seconds:.1f} s by gradients, {refined.seconds:.1f} s by"
+    print(tuned, flush=True)
     lines = [
-        f"tuner: {spent:.1f} s of processor time; {parts} {len(refined.values)} trials",
+        f"tuner: {spent:.1f} s of processor time, {tuned.values.numel()} forecasts on each MDP",
         f"random search and Optuna got {common.seconds(args.budget or spent)} each",
     ]
-    paper = (args.actions**-0.5, 64.0 * args.horizon, 1.0)
+    paper = (args.size[2] ** -0.5, 64.0 * args.size[0], 1.0)
     # The constants of the appendix, with the paper's beta.
-    stochastic = occ.theory.tune_stochastic(family.problem(args.seed)[0])
+    stochastic = occ.theory.tune_stochastic(args.problem(args.seed)[0])
     candidates: dict[str, tuple[Setting, float]] = {
         PAPER: (paper, 0.0),
         APPENDIX: ((stochastic.alpha, paper[1], stochastic.gamma), 0.0),
         # FTRL.tsallis(mdp): nothing is tuned, and there is no log-barrier.
         TSALLIS: ((0.0, 0.0, 1.0), 0.0),
-        TUNED: (setting_of(refined.tuned), spent),
+        TUNED: (setting_of(tuned), spent),
     }
     for name, found in search_all(args, args.budget or spent).items():
         candidates[name] = found.best, found.seconds
@@ -278,8 +298,7 @@ def setting_of(tuned: occ.tuning.Tuned) -> Setting:
 
 def held_out(args: Args, setting: Setting) -> Tensor:
     """Final regrets in the stochastic worlds of the held-out MDPs, `(MDPs, seeds)`."""
-    found = [simulated(args.family, number, setting, args.seeds) for number in args.held_out]
-    return torch.stack([history.regret[:, -1] for history in found])
+    return torch.stack([simulated(args, number, setting, args.seeds) for number in args.held_out])
 
 
 def draw_rivals(

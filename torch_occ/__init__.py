@@ -98,9 +98,7 @@ from torch_occ.game.comparing import compare_learners as compare_learners
 from torch_occ.tuning.forecast import forecast as forecast
 from torch_occ.tuning.leaps import leap as leap
 from torch_occ.tuning.tune import tune as tune
-from torch_occ.tuning.refine import refine as refine
-from torch_occ.tuning.recommended import tune_and_refine as tune_and_refine
-from torch_occ.tuning.recommended import recommended as recommended
+from torch_occ.tuning.tune import recommended as recommended
 
 # Sweeps over many games
 from torch_occ.sweeps import grid as grid
@@ -121,10 +119,7 @@ _MOVED = {
         "Bonus CountingLearner EULER KLUCB MultiLayerUCBVI PSRL StrongEuler Thompson UCBVI "
         "UOBREPS UnknownFTRL Widths empirical_transitions upper_occupancy"
     ),
-    "tuning": (
-        "Evaluation Forecast ForecastObjective Guard Leaps Prediction Recipe Refined Tuned "
-        "Verdict World predict stack"
-    ),
+    "tuning": "Evaluation Forecast ForecastObjective Leaps Tuned World stack",
     "sweeps": "Failure SweepResult",
 }
 
@@ -146,7 +141,11 @@ _GONE = {
     "Projection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
     "OSSB": "occ.rivals.Thompson has less regret; occ.limits.lower_bound has the limit",
     "PolicyOptimization": "use occ.FTRL.tsallis, which has less regret",
-}
+    "predict": "use occ.forecast where it is reliable, and occ.leap elsewhere",
+    "Prediction": "use occ.forecast where it is reliable, and occ.leap elsewhere",
+} | dict.fromkeys(
+    ("refine", "tune_and_refine", "Recipe", "Refined", "Guard", "Verdict"), "use occ.tune"
+)
 
 
 def __getattr__(name: str) -> _Any:

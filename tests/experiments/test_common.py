@@ -1,25 +1,16 @@
-"""What the experiments share: fits of growth, ratios, files, tables, games and clocks."""
+"""What the experiments share: fits of growth, files, tables, games and clocks."""
 
 import itertools
 import math
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import torch_occ as occ
 from experiments import common
-from experiments.common import (
-    Game,
-    Ratio,
-    Runs,
-    growth,
-    late,
-    ratio_band,
-)
+from experiments.common import Game, Runs, growth, late, ratio_band
 
 T = torch.unique(torch.logspace(0, 4, 81).round()).double()
 
@@ -98,17 +89,6 @@ def test_bad_windows_are_named():
         late(T[-2:], T[None, -2:], 0.0)
 
 
-@pytest.mark.parametrize("kind", [Ratio.of, Ratio.paired])
-def test_ratios_have_the_error_of_both_sides(kind):
-    generator = torch.Generator().manual_seed(0)
-    normal = torch.randn(400, 3, 2, 20, dtype=torch.float64, generator=generator)
-    above, below = 30 + 3 * normal[:, :, 0], 10 + 2 * normal[:, :, 1]
-    drawn = [list(map(kind, x, y)) for x, y in zip(above, below, strict=True)]
-    found = np.array([Ratio.mean(ratios) for ratios in drawn])
-    assert found[:, 0].mean() == pytest.approx(3, rel=0.01)
-    assert found[:, 1].mean() == pytest.approx(found[:, 0].std(), rel=0.1)
-
-
 # -- files, tables, clocks ------------------------------------------------------------------------
 
 
@@ -175,12 +155,3 @@ def test_every_suboptimal_action_has_the_gap_asked_for():
     gaps = occ.optimal_policy(mdp, common.loss_with_gap(mdp, 0.3, 5)).gaps
     assert sorted({round(float(gap), 12) for gap in gaps.flatten()}) == [0.0, 0.3]
     assert ((gaps < 1e-9).sum(-1) == 1).all()
-
-
-def test_every_environment_of_a_family_can_be_played():
-    family = common.Family(8, 2, 2, 2)
-    mdp, _ = family.problem(3)
-    for name in ("stochastic", "corrupted", "switching", "greedy adversary", "constrained"):
-        learner = pickle.loads(pickle.dumps(occ.FixedPolicy(mdp)))
-        found = common.final_regret(learner, family.environment(3, name), 8, range(2))
-        assert torch.isfinite(found).all()

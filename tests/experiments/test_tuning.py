@@ -4,11 +4,9 @@ import csv
 
 import pytest
 
-from experiments import all_worlds, both_worlds, fitted, meta_gradients, meta_tune
+from experiments import all_worlds, meta_gradients, meta_tune
 
 pytestmark = pytest.mark.slow
-
-SMALL = {"horizon": 2, "width": 2, "actions": 2}
 
 
 def rows_of(path):
@@ -17,7 +15,9 @@ def rows_of(path):
 
 
 def test_meta_gradients(tmp_path, capsys):
-    args = meta_gradients.Args(**SMALL, episodes=(6, 12), betas=(3.0,), budget=96, root=tmp_path)
+    args = meta_gradients.Args(
+        horizon=2, width=2, actions=2, episodes=(6, 12), betas=(3.0,), budget=96, root=tmp_path
+    )
     found = meta_gradients.main(args)
     assert (found / "gradients.png").stat().st_size > 10_000
     assert "beta = 3, T = 12: 8 seeds" in capsys.readouterr().out
@@ -28,8 +28,8 @@ def test_meta_gradients(tmp_path, capsys):
 
 def test_meta_tune(tmp_path, capsys):
     args = meta_tune.Args(
-        **SMALL, episodes=60, train=1, test=1, seeds=3, betas=(10.0,), gammas=(1.0,), particles=4,
-        steps=2, rounds=1, trials=6, trial_particles=4, points=3, budget=0.1, root=tmp_path,
+        size=(2, 2, 2), episodes=60, train=1, test=1, seeds=3, betas=(10.0,), gammas=(1.0,),
+        particles=4, steps=2, points=3, budget=0.1, root=tmp_path,
     )  # fmt: skip
     found = meta_tune.main(args)
     for name in ("accuracy.png", "rivals.png"):
@@ -43,39 +43,6 @@ def test_meta_tune(tmp_path, capsys):
     for row in list(rows.values())[3:]:
         for name, (low, high) in meta_tune.BOX.items():
             assert 0.99 * low <= float(row[name]) <= 1.01 * high
-
-
-def test_both_worlds(tmp_path, capsys):
-    small = SMALL | {"episodes": 60, "train": 2, "test": 2, "seeds": 3, "steps": 2, "rounds": 1}
-    small |= {"points": 2, "guard_seeds": 2, "root": tmp_path}
-    found = both_worlds.main(both_worlds.Args(**small))
-    assert (found / "held_out.png").stat().st_size > 10_000
-    printed = capsys.readouterr().out
-    assert "under the guard, 4 points" in printed
-    assert "greedy adversary: regret relative to the paper's" in printed
-    (chosen,) = [row for row in rows_of(found / "points.csv") if row["chosen"] == "True"]
-    rows = rows_of(found / "held_out.csv")
-    assert len(rows) == 4 * 5  # environments and contestants
-    # What was tuned is played again without tuning.
-    beta = float(printed.partition("beta = ")[2].split()[0].rstrip(","))
-    again = both_worlds.main(both_worlds.Args(**small, setting=(beta, float(chosen["gamma"]))))
-    for one, other in zip(rows, rows_of(again / "held_out.csv"), strict=True):
-        assert float(one["regret"]) == pytest.approx(float(other["regret"]), rel=1e-3)
-
-
-def test_fitted(tmp_path, capsys):
-    args = fitted.Args(
-        shapes=("2x2x2",), episodes=300, train=2, validation=1, held_out=2, adversary_seeds=2,
-        steps=2, penalties=(0.1,), particles=2, root=tmp_path,
-    )  # fmt: skip
-    directory = fitted.main(args)
-    rows = rows_of(directory / "fitted.csv")
-    names = [fitted.TSALLIS, fitted.PLAIN, fitted.SCALARS, fitted.STATES]
-    assert [row["setting"] for row in rows] == names
-    assert rows[0]["stochastic, relative"].startswith("1.00")
-    assert all(int(row["evaluations"]) > 0 for row in rows[2:])
-    assert (directory / "fitted.png").stat().st_size > 10_000
-    assert "penalty 0.1: training" in capsys.readouterr().out
 
 
 def test_all_worlds(tmp_path, capsys):

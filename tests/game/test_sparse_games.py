@@ -184,7 +184,7 @@ def test_leaps_agree_however_the_mdp_is_stored():
     mdp = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", horizon=4)
     mean = random_loss(mdp, seed=9)
     runs = [
-        occ.leap(m, occ.jin_luo(m, beta=0.5), mean, 300, particles=60, backend="engine")
+        occ.leap(m, occ.jin_luo(m, beta=0.5), mean, 300, particles=60)
         for m in (mdp.to_dense(), mdp.to_sparse())
     ]
     first, last = (torch.stack([run.regret[:, i] for run in runs]) for i in (0, -1))

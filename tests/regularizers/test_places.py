@@ -143,14 +143,9 @@ def test_users_functions_see_them_spread():
 def test_leaps():
     psi, scalar = occ.jin_luo(MDP, 0.5, occ.PerState(MDP, 1.0), 1.0), occ.jin_luo(MDP, 0.5, 1.0)
     losses = occ.BernoulliLosses(MEAN)
+    # The last bits decide how many visits are drawn.
     found, expected = (
-        occ.leap(MDP, x, losses, 300, particles=4, backend="torch").regret for x in (psi, scalar)
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
-    # In the engine, the last bits decide how many visits are drawn.
-    found, expected = (
-        occ.leap(MDP, x, losses, 300, particles=400, backend="engine").regret[:, -1]
-        for x in (psi, scalar)
+        occ.leap(MDP, x, losses, 300, particles=400).regret[:, -1] for x in (psi, scalar)
     )
     error = ((found.var() + expected.var()) / 400).sqrt()
     assert abs(found.mean() - expected.mean()) < 4 * error
@@ -170,9 +165,7 @@ def test_they_are_tuned_entry_by_entry(tmp_path):
     psi = occ.Tsallis() / occ.InverseSqrt(occ.PerLayer(MDP, 1.0)) + occ.LogBarrier(
         occ.PerState(MDP, 2.0)
     )
-    objective = occ.tuning.ForecastObjective(
-        [occ.tuning.World("random", MDP, MEAN)], 1000, per_decade=4
-    )
+    objective = occ.tuning.ForecastObjective([occ.tuning.World("random", MDP, MEAN)], 1000)
     options = {"steps": 2, "starts": 2, "only": ["gamma", "beta"], "directory": tmp_path}
     tuned = occ.tune(objective, psi, bounds={"beta[0]": (1.5, 2.5)}, **options)
     assert len(tuned.names) == L + S
@@ -185,20 +178,15 @@ def test_they_are_tuned_entry_by_entry(tmp_path):
     tuned.load_into(psi)
     with torch.no_grad():
         assert float(objective(psi).value) == pytest.approx(tuned.value, rel=1e-9)
-    beta = psi.terms[1].beta.detach().clone()
+    beta = psi.terms[1].beta.detach()
     assert beta.unique().numel() > 1
     assert 1.5 <= float(beta[0]) <= 2.5
-    refined = occ.refine(objective, psi, tuned, rounds=1, points=2, particles=2, finalists=1)
-    torch.testing.assert_close(psi.terms[1].beta.detach(), beta)
-    assert refined.tuned.names == tuned.names
     assert list(tmp_path.iterdir())
 
 
 def test_only_some_entries_are_tuned():
     psi = occ.LogBarrier(occ.PerState(MDP, 2.0)) / occ.InverseSqrt(1.0)
-    objective = occ.tuning.ForecastObjective(
-        [occ.tuning.World("random", MDP, MEAN)], 100, per_decade=4
-    )
+    objective = occ.tuning.ForecastObjective([occ.tuning.World("random", MDP, MEAN)], 100)
     tuned = occ.tune(objective, psi, steps=1, starts=1, only=["regularizer.beta[3]"])
     tuned.load_into(psi)
     moved = psi.regularizer.beta != 2.0

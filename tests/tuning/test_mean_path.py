@@ -6,7 +6,7 @@ from zoo import played_regrets, random_loss, random_problem, trajectories
 
 import torch_occ as occ
 from torch_occ.step.linearization import Linearization
-from torch_occ.tuning.forecast import Quadrature, phases_of, second_moment
+from torch_occ.tuning.forecast import Estimates, Quadrature, phases_of, second_moment
 
 
 def test_quadrature_sums_smooth_functions_over_a_million_episodes():
@@ -61,9 +61,12 @@ def test_second_moment_equals_the_sum_over_all_trajectories(height):
                 )
                 expected[i, j] += p * square / (weights[i] * weights[j])
     assert torch.allclose(
-        second_moment(mdp, q, mean, "bernoulli", baseline), expected, rtol=1e-12, atol=1e-12
+        second_moment(mdp, q, Estimates(mean, "bernoulli", baseline)),
+        expected,
+        rtol=1e-12,
+        atol=1e-12,
     )
-    apart = expected - second_moment(mdp, q, mean, "none", baseline)
+    apart = expected - second_moment(mdp, q, Estimates(mean, "none", baseline))
     assert torch.allclose(apart, torch.diag((flat - flat**2) / weights), atol=1e-12)
 
 
@@ -119,7 +122,7 @@ def test_drift_and_stability_equal_plain_sums_over_every_episode(estimator):
     )
     flat, b = mean.flatten(), baseline.flatten(1)
     increments = (
-        second_moment(mdp, q, mean, "bernoulli", baseline)
+        second_moment(mdp, q, Estimates(mean, "bernoulli", baseline))
         - (flat - b)[:, :, None] * (flat - b)[:, None]
     )
     Pi, second = linear.dense(), increments + flat[:, None] * flat
@@ -259,7 +262,7 @@ def test_what_cannot_be_forecast_is_refused():
     for estimator in (occ.ImplicitExploration(0.1), occ.FullInformation(), Clipped()):
         name = type(estimator).__name__
         message = f"estimator: {name} cannot be forecast; simulate it, or give Importance"
-        for predict in (occ.forecast, occ.leap, occ.tuning.predict):
+        for predict in (occ.forecast, occ.leap):
             with pytest.raises(TypeError, match=message):
                 predict(mdp, psi, mean, 100, estimator=estimator)
         worlds = [occ.tuning.World("stochastic", mdp, mean)]

@@ -7,7 +7,7 @@ from zoo import random_problem
 import torch_occ as occ
 from torch_occ.step.linearization import Linearization
 from torch_occ.tuning import forecast as mean_path
-from torch_occ.tuning.forecast import draw_fluctuations, outer, second_moment
+from torch_occ.tuning.forecast import Estimates, draw_fluctuations, outer, second_moment
 
 
 @pytest.mark.parametrize("noise", ["bernoulli", "none"])
@@ -17,10 +17,11 @@ def test_fluctuations_have_the_covariance_of_loss_estimates(noise):
     b = torch.full_like(q, 0.3)
     generator = torch.Generator().manual_seed(0)
     count = 200_000
-    drawn = draw_fluctuations(mdp, q[None], mean[None], noise, b[None], count, generator)
+    given = Estimates(mean[None], noise, b[None])
+    drawn = draw_fluctuations(mdp, q[None], given, count, generator)
     assert drawn.shape == (count, 1, *q.shape)
     x = drawn.flatten(1)
-    exact = second_moment(mdp, q, mean, noise, b) - outer((mean - b).flatten())
+    exact = second_moment(mdp, q, given)[0] - outer((mean - b).flatten())
     scale = exact.diagonal().sqrt()
     # A correlation of normal numbers has a standard error of at most sqrt(2 / count).
     apart = ((x.T @ x / count - exact) / outer(scale)).abs().max()

@@ -10,8 +10,7 @@ from torch.distributions import constraints
 from zoo import played_regrets, random_problem
 
 import torch_occ as occ
-from torch_occ.tuning import Evaluation, ForecastObjective, Guard, World
-from torch_occ.tuning.refine import HOPELESS, Search, trial_of
+from torch_occ.tuning import Evaluation, ForecastObjective, World
 from torch_occ.tuning.tune import TuningBoard
 
 
@@ -25,13 +24,6 @@ def referred(episodes):
     """The same with the paper's constants, which are also the reference."""
     psi = occ.jin_luo(random_problem(1)[0])
     return *stochastic(1, episodes, reference=psi), psi
-
-
-def greedy(mdps, psi, apart=False, **options):
-    """A guard against the adversary, with two seeds unless others are given."""
-    names = [f"greedy {i}" if apart else "greedy" for i in range(len(mdps))]
-    worlds = [World(*named, occ.GreedyAdversary()) for named in zip(names, mdps, strict=True)]
-    return Guard(worlds, 100, psi, **({"seeds": (1, 2)} | options))
 
 
 def named(psi):
@@ -247,148 +239,7 @@ def test_a_family_of_regularizers_is_tuned():
         assert power != 0.5
 
 
-def test_refine_is_judged_by_playing_and_keeps_to_the_bounds():
-    mdp, mean = random_problem(1)
-    psi = occ.jin_luo(mdp)
-    other = occ.UniformLosses(mean)
-    worlds = [World("bernoulli", mdp, mean), World("uniform", mdp, other)]
-    objective = ForecastObjective(worlds, 300, reference=psi)
-    bounds = {"gamma": (0.5, 2.0), "beta": (0.5, 200.0)}
-    tuned = occ.tune(objective, psi, steps=8, starts=1, rate=0.5, bounds=bounds)
-    before = [parameter.detach().clone() for parameter in psi.parameters()]
-    found = occ.refine(
-        objective, psi, tuned, judge="play", runs=2, rounds=2, points=5, radius=3.0, finalists=2
-    )
-    assert len(found.values) == 1 + 2 * (5 + 1) + 2
-    assert not bool(found.excess.any())  # nothing guards
-    assert all(map(torch.equal, before, psi.parameters()))
-    for name, (low, high) in bounds.items():
-        (column,) = (i for i, full in enumerate(tuned.names) if full.endswith(name))
-        least, largest = found.points[:, column].aminmax()
-        assert low * (1 - 1e-12) <= float(least) < float(largest) <= high * (1 + 1e-12)
-    found.tuned.load_into(psi)
-    again = torch.nonzero((found.points == found.points[found.chosen]).all(-1)).flatten()
-    assert len(again) == 2  # the chosen point was confirmed by other seeds
-    for name, losses in (("bernoulli", occ.BernoulliLosses(mean)), ("uniform", other)):
-        played = played_regrets(mdp, psi, losses, 300, (1, 2, 3, 4))
-        assert found.tuned.regrets[name] == pytest.approx(float(played.mean()))
-    assert found.tuned.value == pytest.approx(float(found.values[again].mean()))
-    message = (
-        "judge: expected 'leap', 'play' or a function of a regularizer and a seed, got 'guess'"
-    )
-    with pytest.raises(ValueError, match=message):
-        occ.refine(objective, psi, tuned, judge="guess")
-    with pytest.raises(ValueError, match="hopeless: expected a positive number, got 0"):
-        occ.refine(objective, psi, tuned, hopeless=0)
-
-
-def test_refine_is_not_misled_by_a_lucky_trial():
-    *_, objective, psi = referred(100)
-    tuned = occ.tune(objective, psi, steps=0, starts=1)
-    goal = torch.stack([parameter.detach().log() for parameter in psi.parameters()]) - 0.7
-    trials = []
-
-    def bowl(regularizer, _):
-        logs = torch.stack([parameter.detach().log() for parameter in regularizer.parameters()])
-        trials.append(0.1 * float((logs - goal).square().sum()))
-        value = torch.tensor([trials[-1] - 0.3 * (len(trials) == 9)])
-        return Evaluation(value, {}, torch.tensor([True]))
-
-    found = occ.refine(objective, psi, tuned, judge=bowl, rounds=2, points=12, radius=2.0)
-    assert int(found.values.argmin()) == 8
-    assert trials[8] > 0.1
-    assert trials[found.chosen] < 0.1
-    assert trials[found.chosen] < trials[0]
-
-
-def test_refine_forecasts_points_only_to_leave_out_the_hopeless(monkeypatch):
-    *_, objective, psi = referred(100)
-    tuned = occ.tune(objective, psi, steps=0, starts=1)
-    centre = math.log(next(iter(tuned.parameters.values())))
-    forecasts = []
-
-    def forecast(_, u):
-        forecasts.append(float(u[0]))
-        return 0.0 if u[0] < centre else 1.0
-
-    monkeypatch.setattr(Search, "forecast", forecast)
-
-    def flat(_regularizer, _seed):
-        return Evaluation(torch.zeros(1), {}, torch.tensor([True]))
-
-    def forecasts_and_hopeless_points(hopeless):
-        forecasts.clear()
-        found = occ.refine(
-            objective, psi, tuned, judge=flat, rounds=1, points=12, radius=2.0, hopeless=hopeless
-        )
-        assert len(found.values) == 1 + 12 + 1
-        return len(forecasts), int((found.points[1:13, 0].log() > centre).sum())
-
-    everything = forecasts_and_hopeless_points(math.inf)
-    assert everything[0] == 0
-    assert everything[1] >= 4
-    assert forecasts_and_hopeless_points(2.0)[0] == 12
-    screened = forecasts_and_hopeless_points(0.5)
-    assert screened[0] > 12
-    assert screened[1] == 0
-
-
-def test_a_guard_plays_where_nothing_can_be_forecast():
-    mdp, mean = random_problem(1)
-    psi = occ.jin_luo(mdp)
-    guard = greedy([mdp], psi, margin=0.05)
-    assert guard(psi).excess == 0  # the same seeds, the same runs
-    wild = occ.jin_luo(mdp, beta=0.1, gamma=4.0)
-    verdict = guard(wild)
-    played = played_regrets(mdp, wild, occ.GreedyAdversary(), 100, (1, 2))
-    assert verdict.regrets["greedy"] == pytest.approx(float(played.mean()))
-    assert verdict.excess == pytest.approx(verdict.regrets["greedy"] / guard.scales[0] - 1)
-    assert verdict.excess > 0.5
-    assert guard.penalty(torch.tensor([-0.06, 0.05])).tolist() == pytest.approx([0.0, 3.0])
-    message = "worlds: 'stochastic' is played, so it takes one MDP and a loss process"
-    with pytest.raises(ValueError, match=message):
-        Guard([World("stochastic", mdp, mean)], 10, psi)
-
-
-def test_a_guard_bounds_worlds_of_different_names_one_by_one_and_counts_its_own_noise():
-    mdps = [random_problem(seed)[0] for seed in (1, 2, 3)]
-    psi, milder = occ.jin_luo(mdps[0]), occ.jin_luo(mdps[0], beta=10.0)
-    seeds, adversary = (1, 2, 3), occ.GreedyAdversary()
-    mine, theirs = (
-        torch.stack([played_regrets(mdp, each, adversary, 100, seeds) for mdp in mdps])
-        for each in (milder, psi)
-    )
-    apart = greedy(mdps, psi, apart=True, seeds=seeds)
-    ratios = (mine - theirs) / torch.tensor(apart.scales)[:, None]
-    together = greedy(mdps, psi, seeds=seeds)
-    assert together(milder).excess == pytest.approx(float(ratios.mean()))
-    assert apart(milder).excess == pytest.approx(float(ratios.mean(1).max()))
-    upper = ratios.mean(1) + 2 * ratios.std(1) / len(seeds) ** 0.5
-    cautious = greedy(mdps, psi, apart=True, seeds=seeds, caution=2.0)
-    assert cautious(milder).excess == pytest.approx(float(upper.max()))
-    assert cautious(psi).excess == 0
-    message = "caution: expected a non-negative number, and two seeds for a standard error"
-    with pytest.raises(ValueError, match=message):
-        greedy(mdps, psi, seeds=(1,), caution=1.0)
-
-
-def test_refine_under_a_guard_chooses_what_passes():
-    mdp, _, objective, psi = referred(100)
-    # ruinous against the adversary
-    start = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)
-    guard = greedy([mdp], psi)
-    found = occ.refine(
-        objective, psi, start, rounds=1, particles=8, accuracy=1.0, radius=2.0, guard=guard
-    )
-    assert float(found.excess[0]) > 0.5
-    chosen = found.chosen
-    assert float(found.excess[chosen]) < float(found.excess[0]) / 2
-    assert found.tuned.regrets["greedy"] == pytest.approx(
-        guard.scales[0] * (1 + float(found.excess[chosen]))
-    )
-
-
-def test_the_estimator_of_an_objective_is_what_is_forecast_leapt_and_played():
+def test_the_estimator_of_an_objective_is_what_is_forecast():
     mdp, mean = random_problem(1)
     psi, own = occ.jin_luo(mdp, beta=2.0), occ.ReducedVariance(occ.InverseSqrt(0.01))
     *_, objective = stochastic(1, 300, reference=occ.jin_luo(mdp), estimator=own)
@@ -397,103 +248,21 @@ def test_the_estimator_of_an_objective_is_what_is_forecast_leapt_and_played():
         forecast = objective(psi).regrets["stochastic"]
         assert float(forecast) == float(occ.forecast(mdp, psi, mean, 300, estimator=own).final)
         assert float(forecast) < float(occ.forecast(mdp, psi, mean, 300).final)
-    tuned = occ.tune(objective, psi, steps=0, starts=1)
-
-    def refined(**options):
-        found = occ.refine(objective, psi, tuned, rounds=0, **options)
-        return found.tuned.regrets["stochastic"]
-
-    sizes = {"particles": 8, "accuracy": 1.0}
-    leapt = occ.leap(mdp, psi, mean, 300, estimator=own, **sizes).final
-    assert refined(**sizes) == pytest.approx(float(leapt))
-    played = played_regrets(mdp, psi, mean, 300, (1, 2), own)
-    assert refined(judge="play", runs=2) == pytest.approx(float(played.mean()))
 
 
-def test_a_guard_plays_with_an_estimator_against_the_papers():
-    mdp, _ = random_problem(1)
-    psi, own = occ.jin_luo(mdp, beta=2.0), occ.ReducedVariance(occ.InverseSqrt(0.01))
-    with_own, plain = (
-        float(played_regrets(mdp, psi, occ.GreedyAdversary(), 100, (1, 2), estimator).mean())
-        for estimator in (own, None)
-    )
-    guard = greedy([mdp], psi, estimator=own)
-    assert guard.scales == [plain]
-    assert guard(psi).regrets["greedy"] == with_own
-    assert guard(psi).excess == pytest.approx(with_own / plain - 1)
-    assert greedy([mdp], psi, estimator=own, reference_estimator=own).scales == [with_own]
-
-
-def test_a_point_that_does_not_pass_the_guard_makes_no_other_hopeless(monkeypatch):
-    mdp, _, objective, psi = referred(100)
-    # ruinous against the adversary
-    tuned = occ.tune(objective, occ.jin_luo(mdp, 0.5, 0.3, 4.0), steps=0, starts=1)
-    trial = trial_of(objective, particles=8, accuracy=1.0)
-    search = Search(objective, psi, tuned, trial, greedy([mdp], psi))
-    search.attempt(search.space.coordinates_of(tuned.parameters), 0)
-    penalty = float(search.judged[0].value) - search.tried[0]
-    assert penalty > 1
-    low, high = search.region(search.points[0], 1.0)
-
-    def sobol():
-        return torch.quasirandom.SobolEngine(3, scramble=True, seed=1)
-
-    drawn = low + sobol().draw(8, dtype=torch.float64) * (high - low)
-    # Worse than what was tried, by forecast.
-    for worse, expected in ((0.9, drawn[:2]), (1 + penalty, drawn[-2:])):
-        monkeypatch.setattr(search, "forecast", lambda _, worse=worse: search.tried[0] + worse)
-        found = list(search.promising(low, high, sobol(), 2, HOPELESS))
-        assert torch.equal(torch.stack(found), expected)
-
-
-def test_the_recipe_tunes_and_then_refines():
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"worlds": []}, "worlds: expected at least one"),
+        ({"floor": 0.0}, "robustness, floor: expected positive numbers, got 4.0 and 0.0"),
+        (
+            {"reference": occ.Tsallis(0.99) / occ.Constant(1e160)},  # underflows
+            r"reference: its forecast regret in 'stochastic' is nan; it has no certificate",
+        ),
+    ],
+)
+def test_bad_objectives_are_named(options, message):
     mdp, mean = random_problem(0, (2, 2, 2))
-    objective = ForecastObjective([World("stochastic", mdp, mean)], 1000)
-    psi = occ.jin_luo(mdp)
-    recipe = occ.tuning.Recipe(steps=2, rounds=1, points=3, particles=4)
-    bounds = {"alpha": (0.1, 1.0), "beta": (0.5, 200.0), "gamma": (0.25, 4.0)}
-    found = occ.tune_and_refine(objective, psi, recipe, bounds=bounds, seed=3)
-    tuned = occ.tune(objective, psi, steps=2, starts=1, rate=recipe.rate, bounds=bounds, seed=3)
-    assert found.start.parameters == tuned.parameters
-    sizes = {"rounds": 1, "points": 3, "particles": 4, "radius": recipe.radius, "seed": 3}
-    again = occ.refine(objective, psi, tuned, hopeless=math.inf, **sizes)
-    assert found.tuned.parameters == again.tuned.parameters
-    assert [x.item() for x in psi.parameters()] == [x.item() for x in occ.jin_luo(mdp).parameters()]
-
-
-def test_the_recipe_can_do_without_forecasts(monkeypatch):
-    mdp, mean = random_problem(0, (2, 2, 2))
-
-    def never(*args, **options):
-        raise AssertionError("a forecast")
-
-    monkeypatch.setattr("torch_occ.tuning.objective.forecast", never)
-    psi = occ.jin_luo(mdp)
-    # Two tables of means for one MDP are two worlds with one name.
-    worlds = [World("stochastic", mdp, torch.stack([mean, 1 - mean]))]
-    objective = ForecastObjective(worlds, 2000, reference=psi, particles=8)
-    assert objective.scales[0].shape == (2,)
-    recipe = occ.tuning.Recipe(steps=0, rounds=2, points=4, particles=8)
-    found = occ.tune_and_refine(objective, psi, recipe, bounds={"gamma": (0.25, 4.0)})
-    assert found.tuned.value < -1  # less than a third of the regret of the paper's constants
-    assert found.start.values.shape == (0, 1)
-    assert found.start.parameters["terms.1.beta"] == pytest.approx(128.0)
-
-
-def test_shrinkage_keeps_the_states_alike():
-    mdp, mean = random_problem(0, (2, 2, 2))
-    worlds = [World("stochastic", mdp, mean)]
-
-    def spread(shrinkage):
-        psi = occ.Tsallis() / occ.InverseSqrt(occ.PerState(mdp, 1.0)) + occ.LogBarrier(1.0)
-        objective = ForecastObjective(worlds, 500, shrinkage=shrinkage)
-        only, bounds = ("gamma", "beta"), {"gamma": (0.2, 5.0)}
-        tuned = occ.tune(objective, psi, steps=6, starts=2, rate=0.4, only=only, bounds=bounds)
-        tuned.load_into(psi)
-        return float(named(psi)["gamma"].detach().log().std())
-
-    free, held = spread(0.0), spread(100.0)
-    assert free > 0.05
-    assert held < 0.2 * free
-    with pytest.raises(ValueError, match="shrinkage: expected a non-negative number, got -1"):
-        ForecastObjective(worlds, 500, shrinkage=-1.0)
+    given = {"worlds": [World("stochastic", mdp, mean)], "episodes": 100}
+    with pytest.raises(ValueError, match=message):
+        ForecastObjective(**(given | options))

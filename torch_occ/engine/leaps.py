@@ -1,8 +1,8 @@
 """Leaping, compiled: the regret of particles that play many episodes per step.
 
-torch_occ.tuning.leaps explains the method; the two draw different random numbers, so their results
-agree only statistically. The kernel plays one particle, or one per lane. Lanes solve their steps
-together. Every lane has its own t and its own random numbers, so it plays and counts alone.
+torch_occ.tuning.leaps explains the method. The kernel plays one particle, or one per lane. Lanes
+solve their steps together. Every lane has its own t and its own random numbers, so it plays and
+counts alone.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from torch_occ.engine.transitions import likelihoods, successor
 
 #: The sum of this many uniform losses is drawn as a normal number.
 MANY = 50.0
+#: The longest leap relative to t.
+WIDEST = 0.25
 
 # Entries of `Particle.clock`: the next episode, the regret so far, the length of the last leap, and
 # its regret per episode when it began.
@@ -47,12 +49,12 @@ T, REGRET, LENGTH, OPENING = 0, 1, 2, 3
 LEAPS, UNCERTIFIED = 0, 1
 
 
-class Way(NamedTuple):
+class LeapSettings(NamedTuple):
     """The inputs that all particles share."""
 
     # (2, K or K * S * A): the weights of psi at t = 1, and their powers of t
     powers: Floats
-    # (2,), in the same way: the baseline of the estimator is 1/2 where q reaches this threshold
+    # (2,), likewise: the baseline of the estimator is 1/2 where q reaches this threshold
     threshold: Floats
     means: Floats  # (P, S * A), by phase
     gaps: Floats  # (P, S * A)
@@ -62,7 +64,6 @@ class Way(NamedTuple):
     initial: Floats  # (1, S_0)
     middle: Floats  # (S * A,), an interior point
     accuracy: float  # the largest relative change of q during a leap
-    widest: float  # the largest length of a leap, relative to t
     tolerance: float
     max_steps: int
 
@@ -84,7 +85,7 @@ class Particle(NamedTuple):
 def leap_to_the_end(
     model: Model,
     terms: Terms,
-    way: Way,
+    settings: LeapSettings,
     particle: Particle,
     no_source: Floats,  # (0,)
     work: Work,
@@ -98,38 +99,38 @@ def leap_to_the_end(
     terms, particle, work = in_lanes(terms, width), in_lanes(particle, width), in_lanes(work, width)
     no_source = in_lanes(no_source, width)
     lanes, loss = lanes_of(particle.loss), particle.loss
-    for i in range(len(way.middle)):
-        work.pairs[PAIR, i] = way.middle[i]
+    for i in range(len(settings.middle)):
+        work.pairs[PAIR, i] = settings.middle[i]
     particle.clock[T] = 1.0
     while True:
         for n in range(lanes):
-            lane(work.notes, n)[USED] = 1.0 if particle.stop[n] < len(way.stops) else 0.0
+            lane(work.notes, n)[USED] = 1.0 if particle.stop[n] < len(settings.stops) else 0.0
             t, weights = lane(particle.clock, n)[T], lane(particle.weights, n)
             for k in range(len(weights)):
-                weights[k] = way.powers[0, k] * t ** way.powers[1, k]
+                weights[k] = settings.powers[0, k] * t ** settings.powers[1, k]
         work.notes[ERROR], work.notes[GUESSED] = np.inf, 0.0  # discard the factors of the last leap
-        own, tolerance, most = particle.weights, way.tolerance, way.max_steps
+        own, tolerance, most = particle.weights, settings.tolerance, settings.max_steps
         found = follow_or_restart(
-            model, terms, own, loss, tolerance, most, no_source, way.middle, work
+            model, terms, own, loss, tolerance, most, no_source, settings.middle, work
         )
         running = 0
         for n in range(lanes):
-            if particle.stop[n] < len(way.stops):
+            if particle.stop[n] < len(settings.stops):
                 lane(particle.counts, n)[UNCERTIFIED] += lane(found[0], n) != CONVERGED
-                _count(way, lane(work.pairs, n), particle, n)
-            running += particle.stop[n] < len(way.stops)
+                _count(settings, lane(work.pairs, n), particle, n)
+            running += particle.stop[n] < len(settings.stops)
         if running == 0:
             return
         floor_pairs(model, work)
         derive(model, terms, particle.weights, np.inf, work)
-        longest = _longest_leap(model, way.accuracy, work)
+        longest = longest_leap(model, settings.accuracy, work)
         for n in range(lanes):
-            if particle.stop[n] < len(way.stops):
-                _play(model, way, lane(longest, n), lane(work.pairs, n), particle, n)
+            if particle.stop[n] < len(settings.stops):
+                _play(model, settings, lane(longest, n), lane(work.pairs, n), particle, n)
 
 
 @routine
-def _count(way: Way, pairs: Floats, particle: Particle, n: int) -> None:
+def _count(settings: LeapSettings, pairs: Floats, particle: Particle, n: int) -> None:
     """Add the regret of the last leap of lane n, and record it at a stop.
 
     The regret per episode is taken to change linearly over the leap.
@@ -137,14 +138,14 @@ def _count(way: Way, pairs: Floats, particle: Particle, n: int) -> None:
     clock, stop = lane(particle.clock, n), particle.stop[n]
     length = clock[LENGTH]
     if length > 0.0:
-        closing = _cost(pairs, way.gaps, way.phase[stop])
+        closing = _cost(pairs, settings.gaps, settings.phase[stop])
         clock[REGRET] += 0.5 * (length + 1.0) * clock[OPENING] + 0.5 * (length - 1.0) * closing
-        if clock[T] > way.stops[stop]:
+        if clock[T] > settings.stops[stop]:
             lane(particle.regret, n)[stop] = clock[REGRET]
             stop += 1
             particle.stop[n] = stop
-    if stop < len(way.stops):
-        clock[OPENING] = _cost(pairs, way.gaps, way.phase[stop])
+    if stop < len(settings.stops):
+        clock[OPENING] = _cost(pairs, settings.gaps, settings.phase[stop])
 
 
 @routine
@@ -157,10 +158,14 @@ def _cost(pairs: Floats, gaps: Floats, phase: int) -> float:
 
 
 @routine
-def _longest_leap(model: Model, accuracy: float, work: Work) -> Any:
-    """For how many episodes q may be kept; see `torch_occ.tuning.leaps.longest_leap`.
+def longest_leap(model: Model, accuracy: float, work: Work) -> Any:
+    """The number of episodes during which q may stay constant. Overwrites INVERSE.
 
-    Overwrites INVERSE.
+    At fixed q(s), a unit force on an action changes its q by R = (1/D_a) (sum_{b != a} 1/D_b) /
+    (sum_b 1/D_b), where D is the curvature of psi. An episode has a force of about one. While a
+    pair is not visited, q changes relatively by R/q per episode. Over many visits the forces
+    average out, and their fluctuation R/q sqrt(length/q) remains. The larger of the two lengths is
+    allowed.
     """
     pairs, actions, longest = work.pairs, model.num_actions, np.inf
     for s in range(work.states.shape[1]):
@@ -180,7 +185,7 @@ def _longest_leap(model: Model, accuracy: float, work: Work) -> Any:
 
 @routine
 def _play(
-    model: Model, way: Way, longest: float, pairs: Floats, particle: Particle, n: int
+    model: Model, settings: LeapSettings, longest: float, pairs: Floats, particle: Particle, n: int
 ) -> None:
     """Play a leap of lane n with the same q, and add the estimates to the cumulative loss.
 
@@ -190,13 +195,13 @@ def _play(
     entering = lane(particle.entering, n)
     generators, start, actions = particle.generators, model.start, model.num_actions
     t, stop, layers = clock[T], particle.stop[n], len(model.start) - 1
-    means = way.means[way.phase[stop]]
-    length = max(1.0, np.floor(min(longest, way.widest * t)))
-    length = min(length, way.stops[stop] - t + 1.0)
-    threshold = way.threshold[0] * t ** way.threshold[1]
+    means = settings.means[settings.phase[stop]]
+    length = max(1.0, np.floor(min(longest, WIDEST * t)))
+    length = min(length, settings.stops[stop] - t + 1.0)
+    threshold = settings.threshold[0] * t ** settings.threshold[1]
     for s in range(len(entering)):
         entering[s] = 0.0
-    _split(length, way.initial, 0, way.initial.shape[1], entering, 0, generators, n)
+    _split(length, settings.initial, 0, settings.initial.shape[1], entering, 0, generators, n)
     for k in range(layers):
         for s in range(start[k], start[k + 1]):
             left, share, last = entering[s], 0.0, -1
@@ -215,7 +220,7 @@ def _play(
                 left -= visits
                 if visits > 0.0:
                     baseline = 0.5 if pairs[PAIR, i] >= threshold else 0.0
-                    charge = _charge(way.noise, means[i], visits, generators, n)
+                    charge = _charge(settings.noise, means[i], visits, generators, n)
                     loss[i] += (charge - baseline * visits) / pairs[PAIR, i]
                     if k + 1 < layers:
                         there, width = start[k + 1], start[k + 2] - start[k + 1]

@@ -167,7 +167,8 @@ def call_with(module: nn.Module, given: Mapping[str, Tensor], function: Callable
         if not given:
             return function()
         named = {f"module.{path}": x for path, x in given.items()}
-        return torch.func.functional_call(_FunctionCaller(module), named, (function,), tie_weights=False)
+        caller = _FunctionCaller(module)
+        return torch.func.functional_call(caller, named, (function,), tie_weights=False)
 
 
 #: What a parameter can be made from.

@@ -1,4 +1,4 @@
-"""Leaps of many episodes in compiled kernels, for built-in regularizers and estimators."""
+"""From tensors to the kernel that leaps, and back."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_occ._support.constants import log_spaced
 from torch_occ._support.processes import for_each
 from torch_occ.engine.lanes import allocator, width_of
 from torch_occ.engine.layout import lanes_in, make_work
-from torch_occ.engine.leaps import LEAPS, UNCERTIFIED, Particle, Way, leap_to_the_end
+from torch_occ.engine.leaps import LEAPS, UNCERTIFIED, LeapSettings, Particle, leap_to_the_end
 from torch_occ.engine.play import NOISE
 from torch_occ.game.estimators import CentredEstimator, ImportanceWeighted, ReducedVariance
+from torch_occ.game.history import comparator
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.occupancy import interior_point
+from torch_occ.mdp.occupancy import interior_point, optimal_policy
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import LogBarrier
 from torch_occ.step.arrays import WeightsOverTime, model_of
 from torch_occ.step.solution import Options
 from torch_occ.step.ways import why_not_game
-from torch_occ.tuning.leaps import WIDEST, LeapCourse
+from torch_occ.tuning.forecast import Phases
 
 
 def why_no_leap(
@@ -28,8 +30,6 @@ def why_no_leap(
     """The reason why the kernels cannot leap with these, or None if they can."""
     if type(estimator) not in (ImportanceWeighted, ReducedVariance):
         return f"the engine does not know the estimator {type(estimator).__name__}"
-    if regularizer.batched():
-        return "the regularizer has batched parameters"
     reason = why_not_game(mdp, regularizer)
     known = (regularizer, *_barrier(estimator))
     if reason is None and not all(_over_time(mdp, psi).are_powers for psi in known):
@@ -48,17 +48,21 @@ def _barrier(estimator: CentredEstimator) -> tuple[Regularizer, ...]:
     return ()
 
 
-def leap_compiled(
-    mdp: LayeredMDP, regularizer: Regularizer, estimator: CentredEstimator, course: LeapCourse
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Leap with all particles.
-
-    Returns:
-        Their losses minus those of the best policy of every phase `(N, C)`, and their numbers of
-        leaps and of uncertified steps, `(N,)` each.
-    """
+def run_leaps(
+    mdp: LayeredMDP,
+    regularizer: Regularizer,
+    estimator: CentredEstimator,
+    phases: Phases,
+    episodes: int,
+    particles: int,
+    seed: int,
+    accuracy: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Leap with all particles; the fields of `torch_occ.tuning.leaps.Leaps`."""
     regularizer.validate()
-    particles = course.particles
+    stops = torch.tensor(sorted({*log_spaced(episodes, 10), *phases.starts[1:]}), dtype=mdp.dtype)
+    phase, means = phases.at(stops), phases.means.detach()
+    gaps = optimal_policy(mdp, means, in_order=True).gaps
     weigh, threshold = _over_time(mdp, regularizer), np.array([2.0, 0.0])  # above every q
     for barrier in _barrier(estimator):
         inverse, power = _over_time(mdp, barrier).powers()[:, 0]
@@ -69,32 +73,29 @@ def leap_compiled(
     width, new = lanes or 1, allocator(lanes)
     terms = weigh.terms._replace(exponent=new(*exponents.shape))
     terms.exponent.T[...] = exponents  # the lanes are the last axis
-    way = Way(
+    settings = LeapSettings(
         weigh.powers(),
         threshold,
-        course.means.flatten(-2).contiguous().numpy(),
-        course.gaps.flatten(-2).contiguous().numpy(),
-        NOISE[course.noise],
-        course.stops.numpy(),
-        course.phase.numpy(),
+        means.flatten(-2).contiguous().numpy(),
+        gaps.flatten(-2).contiguous().numpy(),
+        NOISE[phases.noise],
+        stops.numpy(),
+        phase.numpy(),
         model.initial[None],
         interior_point(mdp).detach().flatten().numpy(),
-        float(course.accuracy),
-        WIDEST,
+        float(accuracy),
         Options().tolerance_in(torch.float64),
         Options().max_steps,
     )
-    shapes = ((4,), (2,), way.stops.shape, way.middle.shape, (weigh.size,), (mdp.num_states,))
-    seeds = (
-        np.random.SeedSequence(course.seed).generate_state(particles, np.uint64).astype(np.uint64)
-    )
+    shapes = ((4,), (2,), stops.shape, settings.middle.shape, (weigh.size,), (mdp.num_states,))
+    seeds = np.random.SeedSequence(seed).generate_state(particles, np.uint64).astype(np.uint64)
     groups = []
     for first in range(0, particles, width):
         members = np.arange(first, first + width)
         groups.append(
             Particle(
                 # Lanes without a particle have finished.
-                np.where(members < particles, 0, len(way.stops)),
+                np.where(members < particles, 0, len(stops)),
                 seeds[np.minimum(members, particles - 1)],
                 *(new(*shape) for shape in shapes),
             )
@@ -102,11 +103,14 @@ def leap_compiled(
 
     def play(i: int) -> None:
         work = make_work(model, new)
-        leap_to_the_end(model, terms, way, groups[i], new(0), work, width_of(lanes))
+        leap_to_the_end(model, terms, settings, groups[i], new(0), work, width_of(lanes))
 
     for_each(play, len(groups))
     regret, counts = (
         torch.from_numpy(np.concatenate([x.reshape(-1, width).T for x in found])[:particles])
         for found in zip(*((group.regret, group.counts) for group in groups), strict=True)
     )
-    return regret, counts[:, LEAPS].long(), counts[:, UNCERTIFIED].long()
+    # The kernel compares with the best policy of every phase, the regret with the best of all.
+    best = comparator(mdp, phases.totals(gaps, stops, phase))
+    counted = (counts[:, LEAPS].long(), counts[:, UNCERTIFIED].long())
+    return stops.long(), regret - best, *counted

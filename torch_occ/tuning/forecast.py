@@ -56,10 +56,7 @@ class Quadrature:
     def over(
         cls, starts: Sequence[int], episodes: int, per_decade: float, like: Tensor
     ) -> Quadrature:
-        """Nodes for phases that begin after the episodes `starts`, of which the first is 0.
-
-        There are `per_decade` panels for every tenfold of episodes since the phase began.
-        """
+        """Nodes for phases that begin after the episodes `starts`, of which the first is 0."""
         inside, weights, slopes = _gauss(NODES)
         t: list[float] = []
         phase: list[int] = []
@@ -113,12 +110,7 @@ class Quadrature:
 
 
 def _gauss(n: int) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray]:
-    """Gauss quadrature on [0, 1].
-
-    Returns:
-        The nodes with the matrix that integrates up to each node, the weights of the whole
-        interval, and the coefficients of the slopes at 0 and at 1.
-    """
+    """Gauss quadrature on [0, 1]: nodes with the integrals up to each, weights, and end slopes."""
     x, w = np.polynomial.legendre.leggauss(n)
     nodes, powers = (x + 1) / 2, np.arange(n)
     basis = np.linalg.inv(nodes[:, None] ** powers)  # values at the nodes -> coefficients
@@ -151,14 +143,11 @@ class Phases(NamedTuple):
     noise: Noise
 
     def at(self, episodes: Tensor) -> Tensor:
-        """The phase in which each of these episodes lies."""
+        """The phase of each of these episodes."""
         return torch.bucketize(episodes, episodes.new_tensor(self.starts)) - 1
 
     def totals(self, values: Tensor, episodes: Tensor, phase: Tensor) -> Tensor:
-        """Sums of the values over the first `episodes` `(K,)`: `(P, ...)` -> `(K, ...)`.
-
-        `phase` is the phase in which each of these episodes lies.
-        """
+        """Sums of values over the first `episodes` `(K,)`, in `phase`: `(P, ...)` -> `(K, ...)`."""
         begun, ones = episodes.new_tensor(self.starts), (1,) * (values.dim() - 1)
         lengths = torch.diff(begun).reshape(-1, *ones)
         finished = torch.cat([torch.zeros_like(values[:1]), (lengths * values[:-1]).cumsum(0)])
@@ -166,14 +155,7 @@ class Phases(NamedTuple):
 
 
 def phases_of(mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int) -> Phases:
-    """The phases of the first `episodes` episodes.
-
-    A tensor of means `(*batch, S, A)` stands for Bernoulli losses.
-
-    Raises:
-        TypeError: if the means are not fixed in advance.
-        ValueError: if there are too many phases.
-    """
+    """The phases of the first episodes; means `(*batch, S, A)` stand for Bernoulli losses."""
     if isinstance(losses, Tensor):
         return Phases([0], losses[None], "bernoulli")
     if isinstance(losses, Stationary):
@@ -217,6 +199,12 @@ def _corrupted(mdp: LayeredMDP, losses: Corrupted, clean: Tensor, episodes: int)
     return Phases([*found], torch.stack([*found.values()]), losses.noise)
 
 
+def check_episodes(episodes: int) -> None:
+    """Raise a ValueError if this number of episodes cannot be forecast."""
+    if not 1 <= episodes <= 10**12:
+        raise ValueError(f"episodes: expected a number from 1 to 1e12, got {episodes}")
+
+
 def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
     """The mean of the episode after `start`, from the process itself."""
     means, _ = losses.means(mdp, losses.start(mdp, [0]), start + 1, 1, torch.empty(0))
@@ -227,7 +215,7 @@ def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
 #
 # The noise at a node is ⟨D3psi[Pi m], Pi C Pi⟩ (see `forecast` below). If z is random with the
 # covariance C, this is the expectation of D3psi[Pi m](y y') with y = Pi z. So a few random z, the
-# probes, replace all matrices over pairs. A probe costs one application of Pi per node.
+# probes, replace all matrices over pairs.
 #
 # C is a sum of covariances of loss estimates, (loss - b) / q along trajectories, which are Markov
 # chains. So a Gaussian chain with the same covariance can be drawn layer by layer,
@@ -242,21 +230,24 @@ def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
 TOGETHER = 4 * 10**6
 
 
+class Estimates(NamedTuple):
+    """The loss estimates at K nodes."""
+
+    mean: Tensor  # (K, *batch, S, A), of the losses
+    noise: Noise
+    baseline: Tensor  # (K, *batch, S, A)
+
+
 def probe_noise(
     mdp: LayeredMDP,
     linear: Linearization,
     grid: Quadrature,
-    mean: Tensor,
-    noise: Noise,
-    baseline: Tensor,
+    given: Estimates,
     probes: int,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """D3psi[u](y y') of every probe `(probes, K, *batch)`, and E |loss_estimate|^2_Pi.
-
-    `linear` is the step at q `(K, *batch, S, A)`, the shape of the mean losses and of the baseline.
-    """
-    generator = torch.Generator(device=mdp.device).manual_seed(seed)
+    """D3psi[u](y y') of every probe `(probes, K, *batch)`, and E |loss_estimate|^2_Pi."""
+    generator, mean = torch.Generator(device=mdp.device).manual_seed(seed), given.mean
     u = linear.apply(mean)
     bends, square = [], (mean * u).sum((-2, -1))
     # The weights of sums may be negative, and then the covariance is a difference of two.
@@ -264,7 +255,7 @@ def probe_noise(
     at_once = max(1, TOGETHER // mean.numel())
     for first in range(0, probes, at_once):
         count = min(at_once, probes - first)
-        one = draw_fluctuations(mdp, linear.q, mean, noise, baseline, count, generator)
+        one = draw_fluctuations(mdp, linear.q, given, count, generator)
         sums = [torch.einsum("kj,rj...->rk...", root, one) for root in roots]
         y = linear.apply(torch.stack([*sums, one]))  # (3, count, K, *batch, S, A)
         positive, negative = linear.bend_along(u, y[:2])
@@ -274,13 +265,7 @@ def probe_noise(
 
 
 def draw_fluctuations(
-    mdp: LayeredMDP,
-    q: Tensor,
-    mean: Tensor,
-    noise: Noise,
-    baseline: Tensor,
-    probes: int,
-    generator: torch.Generator,
+    mdp: LayeredMDP, q: Tensor, given: Estimates, probes: int, generator: torch.Generator
 ) -> Tensor:
     """Gaussian vectors `(probes, K, *batch, S, A)` with the covariance of one loss estimate.
 
@@ -291,7 +276,8 @@ def draw_fluctuations(
         shared = (probes, len(q), *(1,) * (q.dim() - 3), *shape)
         return torch.randn(shared, dtype=q.dtype, device=q.device, generator=generator)
 
-    exists, smallest = mdp.actions, torch.finfo(q.dtype).tiny
+    (mean, noise, baseline), exists = given, mdp.actions
+    smallest = torch.finfo(q.dtype).tiny
     initial = mdp.initial.clamp(min=smallest)
     root = initial.sqrt() * normal(initial.shape[-1])
     entering = root - initial * root.sum(-1, keepdim=True)  # (probes, K, *batch, S_0)
@@ -344,24 +330,22 @@ def _root(q: Tensor, exists: Tensor) -> Tensor:
 #
 # where Pi is the response of q to the loss (torch_occ.step.linearization) and C_t = sum of
 # Cov(loss_estimate) along the path, which contains the joint probabilities of visiting two pairs in
-# one episode. Everything is smooth on the scale of t, so about twenty values of t per tenfold of
-# episodes are enough. All of them are solved as one batch.
+# one episode. Everything is smooth on the scale of t, so few values of t are enough. All of them
+# are solved as one batch.
 #
-# Summed by parts over t, the noise is 1/2 sum_t E |loss_estimate_t|^2 in the norm of Pi_t, the
-# stability term of the FTRL analysis, minus the fluctuations that are left at the end and those
-# that the growth of psi_t removes. `stability` gives that term too.
+# Summed by parts over t, the noise is the stability term of the FTRL analysis, 1/2 sum_t
+# E |loss_estimate_t|^2 in the norm of Pi_t, minus the fluctuations that are left at the end and
+# those that the growth of psi_t removes. `stability` is that term.
 #
-# The expansion is in the relative fluctuations of q. It fails where the learner is so little
-# regularized that a single visit changes q many times over. `noise_share` shows this;
-# torch_occ.tuning.leaps works there. With a baseline, a single visit may do so even where
-# the noise is small: a visit without loss lowers the estimate by b / q, and q ~ beta / (gap t)
-# under a log-barrier, so that for beta below about b it removes the whole lead of t gap. Only
-# leaping and playing show that.
+# The expansion is in the relative fluctuations of q. It fails where a single visit changes q many
+# times over; `noise_share` shows this, and leaping works there. With a baseline b, a visit without
+# loss may do so even where the noise is small: it lowers the estimate by b / q, and with a
+# log-barrier whose beta is below about b this removes the whole lead. Only leaping shows that.
 
 #: Panels of three solves per tenfold of episodes.
 PER_DECADE = 3.0
 
-#: Noise above this share of a forecast is no small correction; docs/tuning_results.md measures it.
+#: Noise above this share of a forecast is no small correction; docs/tuning.md measures it.
 SMALL_NOISE = 1 / 3
 
 #: Up to so many pairs the noise is computed from matrices; beyond, by so many probes.
@@ -399,10 +383,7 @@ class Forecast(NamedTuple):
 
     @property
     def reliable(self) -> Tensor:
-        """Whether the expansion is reliable, `(*batch,)`: certified, with little noise.
-
-        Elsewhere use `leap`.
-        """
+        """Whether it is certified, with little noise, `(*batch,)`; elsewhere use `leap`."""
         return self.certified & (self.noise_share <= SMALL_NOISE)
 
 
@@ -444,23 +425,21 @@ def forecast(
             matrices are demanded that would need more than 4 GB.
         TypeError: if the losses or the estimator cannot be forecast.
     """
-    if not 1 <= episodes <= 10**12:
-        raise ValueError(f"episodes: expected a number from 1 to 1e12, got {episodes}")
+    check_episodes(episodes)
     if probes is not None and (probes < 0 or probes == 1):
         raise ValueError(
             f"probes: expected at least 2, because their spread is the error, or 0, got {probes}"
         )
     estimate = centred(estimator)
     phases = phases_of(mdp, losses, int(episodes))
-    step, noise = FTRLStep(mdp, regularizer), phases.noise
+    step = FTRLStep(mdp, regularizer)
     grid = Quadrature.over(phases.starts, int(episodes), per_decade, mdp.transitions[0])
-    given = (shape for _, shape in regularizer.batched())
-    batch = torch.broadcast_shapes(phases.means.shape[1:-2], mdp.batch_shape, *given)
+    shapes = (shape for _, shape in regularizer.batched())
+    batch = torch.broadcast_shapes(phases.means.shape[1:-2], mdp.batch_shape, *shapes)
     missing = (1,) * (len(batch) + 3 - phases.means.dim())
     mean = phases.means.reshape(len(phases.starts), *missing, *phases.means.shape[1:])
     mean = mean.expand(-1, *batch, -1, -1)  # (P, *batch, S, A)
     t = grid.t.reshape(-1, *(1,) * len(batch)).expand(-1, *batch)  # (K, *batch)
-    now = mean[grid.phase]  # (K, *batch, S, A)
     solution = step.solve(phases.totals(mean, grid.t - 1, grid.phase), t, check=False)
     certified = solution.converged.all(0)
     q = floored(mdp, solution.q)
@@ -472,14 +451,15 @@ def forecast(
 
     linear = Linearization(step, q, t)
     baseline = torch.where(mdp.actions, estimate.baseline(q, t), 0.0)
+    given = Estimates(mean[grid.phase], phases.noise, baseline)
     if probes is None:
         probes = 0 if mdp.num_states * mdp.num_actions <= EXACT_PAIRS else PROBES
     if probes:
-        bends, square = probe_noise(mdp, linear, grid, now, noise, baseline, probes, seed)
+        bends, square = probe_noise(mdp, linear, grid, given, probes, seed)
         each = torch.stack([grid.sums(-0.5 * bend) for bend in bends])  # (probes, C, *batch)
         fluctuation, error = each.mean(0), each.detach().std(0) / probes**0.5
     else:
-        bend, square = _exact_noise(mdp, linear, grid, now, noise, baseline)
+        bend, square = _exact_noise(mdp, linear, grid, given)
         fluctuation = grid.sums(-0.5 * bend)
         error = torch.zeros_like(fluctuation)
     curves = (drift, fluctuation, grid.sums(0.5 * square))
@@ -490,12 +470,7 @@ def forecast(
 
 
 def _exact_noise(
-    mdp: LayeredMDP,
-    linear: Linearization,
-    grid: Quadrature,
-    mean: Tensor,
-    noise: Noise,
-    baseline: Tensor,
+    mdp: LayeredMDP, linear: Linearization, grid: Quadrature, given: Estimates
 ) -> tuple[Tensor, Tensor]:
     """D3psi[Pi m](Pi C Pi) and E |loss_estimate|^2_Pi at every node, `(K, *batch)`, by matrices."""
     q = linear.q
@@ -507,26 +482,24 @@ def _exact_noise(
             f"{pairs:,} pairs at {nodes:,} nodes; give a number of probes, or use occ.leap"
         )
     Pi = linear.dense()  # (K, *batch, S * A, S * A)
-    visited = second_moment(mdp, q, mean, noise, baseline)
-    flat, b = mean.flatten(-2), baseline.flatten(-2)
+    visited = second_moment(mdp, q, given)
+    flat, b = given.mean.flatten(-2), given.baseline.flatten(-2)
     C = grid.sums_before(visited - outer(flat - b))
     u = (Pi @ flat.unsqueeze(-1)).squeeze(-1).unflatten(-1, q.shape[-2:])
     mixed = (b.unsqueeze(-2) @ Pi @ (2 * flat - b).unsqueeze(-1))[..., 0, 0]
     return linear.bend(u, Pi @ C @ Pi), (Pi * visited).sum((-2, -1)) + mixed
 
 
-def second_moment(
-    mdp: LayeredMDP, q: Tensor, mean: Tensor, noise: Noise, baseline: Tensor
-) -> Tensor:
+def second_moment(mdp: LayeredMDP, q: Tensor, given: Estimates) -> Tensor:
     """E[x x'] of one episode, `(*batch, S * A, S * A)`, with x = (loss - b) / q where visited.
 
     x is the loss estimate minus b. With m = mean - b, the entry of pairs i before j is
     m_i m_j P(i and j are visited) / (q_i q_j) = m_i m_j P(s_j is visited | i) / q(s_j). The
     diagonal is E[(loss_i - b_i)^2] / q_i. Two pairs of one layer are never both visited.
     """
-    exists = mdp.actions
-    policy = policy_of(mdp, q)
-    ahead = mdp.joint_transitions @ reachability(mdp, policy).unsqueeze(-3)  # (*batch, S, A, S)
+    (mean, noise, baseline), exists = given, mdp.actions
+    reached = reachability(mdp, policy_of(mdp, q))
+    ahead = mdp.joint_transitions @ reached.unsqueeze(-3)  # (*batch, S, A, S)
     later = (ahead / q.sum(-1)[..., None, None, :]).flatten(-3, -2)  # (*batch, S * A, S)
     later = later.repeat_interleave(mdp.num_actions, -1)  # (*batch, S * A, S * A)
     flat, b = (torch.where(exists, x, 0.0).flatten(-2) for x in (mean, baseline))

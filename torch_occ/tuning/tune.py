@@ -1,39 +1,177 @@
-"""`tune`: gradients of an objective from several starts, with TensorBoard."""
+"""`tune`: gradients of an objective from several starts; and what to take without tuning."""
 
 from __future__ import annotations
 
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import constraints, transform_to
 
-from torch_occ._support.choices import progress_bar, summary_writer, wants_bar
+from torch_occ._support.choices import later, progress_bar, summary_writer, wants_bar
 from torch_occ._support.files import Kept, State, copied
 from torch_occ._support.fingerprints import fingerprints
 from torch_occ._support.processes import asked_to_stop, explain, sigterm_raises
+from torch_occ.game.estimators import ReducedVariance
+from torch_occ.game.learners import FTRL, Learner
+from torch_occ.game.shifted import ShiftedFTRL
+from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
+from torch_occ.regularizers.catalog import ConditionalEntropy, LogBarrier, Tsallis
+from torch_occ.regularizers.parameters import Parametrized
+from torch_occ.regularizers.schedules import InverseSqrt
 from torch_occ.tuning.objective import Evaluation
-from torch_occ.tuning.space import ParameterSpace, load_numbers
 
 #: What is minimized: a function of a regularizer.
 Objective = Callable[[Regularizer], Evaluation]
 
 
-# -- A tuning in TensorBoard -----------------------------------------------------------------------
+# -- The space in which parameters are tuned: one unconstrained coordinate per number, in bounds ---
+#
+# A number is the image of its coordinate under the transform of its parameter's domain: logarithms
+# for positive numbers, logits for intervals. A parameter with one value per layer, state or pair
+# has as many numbers, named by their indices: `beta[2]`, `beta[2,0]`.
+
+#: The bounds of positive parameters, unless `bounds` gives others.
+LOWEST, HIGHEST = 1e-4, 1e4
+
+
+class ParameterSpace:
+    """The parameters of a regularizer that are tuned, with their transforms and bounds."""
+
+    def __init__(
+        self,
+        regularizer: Regularizer,
+        only: Sequence[str] | None,
+        bounds: Mapping[str, tuple[float, float]],
+    ) -> None:
+        domains, own = _domains(regularizer), dict(regularizer.named_parameters())
+        # The parameter and the index of every number, by its name.
+        every = {number: (name, i) for name in domains for number, i in numbers(name, own[name])}
+        self.entries = {
+            number: (name, i)
+            for number, (name, i) in every.items()
+            if only is None or not {*_names(number), *_names(name)}.isdisjoint(only)
+        }
+        self.names = tuple(self.entries)
+        known = {each for name in (*every, *domains) for each in _names(name)}
+        for argument, given in (("only", only or ()), ("bounds", bounds)):
+            for name in given:
+                if name not in known:
+                    raise ValueError(
+                        f"{argument}: the regularizer has no parameter {name!r}; it has "
+                        f"{', '.join(domains)}"
+                    )
+        if not self.names:
+            raise ValueError("regularizer: there is no parameter to tune")
+        for name in dict.fromkeys(name for name, _ in self.entries.values()):
+            _check_tunable(regularizer, name, own[name])
+        self.own = {name: own[name].detach().double().clone() for name, _ in self.entries.values()}
+        self.transforms = [transform_to(domains[name]) for name, _ in self.entries.values()]
+        centre, low, high = [], [], []
+        for number, transform in zip(self.names, self.transforms, strict=True):
+            name, i = self.entries[number]
+            value, own_names = self.own[name][i], (*_names(number), *_names(name))
+            asked = [bounds[each] for each in own_names if each in bounds]
+            limits = (*asked, _default_bounds(domains[name]))[0]
+            ends = [transform.inv(torch.tensor(limit, dtype=torch.float64)) for limit in limits]
+            if not (bool(ends[0].isfinite()) and bool(ends[1].isfinite()) and ends[0] < ends[1]):
+                raise ValueError(
+                    f"bounds: {number} must satisfy {domains[name]} with a lower and a higher end "
+                    f"inside, got {limits}"
+                )
+            if not limits[0] <= float(value) <= limits[1]:
+                raise ValueError(
+                    f"regularizer: {number} is {float(value):g}, outside its bounds {limits}; "
+                    "start inside, or give other bounds"
+                )
+            centre.append(transform.inv(value))
+            low.append(ends[0])
+            high.append(ends[1])
+        self.centre, self.low, self.high = map(torch.stack, (centre, low, high))  # (numbers,) each
+
+    def parameters_at(self, u: Tensor) -> Tensor:
+        """Numbers from coordinates, `(..., numbers)` both."""
+        return torch.stack(
+            [transform(u[..., i]) for i, transform in enumerate(self.transforms)], -1
+        )
+
+    def tensors(self, parameters: Tensor) -> dict[str, Tensor]:
+        """Every parameter `(..., *event)` by name; numbers that are not tuned keep their values."""
+        columns = dict(zip(self.names, parameters.unbind(-1), strict=True))
+        found = {}
+        for name, own in self.own.items():
+            parts = [
+                columns.get(number, own[i].expand(parameters.shape[:-1]))
+                for number, i in numbers(name, own)
+            ]
+            shape = (*parameters.shape[:-1], *own.shape)
+            found[name] = torch.stack(parts, -1).reshape(shape)
+        return found
+
+    def at_bounds(self, u: Tensor) -> tuple[str, ...]:
+        """The names of the numbers that are at a bound, for coordinates `(numbers,)`."""
+        met = (u <= self.low) | (u >= self.high)
+        return tuple(name for name, flag in zip(self.names, met.tolist(), strict=True) if flag)
+
+
+def numbers(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ...]]]:
+    """The names and indices of the numbers of a parameter; a scalar has one, with its name."""
+    indices = product(*map(range, parameter.shape))
+    return [(f"{name}[{','.join(map(str, i))}]" if i else name, i) for i in indices]
+
+
+def _check_tunable(regularizer: Regularizer, name: str, parameter: Tensor) -> None:
+    owner, _, last = name.rpartition(".")
+    module = regularizer.get_submodule(owner)
+    if not isinstance(module, Parametrized):
+        raise ValueError(
+            f"regularizer: {name} belongs to a {type(module).__name__}, which cannot tell a "
+            "batch of starts from its own shape; give the parameter to the regularizer "
+            "itself, or leave it out with only="
+        )
+    if parameter.dim() > module.event_dims(last):
+        raise ValueError(
+            f"regularizer: {name} has shape {tuple(parameter.shape)}; tune one regularizer, the "
+            "starts are the batch. For one value per layer, state or pair, give occ.PerLayer, "
+            "occ.PerState or occ.PerPair"
+        )
+
+
+def _names(name: str) -> tuple[str, str]:
+    """A full name and its last part."""
+    return name, name.rpartition(".")[2]
+
+
+def _domains(regularizer: Regularizer) -> dict[str, constraints.Constraint]:
+    """The declared domain of every parameter, by its name."""
+    found: dict[str, constraints.Constraint] = {}
+    for path, module in regularizer.named_modules():
+        if isinstance(module, Parametrized):
+            found |= {
+                f"{path}.{name}" if path else name: constraint
+                for name, constraint in module.arg_constraints.items()
+            }
+    return {name: found.get(name, constraints.real) for name, _ in regularizer.named_parameters()}
+
+
+def _default_bounds(domain: constraints.Constraint) -> tuple[float, float]:
+    if isinstance(domain, constraints.interval):
+        margin = 1e-3 * (domain.upper_bound - domain.lower_bound)
+        return domain.lower_bound + margin, domain.upper_bound - margin
+    return (-HIGHEST, HIGHEST) if domain is constraints.real else (LOWEST, HIGHEST)
 
 
 class TuningBoard:
-    """Writes `meta/*` for TensorBoard; steps are those of the optimizer.
-
-    If writing fails, there is a warning, and the tuning continues without TensorBoard.
-    """
+    """Writes `meta/*` for TensorBoard; if that fails, the tuning continues without it."""
 
     def __init__(self, directory: str | Path, tuner: Tuner) -> None:
         self.writer: Any = summary_writer(directory, purge_step=len(tuner.values))
@@ -78,12 +216,11 @@ class TuningBoard:
         self.writer.close()
 
 
-# -- Meta-tuning: minimize an objective over a regularizer's parameters, by gradients --------------
+# -- Minimize an objective over a regularizer's parameters, by gradients ---------------------------
 #
-# Parameters are optimized in an unconstrained space (torch_occ.tuning.space). All starts are one
-# batch: parameters of shape `(starts, 1, *event)`. If the objective of a start is not finite, or
-# its forecast has no certificate, the start returns to its best point so far. Such failures are
-# recorded.
+# All starts are one batch: parameters of shape `(starts, 1, *event)`. If the objective of a start
+# is not finite, or its forecast has no certificate, the start returns to its best point so far.
+# Such failures are recorded.
 
 
 @dataclass(frozen=True)
@@ -104,12 +241,14 @@ class Tuned:
     names: tuple[str, ...]
     seconds: float
     finished: bool
-    # The bounds that were given to `tune`.
-    bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def load_into(self, regularizer: Regularizer) -> None:
         """Set a regularizer's parameters to the best ones."""
-        load_numbers(regularizer, self.parameters)
+        with torch.no_grad():
+            for name, parameter in regularizer.named_parameters():
+                for number, i in numbers(name, parameter):
+                    if number in self.parameters:
+                        parameter[i] = self.parameters[number]
 
     def __str__(self) -> str:
         lines = [
@@ -165,8 +304,8 @@ def tune(
         steps: of the optimizer.
         starts: the other starts are drawn around the first one, with standard deviation `spread`
             in the unconstrained space.
-        only: names of the parameters to tune: full names (`terms.1.beta`) or their last part
-            (`beta`); all by default.
+        only: names of the parameters to tune: full names (`terms.1.beta`), their last part
+            (`beta`), or the same for numbers (`beta[2]`); all by default.
         bounds: by the same names; 1e-4 to 1e4 by default.
         rate: the learning rate of the optimizer; it decreases to zero along a cosine.
         optimizer: `(tensors, rate) -> torch.optim.Optimizer`; Adam by default.
@@ -199,7 +338,7 @@ def tune(
     u = (space.centre + spread * noise).clamp(space.low, space.high)  # (starts, numbers)
     adam = partial(torch.optim.Adam, betas=(0.8, 0.99))
     chosen = (optimizer or adam)([u], rate)
-    tuner = Tuner(objective, regularizer, space, steps, u, chosen, rate)
+    tuner = Tuner(_TunedModule(objective, regularizer), space, u, chosen, steps, rate)
     kept = None
     if save_to is not None:
         options = [space.names, steps, starts, space.low, space.high, rate, spread, seed]
@@ -211,11 +350,9 @@ def tune(
             tuner.restore(found)
         kept.try_first(tuner.state())
     board = TuningBoard(directory, tuner) if directory is not None else None
-    bar = (
-        progress_bar(steps + 1, len(tuner.values), "step", "tuning")
-        if wants_bar(progress)
-        else None
-    )
+    bar = None
+    if wants_bar(progress):
+        bar = progress_bar(steps + 1, len(tuner.values), "step", "tuning")
     with sigterm_raises(kept is not None) as silence:
         try:
             while len(tuner.values) <= steps:
@@ -247,17 +384,15 @@ class Tuner:
 
     def __init__(
         self,
-        objective: Objective,
-        regularizer: Regularizer,
+        caller: _TunedModule,
         space: ParameterSpace,
-        steps: int,
         u: Tensor,
         optimizer: torch.optim.Optimizer,
+        steps: int,
         rate: float,
     ) -> None:
-        self.space, self.caller = space, _Caller(objective, regularizer)
+        self.caller, self.space, self.u, self.optimizer = caller, space, u, optimizer
         self.steps, self.starts, self.rate = steps, len(u), rate
-        self.u, self.optimizer = u, optimizer
         self.values: list[Tensor] = []
         self.failures: list[Tensor] = []
         self.path: list[Tensor] = []
@@ -330,7 +465,6 @@ class Tuner:
             names=self.space.names,
             seconds=self.seconds,
             finished=len(self.values) > self.steps,
-            bounds=self.space.bounds,
         )
 
     def state(self) -> State:
@@ -349,7 +483,7 @@ class Tuner:
             setattr(self, name, value)
 
 
-class _Caller(nn.Module):
+class _TunedModule(nn.Module):
     """The objective as a function of the regularizer's parameters."""
 
     def __init__(self, objective: Objective, regularizer: Regularizer) -> None:
@@ -364,3 +498,52 @@ class _Caller(nn.Module):
         return torch.func.functional_call(
             self, {f"regularizer.{name}": value for name, value in parameters.items()}, ()
         )
+
+
+# -- What to take without tuning: one learner for each kind of world -------------------------------
+
+Kind = Literal["any", "stochastic", "varying", "adversarial"]
+
+#: gamma and beta of "varying", chosen on MDPs 80 to 82 (docs/tuning.md).
+VARYING = (1.0, 0.5)
+
+#: gamma and beta of "adversarial", chosen on MDPs 92 to 99, of horizon 3, width 3 and 3 actions.
+ADVERSARIAL = (0.2663, 1.0)
+
+#: A rate so small that the baseline is 1/2 wherever q is not tiny.
+EVERYWHERE = 0.001
+
+
+def recommended(mdp: LayeredMDP, world: Kind = "any") -> Learner:
+    """Return a learner with constants that were good on MDPs on which they were not chosen.
+
+    - "any": nothing is known about the losses. `ShiftedFTRL`, with its defaults. Its
+      guarantee is Theorems A and B of docs/adaptive.md: O(sqrt(L S A T)) regret against any
+      adversary, and O(log T + sqrt(C log T)) where losses are stochastic, with corruption C.
+    - "stochastic": losses are independent with the same means in every episode. Thompson sampling.
+      Its regret may be linear in any other world.
+    - "varying": means change from outside, as where losses are constrained or corrupted. FTRL with
+      the 1/2-Tsallis entropy, eta_t = 1 / sqrt(t), a log-barrier of weight 0.5, and estimates with
+      a baseline of 1/2.
+    - "adversarial": losses react to the learner. FTRL with the conditional entropy,
+      eta_t = 0.2663 / sqrt(t), a log-barrier of weight 1, and the same estimates. They were chosen
+      on MDPs 92 to 99 and do not carry over to larger ones.
+
+    docs/tuning.md has the measurements. The baselines are for losses that are spread over
+    [0, 1].
+
+    Raises:
+        ValueError: if the world is not one of these.
+    """
+    if world not in get_args(Kind):
+        expected = ", ".join(map(repr, get_args(Kind)))
+        raise ValueError(f"world: expected one of {expected}, got {world!r}")
+    if world == "stochastic":
+        return later("rivals.thompson").Thompson(mdp)
+    if world == "any":
+        return ShiftedFTRL(mdp)
+    entropy, (gamma, beta) = (
+        (Tsallis(), VARYING) if world == "varying" else (ConditionalEntropy(), ADVERSARIAL)
+    )
+    estimator = ReducedVariance(InverseSqrt(EVERYWHERE))
+    return FTRL(mdp, entropy / InverseSqrt(gamma) + LogBarrier(beta), estimator)
