@@ -53,7 +53,7 @@ class UtilitySolution(NamedTuple):
     status: Tensor  # (*batch,), a number of `Status`
 
 
-class _Point(NamedTuple):
+class _FeaturePoint(NamedTuple):
     """Where the outer iteration stands: features, s F' and s F'' there, the step, and r."""
 
     z: Tensor  # (*batch, m), NaN outside the domain of F
@@ -62,7 +62,7 @@ class _Point(NamedTuple):
     inner: Solution
     r: Tensor  # (*batch, m)
 
-    def merge(self, other: _Point, where: Tensor) -> _Point:
+    def merge(self, other: _FeaturePoint, where: Tensor) -> _FeaturePoint:
         """Return `other` at the elements given by `where` `(*batch,)`, this one elsewhere."""
         z, y, curvature, r = (
             torch.where(over(where, mine.dim() - where.dim()), theirs, mine)
@@ -73,10 +73,10 @@ class _Point(NamedTuple):
                 (self.r, other.r),
             )
         )
-        return _Point(z, y, curvature, self.inner.merge(other.inner, where), r)
+        return _FeaturePoint(z, y, curvature, self.inner.merge(other.inner, where), r)
 
 
-class _Linear(NamedTuple):
+class _Linearized(NamedTuple):
     """The derivatives at a point, and the error of q there."""
 
     M: Tensor  # (*batch, m, m)
@@ -97,9 +97,9 @@ class UtilityStep(nn.Module):
     Args:
         step: the step without F, without budgets.
         features: G, `(m, S, A)` or `(*batch, m, S, A)`; values on masked pairs are ignored.
-        utility: F, a function of z `(*batch, m)` that returns `(*batch,)` and treats the elements of
-            a batch by themselves: convex, with two derivatives, finite at the features of every
-            positive q. An `nn.Module` brings its parameters along.
+        utility: F, a function of z `(*batch, m)` that returns `(*batch,)`, each element by itself:
+            convex, with two derivatives, finite at the features of every positive q. An
+            `nn.Module` brings its parameters along.
 
     Raises:
         TypeError, ValueError: if an argument is wrong.
@@ -149,7 +149,7 @@ class UtilityStep(nn.Module):
             SolveError: if an element could not be certified; NOT_CONVEX if F is not convex there.
             TypeError, ValueError: if an argument is wrong, or F has a wrong shape.
         """
-        search = _Search(self, cumulative_loss.detach(), t)
+        search = _FeatureSearch(self, cumulative_loss.detach(), t)
         point, steps = search.newton(search.at(search.first, 1.0), 1.0)
         lost = ~(search.linearize(point).error <= _LOST)
         if bool(lost.any()):
@@ -176,7 +176,7 @@ class UtilityStep(nn.Module):
         return solution
 
 
-class _Search:
+class _FeatureSearch:
     """The search for the features of one call of `UtilityStep`, on plain tensors."""
 
     def __init__(self, owner: UtilityStep, loss: Tensor, t: Tensor | float | None) -> None:
@@ -211,13 +211,15 @@ class _Search:
             )
             rows = [torch.zeros_like(y)] * y.shape[-1]
             if curved and y.requires_grad:
-                options = {"retain_graph": True, "materialize_grads": True}
                 parts = (y[..., i].sum() for i in range(len(rows)))
-                rows = [torch.autograd.grad(part, x, **options)[0] for part in parts]
+                rows = [
+                    torch.autograd.grad(part, x, retain_graph=True, materialize_grads=True)[0]
+                    for part in parts
+                ]
         return y, torch.stack(rows, -2).detach()
 
     @torch.no_grad()
-    def at(self, z: Tensor, share: float) -> _Point:
+    def at(self, z: Tensor, share: float) -> _FeaturePoint:
         """Solve the step for the prices of a share of F at z."""
         y, curvature = self.slopes(z, curved=True)
         y, curvature = share * y.detach(), share * curvature
@@ -226,10 +228,10 @@ class _Search:
         z = torch.where(over(inside, 1), z, torch.nan)
         priced = self.loss + (over(y, 2) * self.G).sum(-3)
         inner = self.step.solve(priced, self.t, check=False)
-        return _Point(z, y, curvature, inner, z - self.gather(inner.q))
+        return _FeaturePoint(z, y, curvature, inner, z - self.gather(inner.q))
 
     @torch.no_grad()
-    def linearize(self, point: _Point) -> _Linear:
+    def linearize(self, point: _FeaturePoint) -> _Linearized:
         """Return the derivatives at a point; the error is infinite where the step failed."""
         mdp, q, batch = self.step.mdp, point.inner.q, point.z.shape[:-1]
         q = torch.where(mdp.actions, q.clamp(min=_TINY), 0.0)
@@ -242,10 +244,10 @@ class _Search:
         dy = (point.curvature @ dz.unsqueeze(-1)).squeeze(-1)
         change = (over(dy, 2) * answer).sum(-3).abs() / torch.where(mdp.actions, q, 1.0)
         good = point.inner.converged & torch.isfinite(J).all((-2, -1))
-        return _Linear(M, J, dz, torch.where(good, change.amax((-2, -1)), torch.inf))
+        return _Linearized(M, J, dz, torch.where(good, change.amax((-2, -1)), torch.inf))
 
     @torch.no_grad()
-    def newton(self, point: _Point, share: float) -> tuple[_Point, Tensor]:
+    def newton(self, point: _FeaturePoint, share: float) -> tuple[_FeaturePoint, Tensor]:
         """Iterate at a share of F; return the last point and the outer steps of each element."""
         steps = torch.zeros(point.z.shape[:-1], dtype=torch.long, device=point.z.device)
         running = torch.ones_like(steps, dtype=torch.bool)
@@ -269,7 +271,7 @@ class _Search:
                 break
         return point, steps
 
-    def follow(self, only: Tensor) -> tuple[_Point, Tensor]:
+    def follow(self, only: Tensor) -> tuple[_FeaturePoint, Tensor]:
         """Solve for a growing share of F, until the elements in `only` have all of it."""
         start = self.at(self.first, 0.0)
         answer = self.linearize(start)
@@ -295,7 +297,7 @@ class _Search:
         return self.at(point.z, 1.0) if share < 1.0 else point, total
 
 
-def _is_concave(point: _Point) -> Tensor:
+def _is_concave(point: _FeaturePoint) -> Tensor:
     """Return whether F has a negative curvature at a point, beyond rounding errors, `(*batch,)`."""
     least, most = torch.linalg.eigvalsh(_finite(point.curvature)).aminmax(dim=-1)
     rounding = point.y.abs().amax(-1) / point.z.abs().amax(-1).clamp(min=_TINY)
