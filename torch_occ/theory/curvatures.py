@@ -162,7 +162,7 @@ def bregman(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Te
 #
 # with T_k((s,a),s') = P(s'|s,a), B_k((s,a),s) = c / (c + d), and Sigma_k the diagonal matrix over
 # states of sum_a 1 / (c^-1 + d^-1). Only non-negative matrices are added, so nothing cancels.
-# `blocks` goes through the layers in this form. In a state with one action c^-1 = 0.
+# In a state with one action c^-1 = 0.
 
 
 class Curvature(NamedTuple):
@@ -190,46 +190,22 @@ def curvature(
     return Curvature(4 * eta * rest**1.5 / alpha, keep("pair", mdp, d_inverse, 0.0))
 
 
-class Block(NamedTuple):
-    """N_k = diag(base) + share * core * share'; the core has one row and column per state."""
-
-    base: Tensor  # (*batch, S_k, A), 1 / (c + d)
-    share: Tensor  # (*batch, S_k, A), c / (c + d)
-    core: Tensor  # (*batch, S_k, S_k), K_k
-
-    def diagonal(self) -> Tensor:
-        """R(s,a) = N_k((s,a),(s,a)), `(*batch, S_k, A)`."""
-        return self.base + self.share.square() * self.core.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-
-    def dense(self) -> Tensor:
-        """N_k, `(*batch, S_k A, S_k A)`."""
-        columns = _spread_states(self.share)
-        return torch.diag_embed(self.base.flatten(-2)) + columns @ self.core @ columns.mT
-
-
-def blocks(mdp: LayeredMDP, curve: Curvature) -> Iterator[Block]:
-    """N_0, N_1, ..., N_{L-1} (`eq:def_N`) in factored form; each needs only the one before."""
-    arriving: Tensor | None = None  # G_k
+def all_N(mdp: LayeredMDP, curve: Curvature) -> Iterator[Tensor]:
+    """N_0, N_1, ..., N_{L-1} (`eq:def_N`), `(*batch, S_k A, S_k A)`; each needs the one before."""
+    before: Tensor | None = None
     for k, here in enumerate(mdp.layer_slices):
-        exists = mdp.actions[here]
-        c_inverse, d_inverse = (part[..., here, :] for part in curve)
+        exists, (c_inverse, d_inverse) = mdp.actions[here], (part[..., here, :] for part in curve)
         both = torch.where(exists, c_inverse + d_inverse, 1.0)
         share = d_inverse / both
-        if arriving is None:
-            core = share.new_zeros(*share.shape[:-1], share.shape[-2])
-        else:
-            core = _core(arriving, torch.where(exists, 1 / both, 0.0).sum(-1))
-        block = Block(share * torch.where(exists, c_inverse, 0.0), share, core)
-        yield block
-        if k + 1 < mdp.horizon:
-            arriving = _through(mdp.transitions[k], block)
-
-
-def _through(kernel: Tensor, block: Block) -> Tensor:
-    """G_{k+1} = T' N_k T, `(*batch, S_{k+1}, S_{k+1})`."""
-    T = kernel.flatten(-3, -2)
-    through = (block.share.unsqueeze(-1) * kernel).sum(-2)  # (*batch, S_k, S_{k+1}), B_k' T
-    return T.mT @ (block.base.flatten(-2).unsqueeze(-1) * T) + through.mT @ block.core @ through
+        found = torch.diag_embed((share * torch.where(exists, c_inverse, 0.0)).flatten(-2))
+        if before is not None:
+            T = mdp.transitions[k - 1].flatten(-3, -2)
+            core = _core(T.mT @ before @ T, torch.where(exists, 1 / both, 0.0).sum(-1))
+            identity = torch.eye(share.shape[-2], dtype=share.dtype, device=share.device)
+            B = (share.unsqueeze(-1) * identity.unsqueeze(-2)).flatten(-3, -2)
+            found = found + B @ core @ B.mT
+        yield found
+        before = found
 
 
 def _core(G: Tensor, sigma: Tensor) -> Tensor:
@@ -242,29 +218,27 @@ def _core(G: Tensor, sigma: Tensor) -> Tensor:
     return (core + core.mT) / 2
 
 
-def _spread_states(share: Tensor) -> Tensor:
-    """`(*batch, S_k, A)` -> `(*batch, S_k A, S_k)`: the entry of (s, a) goes to column s."""
-    identity = torch.eye(share.shape[-2], dtype=share.dtype, device=share.device)
-    return (share.unsqueeze(-1) * identity.unsqueeze(-2)).flatten(-3, -2)
-
-
 def N_diagonal(mdp: LayeredMDP, curve: Curvature) -> Tensor:
     """R(s,a) = N_{k(s)}((s,a),(s,a)) of all layers, `(*batch, S, A)`."""
-    return torch.cat([block.diagonal() for block in blocks(mdp, curve)], -2)
+    return _diagonals(mdp, list(all_N(mdp, curve)))
+
+
+def _diagonals(mdp: LayeredMDP, layers: list[Tensor]) -> Tensor:
+    parts = [layer.diagonal(dim1=-2, dim2=-1) for layer in layers]
+    return torch.cat(parts, -1).unflatten(-1, mdp.actions.shape)
 
 
 def inverse_and_diagonal(mdp: LayeredMDP, curve: Curvature) -> tuple[Tensor, Tensor]:
     """`inverse_hessian` and `N_diagonal`, with one pass through the layers."""
-    found = list(blocks(mdp, curve))
-    return _woodbury(mdp, curve, found), torch.cat([block.diagonal() for block in found], -2)
+    found = list(all_N(mdp, curve))
+    return _woodbury(mdp, curve, found), _diagonals(mdp, found)
 
 
 def N(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
     """N_k = D_k^-1 - D_k^-1 W_k D_k^-1, and N_0 = M_0^-1 (`eq:def_N`); `(*batch, S_k A, S_k A)`."""
-    for j, block in enumerate(blocks(mdp, curve)):
-        if j == k:
-            return block.dense()
-    raise ValueError(f"k: expected a layer from 0 to {mdp.horizon - 1}, got {k}")
+    if not 0 <= k < mdp.horizon:
+        raise ValueError(f"k: expected a layer from 0 to {mdp.horizon - 1}, got {k}")
+    return next(islice(all_N(mdp, curve), k, None))
 
 
 def P(mdp: LayeredMDP, k: int) -> Tensor:
@@ -320,13 +294,13 @@ def M_inverse(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
 
         ( M^-1 - M^-1 P~ W P~' M^-1 ,  M^-1 P~ W D^-1 ; D^-1 W P~' M^-1 ,  D^-1 - D^-1 W D^-1 ).
     """
-    return _woodbury(mdp, curve, islice(blocks(mdp, curve), k + 1))
+    return _woodbury(mdp, curve, islice(all_N(mdp, curve), k + 1))
 
 
-def _woodbury(mdp: LayeredMDP, curve: Curvature, layers: Iterable[Block]) -> Tensor:
+def _woodbury(mdp: LayeredMDP, curve: Curvature, layers: Iterable[Tensor]) -> Tensor:
     found = last = torch.empty(0)
-    for j, block in enumerate(layers):
-        before, last = last, block.dense()
+    for j, layer in enumerate(layers):
+        before, last = last, layer
         if j == 0:
             found = last
             continue
